@@ -1,0 +1,12 @@
+"""llmk: kernels for training language models, as real PyTorch operators.
+
+Importing this package registers every operator under `torch.ops.llmk`.
+"""
+
+from llmk import functional, nn
+from llmk._cache_key import add_sources_to_cache_key
+
+__version__ = "0.1.0"
+__all__ = ["functional", "nn"]
+
+add_sources_to_cache_key()

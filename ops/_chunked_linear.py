@@ -1,0 +1,135 @@
+"""A linear layer over many classes, a chunk of tokens at a time: what every loss fused with its projection shares.
+
+The products are cuBLAS's (or the CPU's BLAS). They read W twice for each chunk and walk over dW once, so chunks should
+be large: LOGITS_BUDGET bounds them. dW is summed in float32 where there are more than ROUNDED_CHUNKS chunks. Up to
+there it is summed in the weight's own dtype: each product adds its float32 result to what is there and rounds once, and
+the error of three such roundings stays within the accuracy rule, at half the memory.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmk.registry import KernelOp, wrap_triton
+
+LOGITS_BUDGET = 4 * 2**30 // 3
+"""Bytes of one chunk's logits on a GPU when `chunk_size` is 0."""
+CPU_LOGITS = 2**22
+"""Elements of one chunk's logits on a CPU when `chunk_size` is 0: they stay in cache."""
+ROUNDED_CHUNKS = 3
+"""The most chunks over which dW is summed in the weight's own dtype."""
+
+
+def _chunk_rows(x: Tensor, V: int, chunk_size: int) -> int:
+    """Tokens in a chunk: as given, or on a GPU the fewest chunks of equal size that fit the budget, at least two."""
+    N = x.shape[0]
+    if chunk_size > 0:
+        return chunk_size
+    if x.device.type == "cpu":
+        return max(64, CPU_LOGITS // V)
+    chunks = max(2, triton.cdiv(N * V * x.element_size(), LOGITS_BUDGET))
+    return max(1, triton.cdiv(N, 128 * chunks)) * 128  # a multiple of 128 rows keeps the products' tiles whole
+
+
+class ChunkedLinear:
+    """`x @ weight.t() + bias`, so many rows at a time: x `[N, H]` is the input `[..., H]` as rows, weight `[V, H]`."""
+
+    def __init__(self, input: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int) -> None:
+        self.shape = input.shape
+        self.x = input.reshape(-1, input.shape[-1])
+        self.weight, self.bias = weight, bias
+        self.chunk_rows = _chunk_rows(self.x, weight.shape[0], chunk_size)
+
+    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield each chunk's rows and outputs; the next chunk's take their place."""
+        N, V = self.x.shape[0], self.weight.shape[0]
+        buffer = torch.empty((min(self.chunk_rows, N), V), dtype=self.x.dtype, device=self.x.device)
+        for start in range(0, max(N, 1), self.chunk_rows):  # at least one: the gradients over no token are zeros
+            rows = slice(start, min(start + self.chunk_rows, N))
+            outputs = buffer[: rows.stop - rows.start]
+            if self.bias is None:
+                torch.mm(self.x[rows], self.weight.t(), out=outputs)
+            else:
+                torch.addmm(self.bias, self.x[rows], self.weight.t(), out=outputs)
+            yield rows, outputs
+
+
+class LinearGradients:
+    """The gradients of x, W and b that are wanted, as sums over the chunks; an empty tensor for each other."""
+
+    def __init__(self, linear: ChunkedLinear, need: tuple[bool, bool, bool]) -> None:
+        self.linear, self.need = linear, need
+        x, (V, H) = linear.x, linear.weight.shape
+        # float16 has no room for sums that are not scaled yet.
+        rounded = x.dtype != torch.float16 and triton.cdiv(x.shape[0], linear.chunk_rows) <= ROUNDED_CHUNKS
+        buffers = [
+            (tuple(linear.shape), x.dtype),
+            ((V, H), x.dtype if rounded else torch.float32),
+            ((V,), torch.float32),
+        ]
+        self.dx, self.dw, self.db = (
+            torch.empty(shape if wanted else (0,), dtype=dtype, device=x.device)
+            for (shape, dtype), wanted in zip(buffers, need, strict=True)
+        )
+        self.dx_rows = self.dx.view(x.shape) if need[0] else self.dx
+
+    def add(self, rows: slice, dlogits: Tensor) -> None:
+        """Add a chunk's share; the first one overwrites."""
+        need_dx, need_dw, need_db = self.need
+        first = rows.start == 0
+        if need_dx:
+            torch.mm(dlogits, self.linear.weight, out=self.dx_rows[rows])
+        if need_dw:
+            _add_product(self.dw, dlogits.t(), self.linear.x[rows], first)
+        if need_db:
+            total = dlogits.sum(0, dtype=torch.float32)
+            self.db = total if first else self.db.add_(total)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """total += a @ b, in float32 within the product, rounded once to total's dtype."""
+    options: dict[str, Any] = {}
+    if total.dtype != a.dtype and a.device.type == "cuda":
+        options["out_dtype"] = total.dtype
+    else:
+        a, b = a.to(total.dtype), b.to(total.dtype)
+    if first:
+        torch.mm(a, b, out=total, **options)
+    else:
+        torch.addmm(total, a, b, out=total, **options)
+
+
+@triton.jit
+def scale_kernel(x_ptr, grad_ptr, divisor_ptr, y_ptr, N, BLOCK_N: tl.constexpr):
+    divisor = tl.load(divisor_ptr)
+    factor = tl.where(divisor == 0.0, 0.0, tl.load(grad_ptr) / divisor)
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    x = tl.load(x_ptr + offsets, mask=offsets < N, other=0.0).to(tl.float32)
+    tl.store(y_ptr + offsets, (x * factor).to(y_ptr.dtype.element_ty), mask=offsets < N)
+
+
+def _scale(input: Tensor, grad: Tensor, divisor: Tensor, dtype: torch.dtype) -> Tensor:
+    """input * grad / divisor, both float32 scalars, rounded once to `dtype`; zeros where the divisor is zero."""
+    y = torch.empty(input.shape, dtype=dtype, device=input.device)
+    wrap_triton(scale_kernel)[(triton.cdiv(input.numel(), 4096),)](
+        input, grad, divisor, y, input.numel(), BLOCK_N=4096, num_warps=8
+    )
+    return y
+
+
+scale = KernelOp(_scale)
+
+
+@scale.register_kernel("cpu")
+def _(input: Tensor, grad: Tensor, divisor: Tensor, dtype: torch.dtype) -> Tensor:
+    factor = torch.where(divisor == 0, 0.0, grad / divisor)
+    return torch.mul(input.float(), factor).to(dtype)
+
+
+@scale.register_fake
+def _(input: Tensor, grad: Tensor, divisor: Tensor, dtype: torch.dtype) -> Tensor:
+    return input.new_empty(input.shape, dtype=dtype)

@@ -1,0 +1,263 @@
+r"""Cross entropy of rows of logits: the kernels that `cross_entropy` and `fused_linear_ce` share.
+
+Sources: `torch.nn.functional.cross_entropy` for the semantics; Milakov and Gimelshein, "Online normalizer calculation
+for softmax", 2018, https://arxiv.org/abs/1805.02867; softcap as in Gemma 2, https://arxiv.org/abs/2408.00118; z-loss as
+in PaLM, https://arxiv.org/abs/2204.02311.
+
+Forward, for a row of V logits, its target t, class weights w (all 1 if not given) and smoothing a, with
+x = softcap(logits) where softcap(u) = c * tanh(u / c), or u when c = 0:
+
+    m    = max(x)
+    lse  = m + log(sum(exp(x - m)))
+    loss = (1 - a) * w_t * (lse - x_t) + a / V * sum_c(w_c * (lse - x_c)) + z_loss * lse^2
+
+A row whose target is `ignore_index` has loss 0. "mean" divides the sum by the sum of w_t over the rows that count.
+
+Backward, given the gradient g of a row's loss, with p = exp(x - lse) and W = sum_c(w_c):
+
+    dx_c      = g * (p_c * ((1 - a) * w_t + a / V * W + 2 * z_loss * lse) - [c = t] * (1 - a) * w_t - a / V * w_c)
+    dlogits_c = dx_c * (1 - (x_c / c)^2)         the last factor only with a softcap
+
+Forward reads the logits once, keeping a running maximum and sum; m and lse - m are kept apart, because lse alone in
+float32 loses the digits of large logits. Backward reads them once more and writes the gradient; it recomputes p.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmk.ops._math import tanh
+from llmk.registry import wrap_triton
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+class Options(NamedTuple):
+    """What distinguishes one cross entropy from another."""
+
+    weight: Tensor | None
+    ignore_index: int
+    smoothing: float
+    softcap: float
+    z_loss: float
+
+    def weight_sum(self) -> Tensor | None:
+        return self.weight.sum(dtype=torch.float32) if self.weight is not None and self.smoothing else None
+
+
+@triton.jit
+def _capped(x, SOFTCAP: tl.constexpr):
+    if SOFTCAP > 0:
+        x = SOFTCAP * tanh(x / SOFTCAP)
+    return x
+
+
+@triton.jit
+def _target(target_ptr, weight_ptr, row, V, ignore_index):
+    """The row's target, whether it counts, whether it is a class, and its class weight."""
+    target = tl.load(target_ptr + row).to(tl.int64)
+    counts = target != ignore_index
+    valid = counts & (target >= 0) & (target < V)
+    w_t = tl.cast(counts, tl.float32)
+    if weight_ptr is not None:
+        w_t = tl.load(weight_ptr + target, mask=valid, other=0.0).to(tl.float32)
+    return target, counts, valid, w_t
+
+
+@triton.jit
+def cross_entropy_kernel(
+    x_ptr, target_ptr, weight_ptr, loss_ptr, count_ptr, max_ptr, logsum_ptr,
+    V, x_stride, ignore_index, smoothing, z_loss,
+    SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    smoothing = tl.cast(smoothing, tl.float32)
+    z_loss = tl.cast(z_loss, tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * x_stride
+    m = tl.full((), float("-inf"), dtype=tl.float32)
+    total = tl.full((), 0.0, dtype=tl.float32)
+    weight_sum = tl.full((), 0.0, dtype=tl.float32)
+    below = tl.full((), 0.0, dtype=tl.float32)  # sum_c(w_c * (m - x_c)): small numbers where x and m are large
+    for start in range(0, V, BLOCK_V):
+        cols = start + tl.arange(0, BLOCK_V)
+        mask = cols < V
+        x = tl.load(x_ptr + cols, mask=mask, other=float("-inf")).to(tl.float32)
+        x = tl.where(mask, _capped(x, SOFTCAP), float("-inf"))
+        new_m = tl.maximum(m, tl.max(x, axis=0))
+        # Subtracting -inf from -inf would be NaN where nothing finite has been seen yet.
+        base = tl.where(new_m == float("-inf"), 0.0, new_m)
+        total = total * tl.exp2((m - base) * LOG2E) + tl.sum(tl.exp2((x - base) * LOG2E), axis=0)
+        if SMOOTH:
+            w = tl.cast(mask, tl.float32)
+            if weight_ptr is not None:
+                w = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+            below += tl.where(m == float("-inf"), 0.0, weight_sum * (base - m))
+            below += tl.sum(tl.where(mask, w * (base - x), 0.0), axis=0)
+            weight_sum += tl.sum(w, axis=0)
+        m = new_m
+    logsum = tl.log(total)
+
+    target, counts, valid, w_t = _target(target_ptr, weight_ptr, row, V, ignore_index)
+    x_t = _capped(tl.load(x_ptr + target, mask=valid, other=0.0).to(tl.float32), SOFTCAP)
+    loss = w_t * (logsum - (x_t - m))
+    if SMOOTH:
+        loss = (1.0 - smoothing) * loss + smoothing / V * (weight_sum * logsum + below)
+    loss += z_loss * (m + logsum) * (m + logsum)
+    loss = tl.where(valid, loss, tl.where(counts, float("nan"), 0.0))  # out of range: NaN, and nothing was read there
+    tl.store(loss_ptr + row, loss)
+    tl.store(count_ptr + row, w_t)
+    tl.store(max_ptr + row, m)
+    tl.store(logsum_ptr + row, logsum)
+
+
+@triton.jit
+def cross_entropy_backward_kernel(
+    grad_ptr, x_ptr, target_ptr, weight_ptr, weight_sum_ptr, max_ptr, logsum_ptr, dx_ptr,
+    V, grad_stride, x_stride, dx_stride, ignore_index, smoothing, z_loss,
+    SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    smoothing = tl.cast(smoothing, tl.float32)
+    z_loss = tl.cast(z_loss, tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    target, counts, valid, w_t = _target(target_ptr, weight_ptr, row, V, ignore_index)
+    mask = cols < V
+    # A row that does not count is not read: its gradient is zero whatever it holds.
+    x = tl.load(x_ptr + row * x_stride + cols, mask=mask & counts, other=0.0).to(tl.float32)
+    x = _capped(x, SOFTCAP)
+    m = tl.load(max_ptr + row)
+    logsum = tl.load(logsum_ptr + row)
+    p = tl.exp2((x - m - logsum) * LOG2E)
+    g = tl.load(grad_ptr + row * grad_stride)
+    hit = w_t
+    scale = w_t + 2.0 * z_loss * (m + logsum)
+    if SMOOTH:
+        weight_sum = tl.cast(V, tl.float32)
+        if weight_sum_ptr is not None:
+            weight_sum = tl.load(weight_sum_ptr)
+        hit = (1.0 - smoothing) * w_t
+        scale += smoothing * (weight_sum / V - w_t)
+    dx = p * scale - tl.where(cols == target, hit, 0.0)
+    if SMOOTH:
+        w = 1.0
+        if weight_ptr is not None:
+            w = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        dx -= smoothing / V * w
+    if SOFTCAP > 0:
+        dx *= 1.0 - (x / SOFTCAP) * (x / SOFTCAP)
+    dx = tl.where(valid, g * dx, tl.where(counts, float("nan"), 0.0))
+    tl.store(dx_ptr + row * dx_stride + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+def _forward_block(V: int) -> dict[str, int]:
+    block = min(16384, triton.next_power_of_2(V))
+    return {"BLOCK_V": block, "num_warps": min(32, max(4, block // 512))}
+
+
+def _backward_block(V: int) -> dict[str, int]:
+    return {"BLOCK_V": min(4096, triton.next_power_of_2(V)), "num_warps": 8}
+
+
+def row_losses(logits: Tensor, target: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Launch the forward kernel over `[M, V]` logits: float32 `[M]` losses, counts (w_t), maxima and log-sums."""
+    M, V = logits.shape
+    loss, count, maximum, logsum = (torch.empty((M,), dtype=torch.float32, device=logits.device) for _ in range(4))
+    wrap_triton(cross_entropy_kernel)[(M,)](
+        logits, target, options.weight, loss, count, maximum, logsum,
+        V, logits.stride(0), options.ignore_index, options.smoothing, options.z_loss,
+        SMOOTH=options.smoothing > 0, SOFTCAP=options.softcap, **_forward_block(V),
+    )  # fmt: skip
+    return loss, count, maximum, logsum
+
+
+def row_gradients(
+    grad: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    maximum: Tensor,
+    logsum: Tensor,
+    dlogits: Tensor,
+    options: Options,
+) -> None:
+    """Launch the backward kernel; `dlogits`, which it fills, may be `logits` itself."""
+    M, V = logits.shape
+    block = _backward_block(V)
+    wrap_triton(cross_entropy_backward_kernel)[(M, triton.cdiv(V, block["BLOCK_V"]))](
+        grad, logits, target, options.weight, options.weight_sum(), maximum, logsum, dlogits,
+        V, grad.stride(0), logits.stride(0), dlogits.stride(0), options.ignore_index, options.smoothing, options.z_loss,
+        SMOOTH=options.smoothing > 0, SOFTCAP=options.softcap, **block,
+    )  # fmt: skip
+
+
+def row_losses_cpu(logits: Tensor, target: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`row_losses` in plain PyTorch; on real tensors a target out of range raises."""
+    V = logits.shape[-1]
+    weight, ignore_index, smoothing, softcap, z_loss = options
+    counts = target != ignore_index
+    index = torch.where(counts, target, 0)
+    if type(target) is Tensor and bool(((index < 0) | (index >= V)).any()):
+        bad = index[(index < 0) | (index >= V)][0]
+        raise IndexError(f"target: expected class indices in [0, {V}) or ignore_index {ignore_index}, got {int(bad)}")
+    x = logits.float()
+    if softcap:
+        x = softcap * torch.tanh(x / softcap)
+    maximum = x.amax(-1)
+    base = torch.where(maximum == float("-inf"), 0.0, maximum)
+    logsum = (x - base.unsqueeze(-1)).exp().sum(-1).log()
+    w_t = counts.float() if weight is None else torch.where(counts, weight[index].float(), 0.0)
+    loss = w_t * (logsum - (x.gather(-1, index.unsqueeze(-1)).squeeze(-1) - maximum))
+    if smoothing:
+        w = torch.ones(V, device=x.device) if weight is None else weight.float()
+        smooth = w.sum() * logsum + (w * (base.unsqueeze(-1) - x)).sum(-1)
+        loss = (1 - smoothing) * loss + smoothing / V * smooth
+    loss = torch.where(counts, loss + z_loss * (maximum + logsum).square(), 0.0)
+    return loss, w_t, maximum, logsum
+
+
+def row_gradients_cpu(
+    grad: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    maximum: Tensor,
+    logsum: Tensor,
+    dlogits: Tensor,
+    options: Options,
+) -> None:
+    """`row_gradients` in plain PyTorch."""
+    V = logits.shape[-1]
+    weight, ignore_index, smoothing, softcap, z_loss = options
+    counts = target != ignore_index
+    index = torch.where(counts, target, 0).unsqueeze(-1)
+    w_t = torch.ones_like(grad) if weight is None else weight[index.squeeze(-1)].float()
+    x = logits.float()
+    if softcap:
+        x = softcap * torch.tanh(x / softcap)
+    hit = (1 - smoothing) * w_t
+    scale = hit + 2 * z_loss * (maximum + logsum)
+    dx = torch.exp(x - maximum.unsqueeze(-1) - logsum.unsqueeze(-1))
+    if smoothing:
+        w = torch.ones(V, device=x.device) if weight is None else weight.float()
+        scale = scale + smoothing * w.sum() / V
+    dx = dx * scale.unsqueeze(-1)
+    classes = torch.arange(V, device=x.device)
+    dx = dx - torch.where(classes == index, hit.unsqueeze(-1), 0.0)
+    if smoothing:
+        dx = dx - smoothing / V * w
+    if softcap:
+        dx = dx * (1 - (x / softcap).square())
+    dlogits.copy_(torch.where(counts.unsqueeze(-1), grad.unsqueeze(-1) * dx, 0.0))
+
+
+class RowLoss(NamedTuple):
+    """The two directions of the loss of rows."""
+
+    losses: Callable[[Tensor, Tensor, Options], tuple[Tensor, Tensor, Tensor, Tensor]]
+    gradients: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Options], None]
+
+
+KERNELS = RowLoss(row_losses, row_gradients)
+CPU = RowLoss(row_losses_cpu, row_gradients_cpu)

@@ -1,0 +1,390 @@
+r"""A linear layer and the cross entropy of its outputs, without ever holding all the logits.
+
+Sources: `torch.nn.functional.linear_cross_entropy` for the semantics; Hsu et al., "Liger Kernel", 2024,
+https://arxiv.org/abs/2410.10989, for making the gradients in the forward pass; `_row_loss.py` for the loss itself.
+
+Forward, for x [N, H], W [V, H] and targets [N], a chunk of tokens at a time:
+
+    logits = x_chunk @ W^T + b                [C, V], the only buffer of that width
+    losses = row_losses(logits)
+    G      = row_gradients(logits)            over the logits, in place
+    dx     = G @ W                            rows of the chunk
+    dW    += G^T @ x_chunk                    and db += the column sums of G
+
+A mean or a sum needs no more of the upstream gradient than one factor, so the backward pass only multiplies by it and
+divides by what the mean divided by; gradients that nobody wants are not made. With reduction "none" each row has its
+own upstream gradient: the forward pass keeps each row's maximum and log-sum, and the backward pass makes the logits
+again.
+
+The driver is one opaque node under Inductor: inlined, its number of chunks would be part of the graph, and a batch of
+another size would need another graph.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from llmk.ops._chunked_linear import ChunkedLinear, LinearGradients, scale
+from llmk.ops._row_loss import CPU, KERNELS, Options, RowLoss
+from llmk.ops.cross_entropy import check_loss_options, cross_entropy_reference
+from llmk.registry import Cost, KernelOp, Sample, check_dtype, check_same, check_shape, public_op
+
+
+def fused_linear_ce_reference(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None, chunk_size: int = 0,
+    **options: Any,
+) -> Tensor:  # fmt: skip
+    logits = torch.nn.functional.linear(input, linear_weight, linear_bias)
+    return cross_entropy_reference(logits, target, **options)
+
+
+class _Call(NamedTuple):
+    """One call, its tokens flattened."""
+
+    linear: ChunkedLinear
+    target: Tensor  # [N]
+    options: Options
+    row_loss: RowLoss
+
+    @classmethod
+    def of(
+        cls, row_loss: RowLoss, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor,
+        weight: Tensor | None, ignore_index: int, label_smoothing: float, softcap: float, z_loss: float,
+        chunk_size: int,
+    ) -> "_Call":  # fmt: skip
+        linear = ChunkedLinear(input, linear_weight, linear_bias, chunk_size)
+        options = Options(weight, ignore_index, label_smoothing, softcap, z_loss)
+        return cls(linear, target.reshape(-1), options, row_loss)
+
+
+def _reduced(
+    call: _Call, mean: bool, need: tuple[bool, bool, bool]
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """The sum or mean of the losses, its divisor, and the gradients of the sum, in one pass over the chunks."""
+    total, divisor = (torch.zeros((), dtype=torch.float32, device=call.target.device) for _ in range(2))
+    ones = torch.ones((), device=call.target.device).expand(call.target.shape[0])
+    gradients = LinearGradients(call.linear, need)
+    for rows, logits in call.linear.chunks():
+        loss, counts, maximum, logsum = call.row_loss.losses(logits, call.target[rows], call.options)
+        total += loss.sum()
+        divisor += counts.sum()
+        if any(need):
+            call.row_loss.gradients(ones[rows], logits, call.target[rows], maximum, logsum, logits, call.options)
+            gradients.add(rows, logits)
+    if not mean:
+        divisor = torch.ones_like(divisor)
+    dw = gradients.dw.to(_saved_dtype(call.linear.x.dtype))
+    return total / divisor, divisor, (gradients.dx, dw, gradients.db)
+
+
+def _saved_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of dW between forward and backward: before it is scaled, float16's range does not hold it."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def _row_by_row(call: _Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Each row's loss, maximum and log-sum."""
+    outputs = torch.empty((3, call.target.shape[0]), dtype=torch.float32, device=call.target.device)
+    for rows, logits in call.linear.chunks():
+        loss, _, maximum, logsum = call.row_loss.losses(logits, call.target[rows], call.options)
+        torch.stack((loss, maximum, logsum), out=outputs[:, rows])
+    loss, maximum, logsum = (output.clone() for output in outputs)
+    return loss, maximum, logsum
+
+
+def _row_by_row_gradients(
+    call: _Call, grad: Tensor, maximum: Tensor, logsum: Tensor, need: tuple[bool, bool, bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients for an upstream gradient of each row; the logits are made again."""
+    gradients = LinearGradients(call.linear, need)
+    for rows, logits in call.linear.chunks():
+        call.row_loss.gradients(
+            grad[rows], logits, call.target[rows], maximum[rows], logsum[rows], logits, call.options
+        )
+        gradients.add(rows, logits)
+    dtype = call.linear.x.dtype
+    return gradients.dx, gradients.dw.to(dtype), gradients.db.to(dtype)
+
+
+def _fused_linear_ce_fwd(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, weight: Tensor | None,
+    ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, chunk_size: int,
+    mean: bool, need_dx: bool, need_dw: bool, need_db: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    call = _Call.of(
+        KERNELS, input, linear_weight, linear_bias, target, weight,
+        ignore_index, label_smoothing, softcap, z_loss, chunk_size,
+    )  # fmt: skip
+    loss, divisor, (dx, dw, db) = _reduced(call, mean, (need_dx, need_dw, need_db))
+    return loss, divisor, dx, dw, db
+
+
+def _fused_linear_ce_rows_fwd(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, weight: Tensor | None,
+    ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    call = _Call.of(
+        KERNELS, input, linear_weight, linear_bias, target, weight,
+        ignore_index, label_smoothing, softcap, z_loss, chunk_size,
+    )  # fmt: skip
+    return _row_by_row(call)
+
+
+def _fused_linear_ce_rows_bwd(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, weight: Tensor | None,
+    ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, chunk_size: int,
+    grad: Tensor, maximum: Tensor, logsum: Tensor, need_dx: bool, need_dw: bool, need_db: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    call = _Call.of(
+        KERNELS, input, linear_weight, linear_bias, target, weight,
+        ignore_index, label_smoothing, softcap, z_loss, chunk_size,
+    )  # fmt: skip
+    return _row_by_row_gradients(call, grad, maximum, logsum, (need_dx, need_dw, need_db))
+
+
+fused_linear_ce_fwd = KernelOp(_fused_linear_ce_fwd, opaque=True)
+fused_linear_ce_rows_fwd = KernelOp(_fused_linear_ce_rows_fwd, opaque=True)
+fused_linear_ce_rows_bwd = KernelOp(_fused_linear_ce_rows_bwd, opaque=True)
+
+
+@fused_linear_ce_fwd.register_kernel("cpu")
+def _(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *call, mean, need_dx, need_dw, need_db = args
+    loss, divisor, (dx, dw, db) = _reduced(_Call.of(CPU, *call), mean, (need_dx, need_dw, need_db))
+    return loss, divisor, dx, dw, db
+
+
+@fused_linear_ce_rows_fwd.register_kernel("cpu")
+def _(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _row_by_row(_Call.of(CPU, *call))
+
+
+@fused_linear_ce_rows_bwd.register_kernel("cpu")
+def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *call, grad, maximum, logsum, need_dx, need_dw, need_db = args
+    return _row_by_row_gradients(_Call.of(CPU, *call), grad, maximum, logsum, (need_dx, need_dw, need_db))
+
+
+def _fake_gradients(
+    input: Tensor, linear_weight: Tensor, need: Sequence[bool], dtypes: Sequence[torch.dtype]
+) -> tuple[Tensor, Tensor, Tensor]:
+    shapes = [input.shape, linear_weight.shape, linear_weight.shape[:1]]
+    dx, dw, db = (
+        input.new_empty(shape if wanted else (0,), dtype=dtype)
+        for shape, wanted, dtype in zip(shapes, need, dtypes, strict=True)
+    )
+    return dx, dw, db
+
+
+@fused_linear_ce_fwd.register_fake
+def _(input: Tensor, linear_weight: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    loss, divisor = (input.new_empty((), dtype=torch.float32) for _ in range(2))
+    dtypes = [input.dtype, _saved_dtype(input.dtype), torch.float32]
+    return loss, divisor, *_fake_gradients(input, linear_weight, args[-3:], dtypes)
+
+
+@fused_linear_ce_rows_fwd.register_fake
+def _(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, *args: Any):
+    loss, maximum, logsum = (input.new_empty((target.numel(),), dtype=torch.float32) for _ in range(3))
+    return loss, maximum, logsum
+
+
+@fused_linear_ce_rows_bwd.register_fake
+def _(input: Tensor, linear_weight: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _fake_gradients(input, linear_weight, args[-3:], [input.dtype] * 3)
+
+
+def _flops(products: int, x: Sequence[int], linear_weight: Sequence[int]) -> int:
+    return 2 * math.prod(x) * linear_weight[0] * products
+
+
+@fused_linear_ce_fwd.register_flop_formula
+def _(input: Tensor, linear_weight: Tensor, *args: Any, out_val: Any = None) -> int:
+    need_dx, need_dw, _ = args[-3:]
+    return _flops(1 + need_dx + need_dw, input.shape, linear_weight.shape)
+
+
+@fused_linear_ce_rows_fwd.register_flop_formula
+def _(input: Tensor, linear_weight: Tensor, *args: Any, out_val: Any = None) -> int:
+    return _flops(1, input.shape, linear_weight.shape)
+
+
+@fused_linear_ce_rows_bwd.register_flop_formula
+def _(input: Tensor, linear_weight: Tensor, *args: Any, out_val: Any = None) -> int:
+    need_dx, need_dw, _ = args[-3:]
+    return _flops(1 + need_dx + need_dw, input.shape, linear_weight.shape)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    input, *_ = inputs
+    _, *saved = output
+    ctx.dtype = input.dtype
+    ctx.mark_non_differentiable(*saved)
+    ctx.save_for_backward(*saved)
+
+
+def _backward(ctx, grad, *_unused):
+    divisor, *gradients = ctx.saved_tensors
+    wanted = ctx.needs_input_grad[:3]
+    scaled = [
+        scale(gradient, grad, divisor, ctx.dtype) if want else None
+        for gradient, want in zip(gradients, wanted, strict=True)
+    ]
+    return *scaled, *[None] * 11
+
+
+fused_linear_ce_fwd.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _rows_setup_context(ctx, inputs, output) -> None:
+    *tensors, ctx.ignore_index, ctx.label_smoothing, ctx.softcap, ctx.z_loss, ctx.chunk_size = inputs
+    _, maximum, logsum = output
+    ctx.mark_non_differentiable(maximum, logsum)
+    ctx.save_for_backward(*tensors, maximum, logsum)
+
+
+def _rows_backward(ctx, grad, *_unused):
+    *tensors, maximum, logsum = ctx.saved_tensors
+    need = ctx.needs_input_grad[:3]
+    gradients = fused_linear_ce_rows_bwd(
+        *tensors, ctx.ignore_index, ctx.label_smoothing, ctx.softcap, ctx.z_loss, ctx.chunk_size,
+        grad, maximum, logsum, *need,
+    )  # fmt: skip
+    return *[gradient if want else None for gradient, want in zip(gradients, need, strict=True)], *[None] * 7
+
+
+fused_linear_ce_rows_fwd.register_autograd(_rows_backward, setup_context=_rows_setup_context)
+
+
+def fused_linear_ce_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    def classes(V: int, *shape: int) -> Tensor:
+        target = torch.randint(0, V, shape, device=device)
+        return target.masked_fill(torch.arange(target.numel(), device=device).view(shape) % 4 == 3, -100)
+
+    everything = {"label_smoothing": 0.1, "softcap": 4.0, "z_loss": 1e-2}
+    yield Sample((randn(8, 16), randn(32, 16), classes(32, 8)), why="powers of two")
+    yield Sample((randn(2, 5, 12), randn(37, 12), classes(37, 2, 5)), {"chunk_size": 4}, why="three chunks, odd sizes")
+    yield Sample((randn(11, 12), randn(37, 12), classes(37, 11)), {"chunk_size": 2}, why="six chunks: float32 sums")
+    for reduction in ("none", "sum", "mean"):
+        weight = torch.rand(37, device=device, dtype=dtype) + 0.5
+        kwargs = {"weight": weight, "linear_bias": randn(37), "reduction": reduction, "chunk_size": 5, **everything}
+        yield Sample((randn(11, 12), randn(37, 12), classes(37, 11)), kwargs, why=f"every option, {reduction}")
+        target = classes(37, 2, 5)
+        yield Sample((randn(2, 5, 12), randn(37, 12), target), {"reduction": reduction}, why=f"no option, {reduction}")
+    yield Sample((randn(0, 16), randn(32, 16), classes(32, 0)), {"reduction": "sum"}, why="no tokens")
+    yield Sample((randn(16), randn(32, 16), classes(32, 1)[0]), why="one token, one dimension")
+    yield Sample((randn(5, 1), randn(1, 1), torch.zeros(5, device=device, dtype=torch.int64)), why="one feature, class")
+    yield Sample((randn(12, 9).t(), randn(12, 37).t(), classes(37, 18)[::2]), why="everything strided")
+    yield Sample((randn(4, 8), randn(32, 8), torch.full((4,), -100, device=device)), why="every target ignored: NaN")
+    yield Sample((randn(2, 4), randn(70_001, 4), classes(70_001, 2)), why="past 65,536 classes")
+
+
+def fused_linear_ce_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
+    x, linear_weight = (torch.randn(n, 16, device=device, dtype=dtype) for n in (rows, 40))
+    return Sample((x, linear_weight, torch.randint(0, 40, (rows,), device=device)), {"chunk_size": 32}, why="resized")
+
+
+def fused_linear_ce_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for N, H, V in [(8192, 4096, 128256), (8192, 2304, 256000), (8192, 2048, 151936), (4096, 4096, 32000)]:
+        x = torch.randn(N, H, device=device, dtype=dtype)
+        linear_weight = torch.randn(V, H, device=device, dtype=dtype) / H**0.5
+        yield Sample((x, linear_weight, torch.randint(0, V, (N,), device=device)), why=f"{N}x{H}x{V}")
+
+
+def fused_linear_ce_cost(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Cost:
+    tensors = (input.numel() + linear_weight.numel()) * input.element_size()
+    product = _flops(1, input.shape, linear_weight.shape)
+    return Cost(tensors, 2 * tensors, product, 3 * product)
+
+
+@public_op(
+    "fused_linear_ce(Tensor input, Tensor linear_weight, Tensor target, *, Tensor? linear_bias=None, "
+    'Tensor? weight=None, int ignore_index=-100, str reduction="mean", float label_smoothing=0.0, '
+    "float softcap=0.0, float z_loss=0.0, int chunk_size=0) -> Tensor",
+    reference=fused_linear_ce_reference,
+    differentiable=("input", "linear_weight", "linear_bias"),
+    kernel_ops=(fused_linear_ce_fwd, fused_linear_ce_rows_fwd, fused_linear_ce_rows_bwd, scale),
+    samples=fused_linear_ce_samples,
+    resized=fused_linear_ce_resized,
+    workloads=fused_linear_ce_workloads,
+    cost=fused_linear_ce_cost,
+)
+def fused_linear_ce(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float = 0.0,
+    z_loss: float = 0.0,
+    chunk_size: int = 0,
+) -> Tensor:
+    """`cross_entropy(linear(input, linear_weight, linear_bias), target)` without ever holding all the logits.
+
+    The gradients that are wanted are made in the forward pass, chunk by chunk, and scaled in the backward pass; with
+    reduction "none" the backward pass makes the logits again. Under autocast the linear layer runs in its dtype.
+
+    Args:
+        input: `[..., H]`, float32, float16 or bfloat16, any strides.
+        linear_weight: `[V, H]`, as in `torch.nn.Linear`, dtype of `input`.
+        target: Class indices `[...]`, int64 or int32.
+        linear_bias: `[V]`, dtype of `input`.
+        weight: `[V]`, a weight for each class; None for 1.
+        ignore_index: Rows with this target have loss 0 and gradient 0, and do not count in the mean.
+        reduction: "none", "sum", or "mean": the sum over the rows divided by the sum of their targets' weights.
+        label_smoothing: The share of the target, 0 to 1, that is spread evenly over all classes.
+        softcap: Logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.
+        z_loss: `z_loss * logsumexp(logits)**2` is added to the loss of every row that counts; 0 is off.
+        chunk_size: Tokens whose logits exist at a time. 0 chooses: on a GPU the fewest equal chunks, at least two, of
+            at most 1.33 GiB of logits; on a CPU 4 million logits. Beyond three chunks dW is summed in float32, which
+            takes a float32 buffer of its size.
+
+    Returns:
+        float32: a scalar, or `[...]` with reduction "none". The mean over no row is NaN.
+
+    Raises:
+        TypeError: A dtype does not fit.
+        ValueError: A shape, a device or an option does not fit.
+        IndexError: On the CPU, a target is neither a class nor `ignore_index`. On a GPU such a row makes the loss NaN.
+        NotImplementedError: `weight` requires a gradient.
+
+    Sources: `torch.nn.functional.linear_cross_entropy`; Liger Kernel, https://arxiv.org/abs/2410.10989.
+    """
+    if torch.is_autocast_enabled(input.device.type):
+        dtype = torch.get_autocast_dtype(input.device.type)
+        input, linear_weight = input.to(dtype), linear_weight.to(dtype)
+        linear_bias = linear_bias if linear_bias is None else linear_bias.to(dtype)
+    check_dtype("input", input)
+    if input.dim() == 0 or input.shape[-1] == 0:
+        raise ValueError(f"input: expected shape [..., H] with H at least 1, got {tuple(input.shape)}")
+    if linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1] or linear_weight.shape[0] == 0:
+        raise ValueError(
+            f"linear_weight: expected shape [V, {input.shape[-1]}] to fit input, got {tuple(linear_weight.shape)}"
+        )
+    check_same("linear_weight", linear_weight, "input", input, dtype=True)
+    if linear_bias is not None:
+        check_shape("linear_bias", linear_bias, linear_weight.shape[:1], "one for each class")
+        check_same("linear_bias", linear_bias, "input", input, dtype=True)
+    check_loss_options(linear_weight.shape[0], input, target, weight, reduction, label_smoothing, softcap, z_loss)
+    if chunk_size < 0:
+        raise ValueError(f"chunk_size: expected a number of tokens, or 0 to have it chosen, got {chunk_size}")
+    call = (
+        input, linear_weight, linear_bias, target, weight,
+        ignore_index, label_smoothing, softcap, z_loss, chunk_size,
+    )  # fmt: skip
+    if reduction == "none":
+        losses, _, _ = fused_linear_ce_rows_fwd(*call)
+        return losses.view(target.shape)
+    need = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (input, linear_weight, linear_bias)]
+    loss, *_ = fused_linear_ce_fwd(*call, reduction == "mean", *need)
+    return loss

@@ -1,0 +1,28 @@
+"""The registry: one record per operator, and the one way an operator is registered.
+
+`public_op` registers what people call, `torch.ops.llmk.NAME`; `KernelOp` registers the private operators it is made of,
+one per step that launches kernels. `OPS` holds the records, which opcheck, the tests, the benchmarks and the docs read.
+"""
+
+from llmk.registry.checks import check_dtype, check_option, check_same, check_shape
+from llmk.registry.kernel_op import KernelOp, wrap_triton
+from llmk.registry.launch import num_programs, use_kernels_on_cpu
+from llmk.registry.public_op import public_op
+from llmk.registry.record import OPS, Cost, Op, Sample, Tolerance
+
+__all__ = [
+    "OPS",
+    "Cost",
+    "KernelOp",
+    "Op",
+    "Sample",
+    "Tolerance",
+    "check_dtype",
+    "check_option",
+    "check_same",
+    "check_shape",
+    "num_programs",
+    "public_op",
+    "use_kernels_on_cpu",
+    "wrap_triton",
+]

@@ -1,0 +1,36 @@
+"""Checks of a public operator's arguments: each names the argument, what it was and what was expected."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from llmk.registry.record import FLOAT_DTYPES
+
+
+def _dtypes(dtypes: Sequence[object]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def check_dtype(name: str, tensor: Tensor, allowed: Sequence[object] = FLOAT_DTYPES) -> None:
+    if tensor.dtype not in allowed:
+        raise TypeError(f"{name}: expected a tensor of dtype {_dtypes(allowed)}, got {_dtypes([tensor.dtype])}")
+
+
+def check_same(name: str, tensor: Tensor, other_name: str, other: Tensor, *, dtype: bool = False) -> None:
+    """`tensor` must be on the device of `other`, and have its dtype if asked."""
+    if tensor.device != other.device:
+        raise ValueError(f"{name}: expected it on {other.device} like {other_name}, got {tensor.device}")
+    if dtype and tensor.dtype != other.dtype:
+        raise TypeError(
+            f"{name}: expected dtype {_dtypes([other.dtype])} like {other_name}, got {_dtypes([tensor.dtype])}"
+        )
+
+
+def check_shape(name: str, tensor: Tensor, expected: Sequence[int], meaning: str) -> None:
+    if tuple(tensor.shape) != tuple(expected):
+        raise ValueError(f"{name}: expected shape {tuple(expected)} ({meaning}), got {tuple(tensor.shape)}")
+
+
+def check_option(name: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, allowed))}, got {value!r}")

@@ -1,0 +1,122 @@
+"""Public ops: `torch.ops.llmk.NAME`, what people call."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch.autograd import forward_ad
+
+from llmk.registry.kernel_op import KernelOp
+from llmk.registry.record import OPS, Op
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_library = torch.library.Library("llmk", "FRAGMENT")
+
+
+def public_op(
+    schema: str, *, differentiable: tuple[str, ...], kernel_ops: tuple[KernelOp, ...], **record: Any
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Register a function as `torch.ops.llmk.NAME` and put its record into `OPS`.
+
+    The function checks its arguments, decides what is needed and calls kernel ops. It is implemented as
+    CompositeImplicitAutograd: Dynamo and export keep one node, AOTAutograd looks inside.
+
+    Args:
+        schema: `name(Tensor input, ...) -> Tensor`; its names and defaults must be the function's own.
+        differentiable: The arguments that get gradients. Any other tensor that requires one is refused when called.
+        kernel_ops: The kernel ops that the function calls.
+        **record: The other fields of `Op`.
+
+    Returns:
+        A decorator. What it returns calls the registered operator and keeps the function's signature and docstring.
+
+    Raises:
+        RuntimeError: The name is taken, the function is not under `llmk.ops`, or the op could not be differentiated.
+        ValueError: The schema and the function disagree.
+    """
+
+    def register(fn: Callable[P, R]) -> Callable[P, R]:
+        name = schema.partition("(")[0]
+        _refuse_bad_registration(name, fn, differentiable, kernel_ops)
+        parsed = torch._C.parse_schema(f"llmk::{schema}")
+        _refuse_other_signature(fn, parsed)
+        _library.define(schema, tags=torch.Tag.pt2_compliant_tag)
+        _library.impl(name, _guarded(name, fn, parsed, differentiable), "CompositeImplicitAutograd")
+        overload = getattr(torch.ops.llmk, name).default
+        OPS[name] = Op(
+            name=name,
+            overload=overload,
+            differentiable=differentiable,
+            kernel_ops=kernel_ops,
+            doc=inspect.getdoc(fn) or "",
+            module=fn.__module__,
+            **record,
+        )
+
+        @functools.wraps(fn)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            return overload(*args, **kwargs)
+
+        return call
+
+    return register
+
+
+def _refuse_bad_registration(
+    name: str, fn: Callable[..., Any], differentiable: tuple[str, ...], kernel_ops: tuple[KernelOp, ...]
+) -> None:
+    if name in OPS:
+        raise RuntimeError(f"llmk::{name} is already registered by {OPS[name].module}")
+    if not fn.__module__.startswith("llmk.ops."):
+        raise RuntimeError(
+            f"llmk::{name} comes from module {fn.__module__!r}: llmk's operators live under llmk.ops "
+            "(import llmk, not its folders; for an operator of your own, build an llmk.registry.Op)"
+        )
+    for kernel_op in kernel_ops:
+        kernel_op.check_complete()
+    if differentiable and not any(kernel_op.has_backward for kernel_op in kernel_ops):
+        raise RuntimeError(
+            f"llmk::{name} takes differentiable inputs ({', '.join(differentiable)}) "
+            "but none of its kernel ops has a registered autograd formula"
+        )
+
+
+def _refuse_other_signature(fn: Callable[..., Any], schema: torch.FunctionSchema) -> None:
+    parameters = inspect.signature(fn).parameters.values()
+    own = [(p.name, None if p.default is p.empty else p.default, p.kind is p.KEYWORD_ONLY) for p in parameters]
+    declared = [(a.name, a.default_value, a.kwarg_only) for a in schema.arguments]
+    if own != declared:
+        raise ValueError(f"schema: {schema} and the function's own signature {inspect.signature(fn)} disagree")
+
+
+def _guarded(
+    name: str, fn: Callable[..., Any], schema: torch.FunctionSchema, differentiable: tuple[str, ...]
+) -> Callable[..., Any]:
+    """The function behind the refusals that hold for every op: what it cannot differentiate it says, never zeros."""
+    tensors = [
+        (position, argument.name)
+        for position, argument in enumerate(schema.arguments)
+        if "Tensor" in str(argument.type)
+    ]
+
+    @functools.wraps(fn)
+    def implementation(*args: Any, **kwargs: Any) -> Any:
+        given = [
+            (argument, value)
+            for position, argument in tensors
+            if (value := args[position] if position < len(args) else kwargs.get(argument)) is not None
+        ]
+        if torch._C._functorch.maybe_current_level() is not None:
+            raise NotImplementedError(f"llmk::{name} does not support torch.func transforms (grad, vmap, jvp, ...)")
+        for argument, value in given:
+            if forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
+                raise NotImplementedError(f"{argument}: llmk::{name} does not support forward-mode AD")
+            if argument not in differentiable and value.requires_grad and torch.is_grad_enabled():
+                raise NotImplementedError(f"{argument}: llmk::{name} has no gradient for it; pass {argument}.detach()")
+        return fn(*args, **kwargs)
+
+    return implementation

@@ -1,0 +1,109 @@
+"""The record of an operator: everything that opcheck, the tests, the benchmarks and the docs know about it."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call of an operator: its arguments, and why this call is worth making."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    why: str = ""
+
+    def __str__(self) -> str:
+        shapes = [tuple(a.shape) for a in self.args if isinstance(a, torch.Tensor)]
+        return f"{self.why} {shapes}"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a call must do at the least: bytes through device memory and floating-point operations.
+
+    `full` is forward and backward together, with every differentiable input wanting its gradient.
+    """
+
+    bytes_forward: int = 0
+    bytes_full: int = 0
+    flops_forward: int = 0
+    flops_full: int = 0
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How much larger than PyTorch's own error an operator's error may be, and why.
+
+    The rule for every operator is a factor of 1.5; another factor needs a reason.
+    """
+
+    factor: float = 1.5
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        if self.factor > 1.5 and not self.reason:
+            raise ValueError(f"factor: {self.factor} is above the rule's 1.5 and has no reason")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """A public operator.
+
+    Build one for an operator of your own to run `llmk.opcheck` on it; llmk's own come from `public_op`.
+
+    Attributes:
+        name: The name in its namespace, such as `rms_norm`.
+        overload: What is called, such as `torch.ops.llmk.rms_norm.default`.
+        reference: Plain PyTorch with the operator's exact signature. It runs in float64, where it is the truth, and in
+            the sample's dtype, where its error is the yardstick.
+        samples: `samples(device, dtype)` yields the calls that every check makes. Each has at most a few thousand
+            elements, so that Triton's interpreter gets through them.
+        resized: `resized(rows, device, dtype)` is one sample with that many rows; None where nothing is dynamic.
+        workloads: `workloads(device, dtype)` yields the sizes that users run. Benchmarks time them, and every kernel
+            is compiled ahead in the configurations that they and the samples choose.
+        cost: `cost(*args, **kwargs)`: the least that the call must move and do.
+        differentiable: The names of the arguments that get gradients.
+        kernel_ops: The private operators it calls.
+        dtypes: The dtypes of its samples.
+        tolerance: The factor of the accuracy rule.
+        choices: Measured decisions, such as whether Inductor sees the kernel or plain aten: what and by which figure.
+    """
+
+    name: str
+    overload: Callable[..., Any]
+    reference: Callable[..., Any]
+    samples: Callable[[torch.device, torch.dtype], Iterable[Sample]]
+    differentiable: tuple[str, ...]
+    resized: Callable[[int, torch.device, torch.dtype], Sample] | None = None
+    workloads: Callable[[torch.device, torch.dtype], Iterable[Sample]] | None = None
+    cost: Callable[..., Cost] | None = None
+    kernel_ops: tuple[Any, ...] = ()
+    dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
+    tolerance: Tolerance = Tolerance()
+    choices: tuple[str, ...] = ()
+    doc: str = ""
+    module: str = ""
+
+    @property
+    def schema(self) -> torch.FunctionSchema:
+        return self.overload._schema  # type: ignore[attr-defined]
+
+    @property
+    def qualified_name(self) -> str:
+        return self.schema.name
+
+    def argument_names(self) -> list[str]:
+        return [argument.name for argument in self.schema.arguments]
+
+    def bind(self, sample: Sample) -> dict[str, Any]:
+        """The sample's arguments by name, without the ones left at their defaults."""
+        return dict(zip(self.argument_names(), sample.args, strict=False)) | sample.kwargs
+
+
+OPS: dict[str, Op] = {}
+"""Every registered operator by name, in alphabetical order of its file."""
