@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.registry import KernelOp, wrap_triton
+from llmk.registry.launch import kernels_on_cpu
 
 LOGITS_BUDGET = 4 * 2**30 // 3
 """Bytes of one chunk's logits on a GPU when `chunk_size` is 0."""
@@ -29,7 +30,7 @@ def _chunk_rows(x: Tensor, V: int, chunk_size: int) -> int:
     N = x.shape[0]
     if chunk_size > 0:
         return chunk_size
-    if x.device.type == "cpu":
+    if x.device.type == "cpu" and not kernels_on_cpu():
         return max(64, CPU_LOGITS // V)
     chunks = max(2, triton.cdiv(N * V * x.element_size(), LOGITS_BUDGET))
     return max(1, triton.cdiv(N, 128 * chunks)) * 128  # a multiple of 128 rows keeps the products' tiles whole

@@ -1,0 +1,133 @@
+"""Ahead-of-time compilation: every kernel that an operator launches, built for a GPU that need not be there.
+
+Nothing is declared by hand. `launches` runs an operator on fake tensors, forward and backward, and collects what it
+would launch; `compile_for` specialises a launch with Triton's own code, the way its JIT does when a kernel is called.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel, make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from llmk.registry.launch import Launch, record_launches
+from llmk.registry.record import Op, Sample
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+"""What every kernel must compile for, by the name its maker gives it."""
+
+
+@dataclass(frozen=True)
+class Specialized:
+    """A launch as Triton builds it for one target: `key` is equal where the machine code would be."""
+
+    source: ASTSource
+    options: dict[str, Any]
+    key: tuple[Any, ...]
+
+
+class _Pointer:
+    """A fake tensor as Triton's specialisation sees it: its dtype, its alignment and its extent."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.dtype = tensor.dtype
+        self.address = tensor.storage_offset() * tensor.element_size()  # allocators align storages to 16 bytes and more
+        self.extent = tensor.untyped_storage().nbytes()
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def ptr_range(self) -> int:
+        return self.extent
+
+
+def _as_pointers(values: Iterable[Any]) -> list[Any]:
+    return [_Pointer(value) if isinstance(value, Tensor) else value for value in values]
+
+
+def specialize(launch: Launch, target: GPUTarget, *, scalars: str = "fp32") -> Specialized:
+    """Give a launch the signature, constants and attributes that Triton's JIT would on `target`.
+
+    Args:
+        launch: From `record_launches`.
+        target: The GPU to build for.
+        scalars: The type of float arguments: "fp32" as the JIT passes them, "fp64" as Inductor does.
+    """
+    kernel, backend = launch.kernel, make_backend(target)
+    kwargs = dict(zip(launch.kwargs, _as_pointers(launch.kwargs.values()), strict=True))
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, given = bind(*_as_pointers(launch.args), **kwargs)
+    options, signature, constants, attributes = kernel._pack_args(backend, given, bound, specialization, given)
+    signature = {name: scalars if kind == "fp32" else kind for name, kind in signature.items()}
+    source = ASTSource(kernel, signature, constants, attributes)
+    return Specialized(source, options.__dict__, (source.hash(), str(options), str(target)))
+
+
+def compile_for(launch: Launch, target: GPUTarget, *, scalars: str = "fp32") -> CompiledKernel:
+    """Build a launch's kernel for `target`; `scalars` as in `specialize`."""
+    specialized = specialize(launch, target, scalars=scalars)
+    return triton.compile(specialized.source, target=target, options=specialized.options)
+
+
+def distinct(launches: Iterable[Launch], target: GPUTarget) -> list[Launch]:
+    """The first launch of each kernel that differs in signature, constants, attributes or options on `target`."""
+    return list({specialize(launch, target).key: launch for launch in reversed(list(launches))}.values())[::-1]
+
+
+def launches(op: Op, dtype: torch.dtype, *, samples: bool = True, workloads: bool = True) -> list[Launch]:
+    """What `op` launches on its samples and workloads, forward and backward, once for each kernel to be built.
+
+    Each call is made with every differentiable argument wanting its gradient, and with only one of them wanting it.
+    """
+    device = torch.device("cpu")  # a build without a GPU aborts on fake GPU tensors that require gradients
+    found: list[Launch] = []
+    with FakeTensorMode(), record_launches() as recorded:
+        for make, wanted in [(op.samples, samples), (op.workloads, workloads)]:
+            for sample in make(device, dtype) if make is not None and wanted else ():
+                for names in _gradients_wanted(op, sample):
+                    _forward_and_backward(op, sample, names)
+                    found += recorded
+                    recorded.clear()
+    # AMD's backend specialises on more than NVIDIA's does: what it tells apart is enough for both.
+    return distinct(found, TARGETS["gfx942"])
+
+
+def _gradients_wanted(op: Op, sample: Sample) -> Iterator[tuple[str, ...]]:
+    given = tuple(name for name in op.differentiable if op.bind(sample).get(name) is not None)
+    yield given
+    if len(given) > 1:
+        yield from ((name,) for name in given)
+
+
+def _forward_and_backward(op: Op, sample: Sample, names: tuple[str, ...]) -> None:
+    arguments = op.bind(sample)
+    inputs = [arguments[name].detach().requires_grad_() for name in names]
+    results = op.overload(**arguments | dict(zip(names, inputs, strict=True)))
+    outputs = [result for result in (results if isinstance(results, tuple) else (results,)) if result.requires_grad]
+    torch.autograd.grad(outputs, inputs, [torch.empty_like(output) for output in outputs], allow_unused=True)
+
+
+def resource_usage(compiled: CompiledKernel) -> tuple[int, int]:
+    """Registers of a thread, and bytes that spill out of them, of a kernel built for an NVIDIA GPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(compiled.asm["cubin"])
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(cubin)]
+        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    sizes = {name: int(size) for name, size in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    return sizes["REG"], sizes["STACK"] + sizes["LOCAL"]  # Triton has no stack of its own: all of it is spills
