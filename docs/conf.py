@@ -1,0 +1,35 @@
+"""Sphinx settings. One page per operator is written from its record before the build."""
+
+import sys
+from pathlib import Path
+
+DOCS = Path(__file__).parent
+sys.path.insert(0, str(DOCS))
+
+from op_pages import write_pages  # noqa: E402
+
+import llmk  # noqa: E402 the path comes first
+
+project = "llmk"
+version = release = llmk.__version__
+project_copyright = ""
+html_show_copyright = False
+html_show_sphinx = False
+
+extensions = ["myst_parser"]
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+default_role = "code"  # docstrings write code in single backticks
+exclude_patterns = ["_build", "ops/_checks.md"]
+
+html_theme = "furo"
+html_title = "llmk"
+html_static_path = ["_static"]
+html_css_files = ["llmk.css"]
+python_maximum_signature_line_length = 80  # a long signature has one argument on a line
+pygments_style = "friendly"
+pygments_dark_style = "monokai"
+
+
+def setup(app):
+    app.connect("builder-inited", lambda _: write_pages(DOCS / "ops"))
