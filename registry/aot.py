@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.knobs
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
@@ -46,8 +47,9 @@ class _Pointer:
 
     def __init__(self, tensor: Tensor) -> None:
         self.dtype = tensor.dtype
-        self.address = tensor.storage_offset() * tensor.element_size()  # allocators align storages to 16 bytes and more
-        self.extent = tensor.untyped_storage().nbytes()
+        # Allocators align storages to more than 16 bytes.
+        self.address = int(tensor.storage_offset()) * tensor.element_size()
+        self.extent = int(tensor.untyped_storage().nbytes())
 
     def data_ptr(self) -> int:
         return self.address
@@ -84,9 +86,22 @@ def compile_for(launch: Launch, target: GPUTarget, *, scalars: str = "fp32") -> 
     return triton.compile(specialized.source, target=target, options=specialized.options)
 
 
+def describe(launch: Launch) -> str:
+    """`kernel(dtype [shape], number, ..., BLOCK=..., num_warps=...)`."""
+    arguments = [
+        f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}" if isinstance(value, Tensor) else str(value)
+        for value in launch.args
+    ]
+    arguments += [f"{name}={value}" for name, value in launch.kwargs.items()]
+    return f"{launch.kernel.__name__}({', '.join(arguments)})"
+
+
 def distinct(launches: Iterable[Launch], target: GPUTarget) -> list[Launch]:
     """The first launch of each kernel that differs in signature, constants, attributes or options on `target`."""
-    return list({specialize(launch, target).key: launch for launch in reversed(list(launches))}.values())[::-1]
+    first: dict[tuple[Any, ...], Launch] = {}
+    for launch in launches:
+        first.setdefault(specialize(launch, target).key, launch)
+    return list(first.values())
 
 
 def launches(op: Op, dtype: torch.dtype, *, samples: bool = True, workloads: bool = True) -> list[Launch]:

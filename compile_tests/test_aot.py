@@ -1,0 +1,157 @@
+"""Every kernel compiles ahead for every target, on a machine without a GPU.
+
+`llmk.registry.aot` finds the launches by running each operator on fake tensors. To stay within a few minutes, sm_90
+gets all of them in bfloat16 and those of the workloads in every dtype; the other targets get the workloads' in
+bfloat16, and each kernel once more as its first sample launches it.
+"""
+
+import functools
+import inspect
+from collections.abc import Iterator
+
+import pytest
+import torch
+from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
+
+import llmk.ops
+from llmk.registry import OPS, aot
+from llmk.registry.launch import INTERPRET, Launch
+
+pytestmark = pytest.mark.skipif(INTERPRET, reason="TRITON_INTERPRET=1: the kernels are interpreted, not compiled")
+
+SHARED_MEMORY = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
+"""Bytes that one block may have."""
+THREADS = 1024
+"""In one block, on every target."""
+
+each_op = pytest.mark.parametrize("name", OPS)
+each_target = pytest.mark.parametrize("target", aot.TARGETS)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Compile for real once in this module, and leave nothing in the home directory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield
+
+
+@functools.cache
+def _recorded(name: str, dtype: torch.dtype, kind: str) -> list[Launch]:
+    return aot.launches(OPS[name], dtype, samples=kind == "samples", workloads=kind == "workloads")
+
+
+def _workload_launches(name: str) -> list[Launch]:
+    return [launch for dtype in OPS[name].dtypes for launch in _recorded(name, dtype, "workloads")]
+
+
+def _launches(name: str, target: str) -> list[Launch]:
+    samples = _recorded(name, torch.bfloat16, "samples")
+    if target == "sm_90":
+        return aot.distinct(samples + _workload_launches(name), aot.TARGETS[target])
+    first = {launch.kernel: launch for launch in reversed(samples)}
+    return aot.distinct([*first.values(), *_recorded(name, torch.bfloat16, "workloads")], aot.TARGETS[target])
+
+
+def _compile(launch: Launch, target: str, scalars: str = "fp32") -> CompiledKernel:
+    try:
+        return aot.compile_for(launch, aot.TARGETS[target], scalars=scalars)
+    except Exception as error:
+        error.add_note(f"for {target}: {aot.describe(launch)}")
+        raise
+
+
+@each_target
+@each_op
+def test_every_kernel_compiles(name: str, target: str) -> None:
+    launches = _launches(name, target)
+    assert launches
+    for launch in launches:
+        compiled = _compile(launch, target)
+        assert compiled.asm["hsaco" if target.startswith("gfx") else "cubin"]
+        assert compiled.metadata.shared <= SHARED_MEMORY[target], aot.describe(launch)
+
+
+too_many_warps = pytest.mark.xfail(strict=True, reason="32 warps are 2048 threads where a warp has 64")
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", pytest.param("gfx942", marks=too_many_warps)])
+def test_every_block_has_room_for_its_threads(target: str) -> None:
+    most = THREADS // aot.TARGETS[target].warp_size
+    launches = [launch for name in OPS for launch in _launches(name, target)]
+    assert not [aot.describe(launch) for launch in launches if launch.kwargs["num_warps"] > most]
+
+
+@each_op
+def test_arithmetic_is_not_in_double_precision(name: str) -> None:
+    for launch in _launches(name, "sm_90"):
+        assert ".f64" not in _compile(launch, "sm_90").asm["ptx"], aot.describe(launch)
+
+
+@each_op
+def test_float_arguments_are_only_converted_where_inductor_passes_doubles(name: str) -> None:
+    seen = set()
+    for launch in _launches(name, "sm_90"):
+        if launch.kernel in seen or not any(isinstance(argument, float) for argument in launch.args):
+            continue
+        seen.add(launch.kernel)
+        ptx = _compile(launch, "sm_90", scalars="fp64").asm["ptx"]
+        doubles = {line.split()[0] for line in ptx.splitlines() if ".f64" in line and ".param" not in line}
+        assert doubles <= {".reg", "cvt.rn.f32.f64"}, aot.describe(launch)
+
+
+@each_op
+def test_workloads_do_not_spill(name: str) -> None:
+    usage = {aot.describe(launch): aot.resource_usage(_compile(launch, "sm_90")) for launch in _workload_launches(name)}
+    assert not {launch: spilled for launch, (_, spilled) in usage.items() if spilled}
+
+
+def test_samples_and_workloads_reach_every_kernel() -> None:
+    modules = {module for _, module in inspect.getmembers(llmk.ops, inspect.ismodule)}
+    kernels = {
+        value
+        for module in modules
+        for attribute, value in vars(module).items()
+        if isinstance(value, JITFunction) and attribute.endswith("_kernel")
+    }
+    launched = {launch.kernel for name in OPS for launch in _launches(name, "sm_90")}
+    assert kernels == launched
+
+
+def _record(*args: object) -> Launch:
+    from llmk.ops._chunked_linear import scale_kernel
+
+    return Launch(scale_kernel, (1,), args, {"BLOCK_N": 128, "num_warps": 2})
+
+
+def test_launches_are_specialized_as_the_jit_does() -> None:
+    x, scalar = torch.empty(64, dtype=torch.bfloat16), torch.empty(())
+    source = aot.specialize(_record(x, scalar, None, x[1:], 1), aot.TARGETS["sm_90"]).source
+    types = {"x_ptr": "*bf16", "grad_ptr": "*fp32", "divisor_ptr": "constexpr", "y_ptr": "*bf16"}
+    assert source.signature == types | {"N": "constexpr", "BLOCK_N": "constexpr"}
+    assert source.constants == {(2,): None, (4,): 1, (5,): 128}
+    aligned = {index for (index,), attributes in source.attrs.items() if ["tt.divisibility", 16] in attributes}
+    assert aligned == {0, 1}  # x[1:] starts at 2 bytes
+
+
+def test_launches_that_build_the_same_are_one() -> None:
+    x, scalar = torch.empty(64), torch.empty(())
+    launches = [_record(x, scalar, scalar, x, N) for N in (32, 64, 33, 35, 2**31, 64)]
+    assert aot.distinct(launches, aot.TARGETS["sm_90"]) == [launches[0], launches[2], launches[4]]
+
+
+def test_double_precision_and_spills_are_seen() -> None:
+    x, scalar = torch.empty(64, dtype=torch.float64), torch.empty((), dtype=torch.float64)
+    compiled = _compile(_record(x, scalar, scalar, x, 64), "sm_90")
+    assert ".f64" in compiled.asm["ptx"]
+    registers, spilled = aot.resource_usage(compiled)
+    assert 0 < registers <= 255
+    assert spilled == 0
+    few = Launch(_record().kernel, (1,), (x, scalar, scalar, x, 64), {"BLOCK_N": 8192, "num_warps": 1, "maxnreg": 24})
+    assert aot.resource_usage(_compile(few, "sm_90"))[1] > 0
+
+
+def test_samples_want_every_gradient_together_and_alone() -> None:
+    launches = [launch for launch in _launches("rms_norm", "sm_90") if "dw_ptr" in launch.kernel.arg_names]
+    assert {launch.args[launch.kernel.arg_names.index("dw_ptr")] is None for launch in launches} == {True, False}
