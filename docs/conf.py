@@ -6,6 +6,7 @@ from pathlib import Path
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS))
 
+from docutils import nodes  # noqa: E402
 from op_pages import write_pages  # noqa: E402
 
 import llmk  # noqa: E402 the path comes first
@@ -31,5 +32,13 @@ pygments_style = "friendly"
 pygments_dark_style = "monokai"
 
 
+def strip_listings(app, doctree):
+    """A piece of a file ends with the empty lines before the next one: leave them out."""
+    for node in doctree.findall(nodes.literal_block):
+        text = node.astext().rstrip()
+        node.rawsource, node.children = text, [nodes.Text(text)]
+
+
 def setup(app):
     app.connect("builder-inited", lambda _: write_pages(DOCS / "ops"))
+    app.connect("doctree-read", strip_listings)

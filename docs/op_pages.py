@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import llmk
 from llmk.opcheck.promises import GPU_PROMISES, PROMISES
-from llmk.registry import OPS, Op, Sample
+from llmk.registry import OPS, RULE, Op, Sample
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 
@@ -39,15 +39,15 @@ def write_pages(folder: Path) -> None:
 
 
 def index_page(ops: list[Op]) -> str:
-    rows = [f"| [`{op.name}`]({op.name}.md) | {_summary(op)} | {_code_list(op.differentiable)} |" for op in ops]
+    rows = [f"| [`{op.name}`]({op.name}.md) | {_summary(op)} |" for op in ops]
     return "\n".join([
         "# Operators",
         "",
         "Each is `torch.ops.llmk.NAME`, and most are also a typed function `llmk.functional.NAME`. These pages are",
         "written from the operators' own records; the calls on them were run when the site was built.",
         "",
-        "| operator | what it computes | gradients for |",
-        "|---|---|---|",
+        "| operator | what it computes |",
+        "|---|---|",
         *sorted(rows),
         "",
         "```{toctree}",
@@ -62,7 +62,6 @@ def index_page(ops: list[Op]) -> str:
 def op_page(op: Op) -> str:
     parts = [
         f"# {op.name}",
-        _fence("text", _schema(op)),
         _python_function(op),
         "## Math",
         *_math(op),
@@ -70,6 +69,7 @@ def op_page(op: Op) -> str:
         f"The first sample of the record ({_prose(_first_sample(op).why)}), run when this page was built:",
         _fence("python", _example(op)),
         "## Record",
+        _fence("text", _schema(op)),
         *_record(op),
     ]
     return "\n\n".join(parts) + "\n"
@@ -186,20 +186,22 @@ def _argument(name: str, value: Any, by_keyword: bool) -> str:
 
 def _describe(tensor: Tensor | None) -> str:
     assert tensor is not None
-    dtype = str(tensor.dtype).removeprefix("torch.")
     if tensor.dim() == 0:
-        return f"{dtype} {tensor.item():.4f}"
-    return f"{dtype} {list(tensor.shape)}"
+        return f"{_name(tensor.dtype)} {tensor.item():.4f}"
+    return f"{_name(tensor.dtype)} {list(tensor.shape)}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _record(op: Op) -> Iterator[str]:
-    factor, reason = op.tolerance.factor, op.tolerance.reason
     items = {
         "Gradients for": _code_list(op.differentiable),
         "Kernel operators": _code_list(kernel_op.overload._schema.name for kernel_op in op.kernel_ops),
-        "Dtypes": _code_list(str(dtype).removeprefix("torch.") for dtype in op.dtypes),
-        "Accuracy": f"at most {factor} times the error of PyTorch's own composition, plus one unit in the last place"
-        + (f" ({_prose(reason)})" if factor != 1.5 else ""),
+        "Dtypes": _code_list(_name(dtype) for dtype in op.dtypes),
+        "Accuracy": f"at most {RULE.factor} times the error of PyTorch's composition, plus one unit in the last place"
+        + "".join(f"; in `{_name(d)}` {t.factor} times ({_prose(t.reason)})" for d, t in op.tolerances.items()),
         "Source": f"`{op.module.removeprefix('llmk.').replace('.', '/')}.py`",
     }
     yield "\n".join(f"- {name}: {text}" for name, text in items.items())
