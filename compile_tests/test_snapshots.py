@@ -1,0 +1,223 @@
+"""What a compiled layer launches and keeps for its backward pass.
+
+Two views of the same small step: as it is on a CPU, where the operators are plain PyTorch to Inductor, and as it would
+be on a GPU, seen through a stub driver. Run with EXPECTTEST_ACCEPT=1 to rewrite the snapshots after a wanted change.
+"""
+
+import re
+
+import expecttest
+import pytest
+import torch
+from stub_driver import Graphs, describe, generated_code, launches, origin, saved, steps, stub_driver, trace
+from torch import Tensor, nn
+
+from llmk.nn import LinearCrossEntropyLoss, RMSNorm, RotaryEmbedding, SwiGLUMLP
+from llmk.registry.launch import INTERPRET
+
+pytestmark = pytest.mark.skipif(INTERPRET, reason="TRITON_INTERPRET=1: kernels run as opaque nodes, on no device")
+
+PINNED = torch.__version__.startswith("2.13.")
+
+
+class Layer(nn.Module):
+    """A Llama layer without the attention between queries and keys, and a loss: 2 sequences of 24 tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = RMSNorm(64)
+        self.q_proj, self.k_proj = nn.Linear(64, 32, bias=False), nn.Linear(64, 32, bias=False)
+        self.rotary = RotaryEmbedding(16, 24)
+        self.o_proj = nn.Linear(32, 64, bias=False)
+        self.mlp = SwiGLUMLP(64, 160)
+        self.lm_head = nn.Linear(64, 320, bias=False)
+        self.loss = LinearCrossEntropyLoss()
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        h = self.norm(x)
+        q, k = (proj(h).view(2, 24, 2, 16).transpose(1, 2) for proj in (self.q_proj, self.k_proj))
+        q, k = self.rotary(q, k)
+        x = x + self.o_proj((q + k).transpose(1, 2).flatten(2))
+        return self.loss(x + self.mlp(x), self.lm_head.weight, target)
+
+
+def step(dtype: torch.dtype = torch.bfloat16) -> tuple[Layer, Tensor, Tensor]:
+    return Layer().to(dtype), torch.randn(2, 24, 64, dtype=dtype, requires_grad=True), torch.randint(0, 320, (2, 24))
+
+
+def summary(graphs: Graphs) -> str:
+    (forward,), (backward,) = graphs.forward, graphs.backward
+    sections = {"forward": steps(forward), "saved": map(describe, saved(graphs)), "backward": steps(backward)}
+    return "\n".join(line for name, lines in sections.items() for line in [f"{name}:", *(f"  {x}" for x in lines)])
+
+
+def without_origins(snapshot: str) -> list[str]:
+    """What holds for every version of PyTorch: our kernels and ops, and the saved tensors' dtypes and shapes."""
+    lines = [line for line in snapshot.splitlines() if "aten." not in line or "[" in line]
+    return sorted(line.partition("] ")[0] for line in lines)
+
+
+class SnapshotCase(expecttest.TestCase):
+    def assert_snapshot(self, actual: str, expected: str) -> None:
+        if PINNED:
+            self.assertExpectedInline(actual, expected, skip=1)
+        else:
+            assert without_origins(actual) == without_origins(expected)
+
+
+class OnCPU(SnapshotCase):
+    def test_operators_are_plain_pytorch_and_the_fused_loss_is_one_node(self) -> None:
+        self.assert_snapshot(
+            summary(trace(*step())),
+            """\
+forward:
+  aten.mm
+  aten.mm
+  aten.clone
+  aten.clone
+  aten.clone
+  aten.clone
+  aten.mm
+  aten.mm
+  aten.mm
+  aten.mm
+  llmk._fused_linear_ce_fwd
+saved:
+  bfloat16[64] input
+  bfloat16[2, 24, 64] input
+  bfloat16[32, 64] input
+  bfloat16[32, 64] input
+  bfloat16[24, 16] input
+  bfloat16[24, 16] input
+  bfloat16[64, 32] input
+  bfloat16[160, 64] input
+  bfloat16[160, 64] input
+  bfloat16[64, 160] input
+  bfloat16[48, 64] prims.convert_element_type
+  bfloat16[48, 32] aten.add.Tensor
+  bfloat16[48, 64] aten.add.Tensor
+  bfloat16[48, 160] aten.mm
+  bfloat16[48, 160] aten.mm
+  bfloat16[48, 160] prims.convert_element_type
+  float32[] llmk._fused_linear_ce_fwd[1]
+  bfloat16[2, 24, 64] llmk._fused_linear_ce_fwd[2]
+  bfloat16[320, 64] llmk._fused_linear_ce_fwd[3]
+  float32[2, 24, 1] aten.add.Tensor
+backward:
+  aten.mm
+  aten.mm
+  aten.mm
+  aten.mm
+  aten.mm
+  aten.mm
+  aten.mm
+  aten.mm
+  aten.clone
+  aten.clone
+  aten.mm
+  aten.mm
+  aten.mm
+  aten.mm""",
+        )
+
+
+class OnGPU(SnapshotCase):
+    graphs: Graphs
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        with stub_driver():
+            cls.graphs = trace(*step())
+
+    def test_every_operator_is_its_kernels(self) -> None:
+        self.assert_snapshot(
+            summary(self.graphs),
+            """\
+forward:
+  rms_norm_kernel[2, 1, 1]
+  aten.mm
+  aten.mm
+  rope_kernel[48, 1, 1]
+  aten.mm
+  aten.mm
+  aten.mm
+  swiglu_kernel[48, 1, 1]
+  aten.mm
+  llmk._fused_linear_ce_fwd
+saved:
+  bfloat16[64] input
+  bfloat16[32, 64] input
+  bfloat16[32, 64] input
+  bfloat16[24, 16] input
+  bfloat16[24, 16] input
+  bfloat16[64, 32] input
+  bfloat16[160, 64] input
+  bfloat16[160, 64] input
+  bfloat16[64, 160] input
+  bfloat16[48, 64] input
+  float32[48] rms_norm_kernel.ms_ptr
+  bfloat16[48, 64] rms_norm_kernel.y_ptr
+  bfloat16[48, 32] aten.add.Tensor
+  bfloat16[48, 64] aten.add.Tensor
+  bfloat16[48, 160] aten.mm
+  bfloat16[48, 160] aten.mm
+  bfloat16[48, 160] swiglu_kernel.y_ptr
+  float32[] llmk._fused_linear_ce_fwd[1]
+  bfloat16[2, 24, 64] llmk._fused_linear_ce_fwd[2]
+  bfloat16[320, 64] llmk._fused_linear_ce_fwd[3]
+backward:
+  scale_kernel[1, 1, 1]
+  scale_kernel[5, 1, 1]
+  aten.mm
+  aten.mm
+  swiglu_backward_kernel[48, 1, 1]
+  aten.mm
+  aten.mm
+  aten.mm
+  aten.mm
+  aten.mm
+  aten.mm
+  rope_kernel[48, 1, 1]
+  aten.mm
+  aten.mm
+  aten.mm
+  aten.mm
+  rms_norm_backward_kernel[48, 1, 1]
+  sum_partials_kernel[2, 1, 1]""",
+        )
+
+    def test_kernels_write_to_new_buffers_only(self) -> None:
+        for graph in [*self.graphs.forward, *self.graphs.backward]:
+            for launched in launches(graph):
+                assert launched.cloned
+                for name in launched.cloned:
+                    buffer = launched.arguments[name]
+                    assert origin(buffer).target is torch.ops.aten.empty.memory_format, (launched.name, name)
+                    assert len(buffer.users) == 1, (launched.name, name)
+
+    def test_nothing_is_copied(self) -> None:
+        for graph in [*self.graphs.forward, *self.graphs.backward]:
+            assert not [line for line in steps(graph) if line.startswith(("aten.clone", "aten.copy"))]
+
+    def test_no_uninitialised_buffer_is_saved(self) -> None:
+        assert not [node for node in saved(self.graphs) if "empty" in str(origin(node).target)]
+
+
+class OnGPUGenerated(SnapshotCase):
+    def test_triton_kernels_are_understood(self) -> None:
+        """A kernel that PyTorch cannot analyse is taken to write to all of its inputs, with a warning."""
+        with stub_driver(), self.assertNoLogs("torch._dynamo", "WARNING"):
+            trace(*step(torch.float32))
+
+    def test_generated_code_launches_kernels_and_copies_nothing(self) -> None:
+        with stub_driver():
+            forward, backward = generated_code(*step())
+        assert "clone" not in forward + backward
+        assert "copy" not in forward + backward
+        assert forward.count("_fused_linear_ce_fwd.default(") == 1
+        launched = [re.findall(r"(\w+_kernel)_\d+\.run\(", code) for code in (forward, backward)]
+        assert launched[0] == ["rms_norm_kernel", "rope_kernel", "swiglu_kernel"]
+        assert sorted(launched[1]) == sorted(
+            ["scale_kernel", "scale_kernel", "swiglu_backward_kernel", "rope_kernel"]
+            + ["rms_norm_backward_kernel", "sum_partials_kernel"]
+        )
