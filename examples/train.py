@@ -47,7 +47,7 @@ class Preset:
 PRESETS = {
     # vocabulary, hidden, intermediate, layers, heads, key-value heads
     "nano": Preset(LlamaConfig(512, 32, 96, 1, 2, 1), torch.float32, 2, 32, 20, 3e-3),
-    "tiny": Preset(LlamaConfig(2048, 128, 384, 3, 4, 2), torch.float32, 4, 128, 200, 1e-3),
+    "tiny": Preset(LlamaConfig(2048, 128, 384, 2, 4, 2), torch.float32, 8, 128, 120, 2e-3),
     "small": Preset(LlamaConfig(16384, 768, 2048, 12, 12, 4, tied_head=False), torch.bfloat16, 16, 1024, 200, 6e-4),
     "1b": Preset(LlamaConfig(32768, 2048, 8192, 16, 32, 8, rope_base=5e5), torch.bfloat16, 8, 2048, 100, 3e-4),
 }

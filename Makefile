@@ -1,0 +1,88 @@
+# Every verb prepares what it needs in .venv: `make VERB` is all there is to do on a fresh machine.
+
+PYTHON ?= python3
+VENV ?= .venv
+TRAIN_ARGS ?=
+TEST_ARGS ?=
+OPCHECK_ARGS ?=
+BENCH_ARGS ?=
+
+# $(call needs,EXTRA...) is what must be installed before a verb runs; nothing with an empty VENV.
+ifeq ($(strip $(VENV)),)
+PY := $(PYTHON)
+needs =
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+else
+PY := $(VENV)/bin/python
+needs = $(foreach extra,$(1),$(VENV)/.installed-$(extra))
+endif
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help train test opcheck bench docs lint wheel clean
+
+help:
+	@echo 'usage: make VERB [VARIABLE=...]'
+	@echo
+	@echo '  train     train the example model, with llmk and in plain PyTorch  TRAIN_ARGS'
+	@echo '  test      the test suite, and the kernels in Triton'\''s interpreter TEST_ARGS'
+	@echo '  opcheck   what every operator promises, as a table                 OPCHECK_ARGS'
+	@echo '  bench     time and memory of every operator against its peers      BENCH_ARGS'
+	@echo '  docs      the documentation, into docs/_build/html'
+	@echo '  lint      format, lint and type checks; changes nothing'
+	@echo '  wheel     the wheel and the source archive, into dist/'
+	@echo '  clean     remove all that these verbs made, except runs/'
+	@echo
+	@echo 'Each verb installs what it needs into .venv. It takes Python 3.11 or newer,'
+	@echo 'and a C++ compiler for torch.compile on a CPU.'
+	@echo
+	@echo '  PYTHON=python3.12   the Python that .venv is made with'
+	@echo '  VENV=               install nothing: run with PYTHON and what it has installed'
+	@echo "  TRAIN_ARGS='--preset 1b --steps 50'   and so on: passed to the program"
+
+train: $(call needs,examples)
+	$(PY) examples/train.py $(TRAIN_ARGS)
+
+test: $(call needs,test examples)
+	$(PY) -m pytest $(TEST_ARGS)
+	TRITON_INTERPRET=1 $(PY) -m pytest $(TEST_ARGS)
+
+opcheck: $(call needs,test)
+	$(PY) -m llmk.opcheck $(OPCHECK_ARGS)
+
+bench: $(call needs,bench)
+	$(PY) -m benchmarks.run $(BENCH_ARGS)
+
+docs: $(call needs,docs)
+	$(PY) -m sphinx -W --keep-going -b html docs docs/_build/html
+
+lint: $(call needs,lint test examples bench docs)
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m pyright --pythonpath $(PY)
+
+# A build/ left over from before would bring deleted files back into the wheel.
+wheel: $(call needs,build)
+	rm -rf build
+	$(PY) -m build
+
+clean:
+	rm -rf .venv build dist llmk.egg-info docs/_build docs/ops .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+ifneq ($(strip $(VENV)),)
+# A stamp file marks each extra as installed until pyproject.toml or constraints.txt changes.
+$(VENV)/.installed-%: $(VENV)/.made pyproject.toml constraints.txt
+	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[$*]'
+	@touch $@
+
+$(VENV)/.installed-build: $(VENV)/.made constraints.txt
+	$(PY) -m pip install --quiet --constraint constraints.txt build
+	@touch $@
+
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "llmk needs Python 3.11 or newer: make PYTHON=...")'
+	$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+endif
