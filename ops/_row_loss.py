@@ -18,8 +18,9 @@ Backward, given the gradient g of a row's loss, with p = exp(x - lse) and W = su
     dx_c      = g * (p_c * ((1 - a) * w_t + a / V * W + 2 * z_loss * lse) - [c = t] * (1 - a) * w_t - a / V * w_c)
     dlogits_c = dx_c * (1 - (x_c / c)^2)         the last factor only with a softcap
 
-Forward reads the logits once, keeping a running maximum and sum; m and lse - m are kept apart, because lse alone in
-float32 loses the digits of large logits. Backward reads them once more and writes the gradient; it recomputes p.
+Forward reads the logits once, keeping a running maximum and sum; both are kept for the backward pass rather than lse,
+which in float32 loses the digits of large logits. Backward reads the logits once more, recomputes p as
+exp(x - m) / sum and writes the gradient.
 """
 
 from collections.abc import Callable
@@ -44,6 +45,9 @@ class Options(NamedTuple):
     smoothing: float
     softcap: float
     z_loss: float
+
+    def contiguous_weight(self) -> Tensor | None:
+        return self.weight.contiguous() if self.weight is not None else None
 
     def weight_sum(self) -> Tensor | None:
         return self.weight.sum(dtype=torch.float32) if self.weight is not None and self.smoothing else None
@@ -70,7 +74,7 @@ def _target(target_ptr, weight_ptr, row, V, ignore_index):
 
 @triton.jit
 def cross_entropy_kernel(
-    x_ptr, target_ptr, weight_ptr, loss_ptr, count_ptr, max_ptr, logsum_ptr,
+    x_ptr, target_ptr, weight_ptr, loss_ptr, count_ptr, max_ptr, sum_ptr,
     V, x_stride, ignore_index, smoothing, z_loss,
     SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -111,12 +115,12 @@ def cross_entropy_kernel(
     tl.store(loss_ptr + row, loss)
     tl.store(count_ptr + row, w_t)
     tl.store(max_ptr + row, m)
-    tl.store(logsum_ptr + row, logsum)
+    tl.store(sum_ptr + row, total)
 
 
 @triton.jit
 def cross_entropy_backward_kernel(
-    grad_ptr, x_ptr, target_ptr, weight_ptr, weight_sum_ptr, max_ptr, logsum_ptr, dx_ptr,
+    grad_ptr, x_ptr, target_ptr, weight_ptr, weight_sum_ptr, max_ptr, sum_ptr, dx_ptr,
     V, grad_stride, x_stride, dx_stride, ignore_index, smoothing, z_loss,
     SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -130,11 +134,11 @@ def cross_entropy_backward_kernel(
     x = tl.load(x_ptr + row * x_stride + cols, mask=mask & counts, other=0.0).to(tl.float32)
     x = _capped(x, SOFTCAP)
     m = tl.load(max_ptr + row)
-    logsum = tl.load(logsum_ptr + row)
-    p = tl.exp2((x - m - logsum) * LOG2E)
+    total = tl.load(sum_ptr + row)
+    p = tl.exp2((x - m) * LOG2E) / total
     g = tl.load(grad_ptr + row * grad_stride)
     hit = w_t
-    scale = w_t + 2.0 * z_loss * (m + logsum)
+    scale = w_t + 2.0 * z_loss * (m + tl.log(total))
     if SMOOTH:
         weight_sum = tl.cast(V, tl.float32)
         if weight_sum_ptr is not None:
@@ -163,15 +167,15 @@ def _backward_block(V: int) -> dict[str, int]:
 
 
 def row_losses(logits: Tensor, target: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch the forward kernel over `[M, V]` logits: float32 `[M]` losses, counts (w_t), maxima and log-sums."""
+    """Launch the forward kernel over `[M, V]` logits: float32 `[M]` losses, counts (w_t), maxima and sums."""
     M, V = logits.shape
-    loss, count, maximum, logsum = (torch.empty((M,), dtype=torch.float32, device=logits.device) for _ in range(4))
+    loss, count, maximum, total = (torch.empty((M,), dtype=torch.float32, device=logits.device) for _ in range(4))
     wrap_triton(cross_entropy_kernel)[(M,)](
-        logits, target, options.weight, loss, count, maximum, logsum,
+        logits, target, options.contiguous_weight(), loss, count, maximum, total,
         V, logits.stride(0), options.ignore_index, options.smoothing, options.z_loss,
         SMOOTH=options.smoothing > 0, SOFTCAP=options.softcap, **_forward_block(V),
     )  # fmt: skip
-    return loss, count, maximum, logsum
+    return loss, count, maximum, total
 
 
 def row_gradients(
@@ -179,7 +183,7 @@ def row_gradients(
     logits: Tensor,
     target: Tensor,
     maximum: Tensor,
-    logsum: Tensor,
+    total: Tensor,
     dlogits: Tensor,
     options: Options,
 ) -> None:
@@ -187,7 +191,7 @@ def row_gradients(
     M, V = logits.shape
     block = _backward_block(V)
     wrap_triton(cross_entropy_backward_kernel)[(M, triton.cdiv(V, block["BLOCK_V"]))](
-        grad, logits, target, options.weight, options.weight_sum(), maximum, logsum, dlogits,
+        grad, logits, target, options.contiguous_weight(), options.weight_sum(), maximum, total, dlogits,
         V, grad.stride(0), logits.stride(0), dlogits.stride(0), options.ignore_index, options.smoothing, options.z_loss,
         SMOOTH=options.smoothing > 0, SOFTCAP=options.softcap, **block,
     )  # fmt: skip
@@ -207,7 +211,8 @@ def row_losses_cpu(logits: Tensor, target: Tensor, options: Options) -> tuple[Te
         x = softcap * torch.tanh(x / softcap)
     maximum = x.amax(-1)
     base = torch.where(maximum == float("-inf"), 0.0, maximum)
-    logsum = (x - base.unsqueeze(-1)).exp().sum(-1).log()
+    total = (x - base.unsqueeze(-1)).exp().sum(-1)
+    logsum = total.log()
     w_t = counts.float() if weight is None else torch.where(counts, weight[index].float(), 0.0)
     loss = w_t * (logsum - (x.gather(-1, index.unsqueeze(-1)).squeeze(-1) - maximum))
     if smoothing:
@@ -215,7 +220,7 @@ def row_losses_cpu(logits: Tensor, target: Tensor, options: Options) -> tuple[Te
         smooth = w.sum() * logsum + (w * (base.unsqueeze(-1) - x)).sum(-1)
         loss = (1 - smoothing) * loss + smoothing / V * smooth
     loss = torch.where(counts, loss + z_loss * (maximum + logsum).square(), 0.0)
-    return loss, w_t, maximum, logsum
+    return loss, w_t, maximum, total
 
 
 def row_gradients_cpu(
@@ -223,7 +228,7 @@ def row_gradients_cpu(
     logits: Tensor,
     target: Tensor,
     maximum: Tensor,
-    logsum: Tensor,
+    total: Tensor,
     dlogits: Tensor,
     options: Options,
 ) -> None:
@@ -237,8 +242,8 @@ def row_gradients_cpu(
     if softcap:
         x = softcap * torch.tanh(x / softcap)
     hit = (1 - smoothing) * w_t
-    scale = hit + 2 * z_loss * (maximum + logsum)
-    dx = torch.exp(x - maximum.unsqueeze(-1) - logsum.unsqueeze(-1))
+    scale = hit + 2 * z_loss * (maximum + total.log())
+    dx = torch.exp(x - maximum.unsqueeze(-1)) / total.unsqueeze(-1)
     if smoothing:
         w = torch.ones(V, device=x.device) if weight is None else weight.float()
         scale = scale + smoothing * w.sum() / V

@@ -53,14 +53,14 @@ def cross_entropy_reference(
 
 
 def _forward(rows: RowLoss, input: Tensor, target: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return rows.losses(as_rows(input), target.reshape(-1), options)
+    return rows.losses(as_rows(input), target.reshape(-1).contiguous(), options)
 
 
 def _gradient(
-    rows: RowLoss, grad: Tensor, input: Tensor, target: Tensor, maximum: Tensor, logsum: Tensor, options: Options
+    rows: RowLoss, grad: Tensor, input: Tensor, target: Tensor, maximum: Tensor, total: Tensor, options: Options
 ) -> Tensor:
     dx = torch.empty(input.shape, dtype=input.dtype, device=input.device)
-    rows.gradients(grad, as_rows(input), target.reshape(-1), maximum, logsum, as_rows(dx), options)
+    rows.gradients(grad, as_rows(input), target.reshape(-1).contiguous(), maximum, total, as_rows(dx), options)
     return dx
 
 
@@ -81,7 +81,7 @@ def _cross_entropy_bwd(
     input: Tensor,
     target: Tensor,
     maximum: Tensor,
-    logsum: Tensor,
+    total: Tensor,
     weight: Tensor | None,
     ignore_index: int,
     label_smoothing: float,
@@ -89,7 +89,7 @@ def _cross_entropy_bwd(
     z_loss: float,
 ) -> Tensor:
     options = Options(weight, ignore_index, label_smoothing, softcap, z_loss)
-    return _gradient(KERNELS, grad, input, target, maximum, logsum, options)
+    return _gradient(KERNELS, grad, input, target, maximum, total, options)
 
 
 cross_entropy_fwd = KernelOp(_cross_entropy_fwd)
@@ -102,15 +102,15 @@ def _(input: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, Tensor, Ten
 
 
 @cross_entropy_bwd.register_kernel("cpu")
-def _(grad: Tensor, input: Tensor, target: Tensor, maximum: Tensor, logsum: Tensor, *options: Any) -> Tensor:
-    return _gradient(CPU, grad, input, target, maximum, logsum, Options(*options))
+def _(grad: Tensor, input: Tensor, target: Tensor, maximum: Tensor, total: Tensor, *options: Any) -> Tensor:
+    return _gradient(CPU, grad, input, target, maximum, total, Options(*options))
 
 
 @cross_entropy_fwd.register_fake
 def _(input: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows = target.numel()
-    loss, count, maximum, logsum = (input.new_empty((rows,), dtype=torch.float32) for _ in range(4))
-    return loss, count, maximum, logsum
+    loss, count, maximum, total = (input.new_empty((rows,), dtype=torch.float32) for _ in range(4))
+    return loss, count, maximum, total
 
 
 @cross_entropy_bwd.register_fake
@@ -120,14 +120,14 @@ def _(grad: Tensor, input: Tensor, *rest: Any) -> Tensor:
 
 def _setup_context(ctx, inputs, output) -> None:
     input, target, weight, *ctx.options = inputs
-    _, count, maximum, logsum = output
-    ctx.mark_non_differentiable(count, maximum, logsum)
-    ctx.save_for_backward(input, target, weight, maximum, logsum)
+    _, count, maximum, total = output
+    ctx.mark_non_differentiable(count, maximum, total)
+    ctx.save_for_backward(input, target, weight, maximum, total)
 
 
 def _backward(ctx, grad, *_unused):
-    input, target, weight, maximum, logsum = ctx.saved_tensors
-    dx = cross_entropy_bwd(grad, input, target, maximum, logsum, weight, *ctx.options)
+    input, target, weight, maximum, total = ctx.saved_tensors
+    dx = cross_entropy_bwd(grad, input, target, maximum, total, weight, *ctx.options)
     return dx, None, None, None, None, None, None
 
 

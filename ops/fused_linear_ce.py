@@ -13,7 +13,7 @@ Forward, for x [N, H], W [V, H] and targets [N], a chunk of tokens at a time:
 
 A mean or a sum needs no more of the upstream gradient than one factor, so the backward pass only multiplies by it and
 divides by what the mean divided by; gradients that nobody wants are not made. With reduction "none" each row has its
-own upstream gradient: the forward pass keeps each row's maximum and log-sum, and the backward pass makes the logits
+own upstream gradient: the forward pass keeps each row's maximum and sum, and the backward pass makes the logits
 again.
 
 The driver is one opaque node under Inductor: inlined, its number of chunks would be part of the graph, and a batch of
@@ -30,7 +30,7 @@ from torch import Tensor
 from llmk.ops._chunked_linear import ChunkedLinear, LinearGradients, scale
 from llmk.ops._row_loss import CPU, KERNELS, Options, RowLoss
 from llmk.ops.cross_entropy import check_loss_options, cross_entropy_reference
-from llmk.registry import Cost, KernelOp, Sample, check_dtype, check_same, check_shape, public_op
+from llmk.registry import Cost, KernelOp, Sample, Tolerance, check_dtype, check_same, check_shape, public_op
 
 
 def fused_linear_ce_reference(
@@ -57,27 +57,27 @@ class _Call(NamedTuple):
     ) -> "_Call":  # fmt: skip
         linear = ChunkedLinear(input, linear_weight, linear_bias, chunk_size)
         options = Options(weight, ignore_index, label_smoothing, softcap, z_loss)
-        return cls(linear, target.reshape(-1), options, row_loss)
+        return cls(linear, target.reshape(-1).contiguous(), options, row_loss)
 
 
 def _reduced(
     call: _Call, mean: bool, need: tuple[bool, bool, bool]
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
     """The sum or mean of the losses, its divisor, and the gradients of the sum, in one pass over the chunks."""
-    total, divisor = (torch.zeros((), dtype=torch.float32, device=call.target.device) for _ in range(2))
+    loss_sum, divisor = (torch.zeros((), dtype=torch.float32, device=call.target.device) for _ in range(2))
     ones = torch.ones((), device=call.target.device).expand(call.target.shape[0])
     gradients = LinearGradients(call.linear, need)
     for rows, logits in call.linear.chunks():
-        loss, counts, maximum, logsum = call.row_loss.losses(logits, call.target[rows], call.options)
-        total += loss.sum()
+        loss, counts, maximum, total = call.row_loss.losses(logits, call.target[rows], call.options)
+        loss_sum += loss.sum()
         divisor += counts.sum()
         if any(need):
-            call.row_loss.gradients(ones[rows], logits, call.target[rows], maximum, logsum, logits, call.options)
+            call.row_loss.gradients(ones[rows], logits, call.target[rows], maximum, total, logits, call.options)
             gradients.add(rows, logits)
     if not mean:
         divisor = torch.ones_like(divisor)
     dw = gradients.dw.to(_saved_dtype(call.linear.x.dtype))
-    return total / divisor, divisor, (gradients.dx, dw, gradients.db)
+    return loss_sum / divisor, divisor, (gradients.dx, dw, gradients.db)
 
 
 def _saved_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -86,24 +86,22 @@ def _saved_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _row_by_row(call: _Call) -> tuple[Tensor, Tensor, Tensor]:
-    """Each row's loss, maximum and log-sum."""
+    """Each row's loss, maximum and sum."""
     outputs = torch.empty((3, call.target.shape[0]), dtype=torch.float32, device=call.target.device)
     for rows, logits in call.linear.chunks():
-        loss, _, maximum, logsum = call.row_loss.losses(logits, call.target[rows], call.options)
-        torch.stack((loss, maximum, logsum), out=outputs[:, rows])
-    loss, maximum, logsum = (output.clone() for output in outputs)
-    return loss, maximum, logsum
+        loss, _, maximum, total = call.row_loss.losses(logits, call.target[rows], call.options)
+        torch.stack((loss, maximum, total), out=outputs[:, rows])
+    loss, maximum, total = (output.clone() for output in outputs)
+    return loss, maximum, total
 
 
 def _row_by_row_gradients(
-    call: _Call, grad: Tensor, maximum: Tensor, logsum: Tensor, need: tuple[bool, bool, bool]
+    call: _Call, grad: Tensor, maximum: Tensor, total: Tensor, need: tuple[bool, bool, bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients for an upstream gradient of each row; the logits are made again."""
     gradients = LinearGradients(call.linear, need)
     for rows, logits in call.linear.chunks():
-        call.row_loss.gradients(
-            grad[rows], logits, call.target[rows], maximum[rows], logsum[rows], logits, call.options
-        )
+        call.row_loss.gradients(grad[rows], logits, call.target[rows], maximum[rows], total[rows], logits, call.options)
         gradients.add(rows, logits)
     dtype = call.linear.x.dtype
     return gradients.dx, gradients.dw.to(dtype), gradients.db.to(dtype)
@@ -136,13 +134,13 @@ def _fused_linear_ce_rows_fwd(
 def _fused_linear_ce_rows_bwd(
     input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, weight: Tensor | None,
     ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, chunk_size: int,
-    grad: Tensor, maximum: Tensor, logsum: Tensor, need_dx: bool, need_dw: bool, need_db: bool,
+    grad: Tensor, maximum: Tensor, total: Tensor, need_dx: bool, need_dw: bool, need_db: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     call = _Call.of(
         KERNELS, input, linear_weight, linear_bias, target, weight,
         ignore_index, label_smoothing, softcap, z_loss, chunk_size,
     )  # fmt: skip
-    return _row_by_row_gradients(call, grad, maximum, logsum, (need_dx, need_dw, need_db))
+    return _row_by_row_gradients(call, grad, maximum, total, (need_dx, need_dw, need_db))
 
 
 fused_linear_ce_fwd = KernelOp(_fused_linear_ce_fwd, opaque=True)
@@ -164,8 +162,8 @@ def _(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 @fused_linear_ce_rows_bwd.register_kernel("cpu")
 def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *call, grad, maximum, logsum, need_dx, need_dw, need_db = args
-    return _row_by_row_gradients(_Call.of(CPU, *call), grad, maximum, logsum, (need_dx, need_dw, need_db))
+    *call, grad, maximum, total, need_dx, need_dw, need_db = args
+    return _row_by_row_gradients(_Call.of(CPU, *call), grad, maximum, total, (need_dx, need_dw, need_db))
 
 
 def _fake_gradients(
@@ -188,8 +186,8 @@ def _(input: Tensor, linear_weight: Tensor, *args: Any) -> tuple[Tensor, Tensor,
 
 @fused_linear_ce_rows_fwd.register_fake
 def _(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, *args: Any):
-    loss, maximum, logsum = (input.new_empty((target.numel(),), dtype=torch.float32) for _ in range(3))
-    return loss, maximum, logsum
+    loss, maximum, total = (input.new_empty((target.numel(),), dtype=torch.float32) for _ in range(3))
+    return loss, maximum, total
 
 
 @fused_linear_ce_rows_bwd.register_fake
@@ -241,17 +239,17 @@ fused_linear_ce_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 def _rows_setup_context(ctx, inputs, output) -> None:
     *tensors, ctx.ignore_index, ctx.label_smoothing, ctx.softcap, ctx.z_loss, ctx.chunk_size = inputs
-    _, maximum, logsum = output
-    ctx.mark_non_differentiable(maximum, logsum)
-    ctx.save_for_backward(*tensors, maximum, logsum)
+    _, maximum, total = output
+    ctx.mark_non_differentiable(maximum, total)
+    ctx.save_for_backward(*tensors, maximum, total)
 
 
 def _rows_backward(ctx, grad, *_unused):
-    *tensors, maximum, logsum = ctx.saved_tensors
+    *tensors, maximum, total = ctx.saved_tensors
     need = ctx.needs_input_grad[:3]
     gradients = fused_linear_ce_rows_bwd(
         *tensors, ctx.ignore_index, ctx.label_smoothing, ctx.softcap, ctx.z_loss, ctx.chunk_size,
-        grad, maximum, logsum, *need,
+        grad, maximum, total, *need,
     )  # fmt: skip
     return *[gradient if want else None for gradient, want in zip(gradients, need, strict=True)], *[None] * 7
 
@@ -314,6 +312,11 @@ def fused_linear_ce_cost(input: Tensor, linear_weight: Tensor, target: Tensor, *
     resized=fused_linear_ce_resized,
     workloads=fused_linear_ce_workloads,
     cost=fused_linear_ce_cost,
+    tolerances={
+        torch.float32: Tolerance(
+            3.0, "the products' sums are BLAS's, in an order that depends on the shapes: 2.4 was seen over 32 classes"
+        )
+    },
 )
 def fused_linear_ce(
     input: Tensor,

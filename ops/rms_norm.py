@@ -5,14 +5,18 @@ The offset is Gemma's, whose weight is stored minus one: https://arxiv.org/abs/2
 
 Forward, for each row x of N values, with w = weight + offset:
 
-    rstd = 1 / sqrt(mean(x^2) + eps)
-    xhat = x * rstd
-    y    = xhat * w
+    ms   = mean(x^2) + eps
+    rstd = 1 / sqrt(ms)
+    y    = x * rstd * w
 
 Backward, given dy:
 
-    dx = rstd * (dy * w - xhat * mean(dy * w * xhat))
-    dw = sum over rows of dy * xhat
+    dx = rstd * (dy * w - x * mean(dy * w * x) / ms)
+    dw = sum over rows of dy * x * rstd
+
+ms is what is kept for the backward pass: dividing by it costs one rounding where rstd^2 would cost three, which shows
+where the two terms of dx nearly cancel, in rows of few values. In a row of one value they cancel to eps:
+dx = rstd * dy * w * eps / ms.
 
 A row that fits in registers is read once in either direction; a longer one is walked in blocks, twice. The weight's
 gradient is summed in float32 by each program over its own rows, then over the programs in a fixed order: no atomics.
@@ -48,7 +52,7 @@ def rms_norm_reference(
 
 @triton.jit
 def rms_norm_kernel(
-    x_ptr, w_ptr, y_ptr, rstd_ptr, M, N, x_stride, eps, offset, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    x_ptr, w_ptr, y_ptr, ms_ptr, M, N, x_stride, eps, offset, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     eps = tl.cast(eps, tl.float32)
     offset = tl.cast(offset, tl.float32)
@@ -56,16 +60,16 @@ def rms_norm_kernel(
     cols = tl.arange(0, BLOCK_N)
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    rstd = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=1) / N + eps)  # [BLOCK_M]
-    y = x * rstd[:, None]
+    ms = tl.sum(x * x, axis=1) / N + eps  # [BLOCK_M]
+    y = x * tl.div_rn(1.0, tl.sqrt_rn(ms))[:, None]
     if w_ptr is not None:
         y *= (tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset)[None, :]
     tl.store(y_ptr + rows[:, None] * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
-    tl.store(rstd_ptr + rows, rstd, mask=rows < M)
+    tl.store(ms_ptr + rows, ms, mask=rows < M)
 
 
 @triton.jit
-def rms_norm_long_kernel(x_ptr, w_ptr, y_ptr, rstd_ptr, N, x_stride, eps, offset, BLOCK_N: tl.constexpr):
+def rms_norm_long_kernel(x_ptr, w_ptr, y_ptr, ms_ptr, N, x_stride, eps, offset, BLOCK_N: tl.constexpr):
     eps = tl.cast(eps, tl.float32)
     offset = tl.cast(offset, tl.float32)
     row = tl.program_id(0).to(tl.int64)
@@ -74,8 +78,9 @@ def rms_norm_long_kernel(x_ptr, w_ptr, y_ptr, rstd_ptr, N, x_stride, eps, offset
         cols = start + tl.arange(0, BLOCK_N)
         x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
         squares += x * x
-    rstd = 1.0 / tl.sqrt_rn(tl.sum(squares, axis=0) / N + eps)
-    tl.store(rstd_ptr + row, rstd)
+    ms = tl.sum(squares, axis=0) / N + eps
+    tl.store(ms_ptr + row, ms)
+    rstd = tl.div_rn(1.0, tl.sqrt_rn(ms))
     for start in range(0, N, BLOCK_N):  # the second pass finds the row in L2
         cols = start + tl.arange(0, BLOCK_N)
         y = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32) * rstd
@@ -86,9 +91,10 @@ def rms_norm_long_kernel(x_ptr, w_ptr, y_ptr, rstd_ptr, N, x_stride, eps, offset
 
 @triton.jit
 def rms_norm_backward_kernel(
-    dy_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, dw_ptr, M, N, dy_stride, x_stride, offset,
+    dy_ptr, x_ptr, w_ptr, ms_ptr, dx_ptr, dw_ptr, M, N, dy_stride, x_stride, eps, offset,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
+    eps = tl.cast(eps, tl.float32)
     offset = tl.cast(offset, tl.float32)
     program = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_N)
@@ -101,13 +107,16 @@ def rms_norm_backward_kernel(
         mask = (rows < M)[:, None] & (cols < N)[None, :]
         x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)[:, None]
-        xhat = x * rstd
+        ms = tl.load(ms_ptr + rows, mask=rows < M, other=1.0)
+        rstd = tl.div_rn(1.0, tl.sqrt_rn(ms))[:, None]
         if dw_ptr is not None:
-            dw += dy * xhat
+            dw += dy * (x * rstd)
         if w_ptr is not None:
             dy *= w
-        dx = rstd * (dy - xhat * (tl.sum(dy * xhat, axis=1) / N)[:, None])
+        if N == 1:
+            dx = rstd * dy * tl.div_rn(eps, ms)[:, None]
+        else:
+            dx = rstd * (dy - x * tl.div_rn(tl.sum(dy * x, axis=1) / N, ms)[:, None])
         tl.store(dx_ptr + rows[:, None] * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if dw_ptr is not None:
         tl.store(dw_ptr + program * N + cols, tl.sum(dw, axis=0), mask=cols < N)
@@ -115,9 +124,9 @@ def rms_norm_backward_kernel(
 
 @triton.jit
 def rms_norm_long_backward_dot_kernel(
-    dy_ptr, x_ptr, w_ptr, rstd_ptr, dot_ptr, N, dy_stride, x_stride, offset, BLOCK_N: tl.constexpr
+    dy_ptr, x_ptr, w_ptr, ms_ptr, dot_ptr, N, dy_stride, x_stride, offset, BLOCK_N: tl.constexpr
 ):
-    """mean(dy * w * xhat) of each row."""
+    """mean(dy * w * x) / ms of each row."""
     offset = tl.cast(offset, tl.float32)
     row = tl.program_id(0).to(tl.int64)
     dot = tl.zeros((BLOCK_N,), dtype=tl.float32)
@@ -128,12 +137,12 @@ def rms_norm_long_backward_dot_kernel(
         if w_ptr is not None:
             dy *= tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset
         dot += dy * x
-    tl.store(dot_ptr + row, tl.sum(dot, axis=0) * tl.load(rstd_ptr + row) / N)
+    tl.store(dot_ptr + row, tl.div_rn(tl.sum(dot, axis=0) / N, tl.load(ms_ptr + row)))
 
 
 @triton.jit
 def rms_norm_long_backward_kernel(
-    dy_ptr, x_ptr, w_ptr, rstd_ptr, dot_ptr, dx_ptr, dw_ptr, M, N, dy_stride, x_stride, offset, BLOCK_N: tl.constexpr
+    dy_ptr, x_ptr, w_ptr, ms_ptr, dot_ptr, dx_ptr, dw_ptr, M, N, dy_stride, x_stride, offset, BLOCK_N: tl.constexpr
 ):
     """One block of columns, a share of the rows."""
     offset = tl.cast(offset, tl.float32)
@@ -143,14 +152,14 @@ def rms_norm_long_backward_kernel(
         w = tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset
     dw = tl.zeros((BLOCK_N,), dtype=tl.float32)
     for row in tl.range(program, M, tl.num_programs(0), num_stages=2):
-        rstd = tl.load(rstd_ptr + row)
-        xhat = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32) * rstd
+        rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.load(ms_ptr + row)))
+        x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + row * dy_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
         if dw_ptr is not None:
-            dw += dy * xhat
+            dw += dy * (x * rstd)
         if w_ptr is not None:
             dy *= w
-        dx = rstd * (dy - xhat * tl.load(dot_ptr + row))
+        dx = rstd * (dy - x * tl.load(dot_ptr + row))
         tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
     if dw_ptr is not None:
         tl.store(dw_ptr + program * N + cols, dw, mask=cols < N)
@@ -169,27 +178,31 @@ def _tile(N: int) -> dict[str, int]:
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": min(32, max(4, block_m * block_n // 512))}
 
 
+def _contiguous(weight: Tensor | None) -> Tensor | None:
+    return weight.contiguous() if weight is not None else None
+
+
 def _rms_norm_fwd(input: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-    x = as_rows(input)
+    x, weight = as_rows(input), _contiguous(weight)
     M, N = x.shape
     y = torch.empty(input.shape, dtype=input.dtype, device=input.device)
-    rstd = torch.empty((M,), dtype=torch.float32, device=input.device)
+    ms = torch.empty((M,), dtype=torch.float32, device=input.device)
     if N <= MAX_FORWARD_BLOCK:
         tile = _tile(N)
         wrap_triton(rms_norm_kernel)[(triton.cdiv(M, tile["BLOCK_M"]),)](
-            x, weight, y, rstd, M, N, x.stride(0), eps, offset, **tile
+            x, weight, y, ms, M, N, x.stride(0), eps, offset, **tile
         )
     else:
         wrap_triton(rms_norm_long_kernel)[(M,)](
-            x, weight, y, rstd, N, x.stride(0), eps, offset, BLOCK_N=LONG_BLOCK, num_warps=8
+            x, weight, y, ms, N, x.stride(0), eps, offset, BLOCK_N=LONG_BLOCK, num_warps=8
         )
-    return y, rstd
+    return y, ms
 
 
 def _rms_norm_bwd(
-    grad: Tensor, input: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, need_dw: bool
+    grad: Tensor, input: Tensor, weight: Tensor | None, ms: Tensor, eps: float, offset: float, need_dw: bool
 ) -> tuple[Tensor, Tensor]:
-    dy, x = as_rows(grad), as_rows(input)
+    dy, x, weight = as_rows(grad), as_rows(input), _contiguous(weight)
     M, N = x.shape
     dx = torch.empty(input.shape, dtype=input.dtype, device=input.device)
     # Small rows leave room for more programs on a multiprocessor; each costs one row of float32 partials.
@@ -197,15 +210,15 @@ def _rms_norm_bwd(
     partials = torch.empty((programs, N), dtype=torch.float32, device=input.device) if need_dw else None
     if N <= MAX_BACKWARD_BLOCK:
         wrap_triton(rms_norm_backward_kernel)[(programs,)](
-            dy, x, weight, rstd, dx, partials, M, N, dy.stride(0), x.stride(0), offset, **_tile(N), NUM_STAGES=3
+            dy, x, weight, ms, dx, partials, M, N, dy.stride(0), x.stride(0), eps, offset, **_tile(N), NUM_STAGES=3
         )
     else:
         dot = torch.empty((M,), dtype=torch.float32, device=input.device)
         wrap_triton(rms_norm_long_backward_dot_kernel)[(M,)](
-            dy, x, weight, rstd, dot, N, dy.stride(0), x.stride(0), offset, BLOCK_N=LONG_BLOCK, num_warps=8
+            dy, x, weight, ms, dot, N, dy.stride(0), x.stride(0), offset, BLOCK_N=LONG_BLOCK, num_warps=8
         )
         wrap_triton(rms_norm_long_backward_kernel)[(programs, triton.cdiv(N, LONG_BLOCK))](
-            dy, x, weight, rstd, dot, dx, partials, M, N, dy.stride(0), x.stride(0), offset,
+            dy, x, weight, ms, dot, dx, partials, M, N, dy.stride(0), x.stride(0), offset,
             BLOCK_N=LONG_BLOCK, num_warps=8,
         )  # fmt: skip
     if weight is None or partials is None:
@@ -220,26 +233,27 @@ rms_norm_bwd = KernelOp(_rms_norm_bwd)
 @rms_norm_fwd.register_kernel("cpu")
 def _(input: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor]:
     x = input.float()
-    rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    y = x * rstd
+    ms = x.square().mean(-1, keepdim=True) + eps
+    y = x * torch.rsqrt(ms)
     if weight is not None:
         y = y * (weight.float() + offset)
-    return y.to(input.dtype).contiguous(), rstd.flatten()
+    return y.to(input.dtype).contiguous(), ms.flatten()
 
 
 @rms_norm_bwd.register_kernel("cpu")
 def _(
-    grad: Tensor, input: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, need_dw: bool
+    grad: Tensor, input: Tensor, weight: Tensor | None, ms: Tensor, eps: float, offset: float, need_dw: bool
 ) -> tuple[Tensor, Tensor]:
-    rstd = rstd.view(*input.shape[:-1], 1)
-    xhat = input.float() * rstd
-    dy = grad.float()
+    ms = ms.view(*input.shape[:-1], 1)
+    rstd = torch.rsqrt(ms)
+    x, dy = input.float(), grad.float()
     wdy = dy if weight is None else dy * (weight.float() + offset)
-    dx = rstd * (wdy - xhat * (wdy * xhat).mean(-1, keepdim=True))
+    rest = wdy * (eps / ms) if input.shape[-1] == 1 else wdy - x * ((wdy * x).mean(-1, keepdim=True) / ms)
+    dx = rstd * rest
     if weight is None or not need_dw:
         dw = torch.empty((0,), dtype=input.dtype, device=input.device)
     else:
-        dw = (dy * xhat).flatten(0, -2).sum(0) if input.dim() > 1 else dy * xhat
+        dw = (dy * (x * rstd)).flatten(0, -2).sum(0) if input.dim() > 1 else dy * (x * rstd)
         dw = dw.to(weight.dtype)
     return dx.to(input.dtype).contiguous(), dw
 
@@ -252,23 +266,23 @@ def _(input: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[
 
 @rms_norm_bwd.register_fake
 def _(
-    grad: Tensor, input: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, need_dw: bool
+    grad: Tensor, input: Tensor, weight: Tensor | None, ms: Tensor, eps: float, offset: float, need_dw: bool
 ) -> tuple[Tensor, Tensor]:
     dw = input.new_empty((0,)) if weight is None or not need_dw else weight.new_empty(weight.shape)
     return input.new_empty(input.shape), dw
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    input, weight, _, ctx.offset = inputs
-    _, rstd = output
-    ctx.mark_non_differentiable(rstd)
-    ctx.save_for_backward(input, weight, rstd)
+    input, weight, ctx.eps, ctx.offset = inputs
+    _, ms = output
+    ctx.mark_non_differentiable(ms)
+    ctx.save_for_backward(input, weight, ms)
 
 
-def _backward(ctx, grad, _grad_rstd):
-    input, weight, rstd = ctx.saved_tensors
+def _backward(ctx, grad, _grad_ms):
+    input, weight, ms = ctx.saved_tensors
     need_dw = ctx.needs_input_grad[1]
-    dx, dw = rms_norm_bwd(grad, input, weight, rstd, ctx.offset, need_dw)
+    dx, dw = rms_norm_bwd(grad, input, weight, ms, ctx.eps, ctx.offset, need_dw)
     return dx, dw if need_dw else None, None, None
 
 

@@ -147,7 +147,7 @@ def _rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, bac
 
 
 rope_op = KernelOp(_rope)
-"""Forward, and backward the transposed rotation: one op serves both."""
+"""Forward, and backward the transposed rotation: one op serves both, and is its own derivative."""
 
 
 @rope_op.register_kernel("cpu")
@@ -173,13 +173,14 @@ def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backwar
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    _, _, cos, sin, ctx.interleaved, _ = inputs
+    _, _, cos, sin, ctx.interleaved, ctx.backward = inputs
+    ctx.mark_non_differentiable(*(y for y, wanted in zip(output, ctx.needs_input_grad, strict=False) if not wanted))
     ctx.save_for_backward(cos, sin)
 
 
 def _backward(ctx, grad_q, grad_k):
     cos, sin = ctx.saved_tensors
-    dq, dk = rope_op(grad_q, grad_k, cos, sin, ctx.interleaved, True)
+    dq, dk = rope_op(grad_q, grad_k, cos, sin, ctx.interleaved, not ctx.backward)
     return dq, dk, None, None, None, None
 
 

@@ -8,10 +8,11 @@ from llmk.registry.checks import check_dtype, check_option, check_same, check_sh
 from llmk.registry.kernel_op import KernelOp, wrap_triton
 from llmk.registry.launch import num_programs, use_kernels_on_cpu
 from llmk.registry.public_op import public_op
-from llmk.registry.record import OPS, Cost, Op, Sample, Tolerance
+from llmk.registry.record import OPS, RULE, Cost, Op, Sample, Tolerance
 
 __all__ = [
     "OPS",
+    "RULE",
     "Cost",
     "KernelOp",
     "Op",

@@ -37,17 +37,13 @@ class Cost:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How much larger than PyTorch's own error an operator's error may be, and why.
+    """How much larger than PyTorch's own error an operator's error may be, and why it is not the rule's 1.5."""
 
-    The rule for every operator is a factor of 1.5; another factor needs a reason.
-    """
+    factor: float
+    reason: str
 
-    factor: float = 1.5
-    reason: str = ""
 
-    def __post_init__(self) -> None:
-        if self.factor > 1.5 and not self.reason:
-            raise ValueError(f"factor: {self.factor} is above the rule's 1.5 and has no reason")
+RULE = Tolerance(1.5, "the rule for every operator")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +66,7 @@ class Op:
         differentiable: The names of the arguments that get gradients.
         kernel_ops: The private operators it calls.
         dtypes: The dtypes of its samples.
-        tolerance: The factor of the accuracy rule.
+        tolerances: Where the factor of the accuracy rule is not 1.5: by dtype, with the reason.
         choices: Measured decisions, such as whether Inductor sees the kernel or plain aten: what and by which figure.
     """
 
@@ -84,7 +80,7 @@ class Op:
     cost: Callable[..., Cost] | None = None
     kernel_ops: tuple[Any, ...] = ()
     dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
-    tolerance: Tolerance = Tolerance()
+    tolerances: dict[torch.dtype, Tolerance] = field(default_factory=dict)
     choices: tuple[str, ...] = ()
     doc: str = ""
     module: str = ""

@@ -1,0 +1,6 @@
+"""Checks that operators keep what they promise: `python -m llmk.opcheck`, or `check(op)` for one of your own."""
+
+from llmk.opcheck.accuracy import Violation, accuracy_violation
+from llmk.opcheck.runner import Result, check, path_taken
+
+__all__ = ["Result", "Violation", "accuracy_violation", "check", "path_taken"]

@@ -1,0 +1,123 @@
+"""Running an operator on a sample: fresh inputs, the chosen ones wanting gradients, and what came out."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmk.opcheck.accuracy import accuracy_violation
+from llmk.registry import RULE, Op, Sample
+
+
+class BrokenPromise(AssertionError):
+    """A check found that the operator does not keep what it promises."""
+
+
+@dataclass
+class Outcome:
+    """What a call gave."""
+
+    inputs: dict[str, Tensor]
+    outputs: list[Tensor]
+    gradients: dict[str, Tensor | None]
+
+
+def copy_with_layout(tensor: Tensor) -> Tensor:
+    """A copy with its own memory and the same strides and offset, gaps and overlaps included."""
+    storage = tensor.untyped_storage().clone()
+    return tensor.detach().new_empty(0).set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def differentiable_inputs(op: Op, sample: Sample) -> list[str]:
+    """The sample's tensors that can get a gradient."""
+    bound = op.bind(sample)
+    return [name for name in op.differentiable if isinstance(bound.get(name), Tensor)]
+
+
+def prepare(
+    op: Op, sample: Sample, wanted: Sequence[str], change: Callable[[Tensor], Tensor] = copy_with_layout
+) -> tuple[list[Any], dict[str, Any], dict[str, Tensor]]:
+    """Positional and keyword arguments with every tensor changed (copied), and the tensors by name."""
+    tensors: dict[str, Tensor] = {}
+
+    def fresh(name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        tensors[name] = change(value).requires_grad_(name in wanted)
+        return tensors[name]
+
+    args = [fresh(name, value) for name, value in zip(op.argument_names(), sample.args, strict=False)]
+    kwargs = {name: fresh(name, value) for name, value in sample.kwargs.items()}
+    return args, kwargs, tensors
+
+
+def as_list(outputs: Any) -> list[Tensor]:
+    return list(outputs) if isinstance(outputs, tuple | list) else [outputs]
+
+
+def incoming_gradients(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """The same normal numbers every time, contiguous."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.device, output.dtype)
+        for output in outputs
+    ]
+
+
+def call(
+    op: Op,
+    sample: Sample,
+    wanted: Sequence[str] | None = None,
+    *,
+    fn: Callable[..., Any] | None = None,
+    grads: Callable[[Sequence[Tensor]], list[Tensor]] = incoming_gradients,
+    change: Callable[[Tensor], Tensor] = copy_with_layout,
+) -> Outcome:
+    """Call the operator (or `fn` with its signature), and backward if any input wants a gradient."""
+    wanted = differentiable_inputs(op, sample) if wanted is None else wanted
+    args, kwargs, tensors = prepare(op, sample, wanted, change)
+    outputs = as_list((fn or op.overload)(*args, **kwargs))
+    gradients: dict[str, Tensor | None] = {}
+    if wanted:
+        differentiable = [output for output in outputs if output.requires_grad]
+        if not differentiable:
+            raise BrokenPromise(f"no output requires a gradient although {', '.join(wanted)} want one")
+        torch.autograd.backward(differentiable, [grad.detach() for grad in grads(differentiable)])
+        gradients = {name: tensors[name].grad for name in wanted}
+    return Outcome(tensors, outputs, gradients)
+
+
+def to_float64(tensor: Tensor) -> Tensor:
+    return tensor.detach().double() if tensor.is_floating_point() else tensor.detach().clone()
+
+
+def require_accurate(
+    op: Op,
+    sample: Sample,
+    actual: Outcome,
+    grads: Callable[[Sequence[Tensor]], list[Tensor]] = incoming_gradients,
+) -> None:
+    """The accuracy rule for every output and gradient of a call."""
+    wanted = list(actual.gradients)
+
+    def same_numbers(outputs: Sequence[Tensor]) -> list[Tensor]:
+        given = grads([output for output in actual.outputs if output.requires_grad or not wanted])
+        return [grad.to(output.dtype) for grad, output in zip(given, outputs, strict=True)]
+
+    composition = call(op, sample, wanted, fn=op.reference, grads=same_numbers)
+    exact = call(op, sample, wanted, fn=op.reference, grads=same_numbers, change=to_float64)
+    dtype = next(t.dtype for t in actual.inputs.values() if t.is_floating_point())
+    factor = op.tolerances.get(dtype, RULE).factor
+    names = [f"output {i}" for i in range(len(actual.outputs))] + [f"gradient of {name}" for name in wanted]
+    results = [
+        [*outcome.outputs, *(outcome.gradients[name] for name in wanted)] for outcome in (actual, composition, exact)
+    ]
+    for name, ours, theirs, truth in zip(names, *results, strict=True):
+        if ours is None or theirs is None or truth is None:
+            raise BrokenPromise(f"{sample}: {name} is missing")
+        if ours.is_floating_point():
+            violation = accuracy_violation(ours, theirs, truth, factor)
+            if violation is not None:
+                raise BrokenPromise(f"{sample}: {name}: {violation}")
