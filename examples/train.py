@@ -82,8 +82,8 @@ class InputError(Exception):
     """What the user gave cannot be used; the message says why."""
 
 
-def main() -> None:
-    args = parse_arguments()
+def main(argv: list[str] | None = None) -> None:
+    args = parse_arguments(argv)
     try:
         settings, tokens = prepare(args)
         jobs = [
@@ -127,7 +127,7 @@ class Parser(argparse.ArgumentParser):
         fail(message, 2)
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     assert __doc__ is not None
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=PRESETS, help="the model's size; default: tiny on a CPU, 1b on a GPU")
@@ -142,7 +142,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs"), help="output folder; default: runs")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in the output folder")
     parser.add_argument("--no-baseline", dest="baseline", action="store_false", help="leave out plain PyTorch")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 def positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:
