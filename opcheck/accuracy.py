@@ -3,8 +3,8 @@
 Against a float64 reference on the same inputs, the error of an operator's result must not exceed `factor` (1.5) times
 the error of PyTorch's own composition in the same dtype, plus one unit in the last place of the result. It is asked of
 the largest error over the elements, with the unit of the largest element, and of the root mean square of the errors,
-with each element's own unit. A few elements say little about the composition's error: below FEW of them it is taken to
-be one unit at least.
+with each element's own unit. In float32, where both errors are a few roundings in different places, a few elements say
+little about the composition's: below FEW of them it is taken to be two units at least.
 """
 
 from dataclasses import dataclass
@@ -61,8 +61,8 @@ def accuracy_violation(actual: Tensor, composition: Tensor, exact: Tensor, facto
     error, ulp = (actual - exact).abs(), unit_in_last_place(exact, dtype)
     yardstick = (composition - exact).abs()
     yardstick = torch.where(yardstick.isfinite(), yardstick, 0.0)
-    if yardstick.numel() < FEW:
-        yardstick = torch.maximum(yardstick, ulp)
+    if dtype == torch.float32 and yardstick.numel() < FEW:
+        yardstick = torch.maximum(yardstick, 2 * ulp)
     allowed = float(factor * yardstick.max() + ulp.max())
     # NaN compares false with everything: it must not pass.
     if not bool((error <= allowed).all()):
