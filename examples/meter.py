@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 @dataclass(frozen=True)
 class Measured:
     tokens_per_second: float  # median over the steps after the warm-up
+    spread: float  # of those steps: how many times the time of a fast one (10 %) a slow one (90 %) took
     peak_memory: int  # bytes
     peak_memory_of: str
     first_step_seconds: float  # with what compilation the caches on disk did not save
@@ -42,9 +43,10 @@ class Meter:
             self.graphs_of_warmup = compiled_graphs()
 
     def read(self) -> Measured:
-        seconds = median(self.seconds[self.warmup_steps :] or self.seconds[-1:])
+        seconds = sorted(self.seconds[self.warmup_steps :] or self.seconds[-1:])
         return Measured(
-            tokens_per_second=self.tokens_per_step / seconds,
+            tokens_per_second=self.tokens_per_step / median(seconds),
+            spread=seconds[int(0.9 * len(seconds))] / seconds[int(0.1 * len(seconds))],
             peak_memory=self.memory.read(),
             peak_memory_of=self.memory.name,
             first_step_seconds=self.seconds[0],

@@ -22,6 +22,7 @@ import matplotlib.pyplot as plt
 # The two models round differently and every update carries the difference on, so the losses of later steps agree to
 # fewer digits than one step's rounding. Relative to the loss, or to 1 where it is smaller.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
+STEADY = 1.5  # the spread of step times up to which speeds are worth comparing
 COLORS = {"llmk": "#1a4e8a", "plain": "#f2a33a"}
 
 
@@ -66,6 +67,9 @@ def compare(results: list[Result], dtype: torch.dtype) -> str:
         values = [value(result.measured) for result in results if result.measured]
         ratio = f"{values[0] / values[1]:.2f}" if digits is not None and len(values) == 2 else ""
         lines.append(row(name, [f"{value:,.{digits or 0}f}" for value in values], ratio))
+    spread = max(result.measured.spread for result in results if result.measured)
+    if spread > STEADY:
+        lines += ["", f"step times varied {spread:.1f}-fold: the machine was busy, so the speeds say little"]
     if len(results) == 2:
         lines += ["", verdict(Difference.of(results[0], results[1], dtype), dtype)]
     return "\n".join(line.rstrip() for line in lines)
