@@ -146,13 +146,15 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    word = "whole number" if kind is int else "number"
+
     def parse(text: str) -> Any:
         try:
             value = kind(text)
         except ValueError:
             value = math.nan
         if not 0 < value < math.inf:
-            raise argparse.ArgumentTypeError(f"expected a positive {kind.__name__}, got {text!r}")
+            raise argparse.ArgumentTypeError(f"expected a positive {word}, got {text!r}")
         return value
 
     return parse
@@ -215,7 +217,7 @@ def prepare_checkpoints(args: argparse.Namespace, jobs: list[Job]) -> None:
 def check_checkpoint(job: Job) -> None:
     try:
         checkpoint = torch.load(job.checkpoint, mmap=True, weights_only=True)
-        then, done = checkpoint["settings"], len(checkpoint["result"]["losses"])
+        then, done = checkpoint["settings"], len(Result.from_dict(checkpoint["result"]).losses)
     except Exception as error:
         raise InputError(f"--resume: cannot read the checkpoint {job.checkpoint}") from error
     for field in fields(Settings):
