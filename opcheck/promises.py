@@ -23,6 +23,7 @@ from llmk.opcheck.calls import (
     require_accurate,
 )
 from llmk.registry import Op, Sample
+from llmk.registry.launch import registered_path_only
 
 Promise = Callable[[Op, Sequence[Sample]], None]
 
@@ -207,6 +208,16 @@ def deterministic(op: Op, samples: Sequence[Sample]) -> None:
             raise BrokenPromise(f"{sample}: two runs give different bits")
 
 
+def same_on_short_path(op: Op, samples: Sequence[Sample]) -> None:
+    """The short path of plain eager mode and the dispatcher's give the same bits."""
+    for sample in samples:
+        short = call(op, sample)
+        with registered_path_only():
+            registered = call(op, sample)
+        if not all(_same_bits(a, b) for a, b in zip(_results(short), _results(registered), strict=True)):
+            raise BrokenPromise(f"{sample}: the short path and the registered one give different bits")
+
+
 def _results(outcome: Outcome) -> list[Tensor | None]:
     return [*outcome.outputs, *outcome.gradients.values()]
 
@@ -275,12 +286,21 @@ def clean_graph(op: Op, samples: Sequence[Sample]) -> None:
 
     torch._dynamo.reset()
     backend = aot_autograd(fw_compiler=record, bw_compiler=record, decompositions=select_decomp_table())
-    sample = next(_resized(op, samples, [37]), samples[0])
-    call(op, sample, fn=torch.compile(lambda *a, **k: op.overload(*a, **k), backend=backend, fullgraph=True))
-    for graph in graphs:
-        for node in graph.graph.nodes:
-            if _copies_boundary(node):
-                raise BrokenPromise(f"{sample}: the compiled graph has {node.format_node()}")
+    for sample in samples:
+        torch._dynamo.reset()
+        graphs.clear()
+        call(op, sample, fn=torch.compile(lambda *a, **k: op.overload(*a, **k), backend=backend, fullgraph=True))
+        for graph in graphs:
+            for node in graph.graph.nodes:
+                if _copies_boundary(node) or _writes_view(node):
+                    raise BrokenPromise(f"{sample}: the compiled graph has {node.format_node()}")
+
+
+def _writes_view(node: torch.fx.Node) -> bool:
+    """Whether a kernel's result is put back into a larger buffer, which copies it."""
+    if not any(user.op == "output" for user in node.users):
+        return False
+    return node.target in (torch.ops.aten.slice_scatter.default, torch.ops.aten.as_strided_scatter.default)
 
 
 def _copies_boundary(node: torch.fx.Node) -> bool:
@@ -390,6 +410,7 @@ PROMISES: tuple[Promise, ...] = (
     input_subsets,
     edge_rows,
     deterministic,
+    same_on_short_path,
     compiled,
     compiled_samples,
     no_recompile,

@@ -122,6 +122,7 @@ def _setup_context(ctx, inputs, output) -> None:
     input, target, weight, *ctx.options = inputs
     _, count, maximum, total = output
     ctx.mark_non_differentiable(count, maximum, total)
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(input, target, weight, maximum, total)
 
 

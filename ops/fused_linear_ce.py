@@ -221,6 +221,7 @@ def _setup_context(ctx, inputs, output) -> None:
     _, *saved = output
     ctx.dtype = input.dtype
     ctx.mark_non_differentiable(*saved)
+    ctx.set_materialize_grads(False)  # no zeros of the size of dW for outputs that have no gradient
     ctx.save_for_backward(*saved)
 
 
@@ -241,6 +242,7 @@ def _rows_setup_context(ctx, inputs, output) -> None:
     *tensors, ctx.ignore_index, ctx.label_smoothing, ctx.softcap, ctx.z_loss, ctx.chunk_size = inputs
     _, maximum, total = output
     ctx.mark_non_differentiable(maximum, total)
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, maximum, total)
 
 

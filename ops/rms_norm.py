@@ -276,6 +276,7 @@ def _setup_context(ctx, inputs, output) -> None:
     input, weight, ctx.eps, ctx.offset = inputs
     _, ms = output
     ctx.mark_non_differentiable(ms)
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(input, weight, ms)
 
 

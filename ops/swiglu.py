@@ -36,8 +36,10 @@ def swiglu_kernel(gate_ptr, up_ptr, y_ptr, N, gate_stride, up_stride, BLOCK_N: t
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = cols < N
-    gate = tl.load(gate_ptr + row * gate_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + row * up_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    gate_ptr += row * gate_stride
+    up_ptr = gate_ptr + N if up_ptr is None else up_ptr + row * up_stride
+    gate = tl.load(gate_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     y = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(y_ptr + row * N + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -50,14 +52,18 @@ def swiglu_backward_kernel(
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = cols < N
+    gate_ptr += row * gate_stride
+    up_ptr = gate_ptr + N if up_ptr is None else up_ptr + row * up_stride
+    dgate_ptr += row * grad_stride
+    dup_ptr = dgate_ptr + N if dup_ptr is None else dup_ptr + row * grad_stride
     dy = tl.load(dy_ptr + row * dy_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + row * gate_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + row * up_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     s = tl.sigmoid(gate)
     silu = gate * s
     dgate = dy * up * (s * (1.0 + gate * (1.0 - s)))
-    tl.store(dgate_ptr + row * grad_stride + cols, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
-    tl.store(dup_ptr + row * grad_stride + cols, (dy * silu).to(dup_ptr.dtype.element_ty), mask=mask)
+    tl.store(dgate_ptr + cols, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
+    tl.store(dup_ptr + cols, (dy * silu).to(dup_ptr.dtype.element_ty), mask=mask)
 
 
 def _block(N: int) -> dict[str, int]:
@@ -65,37 +71,36 @@ def _block(N: int) -> dict[str, int]:
     return {"BLOCK_N": min(1024, triton.next_power_of_2(N)), "num_warps": 4}
 
 
-def _split(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Gate and up as rows; the halves of a packed gate are views."""
-    if up is not None:
-        return as_rows(gate), as_rows(up)
-    packed = as_rows(gate)
-    N = packed.shape[1] // 2
-    return packed[:, :N], packed[:, N:]
+def _rows(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None, int, int, int]:
+    """Gate and up as rows, their number, their width I, and the stride of up's rows."""
+    gate = as_rows(gate)
+    M, N = gate.shape
+    if up is None:
+        return gate, None, M, N // 2, 0
+    up = as_rows(up)
+    return gate, up, M, N, up.stride(0)
 
 
 def _swiglu_fwd(gate: Tensor, up: Tensor | None) -> Tensor:
-    gate_rows, up_rows = _split(gate, up)
-    M, N = gate_rows.shape
+    gate_rows, up_rows, M, N, up_stride = _rows(gate, up)
     y = torch.empty((*gate.shape[:-1], N), dtype=gate.dtype, device=gate.device)
     block = _block(N)
     wrap_triton(swiglu_kernel)[(M, triton.cdiv(N, block["BLOCK_N"]))](
-        gate_rows, up_rows, y, N, gate_rows.stride(0), up_rows.stride(0), **block
+        gate_rows, up_rows, y, N, gate_rows.stride(0), up_stride, **block
     )
     return y
 
 
 def _swiglu_bwd(grad: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     dy = as_rows(grad)
-    gate_rows, up_rows = _split(gate, up)
-    M, N = gate_rows.shape
+    gate_rows, up_rows, M, N, up_stride = _rows(gate, up)
     dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     dup = torch.empty((0,) if up is None else up.shape, dtype=gate.dtype, device=gate.device)
-    dgate_rows, dup_rows = _split(dgate, None if up is None else dup)
     block = _block(N)
+    # A packed gradient is handed over once: two views of one buffer would be copied under functionalization.
     wrap_triton(swiglu_backward_kernel)[(M, triton.cdiv(N, block["BLOCK_N"]))](
-        dy, gate_rows, up_rows, dgate_rows, dup_rows, N,
-        dy.stride(0), gate_rows.stride(0), up_rows.stride(0), dgate_rows.stride(0), **block,
+        dy, gate_rows, up_rows, dgate, None if up is None else dup, N,
+        dy.stride(0), gate_rows.stride(0), up_stride, gate_rows.shape[1], **block,
     )  # fmt: skip
     return dgate, dup
 

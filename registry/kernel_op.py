@@ -1,6 +1,5 @@
 """Kernel ops: the private operators `llmk::_NAME` that launch kernels."""
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +8,15 @@ import torch
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.utils.flop_counter import register_flop_formula
 
-from llmk.registry.launch import INTERPRET, kernels_on_cpu, on_device, recording, wrap_triton
+from llmk.registry.launch import (
+    INTERPRET,
+    kernel_context,
+    kernels_on_cpu,
+    needs_context,
+    recording,
+    takes_short_path,
+    wrap_triton,
+)
 
 __all__ = ["KernelOp", "wrap_triton"]
 
@@ -23,11 +30,14 @@ class KernelOp:
     - on a CPU the function given to `register_kernel("cpu")`, plain PyTorch, which Inductor fuses like any other;
     - on a CPU with TRITON_INTERPRET=1 the function itself, its kernels in Triton's interpreter.
 
+    In plain eager mode a call goes straight to an `autograd.Function` around the same body and formula: the way through
+    the dispatcher would cost several times the launch. Everything that needs the dispatcher gets it.
+
     Outputs must be fresh, contiguous or dense buffers that alias neither the inputs nor each other.
 
     Args:
-        fn: The launching function. Its annotations give the schema. It must allocate with `torch.empty`, write every
-            element of what it returns and mutate nothing else.
+        fn: The launching function. Its first argument is a tensor, and its annotations give the schema. It must allocate
+            with `torch.empty`, write every element of what it returns and mutate nothing else.
         opaque: Keep the op as one node under Inductor instead of inlining it: for a driver whose number of launches
             depends on sizes, which inlined would need a new graph for each number.
     """
@@ -41,15 +51,21 @@ class KernelOp:
         self.has_backward = False
         self._cpu: Callable[..., Any] | None = None
         self._fake: Callable[..., Any] | None = None
-        self._definition = torch.library.triton_op(f"llmk::{self.name}", self._wrap(fn), mutates_args=())
+        self._body = self._wrap(fn)
+        self._definition = torch.library.triton_op(f"llmk::{self.name}", self._body, mutates_args=())
         self._definition.register_fake(self._wrap_fake())
         self._definition.register_autograd(self._refuse_double_backward)
+        self._function = _autograd_function(self.name, self._body, self._refuse_double_backward, None)
         if opaque or INTERPRET:
             self._definition.register_torch_dispatch(FunctionalTensorMode, _keep_as_one_node)
         self.overload: Any = getattr(torch.ops.llmk, self.name).default
 
     def __call__(self, *args: Any) -> Any:
-        return self.overload(*args)
+        if not takes_short_path(args):
+            return self.overload(*args)
+        if torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
+            return self._function.apply(*args)
+        return self._body(*args)
 
     def register_kernel(self, device_type: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Register plain PyTorch for `device_type`, of which there is one: "cpu"."""
@@ -71,6 +87,7 @@ class KernelOp:
         """Register the backward formula, as in `torch.library.register_autograd`; it must call kernel ops only."""
         self.has_backward = True
         self._definition.register_autograd(backward, setup_context=setup_context)
+        self._function = _autograd_function(self.name, self._body, backward, setup_context)
 
     def register_flop_formula(self, fn: Callable[..., int]) -> Callable[..., int]:
         """Register what `torch.utils.flop_counter` counts for a call."""
@@ -85,17 +102,22 @@ class KernelOp:
     def _wrap(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fn)
         def body(*args: Any) -> Any:
-            device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
-            with _without_autocast(device):
-                if device.type == "cpu" and not kernels_on_cpu():
-                    assert self._cpu is not None
-                    return self._cpu(*args)
-                if device.type not in ("cpu", "cuda"):
-                    raise NotImplementedError(f"llmk::{self.name} runs on cpu and cuda devices, got {device}")
-                with on_device(device):
-                    return fn(*args)
+            device = args[0].device
+            run = self._implementation(device)
+            if needs_context(device):
+                with kernel_context(device):
+                    return run(*args)
+            return run(*args)
 
         return body
+
+    def _implementation(self, device: torch.device) -> Callable[..., Any]:
+        if device.type == "cuda" or (device.type == "cpu" and kernels_on_cpu()):
+            return self.fn
+        if device.type == "cpu":
+            assert self._cpu is not None
+            return self._cpu
+        raise NotImplementedError(f"llmk::{self.name} runs on cpu and cuda devices, got {device}")
 
     def _wrap_fake(self) -> Callable[..., Any]:
         def fake(*args: Any) -> Any:
@@ -112,8 +134,16 @@ def _keep_as_one_node(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) ->
     return mode.__torch_dispatch__(op, types, args, kwargs)
 
 
-def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Kernel ops choose their own precision: autocast must not reach the matrix products inside them."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return contextlib.nullcontext()
+def _autograd_function(
+    name: str, body: Callable[..., Any], backward: Callable[..., Any], setup_context: Callable[..., Any] | None
+) -> type[torch.autograd.Function]:
+    """The short path: the same body and formula without the dispatcher."""
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        output = body(*args)
+        if setup_context is not None:
+            setup_context(ctx, args, output)
+        return output
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(f"{name}_function", (torch.autograd.Function,), methods)

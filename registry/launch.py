@@ -17,6 +17,7 @@ INTERPRET: bool = triton.knobs.runtime.interpret
 class _State:
     kernels_on_cpu: bool = INTERPRET
     recorder: "list[Launch] | None" = None
+    registered_only: bool = False
 
 
 _state = _State()
@@ -45,11 +46,19 @@ class _RecordingKernel:
         return launch
 
 
+def is_tracing() -> bool:
+    """Whether a torch_dispatch mode looks on: tracing, fake tensors, selective checkpointing, a FLOP counter."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 def wrap_triton(kernel: Any) -> Any:
-    """`torch.library.wrap_triton` that also knows the interpreter (torch 2.11 refuses it) and the recorder."""
+    """`torch.library.wrap_triton` where something traces; else the kernel itself, which launches in half the time.
+
+    It also knows the recorder, and the interpreter, which torch 2.11 refuses.
+    """
     if _state.recorder is not None:
         return _RecordingKernel(kernel, _state.recorder)
-    if INTERPRET:
+    if INTERPRET or not is_tracing():
         return kernel
     return torch.library.wrap_triton(kernel)
 
@@ -73,6 +82,26 @@ def use_kernels_on_cpu() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def registered_path_only() -> Iterator[None]:
+    """Send every call through the dispatcher: opcheck compares the short path of plain eager mode with it."""
+    previous, _state.registered_only = _state.registered_only, True
+    try:
+        yield
+    finally:
+        _state.registered_only = previous
+
+
+def takes_short_path(args: tuple[Any, ...]) -> bool:
+    """Whether a call is plain eager mode: nothing traces, transforms or subclasses, so nobody needs the dispatcher."""
+    if _state.registered_only or is_tracing() or torch._C._functorch.maybe_current_level() is not None:
+        return False
+    return all(type(arg) in _PLAIN for arg in args if isinstance(arg, torch.Tensor))
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+@contextlib.contextmanager
 def record_launches() -> Iterator[list[Launch]]:
     """Collect the kernel launches of the calls inside instead of making them; tensors should be fake."""
     launches: list[Launch] = []
@@ -85,13 +114,21 @@ def record_launches() -> Iterator[list[Launch]]:
 
 
 @contextlib.contextmanager
-def on_device(device: torch.device) -> Iterator[None]:
-    """Triton launches on the current device: make it the tensors' one."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        yield
-    else:
-        with torch.cuda.device(device):
+def kernel_context(device: torch.device) -> Iterator[None]:
+    """Make the tensors' device current, where Triton launches, and keep autocast away from the products inside."""
+    with torch.autocast(device.type, enabled=False):
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                yield
+        else:
             yield
+
+
+def needs_context(device: torch.device) -> bool:
+    """Whether `kernel_context` would change anything; entering it costs microseconds."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        return True
+    return torch.is_autocast_enabled(device.type)
 
 
 @functools.cache
