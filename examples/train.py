@@ -190,14 +190,14 @@ def prepare(args: argparse.Namespace) -> tuple[Settings, Path]:
 
 def choose_device(name: str | None) -> torch.device:
     if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(name)
+        device = torch.device("cuda:0" if name == "cuda" else name)
     except RuntimeError as error:
         raise InputError(f"--device: expected cpu, cuda or cuda:N, got {name!r}") from error
     if device.type not in ("cpu", "cuda"):
         raise InputError(f"--device: expected cpu, cuda or cuda:N, got {name!r}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    if device.type == "cuda" and device.index >= torch.cuda.device_count():
         raise InputError(f"--device: {name} is asked for, and there are {torch.cuda.device_count()} CUDA devices")
     return device
 
