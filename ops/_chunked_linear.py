@@ -19,7 +19,7 @@ from llmk.registry.launch import kernels_on_cpu
 
 LOGITS_BUDGET = 4 * 2**30 // 3
 """Bytes of one chunk's logits on a GPU when `chunk_size` is 0."""
-CPU_LOGITS = 2**22
+CPU_LOGITS = 2**20
 """Elements of one chunk's logits on a CPU when `chunk_size` is 0: they stay in cache."""
 ROUNDED_CHUNKS = 3
 """The most chunks over which dW is summed in the weight's own dtype."""

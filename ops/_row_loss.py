@@ -15,7 +15,7 @@ A row whose target is `ignore_index` has loss 0. "mean" divides the sum by the s
 
 Backward, given the gradient g of a row's loss, with p = exp(x - lse) and W = sum_c(w_c):
 
-    dx_c      = g * (p_c * ((1 - a) * w_t + a / V * W + 2 * z_loss * lse) - [c = t] * (1 - a) * w_t - a / V * w_c)
+    dx_c      = g * ((1 - a) * w_t * (p_c - [c = t]) + (a / V * W + 2 * z_loss * lse) * p_c - a / V * w_c)
     dlogits_c = dx_c * (1 - (x_c / c)^2)         the last factor only with a softcap
 
 Forward reads the logits once, keeping a running maximum and sum; both are kept for the backward pass rather than lse,
@@ -138,14 +138,15 @@ def cross_entropy_backward_kernel(
     p = tl.exp2((x - m) * LOG2E) / total
     g = tl.load(grad_ptr + row * grad_stride)
     hit = w_t
-    scale = w_t + 2.0 * z_loss * (m + tl.log(total))
+    spread = 2.0 * z_loss * (m + tl.log(total))
     if SMOOTH:
         weight_sum = tl.cast(V, tl.float32)
         if weight_sum_ptr is not None:
             weight_sum = tl.load(weight_sum_ptr)
         hit = (1.0 - smoothing) * w_t
-        scale += smoothing * (weight_sum / V - w_t)
-    dx = p * scale - tl.where(cols == target, hit, 0.0)
+        spread += smoothing * weight_sum / V
+    # p - 1 first: at the target hit * p and hit nearly cancel, and what else p carries must not be rounded with them.
+    dx = hit * (p - tl.where(cols == target, 1.0, 0.0)) + spread * p
     if SMOOTH:
         w = 1.0
         if weight_ptr is not None:
@@ -158,12 +159,13 @@ def cross_entropy_backward_kernel(
 
 
 def _forward_block(V: int) -> dict[str, int]:
-    block = min(16384, triton.next_power_of_2(V))
-    return {"BLOCK_V": block, "num_warps": min(32, max(4, block // 512))}
+    # H200, bf16, times the floor: 1.11 at 8192x32000, 1.10 at 4096x128256, 1.08 at 4096x256000; 16384 and 16 warps 1.3.
+    return {"BLOCK_V": min(4096, triton.next_power_of_2(V)), "num_warps": 4}
 
 
 def _backward_block(V: int) -> dict[str, int]:
-    return {"BLOCK_V": min(4096, triton.next_power_of_2(V)), "num_warps": 8}
+    # H200, bf16, times the floor: 1.11 at 8192x32000, 1.08 at 4096x128256 and at 4096x256000.
+    return {"BLOCK_V": min(2048, triton.next_power_of_2(V)), "num_warps": 4}
 
 
 def row_losses(logits: Tensor, target: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -202,7 +204,7 @@ def row_losses_cpu(logits: Tensor, target: Tensor, options: Options) -> tuple[Te
     V = logits.shape[-1]
     weight, ignore_index, smoothing, softcap, z_loss = options
     counts = target != ignore_index
-    index = torch.where(counts, target, 0)
+    index = torch.where(counts, target, 0).long()
     if type(target) is Tensor and bool(((index < 0) | (index >= V)).any()):
         bad = index[(index < 0) | (index >= V)][0]
         raise IndexError(f"target: expected class indices in [0, {V}) or ignore_index {ignore_index}, got {int(bad)}")
@@ -211,7 +213,7 @@ def row_losses_cpu(logits: Tensor, target: Tensor, options: Options) -> tuple[Te
         x = softcap * torch.tanh(x / softcap)
     maximum = x.amax(-1)
     base = torch.where(maximum == float("-inf"), 0.0, maximum)
-    total = (x - base.unsqueeze(-1)).exp().sum(-1)
+    total = (x - base.unsqueeze(-1)).exp_().sum(-1)
     logsum = total.log()
     w_t = counts.float() if weight is None else torch.where(counts, weight[index].float(), 0.0)
     loss = w_t * (logsum - (x.gather(-1, index.unsqueeze(-1)).squeeze(-1) - maximum))
@@ -236,25 +238,27 @@ def row_gradients_cpu(
     V = logits.shape[-1]
     weight, ignore_index, smoothing, softcap, z_loss = options
     counts = target != ignore_index
-    index = torch.where(counts, target, 0).unsqueeze(-1)
+    index = torch.where(counts, target, 0).long().unsqueeze(-1)
     w_t = torch.ones_like(grad) if weight is None else weight[index.squeeze(-1)].float()
     x = logits.float()
     if softcap:
         x = softcap * torch.tanh(x / softcap)
+    grad = torch.where(counts, grad, 0.0)
     hit = (1 - smoothing) * w_t
-    scale = hit + 2 * z_loss * (maximum + total.log())
-    dx = torch.exp(x - maximum.unsqueeze(-1)) / total.unsqueeze(-1)
+    spread = 2 * z_loss * (maximum + total.log())
     if smoothing:
         w = torch.ones(V, device=x.device) if weight is None else weight.float()
-        scale = scale + smoothing * w.sum() / V
-    dx = dx * scale.unsqueeze(-1)
-    classes = torch.arange(V, device=x.device)
-    dx = dx - torch.where(classes == index, hit.unsqueeze(-1), 0.0)
+        spread = spread + smoothing * w.sum() / V
+    # In place where it can be: the op is made of passes over [M, V] in memory, unless Inductor fuses them.
+    dx = (x - maximum.unsqueeze(-1)).exp_()
+    p_t = dx.gather(-1, index) / total.unsqueeze(-1)
+    dx.mul_(((hit + spread) / total * grad).unsqueeze(-1))
+    dx.scatter_(-1, index, grad.unsqueeze(-1) * (hit.unsqueeze(-1) * (p_t - 1) + spread.unsqueeze(-1) * p_t))
     if smoothing:
-        dx = dx - smoothing / V * w
+        dx.sub_(grad.unsqueeze(-1) * (smoothing / V * w))
     if softcap:
-        dx = dx * (1 - (x / softcap).square())
-    dlogits.copy_(torch.where(counts.unsqueeze(-1), grad.unsqueeze(-1) * dx, 0.0))
+        dx.mul_(1 - (x / softcap).square())
+    dlogits.copy_(dx)
 
 
 class RowLoss(NamedTuple):

@@ -351,7 +351,7 @@ def fused_linear_ce(
         softcap: Logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.
         z_loss: `z_loss * logsumexp(logits)**2` is added to the loss of every row that counts; 0 is off.
         chunk_size: Tokens whose logits exist at a time. 0 chooses: on a GPU the fewest equal chunks, at least two, of
-            at most 1.33 GiB of logits; on a CPU 4 million logits. Beyond three chunks dW is summed in float32, which
+            at most 1.33 GiB of logits; on a CPU a million logits. Beyond three chunks dW is summed in float32, which
             takes a float32 buffer of its size.
 
     Returns:

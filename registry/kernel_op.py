@@ -36,8 +36,8 @@ class KernelOp:
     Outputs must be fresh, contiguous or dense buffers that alias neither the inputs nor each other.
 
     Args:
-        fn: The launching function. Its first argument is a tensor, and its annotations give the schema. It must allocate
-            with `torch.empty`, write every element of what it returns and mutate nothing else.
+        fn: The launching function. Its first argument is a tensor, and its annotations give the schema. It allocates
+            with `torch.empty`, writes every element of what it returns and mutates nothing else.
         opaque: Keep the op as one node under Inductor instead of inlining it: for a driver whose number of launches
             depends on sizes, which inlined would need a new graph for each number.
     """

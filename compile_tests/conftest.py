@@ -1,0 +1,35 @@
+"""`pytest --device DEVICE` runs the same suite anywhere; with TRITON_INTERPRET=1 only tests marked `kernels` run."""
+
+import pytest
+import torch
+
+import llmk  # noqa: F401 registers the operators
+from llmk.registry.launch import INTERPRET
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", help="where the operators run: cpu (default), or a GPU")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "kernels: also worth running with the kernels in Triton's interpreter")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if INTERPRET:
+        skip = pytest.mark.skip(reason="does not depend on the kernels' code")
+        for item in items:
+            if item.get_closest_marker("kernels") is None:
+                item.add_marker(skip)
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.config.getoption("--device"))
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    """Same random numbers and no compiled code from another test."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()

@@ -1,0 +1,57 @@
+"""Outputs and gradients of every operator against float64, by the accuracy rule, eager and compiled."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from llmk.opcheck.calls import call, require_accurate
+from llmk.registry import OPS, Op
+from llmk.registry.launch import INTERPRET
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+ROWS = 7 if INTERPRET else 257
+
+
+def eager(op: Op) -> Callable[..., Any]:
+    return op.overload
+
+
+def compiled(op: Op) -> Callable[..., Any]:
+    return torch.compile(lambda *args, **kwargs: op.overload(*args, **kwargs), fullgraph=True, dynamic=True)
+
+
+@pytest.mark.parametrize("mode", [eager, pytest.param(compiled, marks=pytest.mark.skipif(INTERPRET, reason="opaque"))])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.kernels
+def test_many_rows(
+    name: str, dtype: torch.dtype, mode: Callable[[Op], Callable[..., Any]], device: torch.device
+) -> None:
+    op = OPS[name]
+    assert op.resized is not None
+    sample = op.resized(ROWS, device, dtype)
+    require_accurate(op, sample, call(op, sample, fn=mode(op)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.kernels
+def test_samples(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    op = OPS[name]
+    for sample in op.samples(device, dtype):
+        require_accurate(op, sample, call(op, sample))
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.kernels
+def test_samples_cover_the_edges(name: str, device: torch.device) -> None:
+    """No rows, one element somewhere, a size that is no power of two, and strides that are not the plain ones."""
+    samples = list(OPS[name].samples(device, torch.float32))
+    tensors = [[a for a in (*s.args, *s.kwargs.values()) if isinstance(a, torch.Tensor)] for s in samples]
+    flat = [t for group in tensors for t in group]
+    assert any(t.numel() == 0 for t in flat)
+    assert any(size & (size - 1) for t in flat for size in t.shape)
+    assert any(not t.is_contiguous() for t in flat)
+    assert all(s.why for s in samples)

@@ -1,0 +1,138 @@
+"""What the registry refuses, and what a wrong call says."""
+
+import re
+import sys
+import types
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmk.registry import OPS, KernelOp, public_op
+from llmk.registry.launch import registered_path_only
+
+
+def kernel_op(name: str, *, backward: bool = False) -> KernelOp:
+    """A complete kernel op that doubles its input."""
+
+    def fn(input: Tensor) -> Tensor:
+        return input * 2
+
+    fn.__name__ = name
+    op = KernelOp(fn)
+    op.register_kernel("cpu")(lambda input: input * 2)
+    op.register_fake(lambda input: torch.empty_like(input))
+    if backward:
+        op.register_autograd(lambda ctx, grad: op(grad), setup_context=lambda ctx, inputs, output: None)
+    return op
+
+
+def register(name: str, kernel: KernelOp, *, module: str = "llmk.ops.test", differentiable: tuple[str, ...] = ()):
+    def fn(input: Tensor) -> Tensor:
+        return kernel(input)
+
+    fn.__module__ = module
+    options = {"reference": lambda input: input * 2, "samples": lambda device, dtype: iter(())}
+    return public_op(f"{name}(Tensor input) -> Tensor", differentiable=differentiable, kernel_ops=(kernel,), **options)(
+        fn
+    )
+
+
+def test_refuses_a_second_registration() -> None:
+    with pytest.raises(RuntimeError, match=re.escape("llmk::rms_norm is already registered by llmk.ops.rms_norm")):
+        register("rms_norm", kernel_op("_test_second"))
+
+
+def test_refuses_an_op_from_outside() -> None:
+    with pytest.raises(RuntimeError, match=r"llmk::test_outside comes from module 'ops.test'"):
+        register("test_outside", kernel_op("_test_outside"), module="ops.test")
+    assert "test_outside" not in OPS
+
+
+def test_refuses_differentiable_inputs_without_a_gradient() -> None:
+    with pytest.raises(RuntimeError, match=r"takes differentiable inputs \(input\) but none of its kernel ops"):
+        register("test_no_gradient", kernel_op("_test_no_gradient"), differentiable=("input",))
+
+
+def test_refuses_an_incomplete_kernel_op() -> None:
+    def _test_incomplete(input: Tensor) -> Tensor:
+        return input * 2
+
+    with pytest.raises(RuntimeError, match=r"llmk::_test_incomplete has no fake and no CPU kernel"):
+        register("test_incomplete", KernelOp(_test_incomplete))
+
+
+def test_refuses_a_schema_that_is_not_the_functions() -> None:
+    kernel = kernel_op("_test_schema")
+
+    def fn(input: Tensor, eps: float = 1e-5) -> Tensor:
+        return kernel(input)
+
+    fn.__module__ = "llmk.ops.test"
+    with pytest.raises(ValueError, match="disagree"):
+        public_op(
+            "test_schema(Tensor input, float eps=1e-6) -> Tensor",
+            differentiable=(),
+            kernel_ops=(kernel,),
+            reference=fn,
+            samples=lambda device, dtype: iter(()),
+        )(fn)
+
+
+def test_the_folder_at_the_root_is_not_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`import ops` finds the folder when Python runs at the root; its operators must not register a second time."""
+    source = sys.modules["llmk.ops.swiglu"].__file__
+    assert source is not None
+    module = types.ModuleType("ops.swiglu")
+    with open(source) as file, pytest.raises(RuntimeError, match=r"already registered|llmk.ops"):
+        exec(compile(file.read(), source, "exec"), vars(module))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_schema_is_a_contract(name: str) -> None:
+    overload = getattr(torch.ops.llmk, name).default
+    assert overload is OPS[name].overload
+    assert torch.Tag.pt2_compliant_tag in overload.tags
+    assert OPS[name].doc
+
+
+x, w, t = torch.randn(4, 8), torch.randn(8), torch.tensor([0, 1, 2, 3])
+q, k, cos = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 3, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "kwargs", "error", "message"),
+    [
+        ("rms_norm", (x.long(), w), {}, TypeError, "input: expected .* float32, float16, bfloat16, got int64"),
+        ("rms_norm", (x.double(), w.double()), {}, TypeError, "input: expected .* got float64"),
+        ("rms_norm", (x, w[:3]), {}, ValueError, r"weight: expected shape \(8,\) .* got \(3,\)"),
+        ("rms_norm", (x[:, :0],), {}, ValueError, r"input: expected shape \[\.\.\., N\]"),
+        ("swiglu", (x, x[:2]), {}, ValueError, r"up: expected shape \(4, 8\)"),
+        ("swiglu", (x, x.half()), {}, TypeError, "up: expected dtype float32 like gate, got float16"),
+        ("swiglu", (x[:, :7],), {}, ValueError, "gate: expected shape .* when up is None"),
+        ("rope", (q[0], k, cos, cos), {}, ValueError, "q: expected shape"),
+        ("rope", (q, k[:, :, :2], cos, cos), {}, ValueError, "k: expected shape"),
+        ("rope", (q, k, cos[..., :5], cos[..., :5]), {}, ValueError, "cos: expected an even number"),
+        ("rope", (q, k, cos, cos[..., :4]), {}, ValueError, "sin: expected the shape of cos"),
+        ("cross_entropy", (x, t[:2]), {}, ValueError, "target: expected shape"),
+        ("cross_entropy", (x, t.float()), {}, TypeError, "target: expected .* int64, int32"),
+        ("cross_entropy", (x, t), {"reduction": "average"}, ValueError, "reduction: expected one of 'none'"),
+        ("cross_entropy", (x, t), {"label_smoothing": 1.5}, ValueError, "label_smoothing: expected a number from 0"),
+        ("cross_entropy", (x, t + 5), {}, IndexError, r"target: expected class indices in \[0, 8\)"),
+        ("fused_linear_ce", (x, x[:, :3], t), {}, ValueError, r"linear_weight: expected shape \[V, 8\]"),
+        ("fused_linear_ce", (x, x, t), {"chunk_size": -1}, ValueError, "chunk_size: expected"),
+        ("fused_linear_ce", (x, x, t + 5), {}, IndexError, r"target: expected class indices in \[0, 4\)"),
+    ],
+)  # fmt: skip
+def test_a_wrong_call_says_what_is_wrong(name, args, kwargs, error, message) -> None:
+    for context in (torch.no_grad, registered_path_only):
+        with context(), pytest.raises(error, match=message):
+            getattr(torch.ops.llmk, name)(*args, **kwargs)
+
+
+def test_a_gradient_that_does_not_exist_is_refused() -> None:
+    weight = torch.rand(8, requires_grad=True)
+    with pytest.raises(NotImplementedError, match=r"weight: llmk::cross_entropy has no gradient for it"):
+        torch.ops.llmk.cross_entropy(x, t, weight=weight)
+    with torch.no_grad():
+        torch.ops.llmk.cross_entropy(x, t, weight=weight)
