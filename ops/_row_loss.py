@@ -15,7 +15,7 @@ A row whose target is `ignore_index` has loss 0. "mean" divides the sum by the s
 
 Backward, given the gradient g of a row's loss, with p = exp(x - lse) and W = sum_c(w_c):
 
-    dx_c      = g * ((1 - a) * w_t * (p_c - [c = t]) + (a / V * W + 2 * z_loss * lse) * p_c - a / V * w_c)
+    dx_c      = g * ((1 - a) * w_t * (p_c - [c = t]) + a / V * (W * p_c - w_c) + 2 * z_loss * lse * p_c)
     dlogits_c = dx_c * (1 - (x_c / c)^2)         the last factor only with a softcap
 
 Forward reads the logits once, keeping a running maximum and sum; both are kept for the backward pass rather than lse,
@@ -137,21 +137,16 @@ def cross_entropy_backward_kernel(
     total = tl.load(sum_ptr + row)
     p = tl.exp2((x - m) * LOG2E) / total
     g = tl.load(grad_ptr + row * grad_stride)
-    hit = w_t
-    spread = 2.0 * z_loss * (m + tl.log(total))
+    # Differences first: where p is near 1 each nearly cancels, and what else p carries must not be rounded with them.
+    dx = w_t * (p - tl.where(cols == target, 1.0, 0.0))
     if SMOOTH:
         weight_sum = tl.cast(V, tl.float32)
-        if weight_sum_ptr is not None:
-            weight_sum = tl.load(weight_sum_ptr)
-        hit = (1.0 - smoothing) * w_t
-        spread += smoothing * weight_sum / V
-    # p - 1 first: at the target hit * p and hit nearly cancel, and what else p carries must not be rounded with them.
-    dx = hit * (p - tl.where(cols == target, 1.0, 0.0)) + spread * p
-    if SMOOTH:
         w = 1.0
         if weight_ptr is not None:
+            weight_sum = tl.load(weight_sum_ptr)
             w = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-        dx -= smoothing / V * w
+        dx = (1.0 - smoothing) * dx + smoothing / V * (weight_sum * p - w)
+    dx += 2.0 * z_loss * (m + tl.log(total)) * p
     if SOFTCAP > 0:
         dx *= 1.0 - (x / SOFTCAP) * (x / SOFTCAP)
     dx = tl.where(valid, g * dx, tl.where(counts, float("nan"), 0.0))
@@ -243,19 +238,19 @@ def row_gradients_cpu(
     x = logits.float()
     if softcap:
         x = softcap * torch.tanh(x / softcap)
-    grad = torch.where(counts, grad, 0.0)
-    hit = (1 - smoothing) * w_t
-    spread = 2 * z_loss * (maximum + total.log())
-    if smoothing:
-        w = torch.ones(V, device=x.device) if weight is None else weight.float()
-        spread = spread + smoothing * w.sum() / V
+    grad, total = torch.where(counts, grad, 0.0).unsqueeze(-1), total.unsqueeze(-1)
+    hit = (1 - smoothing) * w_t.unsqueeze(-1)
+    pull = 2 * z_loss * (maximum.unsqueeze(-1) + total.log())
     # In place where it can be: the op is made of passes over [M, V] in memory, unless Inductor fuses them.
     dx = (x - maximum.unsqueeze(-1)).exp_()
-    p_t = dx.gather(-1, index) / total.unsqueeze(-1)
-    dx.mul_(((hit + spread) / total * grad).unsqueeze(-1))
-    dx.scatter_(-1, index, grad.unsqueeze(-1) * (hit.unsqueeze(-1) * (p_t - 1) + spread.unsqueeze(-1) * p_t))
     if smoothing:
-        dx.sub_(grad.unsqueeze(-1) * (smoothing / V * w))
+        w = torch.ones(V, device=x.device) if weight is None else weight.float()
+        smooth = grad * smoothing / V * (w.sum() / total * dx - w)
+    p_t = dx.gather(-1, index) / total
+    dx.mul_((hit + pull) / total * grad)
+    dx.scatter_(-1, index, grad * (hit * (p_t - 1) + pull * p_t))
+    if smoothing:
+        dx.add_(smooth)
     if softcap:
         dx.mul_(1 - (x / softcap).square())
     dlogits.copy_(dx)

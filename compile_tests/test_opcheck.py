@@ -1,0 +1,200 @@
+"""opcheck must be able to fail: operators broken on purpose, one way each, are caught under the right name."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmk.opcheck import accuracy_violation, check
+from llmk.registry import Op, Sample
+
+NAMES = [
+    "torch_opcheck", "values_and_gradients", "no_mutation", "no_alias", "second_backward", "scaled_gradient",
+    "expanded_gradient", "strided_gradient", "strided_inputs", "input_subsets", "deterministic", "compiled_samples",
+    "no_recompile", "refuses_transforms",
+]  # fmt: skip
+
+
+def square_reference(input: Tensor) -> Tensor:
+    return input * input
+
+
+def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    yield Sample((torch.randn(4, 6, device=device, dtype=dtype),), why="a matrix")
+
+
+def resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
+    return Sample((torch.randn(rows, 6, device=device, dtype=dtype),), why="resized")
+
+
+def square(
+    name: str,
+    forward: Callable[[Tensor], Tensor] = lambda x: x * x,
+    backward: Callable[[Tensor, Tensor], Tensor] = lambda grad, x: 2 * grad * x,
+    fake: Callable[[Tensor], Tensor] = lambda x: torch.empty(x.shape, dtype=x.dtype, device=x.device),
+) -> Op:
+    """x * x as an operator of its own, from parts of which one may be broken."""
+    backward_op = torch.library.custom_op(
+        f"llmk_test::{name}_backward", lambda grad, x: backward(grad, x), mutates_args=(),
+        schema="(Tensor grad, Tensor x) -> Tensor",
+    )  # fmt: skip
+    backward_op.register_fake(lambda grad, x: torch.empty(x.shape, dtype=x.dtype, device=x.device))
+    op = torch.library.custom_op(
+        f"llmk_test::{name}", lambda input: forward(input), mutates_args=(), schema="(Tensor input) -> Tensor"
+    )
+    op.register_fake(fake)
+    op.register_autograd(
+        lambda ctx, grad: backward_op(grad, *ctx.saved_tensors),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    )
+    overload = getattr(torch.ops.llmk_test, name).default
+    return record(name, overload)
+
+
+def composite(name: str, fn: Callable[[Tensor], Tensor]) -> Op:
+    library.define(f"{name}(Tensor input) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
+    library.impl(name, fn, "CompositeImplicitAutograd")
+    return record(name, getattr(torch.ops.llmk_test, name).default)
+
+
+def record(name: str, overload: Any) -> Op:
+    return Op(
+        name=name, overload=overload, reference=square_reference, samples=samples, resized=resized,
+        differentiable=("input",), dtypes=(torch.float32,),
+    )  # fmt: skip
+
+
+library = torch.library.Library("llmk_test", "FRAGMENT")
+calls = iter(range(10**9))
+
+
+def doubles_in_place(x: Tensor) -> Tensor:
+    y = x * x
+    x.mul_(2)
+    return y
+
+
+def overwrites_saved(grad: Tensor, x: Tensor) -> Tensor:
+    dx = 2 * grad * x
+    x.zero_()
+    return dx
+
+
+def reads_as_contiguous(x: Tensor) -> Tensor:
+    x = torch.as_strided(x, x.shape, (x.shape[1], 1)) if x.dim() == 2 and not x.is_contiguous() else x
+    return x * x
+
+
+def gradient_as_contiguous(grad: Tensor, x: Tensor) -> Tensor:
+    if grad.stride() not in ((x.shape[1], 1), (0, 0)):
+        grad = torch.as_strided(grad, x.shape, (x.shape[1], 1))
+    return 2 * grad * x
+
+
+def waits_for_a_value(x: Tensor) -> Tensor:
+    return x * x if x.sum().item() > -1e9 else x
+
+
+def depends_on_rows(x: Tensor) -> Tensor:
+    return x * x if x.shape[0] in (64, 33, 7) else x.square()
+
+
+BROKEN = {
+    "mutates_input": ("no_mutation", lambda n: square(n, forward=doubles_in_place)),
+    "mutates_saved": ("no_mutation", lambda n: square(n, backward=overwrites_saved)),
+    "second_is_other": ("second_backward", lambda n: square(n, backward=overwrites_saved)),
+    "wrong_backward": ("values_and_gradients", lambda n: square(n, backward=lambda grad, x: grad * x)),
+    "ignores_scale": ("scaled_gradient", lambda n: square(n, backward=lambda grad, x: 2 * x * grad.sign())),
+    "assumes_ones": ("expanded_gradient", lambda n: square(n, backward=lambda grad, x: 2 * x)),
+    "gradient_strides": ("strided_gradient", lambda n: square(n, backward=gradient_as_contiguous)),
+    "rounds_twice": ("values_and_gradients", lambda n: square(n, forward=lambda x: (x * x).bfloat16().to(x.dtype))),
+    "alias": ("no_alias", lambda n: square(n, forward=lambda x: x.view(x.shape))),
+    "input_strides": ("strided_inputs", lambda n: square(n, forward=reads_as_contiguous)),
+    "breaks_graph": ("compiled_samples", lambda n: composite(n, waits_for_a_value)),
+    "recompiles": ("no_recompile", lambda n: composite(n, depends_on_rows)),
+    "wrong_fake": ("torch_opcheck", lambda n: square(n, fake=lambda x: torch.empty(x.shape[::-1], dtype=x.dtype))),
+    "other_each_time": ("deterministic", lambda n: square(n, forward=lambda x: x * x * (1 + 1e-7 * (next(calls) % 3)))),
+    "forward_mode_zero": ("refuses_transforms", square),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_op_is_caught(name: str) -> None:
+    promise, make = BROKEN[name]
+    results = check(make(name), promises=NAMES)
+    broken = {result.promise: result.message for result in results if not result.passed}
+    assert promise in broken, broken
+    assert broken[promise]
+
+
+def test_a_sound_op_passes() -> None:
+    """PyTorch's own square: nothing of the above is a false alarm."""
+    results = check(record("square", torch.ops.aten.square.default), promises=NAMES)
+    assert [result for result in results if not result.passed] == []
+
+
+OWN_OP = """
+import torch
+from llmk.registry import Op, Sample
+
+@torch.library.custom_op("mylib::half", mutates_args=())
+def half(input: torch.Tensor) -> torch.Tensor:
+    return input / {divisor}
+
+half.register_fake(lambda input: torch.empty_like(input))
+
+HALF = Op(
+    name="half",
+    overload=torch.ops.mylib.half.default,
+    reference=lambda input: input / 2,
+    samples=lambda device, dtype: [Sample((torch.randn(3, 5, device=device, dtype=dtype),), why="plain")],
+    differentiable=(),
+)
+"""
+
+
+@pytest.mark.parametrize(("divisor", "code"), [(2, 0), (3, 1)])
+def test_command_line_on_an_op_of_ones_own(divisor: int, code: int, tmp_path: Path) -> None:
+    file, results = tmp_path / "my_op.py", tmp_path / "results.json"
+    file.write_text(OWN_OP.format(divisor=divisor))
+    command = [sys.executable, "-m", "llmk.opcheck", str(file), "--device", "cpu", "--dtype", "float32"]
+    command += ["--path", "reference", "--json", str(results)]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == code, process.stdout + process.stderr
+    assert "reference" in process.stdout
+    assert ("breaks values_and_gradients" in process.stdout) == bool(code)
+    report = json.loads(results.read_text())
+    assert report["torch"] == torch.__version__
+    assert {result["path"] for result in report["results"]} == {"reference"}
+
+
+def test_command_line_says_what_is_unknown() -> None:
+    command = [sys.executable, "-m", "llmk.opcheck", "no_such_op"]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode != 0
+    assert "'no_such_op' is no operator" in process.stderr
+
+
+@pytest.mark.parametrize(
+    ("actual", "holds"),
+    [(1.0, True), (1.0 + 2**-22, True), (1.0 + 2**-18, False), (float("nan"), False), (float("inf"), False)],
+)
+def test_accuracy_rule(actual: float, holds: bool) -> None:
+    exact = torch.ones(2000, dtype=torch.float64)
+    composition = torch.full((2000,), 1.0 + 2**-23)
+    result = torch.full((2000,), 1.0)
+    result[7] = actual
+    assert (accuracy_violation(result, composition, exact) is None) == holds
+
+
+def test_accuracy_rule_on_special_values() -> None:
+    exact = torch.tensor([float("nan"), float("inf"), 1.0], dtype=torch.float64)
+    assert accuracy_violation(exact.float(), exact.float(), exact) is None
+    assert accuracy_violation(torch.tensor([0.0, float("inf"), 1.0]), exact.float(), exact) is not None
+    assert accuracy_violation(torch.tensor([float("nan"), -float("inf"), 1.0]), exact.float(), exact) is not None
