@@ -46,7 +46,7 @@ train: $(call needs,examples)
 
 test: $(call needs,test examples)
 	$(PY) -m pytest $(TEST_ARGS)
-	TRITON_INTERPRET=1 $(PY) -m pytest $(TEST_ARGS)
+	TRITON_INTERPRET=1 $(PY) -m pytest -m kernels $(TEST_ARGS)
 
 opcheck: $(call needs,test)
 	$(PY) -m llmk.opcheck $(OPCHECK_ARGS)

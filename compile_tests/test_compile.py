@@ -1,0 +1,192 @@
+"""What users of torch.compile combine operators with: export, autocast, checkpointing, FLOP counts, caches, memory."""
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+
+from llmk.opcheck.calls import as_list, call, differentiable_inputs, prepare
+from llmk.ops.rms_norm import rms_norm_fwd
+from llmk.ops.swiglu import swiglu_fwd
+from llmk.registry import OPS, KernelOp
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_export_keeps_the_op(name: str, device: torch.device, tmp_path: Path) -> None:
+    op = OPS[name]
+    assert op.resized is not None
+    args, kwargs, _ = prepare(op, op.resized(8, device, torch.float32), ())
+
+    class Module(torch.nn.Module):
+        def forward(self, *args):
+            return op.overload(*args, **kwargs)
+
+    program = torch.export.export(Module(), tuple(args))
+    assert op.overload in [node.target for node in program.graph.nodes]
+    torch.export.save(program, tmp_path / "program.pt2")
+    loaded = torch.export.load(tmp_path / "program.pt2").module()
+    for a, b in zip(as_list(loaded(*args)), as_list(op.overload(*args, **kwargs)), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_activation_checkpointing(name: str, device: torch.device) -> None:
+    op = OPS[name]
+    assert op.resized is not None
+    sample = op.resized(8, device, torch.float32)
+    plain = call(op, sample)
+    rerun = call(op, sample, fn=lambda *args, **kwargs: checkpoint(op.overload, *args, use_reentrant=False, **kwargs))
+    for wanted in differentiable_inputs(op, sample):
+        a, b = plain.gradients[wanted], rerun.gradients[wanted]
+        assert a is not None
+        assert b is not None
+        assert torch.equal(a, b)
+
+
+def test_selective_checkpointing_by_name(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy that saves rms_norm's kernel op runs it once and swiglu's again."""
+    runs: Counter[str] = Counter()
+
+    def counting(op: KernelOp) -> None:
+        for attribute in ("fn", "_cpu"):
+            fn = getattr(op, attribute)
+
+            def counted(*args, fn=fn):
+                runs[op.name] += 1
+                return fn(*args)
+
+            monkeypatch.setattr(op, attribute, counted)
+
+    def policy(context, op, *args, **kwargs) -> CheckpointPolicy:
+        saved = op is torch.ops.llmk._rms_norm_fwd.default
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def layer(x: Tensor, w: Tensor) -> Tensor:
+        return torch.ops.llmk.swiglu(torch.ops.llmk.swiglu(torch.ops.llmk.rms_norm(x, w)))
+
+    x, w = torch.randn(4, 16, device=device, requires_grad=True), torch.randn(16, device=device, requires_grad=True)
+    expected = torch.autograd.grad(layer(x, w).sum(), (x, w))
+    counting(rms_norm_fwd)
+    counting(swiglu_fwd)
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    y = checkpoint(layer, x, w, use_reentrant=False, context_fn=contexts)
+    assert isinstance(y, Tensor)
+    for a, b in zip(torch.autograd.grad(y.sum(), (x, w)), expected, strict=True):
+        assert torch.equal(a, b)
+    assert runs == {"_rms_norm_fwd": 1, "_swiglu_fwd": 3}
+
+
+def test_autocast(device: torch.device) -> None:
+    """The projection runs in autocast's dtype, as torch's would; its gradients come back in the parameters' dtype."""
+    x = torch.randn(6, 8, device=device, requires_grad=True)
+    weight, target = torch.randn(10, 8, device=device, requires_grad=True), torch.arange(6, device=device)
+    with torch.autocast(device.type, torch.bfloat16):
+        loss = torch.ops.llmk.fused_linear_ce(x, weight, target)
+        normed = torch.ops.llmk.rms_norm(x.bfloat16(), weight[0])
+    expected = torch.ops.llmk.fused_linear_ce(x.bfloat16(), weight.bfloat16(), target)
+    assert torch.equal(loss, expected)
+    assert normed.dtype == torch.bfloat16
+    dx, dw = torch.autograd.grad(loss, (x, weight))
+    assert dx.dtype == dw.dtype == torch.float32
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_flop_counter(reduction: str, device: torch.device) -> None:
+    """Three products, and a fourth where the backward pass makes the logits again."""
+    x, weight = (
+        torch.randn(6, 8, device=device, requires_grad=True),
+        torch.randn(10, 8, device=device, requires_grad=True),
+    )
+    with FlopCounterMode(display=False) as counter:
+        torch.ops.llmk.fused_linear_ce(x, weight, torch.arange(6, device=device), reduction=reduction).sum().backward()
+    assert counter.get_total_flops() == 2 * 6 * 8 * 10 * (3 if reduction == "mean" else 4)
+
+
+def test_gradients_nobody_wants_are_not_made(device: torch.device) -> None:
+    x, weight = torch.randn(6, 8, device=device, requires_grad=True), torch.randn(10, 8, device=device)
+    target = torch.arange(6, device=device)
+    with FlopCounterMode(display=False) as counter:
+        torch.ops.llmk.fused_linear_ce(x, weight, target)
+    assert counter.get_total_flops() == 2 * 6 * 8 * 10 * 2
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        torch.ops.llmk.fused_linear_ce(x, weight, target)
+    assert counter.get_total_flops() == 2 * 6 * 8 * 10
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_logits_never_exist_whole(reduction: str, device: torch.device) -> None:
+    """Peak memory of forward and backward stays below that of the logits alone."""
+    N, H, V = 4096, 16, 16384
+    code = f"""
+        import torch, llmk
+        device = torch.device({str(device)!r})
+        x = torch.randn({N}, {H}, device=device, requires_grad=True)
+        weight = torch.randn({V}, {H}, device=device, requires_grad=True)
+        target = torch.randint(0, {V}, ({N},), device=device)
+
+        def peak(n):
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+            else:
+                open("/proc/self/clear_refs", "w").write("5")
+                before = status("VmRSS")
+            torch.ops.llmk.fused_linear_ce(x[:n], weight, target[:n], reduction="{reduction}").sum().backward()
+            return (torch.cuda.max_memory_allocated() if device.type == "cuda" else status("VmHWM")) - before
+
+        def status(key):
+            return 1024 * int(next(line for line in open("/proc/self/status") if line.startswith(key)).split()[1])
+
+        peak(64)
+        print(peak({N}))
+    """
+    if device.type == "cpu" and not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("this system does not tell a process's peak memory over a stretch of its run")
+    out = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+    assert out.returncode == 0, out.stderr
+    assert int(out.stdout) < 4 * N * V
+
+
+CACHE_PROBE = """
+import torch, llmk
+from torch._dynamo.utils import counters
+f = torch.compile(lambda x: torch.ops.llmk.swiglu(x), fullgraph=True)
+y = f(torch.ones(4, 8))
+print(counters["aot_autograd"]["autograd_cache_hit"], float(y[0, 0]))
+"""
+
+
+def test_compile_cache_hits_and_misses(tmp_path: Path) -> None:
+    """Across processes compiled code is reused, and is not once the operator's code has changed."""
+    copy = tmp_path / "copy"
+    for folder in ("llmk", "ops", "registry", "opcheck"):
+        shutil.copytree(ROOT / folder, copy / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    environment = os.environ | {"PYTHONPATH": str(copy), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+
+    def probe() -> tuple[int, float]:
+        command = [sys.executable, "-c", CACHE_PROBE]
+        out = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=copy)
+        assert out.returncode == 0, out.stderr
+        hits, value = out.stdout.split()
+        return int(hits), float(value)
+
+    first = probe()
+    assert first[0] == 0
+    assert probe() == (1, first[1])
+    source = copy / "ops" / "swiglu.py"
+    changed = source.read_text().replace("silu(gate.float()) * up.float()", "silu(gate.float()) * up.float() * 2")
+    assert changed != source.read_text()
+    source.write_text(changed)
+    assert probe() == (0, 2 * first[1])
