@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.registry import Cost, KernelOp, Sample, check_dtype, public_op, wrap_triton
+from llmk.registry import Cost, KernelOp, Sample, cdiv, check_dtype, public_op, wrap_triton
 
 
 def leaky_relu_squared_reference(input: Tensor, negative_slope: float = 0.01) -> Tensor:
@@ -54,7 +54,7 @@ BLOCK_N = 1024
 def _leaky_relu_squared_fwd(input: Tensor, negative_slope: float) -> Tensor:
     x = input.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    grid = (triton.cdiv(x.numel(), BLOCK_N),)
+    grid = (cdiv(x.numel(), BLOCK_N),)
     wrap_triton(leaky_relu_squared_kernel)[grid](x, y, x.numel(), negative_slope, BLOCK_N=BLOCK_N)
     return y
 
@@ -62,7 +62,7 @@ def _leaky_relu_squared_fwd(input: Tensor, negative_slope: float) -> Tensor:
 def _leaky_relu_squared_bwd(grad: Tensor, input: Tensor, negative_slope: float) -> Tensor:
     dy, x = grad.contiguous(), input.contiguous()
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    grid = (triton.cdiv(x.numel(), BLOCK_N),)
+    grid = (cdiv(x.numel(), BLOCK_N),)
     wrap_triton(leaky_relu_squared_backward_kernel)[grid](dy, x, dx, x.numel(), negative_slope, BLOCK_N=BLOCK_N)
     return dx
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.registry import KernelOp, wrap_triton
+from llmk.registry import KernelOp, cdiv, wrap_triton
 from llmk.registry.launch import kernels_on_cpu
 
 LOGITS_BUDGET = 4 * 2**30 // 3
@@ -32,8 +32,8 @@ def _chunk_rows(x: Tensor, V: int, chunk_size: int) -> int:
         return chunk_size
     if x.device.type == "cpu" and not kernels_on_cpu():
         return max(64, CPU_LOGITS // V)
-    chunks = max(2, triton.cdiv(N * V * x.element_size(), LOGITS_BUDGET))
-    return max(1, triton.cdiv(N, 128 * chunks)) * 128  # a multiple of 128 rows keeps the products' tiles whole
+    chunks = max(2, cdiv(N * V * x.element_size(), LOGITS_BUDGET))
+    return max(1, cdiv(N, 128 * chunks)) * 128  # a multiple of 128 rows keeps the products' tiles whole
 
 
 class ChunkedLinear:
@@ -66,7 +66,7 @@ class LinearGradients:
         self.linear, self.need = linear, need
         x, (V, H) = linear.x, linear.weight.shape
         # float16 has no room for sums that are not scaled yet.
-        rounded = x.dtype != torch.float16 and triton.cdiv(x.shape[0], linear.chunk_rows) <= ROUNDED_CHUNKS
+        rounded = x.dtype != torch.float16 and cdiv(x.shape[0], linear.chunk_rows) <= ROUNDED_CHUNKS
         buffers = [
             (tuple(linear.shape), x.dtype),
             ((V, H), x.dtype if rounded else torch.float32),
@@ -116,7 +116,7 @@ def scale_kernel(x_ptr, grad_ptr, divisor_ptr, y_ptr, N, BLOCK_N: tl.constexpr):
 def _scale(input: Tensor, grad: Tensor, divisor: Tensor, dtype: torch.dtype) -> Tensor:
     """input * grad / divisor, both float32 scalars, rounded once to `dtype`; zeros where the divisor is zero."""
     y = torch.empty(input.shape, dtype=dtype, device=input.device)
-    wrap_triton(scale_kernel)[(triton.cdiv(input.numel(), 4096),)](
+    wrap_triton(scale_kernel)[(cdiv(input.numel(), 4096),)](
         input, grad, divisor, y, input.numel(), BLOCK_N=4096, num_warps=8
     )
     return y

@@ -32,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops._math import tanh
-from llmk.registry import wrap_triton
+from llmk.registry import cdiv, next_power_of_2, wrap_triton
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -155,12 +155,12 @@ def cross_entropy_backward_kernel(
 
 def _forward_block(V: int) -> dict[str, int]:
     # H200, bf16, times the floor: 1.11 at 8192x32000, 1.10 at 4096x128256, 1.08 at 4096x256000; 16384 and 16 warps 1.3.
-    return {"BLOCK_V": min(4096, triton.next_power_of_2(V)), "num_warps": 4}
+    return {"BLOCK_V": min(4096, next_power_of_2(V)), "num_warps": 4}
 
 
 def _backward_block(V: int) -> dict[str, int]:
     # H200, bf16, times the floor: 1.11 at 8192x32000, 1.08 at 4096x128256 and at 4096x256000.
-    return {"BLOCK_V": min(2048, triton.next_power_of_2(V)), "num_warps": 4}
+    return {"BLOCK_V": min(2048, next_power_of_2(V)), "num_warps": 4}
 
 
 def row_losses(logits: Tensor, target: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -187,7 +187,7 @@ def row_gradients(
     """Launch the backward kernel; `dlogits`, which it fills, may be `logits` itself."""
     M, V = logits.shape
     block = _backward_block(V)
-    wrap_triton(cross_entropy_backward_kernel)[(M, triton.cdiv(V, block["BLOCK_V"]))](
+    wrap_triton(cross_entropy_backward_kernel)[(M, cdiv(V, block["BLOCK_V"]))](
         grad, logits, target, options.contiguous_weight(), options.weight_sum(), maximum, total, dlogits,
         V, grad.stride(0), logits.stride(0), dlogits.stride(0), options.ignore_index, options.smoothing, options.z_loss,
         SMOOTH=options.smoothing > 0, SOFTCAP=options.softcap, **block,

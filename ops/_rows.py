@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.registry import wrap_triton
+from llmk.registry import cdiv, wrap_triton
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -29,5 +29,5 @@ def sum_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum float32 `[P, N]` over its rows in a fixed order and round once to `dtype`: `[N]`."""
     P, N = partials.shape
     out = torch.empty((N,), dtype=dtype, device=partials.device)
-    wrap_triton(sum_partials_kernel)[(triton.cdiv(N, 32),)](partials, out, P, N, BLOCK_P=64, BLOCK_N=32, num_warps=8)
+    wrap_triton(sum_partials_kernel)[(cdiv(N, 32),)](partials, out, P, N, BLOCK_P=64, BLOCK_N=32, num_warps=8)
     return out

@@ -34,9 +34,11 @@ from llmk.registry import (
     Cost,
     KernelOp,
     Sample,
+    cdiv,
     check_dtype,
     check_same,
     check_shape,
+    next_power_of_2,
     num_programs,
     public_op,
     wrap_triton,
@@ -172,7 +174,7 @@ MAX_BACKWARD_BLOCK = 8192
 
 def _tile(N: int, elements: int) -> dict[str, int]:
     """Rows per program, to make up so many elements, and warps for rows that fit."""
-    block_n = triton.next_power_of_2(N)
+    block_n = next_power_of_2(N)
     block_m = max(1, elements // block_n)
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": min(16, max(4, block_m * block_n // 1024))}
 
@@ -210,7 +212,7 @@ def _rms_norm_fwd(input: Tensor, weight: Tensor | None, eps: float, offset: floa
     ms = torch.empty((M,), dtype=torch.float32, device=input.device)
     if N <= MAX_FORWARD_BLOCK:
         tile = _forward_tile(N)
-        wrap_triton(rms_norm_kernel)[(triton.cdiv(M, tile["BLOCK_M"]),)](
+        wrap_triton(rms_norm_kernel)[(cdiv(M, tile["BLOCK_M"]),)](
             x, weight, y, ms, M, N, x.stride(0), eps, offset, **tile
         )
     else:
@@ -235,7 +237,7 @@ def _rms_norm_bwd(
         wrap_triton(rms_norm_long_backward_dot_kernel)[(M,)](
             dy, x, weight, ms, dot, N, dy.stride(0), x.stride(0), offset, **LONG_FORWARD
         )
-        wrap_triton(rms_norm_long_backward_kernel)[(programs, triton.cdiv(N, LONG_BACKWARD["BLOCK_N"]))](
+        wrap_triton(rms_norm_long_backward_kernel)[(programs, cdiv(N, LONG_BACKWARD["BLOCK_N"]))](
             dy, x, weight, ms, dot, dx, partials, M, N, dy.stride(0), x.stride(0), offset, **LONG_BACKWARD,
         )  # fmt: skip
     if weight is None or partials is None:

@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.registry import Cost, KernelOp, Sample, check_dtype, check_same, public_op, wrap_triton
+from llmk.registry import Cost, KernelOp, Sample, check_dtype, check_same, next_power_of_2, public_op, wrap_triton
 
 
 def rope_reference(
@@ -114,9 +114,9 @@ def rope_kernel(
 
 def _config(HK: int, D: int, R: int) -> dict[str, int]:
     """Heads in blocks of the smaller head count, k's, but not more than 2048 pairs at a time."""
-    block_pairs = triton.next_power_of_2(R // 2)
-    block_h = min(triton.next_power_of_2(HK), max(1, 2048 // block_pairs))
-    block_pass = triton.next_power_of_2(D - R) if R < D else 0
+    block_pairs = next_power_of_2(R // 2)
+    block_h = min(next_power_of_2(HK), max(1, 2048 // block_pairs))
+    block_pass = next_power_of_2(D - R) if R < D else 0
     # H200, bf16, 32/8 heads of 128: 1.15 times the floor; half the warps 1.20, twice as many 1.3.
     warps = min(8, max(1, block_h * block_pairs // 128))
     return {"BLOCK_H": block_h, "BLOCK_PAIRS": block_pairs, "BLOCK_PASS": block_pass, "num_warps": warps}

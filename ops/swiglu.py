@@ -22,7 +22,18 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops._rows import as_rows
-from llmk.registry import Cost, KernelOp, Sample, check_dtype, check_same, check_shape, public_op, wrap_triton
+from llmk.registry import (
+    Cost,
+    KernelOp,
+    Sample,
+    cdiv,
+    check_dtype,
+    check_same,
+    check_shape,
+    next_power_of_2,
+    public_op,
+    wrap_triton,
+)
 
 
 def swiglu_reference(gate: Tensor, up: Tensor | None = None) -> Tensor:
@@ -69,7 +80,7 @@ def swiglu_backward_kernel(
 def _block(N: int) -> dict[str, int]:
     """Two thousand columns a program keep registers few and every access 16 bytes wide."""
     # H200, bf16, 8192x14336, times the floor: 1.05 forward and backward; 512 to 4096 columns differ by 0.02.
-    return {"BLOCK_N": min(2048, triton.next_power_of_2(N)), "num_warps": 4}
+    return {"BLOCK_N": min(2048, next_power_of_2(N)), "num_warps": 4}
 
 
 def _rows(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None, int, int, int]:
@@ -86,7 +97,7 @@ def _swiglu_fwd(gate: Tensor, up: Tensor | None) -> Tensor:
     gate_rows, up_rows, M, N, up_stride = _rows(gate, up)
     y = torch.empty((*gate.shape[:-1], N), dtype=gate.dtype, device=gate.device)
     block = _block(N)
-    wrap_triton(swiglu_kernel)[(M, triton.cdiv(N, block["BLOCK_N"]))](
+    wrap_triton(swiglu_kernel)[(M, cdiv(N, block["BLOCK_N"]))](
         gate_rows, up_rows, y, N, gate_rows.stride(0), up_stride, **block
     )
     return y
@@ -99,7 +110,7 @@ def _swiglu_bwd(grad: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, 
     dup = torch.empty((0,) if up is None else up.shape, dtype=gate.dtype, device=gate.device)
     block = _block(N)
     # A packed gradient is handed over once: two views of one buffer would be copied under functionalization.
-    wrap_triton(swiglu_backward_kernel)[(M, triton.cdiv(N, block["BLOCK_N"]))](
+    wrap_triton(swiglu_backward_kernel)[(M, cdiv(N, block["BLOCK_N"]))](
         dy, gate_rows, up_rows, dgate, None if up is None else dup, N,
         dy.stride(0), gate_rows.stride(0), up_stride, gate_rows.shape[1], **block,
     )  # fmt: skip
