@@ -29,7 +29,9 @@ DTYPE = torch.bfloat16
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.run", description="Time llmk's operators beside plain PyTorch."
+    )
     parser.add_argument("ops", nargs="*", metavar="OP", help="operators by name; all by default")
     parser.add_argument("--device", help="cuda if there is one, else cpu")
     parser.add_argument("--repeats", type=int, default=20, help="timed calls of each (default 20)")
@@ -170,7 +172,7 @@ def _time(op: Op, sample: Sample, fn: Callable[..., Any], timer: Timer, sustaine
     def full() -> None:
         torch.autograd.grad(_as_tuple(fn(*sample.args, **sample.kwargs)), wanted, grads)
 
-    row = {"forward_ms": timer.milliseconds(forward), "full_ms": timer.milliseconds(full)}
+    row: dict[str, Any] = {"forward_ms": timer.milliseconds(forward), "full_ms": timer.milliseconds(full)}
     row["peak_mib"] = timer.peak_mib(full)
     if timer.device.type == "cuda":
         row["replayed_ms"] = timer.replayed(full)

@@ -5,10 +5,13 @@ The numbers are those of the contract in docs/how-it-works.md.
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.exc import InductorError
 from torch.autograd import forward_ad
 
 from llmk.opcheck.calls import (
@@ -41,7 +44,7 @@ def torch_opcheck(op: Op, samples: Sequence[Sample]) -> None:
             continue  # torch.library.opcheck holds NaN unequal to itself; the accuracy rule does look at it
         args, kwargs, _ = prepare(op, sample, differentiable_inputs(op, sample))
         results = torch.library.opcheck(
-            op.overload,
+            cast(Any, op.overload),
             tuple(args),
             kwargs,
             test_utils=("test_schema", "test_autograd_registration", "test_faketensor",
@@ -254,7 +257,7 @@ def _require_accurate_when_compiled(op: Op, sample: Sample, options: dict[str, A
     for _ in range(calls):
         try:
             outcome = call(op, sample, fn=fn)
-        except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError) as error:
+        except (TorchDynamoException, InductorError) as error:
             raise BrokenPromise(f"{sample}: does not compile: {_first_line(error)}") from error
         require_accurate(op, sample, outcome)
 
@@ -262,7 +265,7 @@ def _require_accurate_when_compiled(op: Op, sample: Sample, options: dict[str, A
 def no_recompile(op: Op, samples: Sequence[Sample]) -> None:
     """3: no graph break, and no new graph after the second row count."""
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     fn = torch.compile(lambda *args, **kwargs: op.overload(*args, **kwargs), backend=counter, fullgraph=True)
     compiles = []
     for sample in _resized(op, samples, (64, 33, 7, 130, 51, 96)):

@@ -105,7 +105,7 @@ def cross_entropy_kernel(
         m = new_m
     logsum = tl.log(total)
 
-    target, counts, valid, w_t = _target(target_ptr, weight_ptr, row, V, ignore_index)
+    target, counts, valid, w_t = _target(target_ptr, weight_ptr, row, V, ignore_index)  # type: ignore[misc]
     x_t = _capped(tl.load(x_ptr + target, mask=valid, other=0.0).to(tl.float32), SOFTCAP)
     loss = w_t * (logsum - (x_t - m))
     if SMOOTH:
@@ -128,7 +128,7 @@ def cross_entropy_backward_kernel(
     z_loss = tl.cast(z_loss, tl.float32)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    target, counts, valid, w_t = _target(target_ptr, weight_ptr, row, V, ignore_index)
+    target, counts, valid, w_t = _target(target_ptr, weight_ptr, row, V, ignore_index)  # type: ignore[misc]
     mask = cols < V
     # A row that does not count is not read: its gradient is zero whatever it holds.
     x = tl.load(x_ptr + row * x_stride + cols, mask=mask & counts, other=0.0).to(tl.float32)
@@ -243,13 +243,14 @@ def row_gradients_cpu(
     pull = 2 * z_loss * (maximum.unsqueeze(-1) + total.log())
     # In place where it can be: the op is made of passes over [M, V] in memory, unless Inductor fuses them.
     dx = (x - maximum.unsqueeze(-1)).exp_()
+    p_t = dx.gather(-1, index) / total
+    smooth = None
     if smoothing:
         w = torch.ones(V, device=x.device) if weight is None else weight.float()
         smooth = grad * smoothing / V * (w.sum() / total * dx - w)
-    p_t = dx.gather(-1, index) / total
     dx.mul_((hit + pull) / total * grad)
     dx.scatter_(-1, index, grad * (hit * (p_t - 1) + pull * p_t))
-    if smoothing:
+    if smooth is not None:
         dx.add_(smooth)
     if softcap:
         dx.mul_(1 - (x / softcap).square())

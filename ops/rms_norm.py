@@ -38,6 +38,7 @@ from llmk.registry import (
     check_dtype,
     check_same,
     check_shape,
+    int_min,
     next_power_of_2,
     num_programs,
     public_op,
@@ -226,7 +227,7 @@ def _rms_norm_bwd(
     dy, x, weight = as_rows(grad), as_rows(input), _contiguous(weight)
     M, N = x.shape
     dx = torch.empty(input.shape, dtype=input.dtype, device=input.device)
-    programs = torch.sym_min(M, _programs(N, input.device))
+    programs = int_min(M, _programs(N, input.device))
     partials = torch.empty((programs, N), dtype=torch.float32, device=input.device) if need_dw else None
     if N <= MAX_BACKWARD_BLOCK:
         wrap_triton(rms_norm_backward_kernel)[(programs,)](

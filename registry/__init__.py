@@ -9,7 +9,7 @@ from llmk.registry.kernel_op import KernelOp, wrap_triton
 from llmk.registry.launch import num_programs, use_kernels_on_cpu
 from llmk.registry.public_op import public_op
 from llmk.registry.record import OPS, RULE, Cost, Op, Sample, Tolerance
-from llmk.registry.sizes import cdiv, next_power_of_2
+from llmk.registry.sizes import cdiv, int_min, next_power_of_2
 
 __all__ = [
     "OPS",
@@ -24,6 +24,7 @@ __all__ = [
     "check_option",
     "check_same",
     "check_shape",
+    "int_min",
     "next_power_of_2",
     "num_programs",
     "public_op",

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch._subclasses.functional_tensor import FunctionalTensorMode
@@ -10,6 +10,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from llmk.registry.launch import (
     INTERPRET,
+    is_tracing,
     kernel_context,
     kernels_on_cpu,
     needs_context,
@@ -26,7 +27,7 @@ class KernelOp:
 
     What runs depends on the device of the first tensor:
 
-    - on a GPU the function itself; under Inductor it is inlined, each launch a kernel that Inductor schedules;
+    - on a GPU the function itself; under Inductor as `traced` says;
     - on a CPU the function given to `register_kernel("cpu")`, plain PyTorch, which Inductor fuses like any other;
     - on a CPU with TRITON_INTERPRET=1 the function itself, its kernels in Triton's interpreter.
 
@@ -38,25 +39,26 @@ class KernelOp:
     Args:
         fn: The launching function. Its first argument is a tensor, and its annotations give the schema. It allocates
             with `torch.empty`, writes every element of what it returns and mutates nothing else.
-        opaque: Keep the op as one node under Inductor instead of inlining it: for a driver whose number of launches
-            depends on sizes, which inlined would need a new graph for each number.
+        traced: What a compiled graph holds on a GPU. "kernel": the launches, inlined. "aten": the plain PyTorch of the
+            CPU, where Inductor's own fusion was measured to be better; the op's record says by how much. "opaque": the
+            op as one node, for a driver whose number of launches depends on sizes and would need a graph for each.
     """
 
-    def __init__(self, fn: Callable[..., Any], *, opaque: bool = False) -> None:
+    def __init__(self, fn: Callable[..., Any], *, traced: Literal["kernel", "aten", "opaque"] = "kernel") -> None:
         if not fn.__name__.startswith("_"):
             raise ValueError(f"fn: a kernel op's name starts with an underscore, got {fn.__name__!r}")
         self.fn = fn
         self.name = fn.__name__
-        self.opaque = opaque
+        self.traced = traced
         self.has_backward = False
         self._cpu: Callable[..., Any] | None = None
         self._fake: Callable[..., Any] | None = None
         self._body = self._wrap(fn)
-        self._definition = torch.library.triton_op(f"llmk::{self.name}", self._body, mutates_args=())
+        self._definition: Any = torch.library.triton_op(f"llmk::{self.name}", self._body, mutates_args=())
         self._definition.register_fake(self._wrap_fake())
         self._definition.register_autograd(self._refuse_double_backward)
         self._function = _autograd_function(self.name, self._body, self._refuse_double_backward, None)
-        if opaque or INTERPRET:
+        if traced == "opaque" or INTERPRET:
             self._definition.register_torch_dispatch(FunctionalTensorMode, _keep_as_one_node)
         self.overload: Any = getattr(torch.ops.llmk, self.name).default
 
@@ -112,12 +114,13 @@ class KernelOp:
         return body
 
     def _implementation(self, device: torch.device) -> Callable[..., Any]:
-        if device.type == "cuda" or (device.type == "cpu" and kernels_on_cpu()):
-            return self.fn
-        if device.type == "cpu":
+        if device.type not in ("cpu", "cuda"):
+            raise NotImplementedError(f"llmk::{self.name} runs on cpu and cuda devices, got {device}")
+        plain = device.type == "cpu" and not kernels_on_cpu()
+        if plain or (self.traced == "aten" and is_tracing() and not recording()):
             assert self._cpu is not None
             return self._cpu
-        raise NotImplementedError(f"llmk::{self.name} runs on cpu and cuda devices, got {device}")
+        return self.fn
 
     def _wrap_fake(self) -> Callable[..., Any]:
         def fake(*args: Any) -> Any:

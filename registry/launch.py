@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import triton
+import triton.knobs
 
 INTERPRET: bool = triton.knobs.runtime.interpret
 """TRITON_INTERPRET=1: kernels run on the CPU in Triton's interpreter. Triton decides at import, and so do we."""
@@ -49,6 +49,11 @@ class _RecordingKernel:
 def is_tracing() -> bool:
     """Whether a torch_dispatch mode looks on: tracing, fake tensors, selective checkpointing, a FLOP counter."""
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+def inside_functorch() -> bool:
+    """Whether a torch.func transform is running."""
+    return torch._C._functorch.maybe_current_level() is not None  # type: ignore[attr-defined]
 
 
 def wrap_triton(kernel: Any) -> Any:
@@ -93,7 +98,7 @@ def registered_path_only() -> Iterator[None]:
 
 def takes_short_path(args: tuple[Any, ...]) -> bool:
     """Whether a call is plain eager mode: nothing traces, transforms or subclasses, so nobody needs the dispatcher."""
-    if _state.registered_only or is_tracing() or torch._C._functorch.maybe_current_level() is not None:
+    if _state.registered_only or is_tracing() or inside_functorch():
         return False
     return all(type(arg) in _PLAIN for arg in args if isinstance(arg, torch.Tensor))
 

@@ -9,6 +9,7 @@ import torch
 from torch.autograd import forward_ad
 
 from llmk.registry.kernel_op import KernelOp
+from llmk.registry.launch import inside_functorch
 from llmk.registry.record import OPS, Op
 
 P = ParamSpec("P")
@@ -110,7 +111,7 @@ def _guarded(
             for position, argument in tensors
             if (value := args[position] if position < len(args) else kwargs.get(argument)) is not None
         ]
-        if torch._C._functorch.maybe_current_level() is not None:
+        if inside_functorch():
             raise NotImplementedError(f"llmk::{name} does not support torch.func transforms (grad, vmap, jvp, ...)")
         for argument, value in given:
             if forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:

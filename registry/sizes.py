@@ -1,4 +1,6 @@
-"""Integer arithmetic for launch configurations; plain Python, so that it is fast and also takes symbolic sizes."""
+"""Integer arithmetic for launch configurations: fast in plain Python, and for symbolic sizes too."""
+
+import torch
 
 
 def cdiv(a: int, b: int) -> int:
@@ -12,3 +14,8 @@ def next_power_of_2(n: int) -> int:
     for shift in (1, 2, 4, 8, 16):
         n |= n >> shift
     return n + 1
+
+
+def int_min(a: int, b: int) -> int:
+    """The smaller one, without a guard on which it is where one is symbolic."""
+    return torch.sym_min(a, b)  # type: ignore[return-value]
