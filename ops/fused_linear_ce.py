@@ -143,9 +143,9 @@ def _fused_linear_ce_rows_bwd(
     return _row_by_row_gradients(call, grad, maximum, total, (need_dx, need_dw, need_db))
 
 
-fused_linear_ce_fwd = KernelOp(_fused_linear_ce_fwd, traced="opaque")
-fused_linear_ce_rows_fwd = KernelOp(_fused_linear_ce_rows_fwd, traced="opaque")
-fused_linear_ce_rows_bwd = KernelOp(_fused_linear_ce_rows_bwd, traced="opaque")
+fused_linear_ce_fwd = KernelOp(_fused_linear_ce_fwd, opaque=True)
+fused_linear_ce_rows_fwd = KernelOp(_fused_linear_ce_rows_fwd, opaque=True)
+fused_linear_ce_rows_bwd = KernelOp(_fused_linear_ce_rows_bwd, opaque=True)
 
 
 @fused_linear_ce_fwd.register_kernel("cpu")

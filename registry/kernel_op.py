@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch._subclasses.functional_tensor import FunctionalTensorMode
@@ -10,7 +10,6 @@ from torch.utils.flop_counter import register_flop_formula
 
 from llmk.registry.launch import (
     INTERPRET,
-    is_tracing,
     kernel_context,
     kernels_on_cpu,
     needs_context,
@@ -27,7 +26,7 @@ class KernelOp:
 
     What runs depends on the device of the first tensor:
 
-    - on a GPU the function itself; under Inductor as `traced` says;
+    - on a GPU the function itself; under Inductor it is inlined, each launch a kernel that Inductor schedules;
     - on a CPU the function given to `register_kernel("cpu")`, plain PyTorch, which Inductor fuses like any other;
     - on a CPU with TRITON_INTERPRET=1 the function itself, its kernels in Triton's interpreter.
 
@@ -39,17 +38,15 @@ class KernelOp:
     Args:
         fn: The launching function. Its first argument is a tensor, and its annotations give the schema. It allocates
             with `torch.empty`, writes every element of what it returns and mutates nothing else.
-        traced: What a compiled graph holds on a GPU. "kernel": the launches, inlined. "aten": the plain PyTorch of the
-            CPU, where Inductor's own fusion was measured to be better; the op's record says by how much. "opaque": the
-            op as one node, for a driver whose number of launches depends on sizes and would need a graph for each.
+        opaque: Keep the op as one node in a compiled graph instead of inlining its launches: for a driver whose number
+            of launches depends on sizes and would need a graph for each.
     """
 
-    def __init__(self, fn: Callable[..., Any], *, traced: Literal["kernel", "aten", "opaque"] = "kernel") -> None:
+    def __init__(self, fn: Callable[..., Any], *, opaque: bool = False) -> None:
         if not fn.__name__.startswith("_"):
             raise ValueError(f"fn: a kernel op's name starts with an underscore, got {fn.__name__!r}")
         self.fn = fn
         self.name = fn.__name__
-        self.traced = traced
         self.has_backward = False
         self._cpu: Callable[..., Any] | None = None
         self._fake: Callable[..., Any] | None = None
@@ -58,7 +55,7 @@ class KernelOp:
         self._definition.register_fake(self._wrap_fake())
         self._definition.register_autograd(self._refuse_double_backward)
         self._function = _autograd_function(self.name, self._body, self._refuse_double_backward, None)
-        if traced == "opaque" or INTERPRET:
+        if opaque or INTERPRET:
             self._definition.register_torch_dispatch(FunctionalTensorMode, _keep_as_one_node)
         self.overload: Any = getattr(torch.ops.llmk, self.name).default
 
@@ -116,8 +113,7 @@ class KernelOp:
     def _implementation(self, device: torch.device) -> Callable[..., Any]:
         if device.type not in ("cpu", "cuda"):
             raise NotImplementedError(f"llmk::{self.name} runs on cpu and cuda devices, got {device}")
-        plain = device.type == "cpu" and not kernels_on_cpu()
-        if plain or (self.traced == "aten" and is_tracing() and not recording()):
+        if device.type == "cpu" and not kernels_on_cpu():
             assert self._cpu is not None
             return self._cpu
         return self.fn
