@@ -73,10 +73,7 @@ def test_every_kernel_compiles(name: str, target: str) -> None:
         assert compiled.metadata.shared <= SHARED_MEMORY[target], aot.describe(launch)
 
 
-too_many_warps = pytest.mark.xfail(strict=True, reason="32 warps are 2048 threads where a warp has 64")
-
-
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", pytest.param("gfx942", marks=too_many_warps)])
+@pytest.mark.parametrize("target", aot.TARGETS)
 def test_every_block_has_room_for_its_threads(target: str) -> None:
     most = THREADS // aot.TARGETS[target].warp_size
     launches = [launch for name in OPS for launch in _launches(name, target)]

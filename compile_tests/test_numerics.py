@@ -19,6 +19,7 @@ def eager(op: Op) -> Callable[..., Any]:
 
 
 def compiled(op: Op) -> Callable[..., Any]:
+    torch._dynamo.reset()  # the lambda's code is the same for every operator: they would count as recompilations
     return torch.compile(lambda *args, **kwargs: op.overload(*args, **kwargs), fullgraph=True, dynamic=True)
 
 
