@@ -177,7 +177,7 @@ def _tile(N: int, elements: int) -> dict[str, int]:
     """Rows per program, to make up so many elements, and warps for rows that fit."""
     block_n = next_power_of_2(N)
     block_m = max(1, elements // block_n)
-    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": min(16, max(4, block_m * block_n // 1024))}
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": min(16, max(4, block_m * block_n // 512))}
 
 
 def _forward_tile(N: int) -> dict[str, int]:
@@ -194,7 +194,7 @@ def _backward_tile(N: int) -> dict[str, int]:
 
 LONG_FORWARD = {"BLOCK_N": 4096, "num_warps": 8}
 # H200, bf16, 4096x16384: 1.87 times the floor, which counts one reading of x and dy where this makes two.
-LONG_BACKWARD = {"BLOCK_N": 2048, "num_warps": 4}
+LONG_BACKWARD = {"BLOCK_N": 2048, "num_warps": 8}
 
 
 def _programs(N: int, device: torch.device) -> int:
