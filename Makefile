@@ -28,7 +28,7 @@ help:
 	@echo '  train     train the example model, with llmk and in plain PyTorch  TRAIN_ARGS'
 	@echo '  test      the test suite, and the kernels in Triton'\''s interpreter TEST_ARGS'
 	@echo '  opcheck   what every operator promises, as a table                 OPCHECK_ARGS'
-	@echo '  bench     time and memory of every operator against its peers      BENCH_ARGS'
+	@echo '  bench     time and memory of every operator beside PyTorch        BENCH_ARGS'
 	@echo '  docs      the documentation, into docs/_build/html'
 	@echo '  lint      format, lint and type checks; changes nothing'
 	@echo '  wheel     the wheel and the source archive, into dist/'
