@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from llmk.opcheck import path_taken
 from llmk.opcheck.calls import call, require_accurate
 from llmk.registry import OPS, Op
 from llmk.registry.launch import INTERPRET
@@ -56,3 +57,23 @@ def test_samples_cover_the_edges(name: str, device: torch.device) -> None:
     assert any(size & (size - 1) for t in flat for size in t.shape)
     assert any(not t.is_contiguous() for t in flat)
     assert all(s.why for s in samples)
+
+
+@pytest.mark.parametrize("target", [10, -1, 2**40])
+@pytest.mark.kernels
+def test_a_target_out_of_range(target: int, device: torch.device) -> None:
+    """The CPU raises; kernels, which cannot without waiting, touch nothing outside and give NaN."""
+    logits, linear_weight = torch.randn(4, 10, device=device), torch.randn(10, 10, device=device)
+    targets = torch.tensor([1, target, 2, 3], device=device)
+    for loss in (
+        lambda: torch.ops.llmk.cross_entropy(logits, targets),
+        lambda: torch.ops.llmk.fused_linear_ce(logits, linear_weight, targets),
+    ):
+        if path_taken(device) == "reference":
+            with pytest.raises(IndexError, match="target: expected class indices"):
+                loss()
+        else:
+            assert loss().isnan()
+    if path_taken(device) != "reference":
+        losses = torch.ops.llmk.cross_entropy(logits, targets, reduction="none")
+        assert losses.isnan().tolist() == [False, True, False, False]

@@ -1,6 +1,6 @@
 """Running an operator on a sample: fresh inputs, the chosen ones wanting gradients, and what came out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +92,22 @@ def call(
 
 def to_float64(tensor: Tensor) -> Tensor:
     return tensor.detach().double() if tensor.is_floating_point() else tensor.detach().clone()
+
+
+def float_dtype(op: Op, sample: Sample) -> torch.dtype:
+    return next(v.dtype for v in op.bind(sample).values() if isinstance(v, Tensor) and v.is_floating_point())
+
+
+def resized(op: Op, samples: Sequence[Sample], rows: Sequence[int]) -> Iterator[Sample]:
+    if op.resized is None:
+        return
+    tensor = next(value for value in op.bind(samples[0]).values() if isinstance(value, Tensor))
+    for count in rows:
+        yield op.resized(count, tensor.device, float_dtype(op, samples[0]))
+
+
+def first_line(error: Any) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
 
 
 INTERPRETED_BFLOAT16 = Tolerance(4.0, "Triton's interpreter cuts float32 to bfloat16 where a GPU rounds to nearest")

@@ -1,17 +1,15 @@
 """The promises, one function each: it returns when the operator keeps it and raises `BrokenPromise` when not.
 
-The numbers are those of the contract in docs/how-it-works.md.
+Those under torch.compile and on a GPU are in compile_promises.py. The numbers are those of the contract in
+docs/how-it-works.md.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._dynamo.exc import TorchDynamoException
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch._inductor.exc import InductorError
 from torch.autograd import forward_ad
 
 from llmk.opcheck.calls import (
@@ -21,9 +19,21 @@ from llmk.opcheck.calls import (
     call,
     copy_with_layout,
     differentiable_inputs,
+    first_line,
+    float_dtype,
     incoming_gradients,
     prepare,
     require_accurate,
+    resized,
+)
+from llmk.opcheck.compile_promises import (
+    clean_graph,
+    compiled,
+    compiled_samples,
+    cuda_graphs,
+    no_host_sync,
+    no_recompile,
+    other_stream,
 )
 from llmk.registry import Op, Sample
 from llmk.registry.launch import registered_path_only
@@ -39,7 +49,7 @@ def _same_bits(a: Tensor | None, b: Tensor | None) -> bool:
 
 def torch_opcheck(op: Op, samples: Sequence[Sample]) -> None:
     """torch.library.opcheck with all of its test utilities; the first samples will do after float32."""
-    for sample in samples if _dtype(op, samples[0]) == torch.float32 else samples[:3]:
+    for sample in samples if float_dtype(op, samples[0]) == torch.float32 else samples[:3]:
         if any(bool(output.isnan().any()) for output in call(op, sample, ()).outputs):
             continue  # torch.library.opcheck holds NaN unequal to itself; the accuracy rule does look at it
         args, kwargs, _ = prepare(op, sample, differentiable_inputs(op, sample))
@@ -53,15 +63,7 @@ def torch_opcheck(op: Op, samples: Sequence[Sample]) -> None:
         )  # fmt: skip
         for utility, result in results.items():
             if result != "SUCCESS":
-                raise BrokenPromise(f"{sample}: {utility}: {_first_line(result)}")
-
-
-def _dtype(op: Op, sample: Sample) -> torch.dtype:
-    return next(v.dtype for v in op.bind(sample).values() if isinstance(v, Tensor) and v.is_floating_point())
-
-
-def _first_line(error: Any) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+                raise BrokenPromise(f"{sample}: {utility}: {first_line(result)}")
 
 
 def values_and_gradients(op: Op, samples: Sequence[Sample]) -> None:
@@ -198,7 +200,7 @@ def input_subsets(op: Op, samples: Sequence[Sample]) -> None:
 
 def edge_rows(op: Op, samples: Sequence[Sample]) -> None:
     """2: no row, one row, and row counts around powers of two."""
-    for sample in _resized(op, samples, (0, 1, 2, 31, 33)):
+    for sample in resized(op, samples, (0, 1, 2, 31, 33)):
         require_accurate(op, sample, call(op, sample))
 
 
@@ -223,97 +225,6 @@ def same_on_short_path(op: Op, samples: Sequence[Sample]) -> None:
 
 def _results(outcome: Outcome) -> list[Tensor | None]:
     return [*outcome.outputs, *outcome.gradients.values()]
-
-
-def _resized(op: Op, samples: Sequence[Sample], rows: Sequence[int]) -> Iterator[Sample]:
-    if op.resized is None:
-        return
-    tensor = next(value for value in op.bind(samples[0]).values() if isinstance(value, Tensor))
-    for count in rows:
-        yield op.resized(count, tensor.device, _dtype(op, samples[0]))
-
-
-def compiled(op: Op, samples: Sequence[Sample]) -> None:
-    """3: compiled by Inductor in one graph among neighbours, outputs and gradients within the accuracy rule."""
-    sample = next(_resized(op, samples, [37]), samples[0])
-    _require_accurate_when_compiled(op, sample, {"fullgraph": True, "dynamic": True})
-
-
-def compiled_samples(op: Op, samples: Sequence[Sample]) -> None:
-    """3: every sample traced in one graph by Dynamo and AOTAutograd."""
-    for sample in samples:
-        _require_accurate_when_compiled(op, sample, {"fullgraph": True, "backend": "aot_eager"})
-
-
-def cuda_graphs(op: Op, samples: Sequence[Sample]) -> None:
-    """3: `mode="reduce-overhead"`, captured and replayed."""
-    sample = next(_resized(op, samples, [37]), samples[0])
-    _require_accurate_when_compiled(op, sample, {"fullgraph": True, "mode": "reduce-overhead"}, calls=4)
-
-
-def _require_accurate_when_compiled(op: Op, sample: Sample, options: dict[str, Any], calls: int = 1) -> None:
-    torch._dynamo.reset()
-    fn = torch.compile(lambda *args, **kwargs: op.overload(*args, **kwargs), **options)
-    for _ in range(calls):
-        try:
-            outcome = call(op, sample, fn=fn)
-        except (TorchDynamoException, InductorError) as error:
-            raise BrokenPromise(f"{sample}: does not compile: {_first_line(error)}") from error
-        require_accurate(op, sample, outcome)
-
-
-def no_recompile(op: Op, samples: Sequence[Sample]) -> None:
-    """3: no graph break, and no new graph after the second row count."""
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    fn = torch.compile(lambda *args, **kwargs: op.overload(*args, **kwargs), backend=counter, fullgraph=True)
-    compiles = []
-    for sample in _resized(op, samples, (64, 33, 7, 130, 51, 96)):
-        outcome = call(op, sample, fn=fn)
-        require_accurate(op, sample, outcome)
-        compiles.append(counter.frame_count)
-    if compiles and compiles[-1] > 2:
-        raise BrokenPromise(f"six row counts took {compiles[-1]} graphs, two (static, dynamic) are right: {compiles}")
-
-
-def clean_graph(op: Op, samples: Sequence[Sample]) -> None:
-    """3: between neighbours no input, output or gradient is copied."""
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._inductor.decomposition import select_decomp_table
-
-    graphs: list[torch.fx.GraphModule] = []
-
-    def record(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
-        graphs.append(graph)
-        return graph
-
-    torch._dynamo.reset()
-    backend = aot_autograd(fw_compiler=record, bw_compiler=record, decompositions=select_decomp_table())
-    for sample in samples:
-        torch._dynamo.reset()
-        graphs.clear()
-        call(op, sample, fn=torch.compile(lambda *a, **k: op.overload(*a, **k), backend=backend, fullgraph=True))
-        for graph in graphs:
-            for node in graph.graph.nodes:
-                if _copies_boundary(node) or _writes_view(node):
-                    raise BrokenPromise(f"{sample}: the compiled graph has {node.format_node()}")
-
-
-def _writes_view(node: torch.fx.Node) -> bool:
-    """Whether a kernel's result is put back into a larger buffer, which copies it."""
-    if not any(user.op == "output" for user in node.users):
-        return False
-    return node.target in (torch.ops.aten.slice_scatter.default, torch.ops.aten.as_strided_scatter.default)
-
-
-def _copies_boundary(node: torch.fx.Node) -> bool:
-    """Whether the node copies an input as it is, or a result on its way out."""
-    if node.target is torch.ops.aten.clone.default and node.kwargs.get("memory_format") in (
-        None,
-        torch.preserve_format,
-    ):
-        return node.all_input_nodes[0].op == "placeholder" or any(user.op == "output" for user in node.users)
-    return node.target is torch.ops.aten.copy.default and node.all_input_nodes[1].op == "placeholder"
 
 
 def refuses_transforms(op: Op, samples: Sequence[Sample]) -> None:
@@ -369,35 +280,6 @@ def _func_grad(fn: Callable[..., Any], op: Op, sample: Sample, wanted: Sequence[
         return _scalar(fn, [*args[:position], x, *args[position + 1 :]], kwargs)
 
     return torch.func.grad(loss)(args[position])
-
-
-def no_host_sync(op: Op, samples: Sequence[Sample]) -> None:
-    """3: neither direction makes the host wait for the device."""
-    for sample in samples:
-        args, kwargs, _ = prepare(op, sample, differentiable_inputs(op, sample))
-        outputs = as_list(op.overload(*args, **kwargs))  # builds the kernels, which may wait
-        torch.autograd.backward([o for o in outputs if o.requires_grad], incoming_gradients(outputs))
-        grads = incoming_gradients(outputs)
-        mode = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            outputs = as_list(op.overload(*args, **kwargs))
-            torch.autograd.backward([o for o in outputs if o.requires_grad], grads)
-        except RuntimeError as error:
-            raise BrokenPromise(f"{sample}: the host waits: {_first_line(error)}") from error
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
-
-
-def other_stream(op: Op, samples: Sequence[Sample]) -> None:
-    """2: on a stream that is not the default one."""
-    stream = torch.cuda.Stream()
-    for sample in samples:
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            outcome = call(op, sample)
-        torch.cuda.current_stream().wait_stream(stream)
-        require_accurate(op, sample, outcome)
 
 
 PROMISES: tuple[Promise, ...] = (
