@@ -42,6 +42,18 @@ def test_export_keeps_the_op(name: str, device: torch.device, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", OPS)
+def test_meta_device(name: str) -> None:
+    """Shapes without numbers, forward and backward, as for a model that is only being planned."""
+    op = OPS[name]
+    assert op.resized is not None
+    outcome = call(op, op.resized(8, torch.device("cpu"), torch.float32), change=lambda t: t.detach().to("meta"))
+    assert all(output.is_meta for output in outcome.outputs)
+    for wanted, gradient in outcome.gradients.items():
+        assert gradient is not None
+        assert gradient.shape == outcome.inputs[wanted].shape
+
+
+@pytest.mark.parametrize("name", OPS)
 def test_activation_checkpointing(name: str, device: torch.device) -> None:
     op = OPS[name]
     assert op.resized is not None

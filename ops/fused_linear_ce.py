@@ -30,7 +30,17 @@ from torch import Tensor
 from llmk.ops._chunked_linear import ChunkedLinear, LinearGradients, scale
 from llmk.ops._row_loss import CPU, KERNELS, Options, RowLoss
 from llmk.ops.cross_entropy import check_loss_options, cross_entropy_reference
-from llmk.registry import Cost, KernelOp, Sample, Tolerance, check_dtype, check_same, check_shape, public_op
+from llmk.registry import (
+    Cost,
+    KernelOp,
+    Sample,
+    Tolerance,
+    autocast_dtype,
+    check_dtype,
+    check_same,
+    check_shape,
+    public_op,
+)
 
 
 def fused_linear_ce_reference(
@@ -365,8 +375,8 @@ def fused_linear_ce(
 
     Sources: `torch.nn.functional.linear_cross_entropy`; Liger Kernel, https://arxiv.org/abs/2410.10989.
     """
-    if torch.is_autocast_enabled(input.device.type):
-        dtype = torch.get_autocast_dtype(input.device.type)
+    dtype = autocast_dtype(input.device)
+    if dtype is not None:
         input, linear_weight = input.to(dtype), linear_weight.to(dtype)
         linear_bias = linear_bias if linear_bias is None else linear_bias.to(dtype)
     check_dtype("input", input)

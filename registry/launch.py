@@ -97,10 +97,10 @@ def registered_path_only() -> Iterator[None]:
 
 
 def takes_short_path(args: tuple[Any, ...]) -> bool:
-    """Whether a call is plain eager mode: nothing traces, transforms or subclasses, so nobody needs the dispatcher."""
+    """Whether a call is plain eager mode: nothing traces, transforms or wraps tensors that hold numbers."""
     if _state.registered_only or is_tracing() or inside_functorch():
         return False
-    return all(type(arg) in _PLAIN for arg in args if isinstance(arg, torch.Tensor))
+    return all(type(arg) in _PLAIN and not arg.is_meta for arg in args if isinstance(arg, torch.Tensor))
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -116,6 +116,13 @@ def record_launches() -> Iterator[list[Launch]]:
             yield launches
     finally:
         _state.recorder = None
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast would cast a linear layer's tensors to on this device; None where it is off."""
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return None
 
 
 @contextlib.contextmanager
@@ -140,9 +147,8 @@ def needs_context(device: torch.device) -> bool:
 def _multiprocessors(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
-    return (
-        2 if INTERPRET else 132
-    )  # a few in the interpreter, so that each gets rows; an H200's when tracing without a GPU
+    # A few in the interpreter, so that each program gets several rows; an H200's when tracing without a GPU.
+    return 2 if INTERPRET else 132
 
 
 def num_programs(device: torch.device, per_multiprocessor: int) -> int:
