@@ -29,5 +29,9 @@ def sum_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum float32 `[P, N]` over its rows in a fixed order and round once to `dtype`: `[N]`."""
     P, N = partials.shape
     out = torch.empty((N,), dtype=dtype, device=partials.device)
-    wrap_triton(sum_partials_kernel)[(cdiv(N, 32),)](partials, out, P, N, BLOCK_P=64, BLOCK_N=32, num_warps=8)
+    # Narrow blocks of columns make enough programs; wide rows have enough anyway and read longer stretches.
+    block_p, block_n = (64, 32) if N <= 8192 else (8, 256)
+    wrap_triton(sum_partials_kernel)[(cdiv(N, block_n),)](
+        partials, out, P, N, BLOCK_P=block_p, BLOCK_N=block_n, num_warps=8
+    )
     return out
