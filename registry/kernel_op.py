@@ -62,8 +62,10 @@ class KernelOp:
     def __call__(self, *args: Any) -> Any:
         if not takes_short_path(args):
             return self.overload(*args)
-        if torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
-            return self._function.apply(*args)
+        if torch.is_grad_enabled():
+            for arg in args:
+                if isinstance(arg, torch.Tensor) and arg.requires_grad:
+                    return self._function.apply(*args)
         return self._body(*args)
 
     def register_kernel(self, device_type: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -101,22 +103,23 @@ class KernelOp:
     def _wrap(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fn)
         def body(*args: Any) -> Any:
-            device = args[0].device
-            run = self._implementation(device)
-            if needs_context(device):
-                with kernel_context(device):
+            run = self._implementation(args[0])
+            if needs_context(args[0]):
+                with kernel_context(args[0].device):
                     return run(*args)
             return run(*args)
 
         return body
 
-    def _implementation(self, device: torch.device) -> Callable[..., Any]:
-        if device.type not in ("cpu", "cuda"):
-            raise NotImplementedError(f"llmk::{self.name} runs on cpu and cuda devices, got {device}")
-        if device.type == "cpu" and not kernels_on_cpu():
-            assert self._cpu is not None
-            return self._cpu
-        return self.fn
+    def _implementation(self, tensor: torch.Tensor) -> Callable[..., Any]:
+        if tensor.is_cuda:
+            return self.fn
+        if not tensor.is_cpu:
+            raise NotImplementedError(f"llmk::{self.name} runs on cpu and cuda devices, got {tensor.device}")
+        if kernels_on_cpu():
+            return self.fn
+        assert self._cpu is not None
+        return self._cpu
 
     def _wrap_fake(self) -> Callable[..., Any]:
         def fake(*args: Any) -> Any:

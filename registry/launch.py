@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import triton.knobs
 
+from llmk.registry.launcher import launcher_for
+
 INTERPRET: bool = triton.knobs.runtime.interpret
 """TRITON_INTERPRET=1: kernels run on the CPU in Triton's interpreter. Triton decides at import, and so do we."""
 
@@ -57,15 +59,17 @@ def inside_functorch() -> bool:
 
 
 def wrap_triton(kernel: Any) -> Any:
-    """`torch.library.wrap_triton` where something traces; else the kernel itself, which launches in half the time.
+    """`torch.library.wrap_triton` where something traces; in plain eager mode what launches in the least time.
 
     It also knows the recorder, and the interpreter, which torch 2.11 refuses.
     """
     if _state.recorder is not None:
         return _RecordingKernel(kernel, _state.recorder)
-    if INTERPRET or not is_tracing():
+    if not INTERPRET and is_tracing():
+        return torch.library.wrap_triton(kernel)
+    if _state.kernels_on_cpu or torch.version.hip is not None:  # AMD's backend specializes on more
         return kernel
-    return torch.library.wrap_triton(kernel)
+    return launcher_for(kernel)
 
 
 def recording() -> bool:
@@ -100,10 +104,14 @@ def takes_short_path(args: tuple[Any, ...]) -> bool:
     """Whether a call is plain eager mode: nothing traces, transforms or wraps tensors that hold numbers."""
     if _state.registered_only or is_tracing() or inside_functorch():
         return False
-    return all(type(arg) in _PLAIN and not arg.is_meta for arg in args if isinstance(arg, torch.Tensor))
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+    for arg in args:
+        kind = type(arg)
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            if arg.is_meta:
+                return False
+        elif isinstance(arg, torch.Tensor):
+            return False
+    return True
 
 
 @contextlib.contextmanager
@@ -136,11 +144,11 @@ def kernel_context(device: torch.device) -> Iterator[None]:
             yield
 
 
-def needs_context(device: torch.device) -> bool:
+def needs_context(tensor: torch.Tensor) -> bool:
     """Whether `kernel_context` would change anything; entering it costs microseconds."""
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        return True
-    return torch.is_autocast_enabled(device.type)
+    if tensor.is_cuda:
+        return torch.is_autocast_enabled("cuda") or tensor.get_device() != torch.cuda.current_device()
+    return torch.is_autocast_enabled(tensor.device.type)
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -98,26 +98,33 @@ def _guarded(
     name: str, fn: Callable[..., Any], schema: torch.FunctionSchema, differentiable: tuple[str, ...]
 ) -> Callable[..., Any]:
     """The function behind the refusals that hold for every op: what it cannot differentiate it says, never zeros."""
-    tensors = [
-        (position, argument.name)
-        for position, argument in enumerate(schema.arguments)
-        if "Tensor" in str(argument.type)
-    ]
+    tensors = [(i, a.name) for i, a in enumerate(schema.arguments) if "Tensor" in str(a.type)]
+    without_gradient = [(i, argument) for i, argument in tensors if argument not in differentiable]
 
     @functools.wraps(fn)
     def implementation(*args: Any, **kwargs: Any) -> Any:
-        given = [
-            (argument, value)
-            for position, argument in tensors
-            if (value := args[position] if position < len(args) else kwargs.get(argument)) is not None
-        ]
         if inside_functorch():
             raise NotImplementedError(f"llmk::{name} does not support torch.func transforms (grad, vmap, jvp, ...)")
-        for argument, value in given:
-            if forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
-                raise NotImplementedError(f"{argument}: llmk::{name} does not support forward-mode AD")
-            if argument not in differentiable and value.requires_grad and torch.is_grad_enabled():
-                raise NotImplementedError(f"{argument}: llmk::{name} has no gradient for it; pass {argument}.detach()")
+        if forward_ad._current_level >= 0:
+            for argument, value in _given(tensors, args, kwargs):
+                if forward_ad.unpack_dual(value).tangent is not None:
+                    raise NotImplementedError(f"{argument}: llmk::{name} does not support forward-mode AD")
+        if without_gradient and torch.is_grad_enabled():
+            for argument, value in _given(without_gradient, args, kwargs):
+                if value.requires_grad:
+                    raise NotImplementedError(
+                        f"{argument}: llmk::{name} has no gradient for it; pass {argument}.detach()"
+                    )
         return fn(*args, **kwargs)
 
     return implementation
+
+
+def _given(
+    arguments: list[tuple[int, str]], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those of the arguments, by position and name, that a call gives a tensor."""
+    for position, argument in arguments:
+        value = args[position] if position < len(args) else kwargs.get(argument)
+        if value is not None:
+            yield argument, value

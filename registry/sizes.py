@@ -18,4 +18,6 @@ def next_power_of_2(n: int) -> int:
 
 def int_min(a: int, b: int) -> int:
     """The smaller one, without a guard on which it is where one is symbolic."""
+    if type(a) is int and type(b) is int:
+        return min(a, b)
     return torch.sym_min(a, b)  # type: ignore[return-value]

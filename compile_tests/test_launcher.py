@@ -1,0 +1,126 @@
+"""The launcher of plain eager mode tells apart whatever Triton would build another kernel for."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime import driver
+from triton.runtime.jit import create_function_from_signature
+
+from llmk.ops.rms_norm import rms_norm_kernel
+from llmk.registry.launch import INTERPRET
+from llmk.registry.launcher import Launcher
+
+pytestmark = pytest.mark.skipif(INTERPRET, reason="TRITON_INTERPRET=1: nothing is built")
+
+
+class Compiled:
+    """What Triton's launch returns: counts the launches made without it."""
+
+    function, packed_metadata = 1, ()
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[Any, ...]] = []
+
+    def run(self, *args: Any) -> None:
+        self.runs.append(args)
+
+
+class Kernel:
+    """A kernel of three arguments and two constants, built anew at each of Triton's own launches."""
+
+    signature = type("Signature", (), {"parameters": dict.fromkeys(["x_ptr", "w_ptr", "n", "EVEN", "BLOCK"])})
+
+    def __init__(self) -> None:
+        self.built: list[Compiled] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, **constants: Any) -> Compiled:
+            self.built.append(Compiled())
+            return self.built[-1]
+
+        return launch
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Driver:
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 7
+
+    monkeypatch.setattr(type(driver), "active", property(lambda self: Driver()))
+
+
+storage = torch.zeros(64)
+aligned, shifted = storage[:32], storage[1:32]
+
+
+def test_the_second_launch_is_direct() -> None:
+    kernel = Kernel()
+    launcher = Launcher(kernel)
+    for grid, n in [((3,), 48), ((5, 2), 64)]:
+        launcher[grid](aligned, None, n, BLOCK=16, EVEN=True, num_warps=4)
+    (compiled,) = kernel.built
+    assert compiled.runs == [(5, 2, 1, 7, 1, (), None, None, None, aligned.data_ptr(), None, 64, True, 16)]
+
+
+@pytest.mark.parametrize(
+    ("args", "constants"),
+    [
+        ((shifted, None, 48), {}),
+        ((aligned.half(), None, 48), {}),
+        ((aligned, aligned, 48), {}),
+        ((aligned, None, 1), {}),
+        ((aligned, None, 50), {}),
+        ((aligned, None, 2**31), {}),
+        ((aligned, None, 48), {"EVEN": False}),
+        ((aligned, None, 48), {"num_warps": 8}),
+    ],
+)
+def test_what_is_built_again(args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    kernel = Kernel()
+    launcher = Launcher(kernel)
+    usual = {"EVEN": True, "BLOCK": 16, "num_warps": 4}
+    launcher[(1,)](aligned, None, 48, **usual)
+    for _ in range(2):
+        launcher[(1,)](*args, **usual | constants)
+    assert len(kernel.built) == 2
+
+
+def test_it_tells_apart_what_triton_does() -> None:
+    """Over many arguments of a real kernel: where Triton's specialization differs, so does the launcher's."""
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    bind = create_function_from_signature(rms_norm_kernel.signature, rms_norm_kernel.params, backend)
+    tensors: list[Tensor | None] = [aligned, shifted, aligned.bfloat16(), None]
+    sizes = [1, 2, 16, 17, 48, 2**31 - 1, 2**31, 2**31 + 16]
+    calls = [(aligned, w, aligned, aligned, M, 24, 32, 1e-6, 0.0) for w in tensors for M in sizes]
+    constants = {"BLOCK_M": 1, "BLOCK_N": 32, "num_warps": 4}
+
+    built: dict[int, Any] = {}
+
+    class Specializing(Kernel):
+        signature = rms_norm_kernel.signature
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def launch(*args: Any, **constants: Any) -> Compiled:
+                compiled = Compiled()
+                built[id(compiled)] = (compiled, bind(*args, **constants)[1])
+                return compiled
+
+            return launch
+
+    launcher = Launcher(Specializing())
+    for args in calls:
+        launcher[(1,)](*args, **constants)
+        runs = {key: len(compiled.runs) for key, (compiled, _) in built.items()}
+        launcher[(1,)](*args, **constants)
+        (used,) = [
+            specialization for key, (compiled, specialization) in built.items() if len(compiled.runs) > runs[key]
+        ]
+        assert used == bind(*args, **constants)[1]
