@@ -45,8 +45,8 @@ train: $(call needs,examples)
 	$(PY) examples/train.py $(TRAIN_ARGS)
 
 test: $(call needs,test examples)
-	$(PY) -m pytest $(TEST_ARGS)
-	TRITON_INTERPRET=1 $(PY) -m pytest -m kernels $(TEST_ARGS)
+	$(PY) -m pytest -n auto --dist worksteal $(TEST_ARGS)
+	TRITON_INTERPRET=1 $(PY) -m pytest -n auto --dist worksteal -m kernels $(TEST_ARGS)
 
 opcheck: $(call needs,test)
 	$(PY) -m llmk.opcheck $(OPCHECK_ARGS)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ from llmk.registry import OPS, Op
 from llmk.registry.launch import INTERPRET
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-PATHS = ("reference", "interpreter", "GPU kernel")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -45,6 +45,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="on a CPU: plain PyTorch, the kernels in Triton's interpreter, or both (default)",
     )
     parser.add_argument("--promise", action="append", help="check this one only; may be repeated")
+    parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="processes (default: one a core)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     return parser.parse_args(arguments)
 
@@ -86,30 +87,35 @@ def _load(name: str) -> Any:
 
 
 class Progress:
-    """One line that says what is being checked: rewritten in a terminal, a line for each operator elsewhere."""
+    """One line that says what is being checked: rewritten in a terminal, a line each time elsewhere."""
 
-    def __init__(self, path: str, total: int) -> None:
-        self.path, self.total, self.done, self.last = path, total, 0, ""
+    def __init__(self, total: int) -> None:
+        self.total, self.done = total, 0
 
     def __call__(self, message: str) -> None:
         self.done += 1
+        line = f"[{self.done}/{self.total}] {message}"
         if sys.stderr.isatty():
-            line = f"[{self.done}/{self.total}] {self.path}: {message}"
             print(f"\r{line[:78]:<78}", end="", file=sys.stderr, flush=True)
-        elif (op := message.split()[0]) != self.last:
-            self.last = op
-            print(f"[{self.done}/{self.total}] {self.path}: {op}", file=sys.stderr, flush=True)
+        else:
+            print(line, file=sys.stderr, flush=True)
 
     def clear(self) -> None:
         if sys.stderr.isatty():
             print(f"\r{'':<78}\r", end="", file=sys.stderr, flush=True)
 
 
-def run_here(options: argparse.Namespace, ops: Sequence[Op], device: torch.device) -> list[Result]:
+def paths(device: torch.device, choice: str) -> Sequence[str]:
+    """The paths to check; each needs a process of its own, since Triton decides at import whether it interprets."""
+    if device.type != "cpu" or INTERPRET:
+        return (path_taken(device),)
+    return ("reference", "interpreter") if choice == "all" else (choice,)
+
+
+def check_here(options: argparse.Namespace, ops: Sequence[Op], device: torch.device) -> list[Result]:
     """Check on the path that this process takes."""
     dtypes = [DTYPES[name] for name in options.dtype] if options.dtype else None
-    total = sum(len(dtypes or op.dtypes) for op in ops) * len(promises_for(device, options.promise))
-    progress = Progress(path_taken(device), total)
+    progress = Progress(sum(len(dtypes or op.dtypes) for op in ops) * len(promises_for(device, options.promise)))
     results: list[Result] = []
     for op in ops:
         results += check(op, device=device, dtypes=dtypes, promises=options.promise, progress=progress)
@@ -117,17 +123,37 @@ def run_here(options: argparse.Namespace, ops: Sequence[Op], device: torch.devic
     return results
 
 
-def run_in_interpreter(options: argparse.Namespace) -> list[Result]:
-    """Check in a process of its own: Triton decides at import whether it interprets."""
+def check_in_processes(
+    options: argparse.Namespace, units: Sequence[tuple[str, str]], device: torch.device
+) -> list[Result]:
+    """Check each operator (or file) and path in a process of its own, so many at a time."""
+    progress = Progress(len(units))
+
+    def run(unit: tuple[str, str]) -> list[Result]:
+        results = check_in_process(options, *unit, device)
+        progress(f"{unit[1]}: {unit[0]}")
+        return results
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        results = [result for group in pool.map(run, units) for result in group]
+    progress.clear()
+    return results
+
+
+def check_in_process(options: argparse.Namespace, name: str, path: str, device: torch.device) -> list[Result]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "results.json"
-        command = [sys.executable, "-m", "llmk.opcheck", *options.ops, "--device", "cpu", "--json", str(file)]
-        for name, values in (("--dtype", options.dtype), ("--promise", options.promise)):
-            command += [word for value in values or () for word in (name, value)]
-        environment = os.environ | {"TRITON_INTERPRET": "1"}
-        process = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False)
+        command = [sys.executable, "-m", "llmk.opcheck", name, "--device", str(device), "--json", str(file)]
+        if path == "reference":
+            command += ["--path", path]
+        for option, values in (("--dtype", options.dtype), ("--promise", options.promise)):
+            command += [word for value in values or () for word in (option, value)]
+        # Processes side by side share the cores.
+        threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // options.jobs))}
+        environment = os.environ | threads | ({"TRITON_INTERPRET": "1"} if path == "interpreter" else {})
+        process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if not file.exists():
-            raise SystemExit(f"opcheck: the interpreter's process failed with exit code {process.returncode}")
+            raise SystemExit(f"opcheck: {name} ({path}) failed with exit code {process.returncode}:\n{process.stderr}")
         return [Result(**result) for result in json.loads(file.read_text())["results"]]
 
 
@@ -170,11 +196,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if device.type != "cpu" and options.path != "all":
         raise SystemExit("opcheck: --path is for the CPU; on a GPU the kernels run")
     ops = find_ops(options.ops)
-    results: list[Result] = []
-    if device.type != "cpu" or INTERPRET or options.path != "interpreter":
-        results += run_here(options, ops, device)
-    if device.type == "cpu" and not INTERPRET and options.path != "reference":
-        results += run_in_interpreter(options)
+    units = [(name, path) for path in paths(device, options.path) for name in options.ops or OPS]
+    if len(units) == 1 and units[0][1] == path_taken(device):
+        results = check_here(options, ops, device)
+    else:
+        results = check_in_processes(options, units, device)
     print_table(results)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
