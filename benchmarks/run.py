@@ -4,6 +4,7 @@ For each workload of an operator's record: forward, forward and backward, both r
 time without the host's), and peak memory above the inputs. The floor is the larger of (bytes it must move / measured
 copy bandwidth) and (operations it must do / measured GEMM rate), both measured first, in the same process; the ratio
 printed is that of the replayed forward and backward. On a CPU one small sample is timed, to keep the code tested.
+Last comes the host time of a small eager call, see host.py.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import llmk
+from benchmarks.host import host_times
 from llmk.registry import OPS, Cost, Op, Sample
 
 DTYPE = torch.bfloat16
@@ -34,6 +36,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("ops", nargs="*", metavar="OP", help="operators by name; all by default")
     parser.add_argument("--device", help="cuda if there is one, else cpu")
+    parser.add_argument("--host-only", action="store_true", help="only the host time of small calls")
     parser.add_argument("--repeats", type=int, default=20, help="timed calls of each (default 20)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     options = parser.parse_args(arguments)
@@ -196,6 +199,21 @@ def print_row(row: dict[str, Any]) -> None:
     tqdm.write(f"{head}{row['forward_ms']:>8.3f}{row['full_ms']:>9.3f}{device_ms:>9.3f}{ratio}{memory}")
 
 
+def measure_host(names: Sequence[str], device: torch.device) -> list[dict[str, Any]]:
+    """The host time of each operator's small call, in microseconds, as a table."""
+    print(f"\n{'host us, forward / both':<24}{'llmk':>16}{'bare Function':>16}{'ratio':>14}{'torch':>16}")
+    rows: list[dict[str, Any]] = []
+    for name in names:
+        row = host_times(OPS[name], device, DTYPE)
+        if row is None:
+            continue
+        rows.append(row)
+        times = [f"{row[way][0]:.0f} / {row[way][1]:.0f}" for way in ("llmk", "bare", "torch")]
+        ratio = f"{row['ratio'][0]:.2f} / {row['ratio'][1]:.2f}"
+        print(f"{name:<24}{times[0]:>16}{times[1]:>16}{ratio:>14}{times[2]:>16}")
+    return rows
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -206,7 +224,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "; columns: forward ms, forward and backward ms, the same replayed, its ratio to the floor, MiB"
     )
     rows: list[dict[str, Any]] = []
-    for name in tqdm(options.ops or list(OPS), desc="ops", disable=not sys.stderr.isatty()):
+    for name in tqdm(
+        [] if options.host_only else options.ops or list(OPS), desc="ops", disable=not sys.stderr.isatty()
+    ):
         op = OPS[name]
         calls = op.workloads if device.type == "cuda" else op.samples
         if calls is None:
@@ -218,6 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for row in measure(op, sample, timer, ceilings):
                 rows.append(row)
                 print_row(row)
+    host = measure_host(options.ops or list(OPS), device)
     if options.json:
         about = {
             "llmk": llmk.__version__, "torch": torch.__version__, "triton": triton.__version__,
@@ -225,7 +246,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", "dtype": str(DTYPE),
         }  # fmt: skip
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({**about, "ceilings": ceilings, "rows": rows}, indent=1) + "\n")
+        options.json.write_text(
+            json.dumps({**about, "ceilings": ceilings, "rows": rows, "host_us": host}, indent=1) + "\n"
+        )
     return 0
 
 

@@ -1,33 +1,60 @@
 """Modules around the operators, with the parameters of the torch or Hugging Face module that each replaces."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from llmk import functional
 
 
-class RMSNorm(nn.Module):
-    """`torch.nn.RMSNorm` over the last axis; `offset=1.0` is Gemma's, whose weight starts at zero.
+class _Norm(nn.Module):
+    """A norm over the last axes, `normalized_shape`; the operators take them as one."""
 
-    Parameters: `weight [normalized_shape]`.
+    def __init__(self, normalized_shape: int | Sequence[int], eps: float | None, elementwise_affine: bool) -> None:
+        super().__init__()
+        self.normalized_shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        self.eps, self.elementwise_affine = eps, elementwise_affine
+
+    def _flat(self, input: Tensor) -> Tensor:
+        axes = len(self.normalized_shape)
+        if tuple(input.shape[-axes:]) != self.normalized_shape:
+            raise ValueError(
+                f"input: expected shape [..., {', '.join(map(str, self.normalized_shape))}], got {tuple(input.shape)}"
+            )
+        return input if axes == 1 else input.flatten(-axes)
+
+    def extra_repr(self) -> str:
+        return f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
+
+
+def _flat_parameter(parameter: Tensor | None) -> Tensor | None:
+    return parameter if parameter is None or parameter.dim() == 1 else parameter.flatten()
+
+
+class RMSNorm(_Norm):
+    """`torch.nn.RMSNorm`; `offset=1.0` is Gemma's, whose weight starts at zero.
+
+    As in torch, `eps=None` is the machine epsilon of the input's dtype; the default is Hugging Face's.
+
+    Parameters: `weight [*normalized_shape]`.
     """
 
     def __init__(
         self,
-        normalized_shape: int,
-        eps: float = 1e-6,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = 1e-6,
         elementwise_affine: bool = True,
-        *,
-        offset: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        offset: float = 0.0,
     ) -> None:
-        super().__init__()
-        self.normalized_shape = (normalized_shape,)
-        self.eps, self.offset = eps, offset
+        super().__init__(normalized_shape, eps, elementwise_affine)
+        self.offset = offset
         self.weight: nn.Parameter | None = None
         if elementwise_affine:
-            self.weight = nn.Parameter(torch.empty(normalized_shape, device=device, dtype=dtype))
+            self.weight = nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -35,19 +62,92 @@ class RMSNorm(nn.Module):
             nn.init.constant_(self.weight, 1.0 - self.offset)
 
     def forward(self, input: Tensor) -> Tensor:
-        return functional.rms_norm(input, self.weight, self.eps, offset=self.offset)
+        eps = torch.finfo(input.dtype).eps if self.eps is None else self.eps
+        normed = functional.rms_norm(self._flat(input), _flat_parameter(self.weight), eps, offset=self.offset)
+        return normed.view(input.shape)
 
     def extra_repr(self) -> str:
-        affine = self.weight is not None
-        return f"{self.normalized_shape[0]}, eps={self.eps}, elementwise_affine={affine}, offset={self.offset}"
+        return f"{super().extra_repr()}, offset={self.offset}"
 
 
-class SwiGLUMLP(nn.Module):
-    """Llama's feed-forward layer, `down_proj(silu(gate_proj(x)) * up_proj(x))`, as in Hugging Face's `LlamaMLP`.
+class LayerNorm(_Norm):
+    """`torch.nn.LayerNorm`.
 
-    Parameters: `gate_proj.weight` and `up_proj.weight [intermediate_size, hidden_size]`,
-    `down_proj.weight [hidden_size, intermediate_size]`, and their biases if asked for.
+    Parameters: `weight [*normalized_shape]` and `bias [*normalized_shape]`.
     """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine)
+        self.weight: nn.Parameter | None = None
+        self.bias: nn.Parameter | None = None
+        if elementwise_affine:
+            self.weight = nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype))
+            if bias:
+                self.bias = nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight, bias = _flat_parameter(self.weight), _flat_parameter(self.bias)
+        return functional.layer_norm(self._flat(input), weight, bias, self.eps).view(input.shape)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, bias={self.bias is not None}"
+
+
+class GroupNorm(nn.Module):
+    """`torch.nn.GroupNorm`.
+
+    Parameters: `weight [num_channels]` and `bias [num_channels]`.
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        num_channels: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if num_groups < 1 or num_channels % num_groups:
+            raise ValueError(f"num_channels: expected a multiple of num_groups {num_groups}, got {num_channels}")
+        self.num_groups, self.num_channels, self.eps, self.affine = num_groups, num_channels, eps, affine
+        self.weight: nn.Parameter | None = None
+        self.bias: nn.Parameter | None = None
+        if affine:
+            self.weight = nn.Parameter(torch.empty(num_channels, device=device, dtype=dtype))
+            self.bias = nn.Parameter(torch.empty(num_channels, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.weight is not None and self.bias is not None:
+            nn.init.ones_(self.weight)
+            nn.init.zeros_(self.bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_groups}, {self.num_channels}, eps={self.eps}, affine={self.affine}"
+
+
+class _GatedMLP(nn.Module):
+    """The projections of a gated feed-forward layer."""
 
     def __init__(
         self,
@@ -63,8 +163,43 @@ class SwiGLUMLP(nn.Module):
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias, device=device, dtype=dtype)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias, device=device, dtype=dtype)
 
+
+class SwiGLUMLP(_GatedMLP):
+    """Llama's feed-forward layer, `down_proj(silu(gate_proj(x)) * up_proj(x))`, as in Hugging Face's `LlamaMLP`.
+
+    Parameters: `gate_proj.weight` and `up_proj.weight [intermediate_size, hidden_size]`,
+    `down_proj.weight [hidden_size, intermediate_size]`, and their biases if asked for.
+    """
+
     def forward(self, input: Tensor) -> Tensor:
         return self.down_proj(functional.swiglu(self.gate_proj(input), self.up_proj(input)))
+
+
+class GeGLUMLP(_GatedMLP):
+    """Gemma's feed-forward layer, `down_proj(gelu(gate_proj(x)) * up_proj(x))`, as in Hugging Face's `GemmaMLP`.
+
+    `approximate` is that of `torch.nn.GELU`: "tanh", which is Gemma's, or "none". Parameters as in `SwiGLUMLP`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        bias: bool = False,
+        *,
+        approximate: str = "tanh",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden_size, intermediate_size, bias, device=device, dtype=dtype)
+        self.approximate = approximate
+
+    def forward(self, input: Tensor) -> Tensor:
+        gate, up = self.gate_proj(input), self.up_proj(input)
+        return self.down_proj(functional.geglu(gate, up, approximate=self.approximate))
+
+    def extra_repr(self) -> str:
+        return f"approximate={self.approximate!r}"
 
 
 class RotaryEmbedding(nn.Module):
@@ -192,3 +327,34 @@ class LinearCrossEntropyLoss(CrossEntropyLoss):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, chunk_size={self.chunk_size}"
+
+
+class KLDivLoss(nn.Module):
+    """`torch.nn.KLDivLoss`: of log-probabilities `input` against probabilities `target`, or their logarithms."""
+
+    def __init__(self, reduction: str = "mean", log_target: bool = False) -> None:
+        super().__init__()
+        self.reduction, self.log_target = reduction, log_target
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return functional.kl_div(input, target, reduction=self.reduction, log_target=self.log_target)
+
+    def extra_repr(self) -> str:
+        return f"reduction={self.reduction!r}, log_target={self.log_target}"
+
+
+class GIoULoss(nn.Module):
+    """Generalized intersection over union of boxes `[..., 4]`, as in `torchvision.ops.generalized_box_iou_loss`.
+
+    A target whose last coordinate is at most 0 is padding and does not count.
+    """
+
+    def __init__(self, reduction: str = "mean", eps: float = 1e-5) -> None:
+        super().__init__()
+        self.reduction, self.eps = reduction, eps
+
+    def forward(self, boxes: Tensor, targets: Tensor) -> Tensor:
+        return functional.giou_loss(boxes, targets, reduction=self.reduction, eps=self.eps)
+
+    def extra_repr(self) -> str:
+        return f"reduction={self.reduction!r}, eps={self.eps}"

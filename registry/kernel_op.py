@@ -48,13 +48,15 @@ class KernelOp:
         self.fn = fn
         self.name = fn.__name__
         self.has_backward = False
+        self.backward: Callable[..., Any] = self._refuse_double_backward
+        self.setup_context: Callable[..., Any] = _save_nothing
         self._cpu: Callable[..., Any] | None = None
         self._fake: Callable[..., Any] | None = None
         self._body = self._wrap(fn)
         self._definition: Any = torch.library.triton_op(f"llmk::{self.name}", self._body, mutates_args=())
         self._definition.register_fake(self._wrap_fake())
-        self._definition.register_autograd(self._refuse_double_backward)
-        self._function = _autograd_function(self.name, self._body, self._refuse_double_backward, None)
+        self._definition.register_autograd(self.backward)
+        self._function = _autograd_function(self.name, self._body, self.backward, self.setup_context)
         if opaque or INTERPRET:
             self._definition.register_torch_dispatch(FunctionalTensorMode, _keep_as_one_node)
         self.overload: Any = getattr(torch.ops.llmk, self.name).default
@@ -87,6 +89,7 @@ class KernelOp:
     def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., Any]) -> None:
         """Register the backward formula, as in `torch.library.register_autograd`; it must call kernel ops only."""
         self.has_backward = True
+        self.backward, self.setup_context = backward, setup_context
         self._definition.register_autograd(backward, setup_context=setup_context)
         self._function = _autograd_function(self.name, self._body, backward, setup_context)
 
@@ -103,7 +106,7 @@ class KernelOp:
     def _wrap(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fn)
         def body(*args: Any) -> Any:
-            run = self._implementation(args[0])
+            run = self.implementation(args[0])
             if needs_context(args[0]):
                 with kernel_context(args[0].device):
                     return run(*args)
@@ -111,7 +114,8 @@ class KernelOp:
 
         return body
 
-    def _implementation(self, tensor: torch.Tensor) -> Callable[..., Any]:
+    def implementation(self, tensor: torch.Tensor) -> Callable[..., Any]:
+        """What computes on the device of `tensor`: the launching function, or plain PyTorch."""
         if tensor.is_cuda:
             return self.fn
         if not tensor.is_cpu:
@@ -136,15 +140,18 @@ def _keep_as_one_node(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) ->
     return mode.__torch_dispatch__(op, types, args, kwargs)
 
 
+def _save_nothing(ctx: Any, inputs: Any, output: Any) -> None:
+    pass
+
+
 def _autograd_function(
-    name: str, body: Callable[..., Any], backward: Callable[..., Any], setup_context: Callable[..., Any] | None
+    name: str, body: Callable[..., Any], backward: Callable[..., Any], setup_context: Callable[..., Any]
 ) -> type[torch.autograd.Function]:
     """The short path: the same body and formula without the dispatcher."""
 
     def forward(ctx: Any, *args: Any) -> Any:
         output = body(*args)
-        if setup_context is not None:
-            setup_context(ctx, args, output)
+        setup_context(ctx, args, output)
         return output
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}

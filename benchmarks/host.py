@@ -1,0 +1,106 @@
+"""Host time of a small call in plain eager mode, where launching costs more than computing.
+
+The yardstick is a bare `torch.autograd.Function`: what a careful author would write by hand around the same kernels,
+with Triton's own launch and without dispatcher, checks or schema. It is derived from the operator's kernel ops.
+"""
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmk.opcheck.calls import as_list, differentiable_inputs, incoming_gradients, prepare
+from llmk.registry import KernelOp, Op, launch
+
+CALLS, ROUNDS = 100, 11
+
+
+def host_times(op: Op, device: torch.device, dtype: torch.dtype) -> dict[str, Any] | None:
+    """Microseconds of forward, and of forward and backward: llmk, the bare Function around its kernels, and torch.
+
+    None for an operator that has no one kernel op to wrap, or no small sample.
+    """
+    if op.resized is None:
+        return None
+    args, kwargs, tensors = prepare(op, op.resized(64, device, dtype), ())
+    inputs = [tensors[name].requires_grad_() for name in differentiable_inputs(op, op.resized(64, device, dtype))]
+    called = _forward_kernel_op(op, args, kwargs)
+    if called is None or not inputs:
+        return None
+    kernel_op, kernel_args = called
+    bare = _bare_function(kernel_op)
+    row: dict[str, Any] = {"op": op.name}
+    row["llmk"] = _times(lambda: op.overload(*args, **kwargs), inputs)
+    with _kernels_called_directly():
+        row["bare"] = _times(lambda: bare.apply(*kernel_args), inputs)
+    row["torch"] = _times(lambda: op.reference(*args, **kwargs), inputs)
+    row["ratio"] = [a / b for a, b in zip(row["llmk"], row["bare"], strict=True)]
+    return row
+
+
+def _forward_kernel_op(op: Op, args: list[Any], kwargs: dict[str, Any]) -> tuple[KernelOp, tuple[Any, ...]] | None:
+    """The one kernel op with a backward formula that a call makes, and what it is given."""
+    calls: list[tuple[KernelOp, tuple[Any, ...]]] = []
+    original = KernelOp.__call__
+
+    def recording(self: KernelOp, *given: Any) -> Any:
+        if self.has_backward:
+            calls.append((self, given))
+        return original(self, *given)
+
+    KernelOp.__call__ = recording
+    try:
+        op.overload(*args, **kwargs)
+    finally:
+        KernelOp.__call__ = original
+    return calls[0] if len(calls) == 1 else None
+
+
+def _bare_function(kernel_op: KernelOp) -> type[torch.autograd.Function]:
+    def forward(ctx: Any, *args: Any) -> Any:
+        output = kernel_op.implementation(args[0])(*args)
+        kernel_op.setup_context(ctx, args, output)
+        return output
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(kernel_op.backward)}
+    return type("BareFunction", (torch.autograd.Function,), methods)
+
+
+@contextlib.contextmanager
+def _kernels_called_directly() -> Iterator[None]:
+    """Inside a backward formula a kernel op is no more than its function, and kernels are launched by Triton."""
+    call, launcher_for = KernelOp.__call__, launch.launcher_for
+    KernelOp.__call__ = lambda self, *args: self.implementation(args[0])(*args)
+    launch.launcher_for = lambda kernel: kernel
+    try:
+        yield
+    finally:
+        KernelOp.__call__, launch.launcher_for = call, launcher_for
+
+
+def _times(fn: Callable[[], Any], inputs: list[Tensor]) -> list[float]:
+    """Forward, and forward and backward, in microseconds."""
+    outputs = [output for output in as_list(fn()) if output.requires_grad]
+    grads = incoming_gradients(outputs)
+
+    def full() -> None:
+        torch.autograd.grad([output for output in as_list(fn()) if output.requires_grad], inputs, grads)
+
+    return [_microseconds(fn), _microseconds(full)]
+
+
+def _microseconds(fn: Callable[[], Any]) -> float:
+    """The median over rounds of calls that do not wait for the device."""
+    rounds = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            fn()
+        rounds.append(1e6 * (time.perf_counter() - start) / CALLS)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    return statistics.median(rounds[1:])
