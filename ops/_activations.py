@@ -11,9 +11,8 @@ With s(z) = 1 / (1 + exp(-z)), Phi and phi the normal distribution and its densi
     silu          x s(x)                              s(x) (1 + x s(-x))
 
 The tanh form of GELU, x (1 + tanh(u)) / 2 with u = sqrt(2/pi) (x + 0.044715 x^3), is x s(z) with z = 2u: the same
-function, without the sum 1 + tanh(u) that cancels where x is negative.
-
-Kernels compute Phi in a form of Abramowitz and Stegun's, 7.1.26, which does not cancel there either.
+function, without the sum 1 + tanh(u) that cancels where x is negative. Kernels compute x s(z) as x / (1 + exp(-z)), one
+rounding less, and Phi in a form of Abramowitz and Stegun's, 7.1.26, which does not cancel there either.
 
 Sources: GELU and SiLU, Hendrycks and Gimpel, 2016, https://arxiv.org/abs/1606.08415; the squared ReLU, So et al., 2021,
 https://arxiv.org/abs/2109.08668.
