@@ -16,8 +16,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 from llmk.opcheck.calls import as_list, call, differentiable_inputs, prepare
+from llmk.ops.gated_units import gated_unit_fwd
 from llmk.ops.rms_norm import rms_norm_fwd
-from llmk.ops.swiglu import swiglu_fwd
 from llmk.registry import OPS, KernelOp
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -91,13 +91,13 @@ def test_selective_checkpointing_by_name(device: torch.device, monkeypatch: pyte
     x, w = torch.randn(4, 16, device=device, requires_grad=True), torch.randn(16, device=device, requires_grad=True)
     expected = torch.autograd.grad(layer(x, w).sum(), (x, w))
     counting(rms_norm_fwd)
-    counting(swiglu_fwd)
+    counting(gated_unit_fwd)
     contexts = partial(create_selective_checkpoint_contexts, policy)
     y = checkpoint(layer, x, w, use_reentrant=False, context_fn=contexts)
     assert isinstance(y, Tensor)
     for a, b in zip(torch.autograd.grad(y.sum(), (x, w)), expected, strict=True):
         assert torch.equal(a, b)
-    assert runs == {"_rms_norm_fwd": 1, "_swiglu_fwd": 4}
+    assert runs == {"_rms_norm_fwd": 1, "_gated_unit_fwd": 4}
 
 
 def test_autocast(device: torch.device) -> None:
@@ -197,8 +197,8 @@ def test_compile_cache_hits_and_misses(tmp_path: Path) -> None:
     first = probe()
     assert first[0] == 0
     assert probe() == (1, first[1])
-    source = copy / "ops" / "swiglu.py"
-    changed = source.read_text().replace("silu(gate.float()) * up.float()", "silu(gate.float()) * up.float() * 2")
+    source = copy / "ops" / "gated_units.py"
+    changed = source.read_text().replace("gate.float(), name) * up.float()", "gate.float(), name) * up.float() * 2")
     assert changed != source.read_text()
     source.write_text(changed)
     assert probe() == (0, 2 * first[1])

@@ -114,3 +114,27 @@ def test_fused_linear_ce(data, dtype, N, H, V, layout, device: torch.device) -> 
         options["linear_bias"] = tensor((V,), dtype, device, data.draw(layouts))
     weight = tensor((V, H), dtype, device, data.draw(layouts)) / H**0.5
     check("fused_linear_ce", (tensor((N, H), dtype, device, layout), weight, target), options, data)
+
+
+@pytest.mark.kernels
+@few
+@given(data=st.data(), dtype=dtypes, rows=st.lists(sizes, max_size=2), N=sizes, layout=layouts, packed=st.booleans())
+def test_geglu(data, dtype, rows, N, layout, packed, device: torch.device) -> None:
+    gate = tensor((*rows, 2 * N if packed else N), dtype, device, layout)
+    args = (gate,) if packed else (gate, tensor((*rows, N), dtype, device, data.draw(layouts)))
+    check("geglu", args, {"approximate": data.draw(st.sampled_from(["tanh", "none"]))}, data)
+
+
+@pytest.mark.kernels
+@few
+@given(data=st.data(), dtype=dtypes, shape=st.lists(sizes, min_size=1, max_size=3), layout=layouts)
+def test_relu_squared(data, dtype, shape, layout, device: torch.device) -> None:
+    check("relu_squared", (tensor(tuple(shape), dtype, device, layout),), {}, data)
+
+
+@pytest.mark.kernels
+@few
+@given(data=st.data(), dtype=dtypes, shape=st.lists(sizes, min_size=1, max_size=3), layout=layouts)
+def test_add(data, dtype, shape, layout, device: torch.device) -> None:
+    other = tensor(tuple(shape), dtype, device, data.draw(layouts))
+    check("add", (tensor(tuple(shape), dtype, device, layout), other), {}, data)

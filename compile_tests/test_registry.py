@@ -81,9 +81,9 @@ def test_refuses_a_schema_that_is_not_the_functions() -> None:
 
 def test_the_folder_at_the_root_is_not_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """`import ops` finds the folder when Python runs at the root; its operators must not register a second time."""
-    source = sys.modules["llmk.ops.swiglu"].__file__
+    source = sys.modules["llmk.ops.gated_units"].__file__
     assert source is not None
-    module = types.ModuleType("ops.swiglu")
+    module = types.ModuleType("ops.gated_units")
     with open(source) as file, pytest.raises(RuntimeError, match=r"already registered|llmk.ops"):
         exec(compile(file.read(), source, "exec"), vars(module))
 
@@ -110,6 +110,14 @@ q, k, cos = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 3, 
         ("swiglu", (x, x[:2]), {}, ValueError, r"up: expected shape \(4, 8\)"),
         ("swiglu", (x, x.half()), {}, TypeError, "up: expected dtype float32 like gate, got float16"),
         ("swiglu", (x[:, :7],), {}, ValueError, "gate: expected shape .* when up is None"),
+        ("geglu", (x, x[:2]), {}, ValueError, r"up: expected shape \(4, 8\)"),
+        ("geglu", (x, x.half()), {}, TypeError, "up: expected dtype float32 like gate, got float16"),
+        ("geglu", (x[:, :7],), {}, ValueError, "gate: expected shape .* when up is None"),
+        ("geglu", (x, x), {"approximate": "erf"}, ValueError, "approximate: expected one of 'tanh', 'none', got 'erf'"),
+        ("add", (x.long(), x.long()), {}, TypeError, "input: expected .* float32, float16, bfloat16, got int64"),
+        ("add", (x, x[:1]), {}, ValueError, r"other: expected shape \(4, 8\) \(the shape of input\), got \(1, 8\)"),
+        ("add", (x, x.half()), {}, TypeError, "other: expected dtype float32 like input, got float16"),
+        ("relu_squared", (x.double(),), {}, TypeError, "input: expected .* got float64"),
         ("rope", (q[0], k, cos, cos), {}, ValueError, "q: expected shape"),
         ("rope", (q, k[:, :, :2], cos, cos), {}, ValueError, "k: expected shape"),
         ("rope", (q, k, cos[..., :5], cos[..., :5]), {}, ValueError, "cos: expected an even number"),

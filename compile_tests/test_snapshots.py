@@ -141,7 +141,7 @@ forward:
   aten.mm
   aten.mm
   aten.mm
-  swiglu_kernel[48, 1, 1]
+  gated_unit_kernel[48, 1, 1]
   aten.mm
   llmk._fused_linear_ce_fwd
 saved:
@@ -161,7 +161,7 @@ saved:
   bfloat16[48, 64] aten.add.Tensor
   bfloat16[48, 160] aten.mm
   bfloat16[48, 160] aten.mm
-  bfloat16[48, 160] swiglu_kernel.y_ptr
+  bfloat16[48, 160] gated_unit_kernel.y_ptr
   float32[] llmk._fused_linear_ce_fwd[1]
   bfloat16[2, 24, 64] llmk._fused_linear_ce_fwd[2]
   bfloat16[320, 64] llmk._fused_linear_ce_fwd[3]
@@ -170,7 +170,7 @@ backward:
   scale_kernel[5, 1, 1]
   aten.mm
   aten.mm
-  swiglu_backward_kernel[48, 1, 1]
+  gated_unit_backward_kernel[48, 1, 1]
   aten.mm
   aten.mm
   aten.mm
@@ -216,8 +216,8 @@ class OnGPUGenerated(SnapshotCase):
         assert "copy" not in forward + backward
         assert forward.count("_fused_linear_ce_fwd.default(") == 1
         launched = [re.findall(r"(\w+_kernel)_\d+\.run\(", code) for code in (forward, backward)]
-        assert launched[0] == ["rms_norm_kernel", "rope_kernel", "swiglu_kernel"]
+        assert launched[0] == ["rms_norm_kernel", "rope_kernel", "gated_unit_kernel"]
         assert sorted(launched[1]) == sorted(
-            ["scale_kernel", "scale_kernel", "swiglu_backward_kernel", "rope_kernel"]
+            ["scale_kernel", "scale_kernel", "gated_unit_backward_kernel", "rope_kernel"]
             + ["rms_norm_backward_kernel", "sum_partials_kernel"]
         )

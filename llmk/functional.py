@@ -1,9 +1,11 @@
 """The public operators as typed functions; each calls `torch.ops.llmk.NAME`."""
 
+from llmk.ops.add import add
 from llmk.ops.cross_entropy import cross_entropy
 from llmk.ops.fused_linear_ce import fused_linear_ce
+from llmk.ops.gated_units import geglu, swiglu
+from llmk.ops.relu_squared import relu_squared
 from llmk.ops.rms_norm import rms_norm
 from llmk.ops.rope import rope
-from llmk.ops.swiglu import swiglu
 
-__all__ = ["cross_entropy", "fused_linear_ce", "rms_norm", "rope", "swiglu"]
+__all__ = ["add", "cross_entropy", "fused_linear_ce", "geglu", "relu_squared", "rms_norm", "rope", "swiglu"]

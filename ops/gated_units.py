@@ -1,15 +1,15 @@
-r"""SwiGLU: the gated unit of Llama's feed-forward layer.
+r"""SwiGLU and GEGLU: the gated units of Llama's and of Gemma's feed-forward layers.
 
 Source: Shazeer, "GLU Variants Improve Transformer", 2020, https://arxiv.org/abs/2002.05202.
 
-Forward, elementwise, with s = sigmoid(gate):
+Forward, elementwise, with f the activation, SiLU or GELU; _activations.py has them and their slopes:
 
-    y = gate * s * up, with gate * s computed as gate / (1 + exp(-gate)): one rounding less
+    y = f(gate) * up
 
-Backward, given dy; s is computed again, so that only gate and up are kept:
+Backward, given dy; f is computed again, so that only gate and up are kept:
 
-    dgate = dy * up * s * (1 + gate * (1 - s))
-    dup   = dy * gate * s
+    dgate = dy * up * f'(gate)
+    dup   = dy * f(gate)
 
 A packed gate, `[..., 2I]` = gate then up as one projection writes it, gets one packed gradient and no concatenation.
 """
@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmk.ops._activations import activate, activate_with_slope, activation, activation_with_slope
 from llmk.ops._rows import as_rows
 from llmk.registry import (
     Cost,
@@ -28,6 +29,7 @@ from llmk.registry import (
     Sample,
     cdiv,
     check_dtype,
+    check_option,
     check_same,
     check_shape,
     next_power_of_2,
@@ -42,8 +44,16 @@ def swiglu_reference(gate: Tensor, up: Tensor | None = None) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
+def geglu_reference(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:
+    if up is None:
+        gate, up = gate.chunk(2, dim=-1)
+    return torch.nn.functional.gelu(gate, approximate=approximate) * up
+
+
 @triton.jit
-def swiglu_kernel(gate_ptr, up_ptr, y_ptr, N, gate_stride, up_stride, BLOCK_N: tl.constexpr):
+def gated_unit_kernel(
+    gate_ptr, up_ptr, y_ptr, N, gate_stride, up_stride, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = cols < N
@@ -51,14 +61,14 @@ def swiglu_kernel(gate_ptr, up_ptr, y_ptr, N, gate_stride, up_stride, BLOCK_N: t
     up_ptr = gate_ptr + N if up_ptr is None else up_ptr + row * up_stride
     gate = tl.load(gate_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-    y = gate / (1.0 + tl.exp(-gate)) * up
+    y = activate(gate, ACTIVATION) * up
     tl.store(y_ptr + row * N + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def swiglu_backward_kernel(
+def gated_unit_backward_kernel(
     dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, N, dy_stride, gate_stride, up_stride, grad_stride,
-    BLOCK_N: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -70,17 +80,15 @@ def swiglu_backward_kernel(
     dy = tl.load(dy_ptr + row * dy_stride + cols, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-    s = tl.sigmoid(gate)
-    silu = gate * s
-    dgate = dy * up * (s * (1.0 + gate * (1.0 - s)))
-    tl.store(dgate_ptr + cols, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
-    tl.store(dup_ptr + cols, (dy * silu).to(dup_ptr.dtype.element_ty), mask=mask)
+    activated, slope = activate_with_slope(gate, ACTIVATION)  # type: ignore[misc]
+    tl.store(dgate_ptr + cols, (dy * up * slope).to(dgate_ptr.dtype.element_ty), mask=mask)
+    tl.store(dup_ptr + cols, (dy * activated).to(dup_ptr.dtype.element_ty), mask=mask)
 
 
 def _block(N: int) -> dict[str, int]:
     """Two thousand columns a program keep registers few and every access 16 bytes wide."""
-    # H200, bf16, 8192x14336, times the floor: 1.05 forward and backward; 512 to 4096 columns differ by 0.02.
-    return {"BLOCK_N": min(2048, next_power_of_2(N)), "num_warps": 4}
+    # H200, bf16, SwiGLU 8192x14336, times the floor: 1.05 forward and backward; 512 to 4096 columns differ by 0.02.
+    return {"BLOCK_N": min(2048, next_power_of_2(max(N, 1))), "num_warps": 4}
 
 
 def _rows(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None, int, int, int]:
@@ -93,77 +101,77 @@ def _rows(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None, int, 
     return gate, up, M, N, up.stride(0)
 
 
-def _swiglu_fwd(gate: Tensor, up: Tensor | None) -> Tensor:
+def _gated_unit_fwd(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
     gate_rows, up_rows, M, N, up_stride = _rows(gate, up)
     y = torch.empty((*gate.shape[:-1], N), dtype=gate.dtype, device=gate.device)
     block = _block(N)
-    wrap_triton(swiglu_kernel)[(M, cdiv(N, block["BLOCK_N"]))](
-        gate_rows, up_rows, y, N, gate_rows.stride(0), up_stride, **block
+    wrap_triton(gated_unit_kernel)[(M, cdiv(N, block["BLOCK_N"]))](
+        gate_rows, up_rows, y, N, gate_rows.stride(0), up_stride, ACTIVATION=activation, **block
     )
     return y
 
 
-def _swiglu_bwd(grad: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+def _gated_unit_bwd(grad: Tensor, gate: Tensor, up: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
     dy = as_rows(grad)
     gate_rows, up_rows, M, N, up_stride = _rows(gate, up)
     dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     dup = torch.empty((0,) if up is None else up.shape, dtype=gate.dtype, device=gate.device)
     block = _block(N)
     # A packed gradient is handed over once: two views of one buffer would be copied under functionalization.
-    wrap_triton(swiglu_backward_kernel)[(M, cdiv(N, block["BLOCK_N"]))](
+    wrap_triton(gated_unit_backward_kernel)[(M, cdiv(N, block["BLOCK_N"]))](
         dy, gate_rows, up_rows, dgate, None if up is None else dup, N,
-        dy.stride(0), gate_rows.stride(0), up_stride, gate_rows.shape[1], **block,
+        dy.stride(0), gate_rows.stride(0), up_stride, gate_rows.shape[1], ACTIVATION=activation, **block,
     )  # fmt: skip
     return dgate, dup
 
 
-swiglu_fwd = KernelOp(_swiglu_fwd)
-swiglu_bwd = KernelOp(_swiglu_bwd)
+gated_unit_fwd = KernelOp(_gated_unit_fwd)
+gated_unit_bwd = KernelOp(_gated_unit_bwd)
 
 
-@swiglu_fwd.register_kernel("cpu")
-def _(gate: Tensor, up: Tensor | None) -> Tensor:
+@gated_unit_fwd.register_kernel("cpu")
+def _(gate: Tensor, up: Tensor | None, name: str) -> Tensor:
     dtype = gate.dtype
     if up is None:
         gate, up = gate.chunk(2, dim=-1)
-    return (torch.nn.functional.silu(gate.float()) * up.float()).to(dtype).contiguous()
+    return (activation(gate.float(), name) * up.float()).to(dtype).contiguous()
 
 
-@swiglu_bwd.register_kernel("cpu")
-def _(grad: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+@gated_unit_bwd.register_kernel("cpu")
+def _(grad: Tensor, gate: Tensor, up: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
     packed, dtype = up is None, gate.dtype
     if up is None:
         gate, up = gate.chunk(2, dim=-1)
-    dy, gate, up = grad.float(), gate.float(), up.float()
-    s = torch.sigmoid(gate)
-    dgate = (dy * up * (s * (1 + gate * (1 - s)))).to(dtype)
-    dup = (dy * torch.nn.functional.silu(gate)).to(dtype)
+    dy = grad.float()
+    activated, slope = activation_with_slope(gate.float(), name)
+    dgate, dup = (dy * up.float() * slope).to(dtype), (dy * activated).to(dtype)
     if packed:
         return torch.cat([dgate, dup], dim=-1), torch.empty((0,), dtype=dtype, device=gate.device)
     return dgate.contiguous(), dup.contiguous()
 
 
-@swiglu_fwd.register_fake
-def _(gate: Tensor, up: Tensor | None) -> Tensor:
+@gated_unit_fwd.register_fake
+def _(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
     return gate.new_empty(gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2))
 
 
-@swiglu_bwd.register_fake
-def _(grad: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+@gated_unit_bwd.register_fake
+def _(grad: Tensor, gate: Tensor, up: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
     return gate.new_empty(gate.shape), gate.new_empty((0,) if up is None else up.shape)
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs)
+    gate, up, ctx.activation = inputs
+    ctx.save_for_backward(gate, up)
 
 
 def _backward(ctx, grad):
     gate, up = ctx.saved_tensors
-    dgate, dup = swiglu_bwd(grad, gate, up)
-    return dgate, None if up is None else dup
+    dgate, dup = gated_unit_bwd(grad, gate, up, ctx.activation)
+    return dgate, None if up is None else dup, None
 
 
-swiglu_fwd.register_autograd(_backward, setup_context=_setup_context)
+gated_unit_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
 def swiglu_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -181,17 +189,27 @@ def swiglu_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
     yield Sample((randn(6, 80)[:, :32], randn(6, 80)[:, 40:72]), why="slices of wider rows")
     yield Sample((randn(1, 16).expand(5, 16), randn(5, 16)), why="gate expanded")
     yield Sample((randn(3, 64) * 1e4, randn(3, 64)), why="large gate")
-    yield Sample((randn(2, 70_001), randn(2, 70_001)), why="a row past 65,536 columns")
+    yield Sample((randn(2, 100_003), randn(2, 100_003)), why="100,003 columns")
 
 
-def swiglu_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
+def geglu_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for i, sample in enumerate(swiglu_samples(device, dtype)):
+        if i % 2:
+            sample = Sample(sample.args, {"approximate": "none"}, why=f"{sample.why}, exact form")
+        yield sample
+    below = torch.linspace(-6, -2, 96, device=device).to(dtype).view(2, 48)
+    yield Sample((below, torch.ones_like(below)), why="far below zero, where 1 + tanh cancels")
+    yield Sample((below, torch.ones_like(below)), {"approximate": "none"}, why="far below zero, where 1 + erf cancels")
+
+
+def gated_unit_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
     return Sample(
         (torch.randn(rows, 48, device=device, dtype=dtype), torch.randn(rows, 48, device=device, dtype=dtype)),
         why="resized",
     )
 
 
-def swiglu_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+def gated_unit_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     for rows, columns in [(8192, 14336), (32768, 14336)]:
         gate = torch.randn(rows, columns, device=device, dtype=dtype)
         up = torch.randn(rows, columns, device=device, dtype=dtype)
@@ -199,20 +217,30 @@ def swiglu_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sampl
     yield Sample((torch.randn(8192, 2 * 14336, device=device, dtype=dtype),), why="8192x14336 packed")
 
 
-def swiglu_cost(gate: Tensor, up: Tensor | None = None) -> Cost:
+def gated_unit_cost(gate: Tensor, up: Tensor | None = None, *, approximate: str = "") -> Cost:
     tensor = gate.numel() * gate.element_size() // (2 if up is None else 1)
     return Cost(bytes_forward=3 * tensor, bytes_full=8 * tensor)
+
+
+def _check(gate: Tensor, up: Tensor | None) -> None:
+    check_dtype("gate", gate)
+    if up is not None:
+        check_shape("up", up, gate.shape, "the shape of gate")
+        check_same("up", up, "gate", gate, dtype=True)
+    if gate.dim() == 0 or (up is None and gate.shape[-1] % 2 == 1):
+        expected = "[..., I]" if up is not None else "[..., 2I], gate then up, when up is None"
+        raise ValueError(f"gate: expected shape {expected}, got {tuple(gate.shape)}")
 
 
 @public_op(
     "swiglu(Tensor gate, Tensor? up=None) -> Tensor",
     reference=swiglu_reference,
     differentiable=("gate", "up"),
-    kernel_ops=(swiglu_fwd, swiglu_bwd),
+    kernel_ops=(gated_unit_fwd, gated_unit_bwd),
     samples=swiglu_samples,
-    resized=swiglu_resized,
-    workloads=swiglu_workloads,
-    cost=swiglu_cost,
+    resized=gated_unit_resized,
+    workloads=gated_unit_workloads,
+    cost=gated_unit_cost,
 )
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """The gated unit `silu(gate) * up`, computed in float32 with one rounding.
@@ -231,11 +259,39 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
     Source: Shazeer, 2020, https://arxiv.org/abs/2002.05202.
     """
-    check_dtype("gate", gate)
-    if up is not None:
-        check_shape("up", up, gate.shape, "the shape of gate")
-        check_same("up", up, "gate", gate, dtype=True)
-    if gate.dim() == 0 or (up is None and gate.shape[-1] % 2 == 1):
-        expected = "[..., I]" if up is not None else "[..., 2I], gate then up, when up is None"
-        raise ValueError(f"gate: expected shape {expected}, got {tuple(gate.shape)}")
-    return swiglu_fwd(gate, up)
+    _check(gate, up)
+    return gated_unit_fwd(gate, up, "silu")
+
+
+@public_op(
+    "geglu(Tensor gate, Tensor? up=None, *, str approximate='tanh') -> Tensor",
+    reference=geglu_reference,
+    differentiable=("gate", "up"),
+    kernel_ops=(gated_unit_fwd, gated_unit_bwd),
+    samples=geglu_samples,
+    resized=gated_unit_resized,
+    workloads=gated_unit_workloads,
+    cost=gated_unit_cost,
+)
+def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:
+    """The gated unit `gelu(gate) * up`, computed in float32 with one rounding.
+
+    Args:
+        gate: `[..., I]`, float32, float16 or bfloat16, any strides; or packed `[..., 2I]`, gate then up, when `up` is
+            None.
+        up: `[..., I]`, shape and dtype of `gate`.
+        approximate: "tanh" for GELU's tanh form, "none" for the exact one, as in `torch.nn.functional.gelu`; Gemma's is
+            "tanh".
+
+    Returns:
+        `[..., I]`, contiguous, in the dtype of `gate`.
+
+    Raises:
+        TypeError: A dtype is not one of these, or the two differ.
+        ValueError: The shapes differ, a packed last axis is odd, or `approximate` is neither.
+
+    Source: Shazeer, 2020, https://arxiv.org/abs/2002.05202.
+    """
+    _check(gate, up)
+    check_option("approximate", approximate, ("tanh", "none"))
+    return gated_unit_fwd(gate, up, "gelu_tanh" if approximate == "tanh" else "gelu")
