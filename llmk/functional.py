@@ -5,7 +5,9 @@ from llmk.ops.cross_entropy import cross_entropy
 from llmk.ops.fused_linear_ce import fused_linear_ce
 from llmk.ops.gated_units import geglu, swiglu
 from llmk.ops.relu_squared import relu_squared
+from llmk.ops.linear_act import linear_act
 from llmk.ops.rms_norm import rms_norm
 from llmk.ops.rope import rope
 
 __all__ = ["add", "cross_entropy", "fused_linear_ce", "geglu", "relu_squared", "rms_norm", "rope", "swiglu"]
+__all__ = ["cross_entropy", "fused_linear_ce", "linear_act", "rms_norm", "rope", "swiglu"]
