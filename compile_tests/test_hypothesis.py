@@ -114,3 +114,13 @@ def test_fused_linear_ce(data, dtype, N, H, V, layout, device: torch.device) -> 
         options["linear_bias"] = tensor((V,), dtype, device, data.draw(layouts))
     weight = tensor((V, H), dtype, device, data.draw(layouts)) / H**0.5
     check("fused_linear_ce", (tensor((N, H), dtype, device, layout), weight, target), options, data)
+
+
+@pytest.mark.kernels
+@few
+@given(data=st.data(), dtype=dtypes, rows=st.lists(sizes, max_size=2), N=sizes, layout=layouts, affine=st.booleans())
+def test_add_rms_norm(data, dtype, rows, N, layout, affine, device: torch.device) -> None:
+    x, residual = (tensor((*rows, N), dtype, device, kind) for kind in (layout, data.draw(layouts)))
+    weight = tensor((N,), data.draw(dtypes), device, data.draw(layouts)) if affine else None
+    options = {"eps": data.draw(st.sampled_from([1e-6, 1e-2])), "offset": data.draw(st.sampled_from([0.0, 1.0]))}
+    check("add_rms_norm", (x, residual, weight), options, data)

@@ -1,5 +1,6 @@
 """The public operators as typed functions; each calls `torch.ops.llmk.NAME`."""
 
+from llmk.ops.add_rms_norm import add_rms_norm
 from llmk.ops.cross_entropy import cross_entropy
 from llmk.ops.fused_linear_ce import fused_linear_ce
 from llmk.ops.rms_norm import rms_norm
@@ -7,3 +8,4 @@ from llmk.ops.rope import rope
 from llmk.ops.swiglu import swiglu
 
 __all__ = ["cross_entropy", "fused_linear_ce", "rms_norm", "rope", "swiglu"]
+__all__ += ["add_rms_norm"]
