@@ -130,6 +130,11 @@ q, k, cos = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 3, 
         ("fused_linear_ce", (x, x[:, :3], t), {}, ValueError, r"linear_weight: expected shape \[V, 8\]"),
         ("fused_linear_ce", (x, x, t), {"chunk_size": -1}, ValueError, "chunk_size: expected"),
         ("fused_linear_ce", (x, x, t + 5), {}, IndexError, r"target: expected class indices in \[0, 4\)"),
+        ("add_rms_norm", (x.long(), x, w), {}, TypeError, "input: expected .* float32, float16, bfloat16, got int64"),
+        ("add_rms_norm", (x[:, :0], x[:, :0]), {}, ValueError, r"input: expected shape \[\.\.\., N\]"),
+        ("add_rms_norm", (x, x[:2], w), {}, ValueError, r"residual: expected shape \(4, 8\) .* got \(2, 8\)"),
+        ("add_rms_norm", (x, x.half(), w), {}, TypeError, "residual: expected dtype float32 like input, got float16"),
+        ("add_rms_norm", (x, x, w[:3]), {}, ValueError, r"weight: expected shape \(8,\) .* got \(3,\)"),
     ],
 )  # fmt: skip
 def test_a_wrong_call_says_what_is_wrong(name, args, kwargs, error, message) -> None:

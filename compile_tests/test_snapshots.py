@@ -146,6 +146,7 @@ forward:
   llmk._fused_linear_ce_fwd
 saved:
   bfloat16[64] input
+  bfloat16[2, 24, 64] input
   bfloat16[32, 64] input
   bfloat16[32, 64] input
   bfloat16[24, 16] input
@@ -154,7 +155,6 @@ saved:
   bfloat16[160, 64] input
   bfloat16[160, 64] input
   bfloat16[64, 160] input
-  bfloat16[48, 64] input
   float32[48] rms_norm_kernel.ms_ptr
   bfloat16[48, 64] rms_norm_kernel.y_ptr
   bfloat16[48, 32] aten.add.Tensor

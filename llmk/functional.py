@@ -1,6 +1,7 @@
 """The public operators as typed functions; each calls `torch.ops.llmk.NAME`."""
 
 from llmk.ops.add import add
+from llmk.ops.add_rms_norm import add_rms_norm
 from llmk.ops.cross_entropy import cross_entropy
 from llmk.ops.fused_linear_ce import fused_linear_ce
 from llmk.ops.gated_units import geglu, swiglu
@@ -11,3 +12,5 @@ from llmk.ops.rope import rope
 
 __all__ = ["add", "cross_entropy", "fused_linear_ce", "geglu", "relu_squared", "rms_norm", "rope", "swiglu"]
 __all__ = ["cross_entropy", "fused_linear_ce", "linear_act", "rms_norm", "rope", "swiglu"]
+__all__ = ["cross_entropy", "fused_linear_ce", "rms_norm", "rope", "swiglu"]
+__all__ += ["add_rms_norm"]

@@ -1,4 +1,4 @@
-"""What the row kernels share: a tensor as rows, and the sum over programs of a weight gradient's partials."""
+"""What the row kernels share: tensors as rows, and the sum over programs of a weight gradient's partials."""
 
 import torch
 import triton
@@ -12,6 +12,58 @@ def as_rows(x: Tensor) -> Tensor:
     """`[..., N]` as `[M, N]` with neighbouring columns side by side; copies only where strides leave no way."""
     x = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+Strides = tuple[int | None, int | None, int | None]
+"""Where the rows of `[..., N]` begin, as `row_starts` takes it: row r is the (r % inner)-th of group r // inner.
+
+The three are the distance between groups, inner, and the distance within a group; the last two are None where all rows
+are equally far apart, which costs a kernel no more than a single stride.
+"""
+
+
+def strided_rows(x: Tensor) -> tuple[Tensor, Strides]:
+    """`[..., N]` as a kernel reads it row by row, neighbouring columns side by side, and where its rows begin.
+
+    Rows at two distances are read where they are: the heads `[B, S, H, D]` of a packed projection, for one. A copy is
+    made only where columns or rows are laid out in yet another way.
+    """
+    N = x.shape[-1]
+    if x.stride(-1) == 1 and x.dim() == 2:
+        return x, (x.stride(0), None, None)
+    if x.is_contiguous():
+        return x, (N, None, None)
+    levels = _levels(x)
+    # row_starts divides 32-bit integers.
+    if x.stride(-1) != 1 or len(levels) > 2 or x.numel() // N >= 2**30:
+        return x.contiguous(), (N, None, None)
+    if len(levels) < 2:
+        return x, (levels[0][1] if levels else N, None, None)
+    (_, stride), (inner, inner_stride) = levels
+    return x, (stride, inner, inner_stride)
+
+
+def _levels(x: Tensor) -> list[tuple[int, int]]:
+    """Number and distance of what the axes before the last count, axes that run on into each other taken as one."""
+    levels: list[tuple[int, int]] = []
+    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+        if size == 1:
+            continue
+        if levels and levels[-1][1] == stride * size:
+            size *= levels.pop()[0]
+        levels.append((size, stride))
+    return levels
+
+
+@triton.jit
+def row_starts(rows, stride, inner, inner_stride):
+    """Where rows begin, from the strides of `strided_rows`; rows are int64."""
+    if inner is None:
+        starts = rows * stride
+    else:
+        rows = tl.cast(rows, tl.int32)  # a division of 64-bit integers takes several times as long
+        starts = (rows // inner).to(tl.int64) * stride + (rows % inner).to(tl.int64) * inner_stride
+    return starts
 
 
 @triton.jit

@@ -1,0 +1,344 @@
+r"""Root mean square normalization of rows: the kernels that `rms_norm` and `add_rms_norm` share.
+
+Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, https://arxiv.org/abs/1910.07467.
+The offset is Gemma's, whose weight is stored minus one: https://arxiv.org/abs/2403.08295.
+
+Forward, for each row h of N values, with w = weight + offset:
+
+    ms   = mean(h^2) + eps
+    rstd = 1 / sqrt(ms)
+    y    = h * rstd * w
+
+where h is the input or, given a residual, the sum of the two, rounded to their dtype: what the backward pass will find.
+
+Backward, given dy, and dh where h was an output too:
+
+    dx = rstd * (dy * w - h * mean(dy * w * h) / ms) + dh
+    dw = sum over rows of dy * h * rstd
+
+ms is what is kept for the backward pass: dividing by it costs one rounding where rstd^2 would cost three, which shows
+where the two terms of dx nearly cancel, in rows of few values. In a row of one value they cancel to eps:
+dx = rstd * dy * w * eps / ms + dh.
+
+A row that fits in registers is read once in either direction; a longer one is walked in blocks, twice. The weight's
+gradient is summed in float32 by each program over its own rows, then over the programs in a fixed order: no atomics.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmk.ops._rows import Strides, row_starts, strided_rows, sum_partials
+from llmk.registry import cdiv, int_min, next_power_of_2, num_programs, wrap_triton
+
+
+@triton.jit
+def rms_norm_kernel(
+    x_ptr, residual_ptr, w_ptr, y_ptr, h_ptr, ms_ptr, M, N,
+    x_stride, x_inner, x_inner_stride, residual_stride, residual_inner, residual_inner_stride, eps, offset,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    eps = tl.cast(eps, tl.float32)
+    offset = tl.cast(offset, tl.float32)
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_N)
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    x_starts = row_starts(rows, x_stride, x_inner, x_inner_stride)[:, None]
+    h = tl.load(x_ptr + x_starts + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        residual_starts = row_starts(rows, residual_stride, residual_inner, residual_inner_stride)[:, None]
+        h += tl.load(residual_ptr + residual_starts + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        rounded = h.to(h_ptr.dtype.element_ty)
+        tl.store(h_ptr + rows[:, None] * N + cols[None, :], rounded, mask=mask)
+        h = rounded.to(tl.float32)
+    ms = tl.sum(h * h, axis=1) / N + eps  # [BLOCK_M]
+    y = h * tl.div_rn(1.0, tl.sqrt_rn(ms))[:, None]
+    if w_ptr is not None:
+        y *= (tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset)[None, :]
+    tl.store(y_ptr + rows[:, None] * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(ms_ptr + rows, ms, mask=rows < M)
+
+
+@triton.jit
+def _long_block(x_ptr, residual_ptr, cols, N):
+    """A block of a row of h, rounded, as float32."""
+    h = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        h += tl.load(residual_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        h = h.to(x_ptr.dtype.element_ty).to(tl.float32)
+    return h
+
+
+@triton.jit
+def rms_norm_long_kernel(
+    x_ptr, residual_ptr, w_ptr, y_ptr, h_ptr, ms_ptr, N,
+    x_stride, x_inner, x_inner_stride, residual_stride, residual_inner, residual_inner_stride, eps, offset,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    eps = tl.cast(eps, tl.float32)
+    offset = tl.cast(offset, tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row_starts(row, x_stride, x_inner, x_inner_stride)
+    if residual_ptr is not None:
+        residual_ptr += row_starts(row, residual_stride, residual_inner, residual_inner_stride)
+    squares = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    for start in range(0, N, BLOCK_N):
+        h = _long_block(x_ptr, residual_ptr, start + tl.arange(0, BLOCK_N), N)
+        squares += h * h
+    ms = tl.sum(squares, axis=0) / N + eps
+    tl.store(ms_ptr + row, ms)
+    rstd = tl.div_rn(1.0, tl.sqrt_rn(ms))
+    for start in range(0, N, BLOCK_N):  # the second pass finds the row in L2
+        cols = start + tl.arange(0, BLOCK_N)
+        h = _long_block(x_ptr, residual_ptr, cols, N)
+        if h_ptr is not None:
+            tl.store(h_ptr + row * N + cols, h.to(h_ptr.dtype.element_ty), mask=cols < N)
+        y = h * rstd
+        if w_ptr is not None:
+            y *= tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset
+        tl.store(y_ptr + row * N + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
+
+
+@triton.jit
+def rms_norm_backward_kernel(
+    dy_ptr, dh_ptr, h_ptr, w_ptr, ms_ptr, dx_ptr, dw_ptr, M, N,
+    dy_stride, dy_inner, dy_inner_stride, dh_stride, dh_inner, dh_inner_stride, h_stride, h_inner, h_inner_stride,
+    eps, offset, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HOLD_WEIGHT: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    eps = tl.cast(eps, tl.float32)
+    offset = tl.cast(offset, tl.float32)
+    program = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_N)
+    if w_ptr is not None and HOLD_WEIGHT:
+        w = (tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset)[None, :]
+    dw = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    # Persistent: the next rows are prefetched while these are computed, and dw stays in registers.
+    for start in tl.range(program * BLOCK_M, M, tl.num_programs(0) * BLOCK_M, num_stages=NUM_STAGES):
+        rows = start + tl.arange(0, BLOCK_M)
+        mask = (rows < M)[:, None] & (cols < N)[None, :]
+        h_starts = row_starts(rows, h_stride, h_inner, h_inner_stride)[:, None]
+        h = tl.load(h_ptr + h_starts + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        dy_starts = row_starts(rows, dy_stride, dy_inner, dy_inner_stride)[:, None]
+        dy = tl.load(dy_ptr + dy_starts + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        ms = tl.load(ms_ptr + rows, mask=rows < M, other=1.0)
+        rstd = tl.div_rn(1.0, tl.sqrt_rn(ms))[:, None]
+        wdy = dy
+        if w_ptr is not None:
+            if not HOLD_WEIGHT:
+                w = (tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset)[None, :]
+            wdy = dy * w
+        dot = tl.sum(wdy * h, axis=1)
+        if dw_ptr is not None:
+            dw += dy * (h * rstd)
+        if BLOCK_N == 1:
+            dx = rstd * wdy * tl.div_rn(eps, ms)[:, None]
+        else:
+            dx = rstd * (wdy - h * tl.div_rn(dot / N, ms)[:, None])
+        if dh_ptr is not None:
+            dh_starts = row_starts(rows, dh_stride, dh_inner, dh_inner_stride)[:, None]
+            dx += tl.load(dh_ptr + dh_starts + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + rows[:, None] * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    if dw_ptr is not None:
+        tl.store(dw_ptr + program * N + cols, tl.sum(dw, axis=0), mask=cols < N)
+
+
+@triton.jit
+def rms_norm_long_backward_dot_kernel(
+    dy_ptr, h_ptr, w_ptr, ms_ptr, dot_ptr, N,
+    dy_stride, dy_inner, dy_inner_stride, h_stride, h_inner, h_inner_stride, offset, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """mean(dy * w * h) / ms of each row."""
+    offset = tl.cast(offset, tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    dy_ptr += row_starts(row, dy_stride, dy_inner, dy_inner_stride)
+    h_ptr += row_starts(row, h_stride, h_inner, h_inner_stride)
+    dot = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    for start in range(0, N, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        h = tl.load(h_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        if w_ptr is not None:
+            dy *= tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset
+        dot += dy * h
+    tl.store(dot_ptr + row, tl.div_rn(tl.sum(dot, axis=0) / N, tl.load(ms_ptr + row)))
+
+
+@triton.jit
+def rms_norm_long_backward_kernel(
+    dy_ptr, dh_ptr, h_ptr, w_ptr, ms_ptr, dot_ptr, dx_ptr, dw_ptr, M, N,
+    dy_stride, dy_inner, dy_inner_stride, dh_stride, dh_inner, dh_inner_stride, h_stride, h_inner, h_inner_stride,
+    offset, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One block of columns, a share of the rows."""
+    offset = tl.cast(offset, tl.float32)
+    program = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if w_ptr is not None:
+        w = tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset
+    dw = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    for row in tl.range(program, M, tl.num_programs(0), num_stages=2):
+        rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.load(ms_ptr + row)))
+        h_start = row_starts(row, h_stride, h_inner, h_inner_stride)
+        h = tl.load(h_ptr + h_start + cols, mask=cols < N, other=0.0).to(tl.float32)
+        dy_start = row_starts(row, dy_stride, dy_inner, dy_inner_stride)
+        dy = tl.load(dy_ptr + dy_start + cols, mask=cols < N, other=0.0).to(tl.float32)
+        if dw_ptr is not None:
+            dw += dy * (h * rstd)
+        if w_ptr is not None:
+            dy *= w
+        dx = rstd * (dy - h * tl.load(dot_ptr + row))
+        if dh_ptr is not None:
+            dh_start = row_starts(row, dh_stride, dh_inner, dh_inner_stride)
+            dx += tl.load(dh_ptr + dh_start + cols, mask=cols < N, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
+    if dw_ptr is not None:
+        tl.store(dw_ptr + program * N + cols, dw, mask=cols < N)
+
+
+MAX_FORWARD_BLOCK = 32768
+"""The widest row that one program holds in registers forward, where that is h."""
+
+
+MAX_BACKWARD_BLOCK = {2: 16384, 4: 8192}
+"""The widest row that one program holds backward, by the size of an element: h, dy, and in float32 dw."""
+
+
+def _tile(N: int, elements: int) -> dict[str, int]:
+    """Rows per program, to make up so many elements, and warps for rows that fit."""
+    block_n = next_power_of_2(N)
+    block_m = max(1, elements // block_n)
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": min(16, max(4, block_m * block_n // 512))}
+
+
+def _forward_tile(N: int) -> dict[str, int]:
+    # H200, bf16, times the floor: 1.07 at 32768x4096, 1.13 at 8192x8192, 1.14 at 4096x16384, 1.09 at 65536x1024,
+    # 1.17 at 262144x128; twice the warps cost up to 0.14 more.
+    return _tile(N, 2048)
+
+
+def _backward_tile(N: int, element_size: int, tensors: int) -> dict[str, int]:
+    """For reading so many tensors: h, dy and perhaps dh."""
+    # H200, bf16, times the floor: 1.08 at 32768x4096, 1.15 at 8192x8192, 1.16 at 65536x1024, 1.33 at 262144x128, each
+    # with the programs of _programs and three stages of prefetch; one stage costs 0.1 more. Not measured: N > 8192. On
+    # sm_90 16 warps can have 128 registers there, which take no weight besides h, dy and dw.
+    hold = N <= 8192
+    tile = _tile(N, 4096) | {"num_warps": 8 if hold else 16}
+    stage = tile["BLOCK_M"] * tile["BLOCK_N"] * element_size * (tensors if hold else tensors + 1)
+    # All stages but one are in shared memory, of which an sm_80 gives 163 KiB.
+    return tile | {"HOLD_WEIGHT": hold, "NUM_STAGES": 3 if stage <= 65536 else 2}
+
+
+LONG_FORWARD = {"BLOCK_N": 4096, "num_warps": 8}
+LONG_BACKWARD_BLOCK = 1024
+
+
+def _long_backward_warps(element_size: int) -> int:
+    # H200, bf16, 4096x16384: 1.85 times the floor, which counts one reading of x and dy where this makes two; twice the
+    # warps 2.02. In float32 two warps spill.
+    return 2 if element_size == 2 else 4
+
+
+def _programs(N: int, device: torch.device) -> int:
+    """Of the backward pass: each costs one row of float32 partials, and two hide each other's latency."""
+    return num_programs(device, 2 if N <= 4096 else 1)
+
+
+def _optional_rows(x: Tensor | None) -> tuple[Tensor | None, Strides]:
+    return (None, (None, None, None)) if x is None else strided_rows(x)
+
+
+def _contiguous(weight: Tensor | None) -> Tensor | None:
+    return weight.contiguous() if weight is not None else None
+
+
+def forward(
+    input: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """y, h if there is a residual, and ms `[M]`."""
+    x, x_strides = strided_rows(input)
+    residual, residual_strides = _optional_rows(residual)
+    weight, N = _contiguous(weight), x.shape[-1]
+    M = x.numel() // N
+    y = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+    h = torch.empty(input.shape, dtype=input.dtype, device=input.device) if residual is not None else None
+    ms = torch.empty((M,), dtype=torch.float32, device=input.device)
+    if N <= MAX_FORWARD_BLOCK:
+        tile = _forward_tile(N)
+        wrap_triton(rms_norm_kernel)[(cdiv(M, tile["BLOCK_M"]),)](
+            x, residual, weight, y, h, ms, M, N, *x_strides, *residual_strides, eps, offset, **tile
+        )
+    else:
+        wrap_triton(rms_norm_long_kernel)[(M,)](
+            x, residual, weight, y, h, ms, N, *x_strides, *residual_strides, eps, offset, **LONG_FORWARD
+        )
+    return y, h, ms
+
+
+def backward(
+    grad: Tensor, grad_h: Tensor | None, h: Tensor, weight: Tensor | None, ms: Tensor, eps: float, offset: float,
+    need_dw: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dx, and dw if it is needed, else nothing `[0]`."""
+    dx = torch.empty(h.shape, dtype=h.dtype, device=h.device)
+    dy, dy_strides = strided_rows(grad)
+    dh, dh_strides = _optional_rows(grad_h)
+    h, h_strides = strided_rows(h)
+    weight, N = _contiguous(weight), h.shape[-1]
+    M = h.numel() // N
+    programs = int_min(M, _programs(N, h.device))
+    partials = torch.empty((programs, N), dtype=torch.float32, device=h.device) if need_dw else None
+    widest = MAX_BACKWARD_BLOCK[h.element_size()]
+    if N <= widest:
+        wrap_triton(rms_norm_backward_kernel)[(programs,)](
+            dy, dh, h, weight, ms, dx, partials, M, N, *dy_strides, *dh_strides, *h_strides, eps, offset,
+            **_backward_tile(N, h.element_size(), 2 if dh is None else 3),
+        )  # fmt: skip
+    else:
+        dot = torch.empty((M,), dtype=torch.float32, device=h.device)
+        wrap_triton(rms_norm_long_backward_dot_kernel)[(M,)](
+            dy, h, weight, ms, dot, N, *dy_strides, *h_strides, offset, **LONG_FORWARD
+        )
+        wrap_triton(rms_norm_long_backward_kernel)[(programs, cdiv(N, LONG_BACKWARD_BLOCK))](
+            dy, dh, h, weight, ms, dot, dx, partials, M, N, *dy_strides, *dh_strides, *h_strides, offset,
+            BLOCK_N=LONG_BACKWARD_BLOCK, num_warps=_long_backward_warps(h.element_size()),
+        )  # fmt: skip
+    if weight is None or partials is None:
+        return dx, torch.empty((0,), dtype=h.dtype, device=h.device)
+    return dx, sum_partials(partials, weight.dtype)
+
+
+def forward_on_cpu(h: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    """y and ms `[M]`, in plain PyTorch."""
+    dtype, h = h.dtype, h.float()
+    ms = h.square().mean(-1, keepdim=True) + eps
+    y = h * torch.rsqrt(ms)
+    if weight is not None:
+        y = y * (weight.float() + offset)
+    return y.to(dtype).contiguous(), ms.flatten()
+
+
+def backward_on_cpu(
+    grad: Tensor, grad_h: Tensor | None, h: Tensor, weight: Tensor | None, ms: Tensor, eps: float, offset: float,
+    need_dw: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`backward` in plain PyTorch."""
+    dtype, ms = h.dtype, ms.view(*h.shape[:-1], 1)
+    rstd = torch.rsqrt(ms)
+    h, dy = h.float(), grad.float()
+    wdy = dy if weight is None else dy * (weight.float() + offset)
+    rest = wdy * (eps / ms) if h.shape[-1] == 1 else wdy - h * ((wdy * h).mean(-1, keepdim=True) / ms)
+    dx = rstd * rest
+    if grad_h is not None:
+        dx = dx + grad_h.float()
+    if weight is None or not need_dw:
+        dw = torch.empty((0,), dtype=dtype, device=h.device)
+    else:
+        dw = (dy * (h * rstd)).flatten(0, -2).sum(0) if h.dim() > 1 else dy * (h * rstd)
+        dw = dw.to(weight.dtype)
+    return dx.to(dtype).contiguous(), dw
+
+
+def fake_backward(h: Tensor, weight: Tensor | None, need_dw: bool) -> tuple[Tensor, Tensor]:
+    dw = h.new_empty((0,)) if weight is None or not need_dw else weight.new_empty(weight.shape)
+    return h.new_empty(h.shape), dw
