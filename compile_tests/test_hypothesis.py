@@ -144,3 +144,17 @@ def test_add_rms_norm(data, dtype, rows, N, layout, affine, device: torch.device
     weight = tensor((N,), data.draw(dtypes), device, data.draw(layouts)) if affine else None
     options = {"eps": data.draw(st.sampled_from([1e-6, 1e-2])), "offset": data.draw(st.sampled_from([0.0, 1.0]))}
     check("add_rms_norm", (x, residual, weight), options, data)
+@given(data=st.data(), dtype=dtypes, B=st.integers(1, 3), S=st.integers(1, 9), HK=st.integers(1, 3), layout=layouts)
+def test_qk_norm_rope(data, dtype, B, S, HK, layout, device: torch.device) -> None:
+    HQ, R = HK * data.draw(st.integers(1, 4)), 2 * data.draw(st.integers(1, 12))
+    D = R + data.draw(st.integers(0, 7))
+    q, k = tensor((B, HQ, S, D), dtype, device, layout), tensor((B, HK, S, D), dtype, device, data.draw(layouts))
+    q_weight, k_weight = (tensor((D,), data.draw(dtypes), device, data.draw(layouts)) for _ in range(2))
+    cos = tensor((data.draw(st.sampled_from([1, B])), S, R), data.draw(dtypes), device, "contiguous").clamp(-1, 1)
+    sin = cos.flip(-1)
+    options = {
+        "eps": data.draw(st.sampled_from([1e-6, 1e-2])),
+        "offset": data.draw(st.sampled_from([0.0, 1.0])),
+        "interleaved": data.draw(st.booleans()),
+    }
+    check("qk_norm_rope", (q, k, q_weight, k_weight, cos, sin), options, data)

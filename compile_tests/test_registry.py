@@ -135,6 +135,11 @@ q, k, cos = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 3, 
         ("add_rms_norm", (x, x[:2], w), {}, ValueError, r"residual: expected shape \(4, 8\) .* got \(2, 8\)"),
         ("add_rms_norm", (x, x.half(), w), {}, TypeError, "residual: expected dtype float32 like input, got float16"),
         ("add_rms_norm", (x, x, w[:3]), {}, ValueError, r"weight: expected shape \(8,\) .* got \(3,\)"),
+        ("qk_norm_rope", (q[0], k, w, w, cos, cos), {}, ValueError, "q: expected shape"),
+        ("qk_norm_rope", (q, k.half(), w, w, cos, cos), {}, TypeError, "k: expected dtype float32 like q, got float16"),
+        ("qk_norm_rope", (q, k, w[:4], w, cos, cos), {}, ValueError, r"q_weight: expected shape \(8,\) .* got \(4,\)"),
+        ("qk_norm_rope", (q, k, w, w.long(), cos, cos), {}, TypeError, "k_weight: expected .* got int64"),
+        ("qk_norm_rope", (q, k, w, w, cos[:, :2], cos), {}, ValueError, r"cos: expected shape \[1 or 1, 3, R\]"),
     ],
 )  # fmt: skip
 def test_a_wrong_call_says_what_is_wrong(name, args, kwargs, error, message) -> None:

@@ -31,7 +31,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.registry import Cost, KernelOp, Sample, check_dtype, check_same, next_power_of_2, public_op, wrap_triton
+from llmk.ops._heads import (
+    angles,
+    batch_stride,
+    check_heads,
+    empty_heads,
+    heads_on_cpu,
+    load_row,
+    pair_blocks,
+    turn_on_cpu,
+    unit_columns,
+)
+from llmk.registry import Cost, KernelOp, Sample, next_power_of_2, public_op, wrap_triton
 
 
 def rope_reference(
@@ -55,9 +66,9 @@ def rope_reference(
 @triton.jit
 def _turn_heads(
     x_ptr, y_ptr, ca, cb, sa, sb, H, D, x_stride_h, a_cols, b_cols, pair_mask, R,
-    BACKWARD: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_PASS: tl.constexpr,
+    BACKWARD: tl.constexpr, NUM_STAGES: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_PASS: tl.constexpr,
 ):  # fmt: skip
-    for start in range(0, H, BLOCK_H):
+    for start in tl.range(0, H, BLOCK_H, num_stages=NUM_STAGES):  # pyright: ignore[reportGeneralTypeIssues]
         heads = (start + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
         mask = (heads < H) & pair_mask
         a = tl.load(x_ptr + heads * x_stride_h + a_cols, mask=mask, other=0.0).to(tl.float32)
@@ -82,66 +93,50 @@ def rope_kernel(
     q_ptr, k_ptr, cos_ptr, sin_ptr, yq_ptr, yk_ptr, S, HQ, HK, D, R,
     q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s,
     cos_stride_b, cos_stride_s, sin_stride_b, sin_stride_s,
-    INTERLEAVED: tl.constexpr, BACKWARD: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_PASS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BACKWARD: tl.constexpr, NUM_STAGES: tl.constexpr,
+    BLOCK_HQ: tl.constexpr, BLOCK_HK: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_PASS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     batch, s = token // S, token % S
     pairs = tl.arange(0, BLOCK_PAIRS)
-    if INTERLEAVED:
-        a_cols, b_cols = 2 * pairs, 2 * pairs + 1
-    else:
-        a_cols, b_cols = pairs, pairs + R // 2
+    a_cols = 2 * pairs if INTERLEAVED else pairs
+    b_cols = a_cols + (1 if INTERLEAVED else R // 2)
     mask = pairs < R // 2
     cos_ptr += batch * cos_stride_b + s * cos_stride_s
     sin_ptr += batch * sin_stride_b + s * sin_stride_s
-    ca = tl.load(cos_ptr + a_cols, mask=mask, other=0.0).to(tl.float32)[None, :]
-    cb = tl.load(cos_ptr + b_cols, mask=mask, other=0.0).to(tl.float32)[None, :]
-    sa = tl.load(sin_ptr + a_cols, mask=mask, other=0.0).to(tl.float32)[None, :]
-    sb = tl.load(sin_ptr + b_cols, mask=mask, other=0.0).to(tl.float32)[None, :]
+    ca, cb = load_row(cos_ptr, a_cols, mask), load_row(cos_ptr, b_cols, mask)
+    sa, sb = load_row(sin_ptr, a_cols, mask), load_row(sin_ptr, b_cols, mask)
     a_cols, b_cols, mask = a_cols[None, :], b_cols[None, :], mask[None, :]
     q_ptr += batch * q_stride_b + s * q_stride_s
     k_ptr += batch * k_stride_b + s * k_stride_s
     _turn_heads(
         q_ptr, yq_ptr + token * HQ * D, ca, cb, sa, sb, HQ, D, q_stride_h, a_cols, b_cols, mask, R,
-        BACKWARD, BLOCK_H, BLOCK_PASS,
+        BACKWARD, NUM_STAGES, BLOCK_HQ, BLOCK_PASS,
     )  # fmt: skip
     _turn_heads(
         k_ptr, yk_ptr + token * HK * D, ca, cb, sa, sb, HK, D, k_stride_h, a_cols, b_cols, mask, R,
-        BACKWARD, BLOCK_H, BLOCK_PASS,
+        BACKWARD, NUM_STAGES, BLOCK_HK, BLOCK_PASS,
     )  # fmt: skip
 
 
 def _config(HK: int, D: int, R: int) -> dict[str, int]:
     """Heads in blocks of the smaller head count, k's, but not more than 2048 pairs at a time."""
-    block_pairs = next_power_of_2(R // 2)
-    block_h = min(next_power_of_2(HK), max(1, 2048 // block_pairs))
-    block_pass = next_power_of_2(D - R) if R < D else 0
+    blocks = pair_blocks(D, R)
+    block_h = max(1, min(next_power_of_2(HK), 2048 // blocks["BLOCK_PAIRS"]))
     # H200, bf16, 32/8 heads of 128: 1.15 times the floor; half the warps 1.20, twice as many 1.3.
-    warps = min(8, max(1, block_h * block_pairs // 128))
-    return {"BLOCK_H": block_h, "BLOCK_PAIRS": block_pairs, "BLOCK_PASS": block_pass, "num_warps": warps}
-
-
-def _unit_columns(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _empty_heads(x: Tensor) -> Tensor:
-    """Like x `[B, H, S, D]`, lying in memory as `[B, S, H, D]`."""
-    B, H, S, D = x.shape
-    return torch.empty((B, S, H, D), dtype=x.dtype, device=x.device).transpose(1, 2)
+    warps = min(8, max(1, block_h * blocks["BLOCK_PAIRS"] // 128))
+    return blocks | {"BLOCK_HQ": block_h, "BLOCK_HK": block_h, "num_warps": warps, "NUM_STAGES": 1}
 
 
 def _rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool) -> tuple[Tensor, Tensor]:
-    q, k, cos, sin = (_unit_columns(x) for x in (q, k, cos, sin))
+    q, k, cos, sin = (unit_columns(x) for x in (q, k, cos, sin))
     B, HQ, S, D = q.shape
     HK, R = k.shape[1], cos.shape[-1]
-    yq, yk = _empty_heads(q), _empty_heads(k)
-    cos_batch, sin_batch = (x.stride(0) if x.shape[0] > 1 else 0 for x in (cos, sin))
+    yq, yk = empty_heads(q), empty_heads(k)
     wrap_triton(rope_kernel)[(B * S,)](
         q, k, cos, sin, yq, yk, S, HQ, HK, D, R,
         *(q.stride(i) for i in range(3)), *(k.stride(i) for i in range(3)),
-        cos_batch, cos.stride(1), sin_batch, sin.stride(1),
+        batch_stride(cos), cos.stride(1), batch_stride(sin), sin.stride(1),
         INTERLEAVED=interleaved, BACKWARD=backward, **_config(HK, D, R),
     )  # fmt: skip
     return yq, yk
@@ -153,24 +148,13 @@ rope_op = KernelOp(_rope)
 
 @rope_op.register_kernel("cpu")
 def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool) -> tuple[Tensor, Tensor]:
-    R = cos.shape[-1]
-    a_cols, b_cols = (slice(0, R, 2), slice(1, R, 2)) if interleaved else (slice(0, R // 2), slice(R // 2, R))
-    cos, sin = cos.float().unsqueeze(1), sin.float().unsqueeze(1)
-    ca, cb, sa, sb = cos[..., a_cols], cos[..., b_cols], sin[..., a_cols], sin[..., b_cols]
-
-    def turn(x: Tensor) -> Tensor:
-        a, b = x[..., a_cols].float(), x[..., b_cols].float()
-        pair = (a * ca + b * sb, b * cb - a * sa) if backward else (a * ca - b * sa, b * cb + a * sb)
-        turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
-        y = torch.cat((turned.to(x.dtype), x[..., R:]), dim=-1)
-        return y.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
-
-    return turn(q), turn(k)
+    yq, yk = (heads_on_cpu(turn_on_cpu(x.float(), cos, sin, interleaved, backward), x.dtype) for x in (q, k))
+    return yq, yk
 
 
 @rope_op.register_fake
 def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool) -> tuple[Tensor, Tensor]:
-    return _empty_heads(q), _empty_heads(k)
+    return empty_heads(q), empty_heads(k)
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -188,12 +172,6 @@ def _backward(ctx, grad_q, grad_k):
 rope_op.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _angles(B: int, S: int, R: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    angles = torch.arange(S, device=device)[:, None] * 10_000 ** (-torch.arange(0, R, 2, device=device) / R)
-    angles = torch.cat((angles, angles), dim=-1).expand(B, S, R)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
 def rope_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     def randn(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype)
@@ -201,43 +179,46 @@ def rope_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     def projected(B: int, S: int, H: int, D: int) -> Tensor:
         return randn(B, S, H * D).view(B, S, H, D).transpose(1, 2)
 
+    yield Sample((projected(2, 5, 4, 16), projected(2, 5, 2, 16), *angles(1, 5, 16, device, dtype)), why="as projected")
+    yield Sample((randn(2, 3, 5, 8), randn(2, 3, 5, 8), *angles(2, 5, 8, device, dtype)), why="an angle for each batch")
     yield Sample(
-        (projected(2, 5, 4, 16), projected(2, 5, 2, 16), *_angles(1, 5, 16, device, dtype)), why="as projected"
-    )
-    yield Sample(
-        (randn(2, 3, 5, 8), randn(2, 3, 5, 8), *_angles(2, 5, 8, device, dtype)), why="an angle for each batch"
-    )
-    yield Sample(
-        (randn(2, 6, 4, 12), randn(2, 2, 4, 12), *_angles(1, 4, 12, device, dtype)),
+        (randn(2, 6, 4, 12), randn(2, 2, 4, 12), *angles(1, 4, 12, device, dtype)),
         {"interleaved": True},
         why="neighbours in pairs",
     )
-    yield Sample((randn(1, 5, 3, 20), randn(1, 1, 3, 20), *_angles(1, 3, 12, device, dtype)), why="partial, odd sizes")
+    yield Sample((randn(1, 5, 3, 20), randn(1, 1, 3, 20), *angles(1, 3, 12, device, dtype)), why="partial, odd sizes")
     yield Sample(
-        (randn(1, 5, 3, 20), randn(1, 1, 3, 20), *_angles(1, 3, 6, device, dtype)),
+        (randn(1, 5, 3, 20), randn(1, 1, 3, 20), *angles(1, 3, 6, device, dtype)),
         {"interleaved": True},
         why="partial, neighbours in pairs",
     )
-    yield Sample((randn(1, 1, 1, 2), randn(1, 1, 1, 2), *_angles(1, 1, 2, device, dtype)), why="one pair")
-    yield Sample((randn(2, 2, 0, 8), randn(2, 1, 0, 8), *_angles(1, 0, 8, device, dtype)), why="no tokens")
+    yield Sample((randn(1, 1, 1, 2), randn(1, 1, 1, 2), *angles(1, 1, 2, device, dtype)), why="one pair")
+    yield Sample((randn(2, 2, 0, 8), randn(2, 1, 0, 8), *angles(1, 0, 8, device, dtype)), why="no tokens")
     yield Sample(
-        (randn(2, 2, 8, 4).transpose(2, 3), randn(2, 2, 8, 4).transpose(2, 3), *_angles(1, 4, 8, device, dtype)),
+        (randn(2, 2, 8, 4).transpose(2, 3), randn(2, 2, 8, 4).transpose(2, 3), *angles(1, 4, 8, device, dtype)),
         why="features strided",
     )
     yield Sample((randn(1, 2, 3, 8), randn(1, 2, 3, 8), randn(1, 3, 8), randn(1, 3, 8)), why="halves of cos differ")
-    yield Sample((randn(1, 70, 2, 64), randn(1, 3, 2, 64), *_angles(1, 2, 64, device, dtype)), why="heads in blocks")
+    yield Sample((randn(1, 70, 2, 64), randn(1, 3, 2, 64), *angles(1, 2, 64, device, dtype)), why="heads in blocks")
+    yield Sample(
+        (randn(1, 1, 4, 100), randn(1, 1, 4, 100), *angles(1, 4, 100, device, torch.float32)),
+        why="one head of 100 features, cos in float32",
+    )
+    yield Sample(
+        (1e4 * randn(1, 2, 5, 16), 1e4 * randn(1, 1, 5, 16), *angles(1, 5, 16, device, dtype)), why="large values"
+    )
 
 
 def rope_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
     q = torch.randn(2, rows, 4, 16, device=device, dtype=dtype).transpose(1, 2)
     k = torch.randn(2, rows, 2, 16, device=device, dtype=dtype).transpose(1, 2)
-    return Sample((q, k, *_angles(1, rows, 16, device, dtype)), why="resized")
+    return Sample((q, k, *angles(1, rows, 16, device, dtype)), why="resized")
 
 
 def rope_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     q = torch.randn(4, 4096, 32, 128, device=device, dtype=dtype).transpose(1, 2)
     k = torch.randn(4, 4096, 8, 128, device=device, dtype=dtype).transpose(1, 2)
-    yield Sample((q, k, *_angles(1, 4096, 128, device, dtype)), why="B4 S4096 32/8 heads D128")
+    yield Sample((q, k, *angles(1, 4096, 128, device, dtype)), why="B4 S4096 32/8 heads D128")
 
 
 def rope_cost(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Cost:
@@ -276,20 +257,5 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = 
 
     Source: Su et al., 2021, https://arxiv.org/abs/2104.09864; `apply_rotary_pos_emb` of Hugging Face transformers.
     """
-    check_dtype("q", q)
-    check_dtype("cos", cos)
-    if q.dim() != 4:
-        raise ValueError(f"q: expected shape [B, HQ, S, D], got {tuple(q.shape)}")
-    B, _, S, D = q.shape
-    if k.dim() != 4 or (k.shape[0], k.shape[2], k.shape[3]) != (B, S, D):
-        raise ValueError(f"k: expected shape [{B}, HK, {S}, {D}] to fit q, got {tuple(k.shape)}")
-    if cos.dim() != 3 or cos.shape[0] not in (1, B) or cos.shape[1] != S or not 0 < cos.shape[2] <= D:
-        raise ValueError(f"cos: expected shape [1 or {B}, {S}, R] with 0 < R <= {D}, got {tuple(cos.shape)}")
-    if cos.shape[2] % 2 == 1:
-        raise ValueError(f"cos: expected an even number of features to turn, got {cos.shape[2]}")
-    if sin.shape != cos.shape:
-        raise ValueError(f"sin: expected the shape of cos {tuple(cos.shape)}, got {tuple(sin.shape)}")
-    check_same("k", k, "q", q, dtype=True)
-    check_same("sin", sin, "cos", cos, dtype=True)
-    check_same("cos", cos, "q", q)
+    check_heads(q, k, cos, sin)
     return rope_op(q, k, cos, sin, interleaved, False)
