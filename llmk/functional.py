@@ -8,6 +8,7 @@ from llmk.ops.gated_units import geglu, swiglu
 from llmk.ops.relu_squared import relu_squared
 from llmk.ops.linear_act import linear_act
 from llmk.ops.qk_norm_rope import qk_norm_rope
+from llmk.ops.layer_norm import layer_norm
 from llmk.ops.rms_norm import rms_norm
 from llmk.ops.rope import rope
 
@@ -16,3 +17,4 @@ __all__ = ["cross_entropy", "fused_linear_ce", "linear_act", "rms_norm", "rope",
 __all__ = ["cross_entropy", "fused_linear_ce", "rms_norm", "rope", "swiglu"]
 __all__ += ["add_rms_norm"]
 __all__ = ["cross_entropy", "fused_linear_ce", "qk_norm_rope", "rms_norm", "rope", "swiglu"]
+__all__ += ["layer_norm"]

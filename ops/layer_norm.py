@@ -1,0 +1,491 @@
+r"""Layer normalization.
+
+Source: Ba, Kiros and Hinton, "Layer Normalization", 2016, https://arxiv.org/abs/1607.06450. The variance of rows too
+long for registers is merged from blocks: Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for
+Computing Sample Variances", 1979.
+
+Forward, for each row x of N values:
+
+    mean = sum(x) / N, corrected by sum(x - mean) / N
+    var  = sum((x - mean)^2) / N + eps
+    rstd = 1 / sqrt(var)
+    y    = (x - mean) * rstd * weight + bias
+
+Backward, given dy, with c = x - mean and g = dy * weight - mean(dy * weight):
+
+    dx      = rstd * (g - c * mean(g * c) / var)
+    dweight = sum over rows of dy * c * rstd
+    dbias   = sum over rows of dy
+
+The corrected mean is the float nearest to the mean: a large common offset costs no more digits than it must, and a row
+of equal values has variance zero. mean and var are kept for the backward pass: dividing by var costs one rounding where
+rstd^2 would cost three, which shows where the terms of dx nearly cancel, in rows of few values. In a row of one value
+they cancel for good: dx = 0.
+
+A row that fits in registers is read once in either direction; a longer one is walked in blocks, twice. The gradients of
+weight and bias are summed in float32 by each program over its own rows, then over the programs in a fixed order: no
+atomics. Only gradients that are wanted are computed.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmk.ops._norm import affine_gradient, row_moments, sum_affine
+from llmk.ops._rows import as_rows
+from llmk.registry import (
+    Cost,
+    KernelOp,
+    Sample,
+    cdiv,
+    check_dtype,
+    check_same,
+    check_shape,
+    int_min,
+    next_power_of_2,
+    num_programs,
+    public_op,
+    wrap_triton,
+)
+
+
+def layer_norm_reference(
+    input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    # PyTorch asks for one dtype.
+    weight, bias = (None if t is None else t.to(input.dtype) for t in (weight, bias))
+    return torch.nn.functional.layer_norm(input, input.shape[-1:], weight, bias, eps)
+
+
+@triton.jit
+def layer_norm_kernel(
+    x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, M, N, x_stride, eps, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    eps = tl.cast(eps, tl.float32)
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_N)
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    mean = tl.sum(x, axis=1) / N  # [BLOCK_M]
+    mean += tl.sum(tl.where(mask, x - mean[:, None], 0.0), axis=1) / N
+    c = tl.where(mask, x - mean[:, None], 0.0)
+    var = tl.sum(c * c, axis=1) / N + eps
+    y = c * tl.div_rn(1.0, tl.sqrt_rn(var))[:, None]
+    if w_ptr is not None:
+        y *= tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    if b_ptr is not None:
+        y += tl.load(b_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    tl.store(y_ptr + rows[:, None] * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(stats_ptr + rows, mean, mask=rows < M)
+    tl.store(stats_ptr + M + rows, var, mask=rows < M)
+
+
+@triton.jit
+def layer_norm_long_kernel(x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, M, N, x_stride, eps, BLOCK_N: tl.constexpr):
+    eps = tl.cast(eps, tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * x_stride
+    mean, squares = row_moments(x_ptr, N, BLOCK_N)
+    var = squares / N + eps
+    tl.store(stats_ptr + row, mean)
+    tl.store(stats_ptr + M + row, var)
+    rstd = tl.div_rn(1.0, tl.sqrt_rn(var))
+    for start in range(0, N, BLOCK_N):  # the second pass finds the row in L2
+        cols = start + tl.arange(0, BLOCK_N)
+        y = (tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) - mean) * rstd
+        if w_ptr is not None:
+            y *= tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        if b_ptr is not None:
+            y += tl.load(b_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        tl.store(y_ptr + row * N + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
+
+
+@triton.jit
+def layer_norm_backward_kernel(
+    dy_ptr, x_ptr, w_ptr, stats_ptr, dx_ptr, partial_ptr, M, N, dy_stride, x_stride,
+    HAS_DW: tl.constexpr, HAS_DB: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_N)
+    if w_ptr is not None:
+        w = tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    dw = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    db = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    # Persistent: the next rows are prefetched while these are computed, and dw and db stay in registers.
+    for start in tl.range(program * BLOCK_M, M, tl.num_programs(0) * BLOCK_M, num_stages=NUM_STAGES):
+        rows = start + tl.arange(0, BLOCK_M)
+        mask = (rows < M)[:, None] & (cols < N)[None, :]
+        dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        if HAS_DB:
+            db += dy
+        if x_ptr is not None:
+            x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+            mean = tl.load(stats_ptr + rows, mask=rows < M, other=0.0)
+            var = tl.load(stats_ptr + M + rows, mask=rows < M, other=1.0)
+            rstd = tl.div_rn(1.0, tl.sqrt_rn(var))[:, None]
+            c = tl.where(mask, x - mean[:, None], 0.0)
+            if HAS_DW:
+                dw += dy * (c * rstd)
+            if dx_ptr is not None:
+                if w_ptr is not None:
+                    dy *= w
+                if BLOCK_N == 1:  # constant, unlike N: a branch in the loop would cost 50 registers
+                    dx = dy * c  # zero, and NaN where PyTorch's is
+                else:
+                    g = dy - (tl.sum(dy, axis=1) / N)[:, None]
+                    dx = rstd * (g - c * tl.div_rn(tl.sum(g * c, axis=1) / N, var)[:, None])
+                tl.store(dx_ptr + rows[:, None] * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    if HAS_DW or HAS_DB:
+        partial_ptr += program * (HAS_DW + HAS_DB) * N + cols
+    if HAS_DW:
+        tl.store(partial_ptr, tl.sum(dw, axis=0), mask=cols < N)
+    if HAS_DB:
+        tl.store(partial_ptr + HAS_DW * N, tl.sum(db, axis=0), mask=cols < N)
+
+
+@triton.jit
+def layer_norm_wide_backward_kernel(
+    dy_ptr, x_ptr, w_ptr, stats_ptr, dx_ptr, partial_ptr, M, N, dy_stride, x_stride,
+    HAS_DW: tl.constexpr, HAS_DB: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """One half of the columns: the other half is read for its sums only, from L2, where this half's neighbour is."""
+    program = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    others = (1 - tl.program_id(1)) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if w_ptr is not None:
+        w = tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+    dw = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    db = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    for row in tl.range(program, M, tl.num_programs(0), num_stages=NUM_STAGES):
+        dy = tl.load(dy_ptr + row * dy_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
+        if HAS_DB:
+            db += dy
+        if x_ptr is not None:
+            x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
+            mean = tl.load(stats_ptr + row)
+            var = tl.load(stats_ptr + M + row)
+            rstd = tl.div_rn(1.0, tl.sqrt_rn(var))
+            c = x - mean
+            if HAS_DW:
+                dw += dy * (c * rstd)
+            if dx_ptr is not None:
+                h = tl.load(dy_ptr + row * dy_stride + others, mask=others < N, other=0.0).to(tl.float32)
+                if w_ptr is not None:
+                    dy *= w
+                    h *= tl.load(w_ptr + others, mask=others < N, other=0.0).to(tl.float32)
+                e = tl.load(x_ptr + row * x_stride + others, mask=others < N, other=0.0).to(tl.float32) - mean
+                # dy and h are zero past the row's end.
+                total = tl.sum(dy + h, axis=0) / N
+                dot = tl.div_rn(tl.sum(dy * c + h * e, axis=0) / N, var)
+                dx = rstd * (dy - total - c * dot)
+                tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
+    if HAS_DW or HAS_DB:
+        partial_ptr += program * (HAS_DW + HAS_DB) * N + cols
+    if HAS_DW:
+        tl.store(partial_ptr, dw, mask=cols < N)
+    if HAS_DB:
+        tl.store(partial_ptr + HAS_DW * N, db, mask=cols < N)
+
+
+@triton.jit
+def layer_norm_long_backward_means_kernel(
+    dy_ptr, x_ptr, w_ptr, stats_ptr, means_ptr, M, N, dy_stride, x_stride, BLOCK_N: tl.constexpr
+):
+    """mean(dy * weight) and mean(dy * weight * c) / var of each row."""
+    row = tl.program_id(0).to(tl.int64)
+    mean = tl.load(stats_ptr + row)
+    total = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    dot = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    for start in range(0, N, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + row * dy_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
+        if w_ptr is not None:
+            dy *= tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        total += dy
+        dot += dy * (x - mean)  # dy is zero past the row's end
+    tl.store(means_ptr + row, tl.sum(total, axis=0) / N)
+    tl.store(means_ptr + M + row, tl.div_rn(tl.sum(dot, axis=0) / N, tl.load(stats_ptr + M + row)))
+
+
+@triton.jit
+def layer_norm_long_backward_kernel(
+    dy_ptr, x_ptr, w_ptr, stats_ptr, means_ptr, dx_ptr, partial_ptr, M, N, dy_stride, x_stride,
+    HAS_DW: tl.constexpr, HAS_DB: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One block of columns, a share of the rows."""
+    program = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if w_ptr is not None:
+        w = tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+    dw = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    db = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    for row in tl.range(program, M, tl.num_programs(0), num_stages=2):
+        dy = tl.load(dy_ptr + row * dy_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
+        if HAS_DB:
+            db += dy
+        if x_ptr is not None:
+            c = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
+            c -= tl.load(stats_ptr + row)
+            rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.load(stats_ptr + M + row)))
+            if HAS_DW:
+                dw += dy * (c * rstd)
+            if dx_ptr is not None:
+                if w_ptr is not None:
+                    dy *= w
+                dx = rstd * (dy - tl.load(means_ptr + row) - c * tl.load(means_ptr + M + row))
+                tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
+    if HAS_DW or HAS_DB:
+        partial_ptr += program * (HAS_DW + HAS_DB) * N + cols
+    if HAS_DW:
+        tl.store(partial_ptr, dw, mask=cols < N)
+    if HAS_DB:
+        tl.store(partial_ptr + HAS_DW * N, db, mask=cols < N)
+
+
+# Widest row that one program holds in registers: forward it holds x, backward x, dy, the weight and two gradients.
+MAX_FORWARD_BLOCK = 32768
+MAX_BACKWARD_BLOCK = 8192
+
+
+def _tile(N: int, elements: int) -> dict[str, int]:
+    """Rows per program, to make up so many elements, and warps for rows that fit."""
+    block_n = next_power_of_2(N)
+    block_m = max(1, elements // block_n)
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": min(16, max(4, block_m * block_n // 512))}
+
+
+def _forward_tile(N: int) -> dict[str, int]:
+    # Not measured: rms_norm's, which does the same with fewer sums.
+    return _tile(N, 2048)
+
+
+def _backward_tile(N: int) -> dict[str, int]:
+    # Not measured: rms_norm's. 16 elements a thread take 128 registers on sm_90, which two programs of 8 warps share.
+    return _tile(N, 4096) | {"num_warps": 8 if N <= 4096 else 16, "NUM_STAGES": 3}
+
+
+# Not measured. Wide: the largest half that does not spill, and one row ahead in shared memory.
+WIDE_BACKWARD = {"BLOCK_N": MAX_BACKWARD_BLOCK, "num_warps": 16, "NUM_STAGES": 2}
+LONG_FORWARD = {"BLOCK_N": 4096, "num_warps": 8}
+LONG_BACKWARD = {"BLOCK_N": 1024, "num_warps": 4}
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return tensor.contiguous() if tensor is not None else None
+
+
+def _layer_norm_fwd(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    x, weight, bias = as_rows(input), _contiguous(weight), _contiguous(bias)
+    M, N = x.shape
+    y = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+    stats = torch.empty((2, M), dtype=torch.float32, device=input.device)
+    if N <= MAX_FORWARD_BLOCK:
+        tile = _forward_tile(N)
+        wrap_triton(layer_norm_kernel)[(cdiv(M, tile["BLOCK_M"]),)](
+            x, weight, bias, y, stats, M, N, x.stride(0), eps, **tile
+        )
+    else:
+        wrap_triton(layer_norm_long_kernel)[(M,)](x, weight, bias, y, stats, M, N, x.stride(0), eps, **LONG_FORWARD)
+    return y, stats
+
+
+def _layer_norm_bwd(
+    grad: Tensor, input: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor, need_dx: bool, need_dw: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`bias` is given where it wants its gradient; nothing but its dtype is used."""
+    device, need_db = input.device, bias is not None
+    dy, x = as_rows(grad), as_rows(input) if need_dx or need_dw else None
+    M, N = dy.shape
+    x_stride = x.stride(0) if x is not None else 0
+    scale = weight.contiguous() if need_dx and weight is not None else None
+    dx = torch.empty(input.shape, dtype=input.dtype, device=device) if need_dx else None
+    dw, db = affine_gradient(weight if need_dw else None, device), affine_gradient(bias, device)
+
+    def partials_of(programs: int) -> Tensor | None:
+        if not need_dw and not need_db:
+            return None
+        return torch.empty((programs, need_dw + need_db, N), dtype=torch.float32, device=device)
+
+    if N <= MAX_BACKWARD_BLOCK:
+        tile = _backward_tile(N)
+        programs = int_min(cdiv(M, tile["BLOCK_M"]), num_programs(device, 2 if N <= 4096 else 1))
+        partials = partials_of(programs)
+        wrap_triton(layer_norm_backward_kernel)[(programs,)](
+            dy, x, scale, stats, dx, partials, M, N, dy.stride(0), x_stride, HAS_DW=need_dw, HAS_DB=need_db, **tile
+        )
+    elif N <= 2 * MAX_BACKWARD_BLOCK:
+        programs = int_min(M, num_programs(device, 1) // 2)
+        partials = partials_of(programs)
+        wrap_triton(layer_norm_wide_backward_kernel)[(programs, 2)](
+            dy, x, scale, stats, dx, partials, M, N, dy.stride(0), x_stride,
+            HAS_DW=need_dw, HAS_DB=need_db, **WIDE_BACKWARD,
+        )  # fmt: skip
+    else:
+        programs = int_min(M, num_programs(device, 1))
+        partials, means = partials_of(programs), None
+        if dx is not None:
+            means = torch.empty((2, M), dtype=torch.float32, device=device)
+            wrap_triton(layer_norm_long_backward_means_kernel)[(M,)](
+                dy, x, scale, stats, means, M, N, dy.stride(0), x_stride, **LONG_FORWARD
+            )
+        wrap_triton(layer_norm_long_backward_kernel)[(programs, cdiv(N, LONG_BACKWARD["BLOCK_N"]))](
+            dy, x, scale, stats, means, dx, partials, M, N, dy.stride(0), x_stride,
+            HAS_DW=need_dw, HAS_DB=need_db, **LONG_BACKWARD,
+        )  # fmt: skip
+    if partials is not None:
+        sum_affine(partials, dw if need_dw else None, db if need_db else None)
+    return dx if dx is not None else affine_gradient(None, device), dw, db
+
+
+layer_norm_fwd = KernelOp(_layer_norm_fwd)
+layer_norm_bwd = KernelOp(_layer_norm_bwd)
+
+
+@layer_norm_fwd.register_kernel("cpu")
+def _(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    x = input.float()
+    mean = x.mean(-1, keepdim=True)
+    mean = mean + (x - mean).mean(-1, keepdim=True)
+    c = x - mean
+    var = c.square().mean(-1, keepdim=True) + eps
+    y = c * torch.rsqrt(var)
+    if weight is not None:
+        y = y * weight.float()
+    if bias is not None:
+        y = y + bias.float()
+    return y.to(input.dtype).contiguous(), torch.stack([mean.flatten(), var.flatten()])
+
+
+@layer_norm_bwd.register_kernel("cpu")
+def _(
+    grad: Tensor, input: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor, need_dx: bool, need_dw: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    dy = grad.float()
+    mean, var = (s.view(*input.shape[:-1], 1) for s in stats.unbind())
+    rstd = torch.rsqrt(var)
+    dx, dw, db = (affine_gradient(None, input.device) for _ in range(3))
+    if bias is not None:
+        db = dy.reshape(-1, dy.shape[-1]).sum(0).to(bias.dtype)
+    if need_dx or need_dw:
+        c = input.float() - mean
+        if need_dw and weight is not None:
+            dw = (dy * (c * rstd)).reshape(-1, dy.shape[-1]).sum(0).to(weight.dtype)
+        if need_dx:
+            g = dy if weight is None else dy * weight.float()
+            g = g - g.mean(-1, keepdim=True)
+            dx = (rstd * (g - c * ((g * c).mean(-1, keepdim=True) / var))).to(input.dtype).contiguous()
+    return dx, dw, db
+
+
+@layer_norm_fwd.register_fake
+def _(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    rows = input.numel() // input.shape[-1]
+    return input.new_empty(input.shape), input.new_empty((2, rows), dtype=torch.float32)
+
+
+@layer_norm_bwd.register_fake
+def _(
+    grad: Tensor, input: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor, need_dx: bool, need_dw: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx = input.new_empty(input.shape) if need_dx else affine_gradient(None, input.device)
+    return dx, affine_gradient(weight if need_dw else None, input.device), affine_gradient(bias, input.device)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    input, weight, bias, _ = inputs
+    _, stats = output
+    ctx.mark_non_differentiable(stats)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(input, weight, bias, stats)
+
+
+def _backward(ctx, grad, _grad_stats):
+    input, weight, bias, stats = ctx.saved_tensors
+    need_dx, need_dw, need_db, _ = ctx.needs_input_grad
+    dx, dw, db = layer_norm_bwd(grad, input, weight, bias if need_db else None, stats, need_dx, need_dw)
+    return dx if need_dx else None, dw if need_dw else None, db if need_db else None, None
+
+
+layer_norm_fwd.register_autograd(_backward, setup_context=_setup_context)
+
+
+def layer_norm_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    def randn(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    yield Sample((randn(4, 16), randn(16), randn(16)), why="powers of two")
+    yield Sample((randn(2, 3, 37), randn(37), randn(37), 1e-3), why="three dimensions, odd width, another eps")
+    yield Sample((randn(5, 40),), why="neither weight nor bias")
+    yield Sample((randn(33), randn(33, dtype=torch.float32)), why="one dimension, no bias, a float32 weight")
+    yield Sample((randn(6, 80)[:, 16:48], None, randn(32)), why="a slice of a wider row, a bias alone")
+    yield Sample((randn(7, 1), randn(1), randn(1)), why="one column")
+    yield Sample((randn(0, 16), randn(16), randn(16)), why="no rows")
+    yield Sample((randn(24, 6).t(), randn(24), randn(24)), why="columns strided")
+    yield Sample((randn(1, 16).expand(5, 16), randn(16), randn(16)), why="one row expanded")
+    yield Sample((randn(300, 24), randn(24), randn(24)), why="more rows than programs")
+    yield Sample((1e4 * randn(3, 64) + 1e4, randn(64), randn(64)), why="large values about a large offset")
+    yield Sample((randn(2, 9001), randn(9001), randn(9001)), why="a row that backward splits in two")
+    yield Sample((randn(2, 100_003), randn(100_003), randn(100_003)), why="100,003 columns")
+
+
+def layer_norm_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
+    x, weight, bias = (torch.randn(shape, device=device, dtype=dtype) for shape in ((rows, 48), (48,), (48,)))
+    return Sample((x, weight, bias), why="resized")
+
+
+def layer_norm_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for rows, columns in [(32768, 4096), (8192, 4096), (8192, 8192), (4096, 16384), (65536, 1024)]:
+        shapes = (rows, columns), (columns,), (columns,)
+        yield Sample(tuple(torch.randn(s, device=device, dtype=dtype) for s in shapes), why=f"{rows}x{columns}")
+
+
+def layer_norm_cost(input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Cost:
+    tensor = input.numel() * input.element_size()
+    return Cost(bytes_forward=2 * tensor, bytes_full=5 * tensor)
+
+
+@public_op(
+    "layer_norm(Tensor input, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) -> Tensor",
+    reference=layer_norm_reference,
+    differentiable=("input", "weight", "bias"),
+    kernel_ops=(layer_norm_fwd, layer_norm_bwd),
+    samples=layer_norm_samples,
+    resized=layer_norm_resized,
+    workloads=layer_norm_workloads,
+    cost=layer_norm_cost,
+)
+def layer_norm(input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """Layer normalization over the last axis: `(input - mean) / sqrt(var + eps) * weight + bias`.
+
+    Like `torch.nn.functional.layer_norm` over the last axis, with statistics and products in float32 and one rounding.
+
+    Args:
+        input: `[..., N]`, float32, float16 or bfloat16, any strides.
+        weight: `[N]`, any of these dtypes; None for no scale.
+        bias: `[N]`, any of these dtypes; None for no shift.
+        eps: Added to the variance.
+
+    Returns:
+        `[..., N]`, contiguous, in the dtype of `input`.
+
+    Raises:
+        TypeError: A tensor is not float32, float16 or bfloat16.
+        ValueError: `input` has no axis, its last one is empty, or `weight` or `bias` is not `[N]` on the same device.
+
+    Source: Ba, Kiros and Hinton, 2016, https://arxiv.org/abs/1607.06450.
+    """
+    check_dtype("input", input)
+    if input.dim() == 0 or input.shape[-1] == 0:
+        raise ValueError(f"input: expected shape [..., N] with N at least 1, got {tuple(input.shape)}")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None:
+            check_dtype(name, tensor)
+            check_shape(name, tensor, input.shape[-1:], "the last axis of input")
+            check_same(name, tensor, "input", input)
+    y, _ = layer_norm_fwd(input, weight, bias, eps)
+    return y
