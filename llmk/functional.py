@@ -2,8 +2,9 @@
 
 from llmk.ops.cross_entropy import cross_entropy
 from llmk.ops.fused_linear_ce import fused_linear_ce
+from llmk.ops.giou_loss import giou_loss
 from llmk.ops.rms_norm import rms_norm
 from llmk.ops.rope import rope
 from llmk.ops.swiglu import swiglu
 
-__all__ = ["cross_entropy", "fused_linear_ce", "rms_norm", "rope", "swiglu"]
+__all__ = ["cross_entropy", "fused_linear_ce", "giou_loss", "rms_norm", "rope", "swiglu"]
