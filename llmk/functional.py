@@ -9,6 +9,7 @@ from llmk.ops.relu_squared import relu_squared
 from llmk.ops.linear_act import linear_act
 from llmk.ops.qk_norm_rope import qk_norm_rope
 from llmk.ops.layer_norm import layer_norm
+from llmk.ops.giou_loss import giou_loss
 from llmk.ops.rms_norm import rms_norm
 from llmk.ops.rope import rope
 
@@ -18,3 +19,4 @@ __all__ = ["cross_entropy", "fused_linear_ce", "rms_norm", "rope", "swiglu"]
 __all__ += ["add_rms_norm"]
 __all__ = ["cross_entropy", "fused_linear_ce", "qk_norm_rope", "rms_norm", "rope", "swiglu"]
 __all__ += ["layer_norm"]
+__all__ = ["cross_entropy", "fused_linear_ce", "giou_loss", "rms_norm", "rope", "swiglu"]
