@@ -5,18 +5,26 @@ from llmk.ops.add_rms_norm import add_rms_norm
 from llmk.ops.cross_entropy import cross_entropy
 from llmk.ops.fused_linear_ce import fused_linear_ce
 from llmk.ops.gated_units import geglu, swiglu
-from llmk.ops.relu_squared import relu_squared
+from llmk.ops.giou_loss import giou_loss
+from llmk.ops.layer_norm import layer_norm
 from llmk.ops.linear_act import linear_act
 from llmk.ops.qk_norm_rope import qk_norm_rope
-from llmk.ops.layer_norm import layer_norm
-from llmk.ops.giou_loss import giou_loss
+from llmk.ops.relu_squared import relu_squared
 from llmk.ops.rms_norm import rms_norm
 from llmk.ops.rope import rope
 
-__all__ = ["add", "cross_entropy", "fused_linear_ce", "geglu", "relu_squared", "rms_norm", "rope", "swiglu"]
-__all__ = ["cross_entropy", "fused_linear_ce", "linear_act", "rms_norm", "rope", "swiglu"]
-__all__ = ["cross_entropy", "fused_linear_ce", "rms_norm", "rope", "swiglu"]
-__all__ += ["add_rms_norm"]
-__all__ = ["cross_entropy", "fused_linear_ce", "qk_norm_rope", "rms_norm", "rope", "swiglu"]
-__all__ += ["layer_norm"]
-__all__ = ["cross_entropy", "fused_linear_ce", "giou_loss", "rms_norm", "rope", "swiglu"]
+__all__ = [
+    "add",
+    "add_rms_norm",
+    "cross_entropy",
+    "fused_linear_ce",
+    "geglu",
+    "giou_loss",
+    "layer_norm",
+    "linear_act",
+    "qk_norm_rope",
+    "relu_squared",
+    "rms_norm",
+    "rope",
+    "swiglu",
+]
