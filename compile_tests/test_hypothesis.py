@@ -138,12 +138,16 @@ def test_relu_squared(data, dtype, shape, layout, device: torch.device) -> None:
 def test_add(data, dtype, shape, layout, device: torch.device) -> None:
     other = tensor(tuple(shape), dtype, device, data.draw(layouts))
     check("add", (tensor(tuple(shape), dtype, device, layout), other), {}, data)
+
+
 @given(data=st.data(), dtype=dtypes, rows=st.lists(sizes, max_size=2), N=sizes, layout=layouts, affine=st.booleans())
 def test_add_rms_norm(data, dtype, rows, N, layout, affine, device: torch.device) -> None:
     x, residual = (tensor((*rows, N), dtype, device, kind) for kind in (layout, data.draw(layouts)))
     weight = tensor((N,), data.draw(dtypes), device, data.draw(layouts)) if affine else None
     options = {"eps": data.draw(st.sampled_from([1e-6, 1e-2])), "offset": data.draw(st.sampled_from([0.0, 1.0]))}
     check("add_rms_norm", (x, residual, weight), options, data)
+
+
 @given(data=st.data(), dtype=dtypes, B=st.integers(1, 3), S=st.integers(1, 9), HK=st.integers(1, 3), layout=layouts)
 def test_qk_norm_rope(data, dtype, B, S, HK, layout, device: torch.device) -> None:
     HQ, R = HK * data.draw(st.integers(1, 4)), 2 * data.draw(st.integers(1, 12))

@@ -10,7 +10,7 @@ from triton.compiler import make_backend
 from triton.runtime import driver
 from triton.runtime.jit import create_function_from_signature
 
-from llmk.ops.rms_norm import rms_norm_kernel
+from llmk.ops._rms_norm import rms_norm_kernel
 from llmk.registry.launch import INTERPRET
 from llmk.registry.launcher import Launcher
 

@@ -1,6 +1,7 @@
 """Checks of a public operator's arguments: each names the argument, what it was and what was expected."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -34,3 +35,12 @@ def check_shape(name: str, tensor: Tensor, expected: Sequence[int], meaning: str
 def check_option(name: str, value: str, allowed: Sequence[str]) -> None:
     if value not in allowed:
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def check_home(fn: Callable[..., Any]) -> None:
+    """An operator lives under llmk.ops: `import ops` at the root finds the folder, and would register it twice."""
+    if not fn.__module__.startswith("llmk.ops."):
+        raise RuntimeError(
+            f"{fn.__name__} comes from module {fn.__module__!r}: llmk's operators live under llmk.ops "
+            "(import llmk, not its folders; for an operator of your own, build an llmk.registry.Op)"
+        )

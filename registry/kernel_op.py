@@ -8,6 +8,7 @@ import torch
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.utils.flop_counter import register_flop_formula
 
+from llmk.registry.checks import check_home
 from llmk.registry.launch import (
     INTERPRET,
     kernel_context,
@@ -45,6 +46,7 @@ class KernelOp:
     def __init__(self, fn: Callable[..., Any], *, opaque: bool = False) -> None:
         if not fn.__name__.startswith("_"):
             raise ValueError(f"fn: a kernel op's name starts with an underscore, got {fn.__name__!r}")
+        check_home(fn)
         self.fn = fn
         self.name = fn.__name__
         self.has_backward = False

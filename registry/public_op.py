@@ -8,6 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.autograd import forward_ad
 
+from llmk.registry.checks import check_home
 from llmk.registry.kernel_op import KernelOp
 from llmk.registry.launch import inside_functorch
 from llmk.registry.record import OPS, Op
@@ -72,11 +73,7 @@ def _refuse_bad_registration(
 ) -> None:
     if name in OPS:
         raise RuntimeError(f"llmk::{name} is already registered by {OPS[name].module}")
-    if not fn.__module__.startswith("llmk.ops."):
-        raise RuntimeError(
-            f"llmk::{name} comes from module {fn.__module__!r}: llmk's operators live under llmk.ops "
-            "(import llmk, not its folders; for an operator of your own, build an llmk.registry.Op)"
-        )
+    check_home(fn)
     for kernel_op in kernel_ops:
         kernel_op.check_complete()
     if differentiable and not any(kernel_op.has_backward for kernel_op in kernel_ops):
