@@ -114,3 +114,22 @@ def test_fused_linear_ce(data, dtype, N, H, V, layout, device: torch.device) -> 
         options["linear_bias"] = tensor((V,), dtype, device, data.draw(layouts))
     weight = tensor((V, H), dtype, device, data.draw(layouts)) / H**0.5
     check("fused_linear_ce", (tensor((N, H), dtype, device, layout), weight, target), options, data)
+
+
+@pytest.mark.kernels
+@few
+@given(data=st.data(), dtype=dtypes, shape=st.lists(sizes, max_size=3), layout=layouts)
+def test_softmax(data, dtype, shape, layout, device: torch.device) -> None:
+    axes = max(len(shape), 1)
+    dim = data.draw(st.integers(-axes, axes - 1))
+    check("softmax", (3 * tensor(tuple(shape), dtype, device, layout if shape else "contiguous"), dim), {}, data)
+
+
+@pytest.mark.kernels
+@few
+@given(data=st.data(), dtype=dtypes, rows=st.lists(sizes, max_size=2), V=sizes, layout=layouts, logs=st.booleans())
+def test_kl_div(data, dtype, rows, V, layout, logs, device: torch.device) -> None:
+    x = -tensor((*rows, V), dtype, device, layout).abs()
+    target = -tensor((*rows, V), dtype, device, data.draw(layouts)).abs()
+    reduction = data.draw(st.sampled_from(["none", "sum", "mean", "batchmean"]))
+    check("kl_div", (x, target if logs else target.exp()), {"reduction": reduction, "log_target": logs}, data)

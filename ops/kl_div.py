@@ -99,9 +99,12 @@ def _losses(x, t, LOG_TARGET: tl.constexpr):
 @triton.jit
 def _tile(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Rows, columns and mask of a tile."""
-    across = tl.cdiv(N, BLOCK_N).to(tl.int32)  # in 64 bits the division would cost as much as a tile's arithmetic
-    rows = (tile // across).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    cols = (tile % across).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    row, col = tile * 0, tile
+    if M != 1:  # contiguous tensors are one long row: they are spared the division
+        across = tl.cdiv(N, BLOCK_N).to(tl.int32)
+        row, col = tile // across, tile % across
+    rows = tl.cast(row, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    cols = tl.cast(col, tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     return rows, cols, (rows < M) & (cols < N)
 
 
