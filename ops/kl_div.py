@@ -12,7 +12,7 @@ and its sum, divided by the number of elements ("mean") or of rows ("batchmean")
 each element's loss:
 
     dx = -g * t             dt = g * (log(t) + t / t - x)      NaN where t is 0, as PyTorch's
-    dx = -g * exp(t)        dt = g * exp(t) * (t + 1 - x)      with log_target
+    dx = -g * exp(t)        dt = g * exp(t) * (t - x + 1)      with log_target
 
 dx does not need x, which is kept for the backward pass only if the target wants a gradient. The forward pass reads both
 tensors once; a sum is taken by each program over its own tiles in float32, then over the programs in a fixed order.
@@ -65,7 +65,7 @@ def _exp(x):
     product = x * LOG2E
     low = tl.fma(x, LOG2E, -product) + x * LOG2E_LOW
     e = tl.exp2(product)
-    return e + e * tl.where(tl.abs(x) < 200.0, low * LN2, 0.0)
+    return tl.where(tl.abs(product) < 128.0, e + e * (low * LN2), e)  # beyond, e is 0, inf or NaN
 
 
 @triton.jit
@@ -153,7 +153,7 @@ def kl_div_backward_kernel(
     if dt_ptr is not None:
         x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
         if LOG_TARGET:
-            dt = weight * (t + 1.0 - x)
+            dt = weight * (t - x) + weight
         else:
             one = tl.where(t == 0, float("nan"), 1.0 + (t - t))  # t / t
             dt = tl.log(t) + one - x
@@ -263,7 +263,7 @@ def _(
     if need_dtarget:
         assert input is not None
         x = input.float()
-        dt = weight * (t + 1 - x) if log_target else t.log() + t / t - x
+        dt = weight * (t - x) + weight if log_target else t.log() + t / t - x
         dtarget = (g * dt).to(target.dtype).contiguous()
     return dinput, dtarget
 
