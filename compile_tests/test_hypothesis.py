@@ -123,6 +123,11 @@ def test_geglu(data, dtype, rows, N, layout, packed, device: torch.device) -> No
     gate = tensor((*rows, 2 * N if packed else N), dtype, device, layout)
     args = (gate,) if packed else (gate, tensor((*rows, N), dtype, device, data.draw(layouts)))
     check("geglu", args, {"approximate": data.draw(st.sampled_from(["tanh", "none"]))}, data)
+@given(data=st.data(), dtype=dtypes, shape=st.lists(sizes, max_size=3), layout=layouts)
+def test_softmax(data, dtype, shape, layout, device: torch.device) -> None:
+    axes = max(len(shape), 1)
+    dim = data.draw(st.integers(-axes, axes - 1))
+    check("softmax", (3 * tensor(tuple(shape), dtype, device, layout if shape else "contiguous"), dim), {}, data)
 
 
 @pytest.mark.kernels
@@ -162,3 +167,9 @@ def test_qk_norm_rope(data, dtype, B, S, HK, layout, device: torch.device) -> No
         "interleaved": data.draw(st.booleans()),
     }
     check("qk_norm_rope", (q, k, q_weight, k_weight, cos, sin), options, data)
+@given(data=st.data(), dtype=dtypes, rows=st.lists(sizes, max_size=2), V=sizes, layout=layouts, logs=st.booleans())
+def test_kl_div(data, dtype, rows, V, layout, logs, device: torch.device) -> None:
+    x = -tensor((*rows, V), dtype, device, layout).abs()
+    target = -tensor((*rows, V), dtype, device, data.draw(layouts)).abs()
+    reduction = data.draw(st.sampled_from(["none", "sum", "mean", "batchmean"]))
+    check("kl_div", (x, target if logs else target.exp()), {"reduction": reduction, "log_target": logs}, data)

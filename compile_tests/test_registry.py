@@ -143,6 +143,12 @@ q, k, cos = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 3, 
         ("qk_norm_rope", (q, k, w[:4], w, cos, cos), {}, ValueError, r"q_weight: expected shape \(8,\) .* got \(4,\)"),
         ("qk_norm_rope", (q, k, w, w.long(), cos, cos), {}, TypeError, "k_weight: expected .* got int64"),
         ("qk_norm_rope", (q, k, w, w, cos[:, :2], cos), {}, ValueError, r"cos: expected shape \[1 or 1, 3, R\]"),
+        ("softmax", (x.long(),), {}, TypeError, "input: expected .* float32, float16, bfloat16, got int64"),
+        ("softmax", (x, 2), {}, IndexError, r"dim: .*expected to be in range of \[-2, 1\], but got 2"),
+        ("softmax", (x[0, 0], -2), {}, IndexError, r"dim: .*expected to be in range of \[-1, 0\], but got -2"),
+        ("kl_div", (x, w), {}, ValueError, r"target: expected shape \(4, 8\) .* got \(8,\)"),
+        ("kl_div", (x, x.half()), {}, TypeError, "target: expected dtype float32 like input, got float16"),
+        ("kl_div", (x, x), {"reduction": "average"}, ValueError, "reduction: expected one of .*got 'average'"),
     ],
 )  # fmt: skip
 def test_a_wrong_call_says_what_is_wrong(name, args, kwargs, error, message) -> None:

@@ -26,5 +26,18 @@ __all__ = [
     "relu_squared",
     "rms_norm",
     "rope",
+from llmk.ops.kl_div import kl_div
+from llmk.ops.rms_norm import rms_norm
+from llmk.ops.rope import rope
+from llmk.ops.softmax import softmax
+from llmk.ops.swiglu import swiglu
+
+__all__ = [
+    "cross_entropy",
+    "fused_linear_ce",
+    "kl_div",
+    "rms_norm",
+    "rope",
+    "softmax",
     "swiglu",
 ]
