@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.opcheck.calls import as_list, differentiable_inputs, incoming_gradients, prepare
+from llmk.opcheck.calls import as_list, incoming_gradients, prepare
 from llmk.registry import KernelOp, Op, launch
 
 CALLS, ROUNDS = 100, 11
@@ -27,7 +27,7 @@ def host_times(op: Op, device: torch.device, dtype: torch.dtype) -> dict[str, An
     if op.resized is None:
         return None
     args, kwargs, tensors = prepare(op, op.resized(64, device, dtype), ())
-    inputs = [tensors[name].requires_grad_() for name in differentiable_inputs(op, op.resized(64, device, dtype))]
+    inputs = [tensors[name].requires_grad_() for name in op.trained or op.differentiable if name in tensors]
     called = _forward_kernel_op(op, args, kwargs)
     if called is None or not inputs:
         return None

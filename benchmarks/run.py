@@ -160,7 +160,7 @@ def measure(op: Op, sample: Sample, timer: Timer, ceilings: dict[str, float]) ->
 
 def _time(op: Op, sample: Sample, fn: Callable[..., Any], timer: Timer, sustained: bool) -> dict[str, Any]:
     bound = op.bind(sample)
-    wanted = [bound[name] for name in op.differentiable if isinstance(bound.get(name), Tensor)]
+    wanted = [bound[name] for name in op.trained or op.differentiable if isinstance(bound.get(name), Tensor)]
 
     def forward() -> Any:
         with torch.no_grad():

@@ -6,12 +6,15 @@ from llmk.ops.cross_entropy import cross_entropy
 from llmk.ops.fused_linear_ce import fused_linear_ce
 from llmk.ops.gated_units import geglu, swiglu
 from llmk.ops.giou_loss import giou_loss
+from llmk.ops.kl_div import kl_div
 from llmk.ops.layer_norm import layer_norm
 from llmk.ops.linear_act import linear_act
 from llmk.ops.qk_norm_rope import qk_norm_rope
 from llmk.ops.relu_squared import relu_squared
 from llmk.ops.rms_norm import rms_norm
 from llmk.ops.rope import rope
+from llmk.ops.softmax import softmax
+from llmk.ops.swiglu import swiglu
 
 __all__ = [
     "add",
@@ -20,22 +23,11 @@ __all__ = [
     "fused_linear_ce",
     "geglu",
     "giou_loss",
+    "kl_div",
     "layer_norm",
     "linear_act",
     "qk_norm_rope",
     "relu_squared",
-    "rms_norm",
-    "rope",
-from llmk.ops.kl_div import kl_div
-from llmk.ops.rms_norm import rms_norm
-from llmk.ops.rope import rope
-from llmk.ops.softmax import softmax
-from llmk.ops.swiglu import swiglu
-
-__all__ = [
-    "cross_entropy",
-    "fused_linear_ce",
-    "kl_div",
     "rms_norm",
     "rope",
     "softmax",

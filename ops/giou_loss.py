@@ -404,14 +404,16 @@ def giou_loss_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sa
 
 
 def giou_loss_cost(boxes: Tensor, targets: Tensor, *, reduction: str = "mean", eps: float = 1e-5) -> Cost:
-    tensors = boxes.numel() * boxes.element_size() + targets.numel() * targets.element_size()
-    return Cost(bytes_forward=tensors, bytes_full=3 * tensors)
+    gradient = boxes.numel() * boxes.element_size()
+    tensors = gradient + targets.numel() * targets.element_size()
+    return Cost(bytes_forward=tensors, bytes_full=2 * tensors + gradient)
 
 
 @public_op(
     'giou_loss(Tensor boxes, Tensor targets, *, str reduction="mean", float eps=1e-5) -> Tensor',
     reference=giou_loss_reference,
     differentiable=("boxes", "targets"),
+    trained=("boxes",),
     kernel_ops=(giou_loss_fwd, giou_loss_bwd),
     samples=giou_loss_samples,
     resized=giou_loss_resized,

@@ -345,13 +345,14 @@ def kl_div_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sampl
 def kl_div_cost(input: Tensor, target: Tensor, *, reduction: str = "mean", log_target: bool = False) -> Cost:
     tensor = input.numel() * input.element_size()
     losses = tensor if reduction == "none" else 0
-    return Cost(bytes_forward=2 * tensor + losses, bytes_full=6 * tensor + 2 * losses)
+    return Cost(bytes_forward=2 * tensor + losses, bytes_full=4 * tensor + 2 * losses)
 
 
 @public_op(
     'kl_div(Tensor input, Tensor target, *, str reduction="mean", bool log_target=False) -> Tensor',
     reference=kl_div_reference,
     differentiable=("input", "target"),
+    trained=("input",),
     kernel_ops=(kl_div_fwd, kl_div_bwd),
     samples=kl_div_samples,
     resized=kl_div_resized,

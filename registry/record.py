@@ -26,7 +26,7 @@ class Sample:
 class Cost:
     """What a call must do at the least: bytes through device memory and floating-point operations.
 
-    `full` is forward and backward together, with every differentiable input wanting its gradient.
+    `full` is forward and backward together, with the gradients that are wanted in training (`Op.trained`).
     """
 
     bytes_forward: int = 0
@@ -64,6 +64,7 @@ class Op:
             is compiled ahead in the configurations that they and the samples choose.
         cost: `cost(*args, **kwargs)`: the least that the call must move and do.
         differentiable: The names of the arguments that get gradients.
+        trained: Those of them that want one in training, whose cost is counted and timed; None for all.
         kernel_ops: The private operators it calls.
         dtypes: The dtypes of its samples.
         tolerances: Where the factor of the accuracy rule is not 1.5: by dtype, with the reason.
@@ -75,6 +76,7 @@ class Op:
     reference: Callable[..., Any]
     samples: Callable[[torch.device, torch.dtype], Iterable[Sample]]
     differentiable: tuple[str, ...]
+    trained: tuple[str, ...] | None = None
     resized: Callable[[int, torch.device, torch.dtype], Sample] | None = None
     workloads: Callable[[torch.device, torch.dtype], Iterable[Sample]] | None = None
     cost: Callable[..., Cost] | None = None
