@@ -1,6 +1,7 @@
 """Hypothesis over shapes, strides, dtypes, options and the inputs that want gradients."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import llmk.ops.linear_act
 from llmk.opcheck.calls import call, differentiable_inputs, require_accurate
 from llmk.registry import OPS, Sample
 from llmk.registry.launch import INTERPRET
@@ -114,3 +116,18 @@ def test_fused_linear_ce(data, dtype, N, H, V, layout, device: torch.device) -> 
         options["linear_bias"] = tensor((V,), dtype, device, data.draw(layouts))
     weight = tensor((V, H), dtype, device, data.draw(layouts)) / H**0.5
     check("fused_linear_ce", (tensor((N, H), dtype, device, layout), weight, target), options, data)
+
+
+@pytest.mark.kernels
+@few
+@given(data=st.data(), dtype=dtypes, rows=st.lists(sizes, max_size=2), K=sizes, N=sizes, layout=layouts)
+def test_linear_act(data, dtype, rows, K, N, layout, device: torch.device) -> None:
+    """On the path that the sizes choose, and on the others that can do it."""
+    activations = ["none", "relu", "relu_squared", "gelu", "gelu_tanh", "silu"]
+    args = [tensor((*rows, K), dtype, device, layout), tensor((N, K), dtype, device, data.draw(layouts)) / K**0.5]
+    if data.draw(st.booleans()):
+        args.append(tensor((N,), dtype, device, data.draw(layouts)))
+    chosen = llmk.ops.linear_act.choose_path
+    other = data.draw(st.sampled_from(["chosen", "separate"] + ["fused"] * (dtype != torch.float32)))
+    with mock.patch.object(llmk.ops.linear_act, "choose_path", chosen if other == "chosen" else lambda *_: other):
+        check("linear_act", tuple(args), {"activation": data.draw(st.sampled_from(activations))}, data)
