@@ -32,7 +32,7 @@ from torch import Tensor
 
 from llmk.ops._activations import ACTIVATIONS, activate, activate_with_slope, activation_with_slope
 from llmk.ops._activations import activation as activation_of
-from llmk.ops._matmul import matmul_activation, suits
+from llmk.ops._matmul import fused_product, product, product_activation, suits
 from llmk.ops._rows import as_rows, sum_partials
 from llmk.registry import (
     Cost,
@@ -153,19 +153,6 @@ def _rows(input: Tensor) -> Tensor:
     return input.flatten(0, -2) if input.dim() > 1 else input.unsqueeze(0)
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    if bias is None:
-        torch.mm(x, weight.t(), out=out)
-    else:
-        torch.addmm(bias, x, weight.t(), out=out)
-
-
-def _epilogue(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, out: Tensor) -> None:
-    if bias is None:  # the epilogue has no form without
-        bias = torch.zeros(weight.shape[:1], dtype=x.dtype, device=x.device)
-    torch.ops.aten._addmm_activation.out(bias.contiguous(), x, weight.t(), use_gelu=gelu, out=out)
-
-
 def _linear_act_fwd(
     input: Tensor, weight: Tensor, bias: Tensor | None, activation: str, keep_z: bool
 ) -> tuple[Tensor, Tensor]:
@@ -176,13 +163,13 @@ def _linear_act_fwd(
     z = torch.empty(shape if keep_z else (0,), dtype=input.dtype, device=input.device)
     path = choose_path(x, weight, activation, keep_z)
     if path == "epilogue":
-        _epilogue(x, weight, bias, activation == "gelu_tanh", y.view(rows))
+        product_activation(x, weight, bias, y.view(rows), activation)
         return y, z
     if path == "fused":
-        matmul_activation(x, weight, bias, y, z if keep_z else None, activation)
+        fused_product(x, weight, bias, y, z if keep_z else None, activation)
         return y, z
     linear = z if keep_z else y
-    _product(x, weight, bias, linear.view(rows))
+    product(x, weight, bias, linear.view(rows))
     if activation == "none":
         return y, z
     if is_tracing() and not recording():
@@ -208,12 +195,16 @@ def _linear_act_bwd(
 
 def _activation_gradient(grad: Tensor, kept: Tensor, activation: str, need_db: bool) -> tuple[Tensor, Tensor]:
     """dz, and db or an empty tensor."""
+    if not need_db and is_tracing() and not recording():
+        dz = _dz_reference(_rows(grad).float(), _rows(kept).float(), activation, not keeps_z(activation, grad.dtype))
+        return dz.to(grad.dtype), torch.empty((0,), dtype=grad.dtype, device=grad.device)
     dy = as_rows(grad)
     M, N = dy.shape
     tile = _backward_tile(N)
     blocks = cdiv(N, tile["BLOCK_N"])
     # Four programs of 8 warps keep a multiprocessor's memory busy; each share of the rows costs a row of partials.
-    shares = int_min(cdiv(M, tile["BLOCK_M"]), max(1, num_programs(grad.device, 4) // max(1, blocks)))
+    # One more than there is work for: a number that is never 1, which a graph for any M would have to know.
+    shares = int_min(1 + cdiv(M, tile["BLOCK_M"]), max(1, num_programs(grad.device, 4) // max(1, blocks)))
     dz = torch.empty((M, N), dtype=grad.dtype, device=grad.device)
     partials = torch.empty((shares, N), dtype=torch.float32, device=grad.device) if need_db else None
     wrap_triton(linear_act_backward_kernel)[(blocks, shares)](
@@ -248,9 +239,7 @@ def _(input: Tensor, weight: Tensor, bias: Tensor | None, activation: str, keep_
 
 
 @linear_act_bwd.register_kernel("cpu")
-def _(
-    grad: Tensor, kept: Tensor | None, input: Tensor | None, weight: Tensor | None, activation: str, need_db: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad, kept, input, weight, activation, need_db) -> tuple[Tensor, Tensor, Tensor]:
     dtype, dz = grad.dtype, _rows(grad).float()
     if kept is not None:
         dz = _dz_reference(dz, _rows(kept).float(), activation, not keeps_z(activation, dtype))
@@ -277,9 +266,7 @@ def _(input: Tensor, weight: Tensor, bias: Tensor | None, activation: str, keep_
 
 
 @linear_act_bwd.register_fake
-def _(
-    grad: Tensor, kept: Tensor | None, input: Tensor | None, weight: Tensor | None, activation: str, need_db: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad, kept, input, weight, activation, need_db) -> tuple[Tensor, Tensor, Tensor]:
     dx_shape = (0,) if weight is None else (*grad.shape[:-1], weight.shape[1])
     dw_shape = (0,) if input is None else (grad.shape[-1], input.shape[-1])
     return grad.new_empty(dx_shape), grad.new_empty(dw_shape), grad.new_empty(grad.shape[-1:] if need_db else (0,))
@@ -291,7 +278,7 @@ def _(input: Tensor, weight: Tensor, *args, out_val=None) -> int:
 
 
 @linear_act_bwd.register_flop_formula
-def _(grad: Tensor, kept: Tensor | None, input: Tensor | None, weight: Tensor | None, *args, out_val=None) -> int:
+def _(grad, kept, input, weight, *args, out_val=None) -> int:
     return sum(2 * grad.numel() * t.shape[-1] for t in (input, weight) if t is not None)
 
 
@@ -378,7 +365,8 @@ def linear_act_cost(input: Tensor, weight: Tensor, bias: Tensor | None = None, *
         "relu, and gelu_tanh without gradients, are cuBLASLt's epilogue in 16-bit dtypes: at the product's own speed",
         f"other activations are the Triton product up to K = {FUSED_K} for each tensor whose traffic it saves, where "
         "its slower product costs less than that: estimated, not measured",
-        "compiled, a separate activation is plain aten: Inductor fuses it with what follows; not measured",
+        "compiled, a separate activation, and its gradient where there is no bias, is plain aten, for Inductor to fuse "
+        "with its neighbours; not measured",
         "z is kept for gelu, gelu_tanh and silu: making it again is a fourth product",
     ),
 )
