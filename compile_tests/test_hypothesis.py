@@ -123,11 +123,12 @@ def test_fused_linear_ce(data, dtype, N, H, V, layout, device: torch.device) -> 
 @given(data=st.data(), dtype=dtypes, rows=st.lists(sizes, max_size=2), K=sizes, N=sizes, layout=layouts)
 def test_linear_act(data, dtype, rows, K, N, layout, device: torch.device) -> None:
     """On the path that the sizes choose, and on the others that can do it."""
-    activations = ["none", "relu", "relu_squared", "gelu", "gelu_tanh", "silu"]
     args = [tensor((*rows, K), dtype, device, layout), tensor((N, K), dtype, device, data.draw(layouts)) / K**0.5]
     if data.draw(st.booleans()):
         args.append(tensor((N,), dtype, device, data.draw(layouts)))
-    chosen = llmk.ops.linear_act.choose_path
-    other = data.draw(st.sampled_from(["chosen", "separate"] + ["fused"] * (dtype != torch.float32)))
-    with mock.patch.object(llmk.ops.linear_act, "choose_path", chosen if other == "chosen" else lambda *_: other):
-        check("linear_act", tuple(args), {"activation": data.draw(st.sampled_from(activations))}, data)
+    activation = data.draw(st.sampled_from(["none", "relu", "relu_squared", "gelu", "gelu_tanh", "silu"]))
+    paths = ["chosen", "separate"] + ["fused"] * (dtype != torch.float32) + ["epilogue"] * (activation == "relu")
+    path = data.draw(st.sampled_from(paths))
+    chosen = llmk.ops.linear_act.choose_path if path == "chosen" else lambda *_: path
+    with mock.patch.object(llmk.ops.linear_act, "choose_path", chosen):
+        check("linear_act", tuple(args), {"activation": activation}, data)

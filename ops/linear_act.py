@@ -1,7 +1,7 @@
-r"""A linear layer and its activation: the product's result is not written and read again to be activated.
+r"""A linear layer and its activation, fused where the product is not slowed by more than the traffic that it saves.
 
 Sources: `torch.nn.functional.linear` for the layer, `_activations.py` for the activations f and their slopes f'; the
-fused epilogue is that of cuBLASLt, https://docs.nvidia.com/cuda/cublas/ (CUBLASLT_EPILOGUE_RELU_BIAS and _GELU_BIAS).
+vendor's epilogue, https://docs.nvidia.com/cuda/cublas/ (CUBLASLT_EPILOGUE_GELU_BIAS, the tanh form).
 
 Forward, for x [M, K], W [N, K] and b [N]:
 
@@ -30,9 +30,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops._activations import ACTIVATIONS, activate, activate_with_slope, activation_with_slope
+from llmk.ops._activations import ACTIVATIONS, activate_with_slope, activation_with_slope
 from llmk.ops._activations import activation as activation_of
-from llmk.ops._matmul import fused_product, product, product_activation, suits
+from llmk.ops._matmul import activate_product, fused_product, product, product_activation, suits
 from llmk.ops._rows import as_rows, sum_partials
 from llmk.registry import (
     Cost,
@@ -66,13 +66,6 @@ def linear_act_reference(
 
 
 @triton.jit
-def activate_kernel(z_ptr, y_ptr, count, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr):
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    z = tl.load(z_ptr + offsets, mask=offsets < count, other=0.0).to(tl.float32)
-    tl.store(y_ptr + offsets, activate(z, ACTIVATION).to(y_ptr.dtype.element_ty), mask=offsets < count)
-
-
-@triton.jit
 def _dz(dy, kept, ACTIVATION: tl.constexpr, FROM_Y: tl.constexpr):
     """dy * f'(z); kept is y where FROM_Y, else z. Zero where a relu is, whatever dy."""
     if ACTIVATION == "relu":
@@ -81,7 +74,8 @@ def _dz(dy, kept, ACTIVATION: tl.constexpr, FROM_Y: tl.constexpr):
         root = tl.sqrt_rn(kept) if FROM_Y else kept
         dz = tl.where(kept <= 0.0, 0.0, dy * (2.0 * root))
     else:
-        dz = dy * activate_with_slope(kept, ACTIVATION)[1]
+        _, slope = activate_with_slope(kept, ACTIVATION)  # type: ignore[misc]
+        dz = dy * slope
     return dz
 
 
@@ -109,15 +103,18 @@ def linear_act_backward_kernel(
         tl.store(db_ptr + share * N + cols, tl.sum(db, axis=0), mask=cols < N)
 
 
+# cuBLASLt has an epilogue for relu too, but users report that it makes 0 of NaN, which hides what went wrong:
+# https://forums.developer.nvidia.com/t/329783. Where that is measured to be so no more, "relu" may stand here.
+EPILOGUES = ("gelu_tanh",)
+# At 790 TFLOP/s and 4.28 TB/s (an H200's) this K a tensor is the balance for a Triton product that is 18% slower than
+# cuBLAS's. That it is so is a guess, yet to be measured.
 FUSED_K = 1024
-ACTIVATE_BLOCK = {"BLOCK_N": 4096, "num_warps": 8}  # 32 bytes a thread in 16-bit dtypes; unmeasured
 
 
 def choose_path(x: Tensor, weight: Tensor, activation: str, keep_z: bool) -> str:
     """How z and y are made: "epilogue", "fused" or "separate". It may depend on M only where M is not symbolic.
 
-    - "epilogue": cuBLASLt's product with its own relu or tanh GELU. It has no other activation, and PyTorch offers
-      none that also writes z.
+    - "epilogue": cuBLASLt's product with its own activation. PyTorch offers none that also writes z.
     - "fused": the Triton product. It is slower than cuBLAS's by a share of the product's time, 2 M N K / rate, and
       saves the traffic of z, tensors * M N * size / bandwidth: of the sizes only K is left in the balance. It saves two
       tensors, z written and read, or one where z is wanted anyway.
@@ -125,14 +122,11 @@ def choose_path(x: Tensor, weight: Tensor, activation: str, keep_z: bool) -> str
       slow for the epilogue to matter; there the bits of z are those of `torch.nn.functional.linear`.
     """
     K = x.shape[1]
-    # PyTorch leaves the activation out of its epilogue where K is 0.
-    if activation == "none" or x.dtype == torch.float32 or K == 0:
+    if activation == "none" or x.dtype == torch.float32 or K == 0:  # where K is 0, PyTorch forgets the epilogue
         return "separate"
     # On a CPU, where the interpreter gets here, PyTorch's epilogue is the other GELU.
-    if activation == "relu" or (activation == "gelu_tanh" and not keep_z and x.device.type == "cuda"):
+    if activation in EPILOGUES and not keep_z and x.device.type == "cuda":
         return "epilogue"
-    # At 790 TFLOP/s and 4.28 TB/s (an H200's) 1024 a tensor is the balance for a product that is 18% slower than
-    # cuBLAS's. That Triton's is so is a guess, yet to be measured.
     limit = FUSED_K if keep_z else 2 * FUSED_K
     return "fused" if limit >= K and suits(x, weight) else "separate"
 
@@ -175,9 +169,7 @@ def _linear_act_fwd(
     if is_tracing() and not recording():
         # Inductor makes one kernel of this, with what follows it, and plans the buffers.
         return activation_of(linear.float(), activation).to(input.dtype), z
-    wrap_triton(activate_kernel)[(cdiv(y.numel(), ACTIVATE_BLOCK["BLOCK_N"]),)](
-        linear, y, y.numel(), ACTIVATION=activation, **ACTIVATE_BLOCK
-    )
+    activate_product(linear, y, activation)
     return y, z
 
 
@@ -324,7 +316,8 @@ def linear_act_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sam
     yield sample(randn(2, 2), randn(100_003, 2), None, "relu", "100,003 columns")
     special = randn(4, 16)
     special[1, 2], special[2, 3] = float("nan"), float("inf")
-    yield sample(special, randn(8, 16), randn(8), "relu", "NaN and infinity")
+    for activation in ("relu", "gelu_tanh"):
+        yield sample(special, randn(8, 16), randn(8), activation, f"NaN and infinity, {activation}")
 
 
 def linear_act_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
@@ -362,7 +355,7 @@ def linear_act_cost(input: Tensor, weight: Tensor, bias: Tensor | None = None, *
     workloads=linear_act_workloads,
     cost=linear_act_cost,
     choices=(
-        "relu, and gelu_tanh without gradients, are cuBLASLt's epilogue in 16-bit dtypes: at the product's own speed",
+        "gelu_tanh without gradients is cuBLASLt's epilogue in 16-bit dtypes; relu is not, as that loses NaN",
         f"other activations are the Triton product up to K = {FUSED_K} for each tensor whose traffic it saves, where "
         "its slower product costs less than that: estimated, not measured",
         "compiled, a separate activation, and its gradient where there is no bias, is plain aten, for Inductor to fuse "
@@ -373,8 +366,8 @@ def linear_act_cost(input: Tensor, weight: Tensor, bias: Tensor | None = None, *
 def linear_act(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "relu") -> Tensor:
     """`activation(linear(input, weight, bias))` in as few passes over memory as pay.
 
-    Small K takes a Triton product with the activation in its epilogue, larger K cuBLAS. Under autocast the layer runs
-    in its dtype.
+    Small K takes a product with the activation in its epilogue, larger K the vendor's. Under autocast the layer runs in
+    autocast's dtype.
 
     Args:
         input: `[..., K]`, float32, float16 or bfloat16, any strides.
