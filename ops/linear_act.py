@@ -158,18 +158,16 @@ def _linear_act_fwd(
     path = choose_path(x, weight, activation, keep_z)
     if path == "epilogue":
         product_activation(x, weight, bias, y.view(rows), activation)
-        return y, z
-    if path == "fused":
+    elif path == "fused":
         fused_product(x, weight, bias, y, z if keep_z else None, activation)
-        return y, z
-    linear = z if keep_z else y
-    product(x, weight, bias, linear.view(rows))
-    if activation == "none":
-        return y, z
-    if is_tracing() and not recording():
-        # Inductor makes one kernel of this, with what follows it, and plans the buffers.
-        return activation_of(linear.float(), activation).to(input.dtype), z
-    activate_product(linear, y, activation)
+    else:
+        linear = z if keep_z else y
+        product(x, weight, bias, linear.view(rows))
+        if activation != "none" and is_tracing() and not recording():
+            # Inductor makes one kernel of this, with what follows it, and plans the buffers.
+            return activation_of(linear.float(), activation).to(input.dtype), z
+        if activation != "none":
+            activate_product(linear, y, activation)
     return y, z
 
 
@@ -336,13 +334,12 @@ def linear_act_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[S
 
 
 def linear_act_cost(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "relu") -> Cost:
-    outputs = input.numel() // max(1, input.shape[-1]) * weight.shape[0]
-    once = (input.numel() + weight.numel() + outputs) * input.element_size()
-    kept = outputs * input.element_size() if activation != "none" else 0
-    product = 2 * input.numel() * weight.shape[0]
+    inputs = (input.numel() + weight.numel()) * input.element_size()
+    output = input.numel() // max(1, input.shape[-1]) * weight.shape[0] * input.element_size()
+    flops = 2 * input.numel() * weight.shape[0]
     # Backward it reads x, W, dy and what was kept, and writes dx and dW.
-    full = 2 * once + kept + (input.numel() + weight.numel()) * input.element_size()
-    return Cost(once, full, product, 3 * product)
+    kept = output if activation != "none" else 0
+    return Cost(inputs + output, 3 * inputs + 2 * output + kept, flops, 3 * flops)
 
 
 @public_op(
@@ -366,8 +363,7 @@ def linear_act_cost(input: Tensor, weight: Tensor, bias: Tensor | None = None, *
 def linear_act(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "relu") -> Tensor:
     """`activation(linear(input, weight, bias))` in as few passes over memory as pay.
 
-    Small K takes a product with the activation in its epilogue, larger K the vendor's. Under autocast the layer runs in
-    autocast's dtype.
+    Small K takes a product with the activation in its epilogue. Under autocast the layer runs in autocast's dtype.
 
     Args:
         input: `[..., K]`, float32, float16 or bfloat16, any strides.
