@@ -1,6 +1,7 @@
 """Hypothesis over shapes, strides, dtypes, options and the inputs that want gradients."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import llmk.ops.linear_act
 from llmk.opcheck.calls import call, differentiable_inputs, require_accurate
 from llmk.registry import OPS, Sample
 from llmk.registry.launch import INTERPRET
@@ -173,3 +175,15 @@ def test_kl_div(data, dtype, rows, V, layout, logs, device: torch.device) -> Non
     target = -tensor((*rows, V), dtype, device, data.draw(layouts)).abs()
     reduction = data.draw(st.sampled_from(["none", "sum", "mean", "batchmean"]))
     check("kl_div", (x, target if logs else target.exp()), {"reduction": reduction, "log_target": logs}, data)
+@given(data=st.data(), dtype=dtypes, rows=st.lists(sizes, max_size=2), K=sizes, N=sizes, layout=layouts)
+def test_linear_act(data, dtype, rows, K, N, layout, device: torch.device) -> None:
+    """On the path that the sizes choose, and on the others that can do it."""
+    args = [tensor((*rows, K), dtype, device, layout), tensor((N, K), dtype, device, data.draw(layouts)) / K**0.5]
+    if data.draw(st.booleans()):
+        args.append(tensor((N,), dtype, device, data.draw(layouts)))
+    activation = data.draw(st.sampled_from(["none", "relu", "relu_squared", "gelu", "gelu_tanh", "silu"]))
+    paths = ["chosen", "separate"] + ["fused"] * (dtype != torch.float32) + ["epilogue"] * (activation == "relu")
+    path = data.draw(st.sampled_from(paths))
+    chosen = llmk.ops.linear_act.choose_path if path == "chosen" else lambda *_: path
+    with mock.patch.object(llmk.ops.linear_act, "choose_path", chosen):
+        check("linear_act", tuple(args), {"activation": activation}, data)

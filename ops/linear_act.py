@@ -1,7 +1,7 @@
-r"""A linear layer and its activation: the product's result is not written and read again to be activated.
+r"""A linear layer and its activation, fused where the product is not slowed by more than the traffic that it saves.
 
 Sources: `torch.nn.functional.linear` for the layer, `_activations.py` for the activations f and their slopes f'; the
-fused epilogue is that of cuBLASLt, https://docs.nvidia.com/cuda/cublas/ (CUBLASLT_EPILOGUE_RELU_BIAS and _GELU_BIAS).
+vendor's epilogue, https://docs.nvidia.com/cuda/cublas/ (CUBLASLT_EPILOGUE_GELU_BIAS, the tanh form).
 
 Forward, for x [M, K], W [N, K] and b [N]:
 
@@ -30,9 +30,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops._activations import ACTIVATIONS, activate, activate_with_slope, activation_with_slope
+from llmk.ops._activations import ACTIVATIONS, activate_with_slope, activation_with_slope
 from llmk.ops._activations import activation as activation_of
-from llmk.ops._matmul import matmul_activation, suits
+from llmk.ops._matmul import activate_product, fused_product, product, product_activation, suits
 from llmk.ops._rows import as_rows, sum_partials
 from llmk.registry import (
     Cost,
@@ -66,13 +66,6 @@ def linear_act_reference(
 
 
 @triton.jit
-def activate_kernel(z_ptr, y_ptr, count, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr):
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    z = tl.load(z_ptr + offsets, mask=offsets < count, other=0.0).to(tl.float32)
-    tl.store(y_ptr + offsets, activate(z, ACTIVATION).to(y_ptr.dtype.element_ty), mask=offsets < count)
-
-
-@triton.jit
 def _dz(dy, kept, ACTIVATION: tl.constexpr, FROM_Y: tl.constexpr):
     """dy * f'(z); kept is y where FROM_Y, else z. Zero where a relu is, whatever dy."""
     if ACTIVATION == "relu":
@@ -81,7 +74,8 @@ def _dz(dy, kept, ACTIVATION: tl.constexpr, FROM_Y: tl.constexpr):
         root = tl.sqrt_rn(kept) if FROM_Y else kept
         dz = tl.where(kept <= 0.0, 0.0, dy * (2.0 * root))
     else:
-        dz = dy * activate_with_slope(kept, ACTIVATION)[1]
+        _, slope = activate_with_slope(kept, ACTIVATION)  # type: ignore[misc]
+        dz = dy * slope
     return dz
 
 
@@ -109,15 +103,18 @@ def linear_act_backward_kernel(
         tl.store(db_ptr + share * N + cols, tl.sum(db, axis=0), mask=cols < N)
 
 
+# cuBLASLt has an epilogue for relu too, but users report that it makes 0 of NaN, which hides what went wrong:
+# https://forums.developer.nvidia.com/t/329783. Where that is measured to be so no more, "relu" may stand here.
+EPILOGUES = ("gelu_tanh",)
+# At 790 TFLOP/s and 4.28 TB/s (an H200's) this K a tensor is the balance for a Triton product that is 18% slower than
+# cuBLAS's. That it is so is a guess, yet to be measured.
 FUSED_K = 1024
-ACTIVATE_BLOCK = {"BLOCK_N": 4096, "num_warps": 8}  # 32 bytes a thread in 16-bit dtypes; unmeasured
 
 
 def choose_path(x: Tensor, weight: Tensor, activation: str, keep_z: bool) -> str:
     """How z and y are made: "epilogue", "fused" or "separate". It may depend on M only where M is not symbolic.
 
-    - "epilogue": cuBLASLt's product with its own relu or tanh GELU. It has no other activation, and PyTorch offers
-      none that also writes z.
+    - "epilogue": cuBLASLt's product with its own activation. PyTorch offers none that also writes z.
     - "fused": the Triton product. It is slower than cuBLAS's by a share of the product's time, 2 M N K / rate, and
       saves the traffic of z, tensors * M N * size / bandwidth: of the sizes only K is left in the balance. It saves two
       tensors, z written and read, or one where z is wanted anyway.
@@ -125,14 +122,11 @@ def choose_path(x: Tensor, weight: Tensor, activation: str, keep_z: bool) -> str
       slow for the epilogue to matter; there the bits of z are those of `torch.nn.functional.linear`.
     """
     K = x.shape[1]
-    # PyTorch leaves the activation out of its epilogue where K is 0.
-    if activation == "none" or x.dtype == torch.float32 or K == 0:
+    if activation == "none" or x.dtype == torch.float32 or K == 0:  # where K is 0, PyTorch forgets the epilogue
         return "separate"
     # On a CPU, where the interpreter gets here, PyTorch's epilogue is the other GELU.
-    if activation == "relu" or (activation == "gelu_tanh" and not keep_z and x.device.type == "cuda"):
+    if activation in EPILOGUES and not keep_z and x.device.type == "cuda":
         return "epilogue"
-    # At 790 TFLOP/s and 4.28 TB/s (an H200's) 1024 a tensor is the balance for a product that is 18% slower than
-    # cuBLAS's. That Triton's is so is a guess, yet to be measured.
     limit = FUSED_K if keep_z else 2 * FUSED_K
     return "fused" if limit >= K and suits(x, weight) else "separate"
 
@@ -153,19 +147,6 @@ def _rows(input: Tensor) -> Tensor:
     return input.flatten(0, -2) if input.dim() > 1 else input.unsqueeze(0)
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    if bias is None:
-        torch.mm(x, weight.t(), out=out)
-    else:
-        torch.addmm(bias, x, weight.t(), out=out)
-
-
-def _epilogue(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, out: Tensor) -> None:
-    if bias is None:  # the epilogue has no form without
-        bias = torch.zeros(weight.shape[:1], dtype=x.dtype, device=x.device)
-    torch.ops.aten._addmm_activation.out(bias.contiguous(), x, weight.t(), use_gelu=gelu, out=out)
-
-
 def _linear_act_fwd(
     input: Tensor, weight: Tensor, bias: Tensor | None, activation: str, keep_z: bool
 ) -> tuple[Tensor, Tensor]:
@@ -176,21 +157,17 @@ def _linear_act_fwd(
     z = torch.empty(shape if keep_z else (0,), dtype=input.dtype, device=input.device)
     path = choose_path(x, weight, activation, keep_z)
     if path == "epilogue":
-        _epilogue(x, weight, bias, activation == "gelu_tanh", y.view(rows))
-        return y, z
-    if path == "fused":
-        matmul_activation(x, weight, bias, y, z if keep_z else None, activation)
-        return y, z
-    linear = z if keep_z else y
-    _product(x, weight, bias, linear.view(rows))
-    if activation == "none":
-        return y, z
-    if is_tracing() and not recording():
-        # Inductor makes one kernel of this, with what follows it, and plans the buffers.
-        return activation_of(linear.float(), activation).to(input.dtype), z
-    wrap_triton(activate_kernel)[(cdiv(y.numel(), ACTIVATE_BLOCK["BLOCK_N"]),)](
-        linear, y, y.numel(), ACTIVATION=activation, **ACTIVATE_BLOCK
-    )
+        product_activation(x, weight, bias, y.view(rows), activation)
+    elif path == "fused":
+        fused_product(x, weight, bias, y, z if keep_z else None, activation)
+    else:
+        linear = z if keep_z else y
+        product(x, weight, bias, linear.view(rows))
+        if activation != "none" and is_tracing() and not recording():
+            # Inductor makes one kernel of this, with what follows it, and plans the buffers.
+            return activation_of(linear.float(), activation).to(input.dtype), z
+        if activation != "none":
+            activate_product(linear, y, activation)
     return y, z
 
 
@@ -208,12 +185,16 @@ def _linear_act_bwd(
 
 def _activation_gradient(grad: Tensor, kept: Tensor, activation: str, need_db: bool) -> tuple[Tensor, Tensor]:
     """dz, and db or an empty tensor."""
+    if not need_db and is_tracing() and not recording():
+        dz = _dz_reference(_rows(grad).float(), _rows(kept).float(), activation, not keeps_z(activation, grad.dtype))
+        return dz.to(grad.dtype), torch.empty((0,), dtype=grad.dtype, device=grad.device)
     dy = as_rows(grad)
     M, N = dy.shape
     tile = _backward_tile(N)
     blocks = cdiv(N, tile["BLOCK_N"])
     # Four programs of 8 warps keep a multiprocessor's memory busy; each share of the rows costs a row of partials.
-    shares = int_min(cdiv(M, tile["BLOCK_M"]), max(1, num_programs(grad.device, 4) // max(1, blocks)))
+    # One more than there is work for: a number that is never 1, which a graph for any M would have to know.
+    shares = int_min(1 + cdiv(M, tile["BLOCK_M"]), max(1, num_programs(grad.device, 4) // max(1, blocks)))
     dz = torch.empty((M, N), dtype=grad.dtype, device=grad.device)
     partials = torch.empty((shares, N), dtype=torch.float32, device=grad.device) if need_db else None
     wrap_triton(linear_act_backward_kernel)[(blocks, shares)](
@@ -248,9 +229,7 @@ def _(input: Tensor, weight: Tensor, bias: Tensor | None, activation: str, keep_
 
 
 @linear_act_bwd.register_kernel("cpu")
-def _(
-    grad: Tensor, kept: Tensor | None, input: Tensor | None, weight: Tensor | None, activation: str, need_db: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad, kept, input, weight, activation, need_db) -> tuple[Tensor, Tensor, Tensor]:
     dtype, dz = grad.dtype, _rows(grad).float()
     if kept is not None:
         dz = _dz_reference(dz, _rows(kept).float(), activation, not keeps_z(activation, dtype))
@@ -277,9 +256,7 @@ def _(input: Tensor, weight: Tensor, bias: Tensor | None, activation: str, keep_
 
 
 @linear_act_bwd.register_fake
-def _(
-    grad: Tensor, kept: Tensor | None, input: Tensor | None, weight: Tensor | None, activation: str, need_db: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad, kept, input, weight, activation, need_db) -> tuple[Tensor, Tensor, Tensor]:
     dx_shape = (0,) if weight is None else (*grad.shape[:-1], weight.shape[1])
     dw_shape = (0,) if input is None else (grad.shape[-1], input.shape[-1])
     return grad.new_empty(dx_shape), grad.new_empty(dw_shape), grad.new_empty(grad.shape[-1:] if need_db else (0,))
@@ -291,7 +268,7 @@ def _(input: Tensor, weight: Tensor, *args, out_val=None) -> int:
 
 
 @linear_act_bwd.register_flop_formula
-def _(grad: Tensor, kept: Tensor | None, input: Tensor | None, weight: Tensor | None, *args, out_val=None) -> int:
+def _(grad, kept, input, weight, *args, out_val=None) -> int:
     return sum(2 * grad.numel() * t.shape[-1] for t in (input, weight) if t is not None)
 
 
@@ -337,7 +314,8 @@ def linear_act_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sam
     yield sample(randn(2, 2), randn(100_003, 2), None, "relu", "100,003 columns")
     special = randn(4, 16)
     special[1, 2], special[2, 3] = float("nan"), float("inf")
-    yield sample(special, randn(8, 16), randn(8), "relu", "NaN and infinity")
+    for activation in ("relu", "gelu_tanh"):
+        yield sample(special, randn(8, 16), randn(8), activation, f"NaN and infinity, {activation}")
 
 
 def linear_act_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
@@ -356,13 +334,12 @@ def linear_act_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[S
 
 
 def linear_act_cost(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "relu") -> Cost:
-    outputs = input.numel() // max(1, input.shape[-1]) * weight.shape[0]
-    once = (input.numel() + weight.numel() + outputs) * input.element_size()
-    kept = outputs * input.element_size() if activation != "none" else 0
-    product = 2 * input.numel() * weight.shape[0]
+    inputs = (input.numel() + weight.numel()) * input.element_size()
+    output = input.numel() // max(1, input.shape[-1]) * weight.shape[0] * input.element_size()
+    flops = 2 * input.numel() * weight.shape[0]
     # Backward it reads x, W, dy and what was kept, and writes dx and dW.
-    full = 2 * once + kept + (input.numel() + weight.numel()) * input.element_size()
-    return Cost(once, full, product, 3 * product)
+    kept = output if activation != "none" else 0
+    return Cost(inputs + output, 3 * inputs + 2 * output + kept, flops, 3 * flops)
 
 
 @public_op(
@@ -375,18 +352,18 @@ def linear_act_cost(input: Tensor, weight: Tensor, bias: Tensor | None = None, *
     workloads=linear_act_workloads,
     cost=linear_act_cost,
     choices=(
-        "relu, and gelu_tanh without gradients, are cuBLASLt's epilogue in 16-bit dtypes: at the product's own speed",
+        "gelu_tanh without gradients is cuBLASLt's epilogue in 16-bit dtypes; relu is not, as that loses NaN",
         f"other activations are the Triton product up to K = {FUSED_K} for each tensor whose traffic it saves, where "
         "its slower product costs less than that: estimated, not measured",
-        "compiled, a separate activation is plain aten: Inductor fuses it with what follows; not measured",
+        "compiled, a separate activation, and its gradient where there is no bias, is plain aten, for Inductor to fuse "
+        "with its neighbours; not measured",
         "z is kept for gelu, gelu_tanh and silu: making it again is a fourth product",
     ),
 )
 def linear_act(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "relu") -> Tensor:
     """`activation(linear(input, weight, bias))` in as few passes over memory as pay.
 
-    Small K takes a Triton product with the activation in its epilogue, larger K cuBLAS. Under autocast the layer runs
-    in its dtype.
+    Small K takes a product with the activation in its epilogue. Under autocast the layer runs in autocast's dtype.
 
     Args:
         input: `[..., K]`, float32, float16 or bfloat16, any strides.
