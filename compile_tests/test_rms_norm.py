@@ -58,7 +58,10 @@ def test_rows_are_found_where_they_are(layout: str) -> None:
     offsets = torch.arange(x.untyped_storage().nbytes() // 4)
     wanted = offsets.as_strided(x.shape, x.stride(), x.storage_offset()).reshape(-1, 8)[:, 0]
     row = torch.arange(x.numel() // 8)
-    starts = row * stride if inner is None else row // inner * stride + row % inner * inner_stride
+    assert stride is not None
+    starts = row * stride
+    if inner is not None and inner_stride is not None:
+        starts = row // inner * stride + row % inner * inner_stride
     assert (x.storage_offset() + starts).equal(wanted)
 
 
@@ -128,8 +131,8 @@ def test_only_one_output_has_a_gradient(given: tuple[int], N: int, device: torch
     inputs = [torch.randn(5, N, device=device), torch.randn(5, N, device=device), torch.randn(N, device=device)]
     results = []
     for fn in (add_rms_norm, OPS["add_rms_norm"].reference):
-        leaves = [x.clone().requires_grad_() for x in inputs]
-        outputs = fn(*leaves)
+        x, residual, weight = leaves = [x.clone().requires_grad_() for x in inputs]
+        outputs = fn(x, residual, weight)
         torch.autograd.backward([outputs[i] for i in given], incoming_gradients([outputs[i] for i in given]))
         results.append([leaf.grad for leaf in leaves])
     for actual, expected in zip(*results, strict=True):
@@ -144,8 +147,8 @@ def test_input_and_residual_get_memory_of_their_own(given: tuple[int, ...], devi
     for tensor in inner:
         tensor.retain_grad()
     grads = [torch.randn(5, 24, device=device) for _ in given]
-    for inputs in (leaves, inner):
-        outputs = add_rms_norm(*inputs)
+    for input, residual in (leaves, inner):
+        outputs = add_rms_norm(input, residual)
         torch.autograd.backward([outputs[i] for i in given], grads)
     found = [*grads, *(tensor.grad for tensor in (*leaves, *inner))]
     for a, b in itertools.combinations(found, 2):
