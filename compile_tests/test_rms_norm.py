@@ -6,6 +6,7 @@ import pytest
 import torch
 from stub_driver import generated_code, launches, steps, stub_driver, trace
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llmk.functional import add_rms_norm, rms_norm
@@ -122,6 +123,18 @@ def test_compiled_queries_are_normalized_without_a_copy() -> None:
     assert [launched.arguments.get(f"x_{s}") for s in ("stride", "inner", "inner_stride")] == [80, 4, 8]
     call = next(line for line in forward.splitlines() if "rms_norm_kernel_0.run(" in line)
     assert "reinterpret_tensor(primals_1, (2, 24, 4, 8), (1920, 80, 8, 1), 0)" in call
+
+
+@on_gpu
+def test_more_tokens_of_a_packed_projection_take_no_new_graph() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    fn = torch.compile(rms_norm, backend=counter, fullgraph=True)
+    with stub_driver():
+        for B, S in [(2, 24), (3, 33), (5, 7), (4, 130)]:
+            x, weight = packed_heads(torch.randn(B, S, 4, 8)), torch.randn(8, requires_grad=True)
+            fn(x.requires_grad_(), weight).backward(packed_heads(torch.randn(B, S, 4, 8)))
+    assert counter.frame_count == 2
 
 
 @pytest.mark.kernels
