@@ -6,6 +6,7 @@ import pytest
 import torch
 from stub_driver import generated_code, launches, steps, stub_driver, trace
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llmk.functional import add_rms_norm, rms_norm
@@ -58,7 +59,10 @@ def test_rows_are_found_where_they_are(layout: str) -> None:
     offsets = torch.arange(x.untyped_storage().nbytes() // 4)
     wanted = offsets.as_strided(x.shape, x.stride(), x.storage_offset()).reshape(-1, 8)[:, 0]
     row = torch.arange(x.numel() // 8)
-    starts = row * stride if inner is None else row // inner * stride + row % inner * inner_stride
+    assert stride is not None
+    starts = row * stride
+    if inner is not None and inner_stride is not None:
+        starts = row // inner * stride + row % inner * inner_stride
     assert (x.storage_offset() + starts).equal(wanted)
 
 
@@ -121,6 +125,18 @@ def test_compiled_queries_are_normalized_without_a_copy() -> None:
     assert "reinterpret_tensor(primals_1, (2, 24, 4, 8), (1920, 80, 8, 1), 0)" in call
 
 
+@on_gpu
+def test_more_tokens_of_a_packed_projection_take_no_new_graph() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    fn = torch.compile(rms_norm, backend=counter, fullgraph=True)
+    with stub_driver():
+        for B, S in [(2, 24), (3, 33), (5, 7), (4, 130)]:
+            x, weight = packed_heads(torch.randn(B, S, 4, 8)), torch.randn(8, requires_grad=True)
+            fn(x.requires_grad_(), weight).backward(packed_heads(torch.randn(B, S, 4, 8)))
+    assert counter.frame_count == 2
+
+
 @pytest.mark.kernels
 @pytest.mark.parametrize("given", [(0,), (1,)])
 @pytest.mark.parametrize("N", [24, 1])
@@ -128,8 +144,8 @@ def test_only_one_output_has_a_gradient(given: tuple[int], N: int, device: torch
     inputs = [torch.randn(5, N, device=device), torch.randn(5, N, device=device), torch.randn(N, device=device)]
     results = []
     for fn in (add_rms_norm, OPS["add_rms_norm"].reference):
-        leaves = [x.clone().requires_grad_() for x in inputs]
-        outputs = fn(*leaves)
+        x, residual, weight = leaves = [x.clone().requires_grad_() for x in inputs]
+        outputs = fn(x, residual, weight)
         torch.autograd.backward([outputs[i] for i in given], incoming_gradients([outputs[i] for i in given]))
         results.append([leaf.grad for leaf in leaves])
     for actual, expected in zip(*results, strict=True):
@@ -144,8 +160,8 @@ def test_input_and_residual_get_memory_of_their_own(given: tuple[int, ...], devi
     for tensor in inner:
         tensor.retain_grad()
     grads = [torch.randn(5, 24, device=device) for _ in given]
-    for inputs in (leaves, inner):
-        outputs = add_rms_norm(*inputs)
+    for input, residual in (leaves, inner):
+        outputs = add_rms_norm(input, residual)
         torch.autograd.backward([outputs[i] for i in given], grads)
     found = [*grads, *(tensor.grad for tensor in (*leaves, *inner))]
     for a, b in itertools.combinations(found, 2):

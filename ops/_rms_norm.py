@@ -200,8 +200,8 @@ MAX_FORWARD_BLOCK = 32768
 """The widest row that one program holds in registers forward, where that is h."""
 
 
-MAX_BACKWARD_BLOCK = {2: 16384, 4: 8192}
-"""The widest row that one program holds backward, by the size of an element: h, dy, and in float32 dw."""
+MAX_BACKWARD_BYTES = 32768
+"""The widest row that one program holds backward: h, dy, and in float32 the weight's gradient."""
 
 
 def _tile(N: int, elements: int) -> dict[str, int]:
@@ -288,8 +288,7 @@ def backward(
     M = h.numel() // N
     programs = int_min(M, _programs(N, h.device))
     partials = torch.empty((programs, N), dtype=torch.float32, device=h.device) if need_dw else None
-    widest = MAX_BACKWARD_BLOCK[h.element_size()]
-    if N <= widest:
+    if N * h.element_size() <= MAX_BACKWARD_BYTES:
         wrap_triton(rms_norm_backward_kernel)[(programs,)](
             dy, dh, h, weight, ms, dx, partials, M, N, *dy_strides, *dh_strides, *h_strides, eps, offset,
             **_backward_tile(N, h.element_size(), 2 if dh is None else 3),
