@@ -45,8 +45,8 @@ def sum_two_partials(q_partials: Tensor | None, k_partials: Tensor | None, q_out
     assert partials is not None
     P, D = partials.shape
     # Narrow blocks of columns make enough programs, as in _rows.py.
-    wrap_triton(sum_two_partials_kernel)[(cdiv(D, 16), 2)](
-        q_partials, k_partials, q_out, k_out, P, D, BLOCK_P=128, BLOCK_D=16, num_warps=4
+    wrap_triton(sum_two_partials_kernel)[(cdiv(D, 8), 2)](
+        q_partials, k_partials, q_out, k_out, P, D, BLOCK_P=512, BLOCK_D=8, num_warps=8
     )
 
 
