@@ -32,11 +32,12 @@ def _sum_partials(partial_ptr, out_ptr, P, D, BLOCK_P: tl.constexpr, BLOCK_D: tl
 def sum_two_partials_kernel(
     q_partial_ptr, k_partial_ptr, q_out_ptr, k_out_ptr, P, D, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    which = tl.program_id(1)
-    if q_partial_ptr is not None and which == 0:
-        _sum_partials(q_partial_ptr, q_out_ptr, P, D, BLOCK_P, BLOCK_D)
-    if k_partial_ptr is not None and which == 1:
-        _sum_partials(k_partial_ptr, k_out_ptr, P, D, BLOCK_P, BLOCK_D)
+    if tl.program_id(1) == 0:
+        if q_partial_ptr is not None:
+            _sum_partials(q_partial_ptr, q_out_ptr, P, D, BLOCK_P, BLOCK_D)
+    else:
+        if k_partial_ptr is not None:
+            _sum_partials(k_partial_ptr, k_out_ptr, P, D, BLOCK_P, BLOCK_D)
 
 
 def sum_two_partials(q_partials: Tensor | None, k_partials: Tensor | None, q_out: Tensor, k_out: Tensor) -> None:
@@ -45,8 +46,8 @@ def sum_two_partials(q_partials: Tensor | None, k_partials: Tensor | None, q_out
     assert partials is not None
     P, D = partials.shape
     # Narrow blocks of columns make enough programs, as in _rows.py.
-    wrap_triton(sum_two_partials_kernel)[(cdiv(D, 16), 2)](
-        q_partials, k_partials, q_out, k_out, P, D, BLOCK_P=128, BLOCK_D=16, num_warps=4
+    wrap_triton(sum_two_partials_kernel)[(cdiv(D, 8), 2)](
+        q_partials, k_partials, q_out, k_out, P, D, BLOCK_P=512, BLOCK_D=8, num_warps=8
     )
 
 

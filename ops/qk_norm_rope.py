@@ -17,9 +17,8 @@ q and k are kept:
     dx = rstd * (g * w - x * mean(g * w * x) / ms)
     dw = sum over batches, heads and positions of g * x * rstd
 
-Forward one program takes all heads of one token. Backward a persistent grid takes blocks of heads in turn, all of q's
-and then all of k's; the weights' gradients are summed in float32 by each program, then over the programs in a fixed
-order: no atomics.
+One program takes all heads of one token forward, of several tokens backward, first q's and then k's. The weights'
+gradients are summed in float32 by each program, then over the programs in a fixed order: no atomics.
 """
 
 from collections.abc import Iterator
@@ -48,7 +47,6 @@ from llmk.registry import (
     Cost,
     KernelOp,
     Sample,
-    cdiv,
     check_dtype,
     check_same,
     check_shape,
@@ -132,13 +130,14 @@ def qk_norm_rope_kernel(
 
 @triton.jit
 def _backward_of_heads(
-    dy_ptr, x_ptr, w_ptr, cos_ptr, sin_ptr, dx_ptr, dw_ptr, items, S, H, D, R,
+    dy_ptr, x_ptr, w_ptr, cos_ptr, sin_ptr, dx_ptr, dw_ptr, tokens, S, H, D, R,
     dy_stride_b, dy_stride_h, dy_stride_s, x_stride_b, x_stride_h, x_stride_s,
     cos_stride_b, cos_stride_s, sin_stride_b, sin_stride_s, eps, offset,
     INTERLEAVED: tl.constexpr, NUM_STAGES: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_PASS: tl.constexpr,
 ):  # fmt: skip
-    """This program's share of q's heads or of k's: an item is a block of heads of one token."""
+    """All heads, of q or of k, of this program's tokens."""
+    program = tl.program_id(0).to(tl.int64)
     pairs = tl.arange(0, BLOCK_PAIRS)
     a_cols = 2 * pairs if INTERLEAVED else pairs
     b_cols = a_cols + (1 if INTERLEAVED else R // 2)
@@ -150,47 +149,50 @@ def _backward_of_heads(
         pass_cols = R + tl.arange(0, BLOCK_PASS)
         wp = load_row(w_ptr, pass_cols, pass_cols < D) + offset
         dwp = tl.zeros((BLOCK_H, BLOCK_PASS), dtype=tl.float32)
-    blocks = tl.cdiv(H, BLOCK_H)
-    # Persistent: the next item is prefetched while this one is computed, and dw stays in registers.
-    for item in tl.range(tl.program_id(0), items, tl.num_programs(0), num_stages=NUM_STAGES):
-        token = item // blocks
-        batch, s = (token // S).to(tl.int64), (token % S).to(tl.int64)
-        heads = ((item % blocks) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
-        mask = (heads < H) & pair_mask[None, :]
-        dy_rows = dy_ptr + batch * dy_stride_b + s * dy_stride_s + heads * dy_stride_h
-        x_rows = x_ptr + batch * x_stride_b + s * x_stride_s + heads * x_stride_h
-        dx_rows = dx_ptr + (token.to(tl.int64) * H + heads) * D
-        dya = tl.load(dy_rows + a_cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        dyb = tl.load(dy_rows + b_cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        a = tl.load(x_rows + a_cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        b = tl.load(x_rows + b_cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    for token in range(program, tokens, tl.num_programs(0)):
+        batch, s = token // S, token % S
         cos_row = cos_ptr + batch * cos_stride_b + s * cos_stride_s
         sin_row = sin_ptr + batch * sin_stride_b + s * sin_stride_s
         ca, cb = load_row(cos_row, a_cols, pair_mask), load_row(cos_row, b_cols, pair_mask)
         sa, sb = load_row(sin_row, a_cols, pair_mask), load_row(sin_row, b_cols, pair_mask)
-        ga, gb = dya * ca + dyb * sb, dyb * cb - dya * sa
-        squares = tl.sum(a * a + b * b, axis=1)
-        dot = tl.sum(ga * wa * a + gb * wb * b, axis=1)
-        if BLOCK_PASS > 0:
-            pass_mask = (heads < H) & (pass_cols < D)[None, :]
-            gp = tl.load(dy_rows + pass_cols[None, :], mask=pass_mask, other=0.0).to(tl.float32)
-            p = tl.load(x_rows + pass_cols[None, :], mask=pass_mask, other=0.0).to(tl.float32)
-            squares += tl.sum(p * p, axis=1)
-            dot += tl.sum(gp * wp * p, axis=1)
-        ms = squares / D + eps
-        rstd = tl.div_rn(1.0, tl.sqrt_rn(ms))[:, None]
-        share = tl.div_rn(dot / D, ms)[:, None]
-        da, db = rstd * (ga * wa - a * share), rstd * (gb * wb - b * share)
-        tl.store(dx_rows + a_cols[None, :], da.to(dx_ptr.dtype.element_ty), mask=mask)
-        tl.store(dx_rows + b_cols[None, :], db.to(dx_ptr.dtype.element_ty), mask=mask)
-        dwa += ga * (a * rstd)
-        dwb += gb * (b * rstd)
-        if BLOCK_PASS > 0:
-            dp = rstd * (gp * wp - p * share)
-            tl.store(dx_rows + pass_cols[None, :], dp.to(dx_ptr.dtype.element_ty), mask=pass_mask)
-            dwp += gp * (p * rstd)
+        dy_token = dy_ptr + batch * dy_stride_b + s * dy_stride_s
+        x_token = x_ptr + batch * x_stride_b + s * x_stride_s
+        dx_token = dx_ptr + token * H * D
+        for start in tl.range(0, H, BLOCK_H, num_stages=NUM_STAGES):
+            heads = (start + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
+            mask = (heads < H) & pair_mask[None, :]
+            dy_rows, x_rows, dx_rows = (
+                dy_token + heads * dy_stride_h,
+                x_token + heads * x_stride_h,
+                dx_token + heads * D,
+            )
+            dya = tl.load(dy_rows + a_cols[None, :], mask=mask, other=0.0).to(tl.float32)
+            dyb = tl.load(dy_rows + b_cols[None, :], mask=mask, other=0.0).to(tl.float32)
+            a = tl.load(x_rows + a_cols[None, :], mask=mask, other=0.0).to(tl.float32)
+            b = tl.load(x_rows + b_cols[None, :], mask=mask, other=0.0).to(tl.float32)
+            ga, gb = dya * ca + dyb * sb, dyb * cb - dya * sa
+            squares = tl.sum(a * a + b * b, axis=1)
+            dot = tl.sum(ga * wa * a + gb * wb * b, axis=1)
+            if BLOCK_PASS > 0:
+                pass_mask = (heads < H) & (pass_cols < D)[None, :]
+                gp = tl.load(dy_rows + pass_cols[None, :], mask=pass_mask, other=0.0).to(tl.float32)
+                p = tl.load(x_rows + pass_cols[None, :], mask=pass_mask, other=0.0).to(tl.float32)
+                squares += tl.sum(p * p, axis=1)
+                dot += tl.sum(gp * wp * p, axis=1)
+            ms = squares / D + eps
+            rstd = tl.div_rn(1.0, tl.sqrt_rn(ms))[:, None]
+            share = tl.div_rn(dot / D, ms)[:, None]
+            da, db = rstd * (ga * wa - a * share), rstd * (gb * wb - b * share)
+            tl.store(dx_rows + a_cols[None, :], da.to(dx_ptr.dtype.element_ty), mask=mask)
+            tl.store(dx_rows + b_cols[None, :], db.to(dx_ptr.dtype.element_ty), mask=mask)
+            dwa += ga * (a * rstd)
+            dwb += gb * (b * rstd)
+            if BLOCK_PASS > 0:
+                dp = rstd * (gp * wp - p * share)
+                tl.store(dx_rows + pass_cols[None, :], dp.to(dx_ptr.dtype.element_ty), mask=pass_mask)
+                dwp += gp * (p * rstd)
     if dw_ptr is not None:
-        dw_ptr += tl.program_id(0).to(tl.int64) * D
+        dw_ptr += program * D
         tl.store(dw_ptr + a_cols, tl.sum(dwa, axis=0), mask=pair_mask)
         tl.store(dw_ptr + b_cols, tl.sum(dwb, axis=0), mask=pair_mask)
         if BLOCK_PASS > 0:
@@ -200,7 +202,7 @@ def _backward_of_heads(
 @triton.jit
 def qk_norm_rope_backward_kernel(
     dyq_ptr, dyk_ptr, q_ptr, k_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, dq_ptr, dk_ptr, dwq_ptr, dwk_ptr,
-    q_items, k_items, S, HQ, HK, D, R,
+    tokens, S, HQ, HK, D, R,
     dyq_stride_b, dyq_stride_h, dyq_stride_s, dyk_stride_b, dyk_stride_h, dyk_stride_s,
     q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s,
     cos_stride_b, cos_stride_s, sin_stride_b, sin_stride_s, eps, offset,
@@ -210,34 +212,32 @@ def qk_norm_rope_backward_kernel(
     eps = tl.cast(eps, tl.float32)
     offset = tl.cast(offset, tl.float32)
     _backward_of_heads(
-        dyq_ptr, q_ptr, wq_ptr, cos_ptr, sin_ptr, dq_ptr, dwq_ptr, q_items, S, HQ, D, R,
+        dyq_ptr, q_ptr, wq_ptr, cos_ptr, sin_ptr, dq_ptr, dwq_ptr, tokens, S, HQ, D, R,
         dyq_stride_b, dyq_stride_h, dyq_stride_s, q_stride_b, q_stride_h, q_stride_s,
         cos_stride_b, cos_stride_s, sin_stride_b, sin_stride_s, eps, offset,
         INTERLEAVED, NUM_STAGES, BLOCK_HQ, BLOCK_PAIRS, BLOCK_PASS,
     )  # fmt: skip
     _backward_of_heads(
-        dyk_ptr, k_ptr, wk_ptr, cos_ptr, sin_ptr, dk_ptr, dwk_ptr, k_items, S, HK, D, R,
+        dyk_ptr, k_ptr, wk_ptr, cos_ptr, sin_ptr, dk_ptr, dwk_ptr, tokens, S, HK, D, R,
         dyk_stride_b, dyk_stride_h, dyk_stride_s, k_stride_b, k_stride_h, k_stride_s,
         cos_stride_b, cos_stride_s, sin_stride_b, sin_stride_s, eps, offset,
         INTERLEAVED, NUM_STAGES, BLOCK_HK, BLOCK_PAIRS, BLOCK_PASS,
     )  # fmt: skip
 
 
-def _blocks(HQ: int, HK: int, D: int, R: int, elements: int) -> dict[str, int]:
-    """Heads in blocks of so many elements, and a warp for every 512 of q's."""
-    blocks = pair_blocks(D, R)
-    width = 2 * blocks["BLOCK_PAIRS"] + blocks["BLOCK_PASS"]
-    most = max(1, elements // width)
-    block_hq, block_hk = min(most, next_power_of_2(HQ)), min(most, next_power_of_2(HK))
-    warps = min(16, max(1, block_hq * width // 512))
-    return blocks | {"BLOCK_HQ": max(1, block_hq), "BLOCK_HK": max(1, block_hk), "num_warps": warps}
+# Not measured on a GPU, but counted in sm_90's code: where a thread has 8 pairs of a head, what does not depend on the
+# head (cos, sin, weights, addresses) takes as many instructions as a head, and those are scarcer than bandwidth. One
+# warp for all heads of a token spends them least often; prefetching makes up for few warps.
+STAGES = 3
+ELEMENTS_PER_WARP = 512
+BACKWARD_PROGRAMS = 12  # of a multiprocessor: what its registers have room for
 
 
-# Not measured: elements of a block, stages and warps are those that serve rms_norm.py best on an H200. At 128 registers
-# backward a multiprocessor has room for 16 warps.
-FORWARD_ELEMENTS, FORWARD_STAGES = 2048, 3
-BACKWARD_BYTES, BACKWARD_STAGES = 8192, 3  # bytes of a block of x, and as many of dy
-BACKWARD_WARPS, MAX_PROGRAMS = 16, 4  # of a multiprocessor
+def _config(HQ: int, HK: int, D: int, R: int) -> dict[str, int]:
+    width = next_power_of_2(D)
+    rows, warps = max(1, ELEMENTS_PER_WARP // width), min(16, max(1, width // ELEMENTS_PER_WARP))
+    block_hq, block_hk = (max(1, min(rows, next_power_of_2(H))) for H in (HQ, HK))
+    return pair_blocks(D, R) | {"BLOCK_HQ": block_hq, "BLOCK_HK": block_hk, "num_warps": warps, "NUM_STAGES": STAGES}
 
 
 def _qk_norm_rope_fwd(
@@ -252,7 +252,7 @@ def _qk_norm_rope_fwd(
         q, k, q_weight, k_weight, cos, sin, yq, yk, S, HQ, HK, D, R,
         *(q.stride(i) for i in range(3)), *(k.stride(i) for i in range(3)),
         batch_stride(cos), cos.stride(1), batch_stride(sin), sin.stride(1), eps, offset,
-        INTERLEAVED=interleaved, NUM_STAGES=FORWARD_STAGES, **_blocks(HQ, HK, D, R, FORWARD_ELEMENTS),
+        INTERLEAVED=interleaved, **_config(HQ, HK, D, R),
     )  # fmt: skip
     return yq, yk
 
@@ -270,19 +270,16 @@ def _qk_norm_rope_bwd(
         torch.empty((D if needed else 0,), dtype=w.dtype, device=w.device)
         for w, needed in ((wq, need_dwq), (wk, need_dwk))
     )
-    blocks = _blocks(HQ, HK, D, R, BACKWARD_BYTES // q.element_size())
-    q_items, k_items = (B * S * cdiv(H, blocks[block]) for H, block in ((HQ, "BLOCK_HQ"), (HK, "BLOCK_HK")))
-    programs = min(MAX_PROGRAMS, max(1, BACKWARD_WARPS // blocks["num_warps"]))
-    programs = int_min(B * S, num_programs(q.device, programs))
+    programs = int_min(B * S, num_programs(q.device, BACKWARD_PROGRAMS))
     partials_q, partials_k = (
         torch.empty((programs, D), dtype=torch.float32, device=q.device) if needed else None
         for needed in (need_dwq, need_dwk)
     )
     wrap_triton(qk_norm_rope_backward_kernel)[(programs,)](
-        dyq, dyk, q, k, wq, wk, cos, sin, dq, dk, partials_q, partials_k, q_items, k_items, S, HQ, HK, D, R,
+        dyq, dyk, q, k, wq, wk, cos, sin, dq, dk, partials_q, partials_k, B * S, S, HQ, HK, D, R,
         *(x.stride(i) for x in (dyq, dyk, q, k) for i in range(3)),
         batch_stride(cos), cos.stride(1), batch_stride(sin), sin.stride(1), eps, offset,
-        INTERLEAVED=interleaved, NUM_STAGES=BACKWARD_STAGES, **blocks,
+        INTERLEAVED=interleaved, **_config(HQ, HK, D, R),
     )  # fmt: skip
     if need_dwq or need_dwk:
         sum_two_partials(partials_q, partials_k, dwq, dwk)
@@ -319,7 +316,7 @@ def _(
         wg = g * (weight.float() + offset)
         dx = rstd * (wg - x * ((wg * x).mean(-1, keepdim=True) / ms))
         if need_dw:
-            dw = (g * (x * rstd)).flatten(0, 2).sum(0).to(weight.dtype)
+            dw = (g * (x * rstd)).sum((0, 1)).sum(0).to(weight.dtype)  # two shorter sums round less than one
         else:
             dw = torch.empty((0,), dtype=weight.dtype, device=weight.device)
         return heads_on_cpu(dx, dtype), dw
