@@ -114,3 +114,27 @@ def test_fused_linear_ce(data, dtype, N, H, V, layout, device: torch.device) -> 
         options["linear_bias"] = tensor((V,), dtype, device, data.draw(layouts))
     weight = tensor((V, H), dtype, device, data.draw(layouts)) / H**0.5
     check("fused_linear_ce", (tensor((N, H), dtype, device, layout), weight, target), options, data)
+
+
+@pytest.mark.kernels
+@few
+@given(data=st.data(), dtype=dtypes, rows=st.lists(sizes, max_size=2), N=sizes, layout=layouts)
+def test_layer_norm(data, dtype, rows, N, layout, device: torch.device) -> None:
+    x = tensor((*rows, N), dtype, device, layout)
+    weight, bias = (
+        tensor((N,), data.draw(dtypes), device, data.draw(layouts)) if data.draw(st.booleans()) else None
+        for _ in range(2)
+    )
+    check("layer_norm", (x, weight, bias, data.draw(st.sampled_from([1e-5, 1e-2]))), {}, data)
+
+
+@pytest.mark.kernels
+@few
+@given(data=st.data(), dtype=dtypes, B=sizes, G=st.integers(1, 4), C=st.integers(1, 6), layout=layouts)
+def test_group_norm(data, dtype, B, G, C, layout, device: torch.device) -> None:
+    x = tensor((B, G * C, *data.draw(st.lists(st.integers(1, 9), max_size=2))), dtype, device, layout)
+    weight, bias = (
+        tensor((G * C,), data.draw(dtypes), device, data.draw(layouts)) if data.draw(st.booleans()) else None
+        for _ in range(2)
+    )
+    check("group_norm", (x, G, weight, bias, data.draw(st.sampled_from([1e-5, 1e-2]))), {}, data)
