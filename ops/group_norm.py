@@ -1,7 +1,6 @@
 r"""Group normalization.
 
-Source: Wu and He, "Group Normalization", 2018, https://arxiv.org/abs/1803.08494. Moments of long groups are merged from
-blocks: Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979.
+Source: Wu and He, "Group Normalization", 2018, https://arxiv.org/abs/1803.08494.
 
 The input is `[B, G * C, S]`: samples, groups of C channels, and S places (all the spatial axes as one). A group of a
 sample is a row of C * S neighbouring values.
@@ -22,11 +21,9 @@ Backward, given dy, with c = x - mean and g = dy * weight - mean(dy * weight):
 The corrected mean is the float nearest to the mean, so that a row of equal values has variance zero. mean and var are
 kept for the backward pass. In a row of one value the terms of dx cancel for good: dx = 0.
 
-Rows that fit in registers are read once in either direction, several by one program if they are short. Longer ones are
-read twice, each time by several programs: a few groups of many values keep all multiprocessors busy too. Forward makes
-the moments of pieces of a row, then merges them; backward makes the sums of dy and dy * c * rstd over (a piece of) each
-channel's places, which are what the affine gradients are summed from and what dx needs. The second reading goes from
-the end to the start: what the first one read last is still in L2. Sums are float32, in a fixed order: no atomics.
+Rows that fit in registers are read once in either direction, several by one program if they are short;
+_group_norm_long.py has the longer ones. Sums are float32, in a fixed order: no atomics. Only gradients that are wanted
+are computed.
 """
 
 from collections.abc import Iterator
@@ -36,7 +33,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops._norm import affine_gradient, row_moments, sum_affine
+from llmk.ops._group_norm_long import long_backward, long_forward
+from llmk.ops._norm import affine_gradient, sum_affine
 from llmk.registry import (
     Cost,
     KernelOp,
@@ -148,124 +146,9 @@ def group_norm_backward_kernel(
         tl.store(partial_ptr + HAS_DW * G * C, tl.sum(db, axis=0), mask=channels < C)
 
 
-@triton.jit
-def group_norm_long_moments_kernel(x_ptr, moments_ptr, D, PIECES, PIECE, BLOCK_N: tl.constexpr):
-    """Mean and squared deviations of a piece of a row."""
-    program = tl.program_id(0).to(tl.int64)
-    row, first = program // PIECES, program % PIECES * PIECE
-    mean, squares = row_moments(x_ptr + row * D + first, tl.minimum(PIECE, D - first), BLOCK_N)  # type: ignore[misc]
-    tl.store(moments_ptr + program, mean)
-    tl.store(moments_ptr + tl.num_programs(0) + program, squares)
-
-
-@triton.jit
-def _tile(G, C, S, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
-    """The row and the number within it of this program's [BLOCK_C, BLOCK_S] tile, last one first, and its offsets."""
-    columns = tl.cdiv(S, BLOCK_S)
-    tiles = tl.cdiv(C, BLOCK_C) * columns
-    program = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
-    row, tile = program // tiles, program % tiles
-    channels = tile // columns * BLOCK_C + tl.arange(0, BLOCK_C)
-    places = tile % columns * BLOCK_S + tl.arange(0, BLOCK_S)
-    offsets = row * C * S + (channels * S)[:, None] + places[None, :]
-    mask = (channels < C)[:, None] & (places < S)[None, :]
-    return row, tile, row % G * C + channels, channels < C, offsets, mask
-
-
-@triton.jit
-def group_norm_long_kernel(
-    x_ptr, w_ptr, b_ptr, moments_ptr, y_ptr, stats_ptr, B, G, C, S, PIECES, PIECE, eps,
-    BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    eps = tl.cast(eps, tl.float32)
-    row, tile, channels, channel_mask, offsets, mask = _tile(G, C, S, BLOCK_C, BLOCK_S)  # type: ignore[misc]
-    D = tl.cast(C, tl.int64) * S
-    k = tl.arange(0, BLOCK_K)
-    count = tl.where(k < PIECES, tl.minimum(PIECE, D - k * PIECE), 0).to(tl.float32)
-    means = tl.load(moments_ptr + row * PIECES + k, mask=k < PIECES, other=0.0)
-    squares = tl.load(moments_ptr + (B * G + row) * PIECES + k, mask=k < PIECES, other=0.0)
-    mean = tl.sum(means * count, axis=0) / D
-    mean += tl.sum((means - mean) * count, axis=0) / D
-    var = tl.sum(squares + (means - mean) * (means - mean) * count, axis=0) / D + eps
-    if tile == 0:
-        tl.store(stats_ptr + row, mean)
-        tl.store(stats_ptr + B * G + row, var)
-    y = (tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32) - mean) * tl.div_rn(1.0, tl.sqrt_rn(var))
-    if w_ptr is not None:
-        y *= tl.load(w_ptr + channels, mask=channel_mask, other=0.0).to(tl.float32)[:, None]
-    if b_ptr is not None:
-        y += tl.load(b_ptr + channels, mask=channel_mask, other=0.0).to(tl.float32)[:, None]
-    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def group_norm_long_backward_sums_kernel(
-    dy_ptr, x_ptr, stats_ptr, partial_ptr, B, G, C, S, PIECES, PIECE, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr
-):
-    """Sums of dy * c * rstd (if x is given) and dy over a piece of the places of BLOCK_C channels."""
-    program = tl.program_id(0).to(tl.int64)
-    piece, block = program % PIECES, program // PIECES
-    blocks = tl.cdiv(C, BLOCK_C)
-    row = block // blocks
-    channels = block % blocks * BLOCK_C + tl.arange(0, BLOCK_C)
-    channel_mask = channels < C
-    if x_ptr is not None:
-        mean = tl.load(stats_ptr + row)
-        rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.load(stats_ptr + B * G + row)))
-    dw = tl.zeros((BLOCK_C, BLOCK_S), dtype=tl.float32)
-    db = tl.zeros((BLOCK_C, BLOCK_S), dtype=tl.float32)
-    for start in range(piece * PIECE, tl.minimum(S, (piece + 1) * PIECE), BLOCK_S):
-        places = start + tl.arange(0, BLOCK_S)
-        mask = channel_mask[:, None] & (places < S)[None, :]
-        offsets = row * C * S + (channels * S)[:, None] + places[None, :]
-        dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-        db += dy
-        if x_ptr is not None:
-            dw += dy * ((tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32) - mean) * rstd)
-    SUMS: tl.constexpr = 1 if x_ptr is None else 2
-    partial_ptr += ((row // G * PIECES + piece) * SUMS * G + row % G) * C + channels
-    if x_ptr is not None:
-        tl.store(partial_ptr, tl.sum(dw, axis=1), mask=channel_mask)
-    tl.store(partial_ptr + (SUMS - 1) * G * C, tl.sum(db, axis=1), mask=channel_mask)
-
-
-@triton.jit
-def group_norm_long_backward_kernel(
-    dy_ptr, x_ptr, w_ptr, stats_ptr, partial_ptr, dx_ptr, B, G, C, S, PIECES,
-    BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    row, _, channels, channel_mask, offsets, mask = _tile(G, C, S, BLOCK_C, BLOCK_S)  # type: ignore[misc]
-    dot = tl.zeros((BLOCK_K,), dtype=tl.float32)
-    total = tl.zeros((BLOCK_K,), dtype=tl.float32)
-    for start in range(0, PIECES * C, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        channel = row % G * C + k % C
-        at = partial_ptr + (row // G * PIECES + k // C) * 2 * G * C + channel
-        dw = tl.load(at, mask=k < PIECES * C, other=0.0)
-        db = tl.load(at + G * C, mask=k < PIECES * C, other=0.0)
-        if w_ptr is not None:
-            w = tl.load(w_ptr + channel, mask=k < PIECES * C, other=0.0).to(tl.float32)
-            dw *= w
-            db *= w
-        dot += dw
-        total += db
-    D = tl.cast(C, tl.int64) * S
-    mean = tl.load(stats_ptr + row)
-    rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.load(stats_ptr + B * G + row)))
-    dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    xhat = (tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32) - mean) * rstd
-    if w_ptr is not None:
-        dy *= tl.load(w_ptr + channels, mask=channel_mask, other=0.0).to(tl.float32)[:, None]
-    dx = rstd * (dy - tl.sum(total, axis=0) / D - xhat * (tl.sum(dot, axis=0) / D))
-    tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-
-
 # Nothing here is measured. Largest tile of a row (a group of a sample) that one program holds in registers.
 MAX_FORWARD_TILE = 32768
 MAX_BACKWARD_TILE = 8192
-LONG_MOMENTS = {"BLOCK_N": 8192, "num_warps": 8}
-# Pieces that a row is summed in: what the second reading merges is small beside its tile.
-MAX_PIECES = 64
 
 
 def _row_tile(C: int, S: int) -> int:
@@ -278,18 +161,6 @@ def _short_tile(C: int, S: int, elements: int) -> dict[str, int]:
     block_b = max(1, elements // (block_c * block_s))
     warps = min(16, max(4, block_b * block_c * block_s // 512))
     return {"BLOCK_B": block_b, "BLOCK_C": block_c, "BLOCK_S": block_s, "num_warps": warps}
-
-
-def _long_tile(C: int, S: int) -> dict[str, int]:
-    """Four thousand elements of a row, as an elementwise kernel would take."""
-    block_s = min(4096, next_power_of_2(S))
-    return {"BLOCK_C": min(next_power_of_2(C), 4096 // block_s), "BLOCK_S": block_s, "num_warps": 8}
-
-
-def _pieces(length: int, block: int, most: int) -> tuple[int, int]:
-    """Into how many pieces of whole blocks a length is cut, at most so many, and how long they are."""
-    piece = cdiv(cdiv(length, block), most) * block
-    return cdiv(length, piece), piece
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
@@ -317,13 +188,7 @@ def _group_norm_fwd(
             x, weight, bias, y, stats, B, G, C, S, eps, **tile
         )
         return y, stats
-    pieces, piece = _pieces(C * S, LONG_MOMENTS["BLOCK_N"], MAX_PIECES)
-    moments = torch.empty((2, B * G * pieces), dtype=torch.float32, device=x.device)
-    wrap_triton(group_norm_long_moments_kernel)[(B * G * pieces,)](x, moments, C * S, pieces, piece, **LONG_MOMENTS)
-    tile = _long_tile(C, S)
-    wrap_triton(group_norm_long_kernel)[(B * G * cdiv(C, tile["BLOCK_C"]) * cdiv(S, tile["BLOCK_S"]),)](
-        x, weight, bias, moments, y, stats, B, G, C, S, pieces, piece, eps, BLOCK_K=next_power_of_2(pieces), **tile
-    )
+    long_forward(x, weight, bias, y, stats, (B, G, C, S), eps)
     return y, stats
 
 
@@ -349,17 +214,7 @@ def _group_norm_bwd(
             dy, x, scale, stats, dx, partials, B, G, C, S, HAS_DW=need_dw, HAS_DB=need_db, **tile
         )
     else:
-        tile = _long_tile(C, S)
-        blocks = cdiv(C, tile["BLOCK_C"])
-        pieces, piece = _pieces(S, tile["BLOCK_S"], max(1, MAX_PIECES // C))
-        partials = torch.empty((B * pieces, 1 if x is None else 2, G * C), dtype=torch.float32, device=device)
-        wrap_triton(group_norm_long_backward_sums_kernel)[(B * G * blocks * pieces,)](
-            dy, x, stats, partials, B, G, C, S, pieces, piece, **tile
-        )
-        if dx is not None:
-            wrap_triton(group_norm_long_backward_kernel)[(B * G * blocks * cdiv(S, tile["BLOCK_S"]),)](
-                dy, x, scale, stats, partials, dx, B, G, C, S, pieces, BLOCK_K=256, **tile
-            )
+        partials = long_backward(dy, x, scale, stats, dx, (B, G, C, S))
     if partials is not None and (need_dw or need_db):
         sum_affine(partials, dw if need_dw else None, db if need_db else None)
     return dx if dx is not None else affine_gradient(None, device), dw, db
