@@ -134,7 +134,9 @@ def group_norm_backward_kernel(
                 if BLOCK_C * BLOCK_S == 1:
                     dx = dy * c  # zero, and NaN where PyTorch's is
                 else:
-                    g = dy - (_sum(dy) / (C * S))[:, None, None]
+                    total = _sum(dy) / (C * S)
+                    total += _sum(tl.where(mask, dy - total[:, None, None], 0.0)) / (C * S)  # corrected like mean
+                    g = dy - total[:, None, None]
                     dot = tl.div_rn(_sum(g * c) / (C * S), var)
                     dx = rstd[:, None, None] * (g - c * dot[:, None, None])
                 tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
@@ -259,6 +261,7 @@ def _(
         if need_dx:
             g = (dy if weight is None else dy * weight.float()[:, None]).reshape(c.shape)
             g = g - g.mean(-1, keepdim=True)
+            g = g - g.mean(-1, keepdim=True)  # what rounding has left: of equal values nothing
             dx = (rstd * (g - c * ((g * c).mean(-1, keepdim=True) / var))).to(input.dtype).reshape(input.shape)
     return dx, dw, db
 

@@ -114,7 +114,10 @@ def layer_norm_backward_kernel(
                 if BLOCK_N == 1:  # constant, unlike N: a branch in the loop would cost 50 registers
                     dx = dy * c  # zero, and NaN where PyTorch's is
                 else:
-                    g = dy - (tl.sum(dy, axis=1) / N)[:, None]
+                    total = tl.sum(dy, axis=1) / N
+                    if BLOCK_N <= 512:  # corrected like mean where the terms of dx nearly cancel: in short rows
+                        total += tl.sum(tl.where(mask, dy - total[:, None], 0.0), axis=1) / N
+                    g = dy - total[:, None]
                     dx = rstd * (g - c * tl.div_rn(tl.sum(g * c, axis=1) / N, var)[:, None])
                 tl.store(dx_ptr + rows[:, None] * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if HAS_DW or HAS_DB:
@@ -238,6 +241,7 @@ def _(
         if need_dx:
             g = dy if weight is None else dy * weight.float()
             g = g - g.mean(-1, keepdim=True)
+            g = g - g.mean(-1, keepdim=True)  # what rounding has left: of equal values nothing
             dx = (rstd * (g - c * ((g * c).mean(-1, keepdim=True) / var))).to(input.dtype).contiguous()
     return dx, dw, db
 
