@@ -130,6 +130,14 @@ def test_softmax(data, dtype, shape, layout, device: torch.device) -> None:
     axes = max(len(shape), 1)
     dim = data.draw(st.integers(-axes, axes - 1))
     check("softmax", (3 * tensor(tuple(shape), dtype, device, layout if shape else "contiguous"), dim), {}, data)
+@given(data=st.data(), dtype=dtypes, rows=st.lists(sizes, max_size=2), N=sizes, layout=layouts)
+def test_layer_norm(data, dtype, rows, N, layout, device: torch.device) -> None:
+    x = tensor((*rows, N), dtype, device, layout)
+    weight, bias = (
+        tensor((N,), data.draw(dtypes), device, data.draw(layouts)) if data.draw(st.booleans()) else None
+        for _ in range(2)
+    )
+    check("layer_norm", (x, weight, bias, data.draw(st.sampled_from([1e-5, 1e-2]))), {}, data)
 
 
 @pytest.mark.kernels
@@ -187,3 +195,11 @@ def test_linear_act(data, dtype, rows, K, N, layout, device: torch.device) -> No
     chosen = llmk.ops.linear_act.choose_path if path == "chosen" else lambda *_: path
     with mock.patch.object(llmk.ops.linear_act, "choose_path", chosen):
         check("linear_act", tuple(args), {"activation": activation}, data)
+@given(data=st.data(), dtype=dtypes, B=sizes, G=st.integers(1, 4), C=st.integers(1, 6), layout=layouts)
+def test_group_norm(data, dtype, B, G, C, layout, device: torch.device) -> None:
+    x = tensor((B, G * C, *data.draw(st.lists(st.integers(1, 9), max_size=2))), dtype, device, layout)
+    weight, bias = (
+        tensor((G * C,), data.draw(dtypes), device, data.draw(layouts)) if data.draw(st.booleans()) else None
+        for _ in range(2)
+    )
+    check("group_norm", (x, G, weight, bias, data.draw(st.sampled_from([1e-5, 1e-2]))), {}, data)

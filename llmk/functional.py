@@ -7,6 +7,7 @@ from llmk.ops.fused_linear_ce import fused_linear_ce
 from llmk.ops.gated_units import geglu, swiglu
 from llmk.ops.giou_loss import giou_loss
 from llmk.ops.kl_div import kl_div
+from llmk.ops.group_norm import group_norm
 from llmk.ops.layer_norm import layer_norm
 from llmk.ops.linear_act import linear_act
 from llmk.ops.qk_norm_rope import qk_norm_rope
@@ -33,3 +34,5 @@ __all__ = [
     "softmax",
     "swiglu",
 ]
+__all__ = ["cross_entropy", "fused_linear_ce", "rms_norm", "rope", "swiglu"]
+__all__ += ["group_norm", "layer_norm"]

@@ -60,7 +60,7 @@ def sum_affine(partials: Tensor, dw: Tensor | None, db: Tensor | None) -> None:
 
 
 def affine_gradient(like: Tensor | None, device: torch.device) -> Tensor:
-    """Room for the gradient of a weight or bias; without any, the empty tensor that an operator returns in its place."""
+    """Room for the gradient of a weight or bias; for None the empty tensor that an operator returns in its place."""
     if like is None:
         return torch.empty((0,), dtype=torch.float32, device=device)
     return torch.empty(like.shape, dtype=like.dtype, device=device)

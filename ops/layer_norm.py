@@ -1,9 +1,6 @@
 r"""Layer normalization.
 
-Source: Ba, Kiros and Hinton, "Layer Normalization", 2016, https://arxiv.org/abs/1607.06450. The variance of rows too
-long for registers is merged from blocks: Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for
-Computing Sample Variances", 1979.
-
+Source: Ba, Kiros and Hinton, "Layer Normalization", 2016, https://arxiv.org/abs/1607.06450.
 Forward, for each row x of N values:
 
     mean = sum(x) / N, corrected by sum(x - mean) / N
@@ -22,7 +19,7 @@ of equal values has variance zero. mean and var are kept for the backward pass: 
 rstd^2 would cost three, which shows where the terms of dx nearly cancel, in rows of few values. In a row of one value
 they cancel for good: dx = 0.
 
-A row that fits in registers is read once in either direction; a longer one is walked in blocks, twice. The gradients of
+A row that fits in registers is read once in either direction; _layer_norm_long.py has the longer ones. The gradients of
 weight and bias are summed in float32 by each program over its own rows, then over the programs in a fixed order: no
 atomics. Only gradients that are wanted are computed.
 """
@@ -34,7 +31,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops._norm import affine_gradient, row_moments, sum_affine
+from llmk.ops._layer_norm_long import long_backward, long_forward, wide_backward
+from llmk.ops._norm import affine_gradient, sum_affine
 from llmk.ops._rows import as_rows
 from llmk.registry import (
     Cost,
@@ -84,26 +82,6 @@ def layer_norm_kernel(
 
 
 @triton.jit
-def layer_norm_long_kernel(x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, M, N, x_stride, eps, BLOCK_N: tl.constexpr):
-    eps = tl.cast(eps, tl.float32)
-    row = tl.program_id(0).to(tl.int64)
-    x_ptr += row * x_stride
-    mean, squares = row_moments(x_ptr, N, BLOCK_N)
-    var = squares / N + eps
-    tl.store(stats_ptr + row, mean)
-    tl.store(stats_ptr + M + row, var)
-    rstd = tl.div_rn(1.0, tl.sqrt_rn(var))
-    for start in range(0, N, BLOCK_N):  # the second pass finds the row in L2
-        cols = start + tl.arange(0, BLOCK_N)
-        y = (tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) - mean) * rstd
-        if w_ptr is not None:
-            y *= tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-        if b_ptr is not None:
-            y += tl.load(b_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-        tl.store(y_ptr + row * N + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
-
-
-@triton.jit
 def layer_norm_backward_kernel(
     dy_ptr, x_ptr, w_ptr, stats_ptr, dx_ptr, partial_ptr, M, N, dy_stride, x_stride,
     HAS_DW: tl.constexpr, HAS_DB: tl.constexpr,
@@ -136,7 +114,10 @@ def layer_norm_backward_kernel(
                 if BLOCK_N == 1:  # constant, unlike N: a branch in the loop would cost 50 registers
                     dx = dy * c  # zero, and NaN where PyTorch's is
                 else:
-                    g = dy - (tl.sum(dy, axis=1) / N)[:, None]
+                    total = tl.sum(dy, axis=1) / N
+                    if BLOCK_N <= 512:  # corrected like mean where the terms of dx nearly cancel: in short rows
+                        total += tl.sum(tl.where(mask, dy - total[:, None], 0.0), axis=1) / N
+                    g = dy - total[:, None]
                     dx = rstd * (g - c * tl.div_rn(tl.sum(g * c, axis=1) / N, var)[:, None])
                 tl.store(dx_ptr + rows[:, None] * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if HAS_DW or HAS_DB:
@@ -145,106 +126,6 @@ def layer_norm_backward_kernel(
         tl.store(partial_ptr, tl.sum(dw, axis=0), mask=cols < N)
     if HAS_DB:
         tl.store(partial_ptr + HAS_DW * N, tl.sum(db, axis=0), mask=cols < N)
-
-
-@triton.jit
-def layer_norm_wide_backward_kernel(
-    dy_ptr, x_ptr, w_ptr, stats_ptr, dx_ptr, partial_ptr, M, N, dy_stride, x_stride,
-    HAS_DW: tl.constexpr, HAS_DB: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
-):  # fmt: skip
-    """One half of the columns: the other half is read for its sums only, from L2, where this half's neighbour is."""
-    program = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    others = (1 - tl.program_id(1)) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if w_ptr is not None:
-        w = tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-    dw = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    db = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    for row in tl.range(program, M, tl.num_programs(0), num_stages=NUM_STAGES):
-        dy = tl.load(dy_ptr + row * dy_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
-        if HAS_DB:
-            db += dy
-        if x_ptr is not None:
-            x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
-            mean = tl.load(stats_ptr + row)
-            var = tl.load(stats_ptr + M + row)
-            rstd = tl.div_rn(1.0, tl.sqrt_rn(var))
-            c = x - mean
-            if HAS_DW:
-                dw += dy * (c * rstd)
-            if dx_ptr is not None:
-                h = tl.load(dy_ptr + row * dy_stride + others, mask=others < N, other=0.0).to(tl.float32)
-                if w_ptr is not None:
-                    dy *= w
-                    h *= tl.load(w_ptr + others, mask=others < N, other=0.0).to(tl.float32)
-                e = tl.load(x_ptr + row * x_stride + others, mask=others < N, other=0.0).to(tl.float32) - mean
-                # dy and h are zero past the row's end.
-                total = tl.sum(dy + h, axis=0) / N
-                dot = tl.div_rn(tl.sum(dy * c + h * e, axis=0) / N, var)
-                dx = rstd * (dy - total - c * dot)
-                tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
-    if HAS_DW or HAS_DB:
-        partial_ptr += program * (HAS_DW + HAS_DB) * N + cols
-    if HAS_DW:
-        tl.store(partial_ptr, dw, mask=cols < N)
-    if HAS_DB:
-        tl.store(partial_ptr + HAS_DW * N, db, mask=cols < N)
-
-
-@triton.jit
-def layer_norm_long_backward_means_kernel(
-    dy_ptr, x_ptr, w_ptr, stats_ptr, means_ptr, M, N, dy_stride, x_stride, BLOCK_N: tl.constexpr
-):
-    """mean(dy * weight) and mean(dy * weight * c) / var of each row."""
-    row = tl.program_id(0).to(tl.int64)
-    mean = tl.load(stats_ptr + row)
-    total = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    dot = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    for start in range(0, N, BLOCK_N):
-        cols = start + tl.arange(0, BLOCK_N)
-        x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + row * dy_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
-        if w_ptr is not None:
-            dy *= tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-        total += dy
-        dot += dy * (x - mean)  # dy is zero past the row's end
-    tl.store(means_ptr + row, tl.sum(total, axis=0) / N)
-    tl.store(means_ptr + M + row, tl.div_rn(tl.sum(dot, axis=0) / N, tl.load(stats_ptr + M + row)))
-
-
-@triton.jit
-def layer_norm_long_backward_kernel(
-    dy_ptr, x_ptr, w_ptr, stats_ptr, means_ptr, dx_ptr, partial_ptr, M, N, dy_stride, x_stride,
-    HAS_DW: tl.constexpr, HAS_DB: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """One block of columns, a share of the rows."""
-    program = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if w_ptr is not None:
-        w = tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-    dw = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    db = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    for row in tl.range(program, M, tl.num_programs(0), num_stages=2):
-        dy = tl.load(dy_ptr + row * dy_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
-        if HAS_DB:
-            db += dy
-        if x_ptr is not None:
-            c = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
-            c -= tl.load(stats_ptr + row)
-            rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.load(stats_ptr + M + row)))
-            if HAS_DW:
-                dw += dy * (c * rstd)
-            if dx_ptr is not None:
-                if w_ptr is not None:
-                    dy *= w
-                dx = rstd * (dy - tl.load(means_ptr + row) - c * tl.load(means_ptr + M + row))
-                tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
-    if HAS_DW or HAS_DB:
-        partial_ptr += program * (HAS_DW + HAS_DB) * N + cols
-    if HAS_DW:
-        tl.store(partial_ptr, dw, mask=cols < N)
-    if HAS_DB:
-        tl.store(partial_ptr + HAS_DW * N, db, mask=cols < N)
 
 
 # Widest row that one program holds in registers: forward it holds x, backward x, dy, the weight and two gradients.
@@ -269,10 +150,12 @@ def _backward_tile(N: int) -> dict[str, int]:
     return _tile(N, 4096) | {"num_warps": 8 if N <= 4096 else 16, "NUM_STAGES": 3}
 
 
-# Not measured. Wide: the largest half that does not spill, and one row ahead in shared memory.
-WIDE_BACKWARD = {"BLOCK_N": MAX_BACKWARD_BLOCK, "num_warps": 16, "NUM_STAGES": 2}
-LONG_FORWARD = {"BLOCK_N": 4096, "num_warps": 8}
-LONG_BACKWARD = {"BLOCK_N": 1024, "num_warps": 4}
+def _programs(M: int, N: int, device: torch.device) -> int:
+    """Of the backward pass: each costs two rows of float32 partials, and two hide each other's latency."""
+    if N <= MAX_BACKWARD_BLOCK:
+        return int_min(cdiv(M, _backward_tile(N)["BLOCK_M"]), num_programs(device, 2 if N <= 4096 else 1))
+    # From here on each is a pair of programs, or a program for each block of columns.
+    return int_min(M, cdiv(num_programs(device, 1), 2) if N <= 2 * MAX_BACKWARD_BLOCK else num_programs(device, 1))
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
@@ -290,7 +173,7 @@ def _layer_norm_fwd(input: Tensor, weight: Tensor | None, bias: Tensor | None, e
             x, weight, bias, y, stats, M, N, x.stride(0), eps, **tile
         )
     else:
-        wrap_triton(layer_norm_long_kernel)[(M,)](x, weight, bias, y, stats, M, N, x.stride(0), eps, **LONG_FORWARD)
+        long_forward(x, weight, bias, y, stats, eps)
     return y, stats
 
 
@@ -300,43 +183,23 @@ def _layer_norm_bwd(
     """`bias` is given where it wants its gradient; nothing but its dtype is used."""
     device, need_db = input.device, bias is not None
     dy, x = as_rows(grad), as_rows(input) if need_dx or need_dw else None
-    M, N = dy.shape
-    x_stride = x.stride(0) if x is not None else 0
     scale = weight.contiguous() if need_dx and weight is not None else None
+    M, N = dy.shape
     dx = torch.empty(input.shape, dtype=input.dtype, device=device) if need_dx else None
     dw, db = affine_gradient(weight if need_dw else None, device), affine_gradient(bias, device)
-
-    def partials_of(programs: int) -> Tensor | None:
-        if not need_dw and not need_db:
-            return None
-        return torch.empty((programs, need_dw + need_db, N), dtype=torch.float32, device=device)
-
+    programs = _programs(M, N, device)
+    partials = None
+    if need_dw or need_db:
+        partials = torch.empty((programs, need_dw + need_db, N), dtype=torch.float32, device=device)
     if N <= MAX_BACKWARD_BLOCK:
-        tile = _backward_tile(N)
-        programs = int_min(cdiv(M, tile["BLOCK_M"]), num_programs(device, 2 if N <= 4096 else 1))
-        partials = partials_of(programs)
         wrap_triton(layer_norm_backward_kernel)[(programs,)](
-            dy, x, scale, stats, dx, partials, M, N, dy.stride(0), x_stride, HAS_DW=need_dw, HAS_DB=need_db, **tile
-        )
+            dy, x, scale, stats, dx, partials, M, N, dy.stride(0), x.stride(0) if x is not None else 0,
+            HAS_DW=need_dw, HAS_DB=need_db, **_backward_tile(N),
+        )  # fmt: skip
     elif N <= 2 * MAX_BACKWARD_BLOCK:
-        programs = int_min(M, num_programs(device, 1) // 2)
-        partials = partials_of(programs)
-        wrap_triton(layer_norm_wide_backward_kernel)[(programs, 2)](
-            dy, x, scale, stats, dx, partials, M, N, dy.stride(0), x_stride,
-            HAS_DW=need_dw, HAS_DB=need_db, **WIDE_BACKWARD,
-        )  # fmt: skip
+        wide_backward(dy, x, scale, stats, dx, partials, programs, need_dw, need_db)
     else:
-        programs = int_min(M, num_programs(device, 1))
-        partials, means = partials_of(programs), None
-        if dx is not None:
-            means = torch.empty((2, M), dtype=torch.float32, device=device)
-            wrap_triton(layer_norm_long_backward_means_kernel)[(M,)](
-                dy, x, scale, stats, means, M, N, dy.stride(0), x_stride, **LONG_FORWARD
-            )
-        wrap_triton(layer_norm_long_backward_kernel)[(programs, cdiv(N, LONG_BACKWARD["BLOCK_N"]))](
-            dy, x, scale, stats, means, dx, partials, M, N, dy.stride(0), x_stride,
-            HAS_DW=need_dw, HAS_DB=need_db, **LONG_BACKWARD,
-        )  # fmt: skip
+        long_backward(dy, x, scale, stats, dx, partials, programs, need_dw, need_db)
     if partials is not None:
         sum_affine(partials, dw if need_dw else None, db if need_db else None)
     return dx if dx is not None else affine_gradient(None, device), dw, db
@@ -378,6 +241,7 @@ def _(
         if need_dx:
             g = dy if weight is None else dy * weight.float()
             g = g - g.mean(-1, keepdim=True)
+            g = g - g.mean(-1, keepdim=True)  # what rounding has left: of equal values nothing
             dx = (rstd * (g - c * ((g * c).mean(-1, keepdim=True) / var))).to(input.dtype).contiguous()
     return dx, dw, db
 

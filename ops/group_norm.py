@@ -1,0 +1,389 @@
+r"""Group normalization.
+
+Source: Wu and He, "Group Normalization", 2018, https://arxiv.org/abs/1803.08494.
+
+The input is `[B, G * C, S]`: samples, groups of C channels, and S places (all the spatial axes as one). A group of a
+sample is a row of C * S neighbouring values.
+
+Forward, for each row x of D = C * S values:
+
+    mean = sum(x) / D, corrected by sum(x - mean) / D
+    var  = sum((x - mean)^2) / D + eps
+    rstd = 1 / sqrt(var)
+    y    = (x - mean) * rstd * weight + bias        with the channel's weight and bias
+
+Backward, given dy, with c = x - mean and g = dy * weight - mean(dy * weight):
+
+    dx      = rstd * (g - c * mean(g * c) / var)
+    dweight = sum over samples and places of dy * c * rstd
+    dbias   = sum over samples and places of dy
+
+The corrected mean is the float nearest to the mean, so that a row of equal values has variance zero. mean and var are
+kept for the backward pass. In a row of one value the terms of dx cancel for good: dx = 0.
+
+Rows that fit in registers are read once in either direction, several by one program if they are short;
+_group_norm_long.py has the longer ones. Sums are float32, in a fixed order: no atomics. Only gradients that are wanted
+are computed.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmk.ops._group_norm_long import long_backward, long_forward
+from llmk.ops._norm import affine_gradient, sum_affine
+from llmk.registry import (
+    Cost,
+    KernelOp,
+    Sample,
+    cdiv,
+    check_dtype,
+    check_same,
+    check_shape,
+    int_min,
+    next_power_of_2,
+    num_programs,
+    public_op,
+    wrap_triton,
+)
+
+
+def group_norm_reference(
+    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    # PyTorch asks for one dtype; its backward pass (2.13, CPU) fails on a bias without a weight, and crashes when only
+    # one parameter of a channels last call wants a gradient. The functional form refuses one value per group.
+    weight, bias = (None if t is None else t.to(input.dtype) for t in (weight, bias))
+    if weight is None and bias is not None:
+        weight = torch.ones_like(bias, requires_grad=False)
+    input = input.contiguous()
+    return torch.group_norm(input, num_groups, weight, bias, eps)
+
+
+@triton.jit
+def _sum(x):
+    """Over all axes but the first."""
+    return tl.sum(tl.sum(x, axis=2), axis=1)
+
+
+@triton.jit
+def group_norm_kernel(
+    x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, B, G, C, S, eps,
+    BLOCK_B: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """One group of BLOCK_B samples."""
+    eps = tl.cast(eps, tl.float32)
+    group = tl.program_id(0) % G
+    samples = (tl.program_id(0) // G).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
+    rows = samples * G + group
+    channels = tl.arange(0, BLOCK_C)
+    places = tl.arange(0, BLOCK_S)
+    mask = (samples < B)[:, None, None] & (channels < C)[None, :, None] & (places < S)[None, None, :]
+    offsets = (rows * C * S)[:, None, None] + (channels * S)[None, :, None] + places[None, None, :]
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    mean = _sum(x) / (C * S)  # [BLOCK_B]
+    mean += _sum(tl.where(mask, x - mean[:, None, None], 0.0)) / (C * S)
+    c = tl.where(mask, x - mean[:, None, None], 0.0)
+    var = _sum(c * c) / (C * S) + eps
+    y = c * tl.div_rn(1.0, tl.sqrt_rn(var))[:, None, None]
+    if w_ptr is not None:
+        y *= tl.load(w_ptr + group * C + channels, mask=channels < C, other=0.0).to(tl.float32)[None, :, None]
+    if b_ptr is not None:
+        y += tl.load(b_ptr + group * C + channels, mask=channels < C, other=0.0).to(tl.float32)[None, :, None]
+    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(stats_ptr + rows, mean, mask=samples < B)
+    tl.store(stats_ptr + B * G + rows, var, mask=samples < B)
+
+
+@triton.jit
+def group_norm_backward_kernel(
+    dy_ptr, x_ptr, w_ptr, stats_ptr, dx_ptr, partial_ptr, B, G, C, S, HAS_DW: tl.constexpr, HAS_DB: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """One group of a share of the samples."""
+    group = tl.program_id(0) % G
+    share, shares = (tl.program_id(0) // G).to(tl.int64), tl.num_programs(0) // G
+    channels = tl.arange(0, BLOCK_C)
+    places = tl.arange(0, BLOCK_S)
+    if w_ptr is not None:
+        w = tl.load(w_ptr + group * C + channels, mask=channels < C, other=0.0).to(tl.float32)[None, :, None]
+    dw = tl.zeros((BLOCK_B, BLOCK_C), dtype=tl.float32)
+    db = tl.zeros((BLOCK_B, BLOCK_C), dtype=tl.float32)
+    for start in range(share * BLOCK_B, B, shares * BLOCK_B):
+        samples = start + tl.arange(0, BLOCK_B)
+        rows = samples * G + group
+        mask = (samples < B)[:, None, None] & (channels < C)[None, :, None] & (places < S)[None, None, :]
+        offsets = (rows * C * S)[:, None, None] + (channels * S)[None, :, None] + places[None, None, :]
+        dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        if HAS_DB:
+            db += tl.sum(dy, axis=2)
+        if x_ptr is not None:
+            x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+            mean = tl.load(stats_ptr + rows, mask=samples < B, other=0.0)
+            var = tl.load(stats_ptr + B * G + rows, mask=samples < B, other=1.0)
+            rstd = tl.div_rn(1.0, tl.sqrt_rn(var))
+            c = tl.where(mask, x - mean[:, None, None], 0.0)
+            if HAS_DW:
+                dw += tl.sum(dy * (c * rstd[:, None, None]), axis=2)
+            if dx_ptr is not None:
+                if w_ptr is not None:
+                    dy *= w
+                if BLOCK_C * BLOCK_S == 1:
+                    dx = dy * c  # zero, and NaN where PyTorch's is
+                else:
+                    total = _sum(dy) / (C * S)
+                    total += _sum(tl.where(mask, dy - total[:, None, None], 0.0)) / (C * S)  # corrected like mean
+                    g = dy - total[:, None, None]
+                    dot = tl.div_rn(_sum(g * c) / (C * S), var)
+                    dx = rstd[:, None, None] * (g - c * dot[:, None, None])
+                tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    if HAS_DW or HAS_DB:
+        partial_ptr += share * (HAS_DW + HAS_DB) * G * C + group * C + channels
+    if HAS_DW:
+        tl.store(partial_ptr, tl.sum(dw, axis=0), mask=channels < C)
+    if HAS_DB:
+        tl.store(partial_ptr + HAS_DW * G * C, tl.sum(db, axis=0), mask=channels < C)
+
+
+# Nothing here is measured. Largest tile of a row (a group of a sample) that one program holds in registers.
+MAX_FORWARD_TILE = 32768
+MAX_BACKWARD_TILE = 8192
+
+
+def _row_tile(C: int, S: int) -> int:
+    return next_power_of_2(C) * next_power_of_2(S)
+
+
+def _short_tile(C: int, S: int, elements: int) -> dict[str, int]:
+    """Whole rows, to make up so many elements: 16 a thread, more in the largest."""
+    block_c, block_s = next_power_of_2(C), next_power_of_2(S)
+    block_b = max(1, elements // (block_c * block_s))
+    warps = min(16, max(4, block_b * block_c * block_s // 512))
+    return {"BLOCK_B": block_b, "BLOCK_C": block_c, "BLOCK_S": block_s, "num_warps": warps}
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return tensor.contiguous() if tensor is not None else None
+
+
+def _sizes(input: Tensor, num_groups: int) -> tuple[int, int, int]:
+    """Samples, channels of a group, places."""
+    places = 1
+    for size in input.shape[2:]:
+        places *= size
+    return input.shape[0], input.shape[1] // num_groups, places
+
+
+def _group_norm_fwd(
+    input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    x, weight, bias = input.contiguous(), _contiguous(weight), _contiguous(bias)
+    G, (B, C, S) = num_groups, _sizes(input, num_groups)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    stats = torch.empty((2, B * G), dtype=torch.float32, device=x.device)
+    if _row_tile(C, S) <= MAX_FORWARD_TILE:
+        tile = _short_tile(C, S, 2048)
+        wrap_triton(group_norm_kernel)[(G * cdiv(B, tile["BLOCK_B"]),)](
+            x, weight, bias, y, stats, B, G, C, S, eps, **tile
+        )
+        return y, stats
+    long_forward(x, weight, bias, y, stats, (B, G, C, S), eps)
+    return y, stats
+
+
+def _group_norm_bwd(
+    grad: Tensor, input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, stats: Tensor,
+    need_dx: bool, need_dw: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`bias` is given where it wants its gradient; nothing but its dtype is used."""
+    device, need_db = input.device, bias is not None
+    dy, x = grad.contiguous(), input.contiguous() if need_dx or need_dw else None
+    G, (B, C, S) = num_groups, _sizes(input, num_groups)
+    scale = weight.contiguous() if need_dx and weight is not None else None
+    dx = torch.empty(input.shape, dtype=input.dtype, device=device) if need_dx else None
+    dw, db = affine_gradient(weight if need_dw else None, device), affine_gradient(bias, device)
+    partials = None
+    if _row_tile(C, S) <= MAX_BACKWARD_TILE:
+        tile = _short_tile(C, S, 4096)
+        # Two programs of 8 warps on each multiprocessor hide each other's latency.
+        shares = int_min(cdiv(B, tile["BLOCK_B"]), cdiv(num_programs(device, 2), G))
+        if need_dw or need_db:
+            partials = torch.empty((shares, need_dw + need_db, G * C), dtype=torch.float32, device=device)
+        wrap_triton(group_norm_backward_kernel)[(G * shares,)](
+            dy, x, scale, stats, dx, partials, B, G, C, S, HAS_DW=need_dw, HAS_DB=need_db, **tile
+        )
+    else:
+        partials = long_backward(dy, x, scale, stats, dx, (B, G, C, S))
+    if partials is not None and (need_dw or need_db):
+        sum_affine(partials, dw if need_dw else None, db if need_db else None)
+    return dx if dx is not None else affine_gradient(None, device), dw, db
+
+
+group_norm_fwd = KernelOp(_group_norm_fwd)
+group_norm_bwd = KernelOp(_group_norm_bwd)
+
+
+@group_norm_fwd.register_kernel("cpu")
+def _(input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    B, C, S = _sizes(input, num_groups)
+    x = input.float().reshape(B * num_groups, C * S)
+    mean = x.mean(-1, keepdim=True)
+    mean = mean + (x - mean).mean(-1, keepdim=True)
+    c = x - mean
+    var = c.square().mean(-1, keepdim=True) + eps
+    y = (c * torch.rsqrt(var)).view(B, num_groups * C, S)
+    if weight is not None:
+        y = y * weight.float()[:, None]
+    if bias is not None:
+        y = y + bias.float()[:, None]
+    return y.to(input.dtype).reshape(input.shape), torch.stack([mean.flatten(), var.flatten()])
+
+
+@group_norm_bwd.register_kernel("cpu")
+def _(
+    grad: Tensor, input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, stats: Tensor,
+    need_dx: bool, need_dw: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    B, C, S = _sizes(input, num_groups)
+    dy = grad.float().reshape(B, num_groups * C, S)
+    mean, var = stats.unsqueeze(-1).unbind()  # [B * G, 1]
+    rstd = torch.rsqrt(var)
+    dx, dw, db = (affine_gradient(None, input.device) for _ in range(3))
+    if bias is not None:
+        db = dy.sum((0, 2)).to(bias.dtype)
+    if need_dx or need_dw:
+        c = input.float().reshape(B * num_groups, C * S) - mean
+        if need_dw and weight is not None:
+            dw = (dy * (c * rstd).view(dy.shape)).sum((0, 2)).to(weight.dtype)
+        if need_dx:
+            g = (dy if weight is None else dy * weight.float()[:, None]).reshape(c.shape)
+            g = g - g.mean(-1, keepdim=True)
+            g = g - g.mean(-1, keepdim=True)  # what rounding has left: of equal values nothing
+            dx = (rstd * (g - c * ((g * c).mean(-1, keepdim=True) / var))).to(input.dtype).reshape(input.shape)
+    return dx, dw, db
+
+
+@group_norm_fwd.register_fake
+def _(input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    stats = input.new_empty((2, input.shape[0] * num_groups), dtype=torch.float32)
+    return input.new_empty(input.shape), stats
+
+
+@group_norm_bwd.register_fake
+def _(
+    grad: Tensor, input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, stats: Tensor,
+    need_dx: bool, need_dw: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dx = input.new_empty(input.shape) if need_dx else affine_gradient(None, input.device)
+    return dx, affine_gradient(weight if need_dw else None, input.device), affine_gradient(bias, input.device)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    input, ctx.num_groups, weight, bias, _ = inputs
+    _, stats = output
+    ctx.mark_non_differentiable(stats)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(input, weight, bias, stats)
+
+
+def _backward(ctx, grad, _grad_stats):
+    input, weight, bias, stats = ctx.saved_tensors
+    need_dx, _, need_dw, need_db, _ = ctx.needs_input_grad
+    bias = bias if need_db else None
+    dx, dw, db = group_norm_bwd(grad, input, ctx.num_groups, weight, bias, stats, need_dx, need_dw)
+    return dx if need_dx else None, None, dw if need_dw else None, db if need_db else None, None
+
+
+group_norm_fwd.register_autograd(_backward, setup_context=_setup_context)
+
+
+def group_norm_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    def randn(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    yield Sample((randn(2, 8, 4, 4), 2, randn(8), randn(8)), why="powers of two")
+    yield Sample((randn(3, 6, 5, 7), 2, randn(6), randn(6), 1e-3), why="odd sizes, another eps")
+    yield Sample((randn(3, 10, 5), 5), why="neither weight nor bias")
+    yield Sample((randn(5, 12), 4, None, randn(12)), why="no places but one, a bias alone")
+    yield Sample((randn(3, 4, 1), 4, randn(4, dtype=torch.float32)), why="groups of one element, a float32 weight")
+    yield Sample((randn(0, 8, 3), 2, randn(8), randn(8)), why="no samples")
+    yield Sample((randn(2, 3, 3, 6).permute(0, 3, 1, 2), 3, randn(6), randn(6)), why="channels last, strided")
+    yield Sample((randn(1, 6, 5).expand(3, 6, 5), 2, randn(6), randn(6)), why="one sample expanded")
+    yield Sample((randn(300, 4), 2, randn(4), randn(4)), why="more samples than programs")
+    yield Sample((1e4 * randn(2, 4, 9) + 1e4, 2, randn(4), randn(4)), why="large values about a large offset")
+    yield Sample((randn(1, 6, 9000), 2, randn(6), randn(6)), why="groups of several pieces and channels")
+    yield Sample((randn(1, 1, 100_003), 1, randn(1), randn(1)), why="100,003 columns")
+
+
+def group_norm_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
+    x, weight, bias = (torch.randn(shape, device=device, dtype=dtype) for shape in ((rows, 12, 5), (12,), (12,)))
+    return Sample((x, 4, weight, bias), why="resized")
+
+
+def group_norm_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    for shape in [(32, 512, 64, 64), (8, 320, 128, 128), (32, 1280, 16, 16)]:
+        name = "x".join(map(str, shape))
+        yield Sample((randn(*shape), 32, randn(shape[1]), randn(shape[1])), why=f"{name}, 32 groups")
+    yield Sample((randn(16384, 4096), 64, randn(4096), randn(4096)), why="16384x4096, 64 groups")
+
+
+def group_norm_cost(
+    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Cost:
+    tensor = input.numel() * input.element_size()
+    return Cost(bytes_forward=2 * tensor, bytes_full=5 * tensor)
+
+
+@public_op(
+    "group_norm(Tensor input, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) -> Tensor",
+    reference=group_norm_reference,
+    differentiable=("input", "weight", "bias"),
+    kernel_ops=(group_norm_fwd, group_norm_bwd),
+    samples=group_norm_samples,
+    resized=group_norm_resized,
+    workloads=group_norm_workloads,
+    cost=group_norm_cost,
+)
+def group_norm(
+    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    """Normalization of each sample's groups of channels, with a weight and a bias per channel.
+
+    Like `torch.nn.functional.group_norm`, with statistics and products in float32 and one rounding.
+
+    Args:
+        input: `[N, C, *]`, float32, float16 or bfloat16, any strides; what is not contiguous, such as channels last,
+            is copied first.
+        num_groups: Into how many groups of neighbours the channels are divided; it divides C.
+        weight: `[C]`, any of these dtypes; None for no scale.
+        bias: `[C]`, any of these dtypes; None for no shift.
+        eps: Added to the variance.
+
+    Returns:
+        The shape and dtype of `input`, contiguous.
+
+    Raises:
+        TypeError: A tensor is not float32, float16 or bfloat16.
+        ValueError: `input` has fewer than two axes or an empty one besides the first, `num_groups` does not divide C,
+            or `weight` or `bias` is not `[C]` on the same device.
+
+    Source: Wu and He, 2018, https://arxiv.org/abs/1803.08494.
+    """
+    check_dtype("input", input)
+    if input.dim() < 2 or any(size == 0 for size in input.shape[1:]):
+        raise ValueError(f"input: expected shape [N, C, *] with no empty axis after N, got {tuple(input.shape)}")
+    if num_groups < 1 or input.shape[1] % num_groups != 0:
+        raise ValueError(f"num_groups: expected a divisor of the {input.shape[1]} channels of input, got {num_groups}")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None:
+            check_dtype(name, tensor)
+            check_shape(name, tensor, input.shape[1:2], "the channels of input")
+            check_same(name, tensor, "input", input)
+    y, _ = group_norm_fwd(input, num_groups, weight, bias, eps)
+    return y
