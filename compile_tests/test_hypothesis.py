@@ -114,3 +114,16 @@ def test_fused_linear_ce(data, dtype, N, H, V, layout, device: torch.device) -> 
         options["linear_bias"] = tensor((V,), dtype, device, data.draw(layouts))
     weight = tensor((V, H), dtype, device, data.draw(layouts)) / H**0.5
     check("fused_linear_ce", (tensor((N, H), dtype, device, layout), weight, target), options, data)
+
+
+@pytest.mark.kernels
+@few
+@given(data=st.data(), dtype=dtypes, rows=st.lists(sizes, max_size=2), layout=layouts)
+def test_giou_loss(data, dtype, rows, layout, device: torch.device) -> None:
+    """Normal numbers for corners: many boxes are inverted, and half of the targets are padding."""
+    boxes, targets = tensor((*rows, 4), dtype, device, layout), tensor((*rows, 4), data.draw(dtypes), device, "slice")
+    options = {
+        "reduction": data.draw(st.sampled_from(["none", "sum", "mean"])),
+        "eps": data.draw(st.sampled_from([1e-5, 1e-2])),
+    }
+    check("giou_loss", (boxes, targets.flip(0)), options, data)

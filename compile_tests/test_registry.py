@@ -122,6 +122,10 @@ q, k, cos = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 3, 
         ("fused_linear_ce", (x, x[:, :3], t), {}, ValueError, r"linear_weight: expected shape \[V, 8\]"),
         ("fused_linear_ce", (x, x, t), {"chunk_size": -1}, ValueError, "chunk_size: expected"),
         ("fused_linear_ce", (x, x, t + 5), {}, IndexError, r"target: expected class indices in \[0, 4\)"),
+        ("giou_loss", (x, x), {}, ValueError, r"boxes: expected shape \[\.\.\., 4\], got \(4, 8\)"),
+        ("giou_loss", (x[:, :4], x[:2, :4]), {}, ValueError, r"targets: expected shape \(4, 4\) .* got \(2, 4\)"),
+        ("giou_loss", (x[:, :4], x[:, :4].long()), {}, TypeError, "targets: expected .* got int64"),
+        ("giou_loss", (x[:, :4], x[:, :4]), {"reduction": "batchmean"}, ValueError, "reduction: expected one of"),
     ],
 )  # fmt: skip
 def test_a_wrong_call_says_what_is_wrong(name, args, kwargs, error, message) -> None:
