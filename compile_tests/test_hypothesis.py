@@ -203,3 +203,12 @@ def test_group_norm(data, dtype, B, G, C, layout, device: torch.device) -> None:
         for _ in range(2)
     )
     check("group_norm", (x, G, weight, bias, data.draw(st.sampled_from([1e-5, 1e-2]))), {}, data)
+@given(data=st.data(), dtype=dtypes, rows=st.lists(sizes, max_size=2), layout=layouts)
+def test_giou_loss(data, dtype, rows, layout, device: torch.device) -> None:
+    """Normal numbers for corners: many boxes are inverted, and half of the targets are padding."""
+    boxes, targets = tensor((*rows, 4), dtype, device, layout), tensor((*rows, 4), data.draw(dtypes), device, "slice")
+    options = {
+        "reduction": data.draw(st.sampled_from(["none", "sum", "mean"])),
+        "eps": data.draw(st.sampled_from([1e-5, 1e-2])),
+    }
+    check("giou_loss", (boxes, targets.flip(0)), options, data)

@@ -169,6 +169,10 @@ q, k, cos = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 3, 
         ("group_norm", (x, 0), {}, ValueError, "num_groups: expected a divisor of the 8 channels of input, got 0"),
         ("group_norm", (x, 2, w[:3]), {}, ValueError, r"weight: expected shape \(8,\) .* got \(3,\)"),
         ("group_norm", (x, 2, w, w[:3]), {}, ValueError, r"bias: expected shape \(8,\) .* got \(3,\)"),
+        ("giou_loss", (x, x), {}, ValueError, r"boxes: expected shape \[\.\.\., 4\], got \(4, 8\)"),
+        ("giou_loss", (x[:, :4], x[:2, :4]), {}, ValueError, r"targets: expected shape \(4, 4\) .* got \(2, 4\)"),
+        ("giou_loss", (x[:, :4], x[:, :4].long()), {}, TypeError, "targets: expected .* got int64"),
+        ("giou_loss", (x[:, :4], x[:, :4]), {"reduction": "batchmean"}, ValueError, "reduction: expected one of"),
     ],
 )  # fmt: skip
 def test_a_wrong_call_says_what_is_wrong(name, args, kwargs, error, message) -> None:

@@ -1,0 +1,303 @@
+"""Train a small detector with the GIoU loss in five ways and compare the time of a step.
+
+    python examples/giou.py                             # a size for this machine
+    python examples/giou.py --batch 64 --boxes 8192     # where the boxes, not the launches, take the time
+
+Every image has room for `--boxes` boxes, and the targets that it lacks are padding. The loss is plain PyTorch or
+`llmk.functional.giou_loss`, the step around it eager or compiled. All ways start from the same weights and see the same
+batches, so that their final losses agree. The output folder then holds giou.json and giou.png.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import matplotlib.colors
+import torch
+import triton
+from report import COLORS, TOLERANCES
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import llmk
+from llmk.functional import giou_loss
+from llmk.ops.giou_loss import giou_loss_reference
+
+matplotlib.use("Agg")  # draws into files, needs no screen
+import matplotlib.pyplot as plt
+
+WARMUP_STEPS = 3  # the first compiles
+BATCHES = 4  # the training data, seen again and again
+HIDDEN = 64
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"plain": giou_loss_reference, "llmk": giou_loss}
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train: which loss, and what of it is compiled."""
+
+    name: str
+    loss: str
+    compiled: str = "nothing"
+
+
+WAYS = [
+    Way("plain loss, eager", "plain"),
+    Way("plain loss compiled, eager step", "plain", "loss"),
+    Way("llmk loss, eager", "llmk"),
+    Way("plain loss in the compiled step", "plain", "step"),
+    Way("llmk loss in the compiled step", "llmk", "step"),
+]
+
+
+@dataclass(frozen=True)
+class Result:
+    way: str
+    dtype: str
+    step_ms: float
+    loss_ms: float  # forward and backward of the loss alone
+    losses: list[float]
+
+
+class Detector(nn.Module):
+    """A few convolutions, a query for each box, and a head that gives its corners."""
+
+    def __init__(self, boxes: int) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(
+            nn.Conv2d(3, 32, 5, stride=4), nn.ReLU(), nn.Conv2d(32, HIDDEN, 3, stride=2), nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        )  # fmt: skip
+        self.queries = nn.Parameter(torch.randn(boxes, HIDDEN))
+        self.hidden = nn.Linear(HIDDEN, HIDDEN)
+        self.head = nn.Linear(HIDDEN, 4)
+        nn.init.zeros_(self.head.weight)
+        with torch.no_grad():
+            self.head.bias.copy_(torch.tensor([0.3, 0.3, 0.7, 0.7]))  # overlaps all targets
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.backbone(images).unsqueeze(1) + self.queries  # [batch, boxes, HIDDEN]
+        return self.head(torch.relu(self.hidden(x)))
+
+
+def make_batch(batch: int, boxes: int) -> tuple[Tensor, Tensor]:
+    """Noisy images that say by how much their boxes are shifted, and the boxes, a number of them for each image."""
+    shift = 0.2 * torch.rand(batch, 1, 2) - 0.1
+    place = 0.2 * torch.rand(boxes, 4, generator=torch.Generator().manual_seed(0)) - 0.1  # of each query's box
+    targets = torch.tensor([0.3, 0.3, 0.7, 0.7]) + place + torch.cat([shift, shift], dim=-1)
+    count = torch.randint(max(1, boxes // 4), boxes + 1, (batch, 1))
+    targets = torch.where((torch.arange(boxes) < count).unsqueeze(-1), targets, 0.0)
+    images = 0.1 * torch.randn(batch, 3, 64, 64)
+    images[:, :2] += 10 * shift[:, 0, :, None, None]
+    return images, targets
+
+
+class Clock:
+    """Milliseconds of a call: what the device took from its start to its end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __call__(self, fn: Callable[[], Any]) -> float:
+        if self.device.type != "cuda":
+            started = time.perf_counter()
+            fn()
+            return 1e3 * (time.perf_counter() - started)
+        torch.cuda.synchronize(self.device)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        fn()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+    def median(self, fn: Callable[[], Any], repeats: int) -> float:
+        for _ in range(WARMUP_STEPS):
+            fn()
+        return statistics.median(self(fn) for _ in range(repeats))
+
+
+def measure(way: Way, dtype: torch.dtype, args: argparse.Namespace, bar: "tqdm[Any]") -> Result:
+    torch._dynamo.reset()
+    torch.manual_seed(args.seed)
+    model = Detector(args.boxes).to(args.device, dtype)
+    batches = [tuple(x.to(args.device, dtype) for x in make_batch(args.batch, args.boxes)) for _ in range(BATCHES)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    loss_fn = LOSSES[way.loss]
+    alone = loss_fn if way.compiled == "nothing" else torch.compile(loss_fn, fullgraph=True)
+    if way.compiled == "loss":
+        loss_fn = alone
+
+    def forward(images: Tensor, targets: Tensor) -> Tensor:
+        return loss_fn(model(images), targets)
+
+    loss_of = torch.compile(forward, fullgraph=True) if way.compiled == "step" else forward
+    losses: list[Tensor] = []
+
+    def step() -> None:
+        loss = loss_of(*batches[len(losses) % BATCHES])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+
+    clock, times = Clock(args.device), []
+    for _ in range(WARMUP_STEPS + args.steps):
+        times.append(clock(step))
+        bar.update()
+    boxes, targets = model(batches[0][0]).detach().requires_grad_(), batches[0][1]
+    loss_ms = clock.median(lambda: torch.autograd.grad(alone(boxes, targets), boxes), args.steps)
+    bar.update()
+    values = torch.stack(losses).tolist()
+    return Result(way.name, dtype_name(dtype), statistics.median(times[WARMUP_STEPS:]), loss_ms, values)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# ---- what is left of it
+
+
+def table(results: list[Result]) -> str:
+    """At most 80 columns wide."""
+    lines = []
+    for dtype in DTYPES:
+        rows = [result for result in results if result.dtype == dtype_name(dtype)]
+        lines += ["", f"{dtype_name(dtype):<36}{'step ms':>11}{'loss alone ms':>17}{'final loss':>14}"]
+        fastest = min(row.step_ms for row in rows)
+        for row in rows:
+            mark = " *" if row.step_ms == fastest else ""
+            lines.append(f"{row.way:<36}{row.step_ms:>11.3f}{row.loss_ms:>17.3f}{row.losses[-1]:>14.6f}{mark}")
+        lines.append(verdict(rows, dtype))
+    return "\n".join([*lines, "", "* the fastest step"])
+
+
+def difference(rows: list[Result]) -> float:
+    """The largest difference of the final losses, relative to the loss, or to 1 where it is smaller."""
+    final = [row.losses[-1] for row in rows]
+    return (max(final) - min(final)) / max(1.0, abs(final[0]))
+
+
+def verdict(rows: list[Result], dtype: torch.dtype) -> str:
+    largest = difference(rows)
+    judgement = "equal within" if largest <= TOLERANCES[dtype] else "NOT equal within"
+    return f"final losses differ by {largest:.1e}: {judgement} what rounding explains ({TOLERANCES[dtype]:.0e})"
+
+
+def pale(color: str) -> tuple[float, ...]:
+    return tuple(1 - 0.35 * (1 - part) for part in matplotlib.colors.to_rgb(color))
+
+
+def plot(file: Path, title: str, results: list[Result]) -> None:
+    """Bars for the steps, and inside each one the loss alone."""
+    figure, panels = plt.subplots(1, len(DTYPES), figsize=(10, 3.4), sharey=True, layout="constrained")
+    widest = max(max(result.step_ms, result.loss_ms) for result in results)
+    for axes, dtype in zip(panels, DTYPES, strict=True):
+        rows = [result for result in results if result.dtype == dtype_name(dtype)][::-1]
+        colors = [COLORS[way.loss] for way in reversed(WAYS)]
+        places = range(len(rows))
+        axes.barh(places, [row.step_ms for row in rows], height=0.66, color=[pale(color) for color in colors])
+        axes.barh(places, [row.loss_ms for row in rows], height=0.3, color=colors)
+        for place, row in zip(places, rows, strict=True):
+            end = max(row.step_ms, row.loss_ms)
+            axes.text(end + 0.015 * widest, place, f"{row.step_ms:.2f}", va="center", fontsize=9)
+        axes.set_yticks(places, [row.way for row in rows])
+        axes.set_xlim(0, 1.13 * widest)
+        axes.set_title(dtype_name(dtype), loc="left", fontsize=10)
+        axes.set_xlabel("ms: a step (wide bar), its loss alone (narrow bar)", fontsize=9)
+        axes.grid(axis="x", color="#dddddd", lw=0.6)
+        axes.set_axisbelow(True)
+        axes.locator_params(axis="x", nbins=5)
+        axes.tick_params(axis="y", length=0)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12)
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
+
+
+def save_json(file: Path, args: argparse.Namespace, results: list[Result]) -> None:
+    device = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else f"cpu, {platform.machine()}"
+    record = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": device,
+        "threads": torch.get_num_threads(),
+        "versions": {"torch": torch.__version__, "triton": triton.__version__, "llmk": llmk.__version__},
+        "config": {"batch": args.batch, "boxes": args.boxes, "steps": args.steps, "seed": args.seed},
+        "results": [asdict(result) for result in results],
+    }
+    file.write_text(json.dumps(record, indent=1) + "\n")
+
+
+# ---- what the user asked for
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"expected a positive whole number, got {text!r}")
+    return int(text)
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", help="cpu, cuda or cuda:N; default: cuda if there is one")
+    parser.add_argument("--steps", type=positive, help="timed steps of each way; default: 20 on a CPU, 100 on a GPU")
+    parser.add_argument("--batch", type=positive, help="images in a batch; default: 4 on a CPU, 32 on a GPU")
+    parser.add_argument("--boxes", type=positive, help="boxes of an image; default: 64 on a CPU, 256 on a GPU")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and batches; default: 0")
+    parser.add_argument("--out", type=Path, default=Path("runs"), help="output folder; default: runs")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="the numbers; default: giou.json in the output folder"
+    )
+    args = parser.parse_args(argv)
+    name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        args.device = torch.device("cuda:0" if name == "cuda" else name)
+        args.out.mkdir(parents=True, exist_ok=True)
+    except RuntimeError:
+        parser.error(f"--device: expected cpu, cuda or cuda:N, got {name!r}")
+    except OSError as error:
+        parser.error(f"--out: cannot make the folder {args.out}: {error.strerror}")
+    if args.device.type not in ("cpu", "cuda"):
+        parser.error(f"--device: expected cpu, cuda or cuda:N, got {name!r}")
+    if args.device.type == "cuda" and args.device.index >= torch.cuda.device_count():
+        parser.error(f"--device: {name} is asked for, and there are {torch.cuda.device_count()} CUDA devices")
+    for option, on_cpu, on_gpu in [("steps", 20, 100), ("batch", 4, 32), ("boxes", 64, 256)]:
+        if getattr(args, option) is None:
+            setattr(args, option, on_gpu if args.device.type == "cuda" else on_cpu)
+    args.json = args.json or args.out / "giou.json"
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_arguments(argv)
+    if args.device.type == "cuda":
+        torch.cuda.set_device(args.device)
+    results = []
+    interval = 0.1 if sys.stderr.isatty() else 10.0  # a log needs fewer lines than a terminal
+    with tqdm(total=len(DTYPES) * len(WAYS) * (WARMUP_STEPS + args.steps + 1), mininterval=interval) as bar:
+        for dtype in DTYPES:
+            for way in WAYS:
+                bar.set_description_str(f"{dtype_name(dtype)}, {way.name}", refresh=False)
+                results.append(measure(way, dtype, args, bar))
+    size = f"{args.batch} images of up to {args.boxes} boxes, on {args.device}"
+    print(f"one training step, {size}, median of {args.steps}")
+    print(table(results))
+    plot(args.out / "giou.png", f"GIoU loss in a training step: {size}", results)
+    save_json(args.json, args, results)
+    print(f"\nwritten: {args.json}, {args.out / 'giou.png'}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
