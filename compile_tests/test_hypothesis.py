@@ -125,11 +125,15 @@ def test_geglu(data, dtype, rows, N, layout, packed, device: torch.device) -> No
     gate = tensor((*rows, 2 * N if packed else N), dtype, device, layout)
     args = (gate,) if packed else (gate, tensor((*rows, N), dtype, device, data.draw(layouts)))
     check("geglu", args, {"approximate": data.draw(st.sampled_from(["tanh", "none"]))}, data)
+
+
 @given(data=st.data(), dtype=dtypes, shape=st.lists(sizes, max_size=3), layout=layouts)
 def test_softmax(data, dtype, shape, layout, device: torch.device) -> None:
     axes = max(len(shape), 1)
     dim = data.draw(st.integers(-axes, axes - 1))
     check("softmax", (3 * tensor(tuple(shape), dtype, device, layout if shape else "contiguous"), dim), {}, data)
+
+
 @given(data=st.data(), dtype=dtypes, rows=st.lists(sizes, max_size=2), N=sizes, layout=layouts)
 def test_layer_norm(data, dtype, rows, N, layout, device: torch.device) -> None:
     x = tensor((*rows, N), dtype, device, layout)
@@ -177,12 +181,16 @@ def test_qk_norm_rope(data, dtype, B, S, HK, layout, device: torch.device) -> No
         "interleaved": data.draw(st.booleans()),
     }
     check("qk_norm_rope", (q, k, q_weight, k_weight, cos, sin), options, data)
+
+
 @given(data=st.data(), dtype=dtypes, rows=st.lists(sizes, max_size=2), V=sizes, layout=layouts, logs=st.booleans())
 def test_kl_div(data, dtype, rows, V, layout, logs, device: torch.device) -> None:
     x = -tensor((*rows, V), dtype, device, layout).abs()
     target = -tensor((*rows, V), dtype, device, data.draw(layouts)).abs()
     reduction = data.draw(st.sampled_from(["none", "sum", "mean", "batchmean"]))
     check("kl_div", (x, target if logs else target.exp()), {"reduction": reduction, "log_target": logs}, data)
+
+
 @given(data=st.data(), dtype=dtypes, rows=st.lists(sizes, max_size=2), K=sizes, N=sizes, layout=layouts)
 def test_linear_act(data, dtype, rows, K, N, layout, device: torch.device) -> None:
     """On the path that the sizes choose, and on the others that can do it."""
@@ -195,6 +203,8 @@ def test_linear_act(data, dtype, rows, K, N, layout, device: torch.device) -> No
     chosen = llmk.ops.linear_act.choose_path if path == "chosen" else lambda *_: path
     with mock.patch.object(llmk.ops.linear_act, "choose_path", chosen):
         check("linear_act", tuple(args), {"activation": activation}, data)
+
+
 @given(data=st.data(), dtype=dtypes, B=sizes, G=st.integers(1, 4), C=st.integers(1, 6), layout=layouts)
 def test_group_norm(data, dtype, B, G, C, layout, device: torch.device) -> None:
     x = tensor((B, G * C, *data.draw(st.lists(st.integers(1, 9), max_size=2))), dtype, device, layout)
@@ -203,6 +213,8 @@ def test_group_norm(data, dtype, B, G, C, layout, device: torch.device) -> None:
         for _ in range(2)
     )
     check("group_norm", (x, G, weight, bias, data.draw(st.sampled_from([1e-5, 1e-2]))), {}, data)
+
+
 @given(data=st.data(), dtype=dtypes, rows=st.lists(sizes, max_size=2), layout=layouts)
 def test_giou_loss(data, dtype, rows, layout, device: torch.device) -> None:
     """Normal numbers for corners: many boxes are inverted, and half of the targets are padding."""

@@ -6,8 +6,8 @@ from llmk.ops.cross_entropy import cross_entropy
 from llmk.ops.fused_linear_ce import fused_linear_ce
 from llmk.ops.gated_units import geglu, swiglu
 from llmk.ops.giou_loss import giou_loss
-from llmk.ops.kl_div import kl_div
 from llmk.ops.group_norm import group_norm
+from llmk.ops.kl_div import kl_div
 from llmk.ops.layer_norm import layer_norm
 from llmk.ops.linear_act import linear_act
 from llmk.ops.qk_norm_rope import qk_norm_rope
@@ -15,7 +15,6 @@ from llmk.ops.relu_squared import relu_squared
 from llmk.ops.rms_norm import rms_norm
 from llmk.ops.rope import rope
 from llmk.ops.softmax import softmax
-from llmk.ops.swiglu import swiglu
 
 __all__ = [
     "add",
@@ -24,6 +23,7 @@ __all__ = [
     "fused_linear_ce",
     "geglu",
     "giou_loss",
+    "group_norm",
     "kl_div",
     "layer_norm",
     "linear_act",
@@ -34,5 +34,3 @@ __all__ = [
     "softmax",
     "swiglu",
 ]
-__all__ = ["cross_entropy", "fused_linear_ce", "rms_norm", "rope", "swiglu"]
-__all__ += ["group_norm", "layer_norm"]
