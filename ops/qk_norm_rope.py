@@ -316,7 +316,8 @@ def _(
         wg = g * (weight.float() + offset)
         dx = rstd * (wg - x * ((wg * x).mean(-1, keepdim=True) / ms))
         if need_dw:
-            dw = (g * (x * rstd)).sum((0, 1)).sum(0).to(weight.dtype)  # two shorter sums round less than one
+            # Inductor adds up rows one after the other; what that loses in float32 shows.
+            dw = (g * (x * rstd)).sum((0, 1, 2), dtype=torch.float64).to(weight.dtype)
         else:
             dw = torch.empty((0,), dtype=weight.dtype, device=weight.device)
         return heads_on_cpu(dx, dtype), dw
