@@ -373,10 +373,11 @@ giou_loss_fwd.register_autograd(_backward, setup_context=_setup_context)
 def _pairs(
     *shape: int, device: torch.device, dtype: torch.dtype, size: float = 100.0, padding: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Boxes near their targets; a target whose index `padding` divides is padding."""
+    """Boxes that mostly overlap their targets; a target whose index `padding` divides is padding."""
     corner = size * torch.rand(*shape, 2, device=device)
-    targets = torch.cat([corner, corner + size * (0.05 + torch.rand(*shape, 2, device=device))], dim=-1)
-    boxes = targets + 0.1 * size * torch.randn(*shape, 4, device=device)
+    targets = torch.cat([corner, corner + size * (0.3 + torch.rand(*shape, 2, device=device))], dim=-1)
+    moved = 0.3 * torch.randn(*shape, 1, device=device) + 0.04 * torch.randn(*shape, 4, device=device)
+    boxes = targets + size * moved
     if padding:
         targets.view(-1, 4)[::padding] = 0
     return boxes.to(dtype), targets.to(dtype)
