@@ -253,16 +253,16 @@ def _(
     rstd = torch.rsqrt(var)
     dx, dw, db = (affine_gradient(None, input.device) for _ in range(3))
     if bias is not None:
-        db = dy.sum((0, 2)).to(bias.dtype)
+        db = dy.sum(2).sum(0).to(bias.dtype)
     if need_dx or need_dw:
         c = input.float().reshape(B * num_groups, C * S) - mean
         if need_dw and weight is not None:
-            dw = (dy * (c * rstd).view(dy.shape)).sum((0, 2)).to(weight.dtype)
+            dw = (dy * (c * rstd).view(dy.shape)).sum(2).sum(0).to(weight.dtype)
         if need_dx:
             g = (dy if weight is None else dy * weight.float()[:, None]).reshape(c.shape)
             g = g - g.mean(-1, keepdim=True)
             g = g - g.mean(-1, keepdim=True)  # what rounding has left: of equal values nothing
-            dx = (rstd * (g - c * ((g * c).mean(-1, keepdim=True) / var))).to(input.dtype).reshape(input.shape)
+            dx = ((g - c * ((g * c).mean(-1, keepdim=True) / var)) / var.sqrt()).to(input.dtype).reshape(input.shape)
     return dx, dw, db
 
 

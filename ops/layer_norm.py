@@ -242,7 +242,7 @@ def _(
             g = dy if weight is None else dy * weight.float()
             g = g - g.mean(-1, keepdim=True)
             g = g - g.mean(-1, keepdim=True)  # what rounding has left: of equal values nothing
-            dx = (rstd * (g - c * ((g * c).mean(-1, keepdim=True) / var))).to(input.dtype).contiguous()
+            dx = ((g - c * ((g * c).mean(-1, keepdim=True) / var)) / var.sqrt()).to(input.dtype).contiguous()
     return dx, dw, db
 
 
