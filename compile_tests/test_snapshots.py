@@ -83,8 +83,8 @@ forward:
   aten.mm
   llmk._fused_linear_ce_fwd
 saved:
-  bfloat16[64] input
   bfloat16[2, 24, 64] input
+  bfloat16[64] input
   bfloat16[32, 64] input
   bfloat16[32, 64] input
   bfloat16[24, 16] input
@@ -145,8 +145,8 @@ forward:
   aten.mm
   llmk._fused_linear_ce_fwd
 saved:
-  bfloat16[64] input
   bfloat16[2, 24, 64] input
+  bfloat16[64] input
   bfloat16[32, 64] input
   bfloat16[32, 64] input
   bfloat16[24, 16] input

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops._activations import activate
-from llmk.registry import cdiv, next_power_of_2, num_programs, wrap_triton
+from llmk.registry import cdiv, example_of, next_power_of_2, num_programs, wrap_triton
 from llmk.registry.launch import INTERPRET
 
 
@@ -94,16 +94,13 @@ def _tile(N: int, K: int, element_size: int) -> dict[str, int]:
 
 
 def suits(x: Tensor, weight: Tensor) -> bool:
-    """Whether rows can be read 16 bytes at a time, and there are tiles for every multiprocessor.
-
-    Of a symbolic number of rows the latter is taken for granted: a graph for any number must not depend on it.
-    """
+    """Whether rows can be read 16 bytes at a time, and there are tiles for every multiprocessor."""
     (M, K), N = x.shape, weight.shape[0]
     if K % 16 != 0 or N >= MAX_STRIDE:
         return False
     if not all(t.stride(1) == 1 and t.stride(0) % 16 == 0 and t.stride(0) < MAX_STRIDE for t in (x, weight)):
         return False
-    return not isinstance(M, int) or cdiv(M, BLOCK_M) * cdiv(N, BLOCK_N) >= num_programs(x.device, 1)
+    return cdiv(example_of(M), BLOCK_M) * cdiv(N, BLOCK_N) >= num_programs(x.device, 1)
 
 
 def fused_product(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, z: Tensor | None, activation: str) -> None:

@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops._rows import Strides, row_starts, strided_rows, sum_partials
-from llmk.registry import cdiv, int_min, next_power_of_2, num_programs, wrap_triton
+from llmk.registry import at_most, cdiv, next_power_of_2, num_programs, wrap_triton
 
 
 @triton.jit
@@ -286,7 +286,7 @@ def backward(
     h, h_strides = strided_rows(h)
     weight, N = _contiguous(weight), h.shape[-1]
     M = h.numel() // N
-    programs = int_min(M, _programs(N, h.device))
+    programs = at_most(M, _programs(N, h.device))
     partials = torch.empty((programs, N), dtype=torch.float32, device=h.device) if need_dw else None
     if N * h.element_size() <= MAX_BACKWARD_BYTES:
         wrap_triton(rms_norm_backward_kernel)[(programs,)](

@@ -45,12 +45,12 @@ from llmk.registry import (
     Cost,
     KernelOp,
     Sample,
+    at_most,
     cdiv,
     check_dtype,
     check_option,
     check_same,
     check_shape,
-    int_min,
     next_power_of_2,
     num_programs,
     public_op,
@@ -245,7 +245,7 @@ def _giou_loss_fwd(boxes: Tensor, targets: Tensor, reduction: str, eps: float) -
     # A symbolic number is not asked: that would compile once more past the limit.
     if not isinstance(N, int) or N > ONE_PROGRAM:
         most = num_programs(device, MANY_PER_MULTIPROCESSOR)
-        grid = (int_min(N // MANY["BLOCK"] + 1, most),)  # never 0, or nobody would write the sum over no boxes
+        grid = (at_most(N // MANY["BLOCK"] + 1, most),)  # never 0, or nobody would write the sum over no boxes
         block_p, tile = next_power_of_2(most), MANY
         partials = torch.empty((2, block_p), dtype=torch.float32, device=device)
         arrived = torch.zeros((1,), dtype=torch.int32, device=device)

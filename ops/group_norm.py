@@ -39,11 +39,11 @@ from llmk.registry import (
     Cost,
     KernelOp,
     Sample,
+    at_most,
     cdiv,
     check_dtype,
     check_same,
     check_shape,
-    int_min,
     next_power_of_2,
     num_programs,
     public_op,
@@ -209,7 +209,7 @@ def _group_norm_bwd(
     if _row_tile(C, S) <= MAX_BACKWARD_TILE:
         tile = _short_tile(C, S, 4096)
         # Two programs of 8 warps on each multiprocessor hide each other's latency.
-        shares = int_min(cdiv(B, tile["BLOCK_B"]), cdiv(num_programs(device, 2), G))
+        shares = at_most(cdiv(B, tile["BLOCK_B"]), cdiv(num_programs(device, 2), G))
         if need_dw or need_db:
             partials = torch.empty((shares, need_dw + need_db, G * C), dtype=torch.float32, device=device)
         wrap_triton(group_norm_backward_kernel)[(G * shares,)](

@@ -31,12 +31,12 @@ from llmk.registry import (
     Cost,
     KernelOp,
     Sample,
+    at_most,
     cdiv,
     check_dtype,
     check_option,
     check_same,
     check_shape,
-    int_min,
     next_power_of_2,
     num_programs,
     public_op,
@@ -197,7 +197,7 @@ def _kl_div_fwd(input: Tensor, target: Tensor, reduction: str, log_target: bool)
             x, t, losses, M, N, x.stride(0), t.stride(0), LOG_TARGET=log_target, **tile
         )
         return losses
-    programs = int_min(tiles, num_programs(input.device, SUM_PROGRAMS))
+    programs = at_most(tiles, num_programs(input.device, SUM_PROGRAMS))
     partials = torch.empty((programs,), dtype=torch.float32, device=input.device)
     wrap_triton(kl_div_sum_kernel)[(programs,)](
         x, t, partials, M, N, x.stride(0), t.stride(0), tiles, LOG_TARGET=log_target, **tile

@@ -38,11 +38,11 @@ from llmk.registry import (
     Cost,
     KernelOp,
     Sample,
+    at_most,
     cdiv,
     check_dtype,
     check_same,
     check_shape,
-    int_min,
     next_power_of_2,
     num_programs,
     public_op,
@@ -153,9 +153,9 @@ def _backward_tile(N: int) -> dict[str, int]:
 def _programs(M: int, N: int, device: torch.device) -> int:
     """Of the backward pass: each costs two rows of float32 partials, and two hide each other's latency."""
     if N <= MAX_BACKWARD_BLOCK:
-        return int_min(cdiv(M, _backward_tile(N)["BLOCK_M"]), num_programs(device, 2 if N <= 4096 else 1))
+        return at_most(cdiv(M, _backward_tile(N)["BLOCK_M"]), num_programs(device, 2 if N <= 4096 else 1))
     # From here on each is a pair of programs, or a program for each block of columns.
-    return int_min(M, cdiv(num_programs(device, 1), 2) if N <= 2 * MAX_BACKWARD_BLOCK else num_programs(device, 1))
+    return at_most(M, cdiv(num_programs(device, 1), 2) if N <= 2 * MAX_BACKWARD_BLOCK else num_programs(device, 1))
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:

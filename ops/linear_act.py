@@ -38,13 +38,13 @@ from llmk.registry import (
     Cost,
     KernelOp,
     Sample,
+    at_most,
     autocast_dtype,
     cdiv,
     check_dtype,
     check_option,
     check_same,
     check_shape,
-    int_min,
     next_power_of_2,
     num_programs,
     public_op,
@@ -112,7 +112,7 @@ FUSED_K = 1024
 
 
 def choose_path(x: Tensor, weight: Tensor, activation: str, keep_z: bool) -> str:
-    """How z and y are made: "epilogue", "fused" or "separate". It may depend on M only where M is not symbolic.
+    """How z and y are made: "epilogue", "fused" or "separate". Of a symbolic M it is the example that decides.
 
     - "epilogue": cuBLASLt's product with its own activation. PyTorch offers none that also writes z.
     - "fused": the Triton product. It is slower than cuBLAS's by a share of the product's time, 2 M N K / rate, and
@@ -193,8 +193,7 @@ def _activation_gradient(grad: Tensor, kept: Tensor, activation: str, need_db: b
     tile = _backward_tile(N)
     blocks = cdiv(N, tile["BLOCK_N"])
     # Four programs of 8 warps keep a multiprocessor's memory busy; each share of the rows costs a row of partials.
-    # One more than there is work for: a number that is never 1, which a graph for any M would have to know.
-    shares = int_min(1 + cdiv(M, tile["BLOCK_M"]), max(1, num_programs(grad.device, 4) // max(1, blocks)))
+    shares = at_most(cdiv(M, tile["BLOCK_M"]), max(1, num_programs(grad.device, 4) // max(1, blocks)))
     dz = torch.empty((M, N), dtype=grad.dtype, device=grad.device)
     partials = torch.empty((shares, N), dtype=torch.float32, device=grad.device) if need_db else None
     wrap_triton(linear_act_backward_kernel)[(blocks, shares)](

@@ -47,10 +47,10 @@ from llmk.registry import (
     Cost,
     KernelOp,
     Sample,
+    at_most,
     check_dtype,
     check_same,
     check_shape,
-    int_min,
     next_power_of_2,
     num_programs,
     public_op,
@@ -270,7 +270,7 @@ def _qk_norm_rope_bwd(
         torch.empty((D if needed else 0,), dtype=w.dtype, device=w.device)
         for w, needed in ((wq, need_dwq), (wk, need_dwk))
     )
-    programs = int_min(B * S, num_programs(q.device, BACKWARD_PROGRAMS))
+    programs = at_most(B * S, num_programs(q.device, BACKWARD_PROGRAMS))
     partials_q, partials_k = (
         torch.empty((programs, D), dtype=torch.float32, device=q.device) if needed else None
         for needed in (need_dwq, need_dwk)

@@ -35,9 +35,9 @@ from llmk.registry import (
     Cost,
     KernelOp,
     Sample,
+    at_most,
     cdiv,
     check_dtype,
-    int_min,
     next_power_of_2,
     num_programs,
     public_op,
@@ -258,7 +258,7 @@ def _softmax_fwd(input: Tensor, dim: int) -> Tensor:
         wrap_triton(softmax_kernel)[(cdiv(outer, tile["BLOCK_M"]),)](x, y, outer, N, x.stride(0), **tile)
     else:
         per_multiprocessor, tile = _long(N, x.element_size(), 1)
-        programs = int_min(outer, num_programs(x.device, per_multiprocessor))
+        programs = at_most(outer, num_programs(x.device, per_multiprocessor))
         wrap_triton(softmax_long_kernel)[(programs,)](x, y, outer, N, x.stride(0), **tile)
     return y
 
@@ -281,7 +281,7 @@ def _softmax_bwd(grad: Tensor, output: Tensor, dim: int) -> Tensor:
         wrap_triton(softmax_backward_kernel)[grid](dy, y, dx, outer, N, dy.stride(0), **tile)
     else:
         per_multiprocessor, tile = _long(N, y.element_size(), 2)
-        programs = int_min(outer, num_programs(y.device, per_multiprocessor))
+        programs = at_most(outer, num_programs(y.device, per_multiprocessor))
         wrap_triton(softmax_long_backward_kernel)[(programs,)](dy, y, dx, outer, N, dy.stride(0), **tile)
     return dx
 

@@ -9,7 +9,7 @@ from llmk.registry.kernel_op import KernelOp, wrap_triton
 from llmk.registry.launch import autocast_dtype, num_programs, use_kernels_on_cpu
 from llmk.registry.public_op import public_op
 from llmk.registry.record import OPS, RULE, Cost, Op, Sample, Tolerance
-from llmk.registry.sizes import cdiv, int_min, next_power_of_2
+from llmk.registry.sizes import at_most, cdiv, example_of, next_power_of_2
 
 __all__ = [
     "OPS",
@@ -19,13 +19,14 @@ __all__ = [
     "Op",
     "Sample",
     "Tolerance",
+    "at_most",
     "autocast_dtype",
     "cdiv",
     "check_dtype",
     "check_option",
     "check_same",
     "check_shape",
-    "int_min",
+    "example_of",
     "next_power_of_2",
     "num_programs",
     "public_op",

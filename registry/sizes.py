@@ -9,15 +9,27 @@ def cdiv(a: int, b: int) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least n, for n from 1 to 2**32."""
-    n -= 1
+    """The smallest power of two that is at least n, for n from 1 to 2**32; a symbolic n becomes a fixed number."""
+    n = int(n) - 1
     for shift in (1, 2, 4, 8, 16):
         n |= n >> shift
     return n + 1
 
 
-def int_min(a: int, b: int) -> int:
-    """The smaller one, without a guard on which it is where one is symbolic."""
-    if type(a) is int and type(b) is int:
-        return min(a, b)
-    return torch.sym_min(a, b)  # type: ignore[return-value]
+def at_most(work: int, most: int) -> int:
+    """How many programs share so much work: one for each piece, at most so many, and where it is symbolic all of them.
+
+    So a graph for any amount of work has one grid, and buffers of one size. Programs without work must do no harm.
+    """
+    return min(work, most) if isinstance(work, int) else most
+
+
+def example_of(n: int) -> int:
+    """n, or where it is symbolic the number that it was traced with, without a guard: for choices that are never wrong.
+
+    A symbolic number that nothing is known of counts as large.
+    """
+    if isinstance(n, torch.SymInt):
+        hint = n.node.hint
+        return 2**31 if hint is None else int(hint)
+    return n
