@@ -77,7 +77,8 @@ def test_every_kernel_compiles(name: str, target: str) -> None:
 def test_every_block_has_room_for_its_threads(target: str) -> None:
     most = THREADS // aot.TARGETS[target].warp_size
     launches = [launch for name in OPS for launch in _launches(name, target)]
-    assert not [aot.describe(launch) for launch in launches if launch.kwargs["num_warps"] > most]
+    # Triton gives a block four warps where a launch does not say.
+    assert not [aot.describe(launch) for launch in launches if launch.kwargs.get("num_warps", 4) > most]
 
 
 @each_op

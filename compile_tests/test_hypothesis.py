@@ -127,6 +127,8 @@ def test_geglu(data, dtype, rows, N, layout, packed, device: torch.device) -> No
     check("geglu", args, {"approximate": data.draw(st.sampled_from(["tanh", "none"]))}, data)
 
 
+@pytest.mark.kernels
+@few
 @given(data=st.data(), dtype=dtypes, shape=st.lists(sizes, max_size=3), layout=layouts)
 def test_softmax(data, dtype, shape, layout, device: torch.device) -> None:
     axes = max(len(shape), 1)
@@ -134,6 +136,8 @@ def test_softmax(data, dtype, shape, layout, device: torch.device) -> None:
     check("softmax", (3 * tensor(tuple(shape), dtype, device, layout if shape else "contiguous"), dim), {}, data)
 
 
+@pytest.mark.kernels
+@few
 @given(data=st.data(), dtype=dtypes, rows=st.lists(sizes, max_size=2), N=sizes, layout=layouts)
 def test_layer_norm(data, dtype, rows, N, layout, device: torch.device) -> None:
     x = tensor((*rows, N), dtype, device, layout)
@@ -159,6 +163,8 @@ def test_add(data, dtype, shape, layout, device: torch.device) -> None:
     check("add", (tensor(tuple(shape), dtype, device, layout), other), {}, data)
 
 
+@pytest.mark.kernels
+@few
 @given(data=st.data(), dtype=dtypes, rows=st.lists(sizes, max_size=2), N=sizes, layout=layouts, affine=st.booleans())
 def test_add_rms_norm(data, dtype, rows, N, layout, affine, device: torch.device) -> None:
     x, residual = (tensor((*rows, N), dtype, device, kind) for kind in (layout, data.draw(layouts)))
@@ -167,6 +173,8 @@ def test_add_rms_norm(data, dtype, rows, N, layout, affine, device: torch.device
     check("add_rms_norm", (x, residual, weight), options, data)
 
 
+@pytest.mark.kernels
+@few
 @given(data=st.data(), dtype=dtypes, B=st.integers(1, 3), S=st.integers(1, 9), HK=st.integers(1, 3), layout=layouts)
 def test_qk_norm_rope(data, dtype, B, S, HK, layout, device: torch.device) -> None:
     HQ, R = HK * data.draw(st.integers(1, 4)), 2 * data.draw(st.integers(1, 12))
@@ -183,6 +191,8 @@ def test_qk_norm_rope(data, dtype, B, S, HK, layout, device: torch.device) -> No
     check("qk_norm_rope", (q, k, q_weight, k_weight, cos, sin), options, data)
 
 
+@pytest.mark.kernels
+@few
 @given(data=st.data(), dtype=dtypes, rows=st.lists(sizes, max_size=2), V=sizes, layout=layouts, logs=st.booleans())
 def test_kl_div(data, dtype, rows, V, layout, logs, device: torch.device) -> None:
     x = -tensor((*rows, V), dtype, device, layout).abs()
@@ -191,6 +201,8 @@ def test_kl_div(data, dtype, rows, V, layout, logs, device: torch.device) -> Non
     check("kl_div", (x, target if logs else target.exp()), {"reduction": reduction, "log_target": logs}, data)
 
 
+@pytest.mark.kernels
+@few
 @given(data=st.data(), dtype=dtypes, rows=st.lists(sizes, max_size=2), K=sizes, N=sizes, layout=layouts)
 def test_linear_act(data, dtype, rows, K, N, layout, device: torch.device) -> None:
     """On the path that the sizes choose, and on the others that can do it."""
@@ -205,6 +217,8 @@ def test_linear_act(data, dtype, rows, K, N, layout, device: torch.device) -> No
         check("linear_act", tuple(args), {"activation": activation}, data)
 
 
+@pytest.mark.kernels
+@few
 @given(data=st.data(), dtype=dtypes, B=sizes, G=st.integers(1, 4), C=st.integers(1, 6), layout=layouts)
 def test_group_norm(data, dtype, B, G, C, layout, device: torch.device) -> None:
     x = tensor((B, G * C, *data.draw(st.lists(st.integers(1, 9), max_size=2))), dtype, device, layout)
@@ -215,6 +229,8 @@ def test_group_norm(data, dtype, B, G, C, layout, device: torch.device) -> None:
     check("group_norm", (x, G, weight, bias, data.draw(st.sampled_from([1e-5, 1e-2]))), {}, data)
 
 
+@pytest.mark.kernels
+@few
 @given(data=st.data(), dtype=dtypes, rows=st.lists(sizes, max_size=2), layout=layouts)
 def test_giou_loss(data, dtype, rows, layout, device: torch.device) -> None:
     """Normal numbers for corners: many boxes are inverted, and half of the targets are padding."""

@@ -10,7 +10,7 @@ from triton.compiler import make_backend
 from triton.runtime import driver
 from triton.runtime.jit import create_function_from_signature
 
-from llmk.ops._rms_norm import rms_norm_kernel
+from llmk.ops.gated_units import gated_unit_kernel
 from llmk.registry.launch import INTERPRET
 from llmk.registry.launcher import Launcher
 
@@ -96,16 +96,16 @@ def test_what_is_built_again(args: tuple[Any, ...], constants: dict[str, Any]) -
 def test_it_tells_apart_what_triton_does() -> None:
     """Over many arguments of a real kernel: where Triton's specialization differs, so does the launcher's."""
     backend = make_backend(GPUTarget("cuda", 90, 32))
-    bind = create_function_from_signature(rms_norm_kernel.signature, rms_norm_kernel.params, backend)
+    bind = create_function_from_signature(gated_unit_kernel.signature, gated_unit_kernel.params, backend)
     tensors: list[Tensor | None] = [aligned, shifted, aligned.bfloat16(), None]
     sizes = [1, 2, 16, 17, 48, 2**31 - 1, 2**31, 2**31 + 16]
-    calls = [(aligned, w, aligned, aligned, M, 24, 32, 1e-6, 0.0) for w in tensors for M in sizes]
-    constants = {"BLOCK_M": 1, "BLOCK_N": 32, "num_warps": 4}
+    calls = [(aligned, up, aligned, N, 32, 24) for up in tensors for N in sizes]
+    constants = {"ACTIVATION": "silu", "BLOCK_N": 32, "num_warps": 4}
 
     built: dict[int, Any] = {}
 
     class Specializing(Kernel):
-        signature = rms_norm_kernel.signature
+        signature = gated_unit_kernel.signature
 
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             def launch(*args: Any, **constants: Any) -> Compiled:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops._norm import row_moments
+from llmk.ops._norm import coarse_mean, row_moments
 from llmk.registry import cdiv, next_power_of_2, wrap_triton
 
 
@@ -78,8 +78,8 @@ def group_norm_long_backward_sums_kernel(
     channels = block % blocks * BLOCK_C + tl.arange(0, BLOCK_C)
     channel_mask = channels < C
     if x_ptr is not None:
-        mean = tl.load(stats_ptr + row)
-        rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.load(stats_ptr + B * G + row)))
+        mean, var = tl.load(stats_ptr + row), tl.load(stats_ptr + B * G + row)
+        rstd, near = tl.div_rn(1.0, tl.sqrt_rn(var)), coarse_mean(mean, var)  # type: ignore[misc]
     dw = tl.zeros((BLOCK_C, BLOCK_S), dtype=tl.float32)
     db = tl.zeros((BLOCK_C, BLOCK_S), dtype=tl.float32)
     for start in range(piece * PIECE, tl.minimum(S, (piece + 1) * PIECE), BLOCK_S):
@@ -89,12 +89,13 @@ def group_norm_long_backward_sums_kernel(
         dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         db += dy
         if x_ptr is not None:
-            dw += dy * ((tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32) - mean) * rstd)
+            dw += dy * ((tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32) - near) * rstd)
     SUMS: tl.constexpr = 1 if x_ptr is None else 2
     partial_ptr += ((row // G * PIECES + piece) * SUMS * G + row % G) * C + channels
+    db_sum = tl.sum(db, axis=1)
     if x_ptr is not None:
-        tl.store(partial_ptr, tl.sum(dw, axis=1), mask=channel_mask)
-    tl.store(partial_ptr + (SUMS - 1) * G * C, tl.sum(db, axis=1), mask=channel_mask)
+        tl.store(partial_ptr, tl.sum(dw, axis=1) - (mean - near) * rstd * db_sum, mask=channel_mask)
+    tl.store(partial_ptr + (SUMS - 1) * G * C, db_sum, mask=channel_mask)
 
 
 @triton.jit

@@ -9,6 +9,16 @@ from llmk.registry import cdiv, wrap_triton
 
 
 @triton.jit
+def coarse_mean(mean, var):
+    """The mean to about twelve binary digits of a deviation.
+
+    x - mean rounds alike for every x of a binade, and a sum over thousands of places shows it; x minus this is exact.
+    """
+    grid = 2048.0 * tl.sqrt_rn(var)
+    return (mean + grid) - grid
+
+
+@triton.jit
 def row_moments(x_ptr, N, BLOCK_N: tl.constexpr):
     """Mean and sum of squared deviations of x_ptr[:N], block after block, merged by Chan's formula."""
     # Means are kept as differences to the first block's, so that a large common offset costs no digits.
@@ -22,8 +32,10 @@ def row_moments(x_ptr, N, BLOCK_N: tl.constexpr):
         count = tl.cast(tl.minimum(N - start, BLOCK_N), tl.float32)
         share = tl.div_rn(count, before + count)
         block_mean = tl.sum(x, axis=0) / count
+        centered = tl.where(cols < N, x - block_mean, 0.0)
+        near = coarse_mean(block_mean, tl.sum(centered * centered, axis=0) / count)
         # Corrected once it is the float nearest to the mean; of equal values it is that value.
-        block_mean += tl.sum(tl.where(cols < N, x - block_mean, 0.0), axis=0) / count
+        block_mean = near + tl.sum(tl.where(cols < N, x - near, 0.0), axis=0) / count
         centered = tl.where(cols < N, x - block_mean, 0.0)
         pivot = tl.where(start == 0, block_mean, pivot)
         delta = (block_mean - pivot) - mean

@@ -34,7 +34,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops._group_norm_long import long_backward, long_forward
-from llmk.ops._norm import affine_gradient, sum_affine
+from llmk.ops._norm import affine_gradient, coarse_mean, sum_affine
 from llmk.registry import (
     Cost,
     KernelOp,
@@ -85,7 +85,9 @@ def group_norm_kernel(
     offsets = (rows * C * S)[:, None, None] + (channels * S)[None, :, None] + places[None, None, :]
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     mean = _sum(x) / (C * S)  # [BLOCK_B]
-    mean += _sum(tl.where(mask, x - mean[:, None, None], 0.0)) / (C * S)
+    c = tl.where(mask, x - mean[:, None, None], 0.0)
+    near = coarse_mean(mean, _sum(c * c) / (C * S))
+    mean = near + _sum(tl.where(mask, x - near[:, None, None], 0.0)) / (C * S)
     c = tl.where(mask, x - mean[:, None, None], 0.0)
     var = _sum(c * c) / (C * S) + eps
     y = c * tl.div_rn(1.0, tl.sqrt_rn(var))[:, None, None]
@@ -127,7 +129,9 @@ def group_norm_backward_kernel(
             rstd = tl.div_rn(1.0, tl.sqrt_rn(var))
             c = tl.where(mask, x - mean[:, None, None], 0.0)
             if HAS_DW:
-                dw += tl.sum(dy * (c * rstd[:, None, None]), axis=2)
+                near = coarse_mean(mean, var)
+                dw += tl.sum(dy * ((x - near[:, None, None]) * rstd[:, None, None]), axis=2)
+                dw -= ((mean - near) * rstd)[:, None] * tl.sum(dy, axis=2)
             if dx_ptr is not None:
                 if w_ptr is not None:
                     dy *= w
