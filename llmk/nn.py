@@ -11,10 +11,12 @@ from llmk import functional
 class _Norm(nn.Module):
     """A norm over the last axes, `normalized_shape`; the operators take them as one."""
 
-    def __init__(self, normalized_shape: int | Sequence[int], eps: float | None, elementwise_affine: bool) -> None:
+    eps: float | None
+
+    def __init__(self, normalized_shape: int | Sequence[int], elementwise_affine: bool) -> None:
         super().__init__()
         self.normalized_shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-        self.eps, self.elementwise_affine = eps, elementwise_affine
+        self.elementwise_affine = elementwise_affine
 
     def _flat(self, input: Tensor) -> Tensor:
         axes = len(self.normalized_shape)
@@ -50,8 +52,8 @@ class RMSNorm(_Norm):
         *,
         offset: float = 0.0,
     ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine)
-        self.offset = offset
+        super().__init__(normalized_shape, elementwise_affine)
+        self.eps, self.offset = eps, offset
         self.weight: nn.Parameter | None = None
         if elementwise_affine:
             self.weight = nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype))
@@ -85,7 +87,8 @@ class LayerNorm(_Norm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine)
+        super().__init__(normalized_shape, elementwise_affine)
+        self.eps: float = eps
         self.weight: nn.Parameter | None = None
         self.bias: nn.Parameter | None = None
         if elementwise_affine:

@@ -28,7 +28,7 @@ class Launcher:
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        active = driver.active
+        active: Any = driver.active
         device = active.get_current_device()
         parts: list[Any] = [device, *constants.items()]
         values: list[Any] = []
