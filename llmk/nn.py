@@ -11,8 +11,6 @@ from llmk import functional
 class _Norm(nn.Module):
     """A norm over the last axes, `normalized_shape`; the operators take them as one."""
 
-    eps: float | None
-
     def __init__(self, normalized_shape: int | Sequence[int], elementwise_affine: bool) -> None:
         super().__init__()
         self.normalized_shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
@@ -25,9 +23,6 @@ class _Norm(nn.Module):
                 f"input: expected shape [..., {', '.join(map(str, self.normalized_shape))}], got {tuple(input.shape)}"
             )
         return input if axes == 1 else input.flatten(-axes)
-
-    def extra_repr(self) -> str:
-        return f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
 
 
 def _flat_parameter(parameter: Tensor | None) -> Tensor | None:
@@ -69,7 +64,8 @@ class RMSNorm(_Norm):
         return normed.view(input.shape)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, offset={self.offset}"
+        affine = self.elementwise_affine
+        return f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={affine}, offset={self.offset}"
 
 
 class LayerNorm(_Norm):
@@ -88,7 +84,7 @@ class LayerNorm(_Norm):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(normalized_shape, elementwise_affine)
-        self.eps: float = eps
+        self.eps = eps
         self.weight: nn.Parameter | None = None
         self.bias: nn.Parameter | None = None
         if elementwise_affine:
@@ -108,7 +104,8 @@ class LayerNorm(_Norm):
         return functional.layer_norm(self._flat(input), weight, bias, self.eps).view(input.shape)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, bias={self.bias is not None}"
+        affine, bias = self.elementwise_affine, self.bias is not None
+        return f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={affine}, bias={bias}"
 
 
 class GroupNorm(nn.Module):
