@@ -54,10 +54,12 @@ def group_norm_long_kernel(
     squares = tl.load(moments_ptr + (B * G + row) * PIECES + k, mask=k < PIECES, other=0.0)
     mean = tl.sum(means * count, axis=0) / D
     mean += tl.sum((means - mean) * count, axis=0) / D
-    var = tl.sum(squares + (means - mean) * (means - mean) * count, axis=0) / D + eps
+    spread = tl.sum(squares + (means - mean) * (means - mean) * count, axis=0) / D
+    var = spread + eps
     if tile == 0:
         tl.store(stats_ptr + row, mean)
         tl.store(stats_ptr + B * G + row, var)
+        tl.store(stats_ptr + 2 * B * G + row, coarse_mean(mean, spread))
     y = (tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32) - mean) * tl.div_rn(1.0, tl.sqrt_rn(var))
     if w_ptr is not None:
         y *= tl.load(w_ptr + channels, mask=channel_mask, other=0.0).to(tl.float32)[:, None]
@@ -78,8 +80,8 @@ def group_norm_long_backward_sums_kernel(
     channels = block % blocks * BLOCK_C + tl.arange(0, BLOCK_C)
     channel_mask = channels < C
     if x_ptr is not None:
-        mean, var = tl.load(stats_ptr + row), tl.load(stats_ptr + B * G + row)
-        rstd, near = tl.div_rn(1.0, tl.sqrt_rn(var)), coarse_mean(mean, var)  # type: ignore[misc]
+        mean, near = tl.load(stats_ptr + row), tl.load(stats_ptr + 2 * B * G + row)
+        rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.load(stats_ptr + B * G + row)))
     dw = tl.zeros((BLOCK_C, BLOCK_S), dtype=tl.float32)
     db = tl.zeros((BLOCK_C, BLOCK_S), dtype=tl.float32)
     for start in range(piece * PIECE, tl.minimum(S, (piece + 1) * PIECE), BLOCK_S):

@@ -16,10 +16,12 @@ Backward, given dy, with c = x - mean and g = dy * weight - mean(dy * weight):
 
     dx      = rstd * (g - c * mean(g * c) / var)
     dweight = sum over samples and places of dy * c * rstd
+            = sum over samples of rstd * (sum(dy * (x - near)) - (mean - near) * sum(dy))
     dbias   = sum over samples and places of dy
 
-The corrected mean is the float nearest to the mean, so that a row of equal values has variance zero. mean and var are
-kept for the backward pass. In a row of one value the terms of dx cancel for good: dx = 0.
+near is the mean in fewer digits: x - mean rounds alike for all x of a binade, which thousands of places add up, and
+x - near does not round. The corrected mean is the float nearest to the mean, so that a row of equal values has variance
+zero. mean, var and near are kept for the backward pass. In a row of one value the terms of dx cancel for good: dx = 0.
 
 Rows that fit in registers are read once in either direction, several by one program if they are short;
 _group_norm_long.py has the longer ones. Sums are float32, in a fixed order: no atomics. Only gradients that are wanted
@@ -89,7 +91,8 @@ def group_norm_kernel(
     near = coarse_mean(mean, _sum(c * c) / (C * S))
     mean = near + _sum(tl.where(mask, x - near[:, None, None], 0.0)) / (C * S)
     c = tl.where(mask, x - mean[:, None, None], 0.0)
-    var = _sum(c * c) / (C * S) + eps
+    spread = _sum(c * c) / (C * S)
+    var = spread + eps
     y = c * tl.div_rn(1.0, tl.sqrt_rn(var))[:, None, None]
     if w_ptr is not None:
         y *= tl.load(w_ptr + group * C + channels, mask=channels < C, other=0.0).to(tl.float32)[None, :, None]
@@ -98,6 +101,7 @@ def group_norm_kernel(
     tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
     tl.store(stats_ptr + rows, mean, mask=samples < B)
     tl.store(stats_ptr + B * G + rows, var, mask=samples < B)
+    tl.store(stats_ptr + 2 * B * G + rows, coarse_mean(mean, spread), mask=samples < B)
 
 
 @triton.jit
@@ -126,10 +130,10 @@ def group_norm_backward_kernel(
             x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
             mean = tl.load(stats_ptr + rows, mask=samples < B, other=0.0)
             var = tl.load(stats_ptr + B * G + rows, mask=samples < B, other=1.0)
+            near = tl.load(stats_ptr + 2 * B * G + rows, mask=samples < B, other=0.0)
             rstd = tl.div_rn(1.0, tl.sqrt_rn(var))
             c = tl.where(mask, x - mean[:, None, None], 0.0)
             if HAS_DW:
-                near = coarse_mean(mean, var)
                 dw += tl.sum(dy * ((x - near[:, None, None]) * rstd[:, None, None]), axis=2)
                 dw -= ((mean - near) * rstd)[:, None] * tl.sum(dy, axis=2)
             if dx_ptr is not None:
@@ -187,7 +191,7 @@ def _group_norm_fwd(
     x, weight, bias = input.contiguous(), _contiguous(weight), _contiguous(bias)
     G, (B, C, S) = num_groups, _sizes(input, num_groups)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    stats = torch.empty((2, B * G), dtype=torch.float32, device=x.device)
+    stats = torch.empty((3, B * G), dtype=torch.float32, device=x.device)
     if _row_tile(C, S) <= MAX_FORWARD_TILE:
         tile = _short_tile(C, S, 2048)
         wrap_triton(group_norm_kernel)[(G * cdiv(B, tile["BLOCK_B"]),)](
@@ -243,7 +247,7 @@ def _(input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None
         y = y * weight.float()[:, None]
     if bias is not None:
         y = y + bias.float()[:, None]
-    return y.to(input.dtype).reshape(input.shape), torch.stack([mean.flatten(), var.flatten()])
+    return y.to(input.dtype).reshape(input.shape), torch.stack([s.flatten() for s in (mean, var, mean)])
 
 
 @group_norm_bwd.register_kernel("cpu")
@@ -253,7 +257,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     B, C, S = _sizes(input, num_groups)
     dy = grad.float().reshape(B, num_groups * C, S)
-    mean, var = stats.unsqueeze(-1).unbind()  # [B * G, 1]
+    mean, var, _ = stats.unsqueeze(-1).unbind()  # [B * G, 1]
     rstd = torch.rsqrt(var)
     dx, dw, db = (affine_gradient(None, input.device) for _ in range(3))
     if bias is not None:
@@ -272,7 +276,7 @@ def _(
 
 @group_norm_fwd.register_fake
 def _(input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    stats = input.new_empty((2, input.shape[0] * num_groups), dtype=torch.float32)
+    stats = input.new_empty((3, input.shape[0] * num_groups), dtype=torch.float32)
     return input.new_empty(input.shape), stats
 
 
