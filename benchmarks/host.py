@@ -16,7 +16,7 @@ from torch import Tensor
 from llmk.opcheck.calls import as_list, incoming_gradients, prepare
 from llmk.registry import KernelOp, Op, launch
 
-CALLS, ROUNDS = 100, 11
+CALLS, ROUNDS = 50, 16  # the first round warms up
 
 
 def host_times(op: Op, device: torch.device, dtype: torch.dtype) -> dict[str, Any] | None:
@@ -33,13 +33,19 @@ def host_times(op: Op, device: torch.device, dtype: torch.dtype) -> dict[str, An
         return None
     kernel_op, kernel_args = called
     bare = _bare_function(kernel_op)
+    ways: dict[str, Callable[[], Any]] = {
+        "llmk": lambda: op.overload(*args, **kwargs),
+        "bare": lambda: bare.apply(*kernel_args),
+        "torch": lambda: op.reference(*args, **kwargs),
+    }
+    rounds: dict[str, list[list[float]]] = {way: [] for way in ways}
+    for _ in range(ROUNDS):  # in turn, so that none has a quieter machine
+        for way, fn in ways.items():
+            with _kernels_called_directly() if way == "bare" else contextlib.nullcontext():
+                rounds[way].append(_microseconds(fn, inputs))
     row: dict[str, Any] = {"op": op.name}
-    row["llmk"] = _times(lambda: op.overload(*args, **kwargs), inputs)
-    with _kernels_called_directly():
-        row["bare"] = _times(lambda: bare.apply(*kernel_args), inputs)
-    row["torch"] = _times(lambda: op.reference(*args, **kwargs), inputs)
-    row["ratio"] = [a / b for a, b in zip(row["llmk"], row["bare"], strict=True)]
-    return row
+    row |= {way: [statistics.median(times) for times in zip(*rounds[way][1:], strict=True)] for way in ways}
+    return row | {"ratio": [a / b for a, b in zip(row["llmk"], row["bare"], strict=True)]}
 
 
 def _forward_kernel_op(op: Op, args: list[Any], kwargs: dict[str, Any]) -> tuple[KernelOp, tuple[Any, ...]] | None:
@@ -82,25 +88,21 @@ def _kernels_called_directly() -> Iterator[None]:
         KernelOp.__call__, launch.launcher_for = call, launcher_for
 
 
-def _times(fn: Callable[[], Any], inputs: list[Tensor]) -> list[float]:
-    """Forward, and forward and backward, in microseconds."""
+def _microseconds(fn: Callable[[], Any], inputs: list[Tensor]) -> list[float]:
+    """Forward, and forward and backward, averaged over calls that do not wait for the device."""
     outputs = [output for output in as_list(fn()) if output.requires_grad]
     grads = incoming_gradients(outputs)
 
     def full() -> None:
         torch.autograd.grad([output for output in as_list(fn()) if output.requires_grad], inputs, grads)
 
-    return [_microseconds(fn), _microseconds(full)]
-
-
-def _microseconds(fn: Callable[[], Any]) -> float:
-    """The median over rounds of calls that do not wait for the device."""
-    rounds = []
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            fn()
-        rounds.append(1e6 * (time.perf_counter() - start) / CALLS)
+    times = []
+    for call in (fn, full):
+        call()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-    return statistics.median(rounds[1:])
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        times.append(1e6 * (time.perf_counter() - start) / CALLS)
+    return times

@@ -58,7 +58,7 @@ class KernelOp:
         self._definition: Any = torch.library.triton_op(f"llmk::{self.name}", self._body, mutates_args=())
         self._definition.register_fake(self._wrap_fake())
         self._definition.register_autograd(self.backward)
-        self._function = _autograd_function(self.name, self._body, self.backward, self.setup_context)
+        self._apply = _autograd_function(self.name, self._body, self.backward, self.setup_context)
         if opaque or INTERPRET:
             self._definition.register_torch_dispatch(FunctionalTensorMode, _keep_as_one_node)
         self.overload: Any = getattr(torch.ops.llmk, self.name).default
@@ -69,7 +69,7 @@ class KernelOp:
         if torch.is_grad_enabled():
             for arg in args:
                 if isinstance(arg, torch.Tensor) and arg.requires_grad:
-                    return self._function.apply(*args)
+                    return self._apply(*args)
         return self._body(*args)
 
     def register_kernel(self, device_type: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -93,7 +93,7 @@ class KernelOp:
         self.has_backward = True
         self.backward, self.setup_context = backward, setup_context
         self._definition.register_autograd(backward, setup_context=setup_context)
-        self._function = _autograd_function(self.name, self._body, backward, setup_context)
+        self._apply = _autograd_function(self.name, self._body, backward, setup_context)
 
     def register_flop_formula(self, fn: Callable[..., int]) -> Callable[..., int]:
         """Register what `torch.utils.flop_counter` counts for a call."""
@@ -148,8 +148,8 @@ def _save_nothing(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _autograd_function(
     name: str, body: Callable[..., Any], backward: Callable[..., Any], setup_context: Callable[..., Any]
-) -> type[torch.autograd.Function]:
-    """The short path: the same body and formula without the dispatcher."""
+) -> Callable[..., Any]:
+    """The short path: `apply` of an `autograd.Function` around the same body and formula, without the dispatcher."""
 
     def forward(ctx: Any, *args: Any) -> Any:
         output = body(*args)
@@ -157,4 +157,6 @@ def _autograd_function(
         return output
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return type(f"{name}_function", (torch.autograd.Function,), methods)
+    function = type(f"{name}_function", (torch.autograd.Function,), methods)
+    # Function.apply itself only looks for torch.func's transforms first, and takes_short_path has done so.
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
