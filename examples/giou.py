@@ -242,11 +242,14 @@ def plot(file: Path, title: str, results: list[Result]) -> None:
     plt.close(figure)
 
 
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"a CPU ({platform.machine()})"
+
+
 def save_json(file: Path, args: argparse.Namespace, results: list[Result]) -> None:
-    device = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else f"cpu, {platform.machine()}"
     record = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": device,
+        "device": device_name(args.device),
         "threads": torch.get_num_threads(),
         "versions": {"torch": torch.__version__, "triton": triton.__version__, "llmk": llmk.__version__},
         "config": {"batch": args.batch, "boxes": args.boxes, "steps": args.steps, "seed": args.seed},
@@ -308,7 +311,7 @@ def main(argv: list[str] | None = None) -> None:
         for dtype in DTYPES:
             bar.set_description_str(dtype_name(dtype), refresh=False)
             results += compare(dtype, args, bar)
-    size = f"{args.batch} images of up to {args.boxes} boxes, on {args.device}"
+    size = f"{args.batch} images of up to {args.boxes} boxes, on {device_name(args.device)}"
     print(f"one training step, {size}, median of {args.steps}")
     print(table(results))
     plot(args.out / "giou.png", f"GIoU loss in a training step: {size}", results)
