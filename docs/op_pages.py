@@ -39,16 +39,16 @@ def write_pages(folder: Path) -> None:
 
 
 def index_page(ops: list[Op]) -> str:
-    rows = [f"| [`{op.name}`]({op.name}.md) | {_summary(op)} |" for op in ops]
+    rows = [f"| [`{op.name}`]({op.name}.md) | {_summary(op)} |" for op in sorted(ops, key=lambda op: op.name)]
     return "\n".join([
         "# Operators",
         "",
-        "Each is `torch.ops.llmk.NAME`, and most are also a typed function `llmk.functional.NAME`. These pages are",
+        "Each is `torch.ops.llmk.NAME`, and a typed function `llmk.functional.NAME`. These pages are",
         "written from the operators' own records; the calls on them were run when the site was built.",
         "",
         "| operator | what it computes |",
         "|---|---|",
-        *sorted(rows),
+        *rows,
         "",
         "```{toctree}",
         ":hidden:",

@@ -220,8 +220,8 @@ def _forward_tile(N: int) -> dict[str, int]:
 def _backward_tile(N: int, element_size: int, tensors: int) -> dict[str, int]:
     """For reading so many tensors: h, dy and perhaps dh."""
     # H200, bf16, times the floor: 1.08 at 32768x4096, 1.15 at 8192x8192, 1.16 at 65536x1024, 1.33 at 262144x128, each
-    # with the programs of _programs and three stages of prefetch; one stage costs 0.1 more. Not measured: N > 8192. On
-    # sm_90 16 warps can have 128 registers there, which take no weight besides h, dy and dw.
+    # with the programs of _programs and three stages of prefetch; one stage costs 0.1 more. 1.25 at 4096x16384, forward
+    # and backward: 16 warps can have 128 registers there, which take no weight besides h, dy and dw.
     hold = N <= 8192
     tile = _tile(N, 4096) | {"num_warps": 8 if hold else 16}
     stage = tile["BLOCK_M"] * tile["BLOCK_N"] * element_size * (tensors if hold else tensors + 1)
