@@ -188,15 +188,21 @@ def _as_tuple(outputs: Any) -> tuple[Tensor, ...]:
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
-def print_row(row: dict[str, Any]) -> None:
-    head = f"{row['op']:<16}{row['workload']:<26}{row['way']:<15}"
-    if "error" in row:
-        tqdm.write(f"{head}{row['error']}")
-        return
-    memory = "" if row["peak_mib"] is None else f"{row['peak_mib']:>7.0f}"
-    device_ms = row.get("replayed_ms", row["full_ms"])
-    ratio = f"{device_ms / row['floor_full_ms']:>6.2f}x" if row["floor_full_ms"] else ""
-    tqdm.write(f"{head}{row['forward_ms']:>8.3f}{row['full_ms']:>9.3f}{device_ms:>9.3f}{ratio}{memory}")
+def print_rows(rows: Sequence[dict[str, Any]]) -> None:
+    """One workload: a line for each way to compute it."""
+    title = f"{rows[0]['op']}, {rows[0]['workload']}"
+    tqdm.write(f"\n{title:<36}{'forward':>9}{'full':>9}{'replayed':>10}{'x floor':>9}{'MiB':>7}")
+    for row in rows:
+        head = f"  {row['way']:<34}"
+        if "error" in row:
+            tqdm.write(f"{head}{row['error']}")
+            continue
+        memory = "" if row["peak_mib"] is None else f"{row['peak_mib']:.0f}"
+        replayed = ratio = ""
+        if "replayed_ms" in row:
+            replayed = f"{row['replayed_ms']:.3f}"
+            ratio = f"{row['replayed_ms'] / row['floor_full_ms']:.2f}" if row["floor_full_ms"] else ""
+        tqdm.write(f"{head}{row['forward_ms']:>9.3f}{row['full_ms']:>9.3f}{replayed:>10}{ratio:>9}{memory:>7}")
 
 
 def measure_host(names: Sequence[str], device: torch.device) -> list[dict[str, Any]]:
@@ -221,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ceilings = measure_ceilings(device, timer)
     print(
         f"copy {ceilings['copy_bytes_per_s'] / 1e12:.2f} TB/s, GEMM {ceilings['gemm_flops_per_s'] / 1e12:.0f} TFLOP/s"
-        "; columns: forward ms, forward and backward ms, the same replayed, its ratio to the floor, MiB"
+        "\nms of forward, of forward and backward (full), and of full replayed as a CUDA graph"
     )
     rows: list[dict[str, Any]] = []
     for name in tqdm(
@@ -235,9 +241,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for i, sample in enumerate(calls(device, DTYPE)):
             if device.type != "cuda" and i > 0:
                 break
-            for row in measure(op, sample, timer, ceilings):
-                rows.append(row)
-                print_row(row)
+            measured = measure(op, sample, timer, ceilings)
+            print_rows(measured)
+            rows += measured
     host = measure_host(options.ops or list(OPS), device)
     if options.json:
         about = {
