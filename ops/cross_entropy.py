@@ -193,7 +193,7 @@ def cross_entropy_samples(device: torch.device, dtype: torch.dtype) -> Iterator[
     yield Sample((1e4 * logits(4, 50), classes(50, 4)), {"label_smoothing": 0.1}, why="large values")
     masked = logits(4, 40).masked_fill(torch.arange(40, device=device) < 20, float("-inf"))
     yield Sample((masked, torch.randint(20, 40, (4,), device=device)), why="half the classes at -inf")
-    yield Sample((logits(2, 70_001), classes(70_001, 2)), {"label_smoothing": 0.1}, why="past 65,536 classes")
+    yield Sample((logits(2, 100_003), classes(100_003, 2)), {"label_smoothing": 0.1}, why="100,003 classes")
 
 
 def cross_entropy_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:

@@ -292,7 +292,8 @@ def fused_linear_ce_samples(device: torch.device, dtype: torch.dtype) -> Iterato
     yield Sample((randn(5, 1), randn(1, 1), torch.zeros(5, device=device, dtype=torch.int64)), why="one feature, class")
     yield Sample((randn(12, 9).t(), randn(12, 37).t(), classes(37, 18)[::2]), why="everything strided")
     yield Sample((randn(4, 8), randn(32, 8), torch.full((4,), -100, device=device)), why="every target ignored: NaN")
-    yield Sample((randn(2, 4), randn(70_001, 4), classes(70_001, 2)), why="past 65,536 classes")
+    yield Sample((randn(2, 4), randn(100_003, 4), classes(100_003, 2)), why="100,003 classes")
+    yield Sample((1e4 * randn(5, 8), 0.1 * randn(37, 8), classes(37, 5)), why="large values")
 
 
 def fused_linear_ce_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
