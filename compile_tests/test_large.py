@@ -80,12 +80,11 @@ def _end(tensor: Tensor, shape: torch.Size) -> Tensor:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_past_two_to_the_31(name: str, device: torch.device) -> None:
+    op, rows = OPS[name], ROWS
     if device.type == "cpu":
-        rows, op = 64, OPS[name]  # the same calls, small: that the test itself is right
+        rows = 64  # the same calls, small: that the test itself is right
     elif torch.cuda.get_device_properties(device).total_memory < MEMORY:
         pytest.skip("needs a GPU with 60 GiB")
-    else:
-        rows, op = ROWS, OPS[name]
     x = torch.randn(rows, COLUMNS, device=device, dtype=torch.bfloat16)
     tail = x[-TAIL:].clone()
     ours = _first_output(op.overload, name, x.requires_grad_())

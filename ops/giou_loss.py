@@ -303,7 +303,7 @@ def _(boxes: Tensor, targets: Tensor, reduction: str, eps: float) -> tuple[Tenso
     counts = ~(targets[..., 3] <= 0)
     loss = torch.where(counts, loss, 0.0)
     if reduction == "none":
-        return loss, loss.new_empty((0,))
+        return loss, torch.empty((0,), dtype=loss.dtype, device=loss.device)
     count = counts.sum().float()
     total = loss.sum(dtype=torch.float64)  # Inductor's sums on a CPU add up one after the other
     return (total / count if reduction == "mean" else total).float(), count
