@@ -11,6 +11,7 @@ from torch.utils.flop_counter import register_flop_formula
 from llmk.registry.checks import check_home
 from llmk.registry.launch import (
     INTERPRET,
+    in_graph,
     kernel_context,
     kernels_on_cpu,
     needs_context,
@@ -27,7 +28,8 @@ class KernelOp:
 
     What runs depends on the device of the first tensor:
 
-    - on a GPU the function itself; under Inductor it is inlined, each launch a kernel that Inductor schedules;
+    - on a GPU the function itself; under Inductor it is inlined, each launch a kernel that Inductor schedules, unless
+      the op is `decomposed`: then Inductor gets the plain PyTorch of the next line on a GPU too;
     - on a CPU the function given to `register_kernel("cpu")`, plain PyTorch, which Inductor fuses like any other;
     - on a CPU with TRITON_INTERPRET=1 the function itself, its kernels in Triton's interpreter.
 
@@ -39,16 +41,19 @@ class KernelOp:
     Args:
         fn: The launching function. Its first argument is a tensor, and its annotations give the schema. It allocates
             with `torch.empty`, writes every element of what it returns and mutates nothing else.
+        decomposed: Give a compiled graph plain PyTorch instead of the launches: for what Inductor fuses better with its
+            neighbours than a kernel could. The figure that decided it goes into the record's `choices`.
         opaque: Keep the op as one node in a compiled graph instead of inlining its launches: for a driver whose number
             of launches depends on sizes and would need a graph for each.
     """
 
-    def __init__(self, fn: Callable[..., Any], *, opaque: bool = False) -> None:
+    def __init__(self, fn: Callable[..., Any], *, opaque: bool = False, decomposed: bool = False) -> None:
         if not fn.__name__.startswith("_"):
             raise ValueError(f"fn: a kernel op's name starts with an underscore, got {fn.__name__!r}")
         check_home(fn)
         self.fn = fn
         self.name = fn.__name__
+        self.decomposed = decomposed
         self.has_backward = False
         self.backward: Callable[..., Any] = self._refuse_double_backward
         self.setup_context: Callable[..., Any] = _save_nothing
@@ -118,13 +123,11 @@ class KernelOp:
 
     def implementation(self, tensor: torch.Tensor) -> Callable[..., Any]:
         """What computes on the device of `tensor`: the launching function, or plain PyTorch."""
-        if tensor.is_cuda:
-            return self.fn
-        if not tensor.is_cpu:
+        if not tensor.is_cuda and not tensor.is_cpu:
             raise NotImplementedError(f"llmk::{self.name} runs on cpu and cuda devices, got {tensor.device}")
-        if kernels_on_cpu():
-            return self.fn
         assert self._cpu is not None
+        if tensor.is_cuda or kernels_on_cpu():
+            return self._cpu if in_graph(self.decomposed) == "aten" else self.fn
         return self._cpu
 
     def _wrap_fake(self) -> Callable[..., Any]:

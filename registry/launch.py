@@ -20,6 +20,7 @@ class _State:
     kernels_on_cpu: bool = INTERPRET
     recorder: "list[Launch] | None" = None
     registered_only: bool = False
+    in_graph: str | None = None
 
 
 _state = _State()
@@ -56,6 +57,28 @@ def is_tracing() -> bool:
 def inside_functorch() -> bool:
     """Whether a torch.func transform is running."""
     return torch._C._functorch.maybe_current_level() is not None  # type: ignore[attr-defined]
+
+
+def in_graph(decomposed: bool) -> str:
+    """What a kernel op is in the graph that is being traced: "kernel", or "aten" for its plain PyTorch.
+
+    "kernel" where nothing traces for a compiler.
+    """
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is None:
+        return "kernel"
+    return _state.in_graph or ("aten" if decomposed else "kernel")
+
+
+@contextlib.contextmanager
+def every_op_in_graph_as(form: str) -> Iterator[None]:
+    """Trace every kernel op as "kernel" or as "aten", whatever it was registered as: to measure the two."""
+    if form not in ("kernel", "aten"):
+        raise ValueError(f"form: expected 'kernel' or 'aten', got {form!r}")
+    previous, _state.in_graph = _state.in_graph, form
+    try:
+        yield
+    finally:
+        _state.in_graph = previous
 
 
 def wrap_triton(kernel: Any) -> Any:
