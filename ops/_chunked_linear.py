@@ -19,20 +19,31 @@ from llmk.registry.launch import kernels_on_cpu
 
 LOGITS_BUDGET = 4 * 2**30 // 3
 """Bytes of one chunk's logits on a GPU when `chunk_size` is 0."""
+LOGITS_BUDGET_BESIDE_FLOAT32 = 2**30
+"""The same where dW is summed in float32, which takes as much again as dW."""
 CPU_LOGITS = 2**20
 """Elements of one chunk's logits on a CPU when `chunk_size` is 0: they stay in cache."""
 ROUNDED_CHUNKS = 3
 """The most chunks over which dW is summed in the weight's own dtype."""
 
 
-def _chunk_rows(x: Tensor, V: int, chunk_size: int) -> int:
-    """Tokens in a chunk: as given, or on a GPU the fewest chunks of equal size that fit the budget, at least two."""
-    N = x.shape[0]
+def chunk_rows(x: Tensor, V: int, chunk_size: int) -> int:
+    """Tokens in a chunk: as given, or on a GPU the fewest chunks of equal size that fit the budget.
+
+    One chunk is enough where its logits take no more than dW: the backward pass, when there are no logits, needs room
+    for dW twice.
+    """
+    N, H = x.shape
     if chunk_size > 0:
         return chunk_size
     if x.device.type == "cpu" and not kernels_on_cpu():
         return max(64, CPU_LOGITS // V)
-    chunks = max(2, cdiv(N * V * x.element_size(), LOGITS_BUDGET))
+    logits = N * V * x.element_size()
+    chunks = cdiv(logits, LOGITS_BUDGET)
+    if chunks > ROUNDED_CHUNKS:
+        chunks = cdiv(logits, LOGITS_BUDGET_BESIDE_FLOAT32)
+    if N > H:
+        chunks = max(2, chunks)
     return max(1, cdiv(N, 128 * chunks)) * 128  # a multiple of 128 rows keeps the products' tiles whole
 
 
@@ -43,7 +54,7 @@ class ChunkedLinear:
         self.shape = input.shape
         self.x = input.reshape(-1, input.shape[-1])
         self.weight, self.bias = weight, bias
-        self.chunk_rows = _chunk_rows(self.x, weight.shape[0], chunk_size)
+        self.chunk_rows = chunk_rows(self.x, weight.shape[0], chunk_size)
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield each chunk's rows and outputs; the next chunk's take their place."""

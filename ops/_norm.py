@@ -19,6 +19,17 @@ def coarse_mean(mean, var):
 
 
 @triton.jit
+def _add_pairs(a0, b0, a1, b1):
+    return a0 + a1, b0 + b1
+
+
+@triton.jit
+def sum_pair(a, b, axis: tl.constexpr):
+    """The sums of a and of b, for which the warps of a program wait once and not twice."""
+    return tl.reduce((a, b), axis, _add_pairs)
+
+
+@triton.jit
 def row_moments(x_ptr, N, BLOCK_N: tl.constexpr):
     """Mean and sum of squared deviations of x_ptr[:N], block after block, merged by Chan's formula."""
     # Means are kept as differences to the first block's, so that a large common offset costs no digits.

@@ -1,4 +1,4 @@
-"""The last step of a scalar loss: one number out of the float32 sums that a kernel's programs left behind."""
+"""The last step of a scalar loss: one number out of what a kernel's programs left behind, in one launch."""
 
 import torch
 import triton
@@ -6,6 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.registry import wrap_triton
+
+BLOCK = {"BLOCK_P": 4096, "num_warps": 8}
 
 
 @triton.jit
@@ -23,5 +25,25 @@ def sum_to_scalar(partials: Tensor, divisor: int = 1) -> Tensor:
     The divisor is divided by here so that a mean costs no further launch; 0 of 0 is NaN.
     """
     out = torch.empty((), dtype=torch.float32, device=partials.device)
-    wrap_triton(sum_to_scalar_kernel)[(1,)](partials, out, partials.shape[0], divisor, BLOCK_P=1024, num_warps=4)
+    wrap_triton(sum_to_scalar_kernel)[(1,)](partials, out, partials.shape[0], divisor, **BLOCK)
     return out
+
+
+@triton.jit
+def mean_of_rows_kernel(loss_ptr, count_ptr, mean_ptr, divisor_ptr, M, BLOCK_P: tl.constexpr):
+    total = tl.zeros((BLOCK_P,), dtype=tl.float32)
+    counts = tl.zeros((BLOCK_P,), dtype=tl.float32)
+    for start in range(0, M, BLOCK_P):
+        rows = start + tl.arange(0, BLOCK_P)
+        total += tl.load(loss_ptr + rows, mask=rows < M, other=0.0)
+        counts += tl.load(count_ptr + rows, mask=rows < M, other=0.0)
+    divisor = tl.sum(counts, axis=0)
+    tl.store(mean_ptr, tl.div_rn(tl.sum(total, axis=0), divisor))
+    tl.store(divisor_ptr, divisor)
+
+
+def mean_of_rows(loss: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """`sum(loss) / sum(count)` of float32 `[M]` and that divisor, as scalars; 0 of 0 is NaN."""
+    mean, divisor = (torch.empty((), dtype=torch.float32, device=loss.device) for _ in range(2))
+    wrap_triton(mean_of_rows_kernel)[(1,)](loss, count, mean, divisor, loss.shape[0], **BLOCK)
+    return mean, divisor

@@ -219,11 +219,12 @@ def _forward_tile(N: int) -> dict[str, int]:
 
 def _backward_tile(N: int, element_size: int, tensors: int) -> dict[str, int]:
     """For reading so many tensors: h, dy and perhaps dh."""
-    # H200, bf16, times the floor: 1.08 at 32768x4096, 1.15 at 8192x8192, 1.16 at 65536x1024, 1.33 at 262144x128, each
-    # with the programs of _programs and three stages of prefetch; one stage costs 0.1 more. 1.25 at 4096x16384, forward
-    # and backward: 16 warps can have 128 registers there, which take no weight besides h, dy and dw.
+    # H200, bf16, times the floor: 1.08 at 32768x4096, 1.15 at 8192x8192, 1.33 at 262144x128, each with the programs of
+    # _programs and three stages of prefetch; one stage costs 0.1 more. Forward and backward, 65536x1024: 1.09, with 8
+    # warps 1.11; 4096x16384: 1.25, where 16 warps can have 128 registers, which take no weight besides h, dy and dw.
     hold = N <= 8192
-    tile = _tile(N, 4096) | {"num_warps": 8 if hold else 16}
+    tile = _tile(N, 2048 if N <= 1024 else 4096)
+    tile["num_warps"] = (4 if N <= 1024 else 8) if hold else 16
     stage = tile["BLOCK_M"] * tile["BLOCK_N"] * element_size * (tensors if hold else tensors + 1)
     # All stages but one are in shared memory, of which an sm_80 gives 163 KiB.
     return tile | {"HOLD_WEIGHT": hold, "NUM_STAGES": 3 if stage <= 65536 else 2}
@@ -240,8 +241,8 @@ def _long_backward_warps(element_size: int) -> int:
 
 
 def _programs(N: int, device: torch.device) -> int:
-    """Of the backward pass: each costs one row of float32 partials, and two hide each other's latency."""
-    return num_programs(device, 2 if N <= 4096 else 1)
+    """Of the backward pass: each costs one row of float32 partials, and several hide each other's latency."""
+    return num_programs(device, 4 if N <= 1024 else 2 if N <= 4096 else 1)
 
 
 def _optional_rows(x: Tensor | None) -> tuple[Tensor | None, Strides]:

@@ -1,7 +1,7 @@
 r"""Cross entropy of logits over a vocabulary: the operator around the row kernels of `_row_loss.py`.
 
-The math, forward and backward, and its sources are in that file. The kernels see rows, `[M, V]`; what reduces them to
-one number, and the gradient that comes back to each row from it, is plain PyTorch.
+The math, forward and backward, and its sources are in that file. The kernels see rows, `[M, V]`; one more program
+reduces their losses to one number. The gradient of a mean is divided by its divisor where it is used.
 """
 
 from collections.abc import Iterator
@@ -52,15 +52,22 @@ def cross_entropy_reference(
     return losses.sum() / (counts.sum() if weight is None else torch.where(counts, weight[flat * counts], 0.0).sum())
 
 
-def _forward(rows: RowLoss, input: Tensor, target: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return rows.losses(as_rows(input), target.reshape(-1).contiguous(), options)
+def _forward(
+    rows: RowLoss, input: Tensor, target: Tensor, options: Options, reduction: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss, `[M]` or `[]`, the divisor of a mean, `[]` or else nothing `[0]`, and each row's maximum and sum."""
+    loss, count, stats = rows.losses(as_rows(input), target.reshape(-1).contiguous(), options)
+    if reduction == "mean":
+        return *rows.mean(loss, count), stats
+    nothing = torch.empty((0,), dtype=torch.float32, device=input.device)
+    return loss if reduction == "none" else rows.sum(loss), nothing, stats
 
 
 def _gradient(
-    rows: RowLoss, grad: Tensor, input: Tensor, target: Tensor, maximum: Tensor, total: Tensor, options: Options
+    rows: RowLoss, grad: Tensor, divisor: Tensor | None, input: Tensor, target: Tensor, stats: Tensor, options: Options
 ) -> Tensor:
     dx = torch.empty(input.shape, dtype=input.dtype, device=input.device)
-    rows.gradients(grad, as_rows(input), target.reshape(-1).contiguous(), maximum, total, as_rows(dx), options)
+    rows.gradients(grad, divisor, as_rows(input), target.reshape(-1).contiguous(), stats, as_rows(dx), options)
     return dx
 
 
@@ -72,16 +79,17 @@ def _cross_entropy_fwd(
     label_smoothing: float,
     softcap: float,
     z_loss: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _forward(KERNELS, input, target, Options(weight, ignore_index, label_smoothing, softcap, z_loss))
+    reduction: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _forward(KERNELS, input, target, Options(weight, ignore_index, label_smoothing, softcap, z_loss), reduction)
 
 
 def _cross_entropy_bwd(
     grad: Tensor,
+    divisor: Tensor | None,
     input: Tensor,
     target: Tensor,
-    maximum: Tensor,
-    total: Tensor,
+    stats: Tensor,
     weight: Tensor | None,
     ignore_index: int,
     label_smoothing: float,
@@ -89,7 +97,7 @@ def _cross_entropy_bwd(
     z_loss: float,
 ) -> Tensor:
     options = Options(weight, ignore_index, label_smoothing, softcap, z_loss)
-    return _gradient(KERNELS, grad, input, target, maximum, total, options)
+    return _gradient(KERNELS, grad, divisor, input, target, stats, options)
 
 
 cross_entropy_fwd = KernelOp(_cross_entropy_fwd)
@@ -97,39 +105,42 @@ cross_entropy_bwd = KernelOp(_cross_entropy_bwd)
 
 
 @cross_entropy_fwd.register_kernel("cpu")
-def _(input: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _forward(CPU, input, target, Options(*options))
+def _(input: Tensor, target: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *options, reduction = rest
+    return _forward(CPU, input, target, Options(*options), reduction)
 
 
 @cross_entropy_bwd.register_kernel("cpu")
-def _(grad: Tensor, input: Tensor, target: Tensor, maximum: Tensor, total: Tensor, *options: Any) -> Tensor:
-    return _gradient(CPU, grad, input, target, maximum, total, Options(*options))
+def _(grad: Tensor, divisor: Tensor | None, input: Tensor, target: Tensor, stats: Tensor, *options: Any) -> Tensor:
+    return _gradient(CPU, grad, divisor, input, target, stats, Options(*options))
 
 
 @cross_entropy_fwd.register_fake
-def _(input: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows = target.numel()
-    loss, count, maximum, total = (input.new_empty((rows,), dtype=torch.float32) for _ in range(4))
-    return loss, count, maximum, total
+def _(input: Tensor, target: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    rows, reduction = target.numel(), rest[-1]
+    loss = input.new_empty((rows,) if reduction == "none" else (), dtype=torch.float32)
+    divisor = input.new_empty(() if reduction == "mean" else (0,), dtype=torch.float32)
+    return loss, divisor, input.new_empty((2, rows), dtype=torch.float32)
 
 
 @cross_entropy_bwd.register_fake
-def _(grad: Tensor, input: Tensor, *rest: Any) -> Tensor:
+def _(grad: Tensor, divisor: Tensor | None, input: Tensor, *rest: Any) -> Tensor:
     return input.new_empty(input.shape)
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    input, target, weight, *ctx.options = inputs
-    _, count, maximum, total = output
-    ctx.mark_non_differentiable(count, maximum, total)
+    input, target, weight, *ctx.options, ctx.reduction = inputs
+    _, divisor, stats = output
+    ctx.mark_non_differentiable(divisor, stats)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(input, target, weight, maximum, total)
+    ctx.save_for_backward(input, target, weight, divisor, stats)
 
 
 def _backward(ctx, grad, *_unused):
-    input, target, weight, maximum, total = ctx.saved_tensors
-    dx = cross_entropy_bwd(grad, input, target, maximum, total, weight, *ctx.options)
-    return dx, None, None, None, None, None, None
+    input, target, weight, divisor, stats = ctx.saved_tensors
+    divisor = divisor if ctx.reduction == "mean" else None
+    dx = cross_entropy_bwd(grad, divisor, input, target, stats, weight, *ctx.options)
+    return dx, *[None] * 7
 
 
 cross_entropy_fwd.register_autograd(_backward, setup_context=_setup_context)
@@ -263,7 +274,5 @@ def cross_entropy(
     if input.dim() == 0 or input.shape[-1] == 0:
         raise ValueError(f"input: expected shape [..., V] with V at least 1, got {tuple(input.shape)}")
     check_loss_options(input.shape[-1], input, target, weight, reduction, label_smoothing, softcap, z_loss)
-    losses, counts, _, _ = cross_entropy_fwd(input, target, weight, ignore_index, label_smoothing, softcap, z_loss)
-    if reduction == "none":
-        return losses.view(target.shape)
-    return losses.sum() if reduction == "sum" else losses.sum() / counts.sum()
+    loss, _, _ = cross_entropy_fwd(input, target, weight, ignore_index, label_smoothing, softcap, z_loss, reduction)
+    return loss.view(target.shape) if reduction == "none" else loss

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from llmk.ops._chunked_linear import ChunkedLinear, LinearGradients, scale
-from llmk.ops._row_loss import CPU, KERNELS, Options, RowLoss
+from llmk.ops._row_loss import CPU, KERNELS, Options, RowLoss, Rows
 from llmk.ops.cross_entropy import check_loss_options, cross_entropy_reference
 from llmk.registry import (
     Cost,
@@ -70,24 +70,31 @@ class _Call(NamedTuple):
         return cls(linear, target.reshape(-1).contiguous(), options, row_loss)
 
 
+def _losses_and_gradients(call: _Call, gradients: LinearGradients) -> Rows:
+    """In one pass over the chunks; their buffer is free again when this returns."""
+    one = torch.ones((), device=call.target.device)
+    parts: list[Rows] = []
+    for rows, logits in call.linear.chunks():
+        part = call.row_loss.losses(logits, call.target[rows], call.options)
+        parts.append(part)
+        if any(gradients.need):
+            call.row_loss.gradients(one, None, logits, call.target[rows], part.stats, logits, call.options)
+            gradients.add(rows, logits)
+    return Rows.cat(parts)
+
+
 def _reduced(
     call: _Call, mean: bool, need: tuple[bool, bool, bool]
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """The sum or mean of the losses, its divisor, and the gradients of the sum, in one pass over the chunks."""
-    loss_sum, divisor = (torch.zeros((), dtype=torch.float32, device=call.target.device) for _ in range(2))
-    ones = torch.ones((), device=call.target.device).expand(call.target.shape[0])
+    """The sum or mean of the losses, its divisor, and the gradients of the sum."""
     gradients = LinearGradients(call.linear, need)
-    for rows, logits in call.linear.chunks():
-        loss, counts, maximum, total = call.row_loss.losses(logits, call.target[rows], call.options)
-        loss_sum += loss.sum()
-        divisor += counts.sum()
-        if any(need):
-            call.row_loss.gradients(ones[rows], logits, call.target[rows], maximum, total, logits, call.options)
-            gradients.add(rows, logits)
-    if not mean:
-        divisor = torch.ones_like(divisor)
+    loss, counts, _ = _losses_and_gradients(call, gradients)
+    if mean:
+        loss, divisor = call.row_loss.mean(loss, counts)
+    else:
+        loss, divisor = call.row_loss.sum(loss), torch.ones((), device=loss.device)
     dw = gradients.dw.to(_saved_dtype(call.linear.x.dtype))
-    return loss_sum / divisor, divisor, (gradients.dx, dw, gradients.db)
+    return loss, divisor, (gradients.dx, dw, gradients.db)
 
 
 def _saved_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -95,24 +102,26 @@ def _saved_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-def _row_by_row(call: _Call) -> tuple[Tensor, Tensor, Tensor]:
-    """Each row's loss, maximum and sum."""
-    outputs = torch.empty((3, call.target.shape[0]), dtype=torch.float32, device=call.target.device)
+def _row_by_row(call: _Call) -> tuple[Tensor, Tensor]:
+    """Each row's loss `[N]`, and its maximum and sum `[2, N]`."""
+    parts = [call.row_loss.losses(logits, call.target[rows], call.options) for rows, logits in call.linear.chunks()]
+    loss, _, stats = Rows.cat(parts)
+    return loss, stats
+
+
+def _add_gradients(call: _Call, grad: Tensor, stats: Tensor, gradients: LinearGradients) -> None:
+    """Chunk by chunk, for an upstream gradient of each row; the logits are made again."""
     for rows, logits in call.linear.chunks():
-        loss, _, maximum, total = call.row_loss.losses(logits, call.target[rows], call.options)
-        torch.stack((loss, maximum, total), out=outputs[:, rows])
-    loss, maximum, total = (output.clone() for output in outputs)
-    return loss, maximum, total
+        of_chunk = stats[:, rows].contiguous()
+        call.row_loss.gradients(grad[rows], None, logits, call.target[rows], of_chunk, logits, call.options)
+        gradients.add(rows, logits)
 
 
 def _row_by_row_gradients(
-    call: _Call, grad: Tensor, maximum: Tensor, total: Tensor, need: tuple[bool, bool, bool]
+    call: _Call, grad: Tensor, stats: Tensor, need: tuple[bool, bool, bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients for an upstream gradient of each row; the logits are made again."""
     gradients = LinearGradients(call.linear, need)
-    for rows, logits in call.linear.chunks():
-        call.row_loss.gradients(grad[rows], logits, call.target[rows], maximum[rows], total[rows], logits, call.options)
-        gradients.add(rows, logits)
+    _add_gradients(call, grad, stats, gradients)
     dtype = call.linear.x.dtype
     return gradients.dx, gradients.dw.to(dtype), gradients.db.to(dtype)
 
@@ -133,7 +142,7 @@ def _fused_linear_ce_fwd(
 def _fused_linear_ce_rows_fwd(
     input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, weight: Tensor | None,
     ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     call = _Call.of(
         KERNELS, input, linear_weight, linear_bias, target, weight,
         ignore_index, label_smoothing, softcap, z_loss, chunk_size,
@@ -144,13 +153,13 @@ def _fused_linear_ce_rows_fwd(
 def _fused_linear_ce_rows_bwd(
     input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, weight: Tensor | None,
     ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, chunk_size: int,
-    grad: Tensor, maximum: Tensor, total: Tensor, need_dx: bool, need_dw: bool, need_db: bool,
+    grad: Tensor, stats: Tensor, need_dx: bool, need_dw: bool, need_db: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     call = _Call.of(
         KERNELS, input, linear_weight, linear_bias, target, weight,
         ignore_index, label_smoothing, softcap, z_loss, chunk_size,
     )  # fmt: skip
-    return _row_by_row_gradients(call, grad, maximum, total, (need_dx, need_dw, need_db))
+    return _row_by_row_gradients(call, grad, stats, (need_dx, need_dw, need_db))
 
 
 fused_linear_ce_fwd = KernelOp(_fused_linear_ce_fwd, opaque=True)
@@ -166,14 +175,14 @@ def _(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 
 @fused_linear_ce_rows_fwd.register_kernel("cpu")
-def _(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(*call: Any) -> tuple[Tensor, Tensor]:
     return _row_by_row(_Call.of(CPU, *call))
 
 
 @fused_linear_ce_rows_bwd.register_kernel("cpu")
 def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *call, grad, maximum, total, need_dx, need_dw, need_db = args
-    return _row_by_row_gradients(_Call.of(CPU, *call), grad, maximum, total, (need_dx, need_dw, need_db))
+    *call, grad, stats, need_dx, need_dw, need_db = args
+    return _row_by_row_gradients(_Call.of(CPU, *call), grad, stats, (need_dx, need_dw, need_db))
 
 
 def _fake_gradients(
@@ -196,8 +205,8 @@ def _(input: Tensor, linear_weight: Tensor, *args: Any) -> tuple[Tensor, Tensor,
 
 @fused_linear_ce_rows_fwd.register_fake
 def _(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, *args: Any):
-    loss, maximum, total = (input.new_empty((target.numel(),), dtype=torch.float32) for _ in range(3))
-    return loss, maximum, total
+    N = target.numel()
+    return input.new_empty((N,), dtype=torch.float32), input.new_empty((2, N), dtype=torch.float32)
 
 
 @fused_linear_ce_rows_bwd.register_fake
@@ -250,18 +259,18 @@ fused_linear_ce_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 def _rows_setup_context(ctx, inputs, output) -> None:
     *tensors, ctx.ignore_index, ctx.label_smoothing, ctx.softcap, ctx.z_loss, ctx.chunk_size = inputs
-    _, maximum, total = output
-    ctx.mark_non_differentiable(maximum, total)
+    _, stats = output
+    ctx.mark_non_differentiable(stats)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, maximum, total)
+    ctx.save_for_backward(*tensors, stats)
 
 
 def _rows_backward(ctx, grad, *_unused):
-    *tensors, maximum, total = ctx.saved_tensors
+    *tensors, stats = ctx.saved_tensors
     need = ctx.needs_input_grad[:3]
     gradients = fused_linear_ce_rows_bwd(
         *tensors, ctx.ignore_index, ctx.label_smoothing, ctx.softcap, ctx.z_loss, ctx.chunk_size,
-        grad, maximum, total, *need,
+        grad, stats, *need,
     )  # fmt: skip
     return *[gradient if want else None for gradient, want in zip(gradients, need, strict=True)], *[None] * 7
 
@@ -302,7 +311,8 @@ def fused_linear_ce_resized(rows: int, device: torch.device, dtype: torch.dtype)
 
 
 def fused_linear_ce_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    for N, H, V in [(8192, 4096, 128256), (8192, 2304, 256000), (8192, 2048, 151936), (4096, 4096, 32000)]:
+    sizes = [(8192, 4096, 128256), (8192, 2304, 256000), (8192, 2048, 151936), (4096, 4096, 32000)]
+    for N, H, V in [*sizes, (32768, 4096, 128256)]:
         x = torch.randn(N, H, device=device, dtype=dtype)
         linear_weight = torch.randn(V, H, device=device, dtype=dtype) / H**0.5
         yield Sample((x, linear_weight, torch.randint(0, V, (N,), device=device)), why=f"{N}x{H}x{V}")
@@ -361,9 +371,9 @@ def fused_linear_ce(
         label_smoothing: The share of the target, 0 to 1, that is spread evenly over all classes.
         softcap: Logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.
         z_loss: `z_loss * logsumexp(logits)**2` is added to the loss of every row that counts; 0 is off.
-        chunk_size: Tokens whose logits exist at a time. 0 chooses: on a GPU the fewest equal chunks, at least two, of
-            at most 1.33 GiB of logits; on a CPU a million logits. Beyond three chunks dW is summed in float32, which
-            takes a float32 buffer of its size.
+        chunk_size: Tokens whose logits exist at a time. 0 chooses: on a GPU the fewest equal chunks of at most 1.33 GiB
+            of logits, and at least two where there are more than H tokens; on a CPU a million logits. Beyond three
+            chunks dW is summed in float32, which takes a float32 buffer of its size, and the logits 1 GiB at most.
 
     Returns:
         float32: a scalar, or `[...]` with reduction "none". The mean over no row is NaN.
@@ -399,7 +409,7 @@ def fused_linear_ce(
         ignore_index, label_smoothing, softcap, z_loss, chunk_size,
     )  # fmt: skip
     if reduction == "none":
-        losses, _, _ = fused_linear_ce_rows_fwd(*call)
+        losses, _ = fused_linear_ce_rows_fwd(*call)
         return losses.view(target.shape)
     need = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (input, linear_weight, linear_bias)]
     loss, *_ = fused_linear_ce_fwd(*call, reduction == "mean", *need)

@@ -3,8 +3,8 @@ r"""Layer normalization.
 Source: Ba, Kiros and Hinton, "Layer Normalization", 2016, https://arxiv.org/abs/1607.06450.
 Forward, for each row x of N values:
 
-    mean = sum(x) / N, corrected by sum(x - mean) / N
-    var  = sum((x - mean)^2) / N + eps
+    mean = sum(x) / N, corrected by rest = sum(x - mean) / N
+    var  = sum((x - mean)^2) / N + eps, less rest^2 where mean is not corrected yet
     rstd = 1 / sqrt(var)
     y    = (x - mean) * rstd * weight + bias
 
@@ -32,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops._layer_norm_long import long_backward, long_forward, wide_backward
-from llmk.ops._norm import affine_gradient, sum_affine
+from llmk.ops._norm import affine_gradient, sum_affine, sum_pair
 from llmk.ops._rows import as_rows
 from llmk.registry import (
     Cost,
@@ -68,9 +68,12 @@ def layer_norm_kernel(
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     mean = tl.sum(x, axis=1) / N  # [BLOCK_M]
-    mean += tl.sum(tl.where(mask, x - mean[:, None], 0.0), axis=1) / N
     c = tl.where(mask, x - mean[:, None], 0.0)
-    var = tl.sum(c * c, axis=1) / N + eps
+    rest, squares = sum_pair(c, c * c, 1)  # type: ignore[misc]
+    rest /= N
+    mean += rest
+    c = x - mean[:, None]
+    var = tl.maximum(squares / N - rest * rest, 0.0) + eps
     y = c * tl.div_rn(1.0, tl.sqrt_rn(var))[:, None]
     if w_ptr is not None:
         y *= tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
@@ -114,11 +117,14 @@ def layer_norm_backward_kernel(
                 if BLOCK_N == 1:  # constant, unlike N: a branch in the loop would cost 50 registers
                     dx = dy * c  # zero, and NaN where PyTorch's is
                 else:
-                    total = tl.sum(dy, axis=1) / N
                     if BLOCK_N <= 512:  # corrected like mean where the terms of dx nearly cancel: in short rows
+                        total = tl.sum(dy, axis=1) / N
                         total += tl.sum(tl.where(mask, dy - total[:, None], 0.0), axis=1) / N
-                    g = dy - total[:, None]
-                    dx = rstd * (g - c * tl.div_rn(tl.sum(g * c, axis=1) / N, var)[:, None])
+                        dot = tl.sum((dy - total[:, None]) * c, axis=1)
+                    else:
+                        total, dot = sum_pair(dy, dy * c, 1)  # type: ignore[misc]
+                        total /= N
+                    dx = rstd * (dy - total[:, None] - c * tl.div_rn(dot / N, var)[:, None])
                 tl.store(dx_ptr + rows[:, None] * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if HAS_DW or HAS_DB:
         partial_ptr += program * (HAS_DW + HAS_DB) * N + cols
@@ -146,15 +152,18 @@ def _forward_tile(N: int) -> dict[str, int]:
 
 
 def _backward_tile(N: int) -> dict[str, int]:
-    # rms_norm's: 16 elements a thread take 128 registers on sm_90, which two programs of 8 warps share. H200, bf16,
-    # times the floor: 1.10 at 32768x4096, 1.26 at 8192x4096, 1.22 at 65536x1024.
+    # rms_norm's: 16 elements a thread take 128 registers on sm_90, which two programs of 8 warps share, or four of 4.
+    # H200, bf16, times the floor: 1.10 at 32768x4096, 1.26 at 8192x4096; 1.13 at 65536x1024, where 8 warps gave 1.22.
+    if N <= 1024:
+        return _tile(N, 2048) | {"num_warps": 4, "NUM_STAGES": 3}
     return _tile(N, 4096) | {"num_warps": 8 if N <= 4096 else 16, "NUM_STAGES": 3}
 
 
 def _programs(M: int, N: int, device: torch.device) -> int:
-    """Of the backward pass: each costs two rows of float32 partials, and two hide each other's latency."""
+    """Of the backward pass: each costs two rows of float32 partials, and several hide each other's latency."""
     if N <= MAX_BACKWARD_BLOCK:
-        return at_most(cdiv(M, _backward_tile(N)["BLOCK_M"]), num_programs(device, 2 if N <= 4096 else 1))
+        tile = _backward_tile(N)
+        return at_most(cdiv(M, tile["BLOCK_M"]), num_programs(device, 16 // tile["num_warps"]))
     # From here on each is a pair of programs, or a program for each block of columns.
     return at_most(M, cdiv(num_programs(device, 1), 2) if N <= 2 * MAX_BACKWARD_BLOCK else num_programs(device, 1))
 
