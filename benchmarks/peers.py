@@ -2,8 +2,9 @@
 
 For each library and operator an adapter takes a call's arguments and returns a function of the same arguments that
 computes the same with the library's public functions, or None where the library has none for such a call. The library's
-own defaults hold, with two exceptions: Cut Cross-Entropy computes exact gradients (it leaves out small ones by
-default), and a Liger implementation that would quietly hand a call on to another one refuses it.
+own defaults hold, with three exceptions: Cut Cross-Entropy computes exact gradients (it leaves out small ones by
+default), a Liger implementation that would quietly hand a call on to another one refuses it, and QuACK's matrix
+products are tuned only on request, because that compiles dozens of kernels for each shape.
 """
 
 import importlib
@@ -21,11 +22,11 @@ Adapter = Callable[..., Callable[..., Any] | None]
 
 @dataclass(frozen=True)
 class Peer:
-    """A library. `adapters()` imports it and gives an adapter by operator."""
+    """A library. `adapters(tune)` imports it and gives an adapter by operator."""
 
     name: str
     distributions: tuple[str, ...]  # the library, and what else it needs
-    adapters: Callable[[], dict[str, Adapter]]
+    adapters: Callable[[bool], dict[str, Adapter]]
 
     def version(self) -> str | None:
         """The library's version; None where it, or something that it needs, is missing."""
@@ -50,7 +51,7 @@ class Installed:
         return adapter(*args, **kwargs) if adapter else None
 
 
-def find_peers(names: Sequence[str] | None = None) -> list[Installed]:
+def find_peers(names: Sequence[str] | None = None, tune: bool = False) -> list[Installed]:
     """The peers that are installed, of those named or of all; says a word of each that is not."""
     found = []
     for name, peer in PEERS.items():
@@ -61,7 +62,7 @@ def find_peers(names: Sequence[str] | None = None) -> list[Installed]:
             print(f"{name}: missing")
             continue
         try:
-            found.append(Installed(name, version, peer.adapters()))
+            found.append(Installed(name, version, peer.adapters(tune)))
         except Exception as error:  # a broken library must not stop the others' benchmark
             print(f"{name}: unusable, {type(error).__name__}: {error}")
     return found
@@ -107,7 +108,7 @@ def _liger(impl: str) -> dict[str, Adapter]:
     }
 
 
-def _liger_triton() -> dict[str, Adapter]:
+def _liger_triton(tune: bool) -> dict[str, Adapter]:
     adapters = _liger("nvidia-triton")
     ops = importlib.import_module("liger_kernel.ops")
     separate = adapters["swiglu"]
@@ -126,7 +127,7 @@ def _liger_triton() -> dict[str, Adapter]:
     }
 
 
-def _cut_cross_entropy() -> dict[str, Adapter]:
+def _cut_cross_entropy(tune: bool) -> dict[str, Adapter]:
     cce = importlib.import_module("cut_cross_entropy")
     # The default filter leaves out gradients where all probabilities of a tile are small.
     return {
@@ -136,7 +137,7 @@ def _cut_cross_entropy() -> dict[str, Adapter]:
     }
 
 
-def _quack() -> dict[str, Adapter]:
+def _quack(tune: bool) -> dict[str, Adapter]:
     quack, rotary, linear, linear_ce = (
         importlib.import_module(name)
         for name in ("quack", "quack.rotary", "quack.linear", "quack.linear_cross_entropy")
@@ -155,7 +156,7 @@ def _quack() -> dict[str, Adapter]:
         # Of its two results only the one before the activation has a gradient: the next layer's product makes it.
         def function(x, weight, bias=None, *, activation="relu"):
             keep = torch.is_grad_enabled()
-            return linear.linear_act_func(x, weight, activations[activation], bias, store_preact=keep)[1]
+            return linear.linear_act_func(x, weight, activations[activation], bias, store_preact=keep, tuned=tune)[1]
 
         return function
 
@@ -170,13 +171,15 @@ def _quack() -> dict[str, Adapter]:
         ),
         "softmax": softmax,
         "cross_entropy": _plain_loss(lambda logits, target: quack.cross_entropy(logits, target)),
-        "fused_linear_ce": _plain_loss(linear_ce.chunked_linear_cross_entropy),
+        "fused_linear_ce": _plain_loss(
+            lambda x, weight, target: linear_ce.chunked_linear_cross_entropy(x, weight, target, tuned=tune)
+        ),
         "rope": _rope_of_one(rotary.apply_rotary_emb),
         "linear_act": linear_act,
     }
 
 
-def _fla() -> dict[str, Adapter]:
+def _fla(tune: bool) -> dict[str, Adapter]:
     norm, activations, ce, linear_ce, rotary = (
         importlib.import_module(f"fla.modules.{name}")
         for name in (
@@ -237,7 +240,7 @@ PEERS = {
     peer.name: peer
     for peer in (
         Peer("liger-kernel", ("liger-kernel",), _liger_triton),
-        Peer("liger-kernel cute", ("liger-kernel", "nvidia-cutlass-dsl"), lambda: _liger("nvidia-cutedsl")),
+        Peer("liger-kernel cute", ("liger-kernel", "nvidia-cutlass-dsl"), lambda tune: _liger("nvidia-cutedsl")),
         Peer("cut-cross-entropy", ("cut-cross-entropy",), _cut_cross_entropy),
         Peer("quack-kernels", ("quack-kernels",), _quack),
         Peer("fla-core", ("fla-core",), _fla),

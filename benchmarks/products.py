@@ -16,7 +16,7 @@ from llmk.ops._chunked_linear import ChunkedLinear
 def linear_ce_products(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, chunk_size: int = 0, **options: Any
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """`fused_linear_ce`'s products by BLAS: those of a forward pass, and of both passes with dW in the inputs' dtype."""
+    """`fused_linear_ce`'s products by BLAS: those of a forward pass, and of both with dW in the inputs' dtype."""
     linear = ChunkedLinear(input.detach(), linear_weight.detach(), None, chunk_size)
     x, weight = linear.x, linear.weight
 

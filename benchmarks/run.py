@@ -39,6 +39,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("ops", nargs="*", metavar="OP", help="operators by name; all by default")
     parser.add_argument("--device", help="cuda if there is one, else cpu")
     parser.add_argument("--peers", metavar="NAME,NAME", help=f"of {', '.join(PEERS)}; or none; all by default")
+    parser.add_argument("--tune", action="store_true", help="let peers tune what they can tune, which takes long")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="time compiled ways too")
     parser.add_argument("--host-only", action="store_true", help="only the host time of small calls")
     parser.add_argument("--repeats", type=int, default=20, help="timed calls of each (default 20)")
@@ -172,9 +173,11 @@ def compiler_config() -> Iterator[dict[str, Any]]:
 def run(options: argparse.Namespace, device: torch.device, config: dict[str, Any]) -> None:
     timer = Timer(device, options.repeats)
     ceilings = measure_ceilings(device, DTYPE, timer)
-    peers = [] if options.host_only else find_peers(options.peers)
+    peers = [] if options.host_only else find_peers(options.peers, options.tune)
     versions = {peer.name: peer.version for peer in peers}
-    results = Results(options.json, header(device, DTYPE, versions, config), ceilings, options.append)
+    results = Results(
+        options.json, header(device, DTYPE, versions, {**config, "tune": options.tune}), ceilings, options.append
+    )
     print(
         f"copy {ceilings['copy_bytes_per_s'] / 1e12:.2f} TB/s, GEMM {ceilings['gemm_flops_per_s'] / 1e12:.0f} TFLOP/s"
         "\nms of forward, of forward and backward (full), of full replayed as a CUDA graph, and of full back to back"

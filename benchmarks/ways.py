@@ -91,7 +91,8 @@ def relative_error(actual: list[Tensor], exact: list[Tensor]) -> float:
     for a, b in zip(actual, exact, strict=False):
         if a.shape != b.shape:
             return float("inf")
-        error = (torch.linalg.vector_norm(a.float() - b) / torch.linalg.vector_norm(b)).item()
+        size = torch.linalg.vector_norm(b).clamp(min=torch.finfo(torch.float32).tiny)
+        error = (torch.linalg.vector_norm(a.float() - b) / size).item()
         errors.append(error if error == error else float("inf"))
     return max(errors)
 
@@ -110,9 +111,7 @@ def own_ways(op: Op, compiled: bool) -> dict[str, Callable[..., Any]]:
 def make_ways(op: Op, sample: Sample, peers: list[Installed], compiled: bool) -> tuple[list[Way], dict[str, dict]]:
     """Every way that works, and the beginnings of all rows: the error of those that do not, how exact peers are."""
     rows: dict[str, dict[str, Any]] = {}
-    functions = own_ways(op, compiled)
-    for name, function in _functions_of_peers(op, sample, peers, rows).items():
-        functions[name] = function
+    functions = own_ways(op, compiled) | _functions_of_peers(op, sample, peers, rows)
     ways = []
     for name, function in functions.items():
         row = rows.setdefault(name, {})
@@ -122,10 +121,11 @@ def make_ways(op: Op, sample: Sample, peers: list[Installed], compiled: bool) ->
             ways.append(way_of(name, op, sample, function))
         except Exception as error:  # whatever a peer raises belongs in its row
             row["error"] = first_line(error)
+    rows = {name: rows[name] for name in functions}
     if op.name in PRODUCTS:
         rows["products alone"] = {}
         ways.append(Way("products alone", *PRODUCTS[op.name](*sample.args, **sample.kwargs)))
-    return ways, {name: rows[name] for name in [*functions, *(n for n in rows if n not in functions)]}
+    return ways, rows
 
 
 def _functions_of_peers(
