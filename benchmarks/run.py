@@ -23,7 +23,7 @@ from tqdm import tqdm
 from benchmarks.host import measure_host
 from benchmarks.peers import PEERS, Installed, find_peers
 from benchmarks.report import Results, header, print_rows
-from benchmarks.timing import Timer, capture, first_line, measure_ceilings
+from benchmarks.timing import Graphs, Timer, first_line, measure_ceilings
 from benchmarks.ways import Way, make_ways
 from llmk.registry import OPS, Cost, Op, Sample
 
@@ -128,18 +128,18 @@ def _take_turns(key: str, calls: dict[str, Any], rows: dict[str, dict[str, Any]]
 def _replay(ways: list[Way], rows: dict[str, dict[str, Any]], timer: Timer, common: dict[str, Any]) -> None:
     """The ways that can be captured, as CUDA graphs; the rows of the others say why not."""
     floors = {part: common[f"floor_{part}_ms"] for part in ("forward", "full")}
-    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+    graphs = Graphs(timer.device)
     for key, part in (("forward_replayed", "forward"), ("replayed", "full")):
-        graphs = {}
+        replays = {}
         for way in ways:
             call = getattr(way, part)
             if call is None or "not_captured" in rows[way.name]:
                 continue
             try:
-                graphs[way.name] = capture(call, pool, stream).replay
+                replays[way.name] = graphs.capture(call).replay
             except Exception as error:  # a call that waits for the device cannot be part of a graph
                 rows[way.name]["not_captured"] = first_line(error)
-        _take_turns(key, graphs, rows, timer)
+        _take_turns(key, replays, rows, timer)
         for row in rows.values():  # kernels on a stream of their own escape a capture
             if row.get(f"{key}_ms", floors[part]) < 0.5 * floors[part]:
                 del row[f"{key}_ms"]

@@ -105,16 +105,23 @@ def rotated(names: list[str], by: int) -> list[str]:
     return names[by:] + names[:by]
 
 
-def capture(call: Call, pool: Any, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-    """The call as a CUDA graph. Its memory is that of the pool's other graphs too, since no results are kept."""
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream), _refusing_to_wait():
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=stream):
-        call()
-    return graph
+class Graphs:
+    """Captures calls as CUDA graphs that share their memory, since no results are kept."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+        # A pool whose graphs are all gone, as after a capture that failed, cannot be used again: one stays.
+        self.first = self.capture(lambda: torch.zeros(1, device=device))
+
+    def capture(self, call: Call) -> torch.cuda.CUDAGraph:
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream), _refusing_to_wait():
+            call()
+        torch.cuda.current_stream().wait_stream(self.stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+            call()
+        return graph
 
 
 @contextlib.contextmanager
