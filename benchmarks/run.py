@@ -148,8 +148,12 @@ def _replay(ways: list[Way], rows: dict[str, dict[str, Any]], timer: Timer, comm
 
 def _sustain(ways: list[Way], rows: dict[str, dict[str, Any]], timer: Timer) -> None:
     for way in ways:
-        if way.full is not None and "error" not in rows[way.name]:
+        if way.full is None or "error" in rows[way.name]:
+            continue
+        try:
             rows[way.name]["full_sustained_ms"] = timer.sustained(way.full)
+        except Exception as error:
+            rows[way.name]["error"] = first_line(error)
 
 
 def samples_of(op: Op, device: torch.device) -> Iterator[Sample]:
