@@ -7,16 +7,29 @@ with Triton's own launch and without dispatcher, checks or schema. It is derived
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from llmk.opcheck.calls import as_list, incoming_gradients, prepare
-from llmk.registry import KernelOp, Op, launch
+from llmk.registry import OPS, KernelOp, Op, launch
 
 CALLS, ROUNDS = 50, 16  # the first round warms up
+
+
+def measure_host(names: Sequence[str], device: torch.device, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+    """The host time of each operator's small call, in microseconds, as a table."""
+    print(f"\n{'host us, forward / both':<24}{'llmk':>16}{'bare Function':>16}{'ratio':>14}{'torch':>16}")
+    for name in names:
+        row = host_times(OPS[name], device, dtype)
+        if row is None:
+            continue
+        times = [f"{row[way][0]:.0f} / {row[way][1]:.0f}" for way in ("llmk", "bare", "torch")]
+        ratio = f"{row['ratio'][0]:.2f} / {row['ratio'][1]:.2f}"
+        print(f"{name:<24}{times[0]:>16}{times[1]:>16}{ratio:>14}{times[2]:>16}")
+        yield row
 
 
 def host_times(op: Op, device: torch.device, dtype: torch.dtype) -> dict[str, Any] | None:

@@ -1,260 +1,210 @@
-"""`python -m benchmarks.run [OP ...]`: time llmk's operators beside plain PyTorch, eager and compiled.
+"""`python -m benchmarks.run [OP ...]`: time llmk's operators beside plain PyTorch, eager and compiled, and the peers.
 
-For each workload of an operator's record: forward, forward and backward, both replayed as a CUDA graph (the device's
-time without the host's), and peak memory above the inputs. The floor is the larger of (bytes it must move / measured
-copy bandwidth) and (operations it must do / measured GEMM rate), both measured first, in the same process; the ratio
-printed is that of the replayed forward and backward. On a CPU one small sample is timed, to keep the code tested.
+For each workload of an operator's record: forward, forward and backward, both replayed as CUDA graphs (the device's
+time without the host's), and peak memory above the inputs. All ways to compute a workload run in one process and take
+turns. The floor is the larger of (bytes it must move / measured copy bandwidth) and (operations it must do / measured
+GEMM rate), both measured first, in the same process; where it is the latter, the chip is kept busy for a second before,
+and each way also runs back to back for a second. On a CPU one small sample is timed, to keep the code tested.
 Last comes the host time of a small eager call, see host.py.
 """
 
 import argparse
-import datetime
-import json
-import platform
-import statistics
+import contextlib
+import gc
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-from torch import Tensor
+import torch._functorch.config
 from tqdm import tqdm
 
-import llmk
-from benchmarks.host import host_times
+from benchmarks.host import measure_host
+from benchmarks.peers import PEERS, Installed, find_peers
+from benchmarks.report import Results, header, print_rows
+from benchmarks.timing import Graphs, Timer, first_line, measure_ceilings
+from benchmarks.ways import Way, make_ways
 from llmk.registry import OPS, Cost, Op, Sample
 
 DTYPE = torch.bfloat16
+CONFIG = {"guess_tangent_strides_as_outputs": True}
+"""Without it torch 2.11 copies gradients whose strides differ from those of a compiled function's outputs."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.run", description="Time llmk's operators beside plain PyTorch."
+        prog="python -m benchmarks.run", description="Time llmk's operators beside plain PyTorch and other libraries."
     )
     parser.add_argument("ops", nargs="*", metavar="OP", help="operators by name; all by default")
     parser.add_argument("--device", help="cuda if there is one, else cpu")
+    parser.add_argument("--peers", metavar="NAME,NAME", help=f"of {', '.join(PEERS)}; or none; all by default")
+    parser.add_argument("--tune", action="store_true", help="let peers tune what they can tune, which takes long")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="time compiled ways too")
     parser.add_argument("--host-only", action="store_true", help="only the host time of small calls")
     parser.add_argument("--repeats", type=int, default=20, help="timed calls of each (default 20)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here, operator by operator")
+    parser.add_argument("--append", action="store_true", help="keep FILE's rows of operators that are not named")
     options = parser.parse_args(arguments)
     for name in options.ops:
         if name not in OPS:
             parser.error(f"no operator {name!r}; there are {', '.join(OPS)}")
+    if options.peers is not None:
+        options.peers = [] if options.peers == "none" else options.peers.split(",")
+        for name in options.peers:
+            if name not in PEERS:
+                parser.error(f"no peer {name!r}; there are {', '.join(PEERS)}")
+    if options.repeats < 1:
+        parser.error(f"--repeats: expected at least 1, got {options.repeats}")
     return options
 
 
-class Timer:
-    """Times calls on a device: the median of several, the cache flushed before each."""
-
-    def __init__(self, device: torch.device, repeats: int) -> None:
-        self.device, self.repeats = device, repeats
-        self.flush = torch.empty(256 * 2**20 if device.type == "cuda" else 0, dtype=torch.int8, device=device)
-
-    def milliseconds(self, fn: Callable[[], Any]) -> float:
-        for _ in range(3):
-            fn()
-        return statistics.median(self._once(fn) for _ in range(self.repeats))
-
-    def replayed(self, fn: Callable[[], Any]) -> float:
-        """Captured as a CUDA graph and replayed: no launch waits for the host."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                fn()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            fn()
-        return self.milliseconds(graph.replay)
-
-    def sustained(self, fn: Callable[[], Any], seconds: float = 1.0) -> float:
-        """Back to back for at least so long: what a chip at its power limit gives."""
-        fn()
-        self._synchronize()
-        start, calls = time.perf_counter(), 0
-        while time.perf_counter() - start < seconds:
-            for _ in range(4):
-                fn()
-            calls += 4
-            self._synchronize()
-        return 1e3 * (time.perf_counter() - start) / calls
-
-    def _once(self, fn: Callable[[], Any]) -> float:
-        if self.device.type != "cuda":
-            start = time.perf_counter()
-            fn()
-            return 1e3 * (time.perf_counter() - start)
-        self.flush.zero_()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        fn()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end)
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def peak_mib(self, fn: Callable[[], Any]) -> float | None:
-        """Peak memory of a call above what was allocated before it."""
-        if self.device.type != "cuda":
-            return None
-        fn()
-        torch.cuda.synchronize(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
-        fn()
-        return (torch.cuda.max_memory_allocated(self.device) - before) / 2**20
-
-
-def measure_ceilings(device: torch.device, timer: Timer) -> dict[str, float]:
-    """Bytes read and written by a copy, and the operations of a large GEMM, per second."""
-    count, size = (2**31, 8192) if device.type == "cuda" else (2**24, 512)
-    source = torch.empty(count, dtype=torch.int8, device=device).random_()
-    target = torch.empty_like(source)
-    copy = timer.milliseconds(lambda: target.copy_(source))
-    a, b = (torch.randn(size, size, dtype=DTYPE, device=device) for _ in range(2))
-    gemm = timer.milliseconds(lambda: a @ b)
-    return {"copy_bytes_per_s": 2e3 * count / copy, "gemm_flops_per_s": 2e3 * size**3 / gemm}
-
-
-def floor_ms(nbytes: int, flops: int, ceilings: dict[str, float]) -> float:
-    return 1e3 * max(nbytes / ceilings["copy_bytes_per_s"], flops / ceilings["gemm_flops_per_s"])
-
-
-def measure(op: Op, sample: Sample, timer: Timer, ceilings: dict[str, float]) -> list[dict[str, Any]]:
-    """A row for each way to compute the sample."""
+def beginning_of_row(op: Op, sample: Sample, ceilings: dict[str, float]) -> dict[str, Any]:
+    """What every way's row has: which workload, which bound and its floors."""
     cost = op.cost(*sample.args, **sample.kwargs) if op.cost else Cost()
-    floors = (
-        floor_ms(cost.bytes_forward, cost.flops_forward, ceilings),
-        floor_ms(cost.bytes_full, cost.flops_full, ceilings),
-    )
-    bound = (
-        "memory"
-        if cost.bytes_full / ceilings["copy_bytes_per_s"] > cost.flops_full / ceilings["gemm_flops_per_s"]
-        else "matrix"
-    )
-    rows = []
-    for name, fn in (
-        ("llmk eager", op.overload),
-        ("llmk compiled", torch.compile(op.overload, fullgraph=True, dynamic=False)),
-        ("torch eager", op.reference),
-        ("torch compiled", torch.compile(op.reference, dynamic=False)),
-    ):
-        torch._dynamo.reset()
+
+    def times(nbytes: int, flops: int) -> tuple[float, float]:
+        return 1e3 * nbytes / ceilings["copy_bytes_per_s"], 1e3 * flops / ceilings["gemm_flops_per_s"]
+
+    forward, full = times(cost.bytes_forward, cost.flops_forward), times(cost.bytes_full, cost.flops_full)
+    bound = "memory" if full[0] > full[1] else "matrix"
+    return {"bound": bound, "floor_forward_ms": max(forward), "floor_full_ms": max(full)}
+
+
+def measure(
+    op: Op, sample: Sample, timer: Timer, ceilings: dict[str, float], peers: list[Installed], compiled: bool
+) -> list[dict[str, Any]]:
+    """A row for each way to compute the sample."""
+    common = beginning_of_row(op, sample, ceilings)
+    torch._dynamo.reset()
+    release(timer)
+    ways, rows = make_ways(op, sample, peers, compiled)
+    release(timer)
+    ways = [way for way in ways if _warm_up(way, rows[way.name], timer)]
+    if common["bound"] == "matrix" and timer.on_gpu and ways:
+        timer.sustained(ways[0].full or ways[0].forward)
+    _take_turns("forward", {way.name: way.forward for way in ways}, rows, timer)
+    _take_turns("full", {way.name: way.full for way in ways if way.full}, rows, timer)
+    if timer.on_gpu:
+        _replay(ways, rows, timer, common)
+        if common["bound"] == "matrix":
+            _sustain(ways, rows, timer)
+    return [
+        {"op": op.name, "workload": sample.why, "way": name, **common, "peak_mib": None, **row}
+        for name, row in rows.items()
+    ]
+
+
+def release(timer: Timer) -> None:
+    """Give back what the last ways held."""
+    gc.collect()
+    if timer.on_gpu:
+        torch.cuda.empty_cache()
+
+
+def _warm_up(way: Way, row: dict[str, Any], timer: Timer) -> bool:
+    """Whether the way runs, everything compiled; its peak memory."""
+    try:
+        for call in (way.forward, way.full or way.forward):
+            for _ in range(2):
+                call()
+        row["peak_mib"] = timer.peak_mib(way.full or way.forward)
+        if way.full is None:
+            row["error"] = "forward only"
+    except Exception as error:  # whatever a peer raises belongs in its row
+        row["error"] = first_line(error)
+        return False
+    return True
+
+
+def _take_turns(key: str, calls: dict[str, Any], rows: dict[str, dict[str, Any]], timer: Timer) -> None:
+    times, failed = timer.in_turns(calls)
+    for name, ms in times.items():
+        rows[name][f"{key}_ms"] = ms
+    for name, error in failed.items():
+        rows[name].setdefault("error", error)
+
+
+def _replay(ways: list[Way], rows: dict[str, dict[str, Any]], timer: Timer, common: dict[str, Any]) -> None:
+    """The ways that can be captured, as CUDA graphs; the rows of the others say why not."""
+    floors = {part: common[f"floor_{part}_ms"] for part in ("forward", "full")}
+    graphs = Graphs(timer.device)
+    for key, part in (("forward_replayed", "forward"), ("replayed", "full")):
+        replays = {}
+        for way in ways:
+            call = getattr(way, part)
+            if call is None or "not_captured" in rows[way.name]:
+                continue
+            try:
+                replays[way.name] = graphs.capture(call).replay
+            except Exception as error:  # a call that waits for the device cannot be part of a graph
+                rows[way.name]["not_captured"] = first_line(error)
+        _take_turns(key, replays, rows, timer)
+        for row in rows.values():  # kernels on a stream of their own escape a capture
+            if row.get(f"{key}_ms", floors[part]) < 0.5 * floors[part]:
+                del row[f"{key}_ms"]
+                row["not_captured"] = "the graph does less than the call"
+
+
+def _sustain(ways: list[Way], rows: dict[str, dict[str, Any]], timer: Timer) -> None:
+    for way in ways:
+        if way.full is None or "error" in rows[way.name]:
+            continue
         try:
-            row = _time(op, sample, fn, timer, sustained=bound == "matrix" and timer.device.type == "cuda")
-        except torch.cuda.OutOfMemoryError:
-            row = {"error": "out of memory"}
-        rows.append(
-            {"op": op.name, "workload": sample.why, "way": name, "bound": bound,
-             "floor_forward_ms": floors[0], "floor_full_ms": floors[1], **row}
-        )  # fmt: skip
-    return rows
+            rows[way.name]["full_sustained_ms"] = timer.sustained(way.full)
+        except Exception as error:
+            rows[way.name]["error"] = first_line(error)
 
 
-def _time(op: Op, sample: Sample, fn: Callable[..., Any], timer: Timer, sustained: bool) -> dict[str, Any]:
-    bound = op.bind(sample)
-    wanted = [bound[name] for name in op.trained or op.differentiable if isinstance(bound.get(name), Tensor)]
-
-    def forward() -> Any:
-        with torch.no_grad():
-            return fn(*sample.args, **sample.kwargs)
-
-    for tensor in wanted:
-        tensor.requires_grad_()
-    outputs = _as_tuple(fn(*sample.args, **sample.kwargs))
-    grads = [torch.randn_like(output) for output in outputs]
-    del outputs
-
-    def full() -> None:
-        torch.autograd.grad(_as_tuple(fn(*sample.args, **sample.kwargs)), wanted, grads)
-
-    row: dict[str, Any] = {"forward_ms": timer.milliseconds(forward), "full_ms": timer.milliseconds(full)}
-    row["peak_mib"] = timer.peak_mib(full)
-    if timer.device.type == "cuda":
-        row["replayed_ms"] = timer.replayed(full)
-    if sustained:
-        row["full_sustained_ms"] = timer.sustained(full)
-    return row
+def samples_of(op: Op, device: torch.device) -> Iterator[Sample]:
+    """The workloads, one after the other; on a CPU the first small sample."""
+    torch.manual_seed(0)
+    if device.type == "cuda":
+        yield from op.workloads(device, DTYPE) if op.workloads else ()
+    else:
+        yield next(iter(op.samples(device, DTYPE)))
 
 
-def _as_tuple(outputs: Any) -> tuple[Tensor, ...]:
-    return outputs if isinstance(outputs, tuple) else (outputs,)
+@contextlib.contextmanager
+def compiler_config() -> Iterator[dict[str, Any]]:
+    """The settings of CONFIG that this PyTorch has, for all compiled ways alike."""
+    config = torch._functorch.config
+    known = {name: value for name, value in CONFIG.items() if hasattr(config, name)}
+    with config.patch(known):  # type: ignore[attr-defined]
+        yield known
 
 
-def print_rows(rows: Sequence[dict[str, Any]]) -> None:
-    """One workload: a line for each way to compute it."""
-    title = f"{rows[0]['op']}, {rows[0]['workload']}"
-    tqdm.write(f"\n{title:<36}{'forward':>9}{'full':>9}{'replayed':>10}{'x floor':>9}{'MiB':>7}")
-    for row in rows:
-        head = f"  {row['way']:<34}"
-        if "error" in row:
-            tqdm.write(f"{head}{row['error']}")
-            continue
-        memory = "" if row["peak_mib"] is None else f"{row['peak_mib']:.0f}"
-        replayed = ratio = ""
-        if "replayed_ms" in row:
-            replayed = f"{row['replayed_ms']:.3f}"
-            ratio = f"{row['replayed_ms'] / row['floor_full_ms']:.2f}" if row["floor_full_ms"] else ""
-        tqdm.write(f"{head}{row['forward_ms']:>9.3f}{row['full_ms']:>9.3f}{replayed:>10}{ratio:>9}{memory:>7}")
-
-
-def measure_host(names: Sequence[str], device: torch.device) -> list[dict[str, Any]]:
-    """The host time of each operator's small call, in microseconds, as a table."""
-    print(f"\n{'host us, forward / both':<24}{'llmk':>16}{'bare Function':>16}{'ratio':>14}{'torch':>16}")
-    rows: list[dict[str, Any]] = []
-    for name in names:
-        row = host_times(OPS[name], device, DTYPE)
-        if row is None:
-            continue
-        rows.append(row)
-        times = [f"{row[way][0]:.0f} / {row[way][1]:.0f}" for way in ("llmk", "bare", "torch")]
-        ratio = f"{row['ratio'][0]:.2f} / {row['ratio'][1]:.2f}"
-        print(f"{name:<24}{times[0]:>16}{times[1]:>16}{ratio:>14}{times[2]:>16}")
-    return rows
+def run(options: argparse.Namespace, device: torch.device, config: dict[str, Any]) -> None:
+    timer = Timer(device, options.repeats)
+    ceilings = measure_ceilings(device, DTYPE, timer)
+    peers = [] if options.host_only else find_peers(options.peers, options.tune)
+    versions = {peer.name: peer.version for peer in peers}
+    results = Results(
+        options.json, header(device, DTYPE, versions, {**config, "tune": options.tune}), ceilings, options.append
+    )
+    print(
+        f"copy {ceilings['copy_bytes_per_s'] / 1e12:.2f} TB/s, GEMM {ceilings['gemm_flops_per_s'] / 1e12:.0f} TFLOP/s"
+        "\nms of forward, of forward and backward (full), of full replayed as a CUDA graph, and of full back to back"
+        "\nfor a second; the last two, where there are any, beside the floor and the best of peers and compiled torch"
+    )
+    names = options.ops or list(OPS)
+    for name in tqdm([] if options.host_only else names, desc="ops", disable=not sys.stderr.isatty()):
+        rows: list[dict[str, Any]] = []
+        for sample in samples_of(OPS[name], device):
+            measured = measure(OPS[name], sample, timer, ceilings, peers, options.compile)
+            print_rows(measured)
+            rows += measured
+        results.replace("rows", name, rows)
+    release(timer)
+    for row in measure_host(names, device, DTYPE):
+        results.replace("host_us", row["op"], [row])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    timer = Timer(device, options.repeats)
-    ceilings = measure_ceilings(device, timer)
-    print(
-        f"copy {ceilings['copy_bytes_per_s'] / 1e12:.2f} TB/s, GEMM {ceilings['gemm_flops_per_s'] / 1e12:.0f} TFLOP/s"
-        "\nms of forward, of forward and backward (full), and of full replayed as a CUDA graph"
-    )
-    rows: list[dict[str, Any]] = []
-    for name in tqdm(
-        [] if options.host_only else options.ops or list(OPS), desc="ops", disable=not sys.stderr.isatty()
-    ):
-        op = OPS[name]
-        calls = op.workloads if device.type == "cuda" else op.samples
-        if calls is None:
-            continue
-        torch.manual_seed(0)
-        for i, sample in enumerate(calls(device, DTYPE)):
-            if device.type != "cuda" and i > 0:
-                break
-            measured = measure(op, sample, timer, ceilings)
-            print_rows(measured)
-            rows += measured
-    host = measure_host(options.ops or list(OPS), device)
-    if options.json:
-        about = {
-            "llmk": llmk.__version__, "torch": torch.__version__, "triton": triton.__version__,
-            "python": platform.python_version(), "date": datetime.date.today().isoformat(),
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", "dtype": str(DTYPE),
-        }  # fmt: skip
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(
-            json.dumps({**about, "ceilings": ceilings, "rows": rows, "host_us": host}, indent=1) + "\n"
-        )
+    with compiler_config() as config:
+        run(options, device, config)
     return 0
 
 

@@ -1,17 +1,141 @@
-"""The benchmark runs where there is no GPU, and writes what it measured."""
+"""The benchmark runs where there is no GPU, compares with peers that compute the same, and writes what it measured."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+
+from benchmarks import chunks, peers
+from benchmarks.report import Results, best_peer
 from benchmarks.run import main
+from benchmarks.timing import Timer
+
+OWN_WAYS = ["llmk eager", "llmk compiled", "torch eager", "torch compiled"]
+
+
+def run(file: Path, *arguments: str) -> dict[str, Any]:
+    assert main([*arguments, "--device", "cpu", "--repeats", "1", "--json", str(file)]) == 0
+    return json.loads(file.read_text())
+
+
+@pytest.fixture
+def add_peer(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[..., Any]], None]:
+    """Make the only peers those of the test, each one a way to compute swiglu."""
+    monkeypatch.setattr(peers, "PEERS", {})
+
+    def add(name: str, function: Callable[..., Any], distribution: str = "torch") -> None:
+        peers.PEERS[name] = peers.Peer(name, (distribution,), lambda tune: {"swiglu": lambda *args: function})
+
+    return add
 
 
 def test_one_operator(tmp_path: Path) -> None:
-    file = tmp_path / "results.json"
-    assert main(["swiglu", "--device", "cpu", "--repeats", "1", "--json", str(file)]) == 0
-    results = json.loads(file.read_text())
-    assert [row["way"] for row in results["rows"]] == ["llmk eager", "llmk compiled", "torch eager", "torch compiled"]
+    results = run(tmp_path / "results.json", "swiglu", "--peers", "none")
+    assert [row["way"] for row in results["rows"]] == OWN_WAYS
     assert all(row["full_ms"] > 0 for row in results["rows"])
+    assert results["config"]["guess_tangent_strides_as_outputs"]
     (host,) = results["host_us"]
     assert host["op"] == "swiglu"
     assert host["ratio"] == [a / b for a, b in zip(host["llmk"], host["bare"], strict=True)]
+
+
+def test_a_right_and_a_wrong_peer(tmp_path: Path, add_peer: Any) -> None:
+    def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.silu(gate) * up
+
+    def wrong_gradient(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return swiglu(gate, up.detach()) + 0 * up
+
+    def broken(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no such kernel\nand more")
+
+    add_peer("right", swiglu)
+    add_peer("wrong", wrong_gradient)
+    add_peer("broken", broken)
+    results = run(tmp_path / "results.json", "swiglu", "--no-compile")
+    rows = {row["way"]: row for row in results["rows"]}
+    assert results["peers"] == dict.fromkeys(("right", "wrong", "broken"), peers.PEERS["right"].version())
+    assert list(rows) == ["llmk eager", "torch eager", "right", "wrong", "broken"]
+    assert rows["right"]["full_ms"] > 0
+    assert 0 < rows["right"]["check_error"] < 2e-2
+    assert rows["wrong"]["error"] == "wrong result (1)"
+    assert rows["broken"]["error"] == "RuntimeError: no such kernel"
+    assert "full_ms" not in rows["wrong"]
+    assert best_peer(results["rows"]) == rows["right"]["full_ms"]
+
+
+def test_a_peer_that_overwrites_its_inputs_spoils_no_one_elses(tmp_path: Path, add_peer: Any) -> None:
+    seen: list[bool] = []
+
+    def careless(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        result = torch.nn.functional.silu(gate.clone()) * up  # right in its check, and on what it has left itself not
+        gate.data.fill_(float("nan"))
+        return result
+
+    def watching(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        seen.append(bool(gate.isnan().any()))
+        return torch.nn.functional.silu(gate) * up
+
+    add_peer("careless", careless)
+    add_peer("watching", watching)
+    results = run(tmp_path / "results.json", "swiglu", "--no-compile")
+    assert all("error" not in row for row in results["rows"])
+    assert len(seen) > 3
+    assert not any(seen)
+
+
+def test_a_missing_peer_is_skipped_with_a_word(
+    tmp_path: Path, add_peer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_peer("absent", lambda gate, up: gate, distribution="no-such-distribution")
+    results = run(tmp_path / "results.json", "swiglu", "--no-compile")
+    assert results["peers"] == {}
+    assert "absent: missing" in capsys.readouterr().out
+
+
+def test_calls_take_turns() -> None:
+    order: list[str] = []
+    calls = {name: (lambda name=name: order.append(name)) for name in "abc"}
+    times, failed = Timer(torch.device("cpu"), repeats=8).in_turns(calls)
+    assert set(times) == set("abc")
+    assert not failed
+    assert "".join(order[6:]) == "aabbcc" + "bbccaa" + "ccaabb" + "aabbcc"  # after two calls of each to warm up
+
+
+def test_a_call_that_fails_leaves_the_others() -> None:
+    def fail() -> None:
+        raise ValueError("too long\nfor a row")
+
+    times, failed = Timer(torch.device("cpu"), repeats=2).in_turns({"good": lambda: None, "bad": fail})
+    assert set(times) == {"good"}
+    assert failed == {"bad": "ValueError: too long"}
+
+
+def test_append_merges_operators_and_refuses_another_machine(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    first = run(file, "swiglu", "--no-compile", "--peers", "none")
+    both = run(file, "add", "--no-compile", "--peers", "none", "--append")
+    assert {row["op"] for row in both["rows"]} == {"add", "swiglu"}
+    assert [row for row in both["rows"] if row["op"] == "swiglu"] == first["rows"]
+    again = run(file, "swiglu", "--no-compile", "--peers", "none", "--append")
+    assert len(again["rows"]) == len(both["rows"])
+    about = {key: value for key, value in again.items() if key not in ("rows", "host_us", "ceilings")}
+    with pytest.raises(ValueError, match="another device"):
+        Results(file, {**about, "device": "another"}, {}, append=True)
+
+
+def test_products_alone_are_a_way_of_fused_linear_ce(tmp_path: Path) -> None:
+    results = run(tmp_path / "results.json", "fused_linear_ce", "--no-compile", "--peers", "none")
+    assert [row["way"] for row in results["rows"]] == ["llmk eager", "torch eager", "products alone"]
+    assert results["rows"][-1]["full_ms"] > 0
+
+
+def test_chunks(tmp_path: Path) -> None:
+    file = tmp_path / "chunks.json"
+    assert chunks.main(["--device", "cpu", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["chunk_size"] for row in rows] == list(chunks.SMALL_CHUNK_SIZES)
+    assert all(row["ms"] > 0 and row["products_ms"] > 0 for row in rows)

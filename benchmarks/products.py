@@ -1,0 +1,40 @@
+"""The matrix products of a linear layer fused with its loss, and nothing else: no such operator can be faster.
+
+Under sustained matrix work a chip is limited by its power and runs below the rate of a short burst, so that the time of
+the products alone, in the same chunks, is the honest limit of an operator that is made of them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmk.ops._chunked_linear import ChunkedLinear
+
+
+def linear_ce_products(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, chunk_size: int = 0, **options: Any
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """`fused_linear_ce`'s products by BLAS: those of a forward pass, and of both with dW in the inputs' dtype."""
+    linear = ChunkedLinear(input.detach(), linear_weight.detach(), None, chunk_size)
+    x, weight = linear.x, linear.weight
+
+    def forward() -> None:
+        for _ in linear.chunks():
+            pass
+
+    def full() -> None:
+        dx, dw = torch.empty_like(x), torch.empty_like(weight)
+        for rows, logits in linear.chunks():
+            torch.mm(logits, weight, out=dx[rows])
+            if rows.start == 0:
+                torch.mm(logits.t(), x[rows], out=dw)
+            else:
+                torch.addmm(dw, logits.t(), x[rows], out=dw)
+
+    return forward, full
+
+
+PRODUCTS = {"fused_linear_ce": linear_ce_products}
+"""By operator: what makes the two calls from a sample's arguments."""

@@ -1,0 +1,85 @@
+"""What a benchmark run says: a table on the terminal, and a JSON file that several runs may fill."""
+
+import datetime
+import json
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from tqdm import tqdm
+
+import llmk
+from llmk.registry import OPS
+
+COLUMNS = ("forward", "full", "replayed", "sustained", "x floor", "x peer", "MiB")
+SAME = ("llmk", "torch", "triton", "python", "device", "dtype", "config")
+"""What must agree for rows to share a file."""
+
+
+def header(device: torch.device, dtype: torch.dtype, peers: dict[str, str], config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "llmk": llmk.__version__, "torch": torch.__version__, "triton": triton.__version__,
+        "python": platform.python_version(), "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", "dtype": str(dtype),
+        "peers": peers, "config": config,
+    }  # fmt: skip
+
+
+class Results:
+    """The JSON file of a run; with `append` it keeps the rows of operators that are not measured anew."""
+
+    def __init__(self, file: Path | None, about: dict[str, Any], ceilings: dict[str, float], append: bool) -> None:
+        self.file = file
+        self.content: dict[str, Any] = {**about, "ceilings": ceilings, "rows": [], "host_us": []}
+        if append and file is not None and file.exists():
+            old = json.loads(file.read_text())
+            self._require_same(old)
+            self.content["peers"] = old["peers"] | about["peers"]
+            self.content["rows"], self.content["host_us"] = old["rows"], old["host_us"]
+
+    def _require_same(self, old: dict[str, Any]) -> None:
+        new = self.content
+        different = [key for key in SAME if old.get(key) != new[key]]
+        known = old.get("peers", {})
+        different += [name for name in new["peers"] if known.get(name, new["peers"][name]) != new["peers"][name]]
+        if "peers" not in old or different:
+            raise ValueError(f"--append: {self.file} was measured with another {', '.join(different) or 'schema'}")
+
+    def replace(self, kind: str, op: str, rows: Sequence[dict[str, Any]]) -> None:
+        """Put an operator's `rows` or `host_us` in place of older ones, and write the file: a run may be cut short."""
+        kept = [row for row in self.content[kind] if row["op"] != op]
+        order = list(OPS)
+        self.content[kind] = sorted([*kept, *rows], key=lambda row: order.index(row["op"]))
+        if self.file is not None:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            self.file.write_text(json.dumps(self.content, indent=1) + "\n")
+
+
+def figure(row: dict[str, Any]) -> float | None:
+    """The milliseconds of forward and backward that ways are compared by: sustained, else replayed, else as called."""
+    return row.get("full_sustained_ms") or row.get("replayed_ms") or row.get("full_ms")
+
+
+def best_peer(rows: Sequence[dict[str, Any]]) -> float | None:
+    """The figure of the fastest way that is not llmk's: a peer's or compiled PyTorch's."""
+    others = [row for row in rows if not row["way"].startswith(("llmk", "torch eager", "products"))]
+    return min((ms for row in others if "error" not in row and (ms := figure(row))), default=None)
+
+
+def print_rows(rows: Sequence[dict[str, Any]]) -> None:
+    """One workload: a line for each way to compute it."""
+    tqdm.write(f"\n{rows[0]['op']}, {rows[0]['workload']}: floor {rows[0]['floor_full_ms']:.3f} ms")
+    tqdm.write(f"  {'':<20}" + "".join(f"{column:>10}" for column in COLUMNS))
+    best = best_peer(rows)
+    for row in rows:
+        ms, floor = figure(row), row["floor_full_ms"]
+        cells = [row.get(f"{key}_ms") for key in ("forward", "full", "replayed", "full_sustained")]
+        texts = ["" if cell is None else f"{cell:.3f}" for cell in cells]
+        texts += [f"{ms / other:.2f}" if ms and other else "" for other in (floor, best)]
+        texts += ["" if row.get("peak_mib") is None else f"{row['peak_mib']:.0f}"]
+        notes = [row["error"]] if "error" in row else []
+        notes += [f"not captured: {row['not_captured']}"] if "not_captured" in row else []
+        tqdm.write(f"  {row['way']:<20}" + "".join(f"{text:>10}" for text in texts) + "  " + "; ".join(notes))
