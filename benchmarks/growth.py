@@ -94,7 +94,7 @@ CURVES = (
 
 
 def points(curve: Curve, device: torch.device) -> Iterator[tuple[int, Sample, bool]]:
-    """Each size, its call, and whether plain PyTorch is timed there too: not everywhere, for compiling takes seconds."""
+    """Each size, its call, and whether plain PyTorch is timed too: not everywhere, for compiling takes seconds."""
     small = device.type != "cuda"
 
     def randn(*shape: int) -> Tensor:
@@ -132,7 +132,7 @@ def _time(op: Op, sample: Sample, fn: Callable[..., Any], timer: Timer) -> dict[
         return {"error": "out of memory"}
 
 
-def _forward_and_backward(op: Op, sample: Sample, fn: Callable[..., Any]) -> Callable[[], None]:
+def _forward_and_backward(op: Op, sample: Sample, fn: Callable[..., Any]) -> Callable[[], Any]:
     bound = op.bind(sample)
     wanted = [bound[name].requires_grad_() for name in op.trained or op.differentiable if name in bound]
 
@@ -141,7 +141,7 @@ def _forward_and_backward(op: Op, sample: Sample, fn: Callable[..., Any]) -> Cal
         return outputs if isinstance(outputs, tuple) else (outputs,)
 
     grads = [torch.randn_like(output) for output in call()]
-    return lambda: torch.autograd.grad(call(), wanted, grads) and None
+    return lambda: torch.autograd.grad(call(), wanted, grads)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -166,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.manual_seed(0)
     timer = Timer(device, options.repeats)
     ceilings = measure_ceilings(device, timer)
-    print(f"{'':<36}{'size':>9}{'ms':>10}{'x floor':>9}{'MiB':>9}")
+    print(f"{'':<44}{'size':>9}{'ms':>10}{'x floor':>9}{'MiB':>9}")
     rows: list[dict[str, Any]] = []
     for curve in tqdm([curve for curve in CURVES if curve.op in (options.ops or OPS)], disable=not sys.stderr.isatty()):
         for row in measure(curve, timer, ceilings):

@@ -2,7 +2,7 @@
 
 Of `benchmarks.run`'s results: for each operator, `NAME.svg` has a bar for every way to compute each workload, as a
 multiple of its floor, and `NAME-memory.svg` has a fused loss's peak memory. Of `benchmarks.growth`'s results:
-`NAME-AGAINST.svg` has time and memory against one size. The same results make the same files, byte for byte.
+`NAME-SIZE.svg` has time and memory against one size. The same results make the same files, byte for byte.
 """
 
 import argparse
@@ -34,7 +34,7 @@ COLOURS = {
 }
 """By way, in the order of the bars: Okabe and Ito's palette, which colour-blind readers tell apart, and greys."""
 
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "llmk",
     "font.size": 9,
@@ -88,7 +88,7 @@ def charts(results: dict[str, Any]) -> dict[str, Figure]:
     )
     with mpl.rc_context(STYLE):
         if "against" in rows[0]:
-            return {f"{op}-{against}": _growth(same, about) for (op, against), same in _by(rows, "op", "against")}
+            return {_growth_name(*key): _growth(same, about) for key, same in _by(rows, "op", "against")}
         figures = {}
         for (op,), same in _by(rows, "op"):
             figures[op] = _draw_bars(_times(op, same), about)
@@ -199,29 +199,39 @@ def _draw_bar(axes: Axes, bar: Bar, y: float, limit: float) -> None:
 
 
 def _growth(rows: list[dict[str, Any]], about: str) -> Figure:
-    """Time as a multiple of the floor, and peak memory, against one size."""
+    """Time as a multiple of the floor, and peak memory where it was measured, against one size."""
     figure = Figure((WIDTH, 2.9))
-    time, memory = (figure.add_axes((left, 0.25, 0.385, 0.5)) for left in (0.075, 0.595))
+    time = _panel(figure, 0.075, "time as a multiple of the floor", rows[0]["against"])
     for (way,), same in _by(rows, "way"):
         _line(time, way, {row["size"]: _multiple(row) for row in same}, LIMIT)
-        _line(memory, way, {row["size"]: row.get("peak_mib") for row in same})
     time.axhline(1.0, color=INK, linewidth=0.9, linestyle=(0, (2, 2)))
     time.set_ylim(0.8, LIMIT * 1.04)
-    time.set_title("time as a multiple of the floor", fontsize=9, color=INK, loc="left")
-    memory.set_title("peak memory above the inputs, MiB", fontsize=9, color=INK, loc="left")
-    _memory_axis(memory, [row["peak_mib"] for row in rows if row.get("peak_mib")])
-    for axes in (time, memory):
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_xlabel(rows[0]["against"], color=INK)
-        axes.tick_params(colors=FAINT)
-        axes.grid(axis="y", color="#e4e4e4", linewidth=0.6)
-        axes.set_axisbelow(True)
-    lines = {line.get_label(): line for line in time.get_lines() if line.get_label() in COLOURS}
-    figure.legend(lines.values(), lines, loc="upper right", ncols=2, frameon=False, bbox_to_anchor=(1.0, 1.02))
+    weighed = [row for row in rows if "error" in row or row["peak_mib"] is not None]
+    if weighed:  # not on a CPU
+        memory = _panel(figure, 0.595, "peak memory above the inputs, MiB", rows[0]["against"])
+        for (way,), same in _by(weighed, "way"):
+            _line(memory, way, {row["size"]: row.get("peak_mib") for row in same})
+        _memory_axis(memory, [row["peak_mib"] for row in weighed if "error" not in row])
+    figure.legend(*time.get_legend_handles_labels(), loc="lower right", ncols=2, frameon=False, borderaxespad=0.2)
     _caption(figure, f"{rows[0]['op']}: {rows[0]['fixed']}", about)
     return figure
+
+
+def _panel(figure: Figure, left: float, title: str, against: str) -> Axes:
+    axes = figure.add_axes((left, 0.25, 0.385, 0.56))
+    axes.set_title(title, fontsize=9, color=INK, loc="left")
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel(against, color=INK)
+    axes.tick_params(colors=FAINT)
+    axes.grid(axis="y", color="#e4e4e4", linewidth=0.6)
+    axes.set_axisbelow(True)
+    return axes
+
+
+def _growth_name(op: str, against: str) -> str:
+    return f"{op}-{against.replace(' ', '-')}"
 
 
 def _multiple(row: dict[str, Any]) -> float | None:
@@ -229,7 +239,7 @@ def _multiple(row: dict[str, Any]) -> float | None:
 
 
 def _line(axes: Axes, way: str, points: dict[int, float | None], top: float = float("inf")) -> None:
-    """A way's points by size; those above `top` are triangles there with their value, those that failed crosses."""
+    """A way's points by size; above `top` triangles with their value; crosses at the top failed."""
     known = {size: value for size, value in sorted(points.items()) if value is not None}
     look: dict[str, Any] = {"color": COLOURS[way], "clip_on": False}
     inside = [min(value, top) for value in known.values()]
