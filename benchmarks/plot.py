@@ -7,6 +7,7 @@ multiple of its floor, and `NAME-memory.svg` has a fused loss's peak memory. Of 
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -92,8 +93,9 @@ def charts(results: dict[str, Any]) -> dict[str, Figure]:
         figures = {}
         for (op,), same in _by(rows, "op"):
             figures[op] = _draw_bars(_times(op, same), about)
-            if op.startswith("fused_linear"):
-                figures[f"{op}-memory"] = _draw_bars(_memory(op, same), about)
+            weighed = [row for row in same if re.fullmatch(r"\d+x\d+x\d+", row["workload"])]
+            if op.startswith("fused_linear") and any(row.get("peak_mib") for row in weighed):
+                figures[f"{op}-memory"] = _draw_bars(_memory(op, weighed), about)
         return figures
 
 
@@ -144,9 +146,9 @@ def _microseconds(op: str, rows: list[dict[str, Any]]) -> Bars:
 
 
 def _memory(op: str, rows: list[dict[str, Any]]) -> Bars:
-    """Peak memory by vocabulary, the last number of a workload's name."""
+    """Peak memory by vocabulary: workloads are named after tokens, hidden size and vocabulary."""
     groups = {}
-    for (workload,), same in sorted(_by(rows, "workload"), key=lambda group: int(group[0][0].rpartition("x")[2])):
+    for (workload,), same in sorted(_by(rows, "workload"), key=lambda group: int(group[0][0].split("x")[2])):
         N, H, V = (int(size) for size in workload.split("x"))
         measured = [row for row in same if "error" in row or row.get("peak_mib")]
         bars = [_bar(row, lambda row: row["peak_mib"], 1.0, "{:,.0f}") for row in measured if row["way"] != PRODUCTS]

@@ -66,6 +66,13 @@ def test_bar_charts(tmp_path: Path) -> None:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
+def test_results_of_a_cpu(tmp_path: Path) -> None:
+    cpu = row("fused_linear_ce", "powers of two", "llmk eager", bound="matrix", full_ms=1.25, peak_mib=None)
+    assert set(plot.charts({**ABOUT, "rows": [cpu]})) == {"fused_linear_ce"}
+    plot.main([str(write(tmp_path, [cpu]))])
+    assert "2.50" in texts(tmp_path / "fused_linear_ce.svg")
+
+
 def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="other-kernels"):
         plot.charts({**ABOUT, "rows": [row("softmax", "8192x4096", "other-kernels")]})

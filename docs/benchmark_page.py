@@ -40,7 +40,7 @@ def plots_of(op: str, folder: Path, shown_from: str) -> Iterator[str]:
         yield f"![{text}]({shown_from}/{path.name})"
 
 
-def benchmark_tables() -> str:
+def benchmark_tables(plots: Path) -> str:
     """What the page includes: where it was measured, a table for each operator, memory, and the growth curves."""
     results = json.loads(TIMES.read_text())
     rows = [row for row in results["rows"] if row["floor_full_ms"]]
@@ -51,7 +51,8 @@ def benchmark_tables() -> str:
     fused = [row for row in rows if row["op"].startswith("fused_linear")]
     parts += ["## Memory", "Peak memory of forward and backward above the inputs, in MiB, gradients included."]
     parts.append(_scrolling(_memory_table(fused)))
-    parts += [f"![{op}: peak memory](ops/plots/{op}-memory.svg)" for op in dict.fromkeys(row["op"] for row in fused)]
+    charts_of_memory = (plots / f"{op}-memory.svg" for op in dict.fromkeys(row["op"] for row in fused))
+    parts += [f"![peak memory](ops/plots/{chart.name})" for chart in charts_of_memory if chart.exists()]
     if GROWTH.exists():
         parts += ["## Growth", *_growth(json.loads(GROWTH.read_text()))]
     return "\n\n".join(parts) + "\n"
@@ -71,9 +72,9 @@ def _about(results: Row) -> str:
 def _legend() -> str:
     return (
         "In milliseconds; the multiple of the floor in brackets. The target is judged on llmk's eager operator, and "
-        "on the compiled one where that comes out differently. A target in products is a multiple of the operator's "
-        "own matrix products alone, timed back to back like the operator; one in ms is of an eager call, the host "
-        "included. None is met while another way is faster in the same run."
+        "on the compiled one where that comes out differently. A target in floors is of single calls, replayed; one in "
+        "products is a multiple of the operator's own matrix products alone, both timed back to back; one in ms is of "
+        "an eager call, the host included. None is met while another way is faster in the same run."
     )
 
 
@@ -124,7 +125,7 @@ def _verdict(by_way: dict[str, Row], same: list[Row]) -> str:
     eager, compiled = (judge(by_way[way], same) for way in ("llmk eager", "llmk compiled"))
     assert eager is not None
     assert compiled is not None
-    number = "{:.3f} ms" if target.unit == "ms" else "{:.2f}"
+    number = "{:.3f} ms" if target.unit == "ms" else "{:.3f}"
     text = ", ".join(["**met**" if eager.met else "missed", number.format(eager.reached), *eager.misses])
     if eager.met == compiled.met:
         return text

@@ -28,7 +28,7 @@ def write_pages(folder: Path) -> None:
     draw_plots(folder / "plots")
     pages = {f"{name}.md": op_page(op) + _plots(op, folder / "plots") for name, op in OPS.items()}
     pages |= {"index.md": index_page(list(OPS.values())), "_checks.md": checks_table()}
-    pages |= {"_benchmarks.md": benchmark_tables()}
+    pages |= {"_benchmarks.md": benchmark_tables(folder / "plots")}
     for old in folder.glob("*.md"):
         if old.name not in pages:
             old.unlink()
