@@ -54,7 +54,9 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_site_builds(tmp_path: Path) -> None:
-    missing = [name for name in ("sphinx", "furo", "myst_parser") if importlib.util.find_spec(name) is None]
+    missing = [
+        name for name in ("sphinx", "furo", "myst_parser", "matplotlib") if importlib.util.find_spec(name) is None
+    ]
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)}")
     out = tmp_path / "html"

@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmark_page import benchmark_tables, draw_plots, plots_of
 from sphinx.ext.napoleon import Config, GoogleDocstring
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -18,8 +18,6 @@ import llmk
 from llmk.opcheck.promises import GPU_PROMISES, PROMISES
 from llmk.registry import OPS, RULE, Op, Sample
 
-RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
-
 
 def write_pages(folder: Path) -> None:
     """Write `folder/NAME.md` for every registered operator and `folder/index.md`; remove pages of operators that went.
@@ -27,8 +25,10 @@ def write_pages(folder: Path) -> None:
     A page that did not change is left alone, so that the next build need not read it again.
     """
     folder.mkdir(exist_ok=True)
-    pages = {f"{name}.md": op_page(op) + _plots(op, folder) for name, op in OPS.items()}
+    draw_plots(folder / "plots")
+    pages = {f"{name}.md": op_page(op) + _plots(op, folder / "plots") for name, op in OPS.items()}
     pages |= {"index.md": index_page(list(OPS.values())), "_checks.md": checks_table()}
+    pages |= {"_benchmarks.md": benchmark_tables(folder / "plots")}
     for old in folder.glob("*.md"):
         if old.name not in pages:
             old.unlink()
@@ -86,10 +86,9 @@ def checks_table() -> str:
 
 
 def _plots(op: Op, folder: Path) -> str:
-    """The benchmark's plots, `benchmarks/results/NAME.svg` or `NAME-*.svg`, where there are any."""
-    plots = sorted(path for path in RESULTS.glob("*.svg") if path.stem.partition("-")[0] == op.name)
-    images = [f"![{path.stem}]({os.path.relpath(path, folder)})" for path in plots]
-    return "\n\n".join(["", "## Benchmark", *images]) + "\n" if images else ""
+    images = list(plots_of(op.name, folder, folder.name))
+    about = "[How this was measured](../benchmarks.md), with every operator's times as a table."
+    return "\n\n".join(["", "## Benchmark", about, *images]) + "\n" if images else ""
 
 
 def _summary(op: Op) -> str:

@@ -1,0 +1,315 @@
+"""`python -m benchmarks.plot RESULTS.json ... [--out FOLDER]`: draw what was measured, as SVG files.
+
+Of `benchmarks.run`'s results: for each operator, `NAME.svg` has a bar for every way to compute each workload, as a
+multiple of its floor, and `NAME-memory.svg` has a fused loss's peak memory. Of `benchmarks.growth`'s results:
+`NAME-SIZE.svg` has time and memory against one size. The same results make the same files, byte for byte.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
+
+from benchmarks.targets import PRODUCTS, measured_ms
+
+COLOURS = {
+    "llmk eager": "#0072b2",
+    "llmk compiled": "#56b4e9",
+    PRODUCTS: "#d8d8d8",
+    "torch compiled": "#8c8c8c",
+    "torch eager": "#b8b8b8",
+    "quack-kernels": "#009e73",
+    "liger-kernel": "#d55e00",
+    "liger-kernel cute": "#e69f00",
+    "cut-cross-entropy": "#cc79a7",
+    "fla-core": "#b3a534",
+}
+"""By way, in the order of the bars: Okabe and Ito's palette, which colour-blind readers tell apart, and greys."""
+
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "llmk",
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#555555",
+    "figure.facecolor": "white",  # pages in dark mode show a white card
+}
+WIDTH = 6.4  # inches; a page shows 96 pixels to each, a phone about 70
+LINE = 0.17  # inches from one bar to the next
+LIMIT = 3.0  # bars end here, so that 1.05 and 1.15 can be told apart
+LAUNCH_MS = 0.01  # a floor below what a launch takes says nothing
+INK, FAINT = "#222222", "#666666"
+
+
+@dataclass(frozen=True)
+class Bar:
+    way: str
+    value: float | None  # None: there is only the text
+    text: str
+
+
+@dataclass(frozen=True)
+class Bars:
+    """A chart: bars in titled groups, up to `limit`, with a line at `line` where there is one."""
+
+    title: str
+    unit: str
+    groups: dict[str, list[Bar]]
+    limit: float
+    line: float | None = None
+
+
+def charts(results: dict[str, Any]) -> dict[str, Figure]:
+    """Every chart of a file of results, by name.
+
+    Args:
+        results: As `benchmarks.run` or `benchmarks.growth` writes it.
+
+    Raises:
+        ValueError: It is neither, or has a way that has no colour.
+    """
+    rows = results.get("rows")
+    if not rows:
+        raise ValueError("results: expected rows as benchmarks.run and benchmarks.growth write them, got none")
+    unknown = {row["way"] for row in rows} - set(COLOURS)
+    if unknown:
+        raise ValueError(f"results: expected ways among {', '.join(COLOURS)}, got {', '.join(sorted(unknown))}")
+    about = (
+        f"{results['device']}, torch {results['torch']}, {results['dtype'].removeprefix('torch.')}, {results['date']}"
+    )
+    with mpl.rc_context(STYLE):
+        if "against" in rows[0]:
+            return {_growth_name(*key): _growth(same, about) for key, same in _by(rows, "op", "against")}
+        figures = {}
+        for (op,), same in _by(rows, "op"):
+            figures[op] = _draw_bars(_times(op, same), about)
+            weighed = [row for row in same if re.fullmatch(r"\d+x\d+x\d+", row["workload"])]
+            if op.startswith("fused_linear") and any(row.get("peak_mib") for row in weighed):
+                figures[f"{op}-memory"] = _draw_bars(_memory(op, weighed), about)
+        return figures
+
+
+def save(figure: Figure, path: Path, source: str) -> None:
+    """Write an SVG that is the same for the same figure; its metadata name the file that it was drawn from."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with mpl.rc_context(STYLE):
+        figure.savefig(path, metadata={"Date": None, "Creator": "benchmarks.plot", "Source": source})
+
+
+def _by(rows: Iterable[dict[str, Any]], *keys: str) -> Iterator[tuple[tuple[Any, ...], list[dict[str, Any]]]]:
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
+    yield from groups.items()
+
+
+def _times(op: str, rows: list[dict[str, Any]]) -> Bars:
+    if max(row["floor_full_ms"] for row in rows) < LAUNCH_MS:
+        return _microseconds(op, rows)
+    groups = {}
+    for (workload,), same in _by(rows, "workload"):
+        bars = [
+            _bar(row, measured_ms, row["floor_full_ms"], "{:.2f}*" if _as_called(row, same) else "{:.2f}")
+            for row in same
+        ]
+        groups[f"{workload}: floor {same[0]['floor_full_ms']:.3g} ms"] = bars
+    sustained = ", sustained" if rows[0]["bound"] == "matrix" else ""
+    called = "  (* no CUDA graph)" if any(bar.text.endswith("*") for bars in groups.values() for bar in bars) else ""
+    unit = f"time as a multiple of the floor{sustained}; shorter is better{called}"
+    return Bars(f"{op}, forward and backward", unit, groups, _limit(groups, LIMIT), line=1.0)
+
+
+def _as_called(row: dict[str, Any], same: list[dict[str, Any]]) -> bool:
+    """Whether others ran as CUDA graphs and this one could not: the host's time is in its."""
+    replayed = any("replayed_ms" in other for other in same)
+    return replayed and "error" not in row and measured_ms(row) == row.get("full_ms")
+
+
+def _microseconds(op: str, rows: list[dict[str, Any]]) -> Bars:
+    groups = {
+        str(workload): [_bar(row, measured_ms, 1e-3, "{:.0f}*" if _as_called(row, same) else "{:.0f}") for row in same]
+        for (workload,), same in _by(rows, "workload")
+    }
+    least = min(bar.value for bars in groups.values() for bar in bars if bar.value is not None)
+    unit = "microseconds on the device; shorter is better"
+    return Bars(f"{op}, forward and backward", unit, groups, _limit(groups, 8 * least))
+
+
+def _memory(op: str, rows: list[dict[str, Any]]) -> Bars:
+    """Peak memory by vocabulary: workloads are named after tokens, hidden size and vocabulary."""
+    groups = {}
+    for (workload,), same in sorted(_by(rows, "workload"), key=lambda group: int(group[0][0].split("x")[2])):
+        N, H, V = (int(size) for size in workload.split("x"))
+        measured = [row for row in same if "error" in row or row.get("peak_mib")]
+        bars = [_bar(row, lambda row: row["peak_mib"], 1.0, "{:,.0f}") for row in measured if row["way"] != PRODUCTS]
+        groups[f"vocabulary {V:,}: {N:,} tokens, hidden size {H:,}"] = bars
+    largest = max(bar.value or 0 for bars in groups.values() for bar in bars if bar.way.startswith("llmk"))
+    unit = "peak memory above the inputs, MiB; shorter is better"
+    return Bars(f"{op}, memory of forward and backward", unit, groups, _limit(groups, 3 * largest))
+
+
+def _bar(row: dict[str, Any], measured: Callable[[dict[str, Any]], float], unit: float, text: str) -> Bar:
+    if "error" in row:
+        first = row["error"].strip().splitlines()[0]
+        return Bar(row["way"], None, first if len(first) <= 60 else f"{first[:57]}...")
+    value = measured(row) / unit
+    return Bar(row["way"], value, text.format(value))
+
+
+def _limit(groups: dict[str, list[Bar]], most: float) -> float:
+    return min(most, max(bar.value or 0 for bars in groups.values() for bar in bars)) or most
+
+
+def _draw_bars(chart: Bars, about: str) -> Figure:
+    count = sum(len(bars) + 1.6 for bars in chart.groups.values())
+    top, bottom, left, right = 0.32, 0.62, 1.42, 0.5  # inches
+    height = top + LINE * count + bottom
+    figure = Figure((WIDTH, height))
+    box = (left / WIDTH, bottom / height, 1 - (left + right) / WIDTH, LINE * count / height)
+    axes = figure.add_axes(box)
+    axes.set(xlim=(0, chart.limit), ylim=(count, 0), yticks=[])
+    axes.spines["left"].set_visible(False)
+    y = 0.0
+    for title, bars in chart.groups.items():
+        y += 1.1
+        start = (0.08 - left) / (WIDTH - left - right)
+        axes.text(start, y, title, transform=axes.get_yaxis_transform(), va="center", color=INK, weight="bold")
+        if chart.line is not None:
+            axes.vlines(chart.line, y + 0.5, y + 0.5 + len(bars), color=INK, linewidth=0.9, linestyle=(0, (2, 2)))
+        for bar in sorted(bars, key=lambda bar: list(COLOURS).index(bar.way)):
+            y += 1
+            _draw_bar(axes, bar, y, chart.limit)
+        y += 0.5
+    axes.tick_params(colors=FAINT)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.set_xlabel(chart.unit, color=INK)
+    _caption(figure, chart.title, about)
+    return figure
+
+
+def _draw_bar(axes: Axes, bar: Bar, y: float, limit: float) -> None:
+    ours = bar.way.startswith("llmk")
+    axes.text(-0.01, y, bar.way, transform=axes.get_yaxis_transform(), ha="right", va="center",
+              color=INK if ours else FAINT, weight="bold" if ours else "normal")  # fmt: skip
+    if bar.value is None:
+        axes.text(0.01 * limit, y, bar.text, va="center", color="#a00000", style="italic", backgroundcolor="white")
+        return
+    shown = min(bar.value, limit)
+    axes.barh(y, shown, height=0.78, color=COLOURS[bar.way])
+    if bar.value > limit:  # cut: a gap near the end says so
+        axes.plot([0.955 * limit, 0.965 * limit], [y + 0.5, y - 0.5], color="white", linewidth=2.5)
+    axes.text(shown + 0.01 * limit, y, bar.text, va="center", color=INK, weight="bold" if ours else "normal")
+
+
+def _growth(rows: list[dict[str, Any]], about: str) -> Figure:
+    """Time as a multiple of the floor, and peak memory where it was measured, against one size."""
+    figure = Figure((WIDTH, 2.9))
+    time = _panel(figure, 0.075, "time as a multiple of the floor", rows[0]["against"])
+    for (way,), same in _by(rows, "way"):
+        _line(time, way, {row["size"]: _multiple(row) for row in same}, LIMIT)
+    time.axhline(1.0, color=INK, linewidth=0.9, linestyle=(0, (2, 2)))
+    time.set_ylim(0.8, LIMIT * 1.04)
+    weighed = [row for row in rows if "error" in row or row["peak_mib"] is not None]
+    if weighed:  # not on a CPU
+        memory = _panel(figure, 0.595, "peak memory above the inputs, MiB", rows[0]["against"])
+        for (way,), same in _by(weighed, "way"):
+            _line(memory, way, {row["size"]: row.get("peak_mib") for row in same})
+        _memory_axis(memory, [row["peak_mib"] for row in weighed if "error" not in row])
+    figure.legend(*time.get_legend_handles_labels(), loc="lower right", ncols=2, frameon=False, borderaxespad=0.2)
+    _caption(figure, f"{rows[0]['op']}: {rows[0]['fixed']}", about)
+    return figure
+
+
+def _panel(figure: Figure, left: float, title: str, against: str) -> Axes:
+    axes = figure.add_axes((left, 0.25, 0.385, 0.56))
+    axes.set_title(title, fontsize=9, color=INK, loc="left")
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel(against, color=INK)
+    axes.tick_params(colors=FAINT)
+    axes.grid(axis="y", color="#e4e4e4", linewidth=0.6)
+    axes.set_axisbelow(True)
+    return axes
+
+
+def _growth_name(op: str, against: str) -> str:
+    return f"{op}-{against.replace(' ', '-')}"
+
+
+def _multiple(row: dict[str, Any]) -> float | None:
+    return None if "error" in row else (row.get("replayed_ms") or row["full_ms"]) / row["floor_full_ms"]
+
+
+def _line(axes: Axes, way: str, points: dict[int, float | None], top: float = float("inf")) -> None:
+    """A way's points by size; above `top` triangles with their value; crosses at the top failed."""
+    known = {size: value for size, value in sorted(points.items()) if value is not None}
+    look: dict[str, Any] = {"color": COLOURS[way], "clip_on": False}
+    inside = [min(value, top) for value in known.values()]
+    width, order = (2.0, 3) if way.startswith("llmk") else (1.3, 2)
+    axes.plot(list(known), inside, marker="o", markersize=3.5, linewidth=width, zorder=order, label=way, **look)
+    for size, value in known.items():
+        if value > top:
+            axes.plot(size, top, marker="^", markersize=6, zorder=order, **look)
+            axes.annotate(f"{value:.1f}", (size, top), (0, -11), textcoords="offset points", ha="center", color=FAINT)
+    for size in points.keys() - known.keys():
+        axes.plot(size, 0.96, marker="x", markersize=6, transform=axes.get_xaxis_transform(), **look)
+
+
+def _memory_axis(axes: Axes, values: list[float]) -> None:
+    """Logarithmic where the values are far apart."""
+    if values and max(values) > 10 * min(values):
+        axes.set_yscale("log")
+        axes.yaxis.set_minor_locator(NullLocator())
+    else:
+        axes.set_ylim(0, 1.15 * max(values, default=1.0))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+
+
+def _caption(figure: Figure, title: str, about: str) -> None:
+    height = figure.get_figheight()
+    figure.text(0.08 / WIDTH, 1 - 0.08 / height, title, va="top", size=10.5, weight="bold", color=INK)
+    figure.text(0.08 / WIDTH, 0.07 / height, about, va="bottom", size=7.5, color=FAINT)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description="Draw benchmark results as SVG.")
+    parser.add_argument(
+        "results", nargs="+", type=Path, metavar="RESULTS.json", help="what benchmarks.run or growth wrote"
+    )
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write here; beside the results by default")
+    parser.add_argument("--charts", nargs="+", metavar="NAME", help="only these, such as rms_norm; all by default")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    drawn: dict[str, tuple[Figure, Path]] = {}
+    for file in options.results:
+        for name, figure in charts(json.loads(file.read_text())).items():
+            if name in drawn:
+                sys.exit(f"{drawn[name][1]} and {file} both have a chart {name}: draw them into two folders")
+            drawn[name] = figure, file
+    missing = set(options.charts or ()) - set(drawn)
+    if missing:
+        sys.exit(f"no chart {', '.join(sorted(missing))}; there are {', '.join(drawn)}")
+    for name in options.charts or drawn:
+        figure, file = drawn[name]
+        path = (options.out or file.parent) / f"{name}.svg"
+        save(figure, path, file.name)
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""Draws the charts, and writes the tables of the page about benchmarks, from the results in `benchmarks/results`."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))  # benchmarks/ is not installed
+
+from benchmarks.plot import charts, save  # noqa: E402 the path comes first
+from benchmarks.targets import PRODUCTS, TARGETS, judge, measured_ms, peers  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results"
+TIMES, GROWTH = RESULTS / "ops-h200.json", RESULTS / "growth-h200.json"
+LAUNCH_MS = 0.01  # a multiple of a floor below what a launch takes says nothing
+
+Row = dict[str, Any]
+
+
+def draw_plots(folder: Path) -> None:
+    """`folder/NAME.svg` and `folder/NAME-*.svg` for every operator that was measured; others are removed."""
+    drawn = set()
+    for file in (TIMES, GROWTH):
+        if file.exists():
+            for name, figure in charts(json.loads(file.read_text())).items():
+                drawn.add(folder / f"{name}.svg")
+                save(figure, folder / f"{name}.svg", file.name)
+    for old in set(folder.glob("*.svg")) - drawn:
+        old.unlink()
+
+
+def plots_of(op: str, folder: Path, shown_from: str) -> Iterator[str]:
+    """An operator's charts as Markdown images, its bars first."""
+    alt = {op: f"{op}: time of every workload and way, as a multiple of the floor",
+           f"{op}-memory": f"{op}: peak memory of every workload and way"}  # fmt: skip
+    for path in sorted(folder.glob(f"{op}.svg")) + sorted(folder.glob(f"{op}-*.svg")):
+        text = alt.get(path.stem, f"{op}: time and memory against {path.stem.removeprefix(f'{op}-').replace('-', ' ')}")
+        yield f"![{text}]({shown_from}/{path.name})"
+
+
+def benchmark_tables(plots: Path) -> str:
+    """What the page includes: where it was measured, a table for each operator, memory, and the growth curves."""
+    results = json.loads(TIMES.read_text())
+    rows = [row for row in results["rows"] if row["floor_full_ms"]]
+    parts = [_about(results), "## Time", _legend()]
+    for op in dict.fromkeys(row["op"] for row in rows):
+        parts.append(f"### [{op}](ops/{op}.md#benchmark)")
+        parts.append(_scrolling(_time_table([row for row in rows if row["op"] == op])))
+    fused = [row for row in rows if row["op"].startswith("fused_linear")]
+    parts += ["## Memory", "Peak memory of forward and backward above the inputs, in MiB, gradients included."]
+    parts.append(_scrolling(_memory_table(fused)))
+    charts_of_memory = (plots / f"{op}-memory.svg" for op in dict.fromkeys(row["op"] for row in fused))
+    parts += [f"![peak memory](ops/plots/{chart.name})" for chart in charts_of_memory if chart.exists()]
+    if GROWTH.exists():
+        parts += ["## Growth", *_growth(json.loads(GROWTH.read_text()))]
+    return "\n\n".join(parts) + "\n"
+
+
+def _about(results: Row) -> str:
+    gemm, copy = results["ceilings"]["gemm_flops_per_s"], results["ceilings"]["copy_bytes_per_s"]
+    others = ", ".join(f"{name} {version}" for name, version in results.get("peers", {}).items())
+    return (
+        f"Measured on {results['date']} on one {results['device']}: torch {results['torch']}, triton "
+        f"{results['triton']}, {results['dtype'].removeprefix('torch.')}{others and f'; {others}'}. The same process "
+        f"copied {copy / 1e12:.2f} TB/s and multiplied matrices of 8192 x 8192 at {gemm / 1e12:.0f} TFLOP/s: these are "
+        f"the floors' ceilings. Every number is in `benchmarks/results/{TIMES.name}`."
+    )
+
+
+def _legend() -> str:
+    return (
+        "In milliseconds; the multiple of the floor in brackets. The target is judged on llmk's eager operator, and "
+        "on the compiled one where that comes out differently. A target in floors is of single calls, replayed; one in "
+        "products is a multiple of the operator's own matrix products alone, both timed back to back; one in ms is of "
+        "an eager call, the host included. None is met while another way is faster in the same run."
+    )
+
+
+def _scrolling(table: Iterator[str]) -> str:
+    """A table whose cells do not break: on a phone it scrolls."""
+    return "\n".join([":::{container} results", "", *table, "", ":::"])
+
+
+def _time_table(rows: list[Row]) -> Iterator[str]:
+    judged = any((row["op"], row["workload"]) in TARGETS for row in rows)
+    yield "| workload | floor | llmk eager | llmk compiled | best other |" + judged * " target | reached |"
+    yield "|---|---|---|---|---|" + judged * "---|---|"
+    for workload in dict.fromkeys(row["workload"] for row in rows):
+        same = [row for row in rows if row["workload"] == workload]
+        by_way = {row["way"]: row for row in same}
+        best = min(peers(same), key=measured_ms, default=None)
+        cells = [
+            workload,
+            _ms(same[0]["floor_full_ms"]),
+            _time(by_way["llmk eager"]),
+            _time(by_way["llmk compiled"]),
+        ]
+        cells.append(f"{_time(best)} {best['way']}" if best else "")
+        if judged:
+            cells += [str(TARGETS.get((same[0]["op"], workload), "")), _verdict(by_way, same)]
+        yield f"| {' | '.join(cells)} |"
+
+
+def _time(row: Row) -> str:
+    if "error" in row:
+        return row["error"].strip().splitlines()[0][:60]
+    time, floor = measured_ms(row), row["floor_full_ms"]
+    return _ms(time) + (f" ({time / floor:.2f})" if floor > LAUNCH_MS else "")
+
+
+def _ms(value: float) -> str:
+    """Three digits, zeros at the end included."""
+    return f"{value:#.3g}".rstrip(".")
+
+
+def _verdict(by_way: dict[str, Row], same: list[Row]) -> str:
+    """Met, or what it misses by."""
+    target = TARGETS.get((same[0]["op"], same[0]["workload"]))
+    if target is None:
+        return ""
+    if target.unit == "products" and PRODUCTS not in by_way:
+        return "not judged: this run did not time the products alone"
+    eager, compiled = (judge(by_way[way], same) for way in ("llmk eager", "llmk compiled"))
+    assert eager is not None
+    assert compiled is not None
+    number = "{:.3f} ms" if target.unit == "ms" else "{:.3f}"
+    text = ", ".join(["**met**" if eager.met else "missed", number.format(eager.reached), *eager.misses])
+    if eager.met == compiled.met:
+        return text
+    return f"{text}; compiled {'met' if compiled.met else 'missed'}, {number.format(compiled.reached)}"
+
+
+def _memory_table(rows: list[Row]) -> Iterator[str]:
+    yield "| operator, workload | llmk eager | llmk compiled | least other | torch compiled | torch eager | target |"
+    yield "|---|---|---|---|---|---|---|"
+    for op, workload in dict.fromkeys((row["op"], row["workload"]) for row in rows):
+        same = [row for row in rows if (row["op"], row["workload"]) == (op, workload)]
+        by_way = {row["way"]: row for row in same}
+        least = min((row for row in peers(same) if row["peak_mib"]), key=lambda row: row["peak_mib"])
+        target = TARGETS.get((op, workload))
+        cells = [_mib(by_way[way]) for way in ("llmk eager", "llmk compiled")]
+        cells.append(f"{_mib(least)} {least['way']}")
+        cells += [_mib(by_way[way]) for way in ("torch compiled", "torch eager")]
+        cells.append(f"{target.mib:,.0f}" if target and target.mib else "")
+        yield f"| {op} {workload} | {' | '.join(cells)} |"
+
+
+def _mib(row: Row) -> str:
+    return row["error"] if "error" in row else f"{row['peak_mib']:,.0f}"
+
+
+def _growth(results: Row) -> Iterator[str]:
+    yield (
+        "One size at a time over two orders of magnitude. A triangle at the top stands for a value beyond it, a cross "
+        f"for a run that failed. Measured on {results['date']} on one {results['device']}; every number is in "
+        f"`benchmarks/results/{GROWTH.name}`."
+    )
+    for op, against in dict.fromkeys((row["op"], row["against"]) for row in results["rows"]):
+        yield f"![{op}: time and memory against {against}](ops/plots/{op}-{against.replace(' ', '-')}.svg)"
