@@ -18,6 +18,7 @@ more than what is compared here. So the profiler adds up the kernels of products
 import argparse
 import collections
 import datetime
+import itertools
 import json
 import platform
 import re
@@ -36,8 +37,8 @@ import torch._inductor.config
 import torch.nn.functional as F
 import triton
 from torch import Tensor
+from torch._C._autograd import DeviceType
 from torch._inductor.graph import GraphLowering
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
@@ -61,10 +62,10 @@ ALTERNATIVES = [
 ]
 
 NEVER_ATEN = {"fused_linear_ce", "linear_act"}
-"""The first is one node in every graph; the second's plain PyTorch multiplies in float32, which is not its other form."""
+"""The first is one node in every graph; the second's plain PyTorch multiplies in float32, which is for CPUs."""
 
-GROUPS = {"attention": r"flash|fmha|sdpa|cudnn.*attention", "gemm": r"gemm|nvjet|cutlass|cublas|splitK|matmul|product"}
-"""How kernels are told apart by name, the first that fits; what fits none is "rest"."""
+GROUPS = {"attention": r"flash|fmha|sdpa", "gemm": r"gemm|nvjet|cutlass|cublas|splitK|matmul_"}
+"""How libraries' kernels are told apart by name, the first that fits; all others are "rest"."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +90,11 @@ class Sizes:
         return self.hidden // self.heads
 
     def parameters(self, device: torch.device) -> dict[str, Tensor]:
-        H, I, D = self.hidden, self.intermediate, self.head_dim
+        H, N, D = self.hidden, self.intermediate, self.head_dim
         shapes = {
             "norm_1": (H,), "norm_2": (H,), "norm_3": (H,), "q_norm": (D,), "k_norm": (D,),
             "q": (self.heads * D, H), "k": (self.kv_heads * D, H), "v": (self.kv_heads * D, H), "o": (H, H),
-            "gate": (I, H), "up": (I, H), "down": (H, I), "head": (self.vocabulary, H),
+            "gate": (N, H), "up": (N, H), "down": (H, N), "head": (self.vocabulary, H),
         }  # fmt: skip
         parameters = {
             name: torch.ones(shape, device=device, dtype=DTYPE)
@@ -234,7 +235,7 @@ class Bench:
             self.step(variant)
             event.record()
         torch.cuda.synchronize(self.device)
-        return [begin.elapsed_time(end) for begin, end in zip(events, events[1:], strict=False)]
+        return [begin.elapsed_time(end) for begin, end in itertools.pairwise(events)]
 
     def kernels(self, variant: Variant) -> dict[str, float]:
         """Microseconds of a step by kernel, copies and fills among them."""
@@ -243,13 +244,15 @@ class Bench:
                 self.step(variant)
             torch.cuda.synchronize(self.device)
         spent: collections.Counter[str] = collections.Counter()
-        for event in profiled.events():
+        for event in profiled.events() or []:
             if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
                 spent[event.name] += event.device_time
         return {name: us / STEPS for name, us in spent.most_common()}
 
 
 def group_of(kernel: str) -> str:
+    if kernel.startswith("triton_"):  # Inductor names its own after the operators around them
+        return "rest"
     return next((group for group, pattern in GROUPS.items() if re.search(pattern, kernel, re.IGNORECASE)), "rest")
 
 
@@ -282,10 +285,9 @@ def median_of(profiles: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def print_rows(title: str, rows: Sequence[dict[str, Any]]) -> None:
-    """All variants of a layer, with the time of what is neither product nor attention next to the all-kernel layer's."""
+    """All variants of a layer; the rest also beside the layer of the same operators in which all are kernels."""
     print(f"\n{title:<34}{'rest ms':>9}{'- kernel':>10}{'gemm':>8}{'attn':>8}{'step ms':>9}{'MiB':>7}")
     for row in rows:
-        # Beside the layer of the same operators in which all are kernels.
         base = next(other for other in rows if other["parts"] == row["parts"] and is_all_kernel(other))
         times = [row["rest_ms"], row["rest_ms"] - base["rest_ms"], row["gemm_ms"], row["attention_ms"], row["step_ms"]]
         rest, change, gemm, attention, step = times

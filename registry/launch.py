@@ -82,7 +82,7 @@ def ops_in_graph_as(forms: Mapping[str, str]) -> Iterator[None]:
     tag = torch.compiler.config.cache_key_tag + "".join(f"|{name}={forms[name]}" for name in sorted(forms))
     previous, _state.in_graph = _state.in_graph, forms
     try:
-        with torch.compiler.config.patch(cache_key_tag=tag):
+        with torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
             yield
     finally:
         _state.in_graph = previous
