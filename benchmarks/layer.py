@@ -8,7 +8,7 @@ and backward are compiled as one graph each. In it an operator takes one of thre
 - plain: the reference of its record in the model's code, which PyTorch differentiates.
 
 For each operator in turn only its form changes, the others are kernels. An operator that such a layer does not have
-takes the place of one that it could replace; it is measured at the last hidden size only.
+takes the place of one that it could replace; those, and single operators as plain, at the last hidden size only.
 
 All variants are compiled first and then take turns, round after round. Matrix products take most of a step, and vary by
 more than what is compared here. So the profiler adds up the kernels of products (gemm), of attention and all others
@@ -136,15 +136,16 @@ def forms_of(names: Sequence[str], form: str, only: str | None = None) -> dict[s
     return {name: form if name in has else "kernel" for name in names}
 
 
-def variants(wanted: Sequence[str], alternatives: bool) -> Iterator[Variant]:
+def variants(wanted: Sequence[str], everything: bool) -> Iterator[Variant]:
+    """The layer in one form, then with one operator in another; everything: also as plain, and the alternatives."""
     names = ("rms_norm", *PARTS.values())
     for form in ("kernel", "aten", "plain", "recorded"):
         yield Variant(f"all {form}", PARTS, forms_of(names, form))
     for name in names:
-        for form in ("aten", "plain"):
+        for form in ("aten", "plain") if everything else ("aten",):
             if name in wanted and not (form == "aten" and name in NEVER_ATEN):
                 yield Variant(f"{name} {form}", PARTS, forms_of(names, form, name))
-    for part, name in ALTERNATIVES if alternatives else []:
+    for part, name in ALTERNATIVES if everything else []:
         parts = PARTS | {part: name}
         for form in ("kernel", "aten", "plain"):
             if name in wanted and not (form == "aten" and name in NEVER_ATEN):
@@ -246,7 +247,7 @@ class Bench:
         spent: collections.Counter[str] = collections.Counter()
         for event in profiled.events() or []:
             if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
-                spent[event.name] += event.device_time
+                spent[event.name] += event.time_range.elapsed_us()
         return {name: us / STEPS for name, us in spent.most_common()}
 
 
@@ -344,7 +345,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch._dynamo.reset()
         sizes = Sizes.of(hidden, options.tokens)
         code = options.code / f"hidden-{hidden}" if options.code else None
-        chosen = list(variants(options.ops, alternatives=hidden == options.hidden[-1]))
+        chosen = list(variants(options.ops, everything=hidden == options.hidden[-1]))
         # Code that comes from a cache is not shown.
         with torch._inductor.config.patch(force_disable_caches=bool(code)):
             rows = measure(Bench(sizes, options.device, code), chosen)

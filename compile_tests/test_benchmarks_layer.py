@@ -12,7 +12,7 @@ from llmk.registry.launch import INTERPRET, ops_in_graph_as
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="TRITON_INTERPRET=1: kernels run as opaque nodes, on no device")
 
-VARIANTS = {variant.name: variant for variant in variants(["rms_norm", "swiglu", "geglu"], alternatives=True)}
+VARIANTS = {variant.name: variant for variant in variants(["rms_norm", "swiglu", "geglu"], everything=True)}
 
 
 def graphs(variant: Variant) -> Graphs:

@@ -240,7 +240,7 @@ BACKWARD_KERNELS = {
     "fused_linear_ce": ["scale_kernel", "scale_kernel"],
     "cross_entropy": ["cross_entropy_backward_kernel"],
 }
-DECODER_LAYERS = {variant.name: variant for variant in variants(list(OPS), alternatives=True)}
+DECODER_LAYERS = {variant.name: variant for variant in variants(list(OPS), everything=True)}
 
 
 def decoder_layer(variant: Variant) -> tuple[str, str]:
