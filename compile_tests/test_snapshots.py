@@ -12,8 +12,10 @@ import torch
 from stub_driver import Graphs, describe, generated_code, launches, origin, saved, steps, stub_driver, trace
 from torch import Tensor, nn
 
+from benchmarks.layer import Sizes, Variant, layer, variants
 from llmk.nn import LinearCrossEntropyLoss, RMSNorm, RotaryEmbedding, SwiGLUMLP
-from llmk.registry.launch import INTERPRET
+from llmk.registry import OPS
+from llmk.registry.launch import INTERPRET, ops_in_graph_as
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="TRITON_INTERPRET=1: kernels run as opaque nodes, on no device")
 
@@ -73,10 +75,6 @@ class OnCPU(SnapshotCase):
 forward:
   aten.mm
   aten.mm
-  aten.clone
-  aten.clone
-  aten.clone
-  aten.clone
   aten.mm
   aten.mm
   aten.mm
@@ -112,8 +110,6 @@ backward:
   aten.mm
   aten.mm
   aten.mm
-  aten.clone
-  aten.clone
   aten.mm
   aten.mm
   aten.mm
@@ -221,3 +217,75 @@ class OnGPUGenerated(SnapshotCase):
             ["scale_kernel", "scale_kernel", "gated_unit_backward_kernel", "rope_kernel"]
             + ["rms_norm_backward_kernel", "sum_partials_kernel"]
         )
+
+
+KERNELS = {
+    "rms_norm": "rms_norm_kernel",
+    "add_rms_norm": "rms_norm_kernel",
+    "rope": "rope_kernel",
+    "qk_norm_rope": "qk_norm_rope_kernel",
+    "swiglu": "gated_unit_kernel",
+    "geglu": "gated_unit_kernel",
+    "relu_squared": "relu_squared_kernel",
+    "cross_entropy": "cross_entropy_kernel",
+}
+BACKWARD_KERNELS = {
+    "rms_norm": ["rms_norm_backward_kernel", "sum_partials_kernel"],
+    "add_rms_norm": ["rms_norm_backward_kernel", "sum_partials_kernel"],
+    "rope": ["rope_kernel"],
+    "qk_norm_rope": ["qk_norm_rope_backward_kernel", "sum_two_partials_kernel"],
+    "swiglu": ["gated_unit_backward_kernel"],
+    "geglu": ["gated_unit_backward_kernel"],
+    "relu_squared": ["relu_squared_backward_kernel"],
+    "fused_linear_ce": ["scale_kernel", "scale_kernel"],
+    "cross_entropy": ["cross_entropy_backward_kernel"],
+}
+DECODER_LAYERS = {variant.name: variant for variant in variants(list(OPS), everything=True)}
+
+
+def decoder_layer(variant: Variant) -> tuple[str, str]:
+    """The code generated for the forward and backward pass of the benchmarks' layer."""
+    sizes, cpu = Sizes(256, 512, 8, 2, 2, 32, 512), torch.device("cpu")
+    arguments = (sizes.head_dim, sizes.parameters(cpu), *sizes.inputs(cpu))
+    with stub_driver(), ops_in_graph_as(variant.kernel_forms()):
+        forward, backward = generated_code(lambda *args: layer(variant, *args), *arguments)
+    return forward, backward
+
+
+def launched_in(code: str) -> list[str]:
+    return re.findall(r"(\w+_kernel)_\d+\.run\(", code)
+
+
+def fused_in(code: str) -> list[str]:
+    """What Inductor's own kernels compute, by their names; attention on a CPU, which needs one more, left out."""
+    names = re.findall(r"^ +(?:cpp|triton_\w+?)_fused_(\w+?)_\d+(?:\.run)?\(", code, re.MULTILINE)
+    return [name for name in names if "flash_attention_for_cpu_backward" not in name]
+
+
+@pytest.mark.parametrize(
+    "name", ["all kernel"] + [f"{op} kernel" for op in ("qk_norm_rope", "geglu", "relu_squared", "cross_entropy")]
+)
+def test_a_decoder_layer_launches_kernels_and_copies_nothing(name: str) -> None:
+    variant = DECODER_LAYERS[name]
+    forward, backward = decoder_layer(variant)
+    norm, turn, mlp, loss = variant.parts["add_norm"], *(variant.parts[part] for part in ("turn", "mlp", "loss"))
+    order = ["rms_norm", turn, norm, mlp, norm, loss]
+    assert launched_in(forward) == [KERNELS[op] for op in order if op in KERNELS]
+    assert sorted(launched_in(backward)) == sorted(kernel for op in order for kernel in BACKWARD_KERNELS[op])
+    assert "clone" not in forward + backward
+    assert "copy" not in forward + backward
+    # The mean of the losses, and sums of the gradients that a tensor gets from several products.
+    assert all("div" in fused for fused in fused_in(forward))
+    assert all(set(re.split("_+", fused)) <= {"", "add", "div", "expand", "view"} for fused in fused_in(backward))
+    assert len([fused for fused in fused_in(backward) if "add" in fused]) == (2 if mlp == "relu_squared" else 3)
+
+
+@pytest.mark.skipif(not PINNED, reason="other versions of PyTorch fuse otherwise")
+@pytest.mark.parametrize("op", ["rope", "qk_norm_rope"])
+def test_plain_pytorch_turns_heads_in_one_kernel_each(op: str) -> None:
+    # As on a GPU, where concatenation is fused.
+    with torch._inductor.config.patch(cpu_backend="triton", force_pointwise_cat=True):
+        forward, backward = decoder_layer(DECODER_LAYERS[f"{op} aten"])
+    assert len([fused for fused in fused_in(forward) if "cat" in fused]) == 2
+    assert len([fused for fused in fused_in(backward) if "cat" in fused]) == 2
+    assert len(fused_in(forward)) == 2

@@ -72,20 +72,25 @@ def batch_stride(angles: Tensor) -> int:
 
 
 def turn_on_cpu(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool) -> Tensor:
-    """The rotation in plain PyTorch: float32 x `[B, H, S, D]`, with its features in place."""
+    """The rotation in plain PyTorch: float32 x `[B, S, H, D]`, with its features in place."""
     R = cos.shape[-1]
     a_cols, b_cols = (slice(0, R, 2), slice(1, R, 2)) if interleaved else (slice(0, R // 2), slice(R // 2, R))
-    cos, sin = cos.float().unsqueeze(1), sin.float().unsqueeze(1)
+    cos, sin = cos.float().unsqueeze(2), sin.float().unsqueeze(2)
     ca, cb, sa, sb = cos[..., a_cols], cos[..., b_cols], sin[..., a_cols], sin[..., b_cols]
     a, b = x[..., a_cols], x[..., b_cols]
     pair = (a * ca + b * sb, b * cb - a * sa) if backward else (a * ca - b * sa, b * cb + a * sb)
     turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
-    return torch.cat((turned, x[..., R:]), dim=-1)
+    return torch.cat((turned, x[..., R:]), dim=-1) if x.shape[-1] > R else turned
+
+
+def as_tokens(x: Tensor) -> Tensor:
+    """`[B, H, S, D]` as float32 `[B, S, H, D]`: in the order of memory Inductor makes one kernel of what follows."""
+    return x.transpose(1, 2).float()
 
 
 def heads_on_cpu(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A fresh `[B, H, S, D]` of `dtype` that lies in memory as `[B, S, H, D]`."""
-    return x.to(dtype).transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+    """`[B, S, H, D]`, fresh, as `[B, H, S, D]` of `dtype` that lies in memory as it did."""
+    return x.to(dtype).contiguous().transpose(1, 2)
 
 
 def check_heads(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from llmk.ops._heads import (
     angles,
+    as_tokens,
     batch_stride,
     check_heads,
     empty_heads,
@@ -297,7 +298,7 @@ def _(
     eps: float, offset: float, interleaved: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     def forward(x: Tensor, weight: Tensor) -> Tensor:
-        dtype, x = x.dtype, x.float()
+        dtype, x = x.dtype, as_tokens(x)
         normalized = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (weight.float() + offset)
         return heads_on_cpu(turn_on_cpu(normalized, cos, sin, interleaved, False), dtype)
 
@@ -310,15 +311,15 @@ def _(
     eps: float, offset: float, interleaved: bool, need_dwq: bool, need_dwk: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     def backward(dy: Tensor, x: Tensor, weight: Tensor, need_dw: bool) -> tuple[Tensor, Tensor]:
-        dtype, x = x.dtype, x.float()
+        dtype, x = x.dtype, as_tokens(x)
         ms = x.square().mean(-1, keepdim=True) + eps
         rstd = torch.rsqrt(ms)
-        g = turn_on_cpu(dy.float(), cos, sin, interleaved, True)
+        g = turn_on_cpu(as_tokens(dy), cos, sin, interleaved, True)
         wg = g * (weight.float() + offset)
         dx = rstd * (wg - x * ((wg * x).mean(-1, keepdim=True) / ms))
         if need_dw:
-            # Inductor adds up rows one after the other; what that loses in float32 shows.
-            dw = (g * (x * rstd)).sum((0, 1, 2), dtype=torch.float64).to(weight.dtype)
+            # On a CPU Inductor adds up rows one after the other; what that loses in float32 shows.
+            dw = (g * (x * rstd)).sum((0, 1, 2), dtype=torch.float64 if x.is_cpu else torch.float32).to(weight.dtype)
         else:
             dw = torch.empty((0,), dtype=weight.dtype, device=weight.device)
         return heads_on_cpu(dx, dtype), dw

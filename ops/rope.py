@@ -33,6 +33,7 @@ from torch import Tensor
 
 from llmk.ops._heads import (
     angles,
+    as_tokens,
     batch_stride,
     check_heads,
     empty_heads,
@@ -58,7 +59,8 @@ def rope_reference(
 
     def turn(x: Tensor) -> Tensor:
         turned, passed = x[..., :R], x[..., R:]
-        return torch.cat((turned * cos + rotate(turned) * sin, passed), dim=-1).to(x.dtype)
+        turned = turned * cos + rotate(turned) * sin
+        return (torch.cat((turned, passed), dim=-1) if x.shape[-1] > R else turned).to(x.dtype)
 
     return turn(q), turn(k)
 
@@ -152,7 +154,7 @@ rope_op = KernelOp(_rope)
 
 @rope_op.register_kernel("cpu")
 def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool) -> tuple[Tensor, Tensor]:
-    yq, yk = (heads_on_cpu(turn_on_cpu(x.float(), cos, sin, interleaved, backward), x.dtype) for x in (q, k))
+    yq, yk = (heads_on_cpu(turn_on_cpu(as_tokens(x), cos, sin, interleaved, backward), x.dtype) for x in (q, k))
     return yq, yk
 
 

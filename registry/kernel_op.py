@@ -127,7 +127,7 @@ class KernelOp:
             raise NotImplementedError(f"llmk::{self.name} runs on cpu and cuda devices, got {tensor.device}")
         assert self._cpu is not None
         if tensor.is_cuda or kernels_on_cpu():
-            return self._cpu if in_graph(self.decomposed) == "aten" else self.fn
+            return self._cpu if in_graph(self.name, self.decomposed) == "aten" else self.fn
         return self._cpu
 
     def _wrap_fake(self) -> Callable[..., Any]:

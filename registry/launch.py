@@ -2,11 +2,12 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.compiler.config
 import triton.knobs
 
 from llmk.registry.launcher import launcher_for
@@ -20,7 +21,7 @@ class _State:
     kernels_on_cpu: bool = INTERPRET
     recorder: "list[Launch] | None" = None
     registered_only: bool = False
-    in_graph: str | None = None
+    in_graph: Mapping[str, str] = field(default_factory=dict)
 
 
 _state = _State()
@@ -59,24 +60,30 @@ def inside_functorch() -> bool:
     return torch._C._functorch.maybe_current_level() is not None  # type: ignore[attr-defined]
 
 
-def in_graph(decomposed: bool) -> str:
+def in_graph(name: str, decomposed: bool) -> str:
     """What a kernel op is in the graph that is being traced: "kernel", or "aten" for its plain PyTorch.
 
     "kernel" where nothing traces for a compiler.
     """
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is None:
         return "kernel"
-    return _state.in_graph or ("aten" if decomposed else "kernel")
+    return _state.in_graph.get(name) or ("aten" if decomposed else "kernel")
 
 
 @contextlib.contextmanager
-def every_op_in_graph_as(form: str) -> Iterator[None]:
-    """Trace every kernel op as "kernel" or as "aten", whatever it was registered as: to measure the two."""
-    if form not in ("kernel", "aten"):
-        raise ValueError(f"form: expected 'kernel' or 'aten', got {form!r}")
-    previous, _state.in_graph = _state.in_graph, form
+def ops_in_graph_as(forms: Mapping[str, str]) -> Iterator[None]:
+    """Trace kernel ops, such as `_rms_norm_fwd`, as "kernel" or "aten" whatever they were registered as: to measure."""
+    for name, form in forms.items():
+        if not (name.startswith("_") and hasattr(torch.ops.llmk, name)):
+            raise ValueError(f"forms: expected names of kernel ops, got {name!r}")
+        if form not in ("kernel", "aten"):
+            raise ValueError(f"forms[{name!r}]: expected 'kernel' or 'aten', got {form!r}")
+    # AOTAutograd's cache sees the public op only, which is the same in both forms.
+    tag = torch.compiler.config.cache_key_tag + "".join(f"|{name}={forms[name]}" for name in sorted(forms))
+    previous, _state.in_graph = _state.in_graph, forms
     try:
-        yield
+        with torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
+            yield
     finally:
         _state.in_graph = previous
 
