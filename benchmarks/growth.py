@@ -7,9 +7,7 @@ smaller and a curve has two points, to keep the code tested.
 """
 
 import argparse
-import datetime
 import json
-import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from tqdm import tqdm
 
-import llmk
-from benchmarks.run import DTYPE, Timer, floor_ms, measure_ceilings
-from llmk.registry import OPS, Cost, Op, Sample
+from benchmarks.report import header
+from benchmarks.run import DTYPE, beginning_of_row, compiler_config
+from benchmarks.timing import Timer, capture, measure_ceilings
+from llmk.registry import OPS, Op, Sample
 
 Make = Callable[..., Tensor]
 WIDTHS = (256, 768, 2048, 5120, 12288, 32768, 50257, 128256, 262144)
@@ -109,9 +107,8 @@ def measure(curve: Curve, timer: Timer, ceilings: dict[str, float]) -> Iterator[
     """A row for each size and way."""
     op = OPS[curve.op]
     for size, sample, both in points(curve, timer.device):
-        cost = op.cost(*sample.args, **sample.kwargs) if op.cost else Cost()
-        row = {"op": op.name, "against": curve.against, "fixed": curve.fixed, "size": size,
-               "floor_full_ms": floor_ms(cost.bytes_full, cost.flops_full, ceilings)}  # fmt: skip
+        row = {"op": op.name, "against": curve.against, "fixed": curve.fixed, "size": size}
+        row |= beginning_of_row(op, sample, ceilings)
         yield {**row, "way": "llmk eager", **_time(op, sample, op.overload, timer)}
         if both:
             torch._dynamo.reset()
@@ -122,13 +119,13 @@ def measure(curve: Curve, timer: Timer, ceilings: dict[str, float]) -> Iterator[
 def _time(op: Op, sample: Sample, fn: Callable[..., Any], timer: Timer) -> dict[str, Any]:
     try:
         full = _forward_and_backward(op, sample, fn)
-        time = (
-            {"replayed_ms": timer.replayed(full)}
-            if timer.device.type == "cuda"
-            else {"full_ms": timer.milliseconds(full)}
-        )
-        return {**time, "peak_mib": timer.peak_mib(full)}
-    except torch.cuda.OutOfMemoryError:
+        full()
+        peak = timer.peak_mib(full)
+        if not timer.on_gpu:
+            return {"full_ms": timer.milliseconds(full), "peak_mib": peak}
+        graph = capture(full, torch.cuda.graph_pool_handle(), torch.cuda.Stream())
+        return {"replayed_ms": timer.milliseconds(graph.replay), "peak_mib": peak}
+    except torch.OutOfMemoryError:
         return {"error": "out of memory"}
 
 
@@ -165,21 +162,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     torch.manual_seed(0)
     timer = Timer(device, options.repeats)
-    ceilings = measure_ceilings(device, timer)
+    ceilings = measure_ceilings(device, DTYPE, timer)
     print(f"{'':<44}{'size':>9}{'ms':>10}{'x floor':>9}{'MiB':>9}")
     rows: list[dict[str, Any]] = []
-    for curve in tqdm([curve for curve in CURVES if curve.op in (options.ops or OPS)], disable=not sys.stderr.isatty()):
-        for row in measure(curve, timer, ceilings):
-            print_row(row)
-            rows.append(row)
+    curves = [curve for curve in CURVES if curve.op in (options.ops or OPS)]
+    with compiler_config() as config:
+        for curve in tqdm(curves, desc="curves", disable=not sys.stderr.isatty()):
+            for row in measure(curve, timer, ceilings):
+                print_row(row)
+                rows.append(row)
     if options.json:
-        about = {
-            "llmk": llmk.__version__, "torch": torch.__version__, "triton": triton.__version__,
-            "python": platform.python_version(), "date": datetime.date.today().isoformat(),
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", "dtype": str(DTYPE),
-        }  # fmt: skip
+        results = {**header(device, DTYPE, {}, config), "ceilings": ceilings, "rows": rows}
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({**about, "ceilings": ceilings, "rows": rows}, indent=1) + "\n")
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
     return 0
 
 
