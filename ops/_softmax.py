@@ -7,6 +7,12 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def finite_rest(s, rest):
+    """The rest that s leaves: none where s is infinite, and dy - s is what PyTorch gives."""
+    return tl.where(tl.abs(s) < float("inf"), rest, 0.0)
+
+
+@triton.jit
 def add_exponentials(m, total, x, axis: tl.constexpr):
     """The running maximum m and sum of exp(x - m), with the values of x along `axis` counted in."""
     new_m = tl.maximum(m, tl.max(x, axis=axis))

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops._norm import sum_pair
-from llmk.ops._softmax import LOG2E, add_exponentials
+from llmk.ops._softmax import LOG2E, add_exponentials, finite_rest
 from llmk.registry import cdiv, next_power_of_2, wrap_triton
 
 
@@ -92,8 +92,8 @@ def softmax_long_columns_backward_kernel(
         y = tl.load(y_ptr + n * C, mask=mask, other=0.0).to(tl.float32)
         dots += dy * y
         masses += y
-    s, mass = sum_pair(dots, masses, 0)  # type: ignore[misc]
-    s *= 2.0 - mass
+    s = tl.sum(dots, axis=0)
+    s += finite_rest(s, tl.sum(dots - s[None, :] * masses, axis=0))  # type: ignore[misc]
     for start in range(0, N, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N).to(tl.int64)[:, None]
         mask = (n < N) & (cols < C)

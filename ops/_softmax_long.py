@@ -8,8 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops._norm import sum_pair
-from llmk.ops._softmax import LOG2E, add_exponentials
+from llmk.ops._softmax import LOG2E, add_exponentials, finite_rest
 from llmk.registry import at_most, num_programs, wrap_triton
 
 
@@ -53,8 +52,9 @@ def softmax_long_backward_kernel(dy_ptr, y_ptr, dx_ptr, M, N, dy_stride, LANES: 
             y = tl.load(y_row + cols, mask=cols < N, other=0.0, eviction_policy="evict_last").to(tl.float32)
             dots += tl.sum(dy * y, axis=1)
             masses += tl.sum(y, axis=1)
-        s, mass = sum_pair(dots, masses, 0)  # type: ignore[misc]
-        s *= 2.0 - mass
+        s = tl.sum(dots, axis=0)
+        # s * (1 - sum(y)) lane by lane: small numbers, whose sum is not rounded as s is.
+        s += finite_rest(s, tl.sum(dots - s * masses, axis=0))  # type: ignore[misc]
         for block in range(blocks):
             cols = (blocks - 1 - block) * BLOCK + lanes
             dy = tl.load(dy_row + cols, mask=cols < N, other=0.0, eviction_policy="evict_first").to(tl.float32)

@@ -69,11 +69,16 @@ def layer_norm_kernel(
     x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     mean = tl.sum(x, axis=1) / N  # [BLOCK_M]
     c = tl.where(mask, x - mean[:, None], 0.0)
-    rest, squares = sum_pair(c, c * c, 1)  # type: ignore[misc]
-    rest /= N
-    mean += rest
-    c = x - mean[:, None]
-    var = tl.maximum(squares / N - rest * rest, 0.0) + eps
+    if BLOCK_N <= 4096:  # of wider rows the pair is slower: 1.53 times the floor at 8192x8192, and 1.32 one by one
+        rest, squares = sum_pair(c, c * c, 1)  # type: ignore[misc]
+        rest /= N
+        mean += rest
+        c = x - mean[:, None]
+        var = tl.maximum(squares / N - rest * rest, 0.0) + eps
+    else:
+        mean += tl.sum(c, axis=1) / N
+        c = tl.where(mask, x - mean[:, None], 0.0)
+        var = tl.sum(c * c, axis=1) / N + eps
     y = c * tl.div_rn(1.0, tl.sqrt_rn(var))[:, None]
     if w_ptr is not None:
         y *= tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
