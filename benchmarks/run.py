@@ -1,9 +1,9 @@
 """`python -m benchmarks.run [OP ...]`: time llmk's operators beside plain PyTorch, eager and compiled, and the peers.
 
 For each workload of an operator's record: forward, forward and backward, both replayed as CUDA graphs (the device's
-time without the host's), and peak memory above the inputs. All ways to compute a workload run in one process and take
-turns. The floor is the larger of (bytes it must move / measured copy bandwidth) and (operations it must do / measured
-GEMM rate), both measured first, in the same process; where it is the latter, the chip is kept busy for a second before,
+time without the host's) where they are not long, and peak memory above the inputs. All ways to compute a workload run
+in one process and take turns. The floor is the larger of (bytes it must move / measured copy bandwidth) and (operations
+it must do / measured GEMM rate), both measured first, in the same process; where it is the latter, the chip is kept busy for a second before,
 and each way also runs back to back for a second. On a CPU one small sample is timed, to keep the code tested.
 Last comes the host time of a small eager call, see host.py.
 """
@@ -23,13 +23,17 @@ from tqdm import tqdm
 from benchmarks.host import measure_host
 from benchmarks.peers import PEERS, Installed, find_peers
 from benchmarks.report import Results, header, print_rows
-from benchmarks.timing import Graphs, Timer, first_line, measure_ceilings
+from benchmarks.timing import SLOW, Graphs, Timer, first_line, measure_ceilings
 from benchmarks.ways import Way, make_ways
 from llmk.registry import OPS, Cost, Op, Sample
 
 DTYPE = torch.bfloat16
 CONFIG = {"guess_tangent_strides_as_outputs": True}
 """Without it torch 2.11 copies gradients whose strides differ from those of a compiled function's outputs."""
+
+
+LONG_MS = 10.0
+"""From this floor on calls are not replayed as a CUDA graph: the host is ahead of the device anyway."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -86,7 +90,8 @@ def measure(
     _take_turns("forward", {way.name: way.forward for way in ways}, rows, timer)
     _take_turns("full", {way.name: way.full for way in ways if way.full}, rows, timer)
     if timer.on_gpu:
-        _replay(ways, rows, timer, common)
+        if common["floor_full_ms"] < LONG_MS:
+            _replay(ways, rows, timer, common)
         if common["bound"] == "matrix":
             _sustain(ways, rows, timer)
     return [
@@ -147,8 +152,10 @@ def _replay(ways: list[Way], rows: dict[str, dict[str, Any]], timer: Timer, comm
 
 
 def _sustain(ways: list[Way], rows: dict[str, dict[str, Any]], timer: Timer) -> None:
+    fastest = min((row["full_ms"] for row in rows.values() if "full_ms" in row), default=0.0)
     for way in ways:
-        if way.full is None or "error" in rows[way.name]:
+        row = rows[way.name]
+        if way.full is None or "error" in row or row["full_ms"] > SLOW * fastest:
             continue
         try:
             rows[way.name]["full_sustained_ms"] = timer.sustained(way.full)

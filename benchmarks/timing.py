@@ -15,6 +15,7 @@ import torch
 Call = Callable[[], Any]
 ROUNDS = 4
 SECONDS_OF_A_WAY = 0.5  # long calls are repeated less often: about so long for each way, but at least once a round
+SLOW, SLOW_MS = 3.0, 20.0  # a way that takes so much longer than the fastest, and so long, is timed once
 
 
 def first_line(error: BaseException) -> str:
@@ -42,14 +43,20 @@ class Timer:
         times: dict[str, list[float]] = {name: [] for name in calls}
         failed: dict[str, str] = {}
         rounds = min(ROUNDS, self.repeats)
-        counts = {}
+        first: dict[str, float] = {}
         for name, call in calls.items():
             try:
                 self.once(call)
-                count = min(self.repeats, int(1e3 * SECONDS_OF_A_WAY / max(self.once(call), 1e-3)))
-                counts[name] = max(1, count // rounds)
+                first[name] = self.once(call)
             except Exception as error:  # whatever a peer raises belongs in its row
                 failed[name] = first_line(error)
+        counts = {
+            name: max(1, min(self.repeats, int(1e3 * SECONDS_OF_A_WAY / max(ms, 1e-3))) // rounds)
+            for name, ms in first.items()
+        }
+        for name, ms in first.items():
+            if ms > max(SLOW_MS, SLOW * min(first.values())):
+                times[name], counts[name] = [ms], 0
         for i in range(rounds):
             for name in rotated(list(calls), i):
                 try:
