@@ -11,6 +11,7 @@ from torch.utils.flop_counter import register_flop_formula
 from llmk.registry.checks import check_home
 from llmk.registry.launch import (
     INTERPRET,
+    PLAIN_TENSORS,
     in_graph,
     kernel_context,
     kernels_on_cpu,
@@ -63,7 +64,7 @@ class KernelOp:
         self._definition: Any = torch.library.triton_op(f"llmk::{self.name}", self._body, mutates_args=())
         self._definition.register_fake(self._wrap_fake())
         self._definition.register_autograd(self.backward)
-        self._apply = _autograd_function(self.name, self._body, self.backward, self.setup_context)
+        self._apply = _autograd_function(self.name, self._run, self.backward, self.setup_context)
         if opaque or INTERPRET:
             self._definition.register_torch_dispatch(FunctionalTensorMode, _keep_as_one_node)
         self.overload: Any = getattr(torch.ops.llmk, self.name).default
@@ -73,8 +74,14 @@ class KernelOp:
             return self.overload(*args)
         if torch.is_grad_enabled():
             for arg in args:
-                if isinstance(arg, torch.Tensor) and arg.requires_grad:
+                if type(arg) in PLAIN_TENSORS and arg.requires_grad:
                     return self._apply(*args)
+        return self._run(*args)
+
+    def _run(self, *args: Any) -> Any:
+        """The body where nothing traces; on the current GPU without autocast that is the launching function itself."""
+        if args[0].is_cuda and not needs_context(args[0]):
+            return self.fn(*args)
         return self._body(*args)
 
     def register_kernel(self, device_type: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -98,7 +105,7 @@ class KernelOp:
         self.has_backward = True
         self.backward, self.setup_context = backward, setup_context
         self._definition.register_autograd(backward, setup_context=setup_context)
-        self._apply = _autograd_function(self.name, self._body, backward, setup_context)
+        self._apply = _autograd_function(self.name, self._run, backward, setup_context)
 
     def register_flop_formula(self, fn: Callable[..., int]) -> Callable[..., int]:
         """Register what `torch.utils.flop_counter` counts for a call."""
