@@ -10,6 +10,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from llmk.registry.checks import check_home
 from llmk.registry.launch import (
+    HAS_LAUNCHER,
     INTERPRET,
     PLAIN_TENSORS,
     in_graph,
@@ -20,6 +21,7 @@ from llmk.registry.launch import (
     takes_short_path,
     wrap_triton,
 )
+from llmk.registry.plan import Planned
 
 __all__ = ["KernelOp", "wrap_triton"]
 
@@ -44,11 +46,14 @@ class KernelOp:
             with `torch.empty`, writes every element of what it returns and mutates nothing else.
         decomposed: Give a compiled graph plain PyTorch instead of the launches: for what Inductor fuses better with its
             neighbours than a kernel could. The figure that decided it goes into the record's `choices`.
+        planned: Repeat the launches of a call that looks like an earlier one, see `Planned` for what that asks of `fn`.
         opaque: Keep the op as one node in a compiled graph instead of inlining its launches: for a driver whose number
             of launches depends on sizes and would need a graph for each.
     """
 
-    def __init__(self, fn: Callable[..., Any], *, opaque: bool = False, decomposed: bool = False) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], *, opaque: bool = False, decomposed: bool = False, planned: bool = False
+    ) -> None:
         if not fn.__name__.startswith("_"):
             raise ValueError(f"fn: a kernel op's name starts with an underscore, got {fn.__name__!r}")
         check_home(fn)
@@ -60,6 +65,7 @@ class KernelOp:
         self.setup_context: Callable[..., Any] = _save_nothing
         self._cpu: Callable[..., Any] | None = None
         self._fake: Callable[..., Any] | None = None
+        self.planned = Planned(fn) if planned and HAS_LAUNCHER else None
         self._body = self._wrap(fn)
         self._definition: Any = torch.library.triton_op(f"llmk::{self.name}", self._body, mutates_args=())
         self._definition.register_fake(self._wrap_fake())
@@ -81,7 +87,7 @@ class KernelOp:
     def _run(self, *args: Any) -> Any:
         """The body where nothing traces; on the current GPU without autocast that is the launching function itself."""
         if args[0].is_cuda and not needs_context(args[0]):
-            return self.fn(*args)
+            return self.fn(*args) if self.planned is None else self.planned(args[0].get_device(), args)
         return self._body(*args)
 
     def register_kernel(self, device_type: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

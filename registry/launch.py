@@ -11,12 +11,13 @@ import triton.knobs
 from torch import Tensor
 
 from llmk.registry.launcher import launcher_for
+from llmk.registry.plan import empty_on_gpu, rehearsals
 
 INTERPRET: bool = triton.knobs.runtime.interpret
 """TRITON_INTERPRET=1: kernels run on the CPU in Triton's interpreter. Triton decides at import, and so do we."""
 
 
-_HIP = torch.version.hip is not None  # AMD's backend specializes on more than a Launcher knows
+HAS_LAUNCHER = not INTERPRET and torch.version.hip is None  # AMD's backend specializes on more than it knows
 PLAIN_TENSORS = frozenset({Tensor, torch.nn.Parameter})
 _OTHERS = frozenset({int, float, bool, str, type(None), torch.dtype})
 
@@ -58,9 +59,8 @@ class _RecordingKernel:
 # Bound here: in plain eager mode each name looked up on the way costs as much as what it does.
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
-_profiling = torch._C._autograd._profiler_enabled
+_profiling = torch._C._autograd._profiler_enabled  # type: ignore[attr-defined]
 _functorch_level = torch._C._functorch.maybe_current_level  # type: ignore[attr-defined]
-_empty_on_gpu = torch._C._dynamo.guards._empty_strided_cuda
 _current_device: Callable[[], int] | None = getattr(torch._C, "_cuda_getDevice", None)  # built with CUDA or not
 
 
@@ -105,7 +105,9 @@ def wrap_triton(kernel: Any) -> Any:
         return _RecordingKernel(kernel, _state.recorder)
     if not INTERPRET and _dispatch_modes():
         return torch.library.wrap_triton(kernel)
-    if _state.kernels_on_cpu or _HIP:
+    if rehearsals.current is not None:
+        return rehearsals.current.launcher(launcher_for(kernel))
+    if _state.kernels_on_cpu or not HAS_LAUNCHER:
         return kernel
     return launcher_for(kernel)
 
@@ -119,13 +121,17 @@ def _contiguous_layout(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[i
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`torch.empty` where something traces; in plain eager mode on a GPU what Inductor's code allocates with.
+    """`torch.empty` where something traces; in plain eager mode on a GPU what takes a fifth of its time.
 
-    That takes a fifth of the time. It allocates on the current device, which inside a kernel op is the tensors'.
+    That allocates on the current device, which inside a kernel op is the tensors'.
     """
     if device.type != "cuda" or _dispatch_modes():
-        return torch.empty(shape, dtype=dtype, device=device)
-    return _empty_on_gpu(*_contiguous_layout(shape), dtype)
+        buffer = torch.empty(shape, dtype=dtype, device=device)
+    else:
+        buffer = empty_on_gpu(*_contiguous_layout(shape), dtype)
+    if rehearsals.current is not None:
+        rehearsals.current.note_buffer(buffer)
+    return buffer
 
 
 def recording() -> bool:

@@ -28,7 +28,7 @@ class Launcher:
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return functools.partial(self._launch, grid)
 
-    def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> tuple[Any, ...]:
         active: Any = driver.active
         device = active.get_current_device()
         parts: list[Any] = [device, *constants, *constants.values()]
@@ -49,12 +49,13 @@ class Launcher:
         built = self._built.get(key)
         # A profiler's hooks expect what Triton's own launch tells them.
         if built is None or triton.knobs.runtime.launch_enter_hook.calls:
-            self._built[key] = self._build(grid, args, constants)
-            return
+            built = self._built[key] = self._build(grid, args, constants)
+            return built
         run, function, metadata, rest = built
         x, y, z = (*grid, 1, 1)[:3]
         stream = active.get_current_stream(device)
         run(x, y, z, stream, function, metadata, None, None, None, *values, *rest)
+        return built
 
     def _build(self, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
         """Launch in Triton's own way, which builds the kernel, and return what the next launch needs of it."""
