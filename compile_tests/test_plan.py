@@ -180,6 +180,7 @@ def test_the_third_call_is_repeated(runs: list[Run]) -> None:
 )
 def test_what_is_worked_out_again(other: tuple[Any, ...], runs: list[Run]) -> None:
     usual = (aligned, None, 2.0, 1)
+    other += usual[len(other) :]
     assert worked_out(doubled, usual, usual, usual, other) == [True, True, False, True]
 
 
