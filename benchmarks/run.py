@@ -207,16 +207,18 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
 
 def measure_host(names: Sequence[str], device: torch.device) -> list[dict[str, Any]]:
     """The host time of each operator's small call, in microseconds, as a table."""
-    print(f"\n{'host us, forward / both':<24}{'llmk':>16}{'bare Function':>16}{'ratio':>14}{'torch':>16}")
+    print(
+        f"\n{'host us, forward / both':<24}{'llmk':>16}{'functional':>16}{'bare Function':>16}{'ratio':>14}{'torch':>16}"
+    )
     rows: list[dict[str, Any]] = []
     for name in names:
         row = host_times(OPS[name], device, DTYPE)
         if row is None:
             continue
         rows.append(row)
-        times = [f"{row[way][0]:.0f} / {row[way][1]:.0f}" for way in ("llmk", "bare", "torch")]
+        times = [f"{row[way][0]:.0f} / {row[way][1]:.0f}" for way in ("llmk", "functional", "bare", "torch")]
         ratio = f"{row['ratio'][0]:.2f} / {row['ratio'][1]:.2f}"
-        print(f"{name:<24}{times[0]:>16}{times[1]:>16}{ratio:>14}{times[2]:>16}")
+        print(f"{name:<24}{times[0]:>16}{times[1]:>16}{times[2]:>16}{ratio:>14}{times[3]:>16}")
     return rows
 
 
