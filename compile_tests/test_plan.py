@@ -11,7 +11,7 @@ from triton.runtime import driver
 
 from llmk.opcheck.calls import call
 from llmk.registry import OPS, KernelOp, Op, empty, launcher, plan, wrap_triton
-from llmk.registry.launch import HAS_LAUNCHER
+from llmk.registry.launch import HAS_LAUNCHER, _contiguous_layout
 from llmk.registry.plan import Planned, Rehearsal, rehearsals
 
 pytestmark = pytest.mark.skipif(not HAS_LAUNCHER, reason="nothing is planned in the interpreter or for AMD")
@@ -238,3 +238,10 @@ def test_plans_do_not_pile_up(runs: list[Run], monkeypatch: pytest.MonkeyPatch) 
         for _ in range(2):
             repeated(0, (aligned, None, 2.0, n))
     assert len(repeated.plans) <= 4
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (0, 16), (4, 0), (2, 0, 3), (2, 3, 5), (1, 1, 4)])
+def test_buffers_are_laid_out_as_torch_does(shape: tuple[int, ...]) -> None:
+    sizes, strides = _contiguous_layout(torch.Size(shape))
+    assert type(sizes) is tuple
+    assert (sizes, strides) == (shape, torch.empty(shape).stride())
