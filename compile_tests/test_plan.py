@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+import triton.knobs
 from torch import Tensor
 from triton.runtime import driver
 
@@ -55,7 +56,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
     monkeypatch.setattr(type(driver), "active", property(lambda self: Driver()))
     monkeypatch.setattr(triton.JITFunction, "run", build)
     monkeypatch.setattr(launcher, "_launchers", {})
-    monkeypatch.setattr(plan, "empty_on_gpu", torch._C._dynamo.guards._empty_strided_cpu)
+    monkeypatch.setattr(plan, "empty_on_gpu", torch._C._dynamo.guards._empty_strided_cpu)  # type: ignore[attr-defined]
     return made
 
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.registry import wrap_triton
+from llmk.registry import empty, wrap_triton
 
 
 @triton.jit
@@ -22,6 +22,6 @@ def sum_to_scalar(partials: Tensor, divisor: int = 1) -> Tensor:
 
     The divisor is divided by here so that a mean costs no further launch; 0 of 0 is NaN.
     """
-    out = torch.empty((), dtype=torch.float32, device=partials.device)
+    out = empty((), torch.float32, partials.device)
     wrap_triton(sum_to_scalar_kernel)[(1,)](partials, out, partials.shape[0], divisor, BLOCK_P=1024, num_warps=4)
     return out
