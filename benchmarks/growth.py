@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from benchmarks.report import header
 from benchmarks.run import DTYPE, beginning_of_row, compiler_config
-from benchmarks.timing import Timer, capture, measure_ceilings
+from benchmarks.timing import Graphs, Timer, measure_ceilings
 from llmk.registry import OPS, Op, Sample
 
 Make = Callable[..., Tensor]
@@ -100,7 +100,7 @@ def points(curve: Curve, device: torch.device) -> Iterator[tuple[int, Sample, bo
 
     for i, size in enumerate(curve.sizes[:2] if small else curve.sizes):
         size = size // 64 if small else size
-        yield size, curve.call(size, randn, 1 if small else 64), i % 2 == 0
+        yield size, curve.call(size, randn, 1 if small else 64), i % 4 == 0
 
 
 def measure(curve: Curve, timer: Timer, ceilings: dict[str, float]) -> Iterator[dict[str, Any]]:
@@ -123,7 +123,7 @@ def _time(op: Op, sample: Sample, fn: Callable[..., Any], timer: Timer) -> dict[
         peak = timer.peak_mib(full)
         if not timer.on_gpu:
             return {"full_ms": timer.milliseconds(full), "peak_mib": peak}
-        graph = capture(full, torch.cuda.graph_pool_handle(), torch.cuda.Stream())
+        graph = Graphs(timer.device).capture(full)
         return {"replayed_ms": timer.milliseconds(graph.replay), "peak_mib": peak}
     except torch.OutOfMemoryError:
         return {"error": "out of memory"}
@@ -171,10 +171,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for row in measure(curve, timer, ceilings):
                 print_row(row)
                 rows.append(row)
-    if options.json:
-        results = {**header(device, DTYPE, {}, config), "ceilings": ceilings, "rows": rows}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+            if options.json:
+                results = {**header(device, DTYPE, {}, config), "ceilings": ceilings, "rows": rows}
+                options.json.parent.mkdir(parents=True, exist_ok=True)
+                options.json.write_text(json.dumps(results, indent=1) + "\n")
     return 0
 
 

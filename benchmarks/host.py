@@ -1,7 +1,9 @@
 """Host time of a small call in plain eager mode, where launching costs more than computing.
 
 The yardstick is a bare `torch.autograd.Function`: what a careful author would write by hand around the same kernels,
-with Triton's own launch and without dispatcher, checks or schema. It is derived from the operator's kernel ops.
+with `torch.empty` and Triton's own launch, without dispatcher, checks, schema or plans. It is derived from the
+operator's kernel ops. llmk is called as `torch.ops.llmk.NAME`, and as `llmk.functional.NAME`, which can pass the
+dispatcher by.
 """
 
 import contextlib
@@ -9,10 +11,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
+from llmk import functional
 from llmk.opcheck.calls import as_list, incoming_gradients, prepare
 from llmk.registry import OPS, KernelOp, Op, launch
 
@@ -21,19 +25,21 @@ CALLS, ROUNDS = 50, 16  # the first round warms up
 
 def measure_host(names: Sequence[str], device: torch.device, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
     """The host time of each operator's small call, in microseconds, as a table."""
-    print(f"\n{'host us, forward / both':<24}{'llmk':>16}{'bare Function':>16}{'ratio':>14}{'torch':>16}")
+    print(
+        f"\n{'host us, forward / both':<24}{'llmk':>13}{'functional':>13}{'bare':>13}{'torch':>13}{'llmk / bare':>14}"
+    )
     for name in names:
         row = host_times(OPS[name], device, dtype)
         if row is None:
             continue
-        times = [f"{row[way][0]:.0f} / {row[way][1]:.0f}" for way in ("llmk", "bare", "torch")]
+        times = [f"{row[way][0]:.0f} / {row[way][1]:.0f}" for way in ways]
         ratio = f"{row['ratio'][0]:.2f} / {row['ratio'][1]:.2f}"
-        print(f"{name:<24}{times[0]:>16}{times[1]:>16}{ratio:>14}{times[2]:>16}")
+        print(f"{name:<24}{''.join(f'{text:>13}' for text in times)}{ratio:>14}")
         yield row
 
 
 def host_times(op: Op, device: torch.device, dtype: torch.dtype) -> dict[str, Any] | None:
-    """Microseconds of forward, and of forward and backward: llmk, the bare Function around its kernels, and torch.
+    """Microseconds of forward, and of forward and backward: llmk both ways, the bare Function, and torch.
 
     None for an operator that has no one kernel op to wrap, or no small sample.
     """
@@ -45,9 +51,10 @@ def host_times(op: Op, device: torch.device, dtype: torch.dtype) -> dict[str, An
     if called is None or not inputs:
         return None
     kernel_op, kernel_args = called
-    bare = _bare_function(kernel_op)
+    bare, function = _bare_function(kernel_op), getattr(functional, op.name)
     ways: dict[str, Callable[[], Any]] = {
         "llmk": lambda: op.overload(*args, **kwargs),
+        "functional": lambda: function(*args, **kwargs),
         "bare": lambda: bare.apply(*kernel_args),
         "torch": lambda: op.reference(*args, **kwargs),
     }
@@ -91,14 +98,13 @@ def _bare_function(kernel_op: KernelOp) -> type[torch.autograd.Function]:
 
 @contextlib.contextmanager
 def _kernels_called_directly() -> Iterator[None]:
-    """Inside a backward formula a kernel op is no more than its function, and kernels are launched by Triton."""
-    call, launcher_for = KernelOp.__call__, launch.launcher_for
-    KernelOp.__call__ = lambda self, *args: self.implementation(args[0])(*args)
-    launch.launcher_for = lambda kernel: kernel
-    try:
+    """Inside a backward formula a kernel op is its function, allocating by PyTorch and launching by Triton."""
+    with (
+        mock.patch.object(KernelOp, "__call__", lambda self, *args: self.implementation(args[0])(*args)),
+        mock.patch.object(launch, "launcher_for", lambda kernel: kernel),
+        mock.patch.object(launch, "empty_on_gpu", lambda size, _, dtype: torch.empty(size, dtype=dtype, device="cuda")),
+    ):
         yield
-    finally:
-        KernelOp.__call__, launch.launcher_for = call, launcher_for
 
 
 def _microseconds(fn: Callable[[], Any], inputs: list[Tensor]) -> list[float]:

@@ -3,9 +3,9 @@
 For each workload of an operator's record: forward, forward and backward, both replayed as CUDA graphs (the device's
 time without the host's) where they are not long, and peak memory above the inputs. All ways to compute a workload run
 in one process and take turns. The floor is the larger of (bytes it must move / measured copy bandwidth) and (operations
-it must do / measured GEMM rate), both measured first, in the same process; where it is the latter, the chip is kept busy for a second before,
-and each way also runs back to back for a second. On a CPU one small sample is timed, to keep the code tested.
-Last comes the host time of a small eager call, see host.py.
+it must do / measured GEMM rate), both measured first, in the same process; where it is the latter, the chip is kept
+busy for a second before, and each way also runs back to back for a second. On a CPU one small sample is timed, to keep
+the code tested. Last comes the host time of a small eager call, see host.py.
 """
 
 import argparse

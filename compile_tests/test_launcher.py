@@ -124,3 +124,11 @@ def test_it_tells_apart_what_triton_does() -> None:
             specialization for key, (compiled, specialization) in built.items() if len(compiled.runs) > runs[key]
         ]
         assert used == bind(*args, **constants)[1]
+
+
+def test_a_float_is_not_a_number_that_happens_to_be_one() -> None:
+    kernel = Kernel()
+    launcher = Launcher(kernel)
+    for args in [(aligned, 48, 1.0), (aligned, 1.0, 48), (aligned, 48, 1), (aligned, 48, None)]:
+        launcher[(1,)](*args, EVEN=True, BLOCK=16)
+    assert len(kernel.built) == 4

@@ -216,11 +216,12 @@ def deterministic(op: Op, samples: Sequence[Sample]) -> None:
 def same_on_short_path(op: Op, samples: Sequence[Sample]) -> None:
     """The short path of plain eager mode and the dispatcher's give the same bits."""
     for sample in samples:
-        short = call(op, sample)
         with registered_path_only():
             registered = call(op, sample)
-        if not all(_same_bits(a, b) for a, b in zip(_results(short), _results(registered), strict=True)):
-            raise BrokenPromise(f"{sample}: the short path and the registered one give different bits")
+        for _ in range(3):  # on a GPU the third repeats the launches of the second
+            short = call(op, sample)
+            if not all(_same_bits(a, b) for a, b in zip(_results(short), _results(registered), strict=True)):
+                raise BrokenPromise(f"{sample}: the short path and the registered one give different bits")
 
 
 def _results(outcome: Outcome) -> list[Tensor | None]:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.registry import KernelOp, cdiv, wrap_triton
+from llmk.registry import KernelOp, cdiv, empty, wrap_triton
 from llmk.registry.launch import kernels_on_cpu
 
 LOGITS_BUDGET = 4 * 2**30 // 3
@@ -126,14 +126,14 @@ def scale_kernel(x_ptr, grad_ptr, divisor_ptr, y_ptr, N, BLOCK_N: tl.constexpr):
 
 def _scale(input: Tensor, grad: Tensor, divisor: Tensor, dtype: torch.dtype) -> Tensor:
     """input * grad / divisor, both float32 scalars, rounded once to `dtype`; zeros where the divisor is zero."""
-    y = torch.empty(input.shape, dtype=dtype, device=input.device)
+    y = empty(input.shape, dtype, input.device)
     wrap_triton(scale_kernel)[(cdiv(input.numel(), 4096),)](
         input, grad, divisor, y, input.numel(), BLOCK_N=4096, num_warps=8
     )
     return y
 
 
-scale = KernelOp(_scale)
+scale = KernelOp(_scale, planned=True)
 
 
 @scale.register_kernel("cpu")

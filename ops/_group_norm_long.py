@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops._norm import coarse_mean, row_moments
-from llmk.registry import cdiv, next_power_of_2, wrap_triton
+from llmk.registry import cdiv, empty, next_power_of_2, wrap_triton
 
 
 @triton.jit
@@ -157,7 +157,7 @@ def long_forward(
     """Fill y and stats."""
     B, G, C, S = sizes
     pieces, piece = _pieces(C * S, MOMENTS["BLOCK_N"], MAX_PIECES)
-    moments = torch.empty((2, B * G * pieces), dtype=torch.float32, device=x.device)
+    moments = empty((2, B * G * pieces), torch.float32, x.device)
     wrap_triton(group_norm_long_moments_kernel)[(B * G * pieces,)](x, moments, C * S, pieces, piece, **MOMENTS)
     tile = _long_tile(C, S)
     wrap_triton(group_norm_long_kernel)[(B * G * cdiv(C, tile["BLOCK_C"]) * cdiv(S, tile["BLOCK_S"]),)](
@@ -174,7 +174,7 @@ def long_backward(
     tile = _long_tile(C, S)
     blocks = cdiv(C, tile["BLOCK_C"])
     pieces, piece = _pieces(S, tile["BLOCK_S"], max(1, MAX_PIECES // C))
-    partials = torch.empty((B * pieces, 1 if x is None else 2, G * C), dtype=torch.float32, device=dy.device)
+    partials = empty((B * pieces, 1 if x is None else 2, G * C), torch.float32, dy.device)
     wrap_triton(group_norm_long_backward_sums_kernel)[(B * G * blocks * pieces,)](
         dy, x, stats, partials, B, G, C, S, pieces, piece, **tile
     )

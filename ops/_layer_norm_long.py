@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops._norm import row_moments, sum_pair
-from llmk.registry import cdiv, wrap_triton
+from llmk.registry import cdiv, empty, wrap_triton
 
 
 @triton.jit
@@ -167,7 +167,7 @@ def long_backward(
     means = None
     x_stride = x.stride(0) if x is not None else 0
     if dx is not None:
-        means = torch.empty((2, M), dtype=torch.float32, device=dy.device)
+        means = empty((2, M), torch.float32, dy.device)
         wrap_triton(layer_norm_long_backward_means_kernel)[(M,)](
             dy, x, weight, stats, means, M, N, dy.stride(0), x_stride, **LONG_FORWARD
         )

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.registry import cdiv, wrap_triton
+from llmk.registry import cdiv, empty, wrap_triton
 
 
 @triton.jit
@@ -85,5 +85,5 @@ def sum_affine(partials: Tensor, dw: Tensor | None, db: Tensor | None) -> None:
 def affine_gradient(like: Tensor | None, device: torch.device) -> Tensor:
     """Room for the gradient of a weight or bias; for None the empty tensor that an operator returns in its place."""
     if like is None:
-        return torch.empty((0,), dtype=torch.float32, device=device)
-    return torch.empty(like.shape, dtype=like.dtype, device=device)
+        return empty((0,), torch.float32, device)
+    return empty(like.shape, like.dtype, device)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.registry import wrap_triton
+from llmk.registry import empty, wrap_triton
 
 BLOCK = {"BLOCK_P": 4096, "num_warps": 8}
 
@@ -24,7 +24,7 @@ def sum_to_scalar(partials: Tensor, divisor: int = 1) -> Tensor:
 
     The divisor is divided by here so that a mean costs no further launch; 0 of 0 is NaN.
     """
-    out = torch.empty((), dtype=torch.float32, device=partials.device)
+    out = empty((), torch.float32, partials.device)
     wrap_triton(sum_to_scalar_kernel)[(1,)](partials, out, partials.shape[0], divisor, **BLOCK)
     return out
 
@@ -44,6 +44,6 @@ def mean_of_rows_kernel(loss_ptr, count_ptr, mean_ptr, divisor_ptr, M, BLOCK_P: 
 
 def mean_of_rows(loss: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     """`sum(loss) / sum(count)` of float32 `[M]` and that divisor, as scalars; 0 of 0 is NaN."""
-    mean, divisor = (torch.empty((), dtype=torch.float32, device=loss.device) for _ in range(2))
+    mean, divisor = (empty((), torch.float32, loss.device) for _ in range(2))
     wrap_triton(mean_of_rows_kernel)[(1,)](loss, count, mean, divisor, loss.shape[0], **BLOCK)
     return mean, divisor

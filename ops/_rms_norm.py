@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops._rows import Strides, row_starts, strided_rows, sum_partials
-from llmk.registry import at_most, cdiv, next_power_of_2, num_programs, wrap_triton
+from llmk.registry import at_most, cdiv, empty, next_power_of_2, num_programs, wrap_triton
 
 
 @triton.jit
@@ -261,9 +261,9 @@ def forward(
     residual, residual_strides = _optional_rows(residual)
     weight, N = _contiguous(weight), x.shape[-1]
     M = x.numel() // N
-    y = torch.empty(input.shape, dtype=input.dtype, device=input.device)
-    h = torch.empty(input.shape, dtype=input.dtype, device=input.device) if residual is not None else None
-    ms = torch.empty((M,), dtype=torch.float32, device=input.device)
+    y = empty(input.shape, input.dtype, input.device)
+    h = empty(input.shape, input.dtype, input.device) if residual is not None else None
+    ms = empty((M,), torch.float32, input.device)
     if N <= MAX_FORWARD_BLOCK:
         tile = _forward_tile(N)
         wrap_triton(rms_norm_kernel)[(cdiv(M, tile["BLOCK_M"]),)](
@@ -281,21 +281,21 @@ def backward(
     need_dw: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dx, and dw if it is needed, else nothing `[0]`."""
-    dx = torch.empty(h.shape, dtype=h.dtype, device=h.device)
+    dx = empty(h.shape, h.dtype, h.device)
     dy, dy_strides = strided_rows(grad)
     dh, dh_strides = _optional_rows(grad_h)
     h, h_strides = strided_rows(h)
     weight, N = _contiguous(weight), h.shape[-1]
     M = h.numel() // N
     programs = at_most(M, _programs(N, h.device))
-    partials = torch.empty((programs, N), dtype=torch.float32, device=h.device) if need_dw else None
+    partials = empty((programs, N), torch.float32, h.device) if need_dw else None
     if N * h.element_size() <= MAX_BACKWARD_BYTES:
         wrap_triton(rms_norm_backward_kernel)[(programs,)](
             dy, dh, h, weight, ms, dx, partials, M, N, *dy_strides, *dh_strides, *h_strides, eps, offset,
             **_backward_tile(N, h.element_size(), 2 if dh is None else 3),
         )  # fmt: skip
     else:
-        dot = torch.empty((M,), dtype=torch.float32, device=h.device)
+        dot = empty((M,), torch.float32, h.device)
         wrap_triton(rms_norm_long_backward_dot_kernel)[(M,)](
             dy, h, weight, ms, dot, N, *dy_strides, *h_strides, offset, **LONG_FORWARD
         )
@@ -304,7 +304,7 @@ def backward(
             BLOCK_N=LONG_BACKWARD_BLOCK, num_warps=_long_backward_warps(h.element_size()),
         )  # fmt: skip
     if weight is None or partials is None:
-        return dx, torch.empty((0,), dtype=h.dtype, device=h.device)
+        return dx, empty((0,), h.dtype, h.device)
     return dx, sum_partials(partials, weight.dtype)
 
 

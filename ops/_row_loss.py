@@ -36,7 +36,7 @@ from torch import Tensor
 
 from llmk.ops._math import tanh
 from llmk.ops._reduce import mean_of_rows, sum_to_scalar
-from llmk.registry import cdiv, next_power_of_2, wrap_triton
+from llmk.registry import cdiv, empty, next_power_of_2, wrap_triton
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -186,8 +186,8 @@ def _backward_block(V: int) -> dict[str, int]:
 def row_losses(logits: Tensor, target: Tensor, options: Options) -> Rows:
     """Launch the forward kernel over `[M, V]` logits."""
     M, V = logits.shape
-    loss, count = (torch.empty((M,), dtype=torch.float32, device=logits.device) for _ in range(2))
-    stats = torch.empty((2, M), dtype=torch.float32, device=logits.device)
+    loss, count = (empty((M,), torch.float32, logits.device) for _ in range(2))
+    stats = empty((2, M), torch.float32, logits.device)
     wrap_triton(cross_entropy_kernel)[(M,)](
         logits, target, options.contiguous_weight(), loss, count, stats,
         M, V, logits.stride(0), options.ignore_index, options.smoothing, options.z_loss,

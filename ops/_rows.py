@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.registry import cdiv, wrap_triton
+from llmk.registry import cdiv, empty, wrap_triton
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def sum_partials_kernel(partial_ptr, out_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK
 def sum_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum float32 `[P, N]` over its rows in a fixed order and round once to `dtype`: `[N]`."""
     P, N = partials.shape
-    out = torch.empty((N,), dtype=dtype, device=partials.device)
+    out = empty((N,), dtype, partials.device)
     # Narrow blocks of columns make enough programs; wide rows have enough anyway and read longer stretches.
     block_p, block_n = (64, 32) if N <= 8192 else (8, 256)
     wrap_triton(sum_partials_kernel)[(cdiv(N, block_n),)](

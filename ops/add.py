@@ -17,7 +17,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.registry import Cost, KernelOp, Sample, cdiv, check_dtype, check_same, check_shape, public_op, wrap_triton
+from llmk.registry import (
+    Cost,
+    KernelOp,
+    Sample,
+    cdiv,
+    check_dtype,
+    check_same,
+    check_shape,
+    empty,
+    public_op,
+    wrap_triton,
+)
 
 
 def add_reference(input: Tensor, other: Tensor) -> Tensor:
@@ -38,13 +49,13 @@ BLOCK_N = 1024
 
 def _add_fwd(input: Tensor, other: Tensor) -> Tensor:
     a, b = input.contiguous(), other.contiguous()
-    y = torch.empty(a.shape, dtype=a.dtype, device=a.device)
+    y = empty(a.shape, a.dtype, a.device)
     N = y.numel()
     wrap_triton(add_kernel)[(cdiv(N, BLOCK_N),)](a, b, y, N, BLOCK_N=BLOCK_N)
     return y
 
 
-add_fwd = KernelOp(_add_fwd)
+add_fwd = KernelOp(_add_fwd, planned=True)
 
 
 @add_fwd.register_kernel("cpu")

@@ -50,8 +50,8 @@ def _add_rms_norm_bwd(
     return norm.backward(grad, grad_h, h, weight, ms, eps, offset, need_dw)
 
 
-add_rms_norm_fwd = KernelOp(_add_rms_norm_fwd)
-add_rms_norm_bwd = KernelOp(_add_rms_norm_bwd)
+add_rms_norm_fwd = KernelOp(_add_rms_norm_fwd, planned=True)
+add_rms_norm_bwd = KernelOp(_add_rms_norm_bwd, planned=True)
 
 
 @add_rms_norm_fwd.register_kernel("cpu")

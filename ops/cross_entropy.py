@@ -20,6 +20,7 @@ from llmk.registry import (
     check_option,
     check_same,
     check_shape,
+    empty,
     public_op,
 )
 
@@ -59,14 +60,14 @@ def _forward(
     loss, count, stats = rows.losses(as_rows(input), target.reshape(-1).contiguous(), options)
     if reduction == "mean":
         return *rows.mean(loss, count), stats
-    nothing = torch.empty((0,), dtype=torch.float32, device=input.device)
+    nothing = empty((0,), torch.float32, input.device)
     return loss if reduction == "none" else rows.sum(loss), nothing, stats
 
 
 def _gradient(
     rows: RowLoss, grad: Tensor, divisor: Tensor | None, input: Tensor, target: Tensor, stats: Tensor, options: Options
 ) -> Tensor:
-    dx = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+    dx = empty(input.shape, input.dtype, input.device)
     rows.gradients(grad, divisor, as_rows(input), target.reshape(-1).contiguous(), stats, as_rows(dx), options)
     return dx
 
@@ -100,8 +101,8 @@ def _cross_entropy_bwd(
     return _gradient(KERNELS, grad, divisor, input, target, stats, options)
 
 
-cross_entropy_fwd = KernelOp(_cross_entropy_fwd)
-cross_entropy_bwd = KernelOp(_cross_entropy_bwd)
+cross_entropy_fwd = KernelOp(_cross_entropy_fwd, planned=True)
+cross_entropy_bwd = KernelOp(_cross_entropy_bwd, planned=True)
 
 
 @cross_entropy_fwd.register_kernel("cpu")

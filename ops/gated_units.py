@@ -32,6 +32,7 @@ from llmk.registry import (
     check_option,
     check_same,
     check_shape,
+    empty,
     next_power_of_2,
     public_op,
     wrap_triton,
@@ -109,7 +110,7 @@ def _rows(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None, int, 
 
 def _gated_unit_fwd(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
     gate_rows, up_rows, M, N, up_stride = _rows(gate, up)
-    y = torch.empty((*gate.shape[:-1], N), dtype=gate.dtype, device=gate.device)
+    y = empty((*gate.shape[:-1], N), gate.dtype, gate.device)
     block = _block(N)
     wrap_triton(gated_unit_kernel)[(M * cdiv(N, block["BLOCK_N"]),)](
         gate_rows, up_rows, y, N, gate_rows.stride(0), up_stride, ACTIVATION=activation, **block
@@ -120,8 +121,8 @@ def _gated_unit_fwd(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
 def _gated_unit_bwd(grad: Tensor, gate: Tensor, up: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
     dy = as_rows(grad)
     gate_rows, up_rows, M, N, up_stride = _rows(gate, up)
-    dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    dup = torch.empty((0,) if up is None else up.shape, dtype=gate.dtype, device=gate.device)
+    dgate = empty(gate.shape, gate.dtype, gate.device)
+    dup = empty((0,) if up is None else up.shape, gate.dtype, gate.device)
     block = _block(N)
     # A packed gradient is handed over once: two views of one buffer would be copied under functionalization.
     wrap_triton(gated_unit_backward_kernel)[(M * cdiv(N, block["BLOCK_N"]),)](
@@ -131,8 +132,8 @@ def _gated_unit_bwd(grad: Tensor, gate: Tensor, up: Tensor | None, activation: s
     return dgate, dup
 
 
-gated_unit_fwd = KernelOp(_gated_unit_fwd)
-gated_unit_bwd = KernelOp(_gated_unit_bwd)
+gated_unit_fwd = KernelOp(_gated_unit_fwd, planned=True)
+gated_unit_bwd = KernelOp(_gated_unit_bwd, planned=True)
 
 
 @gated_unit_fwd.register_kernel("cpu")

@@ -51,6 +51,7 @@ from llmk.registry import (
     check_option,
     check_same,
     check_shape,
+    empty,
     next_power_of_2,
     num_programs,
     public_op,
@@ -235,19 +236,19 @@ def _giou_loss_fwd(boxes: Tensor, targets: Tensor, reduction: str, eps: float) -
     N, device = boxes.numel() // 4, boxes.device
     (b, b_stride), (t, t_stride) = _packed(boxes), _packed(targets)
     if reduction == "none":
-        losses = torch.empty(boxes.shape[:-1], dtype=torch.float32, device=device)
+        losses = empty(boxes.shape[:-1], torch.float32, device)
         grid = (cdiv(N, TILE["BLOCK"]),)
         wrap_triton(giou_loss_kernel)[grid](b, t, losses, N, b_stride, t_stride, eps, **TILE)
-        return losses, torch.empty((0,), dtype=torch.float32, device=device)
-    loss = torch.empty((), dtype=torch.float32, device=device)
-    count = torch.empty((), dtype=torch.float32, device=device)
+        return losses, empty((0,), torch.float32, device)
+    loss = empty((), torch.float32, device)
+    count = empty((), torch.float32, device)
     partials, arrived, grid, block_p, tile = None, None, (1,), 1, ONE
     # A symbolic number is not asked: that would compile once more past the limit.
     if not isinstance(N, int) or N > ONE_PROGRAM:
         most = num_programs(device, MANY_PER_MULTIPROCESSOR)
         grid = (at_most(N // MANY["BLOCK"] + 1, most),)  # never 0, or nobody would write the sum over no boxes
         block_p, tile = next_power_of_2(most), MANY
-        partials = torch.empty((2, block_p), dtype=torch.float32, device=device)
+        partials = empty((2, block_p), torch.float32, device)
         arrived = torch.zeros((1,), dtype=torch.int32, device=device)
     wrap_triton(giou_loss_sum_kernel)[grid](
         b, t, loss, count, partials, arrived, N, b_stride, t_stride, eps,
@@ -262,8 +263,8 @@ def _giou_loss_bwd(
     N, device = boxes.numel() // 4, boxes.device
     (b, b_stride), (t, t_stride) = _packed(boxes), _packed(targets)
     dy = grad.reshape(-1) if reduction == "none" else grad
-    dboxes = torch.empty(boxes.shape if db else (0,), dtype=boxes.dtype, device=device)
-    dtargets = torch.empty(targets.shape if dt else (0,), dtype=targets.dtype, device=device)
+    dboxes = empty(boxes.shape if db else (0,), boxes.dtype, device)
+    dtargets = empty(targets.shape if dt else (0,), targets.dtype, device)
     wrap_triton(giou_loss_backward_kernel)[(cdiv(N, TILE["BLOCK"]),)](
         dy, b, t, count if reduction == "mean" else None, dboxes if db else None, dtargets if dt else None,
         N, dy.stride(0) if reduction == "none" else None, b_stride, t_stride, eps, **TILE,
@@ -271,8 +272,8 @@ def _giou_loss_bwd(
     return dboxes, dtargets
 
 
-giou_loss_fwd = KernelOp(_giou_loss_fwd)
-giou_loss_bwd = KernelOp(_giou_loss_bwd)
+giou_loss_fwd = KernelOp(_giou_loss_fwd, planned=True)
+giou_loss_bwd = KernelOp(_giou_loss_bwd, planned=True)
 
 
 def _compare_cpu(boxes: Tensor, targets: Tensor, eps: float) -> tuple[Tensor, ...]:

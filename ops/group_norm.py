@@ -46,6 +46,7 @@ from llmk.registry import (
     check_dtype,
     check_same,
     check_shape,
+    empty,
     next_power_of_2,
     num_programs,
     public_op,
@@ -191,8 +192,8 @@ def _group_norm_fwd(
 ) -> tuple[Tensor, Tensor]:
     x, weight, bias = input.contiguous(), _contiguous(weight), _contiguous(bias)
     G, (B, C, S) = num_groups, _sizes(input, num_groups)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    stats = torch.empty((3, B * G), dtype=torch.float32, device=x.device)
+    y = empty(x.shape, x.dtype, x.device)
+    stats = empty((3, B * G), torch.float32, x.device)
     if _row_tile(C, S) <= MAX_FORWARD_TILE:
         tile = _short_tile(C, S, 2048)
         wrap_triton(group_norm_kernel)[(G * cdiv(B, tile["BLOCK_B"]),)](
@@ -212,7 +213,7 @@ def _group_norm_bwd(
     dy, x = grad.contiguous(), input.contiguous() if need_dx or need_dw else None
     G, (B, C, S) = num_groups, _sizes(input, num_groups)
     scale = weight.contiguous() if need_dx and weight is not None else None
-    dx = torch.empty(input.shape, dtype=input.dtype, device=device) if need_dx else None
+    dx = empty(input.shape, input.dtype, device) if need_dx else None
     dw, db = affine_gradient(weight if need_dw else None, device), affine_gradient(bias, device)
     partials = None
     if _row_tile(C, S) <= MAX_BACKWARD_TILE:
@@ -220,7 +221,7 @@ def _group_norm_bwd(
         # Two programs of 8 warps on each multiprocessor hide each other's latency.
         shares = at_most(cdiv(B, tile["BLOCK_B"]), cdiv(num_programs(device, 2), G))
         if need_dw or need_db:
-            partials = torch.empty((shares, need_dw + need_db, G * C), dtype=torch.float32, device=device)
+            partials = empty((shares, need_dw + need_db, G * C), torch.float32, device)
         wrap_triton(group_norm_backward_kernel)[(G * shares,)](
             dy, x, scale, stats, dx, partials, B, G, C, S, HAS_DW=need_dw, HAS_DB=need_db, **tile
         )
@@ -231,8 +232,8 @@ def _group_norm_bwd(
     return dx if dx is not None else affine_gradient(None, device), dw, db
 
 
-group_norm_fwd = KernelOp(_group_norm_fwd)
-group_norm_bwd = KernelOp(_group_norm_bwd)
+group_norm_fwd = KernelOp(_group_norm_fwd, planned=True)
+group_norm_bwd = KernelOp(_group_norm_bwd, planned=True)
 
 
 @group_norm_fwd.register_kernel("cpu")

@@ -37,6 +37,7 @@ from llmk.registry import (
     check_option,
     check_same,
     check_shape,
+    empty,
     next_power_of_2,
     num_programs,
     public_op,
@@ -193,13 +194,13 @@ def _kl_div_fwd(input: Tensor, target: Tensor, reduction: str, log_target: bool)
     (x, t), tile = _layout(input, target)
     (M, N), tiles = x.shape, _tiles(x, tile)
     if reduction == "none":
-        losses = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+        losses = empty(input.shape, input.dtype, input.device)
         wrap_triton(kl_div_kernel)[(tiles,)](
             x, t, losses, M, N, x.stride(0), t.stride(0), LOG_TARGET=log_target, **tile
         )
         return losses
     programs = at_most(tiles, num_programs(input.device, SUM_PROGRAMS))
-    partials = torch.empty((programs,), dtype=torch.float32, device=input.device)
+    partials = empty((programs,), torch.float32, input.device)
     wrap_triton(kl_div_sum_kernel)[(programs,)](
         x, t, partials, M, N, x.stride(0), t.stride(0), tiles, LOG_TARGET=log_target, **tile
     )
@@ -222,8 +223,7 @@ def _kl_div_bwd(
     reduced = reduction != "none"
     g = grad if reduced else grad.reshape(M, N)
     dinput, dtarget = (
-        torch.empty(target.shape if needed else (0,), dtype=target.dtype, device=target.device)
-        for needed in (need_dinput, need_dtarget)
+        empty(target.shape if needed else (0,), target.dtype, target.device) for needed in (need_dinput, need_dtarget)
     )
     wrap_triton(kl_div_backward_kernel)[(_tiles(t, tile),)](
         g, x, t, dinput if need_dinput else None, dtarget if need_dtarget else None, M, N,
@@ -233,8 +233,8 @@ def _kl_div_bwd(
     return dinput, dtarget
 
 
-kl_div_fwd = KernelOp(_kl_div_fwd)
-kl_div_bwd = KernelOp(_kl_div_bwd)
+kl_div_fwd = KernelOp(_kl_div_fwd, planned=True)
+kl_div_bwd = KernelOp(_kl_div_bwd, planned=True)
 
 
 @kl_div_fwd.register_kernel("cpu")

@@ -43,6 +43,7 @@ from llmk.registry import (
     check_dtype,
     check_same,
     check_shape,
+    empty,
     next_power_of_2,
     num_programs,
     public_op,
@@ -180,8 +181,8 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
 def _layer_norm_fwd(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     x, weight, bias = as_rows(input), _contiguous(weight), _contiguous(bias)
     M, N = x.shape
-    y = torch.empty(input.shape, dtype=input.dtype, device=input.device)
-    stats = torch.empty((2, M), dtype=torch.float32, device=input.device)
+    y = empty(input.shape, input.dtype, input.device)
+    stats = empty((2, M), torch.float32, input.device)
     if N <= MAX_FORWARD_BLOCK:
         tile = _forward_tile(N)
         wrap_triton(layer_norm_kernel)[(cdiv(M, tile["BLOCK_M"]),)](
@@ -200,12 +201,12 @@ def _layer_norm_bwd(
     dy, x = as_rows(grad), as_rows(input) if need_dx or need_dw else None
     scale = weight.contiguous() if need_dx and weight is not None else None
     M, N = dy.shape
-    dx = torch.empty(input.shape, dtype=input.dtype, device=device) if need_dx else None
+    dx = empty(input.shape, input.dtype, device) if need_dx else None
     dw, db = affine_gradient(weight if need_dw else None, device), affine_gradient(bias, device)
     programs = _programs(M, N, device)
     partials = None
     if need_dw or need_db:
-        partials = torch.empty((programs, need_dw + need_db, N), dtype=torch.float32, device=device)
+        partials = empty((programs, need_dw + need_db, N), torch.float32, device)
     if N <= MAX_BACKWARD_BLOCK:
         wrap_triton(layer_norm_backward_kernel)[(programs,)](
             dy, x, scale, stats, dx, partials, M, N, dy.stride(0), x.stride(0) if x is not None else 0,
@@ -220,8 +221,8 @@ def _layer_norm_bwd(
     return dx if dx is not None else affine_gradient(None, device), dw, db
 
 
-layer_norm_fwd = KernelOp(_layer_norm_fwd)
-layer_norm_bwd = KernelOp(_layer_norm_bwd)
+layer_norm_fwd = KernelOp(_layer_norm_fwd, planned=True)
+layer_norm_bwd = KernelOp(_layer_norm_bwd, planned=True)
 
 
 @layer_norm_fwd.register_kernel("cpu")

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops._rows import as_rows
-from llmk.registry import Cost, KernelOp, Sample, cdiv, check_dtype, public_op, wrap_triton
+from llmk.registry import Cost, KernelOp, Sample, cdiv, check_dtype, empty, public_op, wrap_triton
 
 
 def relu_squared_reference(input: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def _rows(*tensors: Tensor) -> list[Tensor]:
 def _relu_squared_fwd(input: Tensor) -> Tensor:
     (x,) = _rows(input)
     M, N = x.shape
-    y = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+    y = empty(input.shape, input.dtype, input.device)
     wrap_triton(relu_squared_kernel)[(M * cdiv(N, BLOCK["BLOCK_N"]),)](x, y, N, x.stride(0), **BLOCK)
     return y
 
@@ -72,15 +72,15 @@ def _relu_squared_fwd(input: Tensor) -> Tensor:
 def _relu_squared_bwd(grad: Tensor, input: Tensor) -> Tensor:
     dy, x = _rows(grad, input)
     M, N = x.shape
-    dx = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+    dx = empty(input.shape, input.dtype, input.device)
     wrap_triton(relu_squared_backward_kernel)[(M * cdiv(N, BLOCK["BLOCK_N"]),)](
         dy, x, dx, N, dy.stride(0), x.stride(0), **BLOCK
     )
     return dx
 
 
-relu_squared_fwd = KernelOp(_relu_squared_fwd)
-relu_squared_bwd = KernelOp(_relu_squared_bwd)
+relu_squared_fwd = KernelOp(_relu_squared_fwd, planned=True)
+relu_squared_bwd = KernelOp(_relu_squared_bwd, planned=True)
 
 
 @relu_squared_fwd.register_kernel("cpu")

@@ -42,8 +42,8 @@ def _rms_norm_bwd(
     return norm.backward(grad, None, input, weight, ms, eps, offset, need_dw)
 
 
-rms_norm_fwd = KernelOp(_rms_norm_fwd)
-rms_norm_bwd = KernelOp(_rms_norm_bwd)
+rms_norm_fwd = KernelOp(_rms_norm_fwd, planned=True)
+rms_norm_bwd = KernelOp(_rms_norm_bwd, planned=True)
 
 
 @rms_norm_fwd.register_kernel("cpu")

@@ -40,6 +40,7 @@ from llmk.registry import (
     at_most,
     cdiv,
     check_dtype,
+    empty,
     next_power_of_2,
     num_programs,
     public_op,
@@ -121,7 +122,7 @@ def _split(x: Tensor, dim: int) -> tuple[int, int, int]:
 
 def _softmax_fwd(input: Tensor, dim: int) -> Tensor:
     outer, N, C = _split(input, dim)
-    y = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+    y = empty(input.shape, input.dtype, input.device)
     if C != 1:  # the reshape copies only if the axes before dim, or those after it, do not merge
         columns_forward(input.reshape(outer, N, C), y)
         return y
@@ -137,7 +138,7 @@ def _softmax_fwd(input: Tensor, dim: int) -> Tensor:
 def _softmax_bwd(grad: Tensor, output: Tensor, dim: int) -> Tensor:
     outer, N, C = _split(output, dim)
     y = output.contiguous()
-    dx = torch.empty(output.shape, dtype=output.dtype, device=output.device)
+    dx = empty(output.shape, output.dtype, output.device)
     if C != 1:
         columns_backward(grad.reshape(outer, N, C), y, dx)
         return dx
@@ -151,8 +152,8 @@ def _softmax_bwd(grad: Tensor, output: Tensor, dim: int) -> Tensor:
     return dx
 
 
-softmax_fwd = KernelOp(_softmax_fwd)
-softmax_bwd = KernelOp(_softmax_bwd)
+softmax_fwd = KernelOp(_softmax_fwd, planned=True)
+softmax_bwd = KernelOp(_softmax_bwd, planned=True)
 
 
 @softmax_fwd.register_kernel("cpu")

@@ -10,7 +10,9 @@ from torch.utils.flop_counter import register_flop_formula
 
 from llmk.registry.checks import check_home
 from llmk.registry.launch import (
+    HAS_LAUNCHER,
     INTERPRET,
+    PLAIN_TENSORS,
     in_graph,
     kernel_context,
     kernels_on_cpu,
@@ -19,6 +21,7 @@ from llmk.registry.launch import (
     takes_short_path,
     wrap_triton,
 )
+from llmk.registry.plan import Planned
 
 __all__ = ["KernelOp", "wrap_triton"]
 
@@ -43,11 +46,14 @@ class KernelOp:
             with `torch.empty`, writes every element of what it returns and mutates nothing else.
         decomposed: Give a compiled graph plain PyTorch instead of the launches: for what Inductor fuses better with its
             neighbours than a kernel could. The figure that decided it goes into the record's `choices`.
+        planned: Repeat the launches of a call that looks like an earlier one, see `Planned` for what that asks of `fn`.
         opaque: Keep the op as one node in a compiled graph instead of inlining its launches: for a driver whose number
             of launches depends on sizes and would need a graph for each.
     """
 
-    def __init__(self, fn: Callable[..., Any], *, opaque: bool = False, decomposed: bool = False) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], *, opaque: bool = False, decomposed: bool = False, planned: bool = False
+    ) -> None:
         if not fn.__name__.startswith("_"):
             raise ValueError(f"fn: a kernel op's name starts with an underscore, got {fn.__name__!r}")
         check_home(fn)
@@ -59,11 +65,12 @@ class KernelOp:
         self.setup_context: Callable[..., Any] = _save_nothing
         self._cpu: Callable[..., Any] | None = None
         self._fake: Callable[..., Any] | None = None
+        self.planned = Planned(fn) if planned and HAS_LAUNCHER else None
         self._body = self._wrap(fn)
         self._definition: Any = torch.library.triton_op(f"llmk::{self.name}", self._body, mutates_args=())
         self._definition.register_fake(self._wrap_fake())
         self._definition.register_autograd(self.backward)
-        self._apply = _autograd_function(self.name, self._body, self.backward, self.setup_context)
+        self._apply = _autograd_function(self.name, self._run, self.backward, self.setup_context)
         if opaque or INTERPRET:
             self._definition.register_torch_dispatch(FunctionalTensorMode, _keep_as_one_node)
         self.overload: Any = getattr(torch.ops.llmk, self.name).default
@@ -73,8 +80,14 @@ class KernelOp:
             return self.overload(*args)
         if torch.is_grad_enabled():
             for arg in args:
-                if isinstance(arg, torch.Tensor) and arg.requires_grad:
+                if type(arg) in PLAIN_TENSORS and arg.requires_grad:
                     return self._apply(*args)
+        return self._run(*args)
+
+    def _run(self, *args: Any) -> Any:
+        """The body where nothing traces; on the current GPU without autocast that is the launching function itself."""
+        if args[0].is_cuda and not needs_context(args[0]):
+            return self.fn(*args) if self.planned is None else self.planned(args[0].get_device(), args)
         return self._body(*args)
 
     def register_kernel(self, device_type: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -98,7 +111,7 @@ class KernelOp:
         self.has_backward = True
         self.backward, self.setup_context = backward, setup_context
         self._definition.register_autograd(backward, setup_context=setup_context)
-        self._apply = _autograd_function(self.name, self._body, backward, setup_context)
+        self._apply = _autograd_function(self.name, self._run, backward, setup_context)
 
     def register_flop_formula(self, fn: Callable[..., int]) -> Callable[..., int]:
         """Register what `torch.utils.flop_counter` counts for a call."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.runtime import driver
 
 _LARGEST_INT32 = 2**31 - 1
+_LONG = ("long", "long, a multiple of 16")
 
 
 class Launcher:
@@ -27,32 +28,34 @@ class Launcher:
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return functools.partial(self._launch, grid)
 
-    def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> tuple[Any, ...]:
         active: Any = driver.active
         device = active.get_current_device()
-        parts: list[Any] = [device, *constants.items()]
+        parts: list[Any] = [device, *constants, *constants.values()]
         values: list[Any] = []
         for arg in args:
             if isinstance(arg, Tensor):
                 address = arg.data_ptr()
                 values.append(address)
-                parts.append((arg.dtype, address % 16 == 0))
+                parts += (arg.dtype, not address & 15)
                 continue
             values.append(arg)
-            if type(arg) is int:  # Triton tells apart 1, multiples of 16, and what needs 64 bits
-                parts.append((arg == 1, arg % 16 == 0, arg > _LARGEST_INT32))
-            elif type(arg) is not float:
-                parts.append(arg)
+            kind = type(arg)
+            if kind is int:  # Triton tells apart 1, multiples of 16, and what needs 64 bits
+                parts.append("1" if arg == 1 else not arg & 15 if arg <= _LARGEST_INT32 else _LONG[not arg & 15])
+            else:  # of a float the type, not the value
+                parts.append(kind if kind is float else arg)
         key = tuple(parts)
         built = self._built.get(key)
         # A profiler's hooks expect what Triton's own launch tells them.
         if built is None or triton.knobs.runtime.launch_enter_hook.calls:
-            self._built[key] = self._build(grid, args, constants)
-            return
+            built = self._built[key] = self._build(grid, args, constants)
+            return built
         run, function, metadata, rest = built
         x, y, z = (*grid, 1, 1)[:3]
         stream = active.get_current_stream(device)
         run(x, y, z, stream, function, metadata, None, None, None, *values, *rest)
+        return built
 
     def _build(self, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
         """Launch in Triton's own way, which builds the kernel, and return what the next launch needs of it."""

@@ -10,11 +10,15 @@ from torch.autograd import forward_ad
 
 from llmk.registry.checks import check_home
 from llmk.registry.kernel_op import KernelOp
-from llmk.registry.launch import inside_functorch
+from llmk.registry.launch import PLAIN_TENSORS, inside_functorch, nothing_looks_on
 from llmk.registry.record import OPS, Op
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_EXACT: dict[str, frozenset[type]] = {"Tensor": PLAIN_TENSORS} | {
+    t.__name__: frozenset({t}) for t in (int, float, bool, str)
+}
 
 _library = torch.library.Library("llmk", "FRAGMENT")
 
@@ -47,7 +51,8 @@ def public_op(
         parsed = torch._C.parse_schema(f"llmk::{schema}")
         _refuse_other_signature(fn, parsed)
         _library.define(schema, tags=torch.Tag.pt2_compliant_tag)
-        _library.impl(name, _guarded(name, fn, parsed, differentiable), "CompositeImplicitAutograd")
+        implementation = _guarded(name, fn, parsed, differentiable)
+        _library.impl(name, implementation, "CompositeImplicitAutograd")
         overload = getattr(torch.ops.llmk, name).default
         OPS[name] = Op(
             name=name,
@@ -59,8 +64,12 @@ def public_op(
             **record,
         )
 
+        fits = _fits(parsed)
+
         @functools.wraps(fn)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if nothing_looks_on() and fits(args, kwargs):
+                return implementation(*args, **kwargs)
             return overload(*args, **kwargs)
 
         return call
@@ -89,6 +98,24 @@ def _refuse_other_signature(fn: Callable[..., Any], schema: torch.FunctionSchema
     declared = [(a.name, a.default_value, a.kwarg_only) for a in schema.arguments]
     if own != declared:
         raise ValueError(f"schema: {schema} and the function's own signature {inspect.signature(fn)} disagree")
+
+
+def _fits(schema: torch.FunctionSchema) -> Callable[[tuple[Any, ...], dict[str, Any]], bool]:
+    """A test whether arguments have the schema's very types: those the dispatcher would hand on as they are."""
+    accepted: dict[str, frozenset[type]] = {}
+    for argument in schema.arguments:
+        name = str(argument.type)
+        kinds = _EXACT.get(name.removeprefix("Optional[").removesuffix("]"), frozenset())
+        accepted[argument.name] = kinds | {type(None)} if name.startswith("Optional[") else kinds
+    by_position = [accepted[argument.name] for argument in schema.arguments]
+
+    def fits(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        for value, kinds in zip(args, by_position):  # noqa: B905  the function itself refuses too many
+            if type(value) not in kinds:
+                return False
+        return all(type(value) in accepted.get(name, ()) for name, value in kwargs.items())
+
+    return fits
 
 
 def _guarded(

@@ -1,0 +1,104 @@
+"""Which way a call takes in plain eager mode: past the dispatcher only where nobody would miss it."""
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.two_tensor import TwoTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from llmk.functional import rms_norm
+from llmk.registry.launch import nothing_looks_on, registered_path_only, takes_short_path
+
+x, w = torch.randn(4, 8), torch.nn.Parameter(torch.randn(8))
+
+
+class Subclass(Tensor):
+    pass
+
+
+def counting() -> FlopCounterMode:
+    return FlopCounterMode(display=False)
+
+
+class Seeing(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen = func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def dispatched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each call of `rms_norm` came to its checks through the dispatcher."""
+    calls: list[bool] = []
+    call_operator = type(torch.ops.llmk.rms_norm.default).__call__.__code__
+
+    def probe(name: str, tensor: Tensor) -> None:
+        if name == "input":
+            frame, found = sys._getframe(), False
+            while frame is not None:
+                found |= frame.f_code is call_operator
+                frame = frame.f_back
+            calls.append(found)
+
+    monkeypatch.setattr(sys.modules["llmk.ops.rms_norm"], "check_dtype", probe)
+    return calls
+
+
+def test_a_plain_call_needs_no_dispatcher(dispatched: list[bool]) -> None:
+    rms_norm(x, w)
+    rms_norm(x, weight=None, eps=1e-5, offset=1.0)
+    assert dispatched == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"), [((x.as_subclass(Subclass), w), {}), ((x, w, 1), {}), ((x, w), {"offset": 1})]
+)
+def test_other_types_are_the_dispatchers(args: Any, kwargs: Any, dispatched: list[bool]) -> None:
+    rms_norm(*args, **kwargs)
+    assert dispatched == [True]
+
+
+@pytest.mark.parametrize(
+    "context", [Seeing, torch.autograd.profiler.profile, counting, TwoTensorMode, registered_path_only]
+)
+def test_whoever_looks_on_sees_the_operator(context: Any, dispatched: list[bool]) -> None:
+    with context():
+        assert not nothing_looks_on()
+        rms_norm(x, w)
+    assert dispatched == [True]
+
+
+def test_a_function_mode_and_a_profiler_know_its_name() -> None:
+    with Seeing() as mode:
+        rms_norm(x, w)
+    assert mode.seen is torch.ops.llmk.rms_norm.default
+    with torch.profiler.profile() as profile:
+        rms_norm(x, w)
+    assert "llmk::rms_norm" in [event.name for event in profile.events() or ()]
+
+
+def test_tracers_keep_the_node() -> None:
+    graph = torch.fx.symbolic_trace(lambda x, w: rms_norm(x, w)).graph
+    assert torch.ops.llmk.rms_norm.default in [node.target for node in graph.nodes]
+    torch._dynamo.reset()
+    exported = torch._dynamo.export(lambda x: rms_norm(x, w))(x).graph_module.graph
+    assert torch.ops.llmk.rms_norm.default in [node.target for node in exported.nodes]
+
+
+def test_a_wrong_call_is_refused() -> None:
+    for args, kwargs in [((), {}), ((x, w, 1e-6, 0.0), {}), ((x,), {"scale": 1.0}), (([1.0],), {})]:
+        with pytest.raises((TypeError, RuntimeError)):
+            rms_norm(*args, **kwargs)
+
+
+negative: Tensor = torch._neg_view(x)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("other", [negative, x.to("meta"), x.as_subclass(Subclass), torch.tensor(3).item])
+def test_kernels_do_not_read_what_is_not_plain(other: Any) -> None:
+    assert takes_short_path((x, None, w, 1e-6, 3, "mean", torch.float32))
+    assert not takes_short_path((x, other))

@@ -1,0 +1,248 @@
+"""A plan repeats what the launching function does, and only for a call that looks the same."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.knobs
+from torch import Tensor
+from triton.runtime import driver
+
+from llmk.opcheck.calls import call
+from llmk.registry import OPS, KernelOp, Op, empty, launcher, plan, wrap_triton
+from llmk.registry.launch import HAS_LAUNCHER, _contiguous_layout
+from llmk.registry.plan import Planned, Rehearsal, rehearsals
+
+pytestmark = pytest.mark.skipif(not HAS_LAUNCHER, reason="nothing is planned in the interpreter or for AMD")
+
+CPU = torch.device("cpu")
+Run = tuple[Any, ...]
+
+
+@triton.jit
+def kernel(x_ptr, w_ptr, y_ptr, N):
+    pass
+
+
+class Compiled:
+    """A built kernel, whose launches only tell of themselves."""
+
+    packed_metadata = ()
+
+    def __init__(self, function: str, runs: list[Run]) -> None:
+        self.function, self.runs = function, runs
+
+    def run(self, *args: Any) -> None:
+        self.runs.append(args)
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
+    """The launches made, where there is no GPU; the fixture keeps what it builds from other tests."""
+    made: list[Run] = []
+
+    class Driver:
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 7
+
+    def build(self: Any, *args: Any, **constants: Any) -> Compiled:
+        return Compiled(f"{self.__name__} {constants}", made)
+
+    monkeypatch.setattr(type(driver), "active", property(lambda self: Driver()))
+    monkeypatch.setattr(triton.JITFunction, "run", build)
+    monkeypatch.setattr(launcher, "_launchers", {})
+    monkeypatch.setattr(plan, "empty_on_gpu", torch._C._dynamo.guards._empty_strided_cpu)  # type: ignore[attr-defined]
+    return made
+
+
+@pytest.fixture
+def buffers(monkeypatch: pytest.MonkeyPatch, runs: list[Run]) -> list[Tensor]:
+    """What plans allocate."""
+    made: list[Tensor] = []
+    allocate = plan.empty_on_gpu
+
+    def noting(*layout: Any) -> Tensor:
+        made.append(allocate(*layout))
+        return made[-1]
+
+    monkeypatch.setattr(plan, "empty_on_gpu", noting)
+    return made
+
+
+def copied(value: Any) -> Any:
+    """The same at another address: size, strides and what is before it."""
+    if not isinstance(value, Tensor):
+        return value
+    storage = value.untyped_storage().clone()
+    return torch.empty(0, dtype=value.dtype).set_(storage, value.storage_offset(), value.size(), value.stride())
+
+
+def named(runs: list[Run], tensors: list[Tensor]) -> list[Run]:
+    """The launches, each address replaced by the number of its tensor."""
+    names = {tensor.data_ptr(): f"tensor {i}" for i, tensor in enumerate(tensors) if tensor.data_ptr()}
+    return [tuple(names.get(value, value) if type(value) is int else value for value in run) for run in runs]
+
+
+def kernel_calls(op: Op) -> Iterator[tuple[KernelOp, tuple[Any, ...]]]:
+    """What the operator gives its planned kernel ops over its samples, forward and backward."""
+    calls: list[tuple[KernelOp, tuple[Any, ...]]] = []
+    original = KernelOp.__call__
+
+    def recording(self: KernelOp, *args: Any) -> Any:
+        calls.append((self, tuple(arg.detach() if isinstance(arg, Tensor) else arg for arg in args)))
+        return original(self, *args)
+
+    KernelOp.__call__ = recording
+    try:
+        for sample in op.samples(CPU, torch.float32):
+            call(op, sample)
+    finally:
+        KernelOp.__call__ = original
+    return ((kernel_op, args) for kernel_op, args in calls if kernel_op.planned is not None)
+
+
+PLANNED = [name for name, op in OPS.items() if any(kernel_op.planned is not None for kernel_op in op.kernel_ops)]
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_a_plan_does_what_the_function_does(name: str, runs: list[Run], buffers: list[Tensor]) -> None:
+    planned: set[KernelOp] = set()
+    for kernel_op, args in list(kernel_calls(OPS[name])):
+        repeated = Planned(kernel_op.fn)
+        for _ in range(2):
+            repeated(0, args)
+        if not any(repeated.plans.values()):
+            continue
+        planned.add(kernel_op)
+        runs.clear()
+        rehearsals.current = rehearsal = Rehearsal([arg for arg in args if isinstance(arg, Tensor)])
+        outputs = kernel_op.fn(*args)
+        rehearsals.current = None
+        expected = named(runs, rehearsal.tensors)
+        runs.clear()
+        buffers.clear()
+        others = tuple(map(copied, args))
+        result = repeated(0, others)
+        assert named(runs, [*(arg for arg in others if isinstance(arg, Tensor)), *buffers]) == expected
+        for new, old in zip(*((r if isinstance(r, tuple) else (r,)) for r in (result, outputs)), strict=True):
+            assert (new.shape, new.stride(), new.dtype) == (old.shape, old.stride(), old.dtype)
+            (i,) = [i for i, buffer in enumerate(buffers) if buffer is new]
+            assert rehearsal.buffers[i] is old
+    assert planned == {kernel_op for kernel_op in OPS[name].kernel_ops if kernel_op.planned is not None}
+
+
+def doubled(x: Tensor, w: Tensor | None, scale: float = 2.0, n: int = 1) -> Tensor:
+    y = empty(x.shape, x.dtype, x.device)
+    wrap_triton(kernel)[(x.numel(),)](x, w, y, n)
+    return y
+
+
+def worked_out(fn: Callable[..., Any], *calls: tuple[Any, ...]) -> list[bool]:
+    """Which of the calls the function itself was run for."""
+    ran: list[bool] = []
+
+    def counting(*args: Any) -> Any:
+        ran[-1] = True
+        return fn(*args)
+
+    repeated = Planned(counting)
+    for args in calls:
+        ran.append(False)
+        repeated(0, args)
+    return ran
+
+
+storage = torch.zeros(64)
+aligned, shifted = storage[:16].view(4, 4), storage[1:17].view(4, 4)
+
+
+def test_the_third_call_is_repeated(runs: list[Run]) -> None:
+    assert worked_out(doubled, *[(aligned, None)] * 4) == [True, True, False, False]
+    assert len(runs) == 3  # the first was Triton's own
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        (shifted, None),
+        (aligned.half(), None),
+        (aligned.clone().t(), None),
+        (aligned[:2], None),
+        (aligned, aligned),
+        (aligned, None, 3.0),
+        (aligned, None, 2.0, 16),
+        (aligned, None, 2.0, True),
+    ],
+)
+def test_what_is_worked_out_again(other: tuple[Any, ...], runs: list[Run]) -> None:
+    usual = (aligned, None, 2.0, 1)
+    other += usual[len(other) :]
+    assert worked_out(doubled, usual, usual, usual, other) == [True, True, False, True]
+
+
+def test_another_device_is_worked_out_again(runs: list[Run]) -> None:
+    repeated = Planned(doubled)
+    for device in (0, 0, 1, 1):
+        repeated(device, (aligned, None))
+    assert len(repeated.plans) == 2
+
+
+def test_a_hook_is_told_of_every_launch(runs: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.knobs.runtime.launch_enter_hook, "calls", [print])
+    assert all(worked_out(doubled, *[(aligned, None)] * 4))
+    assert not runs
+
+
+def copies(x: Tensor, w: Tensor) -> Tensor:
+    return doubled(x.t().contiguous(), w)
+
+
+def begins_elsewhere(x: Tensor, w: Tensor) -> Tensor:
+    return doubled(x[2:], w)
+
+
+def writes_itself(x: Tensor, w: Tensor) -> Tensor:
+    return doubled(x, w).zero_()
+
+
+def allocates_itself(x: Tensor, w: Tensor) -> Tensor:
+    doubled(x, w)
+    return torch.empty(x.shape)
+
+
+def returns_its_input(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    return doubled(x, w), x
+
+
+@pytest.mark.parametrize("fn", [copies, begins_elsewhere, writes_itself, allocates_itself, returns_its_input])
+def test_what_is_never_repeated(fn: Callable[..., Any], runs: list[Run]) -> None:
+    assert all(worked_out(fn, *[(aligned, torch.zeros(4))] * 4))
+
+
+def test_arguments_of_one_storage(runs: list[Run]) -> None:
+    """Told apart where they are what is launched; not by a view, nor where the two are one tensor."""
+    rows = storage[16:32].view(4, 4)
+    assert not worked_out(doubled, *[(aligned, rows)] * 4)[3]
+    assert worked_out(lambda x, w: doubled(x.view(-1), w), *[(aligned, rows)] * 4)[3]
+    assert worked_out(doubled, *[(aligned, aligned)] * 4)[3]
+
+
+def test_plans_do_not_pile_up(runs: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "_MOST_PLANS", 4)
+    repeated = Planned(doubled)
+    for n in range(20):
+        for _ in range(2):
+            repeated(0, (aligned, None, 2.0, n))
+    assert len(repeated.plans) <= 4
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (0, 16), (4, 0), (2, 0, 3), (2, 3, 5), (1, 1, 4)])
+def test_buffers_are_laid_out_as_torch_does(shape: tuple[int, ...]) -> None:
+    sizes, strides = _contiguous_layout(torch.Size(shape))
+    assert type(sizes) is tuple
+    assert (sizes, strides) == (shape, torch.empty(shape).stride())

@@ -1,0 +1,175 @@
+"""Repeating the launches of a kernel op's call that looks like an earlier one, without working them out again.
+
+A launching function chooses tiles, grids and strides from what its arguments look like, not from what they hold. When a
+call looks like one that was rehearsed, its `Plan` allocates the buffers and makes the launches: half the time of the
+function itself, where that is most of a small call's.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+import triton.knobs
+from torch import Tensor
+from triton.runtime import driver
+
+from llmk.registry.launcher import Launcher
+
+empty_on_gpu = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
+"""What Inductor's code allocates with, on the current device, in a fifth of the time of `torch.empty`."""
+
+_MOST_PLANS = 1024  # of one kernel op: sizes may change at every step
+
+
+class _Rehearsals(threading.local):
+    """The rehearsal that is under way in a thread; the autograd engine has its own."""
+
+    current: "Rehearsal | None" = None
+
+
+rehearsals = _Rehearsals()
+
+
+class Plan:
+    """What a call allocates, launches and returns, but for the addresses of its arguments."""
+
+    def __init__(self, rehearsal: "Rehearsal", outputs: Any) -> None:
+        first_number = len(rehearsal.tensors)
+        self.layouts = [(tuple(buffer.shape), buffer.stride(), buffer.dtype) for buffer in rehearsal.buffers]
+        self.numbers: list[Any] = []
+        self.launches: list[tuple[Any, ...]] = []
+        for run, function, metadata, grid, args in rehearsal.launches:
+            places: list[int] = []
+            for arg in args:
+                if isinstance(arg, Tensor):
+                    places.append(rehearsal.place(arg))
+                else:
+                    places.append(first_number + len(self.numbers))
+                    self.numbers.append(arg)
+            self.launches.append((run, function, metadata, (*grid, 1, 1)[:3], _pick(places)))
+        buffers = [id(buffer) for buffer in rehearsal.buffers]
+        if isinstance(outputs, tuple):
+            self.outputs = _pick([buffers.index(id(output)) for output in outputs])
+        else:
+            self.outputs = itemgetter(buffers.index(id(outputs)))
+
+    def __call__(self, device: int, addresses: list[int]) -> Any:
+        buffers = [empty_on_gpu(*layout) for layout in self.layouts]
+        values = [*addresses, *[buffer.data_ptr() for buffer in buffers], *self.numbers]
+        active: Any = driver.active
+        stream = active.get_current_stream(device)
+        for run, function, metadata, (x, y, z), pick in self.launches:
+            run(x, y, z, stream, function, metadata, None, None, None, *pick(values))
+        return self.outputs(buffers)
+
+
+def _pick(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
+    if len(places) < 2:  # an itemgetter of one gives no tuple
+        raise ValueError("a plan takes launches of two arguments or more, and two outputs or one alone")
+    return itemgetter(*places)
+
+
+class Rehearsal:
+    """Notes what a launching function does: the buffers from `empty` and the launches."""
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        self.tensors: list[Tensor] = list(inputs)
+        self.buffers: list[Tensor] = []
+        self.launches: list[tuple[Any, ...]] = []
+        self.versions = [_version(tensor) for tensor in inputs]
+
+    def note_buffer(self, buffer: Tensor) -> None:
+        self.buffers.append(buffer)
+        self.tensors.append(buffer)
+        self.versions.append(_version(buffer))
+
+    def launcher(self, launcher: Launcher) -> "_NotingLauncher":
+        return _NotingLauncher(self, launcher)
+
+    def place(self, tensor: Tensor) -> int:
+        """Which input or buffer it is or begins where; a ValueError where that is none, as for a copy, or several.
+
+        A view is known by its storage. Where inputs share one, the next call's might not.
+        """
+        storage = tensor.untyped_storage()._cdata
+        same = [i for i, known in enumerate(self.tensors) if known is tensor]
+        (place,) = same or [i for i, known in enumerate(self.tensors) if known.untyped_storage()._cdata == storage]
+        if self.tensors[place].data_ptr() != tensor.data_ptr():
+            raise ValueError("a plan knows tensors by where they begin")
+        return place
+
+    def plan(self, outputs: Any) -> Plan | None:
+        """None where something other than `empty` and launches had a part in the call."""
+        if self.versions != [_version(tensor) for tensor in self.tensors]:
+            return None
+        try:
+            return Plan(self, outputs)
+        except ValueError:
+            return None
+
+
+def _version(tensor: Tensor) -> int:
+    """Grows when PyTorch writes into a tensor, which a launch does not tell it of."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class _NotingLauncher:
+    def __init__(self, rehearsal: Rehearsal, launcher: Launcher) -> None:
+        self.rehearsal, self.launcher = rehearsal, launcher
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, **constants: Any) -> None:
+            run, function, metadata, rest = self.launcher[grid](*args, **constants)
+            self.rehearsal.launches.append((run, function, metadata, grid, (*args, *rest)))
+
+        return launch
+
+
+class Planned:
+    """A launching function whose calls are repeated by plan, from the third of a kind on.
+
+    What it does may depend only on its arguments' shapes, strides, dtypes and alignment, on the numbers among them and
+    on the device: on no setting, and on no value in a tensor. A call that needs a copy or another operator of PyTorch,
+    or that allocates with anything but `empty`, is never repeated; nor are views that begin where no argument does.
+    """
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.fn = fn
+        self.plans: dict[Any, Plan | None] = {}
+        self._seen: set[Any] = set()
+
+    def __call__(self, device: int, args: tuple[Any, ...]) -> Any:
+        parts: list[Any] = [device]
+        addresses: list[int] = []
+        for arg in args:
+            if arg is None:
+                parts.append(None)
+            elif isinstance(arg, Tensor):
+                address = arg.data_ptr()
+                addresses.append(address)
+                parts += (arg.shape, arg.stride(), arg.dtype, address & 15)
+            else:
+                parts += (type(arg), arg)
+        key = tuple(parts)
+        plan = self.plans.get(key)
+        # A profiler's hooks expect what Triton's own launch tells them.
+        if plan is None or triton.knobs.runtime.launch_enter_hook.calls:
+            return self._work_out(key, args)
+        return plan(device, addresses)
+
+    def _work_out(self, key: Any, args: tuple[Any, ...]) -> Any:
+        if key in self.plans or key not in self._seen:  # a shape that comes once is not worth a rehearsal
+            if len(self._seen) >= _MOST_PLANS:
+                self._seen.clear()
+                self.plans.clear()
+            self._seen.add(key)
+            return self.fn(*args)
+        rehearsals.current = rehearsal = Rehearsal([arg for arg in args if isinstance(arg, Tensor)])
+        try:
+            outputs = self.fn(*args)
+        finally:
+            rehearsals.current = None
+        self.plans[key] = rehearsal.plan(outputs)
+        return outputs
