@@ -146,3 +146,18 @@ def resource_usage(compiled: CompiledKernel) -> tuple[int, int]:
         usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     sizes = {name: int(size) for name, size in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     return sizes["REG"], sizes["STACK"] + sizes["LOCAL"]  # Triton has no stack of its own: all of it is spills
+
+
+def must_spill(launch: Launch, target: GPUTarget) -> int:
+    """Bytes that a launch's kernel spills on an NVIDIA GPU although it may use all registers that its block can get.
+
+    Left to itself ptxas spills a few bytes by choice, where one more block then fits a multiprocessor.
+    """
+    compiled = compile_for(launch, target)
+    _, spilled = resource_usage(compiled)
+    if not spilled:
+        return 0
+    threads = compiled.metadata.num_warps * target.warp_size
+    most = min(255, 65536 // threads // 8 * 8)
+    told = Launch(launch.kernel, launch.grid, launch.args, launch.kwargs | {"maxnreg": most})
+    return resource_usage(compile_for(told, target))[1]
