@@ -9,6 +9,11 @@ from llmk.registry.launch import INTERPRET
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where the operators run: cpu (default), or a GPU")
+    parser.addoption(
+        "--every-configuration",
+        action="store_true",
+        help="build every launch configuration for sm_90: hours of one core",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

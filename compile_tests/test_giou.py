@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from llmk.functional import giou_loss
-from llmk.registry import OPS
+from llmk.opcheck.calls import call, require_accurate
+from llmk.registry import OPS, Sample
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "giou.py"
 interpreted = os.environ.get("TRITON_INTERPRET") == "1"
@@ -84,10 +85,10 @@ def boxes_and_targets(count: int, device: torch.device) -> tuple[torch.Tensor, t
 def test_equal_boxes_have_no_rounding_error(device: torch.device) -> None:
     _, targets = boxes_and_targets(50, device)
     targets = 100 * targets
-    loss = giou_loss(targets.clone(), targets, reduction="none")
-    exact = OPS["giou_loss"].reference(targets.double(), targets.double(), reduction="none")
-    torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=1e-15)
-    assert loss.max() < 1e-6
+    sample = Sample((targets.clone(), targets), {"reduction": "none"}, why="boxes equal to their targets")
+    outcome = call(OPS["giou_loss"], sample)
+    require_accurate(OPS["giou_loss"], sample, outcome)
+    assert outcome.outputs[0].max() < 1e-6
 
 
 @pytest.mark.kernels

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from llmk.opcheck import accuracy_violation, check
+from llmk.opcheck.__main__ import parse
 from llmk.registry import Op, Sample
 
 NAMES = [
@@ -179,6 +180,14 @@ def test_command_line_says_what_is_unknown() -> None:
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     assert process.returncode != 0
     assert "'no_such_op' is no operator" in process.stderr
+
+
+@pytest.mark.parametrize("jobs", ["0", "-1", "many"])
+def test_command_line_says_how_many_jobs_it_takes(jobs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse(["--jobs", jobs])
+    assert stopped.value.code == 2
+    assert f"argument --jobs: expected a positive whole number, got '{jobs}'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -45,9 +45,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="on a CPU: plain PyTorch, the kernels in Triton's interpreter, or both (default)",
     )
     parser.add_argument("--promise", action="append", help="check this one only; may be repeated")
-    parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="processes (default: one a core)")
+    parser.add_argument(
+        "--jobs", type=_positive, default=min(8, os.cpu_count() or 1), help="processes (default: one a core)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     return parser.parse_args(arguments)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"expected a positive whole number, got {text!r}")
+    return int(text)
 
 
 def find_ops(names: Sequence[str]) -> list[Op]:

@@ -196,12 +196,24 @@ def rms_norm_long_backward_kernel(
         tl.store(dw_ptr + program * N + cols, dw, mask=cols < N)
 
 
+# Where Triton cannot read 16 bytes at a time, a thread's addresses take registers too, and wider rows spill on sm_90.
 MAX_FORWARD_BLOCK = 32768
-"""The widest row that one program holds in registers forward, where that is h."""
-
+"""The widest row that one program holds in registers forward, where that is h; half of it for unaligned rows."""
 
 MAX_BACKWARD_BYTES = 32768
-"""The widest row that one program holds backward: h, dy, and in float32 the weight's gradient."""
+"""The widest row that one program holds backward: h, dy, and in float32 the weight's gradient; half of it likewise."""
+
+
+def _aligned(N: int, *rows: tuple[Tensor | None, Strides]) -> bool:
+    """Whether Triton knows that every row can be read 16 bytes at a time."""
+    numbers: list[int | None] = [N]
+    for tensor, (stride, _, inner_stride) in rows:
+        if tensor is not None:
+            numbers += [tensor.storage_offset() * tensor.element_size(), stride, inner_stride]
+    return all(number is None or number % 16 == 0 for number in numbers)
+
+
+NO_STRIDES: Strides = (None, None, None)
 
 
 def _tile(N: int, elements: int) -> dict[str, int]:
@@ -246,7 +258,7 @@ def _programs(N: int, device: torch.device) -> int:
 
 
 def _optional_rows(x: Tensor | None) -> tuple[Tensor | None, Strides]:
-    return (None, (None, None, None)) if x is None else strided_rows(x)
+    return (None, NO_STRIDES) if x is None else strided_rows(x)
 
 
 def _contiguous(weight: Tensor | None) -> Tensor | None:
@@ -264,7 +276,8 @@ def forward(
     y = empty(input.shape, input.dtype, input.device)
     h = empty(input.shape, input.dtype, input.device) if residual is not None else None
     ms = empty((M,), torch.float32, input.device)
-    if N <= MAX_FORWARD_BLOCK:
+    rows = (x, x_strides), (residual, residual_strides), (weight, NO_STRIDES)
+    if N <= MAX_FORWARD_BLOCK // 2 or (N <= MAX_FORWARD_BLOCK and _aligned(N, *rows)):
         tile = _forward_tile(N)
         wrap_triton(rms_norm_kernel)[(cdiv(M, tile["BLOCK_M"]),)](
             x, residual, weight, y, h, ms, M, N, *x_strides, *residual_strides, eps, offset, **tile
@@ -289,7 +302,9 @@ def backward(
     M = h.numel() // N
     programs = at_most(M, _programs(N, h.device))
     partials = empty((programs, N), torch.float32, h.device) if need_dw else None
-    if N * h.element_size() <= MAX_BACKWARD_BYTES:
+    rows = (dy, dy_strides), (dh, dh_strides), (h, h_strides), (weight, NO_STRIDES)
+    row_bytes = N * h.element_size()
+    if row_bytes <= MAX_BACKWARD_BYTES // 2 or (row_bytes <= MAX_BACKWARD_BYTES and _aligned(N, *rows)):
         wrap_triton(rms_norm_backward_kernel)[(programs,)](
             dy, dh, h, weight, ms, dx, partials, M, N, *dy_strides, *dh_strides, *h_strides, eps, offset,
             **_backward_tile(N, h.element_size(), 2 if dh is None else 3),

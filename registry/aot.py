@@ -114,22 +114,22 @@ def launches(op: Op, dtype: torch.dtype, *, samples: bool = True, workloads: boo
     with FakeTensorMode(), record_launches() as recorded:
         for make, wanted in [(op.samples, samples), (op.workloads, workloads)]:
             for sample in make(device, dtype) if make is not None and wanted else ():
-                for names in _gradients_wanted(op, sample):
-                    _forward_and_backward(op, sample, names)
+                for names in gradients_wanted(op, sample):
+                    forward_and_backward(op, sample, names)
                     found += recorded
                     recorded.clear()
     # AMD's backend specialises on more than NVIDIA's does: what it tells apart is enough for both.
     return distinct(found, TARGETS["gfx942"])
 
 
-def _gradients_wanted(op: Op, sample: Sample) -> Iterator[tuple[str, ...]]:
+def gradients_wanted(op: Op, sample: Sample) -> Iterator[tuple[str, ...]]:
     given = tuple(name for name in op.differentiable if op.bind(sample).get(name) is not None)
     yield given
     if len(given) > 1:
         yield from ((name,) for name in given)
 
 
-def _forward_and_backward(op: Op, sample: Sample, names: tuple[str, ...]) -> None:
+def forward_and_backward(op: Op, sample: Sample, names: tuple[str, ...]) -> None:
     arguments = op.bind(sample)
     inputs = [arguments[name].detach().requires_grad_() for name in names]
     results = op.overload(**arguments | dict(zip(names, inputs, strict=True)))
@@ -146,3 +146,18 @@ def resource_usage(compiled: CompiledKernel) -> tuple[int, int]:
         usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     sizes = {name: int(size) for name, size in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     return sizes["REG"], sizes["STACK"] + sizes["LOCAL"]  # Triton has no stack of its own: all of it is spills
+
+
+def must_spill(launch: Launch, target: GPUTarget) -> int:
+    """Bytes that a launch's kernel spills on an NVIDIA GPU although it may use all registers that its block can get.
+
+    Left to itself ptxas spills a few bytes by choice, where one more block then fits a multiprocessor.
+    """
+    compiled = compile_for(launch, target)
+    _, spilled = resource_usage(compiled)
+    if not spilled:
+        return 0
+    threads = compiled.metadata.num_warps * target.warp_size
+    most = min(255, 65536 // threads // 8 * 8)
+    told = Launch(launch.kernel, launch.grid, launch.args, launch.kwargs | {"maxnreg": most})
+    return resource_usage(compile_for(told, target))[1]

@@ -1,0 +1,82 @@
+"""No launch configuration that an operator can choose spills registers on sm_90; no GPU is needed.
+
+`llmk.registry.sweep` finds the configurations. To stay within a few minutes, those with the largest blocks for their
+number of warps are built; with `--every-configuration` all of them are, found at more sizes.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from llmk.registry import OPS, aot
+from llmk.registry.launch import INTERPRET, Launch
+from llmk.registry.sweep import largest_blocks, sweep
+
+pytestmark = pytest.mark.skipif(INTERPRET, reason="TRITON_INTERPRET=1: the kernels are interpreted, not compiled")
+
+SM_90 = aot.TARGETS["sm_90"]
+UNALIGNED = "wide rows that are not aligned spill"
+KNOWN = {"layer_norm": UNALIGNED, "softmax": UNALIGNED}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", OPS)
+def test_no_configuration_spills(name: str, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
+    if name in KNOWN:
+        request.applymarker(pytest.mark.xfail(reason=KNOWN[name], strict=False))
+    every = request.config.getoption("--every-configuration")
+    launches = sweep(OPS[name], dtype, every=every)
+    assert launches
+    chosen = aot.distinct(launches if every else largest_blocks(launches), SM_90)
+    spills = {aot.describe(launch): aot.must_spill(launch, SM_90) for launch in chosen}
+    assert not {launch: spilled for launch, spilled in spills.items() if spilled}
+
+
+def test_a_sweep_reaches_every_kernel_of_the_samples() -> None:
+    for name in ("rms_norm", "linear_act"):
+        op = OPS[name]
+        swept = {launch.kernel for launch in sweep(op, torch.bfloat16)}
+        assert swept == {launch.kernel for launch in aot.launches(op, torch.bfloat16)}
+        assert swept == {launch.kernel for launch in largest_blocks(sweep(op, torch.bfloat16))}
+
+
+def _constants(launches: list[Launch], kernel: str, name: str) -> set[object]:
+    return {launch.kwargs[name] for launch in launches if launch.kernel.__name__ == kernel}
+
+
+def test_a_sweep_finds_each_block_aligned_and_not() -> None:
+    launches = sweep(OPS["rms_norm"], torch.bfloat16)
+    assert {2**k for k in range(6, 16)} <= _constants(launches, "rms_norm_kernel", "BLOCK_N")
+    aligned: dict[object, set[bool]] = {}
+    for launch in launches:
+        if launch.kernel.__name__ == "rms_norm_kernel":
+            N, stride = launch.args[7], launch.args[8]
+            aligned.setdefault(launch.kwargs["BLOCK_N"], set()).add(N % 16 == 0 and stride % 16 == 0)
+    assert aligned[16384] == {True, False}
+    assert aligned[32768] == {True}  # what is wider and not aligned takes the long path
+
+
+def test_the_largest_blocks_keep_both_alignments() -> None:
+    launches = sweep(OPS["rms_norm"], torch.bfloat16)
+    kept = [launch for launch in largest_blocks(launches) if launch.kernel.__name__ == "rms_norm_long_kernel"]
+    assert {launch.args[6] % 16 == 0 for launch in kept} == {True, False}
+
+
+def test_spills_by_choice_are_told_from_others() -> None:
+    (launch, *_) = sweep(OPS["add"], torch.float32)
+    many = Launch(launch.kernel, launch.grid, launch.args, launch.kwargs | {"BLOCK_N": 131072, "num_warps": 8})
+    assert aot.must_spill(many, SM_90) > 0
+    # With fewer registers than there are, a spill that the block does not have to make.
+    few = Launch(
+        launch.kernel, launch.grid, launch.args, launch.kwargs | {"BLOCK_N": 8192, "num_warps": 4, "maxnreg": 24}
+    )
+    assert aot.resource_usage(aot.compile_for(few, SM_90))[1] > 0
+    assert aot.must_spill(few, SM_90) == 0
