@@ -42,8 +42,7 @@ def chunk_rows(x: Tensor, V: int, chunk_size: int) -> int:
     chunks = cdiv(logits, LOGITS_BUDGET)
     if chunks > ROUNDED_CHUNKS:
         chunks = cdiv(logits, LOGITS_BUDGET_BESIDE_FLOAT32)
-    if N > H:
-        chunks = max(2, chunks)
+    chunks = max(2 if N > H else 1, chunks)
     return max(1, cdiv(N, 128 * chunks)) * 128  # a multiple of 128 rows keeps the products' tiles whole
 
 
