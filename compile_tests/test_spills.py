@@ -1,4 +1,5 @@
-"""No launch configuration that an operator can choose spills registers on sm_90; no GPU is needed.
+"""No launch configuration that an operator can choose spills registers on sm_90 or asks for more shared memory than an
+sm_80 has; no GPU is needed.
 
 `llmk.registry.sweep` finds the configurations. To stay within a few minutes, those with the largest blocks for their
 number of warps are built; with `--every-configuration` all of them are, found at more sizes.
@@ -16,8 +17,7 @@ from llmk.registry.sweep import largest_blocks, sweep
 pytestmark = pytest.mark.skipif(INTERPRET, reason="TRITON_INTERPRET=1: the kernels are interpreted, not compiled")
 
 SM_90 = aot.TARGETS["sm_90"]
-UNALIGNED = "wide rows that are not aligned spill"
-KNOWN = {"layer_norm": UNALIGNED, "softmax": UNALIGNED}
+SHARED_MEMORY_OF_SM_80 = 163 * 1024
 
 
 @pytest.fixture(autouse=True)
@@ -30,14 +30,14 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", OPS)
 def test_no_configuration_spills(name: str, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
-    if name in KNOWN:
-        request.applymarker(pytest.mark.xfail(reason=KNOWN[name], strict=False))
     every = request.config.getoption("--every-configuration")
     launches = sweep(OPS[name], dtype, every=every)
     assert launches
     chosen = aot.distinct(launches if every else largest_blocks(launches), SM_90)
     spills = {aot.describe(launch): aot.must_spill(launch, SM_90) for launch in chosen}
     assert not {launch: spilled for launch, spilled in spills.items() if spilled}
+    shared = {aot.describe(launch): aot.compile_for(launch, SM_90).metadata.shared for launch in chosen}
+    assert not {launch: size for launch, size in shared.items() if size > SHARED_MEMORY_OF_SM_80}
 
 
 def test_a_sweep_reaches_every_kernel_of_the_samples() -> None:

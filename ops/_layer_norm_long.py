@@ -133,11 +133,17 @@ def layer_norm_long_backward_kernel(
         tl.store(partial_ptr + HAS_DW * N, db, mask=cols < N)
 
 
-# Wide: the largest half that does not spill, and two rows ahead in shared memory. H200, bf16, 4096x16384, times the
-# floor of forward and backward: 1.38; one row ahead 1.88, twice the warps 1.56.
-WIDE_BACKWARD = {"BLOCK_N": 8192, "num_warps": 16, "NUM_STAGES": 3}
+# Wide: the largest half that does not spill.
+WIDE_BLOCK, WIDE_WARPS = 8192, 16
 LONG_FORWARD = {"BLOCK_N": 4096, "num_warps": 8}
 LONG_BACKWARD = {"BLOCK_N": 1024, "num_warps": 4}
+
+
+def _wide_tile(dy: Tensor, weight: Tensor | None) -> dict[str, int]:
+    # Two rows ahead, if both halves of x and dy and the weight's other one fit twice into an sm_80's shared memory.
+    # H200, bf16, 4096x16384, times the floor of forward and backward: 1.38; one row ahead 1.88, twice the warps 1.56.
+    stage = WIDE_BLOCK * (4 * dy.element_size() + (weight.element_size() if weight is not None else 0))
+    return {"BLOCK_N": WIDE_BLOCK, "num_warps": WIDE_WARPS, "NUM_STAGES": 3 if 2 * stage <= 160 * 1024 else 2}
 
 
 def long_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor, stats: Tensor, eps: float) -> None:
@@ -150,11 +156,11 @@ def wide_backward(
     dy: Tensor, x: Tensor | None, weight: Tensor | None, stats: Tensor, dx: Tensor | None, partials: Tensor | None,
     programs: int, need_dw: bool, need_db: bool,
 ) -> None:  # fmt: skip
-    """Fill dx and partials where given; rows of at most two halves of WIDE_BACKWARD's block."""
+    """Fill dx and partials where given; rows of at most two halves of WIDE_BLOCK."""
     M, N = dy.shape
     wrap_triton(layer_norm_wide_backward_kernel)[(programs, 2)](
         dy, x, weight, stats, dx, partials, M, N, dy.stride(0), x.stride(0) if x is not None else 0,
-        HAS_DW=need_dw, HAS_DB=need_db, **WIDE_BACKWARD,
+        HAS_DW=need_dw, HAS_DB=need_db, **_wide_tile(dy, weight),
     )  # fmt: skip
 
 

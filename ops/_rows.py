@@ -14,6 +14,18 @@ def as_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def aligned(*rows: Tensor | None) -> bool:
+    """Whether Triton knows that every row of `[M, N]` can be read 16 bytes at a time.
+
+    What is not aligned takes an address for each element, and so several times the registers.
+    """
+    numbers: list[int] = []
+    for x in rows:
+        if x is not None:
+            numbers += [x.storage_offset() * x.element_size(), x.stride(0), x.shape[-1]]
+    return all(number % 16 == 0 for number in numbers)
+
+
 Strides = tuple[int | None, int | None, int | None]
 """Where the rows of `[..., N]` begin, as `row_starts` takes it: row r is the (r % inner)-th of group r // inner.
 

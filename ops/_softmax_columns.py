@@ -108,6 +108,11 @@ def softmax_long_columns_backward_kernel(
 MAX_HELD, HELD_COLUMNS = 1024, 16
 
 
+def _held(N: int, C: int) -> bool:
+    """Whether a program holds its columns; those that are not aligned take more registers."""
+    return (MAX_HELD if C % 16 == 0 else MAX_HELD // 2) >= N
+
+
 def _held_tile(N: int, C: int) -> dict[str, int]:
     block_n, block_c = next_power_of_2(max(N, 1)), min(HELD_COLUMNS, next_power_of_2(max(C, 1)))
     return {"BLOCK_N": block_n, "BLOCK_C": block_c, "num_warps": min(8, max(4, block_n * block_c // 512))}
@@ -122,7 +127,7 @@ def _long_tile(N: int, C: int) -> dict[str, int]:
 def columns_forward(x: Tensor, y: Tensor) -> None:
     """Fill y, contiguous, from x `[outer, N, C]`."""
     outer, N, C = x.shape
-    held = N <= MAX_HELD
+    held = _held(N, C)
     tile = _held_tile(N, C) if held else _long_tile(N, C)
     grid = (outer * cdiv(C, tile["BLOCK_C"]),)
     if held:
@@ -134,7 +139,7 @@ def columns_forward(x: Tensor, y: Tensor) -> None:
 def columns_backward(dy: Tensor, y: Tensor, dx: Tensor) -> None:
     """Fill dx from dy `[outer, N, C]`; y and dx are contiguous."""
     outer, N, C = dy.shape
-    held = N <= MAX_HELD
+    held = _held(N, C)
     tile = _held_tile(N, C) if held else _long_tile(N, C)
     grid = (outer * cdiv(C, tile["BLOCK_C"]),)
     if held:

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmk.ops._rows import aligned
 from llmk.ops._softmax import LOG2E, add_exponentials, finite_rest
 from llmk.registry import at_most, num_programs, wrap_triton
 
@@ -70,22 +71,25 @@ def softmax_long_backward_kernel(dy_ptr, y_ptr, dx_ptr, M, N, dy_stride, LANES: 
 WARPS, BYTES = 32, 65536
 
 
-def _lanes(element_size: int, tensors: int) -> dict[str, int]:
-    """The block of a walk over so many tensors, in lanes of 16 bytes."""
-    return {"LANES": BYTES // (16 * tensors), "WIDTH": 16 // element_size, "num_warps": WARPS}
+def _lanes(*tensors: Tensor) -> dict[str, int]:
+    """The block of a walk over these tensors, in lanes of 16 bytes."""
+    nbytes = BYTES if aligned(*tensors) else BYTES // 4
+    return {
+        "LANES": nbytes // (16 * len(tensors)),
+        "WIDTH": 16 // tensors[0].element_size(),
+        "num_warps": WARPS,
+    }
 
 
 def long_forward(x: Tensor, y: Tensor) -> None:
     """Fill y, contiguous, from the rows of x."""
     M, N = x.shape
     programs = at_most(M, num_programs(x.device, 1))
-    wrap_triton(softmax_long_kernel)[(programs,)](x, y, M, N, x.stride(0), **_lanes(x.element_size(), 1))
+    wrap_triton(softmax_long_kernel)[(programs,)](x, y, M, N, x.stride(0), **_lanes(x))
 
 
 def long_backward(dy: Tensor, y: Tensor, dx: Tensor) -> None:
     """Fill dx from the rows of dy; y and dx are contiguous."""
     M, N = dy.shape
     programs = at_most(M, num_programs(dy.device, 1))
-    wrap_triton(softmax_long_backward_kernel)[(programs,)](
-        dy, y, dx, M, N, dy.stride(0), **_lanes(dy.element_size(), 2)
-    )
+    wrap_triton(softmax_long_backward_kernel)[(programs,)](dy, y, dx, M, N, dy.stride(0), **_lanes(dy, y.view(M, N)))

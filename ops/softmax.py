@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops._norm import sum_pair
-from llmk.ops._rows import as_rows
+from llmk.ops._rows import aligned, as_rows
 from llmk.ops._softmax import LOG2E
 from llmk.ops._softmax_columns import columns_backward, columns_forward
 from llmk.ops._softmax_long import long_backward, long_forward
@@ -101,6 +101,12 @@ def _tile(N: int, elements: int) -> dict[str, int]:
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps}
 
 
+def _held(x: Tensor) -> bool:
+    """Whether one program holds a row of x `[M, N]`."""
+    N = x.shape[1]
+    return N * x.element_size() <= MAX_BYTES and (N <= MAX_SHARED or aligned(x))
+
+
 def _forward_launch(M: int, N: int, device: torch.device) -> tuple[int, dict[str, int]]:
     """The number of programs, and their tile and prefetch."""
     # H200, bf16, times the floor: 1.18 at 8192x4096. At 16384x32768, where a multiprocessor has room for one program:
@@ -127,7 +133,7 @@ def _softmax_fwd(input: Tensor, dim: int) -> Tensor:
         columns_forward(input.reshape(outer, N, C), y)
         return y
     x = as_rows(input.flatten(dim))
-    if N * x.element_size() > MAX_BYTES:
+    if not _held(x):
         long_forward(x, y)
         return y
     programs, tile = _forward_launch(outer, N, x.device)
@@ -143,7 +149,7 @@ def _softmax_bwd(grad: Tensor, output: Tensor, dim: int) -> Tensor:
         columns_backward(grad.reshape(outer, N, C), y, dx)
         return dx
     dy = as_rows(grad.flatten(dim))
-    if N * y.element_size() > MAX_BYTES:
+    if not _held(dy):
         long_backward(dy, y, dx)
         return dx
     tile = _backward_tile(N)
