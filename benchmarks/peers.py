@@ -138,16 +138,32 @@ def _cut_cross_entropy(tune: bool) -> dict[str, Adapter]:
 
 
 def _quack(tune: bool) -> dict[str, Adapter]:
-    quack, rotary, linear, linear_ce = (
-        importlib.import_module(name)
-        for name in ("quack", "quack.rotary", "quack.linear", "quack.linear_cross_entropy")
-    )
-    activations = {
-        "none": None, "relu": "relu", "relu_squared": "relu_sq", "gelu_tanh": "gelu_tanh_approx", "silu": "silu",
-    }  # fmt: skip
+    quack, rotary = (importlib.import_module(name) for name in ("quack", "quack.rotary"))
 
     def softmax(x: Tensor, dim: int = -1):
         return (lambda x: quack.softmax(x)) if x.dim() == 2 and dim in (-1, 1) else None
+
+    return {
+        "rms_norm": lambda *args, **options: (
+            lambda x, weight, eps=1e-6, *, offset=0.0: quack.rmsnorm(x, weight, eps=eps, weight_offset=offset)
+        ),
+        "add_rms_norm": lambda *args, **options: (
+            lambda x, residual, weight, eps=1e-6, *, offset=0.0: quack.rmsnorm(
+                x, weight, residual=residual, eps=eps, prenorm=True, weight_offset=offset
+            )
+        ),
+        "softmax": softmax,
+        "cross_entropy": _plain_loss(lambda logits, target: quack.cross_entropy(logits, target)),
+        "rope": _rope_of_one(rotary.apply_rotary_emb),
+    }
+
+
+def _quack_linear(tune: bool) -> dict[str, Adapter]:
+    """Apart from the others: these modules do not import with every version of the CuTe DSL."""
+    linear, linear_ce = (importlib.import_module(f"quack.{name}") for name in ("linear", "linear_cross_entropy"))
+    activations = {
+        "none": None, "relu": "relu", "relu_squared": "relu_sq", "gelu_tanh": "gelu_tanh_approx", "silu": "silu",
+    }  # fmt: skip
 
     def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "relu"):
         if activation not in activations:
@@ -161,20 +177,9 @@ def _quack(tune: bool) -> dict[str, Adapter]:
         return function
 
     return {
-        "rms_norm": lambda *args, **options: (
-            lambda x, weight, eps=1e-6, *, offset=0.0: quack.rmsnorm(x, weight, eps=eps, weight_offset=offset)
-        ),
-        "add_rms_norm": lambda *args, **options: (
-            lambda x, residual, weight, eps=1e-6, *, offset=0.0: quack.rmsnorm(
-                x, weight, residual=residual, eps=eps, prenorm=True, weight_offset=offset
-            )
-        ),
-        "softmax": softmax,
-        "cross_entropy": _plain_loss(lambda logits, target: quack.cross_entropy(logits, target)),
         "fused_linear_ce": _plain_loss(
             lambda x, weight, target: linear_ce.chunked_linear_cross_entropy(x, weight, target, tuned=tune)
         ),
-        "rope": _rope_of_one(rotary.apply_rotary_emb),
         "linear_act": linear_act,
     }
 
@@ -243,6 +248,7 @@ PEERS = {
         Peer("liger-kernel cute", ("liger-kernel", "nvidia-cutlass-dsl"), lambda tune: _liger("nvidia-cutedsl")),
         Peer("cut-cross-entropy", ("cut-cross-entropy",), _cut_cross_entropy),
         Peer("quack-kernels", ("quack-kernels",), _quack),
+        Peer("quack-kernels linear", ("quack-kernels",), _quack_linear),
         Peer("fla-core", ("fla-core",), _fla),
     )
 }
