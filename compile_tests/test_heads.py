@@ -110,3 +110,11 @@ def test_nan_and_inf_go_where_pytorch_puts_them(name: str, special: float, inter
     op = OPS[name]
     for ours, theirs in zip(*(fn(*args, interleaved=interleaved) for fn in (op.overload, op.reference)), strict=True):
         torch.testing.assert_close(ours, theirs, equal_nan=True)
+
+
+@each_op
+def test_a_head_too_large_is_refused(name: str) -> None:
+    q = torch.empty(1, 1, 1, 4096)
+    weights = [torch.empty(4096)] * 2 if name == "qk_norm_rope" else []
+    with pytest.raises(ValueError, match="q: expected at most 2048 features in a head, got 4096"):
+        OPS[name].overload(q, q, *weights, torch.empty(1, 1, 64), torch.empty(1, 1, 64))

@@ -72,11 +72,11 @@ def test_the_largest_blocks_keep_both_alignments() -> None:
 
 def test_spills_by_choice_are_told_from_others() -> None:
     (launch, *_) = sweep(OPS["add"], torch.float32)
-    many = Launch(launch.kernel, launch.grid, launch.args, launch.kwargs | {"BLOCK_N": 131072, "num_warps": 8})
-    assert aot.must_spill(many, SM_90) > 0
-    # With fewer registers than there are, a spill that the block does not have to make.
-    few = Launch(
-        launch.kernel, launch.grid, launch.args, launch.kwargs | {"BLOCK_N": 8192, "num_warps": 4, "maxnreg": 24}
-    )
+
+    def with_options(**options: int) -> Launch:
+        return Launch(launch.kernel, launch.grid, launch.args, options)
+
+    assert aot.must_spill(with_options(BLOCK_N=16384, num_warps=4), SM_90) > 0
+    few = with_options(BLOCK_N=2048, num_warps=4, maxnreg=24)  # a thread could have 255
     assert aot.resource_usage(aot.compile_for(few, SM_90))[1] > 0
     assert aot.must_spill(few, SM_90) == 0

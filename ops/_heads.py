@@ -51,6 +51,10 @@ def sum_two_partials(q_partials: Tensor | None, k_partials: Tensor | None, q_out
     )
 
 
+MAX_FEATURES = 2048
+"""Of a head: a thread block holds them all in registers, where 4096 spill on sm_90."""
+
+
 def pair_blocks(D: int, R: int) -> dict[str, int]:
     """Blocks that hold the pairs of a head, and the features that pass, if any."""
     return {"BLOCK_PAIRS": next_power_of_2(R // 2), "BLOCK_PASS": next_power_of_2(D - R) if R < D else 0}
@@ -100,6 +104,8 @@ def check_heads(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     if q.dim() != 4:
         raise ValueError(f"q: expected shape [B, HQ, S, D], got {tuple(q.shape)}")
     B, _, S, D = q.shape
+    if D > MAX_FEATURES:
+        raise ValueError(f"q: expected at most {MAX_FEATURES} features in a head, got {D}")
     if k.dim() != 4 or (k.shape[0], k.shape[2], k.shape[3]) != (B, S, D):
         raise ValueError(f"k: expected shape [{B}, HK, {S}, {D}] to fit q, got {tuple(k.shape)}")
     if cos.dim() != 3 or cos.shape[0] not in (1, B) or cos.shape[1] != S or not 0 < cos.shape[2] <= D:

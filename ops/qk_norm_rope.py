@@ -236,10 +236,12 @@ BACKWARD_PROGRAMS = 12  # of a multiprocessor: what its registers have room for
 
 
 def _config(HQ: int, HK: int, D: int, R: int) -> dict[str, int]:
-    width = next_power_of_2(D)
+    blocks = pair_blocks(D, R)
+    # More than 8 heads of a few features spill on sm_90: each takes an address and statistics of its own.
+    width = max(64, next_power_of_2(2 * blocks["BLOCK_PAIRS"] + blocks["BLOCK_PASS"]))
     rows, warps = max(1, ELEMENTS_PER_WARP // width), min(16, max(1, width // ELEMENTS_PER_WARP))
     block_hq, block_hk = (max(1, min(rows, next_power_of_2(H))) for H in (HQ, HK))
-    return pair_blocks(D, R) | {"BLOCK_HQ": block_hq, "BLOCK_HK": block_hk, "num_warps": warps, "NUM_STAGES": STAGES}
+    return blocks | {"BLOCK_HQ": block_hq, "BLOCK_HK": block_hk, "num_warps": warps, "NUM_STAGES": STAGES}
 
 
 def _qk_norm_rope_fwd(
@@ -428,7 +430,7 @@ def qk_norm_rope(
     """Normalize every head of queries and keys by its root mean square, then turn it: `rope(rms_norm(q), rms_norm(k))`.
 
     Args:
-        q: `[B, HQ, S, D]`, float32, float16 or bfloat16, any strides.
+        q: `[B, HQ, S, D]` with D at most 2048, float32, float16 or bfloat16, any strides.
         k: `[B, HK, S, D]`, dtype of `q`.
         q_weight: `[D]`, any of these dtypes: the scale of each feature of q's normalized heads.
         k_weight: `[D]`, likewise of k's.

@@ -129,8 +129,9 @@ MAX_PAIRS, PAIRS_PER_WARP, STAGES = 2048, 128, 3
 def _config(HK: int, D: int, R: int) -> dict[str, int]:
     """Heads in blocks of the smaller head count, k's, but not more than MAX_PAIRS at a time."""
     blocks = pair_blocks(D, R)
-    block_h = max(1, min(next_power_of_2(HK), MAX_PAIRS // blocks["BLOCK_PAIRS"]))
-    warps = min(8, max(1, block_h * blocks["BLOCK_PAIRS"] // PAIRS_PER_WARP))
+    pairs = max(blocks["BLOCK_PAIRS"], blocks["BLOCK_PASS"] // 2)
+    block_h = max(1, min(next_power_of_2(HK), MAX_PAIRS // pairs))
+    warps = min(8, max(1, block_h * pairs // PAIRS_PER_WARP))
     return blocks | {"BLOCK_HQ": block_h, "BLOCK_HK": block_h, "num_warps": warps, "NUM_STAGES": STAGES}
 
 
@@ -246,7 +247,7 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = 
     """Turn queries and keys by their positions' angles: `x * cos + rotate(x) * sin` on the first R features of a head.
 
     Args:
-        q: `[B, HQ, S, D]`, float32, float16 or bfloat16, any strides.
+        q: `[B, HQ, S, D]` with D at most 2048, float32, float16 or bfloat16, any strides.
         k: `[B, HK, S, D]`, dtype of `q`.
         cos: `[1 or B, S, R]`, any of these dtypes, R even and at most D; features R to D pass unchanged.
         sin: Shape and dtype of `cos`.

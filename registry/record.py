@@ -58,7 +58,8 @@ class Op:
         reference: Plain PyTorch with the operator's exact signature. It runs in float64, where it is the truth, and in
             the sample's dtype, where its error is the yardstick.
         samples: `samples(device, dtype)` yields the calls that every check makes. Each has at most a few thousand
-            elements, so that Triton's interpreter gets through them.
+            elements, so that Triton's interpreter gets through them. Every option and layout that changes what is
+            launched needs one: `llmk.registry.sweep` makes it again at other sizes to find all launch configurations.
         resized: `resized(rows, device, dtype)` is one sample with that many rows; None where nothing is dynamic.
         workloads: `workloads(device, dtype)` yields the sizes that users run. Benchmarks time them, and every kernel
             is compiled ahead in the configurations that they and the samples choose.
