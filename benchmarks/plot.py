@@ -28,6 +28,7 @@ COLOURS = {
     "torch compiled": "#8c8c8c",
     "torch eager": "#b8b8b8",
     "quack-kernels": "#009e73",
+    "quack-kernels linear": "#009e73",
     "liger-kernel": "#d55e00",
     "liger-kernel cute": "#e69f00",
     "cut-cross-entropy": "#cc79a7",
