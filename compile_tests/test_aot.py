@@ -38,8 +38,9 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @functools.cache
-def _recorded(name: str, dtype: torch.dtype, kind: str) -> list[Launch]:
-    return aot.launches(OPS[name], dtype, samples=kind == "samples", workloads=kind == "workloads")
+def _recorded(name: str, dtype: torch.dtype, kind: str, warp_size: int = 32) -> list[Launch]:
+    wanted = {"samples": kind == "samples", "workloads": kind == "workloads"}
+    return aot.launches(OPS[name], dtype, warp_size=warp_size, **wanted)
 
 
 def _workload_launches(name: str) -> list[Launch]:
@@ -47,11 +48,14 @@ def _workload_launches(name: str) -> list[Launch]:
 
 
 def _launches(name: str, target: str) -> list[Launch]:
-    samples = _recorded(name, torch.bfloat16, "samples")
+    warp_size = aot.TARGETS[target].warp_size
+    samples = _recorded(name, torch.bfloat16, "samples", warp_size)
     if target == "sm_90":
         return aot.distinct(samples + _workload_launches(name), aot.TARGETS[target])
     first = {launch.kernel: launch for launch in reversed(samples)}
-    return aot.distinct([*first.values(), *_recorded(name, torch.bfloat16, "workloads")], aot.TARGETS[target])
+    return aot.distinct(
+        [*first.values(), *_recorded(name, torch.bfloat16, "workloads", warp_size)], aot.TARGETS[target]
+    )
 
 
 def _compile(launch: Launch, target: str, scalars: str = "fp32") -> CompiledKernel:

@@ -220,14 +220,14 @@ class OnGPUGenerated(SnapshotCase):
 
 
 KERNELS = {
-    "rms_norm": "rms_norm_kernel",
-    "add_rms_norm": "rms_norm_kernel",
-    "rope": "rope_kernel",
-    "qk_norm_rope": "qk_norm_rope_kernel",
-    "swiglu": "gated_unit_kernel",
-    "geglu": "gated_unit_kernel",
-    "relu_squared": "relu_squared_kernel",
-    "cross_entropy": "cross_entropy_kernel",
+    "rms_norm": ["rms_norm_kernel"],
+    "add_rms_norm": ["rms_norm_kernel"],
+    "rope": ["rope_kernel"],
+    "qk_norm_rope": ["qk_norm_rope_kernel"],
+    "swiglu": ["gated_unit_kernel"],
+    "geglu": ["gated_unit_kernel"],
+    "relu_squared": ["relu_squared_kernel"],
+    "cross_entropy": ["cross_entropy_kernel", "mean_of_rows_kernel"],
 }
 BACKWARD_KERNELS = {
     "rms_norm": ["rms_norm_backward_kernel", "sum_partials_kernel"],
@@ -270,12 +270,12 @@ def test_a_decoder_layer_launches_kernels_and_copies_nothing(name: str) -> None:
     forward, backward = decoder_layer(variant)
     norm, turn, mlp, loss = variant.parts["add_norm"], *(variant.parts[part] for part in ("turn", "mlp", "loss"))
     order = ["rms_norm", turn, norm, mlp, norm, loss]
-    assert launched_in(forward) == [KERNELS[op] for op in order if op in KERNELS]
+    assert launched_in(forward) == [kernel for op in order for kernel in KERNELS.get(op, [])]
     assert sorted(launched_in(backward)) == sorted(kernel for op in order for kernel in BACKWARD_KERNELS[op])
     assert "clone" not in forward + backward
     assert "copy" not in forward + backward
-    # The mean of the losses, and sums of the gradients that a tensor gets from several products.
-    assert all("div" in fused for fused in fused_in(forward))
+    assert not fused_in(forward)
+    # Sums of the gradients that a tensor gets from several products.
     assert all(set(re.split("_+", fused)) <= {"", "add", "div", "expand", "view"} for fused in fused_in(backward))
     assert len([fused for fused in fused_in(backward) if "add" in fused]) == (2 if mlp == "relu_squared" else 3)
 

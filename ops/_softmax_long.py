@@ -10,7 +10,7 @@ from torch import Tensor
 
 from llmk.ops._rows import aligned
 from llmk.ops._softmax import LOG2E, add_exponentials, finite_rest
-from llmk.registry import at_most, num_programs, wrap_triton
+from llmk.registry import at_most, most_warps, num_programs, wrap_triton
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def softmax_long_backward_kernel(dy_ptr, y_ptr, dx_ptr, M, N, dy_stride, LANES: 
 # is still to be read again from an H200's 50 MB of L2; 64 KiB of loads in flight make up for the one program. H200,
 # bf16, 4096x131072, times the floor of forward and backward: 1.43. 16 warps 1.58, programs on half of the
 # multiprocessors 1.86, rows split over programs that wait for each other 1.5 at best.
-WARPS, BYTES = 32, 65536
+BYTES = 65536
 
 
 def _lanes(*tensors: Tensor) -> dict[str, int]:
@@ -77,7 +77,7 @@ def _lanes(*tensors: Tensor) -> dict[str, int]:
     return {
         "LANES": nbytes // (16 * len(tensors)),
         "WIDTH": 16 // tensors[0].element_size(),
-        "num_warps": WARPS,
+        "num_warps": most_warps(),
     }
 
 

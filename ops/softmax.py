@@ -41,6 +41,7 @@ from llmk.registry import (
     cdiv,
     check_dtype,
     empty,
+    most_warps,
     next_power_of_2,
     num_programs,
     public_op,
@@ -97,7 +98,7 @@ def _tile(N: int, elements: int) -> dict[str, int]:
     """Rows per program, to make up so many elements, and sixteen elements a thread while warps last."""
     block_n = next_power_of_2(max(N, 1))
     block_m = max(1, elements // block_n)
-    warps = 32 if N > MAX_SHARED else min(16, max(4, block_m * block_n // 512))
+    warps = most_warps() if N > MAX_SHARED else min(16, max(4, block_m * block_n // 512))
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps}
 
 

@@ -104,14 +104,17 @@ def distinct(launches: Iterable[Launch], target: GPUTarget) -> list[Launch]:
     return list(first.values())
 
 
-def launches(op: Op, dtype: torch.dtype, *, samples: bool = True, workloads: bool = True) -> list[Launch]:
+def launches(
+    op: Op, dtype: torch.dtype, *, samples: bool = True, workloads: bool = True, warp_size: int = 32
+) -> list[Launch]:
     """What `op` launches on its samples and workloads, forward and backward, once for each kernel to be built.
 
-    Each call is made with every differentiable argument wanting its gradient, and with only one of them wanting it.
+    It is what a GPU whose warps have `warp_size` threads is given. Each call is made with every differentiable argument
+    wanting its gradient, and with only one of them wanting it.
     """
     device = torch.device("cpu")  # a build without a GPU aborts on fake GPU tensors that require gradients
     found: list[Launch] = []
-    with FakeTensorMode(), record_launches() as recorded:
+    with FakeTensorMode(), record_launches(warp_size) as recorded:
         for make, wanted in [(op.samples, samples), (op.workloads, workloads)]:
             for sample in make(device, dtype) if make is not None and wanted else ():
                 for names in gradients_wanted(op, sample):

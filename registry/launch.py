@@ -28,6 +28,7 @@ class _State:
     kernels_on_cpu: bool = INTERPRET
     recorder: "list[Launch] | None" = None
     registered_only: bool = False
+    warp_size: int = 32 if torch.version.hip is None else 64
     in_graph: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -132,7 +133,9 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
     That allocates on the current device, which inside a kernel op is the tensors'.
     """
-    if device.type != "cuda" or _dispatch_modes():
+    if _dispatch_modes() and not shape:  # Inductor fills a buffer that has no dimension, which would cost a launch
+        buffer = torch.empty((1,), dtype=dtype, device=device).view(())
+    elif device.type != "cuda" or _dispatch_modes():
         buffer = torch.empty(shape, dtype=dtype, device=device)
     else:
         buffer = empty_on_gpu(*_contiguous_layout(shape), dtype)
@@ -196,15 +199,19 @@ def nothing_looks_on() -> bool:
 
 
 @contextlib.contextmanager
-def record_launches() -> Iterator[list[Launch]]:
-    """Collect the kernel launches of the calls inside instead of making them; tensors should be fake."""
+def record_launches(warp_size: int = 32) -> Iterator[list[Launch]]:
+    """Collect the kernel launches of the calls inside instead of making them; tensors should be fake.
+
+    They are those of a GPU whose warps have `warp_size` threads.
+    """
     launches: list[Launch] = []
+    previous, _state.warp_size = _state.warp_size, warp_size
     _state.recorder = launches
     try:
         with use_kernels_on_cpu():
             yield launches
     finally:
-        _state.recorder = None
+        _state.recorder, _state.warp_size = None, previous
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -239,6 +246,11 @@ def _multiprocessors(device: torch.device) -> int:
         return torch.cuda.get_device_properties(device).multi_processor_count
     # A few in the interpreter, so that each program gets several rows; an H200's when tracing without a GPU.
     return 2 if INTERPRET else 132
+
+
+def most_warps() -> int:
+    """Of one thread block, which has room for 1024 threads."""
+    return 1024 // _state.warp_size
 
 
 def num_programs(device: torch.device, per_multiprocessor: int) -> int:
