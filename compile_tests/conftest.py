@@ -12,7 +12,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every-configuration",
         action="store_true",
-        help="build every launch configuration for sm_90: hours of one core",
+        help="build every launch configuration for sm_90: about an hour of two cores",
     )
 
 

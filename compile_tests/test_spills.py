@@ -34,8 +34,10 @@ def test_no_configuration_spills(name: str, dtype: torch.dtype, request: pytest.
     launches = sweep(OPS[name], dtype, every=every)
     assert launches
     chosen = aot.distinct(launches if every else largest_blocks(launches), SM_90)
-    spills = {aot.describe(launch): aot.must_spill(launch, SM_90) for launch in chosen}
-    assert not {launch: spilled for launch, spilled in spills.items() if spilled}
+    spills = [
+        f"{spilled} bytes: {aot.describe(launch)}" for launch in chosen if (spilled := aot.must_spill(launch, SM_90))
+    ]
+    assert not spills, "\n".join(spills)
     shared = {aot.describe(launch): aot.compile_for(launch, SM_90).metadata.shared for launch in chosen}
     assert not {launch: size for launch, size in shared.items() if size > SHARED_MEMORY_OF_SM_80}
 

@@ -102,7 +102,7 @@ def _tile(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Rows, columns and mask of a tile."""
     row, col = tile * 0, tile
     if M != 1:  # contiguous tensors are one long row: they are spared the division
-        across = tl.cdiv(N, BLOCK_N).to(tl.int32)
+        across = tl.cast(tl.cdiv(N, BLOCK_N), tl.int32)  # a number, not a tensor, where N is 1
         row, col = tile // across, tile % across
     rows = tl.cast(row, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     cols = tl.cast(col, tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
@@ -320,6 +320,7 @@ def kl_div_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
     yield Sample((never, sparse), {"reduction": "none"}, why="probabilities of zero, logarithms of zero, both: NaN")
     yield Sample((logs(3, 40), never), {"reduction": "none", "log_target": True}, why="a target's logarithms of zero")
     yield Sample((logs(7, 1), 2 * probabilities(7, 1)), {"reduction": "batchmean"}, why="one column")
+    yield Sample((logs(7, 3)[:, 1:2], probabilities(7, 1)), {"reduction": "none"}, why="one column of wider rows")
     yield Sample((logs(0, 16), probabilities(0, 16)), {"reduction": "sum"}, why="no rows")
     yield Sample((logs(0, 16), probabilities(0, 16)), why="the mean of no rows: NaN")
     yield Sample((logs(24, 6).t(), probabilities(6, 24)), why="input strided, target not")
