@@ -22,7 +22,10 @@ SMALL = ["--preset", "nano", "--device", "cpu"]
 
 
 def run_train(*args: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(TRAIN), *map(str, args)], capture_output=True, text=True, check=False)
+    """With one thread: several add to the embedding's gradient in any order, and the last bits of a loss follow."""
+    command = [sys.executable, str(TRAIN), *map(str, args)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
 def record_of(out: Path) -> dict:

@@ -6,6 +6,9 @@
 
 Both runs compile the model whole (`torch.compile(fullgraph=True)`), start from the same weights and see the same
 batches, each in a fresh process. The output folder then holds run.json, loss.png and a checkpoint of each run.
+
+Losses repeat to the last bit only with one thread (OMP_NUM_THREADS=1): compiled, both runs add up the gradient of the
+embedding with atomic additions, in any order.
 """
 
 import argparse
