@@ -1,0 +1,10 @@
+"""llmk in Hugging Face models: `patch(model)` is all there is to do.
+
+Needs the package `transformers`, 5 or newer; nothing else in llmk does.
+"""
+
+from llmk.transformers.auto import AutoModelForCausalLM, PatchCallback
+from llmk.transformers.patch import patch
+from llmk.transformers.report import Entry, Report
+
+__all__ = ["AutoModelForCausalLM", "Entry", "PatchCallback", "Report", "patch"]
