@@ -6,6 +6,7 @@ Each is an edit of the source (`rewrite.py`) of whatever module contains it.
 import ast
 import functools
 from collections.abc import Callable, Collection, Mapping
+from itertools import product
 from typing import Any
 
 import torch
@@ -58,6 +59,15 @@ def rope_of_one_half(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Te
     return functional.rope(q, k, torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1))
 
 
+def rope_of_sorted_pairs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Neighbouring pairs are sorted into halves first, and stay so."""
+    q, k = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q, k))
+    return functional.rope(q, k, cos, sin)
+
+
+ROPES = (rope_half, rope_interleaved, rope_interleaved_of_halves, rope_of_one_half, rope_of_sorted_pairs)
+
+
 @functools.cache
 def rope_like(function: Any) -> Callable[..., Any] | None:
     """The way to call `rope` that computes the same, if `function` turns queries and keys at all."""
@@ -67,9 +77,7 @@ def rope_like(function: Any) -> Callable[..., Any] | None:
         torch.manual_seed(0)
         B, S, D = 2, 5, 16
         q, k = torch.randn(B, 4, S, D), torch.randn(B, 2, S, D)
-        for ours, R in [
-            (rope_half, D), (rope_interleaved, D), (rope_interleaved_of_halves, D // 2), (rope_of_one_half, D // 2),
-        ]:  # fmt: skip
+        for ours, R in product(ROPES, (D, D // 2)):
             cos, sin = torch.randn(B, S, R), torch.randn(B, S, R)
             try:
                 got = function(q.clone(), k.clone(), cos.clone(), sin.clone())
@@ -147,7 +155,7 @@ MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
 
 
 class CausalMask(Edit):
-    """Calls of transformers' mask functions, which build a mask whenever a compiler traces them."""
+    """transformers' mask functions, which build a mask whenever a compiler traces them."""
 
     def apply(self, definition: ast.FunctionDef, scope: Mapping[str, Any]) -> bool:
         given = [name for name in ("position_ids", "past_key_values") if name in argument_names(definition)]
@@ -163,26 +171,27 @@ class CausalMask(Edit):
         definition.body.insert(0, ast.Assign([ast.Name("llmk_given", ast.Store())], value))
         return True
 
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        self.generic_visit(node)
-        match node.func:
-            case ast.Name(name) if f"llmk_{name}" in self.masks:
-                self.names[f"llmk_{name}"] = self.masks[f"llmk_{name}"]
-                node.func = load(f"llmk_{name}")
-                node.args.insert(0, load("llmk_given"))
-        return node
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        name = f"llmk_{node.id}"
+        if name not in self.masks:
+            return node
+        self.names[name] = self.masks[name]
+        return ast.Call(load(name), [load("llmk_given")], [])
 
 
 @functools.cache
 def without_mask(create: Callable[..., Any]) -> Callable[..., Any]:
     """`create` where there is something to mask but the future, None where attention's `is_causal` says it all."""
 
-    def create_mask(given: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
-        if any(value is not None for value in given) or not _only_causal(create.__name__, *args, **kwargs):
-            return create(*args, **kwargs)
-        return None
+    def given_to(given: tuple[Any, ...]) -> Callable[..., Any]:
+        def create_mask(*args: Any, **kwargs: Any) -> Any:
+            if any(value is not None for value in given) or not _only_causal(create.__name__, *args, **kwargs):
+                return create(*args, **kwargs)
+            return None
 
-    return create_mask
+        return create_mask
+
+    return given_to
 
 
 def _only_causal(

@@ -68,9 +68,8 @@ def find_norm(module: nn.Module) -> Verdict:
         return Left(f"its parameters are {shapes}, not a weight and a bias of one axis")
     if not takes_one_input(module):
         return Left("its forward takes more than the input")
-    width = next((len(p) for p in parameters.values()), 24)
     # The second row is so small that eps decides it.
-    input = torch.randn(5, width) * torch.tensor([1.0, 1e-3, 1.0, 30.0, 0.1]).unsqueeze(1)
+    input = torch.randn(5, _width(module, parameters)) * torch.tensor([1.0, 1e-3, 1.0, 30.0, 0.1]).unsqueeze(1)
     try:
         outcome = Outcome(module, input)
     except Exception as error:  # whatever a module raises: it cannot be run this way
@@ -79,6 +78,11 @@ def find_norm(module: nn.Module) -> Verdict:
         if outcome.equals(form.of_parameters):
             return Match(form.what, "forward", norm_forward(form), adds_residual=form.op == "rms_norm")
     return Left("computes neither RMSNorm nor LayerNorm over the last axis")
+
+
+def _width(module: nn.Module, parameters: dict[str, Any]) -> int:
+    shape = getattr(module, "normalized_shape", 24)  # asked only of a norm without parameters
+    return next((len(p) for p in parameters.values()), shape if isinstance(shape, int) else shape[-1])
 
 
 class NormForm(NamedTuple):
@@ -105,8 +109,8 @@ class NormForm(NamedTuple):
 
 def _norm_forms(module: nn.Module, parameters: dict[str, Any]) -> Iterator[NormForm]:
     weight, bias = [*parameters, None, None][:2]
-    small = {v for v in vars(module).values() if isinstance(v, float) and 0 < v < 0.1}
-    for eps in [*sorted(small), None]:
+    own = {v for v in vars(module).values() if isinstance(v, float) and 0 < v < 0.1}
+    for eps in [*sorted(own), 1e-5, 1e-6, None]:
         for offset in (0.0, 1.0) if weight else (0.0,):
             if bias is None:
                 yield NormForm("rms_norm", eps, offset, weight, None)
@@ -231,4 +235,4 @@ def _first_line(error: Exception) -> str:
 def _one_axis(parameters: dict[str, Any]) -> bool:
     """Whether there are parameters, all of one and the same axis."""
     shapes = {tuple(p.shape) for p in parameters.values()}
-    return len(shapes) == 1 and all(len(shape) == 1 for shape in shapes)
+    return len(shapes) == 1 and all(len(shape) == 1 and shape[0] > 1 for shape in shapes)
