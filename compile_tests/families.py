@@ -82,3 +82,40 @@ def small_model(family: str, **overrides: Any) -> Any:
         for parameter in model.parameters():  # norms that start at one or zero would hide an offset
             parameter.add_(0.1 * torch.randn_like(parameter))
     return model
+
+
+def small_vision_model(family: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A vision-language model and a batch of two rows of text, each around one image."""
+    torch.manual_seed(0)
+    ids = torch.randint(3, 96, (2, 12))
+    inputs = {"input_ids": ids, "labels": ids, "pixel_values": torch.randn(2, 3, 8, 8)}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "patch_size": 4}
+    clip = {**vision, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 8}
+    ids[:, 2:6] = 99  # an image is four tokens
+    if family == "Llava":
+        config = transformers.LlavaConfig(
+            vision_config=transformers.CLIPVisionConfig(**clip),
+            text_config=transformers.LlamaConfig(**COMMON),
+            image_token_index=99,
+        )
+    elif family == "Gemma3":
+        text = {**COMMON, "head_dim": 8, "sliding_window": 8}
+        config = transformers.Gemma3Config(
+            text_config=text, vision_config=clip, mm_tokens_per_image=4, image_token_index=99
+        )
+        inputs["token_type_ids"] = (ids == 99).int()
+    else:
+        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+        tower = {**vision, "depth": 2, "num_heads": 4, "out_hidden_size": 32, "fullatt_block_indexes": [1]}
+        config = transformers.Qwen2_5_VLConfig(
+            text_config={**COMMON, "rope_parameters": rope},
+            vision_config={**tower, "window_size": 16},
+            image_token_id=99,
+        )
+        ids[:, 3:6] = 50  # here it is one
+        inputs |= {
+            "pixel_values": torch.randn(8, 96),
+            "image_grid_thw": torch.tensor([[1, 2, 2], [1, 2, 2]]),
+            "mm_token_type_ids": (ids == 99).int(),
+        }
+    return getattr(transformers, f"{family}ForConditionalGeneration")(config).train(), inputs

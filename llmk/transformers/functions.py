@@ -80,7 +80,7 @@ def rope_like(function: Any) -> Callable[..., Any] | None:
         for ours, R in product(ROPES, (D, D // 2)):
             cos, sin = torch.randn(B, S, R), torch.randn(B, S, R)
             try:
-                got = function(q.clone(), k.clone(), cos.clone(), sin.clone())
+                got: Any = function(q.clone(), k.clone(), cos.clone(), sin.clone())
                 same = [a.shape == b.shape and agree(a, b) for a, b in zip(got, ours(q, k, cos, sin), strict=True)]
             except Exception:  # not made for such arguments
                 continue

@@ -148,10 +148,12 @@ class Projection(NamedTuple):
     capping: Capping
 
 
-def find_projection(model: nn.Module) -> Projection | Left:
-    """The output projection of a causal language model, or why its loss cannot be fused."""
+def find_projection(model: nn.Module) -> Projection | Left | None:
+    """The output projection of a causal language model, or why its loss cannot be fused; None for other modules."""
     get = getattr(model, "get_output_embeddings", None)
-    head = None if get is None else get()
+    if get is None:
+        return None
+    head = get()
     name = next((name for name, child in model.named_children() if child is head), None)
     if head is None or name is None:
         return Left("has no output projection of its own")

@@ -186,9 +186,9 @@ def _mlp_forms(shapes: dict[str, tuple[int, ...]]) -> Iterator[MLPForm]:
     if any(len(shape) != 2 for shape in shapes.values()):
         return
     for *inputs, down in permutations(shapes):
-        I, H = shapes[inputs[0]]
+        rows, _ = shapes[inputs[0]]
         packed = 2 if len(inputs) == 1 else 1
-        if all(shapes[name] == (I, H) for name in inputs) and shapes[down][1] * packed == I:
+        if all(shapes[name] == shapes[inputs[0]] for name in inputs) and shapes[down][1] * packed == rows:
             yield from (MLPForm(gate, down, tuple(inputs)) for gate in GATES)
 
 

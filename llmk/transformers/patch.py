@@ -5,6 +5,7 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 from llmk.transformers.functions import CausalMask, Residual, Rope
@@ -58,16 +59,23 @@ def patch(
     if any(hasattr(vars(module).get("forward"), MARK) for module in model.modules()):
         raise ValueError("model: is patched already; call unpatch() of its report first")
     report = Report(model)
+    which = {"norm": norms, "mlp": mlps, "rope": rope, "residual": residuals, "loss": loss, "mask": masks}
+    with torch.enable_grad(), torch.device("cpu"):  # for what is run and compared, whatever is set where this is called
+        _patch(report, {kind for kind, wanted in which.items() if wanted})
+    return report
+
+
+def _patch(report: Report, kinds: set[str]) -> None:
+    model = report.model
     adding: set[nn.Module] = set()
-    if norms:
+    if "norm" in kinds:
         adding = _replace(report, "norm", find_norm)
-    if mlps:
+    if "mlp" in kinds:
         _replace(report, "mlp", find_mlp)
         _replace(report, "experts", find_experts)
-    projection = find_projection(model) if loss else None
+    projection = find_projection(model) if "loss" in kinds else None
     if isinstance(projection, Left):
         report.entries.append(Entry("", "loss", type(model).__name__, False, projection.why))
-    wanted = {"rope": rope, "residual": residuals, "mask": masks, "loss": isinstance(projection, Projection)}
     for name, module in model.named_modules():
         edits: dict[str, Callable[[], Edit]] = {"rope": Rope, "mask": CausalMask}
         fused = frozenset(name for name, child in module.named_children() if child in adding)
@@ -75,10 +83,9 @@ def patch(
             edits["residual"] = _residual(fused)
         if module is model and isinstance(projection, Projection):
             edits["loss"] = _loss(projection.name)
-        changed = _rewrite(report, name, module, {kind: edit for kind, edit in edits.items() if wanted[kind]})
+        changed = _rewrite(report, name, module, {kind: edit for kind, edit in edits.items() if kind in kinds})
         if "loss" in changed and isinstance(projection, Projection):
             _set_method(report, projection.head, "forward", projection_forward(projection.capping))
-    return report
 
 
 @functools.cache

@@ -23,7 +23,7 @@ class Outcome:
         self.input = input.requires_grad_()
         self.parameters = {name: _random_like(parameter) for name, parameter in module.named_parameters()}
         buffers = {name: buffer.float().cpu() for name, buffer in module.named_buffers() if buffer.is_floating_point()}
-        with torch.autocast("cpu", enabled=False), torch.enable_grad():
+        with torch.autocast("cpu", enabled=False):
             self.output = functional_call(module, {**self.parameters, **buffers}, (self.input,))
         if not isinstance(self.output, Tensor) or not self.output.requires_grad:
             raise TypeError("its output is not one differentiable tensor")
