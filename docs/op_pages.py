@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from benchmark_page import benchmark_tables, draw_plots, plots_of
+from family_page import family_table
 from sphinx.ext.napoleon import Config, GoogleDocstring
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -28,7 +29,7 @@ def write_pages(folder: Path) -> None:
     draw_plots(folder / "plots")
     pages = {f"{name}.md": op_page(op) + _plots(op, folder / "plots") for name, op in OPS.items()}
     pages |= {"index.md": index_page(list(OPS.values())), "_checks.md": checks_table()}
-    pages |= {"_benchmarks.md": benchmark_tables(folder / "plots")}
+    pages |= {"_benchmarks.md": benchmark_tables(folder / "plots"), "_families.md": family_table()}
     for old in folder.glob("*.md"):
         if old.name not in pages:
             old.unlink()

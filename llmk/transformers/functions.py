@@ -29,14 +29,15 @@ class Rope(Edit):
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
-        match node:
-            case ast.Call(func=ast.Name(name), args=[_, _, _, _], keywords=[]):
-                ours = rope_like(self.scope.get(name))
-                if ours is not None:
-                    self.names[f"llmk_{ours.__name__}"] = ours
-                    return ast.Call(load(f"llmk_{ours.__name__}"), node.args, [])
-                if "rotary" in name:
-                    self.left.append(f"{name} does not compute rope")
+        if not isinstance(node.func, ast.Name):
+            return node
+        name = node.func.id
+        ours = rope_like(self.scope.get(name)) if len(node.args) == 4 and not node.keywords else None
+        if ours is not None:
+            self.names[f"llmk_{ours.__name__}"] = ours
+            return ast.Call(load(f"llmk_{ours.__name__}"), node.args, [])
+        if "rotary" in name:
+            self.left.append(f"{name} does not compute rope")
         return node
 
 
