@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import transformers
@@ -113,13 +112,17 @@ VARIANTS = {
 def as_variant(model: Any, variant: Variant, backend: str) -> Iterator[nn.Module | Callable[..., Any]]:
     """The model with the variant's kernels in it, compiled or not. On exit transformers is as it was."""
     # Liger replaces functions and classes in the module that defines the model.
-    with mock.patch.dict(vars(sys.modules[type(model).__module__])):
+    names = vars(sys.modules[type(model).__module__])
+    before = dict(names)
+    try:
         if variant.kernels == "llmk":
             llmk.transformers.patch(model)
         elif variant.kernels == "liger-kernel":
             liger = importlib.import_module("liger_kernel.transformers")
             getattr(liger, f"apply_liger_kernel_to_{model.config.model_type}")(model=model)
-        if not variant.compiled:
-            yield model
-        else:
+        if variant.compiled:
             yield torch.compile(model, fullgraph=variant.kernels == "llmk", backend=backend)
+        else:
+            yield model
+    finally:
+        names.update(before)

@@ -52,12 +52,12 @@ def misses(row: Row, rows: Sequence[Row]) -> list[str] | None:
         return None
     if "error" in row:
         return [row["error"]]
-    found = [f"{row['ms'] / target.ms - 1:.0%} over"] if row["ms"] > target.ms else []
+    found = [f"{row['ms'] / target.ms - 1:.1%} over"] if row["ms"] > target.ms else []
     if row["peak_gib"] is not None and row["peak_gib"] > target.gib:
         found.append(f"{row['peak_gib']:.1f} GiB")
     if row["breaks"] > target.breaks:
         found.append(f"{row['breaks']} breaks")
-    others = [other for other in _same_model(row, rows) if "llmk" not in other["variant"] and "error" not in other]
+    others = [other for other in same_model(row, rows) if "llmk" not in other["variant"] and "error" not in other]
     fastest = min(others, key=lambda other: other["ms"], default=row)
     if fastest["ms"] < row["ms"]:
         found.append(f"{fastest['variant']} {fastest['ms']:.0f} ms")
@@ -67,15 +67,16 @@ def misses(row: Row, rows: Sequence[Row]) -> list[str] | None:
 
 
 def losses_are_wrong(row: Row, rows: Sequence[Row]) -> bool:
-    """Whether the first or the last loss is not that of plain transformers, eager, in the same run."""
-    eager = next((other for other in _same_model(row, rows) if other["variant"] == "eager"), row)
+    """Whether the first or the last loss is not that of plain transformers, eager, where the same run has it."""
+    eager = next((other for other in same_model(row, rows) if other["variant"] == "eager"), row)
     if "error" in eager or "error" in row:
         return False
     pairs = [(row["losses"][i], eager["losses"][i]) for i in (0, -1)]
     return not all(math.isclose(loss, right, rel_tol=LOSS_TOLERANCE) for loss, right in pairs)
 
 
-def _same_model(row: Row, rows: Sequence[Row]) -> list[Row]:
+def same_model(row: Row, rows: Sequence[Row]) -> list[Row]:
+    """The rows of the same model with as many tokens in a step."""
     key = ("model", "batch_size", "seq_len")
     return [other for other in rows if all(other[name] == row[name] for name in key)]
 
@@ -90,11 +91,16 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
     wrong = [row["variant"] for row in rows if losses_are_wrong(row, rows)]
     if wrong:
         yield f"  wrong losses: {', '.join(wrong)}"
+    yield from (f"  {text}" for text in verdicts(rows))
+
+
+def verdicts(rows: Sequence[Row]) -> Iterator[str]:
+    """Whether the rows that have a target meet it."""
     for row in rows:
         missed = misses(row, rows)
         if missed is not None:
             verdict = f"missed: {', '.join(missed)}" if missed else "met"
-            yield f"  target of {row['variant']}, {target_of(row)}: {verdict}"
+            yield f"target of {row['variant']}, {target_of(row)}: {verdict}"
 
 
 def _measured(row: Row) -> str:

@@ -32,7 +32,7 @@ from benchmarks.models import MODELS, SEQ_LEN, VARIANTS, Variant, as_variant
 from benchmarks.peers import PEERS
 from benchmarks.profiling import kernel_times, print_kernels, write_kernels
 from benchmarks.report import Results, header
-from benchmarks.step_report import table
+from benchmarks.step_report import same_model, table
 from benchmarks.timing import first_line
 
 LOSSES = 15
@@ -218,22 +218,20 @@ def run(options: argparse.Namespace) -> None:
     profiles: list[dict[str, Any]] = []
     bar = tqdm(total=len(options.models) * len(variants), desc="variants", disable=not sys.stderr.isatty())
     for name in options.models:
-        rows = []
         for variant in variants:
             bar.set_postfix_str(f"{name} {variant}")
             row = measure(name, variant, options)
             kernels = row.pop("kernels", None)
+            results.replace("rows", (name, variant), [row])
             if kernels:
                 profiles.append({"model": name, "variant": variant, "step_ms": row["ms"], "kernels": kernels})
                 write_kernels(options.profile, about, profiles)
-            results.replace("rows", (name, variant), [row])
-            rows.append(row)
+            if variant == variants[-1]:
+                tqdm.write("\n" + "\n".join(table(same_model(row, results.content["rows"]))))
             bar.update()
-        tqdm.write("\n" + "\n".join(table(rows)))
-        for profile in profiles:
-            if profile["model"] == name:
-                print_kernels(profile)
     bar.close()
+    for profile in profiles:
+        print_kernels(profile)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
