@@ -172,7 +172,7 @@ def _memory(op: str, rows: list[dict[str, Any]]) -> Bars:
 
 def _steps(rows: list[dict[str, Any]]) -> Iterator[tuple[str, Bars]]:
     """Time and memory of a training step, by model."""
-    measures = [("train-step", "ms", "milliseconds", "Training step", "{:.0f}")]
+    measures = [("train-step", "ms", "milliseconds", "Training step of Hugging Face models", "{:.0f}")]
     if any(row.get("peak_gib") for row in rows):  # not on a CPU
         measures.append(("train-step-memory", "peak_gib", "peak memory in GiB", "Memory of a training step", "{:.1f}"))
     for name, key, unit, title, text in measures:
@@ -231,7 +231,8 @@ def _draw_bar(axes: Axes, bar: Bar, y: float, limit: float) -> None:
     axes.text(-0.01, y, bar.way, transform=axes.get_yaxis_transform(), ha="right", va="center",
               color=INK if ours else FAINT, weight="bold" if ours else "normal")  # fmt: skip
     if bar.value is None:
-        axes.text(0.01 * limit, y, bar.text, va="center", color="#a00000", style="italic", backgroundcolor="white")
+        axes.text(0.01 * limit, y, bar.text, va="center", color="#a00000", style="italic",
+                  bbox={"facecolor": "white", "edgecolor": "none", "pad": 0})  # fmt: skip
         return
     shown = min(bar.value, limit)
     axes.barh(y, shown, height=0.78, color=COLOURS[bar.way])

@@ -170,9 +170,10 @@ def _steps(results: Row) -> Iterator[str]:
     versions = ", ".join(f"{name} {version}" for name, version in results["peers"].items())
     yield (
         "One step of Hugging Face models made from a configuration: forward, backward and fused AdamW on one repeated "
-        "batch, in one process and from the same weights. `eager` and `compiled` are plain transformers. Peak memory "
-        "includes weights and optimizer; the first loss and the last of those kept show that all compute the same. "
-        f"Measured on {results['date']} on one {results['device']}: torch {results['torch']}, {versions}, "
+        "batch. The variants of a model ran in one process, from the same weights; `eager` and `compiled` are plain "
+        "transformers. Peak memory includes weights and optimizer. The first loss and the last of those kept show "
+        f"that all compute the same. Measured on {results['date']} on one {results['device']}: torch "
+        f"{results['torch']}, {versions}, "
         f"{results['dtype'].removeprefix('torch.')}. Every number is in `benchmarks/results/{STEPS.name}`."
     )
     for model in dict.fromkeys(row["model"] for row in results["rows"]):
