@@ -2,7 +2,8 @@
 
 Of `benchmarks.run`'s results: for each operator, `NAME.svg` has a bar for every way to compute each workload, as a
 multiple of its floor, and `NAME-memory.svg` has a fused loss's peak memory. Of `benchmarks.growth`'s results:
-`NAME-SIZE.svg` has time and memory against one size. The same results make the same files, byte for byte.
+`NAME-SIZE.svg` has time and memory against one size. Of `benchmarks.train_step`'s results: `train-step.svg` and
+`train-step-memory.svg` have a bar for every variant of each model. The same results make the same files, byte for byte.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
+from benchmarks.step_report import losses_are_wrong
 from benchmarks.targets import PRODUCTS, measured_ms
 
 COLOURS = {
@@ -31,10 +34,14 @@ COLOURS = {
     "quack-kernels linear": "#009e73",
     "liger-kernel": "#d55e00",
     "liger-kernel cute": "#e69f00",
+    "liger compiled": "#e69f00",
     "cut-cross-entropy": "#cc79a7",
     "fla-core": "#b3a534",
 }
 """By way, in the order of the bars: Okabe and Ito's palette, which colour-blind readers tell apart, and greys."""
+
+WAYS_OF_VARIANTS = {"eager": "torch eager", "compiled": "torch compiled", "llmk": "llmk eager", "liger": "liger-kernel"}
+"""The variants of `benchmarks.train_step` that have another name in charts."""
 
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
@@ -74,14 +81,16 @@ def charts(results: dict[str, Any]) -> dict[str, Figure]:
     """Every chart of a file of results, by name.
 
     Args:
-        results: As `benchmarks.run` or `benchmarks.growth` writes it.
+        results: As `benchmarks.run`, `benchmarks.growth` or `benchmarks.train_step` writes it.
 
     Raises:
-        ValueError: It is neither, or has a way that has no colour.
+        ValueError: It is none of them, or has a way that has no colour.
     """
     rows = results.get("rows")
     if not rows:
-        raise ValueError("results: expected rows as benchmarks.run and benchmarks.growth write them, got none")
+        raise ValueError("results: expected rows as benchmarks.run, growth and train_step write them, got none")
+    if "variant" in rows[0]:
+        rows = [row | {"way": WAYS_OF_VARIANTS.get(row["variant"], row["variant"])} for row in rows]
     unknown = {row["way"] for row in rows} - set(COLOURS)
     if unknown:
         raise ValueError(f"results: expected ways among {', '.join(COLOURS)}, got {', '.join(sorted(unknown))}")
@@ -91,6 +100,8 @@ def charts(results: dict[str, Any]) -> dict[str, Figure]:
     with mpl.rc_context(STYLE):
         if "against" in rows[0]:
             return {_growth_name(*key): _growth(same, about) for key, same in _by(rows, "op", "against")}
+        if "variant" in rows[0]:
+            return {name: _draw_bars(chart, about) for name, chart in _steps(rows)}
         figures = {}
         for (op,), same in _by(rows, "op"):
             figures[op] = _draw_bars(_times(op, same), about)
@@ -159,6 +170,23 @@ def _memory(op: str, rows: list[dict[str, Any]]) -> Bars:
     return Bars(f"{op}, memory of forward and backward", unit, groups, _limit(groups, 3 * largest))
 
 
+def _steps(rows: list[dict[str, Any]]) -> Iterator[tuple[str, Bars]]:
+    """Time and memory of a training step, by model."""
+    measures = [("train-step", "ms", "milliseconds", "Training step of Hugging Face models", "{:.0f}")]
+    if any(row.get("peak_gib") for row in rows):  # not on a CPU
+        measures.append(("train-step-memory", "peak_gib", "peak memory in GiB", "Memory of a training step", "{:.1f}"))
+    for name, key, unit, title, text in measures:
+        groups = {}
+        for (model, batch, length), same in _by(rows, "model", "batch_size", "seq_len"):
+            bars = [
+                _bar(row, itemgetter(key), 1.0, f"{text}, wrong loss" if losses_are_wrong(row, same) else text)
+                for row in same
+            ]
+            groups[f"{model}: {batch} x {length} tokens"] = bars
+        longest = 1.12 * max(bar.value or 0 for bars in groups.values() for bar in bars)  # room for the text
+        yield name, Bars(title, f"{unit}; shorter is better", groups, longest or 1.0)
+
+
 def _bar(row: dict[str, Any], measured: Callable[[dict[str, Any]], float], unit: float, text: str) -> Bar:
     if "error" in row:
         first = row["error"].strip().splitlines()[0]
@@ -203,7 +231,8 @@ def _draw_bar(axes: Axes, bar: Bar, y: float, limit: float) -> None:
     axes.text(-0.01, y, bar.way, transform=axes.get_yaxis_transform(), ha="right", va="center",
               color=INK if ours else FAINT, weight="bold" if ours else "normal")  # fmt: skip
     if bar.value is None:
-        axes.text(0.01 * limit, y, bar.text, va="center", color="#a00000", style="italic", backgroundcolor="white")
+        axes.text(0.01 * limit, y, bar.text, va="center", color="#a00000", style="italic",
+                  bbox={"facecolor": "white", "edgecolor": "none", "pad": 0})  # fmt: skip
         return
     shown = min(bar.value, limit)
     axes.barh(y, shown, height=0.78, color=COLOURS[bar.way])
@@ -286,7 +315,7 @@ def _caption(figure: Figure, title: str, about: str) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description="Draw benchmark results as SVG.")
     parser.add_argument(
-        "results", nargs="+", type=Path, metavar="RESULTS.json", help="what benchmarks.run or growth wrote"
+        "results", nargs="+", type=Path, metavar="RESULTS.json", help="what benchmarks.run, growth or train_step wrote"
     )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write here; beside the results by default")
     parser.add_argument("--charts", nargs="+", metavar="NAME", help="only these, such as rms_norm; all by default")

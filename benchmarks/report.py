@@ -3,7 +3,7 @@
 import datetime
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +29,33 @@ def header(device: torch.device, dtype: torch.dtype, peers: dict[str, str], conf
 
 
 class Results:
-    """The JSON file of a run; with `append` it keeps the rows of operators that are not measured anew."""
+    """The JSON file of a run; with `append` it keeps the rows that are not measured anew.
 
-    def __init__(self, file: Path | None, about: dict[str, Any], ceilings: dict[str, float], append: bool) -> None:
-        self.file = file
-        self.content: dict[str, Any] = {**about, "ceilings": ceilings, "rows": [], "host_us": []}
+    Args:
+        file: Where it is, if anywhere.
+        about: The file's first entries, as `header` gives them.
+        append: Whether to keep what the file has.
+        key: What a row is the measurement of.
+        order: The keys, in the order of the file.
+        kinds: The lists of rows.
+    """
+
+    def __init__(
+        self,
+        file: Path | None,
+        about: dict[str, Any],
+        append: bool,
+        key: Callable[[dict[str, Any]], Any],
+        order: Sequence[Any],
+        kinds: Sequence[str] = ("rows",),
+    ) -> None:
+        self.file, self.key, self.order = file, key, list(order)
+        self.content: dict[str, Any] = {**about, **{kind: [] for kind in kinds}}
         if append and file is not None and file.exists():
             old = json.loads(file.read_text())
             self._require_same(old)
             self.content["peers"] = old["peers"] | about["peers"]
-            self.content["rows"], self.content["host_us"] = old["rows"], old["host_us"]
+            self.content |= {kind: old[kind] for kind in kinds}
 
     def _require_same(self, old: dict[str, Any]) -> None:
         new = self.content
@@ -48,14 +65,19 @@ class Results:
         if "peers" not in old or different:
             raise ValueError(f"--append: {self.file} was measured with another {', '.join(different) or 'schema'}")
 
-    def replace(self, kind: str, op: str, rows: Sequence[dict[str, Any]]) -> None:
-        """Put an operator's `rows` or `host_us` in place of older ones, and write the file: a run may be cut short."""
-        kept = [row for row in self.content[kind] if row["op"] != op]
-        order = list(OPS)
-        self.content[kind] = sorted([*kept, *rows], key=lambda row: order.index(row["op"]))
+    def replace(self, kind: str, key: Any, rows: Sequence[dict[str, Any]]) -> None:
+        """Put the rows of `key` in place of older ones, and write the file: a run may be cut short."""
+        kept = [row for row in self.content[kind] if self.key(row) != key]
+        self.content[kind] = sorted([*kept, *rows], key=lambda row: self.order.index(self.key(row)))
         if self.file is not None:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             self.file.write_text(json.dumps(self.content, indent=1) + "\n")
+
+
+def op_results(file: Path | None, about: dict[str, Any], ceilings: dict[str, float], append: bool) -> Results:
+    """The file of `benchmarks.run`, by operator."""
+    about = {**about, "ceilings": ceilings}
+    return Results(file, about, append, lambda row: row["op"], list(OPS), ("rows", "host_us"))
 
 
 def figure(row: dict[str, Any]) -> float | None:

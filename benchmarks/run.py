@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from benchmarks.host import measure_host
 from benchmarks.peers import PEERS, Installed, find_peers
-from benchmarks.report import Results, header, print_rows
+from benchmarks.report import header, op_results, print_rows
 from benchmarks.timing import SLOW, Graphs, Timer, first_line, measure_ceilings
 from benchmarks.ways import Way, make_ways
 from llmk.registry import OPS, Cost, Op, Sample
@@ -186,7 +186,7 @@ def run(options: argparse.Namespace, device: torch.device, config: dict[str, Any
     ceilings = measure_ceilings(device, DTYPE, timer)
     peers = [] if options.host_only else find_peers(options.peers, options.tune)
     versions = {peer.name: peer.version for peer in peers}
-    results = Results(
+    results = op_results(
         options.json, header(device, DTYPE, versions, {**config, "tune": options.tune}), ceilings, options.append
     )
     print(

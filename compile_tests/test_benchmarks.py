@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import chunks, peers
-from benchmarks.report import Results, best_peer
+from benchmarks.report import best_peer, op_results
 from benchmarks.run import main
 from benchmarks.timing import Timer
 
@@ -124,7 +124,7 @@ def test_append_merges_operators_and_refuses_another_machine(tmp_path: Path) -> 
     assert len(again["rows"]) == len(both["rows"])
     about = {key: value for key, value in again.items() if key not in ("rows", "host_us", "ceilings")}
     with pytest.raises(ValueError, match="another device"):
-        Results(file, {**about, "device": "another"}, {}, append=True)
+        op_results(file, {**about, "device": "another"}, {}, append=True)
 
 
 def test_products_alone_are_a_way_of_fused_linear_ce(tmp_path: Path) -> None:

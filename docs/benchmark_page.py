@@ -10,10 +10,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # benchmarks/ is not installed
 
 from benchmarks.plot import charts, save  # noqa: E402 the path comes first
+from benchmarks.step_report import losses_are_wrong, verdicts  # noqa: E402
 from benchmarks.targets import PRODUCTS, TARGETS, judge, measured_ms, peers  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 TIMES, GROWTH = RESULTS / "ops-h200.json", RESULTS / "growth-h200.json"
+STEPS = RESULTS / "train-step-h200.json"
 LAUNCH_MS = 0.01  # a multiple of a floor below what a launch takes says nothing
 
 Row = dict[str, Any]
@@ -22,7 +24,7 @@ Row = dict[str, Any]
 def draw_plots(folder: Path) -> None:
     """`folder/NAME.svg` and `folder/NAME-*.svg` for every operator that was measured; others are removed."""
     drawn = set()
-    for file in (TIMES, GROWTH):
+    for file in (TIMES, GROWTH, STEPS):
         if file.exists():
             for name, figure in charts(json.loads(file.read_text())).items():
                 drawn.add(folder / f"{name}.svg")
@@ -41,7 +43,7 @@ def plots_of(op: str, folder: Path, shown_from: str) -> Iterator[str]:
 
 
 def benchmark_tables(plots: Path) -> str:
-    """What the page includes: where it was measured, a table for each operator, memory, and the growth curves."""
+    """What the page includes: where it was measured, a table for each operator, memory, growth, training steps."""
     results = json.loads(TIMES.read_text())
     rows = [row for row in results["rows"] if row["floor_full_ms"]]
     parts = [_about(results), "## Time", _legend()]
@@ -55,6 +57,8 @@ def benchmark_tables(plots: Path) -> str:
     parts += [f"![peak memory](ops/plots/{chart.name})" for chart in charts_of_memory if chart.exists()]
     if GROWTH.exists():
         parts += ["## Growth", *_growth(json.loads(GROWTH.read_text()))]
+    if STEPS.exists():
+        parts += ["## Training step", *_steps(json.loads(STEPS.read_text()))]
     return "\n\n".join(parts) + "\n"
 
 
@@ -159,3 +163,37 @@ def _growth(results: Row) -> Iterator[str]:
     )
     for op, against in dict.fromkeys((row["op"], row["against"]) for row in results["rows"]):
         yield f"![{op}: time and memory against {against}](ops/plots/{op}-{against.replace(' ', '-')}.svg)"
+
+
+def _steps(results: Row) -> Iterator[str]:
+    """Each model's table and verdicts, then the charts."""
+    versions = ", ".join(f"{name} {version}" for name, version in results["peers"].items())
+    yield (
+        "One step of Hugging Face models made from a configuration: forward, backward and fused AdamW on one repeated "
+        "batch. The variants of a model ran in one process, from the same weights; `eager` and `compiled` are plain "
+        "transformers. Peak memory includes weights and optimizer. The first loss and the last of those kept show "
+        f"that all compute the same. Measured on {results['date']} on one {results['device']}: torch "
+        f"{results['torch']}, {versions}, "
+        f"{results['dtype'].removeprefix('torch.')}. Every number is in `benchmarks/results/{STEPS.name}`."
+    )
+    for model in dict.fromkeys(row["model"] for row in results["rows"]):
+        rows = [row for row in results["rows"] if row["model"] == model]
+        yield f"### {model}, {rows[0]['batch_size']} x {rows[0]['seq_len']} tokens"
+        yield _scrolling(_step_table(rows))
+        yield from (f"{text[0].upper()}{text[1:]}." for text in verdicts(rows))
+    for name, what in (("train-step", "time"), ("train-step-memory", "peak memory")):
+        yield f"![{what} of a training step of every model and variant](ops/plots/{name}.svg)"
+
+
+def _step_table(rows: list[Row]) -> Iterator[str]:
+    yield "| variant | ms | tokens/s | peak GiB | graphs | breaks | recompiles | first loss | last loss |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for row in rows:
+        if "error" in row:
+            yield f"| {row['variant']} | {row['error']} | | | | | | | |"
+            continue
+        counts = [str(row[key]) if row["compiled"] else "" for key in ("graphs", "breaks", "recompiles")]
+        last = f"{row['losses'][-1]:.4f}" + (" **wrong**" if losses_are_wrong(row, rows) else "")
+        measured = [f"{row['ms']:.1f}", f"{row['tokens_per_s']:,.0f}", f"{row['peak_gib']:.1f}"]
+        cells = [row["variant"], *measured, *counts, f"{row['losses'][0]:.3f}", last]
+        yield f"| {' | '.join(cells)} |"

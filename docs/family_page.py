@@ -10,7 +10,7 @@ from llmk.transformers import Report, patch
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "compile_tests"))
 
-from families import FAMILIES, small_model  # noqa: E402 the path comes first
+from families import FAMILIES, small_model
 
 KINDS = ("norm", "residual", "mlp", "experts", "rope", "mask", "loss")
 

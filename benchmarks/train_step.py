@@ -1,0 +1,243 @@
+"""`python -m benchmarks.train_step [MODEL ...]`: a training step of Hugging Face models, with llmk and without.
+
+Each model is made from its configuration (models.py) and trained on one repeated batch, forward, backward and fused
+AdamW, in six variants: plain transformers, with `llmk.transformers.patch`, and with Liger Kernel, each eager and
+compiled. The variants of a run share one process and start from the same weights, so that their losses can be compared
+step by step; each begins with empty compile caches and no memory of the one before. Liger comes last, and what it
+replaces in transformers is put back.
+
+The losses are those of the first steps, which also compile and warm up. The time is the median of the steps after
+them, the host's time included; peak memory is what is allocated at most during a step, weights and optimizer included.
+On a CPU, and with --small, tiny models are trained in float32, to keep the code tested.
+"""
+
+import argparse
+import gc
+import importlib.metadata
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import Tensor
+from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
+from tqdm import tqdm
+
+from benchmarks.models import MODELS, SEQ_LEN, VARIANTS, Variant, as_variant
+from benchmarks.peers import PEERS
+from benchmarks.profiling import kernel_times, print_kernels, write_kernels
+from benchmarks.report import Results, header
+from benchmarks.step_report import same_model, table
+from benchmarks.timing import first_line
+
+LOSSES = 15
+"""Steps whose losses are kept; they warm up too."""
+WARM_SECONDS = 1.0
+LEFT_GIB = 0.5
+"""More than that must not be left by a variant. cuBLAS keeps some memory for itself."""
+
+Step = Callable[[], Tensor]
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.train_step", description="Time a training step of Hugging Face models."
+    )
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)}; all by default")
+    spelled = [name.replace(" ", "-") for name in VARIANTS]
+    parser.add_argument("--variants", metavar="NAME,NAME", help=f"of {', '.join(spelled)}; all by default")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps (default 20)")
+    parser.add_argument("--batch-size", type=int, help="sequences of a step; by default what fits, see models.py")
+    parser.add_argument("--seq-len", type=int, help=f"tokens of a sequence (default {SEQ_LEN})")
+    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate (default 1e-3)")
+    parser.add_argument("--device", help="cuda if there is one, else cpu")
+    parser.add_argument("--backend", default="inductor", help="of torch.compile (default inductor)")
+    parser.add_argument("--small", action="store_true", help="tiny models in float32; always on a CPU")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here, variant by variant")
+    parser.add_argument("--append", action="store_true", help="keep FILE's rows that are not measured anew")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="list a step's kernels, and write them here")
+    options = parser.parse_args(arguments)
+    options.variants = [name.replace("-", " ") for name in (options.variants or ",".join(VARIANTS)).split(",")]
+    for kind, names, known in (("model", options.models, MODELS), ("variant", options.variants, VARIANTS)):
+        for name in names:
+            if name not in known:
+                parser.error(f"no {kind} {name!r}; there are {', '.join(known)}")
+    for name in ("steps", "batch_size", "seq_len"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
+    options.device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    options.small |= options.device.type == "cpu"
+    options.models = options.models or list(MODELS)
+    return options
+
+
+def measure(name: str, variant_name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """The row of a variant of a model."""
+    variant = VARIANTS[variant_name]
+    row: dict[str, Any] = {
+        "model": name, "variant": variant_name, "compiled": variant.compiled,
+        "batch_size": options.batch_size or (2 if options.small else MODELS[name].batch_size),
+        "seq_len": options.seq_len or (16 if options.small else SEQ_LEN),
+    }  # fmt: skip
+    start = time.perf_counter()
+    try:
+        forget(options.device)
+        row |= _measure(name, variant, row, options)
+    except Exception as error:  # whatever a library raises belongs in its row
+        row["error"] = first_line(error)
+    forget(options.device, check=False)
+    row["seconds"] = time.perf_counter() - start
+    return row
+
+
+def forget(device: torch.device, check: bool = True) -> None:
+    """Everything of the last variant: its memory, what was compiled for it and what was counted.
+
+    Raises:
+        RuntimeError: Its memory is still there.
+    """
+    torch._dynamo.reset()
+    counters.clear()
+    clear_compilation_metrics()
+    gc.collect()
+    if device.type != "cuda":
+        return
+    torch.cuda.empty_cache()
+    left = torch.cuda.memory_allocated(device) / 2**30
+    if check and left > LEFT_GIB:
+        raise RuntimeError(f"{left:.1f} GiB were left by what ran before")
+
+
+def _measure(name: str, variant: Variant, row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    device = options.device
+    model = MODELS[name].build(device, options.small)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, fused=True)
+    tokens = MODELS[name].tokens(model, row["batch_size"], row["seq_len"])
+    with as_variant(model, variant, options.backend) as trained:
+
+        def step() -> Tensor:
+            loss = trained(input_ids=tokens, labels=tokens).loss  # the output goes, and its logits with it
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        measured = measure_step(step, options.steps, device)
+        if options.profile:
+            measured["kernels"] = kernel_times(step, device)
+    return {**measured, "tokens_per_s": 1e3 * tokens.numel() / measured["ms"]}
+
+
+def measure_step(step: Step, steps: int, device: torch.device) -> dict[str, Any]:
+    """Losses of the first steps; compile counts, milliseconds and peak memory of the steps after them."""
+    start = time.perf_counter()
+    losses = [step()]
+    synchronize(device)
+    first_step_s = time.perf_counter() - start
+    losses += [step() for _ in range(LOSSES - 1)]
+    warm_up(step, device)
+    times, peak_gib = timed(step, steps, device)
+    return {
+        "ms": statistics.median(times), "times_ms": times, "peak_gib": peak_gib, **compile_counts(),
+        "losses": torch.stack(losses).float().tolist(), "first_step_s": first_step_s,
+    }  # fmt: skip
+
+
+def warm_up(step: Step, device: torch.device) -> None:
+    """Keep a GPU busy until its clock is that of sustained work."""
+    synchronize(device)
+    start = time.perf_counter()
+    while device.type == "cuda" and time.perf_counter() - start < WARM_SECONDS:
+        step()
+        synchronize(device)
+
+
+def timed(step: Step, steps: int, device: torch.device) -> tuple[list[float], float | None]:
+    """Milliseconds of each step, and the peak memory in GiB, None on a CPU."""
+    if device.type != "cuda":
+        return list(_cpu_times(step, steps)), None
+    torch.cuda.reset_peak_memory_stats(device)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    step()  # the host may run ahead of the device from here on
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    synchronize(device)
+    times = [begin.elapsed_time(end) for begin, end in itertools.pairwise(events)]
+    return times, torch.cuda.max_memory_allocated(device) / 2**30
+
+
+def _cpu_times(step: Step, steps: int) -> Iterator[float]:
+    for _ in range(steps):
+        start = time.perf_counter()
+        step()
+        yield 1e3 * (time.perf_counter() - start)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def compile_counts() -> dict[str, int]:
+    """Since the last `forget`: graphs, breaks between them, and code that was compiled again."""
+    return {
+        "graphs": counters["stats"]["unique_graphs"],
+        "breaks": sum(counters["graph_break"].values()),
+        "recompiles": sum(metrics.recompile_reason is not None for metrics in get_compilation_metrics()),
+    }
+
+
+def available(variants: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Those of the variants whose library is installed, and the versions; says a word of a library that is not."""
+    versions = {"transformers": importlib.metadata.version("transformers")}
+    liger = PEERS["liger-kernel"]
+    with_liger = [name for name in variants if VARIANTS[name].kernels == liger.name]
+    version = liger.version()
+    if with_liger and version is None:
+        print(f"{liger.name}: missing")
+    if with_liger and version is not None:
+        versions[liger.name] = version
+    return [name for name in VARIANTS if name in variants and (version or name not in with_liger)], versions
+
+
+def run(options: argparse.Namespace) -> None:
+    variants, versions = available(options.variants)
+    dtype = torch.float32 if options.small else torch.bfloat16
+    config = {"lr": options.lr, "optimizer": "AdamW, fused", "backend": options.backend, "small": options.small}
+    about = header(options.device, dtype, versions, config)
+    order = list(itertools.product(MODELS, VARIANTS))
+    results = Results(options.json, about, options.append, lambda row: (row["model"], row["variant"]), order)
+    profiles: list[dict[str, Any]] = []
+    bar = tqdm(total=len(options.models) * len(variants), desc="variants", disable=not sys.stderr.isatty())
+    for name in options.models:
+        for variant in variants:
+            bar.set_postfix_str(f"{name} {variant}")
+            row = measure(name, variant, options)
+            kernels = row.pop("kernels", None)
+            results.replace("rows", (name, variant), [row])
+            if kernels:
+                profiles.append({"model": name, "variant": variant, "step_ms": row["ms"], "kernels": kernels})
+                write_kernels(options.profile, about, profiles)
+            if variant == variants[-1]:
+                tqdm.write("\n" + "\n".join(table(same_model(row, results.content["rows"]))))
+            bar.update()
+    bar.close()
+    for profile in profiles:
+        print_kernels(profile)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    run(parse(arguments))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
