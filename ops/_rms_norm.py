@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops._rows import Strides, row_starts, strided_rows, sum_partials
-from llmk.registry import at_most, cdiv, empty, next_power_of_2, num_programs, wrap_triton
+from llmk.registry import at_most, cdiv, empty, next_power_of_2, num_programs, recomputed_in_backward, wrap_triton
 
 
 @triton.jit
@@ -327,10 +327,12 @@ def forward_on_cpu(h: Tensor, weight: Tensor | None, eps: float, offset: float) 
     """y and ms `[M]`, in plain PyTorch."""
     dtype, h = h.dtype, h.float()
     ms = h.square().mean(-1, keepdim=True) + eps
-    y = h * torch.rsqrt(ms)
-    if weight is not None:
-        y = y * (weight.float() + offset)
-    return y.to(dtype).contiguous(), ms.flatten()
+    with recomputed_in_backward():
+        y = h * torch.rsqrt(ms)
+        if weight is not None:
+            y = y * (weight.float() + offset)
+        y = y.to(dtype).contiguous()
+    return y, ms.flatten()
 
 
 def backward_on_cpu(

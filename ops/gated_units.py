@@ -35,6 +35,7 @@ from llmk.registry import (
     empty,
     next_power_of_2,
     public_op,
+    recomputed_in_backward,
     wrap_triton,
 )
 
@@ -141,7 +142,8 @@ def _(gate: Tensor, up: Tensor | None, name: str) -> Tensor:
     dtype = gate.dtype
     if up is None:
         gate, up = gate.chunk(2, dim=-1)
-    return (activation(gate.float(), name) * up.float()).to(dtype).contiguous()
+    with recomputed_in_backward():
+        return (activation(gate.float(), name) * up.float()).to(dtype).contiguous()
 
 
 @gated_unit_bwd.register_kernel("cpu")

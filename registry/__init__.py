@@ -6,7 +6,14 @@ one per step that launches kernels. `OPS` holds the records, which opcheck, the 
 
 from llmk.registry.checks import check_dtype, check_option, check_same, check_shape
 from llmk.registry.kernel_op import KernelOp, wrap_triton
-from llmk.registry.launch import autocast_dtype, empty, most_warps, num_programs, use_kernels_on_cpu
+from llmk.registry.launch import (
+    autocast_dtype,
+    empty,
+    most_warps,
+    num_programs,
+    recomputed_in_backward,
+    use_kernels_on_cpu,
+)
 from llmk.registry.public_op import public_op
 from llmk.registry.record import OPS, RULE, Cost, Op, Sample, Tolerance
 from llmk.registry.sizes import at_most, cdiv, example_of, next_power_of_2
@@ -32,6 +39,7 @@ __all__ = [
     "next_power_of_2",
     "num_programs",
     "public_op",
+    "recomputed_in_backward",
     "use_kernels_on_cpu",
     "wrap_triton",
 ]

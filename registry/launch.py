@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 import torch.compiler.config
+import torch.fx.traceback as fx_traceback
 import triton.knobs
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy
 
 from llmk.registry.launcher import launcher_for
 from llmk.registry.plan import empty_on_gpu, rehearsals
@@ -102,6 +104,25 @@ def ops_in_graph_as(forms: Mapping[str, str]) -> Iterator[None]:
             yield
     finally:
         _state.in_graph = previous
+
+
+@contextlib.contextmanager
+def recomputed_in_backward() -> Iterator[None]:
+    """What a compiled graph computes in here, it computes again in the backward pass instead of keeping it till then.
+
+    For elementwise results that cost less to compute again, next to what the backward pass reads anyway, than to keep.
+    It is the mark that selective activation checkpointing puts on nodes; where a user's own policy put one, that stays.
+    """
+    meta = fx_traceback.current_meta
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is None or "recompute" in meta:
+        yield
+        return
+    meta |= {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": 0}
+    try:
+        yield
+    finally:
+        for key in ("recompute", "ac_graph_id"):
+            meta.pop(key, None)
 
 
 def wrap_triton(kernel: Any) -> Any:
