@@ -268,14 +268,14 @@ def _contiguous(weight: Tensor | None) -> Tensor | None:
 def forward(
     input: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """y, h if there is a residual, and ms `[M]`."""
+    """y, h if there is a residual, and ms `[...]`, one for each row."""
     x, x_strides = strided_rows(input)
     residual, residual_strides = _optional_rows(residual)
     weight, N = _contiguous(weight), x.shape[-1]
     M = x.numel() // N
     y = empty(input.shape, input.dtype, input.device)
     h = empty(input.shape, input.dtype, input.device) if residual is not None else None
-    ms = empty((M,), torch.float32, input.device)
+    ms = empty(input.shape[:-1], torch.float32, input.device)
     rows = (x, x_strides), (residual, residual_strides), (weight, NO_STRIDES)
     if N <= MAX_FORWARD_BLOCK // 2 or (N <= MAX_FORWARD_BLOCK and _aligned(N, *rows)):
         tile = _forward_tile(N)
@@ -298,7 +298,7 @@ def backward(
     dy, dy_strides = strided_rows(grad)
     dh, dh_strides = _optional_rows(grad_h)
     h, h_strides = strided_rows(h)
-    weight, N = _contiguous(weight), h.shape[-1]
+    weight, ms, N = _contiguous(weight), ms.contiguous(), h.shape[-1]
     M = h.numel() // N
     programs = at_most(M, _programs(N, h.device))
     partials = empty((programs, N), torch.float32, h.device) if need_dw else None
@@ -324,13 +324,13 @@ def backward(
 
 
 def forward_on_cpu(h: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-    """y and ms `[M]`, in plain PyTorch."""
+    """y and ms `[...]`, in plain PyTorch."""
     dtype, h = h.dtype, h.float()
     ms = h.square().mean(-1, keepdim=True) + eps
     y = h * torch.rsqrt(ms)
     if weight is not None:
         y = y * (weight.float() + offset)
-    return y.to(dtype).contiguous(), ms.flatten()
+    return y.to(dtype).contiguous(), ms.squeeze(-1).contiguous()
 
 
 def backward_on_cpu(
@@ -338,7 +338,7 @@ def backward_on_cpu(
     need_dw: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`backward` in plain PyTorch."""
-    dtype, ms = h.dtype, ms.view(*h.shape[:-1], 1)
+    dtype, ms = h.dtype, ms.unsqueeze(-1)
     rstd = torch.rsqrt(ms)
     h, dy = h.float(), grad.float()
     wdy = dy if weight is None else dy * (weight.float() + offset)

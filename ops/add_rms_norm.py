@@ -24,7 +24,18 @@ import torch
 from torch import Tensor
 
 from llmk.ops import _rms_norm as norm
-from llmk.registry import Cost, KernelOp, Sample, check_dtype, check_same, check_shape, public_op
+from llmk.registry import (
+    PARTIAL,
+    WHOLE,
+    Cost,
+    KernelOp,
+    Sample,
+    check_dtype,
+    check_same,
+    check_shape,
+    public_op,
+    row_axes,
+)
 
 
 def add_rms_norm_reference(
@@ -75,9 +86,8 @@ def _(
 def _(
     input: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    M = input.numel() // input.shape[-1]
     y, h = input.new_empty(input.shape), input.new_empty(input.shape)
-    return y, h, input.new_empty((M,), dtype=torch.float32)
+    return y, h, input.new_empty(input.shape[:-1], dtype=torch.float32)
 
 
 @add_rms_norm_bwd.register_fake
@@ -86,6 +96,16 @@ def _(
     need_dw: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return norm.fake_backward(h, weight, need_dw)
+
+
+@add_rms_norm_fwd.register_sharding
+def _(input, *_):
+    return [([axis, axis, axis], [axis, axis, WHOLE]) for axis in row_axes(input)]
+
+
+@add_rms_norm_bwd.register_sharding
+def _(grad, *_):
+    return [([axis, PARTIAL], [axis, axis, axis, WHOLE, axis]) for axis in row_axes(grad)]
 
 
 def _setup_context(ctx, inputs, output) -> None:

@@ -24,9 +24,11 @@ from torch import Tensor
 from llmk.ops._activations import activate, activate_with_slope, activation, activation_with_slope
 from llmk.ops._rows import as_rows
 from llmk.registry import (
+    WHOLE,
     Cost,
     KernelOp,
     Sample,
+    axes,
     cdiv,
     check_dtype,
     check_option,
@@ -35,6 +37,7 @@ from llmk.registry import (
     empty,
     next_power_of_2,
     public_op,
+    row_axes,
     wrap_triton,
 )
 
@@ -165,6 +168,18 @@ def _(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
 @gated_unit_bwd.register_fake
 def _(grad: Tensor, gate: Tensor, up: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
     return gate.new_empty(gate.shape), gate.new_empty((0,) if up is None else up.shape)
+
+
+@gated_unit_fwd.register_sharding
+def _(gate, up, activation):
+    return [([axis], [axis, axis]) for axis in (row_axes(gate) if up is None else axes(gate))]
+
+
+@gated_unit_bwd.register_sharding
+def _(grad, gate, up, activation):
+    if up is None:
+        return [([axis, WHOLE], [axis, axis, WHOLE]) for axis in row_axes(gate)]
+    return [([axis, axis], [axis, axis, axis]) for axis in axes(gate)]
 
 
 def _setup_context(ctx, inputs, output) -> None:

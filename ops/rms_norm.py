@@ -21,7 +21,18 @@ import torch
 from torch import Tensor
 
 from llmk.ops import _rms_norm as norm
-from llmk.registry import Cost, KernelOp, Sample, check_dtype, check_same, check_shape, public_op
+from llmk.registry import (
+    PARTIAL,
+    WHOLE,
+    Cost,
+    KernelOp,
+    Sample,
+    check_dtype,
+    check_same,
+    check_shape,
+    public_op,
+    row_axes,
+)
 
 
 def rms_norm_reference(
@@ -60,8 +71,7 @@ def _(
 
 @rms_norm_fwd.register_fake
 def _(input: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-    M = input.numel() // input.shape[-1]
-    return input.new_empty(input.shape), input.new_empty((M,), dtype=torch.float32)
+    return input.new_empty(input.shape), input.new_empty(input.shape[:-1], dtype=torch.float32)
 
 
 @rms_norm_bwd.register_fake
@@ -69,6 +79,16 @@ def _(
     grad: Tensor, input: Tensor, weight: Tensor | None, ms: Tensor, eps: float, offset: float, need_dw: bool
 ) -> tuple[Tensor, Tensor]:
     return norm.fake_backward(input, weight, need_dw)
+
+
+@rms_norm_fwd.register_sharding
+def _(input, *_):
+    return [([axis, axis], [axis, WHOLE]) for axis in row_axes(input)]
+
+
+@rms_norm_bwd.register_sharding
+def _(grad, *_):
+    return [([axis, PARTIAL], [axis, axis, WHOLE, axis]) for axis in row_axes(grad)]
 
 
 def _setup_context(ctx, inputs, output) -> None:

@@ -22,6 +22,7 @@ from llmk.registry.launch import (
     wrap_triton,
 )
 from llmk.registry.plan import Planned
+from llmk.registry.sharding import Rule, is_sharded, register_rule
 
 __all__ = ["KernelOp", "wrap_triton"]
 
@@ -65,14 +66,16 @@ class KernelOp:
         self.setup_context: Callable[..., Any] = _save_nothing
         self._cpu: Callable[..., Any] | None = None
         self._fake: Callable[..., Any] | None = None
+        self._sharding: Rule | None = None
         self.planned = Planned(fn) if planned and HAS_LAUNCHER else None
         self._body = self._wrap(fn)
         self._definition: Any = torch.library.triton_op(f"llmk::{self.name}", self._body, mutates_args=())
         self._definition.register_fake(self._wrap_fake())
         self._definition.register_autograd(self.backward)
         self._apply = _autograd_function(self.name, self._run, self.backward, self.setup_context)
-        if opaque or INTERPRET:
-            self._definition.register_torch_dispatch(FunctionalTensorMode, _keep_as_one_node)
+        self._opaque = opaque or INTERPRET
+        self._inline = self._definition._torch_dispatch_fns[FunctionalTensorMode]
+        self._definition.register_torch_dispatch(FunctionalTensorMode, self._in_functional_graph)
         self.overload: Any = getattr(torch.ops.llmk, self.name).default
 
     def __call__(self, *args: Any) -> Any:
@@ -118,8 +121,20 @@ class KernelOp:
         register_flop_formula(getattr(torch.ops.llmk, self.name), get_raw=True)(fn)
         return fn
 
+    def register_sharding(self, rule: Rule) -> Rule:
+        """Register how DTensors may be split: `rule(*args)` gives `(outputs, inputs)` for each way, see `sharding.py`.
+
+        It is called with the op's own arguments, of tensors only what DTensor knows: `shape` and `ndim`. `inputs` has
+        an entry for each argument that may be a tensor, which is not looked at where that is None. All of them whole
+        is always allowed; for an op that knows no other way there is `whole_only`.
+        """
+        self._sharding = rule
+        register_rule(self.overload, rule)
+        return rule
+
     def check_complete(self) -> None:
-        missing = [name for name, fn in [("fake", self._fake), ("CPU kernel", self._cpu)] if fn is None]
+        parts = [("fake", self._fake), ("CPU kernel", self._cpu), ("sharding rule", self._sharding)]
+        missing = [name for name, fn in parts if fn is None]
         if missing:
             raise RuntimeError(f"llmk::{self.name} has no {' and no '.join(missing)}")
 
@@ -150,12 +165,14 @@ class KernelOp:
 
         return fake
 
+    def _in_functional_graph(self, mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Inline the launches, but keep as one node an opaque op, and one on DTensors: they need its rule."""
+        if self._opaque or is_sharded(*args):
+            return mode.__torch_dispatch__(op, types, args, kwargs)
+        return self._inline(mode, op, types, args, kwargs)
+
     def _refuse_double_backward(self, ctx: Any, *grads: Any) -> Any:
         raise RuntimeError(f"llmk::{self.name} has no derivative: double backward is not supported")
-
-
-def _keep_as_one_node(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    return mode.__torch_dispatch__(op, types, args, kwargs)
 
 
 def _save_nothing(ctx: Any, inputs: Any, output: Any) -> None:
