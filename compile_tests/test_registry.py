@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmk.registry import OPS, KernelOp, public_op
+from llmk.registry import OPS, KernelOp, public_op, whole_only
 from llmk.registry.launch import registered_path_only
 
 
