@@ -22,7 +22,7 @@ from llmk.registry.launch import (
     wrap_triton,
 )
 from llmk.registry.plan import Planned
-from llmk.registry.sharding import Rule, is_sharded, register_rule
+from llmk.registry.sharding import Rule, register_rule
 
 __all__ = ["KernelOp", "wrap_triton"]
 
@@ -73,9 +73,8 @@ class KernelOp:
         self._definition.register_fake(self._wrap_fake())
         self._definition.register_autograd(self.backward)
         self._apply = _autograd_function(self.name, self._run, self.backward, self.setup_context)
-        self._opaque = opaque or INTERPRET
-        self._inline = self._definition._torch_dispatch_fns[FunctionalTensorMode]
-        self._definition.register_torch_dispatch(FunctionalTensorMode, self._in_functional_graph)
+        if opaque or INTERPRET:
+            self._definition.register_torch_dispatch(FunctionalTensorMode, _keep_as_one_node)
         self.overload: Any = getattr(torch.ops.llmk, self.name).default
 
     def __call__(self, *args: Any) -> Any:
@@ -165,14 +164,12 @@ class KernelOp:
 
         return fake
 
-    def _in_functional_graph(self, mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Inline the launches, but keep as one node an opaque op, and one on DTensors: they need its rule."""
-        if self._opaque or is_sharded(*args):
-            return mode.__torch_dispatch__(op, types, args, kwargs)
-        return self._inline(mode, op, types, args, kwargs)
-
     def _refuse_double_backward(self, ctx: Any, *grads: Any) -> Any:
         raise RuntimeError(f"llmk::{self.name} has no derivative: double backward is not supported")
+
+
+def _keep_as_one_node(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    return mode.__torch_dispatch__(op, types, args, kwargs)
 
 
 def _save_nothing(ctx: Any, inputs: Any, output: Any) -> None:

@@ -13,9 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.functional_tensor import FunctionalTensor
-
-from llmk.registry.launch import PLAIN_TENSORS
 
 WHOLE, PARTIAL = "whole", "partial"
 
@@ -77,16 +74,10 @@ def register_rule(overload: Any, rule: Rule) -> None:
     propagator.op_to_schema_info[overload] = RuntimeSchemaInfo(static_argnum=1)
 
 
-def is_sharded(*values: Any) -> bool:
-    """Whether one of them is a DTensor, also where AOTAutograd traces it."""
+def is_sharded(*tensors: torch.Tensor) -> bool:
+    """Whether one of them is a DTensor."""
     if not torch.distributed.is_available():
         return False
     from torch.distributed.tensor import DTensor
 
-    return any(type(value) not in PLAIN_TENSORS and isinstance(_traced(value), DTensor) for value in values)
-
-
-def _traced(value: Any) -> Any:
-    if isinstance(value, FunctionalTensor):
-        return torch._from_functional_tensor(value.elem)  # type: ignore[attr-defined]
-    return value
+    return any(isinstance(tensor, DTensor) for tensor in tensors)
