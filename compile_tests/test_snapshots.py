@@ -100,7 +100,7 @@ saved:
   float32[] llmk._fused_linear_ce_fwd[1]
   bfloat16[2, 24, 64] llmk._fused_linear_ce_fwd[2]
   bfloat16[320, 64] llmk._fused_linear_ce_fwd[3]
-  float32[2, 24, 1] aten.add.Tensor
+  float32[2, 24, 1] aten.squeeze.dim
 backward:
   aten.mm
   aten.mm
@@ -151,7 +151,7 @@ saved:
   bfloat16[160, 64] input
   bfloat16[160, 64] input
   bfloat16[64, 160] input
-  float32[48] rms_norm_kernel.ms_ptr
+  float32[2, 24] rms_norm_kernel.ms_ptr
   bfloat16[48, 64] rms_norm_kernel.y_ptr
   bfloat16[48, 32] aten.add.Tensor
   bfloat16[48, 64] aten.add.Tensor
