@@ -27,7 +27,7 @@ Way = tuple[Placement, ...]
 
 
 def in_processes(check: Callable[[DeviceMesh], Iterable[str]], mesh_shape: tuple[int, ...], folder: Path) -> list[str]:
-    """Run `check(mesh)` in a process for each place of a mesh; what they found wrong, and a line for one that raised."""
+    """Run `check(mesh)` in a process for each place of a mesh: what they found wrong, also by raising."""
     world = torch.Size(mesh_shape).numel()
     mp.spawn(_process, (check, mesh_shape, str(folder)), nprocs=world)  # type: ignore[attr-defined]
     return [line for rank in range(world) for line in json.loads((folder / f"{rank}.json").read_text())]
@@ -122,7 +122,12 @@ def small_samples(op: Op) -> list[Sample]:
 
 
 def differences(
-    op: Op, sample: Sample, mesh: DeviceMesh, way: dict[str, Way], function: Callable[..., Any], communicates: bool | None
+    op: Op,
+    sample: Sample,
+    mesh: DeviceMesh,
+    way: dict[str, Way],
+    function: Callable[..., Any],
+    communicates: bool | None,
 ) -> list[str]:
     """What a call on split tensors gives that the op on whole ones does not, outputs and gradients.
 

@@ -127,7 +127,11 @@ def _parallelize(block: Block, mesh: DeviceMesh) -> None:
 
 def tensor_parallel(mesh: DeviceMesh) -> Iterator[str]:
     """A layer whose activations are split by tokens, then by heads and features, gives what it gives whole."""
-    x, cos, sin, gradient = torch.randn(2, TOKENS, HIDDEN), *torch.randn(2, 1, TOKENS, 4), torch.randn(2, TOKENS, HIDDEN)
+    x, cos, sin, gradient = (
+        torch.randn(2, TOKENS, HIDDEN),
+        *torch.randn(2, 1, TOKENS, 4),
+        torch.randn(2, TOKENS, HIDDEN),
+    )
     block = Block()
     output = block(x, cos, sin)
     output.backward(gradient)

@@ -60,7 +60,9 @@ def test_refuses_an_incomplete_kernel_op() -> None:
         return input * 2
 
     _test_incomplete.__module__ = "llmk.ops.test"
-    with pytest.raises(RuntimeError, match=r"llmk::_test_incomplete has no fake and no CPU kernel and no sharding rule"):
+    with pytest.raises(
+        RuntimeError, match=r"llmk::_test_incomplete has no fake and no CPU kernel and no sharding rule"
+    ):
         register("test_incomplete", KernelOp(_test_incomplete))
 
 
