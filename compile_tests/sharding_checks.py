@@ -36,7 +36,7 @@ def in_processes(check: Callable[[DeviceMesh], Iterable[str]], mesh_shape: tuple
 def _process(rank: int, check: Callable[[DeviceMesh], Iterable[str]], mesh_shape: tuple[int, ...], folder: str) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="Your compiler for AOTAutograd is returning a function")
-    store = dist.FileStore(f"{folder}/store", torch.Size(mesh_shape).numel())
+    store = dist.FileStore(f"{folder}/store", torch.Size(mesh_shape).numel())  # type: ignore[attr-defined]
     timeout = datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", rank=rank, world_size=torch.Size(mesh_shape).numel(), store=store, timeout=timeout)
     torch.manual_seed(0)
