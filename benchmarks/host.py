@@ -87,7 +87,7 @@ def _forward_kernel_op(op: Op, args: list[Any], kwargs: dict[str, Any]) -> tuple
 
 def _bare_function(kernel_op: KernelOp) -> type[torch.autograd.Function]:
     def forward(ctx: Any, *args: Any) -> Any:
-        output = kernel_op.implementation(args[0])(*args)
+        output = kernel_op.implementation(*args)(*args)
         kernel_op.setup_context(ctx, args, output)
         return output
 
@@ -99,7 +99,7 @@ def _bare_function(kernel_op: KernelOp) -> type[torch.autograd.Function]:
 def _kernels_called_directly() -> Iterator[None]:
     """Inside a backward formula a kernel op is its function, allocating by PyTorch and launching by Triton."""
     with (
-        mock.patch.object(KernelOp, "__call__", lambda self, *args: self.implementation(args[0])(*args)),
+        mock.patch.object(KernelOp, "__call__", lambda self, *args: self.implementation(*args)(*args)),
         mock.patch.object(launch, "launcher_for", lambda kernel: kernel),
         mock.patch.object(launch, "empty_on_gpu", lambda size, _, dtype: torch.empty(size, dtype=dtype, device="cuda")),
     ):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmk.registry import OPS, KernelOp, public_op
+from llmk.registry import OPS, KernelOp, public_op, whole_only
 from llmk.registry.launch import registered_path_only
 
 
@@ -22,6 +22,7 @@ def kernel_op(name: str, *, backward: bool = False) -> KernelOp:
     op = KernelOp(fn)
     op.register_kernel("cpu")(lambda input: input * 2)
     op.register_fake(lambda input: torch.empty_like(input))
+    op.register_sharding(whole_only)
     if backward:
         op.register_autograd(lambda ctx, grad: op(grad), setup_context=lambda ctx, inputs, output: None)
     return op
@@ -59,7 +60,9 @@ def test_refuses_an_incomplete_kernel_op() -> None:
         return input * 2
 
     _test_incomplete.__module__ = "llmk.ops.test"
-    with pytest.raises(RuntimeError, match=r"llmk::_test_incomplete has no fake and no CPU kernel"):
+    with pytest.raises(
+        RuntimeError, match=r"llmk::_test_incomplete has no fake and no CPU kernel and no sharding rule"
+    ):
         register("test_incomplete", KernelOp(_test_incomplete))
 
 

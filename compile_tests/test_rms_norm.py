@@ -17,7 +17,7 @@ from llmk.functional import add_rms_norm, rms_norm
 from llmk.opcheck.calls import call, incoming_gradients, require_accurate
 from llmk.ops._rows import strided_rows
 from llmk.registry import OPS, Sample
-from llmk.registry.launch import INTERPRET, record_launches
+from llmk.registry.launch import INTERPRET, ops_in_graph_as, record_launches
 
 on_gpu = pytest.mark.skipif(INTERPRET, reason="TRITON_INTERPRET=1: kernels run as opaque nodes, on no device")
 
@@ -118,7 +118,7 @@ def test_compiled_queries_are_normalized_without_a_copy() -> None:
         torch.randn(8, requires_grad=True),
         packed_heads(torch.randn(2, 24, 4, 8)),
     )
-    with stub_driver():
+    with stub_driver(), ops_in_graph_as({"_rms_norm_fwd": "kernel"}):
         graphs = trace(queries, *args)
         forward, _ = generated_code(queries, *args)
     for graph in [*graphs.forward, *graphs.backward]:
@@ -187,13 +187,14 @@ def test_adding_up_one_gradient_leaves_the_other_alone(device: torch.device) -> 
 
 
 @on_gpu
-def test_compiled_step_launches_one_kernel_and_keeps_the_sum() -> None:
+@pytest.mark.parametrize("form", ["kernel", "aten"])
+def test_compiled_step_launches_one_kernel_at_most(form: str) -> None:
     def step(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
         y, h = add_rms_norm(torch.sin(x), residual, weight)
         return (y * torch.cos(h)).sum()
 
     args = [torch.randn(2, 24, 64, requires_grad=True), torch.randn(2, 24, 64, requires_grad=True), torch.randn(64)]
-    with stub_driver():
+    with stub_driver(), ops_in_graph_as({"_add_rms_norm_fwd": form}):
         graphs = trace(step, *args)
-    assert list(steps(graphs.forward[0])) == ["rms_norm_kernel[2, 1, 1]"]
+    assert list(steps(graphs.forward[0])) == (["rms_norm_kernel[2, 1, 1]"] if form == "kernel" else [])
     assert list(steps(graphs.backward[0])) == ["rms_norm_backward_kernel[48, 1, 1]"]

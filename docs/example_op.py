@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.registry import Cost, KernelOp, Sample, cdiv, check_dtype, public_op, wrap_triton
+from llmk.registry import Cost, KernelOp, Sample, axes, cdiv, check_dtype, public_op, wrap_triton
 
 
 def leaky_relu_squared_reference(input: Tensor, negative_slope: float = 0.01) -> Tensor:
@@ -94,6 +94,16 @@ def _(input: Tensor, negative_slope: float) -> Tensor:
 @leaky_relu_squared_bwd.register_fake
 def _(grad: Tensor, input: Tensor, negative_slope: float) -> Tensor:
     return input.new_empty(input.shape)
+
+
+@leaky_relu_squared_fwd.register_sharding
+def _(input, negative_slope):
+    return [([axis], [axis]) for axis in axes(input)]
+
+
+@leaky_relu_squared_bwd.register_sharding
+def _(grad, input, negative_slope):
+    return [([axis], [axis, axis]) for axis in axes(input)]
 
 
 def _setup_context(ctx, inputs, output) -> None:

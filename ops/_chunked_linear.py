@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.registry import KernelOp, cdiv, empty, wrap_triton
+from llmk.registry import PARTIAL, WHOLE, KernelOp, axes, cdiv, empty, wrap_triton
 from llmk.registry.launch import kernels_on_cpu
 
 LOGITS_BUDGET = 4 * 2**30 // 3
@@ -144,3 +144,8 @@ def _(input: Tensor, grad: Tensor, divisor: Tensor, dtype: torch.dtype) -> Tenso
 @scale.register_fake
 def _(input: Tensor, grad: Tensor, divisor: Tensor, dtype: torch.dtype) -> Tensor:
     return input.new_empty(input.shape, dtype=dtype)
+
+
+@scale.register_sharding
+def _(input, *_):
+    return [([split], [split, WHOLE, WHOLE]) for split in (*axes(input), PARTIAL)]

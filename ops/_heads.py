@@ -4,12 +4,14 @@ Tensors are `[B, H, S, D]`; of a head's D features the first R turn in R/2 pairs
 in memory as [B, S, H, D], which is how projections write q and k and read their gradients.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.registry import cdiv, check_dtype, check_same, next_power_of_2, wrap_triton
+from llmk.registry import WHOLE, cdiv, check_dtype, check_same, next_power_of_2, wrap_triton
 
 
 @triton.jit
@@ -62,6 +64,11 @@ def pair_blocks(D: int, R: int) -> dict[str, int]:
 
 def unit_columns(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def head_splits(cos: Any) -> list[tuple[int, int | str]]:
+    """How q and k may be split, and cos and sin with them: by batch, by heads, by tokens."""
+    return [(0, 0 if cos.shape[0] > 1 else WHOLE), (1, WHOLE), (2, 1)]
 
 
 def empty_heads(x: Tensor) -> Tensor:

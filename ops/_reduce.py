@@ -20,12 +20,12 @@ def sum_to_scalar_kernel(partial_ptr, out_ptr, P, divisor, BLOCK_P: tl.constexpr
 
 
 def sum_to_scalar(partials: Tensor, divisor: int = 1) -> Tensor:
-    """`sum(partials) / divisor` of float32 `[P]` as a float32 scalar, by one program in a fixed order: no atomics.
+    """`sum(partials) / divisor` of float32 `[...]` as a float32 scalar, by one program in a fixed order: no atomics.
 
     The divisor is divided by here so that a mean costs no further launch; 0 of 0 is NaN.
     """
     out = empty((), torch.float32, partials.device)
-    wrap_triton(sum_to_scalar_kernel)[(1,)](partials, out, partials.shape[0], divisor, **BLOCK)
+    wrap_triton(sum_to_scalar_kernel)[(1,)](partials, out, partials.numel(), divisor, **BLOCK)
     return out
 
 
@@ -43,7 +43,7 @@ def mean_of_rows_kernel(loss_ptr, count_ptr, mean_ptr, divisor_ptr, M, BLOCK_P: 
 
 
 def mean_of_rows(loss: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """`sum(loss) / sum(count)` of float32 `[M]` and that divisor, as scalars; 0 of 0 is NaN."""
+    """`sum(loss) / sum(count)` of float32 `[...]` and that divisor, as scalars; 0 of 0 is NaN."""
     mean, divisor = (empty((), torch.float32, loss.device) for _ in range(2))
-    wrap_triton(mean_of_rows_kernel)[(1,)](loss, count, mean, divisor, loss.shape[0], **BLOCK)
+    wrap_triton(mean_of_rows_kernel)[(1,)](loss, count, mean, divisor, loss.numel(), **BLOCK)
     return mean, divisor

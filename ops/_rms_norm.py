@@ -268,14 +268,14 @@ def _contiguous(weight: Tensor | None) -> Tensor | None:
 def forward(
     input: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """y, h if there is a residual, and ms `[M]`."""
+    """y, h if there is a residual, and ms `[...]`, one for each row."""
     x, x_strides = strided_rows(input)
     residual, residual_strides = _optional_rows(residual)
     weight, N = _contiguous(weight), x.shape[-1]
     M = x.numel() // N
     y = empty(input.shape, input.dtype, input.device)
     h = empty(input.shape, input.dtype, input.device) if residual is not None else None
-    ms = empty((M,), torch.float32, input.device)
+    ms = empty(input.shape[:-1], torch.float32, input.device)
     rows = (x, x_strides), (residual, residual_strides), (weight, NO_STRIDES)
     if N <= MAX_FORWARD_BLOCK // 2 or (N <= MAX_FORWARD_BLOCK and _aligned(N, *rows)):
         tile = _forward_tile(N)
@@ -298,7 +298,7 @@ def backward(
     dy, dy_strides = strided_rows(grad)
     dh, dh_strides = _optional_rows(grad_h)
     h, h_strides = strided_rows(h)
-    weight, N = _contiguous(weight), h.shape[-1]
+    weight, ms, N = _contiguous(weight), ms.contiguous(), h.shape[-1]
     M = h.numel() // N
     programs = at_most(M, _programs(N, h.device))
     partials = empty((programs, N), torch.float32, h.device) if need_dw else None
@@ -323,8 +323,15 @@ def backward(
     return dx, sum_partials(partials, weight.dtype)
 
 
+def inductor_reads_once(input: Tensor, *_: object) -> bool:
+    """Whether Inductor's forward pass is as fast as ours: its second reading of a row comes from the cache."""
+    # H200, bf16, rms_norm, times the floor, Inductor's and ours: 1.15 and 1.07 at 32768x4096, 1.07 and 1.12 at
+    # 8192x8192, 1.12 and 1.14 at 4096x16384.
+    return input.shape[-1] <= 16384
+
+
 def forward_on_cpu(h: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-    """y and ms `[M]`, in plain PyTorch."""
+    """y and ms `[...]`, in plain PyTorch."""
     dtype, h = h.dtype, h.float()
     ms = h.square().mean(-1, keepdim=True) + eps
     with recomputed_in_backward():
@@ -332,7 +339,7 @@ def forward_on_cpu(h: Tensor, weight: Tensor | None, eps: float, offset: float) 
         if weight is not None:
             y = y * (weight.float() + offset)
         y = y.to(dtype).contiguous()
-    return y, ms.flatten()
+    return y, ms.squeeze(-1).contiguous()
 
 
 def backward_on_cpu(
@@ -340,7 +347,7 @@ def backward_on_cpu(
     need_dw: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`backward` in plain PyTorch."""
-    dtype, ms = h.dtype, ms.view(*h.shape[:-1], 1)
+    dtype, ms = h.dtype, ms.unsqueeze(-1)
     rstd = torch.rsqrt(ms)
     h, dy = h.float(), grad.float()
     wdy = dy if weight is None else dy * (weight.float() + offset)

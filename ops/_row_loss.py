@@ -36,6 +36,7 @@ from torch import Tensor
 
 from llmk.ops._math import tanh
 from llmk.ops._reduce import mean_of_rows, sum_to_scalar
+from llmk.ops._rows import as_rows
 from llmk.registry import cdiv, empty, next_power_of_2, wrap_triton
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -60,9 +61,9 @@ class Options(NamedTuple):
 class Rows(NamedTuple):
     """What the forward pass gives of each row, in float32."""
 
-    loss: Tensor  # [M]
-    counts: Tensor  # [M], what the row adds to the divisor of a mean: w_t
-    stats: Tensor  # [2, M], maximum and sum
+    loss: Tensor  # [...], the shape of the target
+    counts: Tensor  # [...], what the row adds to the divisor of a mean: w_t
+    stats: Tensor  # [2, ...], maximum and sum
 
     @classmethod
     def cat(cls, parts: "list[Rows]") -> "Rows":
@@ -184,10 +185,11 @@ def _backward_block(V: int) -> dict[str, int]:
 
 
 def row_losses(logits: Tensor, target: Tensor, options: Options) -> Rows:
-    """Launch the forward kernel over `[M, V]` logits."""
+    """Launch the forward kernel over `[..., V]` logits and `[...]` targets."""
+    logits, target = as_rows(logits), target.contiguous()
     M, V = logits.shape
-    loss, count = (empty((M,), torch.float32, logits.device) for _ in range(2))
-    stats = empty((2, M), torch.float32, logits.device)
+    loss, count = (empty(target.shape, torch.float32, logits.device) for _ in range(2))
+    stats = empty((2, *target.shape), torch.float32, logits.device)
     wrap_triton(cross_entropy_kernel)[(M,)](
         logits, target, options.contiguous_weight(), loss, count, stats,
         M, V, logits.stride(0), options.ignore_index, options.smoothing, options.z_loss,
@@ -205,14 +207,17 @@ def row_gradients(
     dlogits: Tensor,
     options: Options,
 ) -> None:
-    """Launch the backward kernel, for the gradient of each row `[M]` or of all of them `[]`, divided by `divisor`.
+    """Launch the backward kernel, for the gradient of each row `[...]` or of all of them `[]`, divided by `divisor`.
 
-    `dlogits`, which it fills, may be `logits` itself.
+    `dlogits`, which it fills, is contiguous, and may be `logits` itself.
     """
+    logits, dlogits = as_rows(logits), as_rows(dlogits)
+    grad = grad.reshape(-1) if grad.dim() else grad
     M, V = logits.shape
     block = _backward_block(V)
     wrap_triton(cross_entropy_backward_kernel)[(M * cdiv(V, block["BLOCK_V"]),)](
-        grad, divisor, logits, target, options.contiguous_weight(), options.weight_sum(), stats, dlogits,
+        grad, divisor, logits, target.contiguous(), options.contiguous_weight(), options.weight_sum(),
+        stats.contiguous(), dlogits,
         M, V, grad.stride(0) if grad.dim() else 0, logits.stride(0), dlogits.stride(0),
         options.ignore_index, options.smoothing, options.z_loss,
         SMOOTH=options.smoothing > 0, SOFTCAP=options.softcap, **block,
@@ -228,7 +233,7 @@ def row_losses_cpu(logits: Tensor, target: Tensor, options: Options) -> Rows:
     if type(target) is Tensor and bool(((index < 0) | (index >= V)).any()):
         bad = index[(index < 0) | (index >= V)][0]
         raise IndexError(f"target: expected class indices in [0, {V}) or ignore_index {ignore_index}, got {int(bad)}")
-    x = logits.float()
+    x = logits.float().contiguous()  # as its sums will be
     if softcap:
         x = softcap * torch.tanh(x / softcap)
     maximum = x.amax(-1)

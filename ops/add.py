@@ -18,9 +18,11 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.registry import (
+    PARTIAL,
     Cost,
     KernelOp,
     Sample,
+    axes,
     cdiv,
     check_dtype,
     check_same,
@@ -66,6 +68,11 @@ def _(input: Tensor, other: Tensor) -> Tensor:
 @add_fwd.register_fake
 def _(input: Tensor, other: Tensor) -> Tensor:
     return input.new_empty(input.shape)
+
+
+@add_fwd.register_sharding
+def _(input, other):
+    return [*(([axis], [axis, axis]) for axis in axes(input)), ([PARTIAL], [PARTIAL, PARTIAL])]
 
 
 def _setup_context(ctx, inputs, output) -> None:

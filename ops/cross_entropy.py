@@ -1,7 +1,7 @@
 r"""Cross entropy of logits over a vocabulary: the operator around the row kernels of `_row_loss.py`.
 
-The math, forward and backward, and its sources are in that file. The kernels see rows, `[M, V]`; one more program
-reduces their losses to one number. The gradient of a mean is divided by its divisor where it is used.
+The math, forward and backward, and its sources are in that file. One more program reduces their losses to one number.
+The gradient of a mean is divided by its divisor where it is used.
 """
 
 from collections.abc import Iterator
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from llmk.ops._row_loss import CPU, KERNELS, Options, RowLoss
-from llmk.ops._rows import as_rows
 from llmk.registry import (
+    PARTIAL,
+    WHOLE,
     Cost,
     KernelOp,
     Sample,
@@ -21,7 +22,10 @@ from llmk.registry import (
     check_same,
     check_shape,
     empty,
+    is_sharded,
     public_op,
+    row_axes,
+    whole_only,
 )
 
 
@@ -56,10 +60,15 @@ def cross_entropy_reference(
 def _forward(
     rows: RowLoss, input: Tensor, target: Tensor, options: Options, reduction: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, `[M]` or `[]`, the divisor of a mean, `[]` or else nothing `[0]`, and each row's maximum and sum."""
-    loss, count, stats = rows.losses(as_rows(input), target.reshape(-1).contiguous(), options)
+    """The loss, `[...]` or `[]`, the divisor of a mean, `[]` or else nothing `[0]`, and each row's maximum and sum.
+
+    "total" is the sum, with the divisor of the mean: what processes with some rows each add up first.
+    """
+    loss, count, stats = rows.losses(input, target, options)
     if reduction == "mean":
         return *rows.mean(loss, count), stats
+    if reduction == "total":
+        return rows.sum(loss), rows.sum(count), stats
     nothing = empty((0,), torch.float32, input.device)
     return loss if reduction == "none" else rows.sum(loss), nothing, stats
 
@@ -68,7 +77,7 @@ def _gradient(
     rows: RowLoss, grad: Tensor, divisor: Tensor | None, input: Tensor, target: Tensor, stats: Tensor, options: Options
 ) -> Tensor:
     dx = empty(input.shape, input.dtype, input.device)
-    rows.gradients(grad, divisor, as_rows(input), target.reshape(-1).contiguous(), stats, as_rows(dx), options)
+    rows.gradients(grad, divisor, input, target, stats, dx, options)
     return dx
 
 
@@ -118,15 +127,30 @@ def _(grad: Tensor, divisor: Tensor | None, input: Tensor, target: Tensor, stats
 
 @cross_entropy_fwd.register_fake
 def _(input: Tensor, target: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    rows, reduction = target.numel(), rest[-1]
-    loss = input.new_empty((rows,) if reduction == "none" else (), dtype=torch.float32)
-    divisor = input.new_empty(() if reduction == "mean" else (0,), dtype=torch.float32)
-    return loss, divisor, input.new_empty((2, rows), dtype=torch.float32)
+    reduction = rest[-1]
+    loss = input.new_empty(target.shape if reduction == "none" else (), dtype=torch.float32)
+    divisor = input.new_empty(() if reduction in ("mean", "total") else (0,), dtype=torch.float32)
+    return loss, divisor, input.new_empty((2, *target.shape), dtype=torch.float32)
 
 
 @cross_entropy_bwd.register_fake
 def _(grad: Tensor, divisor: Tensor | None, input: Tensor, *rest: Any) -> Tensor:
     return input.new_empty(input.shape)
+
+
+@cross_entropy_fwd.register_sharding
+def _(input, target, weight, ignore_index, label_smoothing, softcap, z_loss, reduction):
+    if reduction == "mean":
+        return whole_only()
+    return [
+        ([axis, WHOLE, 1 + axis] if reduction == "none" else [PARTIAL, PARTIAL, 1 + axis], [axis, axis, WHOLE])
+        for axis in row_axes(input)
+    ]
+
+
+@cross_entropy_bwd.register_sharding
+def _(grad, divisor, input, *_):
+    return [([axis], [axis if grad.ndim else WHOLE, WHOLE, axis, axis, 1 + axis, WHOLE]) for axis in row_axes(input)]
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -275,5 +299,9 @@ def cross_entropy(
     if input.dim() == 0 or input.shape[-1] == 0:
         raise ValueError(f"input: expected shape [..., V] with V at least 1, got {tuple(input.shape)}")
     check_loss_options(input.shape[-1], input, target, weight, reduction, label_smoothing, softcap, z_loss)
-    loss, _, _ = cross_entropy_fwd(input, target, weight, ignore_index, label_smoothing, softcap, z_loss, reduction)
-    return loss.view(target.shape) if reduction == "none" else loss
+    options = (weight, ignore_index, label_smoothing, softcap, z_loss)
+    if reduction == "mean" and is_sharded(input, target):
+        total, divisor, _ = cross_entropy_fwd(input, target, *options, "total")
+        return total / divisor
+    loss, _, _ = cross_entropy_fwd(input, target, *options, reduction)
+    return loss

@@ -31,6 +31,8 @@ from llmk.ops._chunked_linear import ChunkedLinear, LinearGradients, scale
 from llmk.ops._row_loss import CPU, KERNELS, Options, RowLoss, Rows
 from llmk.ops.cross_entropy import check_loss_options, cross_entropy_reference
 from llmk.registry import (
+    PARTIAL,
+    WHOLE,
     Cost,
     KernelOp,
     Sample,
@@ -40,6 +42,8 @@ from llmk.registry import (
     check_same,
     check_shape,
     public_op,
+    row_axes,
+    whole_only,
 )
 
 
@@ -103,14 +107,16 @@ def _saved_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _row_by_row(call: _Call) -> tuple[Tensor, Tensor]:
-    """Each row's loss `[N]`, and its maximum and sum `[2, N]`."""
+    """Each token's loss `[...]`, and its maximum and sum `[2, ...]`."""
     parts = [call.row_loss.losses(logits, call.target[rows], call.options) for rows, logits in call.linear.chunks()]
     loss, _, stats = Rows.cat(parts)
-    return loss, stats
+    shape = call.linear.shape[:-1]
+    return loss.view(shape), stats.view(2, *shape)
 
 
 def _add_gradients(call: _Call, grad: Tensor, stats: Tensor, gradients: LinearGradients) -> None:
     """Chunk by chunk, for an upstream gradient of each row; the logits are made again."""
+    grad, stats = grad.reshape(-1), stats.reshape(2, -1)
     for rows, logits in call.linear.chunks():
         of_chunk = stats[:, rows].contiguous()
         call.row_loss.gradients(grad[rows], None, logits, call.target[rows], of_chunk, logits, call.options)
@@ -205,13 +211,37 @@ def _(input: Tensor, linear_weight: Tensor, *args: Any) -> tuple[Tensor, Tensor,
 
 @fused_linear_ce_rows_fwd.register_fake
 def _(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, *args: Any):
-    N = target.numel()
-    return input.new_empty((N,), dtype=torch.float32), input.new_empty((2, N), dtype=torch.float32)
+    return tuple(input.new_empty(shape, dtype=torch.float32) for shape in (target.shape, (2, *target.shape)))
 
 
 @fused_linear_ce_rows_bwd.register_fake
 def _(input: Tensor, linear_weight: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _fake_gradients(input, linear_weight, args[-3:], [input.dtype] * 3)
+
+
+@fused_linear_ce_fwd.register_sharding
+def _(input, *args):
+    *_, mean, need_dx, _, _ = args
+    if mean:
+        return whole_only()
+    return [
+        ([PARTIAL, WHOLE, axis if need_dx else WHOLE, PARTIAL, PARTIAL], [axis, WHOLE, WHOLE, axis, WHOLE])
+        for axis in row_axes(input)
+    ]
+
+
+@fused_linear_ce_rows_fwd.register_sharding
+def _(input, *_):
+    return [([axis, 1 + axis], [axis, WHOLE, WHOLE, axis, WHOLE]) for axis in row_axes(input)]
+
+
+@fused_linear_ce_rows_bwd.register_sharding
+def _(input, *args):
+    *_, need_dx, _, _ = args
+    return [
+        ([axis if need_dx else WHOLE, PARTIAL, PARTIAL], [axis, WHOLE, WHOLE, axis, WHOLE, axis, 1 + axis])
+        for axis in row_axes(input)
+    ]
 
 
 def _flops(products: int, x: Sequence[int], linear_weight: Sequence[int]) -> int:
@@ -420,7 +450,7 @@ def fused_linear_ce(
     )  # fmt: skip
     if reduction == "none":
         losses, _ = fused_linear_ce_rows_fwd(*call)
-        return losses.view(target.shape)
+        return losses
     need = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (input, linear_weight, linear_bias)]
     loss, *_ = fused_linear_ce_fwd(*call, reduction == "mean", *need)
     return loss

@@ -24,9 +24,11 @@ from torch import Tensor
 from llmk.ops._activations import activate, activate_with_slope, activation, activation_with_slope
 from llmk.ops._rows import as_rows
 from llmk.registry import (
+    WHOLE,
     Cost,
     KernelOp,
     Sample,
+    axes,
     cdiv,
     check_dtype,
     check_option,
@@ -36,6 +38,7 @@ from llmk.registry import (
     next_power_of_2,
     public_op,
     recomputed_in_backward,
+    row_axes,
     wrap_triton,
 )
 
@@ -133,8 +136,10 @@ def _gated_unit_bwd(grad: Tensor, gate: Tensor, up: Tensor | None, activation: s
     return dgate, dup
 
 
-gated_unit_fwd = KernelOp(_gated_unit_fwd, planned=True)
-gated_unit_bwd = KernelOp(_gated_unit_bwd, planned=True)
+# In a graph both are PyTorch's own operations: y need not be kept, as what Inductor makes of the backward pass
+# computes it again, from what it reads anyway. Inductor writes a packed gradient twice, so there the kernels stay.
+gated_unit_fwd = KernelOp(_gated_unit_fwd, planned=True, decomposed=lambda gate, up, _: up is not None)
+gated_unit_bwd = KernelOp(_gated_unit_bwd, planned=True, decomposed=lambda grad, gate, up, _: up is not None)
 
 
 @gated_unit_fwd.register_kernel("cpu")
@@ -167,6 +172,18 @@ def _(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
 @gated_unit_bwd.register_fake
 def _(grad: Tensor, gate: Tensor, up: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
     return gate.new_empty(gate.shape), gate.new_empty((0,) if up is None else up.shape)
+
+
+@gated_unit_fwd.register_sharding
+def _(gate, up, activation):
+    return [([axis], [axis, axis]) for axis in (row_axes(gate) if up is None else axes(gate))]
+
+
+@gated_unit_bwd.register_sharding
+def _(grad, gate, up, activation):
+    if up is None:
+        return [([axis, WHOLE], [axis, axis, WHOLE]) for axis in row_axes(gate)]
+    return [([axis, axis], [axis, axis, axis]) for axis in axes(gate)]
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -242,6 +259,14 @@ def _check(gate: Tensor, up: Tensor | None) -> None:
         raise ValueError(f"gate: expected shape {expected}, got {tuple(gate.shape)}")
 
 
+GATED_UNIT_CHOICES = (
+    "under Inductor PyTorch's own operations: as fast alone on an H200 (0.97 to 1.00 times the floor, both ways), and in "
+    "a Llama layer of hidden size 2048 and intermediate size 8192 they keep 16,384 bytes of each token less for the "
+    "backward pass (63,624 instead of 80,008), which computes the output again in the kernel of the gradients. A packed "
+    "gate stays with the kernels: 0.99 times the floor, where Inductor's code takes 1.40 (SwiGLU) and 1.70 (GEGLU)",
+)
+
+
 @public_op(
     "swiglu(Tensor gate, Tensor? up=None) -> Tensor",
     reference=swiglu_reference,
@@ -251,6 +276,7 @@ def _check(gate: Tensor, up: Tensor | None) -> None:
     resized=gated_unit_resized,
     workloads=gated_unit_workloads,
     cost=gated_unit_cost,
+    choices=GATED_UNIT_CHOICES,
 )
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """The gated unit `silu(gate) * up`, computed in float32 with one rounding.
@@ -282,6 +308,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     resized=gated_unit_resized,
     workloads=gated_unit_workloads,
     cost=gated_unit_cost,
+    choices=GATED_UNIT_CHOICES,
 )
 def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:
     """The gated unit `gelu(gate) * up`, computed in float32 with one rounding.

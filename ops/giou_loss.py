@@ -42,6 +42,8 @@ from torch import Tensor
 
 from llmk.ops._rows import as_rows
 from llmk.registry import (
+    PARTIAL,
+    WHOLE,
     Cost,
     KernelOp,
     Sample,
@@ -52,9 +54,12 @@ from llmk.registry import (
     check_same,
     check_shape,
     empty,
+    is_sharded,
     next_power_of_2,
     num_programs,
     public_op,
+    row_axes,
+    whole_only,
     wrap_triton,
 )
 
@@ -354,6 +359,25 @@ def _(
     return dboxes, targets.new_empty(targets.shape if dt else (0,))
 
 
+@giou_loss_fwd.register_sharding
+def _(boxes, targets, reduction, eps):
+    if reduction == "mean":
+        return whole_only()
+    return [([axis, WHOLE] if reduction == "none" else [PARTIAL, PARTIAL], [axis, axis]) for axis in row_axes(boxes)]
+
+
+@giou_loss_bwd.register_sharding
+def _(grad, boxes, targets, count, reduction, eps, db, dt):
+    count_split = PARTIAL if reduction == "sum" else WHOLE  # a sum's is not looked at
+    return [
+        (
+            [axis if db else WHOLE, axis if dt else WHOLE],
+            [axis if reduction == "none" else WHOLE, axis, axis, count_split],
+        )
+        for axis in row_axes(boxes)
+    ]
+
+
 def _setup_context(ctx, inputs, output) -> None:
     boxes, targets, ctx.reduction, ctx.eps = inputs
     _, count = output
@@ -461,4 +485,7 @@ def giou_loss(boxes: Tensor, targets: Tensor, *, reduction: str = "mean", eps: f
     check_shape("targets", targets, boxes.shape, "the shape of boxes")
     check_same("targets", targets, "boxes", boxes)
     check_option("reduction", reduction, ("none", "mean", "sum"))
+    if reduction == "mean" and is_sharded(boxes, targets):
+        total, count = giou_loss_fwd(boxes, targets, "sum", eps)
+        return total / count
     return giou_loss_fwd(boxes, targets, reduction, eps)[0]

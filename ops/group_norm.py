@@ -38,6 +38,8 @@ from torch import Tensor
 from llmk.ops._group_norm_long import long_backward, long_forward
 from llmk.ops._norm import affine_gradient, coarse_mean, sum_affine
 from llmk.registry import (
+    PARTIAL,
+    WHOLE,
     Cost,
     KernelOp,
     Sample,
@@ -216,7 +218,7 @@ def _group_norm_fwd(
     x, weight, bias = input.contiguous(), _contiguous(weight), _contiguous(bias)
     G, (B, C, S) = num_groups, _sizes(input, num_groups)
     y = empty(x.shape, x.dtype, x.device)
-    stats = empty((3, B * G), torch.float32, x.device)
+    stats = empty((3, B, G), torch.float32, x.device)
     if _row_tile(C, S) <= _widest_forward(C, S, x.element_size()):
         tile = _short_tile(C, S, 2048)
         wrap_triton(group_norm_kernel)[(G * cdiv(B, tile["BLOCK_B"]),)](
@@ -235,7 +237,7 @@ def _group_norm_bwd(
     device, need_db = input.device, bias is not None
     dy, x = grad.contiguous(), input.contiguous() if need_dx or need_dw else None
     G, (B, C, S) = num_groups, _sizes(input, num_groups)
-    scale = weight.contiguous() if need_dx and weight is not None else None
+    scale, stats = weight.contiguous() if need_dx and weight is not None else None, stats.contiguous()
     dx = empty(input.shape, input.dtype, device) if need_dx else None
     dw, db = affine_gradient(weight if need_dw else None, device), affine_gradient(bias, device)
     partials = None
@@ -272,7 +274,7 @@ def _(input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None
         y = y * weight.float()[:, None]
     if bias is not None:
         y = y + bias.float()[:, None]
-    return y.to(input.dtype).reshape(input.shape), torch.stack([s.flatten() for s in (mean, var, mean)])
+    return y.to(input.dtype).reshape(input.shape), torch.stack([s.view(B, num_groups) for s in (mean, var, mean)])
 
 
 @group_norm_bwd.register_kernel("cpu")
@@ -282,7 +284,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     B, C, S = _sizes(input, num_groups)
     dy = grad.float().reshape(B, num_groups * C, S)
-    mean, var, _ = stats.unsqueeze(-1).unbind()  # [B * G, 1]
+    mean, var, _ = stats.view(3, B * num_groups, 1).unbind()
     rstd = torch.rsqrt(var)
     dx, dw, db = (affine_gradient(None, input.device) for _ in range(3))
     if bias is not None:
@@ -301,7 +303,7 @@ def _(
 
 @group_norm_fwd.register_fake
 def _(input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    stats = input.new_empty((3, input.shape[0] * num_groups), dtype=torch.float32)
+    stats = input.new_empty((3, input.shape[0], num_groups), dtype=torch.float32)
     return input.new_empty(input.shape), stats
 
 
@@ -312,6 +314,16 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dx = input.new_empty(input.shape) if need_dx else affine_gradient(None, input.device)
     return dx, affine_gradient(weight if need_dw else None, input.device), affine_gradient(bias, input.device)
+
+
+@group_norm_fwd.register_sharding
+def _(*_):
+    return [([0, 1], [0, WHOLE, WHOLE])]
+
+
+@group_norm_bwd.register_sharding
+def _(grad, input, num_groups, weight, bias, stats, need_dx, need_dw):
+    return [([0 if need_dx else WHOLE, PARTIAL, PARTIAL], [0, 0, WHOLE, WHOLE, 1])]
 
 
 def _setup_context(ctx, inputs, output) -> None:

@@ -28,10 +28,13 @@ from torch import Tensor
 from llmk.ops._reduce import sum_to_scalar
 from llmk.ops._rows import as_rows
 from llmk.registry import (
+    PARTIAL,
+    WHOLE,
     Cost,
     KernelOp,
     Sample,
     at_most,
+    axes,
     cdiv,
     check_dtype,
     check_option,
@@ -190,10 +193,11 @@ def _divisor(input: Tensor, reduction: str) -> int:
     return input.shape[0] if reduction == "batchmean" and input.dim() > 0 else 1
 
 
-def _kl_div_fwd(input: Tensor, target: Tensor, reduction: str, log_target: bool) -> Tensor:
+def _kl_div_fwd(input: Tensor, target: Tensor, reduced: bool, divisor: int, log_target: bool) -> Tensor:
+    """The losses, or with `reduced` their sum divided by the divisor, which counts what other processes hold too."""
     (x, t), tile = _layout(input, target)
     (M, N), tiles = x.shape, _tiles(x, tile)
-    if reduction == "none":
+    if not reduced:
         losses = empty(input.shape, input.dtype, input.device)
         wrap_triton(kl_div_kernel)[(tiles,)](
             x, t, losses, M, N, x.stride(0), t.stride(0), LOG_TARGET=log_target, **tile
@@ -204,14 +208,15 @@ def _kl_div_fwd(input: Tensor, target: Tensor, reduction: str, log_target: bool)
     wrap_triton(kl_div_sum_kernel)[(programs,)](
         x, t, partials, M, N, x.stride(0), t.stride(0), tiles, LOG_TARGET=log_target, **tile
     )
-    return sum_to_scalar(partials, _divisor(input, reduction))
+    return sum_to_scalar(partials, divisor)
 
 
 def _kl_div_bwd(
     grad: Tensor,
     input: Tensor | None,
     target: Tensor,
-    reduction: str,
+    reduced: bool,
+    divisor: int,
     log_target: bool,
     need_dinput: bool,
     need_dtarget: bool,
@@ -220,14 +225,13 @@ def _kl_div_bwd(
     (t, *rest), tile = _layout(target) if input is None else _layout(target, input)
     M, N = t.shape
     x = rest[0] if rest else None
-    reduced = reduction != "none"
     g = grad if reduced else grad.reshape(M, N)
     dinput, dtarget = (
         empty(target.shape if needed else (0,), target.dtype, target.device) for needed in (need_dinput, need_dtarget)
     )
     wrap_triton(kl_div_backward_kernel)[(_tiles(t, tile),)](
         g, x, t, dinput if need_dinput else None, dtarget if need_dtarget else None, M, N,
-        *((0, 0) if reduced else g.stride()), 0 if x is None else x.stride(0), t.stride(0), _divisor(target, reduction),
+        *((0, 0) if reduced else g.stride()), 0 if x is None else x.stride(0), t.stride(0), divisor,
         LOG_TARGET=log_target, REDUCED=reduced, **tile,
     )  # fmt: skip
     return dinput, dtarget
@@ -238,12 +242,10 @@ kl_div_bwd = KernelOp(_kl_div_bwd, planned=True)
 
 
 @kl_div_fwd.register_kernel("cpu")
-def _(input: Tensor, target: Tensor, reduction: str, log_target: bool) -> Tensor:
+def _(input: Tensor, target: Tensor, reduced: bool, divisor: int, log_target: bool) -> Tensor:
     x, t = input.float(), target.float()
     losses = t.exp() * (t - x) if log_target else torch.xlogy(t, t) - t * x
-    if reduction == "none":
-        return losses.to(input.dtype).contiguous()
-    return losses.sum() / _divisor(input, reduction)
+    return losses.sum() / divisor if reduced else losses.to(input.dtype).contiguous()
 
 
 @kl_div_bwd.register_kernel("cpu")
@@ -251,12 +253,13 @@ def _(
     grad: Tensor,
     input: Tensor | None,
     target: Tensor,
-    reduction: str,
+    reduced: bool,
+    divisor: int,
     log_target: bool,
     need_dinput: bool,
     need_dtarget: bool,
 ) -> tuple[Tensor, Tensor]:
-    g, t = grad.float() / (1 if reduction == "none" else _divisor(target, reduction)), target.float()
+    g, t = grad.float() / divisor if reduced else grad.float(), target.float()
     weight = t.exp() if log_target else t
     dinput = dtarget = torch.empty((0,), dtype=target.dtype, device=target.device)
     if need_dinput:
@@ -270,8 +273,8 @@ def _(
 
 
 @kl_div_fwd.register_fake
-def _(input: Tensor, target: Tensor, reduction: str, log_target: bool) -> Tensor:
-    return input.new_empty(input.shape) if reduction == "none" else input.new_empty((), dtype=torch.float32)
+def _(input: Tensor, target: Tensor, reduced: bool, divisor: int, log_target: bool) -> Tensor:
+    return input.new_empty((), dtype=torch.float32) if reduced else input.new_empty(input.shape)
 
 
 @kl_div_bwd.register_fake
@@ -279,13 +282,27 @@ def _(
     grad: Tensor,
     input: Tensor | None,
     target: Tensor,
-    reduction: str,
+    reduced: bool,
+    divisor: int,
     log_target: bool,
     need_dinput: bool,
     need_dtarget: bool,
 ) -> tuple[Tensor, Tensor]:
     dinput = target.new_empty(target.shape if need_dinput else (0,))
     return dinput, target.new_empty(target.shape if need_dtarget else (0,))
+
+
+@kl_div_fwd.register_sharding
+def _(input, target, reduced, *_):
+    return [([PARTIAL if reduced else axis], [axis, axis]) for axis in axes(input)]
+
+
+@kl_div_bwd.register_sharding
+def _(grad, input, target, reduced, divisor, log_target, need_dinput, need_dtarget):
+    def split(axis: int) -> list[int | str]:
+        return [axis if needed else WHOLE for needed in (need_dinput, need_dtarget)]
+
+    return [(split(axis), [WHOLE if reduced else axis, axis, axis]) for axis in axes(target)]
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -297,7 +314,7 @@ def _backward(ctx, grad):
     input, target = ctx.saved_tensors
     need_dinput, need_dtarget = ctx.needs_input_grad[:2]
     dinput, dtarget = kl_div_bwd(grad, input, target, *ctx.options, need_dinput, need_dtarget)
-    return dinput if need_dinput else None, dtarget if need_dtarget else None, None, None
+    return dinput if need_dinput else None, dtarget if need_dtarget else None, None, None, None
 
 
 kl_div_fwd.register_autograd(_backward, setup_context=_setup_context)
@@ -384,4 +401,4 @@ def kl_div(input: Tensor, target: Tensor, *, reduction: str = "mean", log_target
     check_shape("target", target, input.shape, "the shape of input")
     check_same("target", target, "input", input, dtype=True)
     check_option("reduction", reduction, REDUCTIONS)
-    return kl_div_fwd(input, target, reduction, log_target)
+    return kl_div_fwd(input, target, reduction != "none", _divisor(input, reduction), log_target)

@@ -35,6 +35,8 @@ from llmk.ops._layer_norm_long import long_backward, long_forward, wide_backward
 from llmk.ops._norm import affine_gradient, sum_affine, sum_pair
 from llmk.ops._rows import aligned, as_rows
 from llmk.registry import (
+    PARTIAL,
+    WHOLE,
     Cost,
     KernelOp,
     Sample,
@@ -47,6 +49,7 @@ from llmk.registry import (
     next_power_of_2,
     num_programs,
     public_op,
+    row_axes,
     wrap_triton,
 )
 
@@ -187,7 +190,7 @@ def _layer_norm_fwd(input: Tensor, weight: Tensor | None, bias: Tensor | None, e
     x, weight, bias = as_rows(input), _contiguous(weight), _contiguous(bias)
     M, N = x.shape
     y = empty(input.shape, input.dtype, input.device)
-    stats = empty((2, M), torch.float32, input.device)
+    stats = empty((2, *input.shape[:-1]), torch.float32, input.device)
     if N <= MAX_FORWARD_BLOCK:
         tile = _forward_tile(N)
         wrap_triton(layer_norm_kernel)[(cdiv(M, tile["BLOCK_M"]),)](
@@ -204,7 +207,7 @@ def _layer_norm_bwd(
     """`bias` is given where it wants its gradient; nothing but its dtype is used."""
     device, need_db = input.device, bias is not None
     dy, x = as_rows(grad), as_rows(input) if need_dx or need_dw else None
-    scale = weight.contiguous() if need_dx and weight is not None else None
+    scale, stats = weight.contiguous() if need_dx and weight is not None else None, stats.contiguous()
     M, N = dy.shape
     dx = empty(input.shape, input.dtype, device) if need_dx else None
     dw, db = affine_gradient(weight if need_dw else None, device), affine_gradient(bias, device)
@@ -243,7 +246,7 @@ def _(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> 
         y = y * weight.float()
     if bias is not None:
         y = y + bias.float()
-    return y.to(input.dtype).contiguous(), torch.stack([mean.flatten(), var.flatten()])
+    return y.to(input.dtype).contiguous(), torch.stack([mean.squeeze(-1), var.squeeze(-1)]).contiguous()
 
 
 @layer_norm_bwd.register_kernel("cpu")
@@ -251,7 +254,7 @@ def _(
     grad: Tensor, input: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor, need_dx: bool, need_dw: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     dy = grad.float()
-    mean, var = (s.view(*input.shape[:-1], 1) for s in stats.unbind())
+    mean, var = stats.unsqueeze(-1).unbind()
     rstd = torch.rsqrt(var)
     dx, dw, db = (affine_gradient(None, input.device) for _ in range(3))
     if bias is not None:
@@ -270,8 +273,7 @@ def _(
 
 @layer_norm_fwd.register_fake
 def _(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    rows = input.numel() // input.shape[-1]
-    return input.new_empty(input.shape), input.new_empty((2, rows), dtype=torch.float32)
+    return input.new_empty(input.shape), input.new_empty((2, *input.shape[:-1]), dtype=torch.float32)
 
 
 @layer_norm_bwd.register_fake
@@ -280,6 +282,19 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx = input.new_empty(input.shape) if need_dx else affine_gradient(None, input.device)
     return dx, affine_gradient(weight if need_dw else None, input.device), affine_gradient(bias, input.device)
+
+
+@layer_norm_fwd.register_sharding
+def _(input, *_):
+    return [([axis, 1 + axis], [axis, WHOLE, WHOLE]) for axis in row_axes(input)]
+
+
+@layer_norm_bwd.register_sharding
+def _(grad, input, weight, bias, stats, need_dx, need_dw):
+    return [
+        ([axis if need_dx else WHOLE, PARTIAL, PARTIAL], [axis, axis, WHOLE, WHOLE, 1 + axis])
+        for axis in row_axes(grad)
+    ]
 
 
 def _setup_context(ctx, inputs, output) -> None:

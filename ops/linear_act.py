@@ -35,6 +35,8 @@ from llmk.ops._activations import activation as activation_of
 from llmk.ops._matmul import activate_product, fused_product, product, product_activation, suits
 from llmk.ops._rows import as_rows, sum_partials
 from llmk.registry import (
+    PARTIAL,
+    WHOLE,
     Cost,
     KernelOp,
     Sample,
@@ -48,6 +50,7 @@ from llmk.registry import (
     next_power_of_2,
     num_programs,
     public_op,
+    row_axes,
     wrap_triton,
 )
 from llmk.registry.launch import is_tracing, recording
@@ -269,6 +272,26 @@ def _(input: Tensor, weight: Tensor, *args, out_val=None) -> int:
 @linear_act_bwd.register_flop_formula
 def _(grad, kept, input, weight, *args, out_val=None) -> int:
     return sum(2 * grad.numel() * t.shape[-1] for t in (input, weight) if t is not None)
+
+
+@linear_act_fwd.register_sharding
+def _(input, weight, bias, activation, keep_z):
+    def outputs(axis: int) -> list[int | str]:
+        return [axis, axis if keep_z else WHOLE]
+
+    rows = [(outputs(axis), [axis, WHOLE, WHOLE]) for axis in row_axes(input)]
+    return [*rows, (outputs(input.ndim - 1), [WHOLE, 0, 0])]
+
+
+@linear_act_bwd.register_sharding
+def _(grad, kept, input, weight, activation, need_db):
+    def outputs(dx: int | str, dw: int | str, db: int | str) -> list[int | str]:
+        wanted = (dx, weight is not None), (dw, input is not None), (db, need_db)
+        return [split if needed else WHOLE for split, needed in wanted]
+
+    rows = [(outputs(axis, PARTIAL, PARTIAL), [axis, axis, axis, WHOLE]) for axis in row_axes(grad)]
+    last = grad.ndim - 1
+    return [*rows, (outputs(PARTIAL, 0, 0), [last, last, WHOLE, 0])]
 
 
 def _setup_context(ctx, inputs, output) -> None:

@@ -35,6 +35,7 @@ from llmk.ops._heads import (
     batch_stride,
     check_heads,
     empty_heads,
+    head_splits,
     heads_on_cpu,
     load_row,
     pair_blocks,
@@ -45,6 +46,8 @@ from llmk.ops._heads import (
 from llmk.ops.rms_norm import rms_norm_reference
 from llmk.ops.rope import rope_reference
 from llmk.registry import (
+    PARTIAL,
+    WHOLE,
     Cost,
     KernelOp,
     Sample,
@@ -341,6 +344,19 @@ def _(_dyq: Tensor, _dyk: Tensor, q: Tensor, k: Tensor, wq: Tensor, wk: Tensor, 
     need_dwq, need_dwk = rest[-2:]
     dwq, dwk = (w.new_empty((q.shape[-1] if needed else 0,)) for w, needed in ((wq, need_dwq), (wk, need_dwk)))
     return empty_heads(q), empty_heads(k), dwq, dwk
+
+
+@qk_norm_rope_fwd.register_sharding
+def _(q, k, q_weight, k_weight, cos, *_):
+    return [([heads] * 2, [heads, heads, WHOLE, WHOLE, angle, angle]) for heads, angle in head_splits(cos)]
+
+
+@qk_norm_rope_bwd.register_sharding
+def _(grad_q, grad_k, q, k, q_weight, k_weight, cos, *_):
+    return [
+        ([heads, heads, PARTIAL, PARTIAL], [*[heads] * 4, WHOLE, WHOLE, angle, angle])
+        for heads, angle in head_splits(cos)
+    ]
 
 
 def _setup_context(ctx, inputs, output) -> None:

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops._rows import as_rows
-from llmk.registry import Cost, KernelOp, Sample, cdiv, check_dtype, empty, public_op, wrap_triton
+from llmk.registry import Cost, KernelOp, Sample, axes, cdiv, check_dtype, empty, public_op, wrap_triton
 
 
 def relu_squared_reference(input: Tensor) -> Tensor:
@@ -102,6 +102,16 @@ def _(input: Tensor) -> Tensor:
 @relu_squared_bwd.register_fake
 def _(grad: Tensor, input: Tensor) -> Tensor:
     return input.new_empty(input.shape)
+
+
+@relu_squared_fwd.register_sharding
+def _(input):
+    return [([axis], [axis]) for axis in axes(input)]
+
+
+@relu_squared_bwd.register_sharding
+def _(grad, input):
+    return [([axis], [axis, axis]) for axis in axes(input)]
 
 
 def _setup_context(ctx, inputs, output) -> None:

@@ -21,7 +21,18 @@ import torch
 from torch import Tensor
 
 from llmk.ops import _rms_norm as norm
-from llmk.registry import Cost, KernelOp, Sample, check_dtype, check_same, check_shape, public_op
+from llmk.registry import (
+    PARTIAL,
+    WHOLE,
+    Cost,
+    KernelOp,
+    Sample,
+    check_dtype,
+    check_same,
+    check_shape,
+    public_op,
+    row_axes,
+)
 
 
 def rms_norm_reference(
@@ -42,7 +53,9 @@ def _rms_norm_bwd(
     return norm.backward(grad, None, input, weight, ms, eps, offset, need_dw)
 
 
-rms_norm_fwd = KernelOp(_rms_norm_fwd, planned=True)
+# In a graph it is PyTorch's own operations, which Inductor fuses with the sums around it and computes again for the
+# backward pass, so that y is not kept; the backward pass is the kernel. Longer rows Inductor reads from memory twice.
+rms_norm_fwd = KernelOp(_rms_norm_fwd, planned=True, decomposed=norm.inductor_reads_once)
 rms_norm_bwd = KernelOp(_rms_norm_bwd, planned=True)
 
 
@@ -60,8 +73,7 @@ def _(
 
 @rms_norm_fwd.register_fake
 def _(input: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-    M = input.numel() // input.shape[-1]
-    return input.new_empty(input.shape), input.new_empty((M,), dtype=torch.float32)
+    return input.new_empty(input.shape), input.new_empty(input.shape[:-1], dtype=torch.float32)
 
 
 @rms_norm_bwd.register_fake
@@ -69,6 +81,16 @@ def _(
     grad: Tensor, input: Tensor, weight: Tensor | None, ms: Tensor, eps: float, offset: float, need_dw: bool
 ) -> tuple[Tensor, Tensor]:
     return norm.fake_backward(input, weight, need_dw)
+
+
+@rms_norm_fwd.register_sharding
+def _(input, *_):
+    return [([axis, axis], [axis, WHOLE]) for axis in row_axes(input)]
+
+
+@rms_norm_bwd.register_sharding
+def _(grad, *_):
+    return [([axis, PARTIAL], [axis, axis, WHOLE, axis]) for axis in row_axes(grad)]
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -134,6 +156,12 @@ def rms_norm_cost(input: Tensor, weight: Tensor | None = None, eps: float = 1e-6
     resized=rms_norm_resized,
     workloads=rms_norm_workloads,
     cost=rms_norm_cost,
+    choices=(
+        "under Inductor the forward pass of rows up to 16,384 columns is PyTorch's own operations, fused with the sums "
+        "around them: in a Llama layer of hidden size 2048 a graph keeps 8,192 bytes of each token less for the backward "
+        "pass (55,432 instead of 63,624), which computes the outputs of its two norms again. The backward pass is the "
+        "kernel, where Inductor's code takes up to 1.8 times as long",
+    ),
 )
 def rms_norm(input: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0) -> Tensor:
     """Root mean square normalization over the last axis: `input / rms(input) * (weight + offset)`.

@@ -37,6 +37,7 @@ from llmk.ops._heads import (
     batch_stride,
     check_heads,
     empty_heads,
+    head_splits,
     heads_on_cpu,
     load_row,
     pair_blocks,
@@ -162,6 +163,11 @@ def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backwar
 @rope_op.register_fake
 def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool) -> tuple[Tensor, Tensor]:
     return empty_heads(q), empty_heads(k)
+
+
+@rope_op.register_sharding
+def _(q, k, cos, *_):
+    return [([heads, heads], [heads, heads, angle, angle]) for heads, angle in head_splits(cos)]
 
 
 def _setup_context(ctx, inputs, output) -> None:

@@ -38,6 +38,7 @@ from llmk.registry import (
     KernelOp,
     Sample,
     at_most,
+    axes,
     cdiv,
     check_dtype,
     empty,
@@ -183,6 +184,16 @@ def _(input: Tensor, dim: int) -> Tensor:
 @softmax_bwd.register_fake
 def _(grad: Tensor, output: Tensor, dim: int) -> Tensor:
     return output.new_empty(output.shape)
+
+
+@softmax_fwd.register_sharding
+def _(input, dim):
+    return [([axis], [axis]) for axis in axes(input) if axis != dim]
+
+
+@softmax_bwd.register_sharding
+def _(grad, output, dim):
+    return [([axis], [axis, axis]) for axis in axes(output) if axis != dim]
 
 
 def _setup_context(ctx, inputs, output) -> None:

@@ -16,11 +16,14 @@ from llmk.registry.launch import (
 )
 from llmk.registry.public_op import public_op
 from llmk.registry.record import OPS, RULE, Cost, Op, Sample, Tolerance
+from llmk.registry.sharding import PARTIAL, WHOLE, axes, is_sharded, row_axes, whole_only
 from llmk.registry.sizes import at_most, cdiv, example_of, next_power_of_2
 
 __all__ = [
     "OPS",
+    "PARTIAL",
     "RULE",
+    "WHOLE",
     "Cost",
     "KernelOp",
     "Op",
@@ -28,6 +31,7 @@ __all__ = [
     "Tolerance",
     "at_most",
     "autocast_dtype",
+    "axes",
     "cdiv",
     "check_dtype",
     "check_option",
@@ -35,11 +39,14 @@ __all__ = [
     "check_shape",
     "empty",
     "example_of",
+    "is_sharded",
     "most_warps",
     "next_power_of_2",
     "num_programs",
     "public_op",
     "recomputed_in_backward",
+    "row_axes",
     "use_kernels_on_cpu",
+    "whole_only",
     "wrap_triton",
 ]

@@ -13,15 +13,17 @@ from llmk.registry.launch import (
     HAS_LAUNCHER,
     INTERPRET,
     PLAIN_TENSORS,
-    in_graph,
+    forced_form,
     kernel_context,
     kernels_on_cpu,
     needs_context,
     recording,
     takes_short_path,
+    traced_by_compiler,
     wrap_triton,
 )
 from llmk.registry.plan import Planned
+from llmk.registry.sharding import Rule, register_rule
 
 __all__ = ["KernelOp", "wrap_triton"]
 
@@ -44,15 +46,21 @@ class KernelOp:
     Args:
         fn: The launching function. Its first argument is a tensor, and its annotations give the schema. It allocates
             with `torch.empty`, writes every element of what it returns and mutates nothing else.
-        decomposed: Give a compiled graph plain PyTorch instead of the launches: for what Inductor fuses better with its
-            neighbours than a kernel could. The figure that decided it goes into the record's `choices`.
+        decomposed: Give a compiled graph plain PyTorch instead of the launches, always or where this function of the
+            arguments says so: for what Inductor fuses better with its neighbours than a kernel could, or computes again
+            instead of keeping. The figure that decided it goes into the record's `choices`.
         planned: Repeat the launches of a call that looks like an earlier one, see `Planned` for what that asks of `fn`.
         opaque: Keep the op as one node in a compiled graph instead of inlining its launches: for a driver whose number
             of launches depends on sizes and would need a graph for each.
     """
 
     def __init__(
-        self, fn: Callable[..., Any], *, opaque: bool = False, decomposed: bool = False, planned: bool = False
+        self,
+        fn: Callable[..., Any],
+        *,
+        opaque: bool = False,
+        decomposed: bool | Callable[..., bool] = False,
+        planned: bool = False,
     ) -> None:
         if not fn.__name__.startswith("_"):
             raise ValueError(f"fn: a kernel op's name starts with an underscore, got {fn.__name__!r}")
@@ -65,6 +73,7 @@ class KernelOp:
         self.setup_context: Callable[..., Any] = _save_nothing
         self._cpu: Callable[..., Any] | None = None
         self._fake: Callable[..., Any] | None = None
+        self._sharding: Rule | None = None
         self.planned = Planned(fn) if planned and HAS_LAUNCHER else None
         self._body = self._wrap(fn)
         self._definition: Any = torch.library.triton_op(f"llmk::{self.name}", self._body, mutates_args=())
@@ -118,15 +127,27 @@ class KernelOp:
         register_flop_formula(getattr(torch.ops.llmk, self.name), get_raw=True)(fn)
         return fn
 
+    def register_sharding(self, rule: Rule) -> Rule:
+        """Register how DTensors may be split: `rule(*args)` gives `(outputs, inputs)` for each way, see `sharding.py`.
+
+        It is called with the op's own arguments, of tensors only what DTensor knows: `shape` and `ndim`. `inputs` has
+        an entry for each argument that may be a tensor, which is not looked at where that is None. All of them whole
+        is always allowed; for an op that knows no other way there is `whole_only`.
+        """
+        self._sharding = rule
+        register_rule(self.overload, rule)
+        return rule
+
     def check_complete(self) -> None:
-        missing = [name for name, fn in [("fake", self._fake), ("CPU kernel", self._cpu)] if fn is None]
+        parts = [("fake", self._fake), ("CPU kernel", self._cpu), ("sharding rule", self._sharding)]
+        missing = [name for name, fn in parts if fn is None]
         if missing:
             raise RuntimeError(f"llmk::{self.name} has no {' and no '.join(missing)}")
 
     def _wrap(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fn)
         def body(*args: Any) -> Any:
-            run = self.implementation(args[0])
+            run = self.implementation(*args)
             if needs_context(args[0]):
                 with kernel_context(args[0].device):
                     return run(*args)
@@ -134,14 +155,22 @@ class KernelOp:
 
         return body
 
-    def implementation(self, tensor: torch.Tensor) -> Callable[..., Any]:
-        """What computes on the device of `tensor`: the launching function, or plain PyTorch."""
+    def implementation(self, *args: Any) -> Callable[..., Any]:
+        """What computes on the device of the first argument: the launching function, or plain PyTorch."""
+        tensor = args[0]
         if not tensor.is_cuda and not tensor.is_cpu:
             raise NotImplementedError(f"llmk::{self.name} runs on cpu and cuda devices, got {tensor.device}")
         assert self._cpu is not None
         if tensor.is_cuda or kernels_on_cpu():
-            return self._cpu if in_graph(self.name, self.decomposed) == "aten" else self.fn
+            return self._cpu if self._form_in_graph(args) == "aten" else self.fn
         return self._cpu
+
+    def _form_in_graph(self, args: tuple[Any, ...]) -> str:
+        """ "kernel", or "aten" for plain PyTorch; "kernel" where nothing traces for a compiler."""
+        if not traced_by_compiler():
+            return "kernel"
+        decomposed = self.decomposed if isinstance(self.decomposed, bool) else self.decomposed(*args)
+        return forced_form(self.name) or ("aten" if decomposed else "kernel")
 
     def _wrap_fake(self) -> Callable[..., Any]:
         def fake(*args: Any) -> Any:

@@ -78,14 +78,14 @@ def inside_functorch() -> bool:
     return _functorch_level() is not None
 
 
-def in_graph(name: str, decomposed: bool) -> str:
-    """What a kernel op is in the graph that is being traced: "kernel", or "aten" for its plain PyTorch.
+def traced_by_compiler() -> bool:
+    """Whether AOTAutograd is making a graph."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None
 
-    "kernel" where nothing traces for a compiler.
-    """
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is None:
-        return "kernel"
-    return _state.in_graph.get(name) or ("aten" if decomposed else "kernel")
+
+def forced_form(name: str) -> str | None:
+    """What `ops_in_graph_as` says of a kernel op."""
+    return _state.in_graph.get(name)
 
 
 @contextlib.contextmanager
@@ -114,7 +114,7 @@ def recomputed_in_backward() -> Iterator[None]:
     It is the mark that selective activation checkpointing puts on nodes; where a user's own policy put one, that stays.
     """
     meta = fx_traceback.current_meta
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is None or "recompute" in meta:
+    if not traced_by_compiler() or "recompute" in meta:
         yield
         return
     meta |= {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": 0}

@@ -1,0 +1,15 @@
+"""DTensors through every operator's sharding rule, and models that are split: the same numbers as in one process."""
+
+import pytest
+import sharding_checks as checks
+import sharding_models as models
+
+
+@pytest.mark.parametrize(
+    ("check", "mesh_shape"),
+    [(checks.on_two_processes, (2,)), (checks.two_dimensions, (2, 2)), (models.train, (2,))],
+    ids=["operators", "two_dimensions", "models"],
+)
+def test_split(check, mesh_shape, tmp_path) -> None:
+    wrong = checks.in_processes(check, mesh_shape, tmp_path)
+    assert not wrong, f"{len(wrong)} differ:\n" + "\n".join(wrong[:10])
