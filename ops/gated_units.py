@@ -262,7 +262,7 @@ def _check(gate: Tensor, up: Tensor | None) -> None:
 GATED_UNIT_CHOICES = (
     "under Inductor PyTorch's own operations: as fast alone on an H200 (0.97 to 1.00 times the floor, both ways), and "
     "in a Llama layer of hidden size 2048 and intermediate size 8192 they keep 16,384 bytes of each token less for the "
-    "backward pass (63,624 instead of 80,008), which computes the output again in the kernel of the gradients. A packed "
+    "backward pass (63,624, not 80,008), which computes the output again in the kernel of the gradients. A packed "
     "gate stays with the kernels: 0.99 times the floor, where Inductor's code takes 1.40 (SwiGLU) and 1.70 (GEGLU)",
 )
 
