@@ -97,7 +97,7 @@ def counts_of(target, weight_ptr, num_classes, ignore_index):
 
 @triton.jit
 def row_statistics(x_ptr, weight_ptr, V, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr):
-    """A row's maximum and sum, and for smoothing the weights' sum and sum_c(w_c * (m - x_c)): small where x is large."""
+    """A row's maximum and sum, and with smoothing sum_c(w_c) and sum_c(w_c * (m - x_c)): small where x is large."""
     m = tl.full((), float("-inf"), dtype=tl.float32)
     total = tl.full((), 0.0, dtype=tl.float32)
     weight_sum = tl.full((), 0.0, dtype=tl.float32)

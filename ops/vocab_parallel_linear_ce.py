@@ -276,9 +276,7 @@ def vocab_parallel_linear_ce_workloads(device: torch.device, dtype: torch.dtype)
     resized=fused_linear_ce_resized,
     workloads=vocab_parallel_linear_ce_workloads,
     cost=fused_linear_ce_cost,
-    tolerances={
-        torch.float32: Tolerance(3.0, "the products' sums are BLAS's, in an order that depends on the shapes")
-    },
+    tolerances={torch.float32: Tolerance(3.0, "the products' sums are BLAS's, in an order that depends on the shapes")},
 )
 def vocab_parallel_linear_ce(
     input: Tensor,
