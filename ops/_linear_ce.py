@@ -23,6 +23,7 @@ class Call(NamedTuple):
     target: Tensor  # [N]
     options: Options
     row_loss: RowLoss
+    dx_dtype: torch.dtype  # before dx is scaled
 
     @classmethod
     def of(
@@ -32,7 +33,7 @@ class Call(NamedTuple):
     ) -> "Call":  # fmt: skip
         linear = ChunkedLinear(input, linear_weight, linear_bias, chunk_size)
         options = Options(weight, ignore_index, label_smoothing, softcap, z_loss)
-        return cls(linear, target.reshape(-1).contiguous(), options, row_loss)
+        return cls(linear, target.reshape(-1).contiguous(), options, row_loss, input.dtype)
 
 
 def losses_and_gradients(call: Call, gradients: LinearGradients) -> Rows:
@@ -52,7 +53,7 @@ def reduced(
     call: Call, mean: bool, need: tuple[bool, bool, bool]
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
     """The sum or mean of the losses, its divisor, and the gradients of the sum."""
-    gradients = LinearGradients(call.linear, need)
+    gradients = LinearGradients(call.linear, need, call.dx_dtype)
     loss, counts, _ = losses_and_gradients(call, gradients)
     if mean:
         loss, divisor = call.row_loss.mean(loss, counts)
@@ -85,7 +86,7 @@ def _add_gradients(call: Call, grad: Tensor, stats: Tensor, gradients: LinearGra
 def row_by_row_gradients(
     call: Call, grad: Tensor, stats: Tensor, need: tuple[bool, bool, bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    gradients = LinearGradients(call.linear, need)
+    gradients = LinearGradients(call.linear, need, call.dx_dtype)
     _add_gradients(call, grad, stats, gradients)
     dtype = call.linear.x.dtype
     return gradients.dx, gradients.dw.to(dtype), gradients.db.to(dtype)

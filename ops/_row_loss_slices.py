@@ -169,8 +169,9 @@ def slice_statistics_cpu(logits: Tensor, target: Tensor, options: Options) -> Te
 
 def combine_slices_cpu(parts: Tensor, target: Tensor, options: Options) -> Rows:
     """`combine_slices` in plain PyTorch."""
-    assert options.columns is not None
-    weight, ignore_index, smoothing, _, z_loss, (_, num_classes) = options
+    weight, ignore_index, smoothing, _, z_loss, columns = options
+    assert columns is not None
+    num_classes = columns.num_classes
     counts, index = class_index(target, num_classes, ignore_index)
     numbers = _numbers(options)
     parts = parts.view(parts.shape[0] // numbers, numbers, parts.shape[1])

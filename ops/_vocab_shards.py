@@ -1,13 +1,12 @@
 """`fused_linear_ce` of a DTensor whose classes are sharded over the ranks of a mesh: the way to `loss_of_slices`.
 
-Input and target are made whole on every rank of the mesh dimension, the classes stay where they are. What a rank's
-classes add to the gradient of a DTensor input is handed back as `Partial`, so that DTensor sums it the way the input
-was placed: a sequence that was sharded takes a reduce-scatter. Losses are the same on all ranks: `Replicate`.
+Input and target are made whole on every rank of the mesh dimension, the classes stay where they are. Of an input that
+was sharded, say along the sequence, each rank hands back what its classes add to the gradient as `Partial`: DTensor
+sums it with one reduce-scatter, a quarter of what a float32 sum on all ranks would send. Losses are `Replicate`.
 """
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
@@ -36,7 +35,7 @@ def mesh_dim_of_classes(input: Tensor, linear_weight: Tensor) -> int | None:
 
 def loss_of_shards(
     dim: int, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, weight: Tensor | None,
-    *options: Any,
+    **options: Any,
 ) -> Tensor:  # fmt: skip
     """`fused_linear_ce` with the classes sharded over dimension `dim` of the mesh of `linear_weight`."""
     assert isinstance(linear_weight, DTensor)
@@ -47,22 +46,28 @@ def loss_of_shards(
     if linear_bias is not None and not isinstance(linear_bias, DTensor):
         raise TypeError("linear_bias: expected a DTensor like linear_weight, got a plain tensor")
     group_name = mesh.get_group(dim).group_name
-    # Shard splits as torch.chunk does: the last ranks may have less, or nothing.
-    vocab_start = min(mesh.get_local_rank(dim) * cdiv(num_classes, mesh.size(dim)), num_classes)
     whole: list[Placement] = [Replicate() for _ in range(mesh.ndim)]
-    added = [Partial() if i == dim else Replicate() for i in range(mesh.ndim)]
+    added: list[Placement] = [Partial() if i == dim else Replicate() for i in range(mesh.ndim)]
+    # A whole input's gradient is summed by the op, in float32; a sharded one's by DTensor, in its dtype.
+    scattered = isinstance(input, DTensor) and not input.placements[dim].is_replicate()
     loss = loss_of_slices(
-        input.redistribute(placements=whole).to_local(grad_placements=added) if isinstance(input, DTensor) else input,
+        _on_each_rank(input, whole, added if scattered else whole),
         linear_weight.to_local(),
         None if linear_bias is None else linear_bias.redistribute(placements=linear_weight.placements).to_local(),
-        _on_each_rank(target, whole),
-        None if weight is None else _on_each_rank(weight, whole),
-        *options, vocab_start, num_classes, group_name, "" if isinstance(input, DTensor) else group_name,
-    )  # fmt: skip
-    if isinstance(input, DTensor):
-        return DTensor.from_local(loss, mesh, whole, run_check=False)
-    return loss
+        _on_each_rank(target, whole, whole),
+        None if weight is None else _on_each_rank(weight, whole, whole),
+        **options,
+        # Shard splits as torch.chunk does: the last ranks may have less, or nothing.
+        vocab_start=min(mesh.get_local_rank(dim) * cdiv(num_classes, mesh.size(dim)), num_classes),
+        num_classes=num_classes,
+        group_name=group_name,
+        dx_group_name="" if scattered else group_name,
+    )
+    return DTensor.from_local(loss, mesh, whole, run_check=False) if isinstance(input, DTensor) else loss
 
 
-def _on_each_rank(tensor: Tensor, whole: list[Placement]) -> torch.Tensor:
-    return tensor.redistribute(placements=whole).to_local() if isinstance(tensor, DTensor) else tensor
+def _on_each_rank(tensor: Tensor, whole: list[Placement], gradient: list[Placement]) -> Tensor:
+    """The whole tensor, for which each rank gives a gradient that is placed as said."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.redistribute(placements=whole).to_local(grad_placements=gradient)

@@ -285,7 +285,7 @@ def fused_linear_ce(
     replicated over the others, each rank keeps its own: the ranks gather a few numbers for each token, as in
     `vocab_parallel_linear_ce`, never weights or logits. `input` may be a plain tensor, the same on these ranks, or a
     DTensor of that mesh, which is made whole over the dimension (a sharded sequence is gathered, its gradient
-    reduce-scattered) and replicated over the others; the loss is a plain tensor or a replicated DTensor accordingly.
+    reduce-scattered in its dtype) and replicated over the others; the loss is a plain tensor or a replicated DTensor accordingly.
     `linear_bias` is a DTensor like `linear_weight`; `target` and `weight` may be either.
 
     Args:
@@ -321,7 +321,8 @@ def fused_linear_ce(
         if dim is not None:
             return loss_of_shards(
                 dim, input, linear_weight, linear_bias, target, weight,
-                ignore_index, reduction, label_smoothing, softcap, z_loss, chunk_size,
+                ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, softcap=softcap,
+                z_loss=z_loss, chunk_size=chunk_size,
             )  # fmt: skip
     input, linear_weight, linear_bias = checked_linear(input, linear_weight, linear_bias, fewest_classes=1)
     check_loss_options(linear_weight.shape[0], input, target, weight, reduction, label_smoothing, softcap, z_loss)
