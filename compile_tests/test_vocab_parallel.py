@@ -42,12 +42,14 @@ class OwnRows(torch.autograd.Function):
     """The rows of one rank; the gradient of all rows, on every rank."""
 
     @staticmethod
-    def forward(ctx, whole: Tensor, start: int, stop: int) -> Tensor:
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        whole, start, stop = args
         ctx.bounds, ctx.shape = (start, stop), whole.shape
         return whole[start:stop].clone()
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Any:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        (grad,) = grad_outputs
         start, stop = ctx.bounds
         whole = grad.new_zeros(ctx.shape)
         whole[start:stop] = grad
@@ -118,17 +120,15 @@ def one_gradient_alone(rank: int, world: int) -> None:
 
 def compiled(rank: int, world: int, backend: str) -> None:
     torch._dynamo.reset()
-    options = {"backend": backend, "fullgraph": True, "dynamic": True}
-    fn = torch.compile(
-        lambda *args, **kwargs: 2 * vocab_parallel_linear_ce(2 * args[0], *args[1:], **kwargs), **options
-    )
+    options: dict[str, Any] = {"backend": backend, "fullgraph": True, "dynamic": True}
 
-    def reference(*args: Any, **kwargs: Any) -> Tensor:
+    def eager(*args: Any, **kwargs: Any) -> Tensor:
         return 2 * vocab_parallel_linear_ce(2 * args[0], *args[1:], **kwargs)
 
+    fn = torch.compile(eager, **options)
     for rows in (9, 33):
         sample = OP.resized(rows, torch.device("cpu"), torch.bfloat16)  # type: ignore[misc]
-        ours, same = (call(OP, sample, fn=parallel(rank, world, "shards", f)) for f in (fn, reference))
+        ours, same = (call(OP, sample, fn=parallel(rank, world, "shards", f)) for f in (fn, eager))
         torch.testing.assert_close(ours.outputs, same.outputs)
         torch.testing.assert_close(ours.gradients, same.gradients)
 
@@ -143,7 +143,12 @@ def target_out_of_range(rank: int, world: int) -> None:
 def a_class_that_no_rank_has(rank: int, world: int) -> None:
     group = dist.group.WORLD.group_name  # type: ignore[union-attr]
     x, w = torch.randn(2, 8), torch.randn(3, 8)
-    options = {"vocab_start": 3 * rank, "num_classes": 3 * world + 1, "group_name": group, "reduction": "none"}
+    options: dict[str, Any] = {
+        "vocab_start": 3 * rank,
+        "num_classes": 3 * world + 1,
+        "group_name": group,
+        "reduction": "none",
+    }
     losses = vocab_parallel_linear_ce(x, w, torch.tensor([0, 3 * world]), **options)
     assert losses.isinf().tolist() == [False, True]
     with pytest.raises(ValueError, match="num_classes: expected at least vocab_start 2 and the 3 classes"):
@@ -241,7 +246,7 @@ def which_weights_stay_where_they_are(rank: int, world: int) -> None:
     mesh, square = init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (2, world // 2))
     x = torch.randn(3, 8)
 
-    def weight(mesh: Any, *placements: Placement) -> DTensor:
+    def weight(mesh: Any, *placements: Any) -> DTensor:
         return DTensor.from_local(torch.randn(8, 8), mesh, placements)
 
     assert mesh_dim_of_classes(x, weight(mesh, Shard(0))) == 0
@@ -278,7 +283,7 @@ case(compiled_dtensors, Shard(1), "inductor", only=2)
 def process(rank: int, world: int, folder: Path) -> None:
     """Every case, in the order that all ranks have; what went wrong goes into a file."""
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), world)
+    store: Any = dist.FileStore(str(folder / "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=120))
     errors: dict[str, str] = {}
     for name, make in CASES.items():
@@ -343,6 +348,7 @@ def test_slices_in_one_process(widths: list[int], options: Options, scale: float
 @pytest.mark.skipif(INTERPRET, reason="does not run kernels")
 def test_a_slice_needs_its_group() -> None:
     x, w, t = torch.randn(2, 4), torch.randn(3, 4), torch.zeros(2, dtype=torch.int64)
-    for options in ({"vocab_start": 3}, {"num_classes": 4}):
+    choices: list[dict[str, Any]] = [{"vocab_start": 3}, {"num_classes": 4}]
+    for options in choices:
         with pytest.raises(ValueError, match="group_name: expected one for the classes that are not among the 3"):
             vocab_parallel_linear_ce(x, w, t, **options)

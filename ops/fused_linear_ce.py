@@ -285,8 +285,8 @@ def fused_linear_ce(
     replicated over the others, each rank keeps its own: the ranks gather a few numbers for each token, as in
     `vocab_parallel_linear_ce`, never weights or logits. `input` may be a plain tensor, the same on these ranks, or a
     DTensor of that mesh, which is made whole over the dimension (a sharded sequence is gathered, its gradient
-    reduce-scattered in its dtype) and replicated over the others; the loss is a plain tensor or a replicated DTensor accordingly.
-    `linear_bias` is a DTensor like `linear_weight`; `target` and `weight` may be either.
+    reduce-scattered in its dtype) and replicated over the others; the loss is a plain tensor or a replicated DTensor
+    accordingly. `linear_bias` is a DTensor like `linear_weight`; `target` and `weight` may be either.
 
     Args:
         input: `[..., H]`, float32, float16 or bfloat16, any strides.
