@@ -224,7 +224,7 @@ def dtensors(rank: int, world: int, placement: Placement | None, dtype: torch.dt
 def compiled_dtensors(rank: int, world: int, placement: Placement | None, backend: str) -> None:
     for sample in list(sharded_samples(torch.float32))[1:3]:
         torch._dynamo.reset()
-        fn = torch.compile(lambda *args, **kwargs: fused_linear_ce(*args, **kwargs), fullgraph=True, backend=backend)
+        fn = torch.compile(fused_linear_ce, fullgraph=True, backend=backend)
         require_accurate(OP, sample, call(OP, sample, fn=on_mesh(world, placement, fn)))
 
 
@@ -283,7 +283,7 @@ case(compiled_dtensors, Shard(1), "inductor", only=2)
 def process(rank: int, world: int, folder: Path) -> None:
     """Every case, in the order that all ranks have; what went wrong goes into a file."""
     torch.set_num_threads(1)
-    store: Any = dist.FileStore(str(folder / "store"), world)
+    store = dist.FileStore(str(folder / "store"), world)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=120))
     errors: dict[str, str] = {}
     for name, make in CASES.items():
