@@ -1,6 +1,6 @@
 """A vocabulary spread over ranks: losses and gradients are those of one process that has all classes.
 
-Two and four processes of the gloo backend make the calls below, each group once; a test reads what one call gave.
+Two and four processes make the calls below, each group once: on the CPU with gloo, with `--device cuda` with NCCL.
 Gradients of the whole weight are put together from the ranks', so that the accuracy rule is asked of all of it.
 """
 
@@ -29,6 +29,7 @@ from llmk.registry import OPS, Sample
 from llmk.registry.launch import INTERPRET
 
 OP = OPS["fused_linear_ce"]
+HERE = torch.device("cpu")
 CASES: dict[str, Callable[[int, int], None]] = {}
 
 
@@ -91,17 +92,17 @@ def parallel(rank: int, world: int, slicing: str, fn: Callable[..., Tensor] = vo
 
 def edges(dtype: torch.dtype) -> Iterator[Sample]:
     """Calls that are only interesting where the classes are spread."""
-    x, w, b = (torch.randn(*shape, dtype=dtype) for shape in ((7, 12), (37, 12), (37,)))
-    last, first = torch.full((7,), 36), torch.arange(7) % 3
+    x, w, b = (torch.randn(*shape, dtype=dtype, device=HERE) for shape in ((7, 12), (37, 12), (37,)))
+    last, first = torch.full((7,), 36, device=HERE), torch.arange(7, device=HERE) % 3
     yield Sample((x, w, last), {"linear_bias": b}, why="every target among the last classes")
     yield Sample((x, w, first), {"label_smoothing": 0.1}, why="every target among the first classes")
-    masked = b.masked_fill(torch.arange(37) >= 10, float("-inf"))
+    masked = b.masked_fill(torch.arange(37, device=HERE) >= 10, float("-inf"))
     yield Sample((x, w, first), {"linear_bias": masked}, why="ranks whose logits are all -inf")
     yield Sample((100 * x, w, last), {"label_smoothing": 0.1, "z_loss": 1e-3}, why="large logits, smoothed")
 
 
 def samples(rank: int, world: int, slicing: str, dtype: torch.dtype) -> None:
-    for sample in [*OP.samples(torch.device("cpu"), dtype), *edges(dtype)]:
+    for sample in [*OP.samples(HERE, dtype), *edges(dtype)]:
         require_accurate(OP, sample, call(OP, sample, fn=parallel(rank, world, slicing)))
 
 
@@ -111,7 +112,7 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
 
 
 def one_gradient_alone(rank: int, world: int) -> None:
-    sample = OP.resized(9, torch.device("cpu"), torch.float32)  # type: ignore[misc]
+    sample = OP.resized(9, HERE, torch.float32)  # type: ignore[misc]
     for wanted in (["input"], ["linear_weight"]):
         for reduction in ("mean", "none"):
             chosen = Sample(sample.args, {**sample.kwargs, "reduction": reduction}, "one gradient")
@@ -127,32 +128,37 @@ def compiled(rank: int, world: int, backend: str) -> None:
 
     fn = torch.compile(eager, **options)
     for rows in (9, 33):
-        sample = OP.resized(rows, torch.device("cpu"), torch.bfloat16)  # type: ignore[misc]
+        sample = OP.resized(rows, HERE, torch.bfloat16)  # type: ignore[misc]
         ours, same = (call(OP, sample, fn=parallel(rank, world, "shards", f)) for f in (fn, eager))
         torch.testing.assert_close(ours.outputs, same.outputs)
         torch.testing.assert_close(ours.gradients, same.gradients)
 
 
 def target_out_of_range(rank: int, world: int) -> None:
-    x, w = torch.randn(4, 8), torch.randn(10, 8)
+    x, w = torch.randn(4, 8, device=HERE), torch.randn(10, 8, device=HERE)
     for target in (10, -1):
+        if HERE.type == "cuda":
+            assert parallel(rank, world, "shards")(x, w, torch.tensor([1, target, 2, 3], device=HERE)).isnan()
+            continue
         with pytest.raises(IndexError, match=r"target: expected class indices in \[0, 10\)"):
-            parallel(rank, world, "shards")(x, w, torch.tensor([1, target, 2, 3]))
+            parallel(rank, world, "shards")(x, w, torch.tensor([1, target, 2, 3], device=HERE))
 
 
 def a_class_that_no_rank_has(rank: int, world: int) -> None:
     group = dist.group.WORLD.group_name  # type: ignore[union-attr]
-    x, w = torch.randn(2, 8), torch.randn(3, 8)
+    x, w = torch.randn(2, 8, device=HERE), torch.randn(3, 8, device=HERE)
     options: dict[str, Any] = {
         "vocab_start": 3 * rank,
         "num_classes": 3 * world + 1,
         "group_name": group,
         "reduction": "none",
     }
-    losses = vocab_parallel_linear_ce(x, w, torch.tensor([0, 3 * world]), **options)
+    losses = vocab_parallel_linear_ce(x, w, torch.tensor([0, 3 * world], device=HERE), **options)
     assert losses.isinf().tolist() == [False, True]
     with pytest.raises(ValueError, match="num_classes: expected at least vocab_start 2 and the 3 classes"):
-        vocab_parallel_linear_ce(x, w, torch.tensor([0, 1]), vocab_start=2, num_classes=4, group_name=group)
+        vocab_parallel_linear_ce(
+            x, w, torch.tensor([0, 1], device=HERE), vocab_start=2, num_classes=4, group_name=group
+        )
 
 
 def what_is_exchanged(rank: int, world: int) -> None:
@@ -168,11 +174,14 @@ def what_is_exchanged(rank: int, world: int) -> None:
             def noting(name: str, sent: Any = sent, real: Any = real) -> Any:
                 return lambda sends, *args: (sent.append((name, sends.numel())), real[name](sends, *args))[1]
 
-            x, w = torch.randn(N, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
+            x, w = (
+                torch.randn(N, H, requires_grad=True, device=HERE),
+                torch.randn(V, H, requires_grad=True, device=HERE),
+            )
             own: Any = OwnRows.apply(w, *bounds("shards", rank, world, V))
             with mock.patch.multiple(torch.ops._c10d_functional, **{name: noting(name) for name in real}):
                 loss = vocab_parallel_linear_ce(
-                    x, own, torch.zeros(N, dtype=torch.int64), label_smoothing=smoothing, chunk_size=6,
+                    x, own, torch.zeros(N, dtype=torch.int64, device=HERE), label_smoothing=smoothing, chunk_size=6,
                     vocab_start=bounds("shards", rank, world, V)[0], num_classes=V,
                     group_name=dist.group.WORLD.group_name,  # type: ignore[union-attr]
                 )  # fmt: skip
@@ -186,7 +195,7 @@ def on_mesh(
     world: int, placement: Placement | None, fn: Callable[..., Tensor] = fused_linear_ce, two: bool = False
 ) -> Any:
     """`fused_linear_ce` with the classes sharded over a mesh; the gradients are those of whole tensors."""
-    mesh = init_device_mesh("cpu", (2, world // 2) if two else (world,))
+    mesh = init_device_mesh(HERE.type, (2, world // 2) if two else (world,))
     before: list[Placement] = [Replicate()] if two else []
 
     def spread(whole: Tensor, last: Placement) -> DTensor:
@@ -209,9 +218,17 @@ def on_mesh(
 
 def sharded_samples(dtype: torch.dtype) -> Iterator[Sample]:
     for reduction in ("mean", "sum", "none"):
-        x, w, t = torch.randn(2, 7, 12, dtype=dtype), torch.randn(37, 12, dtype=dtype), torch.randint(0, 37, (2, 7))
+        x, w, t = (
+            torch.randn(2, 7, 12, dtype=dtype, device=HERE),
+            torch.randn(37, 12, dtype=dtype, device=HERE),
+            torch.randint(0, 37, (2, 7), device=HERE),
+        )
         t[0, 3] = -100
-        options = {"linear_bias": w[:, 0].clone(), "weight": torch.rand(37, dtype=dtype) + 0.5, "z_loss": 1e-2}
+        options = {
+            "linear_bias": w[:, 0].clone(),
+            "weight": torch.rand(37, dtype=dtype, device=HERE) + 0.5,
+            "z_loss": 1e-2,
+        }
         yield Sample((x, w, t), {"reduction": reduction, "label_smoothing": 0.1, "softcap": 9.0, **options}, reduction)
     yield Sample((x, w[:5], t % 5), {"chunk_size": 4}, why="ranks without a class")
 
@@ -230,10 +247,10 @@ def compiled_dtensors(rank: int, world: int, placement: Placement | None, backen
 
 def how_a_dtensors_gradient_is_summed(rank: int, world: int) -> None:
     """A sharded sequence's gradient comes back sharded, each rank's sum its own."""
-    mesh = init_device_mesh("cpu", (world,))
-    x = DTensor.from_local(torch.randn(1, 3, 8), mesh, [Shard(1)]).requires_grad_()
-    w = DTensor.from_local(torch.randn(4, 8), mesh, [Shard(0)]).requires_grad_()
-    target = torch.zeros((1, 3 * world), dtype=torch.int64)
+    mesh = init_device_mesh(HERE.type, (world,))
+    x = DTensor.from_local(torch.randn(1, 3, 8, device=HERE), mesh, [Shard(1)]).requires_grad_()
+    w = DTensor.from_local(torch.randn(4, 8, device=HERE), mesh, [Shard(0)]).requires_grad_()
+    target = torch.zeros((1, 3 * world), dtype=torch.int64, device=HERE)
     fused_linear_ce(x, w, target).backward()
     for grad, placement in ((x.grad, Shard(1)), (w.grad, Shard(0))):
         assert isinstance(grad, DTensor)
@@ -243,11 +260,11 @@ def how_a_dtensors_gradient_is_summed(rank: int, world: int) -> None:
 
 
 def which_weights_stay_where_they_are(rank: int, world: int) -> None:
-    mesh, square = init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (2, world // 2))
-    x = torch.randn(3, 8)
+    mesh, square = init_device_mesh(HERE.type, (world,)), init_device_mesh(HERE.type, (2, world // 2))
+    x = torch.randn(3, 8, device=HERE)
 
     def weight(mesh: Any, *placements: Any) -> DTensor:
-        return DTensor.from_local(torch.randn(8, 8), mesh, placements)
+        return DTensor.from_local(torch.randn(8, 8, device=HERE), mesh, placements)
 
     assert mesh_dim_of_classes(x, weight(mesh, Shard(0))) == 0
     assert mesh_dim_of_classes(x, weight(square, Replicate(), Shard(0))) == 1
@@ -257,12 +274,12 @@ def which_weights_stay_where_they_are(rank: int, world: int) -> None:
     batch = DTensor.from_local(x, square, [Shard(0), Replicate()])
     assert mesh_dim_of_classes(batch, weight(square, Replicate(), Shard(0))) is None
     assert mesh_dim_of_classes(x, x) is None
-    target, spread = torch.zeros(3, dtype=torch.int64), weight(mesh, Shard(0))
+    target, spread = torch.zeros(3, dtype=torch.int64, device=HERE), weight(mesh, Shard(0))
     elsewhere = DTensor.from_local(target, square, [Replicate(), Replicate()])
     with pytest.raises(ValueError, match=r"target: expected .* the mesh of linear_weight"):
         fused_linear_ce(x, spread, elsewhere)
     with pytest.raises(TypeError, match="linear_bias: expected a DTensor like linear_weight"):
-        fused_linear_ce(x, spread, target, linear_bias=torch.zeros(8))
+        fused_linear_ce(x, spread, target, linear_bias=torch.zeros(8, device=HERE))
 
 
 for fn in (one_gradient_alone, target_out_of_range, a_class_that_no_rank_has, what_is_exchanged):
@@ -280,11 +297,21 @@ case(compiled_dtensors, None, "inductor", only=2)
 case(compiled_dtensors, Shard(1), "inductor", only=2)
 
 
-def process(rank: int, world: int, folder: Path) -> None:
+def process(rank: int, world: int, folder: Path, device_type: str) -> None:
     """Every case, in the order that all ranks have; what went wrong goes into a file."""
+    global HERE
     torch.set_num_threads(1)
+    if device_type == "cuda":
+        HERE = torch.device("cuda", rank)
+        torch.cuda.set_device(HERE)
     store = dist.FileStore(str(folder / "store"), world)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=120))
+    dist.init_process_group(
+        "nccl" if device_type == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=120),
+    )
     errors: dict[str, str] = {}
     for name, make in CASES.items():
         torch.manual_seed(0)
@@ -293,7 +320,7 @@ def process(rank: int, world: int, folder: Path) -> None:
         except Exception:
             errors[name] = traceback.format_exc()
         # A rank that failed may have left others waiting: nothing after it can be trusted.
-        failed = torch.tensor(name in errors)
+        failed = torch.tensor(name in errors, device=HERE)
         dist.all_reduce(failed, dist.ReduceOp.MAX)
         if failed:
             errors.setdefault(name, "another rank failed")
@@ -302,8 +329,10 @@ def process(rank: int, world: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_ranks(world: int, tmp_path: Path) -> None:
-    mp.start_processes(process, (world, tmp_path), nprocs=world, start_method="spawn")  # type: ignore[attr-defined]
+def test_ranks(world: int, tmp_path: Path, device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.device_count() < world:
+        pytest.skip(f"{world} ranks need as many GPUs, there are {torch.cuda.device_count()}")
+    mp.start_processes(process, (world, tmp_path, device.type), nprocs=world, start_method="spawn")  # type: ignore[attr-defined]
     ranks = [pickle.loads((tmp_path / f"{rank}.pickle").read_bytes()) for rank in range(world)]
     errors = [f"{name}, rank {rank}:\n{error}" for rank, found in enumerate(ranks) for name, error in found.items()]
     assert not errors, "\n".join(errors)
