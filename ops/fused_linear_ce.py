@@ -315,7 +315,7 @@ def fused_linear_ce(
     Sources: `torch.nn.functional.linear_cross_entropy`; Liger Kernel, https://arxiv.org/abs/2410.10989.
     """
     if type(linear_weight) not in PLAIN_TENSORS:
-        from llmk.ops._vocab_shards import loss_of_shards, mesh_dim_of_classes  # above this file, and loads DTensor
+        from llmk.ops._vocab_shards import loss_of_shards, mesh_dim_of_classes  # which imports this file
 
         dim = mesh_dim_of_classes(input, linear_weight)
         if dim is not None:
