@@ -69,14 +69,16 @@ def saved_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def row_by_row(call: Call) -> tuple[Tensor, Tensor]:
-    """Each row's loss `[N]`, and its maximum and sum `[2, N]`."""
+    """Each token's loss `[...]`, and its maximum and sum `[2, ...]`."""
     parts = [call.row_loss.losses(logits, call.target[rows], call.options) for rows, logits in call.linear.chunks()]
     loss, _, stats = Rows.cat(parts)
-    return loss, stats
+    shape = call.linear.shape[:-1]
+    return loss.view(shape), stats.view(2, *shape)
 
 
 def _add_gradients(call: Call, grad: Tensor, stats: Tensor, gradients: LinearGradients) -> None:
     """Chunk by chunk, for an upstream gradient of each row; the logits are made again."""
+    grad, stats = grad.reshape(-1), stats.reshape(2, -1)
     for rows, logits in call.linear.chunks():
         of_chunk = stats[:, rows].contiguous()
         call.row_loss.gradients(grad[rows], None, logits, call.target[rows], of_chunk, logits, call.options)

@@ -142,8 +142,7 @@ def _(input: Tensor, linear_weight: Tensor, *args: Any) -> tuple[Tensor, Tensor,
 
 @vocab_parallel_linear_ce_rows_fwd.register_fake
 def _(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, *args: Any):
-    N = target.numel()
-    return input.new_empty((N,), dtype=torch.float32), input.new_empty((2, N), dtype=torch.float32)
+    return tuple(input.new_empty(shape, dtype=torch.float32) for shape in (target.shape, (2, *target.shape)))
 
 
 @vocab_parallel_linear_ce_rows_bwd.register_fake
@@ -229,7 +228,7 @@ def loss_of_slices(
     )  # fmt: skip
     if reduction == "none":
         losses, _ = vocab_parallel_linear_ce_rows_fwd(*call)
-        return losses.view(target.shape)
+        return losses
     need = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (input, linear_weight, linear_bias)]
     loss, *_ = vocab_parallel_linear_ce_fwd(*call, reduction == "mean", *need)
     return loss
