@@ -109,13 +109,14 @@ def test_cross_entropy(data, dtype, M, V, layout, device: torch.device) -> None:
 @pytest.mark.kernels
 @few
 @given(data=st.data(), dtype=dtypes, N=sizes, H=sizes, V=sizes, layout=layouts)
-def test_fused_linear_ce(data, dtype, N, H, V, layout, device: torch.device) -> None:
+@pytest.mark.parametrize("name", ["fused_linear_ce", "vocab_parallel_linear_ce"])
+def test_fused_linear_ce(name, data, dtype, N, H, V, layout, device: torch.device) -> None:
     target = targets(V, N, device)
     options = loss_options(data, V, device) | {"chunk_size": data.draw(st.sampled_from([0, 1, 5, 64]))}
     if data.draw(st.booleans()):
         options["linear_bias"] = tensor((V,), dtype, device, data.draw(layouts))
     weight = tensor((V, H), dtype, device, data.draw(layouts)) / H**0.5
-    check("fused_linear_ce", (tensor((N, H), dtype, device, layout), weight, target), options, data)
+    check(name, (tensor((N, H), dtype, device, layout), weight, target), options, data)
 
 
 @pytest.mark.kernels

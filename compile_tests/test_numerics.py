@@ -68,6 +68,7 @@ def test_a_target_out_of_range(target: int, device: torch.device) -> None:
     for loss in (
         lambda: torch.ops.llmk.cross_entropy(logits, targets),
         lambda: torch.ops.llmk.fused_linear_ce(logits, linear_weight, targets),
+        lambda: torch.ops.llmk.vocab_parallel_linear_ce(logits, linear_weight, targets),
     ):
         if path_taken(device) == "reference":
             with pytest.raises(IndexError, match="target: expected class indices"):

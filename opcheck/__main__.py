@@ -167,12 +167,12 @@ def check_in_process(options: argparse.Namespace, name: str, path: str, device: 
 
 def print_table(results: Sequence[Result]) -> None:
     """A line for each operator, path and dtype: promises kept, and the broken ones below."""
-    print(f"{'op':<24}{'path':<14}{'dtype':<11}{'kept':>7}{'seconds':>10}")
+    print(f"{'op':<26}{'path':<14}{'dtype':<11}{'kept':>7}{'seconds':>10}")
     for (op, path, dtype), group in _grouped(results):
         kept = sum(result.passed for result in group)
         mark = "" if kept == len(group) else "  BROKEN"
         seconds = sum(result.seconds for result in group)
-        print(f"{op:<24}{path:<14}{dtype:<11}{f'{kept}/{len(group)}':>7}{seconds:>10.1f}{mark}")
+        print(f"{op:<26}{path:<14}{dtype:<11}{f'{kept}/{len(group)}':>7}{seconds:>10.1f}{mark}")
     for result in results:
         if not result.passed:
             print(f"\n{result.op} {result.dtype} ({result.path}) breaks {result.promise}:\n  {result.message}")

@@ -47,13 +47,18 @@ def chunk_rows(x: Tensor, V: int, chunk_size: int) -> int:
 
 
 class ChunkedLinear:
-    """`x @ weight.t() + bias`, so many rows at a time: x `[N, H]` is the input `[..., H]` as rows, weight `[V, H]`."""
+    """`x @ weight.t() + bias`, so many rows at a time: x `[N, H]` is the input `[..., H]` as rows, weight `[V, H]`.
 
-    def __init__(self, input: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int) -> None:
+    The rows of a chunk are chosen for `classes` outputs a row, by default V.
+    """
+
+    def __init__(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int, classes: int | None = None
+    ) -> None:
         self.shape = input.shape
         self.x = input.reshape(-1, input.shape[-1])
         self.weight, self.bias = weight, bias
-        self.chunk_rows = chunk_rows(self.x, weight.shape[0], chunk_size)
+        self.chunk_rows = chunk_rows(self.x, weight.shape[0] if classes is None else classes, chunk_size)
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield each chunk's rows and outputs; the next chunk's take their place."""
@@ -70,15 +75,18 @@ class ChunkedLinear:
 
 
 class LinearGradients:
-    """The gradients of x, W and b that are wanted, as sums over the chunks; an empty tensor for each other."""
+    """The gradients of x, W and b that are wanted, as sums over the chunks; an empty tensor for each other.
 
-    def __init__(self, linear: ChunkedLinear, need: tuple[bool, bool, bool]) -> None:
+    That of x is rounded to `dx_dtype`, which is that of x or float32.
+    """
+
+    def __init__(self, linear: ChunkedLinear, need: tuple[bool, bool, bool], dx_dtype: torch.dtype) -> None:
         self.linear, self.need = linear, need
         x, (V, H) = linear.x, linear.weight.shape
         # float16 has no room for sums that are not scaled yet.
         rounded = x.dtype != torch.float16 and cdiv(x.shape[0], linear.chunk_rows) <= ROUNDED_CHUNKS
         buffers = [
-            (tuple(linear.shape), x.dtype),
+            (tuple(linear.shape), dx_dtype),
             ((V, H), x.dtype if rounded else torch.float32),
             ((V,), torch.float32),
         ]
@@ -91,9 +99,13 @@ class LinearGradients:
     def add(self, rows: slice, dlogits: Tensor) -> None:
         """Add a chunk's share; the first one overwrites."""
         need_dx, need_dw, need_db = self.need
+        if dlogits.shape[1] == 0:  # without classes
+            if need_dx:
+                self.dx_rows[rows].zero_()
+            return
         first = rows.start == 0
         if need_dx:
-            torch.mm(dlogits, self.linear.weight, out=self.dx_rows[rows])
+            _add_product(self.dx_rows[rows], dlogits, self.linear.weight, first=True)
         if need_dw:
             _add_product(self.dw, dlogits.t(), self.linear.x[rows], first)
         if need_db:
