@@ -1,0 +1,2 @@
+def tensor_parallel(model, mesh):
+    raise ValueError("soon")
