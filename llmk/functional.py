@@ -15,6 +15,7 @@ from llmk.ops.relu_squared import relu_squared
 from llmk.ops.rms_norm import rms_norm
 from llmk.ops.rope import rope
 from llmk.ops.softmax import softmax
+from llmk.ops.vocab_parallel_linear_ce import vocab_parallel_linear_ce
 
 __all__ = [
     "add",
@@ -33,4 +34,5 @@ __all__ = [
     "rope",
     "softmax",
     "swiglu",
+    "vocab_parallel_linear_ce",
 ]

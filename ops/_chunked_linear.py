@@ -47,13 +47,18 @@ def chunk_rows(x: Tensor, V: int, chunk_size: int) -> int:
 
 
 class ChunkedLinear:
-    """`x @ weight.t() + bias`, so many rows at a time: x `[N, H]` is the input `[..., H]` as rows, weight `[V, H]`."""
+    """`x @ weight.t() + bias`, so many rows at a time: x `[N, H]` is the input `[..., H]` as rows, weight `[V, H]`.
 
-    def __init__(self, input: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int) -> None:
+    The rows of a chunk are chosen for `classes` outputs a row, by default V.
+    """
+
+    def __init__(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int, classes: int | None = None
+    ) -> None:
         self.shape = input.shape
         self.x = input.reshape(-1, input.shape[-1])
         self.weight, self.bias = weight, bias
-        self.chunk_rows = chunk_rows(self.x, weight.shape[0], chunk_size)
+        self.chunk_rows = chunk_rows(self.x, weight.shape[0] if classes is None else classes, chunk_size)
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield each chunk's rows and outputs; the next chunk's take their place."""

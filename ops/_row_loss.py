@@ -41,14 +41,22 @@ from llmk.registry import cdiv, empty, next_power_of_2, wrap_triton
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
+class Columns(NamedTuple):
+    """Which classes the columns of the logits are, where they are a slice of them."""
+
+    first_class: int  # column 0
+    num_classes: int  # of all slices together
+
+
 class Options(NamedTuple):
-    """What distinguishes one cross entropy from another."""
+    """What distinguishes one cross entropy from another; target and weight are over all classes, not a slice."""
 
     weight: Tensor | None
     ignore_index: int
     smoothing: float
     softcap: float
     z_loss: float
+    columns: Columns | None = None  # None: the columns are all classes
 
     def contiguous_weight(self) -> Tensor | None:
         return self.weight.contiguous() if self.weight is not None else None
@@ -70,43 +78,35 @@ class Rows(NamedTuple):
 
 
 @triton.jit
-def _capped(x, SOFTCAP: tl.constexpr):
+def capped(x, SOFTCAP: tl.constexpr):
     if SOFTCAP > 0:
         x = SOFTCAP * tanh(x / SOFTCAP)
     return x
 
 
 @triton.jit
-def _target(target_ptr, weight_ptr, row, V, ignore_index):
-    """The row's target, whether it counts, whether it is a class, and its class weight."""
-    target = tl.load(target_ptr + row).to(tl.int64)
+def counts_of(target, weight_ptr, num_classes, ignore_index):
+    """Whether a row's int64 target counts, whether it is a class, and its class weight."""
     counts = target != ignore_index
-    valid = counts & (target >= 0) & (target < V)
+    valid = counts & (target >= 0) & (target < num_classes)
     w_t = tl.cast(counts, tl.float32)
     if weight_ptr is not None:
         w_t = tl.load(weight_ptr + target, mask=valid, other=0.0).to(tl.float32)
-    return target, counts, valid, w_t
+    return counts, valid, w_t
 
 
 @triton.jit
-def cross_entropy_kernel(
-    x_ptr, target_ptr, weight_ptr, loss_ptr, count_ptr, stats_ptr,
-    M, V, x_stride, ignore_index, smoothing, z_loss,
-    SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    smoothing = tl.cast(smoothing, tl.float32)
-    z_loss = tl.cast(z_loss, tl.float32)
-    row = tl.program_id(0).to(tl.int64)
-    x_ptr += row * x_stride
+def row_statistics(x_ptr, weight_ptr, V, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr):
+    """A row's maximum and sum, and for smoothing the weights' sum and sum_c(w_c * (m - x_c)): small where x is large."""
     m = tl.full((), float("-inf"), dtype=tl.float32)
     total = tl.full((), 0.0, dtype=tl.float32)
     weight_sum = tl.full((), 0.0, dtype=tl.float32)
-    below = tl.full((), 0.0, dtype=tl.float32)  # sum_c(w_c * (m - x_c)): small numbers where x and m are large
+    below = tl.full((), 0.0, dtype=tl.float32)
     for start in range(0, V, BLOCK_V):
         cols = start + tl.arange(0, BLOCK_V)
         mask = cols < V
         x = tl.load(x_ptr + cols, mask=mask, other=float("-inf")).to(tl.float32)
-        x = tl.where(mask, _capped(x, SOFTCAP), float("-inf"))
+        x = tl.where(mask, capped(x, SOFTCAP), float("-inf"))
         new_m = tl.maximum(m, tl.max(x, axis=0))
         # Subtracting -inf from -inf would be NaN where nothing finite has been seen yet.
         base = tl.where(new_m == float("-inf"), 0.0, new_m)
@@ -119,15 +119,37 @@ def cross_entropy_kernel(
             below += tl.sum(tl.where(mask, w * (base - x), 0.0), axis=0)
             weight_sum += tl.sum(w, axis=0)
         m = new_m
-    logsum = tl.log(total)
+    return m, total, weight_sum, below
 
-    target, counts, valid, w_t = _target(target_ptr, weight_ptr, row, V, ignore_index)  # type: ignore[misc]
-    x_t = _capped(tl.load(x_ptr + target, mask=valid, other=0.0).to(tl.float32), SOFTCAP)
+
+@triton.jit
+def loss_of(
+    m, total, weight_sum, below, x_t, w_t, counts, valid, num_classes, smoothing, z_loss, SMOOTH: tl.constexpr
+):
+    """The loss of rows from their statistics and their targets' x."""
+    logsum = tl.log(total)
     loss = w_t * (logsum - (x_t - m))
     if SMOOTH:
-        loss = (1.0 - smoothing) * loss + smoothing / V * (weight_sum * logsum + below)
+        loss = (1.0 - smoothing) * loss + smoothing / num_classes * (weight_sum * logsum + below)
     loss += z_loss * (m + logsum) * (m + logsum)
-    loss = tl.where(valid, loss, tl.where(counts, float("nan"), 0.0))  # out of range: NaN, and nothing was read there
+    return tl.where(valid, loss, tl.where(counts, float("nan"), 0.0))  # out of range: NaN, and nothing was read there
+
+
+@triton.jit
+def cross_entropy_kernel(
+    x_ptr, target_ptr, weight_ptr, loss_ptr, count_ptr, stats_ptr,
+    M, V, x_stride, ignore_index, smoothing, z_loss,
+    SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    smoothing = tl.cast(smoothing, tl.float32)
+    z_loss = tl.cast(z_loss, tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * x_stride
+    m, total, weight_sum, below = row_statistics(x_ptr, weight_ptr, V, SMOOTH, SOFTCAP, BLOCK_V)  # type: ignore[misc]
+    target = tl.load(target_ptr + row).to(tl.int64)
+    counts, valid, w_t = counts_of(target, weight_ptr, V, ignore_index)  # type: ignore[misc]
+    x_t = capped(tl.load(x_ptr + target, mask=valid, other=0.0).to(tl.float32), SOFTCAP)
+    loss = loss_of(m, total, weight_sum, below, x_t, w_t, counts, valid, V, smoothing, z_loss, SMOOTH)
     tl.store(loss_ptr + row, loss)
     tl.store(count_ptr + row, w_t)
     tl.store(stats_ptr + row, m)
@@ -135,9 +157,19 @@ def cross_entropy_kernel(
 
 
 @triton.jit
+def _classes(cols, V, first_class, num_classes):
+    """The class of each column, and how many there are; what is left out costs a kernel nothing."""
+    if first_class is None:
+        classes, num_classes = cols, V
+    else:
+        classes = first_class + cols
+    return classes, num_classes
+
+
+@triton.jit
 def cross_entropy_backward_kernel(
     grad_ptr, divisor_ptr, x_ptr, target_ptr, weight_ptr, weight_sum_ptr, stats_ptr, dx_ptr,
-    M, V, grad_stride, x_stride, dx_stride, ignore_index, smoothing, z_loss,
+    M, V, grad_stride, x_stride, dx_stride, ignore_index, smoothing, z_loss, first_class, num_classes,
     SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     smoothing = tl.cast(smoothing, tl.float32)
@@ -145,11 +177,13 @@ def cross_entropy_backward_kernel(
     program, blocks = tl.program_id(0), tl.cdiv(V, BLOCK_V)  # neighbours in time are neighbours in memory
     row = (program // blocks).to(tl.int64)
     cols = (program % blocks) * BLOCK_V + tl.arange(0, BLOCK_V)
-    target, counts, valid, w_t = _target(target_ptr, weight_ptr, row, V, ignore_index)  # type: ignore[misc]
+    classes, num_classes = _classes(cols, V, first_class, num_classes)  # type: ignore[misc]
+    target = tl.load(target_ptr + row).to(tl.int64)
+    counts, valid, w_t = counts_of(target, weight_ptr, num_classes, ignore_index)  # type: ignore[misc]
     mask = cols < V
     # A row that does not count is not read: its gradient is zero whatever it holds.
     x = tl.load(x_ptr + row * x_stride + cols, mask=mask & counts, other=0.0).to(tl.float32)
-    x = _capped(x, SOFTCAP)
+    x = capped(x, SOFTCAP)
     m = tl.load(stats_ptr + row)
     total = tl.load(stats_ptr + M + row)
     p = tl.exp2((x - m) * LOG2E) / total
@@ -157,14 +191,14 @@ def cross_entropy_backward_kernel(
     if divisor_ptr is not None:
         g = g / tl.load(divisor_ptr)  # div_rn's slow path would cost 40 registers
     # Differences first: where p is near 1 each nearly cancels, and what else p carries must not be rounded with them.
-    dx = w_t * (p - tl.where(cols == target, 1.0, 0.0))
+    dx = w_t * (p - tl.where(classes == target, 1.0, 0.0))
     if SMOOTH:
-        weight_sum = tl.cast(V, tl.float32)
+        weight_sum = tl.cast(num_classes, tl.float32)
         w = 1.0
         if weight_ptr is not None:
             weight_sum = tl.load(weight_sum_ptr)
-            w = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-        dx = (1.0 - smoothing) * dx + smoothing / V * (weight_sum * p - w)
+            w = tl.load(weight_ptr + classes, mask=mask, other=0.0).to(tl.float32)
+        dx = (1.0 - smoothing) * dx + smoothing / num_classes * (weight_sum * p - w)
     dx += 2.0 * z_loss * (m + tl.log(total)) * p
     if SOFTCAP > 0:
         dx *= 1.0 - (x / SOFTCAP) * (x / SOFTCAP)
@@ -172,7 +206,7 @@ def cross_entropy_backward_kernel(
     tl.store(dx_ptr + row * dx_stride + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-def _forward_block(V: int) -> dict[str, int]:
+def forward_block(V: int) -> dict[str, int]:
     # H200, bf16, times the floor: 1.11 at 8192x32000, 1.10 at 4096x128256, 1.08 at 4096x256000; 16384 and 16 warps 1.3.
     return {"BLOCK_V": min(4096, next_power_of_2(V)), "num_warps": 4}
 
@@ -191,7 +225,7 @@ def row_losses(logits: Tensor, target: Tensor, options: Options) -> Rows:
     wrap_triton(cross_entropy_kernel)[(M,)](
         logits, target, options.contiguous_weight(), loss, count, stats,
         M, V, logits.stride(0), options.ignore_index, options.smoothing, options.z_loss,
-        SMOOTH=options.smoothing > 0, SOFTCAP=options.softcap, **_forward_block(V),
+        SMOOTH=options.smoothing > 0, SOFTCAP=options.softcap, **forward_block(V),
     )  # fmt: skip
     return Rows(loss, count, stats)
 
@@ -211,26 +245,38 @@ def row_gradients(
     """
     M, V = logits.shape
     block = _backward_block(V)
+    first_class, num_classes = options.columns or (None, None)
     wrap_triton(cross_entropy_backward_kernel)[(M * cdiv(V, block["BLOCK_V"]),)](
         grad, divisor, logits, target, options.contiguous_weight(), options.weight_sum(), stats, dlogits,
         M, V, grad.stride(0) if grad.dim() else 0, logits.stride(0), dlogits.stride(0),
-        options.ignore_index, options.smoothing, options.z_loss,
+        options.ignore_index, options.smoothing, options.z_loss, first_class, num_classes,
         SMOOTH=options.smoothing > 0, SOFTCAP=options.softcap, **block,
     )  # fmt: skip
+
+
+def class_index(target: Tensor, num_classes: int, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Which rows count, and their targets as an index, 0 for the others; a real target out of range raises."""
+    counts = target != ignore_index
+    index = torch.where(counts, target, 0).long()
+    if type(target) is Tensor and bool(((index < 0) | (index >= num_classes)).any()):
+        bad = int(index[(index < 0) | (index >= num_classes)][0])
+        raise IndexError(
+            f"target: expected class indices in [0, {num_classes}) or ignore_index {ignore_index}, got {bad}"
+        )
+    return counts, index
+
+
+def capped_cpu(logits: Tensor, softcap: float) -> Tensor:
+    x = logits.float()
+    return softcap * torch.tanh(x / softcap) if softcap else x
 
 
 def row_losses_cpu(logits: Tensor, target: Tensor, options: Options) -> Rows:
     """`row_losses` in plain PyTorch; on real tensors a target out of range raises."""
     V = logits.shape[-1]
-    weight, ignore_index, smoothing, softcap, z_loss = options
-    counts = target != ignore_index
-    index = torch.where(counts, target, 0).long()
-    if type(target) is Tensor and bool(((index < 0) | (index >= V)).any()):
-        bad = index[(index < 0) | (index >= V)][0]
-        raise IndexError(f"target: expected class indices in [0, {V}) or ignore_index {ignore_index}, got {int(bad)}")
-    x = logits.float()
-    if softcap:
-        x = softcap * torch.tanh(x / softcap)
+    weight, _, smoothing, _, z_loss, _ = options
+    counts, index = class_index(target, V, options.ignore_index)
+    x = capped_cpu(logits, options.softcap)
     maximum = x.amax(-1)
     base = torch.where(maximum == float("-inf"), 0.0, maximum)
     total = (x - base.unsqueeze(-1)).exp_().sum(-1)
@@ -256,27 +302,30 @@ def row_gradients_cpu(
 ) -> None:
     """`row_gradients` in plain PyTorch."""
     V = logits.shape[-1]
+    first_class, num_classes = options.columns or (0, V)
     maximum, total = stats.unbind()
     grad = (grad if divisor is None else grad / divisor).expand(target.shape)
-    weight, ignore_index, smoothing, softcap, z_loss = options
+    weight, ignore_index, smoothing, softcap, z_loss, _ = options
     counts = target != ignore_index
-    index = torch.where(counts, target, 0).long().unsqueeze(-1)
-    w_t = torch.ones_like(grad) if weight is None else weight[index.squeeze(-1)].float()
-    x = logits.float()
-    if softcap:
-        x = softcap * torch.tanh(x / softcap)
+    index = torch.where(counts, target, 0).long()
+    w_t = torch.ones_like(grad) if weight is None else weight[index].float()
+    column, here = index.unsqueeze(-1), 1.0
+    if options.columns is not None:
+        inside = (column >= first_class) & (column < first_class + V)
+        column, here = torch.where(inside, column - first_class, 0), inside.float()
+    x = capped_cpu(logits, softcap)
     grad, total = torch.where(counts, grad, 0.0).unsqueeze(-1), total.unsqueeze(-1)
     hit = (1 - smoothing) * w_t.unsqueeze(-1)
     pull = 2 * z_loss * (maximum.unsqueeze(-1) + total.log())
     # In place where it can be: the op is made of passes over [M, V] in memory, unless Inductor fuses them.
     dx = (x - maximum.unsqueeze(-1)).exp_()
-    p_t = dx.gather(-1, index) / total
+    p_t = dx.gather(-1, column) / total
     smooth = None
     if smoothing:
-        w = torch.ones(V, device=x.device) if weight is None else weight.float()
-        smooth = grad * smoothing / V * (w.sum() / total * dx - w)
+        w = torch.ones(num_classes, device=x.device) if weight is None else weight.float()
+        smooth = grad * smoothing / num_classes * (w.sum() / total * dx - w[first_class : first_class + V])
     dx.mul_((hit + pull) / total * grad)
-    dx.scatter_(-1, index, grad * (hit * (p_t - 1) + pull * p_t))
+    dx.scatter_(-1, column, grad * (hit * (p_t - here) + pull * p_t))
     if smooth is not None:
         dx.add_(smooth)
     if softcap:

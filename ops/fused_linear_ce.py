@@ -20,27 +20,27 @@ The driver is one opaque node under Inductor: inlined, its number of chunks woul
 another size would need another graph.
 """
 
-import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from llmk.ops._chunked_linear import ChunkedLinear, LinearGradients, scale
-from llmk.ops._row_loss import CPU, KERNELS, Options, RowLoss, Rows
-from llmk.ops.cross_entropy import check_loss_options, cross_entropy_reference
-from llmk.registry import (
-    Cost,
-    KernelOp,
-    Sample,
-    Tolerance,
-    autocast_dtype,
-    check_dtype,
-    check_same,
-    check_shape,
-    public_op,
+from llmk.ops._chunked_linear import scale
+from llmk.ops._linear_ce import (
+    Call,
+    check_chunk_size,
+    checked_linear,
+    fake_gradients,
+    linear_flops,
+    reduced,
+    row_by_row,
+    row_by_row_gradients,
+    saved_dtype,
 )
+from llmk.ops._row_loss import CPU, KERNELS
+from llmk.ops.cross_entropy import check_loss_options, cross_entropy_reference
+from llmk.registry import Cost, KernelOp, Sample, Tolerance, public_op
 
 
 def fused_linear_ce_reference(
@@ -51,91 +51,16 @@ def fused_linear_ce_reference(
     return cross_entropy_reference(logits, target, **options)
 
 
-class _Call(NamedTuple):
-    """One call, its tokens flattened."""
-
-    linear: ChunkedLinear
-    target: Tensor  # [N]
-    options: Options
-    row_loss: RowLoss
-
-    @classmethod
-    def of(
-        cls, row_loss: RowLoss, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor,
-        weight: Tensor | None, ignore_index: int, label_smoothing: float, softcap: float, z_loss: float,
-        chunk_size: int,
-    ) -> "_Call":  # fmt: skip
-        linear = ChunkedLinear(input, linear_weight, linear_bias, chunk_size)
-        options = Options(weight, ignore_index, label_smoothing, softcap, z_loss)
-        return cls(linear, target.reshape(-1).contiguous(), options, row_loss)
-
-
-def _losses_and_gradients(call: _Call, gradients: LinearGradients) -> Rows:
-    """In one pass over the chunks; their buffer is free again when this returns."""
-    one = torch.ones((), device=call.target.device)
-    parts: list[Rows] = []
-    for rows, logits in call.linear.chunks():
-        part = call.row_loss.losses(logits, call.target[rows], call.options)
-        parts.append(part)
-        if any(gradients.need):
-            call.row_loss.gradients(one, None, logits, call.target[rows], part.stats, logits, call.options)
-            gradients.add(rows, logits)
-    return Rows.cat(parts)
-
-
-def _reduced(
-    call: _Call, mean: bool, need: tuple[bool, bool, bool]
-) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """The sum or mean of the losses, its divisor, and the gradients of the sum."""
-    gradients = LinearGradients(call.linear, need)
-    loss, counts, _ = _losses_and_gradients(call, gradients)
-    if mean:
-        loss, divisor = call.row_loss.mean(loss, counts)
-    else:
-        loss, divisor = call.row_loss.sum(loss), torch.ones((), device=loss.device)
-    dw = gradients.dw.to(_saved_dtype(call.linear.x.dtype))
-    return loss, divisor, (gradients.dx, dw, gradients.db)
-
-
-def _saved_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of dW between forward and backward: before it is scaled, float16's range does not hold it."""
-    return torch.float32 if dtype == torch.float16 else dtype
-
-
-def _row_by_row(call: _Call) -> tuple[Tensor, Tensor]:
-    """Each row's loss `[N]`, and its maximum and sum `[2, N]`."""
-    parts = [call.row_loss.losses(logits, call.target[rows], call.options) for rows, logits in call.linear.chunks()]
-    loss, _, stats = Rows.cat(parts)
-    return loss, stats
-
-
-def _add_gradients(call: _Call, grad: Tensor, stats: Tensor, gradients: LinearGradients) -> None:
-    """Chunk by chunk, for an upstream gradient of each row; the logits are made again."""
-    for rows, logits in call.linear.chunks():
-        of_chunk = stats[:, rows].contiguous()
-        call.row_loss.gradients(grad[rows], None, logits, call.target[rows], of_chunk, logits, call.options)
-        gradients.add(rows, logits)
-
-
-def _row_by_row_gradients(
-    call: _Call, grad: Tensor, stats: Tensor, need: tuple[bool, bool, bool]
-) -> tuple[Tensor, Tensor, Tensor]:
-    gradients = LinearGradients(call.linear, need)
-    _add_gradients(call, grad, stats, gradients)
-    dtype = call.linear.x.dtype
-    return gradients.dx, gradients.dw.to(dtype), gradients.db.to(dtype)
-
-
 def _fused_linear_ce_fwd(
     input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, weight: Tensor | None,
     ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, chunk_size: int,
     mean: bool, need_dx: bool, need_dw: bool, need_db: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    call = _Call.of(
+    call = Call.of(
         KERNELS, input, linear_weight, linear_bias, target, weight,
         ignore_index, label_smoothing, softcap, z_loss, chunk_size,
     )  # fmt: skip
-    loss, divisor, (dx, dw, db) = _reduced(call, mean, (need_dx, need_dw, need_db))
+    loss, divisor, (dx, dw, db) = reduced(call, mean, (need_dx, need_dw, need_db))
     return loss, divisor, dx, dw, db
 
 
@@ -143,11 +68,11 @@ def _fused_linear_ce_rows_fwd(
     input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, weight: Tensor | None,
     ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, chunk_size: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    call = _Call.of(
+    call = Call.of(
         KERNELS, input, linear_weight, linear_bias, target, weight,
         ignore_index, label_smoothing, softcap, z_loss, chunk_size,
     )  # fmt: skip
-    return _row_by_row(call)
+    return row_by_row(call)
 
 
 def _fused_linear_ce_rows_bwd(
@@ -155,11 +80,11 @@ def _fused_linear_ce_rows_bwd(
     ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, chunk_size: int,
     grad: Tensor, stats: Tensor, need_dx: bool, need_dw: bool, need_db: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    call = _Call.of(
+    call = Call.of(
         KERNELS, input, linear_weight, linear_bias, target, weight,
         ignore_index, label_smoothing, softcap, z_loss, chunk_size,
     )  # fmt: skip
-    return _row_by_row_gradients(call, grad, stats, (need_dx, need_dw, need_db))
+    return row_by_row_gradients(call, grad, stats, (need_dx, need_dw, need_db))
 
 
 fused_linear_ce_fwd = KernelOp(_fused_linear_ce_fwd, opaque=True)
@@ -170,37 +95,26 @@ fused_linear_ce_rows_bwd = KernelOp(_fused_linear_ce_rows_bwd, opaque=True)
 @fused_linear_ce_fwd.register_kernel("cpu")
 def _(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     *call, mean, need_dx, need_dw, need_db = args
-    loss, divisor, (dx, dw, db) = _reduced(_Call.of(CPU, *call), mean, (need_dx, need_dw, need_db))
+    loss, divisor, (dx, dw, db) = reduced(Call.of(CPU, *call), mean, (need_dx, need_dw, need_db))
     return loss, divisor, dx, dw, db
 
 
 @fused_linear_ce_rows_fwd.register_kernel("cpu")
 def _(*call: Any) -> tuple[Tensor, Tensor]:
-    return _row_by_row(_Call.of(CPU, *call))
+    return row_by_row(Call.of(CPU, *call))
 
 
 @fused_linear_ce_rows_bwd.register_kernel("cpu")
 def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     *call, grad, stats, need_dx, need_dw, need_db = args
-    return _row_by_row_gradients(_Call.of(CPU, *call), grad, stats, (need_dx, need_dw, need_db))
-
-
-def _fake_gradients(
-    input: Tensor, linear_weight: Tensor, need: Sequence[bool], dtypes: Sequence[torch.dtype]
-) -> tuple[Tensor, Tensor, Tensor]:
-    shapes = [input.shape, linear_weight.shape, linear_weight.shape[:1]]
-    dx, dw, db = (
-        input.new_empty(shape if wanted else (0,), dtype=dtype)
-        for shape, wanted, dtype in zip(shapes, need, dtypes, strict=True)
-    )
-    return dx, dw, db
+    return row_by_row_gradients(Call.of(CPU, *call), grad, stats, (need_dx, need_dw, need_db))
 
 
 @fused_linear_ce_fwd.register_fake
 def _(input: Tensor, linear_weight: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     loss, divisor = (input.new_empty((), dtype=torch.float32) for _ in range(2))
-    dtypes = [input.dtype, _saved_dtype(input.dtype), torch.float32]
-    return loss, divisor, *_fake_gradients(input, linear_weight, args[-3:], dtypes)
+    dtypes = [input.dtype, saved_dtype(input.dtype), torch.float32]
+    return loss, divisor, *fake_gradients(input, linear_weight, args[-3:], dtypes)
 
 
 @fused_linear_ce_rows_fwd.register_fake
@@ -211,28 +125,24 @@ def _(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: 
 
 @fused_linear_ce_rows_bwd.register_fake
 def _(input: Tensor, linear_weight: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_gradients(input, linear_weight, args[-3:], [input.dtype] * 3)
-
-
-def _flops(products: int, x: Sequence[int], linear_weight: Sequence[int]) -> int:
-    return 2 * math.prod(x) * linear_weight[0] * products
+    return fake_gradients(input, linear_weight, args[-3:], [input.dtype] * 3)
 
 
 @fused_linear_ce_fwd.register_flop_formula
 def _(input: Tensor, linear_weight: Tensor, *args: Any, out_val: Any = None) -> int:
     need_dx, need_dw, _ = args[-3:]
-    return _flops(1 + need_dx + need_dw, input.shape, linear_weight.shape)
+    return linear_flops(1 + need_dx + need_dw, input.shape, linear_weight.shape)
 
 
 @fused_linear_ce_rows_fwd.register_flop_formula
 def _(input: Tensor, linear_weight: Tensor, *args: Any, out_val: Any = None) -> int:
-    return _flops(1, input.shape, linear_weight.shape)
+    return linear_flops(1, input.shape, linear_weight.shape)
 
 
 @fused_linear_ce_rows_bwd.register_flop_formula
 def _(input: Tensor, linear_weight: Tensor, *args: Any, out_val: Any = None) -> int:
     need_dx, need_dw, _ = args[-3:]
-    return _flops(1 + need_dx + need_dw, input.shape, linear_weight.shape)
+    return linear_flops(1 + need_dx + need_dw, input.shape, linear_weight.shape)
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -320,7 +230,7 @@ def fused_linear_ce_workloads(device: torch.device, dtype: torch.dtype) -> Itera
 
 def fused_linear_ce_cost(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Cost:
     tensors = (input.numel() + linear_weight.numel()) * input.element_size()
-    product = _flops(1, input.shape, linear_weight.shape)
+    product = linear_flops(1, input.shape, linear_weight.shape)
     return Cost(tensors, 2 * tensors, product, 3 * product)
 
 
@@ -396,24 +306,9 @@ def fused_linear_ce(
 
     Sources: `torch.nn.functional.linear_cross_entropy`; Liger Kernel, https://arxiv.org/abs/2410.10989.
     """
-    dtype = autocast_dtype(input.device)
-    if dtype is not None:
-        input, linear_weight = input.to(dtype), linear_weight.to(dtype)
-        linear_bias = linear_bias if linear_bias is None else linear_bias.to(dtype)
-    check_dtype("input", input)
-    if input.dim() == 0 or input.shape[-1] == 0:
-        raise ValueError(f"input: expected shape [..., H] with H at least 1, got {tuple(input.shape)}")
-    if linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1] or linear_weight.shape[0] == 0:
-        raise ValueError(
-            f"linear_weight: expected shape [V, {input.shape[-1]}] to fit input, got {tuple(linear_weight.shape)}"
-        )
-    check_same("linear_weight", linear_weight, "input", input, dtype=True)
-    if linear_bias is not None:
-        check_shape("linear_bias", linear_bias, linear_weight.shape[:1], "one for each class")
-        check_same("linear_bias", linear_bias, "input", input, dtype=True)
+    input, linear_weight, linear_bias = checked_linear(input, linear_weight, linear_bias, fewest_classes=1)
     check_loss_options(linear_weight.shape[0], input, target, weight, reduction, label_smoothing, softcap, z_loss)
-    if chunk_size < 0:
-        raise ValueError(f"chunk_size: expected a number of tokens, or 0 to have it chosen, got {chunk_size}")
+    check_chunk_size(chunk_size)
     call = (
         input, linear_weight, linear_bias, target, weight,
         ignore_index, label_smoothing, softcap, z_loss, chunk_size,
