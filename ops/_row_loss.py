@@ -124,10 +124,9 @@ def row_statistics(x_ptr, weight_ptr, V, SMOOTH: tl.constexpr, SOFTCAP: tl.const
 
 @triton.jit
 def loss_of(
-    m, total, weight_sum, below, x_t, w_t, counts, valid, num_classes, smoothing, z_loss, SMOOTH: tl.constexpr
+    m, logsum, weight_sum, below, x_t, w_t, counts, valid, num_classes, smoothing, z_loss, SMOOTH: tl.constexpr
 ):
     """The loss of rows from their statistics and their targets' x."""
-    logsum = tl.log(total)
     loss = w_t * (logsum - (x_t - m))
     if SMOOTH:
         loss = (1.0 - smoothing) * loss + smoothing / num_classes * (weight_sum * logsum + below)
@@ -146,10 +145,11 @@ def cross_entropy_kernel(
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     m, total, weight_sum, below = row_statistics(x_ptr, weight_ptr, V, SMOOTH, SOFTCAP, BLOCK_V)  # type: ignore[misc]
+    logsum = tl.log(total)
     target = tl.load(target_ptr + row).to(tl.int64)
     counts, valid, w_t = counts_of(target, weight_ptr, V, ignore_index)  # type: ignore[misc]
     x_t = capped(tl.load(x_ptr + target, mask=valid, other=0.0).to(tl.float32), SOFTCAP)
-    loss = loss_of(m, total, weight_sum, below, x_t, w_t, counts, valid, V, smoothing, z_loss, SMOOTH)
+    loss = loss_of(m, logsum, weight_sum, below, x_t, w_t, counts, valid, V, smoothing, z_loss, SMOOTH)
     tl.store(loss_ptr + row, loss)
     tl.store(count_ptr + row, w_t)
     tl.store(stats_ptr + row, m)

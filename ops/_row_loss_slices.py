@@ -103,7 +103,8 @@ def combine_slices_kernel(
         m = new_m
     target = tl.load(target_ptr + rows, mask=mask, other=0).to(tl.int64)
     counts, valid, w_t = counts_of(target, weight_ptr, num_classes, ignore_index)  # type: ignore[misc]
-    loss = loss_of(m, total, weight_sum, below, x_t, w_t, counts, valid, num_classes, smoothing, z_loss, SMOOTH)
+    logsum = tl.log(total)
+    loss = loss_of(m, logsum, weight_sum, below, x_t, w_t, counts, valid, num_classes, smoothing, z_loss, SMOOTH)
     tl.store(loss_ptr + rows, loss, mask=mask)
     tl.store(count_ptr + rows, w_t, mask=mask)
     tl.store(stats_ptr + rows, m, mask=mask)

@@ -41,6 +41,7 @@ from llmk.ops._linear_ce import (
 from llmk.ops._row_loss import CPU, KERNELS
 from llmk.ops.cross_entropy import check_loss_options, cross_entropy_reference
 from llmk.registry import Cost, KernelOp, Sample, Tolerance, public_op
+from llmk.registry.launch import PLAIN_TENSORS
 
 
 def fused_linear_ce_reference(
@@ -280,6 +281,13 @@ def fused_linear_ce(
     The gradients that are wanted are made in the forward pass, chunk by chunk, and scaled in the backward pass; with
     reduction "none" the backward pass makes the logits again. Under autocast the linear layer runs in its dtype.
 
+    Where `linear_weight` is a DTensor whose classes are sharded, `Shard(0)`, over one dimension of its mesh and
+    replicated over the others, each rank keeps its own: the ranks gather a few numbers for each token, as in
+    `vocab_parallel_linear_ce`, never weights or logits. `input` may be a plain tensor, the same on these ranks, or a
+    DTensor of that mesh, which is made whole over the dimension (a sharded sequence is gathered, its gradient
+    reduce-scattered) and replicated over the others; the loss is a plain tensor or a replicated DTensor accordingly.
+    `linear_bias` is a DTensor like `linear_weight`; `target` and `weight` may be either.
+
     Args:
         input: `[..., H]`, float32, float16 or bfloat16, any strides.
         linear_weight: `[V, H]`, as in `torch.nn.Linear`, dtype of `input`.
@@ -306,6 +314,15 @@ def fused_linear_ce(
 
     Sources: `torch.nn.functional.linear_cross_entropy`; Liger Kernel, https://arxiv.org/abs/2410.10989.
     """
+    if type(linear_weight) not in PLAIN_TENSORS:
+        from llmk.ops._vocab_shards import loss_of_shards, mesh_dim_of_classes  # above this file, and loads DTensor
+
+        dim = mesh_dim_of_classes(input, linear_weight)
+        if dim is not None:
+            return loss_of_shards(
+                dim, input, linear_weight, linear_bias, target, weight,
+                ignore_index, reduction, label_smoothing, softcap, z_loss, chunk_size,
+            )  # fmt: skip
     input, linear_weight, linear_bias = checked_linear(input, linear_weight, linear_bias, fewest_classes=1)
     check_loss_options(linear_weight.shape[0], input, target, weight, reduction, label_smoothing, softcap, z_loss)
     check_chunk_size(chunk_size)
