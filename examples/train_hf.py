@@ -202,7 +202,9 @@ def parse_arguments(argv: list[str] | None, processes: Processes) -> argparse.Na
     parser.add_argument("--model", choices=PRESETS, help="default: llama-nano on a CPU, llama-1b on a GPU")
     parser.add_argument("--plain", action="store_true", help="leave the model unpatched")
     parser.add_argument("--parallel", choices=WAYS, help="default: none for one process, fsdp for more")
-    parser.add_argument("--no-compile", dest="compile", action="store_false", help="run the layers eagerly")
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, default=True, help="or run the layers eagerly"
+    )
     parser.add_argument("--text", type=Path, help="a file or a folder; default: the Python standard library's sources")
     parser.add_argument("--steps", type=positive(int), help="how many steps to train in all; default: the model's")
     parser.add_argument("--batch-size", type=positive(int), help="sequences in a batch, of all processes together")

@@ -133,23 +133,24 @@ def _summed(mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
 def _split_vocabulary(model: Any, mesh: DeviceMesh) -> None:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
-    parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate()))
-    if head is not None:
-        if tied:
-            head.weight = embedding.weight
-        distribute_module(head, mesh, _split_rows, _enter_head, _leave_head)
+    for module in (embedding, head):
+        if module is not None:
+            distribute_module(module, mesh, _split_rows, _enter_vocabulary, _leave_vocabulary)
+    if tied:
+        head.weight = embedding.weight
 
 
-def _split_rows(name: str, head: nn.Module, mesh: DeviceMesh) -> None:
-    for key, parameter in head.named_parameters(recurse=False):
-        if not isinstance(parameter, DTensor):
-            head.register_parameter(key, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)])))
+def _split_rows(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    for key, parameter in module.named_parameters(recurse=False):
+        split = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
+        module.register_parameter(key, nn.Parameter(split, requires_grad=parameter.requires_grad))
 
 
-def _enter_head(head: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-    """For logits; with targets the loss is computed from the plain hidden states."""
+def _enter_vocabulary(module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+    """Tokens, or hidden states for logits. With targets the loss is computed from the plain hidden states."""
     return inputs if len(inputs) > 1 else (_whole(inputs[0], mesh),)
 
 
-def _leave_head(head: nn.Module, output: Tensor, mesh: DeviceMesh) -> Tensor:
+def _leave_vocabulary(module: nn.Module, output: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Not asynchronously: a compiled layer gives no gradient to what is still on its way."""
     return output.redistribute(placements=[Replicate()]).to_local() if isinstance(output, DTensor) else output

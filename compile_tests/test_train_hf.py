@@ -1,0 +1,217 @@
+"""The Hugging Face training example, in one process and in several: all ways to spread a model train the same one."""
+
+import importlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+pytest.importorskip("matplotlib")
+pytest.importorskip("tqdm")
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="the example runs without interpreter"
+)
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+DRIVER = Path(__file__).parent / "train_hf_driver.py"
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+SAME = 1e-5  # relative; of losses that differ by the order of sums
+STEPS = 6
+MODELS = ("llama-nano", "qwen3-nano", "gemma2-nano")
+
+
+
+
+class Runs:
+    """Runs of the example, each with an output folder named after it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.text = root, root / "squares.txt"
+        self.text.write_text("".join(f"The square of {n} is {n * n}.\n" for n in range(2000)))
+
+    def arguments(self, name: str, *args: object) -> list[str]:
+        """Of two equal options the last one counts."""
+        common = ["--device", "cpu", "--text", self.text, "--steps", STEPS, "--batch-size", 8, "--no-compile"]
+        return [str(arg) for arg in (*common, "--out", self.root / name, *args)]
+
+    def alone(self, name: str, *args: object) -> None:
+        """In one process: this one."""
+        importlib.import_module("train_hf").main(self.arguments(name, *args))
+
+    def together(self, count: int, runs: dict[str, list[object]]) -> None:
+        """In `count` processes, one run after another; those with the same name before a "|" share a folder."""
+        arguments = [self.arguments(name.partition("|")[0], *args) for name, args in runs.items()]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+        command = [*torchrun, str(DRIVER), json.dumps(arguments)]
+        done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
+
+    def record(self, name: str) -> dict:
+        return json.loads((self.root / name / "run.json").read_text())
+
+    def losses(self, name: str) -> list[float]:
+        (run,) = self.record(name)["runs"].values()
+        return run["losses"]
+
+    def check_losses(self, want: list[float], *names: str) -> None:
+        losses = {name: self.losses(name) for name in names}
+        assert losses == {name: pytest.approx(want, rel=SAME) for name in names}
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch) -> Runs:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return Runs(tmp_path)
+
+
+def test_two_processes_train_what_one_does(runs: Runs):
+    ways = {f"{model} {way}": ["--model", model, "--parallel", way] for model in MODELS for way in ("fsdp", "tp")}
+    ways |= {"llama-nano ddp": ["--parallel", "ddp"], "llama-nano plain tp": ["--plain", "--parallel", "tp"]}
+    ways |= {f"clipped {way}": ["--clip", 0.5, "--parallel", way] for way in ("ddp", "fsdp", "tp")}
+    ways |= {f"llama-nano compiled {way}": ["--compile", "--parallel", way] for way in ("ddp", "fsdp", "tp")}
+    ways |= {"qwen3-nano compiled tp": ["--compile", "--model", "qwen3-nano", "--parallel", "tp"]}
+    runs.together(2, ways)
+    for model in MODELS:
+        runs.alone(model, "--model", model)
+        runs.alone(f"{model} plain", "--model", model, "--plain")
+        runs.check_losses(runs.losses(model), f"{model} plain", *(name for name in ways if name.startswith(model)))
+    runs.alone("clipped", "--clip", 0.5)
+    runs.check_losses(runs.losses("clipped"), *(name for name in ways if name.startswith("clipped")))
+    assert runs.losses("clipped") != runs.losses("llama-nano")
+    for name in (name for name in ways if "compiled" in name):
+        assert runs.record(name)["runs"]["llmk"]["measured"]["graph_breaks"] == 0
+        assert runs.record(name)["runs"]["llmk"]["measured"]["recompiles"] == 0
+
+
+def test_any_number_of_processes_continues_a_run(runs: Runs):
+    qwen = ["--model", "qwen3-nano", "--checkpoint-every", 2]
+    half = [*qwen, "--parallel", "fsdp", "--steps", 3]
+    begun = {f"half {i}|begun": half for i in (1, 2, 3, 4)}
+    runs.together(2, begun | {"half 1|continued": [*qwen, "--parallel", "fsdp", "--resume"]})
+    continued = {f"half {i}": [*qwen, "--parallel", way, "--resume"] for i, way in ((2, "fsdp"), (3, "tp"))}
+    runs.together(4, continued | {f"four {way}": [*qwen, "--parallel", way] for way in ("ddp", "fsdp", "tp")})
+    runs.alone("half 4", *qwen, "--resume")
+    runs.alone("one", *qwen)
+    names = ["four ddp", "four fsdp", "four tp", *(f"half {i}" for i in (1, 2, 3, 4))]
+    runs.check_losses(runs.losses("one"), *names)
+    for name in names:
+        (checkpoint,) = (runs.root / name / "checkpoints").iterdir()
+        assert checkpoint.name == f"step-{STEPS}"
+    assert runs.record("four tp")["config"]["tokens_per_second_of_each_device"] > 0
+
+
+def test_what_a_run_leaves(runs: Runs, capsys):
+    runs.alone("one", "--steps", 3, "--checkpoint-every", 0)
+    printed = capsys.readouterr().out
+    assert {file.name for file in (runs.root / "one").iterdir() if "text" not in file.name} == {"loss.png", "run.json"}
+    assert max(map(len, printed.replace(str(runs.root), "").splitlines())) <= 80
+
+
+def test_resumed_equals_uninterrupted(runs: Runs):
+    runs.alone("one")
+    runs.alone("half", "--steps", 3)
+    runs.alone("half", "--resume")
+    assert runs.losses("half") == runs.losses("one")
+
+
+# ---- what goes wrong
+
+
+def start_two(runs: Runs, *args: object, failure: str = "") -> list[tuple[int, str]]:
+    """Exit codes and errors of two processes without torchrun, which has words of its own for a failure."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    arguments = json.dumps([runs.arguments("two", *args)])
+    started = []
+    for rank in ("0", "1"):
+        environment = ENVIRONMENT | {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        command = [sys.executable, str(DRIVER), arguments, *([failure] if failure else [])]
+        started.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+    errors = [process.communicate()[1] for process in started]
+    return [(process.returncode, error) for process, error in zip(started, errors, strict=True)]
+
+
+@pytest.mark.parametrize(("failure", "message"), [("memory", "out of memory"), ("surprise", "ArithmeticError")])
+def test_what_fails_in_one_process_ends_all(runs: Runs, failure: str, message: str):
+    (code_0, errors_0), (code_1, errors_1) = start_two(runs, "--parallel", "fsdp", failure=failure)
+    assert (code_0, code_1) == (1, 1)
+    assert "Traceback" not in errors_0
+    assert message in errors_1
+    if failure == "memory":
+        assert len(errors_1.splitlines()) == 1
+
+
+def test_bad_input_of_two_processes_is_one_line(runs: Runs):
+    (code_0, errors_0), (code_1, errors_1) = start_two(runs, "--parallel", "tp", "--text", "no_such_file")
+    assert (code_0, code_1) == (2, 2)
+    assert errors_0 == "train_hf_driver.py: no such file or folder: no_such_file\n"
+    assert errors_1 == ""
+
+
+BAD_INPUT = {
+    "missing text": (["--text", "no_such_file"], "no such file"),
+    "short text": (["--text", "short.txt"], "too few for one batch"),
+    "unknown model": (["--model", "huge"], "--model"),
+    "no steps": (["--steps", "0"], "--steps"),
+    "words for a number": (["--lr", "fast"], "--lr"),
+    "negative seed": (["--seed", "-1"], "--seed"),
+    "negative checkpoints": (["--checkpoint-every", "-1"], "--checkpoint-every"),
+    "missing device": (["--device", "cuda"], "--device"),
+    "output folder is a file": (["--out", "short.txt"], "--out"),
+    "no checkpoint": (["--resume"], "no checkpoint"),
+    "unreadable checkpoint": (["--resume", "--out", "spoilt"], "cannot read the checkpoint"),
+    "one way for two processes": (["--parallel", "none"], "--parallel", "2"),
+    "odd batch for two processes": (["--batch-size", "7"], "--batch-size", "2"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUT)
+def test_bad_input_is_one_line_and_exit_code_2(name: str, runs: Runs, monkeypatch, capsys):
+    args, message, *count = BAD_INPUT[name]
+    monkeypatch.chdir(runs.root)
+    Path("short.txt").write_text("short")
+    (runs.root / "spoilt" / "checkpoints" / "step-3").mkdir(parents=True)
+    monkeypatch.setenv("WORLD_SIZE", *count or ["1"])
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    if not count:
+        monkeypatch.delenv("WORLD_SIZE")
+    with pytest.raises(SystemExit) as stopped:
+        runs.alone("out", *args)
+    assert stopped.value.code == 2
+    errors = capsys.readouterr().err
+    assert len(errors.splitlines()) == 1
+    assert message in errors
+
+
+def test_a_checkpoint_is_continued_with_the_same_settings(runs: Runs, capsys):
+    runs.alone("one", "--steps", 3)
+    for args, message in (
+        (["--seed", 1], "--seed 0"),
+        (["--clip", 1.0], "--clip None"),
+        (["--model", "qwen3-nano"], "--model llama-nano"),
+        (["--steps", 2], "past --steps 2"),
+    ):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            runs.alone("one", "--resume", *args)
+        assert stopped.value.code == 2
+        assert message in capsys.readouterr().err
+
+
+def test_three_processes_cannot_share_four_heads(runs: Runs):
+    from hf_models import PRESETS, build
+
+    from llmk.transformers import tensor_parallel
+
+    with FakeMesh(3) as mesh, pytest.raises(ValueError, match="3 processes cannot share the 8 heads"):
+        tensor_parallel(build(PRESETS["llama-nano"], 32, 0, torch.device("cpu")), mesh)
