@@ -3,13 +3,11 @@
 import importlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
@@ -28,8 +26,6 @@ STEPS = 6
 MODELS = ("llama-nano", "qwen3-nano", "gemma2-nano")
 
 
-
-
 class Runs:
     """Runs of the example, each with an output folder named after it."""
 
@@ -46,13 +42,14 @@ class Runs:
         """In one process: this one."""
         importlib.import_module("train_hf").main(self.arguments(name, *args))
 
-    def together(self, count: int, runs: dict[str, list[object]]) -> None:
-        """In `count` processes, one run after another; those with the same name before a "|" share a folder."""
+    def launch(self, count: int, runs: dict[str, list[object]], failure: str = "") -> dict:
+        """For `outcomes`: runs in `count` processes. Those with the same name before a "|" share a folder."""
         arguments = [self.arguments(name.partition("|")[0], *args) for name, args in runs.items()]
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-        command = [*torchrun, str(DRIVER), json.dumps(arguments)]
-        done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-4000:]
+        return {"count": count, "runs": arguments, "failure": failure}
+
+    def together(self, *launches: dict) -> None:
+        for outcome in outcomes(*launches):
+            assert not any(outcome["codes"]), "\n".join(outcome["errors"])[-4000:]
 
     def record(self, name: str) -> dict:
         return json.loads((self.root / name / "run.json").read_text())
@@ -64,6 +61,14 @@ class Runs:
     def check_losses(self, want: list[float], *names: str) -> None:
         losses = {name: self.losses(name) for name in names}
         assert losses == {name: pytest.approx(want, rel=SAME) for name in names}
+
+
+def outcomes(*launches: dict) -> list[dict]:
+    """Of launches one after another: exit codes and errors of their processes."""
+    command = [sys.executable, str(DRIVER), json.dumps(launches)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.fixture
@@ -78,7 +83,7 @@ def test_two_processes_train_what_one_does(runs: Runs):
     ways |= {f"clipped {way}": ["--clip", 0.5, "--parallel", way] for way in ("ddp", "fsdp", "tp")}
     ways |= {f"llama-nano compiled {way}": ["--compile", "--parallel", way] for way in ("ddp", "fsdp", "tp")}
     ways |= {"qwen3-nano compiled tp": ["--compile", "--model", "qwen3-nano", "--parallel", "tp"]}
-    runs.together(2, ways)
+    runs.together(runs.launch(2, ways))
     for model in MODELS:
         runs.alone(model, "--model", model)
         runs.alone(f"{model} plain", "--model", model, "--plain")
@@ -95,9 +100,10 @@ def test_any_number_of_processes_continues_a_run(runs: Runs):
     qwen = ["--model", "qwen3-nano", "--checkpoint-every", 2]
     half = [*qwen, "--parallel", "fsdp", "--steps", 3]
     begun = {f"half {i}|begun": half for i in (1, 2, 3, 4)}
-    runs.together(2, begun | {"half 1|continued": [*qwen, "--parallel", "fsdp", "--resume"]})
-    continued = {f"half {i}": [*qwen, "--parallel", way, "--resume"] for i, way in ((2, "fsdp"), (3, "tp"))}
-    runs.together(4, continued | {f"four {way}": [*qwen, "--parallel", way] for way in ("ddp", "fsdp", "tp")})
+    by_two = begun | {"half 1|continued": [*qwen, "--parallel", "fsdp", "--resume"]}
+    by_four = {f"four {way}": [*qwen, "--parallel", way] for way in ("ddp", "fsdp", "tp")}
+    by_four |= {f"half {i}": [*qwen, "--parallel", way, "--resume"] for i, way in ((2, "fsdp"), (3, "tp"))}
+    runs.together(runs.launch(2, by_two), runs.launch(4, by_four))
     runs.alone("half 4", *qwen, "--resume")
     runs.alone("one", *qwen)
     names = ["four ddp", "four fsdp", "four tp", *(f"half {i}" for i in (1, 2, 3, 4))]
@@ -125,37 +131,38 @@ def test_resumed_equals_uninterrupted(runs: Runs):
 # ---- what goes wrong
 
 
-def start_two(runs: Runs, *args: object, failure: str = "") -> list[tuple[int, str]]:
-    """Exit codes and errors of two processes without torchrun, which has words of its own for a failure."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    arguments = json.dumps([runs.arguments("two", *args)])
-    started = []
-    for rank in ("0", "1"):
-        environment = ENVIRONMENT | {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        command = [sys.executable, str(DRIVER), arguments, *([failure] if failure else [])]
-        started.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
-    errors = [process.communicate()[1] for process in started]
-    return [(process.returncode, error) for process, error in zip(started, errors, strict=True)]
+def test_what_fails_in_one_process_ends_all(runs: Runs):
+    fsdp = {"two": ["--parallel", "fsdp"]}
+    no_text = {"two": ["--parallel", "tp", "--text", "no_such_file"]}
+    heads = {"three": ["--parallel", "tp"]}
+    memory, surprise, text, shared = outcomes(
+        runs.launch(2, fsdp, "memory"), runs.launch(2, fsdp, "surprise"), runs.launch(2, no_text), runs.launch(3, heads)
+    )
+    assert memory["codes"] == surprise["codes"] == [1, 1]
+    assert [lines_of(errors) for errors in memory["errors"]] == [0, 1]
+    assert "out of memory on cpu" in memory["errors"][1]
+    assert [errors.count("Traceback") for errors in surprise["errors"]] == [0, 1]
+    assert "ArithmeticError: the last process stumbled" in surprise["errors"][1]
+    assert text["codes"] == [2, 2]
+    assert text["errors"] == ["train_hf_driver.py: no such file or folder: no_such_file\n", ""]
+    assert shared["codes"] == [2, 2, 2]
+    assert [lines_of(errors) for errors in shared["errors"]] == [1, 0, 0]
+    assert "3 processes cannot share the 8 heads of model.layers.0.self_attn.q_proj" in shared["errors"][0]
 
 
-@pytest.mark.parametrize(("failure", "message"), [("memory", "out of memory"), ("surprise", "ArithmeticError")])
-def test_what_fails_in_one_process_ends_all(runs: Runs, failure: str, message: str):
-    (code_0, errors_0), (code_1, errors_1) = start_two(runs, "--parallel", "fsdp", failure=failure)
-    assert (code_0, code_1) == (1, 1)
-    assert "Traceback" not in errors_0
-    assert message in errors_1
-    if failure == "memory":
-        assert len(errors_1.splitlines()) == 1
+def lines_of(errors: str) -> int:
+    """Without progress bars."""
+    return sum(line != "" and "llmk: " not in line for line in errors.splitlines())
 
 
-def test_bad_input_of_two_processes_is_one_line(runs: Runs):
-    (code_0, errors_0), (code_1, errors_1) = start_two(runs, "--parallel", "tp", "--text", "no_such_file")
-    assert (code_0, code_1) == (2, 2)
-    assert errors_0 == "train_hf_driver.py: no such file or folder: no_such_file\n"
-    assert errors_1 == ""
+def test_torchrun(runs: Runs):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, EXAMPLES / "train_hf.py", *runs.arguments("two", "--steps", 2)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    config = runs.record("two")["config"]
+    assert (config["parallel"], config["devices"]) == ("fsdp", 2)
+    assert done.stdout.count("reading") == 1
 
 
 BAD_INPUT = {
@@ -206,12 +213,3 @@ def test_a_checkpoint_is_continued_with_the_same_settings(runs: Runs, capsys):
             runs.alone("one", "--resume", *args)
         assert stopped.value.code == 2
         assert message in capsys.readouterr().err
-
-
-def test_three_processes_cannot_share_four_heads(runs: Runs):
-    from hf_models import PRESETS, build
-
-    from llmk.transformers import tensor_parallel
-
-    with FakeMesh(3) as mesh, pytest.raises(ValueError, match="3 processes cannot share the 8 heads"):
-        tensor_parallel(build(PRESETS["llama-nano"], 32, 0, torch.device("cpu")), mesh)

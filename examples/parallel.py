@@ -64,11 +64,17 @@ class Processes:
 
     def give_up(self, message: str, code: int) -> NoReturn:
         """End this process. When one fails the others do too, at their next exchange: only the first says why."""
-        if self.store.add("failures", 1) == 1:
+        if self._is_first_to_fail():
             print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
         if self.count > 1:
             os._exit(code)  # an orderly end would wait for the others
         sys.exit(code)
+
+    def _is_first_to_fail(self) -> bool:
+        try:
+            return self.store.add("failures", 1) == 1
+        except dist.DistError:  # the store's own process has failed
+            return False
 
     def mean(self, x: Tensor) -> float:
         if self.count > 1:

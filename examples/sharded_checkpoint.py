@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 RECORD = "run.json"
+OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)  # by parameter, however they are grouped
 
 
 class CheckpointError(Exception):
@@ -40,7 +41,8 @@ def restore(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer
     """Called in every process; returns the record."""
     state = _state(model, optimizer)
     _without_warning(dcp.load, state, checkpoint_id=checkpoint)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    of_model, of_optimizer = state["model"], state["optimizer"]
+    set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer, options=OPTIONS)
     return read_record(checkpoint)
 
 
@@ -64,7 +66,7 @@ def is_first() -> bool:
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    of_model, of_optimizer = get_state_dict(model, optimizer)
+    of_model, of_optimizer = get_state_dict(model, optimizer, options=OPTIONS)
     return {"model": of_model, "optimizer": of_optimizer}
 
 

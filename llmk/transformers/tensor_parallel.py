@@ -102,7 +102,7 @@ def _split_block(block: Block, mesh: DeviceMesh) -> None:
 
 
 def _enter(mesh: DeviceMesh) -> Callable[..., Any]:
-    """One DTensor of the hidden states for all projections, so that their gradients are added before they are summed."""
+    """One DTensor of the hidden states for all projections: their gradients are added first, then summed over ranks."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         if args:
