@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+import parallel
 import train_hf
 
 LONGEST = 300  # seconds of a launch: one that waits for ever is ended
@@ -45,10 +46,10 @@ def run(launch):
     if launch["failure"]:
         FailingBatches.failure = launch["failure"]
         train_hf.Batches = FailingBatches
-    found = next(dist.rendezvous("env://"))
+    found = next(parallel.rendezvous("env://"))
     for number, args in enumerate(launch["runs"]):
         torch._dynamo.reset()
-        dist.rendezvous = with_prefix(f"run {number}", *found)
+        parallel.rendezvous = with_prefix(f"run {number}", *found)
         train_hf.main(args)
 
 

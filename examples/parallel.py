@@ -15,8 +15,10 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
@@ -35,14 +37,14 @@ class Processes:
     def __init__(self) -> None:
         self.rank, self.local_rank = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK"))
         self.count, self.count_on_host = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-        self.store: dist.Store = dist.HashStore()
+        self.store: Any = HashStore()
 
     def start(self, device: torch.device) -> None:
         """Find the other processes. Until `end`, they are torch.distributed's default group."""
         if "WORLD_SIZE" in os.environ:
-            self.store, _, _ = next(dist.rendezvous("env://"))
-        on_gpu = {"backend": "nccl", "device_id": device} if device.type == "cuda" else {"backend": "gloo"}
-        dist.init_process_group(store=self.store, rank=self.rank, world_size=self.count, **on_gpu)
+            self.store, _, _ = next(rendezvous("env://"))
+        backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+        dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.count, device_id=device_id)
 
     def end(self) -> None:
         if dist.is_initialized():
@@ -125,9 +127,13 @@ def data_parallel_size(way: str, processes: Processes) -> int:
 def shard(model: PreTrainedModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     """Each layer is gathered when it runs; the embedding, the last norm and the projection once a step, as the root."""
     policy = MixedPrecisionPolicy() if dtype == torch.float32 else MixedPrecisionPolicy(dtype, torch.float32)
-    for layer in model.base_model.layers:
+    for layer in layers_of(model):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def layers_of(model: Any) -> list[nn.Module]:
+    return list(model.base_model.layers)
 
 
 class Cast(nn.Module):
@@ -146,13 +152,13 @@ def _computing_in(dtype: torch.dtype, model: nn.Module) -> nn.Module:
     return model if dtype == torch.float32 else Cast(model, dtype)
 
 
-def compile_layers(model: PreTrainedModel) -> None:
+def compile_layers(model: Any) -> None:
     """Compile what computes between the gathering of parameters and the summing of gradients.
 
     FSDP's hooks run around a layer's `forward`, and DDP sums gradients as layers give them: compiled layer by layer,
     both happen between compiled graphs and while others compute. And what is compiled for one layer serves the next.
     """
-    for module in [*model.base_model.layers, model.base_model.norm]:
+    for module in [*layers_of(model), model.base_model.norm]:
         module.forward = torch.compile(module.forward, fullgraph=True)
 
 

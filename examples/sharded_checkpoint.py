@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 RECORD = "run.json"
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)  # by parameter, however they are grouped
@@ -28,7 +30,7 @@ def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optim
     unfinished, finished = folder / f"step-{step}.unfinished", folder / f"step-{step}"
     if is_first():
         shutil.rmtree(unfinished, ignore_errors=True)
-    _without_warning(dcp.save, _state(model, optimizer), checkpoint_id=unfinished)
+    _without_warning(save_state, _state(model, optimizer), checkpoint_id=unfinished)
     if is_first():
         (unfinished / RECORD).write_text(json.dumps(record))
         unfinished.rename(finished)
@@ -40,7 +42,7 @@ def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optim
 def restore(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Called in every process; returns the record."""
     state = _state(model, optimizer)
-    _without_warning(dcp.load, state, checkpoint_id=checkpoint)
+    _without_warning(load, state, checkpoint_id=checkpoint)
     of_model, of_optimizer = state["model"], state["optimizer"]
     set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer, options=OPTIONS)
     return read_record(checkpoint)
@@ -55,7 +57,7 @@ def newest(folder: Path) -> Path:
 
 def read_record(checkpoint: Path) -> dict[str, Any]:
     try:
-        dcp.FileSystemReader(checkpoint).read_metadata()
+        FileSystemReader(checkpoint).read_metadata()
         return json.loads((checkpoint / RECORD).read_text())
     except Exception as error:
         raise CheckpointError(f"cannot read the checkpoint {checkpoint}") from error

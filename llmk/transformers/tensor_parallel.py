@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 COLUMNS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})
 ROWS = frozenset({"o_proj", "down_proj"})
@@ -93,7 +93,9 @@ def _blocks(model: nn.Module) -> Iterator[Block]:
 
 
 def _split_block(block: Block, mesh: DeviceMesh) -> None:
-    plan = {name: RowwiseParallel() if name in ROWS else ColwiseParallel() for name in block.projections}
+    plan: dict[str, ParallelStyle] = {
+        name: RowwiseParallel() if name in ROWS else ColwiseParallel() for name in block.projections
+    }
     parallelize_module(block.module, mesh, plan)
     block.module.register_forward_pre_hook(_enter(mesh), with_kwargs=True)
     for module in block.of_each_head.values():
@@ -132,11 +134,13 @@ def _summed(mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
 
 def _split_vocabulary(model: Any, mesh: DeviceMesh) -> None:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = head is not None and head.weight is embedding.weight
+    tied = getattr(head, "weight", None) is embedding.weight
+    enter: Any = _enter_vocabulary  # distribute_module declares them as returning nothing
+    leave: Any = _leave_vocabulary
     for module in (embedding, head):
         if module is not None:
-            distribute_module(module, mesh, _split_rows, _enter_vocabulary, _leave_vocabulary)
-    if tied:
+            distribute_module(module, mesh, _split_rows, enter, leave)
+    if head is not None and tied:
         head.weight = embedding.weight
 
 
@@ -146,7 +150,7 @@ def _split_rows(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         module.register_parameter(key, nn.Parameter(split, requires_grad=parameter.requires_grad))
 
 
-def _enter_vocabulary(module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+def _enter_vocabulary(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> tuple[Any, ...]:
     """Tokens, or hidden states for logits. With targets the loss is computed from the plain hidden states."""
     return inputs if len(inputs) > 1 else (_whole(inputs[0], mesh),)
 
