@@ -1,4 +1,4 @@
-"""Runs examples/train_hf.py in several processes, which are forked so that one import serves them all.
+"""Runs examples/train_hf.py in several processes.
 
     python train_hf_driver.py '[{"count": 2, "runs": [["--parallel", "ddp", ...], ...], "failure": ""}, ...]'
 
@@ -9,21 +9,17 @@ in the second step. Prints a line of JSON for each launch: each process' exit co
 import functools
 import json
 import os
-import signal
-import socket
 import sys
-import tempfile
-import traceback
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from forked import forked
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import parallel
 import train_hf
 
-LONGEST = 300  # seconds of a launch: one that waits for ever is ended
 FAILURES = {"memory": torch.OutOfMemoryError, "surprise": ArithmeticError}
 
 
@@ -53,40 +49,7 @@ def run(launch):
         train_hf.main(args)
 
 
-def start(launch, rank, port, errors):
-    """Like a process that torchrun starts; returns its id."""
-    child = os.fork()
-    if child:
-        return child
-    signal.alarm(LONGEST)
-    code = 1
-    try:
-        os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        count = str(launch["count"])
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        run(launch)
-        code = 0
-    except SystemExit as stopped:
-        code = stopped.code
-    except BaseException:
-        traceback.print_exc()
-    os._exit(code)
-
-
-def outcome(launch):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / str(rank) for rank in range(launch["count"])]
-        children = [start(launch, rank, port, file) for rank, file in enumerate(files)]
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        return {"codes": codes, "errors": [file.read_text() for file in files]}
-
-
 if __name__ == "__main__":
     for launch in json.loads(sys.argv[1]):
-        sys.stdout.write(json.dumps(outcome(launch)) + "\n")
+        sys.stdout.write(json.dumps(forked(launch["count"], functools.partial(run, launch))) + "\n")
         sys.stdout.flush()  # before the next launch forks it
