@@ -152,14 +152,17 @@ def _computing_in(dtype: torch.dtype, model: nn.Module) -> nn.Module:
     return model if dtype == torch.float32 else Cast(model, dtype)
 
 
-def compile_layers(model: Any) -> None:
+def compile_layers(model: Any, loss_too: bool) -> None:
     """Compile what computes between the gathering of parameters and the summing of gradients.
 
     FSDP's hooks run around a layer's `forward`, and DDP sums gradients as layers give them: compiled layer by layer,
     both happen between compiled graphs and while others compute. And what is compiled for one layer serves the next.
+    The loss of logits is compiled on its own; a patched model has an operator for it.
     """
     for module in [*layers_of(model), model.base_model.norm]:
         module.forward = torch.compile(module.forward, fullgraph=True)
+    if loss_too:
+        model.loss_function = torch.compile(model.loss_function, fullgraph=True)
 
 
 # ---- parameters, some of them spread and some whole

@@ -126,7 +126,7 @@ def train(args: argparse.Namespace, job: Job, processes: Processes) -> Result:
         if processes.rank == 0:
             print(report, flush=True)
     if args.compile:
-        compile_layers(model)
+        compile_layers(model, loss_too=args.plain)
     try:
         module, part = arrange(model, args.parallel, DTYPES[settings.dtype], processes)
     except ValueError as error:
