@@ -70,6 +70,11 @@ def check_refusals() -> None:
     model.model.layers[1].self_attn.q_norm = nn.Identity()
     model.model.layers[1].self_attn.sinks = nn.Parameter(torch.zeros(8))
     refuses(model, mesh, "cannot split model.layers.1.self_attn, which has sinks beside")
+    del model.model.layers[1].self_attn.sinks
+    mlp = model.model.layers[0].mlp
+    mlp.gate_up_proj = nn.Linear(64, 256)
+    del mlp.gate_proj, mlp.up_proj
+    refuses(model, mesh, "cannot split model.layers.0.mlp, which has gate_up_proj beside")
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())  # nothing is half done
 
 

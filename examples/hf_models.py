@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTra
 class Preset:
     config: Callable[..., Any]
     sizes: dict[str, Any]
-    batch_size: int = 8  # of one data-parallel process
+    batch_size: int = 8
     seq_len: int = 2048
     steps: int = 100
     lr: float = 3e-4

@@ -207,7 +207,7 @@ def parse_arguments(argv: list[str] | None, processes: Processes) -> argparse.Na
     )
     parser.add_argument("--text", type=Path, help="a file or a folder; default: the Python standard library's sources")
     parser.add_argument("--steps", type=positive(int), help="how many steps to train in all; default: the model's")
-    parser.add_argument("--batch-size", type=positive(int), help="sequences in a batch, of all processes together")
+    parser.add_argument("--batch-size", type=positive(int), help="sequences in a batch; default: the model's")
     parser.add_argument("--seq-len", type=positive(int), help="tokens in a sequence; default: the model's")
     parser.add_argument("--lr", type=positive(float), help="learning rate; default: the model's")
     parser.add_argument("--clip", type=positive(float), help="largest norm of all gradients; default: any")
@@ -242,7 +242,7 @@ def fill_in(args: argparse.Namespace, processes: Processes) -> None:
         raise InputError(f"--parallel: none is for one process, and there are {processes.count}: ddp, fsdp or tp")
     preset, parts = PRESETS[args.model], data_parallel_size(args.parallel, processes)
     args.steps = args.steps or preset.steps
-    args.batch_size = args.batch_size or preset.batch_size * parts
+    args.batch_size = args.batch_size or preset.batch_size
     args.seq_len = args.seq_len or preset.seq_len
     args.lr = args.lr or preset.lr
     if args.batch_size % parts:

@@ -33,13 +33,13 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     Parameters that are split become DTensors: an optimizer needs a group of parameters for them, and one for the rest.
 
     Args:
-        model: The model, the same in every process, after `patch` and before any compilation or other wrapping. Each
-            process feeds it the same batch.
+        model: The model, the same in every process, after `patch` and before it is wrapped or has run compiled.
+            Each process feeds it the same batch.
         mesh: A mesh of one dimension.
 
     Raises:
-        ValueError: The mesh has more than one dimension; the model has no such blocks, or blocks with other parameters;
-            heads or features cannot be shared evenly.
+        ValueError: The mesh has more than one dimension; the model has no such blocks, or blocks with other parameters
+            too, such as packed projections; heads or features cannot be shared evenly.
     """
     if mesh.ndim != 1:
         raise ValueError(f"mesh: expected one dimension, got {mesh.ndim}")
@@ -65,9 +65,11 @@ class Block(NamedTuple):
     @property
     def head_dim(self) -> int:
         """Features that stay together."""
-        return getattr(self.module, "head_dim", 1) if self.of_each_head or "q_proj" in self.projections else 1
+        return getattr(self.module, "head_dim", 0) if "q_proj" in self.projections else 1
 
     def check(self, ranks: int) -> None:
+        if not self.head_dim:
+            raise ValueError(f"model: {self.name} does not say its head_dim")
         for name, projection in self.projections.items():
             features = projection.in_features if name in ROWS else projection.out_features
             units = features // self.head_dim
@@ -86,7 +88,7 @@ class Block(NamedTuple):
 def _blocks(model: nn.Module) -> Iterator[Block]:
     for name, module in model.named_modules():
         children = dict(module.named_children())
-        if COLUMNS & children.keys() and ROWS & children.keys():
+        if (COLUMNS | ROWS) & children.keys():
             projections = {n: c for n, c in children.items() if n in COLUMNS | ROWS and isinstance(c, nn.Linear)}
             others = {n: c for n, c in children.items() if n not in projections and any(True for _ in c.parameters())}
             yield Block(name, module, projections, others)
