@@ -12,7 +12,6 @@ embedding with atomic additions, in any order.
 """
 
 import argparse
-import math
 import multiprocessing
 import sys
 import time
@@ -21,9 +20,9 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NoReturn
 
 import torch
+from arguments import InputError, Parser, fail, positive
 from llama import BLOCKS, Llama, LlamaConfig
 from meter import Meter
 from report import Result, compare, plot_losses, save_json
@@ -81,10 +80,6 @@ class Job:
     checkpoint: Path
 
 
-class InputError(Exception):
-    """What the user gave cannot be used; the message says why."""
-
-
 def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
     try:
@@ -117,17 +112,7 @@ def finish(args: argparse.Namespace, settings: Settings, results: list[Result]) 
     print(f"\nwritten: {args.out / 'run.json'}, {args.out / 'loss.png'}")
 
 
-def fail(message: str, code: int) -> NoReturn:
-    print(f"train.py: {message}", file=sys.stderr)
-    sys.exit(code)
-
-
 # ---- what the user asked for
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        fail(message, 2)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -146,21 +131,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in the output folder")
     parser.add_argument("--no-baseline", dest="baseline", action="store_false", help="leave out plain PyTorch")
     return parser.parse_args(argv)
-
-
-def positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    word = "whole number" if kind is int else "number"
-
-    def parse(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not 0 < value < math.inf:
-            raise argparse.ArgumentTypeError(f"expected a positive {word}, got {text!r}")
-        return value
-
-    return parse
 
 
 def prepare(args: argparse.Namespace) -> tuple[Settings, Path]:
