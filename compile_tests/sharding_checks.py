@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from llmk.registry import OPS, PARTIAL, KernelOp, Op, Sample
+from llmk.registry import OPS, PARTIAL, KernelOp, Op, Sample, whole_only
 
 CPU = torch.device("cpu")
 MOST_ELEMENTS = 20_000
@@ -185,8 +185,8 @@ def operators(mesh: DeviceMesh) -> Iterator[str]:
             for way in ways(op, sample, mesh):
                 yield from differences(op, sample, mesh, way, op.overload, _means_rows(op, sample))
                 split = True
-        if not split:
-            yield f"{op.name}: no sample was split"
+        if split == (op.kernel_ops[0].sharding is whole_only):
+            yield f"{op.name}: {'a' if split else 'no'} sample was split"
 
 
 def two_dimensions(mesh: DeviceMesh) -> Iterator[str]:

@@ -73,7 +73,7 @@ class KernelOp:
         self.setup_context: Callable[..., Any] = _save_nothing
         self._cpu: Callable[..., Any] | None = None
         self._fake: Callable[..., Any] | None = None
-        self._sharding: Rule | None = None
+        self.sharding: Rule | None = None
         self.planned = Planned(fn) if planned and HAS_LAUNCHER else None
         self._body = self._wrap(fn)
         self._definition: Any = torch.library.triton_op(f"llmk::{self.name}", self._body, mutates_args=())
@@ -134,12 +134,12 @@ class KernelOp:
         an entry for each argument that may be a tensor, which is not looked at where that is None. All of them whole
         is always allowed; for an op that knows no other way there is `whole_only`.
         """
-        self._sharding = rule
+        self.sharding = rule
         register_rule(self.overload, rule)
         return rule
 
     def check_complete(self) -> None:
-        parts = [("fake", self._fake), ("CPU kernel", self._cpu), ("sharding rule", self._sharding)]
+        parts = [("fake", self._fake), ("CPU kernel", self._cpu), ("sharding rule", self.sharding)]
         missing = [name for name, fn in parts if fn is None]
         if missing:
             raise RuntimeError(f"llmk::{self.name} has no {' and no '.join(missing)}")
