@@ -98,7 +98,7 @@ def ways(op: Op, sample: Sample, mesh: DeviceMesh) -> Iterator[dict[str, Way]]:
         op.overload(**(arguments | inputs))
     kernel_op, *args = found
     positions = [i for i, a in enumerate(kernel_op.overload._schema.arguments) if "Tensor" in str(a.type)]
-    splits = [dict(zip(positions, of_inputs, strict=True)) for _, of_inputs in kernel_op._sharding(*args)]
+    splits = [dict(zip(positions, of_inputs, strict=True)) for _, of_inputs in kernel_op.sharding(*args)]
     for combination in itertools.product(splits, repeat=mesh.ndim):
         way = {
             name: tuple(_placement(split[next(i for i in positions if args[i] is tensor)]) for split in combination)
