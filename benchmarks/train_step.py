@@ -34,6 +34,7 @@ from benchmarks.profiling import kernel_times, print_kernels, write_kernels
 from benchmarks.report import Results, header
 from benchmarks.step_report import same_model, table
 from benchmarks.timing import first_line
+from llmk.registry.launch import ops_in_graph_as
 
 LOSSES = 15
 """Steps whose losses are kept; they warm up too."""
@@ -57,11 +58,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate (default 1e-3)")
     parser.add_argument("--device", help="cuda if there is one, else cpu")
     parser.add_argument("--backend", default="inductor", help="of torch.compile (default inductor)")
+    parser.add_argument("--forms", default="", metavar="OP=FORM,...", help="kernel ops in graphs: kernel or aten")
     parser.add_argument("--small", action="store_true", help="tiny models in float32; always on a CPU")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here, variant by variant")
     parser.add_argument("--append", action="store_true", help="keep FILE's rows that are not measured anew")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="list a step's kernels, and write them here")
     options = parser.parse_args(arguments)
+    try:
+        options.forms = dict(form.split("=", 1) for form in options.forms.split(",") if form)
+    except ValueError:
+        parser.error(f"--forms: expected OP=FORM,..., got {options.forms!r}")
     options.variants = [name.replace("-", " ") for name in (options.variants or ",".join(VARIANTS)).split(",")]
     for kind, names, known in (("model", options.models, MODELS), ("variant", options.variants, VARIANTS)):
         for name in names:
@@ -212,6 +218,8 @@ def run(options: argparse.Namespace) -> None:
     variants, versions = available(options.variants)
     dtype = torch.float32 if options.small else torch.bfloat16
     config = {"lr": options.lr, "optimizer": "AdamW, fused", "backend": options.backend, "small": options.small}
+    if options.forms:
+        config["forms"] = options.forms
     about = header(options.device, dtype, versions, config)
     order = list(itertools.product(MODELS, VARIANTS))
     results = Results(options.json, about, options.append, lambda row: (row["model"], row["variant"]), order)
@@ -235,7 +243,9 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    run(parse(arguments))
+    options = parse(arguments)
+    with ops_in_graph_as(options.forms):
+        run(options)
     return 0
 
 
