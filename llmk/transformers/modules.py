@@ -6,8 +6,9 @@ function is made for each form, not one for each module: what is compiled for on
 """
 
 import functools
+import itertools
+import math
 from collections.abc import Callable, Iterator
-from itertools import permutations
 from typing import Any, NamedTuple
 
 import torch
@@ -172,8 +173,10 @@ def find_mlp(module: nn.Module) -> Verdict:
         return None
     if any(isinstance(child, nn.Dropout) and child.p for child in children.values()):
         return Left("has dropout")
+    divisor = max(1, math.gcd(*itertools.chain(*shapes.values())) // 4)  # 4096 and 14336 become 8 and 28
+    hidden_size = shapes[forms[0].inputs[0]][1]
     try:
-        outcome = Outcome(module, torch.randn(3, shapes[forms[0].inputs[0]][1]))
+        outcome = Outcome(module, torch.randn(3, hidden_size // divisor), divisor)
     except Exception as error:
         return Left(f"could not be run: {_first_line(error)}")
     for form in forms:
@@ -185,7 +188,7 @@ def find_mlp(module: nn.Module) -> Verdict:
 def _mlp_forms(shapes: dict[str, tuple[int, ...]]) -> Iterator[MLPForm]:
     if any(len(shape) != 2 for shape in shapes.values()):
         return
-    for *inputs, down in permutations(shapes):
+    for *inputs, down in itertools.permutations(shapes):
         rows, _ = shapes[inputs[0]]
         packed = 2 if len(inputs) == 1 else 1
         if all(shapes[name] == shapes[inputs[0]] for name in inputs) and shapes[down][1] * packed == rows:
