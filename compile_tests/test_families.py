@@ -10,6 +10,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from families import FAMILIES, small_model, small_vision_model  # noqa: E402
+from torch._dynamo.exc import TorchDynamoException  # noqa: E402
 
 from llmk.transformers import patch  # noqa: E402
 
@@ -59,8 +60,13 @@ def test_outputs_and_gradients_equal_the_unpatched(family: str):
     assert report.replaced.get("norm", 0) + report.replaced.get("mlp", 0) > 0, report
     want = loss_and_gradients(original, original, inputs)
     assert_equal(loss_and_gradients(model, model, inputs), want)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert_equal(loss_and_gradients(model, compiled, inputs), want)
+    try:
+        got = loss_and_gradients(model, torch.compile(model, fullgraph=True, backend="aot_eager"), inputs)
+    except TorchDynamoException:  # some versions of transformers have experts that are no one graph
+        with pytest.raises(TorchDynamoException):
+            loss_and_gradients(original, torch.compile(original, fullgraph=True, backend="aot_eager"), inputs)
+    else:
+        assert_equal(got, want)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
