@@ -111,6 +111,39 @@ def test_frozen_projection():
     assert model.lm_head.weight.grad is None
 
 
+class Adapter(nn.Module):
+    """As PEFT puts one around a linear layer; without rank it only passes on."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base
+        self.down, self.up = nn.Linear(base.in_features, rank), nn.Linear(rank, base.out_features)
+        self.rank = rank
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.base.weight
+
+    def forward(self, x: torch.Tensor, *args: Any) -> torch.Tensor:
+        y = self.base(x, *args)
+        return y + self.up(self.down(x)) if self.rank else y
+
+
+def test_adapters_around_projections():
+    model, original = pair(tie_word_embeddings=False)
+    for m in (model, original):
+        torch.manual_seed(0)
+        for layer in m.model.layers:
+            layer.mlp.gate_proj = Adapter(layer.mlp.gate_proj, rank=2)
+            layer.self_attn.q_proj = Adapter(layer.self_attn.q_proj, rank=2)
+        m.lm_head = Adapter(m.lm_head, rank=0)
+    ids = tokens(2, 7)
+    assert_same_training(model, original, input_ids=ids, labels=ids)
+    model.lm_head = Adapter(model.lm_head.base, rank=2)
+    with pytest.raises(RuntimeError, match=r"lm_head: expected its loss, got a tensor of shape \(2, 7, 101\)"):
+        model(input_ids=ids, labels=ids)
+
+
 # ---- the model stays what it was
 
 

@@ -109,6 +109,11 @@ def loss_of(head: str) -> Callable[..., Tensor]:
         target = shift_labels.to(hidden.device).reshape(hidden.shape[:-1])
         reduction = "mean" if num_items_in_batch is None else "sum"
         total = getattr(self, head)(hidden, target, ignore_index, reduction)
+        if total.dim():
+            raise RuntimeError(
+                f"{head}: expected its loss, got a tensor of shape {tuple(total.shape)}: an adapter that adds to its "
+                "output was put around it after patch(); use patch(model, loss=False)"
+            )
         if isinstance(num_items_in_batch, Tensor):
             num_items_in_batch = num_items_in_batch.to(total.device)
         return total if num_items_in_batch is None else total / num_items_in_batch
