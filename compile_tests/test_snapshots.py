@@ -91,14 +91,16 @@ saved:
   bfloat16[160, 64] input
   bfloat16[160, 64] input
   bfloat16[64, 160] input
-  float32[2, 24, 1] aten.add.Tensor
+  bfloat16[48, 64] prims.convert_element_type
   bfloat16[48, 32] aten.add.Tensor
   bfloat16[48, 64] aten.add.Tensor
   bfloat16[48, 160] aten.mm
   bfloat16[48, 160] aten.mm
+  bfloat16[48, 160] prims.convert_element_type
   float32[] llmk._fused_linear_ce_fwd[1]
   bfloat16[2, 24, 64] llmk._fused_linear_ce_fwd[2]
   bfloat16[320, 64] llmk._fused_linear_ce_fwd[3]
+  float32[2, 24, 1] aten.squeeze.dim
 backward:
   aten.mm
   aten.mm

@@ -334,7 +334,7 @@ def forward_on_cpu(h: Tensor, weight: Tensor | None, eps: float, offset: float) 
     """y and ms `[...]`, in plain PyTorch."""
     dtype, h = h.dtype, h.float()
     ms = h.square().mean(-1, keepdim=True) + eps
-    with recomputed_in_backward():
+    with recomputed_in_backward(h):
         y = h * torch.rsqrt(ms)
         if weight is not None:
             y = y * (weight.float() + offset)

@@ -147,7 +147,7 @@ def _(gate: Tensor, up: Tensor | None, name: str) -> Tensor:
     dtype = gate.dtype
     if up is None:
         gate, up = gate.chunk(2, dim=-1)
-    with recomputed_in_backward():
+    with recomputed_in_backward(gate):
         return (activation(gate.float(), name) * up.float()).to(dtype).contiguous()
 
 

@@ -107,14 +107,16 @@ def ops_in_graph_as(forms: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def recomputed_in_backward() -> Iterator[None]:
-    """What a compiled graph computes in here, it computes again in the backward pass instead of keeping it till then.
+def recomputed_in_backward(input: Tensor) -> Iterator[None]:
+    """What a graph computes of `input` in here, it computes again in the backward pass instead of keeping it till then.
 
-    For elementwise results that cost less to compute again, next to what the backward pass reads anyway, than to keep.
-    It is the mark that selective activation checkpointing puts on nodes; where a user's own policy put one, that stays.
+    For elementwise results that cost less to compute again, next to what the backward pass reads anyway, than to keep
+    in a GPU's memory; on a CPU they are kept. It is the mark that selective activation checkpointing puts on nodes;
+    where a user's own policy put one, that stays.
     """
     meta = fx_traceback.current_meta
-    if not traced_by_compiler() or "recompute" in meta:
+    on_gpu = input.is_cuda or kernels_on_cpu()
+    if not on_gpu or not traced_by_compiler() or "recompute" in meta:
         yield
         return
     meta |= {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": 0}
