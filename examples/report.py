@@ -3,6 +3,7 @@
 import json
 import math
 import platform
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -13,6 +14,7 @@ import matplotlib
 import torch
 import triton
 from meter import Measured
+from tqdm import tqdm
 
 import llmk
 
@@ -55,6 +57,20 @@ class Difference:
     @property
     def within(self) -> bool:
         return self.largest <= self.tolerance
+
+
+def progress_bar(result: Result, steps: int, shown: bool = True) -> "tqdm[int]":
+    """The steps that are still to do."""
+    done = len(result.losses)
+    interval = 0.1 if sys.stderr.isatty() else 10.0  # a log needs fewer lines than a terminal
+    return tqdm(range(done, steps), result.blocks, initial=done, total=steps, mininterval=interval, disable=not shown)
+
+
+def summary(result: Result) -> str:
+    measured = result.measured
+    assert measured is not None
+    speed, memory = measured.tokens_per_second, measured.peak_memory / 2**20
+    return f"loss {result.losses[-1]:.3f}, {speed:,.0f} tokens/s, {memory:,.0f} MiB"
 
 
 def compare(results: list[Result], dtype: torch.dtype) -> str:

@@ -13,7 +13,6 @@ embedding with atomic additions, in any order.
 
 import argparse
 import multiprocessing
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -25,9 +24,8 @@ import torch
 from arguments import InputError, Parser, fail, positive
 from llama import BLOCKS, Llama, LlamaConfig
 from meter import Meter
-from report import Result, compare, plot_losses, save_json
+from report import Result, compare, plot_losses, progress_bar, save_json, summary
 from text import MIN_VOCAB_SIZE, Batches, TextError, count_tokens, read_text, tokenize
-from tqdm import tqdm
 
 WARMUP_STEPS = 2  # the first compiles; both are left out of the speed and the memory
 LR_WARMUP_STEPS = 20
@@ -227,7 +225,7 @@ def train(job: Job) -> Result:
     loss_of = torch.compile(model, fullgraph=True)
     meter = Meter(job.device, settings.batch_size * settings.seq_len, WARMUP_STEPS)
     saved = time.monotonic()
-    bar = progress_bar(job, done=len(result.losses))
+    bar = progress_bar(result, job.steps)
     for step in bar:
         with meter:
             tokens, target = (x.to(job.device) for x in batches(step))
@@ -244,18 +242,6 @@ def train(job: Job) -> Result:
             save(job, model, optimizer, result)
             saved = time.monotonic()
     return result
-
-
-def progress_bar(job: Job, done: int) -> "tqdm[int]":
-    interval = 0.1 if sys.stderr.isatty() else 10.0  # a log needs fewer lines than a terminal
-    return tqdm(range(done, job.steps), job.blocks, initial=done, total=job.steps, mininterval=interval)
-
-
-def summary(result: Result) -> str:
-    measured = result.measured
-    assert measured is not None
-    speed, memory = measured.tokens_per_second, measured.peak_memory / 2**20
-    return f"loss {result.losses[-1]:.3f}, {speed:,.0f} tokens/s, {memory:,.0f} MiB"
 
 
 def save(job: Job, model: Llama, optimizer: torch.optim.Optimizer, result: Result) -> None:

@@ -23,7 +23,6 @@ continue.
 
 import argparse
 import shutil
-import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,10 +43,9 @@ from parallel import (
     data_parallel_size,
     parameter_groups,
 )
-from report import Result, compare, plot_losses, save_json
+from report import Result, compare, plot_losses, progress_bar, save_json, summary
 from sharded_checkpoint import CheckpointError
 from text import Batches, TextError, count_tokens, read_text, tokenize
-from tqdm import tqdm
 
 import llmk.transformers
 
@@ -139,7 +137,7 @@ def train(args: argparse.Namespace, job: Job, processes: Processes) -> Result:
 
     batches = Batches(job.tokens, settings.batch_size, settings.seq_len, settings.seed)
     meter = Meter(args.device, settings.batch_size * settings.seq_len, WARMUP_STEPS)
-    bar = progress_bar(args, result, shown=processes.rank == 0)
+    bar = progress_bar(result, args.steps, shown=processes.rank == 0)
     for step in bar:
         with meter:
             input_ids, target = (part.of(x).to(args.device) for x in batches(step))
@@ -162,21 +160,6 @@ def train(args: argparse.Namespace, job: Job, processes: Processes) -> Result:
 
 def blocks_of(args: argparse.Namespace) -> str:
     return "plain" if args.plain else "llmk"
-
-
-def progress_bar(args: argparse.Namespace, result: Result, shown: bool) -> "tqdm[int]":
-    interval = 0.1 if sys.stderr.isatty() else 10.0  # a log needs fewer lines than a terminal
-    done = len(result.losses)
-    return tqdm(
-        range(done, args.steps), result.blocks, initial=done, total=args.steps, mininterval=interval, disable=not shown
-    )
-
-
-def summary(result: Result) -> str:
-    measured = result.measured
-    assert measured is not None
-    speed, memory = measured.tokens_per_second, measured.peak_memory / 2**20
-    return f"loss {result.losses[-1]:.3f}, {speed:,.0f} tokens/s, {memory:,.0f} MiB"
 
 
 def finish(args: argparse.Namespace, settings: Settings, result: Result, devices: int) -> None:
