@@ -270,6 +270,27 @@ def test_gated_layers_are_told_by_what_they_compute():
     torch.testing.assert_close(model(x), want)
 
 
+class NormInPlaceOfTheCopy(nn.Module):
+    """Between sum and norm stands a copy whose name the norm takes: only the norm may remain there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(16, eps=1e-6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x + 2 * x
+        y = h
+        y = self.norm(h)
+        return y - h
+
+
+def test_a_copy_that_the_norm_replaces_is_left():
+    model, x = NormInPlaceOfTheCopy(), torch.randn(3, 16)
+    want = model(x)
+    assert patch(model).replaced == {"norm": 1}
+    torch.testing.assert_close(model(x), want)
+
+
 def test_a_forward_that_another_library_replaced_is_left():
     model = small_model("Llama")
     norm = model.model.norm

@@ -128,7 +128,7 @@ class Residual(Edit):
                 ast.Assign([ast.Name(total)], ast.BinOp(left, ast.Add(), right)) as first,
                 ast.Assign([ast.Name(copy)], ast.Name(copied)) as kept,
                 ast.Assign([ast.Name(normed)], ast.Call(ast.Attribute(ast.Name("self"), norm), [ast.Name(of)], [])),
-            ] if copied == of == total and norm in self.norms and copy != total:
+            ] if copied == of == total and norm in self.norms and copy not in (total, normed):
                 taken = 3
             case [
                 ast.Assign([ast.Name(total)], ast.BinOp(left, ast.Add(), right)) as first,
