@@ -166,7 +166,7 @@ class KernelOp:
         return self._cpu
 
     def _form_in_graph(self, args: tuple[Any, ...]) -> str:
-        """ "kernel", or "aten" for plain PyTorch; "kernel" where nothing traces for a compiler."""
+        """Where a compiler traces, "aten" for plain PyTorch or "kernel"; else "kernel"."""
         if not traced_by_compiler():
             return "kernel"
         decomposed = self.decomposed if isinstance(self.decomposed, bool) else self.decomposed(*args)
