@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch._C._autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, schedule
 from tqdm import tqdm
 from triton.runtime.jit import KernelInterface
 
@@ -20,6 +20,7 @@ import llmk.ops
 from benchmarks.layer import GROUPS as LIBRARIES
 
 SHOWN = 25
+WARM_STEPS = 5
 NAME_WIDTH = 50
 
 
@@ -45,10 +46,14 @@ def kernel_times(step: Callable[[], Any], device: torch.device) -> list[dict[str
     """The kernels of one step, the longest first; on a CPU the operators."""
     on_gpu = device.type == "cuda"
     activity, kind = (ProfilerActivity.CUDA, DeviceType.CUDA) if on_gpu else (ProfilerActivity.CPU, DeviceType.CPU)
-    with profile(activities=[activity]) as profiled:
-        step()
-        if on_gpu:
-            torch.cuda.synchronize(device)
+    # The last of a few: a GPU that waited for the profiler's start has cooled, and runs faster than it can for long.
+    turns = schedule(wait=0, warmup=WARM_STEPS, active=1)
+    with profile(activities=[activity], schedule=turns, acc_events=True) as profiled:
+        for _ in range(WARM_STEPS + 1):
+            step()
+            if on_gpu:
+                torch.cuda.synchronize(device)
+            profiled.step()
     spent: dict[str, list[float]] = collections.defaultdict(list)
     for event in profiled.events() or []:
         if event.device_type == kind and not event.is_user_annotation:

@@ -482,8 +482,9 @@ def test_trainer():
             output_dir="unused", max_steps=4, per_device_train_batch_size=2, gradient_accumulation_steps=2,
             logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=ids.device.type == "cpu",
         )  # fmt: skip
-        trainer = transformers.Trainer(model, settings, train_dataset=rows, callbacks=list(callbacks))
-        trainer.train()
+        with torch.device("cpu"):  # where batches are made
+            trainer = transformers.Trainer(model, settings, train_dataset=rows, callbacks=list(callbacks))
+            trainer.train()
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
     ids = tokens(16, 12)
