@@ -12,6 +12,7 @@ On a CPU, and with --small, tiny models are trained in float32, to keep the code
 """
 
 import argparse
+import contextlib
 import gc
 import importlib.metadata
 import itertools
@@ -97,7 +98,8 @@ def measure(name: str, variant_name: str, options: argparse.Namespace) -> dict[s
         row |= _measure(name, variant, row, options)
     except Exception as error:  # whatever a library raises belongs in its row
         row["error"] = first_line(error)
-    forget(options.device, check=False)
+    with contextlib.suppress(RuntimeError):  # a kernel's illegal access ends the context: all rows after it say so
+        forget(options.device, check=False)
     row["seconds"] = time.perf_counter() - start
     return row
 

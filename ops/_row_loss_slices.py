@@ -59,7 +59,7 @@ def slice_statistics_kernel(
     m, total, weight_sum, below = row_statistics(x_ptr, weight_ptr, V, SMOOTH, SOFTCAP, BLOCK_V)  # type: ignore[misc]
     target = tl.load(target_ptr + row).to(tl.int64)
     here = (target != ignore_index) & (target >= first_class) & (target < num_classes) & (target - first_class < V)
-    x_t = capped(tl.load(x_ptr + target - first_class, mask=here, other=float("-inf")).to(tl.float32), SOFTCAP)
+    x_t = capped(tl.load(x_ptr + target - first_class, mask=here, other=float("-inf")), SOFTCAP)
     tl.store(out_ptr + row, m)
     tl.store(out_ptr + M + row, total)
     tl.store(out_ptr + 2 * M + row, tl.where(here, x_t, float("-inf")))
