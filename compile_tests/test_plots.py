@@ -37,6 +37,7 @@ ROWS = [
     fused("llmk compiled", 41.0, 3000.0),
     fused("quack-kernels", 41.5, 4072.0),
     fused(PRODUCTS, 40.0, None),
+    row("fused_linear_ce", "8192x4096x128256", "cut-cross-entropy", bound="matrix", full_ms=150.0),  # not sustained
 ]  # fmt: skip
 
 
