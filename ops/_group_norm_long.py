@@ -20,7 +20,7 @@ from llmk.registry import cdiv, empty, example_of, most_warps, next_power_of_2, 
 
 @triton.jit
 def _tile(row, tile, G, C, S, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
-    """Of a [BLOCK_C, BLOCK_S] tile of a row: its channels, which of them exist, its offsets, its mask and its column."""
+    """Of a tile of a row: its channels and which of them exist, its offsets and mask, the column of tiles it is in."""
     columns = tl.cdiv(S, BLOCK_S)
     channels = tile // columns * BLOCK_C + tl.arange(0, BLOCK_C)
     places = tile % columns * BLOCK_S + tl.arange(0, BLOCK_S)
@@ -120,11 +120,14 @@ def group_norm_walk_backward_kernel(
 
 
 @triton.jit
-def group_norm_long_moments_kernel(x_ptr, moments_ptr, D, PIECES, PIECE, BLOCK_N: tl.constexpr):
+def group_norm_long_moments_kernel(
+    x_ptr, moments_ptr, D, PIECES, PIECE, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr
+):  # fmt: skip
     """Mean and squared deviations of a piece of a row."""
     program = tl.program_id(0).to(tl.int64)
     row, first = program // PIECES, program % PIECES * PIECE
-    mean, squares = row_moments(x_ptr + row * D + first, tl.minimum(PIECE, D - first), BLOCK_N)  # type: ignore[misc]
+    length = tl.minimum(PIECE, D - first)
+    mean, squares = row_moments(x_ptr + row * D + first, length, BLOCK_N, NUM_STAGES)  # type: ignore[misc]
     tl.store(moments_ptr + program, mean)
     tl.store(moments_ptr + tl.num_programs(0) + program, squares)
 
@@ -217,11 +220,13 @@ def group_norm_long_backward_kernel(
     )
 
 
-MOMENTS = {"BLOCK_N": 4096, "num_warps": 8}
+MOMENTS = {"BLOCK_N": 2048, "NUM_STAGES": 3, "num_warps": 8}
+# The shortest piece of a row whose moments are made: a few blocks, so that the next one is on its way.
+PIECE = 8 * MOMENTS["BLOCK_N"]
 # Pieces that a row is summed in: what the second reading merges is small beside its tile.
 MAX_PIECES = 64
-# Of rows that are walked at a time, on each multiprocessor: the half of them that is still to be read again, on
-# average, fits in an H200's 50 MB of L2.
+# Of rows that are walked at a time on each multiprocessor, in all tensors: the half of them that is still to be read
+# again, on average, fits in an H200's 50 MB of L2.
 WALK_BYTES = 256 * 1024
 WALK_STAGES = 3
 
@@ -236,14 +241,13 @@ def _blocks(C: int, S: int, elements: int, places: int) -> dict[str, int]:
 
 
 def _walk_tile(C: int, S: int, element_size: int, tensors: int) -> dict[str, int]:
-    """16 bytes of each tensor for a thread; as many warps as leave WALK_BYTES to the others, at 64 registers a thread.
+    """16 bytes of each tensor for a thread, and as many warps as keep about WALK_BYTES of rows on a multiprocessor.
 
     A warp reads 256 places of one channel, or two of float32, and sums them without waiting for the other warps.
     """
     row = C * S * element_size * tensors
-    warps = min(most_warps(), max(4, next_power_of_2(cdiv(row * 32, WALK_BYTES))))
-    elements = warps * 32 * 16 // element_size
-    return _blocks(C, S, elements, 256) | {"NUM_STAGES": WALK_STAGES, "num_warps": warps}
+    warps = min(most_warps(), max(4, next_power_of_2(cdiv(24 * row, WALK_BYTES))))  # 24 warps and more have room there
+    return _blocks(C, S, warps * 32 * 16 // element_size, 256) | {"NUM_STAGES": WALK_STAGES, "num_warps": warps}
 
 
 def _walks(row_bytes: int, rows: int, device: torch.device) -> bool:
@@ -271,7 +275,7 @@ def long_forward(
         tile = _walk_tile(C, S, x.element_size(), 1)
         wrap_triton(group_norm_walk_kernel)[(B * G,)](x, weight, bias, y, stats, B, G, C, S, eps, **tile)
         return
-    pieces, piece = _pieces(C * S, MOMENTS["BLOCK_N"], MAX_PIECES)
+    pieces, piece = _pieces(C * S, PIECE, MAX_PIECES)
     moments = empty((2, B * G * pieces), torch.float32, x.device)
     wrap_triton(group_norm_long_moments_kernel)[(B * G * pieces,)](x, moments, C * S, pieces, piece, **MOMENTS)
     tile = _long_tile(C, S)

@@ -75,25 +75,23 @@ def _flat(x):
 
 
 @triton.jit
-def _rows(
-    start, block, B, G, C, S, BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr
-):
-    """BLOCK_B samples' rows of BLOCK_G neighbouring groups, which memory has side by side.
-
-    The rows and which of them exist, their groups' channels and which of these exist, offsets and mask of the tile.
-    """
-    numbers = tl.arange(0, BLOCK_B * BLOCK_G)
-    samples = start + numbers // BLOCK_G
-    groups = block * BLOCK_G + numbers % BLOCK_G
-    rows = samples * G + groups
-    row_mask = (samples < B) & (groups < G)
+def _channels(block, ROWS: tl.constexpr, G, C, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Groups of a block's rows, sample after sample; their channels, and which of them exist."""
+    groups = block * BLOCK_G + tl.arange(0, ROWS) % BLOCK_G
     channels = tl.arange(0, BLOCK_C)
+    mask = (groups < G)[:, None] & (channels < C)[None, :]
+    return groups, groups[:, None] * C + channels[None, :], mask
+
+
+@triton.jit
+def _tile(start, groups, mask, B, G, C, S, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
+    """The rows of these groups in the samples from start on, and which exist; the tile's offsets and mask."""
+    samples = start + tl.arange(0, groups.shape[0]) // BLOCK_G
+    rows = samples * G + groups
     places = tl.arange(0, BLOCK_S)
-    affine = groups[:, None] * C + channels[None, :]  # [BLOCK_B * BLOCK_G, BLOCK_C]
-    affine_mask = (groups < G)[:, None] & (channels < C)[None, :]
-    offsets = (rows * C * S)[:, None, None] + (channels * S)[None, :, None] + places[None, None, :]
-    mask = row_mask[:, None, None] & (channels < C)[None, :, None] & (places < S)[None, None, :]
-    return rows, row_mask, affine, affine_mask, offsets, mask
+    offsets = (rows * C * S)[:, None, None] + (tl.arange(0, BLOCK_C) * S)[None, :, None] + places[None, None, :]
+    mask = (mask & (samples < B)[:, None])[:, :, None] & (places < S)[None, None, :]
+    return rows, (samples < B) & (groups < G), offsets, mask
 
 
 @triton.jit
@@ -105,8 +103,9 @@ def group_norm_kernel(
     eps = tl.cast(eps, tl.float32)
     blocks = tl.cdiv(G, BLOCK_G)
     block, start = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_B
-    rows, row_mask, affine, affine_mask, offsets, mask = _rows(  # type: ignore[misc]
-        start, block, B, G, C, S, BLOCK_B, BLOCK_G, BLOCK_C, BLOCK_S
+    groups, affine, affine_mask = _channels(block, BLOCK_B * BLOCK_G, G, C, BLOCK_G, BLOCK_C)  # type: ignore[misc]
+    rows, row_mask, offsets, mask = _tile(  # type: ignore[misc]
+        start, groups, affine_mask, B, G, C, S, BLOCK_G, BLOCK_C, BLOCK_S
     )
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     mean = tl.sum(_flat(x), axis=1) / (C * S)
@@ -140,12 +139,15 @@ def group_norm_backward_kernel(
     blocks = tl.cdiv(G, BLOCK_G)
     block, share = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     shares = tl.num_programs(0) // blocks
+    groups, affine, affine_mask = _channels(block, BLOCK_B * BLOCK_G, G, C, BLOCK_G, BLOCK_C)  # type: ignore[misc]
+    if w_ptr is not None:
+        w = tl.load(w_ptr + affine, mask=affine_mask, other=0.0).to(tl.float32)[:, :, None]
     dw = tl.zeros((BLOCK_B * BLOCK_G, BLOCK_C), dtype=tl.float32)
     db = tl.zeros((BLOCK_B * BLOCK_G, BLOCK_C), dtype=tl.float32)
     # Persistent: the next samples are prefetched while these are computed, and dw and db stay in registers.
     for start in tl.range(share * BLOCK_B, B, shares * BLOCK_B, num_stages=NUM_STAGES):
-        rows, row_mask, affine, affine_mask, offsets, mask = _rows(  # type: ignore[misc]
-            start, block, B, G, C, S, BLOCK_B, BLOCK_G, BLOCK_C, BLOCK_S
+        rows, row_mask, offsets, mask = _tile(  # type: ignore[misc]
+            start, groups, affine_mask, B, G, C, S, BLOCK_G, BLOCK_C, BLOCK_S
         )
         dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         if HAS_DB:
@@ -156,33 +158,32 @@ def group_norm_backward_kernel(
             var = tl.load(stats_ptr + B * G + rows, mask=row_mask, other=1.0)
             near = tl.load(stats_ptr + 2 * B * G + rows, mask=row_mask, other=0.0)
             rstd = tl.div_rn(1.0, tl.sqrt_rn(var))
-            c = tl.where(mask, x - mean[:, None, None], 0.0)
+            c = x - mean[:, None, None]
             if HAS_DW:
                 dw += tl.sum(dy * ((x - near[:, None, None]) * rstd[:, None, None]), axis=2)
                 dw -= ((mean - near) * rstd)[:, None] * tl.sum(dy, axis=2)
             if dx_ptr is not None:
                 if w_ptr is not None:
-                    dy *= tl.load(w_ptr + affine, mask=affine_mask, other=0.0).to(tl.float32)[:, :, None]
+                    dy *= w
                 if BLOCK_C * BLOCK_S == 1:
                     dx = dy * c  # zero, and NaN where PyTorch's is
                 else:
                     total = tl.sum(_flat(dy), axis=1) / (C * S)
-                    g = tl.where(mask, dy - total[:, None, None], 0.0)
+                    g = tl.where(mask, dy - total[:, None, None], 0.0)  # which takes what is no value out of g * c too
                     rest, dot = sum_pair(_flat(g), _flat(g * c), 1)  # type: ignore[misc]
                     g -= (rest / (C * S))[:, None, None]  # corrected like mean
                     dot = tl.div_rn(dot / (C * S), var)
                     dx = rstd[:, None, None] * (g - c * dot[:, None, None])
                 tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-    groups = block * BLOCK_G + tl.arange(0, BLOCK_G)
-    channels = tl.arange(0, BLOCK_C)
-    mask = (groups < G)[:, None] & (channels < C)[None, :]
+    _, affine, affine_mask = _channels(block, BLOCK_G, G, C, BLOCK_G, BLOCK_C)  # type: ignore[misc]
     if HAS_DW or HAS_DB:
-        partial_ptr += share * (HAS_DW + HAS_DB) * G * C + (groups * C)[:, None] + channels[None, :]
+        partial_ptr += share * (HAS_DW + HAS_DB) * G * C + affine
     if HAS_DW:
-        tl.store(partial_ptr, tl.sum(tl.reshape(dw, (BLOCK_B, BLOCK_G, BLOCK_C)), axis=0), mask=mask)
+        dw_sum = tl.sum(tl.reshape(dw, (BLOCK_B, BLOCK_G, BLOCK_C)), axis=0)
+        tl.store(partial_ptr, dw_sum, mask=affine_mask)
     if HAS_DB:
         db_sum = tl.sum(tl.reshape(db, (BLOCK_B, BLOCK_G, BLOCK_C)), axis=0)
-        tl.store(partial_ptr + HAS_DW * G * C, db_sum, mask=mask)
+        tl.store(partial_ptr + HAS_DW * G * C, db_sum, mask=affine_mask)
 
 
 # Largest tile of a row (a group of a sample) that one program holds in registers; longer rows are walked.
@@ -207,30 +208,29 @@ def _row_tile(C: int, S: int) -> int:
 
 
 def _short_tile(G: int, C: int, S: int, elements: int) -> dict[str, int]:
-    """Whole rows, to make up so many elements: of neighbouring groups first; 16 elements a thread, more in the largest."""
+    """Whole rows, to make up so many elements: neighbouring groups first, then samples."""
     block_c, block_s = next_power_of_2(C), next_power_of_2(S)
     rows = max(1, elements // (block_c * block_s))
     block_g = min(rows, next_power_of_2(G))
-    warps = min(16, max(4, rows * block_c * block_s // 512))
-    return {
-        "BLOCK_B": rows // block_g, "BLOCK_G": block_g, "BLOCK_C": block_c, "BLOCK_S": block_s, "num_warps": warps
-    }  # fmt: skip
+    return {"BLOCK_B": rows // block_g, "BLOCK_G": block_g, "BLOCK_C": block_c, "BLOCK_S": block_s}
 
 
 def _forward_tile(G: int, C: int, S: int) -> dict[str, int]:
-    return _short_tile(G, C, S, 2048)
+    """16 elements a thread."""
+    return _short_tile(G, C, S, 2048) | {"num_warps": min(16, max(4, _row_tile(C, S) // 512))}
 
 
 def _backward_tile(G: int, C: int, S: int) -> dict[str, int]:
-    # Not aligned, 4096 elements for 8 warps and 2048 for 4 spill up to 440 bytes a thread on sm_90, by C and S.
-    if not _aligned(C, S):
-        return _short_tile(G, C, S, 2048) | {"num_warps": 8, "NUM_STAGES": 1}
-    return _short_tile(G, C, S, 2048) | {"NUM_STAGES": 3}
+    """8 elements a thread, 16 of longer rows; where there are no places each takes two sums into the next samples."""
+    return _short_tile(G, C, S, 2048) | {"num_warps": min(16, max(8, _row_tile(C, S) // 512)), "NUM_STAGES": 3}
 
 
 def _shares(B: int, G: int, tile: dict[str, int], device: torch.device) -> int:
-    """Into how many shares the samples are divided: several programs on a multiprocessor hide each other's latency."""
-    programs = num_programs(device, 16 // tile["num_warps"])
+    """Into how many the samples are divided, for programs whose 24 warps on a multiprocessor hide each other's waits.
+
+    At 80 registers a thread they fill it.
+    """
+    programs = num_programs(device, max(1, 24 // tile["num_warps"]))
     return at_most(cdiv(B, tile["BLOCK_B"]), cdiv(programs, cdiv(G, tile["BLOCK_G"])))
 
 
