@@ -49,7 +49,7 @@ def merge_moments(near, mean, squares, count, N):
 
 
 @triton.jit
-def row_moments(x_ptr, N, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr = 1):
+def row_moments(x_ptr, N, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr):
     """Mean and sum of squared deviations of x_ptr[:N].
 
     Each of BLOCK_N lanes follows its own by Welford's formula, and no thread waits for another before the end.

@@ -392,7 +392,9 @@ def group_norm_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sam
     yield Sample((randn(1, 6, 5).expand(3, 6, 5), 2, randn(6), randn(6)), why="one sample expanded")
     yield Sample((randn(300, 4), 2, randn(4), randn(4)), why="more samples than programs")
     yield Sample((1e4 * randn(2, 4, 9) + 1e4, 2, randn(4), randn(4)), why="large values about a large offset")
+    yield Sample((randn(5, 24, 100), 6, randn(24), randn(24)), why="more groups than one program takes")
     yield Sample((randn(1, 6, 9000), 2, randn(6), randn(6)), why="groups of several pieces and channels")
+    yield Sample((randn(8, 1105, 65), 17, randn(1105), randn(1105)), why="a long group for each multiprocessor")
     yield Sample((randn(1, 1, 100_003), 1, randn(1), randn(1)), why="100,003 columns")
 
 
