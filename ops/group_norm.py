@@ -23,8 +23,8 @@ near is the mean in fewer digits: x - mean rounds alike for all x of a binade, w
 x - near does not round. The corrected mean is the float nearest to the mean, so that a row of equal values has variance
 zero. mean, var and near are kept for the backward pass. In a row of one value the terms of dx cancel for good: dx = 0.
 
-Rows that fit in registers are read once in either direction, several by one program if they are short;
-_group_norm_long.py has the longer ones. Sums are float32, in a fixed order: no atomics. Only gradients that are wanted
+Rows that fit in registers are read once in either direction. One program takes several if they are short, those of
+neighbouring groups first, which memory has side by side. _group_norm_long.py has the longer ones. Sums are float32, in a fixed order: no atomics. Only gradients that are wanted
 are computed.
 """
 
@@ -169,7 +169,7 @@ def group_norm_backward_kernel(
                     dx = dy * c  # zero, and NaN where PyTorch's is
                 else:
                     total = tl.sum(_flat(dy), axis=1) / (C * S)
-                    g = tl.where(mask, dy - total[:, None, None], 0.0)  # which takes what is no value out of g * c too
+                    g = tl.where(mask, dy - total[:, None, None], 0.0)  # so that g * c is zero there too
                     rest, dot = sum_pair(_flat(g), _flat(g * c), 1)  # type: ignore[misc]
                     g -= (rest / (C * S))[:, None, None]  # corrected like mean
                     dot = tl.div_rn(dot / (C * S), var)
@@ -186,7 +186,7 @@ def group_norm_backward_kernel(
         tl.store(partial_ptr + HAS_DW * G * C, db_sum, mask=affine_mask)
 
 
-# Largest tile of a row (a group of a sample) that one program holds in registers; longer rows are walked.
+# Largest tile of a row (a group of a sample) that one program holds in registers.
 MAX_FORWARD_TILE = 8192
 MAX_BACKWARD_TILE = 8192
 
@@ -220,16 +220,15 @@ def _forward_tile(G: int, C: int, S: int) -> dict[str, int]:
     return _short_tile(G, C, S, 2048) | {"num_warps": min(16, max(4, _row_tile(C, S) // 512))}
 
 
-def _backward_tile(G: int, C: int, S: int) -> dict[str, int]:
-    """8 elements a thread, 16 of longer rows; where there are no places each takes two sums into the next samples."""
-    return _short_tile(G, C, S, 2048) | {"num_warps": min(16, max(8, _row_tile(C, S) // 512)), "NUM_STAGES": 3}
+def _backward_tile(G: int, C: int, S: int, element_size: int) -> dict[str, int]:
+    """8 elements a thread, 16 of longer rows; up to two tiles, as many as 8 KiB of each tensor hold, are on their way."""
+    row = _row_tile(C, S)
+    ahead = min(2, 8192 // (max(row, 2048) * element_size))
+    return _short_tile(G, C, S, 2048) | {"num_warps": min(16, max(8, row // 512)), "NUM_STAGES": 1 + ahead}
 
 
 def _shares(B: int, G: int, tile: dict[str, int], device: torch.device) -> int:
-    """Into how many the samples are divided, for programs whose 24 warps on a multiprocessor hide each other's waits.
-
-    At 80 registers a thread they fill it.
-    """
+    """Into how many the samples are divided: the programs fill each multiprocessor with 24 warps of 80 registers."""
     programs = num_programs(device, max(1, 24 // tile["num_warps"]))
     return at_most(cdiv(B, tile["BLOCK_B"]), cdiv(programs, cdiv(G, tile["BLOCK_G"])))
 
@@ -276,7 +275,7 @@ def _group_norm_bwd(
     dw, db = affine_gradient(weight if need_dw else None, device), affine_gradient(bias, device)
     partials = None
     if _row_tile(C, S) <= _widest_backward(C, S):
-        tile = _backward_tile(G, C, S)
+        tile = _backward_tile(G, C, S, dy.element_size())
         shares = _shares(B, G, tile, device)
         if need_dw or need_db:
             partials = empty((shares, need_dw + need_db, G * C), torch.float32, device)
@@ -394,7 +393,8 @@ def group_norm_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sam
     yield Sample((1e4 * randn(2, 4, 9) + 1e4, 2, randn(4), randn(4)), why="large values about a large offset")
     yield Sample((randn(5, 24, 100), 6, randn(24), randn(24)), why="more groups than one program takes")
     yield Sample((randn(1, 6, 9000), 2, randn(6), randn(6)), why="groups of several pieces and channels")
-    yield Sample((randn(8, 1105, 65), 17, randn(1105), randn(1105)), why="a long group for each multiprocessor")
+    rows = num_programs(device, 1)
+    yield Sample((randn(rows, 65, 65), 1, randn(65), randn(65)), why="a long group for each multiprocessor")
     yield Sample((randn(1, 1, 100_003), 1, randn(1), randn(1)), why="100,003 columns")
 
 
