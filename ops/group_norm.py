@@ -20,12 +20,13 @@ Backward, given dy, with c = x - mean and g = dy * weight - mean(dy * weight):
     dbias   = sum over samples and places of dy
 
 near is the mean in fewer digits: x - mean rounds alike for all x of a binade, which thousands of places add up, and
-x - near does not round. The corrected mean is the float nearest to the mean, so that a row of equal values has variance
-zero. mean, var and near are kept for the backward pass. In a row of one value the terms of dx cancel for good: dx = 0.
+x - near does not round. So the sums for mean and var are about near too, where a row is read once. The corrected mean
+is the float nearest to the mean, so that a row of equal values has variance zero. mean, var and near are kept for the
+backward pass. In a row of one value the terms of dx cancel for good: dx = 0.
 
-Rows that fit in registers are read once in either direction. One program takes several if they are short, those of
-neighbouring groups first, which memory has side by side. _group_norm_long.py has the longer ones. Sums are float32, in a fixed order: no atomics. Only gradients that are wanted
-are computed.
+Rows that fit in registers are read once in either direction, several by one program if they are short: first those of
+neighbouring groups, which memory has side by side. _group_norm_long.py has the longer ones. Sums are float32, in a
+fixed order: no atomics. Only gradients that are wanted are computed.
 """
 
 from collections.abc import Iterator
@@ -221,7 +222,7 @@ def _forward_tile(G: int, C: int, S: int) -> dict[str, int]:
 
 
 def _backward_tile(G: int, C: int, S: int, element_size: int) -> dict[str, int]:
-    """8 elements a thread, 16 of longer rows; up to two tiles, as many as 8 KiB of each tensor hold, are on their way."""
+    """8 elements a thread, 16 of longer rows; up to two tiles are on their way: what 8 KiB of each tensor hold."""
     row = _row_tile(C, S)
     ahead = min(2, 8192 // (max(row, 2048) * element_size))
     return _short_tile(G, C, S, 2048) | {"num_warps": min(16, max(8, row // 512)), "NUM_STAGES": 1 + ahead}
