@@ -38,29 +38,36 @@ def sum_pair(a, b, axis: tl.constexpr):
 
 
 @triton.jit
-def row_moments(x_ptr, N, BLOCK_N: tl.constexpr):
-    """Mean and sum of squared deviations of x_ptr[:N], block after block, merged by Chan's formula."""
-    # Means are kept as differences to the first block's, so that a large common offset costs no digits.
-    pivot = tl.full((), 0.0, dtype=tl.float32)
-    mean = tl.full((), 0.0, dtype=tl.float32)
-    squares = tl.full((), 0.0, dtype=tl.float32)
-    for start in range(0, N, BLOCK_N):
-        cols = start + tl.arange(0, BLOCK_N)
-        x = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-        before = tl.cast(start, tl.float32)
-        count = tl.cast(tl.minimum(N - start, BLOCK_N), tl.float32)
-        share = tl.div_rn(count, before + count)
-        block_mean = tl.sum(x, axis=0) / count
-        centered = tl.where(cols < N, x - block_mean, 0.0)
-        near = coarse_mean(block_mean, tl.sum(centered * centered, axis=0) / count)
-        # Corrected once it is the float nearest to the mean; of equal values it is that value.
-        block_mean = near + tl.sum(tl.where(cols < N, x - near, 0.0), axis=0) / count
-        centered = tl.where(cols < N, x - block_mean, 0.0)
-        pivot = tl.where(start == 0, block_mean, pivot)
-        delta = (block_mean - pivot) - mean
+def merge_moments(near, mean, squares, count, N):
+    """Mean and sum of squared deviations of N values in parts: of each its count, and its mean as near + mean."""
+    whole = tl.sum((near + mean) * count, axis=0) / N
+    apart = (near - whole) + mean
+    # Corrected it is the float nearest to the mean; of equal values it is that value.
+    rest = tl.sum(apart * count, axis=0) / N
+    apart -= rest
+    return whole + rest, tl.sum(squares + apart * apart * count, axis=0)
+
+
+@triton.jit
+def row_moments(x_ptr, N, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr):
+    """Mean and sum of squared deviations of x_ptr[:N].
+
+    Each of BLOCK_N lanes follows its own by Welford's formula, and no thread waits for another before the end.
+    """
+    cols = tl.arange(0, BLOCK_N)
+    # Means are kept as differences to the lane's first value, so that a large common offset costs no digits.
+    first = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+    mean = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    squares = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    for start in tl.range(BLOCK_N, N, BLOCK_N, num_stages=NUM_STAGES):
+        mask = start + cols < N
+        x = tl.load(x_ptr + start + cols, mask=mask, other=0.0).to(tl.float32)
+        share = tl.div_rn(1.0, tl.cast(start // BLOCK_N + 1, tl.float32))
+        delta = tl.where(mask, (x - first) - mean, 0.0)
         mean += delta * share
-        squares += tl.sum(centered * centered, axis=0) + delta * delta * (before * share)
-    return pivot + mean, squares
+        squares += delta * delta * (1.0 - share)
+    count = tl.where(cols < N, (N - 1 - cols) // BLOCK_N + 1, 0).to(tl.float32)
+    return merge_moments(first, mean, squares, count, N)  # type: ignore[misc]
 
 
 @triton.jit

@@ -20,12 +20,13 @@ Backward, given dy, with c = x - mean and g = dy * weight - mean(dy * weight):
     dbias   = sum over samples and places of dy
 
 near is the mean in fewer digits: x - mean rounds alike for all x of a binade, which thousands of places add up, and
-x - near does not round. The corrected mean is the float nearest to the mean, so that a row of equal values has variance
-zero. mean, var and near are kept for the backward pass. In a row of one value the terms of dx cancel for good: dx = 0.
+x - near does not round. So the sums for mean and var are about near too, where a row is read once. The corrected mean
+is the float nearest to the mean, so that a row of equal values has variance zero. mean, var and near are kept for the
+backward pass. In a row of one value the terms of dx cancel for good: dx = 0.
 
-Rows that fit in registers are read once in either direction, several by one program if they are short;
-_group_norm_long.py has the longer ones. Sums are float32, in a fixed order: no atomics. Only gradients that are wanted
-are computed.
+Rows that fit in registers are read once in either direction, several by one program if they are short: first those of
+neighbouring groups, which memory has side by side. _group_norm_long.py has the longer ones. Sums are float32, in a
+fixed order: no atomics. Only gradients that are wanted are computed.
 """
 
 from collections.abc import Iterator
@@ -36,7 +37,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops._group_norm_long import long_backward, long_forward
-from llmk.ops._norm import affine_gradient, coarse_mean, sum_affine
+from llmk.ops._norm import affine_gradient, coarse_mean, sum_affine, sum_pair
 from llmk.registry import (
     PARTIAL,
     WHOLE,
@@ -69,73 +70,96 @@ def group_norm_reference(
 
 
 @triton.jit
-def _sum(x):
-    """Over all axes but the first."""
-    return tl.sum(tl.sum(x, axis=2), axis=1)
+def _flat(x):
+    """A row's channels and places as one axis, so that its threads wait for each other once in a sum and not twice."""
+    return tl.reshape(x, (x.shape[0], x.shape[1] * x.shape[2]))
+
+
+@triton.jit
+def _channels(block, ROWS: tl.constexpr, G, C, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Groups of a block's rows, sample after sample; their channels, and which of them exist."""
+    groups = block * BLOCK_G + tl.arange(0, ROWS) % BLOCK_G
+    channels = tl.arange(0, BLOCK_C)
+    mask = (groups < G)[:, None] & (channels < C)[None, :]
+    return groups, groups[:, None] * C + channels[None, :], mask
+
+
+@triton.jit
+def _tile(start, groups, mask, B, G, C, S, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
+    """The rows of these groups in the samples from start on, and which exist; the tile's offsets and mask."""
+    samples = start + tl.arange(0, groups.shape[0]) // BLOCK_G
+    rows = samples * G + groups
+    places = tl.arange(0, BLOCK_S)
+    offsets = (rows * C * S)[:, None, None] + (tl.arange(0, BLOCK_C) * S)[None, :, None] + places[None, None, :]
+    mask = (mask & (samples < B)[:, None])[:, :, None] & (places < S)[None, None, :]
+    return rows, (samples < B) & (groups < G), offsets, mask
 
 
 @triton.jit
 def group_norm_kernel(
     x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, B, G, C, S, eps,
-    BLOCK_B: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """One group of BLOCK_B samples."""
+    """BLOCK_B samples of BLOCK_G groups."""
     eps = tl.cast(eps, tl.float32)
-    group = tl.program_id(0) % G
-    samples = (tl.program_id(0) // G).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
-    rows = samples * G + group
-    channels = tl.arange(0, BLOCK_C)
-    places = tl.arange(0, BLOCK_S)
-    mask = (samples < B)[:, None, None] & (channels < C)[None, :, None] & (places < S)[None, None, :]
-    offsets = (rows * C * S)[:, None, None] + (channels * S)[None, :, None] + places[None, None, :]
+    blocks = tl.cdiv(G, BLOCK_G)
+    block, start = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_B
+    groups, affine, affine_mask = _channels(block, BLOCK_B * BLOCK_G, G, C, BLOCK_G, BLOCK_C)  # type: ignore[misc]
+    rows, row_mask, offsets, mask = _tile(  # type: ignore[misc]
+        start, groups, affine_mask, B, G, C, S, BLOCK_G, BLOCK_C, BLOCK_S
+    )
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    mean = _sum(x) / (C * S)  # [BLOCK_B]
+    mean = tl.sum(_flat(x), axis=1) / (C * S)
     c = tl.where(mask, x - mean[:, None, None], 0.0)
-    near = coarse_mean(mean, _sum(c * c) / (C * S))
-    mean = near + _sum(tl.where(mask, x - near[:, None, None], 0.0)) / (C * S)
-    c = tl.where(mask, x - mean[:, None, None], 0.0)
-    spread = _sum(c * c) / (C * S)
+    near = coarse_mean(mean, tl.sum(_flat(c * c), axis=1) / (C * S))
+    c = tl.where(mask, x - near[:, None, None], 0.0)
+    rest, squares = sum_pair(_flat(c), _flat(c * c), 1)  # type: ignore[misc]
+    rest /= C * S
+    mean = near + rest
+    # rest is so small beside a deviation that its square takes no digits from the variance.
+    spread = tl.maximum(squares / (C * S) - rest * rest, 0.0)
     var = spread + eps
-    y = c * tl.div_rn(1.0, tl.sqrt_rn(var))[:, None, None]
+    y = (x - mean[:, None, None]) * tl.div_rn(1.0, tl.sqrt_rn(var))[:, None, None]
     if w_ptr is not None:
-        y *= tl.load(w_ptr + group * C + channels, mask=channels < C, other=0.0).to(tl.float32)[None, :, None]
+        y *= tl.load(w_ptr + affine, mask=affine_mask, other=0.0).to(tl.float32)[:, :, None]
     if b_ptr is not None:
-        y += tl.load(b_ptr + group * C + channels, mask=channels < C, other=0.0).to(tl.float32)[None, :, None]
+        y += tl.load(b_ptr + affine, mask=affine_mask, other=0.0).to(tl.float32)[:, :, None]
     tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
-    tl.store(stats_ptr + rows, mean, mask=samples < B)
-    tl.store(stats_ptr + B * G + rows, var, mask=samples < B)
-    tl.store(stats_ptr + 2 * B * G + rows, coarse_mean(mean, spread), mask=samples < B)
+    tl.store(stats_ptr + rows, mean, mask=row_mask)
+    tl.store(stats_ptr + B * G + rows, var, mask=row_mask)
+    tl.store(stats_ptr + 2 * B * G + rows, coarse_mean(mean, spread), mask=row_mask)
 
 
 @triton.jit
 def group_norm_backward_kernel(
     dy_ptr, x_ptr, w_ptr, stats_ptr, dx_ptr, partial_ptr, B, G, C, S, HAS_DW: tl.constexpr, HAS_DB: tl.constexpr,
-    BLOCK_B: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One group of a share of the samples."""
-    group = tl.program_id(0) % G
-    share, shares = (tl.program_id(0) // G).to(tl.int64), tl.num_programs(0) // G
-    channels = tl.arange(0, BLOCK_C)
-    places = tl.arange(0, BLOCK_S)
+    """BLOCK_G groups of a share of the samples."""
+    blocks = tl.cdiv(G, BLOCK_G)
+    block, share = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
+    shares = tl.num_programs(0) // blocks
+    groups, affine, affine_mask = _channels(block, BLOCK_B * BLOCK_G, G, C, BLOCK_G, BLOCK_C)  # type: ignore[misc]
     if w_ptr is not None:
-        w = tl.load(w_ptr + group * C + channels, mask=channels < C, other=0.0).to(tl.float32)[None, :, None]
-    dw = tl.zeros((BLOCK_B, BLOCK_C), dtype=tl.float32)
-    db = tl.zeros((BLOCK_B, BLOCK_C), dtype=tl.float32)
-    for start in range(share * BLOCK_B, B, shares * BLOCK_B):
-        samples = start + tl.arange(0, BLOCK_B)
-        rows = samples * G + group
-        mask = (samples < B)[:, None, None] & (channels < C)[None, :, None] & (places < S)[None, None, :]
-        offsets = (rows * C * S)[:, None, None] + (channels * S)[None, :, None] + places[None, None, :]
+        w = tl.load(w_ptr + affine, mask=affine_mask, other=0.0).to(tl.float32)[:, :, None]
+    dw = tl.zeros((BLOCK_B * BLOCK_G, BLOCK_C), dtype=tl.float32)
+    db = tl.zeros((BLOCK_B * BLOCK_G, BLOCK_C), dtype=tl.float32)
+    # Persistent: the next samples are prefetched while these are computed, and dw and db stay in registers.
+    for start in tl.range(share * BLOCK_B, B, shares * BLOCK_B, num_stages=NUM_STAGES):
+        rows, row_mask, offsets, mask = _tile(  # type: ignore[misc]
+            start, groups, affine_mask, B, G, C, S, BLOCK_G, BLOCK_C, BLOCK_S
+        )
         dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         if HAS_DB:
             db += tl.sum(dy, axis=2)
         if x_ptr is not None:
             x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-            mean = tl.load(stats_ptr + rows, mask=samples < B, other=0.0)
-            var = tl.load(stats_ptr + B * G + rows, mask=samples < B, other=1.0)
-            near = tl.load(stats_ptr + 2 * B * G + rows, mask=samples < B, other=0.0)
+            mean = tl.load(stats_ptr + rows, mask=row_mask, other=0.0)
+            var = tl.load(stats_ptr + B * G + rows, mask=row_mask, other=1.0)
+            near = tl.load(stats_ptr + 2 * B * G + rows, mask=row_mask, other=0.0)
             rstd = tl.div_rn(1.0, tl.sqrt_rn(var))
-            c = tl.where(mask, x - mean[:, None, None], 0.0)
+            c = x - mean[:, None, None]
             if HAS_DW:
                 dw += tl.sum(dy * ((x - near[:, None, None]) * rstd[:, None, None]), axis=2)
                 dw -= ((mean - near) * rstd)[:, None] * tl.sum(dy, axis=2)
@@ -145,23 +169,26 @@ def group_norm_backward_kernel(
                 if BLOCK_C * BLOCK_S == 1:
                     dx = dy * c  # zero, and NaN where PyTorch's is
                 else:
-                    total = _sum(dy) / (C * S)
-                    total += _sum(tl.where(mask, dy - total[:, None, None], 0.0)) / (C * S)  # corrected like mean
-                    g = dy - total[:, None, None]
-                    dot = tl.div_rn(_sum(g * c) / (C * S), var)
+                    total = tl.sum(_flat(dy), axis=1) / (C * S)
+                    g = tl.where(mask, dy - total[:, None, None], 0.0)  # so that g * c is zero there too
+                    rest, dot = sum_pair(_flat(g), _flat(g * c), 1)  # type: ignore[misc]
+                    g -= (rest / (C * S))[:, None, None]  # corrected like mean
+                    dot = tl.div_rn(dot / (C * S), var)
                     dx = rstd[:, None, None] * (g - c * dot[:, None, None])
                 tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    _, affine, affine_mask = _channels(block, BLOCK_G, G, C, BLOCK_G, BLOCK_C)  # type: ignore[misc]
     if HAS_DW or HAS_DB:
-        partial_ptr += share * (HAS_DW + HAS_DB) * G * C + group * C + channels
+        partial_ptr += share * (HAS_DW + HAS_DB) * G * C + affine
     if HAS_DW:
-        tl.store(partial_ptr, tl.sum(dw, axis=0), mask=channels < C)
+        dw_sum = tl.sum(tl.reshape(dw, (BLOCK_B, BLOCK_G, BLOCK_C)), axis=0)
+        tl.store(partial_ptr, dw_sum, mask=affine_mask)
     if HAS_DB:
-        tl.store(partial_ptr + HAS_DW * G * C, tl.sum(db, axis=0), mask=channels < C)
+        db_sum = tl.sum(tl.reshape(db, (BLOCK_B, BLOCK_G, BLOCK_C)), axis=0)
+        tl.store(partial_ptr + HAS_DW * G * C, db_sum, mask=affine_mask)
 
 
-# Largest tile of a row (a group of a sample) that one program holds in registers; 16384 spill in the backward pass.
-# H200, bf16, times the floor: 1.63 at 16384x4096 with 64 groups.
-MAX_FORWARD_TILE = 32768
+# Largest tile of a row (a group of a sample) that one program holds in registers.
+MAX_FORWARD_TILE = 8192
 MAX_BACKWARD_TILE = 8192
 
 
@@ -170,14 +197,8 @@ def _aligned(C: int, S: int) -> bool:
     return S % 16 == 0 or (S == 1 and C % 16 == 0)
 
 
-# What the next two leave out spills on sm_90.
-def _widest_forward(C: int, S: int, element_size: int) -> int:
-    if not _aligned(C, S):
-        return MAX_FORWARD_TILE // 4
-    return MAX_FORWARD_TILE if element_size == 2 else MAX_FORWARD_TILE // 2
-
-
 def _widest_backward(C: int, S: int) -> int:
+    # What this leaves out spills on sm_90.
     if not _aligned(C, S):
         return MAX_BACKWARD_TILE // 4
     return MAX_BACKWARD_TILE if S > 1 else MAX_BACKWARD_TILE // 2
@@ -187,17 +208,30 @@ def _row_tile(C: int, S: int) -> int:
     return next_power_of_2(C) * next_power_of_2(S)
 
 
-def _short_tile(C: int, S: int, elements: int) -> dict[str, int]:
-    """Whole rows, to make up so many elements: 16 a thread, more in the largest."""
+def _short_tile(G: int, C: int, S: int, elements: int) -> dict[str, int]:
+    """Whole rows, to make up so many elements: neighbouring groups first, then samples."""
     block_c, block_s = next_power_of_2(C), next_power_of_2(S)
-    block_b = max(1, elements // (block_c * block_s))
-    warps = min(16, max(4, block_b * block_c * block_s // 512))
-    return {"BLOCK_B": block_b, "BLOCK_C": block_c, "BLOCK_S": block_s, "num_warps": warps}
+    rows = max(1, elements // (block_c * block_s))
+    block_g = min(rows, next_power_of_2(G))
+    return {"BLOCK_B": rows // block_g, "BLOCK_G": block_g, "BLOCK_C": block_c, "BLOCK_S": block_s}
 
 
-def _backward_tile(C: int, S: int) -> dict[str, int]:
-    # Not aligned, 4096 elements for 8 warps and 2048 for 4 spill up to 440 bytes a thread on sm_90, by C and S.
-    return _short_tile(C, S, 4096) if _aligned(C, S) else _short_tile(C, S, 2048) | {"num_warps": 8}
+def _forward_tile(G: int, C: int, S: int) -> dict[str, int]:
+    """16 elements a thread."""
+    return _short_tile(G, C, S, 2048) | {"num_warps": min(16, max(4, _row_tile(C, S) // 512))}
+
+
+def _backward_tile(G: int, C: int, S: int, element_size: int) -> dict[str, int]:
+    """8 elements a thread, 16 of longer rows; up to two tiles are on their way: what 8 KiB of each tensor hold."""
+    row = _row_tile(C, S)
+    ahead = min(2, 8192 // (max(row, 2048) * element_size))
+    return _short_tile(G, C, S, 2048) | {"num_warps": min(16, max(8, row // 512)), "NUM_STAGES": 1 + ahead}
+
+
+def _shares(B: int, G: int, tile: dict[str, int], device: torch.device) -> int:
+    """Into how many the samples are divided: the programs fill each multiprocessor with 24 warps of 80 registers."""
+    programs = num_programs(device, max(1, 24 // tile["num_warps"]))
+    return at_most(cdiv(B, tile["BLOCK_B"]), cdiv(programs, cdiv(G, tile["BLOCK_G"])))
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
@@ -219,9 +253,9 @@ def _group_norm_fwd(
     G, (B, C, S) = num_groups, _sizes(input, num_groups)
     y = empty(x.shape, x.dtype, x.device)
     stats = empty((3, B, G), torch.float32, x.device)
-    if _row_tile(C, S) <= _widest_forward(C, S, x.element_size()):
-        tile = _short_tile(C, S, 2048)
-        wrap_triton(group_norm_kernel)[(G * cdiv(B, tile["BLOCK_B"]),)](
+    if _row_tile(C, S) <= MAX_FORWARD_TILE:
+        tile = _forward_tile(G, C, S)
+        wrap_triton(group_norm_kernel)[(cdiv(G, tile["BLOCK_G"]) * cdiv(B, tile["BLOCK_B"]),)](
             x, weight, bias, y, stats, B, G, C, S, eps, **tile
         )
         return y, stats
@@ -242,12 +276,11 @@ def _group_norm_bwd(
     dw, db = affine_gradient(weight if need_dw else None, device), affine_gradient(bias, device)
     partials = None
     if _row_tile(C, S) <= _widest_backward(C, S):
-        tile = _backward_tile(C, S)
-        # Two programs of 8 warps on each multiprocessor hide each other's latency.
-        shares = at_most(cdiv(B, tile["BLOCK_B"]), cdiv(num_programs(device, 2), G))
+        tile = _backward_tile(G, C, S, dy.element_size())
+        shares = _shares(B, G, tile, device)
         if need_dw or need_db:
             partials = empty((shares, need_dw + need_db, G * C), torch.float32, device)
-        wrap_triton(group_norm_backward_kernel)[(G * shares,)](
+        wrap_triton(group_norm_backward_kernel)[(cdiv(G, tile["BLOCK_G"]) * shares,)](
             dy, x, scale, stats, dx, partials, B, G, C, S, HAS_DW=need_dw, HAS_DB=need_db, **tile
         )
     else:
@@ -359,7 +392,10 @@ def group_norm_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sam
     yield Sample((randn(1, 6, 5).expand(3, 6, 5), 2, randn(6), randn(6)), why="one sample expanded")
     yield Sample((randn(300, 4), 2, randn(4), randn(4)), why="more samples than programs")
     yield Sample((1e4 * randn(2, 4, 9) + 1e4, 2, randn(4), randn(4)), why="large values about a large offset")
+    yield Sample((randn(5, 24, 100), 6, randn(24), randn(24)), why="more groups than one program takes")
     yield Sample((randn(1, 6, 9000), 2, randn(6), randn(6)), why="groups of several pieces and channels")
+    rows = num_programs(device, 1)
+    yield Sample((randn(rows, 65, 65), 1, randn(65), randn(65)), why="a long group for each multiprocessor")
     yield Sample((randn(1, 1, 100_003), 1, randn(1), randn(1)), why="100,003 columns")
 
 
