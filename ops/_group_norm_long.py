@@ -232,8 +232,11 @@ WALK_STAGES = 3
 
 
 def _blocks(C: int, S: int, elements: int, places: int) -> dict[str, int]:
-    """A tile of so many elements: as many channels as divide C, each with so many places or more."""
-    block_s = next_power_of_2(S)
+    """A tile of so many elements: a power of two of channels that divides C, each with so many places or more.
+
+    More channels where places are fewer. A symbolic C becomes a fixed number, as in next_power_of_2.
+    """
+    C, block_s = int(C), next_power_of_2(S)
     if block_s > places:
         even = C & -C
         block_s = min(block_s, max(places, elements // even))
@@ -246,7 +249,7 @@ def _walk_tile(C: int, S: int, element_size: int, tensors: int) -> dict[str, int
     A warp reads 256 places of one channel, or two of float32, and sums them without waiting for the other warps.
     """
     row = C * S * element_size * tensors
-    warps = min(most_warps(), max(4, next_power_of_2(cdiv(24 * row, WALK_BYTES))))  # 24 warps and more have room there
+    warps = min(most_warps(), max(4, next_power_of_2(cdiv(24 * row, WALK_BYTES))))  # it has room for 24 and more
     return _blocks(C, S, warps * 32 * 16 // element_size, 256) | {"NUM_STAGES": WALK_STAGES, "num_warps": warps}
 
 
