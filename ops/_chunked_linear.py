@@ -23,6 +23,8 @@ LOGITS_BUDGET_BESIDE_FLOAT32 = 2**30
 """The same where dW is summed in float32, which takes as much again as dW."""
 CPU_LOGITS = 2**20
 """Elements of one chunk's logits on a CPU when `chunk_size` is 0: they stay in cache."""
+ALIGNED = 16
+"""Elements that the rows of a chunk's logits are apart from each other, or a multiple of it, whatever V is."""
 ROUNDED_CHUNKS = 3
 """The most chunks over which dW is summed in the weight's own dtype."""
 
@@ -63,7 +65,9 @@ class ChunkedLinear:
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield each chunk's rows and outputs; the next chunk's take their place."""
         N, V = self.x.shape[0], self.weight.shape[0]
-        buffer = torch.empty((min(self.chunk_rows, N), V), dtype=self.x.dtype, device=self.x.device)
+        # Rows that begin at odd addresses make cuBLAS read and write a number at a time.
+        size = (min(self.chunk_rows, N), cdiv(V, ALIGNED) * ALIGNED)
+        buffer = torch.empty(size, dtype=self.x.dtype, device=self.x.device)[:, :V]
         for start in range(0, max(N, 1), self.chunk_rows):  # at least one: the gradients over no token are zeros
             rows = slice(start, min(start + self.chunk_rows, N))
             outputs = buffer[: rows.stop - rows.start]

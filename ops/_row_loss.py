@@ -249,7 +249,7 @@ def row_gradients(
 ) -> None:
     """Launch the backward kernel, for the gradient of each row `[...]` or of all of them `[]`, divided by `divisor`.
 
-    `dlogits`, which it fills, is contiguous, and may be `logits` itself.
+    The rows of `dlogits`, which it fills, are contiguous, and may be those of `logits`.
     """
     logits, dlogits = as_rows(logits), as_rows(dlogits)
     grad = grad.reshape(-1) if grad.dim() else grad
