@@ -183,12 +183,7 @@ def add_rms_norm_cost(
     resized=add_rms_norm_resized,
     workloads=add_rms_norm_workloads,
     cost=add_rms_norm_cost,
-    choices=(
-        "under Inductor the forward pass of rows up to 16,384 columns is PyTorch's own operations, fused with the sums "
-        "around them: in a Llama layer of hidden size 2048 a graph keeps 8,192 bytes of each token less for the "
-        "backward pass (55,432, not 63,624), which computes the outputs of its two norms again. The backward pass "
-        "is the kernel: both passes take 1.12 times the floor at 8192x8192 on an H200, all of Inductor's own code 1.97",
-    ),
+    choices=norm.CHOICES,
 )
 def add_rms_norm(
     input: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0

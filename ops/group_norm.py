@@ -430,6 +430,11 @@ def group_norm_cost(
     resized=group_norm_resized,
     workloads=group_norm_workloads,
     cost=group_norm_cost,
+    choices=(
+        "rows that do not fit in registers are read twice, 5 passes where the floor counts 3 in the backward pass: on "
+        "an H200 1.8 to 2.1 times the floor, as far as L2 has the second reading. 30 configurations were timed; those "
+        "of a row's length are beside the code",
+    ),
 )
 def group_norm(
     input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
