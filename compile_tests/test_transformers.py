@@ -1,6 +1,7 @@
 """`llmk.transformers`: what `patch` promises beside equal losses, on a small Llama."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -472,14 +473,14 @@ def test_cuda_graphs(device: torch.device):
         assert_same_training(model, original, compiled, input_ids=ids, labels=ids)
 
 
-def test_trainer():
+def test_trainer(tmp_path: Path):
     """transformers' own loop, with the model patched by the callback: the losses of the unpatched model."""
     pytest.importorskip("accelerate")
 
     def losses(model: Any, *callbacks: Any) -> list[float]:
         rows = [{"input_ids": row, "labels": row} for row in ids.tolist()]
         settings = transformers.TrainingArguments(
-            output_dir="unused", max_steps=4, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+            output_dir=str(tmp_path), max_steps=4, per_device_train_batch_size=2, gradient_accumulation_steps=2,
             logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=ids.device.type == "cpu",
         )  # fmt: skip
         with torch.device("cpu"):  # where batches are made
