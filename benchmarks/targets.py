@@ -111,7 +111,10 @@ TARGETS: dict[tuple[str, str], Target] = {
 
 
 def measured_ms(row: dict[str, Any]) -> float:
-    """The time of forward and backward to show: sustained where matrix products rule, else replayed, else as called."""
+    """The time of forward and backward to show: sustained where matrix products rule, else replayed, else as called.
+
+    Ways many times slower than others are not sustained.
+    """
     if row["bound"] == "matrix" and row.get("full_sustained_ms"):
         return row["full_sustained_ms"]
     return row.get("replayed_ms") or row["full_ms"]
@@ -168,7 +171,7 @@ def _forward_ms(row: dict[str, Any]) -> float:
 
 def _judged_ms(row: dict[str, Any], target: Target) -> float:
     if target.unit == "products":
-        return row.get("full_sustained_ms") or row["full_ms"]  # ways many times slower are not run for a second
+        return measured_ms(row)
     return row["full_ms"] if target.unit == "ms" else row.get("replayed_ms") or row["full_ms"]
 
 
