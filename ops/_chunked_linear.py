@@ -60,21 +60,25 @@ class ChunkedLinear:
         self.shape = input.shape
         self.x = input.reshape(-1, input.shape[-1])
         self.weight, self.bias = weight, bias
-        self.chunk_rows = chunk_rows(self.x, weight.shape[0] if classes is None else classes, chunk_size)
+        V = weight.shape[0]
+        self.chunk_rows = chunk_rows(self.x, V if classes is None else classes, chunk_size)
+        # cuBLAS takes five times as long for a product whose sizes are odd: what is left over has one of its own.
+        whole = V // ALIGNED * ALIGNED
+        self.class_parts = [part for part in (slice(whole, V), slice(0, whole)) if part.start < part.stop]
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield each chunk's rows and outputs; the next chunk's take their place."""
         N, V = self.x.shape[0], self.weight.shape[0]
-        # Rows that begin at odd addresses make cuBLAS read and write a number at a time.
-        size = (min(self.chunk_rows, N), cdiv(V, ALIGNED) * ALIGNED)
+        size = (min(self.chunk_rows, N), cdiv(V, ALIGNED) * ALIGNED)  # rows that begin at aligned addresses
         buffer = torch.empty(size, dtype=self.x.dtype, device=self.x.device)[:, :V]
         for start in range(0, max(N, 1), self.chunk_rows):  # at least one: the gradients over no token are zeros
             rows = slice(start, min(start + self.chunk_rows, N))
             outputs = buffer[: rows.stop - rows.start]
-            if self.bias is None:
-                torch.mm(self.x[rows], self.weight.t(), out=outputs)
-            else:
-                torch.addmm(self.bias, self.x[rows], self.weight.t(), out=outputs)
+            for part in self.class_parts:
+                if self.bias is None:
+                    torch.mm(self.x[rows], self.weight[part].t(), out=outputs[:, part])
+                else:
+                    torch.addmm(self.bias[part], self.x[rows], self.weight[part].t(), out=outputs[:, part])
             yield rows, outputs
 
 
@@ -108,10 +112,11 @@ class LinearGradients:
                 self.dx_rows[rows].zero_()
             return
         first = rows.start == 0
-        if need_dx:
-            _add_product(self.dx_rows[rows], dlogits, self.linear.weight, first=True)
-        if need_dw:
-            _add_product(self.dw, dlogits.t(), self.linear.x[rows], first)
+        for i, part in enumerate(self.linear.class_parts):
+            if need_dx:  # the few left-over classes first: the others' product rounds their sum
+                _add_product(self.dx_rows[rows], dlogits[:, part], self.linear.weight[part], first=i == 0)
+            if need_dw:
+                _add_product(self.dw[part], dlogits[:, part].t(), self.linear.x[rows], first)
         if need_db:
             total = dlogits.sum(0, dtype=torch.float32)
             self.db = total if first else self.db.add_(total)

@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops._norm import row_moments, sum_pair
-from llmk.registry import cdiv, empty, wrap_triton
+from llmk.ops._rows import row_shares
+from llmk.registry import cdiv, empty, num_programs, wrap_triton
 
 
 @triton.jit
@@ -110,7 +111,7 @@ def layer_norm_long_backward_kernel(
         w = tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
     dw = tl.zeros((BLOCK_N,), dtype=tl.float32)
     db = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    for row in tl.range(program, M, tl.num_programs(0), num_stages=2):
+    for row in range(program, M, tl.num_programs(0)):
         dy = tl.load(dy_ptr + row * dy_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
         if HAS_DB:
             db += dy
@@ -144,6 +145,11 @@ def _wide_tile(dy: Tensor, weight: Tensor | None) -> dict[str, int]:
     # H200, bf16, 4096x16384, times the floor of forward and backward: 1.38; one row ahead 1.88, twice the warps 1.56.
     stage = WIDE_BLOCK * (4 * dy.element_size() + (weight.element_size() if weight is not None else 0))
     return {"BLOCK_N": WIDE_BLOCK, "num_warps": WIDE_WARPS, "NUM_STAGES": 3 if 2 * stage <= 160 * 1024 else 2}
+
+
+def long_programs(N: int, wide: int, device: torch.device) -> int:
+    """Of the backward pass, for each block of columns: pairs of programs for rows up to `wide` columns."""
+    return cdiv(num_programs(device, 1), 2) if wide >= N else row_shares(cdiv(N, LONG_BACKWARD["BLOCK_N"]), device)
 
 
 def long_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor, stats: Tensor, eps: float) -> None:

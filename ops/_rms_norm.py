@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops._rows import Strides, row_starts, strided_rows, sum_partials
+from llmk.ops._rows import Strides, row_shares, row_starts, strided_rows, sum_partials
 from llmk.registry import at_most, cdiv, empty, next_power_of_2, num_programs, recomputed_in_backward, wrap_triton
 
 
@@ -177,7 +177,7 @@ def rms_norm_long_backward_kernel(
     if w_ptr is not None:
         w = tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset
     dw = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    for row in tl.range(program, M, tl.num_programs(0), num_stages=2):
+    for row in range(program, M, tl.num_programs(0)):
         rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.load(ms_ptr + row)))
         h_start = row_starts(row, h_stride, h_inner, h_inner_stride)
         h = tl.load(h_ptr + h_start + cols, mask=cols < N, other=0.0).to(tl.float32)
@@ -224,25 +224,29 @@ def _tile(N: int, elements: int) -> dict[str, int]:
 
 
 def _forward_tile(N: int) -> dict[str, int]:
-    # H200, bf16, times the floor: 1.07 at 32768x4096, 1.13 at 8192x8192, 1.14 at 4096x16384, 1.09 at 65536x1024,
-    # 1.17 at 262144x128; twice the warps cost up to 0.14 more.
-    return _tile(N, 2048)
+    # H200, bf16, times the floor: 1.08 at 32768x4096, 1.14 at 8192x8192, 1.14 at 4096x16384, 1.11 at 65536x1024,
+    # 1.17 at 262144x128. 8 warps instead of 16 where 8192 elements hold a row: at 5120 columns 1.22, not 1.38.
+    tile = _tile(N, 2048)
+    return tile | {"num_warps": 8} if tile["BLOCK_N"] == 8192 else tile
 
 
 def _backward_tile(N: int, element_size: int, tensors: int) -> dict[str, int]:
     """For reading so many tensors: h, dy and perhaps dh."""
     # H200, bf16, times the floor: 1.08 at 32768x4096, 1.15 at 8192x8192, 1.33 at 262144x128, each with the programs of
     # _programs and three stages of prefetch; one stage costs 0.1 more. Forward and backward, 65536x1024: 1.09, with 8
-    # warps 1.11; 4096x16384: 1.25, where 16 warps can have 128 registers, which take no weight besides h, dy and dw.
+    # warps 1.11; 4096x16384: 1.25, where 16 warps can have 128 registers, which take no weight besides h, dy and dw;
+    # where an sm_80's shared memory does not take two more rows, one more is worse than none: 1.37.
     hold = N <= 8192
     tile = _tile(N, 2048 if N <= 1024 else 4096)
     tile["num_warps"] = (4 if N <= 1024 else 8) if hold else 16
     stage = tile["BLOCK_M"] * tile["BLOCK_N"] * element_size * (tensors if hold else tensors + 1)
     # All stages but one are in shared memory, of which an sm_80 gives 163 KiB.
-    return tile | {"HOLD_WEIGHT": hold, "NUM_STAGES": 3 if stage <= 65536 else 2}
+    return tile | {"HOLD_WEIGHT": hold, "NUM_STAGES": 3 if stage <= 65536 else 1}
 
 
-LONG_FORWARD = {"BLOCK_N": 4096, "num_warps": 8}
+# One program on each multiprocessor, so that the second pass finds the rows under way in L2. H200, bf16, times the
+# floor: 1.71 at 128,256 columns, 1.72 at 262,144; 4096 elements with 8 warps 1.88 and 2.55.
+LONG_FORWARD = {"BLOCK_N": 8192, "num_warps": 32}
 LONG_BACKWARD_BLOCK = 1024
 
 
@@ -300,11 +304,12 @@ def backward(
     h, h_strides = strided_rows(h)
     weight, ms, N = _contiguous(weight), ms.contiguous(), h.shape[-1]
     M = h.numel() // N
-    programs = at_most(M, _programs(N, h.device))
-    partials = empty((programs, N), torch.float32, h.device) if need_dw else None
     rows = (dy, dy_strides), (dh, dh_strides), (h, h_strides), (weight, NO_STRIDES)
     row_bytes = N * h.element_size()
-    if row_bytes <= MAX_BACKWARD_BYTES // 2 or (row_bytes <= MAX_BACKWARD_BYTES and _aligned(N, *rows)):
+    held = row_bytes <= MAX_BACKWARD_BYTES // 2 or (row_bytes <= MAX_BACKWARD_BYTES and _aligned(N, *rows))
+    programs = at_most(M, _programs(N, h.device) if held else row_shares(cdiv(N, LONG_BACKWARD_BLOCK), h.device))
+    partials = empty((programs, N), torch.float32, h.device) if need_dw else None
+    if held:
         wrap_triton(rms_norm_backward_kernel)[(programs,)](
             dy, dh, h, weight, ms, dx, partials, M, N, *dy_strides, *dh_strides, *h_strides, eps, offset,
             **_backward_tile(N, h.element_size(), 2 if dh is None else 3),

@@ -40,6 +40,8 @@ from llmk.ops._rows import as_rows
 from llmk.registry import cdiv, empty, next_power_of_2, wrap_triton
 
 LOG2E = tl.constexpr(1.4426950408889634)
+ALIGNED = tl.constexpr(16)
+"""Elements: Triton takes a number for a multiple of 16 or for no multiple of anything."""
 
 
 class Columns(NamedTuple):
@@ -104,29 +106,70 @@ def counts_of(target, weight_ptr, num_classes, ignore_index):
 
 
 @triton.jit
-def row_statistics(x_ptr, weight_ptr, V, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr):
+def _first_aligned(start, V, UNALIGNED: tl.constexpr):
+    """Columns before the first that Triton may take to be ALIGNED elements from the tensor's beginning or a multiple.
+
+    From there on a thread reads 16 bytes at a time, where no mask cuts a block short.
+    """
+    head = tl.cast(0, tl.int32)
+    if UNALIGNED:
+        head = tl.minimum((-start) & (ALIGNED - 1), V).to(tl.int32)
+        start = tl.multiple_of(start + head, ALIGNED)
+    return head, start
+
+
+@triton.jit
+def _add_block(
+    m, total, weight_sum, below, x_ptr, weight_ptr, cols, end,
+    SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """A row's running statistics with the columns below `end` counted in; all are, unless MASKED."""
+    mask = cols < end if MASKED else None
+    x = capped(tl.load(x_ptr + cols, mask=mask, other=float("-inf") if MASKED else None), SOFTCAP)
+    if MASKED:
+        x = tl.where(mask, x, float("-inf"))
+    new_m = tl.maximum(m, tl.max(x, axis=0))
+    # Subtracting -inf from -inf would be NaN where nothing finite has been seen yet.
+    base = tl.where(new_m == float("-inf"), 0.0, new_m)
+    total = total * tl.exp2((m - base) * LOG2E) + tl.sum(tl.exp2((x - base) * LOG2E), axis=0)
+    if SMOOTH:
+        w = tl.cast(cols < end, tl.float32)
+        if weight_ptr is not None:
+            w = tl.load(weight_ptr + cols, mask=cols < end, other=0.0).to(tl.float32)
+        below += tl.where(m == float("-inf"), 0.0, weight_sum * (base - m))
+        below += tl.sum(tl.where(cols < end, w * (base - x), 0.0), axis=0)
+        weight_sum += tl.sum(w, axis=0)
+    return new_m, total, weight_sum, below
+
+
+@triton.jit
+def row_statistics(
+    x_ptr, start, weight_ptr, V,
+    SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, UNALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
     """A row's maximum and sum, and with smoothing sum_c(w_c) and sum_c(w_c * (m - x_c)): small where x is large."""
     m = tl.full((), float("-inf"), dtype=tl.float32)
     total = tl.full((), 0.0, dtype=tl.float32)
     weight_sum = tl.full((), 0.0, dtype=tl.float32)
     below = tl.full((), 0.0, dtype=tl.float32)
-    for start in range(0, V, BLOCK_V):
-        cols = start + tl.arange(0, BLOCK_V)
-        mask = cols < V
-        x = capped(tl.load(x_ptr + cols, mask=mask, other=float("-inf")), SOFTCAP)
-        x = tl.where(mask, x, float("-inf"))
-        new_m = tl.maximum(m, tl.max(x, axis=0))
-        # Subtracting -inf from -inf would be NaN where nothing finite has been seen yet.
-        base = tl.where(new_m == float("-inf"), 0.0, new_m)
-        total = total * tl.exp2((m - base) * LOG2E) + tl.sum(tl.exp2((x - base) * LOG2E), axis=0)
-        if SMOOTH:
-            w = tl.cast(mask, tl.float32)
-            if weight_ptr is not None:
-                w = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-            below += tl.where(m == float("-inf"), 0.0, weight_sum * (base - m))
-            below += tl.sum(tl.where(mask, w * (base - x), 0.0), axis=0)
-            weight_sum += tl.sum(w, axis=0)
-        m = new_m
+    head, first = _first_aligned(start, V, UNALIGNED)  # type: ignore[misc]
+    if UNALIGNED:
+        m, total, weight_sum, below = _add_block(
+            m, total, weight_sum, below, x_ptr + start, weight_ptr, tl.arange(0, ALIGNED), head, SMOOTH, SOFTCAP, True
+        )
+        if weight_ptr is not None:
+            weight_ptr += head
+    x_ptr += first
+    V -= head
+    whole = V // BLOCK_V * BLOCK_V
+    for col in range(0, whole, BLOCK_V):
+        m, total, weight_sum, below = _add_block(
+            m, total, weight_sum, below, x_ptr, weight_ptr, col + tl.arange(0, BLOCK_V), V, SMOOTH, SOFTCAP, False
+        )
+    for col in range(whole, V, BLOCK_V):  # once, or not at all
+        m, total, weight_sum, below = _add_block(
+            m, total, weight_sum, below, x_ptr, weight_ptr, col + tl.arange(0, BLOCK_V), V, SMOOTH, SOFTCAP, True
+        )
     return m, total, weight_sum, below
 
 
@@ -146,17 +189,18 @@ def loss_of(
 def cross_entropy_kernel(
     x_ptr, target_ptr, weight_ptr, loss_ptr, count_ptr, stats_ptr,
     M, V, x_stride, ignore_index, smoothing, z_loss,
-    SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr,
+    SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, UNALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     smoothing = tl.cast(smoothing, tl.float32)
     z_loss = tl.cast(z_loss, tl.float32)
     row = tl.program_id(0).to(tl.int64)
-    x_ptr += row * x_stride
-    m, total, weight_sum, below = row_statistics(x_ptr, weight_ptr, V, SMOOTH, SOFTCAP, BLOCK_V)  # type: ignore[misc]
-    logsum = tl.log(total)
     target = tl.load(target_ptr + row).to(tl.int64)
     counts, valid, w_t = counts_of(target, weight_ptr, V, ignore_index)  # type: ignore[misc]
-    x_t = capped(tl.load(x_ptr + target, mask=valid, other=0.0), SOFTCAP)
+    x_t = capped(tl.load(x_ptr + row * x_stride + target, mask=valid, other=0.0), SOFTCAP)
+    m, total, weight_sum, below = row_statistics(  # type: ignore[misc]
+        x_ptr, row * x_stride, weight_ptr, V, SMOOTH, SOFTCAP, UNALIGNED, BLOCK_V
+    )
+    logsum = tl.log(total)
     loss = loss_of(m, logsum, weight_sum, below, x_t, w_t, counts, valid, V, smoothing, z_loss, SMOOTH)
     tl.store(loss_ptr + row, loss)
     tl.store(count_ptr + row, w_t)
@@ -165,38 +209,23 @@ def cross_entropy_kernel(
 
 
 @triton.jit
-def _classes(cols, V, first_class, num_classes):
-    """The class of each column, and how many there are; what is left out costs a kernel nothing."""
+def _classes(V, first_class, num_classes):
+    """The class of column 0, and how many classes there are, where the columns are not all of them."""
     if first_class is None:
-        classes, num_classes = cols, V
-    else:
-        classes = first_class + cols
-    return classes, num_classes
+        first_class, num_classes = 0, V
+    return first_class, num_classes
 
 
 @triton.jit
-def cross_entropy_backward_kernel(
-    grad_ptr, divisor_ptr, x_ptr, target_ptr, weight_ptr, weight_sum_ptr, stats_ptr, dx_ptr,
-    M, V, grad_stride, x_stride, dx_stride, ignore_index, smoothing, z_loss, first_class, num_classes,
-    SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr,
+def _store_gradient(
+    x_ptr, dx_ptr, cols, end, classes, num_classes, target, counts, w_t, g, m, total, weight_ptr, weight_sum_ptr,
+    smoothing, z_loss, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    smoothing = tl.cast(smoothing, tl.float32)
-    z_loss = tl.cast(z_loss, tl.float32)
-    program, blocks = tl.program_id(0), tl.cdiv(V, BLOCK_V)  # neighbours in time are neighbours in memory
-    row = (program // blocks).to(tl.int64)
-    cols = (program % blocks) * BLOCK_V + tl.arange(0, BLOCK_V)
-    classes, num_classes = _classes(cols, V, first_class, num_classes)  # type: ignore[misc]
-    target = tl.load(target_ptr + row).to(tl.int64)
-    counts, valid, w_t = counts_of(target, weight_ptr, num_classes, ignore_index)  # type: ignore[misc]
-    mask = cols < V
+    """The gradient of a row's columns below `end`; all are, unless MASKED."""
+    mask = cols < end if MASKED else None
     # A row that does not count is not read: its gradient is zero whatever it holds.
-    x = capped(tl.load(x_ptr + row * x_stride + cols, mask=mask & counts, other=0.0), SOFTCAP)
-    m = tl.load(stats_ptr + row)
-    total = tl.load(stats_ptr + M + row)
+    x = capped(tl.load(x_ptr + cols, mask=mask & counts if MASKED else counts, other=0.0), SOFTCAP)
     p = tl.exp2((x - m) * LOG2E) / total
-    g = tl.load(grad_ptr + row * grad_stride)
-    if divisor_ptr is not None:
-        g = g / tl.load(divisor_ptr)  # div_rn's slow path would cost 40 registers
     # Differences first: where p is near 1 each nearly cancels, and what else p carries must not be rounded with them.
     dx = w_t * (p - tl.where(classes == target, 1.0, 0.0))
     if SMOOTH:
@@ -204,13 +233,57 @@ def cross_entropy_backward_kernel(
         w = 1.0
         if weight_ptr is not None:
             weight_sum = tl.load(weight_sum_ptr)
-            w = tl.load(weight_ptr + classes, mask=mask, other=0.0).to(tl.float32)
+            w = tl.load(weight_ptr + classes, mask=cols < end, other=0.0).to(tl.float32)
         dx = (1.0 - smoothing) * dx + smoothing / num_classes * (weight_sum * p - w)
     dx += 2.0 * z_loss * (m + tl.log(total)) * p
     if SOFTCAP > 0:
         dx *= 1.0 - (x / SOFTCAP) * (x / SOFTCAP)
-    dx = tl.where(valid, g * dx, tl.where(counts, float("nan"), 0.0))
-    tl.store(dx_ptr + row * dx_stride + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    dx = tl.where(counts, g * dx, 0.0)
+    tl.store(dx_ptr + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def cross_entropy_backward_kernel(
+    grad_ptr, divisor_ptr, x_ptr, target_ptr, weight_ptr, weight_sum_ptr, stats_ptr, dx_ptr,
+    M, V, grad_stride, x_stride, dx_stride, ignore_index, smoothing, z_loss, first_class, num_classes,
+    SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, UNALIGNED: tl.constexpr, RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    smoothing = tl.cast(smoothing, tl.float32)
+    z_loss = tl.cast(z_loss, tl.float32)
+    program, blocks = tl.program_id(0), tl.cdiv(V, BLOCK_V)  # neighbours in time are neighbours in memory
+    row, block = (program // blocks).to(tl.int64), program % blocks
+    first_class, num_classes = _classes(V, first_class, num_classes)  # type: ignore[misc]
+    target = tl.load(target_ptr + row).to(tl.int64)
+    counts, valid, w_t = counts_of(target, weight_ptr, num_classes, ignore_index)  # type: ignore[misc]
+    m = tl.load(stats_ptr + row)
+    total = tl.load(stats_ptr + M + row)
+    g = tl.load(grad_ptr + row * grad_stride)
+    if divisor_ptr is not None:
+        g = g / tl.load(divisor_ptr)  # div_rn's slow path would cost 40 registers
+    g = tl.where(valid, g, float("nan"))
+    head, x_first = _first_aligned(row * x_stride, V, UNALIGNED)  # type: ignore[misc]
+    _, dx_first = _first_aligned(row * dx_stride, V, UNALIGNED)  # type: ignore[misc]
+    if UNALIGNED and block == 0:
+        cols = tl.arange(0, ALIGNED)
+        _store_gradient(  # type: ignore[misc]
+            x_ptr + row * x_stride, dx_ptr + row * dx_stride, cols, head, first_class + cols, num_classes,
+            target, counts, w_t, g, m, total, weight_ptr, weight_sum_ptr, smoothing, z_loss, SMOOTH, SOFTCAP, True,
+        )  # fmt: skip
+    x_ptr += x_first
+    dx_ptr += dx_first
+    V -= head
+    first_class += head
+    cols = block * BLOCK_V + tl.arange(0, BLOCK_V)
+    if RAGGED and block * BLOCK_V + BLOCK_V <= V:
+        _store_gradient(  # type: ignore[misc]
+            x_ptr, dx_ptr, cols, V, first_class + cols, num_classes,
+            target, counts, w_t, g, m, total, weight_ptr, weight_sum_ptr, smoothing, z_loss, SMOOTH, SOFTCAP, False,
+        )  # fmt: skip
+    else:
+        _store_gradient(  # type: ignore[misc]
+            x_ptr, dx_ptr, cols, V, first_class + cols, num_classes,
+            target, counts, w_t, g, m, total, weight_ptr, weight_sum_ptr, smoothing, z_loss, SMOOTH, SOFTCAP, True,
+        )  # fmt: skip
 
 
 def forward_block(V: int) -> dict[str, int]:
@@ -224,6 +297,14 @@ def _backward_block(V: int) -> dict[str, int]:
     return {"BLOCK_V": min(4096, next_power_of_2(V)), "num_warps": 4}
 
 
+def unaligned(*rows: Tensor) -> bool:
+    """Whether rows `[M, V]` of aligned tensors begin at any element, in each tensor at the same."""
+    stride = rows[0].stride(0)
+    return stride % ALIGNED.value != 0 and all(
+        (x.stride(0) - stride) % ALIGNED.value == 0 and x.storage_offset() * x.element_size() % 16 == 0 for x in rows
+    )
+
+
 def row_losses(logits: Tensor, target: Tensor, options: Options) -> Rows:
     """Launch the forward kernel over `[..., V]` logits and `[...]` targets."""
     logits, target = as_rows(logits), target.contiguous()
@@ -233,7 +314,7 @@ def row_losses(logits: Tensor, target: Tensor, options: Options) -> Rows:
     wrap_triton(cross_entropy_kernel)[(M,)](
         logits, target, options.contiguous_weight(), loss, count, stats,
         M, V, logits.stride(0), options.ignore_index, options.smoothing, options.z_loss,
-        SMOOTH=options.smoothing > 0, SOFTCAP=options.softcap, **forward_block(V),
+        SMOOTH=options.smoothing > 0, SOFTCAP=options.softcap, UNALIGNED=unaligned(logits), **forward_block(V),
     )  # fmt: skip
     return Rows(loss, count, stats)
 
@@ -261,7 +342,8 @@ def row_gradients(
         stats.contiguous(), dlogits,
         M, V, grad.stride(0) if grad.dim() else 0, logits.stride(0), dlogits.stride(0),
         options.ignore_index, options.smoothing, options.z_loss, first_class, num_classes,
-        SMOOTH=options.smoothing > 0, SOFTCAP=options.softcap, **block,
+        SMOOTH=options.smoothing > 0, SOFTCAP=options.softcap, UNALIGNED=unaligned(logits, dlogits),
+        RAGGED=V % ALIGNED.value != 0, **block,
     )  # fmt: skip
 
 

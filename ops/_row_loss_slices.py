@@ -40,6 +40,7 @@ from llmk.ops._row_loss import (
     forward_block,
     loss_of,
     row_statistics,
+    unaligned,
 )
 from llmk.registry import cdiv, empty, wrap_triton
 
@@ -50,16 +51,17 @@ STATISTICS, STATISTICS_SMOOTH = 3, 5
 @triton.jit
 def slice_statistics_kernel(
     x_ptr, target_ptr, weight_ptr, out_ptr, M, V, x_stride, first_class, num_classes, ignore_index,
-    SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr,
+    SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, UNALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    x_ptr += row * x_stride
-    if weight_ptr is not None:
-        weight_ptr += first_class
-    m, total, weight_sum, below = row_statistics(x_ptr, weight_ptr, V, SMOOTH, SOFTCAP, BLOCK_V)  # type: ignore[misc]
     target = tl.load(target_ptr + row).to(tl.int64)
     here = (target != ignore_index) & (target >= first_class) & (target < num_classes) & (target - first_class < V)
-    x_t = capped(tl.load(x_ptr + target - first_class, mask=here, other=float("-inf")), SOFTCAP)
+    x_t = capped(tl.load(x_ptr + row * x_stride + target - first_class, mask=here, other=float("-inf")), SOFTCAP)
+    if weight_ptr is not None:
+        weight_ptr += first_class
+    m, total, weight_sum, below = row_statistics(  # type: ignore[misc]
+        x_ptr, row * x_stride, weight_ptr, V, SMOOTH, SOFTCAP, UNALIGNED, BLOCK_V
+    )
     tl.store(out_ptr + row, m)
     tl.store(out_ptr + M + row, total)
     tl.store(out_ptr + 2 * M + row, tl.where(here, x_t, float("-inf")))
@@ -123,7 +125,7 @@ def slice_statistics(logits: Tensor, target: Tensor, options: Options) -> Tensor
     wrap_triton(slice_statistics_kernel)[(M,)](
         logits, target, options.contiguous_weight(), out, M, V, logits.stride(0),
         *options.columns, options.ignore_index,
-        SMOOTH=options.smoothing > 0, SOFTCAP=options.softcap, **forward_block(max(V, 1)),
+        SMOOTH=options.smoothing > 0, SOFTCAP=options.softcap, UNALIGNED=unaligned(logits), **forward_block(max(V, 1)),
     )  # fmt: skip
     return out
 

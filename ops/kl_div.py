@@ -73,6 +73,13 @@ def _exp(x):
 
 
 @triton.jit
+def _exp_for(logs):
+    """exp(logs), for a result of the dtype of logs: only float32 shows what exp2 of a rounded product loses."""
+    x = logs.to(tl.float32)
+    return _exp(x) if logs.dtype == tl.float32 else tl.exp2(x * LOG2E)  # type: ignore[misc]
+
+
+@triton.jit
 def _log_for_product(x):
     """Logarithm in float32, to 1.1 units in the last place, of an x >= 0 that the result is multiplied by.
 
@@ -146,12 +153,13 @@ def kl_div_backward_kernel(
     # Last tiles first: the forward pass ended there, and left them in L2.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     rows, cols, mask = _tile(tile, M, N, BLOCK_M, BLOCK_N)  # type: ignore[misc]
-    t = tl.load(t_ptr + rows * t_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    target = tl.load(t_ptr + rows * t_stride + cols, mask=mask, other=0.0)
+    t = target.to(tl.float32)
     if REDUCED:
         g = tl.div_rn(tl.load(grad_ptr).to(tl.float32), tl.cast(divisor, tl.float32))
     else:
         g = tl.load(grad_ptr + rows * grad_stride_m + cols * grad_stride_n, mask=mask, other=0.0).to(tl.float32)
-    weight = _exp(t) if LOG_TARGET else t  # type: ignore[misc]
+    weight = _exp_for(target) if LOG_TARGET else t  # type: ignore[misc]
     if dx_ptr is not None:
         tl.store(dx_ptr + rows * N + cols, (-g * weight).to(dx_ptr.dtype.element_ty), mask=mask)
     if dt_ptr is not None:

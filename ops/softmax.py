@@ -99,7 +99,10 @@ def _tile(N: int, elements: int) -> dict[str, int]:
     """Rows per program, to make up so many elements, and sixteen elements a thread while warps last."""
     block_n = next_power_of_2(max(N, 1))
     block_m = max(1, elements // block_n)
-    warps = most_warps() if N > MAX_SHARED else min(16, max(4, block_m * block_n // 512))
+    # 16 elements a thread, 32 of rows past 4096, where threads wait for each other less: H200, bf16, times the floor at
+    # 5120 columns 1.28 forward and 1.05 backward, with twice the warps 1.55 and 1.20.
+    warps = min(16, max(4, block_m * block_n // (512 if block_n <= 4096 else 1024)))
+    warps = most_warps() if N > MAX_SHARED else warps
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps}
 
 
