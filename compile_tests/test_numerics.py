@@ -8,6 +8,7 @@ import torch
 
 from llmk.opcheck import path_taken
 from llmk.opcheck.calls import call, require_accurate
+from llmk.ops._row_loss_short import LONGEST_SHORT
 from llmk.registry import OPS, Op
 from llmk.registry.launch import INTERPRET
 
@@ -59,12 +60,13 @@ def test_samples_cover_the_edges(name: str, device: torch.device) -> None:
     assert all(s.why for s in samples)
 
 
-@pytest.mark.parametrize("target", [10, -1, 2**40])
+@pytest.mark.parametrize("V", [10, LONGEST_SHORT + 1])
+@pytest.mark.parametrize("target", ["V", -1, 2**40 + 1])
 @pytest.mark.kernels
-def test_a_target_out_of_range(target: int, device: torch.device) -> None:
+def test_a_target_out_of_range(target: int | str, V: int, device: torch.device) -> None:
     """The CPU raises; kernels, which cannot without waiting, touch nothing outside and give NaN."""
-    logits, linear_weight = torch.randn(4, 10, device=device), torch.randn(10, 10, device=device)
-    targets = torch.tensor([1, target, 2, 3], device=device)
+    logits, linear_weight = torch.randn(4, V, device=device, requires_grad=True), torch.randn(V, V, device=device)
+    targets = torch.tensor([1, V if target == "V" else target, 2, 3], device=device)
     for loss in (
         lambda: torch.ops.llmk.cross_entropy(logits, targets),
         lambda: torch.ops.llmk.fused_linear_ce(logits, linear_weight, targets),
@@ -78,3 +80,21 @@ def test_a_target_out_of_range(target: int, device: torch.device) -> None:
     if path_taken(device) != "reference":
         losses = torch.ops.llmk.cross_entropy(logits, targets, reduction="none")
         assert losses.isnan().tolist() == [False, True, False, False]
+        (gradient,) = torch.autograd.grad(losses.sum(), logits)
+        assert gradient.isnan().all(dim=1).tolist() == gradient.isnan().any(dim=1).tolist() == losses.isnan().tolist()
+
+
+@pytest.mark.parametrize("V", [10, LONGEST_SHORT + 1])
+@pytest.mark.kernels
+def test_rows_that_do_not_count_have_no_gradient(V: int, device: torch.device) -> None:
+    """Whatever they hold; in plain PyTorch 0 * NaN is NaN."""
+    if path_taken(device) == "reference":
+        pytest.skip("about the kernels")
+    special = torch.tensor([float("nan"), float("inf"), -float("inf")], device=device)
+    logits = torch.cat((torch.randn(2, V, device=device), special[:, None].expand(3, V))).requires_grad_()
+    targets = torch.tensor([1, 2, -100, -100, -100], device=device)
+    loss = torch.ops.llmk.cross_entropy(logits, targets, label_smoothing=0.1, softcap=4.0, z_loss=1e-2)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    assert loss.isfinite()
+    assert gradient.isfinite().all()
+    assert (gradient != 0).any(dim=1).tolist() == [True, True, False, False, False]

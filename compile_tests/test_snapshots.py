@@ -226,7 +226,7 @@ KERNELS = {
     "swiglu": ["gated_unit_kernel"],
     "geglu": ["gated_unit_kernel"],
     "relu_squared": ["relu_squared_kernel"],
-    "cross_entropy": ["cross_entropy_kernel", "mean_of_rows_kernel"],
+    "cross_entropy": ["cross_entropy_short_kernel", "mean_of_rows_kernel"],
 }
 BACKWARD_KERNELS = {
     "rms_norm": ["rms_norm_backward_kernel", "sum_partials_kernel"],
@@ -237,7 +237,7 @@ BACKWARD_KERNELS = {
     "geglu": ["gated_unit_backward_kernel"],
     "relu_squared": ["relu_squared_backward_kernel"],
     "fused_linear_ce": ["scale_kernel", "scale_kernel"],
-    "cross_entropy": ["cross_entropy_backward_kernel"],
+    "cross_entropy": ["cross_entropy_short_backward_kernel"],
 }
 DECODER_LAYERS = {variant.name: variant for variant in variants(list(OPS), everything=True)}
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from llmk.ops._chunked_linear import ChunkedLinear, LinearGradients
-from llmk.ops._row_loss import Options, RowLoss, Rows
+from llmk.ops._row_loss import RowLoss, Rows
+from llmk.ops._row_loss_math import Options
 from llmk.registry import autocast_dtype, check_dtype, check_same, check_shape
 
 

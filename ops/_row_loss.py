@@ -23,7 +23,7 @@ which in float32 loses the digits of large logits. Backward reads the logits onc
 exp(x - m) / sum and writes the gradient. One program takes a row forward, whatever its length, and a block of one
 backward. Both directions in one program, the second reading from L2, were tried on an H200: of 4096x128256 logits in
 bf16 the two kernels take 0.79 ms, the one 0.79 to 1.6; rows split over programs that wait for each other, which read
-once, 0.95 to 1.4.
+once, 0.95 to 1.4. Rows of few classes have kernels of their own, in `_row_loss_short.py`.
 """
 
 from collections.abc import Callable
@@ -34,38 +34,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops._math import tanh
 from llmk.ops._reduce import mean_of_rows, sum_to_scalar
+from llmk.ops._row_loss_math import LOG2E, Options, capped, classes_of, counts_of, loss_of
+from llmk.ops._row_loss_short import is_short, short_gradients, short_losses
 from llmk.ops._rows import as_rows
 from llmk.registry import cdiv, empty, next_power_of_2, wrap_triton
 
-LOG2E = tl.constexpr(1.4426950408889634)
 ALIGNED = tl.constexpr(16)
 """Elements: Triton takes a number for a multiple of 16 or for no multiple of anything."""
-
-
-class Columns(NamedTuple):
-    """Which classes the columns of the logits are, where they are a slice of them."""
-
-    first_class: int  # column 0
-    num_classes: int  # of all slices together
-
-
-class Options(NamedTuple):
-    """What distinguishes one cross entropy from another; target and weight are over all classes, not a slice."""
-
-    weight: Tensor | None
-    ignore_index: int
-    smoothing: float
-    softcap: float
-    z_loss: float
-    columns: Columns | None = None  # None: the columns are all classes
-
-    def contiguous_weight(self) -> Tensor | None:
-        return self.weight.contiguous() if self.weight is not None else None
-
-    def weight_sum(self) -> Tensor | None:
-        return self.weight.sum(dtype=torch.float32) if self.weight is not None and self.smoothing else None
 
 
 class Rows(NamedTuple):
@@ -78,31 +54,6 @@ class Rows(NamedTuple):
     @classmethod
     def cat(cls, parts: "list[Rows]") -> "Rows":
         return parts[0] if len(parts) == 1 else cls(*(torch.cat(part, dim=-1) for part in zip(*parts, strict=True)))
-
-
-@triton.jit
-def capped(logits, SOFTCAP: tl.constexpr):
-    """x in float32."""
-    x = logits.to(tl.float32)
-    if SOFTCAP > 0:
-        if logits.dtype == tl.float32:
-            x = SOFTCAP * tanh(x / SOFTCAP)
-        else:
-            # A third of the instructions, which took longer than the memory. Digits of small x are lost that 16 bits
-            # cannot tell: where c = 30 the error is 6e-6 at most.
-            x = SOFTCAP - 2.0 * SOFTCAP / (tl.exp2(x * (2.0 * LOG2E / SOFTCAP)) + 1.0)
-    return x
-
-
-@triton.jit
-def counts_of(target, weight_ptr, num_classes, ignore_index):
-    """Whether a row's int64 target counts, whether it is a class, and its class weight."""
-    counts = target != ignore_index
-    valid = counts & (target >= 0) & (target < num_classes)
-    w_t = tl.cast(counts, tl.float32)
-    if weight_ptr is not None:
-        w_t = tl.load(weight_ptr + target, mask=valid, other=0.0).to(tl.float32)
-    return counts, valid, w_t
 
 
 @triton.jit
@@ -174,18 +125,6 @@ def row_statistics(
 
 
 @triton.jit
-def loss_of(
-    m, logsum, weight_sum, below, x_t, w_t, counts, valid, num_classes, smoothing, z_loss, SMOOTH: tl.constexpr
-):
-    """The loss of rows from their statistics and their targets' x."""
-    loss = w_t * (logsum - (x_t - m))
-    if SMOOTH:
-        loss = (1.0 - smoothing) * loss + smoothing / num_classes * (weight_sum * logsum + below)
-    loss += z_loss * (m + logsum) * (m + logsum)
-    return tl.where(valid, loss, tl.where(counts, float("nan"), 0.0))  # out of range: NaN, and nothing was read there
-
-
-@triton.jit
 def cross_entropy_kernel(
     x_ptr, target_ptr, weight_ptr, loss_ptr, count_ptr, stats_ptr,
     M, V, x_stride, ignore_index, smoothing, z_loss,
@@ -206,14 +145,6 @@ def cross_entropy_kernel(
     tl.store(count_ptr + row, w_t)
     tl.store(stats_ptr + row, m)
     tl.store(stats_ptr + M + row, total)
-
-
-@triton.jit
-def _classes(V, first_class, num_classes):
-    """The class of column 0, and how many classes there are, where the columns are not all of them."""
-    if first_class is None:
-        first_class, num_classes = 0, V
-    return first_class, num_classes
 
 
 @triton.jit
@@ -252,7 +183,7 @@ def cross_entropy_backward_kernel(
     z_loss = tl.cast(z_loss, tl.float32)
     program, blocks = tl.program_id(0), tl.cdiv(V, BLOCK_V)  # neighbours in time are neighbours in memory
     row, block = (program // blocks).to(tl.int64), program % blocks
-    first_class, num_classes = _classes(V, first_class, num_classes)  # type: ignore[misc]
+    first_class, num_classes = classes_of(0, V, first_class, num_classes)  # type: ignore[misc]
     target = tl.load(target_ptr + row).to(tl.int64)
     counts, valid, w_t = counts_of(target, weight_ptr, num_classes, ignore_index)  # type: ignore[misc]
     m = tl.load(stats_ptr + row)
@@ -311,6 +242,9 @@ def row_losses(logits: Tensor, target: Tensor, options: Options) -> Rows:
     M, V = logits.shape
     loss, count = (empty(target.shape, torch.float32, logits.device) for _ in range(2))
     stats = empty((2, *target.shape), torch.float32, logits.device)
+    if is_short(V):
+        short_losses(logits, target, loss, count, stats, options)
+        return Rows(loss, count, stats)
     wrap_triton(cross_entropy_kernel)[(M,)](
         logits, target, options.contiguous_weight(), loss, count, stats,
         M, V, logits.stride(0), options.ignore_index, options.smoothing, options.z_loss,
@@ -335,6 +269,9 @@ def row_gradients(
     logits, dlogits = as_rows(logits), as_rows(dlogits)
     grad = grad.reshape(-1) if grad.dim() else grad
     M, V = logits.shape
+    if is_short(V):
+        short_gradients(grad, divisor, logits, target, stats, dlogits, options)
+        return
     block = _backward_block(V)
     first_class, num_classes = options.columns or (None, None)
     wrap_triton(cross_entropy_backward_kernel)[(M * cdiv(V, block["BLOCK_V"]),)](

@@ -29,19 +29,15 @@ from torch import Tensor
 from llmk.ops._row_loss import (
     CPU,
     KERNELS,
-    LOG2E,
-    Options,
     RowLoss,
     Rows,
-    capped,
     capped_cpu,
     class_index,
-    counts_of,
     forward_block,
-    loss_of,
     row_statistics,
     unaligned,
 )
+from llmk.ops._row_loss_math import LOG2E, Options, capped, counts_of, loss_of
 from llmk.registry import cdiv, empty, wrap_triton
 
 STATISTICS, STATISTICS_SMOOTH = 3, 5

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops._row_loss import CPU, KERNELS, Options, RowLoss
+from llmk.ops._row_loss import CPU, KERNELS, RowLoss
+from llmk.ops._row_loss_math import Options
+from llmk.ops._row_loss_short import LONGEST_SHORT
 from llmk.registry import (
     PARTIAL,
     WHOLE,
@@ -216,6 +218,11 @@ def cross_entropy_samples(device: torch.device, dtype: torch.dtype) -> Iterator[
         kwargs = {"weight": weight, "reduction": reduction, "ignore_index": 5, **everything}
         yield Sample((logits(11, 37), ignoring(classes(37, 11), 5)), kwargs, why=f"every option, {reduction}")
         yield Sample((logits(9, 21), ignoring(classes(21, 9))), {"reduction": reduction}, why=f"no option, {reduction}")
+    for V in (LONGEST_SHORT - 1, LONGEST_SHORT, LONGEST_SHORT + 1):
+        yield Sample((logits(19, V), ignoring(classes(V, 19))), why=f"no option, {V} classes")
+        weight = torch.rand(V, device=device, dtype=dtype) + 0.5
+        kwargs = {"weight": weight, "ignore_index": 5, **everything}
+        yield Sample((logits(5, V), ignoring(classes(V, 5), 5)), kwargs, why=f"every option, {V} classes")
     yield Sample((logits(7, 19), classes(19, 7)), {"label_smoothing": 0.2}, why="label smoothing")
     yield Sample((logits(7, 19), classes(19, 7)), {"softcap": 30.0}, why="softcap")
     yield Sample((logits(7, 19), classes(19, 7)), {"z_loss": 1e-3}, why="z-loss")

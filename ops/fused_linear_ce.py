@@ -39,6 +39,7 @@ from llmk.ops._linear_ce import (
     saved_dtype,
 )
 from llmk.ops._row_loss import CPU, KERNELS
+from llmk.ops._row_loss_short import LONGEST_SHORT
 from llmk.ops.cross_entropy import check_loss_options, cross_entropy_reference
 from llmk.registry import PARTIAL, WHOLE, Cost, KernelOp, Sample, Tolerance, public_op, row_axes, whole_only
 from llmk.registry.launch import PLAIN_TENSORS
@@ -231,6 +232,9 @@ def fused_linear_ce_samples(device: torch.device, dtype: torch.dtype) -> Iterato
         yield Sample((randn(11, 12), randn(37, 12), classes(37, 11)), kwargs, why=f"every option, {reduction}")
         target = classes(37, 2, 5)
         yield Sample((randn(2, 5, 12), randn(37, 12), target), {"reduction": reduction}, why=f"no option, {reduction}")
+    V = LONGEST_SHORT + 1
+    kwargs = {"weight": torch.rand(V, device=device, dtype=dtype) + 0.5, "chunk_size": 4, **everything}
+    yield Sample((randn(5, 12), randn(V, 12), classes(V, 5)), kwargs, why=f"every option, {V} classes")
     yield Sample((randn(0, 16), randn(32, 16), classes(32, 0)), {"reduction": "sum"}, why="no tokens")
     yield Sample((randn(16), randn(32, 16), classes(32, 1)[0]), why="one token, one dimension")
     yield Sample((randn(5, 1), randn(1, 1), torch.zeros(5, device=device, dtype=torch.int64)), why="one feature, class")

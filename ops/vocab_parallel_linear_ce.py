@@ -38,7 +38,7 @@ from llmk.ops._linear_ce import (
     row_by_row_gradients,
     saved_dtype,
 )
-from llmk.ops._row_loss import Columns, Options
+from llmk.ops._row_loss_math import Columns, Options
 from llmk.ops._row_loss_slices import SLICE_CPU, SLICE_KERNELS, SliceLoss, group_size, row_loss_over, sum_over
 from llmk.ops.cross_entropy import check_loss_options
 from llmk.ops.fused_linear_ce import fused_linear_ce_cost, fused_linear_ce_reference, fused_linear_ce_resized
