@@ -16,12 +16,12 @@ from llmk.registry import at_most, cdiv, next_power_of_2, num_programs, wrap_tri
 
 
 @triton.jit
-def _target_column(target, valid, first_class, V):
+def _target_column(target, first_class, V):
     """Where the rows' targets are, -1 where in no column: 32 bits, which compare in half the instructions of 64."""
     column = target
     if first_class is not None:
         column -= first_class
-    return tl.where(valid & (column >= 0) & (column < V), column, -1).to(tl.int32)
+    return tl.where((column >= 0) & (column < V), column, -1).to(tl.int32)
 
 
 @triton.jit
@@ -49,13 +49,12 @@ def cross_entropy_short_kernel(
         if SOFTCAP > 0:
             x = tl.where(mask, x, float("-inf"))  # again: capped, it is -c
         counts, valid, w_t = counts_of(target, weight_ptr, V, ignore_index)  # type: ignore[misc]
-        hit = cols[None, :] == _target_column(target, valid, None, V)[:, None]
+        hit = cols[None, :] == _target_column(target, None, V)[:, None]
         m = tl.max(x, axis=1)
-        base = tl.where(m == float("-inf"), 0.0, m)[:, None]  # -inf less -inf would be NaN
-        total, x_t = sum_pair(tl.exp2((x - base) * LOG2E), tl.where(hit, x, 0.0), 1)  # type: ignore[misc]
+        total, x_t = sum_pair(tl.exp2((x - m[:, None]) * LOG2E), tl.where(hit, x, 0.0), 1)  # type: ignore[misc]
         below = 0.0
         if SMOOTH:
-            below = tl.sum(tl.where(mask, w * (base - x), 0.0), axis=1)
+            below = tl.sum(tl.where(mask, w * (m[:, None] - x), 0.0), axis=1)
         loss = loss_of(m, tl.log(total), weight_sum, below, x_t, w_t, counts, valid, V, smoothing, z_loss, SMOOTH)
         tl.store(loss_ptr + rows, loss, mask=row_mask)
         tl.store(count_ptr + rows, w_t, mask=row_mask)
@@ -86,7 +85,7 @@ def cross_entropy_short_backward_kernel(
     classes, num_classes = classes_of(cols, V, first_class, num_classes)  # type: ignore[misc]
     counts, valid, w_t = counts_of(target, weight_ptr, num_classes, ignore_index)  # type: ignore[misc]
     g = tl.where(valid, g, float("nan"))  # of a target out of range
-    hit = cols[None, :] == _target_column(target, valid, first_class, V)[:, None]
+    hit = cols[None, :] == _target_column(target, first_class, V)[:, None]
     p = tl.exp2((x - m[:, None]) * LOG2E) * tl.div_rn(1.0, total)[:, None]
     # Differences first: where p is near 1 each nearly cancels, and what else p carries must not be rounded with them.
     dx = w_t[:, None] * (p - tl.where(hit, 1.0, 0.0))
