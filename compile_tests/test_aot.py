@@ -7,6 +7,7 @@ bfloat16, and each kernel once more as its first sample launches it.
 
 import functools
 import inspect
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -89,6 +90,18 @@ def test_every_block_has_room_for_its_threads(target: str) -> None:
 def test_arithmetic_is_not_in_double_precision(name: str) -> None:
     for launch in _launches(name, "sm_90"):
         assert ".f64" not in _compile(launch, "sm_90").asm["ptx"], aot.describe(launch)
+
+
+def _pairs_of_sums(code: str) -> int:
+    return len(re.findall(r'"tt\.reduce"\(%\S+, ', code))
+
+
+@each_op
+def test_no_pair_of_sums_is_made_twice(name: str) -> None:
+    """To save a conversion between layouts, Triton 3.6 may let each thread add up whole rows, value after value."""
+    for launch in _launches(name, "sm_90"):
+        asm = _compile(launch, "sm_90").asm
+        assert _pairs_of_sums(asm["ttgir"]) <= _pairs_of_sums(asm["ttir"]), aot.describe(launch)
 
 
 @each_op

@@ -109,15 +109,19 @@ def group_norm_backward_kernel(
             if dx_ptr is not None:
                 if w_ptr is not None:
                     dy *= w
+                # Flat to the end: where a sum went back to channels and places, Triton 3.6 added up each row again, in
+                # every thread, one value after the other.
+                g, c = _flat(dy), _flat(c)
                 if BLOCK_C * BLOCK_S == 1:
-                    dx = dy * c  # zero, and NaN where PyTorch's is
+                    dx = g * c  # zero, and NaN where PyTorch's is
                 else:
-                    total = tl.sum(_flat(dy), axis=1) / (C * S)
-                    g = tl.where(mask, dy - total[:, None, None], 0.0)  # so that g * c is zero there too
-                    rest, dot = sum_pair(_flat(g), _flat(g * c), 1)  # type: ignore[misc]
-                    g -= (rest / (C * S))[:, None, None]  # corrected like mean
+                    total = tl.sum(g, axis=1) / (C * S)
+                    g = tl.where(_flat(mask), g - total[:, None], 0.0)  # so that g * c is zero there too
+                    rest, dot = sum_pair(g, g * c, 1)  # type: ignore[misc]
+                    g -= (rest / (C * S))[:, None]  # corrected like mean
                     dot = tl.div_rn(dot / (C * S), var)
-                    dx = rstd[:, None, None] * (g - c * dot[:, None, None])
+                    dx = rstd[:, None] * (g - c * dot[:, None])
+                dx = tl.reshape(dx, offsets.shape)
                 tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     _, affine, affine_mask = _channels(block, BLOCK_G, G, C, BLOCK_G, BLOCK_C)  # type: ignore[misc]
     if HAS_DW or HAS_DB:
