@@ -240,8 +240,8 @@ def _backward_tile(N: int, element_size: int, tensors: int) -> dict[str, int]:
     tile = _tile(N, 2048 if N <= 1024 else 4096)
     tile["num_warps"] = (4 if N <= 1024 else 8) if hold else 16
     stage = tile["BLOCK_M"] * tile["BLOCK_N"] * element_size * (tensors if hold else tensors + 1)
-    # All stages but one are in shared memory, of which an sm_80 gives 163 KiB.
-    return tile | {"HOLD_WEIGHT": hold, "NUM_STAGES": 3 if stage <= 65536 else 1}
+    # All stages but one are in shared memory, of which an sm_80 gives 163 KiB; with dh and no prefetch registers spill.
+    return tile | {"HOLD_WEIGHT": hold, "NUM_STAGES": 3 if stage <= 65536 else 1 if tensors == 2 else 2}
 
 
 # One program on each multiprocessor, so that the second pass finds the rows under way in L2. H200, bf16, times the

@@ -103,7 +103,7 @@ def cross_entropy_short_backward_kernel(
     tl.store(dx_ptr + rows[:, None] * dx_stride + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-LONGEST_SHORT = 2048
+LONGEST_SHORT = 1024
 """Classes of the longest row that these kernels take."""
 MOST_ROWS = 128
 """Of a tile: with more than a thread has one, what is kept of each row takes the registers."""
@@ -113,26 +113,23 @@ def is_short(V: int) -> bool:
     return V <= LONGEST_SHORT
 
 
-def _tile(V: int, elements: int, each: int) -> dict[str, int]:
-    """Whole rows, to make up so many elements, and warps for so many of a thread."""
+def _tile(V: int) -> dict[str, int]:
+    """Whole rows, to make up 1024 elements, 16 of a thread."""
+    # H200, bf16, 2^26 elements, times the floor of the gradient: 1.28 at 256 classes, 1.40 at 1000, where a program for
+    # each row took 3.18 and 1.63; twice the elements and warps 1.29 and 1.41.
     block_v = next_power_of_2(V)
-    block_m = min(MOST_ROWS, max(1, elements // block_v))
-    return {"BLOCK_M": block_m, "BLOCK_V": block_v, "num_warps": max(1, block_m * block_v // (32 * each))}
+    block_m = min(MOST_ROWS, max(1, 1024 // block_v))
+    return {"BLOCK_M": block_m, "BLOCK_V": block_v, "num_warps": max(1, block_m * block_v // 512)}
 
 
 def _forward_launch(M: int, V: int, device: torch.device) -> tuple[int, dict[str, int]]:
     """The number of programs, 64 warps on each multiprocessor, and their tile and prefetch."""
-    # H200, bf16, 2^26 elements, times the floor: 2.15 at 256 classes, 2.14 at 1000, 1.72 at 2048; twice the warps 2.29,
-    # 2.78 and 1.99. A program for each row, as long rows have, 7.57, 2.81 and 1.76.
-    tile = _tile(V, 2048, 32)
+    # As above, times the floor of the loss: 2.29 at 256 classes, 2.36 at 1000, where a program for each row took 7.57
+    # and 2.81; twice the elements and warps 2.29 and 2.78, twice the elements alone 2.15 and 2.14, but they spill with
+    # all options. Rows of 2048 classes are as fast in the kernels of long rows.
+    tile = _tile(V)
     programs = at_most(cdiv(M, tile["BLOCK_M"]), num_programs(device, 64 // tile["num_warps"]))
     return programs, tile | {"NUM_STAGES": 3}
-
-
-def _backward_tile(V: int) -> dict[str, int]:
-    # H200, bf16, 2^26 elements, times the floor of the gradient: 1.28 at 256 classes, 1.40 at 1000, 1.10 at 2048; with a
-    # program for each row 3.18, 1.63 and 1.17.
-    return _tile(V, 1024, 16)
 
 
 def short_losses(logits: Tensor, target: Tensor, loss: Tensor, count: Tensor, stats: Tensor, options: Options) -> None:
@@ -152,7 +149,7 @@ def short_gradients(
 ) -> None:  # fmt: skip
     """Fill dlogits `[M, V]`, which may be the logits, for the gradient of each row `[M]` or of all of them `[]`."""
     M, V = logits.shape
-    tile = _backward_tile(V)
+    tile = _tile(V)
     first_class, num_classes = options.columns or (None, None)
     wrap_triton(cross_entropy_short_backward_kernel)[(cdiv(M, tile["BLOCK_M"]),)](
         grad, divisor, logits, target.contiguous(), options.contiguous_weight(), options.weight_sum(),
