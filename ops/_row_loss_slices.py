@@ -33,7 +33,7 @@ from llmk.ops._row_loss import (
     Rows,
     capped_cpu,
     class_index,
-    forward_block,
+    row_block,
     row_statistics,
     unaligned,
 )
@@ -121,7 +121,7 @@ def slice_statistics(logits: Tensor, target: Tensor, options: Options) -> Tensor
     wrap_triton(slice_statistics_kernel)[(M,)](
         logits, target, options.contiguous_weight(), out, M, V, logits.stride(0),
         *options.columns, options.ignore_index,
-        SMOOTH=options.smoothing > 0, SOFTCAP=options.softcap, UNALIGNED=unaligned(logits), **forward_block(max(V, 1)),
+        SMOOTH=options.smoothing > 0, SOFTCAP=options.softcap, UNALIGNED=unaligned(logits), **row_block(max(V, 1)),
     )  # fmt: skip
     return out
 

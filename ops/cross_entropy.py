@@ -245,7 +245,7 @@ def cross_entropy_resized(rows: int, device: torch.device, dtype: torch.dtype) -
 
 
 def cross_entropy_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    for rows, classes in [(8192, 32000), (8192, 128256), (4096, 256000)]:
+    for rows, classes in [(8192, 32000), (8192, 128256), (4096, 256000), (8192, 50257)]:
         logits = torch.randn(rows, classes, device=device, dtype=dtype)
         yield Sample((logits, torch.randint(0, classes, (rows,), device=device)), why=f"{rows}x{classes}")
 
