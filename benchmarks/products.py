@@ -27,13 +27,18 @@ def linear_ce_products(
     def full() -> None:
         dx, dw = torch.empty_like(x), torch.empty_like(weight)
         for rows, logits in linear.chunks():
-            torch.mm(logits, weight, out=dx[rows])
-            if rows.start == 0:
-                torch.mm(logits.t(), x[rows], out=dw)
-            else:
-                torch.addmm(dw, logits.t(), x[rows], out=dw)
+            for i, part in enumerate(linear.class_parts):
+                _add_product(dx[rows], logits[:, part], weight[part], first=i == 0)
+                _add_product(dw[part], logits[:, part].t(), x[rows], first=rows.start == 0)
 
     return forward, full
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    if first:
+        torch.mm(a, b, out=total)
+    else:
+        torch.addmm(total, a, b, out=total)
 
 
 PRODUCTS = {"fused_linear_ce": linear_ce_products}

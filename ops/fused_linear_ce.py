@@ -278,8 +278,8 @@ def fused_linear_ce_cost(input: Tensor, linear_weight: Tensor, target: Tensor, *
         "run for a second on an H200, it takes 1.04 to 1.08 times its own matrix products. At 8192x2048x151936 those "
         "are 22.6 ms of 24.4; the rest is, at the speed of a copy, 1.7 ms of three passes over the logits, and 0.3 ms "
         "of dW's scaling in the backward pass",
-        "classes that are left over by a multiple of 16 have products of their own: at 4096x2048x50257 a product of all "
-        "takes cuBLAS 1.7 to 8.6 ms, one of 50,256 classes 1.1, and the rest .03",
+        "classes that are left over by a multiple of 16 have products of their own: at 4096x2048x50257 a product of "
+        "all takes cuBLAS 1.7 to 8.6 ms, one of 50,256 classes 1.1, and the rest 0.03",
         "two passes over the logits instead of three were tried: for 4096x128256 in bfloat16 the two kernels take "
         "0.78 ms; one program for both directions of a row, which keeps a quarter of it in registers and finds the "
         "rest in L2, 0.73 to 0.82, and at 151936 and 256000 classes at most 1% less than the two; rows split over "
