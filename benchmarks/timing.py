@@ -5,6 +5,7 @@ median over all rounds counts. A chip that warms up, or a neighbour that comes a
 """
 
 import contextlib
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +23,7 @@ def first_line(error: BaseException) -> str:
     """What a row says of a failure."""
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
-    lines = str(error).strip().splitlines()
+    lines = re.sub(r"\x1b\[[\d;]*m", "", str(error)).strip().splitlines()  # in no colours
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:60]
 
 

@@ -15,7 +15,7 @@ from benchmarks.targets import PRODUCTS, TARGETS, judge, measured_ms, peers  # n
 
 RESULTS = ROOT / "benchmarks" / "results"
 TIMES, GROWTH = RESULTS / "ops-h200.json", RESULTS / "growth-h200.json"
-STEPS = RESULTS / "train-step-h200.json"
+STEPS, CHUNKS = RESULTS / "train-step-h200.json", RESULTS / "chunks-h200.json"
 LAUNCH_MS = 0.01  # a multiple of a floor below what a launch takes says nothing
 
 Row = dict[str, Any]
@@ -55,6 +55,8 @@ def benchmark_tables(plots: Path) -> str:
     parts.append(_scrolling(_memory_table(fused)))
     charts_of_memory = (plots / f"{op}-memory.svg" for op in dict.fromkeys(row["op"] for row in fused))
     parts += [f"![peak memory](ops/plots/{chart.name})" for chart in charts_of_memory if chart.exists()]
+    if CHUNKS.exists():
+        parts += _chunks(json.loads(CHUNKS.read_text()))
     if GROWTH.exists():
         parts += ["## Growth", *_growth(json.loads(GROWTH.read_text()))]
     if STEPS.exists():
@@ -153,6 +155,22 @@ def _memory_table(rows: list[Row]) -> Iterator[str]:
 
 def _mib(row: Row) -> str:
     return row["error"] if "error" in row else f"{row['peak_mib']:,.0f}"
+
+
+def _chunks(results: Row) -> Iterator[str]:
+    N, H, V = results["shape"]
+    yield (
+        f"What `chunk_size` trades in `fused_linear_ce`, {N:,} tokens, hidden size {H:,}, {V:,} classes: forward and "
+        "backward back to back, beside the products alone in the same chunks. Past three chunks the weight's gradient "
+        "is summed in float32, which takes more memory here than smaller chunks save. "
+        f"`python -m benchmarks.chunks`, {results['date']}, one {results['device']}."
+    )
+    lines = ["| tokens in a chunk | ms | products ms | ratio | MiB |", "|---|---|---|---|---|"]
+    for row in sorted(results["rows"], key=lambda row: row["chunk_rows"]):
+        chosen = "" if row["chunk_size"] else " (chosen by default)"
+        cells = [f"{row['chunk_rows']:,}{chosen}", _ms(row["ms"]), _ms(row["products_ms"])]
+        lines.append(f"| {' | '.join(cells)} | {row['ms'] / row['products_ms']:.3f} | {row['mib']:,.0f} |")
+    yield _scrolling(iter(lines))
 
 
 def _growth(results: Row) -> Iterator[str]:

@@ -30,7 +30,16 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops._rows import Strides, row_shares, row_starts, strided_rows, sum_partials
-from llmk.registry import at_most, cdiv, empty, next_power_of_2, num_programs, recomputed_in_backward, wrap_triton
+from llmk.registry import (
+    at_most,
+    cdiv,
+    empty,
+    most_warps,
+    next_power_of_2,
+    num_programs,
+    recomputed_in_backward,
+    wrap_triton,
+)
 
 
 @triton.jit
@@ -244,9 +253,12 @@ def _backward_tile(N: int, element_size: int, tensors: int) -> dict[str, int]:
     return tile | {"HOLD_WEIGHT": hold, "NUM_STAGES": 3 if stage <= 65536 else 1 if tensors == 2 else 2}
 
 
-# One program on each multiprocessor, so that the second pass finds the rows under way in L2. H200, bf16, times the
-# floor: 1.71 at 128,256 columns, 1.72 at 262,144; 4096 elements with 8 warps 1.88 and 2.55.
-LONG_FORWARD = {"BLOCK_N": 8192, "num_warps": 32}
+def _long_forward_tile() -> dict[str, int]:
+    # One program on each multiprocessor, so that the second pass finds the rows under way in L2. H200, bf16, times the
+    # floor: 1.71 at 128,256 columns, 1.72 at 262,144; 4096 elements with 8 warps 1.88 and 2.55.
+    return {"BLOCK_N": 8192, "num_warps": most_warps()}
+
+
 LONG_BACKWARD_BLOCK = 1024
 
 
@@ -288,7 +300,7 @@ def forward(
         )
     else:
         wrap_triton(rms_norm_long_kernel)[(M,)](
-            x, residual, weight, y, h, ms, N, *x_strides, *residual_strides, eps, offset, **LONG_FORWARD
+            x, residual, weight, y, h, ms, N, *x_strides, *residual_strides, eps, offset, **_long_forward_tile()
         )
     return y, h, ms
 
@@ -317,7 +329,7 @@ def backward(
     else:
         dot = empty((M,), torch.float32, h.device)
         wrap_triton(rms_norm_long_backward_dot_kernel)[(M,)](
-            dy, h, weight, ms, dot, N, *dy_strides, *h_strides, offset, **LONG_FORWARD
+            dy, h, weight, ms, dot, N, *dy_strides, *h_strides, offset, **_long_forward_tile()
         )
         wrap_triton(rms_norm_long_backward_kernel)[(programs, cdiv(N, LONG_BACKWARD_BLOCK))](
             dy, dh, h, weight, ms, dot, dx, partials, M, N, *dy_strides, *dh_strides, *h_strides, offset,
@@ -332,7 +344,7 @@ CHOICES = (
     "under Inductor the forward pass of rows up to 16,384 columns is PyTorch's own operations, fused with the sums "
     "around them: in a Llama layer of hidden size 2048 a graph keeps 8,192 bytes of each token less for the backward "
     "pass (55,432, not 63,624), which computes the outputs of its two norms again",
-    "alone in a graph that form takes 1.12 times the floor at 32768x4096 on an H200, forward and backward, the kernel "
+    "alone in a graph that form takes 1.11 times the floor at 32768x4096 on an H200, forward and backward, the kernel "
     "1.07",
     "the backward pass is the kernel. Inductor's own makes a training step of Llama-3.2-1B's shape 0.6% faster (228.8 "
     "ms, not 230.1), as it takes in sums of gradients, but alone it takes 1.31 times the floor at 32768x4096 and 1.98 "

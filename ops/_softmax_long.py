@@ -77,9 +77,9 @@ def softmax_long_backward_kernel(dy_ptr, y_ptr, dx_ptr, M, N, dy_stride, LANES: 
 
 # One row under way on each multiprocessor, 256 KiB of a tensor at 131,072 columns of bfloat16, half of what is not held
 # still to be read again, on average, from an H200's 50 MB of L2; 64 KiB of loads in flight make up for the one program.
-# A prototype of these loops on an H200, bf16, 4096x131072, times the floor: forward 1.19, backward 1.32. With nothing
-# held 1.40 and 1.46, two blocks of half the size 1.31 and 1.51. Two such blocks, a program for each row 1.27 forward,
-# three and 16 warps 1.28. Rows split over programs that wait for each other took 1.5 at best.
+# H200, bf16, times the floor at 4096x131072: forward 1.19, backward 1.33; with nothing held 1.40 and 1.46. Prototypes:
+# two blocks of half the size held 1.31 and 1.51; two such blocks, a program for each row 1.27 forward, three and 16
+# warps 1.28; rows split over programs that wait for each other 1.5 at best.
 BYTES = 65536
 
 
