@@ -218,7 +218,7 @@ def cross_entropy_samples(device: torch.device, dtype: torch.dtype) -> Iterator[
         kwargs = {"weight": weight, "reduction": reduction, "ignore_index": 5, **everything}
         yield Sample((logits(11, 37), ignoring(classes(37, 11), 5)), kwargs, why=f"every option, {reduction}")
         yield Sample((logits(9, 21), ignoring(classes(21, 9))), {"reduction": reduction}, why=f"no option, {reduction}")
-    for V in (LONGEST_SHORT - 1, LONGEST_SHORT, LONGEST_SHORT + 1):
+    for V in (LONGEST_SHORT - 1, LONGEST_SHORT, LONGEST_SHORT + 1, LONGEST_SHORT + 16):
         yield Sample((logits(19, V), ignoring(classes(V, 19))), why=f"no option, {V} classes")
         weight = torch.rand(V, device=device, dtype=dtype) + 0.5
         kwargs = {"weight": weight, "ignore_index": 5, **everything}
@@ -236,6 +236,7 @@ def cross_entropy_samples(device: torch.device, dtype: torch.dtype) -> Iterator[
     yield Sample((1e4 * logits(4, 50), classes(50, 4)), {"label_smoothing": 0.1}, why="large values")
     masked = logits(4, 40).masked_fill(torch.arange(40, device=device) < 20, float("-inf"))
     yield Sample((masked, torch.randint(20, 40, (4,), device=device)), why="half the classes at -inf")
+    yield Sample((logits(3, 12_304), ignoring(classes(12_304, 3))), why="12,304 classes: whole blocks and a part")
     yield Sample((logits(2, 100_003), classes(100_003, 2)), {"label_smoothing": 0.1}, why="100,003 classes")
 
 
