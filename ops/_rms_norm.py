@@ -349,9 +349,9 @@ CHOICES = (
     "the backward pass is the kernel. Inductor's own makes a training step of Llama-3.2-1B's shape 0.6% faster (228.8 "
     "ms, not 230.1), as it takes in sums of gradients, but alone it takes 1.31 times the floor at 32768x4096 and 1.98 "
     "at 8192x8192",
-    "in one compiled Llama layer with its loss, 8192 tokens, all kernels but products and attention take 1.25 ms in "
-    "the chosen forms at hidden size 2048, 1.42 with llmk's kernels alone and 1.88 in plain PyTorch; at 4096 1.94, "
-    "1.79 and 2.35 (`python -m benchmarks.layer`)",
+    "in one compiled Llama layer with its loss, 8192 tokens, all kernels but products and attention take 1.25 and 1.27 "
+    "ms in two runs in the chosen forms at hidden size 2048, 1.42 and 1.15 with llmk's kernels alone, 1.88 and 1.71 in "
+    "plain PyTorch; at 4096 1.94, 1.79 and 2.35 (`python -m benchmarks.layer`): the choice is one for memory",
 )
 
 
