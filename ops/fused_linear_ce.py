@@ -275,9 +275,9 @@ def fused_linear_ce_cost(input: Tensor, linear_weight: Tensor, target: Tensor, *
     workloads=fused_linear_ce_workloads,
     cost=fused_linear_ce_cost,
     choices=(
-        "run for a second on an H200, it takes 1.04 to 1.08 times its own matrix products. At 8192x2048x151936 those "
-        "are 22.6 ms of 24.4; the rest is, at the speed of a copy, 1.7 ms of three passes over the logits, and 0.3 ms "
-        "of dW's scaling in the backward pass",
+        "run for a second on an H200, it takes 1.04 to 1.08 times its own matrix products, 1.13 at 4096x2048x50257. At "
+        "8192x2048x151936 those are 22.7 ms of 24.5; the rest is, at the speed of a copy, 1.7 ms of three passes over "
+        "the logits, and 0.3 ms of dW's scaling in the backward pass",
         "classes that are left over by a multiple of 16 have products of their own: at 4096x2048x50257 a product of "
         "all takes cuBLAS 1.7 to 8.6 ms, one of 50,256 classes 1.1, and the rest 0.03",
         "two passes over the logits instead of three were tried: for 4096x128256 in bfloat16 the two kernels take "
@@ -332,7 +332,8 @@ def fused_linear_ce(
         z_loss: `z_loss * logsumexp(logits)**2` is added to the loss of every row that counts; 0 is off.
         chunk_size: Tokens whose logits exist at a time. 0 chooses: on a GPU the fewest equal chunks of at most 1.33 GiB
             of logits, and at least two where there are more than H tokens; on a CPU a million logits. Beyond three
-            chunks dW is summed in float32, which takes a float32 buffer of its size, and the logits 1 GiB at most.
+            chunks dW is summed in float32, which takes a float32 buffer of its size, and the logits 1 GiB at most:
+            where dW is larger than a chunk's logits, more chunks take more memory, not less.
 
     Returns:
         float32: a scalar, or `[...]` with reduction "none". The mean over no row is NaN.
