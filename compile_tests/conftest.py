@@ -1,5 +1,8 @@
 """`pytest --device DEVICE` runs the same suite anywhere; with TRITON_INTERPRET=1 only tests marked `kernels` run."""
 
+import os
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -31,6 +34,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.config.getoption("--device"))
+
+
+@pytest.fixture
+def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What this run compiles ahead it compiles once, for all its processes; the home directory stays as it was."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # each process has a folder of its own in the run's
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(folder / "triton"))
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,6 @@ bfloat16, and each kernel once more as its first sample launches it.
 import functools
 import inspect
 import re
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,7 +18,10 @@ import llmk.ops
 from llmk.registry import OPS, aot
 from llmk.registry.launch import INTERPRET, Launch
 
-pytestmark = pytest.mark.skipif(INTERPRET, reason="TRITON_INTERPRET=1: the kernels are interpreted, not compiled")
+pytestmark = [
+    pytest.mark.skipif(INTERPRET, reason="TRITON_INTERPRET=1: the kernels are interpreted, not compiled"),
+    pytest.mark.usefixtures("compiled_once"),
+]
 
 SHARED_MEMORY = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
 """Bytes that one block may have."""
@@ -28,14 +30,6 @@ THREADS = 1024
 
 each_op = pytest.mark.parametrize("name", OPS)
 each_target = pytest.mark.parametrize("target", aot.TARGETS)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Compile for real once in this module, and leave nothing in the home directory."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
-        yield
 
 
 @functools.cache

@@ -5,8 +5,6 @@ sm_80 has; no GPU is needed.
 number of warps are built; with `--every-configuration` all of them are, found at more sizes.
 """
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -14,17 +12,13 @@ from llmk.registry import OPS, aot
 from llmk.registry.launch import INTERPRET, Launch
 from llmk.registry.sweep import largest_blocks, sweep
 
-pytestmark = pytest.mark.skipif(INTERPRET, reason="TRITON_INTERPRET=1: the kernels are interpreted, not compiled")
+pytestmark = [
+    pytest.mark.skipif(INTERPRET, reason="TRITON_INTERPRET=1: the kernels are interpreted, not compiled"),
+    pytest.mark.usefixtures("compiled_once"),
+]
 
 SM_90 = aot.TARGETS["sm_90"]
 SHARED_MEMORY_OF_SM_80 = 163 * 1024
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
-        yield
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
