@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops._chunked_linear import ChunkedLinear
+from llmk.ops._chunked_linear import ChunkedLinear, add_product
 
 
 def linear_ce_products(
@@ -28,17 +28,10 @@ def linear_ce_products(
         dx, dw = torch.empty_like(x), torch.empty_like(weight)
         for rows, logits in linear.chunks():
             for i, part in enumerate(linear.class_parts):
-                _add_product(dx[rows], logits[:, part], weight[part], first=i == 0)
-                _add_product(dw[part], logits[:, part].t(), x[rows], first=rows.start == 0)
+                add_product(dx[rows], logits[:, part], weight[part], first=i == 0)
+                add_product(dw[part], logits[:, part].t(), x[rows], first=rows.start == 0)
 
     return forward, full
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    if first:
-        torch.mm(a, b, out=total)
-    else:
-        torch.addmm(total, a, b, out=total)
 
 
 PRODUCTS = {"fused_linear_ce": linear_ce_products}

@@ -114,15 +114,15 @@ class LinearGradients:
         first = rows.start == 0
         for i, part in enumerate(self.linear.class_parts):
             if need_dx:  # the few left-over classes first: the others' product rounds their sum
-                _add_product(self.dx_rows[rows], dlogits[:, part], self.linear.weight[part], first=i == 0)
+                add_product(self.dx_rows[rows], dlogits[:, part], self.linear.weight[part], first=i == 0)
             if need_dw:
-                _add_product(self.dw[part], dlogits[:, part].t(), self.linear.x[rows], first)
+                add_product(self.dw[part], dlogits[:, part].t(), self.linear.x[rows], first)
         if need_db:
             total = dlogits.sum(0, dtype=torch.float32)
             self.db = total if first else self.db.add_(total)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     """total += a @ b, in float32 within the product, rounded once to total's dtype."""
     options: dict[str, Any] = {}
     if total.dtype != a.dtype and a.device.type == "cuda":

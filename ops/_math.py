@@ -1,7 +1,11 @@
-"""Functions of one value that Triton has no portable form of."""
+"""Functions of one value that Triton has no portable or no exact form of."""
 
 import triton
 import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LOG2E_LOW = tl.constexpr(1.925963033500997e-08)  # what float32 cuts off it
+LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -17,3 +21,32 @@ def tanh(x):
     near = x + x * z * p
     far = 1.0 - 2.0 / (tl.exp(2.0 * size) + 1.0)
     return tl.where(size < 0.6, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def exp(x):
+    """Exponential in float32; exp2 of a rounded product would lose the digits of large x."""
+    product = x * LOG2E
+    low = tl.fma(x, LOG2E, -product) + x * LOG2E_LOW
+    e = tl.exp2(product)
+    return tl.where(tl.abs(product) < 128.0, e + e * (low * LN2), e)  # beyond, e is 0, inf or NaN
+
+
+@triton.jit
+def log_for_product(x):
+    """Logarithm in float32, to 1.1 units in the last place, of an x >= 0 that the result is multiplied by.
+
+    So it may be any number at 0, at inf and where x is subnormal, which makes it cheaper than a general one.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    exponent = (bits - 0x3F2AAAAB) & -0x800000  # times 2^23, such that f is in [-1/3, 1/3)
+    f = (bits - exponent).to(tl.float32, bitcast=True) - 1.0
+    # log(1 + f) = f + f^2 P(f), P a minimax fit (relative error 0.44 * 2^-24).
+    p = 0.14026383 * f - 0.15388556
+    p = p * f + 0.13995802
+    p = p * f - 0.16415958
+    p = p * f + 0.20011169
+    p = p * f - 0.2500782
+    p = p * f + 0.33333197
+    p = p * f - 0.49999937
+    return exponent.to(tl.float32) * (LN2 / 8388608.0) + (f + f * (f * p))

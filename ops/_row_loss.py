@@ -34,8 +34,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmk.ops._math import LOG2E
 from llmk.ops._reduce import mean_of_rows, sum_to_scalar
-from llmk.ops._row_loss_math import LOG2E, Options, capped, classes_of, counts_of, loss_of
+from llmk.ops._row_loss_math import Options, capped, classes_of, counts_of, loss_of
 from llmk.ops._row_loss_short import is_short, short_gradients, short_losses
 from llmk.ops._rows import as_rows
 from llmk.registry import cdiv, empty, next_power_of_2, wrap_triton

@@ -7,9 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops._math import tanh
-
-LOG2E = tl.constexpr(1.4426950408889634)
+from llmk.ops._math import LOG2E, tanh
 
 
 class Columns(NamedTuple):

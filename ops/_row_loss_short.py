@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmk.ops._math import LOG2E
 from llmk.ops._norm import sum_pair
-from llmk.ops._row_loss_math import LOG2E, Options, capped, classes_of, counts_of, loss_of
+from llmk.ops._row_loss_math import Options, capped, classes_of, counts_of, loss_of
 from llmk.registry import at_most, cdiv, next_power_of_2, num_programs, wrap_triton
 
 

@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmk.ops._math import LOG2E
 from llmk.ops._row_loss import (
     CPU,
     KERNELS,
@@ -37,7 +38,7 @@ from llmk.ops._row_loss import (
     row_statistics,
     unaligned,
 )
-from llmk.ops._row_loss_math import LOG2E, Options, capped, counts_of, loss_of
+from llmk.ops._row_loss_math import Options, capped, counts_of, loss_of
 from llmk.registry import cdiv, empty, wrap_triton
 
 STATISTICS, STATISTICS_SMOOTH = 3, 5

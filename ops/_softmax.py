@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
+from llmk.ops._math import LOG2E
 
 
 @triton.jit

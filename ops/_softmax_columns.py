@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmk.ops._math import LOG2E
 from llmk.ops._norm import sum_pair
-from llmk.ops._softmax import LOG2E, add_exponentials, finite_rest
+from llmk.ops._softmax import add_exponentials, finite_rest
 from llmk.registry import cdiv, next_power_of_2, wrap_triton
 
 

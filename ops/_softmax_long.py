@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmk.ops._math import LOG2E
 from llmk.ops._rows import aligned
-from llmk.ops._softmax import LOG2E, add_exponentials, finite_rest
+from llmk.ops._softmax import add_exponentials, finite_rest
 from llmk.registry import at_most, most_warps, num_programs, wrap_triton
 
 

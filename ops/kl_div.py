@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmk.ops._math import LOG2E, exp, log_for_product
 from llmk.ops._reduce import sum_to_scalar
 from llmk.ops._rows import as_rows
 from llmk.registry import (
@@ -48,9 +49,6 @@ from llmk.registry import (
 )
 
 REDUCTIONS = ("none", "mean", "sum", "batchmean")
-LOG2E = tl.constexpr(1.4426950408889634)
-LOG2E_LOW = tl.constexpr(1.925963033500997e-08)  # what float32 cuts off it
-LN2 = tl.constexpr(0.6931471805599453)
 
 
 def kl_div_reference(input: Tensor, target: Tensor, *, reduction: str = "mean", log_target: bool = False) -> Tensor:
@@ -64,46 +62,17 @@ def kl_div_reference(input: Tensor, target: Tensor, *, reduction: str = "mean", 
 
 
 @triton.jit
-def _exp(x):
-    """Exponential in float32; exp2 of a rounded product would lose the digits of large x."""
-    product = x * LOG2E
-    low = tl.fma(x, LOG2E, -product) + x * LOG2E_LOW
-    e = tl.exp2(product)
-    return tl.where(tl.abs(product) < 128.0, e + e * (low * LN2), e)  # beyond, e is 0, inf or NaN
-
-
-@triton.jit
 def _exp_for(logs):
     """exp(logs), for a result of the dtype of logs: only float32 shows what exp2 of a rounded product loses."""
     x = logs.to(tl.float32)
-    return _exp(x) if logs.dtype == tl.float32 else tl.exp2(x * LOG2E)  # type: ignore[misc]
-
-
-@triton.jit
-def _log_for_product(x):
-    """Logarithm in float32, to 1.1 units in the last place, of an x >= 0 that the result is multiplied by.
-
-    So it may be any number at 0, at inf and where x is subnormal, which makes it cheaper than a general one.
-    """
-    bits = x.to(tl.int32, bitcast=True)
-    exponent = (bits - 0x3F2AAAAB) & -0x800000  # times 2^23, such that f is in [-1/3, 1/3)
-    f = (bits - exponent).to(tl.float32, bitcast=True) - 1.0
-    # log(1 + f) = f + f^2 P(f), P a minimax fit (relative error 0.44 * 2^-24).
-    p = 0.14026383 * f - 0.15388556
-    p = p * f + 0.13995802
-    p = p * f - 0.16415958
-    p = p * f + 0.20011169
-    p = p * f - 0.2500782
-    p = p * f + 0.33333197
-    p = p * f - 0.49999937
-    return exponent.to(tl.float32) * (LN2 / 8388608.0) + (f + f * (f * p))
+    return exp(x) if logs.dtype == tl.float32 else tl.exp2(x * LOG2E)  # type: ignore[misc]
 
 
 @triton.jit
 def _losses(x, t, LOG_TARGET: tl.constexpr):
     if LOG_TARGET:
-        return _exp(t) * (t - x)  # type: ignore[misc]
-    log_t = tl.where(t < 0, float("nan"), _log_for_product(t))  # type: ignore[misc]
+        return exp(t) * (t - x)  # type: ignore[misc]
+    log_t = tl.where(t < 0, float("nan"), log_for_product(t))  # type: ignore[misc]
     return t * log_t - t * x
 
 

@@ -28,9 +28,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmk.ops._math import LOG2E
 from llmk.ops._norm import sum_pair
 from llmk.ops._rows import aligned, as_rows
-from llmk.ops._softmax import LOG2E
 from llmk.ops._softmax_columns import columns_backward, columns_forward
 from llmk.ops._softmax_long import long_backward, long_forward
 from llmk.registry import (
