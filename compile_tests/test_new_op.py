@@ -23,9 +23,11 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def run(copy: Path, *arguments: str) -> str:
+def run(copy: Path, *arguments: str, pythonpath: bool = True) -> str:
     """Run Python in the copy, whose llmk comes before an installed one."""
     environment = os.environ | {"PYTHONPATH": str(copy)}
+    if not pythonpath:
+        del environment["PYTHONPATH"]
     result = subprocess.run(
         [sys.executable, *arguments], cwd=copy, env=environment, capture_output=True, text=True, check=False
     )
@@ -55,7 +57,9 @@ def test_opcheck_passes_it(copy: Path) -> None:
 
 
 def test_tests_include_it(copy: Path) -> None:
-    out = run(copy, "-m", "pytest", "--collect-only", "-o", "addopts=-q", "-p", "no:cacheprovider", "compile_tests")
+    """Started as `pytest compile_tests`, which unlike `python -m pytest` brings no folder to import from."""
+    options = ["--collect-only", "-o", "addopts=-q", "-p", "no:cacheprovider"]
+    out = run(copy, "-P", "-m", "pytest", *options, "compile_tests", pythonpath=False)
     ids = [line for line in out.splitlines() if NAME in line.partition("[")[2]]
     assert ids, out
 
