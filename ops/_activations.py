@@ -113,7 +113,7 @@ def activation_with_slope(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """`activate_with_slope` in plain PyTorch: float32 to float32."""
     y = activation(x, name)
     if name == "relu":
-        return y, torch.where(x <= 0, 0.0, 1.0)
+        return y, torch.where(x <= 0, 0.0, torch.ones_like(x))
     if name == "relu_squared":
         return y, 2 * torch.relu(x)
     if name == "gelu":

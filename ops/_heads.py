@@ -128,6 +128,7 @@ def check_heads(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 def angles(B: int, S: int, R: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin `[B, S, R]` for samples."""
-    angles = torch.arange(S, device=device)[:, None] * 10_000 ** (-torch.arange(0, R, 2, device=device) / R)
+    positions = torch.arange(S, device=device, dtype=torch.float32)
+    angles = positions[:, None] * 10_000 ** (-torch.arange(0, R, 2, device=device, dtype=torch.float32) / R)
     angles = torch.cat((angles, angles), dim=-1).expand(B, S, R)
     return angles.cos().to(dtype), angles.sin().to(dtype)

@@ -39,7 +39,7 @@ class Call(NamedTuple):
 
 def losses_and_gradients(call: Call, gradients: LinearGradients) -> Rows:
     """In one pass over the chunks; their buffer is free again when this returns."""
-    one = torch.ones((), device=call.target.device)
+    one = torch.ones((), dtype=torch.float32, device=call.target.device)
     parts: list[Rows] = []
     for rows, logits in call.linear.chunks():
         part = call.row_loss.losses(logits, call.target[rows], call.options)
@@ -59,7 +59,7 @@ def reduced(
     if mean:
         loss, divisor = call.row_loss.mean(loss, counts)
     else:
-        loss, divisor = call.row_loss.sum(loss), torch.ones((), device=loss.device)
+        loss, divisor = call.row_loss.sum(loss), torch.ones((), dtype=torch.float32, device=loss.device)
     dw = gradients.dw.to(saved_dtype(call.linear.x.dtype))
     return loss, divisor, (gradients.dx, dw, gradients.db)
 

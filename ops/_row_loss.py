@@ -318,7 +318,7 @@ def row_losses_cpu(logits: Tensor, target: Tensor, options: Options) -> Rows:
     w_t = counts.float() if weight is None else torch.where(counts, weight[index].float(), 0.0)
     loss = w_t * (logsum - (x.gather(-1, index.unsqueeze(-1)).squeeze(-1) - maximum))
     if smoothing:
-        w = torch.ones(V, device=x.device) if weight is None else weight.float()
+        w = options.class_weights(V, x.device)
         smooth = w.sum() * logsum + (w * (base.unsqueeze(-1) - x)).sum(-1)
         loss = (1 - smoothing) * loss + smoothing / V * smooth
     loss = torch.where(counts, loss + z_loss * (maximum + logsum).square(), 0.0)
@@ -356,7 +356,7 @@ def row_gradients_cpu(
     p_t = dx.gather(-1, column) / total
     smooth = None
     if smoothing:
-        w = torch.ones(num_classes, device=x.device) if weight is None else weight.float()
+        w = options.class_weights(num_classes, x.device)
         smooth = grad * smoothing / num_classes * (w.sum() / total * dx - w[first_class : first_class + V])
     dx.mul_((hit + pull) / total * grad)
     dx.scatter_(-1, column, grad * (hit * (p_t - here) + pull * p_t))

@@ -30,6 +30,12 @@ class Options(NamedTuple):
     def contiguous_weight(self) -> Tensor | None:
         return self.weight.contiguous() if self.weight is not None else None
 
+    def class_weights(self, num_classes: int, device: torch.device) -> Tensor:
+        """In float32, one for each class, for plain PyTorch."""
+        if self.weight is None:
+            return torch.ones(num_classes, dtype=torch.float32, device=device)
+        return self.weight.float()
+
     def weight_sum(self) -> Tensor | None:
         return self.weight.sum(dtype=torch.float32) if self.weight is not None and self.smoothing else None
 

@@ -149,7 +149,8 @@ def slice_statistics_cpu(logits: Tensor, target: Tensor, options: Options) -> Te
     first_class, num_classes = options.columns
     counts, index = class_index(target, num_classes, options.ignore_index)
     if V == 0:
-        nothing = torch.tensor([float("-inf"), 0.0, float("-inf"), 0.0, 0.0], device=logits.device)
+        empty_slice = [float("-inf"), 0.0, float("-inf"), 0.0, 0.0]
+        nothing = torch.tensor(empty_slice, dtype=torch.float32, device=logits.device)
         return nothing[: _numbers(options), None].repeat(1, M)
     x = capped_cpu(logits, options.softcap)
     maximum = x.amax(-1)
@@ -160,8 +161,7 @@ def slice_statistics_cpu(logits: Tensor, target: Tensor, options: Options) -> Te
     x_t = torch.where(here, x.gather(-1, column).squeeze(-1), float("-inf"))
     parts = [maximum, total, x_t]
     if options.smoothing:
-        whole = torch.ones(num_classes, device=x.device) if options.weight is None else options.weight.float()
-        w = whole[first_class : first_class + V]
+        w = options.class_weights(num_classes, x.device)[first_class : first_class + V]
         parts += [(w * (base - x)).sum(-1), w.sum().expand(M)]
     return torch.stack(parts)
 

@@ -208,7 +208,9 @@ def cross_entropy_samples(device: torch.device, dtype: torch.dtype) -> Iterator[
         return torch.randint(0, V, shape, device=device)
 
     def ignoring(target: Tensor, ignore_index: int = -100) -> Tensor:
-        return target.masked_fill(torch.arange(target.numel(), device=device).view(target.shape) % 3 == 1, ignore_index)
+        return target.masked_fill(
+            torch.arange(target.numel(), device=device, dtype=torch.int64).view(target.shape) % 3 == 1, ignore_index
+        )
 
     everything = {"label_smoothing": 0.1, "softcap": 4.0, "z_loss": 1e-2}
     yield Sample((logits(8, 32), classes(32, 8)), why="powers of two")
@@ -226,7 +228,9 @@ def cross_entropy_samples(device: torch.device, dtype: torch.dtype) -> Iterator[
     yield Sample((logits(7, 19), classes(19, 7)), {"label_smoothing": 0.2}, why="label smoothing")
     yield Sample((logits(7, 19), classes(19, 7)), {"softcap": 30.0}, why="softcap")
     yield Sample((logits(7, 19), classes(19, 7)), {"z_loss": 1e-3}, why="z-loss")
-    yield Sample((logits(5, 16), torch.full((5,), -100, device=device)), why="every target ignored: NaN")
+    yield Sample(
+        (logits(5, 16), torch.full((5,), -100, device=device, dtype=torch.int64)), why="every target ignored: NaN"
+    )
     yield Sample((logits(0, 16), classes(16, 0)), {"reduction": "sum"}, why="no rows")
     yield Sample((logits(3, 1), classes(1, 3)), why="one class")
     yield Sample((logits(20), classes(20)), why="one dimension")
@@ -234,7 +238,7 @@ def cross_entropy_samples(device: torch.device, dtype: torch.dtype) -> Iterator[
     yield Sample((logits(6, 80)[:, 16:48], classes(32, 12)[::2]), why="slices of logits and targets")
     yield Sample((logits(6, 32), classes(32, 6).int()), why="int32 targets")
     yield Sample((1e4 * logits(4, 50), classes(50, 4)), {"label_smoothing": 0.1}, why="large values")
-    masked = logits(4, 40).masked_fill(torch.arange(40, device=device) < 20, float("-inf"))
+    masked = logits(4, 40).masked_fill(torch.arange(40, device=device, dtype=torch.int64) < 20, float("-inf"))
     yield Sample((masked, torch.randint(20, 40, (4,), device=device)), why="half the classes at -inf")
     yield Sample((logits(3, 12_304), ignoring(classes(12_304, 3))), why="12,304 classes: whole blocks and a part")
     yield Sample((logits(2, 100_003), classes(100_003, 2)), {"label_smoothing": 0.1}, why="100,003 classes")

@@ -220,7 +220,9 @@ def fused_linear_ce_samples(device: torch.device, dtype: torch.dtype) -> Iterato
 
     def classes(V: int, *shape: int) -> Tensor:
         target = torch.randint(0, V, shape, device=device)
-        return target.masked_fill(torch.arange(target.numel(), device=device).view(shape) % 4 == 3, -100)
+        return target.masked_fill(
+            torch.arange(target.numel(), device=device, dtype=torch.int64).view(shape) % 4 == 3, -100
+        )
 
     everything = {"label_smoothing": 0.1, "softcap": 4.0, "z_loss": 1e-2}
     yield Sample((randn(8, 16), randn(32, 16), classes(32, 8)), why="powers of two")
@@ -239,7 +241,10 @@ def fused_linear_ce_samples(device: torch.device, dtype: torch.dtype) -> Iterato
     yield Sample((randn(16), randn(32, 16), classes(32, 1)[0]), why="one token, one dimension")
     yield Sample((randn(5, 1), randn(1, 1), torch.zeros(5, device=device, dtype=torch.int64)), why="one feature, class")
     yield Sample((randn(12, 9).t(), randn(12, 37).t(), classes(37, 18)[::2]), why="everything strided")
-    yield Sample((randn(4, 8), randn(32, 8), torch.full((4,), -100, device=device)), why="every target ignored: NaN")
+    yield Sample(
+        (randn(4, 8), randn(32, 8), torch.full((4,), -100, device=device, dtype=torch.int64)),
+        why="every target ignored: NaN",
+    )
     yield Sample((randn(2, 4), randn(100_003, 4), classes(100_003, 2)), why="100,003 classes")
     yield Sample((1e4 * randn(5, 8), 0.1 * randn(37, 8), classes(37, 5)), why="large values")
 

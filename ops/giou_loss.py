@@ -399,9 +399,10 @@ def _pairs(
     *shape: int, device: torch.device, dtype: torch.dtype, size: float = 100.0, padding: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Boxes that mostly overlap their targets; a target whose index `padding` divides is padding."""
-    corner = size * torch.rand(*shape, 2, device=device)
-    targets = torch.cat([corner, corner + size * (0.3 + torch.rand(*shape, 2, device=device))], dim=-1)
-    moved = 0.3 * torch.randn(*shape, 1, device=device) + 0.04 * torch.randn(*shape, 4, device=device)
+    wide: dict[str, Any] = {"device": device, "dtype": torch.float32}
+    corner = size * torch.rand(*shape, 2, **wide)
+    targets = torch.cat([corner, corner + size * (0.3 + torch.rand(*shape, 2, **wide))], dim=-1)
+    moved = 0.3 * torch.randn(*shape, 1, **wide) + 0.04 * torch.randn(*shape, 4, **wide)
     boxes = targets + size * moved
     if padding:
         targets.view(-1, 4)[::padding] = 0

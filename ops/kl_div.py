@@ -309,8 +309,8 @@ def kl_div_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
     for reduction in ("none", "sum", "batchmean"):
         yield Sample((logs(5, 21), probabilities(5, 21)), {"reduction": reduction}, why=reduction)
         yield Sample((logs(5, 21), logs(5, 21)), {"reduction": reduction, "log_target": True}, why=f"{reduction}, logs")
-    sparse = torch.where(torch.arange(40, device=device) < 20, 0.0, probabilities(3, 40))
-    never = torch.where(torch.arange(40, device=device) % 8 == 1, float("-inf"), logs(3, 40))
+    sparse = torch.where(torch.arange(40, device=device, dtype=torch.int64) < 20, 0.0, probabilities(3, 40))
+    never = torch.where(torch.arange(40, device=device, dtype=torch.int64) % 8 == 1, float("-inf"), logs(3, 40))
     yield Sample((never, sparse), {"reduction": "none"}, why="probabilities of zero, logarithms of zero, both: NaN")
     yield Sample((logs(3, 40), never), {"reduction": "none", "log_target": True}, why="a target's logarithms of zero")
     yield Sample((logs(7, 1), 2 * probabilities(7, 1)), {"reduction": "batchmean"}, why="one column")

@@ -227,7 +227,9 @@ def softmax_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample
     yield Sample((randn(6, 80)[:, 16:48],), why="a slice of a wider row")
     yield Sample((randn(1, 16).expand(5, 16),), why="one row expanded")
     yield Sample((1e4 * randn(3, 64),), why="large values")
-    masked = torch.arange(40, device=device) < torch.tensor([[0], [20], [40]], device=device)
+    masked = torch.arange(40, device=device, dtype=torch.int64) < torch.tensor(
+        [[0], [20], [40]], device=device, dtype=torch.int64
+    )
     yield Sample((randn(3, 40).masked_fill(masked, float("-inf")),), why="rows with none, some and all at -inf: NaN")
     yield Sample((randn(3, 20_001),), why="a row that takes a program of its own")
     yield Sample((randn(2, 100_003),), why="100,003 columns")
