@@ -1,4 +1,7 @@
-"""`python -m llmk.opcheck [OP ...]`: check what operators promise, print a table, exit 1 if a promise is broken."""
+"""`python -m llmk.opcheck [OP ...]`: check what operators promise, print a table, exit 1 if a promise is broken.
+
+Exit 2: there was nothing to check, or no such thing.
+"""
 
 import argparse
 import datetime
@@ -7,28 +10,38 @@ import importlib.util
 import json
 import os
 import platform
-import subprocess
 import sys
-import tempfile
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import triton
 
 import llmk
-from llmk.opcheck.runner import Result, check, path_taken, promises_for
+from llmk.opcheck.journal import Journal
+from llmk.opcheck.processes import Unit, check_in_processes
+from llmk.opcheck.runner import Result, checks, path_taken, promise_named
 from llmk.registry import OPS, Op
 from llmk.registry.launch import INTERPRET
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        _refuse(message)
+
+
+def _refuse(message: str) -> NoReturn:
+    print(f"opcheck: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m llmk.opcheck", description=__doc__)
+    parser = _Parser(prog="python -m llmk.opcheck", description=__doc__)
     parser.add_argument(
         "ops",
         nargs="*",
@@ -36,7 +49,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="an llmk operator's name, or a Python file or module of yours that holds llmk.registry.Op records; "
         "all of llmk's by default",
     )
-    parser.add_argument("--device", help="cuda if there is one, else cpu")
+    parser.add_argument("--device", type=_device, help="cuda if there is one, else cpu")
     parser.add_argument("--dtype", action="append", choices=DTYPES, help="may be repeated; all by default")
     parser.add_argument(
         "--path",
@@ -44,18 +57,40 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default="all",
         help="on a CPU: plain PyTorch, the kernels in Triton's interpreter, or both (default)",
     )
-    parser.add_argument("--promise", action="append", help="check this one only; may be repeated")
+    parser.add_argument("--promise", action="append", type=_promise, help="check this one only; may be repeated")
     parser.add_argument(
         "--jobs", type=_positive, default=min(8, os.cpu_count() or 1), help="processes (default: one a core)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
-    return parser.parse_args(arguments)
+    parser.add_argument("--journal", type=Path, help=argparse.SUPPRESS)  # of a process that another one started
+    options = parser.parse_args(arguments)
+    options.device = options.device or _device("cuda" if torch.cuda.is_available() else "cpu")
+    if options.device.type != "cpu" and options.path != "all":
+        parser.error("argument --path: it is for the CPU; on a GPU the kernels run")
+    return options
 
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"expected a positive whole number, got {text!r}")
     return int(text)
+
+
+def _device(text: str) -> torch.device:
+    kind, _, index = text.partition(":")
+    if kind not in ("cpu", "cuda") or not (index.isdecimal() or text == kind):
+        raise argparse.ArgumentTypeError(f"expected cpu, cuda or cuda:N, got {text!r}")
+    count = torch.cuda.device_count() if kind == "cuda" else 1
+    if int(index or 0) >= count:
+        raise argparse.ArgumentTypeError(f"{text}: PyTorch sees {count} {kind.upper()} devices here")
+    return torch.device(text)
+
+
+def _promise(text: str) -> str:
+    try:
+        return promise_named(text).__name__
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def find_ops(names: Sequence[str]) -> list[Op]:
@@ -70,7 +105,7 @@ def find_ops(names: Sequence[str]) -> list[Op]:
         module = _load(name)
         ops = [value for value in vars(module).values() if isinstance(value, Op)]
         if not ops:
-            raise SystemExit(f"opcheck: {name} holds no llmk.registry.Op")
+            _refuse(f"{name} holds no llmk.registry.Op")
         found += ops
     return found
 
@@ -78,7 +113,7 @@ def find_ops(names: Sequence[str]) -> list[Op]:
 def _load(name: str) -> Any:
     if name.endswith(".py"):
         if not Path(name).is_file():
-            raise SystemExit(f"opcheck: no file {name}")
+            _refuse(f"no file {name}")
         spec = importlib.util.spec_from_file_location(Path(name).stem, name)
         assert spec is not None
         assert spec.loader is not None
@@ -91,7 +126,7 @@ def _load(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != name.partition(".")[0]:
             raise
-        raise SystemExit(f"opcheck: {name!r} is no operator ({', '.join(OPS)}), file or module") from None
+        _refuse(f"{name!r} is no operator ({', '.join(OPS)}), file or module")
 
 
 class Progress:
@@ -120,59 +155,41 @@ def paths(device: torch.device, choice: str) -> Sequence[str]:
     return ("reference", "interpreter") if choice == "all" else (choice,)
 
 
-def check_here(options: argparse.Namespace, ops: Sequence[Op], device: torch.device) -> list[Result]:
-    """Check on the path that this process takes."""
+def check_here(options: argparse.Namespace) -> None:
+    """Check on the path that this process takes, and keep the journal."""
+    journal = Journal(options.journal)
     dtypes = [DTYPES[name] for name in options.dtype] if options.dtype else None
-    progress = Progress(sum(len(dtypes or op.dtypes) for op in ops) * len(promises_for(device, options.promise)))
-    results: list[Result] = []
-    for op in ops:
-        results += check(op, device=device, dtypes=dtypes, promises=options.promise, progress=progress)
-    progress.clear()
-    return results
+    done = {result.check for result in journal.results()}
+    for op in find_ops(options.ops):
+        for result in checks(op, options.device, dtypes, options.promise, journal.note_doing, done):
+            journal.note_result(result)
+    journal.note_end()
 
 
-def check_in_processes(
-    options: argparse.Namespace, units: Sequence[tuple[str, str]], device: torch.device
-) -> list[Result]:
-    """Check each operator (or file) and path in a process of its own, so many at a time."""
+def check_all(options: argparse.Namespace) -> list[Result]:
+    find_ops(options.ops)  # what there is not, is said before anything is checked
+    units = [Unit(name, path) for path in paths(options.device, options.path) for name in options.ops or OPS]
+    passed_on = [
+        word
+        for option, values in (("--dtype", options.dtype), ("--promise", options.promise))
+        for value in values or ()
+        for word in (option, value)
+    ]
     progress = Progress(len(units))
-
-    def run(unit: tuple[str, str]) -> list[Result]:
-        results = check_in_process(options, *unit, device)
-        progress(f"{unit[1]}: {unit[0]}")
-        return results
-
-    with ThreadPoolExecutor(options.jobs) as pool:
-        results = [result for group in pool.map(run, units) for result in group]
+    results = check_in_processes(units, options.device, passed_on, options.jobs, progress)
     progress.clear()
     return results
-
-
-def check_in_process(options: argparse.Namespace, name: str, path: str, device: torch.device) -> list[Result]:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "results.json"
-        command = [sys.executable, "-m", "llmk.opcheck", name, "--device", str(device), "--json", str(file)]
-        if path == "reference":
-            command += ["--path", path]
-        for option, values in (("--dtype", options.dtype), ("--promise", options.promise)):
-            command += [word for value in values or () for word in (option, value)]
-        # Processes side by side share the cores.
-        threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // options.jobs))}
-        environment = os.environ | threads | ({"TRITON_INTERPRET": "1"} if path == "interpreter" else {})
-        process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if not file.exists():
-            raise SystemExit(f"opcheck: {name} ({path}) failed with exit code {process.returncode}:\n{process.stderr}")
-        return [Result(**result) for result in json.loads(file.read_text())["results"]]
 
 
 def print_table(results: Sequence[Result]) -> None:
     """A line for each operator, path and dtype: promises kept, and the broken ones below."""
     print(f"{'op':<26}{'path':<14}{'dtype':<11}{'kept':>7}{'seconds':>10}")
     for (op, path, dtype), group in _grouped(results):
-        kept = sum(result.passed for result in group)
-        mark = "" if kept == len(group) else "  BROKEN"
+        checked = [result for result in group if result.verdict != "empty"]
+        kept = sum(result.passed for result in checked)
+        mark = "" if kept == len(checked) else "  BROKEN"
         seconds = sum(result.seconds for result in group)
-        print(f"{op:<26}{path:<14}{dtype:<11}{f'{kept}/{len(group)}':>7}{seconds:>10.1f}{mark}")
+        print(f"{op:<26}{path:<14}{dtype:<11}{f'{kept}/{len(checked)}':>7}{seconds:>10.1f}{mark}")
     for result in results:
         if not result.passed:
             print(f"\n{result.op} {result.dtype} ({result.path}) breaks {result.promise}:\n  {result.message}")
@@ -200,22 +217,19 @@ def report(results: Sequence[Result], device: torch.device) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type != "cpu" and options.path != "all":
-        raise SystemExit("opcheck: --path is for the CPU; on a GPU the kernels run")
-    ops = find_ops(options.ops)
-    units = [(name, path) for path in paths(device, options.path) for name in options.ops or OPS]
-    if len(units) == 1 and units[0][1] == path_taken(device):
-        results = check_here(options, ops, device)
-    else:
-        results = check_in_processes(options, units, device)
+    if options.journal:
+        check_here(options)
+        return 0
+    results = check_all(options)
     print_table(results)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report(results, device), indent=1) + "\n")
-    broken = sum(not result.passed for result in results)
-    print(f"\n{len(results) - broken} promises kept, {broken} broken")
-    return 1 if broken else 0
+        options.json.write_text(json.dumps(report(results, options.device), indent=1) + "\n")
+    count = Counter(result.verdict for result in results)
+    print(f"\n{count['kept']} promises kept, {count['broken']} broken, {count['empty']} with nothing to check")
+    if count["kept"] + count["broken"] == 0:
+        _refuse("nothing was checked: no promise of those asked for applies here")
+    return 1 if count["broken"] else 0
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Running an operator on a sample: fresh inputs, the chosen ones wanting gradients, and what came out."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,19 @@ class Outcome:
     gradients: dict[str, Tensor | None]
 
 
+_watchers: list[Callable[[Sample], None]] = []
+
+
+@contextlib.contextmanager
+def watched_by(watcher: Callable[[Sample], None]) -> Iterator[None]:
+    """Tell of the sample of every call that is prepared inside, in whatever thread."""
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.remove(watcher)
+
+
 def copy_with_layout(tensor: Tensor) -> Tensor:
     """A copy with its own memory and the same strides and offset, gaps and overlaps included."""
     storage = tensor.untyped_storage().clone()
@@ -41,6 +55,8 @@ def prepare(
     op: Op, sample: Sample, wanted: Sequence[str], change: Callable[[Tensor], Tensor] = copy_with_layout
 ) -> tuple[list[Any], dict[str, Any], dict[str, Tensor]]:
     """Positional and keyword arguments with every tensor changed (copied), and the tensors by name."""
+    for watcher in _watchers:
+        watcher(sample)
     tensors: dict[str, Tensor] = {}
 
     def fresh(name: str, value: Any) -> Any:

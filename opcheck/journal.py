@@ -1,0 +1,47 @@
+"""What a process of checks has done and is doing, in a file that outlives it."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from llmk.opcheck.runner import Doing, Result
+
+
+class Journal:
+    """A file of lines: each check that begins, each sample that it comes to, each result, and the end."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def entries(self, kind: str) -> Iterator[Any]:
+        for line in self.file.read_text().splitlines() if self.file.exists() else ():
+            entry = json.loads(line)
+            if kind in entry:
+                yield entry[kind]
+
+    def write(self, kind: str, value: Any) -> None:
+        with self.file.open("a") as file:
+            file.write(json.dumps({kind: value}) + "\n")
+
+    def results(self) -> list[Result]:
+        return [Result(**result) for result in self.entries("result")]
+
+    def note_result(self, result: Result) -> None:
+        self.write("result", asdict(result))
+
+    def note_doing(self, doing: Doing) -> None:
+        self.write("doing", asdict(doing))
+
+    def unfinished(self) -> Doing | None:
+        """The check that began last, if it has no result."""
+        doing = [Doing(**doing) for doing in self.entries("doing")]
+        known = {result.check for result in self.results()}
+        return doing[-1] if doing and doing[-1].check not in known else None
+
+    def note_end(self) -> None:
+        self.write("end", True)
+
+    def ended(self) -> bool:
+        return any(self.entries("end"))

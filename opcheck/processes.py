@@ -1,0 +1,95 @@
+"""Checking in processes of their own: Triton decides at import whether it interprets, and a kernel may kill one."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from llmk.opcheck.journal import Journal
+from llmk.opcheck.runner import Doing, Result
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one process checks: an operator (or all of a file) on a path."""
+
+    name: str
+    path: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.name}"
+
+
+def check_in_processes(
+    units: Sequence[Unit],
+    device: torch.device,
+    options: Sequence[str],
+    jobs: int,
+    progress: Callable[[str], None],
+) -> list[Result]:
+    """Check each unit in a process of its own, so many at a time."""
+
+    def run(unit: Unit) -> list[Result]:
+        results = check_in_process(unit, device, options, threads=max(1, (os.cpu_count() or 1) // jobs))
+        progress(str(unit))
+        return results
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return [result for group in pool.map(run, units) for result in group]
+
+
+def check_in_process(unit: Unit, device: torch.device, options: Sequence[str], threads: int) -> list[Result]:
+    """All results of a unit. A process that dies breaks the promise it was at; another one checks those after it."""
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}  # processes side by side share the cores
+    if unit.path == "interpreter":
+        environment["TRITON_INTERPRET"] = "1"
+    elif unit.path == "reference":
+        environment.pop("TRITON_INTERPRET", None)
+    with tempfile.TemporaryDirectory() as folder:
+        journal = Journal(Path(folder) / "journal.jsonl")
+        command = [sys.executable, "-X", "faulthandler", "-m", "llmk.opcheck", unit.name, "--device", str(device)]
+        command += [*options, "--journal", str(journal.file)]
+        while True:
+            process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+            if journal.ended():
+                return journal.results()
+            doing = journal.unfinished()
+            last = doing or Doing(unit.name, "", "import")  # it died before its first check
+            where = f" at the sample {last.sample}" if last.sample else ""
+            message = f"the process {_death(process.returncode)}{where}{_last_words(process.stderr)}"
+            journal.note_result(
+                Result(last.op, str(device), last.dtype, unit.path, last.promise, False, message, 0.0, calls=1)
+            )
+            if doing is None:
+                return journal.results()
+
+
+def _death(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name
+    return f"was killed by {name}" + (", as when memory runs out" if name == "SIGKILL" else "")
+
+
+_FRAME = re.compile(r'\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
+
+
+def _last_words(stderr: str) -> str:
+    """What the process said last; of a fatal signal's frames, the innermost of the operator's own."""
+    lines = stderr.strip().splitlines()
+    if not any(line.startswith("Fatal Python error") for line in lines):
+        return f": {lines[-1]}" if lines else ""
+    for frame in filter(None, map(_FRAME.match, lines)):
+        file = Path(frame["file"])
+        standard = Path(os.__file__).parent in file.parents and "site-packages" not in file.parts
+        if not standard and not {"torch", "triton", "numpy", "opcheck"} & set(file.parts):
+            return f", in {frame['function']} (line {frame['line']} of {frame['file']})"
+    return ""
