@@ -137,15 +137,15 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 @triton.jit
 def scale_kernel(x_ptr, grad_ptr, divisor_ptr, y_ptr, N, BLOCK_N: tl.constexpr):
-    divisor = tl.load(divisor_ptr)
-    factor = tl.where(divisor == 0.0, 0.0, tl.load(grad_ptr) / divisor)
+    grad, divisor = tl.load(grad_ptr), tl.load(divisor_ptr)
+    factor = tl.where(divisor == 0.0, grad, grad / divisor)
     offsets = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     x = tl.load(x_ptr + offsets, mask=offsets < N, other=0.0).to(tl.float32)
     tl.store(y_ptr + offsets, (x * factor).to(y_ptr.dtype.element_ty), mask=offsets < N)
 
 
 def _scale(input: Tensor, grad: Tensor, divisor: Tensor, dtype: torch.dtype) -> Tensor:
-    """input * grad / divisor, both float32 scalars, rounded once to `dtype`; zeros where the divisor is zero."""
+    """input * grad / divisor, both float32 scalars, rounded once to `dtype`; input * grad where the divisor is zero."""
     y = empty(input.shape, dtype, input.device)
     wrap_triton(scale_kernel)[(cdiv(input.numel(), 4096),)](
         input, grad, divisor, y, input.numel(), BLOCK_N=4096, num_warps=8
@@ -158,7 +158,7 @@ scale = KernelOp(_scale, planned=True)
 
 @scale.register_kernel("cpu")
 def _(input: Tensor, grad: Tensor, divisor: Tensor, dtype: torch.dtype) -> Tensor:
-    factor = torch.where(divisor == 0, 0.0, grad / divisor)
+    factor = torch.where(divisor == 0, grad, grad / divisor)
     return torch.mul(input.float(), factor).to(dtype)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from llmk.ops._chunked_linear import ChunkedLinear, LinearGradients
-from llmk.ops._row_loss import RowLoss, Rows
+from llmk.ops._row_loss import RowLoss, Rows, counted
 from llmk.ops._row_loss_math import Options
 from llmk.registry import autocast_dtype, check_dtype, check_same, check_shape
 
@@ -37,15 +37,30 @@ class Call(NamedTuple):
         return cls(linear, target.reshape(-1).contiguous(), options, row_loss, input.dtype)
 
 
-def losses_and_gradients(call: Call, gradients: LinearGradients) -> Rows:
-    """In one pass over the chunks; their buffer is free again when this returns."""
+def _gradient_of_rows(call: Call, mean: bool) -> Tensor:
+    """1, which the backward pass divides by the divisor of a mean; infinity where class weights make that 0.
+
+    Then the rows that count get gradients that are not finite, as is the loss, and the others 0: a factor at the end
+    could not tell them apart. Without weights a divisor of 0 means that no row counts, and all gradients are 0.
+    """
     one = torch.ones((), dtype=torch.float32, device=call.target.device)
+    weight, ignore_index, *_ = call.options
+    if weight is None or not mean:
+        return one
+    counts, index = counted(call.target, ignore_index)
+    counts = counts & (index >= 0) & (index < weight.shape[0])
+    divisor = torch.where(counts, weight[torch.where(counts, index, 0)].float(), 0.0).sum()
+    return torch.where(divisor == 0, float("inf"), one)
+
+
+def losses_and_gradients(call: Call, gradients: LinearGradients, of_rows: Tensor) -> Rows:
+    """In one pass over the chunks, given the gradient of every row; their buffer is free again when this returns."""
     parts: list[Rows] = []
     for rows, logits in call.linear.chunks():
         part = call.row_loss.losses(logits, call.target[rows], call.options)
         parts.append(part)
         if any(gradients.need):
-            call.row_loss.gradients(one, None, logits, call.target[rows], part.stats, logits, call.options)
+            call.row_loss.gradients(of_rows, None, logits, call.target[rows], part.stats, logits, call.options)
             gradients.add(rows, logits)
     return Rows.cat(parts)
 
@@ -55,7 +70,7 @@ def reduced(
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
     """The sum or mean of the losses, its divisor, and the gradients of the sum."""
     gradients = LinearGradients(call.linear, need, call.dx_dtype)
-    loss, counts, _ = losses_and_gradients(call, gradients)
+    loss, counts, _ = losses_and_gradients(call, gradients, _gradient_of_rows(call, mean))
     if mean:
         loss, divisor = call.row_loss.mean(loss, counts)
     else:

@@ -288,10 +288,16 @@ def row_gradients(
     )  # fmt: skip
 
 
-def class_index(target: Tensor, num_classes: int, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Which rows count, and their targets as an index, 0 for the others; a real target out of range raises."""
+def counted(target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Which rows count, and their targets as an index, 0 for the others."""
+    target = target.long()  # int32 would wrap an ignore_index that it does not hold
     counts = target != ignore_index
-    index = torch.where(counts, target, 0).long()
+    return counts, torch.where(counts, target, 0)
+
+
+def class_index(target: Tensor, num_classes: int, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """`counted`; a real target out of range raises."""
+    counts, index = counted(target, ignore_index)
     if type(target) is Tensor and bool(((index < 0) | (index >= num_classes)).any()):
         bad = int(index[(index < 0) | (index >= num_classes)][0])
         raise IndexError(
@@ -340,15 +346,14 @@ def row_gradients_cpu(
     maximum, total = stats.unbind()
     grad = (grad if divisor is None else grad / divisor).expand(target.shape)
     weight, ignore_index, smoothing, softcap, z_loss, _ = options
-    counts = target != ignore_index
-    index = torch.where(counts, target, 0).long()
+    counts, index = counted(target, ignore_index)
     w_t = torch.ones_like(grad) if weight is None else weight[index].float()
     column, here = index.unsqueeze(-1), 1.0
     if options.columns is not None:
         inside = (column >= first_class) & (column < first_class + V)
         column, here = torch.where(inside, column - first_class, 0), inside.float()
     x = capped_cpu(logits, softcap)
-    grad, total = torch.where(counts, grad, 0.0).unsqueeze(-1), total.unsqueeze(-1)
+    grad, total = grad.unsqueeze(-1), total.unsqueeze(-1)
     hit = (1 - smoothing) * w_t.unsqueeze(-1)
     pull = 2 * z_loss * (maximum.unsqueeze(-1) + total.log())
     # In place where it can be: the op is made of passes over [M, V] in memory, unless Inductor fuses them.
@@ -364,7 +369,7 @@ def row_gradients_cpu(
         dx.add_(smooth)
     if softcap:
         dx.mul_(1 - (x / softcap).square())
-    dlogits.copy_(dx)
+    dlogits.copy_(dx.masked_fill_(~counts.unsqueeze(-1), 0.0))  # whatever a row holds that does not count
 
 
 def mean_of_rows_cpu(loss: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:

@@ -288,14 +288,17 @@ def cross_entropy(
         input: Logits `[..., V]`, float32, float16 or bfloat16, any strides.
         target: Class indices `[...]`, int64 or int32.
         weight: `[V]`, a weight for each class; None for 1.
-        ignore_index: Rows with this target have loss 0 and gradient 0, and do not count in the mean.
+        ignore_index: Rows with this target have loss 0 and gradient 0, and do not count in the mean, whatever their
+            logits are.
         reduction: "none", "sum", or "mean": the sum over the rows divided by the sum of their targets' weights.
         label_smoothing: The share of the target, 0 to 1, that is spread evenly over all classes.
         softcap: Logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.
-        z_loss: `z_loss * logsumexp(logits)**2` is added to the loss of every row that counts; 0 is off.
+        z_loss: `z_loss * logsumexp(logits)**2` is added to the loss of every row that counts; 0 is off. It has no class
+            weight, but the mean divides the whole sum by the weights, where Liger divides z_loss by the number of rows.
 
     Returns:
         float32: a scalar, or `[...]` with reduction "none". The mean over no row is NaN.
+        Where the weights of all rows that count are 0, neither the mean nor its gradients are finite.
 
     Raises:
         TypeError: `input` is not a float32, float16 or bfloat16 tensor, or `target` not an integer one.

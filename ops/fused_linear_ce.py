@@ -330,11 +330,14 @@ def fused_linear_ce(
         target: Class indices `[...]`, int64 or int32.
         linear_bias: `[V]`, dtype of `input`.
         weight: `[V]`, a weight for each class; None for 1.
-        ignore_index: Rows with this target have loss 0 and gradient 0, and do not count in the mean.
+        ignore_index: Rows with this target have loss 0 and gradient 0, and do not count in the mean, whatever their
+            logits are. NaN or infinity in `input` itself reaches the gradient of `linear_weight` from any row, as it
+            does through PyTorch's product.
         reduction: "none", "sum", or "mean": the sum over the rows divided by the sum of their targets' weights.
         label_smoothing: The share of the target, 0 to 1, that is spread evenly over all classes.
         softcap: Logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.
-        z_loss: `z_loss * logsumexp(logits)**2` is added to the loss of every row that counts; 0 is off.
+        z_loss: `z_loss * logsumexp(logits)**2` is added to the loss of every row that counts; 0 is off. It has no class
+            weight, but the mean divides the whole sum by the weights, where Liger divides z_loss by the number of rows.
         chunk_size: Tokens whose logits exist at a time. 0 chooses: on a GPU the fewest equal chunks of at most 1.33 GiB
             of logits, and at least two where there are more than H tokens; on a CPU a million logits. Beyond three
             chunks dW is summed in float32, which takes a float32 buffer of its size, and the logits 1 GiB at most:
@@ -342,6 +345,7 @@ def fused_linear_ce(
 
     Returns:
         float32: a scalar, or `[...]` with reduction "none". The mean over no row is NaN.
+        Where the weights of all rows that count are 0, neither the mean nor its gradients are finite.
 
     Raises:
         TypeError: A dtype does not fit.

@@ -332,11 +332,14 @@ def vocab_parallel_linear_ce(
         target: Class indices `[...]` among all classes, int64 or int32; the same on all ranks.
         linear_bias: `[V]`, dtype of `input`, of this rank's classes.
         weight: `[num_classes]`, a weight for each of all classes, the same on all ranks; None for 1.
-        ignore_index: Rows with this target have loss 0 and gradient 0, and do not count in the mean.
+        ignore_index: Rows with this target have loss 0 and gradient 0, and do not count in the mean, whatever their
+            logits are. NaN or infinity in `input` itself reaches the gradient of `linear_weight` from any row, as it
+            does through PyTorch's product.
         reduction: "none", "sum", or "mean": the sum over the rows divided by the sum of their targets' weights.
         label_smoothing: The share of the target, 0 to 1, that is spread evenly over all classes.
         softcap: Logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.
-        z_loss: `z_loss * logsumexp(logits)**2` is added to the loss of every row that counts; 0 is off.
+        z_loss: `z_loss * logsumexp(logits)**2` is added to the loss of every row that counts; 0 is off. It has no class
+            weight, but the mean divides the whole sum by the weights, where Liger divides z_loss by the number of rows.
         chunk_size: Tokens whose logits exist at a time. 0 chooses as `fused_linear_ce` does, for `num_classes` divided
             by the number of ranks.
         vocab_start: The class of the first row of `linear_weight`.
@@ -345,6 +348,7 @@ def vocab_parallel_linear_ce(
 
     Returns:
         float32, the same bits on all ranks: a scalar, or `[...]` with reduction "none". The mean over no row is NaN.
+        Where the weights of all rows that count are 0, neither the mean nor its gradients are finite.
 
     Raises:
         TypeError: A dtype does not fit.
