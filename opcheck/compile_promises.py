@@ -4,9 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._dynamo.exc import TorchDynamoException
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch._inductor.exc import InductorError
 
 from llmk.opcheck.calls import (
     BrokenPromise,
@@ -20,6 +17,7 @@ from llmk.opcheck.calls import (
     resized,
 )
 from llmk.registry import Op, Sample
+from llmk.registry.private import aot_backend, compile_errors
 
 
 def compiled(op: Op, samples: Sequence[Sample]) -> None:
@@ -41,45 +39,48 @@ def cuda_graphs(op: Op, samples: Sequence[Sample]) -> None:
 
 
 def _require_accurate_when_compiled(op: Op, sample: Sample, options: dict[str, Any], calls: int = 1) -> None:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     fn = torch.compile(lambda *args, **kwargs: op.overload(*args, **kwargs), **options)
     for _ in range(calls):
         try:
             outcome = call(op, sample, fn=fn)
-        except (TorchDynamoException, InductorError) as error:
+        except compile_errors() as error:
             raise BrokenPromise(f"{sample}: does not compile: {first_line(error)}") from error
         require_accurate(op, sample, outcome)
 
 
 def no_recompile(op: Op, samples: Sequence[Sample]) -> None:
     """3: no graph break, and no new graph after the second row count."""
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    fn = torch.compile(lambda *args, **kwargs: op.overload(*args, **kwargs), backend=counter, fullgraph=True)
-    compiles = []
+    torch.compiler.reset()
+    backend = aot_backend(lambda graph, _: graph)
+    compiles, graphs = [], 0
+
+    def counting(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return backend(graph, inputs)
+
+    fn = torch.compile(lambda *args, **kwargs: op.overload(*args, **kwargs), backend=counting, fullgraph=True)
     for sample in resized(op, samples, (64, 33, 7, 130, 51, 96)):
         outcome = call(op, sample, fn=fn)
         require_accurate(op, sample, outcome)
-        compiles.append(counter.frame_count)
+        compiles.append(graphs)
     if compiles and compiles[-1] > 2:
         raise BrokenPromise(f"six row counts took {compiles[-1]} graphs, two (static, dynamic) are right: {compiles}")
 
 
 def clean_graph(op: Op, samples: Sequence[Sample]) -> None:
     """3: between neighbours no input, output or gradient is copied."""
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._inductor.decomposition import select_decomp_table
-
     graphs: list[torch.fx.GraphModule] = []
 
     def record(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
         graphs.append(graph)
         return graph
 
-    torch._dynamo.reset()
-    backend = aot_autograd(fw_compiler=record, bw_compiler=record, decompositions=select_decomp_table())
+    torch.compiler.reset()
+    backend = aot_backend(record, decomposed=True)
     for sample in samples:
-        torch._dynamo.reset()
+        torch.compiler.reset()
         graphs.clear()
         call(op, sample, fn=torch.compile(lambda *a, **k: op.overload(*a, **k), backend=backend, fullgraph=True))
         for graph in graphs:

@@ -13,6 +13,7 @@ from torch import Tensor
 from llmk.ops._activations import activate
 from llmk.registry import cdiv, example_of, next_power_of_2, num_programs, wrap_triton
 from llmk.registry.launch import INTERPRET
+from llmk.registry.private import addmm_activation
 
 
 @triton.jit
@@ -129,8 +130,7 @@ def product_activation(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor
     if bias is None:  # the epilogue has no form without
         bias = torch.zeros(weight.shape[:1], dtype=x.dtype, device=x.device)
     # Where it cannot be fused, as for one row, PyTorch activates the rounded product in a kernel of its own.
-    gelu = activation == "gelu_tanh"
-    torch.ops.aten._addmm_activation.out(bias.contiguous(), x, weight.t(), use_gelu=gelu, out=y)
+    addmm_activation(bias.contiguous(), x, weight.t(), y, gelu=activation == "gelu_tanh")
 
 
 ACTIVATE_BLOCK = 4096

@@ -21,7 +21,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -40,6 +39,7 @@ from llmk.ops._row_loss import (
 )
 from llmk.ops._row_loss_math import Options, capped, counts_of, loss_of
 from llmk.registry import cdiv, empty, wrap_triton
+from llmk.registry.private import collectives, group_named
 
 STATISTICS, STATISTICS_SMOOTH = 3, 5
 """Numbers of a row that a rank gives: m, s, x_t, and with smoothing b and w."""
@@ -202,22 +202,22 @@ SLICE_CPU = SliceLoss(slice_statistics_cpu, combine_slices_cpu, CPU)
 
 
 def group_size(group_name: str) -> int:
-    return dist.distributed_c10d._resolve_process_group(group_name).size() if group_name else 1  # type: ignore[arg-type]
+    return group_named(group_name).size() if group_name else 1
 
 
 def gather(parts: Tensor, group_name: str) -> Tensor:
     """The statistics of all ranks, one below the other in the ranks' order; without a group those given."""
     if not group_name:
         return parts
-    gathered = torch.ops._c10d_functional.all_gather_into_tensor(parts, group_size(group_name), group_name)
-    return torch.ops._c10d_functional.wait_tensor(gathered)
+    gathered = collectives.all_gather_into_tensor(parts, group_size(group_name), group_name)
+    return collectives.wait_tensor(gathered)
 
 
 def sum_over(group_name: str, x: Tensor) -> Tensor:
     """The sum of all ranks' x, on each of them; without a group x itself."""
     if not group_name:
         return x
-    return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x, "sum", group_name))
+    return collectives.wait_tensor(collectives.all_reduce(x, "sum", group_name))
 
 
 def row_loss_over(group_name: str, slices: SliceLoss) -> RowLoss:

@@ -14,14 +14,18 @@ from typing import Any
 
 import torch
 import triton
-import triton.knobs
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, CompiledKernel, make_backend
-from triton.runtime.jit import create_function_from_signature
 
 from llmk.registry.launch import Launch, record_launches
+from llmk.registry.private import (
+    ASTSource,
+    FakeTensorMode,
+    GPUTarget,
+    create_function_from_signature,
+    cuobjdump,
+    make_backend,
+    pack_arguments,
+)
 from llmk.registry.record import Op, Sample
 
 TARGETS = {
@@ -37,7 +41,7 @@ TARGETS = {
 class Specialized:
     """A launch as Triton builds it for one target: `key` is equal where the machine code would be."""
 
-    source: ASTSource
+    source: Any
     options: dict[str, Any]
     key: tuple[Any, ...]
 
@@ -62,7 +66,7 @@ def _as_pointers(values: Iterable[Any]) -> list[Any]:
     return [_Pointer(value) if isinstance(value, Tensor) else value for value in values]
 
 
-def specialize(launch: Launch, target: GPUTarget, *, scalars: str = "fp32") -> Specialized:
+def specialize(launch: Launch, target: Any, *, scalars: str = "fp32") -> Specialized:
     """Give a launch the signature, constants and attributes that Triton's JIT would on `target`.
 
     Args:
@@ -74,13 +78,13 @@ def specialize(launch: Launch, target: GPUTarget, *, scalars: str = "fp32") -> S
     kwargs = dict(zip(launch.kwargs, _as_pointers(launch.kwargs.values()), strict=True))
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, given = bind(*_as_pointers(launch.args), **kwargs)
-    options, signature, constants, attributes = kernel._pack_args(backend, given, bound, specialization, given)
+    options, signature, constants, attributes = pack_arguments(kernel, backend, given, bound, specialization, given)
     signature = {name: scalars if kind == "fp32" else kind for name, kind in signature.items()}
     source = ASTSource(kernel, signature, constants, attributes)
     return Specialized(source, options.__dict__, (source.hash(), str(options), str(target)))
 
 
-def compile_for(launch: Launch, target: GPUTarget, *, scalars: str = "fp32") -> CompiledKernel:
+def compile_for(launch: Launch, target: Any, *, scalars: str = "fp32") -> Any:
     """Build a launch's kernel for `target`; `scalars` as in `specialize`."""
     specialized = specialize(launch, target, scalars=scalars)
     return triton.compile(specialized.source, target=target, options=specialized.options)
@@ -96,7 +100,7 @@ def describe(launch: Launch) -> str:
     return f"{launch.kernel.__name__}({', '.join(arguments)})"
 
 
-def distinct(launches: Iterable[Launch], target: GPUTarget) -> list[Launch]:
+def distinct(launches: Iterable[Launch], target: Any) -> list[Launch]:
     """The first launch of each kernel that differs in signature, constants, attributes or options on `target`."""
     first: dict[tuple[Any, ...], Launch] = {}
     for launch in launches:
@@ -140,18 +144,18 @@ def forward_and_backward(op: Op, sample: Sample, names: tuple[str, ...]) -> None
     torch.autograd.grad(outputs, inputs, [torch.empty_like(output) for output in outputs], allow_unused=True)
 
 
-def resource_usage(compiled: CompiledKernel) -> tuple[int, int]:
+def resource_usage(compiled: Any) -> tuple[int, int]:
     """Registers of a thread, and bytes that spill out of them, of a kernel built for an NVIDIA GPU."""
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(cubin)]
+        command = [cuobjdump(), "-res-usage", str(cubin)]
         usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     sizes = {name: int(size) for name, size in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     return sizes["REG"], sizes["STACK"] + sizes["LOCAL"]  # Triton has no stack of its own: all of it is spills
 
 
-def must_spill(launch: Launch, target: GPUTarget) -> int:
+def must_spill(launch: Launch, target: Any) -> int:
     """Bytes that a launch's kernel spills on an NVIDIA GPU although it may use all registers that its block can get.
 
     Left to itself ptxas spills a few bytes by choice, where one more block then fits a multiprocessor.

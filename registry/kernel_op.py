@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.utils.flop_counter import register_flop_formula
 
 from llmk.registry.checks import check_home
@@ -19,10 +18,10 @@ from llmk.registry.launch import (
     needs_context,
     recording,
     takes_short_path,
-    traced_by_compiler,
     wrap_triton,
 )
 from llmk.registry.plan import Planned
+from llmk.registry.private import bare_apply, define_kernel_op, traced_by_compiler
 from llmk.registry.sharding import Rule, register_rule
 
 __all__ = ["KernelOp", "wrap_triton"]
@@ -76,12 +75,10 @@ class KernelOp:
         self.sharding: Rule | None = None
         self.planned = Planned(fn) if planned and HAS_LAUNCHER else None
         self._body = self._wrap(fn)
-        self._definition: Any = torch.library.triton_op(f"llmk::{self.name}", self._body, mutates_args=())
+        self._definition = define_kernel_op(f"llmk::{self.name}", self._body, opaque=opaque or INTERPRET)
         self._definition.register_fake(self._wrap_fake())
         self._definition.register_autograd(self.backward)
         self._apply = _autograd_function(self.name, self._run, self.backward, self.setup_context)
-        if opaque or INTERPRET:
-            self._definition.register_torch_dispatch(FunctionalTensorMode, _keep_as_one_node)
         self.overload: Any = getattr(torch.ops.llmk, self.name).default
 
     def __call__(self, *args: Any) -> Any:
@@ -183,10 +180,6 @@ class KernelOp:
         raise RuntimeError(f"llmk::{self.name} has no derivative: double backward is not supported")
 
 
-def _keep_as_one_node(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    return mode.__torch_dispatch__(op, types, args, kwargs)
-
-
 def _save_nothing(ctx: Any, inputs: Any, output: Any) -> None:
     pass
 
@@ -203,5 +196,4 @@ def _autograd_function(
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     function = type(f"{name}_function", (torch.autograd.Function,), methods)
-    # Function.apply itself only looks for torch.func's transforms first, and takes_short_path has done so.
-    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return bare_apply(function)  # takes_short_path has looked for torch.func's transforms

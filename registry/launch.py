@@ -2,25 +2,31 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.compiler.config
 import torch.fx.traceback as fx_traceback
-import triton.knobs
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from llmk.registry.launcher import launcher_for
-from llmk.registry.plan import empty_on_gpu, rehearsals
+from llmk.registry.plan import rehearsals
+from llmk.registry.private import (
+    INTERPRET,
+    KNOWS_LAUNCH,
+    current_device,
+    dispatch_modes,
+    empty_on_gpu,
+    function_modes,
+    functorch_level,
+    profiling,
+    traced_by_compiler,
+)
 
-INTERPRET: bool = triton.knobs.runtime.interpret
-"""TRITON_INTERPRET=1: kernels run on the CPU in Triton's interpreter. Triton decides at import, and so do we."""
-
-
-HAS_LAUNCHER = not INTERPRET and torch.version.hip is None  # AMD's backend specializes on more than it knows
+HAS_LAUNCHER = KNOWS_LAUNCH and not INTERPRET and torch.version.hip is None  # AMD's specializes on more than it knows
 PLAIN_TENSORS = frozenset({Tensor, torch.nn.Parameter})
 _OTHERS = frozenset({int, float, bool, str, type(None), torch.dtype})
 
@@ -60,27 +66,14 @@ class _RecordingKernel:
         return launch
 
 
-# Bound here: in plain eager mode each name looked up on the way costs as much as what it does.
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_function_modes = torch._C._len_torch_function_stack
-_profiling = torch._C._autograd._profiler_enabled  # type: ignore[attr-defined]
-_functorch_level = torch._C._functorch.maybe_current_level  # type: ignore[attr-defined]
-_current_device: Callable[[], int] | None = getattr(torch._C, "_cuda_getDevice", None)  # built with CUDA or not
-
-
 def is_tracing() -> bool:
     """Whether a torch_dispatch mode looks on: tracing, fake tensors, selective checkpointing, a FLOP counter."""
-    return _dispatch_modes() > 0
+    return dispatch_modes() > 0
 
 
 def inside_functorch() -> bool:
     """Whether a torch.func transform is running."""
-    return _functorch_level() is not None
-
-
-def traced_by_compiler() -> bool:
-    """Whether AOTAutograd is making a graph."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None
+    return functorch_level() is not None
 
 
 def forced_form(name: str) -> str | None:
@@ -134,7 +127,7 @@ def wrap_triton(kernel: Any) -> Any:
     """
     if _state.recorder is not None:
         return _RecordingKernel(kernel, _state.recorder)
-    if not INTERPRET and _dispatch_modes():
+    if not INTERPRET and dispatch_modes():
         return torch.library.wrap_triton(kernel)
     if rehearsals.current is not None:
         return rehearsals.current.launcher(launcher_for(kernel))
@@ -156,9 +149,9 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
     That allocates on the current device, which inside a kernel op is the tensors'.
     """
-    if _dispatch_modes() and not shape:  # Inductor fills a buffer that has no dimension, which would cost a launch
+    if dispatch_modes() and not shape:  # Inductor fills a buffer that has no dimension, which would cost a launch
         buffer = torch.empty((1,), dtype=dtype, device=device).view(())
-    elif device.type != "cuda" or _dispatch_modes():
+    elif device.type != "cuda" or dispatch_modes():
         buffer = torch.empty(shape, dtype=dtype, device=device)
     else:
         buffer = empty_on_gpu(*_contiguous_layout(shape), dtype)
@@ -197,7 +190,7 @@ def registered_path_only() -> Iterator[None]:
 
 def takes_short_path(args: Collection[Any]) -> bool:
     """Whether a call is plain eager mode: nothing traces, transforms or wraps tensors that hold numbers."""
-    if _state.registered_only or _dispatch_modes() or _functorch_level() is not None:
+    if _state.registered_only or dispatch_modes() or functorch_level() is not None:
         return False
     for arg in args:
         kind = type(arg)
@@ -214,10 +207,10 @@ def nothing_looks_on() -> bool:
     return not (
         torch.compiler.is_compiling()
         or _state.registered_only
-        or _dispatch_modes()
-        or _function_modes()
-        or _functorch_level() is not None
-        or _profiling()
+        or dispatch_modes()
+        or function_modes()
+        or functorch_level() is not None
+        or profiling()
     )
 
 
@@ -258,8 +251,7 @@ def kernel_context(device: torch.device) -> Iterator[None]:
 def needs_context(tensor: torch.Tensor) -> bool:
     """Whether `kernel_context` would change anything; entering it costs microseconds."""
     if tensor.is_cuda:
-        assert _current_device is not None
-        return torch.is_autocast_enabled("cuda") or tensor.get_device() != _current_device()
+        return torch.is_autocast_enabled("cuda") or tensor.get_device() != current_device()
     return torch.is_autocast_enabled(tensor.device.type)
 
 

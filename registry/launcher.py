@@ -7,9 +7,9 @@ which the launch itself is 5. A `Launcher` keeps each built kernel under what Tr
 import functools
 from typing import Any
 
-import triton.knobs
 from torch import Tensor
-from triton.runtime import driver
+
+from llmk.registry.private import drivers, launches_watched
 
 _LARGEST_INT32 = 2**31 - 1
 _LONG = ("long", "long, a multiple of 16")
@@ -29,7 +29,7 @@ class Launcher:
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> tuple[Any, ...]:
-        active: Any = driver.active
+        active: Any = drivers.active
         device = active.get_current_device()
         parts: list[Any] = [device, *constants, *constants.values()]
         values: list[Any] = []
@@ -48,7 +48,7 @@ class Launcher:
         key = tuple(parts)
         built = self._built.get(key)
         # A profiler's hooks expect what Triton's own launch tells them.
-        if built is None or triton.knobs.runtime.launch_enter_hook.calls:
+        if built is None or launches_watched():
             built = self._built[key] = self._build(grid, args, constants)
             return built
         run, function, metadata, rest = built

@@ -10,15 +10,10 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
 
-import torch
-import triton.knobs
 from torch import Tensor
-from triton.runtime import driver
 
 from llmk.registry.launcher import Launcher
-
-empty_on_gpu = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
-"""What Inductor's code allocates with, on the current device, in a fifth of the time of `torch.empty`."""
+from llmk.registry.private import drivers, empty_on_gpu, launches_watched, storage_of, version_of
 
 _MOST_PLANS = 1024  # of one kernel op: sizes may change at every step
 
@@ -58,7 +53,7 @@ class Plan:
     def __call__(self, device: int, addresses: list[int]) -> Any:
         buffers = [empty_on_gpu(*layout) for layout in self.layouts]
         values = [*addresses, *[buffer.data_ptr() for buffer in buffers], *self.numbers]
-        active: Any = driver.active
+        active: Any = drivers.active
         stream = active.get_current_stream(device)
         for run, function, metadata, (x, y, z), pick in self.launches:
             run(x, y, z, stream, function, metadata, None, None, None, *pick(values))
@@ -93,16 +88,16 @@ class Rehearsal:
 
         A view is known by its storage. Where inputs share one, the next call's might not.
         """
-        storage = tensor.untyped_storage()._cdata
+        storage = storage_of(tensor)
         same = [i for i, known in enumerate(self.tensors) if known is tensor]
-        (place,) = same or [i for i, known in enumerate(self.tensors) if known.untyped_storage()._cdata == storage]
+        (place,) = same or [i for i, known in enumerate(self.tensors) if storage_of(known) == storage]
         if self.tensors[place].data_ptr() != tensor.data_ptr():
             raise ValueError("a plan knows tensors by where they begin")
         return place
 
     def plan(self, outputs: Any) -> Plan | None:
         """None where something other than `empty` and launches had a part in the call."""
-        if self.versions != [_version(tensor) for tensor in self.tensors]:
+        if None in self.versions or self.versions != [_version(tensor) for tensor in self.tensors]:
             return None
         try:
             return Plan(self, outputs)
@@ -110,9 +105,9 @@ class Rehearsal:
             return None
 
 
-def _version(tensor: Tensor) -> int:
+def _version(tensor: Tensor) -> int | None:
     """Grows when PyTorch writes into a tensor, which a launch does not tell it of."""
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else version_of(tensor)
 
 
 class _NotingLauncher:
@@ -155,7 +150,7 @@ class Planned:
         key = tuple(parts)
         plan = self.plans.get(key)
         # A profiler's hooks expect what Triton's own launch tells them.
-        if plan is None or triton.knobs.runtime.launch_enter_hook.calls:
+        if plan is None or launches_watched():
             return self._work_out(key, args)
         return plan(device, addresses)
 

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch.autograd import forward_ad
+from torch.autograd.forward_ad import unpack_dual
 
 from llmk.registry.checks import check_home
 from llmk.registry.kernel_op import KernelOp
 from llmk.registry.launch import PLAIN_TENSORS, inside_functorch, nothing_looks_on
+from llmk.registry.private import forward_mode_level, parse_schema
 from llmk.registry.record import OPS, Op
 
 P = ParamSpec("P")
@@ -48,7 +49,7 @@ def public_op(
     def register(fn: Callable[P, R]) -> Callable[P, R]:
         name = schema.partition("(")[0]
         _refuse_bad_registration(name, fn, differentiable, kernel_ops)
-        parsed = torch._C.parse_schema(f"llmk::{schema}")
+        parsed = parse_schema(f"llmk::{schema}")
         _refuse_other_signature(fn, parsed)
         _library.define(schema, tags=torch.Tag.pt2_compliant_tag)
         implementation = _guarded(name, fn, parsed, differentiable)
@@ -129,9 +130,9 @@ def _guarded(
     def implementation(*args: Any, **kwargs: Any) -> Any:
         if inside_functorch():
             raise NotImplementedError(f"llmk::{name} does not support torch.func transforms (grad, vmap, jvp, ...)")
-        if forward_ad._current_level >= 0:
+        if forward_mode_level() >= 0:
             for argument, value in _given(tensors, args, kwargs):
-                if forward_ad.unpack_dual(value).tangent is not None:
+                if unpack_dual(value).tangent is not None:
                     raise NotImplementedError(f"{argument}: llmk::{name} does not support forward-mode AD")
         if without_gradient and torch.is_grad_enabled():
             for argument, value in _given(without_gradient, args, kwargs):

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from llmk.registry.private import schema_of
+
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -90,7 +92,7 @@ class Op:
 
     @property
     def schema(self) -> torch.FunctionSchema:
-        return self.overload._schema  # type: ignore[attr-defined]
+        return schema_of(self.overload)
 
     @property
     def qualified_name(self) -> str:

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from llmk.registry.private import schema_of, tell_calls_apart
+
 WHOLE, PARTIAL = "whole", "partial"
 
 Split = int | str
@@ -40,12 +42,12 @@ def register_rule(overload: Any, rule: Rule) -> None:
     if not torch.distributed.is_available():
         return
     # What torch.compile needs has imported these already: they cost no time.
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-    from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+    from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
 
-    tensors = [i for i, argument in enumerate(overload._schema.arguments) if "Tensor" in str(argument.type)]
-    outputs = len(overload._schema.returns)
+    schema = schema_of(overload)
+    tensors = [i for i, argument in enumerate(schema.arguments) if "Tensor" in str(argument.type)]
+    outputs = len(schema.returns)
     everything_whole = [WHOLE] * outputs, [WHOLE] * len(tensors)
 
     def placement(split: Split) -> Any:
@@ -55,7 +57,7 @@ def register_rule(overload: Any, rule: Rule) -> None:
 
     def acceptable(*args: Any) -> list[tuple[list[Any], list[Any]]]:
         found = []
-        for of_outputs, of_inputs in (*rule(*args), everything_whole):
+        for of_outputs, of_inputs in (*(rule(*args) if told_apart else ()), everything_whole):
             if len(of_outputs) != outputs or len(of_inputs) != len(tensors):
                 raise ValueError(
                     f"{overload}: expected a sharding rule of {outputs} outputs and {len(tensors)} tensors, "
@@ -69,9 +71,8 @@ def register_rule(overload: Any, rule: Rule) -> None:
         return found
 
     register_sharding(overload)(acceptable)
-    # Left to itself DTensor takes calls for the same that differ in a flag, a string or in which tensor is None.
-    propagator = DTensor._op_dispatcher.sharding_propagator
-    propagator.op_to_schema_info[overload] = RuntimeSchemaInfo(static_argnum=1)
+    # Left to itself DTensor takes calls for the same that differ in a flag: then none may be split.
+    told_apart = tell_calls_apart(overload)
 
 
 def is_sharded(*tensors: torch.Tensor) -> bool:

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llmk.registry.aot import forward_and_backward, gradients_wanted
 from llmk.registry.launch import Launch, record_launches
+from llmk.registry.private import FakeTensorMode
 from llmk.registry.record import Op, Sample
 
 PROBES = [64, 4097, 262144]

@@ -1,0 +1,114 @@
+"""Private names of torch and triton: all in one module, and none of them one that llmk cannot do without."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from llmk.registry import private
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("llmk", "ops", "registry", "opcheck")
+PUBLIC_OF_TRITON = ("triton.language", "triton.testing")
+
+
+def sources() -> dict[Path, ast.Module]:
+    paths = [path for package in PACKAGES for path in sorted((ROOT / package).glob("**/*.py"))]
+    return {path: ast.parse(path.read_text()) for path in paths if path.resolve() == path}
+
+
+def names_of_ours(trees: list[ast.Module]) -> set[str]:
+    """What llmk itself defines or assigns to, and what modules of transformers keep their settings in."""
+    names = {"_attn_implementation"}
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
+def private_uses(tree: ast.Module, ours: set[str]) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            if node.attr not in ours:
+                yield f"line {node.lineno}: {ast.unparse(node)}"
+        elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith(
+            ("triton.runtime", "triton.knobs", "triton.backends", "triton.compiler")
+        ):
+            yield f"line {node.lineno}: {ast.unparse(node)}"
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            for name in (f"{module}.{alias.name}".strip(".") for alias in node.names):
+                of_triton = name.startswith("triton.") and not name.startswith(PUBLIC_OF_TRITON)
+                if of_triton or (name.startswith("torch") and "._" in name):
+                    yield f"line {node.lineno}: {name}"
+
+
+def test_private_names_are_in_one_module() -> None:
+    trees = sources()
+    ours = names_of_ours(list(trees.values()))
+    found = {
+        str(path.relative_to(ROOT)): uses
+        for path, tree in trees.items()
+        if path.name != "private.py" and (uses := list(private_uses(tree, ours)))
+    }
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["torch._C.f()", "x._version", "from torch._dynamo import exc", "import torch._dynamo", "import triton.knobs",
+     "triton.knobs.runtime.debug", "from triton import knobs", "from triton.runtime import driver"],
+)  # fmt: skip
+def test_the_scan_sees(source: str) -> None:
+    assert list(private_uses(ast.parse(source), set()))
+
+
+def test_llmk_works_without_any_one_of_them() -> None:
+    """Each is renamed in turn: `import llmk` works, and an operator's numbers stay, eager and compiled."""
+    result = subprocess.run([sys.executable, "-m", "compile_tests.private_checks"], cwd=ROOT, capture_output=True)
+    assert result.returncode == 0, result.stdout.decode() + result.stderr.decode()
+
+
+def test_a_schema_is_read_by_defining_it() -> None:
+    text = "llmk::f(Tensor input, Tensor? weight=None, *, float eps=1e-6, str reduction='mean') -> (Tensor, Tensor)"
+    parsed, defined = private.parse_schema(text), private._schema_of_a_definition(text)
+    assert str(defined).partition("(")[2] == str(parsed).partition("(")[2]
+    private._schema_of_a_definition(text)  # the name is free again
+
+
+def test_a_probe_finds_functorch() -> None:
+    levels = []
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        levels.append((private._level_of_probe() is None, private.functorch_level() is None))
+        return x.sum()
+
+    f(torch.ones(2))
+    torch.func.grad(f)(torch.ones(2))
+    torch.func.vmap(f)(torch.ones(2, 2))
+    assert levels == [(True, True), (False, False), (False, False)]
+
+
+@pytest.mark.parametrize("gelu", [False, True])
+def test_a_product_is_activated_without_the_epilogue(gelu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    bias, x, w = torch.randn(5), torch.randn(3, 4), torch.randn(4, 5)
+    linear, y = torch.addmm(bias, x, w), torch.empty(3, 5)
+    monkeypatch.setattr(private, "_addmm_activation", None)
+    private.addmm_activation(bias, x, w, y, gelu=gelu)
+    assert torch.equal(y, F.gelu(linear, approximate="tanh") if gelu else F.relu(linear))
+
+
+def test_what_cannot_be_done_without_says_so() -> None:
+    missing = private._required("torch._C._no_such_name")
+    with pytest.raises(RuntimeError, match=r"needs torch\._C\._no_such_name\.more"):
+        missing.more(1)
+    assert not hasattr(missing, "__wrapped__")

@@ -1,0 +1,273 @@
+"""Every private name of torch and triton that llmk uses, looked up once, with what is public behind it.
+
+A release may rename any of them: llmk is then slower, but imports and gives the same numbers. Where nothing public
+does the same, what needs the name raises when it is called and says so; those are named last.
+"""
+
+import functools
+import os
+import pkgutil
+import shutil
+from collections import namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+from torch.autograd import Function, forward_ad
+from torch.fx.operator_schemas import get_signature_for_torch_op
+
+_NEWEST_TRITON = (3, 9)
+"""Whose launch was read: a newer Triton's kernels are launched in its own way."""
+
+
+def _find(path: str, otherwise: Any = None) -> Any:
+    """What a dotted path names, or the other where this release has no such name."""
+    try:
+        return pkgutil.resolve_name(path)
+    except (ImportError, AttributeError):
+        return otherwise
+
+
+def _attribute(holder: Any, name: str, otherwise: Callable[[Any], Any]) -> Any:
+    """An attribute of one object or, where it has none of that name, what the other makes of the object."""
+    try:
+        return getattr(holder, name)
+    except AttributeError:
+        return otherwise(holder)
+
+
+# Who looks on. Where that cannot be told someone always does, and every call takes the dispatcher's path.
+
+
+def _one() -> int:
+    return 1
+
+
+class _Probe(Function):
+    """Takes no functorch transform, and says so when it is applied inside one."""
+
+    @staticmethod
+    def forward(ctx: Any) -> None:
+        return None
+
+
+def _level_of_probe() -> int | None:
+    try:
+        _Probe.apply()
+    except RuntimeError:
+        return 1
+    return None
+
+
+dispatch_modes: Callable[[], int] = _find("torch._C._len_torch_dispatch_stack", _one)
+function_modes: Callable[[], int] = _find("torch._C._len_torch_function_stack", _one)
+profiling: Callable[[], bool] = _find("torch._C._autograd._profiler_enabled", _one)
+functorch_level: Callable[[], int | None] = _find("torch._C._functorch.maybe_current_level", _level_of_probe)
+_mode_of = _find("torch._C._get_dispatch_mode")
+_functional = _find("torch._C._TorchDispatchModeKey.FUNCTIONAL")
+
+
+def traced_by_compiler() -> bool:
+    """Whether AOTAutograd is making a graph; never where that cannot be told: the graph then has the kernels in it."""
+    return None not in (_mode_of, _functional) and _mode_of(_functional) is not None
+
+
+def forward_mode_level() -> int:
+    """Negative where forward-mode AD is off; where that cannot be told each tensor is asked."""
+    return getattr(forward_ad, "_current_level", 0)
+
+
+# Operators.
+
+
+def schema_of(overload: Any) -> torch.FunctionSchema:
+    public: Any = get_signature_for_torch_op
+    return _attribute(overload, "_schema", lambda overload: public(overload, return_schemas=True)[1][0])
+
+
+def _schema_of_a_definition(schema: str) -> torch.FunctionSchema:
+    namespace, _, signature = schema.partition("::")
+    library = torch.library.Library(f"{namespace}_schemas", "FRAGMENT")  # gone, and the name free, when this returns
+    library.define(signature)
+    name = signature.partition("(")[0]
+    return schema_of(getattr(getattr(torch.ops, f"{namespace}_schemas"), name).default)
+
+
+parse_schema: Callable[[str], torch.FunctionSchema] = _find("torch._C.parse_schema", _schema_of_a_definition)
+_FunctionalTensorMode = _find("torch._subclasses.functional_tensor.FunctionalTensorMode")
+
+
+def define_kernel_op(name: str, body: Callable[..., Any], *, opaque: bool) -> Any:
+    """`torch.library.triton_op` or, for one that no graph looks into, what amounts to `torch.library.custom_op`.
+
+    Of a triton_op's body only Inductor sees the launches, and no dispatch mode of the user's.
+    """
+    if opaque and _FunctionalTensorMode is None:
+        return torch.library.custom_op(name, body, mutates_args=())
+    definition: Any = torch.library.triton_op(name, body, mutates_args=())
+    if opaque:
+        definition.register_torch_dispatch(_FunctionalTensorMode, _keep_as_one_node)
+    return definition
+
+
+def _keep_as_one_node(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    return mode.__torch_dispatch__(op, types, args, kwargs)
+
+
+_FunctionBase = _find("torch._C._FunctionBase")
+
+
+def bare_apply(function: type[Function]) -> Callable[..., Any]:
+    """`function.apply` without its look for torch.func's transforms, which whoever calls it has done."""
+    if _FunctionBase is None:
+        return function.apply
+    return super(Function, function).apply  # type: ignore[misc]
+
+
+# Tensors.
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """Grows when PyTorch writes into a tensor; None where that cannot be told."""
+    return _attribute(tensor, "_version", lambda tensor: None)
+
+
+def storage_of(tensor: Tensor) -> int:
+    """The same for tensors that share their memory."""
+    return _attribute(tensor.untyped_storage(), "_cdata", lambda storage: storage.data_ptr())
+
+
+def _torch_empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
+empty_on_gpu: Callable[..., Tensor] = _find("torch._C._dynamo.guards._empty_strided_cuda", _torch_empty)
+"""What Inductor's code allocates with, on the current device, in a fifth of the time of `torch.empty`."""
+current_device: Callable[[], int] = _find("torch._C._cuda_getDevice", torch.cuda.current_device)
+_addmm_activation = _find("torch.ops.aten._addmm_activation")
+
+
+def addmm_activation(bias: Tensor, x: Tensor, weight: Tensor, out: Tensor, *, gelu: bool) -> None:
+    """out = f(x @ weight + bias) by cuBLASLt, where f is relu or gelu's tanh approximation."""
+    if _addmm_activation is not None:
+        _addmm_activation.out(bias, x, weight, use_gelu=gelu, out=out)
+        return
+    torch.addmm(bias, x, weight, out=out)
+    out.copy_(F.gelu(out, approximate="tanh") if gelu else F.relu(out))
+
+
+# Triton.
+
+_TRUE = ("1", "true", "yes", "on", "y")
+_runtime, _compilation = _find("triton.knobs.runtime"), _find("triton.knobs.compilation")
+INTERPRET: bool = _attribute(_runtime, "interpret", lambda _: os.environ.get("TRITON_INTERPRET", "").lower() in _TRUE)
+"""TRITON_INTERPRET=1: kernels run on the CPU in Triton's interpreter. Triton decides at import, and so do we."""
+drivers: Any = _find("triton.runtime.driver.driver")
+"""Its `active` is the driver of the GPU."""
+
+
+def _knows_launch() -> bool:
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    names = ("launch_enter_hook", "launch_exit_hook", "add_stages_inspection_hook", "debug")
+    known = all(hasattr(_runtime, name) for name in names) and hasattr(_compilation, "instrumentation_mode")
+    return known and drivers is not None and version <= _NEWEST_TRITON
+
+
+KNOWS_LAUNCH: bool = _knows_launch()
+"""Whether what Triton's own launch of a kernel does besides launching it is known, and can be left out."""
+
+
+def launches_watched() -> bool:
+    """Whether a hook or a setting has a part in launches, which only Triton's own launch heeds."""
+    enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
+    return bool(
+        getattr(enter, "calls", enter)  # a chain of hooks, or what somebody put there instead
+        or getattr(leave, "calls", leave)
+        or _runtime.add_stages_inspection_hook
+        or _runtime.debug
+        or _compilation.instrumentation_mode
+    )
+
+
+# DTensor and processes.
+
+_static_arguments = _find("torch.distributed.tensor._op_schema.RuntimeSchemaInfo")
+
+
+def tell_calls_apart(overload: Any) -> bool:
+    """Have DTensor tell apart calls that differ in a flag, a string or in which tensor is None; whether it will."""
+    from torch.distributed.tensor import DTensor
+
+    dispatcher = _attribute(DTensor, "_op_dispatcher", lambda _: None)
+    if None in (dispatcher, _static_arguments):
+        return False
+    dispatcher.sharding_propagator.op_to_schema_info[overload] = _static_arguments(static_argnum=1)
+    return True
+
+
+# What nothing public does.
+
+
+class _Missing:
+    """Stands for a name that this release does not have, where that cannot be done without."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # whoever inspects it, as torch does for kernels, asks for more than it has
+            raise AttributeError(name)
+        return _Missing(f"{self.path}.{name}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"this needs {self.path}, which torch {torch.__version__} and triton {triton.__version__} lack"
+        )
+
+
+def _required(path: str) -> Any:
+    return _find(path, _Missing(path))
+
+
+collectives = _required("torch.ops._c10d_functional")
+"""What a graph may hold: they return what they communicate. `torch.distributed`'s own write into a tensor."""
+group_named = _required("torch.distributed.distributed_c10d._resolve_process_group")
+FakeTensorMode = _required("torch._subclasses.fake_tensor.FakeTensorMode")
+GPUTarget = _find("triton.backends.compiler.GPUTarget", namedtuple("GPUTarget", "backend arch warp_size"))
+ASTSource = _required("triton.compiler.ASTSource")
+make_backend = _required("triton.compiler.make_backend")
+create_function_from_signature = _required("triton.runtime.jit.create_function_from_signature")
+
+
+def pack_arguments(kernel: Any, *args: Any) -> Any:
+    """Options, signature, constants and attributes of a launch, as Triton's JIT makes them."""
+    return _attribute(kernel, "_pack_args", lambda _: _Missing("triton.JITFunction._pack_args"))(*args)
+
+
+def cuobjdump() -> str:
+    """Where the program is: Triton's wheel brings one."""
+    return _find("triton.knobs.nvidia.cuobjdump.path") or shutil.which("cuobjdump") or "cuobjdump"
+
+
+# What opcheck asks the compiler; it is looked up there, because importing it takes a second.
+
+
+def compile_errors() -> tuple[type[Exception], ...]:
+    """What `torch.compile` raises when it cannot compile."""
+    paths = "torch._dynamo.exc.TorchDynamoException", "torch._inductor.exc.InductorError"
+    return tuple(_find(path, RuntimeError) for path in paths)
+
+
+def aot_backend(compiler: Callable[..., Any], *, decomposed: bool = False) -> Any:
+    """A backend for `torch.compile` that gives `compiler` AOTAutograd's graphs, as Inductor would get them if asked."""
+    table = _find("torch._inductor.decomposition.select_decomp_table") if decomposed else None
+    options = {"fw_compiler": compiler, "bw_compiler": compiler, "decompositions": table and table()}
+    aot_autograd = _find("torch._dynamo.backends.common.aot_autograd")
+    if aot_autograd is not None:
+        return aot_autograd(**options)
+    from functorch.compile import aot_module_simplified
+
+    return functools.partial(aot_module_simplified, **options)
