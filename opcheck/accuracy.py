@@ -1,11 +1,23 @@
 """The rule for being right.
 
 Against a float64 reference on the same inputs, the error of an operator's result must not exceed `factor` (1.5) times
-the error of PyTorch's own composition in the same dtype, plus one unit in the last place of the result. It is asked of
-the largest error over the elements, with the unit of the largest element, and of the root mean square of the errors,
-with each element's own unit. In float32, where both errors are a few roundings in different places, a few elements say
-little about the composition's: below FEW of them it is taken to be two units at least, and as large as on any of a few
-neighbouring inputs, whose elements differ in their last place.
+the error of PyTorch's own composition in the same dtype, plus one unit in the last place of the result. It is asked at
+every scale that the result has:
+
+- of the whole tensor: of the largest error over the elements, with the unit of the largest element, and of the root
+  mean square of the errors, with each element's own unit;
+- of each element and of each row, with errors measured in what the element itself can lose: its condition, which is how
+  far the reference moves when every input moves by one unit in its last place, plus the element's own unit. In that
+  measure every element is of one size, so that the composition's largest error is a yardstick for all of them, and one
+  such unit more is allowed.
+
+The second catches what the first cannot see: a small row that is zeroed beside large ones, small entries of a softmax
+that are left out, one small element that is wrong. A condition is estimated from a few draws of random signs (`Truth`
+in truth.py makes them), and so needs no formula of its own for any operator.
+
+Few elements say little about the composition's error. Below FEW of them in float32, where both errors are a few
+roundings in different places, it is taken to be ROUNDINGS times what the element can lose at least; and the
+composition's errors on neighbouring inputs, whose elements differ in their last place, can be further yardsticks.
 """
 
 from collections.abc import Sequence
@@ -15,6 +27,8 @@ import torch
 from torch import Tensor
 
 FEW = 1024
+ROUNDINGS = 3
+"""Of a composition in float32, at the least. Of 51,000 elements of giou_loss's gradients it reaches 3.3 conditions."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +56,7 @@ def accuracy_violation(
     exact: Tensor,
     factor: float = 1.5,
     neighbours: Sequence[tuple[Tensor, Tensor]] = (),
+    condition: Tensor | None = None,
 ) -> Violation | None:
     """None if the rule holds.
 
@@ -50,40 +65,88 @@ def accuracy_violation(
         composition: The result of PyTorch's composition in the same dtype.
         exact: The float64 reference.
         factor: How much larger than the composition's error the operator's may be.
-        neighbours: The composition's result and the reference on neighbouring inputs, for results of few elements.
+        neighbours: The composition's result and the reference on neighbouring inputs.
+        condition: How far each element of the reference moves when the inputs move by a unit in their last place,
+            float64, in the reference's shape. Without it only the tensor as a whole is looked at.
     """
     if actual.shape != exact.shape:
         return Violation(f"shape {tuple(actual.shape)} where {tuple(exact.shape)} is right", float("inf"), 0.0)
     dtype, actual, composition = actual.dtype, actual.detach().double(), composition.detach().double()
-    exact = exact.detach()
-    beyond = exact.abs() > torch.finfo(dtype).max  # where dtype overflows, the result is infinite as PyTorch's is
+    exact = exact.detach().double()
+    beyond = exact.isfinite() & (exact.abs() > torch.finfo(dtype).max)  # there the result is infinite, as PyTorch's is
     exact = torch.where(beyond, exact.sign() * float("inf"), exact)
     special = ~exact.isfinite()
-    wrong = special & ~((actual == exact) | (actual.isnan() & exact.isnan()) | (actual == composition))
+    as_pytorch = (actual == composition) & (beyond | ~composition.isfinite())
+    wrong = special & ~((actual == exact) | (actual.isnan() & exact.isnan()) | as_pytorch)
     if bool(wrong.any()):
         value, right = actual[wrong][0].item(), exact[wrong][0].item()
         return Violation(f"{value} where {right} is right", float("inf"), 0.0)
-    actual, composition, exact = actual[~special], composition[~special], exact[~special]
-    if exact.numel() == 0:
+    if bool(special.all()):  # without any element too
         return None
-    error, ulp = (actual - exact).abs(), unit_in_last_place(exact, dtype)
+    error = torch.where(special, 0.0, (actual - exact).abs())
+    ulp = torch.where(special, 0.0, unit_in_last_place(torch.where(special, 0.0, exact), dtype))
+    loses = ulp
+    if condition is not None:
+        loses = ulp + torch.where(special, 0.0, condition) + _float64_loses(exact)
     yardsticks = [_finite_error(composition, exact)]
-    if has_few(actual, dtype):
-        yardsticks[0] = torch.maximum(yardsticks[0], 2 * ulp)
-        yardsticks += [_finite_error(near.detach().double(), truth.detach()) for near, truth in neighbours]
+    if dtype == torch.float32 and actual.numel() < FEW:
+        yardsticks[0] = torch.maximum(yardsticks[0], ROUNDINGS * loses)
+    yardsticks += [_finite_error(near.detach().double(), truth.detach().double()) for near, truth in neighbours]
+    found = _of_the_whole(error, yardsticks, ulp, factor, actual, exact)
+    if found is None and condition is not None:
+        found = _of_rows_and_elements(error, yardsticks, loses, factor, actual, exact)
+    return found
+
+
+def rounded_once(actual: Tensor, exact: Tensor) -> bool:
+    """Whether each element is within one unit in its last place: then the rule holds whatever the composition does."""
+    if actual.shape != exact.shape:
+        return False
+    exact = exact.detach().double()
+    error = (actual.detach().double() - exact).abs()
+    return bool((error <= unit_in_last_place(exact, actual.dtype)).all())
+
+
+def _of_the_whole(
+    error: Tensor, yardsticks: Sequence[Tensor], ulp: Tensor, factor: float, actual: Tensor, exact: Tensor
+) -> Violation | None:
     allowed = factor * max(float(yardstick.max()) for yardstick in yardsticks) + float(ulp.max())
     # NaN compares false with everything: it must not pass.
     if not bool((error <= allowed).all()):
         worst = int(torch.where(error.isnan(), float("inf"), error).argmax())
-        what = f"element {worst} is {actual[worst]:.6g}, right is {exact[worst]:.6g}"
-        return Violation(what, float(error[worst]), allowed)
+        return Violation(_element(worst, actual, exact), float(error.flatten()[worst]), allowed)
     rms, allowed = _rms(error), factor * max(_rms(yardstick) for yardstick in yardsticks) + _rms(ulp)
     return Violation("root mean square over all elements", rms, allowed) if rms > allowed else None
 
 
-def has_few(result: Tensor, dtype: torch.dtype) -> bool:
-    """Whether one input says too little about the composition's error."""
-    return dtype == torch.float32 and result.numel() < FEW
+def _of_rows_and_elements(
+    error: Tensor, yardsticks: Sequence[Tensor], loses: Tensor, factor: float, actual: Tensor, exact: Tensor
+) -> Violation | None:
+    """The same with each element in units of what it can lose, of which there is one more than the yardstick's."""
+    loses = torch.where(loses == 0, 1.0, loses)  # special elements of a row that has no other
+    error, yardsticks = error / loses, [yardstick / loses for yardstick in yardsticks]
+    allowed = factor * max(float(yardstick.max()) for yardstick in yardsticks) + 1
+    if bool((error > allowed).any()):
+        worst = int(error.argmax())
+        what = f"{_element(worst, actual, exact)}, in units of what it can lose"
+        return Violation(what, float(error.flatten()[worst]), allowed)
+    rows = _rms_of_rows(error)
+    allowed = factor * max(float(_rms_of_rows(yardstick).max()) for yardstick in yardsticks) + 1
+    if bool((rows > allowed).any()):
+        worst = int(rows.argmax())
+        return Violation(f"row {worst}, in units of what its elements can lose", float(rows.flatten()[worst]), allowed)
+    return None
+
+
+def _float64_loses(exact: Tensor) -> Tensor:
+    """What the reference itself loses: a few of float64's roundings of the largest element in a row."""
+    rows = torch.where(exact.isfinite(), exact, 0.0).abs()
+    largest = rows.amax(-1, keepdim=True) if rows.dim() > 1 else rows.max()
+    return 8 * torch.finfo(torch.float64).eps * largest
+
+
+def _element(index: int, actual: Tensor, exact: Tensor) -> str:
+    return f"element {index} is {actual.flatten()[index]:.6g}, right is {exact.flatten()[index]:.6g}"
 
 
 def _finite_error(composition: Tensor, exact: Tensor) -> Tensor:
@@ -93,3 +156,8 @@ def _finite_error(composition: Tensor, exact: Tensor) -> Tensor:
 
 def _rms(x: Tensor) -> float:
     return float(x.square().mean().sqrt())
+
+
+def _rms_of_rows(x: Tensor) -> Tensor:
+    """Over the last axis; of what has fewer than two axes over all of it."""
+    return (x if x.dim() > 1 else x.reshape(1, -1)).square().mean(-1).sqrt()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from llmk.opcheck.calls import BrokenPromise, watched_by
+from llmk.opcheck.inputs import BrokenPromise, watched_by
 from llmk.opcheck.promises import GPU_PROMISES, PROMISES, Promise
 from llmk.registry import Op, Sample
 from llmk.registry.launch import INTERPRET

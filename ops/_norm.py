@@ -20,6 +20,24 @@ def coarse_mean(mean, var):
 
 
 @triton.jit
+def known_rest(rest, var):
+    """What is left of a mean, sum(x - mean) / N, where it is more than the rounding of x - mean; else 0.
+
+    x - mean rounds alike for every x of a binade: a rest below half a unit of a deviation may be nothing but that.
+    """
+    return tl.where(tl.abs(rest) > 2.0**-24 * tl.sqrt_rn(var), rest, 0.0)
+
+
+def centered(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x less its mean over the last axis, and the mean, corrected as `known_rest` has it."""
+    mean = x.mean(-1, keepdim=True)
+    c = x - mean
+    rest = c.mean(-1, keepdim=True)
+    mean = mean + torch.where(rest.abs() > 2**-24 * c.square().mean(-1, keepdim=True).sqrt(), rest, 0.0)
+    return x - mean, mean
+
+
+@triton.jit
 def _add_pairs(a0, b0, a1, b1):
     return a0 + a1, b0 + b1
 

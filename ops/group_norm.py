@@ -36,7 +36,7 @@ from torch import Tensor
 
 from llmk.ops._group_norm_long import long_backward, long_forward
 from llmk.ops._group_norm_short import fits_backward, fits_forward, short_backward, short_forward
-from llmk.ops._norm import affine_gradient, sum_affine
+from llmk.ops._norm import affine_gradient, centered, sum_affine
 from llmk.registry import (
     PARTIAL,
     WHOLE,
@@ -116,9 +116,7 @@ group_norm_bwd = KernelOp(_group_norm_bwd, planned=True)
 def _(input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     B, C, S = _sizes(input, num_groups)
     x = input.float().reshape(B * num_groups, C * S)
-    mean = x.mean(-1, keepdim=True)
-    mean = mean + (x - mean).mean(-1, keepdim=True)
-    c = x - mean
+    c, mean = centered(x)
     var = c.square().mean(-1, keepdim=True) + eps
     y = (c * torch.rsqrt(var)).view(B, num_groups * C, S)
     if weight is not None:
@@ -146,8 +144,7 @@ def _(
             dw = (dy * (c * rstd).view(dy.shape)).sum(2).sum(0).to(weight.dtype)
         if need_dx:
             g = (dy if weight is None else dy * weight.float()[:, None]).reshape(c.shape)
-            g = g - g.mean(-1, keepdim=True)
-            g = g - g.mean(-1, keepdim=True)  # what rounding has left: of equal values nothing
+            g, _ = centered(g)  # of equal values nothing is left
             dx = ((g - c * ((g * c).mean(-1, keepdim=True) / var)) / var.sqrt()).to(input.dtype).reshape(input.shape)
     return dx, dw, db
 

@@ -3,7 +3,7 @@ r"""Layer normalization.
 Source: Ba, Kiros and Hinton, "Layer Normalization", 2016, https://arxiv.org/abs/1607.06450.
 Forward, for each row x of N values:
 
-    mean = sum(x) / N, corrected by rest = sum(x - mean) / N
+    mean = sum(x) / N, corrected by rest = sum(x - mean) / N where that is more than the rounding of x - mean
     var  = sum((x - mean)^2) / N + eps, less rest^2 where mean is not corrected yet
     rstd = 1 / sqrt(var)
     y    = (x - mean) * rstd * weight + bias
@@ -32,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops._layer_norm_long import long_backward, long_forward, long_programs, wide_backward
-from llmk.ops._norm import affine_gradient, sum_affine, sum_pair
+from llmk.ops._norm import affine_gradient, centered, known_rest, sum_affine, sum_pair
 from llmk.ops._rows import aligned, as_rows
 from llmk.registry import (
     PARTIAL,
@@ -74,7 +74,7 @@ def layer_norm_kernel(
     mean = tl.sum(x, axis=1) / N  # [BLOCK_M]
     c = tl.where(mask, x - mean[:, None], 0.0)
     rest, squares = sum_pair(c, c * c, 1)  # type: ignore[misc]
-    rest /= N
+    rest = known_rest(rest / N, squares / N)
     mean += rest
     c -= rest[:, None]  # from c, not from x: two copies of a wide row in registers take half of the time again
     var = tl.maximum(squares / N - rest * rest, 0.0) + eps
@@ -237,9 +237,7 @@ layer_norm_bwd = KernelOp(_layer_norm_bwd, planned=True)
 @layer_norm_fwd.register_kernel("cpu")
 def _(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     x = input.float()
-    mean = x.mean(-1, keepdim=True)
-    mean = mean + (x - mean).mean(-1, keepdim=True)
-    c = x - mean
+    c, mean = centered(x)
     var = c.square().mean(-1, keepdim=True) + eps
     y = c * torch.rsqrt(var)
     if weight is not None:
@@ -265,8 +263,7 @@ def _(
             dw = (dy * (c * rstd)).reshape(-1, dy.shape[-1]).sum(0).to(weight.dtype)
         if need_dx:
             g = dy if weight is None else dy * weight.float()
-            g = g - g.mean(-1, keepdim=True)
-            g = g - g.mean(-1, keepdim=True)  # what rounding has left: of equal values nothing
+            g, _ = centered(g)  # of equal values nothing is left
             dx = ((g - c * ((g * c).mean(-1, keepdim=True) / var)) / var.sqrt()).to(input.dtype).contiguous()
     return dx, dw, db
 

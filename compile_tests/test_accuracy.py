@@ -1,0 +1,152 @@
+"""The accuracy rule must be able to fail at every scale of a result: what is damaged on purpose is refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmk.opcheck import accuracy_violation
+from llmk.opcheck.calls import BrokenPromise, call, require_accurate
+from llmk.registry import OPS, Sample
+from llmk.registry.launch import INTERPRET
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+ROWS, COLUMNS = 6, 40
+SMALL_ROW = 2
+
+
+def small_row_zeroed(y: Tensor) -> Tensor:
+    return torch.where((torch.arange(ROWS, device=y.device) == SMALL_ROW)[:, None], 0.0, y).to(y.dtype)
+
+
+def half_of_the_rows_zeroed(y: Tensor) -> Tensor:
+    return torch.where((torch.arange(ROWS, device=y.device) % 2 == 0)[:, None], 0.0, y).to(y.dtype)
+
+
+def largest_entries_only(y: Tensor) -> Tensor:
+    return torch.where(y.abs() >= y.abs().topk(COLUMNS // 10, dim=-1).values[:, -1:], y, 0.0).to(y.dtype)
+
+
+def one_column_wrong(y: Tensor) -> Tensor:
+    return torch.where(torch.arange(COLUMNS, device=y.device) == 5, 1.06 * y, y).to(y.dtype)
+
+
+def one_small_element_wrong(y: Tensor) -> Tensor:
+    place = torch.arange(ROWS * COLUMNS, device=y.device).view(ROWS, COLUMNS) == SMALL_ROW * COLUMNS + 7
+    return torch.where(place, 1.2 * y, y).to(y.dtype)
+
+
+def nan_where_finite(y: Tensor) -> Tensor:
+    place = torch.arange(ROWS * COLUMNS, device=y.device).view(ROWS, COLUMNS) == 3
+    return torch.where(place, float("nan"), y).to(y.dtype)
+
+
+def finite_where_nan(y: Tensor) -> Tensor:
+    return y.nan_to_num(0.0)
+
+
+class Damaged(torch.autograd.Function):
+    """The identity, with a gradient that is damaged on its way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, which: str) -> Tensor:
+        ctx.which = which
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return DAMAGES[ctx.which](grad), None
+
+
+DAMAGES = {
+    fn.__name__: fn
+    for fn in (
+        small_row_zeroed, half_of_the_rows_zeroed, largest_entries_only, one_column_wrong, one_small_element_wrong,
+        nan_where_finite, finite_where_nan,
+    )
+}  # fmt: skip
+
+
+def softmax_of(dtype: torch.dtype, damage: str, device: torch.device) -> Sample:
+    x = 2 * torch.randn(ROWS, COLUMNS, device=device)
+    if damage == "finite_where_nan":
+        x[0, 3] = float("nan")
+    return Sample((x.to(dtype),), why="random")
+
+
+def swiglu_of(dtype: torch.dtype, damage: str, device: torch.device) -> Sample:
+    """One row small beside the others."""
+    gate, up = torch.randn(ROWS, COLUMNS, device=device), torch.randn(ROWS, COLUMNS, device=device)
+    up[SMALL_ROW] *= 1e-3
+    gate[SMALL_ROW] *= 0.1
+    if damage == "finite_where_nan":
+        up[0, 3] = gate[0, 3] = float("nan")
+    return Sample((gate.to(dtype), up.to(dtype)), why="a small row")
+
+
+SAMPLES: dict[str, Callable[..., Sample]] = {"softmax": softmax_of, "swiglu": swiglu_of}
+
+
+@pytest.mark.parametrize(
+    "mode", ["eager", pytest.param("compiled", marks=pytest.mark.skipif(INTERPRET, reason="opaque"))]
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SAMPLES)
+def test_what_is_damaged_is_refused(name: str, dtype: torch.dtype, mode: str, device: torch.device) -> None:
+    op = OPS[name]
+    for damage in DAMAGES:
+        sample = SAMPLES[name](dtype, damage, device)
+
+        def output_damaged(*args: Any, damage: str = damage) -> Tensor:
+            return DAMAGES[damage](op.overload(*args))
+
+        def gradient_damaged(x: Tensor, *args: Any, damage: str = damage) -> Tensor:
+            return op.overload(Damaged.apply(x, damage), *args)
+
+        for fn, where in ((op.overload, None), (output_damaged, "output 0"), (gradient_damaged, "gradient of")):
+            if mode == "compiled":
+                torch._dynamo.reset()
+                fn = torch.compile(fn, backend="aot_eager", fullgraph=True)
+            outcome = call(op, sample, fn=fn)
+            if where is None:
+                require_accurate(op, sample, outcome)
+                continue
+            with pytest.raises(BrokenPromise, match=where):
+                require_accurate(op, sample, outcome)
+
+
+@pytest.mark.parametrize(
+    ("actual", "holds"),
+    [(1.0, True), (1.0 + 2**-22, True), (1.0 + 2**-18, False), (float("nan"), False), (float("inf"), False)],
+)
+def test_the_rule_for_the_whole_tensor(actual: float, holds: bool) -> None:
+    exact = torch.ones(2000, dtype=torch.float64)
+    composition = torch.full((2000,), 1.0 + 2**-23)
+    result = torch.full((2000,), 1.0)
+    result[7] = actual
+    assert (accuracy_violation(result, composition, exact) is None) == holds
+
+
+def test_the_rule_for_special_values() -> None:
+    exact = torch.tensor([float("nan"), float("inf"), 1.0], dtype=torch.float64)
+    assert accuracy_violation(exact.float(), exact.float(), exact) is None
+    assert accuracy_violation(torch.tensor([0.0, float("inf"), 1.0]), exact.float(), exact) is not None
+    assert accuracy_violation(torch.tensor([float("nan"), -float("inf"), 1.0]), exact.float(), exact) is not None
+    # A finite number is not excused because the composition gives it too.
+    finite = torch.tensor([0.0, float("inf"), 1.0])
+    assert accuracy_violation(finite, finite, exact) is not None
+
+
+def test_a_condition_tells_elements_apart() -> None:
+    """An error that is small for the tensor, and for an element that cancels, is large for one that does not."""
+    exact = torch.tensor([[1e3, 1.0, 1.0]] * 400, dtype=torch.float64)
+    condition = torch.tensor([[1e3, 1e3, 1.0]] * 400, dtype=torch.float64) * 2**-23
+    composition = (exact + 0.5 * condition).float()
+    for column, holds in ((1, True), (2, False)):
+        actual = exact.clone()
+        actual[5, column] += 200 * 2**-23
+        assert accuracy_violation(actual.float(), composition, exact) is None
+        found = accuracy_violation(actual.float(), composition, exact, condition=condition)
+        assert (found is None) == holds

@@ -1,0 +1,121 @@
+"""What is right for a call, and how far from it PyTorch's own composition comes: the yardsticks of the accuracy rule.
+
+All come from running the operator's reference: in float64 on the sample's inputs, where it is the truth; in the
+sample's dtype, where it is PyTorch's composition; and in float64 on inputs that each moved by one unit in their last
+place, up or down by chance. How far the truth moves then is the condition of each element of the result: what its own
+arithmetic can lose, whatever the order of operations.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmk.opcheck.inputs import Outcome, as_list, copy_with_layout, differentiable_inputs, prepare
+from llmk.registry import Op, Sample
+
+DRAWS = 8
+"""For a condition. It is the root mean square over them, so that few elements get one that is far too small."""
+MORE_DRAWS = 32
+"""Before a result is called wrong."""
+NEIGHBOURS = 8
+"""Inputs near the sample's, on which the composition's error is measured too before a result is called wrong."""
+_MOST_KEPT = 64
+
+Change = Callable[[Tensor], Tensor]
+
+
+class Truth:
+    """The reference's outputs and gradients for a sample and an incoming gradient for each output (None for none)."""
+
+    def __init__(self, op: Op, sample: Sample, given: Sequence[Tensor | None]) -> None:
+        self.op, self.sample = op, sample
+        self.given = [grad if grad is None else grad.detach().clone() for grad in given]
+        self.wanted = differentiable_inputs(op, sample) if any(grad is not None for grad in given) else []
+        self._moved: list[list[Tensor | None]] = []
+        self._sums: list[Tensor | None] = []
+
+    def run(self, change: Change = copy_with_layout) -> list[Tensor | None]:
+        """Outputs, then the gradients in the order of `names`."""
+        args, kwargs, tensors = prepare(self.op, self.sample, self.wanted, change)
+        outputs = as_list(self.op.reference(*args, **kwargs))
+        wanting = [(o, change(g).to(o.dtype)) for o, g in zip(outputs, self.given, strict=True) if g is not None]
+        if wanting:
+            torch.autograd.backward([output for output, _ in wanting], [grad for _, grad in wanting])
+        return [*(output.detach() for output in outputs), *(tensors[name].grad for name in self.wanted)]
+
+    @cached_property
+    def composition(self) -> list[Tensor | None]:
+        return self.run()
+
+    @cached_property
+    def exact(self) -> list[Tensor | None]:
+        return self.run(to_float64)
+
+    @cached_property
+    def neighbours(self) -> list[tuple[list[Tensor | None], list[Tensor | None]]]:
+        """The composition and the truth on inputs near the sample's."""
+        return [(self.run(nudged(seed)), self.run(nudged(seed, torch.float64))) for seed in range(NEIGHBOURS)]
+
+    def condition(self, result: int, draws: int) -> Tensor:
+        """How far a result moves, by the root mean square of so many draws."""
+        while len(self._moved) < draws:
+            self._moved.append(self.run(nudged(len(self._moved), torch.float64)))
+        exact = self.exact[result]
+        assert exact is not None
+        squares = [(moved[result] - exact).square() for moved in self._moved[:draws]]  # type: ignore[operator]
+        return torch.stack(squares).mean(0).sqrt()
+
+    def index_of(self, gradient: str) -> int:
+        return len(self.given) + self.wanted.index(gradient)
+
+    def is_for(self, given: Sequence[Tensor | None]) -> bool:
+        return all(
+            (a is None) == (b is None) and (a is None or b is None or (a.dtype == b.dtype and torch.equal(a, b)))
+            for a, b in zip(self.given, given, strict=True)
+        )
+
+
+_kept: "OrderedDict[tuple[int, int], list[Truth]]" = OrderedDict()
+
+
+def truth_of(op: Op, sample: Sample, outcome: Outcome, grads: Callable[[Sequence[Tensor]], list[Tensor]]) -> Truth:
+    """The truth for a call's outcome; one that was worked out before serves every check of the same sample."""
+    if outcome.gradients:
+        wanting = [output for output in outcome.outputs if output.requires_grad]
+        made = iter(grads(wanting))
+        given = [next(made) if output.requires_grad else None for output in outcome.outputs]
+    else:
+        given: list[Any] = [None] * len(outcome.outputs)
+    truths = _kept.setdefault((id(op), id(sample)), [])  # each holds its sample, whose id is then nobody else's
+    _kept.move_to_end((id(op), id(sample)))
+    if len(_kept) > _MOST_KEPT:
+        _kept.popitem(last=False)
+    for truth in truths:
+        if not outcome.gradients or truth.is_for(given):
+            return truth
+    truths.append(Truth(op, sample, given))
+    return truths[-1]
+
+
+def to_float64(tensor: Tensor) -> Tensor:
+    return tensor.detach().double() if tensor.is_floating_point() else tensor.detach().clone()
+
+
+def nudged(seed: int, dtype: torch.dtype | None = None) -> Change:
+    """Changes every element by one unit in its last place, up or down, the same way for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def change(tensor: Tensor) -> Tensor:
+        copy = copy_with_layout(tensor)
+        if not copy.is_floating_point():
+            return copy
+        memory = copy.new_empty(0).set_(copy.untyped_storage())
+        signs = 2 * torch.randint(0, 2, memory.shape, generator=generator).to(memory.device) - 1
+        memory.copy_(memory.double() * (1 + signs * torch.finfo(copy.dtype).eps))
+        return copy if dtype is None else copy.to(dtype)
+
+    return change
