@@ -1,6 +1,8 @@
 """Which way a call takes in plain eager mode: past the dispatcher only where nobody would miss it."""
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,8 +12,9 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from llmk.functional import rms_norm
-from llmk.registry.launch import nothing_looks_on, registered_path_only, takes_short_path
+from llmk.functional import cross_entropy, rms_norm
+from llmk.registry import set_short_path_enabled, wrap_triton
+from llmk.registry.launch import nothing_looks_on, takes_short_path
 
 x, w = torch.randn(4, 8), torch.nn.Parameter(torch.randn(8))
 
@@ -63,13 +66,46 @@ def test_other_types_are_the_dispatchers(args: Any, kwargs: Any, dispatched: lis
 
 
 @pytest.mark.parametrize(
-    "context", [Seeing, torch.autograd.profiler.profile, counting, TwoTensorMode, registered_path_only]
+    "context",
+    [Seeing, torch.autograd.profiler.profile, counting, TwoTensorMode, partial(set_short_path_enabled, False)],
 )
 def test_whoever_looks_on_sees_the_operator(context: Any, dispatched: list[bool]) -> None:
     with context():
         assert not nothing_looks_on()
         rms_norm(x, w)
     assert dispatched == [True]
+
+
+def test_the_short_path_has_one_switch() -> None:
+    """A function and a context manager, for all threads."""
+    assert nothing_looks_on()
+    with set_short_path_enabled(False):
+        assert not nothing_looks_on()
+        assert not takes_short_path((x,))
+        with set_short_path_enabled(True):
+            assert takes_short_path((x,))
+        with ThreadPoolExecutor(1) as threads:
+            assert not threads.submit(nothing_looks_on).result()
+    assert nothing_looks_on()
+    set_short_path_enabled(False)
+    assert not nothing_looks_on()
+    set_short_path_enabled(True)
+    assert nothing_looks_on()
+    with pytest.raises(TypeError, match="mode: expected a bool, got None"):
+        set_short_path_enabled(None)  # type: ignore[arg-type]
+
+
+def test_without_the_short_path_nothing_of_it_is_left() -> None:
+    kernel = object()
+    with set_short_path_enabled(False):
+        assert wrap_triton(kernel) is kernel
+
+
+@pytest.mark.parametrize("number", [2**63, -(2**63) - 1])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_number_past_64_bits_is_refused(number: int, enabled: bool) -> None:
+    with set_short_path_enabled(enabled), pytest.raises(RuntimeError, match=str(number)):
+        cross_entropy(x, torch.zeros(4, dtype=torch.int64), ignore_index=number)
 
 
 def test_a_function_mode_and_a_profiler_know_its_name() -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton.knobs
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
@@ -36,6 +37,7 @@ class Kernel:
 
     def __init__(self) -> None:
         self.built: list[Compiled] = []
+        self.pre_run_hooks: list[Any] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*args: Any, **constants: Any) -> Compiled:
@@ -79,6 +81,8 @@ def test_the_second_launch_is_direct() -> None:
         ((aligned, None, 1), {}),
         ((aligned, None, 50), {}),
         ((aligned, None, 2**31), {}),
+        ((aligned, None, -(2**31) - 16), {}),
+        ((aligned, None, True), {}),
         ((aligned, None, 48), {"EVEN": False}),
         ((aligned, None, 48), {"num_warps": 8}),
     ],
@@ -98,7 +102,8 @@ def test_it_tells_apart_what_triton_does() -> None:
     backend = make_backend(GPUTarget("cuda", 90, 32))
     bind = create_function_from_signature(gated_unit_kernel.signature, gated_unit_kernel.params, backend)
     tensors: list[Tensor | None] = [aligned, shifted, aligned.bfloat16(), None]
-    sizes = [1, 2, 16, 17, 48, 2**31 - 1, 2**31, 2**31 + 16]
+    sizes = [1, 2, 16, 17, 48, 2**31 - 1, 2**31, 2**31 + 16, 2**63 - 1, 2**63 - 16, True, False]
+    sizes += [0, -1, -100, -16, -(2**31), -(2**31) - 1, -(2**31) - 16, -(2**40) - 4, -(2**63)]
     calls = [(aligned, up, aligned, N, 32, 24) for up in tensors for N in sizes]
     constants = {"ACTIVATION": "silu", "BLOCK_N": 32, "num_warps": 4}
 
@@ -132,3 +137,60 @@ def test_a_float_is_not_a_number_that_happens_to_be_one() -> None:
     for args in [(aligned, 48, 1.0), (aligned, 1.0, 48), (aligned, 48, 1), (aligned, 48, None)]:
         launcher[(1,)](*args, EVEN=True, BLOCK=16)
     assert len(kernel.built) == 4
+
+
+def test_a_number_past_64_bits_is_refused() -> None:
+    kernel = Kernel()
+    for n in (2**63, -(2**63) - 1):
+        with pytest.raises(OverflowError, match=rf"n: expected a number of 64 bits, got {n}"):
+            Launcher(kernel)[(1,)](aligned, None, n, EVEN=True, BLOCK=16)
+    assert not kernel.built
+
+
+def watch(where: str, kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give something of Triton's a part in launches."""
+    runtime = triton.knobs.runtime
+    if where == "pre_run_hooks":
+        monkeypatch.setattr(kernel, "pre_run_hooks", [print])
+    elif where == "instrumentation_mode":
+        monkeypatch.setattr(triton.knobs.compilation, where, "some")
+    elif where in ("launch_enter_hook", "launch_exit_hook"):
+        monkeypatch.setattr(getattr(runtime, where), "calls", [print])
+    elif where == "another enter hook":
+        monkeypatch.setattr(runtime, "launch_enter_hook", print)
+    else:
+        monkeypatch.setattr(runtime, where, True)
+
+
+WATCHERS = [
+    "launch_enter_hook",
+    "launch_exit_hook",
+    "another enter hook",
+    "add_stages_inspection_hook",
+    "debug",
+    "instrumentation_mode",
+    "pre_run_hooks",
+]
+
+
+@pytest.mark.parametrize("where", WATCHERS)
+def test_who_watches_launches_sees_all_of_them(where: str) -> None:
+    """Triton's own launch tells it, and what it then builds is used no longer than somebody watches."""
+    kernel = Kernel()
+    launcher = Launcher(kernel)
+
+    def launch() -> None:
+        launcher[(1,)](aligned, None, 48, EVEN=True, BLOCK=16)
+
+    with pytest.MonkeyPatch.context() as patch:
+        watch(where, kernel, patch)
+        launch()
+        launch()
+        assert [compiled.runs for compiled in kernel.built] == [[], []]
+    launch()
+    launch()
+    assert [len(compiled.runs) for compiled in kernel.built] == [0, 0, 1]
+    with pytest.MonkeyPatch.context() as patch:
+        watch(where, kernel, patch)
+        launch()
+    assert [len(compiled.runs) for compiled in kernel.built] == [0, 0, 1, 0]

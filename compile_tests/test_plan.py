@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 import triton
-import triton.knobs
 from torch import Tensor
 from triton.runtime import driver
 
+from compile_tests.test_launcher import WATCHERS, watch
 from llmk.opcheck.calls import call
 from llmk.registry import OPS, KernelOp, Op, empty, launcher, plan, wrap_triton
 from llmk.registry.launch import HAS_LAUNCHER, _contiguous_layout
@@ -177,6 +177,8 @@ def test_the_third_call_is_repeated(runs: list[Run]) -> None:
         (aligned, None, 3.0),
         (aligned, None, 2.0, 16),
         (aligned, None, 2.0, True),
+        (aligned, None, 2.0, 1.0),
+        (aligned, None, 2.0, 1 - 2**32),
     ],
 )
 def test_what_is_worked_out_again(other: tuple[Any, ...], runs: list[Run]) -> None:
@@ -185,17 +187,31 @@ def test_what_is_worked_out_again(other: tuple[Any, ...], runs: list[Run]) -> No
     assert worked_out(doubled, usual, usual, usual, other) == [True, True, False, True]
 
 
+def test_the_other_zero_is_another_number(runs: list[Run]) -> None:
+    usual, other = (aligned, None, 0.0), (aligned, None, -0.0)
+    assert worked_out(doubled, usual, usual, usual, other) == [True, True, False, True]
+
+
 def test_another_device_is_worked_out_again(runs: list[Run]) -> None:
     repeated = Planned(doubled)
     for device in (0, 0, 1, 1):
         repeated(device, (aligned, None))
-    assert len(repeated.plans) == 2
+    assert len(repeated.plans.values()) == 2
 
 
-def test_a_hook_is_told_of_every_launch(runs: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton.knobs.runtime.launch_enter_hook, "calls", [print])
-    assert all(worked_out(doubled, *[(aligned, None)] * 4))
-    assert not runs
+@pytest.mark.parametrize("where", WATCHERS)
+def test_who_watches_launches_sees_all_of_them(where: str, runs: list[Run]) -> None:
+    """From the start, or when there is a plan already; a plan knows nothing that was built for a watcher."""
+    repeated = Planned(doubled)
+    for watched in (True, False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            if watched:
+                watch(where, kernel, patch)
+            runs.clear()
+            for _ in range(4):
+                repeated(0, (aligned, None))
+            assert len(runs) == (0 if watched else 3)  # the first of them was Triton's own
+    assert len(repeated.plans.values()) == 1
 
 
 def copies(x: Tensor, w: Tensor) -> Tensor:
@@ -238,7 +254,25 @@ def test_plans_do_not_pile_up(runs: list[Run], monkeypatch: pytest.MonkeyPatch) 
     for n in range(20):
         for _ in range(2):
             repeated(0, (aligned, None, 2.0, n))
-    assert len(repeated.plans) <= 4
+    assert len(repeated.plans.values()) <= 4
+
+
+def test_what_is_called_often_keeps_its_plan(runs: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else is called in between, once each or again and again."""
+    monkeypatch.setattr(plan, "_MOST_PLANS", 16)
+    ran = 0
+
+    def counting(*args: Any) -> Tensor:
+        nonlocal ran
+        ran += args[2] == 2.0
+        return doubled(*args)
+
+    repeated = Planned(counting)
+    for n in range(200):
+        repeated(0, (aligned, None, 2.0))
+        for _ in range(n % 4):
+            repeated(0, (aligned, None, 3.0, n))
+    assert ran == 2
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (0, 16), (4, 0), (2, 0, 3), (2, 3, 5), (1, 1, 4)])

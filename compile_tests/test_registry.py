@@ -3,13 +3,13 @@
 import re
 import sys
 import types
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from llmk.registry import OPS, KernelOp, public_op, whole_only
-from llmk.registry.launch import registered_path_only
+from llmk.registry import OPS, KernelOp, public_op, set_short_path_enabled, whole_only
 
 
 def kernel_op(name: str, *, backward: bool = False) -> KernelOp:
@@ -179,7 +179,7 @@ q, k, cos = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 3, 
     ],
 )  # fmt: skip
 def test_a_wrong_call_says_what_is_wrong(name, args, kwargs, error, message) -> None:
-    for context in (torch.no_grad, registered_path_only):
+    for context in (torch.no_grad, partial(set_short_path_enabled, False)):
         with context(), pytest.raises(error, match=message):
             getattr(torch.ops.llmk, name)(*args, **kwargs)
 

@@ -35,8 +35,7 @@ from llmk.opcheck.compile_promises import (
     no_recompile,
     other_stream,
 )
-from llmk.registry import Op, Sample
-from llmk.registry.launch import registered_path_only
+from llmk.registry import Op, Sample, set_short_path_enabled
 
 Promise = Callable[[Op, Sequence[Sample]], None]
 
@@ -216,7 +215,7 @@ def deterministic(op: Op, samples: Sequence[Sample]) -> None:
 def same_on_short_path(op: Op, samples: Sequence[Sample]) -> None:
     """The short path of plain eager mode and the dispatcher's give the same bits."""
     for sample in samples:
-        with registered_path_only():
+        with set_short_path_enabled(False):
             registered = call(op, sample)
         for _ in range(3):  # on a GPU the third repeats the launches of the second
             short = call(op, sample)

@@ -12,6 +12,7 @@ from llmk.registry.launch import (
     most_warps,
     num_programs,
     recomputed_in_backward,
+    set_short_path_enabled,
     use_kernels_on_cpu,
 )
 from llmk.registry.public_op import public_op
@@ -46,6 +47,7 @@ __all__ = [
     "public_op",
     "recomputed_in_backward",
     "row_axes",
+    "set_short_path_enabled",
     "use_kernels_on_cpu",
     "whole_only",
     "wrap_triton",

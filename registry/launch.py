@@ -35,7 +35,7 @@ _OTHERS = frozenset({int, float, bool, str, type(None), torch.dtype})
 class _State:
     kernels_on_cpu: bool = INTERPRET
     recorder: "list[Launch] | None" = None
-    registered_only: bool = False
+    short_path: bool = True
     warp_size: int = 32 if torch.version.hip is None else 64
     in_graph: Mapping[str, str] = field(default_factory=dict)
 
@@ -131,7 +131,7 @@ def wrap_triton(kernel: Any) -> Any:
         return torch.library.wrap_triton(kernel)
     if rehearsals.current is not None:
         return rehearsals.current.launcher(launcher_for(kernel))
-    if _state.kernels_on_cpu or not HAS_LAUNCHER:
+    if _state.kernels_on_cpu or not HAS_LAUNCHER or not _state.short_path:
         return kernel
     return launcher_for(kernel)
 
@@ -151,7 +151,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     """
     if dispatch_modes() and not shape:  # Inductor fills a buffer that has no dimension, which would cost a launch
         buffer = torch.empty((1,), dtype=dtype, device=device).view(())
-    elif device.type != "cuda" or dispatch_modes():
+    elif device.type != "cuda" or dispatch_modes() or not _state.short_path:
         buffer = torch.empty(shape, dtype=dtype, device=device)
     else:
         buffer = empty_on_gpu(*_contiguous_layout(shape), dtype)
@@ -178,19 +178,28 @@ def use_kernels_on_cpu() -> Iterator[None]:
         _state.kernels_on_cpu = previous
 
 
-@contextlib.contextmanager
-def registered_path_only() -> Iterator[None]:
-    """Send every call through the dispatcher: opcheck compares the short path of plain eager mode with it."""
-    previous, _state.registered_only = _state.registered_only, True
-    try:
-        yield
-    finally:
-        _state.registered_only = previous
+class set_short_path_enabled:
+    """Whether plain eager mode may leave out PyTorch's dispatcher and Triton's launcher, in all threads.
+
+    Like `torch.set_grad_enabled` it is a function and a context manager. Without the short path every call goes through
+    the dispatcher, every buffer comes from `torch.empty` and every launch is Triton's own: the same bits, more slowly.
+    """
+
+    def __init__(self, mode: bool) -> None:
+        if not isinstance(mode, bool):
+            raise TypeError(f"mode: expected a bool, got {mode!r}")
+        self.previous, _state.short_path = _state.short_path, mode
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exception: object) -> None:
+        _state.short_path = self.previous
 
 
 def takes_short_path(args: Collection[Any]) -> bool:
     """Whether a call is plain eager mode: nothing traces, transforms or wraps tensors that hold numbers."""
-    if _state.registered_only or dispatch_modes() or functorch_level() is not None:
+    if not _state.short_path or dispatch_modes() or functorch_level() is not None:
         return False
     for arg in args:
         kind = type(arg)
@@ -206,7 +215,7 @@ def nothing_looks_on() -> bool:
     """Whether a call from Python need not pass the dispatcher: no compiler, mode, transform or profiler is on."""
     return not (
         torch.compiler.is_compiling()
-        or _state.registered_only
+        or not _state.short_path
         or dispatch_modes()
         or function_modes()
         or functorch_level() is not None

@@ -11,14 +11,15 @@ from torch import Tensor
 
 from llmk.registry.private import drivers, launches_watched
 
-_LARGEST_INT32 = 2**31 - 1
+_INT32, _INT64 = 2**31, 2**63
 _LONG = ("long", "long, a multiple of 16")
 
 
 class Launcher:
     """Stands in for a Triton kernel on an NVIDIA GPU: `launcher[grid](*args, **constants)`.
 
-    What the kernel takes after `args` must be given by keyword, beside options such as num_warps.
+    What the kernel takes after `args` must be given by keyword, beside options such as num_warps. Where a hook or a
+    setting has a part in launches, Triton's own way is taken, and nothing is kept of what it built.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -28,7 +29,11 @@ class Launcher:
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return functools.partial(self._launch, grid)
 
-    def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> tuple[Any, ...]:
+    def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> tuple[Any, ...] | None:
+        """Launch and return what the next launch needs, or None where that is not to be repeated."""
+        if self.kernel.pre_run_hooks or launches_watched():
+            self.kernel[grid](*args, **constants)
+            return None
         active: Any = drivers.active
         device = active.get_current_device()
         parts: list[Any] = [device, *constants, *constants.values()]
@@ -42,13 +47,19 @@ class Launcher:
             values.append(arg)
             kind = type(arg)
             if kind is int:  # Triton tells apart 1, multiples of 16, and what needs 64 bits
-                parts.append("1" if arg == 1 else not arg & 15 if arg <= _LARGEST_INT32 else _LONG[not arg & 15])
-            else:  # of a float the type, not the value
-                parts.append(kind if kind is float else arg)
+                if -_INT32 <= arg < _INT32:
+                    parts.append("1" if arg == 1 else "16" if not arg & 15 else "int")
+                elif -_INT64 <= arg < _INT64:
+                    parts.append(_LONG[not arg & 15])
+                else:
+                    self._refuse(arg, len(values) - 1)
+            elif kind is float:  # the type, not the value
+                parts.append(kind)
+            else:
+                parts += (kind, arg)
         key = tuple(parts)
         built = self._built.get(key)
-        # A profiler's hooks expect what Triton's own launch tells them.
-        if built is None or launches_watched():
+        if built is None:
             built = self._built[key] = self._build(grid, args, constants)
             return built
         run, function, metadata, rest = built
@@ -56,6 +67,10 @@ class Launcher:
         stream = active.get_current_stream(device)
         run(x, y, z, stream, function, metadata, None, None, None, *values, *rest)
         return built
+
+    def _refuse(self, number: int, position: int) -> None:
+        name = list(self.kernel.signature.parameters)[position]
+        raise OverflowError(f"{name}: expected a number of 64 bits, got {number}")
 
     def _build(self, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
         """Launch in Triton's own way, which builds the kernel, and return what the next launch needs of it."""

@@ -16,6 +16,7 @@ from llmk.registry.launcher import Launcher
 from llmk.registry.private import drivers, empty_on_gpu, launches_watched, storage_of, version_of
 
 _MOST_PLANS = 1024  # of one kernel op: sizes may change at every step
+_Key = tuple[Any, ...]
 
 
 class _Rehearsals(threading.local):
@@ -32,6 +33,7 @@ class Plan:
 
     def __init__(self, rehearsal: "Rehearsal", outputs: Any) -> None:
         first_number = len(rehearsal.tensors)
+        self.pre_run_hooks = [kernel.pre_run_hooks for kernel in rehearsal.kernels.values()]
         self.layouts = [(tuple(buffer.shape), buffer.stride(), buffer.dtype) for buffer in rehearsal.buffers]
         self.numbers: list[Any] = []
         self.launches: list[tuple[Any, ...]] = []
@@ -73,6 +75,8 @@ class Rehearsal:
         self.tensors: list[Tensor] = list(inputs)
         self.buffers: list[Tensor] = []
         self.launches: list[tuple[Any, ...]] = []
+        self.kernels: dict[int, Any] = {}  # by identity: a kernel's own hash is slow
+        self.spoiled = False
         self.versions = [_version(tensor) for tensor in inputs]
 
     def note_buffer(self, buffer: Tensor) -> None:
@@ -97,7 +101,7 @@ class Rehearsal:
 
     def plan(self, outputs: Any) -> Plan | None:
         """None where something other than `empty` and launches had a part in the call."""
-        if None in self.versions or self.versions != [_version(tensor) for tensor in self.tensors]:
+        if self.spoiled or None in self.versions or self.versions != [_version(tensor) for tensor in self.tensors]:
             return None
         try:
             return Plan(self, outputs)
@@ -116,10 +120,43 @@ class _NotingLauncher:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*args: Any, **constants: Any) -> None:
-            run, function, metadata, rest = self.launcher[grid](*args, **constants)
+            built = self.launcher[grid](*args, **constants)
+            if built is None:
+                self.rehearsal.spoiled = True
+                return
+            run, function, metadata, rest = built
+            self.rehearsal.kernels[id(self.launcher.kernel)] = self.launcher.kernel
             self.rehearsal.launches.append((run, function, metadata, grid, (*args, *rest)))
 
         return launch
+
+
+class _Recent:
+    """A dict of the latest keys. `new` may be read as it is, which costs no more than of any dict.
+
+    What is set, or got from the old half, comes into the new one. A full new half becomes the old one, and what was
+    in that is forgotten: nobody asked for it for a while.
+    """
+
+    def __init__(self) -> None:
+        self.new: dict[_Key, Any] = {}
+        self.old: dict[_Key, Any] = {}
+
+    def __setitem__(self, key: _Key, value: Any) -> None:
+        if len(self.new) >= _MOST_PLANS // 2:
+            self.old, self.new = self.new, {}
+        self.new[key] = value
+
+    def __contains__(self, key: _Key) -> bool:
+        if key in self.old:
+            self[key] = self.old.pop(key)
+        return key in self.new
+
+    def get(self, key: _Key) -> Any:
+        return self.new[key] if key in self else None
+
+    def values(self) -> list[Any]:
+        return [*self.old.values(), *self.new.values()]
 
 
 class Planned:
@@ -132,8 +169,8 @@ class Planned:
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.fn = fn
-        self.plans: dict[Any, Plan | None] = {}
-        self._seen: set[Any] = set()
+        self.plans = _Recent()  # a plan for each kind of call, or None where there can be none
+        self._seen = _Recent()
 
     def __call__(self, device: int, args: tuple[Any, ...]) -> Any:
         parts: list[Any] = [device]
@@ -146,20 +183,20 @@ class Planned:
                 addresses.append(address)
                 parts += (arg.shape, arg.stride(), arg.dtype, address & 15)
             else:
-                parts += (type(arg), arg)
+                parts += (type(arg), arg or str(arg))  # -0.0 is 0.0, but is not the same number
         key = tuple(parts)
-        plan = self.plans.get(key)
-        # A profiler's hooks expect what Triton's own launch tells them.
-        if plan is None or launches_watched():
+        plan = self.plans.new.get(key) or self.plans.get(key)
+        if plan is None:
             return self._work_out(key, args)
+        if launches_watched() or any(plan.pre_run_hooks):
+            return self.fn(*args)
         return plan(device, addresses)
 
-    def _work_out(self, key: Any, args: tuple[Any, ...]) -> Any:
-        if key in self.plans or key not in self._seen:  # a shape that comes once is not worth a rehearsal
-            if len(self._seen) >= _MOST_PLANS:
-                self._seen.clear()
-                self.plans.clear()
-            self._seen.add(key)
+    def _work_out(self, key: _Key, args: tuple[Any, ...]) -> Any:
+        if key in self.plans or launches_watched():
+            return self.fn(*args)
+        if key not in self._seen:  # a shape that comes once is not worth a rehearsal
+            self._seen[key] = None
             return self.fn(*args)
         rehearsals.current = rehearsal = Rehearsal([arg for arg in args if isinstance(arg, Tensor)])
         try:

@@ -180,8 +180,7 @@ KNOWS_LAUNCH: bool = _knows_launch()
 """Whether what Triton's own launch of a kernel does besides launching it is known, and can be left out."""
 
 
-def launches_watched() -> bool:
-    """Whether a hook or a setting has a part in launches, which only Triton's own launch heeds."""
+def _watched() -> bool:
     enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
     return bool(
         getattr(enter, "calls", enter)  # a chain of hooks, or what somebody put there instead
@@ -190,6 +189,24 @@ def launches_watched() -> bool:
         or _runtime.debug
         or _compilation.instrumentation_mode
     )
+
+
+def _watcher() -> Callable[[], bool]:
+    """`_watched`, but at a third of its time where nothing was ever set."""
+    runtime_set, compilation_set = vars(_runtime), vars(_compilation)  # what a program sets is the object's own
+    enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
+    from_the_start = _watched()
+
+    def launches_watched() -> bool:
+        if runtime_set or compilation_set or enter.calls or leave.calls:
+            return _watched()
+        return from_the_start
+
+    return launches_watched
+
+
+launches_watched: Callable[[], bool] = _watcher() if KNOWS_LAUNCH else lambda: True
+"""Whether a hook or a setting has a part in launches, which only Triton's own launch heeds."""
 
 
 # DTensor and processes.

@@ -102,7 +102,7 @@ def _refuse_other_signature(fn: Callable[..., Any], schema: torch.FunctionSchema
 
 
 def _fits(schema: torch.FunctionSchema) -> Callable[[tuple[Any, ...], dict[str, Any]], bool]:
-    """A test whether arguments have the schema's very types: those the dispatcher would hand on as they are."""
+    """A test whether arguments are the schema's very types: those the dispatcher would hand on as they are."""
     accepted: dict[str, frozenset[type]] = {}
     for argument in schema.arguments:
         name = str(argument.type)
@@ -112,11 +112,18 @@ def _fits(schema: torch.FunctionSchema) -> Callable[[tuple[Any, ...], dict[str, 
 
     def fits(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         for value, kinds in zip(args, by_position):  # noqa: B905  the function itself refuses too many
-            if type(value) not in kinds:
+            if type(value) not in kinds or (type(value) is int and not _is_int64(value)):
                 return False
-        return all(type(value) in accepted.get(name, ()) for name, value in kwargs.items())
+        for name, value in kwargs.items():
+            if type(value) not in accepted.get(name, ()) or (type(value) is int and not _is_int64(value)):
+                return False
+        return True
 
     return fits
+
+
+def _is_int64(value: int) -> bool:
+    return -(2**63) <= value < 2**63
 
 
 def _guarded(
