@@ -61,7 +61,8 @@ def merge_moments(near, mean, squares, count, N):
     whole = tl.sum((near + mean) * count, axis=0) / N
     apart = (near - whole) + mean
     # Corrected it is the float nearest to the mean; of equal values it is that value.
-    rest = tl.sum(apart * count, axis=0) / N
+    rest, spread = sum_pair(apart * count, squares + apart * apart * count, 0)  # type: ignore[misc]
+    rest = known_rest(rest / N, spread / N)
     apart -= rest
     return whole + rest, tl.sum(squares + apart * apart * count, axis=0)
 
