@@ -70,28 +70,34 @@ def host_times(op: Op, device: torch.device, dtype: torch.dtype) -> dict[str, An
 def _forward_kernel_op(op: Op, args: list[Any], kwargs: dict[str, Any]) -> tuple[KernelOp, tuple[Any, ...]] | None:
     """The one kernel op with a backward formula that a call makes, and what it is given."""
     calls: list[tuple[KernelOp, tuple[Any, ...]]] = []
-    original = KernelOp.__call__
+    original = KernelOp._call
 
     def recording(self: KernelOp, *given: Any) -> Any:
         if self.has_backward:
             calls.append((self, given))
         return original(self, *given)
 
-    KernelOp.__call__ = recording
+    KernelOp._call = recording
     try:
         op.overload(*args, **kwargs)
     finally:
-        KernelOp.__call__ = original
+        KernelOp._call = original
     return calls[0] if len(calls) == 1 else None
 
 
 def _bare_function(kernel_op: KernelOp) -> type[torch.autograd.Function]:
+    derivative = kernel_op.derivative
+
     def forward(ctx: Any, *args: Any) -> Any:
         output = kernel_op.implementation(*args)(*args)
-        kernel_op.setup_context(ctx, args, output)
+        ctx.set_materialize_grads(False)
+        derivative.save(ctx, args, output)
         return output
 
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(kernel_op.backward)}
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return derivative.formula(ctx, *grads[: len(derivative.results)])
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     return type("BareFunction", (torch.autograd.Function,), methods)
 
 

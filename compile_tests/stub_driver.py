@@ -30,7 +30,10 @@ from llmk.registry import use_kernels_on_cpu
 
 aten = torch.ops.aten
 
-VIEWS = (aten.view.default, aten.permute.default, aten.transpose.int, aten.slice.Tensor, aten.unsqueeze.default)
+VIEWS = (
+    aten.alias.default, aten.view.default, aten.permute.default, aten.transpose.int, aten.slice.Tensor,
+    aten.unsqueeze.default,
+)  # fmt: skip
 
 
 class _StubDriver:

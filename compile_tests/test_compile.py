@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 from llmk.opcheck.calls import as_list, call, differentiable_inputs, prepare
-from llmk.ops.gated_units import gated_unit_fwd
+from llmk.ops.gated_units import swiglu_fwd
 from llmk.ops.rms_norm import rms_norm_fwd
 from llmk.registry import OPS, KernelOp
 
@@ -91,13 +91,13 @@ def test_selective_checkpointing_by_name(device: torch.device, monkeypatch: pyte
     x, w = torch.randn(4, 16, device=device, requires_grad=True), torch.randn(16, device=device, requires_grad=True)
     expected = torch.autograd.grad(layer(x, w).sum(), (x, w))
     counting(rms_norm_fwd)
-    counting(gated_unit_fwd)
+    counting(swiglu_fwd)
     contexts = partial(create_selective_checkpoint_contexts, policy)
     y = checkpoint(layer, x, w, use_reentrant=False, context_fn=contexts)
     assert isinstance(y, Tensor)
     for a, b in zip(torch.autograd.grad(y.sum(), (x, w)), expected, strict=True):
         assert torch.equal(a, b)
-    assert runs == {"_rms_norm_fwd": 1, "_gated_unit_fwd": 4}
+    assert runs == {"_rms_norm_fwd": 1, "_swiglu_fwd": 4}
 
 
 def test_autocast(device: torch.device) -> None:

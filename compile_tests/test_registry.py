@@ -55,6 +55,12 @@ def test_refuses_differentiable_inputs_without_a_gradient() -> None:
         register("test_no_gradient", kernel_op("_test_no_gradient"), differentiable=("input",))
 
 
+def test_refuses_the_kernel_op_of_another() -> None:
+    """By its name a checkpointing policy knows which public op is called."""
+    with pytest.raises(RuntimeError, match="llmk::_rms_norm_fwd is a kernel op of rms_norm: llmk::test_shared needs"):
+        register("test_shared", OPS["rms_norm"].kernel_ops[0])
+
+
 def test_refuses_an_incomplete_kernel_op() -> None:
     def _test_incomplete(input: Tensor) -> Tensor:
         return input * 2

@@ -153,20 +153,15 @@ def _scale(input: Tensor, grad: Tensor, divisor: Tensor, dtype: torch.dtype) -> 
     return y
 
 
-scale = KernelOp(_scale, planned=True)
+def scale_op(name: str) -> KernelOp:
+    """`_scale` as a kernel op of one operator's own."""
+    scale = KernelOp(_scale, name=name, planned=True)
+    scale.register_kernel("cpu")(_scale_on_cpu)
+    scale.register_fake(lambda input, grad, divisor, dtype: input.new_empty(input.shape, dtype=dtype))
+    scale.register_sharding(lambda input, *_: [([split], [split, WHOLE, WHOLE]) for split in (*axes(input), PARTIAL)])
+    return scale
 
 
-@scale.register_kernel("cpu")
-def _(input: Tensor, grad: Tensor, divisor: Tensor, dtype: torch.dtype) -> Tensor:
+def _scale_on_cpu(input: Tensor, grad: Tensor, divisor: Tensor, dtype: torch.dtype) -> Tensor:
     factor = torch.where(divisor == 0, grad, grad / divisor)
     return torch.mul(input.float(), factor).to(dtype)
-
-
-@scale.register_fake
-def _(input: Tensor, grad: Tensor, divisor: Tensor, dtype: torch.dtype) -> Tensor:
-    return input.new_empty(input.shape, dtype=dtype)
-
-
-@scale.register_sharding
-def _(input, *_):
-    return [([split], [split, WHOLE, WHOLE]) for split in (*axes(input), PARTIAL)]

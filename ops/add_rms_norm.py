@@ -113,14 +113,10 @@ def _(grad, *_):
 def _setup_context(ctx, inputs, output) -> None:
     _, _, weight, ctx.eps, ctx.offset = inputs
     _, h, ms = output
-    # The sum of tensors that want no gradient has none, also where the weight wants one.
-    summed = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-    ctx.mark_non_differentiable(*([ms] if summed else [h, ms]))
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(h, weight, ms)
 
 
-def _backward(ctx, grad, grad_h, _grad_ms):
+def _backward(ctx, grad, grad_h):
     # Input and residual get one tensor, as from torch.add: autograd copies where a gradient must not be shared.
     if grad is None:
         return grad_h, grad_h, None, None, None
@@ -130,7 +126,12 @@ def _backward(ctx, grad, grad_h, _grad_ms):
     return dx, dx, dw if need_dw else None, None, None
 
 
-add_rms_norm_fwd.register_autograd(_backward, setup_context=_setup_context)
+add_rms_norm_fwd.register_autograd(
+    _backward,
+    setup_context=_setup_context,
+    depends_on=[("input", "residual", "weight"), ("input", "residual")],
+    takes_none=True,
+)
 
 
 def add_rms_norm_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

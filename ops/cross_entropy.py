@@ -158,12 +158,10 @@ def _(grad, divisor, input, *_):
 def _setup_context(ctx, inputs, output) -> None:
     input, target, weight, *ctx.options, ctx.reduction = inputs
     _, divisor, stats = output
-    ctx.mark_non_differentiable(divisor, stats)
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(input, target, weight, divisor, stats)
 
 
-def _backward(ctx, grad, *_unused):
+def _backward(ctx, grad):
     input, target, weight, divisor, stats = ctx.saved_tensors
     divisor = divisor if ctx.reduction == "mean" else None
     dx = cross_entropy_bwd(grad, divisor, input, target, stats, weight, *ctx.options)
@@ -317,6 +315,6 @@ def cross_entropy(
     options = (weight, ignore_index, label_smoothing, softcap, z_loss)
     if reduction == "mean" and is_sharded(input, target):
         total, divisor, _ = cross_entropy_fwd(input, target, *options, "total")
-        return total / divisor
+        return total / divisor.detach()
     loss, _, _ = cross_entropy_fwd(input, target, *options, reduction)
     return loss

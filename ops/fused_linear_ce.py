@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops._chunked_linear import scale
+from llmk.ops._chunked_linear import scale_op
 from llmk.ops._linear_ce import (
     Call,
     check_chunk_size,
@@ -90,6 +90,7 @@ def _fused_linear_ce_rows_bwd(
 
 
 fused_linear_ce_fwd = KernelOp(_fused_linear_ce_fwd, opaque=True)
+scale = scale_op("_fused_linear_ce_scale")
 fused_linear_ce_rows_fwd = KernelOp(_fused_linear_ce_rows_fwd, opaque=True)
 fused_linear_ce_rows_bwd = KernelOp(_fused_linear_ce_rows_bwd, opaque=True)
 
@@ -175,12 +176,10 @@ def _setup_context(ctx, inputs, output) -> None:
     input, *_ = inputs
     _, *saved = output
     ctx.dtype = input.dtype
-    ctx.mark_non_differentiable(*saved)
-    ctx.set_materialize_grads(False)  # no zeros of the size of dW for outputs that have no gradient
     ctx.save_for_backward(*saved)
 
 
-def _backward(ctx, grad, *_unused):
+def _backward(ctx, grad):
     divisor, *gradients = ctx.saved_tensors
     wanted = ctx.needs_input_grad[:3]
     scaled = [
@@ -190,18 +189,20 @@ def _backward(ctx, grad, *_unused):
     return *scaled, *[None] * 11
 
 
-fused_linear_ce_fwd.register_autograd(_backward, setup_context=_setup_context)
+def _keeps(needs_input_grad, args):
+    return needs_input_grad[:3]
+
+
+fused_linear_ce_fwd.register_autograd(_backward, setup_context=_setup_context, keeps=_keeps)
 
 
 def _rows_setup_context(ctx, inputs, output) -> None:
     *tensors, ctx.ignore_index, ctx.label_smoothing, ctx.softcap, ctx.z_loss, ctx.chunk_size = inputs
     _, stats = output
-    ctx.mark_non_differentiable(stats)
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, stats)
 
 
-def _rows_backward(ctx, grad, *_unused):
+def _rows_backward(ctx, grad):
     *tensors, stats = ctx.saved_tensors
     need = ctx.needs_input_grad[:3]
     gradients = fused_linear_ce_rows_bwd(
@@ -370,6 +371,5 @@ def fused_linear_ce(
     if reduction == "none":
         losses, _ = fused_linear_ce_rows_fwd(*call)
         return losses
-    need = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (input, linear_weight, linear_bias)]
-    loss, *_ = fused_linear_ce_fwd(*call, reduction == "mean", *need)
+    loss, *_ = fused_linear_ce_fwd(*call, reduction == "mean")
     return loss

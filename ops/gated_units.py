@@ -15,6 +15,7 @@ A packed gate, `[..., 2I]` = gate then up as one projection writes it, gets one 
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import triton
@@ -138,11 +139,18 @@ def _gated_unit_bwd(grad: Tensor, gate: Tensor, up: Tensor | None, activation: s
 
 # In a graph both are PyTorch's own operations: y need not be kept, as what Inductor makes of the backward pass
 # computes it again, from what it reads anyway. Inductor writes a packed gradient twice, so there the kernels stay.
-gated_unit_fwd = KernelOp(_gated_unit_fwd, planned=True, decomposed=lambda gate, up, _: up is not None)
-gated_unit_bwd = KernelOp(_gated_unit_bwd, planned=True, decomposed=lambda grad, gate, up, _: up is not None)
+swiglu_fwd, geglu_fwd = (
+    KernelOp(_gated_unit_fwd, name=name, planned=True, decomposed=lambda gate, up, _: up is not None)
+    for name in ("_swiglu_fwd", "_geglu_fwd")
+)
+swiglu_bwd, geglu_bwd = (
+    KernelOp(_gated_unit_bwd, name=name, planned=True, decomposed=lambda grad, gate, up, _: up is not None)
+    for name in ("_swiglu_bwd", "_geglu_bwd")
+)
 
 
-@gated_unit_fwd.register_kernel("cpu")
+@swiglu_fwd.register_kernel("cpu")
+@geglu_fwd.register_kernel("cpu")
 def _(gate: Tensor, up: Tensor | None, name: str) -> Tensor:
     dtype = gate.dtype
     if up is None:
@@ -151,7 +159,8 @@ def _(gate: Tensor, up: Tensor | None, name: str) -> Tensor:
         return (activation(gate.float(), name) * up.float()).to(dtype).contiguous()
 
 
-@gated_unit_bwd.register_kernel("cpu")
+@swiglu_bwd.register_kernel("cpu")
+@geglu_bwd.register_kernel("cpu")
 def _(grad: Tensor, gate: Tensor, up: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
     packed, dtype = up is None, gate.dtype
     if up is None:
@@ -164,22 +173,26 @@ def _(grad: Tensor, gate: Tensor, up: Tensor | None, name: str) -> tuple[Tensor,
     return dgate.contiguous(), dup.contiguous()
 
 
-@gated_unit_fwd.register_fake
+@swiglu_fwd.register_fake
+@geglu_fwd.register_fake
 def _(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
     return gate.new_empty(gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2))
 
 
-@gated_unit_bwd.register_fake
+@swiglu_bwd.register_fake
+@geglu_bwd.register_fake
 def _(grad: Tensor, gate: Tensor, up: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
     return gate.new_empty(gate.shape), gate.new_empty((0,) if up is None else up.shape)
 
 
-@gated_unit_fwd.register_sharding
+@swiglu_fwd.register_sharding
+@geglu_fwd.register_sharding
 def _(gate, up, activation):
     return [([axis], [axis, axis]) for axis in (row_axes(gate) if up is None else axes(gate))]
 
 
-@gated_unit_bwd.register_sharding
+@swiglu_bwd.register_sharding
+@geglu_bwd.register_sharding
 def _(grad, gate, up, activation):
     if up is None:
         return [([axis, WHOLE], [axis, axis, WHOLE]) for axis in row_axes(gate)]
@@ -191,13 +204,14 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(gate, up)
 
 
-def _backward(ctx, grad):
+def _backward(op, ctx, grad):
     gate, up = ctx.saved_tensors
-    dgate, dup = gated_unit_bwd(grad, gate, up, ctx.activation)
+    dgate, dup = op(grad, gate, up, ctx.activation)
     return dgate, None if up is None else dup, None
 
 
-gated_unit_fwd.register_autograd(_backward, setup_context=_setup_context)
+swiglu_fwd.register_autograd(partial(_backward, swiglu_bwd), setup_context=_setup_context)
+geglu_fwd.register_autograd(partial(_backward, geglu_bwd), setup_context=_setup_context)
 
 
 def swiglu_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -271,7 +285,7 @@ GATED_UNIT_CHOICES = (
     "swiglu(Tensor gate, Tensor? up=None) -> Tensor",
     reference=swiglu_reference,
     differentiable=("gate", "up"),
-    kernel_ops=(gated_unit_fwd, gated_unit_bwd),
+    kernel_ops=(swiglu_fwd, swiglu_bwd),
     samples=swiglu_samples,
     resized=gated_unit_resized,
     workloads=gated_unit_workloads,
@@ -296,14 +310,14 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     Source: Shazeer, 2020, https://arxiv.org/abs/2002.05202.
     """
     _check(gate, up)
-    return gated_unit_fwd(gate, up, "silu")
+    return swiglu_fwd(gate, up, "silu")
 
 
 @public_op(
     "geglu(Tensor gate, Tensor? up=None, *, str approximate='tanh') -> Tensor",
     reference=geglu_reference,
     differentiable=("gate", "up"),
-    kernel_ops=(gated_unit_fwd, gated_unit_bwd),
+    kernel_ops=(geglu_fwd, geglu_bwd),
     samples=geglu_samples,
     resized=gated_unit_resized,
     workloads=gated_unit_workloads,
@@ -331,4 +345,4 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh") 
     """
     _check(gate, up)
     check_option("approximate", approximate, ("tanh", "none"))
-    return gated_unit_fwd(gate, up, "gelu_tanh" if approximate == "tanh" else "gelu")
+    return geglu_fwd(gate, up, "gelu_tanh" if approximate == "tanh" else "gelu")

@@ -381,12 +381,10 @@ def _(grad, boxes, targets, count, reduction, eps, db, dt):
 def _setup_context(ctx, inputs, output) -> None:
     boxes, targets, ctx.reduction, ctx.eps = inputs
     _, count = output
-    ctx.mark_non_differentiable(count)
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(boxes, targets, count)
 
 
-def _backward(ctx, grad, _grad_count):
+def _backward(ctx, grad):
     db, dt = ctx.needs_input_grad[:2]
     dboxes, dtargets = giou_loss_bwd(grad, *ctx.saved_tensors, ctx.reduction, ctx.eps, db, dt)
     return dboxes if db else None, dtargets if dt else None, None, None
@@ -488,5 +486,5 @@ def giou_loss(boxes: Tensor, targets: Tensor, *, reduction: str = "mean", eps: f
     check_option("reduction", reduction, ("none", "mean", "sum"))
     if reduction == "mean" and is_sharded(boxes, targets):
         total, count = giou_loss_fwd(boxes, targets, "sum", eps)
-        return total / count
+        return total / count.detach()
     return giou_loss_fwd(boxes, targets, reduction, eps)[0]

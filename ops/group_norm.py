@@ -177,12 +177,10 @@ def _(grad, input, num_groups, weight, bias, stats, need_dx, need_dw):
 def _setup_context(ctx, inputs, output) -> None:
     input, ctx.num_groups, weight, bias, _ = inputs
     _, stats = output
-    ctx.mark_non_differentiable(stats)
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(input, weight, bias, stats)
 
 
-def _backward(ctx, grad, _grad_stats):
+def _backward(ctx, grad):
     input, weight, bias, stats = ctx.saved_tensors
     need_dx, _, need_dw, need_db, _ = ctx.needs_input_grad
     bias = bias if need_db else None

@@ -297,20 +297,23 @@ def _(grad, kept, input, weight, activation, need_db):
 def _setup_context(ctx, inputs, output) -> None:
     input, weight, _, ctx.activation, keep_z = inputs
     y, z = output
-    ctx.mark_non_differentiable(z)
-    ctx.set_materialize_grads(False)
     kept = None if ctx.activation == "none" else z if keep_z else y
     need_dx, need_dw, *_ = ctx.needs_input_grad
     ctx.save_for_backward(kept, input if need_dw else None, weight if need_dx else None)
 
 
-def _backward(ctx, grad, _grad_z):
+def _backward(ctx, grad):
     need_dx, need_dw, need_db, *_ = ctx.needs_input_grad
     dx, dw, db = linear_act_bwd(grad, *ctx.saved_tensors, ctx.activation, need_db)
     return dx if need_dx else None, dw if need_dw else None, db if need_db else None, None, None
 
 
-linear_act_fwd.register_autograd(_backward, setup_context=_setup_context)
+def _keeps(needs_input_grad, args):
+    input, _, _, activation, *_ = args
+    return (any(needs_input_grad) and keeps_z(activation, input.dtype),)
+
+
+linear_act_fwd.register_autograd(_backward, setup_context=_setup_context, keeps=_keeps)
 
 
 def linear_act_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -416,6 +419,5 @@ def linear_act(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, act
         check_shape("bias", bias, weight.shape[:1], "one for each row of weight")
         check_same("bias", bias, "input", input, dtype=True)
     check_option("activation", activation, ACTIVATIONS)
-    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (input, weight, bias))
-    y, _ = linear_act_fwd(input, weight, bias, activation, wanted and keeps_z(activation, input.dtype))
+    y, _ = linear_act_fwd(input, weight, bias, activation)
     return y

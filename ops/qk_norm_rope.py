@@ -361,8 +361,6 @@ def _(grad_q, grad_k, q, k, q_weight, k_weight, cos, *_):
 
 def _setup_context(ctx, inputs, output) -> None:
     *tensors, ctx.eps, ctx.offset, ctx.interleaved = inputs
-    wanted = ctx.needs_input_grad
-    ctx.mark_non_differentiable(*(y for i, y in enumerate(output) if not (wanted[i] or wanted[2 + i])))
     ctx.save_for_backward(*tensors)
 
 
@@ -374,7 +372,9 @@ def _backward(ctx, grad_q, grad_k):
     return dq, dk, dwq if need_dwq else None, dwk if need_dwk else None, None, None, None, None, None
 
 
-qk_norm_rope_fwd.register_autograd(_backward, setup_context=_setup_context)
+qk_norm_rope_fwd.register_autograd(
+    _backward, setup_context=_setup_context, depends_on=[("q", "q_weight"), ("k", "k_weight")]
+)
 
 
 def qk_norm_rope_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

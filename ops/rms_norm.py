@@ -96,12 +96,10 @@ def _(grad, *_):
 def _setup_context(ctx, inputs, output) -> None:
     input, weight, ctx.eps, ctx.offset = inputs
     _, ms = output
-    ctx.mark_non_differentiable(ms)
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(input, weight, ms)
 
 
-def _backward(ctx, grad, _grad_ms):
+def _backward(ctx, grad):
     input, weight, ms = ctx.saved_tensors
     need_dw = ctx.needs_input_grad[1]
     dx, dw = rms_norm_bwd(grad, input, weight, ms, ctx.eps, ctx.offset, need_dw)

@@ -172,7 +172,6 @@ def _(q, k, cos, *_):
 
 def _setup_context(ctx, inputs, output) -> None:
     _, _, cos, sin, ctx.interleaved, ctx.backward = inputs
-    ctx.mark_non_differentiable(*(y for y, wanted in zip(output, ctx.needs_input_grad, strict=False) if not wanted))
     ctx.save_for_backward(cos, sin)
 
 
@@ -182,7 +181,7 @@ def _backward(ctx, grad_q, grad_k):
     return dq, dk, None, None, None, None
 
 
-rope_op.register_autograd(_backward, setup_context=_setup_context)
+rope_op.register_autograd(_backward, setup_context=_setup_context, depends_on=[("q",), ("k",)])
 
 
 def rope_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops._chunked_linear import ChunkedLinear, scale
+from llmk.ops._chunked_linear import ChunkedLinear, scale_op
 from llmk.ops._linear_ce import (
     Call,
     check_chunk_size,
@@ -111,6 +111,7 @@ def _vocab_parallel_linear_ce_rows_bwd(
 
 
 vocab_parallel_linear_ce_fwd = KernelOp(_vocab_parallel_linear_ce_fwd, opaque=True)
+scale = scale_op("_vocab_parallel_linear_ce_scale")
 vocab_parallel_linear_ce_rows_fwd = KernelOp(_vocab_parallel_linear_ce_rows_fwd, opaque=True)
 vocab_parallel_linear_ce_rows_bwd = KernelOp(_vocab_parallel_linear_ce_rows_bwd, opaque=True)
 
@@ -171,12 +172,10 @@ def _(input: Tensor, linear_weight: Tensor, *args: Any, out_val: Any = None) -> 
 def _setup_context(ctx, inputs, output) -> None:
     ctx.dtype, ctx.dx_group_name = inputs[0].dtype, inputs[13]
     _, *saved = output
-    ctx.mark_non_differentiable(*saved)
-    ctx.set_materialize_grads(False)  # no zeros of the size of dW for outputs that have no gradient
     ctx.save_for_backward(*saved)
 
 
-def _backward(ctx, grad, *_unused):
+def _backward(ctx, grad):
     divisor, dx, dw, db = ctx.saved_tensors
     need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
     return (
@@ -191,19 +190,21 @@ def _summed(dx: Tensor, ctx) -> Tensor:
     return sum_over(ctx.dx_group_name, dx).to(ctx.dtype)
 
 
-vocab_parallel_linear_ce_fwd.register_autograd(_backward, setup_context=_setup_context)
+def _keeps(needs_input_grad, args):
+    return needs_input_grad[:3]
+
+
+vocab_parallel_linear_ce_fwd.register_autograd(_backward, setup_context=_setup_context, keeps=_keeps)
 
 
 def _rows_setup_context(ctx, inputs, output) -> None:
     tensors, ctx.options = inputs[:5], inputs[5:]
     ctx.dtype, ctx.dx_group_name = inputs[0].dtype, inputs[13]
     _, stats = output
-    ctx.mark_non_differentiable(stats)
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, stats)
 
 
-def _rows_backward(ctx, grad, *_unused):
+def _rows_backward(ctx, grad):
     *tensors, stats = ctx.saved_tensors
     need = ctx.needs_input_grad[:3]
     dx, dw, db = vocab_parallel_linear_ce_rows_bwd(*tensors, *ctx.options, grad, stats, *need)
@@ -235,8 +236,7 @@ def loss_of_slices(
     if reduction == "none":
         losses, _ = vocab_parallel_linear_ce_rows_fwd(*call)
         return losses
-    need = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (input, linear_weight, linear_bias)]
-    loss, *_ = vocab_parallel_linear_ce_fwd(*call, reduction == "mean", *need)
+    loss, *_ = vocab_parallel_linear_ce_fwd(*call, reduction == "mean")
     return loss
 
 

@@ -1,13 +1,14 @@
 """Kernel ops: the private operators `llmk::_NAME` that launch kernels."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from llmk.registry.checks import check_home
+from llmk.registry.derivative import Derivative, Keeps
 from llmk.registry.launch import (
     HAS_LAUNCHER,
     INTERPRET,
@@ -21,7 +22,7 @@ from llmk.registry.launch import (
     wrap_triton,
 )
 from llmk.registry.plan import Planned
-from llmk.registry.private import bare_apply, define_kernel_op, traced_by_compiler
+from llmk.registry.private import bare_apply, define_kernel_op, schema_of, traced_by_compiler
 from llmk.registry.sharding import Rule, register_rule
 
 __all__ = ["KernelOp", "wrap_triton"]
@@ -45,6 +46,8 @@ class KernelOp:
     Args:
         fn: The launching function. Its first argument is a tensor, and its annotations give the schema. It allocates
             with `torch.empty`, writes every element of what it returns and mutates nothing else.
+        name: The op's name, where it is not the function's: each public op has kernel ops of its own, so that whoever
+            only sees those, such as a checkpointing policy, can tell which one is called.
         decomposed: Give a compiled graph plain PyTorch instead of the launches, always or where this function of the
             arguments says so: for what Inductor fuses better with its neighbours than a kernel could, or computes again
             instead of keeping. The figure that decided it goes into the record's `choices`.
@@ -57,19 +60,19 @@ class KernelOp:
         self,
         fn: Callable[..., Any],
         *,
+        name: str | None = None,
         opaque: bool = False,
         decomposed: bool | Callable[..., bool] = False,
         planned: bool = False,
     ) -> None:
-        if not fn.__name__.startswith("_"):
-            raise ValueError(f"fn: a kernel op's name starts with an underscore, got {fn.__name__!r}")
+        self.name = name or fn.__name__
+        if not self.name.startswith("_"):
+            raise ValueError(f"name: a kernel op's starts with an underscore, got {self.name!r}")
         check_home(fn)
         self.fn = fn
-        self.name = fn.__name__
+        self.owner: str | None = None  # the public op that calls it
         self.decomposed = decomposed
         self.has_backward = False
-        self.backward: Callable[..., Any] = self._refuse_double_backward
-        self.setup_context: Callable[..., Any] = _save_nothing
         self._cpu: Callable[..., Any] | None = None
         self._fake: Callable[..., Any] | None = None
         self.sharding: Rule | None = None
@@ -77,11 +80,15 @@ class KernelOp:
         self._body = self._wrap(fn)
         self._definition = define_kernel_op(f"llmk::{self.name}", self._body, opaque=opaque or INTERPRET)
         self._definition.register_fake(self._wrap_fake())
-        self._definition.register_autograd(self.backward)
-        self._apply = _autograd_function(self.name, self._run, self.backward, self.setup_context)
         self.overload: Any = getattr(torch.ops.llmk, self.name).default
+        self._differentiate(self._refuse_double_backward, _save_nothing)
 
     def __call__(self, *args: Any) -> Any:
+        if self.derivative.keeps is not None:
+            args = (*args, *self.derivative.flags(args))
+        return self._call(*args)
+
+    def _call(self, *args: Any) -> Any:
         if not takes_short_path(args):
             return self.overload(*args)
         if torch.is_grad_enabled():
@@ -112,12 +119,46 @@ class KernelOp:
         self._fake = fn
         return fn
 
-    def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., Any]) -> None:
-        """Register the backward formula, as in `torch.library.register_autograd`; it must call kernel ops only."""
+    def register_autograd(
+        self,
+        backward: Callable[..., Any],
+        *,
+        setup_context: Callable[..., Any],
+        depends_on: Sequence[Sequence[str]] | None = None,
+        takes_none: bool = False,
+        keeps: Keeps | None = None,
+    ) -> None:
+        """Register the backward formula, as in `torch.library.register_autograd`.
+
+        Args:
+            backward: `backward(ctx, *grads)` gives each argument its gradient or None, and calls kernel ops only. Its
+                `grads` are those of the outputs that have gradients.
+            setup_context: `setup_context(ctx, inputs, output)` keeps inputs and outputs for it, by `save_for_backward`,
+                and numbers as attributes of ctx; nothing else.
+            depends_on: For each output that has a gradient the arguments that it depends on. The outputs after these
+                are kept for the backward pass and never handed out. None: the first output has one, by any argument.
+            takes_none: `backward` takes None for an output that got no gradient where another did, instead of zeros.
+            keeps: `keeps(needs_input_grad, args)` gives the op's last arguments, True for each thing that the forward
+                pass must keep for the gradients that are wanted. The op is called with the arguments before them.
+        """
         self.has_backward = True
-        self.backward, self.setup_context = backward, setup_context
-        self._definition.register_autograd(backward, setup_context=setup_context)
-        self._apply = _autograd_function(self.name, self._run, backward, setup_context)
+        self._differentiate(backward, setup_context, depends_on, takes_none, keeps)
+
+    def _differentiate(
+        self,
+        backward: Callable[..., Any],
+        setup_context: Callable[..., Any],
+        depends_on: Sequence[Sequence[str]] | None = None,
+        takes_none: bool = False,
+        keeps: Keeps | None = None,
+    ) -> None:
+        names = [argument.name for argument in schema_of(self.overload).arguments]
+        results = [[names.index(name) for name in of] for of in ([names] if depends_on is None else depends_on)]
+        self.derivative = derivative = Derivative(
+            self.name, self._call, backward, setup_context, results, takes_none=takes_none, keeps=keeps
+        )
+        self._definition.register_autograd(derivative.backward, setup_context=derivative.checked_setup_context)
+        self._apply = _autograd_function(self.name, self._run, derivative.backward, derivative.setup_context)
 
     def register_flop_formula(self, fn: Callable[..., int]) -> Callable[..., int]:
         """Register what `torch.utils.flop_counter` counts for a call."""
@@ -177,7 +218,7 @@ class KernelOp:
         return fake
 
     def _refuse_double_backward(self, ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError(f"llmk::{self.name} has no derivative: double backward is not supported")
+        raise NotImplementedError(f"llmk::{self.name}: double backward is not supported")
 
 
 def _save_nothing(ctx: Any, inputs: Any, output: Any) -> None:

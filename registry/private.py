@@ -127,6 +127,11 @@ def bare_apply(function: type[Function]) -> Callable[..., Any]:
     return super(Function, function).apply  # type: ignore[misc]
 
 
+def noted_by(ctx: Any) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
+    """What a forward pass saved for backward and what it marked as not differentiable, where that is told."""
+    return getattr(ctx, "to_save", None) or (), getattr(ctx, "non_differentiable", None) or ()
+
+
 # Tensors.
 
 

@@ -55,6 +55,8 @@ def public_op(
         implementation = _guarded(name, fn, parsed, differentiable)
         _library.impl(name, implementation, "CompositeImplicitAutograd")
         overload = getattr(torch.ops.llmk, name).default
+        for kernel_op in kernel_ops:
+            kernel_op.owner = name
         OPS[name] = Op(
             name=name,
             overload=overload,
@@ -86,6 +88,10 @@ def _refuse_bad_registration(
     check_home(fn)
     for kernel_op in kernel_ops:
         kernel_op.check_complete()
+        if kernel_op.owner is not None:
+            raise RuntimeError(
+                f"llmk::{kernel_op.name} is a kernel op of {kernel_op.owner}: llmk::{name} needs its own"
+            )
     if differentiable and not any(kernel_op.has_backward for kernel_op in kernel_ops):
         raise RuntimeError(
             f"llmk::{name} takes differentiable inputs ({', '.join(differentiable)}) "

@@ -1,0 +1,174 @@
+"""What holds for every derivative: undefined gradients, second ones, programs traced when nobody wanted any."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmk.opcheck.accuracy import accuracy_violation
+from llmk.opcheck.calls import call, require_accurate
+from llmk.opcheck.inputs import as_list, differentiable_inputs, prepare
+from llmk.opcheck.truth import to_float64
+from llmk.registry import OPS, KernelOp, Op, Sample, whole_only
+from llmk.registry.launch import registered_path_only
+
+CPU = torch.device("cpu")
+PATHS = {"short path": nullcontext, "dispatcher": registered_path_only}
+Path = Callable[[], AbstractContextManager[None]]
+
+
+class Undefined(torch.autograd.Function):
+    """The identity, through which no gradient comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None
+
+
+def samples(op: Op, most: int) -> list[Sample]:
+    """The first ones that are small, finite and have a token that counts."""
+    small = [s for s in op.samples(CPU, torch.float32) if 0 < sum(_sizes(s)) < 3000 and "NaN" not in s.why]
+    return small[:most]
+
+
+def _sizes(sample: Sample) -> Iterator[int]:
+    return (value.numel() for value in (*sample.args, *sample.kwargs.values()) if isinstance(value, Tensor))
+
+
+def some_outputs(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], inputs: list[Tensor], undefined: int
+) -> list[Tensor]:
+    """Gradients of the inputs where one output's gradient is undefined, and each input has another use."""
+    outputs = as_list(fn(*args, **kwargs))
+    outputs[undefined] = Undefined.apply(outputs[undefined])
+    torch.manual_seed(1)
+    parts = [(y * torch.randn(y.shape).to(y.dtype)).sum() for y in outputs if y.requires_grad]
+    loss = sum(part.double() for part in (*parts, *(x.sum() for x in inputs)))
+    return list(torch.autograd.grad(loss, inputs, allow_unused=False))
+
+
+@pytest.mark.parametrize("way", [*PATHS, "compiled"])
+@pytest.mark.parametrize("name", OPS)
+def test_an_undefined_gradient_is_zero(name: str, way: str) -> None:
+    op, sample = OPS[name], samples(OPS[name], 1)[0]
+    fn: Callable[..., Any] = op.overload
+    if way == "compiled":
+        torch._dynamo.reset()
+        fn = torch.compile(lambda *args, **kwargs: op.overload(*args, **kwargs), backend="aot_eager", fullgraph=True)
+    wanted = differentiable_inputs(op, sample)
+
+    def gradients(fn: Callable[..., Any], undefined: int, **options: Any) -> list[Tensor]:
+        args, kwargs, tensors = prepare(op, sample, wanted, **options)
+        return some_outputs(fn, args, kwargs, [tensors[name] for name in wanted], undefined)
+
+    with PATHS.get(way, nullcontext)():
+        for undefined in range(len(op.schema.returns)):
+            ours = gradients(fn, undefined)
+            theirs, exact = gradients(op.reference, undefined), gradients(op.reference, undefined, change=to_float64)
+            for argument, a, b, c in zip(wanted, ours, theirs, exact, strict=True):
+                factor = op.tolerances[a.dtype].factor if a.dtype in op.tolerances else 1.5
+                violation = accuracy_violation(a, b, c, factor)
+                assert violation is None, f"{argument}, output {undefined}: {violation}"
+
+
+@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
+@pytest.mark.parametrize("name", OPS)
+def test_a_second_derivative_is_right_or_raises(name: str, path: Path) -> None:
+    op = OPS[name]
+    with path():
+        for sample in samples(op, 12):
+            every = differentiable_inputs(op, sample)
+            for wanted in [every, *([[one] for one in every] if len(every) > 1 else [])]:
+                try:
+                    ours = second_derivatives(op, sample, wanted, op.overload)
+                except NotImplementedError as error:
+                    said = str(error)
+                else:
+                    said = ""
+                    theirs = second_derivatives(op, sample, wanted, op.reference)
+                    exact = second_derivatives(op, sample, wanted, op.reference, change=to_float64)
+                    for argument, a, b, c in zip(wanted, ours, theirs, exact, strict=True):
+                        violation = accuracy_violation(a, b, c)
+                        assert violation is None, f"{sample}, {wanted}: {argument}: {violation}"
+                assert not said or (f"llmk::_{name}" in said and "double backward" in said)
+
+
+def second_derivatives(
+    op: Op, sample: Sample, wanted: Sequence[str], fn: Callable[..., Any], **options: Any
+) -> list[Tensor]:
+    """Of the sum of the gradients' squares, where no incoming gradient requires one: zeros where there is none."""
+    args, kwargs, tensors = prepare(op, sample, wanted, **options)
+    outputs = [y for y in as_list(fn(*args, **kwargs)) if y.requires_grad]
+    torch.manual_seed(1)
+    inputs = [tensors[name] for name in wanted]
+    incoming = [torch.randn(y.shape).to(y.dtype) for y in outputs]
+    first = torch.autograd.grad(outputs, inputs, incoming, create_graph=True, allow_unused=True)
+    penalty = sum((g.square().sum() for g in first if g is not None), torch.zeros(()))
+    if not penalty.requires_grad:
+        return [torch.zeros_like(x) for x in inputs]
+    return list(torch.autograd.grad(penalty, inputs, allow_unused=True, materialize_grads=True))
+
+
+class Called(torch.nn.Module):
+    """An operator with everything but its tensors bound."""
+
+    def __init__(self, op: Op, sample: Sample) -> None:
+        super().__init__()
+        self.op, self.bound = op.overload, op.bind(sample)
+
+    def forward(self, tensors: dict[str, Tensor]) -> Any:
+        return self.op(**self.bound | tensors)
+
+
+def by_tensors(op: Op, program: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A program that takes tensors by name, called as the operator is."""
+    bound = dict(zip(op.argument_names(), args, strict=False)) | kwargs
+    return program({name: value for name, value in bound.items() if isinstance(value, Tensor)})
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_an_exported_and_decomposed_program_trains(name: str) -> None:
+    op = OPS[name]
+    kept_by_need = any(kernel_op.derivative.keeps for kernel_op in op.kernel_ops)
+    for sample in samples(op, 7 if kept_by_need else 1):
+        tensors = {name: value for name, value in op.bind(sample).items() if isinstance(value, Tensor)}
+        program = torch.export.export(Called(op, sample), (tensors,)).run_decompositions().module()
+        trained = partial(by_tensors, op, program)
+        every = differentiable_inputs(op, sample)
+        for wanted in [every, *([[one] for one in every] if kept_by_need else [])]:
+            require_accurate(op, sample, call(op, sample, wanted, fn=trained))
+
+
+def test_what_a_second_derivative_would_miss_is_refused() -> None:
+    """Where the formula keeps more than inputs and outputs, or takes an output out of the graph."""
+
+    def kernel(name: str, setup_context: Callable[..., None]) -> KernelOp:
+        def fn(input: Tensor) -> tuple[Tensor, Tensor]:
+            return input * 2, input + 1
+
+        fn.__name__, fn.__module__ = name, "llmk.ops.test"
+        op = KernelOp(fn)
+        op.register_kernel("cpu")(fn)
+        op.register_fake(lambda input: (torch.empty_like(input), torch.empty_like(input)))
+        op.register_sharding(whole_only)
+        op.register_autograd(lambda ctx, grad: grad * 2, setup_context=setup_context)
+        return op
+
+    x = torch.randn(3, requires_grad=True)
+    copied = kernel("_test_keeps_a_copy", lambda ctx, inputs, output: ctx.save_for_backward(inputs[0].clone()))
+    with pytest.raises(RuntimeError, match="_test_keeps_a_copy: save_for_backward takes the op's inputs and outputs"):
+        copied.overload(x)
+    marked = kernel("_test_marks", lambda ctx, inputs, output: ctx.mark_non_differentiable(output[1]))
+    with pytest.raises(RuntimeError, match="_test_marks: depends_on says which outputs have no gradient"):
+        marked.overload(x)
+    _, kept = kernel("_test_kept_output", lambda ctx, inputs, output: None).overload(x)
+    with pytest.raises(NotImplementedError, match="llmk::_test_kept_output: double backward is not supported"):
+        kept.sum().backward()

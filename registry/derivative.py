@@ -1,0 +1,134 @@
+"""The derivative of a kernel op: its formula, and what holds for every formula without its saying so.
+
+- An output that gets no gradient counts as one whose gradient is zero. Where no output gets one, no input does.
+- What is kept of the outputs for the backward pass stays part of the graph. So a second derivative through it reaches
+  an op that has none and raises, also where neither an input that is kept nor the incoming gradient wants one.
+- What the forward pass keeps for the sake of gradients does not bind the backward pass: where a trace in which nobody
+  wanted gradients kept less than is needed now, the call is made again.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmk.registry.private import noted_by
+
+Keeps = Callable[[Sequence[bool], Sequence[Any]], Sequence[bool]]
+
+
+class Derivative:
+    """What `KernelOp.register_autograd` registers, where its arguments are explained.
+
+    Args:
+        name: Of the op.
+        call: Calls the op with all of its arguments.
+        results: For each output that has a gradient, the places of the arguments that it depends on.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        call: Callable[..., Any],
+        backward: Callable[..., Any],
+        setup_context: Callable[..., Any],
+        results: Sequence[Sequence[int]],
+        *,
+        takes_none: bool,
+        keeps: Keeps | None,
+    ) -> None:
+        self.name, self.call, self.formula, self.save = name, call, backward, setup_context
+        self.results, self.several = results, len(results) > 1
+        self.fills = self.several and not takes_none
+        self.keeps = keeps
+
+    def flags(self, args: tuple[Any, ...]) -> Sequence[bool]:
+        """The op's last arguments, for a call with those before them."""
+        assert self.keeps is not None
+        wanted = torch.is_grad_enabled()
+        return self.keeps([wanted and isinstance(arg, Tensor) and arg.requires_grad for arg in args], args)
+
+    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.set_materialize_grads(False)
+        if self.keeps is None or not self._keep_inputs(ctx, self.keeps, inputs):
+            self.save(ctx, inputs, output)
+        if self.several:
+            needs = ctx.needs_input_grad
+            ctx.mark_non_differentiable(
+                *(y for y, places in zip(output, self.results, strict=False) if not any(needs[i] for i in places))
+            )
+        if self.fills:
+            ctx.alike = [_alike(y) for y in output[: len(self.results)]]
+
+    def checked_setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """The same; and refuses what a second derivative would take for a constant."""
+        self.setup_context(ctx, inputs, output)
+        saved, marked = noted_by(ctx)
+        if marked and not self.several:
+            raise RuntimeError(f"llmk::{self.name}: depends_on says which outputs have no gradient, not setup_context")
+        known = {id(value) for value in (*inputs, *(output if isinstance(output, tuple) else (output,)))}
+        if any(tensor is not None and id(tensor) not in known for tensor in saved):
+            raise RuntimeError(
+                f"llmk::{self.name}: save_for_backward takes the op's inputs and outputs and nothing else"
+            )
+
+    def backward(self, ctx: Any, *grads: Tensor | None) -> Any:
+        count = len(self.results)
+        for grad in grads[count:]:
+            if grad is not None:
+                raise NotImplementedError(
+                    f"llmk::{self.name}: double backward is not supported, nor is a gradient for what it keeps"
+                )
+        grads = grads[:count]
+        if grads[0] is None and all(grad is None for grad in grads):
+            return (None,) * len(ctx.needs_input_grad)
+        if self.fills:
+            grads = tuple(_zeros(alike) if grad is None else grad for grad, alike in zip(grads, ctx.alike, strict=True))
+        if self.keeps is not None and ctx.inputs is not None:
+            ctx = self._again(ctx)
+        return self.formula(ctx, *grads)
+
+    def _keep_inputs(self, ctx: Any, keeps: Keeps, inputs: tuple[Any, ...]) -> bool:
+        """Keep all inputs where the forward pass was told to keep less than the gradients that are wanted need."""
+        flags = keeps(ctx.needs_input_grad, inputs)
+        given = inputs[len(inputs) - len(flags) :]
+        if all(has or not needs for has, needs in zip(given, flags, strict=True)):
+            ctx.inputs = None
+            return False
+        ctx.save_for_backward(*(value for value in inputs if isinstance(value, Tensor)))
+        ctx.inputs = [None if isinstance(value, Tensor) else (value,) for value in (*inputs[: -len(flags)], *flags)]
+        return True
+
+    def _again(self, ctx: Any) -> "_Context":
+        """What the formula finds where the forward pass kept enough: the call is made with the flags that do."""
+        tensors = iter(ctx.saved_tensors)
+        inputs = tuple(next(tensors) if kept is None else kept[0] for kept in ctx.inputs)
+        context = _Context(ctx.needs_input_grad)
+        self.save(context, inputs, self.call(*inputs))
+        return context
+
+
+class _Context:
+    """What a formula and its `setup_context` use of autograd's own."""
+
+    def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
+        self.needs_input_grad = needs_input_grad
+        self.saved_tensors: tuple[Tensor | None, ...] = ()
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+
+def _alike(output: Tensor) -> Any:
+    """What zeros like an output are made from, without its memory; of a DTensor that is not known from outside."""
+    if hasattr(output, "__tensor_flatten__"):  # one that wraps others
+        return output.detach()
+    return output.shape, output.dtype, output.device
+
+
+def _zeros(alike: Any) -> Tensor:
+    if isinstance(alike, Tensor):
+        return torch.zeros_like(alike)
+    shape, dtype, device = alike
+    return torch.zeros(shape, dtype=dtype, device=device)
