@@ -21,7 +21,7 @@ gemma = GemmaConfig(
 )
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], tuple[int, ...]]] = {
-    "torch RMSNorm": (lambda: nn.RMSNorm(HIDDEN), lambda: llmk.nn.RMSNorm(HIDDEN, None), (5, HIDDEN)),
+    "torch RMSNorm": (lambda: nn.RMSNorm(HIDDEN), lambda: llmk.nn.RMSNorm(HIDDEN), (5, HIDDEN)),
     "torch RMSNorm, two axes": (
         lambda: nn.RMSNorm((3, 8), eps=1e-5),
         lambda: llmk.nn.RMSNorm((3, 8), eps=1e-5),
@@ -74,6 +74,30 @@ def test_a_state_dict_loads_and_gives_the_same(name: str, device: torch.device) 
     require_accurate(ours(x), theirs(x), copy.deepcopy(theirs).double()(x.double()))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_the_norms_default_eps_is_torchs(dtype: torch.dtype, device: torch.device) -> None:
+    """In rows so small that eps decides them: it is that of float32, whatever the dtype."""
+    theirs, ours = (cls(HIDDEN, device=device, dtype=dtype) for cls in (nn.RMSNorm, llmk.nn.RMSNorm))
+    ours.load_state_dict(theirs.state_dict())
+    x = 1e-3 * torch.randn(5, HIDDEN, device=device).to(dtype)
+    exact = nn.functional.rms_norm(x.double(), (HIDDEN,), eps=torch.finfo(torch.float32).eps)
+    require_accurate(ours(x), theirs(x), exact)
+
+
+@pytest.mark.parametrize("start", ["meta", "cpu"])
+def test_rotary_embedding_knows_its_angles_after_to_empty(start: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = llmk.nn.RotaryEmbedding(8, 16, interleaved=True)
+    rotary = llmk.nn.RotaryEmbedding(8, 16, interleaved=True, device=start)
+    holder = nn.Sequential(rotary)
+    monkeypatch.setattr(torch, "empty_like", lambda t, device: torch.full(t.shape, float("nan"), device=device))
+    holder.to_empty(device="cpu")
+    assert torch.equal(rotary.cos, built.cos)
+    assert torch.equal(rotary.sin, built.sin)
+    rotary.cos.fill_(float("nan"))
+    rotary.reset_parameters()
+    assert torch.equal(rotary.cos, built.cos)
+
+
 def test_rotary_embedding_is_hugging_faces(device: torch.device) -> None:
     theirs = LlamaRotaryEmbedding(llama).to(device)
     ours = llmk.nn.RotaryEmbedding(HIDDEN // 2, 64).to(device)
@@ -109,7 +133,7 @@ def test_giou_loss(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("module", "expected"),
     [
-        (llmk.nn.RMSNorm(8), "RMSNorm((8,), eps=1e-06, elementwise_affine=True, offset=0.0)"),
+        (llmk.nn.RMSNorm(8), "RMSNorm((8,), eps=None, elementwise_affine=True, offset=0.0)"),
         (llmk.nn.LayerNorm((2, 4), bias=False), "LayerNorm((2, 4), eps=1e-05, elementwise_affine=True, bias=False)"),
         (llmk.nn.GroupNorm(2, 4), "GroupNorm(2, 4, eps=1e-05, affine=True)"),
         (llmk.nn.KLDivLoss("batchmean", True), "KLDivLoss(reduction='batchmean', log_target=True)"),
@@ -118,6 +142,34 @@ def test_giou_loss(device: torch.device) -> None:
 )
 def test_extra_repr(module: nn.Module, expected: str) -> None:
     assert repr(module) == expected
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: llmk.nn.RMSNorm(-1), "normalized_shape: expected a positive integer or several, got -1"),
+        (lambda: llmk.nn.LayerNorm((3, 0)), r"normalized_shape: expected a positive integer or several, got \(3, 0\)"),
+        (lambda: llmk.nn.LayerNorm("abc"), "normalized_shape: expected a positive integer or several, got 'abc'"),
+        (lambda: llmk.nn.RMSNorm(8, -1.0), "eps: expected a finite number of at least 0, got -1.0"),
+        (lambda: llmk.nn.RMSNorm(8, offset=float("inf")), "offset: expected a finite number, got inf"),
+        (lambda: llmk.nn.LayerNorm(8, float("nan")), "eps: expected .*, got nan"),
+        (lambda: llmk.nn.GroupNorm(2, 4, -1.0), "eps: expected .*, got -1.0"),
+        (lambda: llmk.nn.GroupNorm(0, 4), "num_channels: expected a multiple of num_groups 0, got 4"),
+        (lambda: llmk.nn.GeGLUMLP(8, 8, approximate="erf"), "approximate: expected one of 'tanh', 'none', got 'erf'"),
+        (lambda: llmk.nn.RotaryEmbedding(8, 0), "max_position_embeddings: expected at least 1, got 0"),
+        (lambda: llmk.nn.RotaryEmbedding(8, 4, -1.0), "base: expected .*, got -1.0"),
+        (lambda: llmk.nn.CrossEntropyLoss(reduction="foo"), "reduction: expected one of .*, got 'foo'"),
+        (lambda: llmk.nn.CrossEntropyLoss(label_smoothing=-1.0), "label_smoothing: expected a number from 0 to 1"),
+        (lambda: llmk.nn.LinearCrossEntropyLoss(softcap=float("nan")), r"softcap: expected 0 \(off\) or .*, got nan"),
+        (lambda: llmk.nn.LinearCrossEntropyLoss(chunk_size=-1), "chunk_size: expected .*, got -1"),
+        (lambda: llmk.nn.KLDivLoss("foo"), "reduction: expected one of .*, got 'foo'"),
+        (lambda: llmk.nn.GIoULoss("batchmean"), "reduction: expected one of .*, got 'batchmean'"),
+        (lambda: llmk.nn.GIoULoss(eps=-1.0), "eps: expected .*, got -1.0"),
+    ],
+)
+def test_a_module_refuses_its_options_when_it_is_made(make: Callable[[], nn.Module], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 def test_wrong_sizes_are_refused() -> None:

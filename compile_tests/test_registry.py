@@ -3,12 +3,16 @@
 import re
 import sys
 import types
+from collections.abc import Callable
 from functools import partial
+from math import inf, nan
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+import llmk
 from llmk.registry import OPS, KernelOp, public_op, set_short_path_enabled, whole_only
 
 
@@ -182,12 +186,65 @@ q, k, cos = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 3, 
         ("giou_loss", (x[:, :4], x[:2, :4]), {}, ValueError, r"targets: expected shape \(4, 4\) .* got \(2, 4\)"),
         ("giou_loss", (x[:, :4], x[:, :4].long()), {}, TypeError, "targets: expected .* got int64"),
         ("giou_loss", (x[:, :4], x[:, :4]), {"reduction": "batchmean"}, ValueError, "reduction: expected one of"),
+        *[(name, args, {"eps": eps}, ValueError, f"^eps: expected a finite number of at least 0, got {eps}")
+          for eps in (nan, inf, -1.0) for name, args in (
+              ("rms_norm", (x,)), ("add_rms_norm", (x, x)), ("layer_norm", (x,)), ("group_norm", (x, 2)),
+              ("qk_norm_rope", (q, k, w, w, cos, cos)), ("giou_loss", (x[:, :4], x[:, :4])))],
+        *[(name, args, {"offset": offset}, ValueError, f"^offset: expected a finite number, got {offset}")
+          for offset in (nan, inf) for name, args in (
+              ("rms_norm", (x,)), ("add_rms_norm", (x, x)), ("qk_norm_rope", (q, k, w, w, cos, cos)))],
+        *[(name, args, {option: value}, ValueError, f"^{option}: expected .*, got {value}")
+          for name, args in (
+              ("cross_entropy", (x, t)), ("fused_linear_ce", (x, x, t)), ("vocab_parallel_linear_ce", (x, x, t)))
+          for option in ("softcap", "z_loss", "label_smoothing") for value in (nan, inf, -1.0)],
+        ("cross_entropy", (x, t), {"softcap": 1e-40}, ValueError, r"softcap: expected 0 \(off\) or a finite positive"),
+        ("rms_norm", (None,), {}, TypeError, "^input: expected a tensor, got None"),
+        ("linear_act", (x, None), {}, TypeError, "^weight: expected a tensor, got None"),
+        ("add", (x.to_sparse(), x), {}, TypeError, "^input: .* expected a dense tensor, got layout torch.sparse_coo"),
+        ("rms_norm", (x, w.to_sparse()), {}, TypeError, "^weight: .* expected a dense tensor, got layout"),
     ],
 )  # fmt: skip
 def test_a_wrong_call_says_what_is_wrong(name, args, kwargs, error, message) -> None:
     for context in (torch.no_grad, partial(set_short_path_enabled, False)):
         with context(), pytest.raises(error, match=message):
             getattr(torch.ops.llmk, name)(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: llmk.functional.rms_norm(x.numpy()), "input: expected a tensor, got numpy.ndarray"),
+        (lambda: llmk.functional.rms_norm(x, [1.0] * 8), "weight: expected a tensor, got list"),
+        (lambda: llmk.functional.rms_norm(None), "input: expected a tensor, got None"),
+        (lambda: llmk.functional.rms_norm(x, w, "1e-6"), "eps: expected a number, got str"),
+        (lambda: llmk.functional.group_norm(x, 2.0), "num_groups: expected an integer, got float"),
+        (lambda: llmk.functional.kl_div(x, x, reduction=None), "reduction: expected a string, got None"),
+        (lambda: llmk.functional.rms_norm(x, epsilon=1e-6),
+         "rms_norm: got an unexpected keyword argument 'epsilon'; it takes input, weight, eps, offset"),
+        (lambda: llmk.functional.softmax(x, dtype=torch.float32),
+         "softmax: got an unexpected keyword argument 'dtype'; it takes input, dim"),
+    ],
+)  # fmt: skip
+def test_a_misuse_of_the_python_functions_is_one_line(call: Callable[[], Tensor], message: str) -> None:
+    with pytest.raises(TypeError) as error:
+        call()
+    assert str(error.value) == message
+
+
+def test_what_stands_for_a_tensor_or_a_number_is_taken() -> None:
+    """A symbolic trace's placeholder, and numbers of other kinds."""
+    trace = torch.fx.symbolic_trace(lambda input, weight: llmk.functional.rms_norm(input, weight))
+    expected = llmk.functional.rms_norm(x, w)
+    assert torch.equal(trace(x, w), expected)
+    for eps in (np.float32(1e-6), torch.tensor(1e-6)):
+        assert torch.equal(llmk.functional.rms_norm(x, w, eps), expected)
+    assert torch.equal(llmk.functional.softmax(x, np.int64(1)), llmk.functional.softmax(x, 1))
+
+
+def test_a_compiled_call_says_what_is_wrong() -> None:
+    wrong = torch.compile(lambda x: torch.ops.llmk.layer_norm(x, eps=-1.0), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=r"eps: expected a finite number of at least 0, got -1\.0"):
+        wrong(x)
 
 
 def test_a_gradient_that_does_not_exist_is_refused() -> None:

@@ -1,11 +1,17 @@
 """Modules around the operators, with the parameters of the torch or Hugging Face module that each replaces."""
 
-from collections.abc import Sequence
+import numbers
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from llmk import functional
+from llmk.ops._linear_ce import check_chunk_size
+from llmk.ops.cross_entropy import check_loss_numbers
+from llmk.ops.giou_loss import check_giou_options
+from llmk.ops.kl_div import REDUCTIONS
+from llmk.registry import LARGEST, check_finite, check_not_negative, check_number, check_option
 
 
 class _Norm(nn.Module):
@@ -13,7 +19,10 @@ class _Norm(nn.Module):
 
     def __init__(self, normalized_shape: int | Sequence[int], elementwise_affine: bool) -> None:
         super().__init__()
-        self.normalized_shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        sizes = tuple(normalized_shape) if isinstance(normalized_shape, Sequence) else (normalized_shape,)
+        if not sizes or not all(isinstance(size, numbers.Integral) and size > 0 for size in sizes):
+            raise ValueError(f"normalized_shape: expected a positive integer or several, got {normalized_shape!r}")
+        self.normalized_shape = tuple(int(size) for size in sizes)
         self.elementwise_affine = elementwise_affine
 
     def _flat(self, input: Tensor) -> Tensor:
@@ -25,6 +34,12 @@ class _Norm(nn.Module):
         return input if axes == 1 else input.flatten(-axes)
 
 
+def _parameter(
+    wanted: bool, shape: tuple[int, ...], device: torch.device | str | None, dtype: torch.dtype | None
+) -> nn.Parameter | None:
+    return nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if wanted else None
+
+
 def _flat_parameter(parameter: Tensor | None) -> Tensor | None:
     return parameter if parameter is None or parameter.dim() == 1 else parameter.flatten()
 
@@ -32,7 +47,8 @@ def _flat_parameter(parameter: Tensor | None) -> Tensor | None:
 class RMSNorm(_Norm):
     """`torch.nn.RMSNorm`; `offset=1.0` is Gemma's, whose weight starts at zero.
 
-    As in torch, `eps=None` is the machine epsilon of the input's dtype; the default is Hugging Face's.
+    As in torch, `eps=None` is the machine epsilon of float32, in which inputs of 16 bits are computed too. Hugging
+    Face's norms have eps 1e-6, as has `llmk.functional.rms_norm`, unless their configuration says otherwise.
 
     Parameters: `weight [*normalized_shape]`.
     """
@@ -40,7 +56,7 @@ class RMSNorm(_Norm):
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
-        eps: float | None = 1e-6,
+        eps: float | None = None,
         elementwise_affine: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -48,10 +64,11 @@ class RMSNorm(_Norm):
         offset: float = 0.0,
     ) -> None:
         super().__init__(normalized_shape, elementwise_affine)
+        if eps is not None:
+            check_not_negative("eps", eps)
+        check_finite("offset", offset)
         self.eps, self.offset = eps, offset
-        self.weight: nn.Parameter | None = None
-        if elementwise_affine:
-            self.weight = nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype))
+        self.weight = _parameter(elementwise_affine, self.normalized_shape, device, dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -59,7 +76,7 @@ class RMSNorm(_Norm):
             nn.init.constant_(self.weight, 1.0 - self.offset)
 
     def forward(self, input: Tensor) -> Tensor:
-        eps = torch.finfo(input.dtype).eps if self.eps is None else self.eps
+        eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
         normed = functional.rms_norm(self._flat(input), _flat_parameter(self.weight), eps, offset=self.offset)
         return normed.view(input.shape)
 
@@ -84,13 +101,10 @@ class LayerNorm(_Norm):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(normalized_shape, elementwise_affine)
+        check_not_negative("eps", eps)
         self.eps = eps
-        self.weight: nn.Parameter | None = None
-        self.bias: nn.Parameter | None = None
-        if elementwise_affine:
-            self.weight = nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype))
-            if bias:
-                self.bias = nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype))
+        self.weight = _parameter(elementwise_affine, self.normalized_shape, device, dtype)
+        self.bias = _parameter(elementwise_affine and bias, self.normalized_shape, device, dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -122,21 +136,22 @@ class GroupNorm(nn.Module):
         affine: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
     ) -> None:
         super().__init__()
-        if num_groups < 1 or num_channels % num_groups:
+        if num_groups < 1 or num_channels < 1 or num_channels % num_groups:
             raise ValueError(f"num_channels: expected a multiple of num_groups {num_groups}, got {num_channels}")
+        check_not_negative("eps", eps)
         self.num_groups, self.num_channels, self.eps, self.affine = num_groups, num_channels, eps, affine
-        self.weight: nn.Parameter | None = None
-        self.bias: nn.Parameter | None = None
-        if affine:
-            self.weight = nn.Parameter(torch.empty(num_channels, device=device, dtype=dtype))
-            self.bias = nn.Parameter(torch.empty(num_channels, device=device, dtype=dtype))
+        self.weight = _parameter(affine, (num_channels,), device, dtype)
+        self.bias = _parameter(affine and bias, (num_channels,), device, dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        if self.weight is not None and self.bias is not None:
+        if self.weight is not None:
             nn.init.ones_(self.weight)
+        if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -191,6 +206,7 @@ class GeGLUMLP(_GatedMLP):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_option("approximate", approximate, ("tanh", "none"))
         super().__init__(hidden_size, intermediate_size, bias, device=device, dtype=dtype)
         self.approximate = approximate
 
@@ -225,14 +241,33 @@ class RotaryEmbedding(nn.Module):
         rotary_dim = head_dim if rotary_dim is None else rotary_dim
         if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
             raise ValueError(f"rotary_dim: expected an even number from 2 to head_dim {head_dim}, got {rotary_dim}")
+        if max_position_embeddings < 1:
+            raise ValueError(f"max_position_embeddings: expected at least 1, got {max_position_embeddings}")
+        check_number("base", base, 1.0, LARGEST, "a finite number of at least 1")
         self.head_dim, self.rotary_dim, self.base = head_dim, rotary_dim, base
         self.max_position_embeddings, self.interleaved = max_position_embeddings, interleaved
-        positions = torch.arange(max_position_embeddings, device=device, dtype=torch.float32)
-        features = torch.arange(0, rotary_dim, 2, device=device, dtype=torch.float32)
-        angles = positions[:, None] * base ** (-features / rotary_dim)
-        angles = angles.repeat_interleave(2, dim=-1) if interleaved else torch.cat((angles, angles), dim=-1)
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
+        for name in ("cos", "sin"):
+            table = torch.empty((max_position_embeddings, rotary_dim), device=device, dtype=torch.float32)
+            self.register_buffer(name, table, persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Compute the tables where they are."""
+        device = self.cos.device
+        positions = torch.arange(self.max_position_embeddings, device=device, dtype=torch.float32)
+        features = torch.arange(0, self.rotary_dim, 2, device=device, dtype=torch.float32)
+        angles = positions[:, None] * self.base ** (-features / self.rotary_dim)
+        angles = angles.repeat_interleave(2, dim=-1) if self.interleaved else torch.cat((angles, angles), dim=-1)
+        self.cos.copy_(angles.cos())
+        self.sin.copy_(angles.sin())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryEmbedding":
+        """Compute the tables again where they were given other memory: `to_empty` leaves in it what was there."""
+        before = self.cos
+        super()._apply(fn, recurse)
+        if self.cos is not before:
+            self.reset_parameters()
+        return self
 
     def forward(self, q: Tensor, k: Tensor, position_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Turn q and k at positions 0 to S - 1, or at `position_ids [1 or B, S]`."""
@@ -265,6 +300,7 @@ class CrossEntropyLoss(nn.Module):
         z_loss: float = 0.0,
     ) -> None:
         super().__init__()
+        check_loss_numbers(reduction, label_smoothing, softcap, z_loss)
         self.register_buffer("weight", weight)
         self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing
         self.softcap, self.z_loss = softcap, z_loss
@@ -306,6 +342,7 @@ class LinearCrossEntropyLoss(CrossEntropyLoss):
         chunk_size: int = 0,
     ) -> None:
         super().__init__(weight, ignore_index, reduction, label_smoothing, softcap=softcap, z_loss=z_loss)
+        check_chunk_size(chunk_size)
         self.chunk_size = chunk_size
 
     def forward(  # type: ignore[override]
@@ -334,6 +371,7 @@ class KLDivLoss(nn.Module):
 
     def __init__(self, reduction: str = "mean", log_target: bool = False) -> None:
         super().__init__()
+        check_option("reduction", reduction, REDUCTIONS)
         self.reduction, self.log_target = reduction, log_target
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
@@ -351,6 +389,7 @@ class GIoULoss(nn.Module):
 
     def __init__(self, reduction: str = "mean", eps: float = 1e-5) -> None:
         super().__init__()
+        check_giou_options(reduction, eps)
         self.reduction, self.eps = reduction, eps
 
     def forward(self, boxes: Tensor, targets: Tensor) -> Tensor:

@@ -31,6 +31,8 @@ from llmk.registry import (
     KernelOp,
     Sample,
     check_dtype,
+    check_finite,
+    check_not_negative,
     check_same,
     check_shape,
     public_op,
@@ -197,7 +199,7 @@ def add_rms_norm(
         input: `[..., N]`, float32, float16 or bfloat16, any strides.
         residual: Shape and dtype of `input`, any strides.
         weight: `[N]`, any of these dtypes; None for no scale.
-        eps: Added to the mean square.
+        eps: Added to the mean square, at least 0.
         offset: Added to the weight: 1.0 for Gemma's, which is stored minus one.
 
     Returns:
@@ -205,8 +207,8 @@ def add_rms_norm(
 
     Raises:
         TypeError: A tensor is not float32, float16 or bfloat16, or `residual` has not the dtype of `input`.
-        ValueError: `input` has no axis, its last one is empty, `residual` has not its shape, `weight` is not `[N]`, or
-            they are not on one device.
+        ValueError: `input` has no axis, its last one is empty, `residual` has not its shape, `weight` is not `[N]`,
+            they are not on one device, or a number is out of range.
 
     Source: Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467.
     """
@@ -219,5 +221,7 @@ def add_rms_norm(
         check_dtype("weight", weight)
         check_shape("weight", weight, input.shape[-1:], "the last axis of input")
         check_same("weight", weight, "input", input)
+    check_not_negative("eps", eps)
+    check_finite("offset", offset)
     y, h, _ = add_rms_norm_fwd(input, residual, weight, eps, offset)
     return y, h

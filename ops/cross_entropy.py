@@ -20,9 +20,12 @@ from llmk.registry import (
     KernelOp,
     Sample,
     check_dtype,
+    check_not_negative,
+    check_number,
     check_option,
     check_same,
     check_shape,
+    check_switch,
     empty,
     is_sharded,
     public_op,
@@ -189,13 +192,14 @@ def check_loss_options(
         check_dtype("weight", weight)
         check_shape("weight", weight, (classes,), "one for each class")
         check_same("weight", weight, "input", input)
+    check_loss_numbers(reduction, label_smoothing, softcap, z_loss)
+
+
+def check_loss_numbers(reduction: str, label_smoothing: float, softcap: float, z_loss: float) -> None:
     check_option("reduction", reduction, ("none", "mean", "sum"))
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing: expected a number from 0 to 1, got {label_smoothing}")
-    if softcap < 0.0:
-        raise ValueError(f"softcap: expected 0 (off) or a positive number, got {softcap}")
-    if z_loss < 0.0:
-        raise ValueError(f"z_loss: expected 0 (off) or a positive number, got {z_loss}")
+    check_number("label_smoothing", label_smoothing, 0.0, 1.0, "a number from 0 to 1")
+    check_switch("softcap", softcap)
+    check_not_negative("z_loss", z_loss)
 
 
 def cross_entropy_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

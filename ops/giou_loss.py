@@ -50,6 +50,7 @@ from llmk.registry import (
     at_most,
     cdiv,
     check_dtype,
+    check_not_negative,
     check_option,
     check_same,
     check_shape,
@@ -393,6 +394,11 @@ def _backward(ctx, grad):
 giou_loss_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
+def check_giou_options(reduction: str, eps: float) -> None:
+    check_option("reduction", reduction, ("none", "mean", "sum"))
+    check_not_negative("eps", eps)
+
+
 def _pairs(
     *shape: int, device: torch.device, dtype: torch.dtype, size: float = 100.0, padding: int = 0
 ) -> tuple[Tensor, Tensor]:
@@ -466,7 +472,7 @@ def giou_loss(boxes: Tensor, targets: Tensor, *, reduction: str = "mean", eps: f
         targets: The shape of `boxes`; any of these dtypes, also another one than that of `boxes`. One whose last
             coordinate is at most 0 is padding: its loss and its gradients are 0, and the mean does not count it.
         reduction: "none", "sum", or "mean": the sum divided by the number of targets that count.
-        eps: Added to the areas that are divided by.
+        eps: Added to the areas that are divided by, at least 0.
 
     Returns:
         float32: a scalar, or `[...]` with reduction "none". The mean over no target is NaN.
@@ -483,7 +489,7 @@ def giou_loss(boxes: Tensor, targets: Tensor, *, reduction: str = "mean", eps: f
         raise ValueError(f"boxes: expected shape [..., 4], got {tuple(boxes.shape)}")
     check_shape("targets", targets, boxes.shape, "the shape of boxes")
     check_same("targets", targets, "boxes", boxes)
-    check_option("reduction", reduction, ("none", "mean", "sum"))
+    check_giou_options(reduction, eps)
     if reduction == "mean" and is_sharded(boxes, targets):
         total, count = giou_loss_fwd(boxes, targets, "sum", eps)
         return total / count.detach()

@@ -44,6 +44,7 @@ from llmk.registry import (
     KernelOp,
     Sample,
     check_dtype,
+    check_not_negative,
     check_same,
     check_shape,
     empty,
@@ -262,7 +263,7 @@ def group_norm(
         num_groups: Into how many groups of neighbours the channels are divided; it divides C.
         weight: `[C]`, any of these dtypes; None for no scale.
         bias: `[C]`, any of these dtypes; None for no shift.
-        eps: Added to the variance.
+        eps: Added to the variance, at least 0.
 
     Returns:
         The shape and dtype of `input`, contiguous.
@@ -270,7 +271,7 @@ def group_norm(
     Raises:
         TypeError: A tensor is not float32, float16 or bfloat16.
         ValueError: `input` has fewer than two axes or an empty one besides the first, `num_groups` does not divide C,
-            or `weight` or `bias` is not `[C]` on the same device.
+            `weight` or `bias` is not `[C]` on the same device, or `eps` is out of range.
 
     Source: Wu and He, 2018, https://arxiv.org/abs/1803.08494.
     """
@@ -284,5 +285,6 @@ def group_norm(
             check_dtype(name, tensor)
             check_shape(name, tensor, input.shape[1:2], "the channels of input")
             check_same(name, tensor, "input", input)
+    check_not_negative("eps", eps)
     y, _ = group_norm_fwd(input, num_groups, weight, bias, eps)
     return y

@@ -43,6 +43,7 @@ from llmk.registry import (
     at_most,
     cdiv,
     check_dtype,
+    check_not_negative,
     check_same,
     check_shape,
     empty,
@@ -369,14 +370,15 @@ def layer_norm(input: Tensor, weight: Tensor | None = None, bias: Tensor | None 
         input: `[..., N]`, float32, float16 or bfloat16, any strides.
         weight: `[N]`, any of these dtypes; None for no scale.
         bias: `[N]`, any of these dtypes; None for no shift.
-        eps: Added to the variance.
+        eps: Added to the variance, at least 0.
 
     Returns:
         `[..., N]`, contiguous, in the dtype of `input`.
 
     Raises:
         TypeError: A tensor is not float32, float16 or bfloat16.
-        ValueError: `input` has no axis, its last one is empty, or `weight` or `bias` is not `[N]` on the same device.
+        ValueError: `input` has no axis, its last one is empty, `weight` or `bias` is not `[N]` on the same device, or
+            `eps` is out of range.
 
     Source: Ba, Kiros and Hinton, 2016, https://arxiv.org/abs/1607.06450.
     """
@@ -388,5 +390,6 @@ def layer_norm(input: Tensor, weight: Tensor | None = None, bias: Tensor | None 
             check_dtype(name, tensor)
             check_shape(name, tensor, input.shape[-1:], "the last axis of input")
             check_same(name, tensor, "input", input)
+    check_not_negative("eps", eps)
     y, _ = layer_norm_fwd(input, weight, bias, eps)
     return y

@@ -53,6 +53,8 @@ from llmk.registry import (
     Sample,
     at_most,
     check_dtype,
+    check_finite,
+    check_not_negative,
     check_same,
     check_shape,
     next_power_of_2,
@@ -452,7 +454,7 @@ def qk_norm_rope(
         k_weight: `[D]`, likewise of k's.
         cos: `[1 or B, S, R]`, any of these dtypes, R even and at most D; features R to D are normalized but not turned.
         sin: Shape and dtype of `cos`.
-        eps: Added to the mean square.
+        eps: Added to the mean square, at least 0.
         offset: Added to the weights: 1.0 for Gemma's, which are stored minus one.
         interleaved: Turn neighbours (0, 1), (2, 3), ... instead of feature i with feature i + R/2; cos and sin are
             then laid out the same way.
@@ -462,7 +464,7 @@ def qk_norm_rope(
 
     Raises:
         TypeError: A dtype is not one of these, or k's is not q's, or sin's is not cos's.
-        ValueError: A shape or device does not fit.
+        ValueError: A shape or device does not fit, or a number is out of range.
         NotImplementedError: cos or sin requires a gradient.
 
     Source: `Qwen3Attention` and `Gemma3Attention` of Hugging Face transformers; Zhang and Sennrich, 2019,
@@ -473,4 +475,6 @@ def qk_norm_rope(
         check_dtype(name, weight)
         check_shape(name, weight, q.shape[-1:], "the last axis of q")
         check_same(name, weight, "q", q)
+    check_not_negative("eps", eps)
+    check_finite("offset", offset)
     return qk_norm_rope_fwd(q, k, q_weight, k_weight, cos, sin, eps, offset, interleaved)

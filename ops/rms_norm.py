@@ -28,6 +28,8 @@ from llmk.registry import (
     KernelOp,
     Sample,
     check_dtype,
+    check_finite,
+    check_not_negative,
     check_same,
     check_shape,
     public_op,
@@ -164,7 +166,7 @@ def rms_norm(input: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, 
     Args:
         input: `[..., N]`, float32, float16 or bfloat16, any strides.
         weight: `[N]`, any of these dtypes; None for no scale.
-        eps: Added to the mean square.
+        eps: Added to the mean square, at least 0.
         offset: Added to the weight: 1.0 for Gemma's, which is stored minus one.
 
     Returns:
@@ -172,7 +174,8 @@ def rms_norm(input: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, 
 
     Raises:
         TypeError: A tensor is not float32, float16 or bfloat16.
-        ValueError: `input` has no axis, its last one is empty, or `weight` is not `[N]` on the same device.
+        ValueError: `input` has no axis, its last one is empty, `weight` is not `[N]` on the same device, or a number is
+            out of range.
 
     Source: Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467.
     """
@@ -183,5 +186,7 @@ def rms_norm(input: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, 
         check_dtype("weight", weight)
         check_shape("weight", weight, input.shape[-1:], "the last axis of input")
         check_same("weight", weight, "input", input)
+    check_not_negative("eps", eps)
+    check_finite("offset", offset)
     y, _ = rms_norm_fwd(input, weight, eps, offset)
     return y

@@ -4,7 +4,17 @@
 one per step that launches kernels. `OPS` holds the records, which opcheck, the tests, the benchmarks and the docs read.
 """
 
-from llmk.registry.checks import check_dtype, check_option, check_same, check_shape
+from llmk.registry.checks import (
+    LARGEST,
+    check_dtype,
+    check_finite,
+    check_not_negative,
+    check_number,
+    check_option,
+    check_same,
+    check_shape,
+    check_switch,
+)
 from llmk.registry.kernel_op import KernelOp, wrap_triton
 from llmk.registry.launch import (
     autocast_dtype,
@@ -21,6 +31,7 @@ from llmk.registry.sharding import PARTIAL, WHOLE, axes, is_sharded, row_axes, w
 from llmk.registry.sizes import at_most, cdiv, example_of, next_power_of_2
 
 __all__ = [
+    "LARGEST",
     "OPS",
     "PARTIAL",
     "RULE",
@@ -35,9 +46,13 @@ __all__ = [
     "axes",
     "cdiv",
     "check_dtype",
+    "check_finite",
+    "check_not_negative",
+    "check_number",
     "check_option",
     "check_same",
     "check_shape",
+    "check_switch",
     "empty",
     "example_of",
     "is_sharded",

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from llmk.registry.record import FLOAT_DTYPES
@@ -35,6 +36,31 @@ def check_shape(name: str, tensor: Tensor, expected: Sequence[int], meaning: str
 def check_option(name: str, value: str, allowed: Sequence[str]) -> None:
     if value not in allowed:
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+LARGEST: float = torch.finfo(torch.float32).max
+"""Kernels compute in float32: what it does not hold is infinite, and what is below TINY may become 0."""
+TINY: float = torch.finfo(torch.float32).tiny
+
+
+def check_number(name: str, value: float, low: float, high: float, expected: str) -> None:
+    """`expected` says in words what the limits, both allowed, mean; NaN is never within them."""
+    if not low <= value <= high:
+        raise ValueError(f"{name}: expected {expected}, got {value}")
+
+
+def check_not_negative(name: str, value: float) -> None:
+    check_number(name, value, 0.0, LARGEST, "a finite number of at least 0")
+
+
+def check_finite(name: str, value: float) -> None:
+    check_number(name, value, -LARGEST, LARGEST, "a finite number")
+
+
+def check_switch(name: str, value: float) -> None:
+    """Of a number where 0 means that it is not used."""
+    if value != 0.0:
+        check_number(name, value, TINY, LARGEST, "0 (off) or a finite positive number")
 
 
 def check_home(fn: Callable[..., Any]) -> None:

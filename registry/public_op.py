@@ -2,11 +2,13 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+import numbers
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.autograd.forward_ad import unpack_dual
+from torch.overrides import is_tensor_like
 
 from llmk.registry.checks import check_home
 from llmk.registry.kernel_op import KernelOp
@@ -20,6 +22,16 @@ R = TypeVar("R")
 _EXACT: dict[str, frozenset[type]] = {"Tensor": PLAIN_TENSORS} | {
     t.__name__: frozenset({t}) for t in (int, float, bool, str)
 }
+
+_ACCEPTED: dict[str, tuple[str, Any]] = {
+    "Tensor": ("a tensor", ()),
+    "int": ("an integer", (numbers.Integral, torch.SymInt)),
+    "float": ("a number", (numbers.Real, torch.SymInt, torch.SymFloat)),
+    "bool": ("a bool", (numbers.Real, torch.SymBool)),
+    "str": ("a string", str),
+}
+"""In words, and what the dispatcher takes for it, besides a tensor or what stands for one."""
+_STRIDED = torch.strided
 
 _library = torch.library.Library("llmk", "FRAGMENT")
 
@@ -67,12 +79,14 @@ def public_op(
             **record,
         )
 
-        fits = _fits(parsed)
+        fits, refuse_misuse = _fits(parsed), _refusing_misuse(fn, parsed)
 
         @functools.wraps(fn)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             if nothing_looks_on() and fits(args, kwargs):
                 return implementation(*args, **kwargs)
+            if not torch.compiler.is_compiling():
+                refuse_misuse(args, kwargs)
             return overload(*args, **kwargs)
 
         return call
@@ -111,9 +125,8 @@ def _fits(schema: torch.FunctionSchema) -> Callable[[tuple[Any, ...], dict[str, 
     """A test whether arguments are the schema's very types: those the dispatcher would hand on as they are."""
     accepted: dict[str, frozenset[type]] = {}
     for argument in schema.arguments:
-        name = str(argument.type)
-        kinds = _EXACT.get(name.removeprefix("Optional[").removesuffix("]"), frozenset())
-        accepted[argument.name] = kinds | {type(None)} if name.startswith("Optional[") else kinds
+        kind, optional = _kind(argument)
+        accepted[argument.name] = _EXACT[kind] | {type(None)} if optional else _EXACT[kind]
     by_position = [accepted[argument.name] for argument in schema.arguments]
 
     def fits(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -132,37 +145,67 @@ def _is_int64(value: int) -> bool:
     return -(2**63) <= value < 2**63
 
 
+def _refusing_misuse(
+    fn: Callable[..., Any], schema: torch.FunctionSchema
+) -> Callable[[tuple[Any, ...], dict[str, Any]], None]:
+    """Says in a line what the dispatcher says with the schema and the value, which may be an array."""
+    signature = inspect.signature(fn)
+    kinds = {argument.name: _kind(argument) for argument in schema.arguments}
+
+    def refuse(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"{fn.__name__}: {error}; it takes {', '.join(signature.parameters)}") from None
+        for name, value in given.items():
+            kind, optional = kinds[name]
+            words, accepted = _ACCEPTED[kind]
+            if not (isinstance(value, accepted) or is_tensor_like(value) or (value is None and optional)):
+                raise TypeError(f"{name}: expected {words}, got {_type_name(value)}")
+            if kind == "int" and isinstance(value, int) and not _is_int64(value):
+                raise OverflowError(f"{name}: expected an integer of 64 bits, got {value}")
+
+    return refuse
+
+
+def _kind(argument: Any) -> tuple[str, bool]:
+    """An argument's type in the schema, and whether it may be None."""
+    name = str(argument.type)
+    return name.removeprefix("Optional[").removesuffix("]"), name.startswith("Optional[")
+
+
+def _type_name(value: Any) -> str:
+    if value is None:
+        return "None"
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
 def _guarded(
     name: str, fn: Callable[..., Any], schema: torch.FunctionSchema, differentiable: tuple[str, ...]
 ) -> Callable[..., Any]:
     """The function behind the refusals that hold for every op: what it cannot differentiate it says, never zeros."""
-    tensors = [(i, a.name) for i, a in enumerate(schema.arguments) if "Tensor" in str(a.type)]
-    without_gradient = [(i, argument) for i, argument in tensors if argument not in differentiable]
+    kinds = [(argument.name, *_kind(argument)) for argument in schema.arguments]
+    tensors = [
+        (i, a, not optional, a in differentiable) for i, (a, kind, optional) in enumerate(kinds) if kind == "Tensor"
+    ]
 
     @functools.wraps(fn)
     def implementation(*args: Any, **kwargs: Any) -> Any:
         if inside_functorch():
             raise NotImplementedError(f"llmk::{name} does not support torch.func transforms (grad, vmap, jvp, ...)")
-        if forward_mode_level() >= 0:
-            for argument, value in _given(tensors, args, kwargs):
-                if unpack_dual(value).tangent is not None:
-                    raise NotImplementedError(f"{argument}: llmk::{name} does not support forward-mode AD")
-        if without_gradient and torch.is_grad_enabled():
-            for argument, value in _given(without_gradient, args, kwargs):
-                if value.requires_grad:
-                    raise NotImplementedError(
-                        f"{argument}: llmk::{name} has no gradient for it; pass {argument}.detach()"
-                    )
+        forward_mode, backward, given = forward_mode_level() >= 0, torch.is_grad_enabled(), len(args)
+        for position, argument, required, has_gradient in tensors:
+            value = args[position] if position < given else kwargs.get(argument)
+            if value is None:
+                if required and (position < given or argument in kwargs):
+                    raise TypeError(f"{argument}: expected a tensor, got None")
+            elif value.layout is not _STRIDED:
+                raise TypeError(f"{argument}: llmk::{name} expected a dense tensor, got layout {value.layout}")
+            elif backward and not has_gradient and value.requires_grad:
+                raise NotImplementedError(f"{argument}: llmk::{name} has no gradient for it; pass {argument}.detach()")
+            elif forward_mode and unpack_dual(value).tangent is not None:
+                raise NotImplementedError(f"{argument}: llmk::{name} does not support forward-mode AD")
         return fn(*args, **kwargs)
 
     return implementation
-
-
-def _given(
-    arguments: list[tuple[int, str]], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those of the arguments, by position and name, that a call gives a tensor."""
-    for position, argument in arguments:
-        value = args[position] if position < len(args) else kwargs.get(argument)
-        if value is not None:
-            yield argument, value
