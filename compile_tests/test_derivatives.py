@@ -14,10 +14,10 @@ from llmk.opcheck.calls import call, require_accurate
 from llmk.opcheck.inputs import as_list, differentiable_inputs, prepare
 from llmk.opcheck.truth import to_float64
 from llmk.registry import OPS, KernelOp, Op, Sample, whole_only
-from llmk.registry.launch import registered_path_only
+from llmk.registry.launch import set_short_path_enabled
 
 CPU = torch.device("cpu")
-PATHS = {"short path": nullcontext, "dispatcher": registered_path_only}
+PATHS = {"short path": nullcontext, "dispatcher": partial(set_short_path_enabled, False)}
 Path = Callable[[], AbstractContextManager[None]]
 
 
