@@ -2,9 +2,11 @@
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from triton.runtime.interpreter import InterpreterBuilder
 
 import llmk  # noqa: F401 registers the operators
 from llmk.registry.launch import INTERPRET
@@ -21,6 +23,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "kernels: also worth running with the kernels in Triton's interpreter")
+    if INTERPRET:
+        _refuse_masks_of_numbers()
+
+
+def _refuse_masks_of_numbers() -> None:
+    """As the interpreter of Triton 3.9 does; one truth value made a block is a number to all of them."""
+    for name, position in (("create_masked_load", 1), ("create_masked_store", 2)):
+        original = getattr(InterpreterBuilder, name)
+
+        def strict(self: Any, *args: Any, original: Any = original, position: int = position) -> Any:
+            if args[position].data.dtype != bool:
+                raise ValueError("mask has unsupported dtype")
+            return original(self, *args)
+
+        setattr(InterpreterBuilder, name, strict)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,6 +9,12 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def everywhere(condition, cols):
+    """A condition as a mask of the shape of `cols`. Triton 3.9's interpreter makes no mask of one truth value."""
+    return tl.broadcast_to(condition.to(tl.int32), cols.shape) != 0
+
+
+@triton.jit
 def tanh(x):
     """Hyperbolic tangent in float32, good to 3 units in the last place for arguments of any size."""
     size = tl.abs(x)

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmk.ops._math import everywhere
 from llmk.registry import cdiv, empty, wrap_triton
 from llmk.registry.launch import INTERPRET
 
@@ -101,9 +102,11 @@ def sum_affine_kernel(partial_ptr, dw_ptr, db_ptr, P, N, BLOCK_P: tl.constexpr, 
         total += tl.load(partial_ptr + (rows * parts * N)[:, None] + cols[None, :], mask=mask, other=0.0)
     result = tl.sum(total, axis=0)
     if dw_ptr is not None:
-        tl.store(dw_ptr + cols, result.to(dw_ptr.dtype.element_ty), mask=(cols < N) & (part == 0))
+        first = everywhere(part == 0, cols)  # type: ignore[misc]
+        tl.store(dw_ptr + cols, result.to(dw_ptr.dtype.element_ty), mask=(cols < N) & first)
     if db_ptr is not None:
-        tl.store(db_ptr + cols, result.to(db_ptr.dtype.element_ty), mask=(cols < N) & (part == parts - 1))
+        last = everywhere(part == parts - 1, cols)  # type: ignore[misc]
+        tl.store(db_ptr + cols, result.to(db_ptr.dtype.element_ty), mask=(cols < N) & last)
 
 
 def sum_affine(partials: Tensor, dw: Tensor | None, db: Tensor | None) -> None:

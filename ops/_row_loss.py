@@ -34,7 +34,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops._math import LOG2E
+from llmk.ops._math import LOG2E, everywhere
 from llmk.ops._reduce import mean_of_rows, sum_to_scalar
 from llmk.ops._row_loss_math import Options, capped, classes_of, counts_of, loss_of
 from llmk.ops._row_loss_short import is_short, short_gradients, short_losses
@@ -156,8 +156,9 @@ def _store_gradient(
 ):  # fmt: skip
     """The gradient of a row's columns below `end`; all are, unless MASKED."""
     mask = cols < end if MASKED else None
+    read = everywhere(counts, cols)  # type: ignore[misc]
     # A row that does not count is not read: its gradient is zero whatever it holds.
-    x = capped(tl.load(x_ptr + cols, mask=mask & counts if MASKED else counts, other=0.0), SOFTCAP)
+    x = capped(tl.load(x_ptr + cols, mask=mask & read if MASKED else read, other=0.0), SOFTCAP)
     p = tl.exp2((x - m) * LOG2E) / total
     # Differences first: where p is near 1 each nearly cancels, and what else p carries must not be rounded with them.
     dx = w_t * (p - tl.where(classes == target, 1.0, 0.0))
