@@ -182,7 +182,7 @@ def test_command_line_on_an_op_of_ones_own(divisor: int, code: int, tmp_path: Pa
     [
         (["no_such_op"], "'no_such_op' is no operator (cross_entropy, "),
         (["no_such_file.py"], "no file no_such_file.py"),
-        (["--promise", "nosuch"], "argument --promise: no promise 'nosuch'; there are torch_opcheck, "),
+        (["--promise", "nosuch"], "argument --promise: no promise 'nosuch'; there are "),
         (["--device", "tpu"], "argument --device: expected cpu, cuda or cuda:N, got 'tpu'"),
         (["--device", "cuda:99"], "argument --device: cuda:99: PyTorch sees "),
         (["--dtype", "float8"], "argument --dtype: invalid choice: 'float8' (choose from"),
@@ -223,7 +223,7 @@ def test_nothing_checked_is_no_success(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_check_knows_its_promises() -> None:
-    with pytest.raises(ValueError, match="no promise 'nosuch'; there are torch_opcheck, "):
+    with pytest.raises(ValueError, match="no promise 'nosuch'; there are "):
         check(OPS["add"], promises=["nosuch"])
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import llmk
-from llmk.opcheck.promises import GPU_PROMISES, PROMISES
+from llmk.opcheck.promises import GPU_PROMISES, INTERPRETER_PROMISES, PROMISES
 from llmk.registry import OPS, RULE, Op, Sample
 
 
@@ -79,7 +79,8 @@ def op_page(op: Op) -> str:
 def checks_table() -> str:
     """The checks of `llmk.opcheck`, for the page about it to include."""
     rows = ["| check | what it asks |", "|---|---|"]
-    for promises, where in ((PROMISES, ""), (GPU_PROMISES, " (on a GPU)")):
+    groups = (INTERPRETER_PROMISES, " (in Triton's interpreter)"), (PROMISES, ""), (GPU_PROMISES, " (on a GPU)")
+    for promises, where in groups:
         for promise in promises:
             summary = (inspect.getdoc(promise) or "").split("\n\n")[0].replace("\n", " ")
             rows.append(f"| `{promise.__name__}` | {_prose(summary.rstrip('.'))}{where} |")

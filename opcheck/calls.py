@@ -45,6 +45,10 @@ def call(
     return Outcome(tensors, outputs, gradients)
 
 
+def device_of(op: Op, sample: Sample) -> torch.device:
+    return next(v.device for v in op.bind(sample).values() if isinstance(v, Tensor))
+
+
 def float_dtype(op: Op, sample: Sample) -> torch.dtype:
     return next(v.dtype for v in op.bind(sample).values() if isinstance(v, Tensor) and v.is_floating_point())
 

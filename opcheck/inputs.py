@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from llmk.registry import Op, Sample
@@ -14,6 +15,10 @@ class BrokenPromise(AssertionError):
     """A check found that the operator does not keep what it promises."""
 
 
+class NothingToCheck(Exception):
+    """A promise does not apply to this operator, or cannot be checked here."""
+
+
 @dataclass
 class Outcome:
     """What a call gave."""
@@ -21,6 +26,19 @@ class Outcome:
     inputs: dict[str, Tensor]
     outputs: list[Tensor]
     gradients: dict[str, Tensor | None]
+
+    def results(self) -> list[Tensor | None]:
+        return [*self.outputs, *self.gradients.values()]
+
+
+def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return torch.equal(a.detach().nan_to_num(), b.detach().nan_to_num()) and torch.equal(a.isnan(), b.isnan())
+
+
+def same_results(a: Outcome, b: Outcome) -> bool:
+    return all(same_bits(x, y) for x, y in zip(a.results(), b.results(), strict=True))
 
 
 _watchers: list[Callable[[Sample], None]] = []
@@ -36,10 +54,26 @@ def watched_by(watcher: Callable[[Sample], None]) -> Iterator[None]:
         _watchers.remove(watcher)
 
 
+def note(sample: Sample) -> None:
+    """Tell those who watch that a call of the sample is next."""
+    for watcher in _watchers:
+        watcher(sample)
+
+
 def copy_with_layout(tensor: Tensor) -> Tensor:
     """A copy with its own memory and the same strides and offset, gaps and overlaps included."""
     storage = tensor.untyped_storage().clone()
     return tensor.detach().new_empty(0).set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def spread(tensor: Tensor) -> Tensor:
+    """The same values, two elements apart in memory, at an offset."""
+    if tensor.dim() == 0:
+        return tensor.detach().clone()
+    wide = torch.zeros((*tensor.shape[:-1], 2 * tensor.shape[-1] + 1), dtype=tensor.dtype, device=tensor.device)
+    view = wide[..., 1::2]
+    view.copy_(tensor.detach())
+    return view
 
 
 def differentiable_inputs(op: Op, sample: Sample) -> list[str]:
@@ -52,8 +86,7 @@ def prepare(
     op: Op, sample: Sample, wanted: Sequence[str], change: Callable[[Tensor], Tensor] = copy_with_layout
 ) -> tuple[list[Any], dict[str, Any], dict[str, Tensor]]:
     """Positional and keyword arguments with every tensor changed (copied), and the tensors by name."""
-    for watcher in _watchers:
-        watcher(sample)
+    note(sample)
     tensors: dict[str, Tensor] = {}
 
     def fresh(name: str, value: Any) -> Any:

@@ -1,31 +1,16 @@
 """The promises, one function each: it returns when the operator keeps it and raises `BrokenPromise` when not.
 
-Those under torch.compile and on a GPU are in compile_promises.py. The numbers are those of the contract in
+Here are those about values; the others are in modules of their own. The numbers are those of the contract in
 docs/how-it-works.md.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from llmk.opcheck.calls import (
-    BrokenPromise,
-    Outcome,
-    as_list,
-    call,
-    copy_with_layout,
-    differentiable_inputs,
-    first_line,
-    float_dtype,
-    incoming_gradients,
-    prepare,
-    require_accurate,
-    resized,
-)
+from llmk.opcheck.calls import call, first_line, float_dtype, incoming_gradients, require_accurate, resized
 from llmk.opcheck.compile_promises import (
     clean_graph,
     compiled,
@@ -35,21 +20,26 @@ from llmk.opcheck.compile_promises import (
     no_recompile,
     other_stream,
 )
+from llmk.opcheck.gradient_promises import (
+    expanded_gradient,
+    input_subsets,
+    scaled_gradient,
+    second_backward,
+    strided_gradient,
+)
+from llmk.opcheck.inputs import BrokenPromise, as_list, differentiable_inputs, prepare, same_bits, same_results, spread
+from llmk.opcheck.kernel_promises import any_program_order, far_rows, in_bounds, long_offsets, no_float_atomics
+from llmk.opcheck.poison import poisoned, require_written
+from llmk.opcheck.refusal_promises import refuses_transforms
 from llmk.registry import Op, Sample, set_short_path_enabled
 
 Promise = Callable[[Op, Sequence[Sample]], None]
 
 
-def _same_bits(a: Tensor | None, b: Tensor | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return torch.equal(a.detach().nan_to_num(), b.detach().nan_to_num()) and torch.equal(a.isnan(), b.isnan())
-
-
 def torch_opcheck(op: Op, samples: Sequence[Sample]) -> None:
     """torch.library.opcheck with all of its test utilities; the first samples will do after float32."""
     for sample in samples if float_dtype(op, samples[0]) == torch.float32 else samples[:3]:
-        if any(result is not None and bool(result.isnan().any()) for result in _results(call(op, sample))):
+        if any(result is not None and bool(result.isnan().any()) for result in call(op, sample).results()):
             continue  # torch.library.opcheck holds NaN unequal to itself; the accuracy rule does look at it
         args, kwargs, _ = prepare(op, sample, differentiable_inputs(op, sample))
         results = torch.library.opcheck(
@@ -95,7 +85,7 @@ def no_mutation(op: Op, samples: Sequence[Sample]) -> None:
                 watch(f"incoming gradient {i}", grad)
             torch.autograd.backward(outputs, grads)
         for name, (tensor, before, version) in watched.items():
-            if not _same_bits(tensor, before) or tensor._version != version:
+            if not same_bits(tensor, before) or tensor._version != version:
                 raise BrokenPromise(f"{sample}: {name} was mutated")
 
 
@@ -123,57 +113,6 @@ def no_alias(op: Op, samples: Sequence[Sample]) -> None:
             owners[address] = name
 
 
-def second_backward(op: Op, samples: Sequence[Sample]) -> None:
-    """1: with retain_graph the second backward gives the first one's bits."""
-    for sample in samples:
-        wanted = differentiable_inputs(op, sample)
-        if not wanted:
-            continue
-        args, kwargs, tensors = prepare(op, sample, wanted)
-        outputs = [output for output in as_list(op.overload(*args, **kwargs)) if output.requires_grad]
-        inputs = [tensors[name] for name in wanted]
-        grads = incoming_gradients(outputs)
-        first, second = (torch.autograd.grad(outputs, inputs, grads, retain_graph=True) for _ in range(2))
-        for name, a, b in zip(wanted, first, second, strict=True):
-            if not _same_bits(a, b):
-                raise BrokenPromise(f"{sample}: the second backward gives another gradient of {name}")
-
-
-def scaled_gradient(op: Op, samples: Sequence[Sample]) -> None:
-    """1: an incoming gradient scaled by 2."""
-    _with_gradients(op, samples, lambda outputs: [2 * grad for grad in incoming_gradients(outputs)])
-
-
-def expanded_gradient(op: Op, samples: Sequence[Sample]) -> None:
-    """1: an incoming gradient of stride 0, as `sum().backward()` makes it."""
-    _with_gradients(
-        op,
-        samples,
-        lambda outputs: [torch.full((), 0.7, dtype=o.dtype, device=o.device).expand(o.shape) for o in outputs],
-    )
-
-
-def strided_gradient(op: Op, samples: Sequence[Sample]) -> None:
-    """1: an incoming gradient whose elements are not neighbours in memory."""
-    _with_gradients(op, samples, lambda outputs: [_spread(grad) for grad in incoming_gradients(outputs)])
-
-
-def _with_gradients(op: Op, samples: Sequence[Sample], grads: Callable[[Sequence[Tensor]], list[Tensor]]) -> None:
-    for sample in samples:
-        if differentiable_inputs(op, sample):
-            require_accurate(op, sample, call(op, sample, grads=grads), grads)
-
-
-def _spread(tensor: Tensor) -> Tensor:
-    """The same values, two elements apart in memory, at an offset."""
-    if tensor.dim() == 0:
-        return tensor.detach().clone()
-    wide = torch.zeros((*tensor.shape[:-1], 2 * tensor.shape[-1] + 1), dtype=tensor.dtype, device=tensor.device)
-    view = wide[..., 1::2]
-    view.copy_(tensor.detach())
-    return view
-
-
 def _transposed(tensor: Tensor) -> Tensor:
     """The same values with the last two axes swapped in memory."""
     if tensor.dim() < 2:
@@ -184,17 +123,8 @@ def _transposed(tensor: Tensor) -> Tensor:
 def strided_inputs(op: Op, samples: Sequence[Sample]) -> None:
     """2: inputs of any strides."""
     for sample in samples:
-        for change in (_spread, _transposed):
+        for change in (spread, _transposed):
             require_accurate(op, sample, call(op, sample, change=change))
-
-
-def input_subsets(op: Op, samples: Sequence[Sample]) -> None:
-    """1: any subset of the inputs wants gradients, none of them too."""
-    for sample in samples:
-        names = differentiable_inputs(op, sample)
-        for size in range(len(names)):
-            for wanted in itertools.combinations(names, size):
-                require_accurate(op, sample, call(op, sample, wanted))
 
 
 def edge_rows(op: Op, samples: Sequence[Sample]) -> None:
@@ -207,8 +137,7 @@ def deterministic(op: Op, samples: Sequence[Sample]) -> None:
     """Same inputs, same bits."""
     for sample in samples:
         first, second = call(op, sample), call(op, sample)
-        pairs = zip(_results(first), _results(second), strict=True)
-        if not all(_same_bits(a, b) for a, b in pairs):
+        if not same_results(first, second):
             raise BrokenPromise(f"{sample}: two runs give different bits")
 
 
@@ -219,70 +148,24 @@ def same_on_short_path(op: Op, samples: Sequence[Sample]) -> None:
             registered = call(op, sample)
         for _ in range(3):  # on a GPU the third repeats the launches of the second
             short = call(op, sample)
-            if not all(_same_bits(a, b) for a, b in zip(_results(short), _results(registered), strict=True)):
+            if not same_results(short, registered):
                 raise BrokenPromise(f"{sample}: the short path and the registered one give different bits")
 
 
-def _results(outcome: Outcome) -> list[Tensor | None]:
-    return [*outcome.outputs, *outcome.gradients.values()]
-
-
-def refuses_transforms(op: Op, samples: Sequence[Sample]) -> None:
-    """6: forward-mode AD, double backward and torch.func give the right answer or an exception, never zeros."""
-    sample = next((s for s in samples if differentiable_inputs(op, s)), None)
-    if sample is None:
-        return
-    wanted = differentiable_inputs(op, sample)
-    for name, attempt in (
-        ("double backward", _double_backward),
-        ("forward-mode AD", _forward_mode),
-        ("torch.func.grad", _func_grad),
-    ):
-        try:
-            actual = attempt(op.overload, op, sample, wanted)
-        except Exception:  # refusing is keeping the promise, however it is worded
-            continue
-        expected = attempt(op.reference, op, sample, wanted)
-        close = actual is not None and expected is not None and torch.allclose(actual, expected, rtol=0.1, atol=0.1)
-        if not close:
-            raise BrokenPromise(f"{sample}: {name} neither raises nor gives the right answer")
-
-
-def _scalar(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    return torch.stack([output.float().square().sum() for output in as_list(fn(*args, **kwargs))]).sum()
-
-
-def _double_backward(fn: Callable[..., Any], op: Op, sample: Sample, wanted: Sequence[str]) -> Tensor | None:
-    args, kwargs, tensors = prepare(op, sample, wanted)
-    inputs = [tensors[name] for name in wanted]
-    first = torch.autograd.grad(_scalar(fn, args, kwargs), inputs, create_graph=True)
-    return torch.autograd.grad(torch.stack([g.float().square().sum() for g in first]).sum(), inputs)[0]
-
-
-def _forward_mode(fn: Callable[..., Any], op: Op, sample: Sample, wanted: Sequence[str]) -> Tensor | None:
-    with forward_ad.dual_level():
-
-        def dual(tensor: Tensor) -> Tensor:
-            copy = copy_with_layout(tensor)
-            return forward_ad.make_dual(copy, torch.ones_like(copy)) if copy.is_floating_point() else copy
-
-        args = [
-            dual(arg) if name in wanted else arg for name, arg in zip(op.argument_names(), sample.args, strict=False)
-        ]
-        return forward_ad.unpack_dual(_scalar(fn, args, sample.kwargs)).tangent
-
-
-def _func_grad(fn: Callable[..., Any], op: Op, sample: Sample, wanted: Sequence[str]) -> Tensor:
-    position = op.argument_names().index(wanted[0])
-    args, kwargs, _ = prepare(op, sample, ())
-
-    def loss(x: Tensor) -> Tensor:
-        return _scalar(fn, [*args[:position], x, *args[position + 1 :]], kwargs)
-
-    return torch.func.grad(loss)(args[position])
+def every_element_written(op: Op, samples: Sequence[Sample]) -> None:
+    """Memory that holds NaN until it is written gives the same results: every element is written, none read before."""
+    for sample in samples:
+        plain = call(op, sample)  # first: what is allocated later may hold the poison that was left behind
+        with poisoned():
+            outcome = call(op, sample)
+        for i, (a, b) in enumerate(zip(outcome.outputs, plain.outputs, strict=True)):
+            require_written(f"{sample}: output {i}", a, b)
+        for name, gradient in outcome.gradients.items():
+            require_written(f"{sample}: gradient of {name}", gradient, plain.gradients[name])
 
 
 PROMISES: tuple[Promise, ...] = (
+    every_element_written,
     torch_opcheck,
     values_and_gradients,
     no_mutation,
@@ -294,6 +177,7 @@ PROMISES: tuple[Promise, ...] = (
     strided_inputs,
     input_subsets,
     edge_rows,
+    far_rows,
     deterministic,
     same_on_short_path,
     compiled,
@@ -302,4 +186,6 @@ PROMISES: tuple[Promise, ...] = (
     clean_graph,
     refuses_transforms,
 )
+INTERPRETER_PROMISES: tuple[Promise, ...] = (in_bounds, any_program_order, no_float_atomics, long_offsets)
+"""Asked first, of the kernels themselves: what is wrong there breaks others as well."""
 GPU_PROMISES: tuple[Promise, ...] = (cuda_graphs, no_host_sync, other_stream)

@@ -1,5 +1,6 @@
 """Running the promises over operators, dtypes and paths."""
 
+import contextlib
 import time
 import traceback
 import warnings
@@ -8,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from llmk.opcheck.inputs import BrokenPromise, watched_by
-from llmk.opcheck.promises import GPU_PROMISES, PROMISES, Promise
+from llmk.opcheck.inputs import BrokenPromise, NothingToCheck, watched_by
+from llmk.opcheck.promises import GPU_PROMISES, INTERPRETER_PROMISES, PROMISES, Promise
 from llmk.registry import Op, Sample
 from llmk.registry.launch import INTERPRET
 
@@ -96,14 +97,15 @@ def check(
 
 
 def promise_named(name: str) -> Promise:
-    known = {promise.__name__: promise for promise in PROMISES + GPU_PROMISES}
+    known = {promise.__name__: promise for promise in PROMISES + INTERPRETER_PROMISES + GPU_PROMISES}
     if name not in known:
         raise ValueError(f"no promise {name!r}; there are {', '.join(known)}")
     return known[name]
 
 
 def promises_for(device: torch.device, names: Sequence[str] | None = None) -> list[Promise]:
-    known = PROMISES + (GPU_PROMISES if device.type == "cuda" else ())
+    known = INTERPRETER_PROMISES if path_taken(device) == "interpreter" else ()
+    known += PROMISES + (GPU_PROMISES if device.type == "cuda" else ())
     wanted = known if names is None else [promise_named(name) for name in names]
     return [promise for promise in known if promise in wanted]
 
@@ -125,32 +127,49 @@ def checks(
             name = promise.__name__
             if (op.name, dtype_name, name) in done:
                 continue
-            doing(Doing(op.name, dtype_name, name))
-            calls = 0
-
-            def watch(sample: Sample, dtype_name: str = dtype_name, name: str = name) -> None:
-                nonlocal calls
-                calls += 1
-                doing(Doing(op.name, dtype_name, name, str(sample)))
-
-            start = time.perf_counter()
-            with watched_by(watch):
-                message = _broken(promise, op, samples)
-            seconds = time.perf_counter() - start
-            path = path_taken(device)
-            yield Result(op.name, str(device), dtype_name, path, name, message is None, message or "", seconds, calls)
+            yield _check_one(op, device, dtype_name, promise, samples, doing)
 
 
-def _broken(promise: Promise, op: Op, samples: Sequence[Sample]) -> str | None:
-    if not samples:
-        return "the record yields no samples"
+def _check_one(
+    op: Op,
+    device: torch.device,
+    dtype: str,
+    promise: Promise,
+    samples: Sequence[Sample],
+    doing: Callable[[Doing], None],
+) -> Result:
+    name, calls = promise.__name__, 0
+
+    def watch(sample: Sample) -> None:
+        nonlocal calls
+        calls += 1
+        doing(Doing(op.name, dtype, name, str(sample)))
+
+    doing(Doing(op.name, dtype, name))
+    start = time.perf_counter()
+    message = ""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own; a wrong result is what counts here
-            promise(op, samples)
+        with watched_by(watch):
+            _run(promise, op, samples)
+    except NothingToCheck:
+        calls = 0
     except BrokenPromise as error:
-        return str(error)
+        message = str(error)
     except Exception as error:  # an operator that raises where it should not is broken as well
         where = traceback.extract_tb(error.__traceback__)[-1]
-        return f"{type(error).__name__}: {error} ({where.name}, line {where.lineno})"
-    return None
+        message = f"{type(error).__name__}: {error} ({where.name}, line {where.lineno})"
+    seconds = time.perf_counter() - start
+    return Result(op.name, str(device), dtype, path_taken(device), name, not message, message, seconds, calls)
+
+
+def _run(promise: Promise, op: Op, samples: Sequence[Sample]) -> None:
+    if not samples:
+        raise BrokenPromise("the record yields no samples")
+    with contextlib.ExitStack() as around:
+        around.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # torch's own; a wrong result is what counts here
+        if INTERPRET:  # a wild store is told here instead of ending the process
+            from llmk.opcheck.interpreter import watched
+
+            around.enter_context(watched())
+        promise(op, samples)

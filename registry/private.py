@@ -274,7 +274,34 @@ def cuobjdump() -> str:
     return _find("triton.knobs.nvidia.cuobjdump.path") or shutil.which("cuobjdump") or "cuobjdump"
 
 
-# What opcheck asks the compiler; it is looked up there, because importing it takes a second.
+# What opcheck watches, and asks the compiler; it is looked up there, because importing it takes a second.
+
+
+def interpreter() -> Any:
+    """Triton's interpreter; None where it lacks what opcheck replaces there to watch it."""
+    names = (
+        "GridExecutor.__call__", "InterpretedFunction.rewrite", "InterpreterError", "TensorHandle", "_implicit_cvt",
+        "_patch_lang_core", "interpreter_builder.set_grid_idx", "interpreter_builder.create_get_program_id",
+        "interpreter_builder.create_masked_load", "interpreter_builder.create_masked_store",
+        "interpreter_builder.create_atomic_rmw", "interpreter_builder.create_atomic_cas",
+        "interpreter_builder.create_addptr", "interpreter_builder.create_splat",
+        "interpreter_builder.create_broadcast",
+    )  # fmt: skip
+    if any(_find(f"triton.runtime.interpreter:{name}") is None for name in names):
+        return None
+    return _find("triton.runtime.interpreter")
+
+
+def inductor_allocators() -> list[tuple[Any, str]]:
+    """Where Inductor's code finds what it allocates with, as modules and names, when it is loaded."""
+    names = ("_empty_strided_cpu", "_empty_strided_cuda")
+    guards = _find("torch._C._dynamo.guards")
+    return [(guards, name) for name in names if hasattr(guards, name)]
+
+
+def reload_inductor_modules() -> None:
+    """Have Inductor load its code again, from the disk where it is there."""
+    _find("torch._inductor.codecache.PyCodeCache.cache_clear", torch.compiler.reset)()
 
 
 def compile_errors() -> tuple[type[Exception], ...]:

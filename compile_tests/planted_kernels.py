@@ -1,0 +1,147 @@
+"""x * x by kernels of one's own, each broken in one way."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmk.registry import Op, Sample
+
+
+@triton.jit
+def sound_kernel(x_ptr, y_ptr, M, N, x_stride, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    for row in range(tl.program_id(0).to(tl.int64), M, tl.num_programs(0)):
+        x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0)
+        tl.store(y_ptr + row * N + cols, x * x, mask=cols < N)
+
+
+@triton.jit
+def load_without_mask_kernel(x_ptr, y_ptr, M, N, x_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * x_stride + cols)
+    tl.store(y_ptr + row * N + cols, x * x, mask=cols < N)
+
+
+@triton.jit
+def store_without_mask_kernel(x_ptr, y_ptr, M, N, x_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0)
+    tl.store(y_ptr + row * N + cols, x * x)
+
+
+@triton.jit
+def short_offset_kernel(x_ptr, y_ptr, M, N, x_stride, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + tl.program_id(0) * x_stride + cols, mask=cols < N, other=0.0)
+    tl.store(y_ptr + tl.program_id(0).to(tl.int64) * N + cols, x * x, mask=cols < N)
+
+
+@triton.jit
+def short_offset_in_a_loop_kernel(x_ptr, y_ptr, M, N, x_stride, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    for row in range(tl.program_id(0), M, tl.num_programs(0)):
+        x = tl.load(x_ptr + row.to(tl.int64) * x_stride + cols, mask=cols < N, other=0.0)
+        tl.store(y_ptr + row * N + cols, x * x, mask=cols < N)
+
+
+@triton.jit
+def short_rows_kernel(x_ptr, y_ptr, M, N, x_stride, BLOCK: tl.constexpr):
+    """One program: its rows are no program's number, but their offsets have 32 bits all the same."""
+    rows, cols = tl.arange(0, 64)[:, None], tl.arange(0, BLOCK)[None, :]
+    mask = (rows < M) & (cols < N)
+    x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0)
+    tl.store(y_ptr + rows.to(tl.int64) * N + cols, x * x, mask=mask)
+
+
+@triton.jit
+def zeroes_the_next_kernel(x_ptr, y_ptr, M, N, x_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    width = tl.where(row + 1 < M, N, 0)
+    tl.store(y_ptr + (row + 1) * N + cols, 0.0, mask=cols < width)
+    x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0)
+    tl.store(y_ptr + row * N + cols, x * x, mask=cols < N)
+
+
+@triton.jit
+def float_atomic_kernel(x_ptr, y_ptr, M, N, x_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0)
+    tl.atomic_add(y_ptr + row * N + cols, x * x, mask=cols < N)
+
+
+@triton.jit
+def unwritten_tail_kernel(x_ptr, y_ptr, M, N, x_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0)
+    tl.store(y_ptr + row * N + cols, x * x, mask=cols < N // 16 * 16)
+
+
+def _rows(tensor: Tensor) -> tuple[Tensor, tuple[int, int]]:
+    """With neighbouring columns side by side; and the numbers of rows and columns."""
+    tensor = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    return tensor, (tensor.shape[0], tensor.shape[1])
+
+
+def _launch(kernel: Any, x: Tensor, allocate: Callable[..., Tensor] = torch.empty) -> Tensor:
+    rows, (M, N) = _rows(x)
+    y = allocate((M, N), dtype=x.dtype, device=x.device)
+    programs = 1 if kernel is short_rows_kernel else min(M, 3) if "loop" in kernel.__name__ else M
+    if y.numel():
+        kernel[(programs,)](rows, y, M, N, rows.stride(0), BLOCK=triton.next_power_of_2(N))
+    return y
+
+
+def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    yield Sample((torch.randn(4, 37, device=device, dtype=dtype),), why="odd width")
+
+
+def _resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
+    return Sample((torch.randn(rows, 20, device=device, dtype=dtype),), why="resized")
+
+
+def square_by(kernel: Any) -> Op:
+    """x * x as an operator whose forward pass is the kernel."""
+    name = f"square_by_{kernel.__name__}"
+    allocate = torch.zeros if kernel is float_atomic_kernel else torch.empty
+    op = torch.library.custom_op(
+        f"llmk_test::{name}",
+        lambda input: _launch(kernel, input, allocate),
+        mutates_args=(),
+        schema="(Tensor input) -> Tensor",
+    )
+    op.register_fake(lambda input: torch.empty(input.shape, dtype=input.dtype, device=input.device))
+    op.register_autograd(
+        lambda ctx, grad: 2 * grad * ctx.saved_tensors[0],
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    )
+    return Op(
+        name=name,
+        overload=getattr(torch.ops.llmk_test, name).default,
+        reference=lambda input: input * input,
+        samples=_samples,
+        resized=_resized,
+        differentiable=("input",),
+        dtypes=(torch.float32,),
+    )
+
+
+BROKEN_KERNELS = [
+    (load_without_mask_kernel, "in_bounds", "loads offset 148 of x_ptr, which is (4, 37)"),
+    (store_without_mask_kernel, "in_bounds", "stores to offset 148 of y_ptr, which is (4, 37)"),
+    (zeroes_the_next_kernel, "any_program_order", "element 37 of y_ptr depends on the order of the programs"),
+    (float_atomic_kernel, "no_float_atomics", "float_atomic_kernel: tl.atomic_fadd on floats"),
+    (short_offset_kernel, "long_offsets", "an offset of x_ptr is a program's number times an argument, in 32 bits"),
+    (short_offset_in_a_loop_kernel, "long_offsets", "an offset of y_ptr is a program's number times an argument"),
+    (unwritten_tail_kernel, "every_element_written", "output 0: 20 element(s) never written"),
+    (short_rows_kernel, "far_rows", "an offset of 32 bits wraps"),
+]
+"""Each with the promise that names its fault first, and words of how it does."""

@@ -1,0 +1,370 @@
+"""Triton's interpreter, watched: each address that a kernel touches, the order of its programs, and its atomics.
+
+Every tensor argument of a launch gets an address of its own, far from all others, so that an address says which
+argument it came from, however far it went astray. What lies outside the argument's elements is refused before memory
+is touched; what lies inside is translated to where the tensor is.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmk.opcheck.inputs import BrokenPromise
+from llmk.opcheck.offsets import NUMBER, PRODUCT, PROGRAM, origins_of, traced, typed_range
+from llmk.registry.private import interpreter as find_interpreter
+
+interpreter = find_interpreter()
+_APART = 48
+"""Arguments are 2**48 bytes apart: no machine address is as large, and no offset in use goes as far."""
+_WRAPPED = -(2**29)
+"""An offset below it can hardly be meant."""
+
+
+class OutOfBounds(BrokenPromise):
+    """A program touched what is no element of its arguments."""
+
+
+@dataclass
+class Watch:
+    """What is to be watched for besides addresses, and what was seen."""
+
+    reorder: bool = False
+    launches: int = 0
+    races: list[str] = field(default_factory=list)
+    float_atomics: list[str] = field(default_factory=list)
+    short_offsets: list[str] = field(default_factory=list)
+
+
+class _Argument:
+    """A tensor argument, and where the kernel is told that it is."""
+
+    def __init__(self, name: str, tensor: Tensor, place: int) -> None:
+        self.name, self.tensor = name, tensor
+        self.address = (place << _APART) + (1 << (_APART - 1)) + (tensor.data_ptr() & 0xFFFF)  # aligned as it is
+        self.moved = self.address - tensor.data_ptr()
+        self.size = tensor.element_size()
+        axes = [(stride, n) for stride, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1 and stride]
+        self.axes = sorted(axes, reverse=True)
+        self.span = 0 if tensor.numel() == 0 else 1 + sum(stride * (n - 1) for stride, n in self.axes)
+        self.has_gaps = self.span > 0 and self.span != int(np.prod([n for _, n in self.axes], initial=1))
+
+    def holds(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+        """Whether the bytes from `first` to `last`, counted from the tensor's first, belong to its elements."""
+        inside = (first >= 0) & (last < self.span * self.size)
+        if not self.has_gaps or not inside.any():
+            return inside
+        return inside & self._is_element(first // self.size) & self._is_element(last // self.size)
+
+    def _is_element(self, index: np.ndarray) -> np.ndarray:
+        reach = np.cumsum([0] + [stride * (n - 1) for stride, n in reversed(self.axes)])[:-1][::-1]
+        if any(stride <= below for (stride, _), below in zip(self.axes, reach, strict=True)):  # elements overlap
+            offsets = np.zeros(1, dtype=np.int64)
+            for stride, n in self.axes:
+                offsets = (offsets[:, None] + stride * np.arange(n)).ravel()
+            return np.isin(index, offsets)
+        found = np.ones(index.shape, dtype=bool)
+        for stride, n in self.axes:
+            found &= index // stride < n
+            index = index % stride
+        return found & (index == 0)
+
+
+@dataclass
+class _Launch:
+    kernel: str
+    named: dict[str, Tensor]
+    order: Callable[[int, int], int]
+    arguments: list[_Argument] = field(default_factory=list)
+
+    def move(self, tensor: Tensor) -> np.ndarray:
+        """The address that the kernel is given for a tensor."""
+        names = [name for name, known in self.named.items() if _same_view(known, tensor)]
+        argument = _Argument(" or ".join(names) or "a tensor", tensor, len(self.arguments) + 1)
+        self.arguments.append(argument)
+        return np.array([argument.address], dtype=np.uint64)
+
+    def find(self, pointers: Any, mask: Any, verb: str) -> Any:
+        """The pointers, translated to where the tensors are; refused where an active one leaves its tensor."""
+        addresses = pointers.data
+        active = np.broadcast_to(np.asarray(mask.data, dtype=bool), addresses.shape)
+        places = addresses >> np.uint64(_APART)
+        size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+        moved = addresses
+        for place in np.unique(places):
+            if not 0 < place <= len(self.arguments):
+                continue  # made of a number, not of an argument
+            argument, here = self.arguments[int(place) - 1], places == place
+            first = (addresses - np.uint64(argument.address)).astype(np.int64)
+            wrong = here & active & ~argument.holds(first, first + size - 1)
+            if wrong.any():
+                raise OutOfBounds(self._astray(argument, int(first[wrong].ravel()[0]), verb))
+            moved = np.where(here, addresses - np.uint64(argument.moved), moved)
+        return interpreter.TensorHandle(moved, pointers.dtype)
+
+    def short_offset(self, pointer: Any) -> str:
+        place = int(pointer.data.flat[0]) >> _APART
+        name = self.arguments[place - 1].name if 0 < place <= len(self.arguments) else "a pointer"
+        return f"{self.kernel}: an offset of {name} is a program's number times an argument, in 32 bits"
+
+    def _astray(self, argument: _Argument, offset: int, verb: str) -> str:
+        index, shape, strides = offset // argument.size, tuple(argument.tensor.shape), argument.tensor.stride()
+        layout = f"{shape} of strides {strides}" if argument.has_gaps else f"{shape}"
+        wraps = ": an offset of 32 bits wraps" if index < _WRAPPED else ""
+        program = tuple(int(i) for i in interpreter.interpreter_builder.grid_idx)
+        return f"{self.kernel} {verb} offset {index} of {argument.name}, which is {layout}{wraps} (program {program})"
+
+
+def _same_view(a: Tensor, b: Tensor) -> bool:
+    return (a.data_ptr(), a.shape, a.stride(), a.dtype) == (b.data_ptr(), b.shape, b.stride(), b.dtype)
+
+
+_launch: _Launch | None = None
+_watches: list[Watch] = []
+_loops = contextlib.ExitStack()
+"""Gives modules of kernels Python's own `range` back."""
+
+
+def _in_order(program: int, programs: int) -> int:
+    return program
+
+
+def _reversed(program: int, programs: int) -> int:
+    return programs - 1 - program
+
+
+def _shuffled(program: int, programs: int) -> int:
+    order = torch.randperm(programs, generator=torch.Generator().manual_seed(programs))
+    return int(order[program])
+
+
+@contextlib.contextmanager
+def watched(reorder: bool = False) -> Iterator[Watch]:
+    """Check the addresses of every kernel that is interpreted inside, and note its races and atomics.
+
+    Args:
+        reorder: Run each launch again with its programs in reversed and in shuffled order, and compare.
+    """
+    watch = Watch(reorder)
+    _watches.append(watch)
+    try:
+        with contextlib.ExitStack() as patches:
+            if len(_watches) == 1 and interpreter is not None:
+                patches.callback(_loops.close)
+                for owner, name, replacement in _replacements():
+                    patches.enter_context(_replaced(owner, name, replacement))
+            yield watch
+    finally:
+        _watches.remove(watch)
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, make(original))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def _replacements() -> Sequence[tuple[Any, str, Callable[[Any], Any]]]:
+    builder = type(interpreter.interpreter_builder)
+    return (
+        (interpreter.GridExecutor, "__call__", _watching_launch),
+        (interpreter, "_implicit_cvt", _moving_tensors),
+        (interpreter, "_patch_lang_core", _typing_loops),
+        (interpreter.InterpretedFunction, "rewrite", _typing_python_loops),
+        (builder, "set_grid_idx", _reordering),
+        (builder, "create_masked_load", _checking_load),
+        (builder, "create_masked_store", _checking_store),
+        (builder, "create_atomic_rmw", _checking_atomic),
+        (builder, "create_atomic_cas", _checking_exchange),
+        (builder, "create_get_program_id", _tracing_program),
+        (builder, "create_splat", _keeping_trace),
+        (builder, "create_broadcast", _keeping_trace),
+        (builder, "create_addptr", _checking_offset),
+    )
+
+
+def _watching_launch(original: Any) -> Any:
+    def launch(executor: Any, *args: Any, **kwargs: Any) -> None:
+        signature = inspect.signature(executor.fn)
+        bound = signature.bind_partial(*args, **{k: v for k, v in kwargs.items() if k in signature.parameters})
+        named = {name: value for name, value in bound.arguments.items() if isinstance(value, Tensor)}
+
+        def run(order: Callable[[int, int], int] = _in_order) -> None:
+            global _launch
+            _launch = _Launch(executor.fn.__name__, named, order)
+            try:
+                original(executor, *args, **kwargs)
+            except interpreter.InterpreterError as error:
+                raise _broken_promise(error) or error from error
+            finally:
+                _launch = None
+
+        for watch in _watches:
+            watch.launches += 1
+        if any(watch.reorder for watch in _watches):
+            race = _race(run, named)
+            for watch in _watches:
+                watch.races += [f"{executor.fn.__name__}: {race}"] if race else []
+        else:
+            run()
+
+    return launch
+
+
+def _broken_promise(error: BaseException | None) -> BrokenPromise | None:
+    while error is not None and not isinstance(error, BrokenPromise):
+        error = error.__cause__
+    return error
+
+
+def _race(run: Callable[..., None], named: dict[str, Tensor]) -> str | None:
+    """Run a launch in order, and again in other orders: what came out otherwise, if anything did."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in named.values()}
+    before = {address: storage.clone() for address, storage in storages.items()}
+    run()
+    after = {address: storage.clone() for address, storage in storages.items()}
+    race = None
+    for order, orders in ((_reversed, "reversed"), (_shuffled, "shuffled")):
+        for address, storage in storages.items():
+            storage.copy_(before[address])
+        run(order)
+        for name, tensor in named.items():
+            expected = tensor.new_empty(0).set_(
+                after[tensor.untyped_storage().data_ptr()], tensor.storage_offset(), tensor.size(), tensor.stride()
+            )
+            other = (_bits(tensor) != _bits(expected)).flatten().nonzero()
+            if other.numel() and race is None:
+                index = int(other[0])
+                race = f"element {index} of {name} depends on the order of the programs ({orders}): they race"
+    for address, storage in storages.items():
+        storage.copy_(after[address])
+    return race
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.detach().view(kinds[tensor.element_size()])
+
+
+def _moving_tensors(original: Any) -> Any:
+    def convert(arg: Any) -> Any:
+        result = original(arg)
+        if _launch is not None and hasattr(arg, "data_ptr"):
+            result.handle.data = _launch.move(arg if isinstance(arg, Tensor) else arg.base)  # of another dtype
+        elif _launch is not None and type(arg) is int and arg != 1:
+            result.handle.data = traced(result.handle.data, frozenset({NUMBER}))
+        return result
+
+    return convert
+
+
+def _reordering(original: Any) -> Any:
+    def set_grid_idx(builder: Any, x: int, y: int, z: int) -> None:
+        if _launch is not None and _launch.order is not _in_order:
+            grid = builder.grid_dim
+            program = int(np.ravel_multi_index((x, y, z), grid))
+            x, y, z = (int(i) for i in np.unravel_index(_launch.order(program, int(np.prod(grid))), grid))
+        original(builder, x, y, z)
+
+    return set_grid_idx
+
+
+def _checking_load(original: Any) -> Any:
+    def load(builder: Any, pointers: Any, mask: Any, *rest: Any, **options: Any) -> Any:
+        return original(builder, _found(pointers, mask, "loads"), mask, *rest, **options)
+
+    return load
+
+
+def _checking_store(original: Any) -> Any:
+    def store(builder: Any, pointers: Any, value: Any, mask: Any, *rest: Any, **options: Any) -> Any:
+        return original(builder, _found(pointers, mask, "stores to"), value, mask, *rest, **options)
+
+    return store
+
+
+def _checking_atomic(original: Any) -> Any:
+    def atomic(builder: Any, kind: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        if _launch is not None and pointers.get_element_ty().is_floating():
+            for watch in _watches:
+                watch.float_atomics.append(f"{_launch.kernel}: tl.atomic_{kind.name.lower()} on floats")
+        return original(builder, kind, _found(pointers, mask, "changes"), value, mask, *rest)
+
+    return atomic
+
+
+def _checking_exchange(original: Any) -> Any:
+    def exchange(builder: Any, pointers: Any, *rest: Any) -> Any:
+        everywhere = np.ones(pointers.data.shape, dtype=bool)
+        return original(builder, _found(pointers, _Mask(everywhere), "changes"), *rest)
+
+    return exchange
+
+
+def _typing_loops(original: Any) -> Any:
+    def patch_lang_core(lang: Any, *rest: Any) -> None:
+        original(lang, *rest)
+        lang.range = typed_range
+
+    return patch_lang_core
+
+
+def _typing_python_loops(original: Any) -> Any:
+    def rewrite(function: Any) -> Any:
+        rewritten = original(function)
+        names = rewritten.__globals__
+        if names.get("range") is not typed_range:
+            names["range"] = typed_range
+            _loops.callback(names.pop, "range")
+        return rewritten
+
+    return rewrite
+
+
+def _tracing_program(original: Any) -> Any:
+    def program_id(builder: Any, axis: int) -> Any:
+        handle = original(builder, axis)
+        handle.data = traced(handle.data, frozenset({PROGRAM}))
+        return handle
+
+    return program_id
+
+
+def _keeping_trace(original: Any) -> Any:
+    """Of the builder's methods that copy into a new shape; NumPy keeps it through all others."""
+
+    def reshape(builder: Any, *args: Any) -> Any:
+        handle = original(builder, *args)
+        source = next(arg for arg in args if isinstance(arg, interpreter.TensorHandle))
+        handle.data = traced(handle.data, origins_of(source.data))
+        return handle
+
+    return reshape
+
+
+def _checking_offset(original: Any) -> Any:
+    def add_offset(builder: Any, pointer: Any, offset: Any) -> Any:
+        if _launch is not None and PRODUCT in origins_of(offset.data):
+            for watch in _watches:
+                watch.short_offsets.append(_launch.short_offset(pointer))
+        return original(builder, pointer, offset)
+
+    return add_offset
+
+
+@dataclass
+class _Mask:
+    data: np.ndarray
+
+
+def _found(pointers: Any, mask: Any, verb: str) -> Any:
+    return pointers if _launch is None else _launch.find(pointers, mask, verb)

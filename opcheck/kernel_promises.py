@@ -1,0 +1,112 @@
+"""The promises about kernels' own code; the form is that of promises.py. All but `far_rows` need the interpreter."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from llmk.opcheck.calls import call, device_of, incoming_gradients, require_accurate, resized
+from llmk.opcheck.inputs import BrokenPromise, NothingToCheck, copy_with_layout, note
+from llmk.registry import Op, Sample
+
+if TYPE_CHECKING:
+    from llmk.opcheck.interpreter import Watch
+
+_GPU_MEMORY = 60 * 2**30
+"""Free bytes: on a GPU what lies between far rows is taken in earnest."""
+
+
+def in_bounds(op: Op, samples: Sequence[Sample]) -> None:
+    """2: no program reads or writes what is no element of its kernel's arguments."""
+    _, astray = _launches(op, samples)
+    if astray:
+        raise BrokenPromise(astray[0])
+
+
+def any_program_order(op: Op, samples: Sequence[Sample]) -> None:
+    """The programs of a launch in reversed or shuffled order give the same bits: they do not race."""
+    _raise_first(_launches(op, samples)[0].races)
+
+
+def no_float_atomics(op: Op, samples: Sequence[Sample]) -> None:
+    """No atomics on floats, whose sums depend on the order of the programs."""
+    _raise_first(_launches(op, samples)[0].float_atomics)
+
+
+def long_offsets(op: Op, samples: Sequence[Sample]) -> None:
+    """2: no kernel takes a program's number times a stride or size in 32 bits as an offset."""
+    _raise_first(_launches(op, samples)[0].short_offsets)
+
+
+def _raise_first(found: Sequence[str]) -> None:
+    if found:
+        raise BrokenPromise(found[0])
+
+
+_last: "tuple[Sequence[Sample], tuple[Watch, list[str]]] | None" = None
+
+
+def _launches(op: Op, samples: Sequence[Sample]) -> "tuple[Watch, list[str]]":
+    """What was seen of all launches that the samples make, and what went astray: seen once for all promises."""
+    from llmk.opcheck.interpreter import OutOfBounds, watched  # it needs numpy
+
+    global _last
+    if _last is None or _last[0] is not samples:
+        astray: list[str] = []
+        with watched(reorder=True) as watch:
+            for sample in samples:
+                try:
+                    call(op, sample)
+                except OutOfBounds as error:
+                    astray.append(f"{sample}: {error}")
+        _last = samples, (watch, astray)
+    watch, astray = _last[1]
+    if not watch.launches:
+        raise NothingToCheck
+    for sample in samples:
+        note(sample)
+    return watch, astray
+
+
+def far_rows(op: Op, samples: Sequence[Sample]) -> None:
+    """2: inputs and incoming gradients whose rows lie so far apart that only 64-bit offsets reach them."""
+    if device_of(op, samples[0]).type == "cuda" and torch.cuda.mem_get_info()[0] < _GPU_MEMORY:
+        raise NothingToCheck
+    for sample in _one_of_each_rank(op, samples):
+        for axis in range(_rank(op, sample) - 1):
+
+            def far(tensor: Tensor, axis: int = axis) -> Tensor:
+                return _far_along(tensor, axis)
+
+            def grads(outputs: Sequence[Tensor], axis: int = axis) -> list[Tensor]:
+                return [_far_along(grad, axis) for grad in incoming_gradients(outputs)]
+
+            require_accurate(op, sample, call(op, sample, grads=grads, change=far))
+
+
+def _one_of_each_rank(op: Op, samples: Sequence[Sample]) -> list[Sample]:
+    found: dict[int, Sample] = {}
+    for sample in (*resized(op, samples, [5]), *samples):
+        if any(_can_be_far(tensor) for tensor in op.bind(sample).values() if isinstance(tensor, Tensor)):
+            found.setdefault(_rank(op, sample), sample)
+    return list(found.values())
+
+
+def _rank(op: Op, sample: Sample) -> int:
+    return max(tensor.dim() for tensor in op.bind(sample).values() if isinstance(tensor, Tensor))
+
+
+def _can_be_far(tensor: Tensor) -> bool:
+    return 0 < tensor.numel() < 10_000 and any(size >= 3 for size in tensor.shape[:-1])
+
+
+def _far_along(tensor: Tensor, axis: int) -> Tensor:
+    """A copy with rows so far apart along `axis` that the last one's offset does not fit into 32 bits."""
+    if not _can_be_far(tensor) or axis >= tensor.dim() - 1 or tensor.shape[axis] < 3:
+        return copy_with_layout(tensor)
+    strides = list(tensor.contiguous().stride())
+    strides[axis] = max(strides[axis], 16 * (2**27 // (tensor.shape[axis] - 1) + 1))  # aligned as rows often are
+    size = (tensor.shape[axis] - 1) * strides[axis] + tensor.numel()
+    memory = torch.empty(size, dtype=tensor.dtype, device=tensor.device)  # on a CPU only the pages written take any
+    return memory.as_strided(tensor.shape, strides).copy_(tensor.detach())

@@ -1,0 +1,77 @@
+"""Memory that was never written shows: until then it holds NaN, and integers the largest there is."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmk.opcheck.inputs import BrokenPromise
+from llmk.registry import set_short_path_enabled
+from llmk.registry.private import inductor_allocators, reload_inductor_modules
+
+RECYCLE_NOTHING = {"allow_buffer_reuse": False, "inplace_buffers": False}
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Poison what PyTorch allocates in eager mode; llmk's own short cut to the allocator is off meanwhile."""
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    deterministic: Any = torch.utils.deterministic
+    fill = deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    deterministic.fill_uninitialized_memory = True
+    try:
+        with set_short_path_enabled(False):
+            yield
+    finally:
+        deterministic.fill_uninitialized_memory = fill
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+
+
+@contextlib.contextmanager
+def poisoned_in_graphs() -> Iterator[None]:
+    """Poison what Inductor's code allocates; `RECYCLE_NOTHING` must be among the options of torch.compile."""
+    with contextlib.ExitStack() as stack:
+        for module, name in inductor_allocators():
+            original = getattr(module, name)
+            stack.callback(setattr, module, name, original)
+            setattr(module, name, _filling(original))
+        reload_inductor_modules()
+        stack.callback(reload_inductor_modules)
+        yield
+
+
+def _filling(allocate: Any) -> Any:
+    def filled(*layout: Any) -> Tensor:
+        return fill(allocate(*layout))
+
+    return filled
+
+
+def fill(tensor: Tensor) -> Tensor:
+    with torch.no_grad():
+        return tensor.fill_(_poison(tensor.dtype))
+
+
+def _poison(dtype: torch.dtype) -> float:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+def require_written(where: str, actual: Tensor | None, right: Tensor | None) -> None:
+    """Refuse a result that holds poison where what is right does not."""
+    if actual is None or right is None or actual.shape != right.shape or actual.dtype == torch.bool:
+        return
+    unwritten = (_is_poison(actual) & ~_is_poison(right.to(actual.dtype))).flatten().nonzero()
+    if unwritten.numel():
+        count, first = unwritten.numel(), int(unwritten[0])
+        raise BrokenPromise(f"{where}: {count} element(s) never written, or made of such, the first of them {first}")
+
+
+def _is_poison(tensor: Tensor) -> Tensor:
+    poison = _poison(tensor.dtype)
+    return tensor.isnan() if poison != poison else tensor == poison
