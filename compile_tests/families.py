@@ -1,9 +1,12 @@
 """Small random models of the families of transformers, one or two layers each."""
 
+import copy
 from typing import Any
 
 import torch
 import transformers
+
+from llmk.transformers import patch
 
 COMMON: dict[str, Any] = {
     "vocab_size": 101,
@@ -119,3 +122,31 @@ def small_vision_model(family: str) -> tuple[Any, dict[str, torch.Tensor]]:
             "mm_token_type_ids": (ids == 99).int(),
         }
     return getattr(transformers, f"{family}ForConditionalGeneration")(config).train(), inputs
+
+
+def tokens(*shape: int) -> torch.Tensor:
+    return torch.randint(3, 101, shape)
+
+
+def pair(family: str = "Llama", **overrides: Any) -> tuple[Any, Any]:
+    """A patched model and the same one unpatched."""
+    model = small_model(family, use_cache=False, **overrides)
+    original = copy.deepcopy(model)
+    patch(model)
+    return model, original
+
+
+def assert_same_training(model: Any, original: Any, run: Any = None, **inputs: Any) -> Any:
+    """Loss and gradients; the patched model's output."""
+    inputs = {"labels": inputs["input_ids"], **inputs}
+    want = original(**inputs)
+    want.loss.backward()
+    got = (model if run is None else run)(**inputs)
+    got.loss.backward()
+    torch.testing.assert_close(got.loss.float(), want.loss.float(), rtol=1e-5, atol=0)
+    assert got.loss.dim() == 0
+    for (name, p), q in zip(model.named_parameters(), original.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6, msg=name)
+    model.zero_grad()
+    original.zero_grad()
+    return got

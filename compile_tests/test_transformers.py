@@ -1,6 +1,5 @@
 """`llmk.transformers`: what `patch` promises beside equal losses, on a small Llama."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,10 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
-from families import small_model  # noqa: E402
+from families import assert_same_training, pair, small_model, tokens  # noqa: E402
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 
 import llmk.transformers  # noqa: E402
-from llmk.transformers import patch  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -22,33 +20,6 @@ def _on_device(device: torch.device):
     torch._dynamo.reset()
     with device:
         yield
-
-
-def tokens(*shape: int) -> torch.Tensor:
-    return torch.randint(3, 101, shape)
-
-
-def pair(family: str = "Llama", **overrides: Any) -> tuple[Any, Any]:
-    """A patched model and the same one unpatched."""
-    model = small_model(family, use_cache=False, **overrides)
-    original = copy.deepcopy(model)
-    patch(model)
-    return model, original
-
-
-def assert_same_training(model: Any, original: Any, run: Any = None, **inputs: Any) -> Any:
-    """Loss and gradients; the patched model's output."""
-    want = original(**inputs)
-    want.loss.backward()
-    got = (model if run is None else run)(**inputs)
-    got.loss.backward()
-    torch.testing.assert_close(got.loss.float(), want.loss.float(), rtol=1e-5, atol=0)
-    assert got.loss.dim() == 0
-    for (name, p), q in zip(model.named_parameters(), original.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6, msg=name)
-    model.zero_grad()
-    original.zero_grad()
-    return got
 
 
 # ---- the loss
@@ -139,182 +110,13 @@ def test_adapters_around_projections():
             layer.self_attn.q_proj = Adapter(layer.self_attn.q_proj, rank=2)
         m.lm_head = Adapter(m.lm_head, rank=0)
     ids = tokens(2, 7)
-    assert_same_training(model, original, input_ids=ids, labels=ids)
-    model.lm_head = Adapter(model.lm_head.base, rank=2)
-    with pytest.raises(RuntimeError, match=r"lm_head: expected its loss, got a tensor of shape \(2, 7, 101\)"):
-        model(input_ids=ids, labels=ids)
-
-
-# ---- the model stays what it was
-
-
-def test_state_dict_save_and_load(tmp_path):
-    model, original = pair()
-    assert list(model.state_dict()) == list(original.state_dict())
-    model.save_pretrained(tmp_path)
-    loaded = llmk.transformers.AutoModelForCausalLM.from_pretrained(tmp_path).train()
-    ids = tokens(2, 7)
-    assert loaded(input_ids=ids, labels=ids).logits is None
-    assert_same_training(loaded, original, input_ids=ids, labels=ids)
-
-
-def test_from_config_is_patched():
-    config = small_model("Llama").config
-    assert "forward" in vars(llmk.transformers.AutoModelForCausalLM.from_config(config))
-
-
-def test_nothing_global_changes():
-    _, original = pair()
-    assert not any("forward" in vars(module) for module in original.modules())
-    ids = tokens(2, 7)
-    assert original(input_ids=ids, labels=ids).logits is not None
-
-
-def test_a_copy_of_a_patched_model_stands_alone():
-    model, original = pair()
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.zero_()
-    ids = tokens(2, 7)
-    assert_same_training(twin, original, input_ids=ids, labels=ids)
-
-
-# ---- what is found and what is left
-
-
-def test_each_kind_can_be_left_out():
-    kinds = {"norms": "norm", "mlps": "mlp", "rope": "rope", "residuals": "residual", "loss": "loss", "masks": "mask"}
-    for option, kind in kinds.items():
-        replaced = patch(small_model("Llama"), **{option: False}).replaced
-        assert kind not in replaced
-        missing = {"norms": 2}.get(option, 1)  # without norms there is nothing that could add a residual
-        assert len(replaced) == len(kinds) - missing
-
-
-def test_report_is_a_table():
-    report = patch(small_model("GptOss"))
-    lines = str(report).splitlines()
-    assert max(map(len, lines)) <= 80
-    assert any("left: its gate is neither SwiGLU nor GeGLU" in " ".join(line.split()) for line in lines)
-    assert set(report.left) == {f"model.layers.{i}.mlp.experts" for i in range(2)}
-
-
-class NearlyRMSNorm(nn.Module):
-    """Wrong in the third digit."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(width)), 1e-6
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 1.001 * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
-
-
-class OtherEps(NearlyRMSNorm):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 10 * self.eps) * self.weight
-
-
-class WrongGradient(NearlyRMSNorm):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
-        return x * rstd.detach() * self.weight
-
-
-class TwoInputs(NearlyRMSNorm):
-    def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
-        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
-        return y if gate is None else y * gate
-
-
-@pytest.mark.parametrize("norm", [NearlyRMSNorm, WrongGradient, TwoInputs])
-def test_what_does_not_agree_is_left(norm: type[NearlyRMSNorm]):
-    report = patch(nn.Sequential(norm(16)))
-    assert not report.replaced
-    assert "0" in report.left
-
-
-def test_eps_is_found_not_read():
-    """Ten times the attribute is 1e-5, which is tried; what counts is what the module computes."""
-    model = nn.Sequential(OtherEps(16))
-    x = 1e-3 * torch.randn(3, 16)
-    want = model(x)
-    assert patch(model).replaced == {"norm": 1}
-    torch.testing.assert_close(model(x), want)
-
-
-class Relu(nn.Module):
-    """A gated layer whose gate no operator has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up, self.down = (nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.relu(self.gate(x)) * self.up(x))
-
-
-class OddNames(Relu):
-    """Named and ordered against every habit, and square, so that shapes do not tell."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.gate(nn.functional.silu(self.down(x)) * self.up(x))
-
-
-def test_gated_layers_are_told_by_what_they_compute():
-    assert patch(nn.Sequential(Relu())).left == {"0": "computes neither SwiGLU nor GeGLU"}
-    model = nn.Sequential(OddNames())
-    x = torch.randn(3, 8)
-    want = model(x)
-    assert patch(model).replaced == {"mlp": 1}
-    torch.testing.assert_close(model(x), want)
-
-
-class NormInPlaceOfTheCopy(nn.Module):
-    """Between sum and norm stands a copy whose name the norm takes: only the norm may remain there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(16, eps=1e-6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = x + 2 * x
-        y = h
-        y = self.norm(h)
-        return y - h
-
-
-def test_a_copy_that_the_norm_replaces_is_left():
-    model, x = NormInPlaceOfTheCopy(), torch.randn(3, 16)
-    want = model(x)
-    assert patch(model).replaced == {"norm": 1}
-    torch.testing.assert_close(model(x), want)
-
-
-def test_a_forward_that_another_library_replaced_is_left():
-    model = small_model("Llama")
-    norm = model.model.norm
-    norm.forward = lambda x: x
-    assert "model.norm" in patch(model).left
-    assert norm(torch.ones(2)).tolist() == [1, 1]
-
-
-def test_parameters_need_not_be_there():
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(small_model("Llama").config)
-    assert patch(model).replaced == patch(small_model("Llama")).replaced
-
-
-def test_wrong_calls():
-    with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module, got str"):
-        patch("llama")  # type: ignore[arg-type]
-    model = small_model("Llama")
-    report = patch(model)
-    with pytest.raises(ValueError, match="patched already"):
-        patch(model)
-    report.unpatch()
-    patch(model)
+    for rank in (0, 2):
+        for m in (model, original):
+            torch.manual_seed(0)
+            m.lm_head = Adapter(getattr(m.lm_head, "base", m.lm_head), rank)
+        with pytest.warns(UserWarning, match=r"the loss comes from logits, .* now of test_transformers\.Adapter"):
+            output = assert_same_training(model, original, input_ids=ids, labels=ids)
+        assert output.logits is not None
 
 
 # ---- training as it is done
@@ -473,26 +275,46 @@ def test_cuda_graphs(device: torch.device):
         assert_same_training(model, original, compiled, input_ids=ids, labels=ids)
 
 
+def losses_of(trainer: Any) -> list[float]:
+    trainer.state.log_history.clear()
+    with torch.device("cpu"):  # where batches are made
+        trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
 def test_trainer(tmp_path: Path):
     """transformers' own loop, with the model patched by the callback: the losses of the unpatched model."""
     pytest.importorskip("accelerate")
-
-    def losses(model: Any, *callbacks: Any) -> list[float]:
-        rows = [{"input_ids": row, "labels": row} for row in ids.tolist()]
-        settings = transformers.TrainingArguments(
-            output_dir=str(tmp_path), max_steps=4, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-            logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=ids.device.type == "cpu",
-        )  # fmt: skip
-        with torch.device("cpu"):  # where batches are made
-            trainer = transformers.Trainer(model, settings, train_dataset=rows, callbacks=list(callbacks))
-            trainer.train()
-        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
     ids = tokens(16, 12)
-    original, model = small_model("Llama"), small_model("Llama")
+    settings = transformers.TrainingArguments(
+        output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=ids.device.type == "cpu",
+    )  # fmt: skip
+    rows = [{"input_ids": row, "labels": row} for row in ids.tolist()]
+
+    def trainer(model: Any, *callbacks: Any, **options: Any) -> Any:
+        with torch.device("cpu"):
+            return transformers.Trainer(model, settings, train_dataset=rows, callbacks=list(callbacks), **options)
+
+    def again() -> Any:
+        """The same model each time."""
+        return small_model("Llama")
+
     callback = llmk.transformers.PatchCallback()
-    want, got = losses(original), losses(model, callback)
+    ours, theirs = again(), again()
+    want, got = losses_of(trainer(theirs)), losses_of(trainer(ours, callback))
     assert callback.report is not None
     assert callback.report.replaced["loss"] == 1
-    assert len(want) == 4
+    assert len(want) == 2
     assert got == pytest.approx(want, rel=1e-4)
+    # A second trainer goes on with both.
+    want, got = losses_of(trainer(theirs)), losses_of(trainer(ours, llmk.transformers.PatchCallback()))
+    assert got == pytest.approx(want, rel=1e-4)
+    # One that makes its models itself, each time it trains.
+    callback = llmk.transformers.PatchCallback()
+    maker, want = trainer(None, callback, model_init=again), losses_of(trainer(None, model_init=again))
+    for _ in range(2):
+        assert losses_of(maker) == pytest.approx(want, rel=1e-4)
+        assert callback.report.model is maker.model
+        ids = maker.model.dummy_inputs["input_ids"]
+        assert maker.model.train()(input_ids=ids, labels=ids).logits is None

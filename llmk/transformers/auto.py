@@ -22,13 +22,15 @@ class AutoModelForCausalLM:
         return _patched(transformers.AutoModelForCausalLM.from_config(*args, **kwargs))
 
 
-def _patched(model: Any) -> Any:
-    patch(model)
-    return model
+def _patched(loaded: Any) -> Any:
+    patch(loaded[0] if isinstance(loaded, tuple) else loaded)  # with what else from_pretrained was asked for
+    return loaded
 
 
 class PatchCallback(transformers.TrainerCallback):
     """Patches the model of a `Trainer`, or of one built on it such as TRL's `SFTTrainer`, when it is constructed.
+
+    With `Trainer(model_init=...)`, whose models are made when training begins, each is patched then.
 
     Attributes:
         report: What was replaced, from then on.
@@ -40,3 +42,6 @@ class PatchCallback(transformers.TrainerCallback):
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.report = patch(kwargs["model"], **self.which)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.on_init_end(args, state, control, **kwargs)

@@ -1,20 +1,31 @@
 """`patch`: put the operators into a model that exists."""
 
-import functools
-from collections.abc import Callable
-from types import MethodType
+import copy
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
-from llmk.transformers.functions import CausalMask, Residual, Rope
-from llmk.transformers.loss import FusedLoss, Projection, find_projection, projection_forward
-from llmk.transformers.modules import Left, Match, Recognizer, find_experts, find_mlp, find_norm
-from llmk.transformers.report import Entry, Report
-from llmk.transformers.rewrite import CannotRewrite, Edit, rewritten
+from llmk.transformers.classes import (
+    BehindHook,
+    Change,
+    changes_of,
+    is_behind_hook,
+    patched_class,
+    set_classes,
+)
+from llmk.transformers.gates import GateFinder
+from llmk.transformers.loss import FusedLoss, Head, find_loss
+from llmk.transformers.masks import find_masks
+from llmk.transformers.norms import Norm, find_norm
+from llmk.transformers.probe import Differs, clean, identity
+from llmk.transformers.report import REPORT, Entry, Report
+from llmk.transformers.residuals import Residual
+from llmk.transformers.rewrite import CannotRewrite, Edit, Rewrite, Source, source_of
+from llmk.transformers.rotary import RopeFinder
 
-MARK = "patched_by_llmk"
+Finder = Callable[[nn.Module, Source], Edit | None]
+REPLACED = "its forward was replaced already: patch() the model before whatever did that"
 
 
 def patch(
@@ -52,96 +63,112 @@ def patch(
 
     Raises:
         TypeError: `model` is not a `torch.nn.Module`.
-        ValueError: `model` is patched already.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    if any(hasattr(vars(module).get("forward"), MARK) for module in model.modules()):
-        raise ValueError("model: is patched already; call unpatch() of its report first")
-    report = Report(model)
+    if (report := report_of(model)) is not None:
+        return report
     which = {"norm": norms, "mlp": mlps, "rope": rope, "residual": residuals, "loss": loss, "mask": masks}
-    with torch.enable_grad(), torch.device("cpu"):  # for what is run and compared, whatever is set where this is called
-        _patch(report, {kind for kind, wanted in which.items() if wanted})
+    with clean():
+        plan = Plan(model, {kind for kind, wanted in which.items() if wanted})
+        classes = plan.classes()
+    report = Report(model, plan.entries)
+    set_classes(classes)
+    if classes:
+        vars(model)[REPORT] = report
     return report
 
 
-def _patch(report: Report, kinds: set[str]) -> None:
-    model = report.model
-    adding: set[nn.Module] = set()
-    if "norm" in kinds:
-        adding = _replace(report, "norm", find_norm)
-    if "mlp" in kinds:
-        _replace(report, "mlp", find_mlp)
-        _replace(report, "experts", find_experts)
-    projection = find_projection(model) if "loss" in kinds else None
-    if isinstance(projection, Left):
-        report.entries.append(Entry("", "loss", type(model).__name__, False, projection.why))
-    for name, module in model.named_modules():
-        edits: dict[str, Callable[[], Edit]] = {"rope": Rope, "mask": CausalMask}
-        fused = frozenset(name for name, child in module.named_children() if child in adding)
-        if fused:
-            edits["residual"] = _residual(fused)
-        if module is model and isinstance(projection, Projection):
-            edits["loss"] = _loss(projection.name)
-        changed = _rewrite(report, name, module, {kind: edit for kind, edit in edits.items() if kind in kinds})
-        if "loss" in changed and isinstance(projection, Projection):
-            _set_method(report, projection.head, "forward", projection_forward(projection.capping))
+def report_of(model: nn.Module) -> Report | None:
+    """The report of a model that is patched, or of one that wraps such a model."""
+    if not any(changes_of(module) for module in model.modules()):
+        return None
+    reports = [vars(module)[REPORT] for module in model.modules() if REPORT in vars(module)]
+    return reports[0] if len(reports) == 1 else Report(model, [e for report in reports for e in report.entries])
 
 
-@functools.cache
-def _residual(norms: frozenset[str]) -> Callable[[], Edit]:
-    return lambda: Residual(norms)
+class Plan:
+    """What to change of which module, found without touching any."""
 
+    def __init__(self, model: nn.Module, kinds: set[str]) -> None:
+        self.entries: list[Entry] = []
+        self.changes: dict[nn.Module, list[Change]] = {}
+        if "norm" in kinds:
+            self._find_norms(model)
+        finders: dict[str, Finder] = {
+            "mlp": GateFinder(),
+            "rope": RopeFinder(),
+            "residual": self._residual,
+            "mask": find_masks,
+        }
+        finders = {kind: find for kind, find in finders.items() if kind in kinds}
+        for name, module in model.named_modules():
+            if module not in self.changes:  # of a norm the whole forward is replaced
+                more = {"loss": find_loss} if "loss" in kinds and module is model else {}
+                self._find_edits(name, module, "forward", finders | more)
+            if "mlp" in finders and hasattr(type(module), "_apply_gate"):
+                self._find_edits(name, module, "_apply_gate", {"experts": finders["mlp"]})
 
-@functools.cache
-def _loss(head: str) -> Callable[[], Edit]:
-    return lambda: FusedLoss(head)
+    def _is_own(self, module: nn.Module, method: str) -> bool:
+        return method not in vars(module) or is_behind_hook(module)
 
+    def _leave(self, name: str, kind: str, module: nn.Module, why: object) -> None:
+        self.entries.append(Entry(name, kind, type(module).__name__, False, str(why)))
 
-def _replace(report: Report, kind: str, find: Callable[[nn.Module], Any]) -> set[nn.Module]:
-    """Give each module that `find` matches its method; those that can add a residual are returned."""
-    recognize = Recognizer(find)
-    adding = set()
-    for name, module in report.model.named_modules():
-        verdict = recognize(module)
-        if isinstance(verdict, Match) and verdict.method in vars(module):
-            verdict = Left(f"its {verdict.method} was replaced already")
-        if isinstance(verdict, Match):
-            _set_method(report, module, verdict.method, verdict.function)
-            if verdict.adds_residual:
-                adding.add(module)
-            report.entries.append(Entry(name, kind, type(module).__name__, True, verdict.what))
-        elif isinstance(verdict, Left):
-            report.entries.append(Entry(name, kind, type(module).__name__, False, verdict.why))
-    return adding
+    def _find_norms(self, model: nn.Module) -> None:
+        """Those that are alike are tried once."""
+        tried: dict[Any, Norm | Differs | None] = {}
+        for name, module in model.named_modules():
+            key = identity(module)
+            if key not in tried:
+                try:
+                    tried[key] = find_norm(module)
+                except Differs as why:
+                    tried[key] = why
+            found = tried[key]
+            if isinstance(found, Norm) and not self._is_own(module, "forward"):
+                found = Differs(REPLACED)
+            if isinstance(found, Norm):
+                self.entries.append(Entry(name, "norm", type(module).__name__, True, found.what))
+                self.changes[module] = [found]
+            elif found is not None:
+                self._leave(name, "norm", module, found)
 
+    def _residual(self, module: nn.Module, source: Source) -> Residual | None:
+        adding = [n for n, child in module.named_children() if any(c.adds for c in self.changes.get(child, ()))]
+        edit = Residual(frozenset(adding))
+        return edit if adding and edit.apply(copy.deepcopy(source.definition), source.scope) else None
 
-WHAT = {
-    "rope": "rope",
-    "residual": "add_rms_norm",
-    "mask": "none where is_causal says it all",
-    "loss": "fused_linear_ce",
-}
+    def _find_edits(self, name: str, module: nn.Module, method: str, finders: Mapping[str, Finder]) -> None:
+        """Give the module its own method, with the edits that its source has a place for."""
+        edits: dict[str, Edit] = {}
+        try:
+            source = source_of(getattr(type(module), method))
+            for kind, find in finders.items():
+                try:
+                    edit = find(module, source)
+                except Differs as why:
+                    self._leave(name, kind, module, why)
+                else:
+                    edits |= {} if edit is None else {kind: edit}
+            if edits and not self._is_own(module, method):
+                raise CannotRewrite(REPLACED)
+            change = Rewrite(method, tuple(edits.values()))
+            if edits:
+                change.methods(type(module))
+        except CannotRewrite as why:
+            self._leave(name, method, module, why)
+            return
+        if edits:
+            self.changes.setdefault(module, []).append(change)
+        for kind, edit in edits.items():
+            self.entries.append(Entry(name, kind, type(module).__name__, True, edit.what))
+            if isinstance(edit, FusedLoss):
+                self.changes.setdefault(module.get_submodule(edit.head), []).append(Head())
 
-
-def _rewrite(report: Report, name: str, module: nn.Module, edits: dict[str, Callable[[], Edit]]) -> set[str]:
-    """Give the module its own forward with those of the edits that change it, and say which they were."""
-    if not edits or "forward" in vars(module):
-        return set()
-    forward = type(module).forward
-    try:
-        done = rewritten(forward, tuple(edits.values()))
-    except CannotRewrite as error:
-        report.entries.append(Entry(name, "forward", type(module).__name__, False, str(error)))
-        return set()
-    for kind, changed, left in zip(edits, done.changed, done.left, strict=True):
-        if changed or left:
-            report.entries.append(Entry(name, kind, type(module).__name__, changed, WHAT[kind] if changed else left))
-    if done.function is not None:
-        _set_method(report, module, "forward", done.function)
-    return {kind for kind, changed in zip(edits, done.changed, strict=True) if changed}
-
-
-def _set_method(report: Report, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
-    setattr(function, MARK, True)
-    report._set(module, name, MethodType(function, module))
+    def classes(self) -> list[tuple[nn.Module, type]]:
+        """The modules that change, and what they become."""
+        for module, changes in self.changes.items():
+            if is_behind_hook(module):
+                changes.append(BehindHook())
+        return [(module, patched_class(type(module), tuple(changes))) for module, changes in self.changes.items()]

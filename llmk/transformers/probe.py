@@ -1,76 +1,154 @@
-"""What a module computes, found by running it.
+"""What code computes, found by running it where nothing can be changed by it.
 
-A module is run on random input, with random parameters in place of its own, in float32 on the CPU: nothing of it is
-changed and its parameters need not be there. The outcome and its gradients are compared with the operator's.
+Code is run on random input in float32 on the CPU, with random parameters in place of a module's own, so that these need
+not be there. Three things together say that it computes what an operator does: outputs and gradients agree at every
+scale, in training and in evaluation; everything that was computed on the way is arithmetic without thresholds, without
+randomness and without a look at values; and what it may meet beside (other dtypes) is tried too, or left to the
+original.
 """
 
-import inspect
-from collections.abc import Callable, Iterator
+import copy
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 
 AGREEMENT = 1e-5
-"""The largest difference, relative to the largest value, of two ways to compute the same in float32."""
+"""The largest difference, relative to the largest value of a row, of two ways to compute the same in float32."""
+
+SCALES = (1.0, 1e-3, 1.0, 30.0, 0.1, 1e3, 1e-5)
+"""Of the rows of random input. In the smallest a norm's eps decides, in the largest a clamp or a saturation."""
+
+ARITHMETIC = frozenset({
+    "add", "sub", "rsub", "mul", "div", "neg", "reciprocal", "sqrt", "rsqrt", "pow", "square", "mean", "sum", "var",
+    "var_mean", "linalg_vector_norm", "native_layer_norm", "_fused_rms_norm", "rms_norm", "silu", "gelu", "sigmoid",
+    "tanh", "erf", "exp", "cos", "sin", "view_as_complex", "view_as_real", "_conj", "complex", "polar",
+    "_to_copy", "to", "clone", "contiguous", "alias", "detach", "ones_like", "empty_like", "view", "_unsafe_view",
+    "reshape", "expand", "unsqueeze", "squeeze", "select", "slice", "split", "split_with_sizes", "unbind", "chunk",
+    "transpose", "permute", "t", "cat", "stack", "flip", "repeat", "repeat_interleave", "unfold", "narrow",
+})  # fmt: skip
+"""The operators of aten that do the same at every scale of their input: no clamp, comparison, dropout or item."""
 
 
-class Outcome:
-    """A module's output for random input and parameters, and the gradients of both.
+class Differs(Exception):
+    """Why something is not what it was tried for, in words for the report."""
 
-    Each axis of the parameters is `divisor` times shorter than in the module, to be done sooner.
+
+@contextmanager
+def clean() -> Iterator[None]:
+    """What is run in it neither depends on what the caller has set nor changes it."""
+    state, dtype = random.getstate(), torch.get_default_dtype()
+    generator = torch.get_rng_state()
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autocast("cpu", enabled=False))
+        stack.enter_context(torch.device("cpu"))
+        stack.enter_context(warnings.catch_warnings(action="ignore"))
+        try:
+            torch.set_default_dtype(torch.float32)
+            yield
+        finally:
+            random.setstate(state)
+            torch.set_default_dtype(dtype)
+            torch.set_rng_state(generator)
+
+
+def randoms(seed: int = 0) -> Callable[..., Tensor]:
+    """`randn` of numbers of its own."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
+
+
+def rows_of_all_scales(width: int) -> Tensor:
+    return randoms()(len(SCALES), width) * torch.tensor(SCALES).unsqueeze(1)
+
+
+def agree(a: Tensor, b: Tensor, tolerance: float = AGREEMENT) -> bool:
+    """Whether every row (of the last axis) of a is that of b, within what the row's largest value may lose."""
+    if a.shape != b.shape:
+        return False
+    a, b = a.detach().double(), b.detach().double()
+    if a.dim() == 0:
+        a, b = a.unsqueeze(0), b.unsqueeze(0)
+    error, size = (a - b).abs().amax(-1), b.abs().amax(-1)
+    return bool((error <= tolerance * size).all()) if a.numel() else True
+
+
+class _Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, _, name = func._schema.name.partition("::")
+        self.names.add(name.removesuffix("_") if namespace == "aten" else f"{namespace}::{name}")  # add_ is add
+        return func(*args, **(kwargs or {}))
+
+
+def run(function: Callable[..., Any], *args: Any) -> Any:
+    """What `function` returns.
+
+    Raises:
+        Differs: It could not be run, or it computed something that is not arithmetic on the way.
     """
-
-    def __init__(self, module: nn.Module, input: Tensor, divisor: int = 1) -> None:
-        self.input = input.requires_grad_()
-        self.parameters = {name: _random_like(parameter, divisor) for name, parameter in module.named_parameters()}
-        buffers = {name: buffer.float().cpu() for name, buffer in module.named_buffers() if buffer.is_floating_point()}
-        with torch.autocast("cpu", enabled=False):
-            self.output = functional_call(module, {**self.parameters, **buffers}, (self.input,))
-        if not isinstance(self.output, Tensor) or not self.output.requires_grad:
-            raise TypeError("its output is not one differentiable tensor")
-        self.upstream = torch.randn_like(self.output)
-        self.gradients = self._gradients(self.output)
-
-    def _gradients(self, output: Tensor) -> list[Tensor | None]:
-        wanted = [self.input, *self.parameters.values()]
-        return list(torch.autograd.grad(output, wanted, self.upstream, allow_unused=True))
-
-    def equals(self, compute: Callable[[Tensor, dict[str, Tensor]], Tensor]) -> bool:
-        """Whether `compute(input, parameters)` gives the same output and gradients."""
-        output = compute(self.input, self.parameters)
-        if output.shape != self.output.shape or not agree(output, self.output):
-            return False
-        gradients = zip(self._gradients(output), self.gradients, strict=True)
-        return all(a is b is None or (a is not None and b is not None and agree(a, b)) for a, b in gradients)
+    with _Seen() as seen:
+        try:
+            result = function(*args)
+        except Exception as error:  # whatever the code raises: it cannot be run this way
+            raise Differs(f"could not be run: {first_line(error)}") from error
+    if others := sorted(seen.names - ARITHMETIC):
+        raise Differs(f"uses {', '.join(others)}")
+    return result
 
 
-def _random_like(parameter: Tensor, divisor: int) -> Tensor:
-    if not parameter.is_floating_point():
-        raise TypeError(f"its parameters are {str(parameter.dtype).removeprefix('torch.')}")
-    shape = [size // divisor for size in parameter.shape]
-    fan_in = shape[-1] if len(shape) > 1 else 1
-    return (torch.randn(shape) / fan_in**0.5).requires_grad_()
+def gradients(output: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+    """For the same random gradient of the output, whatever the scale of its rows."""
+    return list(torch.autograd.grad(output, inputs, randoms(1)(*output.shape).to(output.dtype), allow_unused=True))
 
 
-def agree(a: Tensor, b: Tensor) -> bool:
-    return bool((a - b).abs().max() <= AGREEMENT * b.abs().max())
+def same(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b is None or (a is not None and b is not None and agree(a, b))
 
 
-def takes_one_input(module: nn.Module) -> bool:
-    """Whether `forward` has one argument: one that has more may use them."""
-    parameters = inspect.signature(module.forward).parameters.values()
-    return [p.kind for p in parameters] == [inspect.Parameter.POSITIONAL_OR_KEYWORD]
+def apart(module: nn.Module, parameters: Mapping[str, Tensor | None], training: bool = True) -> Any:
+    """A module of the same class and attributes, with other parameters: what its `forward` sets stays with it."""
+    twin = object.__new__(type(module))
+    plain = {k: copy.copy(v) if isinstance(v, dict | list | set) else v for k, v in vars(module).items()}
+    buffers = {k: None if b is None else b.detach().float().cpu().clone() if b.is_floating_point() else b.clone()
+               for k, b in module._buffers.items()}  # fmt: skip
+    vars(twin).update(plain, _parameters=dict(parameters), _buffers=buffers, training=training)
+    return twin
 
 
-def fingerprint(module: nn.Module) -> tuple[Any, ...]:
-    """Equal for two modules that compute the same of their parameters, so that one of them needs to be run."""
-    return tuple(_fingerprints(module))
+def first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _fingerprints(module: nn.Module) -> Iterator[Any]:
-    for name, part in module.named_modules():
-        shapes = tuple((n, tuple(p.shape), p.dtype) for n, p in part.named_parameters(recurse=False))
-        plain = tuple((k, v) for k, v in vars(part).items() if isinstance(v, int | float | str | None))
-        yield name, type(part), shapes, plain, id(vars(part).get("config"))
+OWN_OF_MODULES = frozenset(vars(nn.Module()))
+
+
+def identity(module: nn.Module) -> tuple[Any, ...]:
+    """Equal for two modules whose `forward` does the same with their parameters, so that one of them needs to be tried.
+
+    Plain values count by value. All else that a module may read (functions, buffers, containers, a configuration)
+    counts as the object that it is.
+    """
+    parameters = tuple((n, None if p is None else (tuple(p.shape), p.dtype)) for n, p in module._parameters.items())
+    buffers = tuple((name, id(buffer)) for name, buffer in module._buffers.items())
+    others = tuple((k, plain(v)) for k, v in sorted(vars(module).items()) if k not in OWN_OF_MODULES)
+    return type(module), parameters, buffers, tuple(map(id, module._modules.values())), others
+
+
+def plain(value: Any) -> Any:
+    """A value that stands for `value` in a comparison."""
+    if isinstance(value, tuple):
+        return tuple(plain(v) for v in value)
+    if value is None or type(value) in (int, float, bool, str, torch.dtype, torch.Size):
+        return type(value), value
+    return id(value)

@@ -3,11 +3,19 @@
 import textwrap
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
+from llmk.transformers.classes import changes_of, set_classes, unpatched_class
+from llmk.transformers.rewrite import source_of_method
+
+REPORT = "_llmk_report"
+"""The attribute of a patched model that holds its report."""
+
 WIDTH = 80
+NARROWEST = 24
+"""A column of text that is less wide goes below."""
 
 
 class Entry(NamedTuple):
@@ -33,7 +41,6 @@ class Report:
 
     model: nn.Module
     entries: list[Entry] = field(default_factory=list)
-    _originals: list[tuple[nn.Module, str]] = field(default_factory=list, repr=False)
 
     @property
     def replaced(self) -> dict[str, int]:
@@ -43,32 +50,53 @@ class Report:
     @property
     def left(self) -> dict[str, str]:
         """Why each candidate that was left was left, by the module's name."""
-        return {entry.name: entry.text for entry in self.entries if not entry.replaced}
+        left: dict[str, str] = {}
+        for entry in self.entries:
+            if not entry.replaced:
+                left[entry.name] = "; ".join(filter(None, (left.get(entry.name), entry.text)))
+        return left
+
+    def source(self, name: str = "") -> str:
+        """The source of the `forward` that a module runs now, and where the functions come from that it calls.
+
+        Args:
+            name: The module's name in the model, as in `named_modules`; the model itself without.
+        """
+        return source_of_method(self.model.get_submodule(name), "forward")
 
     def unpatch(self) -> None:
-        """Undo it: the model runs its own code again."""
-        while self._originals:
-            module, attribute = self._originals.pop()
-            vars(module).pop(attribute, None)
+        """Undo it: the model runs its own code again.
 
-    def _set(self, module: nn.Module, attribute: str, value: Any) -> None:
-        setattr(module, attribute, value)
-        self._originals.append((module, attribute))
+        Raises:
+            RuntimeError: A patched module has been wrapped since in a way that changed its class, as FSDP2 does.
+        """
+        patched = [module for module in self.model.modules() if changes_of(module)]
+        set_classes([(module, unpatched_class(module)) for module in patched])
+        for module in self.model.modules():
+            vars(module).pop(REPORT, None)
 
     def __str__(self) -> str:
         counts = Counter((e.kind, e.place, e.replaced, e.text) for e in self.entries)
-        rows = [("", "module", "", "")]
+        rows = [("", "module", "", "")] if counts else []
         for (kind, place, replaced, text), count in sorted(counts.items(), key=lambda item: (not item[0][2], item[0])):
             rows.append((kind, place, str(count), text if replaced else f"left: {text}"))
-        return "\n".join(line for row in _aligned(rows) for line in row)
+        lines = [line for row in _aligned(rows) for line in row]
+        if not self.replaced:
+            place = type(self.model).__name__
+            lines.insert(0, f"{place}: nothing replaced" + ("" if rows else ", nothing found that operators compute"))
+        return "\n".join(lines)
 
 
 def _aligned(rows: list[tuple[str, str, str, str]]) -> list[list[str]]:
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    widths = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
     indent = sum(widths) + 6
+    beside = WIDTH - indent >= NARROWEST
     table = []
     for kind, place, count, text in rows:
         start = f"{kind:<{widths[0]}}  {place:<{widths[1]}}  {count:>{widths[2]}}  "
-        lines = textwrap.wrap(text, max(WIDTH - indent, 20)) or [""]
-        table.append([(start + lines[0]).rstrip(), *(" " * indent + line for line in lines[1:])])
+        lines = textwrap.wrap(text, WIDTH - indent if beside else WIDTH - 10) or [""]
+        if beside:
+            table.append([(start + lines[0]).rstrip(), *(" " * indent + line for line in lines[1:])])
+        else:
+            table.append([start.rstrip(), *(" " * 10 + line for line in lines if line)])
     return table

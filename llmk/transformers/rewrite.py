@@ -7,59 +7,102 @@ those of the original file, so that tracebacks still point there.
 """
 
 import ast
+import copy
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable, Mapping
-from types import CellType, FunctionType
-from typing import Any, NamedTuple
+from collections import ChainMap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import CellType, CodeType, FunctionType
+from typing import Any, ClassVar, NamedTuple
+
+from torch import nn
+
+from llmk.transformers.classes import Change
 
 
 class CannotRewrite(Exception):
     """Why a function could not be made again."""
 
 
-class Edit(ast.NodeTransformer):
-    """One kind of change.
+class Edit:
+    """One kind of change of a function's source. Edits that are equal change the same; they can be pickled.
 
     Attributes:
-        names: The functions that the changed code calls.
-        left: What was found and not changed, and why.
+        kind: Its kind in the report.
     """
 
-    def __init__(self) -> None:
-        self.names: dict[str, Callable[..., Any]] = {}
-        self.left: list[str] = []
+    kind: ClassVar[str]
 
-    def apply(self, definition: ast.FunctionDef, scope: Mapping[str, Any]) -> bool:
-        """Change the definition, whose globals are `scope`, in place; whether there was anything to change."""
+    @property
+    def what(self) -> str:
+        """In words, for the report."""
+        raise NotImplementedError
+
+    def apply(self, definition: ast.FunctionDef, scope: Mapping[str, Any]) -> dict[str, Any]:
+        """Change the definition, whose names are those of `scope`, in place.
+
+        Returns:
+            The functions that the changed code calls, by the names it calls them; empty where it changed nothing.
+        """
         raise NotImplementedError
 
 
-class Rewritten(NamedTuple):
-    """The function, or None where no edit found anything, and which edits did."""
+@dataclass(frozen=True)
+class Rewrite(Change):
+    """A method made again from its edited source."""
 
-    function: FunctionType | None
-    changed: tuple[bool, ...]
-    left: tuple[str, ...]
+    method: str
+    edits: tuple[Edit, ...]
+
+    def methods(self, base: type) -> dict[str, Any]:
+        return {self.method: rewritten(getattr(base, self.method), self.edits)}
+
+
+class Source(NamedTuple):
+    """A function under its decorators, as syntax, and the names that it sees."""
+
+    function: FunctionType
+    definition: ast.FunctionDef
+    scope: Mapping[str, Any]
+
+    def lookup(self, module: nn.Module, name: str) -> Any:
+        """What a name with dots stands for where the function is a method of `module`; None if that is not known."""
+        root, *attributes = name.split(".")
+        found = module if root == "self" else self.scope.get(root)
+        for attribute in attributes:
+            found = getattr(found, attribute, None)
+        return found
+
+
+def source_of(function: Any) -> Source:
+    """The source of `function`; whoever changes the definition changes a copy of it.
+
+    Raises:
+        CannotRewrite: It is not there.
+    """
+    inner = inspect.unwrap(function)
+    if not isinstance(inner, FunctionType):
+        raise CannotRewrite("it is not a function")
+    definition = _definition(inner)
+    closed_over = {n: _content(c) for n, c in zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True)}
+    return Source(inner, definition, ChainMap(closed_over, inner.__globals__))
 
 
 @functools.cache
-def rewritten(function: FunctionType, edits: tuple[Callable[[], Edit], ...]) -> Rewritten:
-    """`function` after those of `edits` that find something to change, made once.
+def rewritten(function: Any, edits: tuple[Edit, ...]) -> FunctionType:
+    """`function` after the edits, with its decorators.
 
     Raises:
         CannotRewrite: The source is not there, or a decorator hides the function it wraps.
     """
-    inner = inspect.unwrap(function)
-    definition = _definition(inner)
-    applied = [make() for make in edits]
-    changed = tuple(edit.apply(definition, inner.__globals__) for edit in applied)
-    left = tuple(", ".join(edit.left) for edit in applied)
-    if not any(changed):
-        return Rewritten(None, changed, left)
-    names = {name: value for edit in applied for name, value in edit.names.items()}
-    return Rewritten(_rewrap(function, inner, _compiled(inner, definition, names)), changed, left)
+    inner, definition, scope = source_of(function)
+    definition = copy.deepcopy(definition)
+    names: dict[str, Any] = {}
+    for edit in edits:
+        names |= edit.apply(definition, scope)
+    return _rewrap(function, inner, _compiled(inner, definition, names))
 
 
 def load(name: str) -> ast.Name:
@@ -79,25 +122,45 @@ def argument_names(definition: ast.FunctionDef) -> set[str]:
     return {arg.arg for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs)}
 
 
+@functools.cache
 def _definition(function: FunctionType) -> ast.FunctionDef:
     try:
         source = textwrap.dedent(inspect.getsource(function))
         (definition,) = ast.parse(source).body
+        runs = function.__code__ in _codes(function)
     except (OSError, TypeError, SyntaxError, ValueError) as error:
         raise CannotRewrite("its source is not to be had") from error
     if not isinstance(definition, ast.FunctionDef):
         raise CannotRewrite("its source is not a function's")
     ast.increment_lineno(definition, function.__code__.co_firstlineno - 1)
+    names = _compiled(function, copy.deepcopy(definition), {}).__code__.co_names
+    if not runs or names != function.__code__.co_names:  # a file changed, or code made from it in another way
+        raise CannotRewrite("its source is not what runs")
     return definition
 
 
+def _codes(function: FunctionType) -> frozenset[CodeType]:
+    lines, _ = inspect.findsource(function)
+    return _codes_in("".join(lines), function.__code__.co_filename)
+
+
+@functools.lru_cache(64)
+def _codes_in(source: str, file: str) -> frozenset[CodeType]:
+    """The functions in a file, compiled again."""
+    found, todo = set(), [compile(source, file, "exec", dont_inherit=True)]
+    while todo:
+        inner = [constant for constant in todo.pop().co_consts if isinstance(constant, CodeType)]
+        found.update(inner)
+        todo += inner
+    return frozenset(found)
+
+
 def _compiled(function: FunctionType, definition: ast.FunctionDef, names: dict[str, Any]) -> FunctionType:
-    """The definition as a function. What it closes over, new and old, are the arguments of a function around it."""
-    closed_over = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    values = {name: cell.cell_contents for name, cell in closed_over.items()} | names
+    """The definition as a function. The new names are the arguments of a function around it, the old ones its own."""
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     factory = ast.FunctionDef(
         "factory",
-        ast.arguments([], [ast.arg(name) for name in values], None, [], [], None, []),
+        ast.arguments([], [ast.arg(name) for name in [*cells, *names]], None, [], [], None, []),
         [_bare(definition), ast.Return(load(definition.name))],
         [],
     )
@@ -106,11 +169,28 @@ def _compiled(function: FunctionType, definition: ast.FunctionDef, names: dict[s
     module = ast.fix_missing_locations(ast.Module([factory], []))
     scope: dict[str, Any] = {}
     exec(compile(module, function.__code__.co_filename, "exec"), function.__globals__, scope)
-    made = scope["factory"](**values)
+    code = scope["factory"](**dict.fromkeys(cells), **names).__code__
+    cells |= {name: CellType(value) for name, value in names.items()}
+    closure = tuple(cells[name] for name in code.co_freevars)
+    made = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
+    made.__kwdefaults__ = function.__kwdefaults__
     functools.update_wrapper(made, function)
-    del made.__wrapped__  # it is not the original that runs
-    made.__defaults__, made.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    vars(made).pop("__wrapped__")  # it is not the original that runs
+    places = [f"# {n}: {getattr(f, '__module__', '')}.{getattr(f, '__qualname__', f)}" for n, f in names.items()]
+    set_source(made, "\n".join([*places, ast.unparse(definition)]))
     return made
+
+
+def set_source(function: FunctionType, source: str) -> None:
+    """What `source_of_method` says of a function that was made here."""
+    vars(function)["llmk_source"] = source
+
+
+def source_of_method(module: nn.Module, name: str) -> str:
+    """The source of a module's method, as it was or as it was made here."""
+    function = inspect.unwrap(getattr(type(module), name))
+    made = getattr(function, "llmk_source", None)
+    return made or textwrap.dedent(inspect.getsource(function))
 
 
 def _bare(definition: ast.FunctionDef) -> ast.FunctionDef:
@@ -136,9 +216,9 @@ def _rewrap(outer: FunctionType, inner: FunctionType, made: FunctionType) -> Fun
     if not any(held):
         raise CannotRewrite(f"its decorator {outer.__code__.co_qualname} hides it")
     closure = tuple(CellType(again) if mine else cell for mine, cell in zip(held, cells, strict=True))
-    copy = FunctionType(outer.__code__, outer.__globals__, outer.__name__, outer.__defaults__, closure)
-    copy.__kwdefaults__ = outer.__kwdefaults__
-    return functools.update_wrapper(copy, again)  # type: ignore[return-value]
+    made_again = FunctionType(outer.__code__, outer.__globals__, outer.__name__, outer.__defaults__, closure)
+    made_again.__kwdefaults__ = outer.__kwdefaults__
+    return functools.update_wrapper(made_again, again)  # type: ignore[return-value]
 
 
 def _content(cell: CellType) -> Any:

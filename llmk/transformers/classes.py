@@ -1,0 +1,119 @@
+"""Classes whose methods run operators: what `patch` changes of a module is its class.
+
+A patched module's class is made from the module's own, with some methods replaced, and with the same name. So whatever
+is done with a module (copied, pickled, replicated over devices, wrapped, hooked) keeps what it computes, and
+`isinstance` goes on holding. The class is said by the module's own class and the changes alone: it is made once for
+all modules alike, so that what is compiled for one serves the next, and a pickle holds these two.
+"""
+
+import copyreg
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+CHANGES = "_llmk_changes"
+
+
+class Change:
+    """What replaces methods of a class. Changes that are equal do the same; they can be pickled."""
+
+    adds = False
+
+    @property
+    def what(self) -> str:
+        """In words, for the report."""
+        raise NotImplementedError
+
+    def methods(self, base: type) -> dict[str, Any]:
+        """The methods that are replaced in `base`, by their names."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class BehindHook(Change):
+    """For a module whose `forward` is a hook of accelerate's (`dispatch_model`): behind it runs what was replaced."""
+
+    def methods(self, base: type) -> dict[str, Any]:
+        def get(self: Any) -> Any:
+            return MethodType(type(self).forward, self)
+
+        def set(self: Any, value: Any) -> None:
+            vars(self)["_old_forward"] = value
+
+        def delete(self: Any) -> None:
+            del vars(self)["_old_forward"]
+
+        return {"_old_forward": property(get, set, delete)}
+
+
+def is_behind_hook(module: nn.Module) -> bool:
+    own = vars(module)
+    return "_hf_hook" in own and getattr(own.get("_old_forward"), "__func__", None) is type(module).forward
+
+
+def changes_of(module: nn.Module) -> tuple[Change, ...]:
+    """What was changed of a module, if it is patched."""
+    return getattr(type(module), CHANGES, ())
+
+
+@functools.cache
+def patched_class(base: type, changes: tuple[Change, ...]) -> type:
+    """`base` with the methods of `changes`, a later one's before an earlier one's."""
+    methods = {name: method for change in changes for name, method in change.methods(base).items()}
+    init: Any = base.__init__
+    reduce: Any = base.__reduce_ex__
+    newobj = vars(copyreg)["__newobj__"]  # makes an object of its class, in pickles and copies
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        """A new object made from the type of a patched one is not patched: its parts would not be."""
+        self.__class__ = base
+        init(self, *args, **kwargs)
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        reduced = reduce(self, protocol)
+        if reduced[0] is not newobj or reduced[1][0] is not cls:
+            return reduced
+        return _restored, (base, changes, *reduced[1][1:]), *reduced[2:]
+
+    named = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    cls = type(base)(
+        base.__name__,
+        (base,),
+        {**named, "__init__": __init__, "__reduce_ex__": __reduce_ex__, **methods, CHANGES: changes},
+    )
+    return cls
+
+
+def _restored(base: type, changes: tuple[Change, ...], *args: Any) -> Any:
+    cls: Any = patched_class(base, changes)
+    return cls.__new__(cls, *args)
+
+
+def set_classes(classes: Sequence[tuple[nn.Module, type]]) -> None:
+    """Give each module its class: all of them, or none."""
+    before = [(module, type(module)) for module, _ in classes]
+    try:
+        for module, cls in classes:
+            module.__class__ = cls
+    except BaseException:
+        for module, cls in before:
+            module.__class__ = cls
+        raise
+
+
+def unpatched_class(module: nn.Module) -> type:
+    """The class that a patched module had.
+
+    Raises:
+        RuntimeError: The module has been given another class since.
+    """
+    if CHANGES in vars(type(module)):
+        return type(module).__bases__[0]
+    raise RuntimeError(
+        f"model: a {type(module).__name__} was made of a patched module after patch(); unpatch() before that"
+    )

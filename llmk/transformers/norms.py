@@ -1,0 +1,182 @@
+"""Norms: modules that compute `rms_norm` or `layer_norm`, told by what they compute."""
+
+import functools
+import inspect
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from llmk import functional
+from llmk.transformers.classes import Change
+from llmk.transformers.probe import Differs, agree, apart, gradients, randoms, rows_of_all_scales, run, same
+from llmk.transformers.rewrite import set_source
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class NormForm(NamedTuple):
+    """What a norm computes, and the names of its parameters."""
+
+    op: str
+    eps: float | None
+    offset: float
+    weight: str | None
+    bias: str | None
+
+    def __call__(self, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        if self.op == "rms_norm":
+            return functional.rms_norm(input, weight, self.eps_of(input), offset=self.offset)
+        weight = weight + self.offset if weight is not None and self.offset else weight
+        return functional.layer_norm(input, weight, bias, self.eps_of(input))
+
+    def eps_of(self, input: Tensor) -> float:
+        return torch.finfo(input.dtype).eps if self.eps is None else self.eps
+
+
+@dataclass(frozen=True)
+class Norm(Change):
+    """A norm's forward by an operator, with the dtypes of input and weight with which it was found to do the same."""
+
+    form: NormForm
+    proven: tuple[tuple[torch.dtype, torch.dtype | None], ...]
+
+    @property
+    def what(self) -> str:
+        return f"{self.form.op}, 1 + weight" if self.form.offset else self.form.op
+
+    @property
+    def adds(self) -> bool:
+        """Whether its forward takes a residual too, and returns their sum beside the norm of it."""
+        return self.form.op == "rms_norm"
+
+    def methods(self, base: type) -> dict[str, Any]:
+        form, proven = self.form, self.proven
+
+        def forward(self: nn.Module, input: Tensor, residual: Tensor | None = None) -> Any:
+            weight = None if form.weight is None else getattr(self, form.weight)
+            known = (input.dtype, None if weight is None else weight.dtype) in proven
+            if residual is not None:
+                alike = input.shape == residual.shape and input.dtype == residual.dtype  # no broadcast, no promotion
+                if known and alike:
+                    return functional.add_rms_norm(input, residual, weight, form.eps_of(input), offset=form.offset)
+                total = input + residual
+                return forward(self, total), total
+            if not known:
+                return base.forward(self, input)
+            return form(input, weight, None if form.bias is None else getattr(self, form.bias))
+
+        set_source(forward, f"# {form}\n" + textwrap.dedent(inspect.getsource(forward)))
+        return {"forward": forward}
+
+
+def find_norm(module: nn.Module) -> Norm | None:
+    """RMSNorm or LayerNorm over the last axis, with `weight`, `1 + weight` or none; None where it is no candidate.
+
+    Raises:
+        Differs: Why it is neither.
+    """
+    parameters = {name: p for name, p in module._parameters.items() if p is not None}
+    named_so = "norm" in type(module).__name__.lower()
+    if module._modules or not (named_so or _one_axis(parameters)):
+        return None
+    if (parameters and not _one_axis(parameters)) or len(parameters) > 2:
+        shapes = [tuple(p.shape) for p in parameters.values()]
+        raise Differs(f"its parameters are {shapes}, not a weight and a bias of one axis")
+    if not _takes_one_input(module):
+        raise Differs("its forward takes more than the input")
+    trial = _Trial(module, parameters)
+    for form in _forms(module, list(parameters)):
+        if trial.is_like(form):
+            return Norm(form, tuple(pair for pair in trial.pairs() if trial.keeps_dtypes(form, *pair)))
+    raise Differs("computes neither RMSNorm nor LayerNorm over the last axis")
+
+
+def _forms(module: nn.Module, names: list[str]) -> Iterator[NormForm]:
+    weight, bias = [*names, None, None][:2]
+    own = {v for v in vars(module).values() if isinstance(v, float) and 0 < v < 0.1}
+    for eps in [*sorted(own), 1e-5, 1e-6, None]:
+        for offset in (0.0, 1.0) if weight else (0.0,):
+            if bias is None:
+                yield NormForm("rms_norm", eps, offset, weight, None)
+            yield NormForm("layer_norm", eps, offset, weight, bias)
+
+
+class _Trial:
+    """A norm's outcome for rows of all scales, in training and in evaluation."""
+
+    def __init__(self, module: nn.Module, parameters: dict[str, Any]) -> None:
+        shape = getattr(module, "normalized_shape", 24)  # asked only of a norm without parameters
+        width = next((len(p) for p in parameters.values()), shape if isinstance(shape, int) else shape[-1])
+        randn = randoms(2)
+        self.module = module
+        self.parameters = {name: randn(width).requires_grad_() for name in parameters}
+        self.input = rows_of_all_scales(width).requires_grad_()
+        self.inputs = [self.input, *self.parameters.values()]
+        self.outcomes = [self._outcome(training) for training in (True, False)]
+
+    def _output(self, input: Tensor, parameters: dict[str, Tensor], training: bool) -> Tensor:
+        module = apart(self.module, {**dict.fromkeys(self.module._parameters), **parameters}, training)
+        output = run(type(module).forward, module, input)
+        if not isinstance(output, Tensor):
+            raise Differs("its output is not one tensor")
+        return output
+
+    def _outcome(self, training: bool) -> tuple[Tensor, list[Tensor | None]]:
+        input = self.input if training else self.input.unsqueeze(0)  # of other axes too
+        output = self._output(input, self.parameters, training)
+        if output.shape != input.shape or not output.requires_grad:
+            raise Differs("its output is not one differentiable tensor of the input's shape")
+        output = output.reshape(self.input.shape)
+        return output, gradients(output, self.inputs)
+
+    def is_like(self, form: NormForm) -> bool:
+        output = self._of_form(form, self.input, self.parameters)
+        found = gradients(output, self.inputs)
+        return all(agree(output, want) and all(map(same, found, grads)) for want, grads in self.outcomes)
+
+    def _of_form(self, form: NormForm, input: Tensor, parameters: dict[str, Tensor]) -> Tensor:
+        weight, bias = (None if name is None else parameters[name] for name in (form.weight, form.bias))
+        return form(input, weight, bias)
+
+    def pairs(self) -> Iterator[tuple[torch.dtype, torch.dtype | None]]:
+        if any(b is not None and b.is_floating_point() for b in self.module._buffers.values()):
+            return iter([(torch.float32, torch.float32 if self.parameters else None)])  # what a buffer's dtype does
+        return product(DTYPES, DTYPES if self.parameters else (None,))
+
+    def keeps_dtypes(self, form: NormForm, of_input: torch.dtype, of_weight: torch.dtype | None) -> bool:
+        """Whether the operator gives the module's dtype too, and its values within the dtype's rounding."""
+        with torch.no_grad():
+            input = self.input.to(of_input)
+            parameters = {name: p.to(of_weight) for name, p in self.parameters.items()}
+            try:
+                want = self._output(input, parameters, True)
+            except Differs:
+                return False
+            got = self._of_form(form, input, parameters)
+        return got.dtype == want.dtype and agree(got, want, max(ROUNDINGS * torch.finfo(got.dtype).eps, 1e-5))
+
+
+ROUNDINGS = 2
+"""A norm may round between normalizing and scaling."""
+
+
+@functools.cache
+def _signature(forward: Any) -> list[Any]:
+    return list(inspect.signature(forward).parameters.values())
+
+
+def _takes_one_input(module: nn.Module) -> bool:
+    """Whether `forward` has one argument: one that has more may use them."""
+    parameters = _signature(type(module).forward)
+    return [p.kind for p in parameters] == [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 2  # self too
+
+
+def _one_axis(parameters: dict[str, Any]) -> bool:
+    """Whether there are parameters, all of one and the same axis."""
+    shapes = {tuple(p.shape) for p in parameters.values()}
+    return len(shapes) == 1 and all(len(shape) == 1 and shape[0] > 1 for shape in shapes)
