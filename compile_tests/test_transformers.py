@@ -1,5 +1,6 @@
 """`llmk.transformers`: what `patch` promises beside equal losses, on a small Llama."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,28 @@ def test_adapters_around_projections():
         with pytest.warns(UserWarning, match=r"the loss comes from logits, .* now of test_transformers\.Adapter"):
             output = assert_same_training(model, original, input_ids=ids, labels=ids)
         assert output.logits is not None
+
+
+class Wrapper(nn.Module):
+    """As PEFT and DDP put one around a model."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.model(**inputs)
+
+
+def test_a_wrapped_model_with_adapters_inside():
+    model = small_model("Llama", use_cache=False)
+    for layer in model.model.layers:
+        layer.mlp.gate_proj = Adapter(layer.mlp.gate_proj, rank=2)
+    model = Wrapper(model)
+    original = copy.deepcopy(model)
+    replaced = llmk.transformers.patch(model).replaced
+    assert (replaced["loss"], replaced["mlp"]) == (1, 2)
+    assert assert_same_training(model, original, input_ids=tokens(2, 7)).logits is None
 
 
 # ---- training as it is done

@@ -102,9 +102,11 @@ class Plan:
             "mask": find_masks,
         }
         finders = {kind: find for kind, find in finders.items() if kind in kinds}
+        # What PEFT, DDP and their like wrap has the projection, not the wrapper.
+        causal = next((m for m in model.modules() if hasattr(type(m), "get_output_embeddings")), None)
         for name, module in model.named_modules():
             if module not in self.changes:  # of a norm the whole forward is replaced
-                more = {"loss": find_loss} if "loss" in kinds and module is model else {}
+                more = {"loss": find_loss} if "loss" in kinds and module is causal else {}
                 self._find_edits(name, module, "forward", finders | more)
             if "mlp" in finders and hasattr(type(module), "_apply_gate"):
                 self._find_edits(name, module, "_apply_gate", {"experts": finders["mlp"]})
