@@ -5,20 +5,15 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections import Counter
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from llmk.opcheck.calls import as_list, call, differentiable_inputs, prepare
-from llmk.ops.gated_units import swiglu_fwd
-from llmk.ops.rms_norm import rms_norm_fwd
-from llmk.registry import OPS, KernelOp
+from llmk.registry import OPS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -65,39 +60,6 @@ def test_activation_checkpointing(name: str, device: torch.device) -> None:
         assert a is not None
         assert b is not None
         assert torch.equal(a, b)
-
-
-def test_selective_checkpointing_by_name(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A policy that saves rms_norm's kernel op runs it once and swiglu's twice."""
-    runs: Counter[str] = Counter()
-
-    def counting(op: KernelOp) -> None:
-        for attribute in ("fn", "_cpu"):
-            fn = getattr(op, attribute)
-
-            def counted(*args, fn=fn):
-                runs[op.name] += 1
-                return fn(*args)
-
-            monkeypatch.setattr(op, attribute, counted)
-
-    def policy(context, op, *args, **kwargs) -> CheckpointPolicy:
-        saved = op is torch.ops.llmk._rms_norm_fwd.default
-        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-    def layer(x: Tensor, w: Tensor) -> Tensor:
-        return torch.ops.llmk.swiglu(torch.ops.llmk.swiglu(torch.ops.llmk.rms_norm(x, w)))
-
-    x, w = torch.randn(4, 16, device=device, requires_grad=True), torch.randn(16, device=device, requires_grad=True)
-    expected = torch.autograd.grad(layer(x, w).sum(), (x, w))
-    counting(rms_norm_fwd)
-    counting(swiglu_fwd)
-    contexts = partial(create_selective_checkpoint_contexts, policy)
-    y = checkpoint(layer, x, w, use_reentrant=False, context_fn=contexts)
-    assert isinstance(y, Tensor)
-    for a, b in zip(torch.autograd.grad(y.sum(), (x, w)), expected, strict=True):
-        assert torch.equal(a, b)
-    assert runs == {"_rms_norm_fwd": 1, "_swiglu_fwd": 4}
 
 
 def test_autocast(device: torch.device) -> None:

@@ -81,7 +81,10 @@ class KernelOp:
         self._definition = define_kernel_op(f"llmk::{self.name}", self._body, opaque=opaque or INTERPRET)
         self._definition.register_fake(self._wrap_fake())
         self.overload: Any = getattr(torch.ops.llmk, self.name).default
-        self._differentiate(self._refuse_double_backward, _save_nothing)
+        schema = schema_of(self.overload)
+        everything = [argument.name for argument in schema.arguments]
+        depends_on = [everything] * len(schema.returns)
+        self._differentiate(self._refuse_double_backward, _save_nothing, depends_on, takes_none=True)
 
     def __call__(self, *args: Any) -> Any:
         if self.derivative.keeps is not None:
