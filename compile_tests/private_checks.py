@@ -10,6 +10,8 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 import torch
+import torch._decomp.decompositions_for_jvp
+import torch._inductor.compile_fx  # noqa: F401 what they share; nothing may run, for autograd's threads do not fork
 
 from compile_tests.forked import forked
 
@@ -60,17 +62,9 @@ def works_without(name: str) -> None:
         promise(op, samples)
 
 
-def _import_what_they_share() -> None:
-    """Whatever torch imports on the way."""
-    x = torch.ones(2, requires_grad=True)
-    torch.compile(lambda x: torch.func.grad(torch.sum)(x) * x.sin(), backend="aot_eager")(x).sum().backward()
-    torch.func.jvp(torch.sin, (x.detach(),), (x.detach(),))
-
-
 def main() -> int:
     """How many names it does not work without."""
     torch.set_num_threads(1)
-    _import_what_they_share()
     failures = 0
     for name in private_names():
         result = forked(1, lambda name=name: works_without(name))

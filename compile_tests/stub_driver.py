@@ -16,11 +16,13 @@ import torch._functorch.config
 import torch._inductor.config
 import triton
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.device_interface import CpuInterface
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.runtime import triton_helpers
 from torch._inductor.utils import run_and_get_code
 from torch.fx import GraphModule, Node
 from triton.backends.compiler import GPUTarget
@@ -36,11 +38,14 @@ VIEWS = (
 )  # fmt: skip
 
 
+TARGET = GPUTarget("cuda", 90, 32)
+
+
 class _StubDriver:
     """As much of a Triton driver as compilation and a launch that does nothing ask for."""
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return TARGET
 
     def get_current_device(self) -> int:
         return 0
@@ -90,12 +95,23 @@ def trace(step: Callable[..., torch.Tensor], *args: Any) -> Graphs:
 def generated_code(step: Callable[..., torch.Tensor], *args: Any) -> list[str]:
     """The code that Inductor generates for the forward and the backward pass; its own kernels are not built."""
     nothing = mock.MagicMock()
+    options_for_target = getattr(triton_helpers, "get_backend_options_for_target", None)
+
+    def options_of(target: GPUTarget, options: Any = None) -> Any:
+        assert options_for_target is not None
+        return options_for_target(TARGET, options)
+
     # Scalar C++, so that nothing has to be compiled to find out which vector instructions the CPU has.
     options = {"fx_graph_cache": False, "cpp.simdlen": 1}
     torch._dynamo.reset()
     with contextlib.ExitStack() as stack:
         for compiler in ("triton", "cpp_pybinding"):
             stack.enter_context(mock.patch.object(AsyncCompile, compiler, nothing))
+        # What torch 2.15 asks of a CPU, where the kernels seem to run.
+        stack.enter_context(mock.patch.object(CpuInterface, "raise_if_triton_unavailable", nothing))
+        stack.enter_context(
+            mock.patch.object(triton_helpers, "get_backend_options_for_target", options_of, create=True)
+        )
         stack.enter_context(torch._inductor.config.patch(options))
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
         _, code = run_and_get_code(lambda: torch.compile(step, fullgraph=True)(*args).backward())

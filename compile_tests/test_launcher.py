@@ -12,6 +12,7 @@ from triton.runtime import driver
 from triton.runtime.jit import create_function_from_signature
 
 from llmk.ops.gated_units import gated_unit_kernel
+from llmk.registry import launcher, set_short_path_enabled, wrap_triton
 from llmk.registry.launch import INTERPRET
 from llmk.registry.launcher import Launcher
 
@@ -65,9 +66,9 @@ aligned, shifted = storage[:32], storage[1:32]
 
 def test_the_second_launch_is_direct() -> None:
     kernel = Kernel()
-    launcher = Launcher(kernel)
+    launching = Launcher(kernel)
     for grid, n in [((3,), 48), ((5, 2), 64)]:
-        launcher[grid](aligned, None, n, BLOCK=16, EVEN=True, num_warps=4)
+        launching[grid](aligned, None, n, BLOCK=16, EVEN=True, num_warps=4)
     (compiled,) = kernel.built
     assert compiled.runs == [(5, 2, 1, 7, 1, (), None, None, None, aligned.data_ptr(), None, 64, True, 16)]
 
@@ -89,11 +90,11 @@ def test_the_second_launch_is_direct() -> None:
 )
 def test_what_is_built_again(args: tuple[Any, ...], constants: dict[str, Any]) -> None:
     kernel = Kernel()
-    launcher = Launcher(kernel)
+    launching = Launcher(kernel)
     usual = {"EVEN": True, "BLOCK": 16, "num_warps": 4}
-    launcher[(1,)](aligned, None, 48, **usual)
+    launching[(1,)](aligned, None, 48, **usual)
     for _ in range(2):
-        launcher[(1,)](*args, **usual | constants)
+        launching[(1,)](*args, **usual | constants)
     assert len(kernel.built) == 2
 
 
@@ -120,11 +121,11 @@ def test_it_tells_apart_what_triton_does() -> None:
 
             return launch
 
-    launcher = Launcher(Specializing())
+    launching = Launcher(Specializing())
     for args in calls:
-        launcher[(1,)](*args, **constants)
+        launching[(1,)](*args, **constants)
         runs = {key: len(compiled.runs) for key, (compiled, _) in built.items()}
-        launcher[(1,)](*args, **constants)
+        launching[(1,)](*args, **constants)
         (used,) = [
             specialization for key, (compiled, specialization) in built.items() if len(compiled.runs) > runs[key]
         ]
@@ -133,9 +134,9 @@ def test_it_tells_apart_what_triton_does() -> None:
 
 def test_a_float_is_not_a_number_that_happens_to_be_one() -> None:
     kernel = Kernel()
-    launcher = Launcher(kernel)
+    launching = Launcher(kernel)
     for args in [(aligned, 48, 1.0), (aligned, 1.0, 48), (aligned, 48, 1), (aligned, 48, None)]:
-        launcher[(1,)](*args, EVEN=True, BLOCK=16)
+        launching[(1,)](*args, EVEN=True, BLOCK=16)
     assert len(kernel.built) == 4
 
 
@@ -177,10 +178,10 @@ WATCHERS = [
 def test_who_watches_launches_sees_all_of_them(where: str) -> None:
     """Triton's own launch tells it, and what it then builds is used no longer than somebody watches."""
     kernel = Kernel()
-    launcher = Launcher(kernel)
+    launching = Launcher(kernel)
 
     def launch() -> None:
-        launcher[(1,)](aligned, None, 48, EVEN=True, BLOCK=16)
+        launching[(1,)](aligned, None, 48, EVEN=True, BLOCK=16)
 
     with pytest.MonkeyPatch.context() as patch:
         watch(where, kernel, patch)
@@ -194,3 +195,26 @@ def test_who_watches_launches_sees_all_of_them(where: str) -> None:
         watch(where, kernel, patch)
         launch()
     assert [len(compiled.runs) for compiled in kernel.built] == [0, 0, 1, 0]
+
+
+def test_every_launch_is_given_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Built by the launcher, told to somebody who watches, or launched in Triton's own way."""
+    given: list[dict[str, Any]] = []
+
+    class Noting(Kernel):
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def launch(*args: Any, **constants: Any) -> Compiled:
+                given.append(constants)
+                return Compiled()
+
+            return launch
+
+    monkeypatch.setattr(launcher, "OPTIONS", {"enable_fp_fusion": True})
+    kernel = Noting()
+    constants = {"EVEN": True, "BLOCK": 16}
+    Launcher(kernel)[(1,)](aligned, None, 48, **constants)
+    kernel.pre_run_hooks.append(print)
+    Launcher(kernel)[(1,)](aligned, None, 48, **constants)
+    with set_short_path_enabled(False):
+        wrap_triton(kernel)[(1,)](aligned, None, 48, **constants)
+    assert given == [constants | {"enable_fp_fusion": True}] * 3

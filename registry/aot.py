@@ -17,6 +17,7 @@ import triton
 from torch import Tensor
 
 from llmk.registry.launch import Launch, record_launches
+from llmk.registry.launcher import OPTIONS
 from llmk.registry.private import (
     ASTSource,
     FakeTensorMode,
@@ -75,7 +76,7 @@ def specialize(launch: Launch, target: Any, *, scalars: str = "fp32") -> Special
         scalars: The type of float arguments: "fp32" as the JIT passes them, "fp64" as Inductor does.
     """
     kernel, backend = launch.kernel, make_backend(target)
-    kwargs = dict(zip(launch.kwargs, _as_pointers(launch.kwargs.values()), strict=True))
+    kwargs = dict(zip(launch.kwargs, _as_pointers(launch.kwargs.values()), strict=True)) | OPTIONS
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, given = bind(*_as_pointers(launch.args), **kwargs)
     options, signature, constants, attributes = pack_arguments(kernel, backend, given, bound, specialization, given)

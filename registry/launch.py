@@ -12,7 +12,7 @@ import torch.fx.traceback as fx_traceback
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
-from llmk.registry.launcher import launcher_for
+from llmk.registry.launcher import launcher_for, with_options
 from llmk.registry.plan import rehearsals
 from llmk.registry.private import (
     INTERPRET,
@@ -128,11 +128,11 @@ def wrap_triton(kernel: Any) -> Any:
     if _state.recorder is not None:
         return _RecordingKernel(kernel, _state.recorder)
     if not INTERPRET and dispatch_modes():
-        return torch.library.wrap_triton(kernel)
+        return with_options(torch.library.wrap_triton(kernel))
     if rehearsals.current is not None:
         return rehearsals.current.launcher(launcher_for(kernel))
     if _state.kernels_on_cpu or not HAS_LAUNCHER or not _state.short_path:
-        return kernel
+        return with_options(kernel)
     return launcher_for(kernel)
 
 

@@ -9,8 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from llmk.registry.private import drivers, launches_watched
+from llmk.registry.private import INTERPRET, TRITON, drivers, launches_watched
 
+OPTIONS: dict[str, Any] = {"enable_fp_fusion": True} if TRITON >= (3, 9) and not INTERPRET else {}
+"""Of every launch: a sum takes a product unrounded, as in PyTorch's own kernels. Triton's default will be not to."""
 _INT32, _INT64 = 2**31, 2**63
 _LONG = ("long", "long, a multiple of 16")
 
@@ -32,7 +34,7 @@ class Launcher:
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> tuple[Any, ...] | None:
         """Launch and return what the next launch needs, or None where that is not to be repeated."""
         if self.kernel.pre_run_hooks or launches_watched():
-            self.kernel[grid](*args, **constants)
+            self.kernel[grid](*args, **constants, **OPTIONS)
             return None
         active: Any = drivers.active
         device = active.get_current_device()
@@ -74,9 +76,23 @@ class Launcher:
 
     def _build(self, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
         """Launch in Triton's own way, which builds the kernel, and return what the next launch needs of it."""
-        compiled = self.kernel[grid](*args, **constants)
+        compiled = self.kernel[grid](*args, **constants, **OPTIONS)
         rest = list(self.kernel.signature.parameters)[len(args) :]
         return compiled.run, compiled.function, compiled.packed_metadata, tuple(constants[name] for name in rest)
+
+
+class _WithOptions:
+    """A kernel, or what stands for one, that is given the options at each launch."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return functools.partial(self.kernel[grid], **OPTIONS)
+
+
+def with_options(kernel: Any) -> Any:
+    return _WithOptions(kernel) if OPTIONS else kernel
 
 
 _launchers: dict[int, Launcher] = {}

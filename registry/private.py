@@ -174,11 +174,13 @@ drivers: Any = _find("triton.runtime.driver.driver")
 """Its `active` is the driver of the GPU."""
 
 
+TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
+
+
 def _knows_launch() -> bool:
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     names = ("launch_enter_hook", "launch_exit_hook", "add_stages_inspection_hook", "debug")
     known = all(hasattr(_runtime, name) for name in names) and hasattr(_compilation, "instrumentation_mode")
-    return known and drivers is not None and version <= _NEWEST_TRITON
+    return known and drivers is not None and TRITON <= _NEWEST_TRITON
 
 
 KNOWS_LAUNCH: bool = _knows_launch()
