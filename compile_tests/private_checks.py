@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch._decomp.decompositions_for_jvp
-import torch._inductor.compile_fx  # noqa: F401 what they share; nothing may run, for autograd's threads do not fork
+import torch._inductor.compile_fx  # what they share; nothing may run, for autograd's threads do not fork
 
 from compile_tests.forked import forked
 
@@ -26,7 +26,7 @@ def private_names() -> list[str]:
             place = {"_find": 0, "_required": 0, "_attribute": 1, "getattr": 1}.get(node.func.id)
             if place is not None and isinstance(node.args[place], ast.Constant):
                 names.append(node.args[place].value)
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in ("names", "paths"):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in ("names", "paths", "kinds"):
             names += ast.literal_eval(node.value)
     return list(dict.fromkeys(names))
 
@@ -55,6 +55,12 @@ def works_without(name: str) -> None:
     from llmk.registry import OPS, private
 
     assert private is module
+    assert list(private.parameters_of(torch.nn.LayerNorm(3))) == ["weight", "bias"]
+    assert list(private.buffers_of(torch.nn.BatchNorm1d(3))) == ["running_mean", "running_var", "num_batches_tracked"]
+    assert list(private.children_of(torch.nn.Sequential(torch.nn.ReLU()))) == ["0"]
+    hooked = torch.nn.ReLU()
+    hooked.register_forward_hook(print)
+    assert private.has_hooks(hooked)
     op = OPS["rms_norm"]
     samples = list(op.samples(torch.device("cpu"), torch.float32))[:1]
     require_accurate(op, samples[0], call(op, samples[0]))

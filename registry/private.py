@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import triton
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function, forward_ad
 from torch.fx.operator_schemas import get_signature_for_torch_op
 
@@ -130,6 +130,42 @@ def bare_apply(function: type[Function]) -> Callable[..., Any]:
 def noted_by(ctx: Any) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
     """What a forward pass saved for backward and what it marked as not differentiable, where that is told."""
     return getattr(ctx, "to_save", None) or (), getattr(ctx, "non_differentiable", None) or ()
+
+
+# Modules.
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """A module's own parameters, those that are None included."""
+    return _attribute(module, "_parameters", lambda module: dict(module.named_parameters(recurse=False)))
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """A module's own buffers, those that are None included."""
+    return _attribute(module, "_buffers", lambda module: dict(module.named_buffers(recurse=False)))
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    return _attribute(module, "_modules", lambda module: dict(module.named_children()))
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a hook is registered on a module; where that cannot be told, as if one were."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, kind, True) for kind in kinds)
+
+
+class _NoMode:
+    """Stands for a dispatch mode, where there is none: it cannot be entered."""
+
+    def __enter__(self) -> None:
+        raise RuntimeError(f"this needs a TorchDispatchMode, which llmk does not find in torch {torch.__version__}")
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+
+DispatchMode: Any = _find("torch.utils._python_dispatch.TorchDispatchMode", _NoMode)
 
 
 # Tensors.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from llmk import functional
+from llmk.registry.private import buffers_of, children_of, parameters_of
 from llmk.transformers.probe import Differs, agree, apart, gradients, identity, rows_of_all_scales, run, same
 from llmk.transformers.rewrite import Edit, Source, load
 
@@ -124,7 +125,7 @@ class GateFinder:
 def _form(act: Any) -> str:
     """Which of FORMS a function or a module without parameters computes."""
     if isinstance(act, nn.Module):
-        if act._parameters or act._buffers or act._modules or "forward" in vars(act):
+        if parameters_of(act) or buffers_of(act) or children_of(act) or "forward" in vars(act):
             raise Differs("has parts of its own")
         calls = [functools.partial(type(act).forward, apart(act, {}, training)) for training in (True, False)]
     else:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from llmk import functional
+from llmk.registry.private import parameters_of
 from llmk.transformers.classes import CHANGES, Change, changes_of
 from llmk.transformers.probe import Differs, agree, apart, first_line, randoms
 from llmk.transformers.residuals import is_hooked
@@ -237,7 +238,7 @@ def _rounded(x: float) -> float:
 def _output(model: nn.Module, head: str, training: bool, logits: Tensor, labels: Tensor | None = None) -> Any:
     """The model's output where its projection gives `logits`."""
     layers = _Nothing(last_hidden_state=logits[..., :1])
-    twin = apart(model, model._parameters, training)
+    twin = apart(model, parameters_of(model), training)
     children = {name: _StandIn(child, logits if name == head else layers) for name, child in model.named_children()}
     vars(twin)["_modules"] = children
     with torch.no_grad():

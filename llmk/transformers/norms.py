@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from llmk import functional
+from llmk.registry.private import buffers_of, children_of, parameters_of
 from llmk.transformers.classes import Change
 from llmk.transformers.probe import Differs, agree, apart, gradients, randoms, rows_of_all_scales, run, same
 from llmk.transformers.rewrite import set_source
@@ -80,9 +81,9 @@ def find_norm(module: nn.Module) -> Norm | None:
     Raises:
         Differs: Why it is neither.
     """
-    parameters = {name: p for name, p in module._parameters.items() if p is not None}
+    parameters = {name: p for name, p in parameters_of(module).items() if p is not None}
     named_so = "norm" in type(module).__name__.lower()
-    if module._modules or not (named_so or _one_axis(parameters)):
+    if children_of(module) or not (named_so or _one_axis(parameters)):
         return None
     if (parameters and not _one_axis(parameters)) or len(parameters) > 2:
         shapes = [tuple(p.shape) for p in parameters.values()]
@@ -120,7 +121,7 @@ class _Trial:
         self.outcomes = [self._outcome(training) for training in (True, False)]
 
     def _output(self, input: Tensor, parameters: dict[str, Tensor], training: bool) -> Tensor:
-        module = apart(self.module, {**dict.fromkeys(self.module._parameters), **parameters}, training)
+        module = apart(self.module, {**dict.fromkeys(parameters_of(self.module)), **parameters}, training)
         output = run(type(module).forward, module, input)
         if not isinstance(output, Tensor):
             raise Differs("its output is not one tensor")
@@ -144,7 +145,7 @@ class _Trial:
         return form(input, weight, bias)
 
     def pairs(self) -> Iterator[tuple[torch.dtype, torch.dtype | None]]:
-        if any(b is not None and b.is_floating_point() for b in self.module._buffers.values()):
+        if any(b is not None and b.is_floating_point() for b in buffers_of(self.module).values()):
             return iter([(torch.float32, torch.float32 if self.parameters else None)])  # what a buffer's dtype does
         return product(DTYPES, DTYPES if self.parameters else (None,))
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from llmk.registry.private import DispatchMode, buffers_of, children_of, parameters_of, schema_of
 
 AGREEMENT = 1e-5
 """The largest difference, relative to the largest value of a row, of two ways to compute the same in float32."""
@@ -80,13 +81,13 @@ def agree(a: Tensor, b: Tensor, tolerance: float = AGREEMENT) -> bool:
     return bool((error <= tolerance * size).all()) if a.numel() else True
 
 
-class _Seen(TorchDispatchMode):
+class _Seen(DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.names: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        namespace, _, name = func._schema.name.partition("::")
+        namespace, _, name = schema_of(func).name.partition("::")
         self.names.add(name.removesuffix("_") if namespace == "aten" else f"{namespace}::{name}")  # add_ is add
         return func(*args, **(kwargs or {}))
 
@@ -121,7 +122,7 @@ def apart(module: nn.Module, parameters: Mapping[str, Tensor | None], training: 
     twin = object.__new__(type(module))
     plain = {k: copy.copy(v) if isinstance(v, dict | list | set) else v for k, v in vars(module).items()}
     buffers = {k: None if b is None else b.detach().float().cpu().clone() if b.is_floating_point() else b.clone()
-               for k, b in module._buffers.items()}  # fmt: skip
+               for k, b in buffers_of(module).items()}  # fmt: skip
     vars(twin).update(plain, _parameters=dict(parameters), _buffers=buffers, training=training)
     return twin
 
@@ -139,10 +140,10 @@ def identity(module: nn.Module) -> tuple[Any, ...]:
     Plain values count by value. All else that a module may read (functions, buffers, containers, a configuration)
     counts as the object that it is.
     """
-    parameters = tuple((n, None if p is None else (tuple(p.shape), p.dtype)) for n, p in module._parameters.items())
-    buffers = tuple((name, id(buffer)) for name, buffer in module._buffers.items())
+    parameters = tuple((n, None if p is None else (tuple(p.shape), p.dtype)) for n, p in parameters_of(module).items())
+    buffers = tuple((name, id(buffer)) for name, buffer in buffers_of(module).items())
     others = tuple((k, plain(v)) for k, v in sorted(vars(module).items()) if k not in OWN_OF_MODULES)
-    return type(module), parameters, buffers, tuple(map(id, module._modules.values())), others
+    return type(module), parameters, buffers, tuple(map(id, children_of(module).values())), others
 
 
 def plain(value: Any) -> Any:

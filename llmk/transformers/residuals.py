@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from llmk.registry.private import has_hooks
 from llmk.transformers.classes import changes_of
 from llmk.transformers.rewrite import Edit, load
 
@@ -38,13 +39,7 @@ def add_norm(norm: nn.Module, a: Any, b: Any) -> tuple[Any, Any]:
 
 def is_hooked(module: nn.Module) -> bool:
     """Whether somebody looks at, or changes, what goes into `module` or comes out of it."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
-    )
+    return has_hooks(module) or "forward" in module.__dict__
 
 
 class _Sums(ast.NodeTransformer):
