@@ -1,7 +1,8 @@
 """What holds for every derivative: undefined gradients, second ones, programs traced when nobody wanted any."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -145,6 +146,67 @@ def test_an_exported_and_decomposed_program_trains(name: str) -> None:
         every = differentiable_inputs(op, sample)
         for wanted in [every, *([[one] for one in every] if kept_by_need else [])]:
             require_accurate(op, sample, call(op, sample, wanted, fn=trained))
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(previous)
+
+
+def in_another_thread(fn: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(fn).result()
+
+
+def inside(context: Callable[[], AbstractContextManager[Any]], fn: Callable[[], Any]) -> Any:
+    with context():
+        return fn()
+
+
+SETTINGS: dict[str, Callable[[Callable[[], Any]], Any]] = {
+    "default device": partial(inside, partial(torch.device, "meta")),
+    "default bfloat16": partial(inside, partial(default_dtype, torch.bfloat16)),
+    "default float64": partial(inside, partial(default_dtype, torch.float64)),
+    "thread": in_another_thread,
+}
+
+
+@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
+@pytest.mark.parametrize("name", OPS)
+def test_no_setting_changes_outputs_or_gradients(name: str, path: Path) -> None:
+    """The gradient is that of one output, so that the others' are undefined."""
+    op, sample = OPS[name], samples(OPS[name], 1)[0]
+    wanted = differentiable_inputs(op, sample)
+    args, kwargs, tensors = prepare(op, sample, wanted)
+    inputs = [tensors[argument] for argument in wanted]
+    incoming = [torch.randn_like(y) for y in as_list(op.overload(*args, **kwargs))]
+
+    def outputs() -> list[Tensor]:
+        return as_list(op.overload(*args, **kwargs))
+
+    def bits() -> list[Tensor | None]:
+        found = outputs()
+        grads: list[Tensor | None] = []
+        for i, y in enumerate(found):
+            grads += torch.autograd.grad(y, inputs, incoming[i], retain_graph=True, allow_unused=True)
+        return [*found, *grads]
+
+    def require_same(found: Sequence[Tensor | None], expected: Sequence[Tensor | None], setting: str) -> None:
+        for a, b in zip(found, expected, strict=True):
+            same = a is b if a is None or b is None else a.dtype == b.dtype and torch.equal(a, b)
+            assert same, setting
+
+    with path():
+        expected = bits()
+        for setting, run in SETTINGS.items():
+            require_same(run(bits), expected, setting)
+        with torch.inference_mode():
+            require_same(outputs(), expected[: len(incoming)], "inference mode")
 
 
 def test_what_a_second_derivative_would_miss_is_refused() -> None:

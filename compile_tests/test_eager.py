@@ -108,6 +108,19 @@ def test_a_number_past_64_bits_is_refused(number: int, enabled: bool) -> None:
         cross_entropy(x, torch.zeros(4, dtype=torch.int64), ignore_index=number)
 
 
+def test_a_default_device_does_not_look_on(dispatched: list[bool]) -> None:
+    with torch.device("cpu"):
+        rms_norm(x, w)
+        with Seeing():
+            rms_norm(x, w)
+    torch.set_default_device("cpu")
+    try:
+        rms_norm(x, w)
+    finally:
+        torch.set_default_device(None)
+    assert dispatched == [False, True, False]
+
+
 def test_a_function_mode_and_a_profiler_know_its_name() -> None:
     with Seeing() as mode:
         rms_norm(x, w)

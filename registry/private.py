@@ -63,10 +63,22 @@ def _level_of_probe() -> int | None:
 
 
 dispatch_modes: Callable[[], int] = _find("torch._C._len_torch_dispatch_stack", _one)
-function_modes: Callable[[], int] = _find("torch._C._len_torch_function_stack", _one)
+_count_function_modes: Callable[[], int] = _find("torch._C._len_torch_function_stack", _one)
+_function_mode_stack = _find("torch.overrides._get_current_function_mode_stack")
+_DeviceContext = _find("torch.utils._device.DeviceContext")
 profiling: Callable[[], bool] = _find("torch._C._autograd._profiler_enabled", _one)
 functorch_level: Callable[[], int | None] = _find("torch._C._functorch.maybe_current_level", _level_of_probe)
 _mode_of = _find("torch._C._get_dispatch_mode")
+
+
+def function_modes() -> int:
+    """Those that look on: not that of `torch.set_default_device`, which only changes factories without a device."""
+    count = _count_function_modes()
+    if not count or _function_mode_stack is None or _DeviceContext is None:
+        return count
+    return sum(type(mode) is not _DeviceContext for mode in _function_mode_stack())
+
+
 _functional = _find("torch._C._TorchDispatchModeKey.FUNCTIONAL")
 
 
