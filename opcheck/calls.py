@@ -17,7 +17,9 @@ def incoming_gradients(outputs: Sequence[Tensor]) -> list[Tensor]:
     """The same normal numbers every time, contiguous."""
     generator = torch.Generator().manual_seed(1)
     return [
-        torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.device, output.dtype)
+        torch.randn(output.shape, generator=generator, dtype=torch.float64, device="cpu").to(
+            output.device, output.dtype
+        )
         for output in outputs
     ]
 
@@ -59,6 +61,28 @@ def resized(op: Op, samples: Sequence[Sample], rows: Sequence[int]) -> Iterator[
     tensor = next(value for value in op.bind(samples[0]).values() if isinstance(value, Tensor))
     for count in rows:
         yield op.resized(count, tensor.device, float_dtype(op, samples[0]))
+
+
+def one_of_each(op: Op, samples: Sequence[Sample]) -> list[Sample]:
+    """The smallest sample of each choice of options, of tensors given and of their number of axes."""
+    found: dict[Any, Sample] = {}
+    for sample in sorted(samples, key=lambda sample: _elements(op, sample)):
+        if _elements(op, sample):
+            found.setdefault(_kind(op, sample), sample)
+    return list(found.values())
+
+
+def _elements(op: Op, sample: Sample) -> int:
+    sizes = [value.numel() for value in op.bind(sample).values() if isinstance(value, Tensor)]
+    return sum(sizes) if all(sizes) else 0
+
+
+def _kind(op: Op, sample: Sample) -> Any:
+    """Of an option that is a number only that it is given."""
+    return tuple(
+        (name, value.dim() if isinstance(value, Tensor) else value if isinstance(value, bool | str) else value is None)
+        for name, value in sorted(op.bind(sample).items())
+    )
 
 
 def first_line(error: Any) -> str:

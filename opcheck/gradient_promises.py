@@ -2,12 +2,14 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from llmk.opcheck.calls import call, incoming_gradients, require_accurate
-from llmk.opcheck.inputs import BrokenPromise, as_list, differentiable_inputs, prepare, same_bits, spread
+from llmk.opcheck.inputs import BrokenPromise, Outcome, as_list, differentiable_inputs, prepare, same_bits, spread
+from llmk.opcheck.truth import truth_of
 from llmk.registry import Op, Sample
 
 
@@ -59,3 +61,57 @@ def input_subsets(op: Op, samples: Sequence[Sample]) -> None:
         for size in range(len(names)):
             for wanted in itertools.combinations(names, size):
                 require_accurate(op, sample, call(op, sample, wanted))
+
+
+class _Undefined(torch.autograd.Function):
+    """The same tensor, whose gradient is undefined on its way back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+def undefined_gradients(op: Op, samples: Sequence[Sample]) -> None:
+    """6: an incoming gradient that is undefined is zero: of all outputs, and of all but each one in turn."""
+    for sample in samples:
+        wanted = differentiable_inputs(op, sample)
+        for defined in range(-1, _differentiable_outputs(op, sample, wanted)):
+            args, kwargs, tensors = prepare(op, sample, wanted)
+            outputs = as_list(op.overload(*args, **kwargs))
+            wanting = [output for output in outputs if output.requires_grad]
+            roots = [o if i == defined else _Undefined.apply(o) for i, o in enumerate(wanting)]
+            torch.autograd.backward(roots, incoming_gradients(wanting))  # type: ignore[arg-type]
+            gradients: dict[str, Tensor | None] = {name: _or_zeros(tensors[name]) for name in wanted}
+            if defined < 0:
+                _require_zeros(sample, gradients)
+            elif len(wanting) > 1:
+
+                def grads(outputs: Sequence[Tensor], defined: int = defined) -> list[Any]:
+                    return [g if i == defined else None for i, g in enumerate(incoming_gradients(outputs))]
+
+                outcome = Outcome(tensors, outputs, gradients)
+                truth = truth_of(op, sample, outcome, grads)
+                unused = [name for name in wanted if truth.composition[truth.index_of(name)] is None]
+                _require_zeros(sample, {name: outcome.gradients.pop(name) for name in unused})
+                require_accurate(op, sample, outcome, grads)
+
+
+def _differentiable_outputs(op: Op, sample: Sample, wanted: Sequence[str]) -> int:
+    if not wanted:
+        return -1
+    args, kwargs, _ = prepare(op, sample, wanted)
+    return sum(output.requires_grad for output in as_list(op.overload(*args, **kwargs)))
+
+
+def _or_zeros(tensor: Tensor) -> Tensor:
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+
+
+def _require_zeros(sample: Sample, gradients: dict[str, Any]) -> None:
+    for name, gradient in gradients.items():
+        if bool((gradient.nan_to_num(0.0) != 0).any()):
+            raise BrokenPromise(f"{sample}: undefined incoming gradients give a gradient of {name} that is not zero")

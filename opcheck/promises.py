@@ -26,11 +26,13 @@ from llmk.opcheck.gradient_promises import (
     scaled_gradient,
     second_backward,
     strided_gradient,
+    undefined_gradients,
 )
 from llmk.opcheck.inputs import BrokenPromise, as_list, differentiable_inputs, prepare, same_bits, same_results, spread
 from llmk.opcheck.kernel_promises import any_program_order, far_rows, in_bounds, long_offsets, no_float_atomics
 from llmk.opcheck.poison import poisoned, require_written
-from llmk.opcheck.refusal_promises import refuses_transforms
+from llmk.opcheck.refusal_promises import refuses_transforms, second_derivatives
+from llmk.opcheck.setting_promises import another_thread, default_device, default_dtype, other_device
 from llmk.registry import Op, Sample, set_short_path_enabled
 
 Promise = Callable[[Op, Sequence[Sample]], None]
@@ -176,10 +178,15 @@ PROMISES: tuple[Promise, ...] = (
     strided_gradient,
     strided_inputs,
     input_subsets,
+    undefined_gradients,
+    second_derivatives,
     edge_rows,
     far_rows,
     deterministic,
     same_on_short_path,
+    another_thread,
+    default_dtype,
+    default_device,
     compiled,
     compiled_samples,
     no_recompile,
@@ -188,4 +195,4 @@ PROMISES: tuple[Promise, ...] = (
 )
 INTERPRETER_PROMISES: tuple[Promise, ...] = (in_bounds, any_program_order, no_float_atomics, long_offsets)
 """Asked first, of the kernels themselves: what is wrong there breaks others as well."""
-GPU_PROMISES: tuple[Promise, ...] = (cuda_graphs, no_host_sync, other_stream)
+GPU_PROMISES: tuple[Promise, ...] = (cuda_graphs, no_host_sync, other_stream, other_device)
