@@ -71,7 +71,7 @@ class _Undefined(torch.autograd.Function):
         return tensor.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> None:
+    def backward(ctx: Any, grad: Tensor) -> None:  # type: ignore[override]
         return None
 
 
