@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops._math import per_variance
 from llmk.ops._norm import row_moments, sum_pair
 from llmk.ops._rows import row_shares
 from llmk.registry import cdiv, empty, num_programs, wrap_triton
@@ -69,7 +68,7 @@ def layer_norm_wide_backward_kernel(
                 e = tl.load(x_ptr + row * x_stride + others, mask=others < N, other=0.0).to(tl.float32) - mean
                 # dy and h are zero past the row's end.
                 total, dot = sum_pair(dy + h, dy * c + h * e, 0)  # type: ignore[misc]
-                dx = rstd * (dy - total / N - c * per_variance(dot / N, var))
+                dx = rstd * (dy - total / N - c * tl.div_rn(dot / N, var))
                 tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
     if HAS_DW or HAS_DB:
         partial_ptr += program * (HAS_DW + HAS_DB) * N + cols
@@ -97,7 +96,7 @@ def layer_norm_long_backward_means_kernel(
         total += dy
         dot += dy * (x - mean)  # dy is zero past the row's end
     tl.store(means_ptr + row, tl.sum(total, axis=0) / N)
-    tl.store(means_ptr + M + row, per_variance(tl.sum(dot, axis=0) / N, tl.load(stats_ptr + M + row)))
+    tl.store(means_ptr + M + row, tl.div_rn(tl.sum(dot, axis=0) / N, tl.load(stats_ptr + M + row)))
 
 
 @triton.jit

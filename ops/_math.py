@@ -1,9 +1,7 @@
-"""Functions of numbers that Triton has no portable or no exact form of."""
+"""Functions of one value that Triton has no portable or no exact form of."""
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOG2E_LOW = tl.constexpr(1.925963033500997e-08)  # what float32 cuts off it
@@ -14,17 +12,6 @@ LN2 = tl.constexpr(0.6931471805599453)
 def everywhere(condition, cols):
     """A condition as a mask of the shape of `cols`. Triton 3.9's interpreter makes no mask of one truth value."""
     return tl.broadcast_to(condition.to(tl.int32), cols.shape) != 0
-
-
-@triton.jit
-def per_variance(dot, var):
-    """dot / var, and 0 where squares overflowed: there 1 / sqrt(var) is 0, as the gradient is, and dot may be NaN."""
-    return tl.where(var == float("inf"), 0.0, tl.div_rn(dot, var))
-
-
-def per_variance_on_cpu(products: Tensor, var: Tensor) -> Tensor:
-    """`per_variance` of the products' mean over the last axis, in plain PyTorch."""
-    return torch.where(var == float("inf"), 0.0, products.mean(-1, keepdim=True) / var)
 
 
 @triton.jit

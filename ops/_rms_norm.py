@@ -29,7 +29,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops._math import per_variance, per_variance_on_cpu
 from llmk.ops._rows import Strides, row_shares, row_starts, strided_rows, sum_partials
 from llmk.registry import (
     at_most,
@@ -144,7 +143,7 @@ def rms_norm_backward_kernel(
         if BLOCK_N == 1:
             dx = rstd * wdy * tl.div_rn(eps, ms)[:, None]
         else:
-            dx = rstd * (wdy - h * per_variance(dot / N, ms)[:, None])
+            dx = rstd * (wdy - h * tl.div_rn(dot / N, ms)[:, None])
         if dh_ptr is not None:
             dh_starts = row_starts(rows, dh_stride, dh_inner, dh_inner_stride)[:, None]
             dx += tl.load(dh_ptr + dh_starts + cols[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -171,7 +170,7 @@ def rms_norm_long_backward_dot_kernel(
         if w_ptr is not None:
             dy *= tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset
         dot += dy * h
-    tl.store(dot_ptr + row, per_variance(tl.sum(dot, axis=0) / N, tl.load(ms_ptr + row)))
+    tl.store(dot_ptr + row, tl.div_rn(tl.sum(dot, axis=0) / N, tl.load(ms_ptr + row)))
 
 
 @triton.jit
@@ -384,7 +383,7 @@ def backward_on_cpu(
     rstd = torch.rsqrt(ms)
     h, dy = h.float(), grad.float()
     wdy = dy if weight is None else dy * (weight.float() + offset)
-    rest = wdy * (eps / ms) if h.shape[-1] == 1 else wdy - h * per_variance_on_cpu(wdy * h, ms)
+    rest = wdy * (eps / ms) if h.shape[-1] == 1 else wdy - h * ((wdy * h).mean(-1, keepdim=True) / ms)
     dx = rstd * rest
     if grad_h is not None:
         dx = dx + grad_h.float()

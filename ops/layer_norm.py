@@ -32,7 +32,6 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops._layer_norm_long import long_backward, long_forward, long_programs, wide_backward
-from llmk.ops._math import per_variance, per_variance_on_cpu
 from llmk.ops._norm import affine_gradient, centered, known_rest, sum_affine, sum_pair
 from llmk.ops._rows import aligned, as_rows
 from llmk.registry import (
@@ -73,7 +72,7 @@ def layer_norm_kernel(
     cols = tl.arange(0, BLOCK_N)
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    mean = tl.sum(x * tl.div_rn(1.0, tl.cast(N, tl.float32)), axis=1)  # [BLOCK_M], the sum may be past float32
+    mean = tl.sum(x, axis=1) / N  # [BLOCK_M]
     c = tl.where(mask, x - mean[:, None], 0.0)
     rest, squares = sum_pair(c, c * c, 1)  # type: ignore[misc]
     rest = known_rest(rest / N, squares / N)
@@ -130,7 +129,7 @@ def layer_norm_backward_kernel(
                     else:
                         total, dot = sum_pair(dy, dy * c, 1)  # type: ignore[misc]
                         total /= N
-                    dx = rstd * (dy - total[:, None] - c * per_variance(dot / N, var)[:, None])
+                    dx = rstd * (dy - total[:, None] - c * tl.div_rn(dot / N, var)[:, None])
                 tl.store(dx_ptr + rows[:, None] * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if HAS_DW or HAS_DB:
         partial_ptr += program * (HAS_DW + HAS_DB) * N + cols
@@ -266,7 +265,7 @@ def _(
         if need_dx:
             g = dy if weight is None else dy * weight.float()
             g, _ = centered(g)  # of equal values nothing is left
-            dx = ((g - c * per_variance_on_cpu(g * c, var)) / var.sqrt()).to(input.dtype).contiguous()
+            dx = ((g - c * ((g * c).mean(-1, keepdim=True) / var)) / var.sqrt()).to(input.dtype).contiguous()
     return dx, dw, db
 
 

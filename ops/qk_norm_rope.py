@@ -43,7 +43,6 @@ from llmk.ops._heads import (
     turn_on_cpu,
     unit_columns,
 )
-from llmk.ops._math import per_variance, per_variance_on_cpu
 from llmk.ops.rms_norm import rms_norm_reference
 from llmk.ops.rope import rope_reference
 from llmk.registry import (
@@ -188,7 +187,7 @@ def _backward_of_heads(
                 dot += tl.sum(gp * wp * p, axis=1)
             ms = squares / D + eps
             rstd = tl.div_rn(1.0, tl.sqrt_rn(ms))[:, None]
-            share = per_variance(dot / D, ms)[:, None]
+            share = tl.div_rn(dot / D, ms)[:, None]
             da, db = rstd * (ga * wa - a * share), rstd * (gb * wb - b * share)
             tl.store(dx_rows + a_cols[None, :], da.to(dx_ptr.dtype.element_ty), mask=mask)
             tl.store(dx_rows + b_cols[None, :], db.to(dx_ptr.dtype.element_ty), mask=mask)
@@ -324,7 +323,7 @@ def _(
         rstd = torch.rsqrt(ms)
         g = turn_on_cpu(as_tokens(dy), cos, sin, interleaved, True)
         wg = g * (weight.float() + offset)
-        dx = rstd * (wg - x * per_variance_on_cpu(wg * x, ms))
+        dx = rstd * (wg - x * ((wg * x).mean(-1, keepdim=True) / ms))
         if need_dw:
             # On a CPU Inductor adds up rows one after the other; what that loses in float32 shows.
             dw = (g * (x * rstd)).sum((0, 1, 2), dtype=torch.float64 if x.is_cpu else torch.float32).to(weight.dtype)
