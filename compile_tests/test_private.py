@@ -112,3 +112,11 @@ def test_what_cannot_be_done_without_says_so() -> None:
     with pytest.raises(RuntimeError, match=r"needs torch\._C\._no_such_name\.more"):
         missing.more(1)
     assert not hasattr(missing, "__wrapped__")
+
+
+def test_an_interpreter_that_its_numpy_breaks_is_refused() -> None:
+    for triton, numpy in [((3, 6), "2.3.5"), ((3, 7), "2.4.6"), ((3, 9), "2.10.0"), ((3, 6), "1.26.4")]:
+        private.check_interpreter(triton, numpy)
+    for numpy in ("2.4.0", "2.4.6", "2.10.0", "3.0.0rc1"):
+        with pytest.raises(ImportError, match=rf"triton 3\.6 expects numpy<2\.4, got numpy {numpy} \(pip install"):
+            private.check_interpreter((3, 6), numpy)

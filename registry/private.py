@@ -5,6 +5,7 @@ does the same, what needs the name raises when it is called and says so; those a
 """
 
 import functools
+import importlib.metadata
 import os
 import pkgutil
 import shutil
@@ -215,14 +216,27 @@ def addmm_activation(bias: Tensor, x: Tensor, weight: Tensor, out: Tensor, *, ge
 # Triton.
 
 _TRUE = ("1", "true", "yes", "on", "y")
+TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 _runtime, _compilation = _find("triton.knobs.runtime"), _find("triton.knobs.compilation")
 INTERPRET: bool = _attribute(_runtime, "interpret", lambda _: os.environ.get("TRITON_INTERPRET", "").lower() in _TRUE)
 """TRITON_INTERPRET=1: kernels run on the CPU in Triton's interpreter. Triton decides at import, and so do we."""
+
+
+def check_interpreter(triton_version: tuple[int, ...], numpy_version: str) -> None:
+    """Refuse the one pair of releases whose interpreter fails at any loop: numpy 2.4 makes no number of `[1]` there."""
+    if triton_version < (3, 7) and tuple(int(part) for part in numpy_version.split(".")[:2]) >= (2, 4):
+        found = ".".join(map(str, triton_version))
+        raise ImportError(
+            f"TRITON_INTERPRET=1: the interpreter of triton {found} expects numpy<2.4, got numpy {numpy_version} "
+            "(pip install 'numpy<2.4'; without TRITON_INTERPRET any numpy will do)"
+        )
+
+
+if INTERPRET:
+    check_interpreter(TRITON, importlib.metadata.version("numpy"))
+
 drivers: Any = _find("triton.runtime.driver.driver")
 """Its `active` is the driver of the GPU."""
-
-
-TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
 def _knows_launch() -> bool:
