@@ -6,6 +6,7 @@ TRAIN_ARGS ?=
 TEST_ARGS ?=
 OPCHECK_ARGS ?=
 BENCH_ARGS ?=
+MATRIX_ARGS ?=
 
 # $(call needs,EXTRA...) is what must be installed before a verb runs; nothing with an empty VENV.
 ifeq ($(strip $(VENV)),)
@@ -20,7 +21,7 @@ endif
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test opcheck bench docs lint wheel clean
+.PHONY: help train test opcheck bench matrix docs lint wheel clean
 
 help:
 	@echo 'usage: make VERB [VARIABLE=...]'
@@ -29,6 +30,7 @@ help:
 	@echo '  test      the test suite, and the kernels in Triton'\''s interpreter TEST_ARGS'
 	@echo '  opcheck   what every operator promises, as a table                 OPCHECK_ARGS'
 	@echo '  bench     time and memory of every operator beside PyTorch        BENCH_ARGS'
+	@echo '  matrix    llmk on three releases of PyTorch, 12 GB of them      MATRIX_ARGS'
 	@echo '  docs      the documentation, into docs/_build/html'
 	@echo '  lint      format, lint and type checks; changes nothing'
 	@echo '  wheel     the wheel and the source archive, into dist/'
@@ -54,6 +56,10 @@ opcheck: $(call needs,test)
 bench: $(call needs,bench)
 	$(PY) -m benchmarks.run $(BENCH_ARGS)
 
+# Not part of CI: each release gets an environment of its own in .matrix/.
+matrix: $(call needs,test)
+	$(PY) -m compile_tests.matrix $(MATRIX_ARGS)
+
 docs: $(call needs,docs)
 	$(PY) -m sphinx -W --keep-going -b html docs docs/_build/html
 
@@ -68,7 +74,7 @@ wheel: $(call needs,build)
 	$(PY) -m build
 
 clean:
-	rm -rf .venv build dist llmk.egg-info docs/_build docs/ops .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .matrix build dist llmk.egg-info docs/_build docs/ops .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 ifneq ($(strip $(VENV)),)

@@ -1,0 +1,37 @@
+"""Writes the table of the releases of PyTorch that `make matrix` ran llmk on."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))  # compile_tests/ is not installed
+
+from compile_tests.matrix_checks import CHECKS  # noqa: E402 the path comes first
+
+RESULT = ROOT / "docs" / "versions.json"
+
+
+def version_table() -> str:
+    results: dict[str, Any] = json.loads(RESULT.read_text())
+    columns = list(results)
+    lines = [f"| | {' | '.join(f'torch {version}' for version in columns)} |", "|---|" + "---|" * len(columns)]
+    for name in ("triton", "numpy", "transformers", "python"):
+        lines.append(_row(name, [row["versions"][name] for row in results.values()]))
+    lines += [_row(fn.__doc__ or name, [_cell(row["checks"], name) for row in results.values()])
+              for name, fn in CHECKS.items()]  # fmt: skip
+    lines.append(_row("checked on", [row["date"] for row in results.values()]))
+    return "\n".join([":::{container} results", "", *lines, "", ":::", ""])
+
+
+def _row(head: str, cells: list[str]) -> str:
+    return f"| {head} | {' | '.join(cells)} |"
+
+
+def _cell(checks: dict[str, Any], name: str) -> str:
+    if name not in checks:
+        return "not run"
+    check = checks[name]
+    said = "" if name == "import" and check["passed"] else f": {check['said']}"
+    return f"{'ok' if check['passed'] else '**failed**'}{said.replace('|', '/')}"
