@@ -1,8 +1,8 @@
 """torch.set_default_dtype and torch.set_default_device change nothing: no factory leaves its dtype or device open."""
 
 import ast
-import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from llmk.opcheck.calls import Outcome, call, incoming_gradients
+from llmk.opcheck.inputs import with_default_dtype
 from llmk.registry import OPS, Op, Sample
 from llmk.registry.launch import INTERPRET
 
@@ -68,18 +69,8 @@ def test_every_factory_has_a_dtype_and_a_device() -> None:
     assert not found, "\n".join(found)
 
 
-@contextlib.contextmanager
-def default(value: torch.dtype | str) -> Iterator[None]:
-    if isinstance(value, str):
-        with torch.device(value):
-            yield
-        return
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(value)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(previous)
+def default(value: torch.dtype | str) -> AbstractContextManager[Any]:
+    return torch.device(value) if isinstance(value, str) else with_default_dtype(value)
 
 
 def bits(outcome: Outcome) -> list[torch.Tensor]:

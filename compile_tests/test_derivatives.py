@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from llmk.opcheck.accuracy import accuracy_violation
 from llmk.opcheck.calls import call, require_accurate
-from llmk.opcheck.inputs import as_list, differentiable_inputs, prepare
+from llmk.opcheck.inputs import as_list, differentiable_inputs, prepare, with_default_dtype
 from llmk.opcheck.truth import to_float64
 from llmk.registry import OPS, KernelOp, Op, Sample, whole_only
 from llmk.registry.launch import set_short_path_enabled
@@ -148,16 +148,6 @@ def test_an_exported_and_decomposed_program_trains(name: str) -> None:
             require_accurate(op, sample, call(op, sample, wanted, fn=trained))
 
 
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(previous)
-
-
 def in_another_thread(fn: Callable[[], Any]) -> Any:
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(fn).result()
@@ -170,8 +160,8 @@ def inside(context: Callable[[], AbstractContextManager[Any]], fn: Callable[[], 
 
 SETTINGS: dict[str, Callable[[Callable[[], Any]], Any]] = {
     "default device": partial(inside, partial(torch.device, "meta")),
-    "default bfloat16": partial(inside, partial(default_dtype, torch.bfloat16)),
-    "default float64": partial(inside, partial(default_dtype, torch.float64)),
+    "default bfloat16": partial(inside, partial(with_default_dtype, torch.bfloat16)),
+    "default float64": partial(inside, partial(with_default_dtype, torch.float64)),
     "thread": in_another_thread,
 }
 

@@ -60,6 +60,17 @@ def note(sample: Sample) -> None:
         watcher(sample)
 
 
+@contextlib.contextmanager
+def with_default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Another default dtype inside, the caller's again after."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def copy_with_layout(tensor: Tensor) -> Tensor:
     """A copy with its own memory and the same strides and offset, gaps and overlaps included."""
     storage = tensor.untyped_storage().clone()

@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from llmk.opcheck.calls import call, device_of, float_dtype, one_of_each, require_accurate
-from llmk.opcheck.inputs import BrokenPromise, NothingToCheck, Outcome, same_results
+from llmk.opcheck.inputs import BrokenPromise, NothingToCheck, Outcome, same_results, with_default_dtype
 from llmk.registry import Op, Sample
 from llmk.registry.launch import INTERPRET
 
@@ -20,24 +20,14 @@ Setting = Callable[[], AbstractContextManager[Any]]
 def default_dtype(op: Op, samples: Sequence[Sample]) -> None:
     """6: another default dtype changes no bit, and no result when compiled."""
     for dtype in (torch.bfloat16, torch.float64):
-        _require_unchanged(op, samples, partial(_default_dtype, dtype), f"the default dtype {dtype}")
-    _require_accurate_compiled(op, samples, partial(_default_dtype, torch.bfloat16))
+        _require_unchanged(op, samples, partial(with_default_dtype, dtype), f"the default dtype {dtype}")
+    _require_accurate_compiled(op, samples, partial(with_default_dtype, torch.bfloat16))
 
 
 def default_device(op: Op, samples: Sequence[Sample]) -> None:
     """6: another default device changes no bit, and no result when compiled."""
     _require_unchanged(op, samples, partial(torch.device, "meta"), "the default device meta")
     _require_accurate_compiled(op, samples, partial(torch.device, "meta"))
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _require_unchanged(op: Op, samples: Sequence[Sample], setting: Setting, what: str) -> None:
