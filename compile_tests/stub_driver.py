@@ -8,6 +8,7 @@ import contextlib
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -29,6 +30,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from llmk.registry import use_kernels_on_cpu
+
+ROOT = Path(__file__).resolve().parent.parent
 
 aten = torch.ops.aten
 
@@ -115,7 +118,7 @@ def generated_code(step: Callable[..., torch.Tensor], *args: Any) -> list[str]:
         stack.enter_context(torch._inductor.config.patch(options))
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
         _, code = run_and_get_code(lambda: torch.compile(step, fullgraph=True)(*args).backward())
-    return code
+    return [text.replace(str(ROOT), "") for text in code]  # names of folders are not code
 
 
 @dataclass(frozen=True)

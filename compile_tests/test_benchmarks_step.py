@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 
+import llmk.transformers
 from benchmarks import plot
 from benchmarks.models import MODELS, VARIANTS, as_variant
 from benchmarks.profiling import group_of
@@ -68,7 +69,7 @@ def test_every_model_is_patched_everywhere(name: str) -> None:
         assert model(input_ids=tokens, labels=tokens).logits is None
     norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
     assert len(norms) > 4
-    assert all("forward" in vars(norm) for norm in norms)
+    assert llmk.transformers.patch(model).replaced["norm"] == len(norms)  # of a patched model, its report
 
 
 def test_what_liger_replaces_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:

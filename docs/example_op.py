@@ -82,7 +82,8 @@ def _(input: Tensor, negative_slope: float) -> Tensor:
 def _(grad: Tensor, input: Tensor, negative_slope: float) -> Tensor:
     x = input.float()
     leaky = torch.where(x > 0, x, negative_slope * x)
-    dx = grad.float() * 2 * leaky * torch.where(x > 0, 1.0, negative_slope)
+    dx = grad.float() * 2 * leaky
+    dx = torch.where(x > 0, dx, negative_slope * dx)
     return dx.to(input.dtype).contiguous()
 
 
