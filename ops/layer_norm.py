@@ -32,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops._layer_norm_long import long_backward, long_forward, long_programs, wide_backward
-from llmk.ops._norm import affine_gradient, centered, known_rest, sum_affine, sum_pair
+from llmk.ops._norm import affine_gradient, centered, known_rest, not_negative, sum_affine, sum_pair
 from llmk.ops._rows import aligned, as_rows
 from llmk.registry import (
     PARTIAL,
@@ -72,13 +72,13 @@ def layer_norm_kernel(
     cols = tl.arange(0, BLOCK_N)
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    mean = tl.sum(x, axis=1) / N  # [BLOCK_M]
+    mean = tl.sum(x * tl.div_rn(1.0, tl.cast(N, tl.float32)), axis=1)  # [BLOCK_M], the sum may be past float32
     c = tl.where(mask, x - mean[:, None], 0.0)
     rest, squares = sum_pair(c, c * c, 1)  # type: ignore[misc]
     rest = known_rest(rest / N, squares / N)
     mean += rest
     c -= rest[:, None]  # from c, not from x: two copies of a wide row in registers take half of the time again
-    var = tl.maximum(squares / N - rest * rest, 0.0) + eps
+    var = not_negative(squares / N - rest * rest) + eps  # type: ignore[misc]
     y = c * tl.div_rn(1.0, tl.sqrt_rn(var))[:, None]
     if w_ptr is not None:
         y *= tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
