@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+from llmk.opcheck.calls import incoming_gradients, require_accurate
+from llmk.opcheck.inputs import BrokenPromise, Outcome
 from llmk.registry import OPS, PARTIAL, KernelOp, Op, Sample, whole_only
 
 CPU = torch.device("cpu")
@@ -129,31 +131,28 @@ def differences(
     function: Callable[..., Any],
     communicates: bool | None,
 ) -> list[str]:
-    """What a call on split tensors gives that the op on whole ones does not, outputs and gradients.
+    """What the accuracy rule says of a call on split tensors, its outputs and gradients put together again.
 
     With `communicates` it must send something between processes, or with False nothing; None if that cannot be counted.
     """
     arguments = op.bind(sample)
     wanted = [name for name in op.differentiable if arguments.get(name) is not None]
-    whole = {n: v.detach().requires_grad_(n in wanted) if isinstance(v, Tensor) else v for n, v in arguments.items()}
     split = arguments | {
         name: distributed(arguments[name].detach(), mesh, placements).requires_grad_(name in wanted)
         for name, placements in way.items()
     }
-    expected = _as_tuple(op.overload(**whole))
-    gradients = [torch.randn_like(y) for y in expected]
-    expected += torch.autograd.grad(expected, [whole[name] for name in wanted], gradients)
     with contextlib.nullcontext() if communicates is None else CommDebugMode() as counter:
         found = _as_tuple(function(**split))
-        received = [distributed(g, mesh, _of_gradient(y)) for g, y in zip(gradients, found, strict=True)]
-        names = [f"output {i}" for i in range(len(found))] + [f"gradient of {name}" for name in wanted]
-        found += torch.autograd.grad(found, [split[name] for name in wanted], received)
+        incoming = zip(incoming_gradients(found), found, strict=True)
+        received = [distributed(gradient, mesh, _of_gradient(y)) for gradient, y in incoming]
+        gradients: Any = torch.autograd.grad(found, [split[name] for name in wanted], received)
     wrong = [] if counter is None else _count(counter, bool(communicates))
-    for name, a, b in zip(names, found, expected, strict=True):
-        try:
-            torch.testing.assert_close(a.full_tensor(), b, equal_nan=True)
-        except AssertionError as error:
-            wrong.append(f"{name}: {str(error).splitlines()}")
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    whole = dict(zip(wanted, (gradient.full_tensor() for gradient in gradients), strict=True))
+    try:
+        require_accurate(op, sample, Outcome(tensors, [y.full_tensor() for y in found], whole))
+    except BrokenPromise as broken:
+        wrong.append(str(broken))
     return [f"{op.name}, {sample.why}, {way}: {line}" for line in wrong]
 
 
@@ -174,7 +173,10 @@ def _count(counter: CommDebugMode, communicates: bool) -> list[str]:
 
 def _means_rows(op: Op, sample: Sample) -> bool:
     """A mean over rows adds up their losses and their number: that is all that any operator sends."""
-    return op.name in ("cross_entropy", "giou_loss") and op.bind(sample).get("reduction", "mean") == "mean"
+    return (
+        op.name in ("cross_entropy", "fused_linear_ce", "giou_loss")
+        and op.bind(sample).get("reduction", "mean") == "mean"
+    )
 
 
 def operators(mesh: DeviceMesh) -> Iterator[str]:
@@ -242,8 +244,34 @@ def not_by_rule(mesh: DeviceMesh) -> Iterator[str]:
             yield f"inference mode: expected rows, got {y.placements}"
 
 
+def mean_of_tokens(mesh: DeviceMesh) -> Iterator[str]:
+    """A mean over tokens that are split adds two numbers up; tokens, weights and gradients stay where they are."""
+    x, linear_weight, target = torch.randn(6, 8), torch.randn(12, 8), torch.tensor([1, -100, 3, 11, -100, 5])
+    way = {"input": (Shard(0),), "linear_weight": (Replicate(),), "target": (Shard(0),)}
+    weighted = way | {"weight": (Replicate(),)}
+    for targets, options, ways_of in [
+        (target, {}, way),
+        (target, {"weight": torch.rand(12)}, weighted),
+        (torch.full((6,), -100), {}, way),
+    ]:
+        sample = Sample((x, linear_weight, targets), options, why="a mean of split tokens")
+        yield from differences(OPS["fused_linear_ce"], sample, mesh, ways_of, OPS["fused_linear_ce"].overload, True)
+    inputs = [distributed(t, mesh, p) for t, p in ((x, (Shard(0),)), (linear_weight, (Replicate(),)))]
+    split_target = distributed(target, mesh, (Shard(0),))
+    with CommDebugMode() as counter:
+        loss = OPS["fused_linear_ce"].overload(*(t.requires_grad_() for t in inputs), split_target)
+        gradients: Any = torch.autograd.grad(loss, inputs, torch.ones_like(loss))
+    dx, dw = gradients
+    sent = {str(op): count for op, count in counter.get_comm_counts().items()}
+    if any("all_reduce" not in op for op in sent):
+        yield f"a mean of split tokens: expected sums of numbers alone, got {sent}"
+    if dx.placements != (Shard(0),) or not dw.placements[0].is_partial():
+        yield f"a mean of split tokens: expected gradients that stay split, got {dx.placements} and {dw.placements}"
+
+
 def on_two_processes(mesh: DeviceMesh) -> Iterator[str]:
     """All that two processes do, in one start of them."""
     yield from operators(mesh)
     yield from compiled(mesh)
     yield from not_by_rule(mesh)
+    yield from mean_of_tokens(mesh)

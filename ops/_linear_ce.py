@@ -66,13 +66,18 @@ def losses_and_gradients(call: Call, gradients: LinearGradients, of_rows: Tensor
 
 
 def reduced(
-    call: Call, mean: bool, need: tuple[bool, bool, bool]
+    call: Call, reduction: str, need: tuple[bool, bool, bool]
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """The sum or mean of the losses, its divisor, and the gradients of the sum."""
+    """The sum or mean of the losses, its divisor, and the gradients of the sum.
+
+    "total" is the sum, with the divisor of the mean: what processes with some tokens each add up first.
+    """
     gradients = LinearGradients(call.linear, need, call.dx_dtype)
-    loss, counts, _ = losses_and_gradients(call, gradients, _gradient_of_rows(call, mean))
-    if mean:
+    loss, counts, _ = losses_and_gradients(call, gradients, _gradient_of_rows(call, reduction == "mean"))
+    if reduction == "mean":
         loss, divisor = call.row_loss.mean(loss, counts)
+    elif reduction == "total":
+        loss, divisor = call.row_loss.sum(loss), call.row_loss.sum(counts)
     else:
         loss, divisor = call.row_loss.sum(loss), torch.ones((), dtype=torch.float32, device=loss.device)
     dw = gradients.dw.to(saved_dtype(call.linear.x.dtype))

@@ -41,7 +41,7 @@ from llmk.ops._linear_ce import (
 from llmk.ops._row_loss import CPU, KERNELS
 from llmk.ops._row_loss_short import LONGEST_SHORT
 from llmk.ops.cross_entropy import check_loss_options, cross_entropy_reference
-from llmk.registry import PARTIAL, WHOLE, Cost, KernelOp, Sample, public_op, row_axes, whole_only
+from llmk.registry import PARTIAL, WHOLE, Cost, KernelOp, Sample, is_sharded, public_op, row_axes, whole_only
 from llmk.registry.launch import PLAIN_TENSORS
 
 
@@ -56,13 +56,13 @@ def fused_linear_ce_reference(
 def _fused_linear_ce_fwd(
     input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, weight: Tensor | None,
     ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, chunk_size: int,
-    mean: bool, need_dx: bool, need_dw: bool, need_db: bool,
+    reduction: str, need_dx: bool, need_dw: bool, need_db: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     call = Call.of(
         KERNELS, input, linear_weight, linear_bias, target, weight,
         ignore_index, label_smoothing, softcap, z_loss, chunk_size,
     )  # fmt: skip
-    loss, divisor, (dx, dw, db) = reduced(call, mean, (need_dx, need_dw, need_db))
+    loss, divisor, (dx, dw, db) = reduced(call, reduction, (need_dx, need_dw, need_db))
     return loss, divisor, dx, dw, db
 
 
@@ -97,8 +97,8 @@ fused_linear_ce_rows_bwd = KernelOp(_fused_linear_ce_rows_bwd, opaque=True)
 
 @fused_linear_ce_fwd.register_kernel("cpu")
 def _(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    *call, mean, need_dx, need_dw, need_db = args
-    loss, divisor, (dx, dw, db) = reduced(Call.of(CPU, *call), mean, (need_dx, need_dw, need_db))
+    *call, reduction, need_dx, need_dw, need_db = args
+    loss, divisor, (dx, dw, db) = reduced(Call.of(CPU, *call), reduction, (need_dx, need_dw, need_db))
     return loss, divisor, dx, dw, db
 
 
@@ -132,11 +132,12 @@ def _(input: Tensor, linear_weight: Tensor, *args: Any) -> tuple[Tensor, Tensor,
 
 @fused_linear_ce_fwd.register_sharding
 def _(input, *args):
-    *_, mean, need_dx, _, _ = args
-    if mean:
+    *_, reduction, need_dx, _, _ = args
+    if reduction == "mean":
         return whole_only()
+    divisor = PARTIAL if reduction == "total" else WHOLE
     return [
-        ([PARTIAL, WHOLE, axis if need_dx else WHOLE, PARTIAL, PARTIAL], [axis, WHOLE, WHOLE, axis, WHOLE])
+        ([PARTIAL, divisor, axis if need_dx else WHOLE, PARTIAL, PARTIAL], [axis, WHOLE, WHOLE, axis, WHOLE])
         for axis in row_axes(input)
     ]
 
@@ -174,13 +175,16 @@ def _(input: Tensor, linear_weight: Tensor, *args: Any, out_val: Any = None) -> 
 
 def _setup_context(ctx, inputs, output) -> None:
     input, *_ = inputs
-    _, *saved = output
+    _, divisor, *gradients = output
+    *_, reduction, _, _, _ = inputs
     ctx.dtype = input.dtype
-    ctx.save_for_backward(*saved)
+    # The total's divisor is for whoever asked for it: its gradient is that of a sum.
+    ctx.save_for_backward(None if reduction == "total" else divisor, *gradients)
 
 
 def _backward(ctx, grad):
     divisor, *gradients = ctx.saved_tensors
+    divisor = torch.ones_like(grad) if divisor is None else divisor
     wanted = ctx.needs_input_grad[:3]
     scaled = [
         scale(gradient, grad, divisor, ctx.dtype) if want else None
@@ -371,5 +375,16 @@ def fused_linear_ce(
     if reduction == "none":
         losses, _ = fused_linear_ce_rows_fwd(*call)
         return losses
-    loss, *_ = fused_linear_ce_fwd(*call, reduction == "mean")
+    if reduction == "mean" and is_sharded(input, linear_weight, target):
+        total, divisor, *_ = fused_linear_ce_fwd(*call, "total")
+        return _mean_of_all(total, divisor.detach(), weight)
+    loss, *_ = fused_linear_ce_fwd(*call, reduction)
     return loss
+
+
+def _mean_of_all(total: Tensor, divisor: Tensor, weight: Tensor | None) -> Tensor:
+    """Over the tokens of all processes. Without weights none counts where the divisor is 0: NaN, and no gradient."""
+    if weight is not None:
+        return total / divisor
+    nothing = divisor == 0
+    return total / torch.where(nothing, 1.0, divisor) + torch.where(nothing, float("nan"), 0.0)

@@ -81,7 +81,7 @@ def _vocab_parallel_linear_ce_fwd(
         SLICE_KERNELS, input, linear_weight, linear_bias, target, weight,
         ignore_index, label_smoothing, softcap, z_loss, chunk_size, vocab_start, num_classes, group_name, dx_group_name,
     )  # fmt: skip
-    loss, divisor, (dx, dw, db) = reduced(call, mean, (need_dx, need_dw, need_db))
+    loss, divisor, (dx, dw, db) = reduced(call, "mean" if mean else "sum", (need_dx, need_dw, need_db))
     return loss, divisor, dx, dw, db
 
 
@@ -119,7 +119,9 @@ vocab_parallel_linear_ce_rows_bwd = KernelOp(_vocab_parallel_linear_ce_rows_bwd,
 @vocab_parallel_linear_ce_fwd.register_kernel("cpu")
 def _(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     *call, mean, need_dx, need_dw, need_db = args
-    loss, divisor, (dx, dw, db) = reduced(_call_of(SLICE_CPU, *call), mean, (need_dx, need_dw, need_db))
+    loss, divisor, (dx, dw, db) = reduced(
+        _call_of(SLICE_CPU, *call), "mean" if mean else "sum", (need_dx, need_dw, need_db)
+    )
     return loss, divisor, dx, dw, db
 
 
