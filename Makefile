@@ -78,8 +78,8 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 ifneq ($(strip $(VENV)),)
-# A stamp file marks each extra as installed until pyproject.toml or constraints.txt changes.
-$(VENV)/.installed-%: $(VENV)/.made pyproject.toml constraints.txt
+# A stamp file marks each extra as installed until pyproject.toml, setup.py or constraints.txt changes.
+$(VENV)/.installed-%: $(VENV)/.made pyproject.toml setup.py constraints.txt
 	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[$*]'
 	@touch $@
 

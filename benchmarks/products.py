@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops._chunked_linear import ChunkedLinear, add_product
+from llmk.ops.linear_loss._chunked_linear import ChunkedLinear, add_product
 
 
 def linear_ce_products(

@@ -48,7 +48,7 @@ def dispatched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
                 frame = frame.f_back
             calls.append(found)
 
-    monkeypatch.setattr(sys.modules["llmk.ops.rms_norm"], "check_dtype", probe)
+    monkeypatch.setattr(sys.modules["llmk.ops.norm.rms_norm"], "check_dtype", probe)
     return calls
 
 

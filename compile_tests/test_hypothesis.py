@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import llmk.ops.linear_act
+import llmk.ops.linear.linear_act
 from llmk.opcheck.calls import call, differentiable_inputs, require_accurate
-from llmk.ops._row_loss_short import LONGEST_SHORT
+from llmk.ops.loss.row_loss_short import LONGEST_SHORT
 from llmk.registry import OPS, Sample
 from llmk.registry.launch import INTERPRET
 
@@ -215,8 +215,8 @@ def test_linear_act(data, dtype, rows, K, N, layout, device: torch.device) -> No
     activation = data.draw(st.sampled_from(["none", "relu", "relu_squared", "gelu", "gelu_tanh", "silu"]))
     paths = ["chosen", "separate"] + ["fused"] * (dtype != torch.float32) + ["epilogue"] * (activation == "relu")
     path = data.draw(st.sampled_from(paths))
-    chosen = llmk.ops.linear_act.choose_path if path == "chosen" else lambda *_: path
-    with mock.patch.object(llmk.ops.linear_act, "choose_path", chosen):
+    chosen = llmk.ops.linear.linear_act.choose_path if path == "chosen" else lambda *_: path
+    with mock.patch.object(llmk.ops.linear.linear_act, "choose_path", chosen):
         check("linear_act", tuple(args), {"activation": activation}, data)
 
 

@@ -11,7 +11,7 @@ from triton.compiler import make_backend
 from triton.runtime import driver
 from triton.runtime.jit import create_function_from_signature
 
-from llmk.ops.gated_units import gated_unit_kernel
+from llmk.ops.pointwise.gated_units import gated_unit_kernel
 from llmk.registry import launcher, set_short_path_enabled, wrap_triton
 from llmk.registry.launch import INTERPRET
 from llmk.registry.launcher import Launcher

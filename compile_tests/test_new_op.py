@@ -19,7 +19,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("new_op") / "llmk"
     made = shutil.ignore_patterns(".*", "__pycache__", "_build", "build", "dist", "runs", "*.egg-info")
     shutil.copytree(ROOT, root, symlinks=True, ignore=made)
-    shutil.copy(ROOT / "docs" / "example_op.py", root / "ops" / f"{NAME}.py")
+    shutil.copy(ROOT / "docs" / "example_op.py", root / "ops" / "pointwise" / f"{NAME}.py")
     return root
 
 

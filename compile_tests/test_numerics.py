@@ -8,7 +8,7 @@ import torch
 
 from llmk.opcheck import path_taken
 from llmk.opcheck.calls import call, require_accurate
-from llmk.ops._row_loss_short import LONGEST_SHORT
+from llmk.ops.loss.row_loss_short import LONGEST_SHORT
 from llmk.registry import OPS, Op
 from llmk.registry.launch import INTERPRET
 

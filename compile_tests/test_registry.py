@@ -44,7 +44,7 @@ def register(name: str, kernel: KernelOp, *, module: str = "llmk.ops.test", diff
 
 
 def test_refuses_a_second_registration() -> None:
-    with pytest.raises(RuntimeError, match=re.escape("llmk::rms_norm is already registered by llmk.ops.rms_norm")):
+    with pytest.raises(RuntimeError, match=re.escape("llmk::rms_norm is already registered by llmk.ops.norm.rms_norm")):
         register("rms_norm", kernel_op("_test_second"))
 
 
@@ -95,11 +95,11 @@ def test_refuses_a_schema_that_is_not_the_functions() -> None:
 
 def test_the_folder_at_the_root_is_not_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """`import ops` finds the folder when Python runs at the root; its operators must not register a second time."""
-    source = sys.modules["llmk.ops.gated_units"].__file__
+    source = sys.modules["llmk.ops.pointwise.gated_units"].__file__
     assert source is not None
-    module = types.ModuleType("ops.gated_units")
+    module = types.ModuleType("ops.pointwise.gated_units")
     before = dict(OPS)
-    with open(source) as file, pytest.raises(RuntimeError, match=r"comes from module 'ops.gated_units'"):
+    with open(source) as file, pytest.raises(RuntimeError, match=r"comes from module 'ops.pointwise.gated_units'"):
         exec(compile(file.read(), source, "exec"), vars(module))
     assert before == OPS
 

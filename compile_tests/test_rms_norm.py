@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llmk.functional import add_rms_norm, rms_norm
 from llmk.opcheck.calls import call, incoming_gradients, require_accurate
-from llmk.ops._rows import strided_rows
+from llmk.ops.common.rows import strided_rows
 from llmk.registry import OPS, Sample
 from llmk.registry.launch import INTERPRET, ops_in_graph_as, record_launches
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from llmk.opcheck.accuracy import accuracy_violation
-from llmk.ops._row_loss_short import LONGEST_SHORT
+from llmk.ops.loss.row_loss_short import LONGEST_SHORT
 
 ops = torch.ops.llmk
 VOCABULARIES = pytest.mark.parametrize("V", [10, LONGEST_SHORT + 1])

@@ -22,11 +22,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from llmk.functional import fused_linear_ce, vocab_parallel_linear_ce
 from llmk.opcheck.calls import call, require_accurate
-from llmk.ops._row_loss import CPU, KERNELS
-from llmk.ops._row_loss_math import Columns, Options
-from llmk.ops._row_loss_short import LONGEST_SHORT
-from llmk.ops._row_loss_slices import SLICE_CPU, SLICE_KERNELS, row_loss_over
-from llmk.ops._vocab_shards import mesh_dim_of_classes
+from llmk.ops.linear_loss._row_loss_slices import SLICE_CPU, SLICE_KERNELS, row_loss_over
+from llmk.ops.linear_loss._vocab_shards import mesh_dim_of_classes
+from llmk.ops.loss.row_loss import CPU, KERNELS
+from llmk.ops.loss.row_loss_math import Columns, Options
+from llmk.ops.loss.row_loss_short import LONGEST_SHORT
 from llmk.registry import OPS, Sample
 from llmk.registry.launch import INTERPRET
 

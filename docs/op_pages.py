@@ -1,6 +1,5 @@
 """Writes one page for every operator, from its record alone: `python docs/op_pages.py [folder]`."""
 
-import importlib
 import inspect
 import re
 import sys
@@ -124,7 +123,7 @@ def _schema(op: Op) -> str:
 
 def _python_function(op: Op) -> str:
     """The docstring as Sphinx renders a Python function's."""
-    function = getattr(importlib.import_module(op.module), op.name)
+    function = getattr(sys.modules[op.module], op.name)
     prefix = "llmk.functional" if hasattr(llmk.functional, op.name) else "torch.ops.llmk"
     signature = str(inspect.signature(function)).replace("torch.Tensor", "Tensor")
     docstring = GoogleDocstring(op.doc, Config(napoleon_use_param=True, napoleon_use_rtype=False), what="function")
@@ -133,11 +132,13 @@ def _python_function(op: Op) -> str:
 
 
 def _math(op: Op) -> Iterator[str]:
-    """The docstring of the operator's file, and of the private files that it names."""
-    package = op.module.rpartition(".")[0]
-    docs = [inspect.getdoc(importlib.import_module(op.module)) or ""]
-    for shared in dict.fromkeys(re.findall(r"\b(_\w+)\.py\b", docs[0])):
-        docs.append(inspect.getdoc(importlib.import_module(f"{package}.{shared}")) or "")
+    """The docstring of the operator's file, and of the files it names that hold no operator."""
+    files = {name.rpartition(".")[2]: module for name, module in sys.modules.items() if name.startswith("llmk.ops.")}
+    operators = {op.module for op in OPS.values()}
+    docs = [inspect.getdoc(sys.modules[op.module]) or ""]
+    for shared in dict.fromkeys(re.findall(r"\b(\w+)\.py\b", docs[0])):
+        if files[shared].__name__ not in operators:
+            docs.append(inspect.getdoc(files[shared]) or "")
     for doc in docs:
         for block in re.split(r"\n\n(?=\S)|\n\n(?= )", doc):
             indented = all(line.startswith("    ") for line in block.splitlines() if line)

@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 import llmk
 from llmk.functional import giou_loss
-from llmk.ops.giou_loss import giou_loss_reference
+from llmk.ops.loss.giou_loss import giou_loss_reference
 
 matplotlib.use("Agg")  # draws into files, needs no screen
 import matplotlib.pyplot as plt

@@ -17,6 +17,6 @@ def add_sources_to_cache_key() -> None:
     """
     digest = hashlib.sha256()
     for package in (llmk.ops, llmk.registry):
-        for path in sorted(Path(package.__path__[0]).glob("*.py")):
+        for path in sorted(Path(package.__path__[0]).glob("**/*.py")):
             digest.update(path.read_bytes())
     torch.compiler.config.cache_key_tag += f"|llmk-{digest.hexdigest()[:16]}"

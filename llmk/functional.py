@@ -1,21 +1,21 @@
 """The public operators as typed functions; each calls `torch.ops.llmk.NAME`."""
 
-from llmk.ops.add import add
-from llmk.ops.add_rms_norm import add_rms_norm
-from llmk.ops.cross_entropy import cross_entropy
-from llmk.ops.fused_linear_ce import fused_linear_ce
-from llmk.ops.gated_units import geglu, swiglu
-from llmk.ops.giou_loss import giou_loss
-from llmk.ops.group_norm import group_norm
-from llmk.ops.kl_div import kl_div
-from llmk.ops.layer_norm import layer_norm
-from llmk.ops.linear_act import linear_act
-from llmk.ops.qk_norm_rope import qk_norm_rope
-from llmk.ops.relu_squared import relu_squared
-from llmk.ops.rms_norm import rms_norm
-from llmk.ops.rope import rope
-from llmk.ops.softmax import softmax
-from llmk.ops.vocab_parallel_linear_ce import vocab_parallel_linear_ce
+from llmk.ops.linear.linear_act import linear_act
+from llmk.ops.linear_loss.fused_linear_ce import fused_linear_ce
+from llmk.ops.linear_loss.vocab_parallel_linear_ce import vocab_parallel_linear_ce
+from llmk.ops.loss.cross_entropy import cross_entropy
+from llmk.ops.loss.giou_loss import giou_loss
+from llmk.ops.loss.kl_div import kl_div
+from llmk.ops.norm.add_rms_norm import add_rms_norm
+from llmk.ops.norm.group_norm import group_norm
+from llmk.ops.norm.layer_norm import layer_norm
+from llmk.ops.norm.rms_norm import rms_norm
+from llmk.ops.pointwise.add import add
+from llmk.ops.pointwise.gated_units import geglu, swiglu
+from llmk.ops.pointwise.relu_squared import relu_squared
+from llmk.ops.rotary.qk_norm_rope import qk_norm_rope
+from llmk.ops.rotary.rope import rope
+from llmk.ops.softmax.softmax import softmax
 
 __all__ = [
     "add",

@@ -1,7 +1,8 @@
-"""The operators, one file per family. Importing this package registers all of them."""
+"""The operators, a folder for each family of them. Importing this package registers all of them."""
 
 import importlib
 import pkgutil
 
-for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")
+_names = (module.name for module in pkgutil.walk_packages(__path__, f"{__name__}."))
+for _name in sorted(_names, key=lambda name: name.rpartition(".")[2]):
+    importlib.import_module(_name)

@@ -1,0 +1,89 @@
+"""What is built from the repository holds every operator, in whatever folder its file is."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from llmk.registry import OPS
+
+ROOT = Path(__file__).resolve().parent.parent
+NEW = Path("ops/pointwise/of_a_kind/new_op.py")
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The repository with a file in a folder that no list can know."""
+    root = tmp_path_factory.mktemp("packaging") / "llmk"
+    made = shutil.ignore_patterns(".*", "__pycache__", "_build", "build", "dist", "runs", "*.egg-info")
+    shutil.copytree(ROOT, root, symlinks=True, ignore=made)
+    (root / NEW).parent.mkdir()
+    (root / NEW.with_name("__init__.py")).touch()
+    (root / NEW).touch()
+    return root
+
+
+def build(source: Path, what: str, into: Path) -> Path:
+    code = f"import setuptools.build_meta as backend; print(backend.build_{what}({str(into)!r}))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+    return into / result.stdout.splitlines()[-1]
+
+
+def names_in(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name for name in archive.namelist() if ".dist-info/" not in name}
+
+
+def sources(root: Path) -> set[str]:
+    """Every file of the packages, under the name that it is imported by."""
+    own = {path.relative_to(root) for path in (root / "llmk").glob("**/*.py")} | {Path("llmk/py.typed")}
+    linked = {
+        path.relative_to(root) for folder in ("ops", "registry", "opcheck") for path in (root / folder).glob("**/*.py")
+    }
+    names = {path for path in own if path.parts[1] not in ("ops", "registry", "opcheck")}
+    return {str(path) for path in names | {"llmk" / path for path in linked}}
+
+
+def test_wheel_holds_every_source_and_nothing_else(copy: Path, tmp_path: Path) -> None:
+    names = names_in(build(copy, "wheel", tmp_path))
+    assert names == sources(copy)
+    assert str("llmk" / NEW) in names
+    assert {f"{op.module.replace('.', '/')}.py" for op in OPS.values()} <= names
+
+
+def test_wheel_of_the_source_archive_is_the_same(copy: Path, tmp_path: Path) -> None:
+    shutil.unpack_archive(build(copy, "sdist", tmp_path), tmp_path, filter="data")
+    (unpacked,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    assert names_in(build(unpacked, "wheel", tmp_path)) == sources(copy)
+
+
+COMPILE = """
+import torch
+from torch._dynamo.utils import counters
+import llmk
+f = torch.compile(lambda x: torch.ops.llmk.rms_norm(x))
+f(torch.ones(4, 8, requires_grad=True)).sum().backward()
+print(dict(counters["aot_autograd"]))
+"""
+
+
+def test_an_edit_in_any_folder_misses_the_cache_of_compiled_graphs(copy: Path, tmp_path: Path) -> None:
+    def compiled() -> str:
+        environment = os.environ | {"PYTHONPATH": str(copy), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+        result = subprocess.run(
+            [sys.executable, "-c", COMPILE], cwd=copy, env=environment, capture_output=True, text=True, check=False
+        )
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    hit, miss = "'autograd_cache_hit': 1", "'autograd_cache_miss': 1"
+    assert miss in compiled()
+    assert hit in compiled()
+    (copy / NEW).write_text("EDITED = True\n")
+    assert miss in compiled()
+    assert hit in compiled()

@@ -1,0 +1,1 @@
+"""What three families or more share."""

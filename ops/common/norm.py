@@ -1,0 +1,133 @@
+"""What layer_norm and group_norm share: the moments of a long row, and the sum of the affine gradients' partials."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmk.ops.common.math import everywhere
+from llmk.registry import cdiv, empty, wrap_triton
+from llmk.registry.launch import INTERPRET
+
+
+@triton.jit
+def coarse_mean(mean, var):
+    """The mean to about twelve binary digits of a deviation.
+
+    x - mean rounds alike for every x of a binade, and a sum over thousands of places shows it; x minus this is exact.
+    """
+    grid = 2048.0 * tl.minimum(tl.sqrt_rn(var), 2.0**64)  # no deviation is larger whose square is finite
+    return (mean + grid) - grid
+
+
+@triton.jit
+def not_negative(spread):
+    """What rounding left of a variance; that of a row with NaN or infinity stays NaN."""
+    return tl.maximum(spread, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def known_rest(rest, var):
+    """What is left of a mean, sum(x - mean) / N, where it is more than the rounding of x - mean; else 0.
+
+    x - mean rounds alike for every x of a binade: a rest below half a unit of a deviation may be nothing but that.
+    """
+    return tl.where(tl.abs(rest) > 2.0**-24 * tl.sqrt_rn(var), rest, 0.0)
+
+
+def centered(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x less its mean over the last axis, and the mean, corrected as `known_rest` has it."""
+    mean = (x / x.shape[-1]).sum(-1, keepdim=True)  # the sum of x may be past float32
+    c = x - mean
+    rest = c.mean(-1, keepdim=True)
+    mean = mean + torch.where(rest.abs() > 2**-24 * c.square().mean(-1, keepdim=True).sqrt(), rest, 0.0)
+    return x - mean, mean
+
+
+@triton.jit
+def _add_pairs(a0, b0, a1, b1):
+    return a0 + a1, b0 + b1
+
+
+_INTERPRET = tl.constexpr(INTERPRET)
+
+
+@triton.jit
+def sum_pair(a, b, axis: tl.constexpr):
+    """The sums of a and of b, for which the warps of a program wait once and not twice."""
+    if _INTERPRET:  # noqa: SIM108  it reduces pairs one after the other, with an error that no GPU's tree has
+        sums = tl.sum(a, axis), tl.sum(b, axis)
+    else:
+        sums = tl.reduce((a, b), axis, _add_pairs)
+    return sums
+
+
+@triton.jit
+def merge_moments(near, mean, squares, count, N):
+    """Mean and sum of squared deviations of N values in parts: of each its count, and its mean as near + mean."""
+    share = count / N  # first: the sum of all values may be past float32
+    whole = tl.sum((near + mean) * share, axis=0)
+    apart = (near - whole) + mean
+    # Corrected it is the float nearest to the mean; of equal values it is that value.
+    rest, spread = sum_pair(apart * share, squares + apart * apart * count, 0)  # type: ignore[misc]
+    rest = known_rest(rest, spread / N)
+    apart -= rest
+    return whole + rest, tl.sum(squares + apart * apart * count, axis=0)
+
+
+@triton.jit
+def row_moments(x_ptr, N, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr):
+    """Mean and sum of squared deviations of x_ptr[:N].
+
+    Each of BLOCK_N lanes follows its own by Welford's formula, and no thread waits for another before the end.
+    """
+    cols = tl.arange(0, BLOCK_N)
+    # Means are kept as differences to the lane's first value, so that a large common offset costs no digits.
+    first = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+    mean = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    squares = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    for start in tl.range(BLOCK_N, N, BLOCK_N, num_stages=NUM_STAGES):
+        mask = start + cols < N
+        x = tl.load(x_ptr + start + cols, mask=mask, other=0.0).to(tl.float32)
+        share = tl.div_rn(1.0, tl.cast(start // BLOCK_N + 1, tl.float32))
+        delta = tl.where(mask, (x - first) - mean, 0.0)
+        mean += delta * share
+        squares += delta * delta * (1.0 - share)
+    count = tl.where(cols < N, (N - 1 - cols) // BLOCK_N + 1, 0).to(tl.float32)
+    return merge_moments(first, mean, squares, count, N)  # type: ignore[misc]
+
+
+@triton.jit
+def sum_affine_kernel(partial_ptr, dw_ptr, db_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
+    part, parts = tl.program_id(1), tl.num_programs(1)
+    cols = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    partial_ptr += part.to(tl.int64) * N
+    total = tl.zeros((BLOCK_P, BLOCK_N), dtype=tl.float32)
+    for start in range(0, P, BLOCK_P):
+        rows = start + tl.arange(0, BLOCK_P).to(tl.int64)
+        mask = (rows < P)[:, None] & (cols < N)[None, :]
+        total += tl.load(partial_ptr + (rows * parts * N)[:, None] + cols[None, :], mask=mask, other=0.0)
+    result = tl.sum(total, axis=0)
+    if dw_ptr is not None:
+        first = everywhere(part == 0, cols)  # type: ignore[misc]
+        tl.store(dw_ptr + cols, result.to(dw_ptr.dtype.element_ty), mask=(cols < N) & first)
+    if db_ptr is not None:
+        last = everywhere(part == parts - 1, cols)  # type: ignore[misc]
+        tl.store(db_ptr + cols, result.to(db_ptr.dtype.element_ty), mask=(cols < N) & last)
+
+
+def sum_affine(partials: Tensor, dw: Tensor | None, db: Tensor | None) -> None:
+    """Sum float32 `[P, K, N]` over P in a fixed order in one launch: the first of the K sums is dw's, the last db's."""
+    P, K, N = partials.shape
+    # As in sum_partials: narrow blocks of columns make enough programs, wide rows have enough anyway.
+    block_p, block_n = (64, 32) if N <= 8192 else (8, 256)
+    wrap_triton(sum_affine_kernel)[(cdiv(N, block_n), K)](
+        partials, dw, db, P, N, BLOCK_P=block_p, BLOCK_N=block_n, num_warps=8
+    )
+
+
+def affine_gradient(like: Tensor | None, device: torch.device) -> Tensor:
+    """Room for the gradient of a weight or bias; for None the empty tensor that an operator returns in its place."""
+    if like is None:
+        return empty((0,), torch.float32, device)
+    return empty(like.shape, like.dtype, device)

@@ -1,0 +1,1 @@
+"""Linear layers with what follows them."""

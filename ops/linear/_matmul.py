@@ -1,0 +1,144 @@
+"""Products y = f(x @ W^T + b): one in Triton, cuBLASLt's with its own epilogue, and cuBLAS's with a kernel over it.
+
+Each program of the Triton product makes one tile of y: it walks K in blocks, sums in float32, and finishes the tile in
+registers. Tiles are numbered in groups of GROUP_M rows of tiles, column by column, so that the programs that run at the
+same time share blocks of x and W in L2.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmk.ops.common.activations import activate
+from llmk.registry import cdiv, example_of, next_power_of_2, num_programs, wrap_triton
+from llmk.registry.launch import INTERPRET
+from llmk.registry.private import addmm_activation
+
+
+@triton.jit
+def activate_kernel(z_ptr, y_ptr, count, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr):
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    z = tl.load(z_ptr + offsets, mask=offsets < count, other=0.0).to(tl.float32)
+    tl.store(y_ptr + offsets, activate(z, ACTIVATION).to(y_ptr.dtype.element_ty), mask=offsets < count)
+
+
+@triton.jit
+def _store(z, bias_ptr, y_ptr, z_ptr, M, N, first_row, first_col, ACTIVATION: tl.constexpr):
+    """The epilogue of some columns: bias, activation, stores."""
+    rows, cols = tl.arange(0, z.shape[0]), tl.arange(0, z.shape[1])
+    if bias_ptr is not None:
+        z += tl.load(bias_ptr + first_col + cols, mask=cols < N - first_col, other=0.0).to(tl.float32)[None, :]
+    mask = (rows < M - first_row)[:, None] & (cols < N - first_col)[None, :]
+    first, offsets = first_row * N + first_col, rows[:, None] * N + cols[None, :]
+    if z_ptr is not None:
+        tl.store(z_ptr + first + offsets, z.to(z_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + first + offsets, activate(z, ACTIVATION).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def matmul_activation_kernel(
+    x_ptr, w_ptr, bias_ptr, y_ptr, z_ptr, M, N, K, x_stride_m, x_stride_k, w_stride_n, w_stride_k,
+    ACTIVATION: tl.constexpr, EVEN_K: tl.constexpr, WIDEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    group = tl.program_id(0) // (GROUP_M * tiles_n)
+    group_rows = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
+    within = tl.program_id(0) % (GROUP_M * tiles_n)
+    first_row = ((group * GROUP_M + within % group_rows) * BLOCK_M).to(tl.int64)
+    first_col = ((within // group_rows) * BLOCK_N).to(tl.int64)
+    rows, cols, ks = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    # Rows and columns past the end read the tile's first ones again: only K needs a mask in the loop.
+    x_rows = tl.where(first_row + rows < M, rows, 0)
+    w_cols = tl.where(first_col + cols < N, cols, 0)
+    x_ptrs = x_ptr + first_row * x_stride_m + (x_rows[:, None] * x_stride_m + ks[None, :] * x_stride_k)
+    w_ptrs = w_ptr + first_col * w_stride_n + (w_cols[None, :] * w_stride_n + ks[:, None] * w_stride_k)
+    z = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for start in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
+        if EVEN_K:
+            x, w = tl.load(x_ptrs), tl.load(w_ptrs)
+        else:
+            x = tl.load(x_ptrs, mask=(ks < K - start)[None, :], other=0.0)
+            w = tl.load(w_ptrs, mask=(ks < K - start)[:, None], other=0.0)
+        if WIDEN:
+            x, w = x.to(tl.float32), w.to(tl.float32)
+        z = tl.dot(x, w, z, input_precision="ieee")
+        x_ptrs += BLOCK_K * x_stride_k
+        w_ptrs += BLOCK_K * w_stride_k
+    # Half of the columns at a time, so that the epilogue has registers left beside the sums.
+    left, right = tl.split(tl.permute(tl.reshape(z, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+    _store(left, bias_ptr, y_ptr, z_ptr, M, N, first_row, first_col, ACTIVATION)
+    _store(right, bias_ptr, y_ptr, z_ptr, M, N, first_row, first_col + BLOCK_N // 2, ACTIVATION)
+
+
+BLOCK_M, BLOCK_N = 128, 128
+MAX_STRIDE = 2**24
+"""Offsets within a tile are 32 bits wide, and BLOCK_M rows must not be further apart."""
+
+
+def _tile(N: int, K: int, element_size: int) -> dict[str, int]:
+    """The tile and its launch, from the sizes that a batch does not change; 16 is the least that tensor cores take."""
+    # Eight warps need 128 registers each on sm_90 (138 for gelu with z), and three stages 96 KiB of its shared memory:
+    # two programs fit a multiprocessor, and one's product covers the other's epilogue. On gfx942 the stages take all of
+    # the 64 KiB that there are. 128 x 256 x 32 fits too, one program at a time, and reads a quarter less from L2; the
+    # two were not compared.
+    return {
+        "BLOCK_M": BLOCK_M,
+        "BLOCK_N": min(BLOCK_N, max(16, next_power_of_2(N))),
+        "BLOCK_K": min(128 // element_size, max(16, next_power_of_2(K))),
+        "GROUP_M": 8,
+        "NUM_STAGES": 3,
+        "num_warps": 8,
+    }
+
+
+def suits(x: Tensor, weight: Tensor) -> bool:
+    """Whether rows can be read 16 bytes at a time, and there are tiles for every multiprocessor."""
+    (M, K), N = x.shape, weight.shape[0]
+    if K % 16 != 0 or N >= MAX_STRIDE:
+        return False
+    if not all(t.stride(1) == 1 and t.stride(0) % 16 == 0 and t.stride(0) < MAX_STRIDE for t in (x, weight)):
+        return False
+    return cdiv(example_of(M), BLOCK_M) * cdiv(N, BLOCK_N) >= num_programs(x.device, 1)
+
+
+def fused_product(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, z: Tensor | None, activation: str) -> None:
+    """y = f(x @ weight^T + bias) and, where wanted, z = x @ weight^T + bias; y and z are contiguous."""
+    (M, K), N = x.shape, weight.shape[0]
+    tile = _tile(N, K, x.element_size())
+    bias = bias if bias is None else bias.contiguous()
+    wrap_triton(matmul_activation_kernel)[(cdiv(M, tile["BLOCK_M"]) * cdiv(N, tile["BLOCK_N"]),)](
+        x, weight, bias, y, z, M, N, K, x.stride(0), x.stride(1), weight.stride(0), weight.stride(1),
+        ACTIVATION=activation, EVEN_K=K % tile["BLOCK_K"] == 0,
+        WIDEN=INTERPRET,  # Triton's interpreter multiplies the integers that it keeps bfloat16 in
+        **tile,
+    )  # fmt: skip
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> None:
+    """y = x @ weight^T + bias by cuBLAS or the CPU's BLAS, which take any strides."""
+    if bias is None:
+        torch.mm(x, weight.t(), out=y)
+    else:
+        torch.addmm(bias, x, weight.t(), out=y)
+
+
+def product_activation(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, activation: str) -> None:
+    """y = f(x @ weight^T + bias) by cuBLASLt, for relu and gelu_tanh."""
+    if bias is None:  # the epilogue has no form without
+        bias = torch.zeros(weight.shape[:1], dtype=x.dtype, device=x.device)
+    # Where it cannot be fused, as for one row, PyTorch activates the rounded product in a kernel of its own.
+    addmm_activation(bias.contiguous(), x, weight.t(), y, gelu=activation == "gelu_tanh")
+
+
+ACTIVATE_BLOCK = 4096
+"""Elements a program: 32 bytes a thread in 16-bit dtypes."""
+
+
+def activate_product(z: Tensor, y: Tensor, activation: str) -> None:
+    """y = f(z), both contiguous; they may be one tensor."""
+    wrap_triton(activate_kernel)[(cdiv(y.numel(), ACTIVATE_BLOCK),)](
+        z, y, y.numel(), ACTIVATION=activation, BLOCK_N=ACTIVATE_BLOCK, num_warps=8
+    )

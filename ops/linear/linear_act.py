@@ -1,0 +1,423 @@
+r"""A linear layer and its activation, fused where the product is not slowed by more than the traffic that it saves.
+
+Sources: `torch.nn.functional.linear` for the layer, `_activations.py` for the activations f and their slopes f'; the
+vendor's epilogue, https://docs.nvidia.com/cuda/cublas/ (CUBLASLT_EPILOGUE_GELU_BIAS, the tanh form).
+
+Forward, for x [M, K], W [N, K] and b [N]:
+
+    z = x @ W^T + b
+    y = f(z)
+
+Backward, given dy:
+
+    dz = dy * f'(z)
+    dx = dz @ W
+    dW = dz^T @ x
+    db = the column sums of dz, in float32
+
+What is kept of z for the backward pass: nothing for none; y alone for relu, whose slope it tells, and for relu_squared,
+whose slope is 2 sqrt(y) with half of y's rounding error; z itself for gelu, gelu_tanh and silu, which cannot be undone,
+and where float16's range does not hold small squares. Making z again would be a fourth product, a third more time than
+forward and backward take together, to save what PyTorch's composition keeps too.
+
+The product is done in one of three ways, by `choose_path`.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmk.ops.common.activations import ACTIVATIONS, activate_with_slope, activation_with_slope
+from llmk.ops.common.activations import activation as activation_of
+from llmk.ops.common.rows import as_rows, sum_partials
+from llmk.ops.linear._matmul import activate_product, fused_product, product, product_activation, suits
+from llmk.registry import (
+    PARTIAL,
+    WHOLE,
+    Cost,
+    KernelOp,
+    Sample,
+    at_most,
+    autocast_dtype,
+    cdiv,
+    check_dtype,
+    check_option,
+    check_same,
+    check_shape,
+    next_power_of_2,
+    num_programs,
+    public_op,
+    row_axes,
+    wrap_triton,
+)
+from llmk.registry.launch import is_tracing, recording
+
+
+def linear_act_reference(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "relu"
+) -> Tensor:
+    z = torch.nn.functional.linear(input, weight, bias)
+    if activation in ("gelu", "gelu_tanh"):
+        return torch.nn.functional.gelu(z, approximate="tanh" if activation == "gelu_tanh" else "none")
+    if activation in ("relu", "relu_squared"):
+        y = torch.nn.functional.relu(z)
+        return y if activation == "relu" else y.square()
+    return torch.nn.functional.silu(z) if activation == "silu" else z
+
+
+@triton.jit
+def _dz(dy, kept, ACTIVATION: tl.constexpr, FROM_Y: tl.constexpr):
+    """dy * f'(z); kept is y where FROM_Y, else z. Zero where a relu is, whatever dy."""
+    if ACTIVATION == "relu":
+        dz = tl.where(kept <= 0.0, 0.0, dy)
+    elif ACTIVATION == "relu_squared":
+        root = tl.sqrt_rn(kept) if FROM_Y else kept
+        dz = tl.where(kept <= 0.0, 0.0, dy * (2.0 * root))
+    else:
+        _, slope = activate_with_slope(kept, ACTIVATION)  # type: ignore[misc]
+        dz = dy * slope
+    return dz
+
+
+@triton.jit
+def linear_act_backward_kernel(
+    dy_ptr, kept_ptr, dz_ptr, db_ptr, M, N, dy_stride,
+    ACTIVATION: tl.constexpr, FROM_Y: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """dz in one block of columns and a share of the rows, and that share's part of db."""
+    cols = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    share = tl.program_id(1).to(tl.int64)
+    db = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for start in tl.range(share * BLOCK_M, M, tl.num_programs(1) * BLOCK_M, num_stages=NUM_STAGES):
+        rows = start + tl.arange(0, BLOCK_M)
+        mask = (rows < M)[:, None] & (cols < N)[None, :]
+        offsets = rows[:, None] * N + cols[None, :]
+        dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        kept = tl.load(kept_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        dz = _dz(dy, kept, ACTIVATION, FROM_Y)
+        tl.store(dz_ptr + offsets, dz.to(dz_ptr.dtype.element_ty), mask=mask)
+        if db_ptr is not None:
+            db += dz
+    if db_ptr is not None:
+        tl.store(db_ptr + share * N + cols, tl.sum(db, axis=0), mask=cols < N)
+
+
+# cuBLASLt has an epilogue for relu too, but it makes 0 of NaN, which hides what went wrong (H200, torch 2.11).
+EPILOGUES = ("gelu_tanh",)
+# At 790 TFLOP/s and 4.28 TB/s (an H200's) this K a tensor is the balance for a Triton product that is 18% slower than
+# cuBLAS's, which is an estimate. Measured there at 32768x1024x4096, forward: relu 0.436 ms fused, 0.564 as cuBLAS's
+# product and PyTorch's activation; silu that keeps z 0.467 and 0.609.
+FUSED_K = 1024
+
+
+def choose_path(x: Tensor, weight: Tensor, activation: str, keep_z: bool) -> str:
+    """How z and y are made: "epilogue", "fused" or "separate". Of a symbolic M it is the example that decides.
+
+    - "epilogue": cuBLASLt's product with its own activation. PyTorch offers none that also writes z.
+    - "fused": the Triton product. It is slower than cuBLAS's by a share of the product's time, 2 M N K / rate, and
+      saves the traffic of z, tensors * M N * size / bandwidth: of the sizes only K is left in the balance. It saves two
+      tensors, z written and read, or one where z is wanted anyway.
+    - "separate": cuBLAS's product, then one kernel over it. It takes any strides, and float32, whose products are too
+      slow for the epilogue to matter; there the bits of z are those of `torch.nn.functional.linear`.
+    """
+    K = x.shape[1]
+    if activation == "none" or x.dtype == torch.float32 or K == 0:  # where K is 0, PyTorch forgets the epilogue
+        return "separate"
+    # On a CPU, where the interpreter gets here, PyTorch's epilogue is the other GELU.
+    if activation in EPILOGUES and not keep_z and x.device.type == "cuda":
+        return "epilogue"
+    limit = FUSED_K if keep_z else 2 * FUSED_K
+    return "fused" if limit >= K and suits(x, weight) else "separate"
+
+
+def keeps_z(activation: str, dtype: torch.dtype) -> bool:
+    """Whether the backward pass needs z; else y, or nothing."""
+    return activation in ("gelu", "gelu_tanh", "silu") or (activation == "relu_squared" and dtype == torch.float16)
+
+
+def _backward_tile(N: int) -> dict[str, int]:
+    # As the norms' backward pass, which has the same traffic: 4096 elements, three stages of prefetch.
+    block_n = min(1024, max(16, next_power_of_2(N)))
+    return {"BLOCK_M": 4096 // block_n, "BLOCK_N": block_n, "NUM_STAGES": 3, "num_warps": 8}
+
+
+def _rows(input: Tensor) -> Tensor:
+    """`[..., K]` as `[M, K]`: products take any strides."""
+    return input.flatten(0, -2) if input.dim() > 1 else input.unsqueeze(0)
+
+
+def _linear_act_fwd(
+    input: Tensor, weight: Tensor, bias: Tensor | None, activation: str, keep_z: bool
+) -> tuple[Tensor, Tensor]:
+    x = _rows(input)
+    rows = (x.shape[0], weight.shape[0])
+    shape = (*input.shape[:-1], weight.shape[0])
+    y = torch.empty(shape, dtype=input.dtype, device=input.device)
+    z = torch.empty(shape if keep_z else (0,), dtype=input.dtype, device=input.device)
+    path = choose_path(x, weight, activation, keep_z)
+    if path == "epilogue":
+        product_activation(x, weight, bias, y.view(rows), activation)
+    elif path == "fused":
+        fused_product(x, weight, bias, y, z if keep_z else None, activation)
+    else:
+        linear = z if keep_z else y
+        product(x, weight, bias, linear.view(rows))
+        if activation != "none" and is_tracing() and not recording():
+            # Inductor makes one kernel of this, with what follows it, and plans the buffers.
+            return activation_of(linear.float(), activation).to(input.dtype), z
+        if activation != "none":
+            activate_product(linear, y, activation)
+    return y, z
+
+
+def _linear_act_bwd(
+    grad: Tensor, kept: Tensor | None, input: Tensor | None, weight: Tensor | None, activation: str, need_db: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx where there is a weight, dW where there is an input, db where asked for; an empty tensor for each other."""
+    dz, db = _rows(grad), torch.empty((0,), dtype=grad.dtype, device=grad.device)
+    if kept is not None:
+        dz, db = _activation_gradient(grad, kept, activation, need_db)
+    elif need_db:
+        db = dz.sum(0)  # in float32, rounded once
+    return *_product_gradients(grad, dz, input, weight), db
+
+
+def _activation_gradient(grad: Tensor, kept: Tensor, activation: str, need_db: bool) -> tuple[Tensor, Tensor]:
+    """dz, and db or an empty tensor."""
+    if not need_db and is_tracing() and not recording():
+        dz = _dz_reference(_rows(grad).float(), _rows(kept).float(), activation, not keeps_z(activation, grad.dtype))
+        return dz.to(grad.dtype), torch.empty((0,), dtype=grad.dtype, device=grad.device)
+    dy = as_rows(grad)
+    M, N = dy.shape
+    tile = _backward_tile(N)
+    blocks = cdiv(N, tile["BLOCK_N"])
+    # Four programs of 8 warps keep a multiprocessor's memory busy; each share of the rows costs a row of partials.
+    shares = at_most(cdiv(M, tile["BLOCK_M"]), max(1, num_programs(grad.device, 4) // max(1, blocks)))
+    dz = torch.empty((M, N), dtype=grad.dtype, device=grad.device)
+    partials = torch.empty((shares, N), dtype=torch.float32, device=grad.device) if need_db else None
+    wrap_triton(linear_act_backward_kernel)[(blocks, shares)](
+        dy, kept, dz, partials, M, N, dy.stride(0),
+        ACTIVATION=activation, FROM_Y=not keeps_z(activation, grad.dtype), **tile,
+    )  # fmt: skip
+    if partials is None:
+        return dz, torch.empty((0,), dtype=grad.dtype, device=grad.device)
+    return dz, sum_partials(partials, grad.dtype)
+
+
+def _product_gradients(grad: Tensor, dz: Tensor, input: Tensor | None, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    dx_shape = (0,) if weight is None else (*grad.shape[:-1], weight.shape[1])
+    dx = torch.empty(dx_shape, dtype=dz.dtype, device=dz.device)
+    if weight is not None:
+        torch.mm(dz, weight, out=dx.view(dz.shape[0], weight.shape[1]))
+    dw = torch.empty((0,) if input is None else (dz.shape[1], input.shape[-1]), dtype=dz.dtype, device=dz.device)
+    if input is not None:
+        torch.mm(dz.t(), _rows(input), out=dw)
+    return dx, dw
+
+
+linear_act_fwd = KernelOp(_linear_act_fwd)
+linear_act_bwd = KernelOp(_linear_act_bwd)
+
+
+@linear_act_fwd.register_kernel("cpu")
+def _(input: Tensor, weight: Tensor, bias: Tensor | None, activation: str, keep_z: bool) -> tuple[Tensor, Tensor]:
+    z = torch.nn.functional.linear(input.float(), weight.float(), None if bias is None else bias.float())
+    y = activation_of(z, activation).to(input.dtype).contiguous()
+    return y, z.to(input.dtype).contiguous() if keep_z else torch.empty((0,), dtype=input.dtype, device=input.device)
+
+
+@linear_act_bwd.register_kernel("cpu")
+def _(grad, kept, input, weight, activation, need_db) -> tuple[Tensor, Tensor, Tensor]:
+    dtype, dz = grad.dtype, _rows(grad).float()
+    if kept is not None:
+        dz = _dz_reference(dz, _rows(kept).float(), activation, not keeps_z(activation, dtype))
+    empty = torch.empty((0,), dtype=dtype, device=grad.device)
+    dx, dw = _product_gradients(
+        grad, dz, None if input is None else input.float(), None if weight is None else weight.float()
+    )
+    return dx.to(dtype), dw.to(dtype), dz.sum(0).to(dtype) if need_db else empty
+
+
+def _dz_reference(dy: Tensor, kept: Tensor, activation: str, from_y: bool) -> Tensor:
+    """`_dz` in plain PyTorch."""
+    if activation == "relu":
+        return torch.where(kept <= 0, 0.0, dy)
+    if activation == "relu_squared":
+        return torch.where(kept <= 0, 0.0, dy * (2 * (kept.sqrt() if from_y else kept)))
+    return dy * activation_with_slope(kept, activation)[1]
+
+
+@linear_act_fwd.register_fake
+def _(input: Tensor, weight: Tensor, bias: Tensor | None, activation: str, keep_z: bool) -> tuple[Tensor, Tensor]:
+    shape = (*input.shape[:-1], weight.shape[0])
+    return input.new_empty(shape), input.new_empty(shape if keep_z else (0,))
+
+
+@linear_act_bwd.register_fake
+def _(grad, kept, input, weight, activation, need_db) -> tuple[Tensor, Tensor, Tensor]:
+    dx_shape = (0,) if weight is None else (*grad.shape[:-1], weight.shape[1])
+    dw_shape = (0,) if input is None else (grad.shape[-1], input.shape[-1])
+    return grad.new_empty(dx_shape), grad.new_empty(dw_shape), grad.new_empty(grad.shape[-1:] if need_db else (0,))
+
+
+@linear_act_fwd.register_flop_formula
+def _(input: Tensor, weight: Tensor, *args, out_val=None) -> int:
+    return 2 * input.numel() * weight.shape[0]
+
+
+@linear_act_bwd.register_flop_formula
+def _(grad, kept, input, weight, *args, out_val=None) -> int:
+    return sum(2 * grad.numel() * t.shape[-1] for t in (input, weight) if t is not None)
+
+
+@linear_act_fwd.register_sharding
+def _(input, weight, bias, activation, keep_z):
+    def outputs(axis: int) -> list[int | str]:
+        return [axis, axis if keep_z else WHOLE]
+
+    rows = [(outputs(axis), [axis, WHOLE, WHOLE]) for axis in row_axes(input)]
+    return [*rows, (outputs(input.ndim - 1), [WHOLE, 0, 0])]
+
+
+@linear_act_bwd.register_sharding
+def _(grad, kept, input, weight, activation, need_db):
+    def outputs(dx: int | str, dw: int | str, db: int | str) -> list[int | str]:
+        wanted = (dx, weight is not None), (dw, input is not None), (db, need_db)
+        return [split if needed else WHOLE for split, needed in wanted]
+
+    rows = [(outputs(axis, PARTIAL, PARTIAL), [axis, axis, axis, WHOLE]) for axis in row_axes(grad)]
+    last = grad.ndim - 1
+    return [*rows, (outputs(PARTIAL, 0, 0), [last, last, WHOLE, 0])]
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    input, weight, _, ctx.activation, keep_z = inputs
+    y, z = output
+    kept = None if ctx.activation == "none" else z if keep_z else y
+    need_dx, need_dw, *_ = ctx.needs_input_grad
+    ctx.save_for_backward(kept, input if need_dw else None, weight if need_dx else None)
+
+
+def _backward(ctx, grad):
+    need_dx, need_dw, need_db, *_ = ctx.needs_input_grad
+    dx, dw, db = linear_act_bwd(grad, *ctx.saved_tensors, ctx.activation, need_db)
+    return dx if need_dx else None, dw if need_dw else None, db if need_db else None, None, None
+
+
+def _keeps(needs_input_grad, args):
+    input, _, _, activation, *_ = args
+    return (any(needs_input_grad) and keeps_z(activation, input.dtype),)
+
+
+linear_act_fwd.register_autograd(_backward, setup_context=_setup_context, keeps=_keeps)
+
+
+def linear_act_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    def sample(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, why: str) -> Sample:
+        return Sample((x, weight) if bias is None else (x, weight, bias), {"activation": activation}, why=why)
+
+    yield sample(randn(4, 16), randn(32, 16), None, "relu", "powers of two")
+    yield sample(randn(2, 3, 37), randn(23, 37), randn(23), "relu", "three dimensions, odd sizes, bias")
+    yield sample(randn(130, 80), randn(150, 80) / 4, randn(150), "gelu", "several tiles, parts of tiles, blocks of K")
+    yield sample(randn(260, 32), randn(40, 32) / 4, None, "silu", "more tiles than programs")
+    yield sample(randn(9, 40), randn(21, 40) / 4, randn(21), "gelu_tanh", "the other GELU")
+    yield sample(randn(130, 48), randn(33, 48) / 4, randn(33), "relu_squared", "the square, from its root in bfloat16")
+    yield sample(randn(33), randn(7, 33), randn(7), "none", "one dimension, no activation")
+    yield sample(randn(1, 1), randn(1, 1), None, "relu_squared", "one element")
+    yield sample(randn(0, 16), randn(8, 16), randn(8), "silu", "no rows")
+    yield sample(randn(3, 0), randn(5, 0), randn(5), "relu", "no features: the bias alone")
+    yield sample(randn(12, 9).t(), randn(12, 20).t(), randn(40)[::2], "silu", "everything strided")
+    yield sample(randn(1, 16).expand(5, 16), randn(8, 16), None, "gelu", "one row expanded")
+    yield sample(1e4 * randn(3, 8), randn(6, 8) / 64, randn(6), "gelu_tanh", "large values")
+    yield sample(randn(2, 2), randn(100_003, 2), None, "relu", "100,003 columns")
+    special = randn(4, 16)
+    special[1, 2], special[2, 3] = float("nan"), float("inf")
+    for activation in ("relu", "gelu_tanh"):
+        yield sample(special, randn(8, 16), randn(8), activation, f"NaN and infinity, {activation}")
+
+
+def linear_act_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
+    x, weight, bias = (torch.randn(*shape, device=device, dtype=dtype) for shape in [(rows, 48), (40, 48), (40,)])
+    return Sample((x, weight, bias), {"activation": "silu"}, why="resized")
+
+
+def linear_act_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for M, K, N, activation in [
+        (8192, 4096, 14336, "relu"), (8192, 8192, 8192, "relu"), (32768, 1024, 4096, "relu"),
+        (8192, 4096, 14336, "gelu_tanh"), (8192, 4096, 14336, "relu_squared"), (32768, 1024, 4096, "silu"),
+    ]:  # fmt: skip
+        x = torch.randn(M, K, device=device, dtype=dtype)
+        weight = torch.randn(N, K, device=device, dtype=dtype) / K**0.5
+        yield Sample((x, weight), {"activation": activation}, why=f"{M}x{K}x{N} {activation}")
+
+
+def linear_act_cost(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "relu") -> Cost:
+    inputs = (input.numel() + weight.numel()) * input.element_size()
+    output = input.numel() // max(1, input.shape[-1]) * weight.shape[0] * input.element_size()
+    flops = 2 * input.numel() * weight.shape[0]
+    # Backward it reads x, W, dy and what was kept, and writes dx and dW.
+    kept = output if activation != "none" else 0
+    return Cost(inputs + output, 3 * inputs + 2 * output + kept, flops, 3 * flops)
+
+
+@public_op(
+    'linear_act(Tensor input, Tensor weight, Tensor? bias=None, *, str activation="relu") -> Tensor',
+    reference=linear_act_reference,
+    differentiable=("input", "weight", "bias"),
+    kernel_ops=(linear_act_fwd, linear_act_bwd),
+    samples=linear_act_samples,
+    resized=linear_act_resized,
+    workloads=linear_act_workloads,
+    cost=linear_act_cost,
+    choices=(
+        "gelu_tanh without gradients is cuBLASLt's epilogue in 16-bit dtypes; relu is not, as that loses NaN",
+        f"other activations are the Triton product up to K = {FUSED_K} for each tensor whose traffic it saves, where "
+        "its slower product costs less than that: on an H200 0.436 ms against 0.564 at 32768x1024x4096, relu, forward",
+        "compiled, a separate activation, and its gradient where there is no bias, is plain aten, for Inductor to fuse "
+        "with its neighbours",
+        "z is kept for gelu, gelu_tanh and silu: making it again is a fourth product",
+    ),
+)
+def linear_act(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "relu") -> Tensor:
+    """`activation(linear(input, weight, bias))` in as few passes over memory as pay.
+
+    Small K takes a product with the activation in its epilogue. Under autocast the layer runs in autocast's dtype.
+
+    Args:
+        input: `[..., K]`, float32, float16 or bfloat16, any strides.
+        weight: `[N, K]`, as in `torch.nn.Linear`, dtype of `input`, any strides.
+        bias: `[N]`, dtype of `input`.
+        activation: "none", "relu", "relu_squared", "gelu", "gelu_tanh" or "silu".
+
+    Returns:
+        `[..., N]`, contiguous, in the dtype of `input`.
+
+    Raises:
+        TypeError: A dtype does not fit.
+        ValueError: A shape or a device does not fit, or the activation is not one of these.
+
+    Source: `torch.nn.functional.linear` and the activations there.
+    """
+    dtype = autocast_dtype(input.device)
+    if dtype is not None:
+        input, weight = input.to(dtype), weight.to(dtype)
+        bias = bias if bias is None else bias.to(dtype)
+    check_dtype("input", input)
+    if input.dim() == 0:
+        raise ValueError(f"input: expected shape [..., K], got {tuple(input.shape)}")
+    if weight.dim() != 2 or weight.shape[1] != input.shape[-1]:
+        raise ValueError(f"weight: expected shape [N, {input.shape[-1]}] to fit input, got {tuple(weight.shape)}")
+    check_same("weight", weight, "input", input, dtype=True)
+    if bias is not None:
+        check_shape("bias", bias, weight.shape[:1], "one for each row of weight")
+        check_same("bias", bias, "input", input, dtype=True)
+    check_option("activation", activation, ACTIVATIONS)
+    y, _ = linear_act_fwd(input, weight, bias, activation)
+    return y

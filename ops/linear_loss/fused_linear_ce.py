@@ -1,0 +1,390 @@
+r"""A linear layer and the cross entropy of its outputs, without ever holding all the logits.
+
+Sources: `torch.nn.functional.linear_cross_entropy` for the semantics; Hsu et al., "Liger Kernel", 2024,
+https://arxiv.org/abs/2410.10989, for making the gradients in the forward pass; `row_loss.py` for the loss itself.
+
+Forward, for x [N, H], W [V, H] and targets [N], a chunk of tokens at a time:
+
+    logits = x_chunk @ W^T + b                [C, V], the only buffer of that width
+    losses = row_losses(logits)
+    G      = row_gradients(logits)            over the logits, in place
+    dx     = G @ W                            rows of the chunk
+    dW    += G^T @ x_chunk                    and db += the column sums of G
+
+A mean or a sum needs no more of the upstream gradient than one factor, so the backward pass only multiplies by it and
+divides by what the mean divided by; gradients that nobody wants are not made. With reduction "none" each row has its
+own upstream gradient: the forward pass keeps each row's maximum and sum, and the backward pass makes the logits
+again.
+
+The driver is one opaque node under Inductor: inlined, its number of chunks would be part of the graph, and a batch of
+another size would need another graph.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmk.ops.linear_loss._chunked_linear import scale_op
+from llmk.ops.linear_loss._linear_ce import (
+    Call,
+    check_chunk_size,
+    checked_linear,
+    fake_gradients,
+    linear_flops,
+    reduced,
+    row_by_row,
+    row_by_row_gradients,
+    saved_dtype,
+)
+from llmk.ops.loss.cross_entropy import check_loss_options, cross_entropy_reference
+from llmk.ops.loss.row_loss import CPU, KERNELS
+from llmk.ops.loss.row_loss_short import LONGEST_SHORT
+from llmk.registry import PARTIAL, WHOLE, Cost, KernelOp, Sample, is_sharded, public_op, row_axes, whole_only
+from llmk.registry.launch import PLAIN_TENSORS
+
+
+def fused_linear_ce_reference(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None, chunk_size: int = 0,
+    **options: Any,
+) -> Tensor:  # fmt: skip
+    logits = torch.nn.functional.linear(input, linear_weight, linear_bias)
+    return cross_entropy_reference(logits, target, **options)
+
+
+def _fused_linear_ce_fwd(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, weight: Tensor | None,
+    ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, chunk_size: int,
+    reduction: str, need_dx: bool, need_dw: bool, need_db: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    call = Call.of(
+        KERNELS, input, linear_weight, linear_bias, target, weight,
+        ignore_index, label_smoothing, softcap, z_loss, chunk_size,
+    )  # fmt: skip
+    loss, divisor, (dx, dw, db) = reduced(call, reduction, (need_dx, need_dw, need_db))
+    return loss, divisor, dx, dw, db
+
+
+def _fused_linear_ce_rows_fwd(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, weight: Tensor | None,
+    ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, chunk_size: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    call = Call.of(
+        KERNELS, input, linear_weight, linear_bias, target, weight,
+        ignore_index, label_smoothing, softcap, z_loss, chunk_size,
+    )  # fmt: skip
+    return row_by_row(call)
+
+
+def _fused_linear_ce_rows_bwd(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, weight: Tensor | None,
+    ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, chunk_size: int,
+    grad: Tensor, stats: Tensor, need_dx: bool, need_dw: bool, need_db: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    call = Call.of(
+        KERNELS, input, linear_weight, linear_bias, target, weight,
+        ignore_index, label_smoothing, softcap, z_loss, chunk_size,
+    )  # fmt: skip
+    return row_by_row_gradients(call, grad, stats, (need_dx, need_dw, need_db))
+
+
+fused_linear_ce_fwd = KernelOp(_fused_linear_ce_fwd, opaque=True)
+scale = scale_op("_fused_linear_ce_scale")
+fused_linear_ce_rows_fwd = KernelOp(_fused_linear_ce_rows_fwd, opaque=True)
+fused_linear_ce_rows_bwd = KernelOp(_fused_linear_ce_rows_bwd, opaque=True)
+
+
+@fused_linear_ce_fwd.register_kernel("cpu")
+def _(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    *call, reduction, need_dx, need_dw, need_db = args
+    loss, divisor, (dx, dw, db) = reduced(Call.of(CPU, *call), reduction, (need_dx, need_dw, need_db))
+    return loss, divisor, dx, dw, db
+
+
+@fused_linear_ce_rows_fwd.register_kernel("cpu")
+def _(*call: Any) -> tuple[Tensor, Tensor]:
+    return row_by_row(Call.of(CPU, *call))
+
+
+@fused_linear_ce_rows_bwd.register_kernel("cpu")
+def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *call, grad, stats, need_dx, need_dw, need_db = args
+    return row_by_row_gradients(Call.of(CPU, *call), grad, stats, (need_dx, need_dw, need_db))
+
+
+@fused_linear_ce_fwd.register_fake
+def _(input: Tensor, linear_weight: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    loss, divisor = (input.new_empty((), dtype=torch.float32) for _ in range(2))
+    dtypes = [input.dtype, saved_dtype(input.dtype), torch.float32]
+    return loss, divisor, *fake_gradients(input, linear_weight, args[-3:], dtypes)
+
+
+@fused_linear_ce_rows_fwd.register_fake
+def _(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, *args: Any):
+    return tuple(input.new_empty(shape, dtype=torch.float32) for shape in (target.shape, (2, *target.shape)))
+
+
+@fused_linear_ce_rows_bwd.register_fake
+def _(input: Tensor, linear_weight: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return fake_gradients(input, linear_weight, args[-3:], [input.dtype] * 3)
+
+
+@fused_linear_ce_fwd.register_sharding
+def _(input, *args):
+    *_, reduction, need_dx, _, _ = args
+    if reduction == "mean":
+        return whole_only()
+    divisor = PARTIAL if reduction == "total" else WHOLE
+    return [
+        ([PARTIAL, divisor, axis if need_dx else WHOLE, PARTIAL, PARTIAL], [axis, WHOLE, WHOLE, axis, WHOLE])
+        for axis in row_axes(input)
+    ]
+
+
+@fused_linear_ce_rows_fwd.register_sharding
+def _(input, *_):
+    return [([axis, 1 + axis], [axis, WHOLE, WHOLE, axis, WHOLE]) for axis in row_axes(input)]
+
+
+@fused_linear_ce_rows_bwd.register_sharding
+def _(input, *args):
+    *_, need_dx, _, _ = args
+    return [
+        ([axis if need_dx else WHOLE, PARTIAL, PARTIAL], [axis, WHOLE, WHOLE, axis, WHOLE, axis, 1 + axis])
+        for axis in row_axes(input)
+    ]
+
+
+@fused_linear_ce_fwd.register_flop_formula
+def _(input: Tensor, linear_weight: Tensor, *args: Any, out_val: Any = None) -> int:
+    need_dx, need_dw, _ = args[-3:]
+    return linear_flops(1 + need_dx + need_dw, input.shape, linear_weight.shape)
+
+
+@fused_linear_ce_rows_fwd.register_flop_formula
+def _(input: Tensor, linear_weight: Tensor, *args: Any, out_val: Any = None) -> int:
+    return linear_flops(1, input.shape, linear_weight.shape)
+
+
+@fused_linear_ce_rows_bwd.register_flop_formula
+def _(input: Tensor, linear_weight: Tensor, *args: Any, out_val: Any = None) -> int:
+    need_dx, need_dw, _ = args[-3:]
+    return linear_flops(1 + need_dx + need_dw, input.shape, linear_weight.shape)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    input, *_ = inputs
+    _, divisor, *gradients = output
+    *_, reduction, _, _, _ = inputs
+    ctx.dtype = input.dtype
+    # The total's divisor is for whoever asked for it: its gradient is that of a sum.
+    ctx.save_for_backward(None if reduction == "total" else divisor, *gradients)
+
+
+def _backward(ctx, grad):
+    divisor, *gradients = ctx.saved_tensors
+    divisor = torch.ones_like(grad) if divisor is None else divisor
+    wanted = ctx.needs_input_grad[:3]
+    scaled = [
+        scale(gradient, grad, divisor, ctx.dtype) if want else None
+        for gradient, want in zip(gradients, wanted, strict=True)
+    ]
+    return *scaled, *[None] * 11
+
+
+def _keeps(needs_input_grad, args):
+    return needs_input_grad[:3]
+
+
+fused_linear_ce_fwd.register_autograd(_backward, setup_context=_setup_context, keeps=_keeps)
+
+
+def _rows_setup_context(ctx, inputs, output) -> None:
+    *tensors, ctx.ignore_index, ctx.label_smoothing, ctx.softcap, ctx.z_loss, ctx.chunk_size = inputs
+    _, stats = output
+    ctx.save_for_backward(*tensors, stats)
+
+
+def _rows_backward(ctx, grad):
+    *tensors, stats = ctx.saved_tensors
+    need = ctx.needs_input_grad[:3]
+    gradients = fused_linear_ce_rows_bwd(
+        *tensors, ctx.ignore_index, ctx.label_smoothing, ctx.softcap, ctx.z_loss, ctx.chunk_size,
+        grad, stats, *need,
+    )  # fmt: skip
+    return *[gradient if want else None for gradient, want in zip(gradients, need, strict=True)], *[None] * 7
+
+
+fused_linear_ce_rows_fwd.register_autograd(_rows_backward, setup_context=_rows_setup_context)
+
+
+def fused_linear_ce_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    def classes(V: int, *shape: int) -> Tensor:
+        target = torch.randint(0, V, shape, device=device)
+        return target.masked_fill(
+            torch.arange(target.numel(), device=device, dtype=torch.int64).view(shape) % 4 == 3, -100
+        )
+
+    everything = {"label_smoothing": 0.1, "softcap": 4.0, "z_loss": 1e-2}
+    yield Sample((randn(8, 16), randn(32, 16), classes(32, 8)), why="powers of two")
+    yield Sample((randn(2, 5, 12), randn(37, 12), classes(37, 2, 5)), {"chunk_size": 4}, why="three chunks, odd sizes")
+    yield Sample((randn(11, 12), randn(37, 12), classes(37, 11)), {"chunk_size": 2}, why="six chunks: float32 sums")
+    for reduction in ("none", "sum", "mean"):
+        weight = torch.rand(37, device=device, dtype=dtype) + 0.5
+        kwargs = {"weight": weight, "linear_bias": randn(37), "reduction": reduction, "chunk_size": 5, **everything}
+        yield Sample((randn(11, 12), randn(37, 12), classes(37, 11)), kwargs, why=f"every option, {reduction}")
+        target = classes(37, 2, 5)
+        yield Sample((randn(2, 5, 12), randn(37, 12), target), {"reduction": reduction}, why=f"no option, {reduction}")
+    V = LONGEST_SHORT + 1
+    kwargs = {"weight": torch.rand(V, device=device, dtype=dtype) + 0.5, "chunk_size": 4, **everything}
+    yield Sample((randn(5, 12), randn(V, 12), classes(V, 5)), kwargs, why=f"every option, {V} classes")
+    yield Sample((randn(0, 16), randn(32, 16), classes(32, 0)), {"reduction": "sum"}, why="no tokens")
+    yield Sample((randn(16), randn(32, 16), classes(32, 1)[0]), why="one token, one dimension")
+    yield Sample((randn(5, 1), randn(1, 1), torch.zeros(5, device=device, dtype=torch.int64)), why="one feature, class")
+    yield Sample((randn(12, 9).t(), randn(12, 37).t(), classes(37, 18)[::2]), why="everything strided")
+    yield Sample(
+        (randn(4, 8), randn(32, 8), torch.full((4,), -100, device=device, dtype=torch.int64)),
+        why="every target ignored: NaN",
+    )
+    yield Sample((randn(2, 4), randn(100_003, 4), classes(100_003, 2)), why="100,003 classes")
+    yield Sample((1e4 * randn(5, 8), 0.1 * randn(37, 8), classes(37, 5)), why="large values")
+
+
+def fused_linear_ce_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
+    x, linear_weight = (torch.randn(n, 16, device=device, dtype=dtype) for n in (rows, 40))
+    return Sample((x, linear_weight, torch.randint(0, 40, (rows,), device=device)), {"chunk_size": 32}, why="resized")
+
+
+def fused_linear_ce_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    sizes = [(8192, 4096, 128256), (8192, 2304, 256000), (8192, 2048, 151936), (4096, 4096, 32000)]
+    for N, H, V in [*sizes, (4096, 2048, 50257), (32768, 4096, 128256)]:
+        x = torch.randn(N, H, device=device, dtype=dtype)
+        linear_weight = torch.randn(V, H, device=device, dtype=dtype) / H**0.5
+        yield Sample((x, linear_weight, torch.randint(0, V, (N,), device=device)), why=f"{N}x{H}x{V}")
+
+
+def fused_linear_ce_cost(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Cost:
+    tensors = (input.numel() + linear_weight.numel()) * input.element_size()
+    product = linear_flops(1, input.shape, linear_weight.shape)
+    return Cost(tensors, 2 * tensors, product, 3 * product)
+
+
+@public_op(
+    "fused_linear_ce(Tensor input, Tensor linear_weight, Tensor target, *, Tensor? linear_bias=None, "
+    'Tensor? weight=None, int ignore_index=-100, str reduction="mean", float label_smoothing=0.0, '
+    "float softcap=0.0, float z_loss=0.0, int chunk_size=0) -> Tensor",
+    reference=fused_linear_ce_reference,
+    differentiable=("input", "linear_weight", "linear_bias"),
+    kernel_ops=(fused_linear_ce_fwd, fused_linear_ce_rows_fwd, fused_linear_ce_rows_bwd, scale),
+    samples=fused_linear_ce_samples,
+    resized=fused_linear_ce_resized,
+    workloads=fused_linear_ce_workloads,
+    cost=fused_linear_ce_cost,
+    choices=(
+        "run for a second on an H200, it takes 1.04 to 1.08 times its own matrix products, 1.13 at 4096x2048x50257. At "
+        "8192x2048x151936 those are 22.7 ms of 24.5; the rest is, at the speed of a copy, 1.7 ms of three passes over "
+        "the logits, and 0.3 ms of dW's scaling in the backward pass",
+        "classes that are left over by a multiple of 16 have products of their own: at 4096x2048x50257 a product of "
+        "all takes cuBLAS 1.7 to 8.6 ms, one of 50,256 classes 1.1, and the rest 0.03",
+        "two passes over the logits instead of three were tried: for 4096x128256 in bfloat16 the two kernels take "
+        "0.78 ms; one program for both directions of a row, which keeps a quarter of it in registers and finds the "
+        "rest in L2, 0.73 to 0.82, and at 151936 and 256000 classes at most 1% less than the two; rows split over "
+        "programs that wait for each other's sums 0.95 to 1.7",
+        "4096x4096x32000 takes 564 MiB in eager mode: dW twice in the backward pass, where what was saved is not "
+        "overwritten. So one chunk, whose logits take no more than dW, costs no memory",
+    ),
+)
+def fused_linear_ce(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float = 0.0,
+    z_loss: float = 0.0,
+    chunk_size: int = 0,
+) -> Tensor:
+    """`cross_entropy(linear(input, linear_weight, linear_bias), target)` without ever holding all the logits.
+
+    The gradients that are wanted are made in the forward pass, chunk by chunk, and scaled in the backward pass; with
+    reduction "none" the backward pass makes the logits again. Under autocast the linear layer runs in its dtype.
+
+    Where `linear_weight` is a DTensor whose classes are sharded, `Shard(0)`, over one dimension of its mesh and
+    replicated over the others, each rank keeps its own: the ranks gather a few numbers for each token, as in
+    `vocab_parallel_linear_ce`, never weights or logits. `input` may be a plain tensor, the same on these ranks, or a
+    DTensor of that mesh, which is made whole over the dimension (a sharded sequence is gathered, its gradient
+    reduce-scattered in its dtype) and replicated over the others; the loss is a plain tensor or a replicated DTensor
+    accordingly. `linear_bias` is a DTensor like `linear_weight`; `target` and `weight` may be either.
+
+    Args:
+        input: `[..., H]`, float32, float16 or bfloat16, any strides.
+        linear_weight: `[V, H]`, as in `torch.nn.Linear`, dtype of `input`.
+        target: Class indices `[...]`, int64 or int32.
+        linear_bias: `[V]`, dtype of `input`.
+        weight: `[V]`, a weight for each class; None for 1.
+        ignore_index: Rows with this target have loss 0 and gradient 0, and do not count in the mean, whatever their
+            logits are. NaN or infinity in `input` itself reaches the gradient of `linear_weight` from any row, as it
+            does through PyTorch's product.
+        reduction: "none", "sum", or "mean": the sum over the rows divided by the sum of their targets' weights.
+        label_smoothing: The share of the target, 0 to 1, that is spread evenly over all classes.
+        softcap: Logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.
+        z_loss: `z_loss * logsumexp(logits)**2` is added to the loss of every row that counts; 0 is off. It has no class
+            weight, but the mean divides the whole sum by the weights, where Liger divides z_loss by the number of rows.
+        chunk_size: Tokens whose logits exist at a time. 0 chooses: on a GPU the fewest equal chunks of at most 1.33 GiB
+            of logits, and at least two where there are more than H tokens; on a CPU a million logits. Beyond three
+            chunks dW is summed in float32, which takes a float32 buffer of its size, and the logits 1 GiB at most:
+            where dW is larger than a chunk's logits, more chunks take more memory, not less.
+
+    Returns:
+        float32: a scalar, or `[...]` with reduction "none". The mean over no row is NaN.
+        Where the weights of all rows that count are 0, neither the mean nor its gradients are finite.
+
+    Raises:
+        TypeError: A dtype does not fit.
+        ValueError: A shape, a device or an option does not fit.
+        IndexError: On the CPU, a target is neither a class nor `ignore_index`. On a GPU such a row makes the loss NaN.
+        NotImplementedError: `weight` requires a gradient.
+
+    Sources: `torch.nn.functional.linear_cross_entropy`; Liger Kernel, https://arxiv.org/abs/2410.10989.
+    """
+    if type(linear_weight) not in PLAIN_TENSORS:
+        from llmk.ops.linear_loss._vocab_shards import loss_of_shards, mesh_dim_of_classes  # which imports this file
+
+        dim = mesh_dim_of_classes(input, linear_weight)
+        if dim is not None:
+            return loss_of_shards(
+                dim, input, linear_weight, linear_bias, target, weight,
+                ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, softcap=softcap,
+                z_loss=z_loss, chunk_size=chunk_size,
+            )  # fmt: skip
+    input, linear_weight, linear_bias = checked_linear(input, linear_weight, linear_bias, fewest_classes=1)
+    check_loss_options(linear_weight.shape[0], input, target, weight, reduction, label_smoothing, softcap, z_loss)
+    check_chunk_size(chunk_size)
+    call = (
+        input, linear_weight, linear_bias, target, weight,
+        ignore_index, label_smoothing, softcap, z_loss, chunk_size,
+    )  # fmt: skip
+    if reduction == "none":
+        losses, _ = fused_linear_ce_rows_fwd(*call)
+        return losses
+    if reduction == "mean" and is_sharded(input, linear_weight, target):
+        total, divisor, *_ = fused_linear_ce_fwd(*call, "total")
+        return _mean_of_all(total, divisor.detach(), weight)
+    loss, *_ = fused_linear_ce_fwd(*call, reduction)
+    return loss
+
+
+def _mean_of_all(total: Tensor, divisor: Tensor, weight: Tensor | None) -> Tensor:
+    """Over the tokens of all processes. Without weights none counts where the divisor is 0: NaN, and no gradient."""
+    if weight is not None:
+        return total / divisor
+    nothing = divisor == 0
+    return total / torch.where(nothing, 1.0, divisor) + torch.where(nothing, float("nan"), 0.0)

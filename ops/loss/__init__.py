@@ -1,0 +1,1 @@
+"""Losses of predictions that exist whole."""

@@ -1,0 +1,324 @@
+r"""Cross entropy of logits over a vocabulary: the operator around the row kernels of `row_loss.py`.
+
+The math, forward and backward, and its sources are in that file. One more program reduces their losses to one number.
+The gradient of a mean is divided by its divisor where it is used.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmk.ops.loss.row_loss import CPU, KERNELS, RowLoss
+from llmk.ops.loss.row_loss_math import Options
+from llmk.ops.loss.row_loss_short import LONGEST_SHORT
+from llmk.registry import (
+    PARTIAL,
+    WHOLE,
+    Cost,
+    KernelOp,
+    Sample,
+    check_dtype,
+    check_not_negative,
+    check_number,
+    check_option,
+    check_same,
+    check_shape,
+    check_switch,
+    empty,
+    is_sharded,
+    public_op,
+    row_axes,
+    whole_only,
+)
+
+
+def cross_entropy_reference(
+    input: Tensor,
+    target: Tensor,
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float = 0.0,
+    z_loss: float = 0.0,
+) -> Tensor:
+    V = input.shape[-1]
+    logits = input.to(torch.promote_types(input.dtype, torch.float32)).reshape(-1, V)
+    flat = target.reshape(-1).long()
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    weight = weight if weight is None else weight.to(logits.dtype)
+    options = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    losses = torch.nn.functional.cross_entropy(logits, flat, reduction="none", **options)
+    counts = flat != ignore_index
+    losses = losses + torch.where(counts, z_loss * logits.logsumexp(-1).square(), 0.0)
+    if reduction == "none":
+        return losses.view(target.shape)
+    if reduction == "sum":
+        return losses.sum()
+    return losses.sum() / (counts.sum() if weight is None else torch.where(counts, weight[flat * counts], 0.0).sum())
+
+
+def _forward(
+    rows: RowLoss, input: Tensor, target: Tensor, options: Options, reduction: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss, `[...]` or `[]`, the divisor of a mean, `[]` or else nothing `[0]`, and each row's maximum and sum.
+
+    "total" is the sum, with the divisor of the mean: what processes with some rows each add up first.
+    """
+    loss, count, stats = rows.losses(input, target, options)
+    if reduction == "mean":
+        return *rows.mean(loss, count), stats
+    if reduction == "total":
+        return rows.sum(loss), rows.sum(count), stats
+    nothing = empty((0,), torch.float32, input.device)
+    return loss if reduction == "none" else rows.sum(loss), nothing, stats
+
+
+def _gradient(
+    rows: RowLoss, grad: Tensor, divisor: Tensor | None, input: Tensor, target: Tensor, stats: Tensor, options: Options
+) -> Tensor:
+    dx = empty(input.shape, input.dtype, input.device)
+    rows.gradients(grad, divisor, input, target, stats, dx, options)
+    return dx
+
+
+def _cross_entropy_fwd(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float,
+    z_loss: float,
+    reduction: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _forward(KERNELS, input, target, Options(weight, ignore_index, label_smoothing, softcap, z_loss), reduction)
+
+
+def _cross_entropy_bwd(
+    grad: Tensor,
+    divisor: Tensor | None,
+    input: Tensor,
+    target: Tensor,
+    stats: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float,
+    z_loss: float,
+) -> Tensor:
+    options = Options(weight, ignore_index, label_smoothing, softcap, z_loss)
+    return _gradient(KERNELS, grad, divisor, input, target, stats, options)
+
+
+cross_entropy_fwd = KernelOp(_cross_entropy_fwd, planned=True)
+cross_entropy_bwd = KernelOp(_cross_entropy_bwd, planned=True)
+
+
+@cross_entropy_fwd.register_kernel("cpu")
+def _(input: Tensor, target: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *options, reduction = rest
+    return _forward(CPU, input, target, Options(*options), reduction)
+
+
+@cross_entropy_bwd.register_kernel("cpu")
+def _(grad: Tensor, divisor: Tensor | None, input: Tensor, target: Tensor, stats: Tensor, *options: Any) -> Tensor:
+    return _gradient(CPU, grad, divisor, input, target, stats, Options(*options))
+
+
+@cross_entropy_fwd.register_fake
+def _(input: Tensor, target: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    reduction = rest[-1]
+    loss = input.new_empty(target.shape if reduction == "none" else (), dtype=torch.float32)
+    divisor = input.new_empty(() if reduction in ("mean", "total") else (0,), dtype=torch.float32)
+    return loss, divisor, input.new_empty((2, *target.shape), dtype=torch.float32)
+
+
+@cross_entropy_bwd.register_fake
+def _(grad: Tensor, divisor: Tensor | None, input: Tensor, *rest: Any) -> Tensor:
+    return input.new_empty(input.shape)
+
+
+@cross_entropy_fwd.register_sharding
+def _(input, target, weight, ignore_index, label_smoothing, softcap, z_loss, reduction):
+    if reduction == "mean":
+        return whole_only()
+    return [
+        ([axis, WHOLE, 1 + axis] if reduction == "none" else [PARTIAL, PARTIAL, 1 + axis], [axis, axis, WHOLE])
+        for axis in row_axes(input)
+    ]
+
+
+@cross_entropy_bwd.register_sharding
+def _(grad, divisor, input, *_):
+    return [([axis], [axis if grad.ndim else WHOLE, WHOLE, axis, axis, 1 + axis, WHOLE]) for axis in row_axes(input)]
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    input, target, weight, *ctx.options, ctx.reduction = inputs
+    _, divisor, stats = output
+    ctx.save_for_backward(input, target, weight, divisor, stats)
+
+
+def _backward(ctx, grad):
+    input, target, weight, divisor, stats = ctx.saved_tensors
+    divisor = divisor if ctx.reduction == "mean" else None
+    dx = cross_entropy_bwd(grad, divisor, input, target, stats, weight, *ctx.options)
+    return dx, *[None] * 7
+
+
+cross_entropy_fwd.register_autograd(_backward, setup_context=_setup_context)
+
+
+def check_loss_options(
+    classes: int,
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: str,
+    label_smoothing: float,
+    softcap: float,
+    z_loss: float,
+) -> None:
+    """The checks that the losses over a vocabulary share; `input` is what the target's shape follows."""
+    check_dtype("target", target, (torch.int64, torch.int32))
+    check_shape("target", target, input.shape[:-1], "the shape of input without its last axis")
+    check_same("target", target, "input", input)
+    if weight is not None:
+        check_dtype("weight", weight)
+        check_shape("weight", weight, (classes,), "one for each class")
+        check_same("weight", weight, "input", input)
+    check_loss_numbers(reduction, label_smoothing, softcap, z_loss)
+
+
+def check_loss_numbers(reduction: str, label_smoothing: float, softcap: float, z_loss: float) -> None:
+    check_option("reduction", reduction, ("none", "mean", "sum"))
+    check_number("label_smoothing", label_smoothing, 0.0, 1.0, "a number from 0 to 1")
+    check_switch("softcap", softcap)
+    check_not_negative("z_loss", z_loss)
+
+
+def cross_entropy_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    def logits(*shape: int) -> Tensor:
+        return 3 * torch.randn(shape, device=device, dtype=dtype)
+
+    def classes(V: int, *shape: int) -> Tensor:
+        return torch.randint(0, V, shape, device=device)
+
+    def ignoring(target: Tensor, ignore_index: int = -100) -> Tensor:
+        return target.masked_fill(
+            torch.arange(target.numel(), device=device, dtype=torch.int64).view(target.shape) % 3 == 1, ignore_index
+        )
+
+    everything = {"label_smoothing": 0.1, "softcap": 4.0, "z_loss": 1e-2}
+    yield Sample((logits(8, 32), classes(32, 8)), why="powers of two")
+    yield Sample((logits(2, 5, 37), ignoring(classes(37, 2, 5))), why="ignored targets")
+    for reduction in ("none", "sum", "mean"):
+        weight = torch.rand(37, device=device, dtype=dtype) + 0.5
+        kwargs = {"weight": weight, "reduction": reduction, "ignore_index": 5, **everything}
+        yield Sample((logits(11, 37), ignoring(classes(37, 11), 5)), kwargs, why=f"every option, {reduction}")
+        yield Sample((logits(9, 21), ignoring(classes(21, 9))), {"reduction": reduction}, why=f"no option, {reduction}")
+    for V in (LONGEST_SHORT - 1, LONGEST_SHORT, LONGEST_SHORT + 1, LONGEST_SHORT + 16):
+        yield Sample((logits(19, V), ignoring(classes(V, 19))), why=f"no option, {V} classes")
+        weight = torch.rand(V, device=device, dtype=dtype) + 0.5
+        kwargs = {"weight": weight, "ignore_index": 5, **everything}
+        yield Sample((logits(5, V), ignoring(classes(V, 5), 5)), kwargs, why=f"every option, {V} classes")
+    yield Sample((logits(7, 19), classes(19, 7)), {"label_smoothing": 0.2}, why="label smoothing")
+    yield Sample((logits(7, 19), classes(19, 7)), {"softcap": 30.0}, why="softcap")
+    yield Sample((logits(7, 19), classes(19, 7)), {"z_loss": 1e-3}, why="z-loss")
+    yield Sample(
+        (logits(5, 16), torch.full((5,), -100, device=device, dtype=torch.int64)), why="every target ignored: NaN"
+    )
+    yield Sample((logits(0, 16), classes(16, 0)), {"reduction": "sum"}, why="no rows")
+    yield Sample((logits(3, 1), classes(1, 3)), why="one class")
+    yield Sample((logits(20), classes(20)), why="one dimension")
+    yield Sample((logits(24, 6).t(), classes(24, 6)), why="classes strided")
+    yield Sample((logits(6, 80)[:, 16:48], classes(32, 12)[::2]), why="slices of logits and targets")
+    yield Sample((logits(6, 32), classes(32, 6).int()), why="int32 targets")
+    yield Sample((1e4 * logits(4, 50), classes(50, 4)), {"label_smoothing": 0.1}, why="large values")
+    masked = logits(4, 40).masked_fill(torch.arange(40, device=device, dtype=torch.int64) < 20, float("-inf"))
+    yield Sample((masked, torch.randint(20, 40, (4,), device=device)), why="half the classes at -inf")
+    yield Sample((logits(3, 12_304), ignoring(classes(12_304, 3))), why="12,304 classes: whole blocks and a part")
+    yield Sample((logits(2, 100_003), classes(100_003, 2)), {"label_smoothing": 0.1}, why="100,003 classes")
+
+
+def cross_entropy_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
+    target = torch.randint(0, 48, (rows,), device=device)
+    return Sample((torch.randn(rows, 48, device=device, dtype=dtype), target), why="resized")
+
+
+def cross_entropy_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for rows, classes in [(8192, 32000), (8192, 128256), (4096, 256000), (8192, 50257)]:
+        logits = torch.randn(rows, classes, device=device, dtype=dtype)
+        yield Sample((logits, torch.randint(0, classes, (rows,), device=device)), why=f"{rows}x{classes}")
+
+
+def cross_entropy_cost(input: Tensor, target: Tensor, **options: Any) -> Cost:
+    tensor = input.numel() * input.element_size()
+    return Cost(bytes_forward=tensor, bytes_full=3 * tensor)
+
+
+@public_op(
+    "cross_entropy(Tensor input, Tensor target, *, Tensor? weight=None, int ignore_index=-100, "
+    'str reduction="mean", float label_smoothing=0.0, float softcap=0.0, float z_loss=0.0) -> Tensor',
+    reference=cross_entropy_reference,
+    differentiable=("input",),
+    kernel_ops=(cross_entropy_fwd, cross_entropy_bwd),
+    samples=cross_entropy_samples,
+    resized=cross_entropy_resized,
+    workloads=cross_entropy_workloads,
+    cost=cross_entropy_cost,
+)
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float = 0.0,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """Cross entropy of logits over their last axis, as `torch.nn.functional.cross_entropy` with class indices.
+
+    Args:
+        input: Logits `[..., V]`, float32, float16 or bfloat16, any strides.
+        target: Class indices `[...]`, int64 or int32.
+        weight: `[V]`, a weight for each class; None for 1.
+        ignore_index: Rows with this target have loss 0 and gradient 0, and do not count in the mean, whatever their
+            logits are.
+        reduction: "none", "sum", or "mean": the sum over the rows divided by the sum of their targets' weights.
+        label_smoothing: The share of the target, 0 to 1, that is spread evenly over all classes.
+        softcap: Logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.
+        z_loss: `z_loss * logsumexp(logits)**2` is added to the loss of every row that counts; 0 is off. It has no class
+            weight, but the mean divides the whole sum by the weights, where Liger divides z_loss by the number of rows.
+
+    Returns:
+        float32: a scalar, or `[...]` with reduction "none". The mean over no row is NaN.
+        Where the weights of all rows that count are 0, neither the mean nor its gradients are finite.
+
+    Raises:
+        TypeError: `input` is not a float32, float16 or bfloat16 tensor, or `target` not an integer one.
+        ValueError: A shape, a device or an option does not fit.
+        IndexError: On the CPU, a target is neither a class nor `ignore_index`. On a GPU such a row's loss and gradient
+            are NaN, since looking would make the host wait.
+        NotImplementedError: `weight` requires a gradient.
+
+    Sources: `torch.nn.functional.cross_entropy`; softcap: Gemma 2, https://arxiv.org/abs/2408.00118; z-loss: PaLM,
+    https://arxiv.org/abs/2204.02311.
+    """
+    check_dtype("input", input)
+    if input.dim() == 0 or input.shape[-1] == 0:
+        raise ValueError(f"input: expected shape [..., V] with V at least 1, got {tuple(input.shape)}")
+    check_loss_options(input.shape[-1], input, target, weight, reduction, label_smoothing, softcap, z_loss)
+    options = (weight, ignore_index, label_smoothing, softcap, z_loss)
+    if reduction == "mean" and is_sharded(input, target):
+        total, divisor, _ = cross_entropy_fwd(input, target, *options, "total")
+        return total / divisor.detach()
+    loss, _, _ = cross_entropy_fwd(input, target, *options, reduction)
+    return loss

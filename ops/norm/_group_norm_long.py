@@ -1,0 +1,314 @@
+"""group_norm of rows that are too long for one program's registers; group_norm.py has the formulas.
+
+Rows are read twice. Where there are enough of them, a program walks a row: from its start to its end for the sums, then
+from its end to its start for the result, so that the second walk begins with what was read last. Few enough rows are
+under way at a time that the second walk finds most of a row in L2.
+
+A few rows, and very long ones, are read each time by several programs. Forward makes the moments of pieces of a row,
+then merges them in every program that writes a tile. Backward makes the sums of dy and dy * c * rstd over (a piece of)
+each channel's places: the affine gradients are summed from them, and dx needs their sums over the group.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmk.ops.common.norm import coarse_mean, merge_moments, row_moments, sum_pair
+from llmk.registry import cdiv, empty, example_of, most_warps, next_power_of_2, num_programs, wrap_triton
+
+
+@triton.jit
+def _tile(row, tile, G, C, S, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
+    """Of a tile of a row: its channels and which of them exist, its offsets and mask, the column of tiles it is in."""
+    columns = tl.cdiv(S, BLOCK_S)
+    channels = tile // columns * BLOCK_C + tl.arange(0, BLOCK_C)
+    places = tile % columns * BLOCK_S + tl.arange(0, BLOCK_S)
+    offsets = row * C * S + (channels * S)[:, None] + places[None, :]
+    mask = (channels < C)[:, None] & (places < S)[None, :]
+    return row % G * C + channels, channels < C, offsets, mask, tile % columns
+
+
+@triton.jit
+def _store_stats(stats_ptr, row, rows, mean, spread, var):
+    tl.store(stats_ptr + row, mean)
+    tl.store(stats_ptr + rows + row, var)
+    tl.store(stats_ptr + 2 * rows + row, coarse_mean(mean, spread))
+
+
+@triton.jit
+def _write_y(x_ptr, w_ptr, b_ptr, y_ptr, row, tile, G, C, S, mean, rstd, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
+    channels, channel_mask, offsets, mask, _ = _tile(row, tile, G, C, S, BLOCK_C, BLOCK_S)  # type: ignore[misc]
+    y = (tl.load(x_ptr + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32) - mean) * rstd
+    if w_ptr is not None:
+        y *= tl.load(w_ptr + channels, mask=channel_mask, other=0.0).to(tl.float32)[:, None]
+    if b_ptr is not None:
+        y += tl.load(b_ptr + channels, mask=channel_mask, other=0.0).to(tl.float32)[:, None]
+    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+
+
+@triton.jit
+def _write_dx(
+    dy_ptr, x_ptr, w_ptr, dx_ptr, row, tile, G, C, S, mean, rstd, total, dot,
+    BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Given the means of dy * weight and of dy * weight * c * rstd over the row."""
+    channels, channel_mask, offsets, mask, _ = _tile(row, tile, G, C, S, BLOCK_C, BLOCK_S)  # type: ignore[misc]
+    dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    if w_ptr is not None:
+        dy *= tl.load(w_ptr + channels, mask=channel_mask, other=0.0).to(tl.float32)[:, None]
+    dx = rstd * (dy - total - (x - mean) * rstd * dot)
+    tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+
+
+@triton.jit
+def group_norm_walk_kernel(
+    x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, B, G, C, S, eps,
+    BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """A row."""
+    eps = tl.cast(eps, tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    D = C * S
+    mean, squares = row_moments(x_ptr + row * D, D, BLOCK_C * BLOCK_S, NUM_STAGES)  # type: ignore[misc]
+    spread = squares / D
+    var = spread + eps
+    _store_stats(stats_ptr, row, B * G, mean, spread, var)  # type: ignore[misc]
+    rstd = tl.div_rn(1.0, tl.sqrt_rn(var))
+    tiles = tl.cdiv(C, BLOCK_C) * tl.cdiv(S, BLOCK_S)
+    for i in tl.range(tiles, num_stages=NUM_STAGES):
+        _write_y(  # type: ignore[misc]
+            x_ptr, w_ptr, b_ptr, y_ptr, row, tiles - 1 - i, G, C, S, mean, rstd, BLOCK_C, BLOCK_S
+        )
+
+
+@triton.jit
+def group_norm_walk_backward_kernel(
+    dy_ptr, x_ptr, w_ptr, stats_ptr, dx_ptr, partial_ptr, B, G, C, S,
+    BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """A row; the sums of each tile's channels are kept for the affine gradients."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.cdiv(S, BLOCK_S)
+    tiles = tl.cdiv(C, BLOCK_C) * columns
+    mean, near = tl.load(stats_ptr + row), tl.load(stats_ptr + 2 * B * G + row)
+    rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.load(stats_ptr + B * G + row)))
+    total = tl.zeros((BLOCK_C,), dtype=tl.float32)
+    dot = tl.zeros((BLOCK_C,), dtype=tl.float32)
+    for tile in tl.range(tiles, num_stages=NUM_STAGES):
+        channels, channel_mask, offsets, mask, column = _tile(row, tile, G, C, S, BLOCK_C, BLOCK_S)  # type: ignore[misc]
+        dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        db, dw = sum_pair(dy, dy * ((x - near) * rstd), 1)  # type: ignore[misc]
+        dw -= (mean - near) * rstd * db
+        at = partial_ptr + (row // G * columns + column) * 2 * G * C + channels
+        tl.store(at, dw, mask=channel_mask)
+        tl.store(at + G * C, db, mask=channel_mask)
+        if w_ptr is not None:
+            w = tl.load(w_ptr + channels, mask=channel_mask, other=0.0).to(tl.float32)
+            dw *= w
+            db *= w
+        total += db
+        dot += dw
+    total, dot = sum_pair(total, dot, 0)  # type: ignore[misc]
+    D = C * S
+    for i in tl.range(tiles, num_stages=NUM_STAGES):
+        _write_dx(  # type: ignore[misc]
+            dy_ptr, x_ptr, w_ptr, dx_ptr, row, tiles - 1 - i, G, C, S, mean, rstd, total / D, dot / D, BLOCK_C, BLOCK_S
+        )
+
+
+@triton.jit
+def group_norm_long_moments_kernel(
+    x_ptr, moments_ptr, D, PIECES, PIECE, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr
+):  # fmt: skip
+    """Mean and squared deviations of a piece of a row."""
+    program = tl.program_id(0).to(tl.int64)
+    row, first = program // PIECES, program % PIECES * PIECE
+    length = tl.minimum(PIECE, D - first)
+    mean, squares = row_moments(x_ptr + row * D + first, length, BLOCK_N, NUM_STAGES)  # type: ignore[misc]
+    tl.store(moments_ptr + program, mean)
+    tl.store(moments_ptr + tl.num_programs(0) + program, squares)
+
+
+@triton.jit
+def group_norm_long_kernel(
+    x_ptr, w_ptr, b_ptr, moments_ptr, y_ptr, stats_ptr, B, G, C, S, PIECES, PIECE, eps,
+    BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """A tile of a row, last one first."""
+    eps = tl.cast(eps, tl.float32)
+    tiles = tl.cdiv(C, BLOCK_C) * tl.cdiv(S, BLOCK_S)
+    program = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
+    row, tile = program // tiles, program % tiles
+    D = tl.cast(C, tl.int64) * S
+    k = tl.arange(0, BLOCK_K)
+    count = tl.where(k < PIECES, tl.minimum(PIECE, D - k * PIECE), 0).to(tl.float32)
+    means = tl.load(moments_ptr + row * PIECES + k, mask=k < PIECES, other=0.0)
+    squares = tl.load(moments_ptr + (B * G + row) * PIECES + k, mask=k < PIECES, other=0.0)
+    mean, squares = merge_moments(means, 0.0, squares, count, D)  # type: ignore[misc]
+    spread = squares / D
+    var = spread + eps
+    if tile == 0:
+        _store_stats(stats_ptr, row, B * G, mean, spread, var)  # type: ignore[misc]
+    rstd = tl.div_rn(1.0, tl.sqrt_rn(var))
+    _write_y(x_ptr, w_ptr, b_ptr, y_ptr, row, tile, G, C, S, mean, rstd, BLOCK_C, BLOCK_S)  # type: ignore[misc]
+
+
+@triton.jit
+def group_norm_long_backward_sums_kernel(
+    dy_ptr, x_ptr, stats_ptr, partial_ptr, B, G, C, S, PIECES, PIECE, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr
+):
+    """Sums of dy * c * rstd (if x is given) and dy over a piece of the places of BLOCK_C channels."""
+    program = tl.program_id(0).to(tl.int64)
+    piece, block = program % PIECES, program // PIECES
+    blocks = tl.cdiv(C, BLOCK_C)
+    row = block // blocks
+    channels = block % blocks * BLOCK_C + tl.arange(0, BLOCK_C)
+    channel_mask = channels < C
+    if x_ptr is not None:
+        mean, near = tl.load(stats_ptr + row), tl.load(stats_ptr + 2 * B * G + row)
+        rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.load(stats_ptr + B * G + row)))
+    dw = tl.zeros((BLOCK_C, BLOCK_S), dtype=tl.float32)
+    db = tl.zeros((BLOCK_C, BLOCK_S), dtype=tl.float32)
+    for start in range(piece * PIECE, tl.minimum(S, (piece + 1) * PIECE), BLOCK_S):
+        places = start + tl.arange(0, BLOCK_S)
+        mask = channel_mask[:, None] & (places < S)[None, :]
+        offsets = row * C * S + (channels * S)[:, None] + places[None, :]
+        dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        db += dy
+        if x_ptr is not None:
+            dw += dy * ((tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32) - near) * rstd)
+    SUMS: tl.constexpr = 1 if x_ptr is None else 2
+    partial_ptr += ((row // G * PIECES + piece) * SUMS * G + row % G) * C + channels
+    db_sum = tl.sum(db, axis=1)
+    if x_ptr is not None:
+        tl.store(partial_ptr, tl.sum(dw, axis=1) - (mean - near) * rstd * db_sum, mask=channel_mask)
+    tl.store(partial_ptr + (SUMS - 1) * G * C, db_sum, mask=channel_mask)
+
+
+@triton.jit
+def group_norm_long_backward_kernel(
+    dy_ptr, x_ptr, w_ptr, stats_ptr, partial_ptr, dx_ptr, B, G, C, S, PIECES,
+    BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """A tile of a row, last one first."""
+    tiles = tl.cdiv(C, BLOCK_C) * tl.cdiv(S, BLOCK_S)
+    program = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
+    row, tile = program // tiles, program % tiles
+    dot = tl.zeros((BLOCK_K,), dtype=tl.float32)
+    total = tl.zeros((BLOCK_K,), dtype=tl.float32)
+    for start in range(0, PIECES * C, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        channel = row % G * C + k % C
+        at = partial_ptr + (row // G * PIECES + k // C) * 2 * G * C + channel
+        dw = tl.load(at, mask=k < PIECES * C, other=0.0)
+        db = tl.load(at + G * C, mask=k < PIECES * C, other=0.0)
+        if w_ptr is not None:
+            w = tl.load(w_ptr + channel, mask=k < PIECES * C, other=0.0).to(tl.float32)
+            dw *= w
+            db *= w
+        dot += dw
+        total += db
+    D = tl.cast(C, tl.int64) * S
+    mean = tl.load(stats_ptr + row)
+    rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.load(stats_ptr + B * G + row)))
+    total, dot = sum_pair(total, dot, 0)  # type: ignore[misc]
+    _write_dx(  # type: ignore[misc]
+        dy_ptr, x_ptr, w_ptr, dx_ptr, row, tile, G, C, S, mean, rstd, total / D, dot / D, BLOCK_C, BLOCK_S
+    )
+
+
+MOMENTS = {"BLOCK_N": 2048, "NUM_STAGES": 3, "num_warps": 8}
+# The shortest piece of a row whose moments are made: a few blocks, so that the next one is on its way.
+PIECE = 8 * MOMENTS["BLOCK_N"]
+# Pieces that a row is summed in: what the second reading merges is small beside its tile.
+MAX_PIECES = 64
+# Bytes of a row, in all tensors, up to which it is walked: the half of the rows under way that is still to be read
+# again, on average, is to fit in an H200's 50 MB of L2.
+WALK_BYTES = 384 * 1024
+
+
+def _blocks(C: int, S: int, elements: int, places: int) -> dict[str, int]:
+    """A tile of so many elements: a power of two of channels that divides C, each with so many places or more.
+
+    More channels where places are fewer. A symbolic C becomes a fixed number, as in next_power_of_2.
+    """
+    C, block_s = int(C), next_power_of_2(S)
+    if block_s > places:
+        even = C & -C
+        block_s = min(block_s, max(places, elements // even))
+    return {"BLOCK_C": max(1, min(next_power_of_2(C), elements // block_s)), "BLOCK_S": min(block_s, elements)}
+
+
+def _walk_tile(C: int, S: int, element_size: int, tensors: int) -> dict[str, int]:
+    """16 bytes of each tensor for a thread, and the more warps the longer a row.
+
+    A warp reads 256 places of one channel, or two of float32, and sums them without waiting for the other warps.
+    """
+    # H200, bf16, times the floor, forward and backward: 1.71 and 1.80 at 32x512x64x64, 2.15 and 2.01 at 32x1280x16x16,
+    # in 32 groups. With prefetch forward 1.82 and 2.27, backward the second 2.35; 32 warps without it the first 1.91.
+    warps = next_power_of_2(cdiv(C * S * element_size * tensors, 12 * 1024))
+    warps = min(most_warps(), max(4, warps)) if tensors == 1 else min(16, max(8, warps))
+    stages = 3 if tensors > 1 and warps == 16 else 1
+    return _blocks(C, S, warps * 32 * 16 // element_size, 256) | {"NUM_STAGES": stages, "num_warps": warps}
+
+
+def _walks(row_bytes: int, rows: int, device: torch.device) -> bool:
+    return row_bytes <= WALK_BYTES and example_of(rows) >= num_programs(device, 1)
+
+
+def _long_tile(C: int, S: int) -> dict[str, int]:
+    # H200, bf16, times the floor at 8x320x128x128 with 32 groups: 2.03 in either direction; twice both 2.05 and 2.16.
+    return _blocks(C, S, 2048, 2048) | {"num_warps": 4}
+
+
+def _pieces(length: int, block: int, most: int) -> tuple[int, int]:
+    """Into how many pieces of whole blocks a length is cut, at most so many, and how long they are."""
+    piece = cdiv(cdiv(length, block), most) * block
+    return cdiv(length, piece), piece
+
+
+def long_forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor, stats: Tensor,
+    sizes: tuple[int, int, int, int], eps: float,
+) -> None:  # fmt: skip
+    """Fill y and stats."""
+    B, G, C, S = sizes
+    if _walks(C * S * x.element_size(), B * G, x.device):
+        tile = _walk_tile(C, S, x.element_size(), 1)
+        wrap_triton(group_norm_walk_kernel)[(B * G,)](x, weight, bias, y, stats, B, G, C, S, eps, **tile)
+        return
+    pieces, piece = _pieces(C * S, PIECE, MAX_PIECES)
+    moments = empty((2, B * G * pieces), torch.float32, x.device)
+    wrap_triton(group_norm_long_moments_kernel)[(B * G * pieces,)](x, moments, C * S, pieces, piece, **MOMENTS)
+    tile = _long_tile(C, S)
+    wrap_triton(group_norm_long_kernel)[(B * G * cdiv(C, tile["BLOCK_C"]) * cdiv(S, tile["BLOCK_S"]),)](
+        x, weight, bias, moments, y, stats, B, G, C, S, pieces, piece, eps, BLOCK_K=next_power_of_2(pieces), **tile
+    )
+
+
+def long_backward(
+    dy: Tensor, x: Tensor | None, weight: Tensor | None, stats: Tensor, dx: Tensor | None,
+    sizes: tuple[int, int, int, int],
+) -> Tensor:  # fmt: skip
+    """Fill dx, if given; return the partials of the weight's gradient, if x is given, and of the bias's."""
+    B, G, C, S = sizes
+    if x is not None and dx is not None and _walks(2 * C * S * x.element_size(), B * G, dy.device):
+        tile = _walk_tile(C, S, x.element_size(), 2)
+        partials = empty((B * cdiv(S, tile["BLOCK_S"]), 2, G * C), torch.float32, dy.device)
+        wrap_triton(group_norm_walk_backward_kernel)[(B * G,)](dy, x, weight, stats, dx, partials, B, G, C, S, **tile)
+        return partials
+    tile = _long_tile(C, S)
+    blocks = cdiv(C, tile["BLOCK_C"])
+    pieces, piece = _pieces(S, tile["BLOCK_S"], max(1, MAX_PIECES // C))
+    partials = empty((B * pieces, 1 if x is None else 2, G * C), torch.float32, dy.device)
+    wrap_triton(group_norm_long_backward_sums_kernel)[(B * G * blocks * pieces,)](
+        dy, x, stats, partials, B, G, C, S, pieces, piece, **tile
+    )
+    if dx is not None:
+        wrap_triton(group_norm_long_backward_kernel)[(B * G * blocks * cdiv(S, tile["BLOCK_S"]),)](
+            dy, x, weight, stats, partials, dx, B, G, C, S, pieces, BLOCK_K=256, **tile
+        )
+    return partials

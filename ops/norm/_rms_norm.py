@@ -1,0 +1,400 @@
+r"""Root mean square normalization of rows: the kernels that `rms_norm` and `add_rms_norm` share.
+
+Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, https://arxiv.org/abs/1910.07467.
+The offset is Gemma's, whose weight is stored minus one: https://arxiv.org/abs/2403.08295.
+
+Forward, for each row h of N values, with w = weight + offset:
+
+    ms   = mean(h^2) + eps
+    rstd = 1 / sqrt(ms)
+    y    = h * rstd * w
+
+where h is the input or, given a residual, the sum of the two, rounded to their dtype: what the backward pass will find.
+
+Backward, given dy, and dh where h was an output too:
+
+    dx = rstd * (dy * w - h * mean(dy * w * h) / ms) + dh
+    dw = sum over rows of dy * h * rstd
+
+ms is what is kept for the backward pass: dividing by it costs one rounding where rstd^2 would cost three, which shows
+where the two terms of dx nearly cancel, in rows of few values. In a row of one value they cancel to eps:
+dx = rstd * dy * w * eps / ms + dh.
+
+A row that fits in registers is read once in either direction; a longer one is walked in blocks, twice. The weight's
+gradient is summed in float32 by each program over its own rows, then over the programs in a fixed order: no atomics.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmk.ops.common.rows import Strides, row_shares, row_starts, strided_rows, sum_partials
+from llmk.registry import (
+    at_most,
+    cdiv,
+    empty,
+    most_warps,
+    next_power_of_2,
+    num_programs,
+    recomputed_in_backward,
+    wrap_triton,
+)
+
+
+@triton.jit
+def rms_norm_kernel(
+    x_ptr, residual_ptr, w_ptr, y_ptr, h_ptr, ms_ptr, M, N,
+    x_stride, x_inner, x_inner_stride, residual_stride, residual_inner, residual_inner_stride, eps, offset,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    eps = tl.cast(eps, tl.float32)
+    offset = tl.cast(offset, tl.float32)
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_N)
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    x_starts = row_starts(rows, x_stride, x_inner, x_inner_stride)[:, None]
+    h = tl.load(x_ptr + x_starts + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        residual_starts = row_starts(rows, residual_stride, residual_inner, residual_inner_stride)[:, None]
+        h += tl.load(residual_ptr + residual_starts + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        rounded = h.to(h_ptr.dtype.element_ty)
+        tl.store(h_ptr + rows[:, None] * N + cols[None, :], rounded, mask=mask)
+        h = rounded.to(tl.float32)
+    ms = tl.sum(h * h, axis=1) / N + eps  # [BLOCK_M]
+    y = h * tl.div_rn(1.0, tl.sqrt_rn(ms))[:, None]
+    if w_ptr is not None:
+        y *= (tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset)[None, :]
+    tl.store(y_ptr + rows[:, None] * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(ms_ptr + rows, ms, mask=rows < M)
+
+
+@triton.jit
+def _long_block(x_ptr, residual_ptr, cols, N):
+    """A block of a row of h, rounded, as float32."""
+    h = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        h += tl.load(residual_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        h = h.to(x_ptr.dtype.element_ty).to(tl.float32)
+    return h
+
+
+@triton.jit
+def rms_norm_long_kernel(
+    x_ptr, residual_ptr, w_ptr, y_ptr, h_ptr, ms_ptr, N,
+    x_stride, x_inner, x_inner_stride, residual_stride, residual_inner, residual_inner_stride, eps, offset,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    eps = tl.cast(eps, tl.float32)
+    offset = tl.cast(offset, tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row_starts(row, x_stride, x_inner, x_inner_stride)
+    if residual_ptr is not None:
+        residual_ptr += row_starts(row, residual_stride, residual_inner, residual_inner_stride)
+    squares = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    for start in range(0, N, BLOCK_N):
+        h = _long_block(x_ptr, residual_ptr, start + tl.arange(0, BLOCK_N), N)
+        squares += h * h
+    ms = tl.sum(squares, axis=0) / N + eps
+    tl.store(ms_ptr + row, ms)
+    rstd = tl.div_rn(1.0, tl.sqrt_rn(ms))
+    for start in range(0, N, BLOCK_N):  # the second pass finds the row in L2
+        cols = start + tl.arange(0, BLOCK_N)
+        h = _long_block(x_ptr, residual_ptr, cols, N)
+        if h_ptr is not None:
+            tl.store(h_ptr + row * N + cols, h.to(h_ptr.dtype.element_ty), mask=cols < N)
+        y = h * rstd
+        if w_ptr is not None:
+            y *= tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset
+        tl.store(y_ptr + row * N + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
+
+
+@triton.jit
+def rms_norm_backward_kernel(
+    dy_ptr, dh_ptr, h_ptr, w_ptr, ms_ptr, dx_ptr, dw_ptr, M, N,
+    dy_stride, dy_inner, dy_inner_stride, dh_stride, dh_inner, dh_inner_stride, h_stride, h_inner, h_inner_stride,
+    eps, offset, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HOLD_WEIGHT: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    eps = tl.cast(eps, tl.float32)
+    offset = tl.cast(offset, tl.float32)
+    program = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_N)
+    if w_ptr is not None and HOLD_WEIGHT:
+        w = (tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset)[None, :]
+    dw = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    # Persistent: the next rows are prefetched while these are computed, and dw stays in registers.
+    for start in tl.range(program * BLOCK_M, M, tl.num_programs(0) * BLOCK_M, num_stages=NUM_STAGES):
+        rows = start + tl.arange(0, BLOCK_M)
+        mask = (rows < M)[:, None] & (cols < N)[None, :]
+        h_starts = row_starts(rows, h_stride, h_inner, h_inner_stride)[:, None]
+        h = tl.load(h_ptr + h_starts + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        dy_starts = row_starts(rows, dy_stride, dy_inner, dy_inner_stride)[:, None]
+        dy = tl.load(dy_ptr + dy_starts + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        ms = tl.load(ms_ptr + rows, mask=rows < M, other=1.0)
+        rstd = tl.div_rn(1.0, tl.sqrt_rn(ms))[:, None]
+        wdy = dy
+        if w_ptr is not None:
+            if not HOLD_WEIGHT:
+                w = (tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset)[None, :]
+            wdy = dy * w
+        dot = tl.sum(wdy * h, axis=1)
+        if dw_ptr is not None:
+            dw += dy * (h * rstd)
+        if BLOCK_N == 1:
+            dx = rstd * wdy * tl.div_rn(eps, ms)[:, None]
+        else:
+            dx = rstd * (wdy - h * tl.div_rn(dot / N, ms)[:, None])
+        if dh_ptr is not None:
+            dh_starts = row_starts(rows, dh_stride, dh_inner, dh_inner_stride)[:, None]
+            dx += tl.load(dh_ptr + dh_starts + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + rows[:, None] * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    if dw_ptr is not None:
+        tl.store(dw_ptr + program * N + cols, tl.sum(dw, axis=0), mask=cols < N)
+
+
+@triton.jit
+def rms_norm_long_backward_dot_kernel(
+    dy_ptr, h_ptr, w_ptr, ms_ptr, dot_ptr, N,
+    dy_stride, dy_inner, dy_inner_stride, h_stride, h_inner, h_inner_stride, offset, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """mean(dy * w * h) / ms of each row."""
+    offset = tl.cast(offset, tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    dy_ptr += row_starts(row, dy_stride, dy_inner, dy_inner_stride)
+    h_ptr += row_starts(row, h_stride, h_inner, h_inner_stride)
+    dot = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    for start in range(0, N, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        h = tl.load(h_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        if w_ptr is not None:
+            dy *= tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset
+        dot += dy * h
+    tl.store(dot_ptr + row, tl.div_rn(tl.sum(dot, axis=0) / N, tl.load(ms_ptr + row)))
+
+
+@triton.jit
+def rms_norm_long_backward_kernel(
+    dy_ptr, dh_ptr, h_ptr, w_ptr, ms_ptr, dot_ptr, dx_ptr, dw_ptr, M, N,
+    dy_stride, dy_inner, dy_inner_stride, dh_stride, dh_inner, dh_inner_stride, h_stride, h_inner, h_inner_stride,
+    offset, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One block of columns, a share of the rows."""
+    offset = tl.cast(offset, tl.float32)
+    program = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if w_ptr is not None:
+        w = tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset
+    dw = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    for row in range(program, M, tl.num_programs(0)):
+        rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.load(ms_ptr + row)))
+        h_start = row_starts(row, h_stride, h_inner, h_inner_stride)
+        h = tl.load(h_ptr + h_start + cols, mask=cols < N, other=0.0).to(tl.float32)
+        dy_start = row_starts(row, dy_stride, dy_inner, dy_inner_stride)
+        dy = tl.load(dy_ptr + dy_start + cols, mask=cols < N, other=0.0).to(tl.float32)
+        if dw_ptr is not None:
+            dw += dy * (h * rstd)
+        if w_ptr is not None:
+            dy *= w
+        dx = rstd * (dy - h * tl.load(dot_ptr + row))
+        if dh_ptr is not None:
+            dh_start = row_starts(row, dh_stride, dh_inner, dh_inner_stride)
+            dx += tl.load(dh_ptr + dh_start + cols, mask=cols < N, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
+    if dw_ptr is not None:
+        tl.store(dw_ptr + program * N + cols, dw, mask=cols < N)
+
+
+# Where Triton cannot read 16 bytes at a time, a thread's addresses take registers too, and wider rows spill on sm_90.
+MAX_FORWARD_BLOCK = 32768
+"""The widest row that one program holds in registers forward, where that is h; half of it for unaligned rows."""
+
+MAX_BACKWARD_BYTES = 32768
+"""The widest row that one program holds backward: h, dy, and in float32 the weight's gradient; half of it likewise."""
+
+
+def _aligned(N: int, *rows: tuple[Tensor | None, Strides]) -> bool:
+    """Whether Triton knows that every row can be read 16 bytes at a time."""
+    numbers: list[int | None] = [N]
+    for tensor, (stride, _, inner_stride) in rows:
+        if tensor is not None:
+            numbers += [tensor.storage_offset() * tensor.element_size(), stride, inner_stride]
+    return all(number is None or number % 16 == 0 for number in numbers)
+
+
+NO_STRIDES: Strides = (None, None, None)
+
+
+def _tile(N: int, elements: int) -> dict[str, int]:
+    """Rows per program, to make up so many elements, and warps for rows that fit."""
+    block_n = next_power_of_2(N)
+    block_m = max(1, elements // block_n)
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": min(16, max(4, block_m * block_n // 512))}
+
+
+def _forward_tile(N: int) -> dict[str, int]:
+    # H200, bf16, times the floor: 1.08 at 32768x4096, 1.14 at 8192x8192, 1.14 at 4096x16384, 1.11 at 65536x1024,
+    # 1.17 at 262144x128. 8 warps instead of 16 where 8192 elements hold a row: at 5120 columns 1.22, not 1.38.
+    tile = _tile(N, 2048)
+    return tile | {"num_warps": 8} if tile["BLOCK_N"] == 8192 else tile
+
+
+def _backward_tile(N: int, element_size: int, tensors: int) -> dict[str, int]:
+    """For reading so many tensors: h, dy and perhaps dh."""
+    # H200, bf16, times the floor: 1.08 at 32768x4096, 1.15 at 8192x8192, 1.33 at 262144x128, each with the programs of
+    # _programs and three stages of prefetch; one stage costs 0.1 more. Forward and backward, 65536x1024: 1.09, with 8
+    # warps 1.11; 4096x16384: 1.25, where 16 warps can have 128 registers, which take no weight besides h, dy and dw;
+    # where an sm_80's shared memory does not take two more rows, one more is worse than none: 1.37.
+    hold = N <= 8192
+    tile = _tile(N, 2048 if N <= 1024 else 4096)
+    tile["num_warps"] = (4 if N <= 1024 else 8) if hold else 16
+    stage = tile["BLOCK_M"] * tile["BLOCK_N"] * element_size * (tensors if hold else tensors + 1)
+    # All stages but one are in shared memory, of which an sm_80 gives 163 KiB; with dh and no prefetch registers spill.
+    return tile | {"HOLD_WEIGHT": hold, "NUM_STAGES": 3 if stage <= 65536 else 1 if tensors == 2 else 2}
+
+
+def _long_forward_tile() -> dict[str, int]:
+    # One program on each multiprocessor, so that the second pass finds the rows under way in L2. H200, bf16, times the
+    # floor: 1.71 at 128,256 columns, 1.72 at 262,144; 4096 elements with 8 warps 1.88 and 2.55.
+    return {"BLOCK_N": 8192, "num_warps": most_warps()}
+
+
+LONG_BACKWARD_BLOCK = 1024
+
+
+def _long_backward_warps(element_size: int) -> int:
+    # H200, bf16, 4096x16384: 1.85 times the floor, which counts one reading of x and dy where this makes two; twice the
+    # warps 2.02. In float32 two warps spill.
+    return 2 if element_size == 2 else 4
+
+
+def _programs(N: int, device: torch.device) -> int:
+    """Of the backward pass: each costs one row of float32 partials, and several hide each other's latency."""
+    return num_programs(device, 4 if N <= 1024 else 2 if N <= 4096 else 1)
+
+
+def _optional_rows(x: Tensor | None) -> tuple[Tensor | None, Strides]:
+    return (None, NO_STRIDES) if x is None else strided_rows(x)
+
+
+def _contiguous(weight: Tensor | None) -> Tensor | None:
+    return weight.contiguous() if weight is not None else None
+
+
+def forward(
+    input: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """y, h if there is a residual, and ms `[...]`, one for each row."""
+    x, x_strides = strided_rows(input)
+    residual, residual_strides = _optional_rows(residual)
+    weight, N = _contiguous(weight), x.shape[-1]
+    M = x.numel() // N
+    y = empty(input.shape, input.dtype, input.device)
+    h = empty(input.shape, input.dtype, input.device) if residual is not None else None
+    ms = empty(input.shape[:-1], torch.float32, input.device)
+    rows = (x, x_strides), (residual, residual_strides), (weight, NO_STRIDES)
+    if N <= MAX_FORWARD_BLOCK // 2 or (N <= MAX_FORWARD_BLOCK and _aligned(N, *rows)):
+        tile = _forward_tile(N)
+        wrap_triton(rms_norm_kernel)[(cdiv(M, tile["BLOCK_M"]),)](
+            x, residual, weight, y, h, ms, M, N, *x_strides, *residual_strides, eps, offset, **tile
+        )
+    else:
+        wrap_triton(rms_norm_long_kernel)[(M,)](
+            x, residual, weight, y, h, ms, N, *x_strides, *residual_strides, eps, offset, **_long_forward_tile()
+        )
+    return y, h, ms
+
+
+def backward(
+    grad: Tensor, grad_h: Tensor | None, h: Tensor, weight: Tensor | None, ms: Tensor, eps: float, offset: float,
+    need_dw: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dx, and dw if it is needed, else nothing `[0]`."""
+    dx = empty(h.shape, h.dtype, h.device)
+    dy, dy_strides = strided_rows(grad)
+    dh, dh_strides = _optional_rows(grad_h)
+    h, h_strides = strided_rows(h)
+    weight, ms, N = _contiguous(weight), ms.contiguous(), h.shape[-1]
+    M = h.numel() // N
+    rows = (dy, dy_strides), (dh, dh_strides), (h, h_strides), (weight, NO_STRIDES)
+    row_bytes = N * h.element_size()
+    held = row_bytes <= MAX_BACKWARD_BYTES // 2 or (row_bytes <= MAX_BACKWARD_BYTES and _aligned(N, *rows))
+    programs = at_most(M, _programs(N, h.device) if held else row_shares(cdiv(N, LONG_BACKWARD_BLOCK), h.device))
+    partials = empty((programs, N), torch.float32, h.device) if need_dw else None
+    if held:
+        wrap_triton(rms_norm_backward_kernel)[(programs,)](
+            dy, dh, h, weight, ms, dx, partials, M, N, *dy_strides, *dh_strides, *h_strides, eps, offset,
+            **_backward_tile(N, h.element_size(), 2 if dh is None else 3),
+        )  # fmt: skip
+    else:
+        dot = empty((M,), torch.float32, h.device)
+        wrap_triton(rms_norm_long_backward_dot_kernel)[(M,)](
+            dy, h, weight, ms, dot, N, *dy_strides, *h_strides, offset, **_long_forward_tile()
+        )
+        wrap_triton(rms_norm_long_backward_kernel)[(programs, cdiv(N, LONG_BACKWARD_BLOCK))](
+            dy, dh, h, weight, ms, dot, dx, partials, M, N, *dy_strides, *dh_strides, *h_strides, offset,
+            BLOCK_N=LONG_BACKWARD_BLOCK, num_warps=_long_backward_warps(h.element_size()),
+        )  # fmt: skip
+    if weight is None or partials is None:
+        return dx, empty((0,), h.dtype, h.device)
+    return dx, sum_partials(partials, weight.dtype)
+
+
+CHOICES = (
+    "under Inductor the forward pass of rows up to 16,384 columns is PyTorch's own operations, fused with the sums "
+    "around them: in a Llama layer of hidden size 2048 a graph keeps 8,192 bytes of each token less for the backward "
+    "pass (55,432, not 63,624), which computes the outputs of its two norms again",
+    "alone in a graph that form takes 1.11 times the floor at 32768x4096 on an H200, forward and backward, the kernel "
+    "1.07",
+    "the backward pass is the kernel. Inductor's own makes a training step of Llama-3.2-1B's shape 0.6% faster (228.8 "
+    "ms, not 230.1), as it takes in sums of gradients, but alone it takes 1.31 times the floor at 32768x4096 and 1.98 "
+    "at 8192x8192",
+    "in one compiled Llama layer with its loss, 8192 tokens, all kernels but products and attention take 1.25 and 1.27 "
+    "ms in two runs in the chosen forms at hidden size 2048, 1.42 and 1.15 with llmk's kernels alone, 1.88 and 1.71 in "
+    "plain PyTorch; at 4096 1.94, 1.79 and 2.35 (`python -m benchmarks.layer`): the choice is one for memory",
+)
+
+
+def inductor_reads_once(input: Tensor, *_: object) -> bool:
+    """Whether Inductor's forward pass is as fast as ours: its second reading of a row comes from the cache."""
+    # H200, bf16, rms_norm, times the floor, Inductor's and ours: 1.15 and 1.07 at 32768x4096, 1.07 and 1.12 at
+    # 8192x8192, 1.12 and 1.14 at 4096x16384.
+    return input.shape[-1] <= 16384
+
+
+def forward_on_cpu(h: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    """y and ms `[...]`, in plain PyTorch."""
+    dtype, h = h.dtype, h.float()
+    ms = h.square().mean(-1, keepdim=True) + eps
+    with recomputed_in_backward(h):
+        y = h * torch.rsqrt(ms)
+        if weight is not None:
+            y = y * (weight.float() + offset)
+        y = y.to(dtype).contiguous()
+    return y, ms.squeeze(-1).contiguous()
+
+
+def backward_on_cpu(
+    grad: Tensor, grad_h: Tensor | None, h: Tensor, weight: Tensor | None, ms: Tensor, eps: float, offset: float,
+    need_dw: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`backward` in plain PyTorch."""
+    dtype, ms = h.dtype, ms.unsqueeze(-1)
+    rstd = torch.rsqrt(ms)
+    h, dy = h.float(), grad.float()
+    wdy = dy if weight is None else dy * (weight.float() + offset)
+    rest = wdy * (eps / ms) if h.shape[-1] == 1 else wdy - h * ((wdy * h).mean(-1, keepdim=True) / ms)
+    dx = rstd * rest
+    if grad_h is not None:
+        dx = dx + grad_h.float()
+    if weight is None or not need_dw:
+        dw = torch.empty((0,), dtype=dtype, device=h.device)
+    else:
+        dw = (dy * (h * rstd)).flatten(0, -2).sum(0) if h.dim() > 1 else dy * (h * rstd)
+        dw = dw.to(weight.dtype)
+    return dx.to(dtype).contiguous(), dw
+
+
+def fake_backward(h: Tensor, weight: Tensor | None, need_dw: bool) -> tuple[Tensor, Tensor]:
+    dw = h.new_empty((0,)) if weight is None or not need_dw else weight.new_empty(weight.shape)
+    return h.new_empty(h.shape), dw

@@ -1,0 +1,227 @@
+r"""Residual addition and root mean square layer normalization in one pass.
+
+Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, https://arxiv.org/abs/1910.07467, after the
+addition that precedes it in every layer of Llama. The offset is Gemma's: https://arxiv.org/abs/2403.08295.
+
+Forward, for each row of N values, with w = weight + offset:
+
+    h = input + residual    rounded to their dtype
+    y = h * rstd * w        with rstd = 1 / sqrt(ms) and ms = mean(h^2) + eps
+
+The norm is taken of the rounded h, as PyTorch's composition does: it is what the backward pass will find.
+
+Backward, given dy and dh:
+
+    dinput = dresidual = rstd * (dy * w - h * mean(dy * w * h) / ms) + dh
+    dw     = sum over rows of dy * h * rstd
+
+The kernels are those of `_rms_norm.py`, with a residual; h and ms are what is kept for the backward pass.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from llmk.ops.norm import _rms_norm as norm
+from llmk.registry import (
+    PARTIAL,
+    WHOLE,
+    Cost,
+    KernelOp,
+    Sample,
+    check_dtype,
+    check_finite,
+    check_not_negative,
+    check_same,
+    check_shape,
+    public_op,
+    row_axes,
+)
+
+
+def add_rms_norm_reference(
+    input: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    h = input + residual
+    scale = weight + offset if weight is not None and offset else weight
+    return torch.nn.functional.rms_norm(h, h.shape[-1:], scale, eps), h
+
+
+def _add_rms_norm_fwd(
+    input: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    y, h, ms = norm.forward(input, residual, weight, eps, offset)
+    assert h is not None
+    return y, h, ms
+
+
+def _add_rms_norm_bwd(
+    grad: Tensor, grad_h: Tensor | None, h: Tensor, weight: Tensor | None, ms: Tensor, eps: float, offset: float,
+    need_dw: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return norm.backward(grad, grad_h, h, weight, ms, eps, offset, need_dw)
+
+
+# In a graph it is PyTorch's own operations, which Inductor fuses with the sums around it and computes again for the
+# backward pass, so that y is not kept; the backward pass is the kernel. Longer rows Inductor reads from memory twice.
+add_rms_norm_fwd = KernelOp(_add_rms_norm_fwd, planned=True, decomposed=norm.inductor_reads_once)
+add_rms_norm_bwd = KernelOp(_add_rms_norm_bwd, planned=True)
+
+
+@add_rms_norm_fwd.register_kernel("cpu")
+def _(
+    input: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    h = (input + residual).contiguous()
+    y, ms = norm.forward_on_cpu(h, weight, eps, offset)
+    return y, h, ms
+
+
+@add_rms_norm_bwd.register_kernel("cpu")
+def _(
+    grad: Tensor, grad_h: Tensor | None, h: Tensor, weight: Tensor | None, ms: Tensor, eps: float, offset: float,
+    need_dw: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return norm.backward_on_cpu(grad, grad_h, h, weight, ms, eps, offset, need_dw)
+
+
+@add_rms_norm_fwd.register_fake
+def _(
+    input: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    y, h = input.new_empty(input.shape), input.new_empty(input.shape)
+    return y, h, input.new_empty(input.shape[:-1], dtype=torch.float32)
+
+
+@add_rms_norm_bwd.register_fake
+def _(
+    grad: Tensor, grad_h: Tensor | None, h: Tensor, weight: Tensor | None, ms: Tensor, eps: float, offset: float,
+    need_dw: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return norm.fake_backward(h, weight, need_dw)
+
+
+@add_rms_norm_fwd.register_sharding
+def _(input, *_):
+    return [([axis, axis, axis], [axis, axis, WHOLE]) for axis in row_axes(input)]
+
+
+@add_rms_norm_bwd.register_sharding
+def _(grad, *_):
+    return [([axis, PARTIAL], [axis, axis, axis, WHOLE, axis]) for axis in row_axes(grad)]
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    _, _, weight, ctx.eps, ctx.offset = inputs
+    _, h, ms = output
+    ctx.save_for_backward(h, weight, ms)
+
+
+def _backward(ctx, grad, grad_h):
+    # Input and residual get one tensor, as from torch.add: autograd copies where a gradient must not be shared.
+    if grad is None:
+        return grad_h, grad_h, None, None, None
+    h, weight, ms = ctx.saved_tensors
+    need_dw = ctx.needs_input_grad[2]
+    dx, dw = add_rms_norm_bwd(grad, grad_h, h, weight, ms, ctx.eps, ctx.offset, need_dw)
+    return dx, dx, dw if need_dw else None, None, None
+
+
+add_rms_norm_fwd.register_autograd(
+    _backward,
+    setup_context=_setup_context,
+    depends_on=[("input", "residual", "weight"), ("input", "residual")],
+    takes_none=True,
+)
+
+
+def add_rms_norm_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    yield Sample((randn(4, 16), randn(4, 16), randn(16)), why="powers of two")
+    yield Sample((randn(2, 3, 37), randn(2, 3, 37), randn(37), 1e-5), {"offset": 1.0}, why="odd width, Gemma's offset")
+    yield Sample((randn(5, 40), randn(5, 40)), why="no weight")
+    yield Sample((randn(33), randn(33), randn(33)), why="one dimension")
+    yield Sample((randn(7, 1), randn(7, 1), randn(1)), why="one column")
+    yield Sample((randn(0, 16), randn(0, 16), randn(16)), why="no rows")
+    yield Sample((randn(24, 6).t(), randn(6, 80)[:, 16:40], randn(24)), why="columns strided, and a slice")
+    yield Sample(
+        (randn(2, 3, 80)[..., 16:48].view(2, 3, 4, 8), randn(2, 3, 4, 20)[..., :8], randn(8)),
+        why="rows at two distances",
+    )
+    yield Sample((randn(1, 16).expand(5, 16), randn(5, 16), randn(16)), why="input expanded")
+    yield Sample((randn(300, 24), randn(300, 24), randn(24)), why="more rows than programs")
+    yield Sample((1e4 * randn(3, 64), 1e4 * randn(3, 64), randn(64)), why="large values")
+    yield Sample((randn(2, 100_003), randn(2, 100_003), randn(100_003)), why="100,003 columns")
+
+
+def add_rms_norm_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
+    input, residual = torch.randn(2, rows, 48, device=device, dtype=dtype).unbind()
+    return Sample((input, residual, torch.randn(48, device=device, dtype=dtype)), why="resized")
+
+
+def add_rms_norm_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for rows, columns in [(32768, 4096), (8192, 4096), (65536, 1024), (4096, 16384)]:
+        input = torch.randn(rows, columns, device=device, dtype=dtype)
+        residual = torch.randn(rows, columns, device=device, dtype=dtype)
+        yield Sample((input, residual, torch.randn(columns, device=device, dtype=dtype)), why=f"{rows}x{columns}")
+
+
+def add_rms_norm_cost(
+    input: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0
+) -> Cost:
+    tensor = input.numel() * input.element_size()
+    return Cost(bytes_forward=4 * tensor, bytes_full=8 * tensor)
+
+
+@public_op(
+    "add_rms_norm(Tensor input, Tensor residual, Tensor? weight=None, float eps=1e-6, *, float offset=0.0)"
+    " -> (Tensor, Tensor)",
+    reference=add_rms_norm_reference,
+    differentiable=("input", "residual", "weight"),
+    kernel_ops=(add_rms_norm_fwd, add_rms_norm_bwd),
+    samples=add_rms_norm_samples,
+    resized=add_rms_norm_resized,
+    workloads=add_rms_norm_workloads,
+    cost=add_rms_norm_cost,
+    choices=norm.CHOICES,
+)
+def add_rms_norm(
+    input: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """The sum `h = input + residual` and its root mean square normalization over the last axis, `rms_norm(h)`.
+
+    The sum is rounded once, and normalized as rounded, with statistics and products in float32 and one rounding.
+
+    Args:
+        input: `[..., N]`, float32, float16 or bfloat16, any strides.
+        residual: Shape and dtype of `input`, any strides.
+        weight: `[N]`, any of these dtypes; None for no scale.
+        eps: Added to the mean square, at least 0.
+        offset: Added to the weight: 1.0 for Gemma's, which is stored minus one.
+
+    Returns:
+        `(rms_norm(h), h)`, both `[..., N]`, contiguous, in the dtype of `input`.
+
+    Raises:
+        TypeError: A tensor is not float32, float16 or bfloat16, or `residual` has not the dtype of `input`.
+        ValueError: `input` has no axis, its last one is empty, `residual` has not its shape, `weight` is not `[N]`,
+            they are not on one device, or a number is out of range.
+
+    Source: Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467.
+    """
+    check_dtype("input", input)
+    if input.dim() == 0 or input.shape[-1] == 0:
+        raise ValueError(f"input: expected shape [..., N] with N at least 1, got {tuple(input.shape)}")
+    check_shape("residual", residual, input.shape, "the shape of input")
+    check_same("residual", residual, "input", input, dtype=True)
+    if weight is not None:
+        check_dtype("weight", weight)
+        check_shape("weight", weight, input.shape[-1:], "the last axis of input")
+        check_same("weight", weight, "input", input)
+    check_not_negative("eps", eps)
+    check_finite("offset", offset)
+    y, h, _ = add_rms_norm_fwd(input, residual, weight, eps, offset)
+    return y, h

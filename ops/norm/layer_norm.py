@@ -1,0 +1,395 @@
+r"""Layer normalization.
+
+Source: Ba, Kiros and Hinton, "Layer Normalization", 2016, https://arxiv.org/abs/1607.06450.
+Forward, for each row x of N values:
+
+    mean = sum(x) / N, corrected by rest = sum(x - mean) / N where that is more than the rounding of x - mean
+    var  = sum((x - mean)^2) / N + eps, less rest^2 where mean is not corrected yet
+    rstd = 1 / sqrt(var)
+    y    = (x - mean) * rstd * weight + bias
+
+Backward, given dy, with c = x - mean and g = dy * weight - mean(dy * weight):
+
+    dx      = rstd * (g - c * mean(g * c) / var)
+    dweight = sum over rows of dy * c * rstd
+    dbias   = sum over rows of dy
+
+The corrected mean is the float nearest to the mean: a large common offset costs no more digits than it must, and a row
+of equal values has variance zero. mean and var are kept for the backward pass: dividing by var costs one rounding where
+rstd^2 would cost three, which shows where the terms of dx nearly cancel, in rows of few values. In a row of one value
+they cancel for good: dx = 0.
+
+A row that fits in registers is read once in either direction; _layer_norm_long.py has the longer ones. The gradients of
+weight and bias are summed in float32 by each program over its own rows, then over the programs in a fixed order: no
+atomics. Only gradients that are wanted are computed.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmk.ops.common.norm import affine_gradient, centered, known_rest, not_negative, sum_affine, sum_pair
+from llmk.ops.common.rows import aligned, as_rows
+from llmk.ops.norm._layer_norm_long import long_backward, long_forward, long_programs, wide_backward
+from llmk.registry import (
+    PARTIAL,
+    WHOLE,
+    Cost,
+    KernelOp,
+    Sample,
+    at_most,
+    cdiv,
+    check_dtype,
+    check_not_negative,
+    check_same,
+    check_shape,
+    empty,
+    next_power_of_2,
+    num_programs,
+    public_op,
+    row_axes,
+    wrap_triton,
+)
+
+
+def layer_norm_reference(
+    input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    # PyTorch asks for one dtype.
+    weight, bias = (None if t is None else t.to(input.dtype) for t in (weight, bias))
+    return torch.nn.functional.layer_norm(input, input.shape[-1:], weight, bias, eps)
+
+
+@triton.jit
+def layer_norm_kernel(
+    x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, M, N, x_stride, eps, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    eps = tl.cast(eps, tl.float32)
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_N)
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    mean = tl.sum(x * tl.div_rn(1.0, tl.cast(N, tl.float32)), axis=1)  # [BLOCK_M], the sum may be past float32
+    c = tl.where(mask, x - mean[:, None], 0.0)
+    rest, squares = sum_pair(c, c * c, 1)  # type: ignore[misc]
+    rest = known_rest(rest / N, squares / N)
+    mean += rest
+    c -= rest[:, None]  # from c, not from x: two copies of a wide row in registers take half of the time again
+    var = not_negative(squares / N - rest * rest) + eps  # type: ignore[misc]
+    y = c * tl.div_rn(1.0, tl.sqrt_rn(var))[:, None]
+    if w_ptr is not None:
+        y *= tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    if b_ptr is not None:
+        y += tl.load(b_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    tl.store(y_ptr + rows[:, None] * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(stats_ptr + rows, mean, mask=rows < M)
+    tl.store(stats_ptr + M + rows, var, mask=rows < M)
+
+
+@triton.jit
+def layer_norm_backward_kernel(
+    dy_ptr, x_ptr, w_ptr, stats_ptr, dx_ptr, partial_ptr, M, N, dy_stride, x_stride,
+    HAS_DW: tl.constexpr, HAS_DB: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_N)
+    if w_ptr is not None:
+        w = tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    dw = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    db = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    # Persistent: the next rows are prefetched while these are computed, and dw and db stay in registers.
+    for start in tl.range(program * BLOCK_M, M, tl.num_programs(0) * BLOCK_M, num_stages=NUM_STAGES):
+        rows = start + tl.arange(0, BLOCK_M)
+        mask = (rows < M)[:, None] & (cols < N)[None, :]
+        dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        if HAS_DB:
+            db += dy
+        if x_ptr is not None:
+            x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+            mean = tl.load(stats_ptr + rows, mask=rows < M, other=0.0)
+            var = tl.load(stats_ptr + M + rows, mask=rows < M, other=1.0)
+            rstd = tl.div_rn(1.0, tl.sqrt_rn(var))[:, None]
+            c = tl.where(mask, x - mean[:, None], 0.0)
+            if HAS_DW:
+                dw += dy * (c * rstd)
+            if dx_ptr is not None:
+                if w_ptr is not None:
+                    dy *= w
+                if BLOCK_N == 1:  # constant, unlike N: a branch in the loop would cost 50 registers
+                    dx = dy * c  # zero, and NaN where PyTorch's is
+                else:
+                    if BLOCK_N <= 512:  # corrected like mean where the terms of dx nearly cancel: in short rows
+                        total = tl.sum(dy, axis=1) / N
+                        total += tl.sum(tl.where(mask, dy - total[:, None], 0.0), axis=1) / N
+                        dot = tl.sum((dy - total[:, None]) * c, axis=1)
+                    else:
+                        total, dot = sum_pair(dy, dy * c, 1)  # type: ignore[misc]
+                        total /= N
+                    dx = rstd * (dy - total[:, None] - c * tl.div_rn(dot / N, var)[:, None])
+                tl.store(dx_ptr + rows[:, None] * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    if HAS_DW or HAS_DB:
+        partial_ptr += program * (HAS_DW + HAS_DB) * N + cols
+    if HAS_DW:
+        tl.store(partial_ptr, tl.sum(dw, axis=0), mask=cols < N)
+    if HAS_DB:
+        tl.store(partial_ptr + HAS_DW * N, tl.sum(db, axis=0), mask=cols < N)
+
+
+# Widest row that one program holds in registers: forward it holds x, backward x, dy, the weight and two gradients.
+MAX_FORWARD_BLOCK = 16384
+MAX_BACKWARD_BLOCK = 8192
+# Backward, of rows that are not aligned.
+MAX_UNALIGNED_BLOCK = 4096
+
+
+def _tile(N: int, elements: int) -> dict[str, int]:
+    """Rows per program, to make up so many elements."""
+    block_n = next_power_of_2(N)
+    return {"BLOCK_M": max(1, elements // block_n), "BLOCK_N": block_n}
+
+
+def _forward_tile(N: int) -> dict[str, int]:
+    # 32 elements a thread, for threads wait for each other three times a row. H200, bf16, times the floor: 1.09 at
+    # 32768x4096, with twice the warps 1.14; 1.18 and 1.32 at 8192x8192; 1.13 and 1.19 at 65536x1024; 1.33 at
+    # 4096x16384.
+    tile = _tile(N, 2048)
+    return tile | {"num_warps": min(16, tile["BLOCK_M"] * tile["BLOCK_N"] // 1024)}
+
+
+def _backward_tile(N: int) -> dict[str, int]:
+    # rms_norm's: 16 elements a thread take 128 registers on sm_90, which two programs of 8 warps share, or four of 4.
+    # H200, bf16, times the floor: 1.10 at 32768x4096, 1.26 at 8192x4096; 1.13 at 65536x1024, where 8 warps gave 1.22.
+    if N <= 1024:
+        return _tile(N, 2048) | {"num_warps": 4, "NUM_STAGES": 3}
+    return _tile(N, 4096) | {"num_warps": 8 if N <= 4096 else 16, "NUM_STAGES": 3}
+
+
+def _widths(dy: Tensor, x: Tensor | None) -> tuple[int, int]:
+    """The widest row that one program holds backward, and the widest that a pair of programs does."""
+    if aligned(dy, x):
+        return MAX_BACKWARD_BLOCK, 2 * MAX_BACKWARD_BLOCK
+    return MAX_UNALIGNED_BLOCK, MAX_UNALIGNED_BLOCK
+
+
+def _programs(M: int, N: int, held: int, wide: int, device: torch.device) -> int:
+    """Of the backward pass: each costs two rows of float32 partials, and several hide each other's latency."""
+    if held >= N:
+        tile = _backward_tile(N)
+        return at_most(cdiv(M, tile["BLOCK_M"]), num_programs(device, 16 // tile["num_warps"]))
+    return at_most(M, long_programs(N, wide, device))
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return tensor.contiguous() if tensor is not None else None
+
+
+def _layer_norm_fwd(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    x, weight, bias = as_rows(input), _contiguous(weight), _contiguous(bias)
+    M, N = x.shape
+    y = empty(input.shape, input.dtype, input.device)
+    stats = empty((2, *input.shape[:-1]), torch.float32, input.device)
+    if N <= MAX_FORWARD_BLOCK:
+        tile = _forward_tile(N)
+        wrap_triton(layer_norm_kernel)[(cdiv(M, tile["BLOCK_M"]),)](
+            x, weight, bias, y, stats, M, N, x.stride(0), eps, **tile
+        )
+    else:
+        long_forward(x, weight, bias, y, stats, eps)
+    return y, stats
+
+
+def _layer_norm_bwd(
+    grad: Tensor, input: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor, need_dx: bool, need_dw: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`bias` is given where it wants its gradient; nothing but its dtype is used."""
+    device, need_db = input.device, bias is not None
+    dy, x = as_rows(grad), as_rows(input) if need_dx or need_dw else None
+    scale, stats = weight.contiguous() if need_dx and weight is not None else None, stats.contiguous()
+    M, N = dy.shape
+    dx = empty(input.shape, input.dtype, device) if need_dx else None
+    dw, db = affine_gradient(weight if need_dw else None, device), affine_gradient(bias, device)
+    held, wide = _widths(dy, x)
+    programs = _programs(M, N, held, wide, device)
+    partials = None
+    if need_dw or need_db:
+        partials = empty((programs, need_dw + need_db, N), torch.float32, device)
+    if held >= N:
+        wrap_triton(layer_norm_backward_kernel)[(programs,)](
+            dy, x, scale, stats, dx, partials, M, N, dy.stride(0), x.stride(0) if x is not None else 0,
+            HAS_DW=need_dw, HAS_DB=need_db, **_backward_tile(N),
+        )  # fmt: skip
+    elif wide >= N:
+        wide_backward(dy, x, scale, stats, dx, partials, programs, need_dw, need_db)
+    else:
+        long_backward(dy, x, scale, stats, dx, partials, programs, need_dw, need_db)
+    if partials is not None:
+        sum_affine(partials, dw if need_dw else None, db if need_db else None)
+    return dx if dx is not None else affine_gradient(None, device), dw, db
+
+
+layer_norm_fwd = KernelOp(_layer_norm_fwd, planned=True)
+layer_norm_bwd = KernelOp(_layer_norm_bwd, planned=True)
+
+
+@layer_norm_fwd.register_kernel("cpu")
+def _(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    x = input.float()
+    c, mean = centered(x)
+    var = c.square().mean(-1, keepdim=True) + eps
+    y = c * torch.rsqrt(var)
+    if weight is not None:
+        y = y * weight.float()
+    if bias is not None:
+        y = y + bias.float()
+    return y.to(input.dtype).contiguous(), torch.stack([mean.squeeze(-1), var.squeeze(-1)]).contiguous()
+
+
+@layer_norm_bwd.register_kernel("cpu")
+def _(
+    grad: Tensor, input: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor, need_dx: bool, need_dw: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    dy = grad.float()
+    mean, var = stats.unsqueeze(-1).unbind()
+    rstd = torch.rsqrt(var)
+    dx, dw, db = (affine_gradient(None, input.device) for _ in range(3))
+    if bias is not None:
+        db = dy.reshape(-1, dy.shape[-1]).sum(0).to(bias.dtype)
+    if need_dx or need_dw:
+        c = input.float() - mean
+        if need_dw and weight is not None:
+            dw = (dy * (c * rstd)).reshape(-1, dy.shape[-1]).sum(0).to(weight.dtype)
+        if need_dx:
+            g = dy if weight is None else dy * weight.float()
+            g, _ = centered(g)  # of equal values nothing is left
+            dx = ((g - c * ((g * c).mean(-1, keepdim=True) / var)) / var.sqrt()).to(input.dtype).contiguous()
+    return dx, dw, db
+
+
+@layer_norm_fwd.register_fake
+def _(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    return input.new_empty(input.shape), input.new_empty((2, *input.shape[:-1]), dtype=torch.float32)
+
+
+@layer_norm_bwd.register_fake
+def _(
+    grad: Tensor, input: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor, need_dx: bool, need_dw: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx = input.new_empty(input.shape) if need_dx else affine_gradient(None, input.device)
+    return dx, affine_gradient(weight if need_dw else None, input.device), affine_gradient(bias, input.device)
+
+
+@layer_norm_fwd.register_sharding
+def _(input, *_):
+    return [([axis, 1 + axis], [axis, WHOLE, WHOLE]) for axis in row_axes(input)]
+
+
+@layer_norm_bwd.register_sharding
+def _(grad, input, weight, bias, stats, need_dx, need_dw):
+    return [
+        ([axis if need_dx else WHOLE, PARTIAL, PARTIAL], [axis, axis, WHOLE, WHOLE, 1 + axis])
+        for axis in row_axes(grad)
+    ]
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    input, weight, bias, _ = inputs
+    _, stats = output
+    ctx.save_for_backward(input, weight, bias, stats)
+
+
+def _backward(ctx, grad):
+    input, weight, bias, stats = ctx.saved_tensors
+    need_dx, need_dw, need_db, _ = ctx.needs_input_grad
+    dx, dw, db = layer_norm_bwd(grad, input, weight, bias if need_db else None, stats, need_dx, need_dw)
+    return dx if need_dx else None, dw if need_dw else None, db if need_db else None, None
+
+
+layer_norm_fwd.register_autograd(_backward, setup_context=_setup_context)
+
+
+def layer_norm_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    def randn(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    yield Sample((randn(4, 16), randn(16), randn(16)), why="powers of two")
+    yield Sample((randn(2, 3, 37), randn(37), randn(37), 1e-3), why="three dimensions, odd width, another eps")
+    yield Sample((randn(5, 40),), why="neither weight nor bias")
+    yield Sample((randn(33), randn(33, dtype=torch.float32)), why="one dimension, no bias, a float32 weight")
+    yield Sample((randn(6, 80)[:, 16:48], None, randn(32)), why="a slice of a wider row, a bias alone")
+    yield Sample((randn(7, 1), randn(1), randn(1)), why="one column")
+    yield Sample((randn(0, 16), randn(16), randn(16)), why="no rows")
+    yield Sample((randn(24, 6).t(), randn(24), randn(24)), why="columns strided")
+    yield Sample((randn(1, 16).expand(5, 16), randn(16), randn(16)), why="one row expanded")
+    yield Sample((randn(300, 24), randn(24), randn(24)), why="more rows than programs")
+    yield Sample((1e4 * randn(3, 64) + 1e4, randn(64), randn(64)), why="large values about a large offset")
+    yield Sample((randn(2, 9001), randn(9001), randn(9001)), why="a row that backward splits in two")
+    yield Sample((randn(2, 100_003), randn(100_003), randn(100_003)), why="100,003 columns")
+
+
+def layer_norm_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
+    x, weight, bias = (torch.randn(shape, device=device, dtype=dtype) for shape in ((rows, 48), (48,), (48,)))
+    return Sample((x, weight, bias), why="resized")
+
+
+def layer_norm_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for rows, columns in [(32768, 4096), (8192, 4096), (8192, 8192), (4096, 16384), (65536, 1024)]:
+        shapes = (rows, columns), (columns,), (columns,)
+        yield Sample(tuple(torch.randn(s, device=device, dtype=dtype) for s in shapes), why=f"{rows}x{columns}")
+
+
+def layer_norm_cost(input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Cost:
+    tensor = input.numel() * input.element_size()
+    return Cost(bytes_forward=2 * tensor, bytes_full=5 * tensor)
+
+
+@public_op(
+    "layer_norm(Tensor input, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) -> Tensor",
+    reference=layer_norm_reference,
+    differentiable=("input", "weight", "bias"),
+    kernel_ops=(layer_norm_fwd, layer_norm_bwd),
+    samples=layer_norm_samples,
+    resized=layer_norm_resized,
+    workloads=layer_norm_workloads,
+    cost=layer_norm_cost,
+    choices=(
+        "backward at 16,384 columns a pair of programs shares a row, and each reads the other's half from L2: x, dy"
+        " and two gradients in float32 do not fit into one program's registers without spills. 1.38 times the "
+        "floor, forward and backward, in a run on an H200",
+    ),
+)
+def layer_norm(input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """Layer normalization over the last axis: `(input - mean) / sqrt(var + eps) * weight + bias`.
+
+    Like `torch.nn.functional.layer_norm` over the last axis, with statistics and products in float32 and one rounding.
+
+    Args:
+        input: `[..., N]`, float32, float16 or bfloat16, any strides.
+        weight: `[N]`, any of these dtypes; None for no scale.
+        bias: `[N]`, any of these dtypes; None for no shift.
+        eps: Added to the variance, at least 0.
+
+    Returns:
+        `[..., N]`, contiguous, in the dtype of `input`.
+
+    Raises:
+        TypeError: A tensor is not float32, float16 or bfloat16.
+        ValueError: `input` has no axis, its last one is empty, `weight` or `bias` is not `[N]` on the same device, or
+            `eps` is out of range.
+
+    Source: Ba, Kiros and Hinton, 2016, https://arxiv.org/abs/1607.06450.
+    """
+    check_dtype("input", input)
+    if input.dim() == 0 or input.shape[-1] == 0:
+        raise ValueError(f"input: expected shape [..., N] with N at least 1, got {tuple(input.shape)}")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None:
+            check_dtype(name, tensor)
+            check_shape(name, tensor, input.shape[-1:], "the last axis of input")
+            check_same(name, tensor, "input", input)
+    check_not_negative("eps", eps)
+    y, _ = layer_norm_fwd(input, weight, bias, eps)
+    return y

@@ -1,0 +1,192 @@
+r"""Root mean square layer normalization.
+
+Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, https://arxiv.org/abs/1910.07467.
+The offset is Gemma's, whose weight is stored minus one: https://arxiv.org/abs/2403.08295.
+
+Forward, for each row x of N values, with w = weight + offset:
+
+    y = x * rstd * w    with rstd = 1 / sqrt(ms) and ms = mean(x^2) + eps
+
+Backward, given dy:
+
+    dx = rstd * (dy * w - x * mean(dy * w * x) / ms)
+    dw = sum over rows of dy * x * rstd
+
+The kernels are those of `_rms_norm.py`, without a residual; ms is what is kept for the backward pass.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from llmk.ops.norm import _rms_norm as norm
+from llmk.registry import (
+    PARTIAL,
+    WHOLE,
+    Cost,
+    KernelOp,
+    Sample,
+    check_dtype,
+    check_finite,
+    check_not_negative,
+    check_same,
+    check_shape,
+    public_op,
+    row_axes,
+)
+
+
+def rms_norm_reference(
+    input: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0
+) -> Tensor:
+    scale = weight + offset if weight is not None and offset else weight
+    return torch.nn.functional.rms_norm(input, input.shape[-1:], scale, eps)
+
+
+def _rms_norm_fwd(input: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    y, _, ms = norm.forward(input, None, weight, eps, offset)
+    return y, ms
+
+
+def _rms_norm_bwd(
+    grad: Tensor, input: Tensor, weight: Tensor | None, ms: Tensor, eps: float, offset: float, need_dw: bool
+) -> tuple[Tensor, Tensor]:
+    return norm.backward(grad, None, input, weight, ms, eps, offset, need_dw)
+
+
+# In a graph it is PyTorch's own operations, which Inductor fuses with the sums around it and computes again for the
+# backward pass, so that y is not kept; the backward pass is the kernel. Longer rows Inductor reads from memory twice.
+rms_norm_fwd = KernelOp(_rms_norm_fwd, planned=True, decomposed=norm.inductor_reads_once)
+rms_norm_bwd = KernelOp(_rms_norm_bwd, planned=True)
+
+
+@rms_norm_fwd.register_kernel("cpu")
+def _(input: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    return norm.forward_on_cpu(input, weight, eps, offset)
+
+
+@rms_norm_bwd.register_kernel("cpu")
+def _(
+    grad: Tensor, input: Tensor, weight: Tensor | None, ms: Tensor, eps: float, offset: float, need_dw: bool
+) -> tuple[Tensor, Tensor]:
+    return norm.backward_on_cpu(grad, None, input, weight, ms, eps, offset, need_dw)
+
+
+@rms_norm_fwd.register_fake
+def _(input: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    return input.new_empty(input.shape), input.new_empty(input.shape[:-1], dtype=torch.float32)
+
+
+@rms_norm_bwd.register_fake
+def _(
+    grad: Tensor, input: Tensor, weight: Tensor | None, ms: Tensor, eps: float, offset: float, need_dw: bool
+) -> tuple[Tensor, Tensor]:
+    return norm.fake_backward(input, weight, need_dw)
+
+
+@rms_norm_fwd.register_sharding
+def _(input, *_):
+    return [([axis, axis], [axis, WHOLE]) for axis in row_axes(input)]
+
+
+@rms_norm_bwd.register_sharding
+def _(grad, *_):
+    return [([axis, PARTIAL], [axis, axis, WHOLE, axis]) for axis in row_axes(grad)]
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    input, weight, ctx.eps, ctx.offset = inputs
+    _, ms = output
+    ctx.save_for_backward(input, weight, ms)
+
+
+def _backward(ctx, grad):
+    input, weight, ms = ctx.saved_tensors
+    need_dw = ctx.needs_input_grad[1]
+    dx, dw = rms_norm_bwd(grad, input, weight, ms, ctx.eps, ctx.offset, need_dw)
+    return dx, dw if need_dw else None, None, None
+
+
+rms_norm_fwd.register_autograd(_backward, setup_context=_setup_context)
+
+
+def rms_norm_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    yield Sample((randn(4, 16), randn(16)), why="powers of two")
+    yield Sample((randn(2, 3, 37), randn(37), 1e-5), {"offset": 1.0}, why="three dimensions, odd width, Gemma's offset")
+    yield Sample((randn(5, 40),), why="no weight")
+    yield Sample((randn(33), randn(33)), why="one dimension")
+    yield Sample((randn(7, 1), randn(1)), why="one column")
+    yield Sample((randn(0, 16), randn(16)), why="no rows")
+    yield Sample((randn(24, 6).t(), randn(24)), why="columns strided")
+    yield Sample((randn(6, 80)[:, 16:48], randn(32)), why="a slice of a wider row")
+    yield Sample((randn(1, 16).expand(5, 16), randn(16)), why="one row expanded")
+    yield Sample((randn(2, 3, 80)[..., 16:48].view(2, 3, 4, 8), randn(8)), why="heads of a packed projection")
+    yield Sample((randn(300, 24), randn(24)), why="more rows than programs")
+    yield Sample((1e4 * randn(3, 64), randn(64)), why="large values")
+    yield Sample((randn(2, 100_003), randn(100_003)), why="100,003 columns")
+
+
+def rms_norm_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
+    return Sample(
+        (torch.randn(rows, 48, device=device, dtype=dtype), torch.randn(48, device=device, dtype=dtype)), why="resized"
+    )
+
+
+def rms_norm_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for rows, columns in [(32768, 4096), (8192, 4096), (8192, 8192), (4096, 16384), (65536, 1024), (262144, 128)]:
+        x = torch.randn(rows, columns, device=device, dtype=dtype)
+        yield Sample((x, torch.randn(columns, device=device, dtype=dtype)), why=f"{rows}x{columns}")
+
+
+def rms_norm_cost(input: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0) -> Cost:
+    tensor = input.numel() * input.element_size()
+    return Cost(bytes_forward=2 * tensor, bytes_full=5 * tensor)
+
+
+@public_op(
+    "rms_norm(Tensor input, Tensor? weight=None, float eps=1e-6, *, float offset=0.0) -> Tensor",
+    reference=rms_norm_reference,
+    differentiable=("input", "weight"),
+    kernel_ops=(rms_norm_fwd, rms_norm_bwd),
+    samples=rms_norm_samples,
+    resized=rms_norm_resized,
+    workloads=rms_norm_workloads,
+    cost=rms_norm_cost,
+    choices=norm.CHOICES,
+)
+def rms_norm(input: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0) -> Tensor:
+    """Root mean square normalization over the last axis: `input / rms(input) * (weight + offset)`.
+
+    Like `torch.nn.functional.rms_norm` over the last axis, with statistics and products in float32 and one rounding.
+
+    Args:
+        input: `[..., N]`, float32, float16 or bfloat16, any strides.
+        weight: `[N]`, any of these dtypes; None for no scale.
+        eps: Added to the mean square, at least 0.
+        offset: Added to the weight: 1.0 for Gemma's, which is stored minus one.
+
+    Returns:
+        `[..., N]`, contiguous, in the dtype of `input`.
+
+    Raises:
+        TypeError: A tensor is not float32, float16 or bfloat16.
+        ValueError: `input` has no axis, its last one is empty, `weight` is not `[N]` on the same device, or a number is
+            out of range.
+
+    Source: Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467.
+    """
+    check_dtype("input", input)
+    if input.dim() == 0 or input.shape[-1] == 0:
+        raise ValueError(f"input: expected shape [..., N] with N at least 1, got {tuple(input.shape)}")
+    if weight is not None:
+        check_dtype("weight", weight)
+        check_shape("weight", weight, input.shape[-1:], "the last axis of input")
+        check_same("weight", weight, "input", input)
+    check_not_negative("eps", eps)
+    check_finite("offset", offset)
+    y, _ = rms_norm_fwd(input, weight, eps, offset)
+    return y

@@ -1,0 +1,278 @@
+r"""Rotary position embedding of queries and keys.
+
+Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021,
+https://arxiv.org/abs/2104.09864; layout and formula as in Hugging Face transformers.
+
+Forward, for the first R features of a head (the rest pass), with cos and sin of the token's position:
+
+    y = x * cos + rotate(x) * sin
+
+    rotate([a, b]) = [-b, a]                     halves a and b of R/2 features (default), or
+    rotate([a0, b0, a1, b1, ..]) = [-b0, a0, ..] neighbours in pairs (interleaved)
+
+so that each pair (a, b) turns; with (ca, cb), (sa, sb) the values of cos and sin at the pair's two features:
+
+    ya = a * ca - b * sa
+    yb = b * cb + a * sb
+
+Backward, the transpose of the same pair:
+
+    da = dya * ca + dyb * sb
+    db = dyb * cb - dya * sa
+
+One program turns all heads of one token, q and k, so that cos and sin are read once. Results lie in memory as
+[B, S, H, D], which is how projections write q and k and read their gradients.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmk.ops.rotary._heads import (
+    angles,
+    as_tokens,
+    batch_stride,
+    check_heads,
+    empty_heads,
+    head_splits,
+    heads_on_cpu,
+    load_row,
+    pair_blocks,
+    turn_on_cpu,
+    unit_columns,
+)
+from llmk.registry import Cost, KernelOp, Sample, next_power_of_2, public_op, wrap_triton
+
+
+def rope_reference(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    R = cos.shape[-1]
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [1 or B, 1, S, R]
+
+    def rotate(x: Tensor) -> Tensor:
+        if interleaved:
+            return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+        return torch.cat((-x[..., R // 2 :], x[..., : R // 2]), dim=-1)
+
+    def turn(x: Tensor) -> Tensor:
+        turned, passed = x[..., :R], x[..., R:]
+        turned = turned * cos + rotate(turned) * sin
+        return (torch.cat((turned, passed), dim=-1) if x.shape[-1] > R else turned).to(x.dtype)
+
+    return turn(q), turn(k)
+
+
+@triton.jit
+def _turn_heads(
+    x_ptr, y_ptr, ca, cb, sa, sb, H, D, x_stride_h, a_cols, b_cols, pair_mask, R,
+    BACKWARD: tl.constexpr, NUM_STAGES: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_PASS: tl.constexpr,
+):  # fmt: skip
+    for start in tl.range(0, H, BLOCK_H, num_stages=NUM_STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+        heads = (start + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
+        mask = (heads < H) & pair_mask
+        a = tl.load(x_ptr + heads * x_stride_h + a_cols, mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(x_ptr + heads * x_stride_h + b_cols, mask=mask, other=0.0).to(tl.float32)
+        if BACKWARD:
+            ya = a * ca + b * sb
+            yb = b * cb - a * sa
+        else:
+            ya = a * ca - b * sa
+            yb = b * cb + a * sb
+        tl.store(y_ptr + heads * D + a_cols, ya.to(y_ptr.dtype.element_ty), mask=mask)
+        tl.store(y_ptr + heads * D + b_cols, yb.to(y_ptr.dtype.element_ty), mask=mask)
+        if BLOCK_PASS > 0:
+            cols = (R + tl.arange(0, BLOCK_PASS))[None, :]
+            mask = (heads < H) & (cols < D)
+            passed = tl.load(x_ptr + heads * x_stride_h + cols, mask=mask, other=0.0)
+            tl.store(y_ptr + heads * D + cols, passed, mask=mask)
+
+
+@triton.jit
+def rope_kernel(
+    q_ptr, k_ptr, cos_ptr, sin_ptr, yq_ptr, yk_ptr, S, HQ, HK, D, R,
+    q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s,
+    cos_stride_b, cos_stride_s, sin_stride_b, sin_stride_s,
+    INTERLEAVED: tl.constexpr, BACKWARD: tl.constexpr, NUM_STAGES: tl.constexpr,
+    BLOCK_HQ: tl.constexpr, BLOCK_HK: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_PASS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    batch, s = token // S, token % S
+    pairs = tl.arange(0, BLOCK_PAIRS)
+    a_cols = 2 * pairs if INTERLEAVED else pairs
+    b_cols = a_cols + (1 if INTERLEAVED else R // 2)
+    mask = pairs < R // 2
+    cos_ptr += batch * cos_stride_b + s * cos_stride_s
+    sin_ptr += batch * sin_stride_b + s * sin_stride_s
+    ca, cb = load_row(cos_ptr, a_cols, mask), load_row(cos_ptr, b_cols, mask)
+    sa, sb = load_row(sin_ptr, a_cols, mask), load_row(sin_ptr, b_cols, mask)
+    a_cols, b_cols, mask = a_cols[None, :], b_cols[None, :], mask[None, :]
+    q_ptr += batch * q_stride_b + s * q_stride_s
+    k_ptr += batch * k_stride_b + s * k_stride_s
+    _turn_heads(
+        q_ptr, yq_ptr + token * HQ * D, ca, cb, sa, sb, HQ, D, q_stride_h, a_cols, b_cols, mask, R,
+        BACKWARD, NUM_STAGES, BLOCK_HQ, BLOCK_PASS,
+    )  # fmt: skip
+    _turn_heads(
+        k_ptr, yk_ptr + token * HK * D, ca, cb, sa, sb, HK, D, k_stride_h, a_cols, b_cols, mask, R,
+        BACKWARD, NUM_STAGES, BLOCK_HK, BLOCK_PASS,
+    )  # fmt: skip
+
+
+# H200, bf16, 32/8 heads of 128, times the floor of forward and backward: 1.11; without prefetch 1.13, half the warps
+# 1.17, twice as many 1.25, 16 heads of q at a time 1.11 too, all of them 1.27.
+MAX_PAIRS, PAIRS_PER_WARP, STAGES = 2048, 128, 3
+
+
+def _config(HK: int, D: int, R: int) -> dict[str, int]:
+    """Heads in blocks of the smaller head count, k's, but not more than MAX_PAIRS at a time."""
+    blocks = pair_blocks(D, R)
+    pairs = max(blocks["BLOCK_PAIRS"], blocks["BLOCK_PASS"] // 2)
+    block_h = max(1, min(next_power_of_2(HK), MAX_PAIRS // pairs))
+    warps = min(8, max(1, block_h * pairs // PAIRS_PER_WARP))
+    return blocks | {"BLOCK_HQ": block_h, "BLOCK_HK": block_h, "num_warps": warps, "NUM_STAGES": STAGES}
+
+
+def _rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool) -> tuple[Tensor, Tensor]:
+    q, k, cos, sin = (unit_columns(x) for x in (q, k, cos, sin))
+    B, HQ, S, D = q.shape
+    HK, R = k.shape[1], cos.shape[-1]
+    yq, yk = empty_heads(q), empty_heads(k)
+    wrap_triton(rope_kernel)[(B * S,)](
+        q, k, cos, sin, yq, yk, S, HQ, HK, D, R,
+        *(q.stride(i) for i in range(3)), *(k.stride(i) for i in range(3)),
+        batch_stride(cos), cos.stride(1), batch_stride(sin), sin.stride(1),
+        INTERLEAVED=interleaved, BACKWARD=backward, **_config(HK, D, R),
+    )  # fmt: skip
+    return yq, yk
+
+
+rope_op = KernelOp(_rope)
+"""Forward, and backward the transposed rotation: one op serves both, and is its own derivative."""
+
+
+@rope_op.register_kernel("cpu")
+def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool) -> tuple[Tensor, Tensor]:
+    yq, yk = (heads_on_cpu(turn_on_cpu(as_tokens(x), cos, sin, interleaved, backward), x.dtype) for x in (q, k))
+    return yq, yk
+
+
+@rope_op.register_fake
+def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool) -> tuple[Tensor, Tensor]:
+    return empty_heads(q), empty_heads(k)
+
+
+@rope_op.register_sharding
+def _(q, k, cos, *_):
+    return [([heads, heads], [heads, heads, angle, angle]) for heads, angle in head_splits(cos)]
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    _, _, cos, sin, ctx.interleaved, ctx.backward = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _backward(ctx, grad_q, grad_k):
+    cos, sin = ctx.saved_tensors
+    dq, dk = rope_op(grad_q, grad_k, cos, sin, ctx.interleaved, not ctx.backward)
+    return dq, dk, None, None, None, None
+
+
+rope_op.register_autograd(_backward, setup_context=_setup_context, depends_on=[("q",), ("k",)])
+
+
+def rope_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    def projected(B: int, S: int, H: int, D: int) -> Tensor:
+        return randn(B, S, H * D).view(B, S, H, D).transpose(1, 2)
+
+    yield Sample((projected(2, 5, 4, 16), projected(2, 5, 2, 16), *angles(1, 5, 16, device, dtype)), why="as projected")
+    yield Sample((randn(2, 3, 5, 8), randn(2, 3, 5, 8), *angles(2, 5, 8, device, dtype)), why="an angle for each batch")
+    yield Sample(
+        (randn(2, 6, 4, 12), randn(2, 2, 4, 12), *angles(1, 4, 12, device, dtype)),
+        {"interleaved": True},
+        why="neighbours in pairs",
+    )
+    yield Sample((randn(1, 5, 3, 20), randn(1, 1, 3, 20), *angles(1, 3, 12, device, dtype)), why="partial, odd sizes")
+    yield Sample(
+        (randn(1, 5, 3, 20), randn(1, 1, 3, 20), *angles(1, 3, 6, device, dtype)),
+        {"interleaved": True},
+        why="partial, neighbours in pairs",
+    )
+    yield Sample((randn(1, 1, 1, 2), randn(1, 1, 1, 2), *angles(1, 1, 2, device, dtype)), why="one pair")
+    yield Sample((randn(2, 2, 0, 8), randn(2, 1, 0, 8), *angles(1, 0, 8, device, dtype)), why="no tokens")
+    yield Sample(
+        (randn(2, 2, 8, 4).transpose(2, 3), randn(2, 2, 8, 4).transpose(2, 3), *angles(1, 4, 8, device, dtype)),
+        why="features strided",
+    )
+    yield Sample((randn(1, 2, 3, 8), randn(1, 2, 3, 8), randn(1, 3, 8), randn(1, 3, 8)), why="halves of cos differ")
+    yield Sample((randn(1, 70, 2, 64), randn(1, 3, 2, 64), *angles(1, 2, 64, device, dtype)), why="heads in blocks")
+    yield Sample(
+        (randn(1, 1, 4, 100), randn(1, 1, 4, 100), *angles(1, 4, 100, device, torch.float32)),
+        why="one head of 100 features, cos in float32",
+    )
+    yield Sample(
+        (1e4 * randn(1, 2, 5, 16), 1e4 * randn(1, 1, 5, 16), *angles(1, 5, 16, device, dtype)), why="large values"
+    )
+
+
+def rope_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
+    q = torch.randn(2, rows, 4, 16, device=device, dtype=dtype).transpose(1, 2)
+    k = torch.randn(2, rows, 2, 16, device=device, dtype=dtype).transpose(1, 2)
+    return Sample((q, k, *angles(1, rows, 16, device, dtype)), why="resized")
+
+
+def rope_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    q = torch.randn(4, 4096, 32, 128, device=device, dtype=dtype).transpose(1, 2)
+    k = torch.randn(4, 4096, 8, 128, device=device, dtype=dtype).transpose(1, 2)
+    yield Sample((q, k, *angles(1, 4096, 128, device, dtype)), why="B4 S4096 32/8 heads D128")
+
+
+def rope_cost(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Cost:
+    tensors = 2 * (q.numel() + k.numel()) * q.element_size()
+    return Cost(bytes_forward=tensors, bytes_full=2 * tensors)
+
+
+@public_op(
+    "rope(Tensor q, Tensor k, Tensor cos, Tensor sin, *, bool interleaved=False) -> (Tensor, Tensor)",
+    reference=rope_reference,
+    differentiable=("q", "k"),
+    kernel_ops=(rope_op,),
+    samples=rope_samples,
+    resized=rope_resized,
+    workloads=rope_workloads,
+    cost=rope_cost,
+    choices=(
+        "1.13 times the floor on an H200, as for compiled PyTorch and both of Liger's; QuACK's reaches 1.10. 12 tiles "
+        "were tried, heads of q all at once, by 16 or by 8, with and without prefetch (1.11 to 1.35 in an earlier "
+        "run)",
+    ),
+)
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> tuple[Tensor, Tensor]:
+    """Turn queries and keys by their positions' angles: `x * cos + rotate(x) * sin` on the first R features of a head.
+
+    Args:
+        q: `[B, HQ, S, D]` with D at most 2048, float32, float16 or bfloat16, any strides.
+        k: `[B, HK, S, D]`, dtype of `q`.
+        cos: `[1 or B, S, R]`, any of these dtypes, R even and at most D; features R to D pass unchanged.
+        sin: Shape and dtype of `cos`.
+        interleaved: Turn neighbours (0, 1), (2, 3), ... instead of feature i with feature i + R/2; cos and sin are
+            then laid out the same way.
+
+    Returns:
+        The turned q and k, with their shapes and dtypes, lying in memory as `[B, S, H, D]`.
+
+    Raises:
+        TypeError: A dtype is not one of these, or k's is not q's, or sin's is not cos's.
+        ValueError: A shape or device does not fit.
+        NotImplementedError: cos or sin requires a gradient.
+
+    Source: Su et al., 2021, https://arxiv.org/abs/2104.09864; `apply_rotary_pos_emb` of Hugging Face transformers.
+    """
+    check_heads(q, k, cos, sin)
+    return rope_op(q, k, cos, sin, interleaved, False)

@@ -1,0 +1,293 @@
+r"""Softmax over any axis.
+
+Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, https://arxiv.org/abs/1805.02867, for
+the rows that do not fit; `torch.nn.functional.softmax` for the semantics.
+
+Forward, for each row x of N values:
+
+    m = max(x)
+    y = exp(x - m) / sum(exp(x - m))
+
+Backward, given dy; y is all that is kept:
+
+    s  = sum(dy * y)
+    dx = y * (dy - s - s * (1 - sum(y)))
+
+The last term is zero were it not for rounding: in float16 and bfloat16 y does not sum to one. Without it a constant dy,
+whose gradient is zero, would get back what was lost there.
+
+A row that fits in registers is read once in either direction; _softmax_long.py has the longer ones, and
+_softmax_columns.py the softmax over an axis that is not the last one.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmk.ops.common.math import LOG2E
+from llmk.ops.common.norm import sum_pair
+from llmk.ops.common.rows import aligned, as_rows
+from llmk.ops.softmax._softmax_columns import columns_backward, columns_forward
+from llmk.ops.softmax._softmax_long import long_backward, long_forward
+from llmk.registry import (
+    Cost,
+    KernelOp,
+    Sample,
+    at_most,
+    axes,
+    cdiv,
+    check_dtype,
+    empty,
+    most_warps,
+    next_power_of_2,
+    num_programs,
+    public_op,
+    wrap_triton,
+)
+
+
+def softmax_reference(input: Tensor, dim: int = -1) -> Tensor:
+    return torch.nn.functional.softmax(input, dim)
+
+
+@triton.jit
+def softmax_kernel(
+    x_ptr, y_ptr, M, N, x_stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr
+):
+    cols = tl.arange(0, BLOCK_N)
+    # One turn, or where a program has several the next row is prefetched.
+    first = tl.program_id(0).to(tl.int64) * BLOCK_M
+    for start in tl.range(first, M, tl.num_programs(0) * BLOCK_M, num_stages=NUM_STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+        rows = start + tl.arange(0, BLOCK_M)
+        mask = (rows < M)[:, None] & (cols < N)[None, :]
+        x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=float("-inf")).to(tl.float32)
+        e = tl.exp2((x - tl.max(x, axis=1)[:, None]) * LOG2E)
+        y = e * tl.div_rn(1.0, tl.sum(e, axis=1))[:, None]
+        tl.store(y_ptr + rows[:, None] * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def softmax_backward_kernel(
+    dy_ptr, y_ptr, dx_ptr, M, N, dy_stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HOLD: tl.constexpr
+):  # fmt: skip
+    # Last rows first: what wrote dy and y ended there, and left them in L2.
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    rows = program.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_N)
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    dy_ptr += rows[:, None] * dy_stride + cols[None, :]
+    dy = tl.load(dy_ptr, mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(y_ptr + rows[:, None] * N + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    s, mass = sum_pair(dy * y, y, 1)  # type: ignore[misc]
+    if not HOLD:  # from L2: registers hold y alone
+        dy = tl.load(dy_ptr, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    dx = y * (dy - (s * (2.0 - mass))[:, None])
+    tl.store(dx_ptr + rows[:, None] * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+# Widest row that one program holds in registers, forward x, backward y and dy.
+MAX_BYTES = 65536
+# Widest row with sixteen elements a thread; beyond it the program has a multiprocessor to itself.
+MAX_SHARED = 16384
+
+
+def _tile(N: int, elements: int) -> dict[str, int]:
+    """Rows per program, to make up so many elements, and sixteen elements a thread while warps last."""
+    block_n = next_power_of_2(max(N, 1))
+    block_m = max(1, elements // block_n)
+    # 16 elements a thread, 32 of rows past 4096, where threads wait for each other less: H200, bf16, times the floor at
+    # 5120 columns 1.28 forward and 1.05 backward, with twice the warps 1.55 and 1.20.
+    warps = min(16, max(4, block_m * block_n // (512 if block_n <= 4096 else 1024)))
+    warps = most_warps() if N > MAX_SHARED else warps
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps}
+
+
+def _held(x: Tensor) -> bool:
+    """Whether one program holds a row of x `[M, N]`."""
+    N = x.shape[1]
+    return N * x.element_size() <= MAX_BYTES and (N <= MAX_SHARED or aligned(x))
+
+
+def _forward_launch(M: int, N: int, device: torch.device) -> tuple[int, dict[str, int]]:
+    """The number of programs, and their tile and prefetch."""
+    # H200, bf16, times the floor: 1.18 at 8192x4096. At 16384x32768, where a multiprocessor has room for one program:
+    # 1.10 with two rows ahead, without prefetch 1.28, with half the warps 1.11.
+    tile = _tile(N, 2048)
+    if N > MAX_SHARED:
+        return at_most(M, num_programs(device, 1)), tile | {"NUM_STAGES": 3}
+    return cdiv(M, tile["BLOCK_M"]), tile | {"NUM_STAGES": 1}
+
+
+def _backward_tile(N: int) -> dict[str, int]:
+    return _tile(N, 4096) | {"HOLD": N <= MAX_SHARED}
+
+
+def _split(x: Tensor, dim: int) -> tuple[int, int, int]:
+    """The sizes of x before, at and after `dim`."""
+    return math.prod(x.shape[:dim]), x.shape[dim], math.prod(x.shape[dim + 1 :])
+
+
+def _softmax_fwd(input: Tensor, dim: int) -> Tensor:
+    outer, N, C = _split(input, dim)
+    y = empty(input.shape, input.dtype, input.device)
+    if C != 1:  # the reshape copies only if the axes before dim, or those after it, do not merge
+        columns_forward(input.reshape(outer, N, C), y)
+        return y
+    x = as_rows(input.flatten(dim))
+    if not _held(x):
+        long_forward(x, y)
+        return y
+    programs, tile = _forward_launch(outer, N, x.device)
+    wrap_triton(softmax_kernel)[(programs,)](x, y, outer, N, x.stride(0), **tile)
+    return y
+
+
+def _softmax_bwd(grad: Tensor, output: Tensor, dim: int) -> Tensor:
+    outer, N, C = _split(output, dim)
+    y = output.contiguous()
+    dx = empty(output.shape, output.dtype, output.device)
+    if C != 1:
+        columns_backward(grad.reshape(outer, N, C), y, dx)
+        return dx
+    dy = as_rows(grad.flatten(dim))
+    if not _held(dy):
+        long_backward(dy, y, dx)
+        return dx
+    tile = _backward_tile(N)
+    grid = (cdiv(outer, tile["BLOCK_M"]),)
+    wrap_triton(softmax_backward_kernel)[grid](dy, y, dx, outer, N, dy.stride(0), **tile)
+    return dx
+
+
+softmax_fwd = KernelOp(_softmax_fwd, planned=True)
+softmax_bwd = KernelOp(_softmax_bwd, planned=True)
+
+
+@softmax_fwd.register_kernel("cpu")
+def _(input: Tensor, dim: int) -> Tensor:
+    return torch.softmax(input.float(), dim).to(input.dtype).contiguous()
+
+
+@softmax_bwd.register_kernel("cpu")
+def _(grad: Tensor, output: Tensor, dim: int) -> Tensor:
+    dy, y = grad.float(), output.float()
+    s = (dy * y).sum(dim, keepdim=True)
+    return (y * (dy - s * (2.0 - y.sum(dim, keepdim=True)))).to(output.dtype).contiguous()
+
+
+@softmax_fwd.register_fake
+def _(input: Tensor, dim: int) -> Tensor:
+    return input.new_empty(input.shape)
+
+
+@softmax_bwd.register_fake
+def _(grad: Tensor, output: Tensor, dim: int) -> Tensor:
+    return output.new_empty(output.shape)
+
+
+@softmax_fwd.register_sharding
+def _(input, dim):
+    return [([axis], [axis]) for axis in axes(input) if axis != dim]
+
+
+@softmax_bwd.register_sharding
+def _(grad, output, dim):
+    return [([axis], [axis, axis]) for axis in axes(output) if axis != dim]
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    _, ctx.dim = inputs
+    ctx.save_for_backward(output)
+
+
+def _backward(ctx, grad):
+    (output,) = ctx.saved_tensors
+    return softmax_bwd(grad, output, ctx.dim), None
+
+
+softmax_fwd.register_autograd(_backward, setup_context=_setup_context)
+
+
+def softmax_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    yield Sample((randn(4, 16),), why="powers of two")
+    yield Sample((randn(2, 3, 37),), why="three dimensions, odd width")
+    yield Sample((randn(3, 37, 5), 1), why="the middle axis")
+    yield Sample((randn(70, 6).t(), 0), why="the first axis, strided")
+    yield Sample((randn(5000, 2), 0), why="the first axis, more than a program holds")
+    yield Sample((randn(7, 1),), why="one column")
+    yield Sample((randn(),), why="no dimension")
+    yield Sample((randn(0, 16),), why="no rows")
+    yield Sample((randn(6, 80)[:, 16:48],), why="a slice of a wider row")
+    yield Sample((randn(1, 16).expand(5, 16),), why="one row expanded")
+    yield Sample((1e4 * randn(3, 64),), why="large values")
+    masked = torch.arange(40, device=device, dtype=torch.int64) < torch.tensor(
+        [[0], [20], [40]], device=device, dtype=torch.int64
+    )
+    yield Sample((randn(3, 40).masked_fill(masked, float("-inf")),), why="rows with none, some and all at -inf: NaN")
+    yield Sample((randn(3, 20_001),), why="a row that takes a program of its own")
+    yield Sample((randn(2, 100_003),), why="100,003 columns")
+
+
+def softmax_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
+    return Sample((torch.randn(rows, 48, device=device, dtype=dtype),), why="resized")
+
+
+def softmax_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for rows, columns in [(8192, 4096), (16384, 32768), (4096, 131072), (32768, 1024)]:
+        yield Sample((torch.randn(rows, columns, device=device, dtype=dtype),), why=f"{rows}x{columns}")
+    yield Sample((torch.randn(64, 1024, 1024, device=device, dtype=dtype), 1), why="64x1024x1024 over the middle axis")
+
+
+def softmax_cost(input: Tensor, dim: int = -1) -> Cost:
+    tensor = input.numel() * input.element_size()
+    return Cost(bytes_forward=2 * tensor, bytes_full=5 * tensor)
+
+
+@public_op(
+    "softmax(Tensor input, int dim=-1) -> Tensor",
+    reference=softmax_reference,
+    differentiable=("input",),
+    kernel_ops=(softmax_fwd, softmax_bwd),
+    samples=softmax_samples,
+    resized=softmax_resized,
+    workloads=softmax_workloads,
+    cost=softmax_cost,
+    choices=(
+        "rows past 65,536 bytes are read twice, but for as many bytes as stay in registers: at 4096x131072 on an H200 "
+        "1.19 times the floor forward and 1.33 backward, with nothing held 1.40 and 1.46. What reads such a row once "
+        "spreads it over multiprocessors that read each other's shared memory, which Triton's reductions do not",
+    ),
+)
+def softmax(input: Tensor, dim: int = -1) -> Tensor:
+    """Softmax over an axis, as `torch.nn.functional.softmax`, computed in float32 with one rounding.
+
+    Args:
+        input: Any shape and strides, float32, float16 or bfloat16. Over its last axis it is copied if neighbours there
+            are not neighbours in memory; over another one only if the axes around it do not merge.
+        dim: The axis, counted from the end if negative.
+
+    Returns:
+        The shape and dtype of `input`, contiguous. A row that is all -inf, or has NaN or inf in it, is NaN.
+
+    Raises:
+        TypeError: `input` is not float32, float16 or bfloat16.
+        IndexError: `input` has no such axis.
+
+    Source: Milakov and Gimelshein, 2018, https://arxiv.org/abs/1805.02867.
+    """
+    check_dtype("input", input)
+    axes = max(input.dim(), 1)
+    if not -axes <= dim < axes:
+        raise IndexError(
+            f"dim: Dimension out of range (expected to be in range of [{-axes}, {axes - 1}], but got {dim})"
+        )
+    if input.dim() == 0:
+        return softmax_fwd(input.view(1), 0).view(())
+    return softmax_fwd(input, dim % axes)
