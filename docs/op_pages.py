@@ -137,7 +137,7 @@ def _math(op: Op) -> Iterator[str]:
     operators = {op.module for op in OPS.values()}
     docs = [inspect.getdoc(sys.modules[op.module]) or ""]
     for shared in dict.fromkeys(re.findall(r"\b(\w+)\.py\b", docs[0])):
-        if files[shared].__name__ not in operators:
+        if shared in files and files[shared].__name__ not in operators:
             docs.append(inspect.getdoc(files[shared]) or "")
     for doc in docs:
         for block in re.split(r"\n\n(?=\S)|\n\n(?= )", doc):

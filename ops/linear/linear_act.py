@@ -1,6 +1,6 @@
 r"""A linear layer and its activation, fused where the product is not slowed by more than the traffic that it saves.
 
-Sources: `torch.nn.functional.linear` for the layer, `_activations.py` for the activations f and their slopes f'; the
+Sources: `torch.nn.functional.linear` for the layer, `activations.py` for the activations f and their slopes f'; the
 vendor's epilogue, https://docs.nvidia.com/cuda/cublas/ (CUBLASLT_EPILOGUE_GELU_BIAS, the tanh form).
 
 Forward, for x [M, K], W [N, K] and b [N]:

@@ -2,7 +2,7 @@ r"""SwiGLU and GEGLU: the gated units of Llama's and of Gemma's feed-forward lay
 
 Source: Shazeer, "GLU Variants Improve Transformer", 2020, https://arxiv.org/abs/2002.05202.
 
-Forward, elementwise, with f the activation, SiLU or GELU; _activations.py has them and their slopes:
+Forward, elementwise, with f the activation, SiLU or GELU; activations.py has them and their slopes:
 
     y = f(gate) * up
 
