@@ -1,29 +1,52 @@
-"""What the row kernels share: tensors as rows, and the sum over programs of a weight gradient's partials."""
+"""Tensors as the kernels take them: as rows, side by side in memory, and what is known of where these begin."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.registry import cdiv, empty, num_programs, wrap_triton
+from llmk.registry import cdiv, num_programs
+
+
+def contiguous(x: Tensor | None) -> Tensor | None:
+    """`x.contiguous()`, of what may be left out."""
+    return x.contiguous() if x is not None else None
+
+
+def with_columns_side_by_side(x: Tensor) -> Tensor:
+    """x, or a copy where neighbours along its last axis are not neighbours in memory."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def as_rows(x: Tensor) -> Tensor:
     """`[..., N]` as `[M, N]` with neighbouring columns side by side; copies only where strides leave no way."""
-    x = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return with_columns_side_by_side(x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0))
 
 
-def aligned(*rows: Tensor | None) -> bool:
-    """Whether Triton knows that every row of `[M, N]` can be read 16 bytes at a time.
+def as_long_rows(*tensors: Tensor) -> list[Tensor]:
+    """All, of one shape, as `as_rows` has them; where each is contiguous as one long row `[1, M * N]`."""
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return [tensor.view(1, tensor.numel()) for tensor in tensors]
+    return [as_rows(tensor) for tensor in tensors]
 
-    What is not aligned takes an address for each element, and so several times the registers.
+
+def aligned(*numbers: int | torch.SymInt | None) -> bool:
+    """Whether sizes, strides and offsets, of which None is none, are what Triton takes for aligned: multiples of 16.
+
+    Then it knows that rows can be read 16 bytes at a time. What is not aligned takes an address for each element, and
+    so several times the registers.
     """
-    numbers: list[int] = []
-    for x in rows:
-        if x is not None:
-            numbers += [x.storage_offset() * x.element_size(), x.stride(0), x.shape[-1]]
-    return all(number % 16 == 0 for number in numbers)
+    return all(number is None or number % 16 == 0 for number in numbers)
+
+
+def byte_offset(x: Tensor) -> int | torch.SymInt:
+    """Where a tensor begins in its storage, which is aligned."""
+    return x.storage_offset() * x.element_size()
+
+
+def rows_aligned(*rows: Tensor | None) -> bool:
+    """Whether every row of `[M, N]` is aligned."""
+    return all(aligned(byte_offset(x), x.stride(0), x.shape[-1]) for x in rows if x is not None)
 
 
 Strides = tuple[int | None, int | None, int | None]
@@ -90,26 +113,3 @@ def row_shares(blocks: int, device: torch.device) -> int:
     One for each multiprocessor, but of very wide rows no more than fill it: each share costs a row of partials.
     """
     return cdiv(num_programs(device, SHARES), max(SHARES, blocks))
-
-
-@triton.jit
-def sum_partials_kernel(partial_ptr, out_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
-    cols = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    total = tl.zeros((BLOCK_P, BLOCK_N), dtype=tl.float32)
-    for start in range(0, P, BLOCK_P):
-        rows = start + tl.arange(0, BLOCK_P)
-        mask = (rows < P)[:, None] & (cols < N)[None, :]
-        total += tl.load(partial_ptr + rows[:, None] * N + cols[None, :], mask=mask, other=0.0)
-    tl.store(out_ptr + cols, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=cols < N)
-
-
-def sum_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum float32 `[P, N]` over its rows in a fixed order and round once to `dtype`: `[N]`."""
-    P, N = partials.shape
-    out = empty((N,), dtype, partials.device)
-    # Narrow blocks of columns make enough programs; wide rows have enough anyway and read longer stretches.
-    block_p, block_n = (64, 32) if N <= 8192 else (8, 256)
-    wrap_triton(sum_partials_kernel)[(cdiv(N, block_n),)](
-        partials, out, P, N, BLOCK_P=block_p, BLOCK_N=block_n, num_warps=8
-    )
-    return out

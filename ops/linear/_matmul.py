@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.activations import activate
+from llmk.ops.common.rows import aligned, contiguous
 from llmk.registry import cdiv, example_of, next_power_of_2, num_programs, wrap_triton
 from llmk.registry.launch import INTERPRET
 from llmk.registry.private import addmm_activation
@@ -97,9 +98,9 @@ def _tile(N: int, K: int, element_size: int) -> dict[str, int]:
 def suits(x: Tensor, weight: Tensor) -> bool:
     """Whether rows can be read 16 bytes at a time, and there are tiles for every multiprocessor."""
     (M, K), N = x.shape, weight.shape[0]
-    if K % 16 != 0 or N >= MAX_STRIDE:
+    if not aligned(K) or N >= MAX_STRIDE:
         return False
-    if not all(t.stride(1) == 1 and t.stride(0) % 16 == 0 and t.stride(0) < MAX_STRIDE for t in (x, weight)):
+    if not all(t.stride(1) == 1 and aligned(t.stride(0)) and t.stride(0) < MAX_STRIDE for t in (x, weight)):
         return False
     return cdiv(example_of(M), BLOCK_M) * cdiv(N, BLOCK_N) >= num_programs(x.device, 1)
 
@@ -108,7 +109,7 @@ def fused_product(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, z: 
     """y = f(x @ weight^T + bias) and, where wanted, z = x @ weight^T + bias; y and z are contiguous."""
     (M, K), N = x.shape, weight.shape[0]
     tile = _tile(N, K, x.element_size())
-    bias = bias if bias is None else bias.contiguous()
+    bias = contiguous(bias)
     wrap_triton(matmul_activation_kernel)[(cdiv(M, tile["BLOCK_M"]) * cdiv(N, tile["BLOCK_N"]),)](
         x, weight, bias, y, z, M, N, K, x.stride(0), x.stride(1), weight.stride(0), weight.stride(1),
         ACTIVATION=activation, EVEN_K=K % tile["BLOCK_K"] == 0,

@@ -32,7 +32,8 @@ from torch import Tensor
 
 from llmk.ops.common.activations import ACTIVATIONS, activate_with_slope, activation_with_slope
 from llmk.ops.common.activations import activation as activation_of
-from llmk.ops.common.rows import as_rows, sum_partials
+from llmk.ops.common.rows import as_rows
+from llmk.ops.common.sums import sum_partials
 from llmk.ops.linear._matmul import activate_product, fused_product, product, product_activation, suits
 from llmk.registry import (
     PARTIAL,

@@ -26,8 +26,8 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.math import LOG2E, exp, log_for_product
-from llmk.ops.common.reduce import sum_to_scalar
-from llmk.ops.common.rows import as_rows
+from llmk.ops.common.rows import as_long_rows
+from llmk.ops.common.sums import sum_to_scalar
 from llmk.registry import (
     PARTIAL,
     WHOLE,
@@ -153,10 +153,9 @@ def _layout(*tensors: Tensor) -> tuple[list[Tensor], dict[str, int]]:
 
     Contiguous ones are one long row: its tiles are full, and aligned for the widest loads whatever the last axis is.
     """
-    if all(tensor.is_contiguous() for tensor in tensors):
-        return [tensor.view(1, -1) for tensor in tensors], {"BLOCK_M": 1, "BLOCK_N": TILE, "num_warps": NUM_WARPS}
-    rows = [as_rows(tensor) for tensor in tensors]
-    block_n = min(TILE, next_power_of_2(max(rows[0].shape[1], 1)))
+    rows = as_long_rows(*tensors)
+    M, N = rows[0].shape
+    block_n = TILE if M == 1 else min(TILE, next_power_of_2(max(N, 1)))
     return rows, {"BLOCK_M": TILE // block_n, "BLOCK_N": block_n, "num_warps": NUM_WARPS}
 
 

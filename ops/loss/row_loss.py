@@ -35,8 +35,8 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.math import LOG2E, everywhere
-from llmk.ops.common.reduce import mean_of_rows, sum_to_scalar
 from llmk.ops.common.rows import as_rows
+from llmk.ops.common.sums import mean_of_rows, sum_to_scalar
 from llmk.ops.loss.row_loss_math import Options, capped, classes_of, counts_of, loss_of
 from llmk.ops.loss.row_loss_short import is_short, short_gradients, short_losses
 from llmk.registry import cdiv, empty, next_power_of_2, wrap_triton

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.math import LOG2E
-from llmk.ops.common.norm import sum_pair
+from llmk.ops.common.sums import sum_pair
 from llmk.ops.loss.row_loss_math import Options, capped, classes_of, counts_of, loss_of
 from llmk.registry import at_most, cdiv, next_power_of_2, num_programs, wrap_triton
 

@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.norm import coarse_mean, merge_moments, row_moments, sum_pair
+from llmk.ops.common.sums import sum_pair
+from llmk.ops.norm._moments import coarse_mean, merge_moments, row_moments
 from llmk.registry import cdiv, empty, example_of, most_warps, next_power_of_2, num_programs, wrap_triton
 
 

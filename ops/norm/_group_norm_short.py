@@ -8,7 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.norm import coarse_mean, not_negative, sum_pair
+from llmk.ops.common.rows import aligned
+from llmk.ops.common.sums import sum_pair
+from llmk.ops.norm._moments import coarse_mean, not_negative
 from llmk.registry import at_most, cdiv, empty, next_power_of_2, num_programs, wrap_triton
 
 
@@ -140,8 +142,7 @@ MAX_BACKWARD_TILE = 8192
 
 
 def _aligned(C: int, S: int) -> bool:
-    """Whether Triton knows that a tile can be read 16 bytes at a time; else addresses take registers too."""
-    return S % 16 == 0 or (S == 1 and C % 16 == 0)
+    return aligned(S) or (S == 1 and aligned(C))
 
 
 def _row_tile(C: int, S: int) -> int:

@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.norm import row_moments, sum_pair
 from llmk.ops.common.rows import row_shares
+from llmk.ops.common.sums import sum_pair
+from llmk.ops.norm._moments import row_moments
 from llmk.registry import cdiv, empty, num_programs, wrap_triton
 
 

@@ -29,7 +29,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.rows import Strides, row_shares, row_starts, strided_rows, sum_partials
+from llmk.ops.common.rows import Strides, aligned, byte_offset, contiguous, row_shares, row_starts, strided_rows
+from llmk.ops.common.sums import sum_partials
 from llmk.registry import (
     at_most,
     cdiv,
@@ -214,12 +215,9 @@ MAX_BACKWARD_BYTES = 32768
 
 
 def _aligned(N: int, *rows: tuple[Tensor | None, Strides]) -> bool:
-    """Whether Triton knows that every row can be read 16 bytes at a time."""
-    numbers: list[int | None] = [N]
-    for tensor, (stride, _, inner_stride) in rows:
-        if tensor is not None:
-            numbers += [tensor.storage_offset() * tensor.element_size(), stride, inner_stride]
-    return all(number is None or number % 16 == 0 for number in numbers)
+    return aligned(N) and all(
+        aligned(byte_offset(x), stride, inner_stride) for x, (stride, _, inner_stride) in rows if x is not None
+    )
 
 
 NO_STRIDES: Strides = (None, None, None)
@@ -277,17 +275,13 @@ def _optional_rows(x: Tensor | None) -> tuple[Tensor | None, Strides]:
     return (None, NO_STRIDES) if x is None else strided_rows(x)
 
 
-def _contiguous(weight: Tensor | None) -> Tensor | None:
-    return weight.contiguous() if weight is not None else None
-
-
 def forward(
     input: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """y, h if there is a residual, and ms `[...]`, one for each row."""
     x, x_strides = strided_rows(input)
     residual, residual_strides = _optional_rows(residual)
-    weight, N = _contiguous(weight), x.shape[-1]
+    weight, N = contiguous(weight), x.shape[-1]
     M = x.numel() // N
     y = empty(input.shape, input.dtype, input.device)
     h = empty(input.shape, input.dtype, input.device) if residual is not None else None
@@ -314,7 +308,7 @@ def backward(
     dy, dy_strides = strided_rows(grad)
     dh, dh_strides = _optional_rows(grad_h)
     h, h_strides = strided_rows(h)
-    weight, ms, N = _contiguous(weight), ms.contiguous(), h.shape[-1]
+    weight, ms, N = contiguous(weight), ms.contiguous(), h.shape[-1]
     M = h.numel() // N
     rows = (dy, dy_strides), (dh, dh_strides), (h, h_strides), (weight, NO_STRIDES)
     row_bytes = N * h.element_size()

@@ -34,9 +34,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from llmk.ops.common.norm import affine_gradient, centered, sum_affine
+from llmk.ops.common.rows import contiguous
+from llmk.ops.common.sums import sum_affine
 from llmk.ops.norm._group_norm_long import long_backward, long_forward
 from llmk.ops.norm._group_norm_short import fits_backward, fits_forward, short_backward, short_forward
+from llmk.ops.norm._moments import affine_gradient, centered
 from llmk.registry import (
     PARTIAL,
     WHOLE,
@@ -65,10 +67,6 @@ def group_norm_reference(
     return torch.group_norm(input, num_groups, weight, bias, eps)
 
 
-def _contiguous(tensor: Tensor | None) -> Tensor | None:
-    return tensor.contiguous() if tensor is not None else None
-
-
 def _sizes(input: Tensor, num_groups: int) -> tuple[int, int, int]:
     """Samples, channels of a group, places."""
     places = 1
@@ -80,7 +78,7 @@ def _sizes(input: Tensor, num_groups: int) -> tuple[int, int, int]:
 def _group_norm_fwd(
     input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    x, weight, bias = input.contiguous(), _contiguous(weight), _contiguous(bias)
+    x, weight, bias = input.contiguous(), contiguous(weight), contiguous(bias)
     G, (B, C, S) = num_groups, _sizes(input, num_groups)
     y = empty(x.shape, x.dtype, x.device)
     stats = empty((3, B, G), torch.float32, x.device)

@@ -31,9 +31,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.norm import affine_gradient, centered, known_rest, not_negative, sum_affine, sum_pair
-from llmk.ops.common.rows import aligned, as_rows
+from llmk.ops.common.rows import as_rows, contiguous, rows_aligned
+from llmk.ops.common.sums import sum_affine, sum_pair
 from llmk.ops.norm._layer_norm_long import long_backward, long_forward, long_programs, wide_backward
+from llmk.ops.norm._moments import affine_gradient, centered, known_rest, not_negative
 from llmk.registry import (
     PARTIAL,
     WHOLE,
@@ -170,7 +171,7 @@ def _backward_tile(N: int) -> dict[str, int]:
 
 def _widths(dy: Tensor, x: Tensor | None) -> tuple[int, int]:
     """The widest row that one program holds backward, and the widest that a pair of programs does."""
-    if aligned(dy, x):
+    if rows_aligned(dy, x):
         return MAX_BACKWARD_BLOCK, 2 * MAX_BACKWARD_BLOCK
     return MAX_UNALIGNED_BLOCK, MAX_UNALIGNED_BLOCK
 
@@ -183,12 +184,8 @@ def _programs(M: int, N: int, held: int, wide: int, device: torch.device) -> int
     return at_most(M, long_programs(N, wide, device))
 
 
-def _contiguous(tensor: Tensor | None) -> Tensor | None:
-    return tensor.contiguous() if tensor is not None else None
-
-
 def _layer_norm_fwd(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    x, weight, bias = as_rows(input), _contiguous(weight), _contiguous(bias)
+    x, weight, bias = as_rows(input), contiguous(weight), contiguous(bias)
     M, N = x.shape
     y = empty(input.shape, input.dtype, input.device)
     stats = empty((2, *input.shape[:-1]), torch.float32, input.device)

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.rows import as_rows
+from llmk.ops.common.rows import as_long_rows
 from llmk.registry import Cost, KernelOp, Sample, axes, cdiv, check_dtype, empty, public_op, wrap_triton
 
 
@@ -54,15 +54,8 @@ def relu_squared_backward_kernel(dy_ptr, x_ptr, dx_ptr, N, dy_stride, x_stride, 
 BLOCK = {"BLOCK_N": 2048, "num_warps": 4}
 
 
-def _rows(*tensors: Tensor) -> list[Tensor]:
-    """All as `[M, N]` with neighbouring columns side by side: one long row where each is contiguous."""
-    if all(tensor.is_contiguous() for tensor in tensors):
-        return [tensor.view(1, tensor.numel()) for tensor in tensors]
-    return [as_rows(tensor) for tensor in tensors]
-
-
 def _relu_squared_fwd(input: Tensor) -> Tensor:
-    (x,) = _rows(input)
+    (x,) = as_long_rows(input)
     M, N = x.shape
     y = empty(input.shape, input.dtype, input.device)
     wrap_triton(relu_squared_kernel)[(M * cdiv(N, BLOCK["BLOCK_N"]),)](x, y, N, x.stride(0), **BLOCK)
@@ -70,7 +63,7 @@ def _relu_squared_fwd(input: Tensor) -> Tensor:
 
 
 def _relu_squared_bwd(grad: Tensor, input: Tensor) -> Tensor:
-    dy, x = _rows(grad, input)
+    dy, x = as_long_rows(grad, input)
     M, N = x.shape
     dx = empty(input.shape, input.dtype, input.device)
     wrap_triton(relu_squared_backward_kernel)[(M * cdiv(N, BLOCK["BLOCK_N"]),)](

@@ -11,46 +11,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.registry import WHOLE, cdiv, check_dtype, check_same, next_power_of_2, wrap_triton
+from llmk.registry import WHOLE, check_dtype, check_same, next_power_of_2
+
+
+@triton.jit
+def pair_columns(R, INTERLEAVED: tl.constexpr, BLOCK_PAIRS: tl.constexpr):
+    """Where the pairs (a, b) lie in a head: the columns of a, those of b, and which of the block are there."""
+    pairs = tl.arange(0, BLOCK_PAIRS)
+    a_cols = 2 * pairs if INTERLEAVED else pairs
+    b_cols = a_cols + (1 if INTERLEAVED else R // 2)
+    return a_cols, b_cols, pairs < R // 2
+
+
+@triton.jit
+def turn(a, b, ca, cb, sa, sb, BACKWARD: tl.constexpr):
+    """The pairs (a, b), in float32, turned by their angles; BACKWARD turns them back."""
+    if BACKWARD:
+        ya = a * ca + b * sb
+        yb = b * cb - a * sa
+    else:
+        ya = a * ca - b * sa
+        yb = b * cb + a * sb
+    return ya, yb
 
 
 @triton.jit
 def load_row(x_ptr, cols, mask):
     """A row of parameters for all heads: [1, columns] in float32."""
     return tl.load(x_ptr + cols, mask=mask, other=0.0).to(tl.float32)[None, :]
-
-
-@triton.jit
-def _sum_partials(partial_ptr, out_ptr, P, D, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):
-    cols = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
-    total = tl.zeros((BLOCK_P, BLOCK_D), dtype=tl.float32)
-    for start in range(0, P, BLOCK_P):
-        rows = (start + tl.arange(0, BLOCK_P)).to(tl.int64)[:, None]
-        total += tl.load(partial_ptr + rows * D + cols[None, :], mask=(rows < P) & (cols < D)[None, :], other=0.0)
-    tl.store(out_ptr + cols, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=cols < D)
-
-
-@triton.jit
-def sum_two_partials_kernel(
-    q_partial_ptr, k_partial_ptr, q_out_ptr, k_out_ptr, P, D, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    if tl.program_id(1) == 0:
-        if q_partial_ptr is not None:
-            _sum_partials(q_partial_ptr, q_out_ptr, P, D, BLOCK_P, BLOCK_D)
-    else:
-        if k_partial_ptr is not None:
-            _sum_partials(k_partial_ptr, k_out_ptr, P, D, BLOCK_P, BLOCK_D)
-
-
-def sum_two_partials(q_partials: Tensor | None, k_partials: Tensor | None, q_out: Tensor, k_out: Tensor) -> None:
-    """Sum float32 `[P, D]` over rows in a fixed order, of q, of k or of both in one launch, each into its `[D]`."""
-    partials = q_partials if q_partials is not None else k_partials
-    assert partials is not None
-    P, D = partials.shape
-    # Narrow blocks of columns make enough programs, as in rows.py.
-    wrap_triton(sum_two_partials_kernel)[(cdiv(D, 8), 2)](
-        q_partials, k_partials, q_out, k_out, P, D, BLOCK_P=512, BLOCK_D=8, num_warps=8
-    )
 
 
 MAX_FEATURES = 2048
@@ -60,10 +48,6 @@ MAX_FEATURES = 2048
 def pair_blocks(D: int, R: int) -> dict[str, int]:
     """Blocks that hold the pairs of a head, and the features that pass, if any."""
     return {"BLOCK_PAIRS": next_power_of_2(R // 2), "BLOCK_PASS": next_power_of_2(D - R) if R < D else 0}
-
-
-def unit_columns(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def head_splits(cos: Any) -> list[tuple[int, int | str]]:

@@ -29,6 +29,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmk.ops.common.rows import with_columns_side_by_side
+from llmk.ops.common.sums import sum_two_partials
 from llmk.ops.norm.rms_norm import rms_norm_reference
 from llmk.ops.rotary._heads import (
     angles,
@@ -40,9 +42,9 @@ from llmk.ops.rotary._heads import (
     heads_on_cpu,
     load_row,
     pair_blocks,
-    sum_two_partials,
+    pair_columns,
+    turn,
     turn_on_cpu,
-    unit_columns,
 )
 from llmk.ops.rotary.rope import rope_reference
 from llmk.registry import (
@@ -78,10 +80,7 @@ def _normalize_and_turn(
     INTERLEAVED: tl.constexpr, NUM_STAGES: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_PASS: tl.constexpr,
 ):  # fmt: skip
-    pairs = tl.arange(0, BLOCK_PAIRS)
-    a_cols = 2 * pairs if INTERLEAVED else pairs
-    b_cols = a_cols + (1 if INTERLEAVED else R // 2)
-    pair_mask = pairs < R // 2
+    a_cols, b_cols, pair_mask = pair_columns(R, INTERLEAVED, BLOCK_PAIRS)  # type: ignore[misc]
     ca, cb = load_row(cos_ptr, a_cols, pair_mask), load_row(cos_ptr, b_cols, pair_mask)
     sa, sb = load_row(sin_ptr, a_cols, pair_mask), load_row(sin_ptr, b_cols, pair_mask)
     wa, wb = load_row(w_ptr, a_cols, pair_mask) + offset, load_row(w_ptr, b_cols, pair_mask) + offset
@@ -144,10 +143,7 @@ def _backward_of_heads(
 ):  # fmt: skip
     """All heads, of q or of k, of this program's tokens."""
     program = tl.program_id(0).to(tl.int64)
-    pairs = tl.arange(0, BLOCK_PAIRS)
-    a_cols = 2 * pairs if INTERLEAVED else pairs
-    b_cols = a_cols + (1 if INTERLEAVED else R // 2)
-    pair_mask = pairs < R // 2
+    a_cols, b_cols, pair_mask = pair_columns(R, INTERLEAVED, BLOCK_PAIRS)  # type: ignore[misc]
     wa, wb = load_row(w_ptr, a_cols, pair_mask) + offset, load_row(w_ptr, b_cols, pair_mask) + offset
     dwa = tl.zeros((BLOCK_H, BLOCK_PAIRS), dtype=tl.float32)
     dwb = tl.zeros((BLOCK_H, BLOCK_PAIRS), dtype=tl.float32)
@@ -176,7 +172,7 @@ def _backward_of_heads(
             dyb = tl.load(dy_rows + b_cols[None, :], mask=mask, other=0.0).to(tl.float32)
             a = tl.load(x_rows + a_cols[None, :], mask=mask, other=0.0).to(tl.float32)
             b = tl.load(x_rows + b_cols[None, :], mask=mask, other=0.0).to(tl.float32)
-            ga, gb = dya * ca + dyb * sb, dyb * cb - dya * sa
+            ga, gb = turn(dya, dyb, ca, cb, sa, sb, True)  # type: ignore[misc]
             squares = tl.sum(a * a + b * b, axis=1)
             dot = tl.sum(ga * wa * a + gb * wb * b, axis=1)
             if BLOCK_PASS > 0:
@@ -253,7 +249,7 @@ def _qk_norm_rope_fwd(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
     eps: float, offset: float, interleaved: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    q, k, q_weight, k_weight, cos, sin = (unit_columns(x) for x in (q, k, q_weight, k_weight, cos, sin))
+    q, k, q_weight, k_weight, cos, sin = (with_columns_side_by_side(x) for x in (q, k, q_weight, k_weight, cos, sin))
     B, HQ, S, D = q.shape
     HK, R = k.shape[1], cos.shape[-1]
     yq, yk = empty_heads(q), empty_heads(k)
@@ -270,8 +266,8 @@ def _qk_norm_rope_bwd(
     grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
     eps: float, offset: float, interleaved: bool, need_dwq: bool, need_dwk: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    dyq, dyk, q, k = (unit_columns(x) for x in (grad_q, grad_k, q, k))
-    wq, wk, cos, sin = (unit_columns(x) for x in (q_weight, k_weight, cos, sin))
+    dyq, dyk, q, k = (with_columns_side_by_side(x) for x in (grad_q, grad_k, q, k))
+    wq, wk, cos, sin = (with_columns_side_by_side(x) for x in (q_weight, k_weight, cos, sin))
     B, HQ, S, D = q.shape
     HK, R = k.shape[1], cos.shape[-1]
     dq, dk = empty_heads(q), empty_heads(k)

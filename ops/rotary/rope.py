@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmk.ops.common.rows import with_columns_side_by_side
 from llmk.ops.rotary._heads import (
     angles,
     as_tokens,
@@ -41,8 +42,9 @@ from llmk.ops.rotary._heads import (
     heads_on_cpu,
     load_row,
     pair_blocks,
+    pair_columns,
+    turn,
     turn_on_cpu,
-    unit_columns,
 )
 from llmk.registry import Cost, KernelOp, Sample, next_power_of_2, public_op, wrap_triton
 
@@ -76,12 +78,7 @@ def _turn_heads(
         mask = (heads < H) & pair_mask
         a = tl.load(x_ptr + heads * x_stride_h + a_cols, mask=mask, other=0.0).to(tl.float32)
         b = tl.load(x_ptr + heads * x_stride_h + b_cols, mask=mask, other=0.0).to(tl.float32)
-        if BACKWARD:
-            ya = a * ca + b * sb
-            yb = b * cb - a * sa
-        else:
-            ya = a * ca - b * sa
-            yb = b * cb + a * sb
+        ya, yb = turn(a, b, ca, cb, sa, sb, BACKWARD)  # type: ignore[misc]
         tl.store(y_ptr + heads * D + a_cols, ya.to(y_ptr.dtype.element_ty), mask=mask)
         tl.store(y_ptr + heads * D + b_cols, yb.to(y_ptr.dtype.element_ty), mask=mask)
         if BLOCK_PASS > 0:
@@ -101,10 +98,7 @@ def rope_kernel(
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     batch, s = token // S, token % S
-    pairs = tl.arange(0, BLOCK_PAIRS)
-    a_cols = 2 * pairs if INTERLEAVED else pairs
-    b_cols = a_cols + (1 if INTERLEAVED else R // 2)
-    mask = pairs < R // 2
+    a_cols, b_cols, mask = pair_columns(R, INTERLEAVED, BLOCK_PAIRS)  # type: ignore[misc]
     cos_ptr += batch * cos_stride_b + s * cos_stride_s
     sin_ptr += batch * sin_stride_b + s * sin_stride_s
     ca, cb = load_row(cos_ptr, a_cols, mask), load_row(cos_ptr, b_cols, mask)
@@ -137,7 +131,7 @@ def _config(HK: int, D: int, R: int) -> dict[str, int]:
 
 
 def _rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool) -> tuple[Tensor, Tensor]:
-    q, k, cos, sin = (unit_columns(x) for x in (q, k, cos, sin))
+    q, k, cos, sin = (with_columns_side_by_side(x) for x in (q, k, cos, sin))
     B, HQ, S, D = q.shape
     HK, R = k.shape[1], cos.shape[-1]
     yq, yk = empty_heads(q), empty_heads(k)

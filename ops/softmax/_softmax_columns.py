@@ -8,7 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.math import LOG2E
-from llmk.ops.common.norm import sum_pair
+from llmk.ops.common.rows import aligned
+from llmk.ops.common.sums import sum_pair
 from llmk.ops.softmax._softmax import add_exponentials, finite_rest
 from llmk.registry import cdiv, next_power_of_2, wrap_triton
 
@@ -111,7 +112,7 @@ MAX_HELD, HELD_COLUMNS = 1024, 16
 
 def _held(N: int, C: int) -> bool:
     """Whether a program holds its columns; those that are not aligned take more registers."""
-    return (MAX_HELD if C % 16 == 0 else MAX_HELD // 2) >= N
+    return (MAX_HELD if aligned(C) else MAX_HELD // 2) >= N
 
 
 def _held_tile(N: int, C: int) -> dict[str, int]:

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.math import LOG2E
-from llmk.ops.common.rows import aligned
+from llmk.ops.common.rows import rows_aligned
 from llmk.ops.softmax._softmax import add_exponentials, finite_rest
 from llmk.registry import at_most, most_warps, num_programs, wrap_triton
 
@@ -86,7 +86,7 @@ BYTES = 65536
 
 def _lanes(*tensors: Tensor) -> dict[str, int]:
     """The block of a walk over these tensors, in lanes of 16 bytes."""
-    nbytes = BYTES if aligned(*tensors) else BYTES // 4
+    nbytes = BYTES if rows_aligned(*tensors) else BYTES // 4
     return {
         "LANES": nbytes // (16 * len(tensors)),
         "WIDTH": 16 // tensors[0].element_size(),

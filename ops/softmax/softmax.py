@@ -29,8 +29,8 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.math import LOG2E
-from llmk.ops.common.norm import sum_pair
-from llmk.ops.common.rows import aligned, as_rows
+from llmk.ops.common.rows import as_rows, rows_aligned
+from llmk.ops.common.sums import sum_pair
 from llmk.ops.softmax._softmax_columns import columns_backward, columns_forward
 from llmk.ops.softmax._softmax_long import long_backward, long_forward
 from llmk.registry import (
@@ -109,7 +109,7 @@ def _tile(N: int, elements: int) -> dict[str, int]:
 def _held(x: Tensor) -> bool:
     """Whether one program holds a row of x `[M, N]`."""
     N = x.shape[1]
-    return N * x.element_size() <= MAX_BYTES and (N <= MAX_SHARED or aligned(x))
+    return N * x.element_size() <= MAX_BYTES and (N <= MAX_SHARED or rows_aligned(x))
 
 
 def _forward_launch(M: int, N: int, device: torch.device) -> tuple[int, dict[str, int]]:

@@ -1,13 +1,12 @@
-"""What layer_norm and group_norm share: the moments of a long row, and the sum of the affine gradients' partials."""
+"""What layer_norm and group_norm share: the moments of a row, and room for the affine gradients."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.math import everywhere
-from llmk.registry import cdiv, empty, wrap_triton
-from llmk.registry.launch import INTERPRET
+from llmk.ops.common.sums import sum_pair
+from llmk.registry import empty
 
 
 @triton.jit
@@ -45,24 +44,6 @@ def centered(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _add_pairs(a0, b0, a1, b1):
-    return a0 + a1, b0 + b1
-
-
-_INTERPRET = tl.constexpr(INTERPRET)
-
-
-@triton.jit
-def sum_pair(a, b, axis: tl.constexpr):
-    """The sums of a and of b, for which the warps of a program wait once and not twice."""
-    if _INTERPRET:  # noqa: SIM108  it reduces pairs one after the other, with an error that no GPU's tree has
-        sums = tl.sum(a, axis), tl.sum(b, axis)
-    else:
-        sums = tl.reduce((a, b), axis, _add_pairs)
-    return sums
-
-
-@triton.jit
 def merge_moments(near, mean, squares, count, N):
     """Mean and sum of squared deviations of N values in parts: of each its count, and its mean as near + mean."""
     share = count / N  # first: the sum of all values may be past float32
@@ -95,35 +76,6 @@ def row_moments(x_ptr, N, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr):
         squares += delta * delta * (1.0 - share)
     count = tl.where(cols < N, (N - 1 - cols) // BLOCK_N + 1, 0).to(tl.float32)
     return merge_moments(first, mean, squares, count, N)  # type: ignore[misc]
-
-
-@triton.jit
-def sum_affine_kernel(partial_ptr, dw_ptr, db_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
-    part, parts = tl.program_id(1), tl.num_programs(1)
-    cols = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    partial_ptr += part.to(tl.int64) * N
-    total = tl.zeros((BLOCK_P, BLOCK_N), dtype=tl.float32)
-    for start in range(0, P, BLOCK_P):
-        rows = start + tl.arange(0, BLOCK_P).to(tl.int64)
-        mask = (rows < P)[:, None] & (cols < N)[None, :]
-        total += tl.load(partial_ptr + (rows * parts * N)[:, None] + cols[None, :], mask=mask, other=0.0)
-    result = tl.sum(total, axis=0)
-    if dw_ptr is not None:
-        first = everywhere(part == 0, cols)  # type: ignore[misc]
-        tl.store(dw_ptr + cols, result.to(dw_ptr.dtype.element_ty), mask=(cols < N) & first)
-    if db_ptr is not None:
-        last = everywhere(part == parts - 1, cols)  # type: ignore[misc]
-        tl.store(db_ptr + cols, result.to(db_ptr.dtype.element_ty), mask=(cols < N) & last)
-
-
-def sum_affine(partials: Tensor, dw: Tensor | None, db: Tensor | None) -> None:
-    """Sum float32 `[P, K, N]` over P in a fixed order in one launch: the first of the K sums is dw's, the last db's."""
-    P, K, N = partials.shape
-    # As in sum_partials: narrow blocks of columns make enough programs, wide rows have enough anyway.
-    block_p, block_n = (64, 32) if N <= 8192 else (8, 256)
-    wrap_triton(sum_affine_kernel)[(cdiv(N, block_n), K)](
-        partials, dw, db, P, N, BLOCK_P=block_p, BLOCK_N=block_n, num_warps=8
-    )
 
 
 def affine_gradient(like: Tensor | None, device: torch.device) -> Tensor:
