@@ -34,7 +34,8 @@ class KernelOp:
     What runs depends on the device of the first tensor:
 
     - on a GPU the function itself; under Inductor it is inlined, each launch a kernel that Inductor schedules, unless
-      the op is `decomposed`: then Inductor gets the plain PyTorch of the next line on a GPU too;
+      the op is `decomposed`: then Inductor gets the function given to `register_decomposition`, or where there is none
+      the plain PyTorch of the next line;
     - on a CPU the function given to `register_kernel("cpu")`, plain PyTorch, which Inductor fuses like any other;
     - on a CPU with TRITON_INTERPRET=1 the function itself, its kernels in Triton's interpreter.
 
@@ -74,6 +75,7 @@ class KernelOp:
         self.decomposed = decomposed
         self.has_backward = False
         self._cpu: Callable[..., Any] | None = None
+        self._decomposition: Callable[..., Any] | None = None
         self._fake: Callable[..., Any] | None = None
         self.sharding: Rule | None = None
         self.planned = Planned(fn) if planned and HAS_LAUNCHER else None
@@ -116,6 +118,11 @@ class KernelOp:
             return fn
 
         return register
+
+    def register_decomposition(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Register what a compiled graph gets on a GPU where the op is `decomposed`, if not what a CPU computes."""
+        self._decomposition = fn
+        return fn
 
     def register_fake(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Register what gives the outputs' shapes, strides and dtypes without computing them."""
@@ -203,7 +210,7 @@ class KernelOp:
             raise NotImplementedError(f"llmk::{self.name} runs on cpu and cuda devices, got {tensor.device}")
         assert self._cpu is not None
         if tensor.is_cuda or kernels_on_cpu():
-            return self._cpu if self._form_in_graph(args) == "aten" else self.fn
+            return self._decomposition or self._cpu if self._form_in_graph(args) == "aten" else self.fn
         return self._cpu
 
     def _form_in_graph(self, args: tuple[Any, ...]) -> str:

@@ -66,11 +66,6 @@ class _RecordingKernel:
         return launch
 
 
-def is_tracing() -> bool:
-    """Whether a torch_dispatch mode looks on: tracing, fake tensors, selective checkpointing, a FLOP counter."""
-    return dispatch_modes() > 0
-
-
 def inside_functorch() -> bool:
     """Whether a torch.func transform is running."""
     return functorch_level() is not None

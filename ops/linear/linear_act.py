@@ -26,14 +26,11 @@ The product is done in one of three ways, by `choose_path`.
 from collections.abc import Iterator
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.activations import ACTIVATIONS, activate_with_slope, activation_with_slope
+from llmk.ops.common.activations import ACTIVATIONS
 from llmk.ops.common.activations import activation as activation_of
-from llmk.ops.common.rows import as_rows
-from llmk.ops.common.sums import sum_partials
+from llmk.ops.linear._activation_gradient import activation_gradient, activation_gradient_reference, keeps_z
 from llmk.ops.linear._matmul import activate_product, fused_product, product, product_activation, suits
 from llmk.registry import (
     PARTIAL,
@@ -41,20 +38,14 @@ from llmk.registry import (
     Cost,
     KernelOp,
     Sample,
-    at_most,
     autocast_dtype,
-    cdiv,
     check_dtype,
     check_option,
     check_same,
     check_shape,
-    next_power_of_2,
-    num_programs,
     public_op,
     row_axes,
-    wrap_triton,
 )
-from llmk.registry.launch import is_tracing, recording
 
 
 def linear_act_reference(
@@ -67,44 +58,6 @@ def linear_act_reference(
         y = torch.nn.functional.relu(z)
         return y if activation == "relu" else y.square()
     return torch.nn.functional.silu(z) if activation == "silu" else z
-
-
-@triton.jit
-def _dz(dy, kept, ACTIVATION: tl.constexpr, FROM_Y: tl.constexpr):
-    """dy * f'(z); kept is y where FROM_Y, else z. Zero where a relu is, whatever dy."""
-    if ACTIVATION == "relu":
-        dz = tl.where(kept <= 0.0, 0.0, dy)
-    elif ACTIVATION == "relu_squared":
-        root = tl.sqrt_rn(kept) if FROM_Y else kept
-        dz = tl.where(kept <= 0.0, 0.0, dy * (2.0 * root))
-    else:
-        _, slope = activate_with_slope(kept, ACTIVATION)  # type: ignore[misc]
-        dz = dy * slope
-    return dz
-
-
-@triton.jit
-def linear_act_backward_kernel(
-    dy_ptr, kept_ptr, dz_ptr, db_ptr, M, N, dy_stride,
-    ACTIVATION: tl.constexpr, FROM_Y: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
-):  # fmt: skip
-    """dz in one block of columns and a share of the rows, and that share's part of db."""
-    cols = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    share = tl.program_id(1).to(tl.int64)
-    db = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for start in tl.range(share * BLOCK_M, M, tl.num_programs(1) * BLOCK_M, num_stages=NUM_STAGES):
-        rows = start + tl.arange(0, BLOCK_M)
-        mask = (rows < M)[:, None] & (cols < N)[None, :]
-        offsets = rows[:, None] * N + cols[None, :]
-        dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        kept = tl.load(kept_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-        dz = _dz(dy, kept, ACTIVATION, FROM_Y)
-        tl.store(dz_ptr + offsets, dz.to(dz_ptr.dtype.element_ty), mask=mask)
-        if db_ptr is not None:
-            db += dz
-    if db_ptr is not None:
-        tl.store(db_ptr + share * N + cols, tl.sum(db, axis=0), mask=cols < N)
 
 
 # cuBLASLt has an epilogue for relu too, but it makes 0 of NaN, which hides what went wrong (H200, torch 2.11).
@@ -135,17 +88,6 @@ def choose_path(x: Tensor, weight: Tensor, activation: str, keep_z: bool) -> str
     return "fused" if limit >= K and suits(x, weight) else "separate"
 
 
-def keeps_z(activation: str, dtype: torch.dtype) -> bool:
-    """Whether the backward pass needs z; else y, or nothing."""
-    return activation in ("gelu", "gelu_tanh", "silu") or (activation == "relu_squared" and dtype == torch.float16)
-
-
-def _backward_tile(N: int) -> dict[str, int]:
-    # As the norms' backward pass, which has the same traffic: 4096 elements, three stages of prefetch.
-    block_n = min(1024, max(16, next_power_of_2(N)))
-    return {"BLOCK_M": 4096 // block_n, "BLOCK_N": block_n, "NUM_STAGES": 3, "num_warps": 8}
-
-
 def _rows(input: Tensor) -> Tensor:
     """`[..., K]` as `[M, K]`: products take any strides."""
     return input.flatten(0, -2) if input.dim() > 1 else input.unsqueeze(0)
@@ -167,9 +109,6 @@ def _linear_act_fwd(
     else:
         linear = z if keep_z else y
         product(x, weight, bias, linear.view(rows))
-        if activation != "none" and is_tracing() and not recording():
-            # Inductor makes one kernel of this, with what follows it, and plans the buffers.
-            return activation_of(linear.float(), activation).to(input.dtype), z
         if activation != "none":
             activate_product(linear, y, activation)
     return y, z
@@ -181,32 +120,14 @@ def _linear_act_bwd(
     """dx where there is a weight, dW where there is an input, db where asked for; an empty tensor for each other."""
     dz, db = _rows(grad), torch.empty((0,), dtype=grad.dtype, device=grad.device)
     if kept is not None:
-        dz, db = _activation_gradient(grad, kept, activation, need_db)
+        dz, db = activation_gradient(grad, kept, activation, need_db)
     elif need_db:
         db = dz.sum(0)  # in float32, rounded once
     return *_product_gradients(grad, dz, input, weight), db
 
 
-def _activation_gradient(grad: Tensor, kept: Tensor, activation: str, need_db: bool) -> tuple[Tensor, Tensor]:
-    """dz, and db or an empty tensor."""
-    if not need_db and is_tracing() and not recording():
-        dz = _dz_reference(_rows(grad).float(), _rows(kept).float(), activation, not keeps_z(activation, grad.dtype))
-        return dz.to(grad.dtype), torch.empty((0,), dtype=grad.dtype, device=grad.device)
-    dy = as_rows(grad)
-    M, N = dy.shape
-    tile = _backward_tile(N)
-    blocks = cdiv(N, tile["BLOCK_N"])
-    # Four programs of 8 warps keep a multiprocessor's memory busy; each share of the rows costs a row of partials.
-    shares = at_most(cdiv(M, tile["BLOCK_M"]), max(1, num_programs(grad.device, 4) // max(1, blocks)))
-    dz = torch.empty((M, N), dtype=grad.dtype, device=grad.device)
-    partials = torch.empty((shares, N), dtype=torch.float32, device=grad.device) if need_db else None
-    wrap_triton(linear_act_backward_kernel)[(blocks, shares)](
-        dy, kept, dz, partials, M, N, dy.stride(0),
-        ACTIVATION=activation, FROM_Y=not keeps_z(activation, grad.dtype), **tile,
-    )  # fmt: skip
-    if partials is None:
-        return dz, torch.empty((0,), dtype=grad.dtype, device=grad.device)
-    return dz, sum_partials(partials, grad.dtype)
+def _gradient_of_z(grad: Tensor, kept: Tensor | None, activation: str) -> Tensor:
+    return activation_gradient_reference(_rows(grad), None if kept is None else _rows(kept), activation)
 
 
 def _product_gradients(grad: Tensor, dz: Tensor, input: Tensor | None, weight: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -220,8 +141,33 @@ def _product_gradients(grad: Tensor, dz: Tensor, input: Tensor | None, weight: T
     return dx, dw
 
 
-linear_act_fwd = KernelOp(_linear_act_fwd)
-linear_act_bwd = KernelOp(_linear_act_bwd)
+def _is_separate(input: Tensor, weight: Tensor, bias: Tensor | None, activation: str, keep_z: bool) -> bool:
+    return activation != "none" and choose_path(_rows(input), weight, activation, keep_z) == "separate"
+
+
+def _is_pointwise(grad, kept, input, weight, activation, need_db) -> bool:
+    return kept is not None and not need_db
+
+
+linear_act_fwd = KernelOp(_linear_act_fwd, decomposed=_is_separate)
+linear_act_bwd = KernelOp(_linear_act_bwd, decomposed=_is_pointwise)
+
+
+@linear_act_fwd.register_decomposition
+def _(input: Tensor, weight: Tensor, bias: Tensor | None, activation: str, keep_z: bool) -> tuple[Tensor, Tensor]:
+    """The product as it is; of the activation Inductor makes one kernel with what follows it."""
+    x, N = _rows(input), weight.shape[0]
+    z = torch.empty((*input.shape[:-1], N), dtype=input.dtype, device=input.device)
+    product(x, weight, bias, z.view(x.shape[0], N))
+    y = activation_of(z.float(), activation).to(input.dtype)
+    return y, z if keep_z else torch.empty((0,), dtype=input.dtype, device=input.device)
+
+
+@linear_act_bwd.register_decomposition
+def _(grad, kept, input, weight, activation, need_db) -> tuple[Tensor, Tensor, Tensor]:
+    dz = _gradient_of_z(grad, kept, activation)
+    db = dz.sum(0).to(grad.dtype) if need_db else torch.empty((0,), dtype=grad.dtype, device=grad.device)
+    return *_product_gradients(grad, dz.to(grad.dtype), input, weight), db
 
 
 @linear_act_fwd.register_kernel("cpu")
@@ -233,23 +179,12 @@ def _(input: Tensor, weight: Tensor, bias: Tensor | None, activation: str, keep_
 
 @linear_act_bwd.register_kernel("cpu")
 def _(grad, kept, input, weight, activation, need_db) -> tuple[Tensor, Tensor, Tensor]:
-    dtype, dz = grad.dtype, _rows(grad).float()
-    if kept is not None:
-        dz = _dz_reference(dz, _rows(kept).float(), activation, not keeps_z(activation, dtype))
+    dtype, dz = grad.dtype, _gradient_of_z(grad, kept, activation)
     empty = torch.empty((0,), dtype=dtype, device=grad.device)
     dx, dw = _product_gradients(
         grad, dz, None if input is None else input.float(), None if weight is None else weight.float()
     )
     return dx.to(dtype), dw.to(dtype), dz.sum(0).to(dtype) if need_db else empty
-
-
-def _dz_reference(dy: Tensor, kept: Tensor, activation: str, from_y: bool) -> Tensor:
-    """`_dz` in plain PyTorch."""
-    if activation == "relu":
-        return torch.where(kept <= 0, 0.0, dy)
-    if activation == "relu_squared":
-        return torch.where(kept <= 0, 0.0, dy * (2 * (kept.sqrt() if from_y else kept)))
-    return dy * activation_with_slope(kept, activation)[1]
 
 
 @linear_act_fwd.register_fake

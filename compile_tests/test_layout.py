@@ -1,0 +1,62 @@
+"""Where things are: files that are read at one sitting, and helpers that stay with those who use them."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("llmk", "ops", "registry", "opcheck", "compile_tests", "benchmarks", "examples", "docs")
+LINKED = ("ops", "registry", "opcheck")
+MOST_LINES = 400
+
+
+def sources(*folders: str) -> list[Path]:
+    paths = [path for folder in folders for path in sorted((ROOT / folder).glob("**/*.py"))]
+    return [path for path in paths if path.resolve() == path]
+
+
+def package_of(path: Path) -> str:
+    """That a file is in, such as llmk.ops.norm."""
+    parts = path.relative_to(ROOT).parent.parts
+    return ".".join(("llmk", *parts) if parts[0] in LINKED else parts)
+
+
+def helpers_from_elsewhere(tree: ast.Module, package: str) -> Iterator[str]:
+    """The helpers of a family of operators, marked by an underscore, that a file of another package imports."""
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            parts = name.split(".")
+            is_helper = parts[:2] == ["llmk", "ops"] and len(parts) > 3 and parts[3].startswith("_")
+            if is_helper and ".".join(parts[:3]) != package:
+                yield name
+
+
+@pytest.mark.parametrize("path", sources(*FOLDERS), ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_file_is_long(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= MOST_LINES
+
+
+@pytest.mark.parametrize("path", sources(*LINKED), ids=lambda path: str(path.relative_to(ROOT)))
+def test_helpers_of_a_family_are_used_by_it_alone(path: Path) -> None:
+    assert list(helpers_from_elsewhere(ast.parse(path.read_text()), package_of(path))) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from llmk.ops.norm import _rms_norm",
+        "from llmk.ops.norm._rms_norm import forward",
+        "import llmk.ops.norm._moments",
+    ],
+)
+def test_the_scan_sees(source: str) -> None:
+    tree = ast.parse(source)
+    assert len(list(helpers_from_elsewhere(tree, "llmk.ops.loss"))) == 1
+    assert list(helpers_from_elsewhere(tree, "llmk.ops.norm")) == []

@@ -1,0 +1,143 @@
+"""The kernels of the GIoU loss of boxes; giou_loss.py has the formulas."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _load_boxes(ptr, stride, rows, N, BLOCK: tl.constexpr):
+    """The coordinates of a block of boxes in float32, (x1, y1, x2, y2), 0 past the end, which makes those padding."""
+    # No stride means that they are packed, which the compiler then loads whole.
+    offsets = rows * 4 if stride is None else rows * stride
+    tile = tl.load(ptr + offsets[:, None] + tl.arange(0, 4)[None, :], mask=(rows < N)[:, None], other=0.0)
+    x, y = tl.split(tl.reshape(tile.to(tl.float32), (BLOCK, 2, 2)))
+    x1, x2 = tl.split(x)
+    y1, y2 = tl.split(y)
+    return x1, y1, x2, y2
+
+
+@triton.jit
+def _compare(b, t, eps):
+    """Where they overlap; iw, ih (0 elsewhere), cw - iw, ch - ih; U - I, U + eps, C - U, C + eps."""
+    wb, hb, wt, ht = b[2] - b[0], b[3] - b[1], t[2] - t[0], t[3] - t[1]
+    x1, y1, x2, y2 = tl.maximum(b[0], t[0]), tl.maximum(b[1], t[1]), tl.minimum(b[2], t[2]), tl.minimum(b[3], t[3])
+    iw, ih = x2 - x1, y2 - y1
+    overlap = (iw > 0) & (ih > 0)
+    bw, bh = (x1 - b[0]) + (b[2] - x2), (y1 - b[1]) + (b[3] - y2)
+    tw, th = (x1 - t[0]) + (t[2] - x2), (y1 - t[1]) + (t[3] - y2)
+    cw = tl.maximum(b[2], t[2]) - tl.minimum(b[0], t[0])
+    ch = tl.maximum(b[3], t[3]) - tl.minimum(b[1], t[1])
+    excess = tl.where(overlap, bw * hb + iw * bh + tw * ht + iw * th, wb * hb + wt * ht)
+    union = excess + tl.where(overlap, iw * ih, 0.0)
+    gap = tl.where(overlap, bw * th + tw * bh, cw * ch - union)
+    mw, mh = tl.where(overlap, bw + tw, cw), tl.where(overlap, bh + th, ch)
+    iw, ih = tl.where(overlap, iw, 0.0), tl.where(overlap, ih, 0.0)
+    return overlap, iw, ih, mw, mh, excess, union + eps, gap, cw * ch + eps
+
+
+@triton.jit
+def _loss(b, t, eps):
+    overlap, _, _, _, _, excess, union, gap, enclosing = _compare(b, t, eps)  # type: ignore[misc]
+    unmatched = tl.div_rn(tl.where(overlap, excess + eps, 0.0), union) + tl.where(overlap, 0.0, 1.0)  # 1 - IoU
+    return tl.where(t[3] <= 0, 0.0, unmatched + tl.div_rn(gap, enclosing))
+
+
+@triton.jit
+def giou_loss_kernel(boxes_ptr, targets_ptr, loss_ptr, N, boxes_stride, targets_stride, eps, BLOCK: tl.constexpr):
+    eps = tl.cast(eps, tl.float32)
+    rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    b = _load_boxes(boxes_ptr, boxes_stride, rows, N, BLOCK)
+    t = _load_boxes(targets_ptr, targets_stride, rows, N, BLOCK)
+    tl.store(loss_ptr + rows, _loss(b, t, eps), mask=rows < N)
+
+
+@triton.jit
+def giou_loss_sum_kernel(
+    boxes_ptr, targets_ptr, loss_ptr, count_ptr, partial_ptr, arrived_ptr, N, boxes_stride, targets_stride, eps,
+    MEAN: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    eps = tl.cast(eps, tl.float32)
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    losses = tl.zeros((BLOCK,), dtype=tl.float32)
+    counts = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(program.to(tl.int64) * BLOCK, N, programs * BLOCK):
+        rows = start + tl.arange(0, BLOCK)
+        b = _load_boxes(boxes_ptr, boxes_stride, rows, N, BLOCK)
+        t = _load_boxes(targets_ptr, targets_stride, rows, N, BLOCK)
+        losses += _loss(b, t, eps)
+        counts += tl.where(t[3] <= 0, 0.0, 1.0)
+    loss = tl.sum(losses, axis=0)
+    count = tl.sum(counts, axis=0)
+    last = True
+    if partial_ptr is not None:
+        # Whoever arrives last adds up everybody's sums in the order of the programs: the same bits each time.
+        tl.store(partial_ptr + program, loss)
+        tl.store(partial_ptr + PROGRAMS + program, count)
+        tl.debug_barrier()
+        last = tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu") == programs - 1
+        if last:
+            cols = tl.arange(0, PROGRAMS)
+            loss = tl.sum(tl.load(partial_ptr + cols, mask=cols < programs, other=0.0), axis=0)
+            count = tl.sum(tl.load(partial_ptr + PROGRAMS + cols, mask=cols < programs, other=0.0), axis=0)
+    if last:
+        tl.store(loss_ptr, tl.div_rn(loss, count) if MEAN else loss)
+        tl.store(count_ptr, count)
+
+
+@triton.jit
+def _share(a, b):
+    """The share of a in max(a, b)."""
+    return tl.where(a > b, 1.0, tl.where(a == b, 0.5, 0.0))
+
+
+@triton.jit
+def _edge(share, own, inner, margin, d_union, d_outer, shrunk):
+    """The gradient of an edge, up to its sign and unit, from the sizes that cross it: of its box, i and c - i."""
+    rest = 1.0 - share
+    # share * dI + rest * dC, whose large parts cancel to rest - share.
+    both = (rest - share) - share * d_union - rest * shrunk
+    return own * d_union + (inner * both + rest * margin * d_outer)
+
+
+@triton.jit
+def _store_gradient(ptr, box, shares, sizes, units, scale, counts, rows, N, BLOCK: tl.constexpr):
+    iw, ih, mw, mh = sizes
+    d_union, d_outer, shrunk = units
+    w, h = box[2] - box[0], box[3] - box[1]
+    dx1 = -scale * _edge(shares[0], h, ih, mh, d_union, d_outer, shrunk)
+    dy1 = -scale * _edge(shares[1], w, iw, mw, d_union, d_outer, shrunk)
+    dx2 = scale * _edge(shares[2], h, ih, mh, d_union, d_outer, shrunk)
+    dy2 = scale * _edge(shares[3], w, iw, mw, d_union, d_outer, shrunk)
+    tile = tl.reshape(tl.join(tl.join(dx1, dx2), tl.join(dy1, dy2)), (BLOCK, 4))
+    tile = tl.where(counts[:, None], tile, 0.0).to(ptr.dtype.element_ty)
+    tl.store(ptr + rows[:, None] * 4 + tl.arange(0, 4)[None, :], tile, mask=(rows < N)[:, None])
+
+
+@triton.jit
+def giou_loss_backward_kernel(
+    dy_ptr, boxes_ptr, targets_ptr, count_ptr, dboxes_ptr, dtargets_ptr, N, dy_stride, boxes_stride, targets_stride,
+    eps, BLOCK: tl.constexpr,
+):  # fmt: skip
+    eps = tl.cast(eps, tl.float32)
+    rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    b = _load_boxes(boxes_ptr, boxes_stride, rows, N, BLOCK)
+    t = _load_boxes(targets_ptr, targets_stride, rows, N, BLOCK)
+    dy = tl.load(dy_ptr) if dy_stride is None else tl.load(dy_ptr + rows * dy_stride, mask=rows < N, other=0.0)
+    if count_ptr is not None:
+        dy = tl.div_rn(dy, tl.load(count_ptr))
+    overlap, iw, ih, mw, mh, excess, union, gap, enclosing = _compare(b, t, eps)
+    p = tl.div_rn(gap, enclosing)
+    k = tl.div_rn(union, enclosing)
+    d_union = tl.where(overlap, p - tl.div_rn(excess + eps, union), -1.0)
+    shrunk = tl.where(overlap, p * (2.0 - p), 0.0)  # 1 - k^2
+    sizes = (iw, ih, mw, mh)
+    units = (d_union, tl.where(overlap, k * k, k), shrunk)
+    scale = tl.div_rn(dy, tl.where(overlap, union, enclosing))
+    counts = (t[3] <= 0) == 0
+    x1, y1, x2, y2 = _share(b[0], t[0]), _share(b[1], t[1]), _share(t[2], b[2]), _share(t[3], b[3])
+    if dboxes_ptr is not None:
+        _store_gradient(dboxes_ptr, b, (x1, y1, x2, y2), sizes, units, scale, counts, rows, N, BLOCK)
+    if dtargets_ptr is not None:
+        shares = (1.0 - x1, 1.0 - y1, 1.0 - x2, 1.0 - y2)
+        _store_gradient(dtargets_ptr, t, shares, sizes, units, scale, counts, rows, N, BLOCK)
