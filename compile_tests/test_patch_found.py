@@ -107,6 +107,18 @@ def test_eps_is_found_not_read():
     torch.testing.assert_close(model(x), want)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_without_an_eps_it_is_that_of_float32(dtype: torch.dtype):
+    """Where eps decides, of inputs of 1e-4, the dtype's own would give a hundredth."""
+    model = nn.Sequential(nn.RMSNorm(16)).to(dtype)
+    x = (1e-4 * torch.randn(3, 16)).to(dtype)
+    want = model(x)
+    assert patch(model).replaced == {"norm": 1}
+    (norm,) = type(model[0])._llmk_changes
+    assert (dtype, dtype) in norm.proven  # it is the operator that runs
+    torch.testing.assert_close(model(x), want)
+
+
 class ReadsAround(Norm):
     """What it computes depends on a dict and a buffer, which its type and its plain attributes do not say."""
 

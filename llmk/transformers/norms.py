@@ -31,12 +31,14 @@ class NormForm(NamedTuple):
 
     def __call__(self, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         if self.op == "rms_norm":
-            return functional.rms_norm(input, weight, self.eps_of(input), offset=self.offset)
+            return functional.rms_norm(input, weight, self.used_eps, offset=self.offset)
         weight = weight + self.offset if weight is not None and self.offset else weight
-        return functional.layer_norm(input, weight, bias, self.eps_of(input))
+        return functional.layer_norm(input, weight, bias, self.used_eps)
 
-    def eps_of(self, input: Tensor) -> float:
-        return torch.finfo(input.dtype).eps if self.eps is None else self.eps
+    @property
+    def used_eps(self) -> float:
+        """PyTorch's `eps=None` is that of the dtype it computes in: float32, for shorter inputs too."""
+        return torch.finfo(torch.float32).eps if self.eps is None else self.eps
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Norm(Change):
             if residual is not None:
                 alike = input.shape == residual.shape and input.dtype == residual.dtype  # no broadcast, no promotion
                 if known and alike:
-                    return functional.add_rms_norm(input, residual, weight, form.eps_of(input), offset=form.offset)
+                    return functional.add_rms_norm(input, residual, weight, form.used_eps, offset=form.offset)
                 total = input + residual
                 return forward(self, total), total
             if not known:

@@ -93,6 +93,7 @@ class Plan:
     def __init__(self, model: nn.Module, kinds: set[str]) -> None:
         self.entries: list[Entry] = []
         self.changes: dict[nn.Module, list[Change]] = {}
+        self.whole: set[nn.Module] = set()  # whose forward is given already
         if "norm" in kinds:
             self._find_norms(model)
         finders: dict[str, Finder] = {
@@ -105,7 +106,7 @@ class Plan:
         # What PEFT, DDP and their like wrap has the projection, not the wrapper.
         causal = next((m for m in model.modules() if hasattr(type(m), "get_output_embeddings")), None)
         for name, module in model.named_modules():
-            if module not in self.changes:  # of a norm the whole forward is replaced
+            if module not in self.whole:
                 more = {"loss": find_loss} if "loss" in kinds and module is causal else {}
                 self._find_edits(name, module, "forward", finders | more)
             if "mlp" in finders and hasattr(type(module), "_apply_gate"):
@@ -113,6 +114,10 @@ class Plan:
 
     def _is_own(self, module: nn.Module, method: str) -> bool:
         return method not in vars(module) or is_behind_hook(module)
+
+    def _change_whole(self, module: nn.Module, change: Change) -> None:
+        self.whole.add(module)
+        self.changes[module] = [change]
 
     def _leave(self, name: str, kind: str, module: nn.Module, why: object) -> None:
         self.entries.append(Entry(name, kind, type(module).__name__, False, str(why)))
@@ -132,7 +137,7 @@ class Plan:
                 found = Differs(REPLACED)
             if isinstance(found, Norm):
                 self.entries.append(Entry(name, "norm", type(module).__name__, True, found.what))
-                self.changes[module] = [found]
+                self._change_whole(module, found)
             elif found is not None:
                 self._leave(name, "norm", module, found)
 
@@ -166,7 +171,9 @@ class Plan:
         for kind, edit in edits.items():
             self.entries.append(Entry(name, kind, type(module).__name__, True, edit.what))
             if isinstance(edit, FusedLoss):
-                self.changes.setdefault(module.get_submodule(edit.head), []).append(Head())
+                self.changes.setdefault(module.get_submodule(edit.path), []).append(Head())
+                for inner, change in edit.inner:
+                    self._change_whole(module.get_submodule(inner), Rewrite("forward", (change,)))
 
     def classes(self) -> list[tuple[nn.Module, type]]:
         """The modules that change, and what they become."""

@@ -158,6 +158,7 @@ def _codes_in(source: str, file: str) -> frozenset[CodeType]:
 def _compiled(function: FunctionType, definition: ast.FunctionDef, names: dict[str, Any]) -> FunctionType:
     """The definition as a function. The new names are the arguments of a function around it, the old ones its own."""
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    added = _new_defaults(function, definition)
     factory = ast.FunctionDef(
         "factory",
         ast.arguments([], [ast.arg(name) for name in [*cells, *names]], None, [], [], None, []),
@@ -173,12 +174,19 @@ def _compiled(function: FunctionType, definition: ast.FunctionDef, names: dict[s
     cells |= {name: CellType(value) for name, value in names.items()}
     closure = tuple(cells[name] for name in code.co_freevars)
     made = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
-    made.__kwdefaults__ = function.__kwdefaults__
+    made.__kwdefaults__ = {**(function.__kwdefaults__ or {}), **added} or None
     functools.update_wrapper(made, function)
     vars(made).pop("__wrapped__")  # it is not the original that runs
     places = [f"# {n}: {getattr(f, '__module__', '')}.{getattr(f, '__qualname__', f)}" for n, f in names.items()]
     set_source(made, "\n".join([*places, ast.unparse(definition)]))
     return made
+
+
+def _new_defaults(function: FunctionType, definition: ast.FunctionDef) -> dict[str, Any]:
+    """Of the keyword arguments that an edit added."""
+    arguments = zip(definition.args.kwonlyargs, definition.args.kw_defaults, strict=True)
+    own = function.__code__.co_varnames
+    return {a.arg: ast.literal_eval(d) for a, d in arguments if a.arg not in own and d is not None}
 
 
 def set_source(function: FunctionType, source: str) -> None:
