@@ -21,6 +21,9 @@ LOGITS_BUDGET = 4 * 2**30 // 3
 """Bytes of one chunk's logits on a GPU when `chunk_size` is 0."""
 LOGITS_BUDGET_BESIDE_FLOAT32 = 2**30
 """The same where dW is summed in float32, which takes as much again as dW."""
+REMADE_BUDGET = int(0.8 * 2**30)
+"""The same where the backward pass makes the logits again, which then needs room for dW once: so three chunks, the most
+that may be rounded, are enough for 8192 tokens of the largest vocabularies."""
 CPU_LOGITS = 2**20
 """Elements of one chunk's logits on a CPU when `chunk_size` is 0: they stay in cache."""
 ALIGNED = 16
@@ -29,7 +32,7 @@ ROUNDED_CHUNKS = 3
 """The most chunks over which dW is summed in the weight's own dtype."""
 
 
-def chunk_rows(x: Tensor, V: int, chunk_size: int) -> int:
+def chunk_rows(x: Tensor, V: int, chunk_size: int, budget: int = LOGITS_BUDGET) -> int:
     """Tokens in a chunk: as given, or on a GPU the fewest chunks of equal size that fit the budget.
 
     One chunk is enough where its logits take no more than dW: the backward pass, when there are no logits, needs room
@@ -41,9 +44,9 @@ def chunk_rows(x: Tensor, V: int, chunk_size: int) -> int:
     if x.device.type == "cpu" and not kernels_on_cpu():
         return max(64, CPU_LOGITS // V)
     logits = N * V * x.element_size()
-    chunks = cdiv(logits, LOGITS_BUDGET)
+    chunks = cdiv(logits, budget)
     if chunks > ROUNDED_CHUNKS:
-        chunks = cdiv(logits, LOGITS_BUDGET_BESIDE_FLOAT32)
+        chunks = cdiv(logits, min(budget, LOGITS_BUDGET_BESIDE_FLOAT32))
     chunks = max(2 if N > H else 1, chunks)
     return max(1, cdiv(N, 128 * chunks)) * 128  # a multiple of 128 rows keeps the products' tiles whole
 
@@ -55,13 +58,19 @@ class ChunkedLinear:
     """
 
     def __init__(
-        self, input: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int, classes: int | None = None
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        chunk_size: int,
+        classes: int | None = None,
+        budget: int = LOGITS_BUDGET,
     ) -> None:
         self.shape = input.shape
         self.x = input.reshape(-1, input.shape[-1])
         self.weight, self.bias = weight, bias
         V = weight.shape[0]
-        self.chunk_rows = chunk_rows(self.x, V if classes is None else classes, chunk_size)
+        self.chunk_rows = chunk_rows(self.x, V if classes is None else classes, chunk_size, budget)
         # cuBLAS takes five times as long for a product whose sizes are odd: what is left over has one of its own.
         whole = V // ALIGNED * ALIGNED
         self.class_parts = [part for part in (slice(whole, V), slice(0, whole)) if part.start < part.stop]

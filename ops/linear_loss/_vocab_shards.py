@@ -1,16 +1,16 @@
-"""`fused_linear_ce` of a DTensor whose classes are sharded over the ranks of a mesh: the way to `loss_of_slices`.
+"""A linear layer that is a DTensor whose classes are sharded over the ranks of a mesh: what each rank computes with.
 
 Input and target are made whole on every rank of the mesh dimension, the classes stay where they are. Of an input that
 was sharded, say along the sequence, each rank hands back what its classes add to the gradient as `Partial`: DTensor
 sums it with one reduce-scatter, a quarter of what a float32 sum on all ranks would send. Losses are `Replicate`.
 """
 
-from typing import Any
+from typing import NamedTuple
 
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from llmk.ops.linear_loss.vocab_parallel_linear_ce import loss_of_slices
 from llmk.registry import cdiv
 
 
@@ -33,11 +33,32 @@ def mesh_dim_of_classes(input: Tensor, linear_weight: Tensor) -> int | None:
     return dim
 
 
-def loss_of_shards(
-    dim: int, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, weight: Tensor | None,
-    **options: Any,
-) -> Tensor:  # fmt: skip
-    """`fused_linear_ce` with the classes sharded over dimension `dim` of the mesh of `linear_weight`."""
+class Slices(NamedTuple):
+    """What each rank of one mesh dimension computes with: the classes it has, and all of the rest."""
+
+    input: Tensor
+    linear_weight: Tensor
+    linear_bias: Tensor | None
+    target: Tensor
+    weight: Tensor | None
+    vocab_start: int
+    num_classes: int
+    group_name: str
+    dx_group_name: str
+    mesh: DeviceMesh | None  # where the results are DTensors, as the input is
+
+    def whole(self, result: Tensor) -> Tensor:
+        """What all ranks computed alike, as the caller gets it."""
+        if self.mesh is None:
+            return result
+        return DTensor.from_local(result, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
+
+
+def slices_of(
+    dim: int, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor,
+    weight: Tensor | None = None,
+) -> Slices:  # fmt: skip
+    """A call whose classes are sharded over dimension `dim` of the mesh of `linear_weight`."""
     assert isinstance(linear_weight, DTensor)
     mesh, num_classes = linear_weight.device_mesh, linear_weight.shape[0]
     for name, tensor in (("input", input), ("linear_bias", linear_bias), ("target", target), ("weight", weight)):
@@ -50,20 +71,19 @@ def loss_of_shards(
     added: list[Placement] = [Partial() if i == dim else Replicate() for i in range(mesh.ndim)]
     # A whole input's gradient is summed by the op, in float32; a sharded one's by DTensor, in its dtype.
     scattered = isinstance(input, DTensor) and not input.placements[dim].is_replicate()
-    loss = loss_of_slices(
+    return Slices(
         _on_each_rank(input, whole, added if scattered else whole),
         linear_weight.to_local(),
         None if linear_bias is None else linear_bias.redistribute(placements=linear_weight.placements).to_local(),
         _on_each_rank(target, whole, whole),
         None if weight is None else _on_each_rank(weight, whole, whole),
-        **options,
         # Shard splits as torch.chunk does: the last ranks may have less, or nothing.
         vocab_start=min(mesh.get_local_rank(dim) * cdiv(num_classes, mesh.size(dim)), num_classes),
         num_classes=num_classes,
         group_name=group_name,
         dx_group_name="" if scattered else group_name,
+        mesh=mesh if isinstance(input, DTensor) else None,
     )
-    return DTensor.from_local(loss, mesh, whole, run_check=False) if isinstance(input, DTensor) else loss
 
 
 def _on_each_rank(tensor: Tensor, whole: list[Placement], gradient: list[Placement]) -> Tensor:

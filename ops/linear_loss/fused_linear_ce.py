@@ -356,15 +356,19 @@ def fused_linear_ce(
     Sources: `torch.nn.functional.linear_cross_entropy`; Liger Kernel, https://arxiv.org/abs/2410.10989.
     """
     if type(linear_weight) not in PLAIN_TENSORS:
-        from llmk.ops.linear_loss._vocab_shards import loss_of_shards, mesh_dim_of_classes  # which imports this file
+        from llmk.ops.linear_loss._vocab_shards import mesh_dim_of_classes, slices_of
+        from llmk.ops.linear_loss.vocab_parallel_linear_ce import loss_of_slices  # which imports this file
 
         dim = mesh_dim_of_classes(input, linear_weight)
         if dim is not None:
-            return loss_of_shards(
-                dim, input, linear_weight, linear_bias, target, weight,
+            slices = slices_of(dim, input, linear_weight, linear_bias, target, weight)
+            loss = loss_of_slices(
+                slices.input, slices.linear_weight, slices.linear_bias, slices.target, slices.weight,
                 ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, softcap=softcap,
-                z_loss=z_loss, chunk_size=chunk_size,
+                z_loss=z_loss, chunk_size=chunk_size, vocab_start=slices.vocab_start, num_classes=slices.num_classes,
+                group_name=slices.group_name, dx_group_name=slices.dx_group_name,
             )  # fmt: skip
+            return slices.whole(loss)
     input, linear_weight, linear_bias = checked_linear(input, linear_weight, linear_bias, fewest_classes=1)
     check_loss_options(linear_weight.shape[0], input, target, weight, reduction, label_smoothing, softcap, z_loss)
     check_chunk_size(chunk_size)

@@ -1,0 +1,130 @@
+"""A call of a loss over a vocabulary as one value, and kernel ops that take such values.
+
+An operator of this family has many options, which its kernel ops, their fakes, their rules of sharding and their
+backward passes all take. A frozen dataclass says once what a call is; here its fields become the first arguments of a
+kernel op, and those arguments the dataclass again.
+"""
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from llmk.registry import KernelOp, autocast_dtype, check_dtype, check_same, check_shape
+
+
+@dataclass(frozen=True)
+class LinearCall:
+    """What every call has: a linear layer over classes, and which of them are the targets."""
+
+    input: Tensor  # [..., H]
+    linear_weight: Tensor  # [V, H]
+    linear_bias: Tensor | None  # [V]
+    target: Tensor
+
+    @classmethod
+    def names(cls) -> list[str]:
+        return [field.name for field in dataclasses.fields(cls)]
+
+    def arguments(self) -> tuple[Any, ...]:
+        """The fields' values, in their order: not a copy, as `dataclasses.astuple` makes."""
+        return tuple(getattr(self, name) for name in self.names())
+
+
+C = TypeVar("C", bound=LinearCall)
+
+
+class CallOp(Generic[C]):
+    """A kernel op whose first arguments are the fields of `call_type`; the others are those of `run` after the call.
+
+    Args:
+        name: Of the op.
+        call_type: The dataclass.
+        run: `run(rows, call, *rest)` computes it with the row functions `rows`. The annotations of rest give the schema.
+        kernels: The row functions on a GPU.
+        cpu: Those in plain PyTorch.
+        fake: `fake(call, *rest)` gives outputs like those of `run`.
+        products: `products(call, *rest)`, how often the input is multiplied with the weight, or what takes as long.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        call_type: type[C],
+        run: Callable[..., Any],
+        *,
+        kernels: Any,
+        cpu: Any,
+        fake: Callable[..., Any],
+        products: Callable[..., int],
+    ) -> None:
+        self.call_type = call_type
+        self.fields = len(call_type.names())
+        parameters = list(inspect.signature(run).parameters.values())[2:]
+        of_call = [
+            inspect.Parameter(field.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=field.type)
+            for field in dataclasses.fields(call_type)
+        ]
+
+        def launch(*args: Any) -> Any:
+            return run(kernels, *self.unpacked(args))
+
+        launch.__module__ = run.__module__
+        launch.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [*of_call, *parameters], return_annotation=inspect.signature(run).return_annotation
+        )
+        # The number of launches depends on sizes: inlined, each would need a graph of its own.
+        self.op = KernelOp(launch, name=name, opaque=True)
+        self.op.register_kernel("cpu")(lambda *args: run(cpu, *self.unpacked(args)))
+        self.op.register_fake(lambda *args: fake(*self.unpacked(args)))
+
+        def flops(*args: Any, out_val: Any = None) -> int:
+            call, *rest = self.unpacked(args)
+            return 2 * math.prod(call.input.shape) * call.linear_weight.shape[0] * products(call, *rest)
+
+        self.op.register_flop_formula(flops)
+
+    def unpacked(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """The call, and the arguments after it."""
+        return self.call_type(*args[: self.fields]), *args[self.fields :]
+
+    def __call__(self, call: C, *rest: Any) -> Any:
+        return self.op(*call.arguments(), *rest)
+
+
+def fake_gradients(
+    call: LinearCall, need: Sequence[bool], dtypes: Sequence[torch.dtype]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the input, the weight and the bias: empty where it is not needed."""
+    shapes = [call.input.shape, call.linear_weight.shape, call.linear_weight.shape[:1]]
+    dx, dw, db = (
+        call.input.new_empty(shape if wanted else (0,), dtype=dtype)
+        for shape, wanted, dtype in zip(shapes, need, dtypes, strict=True)
+    )
+    return dx, dw, db
+
+
+def checked_linear(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, fewest_classes: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The linear layer's tensors, in autocast's dtype where it is on, once they fit each other."""
+    dtype = autocast_dtype(input.device)
+    if dtype is not None:
+        input, linear_weight = input.to(dtype), linear_weight.to(dtype)
+        linear_bias = linear_bias if linear_bias is None else linear_bias.to(dtype)
+    check_dtype("input", input)
+    if input.dim() == 0 or input.shape[-1] == 0:
+        raise ValueError(f"input: expected shape [..., H] with H at least 1, got {tuple(input.shape)}")
+    H = input.shape[-1]
+    if linear_weight.dim() != 2 or linear_weight.shape[1] != H or linear_weight.shape[0] < fewest_classes:
+        raise ValueError(f"linear_weight: expected shape [V, {H}] to fit input, got {tuple(linear_weight.shape)}")
+    check_same("linear_weight", linear_weight, "input", input, dtype=True)
+    if linear_bias is not None:
+        check_shape("linear_bias", linear_bias, linear_weight.shape[:1], "one for each class")
+        check_same("linear_bias", linear_bias, "input", input, dtype=True)
+    return input, linear_weight, linear_bias

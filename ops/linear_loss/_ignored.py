@@ -1,0 +1,39 @@
+"""Doing no work for tokens that do not count."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from llmk.ops.linear_loss._call import LinearCall
+
+C = TypeVar("C", bound=LinearCall)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The tokens that count, in their order: `index [n]` of N tokens that were `[...]`."""
+
+    index: Tensor
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, counts: Tensor) -> "Kept":
+        """Of tokens `[...]`, of each whether it counts. On a GPU the host would have to wait for their number."""
+        return cls(counts.reshape(-1).nonzero().squeeze(-1), tuple(counts.shape))
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Those of `[..., *rest]`: `[n, *rest]`."""
+        return x.reshape(math.prod(self.shape), *x.shape[len(self.shape) :])[self.index]
+
+    def call(self, call: C) -> C:
+        """The call of these tokens alone."""
+        return replace(call, input=self.rows(call.input), target=self.rows(call.target))
+
+    def spread(self, rows: Tensor) -> Tensor:
+        """`[n, *rest]` where they belong, `[..., *rest]`, zero elsewhere."""
+        out = torch.zeros((math.prod(self.shape), *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
+        out[self.index] = rows
+        return out.view(*self.shape, *rows.shape[1:])
