@@ -2,10 +2,14 @@
 
 from llmk.ops.linear.linear_act import linear_act
 from llmk.ops.linear_loss.fused_linear_ce import fused_linear_ce
+from llmk.ops.linear_loss.fused_linear_jsd import fused_linear_jsd
+from llmk.ops.linear_loss.linear_logprobs import linear_logprobs
 from llmk.ops.linear_loss.vocab_parallel_linear_ce import vocab_parallel_linear_ce
 from llmk.ops.loss.cross_entropy import cross_entropy
 from llmk.ops.loss.giou_loss import giou_loss
+from llmk.ops.loss.jsd import jsd
 from llmk.ops.loss.kl_div import kl_div
+from llmk.ops.loss.tvd import tvd
 from llmk.ops.norm.add_rms_norm import add_rms_norm
 from llmk.ops.norm.group_norm import group_norm
 from llmk.ops.norm.layer_norm import layer_norm
@@ -22,17 +26,21 @@ __all__ = [
     "add_rms_norm",
     "cross_entropy",
     "fused_linear_ce",
+    "fused_linear_jsd",
     "geglu",
     "giou_loss",
     "group_norm",
+    "jsd",
     "kl_div",
     "layer_norm",
     "linear_act",
+    "linear_logprobs",
     "qk_norm_rope",
     "relu_squared",
     "rms_norm",
     "rope",
     "softmax",
     "swiglu",
+    "tvd",
     "vocab_parallel_linear_ce",
 ]

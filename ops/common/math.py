@@ -61,7 +61,7 @@ def log_for_product(x):
 @triton.jit
 def cap(x, SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
     """SOFTCAP * tanh(x / SOFTCAP) in float32, for an x that comes of 16 bits unless EXACT."""
-    if EXACT:
+    if EXACT:  # noqa: SIM108  one line would hold both, and the reason of neither
         x = SOFTCAP * tanh(x / SOFTCAP)
     else:
         # A third of the instructions, which took longer than the memory. Digits of small x are lost that 16 bits

@@ -20,12 +20,15 @@ from llmk.registry import KernelOp, autocast_dtype, check_dtype, check_same, che
 
 @dataclass(frozen=True)
 class LinearCall:
-    """What every call has: a linear layer over classes, and which of them are the targets."""
+    """What every call has: a linear layer over classes."""
 
     input: Tensor  # [..., H]
     linear_weight: Tensor  # [V, H]
     linear_bias: Tensor | None  # [V]
-    target: Tensor
+
+    @property
+    def tokens(self) -> torch.Size:
+        return self.input.shape[:-1]
 
     @classmethod
     def names(cls) -> list[str]:
@@ -45,7 +48,7 @@ class CallOp(Generic[C]):
     Args:
         name: Of the op.
         call_type: The dataclass.
-        run: `run(rows, call, *rest)` computes it with the row functions `rows`. The annotations of rest give the schema.
+        run: `run(rows, call, *rest)` computes it with the row functions `rows`; rest is annotated, as for a schema.
         kernels: The row functions on a GPU.
         cpu: Those in plain PyTorch.
         fake: `fake(call, *rest)` gives outputs like those of `run`.
@@ -61,7 +64,7 @@ class CallOp(Generic[C]):
         kernels: Any,
         cpu: Any,
         fake: Callable[..., Any],
-        products: Callable[..., int],
+        products: Callable[..., float],
     ) -> None:
         self.call_type = call_type
         self.fields = len(call_type.names())
@@ -85,7 +88,7 @@ class CallOp(Generic[C]):
 
         def flops(*args: Any, out_val: Any = None) -> int:
             call, *rest = self.unpacked(args)
-            return 2 * math.prod(call.input.shape) * call.linear_weight.shape[0] * products(call, *rest)
+            return int(product_flops(call.input, call.linear_weight) * products(call, *rest))
 
         self.op.register_flop_formula(flops)
 
@@ -95,6 +98,15 @@ class CallOp(Generic[C]):
 
     def __call__(self, call: C, *rest: Any) -> Any:
         return self.op(*call.arguments(), *rest)
+
+
+def saved_dtypes(dtype: torch.dtype, dx_group_name: str) -> list[torch.dtype]:
+    """Of the gradients of input, weight and bias before they are scaled, and dx summed over a group if it has a name.
+
+    Of float16 the weight's is float32: before it is scaled, float16's range does not hold it.
+    """
+    dw = torch.float32 if dtype == torch.float16 else dtype
+    return [torch.float32 if dx_group_name else dtype, dw, torch.float32]
 
 
 def fake_gradients(
@@ -128,3 +140,13 @@ def checked_linear(
         check_shape("linear_bias", linear_bias, linear_weight.shape[:1], "one for each class")
         check_same("linear_bias", linear_bias, "input", input, dtype=True)
     return input, linear_weight, linear_bias
+
+
+def check_chunk_size(chunk_size: int) -> None:
+    if chunk_size < 0:
+        raise ValueError(f"chunk_size: expected a number of tokens, or 0 to have it chosen, got {chunk_size}")
+
+
+def product_flops(input: Tensor, linear_weight: Tensor) -> int:
+    """Of one product of the input with the weight."""
+    return 2 * math.prod(input.shape) * linear_weight.shape[0]

@@ -28,9 +28,10 @@ class Kept:
         """Those of `[..., *rest]`: `[n, *rest]`."""
         return x.reshape(math.prod(self.shape), *x.shape[len(self.shape) :])[self.index]
 
-    def call(self, call: C) -> C:
-        """The call of these tokens alone."""
-        return replace(call, input=self.rows(call.input), target=self.rows(call.target))
+    def call(self, call: C, *names: str) -> C:
+        """The call of these tokens alone: of those of its tensors that have a row for each, None left None."""
+        tensors = {name: getattr(call, name) for name in names}
+        return replace(call, **{name: None if x is None else self.rows(x) for name, x in tensors.items()})
 
     def spread(self, rows: Tensor) -> Tensor:
         """`[n, *rest]` where they belong, `[..., *rest]`, zero elsewhere."""

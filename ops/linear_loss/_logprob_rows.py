@@ -35,38 +35,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.math import LOG2E, cap
+from llmk.ops.common.math import LOG2E
 from llmk.ops.common.norm import sum_pair
+from llmk.ops.linear_loss._logprob_rows_cpu import STATISTICS, Scores, combine_cpu, gradients_cpu, statistics_cpu
+from llmk.ops.linear_loss._scores import scores
 from llmk.registry import cdiv, empty, next_power_of_2, wrap_triton
-
-STATISTICS = 3
-"""Numbers of a row that are kept, in float32: m, s, e / s."""
-
-
-class Scores(NamedTuple):
-    """How logits become what the softmax is taken of, and which of all classes the columns are."""
-
-    ignore_index: int
-    scale: float
-    softcap: float
-    temperature: float
-    first_class: int
-    num_classes: int
-
-    def factors(self) -> tuple[float, float]:
-        """What the logits are multiplied by before the cap and after it; without a cap at once."""
-        if self.softcap:
-            return self.scale, 1.0 / self.temperature
-        return self.scale / self.temperature, 1.0
-
-
-@triton.jit
-def _scores(z, inner, outer, SOFTCAP: tl.constexpr):
-    """y of logits, and their cap."""
-    u = z.to(tl.float32) * inner
-    if SOFTCAP > 0:
-        u = cap(u, SOFTCAP, z.dtype == tl.float32)
-    return u * outer, u
 
 
 @triton.jit
@@ -80,7 +53,7 @@ def _candidates(target_ptr, places, mask, first_class, V, num_classes, ignore_in
 
 @triton.jit
 def _add_block(m, s, e, z, mask, inner, outer, SOFTCAP: tl.constexpr, MASKED: tl.constexpr):
-    y, _ = _scores(z, inner, outer, SOFTCAP)  # type: ignore[misc]
+    y, _ = scores(z, inner, outer, SOFTCAP)  # type: ignore[misc]
     if MASKED:
         y = tl.where(mask, y, float("-inf"))
     new_m = tl.maximum(m, tl.max(y, axis=0))
@@ -109,7 +82,7 @@ def logprob_statistics_kernel(
         target_ptr, row * K + k, k < K, first_class, V, num_classes, ignore_index
     )
     z_t = tl.load(z_ptr + row * z_stride + (target - first_class), mask=here, other=0.0)
-    y_t, _ = _scores(z_t, inner, outer, SOFTCAP)  # type: ignore[misc]
+    y_t, _ = scores(z_t, inner, outer, SOFTCAP)  # type: ignore[misc]
     tl.store(part_ptr + (3 + k).to(tl.int64) * M + row, tl.where(here, y_t, float("-inf")), mask=k < K)
     m = tl.full((), float("-inf"), dtype=tl.float32)
     s = tl.full((), 0.0, dtype=tl.float32)
@@ -162,7 +135,9 @@ def logprob_combine_kernel(
         )
         y = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
         for r in range(0, R):
-            y = tl.maximum(y, tl.load(part_ptr + r * of_slice + tl.cast(3 + k, tl.int64) * M + rows, mask=mask, other=0.0))
+            y = tl.maximum(
+                y, tl.load(part_ptr + r * of_slice + tl.cast(3 + k, tl.int64) * M + rows, mask=mask, other=0.0)
+            )
         # Out of range: NaN, and nothing was read there.
         logprob = tl.where(valid, (y - m) - logsum, tl.where(counts, float("nan"), 0.0))
         tl.store(logprob_ptr + rows * K + k, logprob, mask=mask)
@@ -210,7 +185,7 @@ def logprob_candidates_kernel(
     tl.store(factor_ptr + M + row, h)
     tl.store(factor_ptr + 2 * M + row, tl.where(row_counts, 1.0, 0.0))
     z = tl.load(z_ptr + row * z_stride + (target - first_class), mask=here, other=0.0)
-    y, u = _scores(z, inner, outer, SOFTCAP)  # type: ignore[misc]
+    y, u = scores(z, inner, outer, SOFTCAP)  # type: ignore[misc]
     # Of a class that is certain the two nearly cancel: their difference first.
     dy = alike - tl.exp2((y - m) * LOG2E) / s * total
     if entropy_grad_ptr is not None:
@@ -246,7 +221,7 @@ def logprob_gradient_kernel(
     if counts:
         m, s = tl.load(stats_ptr + row), tl.load(stats_ptr + M + row)
         factor = tl.load(factor_ptr + row)
-        y, u = _scores(tl.load(z_ptr + cols, mask=mask, other=0.0), inner, outer, SOFTCAP)  # type: ignore[misc]
+        y, u = scores(tl.load(z_ptr + cols, mask=mask, other=0.0), inner, outer, SOFTCAP)  # type: ignore[misc]
         if ENTROPY:
             d = tl.where(y == float("-inf"), 0.0, y - m)
             factor += tl.load(factor_ptr + M + row) * d
@@ -279,18 +254,18 @@ def _row_block(V: int) -> dict[str, int]:
     return {"BLOCK_V": 4096, "num_warps": 4}
 
 
-def statistics(logits: Tensor, target: Tensor, scores: Scores) -> Tensor:
+def statistics(logits: Tensor, target: Tensor, how: Scores) -> Tensor:
     """What a rank gives of its columns of the rows `[M, V]`: `[3 + K, M]`."""
     (M, V), K = logits.shape, target.shape[1]
     part = empty((STATISTICS + K, M), torch.float32, logits.device)
     wrap_triton(logprob_statistics_kernel)[(M,)](
-        logits, target, part, M, V, K, logits.stride(0), scores.first_class, scores.num_classes, scores.ignore_index,
-        *scores.factors(), SOFTCAP=scores.softcap, BLOCK_K=next_power_of_2(K), **_row_block(V),
+        logits, target, part, M, V, K, logits.stride(0), how.first_class, how.num_classes, how.ignore_index,
+        *how.factors(), SOFTCAP=how.softcap, BLOCK_K=next_power_of_2(K), **_row_block(V),
     )  # fmt: skip
     return part
 
 
-def combine(parts: Tensor, target: Tensor, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
+def combine(parts: Tensor, target: Tensor, how: Scores) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities `[M, K]`, entropy `[M]` and statistics `[3, M]` from the parts of all ranks."""
     M, K = target.shape
     logprobs = empty((M, K), torch.float32, parts.device)
@@ -298,15 +273,15 @@ def combine(parts: Tensor, target: Tensor, scores: Scores) -> tuple[Tensor, Tens
     stats = empty((STATISTICS, M), torch.float32, parts.device)
     wrap_triton(logprob_combine_kernel)[(cdiv(M, 128),)](
         parts, target, logprobs, entropy, stats,
-        M, parts.shape[0] // (STATISTICS + K), K, scores.num_classes, scores.ignore_index, BLOCK_M=128, num_warps=4,
+        M, parts.shape[0] // (STATISTICS + K), K, how.num_classes, how.ignore_index, BLOCK_M=128, num_warps=4,
     )  # fmt: skip
     return logprobs, entropy, stats
 
 
 def gradients(
-    grad: Tensor | None, entropy_grad: Tensor | None, logits: Tensor, target: Tensor, stats: Tensor, scores: Scores
+    grad: Tensor | None, entropy_grad: Tensor | None, logits: Tensor, target: Tensor, stats: Tensor, how: Scores
 ) -> None:
-    """Write the gradient of logits `[M, V]` over them, for that of the log-probabilities `[M, K]` and of the entropy."""
+    """Write the gradient of logits `[M, V]` over them, given those of log-probabilities `[M, K]` and entropy `[M]`."""
     (M, V), K = logits.shape, target.shape[1]
     candidates = empty((M, K), torch.float32, logits.device)
     factors = empty((3, M), torch.float32, logits.device)
@@ -315,106 +290,18 @@ def gradients(
         logits, target, grad, entropy_grad, stats, candidates, factors,
         M, V, K, logits.stride(0), *((0, 0) if grad is None else grad.stride()),
         0 if entropy_grad is None else entropy_grad.stride(0),
-        scores.first_class, scores.num_classes, scores.ignore_index, *scores.factors(),
-        SOFTCAP=scores.softcap, BLOCK_K=next_power_of_2(K), num_warps=1,
+        how.first_class, how.num_classes, how.ignore_index, *how.factors(),
+        SOFTCAP=how.softcap, BLOCK_K=next_power_of_2(K), num_warps=1,
     )  # fmt: skip
     block = _row_block(V)
     wrap_triton(logprob_gradient_kernel)[(M * cdiv(V, block["BLOCK_V"]),)](
-        logits, stats, factors, logits, M, V, logits.stride(0), *scores.factors(),
-        ENTROPY=entropy_grad is not None, SOFTCAP=scores.softcap, **block,
+        logits, stats, factors, logits, M, V, logits.stride(0), *how.factors(),
+        ENTROPY=entropy_grad is not None, SOFTCAP=how.softcap, **block,
     )  # fmt: skip
     wrap_triton(logprob_scatter_kernel)[(M,)](
         candidates, target, logits, V, K, logits.stride(0),
-        scores.first_class, scores.num_classes, scores.ignore_index, BLOCK_K=next_power_of_2(K), num_warps=1,
+        how.first_class, how.num_classes, how.ignore_index, BLOCK_K=next_power_of_2(K), num_warps=1,
     )  # fmt: skip
-
-
-def _scores_cpu(logits: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-    inner, outer = scores.factors()
-    u = logits.float() * inner
-    if scores.softcap:
-        u = scores.softcap * torch.tanh(u / scores.softcap)
-    return u * outer, u
-
-
-def _candidates_cpu(target: Tensor, scores: Scores, V: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Which candidates count, which are among the columns, and their column, 0 of others; one that is no class raises.
-
-    Of a fake tensor that is not known.
-    """
-    target = target.long()  # int32 would wrap an ignore_index that it does not hold
-    counts = target != scores.ignore_index
-    valid = (target >= 0) & (target < scores.num_classes)
-    if type(target) is Tensor and bool((counts & ~valid).any()):
-        bad = int(target[counts & ~valid][0])
-        raise IndexError(
-            f"target: expected class indices in [0, {scores.num_classes}) or ignore_index {scores.ignore_index}, "
-            f"got {bad}"
-        )
-    here = counts & valid & (target >= scores.first_class) & (target - scores.first_class < V)
-    return counts, here, torch.where(here, target - scores.first_class, 0)
-
-
-def statistics_cpu(logits: Tensor, target: Tensor, scores: Scores) -> Tensor:
-    """`statistics` in plain PyTorch."""
-    M, V = logits.shape
-    _, here, column = _candidates_cpu(target, scores, V)
-    if V == 0:
-        shape = (STATISTICS + target.shape[1], M)
-        nothing = torch.full(shape, float("-inf"), dtype=torch.float32, device=logits.device)
-        nothing[1:STATISTICS] = 0.0
-        return nothing
-    y, _ = _scores_cpu(logits, scores)
-    m = y.amax(-1)
-    d = y - torch.where(m == float("-inf"), 0.0, m).unsqueeze(-1)
-    w = d.exp()
-    e = (w * d.masked_fill_(y == float("-inf"), 0.0)).sum(-1)
-    y_t = torch.where(here, y.gather(-1, column), float("-inf"))
-    return torch.cat((torch.stack((m, w.sum(-1), e)), y_t.t()))
-
-
-def combine_cpu(parts: Tensor, target: Tensor, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
-    """`combine` in plain PyTorch."""
-    M, K = target.shape
-    counts = target.long() != scores.ignore_index
-    parts = parts.view(parts.shape[0] // (STATISTICS + K), STATISTICS + K, M)
-    m_r, s_r, e_r = parts[:, 0], parts[:, 1], parts[:, 2]
-    m = m_r.amax(0)
-    shift = torch.where(m_r == float("-inf"), 0.0, m_r - torch.where(m == float("-inf"), 0.0, m))
-    fade = shift.exp()
-    s = (fade * s_r).sum(0)
-    mean = (fade * (e_r + s_r * shift)).sum(0) / s
-    logsum = s.log()
-    logprobs = torch.where(counts, (parts[:, STATISTICS:].amax(0) - m - logsum).t(), 0.0).contiguous()
-    return logprobs, torch.where(counts.any(-1), logsum - mean, 0.0), torch.stack((m, s, mean))
-
-
-def gradients_cpu(
-    grad: Tensor | None, entropy_grad: Tensor | None, logits: Tensor, target: Tensor, stats: Tensor, scores: Scores
-) -> None:
-    """`gradients` in plain PyTorch."""
-    counts, here, column = _candidates_cpu(target, scores, logits.shape[1])
-    y, u = _scores_cpu(logits, scores)
-    m, s, mean = (x.unsqueeze(-1) for x in stats.unbind())
-    d = (y - m).masked_fill_(y == float("-inf"), 0.0)
-    p = (y - m).exp_().div_(s)
-    total = torch.zeros_like(m) if grad is None else torch.where(counts, grad, 0.0).sum(-1, keepdim=True)
-    factor = total if entropy_grad is None else total + entropy_grad.unsqueeze(-1) * (d - mean)
-    dy = -p * factor
-    if grad is not None:
-        of_candidates = torch.where(here, grad, 0.0)
-        # Of a class that is certain the two nearly cancel: their difference first.
-        alike = (target.unsqueeze(-1) == target.unsqueeze(-2)).float() @ of_candidates.unsqueeze(-1)
-        of_p = p.gather(-1, column) * factor.expand_as(p).gather(-1, column)
-        values = torch.where(here, alike.squeeze(-1) - of_p, dy.gather(-1, column))
-        for k in range(target.shape[1]):  # a candidate that is elsewhere keeps what is in column 0
-            keep = dy.gather(-1, column[:, k : k + 1])
-            dy.scatter_(-1, column[:, k : k + 1], torch.where(here[:, k : k + 1], values[:, k : k + 1], keep))
-    inner, outer = scores.factors()
-    dy.mul_(inner * outer)
-    if scores.softcap:
-        dy.mul_(1 - (u / scores.softcap).square())
-    logits.copy_(dy.masked_fill_(~counts.any(-1, keepdim=True), 0.0))  # whatever a row holds that does not count
 
 
 class LogprobRows(NamedTuple):

@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.math import LOG2E
+from llmk.ops.linear_loss._ranks import gather
 from llmk.ops.loss.row_loss import (
     CPU,
     KERNELS,
@@ -39,7 +40,6 @@ from llmk.ops.loss.row_loss import (
 )
 from llmk.ops.loss.row_loss_math import Options, capped, counts_of, loss_of
 from llmk.registry import cdiv, empty, wrap_triton
-from llmk.registry.private import collectives, group_named
 
 STATISTICS, STATISTICS_SMOOTH = 3, 5
 """Numbers of a row that a rank gives: m, s, x_t, and with smoothing b and w."""
@@ -199,25 +199,6 @@ class SliceLoss(NamedTuple):
 
 SLICE_KERNELS = SliceLoss(slice_statistics, combine_slices, KERNELS)
 SLICE_CPU = SliceLoss(slice_statistics_cpu, combine_slices_cpu, CPU)
-
-
-def group_size(group_name: str) -> int:
-    return group_named(group_name).size() if group_name else 1
-
-
-def gather(parts: Tensor, group_name: str) -> Tensor:
-    """The statistics of all ranks, one below the other in the ranks' order; without a group those given."""
-    if not group_name:
-        return parts
-    gathered = collectives.all_gather_into_tensor(parts, group_size(group_name), group_name)
-    return collectives.wait_tensor(gathered)
-
-
-def sum_over(group_name: str, x: Tensor) -> Tensor:
-    """The sum of all ranks' x, on each of them; without a group x itself."""
-    if not group_name:
-        return x
-    return collectives.wait_tensor(collectives.all_reduce(x, "sum", group_name))
 
 
 def row_loss_over(group_name: str, slices: SliceLoss) -> RowLoss:

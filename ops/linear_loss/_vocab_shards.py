@@ -39,8 +39,9 @@ class Slices(NamedTuple):
     input: Tensor
     linear_weight: Tensor
     linear_bias: Tensor | None
-    target: Tensor
+    target: Tensor | None
     weight: Tensor | None
+    row_weight: Tensor | None
     vocab_start: int
     num_classes: int
     group_name: str
@@ -55,13 +56,14 @@ class Slices(NamedTuple):
 
 
 def slices_of(
-    dim: int, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor,
-    weight: Tensor | None = None,
+    dim: int, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor | None = None,
+    weight: Tensor | None = None, row_weight: Tensor | None = None,
 ) -> Slices:  # fmt: skip
     """A call whose classes are sharded over dimension `dim` of the mesh of `linear_weight`."""
     assert isinstance(linear_weight, DTensor)
     mesh, num_classes = linear_weight.device_mesh, linear_weight.shape[0]
-    for name, tensor in (("input", input), ("linear_bias", linear_bias), ("target", target), ("weight", weight)):
+    others = {"input": input, "linear_bias": linear_bias, "target": target, "weight": weight, "row_weight": row_weight}
+    for name, tensor in others.items():
         if isinstance(tensor, DTensor) and tensor.device_mesh != mesh:
             raise ValueError(f"{name}: expected {mesh}, the mesh of linear_weight, got {tensor.device_mesh}")
     if linear_bias is not None and not isinstance(linear_bias, DTensor):
@@ -75,8 +77,7 @@ def slices_of(
         _on_each_rank(input, whole, added if scattered else whole),
         linear_weight.to_local(),
         None if linear_bias is None else linear_bias.redistribute(placements=linear_weight.placements).to_local(),
-        _on_each_rank(target, whole, whole),
-        None if weight is None else _on_each_rank(weight, whole, whole),
+        *(None if each is None else _on_each_rank(each, whole, whole) for each in (target, weight, row_weight)),
         # Shard splits as torch.chunk does: the last ranks may have less, or nothing.
         vocab_start=min(mesh.get_local_rank(dim) * cdiv(num_classes, mesh.size(dim)), num_classes),
         num_classes=num_classes,

@@ -26,197 +26,72 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss._chunked_linear import scale_op
-from llmk.ops.linear_loss._linear_ce import (
-    Call,
-    check_chunk_size,
-    checked_linear,
-    fake_gradients,
-    linear_flops,
-    reduced,
-    row_by_row,
-    row_by_row_gradients,
-    saved_dtype,
-)
+from llmk.ops.linear_loss._call import check_chunk_size, checked_linear, product_flops
+from llmk.ops.linear_loss._cross_entropy import CrossEntropyCall, CrossEntropyOps, Shardings
 from llmk.ops.loss.cross_entropy import check_loss_options, cross_entropy_reference
 from llmk.ops.loss.row_loss import CPU, KERNELS
 from llmk.ops.loss.row_loss_short import LONGEST_SHORT
-from llmk.registry import PARTIAL, WHOLE, Cost, KernelOp, Sample, is_sharded, public_op, row_axes, whole_only
+from llmk.registry import (
+    PARTIAL,
+    WHOLE,
+    Cost,
+    Sample,
+    check_dtype,
+    check_same,
+    check_shape,
+    is_sharded,
+    public_op,
+    row_axes,
+    whole_only,
+)
 from llmk.registry.launch import PLAIN_TENSORS
 
 
 def fused_linear_ce_reference(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None, chunk_size: int = 0,
-    **options: Any,
+    row_weight: Tensor | None = None, skip_ignored: bool = False, **options: Any,
 ) -> Tensor:  # fmt: skip
     logits = torch.nn.functional.linear(input, linear_weight, linear_bias)
-    return cross_entropy_reference(logits, target, **options)
+    if row_weight is None:
+        return cross_entropy_reference(logits, target, **options)
+    reduction = options.pop("reduction", "mean")
+    losses = cross_entropy_reference(logits, target, reduction="none", **options)
+    counts = target != options.get("ignore_index", -100)
+    weights = torch.where(counts, row_weight.to(losses.dtype), 0.0)
+    losses = losses * weights
+    if reduction == "none":
+        return losses
+    if reduction == "sum":
+        return losses.sum()
+    weight = options.get("weight")
+    return losses.sum() / (weights if weight is None else weights * weight.to(losses.dtype)[target * counts]).sum()
 
 
-def _fused_linear_ce_fwd(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, weight: Tensor | None,
-    ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, chunk_size: int,
-    reduction: str, need_dx: bool, need_dw: bool, need_db: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    call = Call.of(
-        KERNELS, input, linear_weight, linear_bias, target, weight,
-        ignore_index, label_smoothing, softcap, z_loss, chunk_size,
-    )  # fmt: skip
-    loss, divisor, (dx, dw, db) = reduced(call, reduction, (need_dx, need_dw, need_db))
-    return loss, divisor, dx, dw, db
-
-
-def _fused_linear_ce_rows_fwd(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, weight: Tensor | None,
-    ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, chunk_size: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    call = Call.of(
-        KERNELS, input, linear_weight, linear_bias, target, weight,
-        ignore_index, label_smoothing, softcap, z_loss, chunk_size,
-    )  # fmt: skip
-    return row_by_row(call)
-
-
-def _fused_linear_ce_rows_bwd(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, weight: Tensor | None,
-    ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, chunk_size: int,
-    grad: Tensor, stats: Tensor, need_dx: bool, need_dw: bool, need_db: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    call = Call.of(
-        KERNELS, input, linear_weight, linear_bias, target, weight,
-        ignore_index, label_smoothing, softcap, z_loss, chunk_size,
-    )  # fmt: skip
-    return row_by_row_gradients(call, grad, stats, (need_dx, need_dw, need_db))
-
-
-fused_linear_ce_fwd = KernelOp(_fused_linear_ce_fwd, opaque=True)
-scale = scale_op("_fused_linear_ce_scale")
-fused_linear_ce_rows_fwd = KernelOp(_fused_linear_ce_rows_fwd, opaque=True)
-fused_linear_ce_rows_bwd = KernelOp(_fused_linear_ce_rows_bwd, opaque=True)
-
-
-@fused_linear_ce_fwd.register_kernel("cpu")
-def _(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    *call, reduction, need_dx, need_dw, need_db = args
-    loss, divisor, (dx, dw, db) = reduced(Call.of(CPU, *call), reduction, (need_dx, need_dw, need_db))
-    return loss, divisor, dx, dw, db
-
-
-@fused_linear_ce_rows_fwd.register_kernel("cpu")
-def _(*call: Any) -> tuple[Tensor, Tensor]:
-    return row_by_row(Call.of(CPU, *call))
-
-
-@fused_linear_ce_rows_bwd.register_kernel("cpu")
-def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *call, grad, stats, need_dx, need_dw, need_db = args
-    return row_by_row_gradients(Call.of(CPU, *call), grad, stats, (need_dx, need_dw, need_db))
-
-
-@fused_linear_ce_fwd.register_fake
-def _(input: Tensor, linear_weight: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    loss, divisor = (input.new_empty((), dtype=torch.float32) for _ in range(2))
-    dtypes = [input.dtype, saved_dtype(input.dtype), torch.float32]
-    return loss, divisor, *fake_gradients(input, linear_weight, args[-3:], dtypes)
-
-
-@fused_linear_ce_rows_fwd.register_fake
-def _(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, *args: Any):
-    return tuple(input.new_empty(shape, dtype=torch.float32) for shape in (target.shape, (2, *target.shape)))
-
-
-@fused_linear_ce_rows_bwd.register_fake
-def _(input: Tensor, linear_weight: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return fake_gradients(input, linear_weight, args[-3:], [input.dtype] * 3)
-
-
-@fused_linear_ce_fwd.register_sharding
-def _(input, *args):
+def _reduced_sharding(input, *args):
     *_, reduction, need_dx, _, _ = args
     if reduction == "mean":
         return whole_only()
     divisor = PARTIAL if reduction == "total" else WHOLE
     return [
-        ([PARTIAL, divisor, axis if need_dx else WHOLE, PARTIAL, PARTIAL], [axis, WHOLE, WHOLE, axis, WHOLE])
+        ([PARTIAL, divisor, axis if need_dx else WHOLE, PARTIAL, PARTIAL], [axis, WHOLE, WHOLE, axis, WHOLE, axis])
         for axis in row_axes(input)
     ]
 
 
-@fused_linear_ce_rows_fwd.register_sharding
-def _(input, *_):
-    return [([axis, 1 + axis], [axis, WHOLE, WHOLE, axis, WHOLE]) for axis in row_axes(input)]
+def _rows_sharding(input, *_):
+    return [([axis, 1 + axis], [axis, WHOLE, WHOLE, axis, WHOLE, axis]) for axis in row_axes(input)]
 
 
-@fused_linear_ce_rows_bwd.register_sharding
-def _(input, *args):
+def _rows_gradients_sharding(input, *args):
     *_, need_dx, _, _ = args
     return [
-        ([axis if need_dx else WHOLE, PARTIAL, PARTIAL], [axis, WHOLE, WHOLE, axis, WHOLE, axis, 1 + axis])
+        ([axis if need_dx else WHOLE, PARTIAL, PARTIAL], [axis, WHOLE, WHOLE, axis, WHOLE, axis, axis, 1 + axis])
         for axis in row_axes(input)
     ]
 
 
-@fused_linear_ce_fwd.register_flop_formula
-def _(input: Tensor, linear_weight: Tensor, *args: Any, out_val: Any = None) -> int:
-    need_dx, need_dw, _ = args[-3:]
-    return linear_flops(1 + need_dx + need_dw, input.shape, linear_weight.shape)
-
-
-@fused_linear_ce_rows_fwd.register_flop_formula
-def _(input: Tensor, linear_weight: Tensor, *args: Any, out_val: Any = None) -> int:
-    return linear_flops(1, input.shape, linear_weight.shape)
-
-
-@fused_linear_ce_rows_bwd.register_flop_formula
-def _(input: Tensor, linear_weight: Tensor, *args: Any, out_val: Any = None) -> int:
-    need_dx, need_dw, _ = args[-3:]
-    return linear_flops(1 + need_dx + need_dw, input.shape, linear_weight.shape)
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    input, *_ = inputs
-    _, divisor, *gradients = output
-    *_, reduction, _, _, _ = inputs
-    ctx.dtype = input.dtype
-    # The total's divisor is for whoever asked for it: its gradient is that of a sum.
-    ctx.save_for_backward(None if reduction == "total" else divisor, *gradients)
-
-
-def _backward(ctx, grad):
-    divisor, *gradients = ctx.saved_tensors
-    divisor = torch.ones_like(grad) if divisor is None else divisor
-    wanted = ctx.needs_input_grad[:3]
-    scaled = [
-        scale(gradient, grad, divisor, ctx.dtype) if want else None
-        for gradient, want in zip(gradients, wanted, strict=True)
-    ]
-    return *scaled, *[None] * 11
-
-
-def _keeps(needs_input_grad, args):
-    return needs_input_grad[:3]
-
-
-fused_linear_ce_fwd.register_autograd(_backward, setup_context=_setup_context, keeps=_keeps)
-
-
-def _rows_setup_context(ctx, inputs, output) -> None:
-    *tensors, ctx.ignore_index, ctx.label_smoothing, ctx.softcap, ctx.z_loss, ctx.chunk_size = inputs
-    _, stats = output
-    ctx.save_for_backward(*tensors, stats)
-
-
-def _rows_backward(ctx, grad):
-    *tensors, stats = ctx.saved_tensors
-    need = ctx.needs_input_grad[:3]
-    gradients = fused_linear_ce_rows_bwd(
-        *tensors, ctx.ignore_index, ctx.label_smoothing, ctx.softcap, ctx.z_loss, ctx.chunk_size,
-        grad, stats, *need,
-    )  # fmt: skip
-    return *[gradient if want else None for gradient, want in zip(gradients, need, strict=True)], *[None] * 7
-
-
-fused_linear_ce_rows_fwd.register_autograd(_rows_backward, setup_context=_rows_setup_context)
+SHARDINGS = Shardings(_reduced_sharding, _rows_sharding, _rows_gradients_sharding)
+OPS = CrossEntropyOps("fused_linear_ce", KERNELS, CPU, SHARDINGS)
 
 
 def fused_linear_ce_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -242,6 +117,20 @@ def fused_linear_ce_samples(device: torch.device, dtype: torch.dtype) -> Iterato
     V = LONGEST_SHORT + 1
     kwargs = {"weight": torch.rand(V, device=device, dtype=dtype) + 0.5, "chunk_size": 4, **everything}
     yield Sample((randn(5, 12), randn(V, 12), classes(V, 5)), kwargs, why=f"every option, {V} classes")
+    for reduction in ("none", "sum", "mean"):
+        row_weight = torch.rand(11, device=device, dtype=dtype).masked_fill(classes(2, 11) == 0, 0.0)
+        kwargs = {"row_weight": row_weight, "reduction": reduction, "chunk_size": 5}
+        yield Sample((randn(11, 12), randn(37, 12), classes(37, 11)), kwargs, why=f"a weight a token, {reduction}")
+        kwargs = {
+            "row_weight": row_weight,
+            "weight": weight,
+            "skip_ignored": True,
+            "reduction": reduction,
+            **everything,
+        }
+        yield Sample(
+            (randn(11, 12), randn(37, 12), classes(37, 11)), kwargs, why=f"ignored tokens skipped, {reduction}"
+        )
     yield Sample((randn(0, 16), randn(32, 16), classes(32, 0)), {"reduction": "sum"}, why="no tokens")
     yield Sample((randn(16), randn(32, 16), classes(32, 1)[0]), why="one token, one dimension")
     yield Sample((randn(5, 1), randn(1, 1), torch.zeros(5, device=device, dtype=torch.int64)), why="one feature, class")
@@ -269,17 +158,18 @@ def fused_linear_ce_workloads(device: torch.device, dtype: torch.dtype) -> Itera
 
 def fused_linear_ce_cost(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Cost:
     tensors = (input.numel() + linear_weight.numel()) * input.element_size()
-    product = linear_flops(1, input.shape, linear_weight.shape)
+    product = product_flops(input, linear_weight)
     return Cost(tensors, 2 * tensors, product, 3 * product)
 
 
 @public_op(
     "fused_linear_ce(Tensor input, Tensor linear_weight, Tensor target, *, Tensor? linear_bias=None, "
     'Tensor? weight=None, int ignore_index=-100, str reduction="mean", float label_smoothing=0.0, '
-    "float softcap=0.0, float z_loss=0.0, int chunk_size=0) -> Tensor",
+    "float softcap=0.0, float z_loss=0.0, int chunk_size=0, Tensor? row_weight=None, bool skip_ignored=False) "
+    "-> Tensor",
     reference=fused_linear_ce_reference,
     differentiable=("input", "linear_weight", "linear_bias"),
-    kernel_ops=(fused_linear_ce_fwd, fused_linear_ce_rows_fwd, fused_linear_ce_rows_bwd, scale),
+    kernel_ops=OPS.kernel_ops,
     samples=fused_linear_ce_samples,
     resized=fused_linear_ce_resized,
     workloads=fused_linear_ce_workloads,
@@ -311,6 +201,8 @@ def fused_linear_ce(
     softcap: float = 0.0,
     z_loss: float = 0.0,
     chunk_size: int = 0,
+    row_weight: Tensor | None = None,
+    skip_ignored: bool = False,
 ) -> Tensor:
     """`cross_entropy(linear(input, linear_weight, linear_bias), target)` without ever holding all the logits.
 
@@ -342,6 +234,10 @@ def fused_linear_ce(
             of logits, and at least two where there are more than H tokens; on a CPU a million logits. Beyond three
             chunks dW is summed in float32, which takes a float32 buffer of its size, and the logits 1 GiB at most:
             where dW is larger than a chunk's logits, more chunks take more memory, not less.
+        row_weight: In the target's shape, what each token's loss is multiplied by; the mean divides by the sum of
+            these, times the class weights if given, over the tokens that count. None for 1. It has no gradient.
+        skip_ignored: Do no work for tokens that do not count. On a CPU they are left out; on a GPU, where only the
+            device knows which count, the matrix products are those of all tokens.
 
     Returns:
         float32: a scalar, or `[...]` with reduction "none". The mean over no row is NaN.
@@ -355,40 +251,44 @@ def fused_linear_ce(
 
     Sources: `torch.nn.functional.linear_cross_entropy`; Liger Kernel, https://arxiv.org/abs/2410.10989.
     """
+    if row_weight is not None:
+        check_dtype("row_weight", row_weight)
+        check_shape("row_weight", row_weight, target.shape, "one for each token, the shape of target")
+        check_same("row_weight", row_weight, "input", input)
     if type(linear_weight) not in PLAIN_TENSORS:
         from llmk.ops.linear_loss._vocab_shards import mesh_dim_of_classes, slices_of
         from llmk.ops.linear_loss.vocab_parallel_linear_ce import loss_of_slices  # which imports this file
 
         dim = mesh_dim_of_classes(input, linear_weight)
         if dim is not None:
-            slices = slices_of(dim, input, linear_weight, linear_bias, target, weight)
+            slices = slices_of(dim, input, linear_weight, linear_bias, target, weight, row_weight)
             loss = loss_of_slices(
-                slices.input, slices.linear_weight, slices.linear_bias, slices.target, slices.weight,
-                ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, softcap=softcap,
-                z_loss=z_loss, chunk_size=chunk_size, vocab_start=slices.vocab_start, num_classes=slices.num_classes,
-                group_name=slices.group_name, dx_group_name=slices.dx_group_name,
+                reduction, slices.input, slices.linear_weight, slices.linear_bias, slices.target, slices.weight,
+                slices.row_weight, ignore_index, label_smoothing, softcap, z_loss, skip_ignored, chunk_size,
+                slices.vocab_start, slices.num_classes, slices.group_name, slices.dx_group_name,
             )  # fmt: skip
             return slices.whole(loss)
     input, linear_weight, linear_bias = checked_linear(input, linear_weight, linear_bias, fewest_classes=1)
-    check_loss_options(linear_weight.shape[0], input, target, weight, reduction, label_smoothing, softcap, z_loss)
+    num_classes = linear_weight.shape[0]
+    check_loss_options(num_classes, input, target, weight, reduction, label_smoothing, softcap, z_loss)
     check_chunk_size(chunk_size)
-    call = (
-        input, linear_weight, linear_bias, target, weight,
-        ignore_index, label_smoothing, softcap, z_loss, chunk_size,
+    call = CrossEntropyCall(
+        input, linear_weight, linear_bias, target, weight, row_weight,
+        ignore_index, label_smoothing, softcap, z_loss, skip_ignored, chunk_size, 0, num_classes, "", "",
     )  # fmt: skip
     if reduction == "none":
-        losses, _ = fused_linear_ce_rows_fwd(*call)
+        losses, _ = OPS.rows(call)
         return losses
     if reduction == "mean" and is_sharded(input, linear_weight, target):
-        total, divisor, *_ = fused_linear_ce_fwd(*call, "total")
-        return _mean_of_all(total, divisor.detach(), weight)
-    loss, *_ = fused_linear_ce_fwd(*call, reduction)
+        total, divisor, *_ = OPS.reduced(call, "total")
+        return _mean_of_all(total, divisor.detach(), weight is not None or row_weight is not None)
+    loss, *_ = OPS.reduced(call, reduction)
     return loss
 
 
-def _mean_of_all(total: Tensor, divisor: Tensor, weight: Tensor | None) -> Tensor:
+def _mean_of_all(total: Tensor, divisor: Tensor, weighted: bool) -> Tensor:
     """Over the tokens of all processes. Without weights none counts where the divisor is 0: NaN, and no gradient."""
-    if weight is not None:
+    if weighted:
         return total / divisor
     nothing = divisor == 0
     return total / torch.where(nothing, 1.0, divisor) + torch.where(nothing, float("nan"), 0.0)

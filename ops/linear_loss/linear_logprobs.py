@@ -25,12 +25,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss._call import CallOp, LinearCall, checked_linear, fake_gradients
+from llmk.ops.linear_loss._call import (
+    CallOp,
+    LinearCall,
+    check_chunk_size,
+    checked_linear,
+    fake_gradients,
+    product_flops,
+)
 from llmk.ops.linear_loss._chunked_linear import REMADE_BUDGET, ChunkedLinear, LinearGradients
 from llmk.ops.linear_loss._ignored import Kept
-from llmk.ops.linear_loss._linear_ce import check_chunk_size
-from llmk.ops.linear_loss._logprob_rows import CPU, KERNELS, STATISTICS, LogprobRows, Scores
-from llmk.ops.linear_loss._row_loss_slices import gather, group_size, sum_over
+from llmk.ops.linear_loss._logprob_rows import CPU, KERNELS, LogprobRows
+from llmk.ops.linear_loss._logprob_rows_cpu import STATISTICS, Scores
+from llmk.ops.linear_loss._ranks import gather, group_size, sum_over
 from llmk.registry import (
     PARTIAL,
     WHOLE,
@@ -75,6 +82,7 @@ def linear_logprobs_reference(
 class LogprobsCall(LinearCall):
     """The classes of `linear_weight` begin at `vocab_start`; others are on the other ranks of a group."""
 
+    target: Tensor  # [...] or [..., K]
     ignore_index: int
     logit_scale: float
     softcap: float
@@ -85,10 +93,6 @@ class LogprobsCall(LinearCall):
     num_classes: int
     group_name: str  # "" where there is none
     dx_group_name: str  # over which the gradient of the input is summed
-
-    @property
-    def tokens(self) -> torch.Size:
-        return self.input.shape[:-1]
 
     @property
     def dx_dtype(self) -> torch.dtype:
@@ -110,17 +114,18 @@ class LogprobsCall(LinearCall):
         K = self.target.shape[-1] if self.target.dim() == self.input.dim() else 1
         return self.target.reshape(-1, K).contiguous()
 
-    def kept(self) -> Kept | None:
-        if not (self.skip_ignored and self.input.device.type == "cpu"):
+    def kept(self, rows: LogprobRows) -> Kept | None:
+        """The tokens that count where that is asked for and known to the host."""
+        if not self.skip_ignored or rows is not CPU:
             return None
-        counts = self.target != self.ignore_index
+        counts = self.target.long() != self.ignore_index  # int32 would wrap an index that it does not hold
         return Kept.of(counts.any(-1) if self.target.dim() == self.input.dim() else counts)
 
 
 def _forward(rows: LogprobRows, call: LogprobsCall) -> tuple[Tensor, Tensor, Tensor]:
-    kept = call.kept()
+    kept = call.kept(rows)
     if kept is not None:
-        logprobs, entropy, stats = _forward_of(rows, kept.call(call))
+        logprobs, entropy, stats = _forward_of(rows, kept.call(call, "input", "target"))
         return kept.spread(logprobs), kept.spread(entropy), kept.spread(stats.t()).movedim(-1, 0).contiguous()
     return _forward_of(rows, call)
 
@@ -138,11 +143,13 @@ def _backward(
     rows: LogprobRows, call: LogprobsCall, grad: Tensor | None, entropy_grad: Tensor | None, stats: Tensor,
     need_dx: bool, need_dw: bool, need_db: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    kept, need = call.kept(), (need_dx, need_dw, need_db)
+    kept, need = call.kept(rows), (need_dx, need_dw, need_db)
     if kept is None:
         return _backward_of(rows, call, grad, entropy_grad, stats, need)
     grad, entropy_grad = (None if g is None else kept.rows(g) for g in (grad, entropy_grad))
-    dx, dw, db = _backward_of(rows, kept.call(call), grad, entropy_grad, kept.rows(stats.movedim(0, -1)).t(), need)
+    dx, dw, db = _backward_of(
+        rows, kept.call(call, "input", "target"), grad, entropy_grad, kept.rows(stats.movedim(0, -1)).t(), need
+    )
     return kept.spread(dx) if need_dx else dx, dw, db
 
 
@@ -157,8 +164,8 @@ def _backward_of(
     stats = stats.reshape(STATISTICS, -1)
     for chunk, logits in linear.chunks():
         if logits.shape[1] > 0:
-            of_chunk = (None if g is None else g[chunk] for g in (grad, entropy_grad))
-            rows.gradients(*of_chunk, logits, target[chunk], stats[:, chunk], scores)
+            of_logprobs, of_entropy = (None if g is None else g[chunk] for g in (grad, entropy_grad))
+            rows.gradients(of_logprobs, of_entropy, logits, target[chunk], stats[:, chunk], scores)
         gradients.add(chunk, logits)
     dtype = call.input.dtype
     return gradients.dx, gradients.dw.to(dtype), gradients.db.to(dtype)
@@ -274,7 +281,7 @@ def linear_logprobs_workloads(device: torch.device, dtype: torch.dtype) -> Itera
 
 def linear_logprobs_cost(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Cost:
     tensors = (input.numel() + linear_weight.numel()) * input.element_size()
-    product = 2 * input.numel() * linear_weight.shape[0]
+    product = product_flops(input, linear_weight)
     return Cost(tensors, 3 * tensors, product, 4 * product)
 
 
@@ -360,7 +367,7 @@ def linear_logprobs(
 
 
 def _logprobs(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, *options: Any
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Any, *options: Any
 ) -> tuple[Tensor, Tensor]:
     input, linear_weight, linear_bias = checked_linear(input, linear_weight, linear_bias, fewest_classes=0)
     call = LogprobsCall(input, linear_weight, linear_bias, target, *options)

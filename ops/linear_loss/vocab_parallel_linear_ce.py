@@ -26,34 +26,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss._chunked_linear import ChunkedLinear, scale_op
-from llmk.ops.linear_loss._linear_ce import (
-    Call,
-    check_chunk_size,
-    checked_linear,
-    fake_gradients,
-    linear_flops,
-    reduced,
-    row_by_row,
-    row_by_row_gradients,
-    saved_dtype,
-)
-from llmk.ops.linear_loss._row_loss_slices import (
-    SLICE_CPU,
-    SLICE_KERNELS,
-    SliceLoss,
-    group_size,
-    row_loss_over,
-    sum_over,
-)
+from llmk.ops.linear_loss._call import check_chunk_size, checked_linear
+from llmk.ops.linear_loss._cross_entropy import CrossEntropyCall, CrossEntropyOps, Shardings
+from llmk.ops.linear_loss._row_loss_slices import SLICE_CPU, SLICE_KERNELS
 from llmk.ops.linear_loss.fused_linear_ce import (
     fused_linear_ce_cost,
     fused_linear_ce_reference,
     fused_linear_ce_resized,
 )
 from llmk.ops.loss.cross_entropy import check_loss_options
-from llmk.ops.loss.row_loss_math import Columns, Options
-from llmk.registry import KernelOp, Sample, cdiv, public_op, whole_only
+from llmk.registry import Sample, public_op, whole_only
 
 
 def vocab_parallel_linear_ce_reference(
@@ -66,190 +48,31 @@ def vocab_parallel_linear_ce_reference(
     return fused_linear_ce_reference(input, linear_weight, target, **options)
 
 
-def _call_of(
-    slices: SliceLoss, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor,
-    weight: Tensor | None, ignore_index: int, label_smoothing: float, softcap: float, z_loss: float,
-    chunk_size: int, vocab_start: int, num_classes: int, group_name: str, dx_group_name: str,
-) -> Call:  # fmt: skip
-    classes = cdiv(num_classes, group_size(group_name))
-    linear = ChunkedLinear(input, linear_weight, linear_bias, chunk_size, classes)
-    options = Options(weight, ignore_index, label_smoothing, softcap, z_loss, Columns(vocab_start, num_classes))
-    dx_dtype = _dx_dtype(input, dx_group_name)
-    return Call(linear, target.reshape(-1).contiguous(), options, row_loss_over(group_name, slices), dx_dtype)
-
-
-def _dx_dtype(input: Tensor, dx_group_name: str) -> torch.dtype:
-    return torch.float32 if dx_group_name else input.dtype
-
-
-def _vocab_parallel_linear_ce_fwd(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, weight: Tensor | None,
-    ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, chunk_size: int,
-    vocab_start: int, num_classes: int, group_name: str, dx_group_name: str,
-    mean: bool, need_dx: bool, need_dw: bool, need_db: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    call = _call_of(
-        SLICE_KERNELS, input, linear_weight, linear_bias, target, weight,
-        ignore_index, label_smoothing, softcap, z_loss, chunk_size, vocab_start, num_classes, group_name, dx_group_name,
-    )  # fmt: skip
-    loss, divisor, (dx, dw, db) = reduced(call, "mean" if mean else "sum", (need_dx, need_dw, need_db))
-    return loss, divisor, dx, dw, db
-
-
-def _vocab_parallel_linear_ce_rows_fwd(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, weight: Tensor | None,
-    ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, chunk_size: int,
-    vocab_start: int, num_classes: int, group_name: str, dx_group_name: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    call = _call_of(
-        SLICE_KERNELS, input, linear_weight, linear_bias, target, weight,
-        ignore_index, label_smoothing, softcap, z_loss, chunk_size, vocab_start, num_classes, group_name, dx_group_name,
-    )  # fmt: skip
-    return row_by_row(call)
-
-
-def _vocab_parallel_linear_ce_rows_bwd(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, weight: Tensor | None,
-    ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, chunk_size: int,
-    vocab_start: int, num_classes: int, group_name: str, dx_group_name: str,
-    grad: Tensor, stats: Tensor, need_dx: bool, need_dw: bool, need_db: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    call = _call_of(
-        SLICE_KERNELS, input, linear_weight, linear_bias, target, weight,
-        ignore_index, label_smoothing, softcap, z_loss, chunk_size, vocab_start, num_classes, group_name, dx_group_name,
-    )  # fmt: skip
-    return row_by_row_gradients(call, grad, stats, (need_dx, need_dw, need_db))
-
-
-vocab_parallel_linear_ce_fwd = KernelOp(_vocab_parallel_linear_ce_fwd, opaque=True)
-scale = scale_op("_vocab_parallel_linear_ce_scale")
-vocab_parallel_linear_ce_rows_fwd = KernelOp(_vocab_parallel_linear_ce_rows_fwd, opaque=True)
-vocab_parallel_linear_ce_rows_bwd = KernelOp(_vocab_parallel_linear_ce_rows_bwd, opaque=True)
-
-
-@vocab_parallel_linear_ce_fwd.register_kernel("cpu")
-def _(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    *call, mean, need_dx, need_dw, need_db = args
-    loss, divisor, (dx, dw, db) = reduced(
-        _call_of(SLICE_CPU, *call), "mean" if mean else "sum", (need_dx, need_dw, need_db)
-    )
-    return loss, divisor, dx, dw, db
-
-
-@vocab_parallel_linear_ce_rows_fwd.register_kernel("cpu")
-def _(*call: Any) -> tuple[Tensor, Tensor]:
-    return row_by_row(_call_of(SLICE_CPU, *call))
-
-
-@vocab_parallel_linear_ce_rows_bwd.register_kernel("cpu")
-def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *call, grad, stats, need_dx, need_dw, need_db = args
-    return row_by_row_gradients(_call_of(SLICE_CPU, *call), grad, stats, (need_dx, need_dw, need_db))
-
-
-@vocab_parallel_linear_ce_fwd.register_fake
-def _(input: Tensor, linear_weight: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    loss, divisor = (input.new_empty((), dtype=torch.float32) for _ in range(2))
-    dtypes = [_dx_dtype(input, args[-5]), saved_dtype(input.dtype), torch.float32]
-    return loss, divisor, *fake_gradients(input, linear_weight, args[-3:], dtypes)
-
-
-@vocab_parallel_linear_ce_rows_fwd.register_fake
-def _(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, *args: Any):
-    return tuple(input.new_empty(shape, dtype=torch.float32) for shape in (target.shape, (2, *target.shape)))
-
-
-@vocab_parallel_linear_ce_rows_bwd.register_fake
-def _(input: Tensor, linear_weight: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return fake_gradients(input, linear_weight, args[-3:], [_dx_dtype(input, args[-6]), input.dtype, input.dtype])
-
-
 # They are called on each rank's own tensors.
-vocab_parallel_linear_ce_fwd.register_sharding(whole_only)
-vocab_parallel_linear_ce_rows_fwd.register_sharding(whole_only)
-vocab_parallel_linear_ce_rows_bwd.register_sharding(whole_only)
+OPS = CrossEntropyOps("vocab_parallel_linear_ce", SLICE_KERNELS, SLICE_CPU, Shardings(*[whole_only] * 3))
 
 
-@vocab_parallel_linear_ce_fwd.register_flop_formula
-@vocab_parallel_linear_ce_rows_bwd.register_flop_formula
-def _(input: Tensor, linear_weight: Tensor, *args: Any, out_val: Any = None) -> int:
-    need_dx, need_dw, _ = args[-3:]
-    return linear_flops(1 + need_dx + need_dw, input.shape, linear_weight.shape)
+def loss_of_slices(reduction: str, *arguments: Any) -> Tensor:
+    """The loss of `CrossEntropyCall(*arguments)`.
 
-
-@vocab_parallel_linear_ce_rows_fwd.register_flop_formula
-def _(input: Tensor, linear_weight: Tensor, *args: Any, out_val: Any = None) -> int:
-    return linear_flops(1, input.shape, linear_weight.shape)
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    ctx.dtype, ctx.dx_group_name = inputs[0].dtype, inputs[13]
-    _, *saved = output
-    ctx.save_for_backward(*saved)
-
-
-def _backward(ctx, grad):
-    divisor, dx, dw, db = ctx.saved_tensors
-    need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
-    return (
-        _summed(scale(dx, grad, divisor, dx.dtype), ctx) if need_dx else None,
-        scale(dw, grad, divisor, ctx.dtype) if need_dw else None,
-        scale(db, grad, divisor, ctx.dtype) if need_db else None,
-        *[None] * 15,
-    )
-
-
-def _summed(dx: Tensor, ctx) -> Tensor:
-    return sum_over(ctx.dx_group_name, dx).to(ctx.dtype)
-
-
-def _keeps(needs_input_grad, args):
-    return needs_input_grad[:3]
-
-
-vocab_parallel_linear_ce_fwd.register_autograd(_backward, setup_context=_setup_context, keeps=_keeps)
-
-
-def _rows_setup_context(ctx, inputs, output) -> None:
-    tensors, ctx.options = inputs[:5], inputs[5:]
-    ctx.dtype, ctx.dx_group_name = inputs[0].dtype, inputs[13]
-    _, stats = output
-    ctx.save_for_backward(*tensors, stats)
-
-
-def _rows_backward(ctx, grad):
-    *tensors, stats = ctx.saved_tensors
-    need = ctx.needs_input_grad[:3]
-    dx, dw, db = vocab_parallel_linear_ce_rows_bwd(*tensors, *ctx.options, grad, stats, *need)
-    need_dx, need_dw, need_db = need
-    return _summed(dx, ctx) if need_dx else None, dw if need_dw else None, db if need_db else None, *[None] * 11
-
-
-vocab_parallel_linear_ce_rows_fwd.register_autograd(_rows_backward, setup_context=_rows_setup_context)
-
-
-def loss_of_slices(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, weight: Tensor | None, *,
-    ignore_index: int, reduction: str, label_smoothing: float, softcap: float, z_loss: float, chunk_size: int,
-    vocab_start: int, num_classes: int, group_name: str, dx_group_name: str,
-) -> Tensor:  # fmt: skip
-    """The public op; with `dx_group_name` empty each rank's gradient of input is what its own classes add to it."""
-    input, linear_weight, linear_bias = checked_linear(input, linear_weight, linear_bias, fewest_classes=0)
-    if not 0 <= vocab_start <= vocab_start + linear_weight.shape[0] <= num_classes or num_classes == 0:
+    With its `dx_group_name` empty each rank's gradient of the input is what its own classes add to it.
+    """
+    input, linear_weight, linear_bias, *rest = arguments
+    call = CrossEntropyCall(*checked_linear(input, linear_weight, linear_bias, fewest_classes=0), *rest)
+    vocab_start, num_classes, classes = call.vocab_start, call.num_classes, linear_weight.shape[0]
+    if not 0 <= vocab_start <= vocab_start + classes <= num_classes or num_classes == 0:
         raise ValueError(
-            f"num_classes: expected at least vocab_start {vocab_start} and the {linear_weight.shape[0]} classes of "
+            f"num_classes: expected at least vocab_start {vocab_start} and the {classes} classes of "
             f"linear_weight, and one class, got {num_classes}"
         )
-    check_loss_options(num_classes, input, target, weight, reduction, label_smoothing, softcap, z_loss)
-    check_chunk_size(chunk_size)
-    call = (
-        input, linear_weight, linear_bias, target, weight, ignore_index, label_smoothing, softcap, z_loss, chunk_size,
-        vocab_start, num_classes, group_name, dx_group_name,
-    )  # fmt: skip
+    check_loss_options(
+        num_classes, call.input, call.target, call.weight, reduction, call.label_smoothing, call.softcap, call.z_loss
+    )
+    check_chunk_size(call.chunk_size)
     if reduction == "none":
-        losses, _ = vocab_parallel_linear_ce_rows_fwd(*call)
+        losses, _ = OPS.rows(call)
         return losses
-    loss, *_ = vocab_parallel_linear_ce_fwd(*call, reduction == "mean")
+    loss, *_ = OPS.reduced(call, reduction)
     return loss
 
 
@@ -301,12 +124,7 @@ def vocab_parallel_linear_ce_workloads(device: torch.device, dtype: torch.dtype)
     'str group_name="") -> Tensor',
     reference=vocab_parallel_linear_ce_reference,
     differentiable=("input", "linear_weight", "linear_bias"),
-    kernel_ops=(
-        vocab_parallel_linear_ce_fwd,
-        vocab_parallel_linear_ce_rows_fwd,
-        vocab_parallel_linear_ce_rows_bwd,
-        scale,
-    ),
+    kernel_ops=OPS.kernel_ops,
     samples=vocab_parallel_linear_ce_samples,
     resized=fused_linear_ce_resized,
     workloads=vocab_parallel_linear_ce_workloads,
@@ -379,7 +197,7 @@ def vocab_parallel_linear_ce(
             )
         num_classes = own
     return loss_of_slices(
-        input, linear_weight, linear_bias, target, weight, ignore_index=ignore_index, reduction=reduction,
-        label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss, chunk_size=chunk_size,
-        vocab_start=vocab_start, num_classes=num_classes, group_name=group_name, dx_group_name=group_name,
+        reduction, input, linear_weight, linear_bias, target, weight, None,
+        ignore_index, label_smoothing, softcap, z_loss, False, chunk_size,
+        vocab_start, num_classes, group_name, group_name,
     )  # fmt: skip

@@ -1,0 +1,289 @@
+"""The driver of a linear layer and the cross entropy of its outputs, chunk by chunk: what the fused losses share.
+
+The math is in `fused_linear_ce.py`. What a chunk's rows of logits cost and give is the loss of rows: `RowLoss`, of
+whole rows, or `SliceLoss`, of rows whose classes lie on several ranks.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from llmk.ops.linear_loss._call import CallOp, LinearCall, fake_gradients, saved_dtypes
+from llmk.ops.linear_loss._chunked_linear import ChunkedLinear, LinearGradients, scale_op
+from llmk.ops.linear_loss._ignored import Kept
+from llmk.ops.linear_loss._ranks import group_size, sum_over
+from llmk.ops.linear_loss._row_loss_slices import SLICE_CPU, SliceLoss, row_loss_over
+from llmk.ops.loss.row_loss import CPU, RowLoss, Rows, counted
+from llmk.ops.loss.row_loss_math import Columns, Options
+from llmk.registry import KernelOp, cdiv
+from llmk.registry.sharding import Rule
+
+Need = tuple[bool, bool, bool]
+"""Whether the gradients of the input, the weight and the bias are needed."""
+
+
+@dataclass(frozen=True)
+class CrossEntropyCall(LinearCall):
+    """The classes of `linear_weight` begin at `vocab_start`; others are on the other ranks of a group."""
+
+    target: Tensor  # [...]
+    weight: Tensor | None  # [V]
+    row_weight: Tensor | None  # the target's shape
+    ignore_index: int
+    label_smoothing: float
+    softcap: float
+    z_loss: float
+    skip_ignored: bool
+    chunk_size: int
+    vocab_start: int
+    num_classes: int
+    group_name: str  # "" where there is none
+    dx_group_name: str  # over which the gradient of the input is summed
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        return saved_dtypes(self.input.dtype, self.dx_group_name)
+
+    def targets(self) -> Tensor:
+        return self.target.reshape(-1).contiguous()
+
+    def linear(self) -> ChunkedLinear:
+        classes = cdiv(self.num_classes, group_size(self.group_name))  # on all ranks the same chunks
+        return ChunkedLinear(self.input, self.linear_weight, self.linear_bias, self.chunk_size, classes)
+
+    def options(self, rows: "RowLoss | SliceLoss") -> Options:
+        columns = Columns(self.vocab_start, self.num_classes) if isinstance(rows, SliceLoss) else None
+        return Options(self.weight, self.ignore_index, self.label_smoothing, self.softcap, self.z_loss, columns)
+
+    def loss_of(self, rows: "RowLoss | SliceLoss") -> RowLoss:
+        return row_loss_over(self.group_name, rows) if isinstance(rows, SliceLoss) else rows
+
+    def token_weights(self) -> Tensor | None:
+        """What each token's loss is multiplied by, `[N]`: 0 of one that does not count, whatever it was given."""
+        if self.row_weight is None:
+            return None
+        counts, _ = counted(self.targets(), self.ignore_index)
+        return torch.where(counts, self.row_weight.reshape(-1).float(), 0.0)
+
+    def kept(self, rows: "RowLoss | SliceLoss") -> Kept | None:
+        """The tokens that count where that is asked for and known to the host."""
+        if not self.skip_ignored or rows not in (CPU, SLICE_CPU):
+            return None
+        return Kept.of(counted(self.target, self.ignore_index)[0])
+
+    def of_kept(self, kept: Kept) -> "CrossEntropyCall":
+        return kept.call(self, "input", "target", "row_weight")
+
+
+def _gradient_of_rows(call: CrossEntropyCall, weights: Tensor | None, mean: bool) -> Tensor:
+    """The weight of each row's loss, or 1 of all, which the backward pass divides by the divisor of a mean.
+
+    Infinity where weights make that 0. Then the rows that count get gradients that are not finite, as is the loss, and
+    the others 0: a factor at the end could not tell them apart. Without weights a divisor of 0 means that no row
+    counts, and all gradients are 0.
+    """
+    target = call.targets()
+    one = torch.ones((), dtype=torch.float32, device=target.device)
+    rows = one if weights is None else weights
+    if not mean or (call.weight is None and weights is None):
+        return rows
+    counts, index = counted(target, call.ignore_index)
+    counts = counts & (index >= 0) & (index < call.num_classes)
+    each = rows if call.weight is None else rows * call.weight[torch.where(counts, index, 0)].float()
+    divisor = torch.where(counts, each, 0.0).sum()
+    return torch.where(divisor == 0, float("inf"), rows)
+
+
+def _of(each: Tensor, chunk: slice) -> Tensor:
+    return each[chunk] if each.dim() else each
+
+
+def _losses_and_gradients(
+    rows: RowLoss | SliceLoss, call: CrossEntropyCall, gradients: LinearGradients, of_rows: Tensor
+) -> Rows:
+    """In one pass over the chunks, given the gradient of every row; their buffer is free again when this returns."""
+    row_loss, options, target = call.loss_of(rows), call.options(rows), call.targets()
+    parts: list[Rows] = []
+    for chunk, logits in gradients.linear.chunks():
+        part = row_loss.losses(logits, target[chunk], options)
+        parts.append(part)
+        if any(gradients.need):
+            row_loss.gradients(_of(of_rows, chunk), None, logits, target[chunk], part.stats, logits, options)
+            gradients.add(chunk, logits)
+    return Rows.cat(parts)
+
+
+def _reduced(
+    rows: RowLoss | SliceLoss, call: CrossEntropyCall, reduction: str, need_dx: bool, need_dw: bool, need_db: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The sum or mean of the losses, its divisor, and the gradients of the sum.
+
+    "total" is the sum, with the divisor of the mean: what processes with some tokens each add up first.
+    """
+    kept = call.kept(rows)
+    call = call if kept is None else call.of_kept(kept)
+    weights = call.token_weights()
+    gradients = LinearGradients(call.linear(), (need_dx, need_dw, need_db), call.dtypes[0])
+    of_rows = _gradient_of_rows(call, weights, reduction == "mean")
+    loss, counts, _ = _losses_and_gradients(rows, call, gradients, of_rows)
+    if weights is not None:
+        loss, counts = loss * weights, counts * weights
+    row_loss = call.loss_of(rows)
+    if reduction == "mean":
+        loss, divisor = row_loss.mean(loss, counts)
+    elif reduction == "total":
+        loss, divisor = row_loss.sum(loss), row_loss.sum(counts)
+    else:
+        loss, divisor = row_loss.sum(loss), torch.ones((), dtype=torch.float32, device=loss.device)
+    dx = gradients.dx if kept is None or not need_dx else kept.spread(gradients.dx)
+    return loss, divisor, dx, gradients.dw.to(call.dtypes[1]), gradients.db
+
+
+def _row_by_row(rows: RowLoss | SliceLoss, call: CrossEntropyCall) -> tuple[Tensor, Tensor]:
+    """Each token's loss `[...]`, and its maximum and sum `[2, ...]`."""
+    kept = call.kept(rows)
+    if kept is not None:
+        loss, stats = _row_by_row(rows, replace(call.of_kept(kept), skip_ignored=False))
+        return kept.spread(loss), kept.spread(stats.t()).movedim(-1, 0).contiguous()
+    row_loss, options, target = call.loss_of(rows), call.options(rows), call.targets()
+    loss, _, stats = Rows.cat(
+        [row_loss.losses(logits, target[chunk], options) for chunk, logits in call.linear().chunks()]
+    )
+    weights, shape = call.token_weights(), call.target.shape
+    return (loss if weights is None else loss * weights).view(shape), stats.view(2, *shape)
+
+
+def _row_by_row_gradients(
+    rows: RowLoss | SliceLoss, call: CrossEntropyCall, grad: Tensor, stats: Tensor,
+    need_dx: bool, need_dw: bool, need_db: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Chunk by chunk, for an upstream gradient of each row; the logits are made again."""
+    kept = call.kept(rows)
+    if kept is not None:
+        inner = replace(call.of_kept(kept), skip_ignored=False)
+        of_kept = kept.rows(grad), kept.rows(stats.movedim(0, -1)).t()
+        dx, dw, db = _row_by_row_gradients(rows, inner, *of_kept, need_dx, need_dw, need_db)
+        return kept.spread(dx) if need_dx else dx, dw, db
+    row_loss, options, target = call.loss_of(rows), call.options(rows), call.targets()
+    gradients = LinearGradients(call.linear(), (need_dx, need_dw, need_db), call.dtypes[0])
+    weights = call.token_weights()
+    grad = grad.reshape(-1) if weights is None else grad.reshape(-1) * weights
+    stats = stats.reshape(2, -1)
+    for chunk, logits in gradients.linear.chunks():
+        of_chunk = stats[:, chunk].contiguous()
+        row_loss.gradients(grad[chunk], None, logits, target[chunk], of_chunk, logits, options)
+        gradients.add(chunk, logits)
+    dtype = call.input.dtype
+    return gradients.dx, gradients.dw.to(dtype), gradients.db.to(dtype)
+
+
+def _fake_reduced(call: CrossEntropyCall, reduction: str, *need: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    loss, divisor = (call.input.new_empty((), dtype=torch.float32) for _ in range(2))
+    return loss, divisor, *fake_gradients(call, need, call.dtypes)
+
+
+def _fake_row_by_row(call: CrossEntropyCall) -> tuple[Tensor, Tensor]:
+    loss, stats = (
+        call.input.new_empty(shape, dtype=torch.float32) for shape in (call.target.shape, (2, *call.target.shape))
+    )
+    return loss, stats
+
+
+def _fake_row_by_row_gradients(call: CrossEntropyCall, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return fake_gradients(call, rest[-3:], [call.dtypes[0], call.input.dtype, call.input.dtype])
+
+
+class Shardings(NamedTuple):
+    """The rules of the three ops of `CrossEntropyOps`."""
+
+    reduced: Rule
+    rows: Rule
+    rows_gradients: Rule
+
+
+class CrossEntropyOps:
+    """The kernel ops of one public operator, and their derivatives: reduced to one number, and row by row.
+
+    Args:
+        name: Of the public operator.
+        kernels: The loss of rows on a GPU.
+        cpu: The same in plain PyTorch.
+        shardings: How the ops may be split.
+    """
+
+    def __init__(self, name: str, kernels: Any, cpu: Any, shardings: Shardings) -> None:
+        def op(step: str, run: Callable[..., Any], fake: Callable[..., Any], products: Callable[..., int]) -> CallOp:
+            return CallOp(
+                f"_{name}_{step}", CrossEntropyCall, run, kernels=kernels, cpu=cpu, fake=fake, products=products
+            )
+
+        self.reduced = op("fwd", _reduced, _fake_reduced, lambda call, reduction, dx, dw, db: 1 + dx + dw)
+        self.rows = op("rows_fwd", _row_by_row, _fake_row_by_row, lambda call: 1)
+        self.rows_gradients = op(
+            "rows_bwd", _row_by_row_gradients, _fake_row_by_row_gradients, lambda call, *rest: 1 + rest[-3] + rest[-2]
+        )
+        self.scale = scale_op(f"_{name}_scale")
+        self.reduced.op.register_sharding(shardings.reduced)
+        self.rows.op.register_sharding(shardings.rows)
+        self.rows_gradients.op.register_sharding(shardings.rows_gradients)
+        self.reduced.op.register_autograd(
+            self._scaled, setup_context=_keep_gradients, keeps=lambda needs_input_grad, args: needs_input_grad[:3]
+        )
+        self.rows.op.register_autograd(self._made_again, setup_context=_keep_inputs)
+
+    @property
+    def kernel_ops(self) -> tuple[KernelOp, ...]:
+        return self.reduced.op, self.rows.op, self.rows_gradients.op, self.scale
+
+    def _scaled(self, ctx: Any, grad: Tensor) -> Any:
+        divisor, dx, dw, db = ctx.saved_tensors
+        divisor = torch.ones_like(grad) if divisor is None else divisor
+        need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
+        return (
+            _summed(ctx, self.scale(dx, grad, divisor, dx.dtype)) if need_dx else None,
+            self.scale(dw, grad, divisor, ctx.dtype) if need_dw else None,
+            self.scale(db, grad, divisor, ctx.dtype) if need_db else None,
+            *[None] * (ctx.arguments - 3),
+        )
+
+    def _made_again(self, ctx: Any, grad: Tensor) -> Any:
+        *tensors, stats = ctx.saved_tensors
+        need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
+        dx, dw, db = self.rows_gradients.op(*tensors, *ctx.options, grad, stats, need_dx, need_dw, need_db)
+        return (
+            _summed(ctx, dx) if need_dx else None,
+            dw if need_dw else None,
+            db if need_db else None,
+            *[None] * (ctx.arguments - 3),
+        )
+
+
+TENSORS = CrossEntropyCall.names().index("ignore_index")
+"""How many of a call's fields are tensors; they come first."""
+DX_GROUP_NAME = CrossEntropyCall.names().index("dx_group_name")
+
+
+def _keep_call(ctx: Any, inputs: tuple[Any, ...]) -> None:
+    ctx.dtype, ctx.dx_group_name, ctx.arguments = inputs[0].dtype, inputs[DX_GROUP_NAME], len(inputs)
+
+
+def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    _keep_call(ctx, inputs)
+    reduction = inputs[-4]
+    _, divisor, *gradients = output
+    # The total's divisor is for whoever asked for it: its gradient is that of a sum.
+    ctx.save_for_backward(None if reduction == "total" else divisor, *gradients)
+
+
+def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    _keep_call(ctx, inputs)
+    ctx.options = inputs[TENSORS:]
+    _, stats = output
+    ctx.save_for_backward(*inputs[:TENSORS], stats)
+
+
+def _summed(ctx: Any, dx: Tensor) -> Tensor:
+    return sum_over(ctx.dx_group_name, dx).to(ctx.dtype)

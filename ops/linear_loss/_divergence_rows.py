@@ -1,0 +1,249 @@
+r"""The divergence of rows of a student's logits and a teacher's, and the gradient of the student's: the kernels.
+
+With z the student's logits of a row and w the teacher's, each of which becomes y = cap(logits) / temperature:
+
+    m, s = max(y), sum(exp(y - m))                        of both, in a first pass
+    x    = y - m - log(s)                                 the log-probabilities of both
+    loss = sum_j(f_j),  S = sum_j(df_j/dx_j)              in a second: `divergence_math.py` has f and its derivative
+    dy_j = g * (df_j/dx_j - exp(x_j) * S)                 the student's, in a third
+    dz_j = dy_j * (1 - (cap(z_j) / c)^2) / temperature    the factor of the cap only with one
+
+Between the passes the ranks of a group that have slices of the classes gather four numbers of a row, then two. A row
+that does not count is not read.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmk.ops.common.math import LOG2E
+from llmk.ops.linear_loss._ranks import gather
+from llmk.ops.linear_loss._scores import scores
+from llmk.ops.loss.divergence_math import Mixture, divergence_of, divergence_of_cpu
+from llmk.registry import cdiv, empty, next_power_of_2, wrap_triton
+
+
+class Softmaxes(NamedTuple):
+    """How both rows of logits become log-probabilities, and which divergence is taken of them."""
+
+    mixture: Mixture
+    temperature: float
+    softcap: float
+    teacher_softcap: float
+
+
+@triton.jit
+def _maximum_and_sum(z_ptr, end, outer, SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr):
+    m = tl.full((), float("-inf"), dtype=tl.float32)
+    s = tl.full((), 0.0, dtype=tl.float32)
+    for start in range(0, end, BLOCK_V):
+        cols = start + tl.arange(0, BLOCK_V)
+        y, _ = scores(tl.load(z_ptr + cols, mask=cols < end, other=0.0), 1.0, outer, SOFTCAP)  # type: ignore[misc]
+        y = tl.where(cols < end, y, float("-inf"))
+        new_m = tl.maximum(m, tl.max(y, axis=0))
+        base = tl.where(new_m == float("-inf"), 0.0, new_m)  # nothing finite may have been seen yet
+        s = s * tl.exp2((m - base) * LOG2E) + tl.sum(tl.exp2((y - base) * LOG2E), axis=0)
+        m = new_m
+    return m, s
+
+
+@triton.jit
+def softmax_pair_kernel(
+    z_ptr, w_ptr, count_ptr, part_ptr, M, V, z_stride, w_stride, outer,
+    SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Maximum and sum of a row of both: part `[4, M]`."""
+    outer = tl.cast(outer, tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    end = tl.where(tl.load(count_ptr + row) != 0.0, V, 0)
+    m, s = _maximum_and_sum(z_ptr + row * z_stride, end, outer, SOFTCAP, BLOCK_V)  # type: ignore[misc]
+    tl.store(part_ptr + row, m)
+    tl.store(part_ptr + M + row, s)
+    m, s = _maximum_and_sum(w_ptr + row * w_stride, end, outer, TEACHER_SOFTCAP, BLOCK_V)  # type: ignore[misc]
+    tl.store(part_ptr + 2 * M + row, m)
+    tl.store(part_ptr + 3 * M + row, s)
+
+
+@triton.jit
+def _terms(
+    z, w, stats_ptr, M, outer, SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr,
+    BETA: tl.constexpr, LOG_BETA: tl.constexpr, LOG_REST: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """f and df/dx of some classes of a row, the student's log-probabilities and its cap."""
+    y, u = scores(z, 1.0, outer, SOFTCAP)  # type: ignore[misc]
+    x = (y - tl.load(stats_ptr)) - tl.load(stats_ptr + M)
+    y, _ = scores(w, 1.0, outer, TEACHER_SOFTCAP)  # type: ignore[misc]
+    t = (y - tl.load(stats_ptr + 2 * M)) - tl.load(stats_ptr + 3 * M)
+    f, slope = divergence_of(x, t, BETA, LOG_BETA, LOG_REST, EXACT)  # type: ignore[misc]
+    return f, slope, x, u
+
+
+@triton.jit
+def divergence_sums_kernel(
+    z_ptr, w_ptr, count_ptr, stats_ptr, sum_ptr, M, V, z_stride, w_stride, outer,
+    SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, BETA: tl.constexpr, LOG_BETA: tl.constexpr,
+    LOG_REST: tl.constexpr, EXACT: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """The sums of f and of df/dx over a row: `[2, M]`."""
+    outer = tl.cast(outer, tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    end = tl.where(tl.load(count_ptr + row) != 0.0, V, 0)
+    total = tl.zeros((BLOCK_V,), dtype=tl.float32)
+    slopes = tl.zeros((BLOCK_V,), dtype=tl.float32)
+    for start in range(0, end, BLOCK_V):
+        cols = start + tl.arange(0, BLOCK_V)
+        mask = cols < end
+        z = tl.load(z_ptr + row * z_stride + cols, mask=mask, other=0.0)
+        w = tl.load(w_ptr + row * w_stride + cols, mask=mask, other=0.0)
+        f, slope, _, _ = _terms(  # type: ignore[misc]
+            z, w, stats_ptr + row, M, outer, SOFTCAP, TEACHER_SOFTCAP, BETA, LOG_BETA, LOG_REST, EXACT
+        )
+        total += tl.where(mask, f, 0.0)
+        slopes += tl.where(mask, slope, 0.0)
+    tl.store(sum_ptr + row, tl.sum(total, axis=0))
+    tl.store(sum_ptr + M + row, tl.sum(slopes, axis=0))
+
+
+@triton.jit
+def divergence_gradient_kernel(
+    z_ptr, w_ptr, count_ptr, grad_ptr, stats_ptr, sum_ptr, dz_ptr, M, V, z_stride, w_stride, outer,
+    SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, BETA: tl.constexpr, LOG_BETA: tl.constexpr,
+    LOG_REST: tl.constexpr, EXACT: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the student's logits, a block of a row to a program; dz may be z."""
+    outer = tl.cast(outer, tl.float32)
+    program, blocks = tl.program_id(0), tl.cdiv(V, BLOCK_V)
+    row, block = (program // blocks).to(tl.int64), program % blocks
+    cols = block * BLOCK_V + tl.arange(0, BLOCK_V)
+    mask = cols < V
+    g = tl.load(grad_ptr + row)
+    read = cols < tl.where(tl.load(count_ptr + row) != 0.0, V, 0)
+    z = tl.load(z_ptr + row * z_stride + cols, mask=read, other=0.0)
+    w = tl.load(w_ptr + row * w_stride + cols, mask=read, other=0.0)
+    _, slope, x, u = _terms(  # type: ignore[misc]
+        z, w, stats_ptr + row, M, outer, SOFTCAP, TEACHER_SOFTCAP, BETA, LOG_BETA, LOG_REST, EXACT
+    )
+    dz = (g * outer) * (slope - tl.exp2(x * LOG2E) * tl.load(sum_ptr + M + row))
+    if SOFTCAP > 0:
+        dz *= 1.0 - (u / SOFTCAP) * (u / SOFTCAP)
+    tl.store(dz_ptr + row * z_stride + cols, tl.where(read, dz, 0.0).to(dz_ptr.dtype.element_ty), mask=mask)
+
+
+def _block(V: int) -> dict[str, int]:
+    # A guess after the row kernels of cross entropy, with half the columns of two tensors.
+    if V <= 8192:
+        return {"BLOCK_V": min(1024, next_power_of_2(max(V, 1))), "num_warps": 2}
+    return {"BLOCK_V": 2048, "num_warps": 4}
+
+
+def _constants(softmaxes: Softmaxes) -> dict[str, float]:
+    caps = {"SOFTCAP": softmaxes.softcap, "TEACHER_SOFTCAP": softmaxes.teacher_softcap}
+    return caps | softmaxes.mixture.constants()
+
+
+def statistics(z: Tensor, w: Tensor, counts: Tensor, softmaxes: Softmaxes) -> Tensor:
+    """Maximum and sum of the columns of both rows: `[4, M]`."""
+    M, V = z.shape
+    part = empty((4, M), torch.float32, z.device)
+    wrap_triton(softmax_pair_kernel)[(M,)](
+        z, w, counts, part, M, V, z.stride(0), w.stride(0), 1.0 / softmaxes.temperature,
+        SOFTCAP=softmaxes.softcap, TEACHER_SOFTCAP=softmaxes.teacher_softcap, **_block(V),
+    )  # fmt: skip
+    return part
+
+
+def sums(z: Tensor, w: Tensor, counts: Tensor, stats: Tensor, softmaxes: Softmaxes) -> Tensor:
+    """The sums of f and of its derivative over the columns: `[2, M]`."""
+    M, V = z.shape
+    out = empty((2, M), torch.float32, z.device)
+    wrap_triton(divergence_sums_kernel)[(M,)](
+        z, w, counts, stats, out, M, V, z.stride(0), w.stride(0), 1.0 / softmaxes.temperature,
+        **_constants(softmaxes), EXACT=z.dtype == torch.float32, **_block(V),
+    )  # fmt: skip
+    return out
+
+
+def gradients(
+    z: Tensor, w: Tensor, counts: Tensor, grad: Tensor, stats: Tensor, total: Tensor, softmaxes: Softmaxes
+) -> None:
+    """Write the gradient of the student's logits `[M, V]` over them, for that of each row's loss `[M]`."""
+    (M, V), block = z.shape, _block(z.shape[1])
+    wrap_triton(divergence_gradient_kernel)[(M * cdiv(V, block["BLOCK_V"]),)](
+        z, w, counts, grad, stats, total, z, M, V, z.stride(0), w.stride(0), 1.0 / softmaxes.temperature,
+        **_constants(softmaxes), EXACT=z.dtype == torch.float32, **block,
+    )  # fmt: skip
+
+
+def _scores_cpu(z: Tensor, softcap: float, temperature: float) -> tuple[Tensor, Tensor]:
+    u = softcap * torch.tanh(z.float() / softcap) if softcap else z.float()
+    return u / temperature, u
+
+
+def statistics_cpu(z: Tensor, w: Tensor, counts: Tensor, softmaxes: Softmaxes) -> Tensor:
+    """`statistics` in plain PyTorch."""
+    if z.shape[1] == 0:
+        nothing = torch.zeros((4, z.shape[0]), dtype=torch.float32, device=z.device)
+        nothing[::2] = float("-inf")
+        return nothing
+    parts = []
+    for logits, softcap in ((z, softmaxes.softcap), (w, softmaxes.teacher_softcap)):
+        y, _ = _scores_cpu(logits, softcap, softmaxes.temperature)
+        m = y.amax(-1)
+        parts += [m, (y - torch.where(m == float("-inf"), 0.0, m).unsqueeze(-1)).exp_().sum(-1)]
+    return torch.stack(parts)
+
+
+def _terms_cpu(z: Tensor, w: Tensor, stats: Tensor, softmaxes: Softmaxes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    m, logsum, teacher_m, teacher_logsum = (each.unsqueeze(-1) for each in stats.unbind())
+    y, u = _scores_cpu(z, softmaxes.softcap, softmaxes.temperature)
+    t, _ = _scores_cpu(w, softmaxes.teacher_softcap, softmaxes.temperature)
+    x = y - m - logsum
+    return *divergence_of_cpu(x, t - teacher_m - teacher_logsum, softmaxes.mixture.beta), x, u
+
+
+def sums_cpu(z: Tensor, w: Tensor, counts: Tensor, stats: Tensor, softmaxes: Softmaxes) -> Tensor:
+    """`sums` in plain PyTorch."""
+    f, slope, _, _ = _terms_cpu(z, w, stats, softmaxes)
+    return torch.where(counts != 0, torch.stack((f.sum(-1), slope.sum(-1))), 0.0)
+
+
+def gradients_cpu(
+    z: Tensor, w: Tensor, counts: Tensor, grad: Tensor, stats: Tensor, total: Tensor, softmaxes: Softmaxes
+) -> None:
+    """`gradients` in plain PyTorch."""
+    _, slope, x, u = _terms_cpu(z, w, stats, softmaxes)
+    dz = slope - x.exp() * total[1].unsqueeze(-1)
+    dz.mul_(grad.unsqueeze(-1) / softmaxes.temperature)
+    if softmaxes.softcap:
+        dz.mul_(1 - (u / softmaxes.softcap).square())
+    z.copy_(dz.masked_fill_(counts.unsqueeze(-1) == 0, 0.0))  # whatever a row holds that does not count
+
+
+class DivergenceRows(NamedTuple):
+    """The three passes over a chunk of both logits."""
+
+    statistics: Callable[[Tensor, Tensor, Tensor, Softmaxes], Tensor]
+    sums: Callable[[Tensor, Tensor, Tensor, Tensor, Softmaxes], Tensor]
+    gradients: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Softmaxes], None]
+
+
+KERNELS = DivergenceRows(statistics, sums, gradients)
+CPU = DivergenceRows(statistics_cpu, sums_cpu, gradients_cpu)
+
+
+def losses(
+    rows: DivergenceRows, z: Tensor, w: Tensor, counts: Tensor, softmaxes: Softmaxes, group_name: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss `[M]` of rows, some of whose classes each rank of a group has; and what `gradients` takes of it."""
+    M = z.shape[0]
+    parts = gather(rows.statistics(z, w, counts, softmaxes), group_name).view(-1, 2, 2, M)  # rank, tensor, number
+    m = parts[:, :, 0].amax(0)
+    base = torch.where(m == float("-inf"), 0.0, m)
+    logsum = (parts[:, :, 1] * (parts[:, :, 0] - base).exp()).sum(0).log()
+    stats = torch.stack((m, logsum), dim=1).view(4, M)
+    total = gather(rows.sums(z, w, counts, stats, softmaxes), group_name).view(-1, 2, M).sum(0)
+    return total[0], stats, total

@@ -1,0 +1,104 @@
+r"""The generalized Jensen-Shannon divergence of two log-probabilities, and the total variation, of one class.
+
+With Q = exp(x), the student's, P = exp(y), the teacher's, and M = beta * P + (1 - beta) * Q:
+
+    0 < beta < 1:  f = beta * P * (y - log(M)) + (1 - beta) * Q * (x - log(M))    df/dx = (1 - beta) * Q * (x - log(M))
+    beta = 0:      f = P * (y - x)                                                df/dx = -P
+    beta = 1:      f = Q * (x - y)                                                df/dx = Q * (x - y + 1)
+
+where 0 * log(0) = 0. df/dx of 0 < beta < 1 leaves out what adds up to no gradient of M: its derivative by M is
+-(beta * P + (1 - beta) * Q) / M = -1 for each, times dM, and the 1 of the product rule is the same again.
+
+    total variation:  f = |x - y| / 2     df/dx = sign(x - y) / 2     of probabilities x and y
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmk.ops.common.math import LOG2E, exp, log_for_product
+
+TOTAL_VARIATION = tl.constexpr(-1.0)
+"""In place of a beta."""
+
+
+class Mixture(NamedTuple):
+    """A beta from 0 to 1, or TOTAL_VARIATION, as kernels take it."""
+
+    beta: float
+
+    def constants(self) -> dict[str, float]:
+        between = 0.0 < self.beta < 1.0
+        return {
+            "BETA": self.beta,
+            "LOG_BETA": math.log(self.beta) if between else 0.0,
+            "LOG_REST": math.log1p(-self.beta) if between else 0.0,
+        }
+
+
+@triton.jit
+def _exp(x, EXACT: tl.constexpr):
+    if EXACT:  # noqa: SIM108  a call in each branch
+        e = exp(x)
+    else:
+        e = tl.exp2(x * LOG2E)
+    return e
+
+
+@triton.jit
+def _times_log(p, log_ratio):
+    """p * log(p / q), 0 where p is."""
+    return tl.where(p == 0.0, 0.0, p * log_ratio)
+
+
+@triton.jit
+def divergence_of(x, y, BETA: tl.constexpr, LOG_BETA: tl.constexpr, LOG_REST: tl.constexpr, EXACT: tl.constexpr):
+    """f and df/dx, in float32. Without EXACT to what 16 bits can tell."""
+    if BETA == TOTAL_VARIATION:
+        d = x - y
+        f = 0.5 * tl.abs(d)
+        slope = tl.where(d > 0.0, 0.5, tl.where(d < 0.0, -0.5, d))  # 0 or NaN
+    elif BETA == 0.0:
+        p = _exp(y, EXACT)
+        f = _times_log(p, y - x)  # type: ignore[misc]
+        slope = -p
+    elif BETA == 1.0:
+        q = _exp(x, EXACT)
+        f = _times_log(q, x - y)  # type: ignore[misc]
+        slope = f + q
+    else:
+        a, b = y + LOG_BETA, x + LOG_REST
+        high, low = tl.maximum(a, b), tl.minimum(a, b)
+        u = _exp(tl.where(high == float("-inf"), 0.0, low - high), EXACT)
+        if EXACT:  # noqa: SIM108
+            log_m = high + log_for_product(1.0 + u)
+        else:
+            log_m = high + tl.log(1.0 + u)
+        slope = (1.0 - BETA) * _times_log(_exp(x, EXACT), x - log_m)  # type: ignore[misc]
+        f = BETA * _times_log(_exp(y, EXACT), y - log_m) + slope  # type: ignore[misc]
+    return f, slope
+
+
+def divergence_of_cpu(x: Tensor, y: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """`divergence_of` in plain PyTorch."""
+
+    def times_log(p: Tensor, log_ratio: Tensor) -> Tensor:
+        return torch.where(p == 0, 0.0, p * log_ratio)
+
+    if beta == TOTAL_VARIATION.value:
+        d = x - y
+        return 0.5 * d.abs(), 0.5 * d.sgn()
+    if beta == 0:
+        p = y.exp()
+        return times_log(p, y - x), -p
+    if beta == 1:
+        q = x.exp()
+        f = times_log(q, x - y)
+        return f, f + q
+    log_m = torch.logaddexp(y + math.log(beta), x + math.log1p(-beta))
+    slope = (1 - beta) * times_log(x.exp(), x - log_m)
+    return beta * times_log(y.exp(), y - log_m) + slope, slope
