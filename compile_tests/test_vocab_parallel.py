@@ -104,8 +104,9 @@ def edges(dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def samples(rank: int, world: int, slicing: str, dtype: torch.dtype) -> None:
-    for sample in [*OP.samples(HERE, dtype), *edges(dtype)]:
-        require_accurate(OP, sample, call(OP, sample, fn=parallel(rank, world, slicing)))
+    op = OPS["vocab_parallel_linear_ce"]
+    for sample in [*op.samples(HERE, dtype), *edges(dtype)]:
+        require_accurate(op, sample, call(op, sample, fn=parallel(rank, world, slicing)))
 
 
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -247,6 +248,29 @@ def compiled_dtensors(rank: int, world: int, placement: Placement | None, backen
         require_accurate(OP, sample, call(OP, sample, fn=on_mesh(world, placement, fn)))
 
 
+def of_one_operator(rank: int, world: int, name: str, placement: Placement | None) -> None:
+    """Its samples of a few classes, where the classes of every linear layer are sharded."""
+    op, mesh = OPS[name], init_device_mesh(HERE.type, (world,))
+
+    def spread(argument: str, value: Any) -> Any:
+        if isinstance(value, Tensor) and "linear" in argument:
+            return DTensor.from_local(value, mesh, [Replicate()], run_check=False).redistribute(placements=[Shard(0)])
+        if isinstance(value, Tensor) and argument.endswith("input") and placement is not None:
+            return DTensor.from_local(value, mesh, [Replicate()], run_check=False).redistribute(placements=[placement])
+        return value
+
+    def fn(*args: Any, **kwargs: Any) -> Any:
+        given = op.bind(Sample(args, kwargs))
+        results = op.overload(**{argument: spread(argument, value) for argument, value in given.items()})
+        several = isinstance(results, tuple)
+        whole = [y.full_tensor() if placement is not None else y for y in (results if several else [results])]
+        return tuple(whole) if several else whole[0]
+
+    for sample in op.samples(HERE, torch.float32):
+        if sample.args[0].dim() > 1 and len(sample.args[1]) in range(2, 100):
+            require_accurate(op, sample, call(op, sample, fn=fn))
+
+
 def how_a_dtensors_gradient_is_summed(rank: int, world: int) -> None:
     """A sharded sequence's gradient comes back sharded, each rank's sum its own."""
     mesh = init_device_mesh(HERE.type, (world,))
@@ -294,6 +318,9 @@ for placement in (None, Replicate(), Shard(0), Shard(1)):
     case(dtensors, placement, torch.float32)
     case(compiled_dtensors, placement, "aot_eager", only=2)
 case(dtensors, Shard(1), torch.bfloat16)
+for name in ("linear_logprobs", "fused_linear_jsd"):
+    case(of_one_operator, name, None)
+    case(of_one_operator, name, Shard(0))
 case(dtensors, Shard(1), torch.float32, True, only=4)
 case(compiled_dtensors, None, "inductor", only=2)
 case(compiled_dtensors, Shard(1), "inductor", only=2)

@@ -36,7 +36,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.math import LOG2E
-from llmk.ops.common.norm import sum_pair
+from llmk.ops.common.sums import sum_pair
 from llmk.ops.linear_loss._logprob_rows_cpu import STATISTICS, Scores, combine_cpu, gradients_cpu, statistics_cpu
 from llmk.ops.linear_loss._scores import scores
 from llmk.registry import cdiv, empty, next_power_of_2, wrap_triton

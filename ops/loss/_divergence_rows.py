@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.reduce import mean_of_rows, sum_to_scalar
 from llmk.ops.common.rows import as_rows
+from llmk.ops.common.sums import mean_of_rows, sum_to_scalar
 from llmk.ops.loss.divergence_math import Mixture, divergence_of, divergence_of_cpu
 from llmk.registry import (
     PARTIAL,
