@@ -44,7 +44,7 @@ from tqdm import tqdm
 
 import llmk
 from llmk.registry import OPS
-from llmk.registry.launch import ops_in_graph_as
+from llmk.registry.graphs import ops_in_graph_as
 
 DTYPE = torch.bfloat16
 ROUNDS, STEPS = 4, 4  # of each variant: steps timed, and as many profiled, in each round; one more round warms up

@@ -35,7 +35,7 @@ from benchmarks.profiling import kernel_times, print_kernels, write_kernels
 from benchmarks.report import Results, header
 from benchmarks.step_report import same_model, table
 from benchmarks.timing import first_line
-from llmk.registry.launch import ops_in_graph_as
+from llmk.registry.graphs import ops_in_graph_as
 
 LOSSES = 15
 """Steps whose losses are kept; they warm up too."""

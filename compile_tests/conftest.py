@@ -9,7 +9,7 @@ import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
 import llmk  # noqa: F401 registers the operators
-from llmk.registry.launch import INTERPRET
+from llmk.registry.backends import INTERPRET
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

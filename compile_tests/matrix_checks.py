@@ -72,8 +72,8 @@ def opcheck_kernels() -> None:
 
 def ahead() -> None:
     """the kernels of every operator's samples built for sm_90 and gfx942, without a GPU"""
+    from compile_tests.aot import TARGETS, compile_for, launches
     from llmk.registry import OPS
-    from llmk.registry.aot import TARGETS, compile_for, launches
 
     built = 0
     for name, warp_size in (("sm_90", 32), ("gfx942", 64)):
@@ -85,8 +85,8 @@ def ahead() -> None:
 
 
 def launching() -> None:
-    """graphs and launches as a GPU gets them: the tests of snapshots, the launcher, plans and the short path"""
-    files = [f"compile_tests/test_{name}.py" for name in ("snapshots", "launcher", "plan", "eager", "private")]
+    """graphs and launches as a GPU gets them: the tests of snapshots, the launcher, replays and the short path"""
+    files = [f"compile_tests/test_{name}.py" for name in ("snapshots", "launcher", "replay", "eager", "private")]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--show-capture=no", *files]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTEST_ADDOPTS": "-o addopts="})
     lines = done.stdout.strip().splitlines()

@@ -21,7 +21,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from llmk.opcheck.calls import incoming_gradients, require_accurate
 from llmk.opcheck.inputs import BrokenPromise, Outcome
-from llmk.registry import OPS, PARTIAL, KernelOp, Op, Sample, whole_only
+from llmk.registry import OPS, PARTIAL, KernelOp, Op, Sample, replicate_only
 
 CPU = torch.device("cpu")
 MOST_ELEMENTS = 20_000
@@ -187,7 +187,7 @@ def operators(mesh: DeviceMesh) -> Iterator[str]:
             for way in ways(op, sample, mesh):
                 yield from differences(op, sample, mesh, way, op.overload, _means_rows(op, sample))
                 split = True
-        if split == (op.kernel_ops[0].sharding is whole_only):
+        if split == (op.kernel_ops[0].sharding is replicate_only):
             yield f"{op.name}: {'a' if split else 'no'} sample was split"
 
 

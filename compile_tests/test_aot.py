@@ -1,6 +1,6 @@
 """Every kernel compiles ahead for every target, on a machine without a GPU.
 
-`llmk.registry.aot` finds the launches by running each operator on fake tensors. To stay within a few minutes, sm_90
+`compile_tests.aot` finds the launches by running each operator on fake tensors. To stay within a few minutes, sm_90
 gets all of them in bfloat16 and those of the workloads in every dtype; the other targets get the workloads' in
 bfloat16, and each kernel once more as its first sample launches it.
 """
@@ -14,8 +14,10 @@ import torch
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from llmk.registry import OPS, aot
-from llmk.registry.launch import INTERPRET, Launch
+from compile_tests import aot
+from llmk.registry import OPS
+from llmk.registry.backends import INTERPRET
+from llmk.registry.launch import Launch
 
 pytestmark = [
     pytest.mark.skipif(INTERPRET, reason="TRITON_INTERPRET=1: the kernels are interpreted, not compiled"),

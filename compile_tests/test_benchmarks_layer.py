@@ -8,7 +8,8 @@ import torch
 from stub_driver import Graphs, steps, stub_driver, trace
 
 from benchmarks.layer import Sizes, Variant, group_of, layer, main, variants
-from llmk.registry.launch import INTERPRET, ops_in_graph_as
+from llmk.registry.backends import INTERPRET
+from llmk.registry.graphs import ops_in_graph_as
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="TRITON_INTERPRET=1: kernels run as opaque nodes, on no device")
 

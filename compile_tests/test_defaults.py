@@ -12,7 +12,7 @@ import torch
 from llmk.opcheck.calls import Outcome, call, incoming_gradients
 from llmk.opcheck.inputs import with_default_dtype
 from llmk.registry import OPS, Op, Sample
-from llmk.registry.launch import INTERPRET
+from llmk.registry.backends import INTERPRET
 
 ROOT = Path(__file__).resolve().parent.parent
 FACTORIES = {

@@ -14,8 +14,7 @@ from llmk.opcheck.accuracy import accuracy_violation
 from llmk.opcheck.calls import call, require_accurate
 from llmk.opcheck.inputs import as_list, differentiable_inputs, prepare, with_default_dtype
 from llmk.opcheck.truth import to_float64
-from llmk.registry import OPS, KernelOp, Op, Sample, whole_only
-from llmk.registry.launch import set_short_path_enabled
+from llmk.registry import OPS, KernelOp, Op, Sample, replicate_only, set_short_path_enabled
 
 CPU = torch.device("cpu")
 PATHS = {"short path": nullcontext, "dispatcher": partial(set_short_path_enabled, False)}
@@ -210,7 +209,7 @@ def test_what_a_second_derivative_would_miss_is_refused() -> None:
         op = KernelOp(fn)
         op.register_kernel("cpu")(fn)
         op.register_fake(lambda input: (torch.empty_like(input), torch.empty_like(input)))
-        op.register_sharding(whole_only)
+        op.register_sharding(replicate_only)
         op.register_autograd(lambda ctx, grad: grad * 2, setup_context=setup_context)
         return op
 

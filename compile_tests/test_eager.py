@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from llmk.functional import cross_entropy, rms_norm
 from llmk.registry import set_short_path_enabled, wrap_triton
-from llmk.registry.launch import nothing_looks_on, takes_short_path
-from llmk.registry.launcher import Launcher
+from llmk.registry.eager.bypass import is_plain_eager, takes_short_path
+from llmk.registry.eager.launcher import Launcher
 
 x, w = torch.randn(4, 8), torch.nn.Parameter(torch.randn(8))
 
@@ -72,26 +72,26 @@ def test_other_types_are_the_dispatchers(args: Any, kwargs: Any, dispatched: lis
 )
 def test_whoever_looks_on_sees_the_operator(context: Any, dispatched: list[bool]) -> None:
     with context():
-        assert not nothing_looks_on()
+        assert not is_plain_eager()
         rms_norm(x, w)
     assert dispatched == [True]
 
 
 def test_the_short_path_has_one_switch() -> None:
     """A function and a context manager, for all threads."""
-    assert nothing_looks_on()
+    assert is_plain_eager()
     with set_short_path_enabled(False):
-        assert not nothing_looks_on()
+        assert not is_plain_eager()
         assert not takes_short_path((x,))
         with set_short_path_enabled(True):
             assert takes_short_path((x,))
         with ThreadPoolExecutor(1) as threads:
-            assert not threads.submit(nothing_looks_on).result()
-    assert nothing_looks_on()
+            assert not threads.submit(is_plain_eager).result()
+    assert is_plain_eager()
     set_short_path_enabled(False)
-    assert not nothing_looks_on()
+    assert not is_plain_eager()
     set_short_path_enabled(True)
-    assert nothing_looks_on()
+    assert is_plain_eager()
     with pytest.raises(TypeError, match="mode: expected a bool, got None"):
         set_short_path_enabled(None)  # type: ignore[arg-type]
 

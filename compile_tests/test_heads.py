@@ -12,7 +12,7 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from llmk.registry import OPS
-from llmk.registry.launch import INTERPRET
+from llmk.registry.backends import INTERPRET
 
 NAMES = ("rope", "qk_norm_rope")
 each_op = pytest.mark.parametrize("name", NAMES)

@@ -13,7 +13,7 @@ import llmk.ops.linear.linear_act
 from llmk.opcheck.calls import call, differentiable_inputs, require_accurate
 from llmk.ops.loss.row_loss_short import LONGEST_SHORT
 from llmk.registry import OPS, Sample
-from llmk.registry.launch import INTERPRET
+from llmk.registry.backends import INTERPRET
 
 dtypes = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 sizes = st.integers(1, 40)

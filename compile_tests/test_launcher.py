@@ -12,9 +12,10 @@ from triton.runtime import driver
 from triton.runtime.jit import create_function_from_signature
 
 from llmk.ops.pointwise.gated_units import gated_unit_kernel
-from llmk.registry import launcher, set_short_path_enabled, wrap_triton
-from llmk.registry.launch import INTERPRET
-from llmk.registry.launcher import Launcher
+from llmk.registry import set_short_path_enabled, wrap_triton
+from llmk.registry.backends import INTERPRET
+from llmk.registry.eager import launcher
+from llmk.registry.eager.launcher import Launcher
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="TRITON_INTERPRET=1: nothing is built")
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from llmk.opcheck.calls import call
 from llmk.registry import OPS, Sample
-from llmk.registry.launch import INTERPRET
+from llmk.registry.backends import INTERPRET
 
 HUGE = {
     "both signs": lambda x: x,

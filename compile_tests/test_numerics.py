@@ -10,7 +10,7 @@ from llmk.opcheck import path_taken
 from llmk.opcheck.calls import call, require_accurate
 from llmk.ops.loss.row_loss_short import LONGEST_SHORT
 from llmk.registry import OPS, Op
-from llmk.registry.launch import INTERPRET
+from llmk.registry.backends import INTERPRET
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ROWS = 7 if INTERPRET else 257

@@ -9,7 +9,7 @@ import torch
 from compile_tests.planted_kernels import BROKEN_KERNELS, sound_kernel, square_by
 from llmk.opcheck import check
 from llmk.opcheck.runner import promises_for
-from llmk.registry.launch import INTERPRET
+from llmk.registry.backends import INTERPRET
 
 pytestmark = [
     pytest.mark.kernels,

@@ -7,7 +7,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from llmk.opcheck.calls import call
 from llmk.registry import OPS
-from llmk.registry.launch import INTERPRET
+from llmk.registry.backends import INTERPRET
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="TRITON_INTERPRET=1: operators are opaque")
 

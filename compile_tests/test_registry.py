@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import llmk
-from llmk.registry import OPS, KernelOp, public_op, set_short_path_enabled, whole_only
+from llmk.registry import OPS, KernelOp, public_op, replicate_only, set_short_path_enabled
 
 
 def kernel_op(name: str, *, backward: bool = False) -> KernelOp:
@@ -26,7 +26,7 @@ def kernel_op(name: str, *, backward: bool = False) -> KernelOp:
     op = KernelOp(fn)
     op.register_kernel("cpu")(lambda input: input * 2)
     op.register_fake(lambda input: torch.empty_like(input))
-    op.register_sharding(whole_only)
+    op.register_sharding(replicate_only)
     if backward:
         op.register_autograd(lambda ctx, grad: op(grad), setup_context=lambda ctx, inputs, output: None)
     return op

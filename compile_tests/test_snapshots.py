@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from benchmarks.layer import Sizes, Variant, layer, variants
 from llmk.nn import LinearCrossEntropyLoss, RMSNorm, RotaryEmbedding, SwiGLUMLP
 from llmk.registry import OPS
-from llmk.registry.launch import INTERPRET, ops_in_graph_as
+from llmk.registry.backends import INTERPRET
+from llmk.registry.graphs import ops_in_graph_as
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="TRITON_INTERPRET=1: kernels run as opaque nodes, on no device")
 

@@ -1,16 +1,18 @@
 """No launch configuration that an operator can choose spills registers on sm_90 or asks for more shared memory than an
 sm_80 has; no GPU is needed.
 
-`llmk.registry.sweep` finds the configurations. To stay within a few minutes, those with the largest blocks for their
-number of warps are built; with `--every-configuration` all of them are, found at more sizes.
+`compile_tests.configurations` finds the configurations. To stay within a few minutes, those with the largest blocks
+for their number of warps are built; with `--every-configuration` all of them are, found at more sizes.
 """
 
 import pytest
 import torch
 
-from llmk.registry import OPS, aot
-from llmk.registry.launch import INTERPRET, Launch
-from llmk.registry.sweep import largest_blocks, sweep
+from compile_tests import aot
+from compile_tests.configurations import largest_blocks, sweep
+from llmk.registry import OPS
+from llmk.registry.backends import INTERPRET
+from llmk.registry.launch import Launch
 
 pytestmark = [
     pytest.mark.skipif(INTERPRET, reason="TRITON_INTERPRET=1: the kernels are interpreted, not compiled"),

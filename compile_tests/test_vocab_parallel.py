@@ -28,7 +28,7 @@ from llmk.ops.loss.row_loss import CPU, KERNELS
 from llmk.ops.loss.row_loss_math import Columns, Options
 from llmk.ops.loss.row_loss_short import LONGEST_SHORT
 from llmk.registry import OPS, Sample
-from llmk.registry.launch import INTERPRET
+from llmk.registry.backends import INTERPRET
 
 OP = OPS["fused_linear_ce"]
 HERE = torch.device("cpu")

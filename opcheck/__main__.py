@@ -25,7 +25,7 @@ from llmk.opcheck.journal import Journal
 from llmk.opcheck.processes import Unit, check_in_processes
 from llmk.opcheck.runner import Result, checks, path_taken, promise_named
 from llmk.registry import OPS, Op
-from llmk.registry.launch import INTERPRET
+from llmk.registry.backends import INTERPRET
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

@@ -10,7 +10,7 @@ from llmk.opcheck.accuracy import accuracy_violation, rounded_once
 from llmk.opcheck.inputs import BrokenPromise, Outcome, as_list, copy_with_layout, differentiable_inputs, prepare
 from llmk.opcheck.truth import DRAWS, MORE_DRAWS, Truth, truth_of
 from llmk.registry import RULE, Op, Sample, Tolerance
-from llmk.registry.launch import INTERPRET
+from llmk.registry.backends import INTERPRET
 
 
 def incoming_gradients(outputs: Sequence[Tensor]) -> list[Tensor]:

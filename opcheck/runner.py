@@ -12,7 +12,7 @@ import torch
 from llmk.opcheck.inputs import BrokenPromise, NothingToCheck, watched_by
 from llmk.opcheck.promises import GPU_PROMISES, INTERPRETER_PROMISES, PROMISES, Promise
 from llmk.registry import Op, Sample
-from llmk.registry.launch import INTERPRET
+from llmk.registry.backends import INTERPRET
 
 Check = tuple[str, str, str]
 """Operator, dtype and promise."""

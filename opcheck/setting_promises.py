@@ -12,7 +12,7 @@ import torch
 from llmk.opcheck.calls import call, device_of, float_dtype, one_of_each, require_accurate
 from llmk.opcheck.inputs import BrokenPromise, NothingToCheck, Outcome, same_results, with_default_dtype
 from llmk.registry import Op, Sample
-from llmk.registry.launch import INTERPRET
+from llmk.registry.backends import INTERPRET
 
 Setting = Callable[[], AbstractContextManager[Any]]
 

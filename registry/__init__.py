@@ -4,6 +4,7 @@
 one per step that launches kernels. `OPS` holds the records, which opcheck, the tests, the benchmarks and the docs read.
 """
 
+from llmk.registry.backends import use_kernels_on_cpu
 from llmk.registry.checks import (
     LARGEST,
     check_dtype,
@@ -15,27 +16,22 @@ from llmk.registry.checks import (
     check_shape,
     check_switch,
 )
+from llmk.registry.devices import autocast_dtype, most_warps, num_programs
+from llmk.registry.eager.bypass import set_short_path_enabled
+from llmk.registry.graphs import recomputed_in_backward
 from llmk.registry.kernel_op import KernelOp, wrap_triton
-from llmk.registry.launch import (
-    autocast_dtype,
-    empty,
-    most_warps,
-    num_programs,
-    recomputed_in_backward,
-    set_short_path_enabled,
-    use_kernels_on_cpu,
-)
+from llmk.registry.launch import empty
 from llmk.registry.public_op import public_op
 from llmk.registry.record import OPS, RULE, Cost, Op, Sample, Tolerance
-from llmk.registry.sharding import PARTIAL, WHOLE, axes, is_sharded, row_axes, whole_only
+from llmk.registry.sharding import PARTIAL, REPLICATE, axes, is_sharded, replicate_only, row_axes
 from llmk.registry.sizes import at_most, cdiv, example_of, next_power_of_2
 
 __all__ = [
     "LARGEST",
     "OPS",
     "PARTIAL",
+    "REPLICATE",
     "RULE",
-    "WHOLE",
     "Cost",
     "KernelOp",
     "Op",
@@ -61,9 +57,9 @@ __all__ = [
     "num_programs",
     "public_op",
     "recomputed_in_backward",
+    "replicate_only",
     "row_axes",
     "set_short_path_enabled",
     "use_kernels_on_cpu",
-    "whole_only",
     "wrap_triton",
 ]

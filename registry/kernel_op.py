@@ -7,21 +7,14 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from llmk.registry.backends import INTERPRET, runs_kernels
 from llmk.registry.checks import check_home
 from llmk.registry.derivative import Derivative, Keeps
-from llmk.registry.launch import (
-    HAS_LAUNCHER,
-    INTERPRET,
-    PLAIN_TENSORS,
-    forced_form,
-    kernel_context,
-    kernels_on_cpu,
-    needs_context,
-    recording,
-    takes_short_path,
-    wrap_triton,
-)
-from llmk.registry.plan import Planned
+from llmk.registry.devices import kernel_context, needs_context
+from llmk.registry.eager.bypass import PLAIN_TENSORS, takes_short_path
+from llmk.registry.eager.replay import Replayed
+from llmk.registry.graphs import forced_form
+from llmk.registry.launch import HAS_LAUNCHER, recording, wrap_triton
 from llmk.registry.private import bare_apply, define_kernel_op, schema_of, traced_by_compiler
 from llmk.registry.sharding import Rule, register_rule
 
@@ -52,7 +45,7 @@ class KernelOp:
         decomposed: Give a compiled graph plain PyTorch instead of the launches, always or where this function of the
             arguments says so: for what Inductor fuses better with its neighbours than a kernel could, or computes again
             instead of keeping. The figure that decided it goes into the record's `choices`.
-        planned: Repeat the launches of a call that looks like an earlier one, see `Planned` for what that asks of `fn`.
+        replayed: Replay a call that looks like an earlier one, see `Replayed` for what that asks of `fn`.
         opaque: Keep the op as one node in a compiled graph instead of inlining its launches: for a driver whose number
             of launches depends on sizes and would need a graph for each.
     """
@@ -64,7 +57,7 @@ class KernelOp:
         name: str | None = None,
         opaque: bool = False,
         decomposed: bool | Callable[..., bool] = False,
-        planned: bool = False,
+        replayed: bool = False,
     ) -> None:
         self.name = name or fn.__name__
         if not self.name.startswith("_"):
@@ -78,7 +71,7 @@ class KernelOp:
         self._decomposition: Callable[..., Any] | None = None
         self._fake: Callable[..., Any] | None = None
         self.sharding: Rule | None = None
-        self.planned = Planned(fn) if planned and HAS_LAUNCHER else None
+        self.replayed = Replayed(fn) if replayed and HAS_LAUNCHER else None
         self._body = self._wrap(fn)
         self._definition = define_kernel_op(f"llmk::{self.name}", self._body, opaque=opaque or INTERPRET)
         self._definition.register_fake(self._wrap_fake())
@@ -105,7 +98,7 @@ class KernelOp:
     def _run(self, *args: Any) -> Any:
         """The body where nothing traces; on the current GPU without autocast that is the launching function itself."""
         if args[0].is_cuda and not needs_context(args[0]):
-            return self.fn(*args) if self.planned is None else self.planned(args[0].get_device(), args)
+            return self.fn(*args) if self.replayed is None else self.replayed(args[0].get_device(), args)
         return self._body(*args)
 
     def register_kernel(self, device_type: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -179,8 +172,8 @@ class KernelOp:
         """Register how DTensors may be split: `rule(*args)` gives `(outputs, inputs)` for each way, see `sharding.py`.
 
         It is called with the op's own arguments, of tensors only what DTensor knows: `shape` and `ndim`. `inputs` has
-        an entry for each argument that may be a tensor, which is not looked at where that is None. All of them whole
-        is always allowed; for an op that knows no other way there is `whole_only`.
+        an entry for each argument that may be a tensor, which is not looked at where that is None. All of them
+        replicated is always allowed; for an op that knows no other way there is `replicate_only`.
         """
         self.sharding = rule
         register_rule(self.overload, rule)
@@ -205,20 +198,19 @@ class KernelOp:
 
     def implementation(self, *args: Any) -> Callable[..., Any]:
         """What computes on the device of the first argument: the launching function, or plain PyTorch."""
-        tensor = args[0]
-        if not tensor.is_cuda and not tensor.is_cpu:
-            raise NotImplementedError(f"llmk::{self.name} runs on cpu and cuda devices, got {tensor.device}")
         assert self._cpu is not None
-        if tensor.is_cuda or kernels_on_cpu():
-            return self._decomposition or self._cpu if self._form_in_graph(args) == "aten" else self.fn
-        return self._cpu
+        if not runs_kernels(self.name, args[0]):
+            return self._cpu
+        return self._decomposition or self._cpu if self._is_decomposed(args) else self.fn
 
-    def _form_in_graph(self, args: tuple[Any, ...]) -> str:
-        """Where a compiler traces, "aten" for plain PyTorch or "kernel"; else "kernel"."""
+    def _is_decomposed(self, args: tuple[Any, ...]) -> bool:
+        """Whether a compiler traces that is to see plain PyTorch."""
         if not traced_by_compiler():
-            return "kernel"
-        decomposed = self.decomposed if isinstance(self.decomposed, bool) else self.decomposed(*args)
-        return forced_form(self.name) or ("aten" if decomposed else "kernel")
+            return False
+        forced = forced_form(self.name)
+        if forced is not None:
+            return forced == "aten"
+        return self.decomposed if isinstance(self.decomposed, bool) else self.decomposed(*args)
 
     def _wrap_fake(self) -> Callable[..., Any]:
         def fake(*args: Any) -> Any:

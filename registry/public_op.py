@@ -11,8 +11,8 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.overrides import is_tensor_like
 
 from llmk.registry.checks import check_home
+from llmk.registry.eager.bypass import PLAIN_TENSORS, inside_functorch, is_plain_eager
 from llmk.registry.kernel_op import KernelOp
-from llmk.registry.launch import PLAIN_TENSORS, inside_functorch, nothing_looks_on
 from llmk.registry.private import forward_mode_level, parse_schema
 from llmk.registry.record import OPS, Op
 
@@ -83,7 +83,7 @@ def public_op(
 
         @functools.wraps(fn)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if nothing_looks_on() and fits(args, kwargs):
+            if is_plain_eager() and fits(args, kwargs):
                 return implementation(*args, **kwargs)
             if not torch.compiler.is_compiling():
                 refuse_misuse(args, kwargs)

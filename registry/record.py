@@ -61,7 +61,7 @@ class Op:
             the sample's dtype, where its error is the yardstick.
         samples: `samples(device, dtype)` yields the calls that every check makes. Each has at most a few thousand
             elements, so that Triton's interpreter gets through them. Every option and layout that changes what is
-            launched needs one: `llmk.registry.sweep` makes it again at other sizes to find all launch configurations.
+            launched needs one: the tests make it again at other sizes to find all launch configurations.
         resized: `resized(rows, device, dtype)` is one sample with that many rows; None where nothing is dynamic.
         workloads: `workloads(device, dtype)` yields the sizes that users run. Benchmarks time them, and every kernel
             is compiled ahead in the configurations that they and the samples choose.

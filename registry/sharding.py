@@ -3,7 +3,7 @@
 An operator's rule says so in a notation of its own, one entry for each tensor:
 
 - a number: the tensor is split along this axis;
-- `WHOLE`: every process has all of it;
+- `REPLICATE`: every process has all of it;
 - `PARTIAL`: every process has a tensor of the full shape, and their sum is meant.
 
 DTensor chooses the cheapest of a rule's splits for what it is given, and communicates where none fits.
@@ -16,7 +16,7 @@ import torch
 
 from llmk.registry.private import schema_of, tell_calls_apart
 
-WHOLE, PARTIAL = "whole", "partial"
+REPLICATE, PARTIAL = "replicate", "partial"
 
 Split = int | str
 Rule = Callable[..., Iterable[tuple[Sequence[Split], Sequence[Split]]]]
@@ -32,13 +32,13 @@ def row_axes(tensor: Any) -> range:
     return range(tensor.ndim - 1)
 
 
-def whole_only(*args: Any) -> list[Any]:
+def replicate_only(*args: Any) -> list[Any]:
     """The rule of an operator that cannot be split: DTensor gathers its inputs, and every process computes it all."""
     return []
 
 
 def register_rule(overload: Any, rule: Rule) -> None:
-    """Hand an operator's rule to DTensor; everything whole is always allowed beside it."""
+    """Hand an operator's rule to DTensor; everything replicated is always allowed beside it."""
     if not torch.distributed.is_available():
         return
     # What torch.compile needs has imported these already: they cost no time.
@@ -48,16 +48,16 @@ def register_rule(overload: Any, rule: Rule) -> None:
     schema = schema_of(overload)
     tensors = [i for i, argument in enumerate(schema.arguments) if "Tensor" in str(argument.type)]
     outputs = len(schema.returns)
-    everything_whole = [WHOLE] * outputs, [WHOLE] * len(tensors)
+    everything_replicated = [REPLICATE] * outputs, [REPLICATE] * len(tensors)
 
     def placement(split: Split) -> Any:
         if isinstance(split, int):
             return Shard(split)
-        return {WHOLE: Replicate(), PARTIAL: Partial()}[split]
+        return {REPLICATE: Replicate(), PARTIAL: Partial()}[split]
 
     def acceptable(*args: Any) -> list[tuple[list[Any], list[Any]]]:
         found = []
-        for of_outputs, of_inputs in (*(rule(*args) if told_apart else ()), everything_whole):
+        for of_outputs, of_inputs in (*(rule(*args) if told_apart else ()), everything_replicated):
             if len(of_outputs) != outputs or len(of_inputs) != len(tensors):
                 raise ValueError(
                     f"{overload}: expected a sharding rule of {outputs} outputs and {len(tensors)} tensors, "

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from llmk.ops.common.math import everywhere
 from llmk.registry import cdiv, empty, wrap_triton
-from llmk.registry.launch import INTERPRET
+from llmk.registry.backends import INTERPRET
 
 
 @triton.jit

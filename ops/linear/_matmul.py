@@ -13,7 +13,7 @@ from torch import Tensor
 from llmk.ops.common.activations import activate
 from llmk.ops.common.rows import aligned, contiguous
 from llmk.registry import cdiv, example_of, next_power_of_2, num_programs, wrap_triton
-from llmk.registry.launch import INTERPRET
+from llmk.registry.backends import INTERPRET
 from llmk.registry.private import addmm_activation
 
 

@@ -34,7 +34,7 @@ from llmk.ops.linear._activation_gradient import activation_gradient, activation
 from llmk.ops.linear._matmul import activate_product, fused_product, product, product_activation, suits
 from llmk.registry import (
     PARTIAL,
-    WHOLE,
+    REPLICATE,
     Cost,
     KernelOp,
     Sample,
@@ -213,21 +213,21 @@ def _(grad, kept, input, weight, *args, out_val=None) -> int:
 @linear_act_fwd.register_sharding
 def _(input, weight, bias, activation, keep_z):
     def outputs(axis: int) -> list[int | str]:
-        return [axis, axis if keep_z else WHOLE]
+        return [axis, axis if keep_z else REPLICATE]
 
-    rows = [(outputs(axis), [axis, WHOLE, WHOLE]) for axis in row_axes(input)]
-    return [*rows, (outputs(input.ndim - 1), [WHOLE, 0, 0])]
+    rows = [(outputs(axis), [axis, REPLICATE, REPLICATE]) for axis in row_axes(input)]
+    return [*rows, (outputs(input.ndim - 1), [REPLICATE, 0, 0])]
 
 
 @linear_act_bwd.register_sharding
 def _(grad, kept, input, weight, activation, need_db):
     def outputs(dx: int | str, dw: int | str, db: int | str) -> list[int | str]:
         wanted = (dx, weight is not None), (dw, input is not None), (db, need_db)
-        return [split if needed else WHOLE for split, needed in wanted]
+        return [split if needed else REPLICATE for split, needed in wanted]
 
-    rows = [(outputs(axis, PARTIAL, PARTIAL), [axis, axis, axis, WHOLE]) for axis in row_axes(grad)]
+    rows = [(outputs(axis, PARTIAL, PARTIAL), [axis, axis, axis, REPLICATE]) for axis in row_axes(grad)]
     last = grad.ndim - 1
-    return [*rows, (outputs(PARTIAL, 0, 0), [last, last, WHOLE, 0])]
+    return [*rows, (outputs(PARTIAL, 0, 0), [last, last, REPLICATE, 0])]
 
 
 def _setup_context(ctx, inputs, output) -> None:

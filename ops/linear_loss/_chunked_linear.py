@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.registry import PARTIAL, WHOLE, KernelOp, axes, cdiv, empty, wrap_triton
-from llmk.registry.launch import kernels_on_cpu
+from llmk.registry import PARTIAL, REPLICATE, KernelOp, axes, cdiv, empty, wrap_triton
+from llmk.registry.backends import kernels_on_cpu
 
 LOGITS_BUDGET = 4 * 2**30 // 3
 """Bytes of one chunk's logits on a GPU when `chunk_size` is 0."""
@@ -164,10 +164,12 @@ def _scale(input: Tensor, grad: Tensor, divisor: Tensor, dtype: torch.dtype) -> 
 
 def scale_op(name: str) -> KernelOp:
     """`_scale` as a kernel op of one operator's own."""
-    scale = KernelOp(_scale, name=name, planned=True)
+    scale = KernelOp(_scale, name=name, replayed=True)
     scale.register_kernel("cpu")(_scale_on_cpu)
     scale.register_fake(lambda input, grad, divisor, dtype: input.new_empty(input.shape, dtype=dtype))
-    scale.register_sharding(lambda input, *_: [([split], [split, WHOLE, WHOLE]) for split in (*axes(input), PARTIAL)])
+    scale.register_sharding(
+        lambda input, *_: [([split], [split, REPLICATE, REPLICATE]) for split in (*axes(input), PARTIAL)]
+    )
     return scale
 
 

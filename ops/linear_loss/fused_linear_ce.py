@@ -33,7 +33,7 @@ from llmk.ops.loss.row_loss import CPU, KERNELS
 from llmk.ops.loss.row_loss_short import LONGEST_SHORT
 from llmk.registry import (
     PARTIAL,
-    WHOLE,
+    REPLICATE,
     Cost,
     Sample,
     check_dtype,
@@ -41,10 +41,10 @@ from llmk.registry import (
     check_shape,
     is_sharded,
     public_op,
+    replicate_only,
     row_axes,
-    whole_only,
 )
-from llmk.registry.launch import PLAIN_TENSORS
+from llmk.registry.eager.bypass import PLAIN_TENSORS
 
 
 def fused_linear_ce_reference(
@@ -70,22 +70,28 @@ def fused_linear_ce_reference(
 def _reduced_sharding(input, *args):
     *_, reduction, need_dx, _, _ = args
     if reduction == "mean":
-        return whole_only()
-    divisor = PARTIAL if reduction == "total" else WHOLE
+        return replicate_only()
+    divisor = PARTIAL if reduction == "total" else REPLICATE
     return [
-        ([PARTIAL, divisor, axis if need_dx else WHOLE, PARTIAL, PARTIAL], [axis, WHOLE, WHOLE, axis, WHOLE, axis])
+        (
+            [PARTIAL, divisor, axis if need_dx else REPLICATE, PARTIAL, PARTIAL],
+            [axis, REPLICATE, REPLICATE, axis, REPLICATE, axis],
+        )
         for axis in row_axes(input)
     ]
 
 
 def _rows_sharding(input, *_):
-    return [([axis, 1 + axis], [axis, WHOLE, WHOLE, axis, WHOLE, axis]) for axis in row_axes(input)]
+    return [([axis, 1 + axis], [axis, REPLICATE, REPLICATE, axis, REPLICATE, axis]) for axis in row_axes(input)]
 
 
 def _rows_gradients_sharding(input, *args):
     *_, need_dx, _, _ = args
     return [
-        ([axis if need_dx else WHOLE, PARTIAL, PARTIAL], [axis, WHOLE, WHOLE, axis, WHOLE, axis, axis, 1 + axis])
+        (
+            [axis if need_dx else REPLICATE, PARTIAL, PARTIAL],
+            [axis, REPLICATE, REPLICATE, axis, REPLICATE, axis, axis, 1 + axis],
+        )
         for axis in row_axes(input)
     ]
 

@@ -41,7 +41,7 @@ from llmk.ops.loss.divergence_math import Mixture
 from llmk.ops.loss.jsd import jsd_terms
 from llmk.registry import (
     PARTIAL,
-    WHOLE,
+    REPLICATE,
     Cost,
     Sample,
     cdiv,
@@ -52,11 +52,11 @@ from llmk.registry import (
     check_switch,
     is_sharded,
     public_op,
+    replicate_only,
     row_axes,
-    whole_only,
 )
 from llmk.registry.checks import LARGEST, TINY
-from llmk.registry.launch import PLAIN_TENSORS
+from llmk.registry.eager.bypass import PLAIN_TENSORS
 from llmk.registry.record import FLOAT_DTYPES
 
 
@@ -179,11 +179,11 @@ scale = scale_op("_fused_linear_jsd_scale")
 def _(input, *args):
     *_, total, need_dx, _, _ = args
     if not total:
-        return whole_only()
+        return replicate_only()
     return [
         (
-            [PARTIAL, PARTIAL, axis if need_dx else WHOLE, PARTIAL, PARTIAL],
-            [axis, WHOLE, WHOLE, axis, WHOLE, WHOLE, axis, axis],
+            [PARTIAL, PARTIAL, axis if need_dx else REPLICATE, PARTIAL, PARTIAL],
+            [axis, REPLICATE, REPLICATE, axis, REPLICATE, REPLICATE, axis, axis],
         )
         for axis in row_axes(input)
     ]

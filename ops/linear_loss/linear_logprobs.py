@@ -40,7 +40,7 @@ from llmk.ops.linear_loss._logprob_rows_cpu import STATISTICS, Scores
 from llmk.ops.linear_loss._ranks import gather, group_size, sum_over
 from llmk.registry import (
     PARTIAL,
-    WHOLE,
+    REPLICATE,
     Cost,
     Sample,
     cdiv,
@@ -52,7 +52,7 @@ from llmk.registry import (
     row_axes,
 )
 from llmk.registry.checks import LARGEST, TINY
-from llmk.registry.launch import PLAIN_TENSORS
+from llmk.registry.eager.bypass import PLAIN_TENSORS
 
 
 def linear_logprobs_reference(
@@ -195,14 +195,14 @@ linear_logprobs_bwd = CallOp(
 
 @linear_logprobs_fwd.op.register_sharding
 def _(input, *_):
-    return [([axis, axis, 1 + axis], [axis, WHOLE, WHOLE, axis]) for axis in row_axes(input)]
+    return [([axis, axis, 1 + axis], [axis, REPLICATE, REPLICATE, axis]) for axis in row_axes(input)]
 
 
 @linear_logprobs_bwd.op.register_sharding
 def _(input, *args):
     need_dx = args[-3]
     return [
-        ([axis if need_dx else WHOLE, PARTIAL, PARTIAL], [axis, WHOLE, WHOLE, axis, axis, axis, 1 + axis])
+        ([axis if need_dx else REPLICATE, PARTIAL, PARTIAL], [axis, REPLICATE, REPLICATE, axis, axis, axis, 1 + axis])
         for axis in row_axes(input)
     ]
 

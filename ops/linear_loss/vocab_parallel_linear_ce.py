@@ -35,7 +35,7 @@ from llmk.ops.linear_loss.fused_linear_ce import (
     fused_linear_ce_resized,
 )
 from llmk.ops.loss.cross_entropy import check_loss_options
-from llmk.registry import Sample, public_op, whole_only
+from llmk.registry import Sample, public_op, replicate_only
 
 
 def vocab_parallel_linear_ce_reference(
@@ -49,7 +49,7 @@ def vocab_parallel_linear_ce_reference(
 
 
 # They are called on each rank's own tensors.
-OPS = CrossEntropyOps("vocab_parallel_linear_ce", SLICE_KERNELS, SLICE_CPU, Shardings(*[whole_only] * 3))
+OPS = CrossEntropyOps("vocab_parallel_linear_ce", SLICE_KERNELS, SLICE_CPU, Shardings(*[replicate_only] * 3))
 
 
 def loss_of_slices(reduction: str, *arguments: Any) -> Tensor:

@@ -18,7 +18,7 @@ from llmk.ops.common.sums import mean_of_rows, sum_to_scalar
 from llmk.ops.loss.divergence_math import Mixture, divergence_of, divergence_of_cpu
 from llmk.registry import (
     PARTIAL,
-    WHOLE,
+    REPLICATE,
     KernelOp,
     cdiv,
     check_dtype,
@@ -26,8 +26,8 @@ from llmk.registry import (
     check_shape,
     empty,
     next_power_of_2,
+    replicate_only,
     row_axes,
-    whole_only,
     wrap_triton,
 )
 
@@ -187,8 +187,8 @@ class DivergenceOps:
         ) -> Tensor:  # fmt: skip
             return _gradients(grad, divisor, Call(input, target, labels, Mixture(beta), ignore_index))
 
-        self.forward = KernelOp(forward, name=f"_{name}_fwd", planned=True)
-        self.backward = KernelOp(backward, name=f"_{name}_bwd", planned=True)
+        self.forward = KernelOp(forward, name=f"_{name}_fwd", replayed=True)
+        self.backward = KernelOp(backward, name=f"_{name}_bwd", replayed=True)
         self.forward.register_kernel("cpu")(
             lambda input, target, labels, beta, ignore_index, reduction: _reduced(
                 CPU, Call(input, target, labels, Mixture(beta), ignore_index), reduction
@@ -204,7 +204,7 @@ class DivergenceOps:
         self.forward.register_sharding(_forward_sharding)
         self.backward.register_sharding(
             lambda grad, divisor, input, *_: [
-                ([axis], [axis if grad.ndim else WHOLE, WHOLE, axis, axis, axis]) for axis in row_axes(input)
+                ([axis], [axis if grad.ndim else REPLICATE, REPLICATE, axis, axis, axis]) for axis in row_axes(input)
             ]
         )
         self.forward.register_autograd(self._gradients, setup_context=_keep_inputs)
@@ -247,8 +247,8 @@ def _fake_forward(input: Tensor, target: Tensor, labels: Any, beta: float, ignor
 
 def _forward_sharding(input: Any, target: Any, labels: Any, beta: float, ignore_index: int, reduction: str) -> Any:
     if reduction == "mean":
-        return whole_only()
-    outputs = {"none": lambda axis: [axis, WHOLE], "sum": lambda axis: [PARTIAL, WHOLE]}
+        return replicate_only()
+    outputs = {"none": lambda axis: [axis, REPLICATE], "sum": lambda axis: [PARTIAL, REPLICATE]}
     of = outputs.get(reduction, lambda axis: [PARTIAL, PARTIAL])
     return [(of(axis), [axis, axis, axis]) for axis in row_axes(input)]
 

@@ -15,7 +15,7 @@ from llmk.ops.loss.row_loss_math import Options
 from llmk.ops.loss.row_loss_short import LONGEST_SHORT
 from llmk.registry import (
     PARTIAL,
-    WHOLE,
+    REPLICATE,
     Cost,
     KernelOp,
     Sample,
@@ -29,8 +29,8 @@ from llmk.registry import (
     empty,
     is_sharded,
     public_op,
+    replicate_only,
     row_axes,
-    whole_only,
 )
 
 
@@ -115,8 +115,8 @@ def _cross_entropy_bwd(
     return _gradient(KERNELS, grad, divisor, input, target, stats, options)
 
 
-cross_entropy_fwd = KernelOp(_cross_entropy_fwd, planned=True)
-cross_entropy_bwd = KernelOp(_cross_entropy_bwd, planned=True)
+cross_entropy_fwd = KernelOp(_cross_entropy_fwd, replayed=True)
+cross_entropy_bwd = KernelOp(_cross_entropy_bwd, replayed=True)
 
 
 @cross_entropy_fwd.register_kernel("cpu")
@@ -146,16 +146,19 @@ def _(grad: Tensor, divisor: Tensor | None, input: Tensor, *rest: Any) -> Tensor
 @cross_entropy_fwd.register_sharding
 def _(input, target, weight, ignore_index, label_smoothing, softcap, z_loss, reduction):
     if reduction == "mean":
-        return whole_only()
+        return replicate_only()
     return [
-        ([axis, WHOLE, 1 + axis] if reduction == "none" else [PARTIAL, PARTIAL, 1 + axis], [axis, axis, WHOLE])
+        ([axis, REPLICATE, 1 + axis] if reduction == "none" else [PARTIAL, PARTIAL, 1 + axis], [axis, axis, REPLICATE])
         for axis in row_axes(input)
     ]
 
 
 @cross_entropy_bwd.register_sharding
 def _(grad, divisor, input, *_):
-    return [([axis], [axis if grad.ndim else WHOLE, WHOLE, axis, axis, 1 + axis, WHOLE]) for axis in row_axes(input)]
+    return [
+        ([axis], [axis if grad.ndim else REPLICATE, REPLICATE, axis, axis, 1 + axis, REPLICATE])
+        for axis in row_axes(input)
+    ]
 
 
 def _setup_context(ctx, inputs, output) -> None:

@@ -42,7 +42,7 @@ from llmk.ops.common.rows import as_rows
 from llmk.ops.loss._giou_kernels import giou_loss_backward_kernel, giou_loss_kernel, giou_loss_sum_kernel
 from llmk.registry import (
     PARTIAL,
-    WHOLE,
+    REPLICATE,
     Cost,
     KernelOp,
     Sample,
@@ -58,8 +58,8 @@ from llmk.registry import (
     next_power_of_2,
     num_programs,
     public_op,
+    replicate_only,
     row_axes,
-    whole_only,
     wrap_triton,
 )
 
@@ -138,8 +138,8 @@ def _giou_loss_bwd(
     return dboxes, dtargets
 
 
-giou_loss_fwd = KernelOp(_giou_loss_fwd, planned=True)
-giou_loss_bwd = KernelOp(_giou_loss_bwd, planned=True)
+giou_loss_fwd = KernelOp(_giou_loss_fwd, replayed=True)
+giou_loss_bwd = KernelOp(_giou_loss_bwd, replayed=True)
 
 
 def _compare_cpu(boxes: Tensor, targets: Tensor, eps: float) -> tuple[Tensor, ...]:
@@ -223,17 +223,19 @@ def _(
 @giou_loss_fwd.register_sharding
 def _(boxes, targets, reduction, eps):
     if reduction == "mean":
-        return whole_only()
-    return [([axis, WHOLE] if reduction == "none" else [PARTIAL, PARTIAL], [axis, axis]) for axis in row_axes(boxes)]
+        return replicate_only()
+    return [
+        ([axis, REPLICATE] if reduction == "none" else [PARTIAL, PARTIAL], [axis, axis]) for axis in row_axes(boxes)
+    ]
 
 
 @giou_loss_bwd.register_sharding
 def _(grad, boxes, targets, count, reduction, eps, db, dt):
-    count_split = PARTIAL if reduction == "sum" else WHOLE  # a sum's is not looked at
+    count_split = PARTIAL if reduction == "sum" else REPLICATE  # a sum's is not looked at
     return [
         (
-            [axis if db else WHOLE, axis if dt else WHOLE],
-            [axis if reduction == "none" else WHOLE, axis, axis, count_split],
+            [axis if db else REPLICATE, axis if dt else REPLICATE],
+            [axis if reduction == "none" else REPLICATE, axis, axis, count_split],
         )
         for axis in row_axes(boxes)
     ]

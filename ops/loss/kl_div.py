@@ -30,7 +30,7 @@ from llmk.ops.common.rows import as_long_rows
 from llmk.ops.common.sums import sum_to_scalar
 from llmk.registry import (
     PARTIAL,
-    WHOLE,
+    REPLICATE,
     Cost,
     KernelOp,
     Sample,
@@ -213,8 +213,8 @@ def _kl_div_bwd(
     return dinput, dtarget
 
 
-kl_div_fwd = KernelOp(_kl_div_fwd, planned=True)
-kl_div_bwd = KernelOp(_kl_div_bwd, planned=True)
+kl_div_fwd = KernelOp(_kl_div_fwd, replayed=True)
+kl_div_bwd = KernelOp(_kl_div_bwd, replayed=True)
 
 
 @kl_div_fwd.register_kernel("cpu")
@@ -276,9 +276,9 @@ def _(input, target, reduced, *_):
 @kl_div_bwd.register_sharding
 def _(grad, input, target, reduced, divisor, log_target, need_dinput, need_dtarget):
     def split(axis: int) -> list[int | str]:
-        return [axis if needed else WHOLE for needed in (need_dinput, need_dtarget)]
+        return [axis if needed else REPLICATE for needed in (need_dinput, need_dtarget)]
 
-    return [(split(axis), [WHOLE if reduced else axis, axis, axis]) for axis in axes(target)]
+    return [(split(axis), [REPLICATE if reduced else axis, axis, axis]) for axis in axes(target)]
 
 
 def _setup_context(ctx, inputs, output) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from llmk.ops.norm import _rms_norm as norm
 from llmk.registry import (
     PARTIAL,
-    WHOLE,
+    REPLICATE,
     Cost,
     KernelOp,
     Sample,
@@ -65,8 +65,8 @@ def _add_rms_norm_bwd(
 
 # In a graph it is PyTorch's own operations, which Inductor fuses with the sums around it and computes again for the
 # backward pass, so that y is not kept; the backward pass is the kernel. Longer rows Inductor reads from memory twice.
-add_rms_norm_fwd = KernelOp(_add_rms_norm_fwd, planned=True, decomposed=norm.inductor_reads_once)
-add_rms_norm_bwd = KernelOp(_add_rms_norm_bwd, planned=True)
+add_rms_norm_fwd = KernelOp(_add_rms_norm_fwd, replayed=True, decomposed=norm.inductor_reads_once)
+add_rms_norm_bwd = KernelOp(_add_rms_norm_bwd, replayed=True)
 
 
 @add_rms_norm_fwd.register_kernel("cpu")
@@ -104,12 +104,12 @@ def _(
 
 @add_rms_norm_fwd.register_sharding
 def _(input, *_):
-    return [([axis, axis, axis], [axis, axis, WHOLE]) for axis in row_axes(input)]
+    return [([axis, axis, axis], [axis, axis, REPLICATE]) for axis in row_axes(input)]
 
 
 @add_rms_norm_bwd.register_sharding
 def _(grad, *_):
-    return [([axis, PARTIAL], [axis, axis, axis, WHOLE, axis]) for axis in row_axes(grad)]
+    return [([axis, PARTIAL], [axis, axis, axis, REPLICATE, axis]) for axis in row_axes(grad)]
 
 
 def _setup_context(ctx, inputs, output) -> None:

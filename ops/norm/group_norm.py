@@ -41,7 +41,7 @@ from llmk.ops.norm._group_norm_short import fits_backward, fits_forward, short_b
 from llmk.ops.norm._moments import affine_gradient, centered
 from llmk.registry import (
     PARTIAL,
-    WHOLE,
+    REPLICATE,
     Cost,
     KernelOp,
     Sample,
@@ -107,8 +107,8 @@ def _group_norm_bwd(
     return dx if dx is not None else affine_gradient(None, device), dw, db
 
 
-group_norm_fwd = KernelOp(_group_norm_fwd, planned=True)
-group_norm_bwd = KernelOp(_group_norm_bwd, planned=True)
+group_norm_fwd = KernelOp(_group_norm_fwd, replayed=True)
+group_norm_bwd = KernelOp(_group_norm_bwd, replayed=True)
 
 
 @group_norm_fwd.register_kernel("cpu")
@@ -165,12 +165,12 @@ def _(
 
 @group_norm_fwd.register_sharding
 def _(*_):
-    return [([0, 1], [0, WHOLE, WHOLE])]
+    return [([0, 1], [0, REPLICATE, REPLICATE])]
 
 
 @group_norm_bwd.register_sharding
 def _(grad, input, num_groups, weight, bias, stats, need_dx, need_dw):
-    return [([0 if need_dx else WHOLE, PARTIAL, PARTIAL], [0, 0, WHOLE, WHOLE, 1])]
+    return [([0 if need_dx else REPLICATE, PARTIAL, PARTIAL], [0, 0, REPLICATE, REPLICATE, 1])]
 
 
 def _setup_context(ctx, inputs, output) -> None:

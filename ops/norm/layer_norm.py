@@ -37,7 +37,7 @@ from llmk.ops.norm._layer_norm_long import long_backward, long_forward, long_pro
 from llmk.ops.norm._moments import affine_gradient, centered, known_rest, not_negative
 from llmk.registry import (
     PARTIAL,
-    WHOLE,
+    REPLICATE,
     Cost,
     KernelOp,
     Sample,
@@ -228,8 +228,8 @@ def _layer_norm_bwd(
     return dx if dx is not None else affine_gradient(None, device), dw, db
 
 
-layer_norm_fwd = KernelOp(_layer_norm_fwd, planned=True)
-layer_norm_bwd = KernelOp(_layer_norm_bwd, planned=True)
+layer_norm_fwd = KernelOp(_layer_norm_fwd, replayed=True)
+layer_norm_bwd = KernelOp(_layer_norm_bwd, replayed=True)
 
 
 @layer_norm_fwd.register_kernel("cpu")
@@ -281,13 +281,13 @@ def _(
 
 @layer_norm_fwd.register_sharding
 def _(input, *_):
-    return [([axis, 1 + axis], [axis, WHOLE, WHOLE]) for axis in row_axes(input)]
+    return [([axis, 1 + axis], [axis, REPLICATE, REPLICATE]) for axis in row_axes(input)]
 
 
 @layer_norm_bwd.register_sharding
 def _(grad, input, weight, bias, stats, need_dx, need_dw):
     return [
-        ([axis if need_dx else WHOLE, PARTIAL, PARTIAL], [axis, axis, WHOLE, WHOLE, 1 + axis])
+        ([axis if need_dx else REPLICATE, PARTIAL, PARTIAL], [axis, axis, REPLICATE, REPLICATE, 1 + axis])
         for axis in row_axes(grad)
     ]
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from llmk.ops.norm import _rms_norm as norm
 from llmk.registry import (
     PARTIAL,
-    WHOLE,
+    REPLICATE,
     Cost,
     KernelOp,
     Sample,
@@ -57,8 +57,8 @@ def _rms_norm_bwd(
 
 # In a graph it is PyTorch's own operations, which Inductor fuses with the sums around it and computes again for the
 # backward pass, so that y is not kept; the backward pass is the kernel. Longer rows Inductor reads from memory twice.
-rms_norm_fwd = KernelOp(_rms_norm_fwd, planned=True, decomposed=norm.inductor_reads_once)
-rms_norm_bwd = KernelOp(_rms_norm_bwd, planned=True)
+rms_norm_fwd = KernelOp(_rms_norm_fwd, replayed=True, decomposed=norm.inductor_reads_once)
+rms_norm_bwd = KernelOp(_rms_norm_bwd, replayed=True)
 
 
 @rms_norm_fwd.register_kernel("cpu")
@@ -87,12 +87,12 @@ def _(
 
 @rms_norm_fwd.register_sharding
 def _(input, *_):
-    return [([axis, axis], [axis, WHOLE]) for axis in row_axes(input)]
+    return [([axis, axis], [axis, REPLICATE]) for axis in row_axes(input)]
 
 
 @rms_norm_bwd.register_sharding
 def _(grad, *_):
-    return [([axis, PARTIAL], [axis, axis, WHOLE, axis]) for axis in row_axes(grad)]
+    return [([axis, PARTIAL], [axis, axis, REPLICATE, axis]) for axis in row_axes(grad)]
 
 
 def _setup_context(ctx, inputs, output) -> None:

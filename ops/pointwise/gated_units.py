@@ -25,7 +25,7 @@ from torch import Tensor
 from llmk.ops.common.activations import activate, activate_with_slope, activation, activation_with_slope
 from llmk.ops.common.rows import as_rows
 from llmk.registry import (
-    WHOLE,
+    REPLICATE,
     Cost,
     KernelOp,
     Sample,
@@ -140,11 +140,11 @@ def _gated_unit_bwd(grad: Tensor, gate: Tensor, up: Tensor | None, activation: s
 # In a graph both are PyTorch's own operations: y need not be kept, as what Inductor makes of the backward pass
 # computes it again, from what it reads anyway. Inductor writes a packed gradient twice, so there the kernels stay.
 swiglu_fwd, geglu_fwd = (
-    KernelOp(_gated_unit_fwd, name=name, planned=True, decomposed=lambda gate, up, _: up is not None)
+    KernelOp(_gated_unit_fwd, name=name, replayed=True, decomposed=lambda gate, up, _: up is not None)
     for name in ("_swiglu_fwd", "_geglu_fwd")
 )
 swiglu_bwd, geglu_bwd = (
-    KernelOp(_gated_unit_bwd, name=name, planned=True, decomposed=lambda grad, gate, up, _: up is not None)
+    KernelOp(_gated_unit_bwd, name=name, replayed=True, decomposed=lambda grad, gate, up, _: up is not None)
     for name in ("_swiglu_bwd", "_geglu_bwd")
 )
 
@@ -195,7 +195,7 @@ def _(gate, up, activation):
 @geglu_bwd.register_sharding
 def _(grad, gate, up, activation):
     if up is None:
-        return [([axis, WHOLE], [axis, axis, WHOLE]) for axis in row_axes(gate)]
+        return [([axis, REPLICATE], [axis, axis, REPLICATE]) for axis in row_axes(gate)]
     return [([axis, axis], [axis, axis, axis]) for axis in axes(gate)]
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.registry import WHOLE, check_dtype, check_same, next_power_of_2
+from llmk.registry import REPLICATE, check_dtype, check_same, next_power_of_2
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def pair_blocks(D: int, R: int) -> dict[str, int]:
 
 def head_splits(cos: Any) -> list[tuple[int, int | str]]:
     """How q and k may be split, and cos and sin with them: by batch, by heads, by tokens."""
-    return [(0, 0 if cos.shape[0] > 1 else WHOLE), (1, WHOLE), (2, 1)]
+    return [(0, 0 if cos.shape[0] > 1 else REPLICATE), (1, REPLICATE), (2, 1)]
 
 
 def empty_heads(x: Tensor) -> Tensor:

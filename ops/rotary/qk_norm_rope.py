@@ -45,7 +45,7 @@ from llmk.ops.rotary._qk_norm_rope_kernels import qk_norm_rope_backward_kernel, 
 from llmk.ops.rotary.rope import rope_reference
 from llmk.registry import (
     PARTIAL,
-    WHOLE,
+    REPLICATE,
     Cost,
     KernelOp,
     Sample,
@@ -189,13 +189,13 @@ def _(_dyq: Tensor, _dyk: Tensor, q: Tensor, k: Tensor, wq: Tensor, wk: Tensor, 
 
 @qk_norm_rope_fwd.register_sharding
 def _(q, k, q_weight, k_weight, cos, *_):
-    return [([heads] * 2, [heads, heads, WHOLE, WHOLE, angle, angle]) for heads, angle in head_splits(cos)]
+    return [([heads] * 2, [heads, heads, REPLICATE, REPLICATE, angle, angle]) for heads, angle in head_splits(cos)]
 
 
 @qk_norm_rope_bwd.register_sharding
 def _(grad_q, grad_k, q, k, q_weight, k_weight, cos, *_):
     return [
-        ([heads, heads, PARTIAL, PARTIAL], [*[heads] * 4, WHOLE, WHOLE, angle, angle])
+        ([heads, heads, PARTIAL, PARTIAL], [*[heads] * 4, REPLICATE, REPLICATE, angle, angle])
         for heads, angle in head_splits(cos)
     ]
 

@@ -1,4 +1,4 @@
-"""A plan repeats what the launching function does, and only for a call that looks the same."""
+"""A replay repeats what the launching function does, and only for a call that looks the same."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,11 +11,13 @@ from triton.runtime import driver
 
 from compile_tests.test_launcher import WATCHERS, watch
 from llmk.opcheck.calls import call
-from llmk.registry import OPS, KernelOp, Op, empty, launcher, plan, wrap_triton
-from llmk.registry.launch import HAS_LAUNCHER, _contiguous_layout
-from llmk.registry.plan import Planned, Rehearsal, rehearsals
+from llmk.registry import OPS, KernelOp, Op, empty, wrap_triton
+from llmk.registry.eager import launcher, replay
+from llmk.registry.eager.launcher import contiguous_layout
+from llmk.registry.eager.replay import Capture, Replayed, captures
+from llmk.registry.launch import HAS_LAUNCHER
 
-pytestmark = pytest.mark.skipif(not HAS_LAUNCHER, reason="nothing is planned in the interpreter or for AMD")
+pytestmark = pytest.mark.skipif(not HAS_LAUNCHER, reason="nothing is replayed in the interpreter or for AMD")
 
 CPU = torch.device("cpu")
 Run = tuple[Any, ...]
@@ -56,21 +58,21 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
     monkeypatch.setattr(type(driver), "active", property(lambda self: Driver()))
     monkeypatch.setattr(triton.JITFunction, "run", build)
     monkeypatch.setattr(launcher, "_launchers", {})
-    monkeypatch.setattr(plan, "empty_on_gpu", torch._C._dynamo.guards._empty_strided_cpu)  # type: ignore[attr-defined]
+    monkeypatch.setattr(replay, "empty_on_gpu", torch._C._dynamo.guards._empty_strided_cpu)  # type: ignore[attr-defined]
     return made
 
 
 @pytest.fixture
 def buffers(monkeypatch: pytest.MonkeyPatch, runs: list[Run]) -> list[Tensor]:
-    """What plans allocate."""
+    """What replays allocate."""
     made: list[Tensor] = []
-    allocate = plan.empty_on_gpu
+    allocate = replay.empty_on_gpu
 
     def noting(*layout: Any) -> Tensor:
         made.append(allocate(*layout))
         return made[-1]
 
-    monkeypatch.setattr(plan, "empty_on_gpu", noting)
+    monkeypatch.setattr(replay, "empty_on_gpu", noting)
     return made
 
 
@@ -89,7 +91,7 @@ def named(runs: list[Run], tensors: list[Tensor]) -> list[Run]:
 
 
 def kernel_calls(op: Op) -> Iterator[tuple[KernelOp, tuple[Any, ...]]]:
-    """What the operator gives its planned kernel ops over its samples, forward and backward."""
+    """What the operator gives its kernel ops that are replayed over its samples, forward and backward."""
     calls: list[tuple[KernelOp, tuple[Any, ...]]] = []
     original = KernelOp.__call__
 
@@ -103,27 +105,27 @@ def kernel_calls(op: Op) -> Iterator[tuple[KernelOp, tuple[Any, ...]]]:
             call(op, sample)
     finally:
         KernelOp.__call__ = original
-    return ((kernel_op, args) for kernel_op, args in calls if kernel_op.planned is not None)
+    return ((kernel_op, args) for kernel_op, args in calls if kernel_op.replayed is not None)
 
 
-PLANNED = [name for name, op in OPS.items() if any(kernel_op.planned is not None for kernel_op in op.kernel_ops)]
+REPLAYED = [name for name, op in OPS.items() if any(kernel_op.replayed is not None for kernel_op in op.kernel_ops)]
 
 
-@pytest.mark.parametrize("name", PLANNED)
-def test_a_plan_does_what_the_function_does(name: str, runs: list[Run], buffers: list[Tensor]) -> None:
-    planned: set[KernelOp] = set()
+@pytest.mark.parametrize("name", REPLAYED)
+def test_a_replay_does_what_the_function_does(name: str, runs: list[Run], buffers: list[Tensor]) -> None:
+    replayed: set[KernelOp] = set()
     for kernel_op, args in list(kernel_calls(OPS[name])):
-        repeated = Planned(kernel_op.fn)
+        repeated = Replayed(kernel_op.fn)
         for _ in range(2):
             repeated(0, args)
-        if not any(repeated.plans.values()):
+        if not any(repeated.captured.values()):
             continue
-        planned.add(kernel_op)
+        replayed.add(kernel_op)
         runs.clear()
-        rehearsals.current = rehearsal = Rehearsal([arg for arg in args if isinstance(arg, Tensor)])
+        captures.current = capture = Capture([arg for arg in args if isinstance(arg, Tensor)])
         outputs = kernel_op.fn(*args)
-        rehearsals.current = None
-        expected = named(runs, rehearsal.tensors)
+        captures.current = None
+        expected = named(runs, capture.tensors)
         runs.clear()
         buffers.clear()
         others = tuple(map(copied, args))
@@ -132,8 +134,8 @@ def test_a_plan_does_what_the_function_does(name: str, runs: list[Run], buffers:
         for new, old in zip(*((r if isinstance(r, tuple) else (r,)) for r in (result, outputs)), strict=True):
             assert (new.shape, new.stride(), new.dtype) == (old.shape, old.stride(), old.dtype)
             (i,) = [i for i, buffer in enumerate(buffers) if buffer is new]
-            assert rehearsal.buffers[i] is old
-    assert planned == {kernel_op for kernel_op in OPS[name].kernel_ops if kernel_op.planned is not None}
+            assert capture.buffers[i] is old
+    assert replayed == {kernel_op for kernel_op in OPS[name].kernel_ops if kernel_op.replayed is not None}
 
 
 def doubled(x: Tensor, w: Tensor | None, scale: float = 2.0, n: int = 1) -> Tensor:
@@ -150,7 +152,7 @@ def worked_out(fn: Callable[..., Any], *calls: tuple[Any, ...]) -> list[bool]:
         ran[-1] = True
         return fn(*args)
 
-    repeated = Planned(counting)
+    repeated = Replayed(counting)
     for args in calls:
         ran.append(False)
         repeated(0, args)
@@ -193,16 +195,16 @@ def test_the_other_zero_is_another_number(runs: list[Run]) -> None:
 
 
 def test_another_device_is_worked_out_again(runs: list[Run]) -> None:
-    repeated = Planned(doubled)
+    repeated = Replayed(doubled)
     for device in (0, 0, 1, 1):
         repeated(device, (aligned, None))
-    assert len(repeated.plans.values()) == 2
+    assert len(repeated.captured.values()) == 2
 
 
 @pytest.mark.parametrize("where", WATCHERS)
 def test_who_watches_launches_sees_all_of_them(where: str, runs: list[Run]) -> None:
-    """From the start, or when there is a plan already; a plan knows nothing that was built for a watcher."""
-    repeated = Planned(doubled)
+    """From the start, or when the call was captured already; a capture knows nothing that was built for a watcher."""
+    repeated = Replayed(doubled)
     for watched in (True, False, True):
         with pytest.MonkeyPatch.context() as patch:
             if watched:
@@ -211,7 +213,7 @@ def test_who_watches_launches_sees_all_of_them(where: str, runs: list[Run]) -> N
             for _ in range(4):
                 repeated(0, (aligned, None))
             assert len(runs) == (0 if watched else 3)  # the first of them was Triton's own
-    assert len(repeated.plans.values()) == 1
+    assert len(repeated.captured.values()) == 1
 
 
 def copies(x: Tensor, w: Tensor) -> Tensor:
@@ -248,18 +250,18 @@ def test_arguments_of_one_storage(runs: list[Run]) -> None:
     assert worked_out(doubled, *[(aligned, aligned)] * 4)[3]
 
 
-def test_plans_do_not_pile_up(runs: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "_MOST_PLANS", 4)
-    repeated = Planned(doubled)
+def test_captured_calls_do_not_pile_up(runs: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "_MOST_CALLS", 4)
+    repeated = Replayed(doubled)
     for n in range(20):
         for _ in range(2):
             repeated(0, (aligned, None, 2.0, n))
-    assert len(repeated.plans.values()) <= 4
+    assert len(repeated.captured.values()) <= 4
 
 
-def test_what_is_called_often_keeps_its_plan(runs: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_called_often_stays_captured(runs: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever else is called in between, once each or again and again."""
-    monkeypatch.setattr(plan, "_MOST_PLANS", 16)
+    monkeypatch.setattr(replay, "_MOST_CALLS", 16)
     ran = 0
 
     def counting(*args: Any) -> Tensor:
@@ -267,7 +269,7 @@ def test_what_is_called_often_keeps_its_plan(runs: list[Run], monkeypatch: pytes
         ran += args[2] == 2.0
         return doubled(*args)
 
-    repeated = Planned(counting)
+    repeated = Replayed(counting)
     for n in range(200):
         repeated(0, (aligned, None, 2.0))
         for _ in range(n % 4):
@@ -277,6 +279,6 @@ def test_what_is_called_often_keeps_its_plan(runs: list[Run], monkeypatch: pytes
 
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (0, 16), (4, 0), (2, 0, 3), (2, 3, 5), (1, 1, 4)])
 def test_buffers_are_laid_out_as_torch_does(shape: tuple[int, ...]) -> None:
-    sizes, strides = _contiguous_layout(torch.Size(shape))
+    sizes, strides = contiguous_layout(torch.Size(shape))
     assert type(sizes) is tuple
     assert (sizes, strides) == (shape, torch.empty(shape).stride())

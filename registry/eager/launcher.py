@@ -104,3 +104,12 @@ def launcher_for(kernel: Any) -> Launcher:
     if launcher is None:
         launcher = _launchers[id(kernel)] = Launcher(kernel)
     return launcher
+
+
+@functools.lru_cache(maxsize=4096)
+def contiguous_layout(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes and strides, as `empty_on_gpu` takes them."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(shape), tuple(reversed(strides[: len(shape)]))

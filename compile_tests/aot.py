@@ -16,8 +16,8 @@ import torch
 import triton
 from torch import Tensor
 
+from llmk.registry.eager.launcher import OPTIONS
 from llmk.registry.launch import Launch, record_launches
-from llmk.registry.launcher import OPTIONS
 from llmk.registry.private import (
     ASTSource,
     FakeTensorMode,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.registry.aot import forward_and_backward, gradients_wanted
+from compile_tests.aot import forward_and_backward, gradients_wanted
 from llmk.registry.launch import Launch, record_launches
 from llmk.registry.private import FakeTensorMode
 from llmk.registry.record import Op, Sample

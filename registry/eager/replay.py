@@ -1,8 +1,8 @@
-"""Repeating the launches of a kernel op's call that looks like an earlier one, without working them out again.
+"""Replaying a kernel op's call that looks like an earlier one, as a CUDA graph does, for any addresses.
 
 A launching function chooses tiles, grids and strides from what its arguments look like, not from what they hold. When a
-call looks like one that was rehearsed, its `Plan` allocates the buffers and makes the launches: half the time of the
-function itself, where that is most of a small call's.
+call looks like one that was captured, its `CapturedCall` allocates the buffers and makes the launches: half the time of
+the function itself, where that is most of a small call's.
 """
 
 import threading
@@ -12,41 +12,41 @@ from typing import Any
 
 from torch import Tensor
 
-from llmk.registry.launcher import Launcher
+from llmk.registry.eager.launcher import Launcher
 from llmk.registry.private import drivers, empty_on_gpu, launches_watched, storage_of, version_of
 
-_MOST_PLANS = 1024  # of one kernel op: sizes may change at every step
+_MOST_CALLS = 1024  # of one kernel op: sizes may change at every step
 _Key = tuple[Any, ...]
 
 
-class _Rehearsals(threading.local):
-    """The rehearsal that is under way in a thread; the autograd engine has its own."""
+class _Captures(threading.local):
+    """The capture that is under way in a thread; the autograd engine has its own."""
 
-    current: "Rehearsal | None" = None
-
-
-rehearsals = _Rehearsals()
+    current: "Capture | None" = None
 
 
-class Plan:
+captures = _Captures()
+
+
+class CapturedCall:
     """What a call allocates, launches and returns, but for the addresses of its arguments."""
 
-    def __init__(self, rehearsal: "Rehearsal", outputs: Any) -> None:
-        first_number = len(rehearsal.tensors)
-        self.pre_run_hooks = [kernel.pre_run_hooks for kernel in rehearsal.kernels.values()]
-        self.layouts = [(tuple(buffer.shape), buffer.stride(), buffer.dtype) for buffer in rehearsal.buffers]
+    def __init__(self, capture: "Capture", outputs: Any) -> None:
+        first_number = len(capture.tensors)
+        self.pre_run_hooks = [kernel.pre_run_hooks for kernel in capture.kernels.values()]
+        self.layouts = [(tuple(buffer.shape), buffer.stride(), buffer.dtype) for buffer in capture.buffers]
         self.numbers: list[Any] = []
         self.launches: list[tuple[Any, ...]] = []
-        for run, function, metadata, grid, args in rehearsal.launches:
+        for run, function, metadata, grid, args in capture.launches:
             places: list[int] = []
             for arg in args:
                 if isinstance(arg, Tensor):
-                    places.append(rehearsal.place(arg))
+                    places.append(capture.place(arg))
                 else:
                     places.append(first_number + len(self.numbers))
                     self.numbers.append(arg)
             self.launches.append((run, function, metadata, (*grid, 1, 1)[:3], _pick(places)))
-        buffers = [id(buffer) for buffer in rehearsal.buffers]
+        buffers = [id(buffer) for buffer in capture.buffers]
         if isinstance(outputs, tuple):
             self.outputs = _pick([buffers.index(id(output)) for output in outputs])
         else:
@@ -64,11 +64,11 @@ class Plan:
 
 def _pick(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
     if len(places) < 2:  # an itemgetter of one gives no tuple
-        raise ValueError("a plan takes launches of two arguments or more, and two outputs or one alone")
+        raise ValueError("a captured call has launches of two arguments or more, and two outputs or one alone")
     return itemgetter(*places)
 
 
-class Rehearsal:
+class Capture:
     """Notes what a launching function does: the buffers from `empty` and the launches."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
@@ -96,15 +96,15 @@ class Rehearsal:
         same = [i for i, known in enumerate(self.tensors) if known is tensor]
         (place,) = same or [i for i, known in enumerate(self.tensors) if storage_of(known) == storage]
         if self.tensors[place].data_ptr() != tensor.data_ptr():
-            raise ValueError("a plan knows tensors by where they begin")
+            raise ValueError("a captured call knows tensors by where they begin")
         return place
 
-    def plan(self, outputs: Any) -> Plan | None:
+    def finish(self, outputs: Any) -> CapturedCall | None:
         """None where something other than `empty` and launches had a part in the call."""
         if self.spoiled or None in self.versions or self.versions != [_version(tensor) for tensor in self.tensors]:
             return None
         try:
-            return Plan(self, outputs)
+            return CapturedCall(self, outputs)
         except ValueError:
             return None
 
@@ -115,18 +115,18 @@ def _version(tensor: Tensor) -> int | None:
 
 
 class _NotingLauncher:
-    def __init__(self, rehearsal: Rehearsal, launcher: Launcher) -> None:
-        self.rehearsal, self.launcher = rehearsal, launcher
+    def __init__(self, capture: Capture, launcher: Launcher) -> None:
+        self.capture, self.launcher = capture, launcher
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*args: Any, **constants: Any) -> None:
             built = self.launcher[grid](*args, **constants)
             if built is None:
-                self.rehearsal.spoiled = True
+                self.capture.spoiled = True
                 return
             run, function, metadata, rest = built
-            self.rehearsal.kernels[id(self.launcher.kernel)] = self.launcher.kernel
-            self.rehearsal.launches.append((run, function, metadata, grid, (*args, *rest)))
+            self.capture.kernels[id(self.launcher.kernel)] = self.launcher.kernel
+            self.capture.launches.append((run, function, metadata, grid, (*args, *rest)))
 
         return launch
 
@@ -143,7 +143,7 @@ class _Recent:
         self.old: dict[_Key, Any] = {}
 
     def __setitem__(self, key: _Key, value: Any) -> None:
-        if len(self.new) >= _MOST_PLANS // 2:
+        if len(self.new) >= _MOST_CALLS // 2:
             self.old, self.new = self.new, {}
         self.new[key] = value
 
@@ -159,8 +159,8 @@ class _Recent:
         return [*self.old.values(), *self.new.values()]
 
 
-class Planned:
-    """A launching function whose calls are repeated by plan, from the third of a kind on.
+class Replayed:
+    """A launching function whose calls are replayed, from the third of a kind on.
 
     What it does may depend only on its arguments' shapes, strides, dtypes and alignment, on the numbers among them and
     on the device: on no setting, and on no value in a tensor. A call that needs a copy or another operator of PyTorch,
@@ -169,7 +169,7 @@ class Planned:
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.fn = fn
-        self.plans = _Recent()  # a plan for each kind of call, or None where there can be none
+        self.captured = _Recent()  # for each kind of call what to replay, or None where there can be none
         self._seen = _Recent()
 
     def __call__(self, device: int, args: tuple[Any, ...]) -> Any:
@@ -185,23 +185,23 @@ class Planned:
             else:
                 parts += (type(arg), arg or str(arg))  # -0.0 is 0.0, but is not the same number
         key = tuple(parts)
-        plan = self.plans.new.get(key) or self.plans.get(key)
-        if plan is None:
-            return self._work_out(key, args)
-        if launches_watched() or any(plan.pre_run_hooks):
+        call = self.captured.new.get(key) or self.captured.get(key)
+        if call is None:
+            return self._capture(key, args)
+        if launches_watched() or any(call.pre_run_hooks):
             return self.fn(*args)
-        return plan(device, addresses)
+        return call(device, addresses)
 
-    def _work_out(self, key: _Key, args: tuple[Any, ...]) -> Any:
-        if key in self.plans or launches_watched():
+    def _capture(self, key: _Key, args: tuple[Any, ...]) -> Any:
+        if key in self.captured or launches_watched():
             return self.fn(*args)
-        if key not in self._seen:  # a shape that comes once is not worth a rehearsal
+        if key not in self._seen:  # a shape that comes once is not worth a capture
             self._seen[key] = None
             return self.fn(*args)
-        rehearsals.current = rehearsal = Rehearsal([arg for arg in args if isinstance(arg, Tensor)])
+        captures.current = capture = Capture([arg for arg in args if isinstance(arg, Tensor)])
         try:
             outputs = self.fn(*args)
         finally:
-            rehearsals.current = None
-        self.plans[key] = rehearsal.plan(outputs)
+            captures.current = None
+        self.captured[key] = capture.finish(outputs)
         return outputs

@@ -1,0 +1,69 @@
+"""The device that a kernel is launched on: its sizes, and making it the current one."""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+import torch
+
+from llmk.registry.private import INTERPRET, current_device
+
+
+class _Warps:
+    size = 32 if torch.version.hip is None else 64
+
+
+_warps = _Warps()
+
+
+@contextlib.contextmanager
+def warps_of(threads: int) -> Iterator[None]:
+    """Choose launches as on a GPU whose warps have so many threads."""
+    previous, _warps.size = _warps.size, threads
+    try:
+        yield
+    finally:
+        _warps.size = previous
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast would cast a linear layer's tensors to on this device; None where it is off."""
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return None
+
+
+@contextlib.contextmanager
+def kernel_context(device: torch.device) -> Iterator[None]:
+    """Make the tensors' device current, where Triton launches, and keep autocast away from the products inside."""
+    with torch.autocast(device.type, enabled=False):
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                yield
+        else:
+            yield
+
+
+def needs_context(tensor: torch.Tensor) -> bool:
+    """Whether `kernel_context` would change anything; entering it costs microseconds."""
+    if tensor.is_cuda:
+        return torch.is_autocast_enabled("cuda") or tensor.get_device() != current_device()
+    return torch.is_autocast_enabled(tensor.device.type)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    # A few in the interpreter, so that each program gets several rows; an H200's when tracing without a GPU.
+    return 2 if INTERPRET else 132
+
+
+def most_warps() -> int:
+    """Of one thread block, which has room for 1024 threads."""
+    return 1024 // _warps.size
+
+
+def num_programs(device: torch.device, per_multiprocessor: int) -> int:
+    """The size of a persistent grid: so many programs on each multiprocessor of the device."""
+    return _multiprocessors(device) * per_multiprocessor

@@ -1,0 +1,69 @@
+"""When a call is plain eager mode, so that PyTorch's dispatcher may be left out."""
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmk.registry.private import dispatch_modes, function_modes, functorch_level, profiling
+
+PLAIN_TENSORS = frozenset({Tensor, torch.nn.Parameter})
+_OTHERS = frozenset({int, float, bool, str, type(None), torch.dtype})
+
+
+class _ShortPath:
+    enabled = True
+
+
+short_path = _ShortPath()
+
+
+def inside_functorch() -> bool:
+    """Whether a torch.func transform is running."""
+    return functorch_level() is not None
+
+
+class set_short_path_enabled:
+    """Whether plain eager mode may leave out PyTorch's dispatcher and Triton's launcher, in all threads.
+
+    Like `torch.set_grad_enabled` it is a function and a context manager. Without the short path every call goes through
+    the dispatcher, every buffer comes from `torch.empty` and every launch is Triton's own: the same bits, more slowly.
+    """
+
+    def __init__(self, mode: bool) -> None:
+        if not isinstance(mode, bool):
+            raise TypeError(f"mode: expected a bool, got {mode!r}")
+        self.previous, short_path.enabled = short_path.enabled, mode
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exception: object) -> None:
+        short_path.enabled = self.previous
+
+
+def takes_short_path(args: Collection[Any]) -> bool:
+    """Whether a call is plain eager mode: nothing traces, transforms or wraps tensors that hold numbers."""
+    if not short_path.enabled or dispatch_modes() or functorch_level() is not None:
+        return False
+    for arg in args:
+        kind = type(arg)
+        if kind in PLAIN_TENSORS:
+            if arg.is_meta or arg.is_neg():  # a negative bit is the dispatcher's to resolve
+                return False
+        elif kind not in _OTHERS:
+            return False
+    return True
+
+
+def is_plain_eager() -> bool:
+    """Whether a call from Python need not pass the dispatcher: no compiler, mode, transform or profiler is on."""
+    return not (
+        torch.compiler.is_compiling()
+        or not short_path.enabled
+        or dispatch_modes()
+        or function_modes()
+        or functorch_level() is not None
+        or profiling()
+    )
