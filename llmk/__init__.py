@@ -3,10 +3,10 @@
 Importing this package registers every operator under `torch.ops.llmk`.
 """
 
-from llmk import checkpoint, functional, nn
+from llmk import checkpoint, functional, losses, nn
 from llmk._cache_key import add_sources_to_cache_key
 
 __version__ = "0.1.0"
-__all__ = ["checkpoint", "functional", "nn"]
+__all__ = ["checkpoint", "functional", "losses", "nn"]
 
 add_sources_to_cache_key()

@@ -1,0 +1,231 @@
+"""The losses of `llmk.losses` from whole logits, a sequence at a time, in plain PyTorch: what the tests compare with.
+
+Each is written from its paper, with the signature of the loss, and gives the loss alone. In float64 it is the truth, in
+the dtype of the inputs the composition whose error is the yardstick.
+"""
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmk.registry import Op, Sample
+
+
+class LossOp(Op):
+    """A function of `llmk.losses` as a record that the rule of accuracy can be asked of."""
+
+    def argument_names(self) -> list[str]:
+        return list(inspect.signature(self.overload).parameters)
+
+
+def loss_op(loss: Callable[..., Any], reference: Callable[..., Tensor], differentiable: tuple[str, ...] = ()) -> Op:
+    def value(*args: Any, **kwargs: Any) -> Tensor:
+        return loss(*args, **kwargs)[0]
+
+    value.__signature__ = inspect.signature(loss)  # type: ignore[attr-defined]
+    return LossOp(
+        name=loss.__name__,
+        overload=value,
+        reference=reference,
+        samples=lambda device, dtype: iter(()),
+        differentiable=("input", "linear_weight", "linear_bias", *differentiable),
+    )
+
+
+def token_scores(
+    input: Tensor, linear_weight: Tensor, *, linear_bias: Tensor | None = None, temperature: float = 1.0,
+    softcap: float = 0.0, **_: Any,
+) -> Tensor:  # fmt: skip
+    """Log-probabilities of all classes `[B, S, V]`."""
+    logits = F.linear(input, linear_weight, linear_bias)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    return (logits / temperature).log_softmax(-1)
+
+
+def split(values: Tensor, target: Tensor, *, sequence_ids: Tensor | None = None, count: int | None = None,
+          ignore_index: int = -100, **_: Any) -> list[Tensor]:  # fmt: skip
+    """Of each sequence the values of its tokens that count."""
+    counts = target != ignore_index
+    if sequence_ids is None:
+        return [row[kept] for row, kept in zip(values, counts, strict=True)]
+    count = int(sequence_ids.max()) + 1 if count is None else count
+    return [values[(sequence_ids == i) & counts] for i in range(count)]
+
+
+def logps_of(input: Tensor, linear_weight: Tensor, target: Tensor, **kw: Any) -> list[Tensor]:
+    """Of each sequence the log-probabilities of its tokens that count."""
+    scores = token_scores(input, linear_weight, **kw)
+    chosen = scores.gather(-1, target.long().clamp(0, scores.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
+    return split(chosen, target, **kw)
+
+
+def entropies_of(input: Tensor, linear_weight: Tensor, target: Tensor, **kw: Any) -> list[Tensor]:
+    scores = token_scores(input, linear_weight, **kw)
+    return split(-(scores.exp() * scores).sum(-1), target, **kw)
+
+
+def pairs_of(sequences: list[Any], packed: bool) -> list[tuple[Any, Any]]:
+    half = len(sequences) // 2
+    chosen, rejected = (sequences[0::2], sequences[1::2]) if packed else (sequences[:half], sequences[half:])
+    return list(zip(chosen, rejected, strict=True))
+
+
+def softplus_of_less(x: Tensor) -> Tensor:
+    """-log sigmoid(x)."""
+    return F.softplus(-x)
+
+
+def average(x: Tensor) -> Tensor:
+    return x.sum() / max(len(x), 1)
+
+
+def weighted_sum(x: Tensor, other: Tensor, ld_alpha: float | None) -> Tensor:
+    """With the tokens beyond the other's length weighted."""
+    shared = min(len(x), len(other))
+    return x[:shared].sum() + (1.0 if ld_alpha is None else ld_alpha) * x[shared:].sum()
+
+
+def dpo_reference(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, ref_logps: Tensor | None = None,
+    ref_input: Tensor | None = None, ref_linear_weight: Tensor | None = None, beta: float = 0.1,
+    loss_type: str | list[str] = "sigmoid", loss_weights: list[float] | None = None, label_smoothing: float = 0.0,
+    f_divergence_type: str = "reverse_kl", f_alpha_divergence_coef: float = 0.5, discopop_tau: float = 0.05,
+    ld_alpha: float | None = None, **kw: Any,
+) -> Tensor:  # fmt: skip
+    packed = kw.get("sequence_ids") is not None
+    tokens = pairs_of(logps_of(input, linear_weight, target, **kw), packed)
+    if ref_logps is None:
+        assert ref_input is not None
+        assert ref_linear_weight is not None
+        of_ref = {**kw, "linear_bias": None}
+        ref_tokens = pairs_of(logps_of(ref_input.detach(), ref_linear_weight.detach(), target, **of_ref), packed)
+        ref = [(weighted_sum(c, r, ld_alpha), weighted_sum(r, c, ld_alpha)) for c, r in ref_tokens]
+    else:
+        ref = pairs_of(list(ref_logps), packed)
+    policy = [(weighted_sum(c, r, ld_alpha), weighted_sum(r, c, ld_alpha)) for c, r in tokens]
+    e, tau = label_smoothing, discopop_tau
+    t = torch.stack([torch.stack([torch.stack(p) - torch.stack(q)]) for p, q in zip(policy, ref, strict=True)])
+    logratio_c, logratio_r = t[:, 0, 0], t[:, 0, 1]  # log(policy / reference)
+    lengths = torch.tensor([[max(len(c), 1), max(len(r), 1)] for c, r in tokens], device=input.device).to(t.dtype)
+
+    def score(logratio: Tensor) -> Tensor:  # f'(u), u = policy / reference
+        u, a = logratio.exp(), f_alpha_divergence_coef
+        return {
+            "reverse_kl": lambda: logratio,
+            "forward_kl": lambda: 1 - 1 / u,
+            "js_divergence": lambda: torch.log(2 * u / (1 + u)),
+            "alpha_divergence": lambda: (u ** (a - 1) - 1) / (a - 1),
+        }[f_divergence_type]()
+
+    score_c, score_r = score(logratio_c), score(logratio_r)
+    x, rc, rr = beta * (score_c - score_r), beta * logratio_c, beta * logratio_r
+    averages = score_c / lengths[:, 0] - score_r / lengths[:, 1]
+    smooth: Callable[[Tensor], Tensor] = lambda y: (1 - e) * F.softplus(-y) + e * F.softplus(y)  # noqa: E731
+    margins = torch.stack([c - r for c, r in policy])
+    ref_margins = torch.stack([c - r for c, r in ref])
+    nll = -torch.cat([c for c, _ in tokens]).sum() / max(sum(len(c) for c, _ in tokens), 1)
+    losses: dict[str, Callable[[], Tensor]] = {
+        "sigmoid": lambda: F.softplus(-x),
+        "hinge": lambda: (1 - x).clamp(min=0),
+        "ipo": lambda: (averages - 0.5 / beta).square(),
+        "exo_pair": lambda: (
+            F.sigmoid(x) * (-F.softplus(-x) - math.log(1 - e)) + F.sigmoid(-x) * (-F.softplus(x) - math.log(e))
+        ),
+        "nca_pair": lambda: F.softplus(-rc) + (F.softplus(rc) + F.softplus(rr)) / 2,
+        "robust": lambda: ((1 - e) * F.softplus(-x) - e * F.softplus(x)) / (1 - 2 * e),
+        "bco_pair": lambda: F.softplus(-rc) + F.softplus(rr),
+        "sppo_hard": lambda: (logratio_c - 0.5 / beta).square() + (logratio_r + 0.5 / beta).square(),
+        "aot": lambda: smooth(beta * (margins.sort().values - ref_margins.sort().values)),
+        "aot_unpaired": lambda: smooth(beta * (logratio_c.sort().values - logratio_r.sort().values)),
+        "apo_zero": lambda: 1 - F.sigmoid(rc) + F.sigmoid(rr),
+        "apo_down": lambda: F.sigmoid(rc) + 1 - F.sigmoid(rc - rr),
+        "discopop": lambda: F.softplus(-x) * (1 - F.sigmoid(x / tau)) + torch.exp(-x) * F.sigmoid(x / tau),
+        "sft": lambda: nll,
+        "sigmoid_norm": lambda: F.softplus(-beta * averages),
+    }
+    types = [loss_type] if isinstance(loss_type, str) else loss_type
+    weights = [1.0] * len(types) if loss_weights is None else loss_weights
+    return torch.stack([w * losses[name]().mean() for w, name in zip(weights, types, strict=True)]).sum()
+
+
+def cpo_reference(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, beta: float = 0.1, cpo_alpha: float = 1.0,
+    label_smoothing: float = 0.0, loss_type: str = "sigmoid", simpo_gamma: float = 0.5, alpha: float = 0.0, **kw: Any,
+) -> Tensor:  # fmt: skip
+    tokens = pairs_of(logps_of(input, linear_weight, target, **kw), kw.get("sequence_ids") is not None)
+    of = average if loss_type in ("ipo", "simpo") else torch.sum
+    losses = []
+    for chosen, rejected in tokens:
+        c, r = of(chosen), of(rejected)
+        if alpha:
+            c, r = ((1 - p.exp() ** -alpha) / alpha for p in (c, r))
+        x = beta * (c - r) - (simpo_gamma if loss_type == "simpo" else 0.0)
+        if loss_type == "hinge":
+            losses.append((1 - x).clamp(min=0))
+        elif loss_type == "ipo":
+            losses.append((c - r - 0.5 / beta).square())
+        else:
+            losses.append((1 - label_smoothing) * F.softplus(-x) + label_smoothing * F.softplus(x))
+    nll = -torch.cat([c for c, _ in tokens]).sum() / max(sum(len(c) for c, _ in tokens), 1)
+    return torch.stack(losses).mean() + cpo_alpha * nll
+
+
+def simpo_reference(*args: Any, beta: float = 2.0, **kw: Any) -> Tensor:
+    return cpo_reference(*args, beta=beta, cpo_alpha=0.0, loss_type="simpo", **kw)
+
+
+def orpo_reference(input: Tensor, linear_weight: Tensor, target: Tensor, *, beta: float = 0.1, **kw: Any) -> Tensor:
+    tokens = pairs_of(logps_of(input, linear_weight, target, **kw), kw.get("sequence_ids") is not None)
+    ratios = []
+    for chosen, rejected in tokens:
+        c, r = average(chosen), average(rejected)
+        ratios.append(F.softplus(-(c - torch.log(-torch.expm1(c)) - r + torch.log(-torch.expm1(r)))))
+    nll = -torch.cat([c for c, _ in tokens]).mean()
+    return nll + beta * torch.stack(ratios).mean()
+
+
+def kto_reference(
+    input: Tensor, linear_weight: Tensor, target: Tensor, label: Tensor, *, ref_logps: Tensor,
+    kl: Tensor | None = None, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0,
+    loss_type: str = "kto", **kw: Any,
+) -> Tensor:  # fmt: skip
+    losses = []
+    z = 0.0 if kl is None or loss_type == "apo_zero_unpaired" else kl.detach()
+    for logps, ref, good in zip(logps_of(input, linear_weight, target, **kw), ref_logps, label, strict=True):
+        r = logps.sum() - ref
+        value = F.sigmoid(beta * (r - z)) if good else F.sigmoid(beta * (z - r))
+        losses.append((desirable_weight if good else undesirable_weight) * (1 - value))
+    return torch.stack(losses).mean()
+
+
+def batch(
+    lengths: list[int], device: torch.device, dtype: torch.dtype = torch.float32, *, H: int = 12, V: int = 37,
+    ignore_index: int = -100, seed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Hidden states, projection and targets of sequences of so many tokens that count, with others between them."""
+    generator = torch.Generator().manual_seed(seed)
+    B, S = len(lengths), max([2, *lengths]) + 2
+    x, weight = (torch.randn(*shape, generator=generator).to(device, dtype) for shape in ((B, S, H), (V, H)))
+    target = torch.randint(0, V, (B, S), generator=generator)
+    for row, length in zip(target, lengths, strict=True):
+        row[torch.randperm(S, generator=generator)[: S - length]] = ignore_index
+    return x, weight, target.to(device)
+
+
+def packed(sample: Sample, target: Tensor, names: tuple[str, ...], order: list[int] | None = None) -> Sample:
+    """The same batch as `[1, T]`, rows in an order of one's own, without half of the tokens that do not count."""
+    B, S = target.shape
+    order = list(range(B)) if order is None else order
+    keep = (target != -100) | (torch.arange(S, device=target.device) % 2 == 0)
+    flat: Callable[[Tensor], Tensor] = lambda x: torch.cat([x[i][keep[i]] for i in order]).unsqueeze(0)  # noqa: E731
+    args = [flat(a) if isinstance(a, Tensor) and a.shape[:2] == target.shape else a for a in sample.args]
+    kwargs = {name: flat(v) if name in names else v for name, v in sample.kwargs.items()}
+    ids = flat(torch.tensor(order).argsort().unsqueeze(1).expand(B, S).to(target.device))
+    return Sample(tuple(args), {**kwargs, "sequence_ids": ids}, why=f"packed {sample.why}")

@@ -1,0 +1,29 @@
+"""Losses that language models are trained with after pretraining, from hidden states and a projection, without logits.
+
+Each is a function of `(input [B, S, H], linear_weight [V, H], target [B, S], ...)`, already shifted, and returns the
+loss and a dict of detached metrics. They stand on `llmk.functional.linear_logprobs`.
+"""
+
+from llmk.losses.cpo import cpo, orpo, simpo
+from llmk.losses.distillation import distill_topk
+from llmk.losses.dpo import dpo
+from llmk.losses.grpo import grpo
+from llmk.losses.kto import kto
+from llmk.losses.ppo import ppo, reinforce, rloo
+from llmk.losses.supervised import dft, multi_token, sft
+
+__all__ = [
+    "cpo",
+    "dft",
+    "distill_topk",
+    "dpo",
+    "grpo",
+    "kto",
+    "multi_token",
+    "orpo",
+    "ppo",
+    "reinforce",
+    "rloo",
+    "sft",
+    "simpo",
+]

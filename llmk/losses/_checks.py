@@ -1,0 +1,62 @@
+"""Checks of the losses' arguments: each names the argument, what it was and what was expected."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmk.registry import check_same
+
+NUMBERS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+INTEGERS = (torch.int64, torch.int32)
+
+
+def check_tensor(name: str, value: Any, dtypes: Sequence[torch.dtype], expected: str) -> None:
+    """`value` must be a tensor of one of `dtypes`, which `expected` says in words."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a tensor of {expected}, got {type(value).__name__}")
+    if value.dtype not in dtypes:
+        raise TypeError(f"{name}: expected a tensor of {expected}, got dtype {str(value.dtype).removeprefix('torch.')}")
+
+
+def check_is_tensor(name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
+
+
+def check_batch(input: Any, linear_weight: Any, target: Any) -> None:
+    """`input [B, S, H]`, `linear_weight [V, H]`, `target [B, S]`; the operators check the rest."""
+    for name, value in (("input", input), ("linear_weight", linear_weight), ("target", target)):
+        check_is_tensor(name, value)
+    if input.dim() != 3:
+        raise ValueError(f"input: expected shape [B, S, H], got {tuple(input.shape)}")
+    if target.shape != input.shape[:2]:
+        raise ValueError(f"target: expected shape {tuple(input.shape[:2])} (of input), got {tuple(target.shape)}")
+
+
+def check_of_tokens(name: str, value: Any, target: Tensor, dtypes: Sequence[torch.dtype] = NUMBERS) -> None:
+    """One number for each token, in the shape of `target`."""
+    check_tensor(name, value, dtypes, "numbers" if dtypes is NUMBERS else "integers")
+    if value.shape != target.shape:
+        raise ValueError(f"{name}: expected shape {tuple(target.shape)} (that of target), got {tuple(value.shape)}")
+    check_same(name, value, "target", target)
+
+
+def check_of_sequences(name: str, value: Any, count: int | None, target: Tensor, expected: str = "numbers") -> None:
+    """One number (or truth value) for each sequence; how many those are is not known where `count` is None."""
+    check_tensor(name, value, (torch.bool,) if expected == "truth values" else NUMBERS, expected)
+    if value.dim() != 1 or (count is not None and value.shape[0] != count):
+        shape = "[sequences]" if count is None else f"({count},)"
+        raise ValueError(f"{name}: expected shape {shape} (one for each sequence), got {tuple(value.shape)}")
+    check_same(name, value, "target", target)
+
+
+def check_positive(name: str, value: float) -> None:
+    if not 0.0 < value < float("inf"):
+        raise ValueError(f"{name}: expected a finite positive number, got {value}")
+
+
+def check_between(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise ValueError(f"{name}: expected a number from {low:g} to {high:g}, got {value}")

@@ -1,0 +1,58 @@
+"""The projection to the vocabulary with its options, and the log-probabilities that every loss begins with."""
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from llmk.losses._checks import check_is_tensor
+from llmk.losses._sequences import Sequences
+from llmk.ops.linear_loss.linear_logprobs import linear_logprobs
+
+
+@dataclass(frozen=True)
+class Head:
+    linear_weight: Tensor  # [V, H]
+    linear_bias: Tensor | None  # [V]
+    temperature: float
+    softcap: float
+    ignore_index: int
+    skip_ignored: bool
+    chunk_size: int
+
+    def logprobs(self, input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the targets, in their shape, and the entropy of each token; float32, 0 where a token does not count."""
+        return linear_logprobs(
+            input, self.linear_weight, target, linear_bias=self.linear_bias, temperature=self.temperature,
+            softcap=self.softcap, ignore_index=self.ignore_index, skip_ignored=self.skip_ignored,
+            chunk_size=self.chunk_size,
+        )  # fmt: skip
+
+    def of_reference(self, linear_weight: Tensor, linear_bias: Tensor | None) -> "Head":
+        bias = None if linear_bias is None else linear_bias.detach()
+        return replace(self, linear_weight=linear_weight.detach(), linear_bias=bias)
+
+
+def mean_over_tokens(values: Tensor, sequences: Sequences) -> Tensor:
+    """Over the tokens that count, 0 over none; `values [B, S]` are 0 where a token does not count."""
+    return values.sum() / sequences.counts.sum().clamp(min=1)
+
+
+def check_reference(
+    input: Tensor, ref_logps: Tensor | None, ref_input: Tensor | None, ref_linear_weight: Tensor | None,
+    ref_linear_bias: Tensor | None,
+) -> None:  # fmt: skip
+    """Either the log-probabilities of the reference model, or its hidden states and projection."""
+    hidden = {"ref_input": ref_input, "ref_linear_weight": ref_linear_weight}
+    if ref_logps is not None:
+        for name, value in (*hidden.items(), ("ref_linear_bias", ref_linear_bias)):
+            if value is not None:
+                raise ValueError(f"{name}: expected None beside ref_logps, got a {type(value).__name__}")
+        return
+    for name, value in hidden.items():
+        if value is None:
+            raise ValueError(f"{name}: expected a tensor where ref_logps is None, got None")
+        check_is_tensor(name, value)
+    assert ref_input is not None
+    if ref_input.dim() != 3 or ref_input.shape[:2] != input.shape[:2]:
+        expected = f"({input.shape[0]}, {input.shape[1]}, H)"
+        raise ValueError(f"ref_input: expected shape {expected} like input, got {tuple(ref_input.shape)}")

@@ -1,0 +1,177 @@
+"""Losses of pairs without a reference model: CPO, SimPO and ORPO."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmk.losses._checks import check_between, check_positive
+from llmk.losses._head import Head
+from llmk.losses._math import log_of_the_rest
+from llmk.losses._pair_metrics import chosen_nll, reward_metrics
+from llmk.losses._sequences import mean_of, sequences_of
+from llmk.registry import check_finite, check_option
+
+
+def cpo(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *,
+    beta: float = 0.1, cpo_alpha: float = 1.0, label_smoothing: float = 0.0, loss_type: str = "sigmoid",
+    simpo_gamma: float = 0.5, alpha: float = 0.0, linear_bias: Tensor | None = None, temperature: float = 1.0,
+    softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
+    sequence_ids: Tensor | None = None, num_sequences: int | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    """Contrastive preference optimization: DPO without a reference, and the likelihood of the chosen completions.
+
+        mean over pairs of -log sigmoid(beta * (log pi(chosen) - log pi(rejected))) + cpo_alpha * nll
+
+    `nll` is the mean negative log-likelihood over the chosen tokens, 0 over none.
+
+    Args:
+        input, linear_weight, target: As in `dpo`.
+        beta: The scale of the margin; positive.
+        cpo_alpha: The weight of the likelihood.
+        label_smoothing: The share of pairs that are taken to be flipped, of "sigmoid" and "simpo"; 0 to 1.
+        loss_type: "sigmoid"; "hinge", max(0, 1 - beta * margin); "ipo", (margin - 1 / (2 beta))**2; or "simpo", which
+            takes `simpo_gamma` off the margin. "ipo" and "simpo" take means over a completion's tokens, not sums.
+        simpo_gamma: The margin that "simpo" asks for, before the scale by beta.
+        alpha: Of AlphaPO: the reward of log-probability p is (1 - exp(-alpha * p)) / alpha; 0 is p itself.
+        linear_bias, temperature, softcap, ignore_index, skip_ignored, chunk_size, sequence_ids, num_sequences: As in
+            `dpo`.
+
+    Returns:
+        The loss, a float32 scalar, and metrics under TRL's names.
+
+    Raises:
+        TypeError: An argument is not a tensor, or a dtype does not fit.
+        ValueError: A shape or an option does not fit.
+
+    Four products, as `dpo`.
+
+    Sources: Xu et al., 2024, https://arxiv.org/abs/2401.08417; SimPO: Meng et al., 2024,
+    https://arxiv.org/abs/2405.14734; AlphaPO: Gupta et al., 2025, https://arxiv.org/abs/2501.03884. Reference
+    implementation: `trl.experimental.cpo.CPOTrainer`.
+    """
+    check_positive("beta", beta)
+    check_finite("cpo_alpha", cpo_alpha)
+    check_finite("simpo_gamma", simpo_gamma)
+    check_finite("alpha", alpha)
+    check_between("label_smoothing", label_smoothing, 0.0, 1.0)
+    check_option("loss_type", loss_type, tuple(_LOSSES))
+    sequences = sequences_of(input, linear_weight, target, ignore_index, sequence_ids, num_sequences, in_pairs=True)
+    head = Head(linear_weight, linear_bias, temperature, softcap, ignore_index, skip_ignored, chunk_size)
+    token_logps, _ = head.logprobs(input, target)
+    logps = (sequences.averages if loss_type in _OF_AVERAGES else sequences.sum)(token_logps)
+    chosen, rejected = sequences.halves(logps if alpha == 0.0 else -torch.expm1(-alpha * logps) / alpha)
+    losses = _LOSSES[loss_type](chosen - rejected, beta, label_smoothing, simpo_gamma)
+    nll = chosen_nll(token_logps, sequences)
+    loss = mean_of(losses, sequences.exists(in_pairs=True)) + cpo_alpha * nll
+    metrics = {**reward_metrics(beta * chosen, beta * rejected, logps, sequences), "nll_loss": nll.detach()}
+    return sequences.checked(loss), metrics
+
+
+_OF_AVERAGES = ("ipo", "simpo")
+
+
+def _sigmoid(margin: Tensor, beta: float, label_smoothing: float, gamma: float) -> Tensor:
+    x = beta * margin
+    return -(1 - label_smoothing) * F.logsigmoid(x) - label_smoothing * F.logsigmoid(-x)
+
+
+def _hinge(margin: Tensor, beta: float, label_smoothing: float, gamma: float) -> Tensor:
+    return torch.relu(1 - beta * margin)
+
+
+def _ipo(margin: Tensor, beta: float, label_smoothing: float, gamma: float) -> Tensor:
+    return (margin - 1 / (2 * beta)) ** 2
+
+
+def _simpo(margin: Tensor, beta: float, label_smoothing: float, gamma: float) -> Tensor:
+    return _sigmoid(margin - gamma / beta, beta, label_smoothing, gamma)
+
+
+_LOSSES = {"sigmoid": _sigmoid, "hinge": _hinge, "ipo": _ipo, "simpo": _simpo}
+
+
+def simpo(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *,
+    beta: float = 2.0, simpo_gamma: float = 0.5, label_smoothing: float = 0.0, linear_bias: Tensor | None = None,
+    temperature: float = 1.0, softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False,
+    chunk_size: int = 0, sequence_ids: Tensor | None = None, num_sequences: int | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    """Simple preference optimization, with means over a completion's tokens and a margin:
+
+        mean over pairs of -log sigmoid(beta * (mean log pi(chosen) - mean log pi(rejected)) - simpo_gamma)
+
+    Args:
+        input, linear_weight, target: As in `dpo`.
+        beta: The scale of the margin; positive.
+        simpo_gamma: The margin that is asked for.
+        label_smoothing: The share of pairs that are taken to be flipped; 0 to 1.
+        linear_bias, temperature, softcap, ignore_index, skip_ignored, chunk_size, sequence_ids, num_sequences: As in
+            `dpo`.
+
+    Returns:
+        The loss, a float32 scalar, and the metrics of `cpo`. The mean over an empty completion is 0.
+
+    Raises:
+        TypeError: An argument is not a tensor, or a dtype does not fit.
+        ValueError: A shape or an option does not fit.
+
+    Four products, as `dpo`.
+
+    Sources: Meng et al., 2024, https://arxiv.org/abs/2405.14734, equation 6. Reference implementation:
+    `trl.experimental.cpo.CPOTrainer` with `loss_type="simpo"` and `cpo_alpha=0`.
+    """
+    return cpo(
+        input, linear_weight, target, beta=beta, cpo_alpha=0.0, label_smoothing=label_smoothing, loss_type="simpo",
+        simpo_gamma=simpo_gamma, linear_bias=linear_bias, temperature=temperature, softcap=softcap,
+        ignore_index=ignore_index, skip_ignored=skip_ignored, chunk_size=chunk_size, sequence_ids=sequence_ids,
+        num_sequences=num_sequences,
+    )  # fmt: skip
+
+
+def orpo(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *,
+    beta: float = 0.1, linear_bias: Tensor | None = None, temperature: float = 1.0, softcap: float = 0.0,
+    ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0, sequence_ids: Tensor | None = None,
+    num_sequences: int | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    """Odds ratio preference optimization: supervised training on the chosen, and odds against the rejected.
+
+        nll - beta * mean over pairs of log sigmoid(log odds(chosen) / odds(rejected)),  odds = p / (1 - p)
+
+    with log p the mean log-probability over a completion's tokens and `nll` the mean over the chosen tokens.
+
+    Args:
+        input, linear_weight, target: As in `dpo`. TRL's `nll` has the prompt in it; here it has what `target` has.
+        beta: The weight of the odds ratio; positive.
+        linear_bias, temperature, softcap, ignore_index, skip_ignored, chunk_size, sequence_ids, num_sequences: As in
+            `dpo`.
+
+    Returns:
+        The loss, a float32 scalar, and metrics under TRL's names. A completion of probability 1, an empty one among
+        them, is taken to fall short of it by a unit of float32, and has no gradient through its odds.
+
+    Raises:
+        TypeError: An argument is not a tensor, or a dtype does not fit.
+        ValueError: A shape or an option does not fit.
+
+    Four products, as `dpo`.
+
+    Sources: Hong et al., 2024, https://arxiv.org/abs/2403.07691, equations 4 to 7. Reference implementation:
+    `trl.experimental.orpo.ORPOTrainer`.
+    """
+    check_positive("beta", beta)
+    sequences = sequences_of(input, linear_weight, target, ignore_index, sequence_ids, num_sequences, in_pairs=True)
+    head = Head(linear_weight, linear_bias, temperature, softcap, ignore_index, skip_ignored, chunk_size)
+    token_logps, _ = head.logprobs(input, target)
+    logps, exists = sequences.averages(token_logps), sequences.exists(in_pairs=True)
+    chosen, rejected = sequences.halves(logps)
+    log_odds = (chosen - rejected) - (log_of_the_rest(chosen) - log_of_the_rest(rejected))
+    ratio, nll = mean_of(F.logsigmoid(log_odds), exists), chosen_nll(token_logps, sequences)
+    metrics = {
+        **reward_metrics(beta * chosen, beta * rejected, logps, sequences),
+        "nll_loss": nll.detach(),
+        "log_odds_ratio": ratio.detach(),
+        "log_odds_chosen": mean_of(log_odds.detach(), exists),
+    }
+    return sequences.checked(nll - beta * ratio), metrics

@@ -1,0 +1,154 @@
+"""Direct preference optimization and the losses that differ from it in their function of a pair."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from llmk.losses._checks import check_between, check_of_sequences, check_positive
+from llmk.losses._head import Head, check_reference, mean_over_tokens
+from llmk.losses._pair_metrics import chosen_nll, reward_metrics
+from llmk.losses._pairs import DIVERGENCES, LOSSES, OF_SCORES, PairOptions, Pairs
+from llmk.losses._sequences import Sequences, mean_of, number_of_sequences, sequences_of
+from llmk.registry import check_option
+
+
+def dpo(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *,
+    ref_logps: Tensor | None = None, ref_input: Tensor | None = None, ref_linear_weight: Tensor | None = None,
+    ref_linear_bias: Tensor | None = None, beta: float = 0.1, loss_type: str | Sequence[str] = "sigmoid",
+    loss_weights: Sequence[float] | None = None, label_smoothing: float = 0.0, f_divergence_type: str = "reverse_kl",
+    f_alpha_divergence_coef: float = 0.5, discopop_tau: float = 0.05, ld_alpha: float | None = None,
+    linear_bias: Tensor | None = None, temperature: float = 1.0, softcap: float = 0.0, ignore_index: int = -100,
+    skip_ignored: bool = False, chunk_size: int = 0, sequence_ids: Tensor | None = None,
+    num_sequences: int | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    """Direct preference optimization: the mean over pairs of a chosen and a rejected completion of
+
+        -log sigmoid(beta * (log pi(chosen) / ref(chosen) - log pi(rejected) / ref(rejected)))
+
+    or of another function of these, which `loss_type` names. Log-probabilities are sums over a completion's tokens.
+
+    Args:
+        input: Hidden states `[B, S, H]`, aligned with `target`: chosen completions in the first half of the batch,
+            rejected ones in the second.
+        linear_weight: `[V, H]`.
+        target: `[B, S]`, `ignore_index` where a token does not count.
+        ref_logps: Of the reference model, a sum for each sequence `[B]`; with `ld_alpha`, weighted in the same way.
+        ref_input: Instead of it the reference's hidden states `[B, S, any]`.
+        ref_linear_weight: And its projection `[V, any]`. Neither gets a gradient.
+        ref_linear_bias: `[V]`.
+        beta: How strongly the policy is held to the reference; positive.
+        loss_type: "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot",
+            "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm", or a list of them, whose losses
+            are added.
+        loss_weights: What each of them is multiplied by; 1 if None.
+        label_smoothing: The share of pairs that are taken to be flipped, of "robust" (below 0.5), "exo_pair" (above
+            0), "aot" and "aot_unpaired". The others have none and leave it out, as in TRL.
+        f_divergence_type: "reverse_kl", "forward_kl", "js_divergence" or "alpha_divergence", for the losses of a
+            difference of scores.
+        f_alpha_divergence_coef: Of "alpha_divergence".
+        discopop_tau: Of "discopop"; positive.
+        ld_alpha: The weight of the tokens of the longer completion beyond the shorter one's length, 0 to 1.
+        linear_bias: `[V]`.
+        temperature, softcap, skip_ignored, chunk_size: As in `llmk.functional.linear_logprobs`.
+        ignore_index: The target of a token that does not count.
+        sequence_ids: `[1, T]`, of a packed batch `[1, T, H]`: of pair i, 2i is the chosen and 2i + 1 the rejected
+            completion. A token that counts and has no such number makes the loss NaN.
+        num_sequences: How many sequences a packed batch holds, where the length of `ref_logps` does not say it. With
+            neither, as many places as tokens are reckoned with, which in eager mode takes memory for their square.
+
+    Returns:
+        The loss, a float32 scalar, and metrics under TRL's names. An empty completion has log-probability 0.
+
+    Raises:
+        TypeError: An argument is not a tensor, or a dtype does not fit.
+        ValueError: A shape or an option does not fit.
+
+    The gradients are made in the backward pass, which makes the logits again: four products of the policy.
+
+    Sources: Rafailov et al., 2023, https://arxiv.org/abs/2305.18290; of each other loss type in `_pairs.py`; ld_alpha:
+    Liu et al., 2024, https://arxiv.org/abs/2409.06411. Reference implementation: `trl.DPOTrainer`.
+    """
+    types = _types_of(loss_type, loss_weights, label_smoothing, f_divergence_type)
+    check_positive("beta", beta)
+    check_positive("discopop_tau", discopop_tau)
+    if ld_alpha is not None:
+        check_between("ld_alpha", ld_alpha, 0.0, 1.0)
+    count = number_of_sequences(num_sequences, "ref_logps", ref_logps)
+    sequences = sequences_of(input, linear_weight, target, ignore_index, sequence_ids, count, in_pairs=True)
+    check_reference(input, ref_logps, ref_input, ref_linear_weight, ref_linear_bias)
+    if ref_logps is not None:
+        check_of_sequences("ref_logps", ref_logps, sequences.places, target)
+
+    head = Head(linear_weight, linear_bias, temperature, softcap, ignore_index, skip_ignored, chunk_size)
+    token_logps, entropy = head.logprobs(input, target)
+    logps = _of_sequences(token_logps, sequences, ld_alpha)
+    if ref_logps is None:
+        assert ref_input is not None
+        assert ref_linear_weight is not None
+        ref_head = head.of_reference(ref_linear_weight, ref_linear_bias)
+        ref_logps = _of_sequences(ref_head.logprobs(ref_input.detach(), target)[0], sequences, ld_alpha)
+    ref_logps = ref_logps.detach().float()
+    pairs = _pairs(token_logps, logps, ref_logps, sequences, f_divergence_type, f_alpha_divergence_coef)
+
+    options = PairOptions(beta, label_smoothing, discopop_tau)
+    terms = [weight * mean_of(LOSSES[name](pairs, options), pairs.exists) for name, weight in types]
+    loss = sequences.checked(torch.stack(terms).sum())
+    metrics = {
+        "entropy": mean_over_tokens(entropy.detach(), sequences),
+        **reward_metrics(beta * pairs.chosen_logratios, beta * pairs.rejected_logratios, logps, sequences),
+    }
+    return loss, metrics
+
+
+def _types_of(
+    loss_type: str | Sequence[str], loss_weights: Sequence[float] | None, label_smoothing: float, divergence: str
+) -> list[tuple[str, float]]:
+    names = [loss_type] if isinstance(loss_type, str) else list(loss_type)
+    if not names:
+        raise ValueError("loss_type: expected a name or a list of names, got an empty list")
+    for name in names:
+        check_option("loss_type", name, tuple(LOSSES))
+    weights = [1.0] * len(names) if loss_weights is None else list(loss_weights)
+    if len(weights) != len(names):
+        raise ValueError(f"loss_weights: expected {len(names)} numbers, one for each loss_type, got {len(weights)}")
+    check_option("f_divergence_type", divergence, tuple(DIVERGENCES))
+    check_between("label_smoothing", label_smoothing, 0.0, 1.0)
+    if "robust" in names and label_smoothing >= 0.5:
+        raise ValueError(f"label_smoothing: expected a number below 0.5 with 'robust', got {label_smoothing}")
+    if "exo_pair" in names and not 0.0 < label_smoothing < 1.0:
+        raise ValueError(f"label_smoothing: expected a number between 0 and 1 with 'exo_pair', got {label_smoothing}")
+    for name in names:
+        if divergence != "reverse_kl" and name not in OF_SCORES:
+            raise ValueError(f"f_divergence_type: expected 'reverse_kl' with loss_type {name!r}, got {divergence!r}")
+    return list(zip(names, weights, strict=True))
+
+
+def _of_sequences(token_logps: Tensor, sequences: Sequences, ld_alpha: float | None) -> Tensor:
+    """Sums `[sequences]`, tokens beyond the length that both of a pair have weighted by `ld_alpha`."""
+    if ld_alpha is None:
+        return sequences.sum(token_logps)
+    chosen, rejected = sequences.halves(sequences.lengths)
+    shared = torch.minimum(chosen, rejected)
+    shared = torch.cat([shared, shared]) if sequences.ids is None else torch.stack([shared, shared], -1).flatten()
+    beyond = sequences.positions() > sequences.spread(shared)
+    return sequences.sum(torch.where(beyond, ld_alpha * token_logps, token_logps))
+
+
+def _pairs(
+    token_logps: Tensor, logps: Tensor, ref_logps: Tensor, sequences: Sequences, divergence: str, coef: float
+) -> Pairs:
+    logratios = logps - ref_logps
+    score = DIVERGENCES[divergence]
+    chosen_logps, rejected_logps = sequences.halves(logps)
+    ref_chosen, ref_rejected = sequences.halves(ref_logps)
+    return Pairs(
+        *sequences.halves(logratios),
+        *sequences.halves(score(logratios, coef)),
+        *sequences.halves(sequences.lengths),
+        policy_margin=chosen_logps - rejected_logps,
+        ref_margin=ref_chosen - ref_rejected,
+        nll=chosen_nll(token_logps, sequences),
+        exists=sequences.exists(in_pairs=True),
+    )

@@ -1,0 +1,219 @@
+"""Group relative policy optimization, and the losses that differ in the term of a token or in how terms are summed."""
+
+import torch
+from torch import Tensor
+
+from llmk.losses._checks import check_between, check_of_sequences, check_of_tokens, check_positive
+from llmk.losses._head import Head, mean_over_tokens
+from llmk.losses._policy import ESTIMATORS, LOSSES, REDUCTIONS, PolicyOptions, Tokens, Totals
+from llmk.losses._sequences import Sequences, number_of_sequences, sequences_of
+from llmk.registry import check_finite, check_not_negative, check_option
+
+LEVELS = ("token", "sequence")
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+
+
+def grpo(
+    input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
+    old_per_token_logps: Tensor | None = None, ref_per_token_logps: Tensor | None = None, beta: float = 0.0,
+    epsilon: float = 0.2, epsilon_high: float | None = None, delta: float | None = None, loss_type: str = "dapo",
+    importance_sampling_level: str = "token", importance_sampling_ratio: Tensor | None = None,
+    num_items_in_batch: Tensor | float | None = None, max_completion_length: int | None = None,
+    entropy_coef: float = 0.0, use_bias_correction_kl: bool = True, kl_estimator: str = "k3",
+    off_policy_mask_threshold: float | None = None, sampling_per_token_logps: Tensor | None = None,
+    sapo_temperature_pos: float = 1.0, sapo_temperature_neg: float = 1.05, vespo_k_pos: float = 2.0,
+    vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0,
+    linear_bias: Tensor | None = None, temperature: float = 1.0, softcap: float = 0.0, ignore_index: int = -100,
+    skip_ignored: bool = False, chunk_size: int = 0, sequence_ids: Tensor | None = None,
+    num_sequences: int | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    """Group relative policy optimization: with ratio = pi / pi_old and A the advantage, of each token
+
+        -min(ratio * A, clip(ratio, 1 - epsilon, 1 + epsilon_high) * A) + beta * KL(pi, ref)
+
+    or what `loss_type` has in its place, summed over tokens and divided as `loss_type` says.
+
+    Args:
+        input: Hidden states `[B, S, H]`, aligned with `target`.
+        linear_weight: `[V, H]`.
+        target: `[B, S]`, `ignore_index` where a token does not count: padding, a tool's output, a truncated completion.
+        advantages: `[B]`, one for each sequence, or `[B, S]`.
+        old_per_token_logps: `[B, S]`, of the policy that the step began with; those of `input`, as constants, if None.
+        ref_per_token_logps: `[B, S]`, of the reference model; needed where `beta` is not 0.
+        beta: The weight of the divergence from the reference.
+        epsilon: The ratio is clipped at 1 - epsilon.
+        epsilon_high: And at 1 + epsilon_high; `epsilon` if None. "cispo" clips at epsilon_high itself.
+        delta: An upper bound of the ratio that is not clipped, for negative advantages too.
+        loss_type: The term and what its sum is divided by:
+            "dapo", by `num_items_in_batch`; "bnpo", by the tokens that count; "dr_grpo", by `B *
+            max_completion_length`; "grpo", the mean over sequences of their means; "luspo", the mean of their sums;
+            "cispo", a clipped ratio as the constant weight of A * log pi, by `num_items_in_batch`; "sapo", a soft gate
+            for the clip, divided as "grpo"; "vespo", a weight from the sequence's ratio, divided as "dapo".
+        importance_sampling_level: "token", or "sequence": the ratio is the geometric mean over a sequence (GSPO).
+        importance_sampling_ratio: What terms are multiplied by to correct for the sampler's own log-probabilities:
+            `[B, S]`, `[B, 1]` or `[B]`; 0 leaves a token out.
+        num_items_in_batch: What "dapo", "cispo" and "vespo" divide by, a scalar; the tokens that count if None.
+        max_completion_length: Of "dr_grpo"; S if None, which a packed batch does not have.
+        entropy_coef: The mean entropy over the tokens that count times this is taken off the loss.
+        use_bias_correction_kl: Multiply the divergence by the ratio, so that its gradient is unbiased.
+        kl_estimator: "k3", exp(r) - r - 1 with r = log ref / pi, "k1", -r, or "k2", r**2 / 2.
+        off_policy_mask_threshold: Leave a sequence of negative advantage out where the mean of log(sampler / pi) over
+            its tokens is larger.
+        sampling_per_token_logps: `[B, S]`, of the sampler, for that; `old_per_token_logps` if None.
+        sapo_temperature_pos, sapo_temperature_neg: Of "sapo", for positive advantages and for the others.
+        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: Of "vespo".
+        linear_bias: `[V]`.
+        temperature, softcap, skip_ignored, chunk_size: As in `llmk.functional.linear_logprobs`.
+        ignore_index: The target of a token that does not count. Nothing else is read of it.
+        sequence_ids: `[1, T]`, of a packed batch `[1, T, H]`: the number of each token's sequence, its index into
+            `advantages [B]`. A token that counts and has no such number makes the loss NaN.
+        num_sequences: How many sequences a packed batch holds, where the length of `advantages` does not say it.
+
+    Returns:
+        The loss, a float32 scalar, 0 over no token, and metrics under TRL's names.
+
+    Raises:
+        TypeError: An argument is not a tensor, or a dtype does not fit.
+        ValueError: A shape or an option does not fit.
+
+    The gradients are made in the backward pass, which makes the logits again: four products.
+
+    Sources: Shao et al., 2024, https://arxiv.org/abs/2402.03300; of each term and sum in `_policy.py`; GSPO: Zheng et
+    al., 2025, https://arxiv.org/abs/2507.18071; masks and bias correction: DeepSeek-V3.2, 2025,
+    https://arxiv.org/abs/2512.02556. Reference implementation: `trl.GRPOTrainer`.
+    """
+    check_option("loss_type", loss_type, tuple(LOSSES))
+    check_option("importance_sampling_level", importance_sampling_level, LEVELS)
+    check_option("kl_estimator", kl_estimator, tuple(ESTIMATORS))
+    check_between("epsilon", epsilon, 0.0, float("inf"))
+    for name, number in (("beta", beta), ("entropy_coef", entropy_coef)):
+        check_finite(name, number)
+    for name, number in (("epsilon_high", epsilon_high), ("delta", delta)):
+        if number is not None:
+            check_not_negative(name, number)
+    check_positive("sapo_temperature_pos", sapo_temperature_pos)
+    check_positive("sapo_temperature_neg", sapo_temperature_neg)
+    count = number_of_sequences(num_sequences, "advantages", advantages)
+    sequences = sequences_of(input, linear_weight, target, ignore_index, sequence_ids, count)
+    check_advantages(advantages, sequences)
+    for name, value in (
+        ("old_per_token_logps", old_per_token_logps),
+        ("ref_per_token_logps", ref_per_token_logps),
+        ("sampling_per_token_logps", sampling_per_token_logps),
+    ):
+        if value is not None:
+            check_of_tokens(name, value, target)
+    if beta != 0.0 and ref_per_token_logps is None:
+        raise ValueError(f"ref_per_token_logps: expected shape {tuple(target.shape)} where beta is {beta}, got None")
+    _check_lengths(loss_type, num_items_in_batch, max_completion_length, sequences)
+    correction = None
+    if importance_sampling_ratio is not None:
+        correction = _correction(importance_sampling_ratio, sequences)
+
+    head = Head(linear_weight, linear_bias, temperature, softcap, ignore_index, skip_ignored, chunk_size)
+    logps, entropy = head.logprobs(input, target)
+    old = _constant(logps if old_per_token_logps is None else old_per_token_logps, sequences)
+    log_ratio = logps - old
+    in_level = log_ratio
+    if importance_sampling_level == "sequence":
+        in_level = sequences.spread(sequences.averages(log_ratio))
+    tokens = Tokens(logps, log_ratio, in_level.exp(), of_tokens(advantages, sequences), correction, sequences)
+    high = epsilon if epsilon_high is None else epsilon_high
+    options = PolicyOptions(
+        epsilon, high, delta, sapo_temperature_pos, sapo_temperature_neg,
+        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg,
+    )  # fmt: skip
+
+    terms = LOSSES[loss_type](tokens, options)
+    if off_policy_mask_threshold is not None:
+        sampled = old if sampling_per_token_logps is None else _constant(sampling_per_token_logps, sequences)
+        drift = (sampled - logps.detach()).nan_to_num(
+            0.0
+        )  # of a token that the sampler could not score nothing is known
+        drift = sequences.spread(sequences.averages(drift))
+        terms = terms * ((tokens.advantages >= 0) | (drift <= off_policy_mask_threshold))
+    if correction is not None and loss_type != "vespo":
+        terms = terms * correction
+    metrics = {"entropy": mean_over_tokens(entropy.detach(), sequences)}
+    if ref_per_token_logps is not None and beta != 0.0:
+        kl = ESTIMATORS[kl_estimator](logps - _constant(ref_per_token_logps, sequences))
+        kl = _counting(kl * tokens.ratio if use_bias_correction_kl else kl, sequences)
+        terms = terms + beta * kl
+        metrics["kl"] = mean_over_tokens(kl.detach(), sequences)
+    totals = Totals(num_items_in_batch, max_completion_length)
+    loss = REDUCTIONS[loss_type](_counting(terms, sequences), sequences, totals)
+    if entropy_coef != 0.0:
+        metrics["policy_loss"] = loss.detach()
+        loss = loss - entropy_coef * mean_over_tokens(entropy, sequences)
+    whole = importance_sampling_level == "sequence" and advantages.dim() == 1
+    return sequences.checked(loss), metrics | _clip_metrics(tokens, options, loss_type, whole)
+
+
+def check_advantages(advantages: Tensor, sequences: Sequences) -> None:
+    """`[B]`, one for each sequence, or `[B, S]`."""
+    if isinstance(advantages, Tensor) and advantages.dim() == 1:
+        check_of_sequences("advantages", advantages, sequences.places, sequences.counts)
+    else:
+        check_of_tokens("advantages", advantages, sequences.counts)
+
+
+def of_tokens(values: Tensor, sequences: Sequences) -> Tensor:
+    """`[B]` or `[B, S]` as constants `[B, S]`, 0 where a token does not count."""
+    values = values.detach().float()
+    return _counting(sequences.spread(values) if values.dim() == 1 else values, sequences)
+
+
+def _counting(values: Tensor, sequences: Sequences) -> Tensor:
+    return torch.where(sequences.counts, values, 0.0)
+
+
+def _constant(logps: Tensor, sequences: Sequences) -> Tensor:
+    return _counting(logps.detach().float(), sequences)
+
+
+def _correction(ratio: Tensor, sequences: Sequences) -> Tensor:
+    counts = sequences.counts
+    if isinstance(ratio, Tensor) and ratio.dim() == 1:
+        check_of_sequences("importance_sampling_ratio", ratio, sequences.places, counts)
+        ratio = sequences.spread(ratio)
+    elif isinstance(ratio, Tensor) and sequences.ids is None and ratio.shape == (counts.shape[0], 1):
+        ratio = ratio.expand(counts.shape)
+    check_of_tokens("importance_sampling_ratio", ratio, counts)
+    return torch.where(counts, ratio.detach().float(), 1.0)
+
+
+def _check_lengths(
+    loss_type: str, num_items: Tensor | float | None, max_completion_length: int | None, sequences: Sequences
+) -> None:
+    if isinstance(num_items, Tensor) and num_items.numel() != 1:
+        raise ValueError(f"num_items_in_batch: expected a scalar, got shape {tuple(num_items.shape)}")
+    if max_completion_length is not None and max_completion_length < 1:
+        raise ValueError(f"max_completion_length: expected a number of at least 1, got {max_completion_length}")
+    if loss_type == "dr_grpo" and max_completion_length is None and sequences.ids is not None:
+        raise ValueError("max_completion_length: expected a number with 'dr_grpo' and sequence_ids, got None")
+
+
+def _clip_metrics(tokens: Tokens, options: PolicyOptions, loss_type: str, whole: bool) -> dict[str, Tensor]:
+    """How much is clipped; `whole` sequences where the ratio and the advantage are a sequence's."""
+    ratio, advantages, sequences = tokens.ratio.detach(), tokens.advantages, tokens.sequences
+
+    def share(clips: Tensor) -> tuple[Tensor, Tensor]:
+        values = _counting(clips.float(), sequences)
+        of_sequences = sequences.averages(values)
+        return of_sequences, sequences.mean(of_sequences) if whole else mean_over_tokens(values, sequences)
+
+    if loss_type == "cispo":
+        return {"cispo_clip_ratio": share((ratio > options.epsilon_high) & (advantages > 0))[1]}
+    if loss_type not in CLIPPED:
+        return {}
+    ratio = ratio if options.delta is None else ratio.clamp(max=options.delta)
+    low, low_mean = share((ratio < 1 - options.epsilon_low) & (advantages < 0))
+    high, high_mean = share((ratio > 1 + options.epsilon_high) & (advantages > 0))
+    none = sequences.lengths == 0
+    return {
+        "clip_ratio/low_mean": low_mean,
+        "clip_ratio/high_mean": high_mean,
+        "clip_ratio/region_mean": low_mean + high_mean,
+        "clip_ratio/low_min": low.masked_fill(none, 1.0).amin(),
+        "clip_ratio/high_max": high.masked_fill(none, 0.0).amax(),
+    }

@@ -1,0 +1,190 @@
+"""Policy gradients from advantages of one's own: REINFORCE, RLOO and PPO with its value term."""
+
+import torch
+from torch import Tensor
+
+from llmk.losses._checks import check_between, check_is_tensor, check_of_sequences, check_of_tokens
+from llmk.losses._head import Head, mean_over_tokens
+from llmk.losses._policy import Totals, over_all_items
+from llmk.losses._sequences import Sequences, number_of_sequences, sequences_of
+from llmk.losses.grpo import check_advantages, of_tokens
+from llmk.registry import check_not_negative
+
+
+def reinforce(
+    input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
+    num_items_in_batch: Tensor | float | None = None, linear_bias: Tensor | None = None, temperature: float = 1.0,
+    softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
+    sequence_ids: Tensor | None = None, num_sequences: int | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    """REINFORCE: the sum over tokens of -A * log pi, divided by the tokens that count.
+
+    Args:
+        input, linear_weight, target: As in `grpo`.
+        advantages: Rewards less a baseline: `[B]`, one for each sequence, or `[B, S]`.
+        num_items_in_batch: What the sum is divided by instead, a scalar.
+        linear_bias, temperature, softcap, ignore_index, skip_ignored, chunk_size, sequence_ids, num_sequences: As in
+            `grpo`.
+
+    Returns:
+        The loss, a float32 scalar, 0 over no token, and the metric "entropy".
+
+    Raises:
+        TypeError: An argument is not a tensor, or a dtype does not fit.
+        ValueError: A shape or an option does not fit.
+
+    Four products, as `grpo`.
+
+    Source: Williams, 1992, https://doi.org/10.1007/BF00992696.
+    """
+    count = number_of_sequences(num_sequences, "advantages", advantages)
+    sequences = sequences_of(input, linear_weight, target, ignore_index, sequence_ids, count)
+    check_advantages(advantages, sequences)
+    head = Head(linear_weight, linear_bias, temperature, softcap, ignore_index, skip_ignored, chunk_size)
+    logps, entropy = head.logprobs(input, target)
+    loss = over_all_items(-of_tokens(advantages, sequences) * logps, sequences, Totals(num_items_in_batch, None))
+    return sequences.checked(loss), {"entropy": mean_over_tokens(entropy.detach(), sequences)}
+
+
+def rloo(
+    input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
+    old_logps: Tensor | None = None, epsilon: float = 0.2, epsilon_high: float | None = None,
+    linear_bias: Tensor | None = None, temperature: float = 1.0, softcap: float = 0.0, ignore_index: int = -100,
+    skip_ignored: bool = False, chunk_size: int = 0, sequence_ids: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    """REINFORCE leave-one-out: the mean over sequences of the clipped loss of PPO, with the ratio of whole sequences.
+
+    Args:
+        input, linear_weight, target: As in `grpo`.
+        advantages: `[B]`: the reward of a completion less the mean of those of the prompt's others.
+        old_logps: `[B]`, sums over a sequence, of the policy that the step began with; those of `input` if None.
+        epsilon: The ratio is clipped at 1 - epsilon.
+        epsilon_high: And at 1 + epsilon_high; `epsilon` if None.
+        linear_bias, temperature, softcap, ignore_index, skip_ignored, chunk_size, sequence_ids: As in `grpo`.
+
+    Returns:
+        The loss, a float32 scalar, and metrics under TRL's names.
+
+    Raises:
+        TypeError: An argument is not a tensor, or a dtype does not fit.
+        ValueError: A shape or an option does not fit.
+
+    Four products, as `grpo`.
+
+    Sources: Ahmadian et al., 2024, https://arxiv.org/abs/2402.14740. Reference implementation: `trl.RLOOTrainer`.
+    """
+    check_between("epsilon", epsilon, 0.0, float("inf"))
+    if epsilon_high is not None:
+        check_not_negative("epsilon_high", epsilon_high)
+    count = number_of_sequences(None, "advantages", advantages)
+    sequences = sequences_of(input, linear_weight, target, ignore_index, sequence_ids, count)
+    for name, value in (("advantages", advantages), ("old_logps", old_logps)):
+        if name == "advantages" or value is not None:
+            check_of_sequences(name, value, sequences.places, target)
+    head = Head(linear_weight, linear_bias, temperature, softcap, ignore_index, skip_ignored, chunk_size)
+    token_logps, entropy = head.logprobs(input, target)
+    logps, advantages = sequences.sum(token_logps), advantages.detach().float()
+    ratio = (logps - (logps if old_logps is None else old_logps).detach().float()).exp()
+    high = epsilon if epsilon_high is None else epsilon_high
+    losses = clipped_loss(ratio, advantages, epsilon, high)
+    low_clips = (ratio.detach() < 1 - epsilon) & (advantages < 0)
+    high_clips = (ratio.detach() > 1 + high) & (advantages > 0)
+    metrics = {
+        "entropy": mean_over_tokens(entropy.detach(), sequences),
+        "clip_ratio/low_mean": low_clips.float().mean(),
+        "clip_ratio/high_mean": high_clips.float().mean(),
+        "clip_ratio/region_mean": (low_clips | high_clips).float().mean(),
+    }
+    return sequences.checked(sequences.mean(losses)), metrics
+
+
+def clipped_loss(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    return -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+
+
+def ppo(
+    input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
+    old_per_token_logps: Tensor | None = None, cliprange: float = 0.2, values: Tensor | None = None,
+    old_values: Tensor | None = None, returns: Tensor | None = None, cliprange_value: float = 0.2,
+    vf_coef: float = 0.1, linear_bias: Tensor | None = None, temperature: float = 1.0, softcap: float = 0.0,
+    ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0, sequence_ids: Tensor | None = None,
+    num_sequences: int | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    """Proximal policy optimization: means over the tokens that count of the policy's term and of the value's,
+
+        -min(ratio * A, clip(ratio, 1 - cliprange, 1 + cliprange) * A)
+        + vf_coef / 2 * max((v - R)**2, (clip(v, v_old - cliprange_value, v_old + cliprange_value) - R)**2)
+
+    Args:
+        input, linear_weight, target: As in `grpo`.
+        advantages: `[B, S]`, or `[B]`, one for each sequence.
+        old_per_token_logps: `[B, S]`, of the policy that the step began with; those of `input` if None.
+        cliprange: How far the ratio may be from 1.
+        values: `[B, S]`, of the value model, which get a gradient; None for the policy's term alone.
+        old_values, returns: `[B, S]`, needed with `values`: v_old and R.
+        cliprange_value: How far a value may be from the old one.
+        vf_coef: The weight of the value's term.
+        linear_bias, temperature, softcap, ignore_index, skip_ignored, chunk_size, sequence_ids, num_sequences: As in
+            `grpo`.
+
+    Returns:
+        The loss, a float32 scalar, 0 over no token, and metrics under TRL's names.
+
+    Raises:
+        TypeError: An argument is not a tensor, or a dtype does not fit.
+        ValueError: A shape or an option does not fit.
+
+    Four products, as `grpo`.
+
+    Sources: Schulman et al., 2017, https://arxiv.org/abs/1707.06347, equations 7 and 9. Reference implementation:
+    `trl.experimental.ppo.PPOTrainer`.
+    """
+    check_between("cliprange", cliprange, 0.0, float("inf"))
+    check_between("cliprange_value", cliprange_value, 0.0, float("inf"))
+    check_not_negative("vf_coef", vf_coef)
+    count = number_of_sequences(num_sequences, "advantages", advantages)
+    sequences = sequences_of(input, linear_weight, target, ignore_index, sequence_ids, count)
+    check_advantages(advantages, sequences)
+    if old_per_token_logps is not None:
+        check_of_tokens("old_per_token_logps", old_per_token_logps, target)
+    _check_values(values, old_values, returns, target)
+
+    head = Head(linear_weight, linear_bias, temperature, softcap, ignore_index, skip_ignored, chunk_size)
+    logps, entropy = head.logprobs(input, target)
+    old = of_tokens(logps if old_per_token_logps is None else old_per_token_logps, sequences)
+    advantages, ratio = of_tokens(advantages, sequences), (logps - old).exp()
+    policy = mean_over_tokens(clipped_loss(ratio, advantages, cliprange, cliprange), sequences)
+    clips = (ratio.detach() - 1).abs() > cliprange
+    metrics = {
+        "policy/entropy_avg": mean_over_tokens(entropy.detach(), sequences),
+        "policy/approxkl_avg": 0.5 * mean_over_tokens((logps - old).detach().square(), sequences),
+        "policy/clipfrac_avg": mean_over_tokens((clips & sequences.counts).float(), sequences),
+        "loss/policy_avg": policy.detach(),
+    }
+    if values is None:
+        return sequences.checked(policy), metrics
+    assert old_values is not None
+    assert returns is not None
+    value, of_value = _value_loss(values, old_values, returns, cliprange_value, sequences)
+    return sequences.checked(policy + vf_coef * value), metrics | of_value
+
+
+def _check_values(values: Tensor | None, old_values: Tensor | None, returns: Tensor | None, target: Tensor) -> None:
+    for name, value in (("values", values), ("old_values", old_values), ("returns", returns)):
+        if values is None and value is not None:
+            raise ValueError(f"{name}: expected None where values is None, got a {type(value).__name__}")
+        if values is not None:
+            check_is_tensor(name, value)
+            check_of_tokens(name, value, target)
+
+
+def _value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float, sequences: Sequences
+) -> tuple[Tensor, dict[str, Tensor]]:
+    old, returns = of_tokens(old_values, sequences), of_tokens(returns, sequences)
+    values = torch.where(sequences.counts, values.float(), 0.0)
+    free = (values - returns).square()
+    held = (torch.clamp(values, old - cliprange, old + cliprange) - returns).square()
+    loss = 0.5 * mean_over_tokens(torch.where(sequences.counts, torch.maximum(free, held), 0.0), sequences)
+    clips = (held > free).detach() & sequences.counts
+    return loss, {"loss/value_avg": loss.detach(), "val/clipfrac_avg": mean_over_tokens(clips.float(), sequences)}
