@@ -10,7 +10,7 @@ from torch import Tensor
 
 from llmk.ops.common.rows import aligned
 from llmk.ops.common.sums import sum_pair
-from llmk.ops.norm._moments import coarse_mean, not_negative
+from llmk.ops.norm._moments import coarse_mean
 from llmk.registry import at_most, cdiv, empty, next_power_of_2, num_programs, wrap_triton
 
 
@@ -54,15 +54,15 @@ def group_norm_kernel(
         start, groups, affine_mask, B, G, C, S, BLOCK_G, BLOCK_C, BLOCK_S
     )
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    share = tl.div_rn(1.0, tl.cast(C * S, tl.float32))
-    mean = tl.sum(_flat(x * share), axis=1)  # the sum of x may be past float32
+    mean = tl.sum(_flat(x), axis=1) / (C * S)
     c = tl.where(mask, x - mean[:, None, None], 0.0)
     near = coarse_mean(mean, tl.sum(_flat(c * c), axis=1) / (C * S))
     c = tl.where(mask, x - near[:, None, None], 0.0)
-    rest, squares = sum_pair(_flat(c * share), _flat(c * c), 1)  # type: ignore[misc]
+    rest, squares = sum_pair(_flat(c), _flat(c * c), 1)  # type: ignore[misc]
+    rest /= C * S
     mean = near + rest
     # rest is so small beside a deviation that its square takes no digits from the variance.
-    spread = not_negative(squares / (C * S) - tl.where(squares == float("inf"), 0.0, rest * rest))  # type: ignore[misc]
+    spread = tl.maximum(squares / (C * S) - rest * rest, 0.0)
     var = spread + eps
     y = (x - mean[:, None, None]) * tl.div_rn(1.0, tl.sqrt_rn(var))[:, None, None]
     if w_ptr is not None:

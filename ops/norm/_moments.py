@@ -15,14 +15,8 @@ def coarse_mean(mean, var):
 
     x - mean rounds alike for every x of a binade, and a sum over thousands of places shows it; x minus this is exact.
     """
-    grid = 2048.0 * tl.minimum(tl.sqrt_rn(var), 2.0**64)  # no deviation is larger whose square is finite
+    grid = 2048.0 * tl.sqrt_rn(var)
     return (mean + grid) - grid
-
-
-@triton.jit
-def not_negative(spread):
-    """What rounding left of a variance; that of a row with NaN or infinity stays NaN."""
-    return tl.maximum(spread, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -36,7 +30,7 @@ def known_rest(rest, var):
 
 def centered(x: Tensor) -> tuple[Tensor, Tensor]:
     """x less its mean over the last axis, and the mean, corrected as `known_rest` has it."""
-    mean = (x / x.shape[-1]).sum(-1, keepdim=True)  # the sum of x may be past float32
+    mean = x.mean(-1, keepdim=True)
     c = x - mean
     rest = c.mean(-1, keepdim=True)
     mean = mean + torch.where(rest.abs() > 2**-24 * c.square().mean(-1, keepdim=True).sqrt(), rest, 0.0)
@@ -46,12 +40,11 @@ def centered(x: Tensor) -> tuple[Tensor, Tensor]:
 @triton.jit
 def merge_moments(near, mean, squares, count, N):
     """Mean and sum of squared deviations of N values in parts: of each its count, and its mean as near + mean."""
-    share = count / N  # first: the sum of all values may be past float32
-    whole = tl.sum((near + mean) * share, axis=0)
+    whole = tl.sum((near + mean) * count, axis=0) / N
     apart = (near - whole) + mean
     # Corrected it is the float nearest to the mean; of equal values it is that value.
-    rest, spread = sum_pair(apart * share, squares + apart * apart * count, 0)  # type: ignore[misc]
-    rest = known_rest(rest, spread / N)
+    rest, spread = sum_pair(apart * count, squares + apart * apart * count, 0)  # type: ignore[misc]
+    rest = known_rest(rest / N, spread / N)
     apart -= rest
     return whole + rest, tl.sum(squares + apart * apart * count, axis=0)
 

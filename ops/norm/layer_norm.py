@@ -34,7 +34,7 @@ from torch import Tensor
 from llmk.ops.common.rows import as_rows, contiguous, rows_aligned
 from llmk.ops.common.sums import sum_affine, sum_pair
 from llmk.ops.norm._layer_norm_long import long_backward, long_forward, long_programs, wide_backward
-from llmk.ops.norm._moments import affine_gradient, centered, known_rest, not_negative
+from llmk.ops.norm._moments import affine_gradient, centered, known_rest
 from llmk.registry import (
     PARTIAL,
     REPLICATE,
@@ -73,13 +73,13 @@ def layer_norm_kernel(
     cols = tl.arange(0, BLOCK_N)
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    mean = tl.sum(x * tl.div_rn(1.0, tl.cast(N, tl.float32)), axis=1)  # [BLOCK_M], the sum may be past float32
+    mean = tl.sum(x, axis=1) / N  # [BLOCK_M]
     c = tl.where(mask, x - mean[:, None], 0.0)
     rest, squares = sum_pair(c, c * c, 1)  # type: ignore[misc]
     rest = known_rest(rest / N, squares / N)
     mean += rest
     c -= rest[:, None]  # from c, not from x: two copies of a wide row in registers take half of the time again
-    var = not_negative(squares / N - rest * rest) + eps  # type: ignore[misc]
+    var = tl.maximum(squares / N - rest * rest, 0.0) + eps
     y = c * tl.div_rn(1.0, tl.sqrt_rn(var))[:, None]
     if w_ptr is not None:
         y *= tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
