@@ -67,10 +67,10 @@ def linear_logprobs_reference(
     logits = logits / temperature
     candidates = target.long() if target.dim() == input.dim() else target.long().unsqueeze(-1)
     counts = candidates != ignore_index
-    lse = logits.logsumexp(-1)
-    logprobs = logits.gather(-1, candidates * counts) - lse.unsqueeze(-1)
-    finite = logits.masked_fill(logits == float("-inf"), 0.0)  # of a class without probability 0 * log(0) is 0
-    entropy = lse - (logits.softmax(-1) * finite).sum(-1)
+    log_softmax = logits.log_softmax(-1)
+    logprobs = log_softmax.gather(-1, candidates * counts)
+    # Of a class without probability 0 * log(0) is 0.
+    entropy = -(log_softmax.exp() * log_softmax.masked_fill(log_softmax == float("-inf"), 0.0)).sum(-1)
     zero = torch.zeros((), dtype=logits.dtype, device=logits.device)
     return (
         torch.where(counts, logprobs, zero).view(target.shape),

@@ -41,7 +41,8 @@ class Mixture(NamedTuple):
 
 
 @triton.jit
-def _exp(x, EXACT: tl.constexpr):
+def exp_of(x, EXACT: tl.constexpr):
+    """Exponential in float32, to what 16 bits can tell without EXACT."""
     if EXACT:  # noqa: SIM108  a call in each branch
         e = exp(x)
     else:
@@ -63,23 +64,23 @@ def divergence_of(x, y, BETA: tl.constexpr, LOG_BETA: tl.constexpr, LOG_REST: tl
         f = 0.5 * tl.abs(d)
         slope = tl.where(d > 0.0, 0.5, tl.where(d < 0.0, -0.5, d))  # 0 or NaN
     elif BETA == 0.0:
-        p = _exp(y, EXACT)
+        p = exp_of(y, EXACT)
         f = _times_log(p, y - x)  # type: ignore[misc]
         slope = -p
     elif BETA == 1.0:
-        q = _exp(x, EXACT)
+        q = exp_of(x, EXACT)
         f = _times_log(q, x - y)  # type: ignore[misc]
         slope = f + q
     else:
         a, b = y + LOG_BETA, x + LOG_REST
         high, low = tl.maximum(a, b), tl.minimum(a, b)
-        u = _exp(tl.where(high == float("-inf"), 0.0, low - high), EXACT)
+        u = exp_of(tl.where(high == float("-inf"), 0.0, low - high), EXACT)
         if EXACT:  # noqa: SIM108
             log_m = high + log_for_product(1.0 + u)
         else:
             log_m = high + tl.log(1.0 + u)
-        slope = (1.0 - BETA) * _times_log(_exp(x, EXACT), x - log_m)  # type: ignore[misc]
-        f = BETA * _times_log(_exp(y, EXACT), y - log_m) + slope  # type: ignore[misc]
+        slope = (1.0 - BETA) * _times_log(exp_of(x, EXACT), x - log_m)  # type: ignore[misc]
+        f = BETA * _times_log(exp_of(y, EXACT), y - log_m) + slope  # type: ignore[misc]
     return f, slope
 
 
