@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from compile_tests.rank_slices import OwnRows, bounds
 from llmk.functional import fused_linear_ce, vocab_parallel_linear_ce
 from llmk.opcheck.calls import call, require_accurate
 from llmk.ops.linear_loss._row_loss_slices import SLICE_CPU, SLICE_KERNELS, row_loss_over
@@ -39,37 +40,6 @@ def case(fn: Callable[..., None], *args: Any, only: int | None = None) -> None:
     """One call for every rank to make: `fn(rank, world, *args)`, in groups of `only` ranks or of all sizes."""
     name = "-".join([fn.__name__, *map(str, args)])
     CASES[name] = lambda rank, world: fn(rank, world, *args) if only in (None, world) else None
-
-
-class OwnRows(torch.autograd.Function):
-    """The rows of one rank; the gradient of all rows, on every rank."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        whole, start, stop = args
-        ctx.bounds, ctx.shape = (start, stop), whole.shape
-        return whole[start:stop].clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        (grad,) = grad_outputs
-        start, stop = ctx.bounds
-        whole = grad.new_zeros(ctx.shape)
-        whole[start:stop] = grad
-        dist.all_reduce(whole)
-        return whole, None, None
-
-
-def bounds(slicing: str, rank: int, world: int, V: int) -> tuple[int, int]:
-    """The classes of a rank: as `Shard` has them, or the first rank none, the last the first ones and the most."""
-    if slicing == "shards":
-        share = -(-V // world)
-        return min(rank * share, V), min((rank + 1) * share, V)
-    most = V - min(V // 3, world - 2)
-    if rank == world - 1:
-        return 0, most
-    first = V if rank == 0 else min(V, most + rank - 1)
-    return first, min(V, first + 1)
 
 
 def parallel(rank: int, world: int, slicing: str, fn: Callable[..., Tensor] = vocab_parallel_linear_ce) -> Any:
