@@ -150,7 +150,7 @@ def outcome(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> Outcome:
     torch.manual_seed(1)
     loss = model.train()(input_ids=ids, labels=labels).loss
     loss.backward()
-    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None and p.numel()}
     with torch.no_grad():
         logits = model.eval()(input_ids=ids, labels=labels).logits
     return loss.detach(), logits, gradients

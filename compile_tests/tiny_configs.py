@@ -57,6 +57,10 @@ PARTICULAR: dict[str, dict[str, Any]] = {
 """What a model asks for; None leaves the default."""
 
 
+IMAGE_ROPE = ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "glm4v", "glm46v", "glm_ocr", "glmga", "paddleocr_vl")
+"""Whose text models divide the features of a head among axes, by default for heads of 128."""
+
+
 def tiny_config(config_class: Any) -> Any:
     """A configuration of this class of small sizes and without dropout; the ones inside it likewise."""
     default = config_class()
@@ -72,6 +76,8 @@ def tiny_config(config_class: Any) -> Any:
         values |= {name: 4 for name in ("num_key_value_heads", "head_dim") if name in values}
     if "use_cache" in names:
         values["use_cache"] = False
+    if config_class.model_type.startswith(IMAGE_ROPE) and config_class.model_type.endswith("_text"):
+        values["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
     if getattr(default, "is_encoder_decoder", False):
         values["decoder_start_token_id"] = 1
     for name in getattr(config_class, "sub_configs", None) or {}:
