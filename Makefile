@@ -7,6 +7,7 @@ TEST_ARGS ?=
 OPCHECK_ARGS ?=
 BENCH_ARGS ?=
 MATRIX_ARGS ?=
+FAMILIES_ARGS ?=
 
 # $(call needs,EXTRA...) is what must be installed before a verb runs; nothing with an empty VENV.
 ifeq ($(strip $(VENV)),)
@@ -21,7 +22,7 @@ endif
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test opcheck bench matrix docs lint wheel clean
+.PHONY: help train test opcheck bench matrix families docs lint wheel clean
 
 help:
 	@echo 'usage: make VERB [VARIABLE=...]'
@@ -31,6 +32,7 @@ help:
 	@echo '  opcheck   what every operator promises, as a table                 OPCHECK_ARGS'
 	@echo '  bench     time and memory of every operator beside PyTorch        BENCH_ARGS'
 	@echo '  matrix    llmk on three releases of PyTorch, 12 GB of them      MATRIX_ARGS'
+	@echo '  families  every model type of transformers, patched and unpatched  FAMILIES_ARGS'
 	@echo '  docs      the documentation, into docs/_build/html'
 	@echo '  lint      format, lint and type checks; changes nothing'
 	@echo '  wheel     the wheel and the source archive, into dist/'
@@ -59,6 +61,10 @@ bench: $(call needs,bench)
 # Not part of CI: each release gets an environment of its own in .matrix/.
 matrix: $(call needs,test)
 	$(PY) -m compile_tests.matrix $(MATRIX_ARGS)
+
+# Not part of CI: most of an hour of one core. The documentation shows what came out.
+families: $(call needs,test)
+	OMP_NUM_THREADS=1 $(PY) compile_tests/families_sweep.py $(FAMILIES_ARGS)
 
 docs: $(call needs,docs)
 	$(PY) -m sphinx -W --keep-going -b html docs docs/_build/html

@@ -46,10 +46,12 @@ def families(mapping: str) -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("mappings", nargs="*", default=list(MAPPINGS), choices=[*MAPPINGS, []], help="all without")
+    parser.add_argument("mappings", nargs="*", metavar="MAPPING", help=f"of {', '.join(MAPPINGS)}; all without")
     parser.add_argument("--only", nargs="*", help="model types; the result is printed and not kept")
     parser.add_argument("--timeout", type=int, default=120, help="seconds for a family")
     args = parser.parse_args()
+    if unknown := set(args.mappings) - set(MAPPINGS):
+        parser.error(f"mappings: expected some of {', '.join(MAPPINGS)}, got {', '.join(sorted(unknown))}")
     for mapping in args.mappings or MAPPINGS:
         names = families(mapping)
         found = {}

@@ -21,7 +21,8 @@ extensions = ["myst_parser"]
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 default_role = "code"  # docstrings write code in single backticks
-exclude_patterns = ["_build", "ops/_checks.md", "ops/_benchmarks.md", "ops/_families.md", "ops/_versions.md"]
+INCLUDED = ("_checks", "_benchmarks", "_families", "_versions", "_sweep")  # in other pages
+exclude_patterns = ["_build", *(f"ops/{name}.md" for name in INCLUDED)]
 
 html_theme = "furo"
 html_title = "llmk"

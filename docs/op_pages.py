@@ -13,6 +13,7 @@ from family_page import family_table
 from sphinx.ext.napoleon import Config, GoogleDocstring
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from sweep_page import sweep_tables
 from version_page import version_table
 
 import llmk
@@ -30,7 +31,7 @@ def write_pages(folder: Path) -> None:
     pages = {f"{name}.md": op_page(op) + _plots(op, folder / "plots") for name, op in OPS.items()}
     pages |= {"index.md": index_page(list(OPS.values())), "_checks.md": checks_table()}
     pages |= {"_benchmarks.md": benchmark_tables(folder / "plots"), "_families.md": family_table()}
-    pages |= {"_versions.md": version_table()}
+    pages |= {"_versions.md": version_table(), "_sweep.md": sweep_tables()}
     for old in folder.glob("*.md"):
         if old.name not in pages:
             old.unlink()

@@ -1,0 +1,134 @@
+"""`patch`: put the operators into the fused head of a TRL trainer's models."""
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch import nn
+
+from llmk.transformers.rewrite import CannotRewrite, Edit, load, rewritten
+from llmk.trl.logprobs import LogProbs
+
+SEAM = "_ChunkedLogProbFunction"
+"""What TRL's `add_fused_lm_head` calls for log-probabilities and entropy."""
+
+ARGUMENT = "llmk_logprobs"
+
+
+@dataclass(frozen=True)
+class Head(Edit):
+    """The seam's name in the forward that `add_fused_lm_head` gives a model, and an argument in its place."""
+
+    kind = "head"
+
+    @property
+    def what(self) -> str:
+        return "linear_logprobs"
+
+    def apply(self, definition: ast.FunctionDef, scope: Mapping[str, Any]) -> dict[str, Any]:
+        _Names().visit(definition)
+        definition.args.kwonlyargs.append(ast.arg(ARGUMENT))
+        definition.args.kw_defaults.append(ast.Constant(None))
+        return {}
+
+
+class _Names(ast.NodeTransformer):
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        return load(ARGUMENT) if node.id == SEAM else node
+
+
+@dataclass
+class Report:
+    """Which of a trainer's models compute through llmk's operators. `print(report)` shows it.
+
+    Attributes:
+        heads: The models, by their names in the trainer, and of each the forward with the fused head.
+    """
+
+    heads: dict[str, FunctionType]
+    _before: dict[str, tuple[CodeType, dict[str, Any] | None]]
+
+    def unpatch(self) -> None:
+        """Undo it: the models run TRL's own code again."""
+        for name, forward in self.heads.items():
+            forward.__code__, forward.__kwdefaults__ = self._before[name]  # type: ignore[assignment]
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name}: log-probabilities and entropy by linear_logprobs" for name in self.heads)
+
+
+def patch(trainer: Any) -> Report:
+    """Let the models of a TRL trainer compute log-probabilities and entropy by `linear_logprobs`.
+
+    SFT, DPO, KTO, GRPO and RLOO compute through one fused head, which TRL's `add_fused_lm_head` puts into a model; what
+    that head calls is replaced. Losses and metrics stay TRL's. Only these instances change. Call it before `train()`.
+
+    Args:
+        trainer: The trainer, or a model with a fused head; also one that PEFT has wrapped.
+
+    Returns:
+        The report; `report.unpatch()` undoes it.
+
+    Raises:
+        TypeError: `trainer` is neither, or not of TRL 1.16.
+        RuntimeError: It is patched already.
+    """
+    heads, before = {}, {}
+    for name, model in _models(trainer):
+        forward = _fused_forward(model)
+        if forward is not None:
+            heads[name], before[name] = forward, (forward.__code__, forward.__kwdefaults__)
+    if not heads:
+        raise TypeError(
+            f"trainer: expected a trainer of TRL 1.16 with a fused head (SFT, DPO, KTO, GRPO, RLOO), or a model after "
+            f"trl.trainer.utils.add_fused_lm_head, got {type(trainer).__name__}"
+        )
+    if any(ARGUMENT in (forward.__kwdefaults__ or {}) for forward in heads.values()):
+        raise RuntimeError("trainer: it is patched already; the report that patch() returned undoes it")
+    codes = {name: _edited(forward) for name, forward in heads.items()}
+    for name, forward in heads.items():
+        original = forward.__globals__[SEAM].apply
+        forward.__code__ = codes[name]
+        forward.__kwdefaults__ = {**(before[name][1] or {}), ARGUMENT: LogProbs(original)}
+    return Report(heads, before)
+
+
+def _models(trainer: Any) -> Iterator[tuple[str, nn.Module]]:
+    """The policy and its reference, without what wraps them."""
+    if isinstance(trainer, nn.Module):
+        yield "model", trainer
+        return
+    for name in ("model", "ref_model"):
+        model = getattr(trainer, name, None)
+        if isinstance(model, nn.Module):
+            yield name, model
+
+
+def _fused_forward(model: nn.Module) -> FunctionType | None:
+    """The function that TRL made for a model or one inside it, under what accelerate wrapped around it."""
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        while forward is not None:
+            function = getattr(forward, "__func__", forward)
+            if isinstance(function, FunctionType) and "fused_lm_head" in function.__code__.co_varnames:
+                return function
+            forward = getattr(function, "__wrapped__", None)
+    return None
+
+
+def _edited(forward: FunctionType) -> CodeType:
+    """The code of TRL's function with the edit.
+
+    Raises:
+        TypeError: It is another function than TRL 1.16's.
+    """
+    bare = FunctionType(forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__)
+    try:
+        code = rewritten(bare, (Head(),)).__code__
+    except CannotRewrite as why:
+        raise TypeError(f"trainer: the fused head of its model cannot be changed: {why}") from why
+    if forward.__code__.co_names.count(SEAM) != 1 or SEAM in code.co_names:
+        raise TypeError(f"trainer: the fused head of its model does not call {SEAM}, as TRL 1.16's does")
+    return code
