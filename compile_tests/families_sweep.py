@@ -47,8 +47,8 @@ def families(mapping: str) -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("mappings", nargs="*", metavar="MAPPING", help=f"of {', '.join(MAPPINGS)}; all without")
-    parser.add_argument("--only", nargs="*", help="model types; the result is printed and not kept")
-    parser.add_argument("--timeout", type=int, default=120, help="seconds for a family")
+    parser.add_argument("--only", nargs="*", help="model types; the other results stay as they are")
+    parser.add_argument("--timeout", type=int, default=300, help="seconds for a family")
     args = parser.parse_args()
     if unknown := set(args.mappings) - set(MAPPINGS):
         parser.error(f"mappings: expected some of {', '.join(MAPPINGS)}, got {', '.join(sorted(unknown))}")
@@ -60,8 +60,7 @@ def main() -> None:
                 found[kind] = in_process_of_its_own(names[kind], args.timeout)
                 print(mapping, kind, *line(found[kind]), sep="  ", flush=True)
         print(mapping, dict(Counter(one["outcome"] for one in found.values())))
-        if args.only is None:
-            keep(mapping, found)
+        keep(mapping, found, whole=args.only is None)
 
 
 def line(one: dict[str, Any]) -> list[str]:
@@ -70,9 +69,11 @@ def line(one: dict[str, Any]) -> list[str]:
     return [one["outcome"], one["why"], *loss]
 
 
-def keep(mapping: str, found: dict[str, Any]) -> None:
-    """Add the results of one mapping to the file."""
+def keep(mapping: str, found: dict[str, Any], whole: bool) -> None:
+    """Put the results of one mapping, or of some of its families, into the file."""
     kept = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    if not whole:
+        found = kept.get(mapping, {}).get("families", {}) | found
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     kept[mapping] = {"date": datetime.date.today().isoformat(), "versions": versions, "families": found}
     RESULT.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")

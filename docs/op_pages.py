@@ -11,9 +11,9 @@ import torch
 from benchmark_page import benchmark_tables, draw_plots, plots_of
 from family_page import family_table
 from sphinx.ext.napoleon import Config, GoogleDocstring
+from sweep_page import sweep_tables
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from sweep_page import sweep_tables
 from version_page import version_table
 
 import llmk

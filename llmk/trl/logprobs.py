@@ -47,7 +47,9 @@ class LogProbs:
             RuntimeError: The projection is partitioned by ZeRO-3, which does not gather it for a backward pass.
         """
         if hasattr(weight, "ds_id"):
-            raise RuntimeError("llmk.trl.patch: the output projection is partitioned by ZeRO-3; train without the patch")
+            raise RuntimeError(
+                "llmk.trl.patch: the output projection is partitioned by ZeRO-3; train without the patch"
+            )
         autocast = torch.is_autocast_enabled(hidden.device.type)
         dtype = torch.get_autocast_dtype(hidden.device.type) if autocast else hidden.dtype
         log_probs, entropy = torch.ops.llmk.linear_logprobs(

@@ -124,7 +124,9 @@ def _edited(forward: FunctionType) -> CodeType:
     Raises:
         TypeError: It is another function than TRL 1.16's.
     """
-    bare = FunctionType(forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__)
+    bare = FunctionType(
+        forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
+    )
     try:
         code = rewritten(bare, (Head(),)).__code__
     except CannotRewrite as why:
