@@ -37,14 +37,38 @@ def call(
     wanted = differentiable_inputs(op, sample) if wanted is None else wanted
     args, kwargs, tensors = prepare(op, sample, wanted, change)
     outputs = as_list((fn or op.overload)(*args, **kwargs))
-    gradients: dict[str, Tensor | None] = {}
     if wanted:
-        differentiable = [output for output in outputs if output.requires_grad]
-        if not differentiable:
-            raise BrokenPromise(f"no output requires a gradient although {', '.join(wanted)} want one")
-        torch.autograd.backward(differentiable, [grad.detach() for grad in grads(differentiable)])
-        gradients = {name: tensors[name].grad for name in wanted}
-    return Outcome(tensors, outputs, gradients)
+        torch.autograd.backward(*_with_gradients(outputs, wanted, grads))
+    return Outcome(tensors, outputs, {name: tensors[name].grad for name in wanted})
+
+
+def call_together(op: Op, samples: Sequence[Sample], fn: Callable[..., Any]) -> list[Outcome]:
+    """One call of `fn` with a list of (args, kwargs), a backward pass through all, and each sample's outcome."""
+    wanted = [differentiable_inputs(op, sample) for sample in samples]
+    prepared = [prepare(op, sample, names) for sample, names in zip(samples, wanted, strict=True)]
+    results = [as_list(result) for result in fn([(args, kwargs) for args, kwargs, _ in prepared])]
+    roots: list[Tensor] = []
+    given: list[Tensor] = []
+    for outputs, names in zip(results, wanted, strict=True):
+        if names:
+            differentiable, grads = _with_gradients(outputs, names, incoming_gradients)
+            roots, given = roots + differentiable, given + grads
+    if roots:
+        torch.autograd.backward(roots, given)
+    return [
+        Outcome(tensors, outputs, {name: tensors[name].grad for name in names})
+        for (_, _, tensors), outputs, names in zip(prepared, results, wanted, strict=True)
+    ]
+
+
+def _with_gradients(
+    outputs: Sequence[Tensor], wanted: Sequence[str], grads: Callable[[Sequence[Tensor]], list[Tensor]]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The outputs that have a gradient, and their incoming ones."""
+    differentiable = [output for output in outputs if output.requires_grad]
+    if not differentiable:
+        raise BrokenPromise(f"no output requires a gradient although {', '.join(wanted)} want one")
+    return differentiable, [grad.detach() for grad in grads(differentiable)]
 
 
 def device_of(op: Op, sample: Sample) -> torch.device:
@@ -64,17 +88,42 @@ def resized(op: Op, samples: Sequence[Sample], rows: Sequence[int]) -> Iterator[
 
 
 def one_of_each(op: Op, samples: Sequence[Sample]) -> list[Sample]:
-    """The smallest sample of each choice of options, of tensors given and of their number of axes."""
+    """A small sample of each choice of options, of tensors given and of their number of axes."""
     found: dict[Any, Sample] = {}
-    for sample in sorted(samples, key=lambda sample: _elements(op, sample)):
-        if _elements(op, sample):
+    for sample in sorted(samples, key=lambda sample: _dullness(op, sample)):
+        if all(tensor.numel() for tensor in _tensors(op, sample)):
             found.setdefault(_kind(op, sample), sample)
     return list(found.values())
 
 
-def _elements(op: Op, sample: Sample) -> int:
-    sizes = [value.numel() for value in op.bind(sample).values() if isinstance(value, Tensor)]
-    return sum(sizes) if all(sizes) else 0
+def samples_by_shape(op: Op, samples: Sequence[Sample]) -> list[Sample]:
+    """A short, a long, a wide, a strided and a column sample, by their first tensor; fewer where there are none."""
+    first = {id(sample): _tensors(op, sample)[0] for sample in samples}
+    full = [sample for sample in samples if first[id(sample)].numel() and first[id(sample)].dim()]
+
+    def width(sample: Sample) -> int:
+        return first[id(sample)].shape[-1]
+
+    def rows(sample: Sample) -> int:
+        return first[id(sample)].numel() // width(sample)
+
+    chosen = [min((s for s in full if width(s) > 1), key=width, default=None)]
+    chosen += [max(full, key=rows, default=None), max(full, key=width, default=None)]
+    chosen += [next((s for s in full if not first[id(s)].is_contiguous()), None)]
+    chosen += [next((s for s in full if width(s) == 1 or first[id(s)].stride(-1) > 1), None)]
+    return list({id(sample): sample for sample in chosen if sample is not None}.values())
+
+
+def _tensors(op: Op, sample: Sample) -> list[Tensor]:
+    return [value for value in op.bind(sample).values() if isinstance(value, Tensor)]
+
+
+def _dullness(op: Op, sample: Sample) -> tuple[bool, bool, int]:
+    """Of a few elements, or with none that is finite, much is 0 or NaN whatever is computed; else the smaller."""
+    tensors = _tensors(op, sample)
+    size = sum(tensor.numel() for tensor in tensors)
+    finite = all(bool(tensor.isfinite().all()) for tensor in tensors)
+    return not finite, size < 30 or any(tensor.shape[-1:] == (1,) for tensor in tensors), size
 
 
 def _kind(op: Op, sample: Sample) -> Any:

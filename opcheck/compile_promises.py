@@ -1,52 +1,79 @@
-"""The promises under torch.compile and on a GPU; the form is that of promises.py."""
+"""The promises under torch.compile and torch.export; the form is that of promises.py."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import combinations
 from typing import Any
 
 import torch
 
 from llmk.opcheck.calls import (
-    BrokenPromise,
-    as_list,
     call,
-    differentiable_inputs,
+    call_together,
+    device_of,
     first_line,
-    incoming_gradients,
-    prepare,
+    one_of_each,
     require_accurate,
     resized,
+    samples_by_shape,
 )
+from llmk.opcheck.inputs import BrokenPromise, Outcome, differentiable_inputs, prepare
+from llmk.opcheck.poison import RECYCLE_NOTHING, poisoned_in_graphs, require_all_written
 from llmk.registry import Op, Sample
+from llmk.registry.launch import INTERPRET
 from llmk.registry.private import aot_backend, compile_errors
+
+_IN_A_GRAPH = 8
 
 
 def compiled(op: Op, samples: Sequence[Sample]) -> None:
-    """3: compiled by Inductor in one graph among neighbours, outputs and gradients within the accuracy rule."""
-    sample = next(resized(op, samples, [37]), samples[0])
-    _require_accurate_when_compiled(op, sample, {"fullgraph": True, "dynamic": True})
+    """3: compiled by Inductor, in graphs whose memory is NaN until it is written, within the accuracy rule.
+
+    All samples on a GPU; on a CPU a short, a long, a wide, a strided and a column one, for compiling takes seconds.
+    """
+    chosen = [*resized(op, samples, [37])] or [samples[0]]
+    if device_of(op, samples[0]).type != "cpu":
+        chosen += samples
+    elif not INTERPRET:  # interpreted, the kernels are opaque to a graph
+        chosen += samples_by_shape(op, samples)
+    for start in range(0, len(chosen), _IN_A_GRAPH):
+        group = chosen[start : start + _IN_A_GRAPH]
+        for sample, outcome in zip(group, _call_in_one_graph(op, group), strict=True):
+            require_all_written(op, sample, outcome)
+            require_accurate(op, sample, outcome)
+
+
+def _call_in_one_graph(op: Op, samples: Sequence[Sample]) -> list[Outcome]:
+    """Compiling one graph of several calls takes little longer than one of a single call."""
+
+    def calls(given: Sequence[tuple[Any, Any]]) -> list[Any]:
+        return [op.overload(*args, **kwargs) for args, kwargs in given]
+
+    torch.compiler.reset()
+    fn = torch.compile(calls, fullgraph=True, dynamic=True, options=RECYCLE_NOTHING)
+    with poisoned_in_graphs():
+        try:
+            return call_together(op, samples, fn)
+        except compile_errors() as error:
+            names = "; ".join(map(str, samples))
+            raise BrokenPromise(f"in one graph: {names}: does not compile: {first_line(error)}") from error
 
 
 def compiled_samples(op: Op, samples: Sequence[Sample]) -> None:
     """3: every sample traced in one graph by Dynamo and AOTAutograd."""
     for sample in samples:
-        _require_accurate_when_compiled(op, sample, {"fullgraph": True, "backend": "aot_eager"})
+        torch.compiler.reset()
+        require_accurate(op, sample, _call_compiled(op, sample, _compiled_call(op, backend="aot_eager")))
 
 
-def cuda_graphs(op: Op, samples: Sequence[Sample]) -> None:
-    """3: `mode="reduce-overhead"`, captured and replayed."""
-    sample = next(resized(op, samples, [37]), samples[0])
-    _require_accurate_when_compiled(op, sample, {"fullgraph": True, "mode": "reduce-overhead"}, calls=4)
+def _compiled_call(op: Op, **options: Any) -> Callable[..., Any]:
+    return torch.compile(lambda *args, **kwargs: op.overload(*args, **kwargs), fullgraph=True, **options)
 
 
-def _require_accurate_when_compiled(op: Op, sample: Sample, options: dict[str, Any], calls: int = 1) -> None:
-    torch.compiler.reset()
-    fn = torch.compile(lambda *args, **kwargs: op.overload(*args, **kwargs), **options)
-    for _ in range(calls):
-        try:
-            outcome = call(op, sample, fn=fn)
-        except compile_errors() as error:
-            raise BrokenPromise(f"{sample}: does not compile: {first_line(error)}") from error
-        require_accurate(op, sample, outcome)
+def _call_compiled(op: Op, sample: Sample, fn: Callable[..., Any]) -> Outcome:
+    try:
+        return call(op, sample, fn=fn)
+    except compile_errors() as error:
+        raise BrokenPromise(f"{sample}: does not compile: {first_line(error)}") from error
 
 
 def no_recompile(op: Op, samples: Sequence[Sample]) -> None:
@@ -106,30 +133,38 @@ def _copies_boundary(node: torch.fx.Node) -> bool:
     return node.target is torch.ops.aten.copy.default and node.all_input_nodes[1].op == "placeholder"
 
 
-def no_host_sync(op: Op, samples: Sequence[Sample]) -> None:
-    """3: neither direction makes the host wait for the device."""
-    for sample in samples:
-        args, kwargs, _ = prepare(op, sample, differentiable_inputs(op, sample))
-        outputs = as_list(op.overload(*args, **kwargs))  # builds the kernels, which may wait
-        torch.autograd.backward([o for o in outputs if o.requires_grad], incoming_gradients(outputs))
-        grads = incoming_gradients(outputs)
-        mode = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            outputs = as_list(op.overload(*args, **kwargs))
-            torch.autograd.backward([o for o in outputs if o.requires_grad], grads)
-        except RuntimeError as error:
-            raise BrokenPromise(f"{sample}: the host waits: {first_line(error)}") from error
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
+def exported_trains(op: Op, samples: Sequence[Sample]) -> None:
+    """6: exported without a gradient in sight and decomposed, the program trains any subset of inputs as it should."""
+    for sample in one_of_each(op, samples):
+        names = differentiable_inputs(op, sample)
+        if not names:
+            continue
+        trained = _exported(op, sample)
+        for wanted in (subset for size in range(len(names)) for subset in combinations(names, size + 1)):
+            try:
+                require_accurate(op, sample, call(op, sample, wanted, fn=trained))
+            except (BrokenPromise, RuntimeError) as error:
+                raise BrokenPromise(f"{sample}: exported, gradients for {', '.join(wanted)}: {error}") from error
 
 
-def other_stream(op: Op, samples: Sequence[Sample]) -> None:
-    """2: on a stream that is not the default one."""
-    stream = torch.cuda.Stream()
-    for sample in samples:
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            outcome = call(op, sample)
-        torch.cuda.current_stream().wait_stream(stream)
-        require_accurate(op, sample, outcome)
+def _exported(op: Op, sample: Sample) -> Callable[..., Any]:
+    """The call as a module that was exported and decomposed; it takes the operator's arguments."""
+    args, kwargs, tensors = prepare(op, sample, ())
+    with torch.no_grad():
+        program = torch.export.export(_Call(op, args, kwargs), tuple(tensors.values())).run_decompositions()
+    module = program.module()
+    return lambda *args, **kwargs: module(*(v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)))
+
+
+class _Call(torch.nn.Module):
+    """A call of which the tensors are arguments and all else is fixed."""
+
+    def __init__(self, op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self.op, self.fixed, self.named = op, list(args), dict(kwargs)
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        given = iter(tensors)
+        args = [next(given) if isinstance(value, torch.Tensor) else value for value in self.fixed]
+        kwargs = {k: next(given) if isinstance(v, torch.Tensor) else v for k, v in self.named.items()}
+        return self.op.overload(*args, **kwargs)

@@ -71,6 +71,16 @@ def with_default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+@contextlib.contextmanager
+def with_default_device(device: str) -> Iterator[None]:
+    """Another default device inside, none after."""
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
 def copy_with_layout(tensor: Tensor) -> Tensor:
     """A copy with its own memory and the same strides and offset, gaps and overlaps included."""
     storage = tensor.untyped_storage().clone()

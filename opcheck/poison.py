@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.opcheck.inputs import BrokenPromise
-from llmk.registry import set_short_path_enabled
+from llmk.opcheck.calls import incoming_gradients
+from llmk.opcheck.inputs import BrokenPromise, Outcome
+from llmk.opcheck.truth import truth_of
+from llmk.registry import Op, Sample, set_short_path_enabled
 from llmk.registry.private import inductor_allocators, reload_inductor_modules
 
-RECYCLE_NOTHING = {"allow_buffer_reuse": False, "inplace_buffers": False}
+RECYCLE_NOTHING: dict[str, Any] = {"allow_buffer_reuse": False, "inplace_buffers": False}
 
 
 @contextlib.contextmanager
@@ -62,8 +64,16 @@ def _poison(dtype: torch.dtype) -> float:
     return True if dtype == torch.bool else torch.iinfo(dtype).max
 
 
-def require_written(where: str, actual: Tensor | None, right: Tensor | None) -> None:
-    """Refuse a result that holds poison where what is right does not."""
+def require_all_written(op: Op, sample: Sample, outcome: Outcome) -> None:
+    """Refuse results that hold poison where PyTorch's composition does not."""
+    truth = truth_of(op, sample, outcome, incoming_gradients)
+    for i, output in enumerate(outcome.outputs):
+        _require_written(f"{sample}: output {i}", output, truth.composition[i])
+    for name, gradient in outcome.gradients.items():
+        _require_written(f"{sample}: gradient of {name}", gradient, truth.composition[truth.index_of(name)])
+
+
+def _require_written(where: str, actual: Tensor | None, right: Tensor | None) -> None:
     if actual is None or right is None or actual.shape != right.shape or actual.dtype == torch.bool:
         return
     unwritten = (_is_poison(actual) & ~_is_poison(right.to(actual.dtype))).flatten().nonzero()

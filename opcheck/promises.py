@@ -10,16 +10,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from llmk.opcheck.calls import call, first_line, float_dtype, incoming_gradients, require_accurate, resized
-from llmk.opcheck.compile_promises import (
-    clean_graph,
-    compiled,
-    compiled_samples,
-    cuda_graphs,
-    no_host_sync,
-    no_recompile,
-    other_stream,
-)
+from llmk.opcheck.calls import call, first_line, float_dtype, incoming_gradients, one_of_each, require_accurate, resized
+from llmk.opcheck.compile_promises import clean_graph, compiled, compiled_samples, exported_trains, no_recompile
+from llmk.opcheck.gpu_promises import cuda_graphs, no_host_sync, other_stream
 from llmk.opcheck.gradient_promises import (
     expanded_gradient,
     input_subsets,
@@ -30,7 +23,7 @@ from llmk.opcheck.gradient_promises import (
 )
 from llmk.opcheck.inputs import BrokenPromise, as_list, differentiable_inputs, prepare, same_bits, same_results, spread
 from llmk.opcheck.kernel_promises import any_program_order, far_rows, in_bounds, long_offsets, no_float_atomics
-from llmk.opcheck.poison import poisoned, require_written
+from llmk.opcheck.poison import poisoned, require_all_written
 from llmk.opcheck.refusal_promises import refuses_transforms, second_derivatives
 from llmk.opcheck.setting_promises import another_thread, default_device, default_dtype, other_device
 from llmk.registry import Op, Sample, set_short_path_enabled
@@ -39,8 +32,8 @@ Promise = Callable[[Op, Sequence[Sample]], None]
 
 
 def torch_opcheck(op: Op, samples: Sequence[Sample]) -> None:
-    """torch.library.opcheck with all of its test utilities; the first samples will do after float32."""
-    for sample in samples if float_dtype(op, samples[0]) == torch.float32 else samples[:3]:
+    """torch.library.opcheck with all of its test utilities; a sample of each kind will do after float32."""
+    for sample in samples if float_dtype(op, samples[0]) == torch.float32 else one_of_each(op, samples):
         if any(result is not None and bool(result.isnan().any()) for result in call(op, sample).results()):
             continue  # torch.library.opcheck holds NaN unequal to itself; the accuracy rule does look at it
         args, kwargs, _ = prepare(op, sample, differentiable_inputs(op, sample))
@@ -157,13 +150,9 @@ def same_on_short_path(op: Op, samples: Sequence[Sample]) -> None:
 def every_element_written(op: Op, samples: Sequence[Sample]) -> None:
     """Memory that holds NaN until it is written gives the same results: every element is written, none read before."""
     for sample in samples:
-        plain = call(op, sample)  # first: what is allocated later may hold the poison that was left behind
         with poisoned():
             outcome = call(op, sample)
-        for i, (a, b) in enumerate(zip(outcome.outputs, plain.outputs, strict=True)):
-            require_written(f"{sample}: output {i}", a, b)
-        for name, gradient in outcome.gradients.items():
-            require_written(f"{sample}: gradient of {name}", gradient, plain.gradients[name])
+        require_all_written(op, sample, outcome)
 
 
 PROMISES: tuple[Promise, ...] = (
@@ -184,15 +173,22 @@ PROMISES: tuple[Promise, ...] = (
     far_rows,
     deterministic,
     same_on_short_path,
+    compiled_samples,
     another_thread,
     default_dtype,
     default_device,
-    compiled,
-    compiled_samples,
     no_recompile,
     clean_graph,
+    exported_trains,
+    compiled,
     refuses_transforms,
 )
 INTERPRETER_PROMISES: tuple[Promise, ...] = (in_bounds, any_program_order, no_float_atomics, long_offsets)
 """Asked first, of the kernels themselves: what is wrong there breaks others as well."""
 GPU_PROMISES: tuple[Promise, ...] = (cuda_graphs, no_host_sync, other_stream, other_device)
+
+IN_ONE_DTYPE: frozenset[Promise] = frozenset({
+    undefined_gradients, second_derivatives, refuses_transforms, another_thread, default_dtype, default_device,
+    no_recompile, exported_trains, other_device,
+})  # fmt: skip
+"""What depends on an operator's formulas, not on its numbers: asked in the first dtype only."""

@@ -10,7 +10,13 @@ from dataclasses import dataclass
 import torch
 
 from llmk.opcheck.inputs import BrokenPromise, NothingToCheck, watched_by
-from llmk.opcheck.promises import GPU_PROMISES, INTERPRETER_PROMISES, PROMISES, Promise
+from llmk.opcheck.promises import (
+    GPU_PROMISES,
+    IN_ONE_DTYPE,
+    INTERPRETER_PROMISES,
+    PROMISES,
+    Promise,
+)
 from llmk.registry import Op, Sample
 from llmk.registry.backends import INTERPRET
 
@@ -119,13 +125,13 @@ def checks(
     done: Collection[Check] = (),
 ) -> Iterator[Result]:
     """The results one by one, but for checks that are done; `doing` hears what begins and each sample of it."""
-    for dtype in dtypes or op.dtypes:
+    for place, dtype in enumerate(dtypes or op.dtypes):
         dtype_name = str(dtype).removeprefix("torch.")
         torch.manual_seed(0)
         samples = list(op.samples(device, dtype))
         for promise in promises_for(device, names):
             name = promise.__name__
-            if (op.name, dtype_name, name) in done:
+            if (op.name, dtype_name, name) in done or (place and promise in IN_ONE_DTYPE):
                 continue
             yield _check_one(op, device, dtype_name, promise, samples, doing)
 

@@ -10,7 +10,14 @@ from typing import Any
 import torch
 
 from llmk.opcheck.calls import call, device_of, float_dtype, one_of_each, require_accurate
-from llmk.opcheck.inputs import BrokenPromise, NothingToCheck, Outcome, same_results, with_default_dtype
+from llmk.opcheck.inputs import (
+    BrokenPromise,
+    NothingToCheck,
+    Outcome,
+    same_results,
+    with_default_device,
+    with_default_dtype,
+)
 from llmk.registry import Op, Sample
 from llmk.registry.backends import INTERPRET
 
@@ -26,8 +33,8 @@ def default_dtype(op: Op, samples: Sequence[Sample]) -> None:
 
 def default_device(op: Op, samples: Sequence[Sample]) -> None:
     """6: another default device changes no bit, and no result when compiled."""
-    _require_unchanged(op, samples, partial(torch.device, "meta"), "the default device meta")
-    _require_accurate_compiled(op, samples, partial(torch.device, "meta"))
+    _require_unchanged(op, samples, partial(with_default_device, "meta:0"), "the default device meta")
+    _require_accurate_compiled(op, samples, partial(with_default_device, "meta:0"))
 
 
 def _require_unchanged(op: Op, samples: Sequence[Sample], setting: Setting, what: str) -> None:

@@ -356,6 +356,16 @@ def interpreter() -> Any:
     return _find("triton.runtime.interpreter")
 
 
+def _multiply_for(cycles: int) -> None:
+    x = torch.ones(4096, 4096, dtype=torch.float32, device="cuda")
+    for _ in range(cycles // 5_000_000 + 1):  # some milliseconds each
+        torch.mm(x, x)
+
+
+delay_stream: Callable[[int], None] = _find("torch.cuda._sleep", _multiply_for)
+"""Keeps the current stream busy for so many of the GPU's cycles."""
+
+
 def inductor_allocators() -> list[tuple[Any, str]]:
     """Where Inductor's code finds what it allocates with, as modules and names, when it is loaded."""
     names = ("_empty_strided_cpu", "_empty_strided_cuda")

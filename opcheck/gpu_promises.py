@@ -1,0 +1,151 @@
+"""The promises that only a GPU can break; the form is that of promises.py."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmk.opcheck.calls import call, first_line, incoming_gradients, require_accurate, resized
+from llmk.opcheck.inputs import BrokenPromise, Outcome, as_list, copy_with_layout, differentiable_inputs, prepare
+from llmk.registry import Op, Sample
+from llmk.registry.private import compile_errors, delay_stream
+
+_DELAY = 50_000_000
+"""Cycles: some 25 ms, in which a kernel that does not wait is long done."""
+
+
+def cuda_graphs(op: Op, samples: Sequence[Sample]) -> None:
+    """3: captured and replayed on other inputs, by hand and by `mode="reduce-overhead"`, which does capture it."""
+    sample = next(resized(op, samples, [37]), samples[0])
+    _require_replayed(op, sample)
+    torch.compiler.reset()
+    fn = torch.compile(lambda *args, **kwargs: op.overload(*args, **kwargs), fullgraph=True, mode="reduce-overhead")
+    with counted_replays() as count:
+        for _ in range(4):
+            try:
+                outcome = call(op, sample, fn=fn)
+            except compile_errors() as error:
+                raise BrokenPromise(f"{sample}: does not compile: {first_line(error)}") from error
+            require_accurate(op, sample, outcome)
+    require_captured(sample, count)
+
+
+def require_captured(sample: Sample, replays: list[int]) -> None:
+    if not replays[0]:
+        raise BrokenPromise(f"{sample}: with mode='reduce-overhead' no CUDA graph was replayed")
+
+
+@contextlib.contextmanager
+def counted_replays() -> Iterator[list[int]]:
+    """How many CUDA graphs are replayed inside."""
+    count, original = [0], torch.cuda.CUDAGraph.replay
+
+    def replay(graph: Any) -> None:
+        count[0] += 1
+        original(graph)
+
+    torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign]
+    try:
+        yield count
+    finally:
+        torch.cuda.CUDAGraph.replay = original  # type: ignore[method-assign]
+
+
+def _require_replayed(op: Op, sample: Sample) -> None:
+    """Capture both passes on one sample's memory, put another's numbers there and replay."""
+    other = reversed_rows(sample)
+    wanted = differentiable_inputs(op, sample)
+    args, kwargs, tensors = prepare(op, sample, wanted)
+    inputs = [tensors[name] for name in wanted]
+
+    def run() -> tuple[list[Tensor], list[Tensor]]:
+        outputs = as_list(op.overload(*args, **kwargs))
+        wanting = [output for output in outputs if output.requires_grad]
+        return outputs, list(torch.autograd.grad(wanting, inputs, given, allow_unused=True)) if wanting else []
+
+    given = incoming_gradients([output for output in as_list(op.overload(*args, **kwargs)) if output.requires_grad])
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            outputs, gradients = run()
+    except RuntimeError as error:
+        raise BrokenPromise(f"{sample}: cannot be captured: {first_line(error)}") from error
+    with torch.no_grad():
+        for name, value in op.bind(other).items():
+            if isinstance(value, Tensor):
+                tensors[name].copy_(value)
+    graph.replay()
+    torch.cuda.synchronize()
+    outcome = Outcome(tensors, outputs, dict(zip(wanted, gradients, strict=True)))
+    try:
+        require_accurate(op, other, outcome)
+    except BrokenPromise as error:
+        raise BrokenPromise(f"captured, and replayed with other inputs: {error}") from None
+
+
+def reversed_rows(sample: Sample) -> Sample:
+    """The sample with every tensor's first axis in reversed order: other numbers, as valid as they were."""
+
+    def other(value: Any) -> Any:
+        return value.flip(0) if isinstance(value, Tensor) and value.dim() else value
+
+    kwargs = {name: other(value) for name, value in sample.kwargs.items()}
+    return Sample(tuple(other(value) for value in sample.args), kwargs, why=f"{sample.why}, reversed")
+
+
+def no_host_sync(op: Op, samples: Sequence[Sample]) -> None:
+    """3: neither direction makes the host wait for the device."""
+    for sample in samples:
+        args, kwargs, _ = prepare(op, sample, differentiable_inputs(op, sample))
+        outputs = as_list(op.overload(*args, **kwargs))  # builds the kernels, which may wait
+        wanting = [output for output in outputs if output.requires_grad]
+        torch.autograd.backward(wanting, incoming_gradients(wanting))  # type: ignore[arg-type]
+        grads = incoming_gradients(wanting)
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            outputs = as_list(op.overload(*args, **kwargs))
+            torch.autograd.backward([o for o in outputs if o.requires_grad], grads)  # type: ignore[arg-type]
+        except RuntimeError as error:
+            raise BrokenPromise(f"{sample}: the host waits: {first_line(error)}") from error
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+
+
+def other_stream(op: Op, samples: Sequence[Sample]) -> None:
+    """2: on a stream that is not the default one, where inputs and incoming gradients arrive late."""
+
+    def grads(outputs: Sequence[Tensor]) -> list[Tensor]:
+        return [late(grad) for grad in incoming_gradients(outputs)]
+
+    stream = torch.cuda.Stream()
+    for sample in samples:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            outcome = call(op, sample, change=late, grads=grads)
+        torch.cuda.current_stream().wait_stream(stream)
+        require_accurate(op, sample, outcome)
+
+
+def late(tensor: Tensor, delay: Callable[[int], None] = delay_stream) -> Tensor:
+    """A copy whose numbers come on the current stream after a while; who does not wait for it reads NaN or zeros."""
+    copy = copy_with_layout(tensor)
+    copy.untyped_storage().fill_(255 if copy.is_floating_point() else 0)  # type: ignore[attr-defined]  255: NaN
+    if copy.is_cuda:
+        torch.cuda.synchronize()
+    delay(_DELAY)
+    return copy_into(copy, tensor)
+
+
+def copy_into(copy: Tensor, tensor: Tensor) -> Tensor:
+    """The whole memory, since elements of an expanded tensor share theirs."""
+    copy.untyped_storage().copy_(tensor.untyped_storage(), non_blocking=True)
+    return copy
