@@ -24,6 +24,7 @@ import llmk
 from llmk.opcheck.journal import Journal
 from llmk.opcheck.processes import Unit, check_in_processes
 from llmk.opcheck.runner import Result, checks, path_taken, promise_named
+from llmk.opcheck.sanitizer import TOOLS, call_samples, find_sanitizer, sanitize
 from llmk.registry import OPS, Op
 from llmk.registry.backends import INTERPRET
 
@@ -62,12 +63,30 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--jobs", type=_positive, default=min(8, os.cpu_count() or 1), help="processes (default: one a core)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
-    parser.add_argument("--journal", type=Path, help=argparse.SUPPRESS)  # of a process that another one started
+    parser.add_argument(
+        "--sanitize",
+        action="store_true",
+        help="on a GPU: instead of checking promises, call every sample under compute-sanitizer (memcheck, racecheck)",
+    )
+    # What follows is for processes that another one started.
+    parser.add_argument("--journal", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--call-samples", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     options.device = options.device or _device("cuda" if torch.cuda.is_available() else "cpu")
     if options.device.type != "cpu" and options.path != "all":
         parser.error("argument --path: it is for the CPU; on a GPU the kernels run")
+    if options.sanitize:
+        _refuse_to_sanitize(options)
     return options
+
+
+def _refuse_to_sanitize(options: argparse.Namespace) -> None:
+    if options.device.type != "cuda":
+        _refuse("argument --sanitize: it watches a GPU's kernels, and the device is cpu")
+    if options.promise:
+        _refuse("argument --promise: there is none with --sanitize, which calls every sample")
+    if find_sanitizer() is None:
+        _refuse("argument --sanitize: compute-sanitizer is neither in PATH nor in /usr/local/cuda/bin")
 
 
 def _positive(text: str) -> int:
@@ -155,13 +174,22 @@ def paths(device: torch.device, choice: str) -> Sequence[str]:
     return ("reference", "interpreter") if choice == "all" else (choice,)
 
 
+def call_here(options: argparse.Namespace) -> None:
+    """Call the samples where a sanitizer looks on."""
+    for op in find_ops(options.ops):
+        call_samples(op, options.device, _dtypes(options))
+
+
+def _dtypes(options: argparse.Namespace) -> list[torch.dtype] | None:
+    return [DTYPES[name] for name in options.dtype] if options.dtype else None
+
+
 def check_here(options: argparse.Namespace) -> None:
     """Check on the path that this process takes, and keep the journal."""
     journal = Journal(options.journal)
-    dtypes = [DTYPES[name] for name in options.dtype] if options.dtype else None
     done = {result.check for result in journal.results()}
     for op in find_ops(options.ops):
-        for result in checks(op, options.device, dtypes, options.promise, journal.note_doing, done):
+        for result in checks(op, options.device, _dtypes(options), options.promise, journal.note_doing, done):
             journal.note_result(result)
     journal.note_end()
 
@@ -177,6 +205,18 @@ def check_all(options: argparse.Namespace) -> list[Result]:
     ]
     progress = Progress(len(units))
     results = check_in_processes(units, options.device, passed_on, options.jobs, progress)
+    progress.clear()
+    return results
+
+
+def sanitize_all(options: argparse.Namespace) -> list[Result]:
+    find_ops(options.ops)
+    executable, names = find_sanitizer() or "", options.ops or list(OPS)
+    progress, results = Progress(len(names) * len(TOOLS)), []
+    for name in names:
+        for tool in TOOLS:
+            results.append(sanitize(executable, tool, name, options.device, options.dtype or []))
+            progress(f"{tool}: {name}")
     progress.clear()
     return results
 
@@ -220,7 +260,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.journal:
         check_here(options)
         return 0
-    results = check_all(options)
+    if options.call_samples:
+        call_here(options)
+        return 0
+    results = sanitize_all(options) if options.sanitize else check_all(options)
     print_table(results)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
