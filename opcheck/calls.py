@@ -42,25 +42,6 @@ def call(
     return Outcome(tensors, outputs, {name: tensors[name].grad for name in wanted})
 
 
-def call_together(op: Op, samples: Sequence[Sample], fn: Callable[..., Any]) -> list[Outcome]:
-    """One call of `fn` with a list of (args, kwargs), a backward pass through all, and each sample's outcome."""
-    wanted = [differentiable_inputs(op, sample) for sample in samples]
-    prepared = [prepare(op, sample, names) for sample, names in zip(samples, wanted, strict=True)]
-    results = [as_list(result) for result in fn([(args, kwargs) for args, kwargs, _ in prepared])]
-    roots: list[Tensor] = []
-    given: list[Tensor] = []
-    for outputs, names in zip(results, wanted, strict=True):
-        if names:
-            differentiable, grads = _with_gradients(outputs, names, incoming_gradients)
-            roots, given = roots + differentiable, given + grads
-    if roots:
-        torch.autograd.backward(roots, given)
-    return [
-        Outcome(tensors, outputs, {name: tensors[name].grad for name in names})
-        for (_, _, tensors), outputs, names in zip(prepared, results, wanted, strict=True)
-    ]
-
-
 def _with_gradients(
     outputs: Sequence[Tensor], wanted: Sequence[str], grads: Callable[[Sequence[Tensor]], list[Tensor]]
 ) -> tuple[list[Tensor], list[Tensor]]:
@@ -94,24 +75,6 @@ def one_of_each(op: Op, samples: Sequence[Sample]) -> list[Sample]:
         if all(tensor.numel() for tensor in _tensors(op, sample)):
             found.setdefault(_kind(op, sample), sample)
     return list(found.values())
-
-
-def samples_by_shape(op: Op, samples: Sequence[Sample]) -> list[Sample]:
-    """A short, a long, a wide, a strided and a column sample, by their first tensor; fewer where there are none."""
-    first = {id(sample): _tensors(op, sample)[0] for sample in samples}
-    full = [sample for sample in samples if first[id(sample)].numel() and first[id(sample)].dim()]
-
-    def width(sample: Sample) -> int:
-        return first[id(sample)].shape[-1]
-
-    def rows(sample: Sample) -> int:
-        return first[id(sample)].numel() // width(sample)
-
-    chosen = [min((s for s in full if width(s) > 1), key=width, default=None)]
-    chosen += [max(full, key=rows, default=None), max(full, key=width, default=None)]
-    chosen += [next((s for s in full if not first[id(s)].is_contiguous()), None)]
-    chosen += [next((s for s in full if width(s) == 1 or first[id(s)].stride(-1) > 1), None)]
-    return list({id(sample): sample for sample in chosen if sample is not None}.values())
 
 
 def _tensors(op: Op, sample: Sample) -> list[Tensor]:

@@ -8,54 +8,25 @@ import torch
 
 from llmk.opcheck.calls import (
     call,
-    call_together,
-    device_of,
     first_line,
     one_of_each,
     require_accurate,
     resized,
-    samples_by_shape,
 )
 from llmk.opcheck.inputs import BrokenPromise, Outcome, differentiable_inputs, prepare
 from llmk.opcheck.poison import RECYCLE_NOTHING, poisoned_in_graphs, require_all_written
 from llmk.registry import Op, Sample
-from llmk.registry.launch import INTERPRET
 from llmk.registry.private import aot_backend, compile_errors
-
-_IN_A_GRAPH = 8
 
 
 def compiled(op: Op, samples: Sequence[Sample]) -> None:
-    """3: compiled by Inductor, in graphs whose memory is NaN until it is written, within the accuracy rule.
-
-    All samples on a GPU; on a CPU a short, a long, a wide, a strided and a column one, for compiling takes seconds.
-    """
-    chosen = [*resized(op, samples, [37])] or [samples[0]]
-    if device_of(op, samples[0]).type != "cpu":
-        chosen += samples
-    elif not INTERPRET:  # interpreted, the kernels are opaque to a graph
-        chosen += samples_by_shape(op, samples)
-    for start in range(0, len(chosen), _IN_A_GRAPH):
-        group = chosen[start : start + _IN_A_GRAPH]
-        for sample, outcome in zip(group, _call_in_one_graph(op, group), strict=True):
-            require_all_written(op, sample, outcome)
-            require_accurate(op, sample, outcome)
-
-
-def _call_in_one_graph(op: Op, samples: Sequence[Sample]) -> list[Outcome]:
-    """Compiling one graph of several calls takes little longer than one of a single call."""
-
-    def calls(given: Sequence[tuple[Any, Any]]) -> list[Any]:
-        return [op.overload(*args, **kwargs) for args, kwargs in given]
-
+    """3: compiled by Inductor, in a graph whose memory is NaN until it is written, within the accuracy rule."""
+    sample = next(resized(op, samples, [37]), samples[0])
     torch.compiler.reset()
-    fn = torch.compile(calls, fullgraph=True, dynamic=True, options=RECYCLE_NOTHING)
     with poisoned_in_graphs():
-        try:
-            return call_together(op, samples, fn)
-        except compile_errors() as error:
-            names = "; ".join(map(str, samples))
-            raise BrokenPromise(f"in one graph: {names}: does not compile: {first_line(error)}") from error
+        outcome = _call_compiled(op, sample, _compiled_call(op, dynamic=True, options=RECYCLE_NOTHING))
+    require_all_written(op, sample, outcome)
+    require_accurate(op, sample, outcome)
 
 
 def compiled_samples(op: Op, samples: Sequence[Sample]) -> None:
