@@ -301,3 +301,11 @@ def test_a_copy_that_the_norm_replaces_is_left():
     want = model(x)
     assert patch(model).replaced == {"norm": 1}
     torch.testing.assert_close(model(x), want)
+
+
+@pytest.mark.parametrize("family", ["DeepseekV3", "Glm4Moe", "Llama", "Cohere"])
+def test_the_rotation_of_every_layout_is_found(family: str):
+    """Pairs that are sorted, halves, some features, neighbours."""
+    report = patch(small_model(family))
+    assert report.replaced["rope"] == 2
+    assert not [entry for entry in report.entries if entry.kind == "rope" and not entry.replaced]

@@ -38,12 +38,26 @@ def of_one_half(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor,
 
 def of_sorted_pairs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Neighbouring pairs are sorted into halves first, and stay so."""
-    q, k = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q, k))
+    q, k = (torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1) for x in (q, k))
     return functional.rope(q, k, cos, sin)
 
 
+def of_sorted_pairs_by_the_first_half(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, by angles that cos and sin hold twice, one half after the other: the first one counts."""
+    cos, sin = (x[..., : x.shape[-1] // 2] for x in (cos, sin))
+    return of_sorted_pairs(q, k, torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1))
+
+
 FORMS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
-    f.__name__: f for f in (halves, interleaved, interleaved_of_halves, of_one_half, of_sorted_pairs)
+    f.__name__: f
+    for f in (
+        halves,
+        interleaved,
+        interleaved_of_halves,
+        of_one_half,
+        of_sorted_pairs,
+        of_sorted_pairs_by_the_first_half,
+    )
 }
 
 
