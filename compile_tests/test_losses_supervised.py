@@ -53,6 +53,21 @@ def distill_topk_reference(
     return total - ce_weight * torch.cat(logps_of(input, linear_weight, target, **kw)).mean() if ce_weight else total
 
 
+def distill_reference(
+    input: Tensor, linear_weight: Tensor, target: Tensor, teacher_input: Tensor, teacher_linear_weight: Tensor, *,
+    beta: float = 0.5, ce_weight: float = 0.0, token_weights: Tensor | None = None, temperature: float = 1.0,
+) -> Tensor:  # fmt: skip
+    s = token_scores(input, linear_weight, temperature=temperature)
+    t = token_scores(teacher_input.detach(), teacher_linear_weight.detach(), temperature=temperature)
+    m = (beta * t.exp() + (1 - beta) * s.exp()).log()
+    to_mixture = beta * t.exp() * (t - m) + (1 - beta) * s.exp() * (s - m)
+    each = t.exp() * (t - s) if beta == 0 else s.exp() * (s - t) if beta == 1 else to_mixture
+    counts = target != -100
+    weights = torch.ones_like(each[..., 0]) if token_weights is None else token_weights
+    loss = (weights * each.sum(-1))[counts].sum() / weights[counts].sum()
+    return loss - ce_weight * torch.cat(logps_of(input, linear_weight, target)).mean()
+
+
 def multi_token_reference(
     x: Tensor, y: Tensor, linear_weight: Tensor, target: Tensor, *, head_weights: list[float], z_loss: float
 ) -> Tensor:
@@ -72,6 +87,7 @@ def two_heads(x: Tensor, y: Tensor, linear_weight: Tensor, target: Tensor, **opt
 
 SFT = loss_op(losses.sft, sft_reference)
 DFT = loss_op(losses.dft, dft_reference)
+DISTILL = loss_op(losses.distill, distill_reference)
 TOPK = loss_op(losses.distill_topk, distill_topk_reference)
 
 
@@ -106,6 +122,15 @@ def test_distill_topk(device: torch.device, beta: float, add_tail: bool) -> None
     require(TOPK, Sample((x, weight, target, ids, logprobs), kwargs, why="with cross entropy"))
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_distill(device: torch.device, beta: float) -> None:
+    x, weight, target = batch(LENGTHS, device)
+    args = (x, weight, target, torch.randn(*target.shape, 7).to(device), torch.randn(37, 7).to(device))
+    require(DISTILL, Sample(args, {"beta": beta, "ce_weight": 0.4, "temperature": 1.7}, why="with cross entropy"))
+    weights = torch.rand(target.shape).to(device)
+    require(DISTILL, Sample(args, {"beta": beta, "token_weights": weights}, why="weights"))
+
+
 def test_several_heads(device: torch.device) -> None:
     op = loss_op(two_heads, multi_token_reference)
     op = LossOp(**{**vars(op), "differentiable": ("x", "y", "linear_weight")})
@@ -121,6 +146,7 @@ def test_no_token_gives_zero(device: torch.device) -> None:
     for loss, _ in (
         losses.sft(x, weight, target, entropy_coef=0.1),
         losses.dft(x, weight, target),
+        losses.distill(x, weight, target, x.detach(), weight.detach() + 1, ce_weight=0.5),
         losses.distill_topk(x, weight, target, ids, ids - 1.0, ce_weight=0.5),
         losses.multi_token([x], weight, [target]),
     ):

@@ -1,11 +1,12 @@
 """Losses that language models are trained with after pretraining, from hidden states and a projection, without logits.
 
 Each is a function of `(input [B, S, H], linear_weight [V, H], target [B, S], ...)`, already shifted, and returns the
-loss and a dict of detached metrics. They stand on `llmk.functional.linear_logprobs`.
+loss and a dict of detached metrics. They stand on `llmk.functional.linear_logprobs`,
+`fused_linear_ce` and `fused_linear_jsd`.
 """
 
 from llmk.losses.cpo import cpo, orpo, simpo
-from llmk.losses.distillation import distill_topk
+from llmk.losses.distillation import distill, distill_topk
 from llmk.losses.dpo import dpo
 from llmk.losses.grpo import grpo
 from llmk.losses.kto import kto
@@ -15,6 +16,7 @@ from llmk.losses.supervised import dft, multi_token, sft
 __all__ = [
     "cpo",
     "dft",
+    "distill",
     "distill_topk",
     "dpo",
     "grpo",

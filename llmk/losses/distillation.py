@@ -1,17 +1,92 @@
-"""Distillation from the log-probabilities that a teacher gives for a few classes of each token."""
+"""Distillation from a teacher's hidden states, or from its log-probabilities of a few classes of each token."""
 
 import math
 
 import torch
 from torch import Tensor
 
-from llmk.losses._checks import INTEGERS, NUMBERS, check_between, check_of_tokens, check_tensor
+from llmk.losses._checks import INTEGERS, NUMBERS, check_between, check_is_tensor, check_of_tokens, check_tensor
 from llmk.losses._head import Head, mean_over_tokens
 from llmk.losses._math import log_of_the_rest
 from llmk.losses._policy import Totals, over_all_items
 from llmk.losses._sequences import sequences_of
 from llmk.ops.linear_loss.fused_linear_ce import fused_linear_ce
+from llmk.ops.linear_loss.fused_linear_jsd import fused_linear_jsd
 from llmk.registry import check_not_negative, check_same
+
+
+def distill(
+    input: Tensor, linear_weight: Tensor, target: Tensor, teacher_input: Tensor, teacher_linear_weight: Tensor, *,
+    beta: float = 0.5, ce_weight: float = 0.0, token_weights: Tensor | None = None,
+    teacher_linear_bias: Tensor | None = None, teacher_softcap: float = 0.0, linear_bias: Tensor | None = None,
+    temperature: float = 1.0, softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False,
+    chunk_size: int = 0,
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    """Distillation from a teacher's hidden states: the mean over tokens of a generalized Jensen-Shannon divergence,
+
+        beta * KL(t, m) + (1 - beta) * KL(s, m),    m = beta * t + (1 - beta) * s,
+
+    KL(t, s) where beta is 0 and KL(s, t) where it is 1, with t and s the teacher's and the student's probabilities.
+
+    Args:
+        input: The student's hidden states `[B, S, H]`, aligned with `target`.
+        linear_weight: `[V, H]`.
+        target: `[B, S]`, which tokens count, and the classes of `ce_weight`.
+        teacher_input: `[B, S, H']`.
+        teacher_linear_weight: `[V, H']`. No tensor of the teacher gets a gradient.
+        beta: From 0 to 1.
+        ce_weight: What the mean cross entropy of `target`, at temperature 1, is multiplied by and added.
+        token_weights: `[B, S]`, what the divergence of each token is multiplied by; the mean divides by their sum.
+        teacher_linear_bias: `[V]`.
+        teacher_softcap: Of the teacher's logits; 0 is off.
+        linear_bias, temperature, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`; the temperature is that
+            of both models.
+
+    Returns:
+        The loss, a float32 scalar, 0 over no token, and the metrics "divergence" and, with `ce_weight`, "nll_loss".
+
+    Raises:
+        TypeError: An argument is not a tensor, or a dtype does not fit.
+        ValueError: A shape or an option does not fit.
+
+    Gradients are made in the forward pass: three products of the student and one of the teacher, and three more of the
+    student with `ce_weight`.
+
+    Sources: Agarwal et al., 2023, https://arxiv.org/abs/2306.13649. Reference: `trl.DistillationTrainer`.
+    """
+    check_between("beta", beta, 0.0, 1.0)
+    check_not_negative("ce_weight", ce_weight)
+    sequences = sequences_of(input, linear_weight, target, ignore_index, None)
+    check_is_tensor("teacher_input", teacher_input)
+    check_is_tensor("teacher_linear_weight", teacher_linear_weight)
+    if teacher_input.dim() != 3 or teacher_input.shape[:2] != target.shape:
+        expected = f"({target.shape[0]}, {target.shape[1]}, H)"
+        raise ValueError(f"teacher_input: expected shape {expected} like input, got {tuple(teacher_input.shape)}")
+    if token_weights is not None:
+        check_of_tokens("token_weights", token_weights, target)
+        token_weights = token_weights.detach().float()
+    loss = fused_linear_jsd(
+        input, linear_weight, teacher_input.detach(), teacher_linear_weight.detach(), labels=target,
+        linear_bias=linear_bias, beta=beta, temperature=temperature, softcap=softcap, teacher_softcap=teacher_softcap,
+        teacher_linear_bias=None if teacher_linear_bias is None else teacher_linear_bias.detach(),
+        row_weight=token_weights, ignore_index=ignore_index, skip_ignored=skip_ignored, chunk_size=chunk_size,
+    )  # fmt: skip
+    loss = torch.where(sequences.counts.any(), loss, 0.0)
+    metrics = {"divergence": loss.detach()}
+    if ce_weight != 0.0:
+        head = Head(linear_weight, linear_bias, 1.0, softcap, ignore_index, skip_ignored, chunk_size)
+        nll = over_all_items(_cross_entropy(head, input, target), sequences, Totals(None, None))
+        metrics["nll_loss"] = nll.detach()
+        loss = loss + ce_weight * nll
+    return loss, metrics
+
+
+def _cross_entropy(head: Head, input: Tensor, target: Tensor) -> Tensor:
+    """The sum over tokens, at temperature 1."""
+    return fused_linear_ce(
+        input, head.linear_weight, target, linear_bias=head.linear_bias, ignore_index=head.ignore_index,
+        reduction="sum", softcap=head.softcap, skip_ignored=head.skip_ignored, chunk_size=head.chunk_size,
+    )  # fmt: skip
 
 
 def distill_topk(
@@ -76,11 +151,7 @@ def distill_topk(
     loss = over_all_items(each, sequences, totals)
     metrics = {"entropy": mean_over_tokens(entropy.detach(), sequences), "divergence": loss.detach()}
     if ce_weight != 0.0:
-        nll = fused_linear_ce(
-            input, linear_weight, target, linear_bias=linear_bias, ignore_index=ignore_index, reduction="sum",
-            softcap=softcap, chunk_size=chunk_size,
-        )  # fmt: skip
-        nll = over_all_items(nll, sequences, totals)
+        nll = over_all_items(_cross_entropy(head, input, target), sequences, totals)
         metrics["nll_loss"] = nll.detach()
         loss = loss + ce_weight * nll
     return loss, metrics
