@@ -15,7 +15,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from llmk.registry import KernelOp, autocast_dtype, check_dtype, check_same, check_shape
+from llmk.registry import LARGEST, KernelOp, autocast_dtype, check_dtype, check_number, check_same, check_shape
+from llmk.registry.checks import TINY
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,10 @@ def checked_linear(
 def check_chunk_size(chunk_size: int) -> None:
     if chunk_size < 0:
         raise ValueError(f"chunk_size: expected a number of tokens, or 0 to have it chosen, got {chunk_size}")
+
+
+def check_temperature(temperature: float) -> None:
+    check_number("temperature", temperature, TINY, LARGEST, "a finite positive number")
 
 
 def product_flops(input: Tensor, linear_weight: Tensor) -> int:

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.math import LOG2E
-from llmk.ops.linear_loss._ranks import gather
+from llmk.ops.linear_loss._ranks import gather, group_size
 from llmk.ops.linear_loss._scores import scores
 from llmk.ops.loss.divergence_math import Mixture, divergence_of, divergence_of_cpu, exp_of
 from llmk.registry import cdiv, empty, next_power_of_2, wrap_triton
@@ -241,10 +241,11 @@ def losses(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss `[M]` of rows, some of whose classes each rank of a group has; and what `gradients` takes of it."""
     M = z.shape[0]
-    parts = gather(rows.statistics(z, w, counts, softmaxes), group_name).view(-1, 2, 2, M)  # rank, tensor, number
+    ranks = group_size(group_name)
+    parts = gather(rows.statistics(z, w, counts, softmaxes), group_name).view(ranks, 2, 2, M)  # tensor, number
     m = parts[:, :, 0].amax(0)
     base = torch.where(m == float("-inf"), 0.0, m)
     logsum = (parts[:, :, 1] * (parts[:, :, 0] - base).exp()).sum(0).log()
     stats = torch.stack((m, logsum), dim=1).view(4, M)
-    total = gather(rows.sums(z, w, counts, stats, softmaxes), group_name).view(-1, 2, M).sum(0)
+    total = gather(rows.sums(z, w, counts, stats, softmaxes), group_name).view(ranks, 2, M).sum(0)
     return total[0], stats, total

@@ -28,6 +28,7 @@ from llmk.ops.linear_loss._call import (
     CallOp,
     LinearCall,
     check_chunk_size,
+    check_temperature,
     checked_linear,
     fake_gradients,
     product_flops,
@@ -55,7 +56,6 @@ from llmk.registry import (
     replicate_only,
     row_axes,
 )
-from llmk.registry.checks import LARGEST, TINY
 from llmk.registry.eager.bypass import PLAIN_TENSORS
 from llmk.registry.record import FLOAT_DTYPES
 
@@ -241,8 +241,8 @@ def fused_linear_jsd_samples(device: torch.device, dtype: torch.dtype) -> Iterat
         yield Sample(both(37, 11), kwargs | {"skip_ignored": True}, why=f"beta {beta}, ignored tokens skipped")
     yield Sample(both(37, 11), {"chunk_size": 2}, why="six chunks: float32 sums")
     yield Sample(both(37, 5), {"labels": torch.full_like(labels(5), -100)}, why="every token ignored: NaN")
-    yield Sample(both(37), why="one token, one dimension")
-    yield Sample(both(1, 4), why="one class")
+    yield Sample(both(37, 0), why="no tokens: NaN")
+    yield Sample(both(1), why="one token, one dimension, one class")
     yield Sample(both(37, 5), {"labels": labels(5).int(), "ignore_index": 2}, why="int32 labels")
     strided = (randn(12, 9).t(), randn(12, 37).t(), randn(20, 9).t(), randn(20, 37).t())
     yield Sample(strided, why="everything strided")
@@ -382,7 +382,7 @@ def _divergence(
             check_shape(name, each, call.tokens, "one for each token")
             check_same(name, each, "input", call.input)
     check_number("beta", call.beta, 0.0, 1.0, "a number from 0 to 1")
-    check_number("temperature", call.temperature, TINY, LARGEST, "a finite positive number")
+    check_temperature(call.temperature)
     check_switch("softcap", call.softcap)
     check_switch("teacher_softcap", call.teacher_softcap)
     check_chunk_size(call.chunk_size)

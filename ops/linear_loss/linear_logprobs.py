@@ -29,6 +29,7 @@ from llmk.ops.linear_loss._call import (
     CallOp,
     LinearCall,
     check_chunk_size,
+    check_temperature,
     checked_linear,
     fake_gradients,
     product_flops,
@@ -45,13 +46,12 @@ from llmk.registry import (
     Sample,
     cdiv,
     check_dtype,
-    check_number,
+    check_finite,
     check_same,
     check_switch,
     public_op,
     row_axes,
 )
-from llmk.registry.checks import LARGEST, TINY
 from llmk.registry.eager.bypass import PLAIN_TENSORS
 
 
@@ -378,8 +378,8 @@ def _logprobs(
     tokens, shape = tuple(call.tokens), tuple(target.shape)
     if shape != tokens and (target.dim() != input.dim() or shape[:-1] != tokens or shape[-1] == 0):
         raise ValueError(f"target: expected shape {tokens}, or {tokens} and K candidates, got {shape}")
-    check_number("temperature", call.temperature, TINY, LARGEST, "a finite positive number")
-    check_number("logit_scale", call.logit_scale, -LARGEST, LARGEST, "a finite number")
+    check_temperature(call.temperature)
+    check_finite("logit_scale", call.logit_scale)
     check_switch("softcap", call.softcap)
     check_chunk_size(call.chunk_size)
     logprobs, entropy, _ = linear_logprobs_fwd(call)

@@ -1,0 +1,138 @@
+"""Losses over a vocabulary: what the samples of `linear_logprobs`, `jsd` and `fused_linear_jsd` do not reach."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmk.functional import fused_linear_ce, fused_linear_jsd, jsd, linear_logprobs, tvd
+from llmk.nn import JSDLoss, LinearCrossEntropyLoss, LinearJSDLoss, LinearLogProbs, TVDLoss
+from llmk.opcheck.calls import call, require_accurate
+from llmk.registry import OPS, Sample
+
+X, W, T = torch.randn(5, 8), torch.randn(11, 8), torch.tensor([3, -100, 0, 10, 7])
+
+
+def student() -> tuple[Tensor, Tensor]:
+    return X.clone().requires_grad_(), W.clone().requires_grad_()
+
+
+@pytest.mark.parametrize("wanted", ["log-probabilities", "entropy", "both"])
+@pytest.mark.parametrize("frozen", ["nothing", "input", "linear_weight"])
+@pytest.mark.kernels
+def test_each_output_alone(wanted: str, frozen: str) -> None:
+    """Against float64, for gradients of any size and sign."""
+    of_logprobs, of_entropy = torch.randn(5), torch.randn(5)
+
+    def loss(x: Tensor, w: Tensor, fn: object) -> Tensor:
+        logprobs, entropy = fn(x, w, T, temperature=0.7)  # type: ignore[operator]
+        parts = {"log-probabilities": logprobs @ of_logprobs.to(logprobs), "entropy": entropy @ of_entropy.to(entropy)}
+        return sum(parts.values()) if wanted == "both" else parts[wanted]  # type: ignore[return-value]
+
+    x, w = student()
+    exact = X.double().requires_grad_(), W.double().requires_grad_()
+    inputs = [t for t, name in ((x, "input"), (w, "linear_weight")) if name != frozen]
+    truth = [t for t, name in zip(exact, ("input", "linear_weight"), strict=True) if name != frozen]
+    (x if frozen == "input" else w).requires_grad_(frozen == "nothing")
+    found = torch.autograd.grad(loss(x, w, linear_logprobs), inputs)
+    right = torch.autograd.grad(loss(*exact, OPS["linear_logprobs"].reference), truth)
+    for a, b in zip(found, right, strict=True):
+        assert (a - b).abs().max() <= 1e-6 * b.abs().max()
+
+
+@pytest.mark.parametrize("temperature", [0.1, 10.0])
+@pytest.mark.parametrize("scale", [0.01, 3.0])
+@pytest.mark.parametrize("K", [1, 64])
+def test_peaked_and_flat_rows(temperature: float, scale: float, K: int) -> None:
+    target = torch.randint(0, 300, (4, K))
+    sample = Sample((scale * torch.randn(4, 8), torch.randn(300, 8), target), {"temperature": temperature}, "scaled")
+    require_accurate(OPS["linear_logprobs"], sample, call(OPS["linear_logprobs"], sample))
+
+
+@pytest.mark.parametrize("name", ["linear_logprobs", "fused_linear_ce", "fused_linear_jsd"])
+@pytest.mark.parametrize("counted", [0, 1, 3, 5])
+def test_skipped_tokens_change_nothing(name: str, counted: int) -> None:
+    """Whatever they hold: with NaN in their rows, every result and gradient is that of the tokens that count."""
+    labels = torch.where(torch.arange(5) < counted, T.clamp(min=0), -100)
+    x = torch.where(labels[:, None] >= 0, X, float("nan")).requires_grad_()
+    w = W.clone().requires_grad_()
+
+    def result(x: Tensor, labels: Tensor, skip: bool) -> Tensor:
+        if name == "fused_linear_jsd":
+            return fused_linear_jsd(x, w, X[: len(x)], W.flip(0), labels=labels, skip_ignored=skip).nan_to_num()
+        if name == "fused_linear_ce":
+            return fused_linear_ce(x, w, labels, reduction="sum", skip_ignored=skip)
+        logprobs, entropy = linear_logprobs(x, w, labels, skip_ignored=skip)
+        return logprobs.sum() + entropy.sum()
+
+    skipped = result(x, labels, True)
+    dx, dw = torch.autograd.grad(skipped, (x, w))
+    short = X[:counted].clone().requires_grad_()
+    plain = result(short, labels[:counted], False)
+    short_dx, short_dw = torch.autograd.grad(plain, (short, w))
+    torch.testing.assert_close((skipped, dx[:counted], dw), (plain, short_dx, short_dw), rtol=0, atol=0)
+    assert not dx[counted:].any()
+
+
+def test_compiled_for_any_number_of_tokens() -> None:
+    def loss(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
+        logprobs, entropy = linear_logprobs(2 * x, w, target)
+        return logprobs.mean() - 0.1 * entropy.mean() + fused_linear_jsd(x, w, x.detach(), w.detach().flip(0))
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True)
+    for tokens in (5, 3, 9):
+        x, w = torch.randn(tokens, 8, requires_grad=True), W.clone().requires_grad_()
+        target = torch.randint(0, 11, (tokens,))
+        with torch._dynamo.config.patch(error_on_recompile=tokens != 5):
+            found = torch.autograd.grad(compiled(x, w, target), (x, w))
+        torch.testing.assert_close(found, torch.autograd.grad(loss(x, w, target), (x, w)))
+
+
+def test_modules() -> None:
+    x, w = student()
+    torch.testing.assert_close(LinearLogProbs(0.5)(x, w, T), linear_logprobs(x, w, T, temperature=0.5))
+    row_weight = torch.rand(5)
+    loss = LinearCrossEntropyLoss(skip_ignored=True)(x, w, T, row_weight=row_weight)
+    torch.testing.assert_close(loss, fused_linear_ce(x, w, T, row_weight=row_weight, skip_ignored=True))
+    logs = X.log_softmax(-1), X.flip(0).log_softmax(-1)
+    torch.testing.assert_close(JSDLoss(0.1)(*logs, T), jsd(*logs, beta=0.1, labels=T))
+    torch.testing.assert_close(TVDLoss("sum")(*(y.exp() for y in logs)), tvd(*(y.exp() for y in logs), reduction="sum"))
+    both = (x, w, X.flip(0), W.flip(0))
+    torch.testing.assert_close(
+        LinearJSDLoss(0.0, 2.0)(*both, T), fused_linear_jsd(*both, labels=T, beta=0.0, temperature=2.0)
+    )
+    assert "skip_ignored=True" in repr(LinearCrossEntropyLoss(skip_ignored=True))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: linear_logprobs(X, W, T[:3]), r"target: expected shape \(5,\), or .* candidates, got \(3,\)"),
+        (lambda: linear_logprobs(X, W, T.expand(2, 5).t()[:4]), "target: expected shape"),
+        (lambda: linear_logprobs(X, W, T, temperature=0.0), "temperature: expected a finite positive number, got 0.0"),
+        (lambda: linear_logprobs(X, W[:0], T), "linear_weight: expected at least one class"),
+        (lambda: linear_logprobs(X, W[:, :7], T), r"linear_weight: expected shape \[V, 8\]"),
+        (lambda: jsd(X, X, beta=1.5), "beta: expected a number from 0 to 1, got 1.5"),
+        (lambda: jsd(X, W), "target: expected shape"),
+        (lambda: tvd(X, X, labels=T[:2]), "labels: expected shape"),
+        (lambda: tvd(X, X, reduction="batchmean"), "reduction: expected one of"),
+        (lambda: fused_linear_jsd(X, W, X, W[:9]), "teacher_linear_weight: expected the classes of linear_weight, 11"),
+        (lambda: fused_linear_jsd(X, W, X, W[:, :3]), "teacher_linear_weight: expected shape"),
+        (lambda: fused_linear_jsd(X, W, X[:2], W), "teacher_input: expected shape"),
+        (lambda: fused_linear_jsd(X, W, X, W, temperature=-1.0), "temperature: expected a finite positive number"),
+        (lambda: fused_linear_ce(X, W, T, row_weight=torch.ones(4)), "row_weight: expected shape"),
+    ],
+)  # fmt: skip
+def test_a_wrong_call_names_the_argument(wrong: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        wrong()  # type: ignore[operator]
+
+
+def test_a_teacher_gets_no_gradient() -> None:
+    teacher = W.clone().requires_grad_()
+    with pytest.raises(NotImplementedError, match="teacher_linear_weight"):
+        fused_linear_jsd(X, W, X, teacher)
+
+
+def test_a_class_that_is_none() -> None:
+    with pytest.raises(IndexError, match=r"target: expected class indices in \[0, 11\)"):
+        linear_logprobs(X, W, T + 4)

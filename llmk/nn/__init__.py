@@ -1,0 +1,32 @@
+"""Modules around the operators, with the parameters of the torch or Hugging Face module that each replaces."""
+
+from llmk.nn.feed_forward import GeGLUMLP, SwiGLUMLP
+from llmk.nn.losses import (
+    CrossEntropyLoss,
+    GIoULoss,
+    JSDLoss,
+    KLDivLoss,
+    LinearCrossEntropyLoss,
+    LinearJSDLoss,
+    LinearLogProbs,
+    TVDLoss,
+)
+from llmk.nn.norms import GroupNorm, LayerNorm, RMSNorm
+from llmk.nn.rotary import RotaryEmbedding
+
+__all__ = [
+    "CrossEntropyLoss",
+    "GIoULoss",
+    "GeGLUMLP",
+    "GroupNorm",
+    "JSDLoss",
+    "KLDivLoss",
+    "LayerNorm",
+    "LinearCrossEntropyLoss",
+    "LinearJSDLoss",
+    "LinearLogProbs",
+    "RMSNorm",
+    "RotaryEmbedding",
+    "SwiGLUMLP",
+    "TVDLoss",
+]

@@ -1,0 +1,274 @@
+"""Losses."""
+
+from torch import Tensor, nn
+
+from llmk import functional
+from llmk.ops.linear_loss._call import check_chunk_size, check_temperature
+from llmk.ops.loss.cross_entropy import check_loss_numbers
+from llmk.ops.loss.giou_loss import check_giou_options
+from llmk.ops.loss.kl_div import REDUCTIONS
+from llmk.registry import check_finite, check_number, check_option, check_switch
+
+
+class CrossEntropyLoss(nn.Module):
+    """`torch.nn.CrossEntropyLoss` over the last axis, with softcap and z-loss."""
+
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        *,
+        softcap: float = 0.0,
+        z_loss: float = 0.0,
+    ) -> None:
+        super().__init__()
+        check_loss_numbers(reduction, label_smoothing, softcap, z_loss)
+        self.register_buffer("weight", weight)
+        self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing
+        self.softcap, self.z_loss = softcap, z_loss
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(
+            input,
+            target,
+            weight=self.weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+            softcap=self.softcap,
+            z_loss=self.z_loss,
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, "
+            f"label_smoothing={self.label_smoothing}, softcap={self.softcap}, z_loss={self.z_loss}"
+        )
+
+
+class LinearCrossEntropyLoss(CrossEntropyLoss):
+    """The output projection and its loss in one, so that the logits never exist whole.
+
+    Give it the projection's weight, which may be tied to an embedding: `loss(hidden, lm_head.weight, target)`.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        *,
+        softcap: float = 0.0,
+        z_loss: float = 0.0,
+        chunk_size: int = 0,
+        skip_ignored: bool = False,
+    ) -> None:
+        super().__init__(weight, ignore_index, reduction, label_smoothing, softcap=softcap, z_loss=z_loss)
+        check_chunk_size(chunk_size)
+        self.chunk_size, self.skip_ignored = chunk_size, skip_ignored
+
+    def forward(  # type: ignore[override]
+        self,
+        input: Tensor,
+        linear_weight: Tensor,
+        target: Tensor,
+        linear_bias: Tensor | None = None,
+        row_weight: Tensor | None = None,
+    ) -> Tensor:
+        return functional.fused_linear_ce(
+            input,
+            linear_weight,
+            target,
+            linear_bias=linear_bias,
+            weight=self.weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+            softcap=self.softcap,
+            z_loss=self.z_loss,
+            chunk_size=self.chunk_size,
+            row_weight=row_weight,
+            skip_ignored=self.skip_ignored,
+        )
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, chunk_size={self.chunk_size}, skip_ignored={self.skip_ignored}"
+
+
+class KLDivLoss(nn.Module):
+    """`torch.nn.KLDivLoss`: of log-probabilities `input` against probabilities `target`, or their logarithms."""
+
+    def __init__(self, reduction: str = "mean", log_target: bool = False) -> None:
+        super().__init__()
+        check_option("reduction", reduction, REDUCTIONS)
+        self.reduction, self.log_target = reduction, log_target
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return functional.kl_div(input, target, reduction=self.reduction, log_target=self.log_target)
+
+    def extra_repr(self) -> str:
+        return f"reduction={self.reduction!r}, log_target={self.log_target}"
+
+
+class GIoULoss(nn.Module):
+    """Generalized intersection over union of boxes `[..., 4]`, as in `torchvision.ops.generalized_box_iou_loss`.
+
+    A target whose last coordinate is at most 0 is padding and does not count.
+    """
+
+    def __init__(self, reduction: str = "mean", eps: float = 1e-5) -> None:
+        super().__init__()
+        check_giou_options(reduction, eps)
+        self.reduction, self.eps = reduction, eps
+
+    def forward(self, boxes: Tensor, targets: Tensor) -> Tensor:
+        return functional.giou_loss(boxes, targets, reduction=self.reduction, eps=self.eps)
+
+    def extra_repr(self) -> str:
+        return f"reduction={self.reduction!r}, eps={self.eps}"
+
+
+class LinearLogProbs(nn.Module):
+    """Log-probability of the target and entropy of each token, from hidden states and a projection's weight.
+
+    `logprobs, entropy = module(hidden, lm_head.weight, target)`; see `llmk.functional.linear_logprobs`.
+    """
+
+    def __init__(
+        self,
+        temperature: float = 1.0,
+        *,
+        logit_scale: float = 1.0,
+        softcap: float = 0.0,
+        ignore_index: int = -100,
+        skip_ignored: bool = False,
+        chunk_size: int = 0,
+    ) -> None:
+        super().__init__()
+        check_temperature(temperature)
+        check_finite("logit_scale", logit_scale)
+        check_switch("softcap", softcap)
+        check_chunk_size(chunk_size)
+        self.temperature, self.logit_scale, self.softcap = temperature, logit_scale, softcap
+        self.ignore_index, self.skip_ignored, self.chunk_size = ignore_index, skip_ignored, chunk_size
+
+    def forward(
+        self, input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return functional.linear_logprobs(
+            input,
+            linear_weight,
+            target,
+            linear_bias=linear_bias,
+            temperature=self.temperature,
+            logit_scale=self.logit_scale,
+            softcap=self.softcap,
+            ignore_index=self.ignore_index,
+            skip_ignored=self.skip_ignored,
+            chunk_size=self.chunk_size,
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"temperature={self.temperature}, logit_scale={self.logit_scale}, softcap={self.softcap}, "
+            f"ignore_index={self.ignore_index}, skip_ignored={self.skip_ignored}, chunk_size={self.chunk_size}"
+        )
+
+
+class JSDLoss(nn.Module):
+    """Generalized Jensen-Shannon divergence of log-probabilities; see `llmk.functional.jsd`."""
+
+    def __init__(self, beta: float = 0.5, ignore_index: int = -100) -> None:
+        super().__init__()
+        check_number("beta", beta, 0.0, 1.0, "a number from 0 to 1")
+        self.beta, self.ignore_index = beta, ignore_index
+
+    def forward(self, input: Tensor, target: Tensor, labels: Tensor | None = None) -> Tensor:
+        return functional.jsd(input, target, labels=labels, beta=self.beta, ignore_index=self.ignore_index)
+
+    def extra_repr(self) -> str:
+        return f"beta={self.beta}, ignore_index={self.ignore_index}"
+
+
+class LinearJSDLoss(nn.Module):
+    """`JSDLoss` from the hidden states and projections of student and teacher; see `llmk.functional.fused_linear_jsd`.
+
+    `loss(hidden, lm_head.weight, teacher_hidden, teacher_head.weight, labels)`: nothing of the teacher may require a
+    gradient.
+    """
+
+    def __init__(
+        self,
+        beta: float = 0.5,
+        temperature: float = 1.0,
+        *,
+        softcap: float = 0.0,
+        teacher_softcap: float = 0.0,
+        ignore_index: int = -100,
+        skip_ignored: bool = False,
+        chunk_size: int = 0,
+    ) -> None:
+        super().__init__()
+        check_number("beta", beta, 0.0, 1.0, "a number from 0 to 1")
+        check_temperature(temperature)
+        check_switch("softcap", softcap)
+        check_switch("teacher_softcap", teacher_softcap)
+        check_chunk_size(chunk_size)
+        self.beta, self.temperature, self.softcap, self.teacher_softcap = beta, temperature, softcap, teacher_softcap
+        self.ignore_index, self.skip_ignored, self.chunk_size = ignore_index, skip_ignored, chunk_size
+
+    def forward(
+        self,
+        input: Tensor,
+        linear_weight: Tensor,
+        teacher_input: Tensor,
+        teacher_linear_weight: Tensor,
+        labels: Tensor | None = None,
+        linear_bias: Tensor | None = None,
+        teacher_linear_bias: Tensor | None = None,
+        row_weight: Tensor | None = None,
+    ) -> Tensor:
+        return functional.fused_linear_jsd(
+            input,
+            linear_weight,
+            teacher_input,
+            teacher_linear_weight,
+            labels=labels,
+            linear_bias=linear_bias,
+            teacher_linear_bias=teacher_linear_bias,
+            beta=self.beta,
+            temperature=self.temperature,
+            softcap=self.softcap,
+            teacher_softcap=self.teacher_softcap,
+            row_weight=row_weight,
+            ignore_index=self.ignore_index,
+            skip_ignored=self.skip_ignored,
+            chunk_size=self.chunk_size,
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"beta={self.beta}, temperature={self.temperature}, softcap={self.softcap}, "
+            f"teacher_softcap={self.teacher_softcap}, ignore_index={self.ignore_index}, "
+            f"skip_ignored={self.skip_ignored}, chunk_size={self.chunk_size}"
+        )
+
+
+class TVDLoss(nn.Module):
+    """Total variation distance of probabilities; see `llmk.functional.tvd`."""
+
+    def __init__(self, reduction: str = "mean", ignore_index: int = -100) -> None:
+        super().__init__()
+        check_option("reduction", reduction, ("none", "mean", "sum"))
+        self.reduction, self.ignore_index = reduction, ignore_index
+
+    def forward(self, input: Tensor, target: Tensor, labels: Tensor | None = None) -> Tensor:
+        return functional.tvd(input, target, labels=labels, reduction=self.reduction, ignore_index=self.ignore_index)
+
+    def extra_repr(self) -> str:
+        return f"reduction={self.reduction!r}, ignore_index={self.ignore_index}"
