@@ -27,8 +27,8 @@ def kto(
         input, linear_weight, target: As in `dpo`, a sequence a row.
         label: `[B]`, bool: whether a completion is desirable.
         ref_logps, ref_input, ref_linear_weight, ref_linear_bias: The reference, as in `dpo`.
-        kl: The estimate of KL(pi, ref), a scalar; 0 if None. TRL's is `(sequence_logps(...) - those of the
-            reference).mean().clamp(min=0)` over completions of other prompts. It gets no gradient.
+        kl: The estimate of KL(pi, ref), a scalar; 0 if None. TRL's is the mean of r, at least 0, over
+            prompts with the completions of other prompts. It gets no gradient.
         beta: How strongly the policy is held to the reference; positive.
         desirable_weight, undesirable_weight: Of the two kinds, to make up for their numbers.
         loss_type: "kto", or "apo_zero_unpaired", which has `sigmoid(-beta * r)` and `sigmoid(beta * r)` in their place.
