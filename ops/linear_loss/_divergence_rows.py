@@ -5,11 +5,15 @@ With z the student's logits of a row and w the teacher's, each of which becomes 
     m, s = max(y), sum(exp(y - m))                        of both, in a first pass
     x    = y - m - log(s)                                 the log-probabilities of both
     loss = sum_j(f_j),  S = sum_j(df_j/dx_j)              in a second: `divergence_math.py` has f and its derivative
-    dy_j = g * (df_j/dx_j - exp(x_j) * S)                 the student's, in a third
+    r_j  = df_j/dx_j - exp(x_j) * S,  R = sum_j(r_j)      in a third
+    dy_j = g * (r_j - exp(x_j) * R)                       the student's, in the last
     dz_j = dy_j * (1 - (cap(z_j) / c)^2) / temperature    the factor of the cap only with one
 
-Between the passes the ranks of a group that have slices of the classes gather four numbers of a row, then two. A row
-that does not count is not read.
+R would be 0 without rounding. Where the student is certain of a class, that class's r is the difference of two numbers
+that nearly cancel, and R is what it has lost; logits of 16 bits have lost more, and go without the third pass.
+
+Between the passes the ranks of a group that have slices of the classes gather four numbers of a row, then two, then
+two. A row that does not count is not read.
 """
 
 from collections.abc import Callable
@@ -84,11 +88,11 @@ def _terms(
 
 @triton.jit
 def divergence_sums_kernel(
-    z_ptr, w_ptr, count_ptr, stats_ptr, sum_ptr, M, V, z_stride, w_stride, outer,
+    z_ptr, w_ptr, count_ptr, stats_ptr, shift_ptr, sum_ptr, M, V, z_stride, w_stride, outer,
     SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, BETA: tl.constexpr, LOG_BETA: tl.constexpr,
     LOG_REST: tl.constexpr, EXACT: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The sums of f and of df/dx over a row: `[2, M]`."""
+    """The sums of f and of df/dx over a row, or with shifts S of r: `[2, M]`."""
     outer = tl.cast(outer, tl.float32)
     row = tl.program_id(0).to(tl.int64)
     end = tl.where(tl.load(count_ptr + row) != 0.0, V, 0)
@@ -99,9 +103,11 @@ def divergence_sums_kernel(
         mask = cols < end
         z = tl.load(z_ptr + row * z_stride + cols, mask=mask, other=0.0)
         w = tl.load(w_ptr + row * w_stride + cols, mask=mask, other=0.0)
-        f, slope, _, _ = _terms(  # type: ignore[misc]
+        f, slope, x, _ = _terms(  # type: ignore[misc]
             z, w, stats_ptr + row, M, outer, SOFTCAP, TEACHER_SOFTCAP, BETA, LOG_BETA, LOG_REST, EXACT
         )
+        if shift_ptr is not None:
+            slope -= exp_of(x, EXACT) * tl.load(shift_ptr + row)  # type: ignore[misc]
         total += tl.where(mask, f, 0.0)
         slopes += tl.where(mask, slope, 0.0)
     tl.store(sum_ptr + row, tl.sum(total, axis=0))
@@ -127,8 +133,9 @@ def divergence_gradient_kernel(
     _, slope, x, u = _terms(  # type: ignore[misc]
         z, w, stats_ptr + row, M, outer, SOFTCAP, TEACHER_SOFTCAP, BETA, LOG_BETA, LOG_REST, EXACT
     )
-    # The same exponential as in slope: the two nearly cancel.
-    dz = (g * outer) * (slope - exp_of(x, EXACT) * tl.load(sum_ptr + M + row))  # type: ignore[misc]
+    e = exp_of(x, EXACT)  # type: ignore[misc]  as in slope: the two nearly cancel
+    r = slope - e * tl.load(sum_ptr + M + row)
+    dz = (g * outer) * (r - e * tl.load(sum_ptr + 2 * M + row))
     if SOFTCAP > 0:
         dz *= 1.0 - (u / SOFTCAP) * (u / SOFTCAP)
     tl.store(dz_ptr + row * z_stride + cols, tl.where(read, dz, 0.0).to(dz_ptr.dtype.element_ty), mask=mask)
@@ -157,12 +164,12 @@ def statistics(z: Tensor, w: Tensor, counts: Tensor, softmaxes: Softmaxes) -> Te
     return part
 
 
-def sums(z: Tensor, w: Tensor, counts: Tensor, stats: Tensor, softmaxes: Softmaxes) -> Tensor:
-    """The sums of f and of its derivative over the columns: `[2, M]`."""
+def sums(z: Tensor, w: Tensor, counts: Tensor, stats: Tensor, shift: Tensor | None, softmaxes: Softmaxes) -> Tensor:
+    """The sums of f and of its derivative over the columns, or with shifts `[M]` of r: `[2, M]`."""
     M, V = z.shape
     out = empty((2, M), torch.float32, z.device)
     wrap_triton(divergence_sums_kernel)[(M,)](
-        z, w, counts, stats, out, M, V, z.stride(0), w.stride(0), 1.0 / softmaxes.temperature,
+        z, w, counts, stats, shift, out, M, V, z.stride(0), w.stride(0), 1.0 / softmaxes.temperature,
         **_constants(softmaxes), EXACT=z.dtype == torch.float32, **_block(V),
     )  # fmt: skip
     return out
@@ -206,9 +213,10 @@ def _terms_cpu(z: Tensor, w: Tensor, stats: Tensor, softmaxes: Softmaxes) -> tup
     return *divergence_of_cpu(x, t - teacher_m - teacher_logsum, softmaxes.mixture.beta), x, u
 
 
-def sums_cpu(z: Tensor, w: Tensor, counts: Tensor, stats: Tensor, softmaxes: Softmaxes) -> Tensor:
+def sums_cpu(z: Tensor, w: Tensor, counts: Tensor, stats: Tensor, shift: Tensor | None, softmaxes: Softmaxes) -> Tensor:
     """`sums` in plain PyTorch."""
-    f, slope, _, _ = _terms_cpu(z, w, stats, softmaxes)
+    f, slope, x, _ = _terms_cpu(z, w, stats, softmaxes)
+    slope = slope if shift is None else slope - x.exp() * shift.unsqueeze(-1)
     return torch.where(counts != 0, torch.stack((f.sum(-1), slope.sum(-1))), 0.0)
 
 
@@ -217,7 +225,8 @@ def gradients_cpu(
 ) -> None:
     """`gradients` in plain PyTorch."""
     _, slope, x, u = _terms_cpu(z, w, stats, softmaxes)
-    dz = slope - x.exp() * total[1].unsqueeze(-1)
+    e, (_, shift, rest) = x.exp(), total.unsqueeze(-1).unbind()
+    dz = (slope - e * shift) - e * rest
     dz.mul_(grad.unsqueeze(-1) / softmaxes.temperature)
     if softmaxes.softcap:
         dz.mul_(1 - (u / softmaxes.softcap).square())
@@ -225,10 +234,10 @@ def gradients_cpu(
 
 
 class DivergenceRows(NamedTuple):
-    """The three passes over a chunk of both logits."""
+    """The passes over a chunk of both logits."""
 
     statistics: Callable[[Tensor, Tensor, Tensor, Softmaxes], Tensor]
-    sums: Callable[[Tensor, Tensor, Tensor, Tensor, Softmaxes], Tensor]
+    sums: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Softmaxes], Tensor]
     gradients: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Softmaxes], None]
 
 
@@ -247,5 +256,8 @@ def losses(
     base = torch.where(m == float("-inf"), 0.0, m)
     logsum = (parts[:, :, 1] * (parts[:, :, 0] - base).exp()).sum(0).log()
     stats = torch.stack((m, logsum), dim=1).view(4, M)
-    total = gather(rows.sums(z, w, counts, stats, softmaxes), group_name).view(ranks, 2, M).sum(0)
-    return total[0], stats, total
+    loss, shift = gather(rows.sums(z, w, counts, stats, None, softmaxes), group_name).view(ranks, 2, M).sum(0)
+    rest = torch.zeros_like(shift)
+    if z.dtype == torch.float32:
+        rest = gather(rows.sums(z, w, counts, stats, shift, softmaxes), group_name).view(ranks, 2, M).sum(0)[1]
+    return loss, stats, torch.stack((loss, shift, rest))

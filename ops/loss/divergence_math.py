@@ -100,6 +100,9 @@ def divergence_of_cpu(x: Tensor, y: Tensor, beta: float) -> tuple[Tensor, Tensor
         q = x.exp()
         f = times_log(q, x - y)
         return f, f + q
-    log_m = torch.logaddexp(y + math.log(beta), x + math.log1p(-beta))
-    slope = (1 - beta) * times_log(x.exp(), x - log_m)
-    return beta * times_log(y.exp(), y - log_m) + slope, slope
+    # log(M) - x and log(M) - y from their difference, in which what x and y are large by is gone.
+    d = y - x
+    nearer = torch.where(d > 0, torch.log1p((1 - beta) * torch.expm1(-d)), torch.log1p(beta * torch.expm1(d)))
+    above_x, above_y = torch.where(d > 0, nearer + d, nearer), torch.where(d > 0, nearer, nearer - d)
+    slope = (1 - beta) * times_log(x.exp(), -above_x)
+    return beta * times_log(y.exp(), -above_y) + slope, slope
