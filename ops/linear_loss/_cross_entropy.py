@@ -14,8 +14,12 @@ from torch import Tensor
 from llmk.ops.linear_loss._call import CallOp, LinearCall, fake_gradients, saved_dtypes
 from llmk.ops.linear_loss._chunked_linear import ChunkedLinear, LinearGradients, scale_op
 from llmk.ops.linear_loss._ignored import Kept
+from llmk.ops.linear_loss._logprob_rows import CPU as LOGPROBS_CPU
+from llmk.ops.linear_loss._logprob_rows import KERNELS as LOGPROBS
+from llmk.ops.linear_loss._logprob_rows_cpu import Scores
 from llmk.ops.linear_loss._ranks import group_size, sum_over
 from llmk.ops.linear_loss._row_loss_slices import SLICE_CPU, SliceLoss, row_loss_over
+from llmk.ops.linear_loss._watch import Watch
 from llmk.ops.loss.row_loss import CPU, RowLoss, Rows, counted
 from llmk.ops.loss.row_loss_math import Columns, Options
 from llmk.registry import KernelOp, cdiv
@@ -68,6 +72,10 @@ class CrossEntropyCall(LinearCall):
         counts, _ = counted(self.targets(), self.ignore_index)
         return torch.where(counts, self.row_weight.reshape(-1).float(), 0.0)
 
+    def watch(self, rows: "RowLoss | SliceLoss") -> Watch:
+        scores = Scores(self.ignore_index, 1.0, self.softcap, 1.0, self.vocab_start, self.num_classes)
+        return Watch(LOGPROBS_CPU if rows in (CPU, SLICE_CPU) else LOGPROBS, scores, self.group_name)
+
     def kept(self, rows: "RowLoss | SliceLoss") -> Kept | None:
         """The tokens that count where that is asked for and known to the host."""
         if not self.skip_ignored or rows not in (CPU, SLICE_CPU):
@@ -102,7 +110,7 @@ def _of(each: Tensor, chunk: slice) -> Tensor:
 
 
 def _losses_and_gradients(
-    rows: RowLoss | SliceLoss, call: CrossEntropyCall, gradients: LinearGradients, of_rows: Tensor
+    rows: RowLoss | SliceLoss, call: CrossEntropyCall, gradients: LinearGradients, of_rows: Tensor, watch: Watch | None
 ) -> Rows:
     """In one pass over the chunks, given the gradient of every row; their buffer is free again when this returns."""
     row_loss, options, target = call.loss_of(rows), call.options(rows), call.targets()
@@ -110,14 +118,16 @@ def _losses_and_gradients(
     for chunk, logits in gradients.linear.chunks():
         part = row_loss.losses(logits, target[chunk], options)
         parts.append(part)
+        if watch is not None:
+            watch.look(logits, target[chunk])
         if any(gradients.need):
             row_loss.gradients(_of(of_rows, chunk), None, logits, target[chunk], part.stats, logits, options)
             gradients.add(chunk, logits)
     return Rows.cat(parts)
 
 
-def _reduced(
-    rows: RowLoss | SliceLoss, call: CrossEntropyCall, reduction: str, need_dx: bool, need_dw: bool, need_db: bool
+def _reduce(
+    rows: RowLoss | SliceLoss, call: CrossEntropyCall, reduction: str, need: Need, watch: Watch | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The sum or mean of the losses, its divisor, and the gradients of the sum.
 
@@ -126,9 +136,9 @@ def _reduced(
     kept = call.kept(rows)
     call = call if kept is None else call.of_kept(kept)
     weights = call.token_weights()
-    gradients = LinearGradients(call.linear(), (need_dx, need_dw, need_db), call.dtypes[0])
+    gradients = LinearGradients(call.linear(), need, call.dtypes[0])
     of_rows = _gradient_of_rows(call, weights, reduction == "mean")
-    loss, counts, _ = _losses_and_gradients(rows, call, gradients, of_rows)
+    loss, counts, _ = _losses_and_gradients(rows, call, gradients, of_rows, watch)
     if weights is not None:
         loss, counts = loss * weights, counts * weights
     row_loss = call.loss_of(rows)
@@ -138,22 +148,51 @@ def _reduced(
         loss, divisor = row_loss.sum(loss), row_loss.sum(counts)
     else:
         loss, divisor = row_loss.sum(loss), torch.ones((), dtype=torch.float32, device=loss.device)
-    dx = gradients.dx if kept is None or not need_dx else kept.spread(gradients.dx)
+    dx = gradients.dx if kept is None or not need[0] else kept.spread(gradients.dx)
     return loss, divisor, dx, gradients.dw.to(call.dtypes[1]), gradients.db
 
 
-def _row_by_row(rows: RowLoss | SliceLoss, call: CrossEntropyCall) -> tuple[Tensor, Tensor]:
+def _reduced(
+    rows: RowLoss | SliceLoss, call: CrossEntropyCall, reduction: str, need_dx: bool, need_dw: bool, need_db: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _reduce(rows, call, reduction, (need_dx, need_dw, need_db), None)
+
+
+def _reduced_watched(
+    rows: RowLoss | SliceLoss, call: CrossEntropyCall, reduction: str, need_dx: bool, need_dw: bool, need_db: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The same, and the means of the entropy and of the hits over the tokens that count."""
+    watch = call.watch(rows)
+    results = _reduce(rows, call, reduction, (need_dx, need_dw, need_db), watch)
+    return *results, *watch.means(call.target)
+
+
+def _each_row(rows: RowLoss | SliceLoss, call: CrossEntropyCall, watch: Watch | None) -> tuple[Tensor, Tensor]:
     """Each token's loss `[...]`, and its maximum and sum `[2, ...]`."""
     kept = call.kept(rows)
     if kept is not None:
-        loss, stats = _row_by_row(rows, replace(call.of_kept(kept), skip_ignored=False))
+        loss, stats = _each_row(rows, replace(call.of_kept(kept), skip_ignored=False), watch)
         return kept.spread(loss), kept.spread(stats.t()).movedim(-1, 0).contiguous()
-    row_loss, options, target = call.loss_of(rows), call.options(rows), call.targets()
-    loss, _, stats = Rows.cat(
-        [row_loss.losses(logits, target[chunk], options) for chunk, logits in call.linear().chunks()]
-    )
+    row_loss, options, target, parts = call.loss_of(rows), call.options(rows), call.targets(), []
+    for chunk, logits in call.linear().chunks():
+        parts.append(row_loss.losses(logits, target[chunk], options))
+        if watch is not None:
+            watch.look(logits, target[chunk])
+    loss, _, stats = Rows.cat(parts)
     weights, shape = call.token_weights(), call.target.shape
     return (loss if weights is None else loss * weights).view(shape), stats.view(2, *shape)
+
+
+def _row_by_row(rows: RowLoss | SliceLoss, call: CrossEntropyCall) -> tuple[Tensor, Tensor]:
+    return _each_row(rows, call, None)
+
+
+def _row_by_row_watched(rows: RowLoss | SliceLoss, call: CrossEntropyCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same, and each token's entropy and hit, `[...]`."""
+    watch, kept = call.watch(rows), call.kept(rows)
+    results = _each_row(rows, call, watch)
+    entropy, hit = (each.view(call.target.shape) if kept is None else kept.spread(each) for each in watch.each())
+    return *results, entropy, hit
 
 
 def _row_by_row_gradients(
@@ -185,6 +224,16 @@ def _fake_reduced(call: CrossEntropyCall, reduction: str, *need: bool) -> tuple[
     return loss, divisor, *fake_gradients(call, need, call.dtypes)
 
 
+def _fake_reduced_watched(call: CrossEntropyCall, *rest: Any) -> tuple[Tensor, ...]:
+    entropy, hit = (call.input.new_empty((), dtype=torch.float32) for _ in range(2))
+    return *_fake_reduced(call, *rest), entropy, hit
+
+
+def _fake_row_by_row_watched(call: CrossEntropyCall) -> tuple[Tensor, ...]:
+    entropy, hit = (call.input.new_empty(call.target.shape, dtype=torch.float32) for _ in range(2))
+    return *_fake_row_by_row(call), entropy, hit
+
+
 def _fake_row_by_row(call: CrossEntropyCall) -> tuple[Tensor, Tensor]:
     loss, stats = (
         call.input.new_empty(shape, dtype=torch.float32) for shape in (call.target.shape, (2, *call.target.shape))
@@ -212,16 +261,20 @@ class CrossEntropyOps:
         kernels: The loss of rows on a GPU.
         cpu: The same in plain PyTorch.
         shardings: How the ops may be split.
+        watched: Give entropies and hits after the other results of the first two.
     """
 
-    def __init__(self, name: str, kernels: Any, cpu: Any, shardings: Shardings) -> None:
+    def __init__(self, name: str, kernels: Any, cpu: Any, shardings: Shardings, *, watched: bool = False) -> None:
         def op(step: str, run: Callable[..., Any], fake: Callable[..., Any], products: Callable[..., int]) -> CallOp:
             return CallOp(
                 f"_{name}_{step}", CrossEntropyCall, run, kernels=kernels, cpu=cpu, fake=fake, products=products
             )
 
-        self.reduced = op("fwd", _reduced, _fake_reduced, lambda call, reduction, dx, dw, db: 1 + dx + dw)
-        self.rows = op("rows_fwd", _row_by_row, _fake_row_by_row, lambda call: 1)
+        reduced, rows = (_reduced, _fake_reduced), (_row_by_row, _fake_row_by_row)
+        if watched:
+            reduced, rows = (_reduced_watched, _fake_reduced_watched), (_row_by_row_watched, _fake_row_by_row_watched)
+        self.reduced = op("fwd", *reduced, lambda call, reduction, dx, dw, db: 1 + dx + dw)
+        self.rows = op("rows_fwd", *rows, lambda call: 1)
         self.rows_gradients = op(
             "rows_bwd", _row_by_row_gradients, _fake_row_by_row_gradients, lambda call, *rest: 1 + rest[-3] + rest[-2]
         )
@@ -273,7 +326,7 @@ def _keep_call(ctx: Any, inputs: tuple[Any, ...]) -> None:
 def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     _keep_call(ctx, inputs)
     reduction = inputs[-4]
-    _, divisor, *gradients = output
+    _, divisor, *gradients = output[:5]
     # The total's divisor is for whoever asked for it: its gradient is that of a sum.
     ctx.save_for_backward(None if reduction == "total" else divisor, *gradients)
 
@@ -281,7 +334,7 @@ def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) 
 def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     _keep_call(ctx, inputs)
     ctx.options = inputs[TENSORS:]
-    _, stats = output
+    _, stats, *_ = output
     ctx.save_for_backward(*inputs[:TENSORS], stats)
 
 

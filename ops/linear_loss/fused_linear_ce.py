@@ -100,6 +100,13 @@ SHARDINGS = Shardings(_reduced_sharding, _rows_sharding, _rows_gradients_shardin
 OPS = CrossEntropyOps("fused_linear_ce", KERNELS, CPU, SHARDINGS)
 
 
+def check_row_weight(row_weight: Tensor | None, input: Tensor, target: Tensor) -> None:
+    if row_weight is not None:
+        check_dtype("row_weight", row_weight)
+        check_shape("row_weight", row_weight, target.shape, "one for each token, the shape of target")
+        check_same("row_weight", row_weight, "input", input)
+
+
 def fused_linear_ce_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     def randn(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype)
@@ -257,10 +264,7 @@ def fused_linear_ce(
 
     Sources: `torch.nn.functional.linear_cross_entropy`; Liger Kernel, https://arxiv.org/abs/2410.10989.
     """
-    if row_weight is not None:
-        check_dtype("row_weight", row_weight)
-        check_shape("row_weight", row_weight, target.shape, "one for each token, the shape of target")
-        check_same("row_weight", row_weight, "input", input)
+    check_row_weight(row_weight, input, target)
     if type(linear_weight) not in PLAIN_TENSORS:
         from llmk.ops.linear_loss._vocab_shards import mesh_dim_of_classes, slices_of
         from llmk.ops.linear_loss.vocab_parallel_linear_ce import loss_of_slices  # which imports this file

@@ -313,7 +313,7 @@ def fused_linear_jsd(
     chunk, and scaled in the backward pass; the teacher gets none. Under autocast both linear layers run in its dtype.
 
     Where both weights are DTensors whose classes are sharded alike, `Shard(0)`, over one dimension of their mesh, each
-    rank keeps its own, and the ranks gather six float32 numbers of each token; see `fused_linear_ce`.
+    rank keeps its own, and the ranks gather six float32 numbers of each token, eight in float32; see `fused_linear_ce`.
 
     Args:
         input: The student's hidden states `[..., H]`, float32, float16 or bfloat16, any strides.
