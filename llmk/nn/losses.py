@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from llmk import functional
-from llmk.ops.linear_loss._call import check_chunk_size, check_temperature
+from llmk.ops.linear_loss.checks import check_chunk_size, check_temperature
 from llmk.ops.loss.cross_entropy import check_loss_numbers
 from llmk.ops.loss.giou_loss import check_giou_options
 from llmk.ops.loss.kl_div import REDUCTIONS

@@ -26,8 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss._call import check_chunk_size, checked_linear, product_flops
+from llmk.ops.linear_loss._call import product_flops
 from llmk.ops.linear_loss._cross_entropy import CrossEntropyCall, CrossEntropyOps, Shardings
+from llmk.ops.linear_loss.checks import check_chunk_size, checked_linear
 from llmk.ops.loss.cross_entropy import check_loss_options, cross_entropy_reference
 from llmk.ops.loss.row_loss import CPU, KERNELS
 from llmk.ops.loss.row_loss_short import LONGEST_SHORT

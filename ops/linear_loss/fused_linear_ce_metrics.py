@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss._call import check_chunk_size, checked_linear
 from llmk.ops.linear_loss._cross_entropy import CrossEntropyCall, CrossEntropyOps, Shardings
 from llmk.ops.linear_loss._row_loss_slices import SLICE_CPU, SLICE_KERNELS
+from llmk.ops.linear_loss.checks import check_chunk_size, checked_linear
 from llmk.ops.linear_loss.fused_linear_ce import (
     check_row_weight,
     fused_linear_ce_cost,

@@ -24,20 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss._call import (
-    CallOp,
-    LinearCall,
-    check_chunk_size,
-    check_temperature,
-    checked_linear,
-    fake_gradients,
-    product_flops,
-    saved_dtypes,
-)
+from llmk.ops.linear_loss._call import CallOp, LinearCall, fake_gradients, product_flops, saved_dtypes
 from llmk.ops.linear_loss._chunked_linear import ChunkedLinear, LinearGradients, scale_op
 from llmk.ops.linear_loss._divergence_rows import CPU, KERNELS, DivergenceRows, Softmaxes, losses
 from llmk.ops.linear_loss._ignored import Kept
 from llmk.ops.linear_loss._ranks import group_size, sum_over
+from llmk.ops.linear_loss.checks import check_chunk_size, check_temperature, checked_linear
 from llmk.ops.loss.divergence_math import Mixture
 from llmk.ops.loss.jsd import jsd_terms
 from llmk.registry import (

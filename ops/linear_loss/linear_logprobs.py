@@ -25,20 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss._call import (
-    CallOp,
-    LinearCall,
-    check_chunk_size,
-    check_temperature,
-    checked_linear,
-    fake_gradients,
-    product_flops,
-)
+from llmk.ops.linear_loss._call import CallOp, LinearCall, fake_gradients, product_flops
 from llmk.ops.linear_loss._chunked_linear import REMADE_BUDGET, ChunkedLinear, LinearGradients
 from llmk.ops.linear_loss._ignored import Kept
 from llmk.ops.linear_loss._logprob_rows import CPU, KERNELS, LogprobRows
 from llmk.ops.linear_loss._logprob_rows_cpu import STATISTICS, Scores
 from llmk.ops.linear_loss._ranks import gather, group_size, sum_over
+from llmk.ops.linear_loss.checks import check_chunk_size, check_temperature, checked_linear
 from llmk.registry import (
     PARTIAL,
     REPLICATE,
