@@ -53,7 +53,7 @@ def test_command_line_on_an_op_of_ones_own(divisor: int, code: int, tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["no_such_op"], "'no_such_op' is no operator (cross_entropy, "),
+        (["no_such_op"], "'no_such_op' is no operator (add, "),
         (["no_such_file.py"], "no file no_such_file.py"),
         (["--promise", "nosuch"], "argument --promise: no promise 'nosuch'; there are "),
         (["--device", "tpu"], "argument --device: expected cpu, cuda or cuda:N, got 'tpu'"),

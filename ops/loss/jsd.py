@@ -64,6 +64,7 @@ def jsd_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample((logs(2, 3, 19), logs(2, 3, 19)), why="three dimensions")
     yield Sample((logs(17), logs(17)), why="one token, one dimension")
     yield Sample((logs(3, 1), logs(3, 1)), why="one class")
+    yield Sample((logs(0, 16), logs(0, 16)), why="no tokens: NaN")
     yield Sample((logs(21, 6).t(), logs(6, 42)[:, ::2]), why="strided")
     yield Sample((logs(5, 16), logs(5, 16)), {"labels": torch.full_like(labels, -100)}, why="every token ignored: NaN")
     yield Sample((logs(5, 16), logs(5, 16)), {"labels": labels.int(), "ignore_index": 3}, why="int32 labels")

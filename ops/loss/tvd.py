@@ -46,6 +46,8 @@ def tvd_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         yield Sample((probabilities(5, 37), probabilities(5, 37)), kwargs, why=f"{reduction}, ignored tokens")
     yield Sample((probabilities(2, 3, 19), probabilities(2, 3, 19)), why="three dimensions")
     yield Sample((probabilities(17), probabilities(17)), why="one token, one dimension")
+    yield Sample((probabilities(3, 1), probabilities(3, 1)), why="one class")
+    yield Sample((probabilities(0, 16), probabilities(0, 16)), {"reduction": "sum"}, why="no tokens")
     yield Sample((probabilities(21, 6).t(), probabilities(6, 42)[:, ::2]), why="strided")
     ignored = {"labels": torch.full_like(labels, -100)}
     yield Sample((probabilities(5, 16), probabilities(5, 16)), ignored, why="every token ignored: NaN")
@@ -54,6 +56,7 @@ def tvd_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     same = probabilities(4, 40)
     yield Sample((same, same.clone()), why="student and teacher the same: the gradient is 0")
     yield Sample((probabilities(2, 9_000), probabilities(2, 9_000)), why="9,000 classes: whole blocks and a part")
+    yield Sample((probabilities(2, 100_003), probabilities(2, 100_003)), why="100,003 classes")
 
 
 def tvd_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
