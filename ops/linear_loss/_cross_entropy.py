@@ -19,6 +19,7 @@ from llmk.ops.linear_loss._logprob_rows import KERNELS as LOGPROBS
 from llmk.ops.linear_loss._logprob_rows_cpu import Scores
 from llmk.ops.linear_loss._ranks import group_size, sum_over
 from llmk.ops.linear_loss._row_loss_slices import SLICE_CPU, SliceLoss, row_loss_over
+from llmk.ops.linear_loss._scaled import differentiate_by_scaling
 from llmk.ops.linear_loss._watch import Watch
 from llmk.ops.loss.row_loss import CPU, RowLoss, Rows, counted
 from llmk.ops.loss.row_loss_math import Columns, Options
@@ -282,32 +283,19 @@ class CrossEntropyOps:
         self.reduced.op.register_sharding(shardings.reduced)
         self.rows.op.register_sharding(shardings.rows)
         self.rows_gradients.op.register_sharding(shardings.rows_gradients)
-        self.reduced.op.register_autograd(
-            self._scaled, setup_context=_keep_gradients, keeps=lambda needs_input_grad, args: needs_input_grad[:3]
-        )
+        differentiate_by_scaling(self.reduced, self.scale, lambda reduction: reduction == "total")
         self.rows.op.register_autograd(self._made_again, setup_context=_keep_inputs)
 
     @property
     def kernel_ops(self) -> tuple[KernelOp, ...]:
         return self.reduced.op, self.rows.op, self.rows_gradients.op, self.scale
 
-    def _scaled(self, ctx: Any, grad: Tensor) -> Any:
-        divisor, dx, dw, db = ctx.saved_tensors
-        divisor = torch.ones_like(grad) if divisor is None else divisor
-        need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
-        return (
-            _summed(ctx, self.scale(dx, grad, divisor, dx.dtype)) if need_dx else None,
-            self.scale(dw, grad, divisor, ctx.dtype) if need_dw else None,
-            self.scale(db, grad, divisor, ctx.dtype) if need_db else None,
-            *[None] * (ctx.arguments - 3),
-        )
-
     def _made_again(self, ctx: Any, grad: Tensor) -> Any:
         *tensors, stats = ctx.saved_tensors
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
         dx, dw, db = self.rows_gradients.op(*tensors, *ctx.options, grad, stats, need_dx, need_dw, need_db)
         return (
-            _summed(ctx, dx) if need_dx else None,
+            sum_over(ctx.dx_group_name, dx).to(ctx.dtype) if need_dx else None,
             dw if need_dw else None,
             db if need_db else None,
             *[None] * (ctx.arguments - 3),
@@ -319,24 +307,8 @@ TENSORS = CrossEntropyCall.names().index("ignore_index")
 DX_GROUP_NAME = CrossEntropyCall.names().index("dx_group_name")
 
 
-def _keep_call(ctx: Any, inputs: tuple[Any, ...]) -> None:
-    ctx.dtype, ctx.dx_group_name, ctx.arguments = inputs[0].dtype, inputs[DX_GROUP_NAME], len(inputs)
-
-
-def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    _keep_call(ctx, inputs)
-    reduction = inputs[-4]
-    _, divisor, *gradients = output[:5]
-    # The total's divisor is for whoever asked for it: its gradient is that of a sum.
-    ctx.save_for_backward(None if reduction == "total" else divisor, *gradients)
-
-
 def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    _keep_call(ctx, inputs)
+    ctx.dtype, ctx.dx_group_name, ctx.arguments = inputs[0].dtype, inputs[DX_GROUP_NAME], len(inputs)
     ctx.options = inputs[TENSORS:]
     _, stats, *_ = output
     ctx.save_for_backward(*inputs[:TENSORS], stats)
-
-
-def _summed(ctx: Any, dx: Tensor) -> Tensor:
-    return sum_over(ctx.dx_group_name, dx).to(ctx.dtype)

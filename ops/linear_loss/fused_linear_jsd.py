@@ -28,7 +28,8 @@ from llmk.ops.linear_loss._call import CallOp, LinearCall, fake_gradients, produ
 from llmk.ops.linear_loss._chunked_linear import ChunkedLinear, LinearGradients, scale_op
 from llmk.ops.linear_loss._divergence_rows import CPU, KERNELS, DivergenceRows, Softmaxes, losses
 from llmk.ops.linear_loss._ignored import Kept
-from llmk.ops.linear_loss._ranks import group_size, sum_over
+from llmk.ops.linear_loss._ranks import group_size
+from llmk.ops.linear_loss._scaled import differentiate_by_scaling
 from llmk.ops.linear_loss.checks import check_chunk_size, check_temperature, checked_linear
 from llmk.ops.loss.divergence_math import Mixture
 from llmk.ops.loss.jsd import jsd_terms
@@ -181,32 +182,7 @@ def _(input, *args):
     ]
 
 
-DX_GROUP_NAME = DistillCall.names().index("dx_group_name")
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    _, divisor, *gradients = output
-    total = inputs[-4]
-    ctx.dtype, ctx.dx_group_name, ctx.arguments = inputs[0].dtype, inputs[DX_GROUP_NAME], len(inputs)
-    # The total's divisor is for whoever asked for it: its gradient is that of a sum.
-    ctx.save_for_backward(None if total else divisor, *gradients)
-
-
-def _backward(ctx, grad):
-    divisor, dx, dw, db = ctx.saved_tensors
-    divisor = torch.ones_like(grad) if divisor is None else divisor
-    need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
-    return (
-        sum_over(ctx.dx_group_name, scale(dx, grad, divisor, dx.dtype)).to(ctx.dtype) if need_dx else None,
-        scale(dw, grad, divisor, ctx.dtype) if need_dw else None,
-        scale(db, grad, divisor, ctx.dtype) if need_db else None,
-        *[None] * (ctx.arguments - 3),
-    )
-
-
-fused_linear_jsd_fwd.op.register_autograd(
-    _backward, setup_context=_setup_context, keeps=lambda needs_input_grad, args: needs_input_grad[:3]
-)
+differentiate_by_scaling(fused_linear_jsd_fwd, scale, lambda total: total)
 
 
 def fused_linear_jsd_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -1,0 +1,40 @@
+"""The derivative of a loss whose forward pass has made the gradients: they are scaled, once."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmk.ops.linear_loss._call import CallOp
+from llmk.ops.linear_loss._ranks import sum_over
+from llmk.registry import KernelOp
+
+
+def differentiate_by_scaling(op: CallOp, scale: KernelOp, is_total: Callable[[Any], bool]) -> None:
+    """Register the derivative of an op that gives its loss, a divisor, and the gradients of input, weight and bias.
+
+    Args:
+        op: After its call it takes what says how it reduces, and then whether each of the three gradients is needed.
+        scale: Multiplies by the incoming gradient and divides by the divisor.
+        is_total: Whether that says a total. Its divisor is for whoever asked for it: its gradient is that of a sum.
+    """
+    dx_group_name = op.call_type.names().index("dx_group_name")
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        _, divisor, *gradients = output[:5]
+        ctx.dtype, ctx.dx_group_name, ctx.arguments = inputs[0].dtype, inputs[dx_group_name], len(inputs)
+        ctx.save_for_backward(None if is_total(inputs[-4]) else divisor, *gradients)
+
+    def scaled(ctx: Any, grad: Tensor) -> Any:
+        divisor, dx, dw, db = ctx.saved_tensors
+        divisor = torch.ones_like(grad) if divisor is None else divisor
+        need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
+        return (
+            sum_over(ctx.dx_group_name, scale(dx, grad, divisor, dx.dtype)).to(ctx.dtype) if need_dx else None,
+            scale(dw, grad, divisor, ctx.dtype) if need_dw else None,
+            scale(db, grad, divisor, ctx.dtype) if need_db else None,
+            *[None] * (ctx.arguments - 3),
+        )
+
+    op.op.register_autograd(scaled, setup_context=keep, keeps=lambda needs_input_grad, args: needs_input_grad[:3])
