@@ -19,7 +19,7 @@ from llmk.ops.linear_loss._logprob_rows import KERNELS as LOGPROBS
 from llmk.ops.linear_loss._logprob_rows_cpu import Scores
 from llmk.ops.linear_loss._ranks import group_size, sum_over
 from llmk.ops.linear_loss._row_loss_slices import SLICE_CPU, SliceLoss, row_loss_over
-from llmk.ops.linear_loss._scaled import differentiate_by_scaling
+from llmk.ops.linear_loss._scaled import DIFFERENTIABLE, differentiate_by_scaling
 from llmk.ops.linear_loss._watch import Watch
 from llmk.ops.loss.row_loss import CPU, RowLoss, Rows, counted
 from llmk.ops.loss.row_loss_math import Columns, Options
@@ -165,7 +165,7 @@ def _reduced_watched(
     """The same, and the means of the entropy and of the hits over the tokens that count."""
     watch = call.watch(rows)
     results = _reduce(rows, call, reduction, (need_dx, need_dw, need_db), watch)
-    return *results, *watch.means(call.target)
+    return results[0], *watch.means(call.target), *results[1:]
 
 
 def _each_row(rows: RowLoss | SliceLoss, call: CrossEntropyCall, watch: Watch | None) -> tuple[Tensor, Tensor]:
@@ -193,7 +193,7 @@ def _row_by_row_watched(rows: RowLoss | SliceLoss, call: CrossEntropyCall) -> tu
     watch, kept = call.watch(rows), call.kept(rows)
     results = _each_row(rows, call, watch)
     entropy, hit = (each.view(call.target.shape) if kept is None else kept.spread(each) for each in watch.each())
-    return *results, entropy, hit
+    return results[0], entropy, hit, results[1]
 
 
 def _row_by_row_gradients(
@@ -227,12 +227,14 @@ def _fake_reduced(call: CrossEntropyCall, reduction: str, *need: bool) -> tuple[
 
 def _fake_reduced_watched(call: CrossEntropyCall, *rest: Any) -> tuple[Tensor, ...]:
     entropy, hit = (call.input.new_empty((), dtype=torch.float32) for _ in range(2))
-    return *_fake_reduced(call, *rest), entropy, hit
+    loss, *kept = _fake_reduced(call, *rest)
+    return loss, entropy, hit, *kept
 
 
 def _fake_row_by_row_watched(call: CrossEntropyCall) -> tuple[Tensor, ...]:
     entropy, hit = (call.input.new_empty(call.target.shape, dtype=torch.float32) for _ in range(2))
-    return *_fake_row_by_row(call), entropy, hit
+    loss, stats = _fake_row_by_row(call)
+    return loss, entropy, hit, stats
 
 
 def _fake_row_by_row(call: CrossEntropyCall) -> tuple[Tensor, Tensor]:
@@ -262,7 +264,7 @@ class CrossEntropyOps:
         kernels: The loss of rows on a GPU.
         cpu: The same in plain PyTorch.
         shardings: How the ops may be split.
-        watched: Give entropies and hits after the other results of the first two.
+        watched: Give entropies and hits after the loss, as constants, in the first two.
     """
 
     def __init__(self, name: str, kernels: Any, cpu: Any, shardings: Shardings, *, watched: bool = False) -> None:
@@ -283,14 +285,17 @@ class CrossEntropyOps:
         self.reduced.op.register_sharding(shardings.reduced)
         self.rows.op.register_sharding(shardings.rows)
         self.rows_gradients.op.register_sharding(shardings.rows_gradients)
-        differentiate_by_scaling(self.reduced, self.scale, lambda reduction: reduction == "total")
-        self.rows.op.register_autograd(self._made_again, setup_context=_keep_inputs)
+        constants = 2 if watched else 0
+        differentiate_by_scaling(self.reduced, self.scale, lambda reduction: reduction == "total", constants)
+        self.rows.op.register_autograd(
+            self._made_again, setup_context=_keep_inputs, depends_on=[DIFFERENTIABLE, *[[]] * constants]
+        )
 
     @property
     def kernel_ops(self) -> tuple[KernelOp, ...]:
         return self.reduced.op, self.rows.op, self.rows_gradients.op, self.scale
 
-    def _made_again(self, ctx: Any, grad: Tensor) -> Any:
+    def _made_again(self, ctx: Any, grad: Tensor, *constants: Tensor) -> Any:
         *tensors, stats = ctx.saved_tensors
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
         dx, dw, db = self.rows_gradients.op(*tensors, *ctx.options, grad, stats, need_dx, need_dw, need_db)
@@ -310,5 +315,4 @@ DX_GROUP_NAME = CrossEntropyCall.names().index("dx_group_name")
 def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     ctx.dtype, ctx.dx_group_name, ctx.arguments = inputs[0].dtype, inputs[DX_GROUP_NAME], len(inputs)
     ctx.options = inputs[TENSORS:]
-    _, stats, *_ = output
-    ctx.save_for_backward(*inputs[:TENSORS], stats)
+    ctx.save_for_backward(*inputs[:TENSORS], output[-1])

@@ -10,23 +10,26 @@ from llmk.ops.linear_loss._call import CallOp
 from llmk.ops.linear_loss._ranks import sum_over
 from llmk.registry import KernelOp
 
+DIFFERENTIABLE = ["input", "linear_weight", "linear_bias"]
 
-def differentiate_by_scaling(op: CallOp, scale: KernelOp, is_total: Callable[[Any], bool]) -> None:
+
+def differentiate_by_scaling(op: CallOp, scale: KernelOp, is_total: Callable[[Any], bool], constants: int = 0) -> None:
     """Register the derivative of an op that gives its loss, a divisor, and the gradients of input, weight and bias.
 
     Args:
         op: After its call it takes what says how it reduces, and then whether each of the three gradients is needed.
         scale: Multiplies by the incoming gradient and divides by the divisor.
         is_total: Whether that says a total. Its divisor is for whoever asked for it: its gradient is that of a sum.
+        constants: How many results without gradients follow the loss.
     """
     dx_group_name = op.call_type.names().index("dx_group_name")
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        _, divisor, *gradients = output[:5]
+        divisor, *gradients = output[-4:]
         ctx.dtype, ctx.dx_group_name, ctx.arguments = inputs[0].dtype, inputs[dx_group_name], len(inputs)
         ctx.save_for_backward(None if is_total(inputs[-4]) else divisor, *gradients)
 
-    def scaled(ctx: Any, grad: Tensor) -> Any:
+    def scaled(ctx: Any, grad: Tensor, *constants: Tensor) -> Any:
         divisor, dx, dw, db = ctx.saved_tensors
         divisor = torch.ones_like(grad) if divisor is None else divisor
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
@@ -37,4 +40,9 @@ def differentiate_by_scaling(op: CallOp, scale: KernelOp, is_total: Callable[[An
             *[None] * (ctx.arguments - 3),
         )
 
-    op.op.register_autograd(scaled, setup_context=keep, keeps=lambda needs_input_grad, args: needs_input_grad[:3])
+    op.op.register_autograd(
+        scaled,
+        setup_context=keep,
+        depends_on=[DIFFERENTIABLE, *[[]] * constants],
+        keeps=lambda needs_input_grad, args: needs_input_grad[:3],
+    )

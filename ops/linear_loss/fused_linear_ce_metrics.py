@@ -125,4 +125,4 @@ def _watched(
     )  # fmt: skip
     check_chunk_size(call.chunk_size)
     results = ops.rows(call) if reduction == "none" else ops.reduced(call, reduction)
-    return results[0], results[-2].detach(), results[-1].detach()
+    return results[0], results[1], results[2]
