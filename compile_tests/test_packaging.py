@@ -1,14 +1,19 @@
-"""What is built from the repository holds every operator, in whatever folder its file is."""
+"""What is built from the repository holds every operator, in whatever folder its file is, the licence and its name."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
+from email.message import Message
+from email.parser import Parser
 from pathlib import Path
 
 import pytest
 
+import llmk
 from llmk.registry import OPS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,6 +39,26 @@ def build(source: Path, what: str, into: Path) -> Path:
     return into / result.stdout.splitlines()[-1]
 
 
+@pytest.fixture(scope="module")
+def wheel(copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(copy, "wheel", tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def unpacked(copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What is in the source archive."""
+    folder = tmp_path_factory.mktemp("sdist")
+    archive = build(copy, "sdist", folder)
+    shutil.unpack_archive(archive, folder, filter="data")
+    return folder / archive.name.removesuffix(".tar.gz")
+
+
+def metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return Parser().parsestr(archive.read(name).decode())
+
+
 def names_in(wheel: Path) -> set[str]:
     with zipfile.ZipFile(wheel) as archive:
         return {name for name in archive.namelist() if ".dist-info/" not in name}
@@ -49,17 +74,49 @@ def sources(root: Path) -> set[str]:
     return {str(path) for path in names | {"llmk" / path for path in linked}}
 
 
-def test_wheel_holds_every_source_and_nothing_else(copy: Path, tmp_path: Path) -> None:
-    names = names_in(build(copy, "wheel", tmp_path))
+def test_wheel_holds_every_source_and_nothing_else(copy: Path, wheel: Path) -> None:
+    names = names_in(wheel)
     assert names == sources(copy)
     assert str("llmk" / NEW) in names
     assert {f"{op.module.replace('.', '/')}.py" for op in OPS.values()} <= names
 
 
-def test_wheel_of_the_source_archive_is_the_same(copy: Path, tmp_path: Path) -> None:
-    shutil.unpack_archive(build(copy, "sdist", tmp_path), tmp_path, filter="data")
-    (unpacked,) = (path for path in tmp_path.iterdir() if path.is_dir())
+def test_wheel_of_the_source_archive_is_the_same(copy: Path, unpacked: Path, tmp_path: Path) -> None:
     assert names_in(build(unpacked, "wheel", tmp_path)) == sources(copy)
+
+
+def test_licence_is_in_both(wheel: Path, unpacked: Path) -> None:
+    licence = (ROOT / "LICENSE").read_bytes()
+    assert b"Apache License" in licence
+    assert b"END OF TERMS AND CONDITIONS" in licence
+    assert (unpacked / "LICENSE").read_bytes() == licence
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/licenses/LICENSE"))
+        assert archive.read(name) == licence
+
+
+def test_metadata_says_what_it_is(wheel: Path) -> None:
+    said = metadata(wheel)
+    assert said["License-Expression"] == "Apache-2.0"
+    assert said["License-File"] == "LICENSE"
+    assert said["Version"] == llmk.__version__
+    assert said["Requires-Python"] == ">=3.11"
+    assert "Operating System :: POSIX :: Linux" in said.get_all("Classifier", [])
+    assert {"test", "docs", "trl"} <= set(said.get_all("Provides-Extra", []))
+    assert [r for r in said.get_all("Requires-Dist", []) if "extra" not in r] == ["torch>=2.11", "triton>=3.6"]
+    assert str(said.get_payload()) == (ROOT / "README.md").read_text()
+
+
+def test_every_file_has_the_same_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert cited is not None
+    assert project["version"] == cited[1] == llmk.__version__
+
+
+@pytest.mark.parametrize("name", ["CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "RELEASING.md", "SECURITY.md"])
+def test_source_archive_holds_the_pages_of_the_root(unpacked: Path, name: str) -> None:
+    assert (unpacked / name).read_bytes() == (ROOT / name).read_bytes()
 
 
 COMPILE = """
