@@ -17,8 +17,8 @@ import torch
 from benchmarks.products import linear_ce_products
 from benchmarks.report import header
 from benchmarks.run import DTYPE
-from benchmarks.timing import Timer
-from benchmarks.ways import way_of
+from llmk.bench.timing import Timer
+from llmk.bench.ways import way_of
 from llmk.ops.linear_loss._chunked_linear import ChunkedLinear
 from llmk.registry import OPS, Sample
 

@@ -19,8 +19,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.report import header
-from benchmarks.run import DTYPE, beginning_of_row, compiler_config
-from benchmarks.timing import Graphs, Timer, measure_ceilings
+from benchmarks.run import DTYPE
+from llmk.bench.measure import beginning_of_row, compiler_config
+from llmk.bench.timing import Graphs, Timer, measure_ceilings
 from llmk.registry import OPS, Op, Sample
 
 Make = Callable[..., Tensor]

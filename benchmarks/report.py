@@ -12,6 +12,7 @@ import triton
 from tqdm import tqdm
 
 import llmk
+from llmk.bench.measure import figure
 from llmk.registry import OPS
 
 COLUMNS = ("forward", "full", "replayed", "sustained", "x floor", "x peer", "MiB")
@@ -78,11 +79,6 @@ def op_results(file: Path | None, about: dict[str, Any], ceilings: dict[str, flo
     """The file of `benchmarks.run`, by operator."""
     about = {**about, "ceilings": ceilings}
     return Results(file, about, append, lambda row: row["op"], list(OPS), ("rows", "host_us"))
-
-
-def figure(row: dict[str, Any]) -> float | None:
-    """The milliseconds of forward and backward that ways are compared by: sustained, else replayed, else as called."""
-    return row.get("full_sustained_ms") or row.get("replayed_ms") or row.get("full_ms")
 
 
 def best_peer(rows: Sequence[dict[str, Any]]) -> float | None:

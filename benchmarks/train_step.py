@@ -34,7 +34,7 @@ from benchmarks.peers import PEERS
 from benchmarks.profiling import kernel_times, print_kernels, write_kernels
 from benchmarks.report import Results, header
 from benchmarks.step_report import same_model, table
-from benchmarks.timing import first_line
+from llmk.bench.timing import first_line
 from llmk.registry.graphs import ops_in_graph_as
 
 LOSSES = 15

@@ -5,7 +5,6 @@ others must not compute on what is left of them.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,58 +12,12 @@ from torch import Tensor
 
 from benchmarks.peers import Installed
 from benchmarks.products import PRODUCTS
-from benchmarks.timing import first_line
+from llmk.bench.timing import first_line
+from llmk.bench.ways import Way, incoming_gradients, own_ways, wanted, ways_of
 from llmk.opcheck.calls import as_list, copy_with_layout, prepare
 from llmk.registry import Op, Sample
 
 MAX_ERROR = 2e-2  # relative L2 error of bfloat16 results beside float32: what is above is another function
-
-
-@dataclass
-class Way:
-    """What is timed: forward without gradients, and forward and backward, unless only a forward pass is offered."""
-
-    name: str
-    forward: Callable[[], Any]
-    full: Callable[[], Any] | None
-
-
-def wanted(op: Op, sample: Sample) -> list[str]:
-    """The inputs that get gradients in training."""
-    bound = op.bind(sample)
-    return [name for name in op.trained or op.differentiable if isinstance(bound.get(name), Tensor)]
-
-
-def way_of(name: str, op: Op, sample: Sample, function: Callable[..., Any]) -> Way:
-    args, kwargs, tensors = prepare(op, sample, wanted(op, sample))
-    inputs = [tensors[key] for key in wanted(op, sample)]
-
-    def forward() -> None:
-        with torch.no_grad():
-            function(*args, **kwargs)
-
-    outputs = as_list(function(*args, **kwargs))
-    grads = incoming_gradients(outputs)
-    if not all(output.requires_grad for output in outputs):
-        return Way(name, forward, None)
-    del outputs
-
-    def full() -> None:
-        torch.autograd.grad(as_list(function(*args, **kwargs)), inputs, grads)
-
-    return Way(name, forward, full)
-
-
-def incoming_gradients(outputs: list[Tensor]) -> list[Tensor]:
-    """As in training: 1 for a loss, else normal numbers, the same for every way, in the output's layout."""
-    generator = torch.Generator(outputs[0].device).manual_seed(1)
-    grads = []
-    for output in outputs:
-        grad = torch.empty_like(output, requires_grad=False).fill_(1)
-        if output.dim() > 0:
-            grad.copy_(torch.randn(output.shape, generator=generator, dtype=torch.bfloat16, device=output.device))
-        grads.append(grad)
-    return grads
 
 
 def results(
@@ -97,31 +50,10 @@ def relative_error(actual: list[Tensor], exact: list[Tensor]) -> float:
     return max(errors)
 
 
-def own_ways(op: Op, compiled: bool) -> dict[str, Callable[..., Any]]:
-    """llmk and PyTorch, eager and compiled."""
-    ways: dict[str, Callable[..., Any]] = {"llmk eager": op.overload}
-    if compiled:
-        ways["llmk compiled"] = torch.compile(op.overload, fullgraph=True, dynamic=False)
-    ways["torch eager"] = op.reference
-    if compiled:
-        ways["torch compiled"] = torch.compile(op.reference, dynamic=False)
-    return ways
-
-
 def make_ways(op: Op, sample: Sample, peers: list[Installed], compiled: bool) -> tuple[list[Way], dict[str, dict]]:
     """Every way that works, and the beginnings of all rows: the error of those that do not, how exact peers are."""
     rows: dict[str, dict[str, Any]] = {}
-    functions = own_ways(op, compiled) | _functions_of_peers(op, sample, peers, rows)
-    ways = []
-    for name, function in functions.items():
-        row = rows.setdefault(name, {})
-        if "error" in row:
-            continue
-        try:
-            ways.append(way_of(name, op, sample, function))
-        except Exception as error:  # whatever a peer raises belongs in its row
-            row["error"] = first_line(error)
-    rows = {name: rows[name] for name in functions}
+    ways, rows = ways_of(op, sample, own_ways(op, compiled) | _functions_of_peers(op, sample, peers, rows), rows)
     if op.name in PRODUCTS:
         rows["products alone"] = {}
         ways.append(Way("products alone", *PRODUCTS[op.name](*sample.args, **sample.kwargs)))

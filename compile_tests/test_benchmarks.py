@@ -11,7 +11,7 @@ import torch
 from benchmarks import chunks, peers
 from benchmarks.report import best_peer, op_results
 from benchmarks.run import main
-from benchmarks.timing import Timer
+from llmk.bench.timing import Timer
 
 OWN_WAYS = ["llmk eager", "llmk compiled", "torch eager", "torch compiled"]
 

@@ -1,0 +1,115 @@
+"""`python -m llmk` and `python -m llmk.bench`: what they say, and one line for what is missing."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import llmk
+from llmk import __main__ as about
+from llmk.bench import __main__ as bench
+from llmk.bench.timing import Timer
+from llmk.registry import OPS
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """What is printed, by the first word of the line."""
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 10
+    assert all(len(line) <= 80 for line in lines)
+    return {name: text for name, text in (line.split(maxsplit=1) for line in lines)}
+
+
+def test_about_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert about.main() == 0
+    lines = said(capsys)
+    assert lines["llmk"].startswith(f"{llmk.__version__}, {len(OPS)} operators")
+    assert lines["torch"].startswith(torch.__version__)
+    assert lines["compile"].startswith("works: ")
+    assert not any("FAILED" in text for text in lines.values())
+
+
+def test_about_what_does_not_work(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(device: str, compiled: bool) -> None:
+        if compiled:
+            raise RuntimeError("no C++ compiler was found, and this line goes on past where a terminal ends\nand on")
+
+    monkeypatch.setattr(about, "try_call", broken)
+    monkeypatch.setattr(about, "EXTRAS", {"absent": "llmk.something"})
+    assert about.main() == 1
+    lines = said(capsys)
+    assert lines["compile"].startswith("FAILED: RuntimeError: no C++ compiler was found")
+    assert lines["absent"] == "not installed; llmk.something needs it: pip install absent"
+
+
+def test_about_sees_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llmk.functional, "rms_norm", lambda x, weight, eps: x * weight)
+    with pytest.raises(ArithmeticError):
+        about.try_call("cpu", compiled=False)
+
+
+def rows_of(text: str) -> dict[str, list[str]]:
+    """The cells of each way."""
+    found = re.findall(r"^  (llmk eager|llmk compiled|torch eager|torch compiled) +(.*)$", text, re.MULTILINE)
+    return {way: cells.split() for way, cells in found}
+
+
+def test_bench(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["swiglu", "--device", "cpu", "--no-compile", "--repeats", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "floor" in printed
+    assert all(len(line) <= 80 for line in printed.splitlines() if not line.startswith("swiglu"))
+    rows = rows_of(printed)
+    assert list(rows) == ["llmk eager", "torch eager"]
+    assert all(float(cells[0]) > 0 for cells in rows.values())
+
+
+def test_bench_says_multiples(capsys: pytest.CaptureFixture[str]) -> None:
+    common = {"op": "add", "workload": "large", "floor_full_ms": 2.0, "peak_mib": 12.4}
+    bench.print_rows([
+        {**common, "way": "llmk eager", "full_ms": 9.0, "replayed_ms": 3.0},
+        {**common, "way": "llmk compiled", "error": "RuntimeError: no compiler"},
+        {**common, "way": "torch eager", "full_ms": 6.0},
+    ])  # fmt: skip
+    rows = rows_of(capsys.readouterr().out)
+    assert rows["llmk eager"] == ["3.000", "1.50", "2.00", "12"]
+    assert rows["llmk compiled"] == ["RuntimeError:", "no", "compiler"]
+    assert rows["torch eager"] == ["6.000", "3.00", "1.00", "12"]
+
+
+def test_bench_on_a_cpu_takes_what_a_cpu_can_do() -> None:
+    op, cpu = OPS["rms_norm"], torch.device("cpu")
+    assert op.workloads is not None
+    assert op.cost is not None
+    (sample,) = bench.calls(op, cpu, torch.bfloat16)
+    assert op.cost(*sample.args, **sample.kwargs).bytes_full <= bench.CPU_BYTES
+    assert sample.args[0].numel() > 2**20
+    (small,) = bench.calls(OPS["fused_linear_ce"], cpu, torch.bfloat16)
+    assert small.args[0].numel() < 2**20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no_such_op"], "no operator 'no_such_op'; there are add, "),
+        ([], "the following arguments are required: OP"),
+        (["add", "--device", "tpu"], "argument --device: tpu: PyTorch sees no such device here"),
+        (["add", "--dtype", "float8"], "argument --dtype: invalid choice: 'float8'"),
+        (["add", "--repeats", "0"], "argument --repeats: expected at least 1, got 0"),
+    ],
+)
+def test_bench_refuses(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def timing(*args: Any) -> Any:
+        raise AssertionError("timed before it was refused")
+
+    monkeypatch.setattr(Timer, "__init__", timing)
+    with pytest.raises(SystemExit) as stopped:
+        bench.main(arguments)
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("bench: ")
+    assert message in error
+    assert error.count("\n") == 1

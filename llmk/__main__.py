@@ -1,0 +1,97 @@
+"""`python -m llmk`: the versions, the device, and what of llmk works here, tried; of what does not, why.
+
+Exit 1: something that should work here does not.
+"""
+
+import importlib.metadata
+import os
+import platform
+import sys
+from collections.abc import Callable
+
+import torch
+import triton
+
+import llmk
+from llmk.opcheck.calls import first_line
+from llmk.registry import OPS
+from llmk.registry.backends import INTERPRET
+
+WIDTH = 80
+EXTRAS = {"transformers": "llmk.transformers", "trl": "llmk.trl"}
+
+
+def try_call(device: str, compiled: bool) -> None:
+    """Run an operator, forward and backward, and compare it with what is known."""
+    torch._dynamo.reset()
+    fn = torch.compile(llmk.functional.rms_norm, fullgraph=True) if compiled else llmk.functional.rms_norm
+    x = torch.full((2, 64), 3.0, device=device, dtype=torch.float32, requires_grad=True)
+    y = fn(x, torch.full((64,), 2.0, device=device, dtype=torch.float32), eps=1e-6)
+    y.sum().backward()
+    assert x.grad is not None
+    if (y - 2).abs().max() > 1e-5 or x.grad.abs().max() > 1e-5:
+        raise ArithmeticError("a wrong result")
+
+
+def outcome(works: str, call: Callable[[], None]) -> tuple[bool, str]:
+    """Whether a call runs, and what to say."""
+    try:
+        call()
+    except Exception as error:  # whatever is missing on this machine
+        return False, f"FAILED: {first_line(error)}"
+    return True, f"works: {works}"
+
+
+def kernels() -> tuple[bool, str]:
+    if torch.cuda.is_available():
+        return outcome("Triton kernels on the GPU", lambda: try_call("cuda", compiled=False))
+    if INTERPRET:
+        return True, "no GPU; calls run in the interpreter"
+    return outcome("no GPU, so calls run plain PyTorch", lambda: try_call("cpu", compiled=False))
+
+
+def interpreter() -> tuple[bool, str]:
+    if not INTERPRET:
+        return True, "off; TRITON_INTERPRET=1 runs the kernels on a CPU, for tests"
+    return outcome("kernels run in Triton's interpreter", lambda: try_call("cpu", compiled=False))
+
+
+def compiling() -> tuple[bool, str]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return outcome(f"torch.compile on {device}, one graph", lambda: try_call(device, compiled=True))
+
+
+def device_line() -> str:
+    if not torch.cuda.is_available():
+        return f"cpu ({platform.machine()}, {os.cpu_count()} cores); PyTorch sees no GPU"
+    properties = torch.cuda.get_device_properties(0)
+    target = properties.gcnArchName if torch.version.hip else f"sm_{properties.major}{properties.minor}"
+    memory = f"{properties.total_memory / 2**30:.0f} GiB"
+    return f"{torch.cuda.device_count()} x {properties.name}, {memory}, {target}"
+
+
+def installed(distribution: str, used_by: str) -> str:
+    try:
+        return f"{importlib.metadata.version(distribution)}, for {used_by}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"not installed; {used_by} needs it: pip install {distribution}"
+
+
+def main() -> int:
+    checks = {"kernels": kernels, "interpreter": interpreter, "compile": compiling}
+    said = {name: check() for name, check in checks.items()}
+    lines = {
+        "llmk": f"{llmk.__version__}, {len(OPS)} operators, {os.path.dirname(llmk.__file__)}",
+        "torch": f"{torch.__version__}, triton {triton.__version__}",
+        "python": f"{platform.python_version()}, {platform.system()} {platform.release()}",
+        "device": device_line(),
+        **{name: text for name, (_, text) in said.items()},
+        **{name: installed(name, used_by) for name, used_by in EXTRAS.items()},
+    }
+    for name, text in lines.items():
+        print(f"{name:<13}{text}"[:WIDTH])
+    return 0 if all(works for works, _ in said.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
