@@ -141,16 +141,23 @@ def differences(
         name: distributed(arguments[name].detach(), mesh, placements).requires_grad_(name in wanted)
         for name, placements in way.items()
     }
-    with contextlib.nullcontext() if communicates is None else CommDebugMode() as counter:
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+
+    def called(function: Callable[..., Any]) -> tuple[Any, Any]:
         found = _as_tuple(function(**split))
         incoming = zip(incoming_gradients(found), found, strict=True)
         received = [distributed(gradient, mesh, _of_gradient(y)) for gradient, y in incoming]
-        gradients: Any = torch.autograd.grad(found, [split[name] for name in wanted], received)
+        return found, torch.autograd.grad(found, [split[name] for name in wanted], received)
+
+    def whole(found: Any, gradients: Any) -> Outcome:
+        of_inputs = dict(zip(wanted, (gradient.full_tensor() for gradient in gradients), strict=True))
+        return Outcome(tensors, [y.full_tensor() for y in found], of_inputs)
+
+    with contextlib.nullcontext() if communicates is None else CommDebugMode() as counter:
+        parts = called(function)
     wrong = [] if counter is None else _count(counter, bool(communicates))
-    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-    whole = dict(zip(wanted, (gradient.full_tensor() for gradient in gradients), strict=True))
     try:
-        require_accurate(op, sample, Outcome(tensors, [y.full_tensor() for y in found], whole))
+        require_accurate(op, sample, whole(*parts), compositions=lambda: [whole(*called(op.reference))])
     except BrokenPromise as broken:
         wrong.append(str(broken))
     return [f"{op.name}, {sample.why}, {way}: {line}" for line in wrong]
@@ -174,7 +181,7 @@ def _count(counter: CommDebugMode, communicates: bool) -> list[str]:
 def _means_rows(op: Op, sample: Sample) -> bool:
     """A mean over rows adds up their losses and their number: that is all that any operator sends."""
     return (
-        op.name in ("cross_entropy", "fused_linear_ce", "giou_loss")
+        op.name in ("cross_entropy", "fused_linear_ce", "fused_linear_jsd", "giou_loss", "jsd", "tvd")
         and op.bind(sample).get("reduction", "mean") == "mean"
     )
 

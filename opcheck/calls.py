@@ -120,18 +120,32 @@ def require_accurate(
     sample: Sample,
     actual: Outcome,
     grads: Callable[[Sequence[Tensor]], list[Tensor]] = incoming_gradients,
+    compositions: Callable[[], Sequence[Outcome]] = tuple,
 ) -> None:
-    """The accuracy rule for every output and gradient of a call."""
+    """The accuracy rule for every output and gradient of a call.
+
+    `compositions` gives more outcomes of PyTorch's own composition on these inputs, whose errors count as its too:
+    where tensors are split among processes, products of fewer rows add up in another order. It is called if need be.
+    """
     dtype = next(t.dtype for t in actual.inputs.values() if t.is_floating_point())
     factor = _tolerance(op, dtype).factor
     truth = truth_of(op, sample, actual, grads)
     for i, output in enumerate(actual.outputs):
-        _require_accurate(truth, f"output {i}", i, output, factor)
+        others = _others(compositions, lambda outcome, i=i: outcome.outputs[i])
+        _require_accurate(truth, f"output {i}", i, output, factor, others)
     for name, gradient in actual.gradients.items():
-        _require_accurate(truth, f"gradient of {name}", truth.index_of(name), gradient, factor)
+        others = _others(compositions, lambda outcome, name=name: outcome.gradients[name])
+        _require_accurate(truth, f"gradient of {name}", truth.index_of(name), gradient, factor, others)
 
 
-def _require_accurate(truth: Truth, name: str, i: int, actual: Tensor | None, factor: float) -> None:
+Results = Callable[[], list[Tensor | None]]
+
+
+def _others(compositions: Callable[[], Sequence[Outcome]], result: Callable[[Outcome], Tensor | None]) -> Results:
+    return lambda: [result(outcome) for outcome in compositions()]
+
+
+def _require_accurate(truth: Truth, name: str, i: int, actual: Tensor | None, factor: float, others: Results) -> None:
     composition, exact = truth.composition[i], truth.exact[i]
     if actual is None or composition is None or exact is None:
         raise BrokenPromise(f"{truth.sample}: {name} is missing")
@@ -140,7 +154,7 @@ def _require_accurate(truth: Truth, name: str, i: int, actual: Tensor | None, fa
     if accuracy_violation(actual, composition, exact, factor, condition=truth.condition(i, DRAWS)) is None:
         return
     # What is left may be chance: the errors of a composition on one input, or a condition of a few draws.
-    near = [(x[i], y[i]) for x, y in truth.neighbours]
+    near = [(x[i], y[i]) for x, y in truth.neighbours] + [(other, exact) for other in others()]
     condition = truth.condition(i, MORE_DRAWS)
     violation = accuracy_violation(actual, composition, exact, factor, near, condition)  # type: ignore[arg-type]
     if violation is not None:

@@ -265,9 +265,13 @@ class CrossEntropyOps:
         cpu: The same in plain PyTorch.
         shardings: How the ops may be split.
         watched: Give entropies and hits after the loss, as constants, in the first two.
+        scale: What scales the gradients, where other ops of the operator have it already.
     """
 
-    def __init__(self, name: str, kernels: Any, cpu: Any, shardings: Shardings, *, watched: bool = False) -> None:
+    def __init__(
+        self, name: str, kernels: Any, cpu: Any, shardings: Shardings, *, watched: bool = False,
+        scale: KernelOp | None = None,
+    ) -> None:  # fmt: skip
         def op(step: str, run: Callable[..., Any], fake: Callable[..., Any], products: Callable[..., int]) -> CallOp:
             return CallOp(
                 f"_{name}_{step}", CrossEntropyCall, run, kernels=kernels, cpu=cpu, fake=fake, products=products
@@ -281,7 +285,7 @@ class CrossEntropyOps:
         self.rows_gradients = op(
             "rows_bwd", _row_by_row_gradients, _fake_row_by_row_gradients, lambda call, *rest: 1 + rest[-3] + rest[-2]
         )
-        self.scale = scale_op(f"_{name}_scale")
+        self.scale = scale or scale_op(f"_{name}_scale")
         self.reduced.op.register_sharding(shardings.reduced)
         self.rows.op.register_sharding(shardings.rows)
         self.rows_gradients.op.register_sharding(shardings.rows_gradients)

@@ -46,3 +46,11 @@ def differentiate_by_scaling(op: CallOp, scale: KernelOp, is_total: Callable[[An
         depends_on=[DIFFERENTIABLE, *[[]] * constants],
         keeps=lambda needs_input_grad, args: needs_input_grad[:3],
     )
+
+
+def mean_of_all(total: Tensor, divisor: Tensor, weighted: bool) -> Tensor:
+    """A total of all processes, divided. Without weights none counts where the divisor is 0: NaN, no gradient."""
+    if weighted:
+        return total / divisor
+    nothing = divisor == 0
+    return total / torch.where(nothing, 1.0, divisor) + torch.where(nothing, float("nan"), 0.0)

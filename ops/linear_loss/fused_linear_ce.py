@@ -28,6 +28,7 @@ from torch import Tensor
 
 from llmk.ops.linear_loss._call import product_flops
 from llmk.ops.linear_loss._cross_entropy import CrossEntropyCall, CrossEntropyOps, Shardings
+from llmk.ops.linear_loss._scaled import mean_of_all
 from llmk.ops.linear_loss.checks import check_chunk_size, checked_linear
 from llmk.ops.loss.cross_entropy import check_loss_options, cross_entropy_reference
 from llmk.ops.loss.row_loss import CPU, KERNELS
@@ -292,14 +293,6 @@ def fused_linear_ce(
         return losses
     if reduction == "mean" and is_sharded(input, linear_weight, target):
         total, divisor, *_ = OPS.reduced(call, "total")
-        return _mean_of_all(total, divisor.detach(), weight is not None or row_weight is not None)
+        return mean_of_all(total, divisor.detach(), weight is not None or row_weight is not None)
     loss, *_ = OPS.reduced(call, reduction)
     return loss
-
-
-def _mean_of_all(total: Tensor, divisor: Tensor, weighted: bool) -> Tensor:
-    """Over the tokens of all processes. Without weights none counts where the divisor is 0: NaN, and no gradient."""
-    if weighted:
-        return total / divisor
-    nothing = divisor == 0
-    return total / torch.where(nothing, 1.0, divisor) + torch.where(nothing, float("nan"), 0.0)

@@ -26,8 +26,9 @@ from llmk.registry.eager.bypass import PLAIN_TENSORS
 
 OPS = CrossEntropyOps("fused_linear_ce_metrics", KERNELS, CPU, Shardings(*[replicate_only] * 3), watched=True)
 SLICES = CrossEntropyOps(
-    "fused_linear_ce_metrics_slices", SLICE_KERNELS, SLICE_CPU, Shardings(*[replicate_only] * 3), watched=True
-)
+    "fused_linear_ce_metrics_slices", SLICE_KERNELS, SLICE_CPU, Shardings(*[replicate_only] * 3), watched=True,
+    scale=OPS.scale,
+)  # fmt: skip
 
 
 def fused_linear_ce_metrics_reference(
@@ -57,7 +58,7 @@ def fused_linear_ce_metrics_reference(
     "-> (Tensor, Tensor, Tensor)",
     reference=fused_linear_ce_metrics_reference,
     differentiable=("input", "linear_weight", "linear_bias"),
-    kernel_ops=(*OPS.kernel_ops, *SLICES.kernel_ops),
+    kernel_ops=tuple(dict.fromkeys((*OPS.kernel_ops, *SLICES.kernel_ops))),
     samples=fused_linear_ce_samples,
     resized=fused_linear_ce_resized,
     cost=fused_linear_ce_cost,

@@ -29,7 +29,7 @@ from llmk.ops.linear_loss._chunked_linear import ChunkedLinear, LinearGradients,
 from llmk.ops.linear_loss._divergence_rows import CPU, KERNELS, DivergenceRows, Softmaxes, losses
 from llmk.ops.linear_loss._ignored import Kept
 from llmk.ops.linear_loss._ranks import group_size
-from llmk.ops.linear_loss._scaled import differentiate_by_scaling
+from llmk.ops.linear_loss._scaled import differentiate_by_scaling, mean_of_all
 from llmk.ops.linear_loss.checks import check_chunk_size, check_temperature, checked_linear
 from llmk.ops.loss.divergence_math import Mixture
 from llmk.ops.loss.jsd import jsd_terms
@@ -356,7 +356,7 @@ def _divergence(
     check_chunk_size(call.chunk_size)
     if is_sharded(call.input, call.linear_weight):
         total, divisor, *_ = fused_linear_jsd_fwd(call, True)
-        return total / divisor.detach()
+        return mean_of_all(total, divisor.detach(), call.row_weight is not None)
     loss, *_ = fused_linear_jsd_fwd(call, False)
     return loss
 
