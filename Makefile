@@ -7,6 +7,7 @@ TEST_ARGS ?=
 OPCHECK_ARGS ?=
 BENCH_ARGS ?=
 MATRIX_ARGS ?=
+AOT_ARGS ?=
 FAMILIES_ARGS ?=
 
 # $(call needs,EXTRA...) is what must be installed before a verb runs; nothing with an empty VENV.
@@ -22,7 +23,7 @@ endif
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test opcheck bench matrix families docs lint wheel clean
+.PHONY: help train test opcheck bench aot matrix families docs lint wheel clean
 
 help:
 	@echo 'usage: make VERB [VARIABLE=...]'
@@ -31,6 +32,7 @@ help:
 	@echo '  test      the test suite, and the kernels in Triton'\''s interpreter TEST_ARGS'
 	@echo '  opcheck   what every operator promises, as a table                 OPCHECK_ARGS'
 	@echo '  bench     time and memory of every operator beside PyTorch        BENCH_ARGS'
+	@echo '  aot       every kernel built for every target, many ways, no GPU  AOT_ARGS'
 	@echo '  matrix    llmk on three releases of PyTorch, 12 GB of them      MATRIX_ARGS'
 	@echo '  families  every model type of transformers, patched and unpatched  FAMILIES_ARGS'
 	@echo '  docs      the documentation, into docs/_build/html'
@@ -57,6 +59,10 @@ opcheck: $(call needs,test)
 
 bench: $(call needs,bench)
 	$(PY) -m benchmarks.run $(BENCH_ARGS)
+
+# Not part of CI: about half an hour of two cores.
+aot: $(call needs,test)
+	$(PY) -m pytest -n auto --dist worksteal compile_tests/test_aot.py compile_tests/test_spills.py --build many $(AOT_ARGS)
 
 # Not part of CI: each release gets an environment of its own in .matrix/.
 matrix: $(call needs,test)

@@ -15,9 +15,12 @@ from llmk.registry.backends import INTERPRET
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where the operators run: cpu (default), or a GPU")
     parser.addoption(
-        "--every-configuration",
-        action="store_true",
-        help="build every launch configuration for sm_90: about an hour of two cores",
+        "--build",
+        choices=("few", "many", "every"),
+        default="few",
+        help="what is compiled ahead: each kernel once for each target and the workloads (few, default); what all "
+        "samples launch, and the largest blocks that sizes can lead to (many); every configuration, found at more "
+        "sizes (every: hours)",
     )
 
 
@@ -51,6 +54,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.config.getoption("--device"))
+
+
+@pytest.fixture
+def build(request: pytest.FixtureRequest) -> str:
+    return request.config.getoption("--build")
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """Every kernel compiles ahead for every target, on a machine without a GPU.
 
-`compile_tests.aot` finds the launches by running each operator on fake tensors. To stay within a few minutes, sm_90
-gets all of them in bfloat16 and those of the workloads in every dtype; the other targets get the workloads' in
-bfloat16, and each kernel once more as its first sample launches it.
+`compile_tests.aot` finds the launches by running each operator on fake tensors. Each target gets those of the workloads
+in bfloat16, and each kernel once more as its first sample launches it. With `--build many` sm_90 gets those of all
+samples too, and of the workloads in every dtype.
 """
 
 import functools
@@ -39,15 +39,16 @@ def _recorded(name: str, dtype: torch.dtype, kind: str, warp_size: int = 32) -> 
     return aot.launches(OPS[name], dtype, warp_size=warp_size, **wanted)
 
 
-def _workload_launches(name: str) -> list[Launch]:
-    return [launch for dtype in OPS[name].dtypes for launch in _recorded(name, dtype, "workloads")]
+def _workload_launches(name: str, build: str) -> list[Launch]:
+    dtypes = [torch.bfloat16] if build == "few" else OPS[name].dtypes
+    return [launch for dtype in dtypes for launch in _recorded(name, dtype, "workloads")]
 
 
-def _launches(name: str, target: str) -> list[Launch]:
+def _launches(name: str, target: str, build: str) -> list[Launch]:
     warp_size = aot.TARGETS[target].warp_size
     samples = _recorded(name, torch.bfloat16, "samples", warp_size)
-    if target == "sm_90":
-        return aot.distinct(samples + _workload_launches(name), aot.TARGETS[target])
+    if target == "sm_90" and build != "few":
+        return aot.distinct(samples + _workload_launches(name, build), aot.TARGETS[target])
     first = {launch.kernel: launch for launch in reversed(samples)}
     return aot.distinct(
         [*first.values(), *_recorded(name, torch.bfloat16, "workloads", warp_size)], aot.TARGETS[target]
@@ -64,8 +65,8 @@ def _compile(launch: Launch, target: str, scalars: str = "fp32") -> CompiledKern
 
 @each_target
 @each_op
-def test_every_kernel_compiles(name: str, target: str) -> None:
-    launches = _launches(name, target)
+def test_every_kernel_compiles(name: str, target: str, build: str) -> None:
+    launches = _launches(name, target, build)
     assert launches
     for launch in launches:
         compiled = _compile(launch, target)
@@ -74,16 +75,16 @@ def test_every_kernel_compiles(name: str, target: str) -> None:
 
 
 @pytest.mark.parametrize("target", aot.TARGETS)
-def test_every_block_has_room_for_its_threads(target: str) -> None:
+def test_every_block_has_room_for_its_threads(target: str, build: str) -> None:
     most = THREADS // aot.TARGETS[target].warp_size
-    launches = [launch for name in OPS for launch in _launches(name, target)]
+    launches = [launch for name in OPS for launch in _launches(name, target, build)]
     # Triton gives a block four warps where a launch does not say.
     assert not [aot.describe(launch) for launch in launches if launch.kwargs.get("num_warps", 4) > most]
 
 
 @each_op
-def test_arithmetic_is_not_in_double_precision(name: str) -> None:
-    for launch in _launches(name, "sm_90"):
+def test_arithmetic_is_not_in_double_precision(name: str, build: str) -> None:
+    for launch in _launches(name, "sm_90", build):
         assert ".f64" not in _compile(launch, "sm_90").asm["ptx"], aot.describe(launch)
 
 
@@ -92,17 +93,17 @@ def _pairs_of_sums(code: str) -> int:
 
 
 @each_op
-def test_no_pair_of_sums_is_made_twice(name: str) -> None:
+def test_no_pair_of_sums_is_made_twice(name: str, build: str) -> None:
     """To save a conversion between layouts, Triton 3.6 may let each thread add up whole rows, value after value."""
-    for launch in _launches(name, "sm_90"):
+    for launch in _launches(name, "sm_90", build):
         asm = _compile(launch, "sm_90").asm
         assert _pairs_of_sums(asm["ttgir"]) <= _pairs_of_sums(asm["ttir"]), aot.describe(launch)
 
 
 @each_op
-def test_float_arguments_are_only_converted_where_inductor_passes_doubles(name: str) -> None:
+def test_float_arguments_are_only_converted_where_inductor_passes_doubles(name: str, build: str) -> None:
     seen = set()
-    for launch in _launches(name, "sm_90"):
+    for launch in _launches(name, "sm_90", build):
         if launch.kernel in seen or not any(isinstance(argument, float) for argument in launch.args):
             continue
         seen.add(launch.kernel)
@@ -112,12 +113,13 @@ def test_float_arguments_are_only_converted_where_inductor_passes_doubles(name: 
 
 
 @each_op
-def test_workloads_do_not_spill(name: str) -> None:
-    usage = {aot.describe(launch): aot.resource_usage(_compile(launch, "sm_90")) for launch in _workload_launches(name)}
+def test_workloads_do_not_spill(name: str, build: str) -> None:
+    launches = _workload_launches(name, build)
+    usage = {aot.describe(launch): aot.resource_usage(_compile(launch, "sm_90")) for launch in launches}
     assert not {launch: spilled for launch, (_, spilled) in usage.items() if spilled}
 
 
-def test_samples_and_workloads_reach_every_kernel() -> None:
+def test_samples_and_workloads_reach_every_kernel(build: str) -> None:
     modules = [module for name, module in sys.modules.items() if name.startswith("llmk.ops.")]
     kernels = {
         value
@@ -125,7 +127,7 @@ def test_samples_and_workloads_reach_every_kernel() -> None:
         for attribute, value in vars(module).items()
         if isinstance(value, JITFunction) and attribute.endswith("_kernel")
     }
-    launched = {launch.kernel for name in OPS for launch in _launches(name, "sm_90")}
+    launched = {launch.kernel for name in OPS for launch in _launches(name, "sm_90", build)}
     assert kernels == launched
 
 
@@ -163,5 +165,7 @@ def test_double_precision_and_spills_are_seen() -> None:
 
 
 def test_samples_want_every_gradient_together_and_alone() -> None:
-    launches = [launch for launch in _launches("rms_norm", "sm_90") if "dw_ptr" in launch.kernel.arg_names]
+    launches = [
+        launch for launch in _recorded("rms_norm", torch.bfloat16, "samples") if "dw_ptr" in launch.kernel.arg_names
+    ]
     assert {launch.args[launch.kernel.arg_names.index("dw_ptr")] is None for launch in launches} == {True, False}
