@@ -22,6 +22,7 @@ import triton
 
 import llmk
 from llmk.opcheck.journal import Journal
+from llmk.opcheck.page import page
 from llmk.opcheck.processes import Unit, check_in_processes
 from llmk.opcheck.runner import Result, checks, path_taken, promise_named
 from llmk.opcheck.sanitizer import TOOLS, call_samples, find_sanitizer, sanitize
@@ -63,6 +64,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--jobs", type=_positive, default=min(8, os.cpu_count() or 1), help="processes (default: one a core)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write them here as one page for a browser")
     parser.add_argument(
         "--sanitize",
         action="store_true",
@@ -255,6 +257,13 @@ def report(results: Sequence[Result], device: torch.device) -> dict[str, Any]:
     }
 
 
+def write_reports(report: dict[str, Any], as_json: Path | None, as_html: Path | None) -> None:
+    for file, text in ((as_json, lambda: json.dumps(report, indent=1) + "\n"), (as_html, lambda: page(report))):
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text(), encoding="utf-8")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if options.journal:
@@ -265,9 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     results = sanitize_all(options) if options.sanitize else check_all(options)
     print_table(results)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report(results, options.device), indent=1) + "\n")
+    write_reports(report(results, options.device), options.json, options.html)
     count = Counter(result.verdict for result in results)
     print(f"\n{count['kept']} promises kept, {count['broken']} broken, {count['empty']} with nothing to check")
     if count["kept"] + count["broken"] == 0:
