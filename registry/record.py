@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from llmk.registry.patterns import Plain
 from llmk.registry.private import schema_of
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -71,6 +72,7 @@ class Op:
         kernel_ops: The private operators it calls.
         dtypes: The dtypes of its samples.
         tolerances: Where the factor of the accuracy rule is not 1.5: by dtype, with the reason.
+        plain: What plain PyTorch computes the same: `torch.compile(backend="llmk")` puts the operator there.
         choices: Measured decisions, such as whether Inductor sees the kernel or plain aten: what and by which figure.
     """
 
@@ -86,6 +88,7 @@ class Op:
     kernel_ops: tuple[Any, ...] = ()
     dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
     tolerances: dict[torch.dtype, Tolerance] = field(default_factory=dict)
+    plain: tuple[Plain, ...] = ()
     choices: tuple[str, ...] = ()
     doc: str = ""
     module: str = ""

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from llmk.ops.linear_loss._call import product_flops
 from llmk.ops.linear_loss._cross_entropy import CrossEntropyCall, CrossEntropyOps, Shardings
+from llmk.ops.linear_loss._plain import FUSED_LINEAR_CE
 from llmk.ops.linear_loss._scaled import mean_of_all
 from llmk.ops.linear_loss.checks import check_chunk_size, checked_linear
 from llmk.ops.loss.cross_entropy import check_loss_options, cross_entropy_reference
@@ -189,6 +190,7 @@ def fused_linear_ce_cost(input: Tensor, linear_weight: Tensor, target: Tensor, *
     resized=fused_linear_ce_resized,
     workloads=fused_linear_ce_workloads,
     cost=fused_linear_ce_cost,
+    plain=FUSED_LINEAR_CE,
     choices=(
         "run for a second on an H200, it takes 1.04 to 1.08 times its own matrix products, 1.13 at 4096x2048x50257. At "
         "8192x2048x151936 those are 22.7 ms of 24.5; the rest is, at the speed of a copy, 1.7 ms of three passes over "

@@ -35,6 +35,7 @@ from llmk.ops.common.rows import as_rows, contiguous, rows_aligned
 from llmk.ops.common.sums import sum_affine, sum_pair
 from llmk.ops.norm._layer_norm_long import long_backward, long_forward, long_programs, wide_backward
 from llmk.ops.norm._moments import affine_gradient, centered, known_rest
+from llmk.ops.norm._plain import LAYER_NORM
 from llmk.registry import (
     PARTIAL,
     REPLICATE,
@@ -352,6 +353,7 @@ def layer_norm_cost(input: Tensor, weight: Tensor | None = None, bias: Tensor | 
     resized=layer_norm_resized,
     workloads=layer_norm_workloads,
     cost=layer_norm_cost,
+    plain=LAYER_NORM,
     choices=(
         "backward at 16,384 columns a pair of programs shares a row, and each reads the other's half from L2: x, dy"
         " and two gradients in float32 do not fit into one program's registers without spills. 1.38 times the "

@@ -1,0 +1,217 @@
+"""Graphs of all kinds through the backend: modes, regions, breaks, sizes, Inductor and its caches."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from backend_checks import require_equal, results, rewritten
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
+from torch.utils.checkpoint import checkpoint
+
+import llmk
+from llmk.compiler import Report
+
+
+def norm(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+
+class Twice(torch.autograd.Function):
+    """Its gradient is not that of its forward, so that it shows who made it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 7 * grad
+
+
+def around_a_function(x: Tensor, w: Tensor) -> Tensor:
+    return F.silu(Twice.apply(norm(x))) * F.linear(x, w)
+
+
+def test_an_autograd_function_stays_whole() -> None:
+    report = Report()
+    args = randn(3, 8), randn(8, 8)
+    got, want = results(rewritten(around_a_function, report), args), results(around_a_function, args)
+    assert report.replaced == {"rms_norm": 1, "swiglu": 1}
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def layer(x: Tensor, w: Tensor) -> Tensor:
+    return F.silu(F.linear(norm(x), w)) * x
+
+
+def checkpointed(x: Tensor, w: Tensor) -> Tensor:
+    for _ in range(2):
+        x = checkpoint(layer, x, w, use_reentrant=False)
+    return norm(x)
+
+
+def test_inside_and_around_checkpointed_regions() -> None:
+    report = require_equal(checkpointed, [randn(3, 8), randn(8, 8)])
+    assert report.replaced == {"rms_norm": 3, "swiglu": 2}
+
+
+def partly_without_gradients(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        kept = norm(x)
+    return x * scale + kept
+
+
+def test_no_match_across_a_change_of_gradient_mode() -> None:
+    report = require_equal(partly_without_gradients, [randn(3, 8)])
+    assert report.replaced == {"rms_norm": 1}
+    assert torch.is_grad_enabled()
+
+
+def partly_in_autocast(x: Tensor, w: Tensor) -> Tensor:
+    scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = F.silu(F.linear(x * scale, w)) * F.linear(x, w)
+        z = F.layer_norm(y, (8,))
+    return norm(z.float())
+
+
+def test_no_match_across_autocast() -> None:
+    report = Report()
+    args = randn(3, 8), randn(8, 8)
+    got, want = results(rewritten(partly_in_autocast, report), args), results(partly_in_autocast, args)
+    assert report.replaced == {"layer_norm": 1, "rms_norm": 1, "swiglu": 1}
+    for x, y in zip(got, want, strict=True):
+        assert x.dtype == y.dtype
+        torch.testing.assert_close(x, y, rtol=0.02, atol=0.02)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def with_a_break(x: Tensor) -> Tensor:
+    x = norm(x)
+    torch._dynamo.graph_break()
+    return F.relu(x).square()
+
+
+def test_each_graph_by_itself() -> None:
+    report = require_equal(with_a_break, [randn(3, 8)])
+    assert report.graphs == 2
+    assert report.replaced == {"relu_squared": 1, "rms_norm": 1}
+
+
+def test_inside_torch_func_nothing_is_replaced() -> None:
+    def mapped(x: Tensor) -> Tensor:
+        return torch.func.vmap(norm)(x)
+
+    report, x = Report(), randn(3, 8)
+    torch.testing.assert_close(rewritten(mapped, report)(x), mapped(x))
+    assert report.replaced == {}
+    assert report.left
+
+
+def heads(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor, target: Tensor) -> Tensor:
+    B, S, _ = x.shape
+    q = F.linear(norm(x), w).view(B, S, 2, 4).transpose(1, 2)
+    a, b = q.chunk(2, dim=-1)
+    turned = q * cos + torch.cat((-b, a), dim=-1) * sin
+    k = 2 * q
+    a, b = k.chunk(2, dim=-1)
+    other = k * cos + torch.cat((-b, a), dim=-1) * sin
+    hidden = (turned * other).transpose(1, 2).reshape(B, S, -1)
+    return F.cross_entropy(F.linear(hidden, w).view(B * S, -1), target.view(-1))
+
+
+def arguments_for(B: int, S: int) -> list[Tensor]:
+    target = torch.randint(0, 8, (B, S), generator=torch.Generator().manual_seed(0))
+    return [randn(B, S, 8), randn(8, 8), torch.rand(S, 4), torch.rand(S, 4), target]
+
+
+def test_other_sizes_need_one_more_graph() -> None:
+    report = Report()
+    run = rewritten(heads, report)
+    for B, S in ((2, 3), (4, 5), (6, 7), (3, 9)):
+        args = arguments_for(B, S)
+        for x, y in zip(results(run, args), results(heads, args), strict=True):
+            torch.testing.assert_close(x, y)
+    assert report.graphs == 2
+    assert report.replaced == {"fused_linear_ce": 2, "rms_norm": 2, "rope": 2}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(8, eps=1e-6)
+        self.gate, self.up, self.down = (nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.layer = Block()
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.layer(self.embedding(ids))
+        return F.cross_entropy(self.head(x[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+
+def trained(model: nn.Module, run: Callable[..., Tensor], ids: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    loss = run(ids)
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def test_through_inductor() -> None:
+    """By name, with what Inductor takes."""
+    torch.manual_seed(0)
+    model, ids = Model(), torch.randint(0, 11, (2, 5))
+    want = trained(model, model, ids)
+    report = llmk.compile_report()
+    report.clear()
+    run = torch.compile(model, backend="llmk", fullgraph=True, options={"max_autotune": False})
+    for x, y in zip(trained(model, run, ids), want, strict=True):
+        torch.testing.assert_close(x, y)
+    assert report.graphs == 1
+    assert report.replaced == {"fused_linear_ce": 1, "rms_norm": 1, "swiglu": 1}
+    assert re.search(r"swiglu +1  layer\n", f"{report}\n"), str(report)
+    assert max(map(len, str(report).splitlines())) <= 80
+
+
+def test_other_rules_miss_the_caches() -> None:
+    """Where the same ones hit them."""
+    x = randn(3, 8).detach()
+    with fresh_cache():
+        found = []
+        for without in ([], [], ["rms_norm"]):
+            torch._dynamo.reset()
+            counters.clear()
+            run = llmk.compile(norm, without=without, report=Report())
+            torch.testing.assert_close(run(x), norm(x))
+            found.append([counters["aot_autograd"][f"autograd_cache_{what}"] for what in ("hit", "miss")])
+    assert found == [[0, 1], [1, 0], [0, 1]]
+
+
+@pytest.mark.parametrize("argument", ["only", "without"])
+def test_unknown_operators(argument: str) -> None:
+    options: dict[str, Any] = {argument: ["rms_nrom"]}
+    with pytest.raises(ValueError, match=rf"{argument}: expected some of add_rms_norm, .*, got 'rms_nrom'"):
+        llmk.compile(norm, **options)
+    options = {argument: "rms_norm"}
+    with pytest.raises(TypeError, match=rf"{argument}: expected a list of operators, got the string 'rms_norm'"):
+        llmk.compile(norm, **options)

@@ -1,0 +1,158 @@
+"""What looks like an operator and is none, or may not be replaced: it is left to the bit, and the report says why."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from backend_checks import results, rewritten
+from torch import Tensor
+
+from llmk.compiler import Report
+
+CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {}
+"""By a name: the function, its arguments, and words of the reason."""
+
+TARGET = torch.tensor([1, 0, 4, 3])
+
+
+def case(reason: str, *args: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def add(fn: Callable[..., Any]) -> Callable[..., Any]:
+        CASES[fn.__name__] = fn, args, reason
+        return fn
+
+    return add
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+
+@case("rsqrt: what is computed around it is something else", randn(3, 16))
+def eps_outside(x: Tensor) -> Tensor:
+    return x * (torch.rsqrt(x.pow(2).mean(-1, keepdim=True)) + 1e-6)
+
+
+@case("rsqrt: what is computed around it is something else", randn(3, 16))
+def sum_for_mean(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)
+
+
+@case("rsqrt: what is computed around it is something else", randn(3, 16), randn(3, 16))
+def norm_of_another(x: Tensor, y: Tensor) -> Tensor:
+    return y * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+@case("it is over axes [0] of 2", randn(16, 16))
+def another_axis(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(0, keepdim=True) + 1e-6)
+
+
+@case("it is over 2 axes", randn(3, 4, 4))
+def two_axes(x: Tensor) -> Tensor:
+    return F.layer_norm(x, (4, 4))
+
+
+@case("float64", randn(3, 16, dtype=torch.float64))
+def in_float64(x: Tensor) -> Tensor:
+    return F.rms_norm(x, (16,), None, 1e-6)
+
+
+@case("rsqrt on the way is returned too", randn(3, 16))
+def scale_returned(x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return x * scale, scale
+
+
+@case("rsqrt on the way is read elsewhere too", randn(3, 16))
+def scale_read(x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return x * scale, scale.sum().exp()
+
+
+@case("something that it reads is written in place", randn(3, 16).detach())
+def written_in_place(x: Tensor) -> Tensor:
+    y = 2 * x
+    normed = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)
+    y.add_(1)
+    return normed * y
+
+
+@case("silu: what is computed around it is something else", randn(3, 16))
+def no_gate(x: Tensor) -> Tensor:
+    return F.silu(x) + x
+
+
+@case("up:", randn(3, 16), randn(3, 1))
+def one_number_for_a_row(g: Tensor, u: Tensor) -> Tensor:
+    return F.silu(g) * u
+
+
+@case("silu on the way is returned too", randn(3, 16), randn(3, 16))
+def gate_returned(g: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    activated = F.silu(g)
+    return activated * u, activated
+
+
+@case("classes are on the second axis", randn(1, 5, 4))
+def classes_second(x: Tensor) -> Tensor:
+    return F.cross_entropy(x, TARGET.view(1, 4))
+
+
+@case("its target is probabilities", randn(4, 5), randn(4, 5))
+def target_of_probabilities(x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(x, y.softmax(-1))
+
+
+@case("cos wants a gradient", randn(1, 3, 2, 8), randn(1, 3, 2, 8), randn(2, 8))
+def learned_angles(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, ...]:
+    def halves(x: Tensor) -> Tensor:
+        return torch.cat((-x[..., 4:], x[..., :4]), dim=-1)
+
+    cos, sin = angles.cos(), angles.sin()
+    return tuple(x * cos + halves(x) * sin for x in (q, k))
+
+
+@case("", randn(1, 3, 2, 8), randn(1, 3, 2, 8), torch.ones(2, 8), torch.zeros(2, 8))
+def turned_backwards(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    def halves(x: Tensor) -> Tensor:
+        return torch.cat((x[..., 4:], -x[..., :4]), dim=-1)
+
+    return tuple(x * cos + halves(x) * sin for x in (q, k))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_left_as_it_was(name: str) -> None:
+    fn, args, reason = CASES[name]
+    report = Report()
+    got = results(rewritten(fn, report), args)
+    assert report.replaced == {}
+    assert any(reason in note.reason for note in report.left) or not reason, str(report)
+    for x, y in zip(got, results(fn, args), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+def projection(x: Tensor, w: Tensor, returned: bool) -> Any:
+    logits = F.linear(x, w)
+    loss = F.cross_entropy(logits, TARGET)
+    return (loss, logits) if returned else loss
+
+
+def test_logits_that_are_returned() -> None:
+    """Their projection stays; the loss of them is replaced."""
+    args = randn(4, 8), randn(5, 8)
+    report = Report()
+    rewritten(projection, report)(*args, returned=True)
+    assert report.replaced == {"cross_entropy": 1}
+    assert "linear on the way is returned too" in str(report)
+    report.clear()
+    rewritten(projection, report)(*args, returned=False)
+    assert report.replaced == {"fused_linear_ce": 1}
+
+
+def test_operators_left_out() -> None:
+    args = randn(4, 8), randn(5, 8)
+    report = Report()
+    rewritten(projection, report, without=["fused_linear_ce"])(*args, returned=False)
+    assert report.replaced == {"cross_entropy": 1}

@@ -1,0 +1,136 @@
+"""The backend: Dynamo's graph, with llmk's operators in it, for Inductor."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from llmk.compiler import private
+from llmk.compiler.replace import Rule, replace_all
+from llmk.compiler.report import EVERYTHING, Note, Report, module_of
+from llmk.compiler.trace import Modes, NotTraced, Stretch, checkpoint_body, put_back, stays, stretches, traced
+from llmk.registry import OPS
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A backend for `torch.compile`.
+
+    Two with the same settings are equal, so that Dynamo does not compile again for the second.
+    """
+
+    operators: frozenset[str]
+    config: tuple[tuple[str, Any], ...]
+    report: Report = field(compare=False)
+
+    def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        self.report.add(self.rewrite(gm))
+        return private.compile_fx(gm, example_inputs, config_patches=dict(self.config))
+
+    @property
+    def rules(self) -> list[Rule]:
+        return [Rule(op, plain) for name, op in OPS.items() if name in self.operators for plain in op.plain]
+
+    def rewrite(self, gm: GraphModule) -> list[Note]:
+        """Put operators into Dynamo's graph, in place, and say what was replaced and what was left."""
+        if any(private.of_functorch(node.target) for node in gm.graph.nodes):
+            return [Note("all", "", "the graph uses torch.func, inside which no operator of llmk works")]
+        modes, notes = Modes(), []
+        with modes.kept():
+            for part in stretches(gm):
+                if isinstance(part, Stretch):
+                    notes += self._rewrite_stretch(gm, part)
+                else:
+                    modes.follow(part)
+                    notes += self._rewrite_inside(gm, part)
+        gm.graph.lint()
+        gm.recompile()
+        return notes
+
+    def _rewrite_stretch(self, gm: GraphModule, stretch: Stretch) -> list[Note]:
+        try:
+            result = traced(gm, stretch)
+        except NotTraced as why:
+            return [Note("all", module_of(stretch.nodes[0]), str(why))]
+        notes = replace_all(result, self.rules)
+        if any(not note.reason for note in notes):
+            put_back(gm, stretch, result)
+        return notes
+
+    def _rewrite_inside(self, gm: GraphModule, node: Node) -> list[Note]:
+        body = checkpoint_body(gm, node)
+        if body is not None:
+            return self.rewrite(body)
+        if stays(node) and node.target not in private.MODE_CALLS:
+            return [Note("all", module_of(node), f"what is inside {node.target} stays as it is")]
+        return []
+
+
+def operators_found() -> list[str]:
+    """The operators that the backend knows to find."""
+    return [name for name, op in OPS.items() if op.plain]
+
+
+def chosen(only: Collection[str] | None, without: Collection[str] | None) -> frozenset[str]:
+    """
+    Raises:
+        ValueError: An operator is not one that the backend finds.
+    """
+    known = operators_found()
+    for argument, names in (("only", only), ("without", without)):
+        if isinstance(names, str):
+            raise TypeError(f"{argument}: expected a list of operators, got the string {names!r}")
+        for name in names or ():
+            if name not in known:
+                raise ValueError(f"{argument}: expected some of {', '.join(known)}, got {name!r}")
+    return frozenset(known if only is None else only) - frozenset(without or ())
+
+
+def llmk(
+    gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
+) -> Callable[..., Any]:
+    """What `torch.compile(backend="llmk")` calls, with its `mode` and `options` as Inductor takes them."""
+    config = tuple(sorted(private.config_of(mode, options, None).items()))
+    return Backend(chosen(None, None), config, EVERYTHING)(gm, example_inputs)
+
+
+def compile(
+    model: Any,
+    *,
+    only: Collection[str] | None = None,
+    without: Collection[str] | None = None,
+    report: Report | None = None,
+    mode: str | None = None,
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+    options: dict[str, Any] | None = None,
+) -> Any:
+    """`torch.compile(model)` with llmk's operators where the model's graph computes what they compute.
+
+    Args:
+        model: A module or a function, as for `torch.compile`.
+        only: The operators to look for, by name; all that the backend knows without it.
+        without: Operators not to look for.
+        report: What is found is noted there instead of in `llmk.compile_report()`.
+        mode: As for `torch.compile`, and so are the three below.
+        dynamic: Whether sizes are symbolic from the start.
+        fullgraph: Whether a graph break is an error.
+        options: Settings of Inductor.
+
+    Returns:
+        What `torch.compile` returns.
+
+    Raises:
+        ValueError: An operator is not one that the backend finds.
+        TypeError: `only` or `without` is a string.
+    """
+    config = tuple(sorted(private.config_of(mode, options, dynamic).items()))
+    backend = Backend(chosen(only, without), config, EVERYTHING if report is None else report)
+    return torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
+
+
+def compile_report() -> Report:
+    """What was replaced in the graphs compiled so far, what was left and why; its text is a table."""
+    return EVERYTHING

@@ -1,0 +1,100 @@
+"""What the backend replaced in the graphs it compiled, what it left and why."""
+
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch.fx import Node
+
+WIDTH = 80
+
+
+@dataclass(frozen=True)
+class Note:
+    """One place of a graph: the operator, the module it is in, and why it was left, if it was."""
+
+    operator: str
+    module: str
+    reason: str = ""
+
+
+@dataclass
+class Report:
+    """Notes on all graphs that were compiled with it.
+
+    Attributes:
+        graphs: How many graphs there were. A graph that is compiled again, for other sizes, counts again.
+        notes: Each note, and how often it was made.
+    """
+
+    graphs: int = 0
+    notes: Counter[Note] = field(default_factory=Counter)
+
+    @property
+    def replaced(self) -> dict[str, int]:
+        """How often each operator was put in."""
+        found: Counter[str] = Counter()
+        for note, count in self.notes.items():
+            if not note.reason:
+                found[note.operator] += count
+        return dict(sorted(found.items()))
+
+    @property
+    def left(self) -> list[Note]:
+        """The notes on what was left."""
+        return [note for note in self.notes if note.reason]
+
+    def add(self, notes: Iterable[Note]) -> None:
+        self.graphs += 1
+        self.notes.update(notes)
+
+    def clear(self) -> None:
+        """Forget all that was noted."""
+        self.graphs = 0
+        self.notes.clear()
+
+    def __str__(self) -> str:
+        rows = Counter[tuple[str, str, str]]()
+        for note, count in self.notes.items():
+            rows[(note.operator, _any_layer(note.module), note.reason)] += count
+        replaced = [(row, count) for row, count in sorted(rows.items()) if not row[2]]
+        left = [(row, count) for row, count in sorted(rows.items()) if row[2]]
+        graphs = f"{self.graphs} graph{'' if self.graphs == 1 else 's'}"
+        lines = [f"llmk in {graphs}: {sum(count for _, count in replaced)} places replaced"]
+        if replaced:
+            width = max(len(name) for (name, _, _), _ in replaced)
+            lines += [f"  {'operator':{width}}  count  module"]
+            lines += [_cut(f"  {name:{width}}  {count:5}  {module}") for (name, module, _), count in replaced]
+        if left:
+            lines += ["left as they were:"]
+            for (name, module, reason), count in left:
+                lines += [_cut(f"  {name}  {count} in {module}"), *_wrapped(reason)]
+        return "\n".join(lines)
+
+
+def module_of(node: Node) -> str:
+    """The path of the module whose code made the node, or nothing where the graph does not tell."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = str(list(stack.values())[-1][0])
+    return re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path.removeprefix("L['self']").removeprefix("L['fn']")).strip(".")
+
+
+def _any_layer(path: str) -> str:
+    """With a star in place of a layer's number."""
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path) or "-"
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..."
+
+
+def _wrapped(text: str, indent: str = "      ") -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
+
+
+EVERYTHING = Report()
+"""What `llmk.compile_report()` returns."""

@@ -1,0 +1,220 @@
+"""Stretches of Dynamo's graph as graphs of ATen's operators before autograd, where every spelling has one name.
+
+A stretch ends where the gradient mode or autocast changes, and at a higher-order node (a checkpointed region, an
+`autograd.Function`, flex attention), which a trace would take apart and get wrong. What is traced is in place of the
+original only where something in it was replaced.
+"""
+
+import contextlib
+import operator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import Tensor, fx
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
+
+from llmk.compiler.private import CHECKPOINT, MODE_CALLS, is_higher_order
+
+KEPT = ("nn_module_stack", "stack_trace", "source_fn_stack", "original_aten")
+SIMPLE = Tensor | torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool
+
+
+class NotTraced(Exception):
+    """Why a stretch cannot be traced again, in words for the report."""
+
+
+@dataclass
+class Stretch:
+    """Nodes of Dynamo's graph, what they read from outside and which of them are read there."""
+
+    nodes: list[Node]
+
+    @property
+    def inputs(self) -> list[Node]:
+        inside, found = set(self.nodes), {}
+        for node in self.nodes:
+            found |= dict.fromkeys(n for n in node.all_input_nodes if n not in inside)
+        return list(found)
+
+    @property
+    def outputs(self) -> list[Node]:
+        inside = set(self.nodes)
+        return [node for node in self.nodes if any(user not in inside for user in node.users)]
+
+
+def stretches(gm: GraphModule) -> Iterator[Stretch | Node]:
+    """The graph in order: stretches, and between them the nodes that stay."""
+    nodes: list[Node] = []
+    for node in list(gm.graph.nodes):
+        if node.op in ("placeholder", "get_attr") or _is_part(node):
+            continue
+        if node.op == "output" or node.op == "call_module" or stays(node):
+            if nodes:
+                yield Stretch(nodes)
+            nodes = []
+            if node.op != "output":
+                yield node
+        else:
+            nodes.append(node)
+
+
+def stays(node: Node) -> bool:
+    return node.op == "call_function" and (node.target in MODE_CALLS or is_higher_order(node.target))
+
+
+def _is_part(node: Node) -> bool:
+    """Whether it is one of the results of a node that stays."""
+    return node.target is operator.getitem and isinstance(node.args[0], Node) and stays(node.args[0])
+
+
+def checkpoint_body(gm: GraphModule, node: Node) -> GraphModule | None:
+    """The graph of a region that is computed again in the backward pass."""
+    if node.target is not CHECKPOINT or not isinstance(node.args[0], Node):
+        return None
+    body = getattr(gm, str(node.args[0].target), None)
+    return body if isinstance(body, GraphModule) else None
+
+
+class Modes:
+    """Follows the graph's changes of the gradient mode and autocast, and puts everything back in the end."""
+
+    def __init__(self) -> None:
+        self.entered: dict[Node, Any] = {}
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        enabled = torch.is_grad_enabled()
+        try:
+            yield
+        finally:
+            for mode in reversed(self.entered.values()):
+                mode.__exit__(None, None, None)
+            torch.set_grad_enabled(enabled)
+
+    def follow(self, node: Node) -> None:
+        """Does what the node does, if that is to change a mode."""
+        if node.target not in MODE_CALLS:
+            return
+        mode = node.target(*map_arg(node.args, self.entered.pop), **node.kwargs)  # type: ignore[operator]
+        if mode is not None:
+            self.entered[node] = mode
+
+
+def example_of(gm: GraphModule, node: Node) -> Any:
+    if node.op == "get_attr":
+        value = gm
+        for part in str(node.target).split("."):
+            value = getattr(value, part)
+        return value
+    if "example_value" not in node.meta:
+        raise NotTraced(f"the graph does not say what {node.name} is")
+    return node.meta["example_value"]
+
+
+def fake_mode_of(values: Iterable[Any]) -> Any:
+    """The mode that the fake tensors among the values belong to: Dynamo's, not the one it gives to its backend."""
+    return next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)
+
+
+def traced(gm: GraphModule, stretch: Stretch) -> GraphModule:
+    """The stretch as a graph of ATen's operators, whose placeholders are its inputs and whose results its outputs.
+
+    Nodes have `val`, what they give, and `needs_grad`, whether a gradient may be wanted of it.
+
+    Raises:
+        NotTraced: It cannot be traced, or not to the same.
+    """
+    examples = [example_of(gm, node) for node in stretch.inputs]
+    for node, example in zip(stretch.inputs, examples, strict=True):
+        if not isinstance(example, SIMPLE):
+            raise NotTraced(f"it reads {node.name}, which is no tensor or number")
+    fake = fake_mode_of(examples)
+    if fake is None:
+        raise NotTraced("it reads no tensor")
+    run = fx.Interpreter(_alone(stretch)).run
+    before, fake.allow_non_fake_inputs = fake.allow_non_fake_inputs, True
+    try:
+        with fake, fx_traceback.preserve_node_meta():
+            trace = make_fx(run, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)
+            result = trace(*examples)
+    except Exception as error:  # whatever the model's operations raise: Inductor gets them as they are
+        raise NotTraced(f"{type(error).__name__}: {error}".splitlines()[0]) from error
+    finally:
+        fake.allow_non_fake_inputs = before
+    _require_same(stretch, result)
+    _note_gradients(result, examples)
+    return result
+
+
+def _alone(stretch: Stretch) -> GraphModule:
+    graph, copies = fx.Graph(), {}
+    for node in stretch.inputs:
+        copies[node] = graph.placeholder(node.name)
+    for node in stretch.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in stretch.outputs))
+    return GraphModule(torch.nn.Module(), graph)
+
+
+def _require_same(stretch: Stretch, result: GraphModule) -> None:
+    """That what the trace gives has the shapes and dtypes that Dynamo saw."""
+    results = result.graph.output_node().args[0]
+    for node, again in zip(stretch.outputs, results, strict=True):  # type: ignore[arg-type]
+        want, got = node.meta.get("example_value"), again.meta.get("val") if isinstance(again, Node) else again
+        if isinstance(want, Tensor) and (
+            not isinstance(got, Tensor) or got.dtype != want.dtype or str(got.shape) != str(want.shape)
+        ):
+            raise NotTraced(f"{node.name} comes out as another tensor when it is traced again")
+
+
+def _note_gradients(result: GraphModule, examples: list[Any]) -> None:
+    placeholders = result.graph.find_nodes(op="placeholder")
+    wanted = {n for n, x in zip(placeholders, examples, strict=True) if isinstance(x, Tensor) and x.requires_grad}
+    for node in result.graph.nodes:
+        passes = "detach" not in str(node.target) and not _is_integer(node.meta.get("val"))
+        if torch.is_grad_enabled() and passes and any(n in wanted for n in node.all_input_nodes):
+            wanted.add(node)
+        node.meta["needs_grad"] = node in wanted
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex()
+
+
+def put_back(gm: GraphModule, stretch: Stretch, result: GraphModule) -> None:
+    """The traced graph in the place of the stretch."""
+    outputs, copies = stretch.outputs, {}
+    for placeholder, node in zip(result.graph.find_nodes(op="placeholder"), stretch.inputs, strict=True):
+        copies[placeholder] = node
+    with gm.graph.inserting_after(stretch.nodes[-1]):
+        anchor = gm.graph.call_function(tuple)
+    with gm.graph.inserting_before(anchor):
+        for node in result.graph.nodes:
+            if node.op == "get_attr":
+                copies[node] = gm.graph.get_attr(_moved(result, gm, str(node.target)))
+            elif node.op not in ("placeholder", "output"):
+                copies[node] = gm.graph.node_copy(node, copies.__getitem__)
+                copies[node].meta = {key: node.meta[key] for key in KEPT if key in node.meta}
+    gm.graph.erase_node(anchor)
+    for node, again in zip(outputs, result.graph.output_node().args[0], strict=True):  # type: ignore[arg-type]
+        new = map_arg(again, copies.__getitem__)
+        if isinstance(new, Node) and new.op != "placeholder":
+            new.meta.setdefault("example_value", node.meta.get("example_value"))
+        for user in list(node.users):
+            if user not in set(stretch.nodes):
+                user.args = map_arg(user.args, lambda n, node=node, new=new: new if n is node else n)
+                user.kwargs = map_arg(user.kwargs, lambda n, node=node, new=new: new if n is node else n)
+    for node in reversed(stretch.nodes):
+        gm.graph.erase_node(node)
+
+
+def _moved(source: GraphModule, target: GraphModule, name: str) -> str:
+    """A constant of one graph's module, in another's under a name that is free there."""
+    free = next(f"_llmk_constant{i}" for i in range(1 << 30) if not hasattr(target, f"_llmk_constant{i}"))
+    target.register_buffer(free, getattr(source, name), persistent=False)
+    return free

@@ -1,0 +1,111 @@
+"""How a projection to the vocabulary and its cross entropy are written in plain PyTorch."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from llmk.ops.loss.plain import capped, cross_entropy_of, loss_options
+from llmk.registry.patterns import (
+    Call,
+    Cast,
+    Emit,
+    Found,
+    Left,
+    Pattern,
+    Plain,
+    Value,
+    Var,
+    as_dtype,
+    find,
+    name_of,
+    value_of,
+)
+
+aten = torch.ops.aten
+ROWS = frozenset({"view", "reshape", "_unsafe_view", "slice", "flatten", "contiguous", "alias"})
+
+
+class _Rows(Pattern):
+    """The pattern, or its rows: what keeps the last axis and chooses or arranges what is before it."""
+
+    def __init__(self, pattern: Any) -> None:
+        self.pattern = pattern
+
+    def find(self, value: Any, found: Found) -> Iterator[Found]:
+        while _keeps_last_axis(value):
+            rows = (*found.values.get("rows", ()), value)
+            found = replace(found, values={**found.values, "rows": rows}).over(value)
+            value = value.args[0]
+        yield from find(self.pattern, value, found)
+
+
+def _keeps_last_axis(node: Any) -> bool:
+    if name_of(node) not in ROWS:
+        return False
+    before, after = value_of(node.args[0]), value_of(node)
+    if not isinstance(before, Tensor) or not before.dim() or not after.dim():
+        return False
+    if name_of(node) == "slice" and node.args[1] in (-1, before.dim() - 1):
+        return False
+    width = before.shape[-1]
+    return isinstance(width, int) and isinstance(after.shape[-1], int) and width == after.shape[-1]
+
+
+class _Scaled(Pattern):
+    """The pattern, or it times a number, or divided by one: `scale` is their product."""
+
+    def __init__(self, pattern: Any) -> None:
+        self.pattern = pattern
+
+    def find(self, value: Any, found: Found) -> Iterator[Found]:
+        yield from find(self.pattern, value, found)
+        if name_of(value) in ("mul", "div") and isinstance(number := value.args[1], int | float):
+            factor = number if name_of(value) == "mul" else 1 / number
+            scale = found.values.get("scale", 1.0) * factor
+            yield from self.find(value.args[0], replace(found, values={**found.values, "scale": scale}).over(value))
+
+
+def _logits() -> Pattern:
+    linear = Call("linear", Var("input"), Var("linear_weight"), Value("linear_bias"))
+    for turned in (Call("t", Var("linear_weight")), Call("numpy_T", Var("linear_weight"))):
+        linear = linear | Call("matmul", Var("input"), turned)
+    linear = linear | Call("matmul", Var("input"), Call("transpose", Var("linear_weight"), Value("a"), Value("b")))
+    inner = Cast(_Rows(Cast(_Scaled(Cast(linear)))))
+    return Cast(_Rows(capped(inner)))
+
+
+def _rows_of(emit: Emit, x: Node, rows: tuple[Node, ...]) -> Node:
+    """What became of the logits' rows, of the rows of x."""
+    for node in reversed(rows):
+        if name_of(node) in ("view", "reshape", "_unsafe_view"):
+            sizes = [*node.args[1][:-1], value_of(x).shape[-1]]  # type: ignore[index]
+            x = emit(aten.reshape.default, x, sizes)
+        elif name_of(node) in ("slice", "flatten"):
+            x = emit(node.target, x, *node.args[1:], **node.kwargs)
+    return x
+
+
+def _build(emit: Emit, values: Mapping[str, Any]) -> Any:
+    options, scale = loss_options(values), values.get("scale", 1.0)
+    bias, x = values.get("linear_bias"), values["input"]
+    if scale != 1 and bias is not None:
+        raise Left("the logits have a bias and are scaled after it")
+    x = _rows_of(emit, x, values.get("rows", ()))
+    if scale != 1:
+        x = emit(aten.mul.Tensor, x, scale)
+    loss = emit(
+        torch.ops.llmk.fused_linear_ce.default,
+        x,
+        values["linear_weight"],
+        values["target"],
+        linear_bias=bias,
+        **options,
+    )
+    return as_dtype(emit, loss, emit.wanted.dtype)
+
+
+FUSED_LINEAR_CE = (Plain(results=(cross_entropy_of(_logits()),), signs=("llmk::cross_entropy",), build=_build),)

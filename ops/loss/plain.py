@@ -1,0 +1,46 @@
+"""How cross entropy is written in plain PyTorch, of whatever its logits are."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from llmk.registry.patterns import Call, Cast, Left, Number, Pattern, Value, value_of
+
+REDUCTIONS = ("none", "mean", "sum")
+"""By the numbers that ATen has for them."""
+
+
+def capped(x: Any) -> Pattern:
+    """The pattern, or `softcap * tanh(x / softcap)` of it."""
+    cap = Number("softcap")
+    return Cast(Call("mul", Cast(Call("tanh", Cast(Call("div", Cast(x), cap)))), cap)) | Cast(x)
+
+
+def cross_entropy_of(logits: Any) -> Pattern:
+    """`F.cross_entropy`, or `F.nll_loss` of `F.log_softmax`."""
+    options = Value("target"), Value("weight"), Value("reduction"), Value("ignore_index")
+    logprobs = Call("log_softmax", logits, Value("dim"), dtype=Value("dtype"))
+    return Cast(
+        Call("cross_entropy_loss", logits, *options, label_smoothing=Value("label_smoothing"))
+        | Call("nll_loss", Cast(logprobs), *options)
+        | Call("nll_loss_nd", Cast(logprobs), *options)
+    )
+
+
+def loss_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What the operators' keywords are.
+
+    Raises:
+        Left: The target is no class for each row.
+    """
+    target = values["target"]
+    if value_of(target).is_floating_point():
+        raise Left("its target is probabilities, and the operator's is classes")
+    if value_of(target).dim() > 1:
+        raise Left("classes are on the second axis, and the operator's on the last")
+    return {
+        "weight": values["weight"],
+        "ignore_index": values["ignore_index"],
+        "reduction": REDUCTIONS[values["reduction"]],
+        "label_smoothing": values.get("label_smoothing", 0.0),
+        "softcap": values.get("softcap", 0.0),
+    }
