@@ -1,4 +1,7 @@
-"""What holds for every derivative: undefined gradients, second ones, programs traced when nobody wanted any."""
+"""What holds for every derivative, on each path of eager mode and compiled: undefined gradients, second ones, settings.
+
+opcheck asks the same of every sample's kind on the short path, and of exported programs.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +14,6 @@ import torch
 from torch import Tensor
 
 from llmk.opcheck.accuracy import accuracy_violation
-from llmk.opcheck.calls import call, require_accurate
 from llmk.opcheck.inputs import as_list, differentiable_inputs, prepare, with_default_dtype
 from llmk.opcheck.truth import to_float64
 from llmk.registry import OPS, KernelOp, Op, Sample, replicate_only, set_short_path_enabled
@@ -56,7 +58,7 @@ def some_outputs(
 
 
 @pytest.mark.parametrize("way", [*PATHS, "compiled"])
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", ["rms_norm", *(name for name, op in OPS.items() if len(op.schema.returns) > 1)])
 def test_an_undefined_gradient_is_zero(name: str, way: str) -> None:
     op, sample = OPS[name], samples(OPS[name], 1)[0]
     fn: Callable[..., Any] = op.overload
@@ -115,36 +117,6 @@ def second_derivatives(
     if not penalty.requires_grad:
         return [torch.zeros_like(x) for x in inputs]
     return list(torch.autograd.grad(penalty, inputs, allow_unused=True, materialize_grads=True))
-
-
-class Called(torch.nn.Module):
-    """An operator with everything but its tensors bound."""
-
-    def __init__(self, op: Op, sample: Sample) -> None:
-        super().__init__()
-        self.op, self.bound = op.overload, op.bind(sample)
-
-    def forward(self, tensors: dict[str, Tensor]) -> Any:
-        return self.op(**self.bound | tensors)
-
-
-def by_tensors(op: Op, program: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A program that takes tensors by name, called as the operator is."""
-    bound = dict(zip(op.argument_names(), args, strict=False)) | kwargs
-    return program({name: value for name, value in bound.items() if isinstance(value, Tensor)})
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_an_exported_and_decomposed_program_trains(name: str) -> None:
-    op = OPS[name]
-    kept_by_need = any(kernel_op.derivative.keeps for kernel_op in op.kernel_ops)
-    for sample in samples(op, 7 if kept_by_need else 1):
-        tensors = {name: value for name, value in op.bind(sample).items() if isinstance(value, Tensor)}
-        program = torch.export.export(Called(op, sample), (tensors,)).run_decompositions().module()
-        trained = partial(by_tensors, op, program)
-        every = differentiable_inputs(op, sample)
-        for wanted in [every, *([[one] for one in every] if kept_by_need else [])]:
-            require_accurate(op, sample, call(op, sample, wanted, fn=trained))
 
 
 def in_another_thread(fn: Callable[[], Any]) -> Any:

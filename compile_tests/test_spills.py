@@ -41,20 +41,22 @@ def test_no_configuration_spills(name: str, dtype: torch.dtype, build: str) -> N
     assert not {launch: size for launch, size in shared.items() if size > SHARED_MEMORY_OF_SM_80}
 
 
-def test_a_sweep_reaches_every_kernel_of_the_samples() -> None:
-    for name in ("rms_norm", "linear_act"):
-        op = OPS[name]
-        swept = {launch.kernel for launch in sweep(op, torch.bfloat16)}
-        assert swept == {launch.kernel for launch in aot.launches(op, torch.bfloat16)}
-        assert swept == {launch.kernel for launch in largest_blocks(sweep(op, torch.bfloat16))}
+@pytest.fixture(scope="module")
+def launches() -> list[Launch]:
+    return sweep(OPS["rms_norm"], torch.bfloat16)
+
+
+def test_a_sweep_reaches_every_kernel_of_the_samples(launches: list[Launch]) -> None:
+    swept = {launch.kernel for launch in launches}
+    assert swept == {launch.kernel for launch in aot.launches(OPS["rms_norm"], torch.bfloat16)}
+    assert swept == {launch.kernel for launch in largest_blocks(launches)}
 
 
 def _constants(launches: list[Launch], kernel: str, name: str) -> set[object]:
     return {launch.kwargs[name] for launch in launches if launch.kernel.__name__ == kernel}
 
 
-def test_a_sweep_finds_each_block_aligned_and_not() -> None:
-    launches = sweep(OPS["rms_norm"], torch.bfloat16)
+def test_a_sweep_finds_each_block_aligned_and_not(launches: list[Launch]) -> None:
     assert {2**k for k in range(6, 16)} <= _constants(launches, "rms_norm_kernel", "BLOCK_N")
     aligned: dict[object, set[bool]] = {}
     for launch in launches:
@@ -65,8 +67,7 @@ def test_a_sweep_finds_each_block_aligned_and_not() -> None:
     assert aligned[32768] == {True}  # what is wider and not aligned takes the long path
 
 
-def test_the_largest_blocks_keep_both_alignments() -> None:
-    launches = sweep(OPS["rms_norm"], torch.bfloat16)
+def test_the_largest_blocks_keep_both_alignments(launches: list[Launch]) -> None:
     kept = [launch for launch in largest_blocks(launches) if launch.kernel.__name__ == "rms_norm_long_kernel"]
     assert {launch.args[6] % 16 == 0 for launch in kept} == {True, False}
 
