@@ -71,6 +71,7 @@ matrix: $(call needs,test)
 # Not part of CI: most of an hour of one core. The documentation shows what came out.
 families: $(call needs,test)
 	OMP_NUM_THREADS=1 $(PY) compile_tests/families_sweep.py $(FAMILIES_ARGS)
+	$(PY) -m pytest -n auto compile_tests/test_families.py --compile-every-family
 
 docs: $(call needs,docs)
 	$(PY) -m sphinx -W --keep-going -b html docs docs/_build/html

@@ -14,6 +14,7 @@ from llmk.registry.backends import INTERPRET
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where the operators run: cpu (default), or a GPU")
+    parser.addoption("--compile-every-family", action="store_true", help="not just one of each kind")
     parser.addoption(
         "--build",
         choices=("few", "many", "every"),

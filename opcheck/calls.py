@@ -68,12 +68,16 @@ def resized(op: Op, samples: Sequence[Sample], rows: Sequence[int]) -> Iterator[
         yield op.resized(count, tensor.device, float_dtype(op, samples[0]))
 
 
-def one_of_each(op: Op, samples: Sequence[Sample]) -> list[Sample]:
-    """A small sample of each choice of options, of tensors given and of their number of axes."""
+def one_of_each(op: Op, samples: Sequence[Sample], *, layouts: bool = False) -> list[Sample]:
+    """A small sample of each choice of options, of tensors given and of their number of axes.
+
+    With `layouts` also of each choice of tensors that are not contiguous.
+    """
     found: dict[Any, Sample] = {}
     for sample in sorted(samples, key=lambda sample: _dullness(op, sample)):
         if all(tensor.numel() for tensor in _tensors(op, sample)):
-            found.setdefault(_kind(op, sample), sample)
+            layout = [tensor.is_contiguous() for tensor in _tensors(op, sample)] if layouts else []
+            found.setdefault((_kind(op, sample), *layout), sample)
     return list(found.values())
 
 

@@ -1,6 +1,8 @@
 """The promises under torch.compile and torch.export; the form is that of promises.py."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
@@ -8,6 +10,7 @@ import torch
 
 from llmk.opcheck.calls import (
     call,
+    device_of,
     first_line,
     one_of_each,
     require_accurate,
@@ -30,10 +33,9 @@ def compiled(op: Op, samples: Sequence[Sample]) -> None:
 
 
 def compiled_samples(op: Op, samples: Sequence[Sample]) -> None:
-    """3: every sample traced in one graph by Dynamo and AOTAutograd."""
-    for sample in samples:
-        torch.compiler.reset()
-        require_accurate(op, sample, _call_compiled(op, sample, _compiled_call(op, backend="aot_eager")))
+    """3: samples traced in one graph by Dynamo and AOTAutograd; without a GPU one of each kind and layout."""
+    for sample in _to_trace(op, samples):
+        require_accurate(op, sample, _traced(op, sample).outcome)
 
 
 def _compiled_call(op: Op, **options: Any) -> Callable[..., Any]:
@@ -69,22 +71,44 @@ def no_recompile(op: Op, samples: Sequence[Sample]) -> None:
 
 def clean_graph(op: Op, samples: Sequence[Sample]) -> None:
     """3: between neighbours no input, output or gradient is copied."""
-    graphs: list[torch.fx.GraphModule] = []
+    for sample in _to_trace(op, samples):
+        for copy in _traced(op, sample).copies:
+            raise BrokenPromise(f"{sample}: the compiled graph has {copy}")
 
-    def record(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
-        graphs.append(graph)
-        return graph
 
-    torch.compiler.reset()
-    backend = aot_backend(record, decomposed=True)
-    for sample in samples:
+def _to_trace(op: Op, samples: Sequence[Sample]) -> Sequence[Sample]:
+    return samples if device_of(op, samples[0]).type == "cuda" else one_of_each(op, samples, layouts=True)
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """What a sample gave when it was traced, and the nodes of its graphs that copy what need not be copied."""
+
+    sample: Sample  # whose id is nobody else's while this lives
+    outcome: Outcome
+    copies: list[str]
+
+
+_traces: "OrderedDict[tuple[int, int], _Traced]" = OrderedDict()
+_MOST_KEPT = 64
+
+
+def _traced(op: Op, sample: Sample) -> _Traced:
+    """Traced once for the promises that look at it: in Inductor's decompositions, and not by Inductor."""
+    key = id(op), id(sample)
+    if key not in _traces:
+        copies: list[str] = []
+
+        def record(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
+            copies.extend(n.format_node() or "" for n in graph.graph.nodes if _copies_boundary(n) or _writes_view(n))
+            return graph
+
         torch.compiler.reset()
-        graphs.clear()
-        call(op, sample, fn=torch.compile(lambda *a, **k: op.overload(*a, **k), backend=backend, fullgraph=True))
-        for graph in graphs:
-            for node in graph.graph.nodes:
-                if _copies_boundary(node) or _writes_view(node):
-                    raise BrokenPromise(f"{sample}: the compiled graph has {node.format_node()}")
+        backend = aot_backend(record, decomposed=True)
+        _traces[key] = _Traced(sample, _call_compiled(op, sample, _compiled_call(op, backend=backend)), copies)
+        if len(_traces) > _MOST_KEPT:
+            _traces.popitem(last=False)
+    return _traces[key]
 
 
 def _writes_view(node: torch.fx.Node) -> bool:
