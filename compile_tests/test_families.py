@@ -80,7 +80,7 @@ def test_outputs_and_gradients_equal_the_unpatched(family: str, request: pytest.
         assert_compiled_equal(model, original, inputs, want, fullgraph=True, backend="aot_eager")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "Olmo", "GptOss", "DeepseekV3"])
 def test_thirty_steps_give_the_same_losses(family: str):
     def losses(model: Any) -> list[float]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
