@@ -64,9 +64,8 @@ def test_readme_names_every_operator() -> None:
 
 
 def test_site_builds(tmp_path: Path) -> None:
-    missing = [
-        name for name in ("sphinx", "furo", "myst_parser", "matplotlib") if importlib.util.find_spec(name) is None
-    ]
+    needed = ("sphinx", "furo", "myst_parser", "sphinx_copybutton", "latex2mathml", "matplotlib")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)}")
     out = tmp_path / "html"
@@ -80,5 +79,7 @@ def test_site_builds(tmp_path: Path) -> None:
 
     index = (out / "ops" / "index.html").read_text()
     for name in OPS:
-        assert f"torch.ops.llmk.{name}(" in re.sub(r"<[^>]*>", "", (out / "ops" / f"{name}.html").read_text())
+        text = re.sub(r"<[^>]*>", "", (out / "ops" / f"{name}.html").read_text())
+        assert f"= llmk.functional.{name}(" in text or f"= torch.ops.llmk.{name}(" in text
+        assert f"llmk::{name}(" in text
         assert f'href="{name}.html"' in index

@@ -33,8 +33,23 @@ def draw_plots(folder: Path) -> None:
         old.unlink()
 
 
-def plots_of(op: str, folder: Path, shown_from: str) -> Iterator[str]:
-    """An operator's charts as Markdown images, its bars first."""
+def benchmark_of(op: str, folder: Path, shown_from: str) -> Iterator[str]:
+    """For an operator's page: its tables and charts, bars first."""
+    rows = _rows_of(op)
+    if rows:
+        yield "Forward and backward, in milliseconds; the multiple of [the floor](../benchmarks.md) in brackets."
+        yield _scrolling(_time_table(rows))
+    if rows and op.startswith("fused_linear"):
+        yield "Peak memory above the inputs, in MiB, gradients included:"
+        yield _scrolling(_memory_table(rows))
+    yield from _plots_of(op, folder, shown_from)
+    if op == "fused_linear_ce" and CHUNKS.exists():
+        yield from _chunks(json.loads(CHUNKS.read_text()))
+    if not rows:
+        yield f"Not measured yet: `python -m llmk.bench {op}` times it on your machine."
+
+
+def _plots_of(op: str, folder: Path, shown_from: str) -> Iterator[str]:
     alt = {op: f"{op}: time of every workload and way, as a multiple of the floor",
            f"{op}-memory": f"{op}: peak memory of every workload and way"}  # fmt: skip
     for path in sorted(folder.glob(f"{op}.svg")) + sorted(folder.glob(f"{op}-*.svg")):
@@ -42,26 +57,41 @@ def plots_of(op: str, folder: Path, shown_from: str) -> Iterator[str]:
         yield f"![{text}]({shown_from}/{path.name})"
 
 
-def benchmark_tables(plots: Path) -> str:
-    """What the page includes: where it was measured, a table for each operator, memory, growth, training steps."""
+def _rows_of(op: str) -> list[Row]:
+    return [row for row in json.loads(TIMES.read_text())["rows"] if row["op"] == op and row["floor_full_ms"]]
+
+
+def overview() -> str:
+    """What the page includes: where it was measured, and a line for the first workload of every operator."""
     results = json.loads(TIMES.read_text())
-    rows = [row for row in results["rows"] if row["floor_full_ms"]]
-    parts = [_about(results), "## Time", _legend()]
-    for op in dict.fromkeys(row["op"] for row in rows):
-        parts.append(f"### [{op}](ops/{op}.md#benchmark)")
-        parts.append(_scrolling(_time_table([row for row in rows if row["op"] == op])))
-    fused = [row for row in rows if row["op"].startswith("fused_linear")]
-    parts += ["## Memory", "Peak memory of forward and backward above the inputs, in MiB, gradients included."]
-    parts.append(_scrolling(_memory_table(fused)))
-    charts_of_memory = (plots / f"{op}-memory.svg" for op in dict.fromkeys(row["op"] for row in fused))
-    parts += [f"![peak memory](ops/plots/{chart.name})" for chart in charts_of_memory if chart.exists()]
-    if CHUNKS.exists():
-        parts += _chunks(json.loads(CHUNKS.read_text()))
-    if GROWTH.exists():
-        parts += ["## Growth", *_growth(json.loads(GROWTH.read_text()))]
-    if STEPS.exists():
-        parts += ["## Training step", *_steps(json.loads(STEPS.read_text()))]
-    return "\n\n".join(parts) + "\n"
+    names = dict.fromkeys(row["op"] for row in results["rows"] if row["floor_full_ms"])
+    return "\n\n".join([_about(results), _scrolling(_overview_table(list(names))), _legend()]) + "\n"
+
+
+def _overview_table(names: list[str]) -> Iterator[str]:
+    yield "| operator, workload | floor ms | llmk | compiled | torch compiled | torch eager | best other |"
+    yield "|---|---|---|---|---|---|---|"
+    for op in sorted(names):
+        rows = _rows_of(op)
+        same = [row for row in rows if row["workload"] == rows[0]["workload"]]
+        by_way, floor = {row["way"]: row for row in same}, same[0]["floor_full_ms"]
+        best = min(peers(same), key=measured_ms, default=None)
+        ways = ("llmk eager", "llmk compiled", "torch compiled", "torch eager")
+        cells = [
+            _ms(floor),
+            *(_multiple(by_way[way]) for way in ways),
+            f"{_multiple(best)} {best['way']}" if best else "",
+        ]
+        yield f"| [{op}](ops/{op}.md#speed) {same[0]['workload']} | {' | '.join(cells)} |"
+
+
+def _multiple(row: Row) -> str:
+    return "failed" if "error" in row else f"{measured_ms(row) / row['floor_full_ms']:.2f}"
+
+
+def training_steps() -> str:
+    """For the page about them: each model's table and verdicts, and the charts."""
+    return "\n\n".join(_steps(json.loads(STEPS.read_text()))) + "\n"
 
 
 def _about(results: Row) -> str:
@@ -173,16 +203,6 @@ def _chunks(results: Row) -> Iterator[str]:
     yield _scrolling(iter(lines))
 
 
-def _growth(results: Row) -> Iterator[str]:
-    yield (
-        "One size at a time over two orders of magnitude. A triangle at the top stands for a value beyond it, a cross "
-        f"for a run that failed. Measured on {results['date']} on one {results['device']}; every number is in "
-        f"`benchmarks/results/{GROWTH.name}`."
-    )
-    for op, against in dict.fromkeys((row["op"], row["against"]) for row in results["rows"]):
-        yield f"![{op}: time and memory against {against}](ops/plots/{op}-{against.replace(' ', '-')}.svg)"
-
-
 def _steps(results: Row) -> Iterator[str]:
     """Each model's table and verdicts, then the charts."""
     versions = ", ".join(f"{name} {version}" for name, version in results["peers"].items())
@@ -196,7 +216,7 @@ def _steps(results: Row) -> Iterator[str]:
     )
     for model in dict.fromkeys(row["model"] for row in results["rows"]):
         rows = [row for row in results["rows"] if row["model"] == model]
-        yield f"### {model}, {rows[0]['batch_size']} x {rows[0]['seq_len']} tokens"
+        yield f"## {model}, {rows[0]['batch_size']} x {rows[0]['seq_len']} tokens"
         yield _scrolling(_step_table(rows))
         yield from (f"{text[0].upper()}{text[1:]}." for text in verdicts(rows))
     for name, what in (("train-step", "time"), ("train-step-memory", "peak memory")):

@@ -8,6 +8,7 @@ sys.path.insert(0, str(DOCS))
 
 from docutils import nodes  # noqa: E402
 from op_pages import write_pages  # noqa: E402
+from report_pages import write_reports  # noqa: E402
 
 import llmk  # noqa: E402 the path comes first
 
@@ -17,20 +18,30 @@ project_copyright = ""
 html_show_copyright = False
 html_show_sphinx = False
 
-extensions = ["myst_parser"]
-myst_enable_extensions = ["colon_fence"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "mathml"]
+html_math_renderer = "mathml"
+myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 3
 default_role = "code"  # docstrings write code in single backticks
-INCLUDED = ("_checks", "_benchmarks", "_families", "_versions", "_sweep")  # in other pages
+INCLUDED = ("_checks", "_benchmarks", "_steps", "_families", "_versions", "_sweep")  # in other pages
 exclude_patterns = ["_build", *(f"ops/{name}.md" for name in INCLUDED)]
 
 html_theme = "furo"
-html_title = "llmk"
+html_title = f"llmk {version}"
 html_static_path = ["_static"]
+html_extra_path = ["ops/reports"]
 html_css_files = ["llmk.css"]
 python_maximum_signature_line_length = 80  # a long signature has one argument on a line
 pygments_style = "friendly"
 pygments_dark_style = "monokai"
+copybutton_prompt_text = "$ "
+autodoc_typehints = "none"  # the docstrings say what arguments are
+autodoc_member_order = "bysource"
+napoleon_use_rtype = False
+napoleon_use_ivar = True
+
+
+write_reports(DOCS / "ops" / "reports")
 
 
 def strip_listings(app, doctree):

@@ -1,0 +1,29 @@
+"""What an operator computes, as its page shows it at the top; how, is in the docstring of the operator's file."""
+
+FORMULAS = {
+    "add": r"y = a + b",
+    "add_rms_norm": r"h = x + r, \qquad "
+    r"y_i = \frac{h_i}{\sqrt{\frac1N \sum_j h_j^2 + \varepsilon}}\,(w_i + \mathrm{offset})",
+    "rms_norm": r"y_i = \frac{x_i}{\sqrt{\frac1N \sum_j x_j^2 + \varepsilon}}\,(w_i + \mathrm{offset})",
+    "layer_norm": r"y_i = \frac{x_i - \mu}{\sqrt{\sigma^2 + \varepsilon}}\,w_i + b_i",
+    "group_norm": r"y = \frac{x - \mu_g}{\sqrt{\sigma_g^2 + \varepsilon}}\,w_c + b_c",
+    "softmax": r"y_i = \frac{e^{x_i}}{\sum_j e^{x_j}}",
+    "swiglu": r"y = \mathrm{silu}(g)\,u = \frac{g\,u}{1 + e^{-g}}",
+    "geglu": r"y = \mathrm{gelu}(g)\,u",
+    "relu_squared": r"y = \max(x, 0)^2",
+    "linear_act": r"y = f(x W^\top + b)",
+    "rope": r"y = x \cos\theta + \mathrm{rotate}(x) \sin\theta",
+    "qk_norm_rope": r"n = \mathrm{rmsnorm}(x)\,w, \qquad y = n \cos\theta + \mathrm{rotate}(n) \sin\theta",
+    "cross_entropy": r"\ell = \log\, \sum_v e^{x_v} - x_t",
+    "fused_linear_ce": r"\ell = \log\, \sum_v e^{z_v} - z_t, \qquad z = W x + b",
+    "fused_linear_ce_metrics": r"\ell = \log\, \sum_v e^{z_v} - z_t, \qquad H = -\sum_v p_v \log\, p_v, \qquad z = W x + b",
+    "vocab_parallel_linear_ce": r"\ell = \log\, \sum_{\mathrm{ranks}} \sum_v e^{z_v} - z_t, \qquad z = W x + b",
+    "linear_logprobs": r"\log\, p_t = z_t - \log\, \sum_v e^{z_v}, \qquad H = -\sum_v p_v \log\, p_v, \qquad z = W x + b",
+    "fused_linear_jsd": r"\ell = \beta\,\mathrm{KL}(P \parallel M) + (1 - \beta)\,\mathrm{KL}(Q \parallel M), "
+    r"\qquad M = \beta P + (1 - \beta) Q",
+    "jsd": r"\ell = \beta\,\mathrm{KL}(P \parallel M) + (1 - \beta)\,\mathrm{KL}(Q \parallel M), "
+    r"\qquad M = \beta P + (1 - \beta) Q",
+    "kl_div": r"\ell = t\,(\log t - x)",
+    "tvd": r"\ell = \frac12 \sum_v \left| p_v - q_v \right|",
+    "giou_loss": r"\ell = 1 - \frac{I}{U} + \frac{C - U}{C}",
+}

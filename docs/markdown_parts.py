@@ -1,0 +1,35 @@
+"""Pieces of Markdown that the written pages are made of."""
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+
+def prose(text: str) -> str:
+    """Plain text with code in backticks, as Markdown."""
+    spans = re.split(r"(`[^`]*`)", text)
+    for i in range(0, len(spans), 2):
+        escaped = re.sub(r"([*_#|<>$\[\]])", r"\\\1", spans[i])
+        spans[i] = re.sub(r"https?://[^\s,;)]*[^\s,;).]", lambda m: f"<{m[0].replace(chr(92), '')}>", escaped)
+    return "".join(spans)
+
+
+def fence(language: str, text: str) -> str:
+    return f"```{language}\n{text}\n```"
+
+
+def code_list(names: Any) -> str:
+    return ", ".join(f"`{name}`" for name in names) or "nothing"
+
+
+def folded(title: str, parts: Iterable[str]) -> Iterator[str]:
+    """Parts without headings, behind a title that opens."""
+    yield f"<details><summary>{title}</summary>"
+    yield from parts
+    yield "</details>"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
