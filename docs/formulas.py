@@ -14,11 +14,12 @@ FORMULAS = {
     "linear_act": r"y = f(x W^\top + b)",
     "rope": r"y = x \cos\theta + \mathrm{rotate}(x) \sin\theta",
     "qk_norm_rope": r"n = \mathrm{rmsnorm}(x)\,w, \qquad y = n \cos\theta + \mathrm{rotate}(n) \sin\theta",
-    "cross_entropy": r"\ell = \log\, \sum_v e^{x_v} - x_t",
-    "fused_linear_ce": r"\ell = \log\, \sum_v e^{z_v} - z_t, \qquad z = W x + b",
-    "fused_linear_ce_metrics": r"\ell = \log\, \sum_v e^{z_v} - z_t, \qquad H = -\sum_v p_v \log\, p_v, \qquad z = W x + b",
-    "vocab_parallel_linear_ce": r"\ell = \log\, \sum_{\mathrm{ranks}} \sum_v e^{z_v} - z_t, \qquad z = W x + b",
-    "linear_logprobs": r"\log\, p_t = z_t - \log\, \sum_v e^{z_v}, \qquad H = -\sum_v p_v \log\, p_v, \qquad z = W x + b",
+    "cross_entropy": r"\ell = \log \sum_v e^{x_v} - x_t",
+    "fused_linear_ce": r"\ell = \log \sum_v e^{z_v} - z_t, \qquad z = W x + b",
+    "fused_linear_ce_metrics": r"\ell = \log \sum_v e^{z_v} - z_t, \qquad "
+    r"H = -\sum_v p_v \log\, p_v, \qquad z = W x + b",
+    "vocab_parallel_linear_ce": r"\ell = \log \sum_{\mathrm{ranks}} \sum_v e^{z_v} - z_t, \qquad z = W x + b",
+    "linear_logprobs": r"\log\, p_t = z_t - \log \sum_v e^{z_v}, \qquad H = -\sum_v p_v \log\, p_v, \qquad z = W x + b",
     "fused_linear_jsd": r"\ell = \beta\,\mathrm{KL}(P \parallel M) + (1 - \beta)\,\mathrm{KL}(Q \parallel M), "
     r"\qquad M = \beta P + (1 - \beta) Q",
     "jsd": r"\ell = \beta\,\mathrm{KL}(P \parallel M) + (1 - \beta)\,\mathrm{KL}(Q \parallel M), "
