@@ -11,9 +11,11 @@ from llmk.compiler.backend import Backend, chosen
 from llmk.opcheck.accuracy import accuracy_violation
 
 
-def rewritten(fn: Callable[..., Any], report: Report, without: Collection[str] = ()) -> Callable[..., Any]:
+def rewritten(
+    fn: Callable[..., Any], report: Report, without: Collection[str] = (), drop_logits: bool = False
+) -> Callable[..., Any]:
     """The function with its graphs rewritten and run as they are, without Inductor."""
-    backend = Backend(chosen(None, without), (), report)
+    backend = Backend(chosen(None, without), (), report, drop_logits)
 
     def run_as_it_is(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         report.add(backend.rewrite(gm))

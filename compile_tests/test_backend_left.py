@@ -156,3 +156,34 @@ def test_operators_left_out() -> None:
     report = Report()
     rewritten(projection, report, without=["fused_linear_ce"])(*args, returned=False)
     assert report.replaced == {"cross_entropy": 1}
+
+
+def both(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    logits = F.linear(x, w).float() / 2
+    return F.cross_entropy(logits.view(-1, 5), TARGET), logits
+
+
+def test_logits_that_may_be_dropped() -> None:
+    """While gradients are wanted: then they have no classes."""
+    args, report = (randn(2, 2, 8), randn(5, 8)), Report()
+    run = rewritten(both, report, drop_logits=True)
+    (loss, logits), (want, _) = run(*args), both(*args)
+    assert report.replaced == {"fused_linear_ce": 1}
+    assert logits.shape == (2, 2, 0)
+    torch.testing.assert_close(loss, want)
+    for x, y in zip(torch.autograd.grad(loss, args), torch.autograd.grad(want, args), strict=True):
+        torch.testing.assert_close(x, y)
+    with torch.no_grad():
+        torch.testing.assert_close(run(*args), both(*args))
+
+
+def read_and_returned(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    logits = F.linear(x, w)
+    return F.cross_entropy(logits, TARGET), logits, logits.argmax(-1)
+
+
+def test_logits_that_are_read_are_never_dropped() -> None:
+    args, report = (randn(4, 8), randn(5, 8)), Report()
+    got = rewritten(read_and_returned, report, drop_logits=True)(*args)
+    assert report.replaced == {"cross_entropy": 1}
+    torch.testing.assert_close(got, read_and_returned(*args))

@@ -319,12 +319,15 @@ class Plain:
         signs: The operators of ATen by which a reader would expect it: where one of them is left, the report says so.
         build: `build(emit, values)` puts in what replaces it and returns a node for each result; without it the values
             are the operator's arguments by name. It raises `Left` where the two are not equal after all.
+        stand_in: `stand_in(emit, values, node)` puts in what may be returned in place of `node`, which is computed on
+            the way: where the user asks for it, and gradients are wanted.
         unread: Names of values that nothing else may read, or this is left, besides what is computed on the way.
     """
 
     results: tuple[Any, ...]
     signs: tuple[str, ...] = ()
     build: Callable[[Emit, Mapping[str, Any]], Any] | None = None
+    stand_in: Callable[[Emit, Mapping[str, Any], Node], Node] | None = None
 
 
 def as_dtype(emit: Emit, node: Node, dtype: torch.dtype) -> Node:

@@ -10,7 +10,17 @@ from torch.fx import GraphModule, Node
 from llmk.compiler import private
 from llmk.compiler.replace import Rule, replace_all
 from llmk.compiler.report import EVERYTHING, Note, Report, module_of
-from llmk.compiler.trace import Modes, NotTraced, Stretch, checkpoint_body, put_back, stays, stretches, traced
+from llmk.compiler.trace import (
+    Modes,
+    NotTraced,
+    Stretch,
+    checkpoint_body,
+    put_back,
+    returned_alone,
+    stays,
+    stretches,
+    traced,
+)
 from llmk.registry import OPS
 
 
@@ -24,6 +34,7 @@ class Backend:
     operators: frozenset[str]
     config: tuple[tuple[str, Any], ...]
     report: Report = field(compare=False)
+    drop_logits: bool = False
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         self.report.add(self.rewrite(gm))
@@ -35,13 +46,16 @@ class Backend:
 
     def rewrite(self, gm: GraphModule) -> list[Note]:
         """Put operators into Dynamo's graph, in place, and say what was replaced and what was left."""
+        return self._rewrite(gm, self.drop_logits)
+
+    def _rewrite(self, gm: GraphModule, may_drop: bool) -> list[Note]:
         if any(private.of_functorch(node.target) for node in gm.graph.nodes):
             return [Note("all", "", "the graph uses torch.func, inside which no operator of llmk works")]
         modes, notes = Modes(), []
         with modes.kept():
             for part in stretches(gm):
                 if isinstance(part, Stretch):
-                    notes += self._rewrite_stretch(gm, part)
+                    notes += self._rewrite_stretch(gm, part, may_drop)
                 else:
                     modes.follow(part)
                     notes += self._rewrite_inside(gm, part)
@@ -49,12 +63,12 @@ class Backend:
         gm.recompile()
         return notes
 
-    def _rewrite_stretch(self, gm: GraphModule, stretch: Stretch) -> list[Note]:
+    def _rewrite_stretch(self, gm: GraphModule, stretch: Stretch, may_drop: bool) -> list[Note]:
         try:
             result = traced(gm, stretch)
         except NotTraced as why:
             return [Note("all", module_of(stretch.nodes[0]), str(why))]
-        notes = replace_all(result, self.rules)
+        notes = replace_all(result, self.rules, returned_alone(stretch, result) if may_drop else ())
         if any(not note.reason for note in notes):
             put_back(gm, stretch, result)
         return notes
@@ -62,7 +76,7 @@ class Backend:
     def _rewrite_inside(self, gm: GraphModule, node: Node) -> list[Note]:
         body = checkpoint_body(gm, node)
         if body is not None:
-            return self.rewrite(body)
+            return self._rewrite(body, may_drop=False)
         if stays(node) and node.target not in private.MODE_CALLS:
             return [Note("all", module_of(node), f"what is inside {node.target} stays as it is")]
         return []
@@ -102,6 +116,7 @@ def compile(
     only: Collection[str] | None = None,
     without: Collection[str] | None = None,
     report: Report | None = None,
+    drop_logits: bool = False,
     mode: str | None = None,
     dynamic: bool | None = None,
     fullgraph: bool = False,
@@ -114,6 +129,8 @@ def compile(
         only: The operators to look for, by name; all that the backend knows without it.
         without: Operators not to look for.
         report: What is found is noted there instead of in `llmk.compile_report()`.
+        drop_logits: Logits that are returned beside their loss do not hinder `fused_linear_ce`: while gradients are
+            wanted, a tensor without classes, `[..., 0]`, is returned in their place.
         mode: As for `torch.compile`, and so are the three below.
         dynamic: Whether sizes are symbolic from the start.
         fullgraph: Whether a graph break is an error.
@@ -127,7 +144,7 @@ def compile(
         TypeError: `only` or `without` is a string.
     """
     config = tuple(sorted(private.config_of(mode, options, dynamic).items()))
-    backend = Backend(chosen(only, without), config, EVERYTHING if report is None else report)
+    backend = Backend(chosen(only, without), config, EVERYTHING if report is None else report, drop_logits)
     return torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
 
 

@@ -4,10 +4,9 @@ At every node, from the last to the first, each operator's patterns are tried, a
 there. What replaces it must give the same shapes, dtypes and layout, which is asked of the operator itself.
 """
 
-import contextlib
 import operator
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +15,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from llmk.compiler.private import statically_known_true
+from llmk.compiler.emit import Emit
 from llmk.compiler.report import Note, module_of
-from llmk.compiler.trace import fake_mode_of
 from llmk.registry.patterns import Found, Left, Plain, find, is_cast, name_of, value_of
 from llmk.registry.private import schema_of, storage_of
 from llmk.registry.record import Op
@@ -27,7 +25,6 @@ VIEWS = frozenset({
     "view", "reshape", "_unsafe_view", "slice", "select", "unsqueeze", "squeeze", "transpose", "permute", "t", "expand",
     "chunk", "split", "split_with_sizes", "unbind", "flatten", "narrow",
 })  # fmt: skip
-REFUSALS = (TypeError, ValueError, IndexError, NotImplementedError, RuntimeError)
 
 
 @dataclass(frozen=True)
@@ -54,20 +51,22 @@ class Match:
         return {node for node in nodes if node not in inner}
 
 
-def replace_all(gm: GraphModule, rules: Sequence[Rule]) -> list[Note]:
-    """Put operators where the rules find them, and say what was replaced and what was left."""
-    return _Replacing(gm, rules).run()
+def replace_all(gm: GraphModule, rules: Sequence[Rule], droppable: Collection[Node] = ()) -> list[Note]:
+    """Put operators where the rules find them, and say what was replaced and what was left.
+
+    What is `droppable` may be something else where it is returned, if an operator has something to stand in for it.
+    """
+    return _Replacing(gm, rules, frozenset(droppable)).run()
 
 
 class _Replacing:
-    def __init__(self, gm: GraphModule, rules: Sequence[Rule]) -> None:
-        self.graph, self.rules = gm.graph, rules
+    def __init__(self, gm: GraphModule, rules: Sequence[Rule], droppable: frozenset[Node]) -> None:
+        self.graph, self.rules, self.droppable = gm.graph, rules, droppable
         self.erased: set[Node] = set()
         self.reasons: dict[tuple[str, Node], str] = {}
         self.refused: list[tuple[Match, str]] = []
         self.notes: list[Note] = []
         self.written = _written(self.graph)
-        self.fake = fake_mode_of(value_of(node) for node in self.graph.nodes)
 
     def run(self) -> list[Note]:
         self._merge_views()
@@ -127,24 +126,26 @@ class _Replacing:
         return None
 
     def _replace(self, match: Match) -> None:
-        self._require_alone(match)
+        returned = self._require_alone(match)
         last = max(match.inputs, default=next(iter(self.graph.nodes)))
         while last.next.op == "placeholder":
             last = last.next
         readers = [user for result in match.results for user in result.users if user not in match.found.nodes]
         if any(user <= last for user in readers):
             raise Left("one of its results is read before all that it takes is there")
-        emit = Emit(self, match, last)
+        plain, emit = match.rule.plain, Emit(match.rule.op, match.results[0], last)
         try:
-            plain = match.rule.plain
             new = plain.build(emit, match.found.values) if plain.build else emit(
                 match.rule.op.overload, **match.found.values
             )  # fmt: skip
             news = list(new) if isinstance(new, tuple | list) else [new]
             news = [emit.as_before(result, node) for result, node in zip(match.results, news, strict=True)]
+            stand_ins = [plain.stand_in(emit, match.found.values, node) for node in returned if plain.stand_in]
         except Left:
             emit.undo()
             raise
+        for node, stand_in in zip(returned, stand_ins, strict=True):
+            node.replace_all_uses_with(stand_in, delete_user_cb=lambda user: user.op == "output")
         for result, node in zip(match.results, news, strict=True):
             node.meta["needs_grad"] = result.meta.get("needs_grad", False)
             result.replace_all_uses_with(node)
@@ -154,13 +155,17 @@ class _Replacing:
         self.notes.append(Note(match.rule.op.name, main_module(match)))
         self._erase_unread([*match.found.nodes, *match.inputs])
 
-    def _require_alone(self, match: Match) -> None:
-        """That nobody else reads or changes what is computed on the way."""
-        inner = set(match.found.nodes)
+    def _require_alone(self, match: Match) -> list[Node]:
+        """That nobody else reads or changes what is computed on the way: besides what is returned and need not be."""
+        inner, returned = set(match.found.nodes), []
+        may_drop = match.rule.plain.stand_in is not None and match.results[0].meta.get("needs_grad", False)
         read: dict[Node, Node] = {}  # nodes that stay, and who reads them
         for node in sorted(inner - set(match.results), reverse=True):
-            reader = next((user for user in node.users if user not in inner or user in read), None)
-            if reader is not None:
+            readers = [user for user in node.users if user not in inner or user in read]
+            if readers and may_drop and node in self.droppable and all(user.op == "output" for user in readers):
+                returned.append(node)
+            elif readers:
+                reader = readers[0]
                 read[node] = read.get(reader, reader)
                 if not is_cheap(node):
                     how = "returned" if read[node].op == "output" else "read elsewhere"
@@ -169,15 +174,15 @@ class _Replacing:
             value = value_of(node)
             if isinstance(value, Tensor) and storage_of(value) in self.written:
                 raise Left("something that it reads is written in place")
+        return returned
 
     def _erase_unread(self, nodes: Sequence[Node]) -> None:
         for node in sorted(set(nodes), reverse=True):
             self._erase(node, certainly=True)
 
     def _erase(self, node: Node, certainly: bool) -> None:
-        if node in self.erased or node.users or node.op == "placeholder" or not (certainly or is_cheap(node)):
-            return
-        if node.is_impure() or not (is_cheap(node) or certainly):
+        wanted = node in self.erased or node.users or node.op == "placeholder" or node.is_impure()
+        if wanted or not (certainly or is_cheap(node)):
             return
         inputs = node.all_input_nodes
         self.graph.erase_node(node)
@@ -201,74 +206,10 @@ class _Replacing:
                     self.notes.append(Note(name, module_of(node), f"{sign}: {why}"))
 
 
-class Emit:
-    """Puts calls into the graph after a node, and asks of each what it gives."""
-
-    def __init__(self, replacing: _Replacing, match: Match, after: Node) -> None:
-        self.replacing, self.match, self.last = replacing, match, after
-        self.wanted: Tensor = value_of(match.results[0])
-        self.made: list[Node] = []
-
-    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        """A node, or one for each result.
-
-        Raises:
-            Left: The operator refuses these arguments.
-        """
-        if target is self.match.rule.op.overload:
-            self._require_gradients(target, args, kwargs)
-        values = map_arg(args, value_of), map_arg(kwargs, value_of)
-        fake = self.replacing.fake
-        with fake if fake is not None else contextlib.nullcontext():
-            try:
-                result = target(*values[0], **values[1])  # type: ignore[index]
-            except REFUSALS as error:
-                raise Left(str(error).splitlines()[0]) from error
-        node = self._put(target, args, kwargs, result)
-        if isinstance(result, tuple | list):
-            return tuple(self._put(operator.getitem, (node, i), {}, value) for i, value in enumerate(result))
-        return node
-
-    def _put(self, target: Any, args: Any, kwargs: Any, value: Any) -> Node:
-        graph = self.replacing.graph
-        with graph.inserting_after(self.last):
-            node = graph.call_function(target, args, kwargs)
-        of = self.match.results[0].meta
-        node.meta = {key: of[key] for key in ("nn_module_stack", "stack_trace") if key in of} | {"val": value}
-        node.meta["needs_grad"] = any(wants_gradient(x) for x in node.all_input_nodes)
-        self.last = node
-        self.made.append(node)
-        return node
-
-    def _require_gradients(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        names = (argument.name for argument in schema_of(target).arguments)
-        for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
-            if name not in self.match.rule.op.differentiable and wants_gradient(value):
-                raise Left(f"{name} wants a gradient, which the operator does not give")
-
-    def as_before(self, old: Node, new: Node) -> Node:
-        """The new node, which must have the old one's shape and dtype, in the old one's layout in memory."""
-        _require_same(value_of(old), value_of(new))
-        if _same_layout(value_of(old), value_of(new)):
-            return new
-        if not value_of(old).is_contiguous():
-            raise Left("its result lies in memory otherwise than the operator's")
-        return self(torch.ops.aten.clone.default, new, memory_format=torch.contiguous_format)
-
-    def undo(self) -> None:
-        for node in reversed(self.made):
-            self.replacing.graph.erase_node(node)
-            self.replacing.erased.add(node)
-
-
 def main_module(match: Match) -> str:
     """The module that most of the computation is in."""
     modules = Counter(map(module_of, match.found.nodes))
     return max(modules, key=lambda path: (modules[path], -len(path)))
-
-
-def wants_gradient(value: Any) -> bool:
-    return isinstance(value, Node) and value.meta.get("needs_grad", False)
 
 
 def is_cheap(node: Node) -> bool:
@@ -290,26 +231,3 @@ def _storages_written(graph: torch.fx.Graph) -> Iterator[int]:
                 tensors: list[Node] = []
                 map_arg(value, tensors.append)
                 yield from (storage_of(v) for n in tensors if isinstance(v := value_of(n), Tensor))
-
-
-def _require_same(old: Tensor, new: Tensor) -> None:
-    """That what is put there has the shape, dtype and device of what was there."""
-    if old.dtype != new.dtype:
-        raise Left(f"its result is {_name(old.dtype)}, and the operator's {_name(new.dtype)}")
-    if old.dim() != new.dim() or not all(_equal(a, b) for a, b in zip(old.shape, new.shape, strict=True)):
-        raise Left(f"its result has shape {tuple(old.shape)}, and the operator's {tuple(new.shape)}")
-    if old.device != new.device:
-        raise Left(f"its result is on {old.device}, and the operator's on {new.device}")
-
-
-def _same_layout(old: Tensor, new: Tensor) -> bool:
-    layouts = zip(old.shape, old.stride(), new.stride(), strict=True)
-    return all(_equal(size, 1) or _equal(a, b) for size, a, b in layouts)
-
-
-def _equal(a: Any, b: Any) -> bool:
-    return statically_known_true(a == b)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

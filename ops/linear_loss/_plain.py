@@ -108,4 +108,15 @@ def _build(emit: Emit, values: Mapping[str, Any]) -> Any:
     return as_dtype(emit, loss, emit.wanted.dtype)
 
 
-FUSED_LINEAR_CE = (Plain(results=(cross_entropy_of(_logits()),), signs=("llmk::cross_entropy",), build=_build),)
+def _no_width(emit: Emit, values: Mapping[str, Any], logits: Node) -> Node:
+    """A tensor like the logits, but of no classes."""
+    x = values["input"]
+    if value_of(x).dim() != value_of(logits).dim():
+        raise Left(f"{name_of(logits)} on the way is returned in another shape")
+    empty = emit(aten.slice.Tensor, x, value_of(x).dim() - 1, 0, 0)
+    return emit(aten.clone.default, as_dtype(emit, empty, value_of(logits).dtype))
+
+
+FUSED_LINEAR_CE = (
+    Plain(results=(cross_entropy_of(_logits()),), signs=("llmk::cross_entropy",), build=_build, stand_in=_no_width),
+)

@@ -1,0 +1,103 @@
+"""Puts calls into a graph of ATen's operators, and holds what they give against what was there."""
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from llmk.compiler.private import statically_known_true
+from llmk.registry.patterns import Left, value_of
+from llmk.registry.private import schema_of
+from llmk.registry.record import Op
+
+REFUSALS = (TypeError, ValueError, IndexError, NotImplementedError, RuntimeError)
+
+
+class Emit:
+    """Puts calls into the graph after a node, and asks of each what it gives."""
+
+    def __init__(self, op: Op, result: Node, after: Node) -> None:
+        """For what `op` is put in for, whose first result is `result`."""
+        self.op, self.last = op, after
+        self.result, self.wanted = result, value_of(result)
+        self.made: list[Node] = []
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        """A node, or one for each result.
+
+        Raises:
+            Left: The operator refuses these arguments.
+        """
+        if target is self.op.overload:
+            self._require_gradients(target, args, kwargs)
+        values = map_arg(args, value_of), map_arg(kwargs, value_of)
+        with self.wanted.fake_mode:  # type: ignore[attr-defined]
+            try:
+                result = target(*values[0], **values[1])  # type: ignore[index]
+            except REFUSALS as error:
+                raise Left(str(error).splitlines()[0]) from error
+        node = self._put(target, args, kwargs, result)
+        if isinstance(result, tuple | list):
+            return tuple(self._put(operator.getitem, (node, i), {}, value) for i, value in enumerate(result))
+        return node
+
+    def _put(self, target: Any, args: Any, kwargs: Any, value: Any) -> Node:
+        graph = self.result.graph
+        with graph.inserting_after(self.last):
+            node = graph.call_function(target, args, kwargs)
+        of = self.result.meta
+        node.meta = {key: of[key] for key in ("nn_module_stack", "stack_trace") if key in of} | {"val": value}
+        node.meta["needs_grad"] = any(wants_gradient(x) for x in node.all_input_nodes)
+        self.last = node
+        self.made.append(node)
+        return node
+
+    def _require_gradients(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        names = (argument.name for argument in schema_of(target).arguments)
+        for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
+            if name not in self.op.differentiable and wants_gradient(value):
+                raise Left(f"{name} wants a gradient, which the operator does not give")
+
+    def as_before(self, old: Node, new: Node) -> Node:
+        """The new node, which must have the old one's shape and dtype, in the old one's layout in memory."""
+        _require_same(value_of(old), value_of(new))
+        if _same_layout(value_of(old), value_of(new)):
+            return new
+        if not value_of(old).is_contiguous():
+            raise Left("its result lies in memory otherwise than the operator's")
+        return self(torch.ops.aten.clone.default, new, memory_format=torch.contiguous_format)
+
+    def undo(self) -> None:
+        for node in reversed(self.made):
+            node.graph.erase_node(node)
+
+
+def wants_gradient(value: Any) -> bool:
+    return isinstance(value, Node) and value.meta.get("needs_grad", False)
+
+
+def _require_same(old: Tensor, new: Tensor) -> None:
+    """That what is put there has the shape, dtype and device of what was there."""
+    if old.dtype != new.dtype:
+        raise Left(f"its result is {_name(old.dtype)}, and the operator's {_name(new.dtype)}")
+    if old.dim() != new.dim() or not all(_equal(a, b) for a, b in zip(old.shape, new.shape, strict=True)):
+        raise Left(f"its result has shape {tuple(old.shape)}, and the operator's {tuple(new.shape)}")
+    if old.device != new.device:
+        raise Left(f"its result is on {old.device}, and the operator's on {new.device}")
+
+
+def _same_layout(old: Tensor, new: Tensor) -> bool:
+    layouts = zip(old.shape, old.stride(), new.stride(), strict=True)
+    return all(_equal(size, 1) or _equal(a, b) for size, a, b in layouts)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return statically_known_true(a == b)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
