@@ -25,7 +25,8 @@ import matplotlib.pyplot as plt
 # fewer digits than one step's rounding. Relative to the loss, or to 1 where it is smaller.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 STEADY = 1.5  # the spread of step times up to which speeds are worth comparing
-COLORS = {"llmk": "#1a4e8a", "plain": "#f2a33a"}
+COLORS = {"llmk": "#1a4e8a", "backend": "#3a9a5b", "plain": "#f2a33a"}
+LABELS = {"llmk": "llmk", "backend": 'plain PyTorch, backend="llmk"', "plain": "plain PyTorch"}
 
 
 @dataclass
@@ -75,7 +76,7 @@ def summary(result: Result) -> str:
 
 def compare(results: list[Result], dtype: torch.dtype) -> str:
     """A table of the runs side by side, at most 80 columns wide."""
-    lines = ["", row("", [result.blocks for result in results], "llmk / plain")]
+    lines = ["", row("", [result.blocks for result in results], f"{results[0].blocks} / {results[-1].blocks}")]
     steps = len(results[0].losses)
     for step in sorted({round(1 + (steps - 1) * i / 6) for i in range(7)}):
         lines.append(row(f"loss at step {step}", [f"{result.losses[step - 1]:.6f}" for result in results]))
@@ -86,8 +87,9 @@ def compare(results: list[Result], dtype: torch.dtype) -> str:
     spread = max(result.measured.spread for result in results if result.measured)
     if spread > STEADY:
         lines += ["", f"step times varied {spread:.1f}-fold: the machine was busy, so the speeds say little"]
-    if len(results) == 2:
-        lines += ["", verdict(Difference.of(results[0], results[1], dtype), dtype)]
+    for result in results[:-1]:
+        name = [f"{result.blocks}:"] if len(results) > 2 else []
+        lines += ["", *name, verdict(Difference.of(result, results[-1], dtype), dtype)]
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -116,7 +118,7 @@ def verdict(difference: Difference, dtype: torch.dtype) -> str:
 def plot_losses(file: Path, title: str, results: list[Result]) -> None:
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for result in reversed(results):  # plain PyTorch wide and pale below, llmk thin on top
-        label = {"llmk": "llmk", "plain": "plain PyTorch"}[result.blocks]
+        label = LABELS[result.blocks]
         if result.measured:
             label += f", {result.measured.tokens_per_second:,.0f} tokens/s"
         width = 5.0 if result.blocks == "plain" else 1.5
@@ -134,7 +136,8 @@ def plot_losses(file: Path, title: str, results: list[Result]) -> None:
 def save_json(
     file: Path, config: dict[str, Any], device: torch.device, results: list[Result], dtype: torch.dtype
 ) -> None:
-    difference = asdict(Difference.of(results[0], results[1], dtype)) if len(results) == 2 else None
+    differences = [Difference.of(result, results[-1], dtype) for result in results[:-1]]
+    difference = asdict(max(differences, key=lambda each: each.largest)) if differences else None
     record = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {platform.machine()}",

@@ -3,11 +3,12 @@
     python examples/train.py                     # a size for this machine: tiny on a CPU, 1b on a GPU
     python examples/train.py --text my_folder    # your own text instead of Python's standard library
     python examples/train.py --resume --steps 500
+    python examples/train.py --backend llmk      # a third run: plain, with torch.compile(backend="llmk")
 
-Both runs compile the model whole (`torch.compile(fullgraph=True)`), start from the same weights and see the same
+All runs compile the model whole (`torch.compile(fullgraph=True)`), start from the same weights and see the same
 batches, each in a fresh process. The output folder then holds run.json, loss.png and a checkpoint of each run.
 
-Losses repeat to the last bit only with one thread (OMP_NUM_THREADS=1): compiled, both runs add up the gradient of the
+Losses repeat to the last bit only with one thread (OMP_NUM_THREADS=1): compiled, all runs add up the gradient of the
 embedding with atomic additions, in any order.
 """
 
@@ -26,6 +27,9 @@ from llama import BLOCKS, Llama, LlamaConfig
 from meter import Meter
 from report import Result, compare, plot_losses, progress_bar, save_json, summary
 from text import MIN_VOCAB_SIZE, Batches, TextError, count_tokens, read_text, tokenize
+
+RUNS = {"llmk": ("llmk", "inductor"), "backend": ("plain", "llmk"), "plain": ("plain", "inductor")}
+"""By its name what a run's model is made of, and what `torch.compile` is asked for."""
 
 WARMUP_STEPS = 2  # the first compiles; both are left out of the speed and the memory
 LR_WARMUP_STEPS = 20
@@ -68,9 +72,9 @@ class Settings:
 
 @dataclass(frozen=True)
 class Job:
-    """One run: training with one kind of blocks until `steps` steps are done."""
+    """One run: training until `steps` steps are done."""
 
-    blocks: str
+    run: str
     settings: Settings
     steps: int
     device: torch.device
@@ -83,8 +87,9 @@ def main(argv: list[str] | None = None) -> None:
     try:
         settings, tokens = prepare(args)
         jobs = [
-            Job(blocks, settings, args.steps, args.device, tokens, args.out / f"{blocks}.pt")
-            for blocks in (["llmk", "plain"] if args.baseline else ["llmk"])
+            Job(run, settings, args.steps, args.device, tokens, args.out / f"{run}.pt")
+            for run in RUNS
+            if run == "llmk" or (args.baseline if run == "plain" else args.backend == "llmk")
         ]
         prepare_checkpoints(args, jobs)
     except (InputError, TextError) as error:
@@ -128,6 +133,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs"), help="output folder; default: runs")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in the output folder")
     parser.add_argument("--no-baseline", dest="baseline", action="store_false", help="leave out plain PyTorch")
+    parser.add_argument(
+        "--backend", choices=["inductor", "llmk"], default="inductor",
+        help="llmk: compile the plain model with llmk's backend too; default: inductor",
+    )  # fmt: skip
     return parser.parse_args(argv)
 
 
@@ -176,8 +185,8 @@ def choose_device(name: str | None) -> torch.device:
 def prepare_checkpoints(args: argparse.Namespace, jobs: list[Job]) -> None:
     """Check that the checkpoints can be continued, or clear them away for a run from the start."""
     if not args.resume:
-        for blocks in BLOCKS:
-            (args.out / f"{blocks}.pt").unlink(missing_ok=True)
+        for run in RUNS:
+            (args.out / f"{run}.pt").unlink(missing_ok=True)
     elif not jobs[0].checkpoint.exists():
         raise InputError(f"--resume: there is no checkpoint {jobs[0].checkpoint}")
     for job in jobs:
@@ -214,7 +223,8 @@ def train(job: Job) -> Result:
         torch.cuda.set_device(job.device)
     settings, preset = job.settings, PRESETS[job.settings.preset]
     config = replace(preset.model, vocab_size=settings.vocab_size)
-    model = Llama(config, BLOCKS[job.blocks], settings.seq_len, device=job.device, dtype=preset.dtype)
+    blocks, backend = RUNS[job.run]
+    model = Llama(config, BLOCKS[blocks], settings.seq_len, device=job.device, dtype=preset.dtype)
     model.initialize(settings.seed)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     result = restore(job, model, optimizer)
@@ -222,7 +232,7 @@ def train(job: Job) -> Result:
         return result
 
     batches = Batches(job.tokens, settings.batch_size, settings.seq_len, settings.seed)
-    loss_of = torch.compile(model, fullgraph=True)
+    loss_of = torch.compile(model, fullgraph=True, backend=backend)
     meter = Meter(job.device, settings.batch_size * settings.seq_len, WARMUP_STEPS)
     saved = time.monotonic()
     bar = progress_bar(result, job.steps)
@@ -254,7 +264,7 @@ def save(job: Job, model: Llama, optimizer: torch.optim.Optimizer, result: Resul
 def restore(job: Job, model: Llama, optimizer: torch.optim.Optimizer) -> Result:
     """Continue from the checkpoint if there is one; the result holds the losses of the steps that are done."""
     if not job.checkpoint.exists():
-        return Result(job.blocks, losses=[])
+        return Result(job.run, losses=[])
     checkpoint = torch.load(job.checkpoint, map_location=job.device, mmap=True, weights_only=True)
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
