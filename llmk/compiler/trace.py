@@ -189,8 +189,8 @@ def _is_integer(value: Any) -> bool:
 def returned_alone(stretch: Stretch, result: GraphModule) -> set[Node]:
     """The traced nodes that nothing reads but the end of Dynamo's graph."""
     inside = set(stretch.nodes)
-    results = result.graph.output_node().args[0]
-    outputs = list(zip(stretch.outputs, results, strict=True))  # type: ignore[arg-type]
+    results: Any = result.graph.output_node().args[0]
+    outputs = list(zip(stretch.outputs, results, strict=True))
     read = {again for node, again in outputs if any(user not in inside and user.op != "output" for user in node.users)}
     return {again for _, again in outputs if isinstance(again, Node)} - read
 
