@@ -1,8 +1,8 @@
 """Every kernel compiles ahead for every target, on a machine without a GPU.
 
-`compile_tests.aot` finds the launches by running each operator on fake tensors. Each target gets those of the workloads
-in bfloat16, and each kernel once more as its first sample launches it. With `--build many` sm_90 gets those of all
-samples too, and of the workloads in every dtype.
+`compile_tests.aot` finds the launches by running each operator on fake tensors. Each target gets each kernel in
+bfloat16 as its first sample launches it, and sm_90 the workloads too. With `--build many` all targets get the
+workloads, and sm_90 what all samples launch, and the workloads in every dtype.
 """
 
 import functools
@@ -50,9 +50,10 @@ def _launches(name: str, target: str, build: str) -> list[Launch]:
     if target == "sm_90" and build != "few":
         return aot.distinct(samples + _workload_launches(name, build), aot.TARGETS[target])
     first = {launch.kernel: launch for launch in reversed(samples)}
-    return aot.distinct(
-        [*first.values(), *_recorded(name, torch.bfloat16, "workloads", warp_size)], aot.TARGETS[target]
-    )
+    workloads = _recorded(name, torch.bfloat16, "workloads", warp_size)
+    if build == "few":
+        workloads = _workload_launches(name, build) if target == "sm_90" else []
+    return aot.distinct([*first.values(), *workloads], aot.TARGETS[target])
 
 
 def _compile(launch: Launch, target: str, scalars: str = "fp32") -> CompiledKernel:

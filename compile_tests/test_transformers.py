@@ -197,7 +197,7 @@ def test_no_recompile_when_batch_and_sequence_vary():
     model, _ = pair()
     backend = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, backend=backend)
-    for rows, columns in [(2, 12), (3, 17), (5, 9), (4, 30), (2, 21)]:
+    for rows, columns in [(2, 12), (3, 17), (5, 9)]:
         ids = tokens(rows, columns)
         compiled(input_ids=ids, labels=ids).loss.backward()
     assert backend.frame_count <= 2  # the first sizes, then any
