@@ -185,17 +185,21 @@ def dtype_name(dtype: torch.dtype) -> str:
 # ---- what is left of it
 
 
+def by_dtype(results: list[Result]) -> dict[str, list[Result]]:
+    names = dict.fromkeys(result.dtype for result in results)
+    return {name: [result for result in results if result.dtype == name] for name in names}
+
+
 def table(results: list[Result]) -> str:
     """At most 80 columns wide."""
     lines = []
-    for dtype in DTYPES:
-        rows = [result for result in results if result.dtype == dtype_name(dtype)]
-        lines += ["", f"{dtype_name(dtype):<36}{'step ms':>11}{'loss alone ms':>17}{'final loss':>14}"]
+    for name, rows in by_dtype(results).items():
+        lines += ["", f"{name:<36}{'step ms':>11}{'loss alone ms':>17}{'final loss':>14}"]
         fastest = min(row.step_ms for row in rows)
         for row in rows:
             mark = " *" if row.step_ms == fastest else ""
             lines.append(f"{row.way:<36}{row.step_ms:>11.3f}{row.loss_ms:>17.3f}{row.losses[-1]:>14.6f}{mark}")
-        lines.append(verdict(rows, dtype))
+        lines.append(verdict(rows, TOLERANCES[DTYPES[name]]))
     return "\n".join([*lines, "", "* the fastest step"])
 
 
@@ -205,10 +209,10 @@ def difference(rows: list[Result]) -> float:
     return (max(final) - min(final)) / max(1.0, abs(final[0]))
 
 
-def verdict(rows: list[Result], dtype: torch.dtype) -> str:
+def verdict(rows: list[Result], tolerance: float) -> str:
     largest = difference(rows)
-    judgement = "equal within" if largest <= TOLERANCES[dtype] else "NOT equal within"
-    return f"final losses differ by {largest:.1e}: {judgement} what rounding explains ({TOLERANCES[dtype]:.0e})"
+    judgement = "equal within" if largest <= tolerance else "NOT equal within"
+    return f"final losses differ by {largest:.1e}: {judgement} what rounding explains ({tolerance:.0e})"
 
 
 def pale(color: str) -> tuple[float, ...]:
@@ -217,10 +221,12 @@ def pale(color: str) -> tuple[float, ...]:
 
 def plot(file: Path, title: str, results: list[Result]) -> None:
     """Bars for the steps, and inside each one the loss alone."""
-    figure, panels = plt.subplots(1, len(DTYPES), figsize=(10, 3.4), sharey=True, layout="constrained")
+    panels_of = by_dtype(results)
+    size = (1 + 4.5 * len(panels_of), 3.4)
+    figure, panels = plt.subplots(1, len(panels_of), figsize=size, sharey=True, squeeze=False, layout="constrained")
     widest = max(max(result.step_ms, result.loss_ms) for result in results)
-    for axes, dtype in zip(panels, DTYPES, strict=True):
-        rows = [result for result in results if result.dtype == dtype_name(dtype)][::-1]
+    for axes, (name, rows) in zip(panels[0], panels_of.items(), strict=True):
+        rows = rows[::-1]
         colors = [COLORS[way.loss] for way in reversed(WAYS)]
         places = range(len(rows))
         axes.barh(places, [row.step_ms for row in rows], height=0.66, color=[pale(color) for color in colors])
@@ -230,7 +236,7 @@ def plot(file: Path, title: str, results: list[Result]) -> None:
             axes.text(end + 0.015 * widest, place, f"{row.step_ms:.2f}", va="center", fontsize=9)
         axes.set_yticks(places, [row.way for row in rows])
         axes.set_xlim(0, 1.13 * widest)
-        axes.set_title(dtype_name(dtype), loc="left", fontsize=10)
+        axes.set_title(name, loc="left", fontsize=10)
         axes.set_xlabel("ms: a step (wide bar), its loss alone (narrow bar)", fontsize=9)
         axes.grid(axis="x", color="#dddddd", lw=0.6)
         axes.set_axisbelow(True)
@@ -260,7 +266,7 @@ def save_json(file: Path, args: argparse.Namespace, results: list[Result]) -> No
 
 # ---- what the user asked for
 
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = {dtype_name(dtype): dtype for dtype in (torch.float32, torch.bfloat16)}
 
 
 def positive(text: str) -> int:
@@ -275,6 +281,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=positive, help="timed steps of each way; default: 20 on a CPU, 100 on a GPU")
     parser.add_argument("--batch", type=positive, help="images in a batch; default: 4 on a CPU, 64 on a GPU")
     parser.add_argument("--boxes", type=positive, help="boxes of an image; default: 64 on a CPU, 8192 on a GPU")
+    parser.add_argument("--dtype", action="append", choices=DTYPES, help="may be repeated; default: both")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches; default: 0")
     parser.add_argument("--out", type=Path, default=Path("runs"), help="output folder; default: runs")
     parser.add_argument(
@@ -307,10 +314,11 @@ def main(argv: list[str] | None = None) -> None:
         torch.backends.cudnn.allow_tf32 = False  # the losses of all ways are to agree
     results: list[Result] = []
     interval = 0.1 if sys.stderr.isatty() else 10.0  # a log needs fewer lines than a terminal
-    with tqdm(total=len(DTYPES) * len(WAYS) * (WARMUP_STEPS + args.steps), mininterval=interval) as bar:
-        for dtype in DTYPES:
-            bar.set_description_str(dtype_name(dtype), refresh=False)
-            results += compare(dtype, args, bar)
+    names = args.dtype or list(DTYPES)
+    with tqdm(total=len(names) * len(WAYS) * (WARMUP_STEPS + args.steps), mininterval=interval) as bar:
+        for name in names:
+            bar.set_description_str(name, refresh=False)
+            results += compare(DTYPES[name], args, bar)
     size = f"{args.batch} images of up to {args.boxes} boxes, on {device_name(args.device)}"
     print(f"one training step, {size}, median of {args.steps}")
     print(table(results))
