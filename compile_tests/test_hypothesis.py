@@ -109,7 +109,7 @@ def test_cross_entropy(data, dtype, M, V, layout, device: torch.device) -> None:
 
 
 @pytest.mark.kernels
-@few
+@settings(few, max_examples=few.max_examples // 3)  # each takes as long as ten of another operator
 @given(data=st.data(), dtype=dtypes, N=sizes, H=sizes, V=sizes, layout=layouts)
 @pytest.mark.parametrize("name", ["fused_linear_ce", "vocab_parallel_linear_ce"])
 def test_fused_linear_ce(name, data, dtype, N, H, V, layout, device: torch.device) -> None:
