@@ -1,6 +1,5 @@
 """What the documentation shows works: its Python runs, its commands exist, and the site builds without a warning."""
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -61,25 +60,3 @@ def test_readme_names_every_operator() -> None:
     for op in OPS.values():
         file = f"{op.module.removeprefix('llmk.').replace('.', '/')}.py"
         assert re.search(rf"`{op.name}`[^\]]*\]\({file}\)", readme), op.name
-
-
-def test_site_builds(tmp_path: Path) -> None:
-    needed = ("sphinx", "furo", "myst_parser", "sphinx_copybutton", "latex2mathml", "matplotlib")
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
-    if missing:
-        pytest.skip(f"not installed: {', '.join(missing)}")
-    out = tmp_path / "html"
-    result = subprocess.run(
-        [sys.executable, "-m", "sphinx", "-W", "-q", "-b", "html", "-d", tmp_path / "doctrees", ROOT / "docs", out],
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
-    from llmk.registry import OPS
-
-    index = (out / "ops" / "index.html").read_text()
-    for name in OPS:
-        text = re.sub(r"<[^>]*>", "", (out / "ops" / f"{name}.html").read_text())
-        assert f"= llmk.functional.{name}(" in text or f"= torch.ops.llmk.{name}(" in text
-        assert f"llmk::{name}(" in text
-        assert f'href="{name}.html"' in index

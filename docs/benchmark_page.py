@@ -39,6 +39,8 @@ def benchmark_of(op: str, folder: Path, shown_from: str) -> Iterator[str]:
     if rows:
         yield "Forward and backward, in milliseconds; the multiple of [the floor](../benchmarks.md) in brackets."
         yield _scrolling(_time_table(rows))
+        if any((op, row["workload"]) in TARGETS for row in rows):
+            yield _legend()
     if rows and op.startswith("fused_linear"):
         yield "Peak memory above the inputs, in MiB, gradients included:"
         yield _scrolling(_memory_table(rows))
@@ -65,7 +67,11 @@ def overview() -> str:
     """What the page includes: where it was measured, and a line for the first workload of every operator."""
     results = json.loads(TIMES.read_text())
     names = dict.fromkeys(row["op"] for row in results["rows"] if row["floor_full_ms"])
-    return "\n\n".join([_about(results), _scrolling(_overview_table(list(names))), _legend()]) + "\n"
+    legend = (
+        "Forward and backward: the floor in milliseconds, and the multiple of it that each way takes; where the floor "
+        "is below what a launch takes, milliseconds."
+    )
+    return "\n\n".join([_about(results), legend, _scrolling(_overview_table(list(names)))]) + "\n"
 
 
 def _overview_table(names: list[str]) -> Iterator[str]:
@@ -86,7 +92,10 @@ def _overview_table(names: list[str]) -> Iterator[str]:
 
 
 def _multiple(row: Row) -> str:
-    return "failed" if "error" in row else f"{measured_ms(row) / row['floor_full_ms']:.2f}"
+    if "error" in row:
+        return "failed"
+    time, floor = measured_ms(row), row["floor_full_ms"]
+    return f"{time / floor:.2f}" if floor > LAUNCH_MS else f"{_ms(time)} ms"
 
 
 def training_steps() -> str:
@@ -107,10 +116,10 @@ def _about(results: Row) -> str:
 
 def _legend() -> str:
     return (
-        "In milliseconds; the multiple of the floor in brackets. The target is judged on llmk's eager operator, and "
-        "on the compiled one where that comes out differently. A target in floors is of single calls, replayed; one in "
-        "products is a multiple of the operator's own matrix products alone, both timed back to back; one in ms is of "
-        "an eager call, the host included. None is met while another way is faster in the same run."
+        "The target is judged on llmk's eager operator, and on the compiled one where that comes out differently. One "
+        "in floors is of single calls, replayed; one in products is a multiple of the operator's own matrix products "
+        "alone, both timed back to back; one in ms is of an eager call, the host included. None is met while another "
+        "way is faster in the same run."
     )
 
 
