@@ -1,5 +1,6 @@
 """What the documentation shows works: its Python runs, its commands exist, and the site builds without a warning."""
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -42,6 +43,20 @@ def test_make_verbs_exist() -> None:
     }
     assert named
     assert named <= targets
+
+
+def test_commands_exist() -> None:
+    text = "\n".join(code for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "RELEASING.md"] for code in shell(page))
+    modules = set(re.findall(r"\bpython -m (\S+)", text))
+    files = set(re.findall(r"^(?:python|torchrun)(?: --?\S+(?: \d+)?)* (\w\S*\.py)", text, re.MULTILINE))
+    assert {"llmk", "llmk.bench", "llmk.opcheck"} <= modules
+    assert "examples/train_hf.py" in files
+    assert [name for name in modules if importlib.util.find_spec(name) is None] == []
+    assert [name for name in files if not (ROOT / name).exists()] == []
+
+
+def shell(page: Path) -> list[str]:
+    return [code for _, code in blocks(page, "sh")]
 
 
 def test_links_lead_somewhere() -> None:
