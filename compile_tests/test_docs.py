@@ -1,5 +1,6 @@
 """What the documentation shows works: its Python runs, its commands exist, and the site builds without a warning."""
 
+import importlib
 import importlib.util
 import re
 import subprocess
@@ -66,6 +67,15 @@ def test_links_lead_somewhere() -> None:
             written_when_the_site_is_built = page.parent.name == "docs" and link.startswith("ops/")
             if not written_when_the_site_is_built:
                 assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+def test_formulas_are_of_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    from llmk.registry import OPS
+
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    formulas = importlib.import_module("formulas").FORMULAS
+    assert "rms_norm" in formulas
+    assert set(formulas) <= set(OPS)
 
 
 def test_readme_names_every_operator() -> None:

@@ -42,16 +42,20 @@ def write_pages(folder: Path) -> None:
 
 
 def index_page(ops: list[Op]) -> str:
-    rows = [f"| [`{op.name}`]({op.name}.md) | {_summary(op)} |" for op in sorted(ops, key=lambda op: op.name)]
+    """By family, which is the folder that an operator's file is in."""
+    families: dict[str, list[Op]] = {}
+    for op in sorted(ops, key=lambda op: op.name):
+        families.setdefault(op.module.rpartition(".")[0], []).append(op)
+    lists = []
+    for family, members in sorted(families.items()):
+        title = (inspect.getdoc(sys.modules[family]) or family).split("\n")[0].rstrip(".")
+        lists += ["", f"## {prose(title)}", "", *(f"- [`{op.name}`]({op.name}.md): {_summary(op)}" for op in members)]
     return "\n".join([
         "# Operators",
         "",
         "Each is `torch.ops.llmk.NAME`, and a typed function `llmk.functional.NAME`. These pages are",
         "written from the operators' own records; the calls on them were run when the site was built.",
-        "",
-        "| operator | what it computes |",
-        "|---|---|",
-        *rows,
+        *lists,
         "",
         "```{toctree}",
         ":hidden:",
