@@ -212,6 +212,13 @@ def rope_by_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tens
     return tuple(torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1) for a, b in halves)
 
 
+@spelling("rope", (2, 5, 4, 16), (2, 5, 2, 16), ANGLES, ANGLES)
+def rope_of_pairs_into_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    pairs = ((x.transpose(1, 2)[..., ::2], x.transpose(1, 2)[..., 1::2]) for x in (q, k))
+    return tuple(torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1) for a, b in pairs)
+
+
 @spelling("rope", (2, 5, 4, 8), (2, 5, 2, 8), COMPLEX)
 def complex_rope(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, ...]:
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32

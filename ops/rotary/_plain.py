@@ -38,10 +38,13 @@ def _rotated(name: str) -> Pattern:
 
 def _by_halves(name: str) -> Pattern:
     """The two halves of the result side by side, where cos and sin have the width of a half."""
-    a, b = (Cast(Half(Cast(Var(name)), second)) for second in (False, True))
-    first = Call("sub", Call("mul", a, _cos), Call("mul", b, _sin))
-    second = Call("add", Call("mul", b, _cos), Call("mul", a, _sin))
-    return With("half_as_wide", True, Cast(Call("cat", [Cast(first), Cast(second)], -1)))
+    x, found = Cast(Var(name)), []
+    for of_pairs, part in ((False, Half), (True, EveryOther)):  # DeepSeek's takes neighbours apart
+        a, b = (Cast(part(x, second)) for second in (False, True))
+        first = Call("sub", Call("mul", a, _cos), Call("mul", b, _sin))
+        second = Call("add", Call("mul", b, _cos), Call("mul", a, _sin))
+        found.append(With("of_pairs", of_pairs, Call("cat", [Cast(first), Cast(second)], -1)))
+    return With("half_as_wide", True, Cast(found[0] | found[1]))
 
 
 def _complex(name: str) -> Pattern:
@@ -74,6 +77,9 @@ def _whole(emit: Emit, values: Mapping[str, Any], name: str) -> Node:
         x, first, last = turned
         if first != 0 or last != passed[1] or passed[2] != value_of(x).shape[-1]:
             raise Left("what is turned are not the first features, or what passes not all the others")
+    if values.get("of_pairs"):
+        width = value_of(x).shape[-1]
+        x = emit(aten.cat.default, [emit(aten.slice.Tensor, x, -1, i, width, 2) for i in (0, 1)], -1)
     if value_of(x).dim() != 4:
         raise Left(f"heads have {value_of(x).dim()} axes, and the operator's 4")
     return as_dtype(emit, x, emit.wanted.dtype)
