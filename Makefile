@@ -9,6 +9,7 @@ BENCH_ARGS ?=
 MATRIX_ARGS ?=
 AOT_ARGS ?=
 FAMILIES_ARGS ?=
+FOUND_ARGS ?=
 
 # $(call needs,EXTRA...) is what must be installed before a verb runs; nothing with an empty VENV.
 ifeq ($(strip $(VENV)),)
@@ -23,7 +24,7 @@ endif
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test opcheck bench aot matrix families docs lint wheel clean
+.PHONY: help train test opcheck bench aot matrix families found docs lint wheel clean
 
 help:
 	@echo 'usage: make VERB [VARIABLE=...]'
@@ -35,6 +36,7 @@ help:
 	@echo '  aot       every kernel built for every target, many ways, no GPU  AOT_ARGS'
 	@echo '  matrix    llmk on three releases of PyTorch, 12 GB of them      MATRIX_ARGS'
 	@echo '  families  every model type of transformers, patched and unpatched  FAMILIES_ARGS'
+	@echo '  found     what the backend finds in small models of all families      FOUND_ARGS'
 	@echo '  docs      the documentation, into docs/_build/html'
 	@echo '  lint      format, lint and type checks; changes nothing'
 	@echo '  wheel     the wheel and the source archive, into dist/'
@@ -72,6 +74,10 @@ matrix: $(call needs,test)
 families: $(call needs,test)
 	OMP_NUM_THREADS=1 $(PY) compile_tests/families_sweep.py $(FAMILIES_ARGS)
 	$(PY) -m pytest -n auto compile_tests/test_families.py --compile-every-family
+
+# Not part of CI: three minutes of one core. The documentation shows what came out.
+found: $(call needs,test)
+	OMP_NUM_THREADS=1 $(PY) compile_tests/backend_sweep.py $(FOUND_ARGS)
 
 docs: $(call needs,docs)
 	$(PY) -m sphinx -W --keep-going -b html docs docs/_build/html

@@ -66,6 +66,11 @@ def norm_of_heads(x: Tensor, w: Tensor) -> Tensor:
     return hugging_face_norm(x.view(2, 5, 4, 8), w).transpose(1, 2)
 
 
+@spelling("rms_norm", (2, 5, 4, 8), (8,))
+def norm_of_transposed_heads(x: Tensor, w: Tensor) -> Tensor:
+    return hugging_face_norm(x.transpose(1, 2), w)
+
+
 @spelling("rms_norm", (3, 16), (16,))
 def norm_into_another_dtype(x: Tensor, w: Tensor) -> Tensor:
     y = x.float()

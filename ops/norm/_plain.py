@@ -78,9 +78,14 @@ def _options(values: Mapping[str, Any], input: Node) -> dict[str, Any]:
 
 
 def _build_rms_norm(emit: Emit, values: Mapping[str, Any]) -> Any:
-    options = _options(values, values["input"])
-    input = as_dtype(emit, values["input"], emit.wanted.dtype)
-    return emit(torch.ops.llmk.rms_norm.default, input, **options)
+    options, wanted = _options(values, values["input"]), emit.wanted
+    input, transpose = as_dtype(emit, values["input"], wanted.dtype), torch.ops.aten.transpose.int
+    # Heads that lie in memory after the tokens they are of stay so: rows are normalized in any order.
+    turned = wanted.dim() > 2 and not wanted.is_contiguous() and wanted.transpose(-3, -2).is_contiguous()
+    if turned:
+        input = emit(transpose, input, -3, -2)
+    normed = emit(torch.ops.llmk.rms_norm.default, input, **options)
+    return emit(transpose, normed, -3, -2) if turned else normed
 
 
 def _build_add_rms_norm(emit: Emit, values: Mapping[str, Any]) -> Any:

@@ -1,0 +1,116 @@
+"""What the backend finds in a small model of each family of transformers, and in models that are nobody's.
+
+`make found`. The table goes to docs/found.txt, which the documentation shows. What is there is counted while the
+unchanged model runs: calls of modules that are called a norm, of modules with a gate and an up projection, of functions
+that are called after rotation, and the loss.
+"""
+
+import argparse
+import re
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import transformers
+from backend_checks import rewritten
+from families import FAMILIES, small_model, tokens
+from plain_models import MODELS
+from torch import nn
+
+from llmk.compiler import Report
+
+RESULT = Path(__file__).resolve().parent.parent / "docs" / "found.txt"
+KINDS = {
+    "norms": ("rms_norm", "add_rms_norm", "layer_norm"),
+    "gated units": ("swiglu", "geglu"),
+    "rotations": ("rope",),
+    "loss": ("fused_linear_ce",),
+}
+ROTATION = re.compile(r"_?apply_.*rot")
+
+
+def counted(run: Callable[[], Any]) -> Counter[str]:
+    """The calls of each kind while something runs; of a rotation inside a rotation the outer."""
+    found: Counter[str] = Counter()
+    inside = 0
+
+    def look(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal inside
+        name, step = frame.f_code.co_name, {"call": 1, "return": -1}.get(event, 0)
+        if ROTATION.match(name):
+            found["rotations"] += step == 1 and inside == 0
+            inside += step
+        elif step == 1 and name == "forward" and isinstance(owner := frame.f_locals.get("self"), nn.Module):
+            found["norms"] += "Norm" in type(owner).__name__
+            found["gated units"] += has_gate(owner)
+
+    sys.setprofile(look)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return found + Counter({"loss": 1})
+
+
+def has_gate(module: nn.Module) -> bool:
+    """Whether it is a feed-forward layer with a gate, or all experts of a layer."""
+    names = {name for name, _ in (*module.named_children(), *module.named_parameters(recurse=False))}
+    return {"gate_proj", "up_proj"} <= names or "gate_up_proj" in names or {"w1", "w2", "w3"} <= names
+
+
+def of_family(family: str) -> tuple[Report, Counter[str]]:
+    model, ids, report = small_model(family), tokens(2, 12), Report()
+    there = counted(lambda: model(input_ids=ids, labels=ids))
+    rewritten(model, report, drop_logits=True)(input_ids=ids, labels=ids)
+    return report, there
+
+
+def of_nobody(name: str) -> tuple[Report, Counter[str]]:
+    example, report = MODELS[name], Report()
+    rewritten(example.model(), report)(*example.inputs())
+    there = {kind: sum(example.found.get(operator, 0) for operator in names) for kind, names in KINDS.items()}
+    return report, Counter(there)
+
+
+def cells(report: Report, there: Counter[str]) -> list[tuple[int, int]]:
+    """Of each kind how many were found of how many are there: all that were found, at least."""
+    found = {kind: sum(report.replaced.get(name, 0) for name in names) for kind, names in KINDS.items()}
+    return [(found[kind], max(there[kind], found[kind])) for kind in KINDS]
+
+
+def table(rows: dict[str, list[tuple[int, int]]]) -> str:
+    lines = [f"| | {' | '.join(KINDS)} |", "|---|" + "---|" * len(KINDS)]
+    for name, row in rows.items():
+        lines.append(f"| {name} | {' | '.join(f'{got} of {all_}' if all_ else '-' for got, all_ in row)} |")
+    sums = [[sum(row[i][j] for row in rows.values()) for j in range(2)] for i in range(len(KINDS))]
+    lines.append(f"| **all** | {' | '.join(f'{100 * got / all_:.0f}%' for got, all_ in sums)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="families; without them all, and the table is kept")
+    args = parser.parse_args()
+    if unknown := set(args.names) - set(FAMILIES) - set(MODELS):
+        parser.error(f"names: expected some of {', '.join([*FAMILIES, *MODELS])}, got {', '.join(sorted(unknown))}")
+    rows = {}
+    for name in args.names or sorted([*FAMILIES, *MODELS]):
+        torch.manual_seed(0)
+        report, there = of_family(name) if name in FAMILIES else of_nobody(name)
+        rows[name] = cells(report, there)
+        print(name, *(f"{kind} {got}/{all_}" for kind, (got, all_) in zip(KINDS, rows[name], strict=True)), sep="  ")
+        if args.names:
+            print(report)
+    if not args.names:
+        RESULT.write_text(f"torch {torch.__version__}, transformers {transformers.__version__}:\n\n{table(rows)}\n")
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    main()
