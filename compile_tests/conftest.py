@@ -1,6 +1,10 @@
 """`pytest --device DEVICE` runs the same suite anywhere; with TRITON_INTERPRET=1 only tests marked `kernels` run."""
 
 import os
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # where tests run side by side, Inductor need not start processes of its own
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 from collections.abc import Iterator
 from typing import Any
 

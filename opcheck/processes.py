@@ -48,7 +48,8 @@ def check_in_processes(
 
 def check_in_process(unit: Unit, device: torch.device, options: Sequence[str], threads: int) -> list[Result]:
     """All results of a unit. A process that dies breaks the promise it was at; another one checks those after it."""
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}  # processes side by side share the cores
+    # Processes side by side share the cores, and compile too little for those of Inductor to be worth starting.
+    environment = {"TORCHINDUCTOR_COMPILE_THREADS": str(threads)} | os.environ | {"OMP_NUM_THREADS": str(threads)}
     if unit.path == "interpreter":
         environment["TRITON_INTERPRET"] = "1"
     elif unit.path == "reference":
