@@ -94,7 +94,8 @@ def test_bench_on_a_cpu_takes_what_a_cpu_can_do() -> None:
     [
         (["no_such_op"], "no operator 'no_such_op'; there are add, "),
         ([], "the following arguments are required: OP"),
-        (["add", "--device", "tpu"], "argument --device: tpu: PyTorch sees no such device here"),
+        (["add", "--device", "tpu"], "argument --device: expected cpu, cuda or cuda:N, got 'tpu'"),
+        (["add", "--device", "cuda:99"], "argument --device: cuda:99: PyTorch sees "),
         (["add", "--dtype", "float8"], "argument --dtype: invalid choice: 'float8'"),
         (["add", "--repeats", "0"], "argument --repeats: expected at least 1, got 0"),
     ],

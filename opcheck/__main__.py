@@ -51,7 +51,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="an llmk operator's name, or a Python file or module of yours that holds llmk.registry.Op records; "
         "all of llmk's by default",
     )
-    parser.add_argument("--device", type=_device, help="cuda if there is one, else cpu")
+    parser.add_argument("--device", type=device_named, help="cuda if there is one, else cpu")
     parser.add_argument("--dtype", action="append", choices=DTYPES, help="may be repeated; all by default")
     parser.add_argument(
         "--path",
@@ -74,7 +74,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--journal", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--call-samples", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    options.device = options.device or _device("cuda" if torch.cuda.is_available() else "cpu")
+    options.device = options.device or device_named("cuda" if torch.cuda.is_available() else "cpu")
     if options.device.type != "cpu" and options.path != "all":
         parser.error("argument --path: it is for the CPU; on a GPU the kernels run")
     if options.sanitize:
@@ -97,7 +97,8 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _device(text: str) -> torch.device:
+def device_named(text: str) -> torch.device:
+    """What `--device` says, if PyTorch sees it here."""
     kind, _, index = text.partition(":")
     if kind not in ("cpu", "cuda") or not (index.isdecimal() or text == kind):
         raise argparse.ArgumentTypeError(f"expected cpu, cuda or cuda:N, got {text!r}")

@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from llmk.bench.measure import Row, compiler_config, figure, measure
 from llmk.bench.timing import Timer, measure_ceilings
 from llmk.bench.ways import own_ways, ways_of
+from llmk.opcheck.__main__ import DTYPES, device_named
 from llmk.registry import OPS, Op, Sample
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 CPU_BYTES, CPU_FLOPS = 5e8, 2e10  # of a call that a CPU does in about a second
 LAUNCH_MS = 0.01  # a multiple of a floor below what a launch takes says nothing
 
@@ -35,7 +35,7 @@ class _Parser(argparse.ArgumentParser):
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = _Parser(prog="python -m llmk.bench", description="Time llmk's operators beside plain PyTorch.")
     parser.add_argument("ops", nargs="+", metavar="OP", help="an operator's name, such as rms_norm")
-    parser.add_argument("--device", help="cuda if there is one, else cpu")
+    parser.add_argument("--device", type=device_named, help="cuda if there is one, else cpu")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="bfloat16 by default")
     parser.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, default=True, help="time compiled calls too"
@@ -47,9 +47,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"no operator {name!r}; there are {', '.join(OPS)}")
     if options.repeats < 1:
         parser.error(f"argument --repeats: expected at least 1, got {options.repeats}")
-    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if options.device != "cpu" and not (options.device.startswith("cuda") and torch.cuda.is_available()):
-        parser.error(f"argument --device: {options.device}: PyTorch sees no such device here")
+    options.device = options.device or device_named("cuda" if torch.cuda.is_available() else "cpu")
     return options
 
 
@@ -96,7 +94,7 @@ def print_rows(rows: Sequence[Row]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    device, dtype = torch.device(options.device), DTYPES[options.dtype]
+    device, dtype = options.device, DTYPES[options.dtype]
     timer = Timer(device, options.repeats)
     ceilings = measure_ceilings(device, dtype, timer)
     name = torch.cuda.get_device_name(device) if timer.on_gpu else "cpu"
