@@ -321,7 +321,6 @@ class Plain:
             are the operator's arguments by name. It raises `Left` where the two are not equal after all.
         stand_in: `stand_in(emit, values, node)` puts in what may be returned in place of `node`, which is computed on
             the way: where the user asks for it, and gradients are wanted.
-        unread: Names of values that nothing else may read, or this is left, besides what is computed on the way.
     """
 
     results: tuple[Any, ...]
