@@ -4,8 +4,9 @@ Needs the package `transformers`, 5 or newer; nothing else in llmk does.
 """
 
 from llmk.transformers.auto import AutoModelForCausalLM, PatchCallback
+from llmk.transformers.kernel_config import kernel_config
 from llmk.transformers.patch import patch
 from llmk.transformers.report import Entry, Report
 from llmk.transformers.tensor_parallel import tensor_parallel
 
-__all__ = ["AutoModelForCausalLM", "Entry", "PatchCallback", "Report", "patch", "tensor_parallel"]
+__all__ = ["AutoModelForCausalLM", "Entry", "PatchCallback", "Report", "kernel_config", "patch", "tensor_parallel"]

@@ -1,0 +1,138 @@
+"""The layers that transformers' `use_kernels` puts into a model's slots.
+
+The package `kernels` runs the `forward` of such a class on the model's own module, in place of the module's own: the
+class has no state and no constructor, and its arguments are those of the layer that it stands for. Tensors that an
+operator does not take (float64, a weight in another dtype than the input) go to the module's own `forward`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llmk import functional
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _alike(*tensors: Tensor) -> bool:
+    """Whether they are of one dtype, and one that the operators take."""
+    return tensors[0].dtype in DTYPES and all(t.dtype == tensors[0].dtype for t in tensors)
+
+
+class RMSNorm(nn.Module):
+    """Llama's norm: `weight [H]`, `variance_epsilon`."""
+
+    can_torch_compile = True
+    has_backward = True
+    weight: Tensor
+    variance_epsilon: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if not _alike(hidden_states, self.weight):
+            return type(self).forward(self, hidden_states)
+        return functional.rms_norm(hidden_states, self.weight, self.variance_epsilon)
+
+
+class RMSNormZeroCentered(nn.Module):
+    """Qwen3.5's norm, of `1 + weight`: `weight [H]`, `eps`."""
+
+    can_torch_compile = True
+    has_backward = True
+    weight: Tensor
+    eps: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not _alike(x, self.weight):
+            return type(self).forward(self, x)
+        return functional.rms_norm(x, self.weight, self.eps, offset=1.0)
+
+
+class SwiGLUMLP(nn.Module):
+    """Llama's feed-forward layer: `gate_proj`, `up_proj`, `down_proj`, `act_fn`."""
+
+    can_torch_compile = True
+    has_backward = True
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
+    act_fn: nn.Module
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if not _alike(gate, up):
+            return self.down_proj(self.act_fn(gate) * up)
+        return self.down_proj(functional.swiglu(gate, up))
+
+
+class GeGLUMLP(nn.Module):
+    """Gemma's feed-forward layer, with the tanh form of GELU: `gate_proj`, `up_proj`, `down_proj`, `act_fn`."""
+
+    can_torch_compile = True
+    has_backward = True
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
+    act_fn: nn.Module
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if not _alike(gate, up):
+            return self.down_proj(self.act_fn(gate) * up)
+        return self.down_proj(functional.geglu(gate, up, approximate="tanh"))
+
+
+class RotaryPosEmb(nn.Module):
+    """Llama's `apply_rotary_pos_emb`: q `[B, HQ, S, D]`, k `[B, HK, S, D]`, cos and sin `[1 or B, S, D]`."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+        whole = q.dim() == k.dim() == 4 and cos.dim() == 3 and cos.shape[-1] == q.shape[-1] == k.shape[-1]
+        if unsqueeze_dim != 1 or not whole or not _alike(q, k, cos, sin):
+            return type(self).forward(self, q, k, cos, sin, unsqueeze_dim)
+        return functional.rope(q, k, cos, sin)
+
+
+class ForCausalLMLoss(nn.Module):
+    """transformers' `ForCausalLMLoss`: logits `[B, S, vocab_size]`, labels `[B, S]`; the loss is float32."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        vocab_size: int,
+        num_items_in_batch: Tensor | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        if not _alike(logits):
+            return type(self).forward(
+                self, logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
+            )
+        if shift_labels is None:  # token i is held against label i + 1
+            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        target = shift_labels.reshape(-1).to(logits.device)
+        reduction = "mean" if num_items_in_batch is None else "sum"
+        loss = functional.cross_entropy(
+            logits.view(-1, vocab_size), target, ignore_index=ignore_index, reduction=reduction
+        )
+        if isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = num_items_in_batch.to(loss.device)
+        return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+LAYERS: dict[str, type[nn.Module]] = {
+    "RMSNorm": RMSNorm,
+    "RMSNormZeroCentered": RMSNormZeroCentered,
+    "SwiGLUMLP": SwiGLUMLP,
+    "GeGLUMLP": GeGLUMLP,
+    "rotary_pos_emb": RotaryPosEmb,
+    "ForCausalLMLoss": ForCausalLMLoss,
+}
+"""By transformers' name of the slot."""
