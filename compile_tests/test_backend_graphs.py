@@ -166,7 +166,7 @@ class Model(nn.Module):
         self.head = nn.Linear(8, 11)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.layer(self.embedding(ids))
+        x = self.layer(self.embedding(ids) + torch.tensor([0.5] * 8))  # the constant moves to the new graph
         return F.cross_entropy(self.head(x[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
 
 

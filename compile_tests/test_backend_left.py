@@ -59,6 +59,18 @@ def in_float64(x: Tensor) -> Tensor:
     return F.rms_norm(x, (16,), None, 1e-6)
 
 
+@case("float64", randn(3, 16))
+def float64_inside(x: Tensor) -> Tensor:
+    y = x.double()
+    return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)).float()
+
+
+@case("rsqrt: what is computed around it is something else", randn(3, 16))
+def rounded_on_purpose(x: Tensor) -> Tensor:
+    rounded = x.bfloat16().float()
+    return x * torch.rsqrt(rounded.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
 @case("rsqrt on the way is returned too", randn(3, 16))
 def scale_returned(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)

@@ -19,6 +19,7 @@ from llmk.registry.private import schema_of
 
 COMMUTATIVE = frozenset({"add", "mul"})
 CASTS = frozenset({"to", "_to_copy", "type_as", "alias", "contiguous"})
+CAST_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 OVERLOAD = type(torch.ops.aten.add.Tensor)
 
 
@@ -46,24 +47,14 @@ def default_of(node: Node, name: str) -> Any:
 
 
 def is_cast(node: Any) -> bool:
-    """Whether it gives its input in a floating-point dtype, perhaps another, and changes nothing else."""
+    """Whether it gives its input in float32 or 16 bits, which that is in too, and changes nothing else."""
     if name_of(node) not in CASTS:
         return False
     before, after = value_of(node.args[0]), value_of(node)
-    return (
-        isinstance(before, Tensor)
-        and before.is_floating_point()
-        and after.is_floating_point()
-        and before.device == after.device
-        and before.dim() == after.dim()
-    )
-
-
-def uncast(node: Any) -> Any:
-    """What a chain of casts began with."""
-    while is_cast(node):
-        node = node.args[0]
-    return node
+    if not isinstance(before, Tensor) or before.device != after.device:
+        return False
+    same_width = before.dtype.itemsize == after.dtype.itemsize
+    return {before.dtype, after.dtype} <= CAST_DTYPES and (before.dtype == after.dtype or not same_width)
 
 
 @dataclass(frozen=True)
@@ -192,12 +183,17 @@ class Either(Pattern):
 
 @dataclass(frozen=True)
 class Cast(Pattern):
-    """The pattern, or a cast of it to another floating-point dtype, or a cast of that."""
+    """The pattern, or a cast of it, or a cast of that: but not there and back, which rounds on purpose."""
 
     pattern: Any
 
     def find(self, value: Any, found: Found) -> Iterator[Found]:
+        widened = False
         while is_cast(value):
+            before, after = (value_of(x).dtype.itemsize for x in (value.args[0], value))
+            if widened and before > after:
+                break
+            widened = widened or before < after
             found, value = found.over(value), value.args[0]
         yield from find(self.pattern, value, found)
 

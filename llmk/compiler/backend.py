@@ -64,6 +64,8 @@ class Backend:
         return notes
 
     def _rewrite_stretch(self, gm: GraphModule, stretch: Stretch, may_drop: bool) -> list[Note]:
+        if not stretch.inputs:
+            return []
         try:
             result = traced(gm, stretch)
         except NotTraced as why:

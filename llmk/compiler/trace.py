@@ -205,7 +205,7 @@ def put_back(gm: GraphModule, stretch: Stretch, result: GraphModule) -> None:
     with gm.graph.inserting_before(anchor):
         for node in result.graph.nodes:
             if node.op == "get_attr":
-                copies[node] = gm.graph.get_attr(_moved(result, gm, str(node.target)))
+                copies[node] = gm.graph.create_node("get_attr", _moved(result, gm, str(node.target)))
             elif node.op not in ("placeholder", "output"):
                 copies[node] = gm.graph.node_copy(node, copies.__getitem__)
                 copies[node].meta = {key: node.meta[key] for key in KEPT if key in node.meta}
@@ -225,5 +225,5 @@ def put_back(gm: GraphModule, stretch: Stretch, result: GraphModule) -> None:
 def _moved(source: GraphModule, target: GraphModule, name: str) -> str:
     """A constant of one graph's module, in another's under a name that is free there."""
     free = next(f"_llmk_constant{i}" for i in range(1 << 30) if not hasattr(target, f"_llmk_constant{i}"))
-    target.register_buffer(free, getattr(source, name), persistent=False)
+    setattr(target, free, getattr(source, name))  # no buffer: AOTAutograd asks Dynamo where each of those comes from
     return free
