@@ -171,7 +171,13 @@ def check_the_loss() -> None:
     logits, labels = torch.randn(2, 7, 11), tokens(2, 7) % 11
     labels[0, 2:4] = -100
     model = filled(WithLoss())
-    for options in ({}, {"num_items_in_batch": torch.tensor(5)}, {"shift_labels": labels.roll(-1, 1)}):
+    others = labels.masked_fill(labels == -100, -1)
+    for options in (
+        {},
+        {"num_items_in_batch": torch.tensor(5)},
+        {"shift_labels": labels.roll(-1, 1)},
+        {"shift_labels": others, "ignore_index": -1},
+    ):
         found = Operators().of(model, logits, labels, 11, **options)
         assert found == {"llmk.cross_entropy.default": 1}, found
         ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
