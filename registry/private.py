@@ -280,17 +280,16 @@ launches_watched: Callable[[], bool] = _watcher() if KNOWS_LAUNCH else lambda: T
 
 # DTensor and processes.
 
-_static_arguments = _find("torch.distributed.tensor._op_schema.RuntimeSchemaInfo")
-
 
 def tell_calls_apart(overload: Any) -> bool:
     """Have DTensor tell apart calls that differ in a flag, a string or in which tensor is None; whether it will."""
     from torch.distributed.tensor import DTensor
 
     dispatcher = _attribute(DTensor, "_op_dispatcher", lambda _: None)
-    if None in (dispatcher, _static_arguments):
+    static_arguments = _find("torch.distributed.tensor._op_schema.RuntimeSchemaInfo")
+    if None in (dispatcher, static_arguments):
         return False
-    dispatcher.sharding_propagator.op_to_schema_info[overload] = _static_arguments(static_argnum=1)
+    dispatcher.sharding_propagator.op_to_schema_info[overload] = static_arguments(static_argnum=1)
     return True
 
 

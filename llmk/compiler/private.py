@@ -8,9 +8,14 @@ import torch
 
 from llmk.registry.private import _attribute, _find, _required
 
-compile_fx: Callable[..., Any] = _required("torch._inductor.compile_fx.compile_fx")
 list_mode_options: Callable[..., dict[str, Any]] = _required("torch._inductor.list_mode_options")
 statically_known_true: Callable[[Any], bool] = _required("torch.fx.experimental.symbolic_shapes.statically_known_true")
+
+
+def compile_fx(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """Inductor, which takes seconds to import, where it is first asked for."""
+    return _required("torch._inductor.compile_fx.compile_fx")(*args, **kwargs)
+
 
 MODE_CALLS = tuple(
     function
