@@ -23,7 +23,7 @@ EXTRAS = {"transformers": "llmk.transformers", "trl": "llmk.trl"}
 
 def try_call(device: str, compiled: bool) -> None:
     """Run an operator, forward and backward, and compare it with what is known."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     fn = torch.compile(llmk.functional.rms_norm, fullgraph=True) if compiled else llmk.functional.rms_norm
     x = torch.full((2, 64), 3.0, device=device, dtype=torch.float32, requires_grad=True)
     y = fn(x, torch.full((64,), 2.0, device=device, dtype=torch.float32), eps=1e-6)

@@ -377,6 +377,10 @@ def reload_inductor_modules() -> None:
     _find("torch._inductor.codecache.PyCodeCache.cache_clear", torch.compiler.reset)()
 
 
+def autograd_config() -> Any:
+    return _find("torch._functorch.config")
+
+
 def compile_errors() -> tuple[type[Exception], ...]:
     """What `torch.compile` raises when it cannot compile."""
     paths = "torch._dynamo.exc.TorchDynamoException", "torch._inductor.exc.InductorError"

@@ -14,13 +14,13 @@ from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llmk.bench.measure import Row, compiler_config, figure, measure
 from llmk.bench.timing import Timer, measure_ceilings
 from llmk.bench.ways import own_ways, ways_of
 from llmk.opcheck.__main__ import DTYPES, device_named
 from llmk.registry import OPS, Op, Sample
+from llmk.registry.private import FakeTensorMode
 
 CPU_BYTES, CPU_FLOPS = 5e8, 2e10  # of a call that a CPU does in about a second
 LAUNCH_MS = 0.01  # a multiple of a floor below what a launch takes says nothing

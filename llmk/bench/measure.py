@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch._functorch.config
 
 from llmk.bench.timing import SLOW, Graphs, Timer, first_line
 from llmk.bench.ways import Way
 from llmk.registry import Cost, Op, Sample
+from llmk.registry.private import autograd_config
 
 Row = dict[str, Any]
 Make = Callable[[], tuple[list[Way], dict[str, Row]]]
@@ -38,7 +38,7 @@ def beginning_of_row(op: Op, sample: Sample, ceilings: dict[str, float]) -> Row:
 def measure(op: Op, sample: Sample, timer: Timer, ceilings: dict[str, float], make: Make) -> list[Row]:
     """A row for each way to compute the sample; `make` makes the ways, and the beginnings of their rows."""
     common = beginning_of_row(op, sample, ceilings)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     release(timer)
     ways, rows = make()
     release(timer)
@@ -129,7 +129,7 @@ def _sustain(ways: list[Way], rows: dict[str, Row], timer: Timer) -> None:
 @contextlib.contextmanager
 def compiler_config() -> Iterator[dict[str, Any]]:
     """The settings of CONFIG that this PyTorch has, for all compiled ways alike."""
-    config = torch._functorch.config
+    config = autograd_config()
     known = {name: value for name, value in CONFIG.items() if hasattr(config, name)}
-    with config.patch(known):  # type: ignore[attr-defined]
+    with config.patch(known) if known else contextlib.nullcontext():
         yield known
