@@ -1,0 +1,60 @@
+"""Draws the graph of the tutorial's model before and after operators were put into it, as boxes of HTML."""
+
+import re
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from llmk.compiler.backend import Backend, chosen
+from llmk.compiler.report import Report
+from llmk.compiler.trace import Stretch, stretches, traced
+from llmk.registry.patterns import name_of
+
+TUTORIAL = Path(__file__).parent / "tutorial.md"
+
+
+def graph_picture() -> str:
+    before, after = _graphs(_model())
+    boxes = _column(f"Before: {len(before)} operations", before) + _column(f"After: {len(after)}", after)
+    return f'<div class="graphs">{boxes}</div>\n'
+
+
+def _model() -> torch.nn.Module:
+    """The class in the tutorial's first block."""
+    (code, *_) = re.findall(r"^```python\n(.*?)^```$", TUTORIAL.read_text(), re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    return names["Plain"]()
+
+
+def _graphs(model: torch.nn.Module) -> tuple[list[str], list[str]]:
+    """The names of the operations, in order."""
+    graphs: list[list[str]] = []
+
+    def backend(gm: GraphModule, inputs: Sequence[Any]) -> Any:
+        (stretch,) = (part for part in stretches(gm) if isinstance(part, Stretch))
+        graphs.append(_calls(traced(gm, stretch)))
+        Backend(chosen(None, None), (), Report()).rewrite(gm)
+        graphs.append(_calls(gm))
+        return gm
+
+    tokens = torch.zeros(2, 8, dtype=torch.int64, device="cpu")
+    torch.compile(model, backend=backend, fullgraph=True)(tokens, tokens)
+    before, after = graphs
+    return before, after
+
+
+def _calls(gm: GraphModule) -> list[str]:
+    return [name for node in gm.graph.nodes if (name := name_of(node))]
+
+
+def _column(title: str, names: list[str]) -> str:
+    boxes = "".join(
+        f'<li class="{"ours" if name.startswith("llmk::") else "aten"}">{escape(name.removeprefix("llmk::"))}</li>'
+        for name in names
+    )
+    return f"<div><p>{escape(title)}</p><ol>{boxes}</ol></div>"
