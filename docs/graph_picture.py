@@ -19,7 +19,7 @@ TUTORIAL = Path(__file__).parent / "tutorial.md"
 
 def graph_picture() -> str:
     before, after = _graphs(_model())
-    boxes = _column(f"Before: {len(before)} operations", before) + _column(f"After: {len(after)}", after)
+    boxes = _column(f"Before: {len(before)}", before) + _column(f"After: {len(after)}", after)
     return f'<div class="graphs">{boxes}</div>\n'
 
 
