@@ -1,11 +1,13 @@
-"""llmk with a private name of torch or triton renamed: run by test_private.py, in a process that has not imported it.
+"""llmk with private names of torch or triton renamed: run by test_private.py, in a process that has not imported it.
 
-Each name is renamed in a process of its own, forked from this one: what they all import is imported once.
+A few names at a time are renamed in a process of their own, forked from this one: what they all import is imported
+once. Where that does not work, each of the names is renamed by itself.
 """
 
 import ast
 import importlib.util
 import sys
+from collections.abc import Iterator, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import torch._inductor.compile_fx  # what they share; nothing may run, for autog
 
 from compile_tests.forked import forked
 
+TOGETHER = 5
 PRIVATE = Path(__file__).resolve().parents[1] / "registry" / "private.py"
 
 
@@ -32,20 +35,22 @@ def private_names() -> list[str]:
 
 
 class _Renamed(SourceFileLoader):
-    """Loads private.py as if it had to look up another name."""
+    """Loads private.py as if it had to look up other names."""
 
-    def __init__(self, path: Path, name: str) -> None:
+    def __init__(self, path: Path, names: Sequence[str]) -> None:
         super().__init__("llmk.registry.private", str(path))
-        self.name_there = name
+        self.names_there = names
 
     def get_code(self, fullname: str):  # past the cache of compiled files
-        source = PRIVATE.read_text().replace(f'"{self.name_there}"', f'"{self.name_there}_renamed"')
+        source = PRIVATE.read_text()
+        for name in self.names_there:
+            source = source.replace(f'"{name}"', f'"{name}_renamed"')
         return compile(source, PRIVATE, "exec")
 
 
-def works_without(name: str) -> None:
-    """Import llmk where a name is another now, and have an operator checked, eager and compiled."""
-    spec = importlib.util.spec_from_file_location("llmk.registry.private", loader=_Renamed(PRIVATE, name))
+def works_without(names: Sequence[str]) -> None:
+    """Import llmk where names are others now, and have an operator checked, eager and compiled."""
+    spec = importlib.util.spec_from_file_location("llmk.registry.private", loader=_Renamed(PRIVATE, names))
     assert spec is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -68,16 +73,26 @@ def works_without(name: str) -> None:
         promise(op, samples)
 
 
+def failures(names: Sequence[str]) -> Iterator[str]:
+    """What is said where llmk does not work without these, name by name."""
+    result = forked(1, lambda: works_without(names))
+    if result["codes"] == [0]:
+        return
+    if len(names) == 1:
+        yield f"without {names[0]}:\n{result['errors'][0]}"
+        return
+    alone = [line for name in names for line in failures([name])]
+    yield from alone or [f"without {', '.join(names)} together:\n{result['errors'][0]}"]
+
+
 def main() -> int:
     """How many names it does not work without."""
     torch.set_num_threads(1)
-    failures = 0
-    for name in private_names():
-        result = forked(1, lambda name=name: works_without(name))
-        if result["codes"] != [0]:
-            failures += 1
-            sys.stderr.write(f"without {name}:\n{result['errors'][0]}")
-    return failures
+    names = private_names()
+    groups = [names[start : start + TOGETHER] for start in range(0, len(names), TOGETHER)]
+    said = [line for group in groups for line in failures(group)]
+    sys.stderr.write("".join(said))
+    return len(said)
 
 
 if __name__ == "__main__":

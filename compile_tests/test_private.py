@@ -73,7 +73,7 @@ def test_the_scan_sees(source: str) -> None:
 
 
 def test_llmk_works_without_any_one_of_them() -> None:
-    """Each is renamed in turn: `import llmk` works, and an operator's numbers stay, eager and compiled."""
+    """They are renamed, a few at a time: `import llmk` works, and an operator's numbers stay, eager and compiled."""
     result = subprocess.run([sys.executable, "-m", "compile_tests.private_checks"], cwd=ROOT, capture_output=True)
     assert result.returncode == 0, result.stdout.decode() + result.stderr.decode()
 
