@@ -24,22 +24,23 @@ endif
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test opcheck bench aot matrix families found docs lint wheel clean
+.PHONY: help train test opcheck bench aot matrix families found docs lint wheel installed clean
 
 help:
 	@echo 'usage: make VERB [VARIABLE=...]'
 	@echo
-	@echo '  train     train the example model, with llmk and in plain PyTorch  TRAIN_ARGS'
-	@echo '  test      the test suite, and the kernels in Triton'\''s interpreter TEST_ARGS'
-	@echo '  opcheck   what every operator promises, as a table                 OPCHECK_ARGS'
-	@echo '  bench     time and memory of every operator beside PyTorch        BENCH_ARGS'
-	@echo '  aot       every kernel built for every target, many ways, no GPU  AOT_ARGS'
-	@echo '  matrix    llmk on three releases of PyTorch, 12 GB of them      MATRIX_ARGS'
-	@echo '  families  every model type of transformers, patched and unpatched  FAMILIES_ARGS'
-	@echo '  found     what the backend finds in small models of all families      FOUND_ARGS'
+	@echo '  train     train the example model, with llmk and in plain torch    TRAIN_ARGS'
+	@echo '  test      the test suite, and the kernels in the interpreter     TEST_ARGS'
+	@echo '  opcheck   what every operator promises, as a table               OPCHECK_ARGS'
+	@echo '  bench     time and memory of every operator beside PyTorch       BENCH_ARGS'
+	@echo '  aot       every kernel built for every target, no GPU            AOT_ARGS'
+	@echo '  matrix    llmk on three releases of PyTorch, 12 GB of them       MATRIX_ARGS'
+	@echo '  families  every model type of transformers, patched and not      FAMILIES_ARGS'
+	@echo '  found     what the backend finds in small models                 FOUND_ARGS'
 	@echo '  docs      the documentation, into docs/_build/html'
 	@echo '  lint      format, lint and type checks; changes nothing'
 	@echo '  wheel     the wheel and the source archive, into dist/'
+	@echo '  installed the wheel and the archive in empty environments, newest torch'
 	@echo '  clean     remove all that these verbs made, except runs/'
 	@echo
 	@echo 'Each verb installs what it needs into .venv. It takes Python 3.11 or newer,'
@@ -91,6 +92,10 @@ lint: $(call needs,lint test examples bench docs)
 wheel: $(call needs,build)
 	rm -rf build
 	$(PY) -m build
+
+# Not part of CI: it downloads the newest PyTorch, 3 GB, for each of the two.
+installed: wheel
+	$(PY) -m compile_tests.installed
 
 clean:
 	rm -rf .venv .matrix build dist llmk.egg-info docs/_build docs/ops .pytest_cache .ruff_cache .hypothesis

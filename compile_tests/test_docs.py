@@ -8,26 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+from pages import PAGES, PYTHON_PAGES, ROOT, blocks, script_of
 
 
-def blocks(page: Path, language: str) -> list[tuple[int, str]]:
-    """The fenced blocks of a language, each with the number of its first line."""
-    text = page.read_text()
-    found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return [(text.count("\n", 0, match.start(1)), match[1]) for match in found]
-
-
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PYTHON_PAGES, ids=lambda page: page.name)
 def test_python_runs(page: Path, tmp_path: Path) -> None:
-    # One script a page, as a reader would paste it; the empty lines keep the page's line numbers in tracebacks.
-    script = ""
-    for line, code in blocks(page, "python"):
-        script += "\n" * (line - script.count("\n")) + code
-    path = tmp_path / f"{page.stem}.py"
-    path.write_text(script)
+    path = script_of(page, tmp_path)
     result = subprocess.run([sys.executable, path], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, f"{page.name}:\n{result.stdout}\n{result.stderr}"
 
