@@ -17,12 +17,17 @@ NEWEST = list(VERSIONS)[-1]
 WANTED = [f"torch=={NEWEST}", *VERSIONS[NEWEST], f"transformers=={TRANSFORMERS}"]
 
 
+def away_from_the_checkout() -> dict[str, str]:
+    """This process's environment without the path on which pip and Python would find llmk in the checkout."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
 def environment_with(file: Path, folder: Path) -> Path:
     """Install a wheel or an archive and what it needs into a new environment; its Python."""
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     constraints = folder / "constraints.txt"
     constraints.write_text("\n".join(WANTED))  # instead of any that pip was set up with
-    settings = os.environ | {"PIP_CONSTRAINT": str(constraints)}
+    settings = away_from_the_checkout() | {"PIP_CONSTRAINT": str(constraints)}
     python = folder / "bin" / "python"
     wanted = [str(file), f"transformers=={TRANSFORMERS}", "numpy"]
     subprocess.run([python, "-m", "pip", "install", "--quiet", *wanted], check=True, env=settings)
@@ -31,9 +36,10 @@ def environment_with(file: Path, folder: Path) -> Path:
 
 def runs(python: Path, folder: Path, *arguments: str) -> bool:
     """Whether a command works in `folder`, where nothing of the checkout is to be found; what it wrote if not."""
-    settings = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [str(python), "-W", "ignore", *arguments]
-    done = subprocess.run(command, cwd=folder, env=settings, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env=away_from_the_checkout(), capture_output=True, text=True, check=False
+    )
     print(f"  {'ok    ' if done.returncode == 0 else 'FAILED'}  {' '.join(arguments).replace(str(folder) + '/', '')}")
     if done.returncode:
         print(done.stdout, done.stderr)
