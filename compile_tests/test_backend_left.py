@@ -112,6 +112,21 @@ def classes_second(x: Tensor) -> Tensor:
     return F.cross_entropy(x, TARGET.view(1, 4))
 
 
+@case("its softmax is over axis 0", randn(4, 5))
+def softmax_over_tokens(x: Tensor) -> Tensor:
+    return F.nll_loss(F.log_softmax(x, 0), TARGET)
+
+
+@case("its softmax is over axis 0", randn(4, 3), randn(5, 3))
+def softmax_of_a_projection_over_tokens(x: Tensor, w: Tensor) -> Tensor:
+    return F.nll_loss(F.log_softmax(F.linear(x, w), 0), TARGET)
+
+
+@case("its softmax is float64", randn(4, 5))
+def softmax_in_float64(x: Tensor) -> Tensor:
+    return F.nll_loss(F.log_softmax(x, -1, dtype=torch.float64), TARGET)
+
+
 @case("its target is probabilities", randn(4, 5), randn(4, 5))
 def target_of_probabilities(x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(x, y.softmax(-1))

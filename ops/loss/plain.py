@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from llmk.registry.patterns import Call, Cast, Left, Number, Pattern, Value, value_of
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -30,13 +32,17 @@ def loss_options(values: Mapping[str, Any]) -> dict[str, Any]:
     """What the operators' keywords are.
 
     Raises:
-        Left: The target is no class for each row.
+        Left: The target is no class for each row, or the softmax is not over classes, or in float64.
     """
     target = values["target"]
     if value_of(target).is_floating_point():
         raise Left("its target is probabilities, and the operator's is classes")
     if value_of(target).dim() > 1:
         raise Left("classes are on the second axis, and the operator's on the last")
+    if values.get("dim", -1) not in (-1, value_of(target).dim()):
+        raise Left(f"its softmax is over axis {values['dim']}, and the operator's over the last")
+    if values.get("dtype") == torch.float64:
+        raise Left("its softmax is float64, and the operator's float32")
     return {
         "weight": values["weight"],
         "ignore_index": values["ignore_index"],
