@@ -128,28 +128,22 @@ def require_accurate(
 ) -> None:
     """The accuracy rule for every output and gradient of a call.
 
-    `compositions` gives more outcomes of PyTorch's own composition on these inputs, whose errors count as its too:
-    where tensors are split among processes, products of fewer rows add up in another order. It is called if need be.
+    `compositions` gives more outcomes of PyTorch's own composition on these inputs, every gradient included, whose
+    errors count as its too: where tensors are split among processes, products of fewer rows add up in another order. It
+    is called if need be.
     """
     dtype = next(t.dtype for t in actual.inputs.values() if t.is_floating_point())
     factor = _tolerance(op, dtype).factor
     truth = truth_of(op, sample, actual, grads)
     for i, output in enumerate(actual.outputs):
-        others = _others(compositions, lambda outcome, i=i: outcome.outputs[i])
-        _require_accurate(truth, f"output {i}", i, output, factor, others)
+        _require_accurate(truth, f"output {i}", i, output, factor, compositions)
     for name, gradient in actual.gradients.items():
-        others = _others(compositions, lambda outcome, name=name: outcome.gradients[name])
-        _require_accurate(truth, f"gradient of {name}", truth.index_of(name), gradient, factor, others)
+        _require_accurate(truth, f"gradient of {name}", truth.index_of(name), gradient, factor, compositions)
 
 
-Results = Callable[[], list[Tensor | None]]
-
-
-def _others(compositions: Callable[[], Sequence[Outcome]], result: Callable[[Outcome], Tensor | None]) -> Results:
-    return lambda: [result(outcome) for outcome in compositions()]
-
-
-def _require_accurate(truth: Truth, name: str, i: int, actual: Tensor | None, factor: float, others: Results) -> None:
+def _require_accurate(
+    truth: Truth, name: str, i: int, actual: Tensor | None, factor: float, compositions: Callable[[], Sequence[Outcome]]
+) -> None:
     composition, exact = truth.composition[i], truth.exact[i]
     if actual is None or composition is None or exact is None:
         raise BrokenPromise(f"{truth.sample}: {name} is missing")
@@ -158,7 +152,7 @@ def _require_accurate(truth: Truth, name: str, i: int, actual: Tensor | None, fa
     if accuracy_violation(actual, composition, exact, factor, condition=truth.condition(i, DRAWS)) is None:
         return
     # What is left may be chance: the errors of a composition on one input, or a condition of a few draws.
-    near = [(x[i], y[i]) for x, y in truth.neighbours] + [(other, exact) for other in others()]
+    near = [(x[i], y[i]) for x, y in truth.neighbours] + [(outcome.results()[i], exact) for outcome in compositions()]
     condition = truth.condition(i, MORE_DRAWS)
     violation = accuracy_violation(actual, composition, exact, factor, near, condition)  # type: ignore[arg-type]
     if violation is not None:
