@@ -182,7 +182,7 @@ def _inputs(slot: str, module: nn.Module) -> tuple[Any, ...]:
         q, k, cos, sin = randn(2, 4, 5, 16), randn(2, 2, 5, 16), randn(2, 5, 16), randn(2, 5, 16)
         return q.requires_grad_(), k.requires_grad_(), cos, sin
     if slot == "ForCausalLMLoss":
-        labels = torch.tensor([[1, 2, -100, 3], [4, 0, 5, -100]])
+        labels = torch.tensor([[1, 2, -100, 3], [4, 0, 5, -100]], dtype=torch.int64, device="cpu")
         return randn(2, 4, 6).requires_grad_(), labels, 6
     widths = {p.shape[-1] for p in parameters_of(module).values() if p is not None}
     return (rows_of_all_scales(min(widths, default=16)).requires_grad_(),)

@@ -5,6 +5,7 @@ class has no state and no constructor, and its arguments are those of the layer 
 operator does not take (float64, a weight in another dtype than the input) go to the module's own `forward`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,6 +49,12 @@ class RMSNormZeroCentered(nn.Module):
         return functional.rms_norm(x, self.weight, self.eps, offset=1.0)
 
 
+def _gated(module: Any, x: Tensor, unit: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """The layers below: a function, because their `self` is the model's module and has no methods of theirs."""
+    gate, up = module.gate_proj(x), module.up_proj(x)
+    return module.down_proj(unit(gate, up) if _alike(gate, up) else module.act_fn(gate) * up)
+
+
 class SwiGLUMLP(nn.Module):
     """Llama's feed-forward layer: `gate_proj`, `up_proj`, `down_proj`, `act_fn`."""
 
@@ -59,10 +66,7 @@ class SwiGLUMLP(nn.Module):
     act_fn: nn.Module
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        if not _alike(gate, up):
-            return self.down_proj(self.act_fn(gate) * up)
-        return self.down_proj(functional.swiglu(gate, up))
+        return _gated(self, x, functional.swiglu)
 
 
 class GeGLUMLP(nn.Module):
@@ -76,10 +80,7 @@ class GeGLUMLP(nn.Module):
     act_fn: nn.Module
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        if not _alike(gate, up):
-            return self.down_proj(self.act_fn(gate) * up)
-        return self.down_proj(functional.geglu(gate, up, approximate="tanh"))
+        return _gated(self, x, functional.geglu)
 
 
 class RotaryPosEmb(nn.Module):
