@@ -84,7 +84,8 @@ def _to_trace(op: Op, samples: Sequence[Sample]) -> Sequence[Sample]:
 class _Traced:
     """What a sample gave when it was traced, and the nodes of its graphs that copy what need not be copied."""
 
-    sample: Sample  # whose id is nobody else's while this lives
+    op: Op
+    sample: Sample  # the ids of both are nobody else's while this lives
     outcome: Outcome
     copies: list[str]
 
@@ -105,7 +106,7 @@ def _traced(op: Op, sample: Sample) -> _Traced:
 
         torch.compiler.reset()
         backend = aot_backend(record, decomposed=True)
-        _traces[key] = _Traced(sample, _call_compiled(op, sample, _compiled_call(op, backend=backend)), copies)
+        _traces[key] = _Traced(op, sample, _call_compiled(op, sample, _compiled_call(op, backend=backend)), copies)
         if len(_traces) > _MOST_KEPT:
             _traces.popitem(last=False)
     return _traces[key]
