@@ -16,7 +16,7 @@ from llmk.opcheck.calls import (
     require_accurate,
     resized,
 )
-from llmk.opcheck.inputs import BrokenPromise, Outcome, differentiable_inputs, prepare
+from llmk.opcheck.inputs import BrokenPromise, Outcome, differentiable_inputs, note, prepare
 from llmk.opcheck.poison import RECYCLE_NOTHING, poisoned_in_graphs, require_all_written
 from llmk.registry import Op, Sample
 from llmk.registry.private import aot_backend, compile_errors
@@ -97,7 +97,9 @@ _MOST_KEPT = 64
 def _traced(op: Op, sample: Sample) -> _Traced:
     """Traced once for the promises that look at it: in Inductor's decompositions, and not by Inductor."""
     key = id(op), id(sample)
-    if key not in _traces:
+    if key in _traces:
+        note(sample)
+    else:
         copies: list[str] = []
 
         def record(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
