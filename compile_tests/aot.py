@@ -18,15 +18,15 @@ from torch import Tensor
 
 from llmk.registry.eager.launcher import OPTIONS
 from llmk.registry.launch import Launch, record_launches
-from llmk.registry.private import (
+from llmk.registry.private.kernels import (
     ASTSource,
-    FakeTensorMode,
     GPUTarget,
     create_function_from_signature,
     cuobjdump,
     make_backend,
     pack_arguments,
 )
+from llmk.registry.private.tensors import FakeTensorMode
 from llmk.registry.record import Op, Sample
 
 TARGETS = {

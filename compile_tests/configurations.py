@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compile_tests.aot import forward_and_backward, gradients_wanted
 from llmk.registry.launch import Launch, record_launches
-from llmk.registry.private import FakeTensorMode
+from llmk.registry.private.tensors import FakeTensorMode
 from llmk.registry.record import Op, Sample
 
 PROBES = [64, 4097, 262144]

@@ -1,4 +1,4 @@
-"""Private names of torch and triton: all in one module, and none of them one that llmk cannot do without."""
+"""Private names of torch and triton: all in one package, and none of them one that llmk cannot do without."""
 
 import ast
 import subprocess
@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from llmk.registry import private
+from llmk.registry.private import kernels, modes, names, operators, tensors
 
 ROOT = Path(__file__).resolve().parents[1]
+PRIVATE = ROOT / "registry" / "private"
 PACKAGES = ("llmk", "ops", "registry", "opcheck")
 PUBLIC_OF_TRITON = ("triton.language", "triton.testing")
 
@@ -52,13 +53,13 @@ def private_uses(tree: ast.Module, ours: set[str]) -> Iterator[str]:
                     yield f"line {node.lineno}: {name}"
 
 
-def test_private_names_are_in_one_module() -> None:
+def test_private_names_are_in_one_package() -> None:
     trees = sources()
     ours = names_of_ours(list(trees.values()))
     found = {
         str(path.relative_to(ROOT)): uses
         for path, tree in trees.items()
-        if path.name != "private.py" and (uses := list(private_uses(tree, ours)))
+        if path.parent != PRIVATE and (uses := list(private_uses(tree, ours)))
     }
     assert found == {}
 
@@ -80,16 +81,16 @@ def test_llmk_works_without_any_one_of_them() -> None:
 
 def test_a_schema_is_read_by_defining_it() -> None:
     text = "llmk::f(Tensor input, Tensor? weight=None, *, float eps=1e-6, str reduction='mean') -> (Tensor, Tensor)"
-    parsed, defined = private.parse_schema(text), private._schema_of_a_definition(text)
+    parsed, defined = operators.parse_schema(text), operators._schema_of_a_definition(text)
     assert str(defined).partition("(")[2] == str(parsed).partition("(")[2]
-    private._schema_of_a_definition(text)  # the name is free again
+    operators._schema_of_a_definition(text)  # the name is free again
 
 
 def test_a_probe_finds_functorch() -> None:
     levels = []
 
     def f(x: torch.Tensor) -> torch.Tensor:
-        levels.append((private._level_of_probe() is None, private.functorch_level() is None))
+        levels.append((modes._level_of_probe() is None, modes.functorch_level() is None))
         return x.sum()
 
     f(torch.ones(2))
@@ -102,13 +103,13 @@ def test_a_probe_finds_functorch() -> None:
 def test_a_product_is_activated_without_the_epilogue(gelu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     bias, x, w = torch.randn(5), torch.randn(3, 4), torch.randn(4, 5)
     linear, y = torch.addmm(bias, x, w), torch.empty(3, 5)
-    monkeypatch.setattr(private, "_addmm_activation", None)
-    private.addmm_activation(bias, x, w, y, gelu=gelu)
+    monkeypatch.setattr(tensors, "_addmm_activation", None)
+    tensors.addmm_activation(bias, x, w, y, gelu=gelu)
     assert torch.equal(y, F.gelu(linear, approximate="tanh") if gelu else F.relu(linear))
 
 
 def test_what_cannot_be_done_without_says_so() -> None:
-    missing = private._required("torch._C._no_such_name")
+    missing = names.required("torch._C._no_such_name")
     with pytest.raises(RuntimeError, match=r"needs torch\._C\._no_such_name\.more"):
         missing.more(1)
     assert not hasattr(missing, "__wrapped__")
@@ -116,7 +117,7 @@ def test_what_cannot_be_done_without_says_so() -> None:
 
 def test_an_interpreter_that_its_numpy_breaks_is_refused() -> None:
     for triton, numpy in [((3, 6), "2.3.5"), ((3, 7), "2.4.6"), ((3, 9), "2.10.0"), ((3, 6), "1.26.4")]:
-        private.check_interpreter(triton, numpy)
+        kernels.check_interpreter(triton, numpy)
     for numpy in ("2.4.0", "2.4.6", "2.10.0", "3.0.0rc1"):
         with pytest.raises(ImportError, match=rf"triton 3\.6 expects numpy<2\.4, got numpy {numpy} \(pip install"):
-            private.check_interpreter((3, 6), numpy)
+            kernels.check_interpreter((3, 6), numpy)

@@ -19,7 +19,7 @@ from llmk.opcheck.calls import (
 from llmk.opcheck.inputs import BrokenPromise, Outcome, differentiable_inputs, note, prepare
 from llmk.opcheck.poison import RECYCLE_NOTHING, poisoned_in_graphs, require_all_written
 from llmk.registry import Op, Sample
-from llmk.registry.private import aot_backend, compile_errors
+from llmk.registry.private.compilers import aot_backend, compile_errors
 
 
 def compiled(op: Op, samples: Sequence[Sample]) -> None:

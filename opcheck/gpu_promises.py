@@ -10,7 +10,8 @@ from torch import Tensor
 from llmk.opcheck.calls import call, first_line, incoming_gradients, require_accurate, resized
 from llmk.opcheck.inputs import BrokenPromise, Outcome, as_list, copy_with_layout, differentiable_inputs, prepare
 from llmk.registry import Op, Sample
-from llmk.registry.private import compile_errors, delay_stream
+from llmk.registry.private.compilers import compile_errors
+from llmk.registry.private.tensors import delay_stream
 
 _DELAY = 50_000_000
 """Cycles: some 25 ms, in which a kernel that does not wait is long done."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from llmk.opcheck.inputs import BrokenPromise
 from llmk.opcheck.offsets import NUMBER, PRODUCT, PROGRAM, origins_of, traced, typed_range
-from llmk.registry.private import interpreter as find_interpreter
+from llmk.registry.private.kernels import interpreter as find_interpreter
 
 interpreter = find_interpreter()
 _APART = 48

@@ -11,7 +11,7 @@ from llmk.opcheck.calls import incoming_gradients
 from llmk.opcheck.inputs import BrokenPromise, Outcome
 from llmk.opcheck.truth import truth_of
 from llmk.registry import Op, Sample, set_short_path_enabled
-from llmk.registry.private import inductor_allocators, reload_inductor_modules
+from llmk.registry.private.compilers import inductor_allocators, reload_inductor_modules
 
 RECYCLE_NOTHING: dict[str, Any] = {"allow_buffer_reuse": False, "inplace_buffers": False}
 

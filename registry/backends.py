@@ -1,6 +1,6 @@
 """Which code computes an operator: its kernels on a GPU, the same in Triton's interpreter, or plain PyTorch on a CPU.
 
-This is the one place where that is decided; `KernelOp.implementation` asks it, and `private.INTERPRET` is
+This is the one place where that is decided; `KernelOp.implementation` asks it, and `private.kernels.INTERPRET` is
 TRITON_INTERPRET=1.
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from llmk.registry.private import INTERPRET
+from llmk.registry.private.kernels import INTERPRET
 
 
 class _Switch:

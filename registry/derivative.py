@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.registry.private import noted_by
+from llmk.registry.private.operators import noted_by
 
 Keeps = Callable[[Sequence[bool], Sequence[Any]], Sequence[bool]]
 

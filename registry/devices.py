@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from llmk.registry.private import INTERPRET, current_device
+from llmk.registry.private.kernels import INTERPRET
+from llmk.registry.private.tensors import current_device
 
 
 class _Warps:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from llmk.registry.backends import kernels_on_cpu
-from llmk.registry.private import traced_by_compiler
+from llmk.registry.private.modes import traced_by_compiler
 
 
 class _Forced:

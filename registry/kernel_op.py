@@ -15,7 +15,8 @@ from llmk.registry.eager.bypass import PLAIN_TENSORS, takes_short_path
 from llmk.registry.eager.replay import Replayed
 from llmk.registry.graphs import forced_form
 from llmk.registry.launch import HAS_LAUNCHER, recording, wrap_triton
-from llmk.registry.private import bare_apply, define_kernel_op, schema_of, traced_by_compiler
+from llmk.registry.private.modes import traced_by_compiler
+from llmk.registry.private.operators import bare_apply, define_kernel_op, schema_of
 from llmk.registry.sharding import Rule, register_rule
 
 __all__ = ["KernelOp", "wrap_triton"]

@@ -13,7 +13,9 @@ from llmk.registry.devices import warps_of
 from llmk.registry.eager.bypass import short_path
 from llmk.registry.eager.launcher import contiguous_layout, launcher_for, with_options
 from llmk.registry.eager.replay import captures
-from llmk.registry.private import INTERPRET, KNOWS_LAUNCH, dispatch_modes, empty_on_gpu
+from llmk.registry.private.kernels import INTERPRET, KNOWS_LAUNCH
+from llmk.registry.private.modes import dispatch_modes
+from llmk.registry.private.tensors import empty_on_gpu
 
 HAS_LAUNCHER = KNOWS_LAUNCH and not INTERPRET and torch.version.hip is None  # AMD's specializes on more than it knows
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from llmk.registry.private import schema_of
+from llmk.registry.private.operators import schema_of
 
 COMMUTATIVE = frozenset({"add", "mul"})
 CASTS = frozenset({"to", "_to_copy", "type_as", "alias", "contiguous"})

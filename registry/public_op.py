@@ -13,7 +13,8 @@ from torch.overrides import is_tensor_like
 from llmk.registry.checks import check_home
 from llmk.registry.eager.bypass import PLAIN_TENSORS, inside_functorch, is_plain_eager
 from llmk.registry.kernel_op import KernelOp
-from llmk.registry.private import forward_mode_level, parse_schema
+from llmk.registry.private.modes import forward_mode_level
+from llmk.registry.private.operators import parse_schema
 from llmk.registry.record import OPS, Op
 
 P = ParamSpec("P")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from llmk.registry.patterns import Plain
-from llmk.registry.private import schema_of
+from llmk.registry.private.operators import schema_of
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from llmk.registry.private import schema_of, tell_calls_apart
+from llmk.registry.private.operators import schema_of
+from llmk.registry.private.processes import tell_calls_apart
 
 REPLICATE, PARTIAL = "replicate", "partial"
 

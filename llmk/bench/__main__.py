@@ -20,7 +20,7 @@ from llmk.bench.timing import Timer, measure_ceilings
 from llmk.bench.ways import own_ways, ways_of
 from llmk.opcheck.__main__ import DTYPES, device_named
 from llmk.registry import OPS, Op, Sample
-from llmk.registry.private import FakeTensorMode
+from llmk.registry.private.tensors import FakeTensorMode
 
 CPU_BYTES, CPU_FLOPS = 5e8, 2e10  # of a call that a CPU does in about a second
 LAUNCH_MS = 0.01  # a multiple of a floor below what a launch takes says nothing

@@ -10,7 +10,7 @@ import torch
 from llmk.bench.timing import SLOW, Graphs, Timer, first_line
 from llmk.bench.ways import Way
 from llmk.registry import Cost, Op, Sample
-from llmk.registry.private import autograd_config
+from llmk.registry.private.compilers import autograd_config
 
 Row = dict[str, Any]
 Make = Callable[[], tuple[list[Way], dict[str, Row]]]

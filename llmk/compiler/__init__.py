@@ -1,8 +1,8 @@
 """`torch.compile(model, backend="llmk")`: plain PyTorch in, llmk's operators in the graph."""
 
 from llmk.compiler.backend import compile, compile_report, llmk
-from llmk.compiler.private import offer_backend
 from llmk.compiler.report import Note, Report
+from llmk.registry.private.compilers import offer_backend
 
 __all__ = ["Note", "Report", "compile", "compile_report", "llmk"]
 

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from llmk.compiler import private
 from llmk.compiler.replace import Rule, replace_all
 from llmk.compiler.report import EVERYTHING, Note, Report, module_of
 from llmk.compiler.trace import (
@@ -22,6 +21,7 @@ from llmk.compiler.trace import (
     traced,
 )
 from llmk.registry import OPS
+from llmk.registry.private import compilers
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Backend:
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         self.report.add(self.rewrite(gm))
-        return private.compile_fx(gm, example_inputs, config_patches=dict(self.config))
+        return compilers.compile_fx(gm, example_inputs, config_patches=dict(self.config))
 
     @property
     def rules(self) -> list[Rule]:
@@ -49,7 +49,7 @@ class Backend:
         return self._rewrite(gm, self.drop_logits)
 
     def _rewrite(self, gm: GraphModule, may_drop: bool) -> list[Note]:
-        if any(private.of_functorch(node.target) for node in gm.graph.nodes):
+        if any(compilers.of_functorch(node.target) for node in gm.graph.nodes):
             return [Note("all", "", "the graph uses torch.func, inside which no operator of llmk works")]
         modes, notes = Modes(), []
         with modes.kept():
@@ -79,7 +79,7 @@ class Backend:
         body = checkpoint_body(gm, node)
         if body is not None:
             return self._rewrite(body, may_drop=False)
-        if stays(node) and node.target not in private.MODE_CALLS:
+        if stays(node) and node.target not in compilers.MODE_CALLS:
             return [Note("all", module_of(node), f"what is inside {node.target} stays as it is")]
         return []
 
@@ -108,7 +108,7 @@ def llmk(
     gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
 ) -> Callable[..., Any]:
     """What `torch.compile(backend="llmk")` calls, with its `mode` and `options` as Inductor takes them."""
-    config = tuple(sorted(private.config_of(mode, options, None).items()))
+    config = tuple(sorted(compilers.config_of(mode, options, None).items()))
     return Backend(chosen(None, None), config, EVERYTHING)(gm, example_inputs)
 
 
@@ -145,7 +145,7 @@ def compile(
         ValueError: An operator is not one that the backend finds.
         TypeError: `only` or `without` is a string.
     """
-    config = tuple(sorted(private.config_of(mode, options, dynamic).items()))
+    config = tuple(sorted(compilers.config_of(mode, options, dynamic).items()))
     backend = Backend(chosen(only, without), config, EVERYTHING if report is None else report, drop_logits)
     return torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
 

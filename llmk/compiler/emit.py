@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from llmk.compiler.private import statically_known_true
 from llmk.registry.patterns import Left, value_of
-from llmk.registry.private import schema_of
+from llmk.registry.private.compilers import statically_known_true
+from llmk.registry.private.operators import schema_of
 from llmk.registry.record import Op
 
 REFUSALS = (TypeError, ValueError, IndexError, NotImplementedError, RuntimeError)

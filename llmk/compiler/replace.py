@@ -18,7 +18,8 @@ from torch.fx.node import map_arg
 from llmk.compiler.emit import Emit
 from llmk.compiler.report import Note, module_of
 from llmk.registry.patterns import Found, Left, Plain, find, is_cast, name_of, value_of
-from llmk.registry.private import schema_of, storage_of
+from llmk.registry.private.operators import schema_of
+from llmk.registry.private.tensors import storage_of
 from llmk.registry.record import Op
 
 VIEWS = frozenset({

@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
-from llmk.compiler.private import CHECKPOINT, MODE_CALLS, is_higher_order
+from llmk.registry.private.compilers import CHECKPOINT, MODE_CALLS, is_higher_order
 
 KEPT = ("nn_module_stack", "stack_trace", "source_fn_stack", "original_aten")
 SIMPLE = Tensor | torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool

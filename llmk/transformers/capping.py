@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from llmk import functional
-from llmk.registry.private import buffers_of, parameters_of
+from llmk.registry.private.modules import buffers_of, parameters_of
 from llmk.transformers.probe import Differs, agree, apart, randoms
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from llmk import functional
-from llmk.registry.private import buffers_of, children_of, parameters_of
+from llmk.registry.private.modules import buffers_of, children_of, parameters_of
 from llmk.transformers.probe import Differs, agree, apart, gradients, identity, rows_of_all_scales, run, same
 from llmk.transformers.rewrite import Edit, Source, load
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import KernelConfig
 
-from llmk.registry.private import children_of, parameters_of
+from llmk.registry.private.modules import children_of, parameters_of
 from llmk.transformers.probe import (
     Differs,
     agree,

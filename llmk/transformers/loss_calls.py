@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from llmk.registry.private import buffers_of, parameters_of
+from llmk.registry.private.modules import buffers_of, parameters_of
 from llmk.transformers.heads import takes_one
 from llmk.transformers.probe import Differs
 from llmk.transformers.rewrite import Source, argument_names, load, method_called

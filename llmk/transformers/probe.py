@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llmk.registry.private import DispatchMode, buffers_of, children_of, parameters_of, schema_of
+from llmk.registry.private.modules import buffers_of, children_of, parameters_of
+from llmk.registry.private.operators import schema_of
+from llmk.registry.private.tensors import DispatchMode
 
 AGREEMENT = 1e-5
 """The largest difference, relative to the largest value of a row, of two ways to compute the same in float32."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from llmk.registry.private import has_hooks
+from llmk.registry.private.modules import has_hooks
 from llmk.transformers.classes import changes_of
 from llmk.transformers.rewrite import Edit, load
 

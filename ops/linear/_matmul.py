@@ -14,7 +14,7 @@ from llmk.ops.common.activations import activate
 from llmk.ops.common.rows import aligned, contiguous
 from llmk.registry import cdiv, example_of, next_power_of_2, num_programs, wrap_triton
 from llmk.registry.backends import INTERPRET
-from llmk.registry.private import addmm_activation
+from llmk.registry.private.tensors import addmm_activation
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from llmk.registry.private import collectives, group_named
+from llmk.registry.private.processes import collectives, group_named
 
 
 def group_size(group_name: str) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.registry.private import dispatch_modes, function_modes, functorch_level, profiling
+from llmk.registry.private.modes import dispatch_modes, function_modes, functorch_level, profiling
 
 PLAIN_TENSORS = frozenset({Tensor, torch.nn.Parameter})
 _OTHERS = frozenset({int, float, bool, str, type(None), torch.dtype})

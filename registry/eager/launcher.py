@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from llmk.registry.private import INTERPRET, TRITON, drivers, launches_watched
+from llmk.registry.private.kernels import INTERPRET, TRITON, drivers, launches_watched
 
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": True} if TRITON >= (3, 9) and not INTERPRET else {}
 """Of every launch: a sum takes a product unrounded, as in PyTorch's own kernels. Triton's default will be not to."""

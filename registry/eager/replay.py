@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from llmk.registry.eager.launcher import Launcher
-from llmk.registry.private import drivers, empty_on_gpu, launches_watched, storage_of, version_of
+from llmk.registry.private.kernels import drivers, launches_watched
+from llmk.registry.private.tensors import empty_on_gpu, storage_of, version_of
 
 _MOST_CALLS = 1024  # of one kernel op: sizes may change at every step
 _Key = tuple[Any, ...]

@@ -1,0 +1,98 @@
+"""Dynamo, AOTAutograd and Inductor; what takes a second to import is looked up where it is asked for."""
+
+import functools
+from collections.abc import Callable
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import torch
+
+from llmk.registry.private.names import attribute, find, required
+
+list_mode_options: Callable[..., dict[str, Any]] = required("torch._inductor.list_mode_options")
+statically_known_true: Callable[[Any], bool] = required("torch.fx.experimental.symbolic_shapes.statically_known_true")
+
+
+def compile_fx(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """Inductor, which takes seconds to import, where it is first asked for."""
+    return required("torch._inductor.compile_fx.compile_fx")(*args, **kwargs)
+
+
+def _mode_calls() -> tuple[Any, ...]:
+    paths = (
+        "torch._C._set_grad_enabled",
+        "torch.amp.autocast_mode._enter_autocast",
+        "torch.amp.autocast_mode._exit_autocast",
+        "torch.autograd.grad_mode._enter_inference_mode",
+        "torch.autograd.grad_mode._exit_inference_mode",
+    )
+    return tuple(function for path in paths if (function := find(path)) is not None)
+
+
+MODE_CALLS = _mode_calls()
+"""What Dynamo's graphs change the gradient mode and autocast with."""
+
+_HigherOrderOperator = find("torch._ops.HigherOrderOperator", ())
+CHECKPOINT = find("torch.ops.higher_order.tag_activation_checkpoint")
+
+
+def is_higher_order(target: Any) -> bool:
+    """Whether a node's target takes graphs, such as the body of a checkpointed region or of an `autograd.Function`."""
+    return isinstance(target, _HigherOrderOperator)
+
+
+def of_functorch(target: Any) -> bool:
+    return getattr(target, "__module__", "") == "torch._C._functorch"
+
+
+def offer_backend(name: str, place: str) -> None:
+    """Let `torch.compile(backend=name)` load an object such as "package.module:function" when it is first asked for.
+
+    An installed package is found by its entry point, one that is run from its checkout is not.
+    """
+    backends = find("torch._dynamo.backends.registry._BACKENDS")
+    if isinstance(backends, dict):
+        backends.setdefault(name, EntryPoint(name, place, "torch_dynamo_backends"))
+
+
+def config_of(mode: str | None, options: dict[str, Any] | None, dynamic: bool | None) -> dict[str, Any]:
+    """Inductor's settings for a mode and options of `torch.compile`, checked as it checks them."""
+    wrapper = attribute(torch, "_TorchCompileInductorWrapper", lambda _: None)
+    if wrapper is not None:
+        return wrapper(mode, options, dynamic).config
+    named = list_mode_options(mode, dynamic) if mode and mode != "default" else {}
+    return {**named, **(options or {})}
+
+
+def inductor_allocators() -> list[tuple[Any, str]]:
+    """Where Inductor's code finds what it allocates with, as modules and names, when it is loaded."""
+    names = ("_empty_strided_cpu", "_empty_strided_cuda")
+    guards = find("torch._C._dynamo.guards")
+    return [(guards, name) for name in names if hasattr(guards, name)]
+
+
+def reload_inductor_modules() -> None:
+    """Have Inductor load its code again, from the disk where it is there."""
+    find("torch._inductor.codecache.PyCodeCache.cache_clear", torch.compiler.reset)()
+
+
+def autograd_config() -> Any:
+    return find("torch._functorch.config")
+
+
+def compile_errors() -> tuple[type[Exception], ...]:
+    """What `torch.compile` raises when it cannot compile."""
+    paths = "torch._dynamo.exc.TorchDynamoException", "torch._inductor.exc.InductorError"
+    return tuple(find(path, RuntimeError) for path in paths)
+
+
+def aot_backend(compiler: Callable[..., Any], *, decomposed: bool = False) -> Any:
+    """A backend for `torch.compile` that gives `compiler` AOTAutograd's graphs, as Inductor would get them if asked."""
+    table = find("torch._inductor.decomposition.select_decomp_table") if decomposed else None
+    options = {"fw_compiler": compiler, "bw_compiler": compiler, "decompositions": table and table()}
+    aot_autograd = find("torch._dynamo.backends.common.aot_autograd")
+    if aot_autograd is not None:
+        return aot_autograd(**options)
+    from functorch.compile import aot_module_simplified
+
+    return functools.partial(aot_module_simplified, **options)

@@ -1,0 +1,108 @@
+"""Triton: how kernels are launched, built and interpreted."""
+
+import importlib.metadata
+import os
+import shutil
+from collections import namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import triton
+
+from llmk.registry.private.names import Missing, attribute, find, required
+
+_NEWEST_TRITON = (3, 9)
+"""Whose launch was read: a newer Triton's kernels are launched in its own way."""
+
+_TRUE = ("1", "true", "yes", "on", "y")
+TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
+_runtime, _compilation = find("triton.knobs.runtime"), find("triton.knobs.compilation")
+INTERPRET: bool = attribute(_runtime, "interpret", lambda _: os.environ.get("TRITON_INTERPRET", "").lower() in _TRUE)
+"""TRITON_INTERPRET=1: kernels run on the CPU in Triton's interpreter. Triton decides at import, and so do we."""
+
+
+def check_interpreter(triton_version: tuple[int, ...], numpy_version: str) -> None:
+    """Refuse the one pair of releases whose interpreter fails at any loop: numpy 2.4 makes no number of `[1]` there."""
+    if triton_version < (3, 7) and tuple(int(part) for part in numpy_version.split(".")[:2]) >= (2, 4):
+        found = ".".join(map(str, triton_version))
+        raise ImportError(
+            f"TRITON_INTERPRET=1: the interpreter of triton {found} expects numpy<2.4, got numpy {numpy_version} "
+            "(pip install 'numpy<2.4'; without TRITON_INTERPRET any numpy will do)"
+        )
+
+
+if INTERPRET:
+    check_interpreter(TRITON, importlib.metadata.version("numpy"))
+
+drivers: Any = find("triton.runtime.driver.driver")
+"""Its `active` is the driver of the GPU."""
+
+
+def _knows_launch() -> bool:
+    names = ("launch_enter_hook", "launch_exit_hook", "add_stages_inspection_hook", "debug")
+    known = all(hasattr(_runtime, name) for name in names) and hasattr(_compilation, "instrumentation_mode")
+    return known and drivers is not None and TRITON <= _NEWEST_TRITON
+
+
+KNOWS_LAUNCH: bool = _knows_launch()
+"""Whether what Triton's own launch of a kernel does besides launching it is known, and can be left out."""
+
+
+def _watched() -> bool:
+    enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
+    return bool(
+        getattr(enter, "calls", enter)  # a chain of hooks, or what somebody put there instead
+        or getattr(leave, "calls", leave)
+        or _runtime.add_stages_inspection_hook
+        or _runtime.debug
+        or _compilation.instrumentation_mode
+    )
+
+
+def _watcher() -> Callable[[], bool]:
+    """`_watched`, but at a third of its time where nothing was ever set."""
+    runtime_set, compilation_set = vars(_runtime), vars(_compilation)  # what a program sets is the object's own
+    enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
+    from_the_start = _watched()
+
+    def launches_watched() -> bool:
+        if runtime_set or compilation_set or enter.calls or leave.calls:
+            return _watched()
+        return from_the_start
+
+    return launches_watched
+
+
+launches_watched: Callable[[], bool] = _watcher() if KNOWS_LAUNCH else lambda: True
+"""Whether a hook or a setting has a part in launches, which only Triton's own launch heeds."""
+
+
+GPUTarget = find("triton.backends.compiler.GPUTarget", namedtuple("GPUTarget", "backend arch warp_size"))
+ASTSource = required("triton.compiler.ASTSource")
+make_backend = required("triton.compiler.make_backend")
+create_function_from_signature = required("triton.runtime.jit.create_function_from_signature")
+
+
+def pack_arguments(kernel: Any, *args: Any) -> Any:
+    """Options, signature, constants and attributes of a launch, as Triton's JIT makes them."""
+    return attribute(kernel, "_pack_args", lambda _: Missing("triton.JITFunction._pack_args"))(*args)
+
+
+def cuobjdump() -> str:
+    """Where the program is: Triton's wheel brings one."""
+    return find("triton.knobs.nvidia.cuobjdump.path") or shutil.which("cuobjdump") or "cuobjdump"
+
+
+def interpreter() -> Any:
+    """Triton's interpreter; None where it lacks what opcheck replaces there to watch it."""
+    names = (
+        "GridExecutor.__call__", "InterpretedFunction.rewrite", "InterpreterError", "TensorHandle", "_implicit_cvt",
+        "_patch_lang_core", "interpreter_builder.set_grid_idx", "interpreter_builder.create_get_program_id",
+        "interpreter_builder.create_masked_load", "interpreter_builder.create_masked_store",
+        "interpreter_builder.create_atomic_rmw", "interpreter_builder.create_atomic_cas",
+        "interpreter_builder.create_addptr", "interpreter_builder.create_splat",
+        "interpreter_builder.create_broadcast",
+    )  # fmt: skip
+    if any(find(f"triton.runtime.interpreter:{name}") is None for name in names):
+        return None
+    return find("triton.runtime.interpreter")

@@ -1,0 +1,61 @@
+"""Who looks on at a call.
+
+Where that cannot be told someone always does, and every call takes the dispatcher's path.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.autograd import Function, forward_ad
+
+from llmk.registry.private.names import find
+
+
+def _one() -> int:
+    return 1
+
+
+class _Probe(Function):
+    """Takes no functorch transform, and says so when it is applied inside one."""
+
+    @staticmethod
+    def forward(ctx: Any) -> None:
+        return None
+
+
+def _level_of_probe() -> int | None:
+    try:
+        _Probe.apply()
+    except RuntimeError:
+        return 1
+    return None
+
+
+dispatch_modes: Callable[[], int] = find("torch._C._len_torch_dispatch_stack", _one)
+_count_function_modes: Callable[[], int] = find("torch._C._len_torch_function_stack", _one)
+_function_mode_stack = find("torch.overrides._get_current_function_mode_stack")
+_DeviceContext = find("torch.utils._device.DeviceContext")
+profiling: Callable[[], bool] = find("torch._C._autograd._profiler_enabled", _one)
+functorch_level: Callable[[], int | None] = find("torch._C._functorch.maybe_current_level", _level_of_probe)
+_mode_of = find("torch._C._get_dispatch_mode")
+
+
+def function_modes() -> int:
+    """Those that look on: not that of `torch.set_default_device`, which only changes factories without a device."""
+    count = _count_function_modes()
+    if not count or _function_mode_stack is None or _DeviceContext is None:
+        return count
+    return sum(type(mode) is not _DeviceContext for mode in _function_mode_stack())
+
+
+_functional = find("torch._C._TorchDispatchModeKey.FUNCTIONAL")
+
+
+def traced_by_compiler() -> bool:
+    """Whether AOTAutograd is making a graph; never where that cannot be told: the graph then has the kernels in it."""
+    return None not in (_mode_of, _functional) and _mode_of(_functional) is not None
+
+
+def forward_mode_level() -> int:
+    """Negative where forward-mode AD is off; where that cannot be told each tensor is asked."""
+    return getattr(forward_ad, "_current_level", 0)

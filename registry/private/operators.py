@@ -1,0 +1,60 @@
+"""Defining operators, and what their autograd notes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.fx.operator_schemas import get_signature_for_torch_op
+
+from llmk.registry.private.names import attribute, find
+
+
+def schema_of(overload: Any) -> torch.FunctionSchema:
+    public: Any = get_signature_for_torch_op
+    return attribute(overload, "_schema", lambda overload: public(overload, return_schemas=True)[1][0])
+
+
+def _schema_of_a_definition(schema: str) -> torch.FunctionSchema:
+    namespace, _, signature = schema.partition("::")
+    library = torch.library.Library(f"{namespace}_schemas", "FRAGMENT")  # gone, and the name free, when this returns
+    library.define(signature)
+    name = signature.partition("(")[0]
+    return schema_of(getattr(getattr(torch.ops, f"{namespace}_schemas"), name).default)
+
+
+parse_schema: Callable[[str], torch.FunctionSchema] = find("torch._C.parse_schema", _schema_of_a_definition)
+_FunctionalTensorMode = find("torch._subclasses.functional_tensor.FunctionalTensorMode")
+
+
+def define_kernel_op(name: str, body: Callable[..., Any], *, opaque: bool) -> Any:
+    """`torch.library.triton_op` or, for one that no graph looks into, what amounts to `torch.library.custom_op`.
+
+    Of a triton_op's body only Inductor sees the launches, and no dispatch mode of the user's.
+    """
+    if opaque and _FunctionalTensorMode is None:
+        return torch.library.custom_op(name, body, mutates_args=())
+    definition: Any = torch.library.triton_op(name, body, mutates_args=())
+    if opaque:
+        definition.register_torch_dispatch(_FunctionalTensorMode, _keep_as_one_node)
+    return definition
+
+
+def _keep_as_one_node(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    return mode.__torch_dispatch__(op, types, args, kwargs)
+
+
+_FunctionBase = find("torch._C._FunctionBase")
+
+
+def bare_apply(function: type[Function]) -> Callable[..., Any]:
+    """`function.apply` without its look for torch.func's transforms, which whoever calls it has done."""
+    if _FunctionBase is None:
+        return function.apply
+    return super(Function, function).apply  # type: ignore[misc]
+
+
+def noted_by(ctx: Any) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
+    """What a forward pass saved for backward and what it marked as not differentiable, where that is told."""
+    return getattr(ctx, "to_save", None) or (), getattr(ctx, "non_differentiable", None) or ()
