@@ -18,8 +18,9 @@ from loss_references import (
 from torch import Tensor
 
 from llmk import losses
-from llmk.losses._pairs import DIVERGENCES, LOSSES
+from llmk.losses._pairs import TYPES
 from llmk.opcheck.calls import call, require_accurate
+from llmk.ops.linear_loss.divergence_scores import DIVERGENCES
 from llmk.registry import Op, Sample
 
 DPO = loss_op(losses.dpo, dpo_reference)
@@ -45,7 +46,7 @@ def of_dpo(device: torch.device, dtype: torch.dtype = torch.float32, **options: 
     return Sample((x, weight, target), {"ref_logps": ref_logps(target), **options}, why=f"dpo {options}")
 
 
-@pytest.mark.parametrize("loss_type", LOSSES)
+@pytest.mark.parametrize("loss_type", TYPES)
 def test_dpo_types(device: torch.device, loss_type: str) -> None:
     require(DPO, of_dpo(device, loss_type=loss_type, label_smoothing=0.2, beta=0.3))
 

@@ -22,6 +22,8 @@ FORMULAS = {
     "linear_logprobs": r"\log\, p_t = z_t - \log \sum_v e^{z_v}, \qquad H = -\sum_v p_v \log\, p_v, \qquad z = W x + b",
     "fused_linear_jsd": r"\ell = \beta\,\mathrm{KL}(P \parallel M) + (1 - \beta)\,\mathrm{KL}(Q \parallel M), "
     r"\qquad M = \beta P + (1 - \beta) Q",
+    "fused_linear_preference": r"\ell = \sum_g u_g\, f(s_{g1}, s_{g2}), \qquad "
+    r"s_{gm} = \sum_t \log\, p_{gmt} - \log\, \pi_{gm}",
     "jsd": r"\ell = \beta\,\mathrm{KL}(P \parallel M) + (1 - \beta)\,\mathrm{KL}(Q \parallel M), "
     r"\qquad M = \beta P + (1 - \beta) Q",
     "kl_div": r"\ell = t\,(\log t - x)",

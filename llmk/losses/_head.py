@@ -1,12 +1,15 @@
 """The projection to the vocabulary with its options, and the log-probabilities that every loss begins with."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
 from llmk.losses._checks import check_is_tensor
 from llmk.losses._sequences import Sequences
+from llmk.ops.linear_loss.fused_linear_preference import fused_linear_preference
 from llmk.ops.linear_loss.linear_logprobs import linear_logprobs
+from llmk.registry import is_sharded
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,32 @@ class Head:
             softcap=self.softcap, ignore_index=self.ignore_index, skip_ignored=self.skip_ignored,
             chunk_size=self.chunk_size,
         )  # fmt: skip
+
+    def takes_groups(self, sequences: Sequences) -> bool:
+        """Whether `preference` does: not a packed batch, nor a vocabulary that is split over ranks."""
+        return sequences.ids is None and not is_sharded(self.linear_weight)
+
+    def preference(
+        self, input: Tensor, target: Tensor, ref_logps: Tensor | None, *, members: int = 2,
+        token_weight: Tensor | None = None, nll_weight: Tensor | None = None, **options: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """`fused_linear_preference` of a batch whose groups have a sequence in each of `members` parts of it.
+
+        Of all sequences `[B]` or tokens `[B, S]`; the loss, a sum over groups, and log-probabilities and entropies.
+        """
+        groups = target.shape[0] // members
+
+        def grouped(values: Tensor) -> Tensor:
+            return values.unflatten(0, (members, groups)).transpose(0, 1)
+
+        given = {"ref_logps": ref_logps, "token_weight": token_weight, "nll_weight": nll_weight}
+        loss, logprobs, entropy = fused_linear_preference(
+            grouped(input), self.linear_weight, grouped(target), linear_bias=self.linear_bias,
+            temperature=self.temperature, softcap=self.softcap, ignore_index=self.ignore_index,
+            skip_ignored=self.skip_ignored, chunk_size=self.chunk_size, **options,
+            **{name: grouped(values) for name, values in given.items() if values is not None},
+        )  # fmt: skip
+        return loss, logprobs.transpose(0, 1).flatten(0, 1), entropy.transpose(0, 1).flatten(0, 1)
 
     def of_reference(self, linear_weight: Tensor, linear_bias: Tensor | None) -> "Head":
         bias = None if linear_bias is None else linear_bias.detach()

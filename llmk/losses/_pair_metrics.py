@@ -1,5 +1,6 @@
 """What the losses of pairs have in common after their log-probabilities."""
 
+import torch
 from torch import Tensor
 
 from llmk.losses._sequences import Sequences, mean_of
@@ -10,6 +11,15 @@ def chosen_nll(token_logps: Tensor, sequences: Sequences) -> Tensor:
     chosen, _ = sequences.halves(sequences.sum(token_logps))
     lengths, _ = sequences.halves(sequences.lengths)
     return -chosen.sum() / lengths.sum().clamp(min=1.0)
+
+
+def chosen_nll_weight(sequences: Sequences, coef: float) -> Tensor | None:
+    """What makes `coef * chosen_nll` a sum over tokens `[B, S]`, times the number of pairs; of rows."""
+    if coef == 0.0:
+        return None
+    (B, S), (lengths, _) = sequences.counts.shape, sequences.halves(sequences.lengths)
+    weight = coef * (B // 2) / lengths.sum().clamp(min=1.0)
+    return torch.cat([weight.expand(B // 2, S), torch.zeros_like(weight).expand(B // 2, S)])
 
 
 def reward_metrics(chosen: Tensor, rejected: Tensor, logps: Tensor, sequences: Sequences) -> dict[str, Tensor]:

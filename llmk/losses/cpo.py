@@ -6,9 +6,9 @@ from torch import Tensor
 
 from llmk.losses._checks import check_between, check_positive
 from llmk.losses._head import Head
-from llmk.losses._math import log_of_the_rest
-from llmk.losses._pair_metrics import chosen_nll, reward_metrics
-from llmk.losses._sequences import mean_of, sequences_of
+from llmk.losses._pair_metrics import chosen_nll, chosen_nll_weight, reward_metrics
+from llmk.losses._sequences import Sequences, mean_of, sequences_of
+from llmk.ops.linear_loss.pair_losses import LOSSES, LossOptions, log_odds
 from llmk.registry import check_finite, check_option
 
 
@@ -44,7 +44,7 @@ def cpo(
         TypeError: An argument is not a tensor, or a dtype does not fit.
         ValueError: A shape or an option does not fit.
 
-    Four products, as `dpo`.
+    Three products or four, as `dpo`; four with `alpha`.
 
     Sources: Xu et al., 2024, https://arxiv.org/abs/2401.08417; SimPO: Meng et al., 2024,
     https://arxiv.org/abs/2405.14734; AlphaPO: Gupta et al., 2025, https://arxiv.org/abs/2501.03884. Reference
@@ -55,40 +55,39 @@ def cpo(
     check_finite("simpo_gamma", simpo_gamma)
     check_finite("alpha", alpha)
     check_between("label_smoothing", label_smoothing, 0.0, 1.0)
-    check_option("loss_type", loss_type, tuple(_LOSSES))
+    check_option("loss_type", loss_type, _TYPES)
     sequences = sequences_of(input, linear_weight, target, ignore_index, sequence_ids, num_sequences, in_pairs=True)
     head = Head(linear_weight, linear_bias, temperature, softcap, ignore_index, skip_ignored, chunk_size)
-    token_logps, _ = head.logprobs(input, target)
-    logps = (sequences.averages if loss_type in _OF_AVERAGES else sequences.sum)(token_logps)
-    chosen, rejected = sequences.halves(logps if alpha == 0.0 else -torch.expm1(-alpha * logps) / alpha)
-    losses = _LOSSES[loss_type](chosen - rejected, beta, label_smoothing, simpo_gamma)
-    nll = chosen_nll(token_logps, sequences)
-    loss = mean_of(losses, sequences.exists(in_pairs=True)) + cpo_alpha * nll
-    metrics = {**reward_metrics(beta * chosen, beta * rejected, logps, sequences), "nll_loss": nll.detach()}
-    return sequences.checked(loss), metrics
+    options = LossOptions(beta, label_smoothing, simpo_gamma if loss_type == "simpo" else 0.0)
+    name = "cpo" if loss_type == "sigmoid" else loss_type
+    if alpha == 0.0 and head.takes_groups(sequences):
+        loss, token_logps = _made_in_forward(head, input, target, sequences, name, options, cpo_alpha)
+        logps = _logps_of(token_logps, sequences, name)
+        chosen, rejected = sequences.halves(logps)
+        nll = chosen_nll(token_logps, sequences)
+    else:
+        token_logps, _ = head.logprobs(input, target)
+        logps = _logps_of(token_logps, sequences, name)
+        chosen, rejected = sequences.halves(logps if alpha == 0.0 else -torch.expm1(-alpha * logps) / alpha)
+        losses, nll = LOSSES[name].value(options, chosen, rejected), chosen_nll(token_logps, sequences)
+        loss = sequences.checked(mean_of(losses, sequences.exists(in_pairs=True)) + cpo_alpha * nll)
+    return loss, {**reward_metrics(beta * chosen, beta * rejected, logps, sequences), "nll_loss": nll.detach()}
 
 
-_OF_AVERAGES = ("ipo", "simpo")
+_TYPES = ("sigmoid", "hinge", "ipo", "simpo")
 
 
-def _sigmoid(margin: Tensor, beta: float, label_smoothing: float, gamma: float) -> Tensor:
-    x = beta * margin
-    return -(1 - label_smoothing) * F.logsigmoid(x) - label_smoothing * F.logsigmoid(-x)
+def _made_in_forward(
+    head: Head, input: Tensor, target: Tensor, sequences: Sequences, name: str, options: LossOptions, nll_coef: float
+) -> tuple[Tensor, Tensor]:
+    """The mean over pairs with `nll_coef` times the likelihood, and the log-probabilities of tokens."""
+    weight = chosen_nll_weight(sequences, nll_coef)
+    total, token_logps, _ = head.preference(input, target, None, nll_weight=weight, loss_type=name, **options._asdict())
+    return total / (target.shape[0] // 2), token_logps
 
 
-def _hinge(margin: Tensor, beta: float, label_smoothing: float, gamma: float) -> Tensor:
-    return torch.relu(1 - beta * margin)
-
-
-def _ipo(margin: Tensor, beta: float, label_smoothing: float, gamma: float) -> Tensor:
-    return (margin - 1 / (2 * beta)) ** 2
-
-
-def _simpo(margin: Tensor, beta: float, label_smoothing: float, gamma: float) -> Tensor:
-    return _sigmoid(margin - gamma / beta, beta, label_smoothing, gamma)
-
-
-_LOSSES = {"sigmoid": _sigmoid, "hinge": _hinge, "ipo": _ipo, "simpo": _simpo}
+def _logps_of(token_logps: Tensor, sequences: Sequences, name: str) -> Tensor:
+    return sequences.averages(token_logps) if LOSSES[name].averages else sequences.sum(token_logps)
 
 
 def simpo(
@@ -116,7 +115,7 @@ def simpo(
         TypeError: An argument is not a tensor, or a dtype does not fit.
         ValueError: A shape or an option does not fit.
 
-    Four products, as `dpo`.
+    Three products or four, as `dpo`.
 
     Sources: Meng et al., 2024, https://arxiv.org/abs/2405.14734, equation 6. Reference implementation:
     `trl.experimental.cpo.CPOTrainer` with `loss_type="simpo"` and `cpo_alpha=0`.
@@ -155,7 +154,7 @@ def orpo(
         TypeError: An argument is not a tensor, or a dtype does not fit.
         ValueError: A shape or an option does not fit.
 
-    Four products, as `dpo`.
+    Three products or four, as `dpo`.
 
     Sources: Hong et al., 2024, https://arxiv.org/abs/2403.07691, equations 4 to 7. Reference implementation:
     `trl.experimental.orpo.ORPOTrainer`.
@@ -163,15 +162,21 @@ def orpo(
     check_positive("beta", beta)
     sequences = sequences_of(input, linear_weight, target, ignore_index, sequence_ids, num_sequences, in_pairs=True)
     head = Head(linear_weight, linear_bias, temperature, softcap, ignore_index, skip_ignored, chunk_size)
-    token_logps, _ = head.logprobs(input, target)
-    logps, exists = sequences.averages(token_logps), sequences.exists(in_pairs=True)
+    exists, options = sequences.exists(in_pairs=True), LossOptions()
+    if head.takes_groups(sequences):
+        loss, token_logps = _made_in_forward(head, input, target, sequences, "orpo", options, 1 / beta)
+        loss = beta * loss
+    else:
+        token_logps, _ = head.logprobs(input, target)
+        losses = LOSSES["orpo"].value(options, *sequences.halves(sequences.averages(token_logps)))
+        loss = sequences.checked(chosen_nll(token_logps, sequences) + beta * mean_of(losses, exists))
+    logps = sequences.averages(token_logps.detach())
     chosen, rejected = sequences.halves(logps)
-    log_odds = (chosen - rejected) - (log_of_the_rest(chosen) - log_of_the_rest(rejected))
-    ratio, nll = mean_of(F.logsigmoid(log_odds), exists), chosen_nll(token_logps, sequences)
+    odds = log_odds(chosen, rejected)
     metrics = {
         **reward_metrics(beta * chosen, beta * rejected, logps, sequences),
-        "nll_loss": nll.detach(),
-        "log_odds_ratio": ratio.detach(),
-        "log_odds_chosen": mean_of(log_odds.detach(), exists),
+        "nll_loss": chosen_nll(token_logps.detach(), sequences),
+        "log_odds_ratio": mean_of(F.logsigmoid(odds), exists),
+        "log_odds_chosen": mean_of(odds, exists),
     }
-    return sequences.checked(nll - beta * ratio), metrics
+    return loss, metrics

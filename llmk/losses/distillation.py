@@ -7,11 +7,11 @@ from torch import Tensor
 
 from llmk.losses._checks import INTEGERS, NUMBERS, check_between, check_is_tensor, check_of_tokens, check_tensor
 from llmk.losses._head import Head, mean_over_tokens
-from llmk.losses._math import log_of_the_rest
 from llmk.losses._policy import Totals, over_all_items
 from llmk.losses._sequences import sequences_of
 from llmk.ops.linear_loss.fused_linear_ce import fused_linear_ce
 from llmk.ops.linear_loss.fused_linear_jsd import fused_linear_jsd
+from llmk.ops.linear_loss.log_probabilities import log_of_the_rest
 from llmk.registry import check_not_negative, check_same
 
 

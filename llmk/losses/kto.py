@@ -5,8 +5,8 @@ from torch import Tensor
 
 from llmk.losses._checks import NUMBERS, check_of_sequences, check_positive, check_tensor
 from llmk.losses._head import Head, check_reference, mean_over_tokens
-from llmk.losses._math import probability
 from llmk.losses._sequences import number_of_sequences, sequences_of
+from llmk.ops.linear_loss.pair_losses import LOSSES, LossOptions
 from llmk.registry import check_not_negative, check_option, check_same
 
 
@@ -42,7 +42,7 @@ def kto(
         TypeError: An argument is not a tensor, or a dtype does not fit.
         ValueError: A shape or an option does not fit.
 
-    Four products, as `dpo`.
+    Three products where a chunk of logits holds a sequence's, else four, as `dpo`.
 
     Sources: Ethayarajh et al., 2024, https://arxiv.org/abs/2402.01306, equation 7; D'Oosterlinck et al., APO, 2024,
     https://arxiv.org/abs/2408.06266. Reference implementation: `trl.KTOTrainer`.
@@ -50,7 +50,7 @@ def kto(
     check_positive("beta", beta)
     check_not_negative("desirable_weight", desirable_weight)
     check_not_negative("undesirable_weight", undesirable_weight)
-    check_option("loss_type", loss_type, tuple(_LOSSES))
+    check_option("loss_type", loss_type, ("kto", "apo_zero_unpaired"))
     count = number_of_sequences(None, "label", label)
     sequences = sequences_of(input, linear_weight, target, ignore_index, sequence_ids, count)
     check_of_sequences("label", label, sequences.places, target, "truth values")
@@ -61,38 +61,35 @@ def kto(
         _check_kl(kl, target)
 
     head = Head(linear_weight, linear_bias, temperature, softcap, ignore_index, skip_ignored, chunk_size)
-    token_logps, entropy = head.logprobs(input, target)
-    logps = sequences.sum(token_logps)
     if ref_logps is None:
         assert ref_input is not None
         assert ref_linear_weight is not None
         ref_head = head.of_reference(ref_linear_weight, ref_linear_bias)
         ref_logps = sequences.sum(ref_head.logprobs(ref_input.detach(), target)[0])
-    shift = logps.new_zeros(()) if kl is None else kl.detach().float().reshape(())
-    logratios = logps - ref_logps.detach().float()
-
-    surprise = _LOSSES[loss_type](torch.where(label, logratios, -logratios), torch.where(label, shift, -shift), beta)
-    losses = torch.where(label, desirable_weight, undesirable_weight) * surprise
+    ref_logps = ref_logps.detach().float()
+    shift = ref_logps.new_zeros(()) if kl is None else kl.detach().float().reshape(())
+    base = ref_logps + shift if loss_type == "kto" else ref_logps
+    sign = torch.where(label, 1.0, -1.0)
+    weights, options = torch.where(label, desirable_weight, undesirable_weight), LossOptions(beta)
+    if head.takes_groups(sequences):
+        loss, token_logps, entropy = head.preference(
+            input, target, sign * base, members=1, token_weight=sign.unsqueeze(1).expand(target.shape),
+            group_weight=weights, loss_type="kto", **options._asdict(),
+        )  # fmt: skip
+        loss = loss / target.shape[0]
+    else:
+        token_logps, entropy = head.logprobs(input, target)
+        losses = weights * LOSSES["kto"].value(options, sign * (sequences.sum(token_logps) - base))
+        loss = sequences.checked(sequences.mean(losses))
+    logps = sequences.sum(token_logps.detach())
     metrics = {
         "kl": shift,
         "entropy": mean_over_tokens(entropy.detach(), sequences),
-        **_kinds("rewards", beta * logratios.detach(), label),
-        **_kinds("logps", logps.detach(), label),
+        **_kinds("rewards", beta * (logps - ref_logps), label),
+        **_kinds("logps", logps, label),
     }
     metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
-    return sequences.checked(sequences.mean(losses)), metrics
-
-
-def _kto(gain: Tensor, shift: Tensor, beta: float) -> Tensor:
-    return probability(beta * (shift - gain))
-
-
-def _apo_zero_unpaired(gain: Tensor, shift: Tensor, beta: float) -> Tensor:
-    return probability(-beta * gain)
-
-
-_LOSSES = {"kto": _kto, "apo_zero_unpaired": _apo_zero_unpaired}
-"""Of the log ratio with the sign of the label, and the estimate of KL with it."""
+    return loss, metrics
 
 
 def _check_kl(kl: Tensor, target: Tensor) -> None:

@@ -1,0 +1,89 @@
+"""Losses of pairs whose gradients are made in the forward pass: their derivatives, and how often logits are made."""
+
+import pytest
+import torch
+from loss_references import batch
+
+from llmk import losses
+from llmk.ops.linear_loss._preference import PreferenceCall
+from llmk.ops.linear_loss.divergence_scores import DIVERGENCES
+from llmk.ops.linear_loss.pair_losses import LOSSES, LossOptions
+
+OPTIONS = LossOptions(beta=0.3, label_smoothing=0.2, simpo_gamma=0.4, discopop_tau=0.5)
+
+
+def difference(fn, x: torch.Tensor) -> torch.Tensor:
+    """The slope of a function of float64, from both sides."""
+    step = 1e-6
+    return (fn(x + step) - fn(x - step)) / (2 * step)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_slopes_of_losses(name: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    loss = LOSSES[name]
+    scores = [4 * torch.randn(50, dtype=torch.float64, generator=generator) for _ in range(loss.sequences)]
+    if name == "orpo":  # averages of log-probabilities
+        scores = [-score.abs() for score in scores]
+    for i, slope in enumerate(loss.slopes(OPTIONS, *scores)):
+
+        def of_one(x: torch.Tensor, i: int = i) -> torch.Tensor:
+            return loss.value(OPTIONS, *scores[:i], x, *scores[i + 1 :])
+
+        torch.testing.assert_close(slope, difference(of_one, scores[i]), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_slopes_of_divergences(name: str) -> None:
+    score, slope = DIVERGENCES[name]
+    x = torch.linspace(-9.0, 9.0, 50, dtype=torch.float64)
+    torch.testing.assert_close(slope(x, 0.7), difference(lambda x: score(x, 0.7), x), rtol=1e-6, atol=1e-7)
+    assert slope(torch.tensor([-400.0, 400.0]), 0.7).isfinite().all()
+
+
+@pytest.fixture
+def multiplications(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of each product that is made, how many."""
+    found: list[int] = []
+    for name in ("mm", "addmm"):
+        original = getattr(torch, name)
+
+        def product(*args, original=original, **kwargs):
+            a, b = args[-2:]
+            found.append(a.shape[0] * a.shape[1] * b.shape[1])
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(torch, name, product)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("chunk_size", "products"), [(0, 3), (32, 3), (16, 3), (23, 3), (15, 4), (3, 4)], ids=lambda x: str(x)
+)
+def test_products_of_a_pair(device: torch.device, multiplications: list[int], chunk_size: int, products: int) -> None:
+    """Three where a pair of 2 * 8 tokens fits into a chunk, one without gradients."""
+    x, weight, target = batch([5, 3, 6, 6], device)
+    assert target.shape == (4, 8)
+    one, ref_logps = x.numel() * len(weight), torch.zeros(4, device=device)
+    losses.dpo(x, weight, target, ref_logps=ref_logps, chunk_size=chunk_size)
+    assert sum(multiplications) == one
+    losses.dpo(x.requires_grad_(), weight.requires_grad_(), target, ref_logps=ref_logps, chunk_size=chunk_size)
+    assert sum(multiplications) == one * (1 + products)
+
+
+def test_chunks_on_a_gpu_hold_whole_pairs() -> None:
+    """As chosen from sizes alone, of tensors that are nowhere: the fewest chunks, of whole pairs where one fits."""
+    for B, S, H, V, rows in [
+        (8, 512, 4096, 128256, 4096),  # one chunk: no more than H tokens
+        (8, 512, 2048, 128256, 2048),
+        (8, 4096, 2048, 151936, None),  # no pair fits
+        (16, 1000, 2048, 151936, 4000),
+        (2, 1000, 512, 32000, 2000),
+    ]:
+        x, weight = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((B // 2, 2, S, H), (V, H)))
+        target = torch.empty((B // 2, 2, S), dtype=torch.int64, device="meta")
+        fields = {name: None for name in PreferenceCall.names()} | {
+            "input": x, "linear_weight": weight, "target": target, "num_classes": V, "chunk_size": 0
+        }  # fmt: skip
+        found = PreferenceCall(**fields).linear().chunk_rows  # type: ignore[arg-type]
+        assert found == rows if rows else found % (2 * S) != 0
