@@ -69,8 +69,9 @@ def kto(
     ref_logps = ref_logps.detach().float()
     shift = ref_logps.new_zeros(()) if kl is None else kl.detach().float().reshape(())
     base = ref_logps + shift if loss_type == "kto" else ref_logps
-    sign = torch.where(label, 1.0, -1.0)
-    weights, options = torch.where(label, desirable_weight, undesirable_weight), LossOptions(beta)
+    sign = torch.where(label, ref_logps.new_ones(()), -1.0)
+    weights = torch.where(label, desirable_weight, undesirable_weight * ref_logps.new_ones(()))
+    options = LossOptions(beta)
     if head.takes_groups(sequences):
         loss, token_logps, entropy = head.preference(
             input, target, sign * base, members=1, token_weight=sign.unsqueeze(1).expand(target.shape),

@@ -201,7 +201,8 @@ def fused_linear_preference_samples(device: torch.device, dtype: torch.dtype) ->
 
 def fused_linear_preference_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
     x, linear_weight = (torch.randn(*n, 16, device=device, dtype=dtype) for n in ((rows, 2, 4), (40,)))
-    return Sample((x, linear_weight, torch.randint(0, 40, (rows, 2, 4), device=device)), {"chunk_size": 32}, "resized")
+    target = torch.randint(0, 40, (rows, 2, 4), device=device)
+    return Sample((x, linear_weight / 4, target), {"chunk_size": 32}, why="resized")
 
 
 def fused_linear_preference_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -209,7 +210,7 @@ def fused_linear_preference_workloads(device: torch.device, dtype: torch.dtype) 
         x = torch.randn(G, 2, S, H, device=device, dtype=dtype)
         linear_weight = torch.randn(V, H, device=device, dtype=dtype) / H**0.5
         target = torch.randint(0, V, (G, 2, S), device=device)
-        ref_logps = torch.full((G, 2), -12.0 * S, device=device)
+        ref_logps = torch.full((G, 2), -12.0 * S, dtype=torch.float32, device=device)
         yield Sample((x, linear_weight, target), {"ref_logps": ref_logps}, why=f"{G}x2x{S}x{H}x{V}")
 
 
