@@ -47,12 +47,13 @@ class Head:
         def grouped(values: Tensor) -> Tensor:
             return values.unflatten(0, (members, groups)).transpose(0, 1)
 
-        given = {"ref_logps": ref_logps, "token_weight": token_weight, "nll_weight": nll_weight}
+        tensors = {"ref_logps": ref_logps, "token_weight": token_weight, "nll_weight": nll_weight}
+        given: dict[str, Any] = {name: grouped(values) for name, values in tensors.items() if values is not None}
         loss, logprobs, entropy = fused_linear_preference(
             grouped(input), self.linear_weight, grouped(target), linear_bias=self.linear_bias,
             temperature=self.temperature, softcap=self.softcap, ignore_index=self.ignore_index,
-            skip_ignored=self.skip_ignored, chunk_size=self.chunk_size, **options,
-            **{name: grouped(values) for name, values in given.items() if values is not None},
+            skip_ignored=self.skip_ignored, chunk_size=self.chunk_size, **given,
+            **options,
         )  # fmt: skip
         return loss, logprobs.transpose(0, 1).flatten(0, 1), entropy.transpose(0, 1).flatten(0, 1)
 
