@@ -16,7 +16,8 @@ from torch import Tensor
 from llmk.opcheck.accuracy import accuracy_violation
 from llmk.opcheck.inputs import as_list, differentiable_inputs, prepare, with_default_dtype
 from llmk.opcheck.truth import to_float64
-from llmk.registry import OPS, KernelOp, Op, Sample, replicate_only, set_short_path_enabled
+from llmk.registry import OPS, KernelOp, Op, Sample, no_gradient, replicate_only, set_short_path_enabled
+from llmk.registry.private.tensors import FakeTensorMode
 
 CPU = torch.device("cpu")
 PATHS = {"short path": nullcontext, "dispatcher": partial(set_short_path_enabled, False)}
@@ -197,3 +198,69 @@ def test_what_a_second_derivative_would_miss_is_refused() -> None:
     _, kept = kernel("_test_kept_output", lambda ctx, inputs, output: None).overload(x)
     with pytest.raises(NotImplementedError, match="llmk::_test_kept_output: double backward is not supported"):
         kept.sum().backward()
+
+
+def _scaled_product(name: str, formula: Callable[..., Any]) -> tuple[KernelOp, KernelOp]:
+    """`input * weight * factor`, and `formula` as the op of its gradients."""
+
+    def forward(input: Tensor, factor: float, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+        scale = torch.full((), factor, dtype=input.dtype, device=input.device)
+        return input * factor if weight is None else input * weight * factor, scale
+
+    ops = []
+    for fn, ending in ((forward, "fwd"), (formula, "bwd")):
+        fn.__name__, fn.__module__ = f"{name}_{ending}", "llmk.ops.test"
+        op = KernelOp(fn)
+        op.register_kernel("cpu")(fn)
+        op.register_sharding(replicate_only)
+        ops.append(op)
+    forward_op, backward_op = ops
+    forward_op.register_fake(lambda input: (input.new_empty(input.shape), input.new_empty(())))
+    return forward_op, backward_op
+
+
+def test_a_backward_op_is_given_what_its_arguments_are_named_after() -> None:
+    seen = []
+
+    def formula(
+        grad: Tensor, scale: Tensor, weight: Tensor | None, need_weight: bool, factor: float, input: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        seen.append((scale.item(), need_weight, factor))
+        dx = grad * factor if weight is None else grad * weight * factor
+        return dx, grad * input * factor if need_weight else no_gradient(grad)
+
+    fwd, bwd = _scaled_product("_test_named", formula)
+    fwd.register_backward(bwd, outputs=("output", "scale"))
+    x, w, dy = (torch.randn(5, dtype=torch.float64) for _ in range(3))
+    for wanted in ((True, True), (True, False), (False, True)):
+        a, b = (t.clone().requires_grad_(needs) for t, needs in zip((x, w), wanted, strict=True))
+        for call in (fwd, fwd.overload):
+            a.grad = b.grad = None
+            call(a, 3.0, b)[0].backward(dy)
+            assert seen.pop() == (3.0, wanted[1], 3.0)
+            for grad, expected, needs in ((a.grad, 3 * dy * w, wanted[0]), (b.grad, 3 * dy * x, wanted[1])):
+                assert (grad is not None) == needs
+                assert grad is None or torch.allclose(grad, expected)
+    a = x.clone().requires_grad_()
+    fwd(a, 2.0, None)[0].backward(dy)
+    assert a.grad is not None
+    assert torch.equal(a.grad, 2 * dy)
+    with FakeTensorMode():
+        fake = [torch.empty(3, 2).t(), torch.empty((), dtype=torch.float64), torch.empty(3, dtype=torch.float16)]
+        dx, dw = bwd.overload(torch.empty(2, 3), *fake[1:], True, 1.0, fake[0])
+        assert (dx.shape, dx.is_contiguous(), dw.shape, dw.dtype) == ((2, 3), True, (3,), torch.float16)
+        _, dw = bwd.overload(torch.empty(2, 3), *fake[1:], False, 1.0, fake[0])
+        assert dw.shape == (0,)
+
+
+def test_a_backward_op_whose_arguments_are_nobodys_is_refused() -> None:
+    def unknown(grad: Tensor, inptu: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad
+
+    def too_few(grad: Tensor, input: Tensor) -> Tensor:
+        return grad
+
+    for i, formula in enumerate((unknown, too_few)):
+        fwd, bwd = _scaled_product(f"_test_refused_{i}", formula)
+        with pytest.raises(ValueError, match="expected the gradients of input, weight from arguments named after"):
+            fwd.register_backward(bwd, outputs=("output", "scale"))

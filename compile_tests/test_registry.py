@@ -76,6 +76,13 @@ def test_refuses_an_incomplete_kernel_op() -> None:
         register("test_incomplete", KernelOp(_test_incomplete))
 
 
+def test_refuses_a_function_of_arguments_that_the_op_has_not() -> None:
+    op = kernel_op("_test_arguments")
+    for register_one in (op.register_fake, op.register_sharding):
+        with pytest.raises(ValueError, match=r"llmk::_test_arguments has no argument inptu, but input"):
+            register_one(lambda inptu: [])
+
+
 def test_refuses_a_schema_that_is_not_the_functions() -> None:
     kernel = kernel_op("_test_schema")
 

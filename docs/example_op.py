@@ -72,14 +72,14 @@ leaky_relu_squared_bwd = KernelOp(_leaky_relu_squared_bwd)
 
 
 @leaky_relu_squared_fwd.register_kernel("cpu")
-def _(input: Tensor, negative_slope: float) -> Tensor:
+def _(input, negative_slope):
     x = input.float()
     leaky = torch.where(x > 0, x, negative_slope * x)
     return leaky.square().to(input.dtype).contiguous()
 
 
 @leaky_relu_squared_bwd.register_kernel("cpu")
-def _(grad: Tensor, input: Tensor, negative_slope: float) -> Tensor:
+def _(grad, input, negative_slope):
     x = input.float()
     leaky = torch.where(x > 0, x, negative_slope * x)
     dx = grad.float() * 2 * leaky
@@ -88,36 +88,21 @@ def _(grad: Tensor, input: Tensor, negative_slope: float) -> Tensor:
 
 
 @leaky_relu_squared_fwd.register_fake
-def _(input: Tensor, negative_slope: float) -> Tensor:
+def _(input):
     return input.new_empty(input.shape)
 
 
-@leaky_relu_squared_bwd.register_fake
-def _(grad: Tensor, input: Tensor, negative_slope: float) -> Tensor:
-    return input.new_empty(input.shape)
+leaky_relu_squared_fwd.register_backward(leaky_relu_squared_bwd)
 
 
 @leaky_relu_squared_fwd.register_sharding
-def _(input, negative_slope):
+def _(input):
     return [([axis], [axis]) for axis in axes(input)]
 
 
 @leaky_relu_squared_bwd.register_sharding
-def _(grad, input, negative_slope):
+def _(input):
     return [([axis], [axis, axis]) for axis in axes(input)]
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    input, ctx.negative_slope = inputs
-    ctx.save_for_backward(input)
-
-
-def _backward(ctx, grad):
-    (input,) = ctx.saved_tensors
-    return leaky_relu_squared_bwd(grad, input, ctx.negative_slope), None
-
-
-leaky_relu_squared_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
 def leaky_relu_squared_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

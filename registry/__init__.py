@@ -5,6 +5,7 @@ one per step that launches kernels. `OPS` holds the records, which opcheck, the 
 """
 
 from llmk.registry.backends import use_kernels_on_cpu
+from llmk.registry.backward_op import no_gradient
 from llmk.registry.checks import (
     LARGEST,
     check_dtype,
@@ -54,6 +55,7 @@ __all__ = [
     "is_sharded",
     "most_warps",
     "next_power_of_2",
+    "no_gradient",
     "num_programs",
     "public_op",
     "recomputed_in_backward",

@@ -1,6 +1,7 @@
 """Kernel ops: the private operators `llmk::_NAME` that launch kernels."""
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from llmk.registry.backends import INTERPRET, runs_kernels
+from llmk.registry.backward_op import BackwardOp
 from llmk.registry.checks import check_home
 from llmk.registry.derivative import Derivative, Keeps
 from llmk.registry.devices import kernel_context, needs_context
@@ -119,8 +121,11 @@ class KernelOp:
         return fn
 
     def register_fake(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Register what gives the outputs' shapes, strides and dtypes without computing them."""
-        self._fake = fn
+        """Register what gives the outputs' shapes, strides and dtypes without computing them.
+
+        It takes the op's arguments, or by their names those that it looks at.
+        """
+        self._fake = self._by_name(fn)
         return fn
 
     def register_autograd(
@@ -148,6 +153,28 @@ class KernelOp:
         self.has_backward = True
         self._differentiate(backward, setup_context, depends_on, takes_none, keeps)
 
+    def register_backward(
+        self, op: "KernelOp", *, outputs: Sequence[str] = ("output",), depends_on: Sequence[Sequence[str]] | None = None
+    ) -> None:
+        """Register another kernel op as the backward formula: `register_autograd` is for one that is more than that.
+
+        Args:
+            op: Its arguments after the incoming gradients are named after what they are: an argument of this op, one of
+                its `outputs`, or `need_NAME`, whether the argument NAME wants a gradient. It returns the gradients of
+                the arguments that have one, in their order, and `no_gradient` for one that is not wanted. Where it has
+                no fake yet, each gradient is like its argument, and contiguous.
+            outputs: Names for the outputs of this op.
+            depends_on: As in `register_autograd`. None: the first output has a gradient, by every tensor.
+        """
+        schema = schema_of(self.overload)
+        tensors = [argument.name for argument in schema.arguments if "Tensor" in str(argument.type)]
+        depends_on = [tensors] if depends_on is None else depends_on
+        of = [name for name in tensors if any(name in names for names in depends_on)]
+        derived = BackwardOp(schema, schema_of(op.overload), op, outputs, of, len(depends_on))
+        self.register_autograd(derived.backward, setup_context=derived.setup_context, depends_on=depends_on)
+        if op._fake is None:
+            op.register_fake(derived.fake)
+
     def _differentiate(
         self,
         backward: Callable[..., Any],
@@ -172,13 +199,26 @@ class KernelOp:
     def register_sharding(self, rule: Rule) -> Rule:
         """Register how DTensors may be split: `rule(*args)` gives `(outputs, inputs)` for each way, see `sharding.py`.
 
-        It is called with the op's own arguments, of tensors only what DTensor knows: `shape` and `ndim`. `inputs` has
-        an entry for each argument that may be a tensor, which is not looked at where that is None. All of them
-        replicated is always allowed; for an op that knows no other way there is `replicate_only`.
+        It takes the op's arguments, or by their names those that it looks at, of tensors only what DTensor knows:
+        `shape` and `ndim`. `inputs` has an entry for each argument that may be a tensor, which is not looked at where
+        that is None. All of them replicated is always allowed; for an op that knows no other way there is
+        `replicate_only`.
         """
-        self.sharding = rule
-        register_rule(self.overload, rule)
+        self.sharding = self._by_name(rule)
+        register_rule(self.overload, self.sharding)
         return rule
+
+    def _by_name(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Takes the op's arguments and gives a function those that it names."""
+        names = [argument.name for argument in schema_of(self.overload).arguments]
+        parameters = inspect.signature(fn).parameters.values()
+        if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+            return fn
+        unknown = [parameter.name for parameter in parameters if parameter.name not in names]
+        if unknown:
+            raise ValueError(f"llmk::{self.name} has no argument {', '.join(unknown)}, but {', '.join(names)}")
+        places = [names.index(parameter.name) for parameter in parameters]
+        return lambda *args: fn(*[args[i] for i in places])
 
     def check_complete(self) -> None:
         parts = [("fake", self._fake), ("CPU kernel", self._cpu), ("sharding rule", self.sharding)]

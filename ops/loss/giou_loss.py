@@ -56,6 +56,7 @@ from llmk.registry import (
     empty,
     is_sharded,
     next_power_of_2,
+    no_gradient,
     num_programs,
     public_op,
     replicate_only,
@@ -124,15 +125,17 @@ def _giou_loss_fwd(boxes: Tensor, targets: Tensor, reduction: str, eps: float) -
 
 
 def _giou_loss_bwd(
-    grad: Tensor, boxes: Tensor, targets: Tensor, count: Tensor, reduction: str, eps: float, db: bool, dt: bool
-) -> tuple[Tensor, Tensor]:
+    grad: Tensor, boxes: Tensor, targets: Tensor, count: Tensor, reduction: str, eps: float,
+    need_boxes: bool, need_targets: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     N, device = boxes.numel() // 4, boxes.device
     (b, b_stride), (t, t_stride) = _packed(boxes), _packed(targets)
     dy = grad.reshape(-1) if reduction == "none" else grad
-    dboxes = empty(boxes.shape if db else (0,), boxes.dtype, device)
-    dtargets = empty(targets.shape if dt else (0,), targets.dtype, device)
+    dboxes = empty(boxes.shape, boxes.dtype, device) if need_boxes else no_gradient(grad)
+    dtargets = empty(targets.shape, targets.dtype, device) if need_targets else no_gradient(grad)
     wrap_triton(giou_loss_backward_kernel)[(cdiv(N, TILE["BLOCK"]),)](
-        dy, b, t, count if reduction == "mean" else None, dboxes if db else None, dtargets if dt else None,
+        dy, b, t, count if reduction == "mean" else None,
+        dboxes if need_boxes else None, dtargets if need_targets else None,
         N, dy.stride(0) if reduction == "none" else None, b_stride, t_stride, eps, **TILE,
     )  # fmt: skip
     return dboxes, dtargets
@@ -164,7 +167,7 @@ def _compare_cpu(boxes: Tensor, targets: Tensor, eps: float) -> tuple[Tensor, ..
 
 
 @giou_loss_fwd.register_kernel("cpu")
-def _(boxes: Tensor, targets: Tensor, reduction: str, eps: float) -> tuple[Tensor, Tensor]:
+def _(boxes, targets, reduction, eps):
     overlap, *_, excess, union, gap, enclosing = _compare_cpu(boxes, targets, eps)
     loss = torch.where(overlap, excess + eps, 0.0) / union + (1 - overlap.float()) + gap / enclosing
     counts = ~(targets[..., 3] <= 0)
@@ -177,9 +180,7 @@ def _(boxes: Tensor, targets: Tensor, reduction: str, eps: float) -> tuple[Tenso
 
 
 @giou_loss_bwd.register_kernel("cpu")
-def _(
-    grad: Tensor, boxes: Tensor, targets: Tensor, count: Tensor, reduction: str, eps: float, db: bool, dt: bool
-) -> tuple[Tensor, Tensor]:
+def _(grad, boxes, targets, count, reduction, eps, need_boxes, need_targets):
     overlap, size_b, size_t, inner, margin, excess, union, gap, enclosing = _compare_cpu(boxes, targets, eps)
     p, k = gap / enclosing, union / enclosing
     d_union = torch.where(overlap, p - (excess + eps) / union, -1.0).unsqueeze(-1)
@@ -198,30 +199,25 @@ def _(
         return torch.where(counts, scale.unsqueeze(-1) * edge, 0.0)
 
     (b1, b2), (t1, t2) = boxes.split(2, -1), targets.split(2, -1)
-    dboxes, dtargets = boxes.new_empty((0,)), targets.new_empty((0,))
-    if db:
+    dboxes = dtargets = no_gradient(grad)
+    if need_boxes:
         dboxes = torch.cat([-gradient(b1, t1, size_b), gradient(t2, b2, size_b)], -1).to(boxes.dtype)
-    if dt:
+    if need_targets:
         dtargets = torch.cat([-gradient(t1, b1, size_t), gradient(b2, t2, size_t)], -1).to(targets.dtype)
     return dboxes, dtargets
 
 
 @giou_loss_fwd.register_fake
-def _(boxes: Tensor, targets: Tensor, reduction: str, eps: float) -> tuple[Tensor, Tensor]:
+def _(boxes, reduction):
     loss, count = (boxes.shape[:-1], (0,)) if reduction == "none" else ((), ())
     return boxes.new_empty(loss, dtype=torch.float32), boxes.new_empty(count, dtype=torch.float32)
 
 
-@giou_loss_bwd.register_fake
-def _(
-    grad: Tensor, boxes: Tensor, targets: Tensor, count: Tensor, reduction: str, eps: float, db: bool, dt: bool
-) -> tuple[Tensor, Tensor]:
-    dboxes = boxes.new_empty(boxes.shape if db else (0,))
-    return dboxes, targets.new_empty(targets.shape if dt else (0,))
+giou_loss_fwd.register_backward(giou_loss_bwd, outputs=("loss", "count"))
 
 
 @giou_loss_fwd.register_sharding
-def _(boxes, targets, reduction, eps):
+def _(boxes, reduction):
     if reduction == "mean":
         return replicate_only()
     return [
@@ -230,30 +226,15 @@ def _(boxes, targets, reduction, eps):
 
 
 @giou_loss_bwd.register_sharding
-def _(grad, boxes, targets, count, reduction, eps, db, dt):
+def _(boxes, reduction, need_boxes, need_targets):
     count_split = PARTIAL if reduction == "sum" else REPLICATE  # a sum's is not looked at
     return [
         (
-            [axis if db else REPLICATE, axis if dt else REPLICATE],
+            [axis if need_boxes else REPLICATE, axis if need_targets else REPLICATE],
             [axis if reduction == "none" else REPLICATE, axis, axis, count_split],
         )
         for axis in row_axes(boxes)
     ]
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    boxes, targets, ctx.reduction, ctx.eps = inputs
-    _, count = output
-    ctx.save_for_backward(boxes, targets, count)
-
-
-def _backward(ctx, grad):
-    db, dt = ctx.needs_input_grad[:2]
-    dboxes, dtargets = giou_loss_bwd(grad, *ctx.saved_tensors, ctx.reduction, ctx.eps, db, dt)
-    return dboxes if db else None, dtargets if dt else None, None, None
-
-
-giou_loss_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
 def check_giou_options(reduction: str, eps: float) -> None:

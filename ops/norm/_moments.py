@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.sums import sum_pair
-from llmk.registry import empty
+from llmk.registry import empty, no_gradient
 
 
 @triton.jit
@@ -71,8 +71,8 @@ def row_moments(x_ptr, N, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr):
     return merge_moments(first, mean, squares, count, N)  # type: ignore[misc]
 
 
-def affine_gradient(like: Tensor | None, device: torch.device) -> Tensor:
-    """Room for the gradient of a weight or bias; for None the empty tensor that an operator returns in its place."""
-    if like is None:
-        return empty((0,), torch.float32, device)
-    return empty(like.shape, like.dtype, device)
+def affine_gradient(like: Tensor | None, wanted: bool, grad: Tensor) -> Tensor:
+    """Room for the gradient of a weight or bias, or where it is not wanted what stands for it."""
+    if like is None or not wanted:
+        return no_gradient(grad)
+    return empty(like.shape, like.dtype, like.device)

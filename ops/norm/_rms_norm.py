@@ -37,6 +37,7 @@ from llmk.registry import (
     empty,
     most_warps,
     next_power_of_2,
+    no_gradient,
     num_programs,
     recomputed_in_backward,
     wrap_triton,
@@ -301,9 +302,9 @@ def forward(
 
 def backward(
     grad: Tensor, grad_h: Tensor | None, h: Tensor, weight: Tensor | None, ms: Tensor, eps: float, offset: float,
-    need_dw: bool,
+    need_weight: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dx, and dw if it is needed, else nothing `[0]`."""
+    """dx, and dw or `no_gradient`."""
     dx = empty(h.shape, h.dtype, h.device)
     dy, dy_strides = strided_rows(grad)
     dh, dh_strides = _optional_rows(grad_h)
@@ -314,7 +315,7 @@ def backward(
     row_bytes = N * h.element_size()
     held = row_bytes <= MAX_BACKWARD_BYTES // 2 or (row_bytes <= MAX_BACKWARD_BYTES and _aligned(N, *rows))
     programs = at_most(M, _programs(N, h.device) if held else row_shares(cdiv(N, LONG_BACKWARD_BLOCK), h.device))
-    partials = empty((programs, N), torch.float32, h.device) if need_dw else None
+    partials = empty((programs, N), torch.float32, h.device) if need_weight else None
     if held:
         wrap_triton(rms_norm_backward_kernel)[(programs,)](
             dy, dh, h, weight, ms, dx, partials, M, N, *dy_strides, *dh_strides, *h_strides, eps, offset,
@@ -330,7 +331,7 @@ def backward(
             BLOCK_N=LONG_BACKWARD_BLOCK, num_warps=_long_backward_warps(h.element_size()),
         )  # fmt: skip
     if weight is None or partials is None:
-        return dx, empty((0,), h.dtype, h.device)
+        return dx, no_gradient(grad)
     return dx, sum_partials(partials, weight.dtype)
 
 
@@ -370,7 +371,7 @@ def forward_on_cpu(h: Tensor, weight: Tensor | None, eps: float, offset: float) 
 
 def backward_on_cpu(
     grad: Tensor, grad_h: Tensor | None, h: Tensor, weight: Tensor | None, ms: Tensor, eps: float, offset: float,
-    need_dw: bool,
+    need_weight: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`backward` in plain PyTorch."""
     dtype, ms = h.dtype, ms.unsqueeze(-1)
@@ -381,14 +382,9 @@ def backward_on_cpu(
     dx = rstd * rest
     if grad_h is not None:
         dx = dx + grad_h.float()
-    if weight is None or not need_dw:
-        dw = torch.empty((0,), dtype=dtype, device=h.device)
+    if weight is None or not need_weight:
+        dw = no_gradient(grad)
     else:
         dw = (dy * (h * rstd)).flatten(0, -2).sum(0) if h.dim() > 1 else dy * (h * rstd)
         dw = dw.to(weight.dtype)
     return dx.to(dtype).contiguous(), dw
-
-
-def fake_backward(h: Tensor, weight: Tensor | None, need_dw: bool) -> tuple[Tensor, Tensor]:
-    dw = h.new_empty((0,)) if weight is None or not need_dw else weight.new_empty(weight.shape)
-    return h.new_empty(h.shape), dw

@@ -59,9 +59,9 @@ def _add_rms_norm_fwd(
 
 def _add_rms_norm_bwd(
     grad: Tensor, grad_h: Tensor | None, h: Tensor, weight: Tensor | None, ms: Tensor, eps: float, offset: float,
-    need_dw: bool,
+    need_weight: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return norm.backward(grad, grad_h, h, weight, ms, eps, offset, need_dw)
+    return norm.backward(grad, grad_h, h, weight, ms, eps, offset, need_weight)
 
 
 # In a graph it is PyTorch's own operations, which Inductor fuses with the sums around it and computes again for the
@@ -79,37 +79,28 @@ def _(
     return y, h, ms
 
 
-@add_rms_norm_bwd.register_kernel("cpu")
-def _(
-    grad: Tensor, grad_h: Tensor | None, h: Tensor, weight: Tensor | None, ms: Tensor, eps: float, offset: float,
-    need_dw: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return norm.backward_on_cpu(grad, grad_h, h, weight, ms, eps, offset, need_dw)
+add_rms_norm_bwd.register_kernel("cpu")(norm.backward_on_cpu)
 
 
 @add_rms_norm_fwd.register_fake
-def _(
-    input: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(input):
     y, h = input.new_empty(input.shape), input.new_empty(input.shape)
     return y, h, input.new_empty(input.shape[:-1], dtype=torch.float32)
 
 
 @add_rms_norm_bwd.register_fake
-def _(
-    grad: Tensor, grad_h: Tensor | None, h: Tensor, weight: Tensor | None, ms: Tensor, eps: float, offset: float,
-    need_dw: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return norm.fake_backward(h, weight, need_dw)
+def _(grad, h, weight, need_weight):
+    dw = weight.new_empty(weight.shape) if weight is not None and need_weight else grad.new_empty((0,))
+    return h.new_empty(h.shape), dw
 
 
 @add_rms_norm_fwd.register_sharding
-def _(input, *_):
+def _(input):
     return [([axis, axis, axis], [axis, axis, REPLICATE]) for axis in row_axes(input)]
 
 
 @add_rms_norm_bwd.register_sharding
-def _(grad, *_):
+def _(grad):
     return [([axis, PARTIAL], [axis, axis, axis, REPLICATE, axis]) for axis in row_axes(grad)]
 
 

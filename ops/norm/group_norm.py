@@ -50,6 +50,7 @@ from llmk.registry import (
     check_same,
     check_shape,
     empty,
+    no_gradient,
     num_programs,
     public_op,
 )
@@ -89,22 +90,20 @@ def _group_norm_fwd(
 
 def _group_norm_bwd(
     grad: Tensor, input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, stats: Tensor,
-    need_dx: bool, need_dw: bool,
+    need_input: bool, need_weight: bool, need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`bias` is given where it wants its gradient; nothing but its dtype is used."""
-    device, need_db = input.device, bias is not None
-    dy, x = grad.contiguous(), input.contiguous() if need_dx or need_dw else None
+    dy, x = grad.contiguous(), input.contiguous() if need_input or need_weight else None
     G, (B, C, S) = num_groups, _sizes(input, num_groups)
-    scale, stats = weight.contiguous() if need_dx and weight is not None else None, stats.contiguous()
-    dx = empty(input.shape, input.dtype, device) if need_dx else None
-    dw, db = affine_gradient(weight if need_dw else None, device), affine_gradient(bias, device)
+    scale, stats = weight.contiguous() if need_input and weight is not None else None, stats.contiguous()
+    dx = empty(input.shape, input.dtype, input.device) if need_input else None
+    dw, db = affine_gradient(weight, need_weight, grad), affine_gradient(bias, need_bias, grad)
     if fits_backward(C, S):
-        partials = short_backward(dy, x, scale, stats, dx, (B, G, C, S), need_dw, need_db)
+        partials = short_backward(dy, x, scale, stats, dx, (B, G, C, S), need_weight, need_bias)
     else:
         partials = long_backward(dy, x, scale, stats, dx, (B, G, C, S))
-    if partials is not None and (need_dw or need_db):
-        sum_affine(partials, dw if need_dw else None, db if need_db else None)
-    return dx if dx is not None else affine_gradient(None, device), dw, db
+    if partials is not None and (need_weight or need_bias):
+        sum_affine(partials, dw if need_weight else None, db if need_bias else None)
+    return dx if dx is not None else no_gradient(grad), dw, db
 
 
 group_norm_fwd = KernelOp(_group_norm_fwd, replayed=True)
@@ -112,7 +111,7 @@ group_norm_bwd = KernelOp(_group_norm_bwd, replayed=True)
 
 
 @group_norm_fwd.register_kernel("cpu")
-def _(input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+def _(input, num_groups, weight, bias, eps):
     B, C, S = _sizes(input, num_groups)
     x = input.float().reshape(B * num_groups, C * S)
     c, mean = centered(x)
@@ -126,22 +125,19 @@ def _(input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None
 
 
 @group_norm_bwd.register_kernel("cpu")
-def _(
-    grad: Tensor, input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, stats: Tensor,
-    need_dx: bool, need_dw: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _(grad, input, num_groups, weight, bias, stats, need_input, need_weight, need_bias):
     B, C, S = _sizes(input, num_groups)
     dy = grad.float().reshape(B, num_groups * C, S)
     mean, var, _ = stats.view(3, B * num_groups, 1).unbind()
     rstd = torch.rsqrt(var)
-    dx, dw, db = (affine_gradient(None, input.device) for _ in range(3))
-    if bias is not None:
+    dx, dw, db = (no_gradient(grad) for _ in range(3))
+    if need_bias:
         db = dy.sum(2).sum(0).to(bias.dtype)
-    if need_dx or need_dw:
+    if need_input or need_weight:
         c = input.float().reshape(B * num_groups, C * S) - mean
-        if need_dw and weight is not None:
+        if need_weight:
             dw = (dy * (c * rstd).view(dy.shape)).sum(2).sum(0).to(weight.dtype)
-        if need_dx:
+        if need_input:
             g = (dy if weight is None else dy * weight.float()[:, None]).reshape(c.shape)
             g, _ = centered(g)  # of equal values nothing is left
             dx = ((g - c * ((g * c).mean(-1, keepdim=True) / var)) / var.sqrt()).to(input.dtype).reshape(input.shape)
@@ -149,45 +145,22 @@ def _(
 
 
 @group_norm_fwd.register_fake
-def _(input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+def _(input, num_groups):
     stats = input.new_empty((3, input.shape[0], num_groups), dtype=torch.float32)
     return input.new_empty(input.shape), stats
 
 
-@group_norm_bwd.register_fake
-def _(
-    grad: Tensor, input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, stats: Tensor,
-    need_dx: bool, need_dw: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    dx = input.new_empty(input.shape) if need_dx else affine_gradient(None, input.device)
-    return dx, affine_gradient(weight if need_dw else None, input.device), affine_gradient(bias, input.device)
+group_norm_fwd.register_backward(group_norm_bwd, outputs=("output", "stats"))
 
 
 @group_norm_fwd.register_sharding
-def _(*_):
+def _():
     return [([0, 1], [0, REPLICATE, REPLICATE])]
 
 
 @group_norm_bwd.register_sharding
-def _(grad, input, num_groups, weight, bias, stats, need_dx, need_dw):
-    return [([0 if need_dx else REPLICATE, PARTIAL, PARTIAL], [0, 0, REPLICATE, REPLICATE, 1])]
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    input, ctx.num_groups, weight, bias, _ = inputs
-    _, stats = output
-    ctx.save_for_backward(input, weight, bias, stats)
-
-
-def _backward(ctx, grad):
-    input, weight, bias, stats = ctx.saved_tensors
-    need_dx, _, need_dw, need_db, _ = ctx.needs_input_grad
-    bias = bias if need_db else None
-    dx, dw, db = group_norm_bwd(grad, input, ctx.num_groups, weight, bias, stats, need_dx, need_dw)
-    return dx if need_dx else None, None, dw if need_dw else None, db if need_db else None, None
-
-
-group_norm_fwd.register_autograd(_backward, setup_context=_setup_context)
+def _(need_input):
+    return [([0 if need_input else REPLICATE, PARTIAL, PARTIAL], [0, 0, REPLICATE, REPLICATE, 1])]
 
 
 def group_norm_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

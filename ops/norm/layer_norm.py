@@ -50,6 +50,7 @@ from llmk.registry import (
     check_shape,
     empty,
     next_power_of_2,
+    no_gradient,
     num_programs,
     public_op,
     row_axes,
@@ -201,32 +202,32 @@ def _layer_norm_fwd(input: Tensor, weight: Tensor | None, bias: Tensor | None, e
 
 
 def _layer_norm_bwd(
-    grad: Tensor, input: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor, need_dx: bool, need_dw: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`bias` is given where it wants its gradient; nothing but its dtype is used."""
-    device, need_db = input.device, bias is not None
-    dy, x = as_rows(grad), as_rows(input) if need_dx or need_dw else None
-    scale, stats = weight.contiguous() if need_dx and weight is not None else None, stats.contiguous()
+    grad: Tensor, input: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor,
+    need_input: bool, need_weight: bool, need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    device = input.device
+    dy, x = as_rows(grad), as_rows(input) if need_input or need_weight else None
+    scale, stats = weight.contiguous() if need_input and weight is not None else None, stats.contiguous()
     M, N = dy.shape
-    dx = empty(input.shape, input.dtype, device) if need_dx else None
-    dw, db = affine_gradient(weight if need_dw else None, device), affine_gradient(bias, device)
+    dx = empty(input.shape, input.dtype, device) if need_input else None
+    dw, db = affine_gradient(weight, need_weight, grad), affine_gradient(bias, need_bias, grad)
     held, wide = _widths(dy, x)
     programs = _programs(M, N, held, wide, device)
     partials = None
-    if need_dw or need_db:
-        partials = empty((programs, need_dw + need_db, N), torch.float32, device)
+    if need_weight or need_bias:
+        partials = empty((programs, need_weight + need_bias, N), torch.float32, device)
     if held >= N:
         wrap_triton(layer_norm_backward_kernel)[(programs,)](
             dy, x, scale, stats, dx, partials, M, N, dy.stride(0), x.stride(0) if x is not None else 0,
-            HAS_DW=need_dw, HAS_DB=need_db, **_backward_tile(N),
+            HAS_DW=need_weight, HAS_DB=need_bias, **_backward_tile(N),
         )  # fmt: skip
     elif wide >= N:
-        wide_backward(dy, x, scale, stats, dx, partials, programs, need_dw, need_db)
+        wide_backward(dy, x, scale, stats, dx, partials, programs, need_weight, need_bias)
     else:
-        long_backward(dy, x, scale, stats, dx, partials, programs, need_dw, need_db)
+        long_backward(dy, x, scale, stats, dx, partials, programs, need_weight, need_bias)
     if partials is not None:
-        sum_affine(partials, dw if need_dw else None, db if need_db else None)
-    return dx if dx is not None else affine_gradient(None, device), dw, db
+        sum_affine(partials, dw if need_weight else None, db if need_bias else None)
+    return dx if dx is not None else no_gradient(grad), dw, db
 
 
 layer_norm_fwd = KernelOp(_layer_norm_fwd, replayed=True)
@@ -234,7 +235,7 @@ layer_norm_bwd = KernelOp(_layer_norm_bwd, replayed=True)
 
 
 @layer_norm_fwd.register_kernel("cpu")
-def _(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+def _(input, weight, bias, eps):
     x = input.float()
     c, mean = centered(x)
     var = c.square().mean(-1, keepdim=True) + eps
@@ -247,20 +248,18 @@ def _(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> 
 
 
 @layer_norm_bwd.register_kernel("cpu")
-def _(
-    grad: Tensor, input: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor, need_dx: bool, need_dw: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad, input, weight, bias, stats, need_input, need_weight, need_bias):
     dy = grad.float()
     mean, var = stats.unsqueeze(-1).unbind()
     rstd = torch.rsqrt(var)
-    dx, dw, db = (affine_gradient(None, input.device) for _ in range(3))
-    if bias is not None:
+    dx, dw, db = (no_gradient(grad) for _ in range(3))
+    if need_bias:
         db = dy.reshape(-1, dy.shape[-1]).sum(0).to(bias.dtype)
-    if need_dx or need_dw:
+    if need_input or need_weight:
         c = input.float() - mean
-        if need_dw and weight is not None:
+        if need_weight:
             dw = (dy * (c * rstd)).reshape(-1, dy.shape[-1]).sum(0).to(weight.dtype)
-        if need_dx:
+        if need_input:
             g = dy if weight is None else dy * weight.float()
             g, _ = centered(g)  # of equal values nothing is left
             dx = ((g - c * ((g * c).mean(-1, keepdim=True) / var)) / var.sqrt()).to(input.dtype).contiguous()
@@ -268,45 +267,24 @@ def _(
 
 
 @layer_norm_fwd.register_fake
-def _(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+def _(input):
     return input.new_empty(input.shape), input.new_empty((2, *input.shape[:-1]), dtype=torch.float32)
 
 
-@layer_norm_bwd.register_fake
-def _(
-    grad: Tensor, input: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor, need_dx: bool, need_dw: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    dx = input.new_empty(input.shape) if need_dx else affine_gradient(None, input.device)
-    return dx, affine_gradient(weight if need_dw else None, input.device), affine_gradient(bias, input.device)
+layer_norm_fwd.register_backward(layer_norm_bwd, outputs=("output", "stats"))
 
 
 @layer_norm_fwd.register_sharding
-def _(input, *_):
+def _(input):
     return [([axis, 1 + axis], [axis, REPLICATE, REPLICATE]) for axis in row_axes(input)]
 
 
 @layer_norm_bwd.register_sharding
-def _(grad, input, weight, bias, stats, need_dx, need_dw):
+def _(grad, need_input):
     return [
-        ([axis if need_dx else REPLICATE, PARTIAL, PARTIAL], [axis, axis, REPLICATE, REPLICATE, 1 + axis])
+        ([axis if need_input else REPLICATE, PARTIAL, PARTIAL], [axis, axis, REPLICATE, REPLICATE, 1 + axis])
         for axis in row_axes(grad)
     ]
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    input, weight, bias, _ = inputs
-    _, stats = output
-    ctx.save_for_backward(input, weight, bias, stats)
-
-
-def _backward(ctx, grad):
-    input, weight, bias, stats = ctx.saved_tensors
-    need_dx, need_dw, need_db, _ = ctx.needs_input_grad
-    dx, dw, db = layer_norm_bwd(grad, input, weight, bias if need_db else None, stats, need_dx, need_dw)
-    return dx if need_dx else None, dw if need_dw else None, db if need_db else None, None
-
-
-layer_norm_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
 def layer_norm_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

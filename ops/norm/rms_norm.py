@@ -51,9 +51,9 @@ def _rms_norm_fwd(input: Tensor, weight: Tensor | None, eps: float, offset: floa
 
 
 def _rms_norm_bwd(
-    grad: Tensor, input: Tensor, weight: Tensor | None, ms: Tensor, eps: float, offset: float, need_dw: bool
+    grad: Tensor, input: Tensor, weight: Tensor | None, ms: Tensor, eps: float, offset: float, need_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    return norm.backward(grad, None, input, weight, ms, eps, offset, need_dw)
+    return norm.backward(grad, None, input, weight, ms, eps, offset, need_weight)
 
 
 # In a graph it is PyTorch's own operations, which Inductor fuses with the sums around it and computes again for the
@@ -62,54 +62,26 @@ rms_norm_fwd = KernelOp(_rms_norm_fwd, replayed=True, decomposed=norm.inductor_r
 rms_norm_bwd = KernelOp(_rms_norm_bwd, replayed=True)
 
 
-@rms_norm_fwd.register_kernel("cpu")
-def _(input: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-    return norm.forward_on_cpu(input, weight, eps, offset)
-
-
-@rms_norm_bwd.register_kernel("cpu")
-def _(
-    grad: Tensor, input: Tensor, weight: Tensor | None, ms: Tensor, eps: float, offset: float, need_dw: bool
-) -> tuple[Tensor, Tensor]:
-    return norm.backward_on_cpu(grad, None, input, weight, ms, eps, offset, need_dw)
+rms_norm_fwd.register_kernel("cpu")(norm.forward_on_cpu)
+rms_norm_bwd.register_kernel("cpu")(lambda grad, *rest: norm.backward_on_cpu(grad, None, *rest))
 
 
 @rms_norm_fwd.register_fake
-def _(input: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+def _(input):
     return input.new_empty(input.shape), input.new_empty(input.shape[:-1], dtype=torch.float32)
 
 
-@rms_norm_bwd.register_fake
-def _(
-    grad: Tensor, input: Tensor, weight: Tensor | None, ms: Tensor, eps: float, offset: float, need_dw: bool
-) -> tuple[Tensor, Tensor]:
-    return norm.fake_backward(input, weight, need_dw)
+rms_norm_fwd.register_backward(rms_norm_bwd, outputs=("output", "ms"))
 
 
 @rms_norm_fwd.register_sharding
-def _(input, *_):
+def _(input):
     return [([axis, axis], [axis, REPLICATE]) for axis in row_axes(input)]
 
 
 @rms_norm_bwd.register_sharding
-def _(grad, *_):
+def _(grad):
     return [([axis, PARTIAL], [axis, axis, REPLICATE, axis]) for axis in row_axes(grad)]
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    input, weight, ctx.eps, ctx.offset = inputs
-    _, ms = output
-    ctx.save_for_backward(input, weight, ms)
-
-
-def _backward(ctx, grad):
-    input, weight, ms = ctx.saved_tensors
-    need_dw = ctx.needs_input_grad[1]
-    dx, dw = rms_norm_bwd(grad, input, weight, ms, ctx.eps, ctx.offset, need_dw)
-    return dx, dw if need_dw else None, None, None
-
-
-rms_norm_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
 def rms_norm_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

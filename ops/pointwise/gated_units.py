@@ -15,7 +15,6 @@ A packed gate, `[..., 2I]` = gate then up as one projection writes it, gets one 
 """
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 import triton
@@ -38,6 +37,7 @@ from llmk.registry import (
     check_shape,
     empty,
     next_power_of_2,
+    no_gradient,
     public_op,
     recomputed_in_backward,
     row_axes,
@@ -128,7 +128,7 @@ def _gated_unit_bwd(grad: Tensor, gate: Tensor, up: Tensor | None, activation: s
     dy = as_rows(grad)
     gate_rows, up_rows, M, N, up_stride = _rows(gate, up)
     dgate = empty(gate.shape, gate.dtype, gate.device)
-    dup = empty((0,) if up is None else up.shape, gate.dtype, gate.device)
+    dup = no_gradient(grad) if up is None else empty(up.shape, gate.dtype, gate.device)
     block = _block(N)
     # A packed gradient is handed over once: two views of one buffer would be copied under functionalization.
     wrap_triton(gated_unit_backward_kernel)[(M * cdiv(N, block["BLOCK_N"]),)](
@@ -152,7 +152,7 @@ swiglu_bwd, geglu_bwd = (
 
 @swiglu_fwd.register_kernel("cpu")
 @geglu_fwd.register_kernel("cpu")
-def _(gate: Tensor, up: Tensor | None, name: str) -> Tensor:
+def _(gate, up, name):
     dtype = gate.dtype
     if up is None:
         gate, up = gate.chunk(2, dim=-1)
@@ -162,7 +162,7 @@ def _(gate: Tensor, up: Tensor | None, name: str) -> Tensor:
 
 @swiglu_bwd.register_kernel("cpu")
 @geglu_bwd.register_kernel("cpu")
-def _(grad: Tensor, gate: Tensor, up: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
+def _(grad, gate, up, name):
     packed, dtype = up is None, gate.dtype
     if up is None:
         gate, up = gate.chunk(2, dim=-1)
@@ -170,49 +170,32 @@ def _(grad: Tensor, gate: Tensor, up: Tensor | None, name: str) -> tuple[Tensor,
     activated, slope = activation_with_slope(gate.float(), name)
     dgate, dup = (dy * up.float() * slope).to(dtype), (dy * activated).to(dtype)
     if packed:
-        return torch.cat([dgate, dup], dim=-1), torch.empty((0,), dtype=dtype, device=gate.device)
+        return torch.cat([dgate, dup], dim=-1), no_gradient(grad)
     return dgate.contiguous(), dup.contiguous()
 
 
 @swiglu_fwd.register_fake
 @geglu_fwd.register_fake
-def _(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+def _(gate, up):
     return gate.new_empty(gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2))
 
 
-@swiglu_bwd.register_fake
-@geglu_bwd.register_fake
-def _(grad: Tensor, gate: Tensor, up: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
-    return gate.new_empty(gate.shape), gate.new_empty((0,) if up is None else up.shape)
+swiglu_fwd.register_backward(swiglu_bwd)
+geglu_fwd.register_backward(geglu_bwd)
 
 
 @swiglu_fwd.register_sharding
 @geglu_fwd.register_sharding
-def _(gate, up, activation):
+def _(gate, up):
     return [([axis], [axis, axis]) for axis in (row_axes(gate) if up is None else axes(gate))]
 
 
 @swiglu_bwd.register_sharding
 @geglu_bwd.register_sharding
-def _(grad, gate, up, activation):
+def _(gate, up):
     if up is None:
         return [([axis, REPLICATE], [axis, axis, REPLICATE]) for axis in row_axes(gate)]
     return [([axis, axis], [axis, axis, axis]) for axis in axes(gate)]
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    gate, up, ctx.activation = inputs
-    ctx.save_for_backward(gate, up)
-
-
-def _backward(op, ctx, grad):
-    gate, up = ctx.saved_tensors
-    dgate, dup = op(grad, gate, up, ctx.activation)
-    return dgate, None if up is None else dup, None
-
-
-swiglu_fwd.register_autograd(partial(_backward, swiglu_bwd), setup_context=_setup_context)
-geglu_fwd.register_autograd(partial(_backward, geglu_bwd), setup_context=_setup_context)
 
 
 def swiglu_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

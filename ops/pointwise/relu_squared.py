@@ -78,24 +78,22 @@ relu_squared_bwd = KernelOp(_relu_squared_bwd, replayed=True)
 
 
 @relu_squared_fwd.register_kernel("cpu")
-def _(input: Tensor) -> Tensor:
+def _(input):
     return torch.relu(input.float()).square().to(input.dtype).contiguous()
 
 
 @relu_squared_bwd.register_kernel("cpu")
-def _(grad: Tensor, input: Tensor) -> Tensor:
+def _(grad, input):
     x = input.float()
     return torch.where(x <= 0, 0.0, grad.float() * (2 * x)).to(input.dtype).contiguous()
 
 
 @relu_squared_fwd.register_fake
-def _(input: Tensor) -> Tensor:
+def _(input):
     return input.new_empty(input.shape)
 
 
-@relu_squared_bwd.register_fake
-def _(grad: Tensor, input: Tensor) -> Tensor:
-    return input.new_empty(input.shape)
+relu_squared_fwd.register_backward(relu_squared_bwd)
 
 
 @relu_squared_fwd.register_sharding
@@ -104,20 +102,8 @@ def _(input):
 
 
 @relu_squared_bwd.register_sharding
-def _(grad, input):
+def _(input):
     return [([axis], [axis, axis]) for axis in axes(input)]
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx, grad):
-    (input,) = ctx.saved_tensors
-    return relu_squared_bwd(grad, input)
-
-
-relu_squared_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
 def relu_squared_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

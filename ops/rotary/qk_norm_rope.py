@@ -22,7 +22,6 @@ gradients are summed in float32 by each program, then over the programs in a fix
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,7 +54,9 @@ from llmk.registry import (
     check_not_negative,
     check_same,
     check_shape,
+    empty,
     next_power_of_2,
+    no_gradient,
     num_programs,
     public_op,
     wrap_triton,
@@ -107,29 +108,24 @@ def _qk_norm_rope_fwd(
 
 def _qk_norm_rope_bwd(
     grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
-    eps: float, offset: float, interleaved: bool, need_dwq: bool, need_dwk: bool,
+    eps: float, offset: float, interleaved: bool, need_q_weight: bool, need_k_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dyq, dyk, q, k = (with_columns_side_by_side(x) for x in (grad_q, grad_k, q, k))
     wq, wk, cos, sin = (with_columns_side_by_side(x) for x in (q_weight, k_weight, cos, sin))
     B, HQ, S, D = q.shape
     HK, R = k.shape[1], cos.shape[-1]
     dq, dk = empty_heads(q), empty_heads(k)
-    dwq, dwk = (
-        torch.empty((D if needed else 0,), dtype=w.dtype, device=w.device)
-        for w, needed in ((wq, need_dwq), (wk, need_dwk))
-    )
+    needed = (wq, need_q_weight), (wk, need_k_weight)
+    dwq, dwk = (empty((D,), w.dtype, w.device) if needs else no_gradient(grad_q) for w, needs in needed)
     programs = at_most(B * S, num_programs(q.device, BACKWARD_PROGRAMS))
-    partials_q, partials_k = (
-        torch.empty((programs, D), dtype=torch.float32, device=q.device) if needed else None
-        for needed in (need_dwq, need_dwk)
-    )
+    partials_q, partials_k = (empty((programs, D), torch.float32, q.device) if needs else None for _, needs in needed)
     wrap_triton(qk_norm_rope_backward_kernel)[(programs,)](
         dyq, dyk, q, k, wq, wk, cos, sin, dq, dk, partials_q, partials_k, B * S, S, HQ, HK, D, R,
         *(x.stride(i) for x in (dyq, dyk, q, k) for i in range(3)),
         batch_stride(cos), cos.stride(1), batch_stride(sin), sin.stride(1), eps, offset,
         INTERLEAVED=interleaved, **_config(HQ, HK, D, R),
     )  # fmt: skip
-    if need_dwq or need_dwk:
+    if need_q_weight or need_k_weight:
         sum_two_partials(partials_q, partials_k, dwq, dwk)
     return dq, dk, dwq, dwk
 
@@ -139,10 +135,7 @@ qk_norm_rope_bwd = KernelOp(_qk_norm_rope_bwd)
 
 
 @qk_norm_rope_fwd.register_kernel("cpu")
-def _(
-    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
-    eps: float, offset: float, interleaved: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _(q, k, q_weight, k_weight, cos, sin, eps, offset, interleaved):
     def forward(x: Tensor, weight: Tensor) -> Tensor:
         dtype, x = x.dtype, as_tokens(x)
         normalized = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (weight.float() + offset)
@@ -152,10 +145,7 @@ def _(
 
 
 @qk_norm_rope_bwd.register_kernel("cpu")
-def _(
-    grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
-    eps: float, offset: float, interleaved: bool, need_dwq: bool, need_dwk: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def _(grad_q, grad_k, q, k, q_weight, k_weight, cos, sin, eps, offset, interleaved, need_q_weight, need_k_weight):
     def backward(dy: Tensor, x: Tensor, weight: Tensor, need_dw: bool) -> tuple[Tensor, Tensor]:
         dtype, x = x.dtype, as_tokens(x)
         ms = x.square().mean(-1, keepdim=True) + eps
@@ -167,55 +157,42 @@ def _(
             # On a CPU Inductor adds up rows one after the other; what that loses in float32 shows.
             dw = (g * (x * rstd)).sum((0, 1, 2), dtype=torch.float64 if x.is_cpu else torch.float32).to(weight.dtype)
         else:
-            dw = torch.empty((0,), dtype=weight.dtype, device=weight.device)
+            dw = no_gradient(grad_q)
         return heads_on_cpu(dx, dtype), dw
 
-    dq, dwq = backward(grad_q, q, q_weight, need_dwq)
-    dk, dwk = backward(grad_k, k, k_weight, need_dwk)
+    dq, dwq = backward(grad_q, q, q_weight, need_q_weight)
+    dk, dwk = backward(grad_k, k, k_weight, need_k_weight)
     return dq, dk, dwq, dwk
 
 
 @qk_norm_rope_fwd.register_fake
-def _(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _(q, k):
     return empty_heads(q), empty_heads(k)
 
 
 @qk_norm_rope_bwd.register_fake
-def _(_dyq: Tensor, _dyk: Tensor, q: Tensor, k: Tensor, wq: Tensor, wk: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    need_dwq, need_dwk = rest[-2:]
-    dwq, dwk = (w.new_empty((q.shape[-1] if needed else 0,)) for w, needed in ((wq, need_dwq), (wk, need_dwk)))
+def _(grad_q, q, k, q_weight, k_weight, need_q_weight, need_k_weight):
+    needed = (q_weight, need_q_weight), (k_weight, need_k_weight)
+    dwq, dwk = (w.new_empty(w.shape) if needs else no_gradient(grad_q) for w, needs in needed)
     return empty_heads(q), empty_heads(k), dwq, dwk
 
 
+qk_norm_rope_fwd.register_backward(
+    qk_norm_rope_bwd, outputs=("yq", "yk"), depends_on=[("q", "q_weight"), ("k", "k_weight")]
+)
+
+
 @qk_norm_rope_fwd.register_sharding
-def _(q, k, q_weight, k_weight, cos, *_):
+def _(cos):
     return [([heads] * 2, [heads, heads, REPLICATE, REPLICATE, angle, angle]) for heads, angle in head_splits(cos)]
 
 
 @qk_norm_rope_bwd.register_sharding
-def _(grad_q, grad_k, q, k, q_weight, k_weight, cos, *_):
+def _(cos):
     return [
         ([heads, heads, PARTIAL, PARTIAL], [*[heads] * 4, REPLICATE, REPLICATE, angle, angle])
         for heads, angle in head_splits(cos)
     ]
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    *tensors, ctx.eps, ctx.offset, ctx.interleaved = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _backward(ctx, grad_q, grad_k):
-    _, _, need_dwq, need_dwk, *_ = ctx.needs_input_grad
-    dq, dk, dwq, dwk = qk_norm_rope_bwd(
-        grad_q, grad_k, *ctx.saved_tensors, ctx.eps, ctx.offset, ctx.interleaved, need_dwq, need_dwk
-    )
-    return dq, dk, dwq if need_dwq else None, dwk if need_dwk else None, None, None, None, None, None
-
-
-qk_norm_rope_fwd.register_autograd(
-    _backward, setup_context=_setup_context, depends_on=[("q", "q_weight"), ("k", "k_weight")]
-)
 
 
 def qk_norm_rope_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -150,18 +150,18 @@ rope_op = KernelOp(_rope)
 
 
 @rope_op.register_kernel("cpu")
-def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool) -> tuple[Tensor, Tensor]:
+def _(q, k, cos, sin, interleaved, backward):
     yq, yk = (heads_on_cpu(turn_on_cpu(as_tokens(x), cos, sin, interleaved, backward), x.dtype) for x in (q, k))
     return yq, yk
 
 
 @rope_op.register_fake
-def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool) -> tuple[Tensor, Tensor]:
+def _(q, k):
     return empty_heads(q), empty_heads(k)
 
 
 @rope_op.register_sharding
-def _(q, k, cos, *_):
+def _(cos):
     return [([heads, heads], [heads, heads, angle, angle]) for heads, angle in head_splits(cos)]
 
 

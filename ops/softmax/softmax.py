@@ -168,25 +168,28 @@ softmax_bwd = KernelOp(_softmax_bwd, replayed=True)
 
 
 @softmax_fwd.register_kernel("cpu")
-def _(input: Tensor, dim: int) -> Tensor:
+def _(input, dim):
     return torch.softmax(input.float(), dim).to(input.dtype).contiguous()
 
 
 @softmax_bwd.register_kernel("cpu")
-def _(grad: Tensor, output: Tensor, dim: int) -> Tensor:
+def _(grad, output, dim):
     dy, y = grad.float(), output.float()
     s = (dy * y).sum(dim, keepdim=True)
     return (y * (dy - s * (2.0 - y.sum(dim, keepdim=True)))).to(output.dtype).contiguous()
 
 
 @softmax_fwd.register_fake
-def _(input: Tensor, dim: int) -> Tensor:
+def _(input):
     return input.new_empty(input.shape)
 
 
 @softmax_bwd.register_fake
-def _(grad: Tensor, output: Tensor, dim: int) -> Tensor:
+def _(output):
     return output.new_empty(output.shape)
+
+
+softmax_fwd.register_backward(softmax_bwd)
 
 
 @softmax_fwd.register_sharding
@@ -195,21 +198,8 @@ def _(input, dim):
 
 
 @softmax_bwd.register_sharding
-def _(grad, output, dim):
+def _(output, dim):
     return [([axis], [axis, axis]) for axis in axes(output) if axis != dim]
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    _, ctx.dim = inputs
-    ctx.save_for_backward(output)
-
-
-def _backward(ctx, grad):
-    (output,) = ctx.saved_tensors
-    return softmax_bwd(grad, output, ctx.dim), None
-
-
-softmax_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
 def softmax_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -1,0 +1,96 @@
+"""A derivative that is one kernel op, which says by its arguments' names what it needs of the forward pass.
+
+Of the backward op's arguments the first are the incoming gradients, one for each output that has a gradient. Each of
+the others is what its name says: an argument of the forward op, one of its outputs, or as `need_NAME` whether the
+argument NAME wants a gradient. What it returns are the gradients of those arguments that an output depends on, in the
+order of the forward op; for one that nobody wants `no_gradient` stands.
+"""
+
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmk.registry.launch import empty
+
+_NEEDED = "need_"
+
+
+def no_gradient(grad: Tensor) -> Tensor:
+    """What a backward op returns for a gradient that nobody wants, `[0]` of the incoming gradient's dtype."""
+    return empty((0,), grad.dtype, grad.device)
+
+
+class BackwardOp:
+    """What `KernelOp.register_autograd` takes, made of the two ops' schemas.
+
+    Args:
+        forward: The forward op's schema.
+        backward: The backward op's.
+        call: Calls the backward op.
+        outputs: Names for the forward op's outputs.
+        of: The names of the arguments that have gradients.
+        incoming: How many of the outputs have one.
+
+    Raises:
+        ValueError: The two schemas do not fit.
+    """
+
+    def __init__(
+        self,
+        forward: torch.FunctionSchema,
+        backward: torch.FunctionSchema,
+        call: Callable[..., Any],
+        outputs: Sequence[str],
+        of: Sequence[str],
+        incoming: int,
+    ) -> None:
+        self.call = call
+        names = [argument.name for argument in forward.arguments]
+        self.backward_names = [argument.name for argument in backward.arguments]
+        found = [*names, *outputs]
+        after = self.backward_names[incoming:]
+        flags = [name for name in after if name.startswith(_NEEDED) and name.removeprefix(_NEEDED) in names]
+        unknown = [name for name in after if name not in found and name not in flags]
+        if unknown or len(outputs) != len(forward.returns) or len(backward.returns) != len(of):
+            raise ValueError(
+                f"{backward.name}: expected the gradients of {', '.join(of)} from arguments named after those of "
+                f"{forward} or its outputs {', '.join(outputs)}, got {backward}"
+            )
+        tensors = {argument.name for argument in forward.arguments if "Tensor" in str(argument.type)} | {*outputs}
+        self.count, self.of = len(names), of
+        self.places = [names.index(name) for name in of]
+        self.saved = [found.index(name) for name in after if name in tensors]
+        self.numbers = [found.index(name) for name in after if name in names and name not in tensors]
+        self.flags = [names.index(name.removeprefix(_NEEDED)) for name in flags]
+        kept = [found[i] for i in (*self.saved, *self.numbers)] + flags
+        order = [kept.index(name) for name in after]
+        self.in_order: Callable[[Any], Any] = itemgetter(*order) if order != [*range(len(kept))] else tuple
+
+    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        found = (*inputs, *output) if isinstance(output, tuple) else (*inputs, output)
+        ctx.save_for_backward(*[found[i] for i in self.saved])
+        ctx.numbers = [found[i] for i in self.numbers]
+
+    def backward(self, ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad
+        values = (*ctx.saved_tensors, *ctx.numbers, *[needs[i] for i in self.flags])
+        found = self.call(*grads, *self.in_order(values))
+        gradients: list[Tensor | None] = [None] * self.count
+        for place, gradient in zip(self.places, found if isinstance(found, tuple) else (found,), strict=True):
+            if needs[place]:
+                gradients[place] = gradient
+        return tuple(gradients)
+
+    def fake(self, *args: Any) -> Any:
+        """The backward op's: each gradient like its argument, contiguous. It must take these arguments."""
+        given = dict(zip(self.backward_names, args, strict=True))
+        gradients = [
+            given[name].new_empty(given[name].shape)
+            if given[name] is not None and given.get(_NEEDED + name, True)
+            else args[0].new_empty((0,))
+            for name in self.of
+        ]
+        return tuple(gradients) if len(gradients) > 1 else gradients[0]
