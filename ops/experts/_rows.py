@@ -1,0 +1,146 @@
+"""Rows of tokens and rows of experts: the passes that gather the ones and add up the others.
+
+Where an order, offsets or positions are wrong nothing is read or written out of bounds: such a row counts as zero.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmk.ops.common.rows import contiguous, with_columns_side_by_side
+from llmk.registry import cdiv, empty, next_power_of_2, wrap_triton
+
+
+@triton.jit
+def _place(H, BLOCK_H: tl.constexpr):
+    """A program's row and columns."""
+    program = tl.program_id(0)
+    blocks = tl.cdiv(H, BLOCK_H)
+    return (program // blocks).to(tl.int64), (program % blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
+
+
+@triton.jit
+def gather_rows_kernel(x_ptr, order_ptr, offsets_ptr, rows_ptr, K, E, H, x_stride, BLOCK_H: tl.constexpr):
+    row, cols = _place(H, BLOCK_H)  # type: ignore[misc]
+    live = row < tl.load(offsets_ptr + E - 1)
+    token = tl.load(order_ptr + row) // K
+    x = tl.load(x_ptr + token * x_stride + cols, mask=(cols < H) & live, other=0.0)
+    tl.store(rows_ptr + row * H + cols, x, mask=cols < H)
+
+
+@triton.jit
+def sum_rows_kernel(
+    rows_ptr, positions_ptr, weights_ptr, bias_ptr, indices_ptr, offsets_ptr, y_ptr, N, E, H, rows_stride,
+    K: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    token, cols = _place(H, BLOCK_H)  # type: ignore[misc]
+    count = N if offsets_ptr is None else tl.load(offsets_ptr + E - 1)
+    total = tl.zeros((BLOCK_H,), dtype=tl.float32)
+    for k in tl.static_range(K):
+        row = tl.load(positions_ptr + token * K + k).to(tl.int64)
+        live = (row >= 0) & (row < count)
+        value = tl.load(rows_ptr + row * rows_stride + cols, mask=(cols < H) & live, other=0.0).to(tl.float32)
+        if bias_ptr is not None:
+            expert = tl.load(indices_ptr + token * K + k).to(tl.int64)
+            bias = tl.load(bias_ptr + expert * H + cols, mask=(cols < H) & live, other=0.0).to(tl.float32)
+            weight = tl.load(weights_ptr + token * K + k).to(tl.float32)
+            total += value + tl.where(live, bias * weight, 0.0)
+        elif weights_ptr is not None:
+            weight = tl.load(weights_ptr + token * K + k).to(tl.float32)
+            total += tl.where(live, value * weight, 0.0)
+        else:
+            total += value
+    tl.store(y_ptr + token * H + cols, total.to(y_ptr.dtype.element_ty), mask=cols < H)
+
+
+@triton.jit
+def spread_rows_kernel(
+    dy_ptr, positions_ptr, weights_ptr, rows_ptr, N, K, H, dy_stride, BLOCK_H: tl.constexpr
+):  # fmt: skip
+    pair, cols = _place(H, BLOCK_H)  # type: ignore[misc]
+    row = tl.load(positions_ptr + pair).to(tl.int64)
+    dy = tl.load(dy_ptr + (pair // K) * dy_stride + cols, mask=cols < H, other=0.0).to(tl.float32)
+    if weights_ptr is not None:
+        dy *= tl.load(weights_ptr + pair).to(tl.float32)
+    live = (row >= 0) & (row < N)
+    tl.store(rows_ptr + row * H + cols, dy.to(rows_ptr.dtype.element_ty), mask=(cols < H) & live)
+
+
+@triton.jit
+def dot_rows_kernel(
+    table_ptr, places_ptr, dy_ptr, dot_ptr, M, K, H, table_stride, dy_stride, BLOCK_H: tl.constexpr
+):  # fmt: skip
+    pair = tl.program_id(0).to(tl.int64)
+    row = tl.load(places_ptr + pair).to(tl.int64)
+    live = (row >= 0) & (row < M)
+    table_ptr += row * table_stride
+    dy_ptr += (pair // K) * dy_stride
+    total = tl.zeros((BLOCK_H,), dtype=tl.float32)
+    for start in range(0, H, BLOCK_H):
+        cols = start + tl.arange(0, BLOCK_H)
+        value = tl.load(table_ptr + cols, mask=(cols < H) & live, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + cols, mask=(cols < H) & live, other=0.0).to(tl.float32)
+        total += value * dy
+    tl.store(dot_ptr + pair, tl.sum(total, axis=0).to(dot_ptr.dtype.element_ty))
+
+
+def _block(H: int) -> dict[str, int]:
+    """A thousand columns a program, as in the gated units."""
+    return {"BLOCK_H": min(1024, next_power_of_2(max(H, 1))), "num_warps": 4}
+
+
+def gather_rows(x: Tensor, order: Tensor, offsets: Tensor, K: int) -> Tensor:
+    """`[N, H]`: for each row of experts its token's row of `x [T, H]`, zeros for rows that no expert has."""
+    x = with_columns_side_by_side(x)
+    N, H = order.shape[0], x.shape[1]
+    rows = empty((N, H), x.dtype, x.device)
+    block = _block(H)
+    wrap_triton(gather_rows_kernel)[(N * cdiv(H, block["BLOCK_H"]),)](
+        x, order, offsets, rows, K, offsets.shape[0], H, x.stride(0), **block
+    )
+    return rows
+
+
+def sum_rows(
+    rows: Tensor, positions: Tensor, weights: Tensor | None = None, bias: Tensor | None = None,
+    indices: Tensor | None = None, offsets: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`[T, H]`: of each token the sum of its K rows, in float32 and in their order.
+
+    Without a bias, `weights [T, K]` multiply the rows. `bias [E, H]` is multiplied by them instead, for rows that were
+    multiplied already. `offsets` say which rows experts have; without them it is all.
+    """
+    rows, positions = with_columns_side_by_side(rows), positions.contiguous()
+    weights, bias, indices = contiguous(weights), contiguous(bias), contiguous(indices)
+    (T, K), (N, H) = positions.shape, rows.shape
+    y = empty((T, H), rows.dtype, rows.device)
+    block = _block(H)
+    wrap_triton(sum_rows_kernel)[(T * cdiv(H, block["BLOCK_H"]),)](
+        rows, positions, weights, bias, indices, offsets, y, N, 0 if offsets is None else offsets.shape[0], H,
+        rows.stride(0), K=K, **block,
+    )  # fmt: skip
+    return y
+
+
+def spread_rows(dy: Tensor, positions: Tensor, weights: Tensor | None, N: int) -> Tensor:
+    """`[N, H]`: each pair's row of `dy [T, H]` times its weight, where its position says; zeros elsewhere."""
+    dy, positions, weights = with_columns_side_by_side(dy), positions.contiguous(), contiguous(weights)
+    K, H = positions.shape[1], dy.shape[1]
+    rows = torch.zeros((N, H), dtype=dy.dtype, device=dy.device)
+    block = _block(H)
+    wrap_triton(spread_rows_kernel)[(positions.numel() * cdiv(H, block["BLOCK_H"]),)](
+        dy, positions, weights, rows, N, K, H, dy.stride(0), **block
+    )
+    return rows
+
+
+def dot_rows(table: Tensor, places: Tensor, dy: Tensor, dtype: torch.dtype) -> Tensor:
+    """In the shape of `places [T, K]`: the product of row `places[t, k]` of `table [M, H]` with row t of `dy [T, H]`."""
+    table, dy, places = with_columns_side_by_side(table), with_columns_side_by_side(dy), places.contiguous()
+    M, H = table.shape
+    dots = empty(tuple(places.shape), dtype, dy.device)
+    wrap_triton(dot_rows_kernel)[(places.numel(),)](
+        table, places, dy, dots, M, places.shape[1], H, table.stride(0), dy.stride(0), **_block(H)
+    )
+    return dots
