@@ -146,7 +146,8 @@ def test_no_setting_changes_outputs_or_gradients(name: str, path: Path) -> None:
     wanted = differentiable_inputs(op, sample)
     args, kwargs, tensors = prepare(op, sample, wanted)
     inputs = [tensors[argument] for argument in wanted]
-    incoming = [torch.randn_like(y) for y in as_list(op.overload(*args, **kwargs))]
+    results = as_list(op.overload(*args, **kwargs))
+    incoming = [torch.randn(y.shape).to(y.dtype) for y in results]
 
     def outputs() -> list[Tensor]:
         return as_list(op.overload(*args, **kwargs))

@@ -1,5 +1,8 @@
 """The public operators as typed functions; each calls `torch.ops.llmk.NAME`."""
 
+from llmk.ops.experts.grouped_linear import grouped_linear
+from llmk.ops.experts.moe_experts import moe_experts
+from llmk.ops.experts.moe_permute import moe_permute, moe_unpermute
 from llmk.ops.linear.linear_act import linear_act
 from llmk.ops.linear_loss.fused_linear_ce import fused_linear_ce
 from llmk.ops.linear_loss.fused_linear_ce_metrics import fused_linear_ce_metrics
@@ -34,11 +37,15 @@ __all__ = [
     "geglu",
     "giou_loss",
     "group_norm",
+    "grouped_linear",
     "jsd",
     "kl_div",
     "layer_norm",
     "linear_act",
     "linear_logprobs",
+    "moe_experts",
+    "moe_permute",
+    "moe_unpermute",
     "qk_norm_rope",
     "relu_squared",
     "rms_norm",

@@ -9,57 +9,51 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.rows import aligned, byte_offset
+from llmk.ops.common.rows import aligned, byte_offset, contiguous, with_columns_side_by_side
 from llmk.registry import cdiv, empty, next_power_of_2, wrap_triton
 from llmk.registry.backends import INTERPRET
 
 
 @triton.jit
-def _group_of_tile(offsets_ptr, tile, N, E, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
-    """The expert of a tile of rows, the tile's first row and the end of the expert's: expert E for rows of none."""
+def _group_of_tile(offsets_ptr, tile, E, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
+    """The expert of a tile of rows, the tile's first row and the end of the expert's; past the last tile no rows."""
     experts = tl.arange(0, BLOCK_E)
     ends = tl.load(offsets_ptr + experts, mask=experts < E, other=0)
     begins = tl.load(offsets_ptr + experts - 1, mask=(experts > 0) & (experts < E), other=0)
-    last = tl.load(offsets_ptr + E - 1)
-    begins = tl.where(experts == E, last, begins)
-    ends = tl.where(experts == E, N, ends)
-    tiles = tl.where(experts <= E, (ends - begins + BLOCK_M - 1) // BLOCK_M, 0)
+    tiles = (ends - begins + BLOCK_M - 1) // BLOCK_M
     past = tl.cumsum(tiles, axis=0)
-    expert = tl.sum(tl.where((past <= tile) & (experts <= E), 1, 0), axis=0)
-    mine = experts == expert
-    first = tl.sum(tl.where(mine, begins + (tile - (past - tiles)) * BLOCK_M, 0), axis=0)
+    expert = tl.sum(tl.where((past <= tile) & (experts < E), 1, 0), axis=0)
+    mine = (experts == expert) & (experts < E)
+    first = tl.sum(tl.where(mine, begins + (tile - past + tiles) * BLOCK_M, 0), axis=0)
     return expert, first, tl.sum(tl.where(mine, ends, 0), axis=0)
 
 
 @triton.jit
 def grouped_product_kernel(
-    x_ptr, w_ptr, bias_ptr, offsets_ptr, y_ptr, N, E, O, H, x_stride_m, x_stride_h, w_stride_e, w_stride_o, w_stride_h,
-    WIDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_E: tl.constexpr,
+    x_ptr, w_ptr, offsets_ptr, y_ptr, E, D, H, x_stride_m, x_stride_h, w_stride_e, w_stride_o, w_stride_h,
+    WIDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    tiles = tl.cdiv(O, BLOCK_O)
+    tiles = tl.cdiv(D, BLOCK_D)
     expert, first, end = _group_of_tile(  # type: ignore[misc]
-        offsets_ptr, tl.program_id(0) // tiles, N, E, BLOCK_M, BLOCK_E
+        offsets_ptr, tl.program_id(0) // tiles, E, BLOCK_M, BLOCK_E
     )
     rows = first.to(tl.int64) + tl.arange(0, BLOCK_M)
-    cols = ((tl.program_id(0) % tiles) * BLOCK_O + tl.arange(0, BLOCK_O)).to(tl.int64)
+    cols = ((tl.program_id(0) % tiles) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
     hs = tl.arange(0, BLOCK_H).to(tl.int64)
     x_ptrs = x_ptr + rows[:, None] * x_stride_m + hs[None, :] * x_stride_h
     w_ptrs = w_ptr + expert.to(tl.int64) * w_stride_e + cols[None, :] * w_stride_o + hs[:, None] * w_stride_h
-    y = tl.zeros((BLOCK_M, BLOCK_O), dtype=tl.float32)
+    y = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
     for start in range(0, tl.where(expert < E, H, 0), BLOCK_H):
         within = hs < H - start
         x = tl.load(x_ptrs, mask=(rows < end)[:, None] & within[None, :], other=0.0)
-        w = tl.load(w_ptrs, mask=(cols < O)[None, :] & within[:, None], other=0.0)
+        w = tl.load(w_ptrs, mask=(cols < D)[None, :] & within[:, None], other=0.0)
         if WIDEN:
             x, w = x.to(tl.float32), w.to(tl.float32)
         y = tl.dot(x, w, y, input_precision="ieee")
         x_ptrs += BLOCK_H * x_stride_h
         w_ptrs += BLOCK_H * w_stride_h
-    if bias_ptr is not None:
-        mask = (cols < O) & (expert < E)
-        y += tl.load(bias_ptr + expert.to(tl.int64) * O + cols, mask=mask, other=0.0).to(tl.float32)[None, :]
-    mask = (rows < end)[:, None] & (cols < O)[None, :]
-    tl.store(y_ptr + rows[:, None] * O + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+    mask = (rows < end)[:, None] & (cols < D)[None, :]
+    tl.store(y_ptr + rows[:, None] * D + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -75,7 +69,7 @@ def grouped_outer_kernel(
     end = tl.load(offsets_ptr + expert)
     out = tl.zeros((BLOCK_A, BLOCK_B), dtype=tl.float32)
     for start in range(begin, end, BLOCK_M):
-        rows = start.to(tl.int64) + tl.arange(0, BLOCK_M)
+        rows = (start + tl.arange(0, BLOCK_M)).to(tl.int64)
         a_mask, b_mask = (rows < end)[None, :] & (a_cols < A)[:, None], (rows < end)[:, None] & (b_cols < B)[None, :]
         a = tl.load(a_ptr + rows[None, :] * a_stride_m + a_cols[:, None] * a_stride_a, mask=a_mask, other=0.0)
         b = tl.load(b_ptr + rows[:, None] * b_stride_m + b_cols[None, :] * b_stride_b, mask=b_mask, other=0.0)
@@ -97,7 +91,7 @@ def group_sums_kernel(
     end = tl.load(offsets_ptr + expert)
     total = tl.zeros((BLOCK_M, BLOCK_C), dtype=tl.float32)
     for start in range(begin, end, BLOCK_M):
-        rows = start.to(tl.int64) + tl.arange(0, BLOCK_M)
+        rows = (start + tl.arange(0, BLOCK_M)).to(tl.int64)
         mask = (rows < end)[:, None] & (cols < C)[None, :]
         value = tl.load(rows_ptr + rows[:, None] * stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         if weights_ptr is not None:
@@ -109,22 +103,22 @@ def group_sums_kernel(
 
 
 @triton.jit
-def finish_rows_kernel(bias_ptr, offsets_ptr, y_ptr, E, O, BLOCK_E: tl.constexpr, BLOCK_O: tl.constexpr):
+def finish_rows_kernel(bias_ptr, offsets_ptr, y_ptr, E, D, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, BLOCK_E)
     ends = tl.load(offsets_ptr + experts, mask=experts < E, other=0)
     expert = tl.sum(tl.where((ends <= row) & (experts < E), 1, 0), axis=0)
-    y_ptr += row * O
-    for start in range(0, tl.where(expert == E, O, 0), BLOCK_O):
-        cols = start + tl.arange(0, BLOCK_O)
-        tl.store(y_ptr + cols, tl.zeros((BLOCK_O,), dtype=y_ptr.dtype.element_ty), mask=cols < O)
+    y_ptr += row * D
+    for start in range(0, tl.where(expert == E, D, 0), BLOCK_D):
+        cols = start + tl.arange(0, BLOCK_D)
+        tl.store(y_ptr + cols, tl.zeros((BLOCK_D,), dtype=y_ptr.dtype.element_ty), mask=cols < D)
     if bias_ptr is not None:
-        bias_ptr += expert.to(tl.int64) * O
-        for start in range(0, tl.where(expert < E, O, 0), BLOCK_O):
-            cols = start + tl.arange(0, BLOCK_O)
-            y = tl.load(y_ptr + cols, mask=cols < O, other=0.0).to(tl.float32)
-            y += tl.load(bias_ptr + cols, mask=cols < O, other=0.0).to(tl.float32)
-            tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=cols < O)
+        bias_ptr += expert.to(tl.int64) * D
+        for start in range(0, tl.where(expert < E, D, 0), BLOCK_D):
+            cols = start + tl.arange(0, BLOCK_D)
+            y = tl.load(y_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)
+            y += tl.load(bias_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)
+            tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=cols < D)
 
 
 def _tile(element_size: int) -> dict[str, int]:
@@ -148,31 +142,34 @@ def _matrix_aligned(t: Tensor) -> bool:
     return near == 1 and far >= size and far % 8 == 0 and (t.dim() == 2 or t.stride(0) % 8 == 0)
 
 
-def grouped_product(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None, *, finish: bool) -> Tensor:
-    """`[N, O]`: rows of expert e of `x [N, H]` times the transpose of `weight[e]`, of `[E, O, H]` with any strides.
+def grouped_product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """`[N, D]`: rows of expert e of `x [N, H]` times the transpose of `weight[e]`, of `[E, D, H]` with any strides.
 
-    `finish` adds `bias [E, O]` and makes rows that no expert has zeros. Without it these may hold anything.
+    Rows that no expert has hold anything: `finish_rows` makes them zeros.
     """
-    (N, H), (E, O) = x.shape, weight.shape[:2]
-    if _vendor(x, weight) and O % 8 == 0:
-        y = torch.nn.functional.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
-        if finish:
-            block = {"BLOCK_E": next_power_of_2(E), "BLOCK_O": min(1024, next_power_of_2(O)), "num_warps": 4}
-            wrap_triton(finish_rows_kernel)[(N,)](bias, offsets, y, E, O, **block)
-        return y
-    y = empty((N, O), x.dtype, x.device)
+    (N, H), (E, D) = x.shape, weight.shape[:2]
+    if _vendor(x, weight) and D % 8 == 0:
+        return torch.nn.functional.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
+    y = empty((N, D), x.dtype, x.device)
     size, tile = x.element_size(), _tile(x.element_size())
-    tiles_m, tiles_o = cdiv(N, tile["BLOCK_M"]) + E + 1, cdiv(O, 64)
-    wrap_triton(grouped_product_kernel)[(tiles_m * tiles_o if N else 0,)](
-        x, weight, bias, offsets, y, N, E, O, H, x.stride(0), x.stride(1), *weight.stride(),
-        WIDEN=INTERPRET, BLOCK_O=64, BLOCK_H=128 // size, BLOCK_E=next_power_of_2(E + 1), **tile,
+    tiles_m, tiles_o = cdiv(N, tile["BLOCK_M"]) + E, cdiv(D, 64)
+    wrap_triton(grouped_product_kernel)[(tiles_m * tiles_o,)](
+        x, weight, offsets, y, E, D, H, x.stride(0), x.stride(1), *weight.stride(),
+        WIDEN=INTERPRET, BLOCK_D=64, BLOCK_H=128 // size, BLOCK_E=next_power_of_2(E), **tile,
     )  # fmt: skip
     return y
 
 
+def finish_rows(y: Tensor, offsets: Tensor, bias: Tensor | None) -> None:
+    """Add `bias [E, D]` to the rows of each expert of `y [N, D]`, and make rows that no expert has zeros, in place."""
+    (N, D), E = y.shape, offsets.shape[0]
+    block = {"BLOCK_E": next_power_of_2(E), "BLOCK_D": min(1024, next_power_of_2(max(D, 1))), "num_warps": 4}
+    wrap_triton(finish_rows_kernel)[(N,)](contiguous(bias), offsets, y, E, D, **block)
+
+
 def grouped_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     """`[E, A, B]`: for each expert the product of its rows of `a [N, A]`, transposed, and of `b [N, B]`."""
-    (N, A), B, E = a.shape, b.shape[1], offsets.shape[0]
+    A, B, E = a.shape[1], b.shape[1], offsets.shape[0]
     if _vendor(a, b) and A % 8 == B % 8 == 0:
         return torch.nn.functional.grouped_mm(a.t(), b, offs=offsets)
     out = empty((E, A, B), a.dtype, a.device)
@@ -188,7 +185,7 @@ def group_sums(rows: Tensor, offsets: Tensor, order: Tensor | None = None, weigh
     """`[E, C]`: the sum of each expert's rows of `[N, C]`, times the weights of their pairs where those are given."""
     C, E = rows.shape[1], offsets.shape[0]
     out = empty((E, C), rows.dtype, rows.device)
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    rows, weights = with_columns_side_by_side(rows), contiguous(weights)
     wrap_triton(group_sums_kernel)[(cdiv(C, 64), E)](
         rows, offsets, order, weights, out, C, rows.stride(0), BLOCK_M=64, BLOCK_C=64, num_warps=4
     )

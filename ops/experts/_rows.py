@@ -136,7 +136,7 @@ def spread_rows(dy: Tensor, positions: Tensor, weights: Tensor | None, N: int) -
 
 
 def dot_rows(table: Tensor, places: Tensor, dy: Tensor, dtype: torch.dtype) -> Tensor:
-    """In the shape of `places [T, K]`: the product of row `places[t, k]` of `table [M, H]` with row t of `dy [T, H]`."""
+    """In the shape of `places [T, K]`: the product of row `places[t, k]` of `table [M, H]` with row t of `dy`."""
     table, dy, places = with_columns_side_by_side(table), with_columns_side_by_side(dy), places.contiguous()
     M, H = table.shape
     dots = empty(tuple(places.shape), dtype, dy.device)

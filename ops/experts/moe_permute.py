@@ -96,7 +96,8 @@ def _(grad: Tensor, positions: Tensor, offsets: Tensor) -> Tensor:
 
 @moe_unpermute_fwd.register_kernel("cpu")
 def _(input: Tensor, positions: Tensor, weights: Tensor | None) -> Tensor:
-    if not torch.equal(positions.flatten().sort().values.long(), torch.arange(input.shape[0], dtype=torch.int64)):
+    every = torch.arange(input.shape[0], dtype=torch.int64, device=input.device)
+    if not torch.equal(positions.flatten().sort().values.long(), every):
         raise IndexError(f"positions: expected each of the {input.shape[0]} rows of input once")
     rows = input[positions.long()].float()
     if weights is not None:
@@ -106,11 +107,11 @@ def _(input: Tensor, positions: Tensor, weights: Tensor | None) -> Tensor:
 
 @moe_unpermute_bwd.register_kernel("cpu")
 def _(grad, input, positions, weights, need_dx, need_dw) -> tuple[Tensor, Tensor]:
-    dx = dw = torch.empty((0,), dtype=grad.dtype)
+    dx = dw = torch.empty((0,), dtype=grad.dtype, device=grad.device)
     if need_dx:
         rows = grad.float().unsqueeze(1).expand(*positions.shape, -1)
         rows = rows if weights is None else rows * weights.float().unsqueeze(-1)
-        dx = torch.empty(input.shape, dtype=grad.dtype)
+        dx = torch.empty(input.shape, dtype=grad.dtype, device=grad.device)
         dx[positions.flatten().long()] = rows.flatten(0, 1).to(grad.dtype)
     if weights is not None and need_dw:
         dw = (input[positions.long()].float() * grad.float().unsqueeze(1)).sum(-1).to(weights.dtype)
@@ -263,7 +264,10 @@ def moe_unpermute_samples(device: torch.device, dtype: torch.dtype) -> Iterator[
         return torch.randperm(T * K, device=device).view(T, K).int()
 
     yield Sample((randn(16, 16), rows(8, 2), randn(8, 2)), why="powers of two")
-    yield Sample((randn(21, 37), rows(7, 3).long(), torch.rand(7, 3, device=device)), why="odd, float32 weights, int64")
+    yield Sample(
+        (randn(21, 37), rows(7, 3).long(), torch.rand(7, 3, device=device, dtype=torch.float32)),
+        why="odd, float32 weights, int64",
+    )
     yield Sample((randn(12, 20), rows(6, 2)), why="without weights")
     yield Sample((randn(1, 8), rows(1, 1), randn(1, 1)), why="one row")
     yield Sample((randn(0, 8), rows(0, 2), randn(0, 2)), why="no rows")

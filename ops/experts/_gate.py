@@ -1,0 +1,211 @@
+"""The gated unit between the two products of experts, with the routing weight of each row.
+
+Of a row of the first product, gate g and up u, with limit l, offset o and scale a (1 unless given):
+
+    g = min(g + b_g, l)        u = clamp(u + b_u, -l, l)         where there are a bias and a limit
+    f_a(g) = f(a g) / a        the activation; for SiLU g * sigmoid(a g)
+    h = f_a(g) * (u + o)
+    hidden = w * h             w the routing weight, which the second product then carries through
+
+Backward, of dh = dhidden / w, the gradient of the row's unweighted h:
+
+    dw = h . dh + c            c what the second product's bias adds
+    dg = w * dh * (u + o) * f'(a g)      0 where the limit cut, as du
+    du = w * dh * f_a(g)
+
+Gate and up lie one after the other, or in turns.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmk.ops.common.activations import activate, activate_with_slope, activation, activation_with_slope
+from llmk.ops.common.rows import contiguous
+from llmk.registry import cdiv, empty, next_power_of_2, wrap_triton
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The gated unit's options, as `moe_experts` takes them; a limit of 0 is none."""
+
+    activation: str
+    interleaved: bool
+    limit: float
+    alpha: float
+    up_offset: float
+
+
+@triton.jit
+def _load_two(ptr, start, F, live, INTERLEAVED: tl.constexpr, BLOCK_F: tl.constexpr):
+    """Of a row its gates and ups from column `start` on, in float32."""
+    if INTERLEAVED:
+        cols = 2 * start + tl.arange(0, 2 * BLOCK_F)
+        both = tl.load(ptr + cols, mask=(cols < 2 * F) & live, other=0.0).to(tl.float32)
+        gate, up = tl.split(tl.reshape(both, (BLOCK_F, 2)))
+    else:
+        cols = start + tl.arange(0, BLOCK_F)
+        gate = tl.load(ptr + cols, mask=(cols < F) & live, other=0.0).to(tl.float32)
+        up = tl.load(ptr + F + cols, mask=(cols < F) & live, other=0.0).to(tl.float32)
+    return gate, up
+
+
+@triton.jit
+def _store_two(ptr, gate, up, start, F, INTERLEAVED: tl.constexpr, BLOCK_F: tl.constexpr):
+    if INTERLEAVED:
+        cols = 2 * start + tl.arange(0, 2 * BLOCK_F)
+        both = tl.reshape(tl.join(gate, up), (2 * BLOCK_F,))
+        tl.store(ptr + cols, both.to(ptr.dtype.element_ty), mask=cols < 2 * F)
+    else:
+        cols = start + tl.arange(0, BLOCK_F)
+        tl.store(ptr + cols, gate.to(ptr.dtype.element_ty), mask=cols < F)
+        tl.store(ptr + F + cols, up.to(ptr.dtype.element_ty), mask=cols < F)
+
+
+@triton.jit
+def _gate_and_up(ptr, bias_ptr, start, F, live, INTERLEAVED: tl.constexpr, BLOCK_F: tl.constexpr):
+    gate, up = _load_two(ptr, start, F, live, INTERLEAVED, BLOCK_F)  # type: ignore[misc]
+    if bias_ptr is not None:
+        gate_bias, up_bias = _load_two(bias_ptr, start, F, live, INTERLEAVED, BLOCK_F)  # type: ignore[misc]
+        gate, up = gate + gate_bias, up + up_bias
+    return gate, up
+
+
+@triton.jit
+def _row_of(row, offsets_ptr, order_ptr, indices_ptr, bias_ptr, F, E):
+    """A row's pair, whether it has an expert, and where that one's bias is."""
+    live = row < tl.load(offsets_ptr + E - 1)
+    pair = tl.load(order_ptr + row)
+    if bias_ptr is not None:
+        bias_ptr += tl.where(live, tl.load(indices_ptr + pair), 0).to(tl.int64) * (2 * F)
+    return pair, live, bias_ptr
+
+
+@triton.jit
+def gated_rows_kernel(
+    rows_ptr, bias_ptr, weights_ptr, offsets_ptr, order_ptr, indices_ptr, hidden_ptr, E, F, limit, alpha, up_offset,
+    ACTIVATION: tl.constexpr, LIMITED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_F: tl.constexpr,
+):  # fmt: skip
+    limit, alpha, up_offset = tl.cast(limit, tl.float32), tl.cast(alpha, tl.float32), tl.cast(up_offset, tl.float32)
+    blocks = tl.cdiv(F, BLOCK_F)
+    row, start = (tl.program_id(0) // blocks).to(tl.int64), (tl.program_id(0) % blocks) * BLOCK_F
+    pair, live, bias_ptr = _row_of(row, offsets_ptr, order_ptr, indices_ptr, bias_ptr, F, E)  # type: ignore[misc]
+    gate, up = _gate_and_up(rows_ptr + row * (2 * F), bias_ptr, start, F, live, INTERLEAVED, BLOCK_F)  # type: ignore[misc]
+    if LIMITED:
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    weight = tl.load(weights_ptr + pair).to(tl.float32)
+    hidden = weight * (activate(alpha * gate, ACTIVATION) / alpha * (up + up_offset))
+    cols = start + tl.arange(0, BLOCK_F)
+    tl.store(hidden_ptr + row * F + cols, tl.where(live, hidden, 0.0).to(hidden_ptr.dtype.element_ty), mask=cols < F)
+
+
+@triton.jit
+def gated_rows_backward_kernel(
+    dh_ptr, rows_ptr, bias_ptr, weights_ptr, extra_ptr, offsets_ptr, order_ptr, indices_ptr,
+    hidden_ptr, drows_ptr, dweights_ptr, E, F, limit, alpha, up_offset,
+    ACTIVATION: tl.constexpr, LIMITED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_F: tl.constexpr,
+):  # fmt: skip
+    limit, alpha, up_offset = tl.cast(limit, tl.float32), tl.cast(alpha, tl.float32), tl.cast(up_offset, tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    pair, live, bias_ptr = _row_of(row, offsets_ptr, order_ptr, indices_ptr, bias_ptr, F, E)  # type: ignore[misc]
+    weight = tl.load(weights_ptr + pair).to(tl.float32)
+    weight = tl.where(live, weight, 0.0)
+    total = tl.zeros((BLOCK_F,), dtype=tl.float32)
+    for start in range(0, F, BLOCK_F):
+        gate, up = _gate_and_up(rows_ptr + row * (2 * F), bias_ptr, start, F, live, INTERLEAVED, BLOCK_F)  # type: ignore[misc]
+        cols = start + tl.arange(0, BLOCK_F)
+        dh = tl.load(dh_ptr + row * F + cols, mask=(cols < F) & live, other=0.0).to(tl.float32)
+        dgate, dup = dh * weight, dh * weight
+        if LIMITED:
+            dgate = tl.where(gate <= limit, dgate, 0.0)
+            dup = tl.where(tl.abs(up) <= limit, dup, 0.0)
+            gate = tl.where(gate > limit, limit, gate)
+            up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+        activated, slope = activate_with_slope(alpha * gate, ACTIVATION)  # type: ignore[misc]
+        activated, up = activated / alpha, up + up_offset
+        total += tl.where(cols < F, activated * up * dh, 0.0)
+        if hidden_ptr is not None:
+            hidden = weight * (activated * up)
+            tl.store(hidden_ptr + row * F + cols, hidden.to(hidden_ptr.dtype.element_ty), mask=cols < F)
+        _store_two(drows_ptr + row * (2 * F), dgate * up * slope, dup * activated, start, F, INTERLEAVED, BLOCK_F)
+    if dweights_ptr is not None:
+        dweight = tl.sum(total, axis=0)
+        if extra_ptr is not None:
+            dweight += tl.load(extra_ptr + pair)
+        tl.store(dweights_ptr + pair, tl.where(live, dweight, 0.0).to(dweights_ptr.dtype.element_ty))
+
+
+def _block(F: int) -> dict[str, int]:
+    """The widest of three blocks that leaves no part of itself idle, else the widest."""
+    fitting = [size for size in (1024, 512, 256) if F % size == 0]
+    block = fitting[0] if fitting else min(1024, next_power_of_2(max(F, 1)))
+    return {"BLOCK_F": block, "num_warps": max(1, min(4, block // 128))}
+
+
+def gated_rows(
+    rows: Tensor, bias: Tensor | None, weights: Tensor, indices: Tensor, order: Tensor, offsets: Tensor, gate: Gate
+) -> Tensor:
+    """`hidden [N, F]` of `rows [N, 2F]`; zeros in rows that no expert has."""
+    (N, F), E = (rows.shape[0], rows.shape[1] // 2), offsets.shape[0]
+    hidden = empty((N, F), rows.dtype, rows.device)
+    block = _block(F)
+    wrap_triton(gated_rows_kernel)[(N * cdiv(F, block["BLOCK_F"]),)](
+        rows.contiguous(), contiguous(bias), weights.contiguous(), offsets, order, indices.contiguous(), hidden, E, F,
+        gate.limit, gate.alpha, gate.up_offset,
+        ACTIVATION=gate.activation, LIMITED=gate.limit > 0, INTERLEAVED=gate.interleaved, **block,
+    )  # fmt: skip
+    return hidden
+
+
+def gated_rows_backward(
+    dh: Tensor, rows: Tensor, bias: Tensor | None, weights: Tensor, extra: Tensor | None, indices: Tensor,
+    order: Tensor, offsets: Tensor, gate: Gate, *, need_hidden: bool, need_weights: bool,
+) -> tuple[Tensor | None, Tensor, Tensor | None]:  # fmt: skip
+    """`hidden` where it is needed, `drows`, and the gradient of `weights` where that is, to which `extra` adds."""
+    (N, F), E = dh.shape, offsets.shape[0]
+    hidden = empty((N, F), rows.dtype, rows.device) if need_hidden else None
+    drows = empty((N, 2 * F), rows.dtype, rows.device)
+    dweights = empty(tuple(weights.shape), weights.dtype, rows.device) if need_weights else None
+    wrap_triton(gated_rows_backward_kernel)[(N,)](
+        dh.contiguous(), rows.contiguous(), contiguous(bias), weights.contiguous(), extra, offsets, order,
+        indices.contiguous(), hidden, drows, dweights, E, F, gate.limit, gate.alpha, gate.up_offset,
+        ACTIVATION=gate.activation, LIMITED=gate.limit > 0, INTERLEAVED=gate.interleaved, **_block(F),
+    )  # fmt: skip
+    return hidden, drows, dweights
+
+
+def split(rows: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Views of gate and up, in plain PyTorch."""
+    if interleaved:
+        return rows[..., ::2], rows[..., 1::2]
+    gate, up = rows.chunk(2, dim=-1)
+    return gate, up
+
+
+def _joined(gate: Tensor, up: Tensor, interleaved: bool) -> Tensor:
+    return torch.stack([gate, up], dim=-1).flatten(-2) if interleaved else torch.cat([gate, up], dim=-1)
+
+
+def gated_rows_cpu(rows: Tensor, weights: Tensor, gate: Gate) -> Tensor:
+    """float32 `[N, F]` of rows that have their bias, float32 too; a weight for each row."""
+    g, u = split(rows, gate.interleaved)
+    if gate.limit > 0:
+        g, u = g.clamp(max=gate.limit), u.clamp(-gate.limit, gate.limit)
+    return weights.unsqueeze(1) * (activation(gate.alpha * g, gate.activation) / gate.alpha * (u + gate.up_offset))
+
+
+def gated_rows_backward_cpu(dh: Tensor, rows: Tensor, weights: Tensor, gate: Gate) -> tuple[Tensor, Tensor, Tensor]:
+    """float32 `hidden`, `drows` and a gradient for each row's weight."""
+    g, u = split(rows, gate.interleaved)
+    dg = du = dh * weights.unsqueeze(1)
+    if gate.limit > 0:
+        dg, du = dg * (g <= gate.limit), du * (u.abs() <= gate.limit)
+        g, u = g.clamp(max=gate.limit), u.clamp(-gate.limit, gate.limit)
+    activated, slope = activation_with_slope(gate.alpha * g, gate.activation)
+    activated, u = activated / gate.alpha, u + gate.up_offset
+    h = activated * u
+    return weights.unsqueeze(1) * h, _joined(dg * u * slope, du * activated, gate.interleaved), (h * dh).sum(1)

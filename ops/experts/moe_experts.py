@@ -1,0 +1,243 @@
+r"""The experts of a mixture: tokens to their experts, a gated unit between two products, and the weighted sums.
+
+Sources: Shazeer et al., 2017, https://arxiv.org/abs/1701.06538; the gated unit with limit, scale and offset is that of
+GPT-OSS, https://arxiv.org/abs/2508.10925. The reference is a loop over the experts.
+
+Forward, for tokens x [T, H], each with K experts and weights w, the N = T * K pairs sorted by expert (`moe_permute`):
+
+    rows[r]   = W_gate_up[e] @ x[token of r]
+    hidden[r] = w * gated unit of (rows[r] + b_gate_up[e])         `_gate.py`
+    y[t]      = sum over the token's rows of (W_down[e] @ hidden[r] + w * b_down[e])
+
+The weight is multiplied in before the second product, which costs no pass: the sum needs none.
+
+Backward, given dy, its rows gathered again, as are those of x:
+
+    dh        = dy_rows @ W_down,  then hidden, drows and dw in one pass (`_gate.py`)
+    dW_down   = dy_rows^T @ hidden,  dW_gate_up = drows^T @ x_rows,  expert by expert
+    db_gate_up, db_down = the sums of drows and of w * dy_rows,  expert by expert
+    dx[t]     = sum over the token's rows of drows @ W_gate_up
+
+Kept for it: x, the rows of the first product, the order and the weights; no gathered tokens and no expert's output. So
+dw comes from the unweighted hidden row h and its gradient: w's own factor of y is W_down @ h, and (W_down @ h) . dy is
+h . dh, to which the bias adds b_down . dy.
+
+Two kernel operators, of the first product and of the rest, so that the rows are let go between their backward passes.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmk.ops.common.activations import ACTIVATIONS
+from llmk.ops.common.activations import activation as activation_of
+from llmk.ops.experts._experts_ops import (
+    moe_experts_down_bwd,
+    moe_experts_down_fwd,
+    moe_experts_up_bwd,
+    moe_experts_up_fwd,
+)
+from llmk.ops.experts._gate import split
+from llmk.ops.experts._order import check_indices, check_tokens, check_weights
+from llmk.registry import (
+    Cost,
+    Sample,
+    autocast_dtype,
+    check_finite,
+    check_number,
+    check_option,
+    check_same,
+    check_shape,
+    check_switch,
+    public_op,
+)
+from llmk.registry.checks import LARGEST, TINY
+
+
+def moe_experts_reference(
+    input: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "silu",
+    interleaved: bool = False,
+    transposed: bool = False,
+    limit: float = 0.0,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
+) -> Tensor:
+    if transposed:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    y = torch.zeros_like(input)
+    for e in range(gate_up.shape[0]):
+        tokens, k = torch.where(indices == e)
+        rows = torch.nn.functional.linear(input[tokens], gate_up[e], None if gate_up_bias is None else gate_up_bias[e])
+        gate, up = split(rows, interleaved)
+        if limit > 0:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        hidden = activation_of(alpha * gate, activation) / alpha * (up + up_offset)
+        rows = torch.nn.functional.linear(hidden, down[e], None if down_bias is None else down_bias[e])
+        y = y.index_add(0, tokens, (rows * weights[tokens, k, None]).to(y.dtype))
+    return y
+
+
+def _experts(
+    device: torch.device, dtype: torch.dtype, T: int, E: int, K: int, H: int, F: int, transposed: bool = False
+) -> tuple[Tensor, ...]:
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    gate_up, down = randn(E, 2 * F, H) / H**0.5, randn(E, H, F) / F**0.5
+    if transposed:
+        gate_up, down = gate_up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
+    indices = torch.rand(T, E, device=device, dtype=torch.float32).topk(K, dim=1).indices
+    weights = torch.rand(T, K, device=device, dtype=torch.float32).to(dtype) + 0.1
+    return randn(T, H), gate_up, down, indices, weights
+
+
+def moe_experts_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    def sample(why: str, sizes: tuple[int, int, int, int, int], **options: Any) -> Sample:
+        return Sample(_experts(device, dtype, *sizes, options.get("transposed", False)), options, why=why)
+
+    yield sample("powers of two", (8, 4, 2, 16, 32))
+    biases = {"gate_up_bias": randn(5, 22), "down_bias": randn(5, 19)}
+    as_gpt_oss = {"interleaved": True, "transposed": True, "limit": 1.0, "alpha": 1.702, "up_offset": 1.0}
+    yield sample("GPT-OSS's gate, biases, odd sizes", (9, 5, 3, 19, 11), **biases, **as_gpt_oss)
+    x, gate_up, down, indices, weights = _experts(device, dtype, 7, 6, 2, 12, 8)
+    yield Sample((x, gate_up, down, indices // 3 * 3, weights.float()), why="experts without tokens, float32 weights")
+    yield Sample(
+        (x, gate_up, down, indices.clamp(min=5), weights), {"activation": "gelu_tanh"}, why="one expert has all"
+    )
+    yield Sample((x, gate_up[:4], down[:4], indices.clamp(max=4).int(), weights), why="pairs of no expert, int32")
+    yield sample("one token", (1, 3, 1, 8, 4))
+    yield sample("no tokens", (0, 3, 2, 8, 4))
+    strided = [t.transpose(-1, -2).contiguous().transpose(-1, -2) for t in (x, gate_up, down, indices, weights)]
+    yield Sample(tuple(strided), {"limit": 0.5}, why="everything strided, a limit")
+
+
+def moe_experts_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
+    return Sample(_experts(device, dtype, rows, 4, 2, 24, 16), why="resized")
+
+
+def moe_experts_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for T, E, K, H, F in [(16384, 128, 8, 2048, 768), (16384, 32, 4, 2880, 2880)]:
+        yield Sample(_experts(device, dtype, T, E, K, H, F), why=f"{T}x{H}x{F}, {K} of {E} experts")
+
+
+def moe_experts_cost(
+    input: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, weights: Tensor, **options: Any
+) -> Cost:
+    flops = 2 * indices.numel() * (gate_up[0].numel() + down[0].numel())
+    matrices = (gate_up.numel() + down.numel()) * input.element_size()
+    tokens, width = input.numel() * input.element_size(), gate_up[0].numel() // input.shape[1]
+    kept = indices.numel() * width * input.element_size()
+    return Cost(2 * tokens + matrices + kept, 5 * tokens + 3 * matrices + 2 * kept, flops, 3 * flops)
+
+
+@public_op(
+    "moe_experts(Tensor input, Tensor gate_up, Tensor down, Tensor indices, Tensor weights, *, "
+    'Tensor? gate_up_bias=None, Tensor? down_bias=None, str activation="silu", bool interleaved=False, '
+    "bool transposed=False, float limit=0.0, float alpha=1.0, float up_offset=0.0) -> Tensor",
+    reference=moe_experts_reference,
+    differentiable=("input", "gate_up", "down", "weights", "gate_up_bias", "down_bias"),
+    kernel_ops=(moe_experts_up_fwd, moe_experts_up_bwd, moe_experts_down_fwd, moe_experts_down_bwd),
+    samples=moe_experts_samples,
+    resized=moe_experts_resized,
+    workloads=moe_experts_workloads,
+    cost=moe_experts_cost,
+    choices=(
+        "the products are those of grouped_linear; the gathered tokens and the experts' outputs are not kept, which "
+        "gathers the tokens and the outputs' gradients once more in the backward pass",
+    ),
+)
+def moe_experts(
+    input: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "silu",
+    interleaved: bool = False,
+    transposed: bool = False,
+    limit: float = 0.0,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
+) -> Tensor:
+    """The experts of a mixture: of each token the weighted sum of what its K experts make of it.
+
+    An expert is a gated unit between two linear layers. Nothing waits for the device, and how tokens are split over the
+    experts changes no graph. Experts whose weights want no gradient cost none. Under autocast it runs in autocast's
+    dtype.
+
+    Args:
+        input: Tokens `[T, H]`, float32, float16 or bfloat16, any strides.
+        gate_up: The first layers `[E, 2F, H]`, gates then ups, dtype of `input`; `[E, H, 2F]` where `transposed`.
+        down: The second layers `[E, H, F]`, dtype of `input`; `[E, F, H]` where `transposed`.
+        indices: Each token's experts `[T, K]`, int64 or int32. E is none: the expert of another process.
+        weights: Their weights `[T, K]`, float32 or the dtype of `input`.
+        gate_up_bias: `[E, 2F]`, dtype of `input`, laid out as the first layers.
+        down_bias: `[E, H]`, dtype of `input`. It is multiplied by the weight too.
+        activation: "none", "relu", "relu_squared", "gelu", "gelu_tanh" or "silu".
+        interleaved: Gates and ups take turns, instead of gates then ups.
+        transposed: The layout of both weights.
+        limit: Gates are at most this and ups within plus and minus it; 0 is off.
+        alpha: The activation f becomes `f(alpha * gate) / alpha`: of SiLU, `gate * sigmoid(alpha * gate)`.
+        up_offset: What is added to ups, after the limit.
+
+    Returns:
+        `[T, H]`, contiguous, in the dtype of `input`.
+
+    Raises:
+        TypeError: A dtype does not fit.
+        ValueError: A shape, a device or an option does not fit.
+        IndexError: On the CPU, an index is neither an expert nor E. On a GPU it counts as none.
+
+    Sources: Shazeer et al., 2017, https://arxiv.org/abs/1701.06538; GPT-OSS, https://arxiv.org/abs/2508.10925.
+    """
+    dtype = autocast_dtype(input.device)
+    if dtype is not None:
+        input, gate_up, down = input.to(dtype), gate_up.to(dtype), down.to(dtype)
+        gate_up_bias, down_bias = (b if b is None else b.to(dtype) for b in (gate_up_bias, down_bias))
+        weights = weights if weights.dtype == torch.float32 else weights.to(dtype)
+    check_tokens(input)
+    _check_matrices(input, gate_up, down, transposed)
+    check_indices(indices, input)
+    check_weights(weights, indices, "indices", input, "input")
+    E, width = gate_up.shape[0], gate_up.shape[2 if transposed else 1]
+    for name, bias, size in (("gate_up_bias", gate_up_bias, width), ("down_bias", down_bias, input.shape[1])):
+        if bias is not None:
+            check_shape(name, bias, (E, size), "one for each expert's output")
+            check_same(name, bias, "input", input, dtype=True)
+    check_option("activation", activation, ACTIVATIONS)
+    check_switch("limit", limit)
+    check_number("alpha", alpha, TINY, LARGEST, "a finite positive number")
+    check_finite("up_offset", up_offset)
+    rows, order, positions, offsets = moe_experts_up_fwd(input, gate_up, indices, transposed)
+    return moe_experts_down_fwd(
+        rows, gate_up_bias, down, down_bias, weights, indices, order, positions, offsets,
+        activation, interleaved, transposed, limit, alpha, up_offset,
+    )  # fmt: skip
+
+
+def _check_matrices(input: Tensor, gate_up: Tensor, down: Tensor, transposed: bool) -> None:
+    H = input.shape[1]
+    for name, weight in (("gate_up", gate_up), ("down", down)):
+        check_same(name, weight, "input", input, dtype=True)
+    rows, columns = (2, 1) if transposed else (1, 2)
+    if gate_up.dim() != 3 or gate_up.shape[columns] != H or gate_up.shape[rows] % 2 or gate_up.shape[0] == 0:
+        layout = f"[E, {H}, 2F]" if transposed else f"[E, 2F, {H}]"
+        raise ValueError(f"gate_up: expected shape {layout} to fit input, got {tuple(gate_up.shape)}")
+    E, F = gate_up.shape[0], gate_up.shape[rows] // 2
+    check_shape("down", down, (E, F, H) if transposed else (E, H, F), "to fit gate_up")
