@@ -60,25 +60,25 @@ class BackwardOp:
                 f"{forward} or its outputs {', '.join(outputs)}, got {backward}"
             )
         tensors = {argument.name for argument in forward.arguments if "Tensor" in str(argument.type)} | {*outputs}
-        self.count, self.of = len(names), of
+        self.of = of
+        self.nothing: list[Tensor | None] = [None] * len(names)
         self.places = [names.index(name) for name in of]
-        self.saved = [found.index(name) for name in after if name in tensors]
-        self.numbers = [found.index(name) for name in after if name in names and name not in tensors]
-        self.flags = [names.index(name.removeprefix(_NEEDED)) for name in flags]
-        kept = [found[i] for i in (*self.saved, *self.numbers)] + flags
-        order = [kept.index(name) for name in after]
-        self.in_order: Callable[[Any], Any] = itemgetter(*order) if order != [*range(len(kept))] else tuple
+        saved = [name for name in after if name in tensors]
+        numbers = [name for name in after if name in names and name not in tensors]
+        kept = [*saved, *numbers, *flags]
+        self.saved, self.numbers = (_items([found.index(name) for name in some]) for some in (saved, numbers))
+        self.flags = _items([names.index(name.removeprefix(_NEEDED)) for name in flags])
+        self.in_order = _items([kept.index(name) for name in after])
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         found = (*inputs, *output) if isinstance(output, tuple) else (*inputs, output)
-        ctx.save_for_backward(*[found[i] for i in self.saved])
-        ctx.numbers = [found[i] for i in self.numbers]
+        ctx.save_for_backward(*self.saved(found))
+        ctx.numbers = self.numbers(found)
 
     def backward(self, ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad
-        values = (*ctx.saved_tensors, *ctx.numbers, *[needs[i] for i in self.flags])
-        found = self.call(*grads, *self.in_order(values))
-        gradients: list[Tensor | None] = [None] * self.count
+        found = self.call(*grads, *self.in_order((*ctx.saved_tensors, *ctx.numbers, *self.flags(needs))))
+        gradients = self.nothing.copy()
         for place, gradient in zip(self.places, found if isinstance(found, tuple) else (found,), strict=True):
             if needs[place]:
                 gradients[place] = gradient
@@ -94,3 +94,11 @@ class BackwardOp:
             for name in self.of
         ]
         return tuple(gradients) if len(gradients) > 1 else gradients[0]
+
+
+def _items(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """What takes so many items out of a sequence, faster than a loop."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    start, end = (places[0], places[0] + 1) if places else (0, 0)
+    return lambda values: values[start:end]

@@ -29,7 +29,7 @@ def check_same(name: str, tensor: Tensor, other_name: str, other: Tensor, *, dty
 
 
 def check_shape(name: str, tensor: Tensor, expected: Sequence[int], meaning: str) -> None:
-    if tuple(tensor.shape) != tuple(expected):
+    if tensor.shape != expected and tuple(tensor.shape) != tuple(expected):  # a list equals no shape
         raise ValueError(f"{name}: expected shape {tuple(expected)} ({meaning}), got {tuple(tensor.shape)}")
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.registry import REPLICATE, check_dtype, check_same, next_power_of_2
+from llmk.registry import REPLICATE, check_dtype, check_same, empty, next_power_of_2
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def head_splits(cos: Any) -> list[tuple[int, int | str]]:
 def empty_heads(x: Tensor) -> Tensor:
     """Like x `[B, H, S, D]`, lying in memory as `[B, S, H, D]`."""
     B, H, S, D = x.shape
-    return torch.empty((B, S, H, D), dtype=x.dtype, device=x.device).transpose(1, 2)
+    return empty((B, S, H, D), x.dtype, x.device).transpose(1, 2)
 
 
 def batch_stride(angles: Tensor) -> int:

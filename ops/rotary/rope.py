@@ -145,7 +145,7 @@ def _rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, bac
     return yq, yk
 
 
-rope_op = KernelOp(_rope)
+rope_op = KernelOp(_rope, replayed=True)
 """Forward, and backward the transposed rotation: one op serves both, and is its own derivative."""
 
 

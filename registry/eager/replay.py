@@ -47,11 +47,20 @@ class CapturedCall:
                     places.append(first_number + len(self.numbers))
                     self.numbers.append(arg)
             self.launches.append((run, function, metadata, (*grid, 1, 1)[:3], _pick(places)))
-        buffers = [id(buffer) for buffer in capture.buffers]
         if isinstance(outputs, tuple):
-            self.outputs = _pick([buffers.index(id(output)) for output in outputs])
+            self.outputs = _pick([self._hand_out(capture, output) for output in outputs])
         else:
-            self.outputs = itemgetter(buffers.index(id(outputs)))
+            self.outputs = itemgetter(self._hand_out(capture, outputs))
+
+    def _hand_out(self, capture: "Capture", output: Tensor) -> int:
+        """The place of the buffer that an output is, perhaps with its axes in another order: it is allocated so."""
+        place = capture.place(output) - (len(capture.tensors) - len(capture.buffers))
+        size = output.numel()
+        extent = 1 + sum((n - 1) * stride for n, stride in zip(output.shape, output.stride(), strict=True))
+        if place < 0 or size != capture.buffers[place].numel() or (size and size != extent):
+            raise ValueError("a captured call hands out whole buffers")
+        self.layouts[place] = (tuple(output.shape), output.stride(), output.dtype)
+        return place
 
     def __call__(self, device: int, addresses: list[int]) -> Any:
         buffers = [empty_on_gpu(*layout) for layout in self.layouts]
@@ -165,7 +174,8 @@ class Replayed:
 
     What it does may depend only on its arguments' shapes, strides, dtypes and alignment, on the numbers among them and
     on the device: on no setting, and on no value in a tensor. A call that needs a copy or another operator of PyTorch,
-    or that allocates with anything but `empty`, is never repeated; nor are views that begin where no argument does.
+    or that allocates with anything but `empty`, is never repeated; nor are views that begin where no argument does. It
+    returns whole buffers, whose axes it may have swapped.
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
