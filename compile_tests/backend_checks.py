@@ -7,18 +7,24 @@ import torch
 from torch import Tensor
 
 from llmk.compiler import Report
-from llmk.compiler.backend import Backend, chosen
+from llmk.compiler.backend import Backend
+from llmk.compiler.rules import chosen
 from llmk.opcheck.accuracy import accuracy_violation
 
 
 def rewritten(
-    fn: Callable[..., Any], report: Report, without: Collection[str] = (), drop_logits: bool = False
+    fn: Callable[..., Any],
+    report: Report,
+    without: Collection[str] = (),
+    drop_logits: bool = False,
+    look: Callable[[torch.fx.GraphModule], None] = lambda gm: None,
 ) -> Callable[..., Any]:
-    """The function with its graphs rewritten and run as they are, without Inductor."""
+    """The function with its graphs rewritten, looked at and run as they are, without Inductor."""
     backend = Backend(chosen(None, without), (), report, drop_logits)
 
     def run_as_it_is(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         report.add(backend.rewrite(gm))
+        look(gm)
         return gm
 
     torch._dynamo.reset()

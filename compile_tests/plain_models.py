@@ -201,7 +201,7 @@ def ids() -> tuple[Tensor, ...]:
 MODELS = {
     "a GPT": Example(GPT, ids, {"fused_linear_ce": 1, "layer_norm": 5}),
     "a Llama, complex rotation": Example(
-        Llama, ids, {"add_rms_norm": 4, "fused_linear_ce": 1, "rms_norm": 1, "rope": 2, "swiglu": 2}
+        Llama, ids, {"add_rms_norm": 4, "attention": 2, "fused_linear_ce": 1, "rms_norm": 1, "rope": 2, "swiglu": 2}
     ),
     "a T5 encoder": Example(T5, ids, {"add_rms_norm": 2, "fused_linear_ce": 1, "geglu": 1, "rms_norm": 1}),
     "a diffusion block": Example(

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from llmk.compiler.backend import Backend, chosen
+from llmk.compiler.backend import Backend
 from llmk.compiler.report import Report
+from llmk.compiler.rules import chosen
 from llmk.compiler.trace import Stretch, stretches, traced
 from llmk.registry.patterns import name_of
 

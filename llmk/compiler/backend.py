@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from llmk.compiler.replace import Rule, replace_all
+from llmk.compiler.replace import replace_all
 from llmk.compiler.report import EVERYTHING, Note, Report, module_of
+from llmk.compiler.rules import Rule, all_rules, chosen
 from llmk.compiler.trace import (
     Modes,
     NotTraced,
@@ -20,7 +21,6 @@ from llmk.compiler.trace import (
     stretches,
     traced,
 )
-from llmk.registry import OPS
 from llmk.registry.private import compilers
 
 
@@ -42,7 +42,7 @@ class Backend:
 
     @property
     def rules(self) -> list[Rule]:
-        return [Rule(op, plain) for name, op in OPS.items() if name in self.operators for plain in op.plain]
+        return [rule for rule in all_rules() if rule.name in self.operators]
 
     def rewrite(self, gm: GraphModule) -> list[Note]:
         """Put operators into Dynamo's graph, in place, and say what was replaced and what was left."""
@@ -59,12 +59,14 @@ class Backend:
                 else:
                     modes.follow(part)
                     notes += self._rewrite_inside(gm, part)
+        for node in gm.graph.nodes:
+            node.meta.pop("formula", None)  # what comes next may want to store the graph
         gm.graph.lint()
         gm.recompile()
         return notes
 
     def _rewrite_stretch(self, gm: GraphModule, stretch: Stretch, may_drop: bool) -> list[Note]:
-        if not stretch.inputs:
+        if not stretch.has_tensors:
             return []
         try:
             result = traced(gm, stretch)
@@ -82,26 +84,6 @@ class Backend:
         if stays(node) and node.target not in compilers.MODE_CALLS:
             return [Note("all", module_of(node), f"what is inside {node.target} stays as it is")]
         return []
-
-
-def operators_found() -> list[str]:
-    """The operators that the backend knows to find."""
-    return [name for name, op in OPS.items() if op.plain]
-
-
-def chosen(only: Collection[str] | None, without: Collection[str] | None) -> frozenset[str]:
-    """
-    Raises:
-        ValueError: An operator is not one that the backend finds.
-    """
-    known = operators_found()
-    for argument, names in (("only", only), ("without", without)):
-        if isinstance(names, str):
-            raise TypeError(f"{argument}: expected a list of operators, got the string {names!r}")
-        for name in names or ():
-            if name not in known:
-                raise ValueError(f"{argument}: expected some of {', '.join(known)}, got {name!r}")
-    return frozenset(known if only is None else only) - frozenset(without or ())
 
 
 def llmk(

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from llmk.compiler.rules import Rule
 from llmk.registry.patterns import Left, value_of
 from llmk.registry.private.compilers import statically_known_true
 from llmk.registry.private.operators import schema_of
-from llmk.registry.record import Op
 
 REFUSALS = (TypeError, ValueError, IndexError, NotImplementedError, RuntimeError)
 
@@ -20,9 +20,9 @@ REFUSALS = (TypeError, ValueError, IndexError, NotImplementedError, RuntimeError
 class Emit:
     """Puts calls into the graph after a node, and asks of each what it gives."""
 
-    def __init__(self, op: Op, result: Node, after: Node) -> None:
-        """For what `op` is put in for, whose first result is `result`."""
-        self.op, self.last = op, after
+    def __init__(self, rule: Rule, result: Node, after: Node) -> None:
+        """For what the rule was found for, whose first result is `result`."""
+        self.rule, self.last = rule, after
         self.result, self.wanted = result, value_of(result)
         self.made: list[Node] = []
 
@@ -32,7 +32,7 @@ class Emit:
         Raises:
             Left: The operator refuses these arguments.
         """
-        if target is self.op.overload:
+        if target is self.rule.overload:
             self._require_gradients(target, args, kwargs)
         values = map_arg(args, value_of), map_arg(kwargs, value_of)
         with self.wanted.fake_mode:  # type: ignore[attr-defined]
@@ -59,7 +59,7 @@ class Emit:
     def _require_gradients(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         names = (argument.name for argument in schema_of(target).arguments)
         for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
-            if name not in self.op.differentiable and wants_gradient(value):
+            if name not in self.rule.differentiable and wants_gradient(value):
                 raise Left(f"{name} wants a gradient, which the operator does not give")
 
     def as_before(self, old: Node, new: Node) -> Node:

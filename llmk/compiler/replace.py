@@ -6,34 +6,25 @@ there. What replaces it must give the same shapes, dtypes and layout, which is a
 
 import operator
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from llmk.compiler.emit import Emit
 from llmk.compiler.report import Note, module_of
-from llmk.registry.patterns import Found, Left, Plain, find, is_cast, name_of, value_of
-from llmk.registry.private.operators import schema_of
+from llmk.compiler.rules import Rule
+from llmk.compiler.trace import written
+from llmk.registry.patterns import Found, Left, find, is_cast, name_of, value_of
 from llmk.registry.private.tensors import storage_of
-from llmk.registry.record import Op
 
 VIEWS = frozenset({
     "view", "reshape", "_unsafe_view", "slice", "select", "unsqueeze", "squeeze", "transpose", "permute", "t", "expand",
     "chunk", "split", "split_with_sizes", "unbind", "flatten", "narrow",
 })  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Rule:
-    """An operator, and one way to write it in plain PyTorch."""
-
-    op: Op
-    plain: Plain
 
 
 @dataclass
@@ -67,7 +58,7 @@ class _Replacing:
         self.reasons: dict[tuple[str, Node], str] = {}
         self.refused: list[tuple[Match, str]] = []
         self.notes: list[Note] = []
-        self.written = _written(self.graph)
+        self.written = written(self.graph)
 
     def run(self) -> list[Note]:
         self._merge_views()
@@ -95,7 +86,7 @@ class _Replacing:
             except Left as why:
                 self.refused.append((match, str(why)))
                 for inner in match.found.nodes:
-                    self.reasons.setdefault((match.rule.op.name, inner), str(why))
+                    self.reasons.setdefault((match.rule.name, inner), str(why))
             else:
                 return
 
@@ -134,10 +125,10 @@ class _Replacing:
         readers = [user for result in match.results for user in result.users if user not in match.found.nodes]
         if any(user <= last for user in readers):
             raise Left("one of its results is read before all that it takes is there")
-        plain, emit = match.rule.plain, Emit(match.rule.op, match.results[0], last)
+        plain, emit = match.rule.plain, Emit(match.rule, match.results[0], last)
         try:
             new = plain.build(emit, match.found.values) if plain.build else emit(
-                match.rule.op.overload, **match.found.values
+                match.rule.overload, **match.found.values
             )  # fmt: skip
             news = list(new) if isinstance(new, tuple | list) else [new]
             news = [emit.as_before(result, node) for result, node in zip(match.results, news, strict=True)]
@@ -153,8 +144,8 @@ class _Replacing:
             for (name, node_of), why in list(self.reasons.items()):
                 if node_of is result:
                     self.reasons[name, node] = why
-        self.notes.append(Note(match.rule.op.name, main_module(match)))
-        self._erase_unread([*match.found.nodes, *match.inputs])
+        self.notes.append(Note(match.rule.name, main_module(match)))
+        self._erase_unread(match)
 
     def _require_alone(self, match: Match) -> list[Node]:
         """That nobody else reads or changes what is computed on the way: besides what is returned and need not be."""
@@ -177,30 +168,33 @@ class _Replacing:
                 raise Left("something that it reads is written in place")
         return returned
 
-    def _erase_unread(self, nodes: Sequence[Node]) -> None:
-        for node in sorted(set(nodes), reverse=True):
-            self._erase(node, certainly=True)
+    def _erase_unread(self, match: Match) -> None:
+        """What was replaced, though it may draw random numbers, and what only that has read."""
+        replaced = set(match.found.nodes)
+        for node in sorted(replaced | match.inputs, reverse=True):
+            if node in replaced or not node.is_impure():
+                self._erase(node)
 
-    def _erase(self, node: Node, certainly: bool) -> None:
-        wanted = node in self.erased or node.users or node.op == "placeholder" or node.is_impure()
-        if wanted or not (certainly or is_cheap(node)):
+    def _erase(self, node: Node) -> None:
+        if node in self.erased or node.users or node.op == "placeholder":
             return
         inputs = node.all_input_nodes
         self.graph.erase_node(node)
         self.erased.add(node)
         for other in inputs:
-            self._erase(other, certainly=False)
+            if is_cheap(other) and not other.is_impure():
+                self._erase(other)
 
     def _note_what_is_left(self) -> None:
         noted: set[tuple[str, Node]] = set()
         for match, why in self.refused:
-            name, places = match.rule.op.name, {(match.rule.op.name, node) for node in match.found.nodes}
+            name, places = match.rule.name, {(match.rule.name, node) for node in match.found.nodes}
             if not self.erased.intersection(match.found.nodes) and not places & noted:
                 self.notes.append(Note(name, main_module(match), why))
                 noted |= places
         for node in self.graph.nodes:
             for rule in self.rules:
-                name, sign = rule.op.name, name_of(node)
+                name, sign = rule.name, name_of(node)
                 if sign in rule.plain.signs and (name, node) not in noted:
                     noted.add((name, node))
                     why = self.reasons.get((name, node), "what is computed around it is something else")
@@ -216,19 +210,3 @@ def main_module(match: Match) -> str:
 def is_cheap(node: Node) -> bool:
     """Whether it costs nothing to have besides: a view, a cast, a part of a tuple."""
     return is_cast(node) or name_of(node) in VIEWS or node.target is operator.getitem
-
-
-def _written(graph: torch.fx.Graph) -> set[int]:
-    """The storages that some node writes into."""
-    return set(_storages_written(graph))
-
-
-def _storages_written(graph: torch.fx.Graph) -> Iterator[int]:
-    for node in graph.nodes:
-        if not name_of(node):
-            continue
-        for argument, value in zip(schema_of(node.target).arguments, node.args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                tensors: list[Node] = []
-                map_arg(value, tensors.append)
-                yield from (storage_of(v) for n in tensors if isinstance(v := value_of(n), Tensor))

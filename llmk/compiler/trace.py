@@ -18,7 +18,11 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
+from llmk.compiler.positions import carry_formula, note_formulas
+from llmk.registry.patterns import name_of, value_of
 from llmk.registry.private.compilers import CHECKPOINT, MODE_CALLS, is_higher_order
+from llmk.registry.private.operators import schema_of
+from llmk.registry.private.tensors import storage_of
 
 KEPT = ("nn_module_stack", "stack_trace", "source_fn_stack", "original_aten")
 SIMPLE = Tensor | torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool
@@ -40,6 +44,10 @@ class Stretch:
         for node in self.nodes:
             found |= dict.fromkeys(n for n in node.all_input_nodes if n not in inside)
         return list(found)
+
+    @property
+    def has_tensors(self) -> bool:
+        return any(isinstance(n.meta.get("example_value"), Tensor) for n in (*self.inputs, *self.nodes))
 
     @property
     def outputs(self) -> list[Node]:
@@ -73,11 +81,16 @@ def _is_part(node: Node) -> bool:
 
 
 def checkpoint_body(gm: GraphModule, node: Node) -> GraphModule | None:
-    """The graph of a region that is computed again in the backward pass."""
+    """The graph of a region that is computed again in the backward pass, which knows the formulas of what it takes."""
     if node.target is not CHECKPOINT or not isinstance(node.args[0], Node):
         return None
     body = getattr(gm, str(node.args[0].target), None)
-    return body if isinstance(body, GraphModule) else None
+    if not isinstance(body, GraphModule):
+        return None
+    for given, placeholder in zip(node.args[1:], body.graph.find_nodes(op="placeholder"), strict=True):
+        if isinstance(given, Node):
+            carry_formula(given, placeholder, given.meta.get("example_value"))
+    return body
 
 
 class Modes:
@@ -124,7 +137,8 @@ def fake_mode_of(values: Iterable[Any]) -> Any:
 def traced(gm: GraphModule, stretch: Stretch) -> GraphModule:
     """The stretch as a graph of ATen's operators, whose placeholders are its inputs and whose results its outputs.
 
-    Nodes have `val`, what they give, and `needs_grad`, whether a gradient may be wanted of it.
+    Nodes have `val`, what they give, `needs_grad`, whether a gradient may be wanted of it, and the formulas of
+    `llmk.compiler.positions`, which the outputs in Dynamo's graph get too.
 
     Raises:
         NotTraced: It cannot be traced, or not to the same.
@@ -133,9 +147,9 @@ def traced(gm: GraphModule, stretch: Stretch) -> GraphModule:
     for node, example in zip(stretch.inputs, examples, strict=True):
         if not isinstance(example, SIMPLE):
             raise NotTraced(f"it reads {node.name}, which is no tensor or number")
-    fake = fake_mode_of(examples)
+    fake = fake_mode_of([*examples, *(node.meta.get("example_value") for node in stretch.nodes)])
     if fake is None:
-        raise NotTraced("it reads no tensor")
+        raise NotTraced("it has no tensor")
     run = fx.Interpreter(_alone(stretch)).run
     before, fake.allow_non_fake_inputs = fake.allow_non_fake_inputs, True
     try:
@@ -148,6 +162,7 @@ def traced(gm: GraphModule, stretch: Stretch) -> GraphModule:
         fake.allow_non_fake_inputs = before
     _require_same(stretch, result)
     _note_gradients(result, examples)
+    _note_formulas(stretch, result, examples)
     return result
 
 
@@ -182,6 +197,17 @@ def _note_gradients(result: GraphModule, examples: list[Any]) -> None:
         node.meta["needs_grad"] = node in wanted
 
 
+def _note_formulas(stretch: Stretch, result: GraphModule, examples: list[Any]) -> None:
+    for node, placeholder, value in zip(
+        stretch.inputs, result.graph.find_nodes(op="placeholder"), examples, strict=True
+    ):
+        carry_formula(node, placeholder, value)
+    note_formulas(result, written(result.graph))
+    for node, again in zip(stretch.outputs, result.graph.output_node().args[0], strict=True):  # type: ignore[arg-type]
+        if isinstance(again, Node):
+            carry_formula(again, node, node.meta.get("example_value"))
+
+
 def _is_integer(value: Any) -> bool:
     return isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex()
 
@@ -214,6 +240,7 @@ def put_back(gm: GraphModule, stretch: Stretch, result: GraphModule) -> None:
         new = map_arg(again, copies.__getitem__)
         if isinstance(new, Node) and new.op != "placeholder":
             new.meta.setdefault("example_value", node.meta.get("example_value"))
+            carry_formula(node, new, node.meta.get("example_value"))
         for user in list(node.users):
             if user not in set(stretch.nodes):
                 user.args = map_arg(user.args, lambda n, node=node, new=new: new if n is node else n)
@@ -227,3 +254,19 @@ def _moved(source: GraphModule, target: GraphModule, name: str) -> str:
     free = next(f"_llmk_constant{i}" for i in range(1 << 30) if not hasattr(target, f"_llmk_constant{i}"))
     setattr(target, free, getattr(source, name))  # no buffer: AOTAutograd asks Dynamo where each of those comes from
     return free
+
+
+def written(graph: torch.fx.Graph) -> set[int]:
+    """The storages that some node writes into."""
+    return set(_storages_written(graph))
+
+
+def _storages_written(graph: torch.fx.Graph) -> Iterator[int]:
+    for node in graph.nodes:
+        if not name_of(node):
+            continue
+        for argument, value in zip(schema_of(node.target).arguments, node.args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                tensors: list[Node] = []
+                map_arg(value, tensors.append)
+                yield from (storage_of(v) for n in tensors if isinstance(v := value_of(n), Tensor))

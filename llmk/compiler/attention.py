@@ -1,0 +1,150 @@
+"""Attention that says with a tensor what its options say: that the future is hidden, that heads share keys and values.
+
+A mask is a tensor of length times length, and keeps the fast kernels away; keys and values that are repeated for the
+heads that share them are kept for the backward pass as often. What replaces it is the same operator without either.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from llmk.compiler.formulas import Region, same
+from llmk.registry.patterns import Call, Emit, Found, Left, Pattern, Plain, Value, Var, arguments_of, name_of, value_of
+
+aten = torch.ops.aten
+OVERLOAD = aten.scaled_dot_product_attention.default
+
+
+@dataclass(frozen=True)
+class Repeated(Pattern):
+    """Heads [B, KV * n, S, D], each of which is there n times in a row, before or after they come to the second axis.
+
+    What they are of is bound to `name`, and to `name_axis` the axis of its heads.
+    """
+
+    name: str
+
+    def find(self, value: Any, found: Found) -> Iterator[Found]:
+        axis = 1
+        if name_of(value) == "transpose" and {dim % 4 for dim in value.args[1:]} == {1, 2}:
+            found, value, axis = found.over(value), value.args[0], 2
+        nodes, source = repeated(value, axis)
+        if source is not None:
+            for node in nodes:
+                found = found.over(node)
+            for inner in found.bind(self.name, source):
+                yield from inner.bind(f"{self.name}_axis", axis)
+
+
+def repeated(node: Any, axis: int) -> tuple[list[Node], Node | None]:
+    """The nodes that repeat the entries of an axis of a tensor of four, and that tensor, if that is what they do."""
+    if name_of(node) == "repeat_interleave" and isinstance(node.args[1], int):
+        is_it = value_of(node.args[0]).dim() == 4 and arguments_of(node)["dim"] in (axis, axis - 4)
+        return [node], node.args[0] if is_it else None
+    if name_of(node) not in ("reshape", "view", "_unsafe_view", "flatten"):
+        return [], None
+    nodes, wide = through_whole_slices(node.args[0], [node])
+    if name_of(wide) != "expand":
+        return [], None
+    nodes, narrow = through_whole_slices(wide.args[0], [*nodes, wide])
+    if name_of(narrow) != "unsqueeze" or narrow.args[1] % 5 != axis + 1:
+        return [], None
+    nodes, source = through_whole_slices(narrow.args[0], [*nodes, narrow])
+    shape, new = list(value_of(source).shape), list(value_of(wide).shape)
+    if len(shape) != 4 or len(new) != 5:
+        return [], None
+    times = new.pop(axis + 1)
+    merged = [*shape[:axis], shape[axis] * times, *shape[axis + 1 :]]
+    is_it = equal(new, shape) and equal(merged, value_of(node).shape)
+    return nodes, source if is_it else None
+
+
+def through_whole_slices(node: Any, nodes: list[Node]) -> tuple[list[Node], Any]:
+    """What slices that leave everything are of."""
+    while name_of(node) == "slice" and equal(value_of(node).shape, value_of(node.args[0]).shape):
+        nodes, node = [*nodes, node], node.args[0]
+    return nodes, node
+
+
+def equal(a: Any, b: Any) -> bool:
+    return len(a) == len(b) and all(map(same, a, b))
+
+
+def hides_the_future(mask: Node, query: Tensor, key: Tensor) -> bool:
+    """Whether a mask hides all that comes after a token and nothing else: False if it hides nothing.
+
+    Raises:
+        Left: It may hide anything else.
+    """
+    formula, shape = mask.meta.get("formula"), value_of(mask).shape
+    if not isinstance(formula, Region):
+        raise Left("its mask is not made from sizes alone")
+    if not same(query.shape[-2], key.shape[-2]):
+        raise Left("queries and keys are not known to be equally many")
+    if not equal(shape[-2:], (query.shape[-2], key.shape[-2])):
+        raise Left("its mask is not one of queries by keys")
+    region = formula.with_outside(False) if isinstance(formula.inside, bool) else hidden_outside(formula, query.dtype)
+    if region is None or region.inside != isinstance(formula.inside, bool):
+        raise Left("its mask is not made of true and false, or of 0 and the lowest number")
+    causal = (0,) * (len(shape) - 2) + (1, -1)
+    hiding = [line for line in region.lines if not line.at_least_zero(shape)]
+    if not all(same(line.start, 0) and equal(line.steps, causal) for line in hiding):
+        raise Left("its mask may hide something else than what comes after a token")
+    return bool(hiding)
+
+
+def hidden_outside(formula: Region, dtype: torch.dtype) -> Region | None:
+    """An additive mask with what hides outside."""
+    for number in (-math.inf, torch.finfo(dtype).min):
+        region = formula.with_outside(number)
+        if region is not None and region.inside == 0:
+            return region
+    return None
+
+
+def _build(emit: Emit, values: Mapping[str, Any]) -> Any:
+    mask, causal, query = values.get("mask"), values["is_causal"], values["query"]
+    key, value = (as_heads(emit, values, name) for name in ("key", "value"))
+    if mask is not None:
+        if causal:
+            raise Left("it has a mask, and is_causal too")
+        causal = hides_the_future(mask, value_of(query), value_of(key))
+    shares = "key_axis" in values
+    if shares and not may_share(value_of(query), value_of(value)):
+        raise Left("its kernel takes no keys and values that heads share in this dtype or size")
+    return emit(
+        OVERLOAD, query, key, value, None, values["dropout_p"], causal,
+        scale=values["scale"], enable_gqa=values["enable_gqa"] or shares,
+    )  # fmt: skip
+
+
+def as_heads(emit: Emit, values: Mapping[str, Any], name: str) -> Node:
+    return emit(aten.transpose.int, values[name], 1, 2) if values.get(f"{name}_axis") == 2 else values[name]
+
+
+def may_share(query: Tensor, value: Tensor) -> bool:
+    """Whether the flash kernels take these: the one for float32 on a GPU wants its heads repeated."""
+    narrow = query.dtype in (torch.float16, torch.bfloat16) or query.device.type == "cpu"
+    width = query.shape[-1]
+    return narrow and isinstance(width, int) and width <= 256 and same(width, value.shape[-1])
+
+
+def _attention(key: Pattern, value: Pattern, mask: Any) -> Plain:
+    options = {"scale": Value("scale"), "enable_gqa": Value("enable_gqa")}
+    pattern = Call(
+        "scaled_dot_product_attention",
+        Var("query"), key, value, mask, Value("dropout_p"), Value("is_causal"), **options,
+    )  # fmt: skip
+    return Plain(results=(pattern,), build=_build)
+
+
+ATTENTION = (
+    _attention(Repeated("key"), Repeated("value"), Var("mask")),
+    _attention(Var("key"), Var("value"), Var("mask")),
+    _attention(Repeated("key"), Repeated("value"), None),
+)

@@ -1,0 +1,109 @@
+"""What a tensor holds that is made from sizes alone, such as a mask, as a formula of the position in it.
+
+Whole numbers are a `Line`, a sum over the axes; what compares those is a `Region`, one value where some lines are not
+negative and another elsewhere. Sizes may be symbolic: nothing is computed, so that a mask costs the same at any length.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from llmk.registry.private.compilers import statically_known_true
+
+
+class Unknown(Exception):
+    """No formula says what a node gives."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """At index i: start + sum of steps[axis] * i[axis]. `start` and the steps may be symbolic."""
+
+    start: Any
+    steps: tuple[Any, ...]
+
+    def __add__(self, other: "Line") -> "Line":
+        return Line(self.start + other.start, tuple(map(operator.add, self.steps, other.steps)))
+
+    def times(self, factor: Any) -> "Line":
+        return Line(self.start * factor, tuple(step * factor for step in self.steps))
+
+    def __sub__(self, other: "Line") -> "Line":
+        return self + other.times(-1)
+
+    @property
+    def is_constant(self) -> bool:
+        return all(same(step, 0) for step in self.steps)
+
+    def at_least_zero(self, shape: Sequence[Any]) -> bool:
+        """Whether it is known not to be negative anywhere."""
+        if not all(isinstance(step, int) for step in self.steps):
+            return False
+        falls = [step * (size - 1) for step, size in zip(self.steps, shape, strict=True) if step < 0]
+        return statically_known_true(self.start + sum(falls) >= 0)
+
+
+@dataclass(frozen=True)
+class Region:
+    """`inside` where every line is at least 0, and `outside` elsewhere: truth values or numbers."""
+
+    lines: tuple[Line, ...]
+    inside: Any
+    outside: Any
+    rank: int
+
+    def over(self, change: Callable[[Any], Any]) -> "Region":
+        return replace(self, inside=change(self.inside), outside=change(self.outside))
+
+    def with_outside(self, value: Any) -> "Region | None":
+        """The same, with this value outside, if it can be said so."""
+        if not self.lines:
+            return replace(self, outside=value)
+        if self.outside == value:
+            return self
+        if len(self.lines) == 1 and self.inside == value:
+            line = self.lines[0].times(-1)
+            return Region((replace(line, start=line.start - 1),), self.outside, self.inside, self.rank)
+        return None
+
+    def within(self, other: "Region | None", value: Any) -> "Region | None":
+        """This one where `other` has its inside, and `value` elsewhere."""
+        mine = self.with_outside(value)
+        return other and mine and Region(mine.lines + other.lines, mine.inside, value, self.rank)
+
+
+Formula = Line | Region
+
+
+def same(a: Any, b: Any) -> bool:
+    return statically_known_true(a == b)
+
+
+def constant(value: Any, rank: int) -> Formula:
+    return Region((), value, value, rank) if isinstance(value, bool | float) else Line(value, (0,) * rank)
+
+
+def reindexed(formula: Formula, sources: Sequence[tuple[int | None, Any]], rank: int) -> Formula:
+    """A tensor of `rank` axes where the index of axis i of the old one is that of axis `sources[i][0]` plus [1]."""
+    if isinstance(formula, Region):
+        lines = tuple(reindexed(line, sources, rank) for line in formula.lines)
+        return replace(formula, lines=lines, rank=rank)
+    start, steps = formula.start, [0] * rank
+    for step, (axis, offset) in zip(formula.steps, sources, strict=True):
+        start = start + step * offset
+        if axis is not None:
+            steps[axis] = steps[axis] + step
+    return Line(start, tuple(steps))
+
+
+def expanded(formula: Formula, shape: Sequence[Any], target: Sequence[Any]) -> Formula:
+    more = len(target) - len(shape)
+    if more < 0:
+        raise Unknown
+    sources: list[tuple[int | None, Any]] = []
+    for i, size in enumerate(shape):
+        if not (same(size, 1) or same(size, target[i + more])):
+            raise Unknown
+        sources.append((None if same(size, 1) else i + more, 0))
+    return reindexed(formula, sources, len(target))

@@ -1,0 +1,52 @@
+"""What the backend looks for: an operator, and a computation in plain PyTorch that it replaces."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from llmk.compiler import attention
+from llmk.registry import OPS
+from llmk.registry.patterns import Plain
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An operator, and one way to write it in plain PyTorch.
+
+    Attributes:
+        name: What the report and the options call it.
+        overload: The operator.
+        differentiable: The names of its arguments that get gradients.
+        plain: How it is written.
+    """
+
+    name: str
+    overload: Callable[..., Any]
+    differentiable: tuple[str, ...]
+    plain: Plain
+
+
+def all_rules() -> list[Rule]:
+    """Those that llmk's operators bring, and those of attention, which is PyTorch's own."""
+    found = [Rule(name, op.overload, op.differentiable, plain) for name, op in OPS.items() for plain in op.plain]
+    names = "query", "key", "value"
+    return found + [Rule("attention", attention.OVERLOAD, names, plain) for plain in attention.ATTENTION]
+
+
+def rule_names() -> list[str]:
+    return sorted({rule.name for rule in all_rules()})
+
+
+def chosen(only: Collection[str] | None, without: Collection[str] | None) -> frozenset[str]:
+    """
+    Raises:
+        ValueError: A name is not of something that the backend finds.
+    """
+    known = rule_names()
+    for argument, names in (("only", only), ("without", without)):
+        if isinstance(names, str):
+            raise TypeError(f"{argument}: expected a list of operators, got the string {names!r}")
+        for name in names or ():
+            if name not in known:
+                raise ValueError(f"{argument}: expected some of {', '.join(known)}, got {name!r}")
+    return frozenset(known if only is None else only) - frozenset(without or ())
