@@ -68,6 +68,11 @@ def vespo(tokens: Tokens, options: PolicyOptions) -> Tensor:
 
     VESPO, 2026, as TRL has it: logarithms are held within limits, and a correction of the sampler is part of w.
     """
+    return -vespo_weight(tokens, options) * tokens.advantages * tokens.logps
+
+
+def vespo_weight(tokens: Tokens, options: PolicyOptions) -> Tensor:
+    """phi(w), `[B, S]`."""
     log_w = tokens.sequences.sum(tokens.log_ratio.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO))
     if tokens.correction is not None:
         log_w = log_w + tokens.sequences.sum(tokens.correction.log().clamp(_LEAST_LOG_RATIO, _LARGEST_LOG_RATIO))
@@ -75,8 +80,7 @@ def vespo(tokens: Tokens, options: PolicyOptions) -> Tensor:
     positive = tokens.advantages >= 0
     k = torch.where(positive, options.vespo_k_pos, options.vespo_k_neg)
     scale = torch.where(positive, options.vespo_lambda_pos, options.vespo_lambda_neg).clamp(min=1e-4)
-    phi = torch.exp(scale + k * log_w - scale * log_w.exp()).nan_to_num(0.0, 0.0, 0.0)
-    return -phi.detach() * tokens.advantages * tokens.logps
+    return torch.exp(scale + k * log_w - scale * log_w.exp()).nan_to_num(0.0, 0.0, 0.0).detach()
 
 
 LOSSES: dict[str, Callable[[Tokens, PolicyOptions], Tensor]] = {

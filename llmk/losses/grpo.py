@@ -5,7 +5,7 @@ from torch import Tensor
 
 from llmk.losses._checks import check_between, check_of_sequences, check_of_tokens, check_positive
 from llmk.losses._head import Head, mean_over_tokens
-from llmk.losses._policy import ESTIMATORS, LOSSES, REDUCTIONS, PolicyOptions, Tokens, Totals
+from llmk.losses._policy import ESTIMATORS, LOSSES, REDUCTIONS, PolicyOptions, Tokens, Totals, vespo_weight
 from llmk.losses._sequences import Sequences, number_of_sequences, sequences_of
 from llmk.registry import check_finite, check_not_negative, check_option
 
@@ -145,7 +145,7 @@ def grpo(
     if entropy_coef != 0.0:
         metrics["policy_loss"] = loss.detach()
         loss = loss - entropy_coef * mean_over_tokens(entropy, sequences)
-    whole = importance_sampling_level == "sequence" and advantages.dim() == 1
+    whole = advantages.dim() == 1 and (importance_sampling_level == "sequence" or loss_type == "vespo")
     return sequences.checked(loss), metrics | _clip_metrics(tokens, options, loss_type, whole)
 
 
@@ -204,6 +204,8 @@ def _clip_metrics(tokens: Tokens, options: PolicyOptions, loss_type: str, whole:
 
     if loss_type == "cispo":
         return {"cispo_clip_ratio": share((ratio > options.epsilon_high) & (advantages > 0))[1]}
+    if loss_type == "vespo":
+        return {"vespo/phi_seq_mean": share(vespo_weight(tokens, options))[1]}
     if loss_type not in CLIPPED:
         return {}
     ratio = ratio if options.delta is None else ratio.clamp(max=options.delta)

@@ -92,7 +92,9 @@ def rloo(
     metrics = {
         "entropy": mean_over_tokens(entropy.detach(), sequences),
         "clip_ratio/low_mean": low_clips.float().mean(),
+        "clip_ratio/low_min": low_clips.float().amin(),
         "clip_ratio/high_mean": high_clips.float().mean(),
+        "clip_ratio/high_max": high_clips.float().amax(),
         "clip_ratio/region_mean": (low_clips | high_clips).float().mean(),
     }
     return sequences.checked(sequences.mean(losses)), metrics
@@ -136,8 +138,8 @@ def ppo(
 
     Four products, as `grpo`.
 
-    Sources: Schulman et al., 2017, https://arxiv.org/abs/1707.06347, equations 7 and 9. Reference implementation:
-    `trl.experimental.ppo.PPOTrainer`.
+    Sources: Schulman et al., 2017, https://arxiv.org/abs/1707.06347, equations 7 and 9. Reference implementation: the
+    `PPOTrainer` that TRL had before 1.16.
     """
     check_between("cliprange", cliprange, 0.0, float("inf"))
     check_between("cliprange_value", cliprange_value, 0.0, float("inf"))
