@@ -66,11 +66,11 @@ def ref_logps(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 @pytest.mark.parametrize("options", [{}, {"desirable_weight": 1.3, "undesirable_weight": 0.6, "beta": 0.4}], ids=str)
 @pytest.mark.parametrize("loss_type", ["kto", "apo_zero_unpaired"])
 @pytest.mark.parametrize("kl", [None, 0.4])
-def test_kto(loss_type: str, kl: float | None, options: dict[str, float]) -> None:
+def test_kto(loss_type: str, kl: float | None, options: dict[str, Any]) -> None:
     x, weight, target = given()
     label = torch.tensor([True, False, True, True, False, False])
-    of = {"ref_logps": ref_logps(x, weight, target), "kl": None if kl is None else torch.tensor(kl), **options}
-    compare(losses.kto, trl_losses.kto, (x, weight, target, label), loss_type=loss_type, **of)
+    options = {"ref_logps": ref_logps(x, weight, target), "kl": None if kl is None else torch.tensor(kl), **options}
+    compare(losses.kto, trl_losses.kto, (x, weight, target, label), loss_type=loss_type, **options)
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.7])
