@@ -25,6 +25,8 @@ FORMULAS = {
     "fused_linear_preference": r"\ell = \sum_g u_g\, f(s_{g1}, s_{g2}), \qquad "
     r"s_{gm} = \sum_t \log\, p_{gmt} - \log\, \pi_{gm}",
     "moe_experts": r"y_t = \sum_k w_{tk}\, D_{e}\,(\mathrm{silu}(G_{e}\, x_t) \odot U_{e}\, x_t), \qquad e = e_{tk}",
+    "router_topk": r"w_k = \frac{s_{e_k}}{\sum_j s_{e_j}}, \qquad e = \mathrm{topk}(s + b), \qquad "
+    r"s = \mathrm{softmax}(x)",
     "grouped_linear": r"y_r = W_e\, x_r + b_e",
     "moe_permute": r"y_r = x_{\lfloor p_r / K \rfloor}, \qquad p = \mathrm{argsort}(e)",
     "moe_unpermute": r"y_t = \sum_k w_{tk}\, x_{p_{tk}}",

@@ -3,6 +3,7 @@
 from llmk.ops.experts.grouped_linear import grouped_linear
 from llmk.ops.experts.moe_experts import moe_experts
 from llmk.ops.experts.moe_permute import moe_permute, moe_unpermute
+from llmk.ops.experts.router_topk import router_topk
 from llmk.ops.linear.linear_act import linear_act
 from llmk.ops.linear_loss.fused_linear_ce import fused_linear_ce
 from llmk.ops.linear_loss.fused_linear_ce_metrics import fused_linear_ce_metrics
@@ -50,6 +51,7 @@ __all__ = [
     "relu_squared",
     "rms_norm",
     "rope",
+    "router_topk",
     "softmax",
     "swiglu",
     "tvd",

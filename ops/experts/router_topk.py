@@ -1,0 +1,377 @@
+r"""The router's choice: of each token's scores the K largest, and their weights.
+
+Sources: the softmax router of Mixtral, https://arxiv.org/abs/2401.04088, and of Qwen3-MoE; the sigmoid router of
+DeepSeek-V3 with groups and a bias that balances the load, https://arxiv.org/abs/2412.19437.
+
+Forward, for logits x [T, E] and a bias b [E]:
+
+    s = softmax(x) or sigmoid(x)
+    c = s + b                                 decides, and is nowhere else
+    a group's score is the sum of its two largest c; only experts of the best groups may be chosen
+    e = the K largest c, equal ones in the order of the experts
+    w_k = scale * s[e_k] / (sum_j s[e_j] + 1e-20),  or  scale * s[e_k]  where not normalized
+
+Backward, given dw, S the denominator and s computed again:
+
+    ds[e_k] = scale / S * (dw_k - sum_j dw_j s[e_j] / S),  or  scale * dw_k;  0 for the others
+    dx      = s * (ds - sum(s * ds))  of the softmax, whose sum is 0 where normalized;  ds * s * (1 - s)  of the sigmoid
+
+The choice has no gradient, nor has the bias: what balances the load moves it.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmk.ops.common.math import exp
+from llmk.ops.common.rows import as_rows, contiguous
+from llmk.registry import (
+    LARGEST,
+    REPLICATE,
+    Cost,
+    KernelOp,
+    Sample,
+    check_dtype,
+    check_number,
+    check_option,
+    check_same,
+    check_shape,
+    empty,
+    next_power_of_2,
+    public_op,
+    row_axes,
+    wrap_triton,
+)
+from llmk.registry.checks import TINY
+
+SCORINGS = ("softmax", "sigmoid")
+TINIEST_SUM = 1e-20
+
+
+def router_topk_reference(
+    input: Tensor,
+    top_k: int,
+    *,
+    bias: Tensor | None = None,
+    scoring: str = "softmax",
+    num_groups: int = 1,
+    topk_groups: int = 1,
+    normalize: bool = True,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    logits = input.to(torch.promote_types(input.dtype, torch.float32))
+    scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
+    choice = scores.detach() if bias is None else scores.detach() + bias
+    indices = _choose(choice, top_k, num_groups, topk_groups)
+    weights = scores.gather(-1, indices)
+    if normalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + TINIEST_SUM)
+    return weights * scale, indices
+
+
+def _largest(values: Tensor, count: int) -> Tensor:
+    """Where the largest are, equal ones in their order."""
+    return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+def _choose(choice: Tensor, top_k: int, num_groups: int, topk_groups: int) -> Tensor:
+    """The experts of the largest values, in plain PyTorch."""
+    if topk_groups < num_groups:
+        groups = choice.unflatten(-1, (num_groups, -1))
+        best = groups.sort(dim=-1, descending=True).values[..., :2].sum(-1)
+        kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, _largest(best, topk_groups), True)
+        choice = groups.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(-2)
+    return _largest(choice, top_k)
+
+
+_LARGEST = tl.constexpr(LARGEST)
+
+
+@triton.jit
+def _scores(x, mask, SOFTMAX: tl.constexpr):
+    if SOFTMAX:
+        largest = tl.max(tl.where(mask, x, float("-inf")), axis=0)
+        powers = tl.where(mask, exp(tl.where(mask, x - largest, 0.0)), 0.0)
+        scores = tl.div_rn(powers, tl.zeros_like(powers) + tl.sum(powers, axis=0))
+    else:
+        scores = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + exp(-x))
+    return tl.where(mask, scores, 0.0)
+
+
+@triton.jit
+def _in_best_groups(choice, cols, G, SIZE, TOPK_G, BLOCK_G: tl.constexpr):
+    """Whether an expert is of one of the groups with the largest sums of two."""
+    groups = tl.arange(0, BLOCK_G)
+    best = tl.full((BLOCK_G,), float("-inf"), tl.float32)
+    for group in range(0, G):
+        values = tl.where(cols // SIZE == group, choice, float("-inf"))
+        score = tl.max(values, axis=0)
+        if SIZE > 1:
+            score += tl.max(tl.where(cols == tl.argmax(values, axis=0), float("-inf"), values), axis=0)
+        best = tl.where(groups == group, tl.maximum(score, -_LARGEST), best)
+    kept = cols < 0
+    for _ in range(0, TOPK_G):
+        group = tl.argmax(best, axis=0)
+        kept = kept | (cols // SIZE == group)
+        best = tl.where(groups == group, float("-inf"), best)
+    return kept
+
+
+@triton.jit
+def router_topk_kernel(
+    x_ptr, bias_ptr, weights_ptr, indices_ptr, E, K, G, SIZE, TOPK_G, x_stride, scale,
+    SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, GROUPED: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    scale = tl.cast(scale, tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    cols, places = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
+    mask = cols < E
+    scores = _scores(tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32), mask, SOFTMAX)
+    choice = scores
+    if bias_ptr is not None:
+        choice += tl.load(bias_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    # NaN counts as the largest, as in torch.topk; what is left out is smaller than any number.
+    choice = tl.where(choice != choice, _LARGEST, choice)
+    choice = tl.where(mask, tl.minimum(tl.maximum(choice, -_LARGEST), _LARGEST), float("-inf"))
+    if GROUPED:
+        choice = tl.where(_in_best_groups(choice, cols, G, SIZE, TOPK_G, BLOCK_G), choice, float("-inf"))
+    weights = tl.zeros((BLOCK_K,), dtype=tl.float32)
+    for k in range(0, K):
+        expert = tl.argmax(choice, axis=0)
+        weights = tl.where(places == k, tl.sum(tl.where(cols == expert, scores, 0.0), axis=0), weights)
+        choice = tl.where(cols == expert, float("-inf"), choice)
+        tl.store(indices_ptr + row * K + k, expert.to(tl.int64))
+    if NORMALIZE:
+        weights = tl.div_rn(weights, tl.zeros_like(weights) + (tl.sum(weights, axis=0) + 1e-20))
+    tl.store(weights_ptr + row * K + places, weights * scale, mask=places < K)
+
+
+@triton.jit
+def router_topk_backward_kernel(
+    dw_ptr, x_ptr, indices_ptr, dx_ptr, E, K, x_stride, scale,
+    SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    scale = tl.cast(scale, tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_E)
+    mask = cols < E
+    scores = _scores(tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32), mask, SOFTMAX)
+    dw = tl.zeros((BLOCK_E,), dtype=tl.float32)
+    chosen = cols < 0
+    for k in range(0, K):
+        here = cols == tl.load(indices_ptr + row * K + k)
+        dw = tl.where(here, tl.load(dw_ptr + row * K + k), dw)
+        chosen = chosen | here
+    ds = dw * scale
+    if NORMALIZE:
+        total = tl.sum(tl.where(chosen, scores, 0.0), axis=0) + 1e-20
+        mean = tl.sum(tl.where(chosen, dw * scores, 0.0), axis=0) / total
+        ds = tl.where(chosen, scale / total * (dw - mean), 0.0)
+    if SOFTMAX:
+        dx = scores * ds if NORMALIZE else scores * (ds - tl.sum(scores * ds, axis=0))
+    else:
+        dx = tl.where(chosen, ds * scores * (1.0 - scores), 0.0)
+    tl.store(dx_ptr + row * E + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+def _block(E: int) -> dict[str, int]:
+    """A warp for up to 256 experts: its reductions wait for no other."""
+    block = next_power_of_2(E)
+    return {"BLOCK_E": block, "num_warps": max(1, min(8, block // 256))}
+
+
+def _router_topk_fwd(
+    input: Tensor, bias: Tensor | None, top_k: int, scoring: str, num_groups: int, topk_groups: int, normalize: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x = as_rows(input)
+    T, E = x.shape
+    weights = empty((*input.shape[:-1], top_k), torch.float32, x.device)
+    indices = empty((*input.shape[:-1], top_k), torch.int64, x.device)
+    wrap_triton(router_topk_kernel)[(T,)](
+        x, contiguous(bias), weights, indices, E, top_k, num_groups, E // num_groups, topk_groups, x.stride(0), scale,
+        SOFTMAX=scoring == "softmax", NORMALIZE=normalize, GROUPED=topk_groups < num_groups,
+        BLOCK_K=next_power_of_2(top_k), BLOCK_G=next_power_of_2(num_groups), **_block(E),
+    )  # fmt: skip
+    return weights, indices
+
+
+def _router_topk_bwd(
+    grad: Tensor, input: Tensor, indices: Tensor, scoring: str, normalize: bool, scale: float
+) -> Tensor:
+    x = as_rows(input)
+    T, E = x.shape
+    dx = empty(tuple(input.shape), input.dtype, x.device)
+    wrap_triton(router_topk_backward_kernel)[(T,)](
+        grad.contiguous(), x, indices.contiguous(), dx, E, indices.shape[-1], x.stride(0), scale,
+        SOFTMAX=scoring == "softmax", NORMALIZE=normalize, **_block(E),
+    )  # fmt: skip
+    return dx
+
+
+router_topk_fwd = KernelOp(_router_topk_fwd, replayed=True)
+router_topk_bwd = KernelOp(_router_topk_bwd, replayed=True)
+
+
+def _scores_cpu(input: Tensor, scoring: str) -> Tensor:
+    return input.float().softmax(-1) if scoring == "softmax" else input.float().sigmoid()
+
+
+@router_topk_fwd.register_kernel("cpu")
+def _(input, bias, top_k, scoring, num_groups, topk_groups, normalize, scale) -> tuple[Tensor, Tensor]:
+    scores = _scores_cpu(input, scoring)
+    indices = _choose(scores if bias is None else scores + bias.float(), top_k, num_groups, topk_groups)
+    weights = scores.gather(-1, indices)
+    if normalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + TINIEST_SUM)
+    return (weights * scale).contiguous(), indices.contiguous()
+
+
+@router_topk_bwd.register_kernel("cpu")
+def _(grad, input, indices, scoring, normalize, scale) -> Tensor:
+    scores = _scores_cpu(input, scoring)
+    chosen = scores.gather(-1, indices)
+    of_chosen = grad * scale
+    if normalize:
+        total = chosen.sum(-1, keepdim=True) + TINIEST_SUM
+        of_chosen = scale / total * (grad - (grad * chosen).sum(-1, keepdim=True) / total)
+    ds = torch.zeros_like(scores).scatter(-1, indices, of_chosen)
+    if scoring == "sigmoid":
+        return (ds * scores * (1 - scores)).to(input.dtype).contiguous()
+    inner = 0.0 if normalize else (scores * ds).sum(-1, keepdim=True)
+    return (scores * (ds - inner)).to(input.dtype).contiguous()
+
+
+@router_topk_fwd.register_fake
+def _(input: Tensor, bias: Tensor | None, top_k: int, *options) -> tuple[Tensor, Tensor]:
+    shape = (*input.shape[:-1], top_k)
+    return input.new_empty(shape, dtype=torch.float32), input.new_empty(shape, dtype=torch.int64)
+
+
+@router_topk_bwd.register_fake
+def _(grad: Tensor, input: Tensor, *rest) -> Tensor:
+    return input.new_empty(input.shape)
+
+
+@router_topk_fwd.register_sharding
+def _(input, *rest):
+    return [([axis, axis], [axis, REPLICATE]) for axis in row_axes(input)]
+
+
+@router_topk_bwd.register_sharding
+def _(grad, *rest):
+    return [([axis], [axis, axis, axis]) for axis in row_axes(grad)]
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    input, _, _, ctx.scoring, _, _, ctx.normalize, ctx.scale = inputs
+    ctx.save_for_backward(input, output[1])
+
+
+def _backward(ctx, grad):
+    dx = router_topk_bwd(grad, *ctx.saved_tensors, ctx.scoring, ctx.normalize, ctx.scale)
+    return dx, *[None] * 7
+
+
+router_topk_fwd.register_autograd(_backward, setup_context=_setup_context, depends_on=[["input"]])
+
+
+def router_topk_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    as_deepseek = {"scoring": "sigmoid", "num_groups": 4, "topk_groups": 2, "scale": 2.5}
+    yield Sample((randn(8, 16), 2), why="powers of two")
+    yield Sample((randn(5, 37), 3), {"normalize": False, "scale": 0.5}, why="odd, not normalized")
+    bias = torch.randn(24, device=device, dtype=torch.float32)
+    yield Sample((randn(2, 7, 24), 5), {"bias": bias, **as_deepseek}, why="as DeepSeek-V3, three dimensions")
+    yield Sample((randn(6, 12), 2), {"scoring": "sigmoid", "normalize": False}, why="as Llama 4, of two")
+    yield Sample((randn(6, 12), 3), {"num_groups": 12, "topk_groups": 6}, why="groups of one")
+    yield Sample((torch.zeros(3, 10, device=device, dtype=dtype), 4), why="ties: the first experts")
+    yield Sample((randn(4, 6), 6), why="all experts")
+    yield Sample((randn(0, 16), 2), why="no tokens")
+    yield Sample((randn(16, 9).t(), 2), why="strided")
+    yield Sample((randn(2, 300), 8), {"scoring": "sigmoid", "bias": randn(300)}, why="more than a warp, bias in dtype")
+
+
+def router_topk_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
+    return Sample((torch.randn(rows, 24, device=device, dtype=dtype), 4), why="resized")
+
+
+def router_topk_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    yield Sample((torch.randn(16384, 128, device=device, dtype=dtype), 8), why="16384, 8 of 128 experts")
+    x, bias = torch.randn(16384, 256, device=device, dtype=dtype), torch.zeros(256, device=device, dtype=torch.float32)
+    options = {"bias": bias, "scoring": "sigmoid", "num_groups": 8, "topk_groups": 4, "scale": 2.5}
+    yield Sample((x, 8), options, why="16384, 8 of 256 experts, 4 of 8 groups")
+
+
+def router_topk_cost(input: Tensor, top_k: int, **options: object) -> Cost:
+    logits, chosen = input.numel() * input.element_size(), 12 * input.numel() // input.shape[-1] * top_k
+    return Cost(logits + chosen, 3 * logits + 2 * chosen)
+
+
+@public_op(
+    "router_topk(Tensor input, int top_k, *, Tensor? bias=None, str scoring='softmax', int num_groups=1, "
+    "int topk_groups=1, bool normalize=True, float scale=1.0) -> (Tensor, Tensor)",
+    reference=router_topk_reference,
+    differentiable=("input",),
+    kernel_ops=(router_topk_fwd, router_topk_bwd),
+    samples=router_topk_samples,
+    resized=router_topk_resized,
+    workloads=router_topk_workloads,
+    cost=router_topk_cost,
+)
+def router_topk(
+    input: Tensor,
+    top_k: int,
+    *,
+    bias: Tensor | None = None,
+    scoring: str = "softmax",
+    num_groups: int = 1,
+    topk_groups: int = 1,
+    normalize: bool = True,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Each token's experts and their weights, from the router's logits, in float32.
+
+    Args:
+        input: Logits `[..., E]`, float32, float16 or bfloat16, any strides.
+        top_k: How many experts a token gets.
+        bias: `[E]`, float32 or the dtype of `input`: added to the scores for the choice, and not in the weights. It has
+            no gradient.
+        scoring: "softmax" or "sigmoid". A softmax of the chosen logits alone, as in GPT-OSS, is "softmax" normalized.
+        num_groups: Into how many groups of neighbours the experts are divided.
+        topk_groups: Of how many groups, those with the largest sums of two, experts may be chosen.
+        normalize: Whether a token's weights are divided by their sum.
+        scale: What the weights are multiplied by at the end.
+
+    Returns:
+        The weights `[..., top_k]`, float32, largest score first, and the experts `[..., top_k]`, int64. Of equal scores
+        the first expert's comes first.
+
+    Raises:
+        TypeError: A dtype does not fit.
+        ValueError: A shape, a device or an option does not fit, or fewer experts than `top_k` may be chosen.
+
+    Sources: Mixtral, https://arxiv.org/abs/2401.04088; DeepSeek-V3, https://arxiv.org/abs/2412.19437.
+    """
+    check_dtype("input", input)
+    if input.dim() == 0 or input.shape[-1] == 0:
+        raise ValueError(f"input: expected shape [..., E] with at least one expert, got {tuple(input.shape)}")
+    E = input.shape[-1]
+    if num_groups < 1 or E % num_groups:
+        raise ValueError(f"num_groups: expected a number that divides the {E} experts, got {num_groups}")
+    check_number("topk_groups", topk_groups, 1, num_groups, f"1 to {num_groups}, the number of groups")
+    most = E // num_groups * topk_groups
+    check_number("top_k", top_k, 1, most, f"1 to {most}, the experts that may be chosen")
+    if bias is not None:
+        check_dtype("bias", bias, (torch.float32, input.dtype))
+        check_shape("bias", bias, (E,), "one for each expert")
+        check_same("bias", bias, "input", input)
+    check_option("scoring", scoring, SCORINGS)
+    check_number("scale", scale, TINY, LARGEST, "a finite positive number")
+    return router_topk_fwd(input, bias, top_k, scoring, num_groups, topk_groups, normalize, scale)
