@@ -17,9 +17,12 @@ def grpo_reference(
     num_items_in_batch: float | None = None, max_completion_length: int | None = None, entropy_coef: float = 0.0,
     use_bias_correction_kl: bool = True, kl_estimator: str = "k3", off_policy_mask_threshold: float | None = None,
     sampling_per_token_logps: Tensor | None = None, sapo_temperature_pos: float = 1.0,
-    sapo_temperature_neg: float = 1.05, **kw: Any,
+    sapo_temperature_neg: float = 1.05, top_entropy_quantile: float = 1.0, **kw: Any,
 ) -> Tensor:  # fmt: skip
     logps = logps_of(input, linear_weight, target, **kw)
+    entropies = entropies_of(input, linear_weight, target, **kw)
+    least = torch.cat(entropies).detach().quantile(1 - top_entropy_quantile)
+    high_entropy = [(of >= least).detach() for of in entropies]
 
     def of(values: Tensor | None) -> list[Any]:
         if values is None:
@@ -28,9 +31,9 @@ def grpo_reference(
 
     high = epsilon if epsilon_high is None else epsilon_high
     sums, means = [], []
-    for logp, A, old, ref, correct, sampled in zip(
-        logps, of(advantages), of(old_per_token_logps), of(ref_per_token_logps), of(importance_sampling_ratio),
-        of(sampling_per_token_logps), strict=True,
+    for logp, acts, A, old, ref, correct, sampled in zip(
+        logps, high_entropy, of(advantages), of(old_per_token_logps), of(ref_per_token_logps),
+        of(importance_sampling_ratio), of(sampling_per_token_logps), strict=True,
     ):  # fmt: skip
         n = max(len(logp), 1)
         old = logp.detach() if old is None else old
@@ -55,6 +58,7 @@ def grpo_reference(
         if off_policy_mask_threshold is not None:
             drift = ((old if sampled is None else sampled) - logp.detach()).sum() / n
             terms = terms * ((torch.as_tensor(A) >= 0) | (drift <= off_policy_mask_threshold))
+        terms = terms * acts
         if correct is not None and loss_type != "vespo":
             terms = terms * correct
         if beta:
@@ -72,7 +76,7 @@ def grpo_reference(
         "dr_grpo": lambda: torch.stack(sums).sum() / (len(sums) * (max_completion_length or target.shape[1])),
     }.get(loss_type, lambda: torch.stack(sums).sum() / (total if num_items_in_batch is None else num_items_in_batch))()
     if entropy_coef:
-        loss = loss - entropy_coef * torch.cat(entropies_of(input, linear_weight, target, **kw)).sum() / total
+        loss = loss - entropy_coef * torch.cat(entropies)[torch.cat(high_entropy)].sum() / sum(map(sum, high_entropy))
     return loss
 
 

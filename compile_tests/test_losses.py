@@ -35,6 +35,8 @@ def of_gspo(B: int, S: int) -> dict[str, Any]:
     return {
         "advantages": numbers(B), "old_per_token_logps": numbers(B, S) - 3, "ref_per_token_logps": numbers(B, S) - 3,
         "beta": 0.1, "loss_type": "grpo", "epsilon": 30.0, "importance_sampling_level": "sequence",
+        "top_entropy_quantile": 0.6, "importance_sampling_ratio": numbers(B, S).exp(),
+        "sampling_per_token_logps": numbers(B, S) - 3,
     }  # fmt: skip
 
 

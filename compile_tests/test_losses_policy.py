@@ -82,6 +82,35 @@ def test_first_step_and_advantages_of_tokens(device: torch.device, loss_type: st
     )
 
 
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.999])
+def test_tokens_of_high_entropy(device: torch.device, share: float) -> None:
+    require(GRPO, of_grpo(device, top_entropy_quantile=share, entropy_coef=0.3))
+    require(GRPO, of_grpo(device, top_entropy_quantile=share, loss_type="luspo", importance_sampling_level="sequence"))
+
+
+@pytest.mark.parametrize("of_sequences", [False, True])
+def test_metrics_of_the_sampler(device: torch.device, of_sequences: bool) -> None:
+    sample = of_grpo(device)
+    x, weight, target, _ = sample.args
+    counts, old = target != -100, sample.kwargs["old_per_token_logps"]
+    sampled = near(x, weight, target, 0.2)
+    sampled[1][counts[1]] = float("nan")  # a sequence of one token that the sampler did not score
+    ratio = torch.rand(len(target) if of_sequences else target.shape).to(device) + 0.5
+    given = {"importance_sampling_ratio": ratio, "sampling_per_token_logps": sampled}
+    _, metrics = losses.grpo(*sample.args, **sample.kwargs, **given)
+    ratios = ratio if of_sequences else ratio[counts]
+    known = counts & ~sampled.isnan()
+    assert 0 < known.sum() < counts.sum()
+    difference = (old - sampled)[known].abs()
+    wanted = {
+        "importance_sampling_ratio/min": ratios.min(), "importance_sampling_ratio/mean": ratios.mean(),
+        "importance_sampling_ratio/max": ratios.max(), "sampling_logp_difference/mean": difference.mean(),
+        "sampling_logp_difference/max": difference.max(),
+    }  # fmt: skip
+    for name, value in wanted.items():
+        torch.testing.assert_close(metrics[f"sampling/{name}"], value, msg=lambda text, name=name: f"{name}: {text}")
+
+
 def test_metrics(device: torch.device) -> None:
     sample = of_grpo(device)
     _, metrics = losses.grpo(*sample.args, **sample.kwargs)

@@ -6,7 +6,8 @@ from torch import Tensor
 from llmk.losses._checks import check_between, check_of_sequences, check_of_tokens, check_positive
 from llmk.losses._head import Head, mean_over_tokens
 from llmk.losses._policy import ESTIMATORS, LOSSES, REDUCTIONS, PolicyOptions, Tokens, Totals, vespo_weight
-from llmk.losses._sequences import Sequences, number_of_sequences, sequences_of
+from llmk.losses._sampling import difference_metrics, of_high_entropy, ratio_metrics
+from llmk.losses._sequences import Sequences, mean_of, number_of_sequences, sequences_of
 from llmk.registry import check_finite, check_not_negative, check_option
 
 LEVELS = ("token", "sequence")
@@ -21,6 +22,7 @@ def grpo(
     num_items_in_batch: Tensor | float | None = None, max_completion_length: int | None = None,
     entropy_coef: float = 0.0, use_bias_correction_kl: bool = True, kl_estimator: str = "k3",
     off_policy_mask_threshold: float | None = None, sampling_per_token_logps: Tensor | None = None,
+    top_entropy_quantile: float = 1.0,
     sapo_temperature_pos: float = 1.0, sapo_temperature_neg: float = 1.05, vespo_k_pos: float = 2.0,
     vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0,
     linear_bias: Tensor | None = None, temperature: float = 1.0, softcap: float = 0.0, ignore_index: int = -100,
@@ -59,7 +61,9 @@ def grpo(
         kl_estimator: "k3", exp(r) - r - 1 with r = log ref / pi, "k1", -r, or "k2", r**2 / 2.
         off_policy_mask_threshold: Leave a sequence of negative advantage out where the mean of log(sampler / pi) over
             its tokens is larger.
-        sampling_per_token_logps: `[B, S]`, of the sampler, for that; `old_per_token_logps` if None.
+        sampling_per_token_logps: `[B, S]`, of the sampler, for that and for metrics; `old_per_token_logps` if None.
+        top_entropy_quantile: The share of the tokens that count, those of the highest entropies in this batch, whose
+            policy term is kept and over which the mean of `entropy_coef` is taken; 1 for all.
         sapo_temperature_pos, sapo_temperature_neg: Of "sapo", for positive advantages and for the others.
         vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: Of "vespo".
         linear_bias: `[V]`.
@@ -88,6 +92,7 @@ def grpo(
     check_between("epsilon", epsilon, 0.0, float("inf"))
     for name, number in (("beta", beta), ("entropy_coef", entropy_coef)):
         check_finite(name, number)
+    check_between("top_entropy_quantile", top_entropy_quantile, 0.0, 1.0)
     for name, number in (("epsilon_high", epsilon_high), ("delta", delta)):
         if number is not None:
             check_not_negative(name, number)
@@ -132,6 +137,10 @@ def grpo(
         )  # of a token that the sampler could not score nothing is known
         drift = sequences.spread(sequences.averages(drift))
         terms = terms * ((tokens.advantages >= 0) | (drift <= off_policy_mask_threshold))
+    acted_on = sequences.counts
+    if top_entropy_quantile < 1.0:
+        acted_on = of_high_entropy(entropy.detach(), sequences.counts, top_entropy_quantile)
+        terms = torch.where(acted_on, terms, 0.0)
     if correction is not None and loss_type != "vespo":
         terms = terms * correction
     metrics = {"entropy": mean_over_tokens(entropy.detach(), sequences)}
@@ -144,7 +153,8 @@ def grpo(
     loss = REDUCTIONS[loss_type](_counting(terms, sequences), sequences, totals)
     if entropy_coef != 0.0:
         metrics["policy_loss"] = loss.detach()
-        loss = loss - entropy_coef * mean_over_tokens(entropy, sequences)
+        loss = loss - entropy_coef * mean_of(entropy, acted_on)
+    metrics |= _sampler_metrics(importance_sampling_ratio, correction, old, sampling_per_token_logps, sequences)
     whole = advantages.dim() == 1 and (importance_sampling_level == "sequence" or loss_type == "vespo")
     return sequences.checked(loss), metrics | _clip_metrics(tokens, options, loss_type, whole)
 
@@ -180,6 +190,20 @@ def _correction(ratio: Tensor, sequences: Sequences) -> Tensor:
         ratio = ratio.expand(counts.shape)
     check_of_tokens("importance_sampling_ratio", ratio, counts)
     return torch.where(counts, ratio.detach().float(), 1.0)
+
+
+def _sampler_metrics(
+    ratio: Tensor | None, correction: Tensor | None, old: Tensor, sampled: Tensor | None, sequences: Sequences
+) -> dict[str, Tensor]:
+    """Of the correction, given as `ratio` of sequences or of tokens, and of what it is made of."""
+    if ratio is None or correction is None:
+        return {}
+    of_sequences = ratio.dim() == 1 or ratio.shape[1] == 1 != sequences.counts.shape[1]
+    if of_sequences:
+        metrics = ratio_metrics(ratio.detach().float().flatten(), sequences.exists())
+    else:
+        metrics = ratio_metrics(correction, sequences.counts)
+    return metrics if sampled is None else metrics | difference_metrics(old, sampled.detach().float(), sequences)
 
 
 def _check_lengths(
