@@ -91,7 +91,10 @@ MODELS = {
 
 
 class Variant(NamedTuple):
-    """Whose kernels the model runs, and whether it is compiled; llmk's as one graph or not at all."""
+    """Whose kernels the model runs, and whether it is compiled; llmk's as one graph or not at all.
+
+    "llmk backend" is the plain model, compiled with `llmk.compile`, which gives no logits beside the loss.
+    """
 
     kernels: str
     compiled: bool
@@ -102,6 +105,7 @@ VARIANTS = {
     "compiled": Variant("transformers", compiled=True),
     "llmk": Variant("llmk", compiled=False),
     "llmk compiled": Variant("llmk", compiled=True),
+    "llmk backend": Variant("llmk backend", compiled=True),
     "liger": Variant("liger-kernel", compiled=False),
     "liger compiled": Variant("liger-kernel", compiled=True),
 }
@@ -120,7 +124,9 @@ def as_variant(model: Any, variant: Variant, backend: str) -> Iterator[nn.Module
         elif variant.kernels == "liger-kernel":
             liger = importlib.import_module("liger_kernel.transformers")
             getattr(liger, f"apply_liger_kernel_to_{model.config.model_type}")(model=model)
-        if variant.compiled:
+        if variant.kernels == "llmk backend":
+            yield llmk.compile(model, fullgraph=True, drop_logits=True)
+        elif variant.compiled:
             yield torch.compile(model, fullgraph=variant.kernels == "llmk", backend=backend)
         else:
             yield model

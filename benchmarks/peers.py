@@ -111,6 +111,7 @@ def _liger(impl: str) -> dict[str, Adapter]:
 def _liger_triton(tune: bool) -> dict[str, Adapter]:
     adapters = _liger("nvidia-triton")
     ops = importlib.import_module("liger_kernel.ops")
+    functional = importlib.import_module("liger_kernel.transformers.functional")
     separate = adapters["swiglu"]
 
     def swiglu(gate: Tensor, up: Tensor | None = None):
@@ -124,6 +125,31 @@ def _liger_triton(tune: bool) -> dict[str, Adapter]:
             )
         ),
         "relu_squared": lambda x: ops.LigerReLUSquaredFunction.apply,
+        "jsd": lambda *args, **options: functional.liger_jsd,
+        "tvd": _plain_loss(functional.liger_tvd),
+        "fused_linear_jsd": lambda *args, **options: (
+            lambda *args, beta=0.5: functional.liger_fused_linear_jsd(*args, jsd_beta=beta)
+        ),
+    }
+
+
+def _trl(tune: bool) -> dict[str, Adapter]:
+    """What its trainers score tokens with, in tiles as they choose them; every token counts."""
+    logprob, divergence = (importlib.import_module(f"trl.kernels.chunked_{name}") for name in ("logprob", "divergence"))
+    classes_at_a_time = 32768
+
+    def linear_logprobs(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        score = logprob.ChunkedLogProbFunction.apply
+        return score(x, weight, None, target, 1.0, classes_at_a_time, None, 1.0, ("entropy",))[:2]
+
+    def fused_linear_jsd(*args: Tensor, beta: float = 0.5) -> Tensor:
+        x, weight, teacher_x, teacher_weight = args
+        each, _ = divergence.ChunkedDivergenceFunction.apply(x, weight, None, teacher_x, teacher_weight, None, beta)
+        return each.mean()
+
+    return {
+        "linear_logprobs": _plain_loss(linear_logprobs),
+        "fused_linear_jsd": lambda *args, **options: fused_linear_jsd,
     }
 
 
@@ -250,6 +276,7 @@ PEERS = {
         Peer("quack-kernels", ("quack-kernels",), _quack),
         Peer("quack-kernels linear", ("quack-kernels",), _quack_linear),
         Peer("fla-core", ("fla-core",), _fla),
+        Peer("trl", ("trl",), _trl),
     )
 }
 """By the name that rows carry."""

@@ -10,29 +10,77 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss._chunked_linear import ChunkedLinear, add_product
+from llmk.ops.linear_loss._chunked_linear import REMADE_BUDGET, ChunkedLinear, add_product
+
+Call = Callable[[], None]
 
 
-def linear_ce_products(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, chunk_size: int = 0, **options: Any
-) -> tuple[Callable[[], None], Callable[[], None]]:
-    """`fused_linear_ce`'s products by BLAS: those of a forward pass, and of both with dW in the inputs' dtype."""
-    linear = ChunkedLinear(input.detach(), linear_weight.detach(), None, chunk_size)
-    x, weight = linear.x, linear.weight
+class _Products:
+    """Those of a linear layer in chunks, with the gradients in the inputs' dtype."""
 
-    def forward() -> None:
-        for _ in linear.chunks():
+    def __init__(self, linear: ChunkedLinear) -> None:
+        self.linear = linear
+
+    def forward(self) -> None:
+        for _ in self.linear.chunks():
             pass
 
-    def full() -> None:
+    def full(self) -> None:
+        linear = self.linear
+        x, weight = linear.x, linear.weight
         dx, dw = torch.empty_like(x), torch.empty_like(weight)
         for rows, logits in linear.chunks():
             for i, part in enumerate(linear.class_parts):
                 add_product(dx[rows], logits[:, part], weight[part], first=i == 0)
                 add_product(dw[part], logits[:, part].t(), x[rows], first=rows.start == 0)
 
+
+def linear_ce_products(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, chunk_size: int = 0, **options: Any
+) -> tuple[Call, Call]:
+    """`fused_linear_ce`'s products by BLAS: those of a forward pass, and of both."""
+    products = _Products(ChunkedLinear(input.detach(), linear_weight.detach(), None, chunk_size))
+    return products.forward, products.full
+
+
+def linear_logprobs_products(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, chunk_size: int = 0, **options: Any
+) -> tuple[Call, Call]:
+    """`linear_logprobs`' four: the backward pass makes the logits again."""
+    linear = ChunkedLinear(input.detach(), linear_weight.detach(), None, chunk_size, budget=REMADE_BUDGET)
+    products = _Products(linear)
+
+    def full() -> None:
+        products.forward()
+        products.full()
+
+    return products.forward, full
+
+
+def linear_jsd_products(
+    input: Tensor, linear_weight: Tensor, teacher_input: Tensor, teacher_linear_weight: Tensor, *,
+    chunk_size: int = 0, **options: Any,
+) -> tuple[Call, Call]:  # fmt: skip
+    """`fused_linear_jsd`'s: the student's three and the teacher's one, in chunks that fit both logits."""
+    x, weight = input.detach(), linear_weight.detach()
+    student = _Products(ChunkedLinear(x, weight, None, chunk_size, classes=2 * weight.shape[0]))
+    rows = student.linear.chunk_rows
+    teacher = _Products(ChunkedLinear(teacher_input.detach(), teacher_linear_weight.detach(), None, rows))
+
+    def forward() -> None:
+        student.forward()
+        teacher.forward()
+
+    def full() -> None:
+        student.full()
+        teacher.forward()
+
     return forward, full
 
 
-PRODUCTS = {"fused_linear_ce": linear_ce_products}
+PRODUCTS = {
+    "fused_linear_ce": linear_ce_products,
+    "linear_logprobs": linear_logprobs_products,
+    "fused_linear_jsd": linear_jsd_products,
+}
 """By operator: what makes the two calls from a sample's arguments."""

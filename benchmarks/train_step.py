@@ -1,10 +1,10 @@
 """`python -m benchmarks.train_step [MODEL ...]`: a training step of Hugging Face models, with llmk and without.
 
 Each model is made from its configuration (models.py) and trained on one repeated batch, forward, backward and fused
-AdamW, in six variants: plain transformers, with `llmk.transformers.patch`, and with Liger Kernel, each eager and
-compiled. The variants of a run share one process and start from the same weights, so that their losses can be compared
-step by step; each begins with empty compile caches and no memory of the one before. Liger comes last, and what it
-replaces in transformers is put back.
+AdamW, in seven variants: plain transformers, with `llmk.transformers.patch`, and with Liger Kernel, each eager and
+compiled, and plain transformers compiled with `llmk.compile`. The variants of a run share one process and start from
+the same weights, so that their losses can be compared step by step; each begins with empty compile caches and no memory
+of the one before. Liger comes last, and what it replaces in transformers is put back.
 
 The losses are those of the first steps, which also compile and warm up. The time is the median of the steps after
 them, the host's time included; peak memory is what is allocated at most during a step, weights and optimizer included.

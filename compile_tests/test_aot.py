@@ -133,9 +133,9 @@ def test_samples_and_workloads_reach_every_kernel(build: str) -> None:
 
 
 def _record(*args: object) -> Launch:
-    from llmk.ops.linear_loss._chunked_linear import scale_kernel
+    from llmk.ops.linear_loss._scaled import scale_kernel
 
-    return Launch(scale_kernel, (1,), args, {"BLOCK_N": 128, "num_warps": 2})
+    return Launch(scale_kernel, (1,), args, {"IN_PLACE": False, "BLOCK_N": 128, "num_warps": 2})
 
 
 def test_launches_are_specialized_as_the_jit_does() -> None:

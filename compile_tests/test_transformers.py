@@ -59,6 +59,15 @@ def test_ignored_labels_and_labels_shifted_before():
     assert_same_training(model, original, input_ids=ids, labels=ids.masked_fill(ids % 3 == 0, -1), ignore_index=-1)
 
 
+def test_ignored_labels_are_skipped_where_that_is_asked_for():
+    original = small_model("Llama", use_cache=False)
+    model = copy.deepcopy(original)
+    report = llmk.transformers.patch(model, skip_ignored=True)
+    assert "fused_linear_ce, skip_ignored" in str(report)
+    ids = tokens(2, 7)
+    assert_same_training(model, original, input_ids=ids, labels=ids.masked_fill(ids % 3 == 0, -100))
+
+
 def test_a_loss_function_of_ones_own_gets_logits():
     model, original = pair()
     ids = tokens(2, 7)

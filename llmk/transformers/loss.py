@@ -41,11 +41,12 @@ class FusedLoss(Edit):
     """The model's, by which transformers chooses its `loss_function`."""
     inner: tuple[tuple[str, Inner], ...]
     """The modules on the way to the projection, and their edits."""
+    skip_ignored: bool
     kind = "loss"
 
     @property
     def what(self) -> str:
-        return f"fused_linear_ce{self.capping}"
+        return f"fused_linear_ce{self.capping}{', skip_ignored' if self.skip_ignored else ''}"
 
     def apply(self, definition: ast.FunctionDef, scope: Mapping[str, Any]) -> dict[str, Any]:
         LossCalls(self.places).visit(definition)
@@ -180,7 +181,7 @@ def _total(model: Any, edit: FusedLoss, state: Projected, target: Tensor, ignore
     assert hidden is not None
     target = target.to(hidden.device).reshape(hidden.shape[:-1])
     added = None if edit.places.added is None else getattr(model, edit.places.added)
-    arguments = (hidden, target, ignore_index, reduction, edit.capping, added)
+    arguments = (hidden, target, ignore_index, reduction, edit.capping, added, edit.skip_ignored)
     return head(*arguments) if changes_of(head) else loss_of_linear(head, *arguments)
 
 
@@ -191,7 +192,8 @@ def loss_of_linear(
     ignore_index: int,
     reduction: str,
     capping: Capping,
-    added: Tensor | None = None,
+    added: Tensor | None,
+    skip_ignored: bool,
 ) -> Tensor:
     """Of the logits `capping(head(input) + added)`."""
     biases = [b.flatten().to(head.weight.dtype) for b in (head.bias, added) if b is not None]
@@ -201,7 +203,7 @@ def loss_of_linear(
         bias = None if bias is None else bias * capping.scale
     return functional.fused_linear_ce(
         input, head.weight, target, linear_bias=bias, ignore_index=ignore_index, reduction=reduction,
-        softcap=capping.cap,
+        softcap=capping.cap, skip_ignored=skip_ignored,
     )  # fmt: skip
 
 
@@ -216,7 +218,7 @@ class Head(Change):
         return {"forward": forward}
 
 
-def find_loss(model: nn.Module, source: Source) -> FusedLoss:
+def find_loss(model: nn.Module, source: Source, skip_ignored: bool) -> FusedLoss:
     """
     Raises:
         Differs: Why its loss cannot be fused.
@@ -230,4 +232,4 @@ def find_loss(model: nn.Module, source: Source) -> FusedLoss:
     criterion = next((name for name, _ in children_of(places)), None)
     capping, shifts = Trial(model, head, criterion, places.added, V).found()
     loss_type = getattr(model, "loss_type", None)
-    return FusedLoss(path, places, capping, shifts, loss_type, tuple(inner.items()))
+    return FusedLoss(path, places, capping, shifts, loss_type, tuple(inner.items()), skip_ignored)

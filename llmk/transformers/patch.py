@@ -1,6 +1,7 @@
 """`patch`: put the operators into a model that exists."""
 
 import copy
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -37,6 +38,7 @@ def patch(
     residuals: bool = True,
     loss: bool = True,
     masks: bool = True,
+    skip_ignored: bool = False,
 ) -> Report:
     """Replace what llmk's operators compute in a Hugging Face model, or in any model of modules like those.
 
@@ -57,6 +59,8 @@ def patch(
         loss: The output projection and the causal language model's loss, in one.
         masks: With `scaled_dot_product_attention`, no causal mask where neither padding nor packing needs one, also
             when a compiler traces the model.
+        skip_ignored: The loss does no work for labels that are ignored, see `fused_linear_ce`: worth its time where
+            more than about a tenth of them are.
 
     Returns:
         The report: `print(report)` shows what was replaced and what was left and why, `report.unpatch()` undoes it.
@@ -70,7 +74,7 @@ def patch(
         return report
     which = {"norm": norms, "mlp": mlps, "rope": rope, "residual": residuals, "loss": loss, "mask": masks}
     with clean():
-        plan = Plan(model, {kind for kind, wanted in which.items() if wanted})
+        plan = Plan(model, {kind for kind, wanted in which.items() if wanted}, skip_ignored)
         classes = plan.classes()
     report = Report(model, plan.entries)
     set_classes(classes)
@@ -90,7 +94,7 @@ def report_of(model: nn.Module) -> Report | None:
 class Plan:
     """What to change of which module, found without touching any."""
 
-    def __init__(self, model: nn.Module, kinds: set[str]) -> None:
+    def __init__(self, model: nn.Module, kinds: set[str], skip_ignored: bool) -> None:
         self.entries: list[Entry] = []
         self.changes: dict[nn.Module, list[Change]] = {}
         self.whole: set[nn.Module] = set()  # whose forward is given already
@@ -107,7 +111,8 @@ class Plan:
         causal = next((m for m in model.modules() if hasattr(type(m), "get_output_embeddings")), None)
         for name, module in model.named_modules():
             if module not in self.whole:
-                more = {"loss": find_loss} if "loss" in kinds and module is causal else {}
+                find = functools.partial(find_loss, skip_ignored=skip_ignored)
+                more = {"loss": find} if "loss" in kinds and module is causal else {}
                 self._find_edits(name, module, "forward", finders | more)
             if "mlp" in finders and hasattr(type(module), "_apply_gate"):
                 self._find_edits(name, module, "_apply_gate", {"experts": finders["mlp"]})

@@ -4,17 +4,19 @@ The products are cuBLAS's (or the CPU's BLAS). They read W twice for each chunk 
 be large: LOGITS_BUDGET bounds them. dW is summed in float32 where there are more than ROUNDED_CHUNKS chunks. Up to
 there it is summed in the weight's own dtype: each product adds its float32 result to what is there and rounds once, and
 the error of three such roundings stays within the accuracy rule, at half the memory.
+
+Where only the first rows count, and the device alone knows how many, the products stop there (`_grouped.py`). They are
+rounded before they are added, so that dW is summed in its own dtype over GROUPED_ROUNDED_CHUNKS chunks at most.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from llmk.registry import PARTIAL, REPLICATE, KernelOp, axes, cdiv, empty, wrap_triton
+from llmk.ops.linear_loss._grouped import add_where_any, input_gradient, outputs, weight_gradient
+from llmk.registry import cdiv
 from llmk.registry.backends import kernels_on_cpu
 
 LOGITS_BUDGET = 4 * 2**30 // 3
@@ -30,6 +32,9 @@ ALIGNED = 16
 """Elements that the rows of a chunk's logits are apart from each other, or a multiple of it, whatever V is."""
 ROUNDED_CHUNKS = 3
 """The most chunks over which dW is summed in the weight's own dtype."""
+GROUPED_ROUNDED_CHUNKS = 2
+"""The same where each chunk's share is rounded first: the squares of what n equal shares and their sums are rounded by
+add up to 2 for two, 2.7 for three, where one product's is 1 and the accuracy rule allows 1.5**2."""
 
 
 def chunk_rows(x: Tensor, V: int, chunk_size: int, budget: int = LOGITS_BUDGET) -> int:
@@ -54,7 +59,8 @@ def chunk_rows(x: Tensor, V: int, chunk_size: int, budget: int = LOGITS_BUDGET) 
 class ChunkedLinear:
     """`x @ weight.t() + bias`, so many rows at a time: x `[N, H]` is the input `[..., H]` as rows, weight `[V, H]`.
 
-    The rows of a chunk are chosen for `classes` outputs a row, by default V.
+    The rows of a chunk are chosen for `classes` outputs a row, by default V. With a `count`, int32 `[]`, there are
+    outputs of so many rows alone, and what is past them holds anything.
     """
 
     def __init__(
@@ -65,18 +71,53 @@ class ChunkedLinear:
         chunk_size: int,
         classes: int | None = None,
         budget: int = LOGITS_BUDGET,
+        count: Tensor | None = None,
     ) -> None:
         self.shape = input.shape
         self.x = input.reshape(-1, input.shape[-1])
         self.weight, self.bias = weight, bias
         V = weight.shape[0]
         self.chunk_rows = chunk_rows(self.x, V if classes is None else classes, chunk_size, budget)
+        self.ends = None if count is None else self._ends(count)
         # cuBLAS takes five times as long for a product whose sizes are odd: what is left over has one of its own.
         whole = V // ALIGNED * ALIGNED
         self.class_parts = [part for part in (slice(whole, V), slice(0, whole)) if part.start < part.stop]
 
+    @property
+    def number_of_chunks(self) -> int:
+        return cdiv(self.x.shape[0], self.chunk_rows)
+
+    def _ends(self, count: Tensor) -> Tensor:
+        """How many rows of each chunk count, int32."""
+        starts = torch.arange(0, self.x.shape[0], self.chunk_rows, dtype=torch.int32, device=count.device)
+        return (count - starts).clamp_(0, self.chunk_rows)
+
+    @property
+    def leaves_rows_past_count(self) -> bool:
+        """Whether nothing reads outputs past the count, or their gradients: the sum for a bias does."""
+        return self.ends is not None and self.bias is None
+
+    def end(self, rows: slice) -> Tensor:
+        """How many rows of a chunk count, `[1]`, where that is not all."""
+        assert self.ends is not None
+        chunk = rows.start // self.chunk_rows
+        return self.ends[chunk : chunk + 1]
+
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield each chunk's rows and outputs; the next chunk's take their place."""
+        return self._whole_chunks() if self.ends is None else self._counted_chunks()
+
+    def _counted_chunks(self) -> Iterator[tuple[slice, Tensor]]:
+        N = self.x.shape[0]
+        for start in range(0, N, self.chunk_rows):
+            rows = slice(start, min(start + self.chunk_rows, N))
+            logits = outputs(self.x[rows], self.weight, self.end(rows))
+            if self.bias is not None:
+                logits += self.bias
+            yield rows, logits
+            logits.untyped_storage().resize_(0)  # the product has no place to be told: two would be there at once
+
+    def _whole_chunks(self) -> Iterator[tuple[slice, Tensor]]:
         N, V = self.x.shape[0], self.weight.shape[0]
         size = (min(self.chunk_rows, N), cdiv(V, ALIGNED) * ALIGNED)  # rows that begin at aligned addresses
         buffer = torch.empty(size, dtype=self.x.dtype, device=self.x.device)[:, :V]
@@ -100,16 +141,16 @@ class LinearGradients:
     def __init__(self, linear: ChunkedLinear, need: tuple[bool, bool, bool], dx_dtype: torch.dtype) -> None:
         self.linear, self.need = linear, need
         x, (V, H) = linear.x, linear.weight.shape
+        chunks = ROUNDED_CHUNKS if linear.ends is None else GROUPED_ROUNDED_CHUNKS
         # float16 has no room for sums that are not scaled yet.
-        rounded = x.dtype != torch.float16 and cdiv(x.shape[0], linear.chunk_rows) <= ROUNDED_CHUNKS
+        rounded = x.dtype != torch.float16 and linear.number_of_chunks <= chunks
         buffers = [
-            (tuple(linear.shape), dx_dtype),
-            ((V, H), x.dtype if rounded else torch.float32),
-            ((V,), torch.float32),
+            (tuple(linear.shape), dx_dtype, need[0]),
+            ((V, H), x.dtype if rounded else torch.float32, need[1] and linear.ends is None),  # else the first share
+            ((V,), torch.float32, need[2]),
         ]
         self.dx, self.dw, self.db = (
-            torch.empty(shape if wanted else (0,), dtype=dtype, device=x.device)
-            for (shape, dtype), wanted in zip(buffers, need, strict=True)
+            torch.empty(shape if wanted else (0,), dtype=dtype, device=x.device) for shape, dtype, wanted in buffers
         )
         self.dx_rows = self.dx.view(x.shape) if need[0] else self.dx
 
@@ -121,14 +162,37 @@ class LinearGradients:
                 self.dx_rows[rows].zero_()
             return
         first = rows.start == 0
+        if self.linear.ends is not None:
+            self._add_counted(rows, dlogits, first)
+            return
         for i, part in enumerate(self.linear.class_parts):
             if need_dx:  # the few left-over classes first: the others' product rounds their sum
                 add_product(self.dx_rows[rows], dlogits[:, part], self.linear.weight[part], first=i == 0)
             if need_dw:
                 add_product(self.dw[part], dlogits[:, part].t(), self.linear.x[rows], first)
         if need_db:
-            total = dlogits.sum(0, dtype=torch.float32)
-            self.db = total if first else self.db.add_(total)
+            self._add_bias_gradient(dlogits, first)
+
+    def _add_counted(self, rows: slice, dlogits: Tensor, first: bool) -> None:
+        need_dx, need_dw, need_db = self.need
+        weight, end = self.linear.weight, self.linear.end(rows)
+        if need_dx:
+            if self.dx.dtype == weight.dtype:
+                self.dx_rows[rows] = input_gradient(dlogits, weight, end)
+            else:  # which is summed over ranks before it is rounded
+                add_product(self.dx_rows[rows], dlogits, weight, first=True)
+        if need_dw:
+            part = weight_gradient(dlogits, self.linear.x[rows], end)
+            if first:
+                self.dw = part.to(self.dw.dtype)
+            else:
+                add_where_any(self.dw, part, end)
+        if need_db:
+            self._add_bias_gradient(dlogits, first)
+
+    def _add_bias_gradient(self, dlogits: Tensor, first: bool) -> None:
+        total = dlogits.sum(0, dtype=torch.float32)
+        self.db = total if first else self.db.add_(total)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
@@ -142,37 +206,3 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         torch.mm(a, b, out=total, **options)
     else:
         torch.addmm(total, a, b, out=total, **options)
-
-
-@triton.jit
-def scale_kernel(x_ptr, grad_ptr, divisor_ptr, y_ptr, N, BLOCK_N: tl.constexpr):
-    grad, divisor = tl.load(grad_ptr), tl.load(divisor_ptr)
-    factor = tl.where(divisor == 0.0, grad, grad / divisor)
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    x = tl.load(x_ptr + offsets, mask=offsets < N, other=0.0).to(tl.float32)
-    tl.store(y_ptr + offsets, (x * factor).to(y_ptr.dtype.element_ty), mask=offsets < N)
-
-
-def _scale(input: Tensor, grad: Tensor, divisor: Tensor, dtype: torch.dtype) -> Tensor:
-    """input * grad / divisor, both float32 scalars, rounded once to `dtype`; input * grad where the divisor is zero."""
-    y = empty(input.shape, dtype, input.device)
-    wrap_triton(scale_kernel)[(cdiv(input.numel(), 4096),)](
-        input, grad, divisor, y, input.numel(), BLOCK_N=4096, num_warps=8
-    )
-    return y
-
-
-def scale_op(name: str) -> KernelOp:
-    """`_scale` as a kernel op of one operator's own."""
-    scale = KernelOp(_scale, name=name, replayed=True)
-    scale.register_kernel("cpu")(_scale_on_cpu)
-    scale.register_fake(lambda input, grad, divisor, dtype: input.new_empty(input.shape, dtype=dtype))
-    scale.register_sharding(
-        lambda input, *_: [([split], [split, REPLICATE, REPLICATE]) for split in (*axes(input), PARTIAL)]
-    )
-    return scale
-
-
-def _scale_on_cpu(input: Tensor, grad: Tensor, divisor: Tensor, dtype: torch.dtype) -> Tensor:
-    factor = torch.where(divisor == 0, grad, grad / divisor)
-    return torch.mul(input.float(), factor).to(dtype)

@@ -5,21 +5,21 @@ whole rows, or `SliceLoss`, of rows whose classes lie on several ranks.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from llmk.ops.linear_loss._call import CallOp, LinearCall, fake_gradients, saved_dtypes
-from llmk.ops.linear_loss._chunked_linear import ChunkedLinear, LinearGradients, scale_op
+from llmk.ops.linear_loss._chunked_linear import ChunkedLinear, LinearGradients
 from llmk.ops.linear_loss._ignored import Kept
 from llmk.ops.linear_loss._logprob_rows import CPU as LOGPROBS_CPU
 from llmk.ops.linear_loss._logprob_rows import KERNELS as LOGPROBS
 from llmk.ops.linear_loss._logprob_rows_cpu import Scores
 from llmk.ops.linear_loss._ranks import group_size, sum_over
 from llmk.ops.linear_loss._row_loss_slices import SLICE_CPU, SliceLoss, row_loss_over
-from llmk.ops.linear_loss._scaled import DIFFERENTIABLE, differentiate_by_scaling
+from llmk.ops.linear_loss._scaled import DIFFERENTIABLE, differentiate_by_scaling, scale_op
 from llmk.ops.linear_loss._watch import Watch
 from llmk.ops.loss.row_loss import CPU, RowLoss, Rows, counted
 from llmk.ops.loss.row_loss_math import Columns, Options
@@ -55,13 +55,18 @@ class CrossEntropyCall(LinearCall):
     def targets(self) -> Tensor:
         return self.target.reshape(-1).contiguous()
 
-    def linear(self) -> ChunkedLinear:
+    def linear(self, kept: Kept | None) -> ChunkedLinear:
         classes = cdiv(self.num_classes, group_size(self.group_name))  # on all ranks the same chunks
-        return ChunkedLinear(self.input, self.linear_weight, self.linear_bias, self.chunk_size, classes)
+        return ChunkedLinear(
+            self.input, self.linear_weight, self.linear_bias, self.chunk_size, classes, count=Kept.count_of(kept)
+        )
 
-    def options(self, rows: "RowLoss | SliceLoss") -> Options:
+    def options(self, rows: "RowLoss | SliceLoss", linear: ChunkedLinear) -> Options:
         columns = Columns(self.vocab_start, self.num_classes) if isinstance(rows, SliceLoss) else None
-        return Options(self.weight, self.ignore_index, self.label_smoothing, self.softcap, self.z_loss, columns)
+        return Options(
+            self.weight, self.ignore_index, self.label_smoothing, self.softcap, self.z_loss, columns,
+            linear.leaves_rows_past_count,
+        )  # fmt: skip
 
     def loss_of(self, rows: "RowLoss | SliceLoss") -> RowLoss:
         return row_loss_over(self.group_name, rows) if isinstance(rows, SliceLoss) else rows
@@ -78,32 +83,40 @@ class CrossEntropyCall(LinearCall):
         return Watch(LOGPROBS_CPU if rows in (CPU, SLICE_CPU) else LOGPROBS, scores, self.group_name)
 
     def kept(self, rows: "RowLoss | SliceLoss") -> Kept | None:
-        """The tokens that count where that is asked for and known to the host."""
-        if not self.skip_ignored or rows not in (CPU, SLICE_CPU):
+        """The tokens that count, where that is asked for and can be made use of."""
+        if not self.skip_ignored:
             return None
-        return Kept.of(counted(self.target, self.ignore_index)[0])
+        counts, _ = counted(self.target, self.ignore_index)
+        return Kept.of(counts, (self.input, self.linear_weight), on_host=rows in (CPU, SLICE_CPU))
 
-    def of_kept(self, kept: Kept) -> "CrossEntropyCall":
-        return kept.call(self, "input", "target", "row_weight")
+    def of_kept(self, kept: Kept | None) -> "CrossEntropyCall":
+        return self if kept is None else kept.call(self, "input", "target", "row_weight")
 
 
-def _gradient_of_rows(call: CrossEntropyCall, weights: Tensor | None, mean: bool) -> Tensor:
-    """The weight of each row's loss, or 1 of all, which the backward pass divides by the divisor of a mean.
+def _gradient_of_rows(call: CrossEntropyCall, weights: Tensor | None, mean: bool) -> tuple[Tensor, Tensor]:
+    """The gradient of each row's loss or of all, and by what the backward pass divides those of the inputs.
 
-    Infinity where weights make that 0. Then the rows that count get gradients that are not finite, as is the loss, and
-    the others 0: a factor at the end could not tell them apart. Without weights a divisor of 0 means that no row
-    counts, and all gradients are 0.
+    A mean's divisor is known before its rows are read, so their gradients are divided: mostly nothing is left for the
+    backward pass to do. Of float16, whose range does not hold what is divided, it is left.
+
+    Where weights make the divisor 0 the rows that count get gradients that are not finite, as is the loss; without
+    weights no row counts then, and all gradients are 0.
     """
     target = call.targets()
     one = torch.ones((), dtype=torch.float32, device=target.device)
     rows = one if weights is None else weights
-    if not mean or (call.weight is None and weights is None):
-        return rows
+    if not mean:
+        return rows, one
     counts, index = counted(target, call.ignore_index)
-    counts = counts & (index >= 0) & (index < call.num_classes)
-    each = rows if call.weight is None else rows * call.weight[torch.where(counts, index, 0)].float()
+    weighted = call.weight is not None or weights is not None
+    each = rows.expand(counts.shape)
+    if call.weight is not None:
+        counts = counts & (index >= 0) & (index < call.num_classes)
+        each = rows * call.weight[torch.where(counts, index, 0)].float()
     divisor = torch.where(counts, each, 0.0).sum()
-    return torch.where(divisor == 0, float("inf"), rows)
+    if call.input.dtype != torch.float16:
+        return rows / divisor, one
+    return torch.where(divisor == 0, float("inf"), rows) if weighted else rows, divisor
 
 
 def _of(each: Tensor, chunk: slice) -> Tensor:
@@ -114,7 +127,7 @@ def _losses_and_gradients(
     rows: RowLoss | SliceLoss, call: CrossEntropyCall, gradients: LinearGradients, of_rows: Tensor, watch: Watch | None
 ) -> Rows:
     """In one pass over the chunks, given the gradient of every row; their buffer is free again when this returns."""
-    row_loss, options, target = call.loss_of(rows), call.options(rows), call.targets()
+    row_loss, options, target = call.loss_of(rows), call.options(rows, gradients.linear), call.targets()
     parts: list[Rows] = []
     for chunk, logits in gradients.linear.chunks():
         part = row_loss.losses(logits, target[chunk], options)
@@ -130,25 +143,25 @@ def _losses_and_gradients(
 def _reduce(
     rows: RowLoss | SliceLoss, call: CrossEntropyCall, reduction: str, need: Need, watch: Watch | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The sum or mean of the losses, its divisor, and the gradients of the sum.
+    """The sum or mean of the losses, what the gradients after it are still to be divided by, and these.
 
     "total" is the sum, with the divisor of the mean: what processes with some tokens each add up first.
     """
     kept = call.kept(rows)
-    call = call if kept is None else call.of_kept(kept)
+    call = call.of_kept(kept)
     weights = call.token_weights()
-    gradients = LinearGradients(call.linear(), need, call.dtypes[0])
-    of_rows = _gradient_of_rows(call, weights, reduction == "mean")
+    gradients = LinearGradients(call.linear(kept), need, call.dtypes[0])
+    of_rows, divisor = _gradient_of_rows(call, weights, reduction == "mean")
     loss, counts, _ = _losses_and_gradients(rows, call, gradients, of_rows, watch)
     if weights is not None:
         loss, counts = loss * weights, counts * weights
     row_loss = call.loss_of(rows)
     if reduction == "mean":
-        loss, divisor = row_loss.mean(loss, counts)
-    elif reduction == "total":
-        loss, divisor = row_loss.sum(loss), row_loss.sum(counts)
+        loss, _ = row_loss.mean(loss, counts)
     else:
-        loss, divisor = row_loss.sum(loss), torch.ones((), dtype=torch.float32, device=loss.device)
+        loss = row_loss.sum(loss)
+    if reduction == "total":
+        divisor = row_loss.sum(counts)
     dx = gradients.dx if kept is None or not need[0] else kept.spread(gradients.dx)
     return loss, divisor, dx, gradients.dw.to(call.dtypes[1]), gradients.db
 
@@ -170,18 +183,20 @@ def _reduced_watched(
 
 def _each_row(rows: RowLoss | SliceLoss, call: CrossEntropyCall, watch: Watch | None) -> tuple[Tensor, Tensor]:
     """Each token's loss `[...]`, and its maximum and sum `[2, ...]`."""
-    kept = call.kept(rows)
-    if kept is not None:
-        loss, stats = _each_row(rows, replace(call.of_kept(kept), skip_ignored=False), watch)
-        return kept.spread(loss), kept.spread(stats.t()).movedim(-1, 0).contiguous()
-    row_loss, options, target, parts = call.loss_of(rows), call.options(rows), call.targets(), []
-    for chunk, logits in call.linear().chunks():
+    kept, shape = call.kept(rows), call.target.shape
+    call = call.of_kept(kept)
+    linear = call.linear(kept)
+    row_loss, options, target, parts = call.loss_of(rows), call.options(rows, linear), call.targets(), []
+    for chunk, logits in linear.chunks():
         parts.append(row_loss.losses(logits, target[chunk], options))
         if watch is not None:
             watch.look(logits, target[chunk])
     loss, _, stats = Rows.cat(parts)
-    weights, shape = call.token_weights(), call.target.shape
-    return (loss if weights is None else loss * weights).view(shape), stats.view(2, *shape)
+    weights = call.token_weights()
+    loss = loss if weights is None else loss * weights
+    if kept is None:
+        return loss.view(shape), stats.view(2, *shape)
+    return kept.spread(loss), kept.spread(stats.t()).movedim(-1, 0).contiguous()
 
 
 def _row_by_row(rows: RowLoss | SliceLoss, call: CrossEntropyCall) -> tuple[Tensor, Tensor]:
@@ -202,13 +217,12 @@ def _row_by_row_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Chunk by chunk, for an upstream gradient of each row; the logits are made again."""
     kept = call.kept(rows)
+    call = call.of_kept(kept)
     if kept is not None:
-        inner = replace(call.of_kept(kept), skip_ignored=False)
-        of_kept = kept.rows(grad), kept.rows(stats.movedim(0, -1)).t()
-        dx, dw, db = _row_by_row_gradients(rows, inner, *of_kept, need_dx, need_dw, need_db)
-        return kept.spread(dx) if need_dx else dx, dw, db
-    row_loss, options, target = call.loss_of(rows), call.options(rows), call.targets()
-    gradients = LinearGradients(call.linear(), (need_dx, need_dw, need_db), call.dtypes[0])
+        grad, stats = kept.rows(grad), kept.rows(stats.movedim(0, -1)).t()
+    linear = call.linear(kept)
+    row_loss, options, target = call.loss_of(rows), call.options(rows, linear), call.targets()
+    gradients = LinearGradients(linear, (need_dx, need_dw, need_db), call.dtypes[0])
     weights = call.token_weights()
     grad = grad.reshape(-1) if weights is None else grad.reshape(-1) * weights
     stats = stats.reshape(2, -1)
@@ -217,7 +231,8 @@ def _row_by_row_gradients(
         row_loss.gradients(grad[chunk], None, logits, target[chunk], of_chunk, logits, options)
         gradients.add(chunk, logits)
     dtype = call.input.dtype
-    return gradients.dx, gradients.dw.to(dtype), gradients.db.to(dtype)
+    dx = gradients.dx if kept is None or not need_dx else kept.spread(gradients.dx)
+    return dx, gradients.dw.to(dtype), gradients.db.to(dtype)
 
 
 def _fake_reduced(call: CrossEntropyCall, reduction: str, *need: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

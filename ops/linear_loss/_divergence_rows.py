@@ -38,6 +38,7 @@ class Softmaxes(NamedTuple):
     temperature: float
     softcap: float
     teacher_softcap: float
+    leave_ignored: bool = False  # the gradients of rows that do not count are not written
 
 
 @triton.jit
@@ -118,7 +119,7 @@ def divergence_sums_kernel(
 def divergence_gradient_kernel(
     z_ptr, w_ptr, count_ptr, grad_ptr, stats_ptr, sum_ptr, dz_ptr, M, V, z_stride, w_stride, outer,
     SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, BETA: tl.constexpr, LOG_BETA: tl.constexpr,
-    LOG_REST: tl.constexpr, EXACT: tl.constexpr, BLOCK_V: tl.constexpr,
+    LOG_REST: tl.constexpr, EXACT: tl.constexpr, LEAVE_IGNORED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the student's logits, a block of a row to a program; dz may be z."""
     outer = tl.cast(outer, tl.float32)
@@ -126,8 +127,12 @@ def divergence_gradient_kernel(
     row, block = (program // blocks).to(tl.int64), program % blocks
     cols = block * BLOCK_V + tl.arange(0, BLOCK_V)
     mask = cols < V
+    counts = tl.load(count_ptr + row) != 0.0
+    if LEAVE_IGNORED:  # noqa: SIM102  Triton evaluates both sides of an `and`
+        if counts == 0:
+            return
     g = tl.load(grad_ptr + row)
-    read = cols < tl.where(tl.load(count_ptr + row) != 0.0, V, 0)
+    read = cols < tl.where(counts, V, 0)
     z = tl.load(z_ptr + row * z_stride + cols, mask=read, other=0.0)
     w = tl.load(w_ptr + row * w_stride + cols, mask=read, other=0.0)
     _, slope, x, u = _terms(  # type: ignore[misc]
@@ -182,7 +187,7 @@ def gradients(
     (M, V), block = z.shape, _block(z.shape[1])
     wrap_triton(divergence_gradient_kernel)[(M * cdiv(V, block["BLOCK_V"]),)](
         z, w, counts, grad, stats, total, z, M, V, z.stride(0), w.stride(0), 1.0 / softmaxes.temperature,
-        **_constants(softmaxes), EXACT=z.dtype == torch.float32, **block,
+        **_constants(softmaxes), EXACT=z.dtype == torch.float32, LEAVE_IGNORED=softmaxes.leave_ignored, **block,
     )  # fmt: skip
 
 

@@ -8,21 +8,42 @@ import torch
 from torch import Tensor
 
 from llmk.ops.linear_loss._call import LinearCall
+from llmk.ops.linear_loss._grouped import can_group
 
 C = TypeVar("C", bound=LinearCall)
 
 
 @dataclass(frozen=True)
 class Kept:
-    """The tokens that count, in their order: `index [n]` of N tokens that were `[...]`."""
+    """The tokens that count, in their order, of N tokens that were `[...]`.
 
-    index: Tensor
+    Where the host knows their number n they alone are kept, and `count` is None. On a GPU, where it would have to wait
+    for that, the others follow them: n is N, and `count`, int32 `[]`, says how many count.
+    """
+
+    index: Tensor  # [n]
     shape: tuple[int, ...]
+    count: Tensor | None
 
     @classmethod
-    def of(cls, counts: Tensor) -> "Kept":
-        """Of tokens `[...]`, of each whether it counts. On a GPU the host would have to wait for their number."""
-        return cls(counts.reshape(-1).nonzero().squeeze(-1), tuple(counts.shape))
+    def of(cls, counts: Tensor, *linears: tuple[Tensor, Tensor], on_host: bool) -> "Kept | None":
+        """Of tokens `[...]`, of each whether it counts, whose inputs `[..., H]` meet weights `[V, H]`.
+
+        None where all tokens must be worked on: on a GPU, where a product cannot be made for a number of rows that it
+        alone knows.
+        """
+        shape, counts = tuple(counts.shape), counts.reshape(-1)
+        if on_host:
+            return cls(counts.nonzero().squeeze(-1), shape, None)
+        if not all(can_group(input, weight) for input, weight in linears):
+            return None
+        order = counts.logical_not().to(torch.uint8).argsort(stable=True)
+        return cls(order, shape, counts.sum(dtype=torch.int32))
+
+    @staticmethod
+    def count_of(kept: "Kept | None") -> Tensor | None:
+        """How many of the tokens that are worked on count, where the device alone knows it."""
+        return None if kept is None else kept.count
 
     def rows(self, x: Tensor) -> Tensor:
         """Those of `[..., *rest]`: `[n, *rest]`."""
@@ -35,6 +56,9 @@ class Kept:
 
     def spread(self, rows: Tensor) -> Tensor:
         """`[n, *rest]` where they belong, `[..., *rest]`, zero elsewhere."""
+        if self.count is not None:
+            past = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device) >= self.count
+            rows = rows.masked_fill(past.view(-1, *[1] * (rows.dim() - 1)), 0.0)
         out = torch.zeros((math.prod(self.shape), *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
         out[self.index] = rows
         return out.view(*self.shape, *rows.shape[1:])

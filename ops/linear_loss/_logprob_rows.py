@@ -206,7 +206,7 @@ def _of_entropy(y, m, s, h, mean):
 @triton.jit
 def logprob_gradient_kernel(
     z_ptr, stats_ptr, factor_ptr, dz_ptr, M, V, z_stride, inner, outer,
-    ENTROPY: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr,
+    ENTROPY: tl.constexpr, SOFTCAP: tl.constexpr, LEAVE_IGNORED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """What no candidate adds to, a block of a row to a program; dz may be z."""
     inner = tl.cast(inner, tl.float32)
@@ -229,7 +229,7 @@ def logprob_gradient_kernel(
         if SOFTCAP > 0:
             dz *= 1.0 - (u / SOFTCAP) * (u / SOFTCAP)
         tl.store(dz_ptr + cols, dz.to(dz_ptr.dtype.element_ty), mask=mask)
-    else:
+    elif not LEAVE_IGNORED:
         tl.store(dz_ptr + cols, tl.zeros((BLOCK_V,), dtype=dz_ptr.dtype.element_ty), mask=mask)
 
 
@@ -296,7 +296,7 @@ def gradients(
     block = _row_block(V)
     wrap_triton(logprob_gradient_kernel)[(M * cdiv(V, block["BLOCK_V"]),)](
         logits, stats, factors, logits, M, V, logits.stride(0), *how.factors(),
-        ENTROPY=entropy_grad is not None, SOFTCAP=how.softcap, **block,
+        ENTROPY=entropy_grad is not None, SOFTCAP=how.softcap, LEAVE_IGNORED=how.leave_ignored, **block,
     )  # fmt: skip
     wrap_triton(logprob_scatter_kernel)[(M,)](
         candidates, target, logits, V, K, logits.stride(0),

@@ -18,6 +18,7 @@ class Scores(NamedTuple):
     temperature: float
     first_class: int
     num_classes: int
+    leave_ignored: bool = False  # the gradients of rows that do not count are not written
 
     def factors(self) -> tuple[float, float]:
         """What the logits are multiplied by before the cap and after it; without a cap at once."""

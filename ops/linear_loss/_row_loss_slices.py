@@ -57,7 +57,7 @@ def slice_statistics_kernel(
     if weight_ptr is not None:
         weight_ptr += first_class
     m, total, weight_sum, below = row_statistics(  # type: ignore[misc]
-        x_ptr, row * x_stride, weight_ptr, V, SMOOTH, SOFTCAP, UNALIGNED, BLOCK_V
+        x_ptr, row * x_stride, weight_ptr, V, target != ignore_index, SMOOTH, SOFTCAP, UNALIGNED, BLOCK_V
     )
     tl.store(out_ptr + row, m)
     tl.store(out_ptr + M + row, total)
@@ -168,7 +168,7 @@ def slice_statistics_cpu(logits: Tensor, target: Tensor, options: Options) -> Te
 
 def combine_slices_cpu(parts: Tensor, target: Tensor, options: Options) -> Rows:
     """`combine_slices` in plain PyTorch."""
-    weight, ignore_index, smoothing, _, z_loss, columns = options
+    weight, ignore_index, smoothing, _, z_loss, columns, _ = options
     assert columns is not None
     num_classes = columns.num_classes
     counts, index = class_index(target, num_classes, ignore_index)

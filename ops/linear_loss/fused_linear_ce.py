@@ -145,8 +145,12 @@ def fused_linear_ce_samples(device: torch.device, dtype: torch.dtype) -> Iterato
             **everything,
         }
         yield Sample(
-            (randn(11, 12), randn(37, 12), classes(37, 11)), kwargs, why=f"ignored tokens skipped, {reduction}"
+            (randn(11, 16), randn(37, 16), classes(37, 11)), kwargs, why=f"ignored tokens skipped, {reduction}"
         )
+    kwargs = {"linear_bias": randn(37), "skip_ignored": True, "chunk_size": 4}
+    yield Sample((randn(11, 16), randn(37, 16), classes(37, 11)), kwargs, why="skipped, three chunks and a bias")
+    nothing = torch.full((4,), -100, device=device, dtype=torch.int64)
+    yield Sample((randn(4, 8), randn(32, 8), nothing), {"skip_ignored": True}, why="every target ignored and skipped")
     yield Sample((randn(0, 16), randn(32, 16), classes(32, 0)), {"reduction": "sum"}, why="no tokens")
     yield Sample((randn(16), randn(32, 16), classes(32, 1)[0]), why="one token, one dimension")
     yield Sample((randn(5, 1), randn(1, 1), torch.zeros(5, device=device, dtype=torch.int64)), why="one feature, class")
@@ -166,7 +170,8 @@ def fused_linear_ce_resized(rows: int, device: torch.device, dtype: torch.dtype)
 
 def fused_linear_ce_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     sizes = [(8192, 4096, 128256), (8192, 2304, 256000), (8192, 2048, 151936), (4096, 4096, 32000)]
-    for N, H, V in [*sizes, (4096, 2048, 50257), (32768, 4096, 128256)]:
+    more = [(4096, 2048, 50257), (32768, 4096, 128256), (1024, 4096, 128256), (16384, 1152, 262144)]
+    for N, H, V in [*sizes, *more]:
         x = torch.randn(N, H, device=device, dtype=dtype)
         linear_weight = torch.randn(V, H, device=device, dtype=dtype) / H**0.5
         yield Sample((x, linear_weight, torch.randint(0, V, (N,), device=device)), why=f"{N}x{H}x{V}")
@@ -253,8 +258,10 @@ def fused_linear_ce(
             where dW is larger than a chunk's logits, more chunks take more memory, not less.
         row_weight: In the target's shape, what each token's loss is multiplied by; the mean divides by the sum of
             these, times the class weights if given, over the tokens that count. None for 1. It has no gradient.
-        skip_ignored: Do no work for tokens that do not count. On a CPU they are left out; on a GPU, where only the
-            device knows which count, the matrix products are those of all tokens.
+        skip_ignored: Do no work for tokens that do not count. On a CPU they are left out. On a GPU, where only the
+            device knows how many count, the matrix products stop at that number on chips of compute capability 9 and 10
+            in bfloat16, where H is a multiple of 8 and the weight's rows are contiguous; elsewhere they are those of
+            all tokens. Where tokens are more than a chunk, it takes memory for dW once more.
 
     Returns:
         float32: a scalar, or `[...]` with reduction "none". The mean over no row is NaN.

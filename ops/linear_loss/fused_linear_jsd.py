@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from llmk.ops.linear_loss._call import CallOp, LinearCall, fake_gradients, product_flops, saved_dtypes
-from llmk.ops.linear_loss._chunked_linear import ChunkedLinear, LinearGradients, scale_op
+from llmk.ops.linear_loss._chunked_linear import ChunkedLinear, LinearGradients
 from llmk.ops.linear_loss._divergence_rows import CPU, KERNELS, DivergenceRows, Softmaxes, losses
 from llmk.ops.linear_loss._ignored import Kept
 from llmk.ops.linear_loss._ranks import group_size
-from llmk.ops.linear_loss._scaled import differentiate_by_scaling, mean_of_all
+from llmk.ops.linear_loss._scaled import differentiate_by_scaling, mean_of_all, scale_op
 from llmk.ops.linear_loss.checks import check_chunk_size, check_temperature, checked_linear
 from llmk.ops.loss.divergence_math import Mixture
 from llmk.ops.loss.jsd import jsd_terms
@@ -99,17 +99,20 @@ class DistillCall(LinearCall):
     def dtypes(self) -> list[torch.dtype]:
         return saved_dtypes(self.input.dtype, self.dx_group_name)
 
-    def linears(self) -> tuple[ChunkedLinear, ChunkedLinear]:
+    def linears(self, kept: Kept | None) -> tuple[ChunkedLinear, ChunkedLinear]:
         """The student's and the teacher's, in the same chunks, whose logits together fit the budget."""
         classes = 2 * cdiv(self.num_classes, group_size(self.group_name))  # on all ranks the same chunks
-        student = ChunkedLinear(self.input, self.linear_weight, self.linear_bias, self.chunk_size, classes)
+        count = Kept.count_of(kept)
+        student = ChunkedLinear(self.input, self.linear_weight, self.linear_bias, self.chunk_size, classes, count=count)
         teacher = ChunkedLinear(
-            self.teacher_input, self.teacher_linear_weight, self.teacher_linear_bias, student.chunk_rows
+            self.teacher_input, self.teacher_linear_weight, self.teacher_linear_bias, student.chunk_rows, count=count
         )
         return student, teacher
 
-    def softmaxes(self) -> Softmaxes:
-        return Softmaxes(Mixture(self.beta), self.temperature, self.softcap, self.teacher_softcap)
+    def softmaxes(self, student: ChunkedLinear) -> Softmaxes:
+        return Softmaxes(
+            Mixture(self.beta), self.temperature, self.softcap, self.teacher_softcap, student.leaves_rows_past_count
+        )
 
     def counts(self) -> Tensor:
         """Which tokens count, `[N]`."""
@@ -118,16 +121,17 @@ class DistillCall(LinearCall):
         return self.labels.reshape(-1).long() != self.ignore_index  # int32 would wrap an index that it does not hold
 
     def kept(self, rows: DivergenceRows) -> Kept | None:
-        """The tokens that count where that is asked for and known to the host."""
-        if not self.skip_ignored or rows is not CPU or self.labels is None:
+        """The tokens that count, where that is asked for and can be made use of."""
+        if not self.skip_ignored or self.labels is None:
             return None
-        return Kept.of(self.counts().view(self.tokens))
+        linears = (self.input, self.linear_weight), (self.teacher_input, self.teacher_linear_weight)
+        return Kept.of(self.counts().view(self.tokens), *linears, on_host=rows is CPU)
 
 
 def _fwd(
     rows: DivergenceRows, call: DistillCall, total: bool, need_dx: bool, need_dw: bool, need_db: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The mean of the losses, or with `total` their sum, its divisor, and the gradients of the sum."""
+    """The mean of the losses, or with `total` their sum, what the gradients are still to be divided by, and these."""
     kept = call.kept(rows)
     if kept is not None:
         call = kept.call(call, "input", "teacher_input", "labels", "row_weight")
@@ -135,12 +139,16 @@ def _fwd(
     count = counts.float()
     weights = count if call.row_weight is None else torch.where(counts, call.row_weight.reshape(-1).float(), 0.0)
     divisor = weights.sum()
-    # The backward pass divides by the divisor. Where weights make that 0 the rows that count get gradients that are not
-    # finite, as is the loss; without weights no row counts then, and all gradients are 0.
-    of_rows = weights if call.row_weight is None or total else torch.where(divisor == 0, float("inf"), weights)
-    student, teacher = call.linears()
-    gradients, softmaxes = LinearGradients(student, (need_dx, need_dw, need_db), call.dtypes[0]), call.softmaxes()
-    parts = []
+    # Mostly the gradients of the rows are divided here. Where weights make the divisor 0 the rows that count get some
+    # that are not finite, as is the loss; without weights no row counts then, and all gradients are 0.
+    of_rows, left = weights, divisor
+    if not total and call.input.dtype != torch.float16:  # whose range does not hold what is divided
+        of_rows, left = weights / divisor, torch.ones_like(divisor)
+    elif not total and call.row_weight is not None:
+        of_rows = torch.where(divisor == 0, float("inf"), weights)
+    student, teacher = call.linears(kept)
+    gradients = LinearGradients(student, (need_dx, need_dw, need_db), call.dtypes[0])
+    softmaxes, parts = call.softmaxes(student), []
     for (chunk, z), (_, w) in zip(student.chunks(), teacher.chunks(), strict=True):
         loss, stats, sums = losses(rows, z, w, count[chunk], softmaxes, call.group_name)
         parts.append(torch.where(counts[chunk], loss * weights[chunk], 0.0))
@@ -150,7 +158,7 @@ def _fwd(
             gradients.add(chunk, z)
     loss = torch.cat(parts).sum()
     dx = gradients.dx if kept is None or not need_dx else kept.spread(gradients.dx)
-    return loss if total else loss / divisor, divisor, dx, gradients.dw.to(call.dtypes[1]), gradients.db
+    return loss if total else loss / divisor, left, dx, gradients.dw.to(call.dtypes[1]), gradients.db
 
 
 def _fake(call: DistillCall, total: bool, *need: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -189,8 +197,8 @@ def fused_linear_jsd_samples(device: torch.device, dtype: torch.dtype) -> Iterat
     def randn(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype)
 
-    def both(V: int, *tokens: int) -> tuple[Tensor, ...]:
-        return randn(*tokens, 12), randn(V, 12), randn(*tokens, 20), randn(V, 20)
+    def both(V: int, *tokens: int, H: int = 12) -> tuple[Tensor, ...]:
+        return randn(*tokens, H), randn(V, H), randn(*tokens, H + 8), randn(V, H + 8)
 
     def labels(*shape: int) -> Tensor:
         places = torch.arange(math.prod(shape), device=device, dtype=torch.int64).view(shape)
@@ -206,7 +214,7 @@ def fused_linear_jsd_samples(device: torch.device, dtype: torch.dtype) -> Iterat
             "row_weight": torch.rand(11, device=device, dtype=dtype),
         }  # fmt: skip
         yield Sample(both(37, 11), kwargs, why=f"beta {beta}, every option")
-        yield Sample(both(37, 11), kwargs | {"skip_ignored": True}, why=f"beta {beta}, ignored tokens skipped")
+        yield Sample(both(37, 11, H=16), kwargs | {"skip_ignored": True}, why=f"beta {beta}, ignored tokens skipped")
     yield Sample(both(37, 11), {"chunk_size": 2}, why="six chunks: float32 sums")
     yield Sample(both(37, 5), {"labels": torch.full_like(labels(5), -100)}, why="every token ignored: NaN")
     yield Sample(both(37, 0), why="no tokens: NaN")
@@ -298,8 +306,10 @@ def fused_linear_jsd(
         teacher_softcap: The same of the teacher's.
         row_weight: `[...]`, what each token's loss is multiplied by; the mean divides by their sum. None for 1.
         ignore_index: See `labels`.
-        skip_ignored: Do no work for tokens that do not count. On a CPU they are left out; on a GPU, where only the
-            device knows which count, the matrix products are those of all tokens.
+        skip_ignored: Do no work for tokens that do not count. On a CPU they are left out. On a GPU, where only the
+            device knows how many count, the matrix products stop at that number on chips of compute capability 9 and 10
+            in bfloat16, where H is a multiple of 8 and the weight's rows are contiguous; elsewhere they are those of
+            all tokens. Where tokens are more than a chunk, it takes memory for dW once more.
         chunk_size: Tokens whose logits exist at a time; 0 chooses as `fused_linear_ce` does, for both logits together.
 
     Returns:

@@ -91,16 +91,18 @@ class LogprobsCall(LinearCall):
     def dx_dtype(self) -> torch.dtype:
         return torch.float32 if self.dx_group_name else self.input.dtype
 
-    def scores(self) -> Scores:
+    def scores(self, linear: ChunkedLinear) -> Scores:
         return Scores(
-            self.ignore_index, self.logit_scale, self.softcap, self.temperature, self.vocab_start, self.num_classes
-        )
+            self.ignore_index, self.logit_scale, self.softcap, self.temperature, self.vocab_start, self.num_classes,
+            linear.leaves_rows_past_count,
+        )  # fmt: skip
 
-    def linear(self) -> ChunkedLinear:
+    def linear(self, kept: Kept | None) -> ChunkedLinear:
         classes = cdiv(self.num_classes, group_size(self.group_name))  # on all ranks the same chunks
         return ChunkedLinear(
-            self.input, self.linear_weight, self.linear_bias, self.chunk_size, classes, budget=REMADE_BUDGET
-        )
+            self.input, self.linear_weight, self.linear_bias, self.chunk_size, classes, REMADE_BUDGET,
+            Kept.count_of(kept),
+        )  # fmt: skip
 
     def candidates(self) -> Tensor:
         """The targets `[N, K]`."""
@@ -108,24 +110,29 @@ class LogprobsCall(LinearCall):
         return self.target.reshape(-1, K).contiguous()
 
     def kept(self, rows: LogprobRows) -> Kept | None:
-        """The tokens that count where that is asked for and known to the host."""
-        if not self.skip_ignored or rows is not CPU:
+        """The tokens that count, where that is asked for and can be made use of."""
+        if not self.skip_ignored:
             return None
         counts = self.target.long() != self.ignore_index  # int32 would wrap an index that it does not hold
-        return Kept.of(counts.any(-1) if self.target.dim() == self.input.dim() else counts)
+        counts = counts.any(-1) if self.target.dim() == self.input.dim() else counts
+        return Kept.of(counts, (self.input, self.linear_weight), on_host=rows is CPU)
+
+    def of_kept(self, kept: Kept | None) -> "LogprobsCall":
+        return self if kept is None else kept.call(self, "input", "target")
 
 
 def _forward(rows: LogprobRows, call: LogprobsCall) -> tuple[Tensor, Tensor, Tensor]:
     kept = call.kept(rows)
-    if kept is not None:
-        logprobs, entropy, stats = _forward_of(rows, kept.call(call, "input", "target"))
-        return kept.spread(logprobs), kept.spread(entropy), kept.spread(stats.t()).movedim(-1, 0).contiguous()
-    return _forward_of(rows, call)
+    logprobs, entropy, stats = _forward_of(rows, call.of_kept(kept), kept)
+    if kept is None:
+        return logprobs, entropy, stats
+    return kept.spread(logprobs), kept.spread(entropy), kept.spread(stats.t()).movedim(-1, 0).contiguous()
 
 
-def _forward_of(rows: LogprobRows, call: LogprobsCall) -> tuple[Tensor, Tensor, Tensor]:
-    target, scores, parts = call.candidates(), call.scores(), []
-    for chunk, logits in call.linear().chunks():
+def _forward_of(rows: LogprobRows, call: LogprobsCall, kept: Kept | None) -> tuple[Tensor, Tensor, Tensor]:
+    linear = call.linear(kept)
+    target, scores, parts = call.candidates(), call.scores(linear), []
+    for chunk, logits in linear.chunks():
         part = gather(rows.statistics(logits, target[chunk], scores), call.group_name)
         parts.append(rows.combine(part, target[chunk], scores))
     logprobs, entropy, stats = (torch.cat(of, -1 if i == 2 else 0) for i, of in enumerate(zip(*parts, strict=True)))
@@ -137,20 +144,19 @@ def _backward(
     need_dx: bool, need_dw: bool, need_db: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     kept, need = call.kept(rows), (need_dx, need_dw, need_db)
-    if kept is None:
-        return _backward_of(rows, call, grad, entropy_grad, stats, need)
-    grad, entropy_grad = (None if g is None else kept.rows(g) for g in (grad, entropy_grad))
-    dx, dw, db = _backward_of(
-        rows, kept.call(call, "input", "target"), grad, entropy_grad, kept.rows(stats.movedim(0, -1)).t(), need
-    )
-    return kept.spread(dx) if need_dx else dx, dw, db
+    if kept is not None:
+        grad, entropy_grad = (None if g is None else kept.rows(g) for g in (grad, entropy_grad))
+        stats = kept.rows(stats.movedim(0, -1)).t()
+    dx, dw, db = _backward_of(rows, call.of_kept(kept), kept, grad, entropy_grad, stats, need)
+    return dx if kept is None or not need_dx else kept.spread(dx), dw, db
 
 
 def _backward_of(
-    rows: LogprobRows, call: LogprobsCall, grad: Tensor | None, entropy_grad: Tensor | None, stats: Tensor,
-    need: tuple[bool, bool, bool],
+    rows: LogprobRows, call: LogprobsCall, kept: Kept | None, grad: Tensor | None, entropy_grad: Tensor | None,
+    stats: Tensor, need: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    target, scores, linear = call.candidates(), call.scores(), call.linear()
+    linear = call.linear(kept)
+    target, scores = call.candidates(), call.scores(linear)
     gradients = LinearGradients(linear, need, call.dx_dtype)
     grad = None if grad is None else grad.reshape(target.shape)
     entropy_grad = None if entropy_grad is None else entropy_grad.reshape(-1)
@@ -240,9 +246,9 @@ def linear_logprobs_samples(device: torch.device, dtype: torch.dtype) -> Iterato
     kwargs = {"linear_bias": randn(37), "softcap": 4.0, "temperature": 2.0}
     yield Sample((randn(3, 12), randn(37, 12), twice), kwargs, why="a candidate twice, and none that counts")
     yield Sample((randn(2, 12), randn(80, 12), classes(80, 2, 64)), why="64 candidates")
-    yield Sample((randn(9, 12), randn(37, 12), classes(37, 9)), {"skip_ignored": True}, why="ignored tokens skipped")
+    yield Sample((randn(9, 16), randn(37, 16), classes(37, 9)), {"skip_ignored": True}, why="ignored tokens skipped")
     kwargs = {"skip_ignored": True, "chunk_size": 2, "softcap": 4.0}
-    yield Sample((randn(2, 4, 12), randn(37, 12), classes(37, 2, 4, 1)), kwargs, why="skipped, one candidate, chunks")
+    yield Sample((randn(2, 4, 16), randn(37, 16), classes(37, 2, 4, 1)), kwargs, why="skipped, one candidate, chunks")
     nothing = torch.full((4,), -100, device=device, dtype=torch.int64)
     yield Sample((randn(4, 8), randn(32, 8), nothing), why="every target ignored")
     yield Sample((randn(4, 8), randn(32, 8), nothing), {"skip_ignored": True}, why="every target ignored and skipped")
@@ -322,9 +328,8 @@ def linear_logprobs(
         softcap: Logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.
         ignore_index: A candidate of this index has log-probability 0 and no gradient. A token all of whose candidates
             have it has entropy 0 too, whatever its logits are.
-        skip_ignored: Do no work for tokens none of whose candidates counts. On a CPU they are left out; on a GPU
-            the matrix products are those of all tokens, since only the device knows which count, and the passes over
-            the logits leave them out, with or without this.
+        skip_ignored: Do no work for tokens none of whose candidates counts, as `fused_linear_ce` does it. The passes
+            over the logits leave them out with or without this.
         chunk_size: Tokens whose logits exist at a time. 0 chooses: on a GPU the fewest equal chunks of at most 0.8 GiB
             of logits, on a CPU a million logits. Beyond three chunks the gradient of `linear_weight` is summed in
             float32, which takes a buffer of that size.

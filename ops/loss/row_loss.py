@@ -96,10 +96,13 @@ def _add_block(
 
 @triton.jit
 def row_statistics(
-    x_ptr, start, weight_ptr, V,
+    x_ptr, start, weight_ptr, V, counts,
     SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, UNALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """A row's maximum and sum, and with smoothing sum_c(w_c) and sum_c(w_c * (m - x_c)): small where x is large."""
+    """A row's maximum and sum, and with smoothing sum_c(w_c) and sum_c(w_c * (m - x_c)): small where x is large.
+
+    A row that does not count is not read: it has no maximum and no sum.
+    """
     m = tl.full((), float("-inf"), dtype=tl.float32)
     total = tl.full((), 0.0, dtype=tl.float32)
     weight_sum = tl.full((), 0.0, dtype=tl.float32)
@@ -107,18 +110,20 @@ def row_statistics(
     head, first = _first_aligned(start, V, UNALIGNED)  # type: ignore[misc]
     if UNALIGNED:
         m, total, weight_sum, below = _add_block(
-            m, total, weight_sum, below, x_ptr + start, weight_ptr, tl.arange(0, ALIGNED), head, SMOOTH, SOFTCAP, True
-        )
+            m, total, weight_sum, below, x_ptr + start, weight_ptr, tl.arange(0, ALIGNED), tl.where(counts, head, 0),
+            SMOOTH, SOFTCAP, True,
+        )  # fmt: skip
         if weight_ptr is not None:
             weight_ptr += head
     x_ptr += first
     V -= head
-    whole = V // BLOCK_V * BLOCK_V
+    end = tl.where(counts, V, 0)
+    whole = end // BLOCK_V * BLOCK_V
     for col in range(0, whole, BLOCK_V):
         m, total, weight_sum, below = _add_block(
             m, total, weight_sum, below, x_ptr, weight_ptr, col + tl.arange(0, BLOCK_V), V, SMOOTH, SOFTCAP, False
         )
-    for col in range(whole, V, BLOCK_V):  # once, or not at all
+    for col in range(whole, end, BLOCK_V):  # once, or not at all
         m, total, weight_sum, below = _add_block(
             m, total, weight_sum, below, x_ptr, weight_ptr, col + tl.arange(0, BLOCK_V), V, SMOOTH, SOFTCAP, True
         )
@@ -138,7 +143,7 @@ def cross_entropy_kernel(
     counts, valid, w_t = counts_of(target, weight_ptr, V, ignore_index)  # type: ignore[misc]
     x_t = capped(tl.load(x_ptr + row * x_stride + target, mask=valid, other=0.0), SOFTCAP)
     m, total, weight_sum, below = row_statistics(  # type: ignore[misc]
-        x_ptr, row * x_stride, weight_ptr, V, SMOOTH, SOFTCAP, UNALIGNED, BLOCK_V
+        x_ptr, row * x_stride, weight_ptr, V, counts, SMOOTH, SOFTCAP, UNALIGNED, BLOCK_V
     )
     logsum = tl.log(total)
     loss = loss_of(m, logsum, weight_sum, below, x_t, w_t, counts, valid, V, smoothing, z_loss, SMOOTH)
@@ -180,7 +185,8 @@ def _store_gradient(
 def cross_entropy_backward_kernel(
     grad_ptr, divisor_ptr, x_ptr, target_ptr, weight_ptr, weight_sum_ptr, stats_ptr, dx_ptr,
     M, V, grad_stride, x_stride, dx_stride, ignore_index, smoothing, z_loss, first_class, num_classes,
-    SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, UNALIGNED: tl.constexpr, RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
+    SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, UNALIGNED: tl.constexpr, RAGGED: tl.constexpr,
+    LEAVE_IGNORED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     smoothing = tl.cast(smoothing, tl.float32)
     z_loss = tl.cast(z_loss, tl.float32)
@@ -189,6 +195,9 @@ def cross_entropy_backward_kernel(
     first_class, num_classes = classes_of(0, V, first_class, num_classes)  # type: ignore[misc]
     target = tl.load(target_ptr + row).to(tl.int64)
     counts, valid, w_t = counts_of(target, weight_ptr, num_classes, ignore_index)  # type: ignore[misc]
+    if LEAVE_IGNORED:  # noqa: SIM102  Triton evaluates both sides of an `and`
+        if counts == 0:
+            return
     m = tl.load(stats_ptr + row)
     total = tl.load(stats_ptr + M + row)
     g = tl.load(grad_ptr + row * grad_stride)
@@ -285,7 +294,7 @@ def row_gradients(
         M, V, grad.stride(0) if grad.dim() else 0, logits.stride(0), dlogits.stride(0),
         options.ignore_index, options.smoothing, options.z_loss, first_class, num_classes,
         SMOOTH=options.smoothing > 0, SOFTCAP=options.softcap, UNALIGNED=unaligned(logits, dlogits),
-        RAGGED=V % ALIGNED.value != 0, **block,
+        RAGGED=V % ALIGNED.value != 0, LEAVE_IGNORED=options.leave_ignored, **block,
     )  # fmt: skip
 
 
@@ -315,7 +324,7 @@ def capped_cpu(logits: Tensor, softcap: float) -> Tensor:
 def row_losses_cpu(logits: Tensor, target: Tensor, options: Options) -> Rows:
     """`row_losses` in plain PyTorch; on real tensors a target out of range raises."""
     V = logits.shape[-1]
-    weight, _, smoothing, _, z_loss, _ = options
+    weight, _, smoothing, _, z_loss, *_ = options
     counts, index = class_index(target, V, options.ignore_index)
     x = capped_cpu(logits, options.softcap)
     maximum = x.amax(-1)
@@ -346,7 +355,7 @@ def row_gradients_cpu(
     first_class, num_classes = options.columns or (0, V)
     maximum, total = stats.unbind()
     grad = (grad if divisor is None else grad / divisor).expand(target.shape)
-    weight, ignore_index, smoothing, softcap, z_loss, _ = options
+    weight, ignore_index, smoothing, softcap, z_loss, *_ = options
     counts, index = counted(target, ignore_index)
     w_t = torch.ones_like(grad) if weight is None else weight[index].float()
     column, here = index.unsqueeze(-1), 1.0

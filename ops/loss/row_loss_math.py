@@ -26,6 +26,7 @@ class Options(NamedTuple):
     softcap: float
     z_loss: float
     columns: Columns | None = None  # None: the columns are all classes
+    leave_ignored: bool = False  # the gradients of rows that do not count are not written
 
     def contiguous_weight(self) -> Tensor | None:
         return self.weight.contiguous() if self.weight is not None else None

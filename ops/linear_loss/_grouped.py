@@ -1,0 +1,60 @@
+"""Products of the first rows of a matrix, where the device alone knows how many those are.
+
+`torch.nn.functional.grouped_mm` with one group takes the number of rows as a tensor and does no work past it. Results
+past it are left unwritten, and operands past it are not read.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import grouped_mm
+
+from llmk.registry import cdiv, wrap_triton
+from llmk.registry.backends import kernels_on_cpu
+
+CHIPS = (9, 10)
+"""Major compute capabilities for which PyTorch has a kernel; on others it asks the device for the number."""
+ROW_BYTES = 16
+"""What the rows of the operands must be multiples of."""
+
+
+def can_group(x: Tensor, weight: Tensor) -> bool:
+    """Whether rows of x `[..., H]`, contiguous, can be multiplied with weight `[V, H]` this way, in both directions."""
+    if x.dtype != torch.bfloat16 or x.numel() == 0 or weight.numel() == 0 or weight.stride(-1) != 1:
+        return False
+    if any(stride * x.element_size() % ROW_BYTES for stride in (weight.stride(0), x.shape[-1])):
+        return False
+    if x.device.type != "cuda":
+        return kernels_on_cpu()
+    return torch.cuda.get_device_capability(x.device)[0] in CHIPS
+
+
+def outputs(x: Tensor, weight: Tensor, end: Tensor) -> Tensor:
+    """`x @ weight.t()` of the first `end [1]` rows of x `[C, H]`: `[C, V]`, int32 `end`."""
+    return grouped_mm(x, weight.t().unsqueeze(0), offs=end)
+
+
+def input_gradient(dlogits: Tensor, weight: Tensor, end: Tensor) -> Tensor:
+    """`dlogits @ weight` of the first rows of `dlogits [C, V]`: `[C, H]`."""
+    return grouped_mm(dlogits, weight.unsqueeze(0), offs=end)
+
+
+def weight_gradient(dlogits: Tensor, x: Tensor, end: Tensor) -> Tensor:
+    """`dlogits.t() @ x` over the first rows of both: `[V, H]`, zeros over none."""
+    return grouped_mm(dlogits.t(), x, offs=end)[0]
+
+
+@triton.jit
+def add_kernel(total_ptr, part_ptr, end_ptr, N, BLOCK_N: tl.constexpr):
+    if tl.load(end_ptr) > 0:
+        offsets = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+        total = tl.load(total_ptr + offsets, mask=offsets < N, other=0.0).to(tl.float32)
+        total += tl.load(part_ptr + offsets, mask=offsets < N, other=0.0).to(tl.float32)
+        tl.store(total_ptr + offsets, total.to(total_ptr.dtype.element_ty), mask=offsets < N)
+
+
+def add_where_any(total: Tensor, part: Tensor, end: Tensor) -> None:
+    """`total += part`, rounded once; where `end` is 0, and the part zeros, neither is read."""
+    N = total.numel()
+    wrap_triton(add_kernel)[(cdiv(N, 4096),)](total, part, end, N, BLOCK_N=4096, num_warps=8)
