@@ -7,6 +7,7 @@ from torch import Tensor
 
 from llmk.ops.linear_loss._call import saved_dtypes
 from llmk.ops.linear_loss._chunked_linear import LOGITS_BUDGET, ChunkedLinear
+from llmk.ops.linear_loss._ignored import Kept
 from llmk.ops.linear_loss.divergence_scores import DIVERGENCES
 from llmk.ops.linear_loss.linear_logprobs import LogprobsCall
 from llmk.ops.linear_loss.pair_losses import LOSSES, LossOptions
@@ -33,9 +34,15 @@ class PreferenceCall(LogprobsCall):
     def dtypes(self) -> list[torch.dtype]:
         return saved_dtypes(self.input.dtype, self.dx_group_name)
 
-    def linear(self) -> ChunkedLinear:
-        """In chunks of whole groups where one fits: their coefficients are then known with its logits."""
-        linear = ChunkedLinear(self.input, self.linear_weight, self.linear_bias, self.chunk_size)
+    def linear(self, kept: Kept | None) -> ChunkedLinear:
+        """In chunks of whole groups where one fits: their coefficients are then known with its logits.
+
+        Of the tokens that count alone no chunk holds whole groups.
+        """
+        count = Kept.count_of(kept)
+        linear = ChunkedLinear(self.input, self.linear_weight, self.linear_bias, self.chunk_size, count=count)
+        if kept is not None:
+            return linear
         N, group, rows = linear.x.shape[0], self.group_rows, linear.chunk_rows
         if N == 0:
             return linear

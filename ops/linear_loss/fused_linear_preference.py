@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from llmk.ops.linear_loss._call import CallOp, fake_gradients, product_flops
-from llmk.ops.linear_loss._chunked_linear import ChunkedLinear, LinearGradients, scale_op
+from llmk.ops.linear_loss._chunked_linear import LinearGradients
 from llmk.ops.linear_loss._logprob_rows import CPU, KERNELS, LogprobRows
 from llmk.ops.linear_loss._preference import PreferenceCall
-from llmk.ops.linear_loss._scaled import differentiate_by_scaling
+from llmk.ops.linear_loss._scaled import differentiate_by_scaling, scale_op
 from llmk.ops.linear_loss.checks import check_chunk_size, check_temperature, checked_linear
 from llmk.ops.linear_loss.divergence_scores import DIVERGENCES
 from llmk.ops.linear_loss.linear_logprobs import linear_logprobs_reference
@@ -89,12 +89,8 @@ def _fwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The loss, log-probabilities, entropies, and the gradients of the loss."""
     kept = call.kept(rows)
-    if kept is None:
-        linear, target = call.linear(), call.candidates()
-    else:  # of the tokens that count alone: no chunk of them holds whole groups
-        of_kept = kept.call(call, "input", "target")
-        linear = ChunkedLinear(of_kept.input, call.linear_weight, call.linear_bias, call.chunk_size)
-        target = of_kept.target.view(-1, 1)
+    of_kept = call.of_kept(kept)
+    linear, target = of_kept.linear(kept), of_kept.target.reshape(-1, 1).contiguous()
     gradients = LinearGradients(linear, (need_dx, need_dw, need_db), call.dtypes[0])
     needed, N = any(gradients.need), linear.x.shape[0]
     at_once = needed and kept is None and N > 0 and linear.chunk_rows % call.group_rows == 0
@@ -115,7 +111,7 @@ def _forward(
     rows: LogprobRows, call: PreferenceCall, gradients: LinearGradients, target: Tensor, at_once: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities `[N, 1]`, entropies `[N]` and statistics `[3, N]`; and `at_once` the gradients."""
-    scores, parts = call.scores(), []
+    scores, parts = call.scores(gradients.linear), []
     for chunk, logits in gradients.linear.chunks():
         part = rows.combine(rows.statistics(logits, target[chunk], scores), target[chunk], scores)
         parts.append(part)
@@ -133,8 +129,9 @@ def _backward(
     rows: LogprobRows, call: PreferenceCall, gradients: LinearGradients, target: Tensor, stats: Tensor, slopes: Tensor
 ) -> None:
     """The gradients from those of log-probabilities `[N, 1]`, the logits made again."""
+    scores = call.scores(gradients.linear)
     for chunk, logits in gradients.linear.chunks():
-        rows.gradients(slopes[chunk], None, logits, target[chunk], stats[:, chunk], call.scores())
+        rows.gradients(slopes[chunk], None, logits, target[chunk], stats[:, chunk], scores)
         gradients.add(chunk, logits)
 
 
@@ -188,7 +185,8 @@ def fused_linear_preference_samples(device: torch.device, dtype: torch.dtype) ->
     }  # fmt: skip
     yield Sample(pairs(), kwargs | {"chunk_size": 9}, why="every option, a pair to a chunk")
     yield Sample(pairs(), kwargs | {"chunk_size": 5}, why="every option, logits made twice")
-    yield Sample(pairs(), kwargs | {"skip_ignored": True}, why="every option, ignored tokens skipped")
+    skipped = randn(3, 2, 4, 16), randn(37, 16), classes(37, 3, 2, 4)
+    yield Sample(skipped, kwargs | {"skip_ignored": True}, why="every option, ignored tokens skipped")
     kwargs = {"loss_type": "kto", "ref_logps": ref[:, :1], "group_weight": rand(3), "chunk_size": 4}
     yield Sample((randn(3, 1, 4, 12), randn(37, 12), classes(37, 3, 1, 4)), kwargs, why="single completions")
     nothing = torch.full((2, 2, 3), -100, device=device, dtype=torch.int64)
@@ -287,8 +285,8 @@ def fused_linear_preference(
         temperature: What the logits are divided by, after the cap; positive.
         softcap: Logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.
         ignore_index: A token with this target has log-probability 0 and no gradient; nothing else is read of it.
-        skip_ignored: Do no work for tokens that do not count. On a CPU they are left out, and the logits made twice; on
-            a GPU, where only the device knows which count, the matrix products are those of all tokens.
+        skip_ignored: Do no work for tokens that do not count, as `fused_linear_ce` does it; the logits of the others
+            are made twice.
         chunk_size: Tokens whose logits exist at a time, or the most that are whole groups. 0 chooses as
             `fused_linear_ce` does.
 
