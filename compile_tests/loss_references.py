@@ -97,7 +97,7 @@ def dpo_reference(
     ref_input: Tensor | None = None, ref_linear_weight: Tensor | None = None, beta: float = 0.1,
     loss_type: str | list[str] = "sigmoid", loss_weights: list[float] | None = None, label_smoothing: float = 0.0,
     f_divergence_type: str = "reverse_kl", f_alpha_divergence_coef: float = 0.5, discopop_tau: float = 0.05,
-    ld_alpha: float | None = None, **kw: Any,
+    ld_alpha: float | None = None, use_weighting: bool = False, **kw: Any,
 ) -> Tensor:  # fmt: skip
     packed = kw.get("sequence_ids") is not None
     tokens = pairs_of(logps_of(input, linear_weight, target, **kw), packed)
@@ -152,7 +152,17 @@ def dpo_reference(
     }
     types = [loss_type] if isinstance(loss_type, str) else loss_type
     weights = [1.0] * len(types) if loss_weights is None else loss_weights
-    return torch.stack([w * losses[name]().mean() for w, name in zip(weights, types, strict=True)]).sum()
+    pair_weights: Tensor | float = 1.0
+    if use_weighting:
+        squares = split((2 * token_scores(input, linear_weight, **kw)).exp().sum(-1).log(), target, **kw)
+        each = [
+            average(c - a).exp() * average(r - b).exp()
+            for (c, r), (a, b) in zip(tokens, pairs_of(squares, packed), strict=True)
+        ]
+        pair_weights = torch.stack(each).detach()
+    return torch.stack(
+        [w * (pair_weights * losses[name]()).mean() for w, name in zip(weights, types, strict=True)]
+    ).sum()
 
 
 def cpo_reference(

@@ -198,6 +198,12 @@ WRONG: list[tuple[str, type[Exception], str, Callable[[Tensor, Tensor, Tensor], 
         lambda x, w, t: losses.dpo(x, w, t, ref_logps=x[:, 0, 0], loss_type="dpo"),
     ),
     (
+        "sorted",
+        ValueError,
+        "use_weighting: expected False with 'aot'",
+        lambda x, w, t: losses.dpo(x, w, t, ref_logps=x[:, 0, 0], loss_type="aot", use_weighting=True),
+    ),
+    (
         "weights",
         ValueError,
         "loss_weights: expected 1 numbers",

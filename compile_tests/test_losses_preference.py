@@ -69,6 +69,12 @@ def test_dpo_with_a_weight_for_what_is_longer(device: torch.device, ld_alpha: fl
     require(DPO, reordered(sample) if packs else sample)
 
 
+@pytest.mark.parametrize("packs", [False, True])
+def test_dpo_with_weights_of_pairs(device: torch.device, packs: bool) -> None:
+    sample = of_dpo(device, use_weighting=True, loss_type=["ipo", "sft"], temperature=0.8, softcap=5.0)
+    require(DPO, reordered(sample) if packs else sample)
+
+
 def test_dpo_mixture_options_and_reference_model(device: torch.device) -> None:
     x, weight, target = batch(LENGTHS, device)
     bias, ref_input, ref_weight = (torch.randn(shape).to(device) for shape in ((37,), (*target.shape, 7), (37, 7)))

@@ -100,6 +100,7 @@ DPO = [
         for name in ("forward_kl", "js_divergence", "alpha_divergence")
     ),
     {"loss_type": ["sigmoid"], "ld_alpha": 0.3, "beta": 0.4},
+    {"loss_type": ["sigmoid", "ipo"], "use_weighting": True},
     {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.5]},
 ]
 

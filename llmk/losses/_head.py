@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from llmk.losses._checks import check_is_tensor
@@ -29,6 +30,16 @@ class Head:
             softcap=self.softcap, ignore_index=self.ignore_index, skip_ignored=self.skip_ignored,
             chunk_size=self.chunk_size,
         )  # fmt: skip
+
+    def log_sum_sq_probs(self, input: Tensor, target: Tensor, logprobs: Tensor) -> Tensor:
+        """log sum_v p_v^2 of each token, from the log-probabilities of the targets: a constant, for one product more.
+
+        With logits z it is logsumexp(2z) - 2 logsumexp(z): twice the target's log-probability, less that at half the
+        temperature. 0 where a token does not count.
+        """
+        with torch.no_grad():
+            sharper, _ = replace(self, temperature=self.temperature / 2).logprobs(input, target)
+        return 2 * logprobs.detach() - sharper
 
     def takes_groups(self, sequences: Sequences) -> bool:
         """Whether `preference` does: not a packed batch, nor a vocabulary that is split over ranks."""

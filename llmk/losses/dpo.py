@@ -21,8 +21,8 @@ def dpo(
     ref_linear_bias: Tensor | None = None, beta: float = 0.1, loss_type: str | Sequence[str] = "sigmoid",
     loss_weights: Sequence[float] | None = None, label_smoothing: float = 0.0, f_divergence_type: str = "reverse_kl",
     f_alpha_divergence_coef: float = 0.5, discopop_tau: float = 0.05, ld_alpha: float | None = None,
-    linear_bias: Tensor | None = None, temperature: float = 1.0, softcap: float = 0.0, ignore_index: int = -100,
-    skip_ignored: bool = False, chunk_size: int = 0, sequence_ids: Tensor | None = None,
+    use_weighting: bool = False, linear_bias: Tensor | None = None, temperature: float = 1.0, softcap: float = 0.0,
+    ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0, sequence_ids: Tensor | None = None,
     num_sequences: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Direct preference optimization: the mean over pairs of a chosen and a rejected completion of
@@ -52,6 +52,8 @@ def dpo(
         f_alpha_divergence_coef: Of "alpha_divergence".
         discopop_tau: Of "discopop"; positive.
         ld_alpha: The weight of the tokens of the longer completion beyond the shorter one's length, 0 to 1.
+        use_weighting: Multiply the loss of each pair by the product over its two completions of exp(mean over tokens of
+            log pi - log sum_v pi(v)^2), a constant; not with "aot" and "aot_unpaired".
         linear_bias: `[V]`.
         temperature, softcap, skip_ignored, chunk_size: As in `llmk.functional.linear_logprobs`.
         ignore_index: The target of a token that does not count.
@@ -69,12 +71,16 @@ def dpo(
 
     The gradients are made in the forward pass, with three products of the policy where a chunk of logits holds those of
     a pair (with `chunk_size` 0 on a GPU 1.33 GiB), else with four. With "aot", "aot_unpaired" or "sft" alone, packed,
-    or with a vocabulary that is split over ranks they are made in the backward pass: four. The reference has one.
+    or with a vocabulary that is split over ranks they are made in the backward pass: four, and with `use_weighting`
+    five. The reference has one.
 
     Sources: Rafailov et al., 2023, https://arxiv.org/abs/2305.18290; of each other loss type in `_pairs.py`; ld_alpha:
-    Liu et al., 2024, https://arxiv.org/abs/2409.06411. Reference implementation: `trl.DPOTrainer`.
+    Liu et al., 2024, https://arxiv.org/abs/2409.06411; use_weighting: Zhou et al., WPO, 2024,
+    https://arxiv.org/abs/2406.11827, equation 2. Reference implementation: `trl.DPOTrainer`.
     """
     types = _types_of(loss_type, loss_weights, label_smoothing, f_divergence_type)
+    if use_weighting and any(name in ("aot", "aot_unpaired") for name, _ in types):
+        raise ValueError(f"use_weighting: expected False with 'aot' and 'aot_unpaired', got loss_type {loss_type!r}")
     check_positive("beta", beta)
     check_positive("discopop_tau", discopop_tau)
     if ld_alpha is not None:
@@ -94,7 +100,7 @@ def dpo(
     ref_logps = ref_logps.detach().float()
     options = LossOptions(beta, label_smoothing, 0.0, discopop_tau)
     divergence = f_divergence_type, f_alpha_divergence_coef
-    if _is_of_pairs(types) and head.takes_groups(sequences):
+    if not use_weighting and _is_of_pairs(types) and head.takes_groups(sequences):
         loss, token_logps, entropy = _made_in_forward(
             head, input, target, ref_logps, sequences, types, options, divergence, ld_alpha
         )
@@ -103,7 +109,8 @@ def dpo(
         token_logps, entropy = head.logprobs(input, target)
         logps = _of_sequences(token_logps, sequences, ld_alpha)
         pairs = _pairs(token_logps, logps, ref_logps, sequences, *divergence)
-        terms = [weight * mean_of(loss_of_pairs(name, pairs, options), pairs.exists) for name, weight in types]
+        weights = _weights(head, input, target, token_logps, sequences) if use_weighting else 1.0
+        terms = [coef * mean_of(weights * loss_of_pairs(name, pairs, options), pairs.exists) for name, coef in types]
         loss = sequences.checked(torch.stack(terms).sum())
     rewards = sequences.halves(beta * (logps - ref_logps))
     metrics = {
@@ -157,6 +164,13 @@ def _types_of(
         if divergence != "reverse_kl" and name not in (*OF_SCORES, "sft"):
             raise ValueError(f"f_divergence_type: expected 'reverse_kl' with loss_type {name!r}, got {divergence!r}")
     return list(zip(names, weights, strict=True))
+
+
+def _weights(head: Head, input: Tensor, target: Tensor, token_logps: Tensor, sequences: Sequences) -> Tensor:
+    """Of pairs `[P]`, constants."""
+    aligned = token_logps.detach() - head.log_sum_sq_probs(input.detach(), target, token_logps)
+    chosen, rejected = sequences.halves(sequences.averages(aligned))
+    return torch.exp(chosen + rejected)
 
 
 def _of_sequences(token_logps: Tensor, sequences: Sequences, ld_alpha: float | None) -> Tensor:
