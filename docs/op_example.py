@@ -51,7 +51,9 @@ def _made(name: str, value: Tensor) -> str:
     """An expression that makes such a tensor: classes, probabilities, angles and boxes are what they should be."""
     shape = ", ".join(map(str, value.shape))
     if not value.is_floating_point():
-        return f"torch.randint(0, {int(value.max()) + 1}, ({shape},))"
+        if name in ("target", "labels"):
+            return f"torch.randint(0, {int(value.max()) + 1}, ({shape},))"
+        return f"torch.tensor({value.tolist()}, dtype={value.dtype})"  # places, of which not any will do
     rows = value.double()
     if value.dim() > 1 and _is_one(rows.exp().sum(-1)):
         return f"torch.randn({shape}).log_softmax(-1)"

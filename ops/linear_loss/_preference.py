@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss._call import saved_dtypes
 from llmk.ops.linear_loss._chunked_linear import LOGITS_BUDGET, ChunkedLinear
 from llmk.ops.linear_loss._ignored import Kept
 from llmk.ops.linear_loss.divergence_scores import DIVERGENCES
@@ -29,10 +28,6 @@ class PreferenceCall(LogprobsCall):
     discopop_tau: float
     f_divergence_type: str
     f_divergence_coef: float
-
-    @property
-    def dtypes(self) -> list[torch.dtype]:
-        return saved_dtypes(self.input.dtype, self.dx_group_name)
 
     def linear(self, kept: Kept | None) -> ChunkedLinear:
         """In chunks of whole groups where one fits: their coefficients are then known with its logits.

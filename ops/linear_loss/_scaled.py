@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.linear_loss._call import CallOp
+from llmk.ops.linear_loss._call import CallOp, fake_gradients
 from llmk.ops.linear_loss._ranks import sum_over
 from llmk.registry import PARTIAL, REPLICATE, KernelOp, axes, cdiv, empty, wrap_triton
 from llmk.registry.backends import runs_kernels
@@ -114,6 +114,12 @@ def differentiate_by_scaling(op: CallOp, scale: KernelOp, is_total: Callable[[An
         depends_on=[DIFFERENTIABLE, *[[]] * constants],
         keeps=lambda needs_input_grad, args: needs_input_grad[:3],
     )
+
+
+def fake_loss(call: Any, total: bool, *need: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Like the results of an op that is differentiated so: a call's `dtypes` are those of its gradients."""
+    loss, divisor = (call.input.new_empty((), dtype=torch.float32) for _ in range(2))
+    return loss, divisor, *fake_gradients(call, need, call.dtypes)
 
 
 def mean_of_all(total: Tensor, divisor: Tensor, weighted: bool) -> Tensor:

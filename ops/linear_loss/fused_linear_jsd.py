@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss._call import CallOp, LinearCall, fake_gradients, product_flops, saved_dtypes
+from llmk.ops.linear_loss._call import CallOp, LinearCall, product_flops, saved_dtypes
 from llmk.ops.linear_loss._chunked_linear import ChunkedLinear, LinearGradients
 from llmk.ops.linear_loss._divergence_rows import CPU, KERNELS, DivergenceRows, Softmaxes, losses
 from llmk.ops.linear_loss._ignored import Kept
 from llmk.ops.linear_loss._ranks import group_size
-from llmk.ops.linear_loss._scaled import differentiate_by_scaling, mean_of_all, scale_op
+from llmk.ops.linear_loss._scaled import differentiate_by_scaling, fake_loss, mean_of_all, scale_op
 from llmk.ops.linear_loss.checks import check_chunk_size, check_temperature, checked_linear
 from llmk.ops.loss.divergence_math import Mixture
 from llmk.ops.loss.jsd import jsd_terms
@@ -161,17 +161,12 @@ def _fwd(
     return loss if total else loss / divisor, left, dx, gradients.dw.to(call.dtypes[1]), gradients.db
 
 
-def _fake(call: DistillCall, total: bool, *need: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    loss, divisor = (call.input.new_empty((), dtype=torch.float32) for _ in range(2))
-    return loss, divisor, *fake_gradients(call, need, call.dtypes)
-
-
 def _products(call: DistillCall, total: bool, need_dx: bool, need_dw: bool, need_db: bool) -> float:
     return 1 + need_dx + need_dw + call.teacher_input.shape[-1] / call.input.shape[-1]
 
 
 fused_linear_jsd_fwd = CallOp(
-    "_fused_linear_jsd_fwd", DistillCall, _fwd, kernels=KERNELS, cpu=CPU, fake=_fake, products=_products
+    "_fused_linear_jsd_fwd", DistillCall, _fwd, kernels=KERNELS, cpu=CPU, fake=fake_loss, products=_products
 )
 scale = scale_op("_fused_linear_jsd_scale")
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss._call import CallOp, LinearCall, fake_gradients, product_flops
+from llmk.ops.linear_loss._call import CallOp, LinearCall, fake_gradients, product_flops, saved_dtypes
 from llmk.ops.linear_loss._chunked_linear import REMADE_BUDGET, ChunkedLinear, LinearGradients
 from llmk.ops.linear_loss._ignored import Kept
 from llmk.ops.linear_loss._logprob_rows import CPU, KERNELS, LogprobRows
@@ -90,6 +90,11 @@ class LogprobsCall(LinearCall):
     @property
     def dx_dtype(self) -> torch.dtype:
         return torch.float32 if self.dx_group_name else self.input.dtype
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """Of gradients that are made in the forward pass."""
+        return saved_dtypes(self.input.dtype, self.dx_group_name)
 
     def scores(self, linear: ChunkedLinear) -> Scores:
         return Scores(
