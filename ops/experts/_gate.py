@@ -75,13 +75,11 @@ def _gate_and_up(ptr, bias_ptr, start, F, live, INTERLEAVED: tl.constexpr, BLOCK
 
 
 @triton.jit
-def _row_of(row, offsets_ptr, order_ptr, indices_ptr, bias_ptr, F, E):
-    """A row's pair, whether it has an expert, and where that one's bias is."""
+def _row_of(row, offsets_ptr, order_ptr, indices_ptr, E):
+    """A row's pair, whether it has an expert, and which, 0 if none."""
     live = row < tl.load(offsets_ptr + E - 1)
     pair = tl.load(order_ptr + row)
-    if bias_ptr is not None:
-        bias_ptr += tl.where(live, tl.load(indices_ptr + pair), 0).to(tl.int64) * (2 * F)
-    return pair, live, bias_ptr
+    return pair, live, tl.where(live, tl.load(indices_ptr + pair), 0).to(tl.int64)
 
 
 @triton.jit
@@ -92,7 +90,9 @@ def gated_rows_kernel(
     limit, alpha, up_offset = tl.cast(limit, tl.float32), tl.cast(alpha, tl.float32), tl.cast(up_offset, tl.float32)
     blocks = tl.cdiv(F, BLOCK_F)
     row, start = (tl.program_id(0) // blocks).to(tl.int64), (tl.program_id(0) % blocks) * BLOCK_F
-    pair, live, bias_ptr = _row_of(row, offsets_ptr, order_ptr, indices_ptr, bias_ptr, F, E)  # type: ignore[misc]
+    pair, live, expert = _row_of(row, offsets_ptr, order_ptr, indices_ptr, E)  # type: ignore[misc]
+    if bias_ptr is not None:  # here: Triton 3.6 returns no None from a function
+        bias_ptr += expert * (2 * F)
     gate, up = _gate_and_up(rows_ptr + row * (2 * F), bias_ptr, start, F, live, INTERLEAVED, BLOCK_F)  # type: ignore[misc]
     if LIMITED:
         gate = tl.where(gate > limit, limit, gate)
@@ -111,7 +111,9 @@ def gated_rows_backward_kernel(
 ):  # fmt: skip
     limit, alpha, up_offset = tl.cast(limit, tl.float32), tl.cast(alpha, tl.float32), tl.cast(up_offset, tl.float32)
     row = tl.program_id(0).to(tl.int64)
-    pair, live, bias_ptr = _row_of(row, offsets_ptr, order_ptr, indices_ptr, bias_ptr, F, E)  # type: ignore[misc]
+    pair, live, expert = _row_of(row, offsets_ptr, order_ptr, indices_ptr, E)  # type: ignore[misc]
+    if bias_ptr is not None:  # here: Triton 3.6 returns no None from a function
+        bias_ptr += expert * (2 * F)
     weight = tl.load(weights_ptr + pair).to(tl.float32)
     weight = tl.where(live, weight, 0.0)
     total = tl.zeros((BLOCK_F,), dtype=tl.float32)
