@@ -43,6 +43,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Olmo": {},
     "Olmo2": {},
     "Olmo3": {"sliding_window": 8},
+    "Olmoe": MOE,
     "Granite": {"logits_scaling": 3.0, "residual_multiplier": 0.7},
     "GraniteMoe": {**MOE, "logits_scaling": 3.0},
     "Glm": {"head_dim": 8},

@@ -3,6 +3,7 @@
 Needs the package `transformers`, 5 or newer; nothing else in llmk does.
 """
 
+from llmk.transformers import experts as experts  # which registers them
 from llmk.transformers.auto import AutoModelForCausalLM, PatchCallback
 from llmk.transformers.kernel_config import kernel_config
 from llmk.transformers.patch import patch

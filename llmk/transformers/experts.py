@@ -1,0 +1,119 @@
+"""The experts of transformers' mixtures: `experts_implementation="llmk"`.
+
+What the gate of a module computes is tried on random input, once. Where it is one that `moe_experts` knows, that does
+all of it; any other keeps its own code, between two `grouped_linear`.
+"""
+
+import math
+from itertools import product
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from llmk import functional
+from llmk.transformers.probe import agree, apart, clean, gradients, rows_of_all_scales, same
+
+NAME = "llmk"
+
+ACTIVATIONS = {
+    "silu": nn.functional.silu,
+    "gelu": nn.functional.gelu,
+    "gelu_tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
+    "relu": nn.functional.relu,
+    "relu_squared": lambda x: nn.functional.relu(x).square(),
+}
+
+
+class GateForm(NamedTuple):
+    """A gated unit, by the options of `moe_experts`."""
+
+    activation: str
+    interleaved: bool
+    limit: float
+    alpha: float
+    up_offset: float
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        gate, up = (rows[..., ::2], rows[..., 1::2]) if self.interleaved else rows.chunk(2, dim=-1)
+        if self.limit > 0:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return ACTIVATIONS[self.activation](self.alpha * gate) / self.alpha * (up + self.up_offset)
+
+
+def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """What transformers calls for `experts_implementation="llmk"`, with the module of the experts."""
+    x, weights = hidden_states.to(experts.down_proj.dtype), top_k_weights
+    if weights.dtype not in (torch.float32, x.dtype):
+        weights = weights.float()
+    form = gate_form(experts)
+    if form is None:
+        return _step_by_step(experts, x, top_k_index, weights).to(hidden_states.dtype)
+    y = functional.moe_experts(
+        x, experts.gate_up_proj, experts.down_proj, top_k_index, weights,
+        gate_up_bias=experts.gate_up_proj_bias if experts.has_bias else None,
+        down_bias=experts.down_proj_bias if experts.has_bias else None,
+        transposed=experts.is_transposed, activation=form.activation, interleaved=form.interleaved,
+        limit=form.limit, alpha=form.alpha, up_offset=form.up_offset,
+    )  # fmt: skip
+    return y.to(hidden_states.dtype)
+
+
+def _step_by_step(experts: Any, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    """With the module's own code between the products and after them."""
+    up_name = "gate_up_proj" if experts.has_gate else "up_proj"
+    rows, positions, offsets = functional.moe_permute(x, indices, experts.down_proj.shape[0])
+    rows = _linear(experts, up_name, rows, offsets)
+    rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
+    rows = _linear(experts, "down_proj", rows, offsets)
+    if getattr(experts, "has_post_expert_norm", False):
+        rows = experts.post_expert_norm(rows)
+    return functional.moe_unpermute(rows, positions, weights)
+
+
+def _linear(experts: Any, name: str, rows: Tensor, offsets: Tensor) -> Tensor:
+    bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
+    weight = getattr(experts, name)
+    return functional.grouped_linear(rows.to(weight.dtype), weight, offsets, bias, transposed=experts.is_transposed)
+
+
+_known: "WeakKeyDictionary[nn.Module, tuple[Any, GateForm | None]]" = WeakKeyDictionary()
+
+
+@torch.compiler.assume_constant_result
+def gate_form(experts: Any) -> GateForm | None:
+    """What the module's gate computes; None where `moe_experts` has no options for it. A graph takes it as it is."""
+    if not experts.has_gate or getattr(experts, "has_post_expert_norm", False):
+        return None
+    state = (type(experts), getattr(experts, "act_fn", None), *_numbers(experts))
+    if experts not in _known or _known[experts][0] != state:
+        _known[experts] = state, _find_form(experts)
+    return _known[experts][1]
+
+
+def _numbers(experts: nn.Module) -> list[float]:
+    """The numbers among the module's attributes, one of which may be a limit or a scale."""
+    plain = (value for value in vars(experts).values() if isinstance(value, int | float))
+    return sorted({float(v) for v in plain if not isinstance(v, bool) and 0 < v < math.inf} - {1.0})
+
+
+def _find_form(experts: Any) -> GateForm | None:
+    with clean():
+        rows = rows_of_all_scales(32).requires_grad_()
+        try:
+            got = [apart(experts, {}, training)._apply_gate(rows) for training in (True, False)]
+            slope = gradients(got[0], [rows])[0]
+        except Exception:  # whatever its code raises: it is none that can be tried so
+            return None
+        numbers = _numbers(experts)
+        forms = product(ACTIVATIONS, (False, True), (0.0, *numbers), (1.0, *numbers), (0.0, 1.0))
+        for form in (GateForm(*options) for options in forms):
+            want = form(rows)
+            if all(agree(y, want) for y in got) and same(slope, gradients(want, [rows])[0]):
+                return form
+    return None
+
+
+ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
