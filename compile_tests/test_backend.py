@@ -265,12 +265,49 @@ def capped_projection(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
     return F.nll_loss(F.log_softmax(logits.view(-1, V).float(), -1), t)
 
 
+CLASSES = "classes"
+
+
+@spelling("linear_logprobs", (6, 16), (V, 16), CLASSES)
+def gathered_log_softmax(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+    return F.linear(x, w).float().log_softmax(-1).gather(-1, t.unsqueeze(-1)).squeeze(-1)
+
+
+@spelling("linear_logprobs", (2, 4, 16), (V, 16), (V,), (2, 3, 2, CLASSES))
+def gathered_candidates(x: Tensor, w: Tensor, b: Tensor, t: Tensor) -> Tensor:
+    logits = F.linear(x, w, b)[:, :-1, :] / 0.7
+    return torch.gather(F.log_softmax(logits, dim=-1, dtype=torch.float32), 2, t)
+
+
+@spelling("linear_logprobs", (6, 16), (V, 16), CLASSES)
+def gathered_logits_less_their_logsumexp(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+    logits = (x @ w.t()).float()
+    return logits.gather(-1, t[:, None]).squeeze(-1) - torch.logsumexp(logits, dim=-1)
+
+
+@spelling("kl_div", (2, 3, V), (2, 3, V))
+def divergence_by_hand(x: Tensor, y: Tensor) -> Tensor:
+    student = F.log_softmax(x.float(), -1)
+    y = y.float()
+    return (F.softmax(y, -1) * (F.log_softmax(y, -1) - student)).sum(-1).mean()
+
+
+@spelling("kl_div", (6, V), (6, V))
+def divergence_of_logarithms(x: Tensor, y: Tensor) -> Tensor:
+    student, teacher = F.log_softmax(x.float(), -1), F.log_softmax(y.float(), -1)
+    return 0.25 * torch.sum(teacher.exp() * (teacher - student))
+
+
 @spelling("kl_div", (6, V), (6, V))
 def divergence(x: Tensor, y: Tensor) -> Tensor:
     return F.kl_div(F.log_softmax(x, -1), F.log_softmax(y, -1), reduction="batchmean", log_target=True)
 
 
 def made(shape: Any, dtype: torch.dtype) -> Tensor:
+    if shape == CLASSES:
+        return torch.tensor([1, 0, 12, 3, 5, 7])
+    if shape[-1] == CLASSES:
+        return torch.randint(0, V, shape[:-1])
     if shape == TARGET:
         return torch.tensor([1, 0, 12, 3, -100, 7])
     if shape == COMPLEX:

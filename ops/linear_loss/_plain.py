@@ -1,4 +1,4 @@
-"""How a projection to the vocabulary and its cross entropy are written in plain PyTorch."""
+"""How a projection to the vocabulary and what is made of its logits are written in plain PyTorch."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -15,10 +15,12 @@ from llmk.registry.patterns import (
     Emit,
     Found,
     Left,
+    Named,
     Pattern,
     Plain,
     Value,
     Var,
+    With,
     as_dtype,
     find,
     name_of,
@@ -74,7 +76,7 @@ def _logits() -> Pattern:
     for turned in (Call("t", Var("linear_weight")), Call("numpy_T", Var("linear_weight"))):
         linear = linear | Call("matmul", Var("input"), turned)
     linear = linear | Call("matmul", Var("input"), Call("transpose", Var("linear_weight"), Value("a"), Value("b")))
-    inner = Cast(_Rows(Cast(_Scaled(Cast(linear)))))
+    inner = Cast(_Scaled(Cast(_Rows(Cast(_Scaled(Cast(linear)))))))
     return Cast(_Rows(capped(inner)))
 
 
@@ -120,3 +122,41 @@ def _no_width(emit: Emit, values: Mapping[str, Any], logits: Node) -> Node:
 FUSED_LINEAR_CE = (
     Plain(results=(cross_entropy_of(_logits()),), signs=("llmk::cross_entropy",), build=_build, stand_in=_no_width),
 )
+
+
+def _log_probabilities() -> Pattern:
+    """The entries of `F.log_softmax` at some classes, or the logits there less their `logsumexp`."""
+    index, dim = Value("index"), Value("dim")
+    whole = Call("gather", Cast(Call("log_softmax", _logits(), dim, dtype=Value("dtype"))), Value("axis"), index)
+    chosen = Call("gather", Named("logits", _logits()), Value("axis"), index)
+    less = Call("sub", chosen, Call("logsumexp", Var("logits"), [dim], True))
+    squeezed = Call("sub", Call("squeeze", chosen, -1), Call("logsumexp", Var("logits"), [dim]))
+    return Cast(whole) | Cast(less) | With("squeezed", True, Cast(squeezed))
+
+
+NO_CLASS = -(2**31)
+"""`gather` has no target to ignore."""
+
+
+def _build_logprobs(emit: Emit, values: Mapping[str, Any]) -> Any:
+    index, last = values["index"], value_of(values["index"]).dim() - 1
+    if any(values[name] not in (-1, last) for name in ("dim", "axis")):
+        raise Left("its softmax, or the choice of classes, is not over the last axis")
+    if values.get("dtype") == torch.float64:
+        raise Left("its softmax is float64, and the operator's float32")
+    logprobs, _ = emit(
+        torch.ops.llmk.linear_logprobs.default,
+        _rows_of(emit, values["input"], values.get("rows", ())),
+        values["linear_weight"],
+        index,
+        linear_bias=values.get("linear_bias"),
+        logit_scale=values.get("scale", 1.0),
+        softcap=values.get("softcap", 0.0),
+        ignore_index=NO_CLASS,
+    )
+    if values.get("squeezed"):
+        logprobs = emit(aten.squeeze.dim, logprobs, -1)
+    return as_dtype(emit, logprobs, emit.wanted.dtype)
+
+
+LINEAR_LOGPROBS = (Plain(results=(_log_probabilities(),), build=_build_logprobs, stand_in=_no_width),)

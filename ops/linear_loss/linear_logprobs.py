@@ -30,6 +30,7 @@ from llmk.ops.linear_loss._chunked_linear import REMADE_BUDGET, ChunkedLinear, L
 from llmk.ops.linear_loss._ignored import Kept
 from llmk.ops.linear_loss._logprob_rows import CPU, KERNELS, LogprobRows
 from llmk.ops.linear_loss._logprob_rows_cpu import STATISTICS, Scores
+from llmk.ops.linear_loss._plain import LINEAR_LOGPROBS
 from llmk.ops.linear_loss._ranks import gather, group_size, sum_over
 from llmk.ops.linear_loss.checks import check_chunk_size, check_temperature, checked_linear
 from llmk.registry import (
@@ -300,6 +301,7 @@ def linear_logprobs_cost(input: Tensor, linear_weight: Tensor, target: Tensor, *
     resized=linear_logprobs_resized,
     workloads=linear_logprobs_workloads,
     cost=linear_logprobs_cost,
+    plain=LINEAR_LOGPROBS,
 )
 def linear_logprobs(
     input: Tensor,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from llmk.ops.loss.plain import REDUCTIONS, capped, cross_entropy_of, loss_options
-from llmk.registry.patterns import Call, Emit, Plain, Value, Var, as_dtype
+from llmk.registry.patterns import Call, Emit, Left, Pattern, Plain, Value, Var, With, as_dtype, value_of
 
 
 def _build_cross_entropy(emit: Emit, values: Mapping[str, Any]) -> Any:
@@ -18,6 +18,33 @@ def _build_cross_entropy(emit: Emit, values: Mapping[str, Any]) -> Any:
 def _build_kl_div(emit: Emit, values: Mapping[str, Any]) -> Any:
     options = {"reduction": REDUCTIONS[values["reduction"]], "log_target": values["log_target"]}
     loss = emit(torch.ops.llmk.kl_div.default, values["input"], values["target"], **options)
+    return as_dtype(emit, loss, emit.wanted.dtype)
+
+
+def _divergence_by_hand() -> Pattern:
+    """Sums and means of p (log p - x), where p is known by its logarithm."""
+    x, scores, axis = Var("input"), Var("scores"), Value("axis")
+    of_logarithms = Call("mul", Call("exp", Var("target")), Call("sub", Var("target"), x))
+    of_scores = Call("mul", Call("softmax", scores, axis), Call("sub", Call("log_softmax", scores, axis), x))
+    each = of_logarithms | of_scores
+    by_row = Call("mean", Call("sum", each, [Value("summed")]))
+    return With("reduction", "batchmean", by_row) | With("reduction", "sum", Call("sum", each)) | With(
+        "reduction", "mean", Call("mean", each)
+    )  # fmt: skip
+
+
+def _build_divergence_by_hand(emit: Emit, values: Mapping[str, Any]) -> Any:
+    x, target = values["input"], values.get("target")
+    if target is None:
+        target = emit(torch.ops.aten.log_softmax.int, values["scores"], values["axis"])
+    shape = value_of(x).shape
+    if value_of(target).shape != shape:
+        raise Left("its two distributions have different shapes")
+    if values["reduction"] == "batchmean":
+        if values["summed"] not in (-1, len(shape) - 1):
+            raise Left(f"it is summed over axis {values['summed']}, and the operator's rows are the last")
+        x, target = (emit(torch.ops.aten.reshape.default, y, [-1, shape[-1]]) for y in (x, target))
+    loss = emit(torch.ops.llmk.kl_div.default, x, target, reduction=values["reduction"], log_target=True)
     return as_dtype(emit, loss, emit.wanted.dtype)
 
 
@@ -34,4 +61,5 @@ KL_DIV = (
         signs=("kl_div",),
         build=_build_kl_div,
     ),
+    Plain(results=(_divergence_by_hand(),), build=_build_divergence_by_hand),
 )
