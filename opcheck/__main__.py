@@ -206,10 +206,14 @@ def check_all(options: argparse.Namespace) -> list[Result]:
         for value in values or ()
         for word in (option, value)
     ]
-    progress = Progress(len(units))
-    results = check_in_processes(units, options.device, passed_on, options.jobs, progress)
+    progress, found = Progress(len(units)), {}
+    for unit, results in check_in_processes(units, options.device, passed_on, options.jobs):
+        progress(str(unit))
+        found[unit] = results
+        in_order = [result for unit in units for result in found.get(unit, [])]
+        write_reports(report(in_order, options.device), options.json, options.html)  # if stopped, what there is
     progress.clear()
-    return results
+    return [result for unit in units for result in found[unit]]
 
 
 def sanitize_all(options: argparse.Namespace) -> list[Result]:
@@ -275,7 +279,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     results = sanitize_all(options) if options.sanitize else check_all(options)
     print_table(results)
-    write_reports(report(results, options.device), options.json, options.html)
+    if options.sanitize:
+        write_reports(report(results, options.device), options.json, options.html)
     count = Counter(result.verdict for result in results)
     print(f"\n{count['kept']} promises kept, {count['broken']} broken, {count['empty']} with nothing to check")
     if count["kept"] + count["broken"] == 0:

@@ -6,8 +6,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,21 +29,14 @@ class Unit:
 
 
 def check_in_processes(
-    units: Sequence[Unit],
-    device: torch.device,
-    options: Sequence[str],
-    jobs: int,
-    progress: Callable[[str], None],
-) -> list[Result]:
-    """Check each unit in a process of its own, so many at a time."""
-
-    def run(unit: Unit) -> list[Result]:
-        results = check_in_process(unit, device, options, threads=max(1, (os.cpu_count() or 1) // jobs))
-        progress(str(unit))
-        return results
-
+    units: Sequence[Unit], device: torch.device, options: Sequence[str], jobs: int
+) -> Iterator[tuple[Unit, list[Result]]]:
+    """Check each unit in a process of its own, so many at a time; each is given as it ends."""
+    threads = max(1, (os.cpu_count() or 1) // jobs)
     with ThreadPoolExecutor(jobs) as pool:
-        return [result for group in pool.map(run, units) for result in group]
+        running = {pool.submit(check_in_process, unit, device, options, threads): unit for unit in units}
+        for done in as_completed(running):
+            yield running[done], done.result()
 
 
 def check_in_process(unit: Unit, device: torch.device, options: Sequence[str], threads: int) -> list[Result]:
