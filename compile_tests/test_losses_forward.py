@@ -76,7 +76,8 @@ def test_chunks_on_a_gpu_hold_whole_pairs() -> None:
     for B, S, H, V, rows in [
         (8, 512, 4096, 128256, 4096),  # one chunk: no more than H tokens
         (8, 512, 2048, 128256, 2048),
-        (8, 4096, 2048, 151936, None),  # no pair fits
+        (8, 4096, 2048, 151936, 8192),  # one pair a chunk, of twice the usual size
+        (8, 8192, 2048, 151936, None),  # no pair fits
         (16, 1000, 2048, 151936, 4000),
         (2, 1000, 512, 32000, 2000),
     ]:
@@ -85,5 +86,5 @@ def test_chunks_on_a_gpu_hold_whole_pairs() -> None:
         fields = {name: None for name in PreferenceCall.names()} | {
             "input": x, "linear_weight": weight, "target": target, "num_classes": V, "chunk_size": 0
         }  # fmt: skip
-        found = PreferenceCall(**fields).linear().chunk_rows  # type: ignore[arg-type]
+        found = PreferenceCall(**fields).linear(None).chunk_rows  # type: ignore[arg-type]
         assert found == rows if rows else found % (2 * S) != 0

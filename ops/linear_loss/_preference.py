@@ -11,6 +11,7 @@ from llmk.ops.linear_loss.divergence_scores import DIVERGENCES
 from llmk.ops.linear_loss.linear_logprobs import LogprobsCall
 from llmk.ops.linear_loss.pair_losses import LOSSES, LossOptions
 from llmk.registry import cdiv
+from llmk.registry.backends import kernels_on_cpu
 
 GROUP_BUDGET = 2 * LOGITS_BUDGET
 """Bytes of a chunk's logits where one group needs more than LOGITS_BUDGET: without it the logits of all are made twice,
@@ -46,7 +47,9 @@ class PreferenceCall(LogprobsCall):
         if N == 0:
             return linear
         fits = GROUP_BUDGET // (self.num_classes * self.input.element_size())
-        whole = rows // group if self.chunk_size > 0 else min(fits // group, cdiv(N // group, cdiv(N, rows)))
+        in_cache = self.input.device.type == "cpu" and not kernels_on_cpu()
+        given = self.chunk_size > 0 or in_cache
+        whole = rows // group if given else min(fits // group, cdiv(N // group, cdiv(N, rows)))
         linear.chunk_rows = whole * group or rows
         return linear
 
