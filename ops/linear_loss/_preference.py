@@ -37,7 +37,8 @@ class PreferenceCall(LogprobsCall):
     def linear(self, kept: Kept | None) -> ChunkedLinear:
         """In chunks of whole groups where one fits: their coefficients are then known with its logits.
 
-        Of the tokens that count alone no chunk holds whole groups.
+        On a CPU one fits that is no longer than a chunk that stays in cache. Of the tokens that count alone no chunk
+        holds whole groups.
         """
         count = Kept.count_of(kept)
         linear = ChunkedLinear(self.input, self.linear_weight, self.linear_bias, self.chunk_size, count=count)
