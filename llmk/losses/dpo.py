@@ -70,7 +70,7 @@ def dpo(
         ValueError: A shape or an option does not fit.
 
     The gradients are made in the forward pass, with three products of the policy where a chunk of logits holds those of
-    a pair (with `chunk_size` 0 on a GPU 1.33 GiB), else with four. With "aot", "aot_unpaired" or "sft" alone, packed,
+    a pair (with `chunk_size` 0 on a GPU 2.67 GiB), else with four. With "aot", "aot_unpaired" or "sft" alone, packed,
     or with a vocabulary that is split over ranks they are made in the backward pass: four, and with `use_weighting`
     five. The reference has one.
 
