@@ -1,4 +1,4 @@
-"""The examples of losses run, and leave a plot."""
+"""The examples of losses and of a mixture run, and leave a plot."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ import pytest
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-@pytest.mark.parametrize("name", ["dpo", "grpo"])
+@pytest.mark.parametrize("name", ["dpo", "grpo", "moe"])
 def test_it_runs(name: str, tmp_path: Path) -> None:
     for module in ("matplotlib", "tokenizers"):
         pytest.importorskip(module)

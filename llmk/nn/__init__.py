@@ -13,6 +13,7 @@ from llmk.nn.losses import (
 )
 from llmk.nn.norms import GroupNorm, LayerNorm, RMSNorm
 from llmk.nn.rotary import RotaryEmbedding
+from llmk.nn.routing import load_balance_loss, router_z_loss
 
 __all__ = [
     "CrossEntropyLoss",
@@ -29,4 +30,6 @@ __all__ = [
     "RotaryEmbedding",
     "SwiGLUMLP",
     "TVDLoss",
+    "load_balance_loss",
+    "router_z_loss",
 ]

@@ -1,0 +1,93 @@
+"""Mixtures of experts: what is refused, what is chosen, and the losses of a router."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+import llmk
+from llmk.functional import grouped_linear, moe_experts, moe_permute, moe_unpermute, router_topk
+
+X, GATE_UP, DOWN = torch.randn(4, 8), torch.randn(3, 12, 8), torch.randn(3, 8, 6)
+INDICES, WEIGHTS = torch.tensor([[0, 1], [1, 2], [2, 0], [0, 2]]), torch.rand(4, 2)
+
+
+def experts(**changed: Any) -> torch.Tensor:
+    named = {"input": X, "gate_up": GATE_UP, "down": DOWN, "indices": INDICES, "weights": WEIGHTS}
+    return moe_experts(**(named | changed))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: router_topk(X, 9), ValueError, "top_k: expected 1 to 8"),
+        (lambda: router_topk(X, 3, num_groups=4), ValueError, "top_k: expected 1 to 2"),
+        (lambda: router_topk(X, 1, num_groups=3), ValueError, "num_groups: expected a number that divides the 8"),
+        (lambda: router_topk(X, 1, scoring="tanh"), ValueError, "scoring: expected one of"),
+        (lambda: router_topk(X, 1, bias=X[0, :3]), ValueError, "bias: expected shape"),
+        (lambda: moe_permute(X, INDICES + 2, 3), IndexError, "indices: expected experts from 0 to 2, or 3 for none"),
+        (lambda: moe_permute(X, INDICES[:3], 3), ValueError, "indices: expected shape"),
+        (lambda: moe_permute(X, WEIGHTS, 3), TypeError, "indices: expected a tensor of dtype int64"),
+        (lambda: moe_unpermute(X, INDICES[:2]), IndexError, "positions: expected each of the 4 rows"),
+        (lambda: grouped_linear(X, GATE_UP, torch.tensor([1, 2], dtype=torch.int32)), ValueError, "offsets: expected"),
+        (lambda: grouped_linear(X, DOWN, torch.ones(3, dtype=torch.int32)), ValueError, "weight: expected shape"),
+        (lambda: experts(indices=INDICES - 1), IndexError, "indices: expected experts from 0 to 2"),
+        (lambda: experts(weights=WEIGHTS[:, :1]), ValueError, "weights: expected shape"),
+        (lambda: experts(down=DOWN[:2]), ValueError, "down: expected shape"),
+        (lambda: experts(gate_up=GATE_UP[:, :11]), ValueError, "gate_up: expected shape"),
+        (lambda: experts(transposed=True), ValueError, "gate_up: expected shape"),
+        (lambda: experts(down_bias=X), ValueError, "down_bias: expected shape"),
+        (lambda: experts(activation="tanh"), ValueError, "activation: expected one of"),
+        (lambda: experts(limit=float("nan")), ValueError, "limit: expected"),
+        (lambda: experts(alpha=0.0), ValueError, "alpha: expected"),
+    ],
+)
+def test_what_does_not_fit_is_named(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_of_equal_scores_the_first_experts_are_chosen() -> None:
+    _, indices = router_topk(torch.zeros(2, 6), 3)
+    assert indices.tolist() == [[0, 1, 2]] * 2
+
+
+def test_the_bias_decides_and_is_not_in_the_weights() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0]])
+    bias = torch.tensor([-10.0, 0.0, 0.5])
+    weights, indices = router_topk(logits, 2, bias=bias, scoring="sigmoid", normalize=False)
+    assert indices.tolist() == [[2, 1]]
+    torch.testing.assert_close(weights, logits.sigmoid()[:, [2, 1]])
+
+
+def test_only_experts_of_the_best_groups_are_chosen() -> None:
+    logits = torch.tensor([[5.0, -5.0, 3.0, 2.9, 1.0, 1.0]])  # the largest is in the group with the smallest sum of two
+    _, indices = router_topk(logits, 2, scoring="sigmoid", num_groups=3, topk_groups=1)
+    assert indices.tolist() == [[2, 3]]
+
+
+def test_parts_make_the_whole() -> None:
+    rows, positions, offsets = moe_permute(X, INDICES, 3)
+    hidden = llmk.functional.swiglu(grouped_linear(rows, GATE_UP, offsets))
+    y = moe_unpermute(grouped_linear(hidden, DOWN, offsets), positions, WEIGHTS)
+    torch.testing.assert_close(y, experts())
+
+
+def test_load_balance_loss_is_mixtrals() -> None:
+    logits = torch.randn(10, 6, requires_grad=True)
+    other = logits.detach().clone().requires_grad_()
+    _, indices = router_topk(logits, 2)
+    loss = llmk.nn.load_balance_loss(logits, indices)
+    expected = load_balancing_loss_func((other,), 6, 2)
+    assert isinstance(expected, torch.Tensor)
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(logits.grad, other.grad)
+
+
+def test_router_z_loss_is_the_squared_log_of_the_denominator() -> None:
+    logits = torch.randn(10, 6)
+    expected = logits.double().exp().sum(-1).log().square().mean()
+    torch.testing.assert_close(llmk.nn.router_z_loss(logits).double(), expected, rtol=1e-6, atol=0)
