@@ -7,7 +7,10 @@ from compile_tests.planted import BROKEN, record
 from compile_tests.planted_gpu import BROKEN_ON_A_GPU
 from compile_tests.planted_kernels import BROKEN_KERNELS
 from llmk.opcheck import check
+from llmk.opcheck.compile_promises import compiled_samples
+from llmk.opcheck.inputs import watched_by
 from llmk.opcheck.promises import GPU_PROMISES, INTERPRETER_PROMISES, PROMISES
+from llmk.registry import Sample
 
 NAMES = [promise.__name__ for promise in PROMISES]
 
@@ -28,6 +31,18 @@ def test_a_sound_op_passes() -> None:
     assert [result for result in results if not result.passed] == []
     verdicts = {result.promise: result.verdict for result in results}
     assert verdicts["compiled_samples"] == verdicts["clean_graph"] == "kept"  # the second looks at the first's traces
+
+
+def test_a_sample_of_each_width_is_traced() -> None:
+    """One column, short, wide and long, without a GPU too; each of the smallest that there is."""
+    traced: list[Sample] = []
+    samples = [
+        Sample((torch.rand(2, columns, dtype=torch.float32, device="cpu"),), why=str(columns))
+        for columns in (0, 1, 16, 20, 5000, 600, 20_000, 100_003)
+    ]
+    with watched_by(traced.append):
+        compiled_samples(record("square", overload=torch.ops.aten.square.default), samples)
+    assert {sample.why for sample in traced} == {"1", "16", "600", "20000"}
 
 
 def test_every_promise_has_a_broken_op() -> None:

@@ -1,5 +1,6 @@
 """Running an operator on a sample: fresh inputs, the chosen ones wanting gradients, and what came out."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -79,6 +80,26 @@ def one_of_each(op: Op, samples: Sequence[Sample], *, layouts: bool = False) -> 
             layout = [tensor.is_contiguous() for tensor in _tensors(op, sample)] if layouts else []
             found.setdefault((_kind(op, sample), *layout), sample)
     return list(found.values())
+
+
+WIDTHS = (1, 512, 16384)
+"""Up to which a row is one column, short or wide, before it is long: each may be another kernel, or another sum."""
+
+
+def of_other_widths(op: Op, samples: Sequence[Sample], than: Sequence[Sample]) -> list[Sample]:
+    """The smallest sample of each width that none of some has."""
+    found = {_width(op, sample): sample for sample in than}
+    for sample in sorted(samples, key=lambda sample: sum(tensor.numel() for tensor in _tensors(op, sample))):
+        if all(tensor.numel() for tensor in _tensors(op, sample)):
+            found.setdefault(_width(op, sample), sample)
+    return [sample for sample in found.values() if not any(sample is known for known in than)]
+
+
+def _width(op: Op, sample: Sample) -> int:
+    """Which of the widths the longest axis has, or the last one of the first tensor where it is one column."""
+    tensors = _tensors(op, sample)
+    longest = max((size for tensor in tensors for size in tensor.shape), default=1)
+    return bisect_left(WIDTHS, 1 if tensors[0].shape[-1:] == (1,) else longest)
 
 
 def _tensors(op: Op, sample: Sample) -> list[Tensor]:

@@ -12,6 +12,7 @@ from llmk.opcheck.calls import (
     call,
     device_of,
     first_line,
+    of_other_widths,
     one_of_each,
     require_accurate,
     resized,
@@ -33,7 +34,7 @@ def compiled(op: Op, samples: Sequence[Sample]) -> None:
 
 
 def compiled_samples(op: Op, samples: Sequence[Sample]) -> None:
-    """3: samples traced in one graph by Dynamo and AOTAutograd; without a GPU one of each kind and layout."""
+    """3: samples traced in one graph by Dynamo and AOTAutograd; without a GPU one of each kind, layout and width."""
     for sample in _to_trace(op, samples):
         require_accurate(op, sample, _traced(op, sample).outcome)
 
@@ -77,7 +78,11 @@ def clean_graph(op: Op, samples: Sequence[Sample]) -> None:
 
 
 def _to_trace(op: Op, samples: Sequence[Sample]) -> Sequence[Sample]:
-    return samples if device_of(op, samples[0]).type == "cuda" else one_of_each(op, samples, layouts=True)
+    """All on a GPU; without one a sample of each kind and layout, and of each width that these have not."""
+    if device_of(op, samples[0]).type == "cuda":
+        return samples
+    kinds = one_of_each(op, samples, layouts=True)
+    return [*kinds, *of_other_widths(op, samples, kinds)]
 
 
 @dataclass(frozen=True)
