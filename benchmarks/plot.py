@@ -27,6 +27,9 @@ from benchmarks.targets import PRODUCTS, measured_ms
 COLOURS = {
     "llmk eager": "#0072b2",
     "llmk compiled": "#56b4e9",
+    "llmk backend": "#003f5c",
+    "llmk skip_ignored": "#0072b2",
+    "llmk linear_logprobs skip_ignored": "#003f5c",
     PRODUCTS: "#d8d8d8",
     "torch compiled": "#8c8c8c",
     "torch eager": "#b8b8b8",
@@ -40,8 +43,8 @@ COLOURS = {
 }
 """By way, in the order of the bars: Okabe and Ito's palette, which colour-blind readers tell apart, and greys."""
 
-WAYS_OF_VARIANTS = {"eager": "torch eager", "compiled": "torch compiled", "llmk": "llmk eager", "liger": "liger-kernel"}
-"""The variants of `benchmarks.train_step` that have another name in charts."""
+OTHER_NAMES = {"eager": "torch eager", "compiled": "torch compiled", "llmk": "llmk eager", "liger": "liger-kernel"}
+"""What `benchmarks.train_step` and `benchmarks.ignored` call a way that has another name in charts."""
 
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
@@ -81,7 +84,7 @@ def charts(results: dict[str, Any]) -> dict[str, Figure]:
     """Every chart of a file of results, by name.
 
     Args:
-        results: As `benchmarks.run`, `benchmarks.growth` or `benchmarks.train_step` writes it.
+        results: As `benchmarks.run`, `benchmarks.growth`, `benchmarks.ignored` or `benchmarks.train_step` writes it.
 
     Raises:
         ValueError: It is none of them, or has a way that has no colour.
@@ -89,8 +92,10 @@ def charts(results: dict[str, Any]) -> dict[str, Figure]:
     rows = results.get("rows")
     if not rows:
         raise ValueError("results: expected rows as benchmarks.run, growth and train_step write them, got none")
-    if "variant" in rows[0]:
-        rows = [row | {"way": WAYS_OF_VARIANTS.get(row["variant"], row["variant"])} for row in rows]
+    if "variant" in rows[0] or "share" in rows[0]:
+        rows = [
+            row | {"way": OTHER_NAMES.get(name, name)} for row in rows for name in [row.get("variant", row.get("way"))]
+        ]
     unknown = {row["way"] for row in rows} - set(COLOURS)
     if unknown:
         raise ValueError(f"results: expected ways among {', '.join(COLOURS)}, got {', '.join(sorted(unknown))}")
@@ -100,6 +105,8 @@ def charts(results: dict[str, Any]) -> dict[str, Figure]:
     with mpl.rc_context(STYLE):
         if "against" in rows[0]:
             return {_growth_name(*key): _growth(same, about) for key, same in _by(rows, "op", "against")}
+        if "share" in rows[0]:
+            return {_ignored_name(*key): _ignored(same, about) for key, same in _by(rows, "shape")}
         if "variant" in rows[0]:
             return {name: _draw_bars(chart, about) for name, chart in _steps(rows)}
         figures = {}
@@ -121,7 +128,7 @@ def save(figure: Figure, path: Path, source: str) -> None:
 def _by(rows: Iterable[dict[str, Any]], *keys: str) -> Iterator[tuple[tuple[Any, ...], list[dict[str, Any]]]]:
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
-        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
+        groups.setdefault(tuple(tuple(row[key]) if key == "shape" else row[key] for key in keys), []).append(row)
     yield from groups.items()
 
 
@@ -260,6 +267,30 @@ def _growth(rows: list[dict[str, Any]], about: str) -> Figure:
     return figure
 
 
+def _ignored(rows: list[dict[str, Any]], about: str) -> Figure:
+    """Milliseconds against the share of the tokens that count."""
+    figure = Figure((WIDTH, 3.4))
+    axes = figure.add_axes((0.075, 0.36, 0.9, 0.51))
+    for (way,), same in _by(rows, "way"):
+        _line(axes, way, {100 * row["share"]: row.get("ms") for row in same})
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("% of the tokens count", color=INK)
+    axes.tick_params(colors=FAINT)
+    axes.grid(axis="y", color="#e4e4e4", linewidth=0.6)
+    axes.set_axisbelow(True)
+    figure.legend(*axes.get_legend_handles_labels(), loc="lower right", ncols=2, frameon=False, borderaxespad=0.2)
+    _caption(figure, f"fused_linear_ce, {_shape(rows[0]['shape'])}: ms of forward and backward", about)
+    return figure
+
+
+def _shape(sizes: Sequence[int]) -> str:
+    return "x".join(map(str, sizes))
+
+
+def _ignored_name(sizes: Sequence[int]) -> str:
+    return f"fused_linear_ce-ignored-tokens-{_shape(sizes)}"
+
+
 def _panel(figure: Figure, left: float, title: str, against: str) -> Axes:
     axes = figure.add_axes((left, 0.25, 0.385, 0.56))
     axes.set_title(title, fontsize=9, color=INK, loc="left")
@@ -315,7 +346,11 @@ def _caption(figure: Figure, title: str, about: str) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description="Draw benchmark results as SVG.")
     parser.add_argument(
-        "results", nargs="+", type=Path, metavar="RESULTS.json", help="what benchmarks.run, growth or train_step wrote"
+        "results",
+        nargs="+",
+        type=Path,
+        metavar="RESULTS.json",
+        help="what benchmarks.run, growth, ignored or train_step wrote",
     )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write here; beside the results by default")
     parser.add_argument("--charts", nargs="+", metavar="NAME", help="only these, such as rms_norm; all by default")
