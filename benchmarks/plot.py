@@ -28,7 +28,7 @@ COLOURS = {
     "llmk eager": "#0072b2",
     "llmk compiled": "#56b4e9",
     "llmk backend": "#003f5c",
-    "llmk skip_ignored": "#0072b2",
+    "llmk skip_ignored": "#56b4e9",
     "llmk linear_logprobs skip_ignored": "#003f5c",
     PRODUCTS: "#d8d8d8",
     "torch compiled": "#8c8c8c",
@@ -269,8 +269,8 @@ def _growth(rows: list[dict[str, Any]], about: str) -> Figure:
 
 def _ignored(rows: list[dict[str, Any]], about: str) -> Figure:
     """Milliseconds against the share of the tokens that count."""
-    figure = Figure((WIDTH, 3.4))
-    axes = figure.add_axes((0.075, 0.36, 0.9, 0.51))
+    figure = Figure((WIDTH, 3.6))
+    axes = figure.add_axes((0.075, 0.4, 0.9, 0.48))
     for (way,), same in _by(rows, "way"):
         _line(axes, way, {100 * row["share"]: row.get("ms") for row in same})
     axes.set_ylim(bottom=0)
@@ -278,7 +278,7 @@ def _ignored(rows: list[dict[str, Any]], about: str) -> Figure:
     axes.tick_params(colors=FAINT)
     axes.grid(axis="y", color="#e4e4e4", linewidth=0.6)
     axes.set_axisbelow(True)
-    figure.legend(*axes.get_legend_handles_labels(), loc="lower right", ncols=2, frameon=False, borderaxespad=0.2)
+    figure.legend(*axes.get_legend_handles_labels(), loc="lower right", ncols=2, frameon=False, borderaxespad=2.0)
     _caption(figure, f"fused_linear_ce, {_shape(rows[0]['shape'])}: ms of forward and backward", about)
     return figure
 

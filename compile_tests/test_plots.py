@@ -158,3 +158,17 @@ def test_committed_charts_are_of_committed_results(file: Path, tmp_path: Path) -
     plot.main([str(results), "--out", str(tmp_path), "--charts", file.stem])
     again = f"python -m benchmarks.plot benchmarks/results/{source[1]} --out docs/_static/plots --charts {file.stem}"
     assert texts(file) == texts(tmp_path / file.name), f"drawn from other results; draw it again: {again}"
+
+
+def test_a_chart_against_the_share_of_tokens_that_count():
+    rows = [
+        {"shape": [64, 16, 96], "share": share, "way": way, "ms": ms}
+        for way, ms in (("llmk", 2.0), ("llmk skip_ignored", None))
+        for share in (1.0, 0.0)
+    ]
+    about = {"device": "GPU", "torch": "2.11.0", "dtype": "torch.bfloat16", "date": "2026-11-22"}
+    ((name, figure),) = charts({**about, "rows": rows}).items()
+    assert name == "fused_linear_ce-ignored-tokens-64x16x96"
+    (axes,) = figure.axes
+    assert axes.get_legend_handles_labels()[1] == ["llmk eager", "llmk skip_ignored"]
+    assert [list(line.get_xdata()) for line in axes.lines][0] == [0.0, 100.0]
