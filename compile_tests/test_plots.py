@@ -167,8 +167,8 @@ def test_a_chart_against_the_share_of_tokens_that_count():
         for share in (1.0, 0.0)
     ]
     about = {"device": "GPU", "torch": "2.11.0", "dtype": "torch.bfloat16", "date": "2026-11-22"}
-    ((name, figure),) = charts({**about, "rows": rows}).items()
+    ((name, figure),) = plot.charts({**about, "rows": rows}).items()
     assert name == "fused_linear_ce-ignored-tokens-64x16x96"
     (axes,) = figure.axes
     assert axes.get_legend_handles_labels()[1] == ["llmk eager", "llmk skip_ignored"]
-    assert [list(line.get_xdata()) for line in axes.lines][0] == [0.0, 100.0]
+    assert list(axes.lines[0].get_xdata()) == [0.0, 100.0]
