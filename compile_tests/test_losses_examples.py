@@ -9,7 +9,7 @@ import pytest
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-@pytest.mark.parametrize("name", ["dpo", "grpo", "moe"])
+@pytest.mark.parametrize("name", ["distill", "dpo", "grpo", "moe"])
 def test_it_runs(name: str, tmp_path: Path) -> None:
     for module in ("matplotlib", "tokenizers"):
         pytest.importorskip(module)

@@ -4,7 +4,8 @@
     python examples/dpo.py --steps 200 --output my_folder
 
 It trains a model of bytes for a moment, keeps a copy as the reference, and then prefers, after 32 bytes of the standard
-library, the 32 that follow to 32 from elsewhere. The output folder then holds dpo.png.
+library, the 32 that follow to 32 from elsewhere. The output folder then holds dpo.png, with the memory of the loss
+beside that of plain PyTorch.
 """
 
 import argparse
@@ -12,7 +13,8 @@ import copy
 from pathlib import Path
 
 import torch
-from small_model import hidden_states, new_model, plot, pretrain, standard_library, windows
+import torch.nn.functional as F
+from small_model import hidden_states, new_model, pretrain, report, standard_library, token_logprobs, windows
 from torch import Tensor
 
 import llmk
@@ -28,6 +30,16 @@ def pairs(data: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     target = tokens[:, 1:].clone()
     target[:, : PROMPT - 1] = -100  # the prompt does not count
     return tokens[:, :-1], target
+
+
+def ours(input: Tensor, linear_weight: Tensor, target: Tensor) -> Tensor:
+    return llmk.losses.dpo(input, linear_weight, target, ref_logps=input.new_zeros(len(target)))[0]
+
+
+def plain(input: Tensor, linear_weight: Tensor, target: Tensor) -> Tensor:
+    """The same in plain PyTorch."""
+    chosen, rejected = token_logprobs(input, linear_weight, target).sum(-1).chunk(2)
+    return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
 
 
 def main() -> None:
@@ -57,8 +69,8 @@ def main() -> None:
         if step % 10 == 0:
             shown = " ".join(f"{name} {metrics[name].item():.3f}" for name in ("rewards/accuracies", "rewards/margins"))
             print(f"step {step}: loss {losses[-1].item():.4f} {shown}")
-    plot(args.output / "dpo.png", "DPO on continuations of Python source", "loss", torch.stack(losses).tolist())
-    print(f"see {args.output / 'dpo.png'}")
+    title, values = "DPO on continuations of Python source", torch.stack(losses).tolist()
+    report(args.output / "dpo.png", title, "loss", values, ours, plain)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
 
 It trains a model of bytes for a moment, then lets it go on after prompts from the standard library, eight times each.
 The reward is the share of lower-case letters in a completion; the advantage, by how many standard deviations of its
-group it is above the mean. The output folder then holds grpo.png.
+group it is above the mean. The output folder then holds grpo.png, with the memory of the loss beside that of plain
+PyTorch.
 """
 
 import argparse
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import torch
 from llama import Llama
-from small_model import hidden_states, new_model, plot, pretrain, standard_library, windows
+from small_model import hidden_states, new_model, pretrain, report, standard_library, token_logprobs, windows
 from torch import Tensor
 
 import llmk
@@ -34,6 +35,17 @@ def sample(model: Llama, prompts: Tensor) -> Tensor:
 def rewards(completions: Tensor) -> Tensor:
     """The share of lower-case letters, `[B]`."""
     return ((completions >= ord("a")) & (completions <= ord("z"))).float().mean(-1)
+
+
+def ours(input: Tensor, linear_weight: Tensor, target: Tensor) -> Tensor:
+    return llmk.losses.grpo(input, linear_weight, target, input.new_ones(len(target)))[0]
+
+
+def plain(input: Tensor, linear_weight: Tensor, target: Tensor) -> Tensor:
+    """The same in plain PyTorch."""
+    logprobs = token_logprobs(input, linear_weight, target)
+    ratio = (logprobs - logprobs.detach()).exp()
+    return -torch.minimum(ratio, ratio.clamp(0.8, 1.2)).mean()
 
 
 def main() -> None:
@@ -67,9 +79,8 @@ def main() -> None:
         reached.append(reward.mean())
         if step % 10 == 0:
             print(f"step {step}: reward {reached[-1].item():.3f} entropy {metrics['entropy'].item():.3f}")
-    title = "GRPO for lower-case letters in Python source"
-    plot(args.output / "grpo.png", title, "mean reward", torch.stack(reached).tolist())
-    print(f"see {args.output / 'grpo.png'}")
+    title, values = "GRPO for lower-case letters in Python source", torch.stack(reached).tolist()
+    report(args.output / "grpo.png", title, "mean reward", values, ours, plain)
 
 
 if __name__ == "__main__":
