@@ -101,8 +101,10 @@ def kernel_calls(op: Op) -> Iterator[tuple[KernelOp, tuple[Any, ...]]]:
 
     KernelOp.__call__ = recording
     try:
-        for sample in op.samples(CPU, torch.float32):
-            call(op, sample)
+        # Whoever looks at what is saved may read it again: gradients made in a forward pass are not scaled in place.
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            for sample in op.samples(CPU, torch.float32):
+                call(op, sample)
     finally:
         KernelOp.__call__ = original
     return ((kernel_op, args) for kernel_op, args in calls if kernel_op.replayed is not None)
