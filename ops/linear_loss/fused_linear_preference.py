@@ -38,8 +38,6 @@ from llmk.ops.linear_loss.linear_logprobs import linear_logprobs_reference
 from llmk.ops.linear_loss.pair_losses import LOSSES, OF_SCORES, LossOptions
 from llmk.registry import (
     LARGEST,
-    PARTIAL,
-    REPLICATE,
     Cost,
     Sample,
     check_dtype,
@@ -50,6 +48,7 @@ from llmk.registry import (
     check_shape,
     check_switch,
     public_op,
+    replicate_only,
 )
 from llmk.registry.checks import TINY
 
@@ -148,16 +147,7 @@ fused_linear_preference_fwd = CallOp(
 scale = scale_op("_fused_linear_preference_scale")
 
 
-@fused_linear_preference_fwd.op.register_sharding
-def _(input, *args):
-    """Groups are independent of each other."""
-    names, need_dx = PreferenceCall.names(), args[-3]
-    group_weight = args[names.index("group_weight") - 1]
-    of_weights = 0 if group_weight is None else group_weight.ndim - 1
-    inputs = [0, REPLICATE, REPLICATE, 0, 0, 0, 0, of_weights]
-    return [([PARTIAL, 0, 0, 0 if need_dx else REPLICATE, PARTIAL, PARTIAL], inputs)]
-
-
+fused_linear_preference_fwd.op.register_sharding(replicate_only)
 differentiate_by_scaling(fused_linear_preference_fwd, scale, lambda _: True, constants=2)
 
 
