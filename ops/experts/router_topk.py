@@ -30,7 +30,6 @@ from llmk.ops.common.math import exp
 from llmk.ops.common.rows import as_rows, contiguous
 from llmk.registry import (
     LARGEST,
-    REPLICATE,
     Cost,
     KernelOp,
     Sample,
@@ -42,7 +41,7 @@ from llmk.registry import (
     empty,
     next_power_of_2,
     public_op,
-    row_axes,
+    replicate_only,
     wrap_triton,
 )
 from llmk.registry.checks import TINY
@@ -257,14 +256,8 @@ def _(grad: Tensor, input: Tensor, *rest) -> Tensor:
     return input.new_empty(input.shape)
 
 
-@router_topk_fwd.register_sharding
-def _(input, *rest):
-    return [([axis, axis], [axis, REPLICATE]) for axis in row_axes(input)]
-
-
-@router_topk_bwd.register_sharding
-def _(grad, *rest):
-    return [([axis], [axis, axis, axis]) for axis in row_axes(grad)]
+for _op in (router_topk_fwd, router_topk_bwd):
+    _op.register_sharding(replicate_only)
 
 
 def _setup_context(ctx, inputs, output) -> None:
