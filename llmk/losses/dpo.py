@@ -138,7 +138,7 @@ def _made_in_forward(
         nll_weight=chosen_nll_weight(sequences, sum(weight for name, weight in types if name == "sft")),
         group_weight=weights if len(of_pairs) > 1 else weights[0],
         loss_type="+".join(name for name, _ in of_pairs),
-        f_divergence_type=divergence[0], f_divergence_coef=divergence[1], **options._asdict(),
+        f_divergence_type=divergence[0], f_divergence_coef=divergence[1], **options.arguments(),
     )  # fmt: skip
     return loss / count, token_logps, entropy
 

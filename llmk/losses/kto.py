@@ -75,7 +75,7 @@ def kto(
     if head.takes_groups(sequences):
         loss, token_logps, entropy = head.preference(
             input, target, sign * base, members=1, token_weight=sign.unsqueeze(1).expand(target.shape),
-            group_weight=weights, loss_type="kto", **options._asdict(),
+            group_weight=weights, loss_type="kto", **options.arguments(),
         )  # fmt: skip
         loss = loss / target.shape[0]
     else:

@@ -127,11 +127,16 @@ def _tile(element_size: int) -> dict[str, int]:
 
 
 def _vendor(*tensors: Tensor) -> bool:
-    """Whether `grouped_mm` takes them as they are, without waiting for the device: rows or columns 16 bytes apart."""
+    """Whether `grouped_mm` takes them as they are, without waiting for the device: rows or columns 16 bytes apart.
+
+    Where an expert's rows begin is a multiple of that only in matrices `[N, C]` whose columns are side by side.
+    """
     first = tensors[0]
     if not first.is_cuda or first.dtype != torch.bfloat16 or torch.version.hip is not None:
         return False
     if torch.cuda.get_device_capability(first.device) < (9, 0):
+        return False
+    if any(t.dim() == 2 and t.stride(1) != 1 for t in tensors):
         return False
     return all(t.numel() > 0 and aligned(byte_offset(t)) and _matrix_aligned(t) for t in tensors)
 

@@ -161,15 +161,18 @@ def router_topk_backward_kernel(
     scores = _scores(tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32), mask, SOFTMAX)
     dw = tl.zeros((BLOCK_E,), dtype=tl.float32)
     chosen = cols < 0
+    first = tl.cast(0.0, tl.float32)
+    if NORMALIZE:  # gradients less the first: where all are equal nothing is left that would have to cancel
+        first = tl.load(dw_ptr + row * K)
     for k in range(0, K):
         here = cols == tl.load(indices_ptr + row * K + k)
-        dw = tl.where(here, tl.load(dw_ptr + row * K + k), dw)
+        dw = tl.where(here, tl.load(dw_ptr + row * K + k) - first, dw)
         chosen = chosen | here
     ds = dw * scale
     if NORMALIZE:
         total = tl.sum(tl.where(chosen, scores, 0.0), axis=0) + 1e-20
         mean = tl.sum(tl.where(chosen, dw * scores, 0.0), axis=0) / total
-        ds = tl.where(chosen, scale / total * (dw - mean), 0.0)
+        ds = tl.where(chosen, scale / total * (dw - mean + first * (1e-20 / total)), 0.0)
     if SOFTMAX:
         dx = scores * ds if NORMALIZE else scores * (ds - tl.sum(scores * ds, axis=0))
     else:

@@ -31,8 +31,16 @@ def can_group(x: Tensor, weight: Tensor) -> bool:
 
 
 def outputs(x: Tensor, weight: Tensor, end: Tensor) -> Tensor:
-    """`x @ weight.t()` of the first `end [1]` rows of x `[C, H]`: `[C, V]`, int32 `end`."""
-    return grouped_mm(x, weight.t().unsqueeze(0), offs=end)
+    """`x @ weight.t()` of the first `end [1]` rows of x `[C, H]`: `[C, V]`, int32 `end`.
+
+    Its rows are multiples of ROW_BYTES apart, whatever V is.
+    """
+    result = grouped_mm(x, weight.t().unsqueeze(0), offs=end)
+    if result.stride(0) * result.element_size() % ROW_BYTES == 0:
+        return result
+    V, apart = result.shape[1], ROW_BYTES // result.element_size()  # as a GPU's are not
+    padded = torch.empty((x.shape[0], cdiv(V, apart) * apart), dtype=x.dtype, device=x.device)[:, :V]
+    return padded.copy_(result)
 
 
 def input_gradient(dlogits: Tensor, weight: Tensor, end: Tensor) -> Tensor:

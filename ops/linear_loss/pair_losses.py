@@ -28,6 +28,13 @@ class LossOptions(NamedTuple):
     simpo_gamma: float = 0.0
     discopop_tau: float = 0.05
 
+    def arguments(self) -> dict[str, float]:
+        """By the names that the operator has for them."""
+        return {
+            "beta": self.beta, "label_smoothing": self.label_smoothing, "simpo_gamma": self.simpo_gamma,
+            "discopop_tau": self.discopop_tau,
+        }  # fmt: skip
+
 
 class GroupLoss(NamedTuple):
     """`value(options, *scores)` of scores `[G]`, one for each sequence of a group, and `slopes`: by each of them."""
