@@ -82,7 +82,9 @@ def _made_in_forward(
 ) -> tuple[Tensor, Tensor]:
     """The mean over pairs with `nll_coef` times the likelihood, and the log-probabilities of tokens."""
     weight = chosen_nll_weight(sequences, nll_coef)
-    total, token_logps, _ = head.preference(input, target, None, nll_weight=weight, loss_type=name, **options.arguments())
+    total, token_logps, _ = head.preference(
+        input, target, None, nll_weight=weight, loss_type=name, **options.arguments()
+    )
     return total / (target.shape[0] // 2), token_logps
 
 

@@ -26,6 +26,9 @@ ACTIVATIONS = {
     "relu_squared": lambda x: nn.functional.relu(x).square(),
 }
 
+GATE = "_apply_gate"
+"""The method of transformers' experts for what stands between their two products; models give their own."""
+
 
 class GateForm(NamedTuple):
     """A gated unit, by the options of `moe_experts`."""
@@ -66,7 +69,7 @@ def _step_by_step(experts: Any, x: Tensor, indices: Tensor, weights: Tensor) -> 
     up_name = "gate_up_proj" if experts.has_gate else "up_proj"
     rows, positions, offsets = functional.moe_permute(x, indices, experts.down_proj.shape[0])
     rows = _linear(experts, up_name, rows, offsets)
-    rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
+    rows = getattr(experts, GATE)(rows) if experts.has_gate else experts.act_fn(rows)
     rows = _linear(experts, "down_proj", rows, offsets)
     if getattr(experts, "has_post_expert_norm", False):
         rows = experts.post_expert_norm(rows)
@@ -103,7 +106,7 @@ def _find_form(experts: Any) -> GateForm | None:
     with clean():
         rows = rows_of_all_scales(32).requires_grad_()
         try:
-            got = [apart(experts, {}, training)._apply_gate(rows) for training in (True, False)]
+            got = [getattr(apart(experts, {}, training), GATE)(rows) for training in (True, False)]
             slope = gradients(got[0], [rows])[0]
         except Exception:  # whatever its code raises: it is none that can be tried so
             return None

@@ -11,7 +11,7 @@ Reference implementation: `trl.trainer.dpo_trainer`, https://github.com/huggingf
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,7 @@ class LossOptions(NamedTuple):
     simpo_gamma: float = 0.0
     discopop_tau: float = 0.05
 
-    def arguments(self) -> dict[str, float]:
+    def arguments(self) -> dict[str, Any]:
         """By the names that the operator has for them."""
         return {
             "beta": self.beta, "label_smoothing": self.label_smoothing, "simpo_gamma": self.simpo_gamma,
