@@ -60,6 +60,17 @@ def _multiprocessors(device: torch.device) -> int:
     return 2 if INTERPRET else 132
 
 
+@functools.cache
+def counts_rows_itself(device: torch.device) -> bool:
+    """Whether `torch.nn.functional.grouped_mm` takes the numbers of rows from this GPU's memory, in bfloat16.
+
+    PyTorch has a kernel for compute capabilities 9 and 10; for others it waits until it can read the numbers.
+    """
+    return (
+        device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    )
+
+
 def most_warps() -> int:
     """Of one thread block, which has room for 1024 threads."""
     return 1024 // _warps.size

@@ -1,7 +1,7 @@
 """Grouped products: each expert's rows times its own matrix, how many rows it has being known to the device alone.
 
-bfloat16 on an NVIDIA GPU of the Hopper generation and later takes `torch.nn.functional.grouped_mm`. Everything else
-takes the two kernels below: for other dtypes and older GPUs PyTorch 2.11's waits for the device to count the rows.
+bfloat16 on an NVIDIA GPU of compute capability 9 or 10 takes `torch.nn.functional.grouped_mm`. Everything else
+takes the two kernels below: for other dtypes and GPUs PyTorch 2.11's waits for the device to count the rows.
 """
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from llmk.ops.common.rows import aligned, byte_offset, contiguous, with_columns_side_by_side
 from llmk.registry import cdiv, empty, next_power_of_2, wrap_triton
 from llmk.registry.backends import INTERPRET
+from llmk.registry.devices import counts_rows_itself
 
 
 @triton.jit
@@ -132,9 +133,7 @@ def _vendor(*tensors: Tensor) -> bool:
     Where an expert's rows begin is a multiple of that only in matrices `[N, C]` whose columns are side by side.
     """
     first = tensors[0]
-    if not first.is_cuda or first.dtype != torch.bfloat16 or torch.version.hip is not None:
-        return False
-    if torch.cuda.get_device_capability(first.device) < (9, 0):
+    if first.dtype != torch.bfloat16 or not counts_rows_itself(first.device):
         return False
     if any(t.dim() == 2 and t.stride(1) != 1 for t in tensors):
         return False

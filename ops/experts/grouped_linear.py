@@ -205,8 +205,9 @@ def grouped_linear_cost(
     workloads=grouped_linear_workloads,
     cost=grouped_linear_cost,
     choices=(
-        "bfloat16 on NVIDIA GPUs from Hopper on is torch.nn.functional.grouped_mm; elsewhere a Triton product that was "
-        "not tuned, as there PyTorch's own waits for the device to count the rows; on a CPU a loop over the experts",
+        "bfloat16 on NVIDIA GPUs of compute capability 9 and 10 is torch.nn.functional.grouped_mm; on others a Triton "
+        "product that was not tuned, as there PyTorch's own waits for the device to count the rows; on a CPU a loop "
+        "over the experts",
     ),
 )
 def grouped_linear(

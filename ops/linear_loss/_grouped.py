@@ -12,9 +12,8 @@ from torch.nn.functional import grouped_mm
 
 from llmk.registry import cdiv, wrap_triton
 from llmk.registry.backends import kernels_on_cpu
+from llmk.registry.devices import counts_rows_itself
 
-CHIPS = (9, 10)
-"""Major compute capabilities for which PyTorch has a kernel; on others it asks the device for the number."""
 ROW_BYTES = 16
 """What the rows of the operands must be multiples of."""
 
@@ -25,9 +24,7 @@ def can_group(x: Tensor, weight: Tensor) -> bool:
         return False
     if any(stride * x.element_size() % ROW_BYTES for stride in (weight.stride(0), x.shape[-1])):
         return False
-    if x.device.type != "cuda":
-        return kernels_on_cpu()
-    return torch.cuda.get_device_capability(x.device)[0] in CHIPS
+    return counts_rows_itself(x.device) if x.is_cuda else kernels_on_cpu()
 
 
 def outputs(x: Tensor, weight: Tensor, end: Tensor) -> Tensor:
