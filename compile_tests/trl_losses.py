@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from loss_references import token_scores
 from torch import Tensor
 from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RLOOTrainer, SFTTrainer
+from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
 CPU = torch.device("cpu")
@@ -114,14 +115,31 @@ def kto(
     return trainer._compute_loss(model, batch, False), _metrics(trainer)
 
 
-def orpo(x: Tensor, weight: Tensor, target: Tensor, *, beta: float = 0.1) -> Result:
-    """Every token that its attention mask has is in TRL's likelihood: here those that count."""
-    model, batch = _Model(x, weight), {}
-    labels = F.pad(target, (1, 0), value=-100)
+def _pairs(target: Tensor) -> dict[str, Tensor]:
+    batch, labels = {}, F.pad(target, (1, 0), value=-100)
     for name, of in zip(("chosen", "rejected"), labels.chunk(2), strict=True):
         tokens = {"labels": of, "input_ids": of.clamp(min=0), "attention_mask": (of != -100).long()}
         batch |= {f"{name}_{key}": value for key, value in tokens.items()}
-    return _trainer(ORPOTrainer, model, beta=beta).get_batch_loss_metrics(model, batch)
+    return batch
+
+
+def orpo(x: Tensor, weight: Tensor, target: Tensor, *, beta: float = 0.1) -> Result:
+    """Every token that its attention mask has is in TRL's likelihood: here those that count."""
+    model = _Model(x, weight)
+    return _trainer(ORPOTrainer, model, beta=beta).get_batch_loss_metrics(model, _pairs(target))
+
+
+def cpo(x: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Result:
+    model = _Model(x, weight)
+    defaults = {
+        "beta": 0.1, "label_smoothing": 0.0, "loss_type": "sigmoid", "simpo_gamma": 0.5, "alpha": 0.0, "cpo_alpha": 1.0,
+    }  # fmt: skip
+    trainer = _trainer(CPOTrainer, model, pad_token_id=0, **defaults | options)
+    return trainer.get_batch_loss_metrics(model, _pairs(target))
+
+
+def simpo(x: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Result:
+    return cpo(x, weight, target, **{"beta": 2.0, "loss_type": "simpo", "cpo_alpha": 0.0, **options})
 
 
 def _policy_batch(target: Tensor, **given: Any) -> dict[str, Any]:
