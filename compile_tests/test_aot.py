@@ -142,8 +142,8 @@ def test_launches_are_specialized_as_the_jit_does() -> None:
     x, scalar = torch.empty(64, dtype=torch.bfloat16), torch.empty(())
     source = aot.specialize(_record(x, scalar, None, x[1:], 1), aot.TARGETS["sm_90"]).source
     types = {"x_ptr": "*bf16", "grad_ptr": "*fp32", "divisor_ptr": "constexpr", "y_ptr": "*bf16"}
-    assert source.signature == types | {"N": "constexpr", "BLOCK_N": "constexpr"}
-    assert source.constants == {(2,): None, (4,): 1, (5,): 128}
+    assert source.signature == types | {"N": "constexpr", "IN_PLACE": "constexpr", "BLOCK_N": "constexpr"}
+    assert source.constants == {(2,): None, (4,): 1, (5,): False, (6,): 128}
     aligned = {index for (index,), attributes in source.attrs.items() if ["tt.divisibility", 16] in attributes}
     assert aligned == {0, 1}  # x[1:] starts at 2 bytes
 
@@ -161,7 +161,8 @@ def test_double_precision_and_spills_are_seen() -> None:
     registers, spilled = aot.resource_usage(compiled)
     assert 0 < registers <= 255
     assert spilled == 0
-    few = Launch(_record().kernel, (1,), (x, scalar, scalar, x, 64), {"BLOCK_N": 8192, "num_warps": 1, "maxnreg": 24})
+    options = {"IN_PLACE": False, "BLOCK_N": 8192, "num_warps": 1, "maxnreg": 24}
+    few = Launch(_record().kernel, (1,), (x, scalar, scalar, x, 64), options)
     assert aot.resource_usage(_compile(few, "sm_90"))[1] > 0
 
 

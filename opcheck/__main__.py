@@ -279,8 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     results = sanitize_all(options) if options.sanitize else check_all(options)
     print_table(results)
-    if options.sanitize:
-        write_reports(report(results, options.device), options.json, options.html)
+    write_reports(report(results, options.device), options.json, options.html)
     count = Counter(result.verdict for result in results)
     print(f"\n{count['kept']} promises kept, {count['broken']} broken, {count['empty']} with nothing to check")
     if count["kept"] + count["broken"] == 0:

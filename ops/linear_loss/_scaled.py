@@ -17,7 +17,7 @@ from llmk.ops.linear_loss._ranks import sum_over
 from llmk.registry import PARTIAL, REPLICATE, KernelOp, axes, cdiv, empty, wrap_triton
 from llmk.registry.backends import runs_kernels
 from llmk.registry.devices import kernel_context
-from llmk.registry.eager.bypass import is_plain_eager
+from llmk.registry.eager.bypass import is_plain_eager, takes_short_path
 from llmk.registry.private.autograd import graph_is_kept, saved_tensors_are_hooked
 
 DIFFERENTIABLE = ["input", "linear_weight", "linear_bias"]
@@ -97,7 +97,7 @@ def differentiate_by_scaling(op: CallOp, scale: KernelOp, is_total: Callable[[An
         last = is_plain_eager() and not (torch.is_grad_enabled() or ctx.hooked or graph_is_kept())
 
         def times(saved: Tensor, dtype: torch.dtype) -> Tensor:
-            if last and saved.dtype == dtype:
+            if last and saved.dtype == dtype and takes_short_path((saved, grad, divisor)):
                 return _scale_saved(scale, saved, grad, divisor)
             return scale(saved, grad, divisor, dtype)
 
