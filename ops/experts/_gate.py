@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.activations import activate, activate_with_slope, activation, activation_with_slope
+from llmk.ops.common.math import everywhere
 from llmk.ops.common.rows import contiguous
 from llmk.registry import cdiv, empty, next_power_of_2, wrap_triton
 
@@ -44,12 +45,12 @@ def _load_two(ptr, start, F, live, INTERLEAVED: tl.constexpr, BLOCK_F: tl.conste
     """Of a row its gates and ups from column `start` on, in float32."""
     if INTERLEAVED:
         cols = 2 * start + tl.arange(0, 2 * BLOCK_F)
-        both = tl.load(ptr + cols, mask=(cols < 2 * F) & live, other=0.0).to(tl.float32)
+        both = tl.load(ptr + cols, mask=(cols < 2 * F) & everywhere(live, cols), other=0.0).to(tl.float32)  # type: ignore[misc]
         gate, up = tl.split(tl.reshape(both, (BLOCK_F, 2)))
     else:
         cols = start + tl.arange(0, BLOCK_F)
-        gate = tl.load(ptr + cols, mask=(cols < F) & live, other=0.0).to(tl.float32)
-        up = tl.load(ptr + F + cols, mask=(cols < F) & live, other=0.0).to(tl.float32)
+        gate = tl.load(ptr + cols, mask=(cols < F) & everywhere(live, cols), other=0.0).to(tl.float32)  # type: ignore[misc]
+        up = tl.load(ptr + F + cols, mask=(cols < F) & everywhere(live, cols), other=0.0).to(tl.float32)  # type: ignore[misc]
     return gate, up
 
 
@@ -120,7 +121,7 @@ def gated_rows_backward_kernel(
     for start in range(0, F, BLOCK_F):
         gate, up = _gate_and_up(rows_ptr + row * (2 * F), bias_ptr, start, F, live, INTERLEAVED, BLOCK_F)  # type: ignore[misc]
         cols = start + tl.arange(0, BLOCK_F)
-        dh = tl.load(dh_ptr + row * F + cols, mask=(cols < F) & live, other=0.0).to(tl.float32)
+        dh = tl.load(dh_ptr + row * F + cols, mask=(cols < F) & everywhere(live, cols), other=0.0).to(tl.float32)  # type: ignore[misc]
         dgate, dup = dh * weight, dh * weight
         if LIMITED:
             dgate = tl.where(gate <= limit, dgate, 0.0)

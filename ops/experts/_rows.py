@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmk.ops.common.math import everywhere
 from llmk.ops.common.rows import contiguous, with_columns_side_by_side
 from llmk.registry import cdiv, empty, next_power_of_2, wrap_triton
 
@@ -25,7 +26,7 @@ def gather_rows_kernel(x_ptr, order_ptr, offsets_ptr, rows_ptr, K, E, H, x_strid
     row, cols = _place(H, BLOCK_H)  # type: ignore[misc]
     live = row < tl.load(offsets_ptr + E - 1)
     token = tl.load(order_ptr + row) // K
-    x = tl.load(x_ptr + token * x_stride + cols, mask=(cols < H) & live, other=0.0)
+    x = tl.load(x_ptr + token * x_stride + cols, mask=(cols < H) & everywhere(live, cols), other=0.0)  # type: ignore[misc]
     tl.store(rows_ptr + row * H + cols, x, mask=cols < H)
 
 
@@ -40,10 +41,14 @@ def sum_rows_kernel(
     for k in tl.static_range(K):
         row = tl.load(positions_ptr + token * K + k).to(tl.int64)
         live = (row >= 0) & (row < count)
-        value = tl.load(rows_ptr + row * rows_stride + cols, mask=(cols < H) & live, other=0.0).to(tl.float32)
+        value = tl.load(rows_ptr + row * rows_stride + cols, mask=(cols < H) & everywhere(live, cols), other=0.0).to(
+            tl.float32
+        )  # type: ignore[misc]
         if bias_ptr is not None:
             expert = tl.load(indices_ptr + token * K + k).to(tl.int64)
-            bias = tl.load(bias_ptr + expert * H + cols, mask=(cols < H) & live, other=0.0).to(tl.float32)
+            bias = tl.load(bias_ptr + expert * H + cols, mask=(cols < H) & everywhere(live, cols), other=0.0).to(
+                tl.float32
+            )  # type: ignore[misc]
             weight = tl.load(weights_ptr + token * K + k).to(tl.float32)
             total += value + tl.where(live, bias * weight, 0.0)
         elif weights_ptr is not None:
@@ -64,7 +69,7 @@ def spread_rows_kernel(
     if weights_ptr is not None:
         dy *= tl.load(weights_ptr + pair).to(tl.float32)
     live = (row >= 0) & (row < N)
-    tl.store(rows_ptr + row * H + cols, dy.to(rows_ptr.dtype.element_ty), mask=(cols < H) & live)
+    tl.store(rows_ptr + row * H + cols, dy.to(rows_ptr.dtype.element_ty), mask=(cols < H) & everywhere(live, cols))  # type: ignore[misc]
 
 
 @triton.jit
@@ -79,8 +84,8 @@ def dot_rows_kernel(
     total = tl.zeros((BLOCK_H,), dtype=tl.float32)
     for start in range(0, H, BLOCK_H):
         cols = start + tl.arange(0, BLOCK_H)
-        value = tl.load(table_ptr + cols, mask=(cols < H) & live, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + cols, mask=(cols < H) & live, other=0.0).to(tl.float32)
+        value = tl.load(table_ptr + cols, mask=(cols < H) & everywhere(live, cols), other=0.0).to(tl.float32)  # type: ignore[misc]
+        dy = tl.load(dy_ptr + cols, mask=(cols < H) & everywhere(live, cols), other=0.0).to(tl.float32)  # type: ignore[misc]
         total += value * dy
     tl.store(dot_ptr + pair, tl.sum(total, axis=0).to(dot_ptr.dtype.element_ty))
 
