@@ -240,7 +240,10 @@ def _(grad, input, indices, scoring, normalize, scale) -> Tensor:
     of_chosen = grad * scale
     if normalize:
         total = chosen.sum(-1, keepdim=True) + TINIEST_SUM
-        of_chosen = scale / total * (grad - (grad * chosen).sum(-1, keepdim=True) / total)
+        first = grad[..., :1]  # gradients less the first, as in the kernel
+        rest = grad - first
+        mean = (rest * chosen).sum(-1, keepdim=True) / total
+        of_chosen = scale / total * (rest - mean + first * (TINIEST_SUM / total))
     ds = torch.zeros_like(scores).scatter(-1, indices, of_chosen)
     if scoring == "sigmoid":
         return (ds * scores * (1 - scores)).to(input.dtype).contiguous()
