@@ -1,7 +1,7 @@
 """`python -m benchmarks.ignored`: a fused linear loss where some of the tokens are ignored, by the share that counts.
 
 For each share: milliseconds of forward and backward, back to back for half a second, of llmk with `skip_ignored` and
-without it, of each peer that has the loss, and of compiled PyTorch; the ways take turns. Which tokens count is drawn at
+without it, of each peer that has the loss, and of compiled PyTorch, one after the other. Which tokens count is drawn at
 random, and so are the weights.
 """
 

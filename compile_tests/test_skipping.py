@@ -77,3 +77,15 @@ def test_rows_that_do_not_fit_take_all_tokens(ends: list[int]) -> None:
     sample = Sample((*inputs(H - 4), target), {"skip_ignored": True}, why="rows of 24 bytes")
     require_accurate(OPS["fused_linear_ce"], sample, call(OPS["fused_linear_ce"], sample))
     assert not ends
+
+
+def test_a_weight_that_begins_between_aligned_addresses_takes_all_tokens(ends: list[int]) -> None:
+    target = torch.randint(0, V, (N,)).masked_fill(torch.arange(N) % 3 == 0, -100)
+    x, weight = inputs(H)
+    wide = torch.zeros(V, H + 8, dtype=torch.bfloat16)
+    wide[:, 1 : H + 1] = weight
+    skipped = torch.ops.llmk.fused_linear_ce(x, wide[:, 1 : H + 1], target, skip_ignored=True)
+    assert not ends
+    torch.ops.llmk.fused_linear_ce(x, weight, target, skip_ignored=True)
+    assert ends
+    assert skipped.isfinite()

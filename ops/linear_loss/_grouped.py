@@ -15,14 +15,14 @@ from llmk.registry.backends import kernels_on_cpu
 from llmk.registry.devices import counts_rows_itself
 
 ROW_BYTES = 16
-"""What the rows of the operands must be multiples of."""
+"""Where the rows of the operands must begin, and what they must be apart: at multiples of it."""
 
 
 def can_group(x: Tensor, weight: Tensor) -> bool:
     """Whether rows of x `[..., H]`, contiguous, can be multiplied with weight `[V, H]` this way, in both directions."""
     if x.dtype != torch.bfloat16 or x.numel() == 0 or weight.numel() == 0 or weight.stride(-1) != 1:
         return False
-    if any(stride * x.element_size() % ROW_BYTES for stride in (weight.stride(0), x.shape[-1])):
+    if any(n * x.element_size() % ROW_BYTES for n in (weight.storage_offset(), weight.stride(0), x.shape[-1])):
         return False
     return counts_rows_itself(x.device) if x.is_cuda else kernels_on_cpu()
 
