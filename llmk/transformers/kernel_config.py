@@ -22,6 +22,7 @@ from llmk.transformers.probe import (
     rows_of_all_scales,
     run,
     same,
+    without_parameters,
 )
 from llmk.transformers.slots import LAYERS
 
@@ -111,17 +112,6 @@ def _slots(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 # ---- what a slot's module computes
 
 
-class _Scaled(nn.Module):
-    """In place of a projection, so that a layer can be tried without its weights."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.factor = randoms(seed)(1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.factor
-
-
 def _try(slot: str, module: nn.Module) -> None:
     """
     Raises:
@@ -164,11 +154,7 @@ def _twin(module: nn.Module, training: bool) -> nn.Module:
     """A module of the same class and attributes, with random parameters and its projections replaced."""
     parameters = {name: None if p is None else _random(p) for name, p in parameters_of(module).items()}
     twin = apart(module, parameters, training)
-    children = {
-        name: _Scaled(i) if child is not None and any(True for _ in child.parameters()) else child
-        for i, (name, child) in enumerate(children_of(module).items())
-    }
-    vars(twin)["_modules"] = children
+    vars(twin)["_modules"] = without_parameters(children_of(module))
     return twin
 
 

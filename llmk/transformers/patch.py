@@ -15,9 +15,11 @@ from llmk.transformers.classes import (
     patched_class,
     set_classes,
 )
+from llmk.transformers.experts import GATE
 from llmk.transformers.gates import GateFinder
 from llmk.transformers.loss import FusedLoss, Head, find_loss
 from llmk.transformers.masks import find_masks
+from llmk.transformers.mixtures import Experts, find_experts
 from llmk.transformers.norms import Norm, find_norm
 from llmk.transformers.probe import Differs, clean, identity
 from llmk.transformers.report import REPORT, Entry, Report
@@ -34,6 +36,7 @@ def patch(
     *,
     norms: bool = True,
     mlps: bool = True,
+    experts: bool = True,
     rope: bool = True,
     residuals: bool = True,
     loss: bool = True,
@@ -54,6 +57,7 @@ def patch(
             device, "meta" too.
         norms: RMSNorm, with `weight`, `1 + weight` or none, and LayerNorm.
         mlps: SwiGLU and GeGLU layers, gate and up projected apart or packed, and the gates of packed experts.
+        experts: The experts of mixtures in packed weights, whole.
         rope: The rotary embedding of queries and keys.
         residuals: A residual sum and the RMSNorm that follows it, in one.
         loss: The output projection and the causal language model's loss, in one.
@@ -72,7 +76,8 @@ def patch(
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     if (report := report_of(model)) is not None:
         return report
-    which = {"norm": norms, "mlp": mlps, "rope": rope, "residual": residuals, "loss": loss, "mask": masks}
+    layers = {"norm": norms, "experts": experts, "mlp": mlps, "rope": rope, "residual": residuals}
+    which = layers | {"loss": loss, "mask": masks}
     with clean():
         plan = Plan(model, {kind for kind, wanted in which.items() if wanted}, skip_ignored)
         classes = plan.classes()
@@ -99,7 +104,9 @@ class Plan:
         self.changes: dict[nn.Module, list[Change]] = {}
         self.whole: set[nn.Module] = set()  # whose forward is given already
         if "norm" in kinds:
-            self._find_norms(model)
+            self._find_whole(model, "norm", find_norm)
+        if "experts" in kinds:
+            self._find_whole(model, "experts", find_experts)
         finders: dict[str, Finder] = {
             "mlp": GateFinder(),
             "rope": RopeFinder(),
@@ -114,8 +121,8 @@ class Plan:
                 find = functools.partial(find_loss, skip_ignored=skip_ignored)
                 more = {"loss": find} if "loss" in kinds and module is causal else {}
                 self._find_edits(name, module, "forward", finders | more)
-            if "mlp" in finders and hasattr(type(module), "_apply_gate"):
-                self._find_edits(name, module, "_apply_gate", {"experts": finders["mlp"]})
+            if "mlp" in finders and module not in self.whole and hasattr(type(module), GATE):
+                self._find_edits(name, module, GATE, {"experts": finders["mlp"]})
 
     def _is_own(self, module: nn.Module, method: str) -> bool:
         return method not in vars(module) or is_behind_hook(module)
@@ -127,24 +134,24 @@ class Plan:
     def _leave(self, name: str, kind: str, module: nn.Module, why: object) -> None:
         self.entries.append(Entry(name, kind, type(module).__name__, False, str(why)))
 
-    def _find_norms(self, model: nn.Module) -> None:
-        """Those that are alike are tried once."""
-        tried: dict[Any, Norm | Differs | None] = {}
+    def _find_whole(self, model: nn.Module, kind: str, find: Callable[[nn.Module], Norm | Experts | None]) -> None:
+        """Modules whose forward is an operator's. Those that are alike are tried once."""
+        tried: dict[Any, Norm | Experts | Differs | None] = {}
         for name, module in model.named_modules():
             key = identity(module)
             if key not in tried:
                 try:
-                    tried[key] = find_norm(module)
+                    tried[key] = find(module)
                 except Differs as why:
                     tried[key] = why
             found = tried[key]
-            if isinstance(found, Norm) and not self._is_own(module, "forward"):
+            if isinstance(found, Change) and not self._is_own(module, "forward"):
                 found = Differs(REPLACED)
-            if isinstance(found, Norm):
-                self.entries.append(Entry(name, "norm", type(module).__name__, True, found.what))
+            if isinstance(found, Change):
+                self.entries.append(Entry(name, kind, type(module).__name__, True, found.what))
                 self._change_whole(module, found)
             elif found is not None:
-                self._leave(name, "norm", module, found)
+                self._leave(name, kind, module, found)
 
     def _residual(self, module: nn.Module, source: Source) -> Residual | None:
         adding = [n for n, child in module.named_children() if any(c.adds for c in self.changes.get(child, ()))]

@@ -129,6 +129,23 @@ def apart(module: nn.Module, parameters: Mapping[str, Tensor | None], training: 
     return twin
 
 
+class Scaled(nn.Module):
+    """In place of a module that has parameters, so that what stands around it can be tried without them."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.factor = randoms(seed)(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def without_parameters(children: Mapping[str, nn.Module | None]) -> dict[str, nn.Module | None]:
+    """The children of a module, with another in place of each that has parameters."""
+    learns = {name for name, child in children.items() if child is not None and any(True for _ in child.parameters())}
+    return {name: Scaled(i) if name in learns else child for i, (name, child) in enumerate(children.items())}
+
+
 def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 

@@ -1,0 +1,106 @@
+"""Experts of mixtures: modules whose forward computes what `experts_forward` does, told by running both."""
+
+import inspect
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llmk.registry.private.modules import children_of, parameters_of
+from llmk.transformers.classes import Change
+from llmk.transformers.experts import GATE, experts_forward, gate_form
+from llmk.transformers.probe import (
+    SCALES,
+    Differs,
+    agree,
+    apart,
+    first_line,
+    gradients,
+    randoms,
+    rows_of_all_scales,
+    same,
+    without_parameters,
+)
+from llmk.transformers.rewrite import set_source
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+H, F, K = 16, 8, 2
+"""The sizes of what is tried, whose number of experts is the module's."""
+
+
+@dataclass(frozen=True)
+class Experts(Change):
+    """A mixture's experts by operators."""
+
+    operators: str
+
+    @property
+    def what(self) -> str:
+        return self.operators
+
+    def methods(self, base: type) -> dict[str, Any]:
+        def forward(self: Any, hidden_states: Tensor, *routing: Any, **named: Any) -> Tensor:
+            if hidden_states.dtype in DTYPES and self.down_proj.dtype in DTYPES and not named:
+                return experts_forward(self, hidden_states, *routing)
+            return base.forward(self, hidden_states, *routing, **named)
+
+        set_source(forward, textwrap.dedent(inspect.getsource(forward)))
+        return {"forward": forward}
+
+
+def find_experts(module: nn.Module) -> Experts | None:
+    """The experts of a mixture of transformers, in packed weights; None where it is no candidate.
+
+    Raises:
+        Differs: Its forward computes something else.
+    """
+    if not hasattr(type(module), GATE) or not hasattr(module, "is_transposed"):
+        return None
+    for training in (True, False):
+        want, got = (_outcome(forward, module, training) for forward in (type(module).forward, experts_forward))
+        if not agree(got[0], want[0]) or not all(map(_alike, got[1], want[1])):
+            raise Differs("its experts are more than two products, a gate between and the routing weights")
+    return Experts("moe_experts" if gate_form(module) else "moe_permute, grouped_linear, moe_unpermute")
+
+
+def _outcome(forward: Callable[..., Any], module: Any, training: bool) -> tuple[Tensor, list[Tensor | None]]:
+    """The output for tokens of all scales, and the gradients of all there is; both times of the same numbers."""
+    twin, E = _twin(module, training), module.down_proj.shape[0]
+    T = len(SCALES)
+    x, weights = rows_of_all_scales(H).requires_grad_(), (randoms(3)(T, K).square() + 0.1).requires_grad_()
+    indices = torch.arange(T * K, dtype=torch.int64, device="cpu").view(T, K) * 3 % E
+    try:
+        output = forward(twin, x, indices, weights)
+        return output, gradients(output, [x, weights, *(p for p in parameters_of(twin).values() if p is not None)])
+    except Exception as error:  # whatever its code raises
+        raise Differs(f"could not be run: {first_line(error)}") from error
+
+
+def _alike(a: Tensor | None, b: Tensor | None) -> bool:
+    """Of a weight's gradient an expert counts as one row: some of its features are next to nothing."""
+    return same(*(t if t is None or t.dim() < 3 else t.flatten(1) for t in (a, b)))
+
+
+def _twin(module: Any, training: bool) -> Any:
+    """A module of the same class, attributes and number of experts, with small random weights."""
+    shapes, own = _small_shapes(module), parameters_of(module)
+    named = {name for name, p in own.items() if p is not None}
+    if named != shapes.keys():
+        raise Differs(f"its parameters are {', '.join(sorted(named))}, not those of packed experts")
+    E, randn = module.down_proj.shape[0], randoms(2)
+    small = {name: (randn(E, *shape) / H**0.5).requires_grad_() for name, shape in shapes.items()}
+    twin = apart(module, {**dict.fromkeys(own), **small}, training)
+    vars(twin)["_modules"] = without_parameters(children_of(module))
+    return twin
+
+
+def _small_shapes(module: Any) -> dict[str, tuple[int, ...]]:
+    """The parameters of such a module by name, each without the axis of the experts."""
+    up, width = ("gate_up_proj", 2 * F) if module.has_gate else ("up_proj", F)
+    shapes: dict[str, tuple[int, ...]] = {up: (width, H), "down_proj": (H, F)}
+    if module.is_transposed:
+        shapes = {name: shape[::-1] for name, shape in shapes.items()}
+    return shapes | ({f"{up}_bias": (width,), "down_proj_bias": (H,)} if module.has_bias else {})
