@@ -254,6 +254,39 @@ def test_a_backward_op_is_given_what_its_arguments_are_named_after() -> None:
         assert dw.shape == (0,)
 
 
+def test_a_backward_op_is_given_none_for_what_it_does_not_need() -> None:
+    """And it is not kept: the input is for the weight's gradient, the scale for a factor of 3."""
+    seen = []
+
+    def formula(
+        grad: Tensor, scale: Tensor | None, input: Tensor | None, weight: Tensor, factor: float
+    ) -> tuple[Tensor, Tensor]:
+        seen.append((scale is not None, input is not None))
+        return grad * weight * factor, no_gradient(grad) if input is None else grad * input * factor
+
+    fwd, bwd = _scaled_product("_test_saved_if", formula)
+    conditions: dict[str, Callable[..., bool]] = {
+        "input": lambda need_weight: need_weight,
+        "scale": lambda factor: factor == 3,
+    }
+    fwd.register_backward(bwd, outputs=("output", "scale"), saved_if=conditions)
+    x, w, dy = (torch.randn(5, dtype=torch.float64) for _ in range(3))
+    for needs_dw, factor in ((True, 2.0), (False, 3.0)):
+        a, b = x.clone().requires_grad_(), w.clone().requires_grad_(needs_dw)
+        for call in (fwd, fwd.overload):
+            kept: list[Tensor] = []
+            with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: (kept.append(t), t)[1], lambda t: t):
+                y, _ = call(a, factor, b)
+            dx, *dw = torch.autograd.grad(y, [a, b] if needs_dw else [a], dy)
+            assert seen.pop() == (not needs_dw, needs_dw)
+            assert len(kept) == 2
+            assert torch.allclose(dx, factor * dy * w)
+            assert all(torch.allclose(g, factor * dy * x) for g in dw)
+    for wrong in ({"inptu": lambda factor: True}, {"input": lambda fcator: True}):
+        with pytest.raises(ValueError, match=r"_test_saved_if_bwd: expected|_test_saved_if_fwd has no argument fcator"):
+            fwd.register_backward(bwd, outputs=("output", "scale"), saved_if=wrong)
+
+
 def test_a_backward_op_whose_arguments_are_nobodys_is_refused() -> None:
     def unknown(grad: Tensor, inptu: Tensor) -> tuple[Tensor, Tensor]:
         return grad, grad

@@ -6,13 +6,14 @@ argument NAME wants a gradient. What it returns are the gradients of those argum
 order of the forward op; for one that nobody wants `no_gradient` stands.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from llmk.registry.by_name import by_name
 from llmk.registry.launch import empty
 
 _NEEDED = "need_"
@@ -33,6 +34,7 @@ class BackwardOp:
         outputs: Names for the forward op's outputs.
         of: The names of the arguments that have gradients.
         incoming: How many of the outputs have one.
+        saved_if: For tensors that the backward op does not always need whether it does.
 
     Raises:
         ValueError: The two schemas do not fit.
@@ -46,6 +48,7 @@ class BackwardOp:
         outputs: Sequence[str],
         of: Sequence[str],
         incoming: int,
+        saved_if: Mapping[str, Callable[..., bool]],
     ) -> None:
         self.call = call
         names = [argument.name for argument in forward.arguments]
@@ -54,6 +57,7 @@ class BackwardOp:
         after = self.backward_names[incoming:]
         flags = [name for name in after if name.startswith(_NEEDED) and name.removeprefix(_NEEDED) in names]
         unknown = [name for name in after if name not in found and name not in flags]
+        unknown += [name for name in saved_if if name not in after]
         if unknown or len(outputs) != len(forward.returns) or len(backward.returns) != len(of):
             raise ValueError(
                 f"{backward.name}: expected the gradients of {', '.join(of)} from arguments named after those of "
@@ -69,11 +73,25 @@ class BackwardOp:
         self.saved, self.numbers = (_items([found.index(name) for name in some]) for some in (saved, numbers))
         self.flags = _items([names.index(name.removeprefix(_NEEDED)) for name in flags])
         self.in_order = _items([kept.index(name) for name in after])
+        known = [*names, *(_NEEDED + name for name in names)]
+        self.saved_if = [
+            (saved.index(name), by_name(condition, known, forward.name)) for name, condition in saved_if.items()
+        ]
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         found = (*inputs, *output) if isinstance(output, tuple) else (*inputs, output)
-        ctx.save_for_backward(*self.saved(found))
+        saved = self.saved(found)
+        if self.saved_if:
+            saved = self._needed(saved, (*inputs, *ctx.needs_input_grad))
+        ctx.save_for_backward(*saved)
         ctx.numbers = self.numbers(found)
+
+    def _needed(self, saved: Sequence[Tensor | None], known: Sequence[Any]) -> list[Tensor | None]:
+        needed = list(saved)
+        for place, condition in self.saved_if:
+            if not condition(*known):
+                needed[place] = None
+        return needed
 
     def backward(self, ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad

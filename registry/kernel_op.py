@@ -1,8 +1,7 @@
 """Kernel ops: the private operators `llmk::_NAME` that launch kernels."""
 
 import functools
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from llmk.registry.backends import INTERPRET, runs_kernels
 from llmk.registry.backward_op import BackwardOp
+from llmk.registry.by_name import by_name
 from llmk.registry.checks import check_home
 from llmk.registry.derivative import Derivative, Keeps
 from llmk.registry.devices import kernel_context, needs_context
@@ -80,8 +80,7 @@ class KernelOp:
         self._definition.register_fake(self._wrap_fake())
         self.overload: Any = getattr(torch.ops.llmk, self.name).default
         schema = schema_of(self.overload)
-        everything = [argument.name for argument in schema.arguments]
-        depends_on = [everything] * len(schema.returns)
+        depends_on = [self._names()] * len(schema.returns)
         self._differentiate(self._refuse_double_backward, _save_nothing, depends_on, takes_none=True)
 
     def __call__(self, *args: Any) -> Any:
@@ -125,14 +124,14 @@ class KernelOp:
 
         It takes the op's arguments, or by their names those that it looks at.
         """
-        self._fake = self._by_name(fn)
+        self._fake = by_name(fn, self._names(), f"llmk::{self.name}")
         return fn
 
     def register_autograd(
         self,
         backward: Callable[..., Any],
         *,
-        setup_context: Callable[..., Any],
+        setup_context: Callable[..., Any] | None = None,
         depends_on: Sequence[Sequence[str]] | None = None,
         takes_none: bool = False,
         keeps: Keeps | None = None,
@@ -143,7 +142,7 @@ class KernelOp:
             backward: `backward(ctx, *grads)` gives each argument its gradient or None, and calls kernel ops only. Its
                 `grads` are those of the outputs that have gradients.
             setup_context: `setup_context(ctx, inputs, output)` keeps inputs and outputs for it, by `save_for_backward`,
-                and numbers as attributes of ctx; nothing else.
+                and numbers as attributes of ctx; nothing else. None: nothing is kept.
             depends_on: For each output that has a gradient the arguments that it depends on. The outputs after these
                 are kept for the backward pass and never handed out. None: the first output has one, by any argument.
             takes_none: `backward` takes None for an output that got no gradient where another did, instead of zeros.
@@ -151,10 +150,16 @@ class KernelOp:
                 pass must keep for the gradients that are wanted. The op is called with the arguments before them.
         """
         self.has_backward = True
-        self._differentiate(backward, setup_context, depends_on, takes_none, keeps)
+        self._differentiate(backward, setup_context or _save_nothing, depends_on, takes_none, keeps)
 
     def register_backward(
-        self, op: "KernelOp", *, outputs: Sequence[str] = ("output",), depends_on: Sequence[Sequence[str]] | None = None
+        self,
+        op: "KernelOp",
+        *,
+        outputs: Sequence[str] = ("output",),
+        depends_on: Sequence[Sequence[str]] | None = None,
+        saved_if: Mapping[str, Callable[..., bool]] | None = None,
+        keeps: Keeps | None = None,
     ) -> None:
         """Register another kernel op as the backward formula: `register_autograd` is for one that is more than that.
 
@@ -165,13 +170,18 @@ class KernelOp:
                 no fake yet, each gradient is like its argument, and contiguous.
             outputs: Names for the outputs of this op.
             depends_on: As in `register_autograd`. None: the first output has a gradient, by every tensor.
+            saved_if: By the name of a tensor that `op` does not always need, whether it does, from those of this op's
+                arguments and `need_NAME` that the function is written with. Where not, it is not saved: `op` gets None.
+            keeps: As in `register_autograd`.
         """
         schema = schema_of(self.overload)
         tensors = [argument.name for argument in schema.arguments if "Tensor" in str(argument.type)]
         depends_on = [tensors] if depends_on is None else depends_on
         of = [name for name in tensors if any(name in names for names in depends_on)]
-        derived = BackwardOp(schema, schema_of(op.overload), op, outputs, of, len(depends_on))
-        self.register_autograd(derived.backward, setup_context=derived.setup_context, depends_on=depends_on)
+        derived = BackwardOp(schema, schema_of(op.overload), op, outputs, of, len(depends_on), saved_if or {})
+        self.register_autograd(
+            derived.backward, setup_context=derived.setup_context, depends_on=depends_on, keeps=keeps
+        )
         if op._fake is None:
             op.register_fake(derived.fake)
 
@@ -183,7 +193,7 @@ class KernelOp:
         takes_none: bool = False,
         keeps: Keeps | None = None,
     ) -> None:
-        names = [argument.name for argument in schema_of(self.overload).arguments]
+        names = self._names()
         results = [[names.index(name) for name in of] for of in ([names] if depends_on is None else depends_on)]
         self.derivative = derivative = Derivative(
             self.name, self._call, backward, setup_context, results, takes_none=takes_none, keeps=keeps
@@ -204,21 +214,12 @@ class KernelOp:
         that is None. All of them replicated is always allowed; for an op that knows no other way there is
         `replicate_only`.
         """
-        self.sharding = self._by_name(rule)
+        self.sharding = by_name(rule, self._names(), f"llmk::{self.name}")
         register_rule(self.overload, self.sharding)
         return rule
 
-    def _by_name(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Takes the op's arguments and gives a function those that it names."""
-        names = [argument.name for argument in schema_of(self.overload).arguments]
-        parameters = inspect.signature(fn).parameters.values()
-        if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
-            return fn
-        unknown = [parameter.name for parameter in parameters if parameter.name not in names]
-        if unknown:
-            raise ValueError(f"llmk::{self.name} has no argument {', '.join(unknown)}, but {', '.join(names)}")
-        places = [names.index(parameter.name) for parameter in parameters]
-        return lambda *args: fn(*[args[i] for i in places])
+    def _names(self) -> list[str]:
+        return [argument.name for argument in schema_of(self.overload).arguments]
 
     def check_complete(self) -> None:
         parts = [("fake", self._fake), ("CPU kernel", self._cpu), ("sharding rule", self.sharding)]

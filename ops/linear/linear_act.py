@@ -115,18 +115,23 @@ def _linear_act_fwd(
 
 
 def _linear_act_bwd(
-    grad: Tensor, kept: Tensor | None, input: Tensor | None, weight: Tensor | None, activation: str, need_db: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dx where there is a weight, dW where there is an input, db where asked for; an empty tensor for each other."""
-    dz, db = _rows(grad), torch.empty((0,), dtype=grad.dtype, device=grad.device)
+    grad: Tensor, output: Tensor | None, z: Tensor | None, input: Tensor | None, weight: Tensor | None,
+    activation: str, need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dx where there is a weight, dW where there is an input, db where asked for; an empty tensor for each other.
+
+    Of `output` and `z` at most one is there.
+    """
+    dz, db, kept = _rows(grad), torch.empty((0,), dtype=grad.dtype, device=grad.device), output if z is None else z
     if kept is not None:
-        dz, db = activation_gradient(grad, kept, activation, need_db)
-    elif need_db:
+        dz, db = activation_gradient(grad, kept, activation, need_bias)
+    elif need_bias:
         db = dz.sum(0)  # in float32, rounded once
     return *_product_gradients(grad, dz, input, weight), db
 
 
-def _gradient_of_z(grad: Tensor, kept: Tensor | None, activation: str) -> Tensor:
+def _gradient_of_z(grad: Tensor, output: Tensor | None, z: Tensor | None, activation: str) -> Tensor:
+    kept = output if z is None else z
     return activation_gradient_reference(_rows(grad), None if kept is None else _rows(kept), activation)
 
 
@@ -145,8 +150,8 @@ def _is_separate(input: Tensor, weight: Tensor, bias: Tensor | None, activation:
     return activation != "none" and choose_path(_rows(input), weight, activation, keep_z) == "separate"
 
 
-def _is_pointwise(grad, kept, input, weight, activation, need_db) -> bool:
-    return kept is not None and not need_db
+def _is_pointwise(grad, output, z, input, weight, activation, need_bias) -> bool:
+    return activation != "none" and not need_bias
 
 
 linear_act_fwd = KernelOp(_linear_act_fwd, decomposed=_is_separate)
@@ -164,9 +169,9 @@ def _(input: Tensor, weight: Tensor, bias: Tensor | None, activation: str, keep_
 
 
 @linear_act_bwd.register_decomposition
-def _(grad, kept, input, weight, activation, need_db) -> tuple[Tensor, Tensor, Tensor]:
-    dz = _gradient_of_z(grad, kept, activation)
-    db = dz.sum(0).to(grad.dtype) if need_db else torch.empty((0,), dtype=grad.dtype, device=grad.device)
+def _(grad, output, z, input, weight, activation, need_bias) -> tuple[Tensor, Tensor, Tensor]:
+    dz = _gradient_of_z(grad, output, z, activation)
+    db = dz.sum(0).to(grad.dtype) if need_bias else torch.empty((0,), dtype=grad.dtype, device=grad.device)
     return *_product_gradients(grad, dz.to(grad.dtype), input, weight), db
 
 
@@ -178,26 +183,26 @@ def _(input: Tensor, weight: Tensor, bias: Tensor | None, activation: str, keep_
 
 
 @linear_act_bwd.register_kernel("cpu")
-def _(grad, kept, input, weight, activation, need_db) -> tuple[Tensor, Tensor, Tensor]:
-    dtype, dz = grad.dtype, _gradient_of_z(grad, kept, activation)
+def _(grad, output, z, input, weight, activation, need_bias) -> tuple[Tensor, Tensor, Tensor]:
+    dtype, dz = grad.dtype, _gradient_of_z(grad, output, z, activation)
     empty = torch.empty((0,), dtype=dtype, device=grad.device)
     dx, dw = _product_gradients(
         grad, dz, None if input is None else input.float(), None if weight is None else weight.float()
     )
-    return dx.to(dtype), dw.to(dtype), dz.sum(0).to(dtype) if need_db else empty
+    return dx.to(dtype), dw.to(dtype), dz.sum(0).to(dtype) if need_bias else empty
 
 
 @linear_act_fwd.register_fake
-def _(input: Tensor, weight: Tensor, bias: Tensor | None, activation: str, keep_z: bool) -> tuple[Tensor, Tensor]:
+def _(input, weight, keep_z):
     shape = (*input.shape[:-1], weight.shape[0])
     return input.new_empty(shape), input.new_empty(shape if keep_z else (0,))
 
 
 @linear_act_bwd.register_fake
-def _(grad, kept, input, weight, activation, need_db) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad, input, weight, need_bias):
     dx_shape = (0,) if weight is None else (*grad.shape[:-1], weight.shape[1])
     dw_shape = (0,) if input is None else (grad.shape[-1], input.shape[-1])
-    return grad.new_empty(dx_shape), grad.new_empty(dw_shape), grad.new_empty(grad.shape[-1:] if need_db else (0,))
+    return grad.new_empty(dx_shape), grad.new_empty(dw_shape), grad.new_empty(grad.shape[-1:] if need_bias else (0,))
 
 
 @linear_act_fwd.register_flop_formula
@@ -206,12 +211,12 @@ def _(input: Tensor, weight: Tensor, *args, out_val=None) -> int:
 
 
 @linear_act_bwd.register_flop_formula
-def _(grad, kept, input, weight, *args, out_val=None) -> int:
+def _(grad, output, z, input, weight, *args, out_val=None) -> int:
     return sum(2 * grad.numel() * t.shape[-1] for t in (input, weight) if t is not None)
 
 
 @linear_act_fwd.register_sharding
-def _(input, weight, bias, activation, keep_z):
+def _(input, keep_z):
     def outputs(axis: int) -> list[int | str]:
         return [axis, axis if keep_z else REPLICATE]
 
@@ -220,28 +225,14 @@ def _(input, weight, bias, activation, keep_z):
 
 
 @linear_act_bwd.register_sharding
-def _(grad, kept, input, weight, activation, need_db):
+def _(grad, input, weight, need_bias):
     def outputs(dx: int | str, dw: int | str, db: int | str) -> list[int | str]:
-        wanted = (dx, weight is not None), (dw, input is not None), (db, need_db)
+        wanted = (dx, weight is not None), (dw, input is not None), (db, need_bias)
         return [split if needed else REPLICATE for split, needed in wanted]
 
-    rows = [(outputs(axis, PARTIAL, PARTIAL), [axis, axis, axis, REPLICATE]) for axis in row_axes(grad)]
+    rows = [(outputs(axis, PARTIAL, PARTIAL), [axis, axis, axis, axis, REPLICATE]) for axis in row_axes(grad)]
     last = grad.ndim - 1
-    return [*rows, (outputs(PARTIAL, 0, 0), [last, last, REPLICATE, 0])]
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    input, weight, _, ctx.activation, keep_z = inputs
-    y, z = output
-    kept = None if ctx.activation == "none" else z if keep_z else y
-    need_dx, need_dw, *_ = ctx.needs_input_grad
-    ctx.save_for_backward(kept, input if need_dw else None, weight if need_dx else None)
-
-
-def _backward(ctx, grad):
-    need_dx, need_dw, need_db, *_ = ctx.needs_input_grad
-    dx, dw, db = linear_act_bwd(grad, *ctx.saved_tensors, ctx.activation, need_db)
-    return dx if need_dx else None, dw if need_dw else None, db if need_db else None, None, None
+    return [*rows, (outputs(PARTIAL, 0, 0), [last, last, last, REPLICATE, 0])]
 
 
 def _keeps(needs_input_grad, args):
@@ -249,7 +240,17 @@ def _keeps(needs_input_grad, args):
     return (any(needs_input_grad) and keeps_z(activation, input.dtype),)
 
 
-linear_act_fwd.register_autograd(_backward, setup_context=_setup_context, keeps=_keeps)
+linear_act_fwd.register_backward(
+    linear_act_bwd,
+    outputs=("output", "z"),
+    saved_if={
+        "output": lambda activation, keep_z: activation != "none" and not keep_z,
+        "z": lambda keep_z: keep_z,
+        "input": lambda need_weight: need_weight,
+        "weight": lambda need_input: need_input,
+    },
+    keeps=_keeps,
+)
 
 
 def linear_act_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -172,52 +172,50 @@ def _reduced(rows: Rows, call: Call, reduction: str) -> tuple[Tensor, Tensor]:
     return loss if reduction == "none" else rows.sum(loss), nothing
 
 
+def _forward_on(rows: Rows) -> Callable[..., tuple[Tensor, Tensor]]:
+    def forward(
+        input: Tensor, target: Tensor, labels: Tensor | None, beta: float, ignore_index: int, reduction: str
+    ) -> tuple[Tensor, Tensor]:
+        return _reduced(rows, Call(input, target, labels, Mixture(beta), ignore_index), reduction)
+
+    return forward
+
+
+def _backward_on(rows: Rows) -> Callable[..., Tensor]:
+    def backward(
+        grad: Tensor, divisor: Tensor | None, input: Tensor, target: Tensor, labels: Tensor | None,
+        beta: float, ignore_index: int,
+    ) -> Tensor:  # fmt: skip
+        return rows.gradients(grad, divisor, Call(input, target, labels, Mixture(beta), ignore_index))
+
+    return backward
+
+
 class DivergenceOps:
     """The kernel ops of one public operator, forward and backward: `_NAME_fwd` and `_NAME_bwd`."""
 
     def __init__(self, name: str) -> None:
-        def forward(
-            input: Tensor, target: Tensor, labels: Tensor | None, beta: float, ignore_index: int, reduction: str
-        ) -> tuple[Tensor, Tensor]:
-            return _reduced(KERNELS, Call(input, target, labels, Mixture(beta), ignore_index), reduction)
-
-        def backward(
-            grad: Tensor, divisor: Tensor | None, input: Tensor, target: Tensor, labels: Tensor | None,
-            beta: float, ignore_index: int,
-        ) -> Tensor:  # fmt: skip
-            return _gradients(grad, divisor, Call(input, target, labels, Mixture(beta), ignore_index))
-
-        self.forward = KernelOp(forward, name=f"_{name}_fwd", replayed=True)
-        self.backward = KernelOp(backward, name=f"_{name}_bwd", replayed=True)
-        self.forward.register_kernel("cpu")(
-            lambda input, target, labels, beta, ignore_index, reduction: _reduced(
-                CPU, Call(input, target, labels, Mixture(beta), ignore_index), reduction
-            )
-        )
-        self.backward.register_kernel("cpu")(
-            lambda grad, divisor, input, target, labels, beta, ignore_index: _gradients_cpu(
-                grad, divisor, Call(input, target, labels, Mixture(beta), ignore_index)
-            )
-        )
+        self.forward = KernelOp(_forward_on(KERNELS), name=f"_{name}_fwd", replayed=True)
+        self.backward = KernelOp(_backward_on(KERNELS), name=f"_{name}_bwd", replayed=True)
+        self.forward.register_kernel("cpu")(_forward_on(CPU))
+        self.backward.register_kernel("cpu")(_backward_on(CPU))
         self.forward.register_fake(_fake_forward)
-        self.backward.register_fake(lambda grad, divisor, input, *_: input.new_empty(input.shape))
         self.forward.register_sharding(_forward_sharding)
         self.backward.register_sharding(
-            lambda grad, divisor, input, *_: [
+            lambda grad, input: [
                 ([axis], [axis if grad.ndim else REPLICATE, REPLICATE, axis, axis, axis]) for axis in row_axes(input)
             ]
         )
-        self.forward.register_autograd(self._gradients, setup_context=_keep_inputs)
+        self.forward.register_backward(
+            self.backward,
+            outputs=("loss", "divisor"),
+            depends_on=[["input"]],
+            saved_if={"divisor": lambda reduction: reduction == "mean"},
+        )
 
     @property
     def kernel_ops(self) -> tuple[KernelOp, KernelOp]:
         return self.forward, self.backward
-
-    def _gradients(self, ctx: Any, grad: Tensor) -> Any:
-        input, target, labels, divisor = ctx.saved_tensors
-        divisor = divisor if ctx.reduction == "mean" else None
-        dx = self.backward(grad, divisor, input, target, labels, ctx.beta, ctx.ignore_index)
-        return dx, *[None] * 5
 
     def __call__(
         self, input: Tensor, target: Tensor, labels: Tensor | None, beta: float, ignore_index: int, reduction: str,
@@ -240,20 +238,14 @@ class DivergenceOps:
         return loss
 
 
-def _fake_forward(input: Tensor, target: Tensor, labels: Any, beta: float, ignore_index: int, reduction: str) -> Any:
+def _fake_forward(input: Tensor, reduction: str) -> tuple[Tensor, Tensor]:
     loss = input.new_empty(input.shape[:-1] if reduction == "none" else (), dtype=torch.float32)
     return loss, input.new_empty(() if reduction in ("mean", "total") else (0,), dtype=torch.float32)
 
 
-def _forward_sharding(input: Any, target: Any, labels: Any, beta: float, ignore_index: int, reduction: str) -> Any:
+def _forward_sharding(input: Any, reduction: str) -> Any:
     if reduction == "mean":
         return replicate_only()
     outputs = {"none": lambda axis: [axis, REPLICATE], "sum": lambda axis: [PARTIAL, REPLICATE]}
     of = outputs.get(reduction, lambda axis: [PARTIAL, PARTIAL])
     return [(of(axis), [axis, axis, axis]) for axis in row_axes(input)]
-
-
-def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    input, target, labels, ctx.beta, ctx.ignore_index, ctx.reduction = inputs
-    _, divisor = output
-    ctx.save_for_backward(input, target, labels, divisor)

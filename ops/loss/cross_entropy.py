@@ -132,20 +132,22 @@ def _(grad: Tensor, divisor: Tensor | None, input: Tensor, target: Tensor, stats
 
 
 @cross_entropy_fwd.register_fake
-def _(input: Tensor, target: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    reduction = rest[-1]
+def _(input, target, reduction):
     loss = input.new_empty(target.shape if reduction == "none" else (), dtype=torch.float32)
     divisor = input.new_empty(() if reduction in ("mean", "total") else (0,), dtype=torch.float32)
     return loss, divisor, input.new_empty((2, *target.shape), dtype=torch.float32)
 
 
-@cross_entropy_bwd.register_fake
-def _(grad: Tensor, divisor: Tensor | None, input: Tensor, *rest: Any) -> Tensor:
-    return input.new_empty(input.shape)
+cross_entropy_fwd.register_backward(
+    cross_entropy_bwd,
+    outputs=("loss", "divisor", "stats"),
+    depends_on=[["input"]],
+    saved_if={"divisor": lambda reduction: reduction == "mean"},
+)
 
 
 @cross_entropy_fwd.register_sharding
-def _(input, target, weight, ignore_index, label_smoothing, softcap, z_loss, reduction):
+def _(input, reduction):
     if reduction == "mean":
         return replicate_only()
     return [
@@ -155,27 +157,11 @@ def _(input, target, weight, ignore_index, label_smoothing, softcap, z_loss, red
 
 
 @cross_entropy_bwd.register_sharding
-def _(grad, divisor, input, *_):
+def _(grad, input):
     return [
         ([axis], [axis if grad.ndim else REPLICATE, REPLICATE, axis, axis, 1 + axis, REPLICATE])
         for axis in row_axes(input)
     ]
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    input, target, weight, *ctx.options, ctx.reduction = inputs
-    _, divisor, stats = output
-    ctx.save_for_backward(input, target, weight, divisor, stats)
-
-
-def _backward(ctx, grad):
-    input, target, weight, divisor, stats = ctx.saved_tensors
-    divisor = divisor if ctx.reduction == "mean" else None
-    dx = cross_entropy_bwd(grad, divisor, input, target, stats, weight, *ctx.options)
-    return dx, *[None] * 7
-
-
-cross_entropy_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
 def check_loss_options(

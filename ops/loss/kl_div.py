@@ -195,8 +195,8 @@ def _kl_div_bwd(
     reduced: bool,
     divisor: int,
     log_target: bool,
-    need_dinput: bool,
-    need_dtarget: bool,
+    need_input: bool,
+    need_target: bool,
 ) -> tuple[Tensor, Tensor]:
     """`input` is there if the target's gradient is needed."""
     (t, *rest), tile = _layout(target) if input is None else _layout(target, input)
@@ -204,10 +204,10 @@ def _kl_div_bwd(
     x = rest[0] if rest else None
     g = grad if reduced else grad.reshape(M, N)
     dinput, dtarget = (
-        empty(target.shape if needed else (0,), target.dtype, target.device) for needed in (need_dinput, need_dtarget)
+        empty(target.shape if needed else (0,), target.dtype, target.device) for needed in (need_input, need_target)
     )
     wrap_triton(kl_div_backward_kernel)[(_tiles(t, tile),)](
-        g, x, t, dinput if need_dinput else None, dtarget if need_dtarget else None, M, N,
+        g, x, t, dinput if need_input else None, dtarget if need_target else None, M, N,
         *((0, 0) if reduced else g.stride()), 0 if x is None else x.stride(0), t.stride(0), divisor,
         LOG_TARGET=log_target, REDUCED=reduced, **tile,
     )  # fmt: skip
@@ -233,15 +233,15 @@ def _(
     reduced: bool,
     divisor: int,
     log_target: bool,
-    need_dinput: bool,
-    need_dtarget: bool,
+    need_input: bool,
+    need_target: bool,
 ) -> tuple[Tensor, Tensor]:
     g, t = grad.float() / divisor if reduced else grad.float(), target.float()
     weight = t.exp() if log_target else t
     dinput = dtarget = torch.empty((0,), dtype=target.dtype, device=target.device)
-    if need_dinput:
+    if need_input:
         dinput = (-g * weight).to(target.dtype).contiguous()
-    if need_dtarget:
+    if need_target:
         assert input is not None
         x = input.float()
         dt = weight * (t - x) + weight if log_target else t.log() + t / t - x
@@ -250,23 +250,17 @@ def _(
 
 
 @kl_div_fwd.register_fake
-def _(input: Tensor, target: Tensor, reduced: bool, divisor: int, log_target: bool) -> Tensor:
+def _(input, reduced):
     return input.new_empty((), dtype=torch.float32) if reduced else input.new_empty(input.shape)
 
 
 @kl_div_bwd.register_fake
-def _(
-    grad: Tensor,
-    input: Tensor | None,
-    target: Tensor,
-    reduced: bool,
-    divisor: int,
-    log_target: bool,
-    need_dinput: bool,
-    need_dtarget: bool,
-) -> tuple[Tensor, Tensor]:
-    dinput = target.new_empty(target.shape if need_dinput else (0,))
-    return dinput, target.new_empty(target.shape if need_dtarget else (0,))
+def _(target, need_input, need_target):
+    dinput, dtarget = (target.new_empty(target.shape if needed else (0,)) for needed in (need_input, need_target))
+    return dinput, dtarget
+
+
+kl_div_fwd.register_backward(kl_div_bwd, saved_if={"input": lambda need_target: need_target})
 
 
 @kl_div_fwd.register_sharding
@@ -275,26 +269,11 @@ def _(input, target, reduced, *_):
 
 
 @kl_div_bwd.register_sharding
-def _(grad, input, target, reduced, divisor, log_target, need_dinput, need_dtarget):
+def _(target, reduced, need_input, need_target):
     def split(axis: int) -> list[int | str]:
-        return [axis if needed else REPLICATE for needed in (need_dinput, need_dtarget)]
+        return [axis if needed else REPLICATE for needed in (need_input, need_target)]
 
     return [(split(axis), [REPLICATE if reduced else axis, axis, axis]) for axis in axes(target)]
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    input, target, *ctx.options = inputs
-    ctx.save_for_backward(input if ctx.needs_input_grad[1] else None, target)
-
-
-def _backward(ctx, grad):
-    input, target = ctx.saved_tensors
-    need_dinput, need_dtarget = ctx.needs_input_grad[:2]
-    dinput, dtarget = kl_div_bwd(grad, input, target, *ctx.options, need_dinput, need_dtarget)
-    return dinput if need_dinput else None, dtarget if need_dtarget else None, None, None, None
-
-
-kl_div_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
 def kl_div_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -24,6 +24,7 @@ One program turns all heads of one token, q and k, so that cos and sin are read 
 [B, S, H, D], which is how projections write q and k and read their gradients.
 """
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -145,38 +146,32 @@ def _rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, bac
     return yq, yk
 
 
-rope_op = KernelOp(_rope, replayed=True)
-"""Forward, and backward the transposed rotation: one op serves both, and is its own derivative."""
+def _rope_fwd(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    return _rope(q, k, cos, sin, interleaved, backward=False)
 
 
-@rope_op.register_kernel("cpu")
-def _(q, k, cos, sin, interleaved, backward):
+def _rope_bwd(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    return _rope(q, k, cos, sin, interleaved, backward=True)
+
+
+rope_fwd = KernelOp(_rope_fwd, replayed=True)
+rope_bwd = KernelOp(_rope_bwd, replayed=True)
+
+
+def _rope_on_cpu(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool
+) -> tuple[Tensor, Tensor]:
     yq, yk = (heads_on_cpu(turn_on_cpu(as_tokens(x), cos, sin, interleaved, backward), x.dtype) for x in (q, k))
     return yq, yk
 
 
-@rope_op.register_fake
-def _(q, k):
-    return empty_heads(q), empty_heads(k)
-
-
-@rope_op.register_sharding
-def _(cos):
-    return [([heads, heads], [heads, heads, angle, angle]) for heads, angle in head_splits(cos)]
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    _, _, cos, sin, ctx.interleaved, ctx.backward = inputs
-    ctx.save_for_backward(cos, sin)
-
-
-def _backward(ctx, grad_q, grad_k):
-    cos, sin = ctx.saved_tensors
-    dq, dk = rope_op(grad_q, grad_k, cos, sin, ctx.interleaved, not ctx.backward)
-    return dq, dk, None, None, None, None
-
-
-rope_op.register_autograd(_backward, setup_context=_setup_context, depends_on=[("q",), ("k",)])
+for op, derivative in ((rope_fwd, rope_bwd), (rope_bwd, rope_fwd)):  # each rotation is the other's transpose
+    op.register_kernel("cpu")(functools.partial(_rope_on_cpu, backward=op is rope_bwd))
+    op.register_fake(lambda q, k: (empty_heads(q), empty_heads(k)))
+    op.register_sharding(
+        lambda cos: [([heads, heads], [heads, heads, angle, angle]) for heads, angle in head_splits(cos)]
+    )
+    op.register_backward(derivative, outputs=("yq", "yk"), depends_on=[("q",), ("k",)])
 
 
 def rope_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -237,7 +232,7 @@ def rope_cost(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bo
     "rope(Tensor q, Tensor k, Tensor cos, Tensor sin, *, bool interleaved=False) -> (Tensor, Tensor)",
     reference=rope_reference,
     differentiable=("q", "k"),
-    kernel_ops=(rope_op,),
+    kernel_ops=(rope_fwd, rope_bwd),
     samples=rope_samples,
     resized=rope_resized,
     workloads=rope_workloads,
@@ -271,4 +266,4 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = 
     Source: Su et al., 2021, https://arxiv.org/abs/2104.09864; `apply_rotary_pos_emb` of Hugging Face transformers.
     """
     check_heads(q, k, cos, sin)
-    return rope_op(q, k, cos, sin, interleaved, False)
+    return rope_fwd(q, k, cos, sin, interleaved)
