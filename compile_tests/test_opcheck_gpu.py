@@ -52,7 +52,9 @@ def test_replays_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_other_inputs_are_the_same_rows() -> None:
-    sample = reversed_rows(Sample((torch.arange(6).view(3, 2), 0.5), {"weight": torch.arange(2)}))
+    ends = torch.tensor([0, 2, 2])
+    sample = reversed_rows(Sample((torch.arange(6).view(3, 2), 0.5, ends), {"weight": torch.tensor([0.5, 1.0])}))
     assert sample.args[0].tolist() == [[4, 5], [2, 3], [0, 1]]
     assert sample.args[1] == 0.5
-    assert sample.kwargs["weight"].tolist() == [1, 0]
+    assert sample.args[2].tolist() == [0, 2, 2]  # ends of groups: in another order they are none
+    assert sample.kwargs["weight"].tolist() == [1.0, 0.5]

@@ -21,9 +21,10 @@ def _moe_experts_up_fwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The rows `[N, 2F]`, and the order of the pairs, their positions and the experts' ends."""
     order, offsets = sort_by_expert(indices, gate_up.shape[0])
-    tokens = gather_rows(input, order, offsets, indices.shape[1])
+    positions = positions_of(order, indices.shape)
+    tokens = gather_rows(input, positions, offsets)
     rows = grouped_product(tokens, gate_up.transpose(1, 2) if transposed else gate_up, offsets)
-    return rows, order, positions_of(order, indices.shape), offsets
+    return rows, order, positions, offsets
 
 
 def _moe_experts_up_bwd(
@@ -37,7 +38,7 @@ def _moe_experts_up_bwd(
         dx = sum_rows(drows, positions, offsets=offsets)
         del drows  # before the tokens' rows take as much
     if input is not None:
-        tokens = gather_rows(input, order, offsets, positions.shape[1])
+        tokens = gather_rows(input, positions, offsets)
         dw = grouped_outer(tokens, grad, offsets) if transposed else grouped_outer(grad, tokens, offsets)
     return _or_empty(dx, grad), _or_empty(dw, grad)
 
@@ -145,7 +146,7 @@ def _moe_experts_down_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Of the rows, of the first bias, of `down`, of the second bias and of the weights; empty where not needed."""
     gate = Gate(activation, interleaved, limit, alpha, up_offset)
-    dy = gather_rows(grad, order, offsets, positions.shape[1])
+    dy = gather_rows(grad, positions, offsets)
     dh = grouped_product(dy, down if transposed else down.transpose(1, 2), offsets)
     extra = None
     if need_weights and down_bias is not None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from llmk.ops.common.activations import activate, activate_with_slope, activation, activation_with_slope
 from llmk.ops.common.math import everywhere
 from llmk.ops.common.rows import contiguous
-from llmk.registry import cdiv, empty, next_power_of_2, wrap_triton
+from llmk.registry import empty, next_power_of_2, wrap_triton
 
 
 @dataclass(frozen=True)
@@ -89,19 +89,20 @@ def gated_rows_kernel(
     ACTIVATION: tl.constexpr, LIMITED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     limit, alpha, up_offset = tl.cast(limit, tl.float32), tl.cast(alpha, tl.float32), tl.cast(up_offset, tl.float32)
-    blocks = tl.cdiv(F, BLOCK_F)
-    row, start = (tl.program_id(0) // blocks).to(tl.int64), (tl.program_id(0) % blocks) * BLOCK_F
+    row = tl.program_id(0).to(tl.int64)
     pair, live, expert = _row_of(row, offsets_ptr, order_ptr, indices_ptr, E)  # type: ignore[misc]
     if bias_ptr is not None:  # here: Triton 3.6 returns no None from a function
         bias_ptr += expert * (2 * F)
-    gate, up = _gate_and_up(rows_ptr + row * (2 * F), bias_ptr, start, F, live, INTERLEAVED, BLOCK_F)  # type: ignore[misc]
-    if LIMITED:
-        gate = tl.where(gate > limit, limit, gate)
-        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     weight = tl.load(weights_ptr + pair).to(tl.float32)
-    hidden = weight * (activate(alpha * gate, ACTIVATION) / alpha * (up + up_offset))
-    cols = start + tl.arange(0, BLOCK_F)
-    tl.store(hidden_ptr + row * F + cols, tl.where(live, hidden, 0.0).to(hidden_ptr.dtype.element_ty), mask=cols < F)
+    for start in range(0, F, BLOCK_F):
+        gate, up = _gate_and_up(rows_ptr + row * (2 * F), bias_ptr, start, F, live, INTERLEAVED, BLOCK_F)  # type: ignore[misc]
+        if LIMITED:
+            gate = tl.where(gate > limit, limit, gate)
+            up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+        hidden = weight * (activate(alpha * gate, ACTIVATION) / alpha * (up + up_offset))
+        cols = start + tl.arange(0, BLOCK_F)
+        hidden = tl.where(live, hidden, 0.0).to(hidden_ptr.dtype.element_ty)
+        tl.store(hidden_ptr + row * F + cols, hidden, mask=cols < F)
 
 
 @triton.jit
@@ -155,11 +156,10 @@ def gated_rows(
     """`hidden [N, F]` of `rows [N, 2F]`; zeros in rows that no expert has."""
     (N, F), E = (rows.shape[0], rows.shape[1] // 2), offsets.shape[0]
     hidden = empty((N, F), rows.dtype, rows.device)
-    block = _block(F)
-    wrap_triton(gated_rows_kernel)[(N * cdiv(F, block["BLOCK_F"]),)](
+    wrap_triton(gated_rows_kernel)[(N,)](
         rows.contiguous(), contiguous(bias), weights.contiguous(), offsets, order, indices.contiguous(), hidden, E, F,
         gate.limit, gate.alpha, gate.up_offset,
-        ACTIVATION=gate.activation, LIMITED=gate.limit > 0, INTERLEAVED=gate.interleaved, **block,
+        ACTIVATION=gate.activation, LIMITED=gate.limit > 0, INTERLEAVED=gate.interleaved, **_block(F),
     )  # fmt: skip
     return hidden
 

@@ -22,12 +22,21 @@ def _place(H, BLOCK_H: tl.constexpr):
 
 
 @triton.jit
-def gather_rows_kernel(x_ptr, order_ptr, offsets_ptr, rows_ptr, K, E, H, x_stride, BLOCK_H: tl.constexpr):
-    row, cols = _place(H, BLOCK_H)  # type: ignore[misc]
-    live = row < tl.load(offsets_ptr + E - 1)
-    token = tl.load(order_ptr + row) // K
-    x = tl.load(x_ptr + token * x_stride + cols, mask=(cols < H) & everywhere(live, cols), other=0.0)  # type: ignore[misc]
-    tl.store(rows_ptr + row * H + cols, x, mask=cols < H)
+def gather_rows_kernel(
+    x_ptr, positions_ptr, weights_ptr, offsets_ptr, rows_ptr, N, E, H, x_stride, K: tl.constexpr, BLOCK_H: tl.constexpr
+):
+    """A token is read once and written K times: its pairs lie too far apart for a cache to keep it."""
+    token, cols = _place(H, BLOCK_H)  # type: ignore[misc]
+    count = N if offsets_ptr is None else tl.load(offsets_ptr + E - 1)
+    x = tl.load(x_ptr + token * x_stride + cols, mask=cols < H, other=0.0)
+    for k in tl.static_range(K):
+        row = tl.load(positions_ptr + token * K + k).to(tl.int64)
+        value = tl.where(row < count, x.to(tl.float32), 0.0)
+        if weights_ptr is not None:
+            value *= tl.load(weights_ptr + token * K + k).to(tl.float32)
+        live = (row >= 0) & (row < N)
+        mask = (cols < H) & everywhere(live, cols)  # type: ignore[misc]
+        tl.store(rows_ptr + row * H + cols, value.to(rows_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -60,19 +69,6 @@ def sum_rows_kernel(
 
 
 @triton.jit
-def spread_rows_kernel(
-    dy_ptr, positions_ptr, weights_ptr, rows_ptr, N, K, H, dy_stride, BLOCK_H: tl.constexpr
-):  # fmt: skip
-    pair, cols = _place(H, BLOCK_H)  # type: ignore[misc]
-    row = tl.load(positions_ptr + pair).to(tl.int64)
-    dy = tl.load(dy_ptr + (pair // K) * dy_stride + cols, mask=cols < H, other=0.0).to(tl.float32)
-    if weights_ptr is not None:
-        dy *= tl.load(weights_ptr + pair).to(tl.float32)
-    live = (row >= 0) & (row < N)
-    tl.store(rows_ptr + row * H + cols, dy.to(rows_ptr.dtype.element_ty), mask=(cols < H) & everywhere(live, cols))  # type: ignore[misc]
-
-
-@triton.jit
 def dot_rows_kernel(
     table_ptr, places_ptr, dy_ptr, dot_ptr, M, K, H, table_stride, dy_stride, BLOCK_H: tl.constexpr
 ):  # fmt: skip
@@ -95,16 +91,30 @@ def _block(H: int) -> dict[str, int]:
     return {"BLOCK_H": min(1024, next_power_of_2(max(H, 1))), "num_warps": 4}
 
 
-def gather_rows(x: Tensor, order: Tensor, offsets: Tensor, K: int) -> Tensor:
-    """`[N, H]`: for each row of experts its token's row of `x [T, H]`, zeros for rows that no expert has."""
-    x = with_columns_side_by_side(x)
-    N, H = order.shape[0], x.shape[1]
-    rows = empty((N, H), x.dtype, x.device)
-    block = _block(H)
-    wrap_triton(gather_rows_kernel)[(N * cdiv(H, block["BLOCK_H"]),)](
-        x, order, offsets, rows, K, offsets.shape[0], H, x.stride(0), **block
-    )
+def gather_rows(x: Tensor, positions: Tensor, offsets: Tensor) -> Tensor:
+    """`[N, H]`: for each row of experts its token's row of `x [T, H]`, zeros for rows that no expert has.
+
+    `positions [T, K]` name each row once, so that all are written.
+    """
+    rows = empty((positions.numel(), x.shape[1]), x.dtype, x.device)
+    _gather(x, positions, None, offsets, rows)
     return rows
+
+
+def spread_rows(dy: Tensor, positions: Tensor, weights: Tensor | None, N: int) -> Tensor:
+    """`[N, H]`: each pair's row of `dy [T, H]` times its weight, where its position says; zeros elsewhere."""
+    rows = torch.zeros((N, dy.shape[1]), dtype=dy.dtype, device=dy.device)
+    _gather(dy, positions, weights, None, rows)
+    return rows
+
+
+def _gather(x: Tensor, positions: Tensor, weights: Tensor | None, offsets: Tensor | None, rows: Tensor) -> None:
+    x, positions, weights = with_columns_side_by_side(x), positions.contiguous(), contiguous(weights)
+    (T, K), (N, H), E = positions.shape, rows.shape, 0 if offsets is None else offsets.shape[0]
+    block = _block(H)
+    wrap_triton(gather_rows_kernel)[(T * cdiv(H, block["BLOCK_H"]),)](
+        x, positions, weights, offsets, rows, N, E, H, x.stride(0), K=K, **block
+    )
 
 
 def sum_rows(
@@ -126,18 +136,6 @@ def sum_rows(
         rows.stride(0), K=K, **block,
     )  # fmt: skip
     return y
-
-
-def spread_rows(dy: Tensor, positions: Tensor, weights: Tensor | None, N: int) -> Tensor:
-    """`[N, H]`: each pair's row of `dy [T, H]` times its weight, where its position says; zeros elsewhere."""
-    dy, positions, weights = with_columns_side_by_side(dy), positions.contiguous(), contiguous(weights)
-    K, H = positions.shape[1], dy.shape[1]
-    rows = torch.zeros((N, H), dtype=dy.dtype, device=dy.device)
-    block = _block(H)
-    wrap_triton(spread_rows_kernel)[(positions.numel() * cdiv(H, block["BLOCK_H"]),)](
-        dy, positions, weights, rows, N, K, H, dy.stride(0), **block
-    )
-    return rows
 
 
 def dot_rows(table: Tensor, places: Tensor, dy: Tensor, dtype: torch.dtype) -> Tensor:

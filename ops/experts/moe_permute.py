@@ -50,7 +50,8 @@ def moe_unpermute_reference(input: Tensor, positions: Tensor, weights: Tensor | 
 
 def _moe_permute_fwd(input: Tensor, indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     order, offsets = sort_by_expert(indices, num_experts)
-    return gather_rows(input, order, offsets, indices.shape[1]), positions_of(order, indices.shape), offsets
+    positions = positions_of(order, indices.shape)
+    return gather_rows(input, positions, offsets), positions, offsets
 
 
 def _moe_permute_bwd(grad: Tensor, positions: Tensor, offsets: Tensor) -> Tensor:
