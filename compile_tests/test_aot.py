@@ -133,7 +133,7 @@ def test_samples_and_workloads_reach_every_kernel(build: str) -> None:
 
 
 def _record(*args: object) -> Launch:
-    from llmk.ops.linear_loss._scaled import scale_kernel
+    from llmk.ops.common.scaling import scale_kernel
 
     return Launch(scale_kernel, (1,), args, {"IN_PLACE": False, "BLOCK_N": 128, "num_warps": 2})
 

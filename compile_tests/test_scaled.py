@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from llmk.functional import fused_linear_ce
-from llmk.ops.linear_loss import _scaled
+from llmk.ops.common import scaling
 
 pytestmark = pytest.mark.kernels
 
@@ -17,13 +17,13 @@ T = torch.tensor([3, -100, 0, 10, 7, 1])
 def places(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Where what is scaled in place lies."""
     seen: list[int] = []
-    scale = _scaled._scale_saved
+    scale = scaling._scale_saved
 
     def noted(op: object, saved: Tensor, *factor: Tensor) -> Tensor:
         seen.append(saved.data_ptr())
         return scale(op, saved, *factor)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(_scaled, "_scale_saved", noted)
+    monkeypatch.setattr(scaling, "_scale_saved", noted)
     return seen
 
 

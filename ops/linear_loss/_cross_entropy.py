@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from llmk.ops.common.scaling import scale_op
 from llmk.ops.linear_loss._call import CallOp, LinearCall, fake_gradients, saved_dtypes
 from llmk.ops.linear_loss._chunked_linear import ChunkedLinear, LinearGradients
 from llmk.ops.linear_loss._ignored import Kept
@@ -19,7 +20,7 @@ from llmk.ops.linear_loss._logprob_rows import KERNELS as LOGPROBS
 from llmk.ops.linear_loss._logprob_rows_cpu import Scores
 from llmk.ops.linear_loss._ranks import group_size, sum_over
 from llmk.ops.linear_loss._row_loss_slices import SLICE_CPU, SliceLoss, row_loss_over
-from llmk.ops.linear_loss._scaled import DIFFERENTIABLE, differentiate_by_scaling, scale_op
+from llmk.ops.linear_loss._scaled import DIFFERENTIABLE, differentiate_by_scaling
 from llmk.ops.linear_loss._watch import Watch
 from llmk.ops.loss.row_loss import CPU, RowLoss, Rows, counted
 from llmk.ops.loss.row_loss_math import Columns, Options

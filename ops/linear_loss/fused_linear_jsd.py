@@ -24,12 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmk.ops.common.scaling import scale_op
 from llmk.ops.linear_loss._call import CallOp, LinearCall, product_flops, saved_dtypes
 from llmk.ops.linear_loss._chunked_linear import ChunkedLinear, LinearGradients
 from llmk.ops.linear_loss._divergence_rows import CPU, KERNELS, DivergenceRows, Softmaxes, losses
 from llmk.ops.linear_loss._ignored import Kept
 from llmk.ops.linear_loss._ranks import group_size
-from llmk.ops.linear_loss._scaled import differentiate_by_scaling, fake_loss, mean_of_all, scale_op
+from llmk.ops.linear_loss._scaled import differentiate_by_scaling, fake_loss, mean_of_all
 from llmk.ops.linear_loss.checks import check_chunk_size, check_temperature, checked_linear
 from llmk.ops.loss.divergence_math import Mixture
 from llmk.ops.loss.jsd import jsd_terms

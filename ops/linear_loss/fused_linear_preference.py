@@ -27,11 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmk.ops.common.scaling import scale_op
 from llmk.ops.linear_loss._call import CallOp, fake_gradients, product_flops
 from llmk.ops.linear_loss._chunked_linear import LinearGradients
 from llmk.ops.linear_loss._logprob_rows import CPU, KERNELS, LogprobRows
 from llmk.ops.linear_loss._preference import PreferenceCall
-from llmk.ops.linear_loss._scaled import differentiate_by_scaling, scale_op
+from llmk.ops.linear_loss._scaled import differentiate_by_scaling
 from llmk.ops.linear_loss.checks import check_chunk_size, check_temperature, checked_linear
 from llmk.ops.linear_loss.divergence_scores import DIVERGENCES
 from llmk.ops.linear_loss.linear_logprobs import linear_logprobs_reference

@@ -1,0 +1,92 @@
+"""The derivative of a loss whose forward pass has made the gradients: they are scaled, once.
+
+In eager mode, where a backward pass is the last to read what was saved, the gradients are scaled where they are: they
+are then in memory once, and where the factor is 1, as of most losses, nothing is done at all.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmk.registry import PARTIAL, REPLICATE, KernelOp, axes, cdiv, empty, wrap_triton
+from llmk.registry.backends import runs_kernels
+from llmk.registry.devices import kernel_context
+from llmk.registry.eager.bypass import is_plain_eager, takes_short_path
+from llmk.registry.private.autograd import graph_is_kept, saved_tensors_are_hooked
+
+
+@triton.jit
+def scale_kernel(x_ptr, grad_ptr, divisor_ptr, y_ptr, N, IN_PLACE: tl.constexpr, BLOCK_N: tl.constexpr):
+    grad, divisor = tl.load(grad_ptr), tl.load(divisor_ptr)
+    factor = tl.where(divisor == 0.0, grad, grad / divisor)
+    if IN_PLACE:  # noqa: SIM102  Triton evaluates both sides of an `and`
+        if factor == 1.0:
+            return
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    x = tl.load(x_ptr + offsets, mask=offsets < N, other=0.0).to(tl.float32)
+    tl.store(y_ptr + offsets, (x * factor).to(y_ptr.dtype.element_ty), mask=offsets < N)
+
+
+def _launch(x: Tensor, grad: Tensor, divisor: Tensor, y: Tensor, in_place: bool) -> None:
+    wrap_triton(scale_kernel)[(cdiv(x.numel(), 4096),)](
+        x, grad, divisor, y, x.numel(), IN_PLACE=in_place, BLOCK_N=4096, num_warps=8
+    )
+
+
+def _scale(input: Tensor, grad: Tensor, divisor: Tensor, dtype: torch.dtype) -> Tensor:
+    """input * grad / divisor, both float32 scalars, rounded once to `dtype`; input * grad where the divisor is zero."""
+    y = empty(input.shape, dtype, input.device)
+    _launch(input, grad, divisor, y, in_place=False)
+    return y
+
+
+def scale_op(name: str) -> KernelOp:
+    """`_scale` as a kernel op of one operator's own."""
+    scale = KernelOp(_scale, name=name, replayed=True)
+    scale.register_kernel("cpu")(_scale_on_cpu)
+    scale.register_fake(lambda input, grad, divisor, dtype: input.new_empty(input.shape, dtype=dtype))
+    scale.register_sharding(
+        lambda input, *_: [([split], [split, REPLICATE, REPLICATE]) for split in (*axes(input), PARTIAL)]
+    )
+    return scale
+
+
+def _scale_on_cpu(input: Tensor, grad: Tensor, divisor: Tensor, dtype: torch.dtype) -> Tensor:
+    factor = torch.where(divisor == 0, grad, grad / divisor)
+    return torch.mul(input.float(), factor).to(dtype)
+
+
+def _scale_saved(op: KernelOp, saved: Tensor, grad: Tensor, divisor: Tensor) -> Tensor:
+    """The same where `saved` is, which nobody reads again. A factor of 1 changes no bit of it."""
+    if not runs_kernels(op.name, saved):
+        return saved.copy_(_scale_on_cpu(saved, grad, divisor, saved.dtype))
+    with kernel_context(saved.device):
+        _launch(saved, grad, divisor, saved, in_place=True)
+    return saved
+
+
+def save_gradients(ctx: Any, divisor: Tensor | None, *gradients: Tensor) -> None:
+    """In `setup_context`: what `saved_gradients` gives back. No divisor is one of 1."""
+    ctx.hooked = saved_tensors_are_hooked()
+    ctx.save_for_backward(divisor, *gradients)
+
+
+class SavedGradients:
+    """In a backward formula: the gradients that were saved, to be scaled by the incoming one."""
+
+    def __init__(self, ctx: Any, grad: Tensor, scale: KernelOp) -> None:
+        divisor, *self.gradients = ctx.saved_tensors
+        self.grad, self.scale = grad, scale
+        self.divisor = torch.ones_like(grad) if divisor is None else divisor
+        self.last = is_plain_eager() and not (torch.is_grad_enabled() or ctx.hooked or graph_is_kept())
+
+    def times(self, place: int, dtype: torch.dtype | None = None) -> Tensor:
+        """One of them, times the incoming gradient and rounded once to `dtype`, by default its own."""
+        saved = self.gradients[place]
+        dtype = saved.dtype if dtype is None else dtype
+        if self.last and saved.dtype == dtype and takes_short_path((saved, self.grad, self.divisor)):
+            return _scale_saved(self.scale, saved, self.grad, self.divisor)
+        return self.scale(saved, self.grad, self.divisor, dtype)
