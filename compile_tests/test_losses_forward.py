@@ -1,4 +1,7 @@
-"""Losses of pairs whose gradients are made in the forward pass: their derivatives, and how often logits are made."""
+"""Losses whose gradients are made in the forward pass: their derivatives, and how often logits are made."""
+
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +11,8 @@ from llmk import losses
 from llmk.ops.linear_loss._preference import PreferenceCall
 from llmk.ops.linear_loss.divergence_scores import DIVERGENCES
 from llmk.ops.linear_loss.pair_losses import LOSSES, LossOptions
+from llmk.ops.linear_loss.policy_losses import ESTIMATORS, PolicyOptions, PolicyTerms
+from llmk.ops.linear_loss.policy_losses import LOSSES as POLICY_LOSSES
 
 OPTIONS = LossOptions(beta=0.3, label_smoothing=0.2, simpo_gamma=0.4, discopop_tau=0.5)
 
@@ -41,6 +46,29 @@ def test_slopes_of_divergences(name: str) -> None:
     assert slope(torch.tensor([-400.0, 400.0]), 0.7).isfinite().all()
 
 
+def policy_terms(options: PolicyOptions) -> PolicyTerms:
+    """Of a sequence of 40 tokens, in float64."""
+    generator = torch.Generator().manual_seed(0)
+    advantages, weight, old, ref, kl_weight = torch.randn(5, 40, dtype=torch.float64, generator=generator).unbind()
+    return PolicyTerms(
+        advantages, weight, 0.3 * old, 0.3 * ref, kl_weight, weight, options, lambda values: values.mean().expand(40)
+    )
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_slopes_of_policies(name: str, estimator: str, corrected: bool) -> None:
+    """As autograd has them of the value, where the ratio is a token's own and where it is its sequence's."""
+    options = PolicyOptions(name, kl_estimator=estimator, use_bias_correction_kl=corrected, delta=1.3)
+    for terms in (policy_terms(options), replace(policy_terms(options), level=lambda values: values)):
+        logps = (0.3 * torch.randn(40, dtype=torch.float64)).requires_grad_()
+        entropy = torch.rand(40, dtype=torch.float64).requires_grad_()
+        wanted = torch.autograd.grad(terms.loss(logps, entropy), (logps, entropy))
+        for slope, of in zip(terms.slopes(logps.detach()), wanted, strict=True):
+            torch.testing.assert_close(slope, of)
+
+
 @pytest.fixture
 def multiplications(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of each product that is made, how many."""
@@ -69,6 +97,31 @@ def test_products_of_a_pair(device: torch.device, multiplications: list[int], ch
     assert sum(multiplications) == one
     losses.dpo(x.requires_grad_(), weight.requires_grad_(), target, ref_logps=ref_logps, chunk_size=chunk_size)
     assert sum(multiplications) == one * (1 + products)
+
+
+@pytest.mark.parametrize("chunk_size", [0, 3, 16])
+@pytest.mark.parametrize(
+    ("level", "options", "chunks"),
+    [
+        ("token", {"beta": 0.3, "entropy_coef": 0.1}, ()),
+        ("sequence", {"beta": 0.3, "entropy_coef": 0.1}, (3,)),
+        ("token", {"loss_type": "vespo"}, (0, 3, 16)),
+    ],
+    ids=str,
+)
+def test_products_of_a_policy(
+    device: torch.device, multiplications: list[int], level: str, options: dict[str, Any], chunks: tuple[int, ...],
+    chunk_size: int,
+) -> None:  # fmt: skip
+    """Three, but four where a sequence of 8 tokens does not fit into a chunk or a weight is known after it."""
+    x, weight, target = batch([5, 3, 6, 6], device)
+    assert target.shape == (4, 8)
+    advantages, ref = torch.ones(4, device=device), torch.zeros(4, 8, device=device)
+    losses.grpo(
+        x.requires_grad_(), weight.requires_grad_(), target, advantages, importance_sampling_level=level,
+        ref_per_token_logps=ref, chunk_size=chunk_size, **options,
+    )[0].backward()  # fmt: skip
+    assert sum(multiplications) == x.numel() * len(weight) * (4 if chunk_size in chunks else 3)
 
 
 def test_chunks_on_a_gpu_hold_whole_pairs() -> None:

@@ -9,8 +9,9 @@ from policy_references import grpo_reference, ppo_reference, reinforce_reference
 from torch import Tensor
 
 from llmk import losses
-from llmk.losses._policy import ESTIMATORS, LOSSES
+from llmk.losses._policy import TYPES
 from llmk.opcheck.calls import call, require_accurate
+from llmk.ops.linear_loss.policy_losses import ESTIMATORS
 from llmk.registry import Op, Sample
 
 GRPO = loss_op(losses.grpo, grpo_reference)
@@ -42,13 +43,13 @@ def of_grpo(device: torch.device, dtype: torch.dtype = torch.float32, **options:
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("loss_type", LOSSES)
+@pytest.mark.parametrize("loss_type", TYPES)
 def test_types(device: torch.device, loss_type: str, level: str) -> None:
     require(GRPO, of_grpo(device, torch.bfloat16, loss_type=loss_type, importance_sampling_level=level))
 
 
 @pytest.mark.parametrize(("level", "packs"), [("token", False), ("sequence", True)])
-@pytest.mark.parametrize("loss_type", LOSSES)
+@pytest.mark.parametrize("loss_type", TYPES)
 def test_every_option_packed_and_padded(device: torch.device, loss_type: str, level: str, packs: bool) -> None:
     x, weight, target = batch(LENGTHS, device)
     options = {
@@ -73,7 +74,7 @@ def test_divergence_from_the_reference(device: torch.device, estimator: str, cor
     require(GRPO, Sample(sample.args, kwargs, why=f"kl {estimator}"))
 
 
-@pytest.mark.parametrize("loss_type", LOSSES)
+@pytest.mark.parametrize("loss_type", TYPES)
 def test_first_step_and_advantages_of_tokens(device: torch.device, loss_type: str) -> None:
     """Without the old policy the ratio is 1, and its gradient that of log pi."""
     x, weight, target = batch(LENGTHS, device)

@@ -8,8 +8,10 @@ from torch import Tensor
 
 from llmk.losses._checks import check_is_tensor
 from llmk.losses._sequences import Sequences
+from llmk.ops.linear_loss.fused_linear_policy import fused_linear_policy
 from llmk.ops.linear_loss.fused_linear_preference import fused_linear_preference
 from llmk.ops.linear_loss.linear_logprobs import linear_logprobs
+from llmk.ops.linear_loss.policy_losses import PolicyTerms
 from llmk.registry import is_sharded
 
 
@@ -67,6 +69,25 @@ class Head:
             **options,
         )  # fmt: skip
         return loss, logprobs.transpose(0, 1).flatten(0, 1), entropy.transpose(0, 1).flatten(0, 1)
+
+    def policy(
+        self, input: Tensor, target: Tensor, terms: PolicyTerms, sequences: Sequences
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """`fused_linear_policy`; or, where it does not take the batch, the same of `logprobs`.
+
+        Of tokens `[B, S]`; the loss, a sum, and log-probabilities and entropies as constants.
+        """
+        by_tokens = terms.options.importance_sampling_level == "token"
+        if is_sharded(input, self.linear_weight, target) or not (by_tokens or sequences.ids is None):
+            logprobs, entropy = self.logprobs(input, target)
+            return terms.loss(logprobs, entropy), logprobs.detach(), entropy.detach()
+        return fused_linear_policy(
+            input, self.linear_weight, target, linear_bias=self.linear_bias, advantages=terms.advantages,
+            token_weight=terms.weight, old_logps=terms.old_logps, ref_logps=terms.ref_logps, kl_weight=terms.kl_weight,
+            entropy_weight=terms.entropy_weight, temperature=self.temperature, softcap=self.softcap,
+            ignore_index=self.ignore_index, skip_ignored=self.skip_ignored, chunk_size=self.chunk_size,
+            **terms.options.arguments(),
+        )  # fmt: skip
 
     def of_reference(self, linear_weight: Tensor, linear_bias: Tensor | None) -> "Head":
         bias = None if linear_bias is None else linear_bias.detach()

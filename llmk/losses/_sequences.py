@@ -66,6 +66,11 @@ class Sequences:
         """Over the sequences, of `[places]`."""
         return mean_of(values, self.exists())
 
+    def number(self) -> Tensor | int:
+        """How many there are."""
+        exists = self.exists()
+        return self.places if exists is None else exists.sum().clamp(min=1)
+
     def exists(self, in_pairs: bool = False) -> Tensor | None:
         """`[places]`, or of pairs half of them: whether there is such a one; None if all are there."""
         if self.found is None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from llmk.losses._checks import INTEGERS, NUMBERS, check_between, check_is_tensor, check_of_tokens, check_tensor
 from llmk.losses._head import Head, mean_over_tokens
-from llmk.losses._policy import Totals, over_all_items
+from llmk.losses._policy import number_of_items
 from llmk.losses._sequences import sequences_of
 from llmk.ops.linear_loss.fused_linear_ce import fused_linear_ce
 from llmk.ops.linear_loss.fused_linear_jsd import fused_linear_jsd
@@ -75,7 +75,7 @@ def distill(
     metrics = {"divergence": loss.detach()}
     if ce_weight != 0.0:
         head = Head(linear_weight, linear_bias, 1.0, softcap, ignore_index, skip_ignored, chunk_size)
-        nll = over_all_items(_cross_entropy(head, input, target), sequences, Totals(None, None))
+        nll = _cross_entropy(head, input, target) / number_of_items(None, sequences)
         metrics["nll_loss"] = nll.detach()
         loss = loss + ce_weight * nll
     return loss, metrics
@@ -147,11 +147,11 @@ def distill_topk(
     each = torch.where(inside, _divergence(student, teacher, beta), 0.0).sum(-1)
     if token_weights is not None:
         each = each * torch.where(sequences.counts, token_weights.detach().float(), 0.0)
-    totals = Totals(num_items_in_batch, None)
-    loss = over_all_items(each, sequences, totals)
+    items = number_of_items(num_items_in_batch, sequences)
+    loss = each.sum() / items
     metrics = {"entropy": mean_over_tokens(entropy.detach(), sequences), "divergence": loss.detach()}
     if ce_weight != 0.0:
-        nll = over_all_items(_cross_entropy(head, input, target), sequences, totals)
+        nll = _cross_entropy(head, input, target) / items
         metrics["nll_loss"] = nll.detach()
         loss = loss + ce_weight * nll
     return loss, metrics

@@ -1,17 +1,19 @@
 """Group relative policy optimization, and the losses that differ in the term of a token or in how terms are summed."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from llmk.losses._checks import check_between, check_of_sequences, check_of_tokens, check_positive
 from llmk.losses._head import Head, mean_over_tokens
-from llmk.losses._policy import ESTIMATORS, LOSSES, REDUCTIONS, PolicyOptions, Tokens, Totals, vespo_weight
+from llmk.losses._policy import TYPES, Totals, VespoOptions, level_of, vespo_weight
 from llmk.losses._sampling import difference_metrics, of_high_entropy, ratio_metrics
-from llmk.losses._sequences import Sequences, mean_of, number_of_sequences, sequences_of
+from llmk.losses._sequences import Sequences, number_of_sequences, sequences_of
+from llmk.ops.linear_loss.policy_losses import ESTIMATORS, PolicyOptions, PolicyTerms
 from llmk.registry import check_finite, check_not_negative, check_option
 
 LEVELS = ("token", "sequence")
-CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 
 
 def grpo(
@@ -80,13 +82,16 @@ def grpo(
         TypeError: An argument is not a tensor, or a dtype does not fit.
         ValueError: A shape or an option does not fit.
 
-    The gradients are made in the backward pass, which makes the logits again: four products.
+    The gradients are made in the forward pass, with three products. Four are made, the logits twice, where a token's
+    weight is not known with the chunk of logits that it is in: with "sequence" and a chunk that does not hold a whole
+    sequence (with `chunk_size` 0 on a GPU 2.67 GiB), a packed batch or `skip_ignored`, with "vespo",
+    `off_policy_mask_threshold` or `top_entropy_quantile`, and with DTensors.
 
     Sources: Shao et al., 2024, https://arxiv.org/abs/2402.03300; of each term and sum in `_policy.py`; GSPO: Zheng et
     al., 2025, https://arxiv.org/abs/2507.18071; masks and bias correction: DeepSeek-V3.2, 2025,
     https://arxiv.org/abs/2512.02556. Reference implementation: `trl.GRPOTrainer`.
     """
-    check_option("loss_type", loss_type, tuple(LOSSES))
+    check_option("loss_type", loss_type, tuple(TYPES))
     check_option("importance_sampling_level", importance_sampling_level, LEVELS)
     check_option("kl_estimator", kl_estimator, tuple(ESTIMATORS))
     check_between("epsilon", epsilon, 0.0, float("inf"))
@@ -116,47 +121,76 @@ def grpo(
         correction = _correction(importance_sampling_ratio, sequences)
 
     head = Head(linear_weight, linear_bias, temperature, softcap, ignore_index, skip_ignored, chunk_size)
-    logps, entropy = head.logprobs(input, target)
-    old = _constant(logps if old_per_token_logps is None else old_per_token_logps, sequences)
-    log_ratio = logps - old
-    in_level = log_ratio
-    if importance_sampling_level == "sequence":
-        in_level = sequences.spread(sequences.averages(log_ratio))
-    tokens = Tokens(logps, log_ratio, in_level.exp(), of_tokens(advantages, sequences), correction, sequences)
     high = epsilon if epsilon_high is None else epsilon_high
     options = PolicyOptions(
-        epsilon, high, delta, sapo_temperature_pos, sapo_temperature_neg,
-        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg,
+        TYPES[loss_type].term, importance_sampling_level, epsilon, high, delta,
+        sapo_temperature_pos, sapo_temperature_neg, kl_estimator, use_bias_correction_kl,
     )  # fmt: skip
+    weights = TYPES[loss_type].weights(sequences, Totals(num_items_in_batch, max_completion_length))
+    terms = PolicyTerms(
+        of_tokens(advantages, sequences),
+        weights if correction is None or loss_type == "vespo" else weights * correction,
+        None if old_per_token_logps is None else of_tokens(old_per_token_logps, sequences),
+        None if ref_per_token_logps is None or beta == 0.0 else of_tokens(ref_per_token_logps, sequences),
+        None if ref_per_token_logps is None or beta == 0.0 else beta * weights,
+        None if entropy_coef == 0.0 else _mean_weights(entropy_coef, sequences.counts),
+        options,
+        level_of(importance_sampling_level, sequences),
+    )
+    vespo = None
+    if loss_type == "vespo":
+        vespo = VespoOptions(vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg)
+    if vespo is None and off_policy_mask_threshold is None and top_entropy_quantile == 1.0:
+        loss, logps, entropy = head.policy(input, target, terms, sequences)
+    else:
+        logps, entropy = head.logprobs(input, target)
+        sampled = None if sampling_per_token_logps is None else of_tokens(sampling_per_token_logps, sequences)
+        terms = _known_after_logps(
+            terms, logps.detach(), entropy.detach(), sequences, correction, vespo, off_policy_mask_threshold, sampled,
+            top_entropy_quantile, entropy_coef,
+        )  # fmt: skip
+        loss, logps, entropy = terms.loss(logps, entropy), logps.detach(), entropy.detach()
 
-    terms = LOSSES[loss_type](tokens, options)
-    if off_policy_mask_threshold is not None:
-        sampled = old if sampling_per_token_logps is None else _constant(sampling_per_token_logps, sequences)
-        drift = (sampled - logps.detach()).nan_to_num(
-            0.0
-        )  # of a token that the sampler could not score nothing is known
-        drift = sequences.spread(sequences.averages(drift))
-        terms = terms * ((tokens.advantages >= 0) | (drift <= off_policy_mask_threshold))
-    acted_on = sequences.counts
-    if top_entropy_quantile < 1.0:
-        acted_on = of_high_entropy(entropy.detach(), sequences.counts, top_entropy_quantile)
-        terms = torch.where(acted_on, terms, 0.0)
-    if correction is not None and loss_type != "vespo":
-        terms = terms * correction
-    metrics = {"entropy": mean_over_tokens(entropy.detach(), sequences)}
-    if ref_per_token_logps is not None and beta != 0.0:
-        kl = ESTIMATORS[kl_estimator](logps - _constant(ref_per_token_logps, sequences))
-        kl = _counting(kl * tokens.ratio if use_bias_correction_kl else kl, sequences)
-        terms = terms + beta * kl
-        metrics["kl"] = mean_over_tokens(kl.detach(), sequences)
-    totals = Totals(num_items_in_batch, max_completion_length)
-    loss = REDUCTIONS[loss_type](_counting(terms, sequences), sequences, totals)
-    if entropy_coef != 0.0:
-        metrics["policy_loss"] = loss.detach()
-        loss = loss - entropy_coef * mean_of(entropy, acted_on)
+    ratio = terms.ratio(logps)
+    metrics = {"entropy": mean_over_tokens(entropy, sequences)}
+    if terms.kl_weight is not None:
+        metrics["kl"] = mean_over_tokens(terms.divergence(logps, ratio), sequences)
+    if terms.entropy_weight is not None:
+        metrics["policy_loss"] = loss.detach() + (terms.entropy_weight * entropy).sum()
+    old = logps if terms.old_logps is None else terms.old_logps
     metrics |= _sampler_metrics(importance_sampling_ratio, correction, old, sampling_per_token_logps, sequences)
     whole = advantages.dim() == 1 and (importance_sampling_level == "sequence" or loss_type == "vespo")
-    return sequences.checked(loss), metrics | _clip_metrics(tokens, options, loss_type, whole)
+    if vespo is not None:
+        phi = vespo_weight(logps - old, terms.advantages, correction, sequences, vespo)
+        metrics["vespo/phi_seq_mean"] = _shares(phi, sequences, whole)[1]
+    return sequences.checked(loss), metrics | _clip_metrics(ratio, terms.advantages, sequences, options, whole)
+
+
+def _mean_weights(coef: float, counts: Tensor) -> Tensor:
+    """What makes `coef` times the mean over those that count a sum."""
+    return counts * (coef / counts.sum().clamp(min=1))
+
+
+def _known_after_logps(
+    terms: PolicyTerms, logps: Tensor, entropy: Tensor, sequences: Sequences, correction: Tensor | None,
+    vespo: VespoOptions | None, off_policy_mask_threshold: float | None, sampled: Tensor | None,
+    top_entropy_quantile: float, entropy_coef: float,
+) -> PolicyTerms:  # fmt: skip
+    """With weights that depend on log-probabilities and entropies of whole sequences, or of the batch."""
+    weight, entropy_weight = terms.weight, terms.entropy_weight
+    old = logps if terms.old_logps is None else terms.old_logps
+    if vespo is not None:
+        weight = weight * vespo_weight(logps - old, terms.advantages, correction, sequences, vespo)
+    if off_policy_mask_threshold is not None:
+        # Of a token that the sampler could not score nothing is known.
+        drift = ((old if sampled is None else sampled) - logps).nan_to_num(0.0)
+        drift = sequences.spread(sequences.averages(drift))
+        weight = weight * ((terms.advantages >= 0) | (drift <= off_policy_mask_threshold))
+    if top_entropy_quantile < 1.0:
+        acted_on = of_high_entropy(entropy, sequences.counts, top_entropy_quantile)
+        weight = torch.where(acted_on, weight, 0.0)
+        entropy_weight = None if entropy_weight is None else _mean_weights(entropy_coef, acted_on)
+    return replace(terms, weight=weight, entropy_weight=entropy_weight)
 
 
 def check_advantages(advantages: Tensor, sequences: Sequences) -> None:
@@ -175,10 +209,6 @@ def of_tokens(values: Tensor, sequences: Sequences) -> Tensor:
 
 def _counting(values: Tensor, sequences: Sequences) -> Tensor:
     return torch.where(sequences.counts, values, 0.0)
-
-
-def _constant(logps: Tensor, sequences: Sequences) -> Tensor:
-    return _counting(logps.detach().float(), sequences)
 
 
 def _correction(ratio: Tensor, sequences: Sequences) -> Tensor:
@@ -217,24 +247,25 @@ def _check_lengths(
         raise ValueError("max_completion_length: expected a number with 'dr_grpo' and sequence_ids, got None")
 
 
-def _clip_metrics(tokens: Tokens, options: PolicyOptions, loss_type: str, whole: bool) -> dict[str, Tensor]:
+def _shares(values: Tensor, sequences: Sequences, whole: bool) -> tuple[Tensor, Tensor]:
+    """Means of values `[B, S]` over each sequence; and over `whole` sequences, or over tokens."""
+    values = _counting(values.float(), sequences)
+    of_sequences = sequences.averages(values)
+    return of_sequences, sequences.mean(of_sequences) if whole else mean_over_tokens(values, sequences)
+
+
+def _clip_metrics(
+    ratio: Tensor, advantages: Tensor, sequences: Sequences, options: PolicyOptions, whole: bool
+) -> dict[str, Tensor]:
     """How much is clipped; `whole` sequences where the ratio and the advantage are a sequence's."""
-    ratio, advantages, sequences = tokens.ratio.detach(), tokens.advantages, tokens.sequences
-
-    def share(clips: Tensor) -> tuple[Tensor, Tensor]:
-        values = _counting(clips.float(), sequences)
-        of_sequences = sequences.averages(values)
-        return of_sequences, sequences.mean(of_sequences) if whole else mean_over_tokens(values, sequences)
-
-    if loss_type == "cispo":
-        return {"cispo_clip_ratio": share((ratio > options.epsilon_high) & (advantages > 0))[1]}
-    if loss_type == "vespo":
-        return {"vespo/phi_seq_mean": share(vespo_weight(tokens, options))[1]}
-    if loss_type not in CLIPPED:
+    if options.loss_type == "cispo":
+        clips = (ratio > options.epsilon_high) & (advantages > 0)
+        return {"cispo_clip_ratio": _shares(clips, sequences, whole)[1]}
+    if options.loss_type != "clipped":
         return {}
     ratio = ratio if options.delta is None else ratio.clamp(max=options.delta)
-    low, low_mean = share((ratio < 1 - options.epsilon_low) & (advantages < 0))
-    high, high_mean = share((ratio > 1 + options.epsilon_high) & (advantages > 0))
+    low, low_mean = _shares((ratio < 1 - options.epsilon) & (advantages < 0), sequences, whole)
+    high, high_mean = _shares((ratio > 1 + options.epsilon_high) & (advantages > 0), sequences, whole)
     none = sequences.lengths == 0
     return {
         "clip_ratio/low_mean": low_mean,

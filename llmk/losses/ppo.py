@@ -5,9 +5,10 @@ from torch import Tensor
 
 from llmk.losses._checks import check_between, check_is_tensor, check_of_sequences, check_of_tokens
 from llmk.losses._head import Head, mean_over_tokens
-from llmk.losses._policy import Totals, over_all_items
+from llmk.losses._policy import number_of_items, policy_terms
 from llmk.losses._sequences import Sequences, number_of_sequences, sequences_of
 from llmk.losses.grpo import check_advantages, of_tokens
+from llmk.ops.linear_loss.policy_losses import PolicyOptions
 from llmk.registry import check_not_negative
 
 
@@ -41,9 +42,10 @@ def reinforce(
     sequences = sequences_of(input, linear_weight, target, ignore_index, sequence_ids, count)
     check_advantages(advantages, sequences)
     head = Head(linear_weight, linear_bias, temperature, softcap, ignore_index, skip_ignored, chunk_size)
-    logps, entropy = head.logprobs(input, target)
-    loss = over_all_items(-of_tokens(advantages, sequences) * logps, sequences, Totals(num_items_in_batch, None))
-    return sequences.checked(loss), {"entropy": mean_over_tokens(entropy.detach(), sequences)}
+    weight = sequences.counts / number_of_items(num_items_in_batch, sequences)
+    terms = policy_terms(PolicyOptions("reinforce"), of_tokens(advantages, sequences), weight, sequences)
+    loss, _, entropy = head.policy(input, target, terms, sequences)
+    return sequences.checked(loss), {"entropy": mean_over_tokens(entropy, sequences)}
 
 
 def rloo(
@@ -82,22 +84,31 @@ def rloo(
         if name == "advantages" or value is not None:
             check_of_sequences(name, value, sequences.places, target)
     head = Head(linear_weight, linear_bias, temperature, softcap, ignore_index, skip_ignored, chunk_size)
-    token_logps, entropy = head.logprobs(input, target)
-    logps, advantages = sequences.sum(token_logps), advantages.detach().float()
-    ratio = (logps - (logps if old_logps is None else old_logps).detach().float()).exp()
     high = epsilon if epsilon_high is None else epsilon_high
-    losses = clipped_loss(ratio, advantages, epsilon, high)
-    low_clips = (ratio.detach() < 1 - epsilon) & (advantages < 0)
-    high_clips = (ratio.detach() > 1 + high) & (advantages > 0)
+    lengths, advantages = sequences.lengths.clamp(min=1.0), advantages.detach().float()
+    old = None if old_logps is None else old_logps.detach().float()
+    terms = policy_terms(
+        PolicyOptions("clipped", "sequence_sum", epsilon, high), of_tokens(advantages, sequences),
+        sequences.counts * sequences.spread(1.0 / lengths) / sequences.number(), sequences,
+        None if old is None else of_tokens(old / lengths, sequences),
+    )  # fmt: skip
+    loss, token_logps, entropy = head.policy(input, target, terms, sequences)
+    logps = sequences.sum(token_logps)
+    ratio = (logps - (logps if old is None else old)).exp()
+    # An empty completion has no token that its loss could be shared out to.
+    empty = sequences.lengths == 0
+    loss = loss + sequences.mean(torch.where(empty, clipped_loss(ratio, advantages, epsilon, high), 0.0))
+    low_clips = (ratio < 1 - epsilon) & (advantages < 0)
+    high_clips = (ratio > 1 + high) & (advantages > 0)
     metrics = {
-        "entropy": mean_over_tokens(entropy.detach(), sequences),
+        "entropy": mean_over_tokens(entropy, sequences),
         "clip_ratio/low_mean": low_clips.float().mean(),
         "clip_ratio/low_min": low_clips.float().amin(),
         "clip_ratio/high_mean": high_clips.float().mean(),
         "clip_ratio/high_max": high_clips.float().amax(),
         "clip_ratio/region_mean": (low_clips | high_clips).float().mean(),
     }
-    return sequences.checked(sequences.mean(losses)), metrics
+    return sequences.checked(loss), metrics
 
 
 def clipped_loss(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
@@ -152,14 +163,15 @@ def ppo(
     _check_values(values, old_values, returns, target)
 
     head = Head(linear_weight, linear_bias, temperature, softcap, ignore_index, skip_ignored, chunk_size)
-    logps, entropy = head.logprobs(input, target)
-    old = of_tokens(logps if old_per_token_logps is None else old_per_token_logps, sequences)
-    advantages, ratio = of_tokens(advantages, sequences), (logps - old).exp()
-    policy = mean_over_tokens(clipped_loss(ratio, advantages, cliprange, cliprange), sequences)
-    clips = (ratio.detach() - 1).abs() > cliprange
+    old = None if old_per_token_logps is None else of_tokens(old_per_token_logps, sequences)
+    options = PolicyOptions(epsilon=cliprange, epsilon_high=cliprange)
+    weight = sequences.counts / number_of_items(None, sequences)
+    terms = policy_terms(options, of_tokens(advantages, sequences), weight, sequences, old)
+    policy, logps, entropy = head.policy(input, target, terms, sequences)
+    clips = (terms.ratio(logps) - 1).abs() > cliprange
     metrics = {
-        "policy/entropy_avg": mean_over_tokens(entropy.detach(), sequences),
-        "policy/approxkl_avg": 0.5 * mean_over_tokens((logps - old).detach().square(), sequences),
+        "policy/entropy_avg": mean_over_tokens(entropy, sequences),
+        "policy/approxkl_avg": 0.5 * mean_over_tokens((logps - (logps if old is None else old)).square(), sequences),
         "policy/clipfrac_avg": mean_over_tokens((clips & sequences.counts).float(), sequences),
         "loss/policy_avg": policy.detach(),
     }

@@ -1,15 +1,17 @@
 """Supervised training on tokens: weights of their own, dynamic fine-tuning, several heads."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from llmk.losses._checks import check_of_tokens
 from llmk.losses._head import Head, mean_over_tokens
-from llmk.losses._policy import Totals, over_all_items
+from llmk.losses._policy import number_of_items, policy_terms
 from llmk.losses._sequences import sequences_of
 from llmk.ops.linear_loss.fused_linear_ce import fused_linear_ce
+from llmk.ops.linear_loss.policy_losses import PolicyOptions
 from llmk.registry import check_finite, check_not_negative
 
 
@@ -22,8 +24,6 @@ def sft(
     """The negative log-likelihood of the targets, with a weight for each token and a term for the entropy:
 
         sum of -weight * log pi / num_items - entropy_coef * mean entropy
-
-    Without either, `llmk.functional.fused_linear_ce` is the same in three products.
 
     Args:
         input, linear_weight, target: Hidden states `[B, S, H]`, `[V, H]`, and `[B, S]`, aligned. A packed batch is
@@ -41,7 +41,7 @@ def sft(
         TypeError: An argument is not a tensor, or a dtype does not fit.
         ValueError: A shape or an option does not fit.
 
-    Four products: a weight that is known in the forward pass is not used there.
+    Gradients are made in the forward pass: three products, or four with DTensors.
 
     Source: Pereyra et al., 2017, https://arxiv.org/abs/1701.06548, for the entropy. Reference implementation:
     `trl.SFTTrainer`.
@@ -51,14 +51,14 @@ def sft(
     if token_weights is not None:
         check_of_tokens("token_weights", token_weights, target)
     head = Head(linear_weight, linear_bias, temperature, softcap, ignore_index, skip_ignored, chunk_size)
-    logps, entropy = head.logprobs(input, target)
-    terms = -logps
-    if token_weights is not None:
-        terms = terms * torch.where(sequences.counts, token_weights.detach().float(), 0.0)
-    loss = over_all_items(terms, sequences, Totals(num_items_in_batch, None))
+    counts = sequences.counts.float()
+    of_tokens = counts if token_weights is None else torch.where(sequences.counts, token_weights.detach().float(), 0.0)
+    weight = counts / number_of_items(num_items_in_batch, sequences)
+    terms = policy_terms(PolicyOptions("reinforce"), of_tokens, weight, sequences)
     if entropy_coef != 0.0:
-        loss = loss - entropy_coef * mean_over_tokens(entropy, sequences)
-    return loss, {"entropy": mean_over_tokens(entropy.detach(), sequences)}
+        terms = replace(terms, entropy_weight=counts * (entropy_coef / number_of_items(None, sequences)))
+    loss, _, entropy = head.policy(input, target, terms, sequences)
+    return loss, {"entropy": mean_over_tokens(entropy, sequences)}
 
 
 def dft(
@@ -80,16 +80,18 @@ def dft(
         TypeError: An argument is not a tensor, or a dtype does not fit.
         ValueError: A shape or an option does not fit.
 
-    Four products.
+    Three products, as `sft`.
 
     Sources: Wu et al., 2025, https://arxiv.org/abs/2508.05629, equation 9. Reference implementation: `trl.SFTTrainer`
     with `loss_type="dft"`.
     """
     sequences = sequences_of(input, linear_weight, target, ignore_index, None)
     head = Head(linear_weight, linear_bias, temperature, softcap, ignore_index, skip_ignored, chunk_size)
-    logps, entropy = head.logprobs(input, target)
-    loss = over_all_items(-logps.detach().exp() * logps, sequences, Totals(num_items_in_batch, None))
-    return loss, {"entropy": mean_over_tokens(entropy.detach(), sequences)}
+    counts = sequences.counts.float()
+    weight = counts / number_of_items(num_items_in_batch, sequences)
+    terms = policy_terms(PolicyOptions("dft"), counts, weight, sequences)
+    loss, _, entropy = head.policy(input, target, terms, sequences)
+    return loss, {"entropy": mean_over_tokens(entropy, sequences)}
 
 
 def multi_token(

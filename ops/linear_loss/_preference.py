@@ -1,25 +1,17 @@
-"""A call of `fused_linear_preference`: its chunks of whole groups, and its loss as a function of log-probabilities."""
+"""A call of `fused_linear_preference`, and its loss as a function of log-probabilities."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss._chunked_linear import LOGITS_BUDGET, ChunkedLinear
-from llmk.ops.linear_loss._ignored import Kept
+from llmk.ops.linear_loss._groups import GroupsCall
 from llmk.ops.linear_loss.divergence_scores import DIVERGENCES
-from llmk.ops.linear_loss.linear_logprobs import LogprobsCall
 from llmk.ops.linear_loss.pair_losses import LOSSES, LossOptions
-from llmk.registry import cdiv
-from llmk.registry.backends import kernels_on_cpu
-
-GROUP_BUDGET = 2 * LOGITS_BUDGET
-"""Bytes of a chunk's logits where one group needs more than LOGITS_BUDGET: without it the logits of all are made twice,
-which takes a third longer. On an H200 pairs of 2 x 4096 tokens, 2048 x 151936, took 130 ms so, three products 77."""
 
 
 @dataclass(frozen=True)
-class PreferenceCall(LogprobsCall):
+class PreferenceCall(GroupsCall):
     """The tokens are `[G, M, S]`: G groups of M sequences."""
 
     ref_logps: Tensor | None  # [G, M]
@@ -34,30 +26,9 @@ class PreferenceCall(LogprobsCall):
     f_divergence_type: str
     f_divergence_coef: float
 
-    def linear(self, kept: Kept | None) -> ChunkedLinear:
-        """In chunks of whole groups where one fits: their coefficients are then known with its logits.
-
-        On a CPU one fits that is no longer than a chunk that stays in cache. Of the tokens that count alone no chunk
-        holds whole groups.
-        """
-        count = Kept.count_of(kept)
-        linear = ChunkedLinear(self.input, self.linear_weight, self.linear_bias, self.chunk_size, count=count)
-        if kept is not None:
-            return linear
-        N, group, rows = linear.x.shape[0], self.group_rows, linear.chunk_rows
-        if N == 0:
-            return linear
-        fits = GROUP_BUDGET // (self.num_classes * self.input.element_size())
-        in_cache = self.input.device.type == "cpu" and not kernels_on_cpu()
-        given = self.chunk_size > 0 or in_cache
-        whole = rows // group if given else min(fits // group, cdiv(N // group, cdiv(N, rows)))
-        linear.chunk_rows = whole * group or rows
-        return linear
-
     @property
-    def group_rows(self) -> int:
-        """Tokens of a group."""
-        return self.target.shape[1] * self.target.shape[2]
+    def group(self) -> torch.Size:
+        return self.tokens[1:]
 
     def of_groups(self, groups: slice) -> "GroupTerms":
         """What the loss of these groups is a function of, besides log-probabilities."""
@@ -108,8 +79,8 @@ class GroupTerms:
     def _weighted(self, values: Tensor, place: int) -> Tensor:
         return values if self.group_weight is None else self.group_weight[place] * values
 
-    def loss(self, logprobs: Tensor) -> Tensor:
-        """The sum over groups and tokens, of log-probabilities `[G, M, S]`."""
+    def loss(self, logprobs: Tensor, entropy: Tensor) -> Tensor:
+        """The sum over groups and tokens, of log-probabilities `[G, M, S]`; entropies are no part of it."""
         scores = DIVERGENCES[self.divergence][0](self._logratios(logprobs), self.coef)
         terms = [
             self._weighted(LOSSES[name].value(self.options, *self._scores(scores, name)), i).sum()
@@ -119,7 +90,7 @@ class GroupTerms:
             terms.append(-(self.nll_weight * logprobs).sum())
         return torch.stack(terms).sum()
 
-    def slopes(self, logprobs: Tensor) -> Tensor:
+    def slopes(self, logprobs: Tensor) -> tuple[Tensor, None]:
         """The derivative of the loss by each log-probability, `[G, M, S]`."""
         score, score_slope = DIVERGENCES[self.divergence]
         logratios = self._logratios(logprobs)
@@ -131,4 +102,4 @@ class GroupTerms:
             total = total + (slopes / self.lengths if loss.averages else slopes)
         by_logps = total * score_slope(logratios, self.coef)
         by_logprobs = self.token_weight * by_logps.unsqueeze(-1)
-        return by_logprobs if self.nll_weight is None else by_logprobs - self.nll_weight
+        return (by_logprobs if self.nll_weight is None else by_logprobs - self.nll_weight), None

@@ -28,11 +28,9 @@ import torch
 from torch import Tensor
 
 from llmk.ops.common.scaling import scale_op
-from llmk.ops.linear_loss._call import CallOp, fake_gradients, product_flops
-from llmk.ops.linear_loss._chunked_linear import LinearGradients
-from llmk.ops.linear_loss._logprob_rows import CPU, KERNELS, LogprobRows
+from llmk.ops.linear_loss._call import product_flops
+from llmk.ops.linear_loss._groups import groups_op
 from llmk.ops.linear_loss._preference import PreferenceCall
-from llmk.ops.linear_loss._scaled import differentiate_by_scaling
 from llmk.ops.linear_loss.checks import check_chunk_size, check_temperature, checked_linear
 from llmk.ops.linear_loss.divergence_scores import DIVERGENCES
 from llmk.ops.linear_loss.linear_logprobs import linear_logprobs_reference
@@ -49,7 +47,6 @@ from llmk.registry import (
     check_shape,
     check_switch,
     public_op,
-    replicate_only,
 )
 from llmk.registry.checks import TINY
 
@@ -84,72 +81,8 @@ def fused_linear_preference_reference(
     return loss, logprobs.detach(), entropy.detach()
 
 
-def _fwd(
-    rows: LogprobRows, call: PreferenceCall, need_dx: bool, need_dw: bool, need_db: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The loss, log-probabilities, entropies, and the gradients of the loss."""
-    kept = call.kept(rows)
-    of_kept = call.of_kept(kept)
-    linear, target = of_kept.linear(kept), of_kept.target.reshape(-1, 1).contiguous()
-    gradients = LinearGradients(linear, (need_dx, need_dw, need_db), call.dtypes[0])
-    needed, N = any(gradients.need), linear.x.shape[0]
-    at_once = needed and kept is None and N > 0 and linear.chunk_rows % call.group_rows == 0
-    logprobs, entropy, stats = _forward(rows, call, gradients, target, at_once)
-    if kept is not None:
-        logprobs, entropy = kept.spread(logprobs), kept.spread(entropy)
-    logprobs, entropy = logprobs.view(call.tokens), entropy.view(call.tokens)
-    terms = call.of_groups(slice(None))
-    if needed and not at_once:
-        slopes = terms.slopes(logprobs)
-        slopes = slopes.reshape(-1, 1) if kept is None else kept.rows(slopes).unsqueeze(-1)
-        _backward(rows, call, gradients, target, stats, slopes)
-    dx = gradients.dx if kept is None or not need_dx else kept.spread(gradients.dx)
-    return terms.loss(logprobs), logprobs, entropy, dx, gradients.dw.to(call.dtypes[1]), gradients.db
-
-
-def _forward(
-    rows: LogprobRows, call: PreferenceCall, gradients: LinearGradients, target: Tensor, at_once: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities `[N, 1]`, entropies `[N]` and statistics `[3, N]`; and `at_once` the gradients."""
-    scores, parts = call.scores(gradients.linear), []
-    for chunk, logits in gradients.linear.chunks():
-        part = rows.combine(rows.statistics(logits, target[chunk], scores), target[chunk], scores)
-        parts.append(part)
-        if at_once:
-            groups = slice(chunk.start // call.group_rows, chunk.stop // call.group_rows)
-            logprobs, _, stats = part
-            slopes = call.of_groups(groups).slopes(logprobs.view(-1, *call.tokens[1:])).reshape(-1, 1)
-            rows.gradients(slopes, None, logits, target[chunk], stats, scores)
-            gradients.add(chunk, logits)
-    logprobs, entropy, stats = (torch.cat(of, -1 if i == 2 else 0) for i, of in enumerate(zip(*parts, strict=True)))
-    return logprobs, entropy, stats
-
-
-def _backward(
-    rows: LogprobRows, call: PreferenceCall, gradients: LinearGradients, target: Tensor, stats: Tensor, slopes: Tensor
-) -> None:
-    """The gradients from those of log-probabilities `[N, 1]`, the logits made again."""
-    scores = call.scores(gradients.linear)
-    for chunk, logits in gradients.linear.chunks():
-        rows.gradients(slopes[chunk], None, logits, target[chunk], stats[:, chunk], scores)
-        gradients.add(chunk, logits)
-
-
-def _fake(call: PreferenceCall, *need: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    loss = call.input.new_empty((), dtype=torch.float32)
-    logprobs, entropy = (call.input.new_empty(call.tokens, dtype=torch.float32) for _ in range(2))
-    return loss, logprobs, entropy, *fake_gradients(call, need, call.dtypes)
-
-
-fused_linear_preference_fwd = CallOp(
-    "_fused_linear_preference_fwd", PreferenceCall, _fwd,
-    kernels=KERNELS, cpu=CPU, fake=_fake, products=lambda call, dx, dw, db: 1 + dx + dw,
-)  # fmt: skip
 scale = scale_op("_fused_linear_preference_scale")
-
-
-fused_linear_preference_fwd.op.register_sharding(replicate_only)
-differentiate_by_scaling(fused_linear_preference_fwd, scale, lambda _: True, constants=2)
+fused_linear_preference_fwd = groups_op("_fused_linear_preference_fwd", PreferenceCall, scale)
 
 
 def fused_linear_preference_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -20,7 +20,7 @@ which are four products in all, and two where nobody wants the gradient of W. No
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -123,7 +123,7 @@ class LogprobsCall(LinearCall):
         counts = counts.any(-1) if self.target.dim() == self.input.dim() else counts
         return Kept.of(counts, (self.input, self.linear_weight), on_host=rows is CPU)
 
-    def of_kept(self, kept: Kept | None) -> "LogprobsCall":
+    def of_kept(self, kept: Kept | None) -> Self:
         return self if kept is None else kept.call(self, "input", "target")
 
 

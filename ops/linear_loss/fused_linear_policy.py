@@ -1,0 +1,279 @@
+r"""A linear layer over a vocabulary, and a policy's loss of its log-probabilities and entropies.
+
+Sources: Shao et al., GRPO, 2024, https://arxiv.org/abs/2402.03300, and those of `policy_losses.py` for the losses; Hsu
+et al., "Liger Kernel", 2024, https://arxiv.org/abs/2410.10989, for making the gradients in the forward pass.
+
+Of tokens t with log-probabilities l_t, old ones o_t, reference ones q_t, advantages A_t and entropies H_t:
+
+    r_t  = exp(level(l - o)_t)                the token's own, or its sequence's mean or sum
+    loss = sum_t w_t f(l_t, r_t, A_t) + k_t KL(l_t - q_t) [r_t] - h_t H_t
+
+with a loss f and an estimator KL. So the gradient of l_t is, with level its own transpose,
+
+    w_t df/dl_t + k_t KL'(l_t - q_t) [r_t] + level(r_u (w_u df/dr_u + k_u [KL(l_u - q_u)]))_t
+
+which is known once the token's log-probability is, or its sequence's are, and that of H_t is -h_t. `_groups.py` makes
+the gradients from these with the chunk's logits, in the forward pass, and the backward pass multiplies them by that of
+the loss: three products. Where a sequence that a ratio is of does not fit into a chunk, the logits of all are made
+twice, in the forward pass still: four products.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmk.ops.common.scaling import scale_op
+from llmk.ops.linear_loss._call import product_flops
+from llmk.ops.linear_loss._groups import groups_op
+from llmk.ops.linear_loss._policy import OF_TOKENS, PolicyCall, level_of_rows
+from llmk.ops.linear_loss.checks import check_chunk_size, check_temperature, checked_linear
+from llmk.ops.linear_loss.linear_logprobs import linear_logprobs_reference
+from llmk.ops.linear_loss.policy_losses import ESTIMATORS, LEVELS, LOSSES, PolicyOptions, PolicyTerms
+from llmk.registry import (
+    LARGEST,
+    Cost,
+    Sample,
+    check_dtype,
+    check_number,
+    check_option,
+    check_same,
+    check_shape,
+    check_switch,
+    public_op,
+)
+from llmk.registry.checks import TINY
+
+
+def fused_linear_policy_reference(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
+    advantages: Tensor | None = None, token_weight: Tensor | None = None, old_logps: Tensor | None = None,
+    ref_logps: Tensor | None = None, kl_weight: Tensor | None = None, entropy_weight: Tensor | None = None,
+    temperature: float = 1.0, softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False,
+    chunk_size: int = 0, **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    logprobs, entropy = linear_logprobs_reference(
+        input, linear_weight, target, linear_bias=linear_bias, temperature=temperature, softcap=softcap,
+        ignore_index=ignore_index,
+    )  # fmt: skip
+    counts = target.long() != ignore_index
+
+    def of_tokens(values: Tensor) -> Tensor:
+        return torch.where(counts, values.to(logprobs.dtype), 0.0)
+
+    def given(values: Tensor | None) -> Tensor | None:
+        return None if values is None else of_tokens(values)
+
+    policy, ones = PolicyOptions(**options), torch.ones_like(logprobs)
+    terms = PolicyTerms(
+        of_tokens(ones if advantages is None else advantages),
+        of_tokens(ones if token_weight is None else token_weight),
+        given(old_logps), given(ref_logps), given(kl_weight), given(entropy_weight), policy,
+        level_of_rows(policy.importance_sampling_level, counts),
+    )  # fmt: skip
+    return terms.loss(logprobs, entropy), logprobs.detach(), entropy.detach()
+
+
+scale = scale_op("_fused_linear_policy_scale")
+fused_linear_policy_fwd = groups_op("_fused_linear_policy_fwd", PolicyCall, scale)
+
+
+def fused_linear_policy_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    def classes(V: int, *shape: int) -> Tensor:
+        target = torch.randint(0, V, shape, device=device)
+        places = torch.arange(target.numel(), device=device, dtype=torch.int64).view(shape)
+        return target.masked_fill(places % 4 == 3, -100)
+
+    def logps(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        """Near the policy's, so that some ratios are clipped and others not."""
+        scores = torch.nn.functional.linear(x.float(), weight.float()).log_softmax(-1)
+        own = scores.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        return own + 0.3 * torch.randn(own.shape, device=device, dtype=torch.float32)
+
+    def tokens(*shape: int, H: int = 12) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        args = randn(*shape, H), randn(37, H), classes(37, *shape)
+        of_tokens = {name: torch.rand(shape, device=device, dtype=dtype) for name in ("token_weight", "kl_weight")}
+        of_tokens |= {"advantages": randn(*shape), "entropy_weight": 0.1 * randn(*shape)}
+        return args, of_tokens | {"old_logps": logps(*args), "ref_logps": logps(*args)}
+
+    args, given = tokens(3, 5)
+    yield Sample(args, {"advantages": given["advantages"], "old_logps": given["old_logps"]}, why="clipped ratios")
+    yield Sample(args, why="nothing but log-probabilities, the first step")
+    everything = {"linear_bias": randn(37), "temperature": 1.7, "softcap": 4.0, "epsilon_high": 0.28, "delta": 1.5}
+    for loss_type, estimator in (("clipped", "k3"), ("cispo", "k2"), ("sapo", "k1")):
+        kwargs = given | everything | {"loss_type": loss_type, "kl_estimator": estimator}
+        yield Sample(args, kwargs | {"chunk_size": 4}, why=f"every option, {loss_type}, four chunks")
+        kwargs |= {"importance_sampling_level": "sequence", "use_bias_correction_kl": True}
+        yield Sample(args, kwargs | {"chunk_size": 11}, why=f"ratios of sequences, {loss_type}, two to a chunk")
+    yield Sample(args, kwargs | {"chunk_size": 4}, why="ratios of sequences, logits made twice")
+    skipped, of_skipped = tokens(3, 5, H=16)
+    kwargs = of_skipped | everything | {"skip_ignored": True}
+    yield Sample(skipped, kwargs | {"loss_type": "dft", "chunk_size": 4}, why="ignored tokens skipped")
+    kwargs |= {"importance_sampling_level": "sequence_sum", "epsilon": 0.5}
+    yield Sample(skipped, kwargs, why="ignored tokens skipped, ratios of sequences")
+    nothing = torch.full((2, 3), -100, device=device, dtype=torch.int64)
+    yield Sample((randn(2, 3, 12), randn(37, 12), nothing), {"loss_type": "reinforce"}, why="no token counts")
+    yield Sample((randn(0, 12), randn(37, 12), classes(37, 0)), why="no token")
+    strided = randn(5, 3, 12).transpose(0, 1), randn(12, 37).t(), classes(37, 5, 3).t().int()
+    kwargs = {"loss_type": "reinforce", "advantages": randn(3, 1).expand(3, 5)}
+    yield Sample(strided, kwargs, why="strided, int32, an advantage for each sequence")
+
+
+def fused_linear_policy_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
+    x, linear_weight = (torch.randn(*n, 16, device=device, dtype=dtype) for n in ((rows, 4), (40,)))
+    target = torch.randint(0, 40, (rows, 4), device=device)
+    advantages = torch.randn(rows, 4, device=device, dtype=dtype)
+    return Sample((x, linear_weight / 4, target), {"advantages": advantages, "chunk_size": 32}, why="resized")
+
+
+def fused_linear_policy_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for B, S, H, V in [(8, 512, 4096, 128256), (8, 4096, 2048, 151936)]:
+        x = torch.randn(B, S, H, device=device, dtype=dtype)
+        linear_weight = torch.randn(V, H, device=device, dtype=dtype) / H**0.5
+        target = torch.randint(0, V, (B, S), device=device)
+        advantages = torch.randn(B, 1, device=device, dtype=torch.float32).expand(B, S)
+        old_logps = torch.full((B, S), -12.3, dtype=torch.float32, device=device)
+        kwargs = {"advantages": advantages, "old_logps": old_logps}
+        yield Sample((x, linear_weight, target), kwargs, why=f"{B}x{S}x{H}x{V}")
+
+
+def fused_linear_policy_cost(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Cost:
+    tensors = (input.numel() + linear_weight.numel()) * input.element_size()
+    product = product_flops(input, linear_weight)
+    return Cost(tensors, 2 * tensors, product, 3 * product)
+
+
+@public_op(
+    "fused_linear_policy(Tensor input, Tensor linear_weight, Tensor target, *, Tensor? linear_bias=None, "
+    "Tensor? advantages=None, Tensor? token_weight=None, Tensor? old_logps=None, Tensor? ref_logps=None, "
+    'Tensor? kl_weight=None, Tensor? entropy_weight=None, str loss_type="clipped", '
+    'str importance_sampling_level="token", float epsilon=0.2, float epsilon_high=0.2, float? delta=None, '
+    "float sapo_temperature_pos=1.0, float sapo_temperature_neg=1.05, "
+    'str kl_estimator="k3", bool use_bias_correction_kl=False, float temperature=1.0, float softcap=0.0, '
+    "int ignore_index=-100, bool skip_ignored=False, int chunk_size=0) -> (Tensor, Tensor, Tensor)",
+    reference=fused_linear_policy_reference,
+    differentiable=("input", "linear_weight", "linear_bias"),
+    kernel_ops=(fused_linear_policy_fwd.op, scale),
+    samples=fused_linear_policy_samples,
+    resized=fused_linear_policy_resized,
+    workloads=fused_linear_policy_workloads,
+    cost=fused_linear_policy_cost,
+)
+def fused_linear_policy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    advantages: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    old_logps: Tensor | None = None,
+    ref_logps: Tensor | None = None,
+    kl_weight: Tensor | None = None,
+    entropy_weight: Tensor | None = None,
+    loss_type: str = "clipped",
+    importance_sampling_level: str = "token",
+    epsilon: float = 0.2,
+    epsilon_high: float = 0.2,
+    delta: float | None = None,
+    sapo_temperature_pos: float = 1.0,
+    sapo_temperature_neg: float = 1.05,
+    kl_estimator: str = "k3",
+    use_bias_correction_kl: bool = False,
+    temperature: float = 1.0,
+    softcap: float = 0.0,
+    ignore_index: int = -100,
+    skip_ignored: bool = False,
+    chunk_size: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A policy's loss from hidden states, without ever holding all the logits: a sum over tokens of
+
+        token_weight * f(log pi, ratio, advantage) + kl_weight * KL(pi, ref) - entropy_weight * entropy
+
+    What `llmk.losses` has of this kind is made of it: `grpo`, `reinforce`, `rloo`, `ppo`, `sft` and `dft`. The
+    gradients that are wanted are made in the forward pass and scaled in the backward pass. The logits are made once, or
+    twice where ratios are those of sequences and the logits of one do not fit into a chunk.
+
+    Args:
+        input: `[..., S, H]`, or `[H]`; float32, float16 or bfloat16, any strides. Rows of S tokens are sequences where
+            ratios are theirs.
+        linear_weight: `[V, H]`, as in `torch.nn.Linear`, dtype of `input`.
+        target: Class indices `[..., S]`, int64 or int32.
+        linear_bias: `[V]`, dtype of `input`.
+        advantages: In the target's shape, as the next five; None for 1.
+        token_weight: What the policy's term of each token is multiplied by; None for 1.
+        old_logps: Log-probabilities of the policy that the step began with; None for those of `input`, as constants.
+        ref_logps: Those of the reference model; needed with `kl_weight`.
+        kl_weight: What the divergence of each token is multiplied by; None for 0.
+        entropy_weight: What the entropy of each token is multiplied by and then taken off the loss; None for 0.
+        loss_type: "clipped", "cispo" or "sapo", as in `grpo` of `llmk.losses`; "reinforce", -A log pi; "dft", with pi
+            as a constant factor besides.
+        importance_sampling_level: What ratio a token has: "token", its own, "sequence", the geometric mean over its
+            sequence, or "sequence_sum", the product.
+        epsilon: The ratio is clipped at 1 - epsilon.
+        epsilon_high: And at 1 + epsilon_high; "cispo" clips at epsilon_high itself.
+        delta: Of "clipped", an upper bound of the ratio that is not clipped.
+        sapo_temperature_pos, sapo_temperature_neg: Of "sapo", for positive advantages and for the others; positive.
+        kl_estimator: "k1", "k2" or "k3", as in `grpo`.
+        use_bias_correction_kl: Multiply the divergence by the ratio.
+        temperature: What the logits are divided by, after the cap; positive.
+        softcap: Logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.
+        ignore_index: A token with this target has no part in the loss and no gradient; nothing else is read of it.
+        skip_ignored: Do no work for tokens that do not count, as `fused_linear_ce` does it; where ratios are those of
+            sequences the logits of the others are made twice.
+        chunk_size: Tokens whose logits exist at a time, or the most that are whole sequences where ratios are theirs. 0
+            chooses as `fused_linear_ce` does.
+
+    Returns:
+        The loss, a sum, scalar; and detached the log-probabilities and entropies of tokens `[..., S]`; all float32.
+
+    Raises:
+        TypeError: A dtype does not fit.
+        ValueError: A shape, a device or an option does not fit.
+        IndexError: On the CPU, a target is neither a class nor `ignore_index`. On a GPU it makes the loss NaN.
+        NotImplementedError: A tensor beside the linear layer requires a gradient.
+
+    Sources: Shao et al., 2024, https://arxiv.org/abs/2402.03300; TRL, https://github.com/huggingface/trl; of each type
+    in `policy_losses.py`. Liger Kernel, https://arxiv.org/abs/2410.10989.
+    """
+    input, linear_weight, linear_bias = checked_linear(input, linear_weight, linear_bias, fewest_classes=1)
+    call = PolicyCall(
+        input, linear_weight, linear_bias, target, ignore_index, 1.0, softcap, temperature, skip_ignored, chunk_size,
+        0, linear_weight.shape[0], "", "", advantages, token_weight, old_logps, ref_logps, kl_weight, entropy_weight,
+        loss_type, importance_sampling_level, epsilon, epsilon_high, delta, sapo_temperature_pos, sapo_temperature_neg,
+        kl_estimator, use_bias_correction_kl,
+    )  # fmt: skip
+    _check_loss(call)
+    check_dtype("target", target, (torch.int64, torch.int32))
+    for name in ("target", *OF_TOKENS):
+        tensor = getattr(call, name)
+        if tensor is not None:
+            check_dtype(name, tensor, *([] if name != "target" else [(torch.int64, torch.int32)]))
+            check_shape(name, tensor, tuple(call.tokens), "one for each token of input")
+            check_same(name, tensor, "input", call.input)
+    check_temperature(temperature)
+    check_switch("softcap", softcap)
+    check_chunk_size(chunk_size)
+    loss, logprobs, entropy, *_ = fused_linear_policy_fwd(call)
+    return loss, logprobs, entropy
+
+
+def _check_loss(call: PolicyCall) -> None:
+    check_option("loss_type", call.loss_type, tuple(LOSSES))
+    check_option("importance_sampling_level", call.importance_sampling_level, LEVELS)
+    check_option("kl_estimator", call.kl_estimator, tuple(ESTIMATORS))
+    for name in ("epsilon", "epsilon_high", "delta"):
+        if getattr(call, name) is not None:
+            check_number(name, getattr(call, name), 0.0, float("inf"), "a number of at least 0")
+    for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
+        check_number(name, getattr(call, name), TINY, LARGEST, "a finite positive number")
+    if call.importance_sampling_level != "token" and call.input.dim() < 2:
+        expected = f"[..., S, H] with importance_sampling_level {call.importance_sampling_level!r}"
+        raise ValueError(f"input: expected shape {expected}, got {tuple(call.input.shape)}")
+    if (call.kl_weight is None) != (call.ref_logps is None):
+        name, other = ("ref_logps", "kl_weight") if call.ref_logps is None else ("kl_weight", "ref_logps")
+        raise ValueError(f"{name}: expected a tensor with {other}, got None")
