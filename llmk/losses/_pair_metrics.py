@@ -14,11 +14,11 @@ def chosen_nll(token_logps: Tensor, sequences: Sequences) -> Tensor:
 
 
 def chosen_nll_weight(sequences: Sequences, coef: float) -> Tensor | None:
-    """What makes `coef * chosen_nll` a sum over tokens `[B, S]`, times the number of pairs; of rows."""
+    """What makes `coef * chosen_nll` a sum over tokens `[B, S]`; of rows."""
     if coef == 0.0:
         return None
     (B, S), (lengths, _) = sequences.counts.shape, sequences.halves(sequences.lengths)
-    weight = coef * (B // 2) / lengths.sum().clamp(min=1.0)
+    weight = coef / lengths.sum().clamp(min=1.0)
     return torch.cat([weight.expand(B // 2, S), torch.zeros_like(weight).expand(B // 2, S)])
 
 

@@ -61,7 +61,7 @@ def cpo(
     options = LossOptions(beta, label_smoothing, simpo_gamma if loss_type == "simpo" else 0.0)
     name = "cpo" if loss_type == "sigmoid" else loss_type
     if alpha == 0.0 and head.takes_groups(sequences):
-        loss, token_logps = _made_in_forward(head, input, target, sequences, name, options, cpo_alpha)
+        loss, token_logps = _made_in_forward(head, input, target, sequences, name, options, 1.0, cpo_alpha)
         logps = _logps_of(token_logps, sequences, name)
         chosen, rejected = sequences.halves(logps)
         nll = chosen_nll(token_logps, sequences)
@@ -78,14 +78,16 @@ _TYPES = ("sigmoid", "hinge", "ipo", "simpo")
 
 
 def _made_in_forward(
-    head: Head, input: Tensor, target: Tensor, sequences: Sequences, name: str, options: LossOptions, nll_coef: float
-) -> tuple[Tensor, Tensor]:
-    """The mean over pairs with `nll_coef` times the likelihood, and the log-probabilities of tokens."""
-    weight = chosen_nll_weight(sequences, nll_coef)
-    total, token_logps, _ = head.preference(
-        input, target, None, nll_weight=weight, loss_type=name, **options.arguments()
-    )
-    return total / (target.shape[0] // 2), token_logps
+    head: Head, input: Tensor, target: Tensor, sequences: Sequences, name: str, options: LossOptions, coef: float,
+    nll_coef: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`coef` times the mean over pairs and `nll_coef` times the likelihood, and the log-probabilities of tokens."""
+    pairs = target.shape[0] // 2
+    loss, token_logps, _ = head.preference(
+        input, target, None, nll_weight=chosen_nll_weight(sequences, nll_coef),
+        group_weight=sequences.lengths.new_full((pairs,), coef) / pairs, loss_type=name, **options.arguments(),
+    )  # fmt: skip
+    return loss, token_logps
 
 
 def _logps_of(token_logps: Tensor, sequences: Sequences, name: str) -> Tensor:
@@ -166,8 +168,7 @@ def orpo(
     head = Head(linear_weight, linear_bias, temperature, softcap, ignore_index, skip_ignored, chunk_size)
     exists, options = sequences.exists(in_pairs=True), LossOptions()
     if head.takes_groups(sequences):
-        loss, token_logps = _made_in_forward(head, input, target, sequences, "orpo", options, 1 / beta)
-        loss = beta * loss
+        loss, token_logps = _made_in_forward(head, input, target, sequences, "orpo", options, beta, 1.0)
     else:
         token_logps, _ = head.logprobs(input, target)
         losses = LOSSES["orpo"].value(options, *sequences.halves(sequences.averages(token_logps)))

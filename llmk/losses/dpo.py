@@ -131,7 +131,7 @@ def _made_in_forward(
     options: LossOptions, divergence: tuple[str, float], ld_alpha: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     of_pairs, count = [(name, weight) for name, weight in types if name in OF_PAIRS], target.shape[0] // 2
-    weights = torch.stack([sequences.lengths.new_full((count,), weight) for _, weight in of_pairs])
+    weights = torch.stack([sequences.lengths.new_full((count,), weight) / count for _, weight in of_pairs])
     loss, token_logps, entropy = head.preference(
         input, target, ref_logps,
         token_weight=None if ld_alpha is None else _weighted(sequences.counts.float(), sequences, ld_alpha),
@@ -140,7 +140,7 @@ def _made_in_forward(
         loss_type="+".join(name for name, _ in of_pairs),
         f_divergence_type=divergence[0], f_divergence_coef=divergence[1], **options.arguments(),
     )  # fmt: skip
-    return loss / count, token_logps, entropy
+    return loss, token_logps, entropy
 
 
 def _types_of(

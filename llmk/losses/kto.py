@@ -75,9 +75,8 @@ def kto(
     if head.takes_groups(sequences):
         loss, token_logps, entropy = head.preference(
             input, target, sign * base, members=1, token_weight=sign.unsqueeze(1).expand(target.shape),
-            group_weight=weights, loss_type="kto", **options.arguments(),
+            group_weight=weights / target.shape[0], loss_type="kto", **options.arguments(),
         )  # fmt: skip
-        loss = loss / target.shape[0]
     else:
         token_logps, entropy = head.logprobs(input, target)
         losses = weights * LOSSES["kto"].value(options, sign * (sequences.sum(token_logps) - base))
