@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from llmk.compiler import sums
 from llmk.compiler.replace import replace_all
 from llmk.compiler.report import EVERYTHING, Note, Report, module_of
 from llmk.compiler.rules import Rule, all_rules, chosen
@@ -38,7 +39,10 @@ class Backend:
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         self.report.add(self.rewrite(gm))
-        return compilers.compile_fx(gm, example_inputs, config_patches=dict(self.config))
+        config = dict(self.config)
+        if sums.NAME in self.operators:
+            config = compilers.with_graph_pass(config, sums.accumulate, f"llmk {sums.NAME}")
+        return compilers.compile_fx(gm, example_inputs, config_patches=config)
 
     @property
     def rules(self) -> list[Rule]:

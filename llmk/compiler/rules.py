@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from llmk.compiler import attention
+from llmk.compiler import attention, sums
 from llmk.registry import OPS
 from llmk.registry.patterns import Plain
 
@@ -34,7 +34,7 @@ def all_rules() -> list[Rule]:
 
 
 def rule_names() -> list[str]:
-    return sorted({rule.name for rule in all_rules()})
+    return sorted({rule.name for rule in all_rules()} | {sums.NAME})
 
 
 def chosen(only: Collection[str] | None, without: Collection[str] | None) -> frozenset[str]:
