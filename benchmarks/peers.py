@@ -125,6 +125,7 @@ def _liger_triton(tune: bool) -> dict[str, Adapter]:
             )
         ),
         "relu_squared": lambda x: ops.LigerReLUSquaredFunction.apply,
+        "dyt": lambda *args: ops.LigerDyTFunction.apply,
         "jsd": lambda *args, **options: functional.liger_jsd,
         "tvd": _plain_loss(functional.liger_tvd),
         "fused_linear_jsd": lambda *args, **options: (

@@ -20,6 +20,21 @@ gemma = GemmaConfig(
     hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_attention_heads=2, head_dim=16, rms_norm_eps=1e-5
 )
 
+
+
+class DynamicTanh(nn.Module):
+    """As its paper has it."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.full((1,), 0.5))
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.bias = nn.Parameter(torch.zeros(hidden_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * torch.tanh(self.alpha * x) + self.bias
+
+
 MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], tuple[int, ...]]] = {
     "torch RMSNorm": (lambda: nn.RMSNorm(HIDDEN), lambda: llmk.nn.RMSNorm(HIDDEN), (5, HIDDEN)),
     "torch RMSNorm, two axes": (
@@ -44,6 +59,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], tuple
         lambda: llmk.nn.GroupNorm(4, 12, affine=False),
         (2, 12, 5),
     ),
+    "DynamicTanh": (lambda: DynamicTanh(HIDDEN), lambda: llmk.nn.DyT(HIDDEN), (2, 5, HIDDEN)),
     "LlamaRMSNorm": (lambda: LlamaRMSNorm(HIDDEN, 1e-5), lambda: llmk.nn.RMSNorm(HIDDEN, 1e-5), (2, 5, HIDDEN)),
     "LlamaMLP": (lambda: LlamaMLP(llama), lambda: llmk.nn.SwiGLUMLP(HIDDEN, INTERMEDIATE), (2, 5, HIDDEN)),
     "GemmaRMSNorm": (

@@ -11,6 +11,7 @@ FORMULAS = {
     "swiglu": r"y = \mathrm{silu}(g)\,u = \frac{g\,u}{1 + e^{-g}}",
     "geglu": r"y = \mathrm{gelu}(g)\,u",
     "relu_squared": r"y = \max(x, 0)^2",
+    "dyt": r"y_i = w_i \tanh(\alpha x_i) + b_i",
     "linear_act": r"y = f(x W^\top + b)",
     "rope": r"y = x \cos\theta + \mathrm{rotate}(x) \sin\theta",
     "qk_norm_rope": r"n = \mathrm{rmsnorm}(x)\,w, \qquad y = n \cos\theta + \mathrm{rotate}(n) \sin\theta",

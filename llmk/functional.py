@@ -22,6 +22,7 @@ from llmk.ops.norm.group_norm import group_norm
 from llmk.ops.norm.layer_norm import layer_norm
 from llmk.ops.norm.rms_norm import rms_norm
 from llmk.ops.pointwise.add import add
+from llmk.ops.pointwise.dyt import dyt
 from llmk.ops.pointwise.gated_units import geglu, swiglu
 from llmk.ops.pointwise.relu_squared import relu_squared
 from llmk.ops.rotary.qk_norm_rope import qk_norm_rope
@@ -32,6 +33,7 @@ __all__ = [
     "add",
     "add_rms_norm",
     "cross_entropy",
+    "dyt",
     "fused_linear_ce",
     "fused_linear_ce_metrics",
     "fused_linear_jsd",

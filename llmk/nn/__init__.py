@@ -11,12 +11,13 @@ from llmk.nn.losses import (
     LinearLogProbs,
     TVDLoss,
 )
-from llmk.nn.norms import GroupNorm, LayerNorm, RMSNorm
+from llmk.nn.norms import DyT, GroupNorm, LayerNorm, RMSNorm
 from llmk.nn.rotary import RotaryEmbedding
 from llmk.nn.routing import load_balance_loss, router_z_loss
 
 __all__ = [
     "CrossEntropyLoss",
+    "DyT",
     "GIoULoss",
     "GeGLUMLP",
     "GroupNorm",

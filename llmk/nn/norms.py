@@ -155,3 +155,41 @@ class GroupNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.num_groups}, {self.num_channels}, eps={self.eps}, affine={self.affine}"
+
+
+class DyT(_Norm):
+    """Dynamic tanh in the place of a norm, `weight * tanh(alpha * x) + bias`: the `DynamicTanh` of its paper.
+
+    Parameters: `alpha [1]`, `weight [*normalized_shape]` and `bias [*normalized_shape]`.
+
+    Source: Zhu et al., 2025, https://arxiv.org/abs/2503.10622.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        init_alpha: float = 0.5,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(normalized_shape, elementwise_affine=True)
+        check_finite("init_alpha", init_alpha)
+        self.init_alpha = init_alpha
+        self.alpha = nn.Parameter(torch.empty((1,), device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype))
+        self.bias = _parameter(bias, self.normalized_shape, device, dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.alpha, self.init_alpha)
+        nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight, bias = self.weight.flatten(), _flat_parameter(self.bias)
+        return functional.dyt(self._flat(input), self.alpha, weight, bias).view(input.shape)
+
+    def extra_repr(self) -> str:
+        return f"{self.normalized_shape}, init_alpha={self.init_alpha}, bias={self.bias is not None}"
