@@ -21,7 +21,6 @@ gemma = GemmaConfig(
 )
 
 
-
 class DynamicTanh(nn.Module):
     """As its paper has it."""
 
