@@ -4,16 +4,29 @@ Of the backward op's arguments the first are the incoming gradients, one for eac
 the others is what its name says: an argument of the forward op, one of its outputs, or as `need_NAME` whether the
 argument NAME wants a gradient. What it returns are the gradients of those arguments that an output depends on, in the
 order of the forward op; for one that nobody wants `no_gradient` stands.
+
+The two functions that autograd asks for are written as one would by hand, and compiled: no loop over names is left to a
+call. Of an op of `input` and `weight`, whose backward op takes `grad, input, weight, need_weight`:
+
+    def setup_context(ctx, inputs, output):
+        needs = ctx.needs_input_grad
+        ctx.save_for_backward(inputs[0], inputs[1])
+        ctx.numbers = []
+
+    def backward(ctx, grad_0):
+        needs, saved, numbers = ctx.needs_input_grad, ctx.saved_tensors, ctx.numbers
+        d_input, d_weight = call(grad_0, saved[0], saved[1], needs[1])
+        return (d_input if needs[0] else None, d_weight if needs[1] else None,)
 """
 
+import inspect
+import linecache
 from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from llmk.registry.by_name import by_name
 from llmk.registry.launch import empty
 
 _NEEDED = "need_"
@@ -50,57 +63,21 @@ class BackwardOp:
         incoming: int,
         saved_if: Mapping[str, Callable[..., bool]],
     ) -> None:
-        self.call = call
+        self.of, self.backward_names = of, [argument.name for argument in backward.arguments]
+        given = self.backward_names[incoming:]
         names = [argument.name for argument in forward.arguments]
-        self.backward_names = [argument.name for argument in backward.arguments]
-        found = [*names, *outputs]
-        after = self.backward_names[incoming:]
-        flags = [name for name in after if name.startswith(_NEEDED) and name.removeprefix(_NEEDED) in names]
-        unknown = [name for name in after if name not in found and name not in flags]
-        unknown += [name for name in saved_if if name not in after]
+        known = {*names, *outputs, *(_NEEDED + name for name in names)}
+        unknown = [name for name in given if name not in known]
+        unknown += [name for name in saved_if if name not in given]
         if unknown or len(outputs) != len(forward.returns) or len(backward.returns) != len(of):
             raise ValueError(
                 f"{backward.name}: expected the gradients of {', '.join(of)} from arguments named after those of "
                 f"{forward} or its outputs {', '.join(outputs)}, got {backward}"
             )
-        tensors = {argument.name for argument in forward.arguments if "Tensor" in str(argument.type)} | {*outputs}
-        self.of = of
-        self.nothing: list[Tensor | None] = [None] * len(names)
-        self.places = [names.index(name) for name in of]
-        saved = [name for name in after if name in tensors]
-        numbers = [name for name in after if name in names and name not in tensors]
-        kept = [*saved, *numbers, *flags]
-        self.saved, self.numbers = (_items([found.index(name) for name in some]) for some in (saved, numbers))
-        self.flags = _items([names.index(name.removeprefix(_NEEDED)) for name in flags])
-        self.in_order = _items([kept.index(name) for name in after])
-        known = [*names, *(_NEEDED + name for name in names)]
-        self.saved_if = [
-            (saved.index(name), by_name(condition, known, forward.name)) for name, condition in saved_if.items()
-        ]
-
-    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        found = (*inputs, *output) if isinstance(output, tuple) else (*inputs, output)
-        saved = self.saved(found)
-        if self.saved_if:
-            saved = self._needed(saved, (*inputs, *ctx.needs_input_grad))
-        ctx.save_for_backward(*saved)
-        ctx.numbers = self.numbers(found)
-
-    def _needed(self, saved: Sequence[Tensor | None], known: Sequence[Any]) -> list[Tensor | None]:
-        needed = list(saved)
-        for place, condition in self.saved_if:
-            if not condition(*known):
-                needed[place] = None
-        return needed
-
-    def backward(self, ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad
-        found = self.call(*grads, *self.in_order((*ctx.saved_tensors, *ctx.numbers, *self.flags(needs))))
-        gradients = self.nothing.copy()
-        for place, gradient in zip(self.places, found if isinstance(found, tuple) else (found,), strict=True):
-            if needs[place]:
-                gradients[place] = gradient
-        return tuple(gradients)
+        conditions = {f"saves_{name}": condition for name, condition in saved_if.items()}
+        source = _source(forward, outputs, of, incoming, given, saved_if)
+        written = _written(source, f"<backward of {forward.name}>", {"call": call} | conditions)
+        self.setup_context, self.backward = written["setup_context"], written["backward"]
 
     def fake(self, *args: Any) -> Any:
         """The backward op's: each gradient like its argument, contiguous. It must take these arguments."""
@@ -114,9 +91,60 @@ class BackwardOp:
         return tuple(gradients) if len(gradients) > 1 else gradients[0]
 
 
-def _items(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """What takes so many items out of a sequence, faster than a loop."""
-    if len(places) > 1:
-        return itemgetter(*places)
-    start, end = (places[0], places[0] + 1) if places else (0, 0)
-    return lambda values: values[start:end]
+def _source(
+    forward: torch.FunctionSchema,
+    outputs: Sequence[str],
+    of: Sequence[str],
+    incoming: int,
+    given: Sequence[str],
+    saved_if: Mapping[str, Callable[..., bool]],
+) -> str:
+    """The text of the two functions; `given` are the backward op's arguments after the incoming gradients."""
+    names = [argument.name for argument in forward.arguments]
+    tensors = {argument.name for argument in forward.arguments if "Tensor" in str(argument.type)} | {*outputs}
+    inputs, needs = _items("inputs", names), _items("needs", [_NEEDED + name for name in names])
+    found = inputs | (_items("output", outputs) if len(outputs) > 1 else {outputs[0]: "output"})
+    saved = [name for name in given if name in tensors]
+    numbers = [name for name in given if name in inputs and name not in tensors]
+
+    def to_save(name: str) -> str:
+        if name not in saved_if:
+            return found[name]
+        return f"{found[name]} if {_call_text(f'saves_{name}', saved_if[name], inputs | needs)} else None"
+
+    kept = _items("saved", saved) | _items("numbers", numbers) | needs
+    grads = [f"grad_{i}" for i in range(incoming)]
+    results = [f"d_{name}" for name in of]
+    gradients = [f"d_{name} if {needs[_NEEDED + name]} else None" if name in of else "None" for name in names]
+    return f"""
+def setup_context(ctx, inputs, output):
+    needs = ctx.needs_input_grad
+    ctx.save_for_backward({", ".join(to_save(name) for name in saved)})
+    ctx.numbers = [{", ".join(inputs[name] for name in numbers)}]
+
+def backward(ctx, {", ".join(grads)}):
+    needs, saved, numbers = ctx.needs_input_grad, ctx.saved_tensors, ctx.numbers
+    {", ".join(results)} = call({", ".join([*grads, *(kept[name] for name in given)])})
+    return ({", ".join(gradients)},)
+"""
+
+
+def _items(of: str, names: Sequence[str]) -> dict[str, str]:
+    """By their names, the texts of the items of a sequence."""
+    return {name: f"{of}[{i}]" for i, name in enumerate(names)}
+
+
+def _call_text(name: str, fn: Callable[..., Any], arguments: Mapping[str, str]) -> str:
+    """The text of a call of `fn`, whose parameters are named after arguments."""
+    parameters = list(inspect.signature(fn).parameters)
+    unknown = [parameter for parameter in parameters if parameter not in arguments]
+    if unknown:
+        raise ValueError(f"{name}: no argument is called {', '.join(unknown)}, but {', '.join(arguments)}")
+    return f"{name}({', '.join(arguments[parameter] for parameter in parameters)})"
+
+
+def _written(source: str, filename: str, known: dict[str, Any]) -> dict[str, Any]:
+    """What a source text defines; tracebacks show its lines."""
+    linecache.cache[filename] = len(source), None, source.splitlines(keepends=True), filename
+    exec(compile(source, filename, "exec"), known)
+    return known

@@ -55,9 +55,11 @@ class Derivative:
             self.save(ctx, inputs, output)
         if self.several:
             needs = ctx.needs_input_grad
-            ctx.mark_non_differentiable(
-                *(y for y, places in zip(output, self.results, strict=False) if not any(needs[i] for i in places))
-            )
+            constants = [
+                y for y, places in zip(output, self.results, strict=False) if not any([needs[i] for i in places])
+            ]
+            if constants:
+                ctx.mark_non_differentiable(*constants)
         if self.fills:
             ctx.alike = [_alike(y) for y in output[: len(self.results)]]
 
@@ -122,7 +124,7 @@ class _Context:
 
 def _alike(output: Tensor) -> Any:
     """What zeros like an output are made from, without its memory; of a DTensor that is not known from outside."""
-    if hasattr(output, "__tensor_flatten__"):  # one that wraps others
+    if type(output) is not Tensor and hasattr(output, "__tensor_flatten__"):  # one that wraps others
         return output.detach()
     return output.shape, output.dtype, output.device
 
