@@ -2,14 +2,13 @@
 
 Nothing is downloaded: the weights are random, the same for every variant. Dimensions are those of the published models,
 with two differences: plain rotary embedding everywhere, and no softcap on Gemma's attention scores, because
-`scaled_dot_product_attention` has none and transformers refuses the two together. Its softcap on logits stays.
-"""
+`scaled_dot_product_attention` has none and transformers x"""
 
 import contextlib
 import importlib
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -27,15 +26,17 @@ class Model:
         config: The configuration's class in transformers.
         sizes: What the configuration is made with.
         batch_size: Sequences of a step. Plain transformers must fit into 139 GiB too.
+        small: What a small one is made with besides `SMALL`.
     """
 
     config: str
     sizes: dict[str, Any]
     batch_size: int
+    small: dict[str, Any] = field(default_factory=dict)
 
     def build(self, device: torch.device, small: bool) -> Any:
         """The model in training mode, in bfloat16; small: a tiny one of the same kind in float32."""
-        sizes = self.sizes | (SMALL if small else {})
+        sizes = self.sizes | (SMALL | self.small if small else {})
         config = getattr(transformers, self.config)(**sizes, tie_word_embeddings=True, use_cache=False)
         torch.manual_seed(0)
         with torch.device(device):
@@ -86,6 +87,18 @@ MODELS = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         },
         batch_size=8,
+    ),
+    # Four of its 48 layers, whose weights, gradients and moments take 19 GiB, and a tied projection.
+    "qwen3-30b-a3b-4-layers": Model(
+        "Qwen3MoeConfig",
+        {
+            "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 4,
+            "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
+            "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "max_position_embeddings": 40960,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+        batch_size=8,
+        small={"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
     ),
 }  # fmt: skip
 
