@@ -59,7 +59,7 @@ def _clipped_slope(options: PolicyOptions, logps: Tensor, ratio: Tensor, advanta
     second, inside = ratio.clamp(low, high) * advantages, (ratio >= low) & (ratio <= high)
     # Where both are the same, half of each.
     share = torch.where(first < second, moves.float(), torch.where(first > second, inside.float(), 0.5 * moves.float()))
-    return -advantages * (share + 0.5 * (inside & (first == second)))
+    return -advantages * (share + 0.5 * (inside & (first == second)).float())
 
 
 def _cispo(options: PolicyOptions, logps: Tensor, ratio: Tensor, advantages: Tensor) -> Tensor:
