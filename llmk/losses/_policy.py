@@ -35,23 +35,23 @@ def _mean_of_means(sequences: Sequences, totals: Totals) -> Tensor:
 
 def _mean_of_sums(sequences: Sequences, totals: Totals) -> Tensor:
     """Sums over sequences, and their mean: LUSPO, 2026."""
-    return sequences.counts / sequences.number()
+    return sequences.counts.float() / sequences.number()
 
 
 def _mean_over_batch(sequences: Sequences, totals: Totals) -> Tensor:
     """Over the batch's tokens that count: TRL's BNPO."""
-    return sequences.counts / number_of_items(None, sequences)
+    return sequences.counts.float() / number_of_items(None, sequences)
 
 
 def _over_constant_length(sequences: Sequences, totals: Totals) -> Tensor:
     """A length that is not the data's: Liu et al., Dr. GRPO, 2025, https://arxiv.org/abs/2503.20783."""
     length = totals.max_completion_length
-    return sequences.counts / (sequences.number() * (sequences.counts.shape[1] if length is None else length))
+    return sequences.counts.float() / (sequences.number() * (sequences.counts.shape[1] if length is None else length))
 
 
 def _over_all_items(sequences: Sequences, totals: Totals) -> Tensor:
     """Over the tokens of all batches of a step: Yu et al., DAPO, 2025, https://arxiv.org/abs/2503.14476, eq. 8."""
-    return sequences.counts / number_of_items(totals.num_items, sequences)
+    return sequences.counts.float() / number_of_items(totals.num_items, sequences)
 
 
 class PolicyType(NamedTuple):
@@ -95,8 +95,8 @@ def vespo_weight(
         log_w = log_w + sequences.sum(correction.log().clamp(_LEAST_LOG_RATIO, _LARGEST_LOG_RATIO))
     log_w = sequences.spread(log_w.clamp(_LEAST_LOG_RATIO, _LARGEST_LOG_RATIO))
     positive = advantages >= 0
-    k = torch.where(positive, options.k_pos, options.k_neg)
-    scale = torch.where(positive, options.lambda_pos, options.lambda_neg).clamp(min=1e-4)
+    k = torch.where(positive, torch.full_like(advantages, options.k_pos), options.k_neg)
+    scale = torch.where(positive, torch.full_like(advantages, options.lambda_pos), options.lambda_neg).clamp(min=1e-4)
     return torch.exp(scale + k * log_w - scale * log_w.exp()).nan_to_num(0.0, 0.0, 0.0)
 
 

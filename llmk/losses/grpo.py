@@ -168,7 +168,7 @@ def grpo(
 
 def _mean_weights(coef: float, counts: Tensor) -> Tensor:
     """What makes `coef` times the mean over those that count a sum."""
-    return counts * (coef / counts.sum().clamp(min=1))
+    return coef * counts.float() / counts.sum().clamp(min=1)
 
 
 def _known_after_logps(

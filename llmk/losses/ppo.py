@@ -42,7 +42,7 @@ def reinforce(
     sequences = sequences_of(input, linear_weight, target, ignore_index, sequence_ids, count)
     check_advantages(advantages, sequences)
     head = Head(linear_weight, linear_bias, temperature, softcap, ignore_index, skip_ignored, chunk_size)
-    weight = sequences.counts / number_of_items(num_items_in_batch, sequences)
+    weight = sequences.counts.float() / number_of_items(num_items_in_batch, sequences)
     terms = policy_terms(PolicyOptions("reinforce"), of_tokens(advantages, sequences), weight, sequences)
     loss, _, entropy = head.policy(input, target, terms, sequences)
     return sequences.checked(loss), {"entropy": mean_over_tokens(entropy, sequences)}
@@ -165,7 +165,7 @@ def ppo(
     head = Head(linear_weight, linear_bias, temperature, softcap, ignore_index, skip_ignored, chunk_size)
     old = None if old_per_token_logps is None else of_tokens(old_per_token_logps, sequences)
     options = PolicyOptions(epsilon=cliprange, epsilon_high=cliprange)
-    weight = sequences.counts / number_of_items(None, sequences)
+    weight = sequences.counts.float() / number_of_items(None, sequences)
     terms = policy_terms(options, of_tokens(advantages, sequences), weight, sequences, old)
     policy, logps, entropy = head.policy(input, target, terms, sequences)
     clips = (terms.ratio(logps) - 1).abs() > cliprange

@@ -56,7 +56,7 @@ def sft(
     weight = counts / number_of_items(num_items_in_batch, sequences)
     terms = policy_terms(PolicyOptions("reinforce"), of_tokens, weight, sequences)
     if entropy_coef != 0.0:
-        terms = replace(terms, entropy_weight=counts * (entropy_coef / number_of_items(None, sequences)))
+        terms = replace(terms, entropy_weight=entropy_coef * counts / number_of_items(None, sequences))
     loss, _, entropy = head.policy(input, target, terms, sequences)
     return loss, {"entropy": mean_over_tokens(entropy, sequences)}
 

@@ -53,13 +53,12 @@ def _clipped(options: PolicyOptions, logps: Tensor, ratio: Tensor, advantages: T
 
 def _clipped_slope(options: PolicyOptions, logps: Tensor, ratio: Tensor, advantages: Tensor) -> Tensor:
     low, high = 1 - options.epsilon, 1 + options.epsilon_high
-    first, moves = ratio * advantages, torch.ones_like(ratio, dtype=torch.bool)
+    first, moves = ratio * advantages, torch.ones_like(ratio)
     if options.delta is not None:
-        first, moves = ratio.clamp(max=options.delta) * advantages, ratio <= options.delta
-    second, inside = ratio.clamp(low, high) * advantages, (ratio >= low) & (ratio <= high)
-    # Where both are the same, half of each.
-    share = torch.where(first < second, moves.float(), torch.where(first > second, inside.float(), 0.5 * moves.float()))
-    return -advantages * (share + 0.5 * (inside & (first == second)).float())
+        first, moves = ratio.clamp(max=options.delta) * advantages, (ratio <= options.delta).to(ratio.dtype)
+    second, inside = ratio.clamp(low, high) * advantages, ((ratio >= low) & (ratio <= high)).to(ratio.dtype)
+    half_of_each = 0.5 * (moves + inside)
+    return -advantages * torch.where(first < second, moves, torch.where(first > second, inside, half_of_each))
 
 
 def _cispo(options: PolicyOptions, logps: Tensor, ratio: Tensor, advantages: Tensor) -> Tensor:
@@ -72,7 +71,9 @@ def _cispo_slope(options: PolicyOptions, logps: Tensor, ratio: Tensor, advantage
 
 
 def _gate(options: PolicyOptions, advantages: Tensor) -> Tensor:
-    return torch.where(advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg).to(advantages.dtype)
+    # Of two numbers it would be of the default dtype.
+    positive = torch.full_like(advantages, options.sapo_temperature_pos)
+    return torch.where(advantages > 0, positive, options.sapo_temperature_neg)
 
 
 def _sapo(options: PolicyOptions, logps: Tensor, ratio: Tensor, advantages: Tensor) -> Tensor:
