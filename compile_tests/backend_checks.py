@@ -1,15 +1,18 @@
 """What the backend makes of a function, against the function itself: what it found, and by the accuracy rule."""
 
+import copy
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from llmk.compiler import Report
 from llmk.compiler.backend import Backend
 from llmk.compiler.rules import chosen
 from llmk.opcheck.accuracy import accuracy_violation
+from llmk.opcheck.inputs import copy_with_layout
+from llmk.opcheck.truth import NEIGHBOURS, Change, nudged, to_float64
 
 
 def rewritten(
@@ -31,9 +34,9 @@ def rewritten(
     return torch.compile(fn, backend=run_as_it_is)
 
 
-def results(fn: Callable[..., Any], args: Sequence[Any], dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Outputs, and gradients for the same incoming ones, with the inputs in another dtype if one is given."""
-    args = [copied(x, dtype) for x in args]
+def results(fn: Callable[..., Any], args: Sequence[Any], change: Change = copy_with_layout) -> list[Tensor]:
+    """Outputs, and gradients for the same incoming ones, with every tensor among the arguments changed (copied)."""
+    args = [change(x).requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in args]
     outputs = fn(*args)
     outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
     wanted = [x for x in args if isinstance(x, Tensor) and x.requires_grad]
@@ -44,22 +47,54 @@ def results(fn: Callable[..., Any], args: Sequence[Any], dtype: torch.dtype | No
     return [y.detach() for y in (*outputs, *gradients)]
 
 
-def copied(x: Any, dtype: torch.dtype | None) -> Any:
-    if not isinstance(x, Tensor):
-        return x
-    if dtype == torch.float64 and x.is_complex():
-        return x.to(torch.complex128)
-    change = dtype if x.is_floating_point() else None
-    return x.detach().clone().to(change or x.dtype).requires_grad_(x.requires_grad)
+def of_step(model: nn.Module, run: Callable[..., Any], args: Sequence[Tensor]) -> list[Tensor]:
+    """What a model's training step gives, run in some way: the loss and every gradient."""
+    model.zero_grad()
+    loss = run(*args)
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def require_same_step(model: nn.Module, run: Callable[..., Any], args: Sequence[Tensor]) -> None:
+    """That a run of the model trains as the model itself, by the accuracy rule."""
+
+    def plain(change: Change) -> list[Tensor]:
+        changed = copy.deepcopy(model)
+        for parameter in changed.parameters():
+            parameter.data = change(parameter.data)
+        return of_step(changed, changed, [change(x) for x in args])
+
+    require_right(of_step(model, run, args), plain)
+
+
+def require_right(got: Sequence[Tensor], plain: Callable[[Change], Sequence[Tensor]]) -> None:
+    """The accuracy rule, and that whole numbers are the same.
+
+    Args:
+        got: Results to check.
+        plain: Gives the same results in plain PyTorch, with what goes in changed: copied, cast or nudged.
+    """
+    composition, exact = plain(copy_with_layout), plain(to_float64)
+    neighbours: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []
+    for i, (x, y, z) in enumerate(zip(got, composition, exact, strict=True)):
+        assert (x.dtype, x.shape) == (y.dtype, y.shape), f"result {i}"
+        if not x.is_floating_point():
+            assert torch.equal(x, y), f"result {i}"
+            continue
+        if accuracy_violation(x, y, z) is not None and not neighbours:
+            neighbours = [(plain(nudged(seed)), plain(nudged(seed, torch.float64))) for seed in range(NEIGHBOURS)]
+        near = [(inexact[i], right[i]) for inexact, right in neighbours]
+        violation = accuracy_violation(x, y, z, neighbours=near)
+        assert violation is None, f"result {i}: {violation}"
 
 
 def require_equal(fn: Callable[..., Any], args: Sequence[Any], **options: Any) -> Report:
-    """That rewriting keeps the accuracy rule and dtypes for every output and gradient; what was found."""
+    """That rewriting keeps the accuracy rule, dtypes and shapes for every output and gradient; what was found."""
     report = Report()
-    got, plain = results(rewritten(fn, report, **options), args), results(fn, args)
-    exact = results(fn, args, torch.float64)
-    for i, (x, y, z) in enumerate(zip(got, plain, exact, strict=True)):
-        assert x.dtype == y.dtype, f"result {i}"
-        violation = accuracy_violation(x, y, z)
-        assert violation is None, f"result {i}: {violation}"
+    require_same(rewritten(fn, report, **options), fn, args)
     return report
+
+
+def require_same(run: Callable[..., Any], fn: Callable[..., Any], args: Sequence[Any]) -> None:
+    """The same of any way to run a function."""
+    require_right(results(run, args), lambda change: results(fn, args, change))

@@ -2,7 +2,8 @@
 
 `make found`. The table goes to docs/found.txt, which the documentation shows. What is there is counted while the
 unchanged model runs: calls of modules that are called a norm, of modules with a gate and an up projection, of functions
-that are called after rotation, and the loss.
+that are called after rotation, and the loss. Of attention it is the calls in the compiled graphs, and found are
+those that no mask keeps from the fast kernels.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,6 +23,7 @@ from backend_checks import rewritten
 from families import FAMILIES, small_model, tokens
 from plain_models import MODELS
 from torch import nn
+from torch.fx import GraphModule
 
 from llmk.compiler import Report
 
@@ -31,6 +34,7 @@ KINDS = {
     "rotations": ("rope",),
     "loss": ("fused_linear_ce",),
 }
+ATTENTION = "attention without a mask"
 ROTATION = re.compile(r"_?apply_.*rot")
 
 
@@ -63,31 +67,49 @@ def has_gate(module: nn.Module) -> bool:
     return {"gate_proj", "up_proj"} <= names or "gate_up_proj" in names or {"w1", "w2", "w3"} <= names
 
 
-def of_family(family: str) -> tuple[Report, Counter[str]]:
-    model, ids, report = small_model(family), tokens(2, 12), Report()
-    there = counted(lambda: model(input_ids=ids, labels=ids))
-    rewritten(model, report, drop_logits=True)(input_ids=ids, labels=ids)
-    return report, there
+@dataclass
+class Found:
+    """What was found in a model, what is there of each kind, and of each call of attention whether it has no mask."""
+
+    report: Report = field(default_factory=Report)
+    there: Counter[str] = field(default_factory=Counter)
+    attention: list[bool] = field(default_factory=list)
+
+    def look(self, gm: GraphModule) -> None:
+        """At a graph that has been rewritten."""
+        for node in gm.graph.nodes:
+            if "scaled_dot_product_attention" in str(node.target):
+                options = dict(zip(("query", "key", "value", "attn_mask"), node.args, strict=False)) | node.kwargs
+                self.attention.append(options.get("attn_mask") is None)
+
+    def cells(self) -> list[tuple[int, int]]:
+        """Of each kind how many were found of how many are there: all that were found, at least."""
+        found = {kind: sum(self.report.replaced.get(name, 0) for name in names) for kind, names in KINDS.items()}
+        counts = [(found[kind], max(self.there[kind], found[kind])) for kind in KINDS]
+        return [*counts, (sum(self.attention), len(self.attention))]
 
 
-def of_nobody(name: str) -> tuple[Report, Counter[str]]:
-    example, report = MODELS[name], Report()
-    rewritten(example.model(), report)(*example.inputs())
-    there = {kind: sum(example.found.get(operator, 0) for operator in names) for kind, names in KINDS.items()}
-    return report, Counter(there)
+def of_family(family: str) -> Found:
+    model, ids, found = small_model(family), tokens(2, 12), Found()
+    found.there = counted(lambda: model(input_ids=ids, labels=ids))
+    rewritten(model, found.report, drop_logits=True, look=found.look)(input_ids=ids, labels=ids)
+    return found
 
 
-def cells(report: Report, there: Counter[str]) -> list[tuple[int, int]]:
-    """Of each kind how many were found of how many are there: all that were found, at least."""
-    found = {kind: sum(report.replaced.get(name, 0) for name in names) for kind, names in KINDS.items()}
-    return [(found[kind], max(there[kind], found[kind])) for kind in KINDS]
+def of_nobody(name: str) -> Found:
+    example, found = MODELS[name], Found()
+    rewritten(example.model(), found.report, look=found.look)(*example.inputs())
+    for kind, names in KINDS.items():
+        found.there[kind] = sum(example.found.get(operator, 0) for operator in names)
+    return found
 
 
 def table(rows: dict[str, list[tuple[int, int]]]) -> str:
-    lines = [f"| | {' | '.join(KINDS)} |", "|---|" + "---|" * len(KINDS)]
+    kinds = [*KINDS, ATTENTION]
+    lines = [f"| | {' | '.join(kinds)} |", "|---|" + "---|" * len(kinds)]
     for name, row in rows.items():
         lines.append(f"| {name} | {' | '.join(f'{got} of {all_}' if all_ else '-' for got, all_ in row)} |")
-    sums = [[sum(row[i][j] for row in rows.values()) for j in range(2)] for i in range(len(KINDS))]
+    sums = [[sum(row[i][j] for row in rows.values()) for j in range(2)] for i in range(len(kinds))]
     lines.append(f"| **all** | {' | '.join(f'{100 * got / all_:.0f}%' for got, all_ in sums)} |")
     return "\n".join(lines)
 
@@ -101,11 +123,12 @@ def main() -> None:
     rows = {}
     for name in args.names or sorted([*FAMILIES, *MODELS]):
         torch.manual_seed(0)
-        report, there = of_family(name) if name in FAMILIES else of_nobody(name)
-        rows[name] = cells(report, there)
-        print(name, *(f"{kind} {got}/{all_}" for kind, (got, all_) in zip(KINDS, rows[name], strict=True)), sep="  ")
+        found = of_family(name) if name in FAMILIES else of_nobody(name)
+        rows[name] = found.cells()
+        kinds = zip([*KINDS, ATTENTION], rows[name], strict=True)
+        print(name, *(f"{kind} {got}/{all_}" for kind, (got, all_) in kinds), sep="  ", flush=True)
         if args.names:
-            print(report)
+            print(found.report)
     if not args.names:
         RESULT.write_text(f"torch {torch.__version__}, transformers {transformers.__version__}:\n\n{table(rows)}\n")
 
