@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.sums import sum_pair
-from llmk.ops.norm._moments import coarse_mean, merge_moments, row_moments
+from llmk.ops.norm._moments import coarse_mean, kept_variance, merge_pieces, row_moments, share_and_rstd
 from llmk.registry import cdiv, empty, example_of, most_warps, next_power_of_2, num_programs, wrap_triton
 
 
@@ -38,9 +38,12 @@ def _store_stats(stats_ptr, row, rows, mean, spread, var):
 
 
 @triton.jit
-def _write_y(x_ptr, w_ptr, b_ptr, y_ptr, row, tile, G, C, S, mean, rstd, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
+def _write_y(
+    x_ptr, w_ptr, b_ptr, y_ptr, row, tile, G, C, S, mean, share, rstd, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr
+):
     channels, channel_mask, offsets, mask, _ = _tile(row, tile, G, C, S, BLOCK_C, BLOCK_S)  # type: ignore[misc]
-    y = (tl.load(x_ptr + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32) - mean) * rstd
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    y = (x * share - mean) * rstd
     if w_ptr is not None:
         y *= tl.load(w_ptr + channels, mask=channel_mask, other=0.0).to(tl.float32)[:, None]
     if b_ptr is not None:
@@ -50,7 +53,7 @@ def _write_y(x_ptr, w_ptr, b_ptr, y_ptr, row, tile, G, C, S, mean, rstd, BLOCK_C
 
 @triton.jit
 def _write_dx(
-    dy_ptr, x_ptr, w_ptr, dx_ptr, row, tile, G, C, S, mean, rstd, total, dot,
+    dy_ptr, x_ptr, w_ptr, dx_ptr, row, tile, G, C, S, mean, share, rstd, total, dot,
     BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Given the means of dy * weight and of dy * weight * c * rstd over the row."""
@@ -59,7 +62,7 @@ def _write_dx(
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
     if w_ptr is not None:
         dy *= tl.load(w_ptr + channels, mask=channel_mask, other=0.0).to(tl.float32)[:, None]
-    dx = rstd * (dy - total - (x - mean) * rstd * dot)
+    dx = share * rstd * (dy - total - (x * share - mean) * rstd * dot)
     tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
 
@@ -72,15 +75,15 @@ def group_norm_walk_kernel(
     eps = tl.cast(eps, tl.float32)
     row = tl.program_id(0).to(tl.int64)
     D = C * S
-    mean, squares = row_moments(x_ptr + row * D, D, BLOCK_C * BLOCK_S, NUM_STAGES)  # type: ignore[misc]
+    mean, squares, share = row_moments(x_ptr + row * D, D, BLOCK_C * BLOCK_S, NUM_STAGES)  # type: ignore[misc]
     spread = squares / D
-    var = spread + eps
+    var = kept_variance(spread, eps, share)  # type: ignore[misc]
     _store_stats(stats_ptr, row, B * G, mean, spread, var)  # type: ignore[misc]
-    rstd = tl.div_rn(1.0, tl.sqrt_rn(var))
+    _, rstd = share_and_rstd(var)  # type: ignore[misc]
     tiles = tl.cdiv(C, BLOCK_C) * tl.cdiv(S, BLOCK_S)
     for i in tl.range(tiles, num_stages=NUM_STAGES):
         _write_y(  # type: ignore[misc]
-            x_ptr, w_ptr, b_ptr, y_ptr, row, tiles - 1 - i, G, C, S, mean, rstd, BLOCK_C, BLOCK_S
+            x_ptr, w_ptr, b_ptr, y_ptr, row, tiles - 1 - i, G, C, S, mean, share, rstd, BLOCK_C, BLOCK_S
         )
 
 
@@ -94,15 +97,16 @@ def group_norm_walk_backward_kernel(
     columns = tl.cdiv(S, BLOCK_S)
     tiles = tl.cdiv(C, BLOCK_C) * columns
     mean, near = tl.load(stats_ptr + row), tl.load(stats_ptr + 2 * B * G + row)
-    rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.load(stats_ptr + B * G + row)))
+    share, rstd = share_and_rstd(tl.load(stats_ptr + B * G + row))  # type: ignore[misc]
     total = tl.zeros((BLOCK_C,), dtype=tl.float32)
     dot = tl.zeros((BLOCK_C,), dtype=tl.float32)
     for tile in tl.range(tiles, num_stages=NUM_STAGES):
         channels, channel_mask, offsets, mask, column = _tile(row, tile, G, C, S, BLOCK_C, BLOCK_S)  # type: ignore[misc]
         dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-        db, dw = sum_pair(dy, dy * ((x - near) * rstd), 1)  # type: ignore[misc]
-        dw -= (mean - near) * rstd * db
+        # dy is zero past the tile's edge; there x - near times rstd could be infinite.
+        db, dw = sum_pair(dy, dy * (x * share - near), 1)  # type: ignore[misc]
+        dw = rstd * (dw - (mean - near) * db)
         at = partial_ptr + (row // G * columns + column) * 2 * G * C + channels
         tl.store(at, dw, mask=channel_mask)
         tl.store(at + G * C, db, mask=channel_mask)
@@ -116,7 +120,22 @@ def group_norm_walk_backward_kernel(
     D = C * S
     for i in tl.range(tiles, num_stages=NUM_STAGES):
         _write_dx(  # type: ignore[misc]
-            dy_ptr, x_ptr, w_ptr, dx_ptr, row, tiles - 1 - i, G, C, S, mean, rstd, total / D, dot / D, BLOCK_C, BLOCK_S
+            dy_ptr,
+            x_ptr,
+            w_ptr,
+            dx_ptr,
+            row,
+            tiles - 1 - i,
+            G,
+            C,
+            S,
+            mean,
+            share,
+            rstd,
+            total / D,
+            dot / D,
+            BLOCK_C,
+            BLOCK_S,
         )
 
 
@@ -124,13 +143,13 @@ def group_norm_walk_backward_kernel(
 def group_norm_long_moments_kernel(
     x_ptr, moments_ptr, D, PIECES, PIECE, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr
 ):  # fmt: skip
-    """Mean and squared deviations of a piece of a row."""
+    """Mean and squared deviations of a piece of a row; of a share of it the squares are negative."""
     program = tl.program_id(0).to(tl.int64)
     row, first = program // PIECES, program % PIECES * PIECE
     length = tl.minimum(PIECE, D - first)
-    mean, squares = row_moments(x_ptr + row * D + first, length, BLOCK_N, NUM_STAGES)  # type: ignore[misc]
+    mean, squares, share = row_moments(x_ptr + row * D + first, length, BLOCK_N, NUM_STAGES)  # type: ignore[misc]
     tl.store(moments_ptr + program, mean)
-    tl.store(moments_ptr + tl.num_programs(0) + program, squares)
+    tl.store(moments_ptr + tl.num_programs(0) + program, tl.where(share < 1.0, -squares, squares))
 
 
 @triton.jit
@@ -148,13 +167,13 @@ def group_norm_long_kernel(
     count = tl.where(k < PIECES, tl.minimum(PIECE, D - k * PIECE), 0).to(tl.float32)
     means = tl.load(moments_ptr + row * PIECES + k, mask=k < PIECES, other=0.0)
     squares = tl.load(moments_ptr + (B * G + row) * PIECES + k, mask=k < PIECES, other=0.0)
-    mean, squares = merge_moments(means, 0.0, squares, count, D)  # type: ignore[misc]
+    mean, squares, share = merge_pieces(means, squares, count, D)  # type: ignore[misc]
     spread = squares / D
-    var = spread + eps
+    var = kept_variance(spread, eps, share)  # type: ignore[misc]
     if tile == 0:
         _store_stats(stats_ptr, row, B * G, mean, spread, var)  # type: ignore[misc]
-    rstd = tl.div_rn(1.0, tl.sqrt_rn(var))
-    _write_y(x_ptr, w_ptr, b_ptr, y_ptr, row, tile, G, C, S, mean, rstd, BLOCK_C, BLOCK_S)  # type: ignore[misc]
+    _, rstd = share_and_rstd(var)  # type: ignore[misc]
+    _write_y(x_ptr, w_ptr, b_ptr, y_ptr, row, tile, G, C, S, mean, share, rstd, BLOCK_C, BLOCK_S)  # type: ignore[misc]
 
 
 @triton.jit
@@ -170,7 +189,7 @@ def group_norm_long_backward_sums_kernel(
     channel_mask = channels < C
     if x_ptr is not None:
         mean, near = tl.load(stats_ptr + row), tl.load(stats_ptr + 2 * B * G + row)
-        rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.load(stats_ptr + B * G + row)))
+        share, rstd = share_and_rstd(tl.load(stats_ptr + B * G + row))  # type: ignore[misc]
     dw = tl.zeros((BLOCK_C, BLOCK_S), dtype=tl.float32)
     db = tl.zeros((BLOCK_C, BLOCK_S), dtype=tl.float32)
     for start in range(piece * PIECE, tl.minimum(S, (piece + 1) * PIECE), BLOCK_S):
@@ -180,12 +199,13 @@ def group_norm_long_backward_sums_kernel(
         dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         db += dy
         if x_ptr is not None:
-            dw += dy * ((tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32) - near) * rstd)
+            x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+            dw += dy * (x * share - near)  # dy is zero past the tile's edge
     SUMS: tl.constexpr = 1 if x_ptr is None else 2
     partial_ptr += ((row // G * PIECES + piece) * SUMS * G + row % G) * C + channels
     db_sum = tl.sum(db, axis=1)
     if x_ptr is not None:
-        tl.store(partial_ptr, tl.sum(dw, axis=1) - (mean - near) * rstd * db_sum, mask=channel_mask)
+        tl.store(partial_ptr, rstd * (tl.sum(dw, axis=1) - (mean - near) * db_sum), mask=channel_mask)
     tl.store(partial_ptr + (SUMS - 1) * G * C, db_sum, mask=channel_mask)
 
 
@@ -214,10 +234,10 @@ def group_norm_long_backward_kernel(
         total += db
     D = tl.cast(C, tl.int64) * S
     mean = tl.load(stats_ptr + row)
-    rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.load(stats_ptr + B * G + row)))
+    share, rstd = share_and_rstd(tl.load(stats_ptr + B * G + row))  # type: ignore[misc]
     total, dot = sum_pair(total, dot, 0)  # type: ignore[misc]
     _write_dx(  # type: ignore[misc]
-        dy_ptr, x_ptr, w_ptr, dx_ptr, row, tile, G, C, S, mean, rstd, total / D, dot / D, BLOCK_C, BLOCK_S
+        dy_ptr, x_ptr, w_ptr, dx_ptr, row, tile, G, C, S, mean, share, rstd, total / D, dot / D, BLOCK_C, BLOCK_S
     )
 
 

@@ -10,7 +10,12 @@ from torch import Tensor
 
 from llmk.ops.common.rows import aligned
 from llmk.ops.common.sums import sum_pair
-from llmk.ops.norm._moments import coarse_mean
+from llmk.ops.norm._moments import (
+    coarse_mean,
+    normalize_huge,
+    overflowed,
+    share_and_rstd,
+)
 from llmk.registry import at_most, cdiv, empty, next_power_of_2, num_programs, wrap_triton
 
 
@@ -73,6 +78,11 @@ def group_norm_kernel(
     tl.store(stats_ptr + rows, mean, mask=row_mask)
     tl.store(stats_ptr + B * G + rows, var, mask=row_mask)
     tl.store(stats_ptr + 2 * B * G + rows, coarse_mean(mean, spread), mask=row_mask)
+    if overflowed(squares):  # type: ignore[misc]
+        normalize_huge(  # type: ignore[misc]
+            x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, rows, squares, rows * C * S, groups * C, C * S, S, B * G, eps,
+            HAS_NEAR=True,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -103,11 +113,12 @@ def group_norm_backward_kernel(
             mean = tl.load(stats_ptr + rows, mask=row_mask, other=0.0)
             var = tl.load(stats_ptr + B * G + rows, mask=row_mask, other=1.0)
             near = tl.load(stats_ptr + 2 * B * G + rows, mask=row_mask, other=0.0)
-            rstd = tl.div_rn(1.0, tl.sqrt_rn(var))
-            c = x - mean[:, None, None]
+            of_x, rstd = share_and_rstd(var)  # type: ignore[misc]
+            c = x * of_x[:, None, None] - mean[:, None, None]
             if HAS_DW:
-                dw += tl.sum(dy * ((x - near[:, None, None]) * rstd[:, None, None]), axis=2)
-                dw -= ((mean - near) * rstd)[:, None] * tl.sum(dy, axis=2)
+                # dy is zero past a row's end; there x - near times rstd could be infinite.
+                products = tl.sum(dy * (x * of_x[:, None, None] - near[:, None, None]), axis=2)
+                dw += rstd[:, None] * (products - (mean - near)[:, None] * tl.sum(dy, axis=2))
             if dx_ptr is not None:
                 if w_ptr is not None:
                     dy *= w
@@ -121,8 +132,8 @@ def group_norm_backward_kernel(
                     g = tl.where(_flat(mask), g - total[:, None], 0.0)  # so that g * c is zero there too
                     rest, dot = sum_pair(g, g * c, 1)  # type: ignore[misc]
                     g -= (rest / (C * S))[:, None]  # corrected like mean
-                    dot = tl.div_rn(dot / (C * S), var)
-                    dx = rstd[:, None] * (g - c * dot[:, None])
+                    dot = tl.div_rn(dot / (C * S), tl.abs(var))
+                    dx = (of_x * rstd)[:, None] * (g - c * dot[:, None])
                 dx = tl.reshape(dx, offsets.shape)
                 tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     _, affine, affine_mask = _channels(block, BLOCK_G, G, C, BLOCK_G, BLOCK_C)  # type: ignore[misc]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from llmk.ops.common.rows import row_shares
 from llmk.ops.common.sums import sum_pair
-from llmk.ops.norm._moments import row_moments
+from llmk.ops.norm._moments import kept_variance, row_moments, share_and_rstd
 from llmk.registry import cdiv, empty, num_programs, wrap_triton
 
 
@@ -21,14 +21,14 @@ def layer_norm_long_kernel(x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, M, N, x_stride
     eps = tl.cast(eps, tl.float32)
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
-    mean, squares = row_moments(x_ptr, N, BLOCK_N, 1)  # type: ignore[misc]
-    var = squares / N + eps
+    mean, squares, share = row_moments(x_ptr, N, BLOCK_N, 1)  # type: ignore[misc]
+    var = kept_variance(squares / N, eps, share)  # type: ignore[misc]
     tl.store(stats_ptr + row, mean)
     tl.store(stats_ptr + M + row, var)
-    rstd = tl.div_rn(1.0, tl.sqrt_rn(var))
+    _, rstd = share_and_rstd(var)  # type: ignore[misc]
     for start in range(0, N, BLOCK_N):  # the second pass finds the row in L2
         cols = start + tl.arange(0, BLOCK_N)
-        y = (tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) - mean) * rstd
+        y = (tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) * share - mean) * rstd
         if w_ptr is not None:
             y *= tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
         if b_ptr is not None:
@@ -57,8 +57,8 @@ def layer_norm_wide_backward_kernel(
             x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
             mean = tl.load(stats_ptr + row)
             var = tl.load(stats_ptr + M + row)
-            rstd = tl.div_rn(1.0, tl.sqrt_rn(var))
-            c = x - mean
+            share, rstd = share_and_rstd(var)  # type: ignore[misc]
+            c = x * share - mean
             if HAS_DW:
                 dw += dy * (c * rstd)
             if dx_ptr is not None:
@@ -66,10 +66,10 @@ def layer_norm_wide_backward_kernel(
                 if w_ptr is not None:
                     dy *= w
                     h *= tl.load(w_ptr + others, mask=others < N, other=0.0).to(tl.float32)
-                e = tl.load(x_ptr + row * x_stride + others, mask=others < N, other=0.0).to(tl.float32) - mean
+                e = tl.load(x_ptr + row * x_stride + others, mask=others < N, other=0.0).to(tl.float32) * share - mean
                 # dy and h are zero past the row's end.
                 total, dot = sum_pair(dy + h, dy * c + h * e, 0)  # type: ignore[misc]
-                dx = rstd * (dy - total / N - c * tl.div_rn(dot / N, var))
+                dx = share * rstd * (dy - total / N - c * tl.div_rn(dot / N, tl.abs(var)))
                 tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
     if HAS_DW or HAS_DB:
         partial_ptr += program * (HAS_DW + HAS_DB) * N + cols
@@ -85,7 +85,8 @@ def layer_norm_long_backward_means_kernel(
 ):
     """mean(dy * weight) and mean(dy * weight * c) / var of each row."""
     row = tl.program_id(0).to(tl.int64)
-    mean = tl.load(stats_ptr + row)
+    mean, var = tl.load(stats_ptr + row), tl.load(stats_ptr + M + row)
+    share, _ = share_and_rstd(var)  # type: ignore[misc]
     total = tl.zeros((BLOCK_N,), dtype=tl.float32)
     dot = tl.zeros((BLOCK_N,), dtype=tl.float32)
     for start in range(0, N, BLOCK_N):
@@ -95,9 +96,9 @@ def layer_norm_long_backward_means_kernel(
         if w_ptr is not None:
             dy *= tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
         total += dy
-        dot += dy * (x - mean)  # dy is zero past the row's end
+        dot += dy * (x * share - mean)  # dy is zero past the row's end
     tl.store(means_ptr + row, tl.sum(total, axis=0) / N)
-    tl.store(means_ptr + M + row, tl.div_rn(tl.sum(dot, axis=0) / N, tl.load(stats_ptr + M + row)))
+    tl.store(means_ptr + M + row, tl.div_rn(tl.sum(dot, axis=0) / N, tl.abs(var)))
 
 
 @triton.jit
@@ -117,15 +118,15 @@ def layer_norm_long_backward_kernel(
         if HAS_DB:
             db += dy
         if x_ptr is not None:
-            c = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
-            c -= tl.load(stats_ptr + row)
-            rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.load(stats_ptr + M + row)))
+            share, rstd = share_and_rstd(tl.load(stats_ptr + M + row))  # type: ignore[misc]
+            x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
+            c = x * share - tl.load(stats_ptr + row)
             if HAS_DW:
                 dw += dy * (c * rstd)
             if dx_ptr is not None:
                 if w_ptr is not None:
                     dy *= w
-                dx = rstd * (dy - tl.load(means_ptr + row) - c * tl.load(means_ptr + M + row))
+                dx = share * rstd * (dy - tl.load(means_ptr + row) - c * tl.load(means_ptr + M + row))
                 tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
     if HAS_DW or HAS_DB:
         partial_ptr += program * (HAS_DW + HAS_DB) * N + cols

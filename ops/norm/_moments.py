@@ -1,4 +1,10 @@
-"""What layer_norm and group_norm share: the moments of a row, and room for the affine gradients."""
+"""What layer_norm and group_norm have in common: the moments of a row, and room for the affine gradients.
+
+Squares of values past 2^64 overflow, and sums of values near float32's largest. Of a row with such ones the moments are
+those of its values times 2^-80, its share, whose squares have room for 2^32 of them; elsewhere the share is 1. Whether
+it must be less is seen from the squares: only then is the row gone through again. A row of equal values has no
+squares, and its moments are as they are. The backward pass is told by the variance's sign.
+"""
 
 import torch
 import triton
@@ -7,6 +13,40 @@ from torch import Tensor
 
 from llmk.ops.common.sums import sum_pair
 from llmk.registry import empty, no_gradient
+
+SHARE = tl.constexpr(2.0**-80)
+WHOLE = tl.constexpr(2.0**80)
+
+
+@triton.jit
+def smaller_share(squares):
+    """SHARE where these squares of whole values are infinite or NaN, else 1."""
+    return tl.where(squares < float("inf"), 1.0, SHARE)
+
+
+@triton.jit
+def overflowed(squares):
+    """Whether any of a block of squares is infinite or NaN."""
+    return tl.sum((squares < float("inf")).to(tl.int32), axis=0) < squares.shape[0]
+
+
+@triton.jit
+def whole_if_equal(mean, spread, share):
+    """Mean and share of a row: of equal values, which have no spread, whole."""
+    equal = spread == 0.0
+    return tl.where(equal & (share < 1.0), mean * WHOLE, mean), tl.where(equal, 1.0, share)
+
+
+@triton.jit
+def kept_variance(spread, eps, share):
+    """spread + eps of the whole values; of shares negative."""
+    return tl.where(share < 1.0, -(spread + eps * share * share), spread + eps)
+
+
+@triton.jit
+def share_and_rstd(var):
+    """A row's share, and 1 / sqrt(var) of its shares, from the variance that was kept."""
+    return tl.where(var < 0.0, SHARE, 1.0), tl.div_rn(1.0, tl.sqrt_rn(tl.abs(var)))
 
 
 @triton.jit
@@ -28,6 +68,25 @@ def known_rest(rest, var):
     return tl.where(tl.abs(rest) > 2.0**-24 * tl.sqrt_rn(var), rest, 0.0)
 
 
+def moments_on_cpu(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """x or its share less the mean, the mean and the variance as the kernels keep them, over the last axis."""
+    huge = x.abs().amax(-1, keepdim=True) >= 2.0**62
+    c, mean = centered(x * _share_where(huge))
+    spread = c.square().mean(-1, keepdim=True)
+    equal = huge & (spread == 0)
+    var = torch.where(huge & ~equal, -(spread + eps * SHARE.value**2), spread + eps)
+    return c, torch.where(equal, mean * WHOLE.value, mean), var
+
+
+def share_on_cpu(var: Tensor) -> tuple[Tensor, Tensor]:
+    """A row's share, and the variance of its shares, from the variance that was kept."""
+    return _share_where(var < 0), var.abs()
+
+
+def _share_where(huge: Tensor) -> Tensor:
+    return torch.where(huge, torch.full((), SHARE.value, dtype=torch.float32, device=huge.device), 1.0)
+
+
 def centered(x: Tensor) -> tuple[Tensor, Tensor]:
     """x less its mean over the last axis, and the mean, corrected as `known_rest` has it."""
     mean = x.mean(-1, keepdim=True)
@@ -35,6 +94,57 @@ def centered(x: Tensor) -> tuple[Tensor, Tensor]:
     rest = c.mean(-1, keepdim=True)
     mean = mean + torch.where(rest.abs() > 2**-24 * c.square().mean(-1, keepdim=True).sqrt(), rest, 0.0)
     return x - mean, mean
+
+
+@triton.jit
+def _centered_share(x_ptr, starts, huge, mean, cols, N):
+    """SHARE of x less a mean, of the rows that are huge; 0 elsewhere."""
+    mask = huge[:, None] & (cols < N)[None, :]
+    x = tl.load(x_ptr + starts[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    return tl.where(mask, x * SHARE - mean[:, None], 0.0)
+
+
+@triton.jit
+def normalize_huge(
+    x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, rows, squares, starts, channels, N, S, M, eps, HAS_NEAR: tl.constexpr
+):  # fmt: skip
+    """Write y and the statistics of the rows whose squares overflowed, after the others': a few columns at a time.
+
+    A row is x_ptr[starts : starts + N] and belongs to the channels from `channels` on, of S values each.
+    """
+    tl.debug_barrier()  # another thread may have written the same place of y
+    huge = (squares < float("inf")) == 0
+    COLS: tl.constexpr = 512 // rows.shape[0] if rows.shape[0] < 512 else 1
+    mean = tl.zeros(squares.shape, dtype=tl.float32)
+    for _ in range(3):  # the last two correct it: of equal values it is that value
+        rest = tl.zeros(squares.shape, dtype=tl.float32)
+        for start in range(0, N, COLS):
+            c = _centered_share(x_ptr, starts, huge, mean, start + tl.arange(0, COLS), N)  # type: ignore[misc]
+            rest += tl.sum(c, axis=1)
+        mean += rest / N
+    spread = tl.zeros(squares.shape, dtype=tl.float32)
+    for start in range(0, N, COLS):
+        c = _centered_share(x_ptr, starts, huge, mean, start + tl.arange(0, COLS), N)  # type: ignore[misc]
+        spread += tl.sum(c * c, axis=1)
+    spread /= N
+    kept, share = whole_if_equal(mean, spread, SHARE)  # type: ignore[misc]
+    var = kept_variance(spread, eps, share)  # type: ignore[misc]
+    _, rstd = share_and_rstd(var)  # type: ignore[misc]
+    for start in range(0, N, COLS):
+        cols = start + tl.arange(0, COLS)
+        mask = huge[:, None] & (cols < N)[None, :]
+        y = rstd[:, None] * _centered_share(x_ptr, starts, huge, mean, cols, N)  # type: ignore[misc]
+        affine = channels[:, None] + (cols // S)[None, :]
+        if w_ptr is not None:
+            y *= tl.load(w_ptr + affine, mask=mask, other=0.0).to(tl.float32)
+        if b_ptr is not None:
+            y += tl.load(b_ptr + affine, mask=mask, other=0.0).to(tl.float32)
+        at = y_ptr + (rows * N)[:, None] + cols[None, :]
+        tl.store(at, y.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(stats_ptr + rows, kept, mask=huge)
+    tl.store(stats_ptr + M + rows, var, mask=huge)
+    if HAS_NEAR:
+        tl.store(stats_ptr + 2 * M + rows, coarse_mean(kept, spread), mask=huge)
 
 
 @triton.jit
@@ -50,19 +160,43 @@ def merge_moments(near, mean, squares, count, N):
 
 
 @triton.jit
+def merge_pieces(means, squares, count, N):
+    """`row_moments` of N values in pieces: of each its count, mean and squares, which of a share are negative."""
+    whole = tl.where(squares < 0.0, float("inf"), squares)
+    mean, total = merge_moments(means, 0.0, whole, count, N)  # type: ignore[misc]
+    share = smaller_share(total)  # type: ignore[misc]
+    if share < 1.0:
+        part = tl.where(squares < 0.0, 1.0, SHARE)
+        mean, total = merge_moments(means * part, 0.0, tl.abs(squares) * part * part, count, N)  # type: ignore[misc]
+    mean, share = whole_if_equal(mean, total, share)  # type: ignore[misc]
+    return mean, total, share
+
+
+@triton.jit
 def row_moments(x_ptr, N, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr):
-    """Mean and sum of squared deviations of x_ptr[:N].
+    """Mean and sum of squared deviations of x_ptr[:N], or of a share of it, and the share."""
+    mean, squares = _lane_moments(x_ptr, N, 1.0, BLOCK_N, NUM_STAGES)  # type: ignore[misc]
+    share = smaller_share(squares)  # type: ignore[misc]
+    if share < 1.0:
+        mean, squares = _lane_moments(x_ptr, N, SHARE, BLOCK_N, 1)  # type: ignore[misc]
+    mean, share = whole_if_equal(mean, squares, share)  # type: ignore[misc]
+    return mean, squares, share
+
+
+@triton.jit
+def _lane_moments(x_ptr, N, SHARE_OF_X: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr):
+    """Mean and sum of squared deviations of x_ptr[:N] times a constant.
 
     Each of BLOCK_N lanes follows its own by Welford's formula, and no thread waits for another before the end.
     """
     cols = tl.arange(0, BLOCK_N)
     # Means are kept as differences to the lane's first value, so that a large common offset costs no digits.
-    first = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+    first = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) * SHARE_OF_X
     mean = tl.zeros((BLOCK_N,), dtype=tl.float32)
     squares = tl.zeros((BLOCK_N,), dtype=tl.float32)
     for start in tl.range(BLOCK_N, N, BLOCK_N, num_stages=NUM_STAGES):
         mask = start + cols < N
-        x = tl.load(x_ptr + start + cols, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + start + cols, mask=mask, other=0.0).to(tl.float32) * SHARE_OF_X
         share = tl.div_rn(1.0, tl.cast(start // BLOCK_N + 1, tl.float32))
         delta = tl.where(mask, (x - first) - mean, 0.0)
         mean += delta * share

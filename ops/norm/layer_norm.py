@@ -17,7 +17,7 @@ Backward, given dy, with c = x - mean and g = dy * weight - mean(dy * weight):
 The corrected mean is the float nearest to the mean: a large common offset costs no more digits than it must, and a row
 of equal values has variance zero. mean and var are kept for the backward pass: dividing by var costs one rounding where
 rstd^2 would cost three, which shows where the terms of dx nearly cancel, in rows of few values. In a row of one value
-they cancel for good: dx = 0.
+they cancel for good: dx = 0. Where squares overflow, x * 2^-80 stands for x in all of this (_moments.py).
 
 A row that fits in registers is read once in either direction; _layer_norm_long.py has the longer ones. The gradients of
 weight and bias are summed in float32 by each program over its own rows, then over the programs in a fixed order: no
@@ -34,7 +34,16 @@ from torch import Tensor
 from llmk.ops.common.rows import as_rows, contiguous, rows_aligned
 from llmk.ops.common.sums import sum_affine, sum_pair
 from llmk.ops.norm._layer_norm_long import long_backward, long_forward, long_programs, wide_backward
-from llmk.ops.norm._moments import affine_gradient, centered, known_rest
+from llmk.ops.norm._moments import (
+    affine_gradient,
+    centered,
+    known_rest,
+    moments_on_cpu,
+    normalize_huge,
+    overflowed,
+    share_and_rstd,
+    share_on_cpu,
+)
 from llmk.ops.norm._plain import LAYER_NORM
 from llmk.registry import (
     PARTIAL,
@@ -90,6 +99,23 @@ def layer_norm_kernel(
     tl.store(y_ptr + rows[:, None] * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
     tl.store(stats_ptr + rows, mean, mask=rows < M)
     tl.store(stats_ptr + M + rows, var, mask=rows < M)
+    if overflowed(squares):  # type: ignore[misc]
+        normalize_huge(  # type: ignore[misc]
+            x_ptr,
+            w_ptr,
+            b_ptr,
+            y_ptr,
+            stats_ptr,
+            rows,
+            squares,
+            rows * x_stride,
+            rows * 0,
+            N,
+            1,
+            M,
+            eps,
+            HAS_NEAR=False,
+        )
 
 
 @triton.jit
@@ -115,8 +141,9 @@ def layer_norm_backward_kernel(
             x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
             mean = tl.load(stats_ptr + rows, mask=rows < M, other=0.0)
             var = tl.load(stats_ptr + M + rows, mask=rows < M, other=1.0)
-            rstd = tl.div_rn(1.0, tl.sqrt_rn(var))[:, None]
-            c = tl.where(mask, x - mean[:, None], 0.0)
+            share, rstd = share_and_rstd(var)  # type: ignore[misc]
+            share, rstd = share[:, None], rstd[:, None]
+            c = tl.where(mask, x * share - mean[:, None], 0.0)
             if HAS_DW:
                 dw += dy * (c * rstd)
             if dx_ptr is not None:
@@ -132,7 +159,7 @@ def layer_norm_backward_kernel(
                     else:
                         total, dot = sum_pair(dy, dy * c, 1)  # type: ignore[misc]
                         total /= N
-                    dx = rstd * (dy - total[:, None] - c * tl.div_rn(dot / N, var)[:, None])
+                    dx = share * rstd * (dy - total[:, None] - c * tl.div_rn(dot / N, tl.abs(var))[:, None])
                 tl.store(dx_ptr + rows[:, None] * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if HAS_DW or HAS_DB:
         partial_ptr += program * (HAS_DW + HAS_DB) * N + cols
@@ -237,9 +264,8 @@ layer_norm_bwd = KernelOp(_layer_norm_bwd, replayed=True)
 @layer_norm_fwd.register_kernel("cpu")
 def _(input, weight, bias, eps):
     x = input.float()
-    c, mean = centered(x)
-    var = c.square().mean(-1, keepdim=True) + eps
-    y = c * torch.rsqrt(var)
+    c, mean, var = moments_on_cpu(x, eps)
+    y = c * torch.rsqrt(var.abs())
     if weight is not None:
         y = y * weight.float()
     if bias is not None:
@@ -251,18 +277,20 @@ def _(input, weight, bias, eps):
 def _(grad, input, weight, bias, stats, need_input, need_weight, need_bias):
     dy = grad.float()
     mean, var = stats.unsqueeze(-1).unbind()
+    share, var = share_on_cpu(var)
     rstd = torch.rsqrt(var)
     dx, dw, db = (no_gradient(grad) for _ in range(3))
     if need_bias:
         db = dy.reshape(-1, dy.shape[-1]).sum(0).to(bias.dtype)
     if need_input or need_weight:
-        c = input.float() - mean
+        c = input.float() * share - mean
         if need_weight:
             dw = (dy * (c * rstd)).reshape(-1, dy.shape[-1]).sum(0).to(weight.dtype)
         if need_input:
             g = dy if weight is None else dy * weight.float()
             g, _ = centered(g)  # of equal values nothing is left
-            dx = ((g - c * ((g * c).mean(-1, keepdim=True) / var)) / var.sqrt()).to(input.dtype).contiguous()
+            dx = share * ((g - c * ((g * c).mean(-1, keepdim=True) / var)) / var.sqrt())
+            dx = dx.to(input.dtype).contiguous()
     return dx, dw, db
 
 
