@@ -2,7 +2,9 @@
 
 Nothing is downloaded: the weights are random, the same for every variant. Dimensions are those of the published models,
 with two differences: plain rotary embedding everywhere, and no softcap on Gemma's attention scores, because
-`scaled_dot_product_attention` has none and transformers x"""
+`scaled_dot_product_attention` has none and transformers refuses the two together. Its softcap on logits stays. Of a
+mixture of experts there are fewer layers.
+"""
 
 import contextlib
 import importlib

@@ -125,6 +125,7 @@ def _liger_triton(tune: bool) -> dict[str, Adapter]:
             )
         ),
         "relu_squared": lambda x: ops.LigerReLUSquaredFunction.apply,
+        "sparsemax": lambda x, dim=-1: lambda x, dim=-1: ops.LigerSparsemaxFunction.apply(x, dim),
         "dyt": lambda *args: ops.LigerDyTFunction.apply,
         "jsd": lambda *args, **options: functional.liger_jsd,
         "tvd": _plain_loss(functional.liger_tvd),

@@ -8,6 +8,7 @@ FORMULAS = {
     "layer_norm": r"y_i = \frac{x_i - \mu}{\sqrt{\sigma^2 + \varepsilon}}\,w_i + b_i",
     "group_norm": r"y = \frac{x - \mu_g}{\sqrt{\sigma_g^2 + \varepsilon}}\,w_c + b_c",
     "softmax": r"y_i = \frac{e^{x_i}}{\sum_j e^{x_j}}",
+    "sparsemax": r"y_i = \max(x_i - \tau, 0), \qquad \textstyle\sum_i y_i = 1",
     "swiglu": r"y = \mathrm{silu}(g)\,u = \frac{g\,u}{1 + e^{-g}}",
     "geglu": r"y = \mathrm{gelu}(g)\,u",
     "relu_squared": r"y = \max(x, 0)^2",

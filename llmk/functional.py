@@ -28,6 +28,7 @@ from llmk.ops.pointwise.relu_squared import relu_squared
 from llmk.ops.rotary.qk_norm_rope import qk_norm_rope
 from llmk.ops.rotary.rope import rope
 from llmk.ops.softmax.softmax import softmax
+from llmk.ops.softmax.sparsemax import sparsemax
 
 __all__ = [
     "add",
@@ -57,6 +58,7 @@ __all__ = [
     "rope",
     "router_topk",
     "softmax",
+    "sparsemax",
     "swiglu",
     "tvd",
     "vocab_parallel_linear_ce",

@@ -1,0 +1,270 @@
+r"""Sparsemax over any axis: the point of the probability simplex that is nearest to a row.
+
+Source: Martins and Astudillo, "From Softmax to Sparsemax", 2016, https://arxiv.org/abs/1602.02068. The threshold is
+found without sorting, as Michelot, "A finite algorithm for finding the projection of a point onto the canonical simplex
+of R^n", 1986, has it.
+
+Forward, for each row x of N values, with z = x - max(x) and S the places where z > tau:
+
+    tau = (sum of z over S - 1) / |S|
+    y   = max(z - tau, 0)
+
+tau begins at -1, below which no place of S is; each turn takes S and then tau anew. Places only ever leave S, and when
+none did, tau is the threshold: on random rows after a few turns, and at the latest after as many as there are places.
+
+Backward, given dy; y is all that is kept:
+
+    dx = dy - mean of dy over S        0 where y is 0
+
+A row that fits in registers is read once; a longer one is read once a turn, from L2.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmk.ops.common.rows import as_rows
+from llmk.registry import Cost, KernelOp, Sample, axes, check_dtype, empty, next_power_of_2, public_op, wrap_triton
+
+
+def sparsemax_reference(input: Tensor, dim: int = -1) -> Tensor:
+    if input.dim() == 0:
+        return sparsemax_reference(input.view(1)).view(())
+    z = (input - input.detach().amax(dim, keepdim=True)).movedim(dim, -1)
+    ordered = z.sort(dim=-1, descending=True).values
+    sums = ordered.cumsum(-1) - 1
+    counts = torch.arange(1, z.shape[-1] + 1, device=z.device, dtype=z.dtype)
+    size = (ordered * counts > sums).sum(-1, keepdim=True)
+    tau = sums.gather(-1, (size - 1).clamp(min=0)) / size
+    return torch.where(z <= tau, 0.0, z - tau).movedim(-1, dim)  # where z is tau it has no gradient
+
+
+@triton.jit
+def _block(x_ptr, start, N, BLOCK_N: tl.constexpr):
+    cols = start + tl.arange(0, BLOCK_N)
+    return tl.load(x_ptr + cols, mask=cols < N, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _above(z, tau):
+    """Of the places above tau the sum, which a NaN anywhere makes NaN, and the number."""
+    total = tl.sum(tl.where((z > tau) | (z != z), z, 0.0), axis=0)
+    return total, tl.sum((z > tau).to(tl.int32), axis=0)
+
+
+@triton.jit
+def _threshold(total, count):
+    """NaN where no place is above: of a row of -inf alone, or with inf in it."""
+    return tl.where(count > 0, tl.div_rn(total - 1.0, tl.maximum(count, 1).to(tl.float32)), float("nan"))
+
+
+@triton.jit
+def sparsemax_kernel(x_ptr, y_ptr, N, x_stride, BLOCK_N: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    x = _block(x_ptr + row * x_stride, 0, N, BLOCK_N)
+    z = x - tl.max(x, axis=0)
+    total, count = _above(z, -1.0)  # type: ignore[misc]
+    tau, last = _threshold(total, count), N + 1
+    while count != last:
+        last = count
+        total, count = _above(z, tau)  # type: ignore[misc]
+        tau = _threshold(total, count)
+    y = tl.where(z <= tau, 0.0, z - tau)
+    cols = tl.arange(0, BLOCK_N)
+    tl.store(y_ptr + row * N + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
+
+
+@triton.jit
+def _above_in_row(x_ptr, largest, tau, N, BLOCK_N: tl.constexpr):
+    totals = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    counts = tl.zeros((BLOCK_N,), dtype=tl.int32)
+    for start in range(0, N, BLOCK_N):
+        z = _block(x_ptr, start, N, BLOCK_N) - largest
+        totals += tl.where((z > tau) | (z != z), z, 0.0)
+        counts += (z > tau).to(tl.int32)
+    return tl.sum(totals, axis=0), tl.sum(counts, axis=0)
+
+
+@triton.jit
+def sparsemax_long_kernel(x_ptr, y_ptr, N, x_stride, BLOCK_N: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * x_stride
+    largest = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+    for start in range(0, N, BLOCK_N):
+        largest = tl.maximum(largest, _block(x_ptr, start, N, BLOCK_N))
+    largest = tl.max(largest, axis=0)
+    total, count = _above_in_row(x_ptr, largest, -1.0, N, BLOCK_N)  # type: ignore[misc]
+    tau, last = _threshold(total, count), N + 1
+    while count != last:
+        last = count
+        total, count = _above_in_row(x_ptr, largest, tau, N, BLOCK_N)  # type: ignore[misc]
+        tau = _threshold(total, count)
+    for start in range(0, N, BLOCK_N):
+        z = _block(x_ptr, start, N, BLOCK_N) - largest
+        cols = start + tl.arange(0, BLOCK_N)
+        y = tl.where(z <= tau, 0.0, z - tau)
+        tl.store(y_ptr + row * N + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
+
+
+@triton.jit
+def sparsemax_backward_kernel(dy_ptr, y_ptr, dx_ptr, N, dy_stride, BLOCK_N: tl.constexpr):
+    """A row in blocks, of which there is one where it fits."""
+    row = tl.program_id(0).to(tl.int64)
+    dy_ptr += row * dy_stride
+    totals = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    counts = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    for start in range(0, N, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        y = tl.load(y_ptr + row * N + cols, mask=cols < N, other=0.0)
+        dy = tl.load(dy_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        totals += tl.where(y != 0.0, dy, 0.0)
+        counts += tl.where(y != 0.0, 1.0, 0.0)
+    mean = tl.div_rn(tl.sum(totals, axis=0), tl.sum(counts, axis=0))
+    for start in range(0, N, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        y = tl.load(y_ptr + row * N + cols, mask=cols < N, other=0.0)
+        dy = tl.load(dy_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        dx = tl.where(y != 0.0, dy - mean, 0.0)
+        tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
+
+
+MAX_BLOCK = 8192
+"""The widest row that a program holds, and how much of a longer one it takes at a time."""
+
+
+def _tile(N: int) -> dict[str, int]:
+    """Sixteen elements a thread, which takes a warp for a row of up to 512."""
+    block = min(MAX_BLOCK, next_power_of_2(max(N, 1)))
+    return {"BLOCK_N": block, "num_warps": max(1, min(16, block // 512))}
+
+
+def _sparsemax_fwd(input: Tensor) -> Tensor:
+    x = as_rows(input)
+    M, N = x.shape
+    y = empty(input.shape, input.dtype, input.device)
+    if N <= MAX_BLOCK:
+        wrap_triton(sparsemax_kernel)[(M,)](x, y, N, x.stride(0), **_tile(N))
+    else:
+        wrap_triton(sparsemax_long_kernel)[(M,)](x, y, N, x.stride(0), **_tile(N))
+    return y
+
+
+def _sparsemax_bwd(grad: Tensor, output: Tensor) -> Tensor:
+    dy, y = as_rows(grad), output.contiguous()
+    M, N = dy.shape
+    dx = empty(output.shape, output.dtype, output.device)
+    wrap_triton(sparsemax_backward_kernel)[(M,)](dy, y, dx, N, dy.stride(0), **_tile(N))
+    return dx
+
+
+sparsemax_fwd = KernelOp(_sparsemax_fwd, replayed=True)
+sparsemax_bwd = KernelOp(_sparsemax_bwd, replayed=True)
+
+
+@sparsemax_fwd.register_kernel("cpu")
+def _(input):
+    return sparsemax_reference(input.float()).to(input.dtype).contiguous()
+
+
+@sparsemax_bwd.register_kernel("cpu")
+def _(grad, output):
+    dy, inside = grad.float(), output != 0
+    mean = torch.where(inside, dy, 0.0).sum(-1, keepdim=True) / inside.sum(-1, keepdim=True)
+    return torch.where(inside, dy - mean, 0.0).to(output.dtype).contiguous()
+
+
+@sparsemax_fwd.register_fake
+def _(input):
+    return input.new_empty(input.shape)
+
+
+@sparsemax_bwd.register_fake
+def _(output):
+    return output.new_empty(output.shape)
+
+
+sparsemax_fwd.register_backward(sparsemax_bwd)
+
+
+@sparsemax_fwd.register_sharding
+def _(input):
+    return [([axis], [axis]) for axis in axes(input)[:-1]]
+
+
+@sparsemax_bwd.register_sharding
+def _(output):
+    return [([axis], [axis, axis]) for axis in axes(output)[:-1]]
+
+
+def sparsemax_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    yield Sample((randn(4, 16),), why="powers of two")
+    yield Sample((randn(2, 3, 37),), why="three dimensions, odd width")
+    yield Sample((randn(3, 37, 5), 1), why="the middle axis")
+    yield Sample((randn(70, 6).t(), 0), why="the first axis, strided")
+    yield Sample((randn(7, 1),), why="one column")
+    yield Sample((randn(),), why="no dimension")
+    yield Sample((randn(0, 16),), why="no rows")
+    yield Sample((randn(6, 80)[:, 16:48],), why="a slice of a wider row")
+    yield Sample((randn(1, 16).expand(5, 16),), why="one row expanded")
+    yield Sample((1e4 * randn(3, 64),), why="large values: one place of each row")
+    yield Sample((1e-3 * randn(3, 64),), why="small values: all places")
+    hidden = torch.arange(40, device=device, dtype=torch.int64) % 3 == 0
+    yield Sample((randn(3, 40).masked_fill(hidden, float("-inf")),), why="some places at -inf")
+    yield Sample((randn(2, 9001) / 8,), why="a row that is read several times")
+
+
+def sparsemax_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
+    return Sample((torch.randn(rows, 48, device=device, dtype=dtype),), why="resized")
+
+
+def sparsemax_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for rows, columns in [(8192, 4096), (4096, 32768)]:
+        yield Sample((torch.randn(rows, columns, device=device, dtype=dtype),), why=f"{rows}x{columns}")
+
+
+def sparsemax_cost(input: Tensor, dim: int = -1) -> Cost:
+    tensor = input.numel() * input.element_size()
+    return Cost(bytes_forward=2 * tensor, bytes_full=5 * tensor)
+
+
+@public_op(
+    "sparsemax(Tensor input, int dim=-1) -> Tensor",
+    reference=sparsemax_reference,
+    differentiable=("input",),
+    kernel_ops=(sparsemax_fwd, sparsemax_bwd),
+    samples=sparsemax_samples,
+    resized=sparsemax_resized,
+    workloads=sparsemax_workloads,
+    cost=sparsemax_cost,
+)
+def sparsemax(input: Tensor, dim: int = -1) -> Tensor:
+    """Sparsemax over an axis: like softmax, but most of the smaller values become zero. In float32 with one rounding.
+
+    Args:
+        input: Any shape and strides, float32, float16 or bfloat16. Over another axis than the last it is copied.
+        dim: The axis, counted from the end if negative.
+
+    Returns:
+        The shape and dtype of `input`, contiguous. A row that is all -inf, or has NaN or inf in it, is NaN.
+
+    Raises:
+        TypeError: `input` is not float32, float16 or bfloat16.
+        IndexError: `input` has no such axis.
+
+    Source: Martins and Astudillo, 2016, https://arxiv.org/abs/1602.02068.
+    """
+    check_dtype("input", input)
+    count = max(input.dim(), 1)
+    if not -count <= dim < count:
+        raise IndexError(f"dim: expected an axis from {-count} to {count - 1}, got {dim}")
+    if input.dim() == 0:
+        return sparsemax_fwd(input.view(1)).view(())
+    if dim % count == count - 1:
+        return sparsemax_fwd(input)
+    return sparsemax_fwd(input.movedim(dim, -1)).movedim(-1, dim).contiguous()
