@@ -114,7 +114,7 @@ def normalize_huge(
     """
     tl.debug_barrier()  # another thread may have written the same place of y
     huge = (squares < float("inf")) == 0
-    COLS: tl.constexpr = 512 // rows.shape[0] if rows.shape[0] < 512 else 1
+    COLS: tl.constexpr = tl.constexpr(512 // rows.shape[0] if rows.shape[0] < 512 else 1)
     mean = tl.zeros(squares.shape, dtype=tl.float32)
     for _ in range(3):  # the last two correct it: of equal values it is that value
         rest = tl.zeros(squares.shape, dtype=tl.float32)
