@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.math import LOG2E
+from llmk.ops.linear_loss._lanes import LANE, lanes_of
 from llmk.ops.linear_loss._ranks import gather, group_size
 from llmk.ops.linear_loss._scores import scores
 from llmk.ops.loss.divergence_math import Mixture, divergence_of, divergence_of_cpu, exp_of
@@ -43,17 +44,19 @@ class Softmaxes(NamedTuple):
 
 @triton.jit
 def _maximum_and_sum(z_ptr, end, outer, SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr):
-    m = tl.full((), float("-inf"), dtype=tl.float32)
-    s = tl.full((), 0.0, dtype=tl.float32)
+    m = tl.full((BLOCK_V // LANE,), float("-inf"), dtype=tl.float32)
+    s = tl.zeros((BLOCK_V // LANE,), dtype=tl.float32)
     for start in range(0, end, BLOCK_V):
-        cols = start + tl.arange(0, BLOCK_V)
+        cols = start + lanes_of(BLOCK_V)  # type: ignore[misc]
         y, _ = scores(tl.load(z_ptr + cols, mask=cols < end, other=0.0), 1.0, outer, SOFTCAP)  # type: ignore[misc]
         y = tl.where(cols < end, y, float("-inf"))
-        new_m = tl.maximum(m, tl.max(y, axis=0))
+        new_m = tl.maximum(m, tl.max(y, axis=1))
         base = tl.where(new_m == float("-inf"), 0.0, new_m)  # nothing finite may have been seen yet
-        s = s * tl.exp2((m - base) * LOG2E) + tl.sum(tl.exp2((y - base) * LOG2E), axis=0)
+        s = s * tl.exp2((m - base) * LOG2E) + tl.sum(tl.exp2((y - base[:, None]) * LOG2E), axis=1)
         m = new_m
-    return m, s
+    row_m = tl.max(m, axis=0)
+    base = tl.where(row_m == float("-inf"), 0.0, row_m)
+    return row_m, tl.sum(s * tl.exp2((m - base) * LOG2E), axis=0)
 
 
 @triton.jit
@@ -108,7 +111,7 @@ def divergence_sums_kernel(
             z, w, stats_ptr + row, M, outer, SOFTCAP, TEACHER_SOFTCAP, BETA, LOG_BETA, LOG_REST, EXACT
         )
         if shift_ptr is not None:
-            slope -= exp_of(x, EXACT) * tl.load(shift_ptr + row)  # type: ignore[misc]
+            slope = tl.fma(-exp_of(x, EXACT), tl.load(shift_ptr + row), slope)  # type: ignore[misc]
         total += tl.where(mask, f, 0.0)
         slopes += tl.where(mask, slope, 0.0)
     tl.store(sum_ptr + row, tl.sum(total, axis=0))
@@ -139,7 +142,9 @@ def divergence_gradient_kernel(
         z, w, stats_ptr + row, M, outer, SOFTCAP, TEACHER_SOFTCAP, BETA, LOG_BETA, LOG_REST, EXACT
     )
     e = exp_of(x, EXACT)  # type: ignore[misc]  as in slope: the two nearly cancel
-    r = slope - e * tl.load(sum_ptr + M + row)
+    # As one operation, which rounds no product. Else the compiler is free not to round the slope, as it was when it was
+    # summed: of a class that is certain the gradient would be what was cut off.
+    r = tl.fma(-e, tl.load(sum_ptr + M + row), slope)
     dz = (g * outer) * (r - e * tl.load(sum_ptr + 2 * M + row))
     if SOFTCAP > 0:
         dz *= 1.0 - (u / SOFTCAP) * (u / SOFTCAP)
@@ -149,7 +154,7 @@ def divergence_gradient_kernel(
 def _block(V: int) -> dict[str, int]:
     # A guess after the row kernels of cross entropy, with half the columns of two tensors.
     if V <= 8192:
-        return {"BLOCK_V": min(1024, next_power_of_2(max(V, 1))), "num_warps": 2}
+        return {"BLOCK_V": min(1024, next_power_of_2(max(V, LANE.value))), "num_warps": 2}
     return {"BLOCK_V": 2048, "num_warps": 4}
 
 

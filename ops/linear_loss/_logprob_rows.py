@@ -37,6 +37,7 @@ from torch import Tensor
 
 from llmk.ops.common.math import LOG2E
 from llmk.ops.common.sums import sum_pair
+from llmk.ops.linear_loss._lanes import LANE, lanes_of
 from llmk.ops.linear_loss._logprob_rows_cpu import STATISTICS, Scores, combine_cpu, gradients_cpu, statistics_cpu
 from llmk.ops.linear_loss._scores import scores
 from llmk.registry import cdiv, empty, next_power_of_2, wrap_triton
@@ -53,18 +54,29 @@ def _candidates(target_ptr, places, mask, first_class, V, num_classes, ignore_in
 
 @triton.jit
 def _add_block(m, s, e, z, mask, inner, outer, SOFTCAP: tl.constexpr, MASKED: tl.constexpr):
+    """Of each lane its maximum and its two sums, so that threads wait for each other once a row."""
     y, _ = scores(z, inner, outer, SOFTCAP)  # type: ignore[misc]
     if MASKED:
         y = tl.where(mask, y, float("-inf"))
-    new_m = tl.maximum(m, tl.max(y, axis=0))
+    new_m = tl.maximum(m, tl.max(y, axis=1))
     # Subtracting -inf from -inf would be NaN where nothing finite has been seen yet.
     base = tl.where(new_m == float("-inf"), 0.0, new_m)
-    d = y - base
+    d = y - base[:, None]
     w = tl.exp2(d * LOG2E)
-    new_s, new_e = sum_pair(w, tl.where(y == float("-inf"), 0.0, w * d), 0)  # type: ignore[misc]
+    new_s, new_e = sum_pair(w, tl.where(y == float("-inf"), 0.0, w * d), 1)  # type: ignore[misc]
     shift = tl.where(m == float("-inf"), 0.0, m - base)
     fade = tl.exp2(shift * LOG2E)
     return new_m, fade * s + new_s, fade * (e + s * shift) + new_e
+
+
+@triton.jit
+def _of_lanes(m, s, e):
+    """The maximum and the two sums of all lanes."""
+    row_m = tl.max(m, axis=0)
+    shift = tl.where(m == float("-inf"), 0.0, m - row_m)
+    fade = tl.exp2(shift * LOG2E)
+    row_s, row_e = sum_pair(fade * s, fade * (e + s * shift), 0)  # type: ignore[misc]
+    return row_m, row_s, row_e
 
 
 @triton.jit
@@ -84,11 +96,11 @@ def logprob_statistics_kernel(
     z_t = tl.load(z_ptr + row * z_stride + (target - first_class), mask=here, other=0.0)
     y_t, _ = scores(z_t, inner, outer, SOFTCAP)  # type: ignore[misc]
     tl.store(part_ptr + (3 + k).to(tl.int64) * M + row, tl.where(here, y_t, float("-inf")), mask=k < K)
-    m = tl.full((), float("-inf"), dtype=tl.float32)
-    s = tl.full((), 0.0, dtype=tl.float32)
-    e = tl.full((), 0.0, dtype=tl.float32)
+    m = tl.full((BLOCK_V // LANE,), float("-inf"), dtype=tl.float32)
+    s = tl.zeros((BLOCK_V // LANE,), dtype=tl.float32)
+    e = tl.zeros((BLOCK_V // LANE,), dtype=tl.float32)
     z_ptr += row * z_stride
-    cols = tl.arange(0, BLOCK_V)
+    cols = lanes_of(BLOCK_V)  # type: ignore[misc]
     end = tl.where(tl.max(counts.to(tl.int32), axis=0) != 0, V, 0)
     whole = end // BLOCK_V * BLOCK_V
     for start in range(0, whole, BLOCK_V):  # a mask whose end is no multiple of 16 takes vectors apart
@@ -97,6 +109,7 @@ def logprob_statistics_kernel(
         mask = start + cols < end
         z = tl.load(z_ptr + start + cols, mask=mask, other=0.0)
         m, s, e = _add_block(m, s, e, z, mask, inner, outer, SOFTCAP, True)  # type: ignore[misc]
+    m, s, e = _of_lanes(m, s, e)  # type: ignore[misc]
     tl.store(part_ptr + row, m)
     tl.store(part_ptr + M + row, s)
     tl.store(part_ptr + 2 * M + row, e)
@@ -250,7 +263,7 @@ def logprob_scatter_kernel(
 def _row_block(V: int) -> dict[str, int]:
     # As the kernels of cross entropy have it, whose figures are in `_row_loss.py`.
     if V <= 8192:
-        return {"BLOCK_V": min(1024, next_power_of_2(max(V, 1))), "num_warps": 2}
+        return {"BLOCK_V": min(1024, next_power_of_2(max(V, LANE.value))), "num_warps": 2}
     return {"BLOCK_V": 4096, "num_warps": 4}
 
 
