@@ -29,6 +29,7 @@ FORMULAS = {
     "fused_linear_preference": r"\ell = \sum_g u_g\, f(s_{g1}, s_{g2}), \qquad "
     r"s_{gm} = \sum_t \log\, p_{gmt} - \log\, \pi_{gm}",
     "moe_experts": r"y_t = \sum_k w_{tk}\, D_{e}\,(\mathrm{silu}(G_{e}\, x_t) \odot U_{e}\, x_t), \qquad e = e_{tk}",
+    "embedding": r"y_n = W_{i_n}",
     "router_topk": r"w_k = \frac{s_{e_k}}{\sum_j s_{e_j}}, \qquad e = \mathrm{topk}(s + b), \qquad "
     r"s = \mathrm{softmax}(x)",
     "grouped_linear": r"y_r = W_e\, x_r + b_e",

@@ -1,5 +1,6 @@
 """The public operators as typed functions; each calls `torch.ops.llmk.NAME`."""
 
+from llmk.ops.embedding.embedding import embedding
 from llmk.ops.experts.grouped_linear import grouped_linear
 from llmk.ops.experts.moe_experts import moe_experts
 from llmk.ops.experts.moe_permute import moe_permute, moe_unpermute
@@ -35,6 +36,7 @@ __all__ = [
     "add_rms_norm",
     "cross_entropy",
     "dyt",
+    "embedding",
     "fused_linear_ce",
     "fused_linear_ce_metrics",
     "fused_linear_jsd",

@@ -1,5 +1,6 @@
 """Modules around the operators, with the parameters of the torch or Hugging Face module that each replaces."""
 
+from llmk.nn.embedding import Embedding
 from llmk.nn.feed_forward import GeGLUMLP, SwiGLUMLP
 from llmk.nn.losses import (
     CrossEntropyLoss,
@@ -18,6 +19,7 @@ from llmk.nn.routing import load_balance_loss, router_z_loss
 __all__ = [
     "CrossEntropyLoss",
     "DyT",
+    "Embedding",
     "GIoULoss",
     "GeGLUMLP",
     "GroupNorm",

@@ -1,0 +1,1 @@
+"""Rows of a table, looked up by number."""
