@@ -104,7 +104,7 @@ class ChunkedLinear:
         return self.ends[chunk : chunk + 1]
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield each chunk's rows and outputs; the next chunk's take their place."""
+        """Yield each chunk's rows and outputs; the next chunk's take their place, and after the last nothing is left."""
         return self._whole_chunks() if self.ends is None else self._counted_chunks()
 
     def _counted_chunks(self) -> Iterator[tuple[slice, Tensor]]:
@@ -130,6 +130,7 @@ class ChunkedLinear:
                 else:
                     torch.addmm(self.bias[part], self.x[rows], self.weight[part].t(), out=outputs[:, part])
             yield rows, outputs
+        buffer.untyped_storage().resize_(0)  # whoever walked over the chunks still holds the last one
 
 
 class LinearGradients:
