@@ -1,10 +1,18 @@
-"""Where things are: files that are read at one sitting, and helpers that stay with those who use them."""
+"""Where things are: files that are read at one sitting, helpers that stay with those who use them, a path as drawn."""
 
 import ast
+import re
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from stub_driver import stub_driver
+
+import llmk
+from llmk.ops.loss import row_loss_long
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("llmk", "ops", "registry", "opcheck", "compile_tests", "benchmarks", "examples", "docs")
@@ -60,3 +68,23 @@ def test_the_scan_sees(source: str) -> None:
     tree = ast.parse(source)
     assert len(list(helpers_from_elsewhere(tree, "llmk.ops.loss"))) == 1
     assert list(helpers_from_elsewhere(tree, "llmk.ops.norm")) == []
+
+
+def test_the_path_to_a_kernel_is_as_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In how-it-works: the files that a call of fused_linear_ce is in when it launches, and that of its products."""
+    drawn = re.findall(r"^(ops/\S+\.py) ", (ROOT / "docs" / "how-it-works.md").read_text(), re.MULTILINE)
+    passed: list[str] = []
+
+    def launch(kernel: Any) -> Any:
+        for frame in traceback.extract_stack():
+            path = Path(frame.filename).resolve()
+            if path.is_relative_to(ROOT / "ops") and str(path.relative_to(ROOT)) not in passed:
+                passed.append(str(path.relative_to(ROOT)))
+        return wrapped(kernel)
+
+    wrapped = row_loss_long.wrap_triton
+    monkeypatch.setattr(row_loss_long, "wrap_triton", launch)
+    with stub_driver():
+        llmk.functional.fused_linear_ce(torch.randn(4, 8), torch.randn(2048, 8), torch.tensor([0, 1, 2, 3]))
+    assert len(drawn) <= 6
+    assert [path for path in drawn if path != "ops/linear_loss/_chunked_linear.py"] == passed

@@ -22,8 +22,8 @@ from llmk.ops.linear_loss._ranks import group_size, sum_over
 from llmk.ops.linear_loss._row_loss_slices import SLICE_CPU, SliceLoss, row_loss_over
 from llmk.ops.linear_loss._scaled import DIFFERENTIABLE, differentiate_by_scaling
 from llmk.ops.linear_loss._watch import Watch
-from llmk.ops.loss.row_loss import CPU, RowLoss, Rows, counted
-from llmk.ops.loss.row_loss_math import Columns, Options
+from llmk.ops.loss.row_loss import CPU, RowLoss
+from llmk.ops.loss.row_loss_math import Columns, Options, Rows, counted
 from llmk.registry import KernelOp, cdiv
 from llmk.registry.sharding import Rule
 

@@ -27,18 +27,10 @@ from torch import Tensor
 
 from llmk.ops.common.math import LOG2E
 from llmk.ops.linear_loss._ranks import gather
-from llmk.ops.loss.row_loss import (
-    CPU,
-    KERNELS,
-    RowLoss,
-    Rows,
-    capped_cpu,
-    class_index,
-    row_block,
-    row_statistics,
-    unaligned,
-)
-from llmk.ops.loss.row_loss_math import Options, capped, counts_of, loss_of
+from llmk.ops.loss.row_loss import CPU, KERNELS, RowLoss
+from llmk.ops.loss.row_loss_cpu import capped_cpu, class_index
+from llmk.ops.loss.row_loss_long import row_block, row_statistics, unaligned
+from llmk.ops.loss.row_loss_math import Options, Rows, capped, counts_of, loss_of
 from llmk.registry import cdiv, empty, wrap_triton
 
 STATISTICS, STATISTICS_SMOOTH = 3, 5

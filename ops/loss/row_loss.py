@@ -20,250 +20,32 @@ Backward, given the gradient g of a row's loss, with p = exp(x - lse) and W = su
 
 Forward reads the logits once, keeping a running maximum and sum; both are kept for the backward pass rather than lse,
 which in float32 loses the digits of large logits. Backward reads the logits once more, recomputes p as
-exp(x - m) / sum and writes the gradient. One program takes a row forward, whatever its length, and a block of one
-backward. Both directions in one program, the second reading from L2, were tried on an H200: of 4096x128256 logits in
-bf16 the two kernels take 0.79 ms, the one 0.79 to 1.6; rows split over programs that wait for each other, which read
-once, 0.95 to 1.4. Rows of few classes have kernels of their own, in `row_loss_short.py`.
+exp(x - m) / sum and writes the gradient. The kernels are in `row_loss_short.py`, of rows that one tile holds, and in
+`row_loss_long.py`; the same in plain PyTorch is in `row_loss_cpu.py`.
 """
 
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.math import LOG2E, everywhere
 from llmk.ops.common.rows import as_rows
 from llmk.ops.common.sums import mean_of_rows, sum_to_scalar
-from llmk.ops.loss.row_loss_math import Options, capped, classes_of, counts_of, loss_of
+from llmk.ops.loss.row_loss_cpu import row_gradients_cpu, row_losses_cpu
+from llmk.ops.loss.row_loss_long import long_gradients, long_losses
+from llmk.ops.loss.row_loss_math import Options, Rows
 from llmk.ops.loss.row_loss_short import is_short, short_gradients, short_losses
-from llmk.registry import cdiv, empty, next_power_of_2, wrap_triton
-
-ALIGNED = tl.constexpr(16)
-"""Elements: Triton takes a number for a multiple of 16 or for no multiple of anything."""
-
-
-class Rows(NamedTuple):
-    """What the forward pass gives of each row, in float32."""
-
-    loss: Tensor  # [...], the shape of the target
-    counts: Tensor  # [...], what the row adds to the divisor of a mean: w_t
-    stats: Tensor  # [2, ...], maximum and sum
-
-    @classmethod
-    def cat(cls, parts: "list[Rows]") -> "Rows":
-        return parts[0] if len(parts) == 1 else cls(*(torch.cat(part, dim=-1) for part in zip(*parts, strict=True)))
-
-
-@triton.jit
-def _first_aligned(start, V, UNALIGNED: tl.constexpr):
-    """Columns before the first that Triton may take to be ALIGNED elements from the tensor's beginning or a multiple.
-
-    From there on a thread reads 16 bytes at a time, where no mask cuts a block short.
-    """
-    head = tl.cast(0, tl.int32)
-    if UNALIGNED:
-        head = tl.minimum((-start) & (ALIGNED - 1), V).to(tl.int32)
-        start = tl.multiple_of(start + head, ALIGNED)
-    return head, start
-
-
-@triton.jit
-def _add_block(
-    m, total, weight_sum, below, x_ptr, weight_ptr, cols, end,
-    SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """A row's running statistics with the columns below `end` counted in; all are, unless MASKED."""
-    mask = cols < end if MASKED else None
-    x = capped(tl.load(x_ptr + cols, mask=mask, other=float("-inf") if MASKED else None), SOFTCAP)
-    if MASKED:
-        x = tl.where(mask, x, float("-inf"))
-    new_m = tl.maximum(m, tl.max(x, axis=0))
-    # Subtracting -inf from -inf would be NaN where nothing finite has been seen yet.
-    base = tl.where(new_m == float("-inf"), 0.0, new_m)
-    total = total * tl.exp2((m - base) * LOG2E) + tl.sum(tl.exp2((x - base) * LOG2E), axis=0)
-    if SMOOTH:
-        w = tl.cast(cols < end, tl.float32)
-        if weight_ptr is not None:
-            w = tl.load(weight_ptr + cols, mask=cols < end, other=0.0).to(tl.float32)
-        below += tl.where(m == float("-inf"), 0.0, weight_sum * (base - m))
-        below += tl.sum(tl.where(cols < end, w * (base - x), 0.0), axis=0)
-        weight_sum += tl.sum(w, axis=0)
-    return new_m, total, weight_sum, below
-
-
-@triton.jit
-def row_statistics(
-    x_ptr, start, weight_ptr, V, counts,
-    SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, UNALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """A row's maximum and sum, and with smoothing sum_c(w_c) and sum_c(w_c * (m - x_c)): small where x is large.
-
-    A row that does not count is not read: it has no maximum and no sum.
-    """
-    m = tl.full((), float("-inf"), dtype=tl.float32)
-    total = tl.full((), 0.0, dtype=tl.float32)
-    weight_sum = tl.full((), 0.0, dtype=tl.float32)
-    below = tl.full((), 0.0, dtype=tl.float32)
-    head, first = _first_aligned(start, V, UNALIGNED)  # type: ignore[misc]
-    if UNALIGNED:
-        m, total, weight_sum, below = _add_block(
-            m, total, weight_sum, below, x_ptr + start, weight_ptr, tl.arange(0, ALIGNED), tl.where(counts, head, 0),
-            SMOOTH, SOFTCAP, True,
-        )  # fmt: skip
-        if weight_ptr is not None:
-            weight_ptr += head
-    x_ptr += first
-    V -= head
-    end = tl.where(counts, V, 0)
-    whole = end // BLOCK_V * BLOCK_V
-    for col in range(0, whole, BLOCK_V):
-        m, total, weight_sum, below = _add_block(
-            m, total, weight_sum, below, x_ptr, weight_ptr, col + tl.arange(0, BLOCK_V), V, SMOOTH, SOFTCAP, False
-        )
-    for col in range(whole, end, BLOCK_V):  # once, or not at all
-        m, total, weight_sum, below = _add_block(
-            m, total, weight_sum, below, x_ptr, weight_ptr, col + tl.arange(0, BLOCK_V), V, SMOOTH, SOFTCAP, True
-        )
-    return m, total, weight_sum, below
-
-
-@triton.jit
-def cross_entropy_kernel(
-    x_ptr, target_ptr, weight_ptr, loss_ptr, count_ptr, stats_ptr,
-    M, V, x_stride, ignore_index, smoothing, z_loss,
-    SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, UNALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    smoothing = tl.cast(smoothing, tl.float32)
-    z_loss = tl.cast(z_loss, tl.float32)
-    row = tl.program_id(0).to(tl.int64)
-    target = tl.load(target_ptr + row).to(tl.int64)
-    counts, valid, w_t = counts_of(target, weight_ptr, V, ignore_index)  # type: ignore[misc]
-    x_t = capped(tl.load(x_ptr + row * x_stride + target, mask=valid, other=0.0), SOFTCAP)
-    m, total, weight_sum, below = row_statistics(  # type: ignore[misc]
-        x_ptr, row * x_stride, weight_ptr, V, counts, SMOOTH, SOFTCAP, UNALIGNED, BLOCK_V
-    )
-    logsum = tl.log(total)
-    loss = loss_of(m, logsum, weight_sum, below, x_t, w_t, counts, valid, V, smoothing, z_loss, SMOOTH)
-    tl.store(loss_ptr + row, loss)
-    tl.store(count_ptr + row, w_t)
-    tl.store(stats_ptr + row, m)
-    tl.store(stats_ptr + M + row, total)
-
-
-@triton.jit
-def _store_gradient(
-    x_ptr, dx_ptr, cols, end, classes, num_classes,
-    target, counts, valid, w_t, g, m, total, weight_ptr, weight_sum_ptr,
-    smoothing, z_loss, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """The gradient of a row's columns below `end`; all are, unless MASKED."""
-    mask = cols < end if MASKED else None
-    read = everywhere(counts, cols)  # type: ignore[misc]
-    # A row that does not count is not read: its gradient is zero whatever it holds.
-    x = capped(tl.load(x_ptr + cols, mask=mask & read if MASKED else read, other=0.0), SOFTCAP)
-    p = tl.exp2((x - m) * LOG2E) / total
-    # Differences first: where p is near 1 each nearly cancels, and what else p carries must not be rounded with them.
-    dx = w_t * (p - tl.where(classes == target, 1.0, 0.0))
-    if SMOOTH:
-        weight_sum = tl.cast(num_classes, tl.float32)
-        w = 1.0
-        if weight_ptr is not None:
-            weight_sum = tl.load(weight_sum_ptr)
-            w = tl.load(weight_ptr + classes, mask=cols < end, other=0.0).to(tl.float32)
-        dx = (1.0 - smoothing) * dx + smoothing / num_classes * (weight_sum * p - w)
-    dx += 2.0 * z_loss * (m + tl.log(total)) * p
-    if SOFTCAP > 0:
-        dx *= 1.0 - (x / SOFTCAP) * (x / SOFTCAP)
-    dx = tl.where(valid, g * dx, tl.where(counts, float("nan"), 0.0))
-    tl.store(dx_ptr + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def cross_entropy_backward_kernel(
-    grad_ptr, divisor_ptr, x_ptr, target_ptr, weight_ptr, weight_sum_ptr, stats_ptr, dx_ptr,
-    M, V, grad_stride, x_stride, dx_stride, ignore_index, smoothing, z_loss, first_class, num_classes,
-    SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, UNALIGNED: tl.constexpr, RAGGED: tl.constexpr,
-    LEAVE_IGNORED: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    smoothing = tl.cast(smoothing, tl.float32)
-    z_loss = tl.cast(z_loss, tl.float32)
-    program, blocks = tl.program_id(0), tl.cdiv(V, BLOCK_V)  # neighbours in time are neighbours in memory
-    row, block = (program // blocks).to(tl.int64), program % blocks
-    first_class, num_classes = classes_of(0, V, first_class, num_classes)  # type: ignore[misc]
-    target = tl.load(target_ptr + row).to(tl.int64)
-    counts, valid, w_t = counts_of(target, weight_ptr, num_classes, ignore_index)  # type: ignore[misc]
-    if LEAVE_IGNORED:  # noqa: SIM102  Triton evaluates both sides of an `and`
-        if counts == 0:
-            return
-    m = tl.load(stats_ptr + row)
-    total = tl.load(stats_ptr + M + row)
-    g = tl.load(grad_ptr + row * grad_stride)
-    if divisor_ptr is not None:
-        g = g / tl.load(divisor_ptr)  # div_rn's slow path would cost 40 registers
-    head, x_first = _first_aligned(row * x_stride, V, UNALIGNED)  # type: ignore[misc]
-    _, dx_first = _first_aligned(row * dx_stride, V, UNALIGNED)  # type: ignore[misc]
-    if UNALIGNED and block == 0:
-        cols = tl.arange(0, ALIGNED)
-        _store_gradient(  # type: ignore[misc]
-            x_ptr + row * x_stride, dx_ptr + row * dx_stride, cols, head, first_class + cols, num_classes,
-            target, counts, valid, w_t, g, m, total, weight_ptr, weight_sum_ptr, smoothing, z_loss,
-            SMOOTH, SOFTCAP, True,
-        )  # fmt: skip
-    x_ptr += x_first
-    dx_ptr += dx_first
-    V -= head
-    first_class += head
-    cols = block * BLOCK_V + tl.arange(0, BLOCK_V)
-    # A mask whose end is no multiple of 16 takes vectors apart, so whole blocks go without.
-    if RAGGED and block * BLOCK_V + BLOCK_V <= V:
-        _store_gradient(  # type: ignore[misc]
-            x_ptr, dx_ptr, cols, V, first_class + cols, num_classes,
-            target, counts, valid, w_t, g, m, total, weight_ptr, weight_sum_ptr, smoothing, z_loss,
-            SMOOTH, SOFTCAP, False,
-        )  # fmt: skip
-    else:
-        _store_gradient(  # type: ignore[misc]
-            x_ptr, dx_ptr, cols, V, first_class + cols, num_classes,
-            target, counts, valid, w_t, g, m, total, weight_ptr, weight_sum_ptr, smoothing, z_loss,
-            SMOOTH, SOFTCAP, True,
-        )  # fmt: skip
-
-
-def row_block(V: int) -> dict[str, int]:
-    """In either direction."""
-    # H200, bf16, times the floor, forward and the gradient: 1.10 and 1.02 at 8192x32000, .98 and 1.01 at 8192x128256;
-    # half the block 1.12 and 1.17, 1.00 and 1.12; twice the block and warps forward 1.13 and 1.00. At 13107x5120, where
-    # blocks of 4096 are half empty, 1.44 and 1.24, with those 1.81 and 1.39.
-    if V <= 8192:
-        return {"BLOCK_V": min(1024, next_power_of_2(V)), "num_warps": 2}
-    return {"BLOCK_V": 4096, "num_warps": 4}
-
-
-def unaligned(*rows: Tensor) -> bool:
-    """Whether rows `[M, V]` of aligned tensors begin at any element, in each tensor at the same."""
-    stride = rows[0].stride(0)
-    return stride % ALIGNED.value != 0 and all(
-        (x.stride(0) - stride) % ALIGNED.value == 0 and x.storage_offset() * x.element_size() % 16 == 0 for x in rows
-    )
+from llmk.registry import empty
 
 
 def row_losses(logits: Tensor, target: Tensor, options: Options) -> Rows:
-    """Launch the forward kernel over `[..., V]` logits and `[...]` targets."""
+    """By the kernels, of `[..., V]` logits and `[...]` targets."""
     logits, target = as_rows(logits), target.contiguous()
-    M, V = logits.shape
     loss, count = (empty(target.shape, torch.float32, logits.device) for _ in range(2))
     stats = empty((2, *target.shape), torch.float32, logits.device)
-    if is_short(V):
-        short_losses(logits, target, loss, count, stats, options)
-        return Rows(loss, count, stats)
-    wrap_triton(cross_entropy_kernel)[(M,)](
-        logits, target, options.contiguous_weight(), loss, count, stats,
-        M, V, logits.stride(0), options.ignore_index, options.smoothing, options.z_loss,
-        SMOOTH=options.smoothing > 0, SOFTCAP=options.softcap, UNALIGNED=unaligned(logits), **row_block(V),
-    )  # fmt: skip
+    launch = short_losses if is_short(logits.shape[1]) else long_losses
+    launch(logits, target, loss, count, stats, options)
     return Rows(loss, count, stats)
 
 
@@ -276,110 +58,13 @@ def row_gradients(
     dlogits: Tensor,
     options: Options,
 ) -> None:
-    """Launch the backward kernel, for the gradient of each row `[...]` or of all of them `[]`, divided by `divisor`.
+    """By the kernels, for the gradient of each row `[...]` or of all of them `[]`, divided by `divisor`.
 
     The rows of `dlogits`, which it fills, are contiguous, and may be those of `logits`.
     """
     logits, dlogits = as_rows(logits), as_rows(dlogits)
-    grad = grad.reshape(-1) if grad.dim() else grad
-    M, V = logits.shape
-    if is_short(V):
-        short_gradients(grad, divisor, logits, target, stats, dlogits, options)
-        return
-    block = row_block(V)
-    first_class, num_classes = options.columns or (None, None)
-    wrap_triton(cross_entropy_backward_kernel)[(M * cdiv(V, block["BLOCK_V"]),)](
-        grad, divisor, logits, target.contiguous(), options.contiguous_weight(), options.weight_sum(),
-        stats.contiguous(), dlogits,
-        M, V, grad.stride(0) if grad.dim() else 0, logits.stride(0), dlogits.stride(0),
-        options.ignore_index, options.smoothing, options.z_loss, first_class, num_classes,
-        SMOOTH=options.smoothing > 0, SOFTCAP=options.softcap, UNALIGNED=unaligned(logits, dlogits),
-        RAGGED=V % ALIGNED.value != 0, LEAVE_IGNORED=options.leave_ignored, **block,
-    )  # fmt: skip
-
-
-def counted(target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Which rows count, and their targets as an index, 0 for the others."""
-    target = target.long()  # int32 would wrap an ignore_index that it does not hold
-    counts = target != ignore_index
-    return counts, torch.where(counts, target, 0)
-
-
-def class_index(target: Tensor, num_classes: int, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """`counted`; a real target out of range raises."""
-    counts, index = counted(target, ignore_index)
-    if type(target) is Tensor and bool(((index < 0) | (index >= num_classes)).any()):
-        bad = int(index[(index < 0) | (index >= num_classes)][0])
-        raise IndexError(
-            f"target: expected class indices in [0, {num_classes}) or ignore_index {ignore_index}, got {bad}"
-        )
-    return counts, index
-
-
-def capped_cpu(logits: Tensor, softcap: float) -> Tensor:
-    x = logits.float().contiguous()  # as its sums will be
-    return softcap * torch.tanh(x / softcap) if softcap else x
-
-
-def row_losses_cpu(logits: Tensor, target: Tensor, options: Options) -> Rows:
-    """`row_losses` in plain PyTorch; on real tensors a target out of range raises."""
-    V = logits.shape[-1]
-    weight, _, smoothing, _, z_loss, *_ = options
-    counts, index = class_index(target, V, options.ignore_index)
-    x = capped_cpu(logits, options.softcap)
-    maximum = x.amax(-1)
-    base = torch.where(maximum == float("-inf"), 0.0, maximum)
-    total = (x - base.unsqueeze(-1)).exp_().sum(-1)
-    logsum = total.log()
-    w_t = counts.float() if weight is None else torch.where(counts, weight[index].float(), 0.0)
-    loss = w_t * (logsum - (x.gather(-1, index.unsqueeze(-1)).squeeze(-1) - maximum))
-    if smoothing:
-        w = options.class_weights(V, x.device)
-        smooth = w.sum() * logsum + (w * (base.unsqueeze(-1) - x)).sum(-1)
-        loss = (1 - smoothing) * loss + smoothing / V * smooth
-    loss = torch.where(counts, loss + z_loss * (maximum + logsum).square(), 0.0)
-    return Rows(loss, w_t, torch.stack((maximum, total)))
-
-
-def row_gradients_cpu(
-    grad: Tensor,
-    divisor: Tensor | None,
-    logits: Tensor,
-    target: Tensor,
-    stats: Tensor,
-    dlogits: Tensor,
-    options: Options,
-) -> None:
-    """`row_gradients` in plain PyTorch."""
-    V = logits.shape[-1]
-    first_class, num_classes = options.columns or (0, V)
-    maximum, total = stats.unbind()
-    grad = (grad if divisor is None else grad / divisor).expand(target.shape)
-    weight, ignore_index, smoothing, softcap, z_loss, *_ = options
-    counts, index = counted(target, ignore_index)
-    w_t = torch.ones_like(grad) if weight is None else weight[index].float()
-    column, here = index.unsqueeze(-1), 1.0
-    if options.columns is not None:
-        inside = (column >= first_class) & (column < first_class + V)
-        column, here = torch.where(inside, column - first_class, 0), inside.float()
-    x = capped_cpu(logits, softcap)
-    grad, total = grad.unsqueeze(-1), total.unsqueeze(-1)
-    hit = (1 - smoothing) * w_t.unsqueeze(-1)
-    pull = 2 * z_loss * (maximum.unsqueeze(-1) + total.log())
-    # In place where it can be: the op is made of passes over [M, V] in memory, unless Inductor fuses them.
-    dx = (x - maximum.unsqueeze(-1)).exp_()
-    p_t = dx.gather(-1, column) / total
-    smooth = None
-    if smoothing:
-        w = options.class_weights(num_classes, x.device)
-        smooth = grad * smoothing / num_classes * (w.sum() / total * dx - w[first_class : first_class + V])
-    dx.mul_((hit + pull) / total * grad)
-    dx.scatter_(-1, column, grad * (hit * (p_t - here) + pull * p_t))
-    if smooth is not None:
-        dx.add_(smooth)
-    if softcap:
-        dx.mul_(1 - (x / softcap).square())
-    dlogits.copy_(dx.masked_fill_(~counts.unsqueeze(-1), 0.0))  # whatever a row holds that does not count
+    launch = short_gradients if is_short(logits.shape[1]) else long_gradients
+    launch(grad.reshape(-1) if grad.dim() else grad, divisor, logits, target, stats, dlogits, options)
 
 
 def mean_of_rows_cpu(loss: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""What the kernels of the loss of rows share, whatever a row's length; `row_loss.py` has the formulas."""
+"""What a loss of rows takes and gives, and what its kernels share; `row_loss.py` has the formulas."""
 
 from typing import NamedTuple
 
@@ -39,6 +39,25 @@ class Options(NamedTuple):
 
     def weight_sum(self) -> Tensor | None:
         return self.weight.sum(dtype=torch.float32) if self.weight is not None and self.smoothing else None
+
+
+class Rows(NamedTuple):
+    """What the forward pass gives of each row, in float32."""
+
+    loss: Tensor  # [...], the shape of the target
+    counts: Tensor  # [...], what the row adds to the divisor of a mean: w_t
+    stats: Tensor  # [2, ...], maximum and sum
+
+    @classmethod
+    def cat(cls, parts: "list[Rows]") -> "Rows":
+        return parts[0] if len(parts) == 1 else cls(*(torch.cat(part, dim=-1) for part in zip(*parts, strict=True)))
+
+
+def counted(target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Which rows count, and their targets as an index, 0 for the others."""
+    target = target.long()  # int32 would wrap an ignore_index that it does not hold
+    counts = target != ignore_index
+    return counts, torch.where(counts, target, 0)
 
 
 @triton.jit

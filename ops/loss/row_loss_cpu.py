@@ -1,0 +1,83 @@
+"""The cross entropy of rows in plain PyTorch, for a CPU; `row_loss.py` has the formulas."""
+
+import torch
+from torch import Tensor
+
+from llmk.ops.loss.row_loss_math import Options, Rows, counted
+
+
+def class_index(target: Tensor, num_classes: int, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """`counted`; a real target out of range raises."""
+    counts, index = counted(target, ignore_index)
+    if type(target) is Tensor and bool(((index < 0) | (index >= num_classes)).any()):
+        bad = int(index[(index < 0) | (index >= num_classes)][0])
+        raise IndexError(
+            f"target: expected class indices in [0, {num_classes}) or ignore_index {ignore_index}, got {bad}"
+        )
+    return counts, index
+
+
+def capped_cpu(logits: Tensor, softcap: float) -> Tensor:
+    x = logits.float().contiguous()  # as its sums will be
+    return softcap * torch.tanh(x / softcap) if softcap else x
+
+
+def row_losses_cpu(logits: Tensor, target: Tensor, options: Options) -> Rows:
+    """`row_losses` in plain PyTorch; on real tensors a target out of range raises."""
+    V = logits.shape[-1]
+    weight, _, smoothing, _, z_loss, *_ = options
+    counts, index = class_index(target, V, options.ignore_index)
+    x = capped_cpu(logits, options.softcap)
+    maximum = x.amax(-1)
+    base = torch.where(maximum == float("-inf"), 0.0, maximum)
+    total = (x - base.unsqueeze(-1)).exp_().sum(-1)
+    logsum = total.log()
+    w_t = counts.float() if weight is None else torch.where(counts, weight[index].float(), 0.0)
+    loss = w_t * (logsum - (x.gather(-1, index.unsqueeze(-1)).squeeze(-1) - maximum))
+    if smoothing:
+        w = options.class_weights(V, x.device)
+        smooth = w.sum() * logsum + (w * (base.unsqueeze(-1) - x)).sum(-1)
+        loss = (1 - smoothing) * loss + smoothing / V * smooth
+    loss = torch.where(counts, loss + z_loss * (maximum + logsum).square(), 0.0)
+    return Rows(loss, w_t, torch.stack((maximum, total)))
+
+
+def row_gradients_cpu(
+    grad: Tensor,
+    divisor: Tensor | None,
+    logits: Tensor,
+    target: Tensor,
+    stats: Tensor,
+    dlogits: Tensor,
+    options: Options,
+) -> None:
+    """`row_gradients` in plain PyTorch."""
+    V = logits.shape[-1]
+    first_class, num_classes = options.columns or (0, V)
+    maximum, total = stats.unbind()
+    grad = (grad if divisor is None else grad / divisor).expand(target.shape)
+    weight, ignore_index, smoothing, softcap, z_loss, *_ = options
+    counts, index = counted(target, ignore_index)
+    w_t = torch.ones_like(grad) if weight is None else weight[index].float()
+    column, here = index.unsqueeze(-1), 1.0
+    if options.columns is not None:
+        inside = (column >= first_class) & (column < first_class + V)
+        column, here = torch.where(inside, column - first_class, 0), inside.float()
+    x = capped_cpu(logits, softcap)
+    grad, total = grad.unsqueeze(-1), total.unsqueeze(-1)
+    hit = (1 - smoothing) * w_t.unsqueeze(-1)
+    pull = 2 * z_loss * (maximum.unsqueeze(-1) + total.log())
+    # In place where it can be: the op is made of passes over [M, V] in memory, unless Inductor fuses them.
+    dx = (x - maximum.unsqueeze(-1)).exp_()
+    p_t = dx.gather(-1, column) / total
+    smooth = None
+    if smoothing:
+        w = options.class_weights(num_classes, x.device)
+        smooth = grad * smoothing / num_classes * (w.sum() / total * dx - w[first_class : first_class + V])
+    dx.mul_((hit + pull) / total * grad)
+    dx.scatter_(-1, column, grad * (hit * (p_t - here) + pull * p_t))
+    if smooth is not None:
+        dx.add_(smooth)
+    if softcap:
+        dx.mul_(1 - (x / softcap).square())
+    dlogits.copy_(dx.masked_fill_(~counts.unsqueeze(-1), 0.0))  # whatever a row holds that does not count
