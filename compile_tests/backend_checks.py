@@ -21,17 +21,18 @@ def rewritten(
     without: Collection[str] = (),
     drop_logits: bool = False,
     look: Callable[[torch.fx.GraphModule], None] = lambda gm: None,
+    then: Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]] = lambda gm, example_inputs: gm,
 ) -> Callable[..., Any]:
-    """The function with its graphs rewritten, looked at and run as they are, without Inductor."""
+    """The function with its graphs rewritten, looked at and run as they are, or by another backend, not Inductor."""
     backend = Backend(chosen(None, without), (), report, drop_logits)
 
-    def run_as_it_is(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    def compiled(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         report.add(backend.rewrite(gm))
         look(gm)
-        return gm
+        return then(gm, example_inputs)
 
     torch._dynamo.reset()
-    return torch.compile(fn, backend=run_as_it_is)
+    return torch.compile(fn, backend=compiled)
 
 
 def results(fn: Callable[..., Any], args: Sequence[Any], change: Change = copy_with_layout) -> list[Tensor]:

@@ -224,6 +224,15 @@ def rope_of_pairs_into_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) ->
     return tuple(torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1) for a, b in pairs)
 
 
+@spelling("rope", (2, 5, 4, 16), (2, 5, 2, 16), ANGLES, ANGLES)
+def rope_with_angles_brought_into_shape_twice(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    def turned(x: Tensor) -> Tensor:
+        wide = (y[:, :, None, :].repeat_interleave(2, 3) for y in (cos, sin))
+        return turn(x, *wide, rotate=rotate_pairs)
+
+    return turned(q), turned(k)
+
+
 @spelling("rope", (2, 5, 4, 8), (2, 5, 2, 8), COMPLEX)
 def complex_rope(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, ...]:
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32

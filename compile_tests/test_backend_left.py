@@ -164,6 +164,17 @@ def divergence_from_another(x: Tensor, y: Tensor) -> Tensor:
     return (y.softmax(-1) * ((2 * y).log_softmax(-1) - x)).sum()
 
 
+@case("", randn(1, 3, 2, 8), randn(1, 3, 2, 8), torch.ones(3, 2, 8))
+def angles_that_change_between(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, ...]:
+    def turned(x: Tensor) -> Tensor:
+        cos, sin = (table[:, None].repeat_interleave(2, 1) for table in (angles[:, 0], angles[:, 1]))
+        return x * cos + torch.cat((-x[..., 4:], x[..., :4]), dim=-1) * sin
+
+    first = turned(q)
+    angles.mul_(2)
+    return first, turned(k)
+
+
 @case("cos wants a gradient", randn(1, 3, 2, 8), randn(1, 3, 2, 8), randn(2, 8))
 def learned_angles(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, ...]:
     def halves(x: Tensor) -> Tensor:

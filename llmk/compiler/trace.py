@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
+from llmk.compiler.merge import merge_equal
 from llmk.compiler.positions import carry_formula, note_formulas
 from llmk.registry.patterns import name_of, value_of
 from llmk.registry.private.compilers import CHECKPOINT, MODE_CALLS, is_higher_order
@@ -161,6 +162,7 @@ def traced(gm: GraphModule, stretch: Stretch) -> GraphModule:
     finally:
         fake.allow_non_fake_inputs = before
     _require_same(stretch, result)
+    merge_equal(result.graph, written(result.graph))
     _note_gradients(result, examples)
     _note_formulas(stretch, result, examples)
     return result
