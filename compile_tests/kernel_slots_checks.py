@@ -32,6 +32,7 @@ from transformers.models.gemma.modeling_gemma import GemmaMLP  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaMLP  # noqa: E402
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm  # noqa: E402
 
+from llmk.opcheck import accuracy_violation  # noqa: E402
 from llmk.transformers import kernel_config  # noqa: E402
 from llmk.transformers.slots import LAYERS  # noqa: E402
 
@@ -146,7 +147,8 @@ def check_zero_centered_norm() -> None:
     ours = filled(norm)
     assert Operators().of(ours, x.float()) == {"llmk.rms_norm.default": 1}
     exact = nn.functional.rms_norm(x, (24,), 1.0 + norm.weight.double(), 1e-6)
-    torch.testing.assert_close(ours(x.float()).double(), exact, rtol=1e-5, atol=1e-6)
+    plain = nn.functional.rms_norm(x.float(), (24,), 1.0 + norm.weight, 1e-6)
+    assert accuracy_violation(ours(x.float()), plain, exact) is None
 
 
 def check_other_dtypes_run_the_models_own_code() -> None:
@@ -167,6 +169,15 @@ loss_function: Any = hub_kernels.use_kernel_forward_from_hub("ForCausalLMLoss")(
 WithLoss = hub_kernels.use_kernelized_func(loss_function)(WithLoss)
 
 
+def in_float64(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None):
+    """What ForCausalLMLoss computes, which makes float32 of its logits."""
+    targets = nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index) if shift_labels is None else shift_labels
+    total = nn.functional.cross_entropy(
+        logits.view(-1, vocab_size), targets.flatten(), ignore_index=ignore_index, reduction="sum"
+    )
+    return total / ((targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch)
+
+
 def check_the_loss() -> None:
     logits, labels = torch.randn(2, 7, 11), tokens(2, 7) % 11
     labels[0, 2:4] = -100
@@ -180,11 +191,15 @@ def check_the_loss() -> None:
     ):
         found = Operators().of(model, logits, labels, 11, **options)
         assert found == {"llmk.cross_entropy.default": 1}, found
-        ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
-        got, want = model(ours, labels, 11, **options), ForCausalLMLoss(theirs, labels, 11, **options)
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
-        got.backward(), want.backward()
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-7)
+        inputs = [
+            logits.to(dtype, copy=True).requires_grad_() for dtype in (torch.float32, torch.float32, torch.float64)
+        ]
+        losses = [
+            loss(x, labels, 11, **options) for loss, x in zip((model, ForCausalLMLoss, in_float64), inputs, strict=True)
+        ]
+        gradients = [torch.autograd.grad(loss, x)[0] for loss, x in zip(losses, inputs, strict=True)]
+        assert accuracy_violation(*losses) is None
+        assert accuracy_violation(*gradients) is None
 
 
 CHECKS: list[Callable[[], None]] = [value for name, value in [*globals().items()] if name.startswith("check_")]

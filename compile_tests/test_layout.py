@@ -1,6 +1,7 @@
 """Where things are: files that are read at one sitting, helpers that stay with those who use them, a path as drawn."""
 
 import ast
+import functools
 import re
 import traceback
 from collections.abc import Iterator
@@ -54,6 +55,36 @@ def test_no_file_is_long(path: Path) -> None:
 @pytest.mark.parametrize("path", sources(*LINKED), ids=lambda path: str(path.relative_to(ROOT)))
 def test_helpers_of_a_family_are_used_by_it_alone(path: Path) -> None:
     assert list(helpers_from_elsewhere(ast.parse(path.read_text()), package_of(path))) == []
+
+
+@functools.cache
+def users() -> dict[str, set[str]]:
+    """By its name, the packages whose files import something or a thing of it."""
+    found: dict[str, set[str]] = {}
+    for path in sources("llmk", *LINKED):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                for name in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names)):
+                    found.setdefault(name, set()).add(package_of(path))
+    return found
+
+
+def is_operator(path: Path) -> bool:
+    return any(
+        isinstance(node, ast.FunctionDef) and any("public_op" in ast.unparse(call) for call in node.decorator_list)
+        for node in ast.parse(path.read_text()).body
+    )
+
+
+SHARED = [path for path in sources("ops") if not path.name.startswith("_") and not is_operator(path)]
+
+
+@pytest.mark.parametrize("path", SHARED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_is_shared_has_several_users(path: Path) -> None:
+    """A helper of a family without an underscore is another package's too; what is common is two families' at least."""
+    package = package_of(path)
+    others = users().get(f"{package}.{path.stem}", set()) - {package}
+    assert len(others) >= (2 if path.parent.name == "common" else 1), others
 
 
 @pytest.mark.parametrize(

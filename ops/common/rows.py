@@ -49,6 +49,18 @@ def rows_aligned(*rows: Tensor | None) -> bool:
     return all(aligned(byte_offset(x), x.stride(0), x.shape[-1]) for x in rows if x is not None)
 
 
+def matrices_aligned(x: Tensor) -> bool:
+    """Whether PyTorch's grouped products take `[M, N]` or `[E, M, N]` as it is.
+
+    They want rows, or else columns, side by side in memory and not on top of each other, and each of them and each
+    matrix to begin at a multiple of 16 bytes.
+    """
+    rows, columns = x.stride()[-2:]
+    near, far, size = (columns, rows, x.shape[-1]) if columns == 1 else (rows, columns, x.shape[-2])
+    begin = (x.storage_offset(), far, *x.stride()[:-2])
+    return near == 1 and far >= size and all(n * x.element_size() % 16 == 0 for n in begin)
+
+
 Strides = tuple[int | None, int | None, int | None]
 """Where the rows of `[..., N]` begin, as `row_starts` takes it: row r is the (r % inner)-th of group r // inner.
 

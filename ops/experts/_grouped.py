@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.rows import aligned, byte_offset, contiguous, with_columns_side_by_side
+from llmk.ops.common.rows import contiguous, matrices_aligned, with_columns_side_by_side
 from llmk.registry import cdiv, empty, next_power_of_2, wrap_triton
 from llmk.registry.backends import INTERPRET
 from llmk.registry.devices import counts_rows_itself
@@ -157,13 +157,7 @@ def _vendor(*tensors: Tensor) -> bool:
         return False
     if any(t.dim() == 2 and t.stride(1) != 1 for t in tensors):
         return False
-    return all(t.numel() > 0 and aligned(byte_offset(t)) and _matrix_aligned(t) for t in tensors)
-
-
-def _matrix_aligned(t: Tensor) -> bool:
-    rows, columns = t.stride(-2), t.stride(-1)
-    near, far, size = (columns, rows, t.shape[-1]) if columns == 1 else (rows, columns, t.shape[-2])
-    return near == 1 and far >= size and far % 8 == 0 and (t.dim() == 2 or t.stride(0) % 8 == 0)
+    return all(t.numel() > 0 and matrices_aligned(t) for t in tensors)
 
 
 def grouped_product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
+from llmk.ops.common.rows import matrices_aligned
 from llmk.registry import cdiv, wrap_triton
 from llmk.registry.backends import kernels_on_cpu
 from llmk.registry.devices import counts_rows_itself
@@ -22,7 +23,7 @@ def can_group(x: Tensor, weight: Tensor) -> bool:
     """Whether rows of x `[..., H]`, contiguous, can be multiplied with weight `[V, H]` this way, in both directions."""
     if x.dtype != torch.bfloat16 or x.numel() == 0 or weight.numel() == 0 or weight.stride(-1) != 1:
         return False
-    if any(n * x.element_size() % ROW_BYTES for n in (weight.storage_offset(), weight.stride(0), x.shape[-1])):
+    if x.shape[-1] * x.element_size() % ROW_BYTES or not matrices_aligned(weight):
         return False
     return counts_rows_itself(x.device) if x.is_cuda else kernels_on_cpu()
 
