@@ -104,7 +104,7 @@ class ChunkedLinear:
         return self.ends[chunk : chunk + 1]
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield each chunk's rows and outputs; the next chunk's take their place, and after the last nothing is left."""
+        """Yield each chunk's rows and outputs; the next chunk's take their place, and after the last none is left."""
         return self._whole_chunks() if self.ends is None else self._counted_chunks()
 
     def _counted_chunks(self) -> Iterator[tuple[slice, Tensor]]:
