@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from llmk.opcheck.__main__ import main
+from llmk.opcheck.sanitizer import few_of
+from llmk.registry import OPS
 
 WATCHES = """#!{python}
 # Runs the command on a CPU; memcheck finds something in the second sample, racecheck has a warning.
@@ -71,6 +73,26 @@ def test_a_tool_that_cannot_run_is_no_success(sanitizer: Path, capsys: pytest.Ca
         main(["add", "--device", "cuda", "--sanitize"])
     assert stopped.value.code == 2
     assert "nothing was checked" in capsys.readouterr().err
+
+
+def test_a_tool_that_takes_too_long_is_stopped(
+    sanitizer: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("llmk.opcheck.sanitizer.LONGEST", 1)
+    write(sanitizer, "#!/bin/sh\necho 'opcheck calls add float16 a sample'\nexec sleep 60\n")
+    assert main(["add", "--device", "cuda", "--sanitize"]) == 1
+    assert "add float16 a sample: not done after 1 seconds" in capsys.readouterr().out
+
+
+def test_the_slow_tool_gets_few_samples(sanitizer: Path, tmp_path: Path) -> None:
+    write(sanitizer, f"#!/bin/sh\necho \"$@\" >> {tmp_path}/calls\necho 'opcheck calls add float16 a sample'\n")
+    assert main(["add", "--device", "cuda", "--sanitize"]) == 0
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert [call.split()[1] for call in calls] == ["memcheck", "racecheck"]
+    assert [call.split()[-1] for call in calls] == ["all", "few"]
+    for op in OPS.values():
+        samples = list(op.samples(torch.device("cpu"), torch.float32))
+        assert 0 < len(few_of(op, samples)) <= 8
 
 
 @pytest.mark.parametrize(

@@ -68,11 +68,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--sanitize",
         action="store_true",
-        help="on a GPU: instead of checking promises, call every sample under compute-sanitizer (memcheck, racecheck)",
+        help="on a GPU: instead of checking promises, call the samples under compute-sanitizer (memcheck, racecheck)",
     )
     # What follows is for processes that another one started.
     parser.add_argument("--journal", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--call-samples", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--call-samples", choices=("all", "few"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     options.device = options.device or device_named("cuda" if torch.cuda.is_available() else "cpu")
     if options.device.type != "cpu" and options.path != "all":
@@ -86,7 +86,7 @@ def _refuse_to_sanitize(options: argparse.Namespace) -> None:
     if options.device.type != "cuda":
         _refuse("argument --sanitize: it watches a GPU's kernels, and the device is cpu")
     if options.promise:
-        _refuse("argument --promise: there is none with --sanitize, which calls every sample")
+        _refuse("argument --promise: there is none with --sanitize, which calls samples")
     if find_sanitizer() is None:
         _refuse("argument --sanitize: compute-sanitizer is neither in PATH nor in /usr/local/cuda/bin")
 
@@ -180,7 +180,7 @@ def paths(device: torch.device, choice: str) -> Sequence[str]:
 def call_here(options: argparse.Namespace) -> None:
     """Call the samples where a sanitizer looks on."""
     for op in find_ops(options.ops):
-        call_samples(op, options.device, _dtypes(options))
+        call_samples(op, options.device, _dtypes(options), few=options.call_samples == "few")
 
 
 def _dtypes(options: argparse.Namespace) -> list[torch.dtype] | None:
