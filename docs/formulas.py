@@ -24,6 +24,8 @@ FORMULAS = {
     "linear_logprobs": r"\log\, p_t = z_t - \log \sum_v e^{z_v}, \qquad H = -\sum_v p_v \log\, p_v, \qquad z = W x + b",
     "fused_linear_jsd": r"\ell = \beta\,\mathrm{KL}(P \parallel M) + (1 - \beta)\,\mathrm{KL}(Q \parallel M), "
     r"\qquad M = \beta P + (1 - \beta) Q",
+    "fused_linear_jsd_ce": r"\ell = \beta\,\mathrm{KL}(P \parallel M) + (1 - \beta)\,\mathrm{KL}(Q \parallel M) "
+    r"- \lambda \log\, q_t, \qquad M = \beta P + (1 - \beta) Q",
     "fused_linear_policy": r"\ell = \sum_t w_t\, f(\log\, p_t, r_t, A_t) + k_t\, \mathrm{KL}_t - h_t H_t, \qquad "
     r"r_t = e^{\log\, p_t - \log\, \pi_t}",
     "fused_linear_preference": r"\ell = \sum_g u_g\, f(s_{g1}, s_{g2}), \qquad "

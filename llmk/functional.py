@@ -9,6 +9,7 @@ from llmk.ops.linear.linear_act import linear_act
 from llmk.ops.linear_loss.fused_linear_ce import fused_linear_ce
 from llmk.ops.linear_loss.fused_linear_ce_metrics import fused_linear_ce_metrics
 from llmk.ops.linear_loss.fused_linear_jsd import fused_linear_jsd
+from llmk.ops.linear_loss.fused_linear_jsd_ce import fused_linear_jsd_ce
 from llmk.ops.linear_loss.fused_linear_policy import fused_linear_policy
 from llmk.ops.linear_loss.fused_linear_preference import fused_linear_preference
 from llmk.ops.linear_loss.linear_logprobs import linear_logprobs
@@ -40,6 +41,7 @@ __all__ = [
     "fused_linear_ce",
     "fused_linear_ce_metrics",
     "fused_linear_jsd",
+    "fused_linear_jsd_ce",
     "fused_linear_policy",
     "fused_linear_preference",
     "geglu",

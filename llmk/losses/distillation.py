@@ -11,8 +11,9 @@ from llmk.losses._policy import number_of_items
 from llmk.losses._sequences import sequences_of
 from llmk.ops.linear_loss.fused_linear_ce import fused_linear_ce
 from llmk.ops.linear_loss.fused_linear_jsd import fused_linear_jsd
+from llmk.ops.linear_loss.fused_linear_jsd_ce import fused_linear_jsd_ce
 from llmk.ops.linear_loss.log_probabilities import log_of_the_rest
-from llmk.registry import check_not_negative, check_same
+from llmk.registry import check_not_negative, check_same, is_sharded
 
 
 def distill(
@@ -49,8 +50,8 @@ def distill(
         TypeError: An argument is not a tensor, or a dtype does not fit.
         ValueError: A shape or an option does not fit.
 
-    Gradients are made in the forward pass: three products of the student and one of the teacher, and three more of the
-    student with `ce_weight`.
+    Gradients are made in the forward pass: three products of the student and one of the teacher; with DTensors three
+    more of the student for `ce_weight`.
 
     Sources: Agarwal et al., 2023, https://arxiv.org/abs/2306.13649. Reference: `trl.DistillationTrainer`.
     """
@@ -65,20 +66,26 @@ def distill(
     if token_weights is not None:
         check_of_tokens("token_weights", token_weights, target)
         token_weights = token_weights.detach().float()
-    loss = fused_linear_jsd(
-        input, linear_weight, teacher_input.detach(), teacher_linear_weight.detach(), labels=target,
-        linear_bias=linear_bias, beta=beta, temperature=temperature, softcap=softcap, teacher_softcap=teacher_softcap,
-        teacher_linear_bias=None if teacher_linear_bias is None else teacher_linear_bias.detach(),
-        row_weight=token_weights, ignore_index=ignore_index, skip_ignored=skip_ignored, chunk_size=chunk_size,
-    )  # fmt: skip
-    loss = torch.where(sequences.counts.any(), loss, 0.0)
-    metrics = {"divergence": loss.detach()}
-    if ce_weight != 0.0:
+    models = input, linear_weight, teacher_input.detach(), teacher_linear_weight.detach()
+    options = {
+        "linear_bias": linear_bias, "beta": beta, "temperature": temperature, "softcap": softcap,
+        "teacher_softcap": teacher_softcap, "row_weight": token_weights, "ignore_index": ignore_index,
+        "teacher_linear_bias": None if teacher_linear_bias is None else teacher_linear_bias.detach(),
+        "skip_ignored": skip_ignored, "chunk_size": chunk_size,
+    }  # fmt: skip
+    any_counts = sequences.counts.any()
+    if ce_weight == 0.0:
+        loss = torch.where(any_counts, fused_linear_jsd(*models, labels=target, **options), 0.0)
+        return loss, {"divergence": loss.detach()}
+    if is_sharded(*models, target):
+        divergence = fused_linear_jsd(*models, labels=target, **options)
         head = Head(linear_weight, linear_bias, 1.0, softcap, ignore_index, skip_ignored, chunk_size)
         nll = _cross_entropy(head, input, target) / number_of_items(None, sequences)
-        metrics["nll_loss"] = nll.detach()
-        loss = loss + ce_weight * nll
-    return loss, metrics
+        loss = divergence + ce_weight * nll
+    else:
+        loss, divergence, nll = fused_linear_jsd_ce(*models, target, ce_weight=ce_weight, **options)
+    loss, divergence, nll = (torch.where(any_counts, each, 0.0) for each in (loss, divergence, nll))
+    return loss, {"divergence": divergence.detach(), "nll_loss": nll.detach()}
 
 
 def _cross_entropy(head: Head, input: Tensor, target: Tensor) -> Tensor:

@@ -12,6 +12,10 @@ With z the student's logits of a row and w the teacher's, each of which becomes 
 R would be 0 without rounding. Where the student is certain of a class, that class's r is the difference of two numbers
 that nearly cancel, and R is what it has lost; logits of 16 bits have lost more, and go without the third pass.
 
+With a cross entropy of the student besides, of targets t and at temperature 1, with m and s of u = cap(z):
+
+    dz_j = ... + h * (exp(u_j - m) / s - [j = t]) * (1 - (u_j / c)^2)
+
 Between the passes the ranks of a group that have slices of the classes gather four numbers of a row, then two, then
 two. A row that does not count is not read.
 """
@@ -40,6 +44,14 @@ class Softmaxes(NamedTuple):
     softcap: float
     teacher_softcap: float
     leave_ignored: bool = False  # the gradients of rows that do not count are not written
+
+
+class CrossEntropy(NamedTuple):
+    """Of the student's rows, besides the divergence."""
+
+    target: Tensor  # [M]
+    grad: Tensor  # [M]
+    stats: Tensor  # [3, M], of which the first two are the maximum and the sum
 
 
 @triton.jit
@@ -120,7 +132,8 @@ def divergence_sums_kernel(
 
 @triton.jit
 def divergence_gradient_kernel(
-    z_ptr, w_ptr, count_ptr, grad_ptr, stats_ptr, sum_ptr, dz_ptr, M, V, z_stride, w_stride, outer,
+    z_ptr, w_ptr, count_ptr, grad_ptr, stats_ptr, sum_ptr, target_ptr, ce_grad_ptr, ce_stats_ptr, dz_ptr,
+    M, V, z_stride, w_stride, outer,
     SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, BETA: tl.constexpr, LOG_BETA: tl.constexpr,
     LOG_REST: tl.constexpr, EXACT: tl.constexpr, LEAVE_IGNORED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -146,6 +159,9 @@ def divergence_gradient_kernel(
     # summed: of a class that is certain the gradient would be what was cut off.
     r = tl.fma(-e, tl.load(sum_ptr + M + row), slope)
     dz = (g * outer) * (r - e * tl.load(sum_ptr + 2 * M + row))
+    if target_ptr is not None:
+        p = tl.exp2((u - tl.load(ce_stats_ptr + row)) * LOG2E) / tl.load(ce_stats_ptr + M + row)
+        dz += tl.load(ce_grad_ptr + row) * tl.where(cols == tl.load(target_ptr + row), p - 1.0, p)
     if SOFTCAP > 0:
         dz *= 1.0 - (u / SOFTCAP) * (u / SOFTCAP)
     tl.store(dz_ptr + row * z_stride + cols, tl.where(read, dz, 0.0).to(dz_ptr.dtype.element_ty), mask=mask)
@@ -186,12 +202,14 @@ def sums(z: Tensor, w: Tensor, counts: Tensor, stats: Tensor, shift: Tensor | No
 
 
 def gradients(
-    z: Tensor, w: Tensor, counts: Tensor, grad: Tensor, stats: Tensor, total: Tensor, softmaxes: Softmaxes
-) -> None:
+    z: Tensor, w: Tensor, counts: Tensor, grad: Tensor, stats: Tensor, total: Tensor, ce: CrossEntropy | None,
+    softmaxes: Softmaxes,
+) -> None:  # fmt: skip
     """Write the gradient of the student's logits `[M, V]` over them, for that of each row's loss `[M]`."""
     (M, V), block = z.shape, _block(z.shape[1])
     wrap_triton(divergence_gradient_kernel)[(M * cdiv(V, block["BLOCK_V"]),)](
-        z, w, counts, grad, stats, total, z, M, V, z.stride(0), w.stride(0), 1.0 / softmaxes.temperature,
+        z, w, counts, grad, stats, total, *((None, None, None) if ce is None else ce), z,
+        M, V, z.stride(0), w.stride(0), 1.0 / softmaxes.temperature,
         **_constants(softmaxes), EXACT=z.dtype == torch.float32, LEAVE_IGNORED=softmaxes.leave_ignored, **block,
     )  # fmt: skip
 
@@ -231,13 +249,19 @@ def sums_cpu(z: Tensor, w: Tensor, counts: Tensor, stats: Tensor, shift: Tensor 
 
 
 def gradients_cpu(
-    z: Tensor, w: Tensor, counts: Tensor, grad: Tensor, stats: Tensor, total: Tensor, softmaxes: Softmaxes
-) -> None:
+    z: Tensor, w: Tensor, counts: Tensor, grad: Tensor, stats: Tensor, total: Tensor, ce: CrossEntropy | None,
+    softmaxes: Softmaxes,
+) -> None:  # fmt: skip
     """`gradients` in plain PyTorch."""
     _, slope, x, u = _terms_cpu(z, w, stats, softmaxes)
     e, (_, shift, rest) = x.exp(), total.unsqueeze(-1).unbind()
     dz = (slope - e * shift) - e * rest
     dz.mul_(grad.unsqueeze(-1) / softmaxes.temperature)
+    if ce is not None:
+        m, s, _ = ce.stats.unsqueeze(-1).unbind()
+        p = (u - m).exp_().div_(s)
+        column = torch.where(counts != 0, ce.target, 0).long().unsqueeze(-1)
+        dz.addcmul_(p.scatter_(-1, column, p.gather(-1, column) - 1), ce.grad.unsqueeze(-1))
     if softmaxes.softcap:
         dz.mul_(1 - (u / softmaxes.softcap).square())
     z.copy_(dz.masked_fill_(counts.unsqueeze(-1) == 0, 0.0))  # whatever a row holds that does not count
@@ -248,7 +272,7 @@ class DivergenceRows(NamedTuple):
 
     statistics: Callable[[Tensor, Tensor, Tensor, Softmaxes], Tensor]
     sums: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Softmaxes], Tensor]
-    gradients: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Softmaxes], None]
+    gradients: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, CrossEntropy | None, Softmaxes], None]
 
 
 KERNELS = DivergenceRows(statistics, sums, gradients)

@@ -18,40 +18,19 @@ multiplies by it and divides by what the mean divided by, as in `fused_linear_ce
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from llmk.ops.common.scaling import scale_op
-from llmk.ops.linear_loss._call import CallOp, LinearCall, product_flops, saved_dtypes
-from llmk.ops.linear_loss._chunked_linear import ChunkedLinear, LinearGradients
-from llmk.ops.linear_loss._divergence_rows import CPU, KERNELS, DivergenceRows, Softmaxes, losses
-from llmk.ops.linear_loss._ignored import Kept
-from llmk.ops.linear_loss._ranks import group_size
+from llmk.ops.linear_loss._call import CallOp, product_flops
+from llmk.ops.linear_loss._distill import DistillCall, checked_call, distilled, products
+from llmk.ops.linear_loss._divergence_rows import CPU, KERNELS, DivergenceRows
 from llmk.ops.linear_loss._scaled import differentiate_by_scaling, fake_loss, mean_of_all
-from llmk.ops.linear_loss.checks import check_chunk_size, check_temperature, checked_linear
-from llmk.ops.loss.divergence_math import Mixture
 from llmk.ops.loss.jsd import jsd_terms
-from llmk.registry import (
-    PARTIAL,
-    REPLICATE,
-    Cost,
-    Sample,
-    cdiv,
-    check_dtype,
-    check_number,
-    check_same,
-    check_shape,
-    check_switch,
-    is_sharded,
-    public_op,
-    replicate_only,
-    row_axes,
-)
+from llmk.registry import PARTIAL, REPLICATE, Cost, Sample, is_sharded, public_op, replicate_only, row_axes
 from llmk.registry.eager.bypass import PLAIN_TENSORS
-from llmk.registry.record import FLOAT_DTYPES
 
 
 def fused_linear_jsd_reference(
@@ -76,98 +55,15 @@ def fused_linear_jsd_reference(
     return (each * weights).sum() / weights.sum()
 
 
-@dataclass(frozen=True)
-class DistillCall(LinearCall):
-    """Both have the same classes, which on the ranks of a group are slices of all."""
-
-    teacher_input: Tensor  # [..., H']
-    teacher_linear_weight: Tensor  # [V, H']
-    teacher_linear_bias: Tensor | None  # [V]
-    labels: Tensor | None  # [...]
-    row_weight: Tensor | None  # [...]
-    beta: float
-    temperature: float
-    softcap: float
-    teacher_softcap: float
-    ignore_index: int
-    skip_ignored: bool
-    chunk_size: int
-    num_classes: int
-    group_name: str  # "" where there is none
-    dx_group_name: str  # over which the gradient of the input is summed
-
-    @property
-    def dtypes(self) -> list[torch.dtype]:
-        return saved_dtypes(self.input.dtype, self.dx_group_name)
-
-    def linears(self, kept: Kept | None) -> tuple[ChunkedLinear, ChunkedLinear]:
-        """The student's and the teacher's, in the same chunks, whose logits together fit the budget."""
-        classes = 2 * cdiv(self.num_classes, group_size(self.group_name))  # on all ranks the same chunks
-        count = Kept.count_of(kept)
-        student = ChunkedLinear(self.input, self.linear_weight, self.linear_bias, self.chunk_size, classes, count=count)
-        teacher = ChunkedLinear(
-            self.teacher_input, self.teacher_linear_weight, self.teacher_linear_bias, student.chunk_rows, count=count
-        )
-        return student, teacher
-
-    def softmaxes(self, student: ChunkedLinear) -> Softmaxes:
-        return Softmaxes(
-            Mixture(self.beta), self.temperature, self.softcap, self.teacher_softcap, student.leaves_rows_past_count
-        )
-
-    def counts(self) -> Tensor:
-        """Which tokens count, `[N]`."""
-        if self.labels is None:
-            return torch.ones((self.tokens.numel(),), dtype=torch.bool, device=self.input.device)
-        return self.labels.reshape(-1).long() != self.ignore_index  # int32 would wrap an index that it does not hold
-
-    def kept(self, rows: DivergenceRows) -> Kept | None:
-        """The tokens that count, where that is asked for and can be made use of."""
-        if not self.skip_ignored or self.labels is None:
-            return None
-        linears = (self.input, self.linear_weight), (self.teacher_input, self.teacher_linear_weight)
-        return Kept.of(self.counts().view(self.tokens), *linears, on_host=rows is CPU)
-
-
 def _fwd(
     rows: DivergenceRows, call: DistillCall, total: bool, need_dx: bool, need_dw: bool, need_db: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The mean of the losses, or with `total` their sum, what the gradients are still to be divided by, and these."""
-    kept = call.kept(rows)
-    if kept is not None:
-        call = kept.call(call, "input", "teacher_input", "labels", "row_weight")
-    counts = call.counts()
-    count = counts.float()
-    weights = count if call.row_weight is None else torch.where(counts, call.row_weight.reshape(-1).float(), 0.0)
-    divisor = weights.sum()
-    # Mostly the gradients of the rows are divided here. Where weights make the divisor 0 the rows that count get some
-    # that are not finite, as is the loss; without weights no row counts then, and all gradients are 0.
-    of_rows, left = weights, divisor
-    if not total and call.input.dtype != torch.float16:  # whose range does not hold what is divided
-        of_rows, left = weights / divisor, torch.ones_like(divisor)
-    elif not total and call.row_weight is not None:
-        of_rows = torch.where(divisor == 0, float("inf"), weights)
-    student, teacher = call.linears(kept)
-    gradients = LinearGradients(student, (need_dx, need_dw, need_db), call.dtypes[0])
-    softmaxes, parts = call.softmaxes(student), []
-    for (chunk, z), (_, w) in zip(student.chunks(), teacher.chunks(), strict=True):
-        loss, stats, sums = losses(rows, z, w, count[chunk], softmaxes, call.group_name)
-        parts.append(torch.where(counts[chunk], loss * weights[chunk], 0.0))
-        if any(gradients.need):
-            if z.shape[1] > 0:
-                rows.gradients(z, w, count[chunk], of_rows[chunk], stats, sums, softmaxes)
-            gradients.add(chunk, z)
-    loss = torch.cat(parts).sum()
-    dx = gradients.dx if kept is None or not need_dx else kept.spread(gradients.dx)
-    return loss if total else loss / divisor, left, dx, gradients.dw.to(call.dtypes[1]), gradients.db
-
-
-def _products(call: DistillCall, total: bool, need_dx: bool, need_dw: bool, need_db: bool) -> float:
-    return 1 + need_dx + need_dw + call.teacher_input.shape[-1] / call.input.shape[-1]
+    loss, _, left, dx, dw, db = distilled(rows, call, total, (need_dx, need_dw, need_db))
+    return loss, left, dx, dw, db
 
 
 fused_linear_jsd_fwd = CallOp(
-    "_fused_linear_jsd_fwd", DistillCall, _fwd, kernels=KERNELS, cpu=CPU, fake=fake_loss, products=_products
+    "_fused_linear_jsd_fwd", DistillCall, _fwd, kernels=KERNELS, cpu=CPU, fake=fake_loss, products=products
 )
 scale = scale_op("_fused_linear_jsd_scale")
 
@@ -319,7 +215,7 @@ def fused_linear_jsd(
     Sources: Agarwal et al., 2023, https://arxiv.org/abs/2306.13649; Liger Kernel, https://arxiv.org/abs/2410.10989.
     """
     student, teacher = (input, linear_weight, linear_bias), (teacher_input, teacher_linear_weight, teacher_linear_bias)
-    options = (beta, temperature, softcap, teacher_softcap, ignore_index, skip_ignored, chunk_size)
+    options = (beta, temperature, softcap, teacher_softcap, ignore_index, skip_ignored, chunk_size, 0.0)
     classes, teacher_classes = linear_weight.shape[0], teacher_linear_weight.shape[0]
     if type(linear_weight) not in PLAIN_TENSORS:
         from llmk.ops.linear_loss._vocab_shards import mesh_dim_of_classes, slices_of  # which imports torch.distributed
@@ -337,38 +233,9 @@ def fused_linear_jsd(
 def _divergence(
     tensors: tuple[Any, ...], options: tuple[Any, ...], slices: tuple[int, str, str], teacher_classes: int
 ) -> Tensor:
-    of_both = *checked_linear(*tensors[:3], fewest_classes=0), *_checked_teacher(*tensors[3:6])
-    arguments: tuple[Any, ...] = (*of_both, *tensors[6:], *options, *slices)
-    call = DistillCall(*arguments)
-    if call.num_classes == 0 or teacher_classes != call.num_classes:
-        raise ValueError(
-            f"teacher_linear_weight: expected the classes of linear_weight, {call.num_classes} and at least one, "
-            f"got {teacher_classes}"
-        )
-    check_same("teacher_input", call.teacher_input, "input", call.input, dtype=True)
-    check_shape("teacher_input", call.teacher_input, (*call.tokens, call.teacher_input.shape[-1]), "input's tokens")
-    for name, each, dtypes in (
-        ("labels", call.labels, (torch.int64, torch.int32)),
-        ("row_weight", call.row_weight, FLOAT_DTYPES),
-    ):
-        if each is not None:
-            check_dtype(name, each, dtypes)
-            check_shape(name, each, call.tokens, "one for each token")
-            check_same(name, each, "input", call.input)
-    check_number("beta", call.beta, 0.0, 1.0, "a number from 0 to 1")
-    check_temperature(call.temperature)
-    check_switch("softcap", call.softcap)
-    check_switch("teacher_softcap", call.teacher_softcap)
-    check_chunk_size(call.chunk_size)
+    call = checked_call(tensors, options, slices, teacher_classes)
     if is_sharded(call.input, call.linear_weight):
         total, divisor, *_ = fused_linear_jsd_fwd(call, True)
         return mean_of_all(total, divisor.detach(), call.row_weight is not None)
     loss, *_ = fused_linear_jsd_fwd(call, False)
     return loss
-
-
-def _checked_teacher(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    try:
-        return checked_linear(input, weight, bias, fewest_classes=0)
-    except (TypeError, ValueError) as error:  # it names input, linear_weight or linear_bias
-        raise type(error)(f"teacher_{error}") from None

@@ -1,0 +1,178 @@
+r"""Distillation from hidden states together with the cross entropy of the student: one pass over its logits.
+
+Sources: Hinton et al., "Distilling the Knowledge in a Neural Network", 2015, https://arxiv.org/abs/1503.02531, for the
+sum of the two; those of `fused_linear_jsd.py` for the divergence and for making the gradients in the forward pass.
+
+    loss = mean of divergence(softmax(z / T), softmax(z' / T)) + ce_weight * mean of -log softmax(z)[label]
+
+with z the student's logits, z' the teacher's. A chunk's logits are those of `fused_linear_jsd`; one pass more over the
+student's gives the maximum and the sum at temperature 1, and the gradient
+
+    dz = that of the divergence + ce_weight / tokens * (softmax(z) - onehot(label))
+
+is written in one pass, so that both have one dx, one dW and one db between them.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmk.ops.common.scaling import scale_op
+from llmk.ops.linear_loss._call import CallOp
+from llmk.ops.linear_loss._distill import DistillCall, checked_call, distilled, products
+from llmk.ops.linear_loss._divergence_rows import CPU, KERNELS, DivergenceRows
+from llmk.ops.linear_loss._scaled import differentiate_by_scaling, fake_loss
+from llmk.ops.linear_loss.fused_linear_jsd import fused_linear_jsd_cost, fused_linear_jsd_reference
+from llmk.registry import LARGEST, Cost, Sample, check_number, public_op, replicate_only
+from llmk.registry.checks import TINY
+
+
+def fused_linear_jsd_ce_reference(
+    input: Tensor, linear_weight: Tensor, teacher_input: Tensor, teacher_linear_weight: Tensor, labels: Tensor, *,
+    ce_weight: float = 1.0, linear_bias: Tensor | None = None, softcap: float = 0.0, ignore_index: int = -100,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    divergence = fused_linear_jsd_reference(
+        input, linear_weight, teacher_input, teacher_linear_weight, labels=labels, linear_bias=linear_bias,
+        softcap=softcap, ignore_index=ignore_index, **options,
+    )  # fmt: skip
+    logits = torch.nn.functional.linear(input, linear_weight, linear_bias)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+    nll = torch.nn.functional.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]), labels.reshape(-1).long(), ignore_index=ignore_index
+    )
+    return divergence + ce_weight * nll, divergence.detach(), nll.detach()
+
+
+def _fwd(
+    rows: DivergenceRows, call: DistillCall, total: bool, need_dx: bool, need_dw: bool, need_db: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    divergence, nll, left, dx, dw, db = distilled(rows, call, total, (need_dx, need_dw, need_db))
+    return divergence + call.ce_weight * nll, divergence, nll, left, dx, dw, db
+
+
+def _fake(call: DistillCall, total: bool, *need: bool) -> tuple[Tensor, ...]:
+    divergence, nll = (call.input.new_empty((), dtype=torch.float32) for _ in range(2))
+    loss, *rest = fake_loss(call, total, *need)
+    return loss, divergence, nll, *rest
+
+
+fused_linear_jsd_ce_fwd = CallOp(
+    "_fused_linear_jsd_ce_fwd", DistillCall, _fwd, kernels=KERNELS, cpu=CPU, fake=_fake, products=products
+)
+scale = scale_op("_fused_linear_jsd_ce_scale")
+fused_linear_jsd_ce_fwd.op.register_sharding(replicate_only)
+differentiate_by_scaling(fused_linear_jsd_ce_fwd, scale, lambda total: total, constants=2)
+
+
+def fused_linear_jsd_ce_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    def given(V: int, *tokens: int, H: int = 12) -> tuple[Tensor, ...]:
+        labels = torch.randint(0, V, tokens, device=device)
+        places = torch.arange(labels.numel(), device=device, dtype=torch.int64).view(tokens)
+        labels = labels.masked_fill(places % 4 == 3, -100)
+        return randn(*tokens, H), randn(V, H), randn(*tokens, H + 8), randn(V, H + 8), labels
+
+    yield Sample(given(32, 8), why="powers of two")
+    kwargs = {
+        "linear_bias": randn(37), "teacher_linear_bias": randn(37), "temperature": 2.0, "softcap": 4.0,
+        "teacher_softcap": 3.0, "ce_weight": 0.4, "row_weight": torch.rand(2, 5, device=device, dtype=dtype),
+    }  # fmt: skip
+    for beta in (0.0, 0.3, 1.0):
+        yield Sample(given(37, 2, 5), kwargs | {"beta": beta, "chunk_size": 8}, why=f"beta {beta}, every option")
+    yield Sample(given(37, 2, 5, H=16), kwargs | {"skip_ignored": True}, why="ignored tokens skipped")
+    x, weight, teacher_x, teacher_weight, labels = given(37, 5)
+    strided = randn(12, 5).t(), randn(12, 37).t(), teacher_x, teacher_weight, labels.int()
+    yield Sample(strided, why="strided, int32")
+    yield Sample((x, weight, teacher_x, teacher_weight, torch.full_like(labels, -100)), why="no token counts: NaN")
+
+
+def fused_linear_jsd_ce_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
+    x, weight = (torch.randn(n, 16, device=device, dtype=dtype) for n in (rows, 40))
+    teacher_x, teacher_weight = (torch.randn(n, 24, device=device, dtype=dtype) for n in (rows, 40))
+    labels = torch.randint(0, 40, (rows,), device=device)
+    return Sample((x, weight, teacher_x, teacher_weight, labels), {"chunk_size": 32}, why="resized")
+
+
+def fused_linear_jsd_ce_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    N, H, V, teacher_H = 4096, 2048, 128256, 4096
+    x, teacher_x = (torch.randn(N, n, device=device, dtype=dtype) for n in (H, teacher_H))
+    weight, teacher_weight = (torch.randn(V, n, device=device, dtype=dtype) / n**0.5 for n in (H, teacher_H))
+    labels = torch.randint(0, V, (N,), device=device)
+    yield Sample((x, weight, teacher_x, teacher_weight, labels), why=f"{N}x{H}x{V}, teacher {teacher_H}")
+
+
+def fused_linear_jsd_ce_cost(
+    input: Tensor, linear_weight: Tensor, teacher_input: Tensor, teacher_linear_weight: Tensor, labels: Tensor,
+    **options: Any,
+) -> Cost:  # fmt: skip
+    return fused_linear_jsd_cost(input, linear_weight, teacher_input, teacher_linear_weight)
+
+
+@public_op(
+    "fused_linear_jsd_ce(Tensor input, Tensor linear_weight, Tensor teacher_input, Tensor teacher_linear_weight, "
+    "Tensor labels, *, float ce_weight=1.0, Tensor? linear_bias=None, Tensor? teacher_linear_bias=None, "
+    "float beta=0.5, float temperature=1.0, float softcap=0.0, float teacher_softcap=0.0, Tensor? row_weight=None, "
+    "int ignore_index=-100, bool skip_ignored=False, int chunk_size=0) -> (Tensor, Tensor, Tensor)",
+    reference=fused_linear_jsd_ce_reference,
+    differentiable=("input", "linear_weight", "linear_bias"),
+    kernel_ops=(fused_linear_jsd_ce_fwd.op, scale),
+    samples=fused_linear_jsd_ce_samples,
+    resized=fused_linear_jsd_ce_resized,
+    workloads=fused_linear_jsd_ce_workloads,
+    cost=fused_linear_jsd_ce_cost,
+)
+def fused_linear_jsd_ce(
+    input: Tensor,
+    linear_weight: Tensor,
+    teacher_input: Tensor,
+    teacher_linear_weight: Tensor,
+    labels: Tensor,
+    *,
+    ce_weight: float = 1.0,
+    linear_bias: Tensor | None = None,
+    teacher_linear_bias: Tensor | None = None,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    softcap: float = 0.0,
+    teacher_softcap: float = 0.0,
+    row_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    skip_ignored: bool = False,
+    chunk_size: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`fused_linear_jsd` and `ce_weight` times the cross entropy of the student's logits, which are made once for both.
+
+    The cross entropy is at temperature 1, the mean over the tokens that count, whatever their weights.
+
+    Args:
+        input, linear_weight, teacher_input, teacher_linear_weight: As in `fused_linear_jsd`.
+        labels: Class indices `[...]`, int64 or int32, `ignore_index` where a token does not count.
+        ce_weight: What the cross entropy is multiplied by; positive.
+        linear_bias, teacher_linear_bias, beta, temperature, softcap, teacher_softcap, row_weight, ignore_index,
+            skip_ignored, chunk_size: As in `fused_linear_jsd`; `row_weight` is of the divergence alone.
+
+    Returns:
+        The sum of both, a float32 scalar; and detached the divergence and the cross entropy. Over no token: NaN.
+
+    Raises:
+        TypeError: A dtype does not fit.
+        ValueError: A shape, a device or an option does not fit, such as two weights of different numbers of classes.
+        IndexError: On the CPU, a label is neither a class nor `ignore_index`. On a GPU it makes the loss NaN.
+        NotImplementedError: A tensor of the teacher, or `row_weight`, requires a gradient.
+
+    Sources: Hinton et al., 2015, https://arxiv.org/abs/1503.02531; Agarwal et al., 2023,
+    https://arxiv.org/abs/2306.13649; Liger Kernel, https://arxiv.org/abs/2410.10989.
+    """
+    check_number("ce_weight", ce_weight, TINY, LARGEST, "a finite positive number")
+    student, teacher = (input, linear_weight, linear_bias), (teacher_input, teacher_linear_weight, teacher_linear_bias)
+    options = (beta, temperature, softcap, teacher_softcap, ignore_index, skip_ignored, chunk_size, ce_weight)
+    slices, teacher_classes = (linear_weight.shape[0], "", ""), teacher_linear_weight.shape[0]
+    call = checked_call((*student, *teacher, labels, row_weight), options, slices, teacher_classes)
+    loss, divergence, nll, *_ = fused_linear_jsd_ce_fwd(call, False)
+    return loss, divergence, nll
