@@ -127,6 +127,7 @@ def _liger_triton(tune: bool) -> dict[str, Adapter]:
         "relu_squared": lambda x: ops.LigerReLUSquaredFunction.apply,
         "sparsemax": lambda x, dim=-1: lambda x, dim=-1: ops.LigerSparsemaxFunction.apply(x, dim),
         "embedding": lambda *args: lambda input, weight: ops.LigerEmbeddingFunction.apply(weight, input),
+        "poly_norm": lambda *args: lambda x, w, b, eps=1e-6: ops.LigerPolyNormFunction.apply(x, w, b, eps, False),
         "dyt": lambda *args: ops.LigerDyTFunction.apply,
         "jsd": lambda *args, **options: functional.liger_jsd,
         "tvd": _plain_loss(functional.liger_tvd),

@@ -34,6 +34,18 @@ class DynamicTanh(nn.Module):
         return self.weight * torch.tanh(self.alpha * x) + self.bias
 
 
+class PlainPolyNorm(nn.Module):
+    """As the authors have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.full((3,), 1 / 3)), nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        cube, square, value = (u * torch.rsqrt(u.pow(2).mean(-1, keepdim=True) + 1e-6) for u in (x**3, x**2, x))
+        return self.weight[0] * cube + self.weight[1] * square + self.weight[2] * value + self.bias
+
+
 MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], tuple[int, ...]]] = {
     "torch RMSNorm": (lambda: nn.RMSNorm(HIDDEN), lambda: llmk.nn.RMSNorm(HIDDEN), (5, HIDDEN)),
     "torch RMSNorm, two axes": (
@@ -59,6 +71,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], tuple
         (2, 12, 5),
     ),
     "DynamicTanh": (lambda: DynamicTanh(HIDDEN), lambda: llmk.nn.DyT(HIDDEN), (2, 5, HIDDEN)),
+    "PolyNorm": (PlainPolyNorm, llmk.nn.PolyNorm, (2, 5, HIDDEN)),
     "LlamaRMSNorm": (lambda: LlamaRMSNorm(HIDDEN, 1e-5), lambda: llmk.nn.RMSNorm(HIDDEN, 1e-5), (2, 5, HIDDEN)),
     "LlamaMLP": (lambda: LlamaMLP(llama), lambda: llmk.nn.SwiGLUMLP(HIDDEN, INTERMEDIATE), (2, 5, HIDDEN)),
     "GemmaRMSNorm": (

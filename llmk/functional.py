@@ -22,6 +22,7 @@ from llmk.ops.loss.tvd import tvd
 from llmk.ops.norm.add_rms_norm import add_rms_norm
 from llmk.ops.norm.group_norm import group_norm
 from llmk.ops.norm.layer_norm import layer_norm
+from llmk.ops.norm.poly_norm import poly_norm
 from llmk.ops.norm.rms_norm import rms_norm
 from llmk.ops.pointwise.add import add
 from llmk.ops.pointwise.dyt import dyt
@@ -56,6 +57,7 @@ __all__ = [
     "moe_experts",
     "moe_permute",
     "moe_unpermute",
+    "poly_norm",
     "qk_norm_rope",
     "relu_squared",
     "rms_norm",

@@ -12,7 +12,7 @@ from llmk.nn.losses import (
     LinearLogProbs,
     TVDLoss,
 )
-from llmk.nn.norms import DyT, GroupNorm, LayerNorm, RMSNorm
+from llmk.nn.norms import DyT, GroupNorm, LayerNorm, PolyNorm, RMSNorm
 from llmk.nn.rotary import RotaryEmbedding
 from llmk.nn.routing import load_balance_loss, router_z_loss
 
@@ -29,6 +29,7 @@ __all__ = [
     "LinearCrossEntropyLoss",
     "LinearJSDLoss",
     "LinearLogProbs",
+    "PolyNorm",
     "RMSNorm",
     "RotaryEmbedding",
     "SwiGLUMLP",

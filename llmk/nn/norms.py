@@ -193,3 +193,33 @@ class DyT(_Norm):
 
     def extra_repr(self) -> str:
         return f"{self.normalized_shape}, init_alpha={self.init_alpha}, bias={self.bias is not None}"
+
+
+class PolyNorm(nn.Module):
+    """PolyNorm, an activation: the cube, the square and the value of its input, normalized and weighted.
+
+    Parameters: `weight [3]`, of the cube, the square and the value, which start at a third, and `bias [1]`, which
+    starts at 0 as in the authors' code.
+
+    Source: Zhuo et al., 2024, https://arxiv.org/abs/2411.03884.
+    """
+
+    def __init__(
+        self, eps: float = 1e-6, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        check_not_negative("eps", eps)
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty((3,), device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty((1,), device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, 1 / 3)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.poly_norm(input, self.weight, self.bias, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"eps={self.eps}"

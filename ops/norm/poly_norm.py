@@ -1,0 +1,307 @@
+r"""PolyNorm: an activation of three normalized powers, weighted by three learned numbers.
+
+Source: Zhuo et al., "Polynomial Composition Activations", 2024, https://arxiv.org/abs/2411.03884; the order of the
+weights and the root mean square in place of the norm are those of the authors' code.
+
+Forward, for each row x of N values, with powers u_1 = x^3, u_2 = x^2, u_3 = x:
+
+    y = b + sum over k of w_k * u_k / sqrt(ms_k)    with ms_k = mean(u_k^2) + eps
+
+Backward, given dy, with m_k = mean(dy * u_k):
+
+    dx   = sum over k of w_k / sqrt(ms_k) * (dy - u_k * m_k / ms_k) * du_k/dx
+    dw_k = sum over rows of N * m_k / sqrt(ms_k)
+    db   = sum of dy
+
+The three ms are kept. A program takes one row after another, each in blocks, of which there is one where it fits; the
+second pass over a row finds it in a cache. Sums are float32, those of the programs added in a fixed order: no atomics.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmk.ops.common.rows import as_rows
+from llmk.ops.common.sums import sum_partials
+from llmk.registry import (
+    PARTIAL,
+    REPLICATE,
+    Cost,
+    KernelOp,
+    Sample,
+    at_most,
+    check_dtype,
+    check_not_negative,
+    check_same,
+    check_shape,
+    empty,
+    next_power_of_2,
+    num_programs,
+    public_op,
+    row_axes,
+    wrap_triton,
+)
+
+
+def poly_norm_reference(input: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Tensor:
+    y = bias
+    for k, power in enumerate((input**3, input**2, input)):
+        y = y + weight[k] * power * torch.rsqrt(power.square().mean(-1, keepdim=True) + eps)
+    return y.to(input.dtype)
+
+
+@triton.jit
+def poly_norm_kernel(x_ptr, w_ptr, b_ptr, y_ptr, ms_ptr, M, N, x_stride, eps, BLOCK_N: tl.constexpr):
+    eps = tl.cast(eps, tl.float32)
+    w1, w2, w3 = (tl.load(w_ptr).to(tl.float32), tl.load(w_ptr + 1).to(tl.float32), tl.load(w_ptr + 2).to(tl.float32))
+    b = tl.load(b_ptr).to(tl.float32)
+    for row in range(tl.program_id(0).to(tl.int64), M, tl.num_programs(0)):
+        s1 = tl.zeros((BLOCK_N,), dtype=tl.float32)
+        s2 = tl.zeros((BLOCK_N,), dtype=tl.float32)
+        s3 = tl.zeros((BLOCK_N,), dtype=tl.float32)
+        for start in range(0, N, BLOCK_N):
+            cols = start + tl.arange(0, BLOCK_N)
+            x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
+            square = x * x
+            s1 += (square * x) * (square * x)
+            s2 += square * square
+            s3 += square
+        ms1 = tl.sum(s1, axis=0) / N + eps
+        ms2 = tl.sum(s2, axis=0) / N + eps
+        ms3 = tl.sum(s3, axis=0) / N + eps
+        tl.store(ms_ptr + row * 3, ms1)
+        tl.store(ms_ptr + row * 3 + 1, ms2)
+        tl.store(ms_ptr + row * 3 + 2, ms3)
+        r1 = w1 * tl.div_rn(1.0, tl.sqrt_rn(ms1))
+        r2 = w2 * tl.div_rn(1.0, tl.sqrt_rn(ms2))
+        r3 = w3 * tl.div_rn(1.0, tl.sqrt_rn(ms3))
+        for start in range(0, N, BLOCK_N):
+            cols = start + tl.arange(0, BLOCK_N)
+            x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
+            y = (r1 * (x * x * x) + r2 * (x * x)) + (r3 * x + b)
+            tl.store(y_ptr + row * N + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
+
+
+@triton.jit
+def poly_norm_backward_kernel(
+    dy_ptr, x_ptr, w_ptr, ms_ptr, dx_ptr, partial_ptr, M, N, dy_stride, x_stride, BLOCK_N: tl.constexpr
+):
+    program = tl.program_id(0).to(tl.int64)
+    w1, w2, w3 = (tl.load(w_ptr).to(tl.float32), tl.load(w_ptr + 1).to(tl.float32), tl.load(w_ptr + 2).to(tl.float32))
+    dw1 = tl.cast(0.0, tl.float32)
+    dw2 = tl.cast(0.0, tl.float32)
+    dw3 = tl.cast(0.0, tl.float32)
+    db = tl.cast(0.0, tl.float32)
+    for row in range(program, M, tl.num_programs(0)):
+        s0 = tl.zeros((BLOCK_N,), dtype=tl.float32)
+        s1 = tl.zeros((BLOCK_N,), dtype=tl.float32)
+        s2 = tl.zeros((BLOCK_N,), dtype=tl.float32)
+        s3 = tl.zeros((BLOCK_N,), dtype=tl.float32)
+        for start in range(0, N, BLOCK_N):
+            cols = start + tl.arange(0, BLOCK_N)
+            x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
+            dy = tl.load(dy_ptr + row * dy_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
+            s0 += dy
+            s1 += dy * (x * x * x)
+            s2 += dy * (x * x)
+            s3 += dy * x
+        ms1, ms2, ms3 = (tl.load(ms_ptr + row * 3), tl.load(ms_ptr + row * 3 + 1), tl.load(ms_ptr + row * 3 + 2))
+        r1 = tl.div_rn(1.0, tl.sqrt_rn(ms1))
+        r2 = tl.div_rn(1.0, tl.sqrt_rn(ms2))
+        r3 = tl.div_rn(1.0, tl.sqrt_rn(ms3))
+        t1, t2, t3 = (tl.sum(s1, axis=0), tl.sum(s2, axis=0), tl.sum(s3, axis=0))
+        dw1 += t1 * r1
+        dw2 += t2 * r2
+        dw3 += t3 * r3
+        db += tl.sum(s0, axis=0)
+        m1, m2, m3 = (tl.div_rn(t1 / N, ms1), tl.div_rn(t2 / N, ms2), tl.div_rn(t3 / N, ms3))
+        for start in range(0, N, BLOCK_N):
+            cols = start + tl.arange(0, BLOCK_N)
+            x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
+            dy = tl.load(dy_ptr + row * dy_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
+            dx = w1 * r1 * (dy - (x * x * x) * m1) * (3.0 * (x * x))
+            dx += w2 * r2 * (dy - (x * x) * m2) * (2.0 * x)
+            dx += w3 * r3 * (dy - x * m3)
+            tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
+    if partial_ptr is not None:
+        tl.store(partial_ptr + program * 4, dw1)
+        tl.store(partial_ptr + program * 4 + 1, dw2)
+        tl.store(partial_ptr + program * 4 + 2, dw3)
+        tl.store(partial_ptr + program * 4 + 3, db)
+
+
+def _tile(N: int) -> dict[str, int]:
+    """Eight elements a thread, of no more than 256: with the sums beside them 512 threads would spill."""
+    block = min(2048, next_power_of_2(N))
+    return {"BLOCK_N": block, "num_warps": max(1, min(16, block // 256))}
+
+
+def _programs(M: int, N: int, device: torch.device) -> int:
+    """Enough to fill a multiprocessor's 2048 threads."""
+    return at_most(M, num_programs(device, 64 // _tile(N)["num_warps"]))
+
+
+def _poly_norm_fwd(input: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    x = as_rows(input)
+    M, N = x.shape
+    y = empty(input.shape, input.dtype, input.device)
+    ms = empty((*input.shape[:-1], 3), torch.float32, input.device)
+    wrap_triton(poly_norm_kernel)[(_programs(M, N, x.device),)](
+        x, weight.contiguous(), bias, y, ms, M, N, x.stride(0), eps, **_tile(N)
+    )
+    return y, ms
+
+
+def _poly_norm_bwd(
+    grad: Tensor, input: Tensor, weight: Tensor, bias: Tensor, ms: Tensor, need_weight: bool, need_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    dy, x = as_rows(grad), as_rows(input)
+    M, N = x.shape
+    programs = _programs(M, N, x.device)
+    dx = empty(input.shape, input.dtype, input.device)
+    partials = empty((programs, 4), torch.float32, x.device) if need_weight or need_bias else None
+    wrap_triton(poly_norm_backward_kernel)[(programs,)](
+        dy, x, weight.contiguous(), ms.contiguous(), dx, partials, M, N, dy.stride(0), x.stride(0), **_tile(N)
+    )
+    return dx, *_of_parameters(None if partials is None else sum_partials(partials, torch.float32), weight, bias)
+
+
+def _of_parameters(sums: Tensor | None, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of weight and bias from float32 `[4]`."""
+    if sums is None:
+        return empty((0,), weight.dtype, weight.device), empty((0,), bias.dtype, bias.device)
+    return sums[:3].to(weight.dtype, copy=True), sums[3].to(bias.dtype, copy=True).view(bias.shape)
+
+
+poly_norm_fwd = KernelOp(_poly_norm_fwd, replayed=True)
+poly_norm_bwd = KernelOp(_poly_norm_bwd)  # what casts its three numbers is not replayed
+
+
+@poly_norm_fwd.register_kernel("cpu")
+def _(input, weight, bias, eps):
+    x = input.float()
+    powers = torch.stack([x * x * x, x * x, x])  # [3, ..., N]
+    ms = powers.square().mean(-1) + eps
+    scale = weight.float().view(3, *[1] * x.dim())
+    y = (scale * powers * torch.rsqrt(ms).unsqueeze(-1)).sum(0) + bias.float()
+    return y.to(input.dtype).contiguous(), ms.movedim(0, -1).contiguous()
+
+
+@poly_norm_bwd.register_kernel("cpu")
+def _(grad, input, weight, bias, ms, need_weight, need_bias):
+    x, dy = input.float(), grad.float()
+    powers, slopes = torch.stack([x * x * x, x * x, x]), torch.stack([3 * x * x, 2 * x, torch.ones_like(x)])
+    ms = ms.movedim(-1, 0).unsqueeze(-1)
+    rstd, means = torch.rsqrt(ms), (dy * powers).mean(-1, keepdim=True)
+    scale = weight.float().view(3, *[1] * x.dim())
+    dx = (scale * rstd * (dy - powers * (means / ms)) * slopes).sum(0)
+    dw = (means * x.shape[-1] * rstd).flatten(1).sum(1)
+    sums = torch.cat([dw, dy.sum().view(1)]) if need_weight or need_bias else None
+    return dx.to(input.dtype).contiguous(), *_of_parameters(sums, weight, bias)
+
+
+@poly_norm_fwd.register_fake
+def _(input):
+    return input.new_empty(input.shape), input.new_empty((*input.shape[:-1], 3), dtype=torch.float32)
+
+
+@poly_norm_bwd.register_fake
+def _(grad, input, weight, bias, ms, need_weight, need_bias):
+    both = need_weight or need_bias
+    return (
+        input.new_empty(input.shape),
+        weight.new_empty(weight.shape if both else (0,)),
+        bias.new_empty(bias.shape if both else (0,)),
+    )
+
+
+poly_norm_fwd.register_backward(poly_norm_bwd, outputs=("output", "ms"))
+
+
+@poly_norm_fwd.register_sharding
+def _(input):
+    return [([axis, axis], [axis, REPLICATE, REPLICATE]) for axis in row_axes(input)]
+
+
+@poly_norm_bwd.register_sharding
+def _(grad):
+    return [([axis, PARTIAL, PARTIAL], [axis, axis, REPLICATE, REPLICATE, axis]) for axis in row_axes(grad)]
+
+
+def poly_norm_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    def randn(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    yield Sample((randn(4, 16), randn(3), randn(1)), why="powers of two")
+    yield Sample((randn(2, 3, 37), randn(3), randn(), 1e-5), why="three dimensions, odd width, a bias without axes")
+    yield Sample((randn(33), randn(3, dtype=torch.float32), randn(1)), why="one dimension, float32 weights")
+    yield Sample((30 * randn(3, 64), randn(3), randn(1)), why="large values")
+    yield Sample((randn(0, 16), randn(3), randn(1)), why="no rows")
+    yield Sample((randn(24, 6).t(), randn(6)[::2], randn(1)), why="columns strided")
+    yield Sample((randn(6, 80)[:, 16:48], randn(3), randn(1)), why="a slice of a wider row")
+    yield Sample((randn(300, 24), randn(3), randn(1)), why="more rows than programs")
+    yield Sample((randn(2, 5003), randn(3), randn(1)), why="several blocks of columns")
+
+
+def poly_norm_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
+    x, weight = torch.randn(rows, 48, device=device, dtype=dtype), torch.randn(3, device=device, dtype=dtype)
+    return Sample((x, weight, torch.randn(1, device=device, dtype=dtype)), why="resized")
+
+
+def poly_norm_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for rows, columns in [(32768, 4096), (8192, 14336)]:
+        x, weight = torch.randn(rows, columns, device=device, dtype=dtype), torch.randn(3, device=device, dtype=dtype)
+        yield Sample((x, weight, torch.randn(1, device=device, dtype=dtype)), why=f"{rows}x{columns}")
+
+
+def poly_norm_cost(input: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Cost:
+    tensor = input.numel() * input.element_size()
+    return Cost(bytes_forward=2 * tensor, bytes_full=5 * tensor)
+
+
+@public_op(
+    "poly_norm(Tensor input, Tensor weight, Tensor bias, float eps=1e-6) -> Tensor",
+    reference=poly_norm_reference,
+    differentiable=("input", "weight", "bias"),
+    kernel_ops=(poly_norm_fwd, poly_norm_bwd),
+    samples=poly_norm_samples,
+    resized=poly_norm_resized,
+    workloads=poly_norm_workloads,
+    cost=poly_norm_cost,
+)
+def poly_norm(input: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Tensor:
+    """PolyNorm over the last axis: the cube, the square and the value, each divided by its root mean square, weighted.
+
+    In float32 with one rounding.
+
+    Args:
+        input: `[..., N]`, float32, float16 or bfloat16, any strides.
+        weight: `[3]`, of the cube, the square and the value, any of these dtypes.
+        bias: `[1]` or `[]`, any of these dtypes.
+        eps: Added to each mean square, at least 0.
+
+    Returns:
+        `[..., N]`, contiguous, in the dtype of `input`.
+
+    Raises:
+        TypeError: A tensor is not float32, float16 or bfloat16.
+        ValueError: `input` has no axis or its last one is empty, another's shape or device does not fit, or `eps` is
+            out of range.
+
+    Source: Zhuo et al., 2024, https://arxiv.org/abs/2411.03884.
+    """
+    check_dtype("input", input)
+    if input.dim() == 0 or input.shape[-1] == 0:
+        raise ValueError(f"input: expected shape [..., N] with N at least 1, got {tuple(input.shape)}")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        check_dtype(name, tensor)
+        check_same(name, tensor, "input", input)
+    check_shape("weight", weight, (3,), "one for each power")
+    if bias.dim() > 1 or bias.numel() != 1:
+        raise ValueError(f"bias: expected shape (1,) or (), got {tuple(bias.shape)}")
+    check_not_negative("eps", eps)
+    y, _ = poly_norm_fwd(input, weight, bias, eps)
+    return y
