@@ -102,7 +102,9 @@ def compare(loss: Callable[..., Tensor], given: tuple[Tensor, ...], mesh: Device
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.sharded", description="Time losses of classes that are spread over ranks.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.sharded", description="Time losses of classes that are spread over ranks."
+    )
     parser.add_argument("--device", help="cuda if there is one, else cpu")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     options = parser.parse_args(arguments)
