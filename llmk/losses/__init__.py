@@ -1,8 +1,8 @@
 """Losses that language models are trained with after pretraining, from hidden states and a projection, without logits.
 
 Each is a function of `(input [B, S, H], linear_weight [V, H], target [B, S], ...)`, already shifted, and returns the
-loss and a dict of detached metrics. They stand on `llmk.functional.linear_logprobs`,
-`fused_linear_ce` and `fused_linear_jsd`.
+loss and a dict of detached metrics. They stand on `fused_linear_preference`, `fused_linear_policy`, `fused_linear_jsd`,
+`fused_linear_ce` and, where gradients can only be made in the backward pass, `linear_logprobs` of `llmk.functional`.
 """
 
 from llmk.losses.cpo import cpo, orpo, simpo

@@ -34,7 +34,7 @@ def reinforce(
         TypeError: An argument is not a tensor, or a dtype does not fit.
         ValueError: A shape or an option does not fit.
 
-    Four products, as `grpo`.
+    Three products, as `grpo` with ratios of tokens.
 
     Source: Williams, 1992, https://doi.org/10.1007/BF00992696.
     """
@@ -71,7 +71,7 @@ def rloo(
         TypeError: An argument is not a tensor, or a dtype does not fit.
         ValueError: A shape or an option does not fit.
 
-    Four products, as `grpo`.
+    Three products or four, as `grpo` with ratios of sequences.
 
     Sources: Ahmadian et al., 2024, https://arxiv.org/abs/2402.14740. Reference implementation: `trl.RLOOTrainer`.
     """
@@ -147,7 +147,7 @@ def ppo(
         TypeError: An argument is not a tensor, or a dtype does not fit.
         ValueError: A shape or an option does not fit.
 
-    Four products, as `grpo`.
+    Three products, as `grpo` with ratios of tokens.
 
     Sources: Schulman et al., 2017, https://arxiv.org/abs/1707.06347, equations 7 and 9. Reference implementation: the
     `PPOTrainer` that TRL had before 1.16.
