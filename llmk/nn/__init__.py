@@ -15,6 +15,7 @@ from llmk.nn.losses import (
 from llmk.nn.norms import DyT, GroupNorm, LayerNorm, PolyNorm, RMSNorm
 from llmk.nn.rotary import RotaryEmbedding
 from llmk.nn.routing import load_balance_loss, router_z_loss
+from llmk.nn.tiled import TiledMLP
 
 __all__ = [
     "CrossEntropyLoss",
@@ -34,6 +35,7 @@ __all__ = [
     "RotaryEmbedding",
     "SwiGLUMLP",
     "TVDLoss",
+    "TiledMLP",
     "load_balance_loss",
     "router_z_loss",
 ]
