@@ -6,33 +6,52 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch.fx import GraphModule
 
-from llmk.compiler import Report
+from llmk.compiler import Report, sums
 from llmk.compiler.backend import Backend
 from llmk.compiler.rules import chosen
 from llmk.opcheck.accuracy import accuracy_violation
 from llmk.opcheck.inputs import copy_with_layout
 from llmk.opcheck.truth import NEIGHBOURS, Change, nudged, to_float64
 
+Compiler = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 
-def rewritten(
-    fn: Callable[..., Any],
+
+def rewriting(
     report: Report,
     without: Collection[str] = (),
     drop_logits: bool = False,
-    look: Callable[[torch.fx.GraphModule], None] = lambda gm: None,
-    then: Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]] = lambda gm, example_inputs: gm,
-) -> Callable[..., Any]:
-    """The function with its graphs rewritten, looked at and run as they are, or by another backend, not Inductor."""
+    look: Callable[[GraphModule], None] = lambda gm: None,
+    then: Compiler = lambda gm, example_inputs: gm,
+) -> Compiler:
+    """A backend that rewrites graphs, looks at them and runs them as they are, or with another backend."""
     backend = Backend(chosen(None, without), (), report, drop_logits)
 
-    def compiled(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    def compiled(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         report.add(backend.rewrite(gm))
         look(gm)
         return then(gm, example_inputs)
 
+    return compiled
+
+
+def rewritten(fn: Callable[..., Any], report: Report, **options: Any) -> Callable[..., Any]:
+    """The function with its graphs rewritten, without Inductor; options are those of `rewriting`."""
     torch._dynamo.reset()
-    return torch.compile(fn, backend=compiled)
+    return torch.compile(fn, backend=rewriting(report, **options))
+
+
+def _with_sums(gm: GraphModule, example_inputs: Any) -> Any:
+    sums.accumulate(gm.graph)
+    gm.recompile()
+    return make_boxed_func(gm.forward)
+
+
+THROUGH_AUTOGRAD = aot_autograd(fw_compiler=_with_sums, bw_compiler=_with_sums)
+"""What comes after the rewriting but Inductor: AOTAutograd's graphs, sums of products in place, run as they are."""
 
 
 def results(fn: Callable[..., Any], args: Sequence[Any], change: Change = copy_with_layout) -> list[Tensor]:

@@ -6,15 +6,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from backend_checks import require_same, rewritten
+from backend_checks import THROUGH_AUTOGRAD, require_same, rewritten
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch._aot_autograd.utils import make_boxed_func
-from torch.fx import GraphModule
 
-from llmk.compiler import Report, sums
+from llmk.compiler import Report
 
 B, S, H, V = 2, 3, 8, 13
 KINDS = {
@@ -149,18 +146,12 @@ class Model:
         return Counter(kind for fn in self.pieces if (kind := PIECES[fn])) + Counter({"loss": int(self.with_loss)})
 
 
-def compiler(gm: GraphModule, example_inputs: Any) -> Any:
-    sums.accumulate(gm.graph)
-    gm.recompile()
-    return make_boxed_func(gm.forward)
-
-
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(pieces=st.lists(st.sampled_from(list(PIECES)), min_size=2, max_size=6), with_loss=st.booleans())
 def test_pieces_in_any_order(pieces: list[Callable[..., Tensor]], with_loss: bool) -> None:
     """Each is found where it is one, and nothing else is; through AOTAutograd, with sums of products in place."""
     model, report = Model(pieces, with_loss), Report()
-    run = rewritten(model, report, then=aot_autograd(fw_compiler=compiler, bw_compiler=compiler))
+    run = rewritten(model, report, then=THROUGH_AUTOGRAD)
     require_same(run, model, model.arguments)
     found = Counter({kind: sum(report.replaced.get(name, 0) for name in names) for kind, names in KINDS.items()})
     assert +found == model.kinds, str(report)
