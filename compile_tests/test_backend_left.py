@@ -221,6 +221,18 @@ def test_logits_that_are_returned() -> None:
     assert report.replaced == {"fused_linear_ce": 1}
 
 
+def bias_of_rows(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(x, w) + b, TARGET)
+
+
+def test_a_bias_of_each_row() -> None:
+    report = Report()
+    args = randn(4, 8), randn(5, 8), randn(4, 5)
+    require_same(rewritten(bias_of_rows, report), bias_of_rows, args)
+    assert report.replaced == {"cross_entropy": 1}
+    assert any("not the same for all rows" in note.reason for note in report.left)
+
+
 def test_operators_left_out() -> None:
     args = randn(4, 8), randn(5, 8)
     report = Report()

@@ -72,10 +72,12 @@ class _Scaled(Pattern):
 
 
 def _logits() -> Pattern:
-    linear = Call("linear", Var("input"), Var("linear_weight"), Value("linear_bias"))
-    for turned in (Call("t", Var("linear_weight")), Call("numpy_T", Var("linear_weight"))):
-        linear = linear | Call("matmul", Var("input"), turned)
-    linear = linear | Call("matmul", Var("input"), Call("transpose", Var("linear_weight"), Value("a"), Value("b")))
+    """A product with its bias, and what may be done to it on the way."""
+    x, weight = Var("input"), Var("linear_weight")
+    product = Call("linear", x, weight, None)
+    for turned in (Call("t", weight), Call("numpy_T", weight), Call("transpose", weight, Value("a"), Value("b"))):
+        product = product | Call("matmul", x, turned)
+    linear = product | Call("linear", x, weight, Var("linear_bias")) | Call("add", product, Var("linear_bias"))
     inner = Cast(_Scaled(Cast(_Rows(Cast(_Scaled(Cast(linear)))))))
     return Cast(_Rows(capped(inner)))
 
@@ -91,9 +93,23 @@ def _rows_of(emit: Emit, x: Node, rows: tuple[Node, ...]) -> Node:
     return x
 
 
+def _bias(emit: Emit, values: Mapping[str, Any]) -> Node | None:
+    """The bias as [V], if there is one.
+
+    Raises:
+        Left: What is added to the logits is not the same for all rows.
+    """
+    bias = values.get("linear_bias")
+    if bias is None or value_of(bias).dim() == 1:
+        return bias
+    if any(not isinstance(size, int) or size != 1 for size in value_of(bias).shape[:-1]):
+        raise Left("what is added to the logits is not the same for all rows")
+    return emit(aten.reshape.default, bias, [-1])
+
+
 def _build(emit: Emit, values: Mapping[str, Any]) -> Any:
     options, scale = loss_options(values), values.get("scale", 1.0)
-    bias, x = values.get("linear_bias"), values["input"]
+    bias, x = _bias(emit, values), values["input"]
     if scale != 1 and bias is not None:
         raise Left("the logits have a bias and are scaled after it")
     x = _rows_of(emit, x, values.get("rows", ()))
@@ -149,7 +165,7 @@ def _build_logprobs(emit: Emit, values: Mapping[str, Any]) -> Any:
         _rows_of(emit, values["input"], values.get("rows", ())),
         values["linear_weight"],
         index,
-        linear_bias=values.get("linear_bias"),
+        linear_bias=_bias(emit, values),
         logit_scale=values.get("scale", 1.0),
         softcap=values.get("softcap", 0.0),
         ignore_index=NO_CLASS,
