@@ -57,6 +57,20 @@ def test_helpers_of_a_family_are_used_by_it_alone(path: Path) -> None:
     assert list(helpers_from_elsewhere(ast.parse(path.read_text()), package_of(path))) == []
 
 
+@pytest.mark.parametrize(("inside", "indent"), [("", ""), ("ops", "  "), ("registry", "  ")])
+def test_every_folder_is_in_the_tree(inside: str, indent: str) -> None:
+    """That opens CONTRIBUTING, with a line each."""
+    tree = (ROOT / "CONTRIBUTING.md").read_text().split("```")[1]
+    files = sources(inside) if inside else sources(*FOLDERS)
+    folders = {path.relative_to(ROOT / inside).parts[0] for path in files} - {path.name for path in files}
+    assert folders == set(re.findall(rf"^{indent}(\w+)/ ", section_of(tree, inside), re.MULTILINE))
+
+
+def section_of(tree: str, folder: str) -> str:
+    """The lines below a folder's own up to the next one's; of the root the whole."""
+    return re.split(r"^\w", tree.partition(f"\n{folder}/ ")[2], maxsplit=1, flags=re.MULTILINE)[0] if folder else tree
+
+
 @functools.cache
 def users() -> dict[str, set[str]]:
     """By its name, the packages whose files import something or a thing of it."""
