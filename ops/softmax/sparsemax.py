@@ -141,7 +141,8 @@ def _tile(N: int) -> dict[str, int]:
     return {"BLOCK_N": block, "num_warps": max(1, min(16, block // 512))}
 
 
-def _sparsemax_fwd(input: Tensor) -> Tensor:
+def _sparsemax_fwd(input: Tensor, dim: int) -> Tensor:
+    input = input.movedim(dim, -1)
     x = as_rows(input)
     M, N = x.shape
     y = empty(input.shape, input.dtype, input.device)
@@ -149,15 +150,20 @@ def _sparsemax_fwd(input: Tensor) -> Tensor:
         wrap_triton(sparsemax_kernel)[(M,)](x, y, N, x.stride(0), **_tile(N))
     else:
         wrap_triton(sparsemax_long_kernel)[(M,)](x, y, N, x.stride(0), **_tile(N))
-    return y
+    return _moved_back(y, dim)
 
 
-def _sparsemax_bwd(grad: Tensor, output: Tensor) -> Tensor:
-    dy, y = as_rows(grad), output.contiguous()
+def _sparsemax_bwd(grad: Tensor, output: Tensor, dim: int) -> Tensor:
+    dy, y = as_rows(grad.movedim(dim, -1)), output.movedim(dim, -1).contiguous()
     M, N = dy.shape
-    dx = empty(output.shape, output.dtype, output.device)
+    dx = empty(y.shape, output.dtype, output.device)
     wrap_triton(sparsemax_backward_kernel)[(M,)](dy, y, dx, N, dy.stride(0), **_tile(N))
-    return dx
+    return _moved_back(dx, dim)
+
+
+def _moved_back(rows: Tensor, dim: int) -> Tensor:
+    """What has the axis last, contiguous with the axis where it was."""
+    return rows if dim == rows.dim() - 1 else rows.movedim(-1, dim).contiguous()
 
 
 sparsemax_fwd = KernelOp(_sparsemax_fwd, replayed=True)
@@ -165,14 +171,14 @@ sparsemax_bwd = KernelOp(_sparsemax_bwd, replayed=True)
 
 
 @sparsemax_fwd.register_kernel("cpu")
-def _(input):
-    return sparsemax_reference(input.float()).to(input.dtype).contiguous()
+def _(input, dim):
+    return sparsemax_reference(input.float(), dim).to(input.dtype).contiguous()
 
 
 @sparsemax_bwd.register_kernel("cpu")
-def _(grad, output):
+def _(grad, output, dim):
     dy, inside = grad.float(), output != 0
-    mean = torch.where(inside, dy, 0.0).sum(-1, keepdim=True) / inside.sum(-1, keepdim=True)
+    mean = torch.where(inside, dy, 0.0).sum(dim, keepdim=True) / inside.sum(dim, keepdim=True)
     return torch.where(inside, dy - mean, 0.0).to(output.dtype).contiguous()
 
 
@@ -190,13 +196,13 @@ sparsemax_fwd.register_backward(sparsemax_bwd)
 
 
 @sparsemax_fwd.register_sharding
-def _(input):
-    return [([axis], [axis]) for axis in axes(input)[:-1]]
+def _(input, dim):
+    return [([axis], [axis]) for axis in axes(input) if axis != dim]
 
 
 @sparsemax_bwd.register_sharding
-def _(output):
-    return [([axis], [axis, axis]) for axis in axes(output)[:-1]]
+def _(output, dim):
+    return [([axis], [axis, axis]) for axis in axes(output) if axis != dim]
 
 
 def sparsemax_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -264,7 +270,5 @@ def sparsemax(input: Tensor, dim: int = -1) -> Tensor:
     if not -count <= dim < count:
         raise IndexError(f"dim: expected an axis from {-count} to {count - 1}, got {dim}")
     if input.dim() == 0:
-        return sparsemax_fwd(input.view(1)).view(())
-    if dim % count == count - 1:
-        return sparsemax_fwd(input)
-    return sparsemax_fwd(input.movedim(dim, -1)).movedim(-1, dim).contiguous()
+        return sparsemax_fwd(input.view(1), 0).view(())
+    return sparsemax_fwd(input, dim % count)
