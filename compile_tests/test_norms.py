@@ -95,3 +95,29 @@ def test_rows_of_equal_values_have_no_deviation_at_any_size(name: str, columns: 
     for row, value in ((1, 3e38), (2, -1e25)):
         x[row], zeros[row] = value, 0.0
     require_right(name, x, zeros, torch.ones(4, device=device), 1e-5)
+
+
+def root_mean_squares(name: str, x: Tensor) -> Sample:
+    weight = torch.linspace(-2, 2, x.shape[-1], device=x.device).to(x.dtype)
+    if name == "qk_norm_rope":
+        heads = x[None, None]
+        cos, sin = torch.randn(2, 1, x.shape[0], x.shape[-1], device=x.device).to(x.dtype).unbind()
+        return Sample((heads, heads.clone(), weight, weight, cos, sin))
+    return Sample((x / 2, x / 2, weight) if name == "add_rms_norm" else (x, weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "qk_norm_rope"])
+@pytest.mark.kernels
+def test_root_mean_squares_that_overflow_are_finite_where_pytorchs_are(
+    name: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """There it is infinite, and PyTorch's composition, which a graph may hold instead, gives 0."""
+    torch.manual_seed(0)
+    unit = 2 * torch.rand(5, 16, device=device) - 1
+    x = torch.stack([size * row for size, row in zip((1.9e19, 1e20, 1e30, 1e36, 1e38), unit, strict=True)]).to(dtype)
+    ours, theirs = (call(OPS[name], root_mean_squares(name, x), fn=fn) for fn in (None, OPS[name].reference))
+    for actual, composition in zip(ours.results(), theirs.results(), strict=True):
+        assert actual is not None
+        assert composition is not None
+        assert not (composition.isfinite() & ~actual.isfinite()).any()
