@@ -55,6 +55,13 @@ def test_links_lead_somewhere() -> None:
                 assert (page.parent / link).exists(), f"{page.name} links to {link}"
 
 
+def test_pytest_finds_what_is_not_installed() -> None:
+    """As `pytest compile_tests -k NAME` is written in the documentation, with nothing set."""
+    command = [sys.executable, "-I", "-m", "pytest", "compile_tests/test_benchmarks_step.py", "--collect-only", "-q"]
+    result = subprocess.run([*command, "-o", "addopts="], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+
+
 def test_formulas_are_of_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     from llmk.registry import OPS
 
