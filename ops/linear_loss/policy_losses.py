@@ -31,7 +31,7 @@ class PolicyOptions(NamedTuple):
     use_bias_correction_kl: bool = False
 
     def arguments(self) -> dict[str, Any]:
-        return self._asdict()
+        return dict(zip(PolicyOptions.__annotations__, self, strict=True))
 
 
 class PolicyLoss(NamedTuple):
