@@ -10,12 +10,7 @@ from torch import Tensor
 
 from llmk.ops.common.rows import aligned
 from llmk.ops.common.sums import sum_pair
-from llmk.ops.norm._moments import (
-    coarse_mean,
-    normalize_huge,
-    overflowed,
-    share_and_rstd,
-)
+from llmk.ops.norm._moments import coarse_mean, normalize_if_huge, overflowed, share_and_rstd
 from llmk.registry import at_most, cdiv, empty, next_power_of_2, num_programs, wrap_triton
 
 
@@ -79,10 +74,14 @@ def group_norm_kernel(
     tl.store(stats_ptr + B * G + rows, var, mask=row_mask)
     tl.store(stats_ptr + 2 * B * G + rows, coarse_mean(mean, spread), mask=row_mask)
     if overflowed(squares):  # type: ignore[misc]
-        normalize_huge(  # type: ignore[misc]
-            x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, rows, squares, rows * C * S, groups * C, C * S, S, B * G, eps,
-            HAS_NEAR=True,
-        )  # fmt: skip
+        tl.debug_barrier()  # another thread may have written the same place
+        for i in range(0, BLOCK_B * BLOCK_G):
+            sample, group = start + i // BLOCK_G, block * BLOCK_G + i % BLOCK_G
+            if (sample < B) & (group < G):
+                row = sample * G + group
+                normalize_if_huge(  # type: ignore[misc]
+                    x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, row, row * C * S, group * C, C * S, S, B * G, eps, True
+                )
 
 
 @triton.jit

@@ -97,54 +97,53 @@ def centered(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _centered_share(x_ptr, starts, huge, mean, cols, N):
-    """SHARE of x less a mean, of the rows that are huge; 0 elsewhere."""
-    mask = huge[:, None] & (cols < N)[None, :]
-    x = tl.load(x_ptr + starts[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    return tl.where(mask, x * SHARE - mean[:, None], 0.0)
+def _centered_share(x_ptr, mean, cols, N):
+    """SHARE of x less a mean; 0 past the row's end."""
+    x = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+    return tl.where(cols < N, x * SHARE - mean, 0.0)
 
 
-@triton.jit
-def normalize_huge(
-    x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, rows, squares, starts, channels, N, S, M, eps, HAS_NEAR: tl.constexpr
+@triton.jit(noinline=True)
+def normalize_if_huge(
+    x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, row, start, channel, N, S, M, eps, HAS_NEAR: tl.constexpr
 ):  # fmt: skip
-    """Write y and the statistics of the rows whose squares overflowed, after the others': a few columns at a time.
+    """Write y and the statistics of a row again where its squares overflowed, which its variance tells.
 
-    A row is x_ptr[starts : starts + N] and belongs to the channels from `channels` on, of S values each.
+    The row is x_ptr[start : start + N] and belongs to the channels from `channel` on, of S values each. A function of
+    its own, which is called: its registers are not taken from the rows that need none of it.
     """
-    tl.debug_barrier()  # another thread may have written the same place of y
-    huge = (squares < float("inf")) == 0
-    COLS: tl.constexpr = tl.constexpr(512 // rows.shape[0] if rows.shape[0] < 512 else 1)
-    mean = tl.zeros(squares.shape, dtype=tl.float32)
-    for _ in range(3):  # the last two correct it: of equal values it is that value
-        rest = tl.zeros(squares.shape, dtype=tl.float32)
-        for start in range(0, N, COLS):
-            c = _centered_share(x_ptr, starts, huge, mean, start + tl.arange(0, COLS), N)  # type: ignore[misc]
-            rest += tl.sum(c, axis=1)
-        mean += rest / N
-    spread = tl.zeros(squares.shape, dtype=tl.float32)
-    for start in range(0, N, COLS):
-        c = _centered_share(x_ptr, starts, huge, mean, start + tl.arange(0, COLS), N)  # type: ignore[misc]
-        spread += tl.sum(c * c, axis=1)
-    spread /= N
-    kept, share = whole_if_equal(mean, spread, SHARE)  # type: ignore[misc]
-    var = kept_variance(spread, eps, share)  # type: ignore[misc]
-    _, rstd = share_and_rstd(var)  # type: ignore[misc]
-    for start in range(0, N, COLS):
-        cols = start + tl.arange(0, COLS)
-        mask = huge[:, None] & (cols < N)[None, :]
-        y = rstd[:, None] * _centered_share(x_ptr, starts, huge, mean, cols, N)  # type: ignore[misc]
-        affine = channels[:, None] + (cols // S)[None, :]
-        if w_ptr is not None:
-            y *= tl.load(w_ptr + affine, mask=mask, other=0.0).to(tl.float32)
-        if b_ptr is not None:
-            y += tl.load(b_ptr + affine, mask=mask, other=0.0).to(tl.float32)
-        at = y_ptr + (rows * N)[:, None] + cols[None, :]
-        tl.store(at, y.to(y_ptr.dtype.element_ty), mask=mask)
-    tl.store(stats_ptr + rows, kept, mask=huge)
-    tl.store(stats_ptr + M + rows, var, mask=huge)
-    if HAS_NEAR:
-        tl.store(stats_ptr + 2 * M + rows, coarse_mean(kept, spread), mask=huge)
+    COLS: tl.constexpr = 512
+    var = tl.load(stats_ptr + M + row)
+    if (var < float("inf")) == 0:
+        x_ptr += start
+        y_ptr += row * N
+        mean = tl.cast(0.0, tl.float32)
+        for _ in range(3):  # the last two correct it: of equal values it is that value
+            rest = tl.zeros((COLS,), dtype=tl.float32)
+            for first in range(0, N, COLS):
+                rest += _centered_share(x_ptr, mean, first + tl.arange(0, COLS), N)  # type: ignore[misc]
+            mean += tl.sum(rest, axis=0) / N
+        squares = tl.zeros((COLS,), dtype=tl.float32)
+        for first in range(0, N, COLS):
+            c = _centered_share(x_ptr, mean, first + tl.arange(0, COLS), N)  # type: ignore[misc]
+            squares += c * c
+        spread = tl.sum(squares, axis=0) / N
+        kept, share = whole_if_equal(mean, spread, SHARE)  # type: ignore[misc]
+        var = kept_variance(spread, eps, share)  # type: ignore[misc]
+        _, rstd = share_and_rstd(var)  # type: ignore[misc]
+        for first in range(0, N, COLS):
+            cols = first + tl.arange(0, COLS)
+            y = rstd * _centered_share(x_ptr, mean, cols, N)  # type: ignore[misc]
+            affine = channel + cols // S
+            if w_ptr is not None:
+                y *= tl.load(w_ptr + affine, mask=cols < N, other=0.0).to(tl.float32)
+            if b_ptr is not None:
+                y += tl.load(b_ptr + affine, mask=cols < N, other=0.0).to(tl.float32)
+            tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
+        tl.store(stats_ptr + row, kept)
+        tl.store(stats_ptr + M + row, var)
+        if HAS_NEAR:
+            tl.store(stats_ptr + 2 * M + row, coarse_mean(kept, spread))
 
 
 @triton.jit
@@ -178,9 +177,15 @@ def row_moments(x_ptr, N, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr):
     mean, squares = _lane_moments(x_ptr, N, 1.0, BLOCK_N, NUM_STAGES)  # type: ignore[misc]
     share = smaller_share(squares)  # type: ignore[misc]
     if share < 1.0:
-        mean, squares = _lane_moments(x_ptr, N, SHARE, BLOCK_N, 1)  # type: ignore[misc]
+        mean, squares = _share_moments(x_ptr, N, BLOCK_N)  # type: ignore[misc]
     mean, share = whole_if_equal(mean, squares, share)  # type: ignore[misc]
     return mean, squares, share
+
+
+@triton.jit(noinline=True)
+def _share_moments(x_ptr, N, BLOCK_N: tl.constexpr):
+    """`_lane_moments` of SHARE of x: called, so that its registers are not taken from rows that need none of it."""
+    return _lane_moments(x_ptr, N, SHARE, BLOCK_N, 1)  # type: ignore[misc]
 
 
 @triton.jit

@@ -39,7 +39,7 @@ from llmk.ops.norm._moments import (
     centered,
     known_rest,
     moments_on_cpu,
-    normalize_huge,
+    normalize_if_huge,
     overflowed,
     share_and_rstd,
     share_on_cpu,
@@ -100,22 +100,13 @@ def layer_norm_kernel(
     tl.store(stats_ptr + rows, mean, mask=rows < M)
     tl.store(stats_ptr + M + rows, var, mask=rows < M)
     if overflowed(squares):  # type: ignore[misc]
-        normalize_huge(  # type: ignore[misc]
-            x_ptr,
-            w_ptr,
-            b_ptr,
-            y_ptr,
-            stats_ptr,
-            rows,
-            squares,
-            rows * x_stride,
-            rows * 0,
-            N,
-            1,
-            M,
-            eps,
-            HAS_NEAR=False,
-        )
+        tl.debug_barrier()  # another thread may have written the same place
+        for i in range(0, BLOCK_M):
+            row = tl.program_id(0).to(tl.int64) * BLOCK_M + i
+            if row < M:
+                normalize_if_huge(  # type: ignore[misc]
+                    x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, row, row * x_stride, 0, N, 1, M, eps, False
+                )
 
 
 @triton.jit
