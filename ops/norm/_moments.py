@@ -112,7 +112,7 @@ def normalize_if_huge(
     The row is x_ptr[start : start + N] and belongs to the channels from `channel` on, of S values each. A function of
     its own, which is called: its registers are not taken from the rows that need none of it.
     """
-    COLS: tl.constexpr = 512
+    COLS: tl.constexpr = tl.constexpr(512)
     var = tl.load(stats_ptr + M + row)
     if (var < float("inf")) == 0:
         x_ptr += start
