@@ -96,7 +96,8 @@ def kernel_calls(op: Op) -> Iterator[tuple[KernelOp, tuple[Any, ...]]]:
     original = KernelOp.__call__
 
     def recording(self: KernelOp, *args: Any) -> Any:
-        calls.append((self, tuple(arg.detach() if isinstance(arg, Tensor) else arg for arg in args)))
+        flags = () if self.derivative.keeps is None else self.derivative.flags(args)
+        calls.append((self, tuple(arg.detach() if isinstance(arg, Tensor) else arg for arg in (*args, *flags))))
         return original(self, *args)
 
     KernelOp.__call__ = recording

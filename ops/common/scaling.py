@@ -90,3 +90,11 @@ class SavedGradients:
         if self.last and saved.dtype == dtype and takes_short_path((saved, self.grad, self.divisor)):
             return _scale_saved(self.scale, saved, self.grad, self.divisor)
         return self.scale(saved, self.grad, self.divisor, dtype)
+
+
+def mean_of_all(total: Tensor, divisor: Tensor, weighted: bool) -> Tensor:
+    """A total of all processes, divided. Without weights none counts where the divisor is 0: NaN, no gradient."""
+    if weighted:
+        return total / divisor
+    nothing = divisor == 0
+    return total / torch.where(nothing, 1.0, divisor) + torch.where(nothing, float("nan"), 0.0)

@@ -52,11 +52,3 @@ def fake_loss(call: Any, total: bool, *need: bool) -> tuple[Tensor, Tensor, Tens
     """Like the results of an op that is differentiated so: a call's `dtypes` are those of its gradients."""
     loss, divisor = (call.input.new_empty((), dtype=torch.float32) for _ in range(2))
     return loss, divisor, *fake_gradients(call, need, call.dtypes)
-
-
-def mean_of_all(total: Tensor, divisor: Tensor, weighted: bool) -> Tensor:
-    """A total of all processes, divided. Without weights none counts where the divisor is 0: NaN, no gradient."""
-    if weighted:
-        return total / divisor
-    nothing = divisor == 0
-    return total / torch.where(nothing, 1.0, divisor) + torch.where(nothing, float("nan"), 0.0)

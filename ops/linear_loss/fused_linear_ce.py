@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmk.ops.common.scaling import mean_of_all
 from llmk.ops.linear_loss._call import product_flops
 from llmk.ops.linear_loss._cross_entropy import CrossEntropyCall, CrossEntropyOps, Shardings
 from llmk.ops.linear_loss._plain import FUSED_LINEAR_CE
-from llmk.ops.linear_loss._scaled import mean_of_all
 from llmk.ops.linear_loss.checks import check_chunk_size, checked_linear
 from llmk.ops.loss.cross_entropy import check_loss_options, cross_entropy_reference
 from llmk.ops.loss.row_loss import CPU, KERNELS

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.common.scaling import scale_op
+from llmk.ops.common.scaling import mean_of_all, scale_op
 from llmk.ops.linear_loss._call import CallOp, product_flops
 from llmk.ops.linear_loss._distill import DistillCall, checked_call, distilled, products
 from llmk.ops.linear_loss._divergence_rows import CPU, KERNELS, DivergenceRows
-from llmk.ops.linear_loss._scaled import differentiate_by_scaling, fake_loss, mean_of_all
+from llmk.ops.linear_loss._scaled import differentiate_by_scaling, fake_loss
 from llmk.ops.loss.jsd import jsd_terms
 from llmk.registry import PARTIAL, REPLICATE, Cost, Sample, is_sharded, public_op, replicate_only, row_axes
 from llmk.registry.eager.bypass import PLAIN_TENSORS

@@ -86,6 +86,7 @@ def fused_linear_jsd_ce_samples(device: torch.device, dtype: torch.dtype) -> Ite
     for beta in (0.0, 0.3, 1.0):
         yield Sample(given(37, 2, 5), kwargs | {"beta": beta, "chunk_size": 8}, why=f"beta {beta}, every option")
     yield Sample(given(37, 2, 5, H=16), kwargs | {"skip_ignored": True}, why="ignored tokens skipped")
+    yield Sample(given(37, 0), why="no tokens: NaN")
     x, weight, teacher_x, teacher_weight, labels = given(37, 5)
     strided = randn(12, 5).t(), randn(12, 37).t(), teacher_x, teacher_weight, labels.int()
     yield Sample(strided, why="strided, int32")
@@ -154,8 +155,9 @@ def fused_linear_jsd_ce(
         input, linear_weight, teacher_input, teacher_linear_weight: As in `fused_linear_jsd`.
         labels: Class indices `[...]`, int64 or int32, `ignore_index` where a token does not count.
         ce_weight: What the cross entropy is multiplied by; positive.
-        linear_bias, teacher_linear_bias, beta, temperature, softcap, teacher_softcap, row_weight, ignore_index,
-            skip_ignored, chunk_size: As in `fused_linear_jsd`; `row_weight` is of the divergence alone.
+        linear_bias, teacher_linear_bias, beta, temperature, softcap, teacher_softcap: As in `fused_linear_jsd`.
+        row_weight: As in `fused_linear_jsd`, of the divergence alone.
+        ignore_index, skip_ignored, chunk_size: As in `fused_linear_jsd`.
 
     Returns:
         The sum of both, a float32 scalar; and detached the divergence and the cross entropy. Over no token: NaN.

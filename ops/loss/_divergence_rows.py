@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.rows import as_rows
-from llmk.ops.common.scaling import SavedGradients, save_gradients, scale_op
+from llmk.ops.common.scaling import SavedGradients, mean_of_all, save_gradients, scale_op
 from llmk.ops.common.sums import mean_of_rows, sum_to_scalar
 from llmk.ops.loss.divergence_math import Mixture, divergence_of, divergence_of_cpu
 from llmk.registry import (
@@ -27,6 +27,7 @@ from llmk.registry import (
     check_same,
     check_shape,
     empty,
+    example_of,
     next_power_of_2,
     replicate_only,
     row_axes,
@@ -157,7 +158,7 @@ def _parts(call: Call, need_dx: bool, divided: bool) -> tuple[Tensor, Tensor, Te
     M = x.numel() // N
     divisor = call.counts().sum(dtype=torch.float32) if need_dx and divided and call.labels is not None else None
     dx = empty(x.shape if need_dx else (0,), x.dtype, x.device)
-    slices = min(cdiv(N, _block(N)["BLOCK_N"]), max(1, PROGRAMS // max(M, 1)))
+    slices = min(cdiv(example_of(N), _block(N)["BLOCK_N"]), max(1, PROGRAMS // max(example_of(M), 1)))
     loss, count = _launch(call, slices, dx if need_dx else None, divisor, M if divided else 1)
     return loss, count, dx
 
@@ -239,19 +240,29 @@ def _backward_on(rows: Rows) -> Callable[..., Tensor]:
     return backward
 
 
-class DivergenceOps:
-    """The kernel ops of one public operator: `_NAME_fwd`, `_NAME_scale` of its gradients, `_NAME_bwd` row by row."""
+def _row_by_row_op(name: str) -> KernelOp:
+    backward = KernelOp(_backward_on(KERNELS), name=f"_{name}_bwd", replayed=True)
+    backward.register_kernel("cpu")(_backward_on(CPU))
+    backward.register_fake(lambda grad, input: input.new_empty(input.shape))
+    backward.register_sharding(lambda input: [([axis], [axis] * 4) for axis in row_axes(input)])
+    return backward
 
-    def __init__(self, name: str) -> None:
+
+class DivergenceOps:
+    """The kernel ops of one public operator: `_NAME_fwd`, `_NAME_scale` of its gradients, `_NAME_bwd` row by row.
+
+    Args:
+        name: Of the public operator.
+        row_by_row: Whether it has a reduction "none", whose gradients the last of them makes.
+    """
+
+    def __init__(self, name: str, row_by_row: bool) -> None:
         self.forward = KernelOp(_forward_on(KERNELS), name=f"_{name}_fwd", replayed=True)
-        self.backward = KernelOp(_backward_on(KERNELS), name=f"_{name}_bwd", replayed=True)
         self.scale = scale_op(f"_{name}_scale")
         self.forward.register_kernel("cpu")(_forward_on(CPU))
-        self.backward.register_kernel("cpu")(_backward_on(CPU))
         self.forward.register_fake(_fake_forward)
-        self.backward.register_fake(lambda grad, input: input.new_empty(input.shape))
         self.forward.register_sharding(_forward_sharding)
-        self.backward.register_sharding(lambda input: [([axis], [axis] * 4) for axis in row_axes(input)])
+        self.backward = _row_by_row_op(name) if row_by_row else None
         self.forward.register_autograd(
             self._gradients,
             setup_context=_keep,
@@ -261,10 +272,12 @@ class DivergenceOps:
 
     @property
     def kernel_ops(self) -> tuple[KernelOp, ...]:
-        return self.forward, self.backward, self.scale
+        ops = self.forward, self.scale
+        return ops if self.backward is None else (*ops, self.backward)
 
     def _gradients(self, ctx: Any, grad: Tensor) -> Any:
         if ctx.reduction == "none":
+            assert self.backward is not None
             input, target, labels = ctx.saved_tensors
             dx = self.backward(grad, input, target, labels, ctx.beta, ctx.ignore_index)
         else:
@@ -287,7 +300,7 @@ class DivergenceOps:
             check_same("labels", labels, "input", input)
         if reduction == "mean" and sharded:
             total, divisor, _ = self.forward(input, target, labels, beta, ignore_index, "total")
-            return total / divisor.detach()
+            return mean_of_all(total, divisor.detach(), weighted=False)
         loss, *_ = self.forward(input, target, labels, beta, ignore_index, reduction)
         return loss
 
