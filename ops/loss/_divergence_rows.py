@@ -101,6 +101,11 @@ def _block(N: int) -> dict[str, int]:
     return {"BLOCK_N": 2048, "num_warps": 8}
 
 
+def _divides(reduction: str, dtype: torch.dtype) -> bool:
+    """Whether the gradients of a mean are divided as they are made. float16 has no range for what is divided."""
+    return reduction == "mean" and dtype != torch.float16
+
+
 PROGRAMS = 8192
 """Enough to fill a GPU several times over: fewer rows are cut into slices."""
 
@@ -118,10 +123,6 @@ class Call(NamedTuple):
         if self.labels is None:
             return torch.ones(self.input.shape[:-1], dtype=torch.bool, device=self.input.device)
         return self.labels.long() != self.ignore_index  # int32 would wrap an index that it does not hold
-
-    def divides(self, reduction: str) -> bool:
-        """Whether the gradients of a mean are divided as they are made. float16 has no range for what is divided."""
-        return reduction == "mean" and self.input.dtype != torch.float16
 
 
 class Rows(NamedTuple):
@@ -214,10 +215,11 @@ def _reduced(rows: Rows, call: Call, reduction: str, need_dx: bool) -> tuple[Ten
     nothing = empty((0,), torch.float32, call.input.device)
     if reduction == "none":
         return rows.each(call), nothing, empty((0,), call.input.dtype, call.input.device)
-    loss, count, dx = rows.parts(call, need_dx, call.divides(reduction))
+    divided = _divides(reduction, call.input.dtype)
+    loss, count, dx = rows.parts(call, need_dx, divided)
     if reduction == "mean":
         mean, divisor = rows.mean(loss, count)
-        return mean, nothing if call.divides(reduction) else divisor, dx
+        return mean, nothing if divided else divisor, dx
     return rows.sum(loss), rows.sum(count) if reduction == "total" else nothing, dx
 
 
@@ -311,14 +313,14 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     if ctx.reduction == "none":
         ctx.save_for_backward(input, target, labels)
     else:
-        still = ctx.reduction == "mean" and divisor.dim() == 0
-        save_gradients(ctx, divisor if still else None, dx)
+        left = ctx.reduction == "mean" and not _divides(ctx.reduction, input.dtype)
+        save_gradients(ctx, divisor if left else None, dx)
 
 
 def _fake_forward(input: Tensor, reduction: str, need_dx: bool) -> tuple[Tensor, Tensor, Tensor]:
     loss = input.new_empty(input.shape[:-1] if reduction == "none" else (), dtype=torch.float32)
-    divides = reduction == "total" or (reduction == "mean" and input.dtype == torch.float16)
-    divisor = input.new_empty(() if divides else (0,), dtype=torch.float32)
+    left = reduction in ("mean", "total") and not _divides(reduction, input.dtype)
+    divisor = input.new_empty(() if left else (0,), dtype=torch.float32)
     return loss, divisor, input.new_empty(input.shape if need_dx and reduction != "none" else (0,))
 
 
