@@ -1,6 +1,7 @@
 """Modules around the operators, with the parameters of the torch or Hugging Face module that each replaces."""
 
 from llmk.nn.embedding import Embedding
+from llmk.nn.expert_parallel import expert_parallel_moe
 from llmk.nn.feed_forward import GeGLUMLP, SwiGLUMLP
 from llmk.nn.losses import (
     CrossEntropyLoss,
@@ -36,6 +37,7 @@ __all__ = [
     "SwiGLUMLP",
     "TVDLoss",
     "TiledMLP",
+    "expert_parallel_moe",
     "load_balance_loss",
     "router_z_loss",
 ]
