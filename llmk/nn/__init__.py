@@ -1,8 +1,10 @@
 """Modules around the operators, with the parameters of the torch or Hugging Face module that each replaces."""
 
+from llmk.nn.attention_residual import AttentionResidual
 from llmk.nn.embedding import Embedding
 from llmk.nn.expert_parallel import expert_parallel_moe
 from llmk.nn.feed_forward import GeGLUMLP, SwiGLUMLP
+from llmk.nn.hyper_connection import HyperConnection
 from llmk.nn.losses import (
     CrossEntropyLoss,
     GIoULoss,
@@ -13,24 +15,30 @@ from llmk.nn.losses import (
     LinearLogProbs,
     TVDLoss,
 )
+from llmk.nn.modulation import ModulatedRMSNorm
+from llmk.nn.multi_token_attention import MultiTokenAttention
 from llmk.nn.norms import DyT, GroupNorm, LayerNorm, PolyNorm, RMSNorm
 from llmk.nn.rotary import RotaryEmbedding
 from llmk.nn.routing import load_balance_loss, router_z_loss
 from llmk.nn.tiled import TiledMLP
 
 __all__ = [
+    "AttentionResidual",
     "CrossEntropyLoss",
     "DyT",
     "Embedding",
     "GIoULoss",
     "GeGLUMLP",
     "GroupNorm",
+    "HyperConnection",
     "JSDLoss",
     "KLDivLoss",
     "LayerNorm",
     "LinearCrossEntropyLoss",
     "LinearJSDLoss",
     "LinearLogProbs",
+    "ModulatedRMSNorm",
+    "MultiTokenAttention",
     "PolyNorm",
     "RMSNorm",
     "RotaryEmbedding",

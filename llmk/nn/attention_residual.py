@@ -1,0 +1,63 @@
+"""Attention over depth in the place of residual connections."""
+
+import torch
+from torch import Tensor, nn
+
+from llmk.registry import check_not_negative
+
+
+class AttentionResidual(nn.Module):
+    r"""What a layer reads where it has no residual stream: an attention of each token over the layers before it.
+
+    With v_i the outputs of the N layers or blocks before it, the embedding among them, and a query q that is learned,
+
+        a = softmax over i of sum(q * weight * v_i / rms(v_i))
+        y = sum over i of a_i * v_i
+
+    in float32. It is plain PyTorch: compile it, for eager mode keeps a float32 copy of the blocks.
+
+    Call it with `blocks [N, ..., H]`, floating, or a sequence of N such tensors `[..., H]`; the result is `[..., H]` in
+    their dtype.
+
+    Parameters: `query [H]`, which starts at 0, where all blocks weigh the same, and `weight [H]`, the norm's.
+
+    Args:
+        hidden_size: H.
+        eps: Added to the mean square, at least 0.
+
+    Source: the Kimi team, "Attention Residuals", 2026, https://arxiv.org/abs/2603.15031.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if hidden_size < 1:
+            raise ValueError(f"hidden_size: expected at least 1, got {hidden_size}")
+        check_not_negative("eps", eps)
+        self.hidden_size, self.eps = hidden_size, eps
+        self.query = nn.Parameter(torch.empty((hidden_size,), device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty((hidden_size,), device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.query)
+        nn.init.ones_(self.weight)
+
+    def forward(self, blocks: Tensor | list[Tensor] | tuple[Tensor, ...]) -> Tensor:
+        stacked = blocks if isinstance(blocks, Tensor) else torch.stack(tuple(blocks))
+        if stacked.dim() < 2 or stacked.shape[0] == 0 or stacked.shape[-1] != self.hidden_size:
+            raise ValueError(
+                f"blocks: expected shape [N, ..., {self.hidden_size}] with N at least 1, got {tuple(stacked.shape)}"
+            )
+        values = stacked.float()
+        rstd = torch.rsqrt(values.square().mean(-1) + self.eps)
+        scores = (values * (self.query.float() * self.weight.float())).sum(-1) * rstd
+        return (scores.softmax(0).unsqueeze(-1) * values).sum(0).to(stacked.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, eps={self.eps}"
