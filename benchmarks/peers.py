@@ -7,6 +7,7 @@ default), a Liger implementation that would quietly hand a call on to another on
 products are tuned only on request, because that compiles dozens of kernels for each shape.
 """
 
+import functools
 import importlib
 import importlib.metadata
 import os
@@ -129,12 +130,38 @@ def _liger_triton(tune: bool) -> dict[str, Adapter]:
         "embedding": lambda *args: lambda input, weight: ops.LigerEmbeddingFunction.apply(weight, input),
         "poly_norm": lambda *args: lambda x, w, b, eps=1e-6: ops.LigerPolyNormFunction.apply(x, w, b, eps, False),
         "dyt": lambda *args: ops.LigerDyTFunction.apply,
+        "modulated_rms_norm": lambda *args: (
+            lambda x, scale, shift, weight: ops.LigerModulatedRMSNormFunction.apply(
+                x, weight, scale, shift, 1e-6, 0.0, "llama", False
+            )
+        ),
+        "attention_residual": lambda *args: functional.liger_attn_res,
+        "hyper_connection": lambda *args: functools.partial(_liger_hyper_connection, functional),
+        "multi_token_attention": lambda scores, weight, bias: functools.partial(
+            functional.liger_multi_token_attention,
+            padding=(weight.shape[2] // 2, weight.shape[3] // 2),
+            groups=scores.shape[1],
+        ),
         "jsd": lambda *args, **options: functional.liger_jsd,
         "tvd": _plain_loss(functional.liger_tvd),
         "fused_linear_jsd": lambda *args, **options: (
             lambda *args, beta=0.5: functional.liger_fused_linear_jsd(*args, jsd_beta=beta)
         ),
     }
+
+
+def _liger_hyper_connection(functional: Any, x: Tensor, fn: Tensor, base: Tensor, scale: Tensor) -> Tensor:
+    """Around SiLU; its matrices are the transposed ones."""
+    N = x.shape[-2]
+
+    def turned(rows: Tensor) -> Tensor:
+        return torch.cat((rows[: 2 * N], rows[2 * N :].unflatten(0, (N, N)).transpose(0, 1).flatten(0, 1)))
+
+    coefficients = functional.liger_mhc_coeffs(
+        x, turned(fn).t().contiguous(), turned(base).float(), *scale.float().unbind(), pre_eps=1e-6
+    )
+    output = torch.nn.functional.silu(functional.liger_mhc_pre(x, coefficients[0]).to(x.dtype))
+    return functional.liger_mhc_post_res(x, output, *coefficients[1:])
 
 
 def _trl(tune: bool) -> dict[str, Adapter]:

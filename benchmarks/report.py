@@ -12,6 +12,7 @@ import triton
 from tqdm import tqdm
 
 import llmk
+from benchmarks.compositions import COMPOSITIONS
 from llmk.bench.measure import figure
 from llmk.registry import OPS
 
@@ -78,7 +79,7 @@ class Results:
 def op_results(file: Path | None, about: dict[str, Any], ceilings: dict[str, float], append: bool) -> Results:
     """The file of `benchmarks.run`, by operator."""
     about = {**about, "ceilings": ceilings}
-    return Results(file, about, append, lambda row: row["op"], list(OPS), ("rows", "host_us"))
+    return Results(file, about, append, lambda row: row["op"], [*OPS, *COMPOSITIONS], ("rows", "host_us"))
 
 
 def best_peer(rows: Sequence[dict[str, Any]]) -> float | None:

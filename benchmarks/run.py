@@ -5,11 +5,13 @@ time without the host's) where they are not long, and peak memory above the inpu
 in one process and take turns. The floor is the larger of (bytes it must move / measured copy bandwidth) and (operations
 it must do / measured GEMM rate), both measured first, in the same process; where it is the latter, the chip is kept
 busy for a second before, and each way also runs back to back for a second. On a CPU one small sample is timed, to keep
-the code tested. Last comes the host time of a small eager call, see host.py.
+the code tested. Last comes the host time of a small eager call, see host.py. The modules of `compositions.py` are timed
+in the same way where they are named.
 """
 
 import argparse
 import functools
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from benchmarks.compositions import COMPOSITIONS
 from benchmarks.host import measure_host
 from benchmarks.peers import PEERS, find_peers
 from benchmarks.report import header, op_results, print_rows
@@ -33,19 +36,22 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.run", description="Time llmk's operators beside plain PyTorch and other libraries."
     )
-    parser.add_argument("ops", nargs="*", metavar="OP", help="operators by name; all by default")
+    parser.add_argument(
+        "ops", nargs="*", metavar="OP", help="operators and compositions by name; all operators by default"
+    )
     parser.add_argument("--device", help="cuda if there is one, else cpu")
     parser.add_argument("--peers", metavar="NAME,NAME", help=f"of {', '.join(PEERS)}; or none; all by default")
     parser.add_argument("--tune", action="store_true", help="let peers tune what they can tune, which takes long")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="time compiled ways too")
+    parser.add_argument("--first", action="store_true", help="only the first of an operator's workloads")
     parser.add_argument("--host-only", action="store_true", help="only the host time of small calls")
     parser.add_argument("--repeats", type=int, default=20, help="timed calls of each (default 20)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here, operator by operator")
     parser.add_argument("--append", action="store_true", help="keep FILE's rows of operators that are not named")
     options = parser.parse_args(arguments)
     for name in options.ops:
-        if name not in OPS:
-            parser.error(f"no operator {name!r}; there are {', '.join(OPS)}")
+        if name not in OPS and name not in COMPOSITIONS:
+            parser.error(f"no operator {name!r}; there are {', '.join([*OPS, *COMPOSITIONS])}")
     if options.peers is not None:
         options.peers = [] if options.peers == "none" else options.peers.split(",")
         for name in options.peers:
@@ -54,6 +60,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.repeats < 1:
         parser.error(f"--repeats: expected at least 1, got {options.repeats}")
     return options
+
+
+def record_of(name: str, device: torch.device) -> Op:
+    return OPS[name] if name in OPS else COMPOSITIONS[name](device.type == "cuda")
 
 
 def samples_of(op: Op, device: torch.device) -> Iterator[Sample]:
@@ -81,14 +91,15 @@ def run(options: argparse.Namespace, device: torch.device, config: dict[str, Any
     names = options.ops or list(OPS)
     for name in tqdm([] if options.host_only else names, desc="ops", disable=not sys.stderr.isatty()):
         rows: list[dict[str, Any]] = []
-        for sample in samples_of(OPS[name], device):
-            make = functools.partial(make_ways, OPS[name], sample, peers, options.compile)
-            measured = measure(OPS[name], sample, timer, ceilings, make)
+        op = record_of(name, device)
+        for sample in itertools.islice(samples_of(op, device), 1 if options.first else None):
+            make = functools.partial(make_ways, op, sample, peers, options.compile)
+            measured = measure(op, sample, timer, ceilings, make)
             print_rows(measured)
             rows += measured
         results.replace("rows", name, rows)
     release(timer)
-    for row in measure_host(names, device, DTYPE):
+    for row in measure_host([name for name in names if name in OPS], device, DTYPE):
         results.replace("host_us", row["op"], [row])
 
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from benchmarks import chunks, peers
+from benchmarks.compositions import COMPOSITIONS
 from benchmarks.report import best_peer, op_results
 from benchmarks.run import main
+from benchmarks.ways import MAX_ERROR, exact_results, relative_error, results
 from llmk.bench.timing import Timer
 
 OWN_WAYS = ["llmk eager", "llmk compiled", "torch eager", "torch compiled"]
@@ -125,6 +127,23 @@ def test_append_merges_operators_and_refuses_another_machine(tmp_path: Path) -> 
     about = {key: value for key, value in again.items() if key not in ("rows", "host_us", "ceilings")}
     with pytest.raises(ValueError, match="another device"):
         op_results(file, {**about, "device": "another"}, {}, append=True)
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_a_composition_computes_what_plain_pytorch_does(name: str) -> None:
+    torch.manual_seed(0)
+    op = COMPOSITIONS[name](False)
+    (sample,) = op.samples(torch.device("cpu"), torch.bfloat16)
+    found = results(op, sample, op.overload)
+    assert len(found) == 1 + len(sample.args)
+    assert relative_error(found, exact_results(op, sample)) < MAX_ERROR
+
+
+def test_a_composition_is_timed_like_an_operator(tmp_path: Path) -> None:
+    name = "attention_residual"
+    rows = run(tmp_path / "results.json", name, "--first", "--no-compile", "--peers", "none")["rows"]
+    assert [(row["op"], row["way"]) for row in rows] == [(name, "llmk eager"), (name, "torch eager")]
+    assert all(row["full_ms"] > 0 for row in rows)
 
 
 def test_products_alone_are_a_way_of_fused_linear_ce(tmp_path: Path) -> None:

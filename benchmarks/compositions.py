@@ -1,0 +1,133 @@
+"""Modules of `llmk.nn` that are plain PyTorch, as records that `benchmarks.run` times like operators.
+
+Each is a function of the module's inputs and parameters. What plain PyTorch is timed as is the computation as one would
+write it, or as Hugging Face has it.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import llmk
+from llmk.registry import Cost, Op, Sample
+
+EPS = 1e-6
+
+
+class Composition(Op):
+    """The record of a function that is no operator."""
+
+    def argument_names(self) -> list[str]:
+        return list(inspect.signature(self.reference).parameters)
+
+
+def _composition(name: str, module: nn.Module, reference: Callable[..., Tensor], why: str, **options: Any) -> Op:
+    """Of a module of the reference's arguments but for its parameters, which are the last ones."""
+    names = list(inspect.signature(reference).parameters)
+    parameters = [key for key in names if key in dict(module.named_parameters())]
+    inputs = len(names) - len(parameters)
+
+    def call(*args: Tensor) -> Tensor:
+        return functional_call(module, dict(zip(parameters, args[inputs:], strict=True)), args[:inputs])
+
+    def samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+        shapes = {**options["shapes"], **{key: tuple(p.shape) for key, p in module.named_parameters()}}
+        factors = options.get("factors", {})
+        tensors = (factors.get(key, 1.0) * torch.randn(shapes[key], device=device, dtype=dtype) for key in names)
+        return [Sample(tuple(tensors), why=why)]
+
+    return Composition(
+        name=name, overload=call, reference=reference, samples=samples, workloads=samples,
+        differentiable=tuple(names), cost=lambda *args: options["cost"],
+    )  # fmt: skip
+
+
+def modulated_rms_norm(large: bool) -> Op:
+    B, S, H = (8, 4096, 3072) if large else (2, 5, 16)
+
+    def reference(input: Tensor, scale: Tensor, shift: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(input, (H,), weight, EPS) * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
+
+    tensor = 2 * B * S * H
+    return _composition(
+        "modulated_rms_norm", llmk.nn.ModulatedRMSNorm(H, EPS, device="meta"), reference, f"{B}x{S}x{H}",
+        shapes={"input": (B, S, H), "scale": (B, H), "shift": (B, H)}, cost=Cost(2 * tensor, 5 * tensor),
+    )  # fmt: skip
+
+
+def attention_residual(large: bool) -> Op:
+    N, S, H = (8, 8192, 4096) if large else (3, 5, 16)
+
+    def reference(blocks: Tensor, query: Tensor, weight: Tensor) -> Tensor:
+        keys = F.rms_norm(blocks, (H,), weight, EPS)
+        return torch.einsum("ns,nsh->sh", torch.einsum("h,nsh->ns", query, keys).softmax(0), blocks)
+
+    tensor = 2 * S * H
+    return _composition(
+        "attention_residual", llmk.nn.AttentionResidual(H, EPS, device="meta"), reference, f"{N} blocks of {S}x{H}",
+        shapes={"blocks": (N, S, H)}, factors={"query": 0.02}, cost=Cost((N + 1) * tensor, (3 * N + 2) * tensor),
+    )  # fmt: skip
+
+
+class _AroundSilu(llmk.nn.HyperConnection):
+    """With a layer that costs little, so that what is around it is timed."""
+
+    def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(input, F.silu)
+
+
+def hyper_connection(large: bool) -> Op:
+    """Plain PyTorch is what transformers has for DeepSeek-V4."""
+    S, N, H = (8192, 4, 2560) if large else (5, 3, 16)
+
+    def reference(input: Tensor, fn: Tensor, base: Tensor, scale: Tensor) -> Tensor:
+        row = input.flatten(-2).float()
+        numbers = F.linear(row * torch.rsqrt(row.square().mean(-1, keepdim=True) + EPS), fn.float())
+        sizes = (N, N, N * N)
+        read, write, mix = (
+            part * factor + start
+            for part, factor, start in zip(numbers.split(sizes, -1), scale.unbind(), base.split(sizes), strict=True)
+        )
+        matrix = mix.unflatten(-1, (N, N)).softmax(-1) + EPS
+        matrix = matrix / (matrix.sum(-2, keepdim=True) + EPS)
+        for _ in range(19):
+            matrix = matrix / (matrix.sum(-1, keepdim=True) + EPS)
+            matrix = matrix / (matrix.sum(-2, keepdim=True) + EPS)
+        output = F.silu(((torch.sigmoid(read) + EPS).unsqueeze(-1) * input).sum(-2).to(input.dtype))
+        written = (2 * torch.sigmoid(write)).to(input.dtype).unsqueeze(-1) * output.unsqueeze(-2)
+        return written + torch.matmul(matrix.to(input.dtype).mT, input)
+
+    tensor = 2 * S * N * H
+    return _composition(
+        "hyper_connection", _AroundSilu(H, N, device="meta"), reference, f"{S}x{N}x{H}",
+        shapes={"input": (S, N, H)}, factors={"fn": 0.02}, cost=Cost(2 * tensor, 5 * tensor),
+    )  # fmt: skip
+
+
+def multi_token_attention(large: bool) -> Op:
+    B, C, S, queries, keys = (2, 16, 2048, 5, 11) if large else (1, 2, 8, 3, 3)
+
+    def reference(scores: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        future = torch.ones(S, S, dtype=torch.bool, device=scores.device).triu(1)
+        weights = scores.masked_fill(future, -float("inf")).softmax(-1)
+        mixed = F.conv2d(weights, weight, bias, padding=(queries // 2, keys // 2), groups=C)
+        return mixed.masked_fill(future, 0.0)
+
+    tensor = 2 * B * C * S * S
+    return _composition(
+        "multi_token_attention", llmk.nn.MultiTokenAttention(C, C, (queries, keys), C, causal=False, device="meta"),
+        reference, f"{B}x{C}x{S}x{S}, kernels of {queries}x{keys}",
+        shapes={"scores": (B, C, S, S)}, factors={"weight": 0.1}, cost=Cost(2 * tensor, 5 * tensor),
+    )  # fmt: skip
+
+
+COMPOSITIONS: dict[str, Callable[[bool], Op]] = {
+    function.__name__: function
+    for function in (modulated_rms_norm, attention_residual, hyper_connection, multi_token_attention)
+}
+"""By name, what makes the record: large, or of a size that a CPU gets through at once."""
