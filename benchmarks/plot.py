@@ -1,9 +1,10 @@
 """`python -m benchmarks.plot RESULTS.json ... [--out FOLDER]`: draw what was measured, as SVG files.
 
 Of `benchmarks.run`'s results: for each operator, `NAME.svg` has a bar for every way to compute each workload, as a
-multiple of its floor, and `NAME-memory.svg` has a fused loss's peak memory. Of `benchmarks.growth`'s results:
-`NAME-SIZE.svg` has time and memory against one size. Of `benchmarks.train_step`'s results: `train-step.svg` and
-`train-step-memory.svg` have a bar for every variant of each model. The same results make the same files, byte for byte.
+multiple of its floor, and `NAME-memory.svg` has a fused loss's peak memory. Of `benchmarks.growth`'s
+and `benchmarks.moe`'s results: `NAME-SIZE.svg` has time and memory against one size. Of `benchmarks.train_step`'s
+results: `train-step.svg` and `train-step-memory.svg` have a bar for every variant of each model. The same results make
+the same files, byte for byte.
 """
 
 import argparse
@@ -33,6 +34,8 @@ COLOURS = {
     PRODUCTS: "#d8d8d8",
     "torch compiled": "#8c8c8c",
     "torch eager": "#b8b8b8",
+    "grouped_mm compiled": "#8c8c8c",
+    "grouped_mm eager": "#b8b8b8",
     "quack-kernels": "#009e73",
     "quack-kernels linear": "#009e73",
     "liger-kernel": "#d55e00",
@@ -84,7 +87,7 @@ def charts(results: dict[str, Any]) -> dict[str, Figure]:
     """Every chart of a file of results, by name.
 
     Args:
-        results: As `benchmarks.run`, `benchmarks.growth`, `benchmarks.ignored` or `benchmarks.train_step` writes it.
+        results: As `benchmarks.run`, `growth`, `ignored`, `moe` or `train_step` writes it.
 
     Raises:
         ValueError: It is none of them, or has a way that has no colour.
@@ -92,7 +95,7 @@ def charts(results: dict[str, Any]) -> dict[str, Figure]:
     rows = results.get("rows")
     if not rows:
         raise ValueError("results: expected rows as benchmarks.run, growth and train_step write them, got none")
-    if "variant" in rows[0] or "share" in rows[0]:
+    if {"variant", "share", "top_k"} & rows[0].keys():
         rows = [
             row | {"way": OTHER_NAMES.get(name, name)} for row in rows for name in [row.get("variant", row.get("way"))]
         ]
@@ -105,6 +108,8 @@ def charts(results: dict[str, Any]) -> dict[str, Figure]:
     with mpl.rc_context(STYLE):
         if "against" in rows[0]:
             return {_growth_name(*key): _growth(same, about) for key, same in _by(rows, "op", "against")}
+        if "top_k" in rows[0]:
+            return {name: _growth(same, about, PRODUCTS) for name, same in _experts(rows)}
         if "share" in rows[0]:
             return {_ignored_name(*key): _ignored(same, about) for key, same in _by(rows, "shape")}
         if "variant" in rows[0]:
@@ -248,10 +253,25 @@ def _draw_bar(axes: Axes, bar: Bar, y: float, limit: float) -> None:
     axes.text(shown + 0.01 * limit, y, bar.text, va="center", color=INK, weight="bold" if ours else "normal")
 
 
-def _growth(rows: list[dict[str, Any]], about: str) -> Figure:
-    """Time as a multiple of the floor, and peak memory where it was measured, against one size."""
+def _experts(rows: list[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Charts of `benchmarks.moe`: the tokens or the experts grow; the floor is the time of the products alone."""
+    sizes = itemgetter("tokens", "experts", "top_k", "hidden", "intermediate")
+    alone = {sizes(row): row["ms"] for row in rows if row["way"] == PRODUCTS and "error" not in row}
+    for against, other in (("tokens", "experts"), ("experts", "tokens")):
+        for (count, K, H, F), same in _by(rows, other, "top_k", "hidden", "intermediate"):
+            if len({row[against] for row in same}) > 2:
+                about = {"op": "moe_experts", "against": against, "fixed": f"{count} {other}, {K} a token, {H} x {F}"}
+                yield _growth_name("moe_experts", against), [
+                    row | about | {"size": row[against], "full_ms": row.get("ms"), "floor_full_ms": alone[sizes(row)],
+                                   "peak_mib": None if row["way"] == PRODUCTS else row.get("mib")}
+                    for row in same
+                ]  # fmt: skip
+
+
+def _growth(rows: list[dict[str, Any]], about: str, unit: str = "the floor") -> Figure:
+    """Time as a multiple of a unit, and peak memory where it was measured, against one size."""
     figure = Figure((WIDTH, 2.9))
-    time = _panel(figure, 0.075, "time as a multiple of the floor", rows[0]["against"])
+    time = _panel(figure, 0.075, f"time as a multiple of {unit}", rows[0]["against"])
     for (way,), same in _by(rows, "way"):
         _line(time, way, {row["size"]: _multiple(row) for row in same}, LIMIT)
     time.axhline(1.0, color=INK, linewidth=0.9, linestyle=(0, (2, 2)))
@@ -350,7 +370,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         type=Path,
         metavar="RESULTS.json",
-        help="what benchmarks.run, growth, ignored or train_step wrote",
+        help="what benchmarks.run, growth, ignored, moe or train_step wrote",
     )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write here; beside the results by default")
     parser.add_argument("--charts", nargs="+", metavar="NAME", help="only these, such as rms_norm; all by default")

@@ -172,3 +172,22 @@ def test_a_chart_against_the_share_of_tokens_that_count():
     (axes,) = figure.axes
     assert axes.get_legend_handles_labels()[1] == ["llmk eager", "llmk skip_ignored"]
     assert list(axes.lines[0].get_xdata()) == [0.0, 100.0]
+
+
+def test_charts_of_a_mixtures_experts():
+    sizes = {"top_k": 2, "hidden": 8, "intermediate": 4}
+    places = [(64, 4), (16, 4), (32, 4), (64, 2)]  # two numbers of experts make no curve
+    rows = [
+        {"tokens": tokens, "experts": experts, **sizes, "way": way, "ms": ms, "mib": 3.0}
+        for way, ms in (("llmk", 2.5), (PRODUCTS, 2.0))
+        for tokens, experts in places
+    ]
+    rows.append({"tokens": 16, "experts": 4, **sizes, "way": "liger-kernel", "error": "out of memory"})
+    ((name, figure),) = plot.charts({**ABOUT, "rows": rows}).items()
+    assert name == "moe_experts-tokens"
+    time, memory = figure.axes
+    assert time.get_title("left") == f"time as a multiple of {PRODUCTS}"
+    ours = next(line for line in time.lines if line.get_label() == "llmk eager")
+    assert list(ours.get_xdata()) == [16, 32, 64]
+    assert list(ours.get_ydata()) == [1.25] * 3
+    assert PRODUCTS not in [line.get_label() for line in memory.lines]

@@ -16,7 +16,7 @@ from benchmarks.targets import PRODUCTS, TARGETS, judge, measured_ms, peers  # n
 RESULTS = ROOT / "benchmarks" / "results"
 TIMES, GROWTH = RESULTS / "ops-h200.json", RESULTS / "growth-h200.json"
 STEPS, CHUNKS = RESULTS / "train-step-h200.json", RESULTS / "chunks-h200.json"
-IGNORED = RESULTS / "ignored-h200.json"
+IGNORED, EXPERTS = RESULTS / "ignored-h200.json", RESULTS / "moe-h200.json"
 LAUNCH_MS = 0.01  # a multiple of a floor below what a launch takes says nothing
 
 Row = dict[str, Any]
@@ -25,7 +25,7 @@ Row = dict[str, Any]
 def draw_plots(folder: Path) -> None:
     """`folder/NAME.svg` and `folder/NAME-*.svg` for every operator that was measured; others are removed."""
     drawn = set()
-    for file in (TIMES, GROWTH, IGNORED, STEPS):
+    for file in (TIMES, GROWTH, IGNORED, EXPERTS, STEPS):
         if file.exists():
             for name, figure in charts(json.loads(file.read_text())).items():
                 drawn.add(folder / f"{name}.svg")

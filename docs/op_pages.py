@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmark_page import benchmark_of, draw_plots, overview, training_steps
+from experts_page import experts_table, ranks_table
 from family_page import family_table
 from formulas import FORMULAS
 from graph_picture import graph_picture
@@ -32,6 +33,7 @@ def write_pages(folder: Path) -> None:
     pages = {f"{name}.md": op_page(op, folder / "plots") for name, op in OPS.items()}
     pages |= {"index.md": index_page(list(OPS.values())), "_checks.md": checks_table()}
     pages |= {"_benchmarks.md": overview(), "_steps.md": training_steps(), "_families.md": family_table()}
+    pages |= {"_experts.md": experts_table(), "_experts_over_ranks.md": ranks_table()}
     pages |= {"_versions.md": version_table(), "_sweep.md": sweep_tables(), "_graphs.md": graph_picture()}
     for old in folder.glob("*.md"):
         if old.name not in pages:
