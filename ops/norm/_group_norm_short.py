@@ -10,7 +10,7 @@ from torch import Tensor
 
 from llmk.ops.common.rows import aligned
 from llmk.ops.common.sums import sum_pair
-from llmk.ops.norm._moments import coarse_mean, normalize_if_huge, overflowed, share_and_rstd
+from llmk.ops.norm._moments import coarse_mean, kept_variance, mean_and_share, share_and_rstd, whole_if_equal
 from llmk.registry import at_most, cdiv, empty, next_power_of_2, num_programs, wrap_triton
 
 
@@ -54,17 +54,20 @@ def group_norm_kernel(
         start, groups, affine_mask, B, G, C, S, BLOCK_G, BLOCK_C, BLOCK_S
     )
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    mean = tl.sum(_flat(x), axis=1) / (C * S)
-    c = tl.where(mask, x - mean[:, None, None], 0.0)
+    mean, share = mean_and_share(_flat(x), C * S)  # type: ignore[misc]
+    of_x = share[:, None, None]
+    c = tl.where(mask, x * of_x - mean[:, None, None], 0.0)
     near = coarse_mean(mean, tl.sum(_flat(c * c), axis=1) / (C * S))
-    c = tl.where(mask, x - near[:, None, None], 0.0)
+    c = tl.where(mask, x * of_x - near[:, None, None], 0.0)
     rest, squares = sum_pair(_flat(c), _flat(c * c), 1)  # type: ignore[misc]
     rest /= C * S
-    mean = near + rest
     # rest is so small beside a deviation that its square takes no digits from the variance.
     spread = tl.maximum(squares / (C * S) - rest * rest, 0.0)
-    var = spread + eps
-    y = (x - mean[:, None, None]) * tl.div_rn(1.0, tl.sqrt_rn(var))[:, None, None]
+    mean = near + rest
+    y = x * of_x - mean[:, None, None]
+    mean, share = whole_if_equal(mean, spread, share)  # type: ignore[misc]
+    var = kept_variance(spread, eps, share)  # type: ignore[misc]
+    y *= tl.div_rn(1.0, tl.sqrt_rn(tl.abs(var)))[:, None, None]
     if w_ptr is not None:
         y *= tl.load(w_ptr + affine, mask=affine_mask, other=0.0).to(tl.float32)[:, :, None]
     if b_ptr is not None:
@@ -73,15 +76,6 @@ def group_norm_kernel(
     tl.store(stats_ptr + rows, mean, mask=row_mask)
     tl.store(stats_ptr + B * G + rows, var, mask=row_mask)
     tl.store(stats_ptr + 2 * B * G + rows, coarse_mean(mean, spread), mask=row_mask)
-    if overflowed(squares):  # type: ignore[misc]
-        tl.debug_barrier()  # another thread may have written the same place
-        for i in range(0, BLOCK_B * BLOCK_G):
-            sample, group = start + i // BLOCK_G, block * BLOCK_G + i % BLOCK_G
-            if (sample < B) & (group < G):
-                row = sample * G + group
-                normalize_if_huge(  # type: ignore[misc]
-                    x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, row, row * C * S, group * C, C * S, S, B * G, eps, True
-                )
 
 
 @triton.jit

@@ -2,8 +2,9 @@
 
 Squares of values past 2^64 overflow, and sums of values near float32's largest. Of a row with such ones the moments are
 those of its values times 2^-80, its share, whose squares have room for 2^32 of them; elsewhere the share is 1. Whether
-it must be less is seen from the squares: only then is the row gone through again. A row of equal values has no
-squares, and its moments are as they are. The backward pass is told by the variance's sign.
+it must be less is seen from the squares, where only then the row is gone through again, or from the row's largest
+value (`mean_and_share`). A row of equal values has no squares, and its moments are as they are. The backward pass is
+told by the variance's sign.
 """
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from llmk.ops.common.sums import sum_pair
 from llmk.registry import empty, no_gradient
+from llmk.registry.backends import INTERPRET
 
 SHARE = tl.constexpr(2.0**-80)
 WHOLE = tl.constexpr(2.0**80)
@@ -47,6 +49,29 @@ def kept_variance(spread, eps, share):
 def share_and_rstd(var):
     """A row's share, and 1 / sqrt(var) of its shares, from the variance that was kept."""
     return tl.where(var < 0.0, SHARE, 1.0), tl.div_rn(1.0, tl.sqrt_rn(tl.abs(var)))
+
+
+@triton.jit
+def _sum_and_largest(a0, b0, a1, b1):
+    return a0 + a1, tl.maximum(b0, b1)
+
+
+_INTERPRET = tl.constexpr(INTERPRET)
+
+
+@triton.jit
+def mean_and_share(x, N):
+    """The mean of rows x `[M, K]`, of N values and then zeros, or of a share of them, and the share: `[M]` each.
+
+    K is at most 2^13: so many values times 2^-14 have a sum, and so many below 2^56 squares that have one.
+    """
+    tl.static_assert(x.shape[1] <= 2**13)
+    if _INTERPRET:  # as in sum_pair
+        total, largest = tl.sum(x * 2.0**-14, 1), tl.max(tl.abs(x), 1)
+    else:
+        total, largest = tl.reduce((x * 2.0**-14, tl.abs(x)), 1, _sum_and_largest)
+    share = tl.where(largest < 2.0**56, 1.0, SHARE)
+    return total * (2.0**14 * share) / N, share
 
 
 @triton.jit
@@ -104,18 +129,16 @@ def _centered_share(x_ptr, mean, cols, N):
 
 
 @triton.jit(noinline=True)
-def normalize_if_huge(
-    x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, row, start, channel, N, S, M, eps, HAS_NEAR: tl.constexpr
-):  # fmt: skip
+def normalize_if_huge(x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, row, x_stride, N, M, eps):
     """Write y and the statistics of a row again where its squares overflowed, which its variance tells.
 
-    The row is x_ptr[start : start + N] and belongs to the channels from `channel` on, of S values each. A function of
-    its own, which is called: its registers are not taken from the rows that need none of it.
+    A function of its own, which is called: its registers are not taken from the rows that need none of it. Of 16,384
+    columns a thread keeps 64 registers so; 85 where the row's largest value were looked for, as in `mean_and_share`.
     """
     COLS: tl.constexpr = tl.constexpr(512)
     var = tl.load(stats_ptr + M + row)
     if (var < float("inf")) == 0:
-        x_ptr += start
+        x_ptr += row * x_stride
         y_ptr += row * N
         mean = tl.cast(0.0, tl.float32)
         for _ in range(3):  # the last two correct it: of equal values it is that value
@@ -134,16 +157,13 @@ def normalize_if_huge(
         for first in range(0, N, COLS):
             cols = first + tl.arange(0, COLS)
             y = rstd * _centered_share(x_ptr, mean, cols, N)  # type: ignore[misc]
-            affine = channel + cols // S
             if w_ptr is not None:
-                y *= tl.load(w_ptr + affine, mask=cols < N, other=0.0).to(tl.float32)
+                y *= tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
             if b_ptr is not None:
-                y += tl.load(b_ptr + affine, mask=cols < N, other=0.0).to(tl.float32)
+                y += tl.load(b_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
             tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
         tl.store(stats_ptr + row, kept)
         tl.store(stats_ptr + M + row, var)
-        if HAS_NEAR:
-            tl.store(stats_ptr + 2 * M + row, coarse_mean(kept, spread))
 
 
 @triton.jit
@@ -173,40 +193,41 @@ def merge_pieces(means, squares, count, N):
 
 @triton.jit
 def row_moments(x_ptr, N, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr):
-    """Mean and sum of squared deviations of x_ptr[:N], or of a share of it, and the share."""
-    mean, squares = _lane_moments(x_ptr, N, 1.0, BLOCK_N, NUM_STAGES)  # type: ignore[misc]
-    share = smaller_share(squares)  # type: ignore[misc]
-    if share < 1.0:
-        mean, squares = _share_moments(x_ptr, N, BLOCK_N)  # type: ignore[misc]
+    """Mean and sum of squared deviations of x_ptr[:N], or of a share of it, and the share.
+
+    The same code goes through the row, and through its share where squares overflowed: a second copy of it, inline or
+    called, takes registers from the rows that need none.
+    """
+    mean, squares, share = tl.cast(0.0, tl.float32), tl.cast(0.0, tl.float32), tl.cast(1.0, tl.float32)
+    tries = tl.cast(2, tl.int32)
+    while tries > 0:
+        share = tl.where(tries == 2, 1.0, SHARE)
+        mean, squares = _lane_moments(x_ptr, N, share, BLOCK_N, NUM_STAGES)  # type: ignore[misc]
+        tries = tl.where(squares < float("inf"), 0, tries - 1)
     mean, share = whole_if_equal(mean, squares, share)  # type: ignore[misc]
     return mean, squares, share
 
 
-@triton.jit(noinline=True)
-def _share_moments(x_ptr, N, BLOCK_N: tl.constexpr):
-    """`_lane_moments` of SHARE of x: called, so that its registers are not taken from rows that need none of it."""
-    return _lane_moments(x_ptr, N, SHARE, BLOCK_N, 1)  # type: ignore[misc]
-
-
 @triton.jit
-def _lane_moments(x_ptr, N, SHARE_OF_X: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr):
-    """Mean and sum of squared deviations of x_ptr[:N] times a constant.
+def _lane_moments(x_ptr, N, share_of_x, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr):
+    """Mean and sum of squared deviations of x_ptr[:N] times share_of_x.
 
     Each of BLOCK_N lanes follows its own by Welford's formula, and no thread waits for another before the end.
     """
     cols = tl.arange(0, BLOCK_N)
     # Means are kept as differences to the lane's first value, so that a large common offset costs no digits.
-    first = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) * SHARE_OF_X
+    first = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) * share_of_x
     mean = tl.zeros((BLOCK_N,), dtype=tl.float32)
     squares = tl.zeros((BLOCK_N,), dtype=tl.float32)
     for start in tl.range(BLOCK_N, N, BLOCK_N, num_stages=NUM_STAGES):
         mask = start + cols < N
-        x = tl.load(x_ptr + start + cols, mask=mask, other=0.0).to(tl.float32) * SHARE_OF_X
+        x = tl.load(x_ptr + start + cols, mask=mask, other=0.0).to(tl.float32) * share_of_x
         share = tl.div_rn(1.0, tl.cast(start // BLOCK_N + 1, tl.float32))
         delta = tl.where(mask, (x - first) - mean, 0.0)
         mean += delta * share
         squares += delta * delta * (1.0 - share)
-    count = tl.where(cols < N, (N - 1 - cols) // BLOCK_N + 1, 0).to(tl.float32)
+    whole = (N - 1) // BLOCK_N
+    count = tl.where(cols < N - whole * BLOCK_N, whole + 1, whole).to(tl.float32)
     return merge_moments(first, mean, squares, count, N)  # type: ignore[misc]
 
 
