@@ -1,5 +1,6 @@
 """`--sanitize`: what it refuses, and what it reports of what compute-sanitizer says (a script stands in for it)."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from llmk.registry import OPS
 WATCHES = """#!{python}
 # Runs the command on a CPU; memcheck finds something in the second sample, racecheck has a warning.
 import subprocess, sys
-tool, command = sys.argv[2], ["cpu" if word == "cuda" else word for word in sys.argv[7:]]
+tool, command = sys.argv[2], ["cpu" if word == "cuda" else word for word in sys.argv[9:]]
 print("========= COMPUTE-SANITIZER")
 out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines(keepends=True)
 second = [i for i, line in enumerate(out) if line.startswith("opcheck calls ")][1]
@@ -75,24 +76,44 @@ def test_a_tool_that_cannot_run_is_no_success(sanitizer: Path, capsys: pytest.Ca
     assert "nothing was checked" in capsys.readouterr().err
 
 
-def test_a_tool_that_takes_too_long_is_stopped(
-    sanitizer: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("llmk.opcheck.sanitizer.LONGEST", 1)
+def test_a_tool_that_takes_too_long_is_stopped(sanitizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(sanitizer, "#!/bin/sh\necho 'opcheck calls add float16 a sample'\nexec sleep 60\n")
-    assert main(["add", "--device", "cuda", "--sanitize"]) == 1
+    assert main(["add", "--device", "cuda", "--sanitize", "--longest", "1"]) == 1
     assert "add float16 a sample: not done after 1 seconds" in capsys.readouterr().out
 
 
 def test_the_slow_tool_gets_few_samples(sanitizer: Path, tmp_path: Path) -> None:
     write(sanitizer, f"#!/bin/sh\necho \"$@\" >> {tmp_path}/calls\necho 'opcheck calls add float16 a sample'\n")
-    assert main(["add", "--device", "cuda", "--sanitize"]) == 0
-    calls = (tmp_path / "calls").read_text().splitlines()
-    assert [call.split()[1] for call in calls] == ["memcheck", "racecheck"]
-    assert [call.split()[-1] for call in calls] == ["all", "few"]
+    assert main(["add", "--device", "cuda", "--sanitize", "--jobs", "1"]) == 0
+    assert main(["add", "--device", "cuda", "--sanitize", "--jobs", "1", "--few"]) == 0
+    calls = [call.split() for call in (tmp_path / "calls").read_text().splitlines()]
+    assert [(call[1], call[-1]) for call in calls] == [
+        ("memcheck", "all"), ("racecheck", "few"), ("memcheck", "few"), ("racecheck", "few"),
+    ]  # fmt: skip
     for op in OPS.values():
         samples = list(op.samples(torch.device("cpu"), torch.float32))
         assert 0 < len(few_of(op, samples)) <= 8
+
+
+def test_so_many_at_a_time(sanitizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each waits until all four have begun, and the table is in the order that they were asked for."""
+    wait = f"while [ $(ls {tmp_path}/began | wc -l) -lt 4 ]; do sleep 0.05; done"
+    (tmp_path / "began").mkdir()
+    script = f"#!/bin/sh\ntouch {tmp_path}/began/$$\n{wait}\necho 'opcheck calls add float16 a sample'\n"
+    write(sanitizer, script)
+    arguments = ["swiglu", "add", "--device", "cuda", "--sanitize", "--longest", "30", "--json", f"{tmp_path}/found"]
+    assert main([*arguments, "--jobs", "4"]) == 0
+    table = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "GPU kernel" in line]
+    assert table == ["swiglu", "add"]
+    assert len(json.loads((tmp_path / "found").read_text())["results"]) == 4
+
+
+@pytest.mark.parametrize("option", [["--few"], ["--longest", "5"]])
+def test_what_is_only_for_the_sanitizer(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["add", "--device", "cpu", *option])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == f"opcheck: argument {option[0]}: it is for --sanitize\n"
 
 
 @pytest.mark.parametrize(

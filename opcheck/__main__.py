@@ -25,7 +25,7 @@ from llmk.opcheck.journal import Journal
 from llmk.opcheck.page import page
 from llmk.opcheck.processes import Unit, check_in_processes
 from llmk.opcheck.runner import Result, checks, path_taken, promise_named
-from llmk.opcheck.sanitizer import TOOLS, call_samples, find_sanitizer, sanitize
+from llmk.opcheck.sanitizer import LONGEST, TOOLS, call_samples, find_sanitizer, sanitize_in_processes
 from llmk.registry import OPS, Op
 from llmk.registry.backends import INTERPRET
 
@@ -70,6 +70,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="on a GPU: instead of checking promises, call the samples under compute-sanitizer (memcheck, racecheck)",
     )
+    parser.add_argument("--few", action="store_true", help="with --sanitize: few samples for memcheck too")
+    parser.add_argument(
+        "--longest",
+        type=_positive,
+        metavar="SECONDS",
+        help=f"with --sanitize: for an operator and tool (default: {LONGEST})",
+    )
     # What follows is for processes that another one started.
     parser.add_argument("--journal", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--call-samples", choices=("all", "few"), help=argparse.SUPPRESS)
@@ -79,6 +86,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("argument --path: it is for the CPU; on a GPU the kernels run")
     if options.sanitize:
         _refuse_to_sanitize(options)
+    elif options.few or options.longest:
+        _refuse(f"argument {'--few' if options.few else '--longest'}: it is for --sanitize")
     return options
 
 
@@ -220,12 +229,15 @@ def sanitize_all(options: argparse.Namespace) -> list[Result]:
     find_ops(options.ops)
     executable, names = find_sanitizer() or "", options.ops or list(OPS)
     progress, results = Progress(len(names) * len(TOOLS)), []
-    for name in names:
-        for tool in TOOLS:
-            results.append(sanitize(executable, tool, name, options.device, options.dtype or []))
-            progress(f"{tool}: {name}")
+    for watch, result in sanitize_in_processes(
+        executable, names, options.device, options.dtype or [],
+        few=options.few, longest=options.longest or LONGEST, jobs=options.jobs,
+    ):  # fmt: skip
+        progress(f"{watch}{'' if result.passed else f': {result.message}'}")
+        results.append(result)
+        write_reports(report(results, options.device), options.json, options.html)  # if stopped, what there is
     progress.clear()
-    return results
+    return sorted(results, key=lambda result: (names.index(result.op), TOOLS.index(result.promise)))
 
 
 def print_table(results: Sequence[Result]) -> None:

@@ -3,15 +3,20 @@
 memcheck finds what is read or written outside of an allocation, racecheck threads of one program that race for its
 shared memory. A process calls an operator's samples and says which one is next; the sanitizer's own lines come between.
 racecheck follows every access of every thread, which takes hundreds of times a kernel's time: it is given few samples.
+What a call of CUDA's API returns is not the tools' to say: libraries ask for functions that a driver may not have, and
+what goes wrong PyTorch raises.
 """
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 
 import torch
 
@@ -21,7 +26,7 @@ from llmk.registry import Op, Sample
 
 TOOLS = ("memcheck", "racecheck")
 LONGEST = 900
-"""Seconds that a tool has for an operator; what takes longer was not checked."""
+"""Seconds that a tool has for an operator unless it is told; what takes longer was not checked."""
 FEW_KINDS = 4
 _FOUND = 86
 """The exit code that the sanitizer is asked for when it finds something."""
@@ -52,32 +57,66 @@ def call_samples(op: Op, device: torch.device, dtypes: Sequence[torch.dtype] | N
                 torch.cuda.synchronize(device)
 
 
-def sanitize(executable: str, tool: str, name: str, device: torch.device, dtypes: Sequence[str]) -> Result:
+@dataclass(frozen=True)
+class Watch:
+    """One of the sanitizer's tools on one operator (or all of a file): what one process is for."""
+
+    name: str
+    tool: str
+
+    def __str__(self) -> str:
+        return f"{self.tool}: {self.name}"
+
+
+def sanitize_in_processes(
+    executable: str, names: Sequence[str], device: torch.device, dtypes: Sequence[str], *,
+    few: bool, longest: int, jobs: int,
+) -> Iterator[tuple[Watch, Result]]:  # fmt: skip
+    """Each operator under each tool, so many at a time; each is given as it ends."""
+    with ThreadPoolExecutor(jobs) as pool:
+        running = {
+            pool.submit(
+                sanitize, executable, watch, device, dtypes, few=few or watch.tool == "racecheck", longest=longest,
+                threads=max(1, (os.cpu_count() or 1) // jobs),
+            ): watch
+            for watch in (Watch(name, tool) for name in names for tool in TOOLS)
+        }  # fmt: skip
+        for done in as_completed(running):
+            yield running[done], done.result()
+
+
+def sanitize(
+    executable: str, watch: Watch, device: torch.device, dtypes: Sequence[str], *, few: bool, longest: int, threads: int
+) -> Result:
     """Call the samples of an operator (or of a file's) in a process that one of the sanitizer's tools watches."""
-    command = [executable, "--tool", tool, "--error-exitcode", str(_FOUND), "--target-processes", "application-only"]
-    command += [sys.executable, "-m", "llmk.opcheck", name, "--device", str(device)]
-    command += ["--call-samples", "few" if tool == "racecheck" else "all"]
+    command = [executable, "--tool", watch.tool, "--error-exitcode", str(_FOUND)]
+    command += ["--target-processes", "application-only", "--report-api-errors", "no"]
+    command += [sys.executable, "-m", "llmk.opcheck", watch.name, "--device", str(device)]
+    command += ["--call-samples", "few" if few else "all"]
     command += [word for dtype in dtypes for word in ("--dtype", dtype)]
-    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # a tensor's end is its allocation's
+    # Without PyTorch's cache of memory a tensor's end is its allocation's.
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": str(threads)}
     start = time.perf_counter()
     with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, env=environment, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
-            code: int | None = process.wait(LONGEST)
+            code: int | None = process.wait(longest)
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # and what it watches
             process.wait()
             code = None
         said.seek(0)
         lines = said.read().splitlines()
     calls = sum(line.startswith(_NEXT) for line in lines)
-    message = "" if code == 0 else _what_was_found(lines, code)
+    message = "" if code == 0 else _what_was_found(lines, code, longest)
     seconds = time.perf_counter() - start
     dtype = "+".join(dtypes) or "all"
-    return Result(name, str(device), dtype, path_taken(device), tool, not message, message, seconds, calls)
+    return Result(watch.name, str(device), dtype, path_taken(device), watch.tool, not message, message, seconds, calls)
 
 
-def _what_was_found(lines: Sequence[str], code: int | None) -> str:
+def _what_was_found(lines: Sequence[str], code: int | None, longest: int) -> str:
     """The sanitizer's first error and the sample that it came at; without one, how the process ended, if it did."""
     place = "before the first sample"
     for line in lines:
@@ -87,6 +126,6 @@ def _what_was_found(lines: Sequence[str], code: int | None) -> str:
         elif line.startswith(_LINE) and text and not text.startswith(_NO_ERROR):
             return f"{place}: {text}"
     if code is None:
-        return f"{place}: not done after {LONGEST} seconds"
+        return f"{place}: not done after {longest} seconds"
     last = next((line for line in reversed(lines) if line.strip() and not line.startswith(_LINE)), "it said nothing")
     return f"{place}: the process ended with exit code {code}: {last.strip()}"
