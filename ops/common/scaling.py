@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.registry import PARTIAL, REPLICATE, KernelOp, axes, cdiv, empty, wrap_triton
+from llmk.registry import PARTIAL, REPLICATE, KernelOp, at_most, axes, cdiv, empty, num_programs, wrap_triton
 from llmk.registry.backends import runs_kernels
 from llmk.registry.devices import kernel_context
 from llmk.registry.eager.bypass import is_plain_eager, takes_short_path
@@ -25,15 +25,21 @@ def scale_kernel(x_ptr, grad_ptr, divisor_ptr, y_ptr, N, IN_PLACE: tl.constexpr,
     if IN_PLACE:  # noqa: SIM102  Triton evaluates both sides of an `and`
         if factor == 1.0:
             return
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    x = tl.load(x_ptr + offsets, mask=offsets < N, other=0.0).to(tl.float32)
-    tl.store(y_ptr + offsets, (x * factor).to(y_ptr.dtype.element_ty), mask=offsets < N)
+    step = tl.num_programs(0).to(tl.int64) * BLOCK_N
+    for start in range(tl.program_id(0).to(tl.int64) * BLOCK_N, N, step):
+        offsets = start + tl.arange(0, BLOCK_N)
+        x = tl.load(x_ptr + offsets, mask=offsets < N, other=0.0).to(tl.float32)
+        tl.store(y_ptr + offsets, (x * factor).to(y_ptr.dtype.element_ty), mask=offsets < N)
+
+
+PROGRAMS = 8
+"""Of a multiprocessor, 8 warps each: all that it holds at a time. Where the factor is 1 they are all there is to do: a
+program of its own for each 4096 elements of a gradient of 1 GiB took 0.5 ms of an H200 to start and end."""
 
 
 def _launch(x: Tensor, grad: Tensor, divisor: Tensor, y: Tensor, in_place: bool) -> None:
-    wrap_triton(scale_kernel)[(cdiv(x.numel(), 4096),)](
-        x, grad, divisor, y, x.numel(), IN_PLACE=in_place, BLOCK_N=4096, num_warps=8
-    )
+    programs = at_most(cdiv(x.numel(), 4096), num_programs(x.device, PROGRAMS))
+    wrap_triton(scale_kernel)[(programs,)](x, grad, divisor, y, x.numel(), IN_PLACE=in_place, BLOCK_N=4096, num_warps=8)
 
 
 def _scale(input: Tensor, grad: Tensor, divisor: Tensor, dtype: torch.dtype) -> Tensor:
