@@ -219,6 +219,8 @@ BROKEN: dict[str, tuple[str, Callable[[str], Op]]] = {
     "overwrites_gradient": ("no_mutation", lambda n: square(n, backward=overwrites_gradient)),
     "shares_memory": ("no_alias", lambda n: product(n, shares_memory)),
     "second_is_other": ("second_backward", lambda n: by_formula(n, other_the_second_time, setup=save_and_count)),
+    "gradient_with_a_graph": ("second_backward", lambda n: square(
+        n, backward=lambda grad, x: (2 * grad * x).requires_grad_())),
     "clamps_gradient": ("scaled_gradient", lambda n: square(n, backward=lambda g, x: 2 * g.clamp(-4, 4) * x)),
     "assumes_ones": ("expanded_gradient", lambda n: square(n, backward=ones_where_expanded)),
     "gradient_strides": ("strided_gradient", lambda n: square(n, backward=gradient_as_contiguous)),

@@ -14,7 +14,7 @@ from llmk.registry import Op, Sample
 
 
 def second_backward(op: Op, samples: Sequence[Sample]) -> None:
-    """1: with retain_graph the second backward gives the first one's bits."""
+    """1: the second backward, and the last one without retain_graph, give the first one's bits, and no graph of them."""
     for sample in samples:
         wanted = differentiable_inputs(op, sample)
         if not wanted:
@@ -23,10 +23,17 @@ def second_backward(op: Op, samples: Sequence[Sample]) -> None:
         outputs = [output for output in as_list(op.overload(*args, **kwargs)) if output.requires_grad]
         inputs = [tensors[name] for name in wanted]
         grads = incoming_gradients(outputs)
-        first, second = (torch.autograd.grad(outputs, inputs, grads, retain_graph=True) for _ in range(2))
-        for name, a, b in zip(wanted, first, second, strict=True):
-            if not same_bits(a, b):
-                raise BrokenPromise(f"{sample}: the second backward gives another gradient of {name}")
+        first, *others = (
+            torch.autograd.grad(outputs, inputs, grads, retain_graph=kept) for kept in (True, True, False)
+        )
+        for which, gradients in zip(("second", "last"), others, strict=True):
+            for name, a, b in zip(wanted, first, gradients, strict=True):
+                if not same_bits(a, b):
+                    raise BrokenPromise(f"{sample}: the {which} backward gives another gradient of {name}")
+                if b.requires_grad:
+                    raise BrokenPromise(
+                        f"{sample}: the gradient of {name} is part of a graph, which it keeps in memory"
+                    )
 
 
 def scaled_gradient(op: Op, samples: Sequence[Sample]) -> None:

@@ -18,6 +18,12 @@ from llmk.registry.eager.bypass import is_plain_eager, takes_short_path
 from llmk.registry.private.autograd import graph_is_kept, saved_tensors_are_hooked
 
 
+PROGRAMS = 8
+"""Of a multiprocessor, 8 warps each, all that it holds at a time: where a factor is expected to be 1 a program does no
+more than start. With one for each 4096 elements of a gradient of 1 GiB that takes 0.11 ms of an H200 instead of 0.02;
+where it is not 1 both take 0.56, but from float32 these 0.79 instead of 0.74."""
+
+
 @triton.jit
 def scale_kernel(x_ptr, grad_ptr, divisor_ptr, y_ptr, N, IN_PLACE: tl.constexpr, BLOCK_N: tl.constexpr):
     grad, divisor = tl.load(grad_ptr), tl.load(divisor_ptr)
@@ -26,19 +32,15 @@ def scale_kernel(x_ptr, grad_ptr, divisor_ptr, y_ptr, N, IN_PLACE: tl.constexpr,
         if factor == 1.0:
             return
     step = tl.num_programs(0).to(tl.int64) * BLOCK_N
-    for start in range(tl.program_id(0).to(tl.int64) * BLOCK_N, N, step):
+    for start in tl.range(tl.program_id(0).to(tl.int64) * BLOCK_N, N, step, num_stages=3):  # pyright: ignore[reportGeneralTypeIssues]
         offsets = start + tl.arange(0, BLOCK_N)
         x = tl.load(x_ptr + offsets, mask=offsets < N, other=0.0).to(tl.float32)
         tl.store(y_ptr + offsets, (x * factor).to(y_ptr.dtype.element_ty), mask=offsets < N)
 
 
-PROGRAMS = 8
-"""Of a multiprocessor, 8 warps each: all that it holds at a time. Where the factor is 1 they are all there is to do: a
-program of its own for each 4096 elements of a gradient of 1 GiB took 0.5 ms of an H200 to start and end."""
-
-
 def _launch(x: Tensor, grad: Tensor, divisor: Tensor, y: Tensor, in_place: bool) -> None:
-    programs = at_most(cdiv(x.numel(), 4096), num_programs(x.device, PROGRAMS))
+    blocks = cdiv(x.numel(), 4096)
+    programs = at_most(blocks, num_programs(x.device, PROGRAMS)) if in_place else blocks
     wrap_triton(scale_kernel)[(programs,)](x, grad, divisor, y, x.numel(), IN_PLACE=in_place, BLOCK_N=4096, num_warps=8)
 
 
@@ -94,7 +96,8 @@ class SavedGradients:
         saved = self.gradients[place]
         dtype = saved.dtype if dtype is None else dtype
         if self.last and saved.dtype == dtype and takes_short_path((saved, self.grad, self.divisor)):
-            return _scale_saved(self.scale, saved, self.grad, self.divisor)
+            # It was an output of the forward pass: as it is, it would keep the graph alive as long as the gradient.
+            return _scale_saved(self.scale, saved.detach(), self.grad, self.divisor)
         return self.scale(saved, self.grad, self.divisor, dtype)
 
 
