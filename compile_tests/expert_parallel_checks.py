@@ -1,19 +1,24 @@
-"""What test_expert_parallel.py runs in every process of a group: experts over ranks, against `moe_experts` of all."""
+"""Experts over ranks, against one process that has all, by two processes and by four: `python FILE`."""
 
+import copy
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from families import small_model, tokens
+from forked import forked
 from rank_slices import OwnRows
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from llmk.nn import expert_parallel_moe
 from llmk.opcheck.calls import call, require_accurate
 from llmk.opcheck.inputs import BrokenPromise
 from llmk.registry import OPS, Sample
+from llmk.transformers import expert_parallel
 
 OP = OPS["moe_experts"]
 T, E, K, H, F = 12, 8, 3, 10, 6
@@ -110,11 +115,12 @@ def equal(mesh: DeviceMesh) -> Iterator[str]:
     if mesh.size() == 2:
         yield from in_a_graph(mesh)
         yield from refusals(mesh)
+        yield from of_transformers(mesh, "Qwen3Moe")
+        yield from of_transformers(mesh, "GptOss")
 
 
 def in_a_graph(mesh: DeviceMesh) -> Iterator[str]:
     """The gather has no break."""
-    torch._dynamo.reset()
     fn = torch.compile(expert_parallel_moe, fullgraph=True, backend="aot_eager")
     yield from differences(mesh, EVEN[2], "all_gather", torch.float32, fn)
 
@@ -147,3 +153,50 @@ def refusals(mesh: DeviceMesh) -> Iterator[str]:
         except error as raised:
             if message not in str(raised):
                 yield f"expected {message!r}, got {raised}"
+
+
+def of_transformers(mesh: DeviceMesh, family: str) -> Iterator[str]:
+    """A model whose experts are spread, each process with a batch of its own, beside the whole model with all."""
+    whole, split = (small_model(family, use_cache=False, experts_implementation="eager") for _ in range(2))
+    exact = copy.deepcopy(whole).double()
+    expert_parallel(split, mesh)
+    batch = tokens(2, 9)
+    own = batch[mesh.get_local_rank(), None]
+    for model in (whole, exact):
+        sum(model(input_ids=ids[None], labels=ids[None]).loss for ids in batch).backward()  # type: ignore[union-attr]
+    split(input_ids=own, labels=own).loss.backward()
+    of_whole, of_exact = dict(whole.named_parameters()), dict(exact.named_parameters())
+    for name, parameter in split.named_parameters():
+        found, sharded = parameter.grad, isinstance(parameter, DTensor)
+        if sharded != ("experts" in name):
+            yield f"{family}, {name}: {'a' if sharded else 'no'} DTensor"
+        if sharded:
+            found = found.full_tensor()
+        else:
+            dist.all_reduce(found)
+        right, plain = of_exact[name].grad, of_whole[name].grad
+        far, allowed = (
+            (found - right).norm(),
+            1.5 * (plain - right).norm() + torch.finfo(found.dtype).eps * right.norm(),
+        )
+        if not far <= allowed:
+            yield f"{family}, {name}: apart by {far:.1e}, {allowed:.1e} is allowed"
+    try:
+        expert_parallel(torch.nn.Linear(2, 2), mesh)
+        yield "a model without experts was not refused"
+    except ValueError as error:
+        if "model: Linear has no packed experts" not in str(error):
+            raise
+
+
+def check() -> None:
+    dist.init_process_group("gloo")
+    wrong = list(equal(init_device_mesh("cpu", (dist.get_world_size(),))))
+    dist.destroy_process_group()
+    assert not wrong, "\n".join(wrong)
+
+
+if __name__ == "__main__":
+    outcomes = [forked(ranks, check) for ranks in (2, 4)]
+    failed = any(any(outcome["codes"]) for outcome in outcomes)
+    sys.exit("\n".join(line for outcome in outcomes for line in outcome["errors"]) if failed else 0)

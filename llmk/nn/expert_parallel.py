@@ -50,7 +50,7 @@ def expert_parallel_moe(
         exchange: "all_gather" or "all_to_all", the same on all ranks.
         gate_up_bias: `[E, 2F]`, likewise a DTensor.
         down_bias: `[E, H]`, likewise a DTensor.
-        gate: `activation`, `interleaved`, `transposed`, `limit`, `alpha` and `up_offset` of `moe_experts`.
+        **gate: `activation`, `interleaved`, `transposed`, `limit`, `alpha` and `up_offset` of `moe_experts`.
 
     Returns:
         What all experts make of this rank's tokens, `[T, H]`, contiguous, in the dtype of `input`.

@@ -5,9 +5,19 @@ Needs the package `transformers`, 5 or newer; nothing else in llmk does.
 
 from llmk.transformers import experts as experts  # which registers them
 from llmk.transformers.auto import AutoModelForCausalLM, PatchCallback
+from llmk.transformers.expert_parallel import expert_parallel
 from llmk.transformers.kernel_config import kernel_config
 from llmk.transformers.patch import patch
 from llmk.transformers.report import Entry, Report
 from llmk.transformers.tensor_parallel import tensor_parallel
 
-__all__ = ["AutoModelForCausalLM", "Entry", "PatchCallback", "Report", "kernel_config", "patch", "tensor_parallel"]
+__all__ = [
+    "AutoModelForCausalLM",
+    "Entry",
+    "PatchCallback",
+    "Report",
+    "expert_parallel",
+    "kernel_config",
+    "patch",
+    "tensor_parallel",
+]

@@ -5,6 +5,7 @@ all of it; any other keeps its own code, between two `grouped_linear`.
 """
 
 import math
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from llmk import functional
+from llmk.nn import expert_parallel_moe
+from llmk.registry import is_sharded
 from llmk.transformers.probe import agree, apart, clean, gradients, rows_of_all_scales, same
 
 NAME = "llmk"
@@ -28,6 +31,14 @@ ACTIVATIONS = {
 
 GATE = "_apply_gate"
 """The method of transformers' experts for what stands between their two products; models give their own."""
+
+EXCHANGE = "llmk_exchange"
+"""The attribute of experts over ranks that says how tokens get to them."""
+
+
+def is_packed(module: nn.Module) -> bool:
+    """Whether it is a mixture's experts in packed weights."""
+    return hasattr(type(module), GATE) and hasattr(module, "is_transposed")
 
 
 class GateForm(NamedTuple):
@@ -54,7 +65,10 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     form = gate_form(experts)
     if form is None:
         return _step_by_step(experts, x, top_k_index, weights).to(hidden_states.dtype)
-    y = functional.moe_experts(
+    run = functional.moe_experts
+    if is_sharded(experts.down_proj):
+        run = partial(expert_parallel_moe, exchange=getattr(experts, EXCHANGE, "all_gather"))
+    y = run(
         x, experts.gate_up_proj, experts.down_proj, top_k_index, weights,
         gate_up_bias=experts.gate_up_proj_bias if experts.has_bias else None,
         down_bias=experts.down_proj_bias if experts.has_bias else None,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from llmk.registry.private.modules import children_of, parameters_of
 from llmk.transformers.classes import Change
-from llmk.transformers.experts import GATE, experts_forward, gate_form
+from llmk.transformers.experts import experts_forward, gate_form, is_packed
 from llmk.transformers.probe import (
     SCALES,
     Differs,
@@ -57,7 +57,7 @@ def find_experts(module: nn.Module) -> Experts | None:
     Raises:
         Differs: Its forward computes something else.
     """
-    if not hasattr(type(module), GATE) or not hasattr(module, "is_transposed"):
+    if not is_packed(module):
         return None
     for training in (True, False):
         want, got = (_outcome(forward, module, training) for forward in (type(module).forward, experts_forward))
