@@ -49,8 +49,13 @@ def make_environment(folder: Path, version: str) -> Path:
     return python
 
 
+def commit() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+
+
 def run_check(python: Path, name: str) -> dict[str, object]:
-    """Whether the check passed, the last line of what it wrote, and its seconds."""
+    """Whether the check passed, the last line of what it wrote, its seconds, and the commit that it was of."""
     settings = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "TORCH"))}
     settings |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     command = [python, "-W", "ignore", "-m", "compile_tests.matrix_checks", name]
@@ -66,7 +71,7 @@ def run_check(python: Path, name: str) -> dict[str, object]:
         except subprocess.TimeoutExpired:
             passed, output = False, f"took more than {LONGEST} seconds"
     said = output.splitlines()[-1] if output else ""
-    return {"passed": passed, "said": said, "seconds": round(time.monotonic() - start)}
+    return {"passed": passed, "said": said, "seconds": round(time.monotonic() - start), "commit": commit()}
 
 
 def main() -> int:

@@ -21,12 +21,23 @@ def version_table() -> str:
         lines.append(_row(name, [row["versions"][name] for row in results.values()]))
     lines += [_row(fn.__doc__ or name, [_cell(row["checks"], name) for row in results.values()])
               for name, fn in CHECKS.items()]  # fmt: skip
-    lines.append(_row("checked on", [row["date"] for row in results.values()]))
+    lines.append(_row("last checked on", [row["date"] for row in results.values()]))
+    lines.append(_row("commits", [_commits(row["checks"]) for row in results.values()]))
     return "\n".join([":::{container} results", "", *lines, "", ":::", ""])
 
 
 def _row(head: str, cells: list[str]) -> str:
     return f"| {head} | {' | '.join(cells)} |"
+
+
+def _commits(checks: dict[str, Any]) -> str:
+    """Each commit, with the checks that ran of it where there are several."""
+    names: dict[str, list[str]] = {}
+    for name, check in checks.items():
+        names.setdefault(check["commit"], []).append(name)
+    if len(names) == 1:
+        return next(iter(names))
+    return "; ".join(f"{commit}: {', '.join(of)}" for commit, of in names.items())
 
 
 def _cell(checks: dict[str, Any], name: str) -> str:
