@@ -1,5 +1,7 @@
 """The accuracy rule must be able to fail at every scale of a result: what is damaged on purpose is refused."""
 
+import dataclasses
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -115,6 +117,47 @@ def test_what_is_damaged_is_refused(name: str, dtype: torch.dtype, mode: str, de
                 continue
             with pytest.raises(BrokenPromise, match=where):
                 require_accurate(op, sample, outcome)
+
+
+def without_a_sum(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str) -> Tensor:
+    z = torch.nn.functional.linear(input, weight, bias)
+    return z * torch.sigmoid(z * (1.5957691216057308 + 0.07135481627260025 * z * z))
+
+
+def with_a_sum(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str) -> Tensor:
+    """In float32, as cuBLASLt's epilogue has it."""
+    z = torch.nn.functional.linear(input.float(), weight.float())
+    return (z / 2 * (1 + torch.tanh(0.7978845608028654 * (z + 0.044715 * z**3)))).to(input.dtype)
+
+
+def test_what_a_formula_loses_is_what_its_record_says(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """The one path whose 1 + tanh cancels, by a composition that has no such sum."""
+    op = dataclasses.replace(OPS["linear_act"], reference=without_a_sum)
+    z = torch.linspace(-6, 6, 97, device=device)[:, None].to(torch.bfloat16)
+    sample = Sample((torch.ones(3, 1, dtype=z.dtype, device=device), z), {"activation": "gelu_tanh"}, why="each z")
+
+    def changed(change: Callable[[Tensor], Tensor]) -> None:
+        require_accurate(op, sample, call(op, sample, wanted=(), fn=lambda *args, **options: change(formula(*args))))
+
+    def formula(*args: Tensor) -> Tensor:
+        return with_a_sum(*args, activation="gelu_tanh")
+
+    right = without_a_sum(*(t.double() for t in sample.args), activation="gelu_tanh")
+    lost = (formula(*sample.args) == 0) & (right != 0)
+    assert bool(lost.any())  # there is something to lose
+    with pytest.raises(BrokenPromise, match="output 0"):  # our kernels must not lose it
+        changed(lambda y: y)
+    monkeypatch.setattr(sys.modules[op.module], "choose_path", lambda *args: "epilogue")
+    changed(lambda y: y)
+    ordinary = right.abs() > 1e-3
+    for change in (
+        lambda y: 2 * y,
+        lambda y: y.masked_fill(ordinary & (right > -0.01), 0.0),
+        lambda y: torch.where(right == right[:, 24:25], 2 * y, y),
+        lambda y: torch.where(lost, 1e-4, y).to(y.dtype),
+    ):
+        with pytest.raises(BrokenPromise, match="output 0"):
+            changed(change)
 
 
 @pytest.mark.parametrize(

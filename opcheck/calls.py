@@ -156,25 +156,32 @@ def require_accurate(
     dtype = next(t.dtype for t in actual.inputs.values() if t.is_floating_point())
     factor = _tolerance(op, dtype).factor
     truth = truth_of(op, sample, actual, grads)
+    loses = None if op.loses is None else op.loses(**(op.bind(sample) | actual.inputs))
     for i, output in enumerate(actual.outputs):
-        _require_accurate(truth, f"output {i}", i, output, factor, compositions)
+        _require_accurate(truth, f"output {i}", i, output, factor, compositions, None if i else loses)
     for name, gradient in actual.gradients.items():
         _require_accurate(truth, f"gradient of {name}", truth.index_of(name), gradient, factor, compositions)
 
 
 def _require_accurate(
-    truth: Truth, name: str, i: int, actual: Tensor | None, factor: float, compositions: Callable[[], Sequence[Outcome]]
-) -> None:
+    truth: Truth, name: str, i: int, actual: Tensor | None, factor: float,
+    compositions: Callable[[], Sequence[Outcome]], loses: Tensor | None = None,
+) -> None:  # fmt: skip
+    """`loses` is what the record says that each element can lose besides its condition."""
+
+    def condition(draws: int) -> Tensor:
+        moved = truth.condition(i, draws)
+        return moved if loses is None else moved + loses
+
     composition, exact = truth.composition[i], truth.exact[i]
     if actual is None or composition is None or exact is None:
         raise BrokenPromise(f"{truth.sample}: {name} is missing")
     if not actual.is_floating_point() or rounded_once(actual, exact):
         return
-    if accuracy_violation(actual, composition, exact, factor, condition=truth.condition(i, DRAWS)) is None:
+    if accuracy_violation(actual, composition, exact, factor, condition=condition(DRAWS)) is None:
         return
     # What is left may be chance: the errors of a composition on one input, or a condition of a few draws.
     near = [(x[i], y[i]) for x, y in truth.neighbours] + [(outcome.results()[i], exact) for outcome in compositions()]
-    condition = truth.condition(i, MORE_DRAWS)
-    violation = accuracy_violation(actual, composition, exact, factor, near, condition)  # type: ignore[arg-type]
+    violation = accuracy_violation(actual, composition, exact, factor, near, condition(MORE_DRAWS))  # type: ignore[arg-type]
     if violation is not None:
         raise BrokenPromise(f"{truth.sample}: {name}: {violation}")

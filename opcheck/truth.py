@@ -3,7 +3,7 @@
 All come from running the operator's reference: in float64 on the sample's inputs, where it is the truth; in the
 sample's dtype, where it is PyTorch's composition; and in float64 on inputs that each moved by one unit in their last
 place, up or down by chance. How far the truth moves then is the condition of each element of the result: what its own
-arithmetic can lose, whatever the order of operations.
+arithmetic can lose, whatever the order of operations. What a formula loses beyond that is in the record (`Op.loses`).
 """
 
 from collections import OrderedDict

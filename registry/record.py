@@ -72,6 +72,9 @@ class Op:
         kernel_ops: The private operators it calls.
         dtypes: The dtypes of its samples.
         tolerances: Where the factor of the accuracy rule is not 1.5: by dtype, with the reason.
+        loses: `loses(*args, **kwargs)` is what each element of the first output can lose, in float64, by the formula
+            that these arguments get, beyond what their own rounding moves it by; None where that is nothing. The
+            derivation is beside it.
         plain: What plain PyTorch computes the same: `torch.compile(backend="llmk")` puts the operator there.
         choices: Measured decisions, such as whether Inductor sees the kernel or plain aten: what and by which figure.
     """
@@ -88,6 +91,7 @@ class Op:
     kernel_ops: tuple[Any, ...] = ()
     dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
     tolerances: dict[torch.dtype, Tolerance] = field(default_factory=dict)
+    loses: Callable[..., torch.Tensor | None] | None = None
     plain: tuple[Plain, ...] = ()
     choices: tuple[str, ...] = ()
     doc: str = ""

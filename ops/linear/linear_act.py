@@ -253,6 +253,24 @@ linear_act_fwd.register_backward(
 )
 
 
+def linear_act_loses(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "relu"
+) -> Tensor | None:
+    """What the epilogue's GELU can lose: z / 2 * (1 + tanh(u)) in float32, a sum that cancels where z is negative.
+
+    Next to -1 values of float32 are eps / 2 apart, and tanh is good to two of these units, as CUDA's is; the sum is at
+    most 2 and rounds by at most eps / 2: 1.5 eps together, of |z| / 2. Where 1 + tanh(u) is less than half a unit, tanh
+    is -1, and all of it is lost. Our own kernels have no such sum.
+    """
+    wanted = any(tensor is not None and tensor.requires_grad for tensor in (input, weight, bias))
+    if choose_path(_rows(input), weight, activation, wanted and keeps_z(activation, input.dtype)) != "epilogue":
+        return None
+    z = torch.nn.functional.linear(*(None if t is None else t.detach().double() for t in (input, weight, bias)))
+    eps = torch.finfo(torch.float32).eps
+    total = 2 * torch.sigmoid(z * (1.5957691216057308 + 0.07135481627260025 * z * z))  # 1 + tanh(u)
+    return z.abs() / 2 * torch.where(total < eps / 4, total, 1.5 * eps)
+
+
 def linear_act_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     def randn(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype)
@@ -313,9 +331,10 @@ def linear_act_cost(input: Tensor, weight: Tensor, bias: Tensor | None = None, *
     resized=linear_act_resized,
     workloads=linear_act_workloads,
     cost=linear_act_cost,
+    loses=linear_act_loses,
     choices=(
-        "gelu_tanh without gradients is cuBLASLt's epilogue in 16-bit dtypes, whose 1 + tanh cancels: at -5 it may "
-        "give -0 where -1.4e-7 is right; relu is not, as that loses NaN",
+        "gelu_tanh without gradients is cuBLASLt's epilogue in 16-bit dtypes, whose 1 + tanh cancels, as in PyTorch's "
+        "own GELU: at -5 it may give -0 where -1.4e-7 is right; relu is not, as that loses NaN",
         f"other activations are the Triton product up to K = {FUSED_K} for each tensor whose traffic it saves, where "
         "its slower product costs less than that: on an H200 0.436 ms against 0.564 at 32768x1024x4096, relu, forward",
         "compiled, a separate activation, and its gradient where there is no bias, is plain aten, for Inductor to fuse "
