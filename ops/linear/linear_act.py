@@ -265,7 +265,8 @@ def linear_act_loses(
     wanted = any(tensor is not None and tensor.requires_grad for tensor in (input, weight, bias))
     if choose_path(_rows(input), weight, activation, wanted and keeps_z(activation, input.dtype)) != "epilogue":
         return None
-    z = torch.nn.functional.linear(*(None if t is None else t.detach().double() for t in (input, weight, bias)))
+    bias = bias if bias is None else bias.detach().double()
+    z = torch.nn.functional.linear(input.detach().double(), weight.detach().double(), bias)
     eps = torch.finfo(torch.float32).eps
     total = 2 * torch.sigmoid(z * (1.5957691216057308 + 0.07135481627260025 * z * z))  # 1 + tanh(u)
     return z.abs() / 2 * torch.where(total < eps / 4, total, 1.5 * eps)
