@@ -14,7 +14,7 @@ from llmk.registry import Op, Sample
 
 
 def second_backward(op: Op, samples: Sequence[Sample]) -> None:
-    """1: the second backward, and the last one without retain_graph, give the first one's bits, and no graph of them."""
+    """1: the second backward, and the last one without retain_graph, give the bits of the first; none has a graph."""
     for sample in samples:
         wanted = differentiable_inputs(op, sample)
         if not wanted:
