@@ -144,6 +144,7 @@ def _liger_triton(tune: bool) -> dict[str, Adapter]:
         ),
         "jsd": lambda *args, **options: functional.liger_jsd,
         "tvd": _plain_loss(functional.liger_tvd),
+        "ce_tvd": _plain_loss(lambda *args: ops.LigerFusedCETVDFunction.apply(*args, -100)),
         "fused_linear_jsd": lambda *args, **options: (
             lambda *args, beta=0.5: functional.liger_fused_linear_jsd(*args, jsd_beta=beta)
         ),

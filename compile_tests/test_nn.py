@@ -149,6 +149,17 @@ def test_kl_div_loss_is_torchs(reduction: str, log_target: bool, device: torch.d
     require_accurate(ours(input, target), theirs(input, target), theirs(input.double(), target.double()))
 
 
+def test_cross_entropy_tvd_loss_is_a_mean_of_both(device: torch.device) -> None:
+    x, y = (2 * torch.randn(5, 33, device=device) for _ in range(2))
+    target = torch.tensor([3, 7, -100, 0, 32], device=device)
+
+    def plain(x: Tensor, y: Tensor) -> Tensor:
+        distance = 0.5 * (x.softmax(-1) - y.softmax(-1)).abs().sum(-1)
+        return 0.3 * nn.functional.cross_entropy(x, target) + 2.0 * distance[target != -100].mean()
+
+    require_accurate(llmk.nn.CrossEntropyTVDLoss(0.3, 2.0)(x, y, target), plain(x, y), plain(x.double(), y.double()))
+
+
 def test_giou_loss(device: torch.device) -> None:
     corners = torch.rand(6, 2, 2, device=device)
     boxes = torch.cat((corners[:, 0], corners[:, 0] + corners[:, 1]), dim=-1)
@@ -165,6 +176,7 @@ def test_giou_loss(device: torch.device) -> None:
         (llmk.nn.LayerNorm((2, 4), bias=False), "LayerNorm((2, 4), eps=1e-05, elementwise_affine=True, bias=False)"),
         (llmk.nn.GroupNorm(2, 4), "GroupNorm(2, 4, eps=1e-05, affine=True)"),
         (llmk.nn.KLDivLoss("batchmean", True), "KLDivLoss(reduction='batchmean', log_target=True)"),
+        (llmk.nn.CrossEntropyTVDLoss(), "CrossEntropyTVDLoss(ce_weight=1.0, tvd_weight=1.0, ignore_index=-100)"),
         (llmk.nn.GIoULoss(), "GIoULoss(reduction='mean', eps=1e-05)"),
     ],
 )
@@ -190,6 +202,7 @@ def test_extra_repr(module: nn.Module, expected: str) -> None:
         (lambda: llmk.nn.CrossEntropyLoss(label_smoothing=-1.0), "label_smoothing: expected a number from 0 to 1"),
         (lambda: llmk.nn.LinearCrossEntropyLoss(softcap=float("nan")), r"softcap: expected 0 \(off\) or .*, got nan"),
         (lambda: llmk.nn.LinearCrossEntropyLoss(chunk_size=-1), "chunk_size: expected .*, got -1"),
+        (lambda: llmk.nn.CrossEntropyTVDLoss(tvd_weight=float("nan")), "tvd_weight: expected a finite number, got nan"),
         (lambda: llmk.nn.KLDivLoss("foo"), "reduction: expected one of .*, got 'foo'"),
         (lambda: llmk.nn.GIoULoss("batchmean"), "reduction: expected one of .*, got 'batchmean'"),
         (lambda: llmk.nn.GIoULoss(eps=-1.0), "eps: expected .*, got -1.0"),

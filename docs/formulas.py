@@ -18,6 +18,7 @@ FORMULAS = {
     "rope": r"y = x \cos\theta + \mathrm{rotate}(x) \sin\theta",
     "qk_norm_rope": r"n = \mathrm{rmsnorm}(x)\,w, \qquad y = n \cos\theta + \mathrm{rotate}(n) \sin\theta",
     "cross_entropy": r"\ell = \log \sum_v e^{x_v} - x_t",
+    "ce_tvd": r"\ell = \log \sum_v e^{x_v} - x_t, \qquad d = \tfrac12 \sum_v |q_v - p_v|",
     "fused_linear_ce": r"\ell = \log \sum_v e^{z_v} - z_t, \qquad z = W x + b",
     "fused_linear_ce_metrics": r"\ell = \log \sum_v e^{z_v} - z_t, \qquad "
     r"H = -\sum_v p_v \log\, p_v, \qquad z = W x + b",

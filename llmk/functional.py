@@ -14,6 +14,7 @@ from llmk.ops.linear_loss.fused_linear_policy import fused_linear_policy
 from llmk.ops.linear_loss.fused_linear_preference import fused_linear_preference
 from llmk.ops.linear_loss.linear_logprobs import linear_logprobs
 from llmk.ops.linear_loss.vocab_parallel_linear_ce import vocab_parallel_linear_ce
+from llmk.ops.loss.ce_tvd import ce_tvd
 from llmk.ops.loss.cross_entropy import cross_entropy
 from llmk.ops.loss.giou_loss import giou_loss
 from llmk.ops.loss.jsd import jsd
@@ -36,6 +37,7 @@ from llmk.ops.softmax.sparsemax import sparsemax
 __all__ = [
     "add",
     "add_rms_norm",
+    "ce_tvd",
     "cross_entropy",
     "dyt",
     "embedding",

@@ -7,6 +7,7 @@ from llmk.nn.feed_forward import GeGLUMLP, SwiGLUMLP
 from llmk.nn.hyper_connection import HyperConnection
 from llmk.nn.losses import (
     CrossEntropyLoss,
+    CrossEntropyTVDLoss,
     GIoULoss,
     JSDLoss,
     KLDivLoss,
@@ -25,6 +26,7 @@ from llmk.nn.tiled import TiledMLP
 __all__ = [
     "AttentionResidual",
     "CrossEntropyLoss",
+    "CrossEntropyTVDLoss",
     "DyT",
     "Embedding",
     "GIoULoss",

@@ -259,6 +259,27 @@ class LinearJSDLoss(nn.Module):
         )
 
 
+class CrossEntropyTVDLoss(nn.Module):
+    """The mean over tokens that count of `ce_weight * cross entropy + tvd_weight * total variation distance`.
+
+    `loss(logits, teacher_logits, target)`; see `llmk.functional.ce_tvd`, which gives both of each token. float32.
+    """
+
+    def __init__(self, ce_weight: float = 1.0, tvd_weight: float = 1.0, ignore_index: int = -100) -> None:
+        super().__init__()
+        check_finite("ce_weight", ce_weight)
+        check_finite("tvd_weight", tvd_weight)
+        self.ce_weight, self.tvd_weight, self.ignore_index = ce_weight, tvd_weight, ignore_index
+
+    def forward(self, input: Tensor, teacher: Tensor, target: Tensor) -> Tensor:
+        ce, tvd = functional.ce_tvd(input, teacher, target, ignore_index=self.ignore_index)
+        count = (target.long() != self.ignore_index).sum()
+        return (self.ce_weight * ce + self.tvd_weight * tvd).sum() / count
+
+    def extra_repr(self) -> str:
+        return f"ce_weight={self.ce_weight}, tvd_weight={self.tvd_weight}, ignore_index={self.ignore_index}"
+
+
 class TVDLoss(nn.Module):
     """Total variation distance of probabilities; see `llmk.functional.tvd`."""
 
