@@ -61,7 +61,7 @@ def modulated_rms_norm(large: bool) -> Op:
 
 
 def attention_residual(large: bool) -> Op:
-    N, S, H = (8, 8192, 4096) if large else (3, 5, 16)
+    N, S, H = (8, 8192, 4096) if large else (4, 5, 16)
 
     def reference(blocks: Tensor, query: Tensor, weight: Tensor) -> Tensor:
         keys = F.rms_norm(blocks, (H,), weight, EPS)
@@ -83,7 +83,7 @@ class _AroundSilu(llmk.nn.HyperConnection):
 
 def hyper_connection(large: bool) -> Op:
     """Plain PyTorch is what transformers has for DeepSeek-V4."""
-    S, N, H = (8192, 4, 2560) if large else (5, 3, 16)
+    S, N, H = (8192, 4, 2560) if large else (5, 4, 16)
 
     def reference(input: Tensor, fn: Tensor, base: Tensor, scale: Tensor) -> Tensor:
         row = input.flatten(-2).float()
