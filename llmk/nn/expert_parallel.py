@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from llmk import functional
-from llmk.registry import autocast_dtype, check_option, check_shape, is_sharded
-from llmk.registry.private.processes import collectives
+from llmk.ops.experts.ranks import exchange_with_ranks, gather_from_ranks, sum_over_ranks
+from llmk.registry import check_option, check_shape, is_sharded
 
 EXCHANGES = ("all_gather", "all_to_all")
 
@@ -70,8 +70,8 @@ def expert_parallel_moe(
     if indices.dim() != 2 or indices.shape[0] != input.shape[0]:
         raise ValueError(f"indices: expected shape ({input.shape[0]}, K) to fit input, got {tuple(indices.shape)}")
     check_shape("weights", weights, tuple(indices.shape), "the shape of indices")
-    dtype = autocast_dtype(input.device)
-    tokens = input if dtype is None else input.to(dtype)  # before they are sent
+    kind = input.device.type
+    tokens = input.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else input  # before it is sent
     way = _by_all_gather if exchange == "all_gather" else _by_all_to_all
     return way(tokens, indices, weights, _Ranks(gate_up), local | gate)
 
@@ -105,78 +105,26 @@ class _Ranks:
 
 
 def _by_all_gather(input: Tensor, indices: Tensor, weights: Tensor, ranks: _Ranks, layers: dict[str, Any]) -> Tensor:
-    every = [_AllGather.apply(each, ranks.group_name, ranks.count) for each in (input, weights)]
-    first = ranks.rank * ranks.own_experts
-    experts = _gather(indices, ranks.group_name, ranks.count)
+    group = ranks.count, ranks.group_name
+    tokens, experts, weights = (gather_from_ranks.overload(each, *group) for each in (input, indices, weights))
     others = (experts >= 0) & (experts <= ranks.experts) & (experts // ranks.own_experts != ranks.rank)
-    experts = torch.where(others, ranks.own_experts, experts - first)
-    outputs = functional.moe_experts(every[0], indices=experts, weights=every[1], **layers)
-    return _SumOfRanks.apply(outputs, ranks.group_name, ranks.count)
+    experts = torch.where(others, ranks.own_experts, experts - ranks.rank * ranks.own_experts)
+    return sum_over_ranks.overload(functional.moe_experts(tokens, indices=experts, weights=weights, **layers), *group)
 
 
 def _by_all_to_all(input: Tensor, indices: Tensor, weights: Tensor, ranks: _Ranks, layers: dict[str, Any]) -> Tensor:
     rows, positions, offsets = functional.moe_permute(input, indices, ranks.experts)
-    places = positions.flatten().long()
-    of_rows = torch.zeros_like(weights).flatten().scatter(0, places, weights.flatten())
-    counts = offsets.diff(prepend=offsets.new_zeros(1))  # the pairs of each expert, those of a rank side by side
+    of_rows = torch.zeros_like(weights).flatten().scatter(0, positions.flatten().long(), weights.flatten())
+    leaving = offsets.diff(prepend=offsets.new_zeros(1))  # the pairs of each expert, those of a rank side by side
     equal = [ranks.own_experts] * ranks.count
-    coming = _exchange(counts, equal, equal, ranks.group_name).view(ranks.count, -1)
-    leaving = counts.view(ranks.count, -1)
-    sends, receives = torch.stack((leaving.sum(1), coming.sum(1))).tolist()  # the host waits
-    experts = torch.arange(ranks.own_experts, dtype=torch.int64, device=input.device).repeat(ranks.count)
-    experts = experts.repeat_interleave(coming.flatten(), output_size=sum(receives))
+    coming = exchange_with_ranks.overload(leaving, equal, equal, ranks.group_name)
+    of_ranks = torch.stack((leaving, coming)).unflatten(1, (ranks.count, -1)).sum(2)
+    sends, receives = of_ranks.tolist()  # the host waits
     there, back = (sends, receives, ranks.group_name), (receives, sends, ranks.group_name)
-    own, own_weights = (_AllToAll.apply(each[: sum(sends)], *there) for each in (rows, of_rows))
+    own, own_weights = (exchange_with_ranks.overload(each[: sum(sends)], *there) for each in (rows, of_rows))
+    experts = torch.arange(ranks.own_experts, dtype=torch.int64, device=input.device).repeat(ranks.count)
+    experts = experts.repeat_interleave(coming, output_size=sum(receives))
     outputs = functional.moe_experts(own, indices=experts[:, None], weights=own_weights[:, None], **layers)
-    returned = _AllToAll.apply(outputs, *back)
+    returned = exchange_with_ranks.overload(outputs, *back)
     of_none = returned.new_zeros((rows.shape[0] - sum(sends), returned.shape[1]))
     return functional.moe_unpermute(torch.cat((returned, of_none)), positions)
-
-
-def _gather(x: Tensor, group_name: str, count: int) -> Tensor:
-    return collectives.wait_tensor(collectives.all_gather_into_tensor(x.contiguous(), count, group_name))
-
-
-def _exchange(x: Tensor, sends: list[int], receives: list[int], group_name: str) -> Tensor:
-    """The rows that all ranks sent here, in the order of the ranks."""
-    return collectives.wait_tensor(collectives.all_to_all_single(x.contiguous(), receives, sends, group_name))
-
-
-def _sum_of_ranks(x: Tensor, group_name: str, count: int) -> Tensor:
-    """Of this rank's tokens the sum of what each rank has, in float32: a reduce-scatter with one rounding."""
-    share = [x.shape[0] // count] * count
-    parts = _exchange(x, share, share, group_name).unflatten(0, (count, -1))
-    return parts.sum(0, dtype=torch.float32).to(x.dtype)
-
-
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group_name: str, count: int) -> Tensor:
-        ctx.group = group_name, count
-        return _gather(x, group_name, count)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        return _sum_of_ranks(grad_outputs[0], *ctx.group), None, None
-
-
-class _SumOfRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group_name: str, count: int) -> Tensor:
-        ctx.group = group_name, count
-        return _sum_of_ranks(x, group_name, count)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        return _gather(grad_outputs[0], *ctx.group), None, None
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sends: list[int], receives: list[int], group_name: str) -> Tensor:
-        ctx.back = receives, sends, group_name
-        return _exchange(x, sends, receives, group_name)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        return _exchange(grad_outputs[0], *ctx.back), None, None, None

@@ -1,0 +1,75 @@
+"""What ranks of a group send each other of tokens, with gradients: each is the other's way back.
+
+    gather_from_ranks    [T, ...] -> [R T, ...]  the rows of all ranks, in their order; backward the sum
+    sum_over_ranks       [R T, ...] -> [T, ...]  of this rank's rows the sum of what each has; backward the gather
+    exchange_with_ranks  [N, ...] -> [M, ...]    rows that this rank sends to each, for those that each sends here
+
+Sums are float32 in the order of the ranks, with one rounding: same inputs, same bits. They are operators, not an
+`autograd.Function`: traced by torch 2.11 that loses the gradient of one that waits for what comes.
+"""
+
+import torch
+from torch import Tensor
+
+from llmk.registry import KernelOp, replicate_only
+from llmk.registry.private.processes import collectives
+
+
+def _gather_from_ranks(x: Tensor, ranks: int, group_name: str) -> Tensor:
+    return collectives.wait_tensor(collectives.all_gather_into_tensor(x.contiguous(), ranks, group_name))
+
+
+def _sum_over_ranks(x: Tensor, ranks: int, group_name: str) -> Tensor:
+    share = [x.shape[0] // ranks] * ranks
+    parts = _exchange_with_ranks(x, share, share, group_name).unflatten(0, (ranks, -1))
+    return torch.empty(parts.shape[1:], dtype=x.dtype, device=x.device).copy_(parts.sum(0, dtype=torch.float32))
+
+
+def _exchange_with_ranks(x: Tensor, sends: list[int], receives: list[int], group_name: str) -> Tensor:
+    return collectives.wait_tensor(collectives.all_to_all_single(x.contiguous(), receives, sends, group_name))
+
+
+gather_from_ranks = KernelOp(_gather_from_ranks)
+sum_over_ranks = KernelOp(_sum_over_ranks)
+exchange_with_ranks = KernelOp(_exchange_with_ranks)
+
+for _op in (gather_from_ranks, sum_over_ranks, exchange_with_ranks):
+    _op.register_kernel("cpu")(_op.fn)
+    _op.register_sharding(replicate_only)
+
+
+@gather_from_ranks.register_fake
+def _(x: Tensor, ranks: int, group_name: str) -> Tensor:
+    return x.new_empty((x.shape[0] * ranks, *x.shape[1:]))
+
+
+@sum_over_ranks.register_fake
+def _(x: Tensor, ranks: int, group_name: str) -> Tensor:
+    return x.new_empty((x.shape[0] // ranks, *x.shape[1:]))
+
+
+@exchange_with_ranks.register_fake
+def _(x: Tensor, sends: list[int], receives: list[int], group_name: str) -> Tensor:
+    return x.new_empty((sum(receives), *x.shape[1:]))
+
+
+def _setup(ctx, inputs, output) -> None:
+    _, *ctx.where = inputs
+
+
+def _gather_backward(ctx, grad):
+    return sum_over_ranks(grad, *ctx.where), None, None
+
+
+def _sum_backward(ctx, grad):
+    return gather_from_ranks(grad, *ctx.where), None, None
+
+
+def _exchange_backward(ctx, grad):
+    sends, receives, group_name = ctx.where
+    return exchange_with_ranks(grad, receives, sends, group_name), None, None, None
+
+
+gather_from_ranks.register_autograd(_gather_backward, setup_context=_setup)
+sum_over_ranks.register_autograd(_sum_backward, setup_context=_setup)
+exchange_with_ranks.register_autograd(_exchange_backward, setup_context=_setup)
