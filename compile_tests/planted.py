@@ -204,6 +204,20 @@ def lowered_wrong(name: str) -> Op:
     return op
 
 
+def lowered_wrong_where_long(name: str) -> Op:
+    from torch._inductor.lowering import lowerings, register_lowering
+
+    def with_a_long_row(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+        yield from samples(device, dtype)
+        yield Sample((torch.randn(1, 20_000, device=device, dtype=dtype),), why="a long row")
+
+    op = square(name, samples=with_a_long_row)
+    register_lowering(op.overload, type_promotion_kind=None)(
+        lambda x: lowerings[torch.ops.aten.mul](x, 3.0 if x.get_size()[-1] == 20_000 else x)
+    )
+    return op
+
+
 def composite_with_formula(name: str) -> Op:
     return square(name)
 
@@ -248,3 +262,7 @@ BROKEN: dict[str, tuple[str, Callable[[str], Op]]] = {
     "lowered_wrong": ("compiled", lowered_wrong),
     "forward_mode_zero": ("refuses_transforms", square),
 }  # fmt: skip
+
+BROKEN_WHERE_ASKED: dict[str, tuple[str, Callable[[str], Op]]] = {
+    "lowered_wrong_where_long": ("compiled_shapes", lowered_wrong_where_long),
+}

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from compile_tests.planted import BROKEN, record
+from compile_tests.planted import BROKEN, BROKEN_WHERE_ASKED, record
 from compile_tests.planted_gpu import BROKEN_ON_A_GPU
 from compile_tests.planted_kernels import BROKEN_KERNELS
 from llmk.opcheck import check
 from llmk.opcheck.compile_promises import compiled_samples
 from llmk.opcheck.inputs import watched_by
-from llmk.opcheck.promises import GPU_PROMISES, INTERPRETER_PROMISES, PROMISES
+from llmk.opcheck.promises import ASKED_PROMISES, GPU_PROMISES, INTERPRETER_PROMISES, PROMISES
 from llmk.registry import Sample
 
 NAMES = [promise.__name__ for promise in PROMISES]
@@ -23,6 +23,15 @@ def test_a_broken_op_is_caught_under_its_name(name: str) -> None:
     assert broken, results
     assert broken[0].promise == promise, broken[0]
     assert broken[0].message
+
+
+@pytest.mark.parametrize("name", BROKEN_WHERE_ASKED)
+def test_what_is_asked_by_name_finds_what_the_others_do_not(name: str) -> None:
+    promise, make = BROKEN_WHERE_ASKED[name]
+    op = make(name)
+    assert all(result.passed for result in check(op, promises=["compiled_samples", "compiled"]))
+    (result,) = check(op, promises=[promise])
+    assert "a long row" in result.message
 
 
 def test_a_sound_op_passes() -> None:
@@ -47,7 +56,9 @@ def test_a_sample_of_each_width_is_traced() -> None:
 
 def test_every_promise_has_a_broken_op() -> None:
     named = [promise for promise, _ in BROKEN.values()]
+    named += [promise for promise, _ in BROKEN_WHERE_ASKED.values()]
     named += [promise for _, promise, _ in BROKEN_KERNELS]
     named += [promise for promise, _ in BROKEN_ON_A_GPU.values()]
-    assert set(named) == {promise.__name__ for promise in PROMISES + INTERPRETER_PROMISES + GPU_PROMISES}
+    known = PROMISES + ASKED_PROMISES + INTERPRETER_PROMISES + GPU_PROMISES
+    assert set(named) == {promise.__name__ for promise in known}
     assert len(named) >= 20

@@ -19,7 +19,7 @@ from sweep_page import sweep_tables
 from version_page import version_table
 
 import llmk
-from llmk.opcheck.promises import GPU_PROMISES, INTERPRETER_PROMISES, PROMISES
+from llmk.opcheck.promises import ASKED_PROMISES, GPU_PROMISES, INTERPRETER_PROMISES, PROMISES
 from llmk.registry import OPS, Op
 
 
@@ -89,7 +89,12 @@ def op_page(op: Op, plots: Path) -> str:
 def checks_table() -> str:
     """The checks of `llmk.opcheck`, for the page about it to include."""
     rows = ["| check | what it asks |", "|---|---|"]
-    groups = (INTERPRETER_PROMISES, " (in Triton's interpreter)"), (PROMISES, ""), (GPU_PROMISES, " (on a GPU)")
+    groups = (
+        (INTERPRETER_PROMISES, " (in Triton's interpreter)"),
+        (PROMISES, ""),
+        (ASKED_PROMISES, " (only where `--promise` names it)"),
+        (GPU_PROMISES, " (on a GPU)"),
+    )
     for promises, where in groups:
         for promise in promises:
             summary = (inspect.getdoc(promise) or "").split("\n\n")[0].replace("\n", " ")

@@ -102,6 +102,10 @@ def _width(op: Op, sample: Sample) -> int:
     return bisect_left(WIDTHS, 1 if tensors[0].shape[-1:] == (1,) else longest)
 
 
+def is_contiguous(op: Op, sample: Sample) -> bool:
+    return all(tensor.is_contiguous() for tensor in _tensors(op, sample))
+
+
 def _tensors(op: Op, sample: Sample) -> list[Tensor]:
     return [value for value in op.bind(sample).values() if isinstance(value, Tensor)]
 

@@ -12,6 +12,7 @@ from llmk.opcheck.calls import (
     call,
     device_of,
     first_line,
+    is_contiguous,
     of_other_widths,
     one_of_each,
     require_accurate,
@@ -25,10 +26,21 @@ from llmk.registry.private.compilers import aot_backend, compile_errors
 
 def compiled(op: Op, samples: Sequence[Sample]) -> None:
     """3: compiled by Inductor, in a graph whose memory is NaN until it is written, within the accuracy rule."""
-    sample = next(resized(op, samples, [37]), samples[0])
+    _require_right_by_inductor(op, next(resized(op, samples, [37]), samples[0]), dynamic=True)
+
+
+def compiled_shapes(op: Op, samples: Sequence[Sample]) -> None:
+    """3: compiled by Inductor of fixed sizes: a column, a short, a wide and a long sample, and a strided one."""
+    widths = of_other_widths(op, samples, ())
+    strided = [sample for sample in one_of_each(op, samples, layouts=True) if not is_contiguous(op, sample)]
+    for sample in [*widths, *(sample for sample in strided[:1] if not any(sample is known for known in widths))]:
+        _require_right_by_inductor(op, sample, dynamic=False)
+
+
+def _require_right_by_inductor(op: Op, sample: Sample, *, dynamic: bool) -> None:
     torch.compiler.reset()
     with poisoned_in_graphs():
-        outcome = _call_compiled(op, sample, _compiled_call(op, dynamic=True, options=RECYCLE_NOTHING))
+        outcome = _call_compiled(op, sample, _compiled_call(op, dynamic=dynamic, options=RECYCLE_NOTHING))
     require_all_written(op, sample, outcome)
     require_accurate(op, sample, outcome)
 

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from llmk.opcheck.calls import call, first_line, float_dtype, incoming_gradients, one_of_each, require_accurate, resized
-from llmk.opcheck.compile_promises import clean_graph, compiled, compiled_samples, exported_trains, no_recompile
+from llmk.opcheck.compile_promises import (
+    clean_graph,
+    compiled,
+    compiled_samples,
+    compiled_shapes,
+    exported_trains,
+    no_recompile,
+)
 from llmk.opcheck.gpu_promises import cuda_graphs, no_host_sync, other_stream
 from llmk.opcheck.gradient_promises import (
     expanded_gradient,
@@ -185,6 +192,8 @@ PROMISES: tuple[Promise, ...] = (
 )
 INTERPRETER_PROMISES: tuple[Promise, ...] = (in_bounds, any_program_order, no_float_atomics, long_offsets)
 """Asked first, of the kernels themselves: what is wrong there breaks others as well."""
+ASKED_PROMISES: tuple[Promise, ...] = (compiled_shapes,)
+"""Asked by name only: on a CPU they take longer than all the others."""
 GPU_PROMISES: tuple[Promise, ...] = (cuda_graphs, no_host_sync, other_stream, other_device)
 
 IN_ONE_DTYPE: frozenset[Promise] = frozenset({

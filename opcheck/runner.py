@@ -11,6 +11,7 @@ import torch
 
 from llmk.opcheck.inputs import BrokenPromise, NothingToCheck, watched_by
 from llmk.opcheck.promises import (
+    ASKED_PROMISES,
     GPU_PROMISES,
     IN_ONE_DTYPE,
     INTERPRETER_PROMISES,
@@ -85,7 +86,7 @@ def check(
         op: Its record; for an operator of your own, build a `llmk.registry.Op`.
         device: Where.
         dtypes: In which dtypes; all of the record's by default.
-        promises: Which promises, by name; all by default.
+        promises: Which promises, by name; all by default, but those that are only asked by name.
         progress: Called with a line before each check.
 
     Returns:
@@ -103,7 +104,7 @@ def check(
 
 
 def promise_named(name: str) -> Promise:
-    known = {promise.__name__: promise for promise in PROMISES + INTERPRETER_PROMISES + GPU_PROMISES}
+    known = {promise.__name__: promise for promise in PROMISES + ASKED_PROMISES + INTERPRETER_PROMISES + GPU_PROMISES}
     if name not in known:
         raise ValueError(f"no promise {name!r}; there are {', '.join(known)}")
     return known[name]
@@ -112,8 +113,10 @@ def promise_named(name: str) -> Promise:
 def promises_for(device: torch.device, names: Sequence[str] | None = None) -> list[Promise]:
     known = INTERPRETER_PROMISES if path_taken(device) == "interpreter" else ()
     known += PROMISES + (GPU_PROMISES if device.type == "cuda" else ())
-    wanted = known if names is None else [promise_named(name) for name in names]
-    return [promise for promise in known if promise in wanted]
+    if names is None:
+        return list(known)
+    wanted = [promise_named(name) for name in names]
+    return [promise for promise in known + ASKED_PROMISES if promise in wanted]
 
 
 def checks(
