@@ -22,7 +22,7 @@ def _gather_from_ranks(x: Tensor, ranks: int, group_name: str) -> Tensor:
 def _sum_over_ranks(x: Tensor, ranks: int, group_name: str) -> Tensor:
     share = [x.shape[0] // ranks] * ranks
     parts = _exchange_with_ranks(x, share, share, group_name).unflatten(0, (ranks, -1))
-    return torch.empty(parts.shape[1:], dtype=x.dtype, device=x.device).copy_(parts.sum(0, dtype=torch.float32))
+    return parts.sum(0, dtype=torch.float32).to(x.dtype)
 
 
 def _exchange_with_ranks(x: Tensor, sends: list[int], receives: list[int], group_name: str) -> Tensor:
