@@ -139,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if rank == 0:
                 print(said(row), flush=True)
                 write(options.json, {**about, "rows": rows})
-        del found, right
+        del found, right, way  # NCCL waits for ever for a communicator that a CUDA graph still holds
     dist.destroy_process_group()
     return 0
 
