@@ -262,15 +262,14 @@ def _experts(rows: list[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, A
             if len({row[against] for row in same}) > 2:
                 about = {"op": "moe_experts", "against": against, "fixed": f"{count} {other}, {K} a token, {H} x {F}"}
                 yield _growth_name("moe_experts", against), [
-                    row | about | {"size": row[against], "full_ms": row.get("ms"), "floor_full_ms": alone[sizes(row)],
-                                   "peak_mib": None if row["way"] == PRODUCTS else row.get("mib")}
-                    for row in same
+                    row | about | {"size": row[against], "full_ms": row.get("ms"), "floor_full_ms": alone[sizes(row)]}
+                    | {"peak_mib": row.get("mib")} for row in same if row["way"] != PRODUCTS
                 ]  # fmt: skip
 
 
 def _growth(rows: list[dict[str, Any]], about: str, unit: str = "the floor") -> Figure:
     """Time as a multiple of a unit, and peak memory where it was measured, against one size."""
-    figure = Figure((WIDTH, 2.9))
+    figure = Figure((WIDTH, 2.9 + 1.3 * LINE * ((len({row["way"] for row in rows}) - 1) // 2)))  # two ways in a line
     time = _panel(figure, 0.075, f"time as a multiple of {unit}", rows[0]["against"])
     for (way,), same in _by(rows, "way"):
         _line(time, way, {row["size"]: _multiple(row) for row in same}, LIMIT)
@@ -312,7 +311,8 @@ def _ignored_name(sizes: Sequence[int]) -> str:
 
 
 def _panel(figure: Figure, left: float, title: str, against: str) -> Axes:
-    axes = figure.add_axes((left, 0.25, 0.385, 0.56))
+    height = figure.get_figheight()
+    axes = figure.add_axes((left, 1 - 2.175 / height, 0.385, 1.624 / height))
     axes.set_title(title, fontsize=9, color=INK, loc="left")
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
