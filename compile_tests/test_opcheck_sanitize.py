@@ -14,7 +14,7 @@ from llmk.registry import OPS
 WATCHES = """#!{python}
 # Runs the command on a CPU; memcheck finds something in the second sample, racecheck has a warning.
 import subprocess, sys
-tool, command = sys.argv[2], ["cpu" if word == "cuda" else word for word in sys.argv[9:]]
+tool, command = sys.argv[2], ["cpu" if word == "cuda" else word for word in sys.argv[11:]]
 print("========= COMPUTE-SANITIZER")
 out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines(keepends=True)
 second = [i for i, line in enumerate(out) if line.startswith("opcheck calls ")][1]

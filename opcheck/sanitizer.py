@@ -91,6 +91,7 @@ def sanitize(
     """Call the samples of an operator (or of a file's) in a process that one of the sanitizer's tools watches."""
     command = [executable, "--tool", watch.tool, "--error-exitcode", str(_FOUND)]
     command += ["--target-processes", "application-only", "--report-api-errors", "no"]
+    command += ["--launch-timeout", str(longest)]  # 10 seconds by default: too few for many at once
     command += [sys.executable, "-m", "llmk.opcheck", watch.name, "--device", str(device)]
     command += ["--call-samples", "few" if few else "all"]
     command += [word for dtype in dtypes for word in ("--dtype", dtype)]

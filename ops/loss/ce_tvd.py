@@ -93,12 +93,12 @@ def ce_tvd_kernel(
         mask = cols < end
         q = _probabilities(x_ptr + row * x_stride, cols, mask, m, total, EXACT)  # type: ignore[misc]
         p = _probabilities(y_ptr + row * y_stride, cols, mask, n, mass, EXACT)  # type: ignore[misc]
-        d = tl.where(mask, q - p, 0.0)
-        q = tl.where(mask, q, 0.0)
-        distance += tl.abs(d)
+        q, p = tl.where(mask, q, 0.0), tl.where(mask, p, 0.0)
+        distance += tl.abs(q - p)
         others += tl.where(cols == target, 0.0, q)
-        below += tl.where(d > 0.0, 0.0, tl.where(d < 0.0, 2.0 * q, q))
-        above += tl.where(d < 0.0, 0.0, tl.where(d > 0.0, 2.0 * q, q))
+        # Not by the sign of q - p, which is compiled to a fused multiply and add: of equals it leaves p's rounding.
+        below += tl.where(q > p, 0.0, tl.where(q < p, 2.0 * q, q))
+        above += tl.where(q < p, 0.0, tl.where(q > p, 2.0 * q, q))
     tl.store(ce_ptr + row, tl.where(counts, ce, 0.0))
     tl.store(tvd_ptr + row, 0.5 * tl.sum(distance, axis=0))
     stats_ptr += row * NUM_STATS
@@ -130,8 +130,7 @@ def ce_tvd_backward_kernel(
     others, below, above = tl.load(stats_ptr + 4), tl.load(stats_ptr + 5), tl.load(stats_ptr + 6)
     q = _probabilities(x_ptr + row * x_stride, cols, read, m, total, EXACT)  # type: ignore[misc]
     p = _probabilities(y_ptr + row * y_stride, cols, read, n, mass, EXACT)  # type: ignore[misc]
-    d = q - p
-    slope = tl.where(d > 0.0, below, tl.where(d < 0.0, -above, 0.5 * (below - above)))
+    slope = tl.where(q > p, below, tl.where(q < p, -above, 0.5 * (below - above)))
     g = tl.where(valid, tl.load(ce_grad_ptr + row * ce_grad_stride), float("nan"))
     h = tl.load(tvd_grad_ptr + row * tvd_grad_stride)
     dx = g * tl.where(cols == target, -others, q) + 0.5 * h * (q * slope)
