@@ -10,7 +10,7 @@ import argparse
 import datetime
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +109,21 @@ def measure(way: Callable[[], Results], right: Results, device: torch.device, me
     return {"ms": milliseconds(way, device), "mib": mib and round(mib), **row}
 
 
+def rows_of(shape: tuple[int, ...], device: torch.device, mesh: DeviceMesh) -> Iterator[dict[str, Any]]:
+    """A row for each way, none of which outlives this: NCCL waits for ever for a communicator of a CUDA graph's."""
+    found = ways(*tensors(shape, device), mesh)
+    right = found["one rank"]()
+    for name, way in found.items():
+        row: dict[str, Any] = {"way": name, **dict(zip(SIZES, shape, strict=True))}
+        try:
+            row |= measure(way, right, device, mesh)
+            if name == CAPTURED:
+                row["mib"] = None
+        except Exception as error:  # all ranks meet it, and it belongs in the row
+            row["error"] = first_line(error)
+        yield row
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.expert_parallel", description="Time experts that are spread over ranks."
@@ -125,21 +140,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     mesh, rows = init_device_mesh(kind, (world,)), []
     about = {**header(device, DTYPE, {}, {}), "ranks": world}
     for shape in SHAPES if kind == "cuda" else SMALL_SHAPES:
-        found = ways(*tensors(shape, device), mesh)
-        right = found["one rank"]()
-        for name, way in found.items():
-            row: dict[str, Any] = {"way": name, **dict(zip(SIZES, shape, strict=True))}
-            try:
-                row |= measure(way, right, device, mesh)
-                if name == CAPTURED:
-                    row["mib"] = None
-            except Exception as error:  # all ranks meet it, and it belongs in the row
-                row["error"] = first_line(error)
+        for row in rows_of(shape, device, mesh):
             rows.append(row)
             if rank == 0:
                 print(said(row), flush=True)
                 write(options.json, {**about, "rows": rows})
-        del found, right, way  # NCCL waits for ever for a communicator that a CUDA graph still holds
     dist.destroy_process_group()
     return 0
 
