@@ -35,6 +35,10 @@ GATE = "_apply_gate"
 EXCHANGE = "llmk_exchange"
 """The attribute of experts over ranks that says how tokens get to them."""
 
+GATE_FORM = "llmk_gate_form"
+"""A patched module's method for `gate_form`. For torch 2.11 what a method returns may be a constant of a graph, but not
+what a function of a module does."""
+
 
 def is_packed(module: nn.Module) -> bool:
     """Whether it is a mixture's experts in packed weights."""
@@ -62,7 +66,8 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     x, weights = hidden_states.to(experts.down_proj.dtype), top_k_weights
     if weights.dtype not in (torch.float32, x.dtype):
         weights = weights.float()
-    form = gate_form(experts)
+    method = getattr(experts, GATE_FORM, None)
+    form = gate_form(experts) if method is None else method()
     if form is None:
         return _step_by_step(experts, x, top_k_index, weights).to(hidden_states.dtype)
     run = functional.moe_experts

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from llmk.registry.private.modules import children_of, parameters_of
 from llmk.transformers.classes import Change
-from llmk.transformers.experts import experts_forward, gate_form, is_packed
+from llmk.transformers.experts import GATE_FORM, GateForm, experts_forward, gate_form, is_packed
 from llmk.transformers.probe import (
     SCALES,
     Differs,
@@ -47,8 +47,12 @@ class Experts(Change):
                 return experts_forward(self, hidden_states, *routing)
             return base.forward(self, hidden_states, *routing, **named)
 
+        @torch.compiler.assume_constant_result
+        def llmk_gate_form(self: Any) -> GateForm | None:
+            return gate_form(self)
+
         set_source(forward, textwrap.dedent(inspect.getsource(forward)))
-        return {"forward": forward}
+        return {"forward": forward, GATE_FORM: llmk_gate_form}
 
 
 def find_experts(module: nn.Module) -> Experts | None:
