@@ -63,6 +63,7 @@ LINE = 0.17  # inches from one bar to the next
 LIMIT = 3.0  # bars end here, so that 1.05 and 1.15 can be told apart
 LAUNCH_MS = 0.01  # a floor below what a launch takes says nothing
 INK, FAINT = "#222222", "#666666"
+LEGEND: dict[str, Any] = {"loc": "lower right", "ncols": 2, "frameon": False, "columnspacing": 1.4, "handlelength": 1.5}
 
 
 @dataclass(frozen=True)
@@ -281,7 +282,7 @@ def _growth(rows: list[dict[str, Any]], about: str, unit: str = "the floor") -> 
         for (way,), same in _by(weighed, "way"):
             _line(memory, way, {row["size"]: row.get("peak_mib") for row in same})
         _memory_axis(memory, [row["peak_mib"] for row in weighed if "error" not in row])
-    figure.legend(*time.get_legend_handles_labels(), loc="lower right", ncols=2, frameon=False, borderaxespad=0.2)
+    figure.legend(*time.get_legend_handles_labels(), **LEGEND, borderaxespad=0.2)
     _caption(figure, f"{rows[0]['op']}: {rows[0]['fixed']}", about)
     return figure
 
@@ -297,7 +298,7 @@ def _ignored(rows: list[dict[str, Any]], about: str) -> Figure:
     axes.tick_params(colors=FAINT)
     axes.grid(axis="y", color="#e4e4e4", linewidth=0.6)
     axes.set_axisbelow(True)
-    figure.legend(*axes.get_legend_handles_labels(), loc="lower right", ncols=2, frameon=False, borderaxespad=2.0)
+    figure.legend(*axes.get_legend_handles_labels(), **LEGEND, borderaxespad=2.0)
     _caption(figure, f"fused_linear_ce, {_shape(rows[0]['shape'])}: ms of forward and backward", about)
     return figure
 
@@ -365,13 +366,8 @@ def _caption(figure: Figure, title: str, about: str) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description="Draw benchmark results as SVG.")
-    parser.add_argument(
-        "results",
-        nargs="+",
-        type=Path,
-        metavar="RESULTS.json",
-        help="what benchmarks.run, growth, ignored, moe or train_step wrote",
-    )
+    written = "what benchmarks.run, growth, ignored, moe or train_step wrote"
+    parser.add_argument("results", nargs="+", type=Path, metavar="RESULTS.json", help=written)
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write here; beside the results by default")
     parser.add_argument("--charts", nargs="+", metavar="NAME", help="only these, such as rms_norm; all by default")
     return parser.parse_args(arguments)

@@ -45,10 +45,11 @@ def benchmark_of(op: str, folder: Path, shown_from: str) -> Iterator[str]:
     if rows and op.startswith("fused_linear"):
         yield "Peak memory above the inputs, in MiB, gradients included:"
         yield _scrolling(_memory_table(rows))
-    yield from _plots_of(op, folder, shown_from)
+    plots = list(_plots_of(op, folder, shown_from))
+    yield from plots
     if op == "fused_linear_ce" and CHUNKS.exists():
         yield from _chunks(json.loads(CHUNKS.read_text()))
-    if not rows:
+    if not rows and not plots:
         yield f"Not measured yet: `python -m llmk.bench {op}` times it on your machine."
 
 
