@@ -6,6 +6,8 @@ from torch import Tensor
 
 from llmk.functional import fused_linear_ce
 from llmk.ops.common import scaling
+from llmk.registry import num_programs
+from llmk.registry.backends import INTERPRET
 
 pytestmark = pytest.mark.kernels
 
@@ -80,3 +82,20 @@ def test_a_graph_of_the_backward_pass_keeps_what_was_saved(places: list[int]) ->
     loss, x, w = loss_of()
     torch.autograd.grad(loss, (x, w), create_graph=True)
     assert not places
+
+
+def test_a_gradient_is_no_part_of_the_graph(places: list[int]) -> None:
+    """As long as it is kept, it would keep the graph."""
+    loss, x, w = loss_of()
+    found = torch.autograd.grad(loss, (x, w))
+    assert places
+    assert [(gradient.requires_grad, gradient.grad_fn) for gradient in found] == [(False, None)] * 2
+
+
+@pytest.mark.skipif(not INTERPRET, reason="plain PyTorch has no programs")
+def test_programs_share_what_is_larger_than_all_of_them() -> None:
+    blocks = num_programs(torch.device("cpu"), scaling.PROGRAMS) * 2 + 1
+    x = torch.randn(4096 * blocks - 100, dtype=torch.float32).bfloat16()
+    want = (2.0 * x.double()).bfloat16()
+    scaling._launch(x, torch.tensor(3.0), torch.tensor(1.5), x, in_place=True)
+    torch.testing.assert_close(x, want, rtol=0, atol=0)
