@@ -8,7 +8,6 @@ as the norm of the difference over the norm, the largest of any rank. Rows are w
 
 import argparse
 import datetime
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,12 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from benchmarks.report import header
 from benchmarks.run import DTYPE
-from benchmarks.sharded import apart, milliseconds
+from benchmarks.sharded import all_ranks, apart, milliseconds, write
 from llmk.bench.timing import Timer, first_line
 from llmk.functional import moe_experts
 from llmk.nn import expert_parallel_moe
@@ -132,20 +131,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     options = parser.parse_args(arguments)
     kind = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=datetime.timedelta(seconds=120))
-    rank, world = dist.get_rank(), dist.get_world_size()
-    device = torch.device(kind, rank % torch.cuda.device_count()) if kind == "cuda" else torch.device(kind)
-    if kind == "cuda":
-        torch.cuda.set_device(device)
-    mesh, rows = init_device_mesh(kind, (world,)), []
-    about = {**header(device, DTYPE, {}, {}), "ranks": world}
-    for shape in SHAPES if kind == "cuda" else SMALL_SHAPES:
-        for row in rows_of(shape, device, mesh):
-            rows.append(row)
-            if rank == 0:
-                print(said(row), flush=True)
-                write(options.json, {**about, "rows": rows})
-    dist.destroy_process_group()
+    rows: list[dict[str, Any]] = []
+    with all_ranks(kind, datetime.timedelta(seconds=120)) as (mesh, device):
+        about = {**header(device, DTYPE, {}, {}), "ranks": mesh.size()}
+        for shape in SHAPES if kind == "cuda" else SMALL_SHAPES:
+            for row in rows_of(shape, device, mesh):
+                rows.append(row)
+                if mesh.get_rank() == 0:
+                    print(said(row), flush=True)
+                    write(options.json, {**about, "rows": rows})
     return 0
 
 
@@ -155,12 +149,6 @@ def said(row: dict[str, Any]) -> str:
         return f"{sizes:<24}{row['way']:<28}{row['error']}"
     far = ", ".join(f"{name} {row[name]:.0e}" for name in TENSORS)
     return f"{sizes:<24}{row['way']:<28}{row['ms']:>9.2f} ms{row['mib'] or 0:>7} MiB  apart by {far}"
-
-
-def write(file: Path | None, results: dict[str, Any]) -> None:
-    if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

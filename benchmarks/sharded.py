@@ -6,11 +6,13 @@ far the gradients are apart, as the norm of the difference over the norm of the 
 """
 
 import argparse
+import contextlib
+import datetime
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,24 @@ def compare(loss: Callable[..., Tensor], given: tuple[Tensor, ...], mesh: Device
     }
 
 
+@contextlib.contextmanager
+def all_ranks(kind: str, timeout: datetime.timedelta | None = None) -> Iterator[tuple[DeviceMesh, torch.device]]:
+    """A mesh of the processes that torchrun started, and this one's device; on a GPU one for each process."""
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=timeout)
+    device = torch.device(kind)
+    if kind == "cuda":
+        device = torch.device(kind, dist.get_rank() % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    yield init_device_mesh(kind, (dist.get_world_size(),)), device
+    dist.destroy_process_group()
+
+
+def write(file: Path | None, results: dict[str, Any]) -> None:
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(results, indent=1) + "\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.sharded", description="Time losses of classes that are spread over ranks."
@@ -109,28 +129,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     options = parser.parse_args(arguments)
     kind = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
-    device = torch.device(kind, rank % torch.cuda.device_count()) if kind == "cuda" else torch.device(kind)
-    if kind == "cuda":
-        torch.cuda.set_device(device)
-    mesh, rows = init_device_mesh(kind, (world,)), []
-    for shape in SHAPES if kind == "cuda" else SMALL_SHAPES:
-        given = tensors(shape, device)
-        for name, loss in LOSSES.items():
-            row = {"loss_of": name, "shape": list(shape), **compare(loss, given, mesh)}
-            rows.append(row)
-            if rank == 0:
-                print(
-                    f"{name:<30}{'x'.join(map(str, shape)):<18}{row['ms']:>8.2f} ms, sharded {row['sharded_ms']:>8.2f};"
-                    f" gradients apart by {row['dx']:.1e}, {row['dw']:.1e}"
-                )
-    if rank == 0 and options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        about = {**header(device, DTYPE, {}, {}), "ranks": world}
-        options.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
-    dist.destroy_process_group()
+    rows: list[dict[str, Any]] = []
+    with all_ranks(kind) as (mesh, device):
+        first = mesh.get_rank() == 0
+        for shape in SHAPES if kind == "cuda" else SMALL_SHAPES:
+            given = tensors(shape, device)
+            for name, loss in LOSSES.items():
+                row = {"loss_of": name, "shape": list(shape), **compare(loss, given, mesh)}
+                rows.append(row)
+                if first:
+                    print(said(row))
+        if first:
+            write(options.json, {**header(device, DTYPE, {}, {}), "ranks": mesh.size(), "rows": rows})
     return 0
+
+
+def said(row: dict[str, Any]) -> str:
+    return (
+        f"{row['loss_of']:<30}{'x'.join(map(str, row['shape'])):<18}{row['ms']:>8.2f} ms, sharded "
+        f"{row['sharded_ms']:>8.2f}; gradients apart by {row['dx']:.1e}, {row['dw']:.1e}"
+    )
 
 
 if __name__ == "__main__":
