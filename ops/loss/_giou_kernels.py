@@ -18,7 +18,7 @@ def _load_boxes(ptr, stride, rows, N, BLOCK: tl.constexpr):
 
 @triton.jit
 def _compare(b, t, eps):
-    """Where they overlap; iw, ih (0 elsewhere), cw - iw, ch - ih; U - I, U + eps, C - U, C + eps."""
+    """Where they overlap; (w, h) of i (0 elsewhere), of b and t outside of i, of c; U - I, U + eps, C - U, C + eps."""
     wb, hb, wt, ht = b[2] - b[0], b[3] - b[1], t[2] - t[0], t[3] - t[1]
     x1, y1, x2, y2 = tl.maximum(b[0], t[0]), tl.maximum(b[1], t[1]), tl.minimum(b[2], t[2]), tl.minimum(b[3], t[3])
     iw, ih = x2 - x1, y2 - y1
@@ -30,9 +30,10 @@ def _compare(b, t, eps):
     excess = tl.where(overlap, bw * hb + iw * bh + tw * ht + iw * th, wb * hb + wt * ht)
     union = excess + tl.where(overlap, iw * ih, 0.0)
     gap = tl.where(overlap, bw * th + tw * bh, cw * ch - union)
-    mw, mh = tl.where(overlap, bw + tw, cw), tl.where(overlap, bh + th, ch)
+    bw, bh = tl.where(overlap, bw, wb), tl.where(overlap, bh, hb)
+    tw, th = tl.where(overlap, tw, wt), tl.where(overlap, th, ht)
     iw, ih = tl.where(overlap, iw, 0.0), tl.where(overlap, ih, 0.0)
-    return overlap, iw, ih, mw, mh, excess, union + eps, gap, cw * ch + eps
+    return overlap, (iw, ih), (bw, bh), (tw, th), (cw, ch), excess, union + eps, gap, cw * ch + eps
 
 
 @triton.jit
@@ -92,23 +93,31 @@ def _share(a, b):
 
 
 @triton.jit
-def _edge(share, own, inner, margin, d_union, d_outer, shrunk):
-    """The gradient of an edge, up to its sign and unit, from the sizes that cross it: of its box, i and c - i."""
-    rest = 1.0 - share
-    # share * dI + rest * dC, whose large parts cancel to rest - share.
-    both = (rest - share) - share * d_union - rest * shrunk
-    return own * d_union + (inner * both + rest * margin * d_outer)
+def _stretch(own_along, others, others_along, inner, around, k, per_outer, eps, overlap):
+    """q of two edges, from the sizes along them and, of the other box outside of i and of i itself, across them."""
+    area = others * (others_along - own_along) + inner * others_along
+    left = (around * per_outer) * area + (eps * per_outer) * others_along
+    return k * tl.where(overlap, left, around)
 
 
 @triton.jit
-def _store_gradient(ptr, box, shares, sizes, units, scale, counts, rows, N, BLOCK: tl.constexpr):
-    iw, ih, mw, mh = sizes
-    d_union, d_outer, shrunk = units
-    w, h = box[2] - box[0], box[3] - box[1]
-    dx1 = -scale * _edge(shares[0], h, ih, mh, d_union, d_outer, shrunk)
-    dy1 = -scale * _edge(shares[1], w, iw, mw, d_union, d_outer, shrunk)
-    dx2 = scale * _edge(shares[2], h, ih, mh, d_union, d_outer, shrunk)
-    dy2 = scale * _edge(shares[3], w, iw, mw, d_union, d_outer, shrunk)
+def _edge(share, inner, out, q, m, iou, d_union):
+    """The gradient of an edge, up to its sign and unit, from the sizes along it: of i, and of its box outside of i."""
+    rest = 1.0 - share
+    return inner * ((rest - share) - rest * m) + out * (share * d_union + rest * iou) + rest * q
+
+
+@triton.jit
+def _store_gradient(
+    ptr, shares, own, others, inner, around, units, overlap, eps, scale, counts, rows, N, BLOCK: tl.constexpr
+):
+    k, per_outer, m, iou, d_union = units
+    qx = _stretch(own[1], others[0], others[1], inner[0], around[1], k, per_outer, eps, overlap)
+    qy = _stretch(own[0], others[1], others[0], inner[1], around[0], k, per_outer, eps, overlap)
+    dx1 = -scale * _edge(shares[0], inner[1], own[1], qx, m, iou, d_union)
+    dy1 = -scale * _edge(shares[1], inner[0], own[0], qy, m, iou, d_union)
+    dx2 = scale * _edge(shares[2], inner[1], own[1], qx, m, iou, d_union)
+    dy2 = scale * _edge(shares[3], inner[0], own[0], qy, m, iou, d_union)
     tile = tl.reshape(tl.join(tl.join(dx1, dx2), tl.join(dy1, dy2)), (BLOCK, 4))
     tile = tl.where(counts[:, None], tile, 0.0).to(ptr.dtype.element_ty)
     tl.store(ptr + rows[:, None] * 4 + tl.arange(0, 4)[None, :], tile, mask=(rows < N)[:, None])
@@ -126,18 +135,22 @@ def giou_loss_backward_kernel(
     dy = tl.load(dy_ptr) if dy_stride is None else tl.load(dy_ptr + rows * dy_stride, mask=rows < N, other=0.0)
     if count_ptr is not None:
         dy = tl.div_rn(dy, tl.load(count_ptr))
-    overlap, iw, ih, mw, mh, excess, union, gap, enclosing = _compare(b, t, eps)
-    p = tl.div_rn(gap, enclosing)
-    k = tl.div_rn(union, enclosing)
-    d_union = tl.where(overlap, p - tl.div_rn(excess + eps, union), -1.0)
-    shrunk = tl.where(overlap, p * (2.0 - p), 0.0)  # 1 - k^2
-    sizes = (iw, ih, mw, mh)
-    units = (d_union, tl.where(overlap, k * k, k), shrunk)
-    scale = tl.div_rn(dy, tl.where(overlap, union, enclosing))
+    overlap, inner, out_b, out_t, around, excess, union, gap, enclosing = _compare(b, t, eps)
+    # One division for all that is divided by the same: what it loses once more does not show beside the differences.
+    per_outer, per_own = tl.div_rn(1.0, enclosing), tl.div_rn(1.0, tl.where(overlap, union, enclosing))
+    p, k, m, iou = gap * per_outer, union * per_outer, (excess + eps) * per_own, (inner[0] * inner[1]) * per_own
+    d_union = tl.where(overlap, tl.where(m > 0.5, iou - k, p - m), -1.0)
+    units = (k, per_outer, tl.where(overlap, m, 0.0), tl.where(overlap, iou, -1.0), d_union)
+    scale = dy * per_own
     counts = (t[3] <= 0) == 0
     x1, y1, x2, y2 = _share(b[0], t[0]), _share(b[1], t[1]), _share(t[2], b[2]), _share(t[3], b[3])
     if dboxes_ptr is not None:
-        _store_gradient(dboxes_ptr, b, (x1, y1, x2, y2), sizes, units, scale, counts, rows, N, BLOCK)
+        shares = (x1, y1, x2, y2)
+        _store_gradient(
+            dboxes_ptr, shares, out_b, out_t, inner, around, units, overlap, eps, scale, counts, rows, N, BLOCK
+        )
     if dtargets_ptr is not None:
         shares = (1.0 - x1, 1.0 - y1, 1.0 - x2, 1.0 - y2)
-        _store_gradient(dtargets_ptr, t, shares, sizes, units, scale, counts, rows, N, BLOCK)
+        _store_gradient(
+            dtargets_ptr, shares, out_t, out_b, inner, around, units, overlap, eps, scale, counts, rows, N, BLOCK
+        )

@@ -19,13 +19,22 @@ would cancel. A box stands out of the intersection by bw on its left and right, 
     C - U = bw * th + tw * bh                                   since cw = iw + bw + tw
     1 - I / (U + eps) = (U - I + eps) / (U + eps)
 
-Backward, with m = (U - I + eps) / (U + eps), p = (C - U) / (C + eps) and k = (U + eps) / (C + eps) = 1 - p, each in
-units of 1 / (U + eps) where boxes overlap, and of 1 / (C + eps) where they do not, so that dI = 0:
+Backward, with r = I / (U + eps), m = (U - I + eps) / (U + eps) = 1 - r, p = (C - U) / (C + eps) and
+k = (U + eps) / (C + eps) = 1 - p, each in units of 1 / (U + eps) where boxes overlap, and of 1 / (C + eps) where they
+do not, so that dI = 0:
 
-    dU = p - m or -1      dC = k^2 or k      dI = -(1 + p - m)
+    dU = p - m = r - k, or -1      dC = k^2 or k      dI = -(1 + dU)
     dx2 = dU * hb + s * dI * ih + (1 - s) * dC * ch      s the share of x2 in min(x2 of b, x2 of t): 1, 0, 1/2 if equal
-        = dU * hb + (s * dI + (1 - s) * dC) * ih + (1 - s) * dC * (bh + th)      where boxes overlap
 
+Where boxes overlap, dU * hb and dC * ch cancel: of boxes that share a corner each can be a hundred times what is
+left. Again hb = ih + bh, ch = hb + th and cw = wb + tw leave differences of coordinates:
+
+    (U + eps) * ch - hb * (C + eps) = ch * (tw * (th - bh) + iw * th) + eps * th
+    q   = k * (ch * (tw * (th - bh) + iw * th) + eps * th) / (C + eps)       what is left of dC * ch - k * hb
+    dx2 = s * (bh * dU - ih) + (1 - s) * (hb * r + q)
+        = ih * ((1 - 2 * s) - (1 - s) * m) + bh * (s * dU + (1 - s) * r) + (1 - s) * q
+
+Of the two forms of dU the one of the smaller numbers is taken: r and k of boxes that hardly overlap, else m and p.
 dx1 is the negative of the same with its share in the maximum, a target's share is the rest, and for y widths and
 heights swap.
 
@@ -146,7 +155,7 @@ giou_loss_bwd = KernelOp(_giou_loss_bwd, replayed=True)
 
 
 def _compare_cpu(boxes: Tensor, targets: Tensor, eps: float) -> tuple[Tensor, ...]:
-    """`_compare` in plain PyTorch; after `overlap` come sizes `[..., 2]`: of boxes, of targets, i, and c - i."""
+    """`_compare` in plain PyTorch; after `overlap` come sizes `[..., 2]`: of i, of b and t outside of it, of c."""
     (b1, b2), (t1, t2) = boxes.float().split(2, -1), targets.float().split(2, -1)
     lower, upper = torch.maximum(b1, t1), torch.minimum(b2, t2)
     size_b, size_t, inner = b2 - b1, t2 - t1, upper - lower
@@ -162,8 +171,10 @@ def _compare_cpu(boxes: Tensor, targets: Tensor, eps: float) -> tuple[Tensor, ..
     union = excess + torch.where(overlap, iw * ih, 0.0)
     gap = torch.where(overlap, bw * th + tw * bh, cw * ch - union)
     both = overlap.unsqueeze(-1)
-    inner, margin = torch.where(both, inner, 0.0), torch.where(both, out_b + out_t, outer)
-    return overlap, size_b, size_t, inner, margin, excess, union + eps, gap, cw * ch + eps
+    inner, out_b, out_t = (
+        torch.where(both, inner, 0.0), torch.where(both, out_b, size_b), torch.where(both, out_t, size_t)
+    )  # fmt: skip
+    return overlap, inner, out_b, out_t, outer, excess, union + eps, gap, cw * ch + eps
 
 
 @giou_loss_fwd.register_kernel("cpu")
@@ -181,29 +192,31 @@ def _(boxes, targets, reduction, eps):
 
 @giou_loss_bwd.register_kernel("cpu")
 def _(grad, boxes, targets, count, reduction, eps, need_boxes, need_targets):
-    overlap, size_b, size_t, inner, margin, excess, union, gap, enclosing = _compare_cpu(boxes, targets, eps)
-    p, k = gap / enclosing, union / enclosing
-    d_union = torch.where(overlap, p - (excess + eps) / union, -1.0).unsqueeze(-1)
-    d_outer = torch.where(overlap, k * k, k).unsqueeze(-1)
-    shrunk = torch.where(overlap, p * (2 - p), 0.0).unsqueeze(-1)
-    scale = (grad / count if reduction == "mean" else grad) / torch.where(overlap, union, enclosing)
+    overlap, inner, out_b, out_t, outer, excess, union, gap, enclosing = _compare_cpu(boxes, targets, eps)
+    per_outer, per_own = 1 / enclosing, 1 / torch.where(overlap, union, enclosing)
+    p, k, m, iou = gap * per_outer, union * per_outer, (excess + eps) * per_own, inner.prod(-1) * per_own
+    d_union = torch.where(m > 0.5, iou - k, p - m)
+    d_union, m, iou = (torch.where(overlap, x, y).unsqueeze(-1) for x, y in ((d_union, -1.0), (m, 0.0), (iou, -1.0)))
+    scale = ((grad / count if reduction == "mean" else grad) * per_own).unsqueeze(-1)
+    overlap, k, per_outer = overlap.unsqueeze(-1), k.unsqueeze(-1), per_outer.unsqueeze(-1)
     counts = ~(targets[..., 3:] <= 0)
 
-    def gradient(larger: Tensor, other: Tensor, size: Tensor) -> Tensor:
+    def gradient(larger: Tensor, other: Tensor, own: Tensor, others: Tensor) -> Tensor:
         """Of the two edges that have a share in `larger` where it exceeds `other`; without sign."""
         share = (larger > other).float() + 0.5 * (larger == other).float()
         rest = 1 - share
-        both = (rest - share) - share * d_union - rest * shrunk
-        edge = size.flip(-1) * d_union
-        edge = edge + (inner.flip(-1) * both + rest * margin.flip(-1) * d_outer)
-        return torch.where(counts, scale.unsqueeze(-1) * edge, 0.0)
+        across, beyond, around = (size.flip(-1) for size in (own, others, outer))
+        left = (around * per_outer) * (others * (beyond - across) + inner * beyond) + (eps * per_outer) * beyond
+        q = k * torch.where(overlap, left, around)
+        edge = inner.flip(-1) * ((rest - share) - rest * m) + across * (share * d_union + rest * iou) + rest * q
+        return torch.where(counts, scale * edge, 0.0)
 
     (b1, b2), (t1, t2) = boxes.split(2, -1), targets.split(2, -1)
     dboxes = dtargets = no_gradient(grad)
     if need_boxes:
-        dboxes = torch.cat([-gradient(b1, t1, size_b), gradient(t2, b2, size_b)], -1).to(boxes.dtype)
+        dboxes = torch.cat([-gradient(b1, t1, out_b, out_t), gradient(t2, b2, out_b, out_t)], -1).to(boxes.dtype)
     if need_targets:
-        dtargets = torch.cat([-gradient(t1, b1, size_t), gradient(b2, t2, size_t)], -1).to(targets.dtype)
+        dtargets = torch.cat([-gradient(t1, b1, out_t, out_b), gradient(b2, t2, out_t, out_b)], -1).to(targets.dtype)
     return dboxes, dtargets
 
 
