@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llmk.opcheck import accuracy_violation
-from llmk.opcheck.calls import BrokenPromise, call, require_accurate
+from llmk.opcheck.calls import BrokenPromise, call, incoming_gradients, require_accurate
 from llmk.registry import OPS, Sample
 from llmk.registry.backends import INTERPRET
 
@@ -158,6 +158,30 @@ def test_what_a_formula_loses_is_what_its_record_says(monkeypatch: pytest.Monkey
     ):
         with pytest.raises(BrokenPromise, match="output 0"):
             changed(change)
+
+
+@pytest.mark.parametrize(("seed", "rows", "row"), [(14, 31, 26), (78, 33, 7), (90, 33, 27)])
+def test_one_rounding_that_all_neighbours_share_is_chance(seed: int, rows: int, row: int) -> None:
+    """Rows whose target has a p of 0.96 to 0.99: the composition was lucky with p - 1, and on every neighbour again."""
+    op = OPS["vocab_parallel_linear_ce"]
+    assert op.resized is not None
+    torch.manual_seed(seed)
+    drawn = {count: op.resized(count, torch.device("cpu"), torch.float32) for count in (31, 33)}
+    outcome = call(op, drawn[rows])
+    _, weight, target = drawn[rows].args
+    gradient = outcome.gradients["input"]
+    assert gradient is not None
+    unit = 2**-24 * incoming_gradients(outcome.outputs)[0] / rows * weight[target[row]]  # of what p loses
+
+    def check(units: int) -> None:
+        damaged = torch.where(torch.arange(rows)[:, None] == row, gradient + units * unit, gradient)
+        gradients = outcome.gradients | {"input": damaged}
+        require_accurate(op, drawn[rows], dataclasses.replace(outcome, gradients=gradients))
+
+    check(0)
+    for units in (-16, 16):
+        with pytest.raises(BrokenPromise, match="gradient of input"):
+            check(units)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ in truth.py makes them), and so needs no formula of its own for any operator.
 
 Few elements say little about the composition's error. Below FEW of them in float32, where both errors are a few
 roundings in different places, it is taken to be ROUNDINGS times what the element can lose at least; and the
-composition's errors on neighbouring inputs, whose elements differ in their last place, can be further yardsticks.
+composition's errors on neighbouring inputs can be further yardsticks.
 """
 
 from collections.abc import Sequence

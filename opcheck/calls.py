@@ -185,7 +185,12 @@ def _require_accurate(
     if accuracy_violation(actual, composition, exact, factor, condition=condition(DRAWS)) is None:
         return
     # What is left may be chance: the errors of a composition on one input, or a condition of a few draws.
-    near = [(x[i], y[i]) for x, y in truth.neighbours] + [(outcome.results()[i], exact) for outcome in compositions()]
-    violation = accuracy_violation(actual, composition, exact, factor, near, condition(MORE_DRAWS))  # type: ignore[arg-type]
+    given = [outcome.results()[i] for outcome in compositions()]
+    others = truth.near(i) + [(result, exact) for result in given if result is not None]
+    if accuracy_violation(actual, composition, exact, factor, others, condition(MORE_DRAWS)) is None:
+        return
+    # Or all these inputs have one rounding in common, of a number of which little is left.
+    others, loses_too = others + truth.far(i), condition(MORE_DRAWS) + truth.roundings(i)
+    violation = accuracy_violation(actual, composition, exact, factor, others, loses_too)
     if violation is not None:
         raise BrokenPromise(f"{truth.sample}: {name}: {violation}")

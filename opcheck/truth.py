@@ -4,6 +4,11 @@ All come from running the operator's reference: in float64 on the sample's input
 sample's dtype, where it is PyTorch's composition; and in float64 on inputs that each moved by one unit in their last
 place, up or down by chance. How far the truth moves then is the condition of each element of the result: what its own
 arithmetic can lose, whatever the order of operations. What a formula loses beyond that is in the record (`Op.loses`).
+
+The composition's error is measured on neighbouring inputs too, first on such as these. They can repeat one rounding all
+the same: with p = 0.99, p - 1 is what is left of two numbers a hundred times its size, and moves by less than the last
+place of p where the inputs move by theirs, so that every neighbour has the same p, and what it lost. So others are FAR
+enough to round it anew, and count where a result is still about the sample's.
 """
 
 from collections import OrderedDict
@@ -22,7 +27,9 @@ DRAWS = 8
 MORE_DRAWS = 32
 """Before a result is called wrong."""
 NEIGHBOURS = 8
-"""Inputs near the sample's, on which the composition's error is measured too before a result is called wrong."""
+"""Inputs near the sample's, and as many far ones, on which the composition's error is measured too before that."""
+FAR = torch.finfo(torch.bfloat16).eps
+"""How far inputs of any dtype move that round all anew: in float32 where a difference leaves 2^-16 of its parts too."""
 _MOST_KEPT = 64
 
 Change = Callable[[Tensor], Tensor]
@@ -36,7 +43,6 @@ class Truth:
         self.given = [grad if grad is None else grad.detach().clone() for grad in given]
         self.wanted = differentiable_inputs(op, sample) if any(grad is not None for grad in given) else []
         self._moved: list[list[Tensor | None]] = []
-        self._sums: list[Tensor | None] = []
 
     def run(self, change: Change = copy_with_layout) -> list[Tensor | None]:
         """Outputs, then the gradients in the order of `names`."""
@@ -59,6 +65,33 @@ class Truth:
     def neighbours(self) -> list[tuple[list[Tensor | None], list[Tensor | None]]]:
         """The composition and the truth on inputs near the sample's."""
         return [(self.run(nudged(seed)), self.run(nudged(seed, torch.float64))) for seed in range(NEIGHBOURS)]
+
+    @cached_property
+    def farther(self) -> list[tuple[list[Tensor | None], list[Tensor | None]]]:
+        """The same on inputs that are `FAR` from it."""
+        seeds = range(NEIGHBOURS, 2 * NEIGHBOURS)
+        return [(self.run(nudged(seed, by=FAR)), self.run(nudged(seed, torch.float64, FAR))) for seed in seeds]
+
+    def near(self, result: int) -> list[tuple[Tensor, Tensor]]:
+        """A result of the composition and its truth, on each of the neighbours."""
+        return [(composition[result], exact[result]) for composition, exact in self.neighbours]  # type: ignore[misc]
+
+    def far(self, result: int) -> list[tuple[Tensor, Tensor]]:
+        """The same on those that are far: where an element has moved by more than half of itself, without an error."""
+        here, pairs = self.exact[result], []
+        assert here is not None
+        for compositions, truths in self.farther:
+            composition, exact = compositions[result], truths[result]
+            assert composition is not None
+            assert exact is not None
+            stayed = (exact - here).abs() <= here.abs() / 2
+            pairs.append((torch.where(stayed, composition.double(), exact), exact))
+        return pairs
+
+    def roundings(self, result: int) -> Tensor:
+        """What the composition's own roundings lose of each element, by the root mean square over the far inputs."""
+        errors = [(composition - exact).square() for composition, exact in self.far(result)]
+        return torch.stack(errors).mean(0).sqrt().nan_to_num(0.0, posinf=0.0)
 
     def condition(self, result: int, draws: int) -> Tensor:
         """How far a result moves, by the root mean square of so many draws."""
@@ -105,8 +138,8 @@ def to_float64(tensor: Tensor) -> Tensor:
     return tensor.detach().double() if tensor.is_floating_point() else tensor.detach().clone()
 
 
-def nudged(seed: int, dtype: torch.dtype | None = None) -> Change:
-    """Changes every element by one unit in its last place, up or down, the same way for the same seed."""
+def nudged(seed: int, dtype: torch.dtype | None = None, by: float | None = None) -> Change:
+    """Changes every element by one unit in its last place or such a part of it, up or down, each seed in its way."""
     generator = torch.Generator().manual_seed(seed)
 
     def change(tensor: Tensor) -> Tensor:
@@ -115,7 +148,7 @@ def nudged(seed: int, dtype: torch.dtype | None = None) -> Change:
             return copy
         memory = copy.new_empty(0).set_(copy.untyped_storage())
         signs = 2 * torch.randint(0, 2, memory.shape, generator=generator).to(memory.device) - 1
-        memory.copy_(memory.double() * (1 + signs * torch.finfo(copy.dtype).eps))
+        memory.copy_(memory.double() * (1 + signs * (by or torch.finfo(copy.dtype).eps)))
         return copy if dtype is None else copy.to(dtype)
 
     return change
