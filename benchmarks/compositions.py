@@ -60,20 +60,6 @@ def modulated_rms_norm(large: bool) -> Op:
     )  # fmt: skip
 
 
-def attention_residual(large: bool) -> Op:
-    N, S, H = (8, 8192, 4096) if large else (4, 5, 16)
-
-    def reference(blocks: Tensor, query: Tensor, weight: Tensor) -> Tensor:
-        keys = F.rms_norm(blocks, (H,), weight, EPS)
-        return torch.einsum("ns,nsh->sh", torch.einsum("h,nsh->ns", query, keys).softmax(0), blocks)
-
-    tensor = 2 * S * H
-    return _composition(
-        "attention_residual", llmk.nn.AttentionResidual(H, EPS, device="meta"), reference, f"{N} blocks of {S}x{H}",
-        shapes={"blocks": (N, S, H)}, factors={"query": 0.02}, cost=Cost((N + 1) * tensor, (3 * N + 2) * tensor),
-    )  # fmt: skip
-
-
 class _AroundSilu(llmk.nn.HyperConnection):
     """With a layer that costs little, so that what is around it is timed."""
 
@@ -127,7 +113,6 @@ def multi_token_attention(large: bool) -> Op:
 
 
 COMPOSITIONS: dict[str, Callable[[bool], Op]] = {
-    function.__name__: function
-    for function in (modulated_rms_norm, attention_residual, hyper_connection, multi_token_attention)
+    function.__name__: function for function in (modulated_rms_norm, hyper_connection, multi_token_attention)
 }
 """By name, what makes the record: large, or of a size that a CPU gets through at once."""

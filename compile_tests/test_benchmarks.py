@@ -140,7 +140,7 @@ def test_a_composition_computes_what_plain_pytorch_does(name: str) -> None:
 
 
 def test_a_composition_is_timed_like_an_operator(tmp_path: Path) -> None:
-    name = "attention_residual"
+    name = "modulated_rms_norm"
     rows = run(tmp_path / "results.json", name, "--first", "--no-compile", "--peers", "none")["rows"]
     assert [(row["op"], row["way"]) for row in rows] == [(name, "llmk eager"), (name, "torch eager")]
     assert all(row["full_ms"] > 0 for row in rows)

@@ -9,6 +9,8 @@ FORMULAS = {
     "group_norm": r"y = \frac{x - \mu_g}{\sqrt{\sigma_g^2 + \varepsilon}}\,w_c + b_c",
     "softmax": r"y_i = \frac{e^{x_i}}{\sum_j e^{x_j}}",
     "sparsemax": r"y_i = \max(x_i - \tau, 0), \qquad \textstyle\sum_i y_i = 1",
+    "attention_residual": r"y = \sum_i a_i\, v_i, \qquad a = \mathrm{softmax}_i\left("
+    r"\frac{\sum_h q_h w_h v_{ih}}{\sqrt{\frac1H \sum_h v_{ih}^2 + \varepsilon}}\right)",
     "swiglu": r"y = \mathrm{silu}(g)\,u = \frac{g\,u}{1 + e^{-g}}",
     "geglu": r"y = \mathrm{gelu}(g)\,u",
     "relu_squared": r"y = \max(x, 0)^2",

@@ -31,12 +31,14 @@ from llmk.ops.pointwise.gated_units import geglu, swiglu
 from llmk.ops.pointwise.relu_squared import relu_squared
 from llmk.ops.rotary.qk_norm_rope import qk_norm_rope
 from llmk.ops.rotary.rope import rope
+from llmk.ops.softmax.attention_residual import attention_residual
 from llmk.ops.softmax.softmax import softmax
 from llmk.ops.softmax.sparsemax import sparsemax
 
 __all__ = [
     "add",
     "add_rms_norm",
+    "attention_residual",
     "ce_tvd",
     "cross_entropy",
     "dyt",

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from llmk import functional
 from llmk.registry import check_not_negative
 
 
@@ -14,10 +15,10 @@ class AttentionResidual(nn.Module):
         a = softmax over i of sum(q * weight * v_i / rms(v_i))
         y = sum over i of a_i * v_i
 
-    in float32. It is plain PyTorch: compile it, for eager mode keeps a float32 copy of the blocks.
+    by `llmk.functional.attention_residual`.
 
-    Call it with `blocks [N, ..., H]`, floating, or a sequence of N such tensors `[..., H]`; the result is `[..., H]` in
-    their dtype.
+    Call it with `blocks [N, ..., H]`, or a sequence of N such tensors `[..., H]`, which are stacked; the result is
+    `[..., H]` in their dtype.
 
     Parameters: `query [H]`, which starts at 0, where all blocks weigh the same, and `weight [H]`, the norm's.
 
@@ -54,10 +55,7 @@ class AttentionResidual(nn.Module):
             raise ValueError(
                 f"blocks: expected shape [N, ..., {self.hidden_size}] with N at least 1, got {tuple(stacked.shape)}"
             )
-        values = stacked.float()
-        rstd = torch.rsqrt(values.square().mean(-1) + self.eps)
-        scores = (values * (self.query.float() * self.weight.float())).sum(-1) * rstd
-        return (scores.softmax(0).unsqueeze(-1) * values).sum(0).to(stacked.dtype)
+        return functional.attention_residual(stacked, self.query, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.eps}"
