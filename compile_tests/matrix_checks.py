@@ -12,8 +12,9 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -99,18 +100,37 @@ def llama() -> None:
     """a patched tiny Llama trains like the unpatched one, eager and compiled"""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from llmk.opcheck.accuracy import accuracy_violation
-    from llmk.transformers import patch
-
     config = LlamaConfig(
         vocab_size=320, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64,
     )  # fmt: skip
     torch.manual_seed(0)
-    original, patched = LlamaForCausalLM(config), LlamaForCausalLM(config)
-    patched.load_state_dict(original.state_dict())
-    report = str(patch(patched))
-    tokens = torch.randint(0, 320, (2, 24))
+    _train_patched(LlamaForCausalLM(config), kinds=("mlp", "norm", "rope", "loss"))
+
+
+def mixture() -> None:
+    """a patched tiny Qwen3-MoE trains like the unpatched one, eager and compiled"""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=320, hidden_size=64, moe_intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2, max_position_embeddings=64,
+        experts_implementation="eager", use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    _train_patched(Qwen3MoeForCausalLM(config), kinds=("experts", "norm", "rope", "loss"))
+
+
+def _train_patched(original: Any, kinds: Sequence[str]) -> None:
+    """Loss and gradients of a model patched with the kinds named, as the unpatched one's; compiled in one graph."""
+    from llmk.opcheck.accuracy import accuracy_violation
+    from llmk.transformers import patch
+
+    patched = copy.deepcopy(original)
+    report = patch(patched)
+    if missing := set(kinds) - set(report.replaced):
+        sys.exit(f"{report}\nnot patched: {', '.join(sorted(missing))}")
+    tokens = torch.randint(0, original.config.vocab_size, (2, 24))
 
     def results(model: torch.nn.Module, call: Callable[..., torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
         model.zero_grad()
@@ -128,7 +148,7 @@ def llama() -> None:
         return results(model), results(copy.deepcopy(model).double())
 
     (own, truth), near = own_and_truth(None), [own_and_truth(seed) for seed in range(4)]
-    compiled = torch.compile(lambda: patched(input_ids=tokens, labels=tokens).loss)
+    compiled = torch.compile(lambda: patched(input_ids=tokens, labels=tokens).loss, fullgraph=True)
     for way, ours in (("eager", results(patched)), ("compiled", results(patched, compiled))):
         assert ours.keys() == truth.keys()
         for name, value in truth.items():
@@ -168,6 +188,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "ahead": ahead,
     "launches": launching,
     "llama": llama,
+    "mixture": mixture,
     "export": export,
 }
 
