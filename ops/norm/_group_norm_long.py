@@ -15,7 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.sums import sum_pair
-from llmk.ops.norm._moments import coarse_mean, kept_variance, merge_pieces, row_moments, share_and_rstd
+from llmk.ops.norm._moments import (
+    coarse_mean,
+    kept_variance,
+    lane_moments,
+    merge_pieces,
+    normalize_group_if_huge,
+    piece_moments,
+    share_and_rstd,
+)
 from llmk.registry import cdiv, empty, example_of, most_warps, next_power_of_2, num_programs, wrap_triton
 
 
@@ -62,7 +70,7 @@ def _write_dx(
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
     if w_ptr is not None:
         dy *= tl.load(w_ptr + channels, mask=channel_mask, other=0.0).to(tl.float32)[:, None]
-    dx = share * rstd * (dy - total - (x * share - mean) * rstd * dot)
+    dx = (share * rstd) * (dy - total - (x * share - mean) * (rstd * dot))  # two factors, not three, in registers
     tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
 
@@ -75,16 +83,19 @@ def group_norm_walk_kernel(
     eps = tl.cast(eps, tl.float32)
     row = tl.program_id(0).to(tl.int64)
     D = C * S
-    mean, squares, share = row_moments(x_ptr + row * D, D, BLOCK_C * BLOCK_S, NUM_STAGES)  # type: ignore[misc]
+    mean, squares = lane_moments(x_ptr + row * D, D, 1.0, BLOCK_C * BLOCK_S, NUM_STAGES)  # type: ignore[misc]
     spread = squares / D
-    var = kept_variance(spread, eps, share)  # type: ignore[misc]
+    var = spread + eps
     _store_stats(stats_ptr, row, B * G, mean, spread, var)  # type: ignore[misc]
-    _, rstd = share_and_rstd(var)  # type: ignore[misc]
+    rstd = tl.div_rn(1.0, tl.sqrt_rn(var))
     tiles = tl.cdiv(C, BLOCK_C) * tl.cdiv(S, BLOCK_S)
     for i in tl.range(tiles, num_stages=NUM_STAGES):
         _write_y(  # type: ignore[misc]
-            x_ptr, w_ptr, b_ptr, y_ptr, row, tiles - 1 - i, G, C, S, mean, share, rstd, BLOCK_C, BLOCK_S
+            x_ptr, w_ptr, b_ptr, y_ptr, row, tiles - 1 - i, G, C, S, mean, 1.0, rstd, BLOCK_C, BLOCK_S
         )
+    if (squares < float("inf")) == 0:
+        tl.debug_barrier()  # another thread may have written the same place
+        normalize_group_if_huge(x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, row, B, G, C, S, eps)  # type: ignore[misc]
 
 
 @triton.jit
@@ -120,23 +131,9 @@ def group_norm_walk_backward_kernel(
     D = C * S
     for i in tl.range(tiles, num_stages=NUM_STAGES):
         _write_dx(  # type: ignore[misc]
-            dy_ptr,
-            x_ptr,
-            w_ptr,
-            dx_ptr,
-            row,
-            tiles - 1 - i,
-            G,
-            C,
-            S,
-            mean,
-            share,
-            rstd,
-            total / D,
-            dot / D,
-            BLOCK_C,
-            BLOCK_S,
-        )
+            dy_ptr, x_ptr, w_ptr, dx_ptr, row, tiles - 1 - i, G, C, S, mean, share, rstd, total / D, dot / D,
+            BLOCK_C, BLOCK_S,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -147,7 +144,7 @@ def group_norm_long_moments_kernel(
     program = tl.program_id(0).to(tl.int64)
     row, first = program // PIECES, program % PIECES * PIECE
     length = tl.minimum(PIECE, D - first)
-    mean, squares, share = row_moments(x_ptr + row * D + first, length, BLOCK_N, NUM_STAGES)  # type: ignore[misc]
+    mean, squares, share = piece_moments(x_ptr + row * D + first, length, BLOCK_N, NUM_STAGES)  # type: ignore[misc]
     tl.store(moments_ptr + program, mean)
     tl.store(moments_ptr + tl.num_programs(0) + program, tl.where(share < 1.0, -squares, squares))
 

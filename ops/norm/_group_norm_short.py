@@ -10,7 +10,7 @@ from torch import Tensor
 
 from llmk.ops.common.rows import aligned
 from llmk.ops.common.sums import sum_pair
-from llmk.ops.norm._moments import coarse_mean, kept_variance, mean_and_share, share_and_rstd, whole_if_equal
+from llmk.ops.norm._moments import coarse_mean, normalize_group_if_huge, overflowed, share_and_rstd
 from llmk.registry import at_most, cdiv, empty, next_power_of_2, num_programs, wrap_triton
 
 
@@ -41,9 +41,17 @@ def _tile(start, groups, mask, B, G, C, S, BLOCK_G: tl.constexpr, BLOCK_C: tl.co
 
 
 @triton.jit
+def _within(x, mask, FILLED: tl.constexpr):
+    """x, and zero where the tile has no value of its row; a row of FILLED tiles has all of them."""
+    if not FILLED:
+        x = tl.where(mask, x, 0.0)
+    return x
+
+
+@triton.jit
 def group_norm_kernel(
     x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, B, G, C, S, eps,
-    BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, FILLED: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_B samples of BLOCK_G groups."""
     eps = tl.cast(eps, tl.float32)
@@ -54,20 +62,18 @@ def group_norm_kernel(
         start, groups, affine_mask, B, G, C, S, BLOCK_G, BLOCK_C, BLOCK_S
     )
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    mean, share = mean_and_share(_flat(x), C * S)  # type: ignore[misc]
-    of_x = share[:, None, None]
-    c = tl.where(mask, x * of_x - mean[:, None, None], 0.0)
-    near = coarse_mean(mean, tl.sum(_flat(c * c), axis=1) / (C * S))
-    c = tl.where(mask, x * of_x - near[:, None, None], 0.0)
+    part = 1.0 / (C * S)  # one division, not one for each sum of each row
+    mean = tl.sum(_flat(x), axis=1) * part
+    c = _within(x - mean[:, None, None], mask, FILLED)  # type: ignore[misc]
+    near = coarse_mean(mean, tl.sum(_flat(c * c), axis=1) * part)
+    c = _within(x - near[:, None, None], mask, FILLED)  # type: ignore[misc]
     rest, squares = sum_pair(_flat(c), _flat(c * c), 1)  # type: ignore[misc]
-    rest /= C * S
-    # rest is so small beside a deviation that its square takes no digits from the variance.
-    spread = tl.maximum(squares / (C * S) - rest * rest, 0.0)
+    rest *= part
     mean = near + rest
-    y = x * of_x - mean[:, None, None]
-    mean, share = whole_if_equal(mean, spread, share)  # type: ignore[misc]
-    var = kept_variance(spread, eps, share)  # type: ignore[misc]
-    y *= tl.div_rn(1.0, tl.sqrt_rn(tl.abs(var)))[:, None, None]
+    # rest is so small beside a deviation that its square takes no digits from the variance.
+    spread = tl.where(squares < float("inf"), tl.maximum(squares * part - rest * rest, 0.0), float("inf"))
+    var = spread + eps
+    y = (x - mean[:, None, None]) * tl.div_rn(1.0, tl.sqrt_rn(var))[:, None, None]
     if w_ptr is not None:
         y *= tl.load(w_ptr + affine, mask=affine_mask, other=0.0).to(tl.float32)[:, :, None]
     if b_ptr is not None:
@@ -76,12 +82,20 @@ def group_norm_kernel(
     tl.store(stats_ptr + rows, mean, mask=row_mask)
     tl.store(stats_ptr + B * G + rows, var, mask=row_mask)
     tl.store(stats_ptr + 2 * B * G + rows, coarse_mean(mean, spread), mask=row_mask)
+    if overflowed(squares):  # type: ignore[misc]
+        tl.debug_barrier()  # another thread may have written the same place
+        for i in range(0, BLOCK_B * BLOCK_G):
+            sample, group = start + i // BLOCK_G, block * BLOCK_G + i % BLOCK_G
+            if (sample < B) & (group < G):
+                normalize_group_if_huge(  # type: ignore[misc]
+                    x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, sample * G + group, B, G, C, S, eps
+                )
 
 
 @triton.jit
 def group_norm_backward_kernel(
     dy_ptr, x_ptr, w_ptr, stats_ptr, dx_ptr, partial_ptr, B, G, C, S, HAS_DW: tl.constexpr, HAS_DB: tl.constexpr,
-    BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, FILLED: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_G groups of a share of the samples."""
@@ -93,6 +107,7 @@ def group_norm_backward_kernel(
         w = tl.load(w_ptr + affine, mask=affine_mask, other=0.0).to(tl.float32)[:, :, None]
     dw = tl.zeros((BLOCK_B * BLOCK_G, BLOCK_C), dtype=tl.float32)
     db = tl.zeros((BLOCK_B * BLOCK_G, BLOCK_C), dtype=tl.float32)
+    part = 1.0 / (C * S)
     # Persistent: the next samples are prefetched while these are computed, and dw and db stay in registers.
     for start in tl.range(share * BLOCK_B, B, shares * BLOCK_B, num_stages=NUM_STAGES):
         rows, row_mask, offsets, mask = _tile(  # type: ignore[misc]
@@ -121,11 +136,11 @@ def group_norm_backward_kernel(
                 if BLOCK_C * BLOCK_S == 1:
                     dx = g * c  # zero, and NaN where PyTorch's is
                 else:
-                    total = tl.sum(g, axis=1) / (C * S)
-                    g = tl.where(_flat(mask), g - total[:, None], 0.0)  # so that g * c is zero there too
+                    total = tl.sum(g, axis=1) * part
+                    g = _within(g - total[:, None], _flat(mask), FILLED)  # type: ignore[misc]  so that g * c is zero there
                     rest, dot = sum_pair(g, g * c, 1)  # type: ignore[misc]
-                    g -= (rest / (C * S))[:, None]  # corrected like mean
-                    dot = tl.div_rn(dot / (C * S), tl.abs(var))
+                    g -= (rest * part)[:, None]  # corrected like mean
+                    dot = tl.div_rn(dot * part, tl.abs(var))
                     dx = (of_x * rstd)[:, None] * (g - c * dot[:, None])
                 dx = tl.reshape(dx, offsets.shape)
                 tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
@@ -169,7 +184,8 @@ def _short_tile(G: int, C: int, S: int, elements: int) -> dict[str, int]:
     block_c, block_s = next_power_of_2(C), next_power_of_2(S)
     rows = max(1, elements // (block_c * block_s))
     block_g = min(rows, next_power_of_2(G))
-    return {"BLOCK_B": rows // block_g, "BLOCK_G": block_g, "BLOCK_C": block_c, "BLOCK_S": block_s}
+    filled = block_c == int(C) and block_s == int(S)
+    return {"BLOCK_B": rows // block_g, "BLOCK_G": block_g, "BLOCK_C": block_c, "BLOCK_S": block_s, "FILLED": filled}
 
 
 def _forward_tile(G: int, C: int, S: int) -> dict[str, int]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from llmk.ops.common.rows import row_shares
 from llmk.ops.common.sums import sum_pair
-from llmk.ops.norm._moments import kept_variance, row_moments, share_and_rstd
+from llmk.ops.norm._moments import lane_moments, normalize_if_huge, share_and_rstd
 from llmk.registry import cdiv, empty, num_programs, wrap_triton
 
 
@@ -21,19 +21,25 @@ def layer_norm_long_kernel(x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, M, N, x_stride
     eps = tl.cast(eps, tl.float32)
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
-    mean, squares, share = row_moments(x_ptr, N, BLOCK_N, 1)  # type: ignore[misc]
-    var = kept_variance(squares / N, eps, share)  # type: ignore[misc]
+    y_ptr += row * N
+    mean, squares = lane_moments(x_ptr, N, 1.0, BLOCK_N, 1)  # type: ignore[misc]
+    var = squares / N + eps
     tl.store(stats_ptr + row, mean)
     tl.store(stats_ptr + M + row, var)
-    _, rstd = share_and_rstd(var)  # type: ignore[misc]
+    rstd = tl.div_rn(1.0, tl.sqrt_rn(var))
     for start in range(0, N, BLOCK_N):  # the second pass finds the row in L2
         cols = start + tl.arange(0, BLOCK_N)
-        y = (tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) * share - mean) * rstd
+        y = (tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) - mean) * rstd
         if w_ptr is not None:
             y *= tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
         if b_ptr is not None:
             y += tl.load(b_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-        tl.store(y_ptr + row * N + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
+        tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
+    if (squares < float("inf")) == 0:
+        tl.debug_barrier()  # another thread may have written the same place
+        normalize_if_huge(  # type: ignore[misc]
+            x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr + row, stats_ptr + M + row, None, N, 1, eps
+        )
 
 
 @triton.jit

@@ -1,10 +1,10 @@
 """What layer_norm and group_norm have in common: the moments of a row, and room for the affine gradients.
 
 Squares of values past 2^64 overflow, and sums of values near float32's largest. Of a row with such ones the moments are
-those of its values times 2^-80, its share, whose squares have room for 2^32 of them; elsewhere the share is 1. Whether
-it must be less is seen from the squares, where only then the row is gone through again, or from the row's largest
-value (`mean_and_share`). A row of equal values has no squares, and its moments are as they are. The backward pass is
-told by the variance's sign.
+those of its values times 2^-80, its share, whose squares have room for 2^32 of them; elsewhere the share is 1. That it
+must be less is seen from the squares. Where one program has the whole row, it then writes the row again
+(`normalize_if_huge`); pieces of a row are gone through again before they are merged (`piece_moments`). A row of equal
+values has no squares, and its moments are as they are. The backward pass is told by the variance's sign.
 """
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from llmk.ops.common.sums import sum_pair
 from llmk.registry import empty, no_gradient
-from llmk.registry.backends import INTERPRET
 
 SHARE = tl.constexpr(2.0**-80)
 WHOLE = tl.constexpr(2.0**80)
@@ -52,35 +51,12 @@ def share_and_rstd(var):
 
 
 @triton.jit
-def _sum_and_largest(a0, b0, a1, b1):
-    return a0 + a1, tl.maximum(b0, b1)
-
-
-_INTERPRET = tl.constexpr(INTERPRET)
-
-
-@triton.jit
-def mean_and_share(x, N):
-    """The mean of rows x `[M, K]`, of N values and then zeros, or of a share of them, and the share: `[M]` each.
-
-    K is at most 2^13: so many values times 2^-14 have a sum, and so many below 2^56 squares that have one.
-    """
-    tl.static_assert(x.shape[1] <= 2**13)
-    if _INTERPRET:  # as in sum_pair
-        total, largest = tl.sum(x * 2.0**-14, 1), tl.max(tl.abs(x), 1)
-    else:
-        total, largest = tl.reduce((x * 2.0**-14, tl.abs(x)), 1, _sum_and_largest)
-    share = tl.where(largest < 2.0**56, 1.0, SHARE)
-    return total * (2.0**14 * share) / N, share
-
-
-@triton.jit
 def coarse_mean(mean, var):
     """The mean to about twelve binary digits of a deviation.
 
     x - mean rounds alike for every x of a binade, and a sum over thousands of places shows it; x minus this is exact.
     """
-    grid = 2048.0 * tl.sqrt_rn(var)
+    grid = 2048.0 * tl.sqrt(var)
     return (mean + grid) - grid
 
 
@@ -129,17 +105,17 @@ def _centered_share(x_ptr, mean, cols, N):
 
 
 @triton.jit(noinline=True)
-def normalize_if_huge(x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, row, x_stride, N, M, eps):
+def normalize_if_huge(x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, var_ptr, near_ptr, N, S, eps):
     """Write y and the statistics of a row again where its squares overflowed, which its variance tells.
 
+    S neighbours have the same weight and bias; where near_ptr is given, the coarse mean goes there.
+
     A function of its own, which is called: its registers are not taken from the rows that need none of it. Of 16,384
-    columns a thread keeps 64 registers so; 85 where the row's largest value were looked for, as in `mean_and_share`.
+    columns a thread keeps 64 registers so; 85 where the row's largest value were looked for beforehand.
     """
     COLS: tl.constexpr = tl.constexpr(512)
-    var = tl.load(stats_ptr + M + row)
+    var = tl.load(var_ptr)
     if (var < float("inf")) == 0:
-        x_ptr += row * x_stride
-        y_ptr += row * N
         mean = tl.cast(0.0, tl.float32)
         for _ in range(3):  # the last two correct it: of equal values it is that value
             rest = tl.zeros((COLS,), dtype=tl.float32)
@@ -158,12 +134,27 @@ def normalize_if_huge(x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, row, x_stride, N, M
             cols = first + tl.arange(0, COLS)
             y = rstd * _centered_share(x_ptr, mean, cols, N)  # type: ignore[misc]
             if w_ptr is not None:
-                y *= tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+                y *= tl.load(w_ptr + cols // S, mask=cols < N, other=0.0).to(tl.float32)
             if b_ptr is not None:
-                y += tl.load(b_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+                y += tl.load(b_ptr + cols // S, mask=cols < N, other=0.0).to(tl.float32)
             tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
-        tl.store(stats_ptr + row, kept)
-        tl.store(stats_ptr + M + row, var)
+        tl.store(mean_ptr, kept)
+        tl.store(var_ptr, var)
+        if near_ptr is not None:
+            tl.store(near_ptr, coarse_mean(kept, spread))
+
+
+@triton.jit
+def normalize_group_if_huge(x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, row, B, G, C, S, eps):
+    """`normalize_if_huge` of a sample's group of C channels with S places each."""
+    if w_ptr is not None:
+        w_ptr += row % G * C
+    if b_ptr is not None:
+        b_ptr += row % G * C
+    var_ptr = stats_ptr + B * G + row
+    normalize_if_huge(  # type: ignore[misc]
+        x_ptr + row * C * S, w_ptr, b_ptr, y_ptr + row * C * S, stats_ptr + row, var_ptr, var_ptr + B * G, C * S, S, eps
+    )
 
 
 @triton.jit
@@ -180,7 +171,7 @@ def merge_moments(near, mean, squares, count, N):
 
 @triton.jit
 def merge_pieces(means, squares, count, N):
-    """`row_moments` of N values in pieces: of each its count, mean and squares, which of a share are negative."""
+    """`piece_moments` of N values in pieces: of each its count, mean and squares, which of a share are negative."""
     whole = tl.where(squares < 0.0, float("inf"), squares)
     mean, total = merge_moments(means, 0.0, whole, count, N)  # type: ignore[misc]
     share = smaller_share(total)  # type: ignore[misc]
@@ -192,24 +183,24 @@ def merge_pieces(means, squares, count, N):
 
 
 @triton.jit
-def row_moments(x_ptr, N, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr):
+def piece_moments(x_ptr, N, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr):
     """Mean and sum of squared deviations of x_ptr[:N], or of a share of it, and the share.
 
-    The same code goes through the row, and through its share where squares overflowed: a second copy of it, inline or
-    called, takes registers from the rows that need none.
+    The same code goes through the piece, and through its share where squares overflowed: a second copy of it takes
+    registers from the pieces that need none.
     """
     mean, squares, share = tl.cast(0.0, tl.float32), tl.cast(0.0, tl.float32), tl.cast(1.0, tl.float32)
     tries = tl.cast(2, tl.int32)
     while tries > 0:
         share = tl.where(tries == 2, 1.0, SHARE)
-        mean, squares = _lane_moments(x_ptr, N, share, BLOCK_N, NUM_STAGES)  # type: ignore[misc]
+        mean, squares = lane_moments(x_ptr, N, share, BLOCK_N, NUM_STAGES)  # type: ignore[misc]
         tries = tl.where(squares < float("inf"), 0, tries - 1)
     mean, share = whole_if_equal(mean, squares, share)  # type: ignore[misc]
     return mean, squares, share
 
 
 @triton.jit
-def _lane_moments(x_ptr, N, share_of_x, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr):
+def lane_moments(x_ptr, N, share_of_x, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr):
     """Mean and sum of squared deviations of x_ptr[:N] times share_of_x.
 
     Each of BLOCK_N lanes follows its own by Welford's formula, and no thread waits for another before the end.
@@ -222,7 +213,7 @@ def _lane_moments(x_ptr, N, share_of_x, BLOCK_N: tl.constexpr, NUM_STAGES: tl.co
     for start in tl.range(BLOCK_N, N, BLOCK_N, num_stages=NUM_STAGES):
         mask = start + cols < N
         x = tl.load(x_ptr + start + cols, mask=mask, other=0.0).to(tl.float32) * share_of_x
-        share = tl.div_rn(1.0, tl.cast(start // BLOCK_N + 1, tl.float32))
+        share = 1.0 / tl.cast(start // BLOCK_N + 1, tl.float32)
         delta = tl.where(mask, (x - first) - mean, 0.0)
         mean += delta * share
         squares += delta * delta * (1.0 - share)

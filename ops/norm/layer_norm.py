@@ -104,7 +104,10 @@ def layer_norm_kernel(
         for i in range(0, BLOCK_M):
             row = tl.program_id(0).to(tl.int64) * BLOCK_M + i
             if row < M:
-                normalize_if_huge(x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, row, x_stride, N, M, eps)  # type: ignore[misc]
+                normalize_if_huge(  # type: ignore[misc]
+                    x_ptr + row * x_stride, w_ptr, b_ptr, y_ptr + row * N, stats_ptr + row, stats_ptr + M + row, None,
+                    N, 1, eps,
+                )  # fmt: skip
 
 
 @triton.jit
