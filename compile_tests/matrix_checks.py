@@ -112,11 +112,12 @@ def mixture() -> None:
     """a patched tiny Qwen3-MoE trains like the unpatched one, eager and compiled"""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    config = Qwen3MoeConfig(
-        vocab_size=320, hidden_size=64, moe_intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2, max_position_embeddings=64,
-        experts_implementation="eager", use_cache=False,
-    )  # fmt: skip
+    options: dict[str, Any] = {
+        "experts_implementation": "eager", "use_cache": False,
+        "vocab_size": 320, "hidden_size": 64, "moe_intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    config = Qwen3MoeConfig(max_position_embeddings=64, **options)
     torch.manual_seed(0)
     _train_patched(Qwen3MoeForCausalLM(config), kinds=("experts", "norm", "rope", "loss"))
 
