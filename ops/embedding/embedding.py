@@ -11,8 +11,10 @@ Backward, given dy; only the indices are kept:
     dW[v] = sum of dy[n] over the n whose index is v, in their order        0 for the padding's row
 
 The places are sorted by their index, a stable sort of N small integers, and each row of the table is the sum of its own
-places: float32 with one rounding, no atomics, and every row is written once. For PyTorch's own in a graph Inductor adds
-with atomics, whose order is another each time.
+places: float32 with one rounding, no atomics, and every row is written once, those without a place as zeros. Where a
+row's places fill chunks of the sorted order, each chunk is summed by a program of its own before, so that a row with
+many thousand places takes no program long. For PyTorch's own in a graph Inductor adds with atomics, whose order is
+another each time.
 """
 
 from collections.abc import Iterator
@@ -57,22 +59,78 @@ def embedding_kernel(indices_ptr, w_ptr, y_ptr, V, H, w_stride, BLOCK_H: tl.cons
 
 
 @triton.jit
-def embedding_backward_kernel(
-    dy_ptr, order_ptr, ends_ptr, dw_ptr, H, dy_stride, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr
-):
-    blocks = tl.cdiv(H, BLOCK_H)
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    cols = (tl.program_id(0) % blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
-    begin = tl.load(ends_ptr + row - 1, mask=row > 0, other=0)
-    end = tl.load(ends_ptr + row)
-    total = tl.zeros((BLOCK_M, BLOCK_H), dtype=tl.float32)
+def embedding_keys_kernel(indices_ptr, keys_ptr, N, V, padding_idx, BLOCK_N: tl.constexpr):
+    """The rows to sort by: padding and what is no row come last."""
+    places = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    index = tl.load(indices_ptr + places, mask=places < N, other=0).to(tl.int64)
+    counts = (index >= 0) & (index < V) & (index != padding_idx)
+    tl.store(keys_ptr + places, tl.where(counts, index, V).to(tl.int32), mask=places < N)
+
+
+@triton.jit
+def _add_places(total, dy_ptr, order_ptr, begin, end, cols, H, dy_stride, BLOCK_M: tl.constexpr):
     for start in range(begin, end, BLOCK_M):
         sorted_places = start + tl.arange(0, BLOCK_M)
         places = tl.load(order_ptr + sorted_places, mask=sorted_places < end, other=0)
         mask = (sorted_places < end)[:, None] & (cols < H)[None, :]
         total += tl.load(dy_ptr + places[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    dw = tl.sum(total, axis=0)
-    tl.store(dw_ptr + row * H + cols, dw.to(dw_ptr.dtype.element_ty), mask=cols < H)
+    return total
+
+
+@triton.jit
+def embedding_backward_chunk_kernel(
+    dy_ptr, order_ptr, keys_ptr, chunk_ptr, V, H, dy_stride,
+    CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """The sum of a chunk of the sorted places, if all of it belongs to one row."""
+    blocks = tl.cdiv(H, BLOCK_H)
+    chunk = tl.program_id(0) // blocks
+    cols = (tl.program_id(0) % blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
+    begin = chunk * CHUNK
+    first, last = tl.load(keys_ptr + begin), tl.load(keys_ptr + begin + (CHUNK - 1))
+    if (first == last) & (first < V):
+        total = tl.zeros((BLOCK_M, BLOCK_H), dtype=tl.float32)
+        total = _add_places(total, dy_ptr, order_ptr, begin, begin + CHUNK, cols, H, dy_stride, BLOCK_M)  # type: ignore[misc]
+        tl.store(chunk_ptr + chunk.to(tl.int64) * H + cols, tl.sum(total, axis=0), mask=cols < H)
+
+
+@triton.jit
+def embedding_backward_kernel(
+    dy_ptr, order_ptr, ends_ptr, chunk_ptr, dw_ptr, V, H, dy_stride,
+    CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(H, BLOCK_H)
+    first = (tl.program_id(0) // blocks).to(tl.int64) * ROWS
+    cols = (tl.program_id(0) % blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
+    rows = first + tl.arange(0, ROWS)
+    begins = tl.load(ends_ptr + rows - 1, mask=(rows > 0) & (rows < V), other=0)
+    without = (begins == tl.load(ends_ptr + rows, mask=rows < V, other=-1)) & (rows < V)
+    zeros = tl.zeros((ROWS, BLOCK_H), dtype=dw_ptr.dtype.element_ty)
+    tl.store(dw_ptr + rows[:, None] * H + cols[None, :], zeros, mask=without[:, None] & (cols < H)[None, :])
+    for row in range(first, tl.minimum(first + ROWS, V)):
+        begin = tl.load(ends_ptr + row - 1, mask=row > 0, other=0)
+        end = tl.load(ends_ptr + row)
+        if end > begin:
+            first_chunk, last_chunk = tl.cdiv(begin, CHUNK), end // CHUNK
+            whole = last_chunk > first_chunk
+            head_end = tl.where(whole, first_chunk * CHUNK, end)
+            tail_begin = tl.where(whole, last_chunk * CHUNK, end)
+            total = tl.zeros((BLOCK_M, BLOCK_H), dtype=tl.float32)
+            total = _add_places(total, dy_ptr, order_ptr, begin, head_end, cols, H, dy_stride, BLOCK_M)  # type: ignore[misc]
+            for start in range(first_chunk, last_chunk, BLOCK_M):
+                chunks = (start + tl.arange(0, BLOCK_M)).to(tl.int64)
+                mask = (chunks < last_chunk)[:, None] & (cols < H)[None, :]
+                total += tl.load(chunk_ptr + (chunks * H)[:, None] + cols[None, :], mask=mask, other=0.0)
+            total = _add_places(total, dy_ptr, order_ptr, tail_begin, end, cols, H, dy_stride, BLOCK_M)  # type: ignore[misc]
+            dw = tl.sum(total, axis=0)
+            tl.store(dw_ptr + row * H + cols, dw.to(dw_ptr.dtype.element_ty), mask=cols < H)
+
+
+CHUNK = 64
+"""Places. A row is a sum of at most twice as many, and of chunks."""
+
+ROWS = 8
+"""Rows of the table that a program makes: most have no place, and a program of one would end before it could begin."""
 
 
 def _block(H: int) -> dict[str, int]:
@@ -91,23 +149,31 @@ def _embedding_fwd(input: Tensor, weight: Tensor, padding_idx: int) -> Tensor:
     return y
 
 
-def _sorted_places(input: Tensor, V: int, padding_idx: int) -> tuple[Tensor, Tensor]:
-    """The places in the order of their rows, and where those of each row end; padding and what is no row come last."""
-    flat = input.reshape(-1)
-    keys = flat.masked_fill((flat < 0) | (flat >= V) | (flat == padding_idx), V).to(torch.int32)
+def _sorted_places(input: Tensor, V: int, padding_idx: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows of the places in order, with padding and what is no row last; the places; where each row's end."""
+    N = input.numel()
+    keys = empty((N,), torch.int32, input.device)
+    wrap_triton(embedding_keys_kernel)[(cdiv(N, 1024),)](
+        input.contiguous(), keys, N, V, padding_idx, BLOCK_N=1024, num_warps=4
+    )
     ordered, order = torch.sort(keys, stable=True)
     rows = torch.arange(V, dtype=torch.int32, device=input.device)
-    return order, torch.searchsorted(ordered, rows, right=True, out_int32=True)
+    return ordered, order, torch.searchsorted(ordered, rows, right=True, out_int32=True)
 
 
 def _embedding_bwd(grad: Tensor, input: Tensor, num_rows: int, padding_idx: int) -> Tensor:
-    order, ends = _sorted_places(input, num_rows, padding_idx)
+    ordered, order, ends = _sorted_places(input, num_rows, padding_idx)
     H = grad.shape[-1]
     dy = as_rows(grad)
     dw = empty((num_rows, H), grad.dtype, grad.device)
     block = _block(H)
-    wrap_triton(embedding_backward_kernel)[(num_rows * cdiv(H, block["BLOCK_H"]),)](
-        dy, order, ends, dw, H, dy.stride(0), BLOCK_M=4, **block
+    blocks, whole_chunks = cdiv(H, block["BLOCK_H"]), input.numel() // CHUNK
+    chunks = empty((whole_chunks, H), torch.float32, grad.device)
+    wrap_triton(embedding_backward_chunk_kernel)[(whole_chunks * blocks,)](
+        dy, order, ordered, chunks, num_rows, H, dy.stride(0), CHUNK=CHUNK, BLOCK_M=4, **block
+    )
+    wrap_triton(embedding_backward_kernel)[(cdiv(num_rows, ROWS) * blocks,)](
+        dy, order, ends, chunks, dw, num_rows, H, dy.stride(0), CHUNK=CHUNK, ROWS=ROWS, BLOCK_M=4, **block
     )
     return dw
 
@@ -178,6 +244,7 @@ def embedding_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Samp
     yield Sample((rows(8, 4, 4), randn(8, 16)), why="powers of two")
     yield Sample((rows(11, 2, 3, 5).int(), randn(11, 37)), {"padding_idx": 3}, why="odd sizes, int32, padding")
     yield Sample((rows(5, 40) // 4 * 4, randn(6, 24), -1), why="two rows have all, the last one is padding")
+    yield Sample((rows(20, 300).clamp(max=5), randn(7, 24)), why="one row has most places")
     yield Sample((rows(3, 0), randn(3, 8)), why="no places")
     yield Sample((rows(5), randn(5, 8)), why="one place and no axis")
     yield Sample((rows(9, 4, 6).t(), randn(20, 9).t()), why="everything strided")
@@ -193,6 +260,8 @@ def embedding_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sa
     for N, V, H in [(16384, 151936, 2048), (8192, 32000, 4096)]:
         indices = torch.randint(0, V, (N,), device=device)
         yield Sample((indices, torch.randn(V, H, device=device, dtype=dtype)), why=f"{N} of {V}x{H}")
+    hot = torch.randint(0, 2, (N,), device=device) * indices
+    yield Sample((hot, torch.randn(V, H, device=device, dtype=dtype)), why=f"{N} of {V}x{H}, half of them one row")
 
 
 def embedding_cost(input: Tensor, weight: Tensor, padding_idx: int | None = None) -> Cost:
@@ -210,9 +279,6 @@ def embedding_cost(input: Tensor, weight: Tensor, padding_idx: int | None = None
     resized=embedding_resized,
     workloads=embedding_workloads,
     cost=embedding_cost,
-    choices=(
-        "a row of the table is summed by one program: a row that has many thousand places takes that program long",
-    ),
 )
 def embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
     """Rows of a table, as `torch.nn.functional.embedding`; the table's gradient is the same bits each time.
