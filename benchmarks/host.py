@@ -18,7 +18,7 @@ from torch import Tensor
 
 from llmk import functional
 from llmk.opcheck.calls import as_list, incoming_gradients, prepare
-from llmk.registry import OPS, KernelOp, Op, launch
+from llmk.registry import OPS, KernelOp, Op, launch, set_short_path_enabled
 
 CALLS, ROUNDS = 50, 16  # the first round warms up
 
@@ -79,7 +79,8 @@ def _forward_kernel_op(op: Op, args: list[Any], kwargs: dict[str, Any]) -> tuple
 
     KernelOp._call = recording
     try:
-        op.overload(*args, **kwargs)
+        with set_short_path_enabled(False):  # on which a call may be replayed as a whole
+            op.overload(*args, **kwargs)
     finally:
         KernelOp._call = original
     return calls[0] if len(calls) == 1 else None

@@ -7,12 +7,12 @@ import pytest
 import torch
 import triton
 from torch import Tensor
-from triton.runtime import driver
 
+from compile_tests.stub_launches import Run, copied, named, note_buffers, stub_launches
 from compile_tests.test_launcher import WATCHERS, watch
 from llmk.opcheck.calls import call
-from llmk.registry import OPS, KernelOp, Op, empty, wrap_triton
-from llmk.registry.eager import launcher, replay
+from llmk.registry import OPS, KernelOp, Op, empty, set_short_path_enabled, wrap_triton
+from llmk.registry.eager import replay
 from llmk.registry.eager.launcher import contiguous_layout
 from llmk.registry.eager.replay import Capture, Replayed, captures
 from llmk.registry.launch import HAS_LAUNCHER
@@ -20,7 +20,6 @@ from llmk.registry.launch import HAS_LAUNCHER
 pytestmark = pytest.mark.skipif(not HAS_LAUNCHER, reason="nothing is replayed in the interpreter or for AMD")
 
 CPU = torch.device("cpu")
-Run = tuple[Any, ...]
 
 
 @triton.jit
@@ -28,66 +27,30 @@ def kernel(x_ptr, w_ptr, y_ptr, N):
     pass
 
 
-class Compiled:
-    """A built kernel, whose launches only tell of themselves."""
+class Launching:
+    """As much of a kernel op as a capture asks for, around a launching function; it notes whether that ran."""
 
-    packed_metadata = ()
+    apply = None
 
-    def __init__(self, function: str, runs: list[Run]) -> None:
-        self.function, self.runs = function, runs
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.replayed: Any = True
+        self.fn, self.ran = fn, False
 
-    def run(self, *args: Any) -> None:
-        self.runs.append(args)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.ran, outputs = True, self.fn(*args, **kwargs)
+        if captures.current is not None:
+            captures.current.note_call(self, args, outputs)
+        return outputs
 
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
-    """The launches made, where there is no GPU; the fixture keeps what it builds from other tests."""
-    made: list[Run] = []
-
-    class Driver:
-        def get_current_device(self) -> int:
-            return 0
-
-        def get_current_stream(self, device: int) -> int:
-            return 7
-
-    def build(self: Any, *args: Any, **constants: Any) -> Compiled:
-        return Compiled(f"{self.__name__} {constants}", made)
-
-    monkeypatch.setattr(type(driver), "active", property(lambda self: Driver()))
-    monkeypatch.setattr(triton.JITFunction, "run", build)
-    monkeypatch.setattr(launcher, "_launchers", {})
-    monkeypatch.setattr(replay, "empty_on_gpu", torch._C._dynamo.guards._empty_strided_cpu)  # type: ignore[attr-defined]
-    return made
+    return stub_launches(monkeypatch)
 
 
 @pytest.fixture
 def buffers(monkeypatch: pytest.MonkeyPatch, runs: list[Run]) -> list[Tensor]:
-    """What replays allocate."""
-    made: list[Tensor] = []
-    allocate = replay.empty_on_gpu
-
-    def noting(*layout: Any) -> Tensor:
-        made.append(allocate(*layout))
-        return made[-1]
-
-    monkeypatch.setattr(replay, "empty_on_gpu", noting)
-    return made
-
-
-def copied(value: Any) -> Any:
-    """The same at another address: size, strides and what is before it."""
-    if not isinstance(value, Tensor):
-        return value
-    storage = value.untyped_storage().clone()
-    return torch.empty(0, dtype=value.dtype).set_(storage, value.storage_offset(), value.size(), value.stride())
-
-
-def named(runs: list[Run], tensors: list[Tensor]) -> list[Run]:
-    """The launches, each address replaced by the number of its tensor."""
-    names = {tensor.data_ptr(): f"tensor {i}" for i, tensor in enumerate(tensors) if tensor.data_ptr()}
-    return [tuple(names.get(value, value) if type(value) is int else value for value in run) for run in runs]
+    return note_buffers(monkeypatch)
 
 
 def kernel_calls(op: Op) -> Iterator[tuple[KernelOp, tuple[Any, ...]]]:
@@ -102,8 +65,7 @@ def kernel_calls(op: Op) -> Iterator[tuple[KernelOp, tuple[Any, ...]]]:
 
     KernelOp.__call__ = recording
     try:
-        # Whoever looks at what is saved may read it again: gradients made in a forward pass are not scaled in place.
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        with set_short_path_enabled(False):  # on which nothing is replayed, nor scaled in place
             for sample in op.samples(CPU, torch.float32):
                 call(op, sample)
     finally:
@@ -118,9 +80,9 @@ REPLAYED = [name for name, op in OPS.items() if any(kernel_op.replayed is not No
 def test_a_replay_does_what_the_function_does(name: str, runs: list[Run], buffers: list[Tensor]) -> None:
     replayed: set[KernelOp] = set()
     for kernel_op, args in list(kernel_calls(OPS[name])):
-        repeated = Replayed(kernel_op.fn)
+        repeated = Replayed()
         for _ in range(2):
-            repeated(0, args)
+            repeated(kernel_op._bypass, args)
         if not any(repeated.captured.values()):
             continue
         replayed.add(kernel_op)
@@ -132,7 +94,7 @@ def test_a_replay_does_what_the_function_does(name: str, runs: list[Run], buffer
         runs.clear()
         buffers.clear()
         others = tuple(map(copied, args))
-        result = repeated(0, others)
+        result = repeated(kernel_op._bypass, others)
         assert named(runs, [*(arg for arg in others if isinstance(arg, Tensor)), *buffers]) == expected
         for new, old in zip(*((r if isinstance(r, tuple) else (r,)) for r in (result, outputs)), strict=True):
             assert (new.shape, new.stride(), new.dtype) == (old.shape, old.stride(), old.dtype)
@@ -147,19 +109,19 @@ def doubled(x: Tensor, w: Tensor | None, scale: float = 2.0, n: int = 1) -> Tens
     return y
 
 
-def worked_out(fn: Callable[..., Any], *calls: tuple[Any, ...]) -> list[bool]:
+def worked_out(fn: Callable[..., Any], *calls: tuple[Any, ...], **kwargs: Any) -> list[bool]:
     """Which of the calls the function itself was run for."""
     ran: list[bool] = []
-
-    def counting(*args: Any) -> Any:
-        ran[-1] = True
-        return fn(*args)
-
-    repeated = Replayed(counting)
+    launching, repeated = Launching(fn), Replayed()
     for args in calls:
-        ran.append(False)
-        repeated(0, args)
+        launching.ran = False
+        repeated(launching, args, kwargs)
+        ran.append(launching.ran)
     return ran
+
+
+class Subclass(Tensor):
+    pass
 
 
 storage = torch.zeros(64)
@@ -184,6 +146,8 @@ def test_the_third_call_is_repeated(runs: list[Run]) -> None:
         (aligned, None, 2.0, True),
         (aligned, None, 2.0, 1.0),
         (aligned, None, 2.0, 1 - 2**32),
+        (torch.nn.Parameter(aligned), None),
+        (aligned.to("meta"), None),
     ],
 )
 def test_what_is_worked_out_again(other: tuple[Any, ...], runs: list[Run]) -> None:
@@ -197,24 +161,46 @@ def test_the_other_zero_is_another_number(runs: list[Run]) -> None:
     assert worked_out(doubled, usual, usual, usual, other) == [True, True, False, True]
 
 
-def test_another_device_is_worked_out_again(runs: list[Run]) -> None:
-    repeated = Replayed(doubled)
-    for device in (0, 0, 1, 1):
-        repeated(device, (aligned, None))
+def test_who_wants_gradients_is_worked_out_again(runs: list[Run]) -> None:
+    repeated, launching = Replayed(), Launching(doubled)
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled):
+            for _ in range(3):
+                launching.ran = False
+                repeated(launching, (aligned, None))
+            assert not launching.ran
     assert len(repeated.captured.values()) == 2
+
+
+def test_arguments_by_name_are_told_apart_by_it(runs: list[Run]) -> None:
+    repeated, launching = Replayed(), Launching(lambda x, *, w=None, v=None: doubled(x, w))
+    for name in ("w", "v"):
+        repeated(launching, (aligned,), {name: None})
+        repeated(launching, (aligned,), {name: None})
+    assert len(repeated.captured.values()) == 2
+
+
+@pytest.mark.parametrize(
+    "other",
+    [torch._neg_view(aligned), aligned.to_sparse(), aligned.as_subclass(Subclass), [aligned], 1j],  # type: ignore[attr-defined]
+    ids=lambda value: type(value).__name__,
+)
+def test_what_has_no_key(other: Any, runs: list[Run]) -> None:
+    for args in ((other, aligned), (aligned, other)):
+        assert all(worked_out(lambda x, w: doubled(aligned, None), *[args] * 4))
 
 
 @pytest.mark.parametrize("where", WATCHERS)
 def test_who_watches_launches_sees_all_of_them(where: str, runs: list[Run]) -> None:
     """From the start, or when the call was captured already; a capture knows nothing that was built for a watcher."""
-    repeated = Replayed(doubled)
+    repeated, launching = Replayed(), Launching(doubled)
     for watched in (True, False, True):
         with pytest.MonkeyPatch.context() as patch:
             if watched:
                 watch(where, kernel, patch)
             runs.clear()
             for _ in range(4):
-                repeated(0, (aligned, None))
+                repeated(launching, (aligned, None))
             assert len(runs) == (0 if watched else 3)  # the first of them was Triton's own
     assert len(repeated.captured.values()) == 1
 
@@ -264,10 +250,26 @@ def test_what_is_never_repeated(fn: Callable[..., Any], runs: list[Run]) -> None
     assert all(worked_out(fn, *[(aligned, torch.zeros(4))] * 4))
 
 
+def test_what_calls_several_kernel_ops_or_another_is_never_repeated(runs: list[Run]) -> None:
+    """As a public operator's function may; each of the kernel ops is replayed by itself, if at all."""
+    launching, another = Launching(doubled), Launching(doubled)
+    another.replayed = None
+    for calls, repeats in [((launching,), True), ((launching, launching), False), ((another,), False)]:
+        made, repeated = [], Replayed()
+
+        def public(x: Tensor, calls: Any = calls, made: list[int] = made) -> Tensor:
+            made.append(1)
+            return [call(x, None) for call in calls][-1]
+
+        for _ in range(3):
+            repeated(public, (aligned,))
+        assert len(made) == (2 if repeats else 3)
+
+
 def test_axes_of_what_is_returned_may_be_swapped(runs: list[Run]) -> None:
     x = torch.zeros(2, 3, 4)
-    repeated = Replayed(lambda x: doubled(x, None).transpose(0, 2))
-    made = [repeated(0, (x,)) for _ in range(3)]
+    repeated, launching = Replayed(), Launching(lambda x: doubled(x, None).transpose(0, 2))
+    made = [repeated(launching, (x,)) for _ in range(3)]
     (captured,) = repeated.captured.values()
     assert captured is not None
     assert {(y.shape, y.stride(), y.untyped_storage().nbytes()) for y in made} == {((4, 3, 2), (1, 4, 12), 96)}
@@ -283,10 +285,10 @@ def test_arguments_of_one_storage(runs: list[Run]) -> None:
 
 def test_captured_calls_do_not_pile_up(runs: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "_MOST_CALLS", 4)
-    repeated = Replayed(doubled)
+    repeated, launching = Replayed(), Launching(doubled)
     for n in range(20):
         for _ in range(2):
-            repeated(0, (aligned, None, 2.0, n))
+            repeated(launching, (aligned, None, 2.0, n))
     assert len(repeated.captured.values()) <= 4
 
 
@@ -300,11 +302,11 @@ def test_what_is_called_often_stays_captured(runs: list[Run], monkeypatch: pytes
         ran += args[2] == 2.0
         return doubled(*args)
 
-    repeated = Replayed(counting)
+    repeated, launching = Replayed(), Launching(counting)
     for n in range(200):
-        repeated(0, (aligned, None, 2.0))
+        repeated(launching, (aligned, None, 2.0))
         for _ in range(n % 4):
-            repeated(0, (aligned, None, 3.0, n))
+            repeated(launching, (aligned, None, 3.0, n))
     assert ran == 2
 
 

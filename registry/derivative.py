@@ -7,6 +7,7 @@
   wanted gradients kept less than is needed now, the call is made again.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,6 +43,7 @@ class Derivative:
         self.results, self.several = results, len(results) > 1
         self.fills = self.several and not takes_none
         self.keeps = keeps
+        self._constants = functools.cache(self._find_constants)
 
     def flags(self, args: tuple[Any, ...]) -> Sequence[bool]:
         """The op's last arguments, for a call with those before them."""
@@ -54,12 +56,9 @@ class Derivative:
         if self.keeps is None or not self._keep_inputs(ctx, self.keeps, inputs):
             self.save(ctx, inputs, output)
         if self.several:
-            needs = ctx.needs_input_grad
-            constants = [
-                y for y, places in zip(output, self.results, strict=False) if not any([needs[i] for i in places])
-            ]
+            constants = self._constants(ctx.needs_input_grad)
             if constants:
-                ctx.mark_non_differentiable(*constants)
+                ctx.mark_non_differentiable(*[output[place] for place in constants])
         if self.fills:
             ctx.alike = [_alike(y) for y in output[: len(self.results)]]
 
@@ -90,6 +89,10 @@ class Derivative:
         if self.keeps is not None and ctx.inputs is not None:
             ctx = self._again(ctx)
         return self.formula(ctx, *grads)
+
+    def _find_constants(self, needs: tuple[bool, ...]) -> list[int]:
+        """The outputs that depend on nothing that wants a gradient."""
+        return [place for place, of in enumerate(self.results) if not any(needs[i] for i in of)]
 
     def _keep_inputs(self, ctx: Any, keeps: Keeps, inputs: tuple[Any, ...]) -> bool:
         """Keep all inputs where the forward pass was told to keep less than the gradients that are wanted need."""

@@ -45,11 +45,14 @@ def kernel_context(device: torch.device) -> Iterator[None]:
             yield
 
 
+def launches_directly(tensor: torch.Tensor) -> bool:
+    """Whether kernels are launched for it as things are: on the current GPU, without autocast."""
+    return tensor.is_cuda and tensor.get_device() == current_device() and not torch.is_autocast_enabled("cuda")
+
+
 def needs_context(tensor: torch.Tensor) -> bool:
     """Whether `kernel_context` would change anything; entering it costs microseconds."""
-    if tensor.is_cuda:
-        return torch.is_autocast_enabled("cuda") or tensor.get_device() != current_device()
-    return torch.is_autocast_enabled(tensor.device.type)
+    return not launches_directly(tensor) if tensor.is_cuda else torch.is_autocast_enabled(tensor.device.type)
 
 
 @functools.cache

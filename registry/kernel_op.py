@@ -12,9 +12,9 @@ from llmk.registry.backward_op import BackwardOp
 from llmk.registry.by_name import by_name
 from llmk.registry.checks import check_home
 from llmk.registry.derivative import Derivative, Keeps
-from llmk.registry.devices import kernel_context, needs_context
-from llmk.registry.eager.bypass import PLAIN_TENSORS, takes_short_path
-from llmk.registry.eager.replay import Replayed
+from llmk.registry.devices import kernel_context, launches_directly, needs_context
+from llmk.registry.eager.bypass import PLAIN_TENSORS, are_plain, is_eager
+from llmk.registry.eager.replay import Replayed, captures, replaying
 from llmk.registry.graphs import forced_form
 from llmk.registry.launch import HAS_LAUNCHER, recording, wrap_triton
 from llmk.registry.private.modes import traced_by_compiler
@@ -48,7 +48,8 @@ class KernelOp:
         decomposed: Give a compiled graph plain PyTorch instead of the launches, always or where this function of the
             arguments says so: for what Inductor fuses better with its neighbours than a kernel could, or computes again
             instead of keeping. The figure that decided it goes into the record's `choices`.
-        replayed: Replay a call that looks like an earlier one, see `Replayed` for what that asks of `fn`.
+        replayed: Replay calls that look like earlier ones, the public op's too; see `Replayed` for what that asks of
+            `fn` and of the public op's function.
         opaque: Keep the op as one node in a compiled graph instead of inlining its launches: for a driver whose number
             of launches depends on sizes and would need a graph for each.
     """
@@ -74,7 +75,7 @@ class KernelOp:
         self._decomposition: Callable[..., Any] | None = None
         self._fake: Callable[..., Any] | None = None
         self.sharding: Rule | None = None
-        self.replayed = Replayed(fn) if replayed and HAS_LAUNCHER else None
+        self.replayed = Replayed() if replayed and HAS_LAUNCHER else None
         self._body = self._wrap(fn)
         self._definition = define_kernel_op(f"llmk::{self.name}", self._body, opaque=opaque or INTERPRET)
         self._definition.register_fake(self._wrap_fake())
@@ -89,19 +90,28 @@ class KernelOp:
         return self._call(*args)
 
     def _call(self, *args: Any) -> Any:
-        if not takes_short_path(args):
+        if not is_eager():
+            return self.overload(*args)
+        return self._bypass(*args) if self.replayed is None else self.replayed(self._bypass, args)
+
+    def _bypass(self, *args: Any) -> Any:
+        """The short path of a call that is not replayed."""
+        if not are_plain(args):
             return self.overload(*args)
         if torch.is_grad_enabled():
             for arg in args:
                 if type(arg) in PLAIN_TENSORS and arg.requires_grad:
-                    return self._apply(*args)
+                    return self.apply(*args)
         return self._run(*args)
 
     def _run(self, *args: Any) -> Any:
         """The body where nothing traces; on the current GPU without autocast that is the launching function itself."""
-        if args[0].is_cuda and not needs_context(args[0]):
-            return self.fn(*args) if self.replayed is None else self.replayed(args[0].get_device(), args)
-        return self._body(*args)
+        if not launches_directly(args[0]):
+            return self._body(*args)
+        outputs = self.fn(*args)
+        if captures.current is not None:
+            captures.current.note_call(self, args, outputs)
+        return outputs
 
     def register_kernel(self, device_type: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Register plain PyTorch for `device_type`, of which there is one: "cpu"."""
@@ -199,7 +209,7 @@ class KernelOp:
             self.name, self._call, backward, setup_context, results, takes_none=takes_none, keeps=keeps
         )
         self._definition.register_autograd(derivative.backward, setup_context=derivative.checked_setup_context)
-        self._apply = _autograd_function(self.name, self._run, derivative.backward, derivative.setup_context)
+        self.apply = _autograd_function(self.name, self._run, derivative)
 
     def register_flop_formula(self, fn: Callable[..., int]) -> Callable[..., int]:
         """Register what `torch.utils.flop_counter` counts for a call."""
@@ -269,16 +279,15 @@ def _save_nothing(ctx: Any, inputs: Any, output: Any) -> None:
     pass
 
 
-def _autograd_function(
-    name: str, body: Callable[..., Any], backward: Callable[..., Any], setup_context: Callable[..., Any]
-) -> Callable[..., Any]:
+def _autograd_function(name: str, run: Callable[..., Any], derivative: Derivative) -> Callable[..., Any]:
     """The short path: `apply` of an `autograd.Function` around the same body and formula, without the dispatcher."""
 
     def forward(ctx: Any, *args: Any) -> Any:
-        output = body(*args)
-        setup_context(ctx, args, output)
+        launch, replaying.launch = replaying.launch, None
+        output = run(*args) if launch is None else launch()
+        derivative.setup_context(ctx, args, output)
         return output
 
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(derivative.backward)}
     function = type(f"{name}_function", (torch.autograd.Function,), methods)
-    return bare_apply(function)  # takes_short_path has looked for torch.func's transforms
+    return bare_apply(function)  # is_eager has looked for torch.func's transforms

@@ -12,6 +12,7 @@ from torch.overrides import is_tensor_like
 
 from llmk.registry.checks import check_home
 from llmk.registry.eager.bypass import PLAIN_TENSORS, inside_functorch, is_plain_eager
+from llmk.registry.eager.replay import Replayed
 from llmk.registry.kernel_op import KernelOp
 from llmk.registry.private.modes import forward_mode_level
 from llmk.registry.private.operators import parse_schema
@@ -65,8 +66,9 @@ def public_op(
         parsed = parse_schema(f"llmk::{schema}")
         _refuse_other_signature(fn, parsed)
         _library.define(schema, tags=torch.Tag.pt2_compliant_tag)
-        implementation = _guarded(name, fn, parsed, differentiable)
-        _library.impl(name, implementation, "CompositeImplicitAutograd")
+        guarded, fits = _guarded(name, fn, parsed, differentiable), _fits(parsed)
+        replayed = Replayed(fits) if any(op.has_backward and op.replayed for op in kernel_ops) else None
+        _library.impl(name, _replaying(replayed, guarded), "CompositeImplicitAutograd")
         overload = getattr(torch.ops.llmk, name).default
         for kernel_op in kernel_ops:
             kernel_op.owner = name
@@ -80,19 +82,31 @@ def public_op(
             **record,
         )
 
-        fits, refuse_misuse = _fits(parsed), _refusing_misuse(fn, parsed)
+        refuse_misuse = _refusing_misuse(fn, parsed)
 
         @functools.wraps(fn)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             if is_plain_eager() and fits(args, kwargs):
-                return implementation(*args, **kwargs)
+                return guarded(*args, **kwargs)
             if not torch.compiler.is_compiling():
                 refuse_misuse(args, kwargs)
             return overload(*args, **kwargs)
 
-        return call
+        return _replaying(replayed, call)
 
     return register
+
+
+def _replaying(replayed: Replayed | None, fn: Callable[P, R]) -> Callable[P, R]:
+    """The function, whose calls are replayed in plain eager mode."""
+    if replayed is None:
+        return fn
+
+    @functools.wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return replayed(fn, args, kwargs) if is_plain_eager() else fn(*args, **kwargs)
+
+    return call
 
 
 def _refuse_bad_registration(

@@ -6,10 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.registry.private.modes import dispatch_modes, function_modes, functorch_level, profiling
+from llmk.registry.private.modes import (
+    dispatch_modes,
+    forward_mode_level,
+    function_modes,
+    functorch_level,
+    profiling,
+)
 
 PLAIN_TENSORS = frozenset({Tensor, torch.nn.Parameter})
-_OTHERS = frozenset({int, float, bool, str, type(None), torch.dtype})
+PLAIN_NUMBERS = frozenset({int, float, bool, str, type(None), torch.dtype})
 
 
 class _ShortPath:
@@ -45,14 +51,22 @@ class set_short_path_enabled:
 
 def takes_short_path(args: Collection[Any]) -> bool:
     """Whether a call is plain eager mode: nothing traces, transforms or wraps tensors that hold numbers."""
-    if not short_path.enabled or dispatch_modes() or functorch_level() is not None:
-        return False
+    return is_eager() and are_plain(args)
+
+
+def is_eager() -> bool:
+    """Whether kernel ops need not pass the dispatcher: nothing traces or transforms."""
+    return short_path.enabled and not dispatch_modes() and functorch_level() is None
+
+
+def are_plain(args: Collection[Any]) -> bool:
+    """Whether no argument wraps tensors, or stands for one."""
     for arg in args:
         kind = type(arg)
         if kind in PLAIN_TENSORS:
             if arg.is_meta or arg.is_neg():  # a negative bit is the dispatcher's to resolve
                 return False
-        elif kind not in _OTHERS:
+        elif kind not in PLAIN_NUMBERS:
             return False
     return True
 
@@ -65,5 +79,6 @@ def is_plain_eager() -> bool:
         or dispatch_modes()
         or function_modes()
         or functorch_level() is not None
+        or forward_mode_level() >= 0
         or profiling()
     )

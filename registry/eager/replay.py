@@ -1,22 +1,29 @@
-"""Replaying a kernel op's call that looks like an earlier one, as a CUDA graph does, for any addresses.
+"""Replaying an operator's call that looks like an earlier one, as a CUDA graph does, for any addresses.
 
-A launching function chooses tiles, grids and strides from what its arguments look like, not from what they hold. When a
-call looks like one that was captured, its `CapturedCall` allocates the buffers and makes the launches: half the time of
-the function itself, where that is most of a small call's.
+An operator checks its arguments and chooses tiles, grids and strides by what they look like, not by what they hold. So
+one key stands for all of that. When a call looks like one that was captured, its `CapturedCall` allocates the buffers
+and makes the launches, with the kernel op's `autograd.Function` around them where a gradient is wanted. Public ops and
+kernel ops are replayed alike: the former on the way forward, the latter inside a backward formula.
 """
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from llmk.registry.devices import launches_directly
+from llmk.registry.eager.bypass import PLAIN_NUMBERS, PLAIN_TENSORS
 from llmk.registry.eager.launcher import Launcher
 from llmk.registry.private.kernels import drivers, launches_watched
 from llmk.registry.private.tensors import empty_on_gpu, storage_of, version_of
 
-_MOST_CALLS = 1024  # of one kernel op: sizes may change at every step
+_MOST_CALLS = 1024  # of one operator: sizes may change at every step
+_STRIDED = torch.strided
+_NOTHING: dict[str, Any] = {}
 _Key = tuple[Any, ...]
 
 
@@ -29,18 +36,34 @@ class _Captures(threading.local):
 captures = _Captures()
 
 
-class CapturedCall:
-    """What a call allocates, launches and returns, but for the addresses of its arguments."""
+class _Replaying(threading.local):
+    """What a kernel op's `autograd.Function` that a thread is about to apply calls instead of its body."""
 
-    def __init__(self, capture: "Capture", outputs: Any) -> None:
+    launch: Callable[[], Any] | None = None
+
+
+replaying = _Replaying()
+
+
+class CapturedCall:
+    """What a call comes to, but for its arguments' addresses: what it allocates, launches and returns.
+
+    Args:
+        capture: Of a call in which one kernel op was called.
+        result: What the call returned: outputs of the kernel op.
+    """
+
+    def __init__(self, capture: "Capture", result: Any) -> None:
+        ((op, args, outputs),) = capture.calls
         first_number = len(capture.tensors)
+        self.device = capture.tensors[0].get_device()
         self.pre_run_hooks = [kernel.pre_run_hooks for kernel in capture.kernels.values()]
         self.layouts = [(tuple(buffer.shape), buffer.stride(), buffer.dtype) for buffer in capture.buffers]
         self.numbers: list[Any] = []
         self.launches: list[tuple[Any, ...]] = []
-        for run, function, metadata, grid, args in capture.launches:
+        for run, function, metadata, grid, launched in capture.launches:
             places: list[int] = []
-            for arg in args:
+            for arg in launched:
                 if isinstance(arg, Tensor):
                     places.append(capture.place(arg))
                 else:
@@ -51,10 +74,15 @@ class CapturedCall:
             self.outputs = _pick([self._hand_out(capture, output) for output in outputs])
         else:
             self.outputs = itemgetter(self._hand_out(capture, outputs))
+        self.result = _found_in(outputs, result)
+        wants_gradient = torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+        self.apply = op.apply if wants_gradient else None
+        self.constants = [arg for arg in args if not isinstance(arg, Tensor)]
+        self.arguments = _pick(_places(args, capture.inputs))
 
     def _hand_out(self, capture: "Capture", output: Tensor) -> int:
         """The place of the buffer that an output is, perhaps with its axes in another order: it is allocated so."""
-        place = capture.place(output) - (len(capture.tensors) - len(capture.buffers))
+        place = capture.place(output) - len(capture.inputs)
         size = output.numel()
         extent = 1 + sum((n - 1) * stride for n, stride in zip(output.shape, output.stride(), strict=True))
         if place < 0 or size != capture.buffers[place].numel() or (size and size != extent):
@@ -62,32 +90,80 @@ class CapturedCall:
         self.layouts[place] = (tuple(output.shape), output.stride(), output.dtype)
         return place
 
-    def __call__(self, device: int, addresses: list[int]) -> Any:
+    def __call__(self, tensors: list[Tensor], addresses: list[int]) -> Any:
+        if self.apply is None:
+            outputs = self.launch(addresses)
+        else:
+            replaying.launch = functools.partial(self.launch, addresses)
+            try:
+                outputs = self.apply(*self.arguments([*tensors, *self.constants]))
+            finally:
+                replaying.launch = None
+        return outputs if self.result is None else self.result(outputs)
+
+    def launch(self, addresses: list[int]) -> Any:
+        """The kernel op's outputs."""
         buffers = [empty_on_gpu(*layout) for layout in self.layouts]
         values = [*addresses, *[buffer.data_ptr() for buffer in buffers], *self.numbers]
         active: Any = drivers.active
-        stream = active.get_current_stream(device)
+        stream = active.get_current_stream(self.device)
         for run, function, metadata, (x, y, z), pick in self.launches:
             run(x, y, z, stream, function, metadata, None, None, None, *pick(values))
         return self.outputs(buffers)
 
 
-def _pick(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
-    if len(places) < 2:  # an itemgetter of one gives no tuple
-        raise ValueError("a captured call has launches of two arguments or more, and two outputs or one alone")
+def _pick(places: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
+    if len(places) == 1:  # of which an itemgetter gives no tuple
+        (place,) = places
+        return lambda values: (values[place],)
     return itemgetter(*places)
 
 
+def _places(args: Sequence[Any], inputs: Sequence[Tensor]) -> list[int]:
+    """Where a kernel op's arguments are among the inputs of a call and, after these, its constants."""
+    places, constants = [], len(inputs)
+    for arg in args:
+        if isinstance(arg, Tensor):
+            places.append(_index(arg, inputs))
+        else:
+            places.append(constants)
+            constants += 1
+    return places
+
+
+def _found_in(outputs: Any, result: Any) -> Callable[[Any], Any] | None:
+    """How a call's result is found in the outputs of its kernel op; None where it is all of them."""
+    if isinstance(outputs, Tensor):
+        _index(result, [outputs])
+        return None
+    if isinstance(result, Tensor):
+        return itemgetter(_index(result, outputs))
+    places = [_index(tensor, outputs) for tensor in result]
+    return None if places == list(range(len(outputs))) else _pick(places)
+
+
+def _index(tensor: Any, tensors: Sequence[Tensor]) -> int:
+    """Which of the tensors it is; a ValueError where that is none, or several."""
+    (index,) = [i for i, known in enumerate(tensors) if known is tensor]
+    return index
+
+
 class Capture:
-    """Notes what a launching function does: the buffers from `empty` and the launches."""
+    """Notes what a call does: which kernel op it calls, the buffers from `empty`, and the launches."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
+        self.inputs = inputs
         self.tensors: list[Tensor] = list(inputs)
+        self.calls: list[tuple[Any, tuple[Any, ...], Any]] = []
         self.buffers: list[Tensor] = []
         self.launches: list[tuple[Any, ...]] = []
         self.kernels: dict[int, Any] = {}  # by identity: a kernel's own hash is slow
         self.spoiled = False
         self.versions = [_version(tensor) for tensor in inputs]
+
+    def note_call(self, op: Any, args: tuple[Any, ...], outputs: Any) -> None:
+        self.calls.append((op, args, outputs))
+        self.spoiled |= op.replayed is None
 
     def note_buffer(self, buffer: Tensor) -> None:
         self.buffers.append(buffer)
@@ -109,12 +185,12 @@ class Capture:
             raise ValueError("a captured call knows tensors by where they begin")
         return place
 
-    def finish(self, outputs: Any) -> CapturedCall | None:
-        """None where something other than `empty` and launches had a part in the call."""
+    def finish(self, result: Any) -> CapturedCall | None:
+        """None where something other than one kernel op's `empty` and launches had a part in the call."""
         if self.spoiled or None in self.versions or self.versions != [_version(tensor) for tensor in self.tensors]:
             return None
         try:
-            return CapturedCall(self, outputs)
+            return CapturedCall(self, result)
         except ValueError:
             return None
 
@@ -170,49 +246,68 @@ class _Recent:
 
 
 class Replayed:
-    """A launching function whose calls are replayed, from the third of a kind on.
+    """Calls of one operator, which are replayed from the third of a kind on.
 
-    What it does may depend only on its arguments' shapes, strides, dtypes and alignment, on the numbers among them and
-    on the device: on no setting, and on no value in a tensor. A call that needs a copy or another operator of PyTorch,
-    or that allocates with anything but `empty`, is never repeated; nor are views that begin where no argument does. It
-    returns whole buffers, whose axes it may have swapped.
+    What a call does may depend only on its arguments' shapes, strides, dtypes, alignment and need of gradients, on the
+    numbers among them and on the device: on no setting, and on no value in a tensor. One that needs a copy or another
+    operator of PyTorch, that allocates with anything but `empty`, or that calls several kernel ops is never repeated;
+    nor are views that begin where no argument does. It returns whole buffers, whose axes may have been swapped.
+
+    Args:
+        accepts: Whether a call of these arguments may be captured.
     """
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        self.fn = fn
+    def __init__(self, accepts: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None = None) -> None:
+        self.accepts = accepts
         self.captured = _Recent()  # for each kind of call what to replay, or None where there can be none
         self._seen = _Recent()
 
-    def __call__(self, device: int, args: tuple[Any, ...]) -> Any:
-        parts: list[Any] = [device]
+    def __call__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] = _NOTHING) -> Any:
+        """What `fn` returns, which is called where the call is not repeated. Nothing may trace or transform."""
+        first: Any = args[0] if args else None
+        if type(first) not in PLAIN_TENSORS or not launches_directly(first):
+            return fn(*args, **kwargs)
+        with_grad = torch.is_grad_enabled()
+        parts: list[Any] = [with_grad, *kwargs]
+        tensors: list[Tensor] = []
         addresses: list[int] = []
-        for arg in args:
-            if arg is None:
-                parts.append(None)
-            elif isinstance(arg, Tensor):
+        for arg in (*args, *kwargs.values()) if kwargs else args:
+            kind = type(arg)
+            if kind in PLAIN_TENSORS:
+                if arg.layout is not _STRIDED or arg.is_neg():
+                    return fn(*args, **kwargs)
                 address = arg.data_ptr()
+                tensors.append(arg)
                 addresses.append(address)
-                parts += (arg.shape, arg.stride(), arg.dtype, address & 15)
+                parts += (
+                    arg.shape, arg.stride(), arg.dtype, arg.device, with_grad and arg.requires_grad, address & 15
+                )  # fmt: skip
+            elif kind in PLAIN_NUMBERS:
+                parts += (kind, arg or str(arg))  # -0.0 is 0.0, but is not the same number
             else:
-                parts += (type(arg), arg or str(arg))  # -0.0 is 0.0, but is not the same number
+                return fn(*args, **kwargs)
         key = tuple(parts)
         call = self.captured.new.get(key) or self.captured.get(key)
         if call is None:
-            return self._capture(key, args)
-        if launches_watched() or any(call.pre_run_hooks):
-            return self.fn(*args)
-        return call(device, addresses)
+            return self._capture(key, tensors, fn, args, kwargs)
+        if launches_watched() or any(call.pre_run_hooks) or captures.current is not None:
+            return fn(*args, **kwargs)
+        return call(tensors, addresses)
 
-    def _capture(self, key: _Key, args: tuple[Any, ...]) -> Any:
-        if key in self.captured or launches_watched():
-            return self.fn(*args)
+    def _capture(
+        self, key: _Key, tensors: list[Tensor], fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if key in self.captured or captures.current is not None or launches_watched():
+            return fn(*args, **kwargs)
+        if self.accepts is not None and not self.accepts(args, kwargs):
+            return fn(*args, **kwargs)
         if key not in self._seen:  # a shape that comes once is not worth a capture
             self._seen[key] = None
-            return self.fn(*args)
-        captures.current = capture = Capture([arg for arg in args if isinstance(arg, Tensor)])
+            return fn(*args, **kwargs)
+        captures.current = capture = Capture(tensors)
         try:
-            outputs = self.fn(*args)
+            result = fn(*args, **kwargs)
         finally:
             captures.current = None
-        self.captured[key] = capture.finish(outputs)
-        return outputs
+        self.captured[key] = capture.finish(result)
+        return result
