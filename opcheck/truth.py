@@ -8,7 +8,7 @@ arithmetic can lose, whatever the order of operations. What a formula loses beyo
 The composition's error is measured on neighbouring inputs too, first on such as these. They can repeat one rounding all
 the same: with p = 0.99, p - 1 is what is left of two numbers a hundred times its size, and moves by less than the last
 place of p where the inputs move by theirs, so that every neighbour has the same p, and what it lost. So others are FAR
-enough to round it anew, and count where a result is still about the sample's.
+enough to round it anew, and count where a result moves about as far as its condition says: as a tangent goes.
 """
 
 from collections import OrderedDict
@@ -77,16 +77,20 @@ class Truth:
         return [(composition[result], exact[result]) for composition, exact in self.neighbours]  # type: ignore[misc]
 
     def far(self, result: int) -> list[tuple[Tensor, Tensor]]:
-        """The same on those that are far: where an element has moved by more than half of itself, without an error."""
+        """The same on those that are far, without an error where an element moves by more than its condition says."""
         here, pairs = self.exact[result], []
         assert here is not None
+        finest = min(torch.finfo(t.dtype).eps for t in self._tensors() if t.is_floating_point())
+        linear = 4 * FAR / finest * self.condition(result, MORE_DRAWS)  # hardly ever is one draw beyond 4 of their rms
         for compositions, truths in self.farther:
             composition, exact = compositions[result], truths[result]
             assert composition is not None
             assert exact is not None
-            stayed = (exact - here).abs() <= here.abs() / 2
-            pairs.append((torch.where(stayed, composition.double(), exact), exact))
+            pairs.append((torch.where((exact - here).abs() <= linear, composition.double(), exact), exact))
         return pairs
+
+    def _tensors(self) -> list[Tensor]:
+        return [value for value in self.op.bind(self.sample).values() if isinstance(value, Tensor)]
 
     def roundings(self, result: int) -> Tensor:
         """What the composition's own roundings lose of each element, by the root mean square over the far inputs."""
