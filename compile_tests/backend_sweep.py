@@ -30,7 +30,7 @@ from llmk.compiler import Report
 RESULT = Path(__file__).resolve().parent.parent / "docs" / "found.txt"
 KINDS = {
     "norms": ("rms_norm", "add_rms_norm", "layer_norm"),
-    "gated units": ("swiglu", "geglu"),
+    "gated units": ("swiglu", "geglu", "moe_experts"),
     "rotations": ("rope",),
     "loss": ("fused_linear_ce",),
 }

@@ -234,7 +234,8 @@ class Half(Pattern):
             source, start, stop = part
             width = value_of(source).shape[-1]
             if (2 * start, 2 * stop) == ((width, 2 * width) if self.second else (0, width)):
-                yield from find(self.pattern, source, found.over(value))
+                inner = found.over(value) if value.args[0] is source else found.over(value).over(value.args[0])
+                yield from find(self.pattern, source, inner)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The formulas of what a graph of ATen's operators makes from sizes alone: one rule for each operator."""
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from llmk.registry.private.tensors import storage_of, version_of
 WHOLE = (torch.int64, torch.int32)
 
 
-def note_formulas(gm: GraphModule, written: set[int]) -> None:
+def note_formulas(gm: GraphModule, written: Collection[int]) -> None:
     """Put the formula of every node that has one into its `meta`, given those of the placeholders.
 
     Of what lies in memory that is `written` nothing is known.

@@ -122,6 +122,7 @@ class _Replacing:
         last = max(match.inputs, default=next(iter(self.graph.nodes)))
         while last.next.op == "placeholder":
             last = last.next
+        self._require_unwritten(match, last)
         readers = [user for result in match.results for user in result.users if user not in match.found.nodes]
         if any(user <= last for user in readers):
             raise Left("one of its results is read before all that it takes is there")
@@ -162,11 +163,20 @@ class _Replacing:
                 if not is_cheap(node):
                     how = "returned" if read[node].op == "output" else "read elsewhere"
                     raise Left(f"{name_of(node)} on the way is {how} too")
-        for node in inner | match.inputs:
-            value = value_of(node)
-            if isinstance(value, Tensor) and storage_of(value) in self.written:
-                raise Left("something that it reads is written in place")
         return returned
+
+    def _require_unwritten(self, match: Match, last: Node) -> None:
+        """That memory is the same when it is read where the match reads it, and after `last`."""
+        inner = set(match.found.nodes)
+        for storage in self.written.keys() & set[int]().union(*map(_storages, inner | match.inputs)):
+            sharing, writers = [node for node in self.graph.nodes if storage in _storages(node)], self.written[storage]
+            if inner.issuperset([*sharing, *writers]):  # nobody else has it: what was there before is not read after
+                fine = not any(node < writer < user for writer in writers for node in sharing for user in node.users)
+            else:
+                readers = [node for node in inner if not {node, *node.all_input_nodes}.isdisjoint(sharing)]
+                fine = all(writer <= last and writer < reader for writer in writers for reader in readers)
+            if not fine:
+                raise Left("something that it reads is written in place")
 
     def _erase_unread(self, match: Match) -> None:
         """What was replaced, though it may draw random numbers, and what only that has read."""
@@ -205,6 +215,12 @@ def main_module(match: Match) -> str:
     """The module that most of the computation is in."""
     modules = Counter(map(module_of, match.found.nodes))
     return max(modules, key=lambda path: (modules[path], -len(path)))
+
+
+def _storages(node: Node) -> set[int]:
+    """Of what a node gives, one tensor or several."""
+    value = value_of(node)
+    return {storage_of(x) for x in (value if isinstance(value, tuple | list) else [value]) if isinstance(x, Tensor)}
 
 
 def is_cheap(node: Node) -> bool:

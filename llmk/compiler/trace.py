@@ -258,12 +258,16 @@ def _moved(source: GraphModule, target: GraphModule, name: str) -> str:
     return free
 
 
-def written(graph: torch.fx.Graph) -> set[int]:
-    """The storages that some node writes into."""
-    return set(_storages_written(graph))
+def written(graph: torch.fx.Graph) -> dict[int, list[Node]]:
+    """The storages that some node writes into, and these nodes."""
+    found: dict[int, list[Node]] = {}
+    for node, tensor in _writes(graph):
+        if isinstance(value := value_of(tensor), Tensor):
+            found.setdefault(storage_of(value), []).append(node)
+    return found
 
 
-def _storages_written(graph: torch.fx.Graph) -> Iterator[int]:
+def _writes(graph: torch.fx.Graph) -> Iterator[tuple[Node, Node]]:
     for node in graph.nodes:
         if not name_of(node):
             continue
@@ -271,4 +275,4 @@ def _storages_written(graph: torch.fx.Graph) -> Iterator[int]:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 tensors: list[Node] = []
                 map_arg(value, tensors.append)
-                yield from (storage_of(v) for n in tensors if isinstance(v := value_of(n), Tensor))
+                yield from ((node, tensor) for tensor in tensors)
