@@ -67,7 +67,7 @@ def product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def product_of_pytorch(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    if rows.dtype == torch.float64:  # which it does not take
+    if rows.dtype != torch.bfloat16:  # as transformers has it, and float64 it does not take
         return product(rows, weight.transpose(-2, -1), ends)
     return F.grouped_mm(rows, weight, offs=ends)
 
@@ -86,6 +86,18 @@ def with_masks(x: Tensor, gate_up: Tensor, down: Tensor, b1: Tensor, b2: Tensor,
     rows = gated(product(rows, gate_up, ends).add_(b1[ids]), partial(F.gelu, approximate="tanh"))
     rows = product(rows, down, ends).add_(b2[ids]) * weights.reshape(-1)[perm].unsqueeze(-1)
     return rows.masked_fill_(nowhere, 0.0)[back(perm)].view(T, K, H).sum(dim=1)
+
+
+def with_more_masks(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> Tensor:
+    """As transformers 5.17 has it: what both products give is masked, and nobody reads the indices that are clamped."""
+    ids, perm = torch.sort(IDS.reshape(-1))
+    rows, factor = x[perm // K], weights.reshape(-1)[perm]
+    ends, nowhere = ends_of(ids), (ids >= E).unsqueeze(-1)
+    ids.clamp_(max=E - 1)
+    rows.masked_fill_(nowhere, 0.0)
+    rows = gated(product_of_pytorch(rows, gate_up.transpose(-2, -1), ends).masked_fill(nowhere, 0.0))
+    rows = product_of_pytorch(rows, down.transpose(-2, -1), ends).masked_fill(nowhere, 0.0) * factor.unsqueeze(-1)
+    return rows[back(perm)].view(T, K, H).sum(dim=1).to(x.dtype)
 
 
 def by_sorting_twice(x: Tensor, gate_up: Tensor, down: Tensor, b1: Tensor, b2: Tensor, weights: Tensor) -> Tensor:
@@ -120,6 +132,30 @@ def test_spelling_in_bfloat16() -> None:
     assert require_equal(by_pytorch, args).replaced == {"moe_experts": 1}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_spelling_of_5_17(dtype: torch.dtype) -> None:
+    x, gate_up, down, _, _, weights = tensors(dtype)
+    assert require_equal(with_more_masks, [x, gate_up, down, weights]).replaced == {"moe_experts": 1}
+
+
+def test_other_writes_stay() -> None:
+    """Into memory that is somebody else's, or that a view made before still shows."""
+    x, gate_up, down, _, _, weights = tensors()
+    seen, args = torch.zeros(T), [x, gate_up, down, weights]
+
+    def fn(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> Tensor:
+        seen.fill_(1)
+        twice = x.detach() + 0
+        part = twice[0]
+        twice.mul_(2)
+        return with_more_masks(x, gate_up, down, weights) + part
+
+    assert require_equal(fn, args).replaced == {"moe_experts": 1}
+    seen.zero_()
+    rewritten(fn, Report())(*args)
+    assert seen.tolist() == [1] * T
+
+
 def alike(
     x: Tensor, gate_up: Tensor, down: Tensor, b1: Tensor, b2: Tensor, weights: Tensor, *, other: str = ""
 ) -> Tensor:
@@ -145,6 +181,8 @@ def alike(
     rows = rows * factor * factor if other == "weights, twice" else rows * factor
     rows = rows[perm if other == "order" else back(perm)]
     rows = rows.view(K, T, H).sum(dim=0) if other == "sums" else rows.view(T, K, H).sum(dim=1)
+    if other == "weights that change":
+        rows = rows + weights.sum()
     return rows + ends.sum() if other == "a reader" else rows
 
 

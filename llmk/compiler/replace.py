@@ -10,16 +10,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from llmk.compiler.emit import Emit
 from llmk.compiler.report import Note, module_of
 from llmk.compiler.rules import Rule
-from llmk.compiler.trace import written
-from llmk.registry.patterns import Found, Left, find, is_cast, name_of, value_of
-from llmk.registry.private.tensors import storage_of
+from llmk.compiler.writes import storages, written
+from llmk.registry.patterns import Found, Left, find, is_cast, name_of
 
 VIEWS = frozenset({
     "view", "reshape", "_unsafe_view", "slice", "select", "unsqueeze", "squeeze", "transpose", "permute", "t", "expand",
@@ -168,8 +166,8 @@ class _Replacing:
     def _require_unwritten(self, match: Match, last: Node) -> None:
         """That memory is the same when it is read where the match reads it, and after `last`."""
         inner = set(match.found.nodes)
-        for storage in self.written.keys() & set[int]().union(*map(_storages, inner | match.inputs)):
-            sharing, writers = [node for node in self.graph.nodes if storage in _storages(node)], self.written[storage]
+        for storage in self.written.keys() & set[int]().union(*map(storages, inner | match.inputs)):
+            sharing, writers = [node for node in self.graph.nodes if storage in storages(node)], self.written[storage]
             if inner.issuperset([*sharing, *writers]):  # nobody else has it: what was there before is not read after
                 fine = not any(node < writer < user for writer in writers for node in sharing for user in node.users)
             else:
@@ -215,12 +213,6 @@ def main_module(match: Match) -> str:
     """The module that most of the computation is in."""
     modules = Counter(map(module_of, match.found.nodes))
     return max(modules, key=lambda path: (modules[path], -len(path)))
-
-
-def _storages(node: Node) -> set[int]:
-    """Of what a node gives, one tensor or several."""
-    value = value_of(node)
-    return {storage_of(x) for x in (value if isinstance(value, tuple | list) else [value]) if isinstance(x, Tensor)}
 
 
 def is_cheap(node: Node) -> bool:

@@ -20,10 +20,8 @@ from torch.fx.node import map_arg
 
 from llmk.compiler.merge import merge_equal
 from llmk.compiler.positions import carry_formula, note_formulas
-from llmk.registry.patterns import name_of, value_of
+from llmk.compiler.writes import drop_unread, written
 from llmk.registry.private.compilers import CHECKPOINT, MODE_CALLS, is_higher_order
-from llmk.registry.private.operators import schema_of
-from llmk.registry.private.tensors import storage_of
 
 KEPT = ("nn_module_stack", "stack_trace", "source_fn_stack", "original_aten")
 SIMPLE = Tensor | torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool
@@ -162,6 +160,7 @@ def traced(gm: GraphModule, stretch: Stretch) -> GraphModule:
     finally:
         fake.allow_non_fake_inputs = before
     _require_same(stretch, result)
+    drop_unread(result.graph)
     merge_equal(result.graph, written(result.graph))
     _note_gradients(result, examples)
     _note_formulas(stretch, result, examples)
@@ -256,23 +255,3 @@ def _moved(source: GraphModule, target: GraphModule, name: str) -> str:
     free = next(f"_llmk_constant{i}" for i in range(1 << 30) if not hasattr(target, f"_llmk_constant{i}"))
     setattr(target, free, getattr(source, name))  # no buffer: AOTAutograd asks Dynamo where each of those comes from
     return free
-
-
-def written(graph: torch.fx.Graph) -> dict[int, list[Node]]:
-    """The storages that some node writes into, and these nodes."""
-    found: dict[int, list[Node]] = {}
-    for node, tensor in _writes(graph):
-        if isinstance(value := value_of(tensor), Tensor):
-            found.setdefault(storage_of(value), []).append(node)
-    return found
-
-
-def _writes(graph: torch.fx.Graph) -> Iterator[tuple[Node, Node]]:
-    for node in graph.nodes:
-        if not name_of(node):
-            continue
-        for argument, value in zip(schema_of(node.target).arguments, node.args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                tensors: list[Node] = []
-                map_arg(value, tensors.append)
-                yield from ((node, tensor) for tensor in tensors)
