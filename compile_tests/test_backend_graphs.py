@@ -1,6 +1,7 @@
 """Graphs of all kinds through the backend: modes, regions, breaks, sizes, Inductor and its caches."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -100,9 +101,10 @@ def test_each_graph_by_itself() -> None:
     assert report.replaced == {"relu_squared": 1, "rms_norm": 1}
 
 
-def test_inside_torch_func_nothing_is_replaced() -> None:
+@pytest.mark.parametrize("fn", [norm, lambda x: norm((2 * x).add_(1))])
+def test_inside_torch_func_nothing_is_replaced(fn: Callable[[Tensor], Tensor]) -> None:
     def mapped(x: Tensor) -> Tensor:
-        return torch.func.vmap(norm)(x)
+        return torch.func.vmap(fn)(x)
 
     report, x = Report(), randn(3, 8)
     torch.testing.assert_close(rewritten(mapped, report)(x), mapped(x), rtol=0, atol=0)

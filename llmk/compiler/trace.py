@@ -160,8 +160,11 @@ def traced(gm: GraphModule, stretch: Stretch) -> GraphModule:
     finally:
         fake.allow_non_fake_inputs = before
     _require_same(stretch, result)
-    drop_unread(result.graph)
-    merge_equal(result.graph, written(result.graph))
+    try:
+        drop_unread(result.graph)
+        merge_equal(result.graph, written(result.graph))
+    except NotImplementedError as error:  # inside torch.func a tensor's memory is not told
+        raise NotTraced(f"{type(error).__name__}: {error}".splitlines()[0]) from error
     _note_gradients(result, examples)
     _note_formulas(stretch, result, examples)
     return result

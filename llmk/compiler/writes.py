@@ -31,7 +31,12 @@ def drop_unread(graph: Graph) -> None:
     """Take out the writes into the graph's own memory that no node reads afterwards, and what only they have read.
 
     Indices are brought within bounds where a bias may want them, and then there is none.
+
+    Raises:
+        NotImplementedError: Something is written, and of a tensor PyTorch does not tell where it lies.
     """
+    if not written(graph):
+        return
     read = set[int]().union(*(storages(node) for node in graph.nodes if node.op in ("placeholder", "get_attr")))
     loose: set[Node] = set()
     for node in reversed(list(graph.nodes)):
