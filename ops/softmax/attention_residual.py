@@ -159,8 +159,13 @@ def _held(most: int, v: Tensor, *others: Tensor) -> bool:
 
 
 def _tile(H: int) -> dict[str, int]:
-    """Sixteen elements a thread, and two more vectors under way."""
-    block_h = next_power_of_2(H)
+    """Sixteen elements a thread, and two more vectors under way.
+
+    Not below 64: where each thread of one warp has one element of a vector, its product and the first sum are one
+    instruction, which rounds once, so that each thread has another sum in its last place; and which of them is written
+    as the vector's score is a race. Two warps add up in shared memory, where there is one sum.
+    """
+    block_h = max(64, next_power_of_2(H))
     block_m = max(1, 2048 // block_h)
     return {"BLOCK_M": block_m, "BLOCK_H": block_h, "NUM_STAGES": 3, "num_warps": min(16, block_m * block_h // 512)}
 
