@@ -16,6 +16,11 @@ from benchmarks.targets import PRODUCTS, TARGETS, judge, measured_ms, peers  # n
 RESULTS = ROOT / "benchmarks" / "results"
 TIMES, GROWTH = RESULTS / "ops-h200.json", RESULTS / "growth-h200.json"
 STEPS, CHUNKS = RESULTS / "train-step-h200.json", RESULTS / "chunks-h200.json"
+LATER_STEPS = {
+    "with `llmk.compile`": "train-step-backend-h200.json",
+    "a mixture of experts": "train-step-moe-h200.json",
+}
+"""Steps whose variants ran side by side: what is said of them, and the file."""
 IGNORED, EXPERTS = RESULTS / "ignored-h200.json", RESULTS / "moe-h200.json"
 LAUNCH_MS = 0.01  # a multiple of a floor below what a launch takes says nothing
 
@@ -87,7 +92,7 @@ def _overview_table(names: list[str]) -> Iterator[str]:
         ways = ("llmk eager", "llmk compiled", "torch compiled", "torch eager")
         cells = [
             _ms(floor),
-            *(_multiple(by_way[way]) for way in ways),
+            *(_multiple(by_way[way]) if way in by_way else "" for way in ways),
             f"{_multiple(best)} {best['way']}" if best else "",
         ]
         yield f"| [{op}](ops/{op}.md#speed) {same[0]['workload']} | {' | '.join(cells)} |"
@@ -102,7 +107,10 @@ def _multiple(row: Row) -> str:
 
 def training_steps() -> str:
     """For the page about them: each model's table and verdicts, and the charts."""
-    return "\n\n".join(_steps(json.loads(STEPS.read_text()))) + "\n"
+    parts = [*_steps(json.loads(STEPS.read_text()))]
+    for what, file in LATER_STEPS.items():
+        parts += _later_steps(json.loads((RESULTS / file).read_text()), what, file)
+    return "\n\n".join(parts) + "\n"
 
 
 def _about(results: Row) -> str:
@@ -141,8 +149,7 @@ def _time_table(rows: list[Row]) -> Iterator[str]:
         cells = [
             workload,
             _ms(same[0]["floor_full_ms"]),
-            _time(by_way["llmk eager"]),
-            _time(by_way["llmk compiled"]),
+            *(_time(by_way[way]) if way in by_way else "" for way in ("llmk eager", "llmk compiled")),
         ]
         cells.append(f"{_time(best)} {best['way']}" if best else "")
         if judged:
@@ -225,13 +232,27 @@ def _steps(results: Row) -> Iterator[str]:
         f"{results['torch']}, {versions}, "
         f"{results['dtype'].removeprefix('torch.')}. Every number is in `benchmarks/results/{STEPS.name}`."
     )
-    for model in dict.fromkeys(row["model"] for row in results["rows"]):
-        rows = [row for row in results["rows"] if row["model"] == model]
-        yield f"## {model}, {rows[0]['batch_size']} x {rows[0]['seq_len']} tokens"
-        yield _scrolling(_step_table(rows))
-        yield from (f"{text[0].upper()}{text[1:]}." for text in verdicts(rows))
+    yield from _models(results)
     for name, what in (("train-step", "time"), ("train-step-memory", "peak memory")):
         yield f"![{what} of a training step of every model and variant](ops/plots/{name}.svg)"
+
+
+def _later_steps(results: Row, what: str, file: str) -> Iterator[str]:
+    versions = ", ".join(f"{name} {version}" for name, version in results["peers"].items())
+    yield (
+        f"The same, {what}, of {results['date']} on one {results['device']}: torch {results['torch']}, {versions}. "
+        f"Each variant had a process of its own; they compiled side by side and were timed one at a time. "
+        f"Every number is in `benchmarks/results/{file}`."
+    )
+    yield from _models(results, f", {what}")
+
+
+def _models(results: Row, what: str = "") -> Iterator[str]:
+    for model in dict.fromkeys(row["model"] for row in results["rows"]):
+        rows = [row for row in results["rows"] if row["model"] == model]
+        yield f"## {model}, {rows[0]['batch_size']} x {rows[0]['seq_len']} tokens{what}"
+        yield _scrolling(_step_table(rows))
+        yield from (f"{text[0].upper()}{text[1:]}." for text in verdicts(rows))
 
 
 def _step_table(rows: list[Row]) -> Iterator[str]:
