@@ -252,6 +252,7 @@ def _models(results: Row, what: str = "") -> Iterator[str]:
         rows = [row for row in results["rows"] if row["model"] == model]
         yield f"## {model}, {rows[0]['batch_size']} x {rows[0]['seq_len']} tokens{what}"
         yield _scrolling(_step_table(rows))
+        yield from (f"{row['variant']}: `{row['error']}`" for row in rows if "error" in row)
         yield from (f"{text[0].upper()}{text[1:]}." for text in verdicts(rows))
 
 
@@ -260,7 +261,7 @@ def _step_table(rows: list[Row]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|---|---|"
     for row in rows:
         if "error" in row:
-            yield f"| {row['variant']} | {row['error']} | | | | | | | |"
+            yield f"| {row['variant']} | failed | | | | | | | |"
             continue
         counts = [str(row[key]) if row["compiled"] else "" for key in ("graphs", "breaks", "recompiles")]
         last = f"{row['losses'][-1]:.4f}" + (" **wrong**" if losses_are_wrong(row, rows) else "")
