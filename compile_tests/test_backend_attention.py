@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from llmk.compiler import Report
 from llmk.compiler.formulas import Formula, Region
-from llmk.compiler.trace import stretches, traced
+from llmk.compiler.stretches import stretches
+from llmk.compiler.trace import traced
 
 S = 6
 LOWEST = torch.finfo(torch.float32).min

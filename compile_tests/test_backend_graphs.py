@@ -11,6 +11,8 @@ from backend_checks import require_equal, require_same, require_same_step, rewri
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
+from torch.fx import GraphModule
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import llmk
@@ -44,6 +46,17 @@ def around_a_function(x: Tensor, w: Tensor) -> Tensor:
 def test_an_autograd_function_stays_whole() -> None:
     report = require_equal(around_a_function, [randn(3, 8), randn(8, 8)])
     assert report.replaced == {"rms_norm": 1, "swiglu": 1}
+
+
+@torch.compiler.allow_in_graph
+def allowed(x: Tensor) -> Tensor:
+    return Twice.apply(x)
+
+
+def test_a_gradient_of_its_own_in_a_function_that_is_allowed_in_the_graph() -> None:
+    report = require_equal(lambda x: F.silu(allowed(norm(x))) * x, [randn(3, 8)])
+    assert report.replaced == {"rms_norm": 1, "swiglu": 1}
+    assert [note.reason for note in report.left] == ["what is inside allowed stays as it is"]
 
 
 def layer(x: Tensor, w: Tensor) -> Tensor:
@@ -89,6 +102,38 @@ def test_no_match_across_autocast() -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
+def one_kernel_of_attention(x: Tensor) -> Tensor:
+    y = norm(x)
+    with sdpa_kernel(SDPBackend.MATH):
+        y = F.scaled_dot_product_attention(y, y, y)
+    return unit(y)
+
+
+def test_settings_stay_around_what_they_are_for() -> None:
+    """The choice of attention's kernels is made by calls in the graph that take and give no tensor."""
+    graphs: list[GraphModule] = []
+    report = Report()
+    rewritten(one_kernel_of_attention, report, look=graphs.append)(randn(1, 2, 4, 8))
+    names = [re.sub(r"_\d+$", "", str(getattr(node.target, "__name__", node.target))) for node in graphs[0].graph.nodes]
+    at = names.index("scaled_dot_product_attention")
+    assert "_sdpa_kernel" in names[:at]
+    assert "_sdpa_kernel" in names[at:]
+    assert report.replaced == {"rms_norm": 1, "swiglu": 1}
+
+
+def annotated(x: Tensor) -> Tensor:
+    with torch.fx.traceback.annotate({"part": "first"}):
+        y = norm(x).sin()
+    return unit(y)
+
+
+def test_annotations_stay() -> None:
+    graphs: list[GraphModule] = []
+    rewritten(annotated, Report(), look=graphs.append)(randn(3, 8))
+    calls = graphs[0].graph.find_nodes(op="call_function", target=torch.ops.llmk.rms_norm.default)
+    assert [node.meta["custom"] for node in calls] == [{"part": "first"}]
+
+
 def with_a_break(x: Tensor) -> Tensor:
     x = norm(x)
     torch._dynamo.graph_break()
@@ -101,15 +146,66 @@ def test_each_graph_by_itself() -> None:
     assert report.replaced == {"relu_squared": 1, "rms_norm": 1}
 
 
-@pytest.mark.parametrize("fn", [norm, lambda x: norm((2 * x).add_(1))])
-def test_inside_torch_func_nothing_is_replaced(fn: Callable[[Tensor], Tensor]) -> None:
-    def mapped(x: Tensor) -> Tensor:
-        return torch.func.vmap(fn)(x)
+def with_what_nobody_reads(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
+    mean = x.pow(2).mean(-1, keepdim=True)
+    logits = F.linear(x * torch.rsqrt(mean + 1e-6), w)
+    (mean.sqrt(), (logits.argmax(-1) == target).float().mean(), F.dropout(x))
+    return F.cross_entropy(logits, target)
 
-    report, x = Report(), randn(3, 8)
-    torch.testing.assert_close(rewritten(mapped, report)(x), mapped(x), rtol=0, atol=0)
+
+def test_what_nobody_reads_is_in_nobodys_way() -> None:
+    """Metrics that are made and dropped. Random numbers stay where Inductor promises those of eager mode."""
+    args = [randn(3, 8), randn(8, 8), torch.tensor([1, 2, 3])]
+    assert require_equal(with_what_nobody_reads, args).replaced == {"fused_linear_ce": 1, "rms_norm": 1}
+    next_numbers = []
+    with torch._inductor.config.patch(fallback_random=True):
+        for run in (with_what_nobody_reads, rewritten(with_what_nobody_reads, Report())):
+            torch.manual_seed(0)
+            run(*args)
+            next_numbers.append(torch.rand(()).item())
+    assert next_numbers[0] == next_numbers[1]
+
+
+def unit(x: Tensor) -> Tensor:
+    return F.silu(x) * (x + 1)
+
+
+TORCH_FUNC: list[Callable[[Tensor], Tensor]] = [
+    torch.func.vmap(norm),
+    torch.func.vmap(unit),
+    torch.func.vmap(lambda x: norm((2 * x).add_(1))),
+    torch.func.vmap(torch.func.grad(lambda x: unit(x).sum())),
+    lambda x: torch.func.jvp(unit, (x,), (x.cos(),))[1],
+    lambda x: torch.func.vjp(norm, x)[1](x)[0],
+]
+
+
+@pytest.mark.parametrize("fn", TORCH_FUNC)
+def test_inside_torch_func_nothing_is_replaced(fn: Callable[[Tensor], Tensor]) -> None:
+    def with_others_around(x: Tensor) -> Tensor:
+        return norm(fn(unit(x)))
+
+    report = require_equal(with_others_around, [randn(3, 8)])
+    assert report.replaced == {"rms_norm": 1, "swiglu": 1}
+    assert {note.reason for note in report.left} == {"what is inside torch.func stays as it is"}
+
+
+def past_autograd(x: Tensor) -> Tensor:
+    y = norm(x)
+    y.data.mul_(2)
+    return unit(y)
+
+
+def test_data_of_a_tensor() -> None:
+    assert require_equal(past_autograd, [randn(3, 8)]).replaced == {"rms_norm": 1, "swiglu": 1}
+
+
+def test_a_tensor_that_a_trace_loses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be a constant in the place of what the graph computes."""
+    monkeypatch.setattr("llmk.compiler.stretches.DATA_OF_TENSOR", None)
+    report = require_equal(past_autograd, [randn(3, 8)])
     assert report.replaced == {}
-    assert report.left
+    assert [note.reason for note in report.left] == ["it reads a tensor that comes from where a trace does not look"]
 
 
 def heads(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor, target: Tensor) -> Tensor:

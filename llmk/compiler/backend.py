@@ -11,17 +11,8 @@ from llmk.compiler import sums
 from llmk.compiler.replace import replace_all
 from llmk.compiler.report import EVERYTHING, Note, Report, module_of
 from llmk.compiler.rules import Rule, all_rules, chosen
-from llmk.compiler.trace import (
-    Modes,
-    NotTraced,
-    Stretch,
-    checkpoint_body,
-    put_back,
-    returned_alone,
-    stays,
-    stretches,
-    traced,
-)
+from llmk.compiler.stretches import Stretch, is_opaque, stretches
+from llmk.compiler.trace import Modes, NotTraced, checkpoint_body, put_back, returned_alone, traced
 from llmk.registry.private import compilers
 
 
@@ -53,8 +44,6 @@ class Backend:
         return self._rewrite(gm, self.drop_logits)
 
     def _rewrite(self, gm: GraphModule, may_drop: bool) -> list[Note]:
-        if any(compilers.of_functorch(node.target) for node in gm.graph.nodes):
-            return [Note("all", "", "the graph uses torch.func, inside which no operator of llmk works")]
         modes, notes = Modes(), []
         with modes.kept():
             for part in stretches(gm):
@@ -85,8 +74,11 @@ class Backend:
         body = checkpoint_body(gm, node)
         if body is not None:
             return self._rewrite(body, may_drop=False)
-        if stays(node) and node.target not in compilers.MODE_CALLS:
-            return [Note("all", module_of(node), f"what is inside {node.target} stays as it is")]
+        if is_opaque(node):
+            name = getattr(node.target, "__name__", node.target)
+            return [Note("all", module_of(node), f"what is inside {name} stays as it is")]
+        if compilers.functorch_nesting(node.target) > 0:
+            return [Note("all", module_of(node), "what is inside torch.func stays as it is")]
         return []
 
 

@@ -50,7 +50,7 @@ class Emit:
         with graph.inserting_after(self.last):
             node = graph.call_function(target, args, kwargs)
         of = self.result.meta
-        node.meta = {key: of[key] for key in ("nn_module_stack", "stack_trace") if key in of} | {"val": value}
+        node.meta = {key: of[key] for key in ("nn_module_stack", "stack_trace", "custom") if key in of} | {"val": value}
         node.meta["needs_grad"] = any(wants_gradient(x) for x in node.all_input_nodes)
         self.last = node
         self.made.append(node)

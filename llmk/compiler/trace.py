@@ -1,14 +1,10 @@
 """Stretches of Dynamo's graph as graphs of ATen's operators before autograd, where every spelling has one name.
 
-A stretch ends where the gradient mode or autocast changes, and at a higher-order node (a checkpointed region, an
-`autograd.Function`, flex attention), which a trace would take apart and get wrong. What is traced is in place of the
-original only where something in it was replaced.
+What is traced is in place of the original only where something in it was replaced.
 """
 
 import contextlib
-import operator
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,63 +16,15 @@ from torch.fx.node import map_arg
 
 from llmk.compiler.merge import merge_equal
 from llmk.compiler.positions import carry_formula, note_formulas
+from llmk.compiler.stretches import SIMPLE, Stretch
 from llmk.compiler.writes import drop_unread, written
-from llmk.registry.private.compilers import CHECKPOINT, MODE_CALLS, is_higher_order
+from llmk.registry.private.compilers import CHECKPOINT, MODE_CALLS
 
-KEPT = ("nn_module_stack", "stack_trace", "source_fn_stack", "original_aten")
-SIMPLE = Tensor | torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool
+KEPT = ("nn_module_stack", "stack_trace", "source_fn_stack", "original_aten", "custom")
 
 
 class NotTraced(Exception):
     """Why a stretch cannot be traced again, in words for the report."""
-
-
-@dataclass
-class Stretch:
-    """Nodes of Dynamo's graph, what they read from outside and which of them are read there."""
-
-    nodes: list[Node]
-
-    @property
-    def inputs(self) -> list[Node]:
-        inside, found = set(self.nodes), {}
-        for node in self.nodes:
-            found |= dict.fromkeys(n for n in node.all_input_nodes if n not in inside)
-        return list(found)
-
-    @property
-    def has_tensors(self) -> bool:
-        return any(isinstance(n.meta.get("example_value"), Tensor) for n in (*self.inputs, *self.nodes))
-
-    @property
-    def outputs(self) -> list[Node]:
-        inside = set(self.nodes)
-        return [node for node in self.nodes if any(user not in inside for user in node.users)]
-
-
-def stretches(gm: GraphModule) -> Iterator[Stretch | Node]:
-    """The graph in order: stretches, and between them the nodes that stay."""
-    nodes: list[Node] = []
-    for node in list(gm.graph.nodes):
-        if node.op in ("placeholder", "get_attr") or _is_part(node):
-            continue
-        if node.op == "output" or node.op == "call_module" or stays(node):
-            if nodes:
-                yield Stretch(nodes)
-            nodes = []
-            if node.op != "output":
-                yield node
-        else:
-            nodes.append(node)
-
-
-def stays(node: Node) -> bool:
-    return node.op == "call_function" and (node.target in MODE_CALLS or is_higher_order(node.target))
-
-
-def _is_part(node: Node) -> bool:
-    """Whether it is one of the results of a node that stays."""
-    return node.target is operator.getitem and isinstance(node.args[0], Node) and stays(node.args[0])
 
 
 def checkpoint_body(gm: GraphModule, node: Node) -> GraphModule | None:
@@ -160,11 +108,9 @@ def traced(gm: GraphModule, stretch: Stretch) -> GraphModule:
     finally:
         fake.allow_non_fake_inputs = before
     _require_same(stretch, result)
-    try:
-        drop_unread(result.graph)
-        merge_equal(result.graph, written(result.graph))
-    except NotImplementedError as error:  # inside torch.func a tensor's memory is not told
-        raise NotTraced(f"{type(error).__name__}: {error}".splitlines()[0]) from error
+    _require_whole(result)
+    drop_unread(result.graph)
+    merge_equal(result.graph, written(result.graph))
     _note_gradients(result, examples)
     _note_formulas(stretch, result, examples)
     return result
@@ -189,6 +135,13 @@ def _require_same(stretch: Stretch, result: GraphModule) -> None:
             not isinstance(got, Tensor) or got.dtype != want.dtype or str(got.shape) != str(want.shape)
         ):
             raise NotTraced(f"{node.name} comes out as another tensor when it is traced again")
+
+
+def _require_whole(result: GraphModule) -> None:
+    """That the trace saw where each tensor comes from: one that it lost is a constant, and of Dynamo's fake ones."""
+    for node in result.graph.find_nodes(op="get_attr"):
+        if fake_mode_of([getattr(result, str(node.target))]) is not None:
+            raise NotTraced("it reads a tensor that comes from where a trace does not look")
 
 
 def _note_gradients(result: GraphModule, examples: list[Any]) -> None:

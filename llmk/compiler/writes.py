@@ -1,4 +1,4 @@
-"""What a graph of ATen's operators writes in place: where, and what of it nobody reads any more."""
+"""What a graph of ATen's operators writes in place, and what of it and of its results nobody reads."""
 
 from collections.abc import Iterator
 
@@ -28,13 +28,12 @@ def written(graph: Graph) -> dict[int, list[Node]]:
 
 
 def drop_unread(graph: Graph) -> None:
-    """Take out the writes into the graph's own memory that no node reads afterwards, and what only they have read.
+    """Take out results and writes into the graph's own memory that no node reads, and what only they have read.
 
-    Indices are brought within bounds where a bias may want them, and then there is none.
-
-    Raises:
-        NotImplementedError: Something is written, and of a tensor PyTorch does not tell where it lies.
+    A model computes a metric and drops it, or brings indices within bounds where a bias may want them, and then there
+    is none. Such a reader of a pattern's tensors would be in its way.
     """
+    graph.eliminate_dead_code()
     if not written(graph):
         return
     read = set[int]().union(*(storages(node) for node in graph.nodes if node.op in ("placeholder", "get_attr")))

@@ -33,7 +33,10 @@ MODE_CALLS = _mode_calls()
 """What Dynamo's graphs change the gradient mode and autocast with."""
 
 _HigherOrderOperator = find("torch._ops.HigherOrderOperator", ())
+_Operator = tuple(filter(None, map(find, ("torch._ops.OpOverload", "torch._ops.OpOverloadPacket"))))
 CHECKPOINT = find("torch.ops.higher_order.tag_activation_checkpoint")
+DATA_OF_TENSOR = find("torch._C._autograd._get_data_attr")
+"""`Tensor.data`, which no trace follows."""
 
 
 def is_higher_order(target: Any) -> bool:
@@ -41,8 +44,21 @@ def is_higher_order(target: Any) -> bool:
     return isinstance(target, _HigherOrderOperator)
 
 
+def is_operator(target: Any) -> bool:
+    """Whether a node's target is an operator, such as `torch.ops.aten.add`, which a trace keeps whole."""
+    return isinstance(target, _Operator)
+
+
 def of_functorch(target: Any) -> bool:
-    return getattr(target, "__module__", "") == "torch._C._functorch"
+    """Whether a node's target enters, leaves or serves a transform of `torch.func`, such as `vmap`."""
+    module = getattr(target, "__module__", None) or ""
+    return module.startswith(("torch._C._functorch", "torch._functorch.")) and not is_higher_order(target)
+
+
+def functorch_nesting(target: Any) -> int:
+    """1 where a node enters a transform of `torch.func`, -1 where it leaves one."""
+    name = getattr(target, "__name__", "") if of_functorch(target) else ""
+    return name.endswith("_increment_nesting") - name.endswith("_decrement_nesting")
 
 
 def offer_backend(name: str, place: str) -> None:

@@ -1,0 +1,111 @@
+"""Stretches of Dynamo's graph: what lies between the nodes that stay.
+
+A stretch ends where a setting changes (the gradient mode, autocast, which kernels attention may take), and at what a
+trace would take apart and get wrong: a higher-order node (a checkpointed region, an `autograd.Function`, flex
+attention), a function allowed in the graph that has a gradient of its own, the inside of a transform of `torch.func`,
+`Tensor.data`.
+"""
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.fx import GraphModule, Node
+
+from llmk.registry.private.compilers import (
+    DATA_OF_TENSOR,
+    functorch_nesting,
+    is_higher_order,
+    is_operator,
+    of_functorch,
+)
+
+SIMPLE = Tensor | torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool
+"""What a trace follows."""
+
+
+@dataclass
+class Stretch:
+    """Nodes of Dynamo's graph, what they read from outside and which of them are read there."""
+
+    nodes: list[Node]
+
+    @property
+    def inputs(self) -> list[Node]:
+        inside, found = set(self.nodes), {}
+        for node in self.nodes:
+            found |= dict.fromkeys(n for n in node.all_input_nodes if n not in inside)
+        return list(found)
+
+    @property
+    def has_tensors(self) -> bool:
+        return any(isinstance(n.meta.get("example_value"), Tensor) for n in (*self.inputs, *self.nodes))
+
+    @property
+    def outputs(self) -> list[Node]:
+        inside = set(self.nodes)
+        return [node for node in self.nodes if any(user not in inside for user in node.users)]
+
+
+def stretches(gm: GraphModule) -> Iterator[Stretch | Node]:
+    """The graph in order: stretches, and between them the nodes that stay; inside `torch.func` those of settings."""
+    nodes: list[Node] = []
+    nesting = 0
+    for node in list(gm.graph.nodes):
+        if node.op in ("placeholder", "get_attr") or _is_part(node):
+            continue
+        inside, nesting = nesting > 0, nesting + functorch_nesting(node.target)
+        if inside or node.op in ("output", "call_module") or stays(node):
+            if nodes:
+                yield Stretch(nodes)
+            nodes = []
+            if node.op != "output" and (not inside or _is_setting(node)):
+                yield node
+        else:
+            nodes.append(node)
+
+
+def stays(node: Node) -> bool:
+    return node.op == "call_function" and (
+        node.target is DATA_OF_TENSOR or of_functorch(node.target) or is_opaque(node) or _is_setting(node)
+    )
+
+
+def _is_setting(node: Node) -> bool:
+    """Whether it takes and gives no tensor and no number: then it is there for what it does."""
+    if node.op != "call_function" or is_operator(node.target):
+        return False
+    return not any(isinstance(x, SIMPLE) for given in (node, *node.all_input_nodes) for x in _values_of(given))
+
+
+def is_opaque(node: Node) -> bool:
+    """Whether there is more in it than its operations: graphs of its own, or an `autograd.Function`."""
+    return is_higher_order(node.target) or (not is_operator(node.target) and _has_own_gradient(node))
+
+
+def _has_own_gradient(node: Node) -> bool:
+    """Whether Python says what the gradient is, as in a function that `torch.compiler.allow_in_graph` has allowed."""
+    known = {x.grad_fn for given in node.all_input_nodes for x in _values_of(given) if isinstance(x, Tensor)} | {None}
+    found = {x.grad_fn for x in _values_of(node) if isinstance(x, Tensor)}
+    while found - known:
+        functions = found - known
+        if any(isinstance(function, BackwardCFunction) for function in functions):
+            return True
+        known |= functions
+        found = {before for function in functions if function is not None for before, _ in function.next_functions}
+    return False
+
+
+def _values_of(node: Node) -> Sequence[Any]:
+    """What the node gives: one value, those of a tuple, or None where that is nothing."""
+    value = node.meta.get("example_value")
+    return value if isinstance(value, tuple | list) else [value]
+
+
+def _is_part(node: Node) -> bool:
+    """Whether it is one of the results of a node that stays."""
+    return node.target is operator.getitem and isinstance(node.args[0], Node) and stays(node.args[0])
