@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 from torch.fx import GraphModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import llmk
@@ -187,7 +188,7 @@ def test_inside_torch_func_nothing_is_replaced(fn: Callable[[Tensor], Tensor]) -
 
     report = require_equal(with_others_around, [randn(3, 8)])
     assert report.replaced == {"rms_norm": 1, "swiglu": 1}
-    assert {note.reason for note in report.left} == {"what is inside torch.func stays as it is"}
+    assert "what is inside torch.func stays as it is" in {note.reason for note in report.left}
 
 
 def past_autograd(x: Tensor) -> Tensor:
@@ -198,6 +199,19 @@ def past_autograd(x: Tensor) -> Tensor:
 
 def test_data_of_a_tensor() -> None:
     assert require_equal(past_autograd, [randn(3, 8)]).replaced == {"rms_norm": 1, "swiglu": 1}
+
+
+def test_beside_a_tensor_of_a_subclass() -> None:
+    def fn(x: Tensor, two: Tensor) -> tuple[Tensor, Tensor]:
+        y = norm(x)
+        return F.silu(two) * two, unit(y)
+
+    report, x, two = Report(), randn(3, 8), TwoTensor(torch.ones(3, 8), torch.full((3, 8), 2.0))
+    (of_two, of_x), (also_of_two, also_of_x) = fn(x, two), rewritten(fn, report)(x, two)
+    assert torch.equal(also_of_two.b, of_two.b)
+    torch.testing.assert_close(also_of_x, of_x)
+    assert report.replaced == {"rms_norm": 1, "swiglu": 1}
+    assert [note.reason for note in report.left] == ["what takes or gives a TwoTensor stays as it is"]
 
 
 def test_a_tensor_that_a_trace_loses(monkeypatch: pytest.MonkeyPatch) -> None:

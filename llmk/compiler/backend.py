@@ -11,7 +11,7 @@ from llmk.compiler import sums
 from llmk.compiler.replace import replace_all
 from llmk.compiler.report import EVERYTHING, Note, Report, module_of
 from llmk.compiler.rules import Rule, all_rules, chosen
-from llmk.compiler.stretches import Stretch, is_opaque, stretches
+from llmk.compiler.stretches import Stretch, stretches, why_it_stays
 from llmk.compiler.trace import Modes, NotTraced, checkpoint_body, put_back, returned_alone, traced
 from llmk.registry.private import compilers
 
@@ -74,12 +74,8 @@ class Backend:
         body = checkpoint_body(gm, node)
         if body is not None:
             return self._rewrite(body, may_drop=False)
-        if is_opaque(node):
-            name = getattr(node.target, "__name__", node.target)
-            return [Note("all", module_of(node), f"what is inside {name} stays as it is")]
-        if compilers.functorch_nesting(node.target) > 0:
-            return [Note("all", module_of(node), "what is inside torch.func stays as it is")]
-        return []
+        why = why_it_stays(node)
+        return [] if why is None else [Note("all", module_of(node), why)]
 
 
 def llmk(

@@ -3,9 +3,10 @@
 A stretch ends where a setting changes (the gradient mode, autocast, which kernels attention may take), and at what a
 trace would take apart and get wrong: a higher-order node (a checkpointed region, an `autograd.Function`, flex
 attention), a function allowed in the graph that has a gradient of its own, the inside of a transform of `torch.func`,
-`Tensor.data`.
+`Tensor.data`, tensors of a subclass such as DTensor.
 """
 
+import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -70,9 +71,23 @@ def stretches(gm: GraphModule) -> Iterator[Stretch | Node]:
 
 
 def stays(node: Node) -> bool:
-    return node.op == "call_function" and (
-        node.target is DATA_OF_TENSOR or of_functorch(node.target) or is_opaque(node) or _is_setting(node)
+    return (
+        node.target is DATA_OF_TENSOR
+        or of_functorch(node.target)
+        or _is_opaque(node)
+        or _is_setting(node)
+        or _not_followed(node) is not None
     )
+
+
+def why_it_stays(node: Node) -> str | None:
+    """In words for the report; None of what no operator could be found in."""
+    if _is_opaque(node):
+        return f"what is inside {getattr(node.target, '__name__', node.target)} stays as it is"
+    if functorch_nesting(node.target) > 0:
+        return "what is inside torch.func stays as it is"
+    kind = _not_followed(node)
+    return None if kind is None or _is_setting(node) else f"what takes or gives a {kind} stays as it is"
 
 
 def _is_setting(node: Node) -> bool:
@@ -82,8 +97,19 @@ def _is_setting(node: Node) -> bool:
     return not any(isinstance(x, SIMPLE) for given in (node, *node.all_input_nodes) for x in _values_of(given))
 
 
-def is_opaque(node: Node) -> bool:
+def _not_followed(node: Node) -> str | None:
+    """The kind of something that it takes or gives and that no trace follows, such as a tensor of a subclass."""
+    for x in itertools.chain.from_iterable(map(_values_of, (node, *node.all_input_nodes))):
+        is_followed = hasattr(x, "fake_mode") if isinstance(x, Tensor) else x is None or isinstance(x, SIMPLE)
+        if not is_followed:
+            return "tensor inside torch.func" if type(x) is Tensor else type(x).__name__
+    return None
+
+
+def _is_opaque(node: Node) -> bool:
     """Whether there is more in it than its operations: graphs of its own, or an `autograd.Function`."""
+    if node.op != "call_function":
+        return False
     return is_higher_order(node.target) or (not is_operator(node.target) and _has_own_gradient(node))
 
 
