@@ -60,7 +60,7 @@ def stretches(gm: GraphModule) -> Iterator[Stretch | Node]:
         if node.op in ("placeholder", "get_attr") or _is_part(node):
             continue
         inside, nesting = nesting > 0, nesting + functorch_nesting(node.target)
-        if inside or node.op in ("output", "call_module") or stays(node):
+        if inside or node.op in ("output", "call_module") or _stays(node):
             if nodes:
                 yield Stretch(nodes)
             nodes = []
@@ -70,7 +70,7 @@ def stretches(gm: GraphModule) -> Iterator[Stretch | Node]:
             nodes.append(node)
 
 
-def stays(node: Node) -> bool:
+def _stays(node: Node) -> bool:
     return (
         node.target is DATA_OF_TENSOR
         or of_functorch(node.target)
@@ -134,4 +134,4 @@ def _values_of(node: Node) -> Sequence[Any]:
 
 def _is_part(node: Node) -> bool:
     """Whether it is one of the results of a node that stays."""
-    return node.target is operator.getitem and isinstance(node.args[0], Node) and stays(node.args[0])
+    return node.target is operator.getitem and isinstance(node.args[0], Node) and _stays(node.args[0])
