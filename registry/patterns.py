@@ -15,10 +15,14 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from llmk.registry.private.compilers import backed_constant
 from llmk.registry.private.operators import schema_of
 
 COMMUTATIVE = frozenset({"add", "mul"})
 CASTS = frozenset({"to", "_to_copy", "type_as", "alias", "contiguous"})
+CAST_ARGUMENTS = "self", "other", "dtype", "layout", "device", "pin_memory", "non_blocking", "copy", "memory_format"
+ORDERLY_FORMATS = None, 0, torch.preserve_format, torch.contiguous_format
+"""With 0, which is how a schema writes the last as a default."""
 CAST_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 OVERLOAD = type(torch.ops.aten.add.Tensor)
 
@@ -30,46 +34,108 @@ def name_of(node: Any) -> str:
     return schema_of(node.target).name.removeprefix("aten::")
 
 
+def constant_of(value: Any) -> int | float | None:
+    """A number that is known while the graph is compiled: a constant, or a symbol that a constant stands behind."""
+    value = value_of(value)
+    if isinstance(value, torch.SymFloat):
+        value = backed_constant(value)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
 def value_of(node: Any) -> Any:
     """What the graph's trace saw there: a fake tensor, a number, or a tuple of them."""
     return node.meta.get("val") if isinstance(node, Node) else node
 
 
-def arguments_of(node: Node) -> dict[str, Any]:
-    """Every argument by its name in the schema, with defaults filled in."""
+def all_arguments(node: Node) -> dict[str, Any]:
+    """Every argument by its name in the schema, defaults filled in; for machinery that treats all of them alike."""
     arguments = schema_of(node.target).arguments
     given = dict(zip((a.name for a in arguments), node.args, strict=False)) | dict(node.kwargs)
     return {a.name: given.get(a.name, a.default_value) for a in arguments}
 
 
-def default_of(node: Node, name: str) -> Any:
-    return next(a.default_value for a in schema_of(node.target).arguments if a.name == name)
+def arguments(node: Any, *names: str) -> dict[str, Any] | None:
+    """The arguments of an operator's call by their names in the schema, for a rule that knows these names.
+
+    A rule reads all of a node or leaves it: None where another argument has another value than its default, and of
+    anything else than a call of an operator. A name that the schema has not is not among what is returned, so that one
+    call reads every overload of an operator.
+    """
+    if not name_of(node):
+        return None
+    given = all_arguments(node)
+    defaults = {a.name: a.default_value for a in schema_of(node.target).arguments}
+    if any(not _is_default(given[name], defaults[name]) for name in given if name not in names):
+        return None
+    return {name: given[name] for name in names if name in given}
 
 
-def is_cast(node: Any) -> bool:
-    """Whether it gives its input in float32 or 16 bits, which that is in too, and changes nothing else."""
+def _is_default(given: Any, default: Any) -> bool:
+    if isinstance(given, list | tuple) and isinstance(default, list | tuple):
+        return list(given) == list(default)
+    return given is default or (type(given) is type(default) and not isinstance(given, Node) and given == default)
+
+
+def item_of(node: Any) -> tuple[Node, Any] | None:
+    """The tuple that a node takes one thing of, and its index."""
+    if not isinstance(node, Node) or node.target is not operator.getitem:
+        return None
+    source, index = node.args
+    return (source, index) if isinstance(source, Node) else None
+
+
+def cast_of(node: Any) -> Node | None:
+    """The tensor that a node gives in another floating-point dtype, or in the same one, and changes nothing else.
+
+    Between float16 and bfloat16, of which neither holds the other's numbers, nothing is a cast.
+    """
     if name_of(node) not in CASTS:
-        return False
-    before, after = value_of(node.args[0]), value_of(node)
-    if not isinstance(before, Tensor) or before.device != after.device:
-        return False
+        return None
+    given = arguments(node, *CAST_ARGUMENTS)
+    if given is None or given.get("memory_format", None) not in ORDERLY_FORMATS:
+        return None
+    source = given["self"]
+    before, after = value_of(source), value_of(node)
+    if not isinstance(before, Tensor) or before.device != after.device or before.layout != after.layout:
+        return None
     same_width = before.dtype.itemsize == after.dtype.itemsize
-    return {before.dtype, after.dtype} <= CAST_DTYPES and (before.dtype == after.dtype or not same_width)
+    is_it = {before.dtype, after.dtype} <= CAST_DTYPES and (before.dtype == after.dtype or not same_width)
+    return source if is_it else None
+
+
+def is_narrowing(node: Node) -> bool:
+    """Whether a cast rounds."""
+    source = cast_of(node)
+    return source is not None and value_of(source).dtype.itemsize > value_of(node).dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a pattern has found so far: values by name, and the nodes that compute."""
+    """What a pattern has found so far.
+
+    Attributes:
+        values: Nodes and constants by name.
+        nodes: The nodes that compute.
+        inputs: The tensors that were read, in the order in which they were.
+        same: Gives one node for all that are known to have equal values.
+    """
 
     values: Mapping[str, Any] = field(default_factory=dict)
     nodes: tuple[Node, ...] = ()
+    inputs: tuple[Node, ...] = ()
+    same: Callable[[Node], Node] = lambda node: node
 
     def bind(self, name: str, value: Any) -> Iterator["Found"]:
         """With the value under this name, unless another one is there."""
         if name not in self.values:
             yield replace(self, values={**self.values, name: value})
-        elif self.values[name] is value or _equal(self.values[name], value):
+        elif self._are_same(self.values[name], value):
             yield self
+
+    def _are_same(self, a: Any, b: Any) -> bool:
+        if isinstance(a, Node) and isinstance(b, Node):
+            return self.same(a) is self.same(b)
+        return a is b or _equal(a, b)
 
     def over(self, node: Node) -> "Found":
         return replace(self, nodes=(*self.nodes, node))
@@ -121,7 +187,8 @@ class Var(Pattern):
 
     def find(self, value: Any, found: Found) -> Iterator[Found]:
         if isinstance(value, Node) and isinstance(value_of(value), Tensor) and self.where(value_of(value)):
-            yield from found.bind(self.name, value)
+            for inner in found.bind(self.name, value):
+                yield replace(inner, inputs=(*inner.inputs, value))
 
 
 @dataclass(frozen=True)
@@ -131,8 +198,9 @@ class Number(Pattern):
     name: str
 
     def find(self, value: Any, found: Found) -> Iterator[Found]:
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            yield from found.bind(self.name, value)
+        number = constant_of(value)
+        if number is not None:
+            yield from found.bind(self.name, number)
 
 
 @dataclass(frozen=True)
@@ -154,12 +222,10 @@ class Call(Pattern):
     def find(self, value: Any, found: Found) -> Iterator[Found]:
         if name_of(value) != self.name:
             return
-        given = arguments_of(value)
-        names = list(given)
+        names = [argument.name for argument in schema_of(value.target).arguments]
         wanted = dict(zip(names, self.args, strict=False)) | self.kwargs
-        if len(self.args) > len(names) or any(name not in given for name in self.kwargs):
-            return
-        if any(not _equal(given[name], default_of(value, name)) for name in names if name not in wanted):
+        given = arguments(value, *wanted)
+        if len(self.args) > len(names) or given is None or len(given) < len(wanted):
             return
         pairs = [(pattern, given[name]) for name, pattern in wanted.items()]
         orders = [pairs]
@@ -182,43 +248,94 @@ class Either(Pattern):
 
 
 @dataclass(frozen=True)
-class Cast(Pattern):
-    """The pattern, or a cast of it, or a cast of that: but not there and back, which rounds on purpose."""
+class Input(Pattern):
+    """The pattern, which is read in the dtype in which it is or in one that holds all of its numbers.
+
+    So a cast is passed over where it changes no bit, and one that rounds is the input.
+    """
 
     pattern: Any
 
     def find(self, value: Any, found: Found) -> Iterator[Found]:
-        widened = False
-        while is_cast(value):
-            before, after = (value_of(x).dtype.itemsize for x in (value.args[0], value))
-            if widened and before > after:
-                break
-            widened = widened or before < after
-            found, value = found.over(value), value.args[0]
+        while (source := cast_of(value)) is not None and not is_narrowing(value):
+            found, value = found.over(value), source
         yield from find(self.pattern, value, found)
+
+
+@dataclass(frozen=True)
+class Cast(Pattern):
+    """The pattern, or a cast of what it computes, to a dtype that one of its inputs is in.
+
+    What was computed of 16 bits in float32 and rounded to them may be rounded once by an operator that takes 16 bits.
+    What was computed of float32 may not: the operator would read its input in 16 bits. Nor is a cast there and back
+    passed over, which rounds on purpose.
+    """
+
+    pattern: Any
+
+    def find(self, value: Any, found: Found) -> Iterator[Found]:
+        read_before, widened = len(found.inputs), False
+        rounded: tuple[torch.dtype, ...] = ()
+        stops = []
+        while (source := cast_of(value)) is not None:
+            if is_narrowing(value):
+                stops.append((rounded, found, value))  # what was rounded may be what is read
+                if widened:
+                    break
+                rounded = (*rounded, value_of(value).dtype)
+            widened = widened or value_of(source).dtype.itemsize < value_of(value).dtype.itemsize
+            found, value = found.over(value), source
+        else:
+            stops.append((rounded, found, value))
+        for dtypes, before, at in reversed(stops):
+            for inner in find(self.pattern, at, before):
+                if {value_of(node).dtype for node in inner.inputs[read_before:]}.issuperset(dtypes):
+                    yield inner
 
 
 def range_of(node: Any) -> tuple[Node, int, int] | None:
     """What a node is a slice of along the last axis, where it begins and where it ends; None of anything else."""
-    if not isinstance(node, Node) or not node.args or not isinstance(value_of(node), Tensor):
+    part = _part_of(node)
+    if part is None:
         return None
-    index, width = 0, value_of(node).shape[-1] if value_of(node).dim() else 0
-    if node.target is operator.getitem:
-        node, index = node.args[0], node.args[1]  # type: ignore[assignment]
-        if name_of(node) not in ("chunk", "split", "split_with_sizes"):
-            return None
-    elif name_of(node) != "slice" or arguments_of(node)["step"] != 1:
+    source, start = part
+    whole, width = value_of(source).shape[-1], value_of(node).shape[-1]
+    return (source, start, start + width) if isinstance(width, int) and isinstance(whole, int) else None
+
+
+def _part_of(node: Any) -> tuple[Node, int] | None:
+    """What a node is a contiguous part of along the last axis, and where it begins."""
+    item, index = item_of(node) or (node, 0)
+    if item is not node and name_of(item) in ("split", "split_with_sizes", "chunk"):
+        given = arguments(item, "self", "split_size", "split_sizes", "chunks", "dim")
+        if given is not None and _is_last(given["dim"], given["self"]):
+            before = [part.shape[-1] for part in value_of(item)[:index]]
+            return (given["self"], sum(before)) if index >= 0 and all(isinstance(x, int) for x in before) else None
+    elif item is node and name_of(node) == "slice":
+        given = arguments(node, "self", "dim", "start", "end")
+        if given is not None and _is_last(given["dim"], given["self"]):
+            start = bounded(given["start"], value_of(given["self"]).shape[-1])
+            return None if start is None else (given["self"], start)
+    return None
+
+
+def bounded(start: Any, size: Any) -> int | None:
+    """Where a slice begins that is asked to begin there: negative numbers count from the end, and none is outside."""
+    start = 0 if start is None else start
+    if not isinstance(start, int) or (start != 0 and not isinstance(size, int)):
         return None
-    source, dim = node.args[0], arguments_of(node)["dim"]
-    whole = value_of(source)
-    if dim not in (-1, whole.dim() - 1) or not isinstance(width, int) or not isinstance(whole.shape[-1], int):
-        return None
-    if name_of(node) == "slice":
-        start = arguments_of(node)["start"] or 0
-        start = start + whole.shape[-1] if start < 0 else start
-    else:
-        start = sum(part.shape[-1] for part in value_of(node)[:index])
-    return source, start, start + width  # type: ignore[return-value]
+    return min(max(start + size if start < 0 else start, 0), size) if start else 0
+
+
+def _is_last(dim: Any, tensor: Node) -> bool:
+    rank = value_of(tensor).dim()
+    return rank > 0 and dim in (-1, rank - 1)
+
+
+def part_nodes(node: Node) -> tuple[Node, ...]:
+    """The nodes that take a part of a tensor: a slice, or a split and the choice of one of its results."""
+    item = item_of(node)
+    return (node,) if item is None else (node, item[0])
 
 
 @dataclass(frozen=True)
@@ -229,13 +346,16 @@ class Half(Pattern):
     second: bool
 
     def find(self, value: Any, found: Found) -> Iterator[Found]:
+        for inner, source in _taken_apart(value, found, -2, int(self.second)):
+            yield from find(self.pattern, source, inner)
         part = range_of(value)
         if part is not None:
             source, start, stop = part
             width = value_of(source).shape[-1]
             if (2 * start, 2 * stop) == ((width, 2 * width) if self.second else (0, width)):
-                inner = found.over(value) if value.args[0] is source else found.over(value).over(value.args[0])
-                yield from find(self.pattern, source, inner)
+                for node in part_nodes(value):
+                    found = found.over(node)
+                yield from find(self.pattern, source, found)
 
 
 @dataclass(frozen=True)
@@ -246,26 +366,61 @@ class EveryOther(Pattern):
     odd: bool
 
     def find(self, value: Any, found: Found) -> Iterator[Found]:
-        if name_of(value) != "slice":
+        for inner, source in _taken_apart(value, found, -1, int(self.odd)):
+            yield from find(self.pattern, source, inner)
+        given = arguments(value, "self", "dim", "start", "end", "step") if name_of(value) == "slice" else None
+        if given is None or not _is_last(given["dim"], given["self"]):
             return
-        given = arguments_of(value)
-        whole = value_of(given["self"])
-        width = whole.shape[-1]
-        to_the_end = isinstance(width, int) and isinstance(given["end"], int) and given["end"] >= width
-        last = given["dim"] in (-1, whole.dim() - 1)
-        if last and to_the_end and (given["start"], given["step"]) == (int(self.odd), 2):
+        width = value_of(given["self"]).shape[-1]
+        end = width if given["end"] is None else given["end"]
+        to_the_end = isinstance(width, int) and width % 2 == 0 and isinstance(end, int) and end >= width
+        if to_the_end and (bounded(given["start"], width), given["step"]) == (int(self.odd), 2):
             yield from find(self.pattern, given["self"], found.over(value))
+
+
+def _taken_apart(value: Any, found: Found, axis: int, index: int) -> Iterator[tuple[Found, Node]]:
+    """The tensor whose last axis was viewed as two, `[..., 2]` or `[2, ...]`, and then taken apart along the two."""
+    item = item_of(value)
+    chooser = value if item is None else item[0]
+    if name_of(chooser) != ("select" if item is None else "unbind"):
+        return
+    given = arguments(chooser, "self", "dim", "index")
+    if given is None or given.get("index", index if item is None else item[1]) != index:
+        return
+    if item is not None and item[1] != index:
+        return
+    wide = given["self"]
+    source = reshape_of(wide)
+    if source is None or given["dim"] not in (axis, value_of(wide).dim() + axis):
+        return
+    before, after = value_of(source).shape, list(value_of(wide).shape)
+    if after.pop(axis) != 2 or len(after) != len(before) or str(after[:-1]) != str(list(before[:-1])):
+        return
+    found = found.over(value) if item is None else found.over(value).over(chooser)
+    yield found.over(wide), source
+
+
+RESHAPES = frozenset({"view", "reshape", "_unsafe_view", "flatten", "unflatten"})
+
+
+def reshape_of(node: Any) -> Node | None:
+    """The tensor that a node gives in another shape: its elements keep their order, so that the shape tells which."""
+    if name_of(node) not in RESHAPES:
+        return None
+    given = arguments(node, "self", "size", "shape", "start_dim", "end_dim", "dim", "sizes")
+    return None if given is None else given["self"]
 
 
 @dataclass(frozen=True)
 class Reshaped(Pattern):
-    """A view of the pattern in another shape. Its elements keep their order, so that the result's shape tells which."""
+    """A view of the pattern in another shape."""
 
     pattern: Any
 
     def find(self, value: Any, found: Found) -> Iterator[Found]:
-        if name_of(value) in ("view", "reshape", "_unsafe_view", "flatten"):
-            yield from find(self.pattern, value.args[0], found.over(value))
+        source = reshape_of(value)
+        if source is not None:
+            yield from find(self.pattern, source, found.over(value))
 
 
 @dataclass(frozen=True)
@@ -305,6 +460,10 @@ class Emit(Protocol):
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         """A node for the call's result, or one for each of several; arguments are nodes and constants."""
 
+    def are_same(self, a: Node, b: Node) -> bool:
+        """Whether two nodes are known to have equal values."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plain:
@@ -314,21 +473,38 @@ class Plain:
         results: A pattern for each of the operator's results. The first is looked for everywhere; a further one is a
             name that the first has bound, or a pattern that is looked for in the rest of the graph.
         signs: The operators of ATen by which a reader would expect it: where one of them is left, the report says so.
+        why_left: The reason that the report gives where no pattern was found around a sign, and nothing where that is
+            none: an activation is a sign of a gated unit where it multiplies something.
         build: `build(emit, values)` puts in what replaces it and returns a node for each result; without it the values
             are the operator's arguments by name. It raises `Left` where the two are not equal after all.
+        indices: For a name that is bound to whole numbers: the name and the axis of the tensor whose entries they
+            choose among. Small inputs to try a replacement with are drawn so.
         stand_in: `stand_in(emit, values, node)` puts in what may be returned in place of `node`, which is computed on
             the way: where the user asks for it, and gradients are wanted.
     """
 
     results: tuple[Any, ...]
     signs: tuple[str, ...] = ()
+    why_left: Callable[[Node], str] = lambda node: "what is computed around it is something else"
     build: Callable[[Emit, Mapping[str, Any]], Any] | None = None
+    indices: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     stand_in: Callable[[Emit, Mapping[str, Any], Node], Node] | None = None
 
 
 def as_dtype(emit: Emit, node: Node, dtype: torch.dtype) -> Node:
-    """The node, cast where it is of another dtype."""
+    """A result, cast to the dtype that is wanted of it where it has another."""
     return node if value_of(node).dtype == dtype else emit(torch.ops.aten.to.dtype, node, dtype)
+
+
+def widened(emit: Emit, node: Node, dtype: torch.dtype) -> Node:
+    """An input in a dtype that holds all of its numbers.
+
+    Raises:
+        Left: The dtype does not.
+    """
+    if torch.promote_types(value_of(node).dtype, dtype) != dtype:
+        raise Left(f"it reads {value_of(node).dtype}, and the operator would {dtype}".replace("torch.", ""))
+    return as_dtype(emit, node, dtype)
 
 
 def require_last_axis(dim: Any, tensor: Tensor) -> None:

@@ -142,10 +142,13 @@ def _fits(schema: torch.FunctionSchema) -> Callable[[tuple[Any, ...], dict[str, 
     for argument in schema.arguments:
         kind, optional = _kind(argument)
         accepted[argument.name] = _EXACT[kind] | {type(None)} if optional else _EXACT[kind]
-    by_position = [accepted[argument.name] for argument in schema.arguments]
+    by_position = [accepted[argument.name] for argument in schema.arguments if not argument.kwarg_only]
+    most = len(by_position)
 
     def fits(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        for value, kinds in zip(args, by_position):  # noqa: B905  the function itself refuses too many
+        if len(args) > most:
+            return False
+        for value, kinds in zip(args, by_position):  # noqa: B905  some may be left out
             if type(value) not in kinds or (type(value) is int and not _is_int64(value)):
                 return False
         for name, value in kwargs.items():
@@ -164,23 +167,30 @@ def _refusing_misuse(
     fn: Callable[..., Any], schema: torch.FunctionSchema
 ) -> Callable[[tuple[Any, ...], dict[str, Any]], None]:
     """Says in a line what the dispatcher says with the schema and the value, which may be an array."""
-    signature = inspect.signature(fn)
+    signature, takes = inspect.signature(fn), f"{fn.__name__} takes {', '.join(_names(schema))}"
     kinds = {argument.name: _kind(argument) for argument in schema.arguments}
 
     def refuse(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError as error:
-            raise TypeError(f"{fn.__name__}: {error}; it takes {', '.join(signature.parameters)}") from None
+            raise TypeError(f"{fn.__name__}: {error}; {takes}") from None
         for name, value in given.items():
             kind, optional = kinds[name]
             words, accepted = _ACCEPTED[kind]
             if not (isinstance(value, accepted) or is_tensor_like(value) or (value is None and optional)):
-                raise TypeError(f"{name}: expected {words}, got {_type_name(value)}")
+                raise TypeError(f"{name}: expected {words}, got {_type_name(value)}; {takes}")
             if kind == "int" and isinstance(value, int) and not _is_int64(value):
                 raise OverflowError(f"{name}: expected an integer of 64 bits, got {value}")
 
     return refuse
+
+
+def _names(schema: torch.FunctionSchema) -> list[str]:
+    """The arguments' names, with a star before those that have to be named."""
+    keyword_only = [argument.name for argument in schema.arguments if argument.kwarg_only]
+    names = [argument.name for argument in schema.arguments if not argument.kwarg_only]
+    return [*names, *(["*", *keyword_only] if keyword_only else [])]
 
 
 def _kind(argument: Any) -> tuple[str, bool]:

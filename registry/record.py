@@ -1,5 +1,6 @@
 """The record of an operator: everything that opcheck, the tests, the benchmarks and the docs know about it."""
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,6 +105,11 @@ class Op:
     @property
     def qualified_name(self) -> str:
         return self.schema.name
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The Python function of one of llmk's own, which `llmk.functional` may offer."""
+        return getattr(sys.modules[self.module], self.name)
 
     def argument_names(self) -> list[str]:
         return [argument.name for argument in self.schema.arguments]

@@ -84,7 +84,9 @@ def activate_with_slope(x, ACTIVATION: tl.constexpr):
         r = 1.0 / (1.0 + e)
         s = tl.where(z < 0.0, e * r, r)
         y = x * s
-        slope = s + x * (1.5957691216057308 + 0.21406444881780076 * x * x) * (e * r * r)
+        # Past 32 the last factor is 0, and times a z' that overflows it would be NaN, as it is for an infinite x.
+        near = tl.minimum(tl.maximum(x, -32.0), 32.0) + 0.0 * x
+        slope = s + near * (1.5957691216057308 + 0.21406444881780076 * near * near) * (e * r * r)
     elif ACTIVATION == "silu":
         s = tl.sigmoid(x)
         y = x * s
@@ -121,7 +123,8 @@ def activation_with_slope(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
     if name == "gelu_tanh":
         z = x * (1.5957691216057308 + 0.07135481627260025 * x * x)
         s, rest = torch.sigmoid(z), torch.sigmoid(-z)
-        return y, s + x * (1.5957691216057308 + 0.21406444881780076 * x * x) * (s * rest)
+        near = x.clamp(-32.0, 32.0) + 0 * x  # as in the kernel
+        return y, s + near * (1.5957691216057308 + 0.21406444881780076 * near * near) * (s * rest)
     if name == "silu":
         s = torch.sigmoid(x)
         return y, s * (1 + x * (1 - s))

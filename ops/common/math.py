@@ -39,14 +39,44 @@ def exp(x):
 
 
 @triton.jit
+def expm1(x):
+    """exp(x) - 1 in float32, to a few units in the last place."""
+    # The Taylor series where exp(x) - 1 cancels; what it leaves out is x^7 / 8! of the result.
+    p = x * (1.0 / 5040.0) + 1.0 / 720.0
+    p = p * x + 1.0 / 120.0
+    p = p * x + 1.0 / 24.0
+    p = p * x + 1.0 / 6.0
+    p = p * x + 0.5
+    return tl.where(tl.abs(x) < 0.35, x + x * (x * p), exp(x) - 1.0)
+
+
+@triton.jit
 def log_for_product(x):
     """Logarithm in float32, to 1.1 units in the last place, of an x >= 0 that the result is multiplied by.
 
     So it may be any number at 0, at inf and where x is subnormal, which makes it cheaper than a general one.
     """
+    exponent, f = _reduced(x)  # type: ignore[misc]
+    return _log_of_reduced(exponent, f)  # type: ignore[misc]
+
+
+@triton.jit
+def log1p_for_product(x):
+    """log(1 + x) as `log_for_product` has the logarithm, to 1.1 units in the last place for any x > -1."""
+    exponent, f = _reduced(1.0 + x)  # type: ignore[misc]
+    return _log_of_reduced(exponent, tl.where(exponent == 0, x, f))  # type: ignore[misc]  x before 1 + x rounded it
+
+
+@triton.jit
+def _reduced(x):
+    """The exponent of x times 2^23, such that x / 2^exponent - 1 is in [-1/3, 1/3), and that difference."""
     bits = x.to(tl.int32, bitcast=True)
-    exponent = (bits - 0x3F2AAAAB) & -0x800000  # times 2^23, such that f is in [-1/3, 1/3)
-    f = (bits - exponent).to(tl.float32, bitcast=True) - 1.0
+    exponent = (bits - 0x3F2AAAAB) & -0x800000
+    return exponent, (bits - exponent).to(tl.float32, bitcast=True) - 1.0
+
+
+@triton.jit
+def _log_of_reduced(exponent, f):
     # log(1 + f) = f + f^2 P(f), P a minimax fit (relative error 0.44 * 2^-24).
     p = 0.14026383 * f - 0.15388556
     p = p * f + 0.13995802
@@ -59,12 +89,20 @@ def log_for_product(x):
 
 
 @triton.jit
-def cap(x, SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
-    """SOFTCAP * tanh(x / SOFTCAP) in float32, for an x that comes of 16 bits unless EXACT."""
+def cap(x, softcap, EXACT: tl.constexpr):
+    """softcap * tanh(x / softcap) in float32, for an x that comes of 16 bits unless EXACT."""
+    softcap = tl.cast(softcap, tl.float32)
     if EXACT:  # noqa: SIM108  one line would hold both, and the reason of neither
-        x = SOFTCAP * tanh(x / SOFTCAP)
+        x = softcap * tanh(x / softcap)
     else:
         # A third of the instructions, which took longer than the memory. Digits of small x are lost that 16 bits
         # cannot tell: where c = 30 the error is 6e-6 at most.
-        x = SOFTCAP - 2.0 * SOFTCAP / (tl.exp2(x * (2.0 * LOG2E / SOFTCAP)) + 1.0)
+        x = softcap - 2.0 * softcap / (tl.exp2(x * (2.0 * LOG2E / softcap)) + 1.0)
     return x
+
+
+@triton.jit
+def cap_slope(capped, softcap):
+    """The derivative of `cap`, 1 - tanh(x / softcap)^2, from what it made of x."""
+    ratio = capped / tl.cast(softcap, tl.float32)
+    return 1.0 - ratio * ratio

@@ -10,11 +10,9 @@ What masks the rows of pairs with no expert, and keeps the indices of such rows 
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from operator import getitem
 from typing import Any
 
 import torch
-from torch.fx import Node
 
 from llmk.registry.patterns import (
     Call,
@@ -33,8 +31,9 @@ from llmk.registry.patterns import (
     Value,
     Var,
     With,
-    arguments_of,
+    arguments,
     find,
+    item_of,
     name_of,
     value_of,
 )
@@ -53,8 +52,9 @@ class _Result(Pattern):
     pattern: Pattern
 
     def find(self, value: Any, found: Found) -> Iterator[Found]:
-        if isinstance(value, Node) and value.target is getitem and value.args[1] == self.index:
-            yield from find(self.pattern, value.args[0], found.over(value))
+        item = item_of(value)
+        if item is not None and item[1] == self.index:
+            yield from find(self.pattern, item[0], found.over(value))
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,10 @@ class _Whole(Pattern):
 
     def find(self, value: Any, found: Found) -> Iterator[Found]:
         while name_of(value) in ("to", "_to_copy") and value_of(value).dtype in EXACT:
-            found, value = found.over(value), value.args[0]
+            given = arguments(value, "self", "dtype")
+            if given is None or value_of(given["self"]).is_floating_point():
+                break
+            found, value = found.over(value), given["self"]
         yield from find(self.pattern, value, found)
 
 
@@ -89,7 +92,7 @@ class _Matrices(Pattern):
     name: str
 
     def find(self, value: Any, found: Found) -> Iterator[Found]:
-        given = arguments_of(value) if name_of(value) == "transpose" else {}
+        given = (arguments(value, "self", "dim0", "dim1") if name_of(value) == "transpose" else None) or {}
         turned = bool(given) and {given["dim0"] % 3, given["dim1"] % 3} == {1, 2}
         for inner in found.over(value).bind("transposed", False) if turned else found.bind("transposed", True):
             yield from find(Var(self.name), given["self"] if turned else value, inner)
@@ -99,8 +102,8 @@ def _counts(node: Any) -> bool:
     """Whether it is 0, 1, 2, ..."""
     if name_of(node) != "arange" or value_of(node).dtype not in WHOLE:
         return False
-    given = arguments_of(node)
-    return (given.get("start", 0), given.get("step", 1)) == (0, 1)
+    given = arguments(node, "start", "end", "step", "dtype", "layout", "device", "pin_memory")
+    return given is not None and (given.get("start", 0), given.get("step", 1)) == (0, 1)
 
 
 def _same_shape(a: Any, b: Any) -> bool:
@@ -113,9 +116,11 @@ class _TokenOfPair(Pattern):
     def find(self, value: Any, found: Found) -> Iterator[Found]:
         for inner in find(Reshaped(Named("tokens", Call("expand", Var("token"), Value("sizes")))), value, found):
             wide, token = inner.values["tokens"], inner.values["token"]
-            column = name_of(token) == "unsqueeze" and token.args[1] in (1, -1) and _counts(token.args[0])
-            if column and value_of(wide).dim() == 2:
-                yield from inner.over(token).over(token.args[0]).bind("top_k", value_of(wide).shape[1])
+            column = arguments(token, "self", "dim") if name_of(token) == "unsqueeze" else None
+            if column is None or column["dim"] not in (1, -1) or not _counts(column["self"]):
+                continue
+            if value_of(wide).dim() == 2:
+                yield from inner.over(token).over(column["self"]).bind("top_k", value_of(wide).shape[1])
 
 
 class _Inverse(Pattern):
@@ -123,12 +128,14 @@ class _Inverse(Pattern):
 
     def find(self, value: Any, found: Found) -> Iterator[Found]:
         yield from find(_order(PERM, "stable_back"), value, found)
-        if name_of(value) in ("index_put", "index_put_") and not arguments_of(value)["accumulate"]:
-            memory, indices, places = value.args[:3]
-            if name_of(memory) in ("empty_like", "zeros_like", "empty", "zeros") and _counts(places):
-                for inner in find([PERM], indices, found.over(value).over(memory).over(places)):
-                    if all(_same_shape(x, indices[0]) for x in (memory, places)):
-                        yield inner
+        given = arguments(value, "self", "indices", "values") if name_of(value) in ("index_put", "index_put_") else None
+        if given is None:
+            return
+        memory, indices, places = given["self"], given["indices"], given["values"]
+        if name_of(memory) in ("empty_like", "zeros_like", "empty", "zeros") and _counts(places):
+            for inner in find([PERM], indices, found.over(value).over(memory).over(places)):
+                if all(_same_shape(x, indices[0]) for x in (memory, places)):
+                    yield inner
 
 
 def _sorted(keys: Pattern, stable: str) -> Pattern:
@@ -217,4 +224,4 @@ def _build(emit: Emit, values: Mapping[str, Any]) -> Any:
     )  # fmt: skip
 
 
-EXPERTS = (Plain(results=(_experts(),), signs=PRODUCTS, build=_build),)
+EXPERTS = (Plain(results=(_experts(),), signs=PRODUCTS, build=_build, indices={"ids": ("gate_up", 0)}),)

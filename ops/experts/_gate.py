@@ -206,7 +206,7 @@ def gated_rows_backward_cpu(dh: Tensor, rows: Tensor, weights: Tensor, gate: Gat
     g, u = split(rows, gate.interleaved)
     dg = du = dh * weights.unsqueeze(1)
     if gate.limit > 0:
-        dg, du = dg * (g <= gate.limit), du * (u.abs() <= gate.limit)
+        dg, du = torch.where(g <= gate.limit, dg, 0.0), torch.where(u.abs() <= gate.limit, du, 0.0)
         g, u = g.clamp(max=gate.limit), u.clamp(-gate.limit, gate.limit)
     activated, slope = activation_with_slope(gate.alpha * g, gate.activation)
     activated, u = activated / gate.alpha, u + gate.up_offset

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmk.ops.common.math import everywhere
 from llmk.ops.common.rows import contiguous, matrices_aligned, with_columns_side_by_side
 from llmk.registry import cdiv, empty, next_power_of_2, wrap_triton
 from llmk.registry.backends import INTERPRET
@@ -33,7 +34,7 @@ def _group_of_tile(offsets_ptr, tile, E, BLOCK_M: tl.constexpr, BLOCK_E: tl.cons
 
 @triton.jit
 def grouped_product_kernel(
-    x_ptr, w_ptr, offsets_ptr, y_ptr, E, D, H, x_stride_m, x_stride_h, w_stride_e, w_stride_o, w_stride_h,
+    x_ptr, w_ptr, bias_ptr, offsets_ptr, y_ptr, E, D, H, x_stride_m, x_stride_h, w_stride_e, w_stride_o, w_stride_h,
     WIDEN: tl.constexpr, IN_TURNS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
@@ -62,6 +63,9 @@ def grouped_product_kernel(
         w_ptrs += BLOCK_H * w_stride_h
     if IN_TURNS:
         y += other
+    if bias_ptr is not None:
+        here = (cols < D) & everywhere(expert < E, cols)  # type: ignore[misc]
+        y += tl.load(bias_ptr + expert.to(tl.int64) * D + cols, mask=here, other=0.0).to(tl.float32)[None, :]
     mask = (rows < end)[:, None] & (cols < D)[None, :]
     tl.store(y_ptr + rows[:, None] * D + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -160,25 +164,48 @@ def _vendor(*tensors: Tensor) -> bool:
     return all(t.numel() > 0 and matrices_aligned(t) for t in tensors)
 
 
+def grouped_rows(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`grouped_product` and `bias [E, D]`, with zeros in the rows that no expert has.
+
+    Behind `grouped_mm` the bias is added to a result that is already rounded: two roundings, of half a unit each, as in
+    PyTorch's own composition of the two. The kernel adds it in float32.
+    """
+    if _by_grouped_mm(x, weight):
+        y = grouped_product(x, weight, offsets)
+        _finish_rows(y, offsets, bias)
+    else:
+        y = _launch_product(x, weight, offsets, bias)
+        _finish_rows(y, offsets, None)
+    return y
+
+
+def _by_grouped_mm(x: Tensor, weight: Tensor) -> bool:
+    return _vendor(x, weight) and weight.shape[1] % 8 == 0
+
+
 def grouped_product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """`[N, D]`: rows of expert e of `x [N, H]` times the transpose of `weight[e]`, of `[E, D, H]` with any strides.
 
-    Rows that no expert has hold anything: `finish_rows` makes them zeros.
+    Rows that no expert has hold anything: `grouped_rows` makes them zeros.
     """
-    (N, H), (E, D) = x.shape, weight.shape[:2]
-    if _vendor(x, weight) and D % 8 == 0:
+    if _by_grouped_mm(x, weight):
         return torch.nn.functional.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
+    return _launch_product(x, weight, offsets, None)
+
+
+def _launch_product(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
+    (N, H), (E, D) = x.shape, weight.shape[:2]
     y = empty((N, D), x.dtype, x.device)
     size, tile = x.element_size(), _tile(x.element_size())
     tiles_m, tiles_o = cdiv(N, tile["BLOCK_M"]) + E, cdiv(D, 64)
     wrap_triton(grouped_product_kernel)[(tiles_m * tiles_o,)](
-        x, weight, offsets, y, E, D, H, x.stride(0), x.stride(1), *weight.stride(),
+        x, weight, contiguous(bias), offsets, y, E, D, H, x.stride(0), x.stride(1), *weight.stride(),
         BLOCK_D=64, BLOCK_H=128 // size, BLOCK_E=next_power_of_2(E), **tile,
     )  # fmt: skip
     return y
 
 
-def finish_rows(y: Tensor, offsets: Tensor, bias: Tensor | None) -> None:
+def _finish_rows(y: Tensor, offsets: Tensor, bias: Tensor | None) -> None:
     """Add `bias [E, D]` to the rows of each expert of `y [N, D]`, and make rows that no expert has zeros, in place."""
     (N, D), E = y.shape, offsets.shape[0]
     block = {"BLOCK_E": next_power_of_2(E), "BLOCK_D": min(1024, next_power_of_2(max(D, 1))), "num_warps": 4}

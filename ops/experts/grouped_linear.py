@@ -20,7 +20,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from llmk.ops.experts._grouped import finish_rows, group_sums, grouped_outer, grouped_product
+from llmk.ops.experts._grouped import group_sums, grouped_outer, grouped_rows
 from llmk.ops.experts._order import check_tokens, groups_of
 from llmk.ops.experts._plain import grouped_outer_cpu, grouped_product_cpu
 from llmk.registry import (
@@ -57,9 +57,7 @@ def _grouped_linear_fwd(
     input: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, transposed: bool
 ) -> Tensor:
     offsets = _in_range(offsets, input.shape[0])
-    y = grouped_product(input, weight.transpose(1, 2) if transposed else weight, offsets)
-    finish_rows(y, offsets, bias)
-    return y
+    return grouped_rows(input, weight.transpose(1, 2) if transposed else weight, offsets, bias)
 
 
 def _grouped_linear_bwd(
@@ -69,8 +67,7 @@ def _grouped_linear_bwd(
     offsets = _in_range(offsets, grad.shape[0])
     dx, dw, db = (torch.empty((0,), dtype=grad.dtype, device=grad.device) for _ in range(3))
     if weight is not None:
-        dx = grouped_product(grad, weight if transposed else weight.transpose(1, 2), offsets)
-        finish_rows(dx, offsets, None)
+        dx = grouped_rows(grad, weight if transposed else weight.transpose(1, 2), offsets)
     if input is not None:
         dw = grouped_outer(input, grad, offsets) if transposed else grouped_outer(grad, input, offsets)
     if need_db:

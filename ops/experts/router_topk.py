@@ -14,7 +14,10 @@ Forward, for logits x [T, E] and a bias b [E]:
 Backward, given dw, S the denominator and s computed again:
 
     ds[e_k] = scale / S * (dw_k - sum_j dw_j s[e_j] / S),  or  scale * dw_k;  0 for the others
-    dx      = s * (ds - sum(s * ds))  of the softmax, whose sum is 0 where normalized;  ds * s * (1 - s)  of the sigmoid
+    dx      = s * (ds - sum(s * ds))  of the softmax;  ds * s * (1 - s)  of the sigmoid
+
+Where normalized, sum(s * ds) = scale / S * sum_j dw_j s[e_j] / S * 1e-20: next to nothing, unless a bias keeps out the
+experts that have nearly all of the softmax, and S is as small.
 
 The choice has no gradient, nor has the bias: what balances the load moves it.
 """
@@ -170,13 +173,14 @@ def router_topk_backward_kernel(
         chosen = chosen | here
     ds = dw * scale
     if NORMALIZE:
-        total = tl.sum(tl.where(chosen, scores, 0.0), axis=0) + 1e-20
-        mean = tl.sum(tl.where(chosen, dw * scores, 0.0), axis=0) / total
-        ds = tl.where(chosen, scale / total * (dw - mean + first * (1e-20 / total)), 0.0)
-    if SOFTMAX:
-        dx = scores * ds if NORMALIZE else scores * (ds - tl.sum(scores * ds, axis=0))
+        total = tl.sum(tl.where(chosen, scores, 0.0), axis=0)
+        S = total + 1e-20
+        mean = tl.sum(tl.where(chosen, dw * scores, 0.0), axis=0) / S
+        ds = tl.where(chosen, scale / S * (dw - mean + first * (1e-20 / S)), 0.0)
+        inner = scale / S * (1e-20 * (mean + first * (total / S)))
     else:
-        dx = tl.where(chosen, ds * scores * (1.0 - scores), 0.0)
+        inner = tl.sum(scores * ds, axis=0)
+    dx = scores * (ds - inner) if SOFTMAX else tl.where(chosen, ds * scores * (1.0 - scores), 0.0)
     tl.store(dx_ptr + row * E + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
@@ -238,16 +242,18 @@ def _(grad, input, indices, scoring, normalize, scale) -> Tensor:
     scores = _scores_cpu(input, scoring)
     chosen = scores.gather(-1, indices)
     of_chosen = grad * scale
+    inner = (of_chosen * chosen).sum(-1, keepdim=True)
     if normalize:
-        total = chosen.sum(-1, keepdim=True) + TINIEST_SUM
+        total = chosen.sum(-1, keepdim=True)
+        S = total + TINIEST_SUM
         first = grad[..., :1]  # gradients less the first, as in the kernel
         rest = grad - first
-        mean = (rest * chosen).sum(-1, keepdim=True) / total
-        of_chosen = scale / total * (rest - mean + first * (TINIEST_SUM / total))
+        mean = (rest * chosen).sum(-1, keepdim=True) / S
+        of_chosen = scale / S * (rest - mean + first * (TINIEST_SUM / S))
+        inner = scale / S * (TINIEST_SUM * (mean + first * (total / S)))
     ds = torch.zeros_like(scores).scatter(-1, indices, of_chosen)
     if scoring == "sigmoid":
         return (ds * scores * (1 - scores)).to(input.dtype).contiguous()
-    inner = 0.0 if normalize else (scores * ds).sum(-1, keepdim=True)
     return (scores * (ds - inner)).to(input.dtype).contiguous()
 
 

@@ -26,28 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.common.scaling import mean_of_all
-from llmk.ops.linear_loss._call import product_flops
-from llmk.ops.linear_loss._cross_entropy import CrossEntropyCall, CrossEntropyOps, Shardings
-from llmk.ops.linear_loss._plain import FUSED_LINEAR_CE
-from llmk.ops.linear_loss.checks import check_chunk_size, checked_linear
-from llmk.ops.loss.cross_entropy import check_loss_options, cross_entropy_reference
-from llmk.ops.loss.row_loss import CPU, KERNELS
+from llmk.ops.linear_loss._patterns import FUSED_LINEAR_CE
+from llmk.ops.linear_loss._records import Make, linear_cost, token_workloads
+from llmk.ops.linear_loss.drivers.cross_entropy import CrossEntropyOps
+from llmk.ops.loss.cross_entropy import cross_entropy_reference
 from llmk.ops.loss.row_loss_short import LONGEST_SHORT
-from llmk.registry import (
-    PARTIAL,
-    REPLICATE,
-    Cost,
-    Sample,
-    check_dtype,
-    check_same,
-    check_shape,
-    is_sharded,
-    public_op,
-    replicate_only,
-    row_axes,
-)
-from llmk.registry.eager.bypass import PLAIN_TENSORS
+from llmk.registry import Cost, Sample, public_op
 
 
 def fused_linear_ce_reference(
@@ -70,56 +54,12 @@ def fused_linear_ce_reference(
     return losses.sum() / (weights if weight is None else weights * weight.to(losses.dtype)[target * counts]).sum()
 
 
-def _reduced_sharding(input, *args):
-    *_, reduction, need_dx, _, _ = args
-    if reduction == "mean":
-        return replicate_only()
-    divisor = PARTIAL if reduction == "total" else REPLICATE
-    return [
-        (
-            [PARTIAL, divisor, axis if need_dx else REPLICATE, PARTIAL, PARTIAL],
-            [axis, REPLICATE, REPLICATE, axis, REPLICATE, axis],
-        )
-        for axis in row_axes(input)
-    ]
-
-
-def _rows_sharding(input, *_):
-    return [([axis, 1 + axis], [axis, REPLICATE, REPLICATE, axis, REPLICATE, axis]) for axis in row_axes(input)]
-
-
-def _rows_gradients_sharding(input, *args):
-    *_, need_dx, _, _ = args
-    return [
-        (
-            [axis if need_dx else REPLICATE, PARTIAL, PARTIAL],
-            [axis, REPLICATE, REPLICATE, axis, REPLICATE, axis, axis, 1 + axis],
-        )
-        for axis in row_axes(input)
-    ]
-
-
-SHARDINGS = Shardings(_reduced_sharding, _rows_sharding, _rows_gradients_sharding)
-OPS = CrossEntropyOps("fused_linear_ce", KERNELS, CPU, SHARDINGS)
-
-
-def check_row_weight(row_weight: Tensor | None, input: Tensor, target: Tensor) -> None:
-    if row_weight is not None:
-        check_dtype("row_weight", row_weight)
-        check_shape("row_weight", row_weight, target.shape, "one for each token, the shape of target")
-        check_same("row_weight", row_weight, "input", input)
+OPS = CrossEntropyOps("fused_linear_ce", splits_tokens=True)
 
 
 def fused_linear_ce_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
-
-    def classes(V: int, *shape: int) -> Tensor:
-        target = torch.randint(0, V, shape, device=device)
-        return target.masked_fill(
-            torch.arange(target.numel(), device=device, dtype=torch.int64).view(shape) % 4 == 3, -100
-        )
-
+    make = Make(device, dtype)
+    randn, classes = make.randn, make.classes
     everything = {"label_smoothing": 0.1, "softcap": 4.0, "z_loss": 1e-2}
     yield Sample((randn(8, 16), randn(32, 16), classes(32, 8)), why="powers of two")
     yield Sample((randn(2, 5, 12), randn(37, 12), classes(37, 2, 5)), {"chunk_size": 4}, why="three chunks, odd sizes")
@@ -149,14 +89,14 @@ def fused_linear_ce_samples(device: torch.device, dtype: torch.dtype) -> Iterato
         )
     kwargs = {"linear_bias": randn(37), "skip_ignored": True, "chunk_size": 4}
     yield Sample((randn(11, 16), randn(37, 16), classes(37, 11)), kwargs, why="skipped, three chunks and a bias")
-    nothing = torch.full((4,), -100, device=device, dtype=torch.int64)
+    nothing = make.ignored(4)
     yield Sample((randn(4, 8), randn(32, 8), nothing), {"skip_ignored": True}, why="every target ignored and skipped")
     yield Sample((randn(0, 16), randn(32, 16), classes(32, 0)), {"reduction": "sum"}, why="no tokens")
     yield Sample((randn(16), randn(32, 16), classes(32, 1)[0]), why="one token, one dimension")
     yield Sample((randn(5, 1), randn(1, 1), torch.zeros(5, device=device, dtype=torch.int64)), why="one feature, class")
     yield Sample((randn(12, 9).t(), randn(12, 37).t(), classes(37, 18)[::2]), why="everything strided")
     yield Sample(
-        (randn(4, 8), randn(32, 8), torch.full((4,), -100, device=device, dtype=torch.int64)),
+        (randn(4, 8), randn(32, 8), make.ignored(4)),
         why="every target ignored: NaN",
     )
     yield Sample((randn(2, 4), randn(100_003, 4), classes(100_003, 2)), why="100,003 classes")
@@ -171,16 +111,11 @@ def fused_linear_ce_resized(rows: int, device: torch.device, dtype: torch.dtype)
 def fused_linear_ce_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     sizes = [(8192, 4096, 128256), (8192, 2304, 256000), (8192, 2048, 151936), (4096, 4096, 32000)]
     more = [(4096, 2048, 50257), (32768, 4096, 128256), (1024, 4096, 128256), (16384, 1152, 262144)]
-    for N, H, V in [*sizes, *more]:
-        x = torch.randn(N, H, device=device, dtype=dtype)
-        linear_weight = torch.randn(V, H, device=device, dtype=dtype) / H**0.5
-        yield Sample((x, linear_weight, torch.randint(0, V, (N,), device=device)), why=f"{N}x{H}x{V}")
+    yield from token_workloads([*sizes, *more], device, dtype)
 
 
 def fused_linear_ce_cost(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Cost:
-    tensors = (input.numel() + linear_weight.numel()) * input.element_size()
-    product = product_flops(input, linear_weight)
-    return Cost(tensors, 2 * tensors, product, 3 * product)
+    return linear_cost(input, linear_weight)
 
 
 @public_op(
@@ -248,7 +183,7 @@ def fused_linear_ce(
             logits are. NaN or infinity in `input` itself reaches the gradient of `linear_weight` from any row, as it
             does through PyTorch's product.
         reduction: "none", "sum", or "mean": the sum over the rows divided by the sum of their targets' weights.
-        label_smoothing: The share of the target, 0 to 1, that is spread evenly over all classes.
+        label_smoothing: Probability, 0 to 1, that the target spreads evenly over all classes.
         softcap: Logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.
         z_loss: `z_loss * logsumexp(logits)**2` is added to the loss of every row that counts; 0 is off. It has no class
             weight, but the mean divides the whole sum by the weights, where Liger divides z_loss by the number of rows.
@@ -256,7 +191,7 @@ def fused_linear_ce(
             of logits, and at least two where there are more than H tokens; on a CPU a million logits. Beyond three
             chunks dW is summed in float32, which takes a float32 buffer of its size, and the logits 1 GiB at most:
             where dW is larger than a chunk's logits, more chunks take more memory, not less.
-        row_weight: In the target's shape, what each token's loss is multiplied by; the mean divides by the sum of
+        row_weight: Weight of each token's loss, in the target's shape; the mean divides by the sum of
             these, times the class weights if given, over the tokens that count. None for 1. It has no gradient.
         skip_ignored: Do no work for tokens that do not count. On a CPU they are left out. On a GPU, where only the
             device knows how many count, the matrix products stop at that number on chips of compute capability 9 and 10
@@ -275,33 +210,20 @@ def fused_linear_ce(
 
     Sources: `torch.nn.functional.linear_cross_entropy`; Liger Kernel, https://arxiv.org/abs/2410.10989.
     """
-    check_row_weight(row_weight, input, target)
-    if type(linear_weight) not in PLAIN_TENSORS:
-        from llmk.ops.linear_loss._vocab_shards import mesh_dim_of_classes, slices_of
-        from llmk.ops.linear_loss.vocab_parallel_linear_ce import loss_of_slices  # which imports this file
-
-        dim = mesh_dim_of_classes(input, linear_weight)
-        if dim is not None:
-            slices = slices_of(dim, input, linear_weight, linear_bias, target, weight, row_weight)
-            loss = loss_of_slices(
-                reduction, slices.input, slices.linear_weight, slices.linear_bias, slices.target, slices.weight,
-                slices.row_weight, ignore_index, label_smoothing, softcap, z_loss, skip_ignored, chunk_size,
-                slices.vocab_start, slices.num_classes, slices.group_name, slices.dx_group_name,
-            )  # fmt: skip
-            return slices.whole(loss)
-    input, linear_weight, linear_bias = checked_linear(input, linear_weight, linear_bias, fewest_classes=1)
-    num_classes = linear_weight.shape[0]
-    check_loss_options(num_classes, input, target, weight, reduction, label_smoothing, softcap, z_loss)
-    check_chunk_size(chunk_size)
-    call = CrossEntropyCall(
-        input, linear_weight, linear_bias, target, weight, row_weight,
-        ignore_index, label_smoothing, softcap, z_loss, skip_ignored, chunk_size, 0, num_classes, "", "",
-    )  # fmt: skip
-    if reduction == "none":
-        losses, _ = OPS.rows(call)
-        return losses
-    if reduction == "mean" and is_sharded(input, linear_weight, target):
-        total, divisor, *_ = OPS.reduced(call, "total")
-        return mean_of_all(total, divisor.detach(), weight is not None or row_weight is not None)
-    loss, *_ = OPS.reduced(call, reduction)
+    (loss,) = OPS(
+        reduction,
+        input=input,
+        linear_weight=linear_weight,
+        linear_bias=linear_bias,
+        target=target,
+        weight=weight,
+        row_weight=row_weight,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        softcap=softcap,
+        z_loss=z_loss,
+        skip_ignored=skip_ignored,
+        chunk_size=chunk_size,
+        shard=None,
+    )
     return loss

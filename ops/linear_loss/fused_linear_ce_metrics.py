@@ -1,7 +1,7 @@
-r"""`fused_linear_ce` with what people watch while they train: the entropy, and whether the target was the largest.
+r"""`fused_linear_ce` with training metrics: the entropy, and whether the target has the largest logit.
 
-The math is in `fused_linear_ce.py` and, of the entropy, in `_logprob_rows.py`. Each chunk's logits are read once more
-before their gradient takes their place; no product is made again.
+The math is in `fused_linear_ce.py`, and that of the entropy in `kernels/_logprobs.py`. Each chunk's logits are read
+once more before their gradient takes their place; no product is made again.
 """
 
 from typing import Any
@@ -9,26 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss._cross_entropy import CrossEntropyCall, CrossEntropyOps, Shardings
-from llmk.ops.linear_loss._row_loss_slices import SLICE_CPU, SLICE_KERNELS
-from llmk.ops.linear_loss.checks import check_chunk_size, checked_linear
+from llmk.ops.linear_loss.drivers.cross_entropy import CrossEntropyOps
 from llmk.ops.linear_loss.fused_linear_ce import (
-    check_row_weight,
     fused_linear_ce_cost,
     fused_linear_ce_reference,
     fused_linear_ce_resized,
     fused_linear_ce_samples,
 )
-from llmk.ops.loss.cross_entropy import check_loss_options
-from llmk.ops.loss.row_loss import CPU, KERNELS
-from llmk.registry import public_op, replicate_only
-from llmk.registry.eager.bypass import PLAIN_TENSORS
+from llmk.registry import public_op
 
-OPS = CrossEntropyOps("fused_linear_ce_metrics", KERNELS, CPU, Shardings(*[replicate_only] * 3), watched=True)
-SLICES = CrossEntropyOps(
-    "fused_linear_ce_metrics_slices", SLICE_KERNELS, SLICE_CPU, Shardings(*[replicate_only] * 3), watched=True,
-    scale=OPS.scale,
-)  # fmt: skip
+OPS = CrossEntropyOps("fused_linear_ce_metrics", with_metrics=True)
 
 
 def fused_linear_ce_metrics_reference(
@@ -43,12 +33,12 @@ def fused_linear_ce_metrics_reference(
         log_softmax = logits.log_softmax(-1)
         entropy = -(log_softmax.exp() * log_softmax.masked_fill(log_softmax == float("-inf"), 0.0)).sum(-1)
         counts = target != options.get("ignore_index", -100)
-        of_target = logits.gather(-1, (target.long() * counts).unsqueeze(-1)).squeeze(-1)
+        target_logit = logits.gather(-1, (target.long() * counts).unsqueeze(-1)).squeeze(-1)
         entropy = torch.where(counts, entropy, 0.0)
-        hit = (counts & (of_target == logits.amax(-1))).to(entropy.dtype)
+        correct = (counts & (target_logit == logits.amax(-1))).to(entropy.dtype)
         if options.get("reduction", "mean") != "none":
-            entropy, hit = entropy.sum() / counts.sum(), hit.sum() / counts.sum()
-    return loss, entropy, hit
+            entropy, correct = entropy.sum() / counts.sum(), correct.sum() / counts.sum()
+    return loss, entropy, correct
 
 
 @public_op(
@@ -58,7 +48,7 @@ def fused_linear_ce_metrics_reference(
     "-> (Tensor, Tensor, Tensor)",
     reference=fused_linear_ce_metrics_reference,
     differentiable=("input", "linear_weight", "linear_bias"),
-    kernel_ops=tuple(dict.fromkeys((*OPS.kernel_ops, *SLICES.kernel_ops))),
+    kernel_ops=OPS.kernel_ops,
     samples=fused_linear_ce_samples,
     resized=fused_linear_ce_resized,
     cost=fused_linear_ce_cost,
@@ -79,7 +69,7 @@ def fused_linear_ce_metrics(
     row_weight: Tensor | None = None,
     skip_ignored: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`fused_linear_ce`, and of the same logits the entropy and whether the target was the largest, without gradients.
+    """`fused_linear_ce`, and from the same logits the entropy and the accuracy, without gradients.
 
     Args:
         input: This and all others as in `fused_linear_ce`. `label_smoothing`, `z_loss` and the weights are the loss's
@@ -98,32 +88,20 @@ def fused_linear_ce_metrics(
 
     Sources: those of `fused_linear_ce`.
     """
-    check_row_weight(row_weight, input, target)
-    tensors = (input, linear_weight, linear_bias, target, weight, row_weight)
-    options = (ignore_index, label_smoothing, softcap, z_loss, skip_ignored, chunk_size)
-    if type(linear_weight) not in PLAIN_TENSORS:
-        from llmk.ops.linear_loss._vocab_shards import mesh_dim_of_classes, slices_of  # which imports torch.distributed
-
-        dim = mesh_dim_of_classes(input, linear_weight)
-        if dim is not None:
-            slices = slices_of(dim, *tensors)
-            where = (slices.vocab_start, slices.num_classes, slices.group_name, slices.dx_group_name)
-            loss, entropy, hit = _watched(SLICES, reduction, slices[:6], options, where)
-            return slices.whole(loss), slices.whole(entropy), slices.whole(hit)
-    return _watched(OPS, reduction, tensors, options, (0, linear_weight.shape[0], "", ""))
-
-
-def _watched(
-    ops: CrossEntropyOps, reduction: str, tensors: tuple[Any, ...], options: tuple[Any, ...], where: tuple[Any, ...]
-) -> tuple[Tensor, Tensor, Tensor]:
-    of_linear = checked_linear(*tensors[:3], fewest_classes=0)
-    call = CrossEntropyCall(*of_linear, *tensors[3:], *options, *where)
-    if call.num_classes == 0:
-        raise ValueError(f"linear_weight: expected at least one class, got shape {tuple(call.linear_weight.shape)}")
-    check_loss_options(
-        call.num_classes, call.input, call.target, call.weight, reduction, call.label_smoothing, call.softcap,
-        call.z_loss,
-    )  # fmt: skip
-    check_chunk_size(call.chunk_size)
-    results = ops.rows(call) if reduction == "none" else ops.reduced(call, reduction)
-    return results[0], results[1], results[2]
+    loss, entropy, correct = OPS(
+        reduction,
+        input=input,
+        linear_weight=linear_weight,
+        linear_bias=linear_bias,
+        target=target,
+        weight=weight,
+        row_weight=row_weight,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        softcap=softcap,
+        z_loss=z_loss,
+        skip_ignored=skip_ignored,
+        chunk_size=chunk_size,
+        shard=None,
+    )
+    return loss, entropy, correct

@@ -7,7 +7,7 @@ pass, chunk by chunk.
 Forward, for student x [N, H], W [V, H] and teacher x' [N, H'], W' [V, H'], a chunk of tokens at a time:
 
     logits  = x_chunk @ W^T + b            [C, V], and the teacher's beside them: the only buffers of that width
-    losses  = divergence of each row       three passes over both, see `_divergence_rows.py`
+    losses  = divergence of each row       three passes over both, see `kernels/_divergence.py`
     G       = the student's logits' gradient, in place
     dx      = G @ W                        rows of the chunk
     dW     += G^T @ x_chunk                and db += the column sums of G
@@ -23,14 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.common.scaling import mean_of_all, scale_op
-from llmk.ops.linear_loss._call import CallOp, product_flops
-from llmk.ops.linear_loss._distill import DistillCall, checked_call, distilled, products
-from llmk.ops.linear_loss._divergence_rows import CPU, KERNELS, DivergenceRows
-from llmk.ops.linear_loss._scaled import differentiate_by_scaling, fake_loss
+from llmk.ops.linear_loss._records import Make, linear_cost
+from llmk.ops.linear_loss.drivers.distillation import DistillationOps
 from llmk.ops.loss.jsd import jsd_terms
-from llmk.registry import PARTIAL, REPLICATE, Cost, Sample, is_sharded, public_op, replicate_only, row_axes
-from llmk.registry.eager.bypass import PLAIN_TENSORS
+from llmk.registry import Cost, Sample, public_op
 
 
 def fused_linear_jsd_reference(
@@ -55,56 +51,35 @@ def fused_linear_jsd_reference(
     return (each * weights).sum() / weights.sum()
 
 
-def _fwd(
-    rows: DivergenceRows, call: DistillCall, total: bool, need_dx: bool, need_dw: bool, need_db: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    loss, _, left, dx, dw, db = distilled(rows, call, total, (need_dx, need_dw, need_db))
-    return loss, left, dx, dw, db
-
-
-fused_linear_jsd_fwd = CallOp(
-    "_fused_linear_jsd_fwd", DistillCall, _fwd, kernels=KERNELS, cpu=CPU, fake=fake_loss, products=products
-)
-scale = scale_op("_fused_linear_jsd_scale")
-
-
-@fused_linear_jsd_fwd.op.register_sharding
-def _(input, *args):
-    *_, total, need_dx, _, _ = args
-    if not total:
-        return replicate_only()
-    return [
-        (
-            [PARTIAL, PARTIAL, axis if need_dx else REPLICATE, PARTIAL, PARTIAL],
-            [axis, REPLICATE, REPLICATE, axis, REPLICATE, REPLICATE, axis, axis],
-        )
-        for axis in row_axes(input)
-    ]
-
-
-differentiate_by_scaling(fused_linear_jsd_fwd, scale, lambda total: total)
+OPS = DistillationOps("fused_linear_jsd")
 
 
 def fused_linear_jsd_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
+    make = Make(device, dtype)
+    randn = make.randn
 
     def both(V: int, *tokens: int, H: int = 12) -> tuple[Tensor, ...]:
         return randn(*tokens, H), randn(V, H), randn(*tokens, H + 8), randn(V, H + 8)
 
     def labels(*shape: int) -> Tensor:
-        places = torch.arange(math.prod(shape), device=device, dtype=torch.int64).view(shape)
-        return places.masked_fill(places % 4 == 3, -100)
+        positions = torch.arange(math.prod(shape), device=device, dtype=torch.int64).view(shape)
+        return positions.masked_fill(positions % 4 == 3, -100)
 
     yield Sample(both(32, 8), why="powers of two")
     for beta in (0.0, 0.3, 1.0):
         kwargs = {"beta": beta, "labels": labels(2, 5), "chunk_size": 4}
         yield Sample(both(37, 2, 5), kwargs, why=f"beta {beta}, three chunks, ignored tokens")
         kwargs = {
-            "beta": beta, "labels": labels(11), "linear_bias": randn(37), "teacher_linear_bias": randn(37),
-            "temperature": 2.0, "softcap": 4.0, "teacher_softcap": 3.0, "chunk_size": 5,
+            "beta": beta,
+            "labels": labels(11),
+            "linear_bias": randn(37),
+            "teacher_linear_bias": randn(37),
+            "temperature": 2.0,
+            "softcap": 4.0,
+            "teacher_softcap": 3.0,
+            "chunk_size": 5,
             "row_weight": torch.rand(11, device=device, dtype=dtype),
-        }  # fmt: skip
+        }
         yield Sample(both(37, 11), kwargs, why=f"beta {beta}, every option")
         yield Sample(both(37, 11, H=16), kwargs | {"skip_ignored": True}, why=f"beta {beta}, ignored tokens skipped")
     yield Sample(both(37, 11), {"chunk_size": 2}, why="six chunks: float32 sums")
@@ -138,10 +113,13 @@ def fused_linear_jsd_workloads(device: torch.device, dtype: torch.dtype) -> Iter
 def fused_linear_jsd_cost(
     input: Tensor, linear_weight: Tensor, teacher_input: Tensor, teacher_linear_weight: Tensor, **options: Any
 ) -> Cost:
-    student = (input.numel() + linear_weight.numel()) * input.element_size()
-    teacher = (teacher_input.numel() + teacher_linear_weight.numel()) * input.element_size()
-    product, of_teacher = product_flops(input, linear_weight), product_flops(teacher_input, teacher_linear_weight)
-    return Cost(student + teacher, 2 * student + teacher, product + of_teacher, 3 * product + of_teacher)
+    student, teacher = linear_cost(input, linear_weight), linear_cost(teacher_input, teacher_linear_weight)
+    return Cost(
+        student.bytes_forward + teacher.bytes_forward,
+        student.bytes_full + teacher.bytes_forward,
+        student.flops_forward + teacher.flops_forward,
+        student.flops_full + teacher.flops_forward,
+    )
 
 
 @public_op(
@@ -151,7 +129,7 @@ def fused_linear_jsd_cost(
     "int ignore_index=-100, bool skip_ignored=False, int chunk_size=0) -> Tensor",
     reference=fused_linear_jsd_reference,
     differentiable=("input", "linear_weight", "linear_bias"),
-    kernel_ops=(fused_linear_jsd_fwd.op, scale),
+    kernel_ops=OPS.kernel_ops,
     samples=fused_linear_jsd_samples,
     resized=fused_linear_jsd_resized,
     workloads=fused_linear_jsd_workloads,
@@ -188,15 +166,15 @@ def fused_linear_jsd(
         linear_weight: `[V, H]`, as in `torch.nn.Linear`, dtype of `input`.
         teacher_input: The teacher's hidden states `[..., H']`, dtype of `input`.
         teacher_linear_weight: `[V, H']`, dtype of `input`.
-        labels: `[...]`, int64 or int32: which tokens count, those whose label is not `ignore_index`. None for all.
+        labels: `[...]`, int64 or int32; tokens whose label is not `ignore_index` count. None for all.
         linear_bias: `[V]`, dtype of `input`.
         teacher_linear_bias: `[V]`, dtype of `input`.
         beta: From 0 to 1, as in `jsd`: 0 is KL(teacher || student), 1 KL(student || teacher).
-        temperature: What the logits of both are divided by, after the cap; positive. The loss is not multiplied by its
+        temperature: Divisor of the logits of both, after the cap; positive. The loss is not multiplied by its
             square.
         softcap: The student's logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.
-        teacher_softcap: The same of the teacher's.
-        row_weight: `[...]`, what each token's loss is multiplied by; the mean divides by their sum. None for 1.
+        teacher_softcap: The same for the teacher's logits.
+        row_weight: Weight `[...]` of each token's loss; the mean divides by their sum. None for 1.
         ignore_index: See `labels`.
         skip_ignored: Do no work for tokens that do not count. On a CPU they are left out. On a GPU, where only the
             device knows how many count, the matrix products stop at that number on chips of compute capability 9 and 10
@@ -214,28 +192,23 @@ def fused_linear_jsd(
 
     Sources: Agarwal et al., 2023, https://arxiv.org/abs/2306.13649; Liger Kernel, https://arxiv.org/abs/2410.10989.
     """
-    student, teacher = (input, linear_weight, linear_bias), (teacher_input, teacher_linear_weight, teacher_linear_bias)
-    options = (beta, temperature, softcap, teacher_softcap, ignore_index, skip_ignored, chunk_size, 0.0)
-    classes, teacher_classes = linear_weight.shape[0], teacher_linear_weight.shape[0]
-    if type(linear_weight) not in PLAIN_TENSORS:
-        from llmk.ops.linear_loss._vocab_shards import mesh_dim_of_classes, slices_of  # which imports torch.distributed
-
-        dim = mesh_dim_of_classes(input, linear_weight)
-        if dim is not None and mesh_dim_of_classes(teacher_input, teacher_linear_weight) == dim:
-            own, others = slices_of(dim, *student, labels, None, row_weight), slices_of(dim, *teacher)
-            tensors = (*own[:3], *others[:3], own.target, own.row_weight)
-            return own.whole(
-                _divergence(tensors, options, (classes, own.group_name, own.dx_group_name), teacher_classes)
-            )
-    return _divergence((*student, *teacher, labels, row_weight), options, (classes, "", ""), teacher_classes)
-
-
-def _divergence(
-    tensors: tuple[Any, ...], options: tuple[Any, ...], slices: tuple[int, str, str], teacher_classes: int
-) -> Tensor:
-    call = checked_call(tensors, options, slices, teacher_classes)
-    if is_sharded(call.input, call.linear_weight):
-        total, divisor, *_ = fused_linear_jsd_fwd(call, True)
-        return mean_of_all(total, divisor.detach(), call.row_weight is not None)
-    loss, *_ = fused_linear_jsd_fwd(call, False)
+    (loss,) = OPS(
+        input=input,
+        linear_weight=linear_weight,
+        linear_bias=linear_bias,
+        teacher_input=teacher_input,
+        teacher_linear_weight=teacher_linear_weight,
+        teacher_linear_bias=teacher_linear_bias,
+        labels=labels,
+        row_weight=row_weight,
+        beta=beta,
+        temperature=temperature,
+        softcap=softcap,
+        teacher_softcap=teacher_softcap,
+        ignore_index=ignore_index,
+        skip_ignored=skip_ignored,
+        chunk_size=chunk_size,
+        ce_weight=0.0,
+        shard=None,
+    )
     return loss

@@ -19,13 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.common.scaling import scale_op
-from llmk.ops.linear_loss._call import CallOp
-from llmk.ops.linear_loss._distill import DistillCall, checked_call, distilled, products
-from llmk.ops.linear_loss._divergence_rows import CPU, KERNELS, DivergenceRows
-from llmk.ops.linear_loss._scaled import differentiate_by_scaling, fake_loss
+from llmk.ops.linear_loss._records import Make
+from llmk.ops.linear_loss.drivers.distillation import DistillationOps
 from llmk.ops.linear_loss.fused_linear_jsd import fused_linear_jsd_cost, fused_linear_jsd_reference
-from llmk.registry import LARGEST, Cost, Sample, check_number, public_op, replicate_only
+from llmk.registry import LARGEST, Cost, Sample, check_number, public_op
 from llmk.registry.checks import TINY
 
 
@@ -35,9 +32,16 @@ def fused_linear_jsd_ce_reference(
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     divergence = fused_linear_jsd_reference(
-        input, linear_weight, teacher_input, teacher_linear_weight, labels=labels, linear_bias=linear_bias,
-        softcap=softcap, ignore_index=ignore_index, **options,
-    )  # fmt: skip
+        input,
+        linear_weight,
+        teacher_input,
+        teacher_linear_weight,
+        labels=labels,
+        linear_bias=linear_bias,
+        softcap=softcap,
+        ignore_index=ignore_index,
+        **options,
+    )
     logits = torch.nn.functional.linear(input, linear_weight, linear_bias)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logits = softcap * torch.tanh(logits / softcap) if softcap else logits
@@ -47,42 +51,27 @@ def fused_linear_jsd_ce_reference(
     return divergence + ce_weight * nll, divergence.detach(), nll.detach()
 
 
-def _fwd(
-    rows: DivergenceRows, call: DistillCall, total: bool, need_dx: bool, need_dw: bool, need_db: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    divergence, nll, left, dx, dw, db = distilled(rows, call, total, (need_dx, need_dw, need_db))
-    return divergence + call.ce_weight * nll, divergence, nll, left, dx, dw, db
-
-
-def _fake(call: DistillCall, total: bool, *need: bool) -> tuple[Tensor, ...]:
-    divergence, nll = (call.input.new_empty((), dtype=torch.float32) for _ in range(2))
-    loss, *rest = fake_loss(call, total, *need)
-    return loss, divergence, nll, *rest
-
-
-fused_linear_jsd_ce_fwd = CallOp(
-    "_fused_linear_jsd_ce_fwd", DistillCall, _fwd, kernels=KERNELS, cpu=CPU, fake=_fake, products=products
-)
-scale = scale_op("_fused_linear_jsd_ce_scale")
-fused_linear_jsd_ce_fwd.op.register_sharding(replicate_only)
-differentiate_by_scaling(fused_linear_jsd_ce_fwd, scale, lambda total: total, constants=2)
+OPS = DistillationOps("fused_linear_jsd_ce", with_ce=True)
 
 
 def fused_linear_jsd_ce_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
+    make = Make(device, dtype)
+    randn = make.randn
 
     def given(V: int, *tokens: int, H: int = 12) -> tuple[Tensor, ...]:
-        labels = torch.randint(0, V, tokens, device=device)
-        places = torch.arange(labels.numel(), device=device, dtype=torch.int64).view(tokens)
-        labels = labels.masked_fill(places % 4 == 3, -100)
+        labels = make.classes(V, *tokens)
         return randn(*tokens, H), randn(V, H), randn(*tokens, H + 8), randn(V, H + 8), labels
 
     yield Sample(given(32, 8), why="powers of two")
     kwargs = {
-        "linear_bias": randn(37), "teacher_linear_bias": randn(37), "temperature": 2.0, "softcap": 4.0,
-        "teacher_softcap": 3.0, "ce_weight": 0.4, "row_weight": torch.rand(2, 5, device=device, dtype=dtype),
-    }  # fmt: skip
+        "linear_bias": randn(37),
+        "teacher_linear_bias": randn(37),
+        "temperature": 2.0,
+        "softcap": 4.0,
+        "teacher_softcap": 3.0,
+        "ce_weight": 0.4,
+        "row_weight": torch.rand(2, 5, device=device, dtype=dtype),
+    }
     for beta in (0.0, 0.3, 1.0):
         yield Sample(given(37, 2, 5), kwargs | {"beta": beta, "chunk_size": 8}, why=f"beta {beta}, every option")
     yield Sample(given(37, 2, 5, H=16), kwargs | {"skip_ignored": True}, why="ignored tokens skipped")
@@ -122,7 +111,7 @@ def fused_linear_jsd_ce_cost(
     "int ignore_index=-100, bool skip_ignored=False, int chunk_size=0) -> (Tensor, Tensor, Tensor)",
     reference=fused_linear_jsd_ce_reference,
     differentiable=("input", "linear_weight", "linear_bias"),
-    kernel_ops=(fused_linear_jsd_ce_fwd.op, scale),
+    kernel_ops=OPS.kernel_ops,
     samples=fused_linear_jsd_ce_samples,
     resized=fused_linear_jsd_ce_resized,
     workloads=fused_linear_jsd_ce_workloads,
@@ -154,9 +143,9 @@ def fused_linear_jsd_ce(
     Args:
         input, linear_weight, teacher_input, teacher_linear_weight: As in `fused_linear_jsd`.
         labels: Class indices `[...]`, int64 or int32, `ignore_index` where a token does not count.
-        ce_weight: What the cross entropy is multiplied by; positive.
+        ce_weight: Weight of the cross entropy; positive.
         linear_bias, teacher_linear_bias, beta, temperature, softcap, teacher_softcap: As in `fused_linear_jsd`.
-        row_weight: As in `fused_linear_jsd`, of the divergence alone.
+        row_weight: As in `fused_linear_jsd`, for the divergence alone.
         ignore_index, skip_ignored, chunk_size: As in `fused_linear_jsd`.
 
     Returns:
@@ -172,9 +161,23 @@ def fused_linear_jsd_ce(
     https://arxiv.org/abs/2306.13649; Liger Kernel, https://arxiv.org/abs/2410.10989.
     """
     check_number("ce_weight", ce_weight, TINY, LARGEST, "a finite positive number")
-    student, teacher = (input, linear_weight, linear_bias), (teacher_input, teacher_linear_weight, teacher_linear_bias)
-    options = (beta, temperature, softcap, teacher_softcap, ignore_index, skip_ignored, chunk_size, ce_weight)
-    slices, teacher_classes = (linear_weight.shape[0], "", ""), teacher_linear_weight.shape[0]
-    call = checked_call((*student, *teacher, labels, row_weight), options, slices, teacher_classes)
-    loss, divergence, nll, *_ = fused_linear_jsd_ce_fwd(call, False)
+    loss, divergence, nll = OPS(
+        input=input,
+        linear_weight=linear_weight,
+        linear_bias=linear_bias,
+        teacher_input=teacher_input,
+        teacher_linear_weight=teacher_linear_weight,
+        teacher_linear_bias=teacher_linear_bias,
+        labels=labels,
+        row_weight=row_weight,
+        beta=beta,
+        temperature=temperature,
+        softcap=softcap,
+        teacher_softcap=teacher_softcap,
+        ignore_index=ignore_index,
+        skip_ignored=skip_ignored,
+        chunk_size=chunk_size,
+        ce_weight=ce_weight,
+        shard=None,
+    )
     return loss, divergence, nll

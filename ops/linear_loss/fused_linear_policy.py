@@ -1,9 +1,9 @@
-r"""A linear layer over a vocabulary, and a policy's loss of its log-probabilities and entropies.
+r"""A linear layer over a vocabulary and a policy loss of its log-probabilities and entropies.
 
-Sources: Shao et al., GRPO, 2024, https://arxiv.org/abs/2402.03300, and those of `policy_losses.py` for the losses; Hsu
-et al., "Liger Kernel", 2024, https://arxiv.org/abs/2410.10989, for making the gradients in the forward pass.
+Sources: Shao et al., GRPO, 2024, https://arxiv.org/abs/2402.03300, and those of `objectives/policy.py` for the losses;
+Hsu et al., "Liger Kernel", 2024, https://arxiv.org/abs/2410.10989, for making the gradients in the forward pass.
 
-Of tokens t with log-probabilities l_t, old ones o_t, reference ones q_t, advantages A_t and entropies H_t:
+For tokens t with log-probabilities l_t, old ones o_t, reference ones q_t, advantages A_t and entropies H_t:
 
     r_t  = exp(level(l - o)_t)                the token's own, or its sequence's mean or sum
     loss = sum_t w_t f(l_t, r_t, A_t) + k_t KL(l_t - q_t) [r_t] - h_t H_t
@@ -12,25 +12,32 @@ with a loss f and an estimator KL. So the gradient of l_t is, with level its own
 
     w_t df/dl_t + k_t KL'(l_t - q_t) [r_t] + level(r_u (w_u df/dr_u + k_u [KL(l_u - q_u)]))_t
 
-which is known once the token's log-probability is, or its sequence's are, and that of H_t is -h_t. `_groups.py` makes
-the gradients from these with the chunk's logits, in the forward pass, and the backward pass multiplies them by that of
-the loss: three products. Where a sequence that a ratio is of does not fit into a chunk, the logits of all are made
-twice, in the forward pass still: four products.
+which is known once the token's log-probability is, or its sequence's are, and that of H_t is -h_t. In the forward pass
+`drivers/logprobs.py` makes the gradients from these with the chunk's logits, and the backward pass multiplies them by
+that of the loss: three products. Where ratios are per sequence and a sequence does not fit into a chunk, all logits
+are made twice, in the forward pass still: four products.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from llmk.ops.common.scaling import scale_op
-from llmk.ops.linear_loss._call import product_flops
-from llmk.ops.linear_loss._groups import groups_op
-from llmk.ops.linear_loss._policy import OF_TOKENS, PolicyCall, level_of_rows
-from llmk.ops.linear_loss.checks import check_chunk_size, check_temperature, checked_linear
+from llmk.ops.linear_loss._records import Make, linear_cost
+from llmk.ops.linear_loss.chunked import CompactedTokens
+from llmk.ops.linear_loss.drivers.logprobs import GroupsCall, groups_op
 from llmk.ops.linear_loss.linear_logprobs import linear_logprobs_reference
-from llmk.ops.linear_loss.policy_losses import ESTIMATORS, LEVELS, LOSSES, PolicyOptions, PolicyTerms
+from llmk.ops.linear_loss.objectives.policy import (
+    ESTIMATORS,
+    LEVELS,
+    LOSSES,
+    PolicyOptions,
+    PolicyTerms,
+    rowwise_level,
+)
 from llmk.registry import (
     LARGEST,
     Cost,
@@ -40,7 +47,6 @@ from llmk.registry import (
     check_option,
     check_same,
     check_shape,
-    check_switch,
     public_op,
 )
 from llmk.registry.checks import TINY
@@ -50,29 +56,103 @@ def fused_linear_policy_reference(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
     advantages: Tensor | None = None, token_weight: Tensor | None = None, old_logps: Tensor | None = None,
     ref_logps: Tensor | None = None, kl_weight: Tensor | None = None, entropy_weight: Tensor | None = None,
-    temperature: float = 1.0, softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False,
-    chunk_size: int = 0, **options: Any,
+    temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100,
+    skip_ignored: bool = False, chunk_size: int = 0, **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     logprobs, entropy = linear_logprobs_reference(
-        input, linear_weight, target, linear_bias=linear_bias, temperature=temperature, softcap=softcap,
+        input,
+        linear_weight,
+        target,
+        linear_bias=linear_bias,
+        temperature=temperature,
+        logit_scale=logit_scale,
+        softcap=softcap,
         ignore_index=ignore_index,
-    )  # fmt: skip
+    )
     counts = target.long() != ignore_index
 
-    def of_tokens(values: Tensor) -> Tensor:
+    def masked(values: Tensor) -> Tensor:
         return torch.where(counts, values.to(logprobs.dtype), 0.0)
 
     def given(values: Tensor | None) -> Tensor | None:
-        return None if values is None else of_tokens(values)
+        return None if values is None else masked(values)
 
     policy, ones = PolicyOptions(**options), torch.ones_like(logprobs)
     terms = PolicyTerms(
-        of_tokens(ones if advantages is None else advantages),
-        of_tokens(ones if token_weight is None else token_weight),
-        given(old_logps), given(ref_logps), given(kl_weight), given(entropy_weight), policy,
-        level_of_rows(policy.importance_sampling_level, counts),
-    )  # fmt: skip
+        masked(ones if advantages is None else advantages),
+        masked(ones if token_weight is None else token_weight),
+        given(old_logps),
+        given(ref_logps),
+        given(kl_weight),
+        given(entropy_weight),
+        policy,
+        rowwise_level(policy.importance_sampling_level, counts),
+    )
     return terms.loss(logprobs, entropy), logprobs.detach(), entropy.detach()
+
+
+PER_TOKEN = ("advantages", "token_weight", "old_logps", "ref_logps", "kl_weight", "entropy_weight")
+"""The call's tensors with one value for each token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyCall(GroupsCall):
+    """The tokens are `[..., S]`, rows of which are sequences where the ratio is that of a whole one."""
+
+    advantages: Tensor | None  # [..., S]
+    token_weight: Tensor | None  # [..., S]
+    old_logps: Tensor | None  # [..., S]
+    ref_logps: Tensor | None  # [..., S]
+    kl_weight: Tensor | None  # [..., S]
+    entropy_weight: Tensor | None  # [..., S]
+    loss_type: str
+    importance_sampling_level: str
+    epsilon: float
+    epsilon_high: float
+    delta: float | None
+    sapo_temperature_pos: float
+    sapo_temperature_neg: float
+    kl_estimator: str
+    use_bias_correction_kl: bool
+
+    @property
+    def group(self) -> torch.Size:
+        return torch.Size(()) if self.importance_sampling_level == "token" else self.tokens[-1:]
+
+    def of(self, compacted: CompactedTokens | None) -> Self:
+        if compacted is None:
+            return self
+        return compacted.select(self, "input", "target", *(PER_TOKEN if self.tokens_are_groups else ()))
+
+    def terms(self, groups: slice) -> PolicyTerms:
+        counts = self.grouped(self.target)[groups].long() != self.ignore_index  # int32 would wrap what it does not hold
+
+        def masked(values: Tensor) -> Tensor:
+            return torch.where(counts, self.grouped(values)[groups].float(), 0.0)
+
+        def given(values: Tensor | None) -> Tensor | None:
+            return None if values is None else masked(values)
+
+        return PolicyTerms(
+            counts.float() if self.advantages is None else masked(self.advantages),
+            counts.float() if self.token_weight is None else masked(self.token_weight),
+            given(self.old_logps),
+            given(self.ref_logps),
+            given(self.kl_weight),
+            given(self.entropy_weight),
+            PolicyOptions(
+                self.loss_type,
+                self.importance_sampling_level,
+                self.epsilon,
+                self.epsilon_high,
+                self.delta,
+                self.sapo_temperature_pos,
+                self.sapo_temperature_neg,
+                self.kl_estimator,
+                self.use_bias_correction_kl,
+            ),
+            rowwise_level(self.importance_sampling_level, counts),
+        )
 
 
 scale = scale_op("_fused_linear_policy_scale")
@@ -80,38 +160,34 @@ fused_linear_policy_fwd = groups_op("_fused_linear_policy_fwd", PolicyCall, scal
 
 
 def fused_linear_policy_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
-
-    def classes(V: int, *shape: int) -> Tensor:
-        target = torch.randint(0, V, shape, device=device)
-        places = torch.arange(target.numel(), device=device, dtype=torch.int64).view(shape)
-        return target.masked_fill(places % 4 == 3, -100)
+    make = Make(device, dtype)
+    randn, classes = make.randn, make.classes
 
     def logps(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        """Near the policy's, so that some ratios are clipped and others not."""
-        scores = torch.nn.functional.linear(x.float(), weight.float()).log_softmax(-1)
-        own = scores.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        """Return log-probabilities near the policy's, so that some ratios are clipped and others not."""
+        log_probs = torch.nn.functional.linear(x.float(), weight.float()).log_softmax(-1)
+        own = log_probs.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
         return own + 0.3 * torch.randn(own.shape, device=device, dtype=torch.float32)
 
     def tokens(*shape: int, H: int = 12) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
         args = randn(*shape, H), randn(37, H), classes(37, *shape)
-        of_tokens = {name: torch.rand(shape, device=device, dtype=dtype) for name in ("token_weight", "kl_weight")}
-        of_tokens |= {"advantages": randn(*shape), "entropy_weight": 0.1 * randn(*shape)}
-        return args, of_tokens | {"old_logps": logps(*args), "ref_logps": logps(*args)}
+        per_token = {name: torch.rand(shape, device=device, dtype=dtype) for name in ("token_weight", "kl_weight")}
+        per_token |= {"advantages": randn(*shape), "entropy_weight": 0.1 * randn(*shape)}
+        return args, per_token | {"old_logps": logps(*args), "ref_logps": logps(*args)}
 
     args, given = tokens(3, 5)
     yield Sample(args, {"advantages": given["advantages"], "old_logps": given["old_logps"]}, why="clipped ratios")
     yield Sample(args, why="nothing but log-probabilities, the first step")
-    everything = {"linear_bias": randn(37), "temperature": 1.7, "softcap": 4.0, "epsilon_high": 0.28, "delta": 1.5}
+    everything = {"linear_bias": randn(37), "temperature": 1.7, "logit_scale": 0.5}
+    everything |= {"softcap": 4.0, "epsilon_high": 0.28, "delta": 1.5}
     for loss_type, estimator in (("sapo", "k1"), ("cispo", "k2"), ("clipped", "k3")):
         kwargs = given | everything | {"loss_type": loss_type, "kl_estimator": estimator}
         yield Sample(args, kwargs | {"chunk_size": 8}, why=f"every option, {loss_type}, two chunks")
     kwargs |= {"importance_sampling_level": "sequence", "use_bias_correction_kl": True}
     yield Sample(args, kwargs | {"chunk_size": 11}, why="ratios of sequences, two to a chunk")
     yield Sample(args, kwargs | {"chunk_size": 4}, why="ratios of sequences, logits made twice")
-    skipped, of_skipped = tokens(3, 5, H=16)
-    kwargs = of_skipped | everything | {"skip_ignored": True}
+    skipped, skipped_kwargs = tokens(3, 5, H=16)
+    kwargs = skipped_kwargs | everything | {"skip_ignored": True}
     yield Sample(skipped, kwargs | {"loss_type": "dft", "chunk_size": 8}, why="ignored tokens skipped")
     kwargs |= {"importance_sampling_level": "sequence_sum", "epsilon": 0.5}
     yield Sample(skipped, kwargs, why="ignored tokens skipped, ratios of sequences")
@@ -140,9 +216,7 @@ def fused_linear_policy_workloads(device: torch.device, dtype: torch.dtype) -> I
 
 
 def fused_linear_policy_cost(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Cost:
-    tensors = (input.numel() + linear_weight.numel()) * input.element_size()
-    product = product_flops(input, linear_weight)
-    return Cost(tensors, 2 * tensors, product, 3 * product)
+    return linear_cost(input, linear_weight)
 
 
 @public_op(
@@ -151,7 +225,8 @@ def fused_linear_policy_cost(input: Tensor, linear_weight: Tensor, target: Tenso
     'Tensor? kl_weight=None, Tensor? entropy_weight=None, str loss_type="clipped", '
     'str importance_sampling_level="token", float epsilon=0.2, float epsilon_high=0.2, float? delta=None, '
     "float sapo_temperature_pos=1.0, float sapo_temperature_neg=1.05, "
-    'str kl_estimator="k3", bool use_bias_correction_kl=False, float temperature=1.0, float softcap=0.0, '
+    'str kl_estimator="k3", bool use_bias_correction_kl=False, float temperature=1.0, float logit_scale=1.0, '
+    "float softcap=0.0, "
     "int ignore_index=-100, bool skip_ignored=False, int chunk_size=0) -> (Tensor, Tensor, Tensor)",
     reference=fused_linear_policy_reference,
     differentiable=("input", "linear_weight", "linear_bias"),
@@ -183,6 +258,7 @@ def fused_linear_policy(
     kl_estimator: str = "k3",
     use_bias_correction_kl: bool = False,
     temperature: float = 1.0,
+    logit_scale: float = 1.0,
     softcap: float = 0.0,
     ignore_index: int = -100,
     skip_ignored: bool = False,
@@ -192,9 +268,9 @@ def fused_linear_policy(
 
         token_weight * f(log pi, ratio, advantage) + kl_weight * KL(pi, ref) - entropy_weight * entropy
 
-    What `llmk.losses` has of this kind is made of it: `grpo`, `reinforce`, `rloo`, `ppo`, `sft` and `dft`. The
-    gradients that are wanted are made in the forward pass and scaled in the backward pass. The logits are made once, or
-    twice where ratios are those of sequences and the logits of one do not fit into a chunk.
+    `grpo`, `reinforce`, `rloo`, `ppo`, `sft` and `dft` of `llmk.losses` use it. The gradients that are needed are made
+    in the forward pass and scaled in the backward pass. The logits are made once, or twice where ratios are per
+    sequence and the logits of one do not fit into a chunk.
 
     Args:
         input: `[..., S, H]`, or `[H]`; float32, float16 or bfloat16, any strides. Rows of S tokens are sequences where
@@ -203,24 +279,27 @@ def fused_linear_policy(
         target: Class indices `[..., S]`, int64 or int32.
         linear_bias: `[V]`, dtype of `input`.
         advantages: In the target's shape, as the next five; None for 1.
-        token_weight: What the policy's term of each token is multiplied by; None for 1.
-        old_logps: Log-probabilities of the policy that the step began with; None for those of `input`, as constants.
-        ref_logps: Those of the reference model; needed with `kl_weight`.
-        kl_weight: What the divergence of each token is multiplied by; None for 0.
-        entropy_weight: What the entropy of each token is multiplied by and then taken off the loss; None for 0.
+        token_weight: Weight of each token's policy loss; None for 1.
+        old_logps: Log-probabilities of the old policy; None for those of `input`, detached.
+        ref_logps: Log-probabilities of the reference model; needed with `kl_weight`.
+        kl_weight: Weight of each token's divergence; None for 0.
+        entropy_weight: Weight of each token's entropy, which is subtracted from the loss; None for 0.
         loss_type: "clipped", "cispo" or "sapo", as in `grpo` of `llmk.losses`; "reinforce", -A log pi; "dft", with pi
             as a constant factor besides.
-        importance_sampling_level: What ratio a token has: "token", its own, "sequence", the geometric mean over its
+        importance_sampling_level: The ratio of a token: "token", its own, "sequence", the geometric mean over its
             sequence, or "sequence_sum", the product.
-        epsilon: The ratio is clipped at 1 - epsilon.
-        epsilon_high: And at 1 + epsilon_high; "cispo" clips at epsilon_high itself.
-        delta: Of "clipped", an upper bound of the ratio that is not clipped.
-        sapo_temperature_pos, sapo_temperature_neg: Of "sapo", for positive advantages and for the others; positive.
+        epsilon: The ratio is clipped from below at 1 - epsilon.
+        epsilon_high: The ratio is clipped from above at 1 + epsilon_high; "cispo" clips at epsilon_high itself.
+        delta: Upper bound of the unclipped ratio in "clipped".
+        sapo_temperature_pos, sapo_temperature_neg: Temperatures of "sapo" for positive and for other advantages;
+            positive.
         kl_estimator: "k1", "k2" or "k3", as in `grpo`.
         use_bias_correction_kl: Multiply the divergence by the ratio.
-        temperature: What the logits are divided by, after the cap; positive.
+        temperature: Divisor of the logits, after the cap; positive.
+        logit_scale: Factor of the logits, before the cap.
         softcap: Logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.
-        ignore_index: A token with this target has no part in the loss and no gradient; nothing else is read of it.
+        ignore_index: A token with this target has no part in the loss and no gradient. None of its values is read;
+            its hidden state must be finite, as the weight's gradient has 0 times it, unless `skip_ignored`.
         skip_ignored: Do no work for tokens that do not count, as `fused_linear_ce` does it; where ratios are those of
             sequences the logits of the others are made twice.
         chunk_size: Tokens whose logits exist at a time, or the most that are whole sequences where ratios are theirs. 0
@@ -235,27 +314,45 @@ def fused_linear_policy(
         IndexError: On the CPU, a target is neither a class nor `ignore_index`. On a GPU it makes the loss NaN.
         NotImplementedError: A tensor beside the linear layer requires a gradient.
 
-    Sources: Shao et al., 2024, https://arxiv.org/abs/2402.03300; TRL, https://github.com/huggingface/trl; of each type
-    in `policy_losses.py`. Liger Kernel, https://arxiv.org/abs/2410.10989.
+    Sources: Shao et al., 2024, https://arxiv.org/abs/2402.03300; TRL, https://github.com/huggingface/trl; each type in
+    `objectives/policy.py`. Liger Kernel, https://arxiv.org/abs/2410.10989.
     """
-    input, linear_weight, linear_bias = checked_linear(input, linear_weight, linear_bias, fewest_classes=1)
-    call = PolicyCall(
-        input, linear_weight, linear_bias, target, ignore_index, 1.0, softcap, temperature, skip_ignored, chunk_size,
-        0, linear_weight.shape[0], "", "", advantages, token_weight, old_logps, ref_logps, kl_weight, entropy_weight,
-        loss_type, importance_sampling_level, epsilon, epsilon_high, delta, sapo_temperature_pos, sapo_temperature_neg,
-        kl_estimator, use_bias_correction_kl,
-    )  # fmt: skip
+    call = PolicyCall.checked(
+        input=input,
+        linear_weight=linear_weight,
+        linear_bias=linear_bias,
+        target=target,
+        ignore_index=ignore_index,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        temperature=temperature,
+        skip_ignored=skip_ignored,
+        chunk_size=chunk_size,
+        shard=None,
+        advantages=advantages,
+        token_weight=token_weight,
+        old_logps=old_logps,
+        ref_logps=ref_logps,
+        kl_weight=kl_weight,
+        entropy_weight=entropy_weight,
+        loss_type=loss_type,
+        importance_sampling_level=importance_sampling_level,
+        epsilon=epsilon,
+        epsilon_high=epsilon_high,
+        delta=delta,
+        sapo_temperature_pos=sapo_temperature_pos,
+        sapo_temperature_neg=sapo_temperature_neg,
+        kl_estimator=kl_estimator,
+        use_bias_correction_kl=use_bias_correction_kl,
+    )
     _check_loss(call)
-    check_dtype("target", target, (torch.int64, torch.int32))
-    for name in ("target", *OF_TOKENS):
+    for name in ("target", *PER_TOKEN):
         tensor = getattr(call, name)
         if tensor is not None:
-            check_dtype(name, tensor, *([] if name != "target" else [(torch.int64, torch.int32)]))
+            if name != "target":
+                check_dtype(name, tensor)
             check_shape(name, tensor, tuple(call.tokens), "one for each token of input")
             check_same(name, tensor, "input", call.input)
-    check_temperature(temperature)
-    check_switch("softcap", softcap)
-    check_chunk_size(chunk_size)
     loss, logprobs, entropy, *_ = fused_linear_policy_fwd(call)
     return loss, logprobs, entropy
 

@@ -1,21 +1,21 @@
-r"""A linear layer over classes that are spread over the ranks of a group, and the cross entropy of its outputs.
+r"""A linear layer whose classes are sharded over the ranks of a group, and the cross entropy of its outputs.
 
-Sources: Shoeybi et al., "Megatron-LM", 2019, https://arxiv.org/abs/1909.08053, for the slices of the classes; the
+Sources: Shoeybi et al., "Megatron-LM", 2019, https://arxiv.org/abs/1909.08053, for the shards of the classes; the
 chunks of tokens and the gradients made in the forward pass are those of `fused_linear_ce.py`.
 
-Each rank has x [N, H], the targets [N] and a slice W_C of the weight's rows: the classes C. For a chunk of tokens:
+Each rank has x [N, H], the targets [N] and a shard W_C of the weight's rows: the classes C. For a chunk of tokens:
 
     logits = x_chunk @ W_C^T + b_C            [C, V_C], the rank's own
     parts  = slice_statistics(logits)         three numbers a token, five with smoothing
     losses = combine_slices(all ranks' parts) and each row's maximum and sum over all classes
     G      = row_gradients(logits)            over the logits, in place
-    dx     = G @ W_C                          what C adds to it
+    dx     = G @ W_C                          the term of C
     dW_C  += G^T @ x_chunk                    and db_C += the column sums of G
 
-so that the ranks exchange numbers of tokens, never logits. The math of the slices is in `_row_loss_slices.py`. The
-gradient of x is the sum of what the ranks add: it is summed in the backward pass, so that a loss that nobody
-differentiates costs no sum, in float32, and rounded once. Rounded to bfloat16 on every rank and summed in bfloat16 its
-error would be 1.6 times that of one rank's product over 4 ranks, and 1.9 times over 8 (root mean square, 4096 classes).
+so that the ranks exchange numbers of tokens, never logits; `kernels/_vocab_parallel.py` has the math. The gradient of x
+is the sum over ranks, taken in the backward pass, so that a loss that is not differentiated costs no sum, in float32,
+and rounded once. Rounded to bfloat16 on every rank and summed in bfloat16 its error would be 1.6 times that of one
+rank's product over 4 ranks, and 1.9 times over 8 (root mean square, 4096 classes).
 
 All ranks make the same chunks, by the classes that a rank has on average: each chunk is one exchange.
 """
@@ -26,66 +26,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss._cross_entropy import CrossEntropyCall, CrossEntropyOps, Shardings
-from llmk.ops.linear_loss._row_loss_slices import SLICE_CPU, SLICE_KERNELS
-from llmk.ops.linear_loss.checks import check_chunk_size, checked_linear
+from llmk.ops.linear_loss._records import Make
+from llmk.ops.linear_loss.chunked import VocabShard
+from llmk.ops.linear_loss.drivers.cross_entropy import CrossEntropyOps
 from llmk.ops.linear_loss.fused_linear_ce import (
     fused_linear_ce_cost,
     fused_linear_ce_reference,
     fused_linear_ce_resized,
 )
-from llmk.ops.loss.cross_entropy import check_loss_options
-from llmk.registry import Sample, public_op, replicate_only
+from llmk.registry import Sample, public_op
 
 
 def vocab_parallel_linear_ce_reference(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, vocab_start: int = 0, num_classes: int = 0,
     group_name: str = "", **options: Any,
 ) -> Tensor:  # fmt: skip
-    """Of one rank that has all classes."""
+    """The loss on one rank that has all classes."""
     if group_name:
         raise ValueError(f"group_name: expected '', one rank with all classes, got {group_name!r}")
     return fused_linear_ce_reference(input, linear_weight, target, **options)
 
 
-# They are called on each rank's own tensors.
-OPS = CrossEntropyOps("vocab_parallel_linear_ce", SLICE_KERNELS, SLICE_CPU, Shardings(*[replicate_only] * 3))
-
-
-def loss_of_slices(reduction: str, *arguments: Any) -> Tensor:
-    """The loss of `CrossEntropyCall(*arguments)`.
-
-    With its `dx_group_name` empty each rank's gradient of the input is what its own classes add to it.
-    """
-    input, linear_weight, linear_bias, *rest = arguments
-    call = CrossEntropyCall(*checked_linear(input, linear_weight, linear_bias, fewest_classes=0), *rest)
-    vocab_start, num_classes, classes = call.vocab_start, call.num_classes, linear_weight.shape[0]
-    if not 0 <= vocab_start <= vocab_start + classes <= num_classes or num_classes == 0:
-        raise ValueError(
-            f"num_classes: expected at least vocab_start {vocab_start} and the {classes} classes of "
-            f"linear_weight, and one class, got {num_classes}"
-        )
-    check_loss_options(
-        num_classes, call.input, call.target, call.weight, reduction, call.label_smoothing, call.softcap, call.z_loss
-    )
-    check_chunk_size(call.chunk_size)
-    if reduction == "none":
-        losses, _ = OPS.rows(call)
-        return losses
-    loss, *_ = OPS.reduced(call, reduction)
-    return loss
+OPS = CrossEntropyOps("vocab_parallel_linear_ce")  # called on each rank's own tensors
 
 
 def vocab_parallel_linear_ce_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
-
-    def classes(V: int, *shape: int) -> Tensor:
-        target = torch.randint(0, V, shape, device=device)
-        return target.masked_fill(
-            torch.arange(target.numel(), device=device, dtype=torch.int64).view(shape) % 4 == 3, -100
-        )
-
+    make = Make(device, dtype)
+    randn, classes = make.randn, make.classes
     everything = {"label_smoothing": 0.1, "softcap": 4.0, "z_loss": 1e-2}
     yield Sample((randn(8, 16), randn(32, 16), classes(32, 8)), why="powers of two")
     yield Sample((randn(2, 5, 12), randn(37, 12), classes(37, 2, 5)), {"chunk_size": 4}, why="three chunks, odd sizes")
@@ -101,7 +68,7 @@ def vocab_parallel_linear_ce_samples(device: torch.device, dtype: torch.dtype) -
     yield Sample((randn(5, 1), randn(1, 1), torch.zeros(5, device=device, dtype=torch.int64)), why="one feature, class")
     yield Sample((randn(12, 9).t(), randn(12, 37).t(), classes(37, 18)[::2]), why="everything strided")
     yield Sample(
-        (randn(4, 8), randn(32, 8), torch.full((4,), -100, device=device, dtype=torch.int64)),
+        (randn(4, 8), randn(32, 8), make.ignored(4)),
         why="every target ignored: NaN",
     )
     yield Sample((randn(2, 4), randn(100_003, 4), classes(100_003, 2)), why="100,003 classes")
@@ -166,14 +133,14 @@ def vocab_parallel_linear_ce(
             logits are. NaN or infinity in `input` itself reaches the gradient of `linear_weight` from any row, as it
             does through PyTorch's product.
         reduction: "none", "sum", or "mean": the sum over the rows divided by the sum of their targets' weights.
-        label_smoothing: The share of the target, 0 to 1, that is spread evenly over all classes.
+        label_smoothing: Probability, 0 to 1, that the target spreads evenly over all classes.
         softcap: Logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.
         z_loss: `z_loss * logsumexp(logits)**2` is added to the loss of every row that counts; 0 is off. It has no class
             weight, but the mean divides the whole sum by the weights, where Liger divides z_loss by the number of rows.
         chunk_size: Tokens whose logits exist at a time. 0 chooses as `fused_linear_ce` does, for `num_classes` divided
             by the number of ranks.
         vocab_start: The class of the first row of `linear_weight`.
-        num_classes: How many classes all ranks have together; 0 without a group: those of `linear_weight`.
+        num_classes: Number of classes of all ranks together; 0 without a group: those of `linear_weight`.
         group_name: The `group_name` of a `torch.distributed.ProcessGroup`; "" is one rank, which has all classes.
 
     Returns:
@@ -196,8 +163,20 @@ def vocab_parallel_linear_ce(
                 f"vocab_start {vocab_start} and num_classes {num_classes}, got ''"
             )
         num_classes = own
-    return loss_of_slices(
-        reduction, input, linear_weight, linear_bias, target, weight, None,
-        ignore_index, label_smoothing, softcap, z_loss, False, chunk_size,
-        vocab_start, num_classes, group_name, group_name,
-    )  # fmt: skip
+    (loss,) = OPS(
+        reduction,
+        input=input,
+        linear_weight=linear_weight,
+        linear_bias=linear_bias,
+        target=target,
+        weight=weight,
+        row_weight=None,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        softcap=softcap,
+        z_loss=z_loss,
+        skip_ignored=False,
+        chunk_size=chunk_size,
+        shard=VocabShard(vocab_start, num_classes, group_name, dx_group_name=group_name),
+    )
+    return loss

@@ -38,8 +38,8 @@ from llmk.registry import (
 @triton.jit
 def divergence_kernel(
     x_ptr, y_ptr, label_ptr, loss_ptr, count_ptr, dx_ptr, divisor_ptr,
-    N, slices, x_stride, y_stride, ignore_index, rows,
-    BETA: tl.constexpr, LOG_BETA: tl.constexpr, LOG_REST: tl.constexpr, EXACT: tl.constexpr, BLOCK_N: tl.constexpr,
+    N, slices, x_stride, y_stride, ignore_index, rows, beta, rest,
+    FORM: tl.constexpr, EXACT: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """A slice of a row: what it adds to the loss, and its gradient, divided by `divisor` or by `rows`."""
     program, part = tl.program_id(0) // slices, tl.program_id(0) % slices
@@ -62,7 +62,7 @@ def divergence_kernel(
         read = cols < N * counts
         x = tl.load(x_ptr + cols, mask=read, other=0.0).to(tl.float32)
         y = tl.load(y_ptr + cols, mask=read, other=0.0).to(tl.float32)
-        f, slope = divergence_of(x, y, BETA, LOG_BETA, LOG_REST, EXACT)  # type: ignore[misc]
+        f, slope = divergence_of(x, y, beta, rest, FORM, EXACT)  # type: ignore[misc]
         total += tl.where(read, f, 0.0)
         if dx_ptr is not None:
             dx = tl.where(read, slope * inverse, 0.0)
@@ -74,7 +74,7 @@ def divergence_kernel(
 @triton.jit
 def divergence_backward_kernel(
     grad_ptr, x_ptr, y_ptr, label_ptr, dx_ptr, N, grad_stride, x_stride, y_stride, ignore_index,
-    BETA: tl.constexpr, LOG_BETA: tl.constexpr, LOG_REST: tl.constexpr, EXACT: tl.constexpr, BLOCK_N: tl.constexpr,
+    beta, rest, FORM: tl.constexpr, EXACT: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     program, blocks = tl.program_id(0), tl.cdiv(N, BLOCK_N)
     row, block = (program // blocks).to(tl.int64), program % blocks
@@ -88,7 +88,7 @@ def divergence_backward_kernel(
     g = tl.load(grad_ptr + row * grad_stride)
     x = tl.load(x_ptr + row * x_stride + cols, mask=read, other=0.0).to(tl.float32)
     y = tl.load(y_ptr + row * y_stride + cols, mask=read, other=0.0).to(tl.float32)
-    _, slope = divergence_of(x, y, BETA, LOG_BETA, LOG_REST, EXACT)  # type: ignore[misc]
+    _, slope = divergence_of(x, y, beta, rest, FORM, EXACT)  # type: ignore[misc]
     dx = tl.where(read, g * slope, 0.0)
     tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
@@ -142,8 +142,8 @@ def _launch(call: Call, slices: int, dx: Tensor | None, divisor: Tensor | None, 
     loss, count = (empty((M, slices), torch.float32, x.device) for _ in range(2))
     wrap_triton(divergence_kernel)[(M * slices,)](
         x, y, None if call.labels is None else call.labels.contiguous(), loss, count, dx, divisor,
-        N, slices, x.stride(0), y.stride(0), call.ignore_index, rows,
-        **call.mixture.constants(), EXACT=x.dtype == torch.float32, **_block(N),
+        N, slices, x.stride(0), y.stride(0), call.ignore_index, rows, *call.mixture.numbers(),
+        FORM=call.mixture.form(), EXACT=x.dtype == torch.float32, **_block(N),
     )  # fmt: skip
     return loss, count
 
@@ -171,8 +171,8 @@ def _gradients(grad: Tensor, call: Call) -> Tensor:
     dx, block = empty(call.input.shape, x.dtype, x.device), _block(N)
     wrap_triton(divergence_backward_kernel)[(M * cdiv(N, block["BLOCK_N"]),)](
         grad, x, y, None if call.labels is None else call.labels.contiguous(), dx,
-        N, grad.stride(0), x.stride(0), y.stride(0), call.ignore_index,
-        **call.mixture.constants(), EXACT=x.dtype == torch.float32, **block,
+        N, grad.stride(0), x.stride(0), y.stride(0), call.ignore_index, *call.mixture.numbers(),
+        FORM=call.mixture.form(), EXACT=x.dtype == torch.float32, **block,
     )  # fmt: skip
     return dx
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from llmk.ops.loss.plain import REDUCTIONS, capped, cross_entropy_of, loss_options
-from llmk.registry.patterns import Call, Emit, Left, Pattern, Plain, Value, Var, With, as_dtype, value_of
+from llmk.registry.patterns import Call, Emit, Input, Left, Pattern, Plain, Value, Var, With, as_dtype, value_of
 
 
 def _build_cross_entropy(emit: Emit, values: Mapping[str, Any]) -> Any:
@@ -48,11 +48,15 @@ def _build_divergence_by_hand(emit: Emit, values: Mapping[str, Any]) -> Any:
     return as_dtype(emit, loss, emit.wanted.dtype)
 
 
+OTHERWISE = "its input is no log_softmax of logits: F.cross_entropy(logits, target) is found"
+
 CROSS_ENTROPY = (
     Plain(
-        results=(cross_entropy_of(capped(Var("input"))),),
+        results=(cross_entropy_of(capped(Input(Var("input")))),),
         signs=("cross_entropy_loss", "nll_loss", "nll_loss_nd"),
+        why_left=lambda node: OTHERWISE,
         build=_build_cross_entropy,
+        indices={"target": ("input", -1)},
     ),
 )
 KL_DIV = (

@@ -80,8 +80,8 @@ def ce_tvd_kernel(
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row).to(tl.int64)
     counts, valid, _ = counts_of(target, None, V, ignore_index)  # type: ignore[misc]
-    m, total, _, _ = row_statistics(x_ptr, row * x_stride, None, V, counts, False, 0.0, False, BLOCK_V)  # type: ignore[misc]
-    n, mass, _, _ = row_statistics(y_ptr, row * y_stride, None, V, counts, False, 0.0, False, BLOCK_V)  # type: ignore[misc]
+    m, total, _, _ = row_statistics(x_ptr, row * x_stride, None, V, counts, None, False, False, BLOCK_V)  # type: ignore[misc]
+    n, mass, _, _ = row_statistics(y_ptr, row * y_stride, None, V, counts, None, False, False, BLOCK_V)  # type: ignore[misc]
     x_t = tl.load(x_ptr + row * x_stride + target, mask=valid, other=0.0).to(tl.float32)
     ce = tl.where(valid, tl.log(total) - (x_t - m), float("nan"))
     distance = tl.zeros((BLOCK_V,), dtype=tl.float32)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from llmk.ops.loss._plain import CROSS_ENTROPY
 from llmk.ops.loss.row_loss import CPU, KERNELS, RowLoss
-from llmk.ops.loss.row_loss_math import Options
+from llmk.ops.loss.row_loss_math import Options, check_loss_options
 from llmk.ops.loss.row_loss_short import LONGEST_SHORT
 from llmk.registry import (
     PARTIAL,
@@ -21,12 +21,6 @@ from llmk.registry import (
     KernelOp,
     Sample,
     check_dtype,
-    check_not_negative,
-    check_number,
-    check_option,
-    check_same,
-    check_shape,
-    check_switch,
     empty,
     is_sharded,
     public_op,
@@ -162,34 +156,6 @@ def _(grad, input):
         ([axis], [axis if grad.ndim else REPLICATE, REPLICATE, axis, axis, 1 + axis, REPLICATE])
         for axis in row_axes(input)
     ]
-
-
-def check_loss_options(
-    classes: int,
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    reduction: str,
-    label_smoothing: float,
-    softcap: float,
-    z_loss: float,
-) -> None:
-    """The checks that the losses over a vocabulary share; `input` is what the target's shape follows."""
-    check_dtype("target", target, (torch.int64, torch.int32))
-    check_shape("target", target, input.shape[:-1], "the shape of input without its last axis")
-    check_same("target", target, "input", input)
-    if weight is not None:
-        check_dtype("weight", weight)
-        check_shape("weight", weight, (classes,), "one for each class")
-        check_same("weight", weight, "input", input)
-    check_loss_numbers(reduction, label_smoothing, softcap, z_loss)
-
-
-def check_loss_numbers(reduction: str, label_smoothing: float, softcap: float, z_loss: float) -> None:
-    check_option("reduction", reduction, ("none", "mean", "sum"))
-    check_number("label_smoothing", label_smoothing, 0.0, 1.0, "a number from 0 to 1")
-    check_switch("softcap", softcap)
-    check_not_negative("z_loss", z_loss)
 
 
 def cross_entropy_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -9,10 +9,12 @@ With Q = exp(x), the student's, P = exp(y), the teacher's, and M = beta * P + (1
 where 0 * log(0) = 0. df/dx of 0 < beta < 1 leaves out what adds up to no gradient of M: its derivative by M is
 -(beta * P + (1 - beta) * Q) / M = -1 for each, times dM, and the 1 of the product rule is the same again.
 
+log(M) - x is log1p(beta * (exp(y - x) - 1)), and computed so for a beta near 0 or 1, and in float32 for any of them:
+log(M) itself would have nothing left of what the smaller part adds.
+
     total variation:  f = |x - y| / 2     df/dx = sign(x - y) / 2     of probabilities x and y
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -20,10 +22,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.math import LOG2E, exp, log_for_product
+from llmk.ops.common.math import LOG2E, exp, expm1, log1p_for_product, log_for_product
 
 TOTAL_VARIATION = tl.constexpr(-1.0)
 """In place of a beta."""
+BETWEEN = tl.constexpr(2)
+"""The form of a beta that is neither 0 nor 1."""
+NEAR_AN_END = tl.constexpr(3)
+"""That of one so near to 0 or 1 that 16 bits too can tell what a logarithm of M loses."""
+NEAR = 1 / 32
 
 
 class Mixture(NamedTuple):
@@ -31,13 +38,15 @@ class Mixture(NamedTuple):
 
     beta: float
 
-    def constants(self) -> dict[str, float]:
-        between = 0.0 < self.beta < 1.0
-        return {
-            "BETA": self.beta,
-            "LOG_BETA": math.log(self.beta) if between else 0.0,
-            "LOG_REST": math.log1p(-self.beta) if between else 0.0,
-        }
+    def form(self) -> int:
+        """Which of the formulas: -1, 0 or 1 for that beta, 2 for all between 0 and 1, 3 for those next to them."""
+        if not 0.0 < self.beta < 1.0:
+            return int(self.beta)
+        return BETWEEN.value if NEAR <= self.beta <= 1.0 - NEAR else NEAR_AN_END.value
+
+    def numbers(self) -> tuple[float, float]:
+        """beta, and 1 - beta, of which float32 would cut digits off."""
+        return self.beta, 1.0 - self.beta
 
 
 @triton.jit
@@ -63,35 +72,51 @@ def _finite(x):
 
 
 @triton.jit
-def divergence_of(x, y, BETA: tl.constexpr, LOG_BETA: tl.constexpr, LOG_REST: tl.constexpr, EXACT: tl.constexpr):
-    """f and df/dx, in float32. Without EXACT to what 16 bits can tell."""
-    if BETA == TOTAL_VARIATION:
+def _logs_of_mixture(x, y, beta, rest):
+    """log(M) - x and log(M) - y, to a few units in the last place.
+
+    With w = exp(-|y - x|) they are log1p(share * (w - 1)) of the larger, and log1p(share * (1 / w - 1)) of the smaller,
+    each with the other's share of M. Where a logarithm's argument is far from 1 its parts are added up instead.
+    """
+    d = tl.where(x == y, 0.0, tl.abs(y - x))  # also of two -inf
+    y_is_larger = y > x
+    share, others = tl.where(y_is_larger, beta, rest), tl.where(y_is_larger, rest, beta)
+    w, below = exp(-d), -expm1(-d)
+    less = others * below
+    larger = tl.where(less > 0.5, log_for_product(share + others * w), log1p_for_product(-less))
+    more, near = share * below, share * below < w
+    smaller = tl.where(near, log1p_for_product(more / tl.where(near, w, 1.0)), d + larger)
+    return tl.where(y_is_larger, smaller, larger), tl.where(y_is_larger, larger, smaller)
+
+
+@triton.jit
+def divergence_of(x, y, beta, rest, FORM: tl.constexpr, EXACT: tl.constexpr):
+    """f and df/dx, in float32, of a mixture's numbers and form. Without EXACT to what 16 bits can tell."""
+    beta, rest = tl.cast(beta, tl.float32), tl.cast(rest, tl.float32)
+    if FORM == TOTAL_VARIATION:
         d = x - y
         f = 0.5 * tl.abs(d)
         slope = tl.where(d > 0.0, 0.5, tl.where(d < 0.0, -0.5, d))  # 0 or NaN
-    elif BETA == 0.0:
+    elif FORM == 0:
         p = exp_of(y, EXACT)
         f = _times_log(p, y - x)  # type: ignore[misc]
         slope = -p
-    elif BETA == 1.0:
+    elif FORM == 1:
         q = exp_of(x, EXACT)
         f = _times_log(q, x - y)  # type: ignore[misc]
         slope = f + q
-    elif EXACT:
-        a, b = y + LOG_BETA, x + LOG_REST
-        high, low = tl.maximum(a, b), tl.minimum(a, b)
-        u = exp(tl.where(high == float("-inf"), 0.0, low - high))
-        log_m = high + log_for_product(1.0 + u)
-        slope = (1.0 - BETA) * _times_log(exp(x), x - log_m)  # type: ignore[misc]
-        f = BETA * _times_log(exp(y), y - log_m) + slope  # type: ignore[misc]
+    elif EXACT or FORM == NEAR_AN_END:
+        above_x, above_y = _logs_of_mixture(x, y, beta, rest)  # type: ignore[misc]
+        slope = rest * _times_log(exp_of(x, EXACT), -above_x)  # type: ignore[misc]
+        f = beta * _times_log(exp_of(y, EXACT), -above_y) + slope  # type: ignore[misc]
     else:
         # As few instructions as a GPU has time for while it reads: two exponentials and the logarithm of M itself. What
         # stands for -inf leaves 0 times a number where it would be 0 times inf.
         x, y = _finite(x), _finite(y)  # type: ignore[misc]
         q, p = tl.exp2(x * LOG2E), tl.exp2(y * LOG2E)
-        log_m = log_for_product(BETA * p + (1.0 - BETA) * q)
-        slope = (1.0 - BETA) * (q * (x - log_m))
-        f = BETA * (p * (y - log_m)) + slope
+        log_m = log_for_product(beta * p + rest * q)
+        slope = rest * (q * (x - log_m))
+        f = beta * (p * (y - log_m)) + slope
     return f, slope
 
 
@@ -113,7 +138,14 @@ def divergence_of_cpu(x: Tensor, y: Tensor, beta: float) -> tuple[Tensor, Tensor
         return f, f + q
     # log(M) - x and log(M) - y from their difference, in which what x and y are large by is gone.
     d = y - x
-    nearer = torch.where(d > 0, torch.log1p((1 - beta) * torch.expm1(-d)), torch.log1p(beta * torch.expm1(d)))
-    above_x, above_y = torch.where(d > 0, nearer + d, nearer), torch.where(d > 0, nearer, nearer - d)
+    above_x, above_y = _log_of_sum(d, beta, 1 - beta), _log_of_sum(-d, 1 - beta, beta)
     slope = (1 - beta) * times_log(x.exp(), -above_x)
     return beta * times_log(y.exp(), -above_y) + slope, slope
+
+
+def _log_of_sum(d: Tensor, share: float, rest: float) -> Tensor:
+    """log(rest + share * exp(d)) with rest + share = 1, good to a few units in the last place for any d."""
+    bounded = d.clamp(max=60.0)
+    more = share * torch.expm1(bounded)  # than 1; where little is left of that, the parts are added up instead
+    near = torch.where(more < -0.5, (rest + share * torch.exp(bounded)).log(), torch.log1p(more))
+    return torch.where(d > 60.0, d + torch.log(share + rest * torch.exp(-d)), near)

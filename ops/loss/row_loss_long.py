@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.math import LOG2E, everywhere
+from llmk.ops.common.math import LOG2E, cap_slope, everywhere
 from llmk.ops.loss.row_loss_math import Options, capped, classes_of, counts_of, loss_of
 from llmk.registry import cdiv, next_power_of_2, wrap_triton
 
@@ -32,12 +32,12 @@ def _first_aligned(start, V, UNALIGNED: tl.constexpr):
 
 @triton.jit
 def _add_block(
-    m, total, weight_sum, below, x_ptr, weight_ptr, cols, end,
-    SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+    m, total, weight_sum, below, x_ptr, weight_ptr, cols, end, softcap,
+    SMOOTH: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """A row's running statistics with the columns below `end` counted in; all are, unless MASKED."""
     mask = cols < end if MASKED else None
-    x = capped(tl.load(x_ptr + cols, mask=mask, other=float("-inf") if MASKED else None), SOFTCAP)
+    x = capped(tl.load(x_ptr + cols, mask=mask, other=float("-inf") if MASKED else None), softcap)
     if MASKED:
         x = tl.where(mask, x, float("-inf"))
     new_m = tl.maximum(m, tl.max(x, axis=0))
@@ -56,8 +56,8 @@ def _add_block(
 
 @triton.jit
 def row_statistics(
-    x_ptr, start, weight_ptr, V, counts,
-    SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, UNALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
+    x_ptr, start, weight_ptr, V, counts, softcap,
+    SMOOTH: tl.constexpr, UNALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """A row's maximum and sum, and with smoothing sum_c(w_c) and sum_c(w_c * (m - x_c)): small where x is large.
 
@@ -71,7 +71,7 @@ def row_statistics(
     if UNALIGNED:
         m, total, weight_sum, below = _add_block(
             m, total, weight_sum, below, x_ptr + start, weight_ptr, tl.arange(0, ALIGNED), tl.where(counts, head, 0),
-            SMOOTH, SOFTCAP, True,
+            softcap, SMOOTH, True,
         )  # fmt: skip
         if weight_ptr is not None:
             weight_ptr += head
@@ -81,11 +81,11 @@ def row_statistics(
     whole = end // BLOCK_V * BLOCK_V
     for col in range(0, whole, BLOCK_V):
         m, total, weight_sum, below = _add_block(
-            m, total, weight_sum, below, x_ptr, weight_ptr, col + tl.arange(0, BLOCK_V), V, SMOOTH, SOFTCAP, False
+            m, total, weight_sum, below, x_ptr, weight_ptr, col + tl.arange(0, BLOCK_V), V, softcap, SMOOTH, False
         )
     for col in range(whole, end, BLOCK_V):  # once, or not at all
         m, total, weight_sum, below = _add_block(
-            m, total, weight_sum, below, x_ptr, weight_ptr, col + tl.arange(0, BLOCK_V), V, SMOOTH, SOFTCAP, True
+            m, total, weight_sum, below, x_ptr, weight_ptr, col + tl.arange(0, BLOCK_V), V, softcap, SMOOTH, True
         )
     return m, total, weight_sum, below
 
@@ -93,17 +93,17 @@ def row_statistics(
 @triton.jit
 def cross_entropy_kernel(
     x_ptr, target_ptr, weight_ptr, loss_ptr, count_ptr, stats_ptr,
-    M, V, x_stride, ignore_index, smoothing, z_loss,
-    SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, UNALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
+    M, V, x_stride, ignore_index, smoothing, z_loss, softcap,
+    SMOOTH: tl.constexpr, UNALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     smoothing = tl.cast(smoothing, tl.float32)
     z_loss = tl.cast(z_loss, tl.float32)
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row).to(tl.int64)
     counts, valid, w_t = counts_of(target, weight_ptr, V, ignore_index)  # type: ignore[misc]
-    x_t = capped(tl.load(x_ptr + row * x_stride + target, mask=valid, other=0.0), SOFTCAP)
+    x_t = capped(tl.load(x_ptr + row * x_stride + target, mask=valid, other=0.0), softcap)
     m, total, weight_sum, below = row_statistics(  # type: ignore[misc]
-        x_ptr, row * x_stride, weight_ptr, V, counts, SMOOTH, SOFTCAP, UNALIGNED, BLOCK_V
+        x_ptr, row * x_stride, weight_ptr, V, counts, softcap, SMOOTH, UNALIGNED, BLOCK_V
     )
     logsum = tl.log(total)
     loss = loss_of(m, logsum, weight_sum, below, x_t, w_t, counts, valid, V, smoothing, z_loss, SMOOTH)
@@ -117,13 +117,13 @@ def cross_entropy_kernel(
 def _store_gradient(
     x_ptr, dx_ptr, cols, end, classes, num_classes,
     target, counts, valid, w_t, g, m, total, weight_ptr, weight_sum_ptr,
-    smoothing, z_loss, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+    smoothing, z_loss, softcap, SMOOTH: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a row's columns below `end`; all are, unless MASKED."""
     mask = cols < end if MASKED else None
     read = everywhere(counts, cols)  # type: ignore[misc]
     # A row that does not count is not read: its gradient is zero whatever it holds.
-    x = capped(tl.load(x_ptr + cols, mask=mask & read if MASKED else read, other=0.0), SOFTCAP)
+    x = capped(tl.load(x_ptr + cols, mask=mask & read if MASKED else read, other=0.0), softcap)
     p = tl.exp2((x - m) * LOG2E) / total
     # Differences first: where p is near 1 each nearly cancels, and what else p carries must not be rounded with them.
     dx = w_t * (p - tl.where(classes == target, 1.0, 0.0))
@@ -135,8 +135,8 @@ def _store_gradient(
             w = tl.load(weight_ptr + classes, mask=cols < end, other=0.0).to(tl.float32)
         dx = (1.0 - smoothing) * dx + smoothing / num_classes * (weight_sum * p - w)
     dx += 2.0 * z_loss * (m + tl.log(total)) * p
-    if SOFTCAP > 0:
-        dx *= 1.0 - (x / SOFTCAP) * (x / SOFTCAP)
+    if softcap is not None:
+        dx *= cap_slope(x, softcap)
     dx = tl.where(valid, g * dx, tl.where(counts, float("nan"), 0.0))
     tl.store(dx_ptr + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
@@ -144,8 +144,8 @@ def _store_gradient(
 @triton.jit
 def cross_entropy_backward_kernel(
     grad_ptr, divisor_ptr, x_ptr, target_ptr, weight_ptr, weight_sum_ptr, stats_ptr, dx_ptr,
-    M, V, grad_stride, x_stride, dx_stride, ignore_index, smoothing, z_loss, first_class, num_classes,
-    SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, UNALIGNED: tl.constexpr, RAGGED: tl.constexpr,
+    M, V, grad_stride, x_stride, dx_stride, ignore_index, smoothing, z_loss, softcap, first_class, num_classes,
+    SMOOTH: tl.constexpr, UNALIGNED: tl.constexpr, RAGGED: tl.constexpr,
     LEAVE_IGNORED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     smoothing = tl.cast(smoothing, tl.float32)
@@ -169,8 +169,8 @@ def cross_entropy_backward_kernel(
         cols = tl.arange(0, ALIGNED)
         _store_gradient(  # type: ignore[misc]
             x_ptr + row * x_stride, dx_ptr + row * dx_stride, cols, head, first_class + cols, num_classes,
-            target, counts, valid, w_t, g, m, total, weight_ptr, weight_sum_ptr, smoothing, z_loss,
-            SMOOTH, SOFTCAP, True,
+            target, counts, valid, w_t, g, m, total, weight_ptr, weight_sum_ptr, smoothing, z_loss, softcap,
+            SMOOTH, True,
         )  # fmt: skip
     x_ptr += x_first
     dx_ptr += dx_first
@@ -181,14 +181,14 @@ def cross_entropy_backward_kernel(
     if RAGGED and block * BLOCK_V + BLOCK_V <= V:
         _store_gradient(  # type: ignore[misc]
             x_ptr, dx_ptr, cols, V, first_class + cols, num_classes,
-            target, counts, valid, w_t, g, m, total, weight_ptr, weight_sum_ptr, smoothing, z_loss,
-            SMOOTH, SOFTCAP, False,
+            target, counts, valid, w_t, g, m, total, weight_ptr, weight_sum_ptr, smoothing, z_loss, softcap,
+            SMOOTH, False,
         )  # fmt: skip
     else:
         _store_gradient(  # type: ignore[misc]
             x_ptr, dx_ptr, cols, V, first_class + cols, num_classes,
-            target, counts, valid, w_t, g, m, total, weight_ptr, weight_sum_ptr, smoothing, z_loss,
-            SMOOTH, SOFTCAP, True,
+            target, counts, valid, w_t, g, m, total, weight_ptr, weight_sum_ptr, smoothing, z_loss, softcap,
+            SMOOTH, True,
         )  # fmt: skip
 
 
@@ -215,8 +215,8 @@ def long_losses(logits: Tensor, target: Tensor, loss: Tensor, count: Tensor, sta
     M, V = logits.shape
     wrap_triton(cross_entropy_kernel)[(M,)](
         logits, target, options.contiguous_weight(), loss, count, stats,
-        M, V, logits.stride(0), options.ignore_index, options.smoothing, options.z_loss,
-        SMOOTH=options.smoothing > 0, SOFTCAP=options.softcap, UNALIGNED=unaligned(logits), **row_block(V),
+        M, V, logits.stride(0), options.ignore_index, options.smoothing, options.z_loss, options.softcap or None,
+        SMOOTH=options.smoothing > 0, UNALIGNED=unaligned(logits), **row_block(V),
     )  # fmt: skip
 
 
@@ -232,7 +232,7 @@ def long_gradients(
         grad, divisor, logits, target.contiguous(), options.contiguous_weight(), options.weight_sum(),
         stats.contiguous(), dlogits,
         M, V, grad.stride(0) if grad.dim() else 0, logits.stride(0), dlogits.stride(0),
-        options.ignore_index, options.smoothing, options.z_loss, first_class, num_classes,
-        SMOOTH=options.smoothing > 0, SOFTCAP=options.softcap, UNALIGNED=unaligned(logits, dlogits),
+        options.ignore_index, options.smoothing, options.z_loss, options.softcap or None, first_class, num_classes,
+        SMOOTH=options.smoothing > 0, UNALIGNED=unaligned(logits, dlogits),
         RAGGED=V % ALIGNED.value != 0, LEAVE_IGNORED=options.leave_ignored, **block,
     )  # fmt: skip

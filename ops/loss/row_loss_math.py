@@ -8,6 +8,15 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.math import cap
+from llmk.registry import (
+    check_dtype,
+    check_not_negative,
+    check_number,
+    check_option,
+    check_same,
+    check_shape,
+    check_switch,
+)
 
 
 class Columns(NamedTuple):
@@ -41,6 +50,34 @@ class Options(NamedTuple):
         return self.weight.sum(dtype=torch.float32) if self.weight is not None and self.smoothing else None
 
 
+def check_loss_options(
+    classes: int,
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: str,
+    label_smoothing: float,
+    softcap: float,
+    z_loss: float,
+) -> None:
+    """The checks that the losses over a vocabulary share; `input` is what the target's shape follows."""
+    check_dtype("target", target, (torch.int64, torch.int32))
+    check_shape("target", target, input.shape[:-1], "the shape of input without its last axis")
+    check_same("target", target, "input", input)
+    if weight is not None:
+        check_dtype("weight", weight)
+        check_shape("weight", weight, (classes,), "one for each class")
+        check_same("weight", weight, "input", input)
+    check_loss_numbers(reduction, label_smoothing, softcap, z_loss)
+
+
+def check_loss_numbers(reduction: str, label_smoothing: float, softcap: float, z_loss: float) -> None:
+    check_option("reduction", reduction, ("none", "mean", "sum"))
+    check_number("label_smoothing", label_smoothing, 0.0, 1.0, "a number from 0 to 1")
+    check_switch("softcap", softcap)
+    check_not_negative("z_loss", z_loss)
+
+
 class Rows(NamedTuple):
     """What the forward pass gives of each row, in float32."""
 
@@ -61,11 +98,11 @@ def counted(target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def capped(logits, SOFTCAP: tl.constexpr):
-    """x in float32."""
+def capped(logits, softcap):
+    """x in float32; a softcap of None is off."""
     x = logits.to(tl.float32)
-    if SOFTCAP > 0:
-        x = cap(x, SOFTCAP, logits.dtype == tl.float32)
+    if softcap is not None:
+        x = cap(x, softcap, logits.dtype == tl.float32)
     return x
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.math import LOG2E
+from llmk.ops.common.math import LOG2E, cap_slope
 from llmk.ops.common.sums import sum_pair
 from llmk.ops.loss.row_loss_math import Options, capped, classes_of, counts_of, loss_of
 from llmk.registry import at_most, cdiv, next_power_of_2, num_programs, wrap_triton
@@ -28,8 +28,8 @@ def _target_column(target, first_class, V):
 @triton.jit
 def cross_entropy_short_kernel(
     x_ptr, target_ptr, weight_ptr, loss_ptr, count_ptr, stats_ptr,
-    M, V, x_stride, ignore_index, smoothing, z_loss,
-    SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, NUM_STAGES: tl.constexpr,
+    M, V, x_stride, ignore_index, smoothing, z_loss, softcap,
+    SMOOTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     smoothing = tl.cast(smoothing, tl.float32)
     z_loss = tl.cast(z_loss, tl.float32)
@@ -46,8 +46,8 @@ def cross_entropy_short_kernel(
         row_mask = rows < M
         mask = row_mask[:, None] & (cols < V)[None, :]
         target = tl.load(target_ptr + rows, mask=row_mask, other=0).to(tl.int64)
-        x = capped(tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=float("-inf")), SOFTCAP)
-        if SOFTCAP > 0:
+        x = capped(tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=float("-inf")), softcap)
+        if softcap is not None:
             x = tl.where(mask, x, float("-inf"))  # again: capped, it is -c
         counts, valid, w_t = counts_of(target, weight_ptr, V, ignore_index)  # type: ignore[misc]
         hit = cols[None, :] == _target_column(target, None, V)[:, None]
@@ -66,8 +66,8 @@ def cross_entropy_short_kernel(
 @triton.jit
 def cross_entropy_short_backward_kernel(
     grad_ptr, divisor_ptr, x_ptr, target_ptr, weight_ptr, weight_sum_ptr, stats_ptr, dx_ptr,
-    M, V, grad_stride, x_stride, dx_stride, ignore_index, smoothing, z_loss, first_class, num_classes,
-    SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
+    M, V, grad_stride, x_stride, dx_stride, ignore_index, smoothing, z_loss, softcap, first_class, num_classes,
+    SMOOTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     smoothing = tl.cast(smoothing, tl.float32)
     z_loss = tl.cast(z_loss, tl.float32)
@@ -77,7 +77,7 @@ def cross_entropy_short_backward_kernel(
     mask = row_mask[:, None] & (cols < V)[None, :]
     target = tl.load(target_ptr + rows, mask=row_mask, other=0).to(tl.int64)
     # Rows that do not count are read too: to leave them out would be to wait for the targets.
-    x = capped(tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0), SOFTCAP)
+    x = capped(tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0), softcap)
     m = tl.load(stats_ptr + rows, mask=row_mask, other=0.0)
     total = tl.load(stats_ptr + M + rows, mask=row_mask, other=1.0)
     g = tl.load(grad_ptr + rows * grad_stride, mask=row_mask, other=0.0)
@@ -98,8 +98,8 @@ def cross_entropy_short_backward_kernel(
             w = tl.load(weight_ptr + classes, mask=cols < V, other=0.0).to(tl.float32)[None, :]
         dx = (1.0 - smoothing) * dx + smoothing / num_classes * (weight_sum * p - w)
     dx += (2.0 * z_loss * (m + tl.log(total)))[:, None] * p
-    if SOFTCAP > 0:
-        dx *= 1.0 - (x / SOFTCAP) * (x / SOFTCAP)
+    if softcap is not None:
+        dx *= cap_slope(x, softcap)
     dx = tl.where(counts[:, None], g[:, None] * dx, 0.0)  # whatever a row holds that does not count
     tl.store(dx_ptr + rows[:, None] * dx_stride + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
@@ -139,8 +139,8 @@ def short_losses(logits: Tensor, target: Tensor, loss: Tensor, count: Tensor, st
     programs, tile = _forward_launch(M, V, logits.device)
     wrap_triton(cross_entropy_short_kernel)[(programs,)](
         logits, target, options.contiguous_weight(), loss, count, stats,
-        M, V, logits.stride(0), options.ignore_index, options.smoothing, options.z_loss,
-        SMOOTH=options.smoothing > 0, SOFTCAP=options.softcap, **tile,
+        M, V, logits.stride(0), options.ignore_index, options.smoothing, options.z_loss, options.softcap or None,
+        SMOOTH=options.smoothing > 0, **tile,
     )  # fmt: skip
 
 
@@ -156,6 +156,6 @@ def short_gradients(
         grad, divisor, logits, target.contiguous(), options.contiguous_weight(), options.weight_sum(),
         stats.contiguous(), dlogits,
         M, V, grad.stride(0) if grad.dim() else 0, logits.stride(0), dlogits.stride(0),
-        options.ignore_index, options.smoothing, options.z_loss, first_class, num_classes,
-        SMOOTH=options.smoothing > 0, SOFTCAP=options.softcap, **tile,
+        options.ignore_index, options.smoothing, options.z_loss, options.softcap or None, first_class, num_classes,
+        SMOOTH=options.smoothing > 0, **tile,
     )  # fmt: skip

@@ -11,6 +11,7 @@ from llmk.registry.patterns import (
     Call,
     Cast,
     Emit,
+    Input,
     Left,
     Named,
     Number,
@@ -18,12 +19,37 @@ from llmk.registry.patterns import (
     Plain,
     Value,
     Var,
-    as_dtype,
+    name_of,
     require_last_axis,
     value_of,
+    widened,
 )
 
-SIGNS = ("rms_norm", "rsqrt")
+SIGNS = ("rms_norm", "rsqrt", "linalg_vector_norm")
+OTHERWISE = (
+    "what is computed around it is no norm: x * rsqrt(mean(x * x, -1) + eps) of one x is found, as is F.rms_norm"
+)
+LENGTHS = (
+    "F.normalize divides by max(length, eps), where a norm has eps inside the root, which is another function near 0: "
+    "F.rms_norm(x, x.shape[-1:], weight, eps) is found"
+)
+
+
+def _why_left(node: Node) -> str:
+    """Why a norm was left: vectors that are divided by their lengths are meant where something multiplies them then."""
+    if name_of(node) != "linalg_vector_norm":
+        return OTHERWISE
+    divided = [
+        div
+        for clamp in _users(node, "clamp_min")
+        for wide in (clamp, *_users(clamp, "expand_as", "expand"))
+        for div in _users(wide, "div")
+    ]
+    return LENGTHS if any(_users(div, "mul") for div in divided) else ""
+
+
+def _users(node: Node, *names: str) -> list[Node]:
+    return [user for user in node.users if name_of(user) in names]
 
 
 def _square(x: Pattern) -> Pattern:
@@ -39,7 +65,7 @@ def _over_root(x: Pattern, y: Pattern) -> Pattern:
 
 def _rms_norm(input: Pattern) -> Pattern:
     """By hand, with Gemma's weight that is stored minus one too, and `F.rms_norm`; with a weight or without."""
-    x, weight = Cast(input), Cast(Var("weight"))
+    x, weight = Input(input), Input(Var("weight"))
     scale = Cast(Call("add", weight, Number("offset"))) | weight
     mean_square = Call("mean", _square(x), Value("dim"), True)
     by_hand = _over_root(x, Call("add", mean_square, Number("eps")))
@@ -79,7 +105,7 @@ def _options(values: Mapping[str, Any], input: Node) -> dict[str, Any]:
 
 def _build_rms_norm(emit: Emit, values: Mapping[str, Any]) -> Any:
     options, wanted = _options(values, values["input"]), emit.wanted
-    input, transpose = as_dtype(emit, values["input"], wanted.dtype), torch.ops.aten.transpose.int
+    input, transpose = widened(emit, values["input"], wanted.dtype), torch.ops.aten.transpose.int
     # Heads that lie in memory after the tokens they are of stay so: rows are normalized in any order.
     turned = wanted.dim() > 2 and not wanted.is_contiguous() and wanted.transpose(-3, -2).is_contiguous()
     if turned:
@@ -93,21 +119,21 @@ def _build_add_rms_norm(emit: Emit, values: Mapping[str, Any]) -> Any:
     return emit(torch.ops.llmk.add_rms_norm.default, values["input"], values["residual"], **options)
 
 
-RMS_NORM = (Plain(results=(_rms_norm(Var("input")),), signs=SIGNS, build=_build_rms_norm),)
+RMS_NORM = (Plain(results=(_rms_norm(Var("input")),), signs=SIGNS, why_left=_why_left, build=_build_rms_norm),)
 
 _total = Named("total", Call("add", Var("input"), Var("residual")))
 ADD_RMS_NORM = (Plain(results=(_rms_norm(_total), "total"), build=_build_add_rms_norm),)
 
 
 def _layer_norm() -> Pattern:
-    x = Cast(Var("input"))
+    x = Input(Var("input"))
     centered = Call("sub", x, Call("mean", x, Value("dim"), True))
     variance = Call("mean", _square(centered), Value("dim"), True)
     for options in ({"unbiased": False}, {"correction": 0}):
         variance = variance | Call("var", x, Value("dim"), keepdim=True, **options)
     normed = Cast(_over_root(centered, Call("add", variance, Number("eps"))))
-    scaled = Cast(Call("mul", normed, Cast(Var("weight"))))
-    shifted = Cast(Call("add", scaled | normed, Cast(Var("bias"))))
+    scaled = Cast(Call("mul", normed, Input(Var("weight"))))
+    shifted = Cast(Call("add", scaled | normed, Input(Var("bias"))))
     whole = Call(
         "layer_norm", x, Value("normalized_shape"), Value("weight"), Value("bias"), Value("eps"), Value("cudnn_enable")
     )
@@ -116,7 +142,7 @@ def _layer_norm() -> Pattern:
 
 def _build_layer_norm(emit: Emit, values: Mapping[str, Any]) -> Any:
     options = _options(values, values["input"])
-    input = as_dtype(emit, values["input"], emit.wanted.dtype)
+    input = widened(emit, values["input"], emit.wanted.dtype)
     return emit(torch.ops.llmk.layer_norm.default, input, options["weight"], values.get("bias"), options["eps"])
 
 

@@ -7,29 +7,43 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from llmk.registry.patterns import Call, Cast, Emit, Pattern, Plain, Value, Var, as_dtype, range_of, value_of
+from llmk.registry.patterns import (
+    Call,
+    Cast,
+    Emit,
+    Input,
+    Pattern,
+    Plain,
+    Value,
+    Var,
+    cast_of,
+    name_of,
+    range_of,
+    value_of,
+    widened,
+)
 
-_gate, _up = Cast(Var("gate")), Cast(Var("up"))
+_gate, _up = Input(Var("gate")), Input(Var("up"))
 
 
 def _gated(activated: Pattern) -> Pattern:
     return Cast(Call("mul", Cast(activated), _up))
 
 
-def _packed(gate: Node, up: Node) -> Node | None:
+def _packed(emit: Emit, gate: Node, up: Node) -> Node | None:
     """The tensor whose first half is the gate and whose second is up."""
     first, second = range_of(gate), range_of(up)
-    if first is None or second is None or first[0] is not second[0]:
+    if first is None or second is None or not emit.are_same(first[0], second[0]):
         return None
     width = value_of(first[0]).shape[-1]
     return first[0] if (first[1:], second[1:]) == ((0, width // 2), (width // 2, width)) else None
 
 
 def _build(emit: Emit, values: Mapping[str, Any], op: Callable[..., Any], **options: Any) -> Any:
-    packed = _packed(values["gate"], values["up"])
+    packed = _packed(emit, values["gate"], values["up"])
     if packed is not None:
-        return emit(op, as_dtype(emit, packed, emit.wanted.dtype), **options)
-    gate, up = (as_dtype(emit, values[name], emit.wanted.dtype) for name in ("gate", "up"))
+        return emit(op, widened(emit, packed, emit.wanted.dtype), **options)
+    gate, up = (widened(emit, values[name], emit.wanted.dtype) for name in ("gate", "up"))
     return emit(op, gate, up, **options)
 
 
@@ -48,10 +62,22 @@ def _gelu_by_hand() -> Pattern:
     return Call("mul", Call("mul", _gate, 0.5), Call("add", Call("tanh", inner), 1))
 
 
+def _why_left(node: Node) -> str:
+    """Why a gated unit was left, if another tensor is multiplied by what an activation gives."""
+    users = [user for user in node.users if cast_of(user) is None] + [
+        further for user in node.users if cast_of(user) is not None for further in user.users
+    ]
+    multiplies = any(name_of(user) == "mul" and len(user.all_input_nodes) == 2 for user in users)
+    return OTHERWISE if multiplies else ""
+
+
+OTHERWISE = "what it multiplies is no gate's other half that swiglu or geglu know"
+
 SWIGLU = (
     Plain(
         results=(_gated(Call("silu", _gate) | Call("mul", _gate, Call("sigmoid", _gate))),),
         signs=("silu",),
+        why_left=_why_left,
         build=_build_swiglu,
     ),
 )
@@ -59,6 +85,7 @@ GEGLU = (
     Plain(
         results=(_gated(Call("gelu", _gate, approximate=Value("approximate")) | _gelu_by_hand()),),
         signs=("gelu",),
+        why_left=_why_left,
         build=_build_geglu,
     ),
 )

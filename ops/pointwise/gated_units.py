@@ -224,6 +224,8 @@ def geglu_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         yield sample
     below = torch.linspace(-6, -2, 96, device=device, dtype=torch.float32).to(dtype).view(2, 48)
     yield Sample((below, torch.ones_like(below)), why="far below zero, where 1 + tanh cancels")
+    huge = torch.tensor([[-1.0, 1.0]], device=device, dtype=torch.float64) * min(1e15, torch.finfo(dtype).max)
+    yield Sample((huge.to(dtype), torch.ones(1, 2, device=device, dtype=dtype)), why="a gate whose cube overflows")
     yield Sample((below, torch.ones_like(below)), {"approximate": "none"}, why="far below zero, where 1 + erf cancels")
 
 

@@ -9,47 +9,73 @@ from torch.fx import Node
 from llmk.registry.patterns import (
     Call,
     Cast,
+    Either,
     Emit,
     EveryOther,
     Half,
+    Input,
     Left,
     Pattern,
     Plain,
     Reshaped,
     Var,
     With,
-    as_dtype,
+    arguments,
+    cast_of,
+    item_of,
+    name_of,
     range_of,
     value_of,
+    widened,
 )
 
 aten = torch.ops.aten
-_cos, _sin = Cast(Var("cos")), Cast(Var("sin"))
+_cos, _sin = Input(Var("cos")), Input(Var("sin"))
+_WIDE, _PAIRS = Either(-1, 3), Either(-1, 4)
+"""The last axis of heads, which are all that is turned of four axes, and the one after it."""
 
 
 def _rotated(name: str) -> Pattern:
     """x * cos + rotate(x) * sin, where cos and sin have the width of x."""
-    x = Cast(Var(name))
-    halves = Call("cat", [Call("neg", Half(x, second=True)), Half(x, second=False)], -1)
-    pairs = Reshaped(Call("stack", [Call("neg", EveryOther(x, odd=True)), EveryOther(x, odd=False)], -1))
+    x = Input(Var(name))
+    a, b = Half(x, second=False), Half(x, second=True)
+    even, odd = EveryOther(x, odd=False), EveryOther(x, odd=True)
+    halves = With("backwards", False, Call("cat", [Call("neg", b), a], _WIDE)) | With(
+        "backwards", True, Call("cat", [b, Call("neg", a)], _WIDE)
+    )
+    pairs = With("backwards", False, Reshaped(Call("stack", [Call("neg", odd), even], _PAIRS))) | With(
+        "backwards", True, Reshaped(Call("stack", [odd, Call("neg", even)], _PAIRS))
+    )
     rotate = With("interleaved", False, halves) | With("interleaved", True, pairs)
-    return Cast(Call("add", Call("mul", x, _cos), Call("mul", Cast(rotate), _sin)))
+    return Cast(Call("add", _times(x, _cos), _times(Cast(rotate), _sin)))
+
+
+def _times(x: Pattern, angle: Pattern) -> Pattern:
+    """The product, which may be scaled by 1."""
+    return Call("mul", x, angle) | Call("mul", Call("mul", x, angle), 1)
 
 
 def _by_halves(name: str) -> Pattern:
     """The two halves of the result side by side, where cos and sin have the width of a half."""
-    x, found = Cast(Var(name)), []
-    for of_pairs, part in ((False, Half), (True, EveryOther)):  # DeepSeek's takes neighbours apart
+    x, found = Input(Var(name)), []
+    for of_pairs, part in ((False, Half), (True, EveryOther)):
         a, b = (Cast(part(x, second)) for second in (False, True))
-        first = Call("sub", Call("mul", a, _cos), Call("mul", b, _sin))
-        second = Call("add", Call("mul", b, _cos), Call("mul", a, _sin))
-        found.append(With("of_pairs", of_pairs, Call("cat", [Cast(first), Cast(second)], -1)))
-    return With("half_as_wide", True, Cast(found[0] | found[1]))
+        a_cos, a_sin, b_cos, b_sin = (Call("mul", y, angle) for y in (a, b) for angle in (_cos, _sin))
+        minus_a, minus_b = (Call("mul", y, Call("neg", _sin)) for y in (a, b))
+        ahead = Call("sub", a_cos, b_sin) | Call("add", a_cos, minus_b), Call("add", b_cos, a_sin)
+        back = Call("add", a_cos, b_sin), Call("sub", b_cos, a_sin) | Call("add", b_cos, minus_a)
+        for backwards, (first, second) in ((False, ahead), (True, back)):
+            parts = [Cast(first), Cast(second)]
+            found.append(With("backwards", backwards, With("of_pairs", of_pairs, Call("cat", parts, _WIDE))))
+            if of_pairs:  # neighbours again; DeepSeek's come out as halves
+                pairs = Reshaped(Call("stack", parts, _PAIRS))
+                found.append(With("backwards", backwards, With("interleaved", True, pairs)))
+    return With("half_as_wide", True, Cast(Either(*found)))
 
 
 def _complex(name: str) -> Pattern:
     """Neighbours as complex numbers, times others of absolute value 1."""
-    x = Call("view_as_complex", Reshaped(Cast(Var(name))))
+    x = Call("view_as_complex", Reshaped(Input(Var(name))))
     return Cast(Reshaped(Call("view_as_real", Call("mul", x, Var("angles", lambda value: value.is_complex())))))
 
 
@@ -60,7 +86,7 @@ def _turned(name: str) -> Pattern:
 
 def _partly(name: str) -> Pattern:
     """Any of these, of the first features, with the others after them."""
-    return Cast(Call("cat", [_turned(name), Cast(Var(f"{name}_rest"))], -1))
+    return Cast(Call("cat", [_turned(name), Input(Var(f"{name}_rest"))], _WIDE))
 
 
 def _whole(emit: Emit, values: Mapping[str, Any], name: str) -> Node:
@@ -72,7 +98,7 @@ def _whole(emit: Emit, values: Mapping[str, Any], name: str) -> Node:
     x, rest = values[name], values.get(f"{name}_rest")
     if rest is not None and value_of(rest).shape[-1] != 0:
         turned, passed = range_of(x), range_of(rest)
-        if turned is None or passed is None or turned[0] is not passed[0]:
+        if turned is None or passed is None or not emit.are_same(turned[0], passed[0]):
             raise Left("what is turned and what passes are not parts of one tensor")
         x, first, last = turned
         if first != 0 or last != passed[1] or passed[2] != value_of(x).shape[-1]:
@@ -82,7 +108,7 @@ def _whole(emit: Emit, values: Mapping[str, Any], name: str) -> Node:
         x = emit(aten.cat.default, [emit(aten.slice.Tensor, x, -1, i, width, 2) for i in (0, 1)], -1)
     if value_of(x).dim() != 4:
         raise Left(f"heads have {value_of(x).dim()} axes, and the operator's 4")
-    return as_dtype(emit, x, emit.wanted.dtype)
+    return widened(emit, x, emit.wanted.dtype)
 
 
 def _cos_and_sin(emit: Emit, values: Mapping[str, Any]) -> tuple[Node, Node]:
@@ -92,7 +118,11 @@ def _cos_and_sin(emit: Emit, values: Mapping[str, Any]) -> tuple[Node, Node]:
         cos, sin = (emit(aten.select.int, parts, -1, i) for i in (0, 1))
         return tuple(emit(aten.repeat_interleave.self_int, x, 2, -1) for x in (cos, sin))  # type: ignore[return-value]
     cos, sin = values["cos"], values["sin"]
-    if "half_as_wide" in values:
+    if values.get("backwards"):
+        sin = emit(aten.neg.default, sin)
+    if "half_as_wide" in values and values.get("interleaved"):
+        cos, sin = (emit(aten.repeat_interleave.self_int, x, 2, -1) for x in (cos, sin))
+    elif "half_as_wide" in values:
         cos, sin = (emit(aten.cat.default, [x, x], -1) for x in (cos, sin))
     return cos, sin
 
@@ -131,8 +161,57 @@ def _build(emit: Emit, values: Mapping[str, Any]) -> Any:
     return (k, q) if heads == 1 else tuple(emit(aten.transpose.int, x, 1, 2) for x in (k, q))
 
 
+def _why_left(node: Node) -> str:
+    """Why a rotation was left that ends in this node: something beside something negated, or two sums of products."""
+    name = name_of(node)
+    if name == "copy_":
+        given = arguments(node, "self", "src") or {}
+        into = arguments(given.get("self"), "self", "dim", "start", "end", "step") or {}
+        is_first = (into.get("step"), into.get("start") or 0) == (2, 0)
+        return IN_PLACE if is_first and _is_sum_of_products(given["src"]) else ""
+    given = arguments(node, "tensors", "dim")
+    parts = [_uncast(part) for part in given["tensors"]] if given else []
+    negated = [name_of(part) == "neg" for part in parts]
+    is_one = sorted(negated) == [False, True] and _is_part(parts[negated.index(False)])
+    return OTHERWISE if name == "view_as_complex" or is_one or _are_two_sums(parts) else ""
+
+
+def _uncast(node: Node) -> Node:
+    while (source := cast_of(node)) is not None:
+        node = source
+    return node
+
+
+def _is_part(node: Node) -> bool:
+    return item_of(node) is not None or name_of(node) in ("slice", "select", "narrow")
+
+
+def _are_two_sums(parts: list[Node]) -> bool:
+    return len(parts) == 2 and all(map(_is_sum_of_products, parts))
+
+
+def _is_sum_of_products(node: Node) -> bool:
+    """The sum of two products, or their difference."""
+    given = arguments(_uncast(node), "self", "other") if name_of(_uncast(node)) in ("add", "sub") else None
+    return given is not None and all(name_of(_uncast(x)) == "mul" for x in given.values())
+
+
+OTHERWISE = (
+    "features are turned, but in no known way: q and k [B, heads, S, D] or [B, S, heads, D], one dtype, both turned "
+    "before anything else reads them, by the same cos and sin, with no change of autocast or of the gradient mode "
+    "between the two, are found"
+)
+IN_PLACE = (
+    "turned features are written into slices of a tensor, which is not followed: torch.stack((first, second), dim=-1)"
+    ".flatten(-2) of the two is found"
+)
 ROPE = (
     Plain(results=(_partly("k"), _partly("q")), build=_build),
-    Plain(results=(_turned("k"), _turned("q")), signs=("view_as_complex",), build=_build),
+    Plain(
+        results=(_turned("k"), _turned("q")),
+        signs=("view_as_complex", "cat", "stack", "copy_"),
+        why_left=_why_left,
+        build=_build,
+    ),
 )
 """The keys first: they are turned last, and the search begins at the end of a graph."""

@@ -9,8 +9,10 @@ Forward, for each row x of N values, with z = x - max(x) and S the places where 
     tau = (sum of z over S - 1) / |S|
     y   = max(z - tau, 0)
 
-tau begins at -1, below which no place of S is; each turn takes S and then tau anew. Places only ever leave S, and when
-none did, tau is the threshold: on random rows after a few turns, and at the latest after as many as there are places.
+tau begins at -1, below which no place of S is; each turn takes S and then tau anew. Without rounding places only leave
+S, and when none did, tau is the threshold. With it a value within a unit of tau may come back and leave again, without
+end, so a turn that leaves S no smaller than it was is the last: on random rows there are a few turns, and at most one
+more than there are places.
 
 Backward, given dy; y is all that is kept:
 
@@ -33,6 +35,8 @@ from llmk.registry import Cost, KernelOp, Sample, axes, check_dtype, empty, next
 def sparsemax_reference(input: Tensor, dim: int = -1) -> Tensor:
     if input.dim() == 0:
         return sparsemax_reference(input.view(1)).view(())
+    if input.numel() == 0:  # an axis of no places has no maximum
+        return input.clone()
     z = (input - input.detach().amax(dim, keepdim=True)).movedim(dim, -1)
     ordered = z.sort(dim=-1, descending=True).values
     sums = ordered.cumsum(-1) - 1
@@ -67,8 +71,9 @@ def sparsemax_kernel(x_ptr, y_ptr, N, x_stride, BLOCK_N: tl.constexpr):
     x = _block(x_ptr + row * x_stride, 0, N, BLOCK_N)
     z = x - tl.max(x, axis=0)
     total, count = _above(z, -1.0)  # type: ignore[misc]
-    tau, last = _threshold(total, count), N + 1
-    while count != last:
+    tau, last, turn = _threshold(total, count), N + 1, 0
+    while (turn <= N) and (count < last):
+        turn += 1
         last = count
         total, count = _above(z, tau)  # type: ignore[misc]
         tau = _threshold(total, count)
@@ -97,8 +102,9 @@ def sparsemax_long_kernel(x_ptr, y_ptr, N, x_stride, BLOCK_N: tl.constexpr):
         largest = tl.maximum(largest, _block(x_ptr, start, N, BLOCK_N))
     largest = tl.max(largest, axis=0)
     total, count = _above_in_row(x_ptr, largest, -1.0, N, BLOCK_N)  # type: ignore[misc]
-    tau, last = _threshold(total, count), N + 1
-    while count != last:
+    tau, last, turn = _threshold(total, count), N + 1, 0
+    while (turn <= N) and (count < last):
+        turn += 1
         last = count
         total, count = _above_in_row(x_ptr, largest, tau, N, BLOCK_N)  # type: ignore[misc]
         tau = _threshold(total, count)
@@ -216,6 +222,7 @@ def sparsemax_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Samp
     yield Sample((randn(7, 1),), why="one column")
     yield Sample((randn(),), why="no dimension")
     yield Sample((randn(0, 16),), why="no rows")
+    yield Sample((randn(3, 0),), why="no columns")
     yield Sample((randn(6, 80)[:, 16:48],), why="a slice of a wider row")
     yield Sample((randn(1, 16).expand(5, 16),), why="one row expanded")
     yield Sample((1e4 * randn(3, 64),), why="large values: one place of each row")

@@ -11,6 +11,7 @@ from llmk.registry.private.modes import (
     forward_mode_level,
     function_modes,
     functorch_level,
+    jit_tracing,
     profiling,
 )
 
@@ -56,7 +57,7 @@ def takes_short_path(args: Collection[Any]) -> bool:
 
 def is_eager() -> bool:
     """Whether kernel ops need not pass the dispatcher: nothing traces or transforms."""
-    return short_path.enabled and not dispatch_modes() and functorch_level() is None
+    return short_path.enabled and not dispatch_modes() and functorch_level() is None and not jit_tracing()
 
 
 def are_plain(args: Collection[Any]) -> bool:
@@ -72,13 +73,14 @@ def are_plain(args: Collection[Any]) -> bool:
 
 
 def is_plain_eager() -> bool:
-    """Whether a call from Python need not pass the dispatcher: no compiler, mode, transform or profiler is on."""
+    """Whether a call from Python need not pass the dispatcher: nothing traces, transforms, looks on or measures."""
     return not (
         torch.compiler.is_compiling()
         or not short_path.enabled
         or dispatch_modes()
         or function_modes()
         or functorch_level() is not None
+        or jit_tracing()
         or forward_mode_level() >= 0
         or profiling()
     )

@@ -218,7 +218,7 @@ class _NotingLauncher:
 
 
 class _Recent:
-    """A dict of the latest keys. `new` may be read as it is, which costs no more than of any dict.
+    """A dict of the latest keys, for all threads. `new` may be read as it is, which costs no more than of any dict.
 
     What is set, or got from the old half, comes into the new one. A full new half becomes the old one, and what was
     in that is forgotten: nobody asked for it for a while.
@@ -227,22 +227,41 @@ class _Recent:
     def __init__(self) -> None:
         self.new: dict[_Key, Any] = {}
         self.old: dict[_Key, Any] = {}
+        self._lock = threading.Lock()  # of both halves together: a single look into one needs none
 
     def __setitem__(self, key: _Key, value: Any) -> None:
+        with self._lock:
+            self._set(key, value)
+
+    def _set(self, key: _Key, value: Any) -> None:
         if len(self.new) >= _MOST_CALLS // 2:
             self.old, self.new = self.new, {}
         self.new[key] = value
 
     def __contains__(self, key: _Key) -> bool:
-        if key in self.old:
-            self[key] = self.old.pop(key)
-        return key in self.new
+        return self.get(key, _ABSENT) is not _ABSENT
 
-    def get(self, key: _Key) -> Any:
-        return self.new[key] if key in self else None
+    def get(self, key: _Key, default: Any = None) -> Any:
+        with self._lock:
+            if key in self.old:
+                self._set(key, self.old.pop(key))
+            return self.new.get(key, default)
 
     def values(self) -> list[Any]:
-        return [*self.old.values(), *self.new.values()]
+        with self._lock:
+            return [*self.old.values(), *self.new.values()]
+
+
+_ABSENT = object()
+
+
+def _sharing(tensors: Sequence[Tensor]) -> _Key | None:
+    """Which of the tensors are one, and which share their memory: a key does not say it. None where none do."""
+    storages = [storage_of(tensor) for tensor in tensors]
+    if len(set(storages)) == len(storages):
+        return None
+    ids = [id(tensor) for tensor in tensors]
+    return (*map(ids.index, ids), *map(storages.index, storages))
 
 
 class Replayed:
@@ -301,6 +320,9 @@ class Replayed:
             return fn(*args, **kwargs)
         if self.accepts is not None and not self.accepts(args, kwargs):
             return fn(*args, **kwargs)
+        sharing = _sharing(tensors)
+        if sharing is not None and (key, sharing) in self.captured:
+            return fn(*args, **kwargs)
         if key not in self._seen:  # a shape that comes once is not worth a capture
             self._seen[key] = None
             return fn(*args, **kwargs)
@@ -309,5 +331,7 @@ class Replayed:
             result = fn(*args, **kwargs)
         finally:
             captures.current = None
-        self.captured[key] = capture.finish(result)
+        call = capture.finish(result)
+        # Where memory is shared it may be that alone why a call cannot be repeated.
+        self.captured[key if call is not None or sharing is None else (key, sharing)] = call
         return result

@@ -1,7 +1,7 @@
 """Dynamo, AOTAutograd and Inductor; what takes a second to import is looked up where it is asked for."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint
 from typing import Any
 
@@ -11,6 +11,37 @@ from llmk.registry.private.names import attribute, find, required
 
 list_mode_options: Callable[..., dict[str, Any]] = required("torch._inductor.list_mode_options")
 statically_known_true: Callable[[Any], bool] = required("torch.fx.experimental.symbolic_shapes.statically_known_true")
+
+
+def backed_constant(value: torch.SymFloat) -> float | None:
+    """What stands behind a symbolic number while a graph is compiled; a guard then holds it to that."""
+    node = attribute(value, "node", lambda _: None)
+    return float(value) if node is not None and node.has_hint() else None
+
+
+def symbols_of(size: torch.SymInt) -> list[str]:
+    """The names of the symbols in a size."""
+    return sorted(symbol.name for symbol in size.node.expr.free_symbols)
+
+
+def substituted(size: torch.SymInt, values: Mapping[str, int]) -> int:
+    """The size where its symbols have these values."""
+    expression = size.node.expr
+    return int(expression.subs({symbol: values[symbol.name] for symbol in expression.free_symbols}))
+
+
+def cache_folder() -> str | None:
+    """Where Inductor keeps what it compiled, if it keeps anything."""
+    folder = find("torch._inductor.runtime.cache_dir_utils.cache_dir")
+    is_off = any(getattr(find(path), "force_disable_caches", False) for path in CACHE_SETTINGS)
+    return None if folder is None or is_off else folder()
+
+
+CACHE_SETTINGS = "torch.compiler.config", "torch._inductor.config"
+
+
+Restart: type[BaseException] = find("torch._dynamo.exc.RestartAnalysis", GeneratorExit)
+"""What a backend raises to have Dynamo trace anew."""
 
 
 def compile_fx(*args: Any, **kwargs: Any) -> Callable[..., Any]:

@@ -37,6 +37,8 @@ _function_mode_stack = find("torch.overrides._get_current_function_mode_stack")
 _DeviceContext = find("torch.utils._device.DeviceContext")
 profiling: Callable[[], bool] = find("torch._C._autograd._profiler_enabled", _one)
 functorch_level: Callable[[], int | None] = find("torch._C._functorch.maybe_current_level", _level_of_probe)
+jit_tracing: Callable[[], bool] = find("torch._C._is_tracing", find("torch.jit.is_tracing", _one))
+"""Whether `torch.jit.trace` is at work: the dispatcher tells it of an operator, and sizes are tensors meanwhile."""
 _mode_of = find("torch._C._get_dispatch_mode")
 
 

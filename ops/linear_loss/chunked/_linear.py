@@ -1,12 +1,12 @@
-"""A linear layer over many classes, a chunk of tokens at a time: what every loss fused with its projection shares.
+"""A linear layer over many classes, a chunk of tokens at a time, and the gradients of its input, weight and bias.
 
 The products are cuBLAS's (or the CPU's BLAS). They read W twice for each chunk and walk over dW once, so chunks should
 be large: LOGITS_BUDGET bounds them. dW is summed in float32 where there are more than ROUNDED_CHUNKS chunks. Up to
 there it is summed in the weight's own dtype: each product adds its float32 result to what is there and rounds once, and
 the error of three such roundings stays within the accuracy rule, at half the memory.
 
-Where only the first rows count, and the device alone knows how many, the products stop there (`_grouped.py`). They are
-rounded before they are added, so that dW is summed in its own dtype over GROUPED_ROUNDED_CHUNKS chunks at most.
+Where only the first rows count, and only the device knows how many, the products stop there (`_dynamic_rows.py`). They
+are rounded before they are added, so dW is summed in its own dtype over DYNAMIC_ROUNDED_CHUNKS chunks at most.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss._grouped import add_where_any, input_gradient, outputs, weight_gradient
+from llmk.ops.linear_loss.chunked._dynamic_rows import add_where_any, input_gradient, outputs, weight_gradient
 from llmk.registry import cdiv
 from llmk.registry.backends import kernels_on_cpu
 
@@ -29,16 +29,16 @@ that may be rounded, are enough for 8192 tokens of the largest vocabularies."""
 CPU_LOGITS = 2**20
 """Elements of one chunk's logits on a CPU when `chunk_size` is 0: they stay in cache."""
 ALIGNED = 16
-"""Elements that the rows of a chunk's logits are apart from each other, or a multiple of it, whatever V is."""
+"""The row stride of a chunk's logits is a multiple of this many elements, whatever V is."""
 ROUNDED_CHUNKS = 3
 """The most chunks over which dW is summed in the weight's own dtype."""
-GROUPED_ROUNDED_CHUNKS = 2
-"""The same where each chunk's share is rounded first: the squares of what n equal shares and their sums are rounded by
+DYNAMIC_ROUNDED_CHUNKS = 2
+"""The same where each chunk's product is rounded first: the squares of the roundings of n equal products and their sums
 add up to 2 for two, 2.7 for three, where one product's is 1 and the accuracy rule allows 1.5**2."""
 
 
 def chunk_rows(x: Tensor, V: int, chunk_size: int, budget: int = LOGITS_BUDGET) -> int:
-    """Tokens in a chunk: as given, or on a GPU the fewest chunks of equal size that fit the budget.
+    """Return the tokens in a chunk: as given, or on a GPU the fewest chunks of equal size that fit the budget.
 
     One chunk is enough where its logits take no more than dW: the backward pass, when there are no logits, needs room
     for dW twice.
@@ -57,10 +57,10 @@ def chunk_rows(x: Tensor, V: int, chunk_size: int, budget: int = LOGITS_BUDGET) 
 
 
 class ChunkedLinear:
-    """`x @ weight.t() + bias`, so many rows at a time: x `[N, H]` is the input `[..., H]` as rows, weight `[V, H]`.
+    """`x @ weight.t() + bias` in chunks of rows: x `[N, H]` is the input `[..., H]` flattened, weight is `[V, H]`.
 
-    The rows of a chunk are chosen for `classes` outputs a row, by default V. With a `count`, int32 `[]`, there are
-    outputs of so many rows alone, and what is past them holds anything.
+    The rows of a chunk are chosen for `classes` outputs a row, by default V. With a `count`, int32 `[]`, only so many
+    rows have outputs, and the rows past them are undefined.
     """
 
     def __init__(
@@ -79,32 +79,32 @@ class ChunkedLinear:
         V = weight.shape[0]
         self.chunk_rows = chunk_rows(self.x, V if classes is None else classes, chunk_size, budget)
         self.ends = None if count is None else self._ends(count)
-        # cuBLAS takes five times as long for a product whose sizes are odd: what is left over has one of its own.
+        # cuBLAS takes five times as long for a product whose sizes are odd: the remainder has a product of its own.
         whole = V // ALIGNED * ALIGNED
         self.class_parts = [part for part in (slice(whole, V), slice(0, whole)) if part.start < part.stop]
 
     @property
-    def number_of_chunks(self) -> int:
+    def num_chunks(self) -> int:
         return cdiv(self.x.shape[0], self.chunk_rows)
 
     def _ends(self, count: Tensor) -> Tensor:
-        """How many rows of each chunk count, int32."""
+        """Return the number of rows of each chunk that count, int32."""
         starts = torch.arange(0, self.x.shape[0], self.chunk_rows, dtype=torch.int32, device=count.device)
         return (count - starts).clamp_(0, self.chunk_rows)
 
     @property
     def leaves_rows_past_count(self) -> bool:
-        """Whether nothing reads outputs past the count, or their gradients: the sum for a bias does."""
+        """True if nothing reads outputs past the count, or their gradients: the sum for a bias does."""
         return self.ends is not None and self.bias is None
 
     def end(self, rows: slice) -> Tensor:
-        """How many rows of a chunk count, `[1]`, where that is not all."""
+        """Return the number of rows of a chunk that count, `[1]`; needs a `count`."""
         assert self.ends is not None
         chunk = rows.start // self.chunk_rows
         return self.ends[chunk : chunk + 1]
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield each chunk's rows and outputs; the next chunk's take their place, and after the last none is left."""
+        """Yield each chunk's rows and outputs, which the next chunk overwrites and the end frees."""
         return self._whole_chunks() if self.ends is None else self._counted_chunks()
 
     def _counted_chunks(self) -> Iterator[tuple[slice, Tensor]]:
@@ -115,7 +115,7 @@ class ChunkedLinear:
             if self.bias is not None:
                 logits += self.bias
             yield rows, logits
-            logits.untyped_storage().resize_(0)  # the product has no place to be told: two would be there at once
+            logits.untyped_storage().resize_(0)  # the product allocates its result: two would exist at once
 
     def _whole_chunks(self) -> Iterator[tuple[slice, Tensor]]:
         N, V = self.x.shape[0], self.weight.shape[0]
@@ -130,24 +130,24 @@ class ChunkedLinear:
                 else:
                     torch.addmm(self.bias[part], self.x[rows], self.weight[part].t(), out=outputs[:, part])
             yield rows, outputs
-        buffer.untyped_storage().resize_(0)  # whoever walked over the chunks still holds the last one
+        buffer.untyped_storage().resize_(0)  # the caller's loop still holds the last one
 
 
 class LinearGradients:
-    """The gradients of x, W and b that are wanted, as sums over the chunks; an empty tensor for each other.
+    """The gradients of x, W and b that are needed, as sums over the chunks; the others are empty.
 
-    That of x is rounded to `dx_dtype`, which is that of x or float32.
+    The gradient of x is rounded to `dx_dtype`, which is the dtype of x or float32.
     """
 
     def __init__(self, linear: ChunkedLinear, need: tuple[bool, bool, bool], dx_dtype: torch.dtype) -> None:
         self.linear, self.need = linear, need
         x, (V, H) = linear.x, linear.weight.shape
-        chunks = ROUNDED_CHUNKS if linear.ends is None else GROUPED_ROUNDED_CHUNKS
-        # float16 has no room for sums that are not scaled yet.
-        rounded = x.dtype != torch.float16 and linear.number_of_chunks <= chunks
+        chunks = ROUNDED_CHUNKS if linear.ends is None else DYNAMIC_ROUNDED_CHUNKS
+        # The range of float16 does not hold sums that are not scaled yet.
+        rounded = x.dtype != torch.float16 and linear.num_chunks <= chunks
         buffers = [
             (tuple(linear.shape), dx_dtype, need[0]),
-            ((V, H), x.dtype if rounded else torch.float32, need[1] and linear.ends is None),  # else the first share
+            ((V, H), x.dtype if rounded else torch.float32, need[1] and linear.ends is None),  # else the first product
             ((V,), torch.float32, need[2]),
         ]
         self.dx, self.dw, self.db = (
@@ -156,7 +156,7 @@ class LinearGradients:
         self.dx_rows = self.dx.view(x.shape) if need[0] else self.dx
 
     def add(self, rows: slice, dlogits: Tensor) -> None:
-        """Add a chunk's share; the first one overwrites."""
+        """Accumulate the gradients of a chunk; the first one overwrites."""
         need_dx, need_dw, need_db = self.need
         if dlogits.shape[1] == 0:  # without classes
             if need_dx:
@@ -180,7 +180,7 @@ class LinearGradients:
         if need_dx:
             if self.dx.dtype == weight.dtype:
                 self.dx_rows[rows] = input_gradient(dlogits, weight, end)
-            else:  # which is summed over ranks before it is rounded
+            else:  # the float32 dx, which is summed over ranks before it is rounded
                 add_product(self.dx_rows[rows], dlogits, weight, first=True)
         if need_dw:
             part = weight_gradient(dlogits, self.linear.x[rows], end)
@@ -197,7 +197,7 @@ class LinearGradients:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """total += a @ b, in float32 within the product, rounded once to total's dtype."""
+    """Compute total += a @ b, in float32 within the product, rounded once to total's dtype."""
     options: dict[str, Any] = {}
     if total.dtype != a.dtype and a.device.type == "cuda":
         options["out_dtype"] = total.dtype

@@ -9,15 +9,16 @@ With z the student's logits of a row and w the teacher's, each of which becomes 
     dy_j = g * (r_j - exp(x_j) * R)                       the student's, in the last
     dz_j = dy_j * (1 - (cap(z_j) / c)^2) / temperature    the factor of the cap only with one
 
-R would be 0 without rounding. Where the student is certain of a class, that class's r is the difference of two numbers
-that nearly cancel, and R is what it has lost; logits of 16 bits have lost more, and go without the third pass.
+R would be 0 without rounding. Where the student's probability of a class is near 1, that class's r is the
+difference of two numbers that nearly cancel, and R is the rounding error; 16-bit logits have larger errors and skip the
+third pass.
 
 With a cross entropy of the student besides, of targets t and at temperature 1, with m and s of u = cap(z):
 
     dz_j = ... + h * (exp(u_j - m) / s - [j = t]) * (1 - (u_j / c)^2)
 
-Between the passes the ranks of a group that have slices of the classes gather four numbers of a row, then two, then
-two. A row that does not count is not read.
+Between the passes vocabulary-parallel ranks gather four numbers of a row, then two, then two. A row that does not
+count is not read.
 """
 
 from collections.abc import Callable
@@ -28,26 +29,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.math import LOG2E
-from llmk.ops.linear_loss._lanes import LANE, lanes_of
-from llmk.ops.linear_loss._ranks import gather, group_size
-from llmk.ops.linear_loss._scores import scores
+from llmk.ops.common.math import LOG2E, cap_slope
+from llmk.ops.linear_loss.kernels._logits import COLUMNS, logit_transform, thread_columns
 from llmk.ops.loss.divergence_math import Mixture, divergence_of, divergence_of_cpu, exp_of
 from llmk.registry import cdiv, empty, next_power_of_2, wrap_triton
 
 
 class Softmaxes(NamedTuple):
-    """How both rows of logits become log-probabilities, and which divergence is taken of them."""
+    """The transform of both rows of logits to log-probabilities, and their divergence."""
 
     mixture: Mixture
     temperature: float
     softcap: float
     teacher_softcap: float
-    leave_ignored: bool = False  # the gradients of rows that do not count are not written
+    leave_ignored: bool = False  # True: gradients of rows that do not count are not written
 
 
-class CrossEntropy(NamedTuple):
-    """Of the student's rows, besides the divergence."""
+class CrossEntropyTerm(NamedTuple):
+    """A cross entropy of the student's rows that is added to the divergence."""
 
     target: Tensor  # [M]
     grad: Tensor  # [M]
@@ -55,12 +54,12 @@ class CrossEntropy(NamedTuple):
 
 
 @triton.jit
-def _maximum_and_sum(z_ptr, end, outer, SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr):
-    m = tl.full((BLOCK_V // LANE,), float("-inf"), dtype=tl.float32)
-    s = tl.zeros((BLOCK_V // LANE,), dtype=tl.float32)
+def _maximum_and_sum(z_ptr, end, outer, softcap, BLOCK_V: tl.constexpr):
+    m = tl.full((BLOCK_V // COLUMNS,), float("-inf"), dtype=tl.float32)
+    s = tl.zeros((BLOCK_V // COLUMNS,), dtype=tl.float32)
     for start in range(0, end, BLOCK_V):
-        cols = start + lanes_of(BLOCK_V)  # type: ignore[misc]
-        y, _ = scores(tl.load(z_ptr + cols, mask=cols < end, other=0.0), 1.0, outer, SOFTCAP)  # type: ignore[misc]
+        cols = start + thread_columns(BLOCK_V)  # type: ignore[misc]
+        y, _ = logit_transform(tl.load(z_ptr + cols, mask=cols < end, other=0.0), 1.0, outer, softcap)  # type: ignore[misc]
         y = tl.where(cols < end, y, float("-inf"))
         new_m = tl.maximum(m, tl.max(y, axis=1))
         base = tl.where(new_m == float("-inf"), 0.0, new_m)  # nothing finite may have been seen yet
@@ -73,42 +72,41 @@ def _maximum_and_sum(z_ptr, end, outer, SOFTCAP: tl.constexpr, BLOCK_V: tl.const
 
 @triton.jit
 def softmax_pair_kernel(
-    z_ptr, w_ptr, count_ptr, part_ptr, M, V, z_stride, w_stride, outer,
-    SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr,
+    z_ptr, w_ptr, count_ptr, part_ptr, M, V, z_stride, w_stride, outer, softcap, teacher_softcap,
+    BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Maximum and sum of a row of both: part `[4, M]`."""
+    """Compute the maximum and the sum of a row of both: part `[4, M]`."""
     outer = tl.cast(outer, tl.float32)
     row = tl.program_id(0).to(tl.int64)
     end = tl.where(tl.load(count_ptr + row) != 0.0, V, 0)
-    m, s = _maximum_and_sum(z_ptr + row * z_stride, end, outer, SOFTCAP, BLOCK_V)  # type: ignore[misc]
+    m, s = _maximum_and_sum(z_ptr + row * z_stride, end, outer, softcap, BLOCK_V)  # type: ignore[misc]
     tl.store(part_ptr + row, m)
     tl.store(part_ptr + M + row, s)
-    m, s = _maximum_and_sum(w_ptr + row * w_stride, end, outer, TEACHER_SOFTCAP, BLOCK_V)  # type: ignore[misc]
+    m, s = _maximum_and_sum(w_ptr + row * w_stride, end, outer, teacher_softcap, BLOCK_V)  # type: ignore[misc]
     tl.store(part_ptr + 2 * M + row, m)
     tl.store(part_ptr + 3 * M + row, s)
 
 
 @triton.jit
 def _terms(
-    z, w, stats_ptr, M, outer, SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr,
-    BETA: tl.constexpr, LOG_BETA: tl.constexpr, LOG_REST: tl.constexpr, EXACT: tl.constexpr,
+    z, w, stats_ptr, M, outer, softcap, teacher_softcap, beta, rest,
+    FORM: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """f and df/dx of some classes of a row, the student's log-probabilities and its cap."""
-    y, u = scores(z, 1.0, outer, SOFTCAP)  # type: ignore[misc]
+    """Compute f and df/dx of a block of classes, the student's log-probabilities and its capped logits."""
+    y, u = logit_transform(z, 1.0, outer, softcap)  # type: ignore[misc]
     x = (y - tl.load(stats_ptr)) - tl.load(stats_ptr + M)
-    y, _ = scores(w, 1.0, outer, TEACHER_SOFTCAP)  # type: ignore[misc]
+    y, _ = logit_transform(w, 1.0, outer, teacher_softcap)  # type: ignore[misc]
     t = (y - tl.load(stats_ptr + 2 * M)) - tl.load(stats_ptr + 3 * M)
-    f, slope = divergence_of(x, t, BETA, LOG_BETA, LOG_REST, EXACT)  # type: ignore[misc]
+    f, slope = divergence_of(x, t, beta, rest, FORM, EXACT)  # type: ignore[misc]
     return f, slope, x, u
 
 
 @triton.jit
 def divergence_sums_kernel(
-    z_ptr, w_ptr, count_ptr, stats_ptr, shift_ptr, sum_ptr, M, V, z_stride, w_stride, outer,
-    SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, BETA: tl.constexpr, LOG_BETA: tl.constexpr,
-    LOG_REST: tl.constexpr, EXACT: tl.constexpr, BLOCK_V: tl.constexpr,
+    z_ptr, w_ptr, count_ptr, stats_ptr, shift_ptr, sum_ptr, M, V, z_stride, w_stride, outer, softcap, teacher_softcap,
+    beta, rest, FORM: tl.constexpr, EXACT: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The sums of f and of df/dx over a row, or with shifts S of r: `[2, M]`."""
+    """Compute the sums of f and of df/dx over a row, or with shifts S of r: `[2, M]`."""
     outer = tl.cast(outer, tl.float32)
     row = tl.program_id(0).to(tl.int64)
     end = tl.where(tl.load(count_ptr + row) != 0.0, V, 0)
@@ -120,7 +118,7 @@ def divergence_sums_kernel(
         z = tl.load(z_ptr + row * z_stride + cols, mask=mask, other=0.0)
         w = tl.load(w_ptr + row * w_stride + cols, mask=mask, other=0.0)
         f, slope, x, _ = _terms(  # type: ignore[misc]
-            z, w, stats_ptr + row, M, outer, SOFTCAP, TEACHER_SOFTCAP, BETA, LOG_BETA, LOG_REST, EXACT
+            z, w, stats_ptr + row, M, outer, softcap, teacher_softcap, beta, rest, FORM, EXACT
         )
         if shift_ptr is not None:
             slope = tl.fma(-exp_of(x, EXACT), tl.load(shift_ptr + row), slope)  # type: ignore[misc]
@@ -133,11 +131,11 @@ def divergence_sums_kernel(
 @triton.jit
 def divergence_gradient_kernel(
     z_ptr, w_ptr, count_ptr, grad_ptr, stats_ptr, sum_ptr, target_ptr, ce_grad_ptr, ce_stats_ptr, dz_ptr,
-    M, V, z_stride, w_stride, outer,
-    SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, BETA: tl.constexpr, LOG_BETA: tl.constexpr,
-    LOG_REST: tl.constexpr, EXACT: tl.constexpr, LEAVE_IGNORED: tl.constexpr, BLOCK_V: tl.constexpr,
+    M, V, z_stride, w_stride, outer, softcap, teacher_softcap,
+    beta, rest, FORM: tl.constexpr, EXACT: tl.constexpr, LEAVE_IGNORED: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the student's logits, a block of a row to a program; dz may be z."""
+    """Write the gradient of the student's logits, a block of a row a program; dz may be z."""
     outer = tl.cast(outer, tl.float32)
     program, blocks = tl.program_id(0), tl.cdiv(V, BLOCK_V)
     row, block = (program // blocks).to(tl.int64), program % blocks
@@ -152,57 +150,57 @@ def divergence_gradient_kernel(
     z = tl.load(z_ptr + row * z_stride + cols, mask=read, other=0.0)
     w = tl.load(w_ptr + row * w_stride + cols, mask=read, other=0.0)
     _, slope, x, u = _terms(  # type: ignore[misc]
-        z, w, stats_ptr + row, M, outer, SOFTCAP, TEACHER_SOFTCAP, BETA, LOG_BETA, LOG_REST, EXACT
+        z, w, stats_ptr + row, M, outer, softcap, teacher_softcap, beta, rest, FORM, EXACT
     )
     e = exp_of(x, EXACT)  # type: ignore[misc]  as in slope: the two nearly cancel
-    # As one operation, which rounds no product. Else the compiler is free not to round the slope, as it was when it was
-    # summed: of a class that is certain the gradient would be what was cut off.
+    # fma rounds no product. Else the compiler is free not to round the slope, which was rounded when summed: for a
+    # class with a probability near 1 the gradient would be the rounding error.
     r = tl.fma(-e, tl.load(sum_ptr + M + row), slope)
     dz = (g * outer) * (r - e * tl.load(sum_ptr + 2 * M + row))
     if target_ptr is not None:
         p = tl.exp2((u - tl.load(ce_stats_ptr + row)) * LOG2E) / tl.load(ce_stats_ptr + M + row)
         dz += tl.load(ce_grad_ptr + row) * tl.where(cols == tl.load(target_ptr + row), p - 1.0, p)
-    if SOFTCAP > 0:
-        dz *= 1.0 - (u / SOFTCAP) * (u / SOFTCAP)
+    if softcap is not None:
+        dz *= cap_slope(u, softcap)
     tl.store(dz_ptr + row * z_stride + cols, tl.where(read, dz, 0.0).to(dz_ptr.dtype.element_ty), mask=mask)
 
 
 def _block(V: int) -> dict[str, int]:
     # A guess after the row kernels of cross entropy, with half the columns of two tensors.
     if V <= 8192:
-        return {"BLOCK_V": min(1024, next_power_of_2(max(V, LANE.value))), "num_warps": 2}
+        return {"BLOCK_V": min(1024, next_power_of_2(max(V, COLUMNS.value))), "num_warps": 2}
     return {"BLOCK_V": 2048, "num_warps": 4}
 
 
-def _constants(softmaxes: Softmaxes) -> dict[str, float]:
-    caps = {"SOFTCAP": softmaxes.softcap, "TEACHER_SOFTCAP": softmaxes.teacher_softcap}
-    return caps | softmaxes.mixture.constants()
+def _caps(softmaxes: Softmaxes) -> tuple[float | None, float | None]:
+    return softmaxes.softcap or None, softmaxes.teacher_softcap or None
 
 
 def statistics(z: Tensor, w: Tensor, counts: Tensor, softmaxes: Softmaxes) -> Tensor:
-    """Maximum and sum of the columns of both rows: `[4, M]`."""
+    """Compute maximum and sum of the columns of both rows: `[4, M]`."""
     M, V = z.shape
     part = empty((4, M), torch.float32, z.device)
     wrap_triton(softmax_pair_kernel)[(M,)](
         z, w, counts, part, M, V, z.stride(0), w.stride(0), 1.0 / softmaxes.temperature,
-        SOFTCAP=softmaxes.softcap, TEACHER_SOFTCAP=softmaxes.teacher_softcap, **_block(V),
+        *_caps(softmaxes), **_block(V),
     )  # fmt: skip
     return part
 
 
 def sums(z: Tensor, w: Tensor, counts: Tensor, stats: Tensor, shift: Tensor | None, softmaxes: Softmaxes) -> Tensor:
-    """The sums of f and of its derivative over the columns, or with shifts `[M]` of r: `[2, M]`."""
+    """Compute the sums of f and of its derivative over the columns, or with shifts `[M]` of r: `[2, M]`."""
     M, V = z.shape
     out = empty((2, M), torch.float32, z.device)
     wrap_triton(divergence_sums_kernel)[(M,)](
         z, w, counts, stats, shift, out, M, V, z.stride(0), w.stride(0), 1.0 / softmaxes.temperature,
-        **_constants(softmaxes), EXACT=z.dtype == torch.float32, **_block(V),
+        *_caps(softmaxes), *softmaxes.mixture.numbers(),
+        FORM=softmaxes.mixture.form(), EXACT=z.dtype == torch.float32, **_block(V),
     )  # fmt: skip
     return out
 
 
 def gradients(
-    z: Tensor, w: Tensor, counts: Tensor, grad: Tensor, stats: Tensor, total: Tensor, ce: CrossEntropy | None,
+    z: Tensor, w: Tensor, counts: Tensor, grad: Tensor, stats: Tensor, total: Tensor, ce: CrossEntropyTerm | None,
     softmaxes: Softmaxes,
 ) -> None:  # fmt: skip
     """Write the gradient of the student's logits `[M, V]` over them, for that of each row's loss `[M]`."""
@@ -210,11 +208,12 @@ def gradients(
     wrap_triton(divergence_gradient_kernel)[(M * cdiv(V, block["BLOCK_V"]),)](
         z, w, counts, grad, stats, total, *((None, None, None) if ce is None else ce), z,
         M, V, z.stride(0), w.stride(0), 1.0 / softmaxes.temperature,
-        **_constants(softmaxes), EXACT=z.dtype == torch.float32, LEAVE_IGNORED=softmaxes.leave_ignored, **block,
+        *_caps(softmaxes), *softmaxes.mixture.numbers(),
+        FORM=softmaxes.mixture.form(), EXACT=z.dtype == torch.float32, LEAVE_IGNORED=softmaxes.leave_ignored, **block,
     )  # fmt: skip
 
 
-def _scores_cpu(z: Tensor, softcap: float, temperature: float) -> tuple[Tensor, Tensor]:
+def _transform_cpu(z: Tensor, softcap: float, temperature: float) -> tuple[Tensor, Tensor]:
     u = softcap * torch.tanh(z.float() / softcap) if softcap else z.float()
     return u / temperature, u
 
@@ -227,7 +226,7 @@ def statistics_cpu(z: Tensor, w: Tensor, counts: Tensor, softmaxes: Softmaxes) -
         return nothing
     parts = []
     for logits, softcap in ((z, softmaxes.softcap), (w, softmaxes.teacher_softcap)):
-        y, _ = _scores_cpu(logits, softcap, softmaxes.temperature)
+        y, _ = _transform_cpu(logits, softcap, softmaxes.temperature)
         m = y.amax(-1)
         parts += [m, (y - torch.where(m == float("-inf"), 0.0, m).unsqueeze(-1)).exp_().sum(-1)]
     return torch.stack(parts)
@@ -235,8 +234,8 @@ def statistics_cpu(z: Tensor, w: Tensor, counts: Tensor, softmaxes: Softmaxes) -
 
 def _terms_cpu(z: Tensor, w: Tensor, stats: Tensor, softmaxes: Softmaxes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     m, logsum, teacher_m, teacher_logsum = (each.unsqueeze(-1) for each in stats.unbind())
-    y, u = _scores_cpu(z, softmaxes.softcap, softmaxes.temperature)
-    t, _ = _scores_cpu(w, softmaxes.teacher_softcap, softmaxes.temperature)
+    y, u = _transform_cpu(z, softmaxes.softcap, softmaxes.temperature)
+    t, _ = _transform_cpu(w, softmaxes.teacher_softcap, softmaxes.temperature)
     x = y - m - logsum
     return *divergence_of_cpu(x, t - teacher_m - teacher_logsum, softmaxes.mixture.beta), x, u
 
@@ -249,7 +248,7 @@ def sums_cpu(z: Tensor, w: Tensor, counts: Tensor, stats: Tensor, shift: Tensor 
 
 
 def gradients_cpu(
-    z: Tensor, w: Tensor, counts: Tensor, grad: Tensor, stats: Tensor, total: Tensor, ce: CrossEntropy | None,
+    z: Tensor, w: Tensor, counts: Tensor, grad: Tensor, stats: Tensor, total: Tensor, ce: CrossEntropyTerm | None,
     softmaxes: Softmaxes,
 ) -> None:  # fmt: skip
     """`gradients` in plain PyTorch."""
@@ -264,34 +263,16 @@ def gradients_cpu(
         dz.addcmul_(p.scatter_(-1, column, p.gather(-1, column) - 1), ce.grad.unsqueeze(-1))
     if softmaxes.softcap:
         dz.mul_(1 - (u / softmaxes.softcap).square())
-    z.copy_(dz.masked_fill_(counts.unsqueeze(-1) == 0, 0.0))  # whatever a row holds that does not count
+    z.copy_(dz.masked_fill_(counts.unsqueeze(-1) == 0, 0.0))  # also NaN in a row that does not count
 
 
-class DivergenceRows(NamedTuple):
-    """The passes over a chunk of both logits."""
+class DivergenceFunctions(NamedTuple):
+    """The passes over a chunk of both models' logits."""
 
     statistics: Callable[[Tensor, Tensor, Tensor, Softmaxes], Tensor]
     sums: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Softmaxes], Tensor]
-    gradients: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, CrossEntropy | None, Softmaxes], None]
+    gradients: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, CrossEntropyTerm | None, Softmaxes], None]
 
 
-KERNELS = DivergenceRows(statistics, sums, gradients)
-CPU = DivergenceRows(statistics_cpu, sums_cpu, gradients_cpu)
-
-
-def losses(
-    rows: DivergenceRows, z: Tensor, w: Tensor, counts: Tensor, softmaxes: Softmaxes, group_name: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss `[M]` of rows, some of whose classes each rank of a group has; and what `gradients` takes of it."""
-    M = z.shape[0]
-    ranks = group_size(group_name)
-    parts = gather(rows.statistics(z, w, counts, softmaxes), group_name).view(ranks, 2, 2, M)  # tensor, number
-    m = parts[:, :, 0].amax(0)
-    base = torch.where(m == float("-inf"), 0.0, m)
-    logsum = (parts[:, :, 1] * (parts[:, :, 0] - base).exp()).sum(0).log()
-    stats = torch.stack((m, logsum), dim=1).view(4, M)
-    loss, shift = gather(rows.sums(z, w, counts, stats, None, softmaxes), group_name).view(ranks, 2, M).sum(0)
-    rest = torch.zeros_like(shift)
-    if z.dtype == torch.float32:
-        rest = gather(rows.sums(z, w, counts, stats, shift, softmaxes), group_name).view(ranks, 2, M).sum(0)[1]
-    return loss, stats, torch.stack((loss, shift, rest))
+KERNELS = DivergenceFunctions(statistics, sums, gradients)
+PYTORCH = DivergenceFunctions(statistics_cpu, sums_cpu, gradients_cpu)

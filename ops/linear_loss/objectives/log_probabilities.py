@@ -12,11 +12,11 @@ def probability(x: Tensor) -> Tensor:
     return torch.exp(F.logsigmoid(x))
 
 
-def log_of_the_rest(logp: Tensor) -> Tensor:
-    """log(1 - p) of log p, by the formula that is accurate there: Maechler, 2012, the note on log1mexp of R's `Rmpfr`.
+def log1mexp(logp: Tensor) -> Tensor:
+    """log(1 - exp(logp)) by whichever formula is accurate: Maechler, 2012, the note on log1mexp of R's `Rmpfr`.
 
-    p is taken to fall short of 1 by a unit in its last place at least. Each formula is given a point where it is right
-    too, so that neither's derivative is ever infinite.
+    p is clamped to at most 1 - eps. Each formula is evaluated where it is accurate, so neither's derivative is ever
+    infinite.
     """
     logp = logp.clamp(max=-torch.finfo(logp.dtype).eps)
     near_one = torch.log(-torch.expm1(logp.clamp(min=_HALF)))

@@ -1,24 +1,24 @@
-r"""The cross entropy of `row_loss.py` where each rank of a group has a slice of every row: some classes of all.
+r"""Vocabulary-parallel cross entropy, where each rank of a group has a shard of the classes of every row.
 
-Of a slice with the classes C a rank needs the logits' x alone to make, for each row,
+From the x of its own logits, of the classes C, a rank computes for each row
 
     m_C = max(x), s_C = sum(exp(x - m_C)), x_t if t is in C, else -inf
     and for smoothing w_C = sum(w_c), b_C = sum_c(w_c * (m_C - x_c))
 
-which the ranks gather: three or five numbers a row, however many classes there are. Over all slices then
+which the ranks gather: three or five numbers a row, however many classes there are. Over all shards then
 
     m = max_C(m_C), s = sum_C(s_C * exp(m_C - m)), x_t = max_C(x_t)
     sum_c(w_c * (m - x_c)) = sum_C(b_C + w_C * (m - m_C))
 
-from which the loss follows, and with m and s the gradient of any slice. Every rank adds in the order of the ranks, so
-all have the same bits. A class that lies in no slice leaves x_t at -inf: the loss of such a target is infinite.
+from which the loss follows, and with m and s the gradient of any shard. Every rank adds in the order of the ranks, so
+all have the same bits. A class in no shard leaves x_t at -inf: the loss of such a target is infinite.
 
 Source: Shoeybi et al., "Megatron-LM", 2019, https://arxiv.org/abs/1909.08053, for sharing numbers of a row instead of
 logits.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -26,30 +26,28 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.math import LOG2E
-from llmk.ops.linear_loss._ranks import gather
-from llmk.ops.loss.row_loss import CPU, KERNELS, RowLoss
 from llmk.ops.loss.row_loss_cpu import capped_cpu, class_index
 from llmk.ops.loss.row_loss_long import row_block, row_statistics, unaligned
 from llmk.ops.loss.row_loss_math import Options, Rows, capped, counts_of, loss_of
 from llmk.registry import cdiv, empty, wrap_triton
 
 STATISTICS, STATISTICS_SMOOTH = 3, 5
-"""Numbers of a row that a rank gives: m, s, x_t, and with smoothing b and w."""
+"""The number of values a rank computes for a row: m, s, x_t, and with smoothing b and w."""
 
 
 @triton.jit
 def slice_statistics_kernel(
-    x_ptr, target_ptr, weight_ptr, out_ptr, M, V, x_stride, first_class, num_classes, ignore_index,
-    SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, UNALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
+    x_ptr, target_ptr, weight_ptr, out_ptr, M, V, x_stride, first_class, num_classes, ignore_index, softcap,
+    SMOOTH: tl.constexpr, UNALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row).to(tl.int64)
     here = (target != ignore_index) & (target >= first_class) & (target < num_classes) & (target - first_class < V)
-    x_t = capped(tl.load(x_ptr + row * x_stride + target - first_class, mask=here, other=float("-inf")), SOFTCAP)
+    x_t = capped(tl.load(x_ptr + row * x_stride + target - first_class, mask=here, other=float("-inf")), softcap)
     if weight_ptr is not None:
         weight_ptr += first_class
     m, total, weight_sum, below = row_statistics(  # type: ignore[misc]
-        x_ptr, row * x_stride, weight_ptr, V, target != ignore_index, SMOOTH, SOFTCAP, UNALIGNED, BLOCK_V
+        x_ptr, row * x_stride, weight_ptr, V, target != ignore_index, softcap, SMOOTH, UNALIGNED, BLOCK_V
     )
     tl.store(out_ptr + row, m)
     tl.store(out_ptr + M + row, total)
@@ -107,20 +105,20 @@ def _numbers(options: Options) -> int:
 
 
 def slice_statistics(logits: Tensor, target: Tensor, options: Options) -> Tensor:
-    """What a rank gives of its slice of the rows, `[M, V]`: `[3 or 5, M]`."""
+    """Compute a rank's statistics, `[3 or 5, M]`, from its shard of the rows, `[M, V]`."""
     M, V = logits.shape
     assert options.columns is not None
     out = empty((_numbers(options), M), torch.float32, logits.device)
     wrap_triton(slice_statistics_kernel)[(M,)](
         logits, target, options.contiguous_weight(), out, M, V, logits.stride(0),
-        *options.columns, options.ignore_index,
-        SMOOTH=options.smoothing > 0, SOFTCAP=options.softcap, UNALIGNED=unaligned(logits), **row_block(max(V, 1)),
+        *options.columns, options.ignore_index, options.softcap or None,
+        SMOOTH=options.smoothing > 0, UNALIGNED=unaligned(logits), **row_block(max(V, 1)),
     )  # fmt: skip
     return out
 
 
 def combine_slices(parts: Tensor, target: Tensor, options: Options) -> Rows:
-    """The rows' losses from the statistics of all slices, one below the other: `[R * 3 or 5, M]`."""
+    """Compute the rows' losses from the concatenated statistics of all ranks, `[R * 3 or 5, M]`."""
     M = parts.shape[1]
     assert options.columns is not None
     loss, count = (empty((M,), torch.float32, parts.device) for _ in range(2))
@@ -135,7 +133,7 @@ def combine_slices(parts: Tensor, target: Tensor, options: Options) -> Rows:
 
 
 def slice_statistics_cpu(logits: Tensor, target: Tensor, options: Options) -> Tensor:
-    """`slice_statistics` in plain PyTorch; a target that is no class of any slice raises."""
+    """`slice_statistics` in plain PyTorch; a target that is in no shard raises."""
     M, V = logits.shape
     assert options.columns is not None
     first_class, num_classes = options.columns
@@ -181,26 +179,12 @@ def combine_slices_cpu(parts: Tensor, target: Tensor, options: Options) -> Rows:
     return Rows(loss, w_t, torch.stack((maximum, total)))
 
 
-class SliceLoss(NamedTuple):
-    """The steps before and after the ranks exchange their statistics, and the rest of the loss of rows."""
+class VocabParallelCrossEntropy(NamedTuple):
+    """The steps before and after the ranks exchange their statistics; the gradients are those of whole rows."""
 
     statistics: Callable[[Tensor, Tensor, Options], Tensor]
     combine: Callable[[Tensor, Tensor, Options], Rows]
-    whole: RowLoss
 
 
-SLICE_KERNELS = SliceLoss(slice_statistics, combine_slices, KERNELS)
-SLICE_CPU = SliceLoss(slice_statistics_cpu, combine_slices_cpu, CPU)
-
-
-def row_loss_over(group_name: str, slices: SliceLoss) -> RowLoss:
-    """The loss of rows of which each rank of a group has a slice, or none."""
-
-    def losses(logits: Tensor, target: Tensor, options: Options) -> Rows:
-        return slices.combine(gather(slices.statistics(logits, target, options), group_name), target, options)
-
-    def gradients(grad: Tensor, divisor: Tensor | None, logits: Tensor, *rest: Any) -> None:
-        if logits.shape[1] > 0:
-            slices.whole.gradients(grad, divisor, logits, *rest)
-
-    return slices.whole._replace(losses=losses, gradients=gradients)
+KERNELS = VocabParallelCrossEntropy(slice_statistics, combine_slices)
+PYTORCH = VocabParallelCrossEntropy(slice_statistics_cpu, combine_slices_cpu)

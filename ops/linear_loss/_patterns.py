@@ -1,14 +1,13 @@
-"""How a projection to the vocabulary and what is made of its logits are written in plain PyTorch."""
+"""Patterns of plain PyTorch that these operators replace: a projection to the vocabulary and a loss of its logits."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Node
 
-from llmk.ops.loss.plain import capped, cross_entropy_of, loss_options
+from llmk.ops.loss.plain import capped, cross_entropy_of, loss_options, softcap_of
 from llmk.registry.patterns import (
     Call,
     Cast,
@@ -21,14 +20,18 @@ from llmk.registry.patterns import (
     Value,
     Var,
     With,
+    all_arguments,
+    arguments,
     as_dtype,
+    cast_of,
+    constant_of,
     find,
     name_of,
+    reshape_of,
     value_of,
 )
 
 aten = torch.ops.aten
-ROWS = frozenset({"view", "reshape", "_unsafe_view", "slice", "flatten", "contiguous", "alias"})
 
 
 class _Rows(Pattern):
@@ -38,23 +41,26 @@ class _Rows(Pattern):
         self.pattern = pattern
 
     def find(self, value: Any, found: Found) -> Iterator[Found]:
-        while _keeps_last_axis(value):
+        while (source := _rows_before(value)) is not None:
             rows = (*found.values.get("rows", ()), value)
-            found = replace(found, values={**found.values, "rows": rows}).over(value)
-            value = value.args[0]
+            found, value = replace(found, values={**found.values, "rows": rows}).over(value), source
         yield from find(self.pattern, value, found)
 
 
-def _keeps_last_axis(node: Any) -> bool:
-    if name_of(node) not in ROWS:
-        return False
-    before, after = value_of(node.args[0]), value_of(node)
-    if not isinstance(before, Tensor) or not before.dim() or not after.dim():
-        return False
-    if name_of(node) == "slice" and node.args[1] in (-1, before.dim() - 1):
-        return False
-    width = before.shape[-1]
-    return isinstance(width, int) and isinstance(after.shape[-1], int) and width == after.shape[-1]
+def _rows_before(node: Any) -> Node | None:
+    """The tensor whose rows a node chooses or arranges, and whose last axis it keeps."""
+    if name_of(node) in ("contiguous", "alias"):
+        return cast_of(node)
+    if name_of(node) == "unflatten":
+        return None
+    given = arguments(node, "self", "dim", "start", "end", "step") if name_of(node) == "slice" else None
+    source = reshape_of(node) if given is None else given["self"]
+    if source is None or not value_of(source).dim() or not value_of(node).dim():
+        return None
+    if given is not None and given["dim"] in (-1, value_of(source).dim() - 1):
+        return None
+    width, after = value_of(source).shape[-1], value_of(node).shape[-1]
+    return source if isinstance(width, int) and isinstance(after, int) and width == after else None
 
 
 class _Scaled(Pattern):
@@ -65,31 +71,40 @@ class _Scaled(Pattern):
 
     def find(self, value: Any, found: Found) -> Iterator[Found]:
         yield from find(self.pattern, value, found)
-        if name_of(value) in ("mul", "div") and isinstance(number := value.args[1], int | float):
-            factor = number if name_of(value) == "mul" else 1 / number
-            scale = found.values.get("scale", 1.0) * factor
-            yield from self.find(value.args[0], replace(found, values={**found.values, "scale": scale}).over(value))
+        given = arguments(value, "self", "other") if name_of(value) in ("mul", "div") else None
+        number = None if given is None else constant_of(given["other"])
+        if given is None or number is None or (number == 0 and name_of(value) == "div"):
+            return
+        factor = number if name_of(value) == "mul" else 1 / number
+        scale = found.values.get("scale", 1.0) * factor
+        yield from self.find(given["self"], replace(found, values={**found.values, "scale": scale}).over(value))
 
 
 def _logits() -> Pattern:
     """A product with its bias, and what may be done to it on the way."""
     x, weight = Var("input"), Var("linear_weight")
     product = Call("linear", x, weight, None)
-    for turned in (Call("t", weight), Call("numpy_T", weight), Call("transpose", weight, Value("a"), Value("b"))):
-        product = product | Call("matmul", x, turned)
+    turned = Call("t", weight) | Call("numpy_T", weight)
+    for axes in ((0, 1), (1, 0), (-1, -2), (-2, -1), (0, -1), (-1, 0), (1, -2), (-2, 1)):
+        turned = turned | Call("transpose", weight, *axes)
+    product = product | Call("matmul", x, turned)
     linear = product | Call("linear", x, weight, Var("linear_bias")) | Call("add", product, Var("linear_bias"))
     inner = Cast(_Scaled(Cast(_Rows(Cast(_Scaled(Cast(linear)))))))
     return Cast(_Rows(capped(inner)))
 
 
 def _rows_of(emit: Emit, x: Node, rows: tuple[Node, ...]) -> Node:
-    """What became of the logits' rows, of the rows of x."""
+    """Apply to x the views and slices of rows that were applied to the logits."""
     for node in reversed(rows):
-        if name_of(node) in ("view", "reshape", "_unsafe_view"):
-            sizes = [*node.args[1][:-1], value_of(x).shape[-1]]  # type: ignore[index]
-            x = emit(aten.reshape.default, x, sizes)
-        elif name_of(node) in ("slice", "flatten"):
-            x = emit(node.target, x, *node.args[1:], **node.kwargs)
+        if cast_of(node) is not None:
+            continue
+        given = all_arguments(node)
+        del given["self"]
+        sizes = given.get("size", given.get("shape"))
+        if sizes is None:  # a slice or flatten, which says nothing of the last axis
+            x = emit(node.target, x, *given.values())
+        else:
+            x = emit(aten.reshape.default, x, [*sizes[:-1], value_of(x).shape[-1]])
     return x
 
 
@@ -114,6 +129,8 @@ def _build(emit: Emit, values: Mapping[str, Any]) -> Any:
         raise Left("the logits have a bias and are scaled after it")
     x = _rows_of(emit, x, values.get("rows", ()))
     if scale != 1:
+        if value_of(x).dtype == torch.float16:
+            raise Left("its logits are scaled, and the operator's input is, which may overflow in float16")
         x = emit(aten.mul.Tensor, x, scale)
     loss = emit(
         torch.ops.llmk.fused_linear_ce.default,
@@ -135,8 +152,19 @@ def _no_width(emit: Emit, values: Mapping[str, Any], logits: Node) -> Node:
     return emit(aten.clone.default, as_dtype(emit, empty, value_of(logits).dtype))
 
 
+def _why_left(node: Node) -> str:
+    return "its logits are not those of a linear layer, then scaled, capped, cast, viewed or shifted, and nothing else"
+
+
 FUSED_LINEAR_CE = (
-    Plain(results=(cross_entropy_of(_logits()),), signs=("llmk::cross_entropy",), build=_build, stand_in=_no_width),
+    Plain(
+        results=(cross_entropy_of(_logits()),),
+        signs=("llmk::cross_entropy",),
+        why_left=_why_left,
+        build=_build,
+        indices={"target": ("linear_weight", 0)},
+        stand_in=_no_width,
+    ),
 )
 
 
@@ -147,7 +175,16 @@ def _log_probabilities() -> Pattern:
     chosen = Call("gather", Named("logits", _logits()), Value("axis"), index)
     less = Call("sub", chosen, Call("logsumexp", Var("logits"), [dim], True))
     squeezed = Call("sub", Call("squeeze", chosen, -1), Call("logsumexp", Var("logits"), [dim]))
-    return Cast(whole) | Cast(less) | With("squeezed", True, Cast(squeezed))
+    return whole | less | With("squeezed", True, squeezed)
+
+
+def _why_logprobs_left(node: Node) -> str:
+    """Why log-probabilities of some classes were left: a choice of something else is not meant."""
+    source = all_arguments(node)["self"]
+    while (before := cast_of(source)) is not None:
+        source = before
+    chosen = "F.cross_entropy(logits, target, reduction='none') is found where the logits are no linear layer's"
+    return f"{_why_left(node)}: {chosen}" if name_of(source) == "log_softmax" else ""
 
 
 NO_CLASS = -(2**31)
@@ -167,7 +204,7 @@ def _build_logprobs(emit: Emit, values: Mapping[str, Any]) -> Any:
         index,
         linear_bias=_bias(emit, values),
         logit_scale=values.get("scale", 1.0),
-        softcap=values.get("softcap", 0.0),
+        softcap=softcap_of(values),
         ignore_index=NO_CLASS,
     )
     if values.get("squeezed"):
@@ -175,4 +212,13 @@ def _build_logprobs(emit: Emit, values: Mapping[str, Any]) -> Any:
     return as_dtype(emit, logprobs, emit.wanted.dtype)
 
 
-LINEAR_LOGPROBS = (Plain(results=(_log_probabilities(),), build=_build_logprobs, stand_in=_no_width),)
+LINEAR_LOGPROBS = (
+    Plain(
+        results=(_log_probabilities(),),
+        signs=("gather",),
+        why_left=_why_logprobs_left,
+        build=_build_logprobs,
+        indices={"index": ("linear_weight", 0)},
+        stand_in=_no_width,
+    ),
+)

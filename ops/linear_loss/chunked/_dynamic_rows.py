@@ -1,4 +1,4 @@
-"""Products of the first rows of a matrix, where the device alone knows how many those are.
+"""Dynamic-row products: products of the first rows of a matrix, whose number only the device knows.
 
 `torch.nn.functional.grouped_mm` with one group takes the number of rows as a tensor and does no work past it. Results
 past it are left unwritten, and operands past it are not read.
@@ -16,11 +16,11 @@ from llmk.registry.backends import kernels_on_cpu
 from llmk.registry.devices import counts_rows_itself
 
 ROW_BYTES = 16
-"""Where the rows of the operands must begin, and what they must be apart: at multiples of it."""
+"""The alignment of the operands' rows and row strides."""
 
 
 def can_group(x: Tensor, weight: Tensor) -> bool:
-    """Whether rows of x `[..., H]`, contiguous, can be multiplied with weight `[V, H]` this way, in both directions."""
+    """True if contiguous rows of x `[..., H]` can be multiplied with weight `[V, H]` this way, in both directions."""
     if x.dtype != torch.bfloat16 or x.numel() == 0 or weight.numel() == 0 or weight.stride(-1) != 1:
         return False
     if x.shape[-1] * x.element_size() % ROW_BYTES or not matrices_aligned(weight):
@@ -29,25 +29,25 @@ def can_group(x: Tensor, weight: Tensor) -> bool:
 
 
 def outputs(x: Tensor, weight: Tensor, end: Tensor) -> Tensor:
-    """`x @ weight.t()` of the first `end [1]` rows of x `[C, H]`: `[C, V]`, int32 `end`.
+    """Compute `x @ weight.t()`, `[C, V]`, for the first `end` rows of x `[C, H]`; `end [1]` is int32.
 
     Its rows are multiples of ROW_BYTES apart, whatever V is.
     """
     result = grouped_mm(x, weight.t().unsqueeze(0), offs=end)
     if result.stride(0) * result.element_size() % ROW_BYTES == 0:
         return result
-    V, apart = result.shape[1], ROW_BYTES // result.element_size()  # as a GPU's are not
+    V, apart = result.shape[1], ROW_BYTES // result.element_size()  # the CPU's result
     padded = torch.empty((x.shape[0], cdiv(V, apart) * apart), dtype=x.dtype, device=x.device)[:, :V]
     return padded.copy_(result)
 
 
 def input_gradient(dlogits: Tensor, weight: Tensor, end: Tensor) -> Tensor:
-    """`dlogits @ weight` of the first rows of `dlogits [C, V]`: `[C, H]`."""
+    """Compute `dlogits @ weight`, `[C, H]`, for the first rows of `dlogits [C, V]`."""
     return grouped_mm(dlogits, weight.unsqueeze(0), offs=end)
 
 
 def weight_gradient(dlogits: Tensor, x: Tensor, end: Tensor) -> Tensor:
-    """`dlogits.t() @ x` over the first rows of both: `[V, H]`, zeros over none."""
+    """Compute `dlogits.t() @ x`, `[V, H]`, over the first rows of both; zeros over none."""
     return grouped_mm(dlogits.t(), x, offs=end)[0]
 
 
@@ -61,6 +61,6 @@ def add_kernel(total_ptr, part_ptr, end_ptr, N, BLOCK_N: tl.constexpr):
 
 
 def add_where_any(total: Tensor, part: Tensor, end: Tensor) -> None:
-    """`total += part`, rounded once; where `end` is 0, and the part zeros, neither is read."""
+    """Add `part` to `total`, rounded once; where `end` is 0, and the part zeros, neither is read."""
     N = total.numel()
     wrap_triton(add_kernel)[(cdiv(N, 4096),)](total, part, end, N, BLOCK_N=4096, num_warps=8)

@@ -1,0 +1,48 @@
+"""Parts of these operators' records: the tensors of samples and workloads, and the cost of products."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from llmk.ops.linear_loss.chunked import product_flops
+from llmk.registry import Cost, Sample
+
+
+class Make:
+    """Make a sample's tensors on a device, with a dtype for floats."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+
+    def randn(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self.device, dtype=self.dtype)
+
+    def rand(self, *shape: int) -> Tensor:
+        return torch.rand(shape, device=self.device, dtype=self.dtype)
+
+    def classes(self, V: int, *shape: int, ignore_index: int = -100) -> Tensor:
+        """Return class indices, every fourth of which is ignored."""
+        target = torch.randint(0, V, shape, device=self.device)
+        positions = torch.arange(target.numel(), device=self.device, dtype=torch.int64).view(shape)
+        return target.masked_fill(positions % 4 == 3, ignore_index)
+
+    def ignored(self, *shape: int) -> Tensor:
+        return torch.full(shape, -100, device=self.device, dtype=torch.int64)
+
+
+def token_workloads(
+    sizes: Iterable[tuple[int, int, int]], device: torch.device, dtype: torch.dtype
+) -> Iterator[Sample]:
+    """Yield a workload of N tokens, H features and V classes for each size (N, H, V)."""
+    make = Make(device, dtype)
+    for N, H, V in sizes:
+        x, linear_weight = make.randn(N, H), make.randn(V, H) / H**0.5
+        yield Sample((x, linear_weight, torch.randint(0, V, (N,), device=device)), why=f"{N}x{H}x{V}")
+
+
+def linear_cost(input: Tensor, linear_weight: Tensor, *, reads: int = 2, products: int = 3) -> Cost:
+    """Return the cost of `products` products and `reads` reads of input and weight, one of each in the forward pass."""
+    tensors = (input.numel() + linear_weight.numel()) * input.element_size()
+    product = product_flops(input, linear_weight)
+    return Cost(tensors, reads * tensors, product, products * product)

@@ -1,0 +1,282 @@
+"""The driver of distillation from hidden states: the divergence, with or without a cross entropy of the student."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmk.ops.common.scaling import mean_of_all, scale_op
+from llmk.ops.linear_loss.chunked import (
+    DIFFERENTIABLE,
+    CallOp,
+    ChunkedLinear,
+    CompactedTokens,
+    LinearCall,
+    LinearGradients,
+    VocabShard,
+    check_chunk_size,
+    check_temperature,
+    checked_linear,
+    fake_loss,
+    local_fields,
+)
+from llmk.ops.linear_loss.kernels import CrossEntropyTerm, Implementation, LogitTransform, Softmaxes
+from llmk.ops.loss.divergence_math import Mixture
+from llmk.registry import (
+    PARTIAL,
+    REPLICATE,
+    KernelOp,
+    check_dtype,
+    check_number,
+    check_same,
+    check_shape,
+    check_switch,
+    is_sharded,
+    replicate_only,
+    row_axes,
+)
+from llmk.registry.record import FLOAT_DTYPES
+
+TEACHER = ["teacher_input", "teacher_linear_weight", "teacher_linear_bias"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationCall(LinearCall):
+    """A student's linear layer and a teacher's, whose weights have the same classes in the same order."""
+
+    teacher_input: Tensor  # [..., H']
+    teacher_linear_weight: Tensor  # [V, H']
+    teacher_linear_bias: Tensor | None  # [V]
+    labels: Tensor | None  # [...]
+    row_weight: Tensor | None  # [...]
+    beta: float
+    temperature: float
+    softcap: float
+    teacher_softcap: float
+    ignore_index: int
+    skip_ignored: bool
+    chunk_size: int
+    ce_weight: float  # weight of a cross entropy with the labels, 0 for none
+
+    def linears(self, compacted: CompactedTokens | None) -> tuple[ChunkedLinear, ChunkedLinear]:
+        """Return the student's and the teacher's layer in the same chunks, whose logits together fit the budget."""
+        count, classes = None if compacted is None else compacted.count, 2 * self.mean_classes
+        student = ChunkedLinear(self.input, self.linear_weight, self.linear_bias, self.chunk_size, classes, count=count)
+        teacher = ChunkedLinear(
+            self.teacher_input, self.teacher_linear_weight, self.teacher_linear_bias, student.chunk_rows, count=count
+        )
+        return student, teacher
+
+    def softmaxes(self, student: ChunkedLinear) -> Softmaxes:
+        return Softmaxes(
+            Mixture(self.beta), self.temperature, self.softcap, self.teacher_softcap, student.leaves_rows_past_count
+        )
+
+    def mask(self) -> Tensor:
+        """Return the mask of the tokens that count, `[N]`."""
+        if self.labels is None:
+            return torch.ones((self.tokens.numel(),), dtype=torch.bool, device=self.input.device)
+        return self.labels.reshape(-1).long() != self.ignore_index  # int32 would wrap an index that it does not hold
+
+    def compacted(self, impl: Implementation) -> CompactedTokens | None:
+        """Return the tokens that count if the others are to be skipped and can be, else None."""
+        if not self.skip_ignored or self.labels is None:
+            return None
+        linears = (self.input, self.linear_weight), (self.teacher_input, self.teacher_linear_weight)
+        return CompactedTokens.of(self.mask().view(self.tokens), *linears, on_host=impl.on_host)
+
+
+def _run(
+    impl: Implementation, call: DistillationCall, total: bool, need_dx: bool, need_dw: bool, need_db: bool, *,
+    with_ce: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return the mean divergence or its sum (`total`), a denominator, and gradients of input, weight and bias.
+
+    With a cross entropy the loss is the sum of both, followed by the divergence and the cross entropy.
+    """
+    compacted = call.compacted(impl)
+    if compacted is not None:
+        call = compacted.select(call, "input", "teacher_input", "labels", "row_weight")
+    mask = call.mask()
+    count = mask.float()
+    weights = count if call.row_weight is None else torch.where(mask, call.row_weight.reshape(-1).float(), 0.0)
+    denominator = weights.sum()
+    # Mostly the gradients are divided here. Where weights make the denominator 0 the tokens that count get gradients
+    # that are not finite, as is the loss; without weights no token counts then, and all gradients are 0.
+    loss_grads, remaining = weights, denominator
+    if not total and call.input.dtype != torch.float16:  # float16's range does not hold the quotient
+        loss_grads, remaining = weights / denominator, torch.ones_like(denominator)
+    elif not total and call.row_weight is not None:
+        loss_grads = torch.where(denominator == 0, float("inf"), weights)
+    student, teacher = call.linears(compacted)
+    gradients = LinearGradients(student, (need_dx, need_dw, need_db), call.dx_dtype)
+    ce_grads = count * (call.ce_weight * remaining / count.sum()) if with_ce else None
+    loss, nll = _losses_and_gradients(impl, call, gradients, teacher, mask, weights, loss_grads, ce_grads)
+    dx = gradients.dx if compacted is None or not need_dx else compacted.scatter(gradients.dx)
+    rest = remaining, dx, gradients.dw.to(call.saved_dtypes[1]), gradients.db
+    loss = loss if total else loss / denominator
+    if not with_ce:
+        return loss, *rest
+    nll = nll / count.sum()
+    return loss + call.ce_weight * nll, loss, nll, *rest
+
+
+def _losses_and_gradients(
+    impl: Implementation, call: DistillationCall, gradients: LinearGradients, teacher: ChunkedLinear, mask: Tensor,
+    weights: Tensor, loss_grads: Tensor, ce_grads: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the sums of the weighted divergences and of the cross entropies, given the gradient of each term."""
+    count, softmaxes = mask.float(), call.softmaxes(gradients.linear)
+    divergences, logprobs = [], [count.new_zeros((1,))]
+    for (chunk, z), (_, w) in zip(gradients.linear.chunks(), teacher.chunks(), strict=True):
+        loss, stats, sums = _divergences(impl, z, w, count[chunk], softmaxes, call.shard)
+        divergences.append(torch.where(mask[chunk], loss * weights[chunk], 0.0))
+        ce = None
+        if ce_grads is not None:
+            logprob, ce = _cross_entropy_term(impl, call, z, chunk, ce_grads)
+            logprobs.append(logprob)
+        if any(gradients.need):
+            if z.shape[1] > 0:
+                impl.divergence.gradients(z, w, count[chunk], loss_grads[chunk], stats, sums, ce, softmaxes)
+            gradients.add(chunk, z)
+    return torch.cat(divergences).sum(), -torch.cat(logprobs).sum()
+
+
+def _cross_entropy_term(
+    impl: Implementation, call: DistillationCall, logits: Tensor, chunk: slice, grads: Tensor
+) -> tuple[Tensor, CrossEntropyTerm]:
+    """Return the labels' log-probabilities at temperature 1, and the term of the logits' gradient."""
+    assert call.labels is not None
+    transform = LogitTransform(call.ignore_index, 1.0, call.softcap, 1.0, first_class=0, num_classes=call.num_classes)
+    target = call.labels.reshape(-1)[chunk].contiguous()
+    parts = impl.logprobs.statistics(logits, target.unsqueeze(-1), transform)
+    logprobs, _, stats = impl.logprobs.combine(parts, target.unsqueeze(-1), transform)
+    return logprobs.view(-1), CrossEntropyTerm(target, grads[chunk], stats)
+
+
+def _divergences(
+    impl: Implementation, z: Tensor, w: Tensor, counts: Tensor, softmaxes: Softmaxes, shard: VocabShard | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the divergence `[M]` of vocabulary-parallel rows, and the statistics that its gradient needs."""
+
+    def gathered(parts: Tensor, *shape: int) -> Tensor:
+        parts = parts if shard is None else shard.gather(parts)
+        return parts.view(1 if shard is None else shard.ranks, *shape, z.shape[0])
+
+    parts = gathered(impl.divergence.statistics(z, w, counts, softmaxes), 2, 2)  # rank, tensor, number
+    m = parts[:, :, 0].amax(0)
+    base = torch.where(m == float("-inf"), 0.0, m)
+    logsum = (parts[:, :, 1] * (parts[:, :, 0] - base).exp()).sum(0).log()
+    stats = torch.stack((m, logsum), dim=1).view(4, z.shape[0])
+    loss, shift = gathered(impl.divergence.sums(z, w, counts, stats, None, softmaxes), 2).sum(0)
+    rest = torch.zeros_like(shift)
+    if z.dtype == torch.float32:
+        rest = gathered(impl.divergence.sums(z, w, counts, stats, shift, softmaxes), 2).sum(0)[1]
+    return loss, stats, torch.stack((loss, shift, rest))
+
+
+def _sharding(input, *args):
+    *_, total, need_dx, _, _ = args
+    if not total:
+        return replicate_only()
+    return [
+        (
+            [PARTIAL, PARTIAL, axis if need_dx else REPLICATE, PARTIAL, PARTIAL],
+            [axis, REPLICATE, REPLICATE, axis, REPLICATE, REPLICATE, axis, axis],
+        )
+        for axis in row_axes(input)
+    ]
+
+
+class DistillationOps:
+    """The kernel ops of one public operator, for the divergence alone or with a cross entropy.
+
+    Args:
+        name: The public operator's name.
+        with_ce: Add the cross entropy, and return both terms after the loss, without gradients.
+    """
+
+    def __init__(self, name: str, *, with_ce: bool = False) -> None:
+        terms = 2 if with_ce else 0
+        self.with_ce = with_ce
+        self.forward = CallOp(
+            f"_{name}_fwd",
+            DistillationCall,
+            partial(_run, with_ce=with_ce),
+            outputs=5 + terms,
+            fake=partial(_fake, terms=terms),
+            products=_products,
+        )
+        self.scale = scale_op(f"_{name}_scale")
+        self.forward.op.register_sharding(replicate_only if with_ce else _sharding)
+        self.forward.differentiate_by_scaling(self.scale, lambda total: total, terms)
+
+    @property
+    def kernel_ops(self) -> tuple[KernelOp, ...]:
+        return self.forward.op, self.scale
+
+    def __call__(self, **fields: Any) -> tuple[Tensor, ...]:
+        """Return the loss, and with a cross entropy both of its terms, from a call's fields."""
+        teacher_classes, as_given = fields["teacher_linear_weight"].shape[0], None
+        if not self.with_ce:
+            fields, as_given = local_fields(fields, [DIFFERENTIABLE, TEACHER], ["labels", "row_weight"])
+        call = _checked_call(teacher_classes, **fields)
+        if not self.with_ce and is_sharded(call.input, call.linear_weight):
+            total, denominator, *_ = self.forward(call, True)
+            return (mean_of_all(total, denominator.detach(), call.row_weight is not None),)
+        results = self.forward(call, False)[:-4]
+        return results if as_given is None else tuple(as_given(result) for result in results)
+
+
+def _fake(call: DistillationCall, total: bool, *need: bool, terms: int) -> tuple[Tensor, ...]:
+    loss, *rest = fake_loss(call, total, *need)
+    return loss, *(call.input.new_empty((), dtype=torch.float32) for _ in range(terms)), *rest
+
+
+def _products(call: DistillationCall, *rest: Any) -> float:
+    need_dx, need_dw, _ = rest[-3:]
+    return 1 + need_dx + need_dw + call.teacher_input.shape[-1] / call.input.shape[-1]
+
+
+def _checked_call(teacher_classes: int, **fields: Any) -> DistillationCall:
+    """Check the arguments and return the call; the teacher's weight has `teacher_classes` on all ranks.
+
+    Raises:
+        TypeError: A dtype does not fit.
+        ValueError: A shape, a device or an option does not fit.
+    """
+    linears = _checked(fields, DIFFERENTIABLE) | _checked(fields, TEACHER)
+    call = DistillationCall(**fields | linears)
+    if call.num_classes == 0 or teacher_classes != call.num_classes:
+        raise ValueError(
+            f"teacher_linear_weight: expected the classes of linear_weight, {call.num_classes} and at least one, "
+            f"got {teacher_classes}"
+        )
+    check_same("teacher_input", call.teacher_input, "input", call.input, dtype=True)
+    check_shape("teacher_input", call.teacher_input, (*call.tokens, call.teacher_input.shape[-1]), "input's tokens")
+    for name, each, dtypes in (
+        ("labels", call.labels, (torch.int64, torch.int32)),
+        ("row_weight", call.row_weight, FLOAT_DTYPES),
+    ):
+        if each is not None:
+            check_dtype(name, each, dtypes)
+            check_shape(name, each, call.tokens, "one for each token")
+            check_same(name, each, "input", call.input)
+    check_number("beta", call.beta, 0.0, 1.0, "a number from 0 to 1")
+    check_temperature(call.temperature)
+    check_switch("softcap", call.softcap)
+    check_switch("teacher_softcap", call.teacher_softcap)
+    check_chunk_size(call.chunk_size)
+    return call
+
+
+def _checked(fields: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """Check a linear layer's tensors; errors of `checked_linear` get the teacher's names."""
+    try:
+        return dict(zip(names, checked_linear(*(fields[name] for name in names)), strict=True))
+    except (TypeError, ValueError) as error:
+        if names is DIFFERENTIABLE:
+            raise
+        raise type(error)(f"teacher_{error}") from None

@@ -1,0 +1,26 @@
+"""Functions of rows of logits, as Triton kernels and in plain PyTorch."""
+
+from typing import NamedTuple
+
+from llmk.ops.linear_loss.kernels import _divergence, _logprobs, _vocab_parallel
+from llmk.ops.linear_loss.kernels._divergence import CrossEntropyTerm, DivergenceFunctions, Softmaxes
+from llmk.ops.linear_loss.kernels._logprobs import STATISTICS, LogitTransform, LogprobFunctions
+from llmk.ops.linear_loss.kernels._vocab_parallel import VocabParallelCrossEntropy
+from llmk.ops.loss import row_loss
+from llmk.ops.loss.row_loss import RowLoss
+
+__all__ = ["KERNELS", "PYTORCH", "STATISTICS", "CrossEntropyTerm", "Implementation", "LogitTransform", "Softmaxes"]
+
+
+class Implementation(NamedTuple):
+    """The functions of rows of logits, all of them Triton kernels or all of them plain PyTorch."""
+
+    on_host: bool  # the host can read a tensor without synchronizing
+    cross_entropy: RowLoss
+    vocab_parallel: VocabParallelCrossEntropy
+    logprobs: LogprobFunctions
+    divergence: DivergenceFunctions
+
+
+KERNELS = Implementation(False, row_loss.KERNELS, _vocab_parallel.KERNELS, _logprobs.KERNELS, _divergence.KERNELS)
+PYTORCH = Implementation(True, row_loss.CPU, _vocab_parallel.PYTORCH, _logprobs.PYTORCH, _divergence.PYTORCH)

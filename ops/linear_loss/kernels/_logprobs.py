@@ -1,0 +1,440 @@
+r"""Log-probabilities of some classes and the entropy of rows of logits, and their gradients: the kernels.
+
+Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, https://arxiv.org/abs/1805.02867, for
+one pass over a row; the gradient of the entropy is that of its definition.
+
+For a row of logits z of V classes, K candidates t_k, y = cap(scale * z) / temperature with cap(u) = c * tanh(u / c):
+
+    m = max(y)    s = sum(exp(y - m))    e = sum(exp(y - m) * (y - m))
+    logp_k  = y[t_k] - m - log(s)
+    entropy = log(s) - e / s
+
+Only these three numbers of a row are saved. With shards C of the classes on the ranks:
+
+    m = max(m_C)    s = sum(s_C * exp(m_C - m))    e = sum(exp(m_C - m) * (e_C + s_C * (m_C - m)))
+
+so that the ranks gather 3 + K numbers of a row.
+
+Backward, given the gradients g_k of logp_k and h of the entropy, with p = exp(y - m) / s and G = sum(g_k):
+
+    dy_j = sum_k(g_k * [t_k = j]) - p_j * (G + h * (log(p_j) + entropy))
+         = sum_k(g_k * [t_k = j]) - p_j * (A + h * (y_j - m)),    A = G - h * e / s
+    dz_j = dy_j * (1 - (cap(scale * z_j) / c)^2) * scale / temperature
+
+One kernel computes the candidates' gradients from the logits, before another writes those of all classes over them; a
+third puts the candidates' in. So the pass over all classes does not depend on the number of candidates.
+
+A row none of whose candidates counts is not read in either direction.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmk.ops.common.math import LOG2E, cap_slope
+from llmk.ops.common.sums import sum_pair
+from llmk.ops.linear_loss.kernels._logits import COLUMNS, logit_transform, thread_columns
+from llmk.registry import cdiv, empty, next_power_of_2, wrap_triton
+
+STATISTICS = 3
+"""The number of float32 values saved for a row: m, s, e / s."""
+
+
+class LogitTransform(NamedTuple):
+    """The transform of logits before their softmax, and the range of their classes."""
+
+    ignore_index: int
+    scale: float
+    softcap: float
+    temperature: float
+    first_class: int
+    num_classes: int
+    leave_ignored: bool = False  # True: gradients of rows that do not count are not written
+
+    def factors(self) -> tuple[float, float]:
+        """Return the factors before and after the cap; without a cap their product is the first."""
+        if self.softcap:
+            return self.scale, 1.0 / self.temperature
+        return self.scale / self.temperature, 1.0
+
+
+@triton.jit
+def _candidates(target_ptr, offsets, mask, first_class, V, num_classes, ignore_index):
+    """Load candidates and masks: it counts, it is a class, and that class is one of the columns."""
+    target = tl.load(target_ptr + offsets, mask=mask, other=0).to(tl.int64)
+    counts = mask & (target != ignore_index)
+    valid = counts & (target >= 0) & (target < num_classes)
+    return target, counts, valid, valid & (target >= first_class) & (target - first_class < V)
+
+
+@triton.jit
+def _add_block(m, s, e, z, mask, inner, outer, softcap, MASKED: tl.constexpr):
+    """Update each thread's maximum and two sums; threads synchronize once a row."""
+    y, _ = logit_transform(z, inner, outer, softcap)  # type: ignore[misc]
+    if MASKED:
+        y = tl.where(mask, y, float("-inf"))
+    new_m = tl.maximum(m, tl.max(y, axis=1))
+    # Subtracting -inf from -inf would be NaN where nothing finite has been seen yet.
+    base = tl.where(new_m == float("-inf"), 0.0, new_m)
+    d = y - base[:, None]
+    w = tl.exp2(d * LOG2E)
+    new_s, new_e = sum_pair(w, tl.where(y == float("-inf"), 0.0, w * d), 1)  # type: ignore[misc]
+    shift = tl.where(m == float("-inf"), 0.0, m - base)
+    fade = tl.exp2(shift * LOG2E)
+    return new_m, fade * s + new_s, fade * (e + s * shift) + new_e
+
+
+@triton.jit
+def _reduce_threads(m, s, e):
+    """Reduce the maximum and the two sums over threads."""
+    row_m = tl.max(m, axis=0)
+    shift = tl.where(m == float("-inf"), 0.0, m - row_m)
+    fade = tl.exp2(shift * LOG2E)
+    row_s, row_e = sum_pair(fade * s, fade * (e + s * shift), 0)  # type: ignore[misc]
+    return row_m, row_s, row_e
+
+
+@triton.jit
+def logprob_statistics_kernel(
+    z_ptr, target_ptr, part_ptr,
+    M, V, K, z_stride, first_class, num_classes, ignore_index, inner, outer, softcap,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Compute m, s, e of a row's columns and y of its candidates, -inf if elsewhere: part `[3 + K, M]`."""
+    inner = tl.cast(inner, tl.float32)
+    outer = tl.cast(outer, tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    target, counts, _, here = _candidates(  # type: ignore[misc]
+        target_ptr, row * K + k, k < K, first_class, V, num_classes, ignore_index
+    )
+    z_t = tl.load(z_ptr + row * z_stride + (target - first_class), mask=here, other=0.0)
+    y_t, _ = logit_transform(z_t, inner, outer, softcap)  # type: ignore[misc]
+    tl.store(part_ptr + (3 + k).to(tl.int64) * M + row, tl.where(here, y_t, float("-inf")), mask=k < K)
+    m = tl.full((BLOCK_V // COLUMNS,), float("-inf"), dtype=tl.float32)
+    s = tl.zeros((BLOCK_V // COLUMNS,), dtype=tl.float32)
+    e = tl.zeros((BLOCK_V // COLUMNS,), dtype=tl.float32)
+    z_ptr += row * z_stride
+    cols = thread_columns(BLOCK_V)  # type: ignore[misc]
+    end = tl.where(tl.max(counts.to(tl.int32), axis=0) != 0, V, 0)
+    whole = end // BLOCK_V * BLOCK_V
+    for start in range(0, whole, BLOCK_V):  # a mask whose end is no multiple of 16 prevents vectorized loads
+        m, s, e = _add_block(m, s, e, tl.load(z_ptr + start + cols), None, inner, outer, softcap, False)  # type: ignore[misc]
+    for start in range(whole, end, BLOCK_V):  # once, or not at all
+        mask = start + cols < end
+        z = tl.load(z_ptr + start + cols, mask=mask, other=0.0)
+        m, s, e = _add_block(m, s, e, z, mask, inner, outer, softcap, True)  # type: ignore[misc]
+    m, s, e = _reduce_threads(m, s, e)  # type: ignore[misc]
+    tl.store(part_ptr + row, m)
+    tl.store(part_ptr + M + row, s)
+    tl.store(part_ptr + 2 * M + row, e)
+
+
+@triton.jit
+def logprob_combine_kernel(
+    part_ptr, target_ptr, logprob_ptr, entropy_ptr, stats_ptr, M, R, K, num_classes, ignore_index,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Compute rows' results from the parts of all slices, one below the other: `[R * (3 + K), M]`."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    mask = rows < M
+    m = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+    s = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    e = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    slice_stride = tl.cast(3 + K, tl.int64) * M
+    for r in range(0, R):
+        parts = part_ptr + r * slice_stride + rows
+        m_r = tl.load(parts, mask=mask, other=0.0)
+        s_r = tl.load(parts + M, mask=mask, other=1.0)
+        e_r = tl.load(parts + 2 * M, mask=mask, other=0.0)
+        new_m = tl.maximum(m, m_r)
+        base = tl.where(new_m == float("-inf"), 0.0, new_m)
+        shift = tl.where(m == float("-inf"), 0.0, m - base)
+        shift_r = tl.where(m_r == float("-inf"), 0.0, m_r - base)
+        fade, fade_r = tl.exp2(shift * LOG2E), tl.exp2(shift_r * LOG2E)
+        e = fade * (e + s * shift) + fade_r * (e_r + s_r * shift_r)
+        s = fade * s + fade_r * s_r
+        m = new_m
+    logsum, mean = tl.log(s), e / s
+    any_counts = tl.zeros((BLOCK_M,), dtype=tl.int32)
+    for k in range(0, K):
+        _, counts, valid, _ = _candidates(  # type: ignore[misc]
+            target_ptr, rows * K + k, mask, 0, num_classes, num_classes, ignore_index
+        )
+        y = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+        for r in range(0, R):
+            y = tl.maximum(
+                y, tl.load(part_ptr + r * slice_stride + tl.cast(3 + k, tl.int64) * M + rows, mask=mask, other=0.0)
+            )
+        # Out of range: NaN, and nothing was read there.
+        logprob = tl.where(valid, (y - m) - logsum, tl.where(counts, float("nan"), 0.0))
+        tl.store(logprob_ptr + rows * K + k, logprob, mask=mask)
+        any_counts |= counts.to(tl.int32)
+    tl.store(entropy_ptr + rows, tl.where(any_counts != 0, logsum - mean, 0.0), mask=mask)
+    tl.store(stats_ptr + rows, m, mask=mask)
+    tl.store(stats_ptr + M + rows, s, mask=mask)
+    tl.store(stats_ptr + 2 * M + rows, mean, mask=mask)
+
+
+@triton.jit
+def logprob_candidates_kernel(
+    z_ptr, target_ptr, grad_ptr, entropy_grad_ptr, stats_ptr, candidate_ptr, factor_ptr,
+    M, V, K, z_stride, grad_stride, grad_stride_k, entropy_grad_stride, first_class, num_classes, ignore_index,
+    inner, outer, softcap, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradient of a row's candidates, `[M, K]`, and the row's A, h and 1 if it counts: `[3, M]`."""
+    inner = tl.cast(inner, tl.float32)
+    outer = tl.cast(outer, tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    target, counts, valid, here = _candidates(  # type: ignore[misc]
+        target_ptr, row * K + k, k < K, first_class, V, num_classes, ignore_index
+    )
+    m, s, mean = tl.load(stats_ptr + row), tl.load(stats_ptr + M + row), tl.load(stats_ptr + 2 * M + row)
+    h = tl.cast(0.0, tl.float32)
+    if entropy_grad_ptr is not None:
+        h = tl.load(entropy_grad_ptr + row * entropy_grad_stride)
+    total = tl.cast(0.0, tl.float32)
+    alike = tl.zeros((BLOCK_K,), dtype=tl.float32)
+    if grad_ptr is not None:
+        grad_ptr += row * grad_stride
+        g = tl.load(grad_ptr + k * grad_stride_k, mask=valid & (k < K), other=0.0)
+        total = tl.sum(g, axis=0)
+        for other in range(0, K):  # a class that is a candidate twice gets both gradients in both places
+            other_target = tl.load(target_ptr + row * K + other).to(tl.int64)
+            alike += tl.where(target == other_target, tl.load(grad_ptr + other * grad_stride_k), 0.0)
+    # A candidate out of range makes the row's gradient NaN.
+    total = tl.where(tl.max((counts & (valid == 0)).to(tl.int32), axis=0) != 0, float("nan"), total)
+    factor = total
+    if entropy_grad_ptr is not None:
+        factor -= h * mean
+    row_counts = tl.max(counts.to(tl.int32), axis=0) != 0
+    tl.store(factor_ptr + row, factor)
+    tl.store(factor_ptr + M + row, h)
+    tl.store(factor_ptr + 2 * M + row, tl.where(row_counts, 1.0, 0.0))
+    z = tl.load(z_ptr + row * z_stride + (target - first_class), mask=here, other=0.0)
+    y, u = logit_transform(z, inner, outer, softcap)  # type: ignore[misc]
+    # Where p is near 1 the two nearly cancel: their difference first.
+    dy = alike - tl.exp2((y - m) * LOG2E) / s * total
+    if entropy_grad_ptr is not None:
+        dy -= _entropy_gradient(y, m, s, h, mean)  # type: ignore[misc]
+    dz = dy * (inner * outer)
+    if softcap is not None:
+        dz *= cap_slope(u, softcap)
+    tl.store(candidate_ptr + row * K + k, dz, mask=k < K)
+
+
+@triton.jit
+def _entropy_gradient(y, m, s, h, mean):
+    """Compute p * h * (log(p) + entropy), 0 where p is 0."""
+    d = tl.where(y == float("-inf"), 0.0, y - m)
+    return tl.exp2((y - m) * LOG2E) / s * (h * (d - mean))
+
+
+@triton.jit
+def logprob_gradient_kernel(
+    z_ptr, stats_ptr, factor_ptr, dz_ptr, M, V, z_stride, inner, outer, softcap,
+    ENTROPY: tl.constexpr, LEAVE_IGNORED: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of the classes that are no candidates, a block of a row a program; dz may be z."""
+    inner = tl.cast(inner, tl.float32)
+    outer = tl.cast(outer, tl.float32)
+    program, blocks = tl.program_id(0), tl.cdiv(V, BLOCK_V)  # consecutive programs read consecutive memory
+    row, block = (program // blocks).to(tl.int64), program % blocks
+    counts = tl.load(factor_ptr + 2 * M + row) != 0.0
+    cols = block * BLOCK_V + tl.arange(0, BLOCK_V)
+    mask = cols < V
+    z_ptr += row * z_stride
+    dz_ptr += row * z_stride
+    if counts:
+        m, s = tl.load(stats_ptr + row), tl.load(stats_ptr + M + row)
+        factor = tl.load(factor_ptr + row)
+        y, u = logit_transform(tl.load(z_ptr + cols, mask=mask, other=0.0), inner, outer, softcap)  # type: ignore[misc]
+        if ENTROPY:
+            d = tl.where(y == float("-inf"), 0.0, y - m)
+            factor += tl.load(factor_ptr + M + row) * d
+        dz = tl.exp2((y - m) * LOG2E) * ((-inner * outer) / s) * factor
+        if softcap is not None:
+            dz *= cap_slope(u, softcap)
+        tl.store(dz_ptr + cols, dz.to(dz_ptr.dtype.element_ty), mask=mask)
+    elif not LEAVE_IGNORED:
+        tl.store(dz_ptr + cols, tl.zeros((BLOCK_V,), dtype=dz_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def logprob_scatter_kernel(
+    candidate_ptr, target_ptr, dz_ptr, V, K, dz_stride, first_class, num_classes, ignore_index, BLOCK_K: tl.constexpr
+):
+    """Store the candidates' gradients; duplicate candidates store the same value."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    target, _, _, here = _candidates(  # type: ignore[misc]
+        target_ptr, row * K + k, k < K, first_class, V, num_classes, ignore_index
+    )
+    dz = tl.load(candidate_ptr + row * K + k, mask=here, other=0.0)
+    tl.store(dz_ptr + row * dz_stride + (target - first_class), dz.to(dz_ptr.dtype.element_ty), mask=here)
+
+
+def _row_block(V: int) -> dict[str, int]:
+    # As the kernels of cross entropy have it, whose figures are in `row_loss_long.py`.
+    if V <= 8192:
+        return {"BLOCK_V": min(1024, next_power_of_2(max(V, COLUMNS.value))), "num_warps": 2}
+    return {"BLOCK_V": 4096, "num_warps": 4}
+
+
+def statistics(logits: Tensor, target: Tensor, transform: LogitTransform) -> Tensor:
+    """Compute a rank's statistics, `[3 + K, M]`, from its columns of the rows `[M, V]`."""
+    (M, V), K = logits.shape, target.shape[1]
+    part = empty((STATISTICS + K, M), torch.float32, logits.device)
+    wrap_triton(logprob_statistics_kernel)[(M,)](
+        logits, target, part, M, V, K, logits.stride(0),
+        transform.first_class, transform.num_classes, transform.ignore_index, *transform.factors(),
+        transform.softcap or None, BLOCK_K=next_power_of_2(K), **_row_block(V),
+    )  # fmt: skip
+    return part
+
+
+def combine(parts: Tensor, target: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities `[M, K]`, entropy `[M]` and statistics `[3, M]` from the parts of all ranks."""
+    M, K = target.shape
+    logprobs = empty((M, K), torch.float32, parts.device)
+    entropy = empty((M,), torch.float32, parts.device)
+    stats = empty((STATISTICS, M), torch.float32, parts.device)
+    wrap_triton(logprob_combine_kernel)[(cdiv(M, 128),)](
+        parts, target, logprobs, entropy, stats,
+        M, parts.shape[0] // (STATISTICS + K), K, transform.num_classes, transform.ignore_index,
+        BLOCK_M=128, num_warps=4,
+    )  # fmt: skip
+    return logprobs, entropy, stats
+
+
+def gradients(
+    grad: Tensor | None, entropy_grad: Tensor | None, logits: Tensor, target: Tensor, stats: Tensor,
+    transform: LogitTransform,
+) -> None:  # fmt: skip
+    """Write the gradient of logits `[M, V]` over them, given those of log-probabilities `[M, K]` and entropy `[M]`."""
+    (M, V), K = logits.shape, target.shape[1]
+    candidates = empty((M, K), torch.float32, logits.device)
+    factors = empty((3, M), torch.float32, logits.device)
+    stats = stats.contiguous()
+    wrap_triton(logprob_candidates_kernel)[(M,)](
+        logits, target, grad, entropy_grad, stats, candidates, factors,
+        M, V, K, logits.stride(0), *((0, 0) if grad is None else grad.stride()),
+        0 if entropy_grad is None else entropy_grad.stride(0),
+        transform.first_class, transform.num_classes, transform.ignore_index, *transform.factors(),
+        transform.softcap or None, BLOCK_K=next_power_of_2(K), num_warps=1,
+    )  # fmt: skip
+    block = _row_block(V)
+    wrap_triton(logprob_gradient_kernel)[(M * cdiv(V, block["BLOCK_V"]),)](
+        logits, stats, factors, logits, M, V, logits.stride(0), *transform.factors(), transform.softcap or None,
+        ENTROPY=entropy_grad is not None, LEAVE_IGNORED=transform.leave_ignored, **block,
+    )  # fmt: skip
+    wrap_triton(logprob_scatter_kernel)[(M,)](
+        candidates, target, logits, V, K, logits.stride(0),
+        transform.first_class, transform.num_classes, transform.ignore_index, BLOCK_K=next_power_of_2(K), num_warps=1,
+    )  # fmt: skip
+
+
+def _transform_cpu(logits: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor]:
+    inner, outer = transform.factors()
+    u = logits.float() * inner
+    if transform.softcap:
+        u = transform.softcap * torch.tanh(u / transform.softcap)
+    return u * outer, u
+
+
+def _candidates_cpu(target: Tensor, transform: LogitTransform, V: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return masks of the candidates that count and of those among the columns, and their column, else 0.
+
+    A candidate that is no class raises, unless it is a fake tensor's.
+    """
+    target = target.long()  # int32 would wrap an ignore_index that it does not hold
+    counts = target != transform.ignore_index
+    valid = (target >= 0) & (target < transform.num_classes)
+    if type(target) is Tensor and bool((counts & ~valid).any()):
+        bad = int(target[counts & ~valid][0])
+        raise IndexError(
+            f"target: expected class indices in [0, {transform.num_classes}) or ignore_index {transform.ignore_index}, "
+            f"got {bad}"
+        )
+    here = counts & valid & (target >= transform.first_class) & (target - transform.first_class < V)
+    return counts, here, torch.where(here, target - transform.first_class, 0)
+
+
+def statistics_cpu(logits: Tensor, target: Tensor, transform: LogitTransform) -> Tensor:
+    """`statistics` in plain PyTorch."""
+    M, V = logits.shape
+    _, here, column = _candidates_cpu(target, transform, V)
+    if V == 0:
+        shape = (STATISTICS + target.shape[1], M)
+        nothing = torch.full(shape, float("-inf"), dtype=torch.float32, device=logits.device)
+        nothing[1:STATISTICS] = 0.0
+        return nothing
+    y, _ = _transform_cpu(logits, transform)
+    m = y.amax(-1)
+    d = y - torch.where(m == float("-inf"), 0.0, m).unsqueeze(-1)
+    w = d.exp()
+    e = (w * d.masked_fill_(y == float("-inf"), 0.0)).sum(-1)
+    y_t = torch.where(here, y.gather(-1, column), float("-inf"))
+    return torch.cat((torch.stack((m, w.sum(-1), e)), y_t.t()))
+
+
+def combine_cpu(parts: Tensor, target: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor, Tensor]:
+    """`combine` in plain PyTorch."""
+    M, K = target.shape
+    counts = target.long() != transform.ignore_index
+    parts = parts.view(parts.shape[0] // (STATISTICS + K), STATISTICS + K, M)
+    m_r, s_r, e_r = parts[:, 0], parts[:, 1], parts[:, 2]
+    m = m_r.amax(0)
+    shift = torch.where(m_r == float("-inf"), 0.0, m_r - torch.where(m == float("-inf"), 0.0, m))
+    fade = shift.exp()
+    s = (fade * s_r).sum(0)
+    mean = (fade * (e_r + s_r * shift)).sum(0) / s
+    logsum = s.log()
+    logprobs = torch.where(counts, (parts[:, STATISTICS:].amax(0) - m - logsum).t(), 0.0).contiguous()
+    return logprobs, torch.where(counts.any(-1), logsum - mean, 0.0), torch.stack((m, s, mean))
+
+
+def gradients_cpu(
+    grad: Tensor | None, entropy_grad: Tensor | None, logits: Tensor, target: Tensor, stats: Tensor,
+    transform: LogitTransform,
+) -> None:  # fmt: skip
+    """`gradients` in plain PyTorch."""
+    counts, here, column = _candidates_cpu(target, transform, logits.shape[1])
+    y, u = _transform_cpu(logits, transform)
+    m, s, mean = (x.unsqueeze(-1) for x in stats.unbind())
+    d = (y - m).masked_fill_(y == float("-inf"), 0.0)
+    p = (y - m).exp_().div_(s)
+    total = torch.zeros_like(m) if grad is None else torch.where(counts, grad, 0.0).sum(-1, keepdim=True)
+    factor = total if entropy_grad is None else total + entropy_grad.unsqueeze(-1) * (d - mean)
+    dy = -p * factor
+    if grad is not None:
+        candidate_grads = torch.where(here, grad, 0.0)
+        # Where p is near 1 the two nearly cancel: their difference first.
+        alike = (target.unsqueeze(-1) == target.unsqueeze(-2)).float() @ candidate_grads.unsqueeze(-1)
+        p_term = p.gather(-1, column) * factor.expand_as(p).gather(-1, column)
+        values = torch.where(here, alike.squeeze(-1) - p_term, dy.gather(-1, column))
+        for k in range(target.shape[1]):  # a candidate that is elsewhere keeps what is in column 0
+            keep = dy.gather(-1, column[:, k : k + 1])
+            dy.scatter_(-1, column[:, k : k + 1], torch.where(here[:, k : k + 1], values[:, k : k + 1], keep))
+    inner, outer = transform.factors()
+    dy.mul_(inner * outer)
+    if transform.softcap:
+        dy.mul_(1 - (u / transform.softcap).square())
+    logits.copy_(dy.masked_fill_(~counts.any(-1, keepdim=True), 0.0))  # also NaN in a row that does not count
+
+
+class LogprobFunctions(NamedTuple):
+    """The steps from rows of logits to their results, and from gradients of these to the logits'."""
+
+    statistics: Callable[[Tensor, Tensor, LogitTransform], Tensor]
+    combine: Callable[[Tensor, Tensor, LogitTransform], tuple[Tensor, Tensor, Tensor]]
+    gradients: Callable[[Tensor | None, Tensor | None, Tensor, Tensor, Tensor, LogitTransform], None]
+
+
+KERNELS = LogprobFunctions(statistics, combine, gradients)
+PYTORCH = LogprobFunctions(statistics_cpu, combine_cpu, gradients_cpu)

@@ -1,0 +1,1 @@
+"""Losses as functions of log-probabilities, and their derivatives: no chunks, no kernels."""

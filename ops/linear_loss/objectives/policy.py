@@ -1,0 +1,207 @@
+"""Policy losses as functions of a token's log-probability, their derivatives, and the divergence from a reference.
+
+A token has the log-probability log pi, the advantage A and the ratio r of policy / old policy, its own or its
+sequence's. The derivatives are written out, because a kernel op that computes gradients cannot use autograd.
+
+Reference implementation: `trl.trainer.grpo_trainer`, https://github.com/huggingface/trl.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LEVELS = ("token", "sequence", "sequence_sum")
+"""The levels of a ratio: the token's own, the geometric mean over its sequence, or the product over it."""
+
+
+class PolicyOptions(NamedTuple):
+    """The losses' options besides tensors, named as the operator's arguments."""
+
+    loss_type: str = "clipped"
+    importance_sampling_level: str = "token"
+    epsilon: float = 0.2
+    epsilon_high: float = 0.2
+    delta: float | None = None
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    kl_estimator: str = "k3"
+    use_bias_correction_kl: bool = False
+
+
+class PolicyLoss(NamedTuple):
+    """`value(options, logps, log_ratio, advantages)` of tokens, and its `gradient` by log_ratio, or else by logps.
+
+    A ratio may overflow where neither does: its gradient is a constant times 0 there, and never 0 times infinity.
+    """
+
+    value: Callable[[PolicyOptions, Tensor, Tensor, Tensor], Tensor]
+    gradient: Callable[[PolicyOptions, Tensor, Tensor, Tensor], Tensor]
+    wrt_log_ratio: bool  # the gradient is that by log_ratio
+
+
+def _bounds(options: PolicyOptions, advantages: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the bounds between which the loss depends on the ratio; its minimum removes one bound or both."""
+    low, high = 1 - options.epsilon, 1 + options.epsilon_high
+    most = float("inf") if options.delta is None else options.delta
+    negative = advantages < 0
+    lowest = torch.where(negative, torch.full_like(advantages, low), 0.0)
+    return lowest, torch.where(negative, torch.full_like(advantages, max(high, most)), min(high, most))
+
+
+def _clipped(options: PolicyOptions, logps: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
+    """-min(r A, clip(r) A): Schulman et al., PPO, 2017, https://arxiv.org/abs/1707.06347, equation 7.
+
+    With `delta` the first ratio is at most that: INTELLECT-2, 2025, https://arxiv.org/abs/2505.07291.
+    """
+    ratio, (low, high) = log_ratio.detach().exp(), _bounds(options, advantages)
+    clips = (ratio < low) | (ratio > high)
+    moving = torch.where(clips, 0.0, log_ratio).exp()
+    return -torch.where(clips, ratio.clamp(low, high), moving) * advantages
+
+
+def _clipped_grad(options: PolicyOptions, logps: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
+    ratio, (low, high) = log_ratio.exp(), _bounds(options, advantages)
+    return -torch.where((ratio < low) | (ratio > high), 0.0, ratio) * advantages
+
+
+def _cispo(options: PolicyOptions, logps: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
+    """-min(r, epsilon_high) A log pi, the first a constant: MiniMax-M1, 2025, https://arxiv.org/abs/2506.13585."""
+    return _cispo_grad(options, logps, log_ratio.detach(), advantages) * logps
+
+
+def _cispo_grad(options: PolicyOptions, logps: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
+    return -log_ratio.exp().clamp(max=options.epsilon_high) * advantages
+
+
+def _gate(options: PolicyOptions, log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return SAPO's temperature, ratio and sigmoid argument; the sigmoid is 1 long before a ratio overflows."""
+    # torch.where of two numbers has the default dtype.
+    positive = torch.full_like(advantages, options.sapo_temperature_pos)
+    t, ratio = torch.where(advantages > 0, positive, options.sapo_temperature_neg), log_ratio.clamp(max=88.0).exp()
+    return t, ratio, t * (ratio - 1)
+
+
+def _sapo(options: PolicyOptions, logps: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
+    """-4 / t sigma(t (r - 1)) A, t by A's sign: Gao et al., SAPO, 2025, https://arxiv.org/abs/2511.20347."""
+    t, _, x = _gate(options, log_ratio, advantages)
+    return -torch.sigmoid(x) * 4 / t * advantages
+
+
+def _sapo_grad(options: PolicyOptions, logps: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
+    _, ratio, x = _gate(options, log_ratio, advantages)
+    return -4 * torch.sigmoid(x) * torch.sigmoid(-x) * ratio * advantages
+
+
+def _reinforce(options: PolicyOptions, logps: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
+    """-A log pi: Williams, REINFORCE, 1992, https://doi.org/10.1007/BF00992696."""
+    return -advantages * logps
+
+
+def _reinforce_grad(options: PolicyOptions, logps: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
+    return -advantages
+
+
+def _dft(options: PolicyOptions, logps: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
+    """-A pi log pi, pi a constant: Wu et al., 2025, https://arxiv.org/abs/2508.05629, equation 9."""
+    return _dft_grad(options, logps.detach(), log_ratio, advantages) * logps
+
+
+def _dft_grad(options: PolicyOptions, logps: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
+    return -advantages * logps.exp()
+
+
+LOSSES = {
+    "clipped": PolicyLoss(_clipped, _clipped_grad, wrt_log_ratio=True),
+    "sapo": PolicyLoss(_sapo, _sapo_grad, wrt_log_ratio=True),
+    "cispo": PolicyLoss(_cispo, _cispo_grad, wrt_log_ratio=False),
+    "reinforce": PolicyLoss(_reinforce, _reinforce_grad, wrt_log_ratio=False),
+    "dft": PolicyLoss(_dft, _dft_grad, wrt_log_ratio=False),
+}
+
+
+class Estimator(NamedTuple):
+    """An estimator of KL(pi, ref) from x = log pi / ref of samples of pi, and its derivative by x."""
+
+    value: Callable[[Tensor], Tensor]
+    gradient: Callable[[Tensor], Tensor]
+
+
+ESTIMATORS = {
+    "k1": Estimator(lambda x: x, torch.ones_like),
+    "k2": Estimator(lambda x: 0.5 * x.square(), lambda x: x),
+    "k3": Estimator(lambda x: torch.expm1(-x) + x, lambda x: -torch.expm1(-x)),
+}
+"""Schulman, 2020, http://joschu.net/blog/kl-approx.html."""
+
+
+@dataclass(frozen=True)
+class PolicyTerms:
+    """The per-token inputs of a policy loss besides log-probabilities, 0 where a token does not count.
+
+        sum of weight * f(log pi, r, A) + kl_weight * KL [* r] - entropy_weight * entropy,  r = exp(level(log pi / old))
+
+    `level` is a symmetric linear function: it maps tokens' values to themselves or their sequence's mean or sum.
+    """
+
+    advantages: Tensor
+    weight: Tensor
+    old_logps: Tensor | None  # the detached log-probabilities themselves if None
+    ref_logps: Tensor | None
+    kl_weight: Tensor | None
+    entropy_weight: Tensor | None
+    options: PolicyOptions
+    level: Callable[[Tensor], Tensor]
+
+    def log_ratio(self, logps: Tensor) -> Tensor:
+        return self.level(logps - (logps.detach() if self.old_logps is None else self.old_logps))
+
+    def ratio(self, logps: Tensor) -> Tensor:
+        return self.log_ratio(logps).exp()
+
+    def divergence(self, logps: Tensor, log_ratio: Tensor) -> Tensor:
+        assert self.ref_logps is not None
+        kl = ESTIMATORS[self.options.kl_estimator].value(logps - self.ref_logps)
+        return kl * log_ratio.exp() if self.options.use_bias_correction_kl else kl
+
+    def _acting(self, log_ratio: Tensor) -> Tensor:
+        """Zero the log-ratio where its factor is 0, so that no ratio overflows there."""
+        return torch.where((self.weight != 0) & (self.advantages != 0), log_ratio, 0.0)
+
+    def loss(self, logprobs: Tensor, entropy: Tensor) -> Tensor:
+        log_ratio, value = self.log_ratio(logprobs), LOSSES[self.options.loss_type].value
+        each = self.weight * value(self.options, logprobs, self._acting(log_ratio), self.advantages)
+        if self.kl_weight is not None:
+            each = each + self.kl_weight * self.divergence(logprobs, log_ratio)
+        return (each if self.entropy_weight is None else each - self.entropy_weight * entropy).sum()
+
+    def gradients(self, logprobs: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the gradients of the log-probabilities and of the entropies."""
+        log_ratio, (_, gradient_of, wrt_log_ratio) = self.log_ratio(logprobs), LOSSES[self.options.loss_type]
+        grad = self.weight * gradient_of(self.options, logprobs, self._acting(log_ratio), self.advantages)
+        by_logps, by_ratio = (torch.zeros_like(grad), grad) if wrt_log_ratio else (grad, torch.zeros_like(grad))
+        if self.kl_weight is not None:
+            assert self.ref_logps is not None
+            estimator, x = ESTIMATORS[self.options.kl_estimator], logprobs - self.ref_logps
+            ratio = log_ratio.exp() if self.options.use_bias_correction_kl else None
+            grad = estimator.gradient(x)
+            by_logps = by_logps + self.kl_weight * (grad if ratio is None else grad * ratio)
+            by_ratio = by_ratio if ratio is None else by_ratio + self.kl_weight * estimator.value(x) * ratio
+        by_logps = by_logps + self.level(by_ratio)
+        return by_logps, None if self.entropy_weight is None else -self.entropy_weight
+
+
+def rowwise_level(name: str, counts: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return the `level` of tokens `[..., S]` whose rows are sequences, given the mask of those that count."""
+    if name == "token":
+        return lambda values: values
+
+    def sequence_level(values: Tensor) -> Tensor:
+        total = torch.where(counts, values, 0.0).sum(-1, keepdim=True)
+        if name == "sequence":
+            total = total / counts.sum(-1, keepdim=True).clamp(min=1)
+        return torch.where(counts, total, 0.0)
+
+    return sequence_level
