@@ -222,6 +222,11 @@ def composite_with_formula(name: str) -> Op:
     return square(name)
 
 
+def nan_past_the_exponent(grad: Tensor, x: Tensor) -> Tensor:
+    """A term that is always 0, until its factor overflows."""
+    return 2 * grad * x + 0 * x.abs().exp()
+
+
 BROKEN: dict[str, tuple[str, Callable[[str], Op]]] = {
     "leaves_a_column": ("every_element_written", lambda n: square(n, leaves_a_column)),
     "wrong_fake": ("torch_opcheck", lambda n: square(n, fake=lambda x: fake_like(x.t()))),
@@ -230,6 +235,7 @@ BROKEN: dict[str, tuple[str, Callable[[str], Op]]] = {
     "mutates_input": ("torch_opcheck", lambda n: square(n, lambda x: (x * x, x.mul_(2))[0])),
     "wrong_backward": ("values_and_gradients", lambda n: square(n, backward=lambda grad, x: grad * x)),
     "rounds_twice": ("values_and_gradients", lambda n: square(n, lambda x: (x * x).bfloat16().to(x.dtype))),
+    "nan_past_the_exponent": ("finite_gradients", lambda n: square(n, backward=nan_past_the_exponent)),
     "overwrites_gradient": ("no_mutation", lambda n: square(n, backward=overwrites_gradient)),
     "shares_memory": ("no_alias", lambda n: product(n, shares_memory)),
     "second_is_other": ("second_backward", lambda n: by_formula(n, other_the_second_time, setup=save_and_count)),

@@ -85,6 +85,49 @@ def unwritten_tail_kernel(x_ptr, y_ptr, M, N, x_stride, BLOCK: tl.constexpr):
     tl.store(y_ptr + row * N + cols, x * x, mask=cols < N // 16 * 16)
 
 
+@triton.jit
+def turns_by_data_kernel(x_ptr, y_ptr, M, N, x_stride, BLOCK: tl.constexpr):
+    """Newton's square root of x^4, until no element moves: rounding may move one to and fro."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=1.0)
+    y, last = x * x, x * 0.0 - 1.0
+    while tl.sum((y != last).to(tl.int32), axis=0) > 0:
+        last = y
+        y = tl.where(x == 0.0, 0.0, (y + x * x * x * x / y) / 2.0)
+    tl.store(y_ptr + row * N + cols, x * x, mask=cols < N)
+
+
+@triton.jit
+def never_ends_kernel(x_ptr, y_ptr, M, N, x_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0)
+    left = tl.sum(x * x, axis=0)
+    while left > 0.0:
+        left = left * 1.0
+    tl.store(y_ptr + row * N + cols, x * x, mask=cols < N)
+
+
+@triton.jit
+def bounded_turns_kernel(x_ptr, y_ptr, M, N, x_stride, BLOCK: tl.constexpr):
+    """Sound: every loop's turns have a bound."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0)
+    turn, last = 0, -1.0
+    while (turn < BLOCK) and (tl.sum(x, axis=0) != last):
+        last = tl.sum(x, axis=0)
+        turn += 1
+    tries = tl.cast(2, tl.int32)
+    while tries > 0:
+        tries = tl.where(last < 0, 0, tries - 1)
+    start = 0
+    while start < N:
+        start = start + 16
+    tl.store(y_ptr + row * N + cols, x * x, mask=cols < N)
+
+
 def _rows(tensor: Tensor) -> tuple[Tensor, tuple[int, int]]:
     """With neighbouring columns side by side; and the numbers of rows and columns."""
     tensor = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
@@ -141,6 +184,7 @@ BROKEN_KERNELS = [
     (float_atomic_kernel, "no_float_atomics", "float_atomic_kernel: tl.atomic_fadd on floats"),
     (short_offset_kernel, "long_offsets", "an offset of x_ptr is a program's number times an argument, in 32 bits"),
     (short_offset_in_a_loop_kernel, "long_offsets", "an offset of y_ptr is a program's number times an argument"),
+    (turns_by_data_kernel, "every_kernel_ends", "has no bound: expected a comparison of a counter"),
     (unwritten_tail_kernel, "every_element_written", "output 0: 20 element(s) never written"),
     (short_rows_kernel, "far_rows", "an offset of 32 bits wraps"),
 ]

@@ -74,6 +74,41 @@ def test_parts_make_the_whole() -> None:
     torch.testing.assert_close(y, experts())
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_bias_is_added_before_the_result_is_rounded(compiled: bool, device: torch.device) -> None:
+    """It takes off nearly all of the product: what that lost by a rounding of its own would be half a unit of it."""
+    x, weight = (torch.rand(n, 8, device=device) + 10 for n in (6, 2 * 16))
+    x, weight = x.half(), weight.half().view(2, 16, 8)
+    offsets = torch.tensor([2, 5], device=device, dtype=torch.int32)
+    inputs = [t.requires_grad_() for t in (x, weight, torch.full_like(weight[..., 0], -850.0))]
+    fn = torch.compile(grouped_linear, fullgraph=True) if compiled else grouped_linear
+    y = fn(inputs[0], inputs[1], offsets, inputs[2])
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    expected = torch.cat([exact[0][b:e] @ exact[1][i].t() + exact[2][i] for i, (b, e) in enumerate([(0, 2), (2, 5)])])
+    for ours, truth in [(y[:5], expected), *zip(*(torch.autograd.grad(
+        out, of, torch.ones_like(out)) for out, of in ((y, inputs), (expected, exact))), strict=True)]:  # fmt: skip
+        torch.testing.assert_close(ours.double(), truth, rtol=2.0**-10, atol=1e-4)
+    assert not bool(y[5].any())
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_a_limit_cuts_has_no_gradient_even_of_an_infinite_one(compiled: bool, device: torch.device) -> None:
+    """The gradient of the gated unit leaves float32, which does not matter where the unit is at its limit."""
+    x = torch.ones(3, 4, device=device, requires_grad=True)
+    gate_up, down = (
+        torch.full((2, 8, 4), 2.0, device=device, requires_grad=True),
+        torch.full((2, 4, 4), 2e38, device=device),
+    )
+    indices = torch.tensor([[0], [1], [0]], device=device, dtype=torch.int64)
+    fn = torch.compile(moe_experts, fullgraph=True) if compiled else moe_experts
+    y = fn(x, gate_up, down, indices, torch.full((3, 1), 1e-3, device=device), limit=1.0)
+    assert bool(y.isfinite().all())
+    for gradient in torch.autograd.grad(y, (x, gate_up), torch.full_like(y, 1e3)):
+        assert not bool(gradient.any()), gradient
+
+
 def test_load_balance_loss_is_mixtrals() -> None:
     logits = torch.randn(10, 6, requires_grad=True)
     other = logits.detach().clone().requires_grad_()

@@ -1,14 +1,18 @@
 """opcheck must be able to fail: operators broken on purpose, one way each, are caught under the right name."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
-from compile_tests.planted import BROKEN, BROKEN_WHERE_ASKED, record
+from compile_tests.planted import BROKEN, BROKEN_WHERE_ASKED, nan_past_the_exponent, record, square
 from compile_tests.planted_gpu import BROKEN_ON_A_GPU
 from compile_tests.planted_kernels import BROKEN_KERNELS
 from llmk.opcheck import check
+from llmk.opcheck.calls import call
 from llmk.opcheck.compile_promises import compiled_samples
-from llmk.opcheck.inputs import watched_by
+from llmk.opcheck.gradient_promises import require_finite
+from llmk.opcheck.inputs import BrokenPromise, watched_by
 from llmk.opcheck.promises import ASKED_PROMISES, GPU_PROMISES, INTERPRETER_PROMISES, PROMISES
 from llmk.registry import Sample
 
@@ -32,6 +36,22 @@ def test_what_is_asked_by_name_finds_what_the_others_do_not(name: str) -> None:
     assert all(result.passed for result in check(op, promises=["compiled_samples", "compiled"]))
     (result,) = check(op, promises=[promise])
     assert "a long row" in result.message
+
+
+def test_gradients_need_not_be_finite_where_one_leaves_its_dtype_by_right() -> None:
+    """In float16 2 * 1000 * 100 does, so the step is lost whatever 2 * 1000 * 20 is; 2 * 1 * 100 does not."""
+    op = square("nan_where_large", backward=nan_past_the_exponent)
+    sample = Sample((torch.tensor([20.0, 100.0], dtype=torch.float16, device="cpu"),))
+
+    def require_finite_for(size: float) -> None:
+        def grads(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            return [torch.full_like(output, size) for output in outputs]
+
+        require_finite(op, sample, call(op, sample, grads=grads), grads)
+
+    require_finite_for(1000.0)
+    with pytest.raises(BrokenPromise, match="is nan where outputs are finite and 40 is right"):
+        require_finite_for(1.0)
 
 
 def test_a_sound_op_passes() -> None:

@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from compile_tests.planted_kernels import BROKEN_KERNELS, sound_kernel, square_by
+from compile_tests.planted_kernels import (
+    BROKEN_KERNELS,
+    bounded_turns_kernel,
+    never_ends_kernel,
+    sound_kernel,
+    square_by,
+)
 from llmk.opcheck import check
 from llmk.opcheck.runner import promises_for
 from llmk.registry.backends import INTERPRET
@@ -28,8 +34,9 @@ def test_a_broken_kernel_is_caught_under_its_name(kernel: Any, promise: str, mes
     assert message in broken[0].message
 
 
-def test_a_sound_kernel_is_not() -> None:
-    results = check(square_by(sound_kernel), promises=OF_KERNELS)
+@pytest.mark.parametrize("kernel", [sound_kernel, bounded_turns_kernel])
+def test_a_sound_kernel_is_not(kernel: Any) -> None:
+    results = check(square_by(kernel), promises=OF_KERNELS)
     assert {result.verdict for result in results} == {"kept"}, results
 
 
@@ -37,3 +44,12 @@ def test_an_operator_without_kernels_has_nothing_to_check() -> None:
     op = dataclasses.replace(square_by(sound_kernel), overload=torch.ops.aten.square.default)
     results = check(op, promises=["in_bounds", "any_program_order", "no_float_atomics", "long_offsets"])
     assert {result.verdict for result in results} == {"empty"}
+
+
+def test_a_loop_that_does_not_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its turns, whatever its source looks like, and in every check that calls it."""
+    monkeypatch.setattr("llmk.opcheck.interpreter.MOST_TURNS", 300)
+    monkeypatch.setattr("llmk.opcheck.kernel_promises.unbounded_loops", lambda kernel: [])
+    results = check(square_by(never_ends_kernel), promises=["every_kernel_ends", "values_and_gradients"])
+    assert [result.passed for result in results] == [False, False]
+    assert all("never_ends_kernel: a loop has made 448 turns and goes on" in r.message for r in results), results

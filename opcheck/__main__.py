@@ -26,6 +26,7 @@ from llmk.opcheck.page import page
 from llmk.opcheck.processes import Unit, check_in_processes
 from llmk.opcheck.runner import Result, checks, path_taken, promise_named
 from llmk.opcheck.sanitizer import LONGEST, TOOLS, call_samples, find_sanitizer, sanitize_in_processes
+from llmk.opcheck.search import searches
 from llmk.registry import OPS, Op
 from llmk.registry.backends import INTERPRET
 
@@ -70,6 +71,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="on a GPU: instead of checking promises, call the samples under compute-sanitizer (memcheck, racecheck)",
     )
+    parser.add_argument(
+        "--search",
+        type=_positive,
+        metavar="SECONDS",
+        help="instead of checking promises, search for inputs on which an operator is wrong, for so long each",
+    )
+    parser.add_argument("--seed", type=_natural, metavar="N", help="with --search: begin at this case (default: 0)")
     parser.add_argument("--few", action="store_true", help="with --sanitize: few samples for memcheck too")
     parser.add_argument(
         "--longest",
@@ -84,11 +92,22 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.device = options.device or device_named("cuda" if torch.cuda.is_available() else "cpu")
     if options.device.type != "cpu" and options.path != "all":
         parser.error("argument --path: it is for the CPU; on a GPU the kernels run")
+    if options.search:
+        _refuse_to_search(options)
+    elif options.seed is not None:
+        _refuse("argument --seed: it is for --search")
     if options.sanitize:
         _refuse_to_sanitize(options)
     elif options.few or options.longest:
         _refuse(f"argument {'--few' if options.few else '--longest'}: it is for --sanitize")
     return options
+
+
+def _refuse_to_search(options: argparse.Namespace) -> None:
+    if options.sanitize:
+        _refuse("argument --search: either it or --sanitize")
+    if options.promise:
+        _refuse("argument --promise: there is none with --search, which draws inputs of its own")
 
 
 def _refuse_to_sanitize(options: argparse.Namespace) -> None:
@@ -103,6 +122,12 @@ def _refuse_to_sanitize(options: argparse.Namespace) -> None:
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"expected a positive whole number, got {text!r}")
+    return int(text)
+
+
+def _natural(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 0, got {text!r}")
     return int(text)
 
 
@@ -201,7 +226,12 @@ def check_here(options: argparse.Namespace) -> None:
     journal = Journal(options.journal)
     done = {result.check for result in journal.results()}
     for op in find_ops(options.ops):
-        for result in checks(op, options.device, _dtypes(options), options.promise, journal.note_doing, done):
+        where = op, options.device, _dtypes(options)
+        if options.search:
+            results = searches(*where, options.search, options.seed or 0, journal.note_doing, done)
+        else:
+            results = checks(*where, options.promise, journal.note_doing, done)
+        for result in results:
             journal.note_result(result)
     journal.note_end()
 
@@ -209,12 +239,10 @@ def check_here(options: argparse.Namespace) -> None:
 def check_all(options: argparse.Namespace) -> list[Result]:
     find_ops(options.ops)  # what there is not, is said before anything is checked
     units = [Unit(name, path) for path in paths(options.device, options.path) for name in options.ops or OPS]
-    passed_on = [
-        word
-        for option, values in (("--dtype", options.dtype), ("--promise", options.promise))
-        for value in values or ()
-        for word in (option, value)
-    ]
+    given = (("--dtype", options.dtype), ("--promise", options.promise))
+    passed_on = [word for option, values in given for value in values or () for word in (option, value)]
+    if options.search:
+        passed_on += ["--search", str(options.search), "--seed", str(options.seed or 0)]
     progress, found = Progress(len(units)), {}
     for unit, results in check_in_processes(units, options.device, passed_on, options.jobs):
         progress(str(unit))
@@ -291,6 +319,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     results = sanitize_all(options) if options.sanitize else check_all(options)
     print_table(results)
+    for result in results if options.search else ():
+        seeds = result.message.partition("\n")[0]
+        print(f"{result.op} {result.dtype} ({result.path}): {result.calls} cases, {seeds}")
     write_reports(report(results, options.device), options.json, options.html)
     count = Counter(result.verdict for result in results)
     print(f"\n{count['kept']} promises kept, {count['broken']} broken, {count['empty']} with nothing to check")

@@ -99,7 +99,7 @@ def accuracy_violation(
 
 
 def rounded_once(actual: Tensor, exact: Tensor) -> bool:
-    """Whether each element is within one unit in its last place: then the rule holds whatever the composition does."""
+    """Return True where an element is within one unit in the last place; the composition does not matter there."""
     if actual.shape != exact.shape:
         return False
     exact = exact.detach().double()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.opcheck.accuracy import accuracy_violation, rounded_once
+from llmk.opcheck.accuracy import Violation, accuracy_violation, rounded_once
 from llmk.opcheck.inputs import BrokenPromise, Outcome, as_list, copy_with_layout, differentiable_inputs, prepare
 from llmk.opcheck.truth import DRAWS, MORE_DRAWS, Truth, truth_of
 from llmk.registry import RULE, Op, Sample, Tolerance
@@ -83,7 +83,7 @@ def one_of_each(op: Op, samples: Sequence[Sample], *, layouts: bool = False) -> 
 
 
 WIDTHS = (1, 512, 16384)
-"""Up to which a row is one column, short or wide, before it is long: each may be another kernel, or another sum."""
+"""Upper limits of one-column, short and wide rows; longer ones are long. Each width may run another kernel or sum."""
 
 
 def of_other_widths(op: Op, samples: Sequence[Sample], than: Sequence[Sample]) -> list[Sample]:
@@ -96,7 +96,7 @@ def of_other_widths(op: Op, samples: Sequence[Sample], than: Sequence[Sample]) -
 
 
 def _width(op: Op, sample: Sample) -> int:
-    """Which of the widths the longest axis has, or the last one of the first tensor where it is one column."""
+    """Return the index in WIDTHS of the longest axis, or the last one of the first tensor where it is one column."""
     tensors = _tensors(op, sample)
     longest = max((size for tensor in tensors for size in tensor.shape), default=1)
     return bisect_left(WIDTHS, 1 if tensors[0].shape[-1:] == (1,) else longest)
@@ -119,7 +119,7 @@ def _dullness(op: Op, sample: Sample) -> tuple[bool, bool, int]:
 
 
 def _kind(op: Op, sample: Sample) -> Any:
-    """Of an option that is a number only that it is given."""
+    """Return what tells kinds of calls apart; for a number, only that it is given."""
     return tuple(
         (name, value.dim() if isinstance(value, Tensor) else value if isinstance(value, bool | str) else value is None)
         for name, value in sorted(op.bind(sample).items())
@@ -138,7 +138,7 @@ INTERPRETED = Tolerance(
 )
 
 
-def _tolerance(op: Op, dtype: torch.dtype) -> Tolerance:
+def tolerance_of(op: Op, dtype: torch.dtype) -> Tolerance:
     if INTERPRET:
         return INTERPRETED
     return op.tolerances.get(dtype, RULE)
@@ -158,7 +158,7 @@ def require_accurate(
     is called if need be.
     """
     dtype = next(t.dtype for t in actual.inputs.values() if t.is_floating_point())
-    factor = _tolerance(op, dtype).factor
+    factor = tolerance_of(op, dtype).factor
     truth = truth_of(op, sample, actual, grads)
     loses = None if op.loses is None else op.loses(**(op.bind(sample) | actual.inputs))
     for i, output in enumerate(actual.outputs):
@@ -171,26 +171,39 @@ def _require_accurate(
     truth: Truth, name: str, i: int, actual: Tensor | None, factor: float,
     compositions: Callable[[], Sequence[Outcome]], loses: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """`loses` is what the record says that each element can lose besides its condition."""
+    if actual is None or truth.composition[i] is None or truth.exact[i] is None:
+        raise BrokenPromise(f"{truth.sample}: {name} is missing")
+    violation = violation_of(truth, i, actual, factor, compositions, loses) if actual.is_floating_point() else None
+    if violation is not None:
+        raise BrokenPromise(f"{truth.sample}: {name}: {violation}")
+
+
+def violation_of(
+    truth: Truth, i: int, actual: Tensor, factor: float,
+    compositions: Callable[[], Sequence[Outcome]] = tuple, loses: Tensor | None = None, draws: int = DRAWS,
+) -> Violation | None:  # fmt: skip
+    """By how much result `i` breaks the accuracy rule, if it does.
+
+    `loses` is what the record says that each element can lose besides its condition; `draws` are those of the first
+    look.
+    """
 
     def condition(draws: int) -> Tensor:
         moved = truth.condition(i, draws)
         return moved if loses is None else moved + loses
 
     composition, exact = truth.composition[i], truth.exact[i]
-    if actual is None or composition is None or exact is None:
-        raise BrokenPromise(f"{truth.sample}: {name} is missing")
-    if not actual.is_floating_point() or rounded_once(actual, exact):
-        return
-    if accuracy_violation(actual, composition, exact, factor, condition=condition(DRAWS)) is None:
-        return
+    assert composition is not None
+    assert exact is not None
+    if rounded_once(actual, exact):
+        return None
+    if accuracy_violation(actual, composition, exact, factor, condition=condition(draws)) is None:
+        return None
     # What is left may be chance: the errors of a composition on one input, or a condition of a few draws.
     given = [outcome.results()[i] for outcome in compositions()]
     others = truth.near(i) + [(result, exact) for result in given if result is not None]
     if accuracy_violation(actual, composition, exact, factor, others, condition(MORE_DRAWS)) is None:
-        return
+        return None
     # Or all these inputs have one rounding in common, of a number of which little is left.
     others, loses_too = others + truth.far(i), condition(MORE_DRAWS) + truth.roundings(i)
-    violation = accuracy_violation(actual, composition, exact, factor, others, loses_too)
-    if violation is not None:
-        raise BrokenPromise(f"{truth.sample}: {name}: {violation}")
+    return accuracy_violation(actual, composition, exact, factor, others, loses_too)

@@ -132,14 +132,14 @@ def _traced(op: Op, sample: Sample) -> _Traced:
 
 
 def _writes_view(node: torch.fx.Node) -> bool:
-    """Whether a kernel's result is put back into a larger buffer, which copies it."""
+    """Return True if a kernel's result is put back into a larger buffer, which copies it."""
     if not any(user.op == "output" for user in node.users):
         return False
     return node.target in (torch.ops.aten.slice_scatter.default, torch.ops.aten.as_strided_scatter.default)
 
 
 def _copies_boundary(node: torch.fx.Node) -> bool:
-    """Whether the node copies an input as it is, or a result on its way out."""
+    """Return True if the node copies an input as it is, or a result on its way out."""
     if node.target is torch.ops.aten.clone.default and node.kwargs.get("memory_format") in (
         None,
         torch.preserve_format,

@@ -50,7 +50,7 @@ def require_captured(sample: Sample, replays: list[int]) -> None:
 
 @contextlib.contextmanager
 def counted_replays() -> Iterator[list[int]]:
-    """How many CUDA graphs are replayed inside."""
+    """Count the CUDA graphs replayed inside."""
     count, original = [0], torch.cuda.CUDAGraph.replay
 
     def replay(graph: Any) -> None:

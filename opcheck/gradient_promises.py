@@ -1,16 +1,76 @@
 """The promises about gradients; the form is that of promises.py."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from llmk.opcheck.calls import call, incoming_gradients, require_accurate
-from llmk.opcheck.inputs import BrokenPromise, Outcome, as_list, differentiable_inputs, prepare, same_bits, spread
+from llmk.opcheck.calls import call, incoming_gradients, one_of_each, require_accurate
+from llmk.opcheck.inputs import (
+    BrokenPromise,
+    Outcome,
+    as_list,
+    differentiable_inputs,
+    prepare,
+    rebound,
+    same_bits,
+    spread,
+)
 from llmk.opcheck.truth import truth_of
 from llmk.registry import Op, Sample
+
+HARSH = (2.0**6, 2.0**12, 2.0**-12, 0.0)
+"""What inputs are multiplied by: ratios past float32's exponent, weights that are all on one class, rows of zeros."""
+
+
+def finite_gradients(op: Op, samples: Sequence[Sample]) -> None:
+    """Where outputs and all exact gradients are finite, gradients are: with inputs far larger and smaller too."""
+    for sample in one_of_each(op, samples):
+        for harsh in (sample, *_harsh(op, sample)):
+            if differentiable_inputs(op, sample):
+                require_finite(op, harsh, call(op, harsh), incoming_gradients)
+
+
+def _harsh(op: Op, sample: Sample) -> Iterator[Sample]:
+    """The sample with one of its floating tensors multiplied, each in turn."""
+    for name, value in op.bind(sample).items():
+        if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
+            for factor in HARSH:
+                scaled = (value.double() * factor).nan_to_num(0.0, posinf=float("inf"), neginf=float("-inf"))
+                why = f"{sample.why}, {name} times {factor:g}"
+                yield rebound(op, sample, op.bind(sample) | {name: scaled.to(value.dtype)}, why)
+
+
+def require_finite(op: Op, sample: Sample, outcome: Outcome, grads: Callable[[Sequence[Tensor]], list[Tensor]]) -> None:
+    """No gradient is NaN or infinite where the exact one is finite, if all outputs are.
+
+    A call one of whose exact gradients is too large for its dtype is left alone: its optimizer step is lost whatever
+    the others are, which is how a gradient scaler of float16 notices.
+    """
+    if not all(bool(output.isfinite().all()) for output in outcome.outputs):
+        return
+    truth = truth_of(op, sample, outcome, grads)
+    if any(_too_large(truth.exact[truth.index_of(name)], gradient) for name, gradient in outcome.gradients.items()):
+        return
+    for name, gradient in outcome.gradients.items():
+        exact = truth.exact[truth.index_of(name)]
+        if gradient is None or exact is None:
+            continue
+        wrong = ~gradient.isfinite() & exact.isfinite()
+        if bool(wrong.any()):
+            index = int(wrong.flatten().nonzero()[0])
+            raise BrokenPromise(
+                f"{sample}: element {index} of the gradient of {name} is {gradient.flatten()[index]:g} where outputs "
+                f"are finite and {exact.flatten()[index]:.6g} is right"
+            )
+
+
+def _too_large(exact: Tensor | None, gradient: Tensor | None) -> bool:
+    if exact is None or gradient is None:
+        return False
+    return bool((exact.isfinite() & (exact.abs() >= torch.finfo(gradient.dtype).max)).any())
 
 
 def second_backward(op: Op, samples: Sequence[Sample]) -> None:

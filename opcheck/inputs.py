@@ -21,7 +21,7 @@ class NothingToCheck(Exception):
 
 @dataclass
 class Outcome:
-    """What a call gave."""
+    """Results of a call."""
 
     inputs: dict[str, Tensor]
     outputs: list[Tensor]
@@ -103,17 +103,33 @@ def differentiable_inputs(op: Op, sample: Sample) -> list[str]:
     return [name for name in op.differentiable if isinstance(bound.get(name), Tensor)]
 
 
+def rebound(op: Op, sample: Sample, values: dict[str, Any], why: str) -> Sample:
+    """A call with other arguments by name: those before the first that is left out are given by position."""
+    left, args = dict(values), []
+    for argument in op.schema.arguments:
+        if argument.kwarg_only or argument.name not in left or len(args) >= len(sample.args):
+            break
+        args.append(left.pop(argument.name))
+    return Sample(tuple(args), left, why=why)
+
+
 def prepare(
     op: Op, sample: Sample, wanted: Sequence[str], change: Callable[[Tensor], Tensor] = copy_with_layout
 ) -> tuple[list[Any], dict[str, Any], dict[str, Tensor]]:
-    """Positional and keyword arguments with every tensor changed (copied), and the tensors by name."""
+    """Positional and keyword arguments with every tensor changed (copied), and the tensors by name.
+
+    Arguments that are the same tensor stay so, unless only one of them wants a gradient.
+    """
     note(sample)
     tensors: dict[str, Tensor] = {}
+    copies: dict[tuple[int, bool], Tensor] = {}
 
     def fresh(name: str, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        tensors[name] = change(value).requires_grad_(name in wanted)
+        key = id(value), name in wanted
+        tensors[name] = copies[key] if key in copies else change(value).requires_grad_(name in wanted)
+        copies[key] = tensors[name]
         return tensors[name]
 
     args = [fresh(name, value) for name, value in zip(op.argument_names(), sample.args, strict=False)]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from llmk.opcheck.inputs import BrokenPromise
+from llmk.opcheck.loops import MOST_TURNS, counting_turns, turns
 from llmk.opcheck.offsets import NUMBER, PRODUCT, PROGRAM, origins_of, traced, typed_range
 from llmk.registry.private.kernels import interpreter as find_interpreter
 
@@ -36,6 +37,8 @@ class Watch:
 
     reorder: bool = False
     launches: int = 0
+    kernels: dict[Any, Any] = field(default_factory=dict)
+    endless: list[str] = field(default_factory=list)
     races: list[str] = field(default_factory=list)
     float_atomics: list[str] = field(default_factory=list)
     short_offsets: list[str] = field(default_factory=list)
@@ -179,7 +182,8 @@ def _replacements() -> Sequence[tuple[Any, str, Callable[[Any], Any]]]:
         (interpreter.GridExecutor, "__call__", _watching_launch),
         (interpreter, "_implicit_cvt", _moving_tensors),
         (interpreter, "_patch_lang_core", _typing_loops),
-        (interpreter.InterpretedFunction, "rewrite", _typing_python_loops),
+        (interpreter.InterpretedFunction, "rewrite", _rewriting),
+        (interpreter.FunctionRewriter, "ast_transformer", _counting_turns),
         (builder, "set_grid_idx", _reordering),
         (builder, "create_masked_load", _checking_load),
         (builder, "create_masked_store", _checking_store),
@@ -318,8 +322,17 @@ def _typing_loops(original: Any) -> Any:
     return patch_lang_core
 
 
-def _typing_python_loops(original: Any) -> Any:
+_rewritten: set[Any] = set()
+"""Functions of kernels whose `while` loops count their turns."""
+
+
+def _rewriting(original: Any) -> Any:
     def rewrite(function: Any) -> Any:
+        if function.fn not in _rewritten:
+            function.rewritten_fn.pop(function.fn, None)  # as it was before anybody watched
+            _rewritten.add(function.fn)
+        for watch in _watches:
+            watch.kernels.setdefault(function.fn, function)
         rewritten = original(function)
         names = rewritten.__globals__
         if names.get("range") is not typed_range:
@@ -328,6 +341,18 @@ def _typing_python_loops(original: Any) -> Any:
         return rewritten
 
     return rewrite
+
+
+def _counting_turns(original: Any) -> Any:
+    return counting_turns(type(original), f"__import__({__name__!r}, fromlist=['_']).counted_turns")()
+
+
+def counted_turns(test: Callable[[], Any]) -> Iterator[None]:
+    """The turns of a kernel's loop, as long as a watch is on no more than its sizes give it."""
+    if _launch is None:
+        return turns(test, "a kernel", MOST_TURNS)
+    sizes = (tensor.numel() for tensor in _launch.named.values())
+    return turns(test, _launch.kernel, MOST_TURNS + max(sizes, default=0))
 
 
 def _tracing_program(original: Any) -> Any:

@@ -1,4 +1,7 @@
-"""The promises about kernels' own code; the form is that of promises.py. All but `far_rows` need the interpreter."""
+"""The promises about kernels' own code; the form is that of promises.py.
+
+All but `every_kernel_ends` and `far_rows` need the interpreter.
+"""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -8,7 +11,9 @@ from torch import Tensor
 
 from llmk.opcheck.calls import call, device_of, incoming_gradients, require_accurate, resized
 from llmk.opcheck.inputs import BrokenPromise, NothingToCheck, copy_with_layout, note
+from llmk.opcheck.loops import EndlessLoop, kernels_of, unbounded_loops
 from llmk.registry import Op, Sample
+from llmk.registry.backends import INTERPRET
 
 if TYPE_CHECKING:
     from llmk.opcheck.interpreter import Watch
@@ -39,6 +44,22 @@ def long_offsets(op: Op, samples: Sequence[Sample]) -> None:
     _raise_first(_launches(op, samples)[0].short_offsets)
 
 
+def every_kernel_ends(op: Op, samples: Sequence[Sample]) -> None:
+    """No loop of a kernel has turns that the data decides without a bound, read from its source; in Triton's
+    interpreter turns are counted too.
+    """
+    kernels = kernels_of(kernel_op.fn for kernel_op in op.kernel_ops)
+    if INTERPRET:
+        watch, _ = _launches(op, samples)
+        kernels = list({kernel.fn: kernel for kernel in (*kernels, *watch.kernels.values())}.values())
+        _raise_first(watch.endless)
+    if not kernels:
+        raise NothingToCheck
+    for sample in samples:
+        note(sample)
+    _raise_first([loop for kernel in kernels for loop in unbounded_loops(kernel)])
+
+
 def _raise_first(found: Sequence[str]) -> None:
     if found:
         raise BrokenPromise(found[0])
@@ -60,6 +81,8 @@ def _launches(op: Op, samples: Sequence[Sample]) -> "tuple[Watch, list[str]]":
                     call(op, sample)
                 except OutOfBounds as error:
                     astray.append(f"{sample}: {error}")
+                except EndlessLoop as error:
+                    watch.endless.append(f"{sample}: {error}")
         _last = samples, (watch, astray)
     watch, astray = _last[1]
     if not watch.launches:

@@ -19,7 +19,7 @@ from llmk.opcheck.runner import Doing, Result
 
 @dataclass(frozen=True)
 class Unit:
-    """What one process checks: an operator (or all of a file) on a path."""
+    """The work of one process: an operator (or all of a file) on a path."""
 
     name: str
     path: str

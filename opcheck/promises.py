@@ -22,6 +22,7 @@ from llmk.opcheck.compile_promises import (
 from llmk.opcheck.gpu_promises import cuda_graphs, no_host_sync, other_stream
 from llmk.opcheck.gradient_promises import (
     expanded_gradient,
+    finite_gradients,
     input_subsets,
     scaled_gradient,
     second_backward,
@@ -29,7 +30,14 @@ from llmk.opcheck.gradient_promises import (
     undefined_gradients,
 )
 from llmk.opcheck.inputs import BrokenPromise, as_list, differentiable_inputs, prepare, same_bits, same_results, spread
-from llmk.opcheck.kernel_promises import any_program_order, far_rows, in_bounds, long_offsets, no_float_atomics
+from llmk.opcheck.kernel_promises import (
+    any_program_order,
+    every_kernel_ends,
+    far_rows,
+    in_bounds,
+    long_offsets,
+    no_float_atomics,
+)
 from llmk.opcheck.poison import poisoned, require_all_written
 from llmk.opcheck.refusal_promises import refuses_transforms, second_derivatives
 from llmk.opcheck.setting_promises import another_thread, default_device, default_dtype, other_device
@@ -163,9 +171,11 @@ def every_element_written(op: Op, samples: Sequence[Sample]) -> None:
 
 
 PROMISES: tuple[Promise, ...] = (
+    every_kernel_ends,
     every_element_written,
     torch_opcheck,
     values_and_gradients,
+    finite_gradients,
     no_mutation,
     no_alias,
     second_backward,

@@ -44,6 +44,9 @@ class Truth:
         self.wanted = differentiable_inputs(op, sample) if any(grad is not None for grad in given) else []
         self._moved: list[list[Tensor | None]] = []
 
+    def nudge(self, seed: int, dtype: torch.dtype | None = None, by: float | None = None) -> Change:
+        return nudged(seed, dtype, by)
+
     def run(self, change: Change = copy_with_layout) -> list[Tensor | None]:
         """Outputs, then the gradients in the order of `names`."""
         args, kwargs, tensors = prepare(self.op, self.sample, self.wanted, change)
@@ -64,13 +67,13 @@ class Truth:
     @cached_property
     def neighbours(self) -> list[tuple[list[Tensor | None], list[Tensor | None]]]:
         """The composition and the truth on inputs near the sample's."""
-        return [(self.run(nudged(seed)), self.run(nudged(seed, torch.float64))) for seed in range(NEIGHBOURS)]
+        return [(self.run(self.nudge(seed)), self.run(self.nudge(seed, torch.float64))) for seed in range(NEIGHBOURS)]
 
     @cached_property
     def farther(self) -> list[tuple[list[Tensor | None], list[Tensor | None]]]:
         """The same on inputs that are `FAR` from it."""
         seeds = range(NEIGHBOURS, 2 * NEIGHBOURS)
-        return [(self.run(nudged(seed, by=FAR)), self.run(nudged(seed, torch.float64, FAR))) for seed in seeds]
+        return [(self.run(self.nudge(seed, by=FAR)), self.run(self.nudge(seed, torch.float64, FAR))) for seed in seeds]
 
     def near(self, result: int) -> list[tuple[Tensor, Tensor]]:
         """A result of the composition and its truth, on each of the neighbours."""
@@ -100,7 +103,7 @@ class Truth:
     def condition(self, result: int, draws: int) -> Tensor:
         """How far a result moves, by the root mean square of so many draws."""
         while len(self._moved) < draws:
-            self._moved.append(self.run(nudged(len(self._moved), torch.float64)))
+            self._moved.append(self.run(self.nudge(len(self._moved), torch.float64)))
         exact = self.exact[result]
         assert exact is not None
         squares = [(moved[result] - exact).square() for moved in self._moved[:draws]]  # type: ignore[operator]

@@ -1,0 +1,119 @@
+"""The reference's gradient held against differences of its own forward pass, both in float64.
+
+What the reference detaches stays constant: it is computed once, at the call's own inputs, and given again to the calls
+beside it.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from llmk.opcheck.inputs import as_list, prepare
+from llmk.opcheck.truth import Truth, to_float64
+from llmk.registry import Op, Sample
+
+STEP = 2.0**-20
+"""Of an element's own size: the third order and a rounding of float64 both lose less than 1e-9 of it."""
+AGREES = 1e-3
+LARGEST = 1e6
+"""Of the numbers with which float64 has digits left for differences."""
+
+
+class _Constants(TorchFunctionMode):
+    """Records what is detached, or gives it again in the order in which it was made."""
+
+    def __init__(self, known: list[Tensor] | None = None) -> None:
+        super().__init__()
+        self.given = None if known is None else iter(known)
+        self.made: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in (Tensor.detach, torch.detach) or not result.is_floating_point():
+            return result
+        if self.given is not None:
+            return next(self.given)
+        self.made.append(result.detach().clone())
+        return result
+
+
+def derivative_violation(op: Op, sample: Sample, truth: Truth, seed: int) -> tuple[str, str] | None:
+    """The gradient of which argument is wrong, and how; None where differences do not say."""
+    if any(e is not None and not bool(e.isfinite().all()) for e in truth.exact):
+        return None
+    tensors = [value for value in op.bind(sample).values() if isinstance(value, Tensor) and value.is_floating_point()]
+    if any(bool((tensor.detach().abs() > LARGEST).any()) for tensor in tensors):
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    for name in truth.wanted:
+        gradient = truth.exact[truth.index_of(name)]
+        if gradient is None or not gradient.numel():
+            continue
+        for only_one in (False, True):
+            direction = _direction(op.bind(sample)[name], gradient, generator, only_one)
+            words = _compare(op, sample, truth, name, gradient, direction)
+            if words is not None:
+                return f"gradient of {name}", f"gradient of {name} in the reference: {words}"
+    return None
+
+
+def _direction(value: Tensor, gradient: Tensor, generator: torch.Generator, only_one: bool) -> Tensor:
+    """Each element by a random part of itself, or of the tensor's size where it is 0; or one element alone."""
+    size = value.detach().double()
+    usual = size.square().mean().sqrt()
+    signs = torch.rand(value.shape, generator=generator, dtype=torch.float64, device="cpu").to(value.device) + 0.5
+    direction = torch.where(size == 0, usual, size) * signs
+    if only_one:
+        index = torch.randint(gradient.numel(), (1,), generator=generator)
+        chosen = torch.zeros(gradient.numel(), dtype=torch.bool, device=value.device)
+        chosen[index] = True
+        direction = direction * chosen.reshape(value.shape)
+    return direction
+
+
+def _compare(op: Op, sample: Sample, truth: Truth, name: str, gradient: Tensor, direction: Tensor) -> str | None:
+    terms = gradient * direction
+    analytic, size = float(terms.sum()), float(terms.abs().sum())
+    value = _forward(op, sample, truth, name)
+    constants, here, scale = value(None, direction, 0.0)
+    slopes: list[float] = []
+    for step in (STEP, -STEP, STEP / 4, -STEP / 4):
+        _, beside, _ = value(constants, direction, step)
+        if here is None or beside is None:
+            return None
+        slopes.append(float((beside - here).sum()) / step)
+    size, middle = max(size, abs(slopes[0])), (slopes[2] + slopes[3]) / 2
+    noise = 1e-14 * scale / STEP + 1e-12 * sum(float(g.double().abs().sum()) for g in truth.given if g is not None)
+    apart = max(slopes) - min(slopes)  # at a corner those on its sides differ
+    if not size > 0 or apart > AGREES * size / 10 or noise > AGREES * size / 10:
+        return None
+    if abs(middle - analytic) <= AGREES * size:
+        return None
+    return f"its product with a direction is {analytic:.6g}, differences of the forward pass give {middle:.6g}"
+
+
+def _forward(op: Op, sample: Sample, truth: Truth, name: str) -> Callable[..., Any]:
+    """The weighted terms of the outputs at a step along a direction, with the constants that were recorded."""
+
+    def value(constants: list[Tensor] | None, direction: Tensor, step: float) -> tuple[list[Tensor], Any, float]:
+        args, kwargs, tensors = prepare(op, sample, truth.wanted, to_float64)
+        with torch.no_grad():
+            tensors[name].add_(step * direction)
+        with _Constants(constants) as mode:
+            outputs = as_list(op.reference(*args, **kwargs))
+        terms = [t.flatten() for t in _weighted(outputs, truth)]
+        together = torch.cat(terms) if terms else None
+        scale = 0.0 if together is None else float(together.abs().sum())
+        ok = together is not None and bool(together.isfinite().all())
+        return mode.made, together if ok else None, scale
+
+    return value
+
+
+def _weighted(outputs: list[Tensor], truth: Truth) -> Iterator[Tensor]:
+    for output, grad in zip(outputs, truth.given, strict=True):
+        if grad is not None:
+            yield output.detach() * grad.to(output.dtype)

@@ -1,0 +1,290 @@
+"""Whether a case of the search is wrong: the accuracy rule, with what only extreme inputs need.
+
+The float64 reference decides. Where PyTorch's own composition overflows and the reference does not, an element is
+excused, as where finite inputs make the reference itself NaN. At ties and next to a decision, inputs that move by a
+unit cross it, and everything would be excused; so there a second rule moves equal numbers together and takes the
+condition from the draws that did not cross. It refuses only what the composition gets right on all neighbours as well.
+"""
+
+import contextlib
+import re
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmk.opcheck.calls import call, tolerance_of, violation_of
+from llmk.opcheck.cases import Case
+from llmk.opcheck.derivatives import derivative_violation
+from llmk.opcheck.gradient_promises import require_finite
+from llmk.opcheck.inputs import BrokenPromise, Outcome, copy_with_layout
+from llmk.opcheck.loops import EndlessLoop
+from llmk.opcheck.truth import Change, Truth, truth_of
+from llmk.registry import Op
+
+PATIENCE = 20.0
+"""Seconds that a call may take; far more than any sample does, in the interpreter too."""
+
+FIRST_DRAWS = 2
+"""For a condition, before one is estimated as for a promise."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong: a kind, the result that it is about, and words."""
+
+    kind: str
+    where: str
+    message: str
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.kind, self.where
+
+
+class TookTooLong(BrokenPromise):
+    """A call did not come back in time."""
+
+
+@contextlib.contextmanager
+def patience(seconds: float) -> Iterator[None]:
+    """Raise inside after so many seconds; only a process's first thread can."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(number: int, frame: Any) -> None:
+        raise TookTooLong(f"no end after {seconds:g} seconds")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def judge(op: Op, case: Case, seconds: float | None = None) -> Finding | None:
+    """What is wrong with the operator on a case; None if nothing is, or where it refuses what it was given."""
+    try:
+        with patience(seconds or PATIENCE):
+            outcome = call(op, case.sample, grads=case.grads)
+    except (TookTooLong, EndlessLoop) as error:
+        return Finding("does not end", "", str(error))
+    except BrokenPromise as error:
+        return None if "requires a gradient" in str(error) else Finding("memory", "", str(error))
+    except Exception as error:
+        return _raised(op, case, error)
+    try:
+        truth = truth_of(op, case.sample, outcome, case.grads)
+        exact, composition = truth.exact, truth.composition
+    except Exception:  # the reference does not take this call, so nothing says what is right
+        return None
+    if len(exact) != len(outcome.results()) or any(value is None for value in (*exact, *composition)):
+        return None
+    return (
+        _wrong_values(op, case, outcome, truth)
+        or _not_finite(op, case, outcome, truth)
+        or _nan_in_silence(op, case, outcome)
+        or (_wrong_decision(op, case, outcome, truth) if case.decides else None)
+        or _wrong_derivative(op, case, truth)
+    )
+
+
+def _raised(op: Op, case: Case, error: Exception) -> Finding | None:
+    """An error that names an argument refuses it. Any other is a fault, if the reference takes the call."""
+    name, words = type(error).__name__, str(error).strip().splitlines()
+    line = words[0] if words else ""
+    if any(re.search(rf"\b{argument}\b", line) for argument in op.argument_names()):
+        return None
+    bare = isinstance(error, ValueError) and line == "math domain error"
+    if not bare:
+        try:
+            Truth(op, case.sample, [None] * len(op.schema.returns)).exact  # noqa: B018
+        except Exception:
+            return None
+    return Finding("raises", name, f"{name}: {line}, which names no argument")
+
+
+def names_of(truth: Truth) -> list[str]:
+    return [f"output {i}" for i in range(len(truth.given))] + [f"gradient of {name}" for name in truth.wanted]
+
+
+def _excused(actual: Tensor, composition: Tensor, exact: Tensor, finite_inputs: bool, floor: float) -> Tensor:
+    """The result with the reference's value where it is not to be judged."""
+    here = ~composition.isfinite() & (exact.isfinite() | exact.isinf())
+    here |= (actual.double() - exact).abs() <= floor
+    nan = exact.isnan() & (finite_inputs | actual.isfinite())
+    filled = torch.where(here, exact.to(actual.dtype), actual)
+    return torch.where(nan, float("nan"), filled)
+
+
+def _inputs_finite(outcome: Outcome) -> bool:
+    return all(bool(t.isfinite().all()) for t in outcome.inputs.values() if t.is_floating_point())
+
+
+def _floating(truth: Truth, outcome: Outcome) -> Iterator[tuple[int, str, Tensor, Tensor, Tensor]]:
+    finite, overflowed = _inputs_finite(outcome), _overflowed(outcome, truth)
+    for i, (name, actual) in enumerate(zip(names_of(truth), outcome.results(), strict=True)):
+        composition, exact = truth.composition[i], truth.exact[i]
+        if actual is None or composition is None or exact is None or not actual.is_floating_point():
+            continue
+        if i >= len(outcome.outputs) and overflowed:
+            return
+        if actual.shape == exact.shape:
+            floor = _float64_floor(truth, outcome, name) if i >= len(outcome.outputs) else 0.0
+            actual = _excused(actual.detach(), composition, exact, finite, floor)
+        yield i, name, actual, composition, exact
+
+
+def _overflowed(outcome: Outcome, truth: Truth) -> bool:
+    """Whether an output does not hold what is right: gradients that are made from it need not be right then."""
+    return any(
+        exact is not None and bool((exact.isfinite() & (exact.abs() > torch.finfo(output.dtype).max)).any())
+        for output, exact in zip(outcome.outputs, truth.exact, strict=False)
+        if output.is_floating_point()
+    )
+
+
+def _float64_floor(truth: Truth, outcome: Outcome, name: str) -> float:
+    """What float64 itself loses of a gradient whose terms cancel: some roundings of outputs by inputs."""
+    outputs = max(map(_largest, truth.exact[: len(truth.given)]))
+    size = _largest(outcome.inputs[name.removeprefix("gradient of ")])
+    floor = 64 * torch.finfo(torch.float64).eps * max(map(_largest, truth.given)) * outputs
+    return floor * (max(1 / size, 1e-3) if size else 1.0)
+
+
+def _largest(tensor: Tensor | None) -> float:
+    """The largest size of a finite number in a floating tensor."""
+    if tensor is None or not tensor.is_floating_point() or tensor.numel() == 0:
+        return 0.0
+    return float(tensor.detach().double().nan_to_num(0.0, 0.0, 0.0).abs().max())
+
+
+def _wrong_values(op: Op, case: Case, outcome: Outcome, truth: Truth) -> Finding | None:
+    factor = tolerance_of(op, _dtype(outcome)).factor
+    loses = None if op.loses is None else op.loses(**(op.bind(case.sample) | outcome.inputs))
+    for i, name, actual, _, _ in _floating(truth, outcome):
+        violation = violation_of(truth, i, actual, factor, loses=None if i else loses, draws=FIRST_DRAWS)
+        if violation is not None:
+            return Finding("value", name, f"{name}: {violation}")
+    return None
+
+
+def _dtype(outcome: Outcome) -> torch.dtype:
+    return next(t.dtype for t in outcome.inputs.values() if t.is_floating_point())
+
+
+HUGE = 2.0**60
+"""Products of such numbers leave float32, so that a formula that PyTorch's composition fails at as well is excused."""
+
+
+def _not_finite(op: Op, case: Case, outcome: Outcome, truth: Truth) -> Finding | None:
+    numbers = [t for t in (*outcome.inputs.values(), *truth.given) if t is not None and t.is_floating_point()]
+    huge = any(bool((t.detach().abs() > HUGE).any()) for t in numbers)
+    if huge and any(t is not None and not bool(t.isfinite().all()) for t in truth.composition):
+        return None
+    try:
+        require_finite(op, case.sample, outcome, case.grads)
+    except BrokenPromise as error:
+        return Finding("gradient not finite", "", str(error).removeprefix(f"{case.sample}: "))
+    return None
+
+
+def _nan_in_silence(op: Op, case: Case, outcome: Outcome) -> Finding | None:
+    """Only options changed, the numbers are a sample's own, and still an output is NaN throughout."""
+    ordinary = case.changed and all("=" in change for change in case.changed) and _inputs_finite(outcome)
+    ordinary = ordinary and not any("index" in change for change in case.changed)  # a mean of what is ignored
+    ordinary = ordinary and all(tensor.numel() for tensor in outcome.inputs.values())
+    for i, output in enumerate(outcome.outputs if ordinary else ()):
+        if output.numel() and bool(output.isnan().all()) and _finite_before(op, case):
+            return Finding(
+                "nan", f"output {i}", f"output {i} is NaN for {' and '.join(case.changed)}, without an error"
+            )
+    return None
+
+
+def _finite_before(op: Op, case: Case) -> bool:
+    """Return True if all is finite with the sample's own options: a mean of no rows is not."""
+    with patience(PATIENCE):
+        before = call(op, case.template, grads=case.grads)
+    return all(bool(output.isfinite().all()) for output in before.outputs)
+
+
+class Decided(Truth):
+    """The reference near a decision: equal numbers move together, and a condition leaves out what crossed it."""
+
+    def nudge(self, seed: int, dtype: torch.dtype | None = None, by: float | None = None) -> Change:
+        return nudged_together(seed, dtype, by)
+
+    def condition(self, result: int, draws: int) -> Tensor:
+        super().condition(result, draws)
+        exact = self.exact[result]
+        moves = [(moved[result] - exact).abs() for moved in self._moved[:draws]]  # type: ignore[operator]
+        return 4 * torch.stack(moves).quantile(0.25, dim=0)
+
+
+def nudged_together(seed: int, dtype: torch.dtype | None = None, by: float | None = None) -> Change:
+    """`nudged`, with one direction for all elements that are equal."""
+
+    def change(tensor: Tensor) -> Tensor:
+        copy = copy_with_layout(tensor)
+        if not copy.is_floating_point():
+            return copy
+        memory = copy.new_empty(0).set_(copy.untyped_storage())
+        bits = memory.double().view(torch.int64)
+        mixed = (bits ^ (bits >> 29)) * -7046029254386353131 + seed * 1442695040888963407 % 2**63
+        mixed = (mixed ^ (mixed >> 31)) * -4658895280553007687
+        signs = 2.0 * ((mixed >> 40) & 1).double() - 1
+        memory.copy_(memory.double() * (1 + signs * (by or torch.finfo(copy.dtype).eps)))
+        return copy if dtype is None else copy.to(dtype)
+
+    return change
+
+
+def _wrong_decision(op: Op, case: Case, outcome: Outcome, truth: Truth) -> Finding | None:
+    """Integers, and values at a decision, where PyTorch's composition decides as the reference does throughout."""
+    decided = Decided(op, case.sample, truth.given)
+    if not all(_same_integers(truth.given, *pair) for pair in [(truth.composition, truth.exact), *decided.neighbours]):
+        return None
+    for i, (actual, exact) in enumerate(zip(outcome.outputs, truth.exact, strict=False)):
+        if exact is not None and not actual.is_floating_point() and not torch.equal(actual, exact.to(actual.dtype)):
+            index = int((actual != exact).flatten().nonzero()[0])
+            words = f"element {index} is {actual.flatten()[index]}, right is {exact.flatten()[index]}"
+            return Finding("decision", f"output {i}", f"output {i}: {words}")
+    if _dtype(outcome) != torch.float32:  # a sum that cancels at ties loses as much as a decision is worth
+        return None
+    factor = tolerance_of(op, _dtype(outcome)).factor
+    for i, name, actual, _, exact in _floating(truth, outcome):
+        if actual.shape == exact.shape and _largest(actual.double() - exact) <= FAINT * _size(truth, i):
+            continue
+        violation = violation_of(decided, i, actual, factor, draws=2 * FIRST_DRAWS)
+        if violation is not None:
+            return Finding("decision", name, f"{name}, at a decision: {violation}")
+    return None
+
+
+FAINT = 1e-4
+"""Of a result's size: more than float32 loses in a sum that cancels, less than what a decision moves."""
+
+
+def _size(truth: Truth, result: int) -> float:
+    """How large a result is, or becomes when its inputs move: at ties all of it may cancel."""
+    truth.condition(result, FIRST_DRAWS)
+    return max(_largest(results[result]) for results in (truth.exact, *truth._moved[:FIRST_DRAWS]))
+
+
+def _same_integers(given: Sequence[Any], a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> bool:
+    outputs = zip(a[: len(given)], b[: len(given)], strict=True)
+    return all(x is None or y is None or x.is_floating_point() or torch.equal(x, y) for x, y in outputs)
+
+
+def _wrong_derivative(op: Op, case: Case, truth: Truth) -> Finding | None:
+    """The reference's own gradient against differences of its forward pass: what all who share a formula have wrong."""
+    found = derivative_violation(op, case.sample, truth, case.seed)
+    return None if found is None else Finding("derivative", found[0], found[1])

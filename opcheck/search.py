@@ -1,0 +1,149 @@
+"""The search: cases by seed until the time is up, each one judged, and what is found made small and printed.
+
+python -m llmk.opcheck rms_norm --search 60
+"""
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from llmk.opcheck.calls import call, incoming_gradients
+from llmk.opcheck.cases import Case, Cases
+from llmk.opcheck.decisions import at_decisions
+from llmk.opcheck.derivatives import derivative_violation
+from llmk.opcheck.judge import Finding, judge
+from llmk.opcheck.runner import Check, Doing, Result, path_taken
+from llmk.opcheck.shrink import MOST_NUMBERS, shrink, snippet
+from llmk.opcheck.truth import truth_of
+from llmk.registry import Op
+from llmk.registry.backends import INTERPRET
+
+SHRINKING = 10.0
+"""Seconds at most for one finding."""
+MOST_FINDINGS = 8
+
+
+@dataclass(frozen=True)
+class Found:
+    """A finding, its call as it was drawn and as it was shrunk."""
+
+    op: Op
+    drawn: Case
+    shrunk: Case
+    finding: Finding
+
+    def __str__(self) -> str:
+        numbers = max((value.numel() for value in _tensors(self)), default=0)
+        program = snippet(self.op, self.shrunk) if numbers <= MOST_NUMBERS else "(more numbers than can be read)"
+        indented = "\n".join(f"    {line}" for line in program.splitlines())
+        return f"{self.finding.kind}: {self.finding.message}\n  {self.drawn.sample}\n{indented}"
+
+
+def _tensors(found: Found) -> list[torch.Tensor]:
+    return [v for v in found.op.bind(found.shrunk.sample).values() if isinstance(v, torch.Tensor)]
+
+
+@dataclass
+class Searched:
+    """How many cases were judged, the seed after the last, and what was found."""
+
+    calls: int
+    next_seed: int
+    found: list[Found]
+
+
+def search(
+    op: Op,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    seconds: float,
+    seed: int = 0,
+    *,
+    doing: Callable[[Case], None] = lambda case: None,
+    most: int = MOST_FINDINGS,
+    shrinking: float = SHRINKING,
+) -> Searched:
+    """Search an operator's inputs in a dtype from a seed on, for so many seconds.
+
+    The case of a seed is always the same; how far a search comes depends on the machine. Of each kind of fault in each
+    result the first is kept.
+    """
+    cases, result, until = Cases(op, torch.device(device), dtype), Searched(0, seed, []), time.monotonic() + seconds
+    known: set[tuple[str, str]] = set()
+    while time.monotonic() < until and len(result.found) < most:
+        for case in _cases(op, cases[result.next_seed], until):
+            doing(case)
+            finding = judge(op, case)
+            result.calls += 1
+            if finding is None or finding.key in known:
+                continue
+            known.add(finding.key)
+            if finding.kind == "derivative" and _differs_by_intent(op, cases, finding):
+                continue
+            small, smaller = shrink(op, case, finding, min(shrinking, seconds))
+            result.found.append(Found(op, case, small, smaller))
+        result.next_seed += 1
+    return result
+
+
+def _differs_by_intent(op: Op, cases: Cases, finding: Finding) -> bool:
+    """Whether the samples show it too: such as the row of a table that has no gradient."""
+    for place, sample in enumerate(cases.samples):
+        outcome = call(op, sample)
+        truth = truth_of(op, sample, outcome, incoming_gradients)
+        found = derivative_violation(op, sample, truth, place)
+        if found is not None and found[0] == finding.where:
+            return True
+    return False
+
+
+def _cases(op: Op, case: Case, until: float) -> Iterator[Case]:
+    """The seed's case, and for some seeds those at a decision near it."""
+    yield case
+    if case.seed % 8 == 4:
+        yield from at_decisions(op, case, until)
+
+
+def searches(
+    op: Op,
+    device: torch.device,
+    dtypes: Sequence[torch.dtype] | None,
+    seconds: float,
+    seed: int,
+    doing: Callable[[Doing], None],
+    done: Collection[Check] = (),
+) -> Iterator[Result]:
+    """The search as a check of its own, one result for each dtype; they share the time."""
+    for dtype in dtypes or op.dtypes:
+        name = str(dtype).removeprefix("torch.")
+        if (op.name, name, "search") in done:
+            continue
+        doing(Doing(op.name, name, "search"))
+        start = time.perf_counter()
+
+        def note(case: Case, name: str = name) -> None:
+            doing(Doing(op.name, name, "search", str(case.sample)))
+
+        with _quietly():
+            result = search(op, device, dtype, seconds / len(dtypes or op.dtypes), seed, doing=note)
+        message = "\n  ".join([f"seeds {seed} to {result.next_seed - 1}", *map(str, result.found)])
+        took = time.perf_counter() - start
+        passed = not result.found
+        yield Result(op.name, str(device), name, path_taken(device), "search", passed, message, took, result.calls)
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Without warnings, and in Triton's interpreter with what watches its kernels."""
+    with contextlib.ExitStack() as around:
+        around.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        if INTERPRET:
+            from llmk.opcheck.interpreter import watched  # it needs numpy
+
+            around.enter_context(watched())
+        yield
