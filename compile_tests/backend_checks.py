@@ -26,9 +26,10 @@ def rewriting(
     drop_logits: bool = False,
     look: Callable[[GraphModule], None] = lambda gm: None,
     then: Compiler = lambda gm, example_inputs: gm,
+    verify: bool = True,
 ) -> Compiler:
     """A backend that rewrites graphs, looks at them and runs them as they are, or with another backend."""
-    backend = Backend(chosen(None, without), (), report, drop_logits)
+    backend = Backend(chosen(None, without), (), report, drop_logits, verify)
 
     def compiled(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         report.add(backend.rewrite(gm))

@@ -108,7 +108,7 @@ def attention(x: Tensor, take: Take) -> Tensor:
     return attended(x, take, back=False)
 
 
-@piece()
+@piece("rotation")
 def turned_backwards(x: Tensor, take: Take) -> Tensor:
     return attended(x, take, back=True)
 

@@ -29,17 +29,17 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(0)).requires_grad_()
 
 
-@case("rsqrt: what is computed around it is something else", randn(3, 16))
+@case("rsqrt: what is computed around it is no norm", randn(3, 16))
 def eps_outside(x: Tensor) -> Tensor:
     return x * (torch.rsqrt(x.pow(2).mean(-1, keepdim=True)) + 1e-6)
 
 
-@case("rsqrt: what is computed around it is something else", randn(3, 16))
+@case("rsqrt: what is computed around it is no norm", randn(3, 16))
 def sum_for_mean(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)
 
 
-@case("rsqrt: what is computed around it is something else", randn(3, 16), randn(3, 16))
+@case("rsqrt: what is computed around it is no norm", randn(3, 16), randn(3, 16))
 def norm_of_another(x: Tensor, y: Tensor) -> Tensor:
     return y * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
 
@@ -65,10 +65,15 @@ def float64_inside(x: Tensor) -> Tensor:
     return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)).float()
 
 
-@case("rsqrt: what is computed around it is something else", randn(3, 16))
+@case("rsqrt: what is computed around it is no norm", randn(3, 16))
 def rounded_on_purpose(x: Tensor) -> Tensor:
     rounded = x.bfloat16().float()
     return x * torch.rsqrt(rounded.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+@case("F.rms_norm(x, x.shape[-1:], weight, eps) is found", randn(3, 16), randn(16))
+def divided_by_lengths(x: Tensor, w: Tensor) -> Tensor:
+    return F.normalize(x, dim=-1) * 4 * w
 
 
 @case("rsqrt on the way is returned too", randn(3, 16))
@@ -89,11 +94,6 @@ def written_in_place(x: Tensor) -> Tensor:
     normed = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)
     y.add_(1)
     return normed * y
-
-
-@case("silu: what is computed around it is something else", randn(3, 16))
-def no_gate(x: Tensor) -> Tensor:
-    return F.silu(x) + x
 
 
 @case("up:", randn(3, 16), randn(3, 1))
@@ -125,6 +125,16 @@ def softmax_of_a_projection_over_tokens(x: Tensor, w: Tensor) -> Tensor:
 @case("its softmax is float64", randn(4, 5))
 def softmax_in_float64(x: Tensor) -> Tensor:
     return F.nll_loss(F.log_softmax(x, -1, dtype=torch.float64), TARGET)
+
+
+@case("its input is no log_softmax", randn(4, 5))
+def losses_of_scores(x: Tensor) -> Tensor:
+    return F.nll_loss(torch.tanh(x), TARGET)
+
+
+@case("its logits are not those of a linear layer", randn(4, 5))
+def chosen_log_probabilities(x: Tensor) -> Tensor:
+    return x.log_softmax(-1).gather(-1, TARGET[:, None])
 
 
 @case("its target is probabilities", randn(4, 5), randn(4, 5))
@@ -184,12 +194,18 @@ def learned_angles(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, ...]:
     return tuple(x * cos + halves(x) * sin for x in (q, k))
 
 
-@case("", randn(1, 3, 2, 8), randn(1, 3, 2, 8), torch.ones(2, 8), torch.zeros(2, 8))
-def turned_backwards(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-    def halves(x: Tensor) -> Tensor:
-        return torch.cat((x[..., 4:], -x[..., :4]), dim=-1)
+@case("q and k", randn(1, 3, 2, 8), torch.ones(2, 8), torch.zeros(2, 8))
+def turned_alone(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return q * cos + torch.cat((-q[..., 4:], q[..., :4]), dim=-1) * sin
 
-    return tuple(x * cos + halves(x) * sin for x in (q, k))
+
+@case("no change of autocast", randn(1, 3, 2, 8), randn(1, 3, 2, 8), torch.ones(2, 8), torch.zeros(2, 8))
+def turned_without_autocast_each(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def turned(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return x * cos + torch.cat((-x[..., 4:], x[..., :4]), dim=-1) * sin
+
+    return turned(q), turned(k)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -201,6 +217,16 @@ def test_left_as_it_was(name: str) -> None:
     assert any(reason in note.reason for note in report.left) or not reason, str(report)
     for x, y in zip(got, results(fn, args), strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+def no_gate(x: Tensor) -> Tensor:
+    return F.silu(x) + F.gelu(x) / 2
+
+
+def test_an_activation_without_a_gate_gives_no_line() -> None:
+    report = Report()
+    rewritten(no_gate, report)(randn(3, 16))
+    assert not report.notes, str(report)
 
 
 def projection(x: Tensor, w: Tensor, returned: bool) -> Any:

@@ -14,7 +14,21 @@ from torch import Tensor
 from torch.fx import Node
 
 from llmk.compiler.formulas import Region, same
-from llmk.registry.patterns import Call, Emit, Found, Left, Pattern, Plain, Value, Var, arguments_of, name_of, value_of
+from llmk.compiler.masks import disagreement
+from llmk.registry.patterns import (
+    Call,
+    Emit,
+    Found,
+    Left,
+    Pattern,
+    Plain,
+    Value,
+    Var,
+    arguments,
+    name_of,
+    reshape_of,
+    value_of,
+)
 
 aten = torch.ops.aten
 OVERLOAD = aten.scaled_dot_product_attention.default
@@ -31,8 +45,9 @@ class Repeated(Pattern):
 
     def find(self, value: Any, found: Found) -> Iterator[Found]:
         axis = 1
-        if name_of(value) == "transpose" and {dim % 4 for dim in value.args[1:]} == {1, 2}:
-            found, value, axis = found.over(value), value.args[0], 2
+        turned = arguments(value, "self", "dim0", "dim1") if name_of(value) == "transpose" else None
+        if turned is not None and {turned["dim0"] % 4, turned["dim1"] % 4} == {1, 2}:
+            found, value, axis = found.over(value), turned["self"], 2
         nodes, source = repeated(value, axis)
         if source is not None:
             for node in nodes:
@@ -43,18 +58,21 @@ class Repeated(Pattern):
 
 def repeated(node: Any, axis: int) -> tuple[list[Node], Node | None]:
     """The nodes that repeat the entries of an axis of a tensor of four, and that tensor, if that is what they do."""
-    if name_of(node) == "repeat_interleave" and isinstance(node.args[1], int):
-        is_it = value_of(node.args[0]).dim() == 4 and arguments_of(node)["dim"] in (axis, axis - 4)
-        return [node], node.args[0] if is_it else None
-    if name_of(node) not in ("reshape", "view", "_unsafe_view", "flatten"):
+    if name_of(node) == "repeat_interleave":
+        given = arguments(node, "self", "repeats", "dim", "output_size")
+        if given is None or not isinstance(given.get("repeats"), int) or value_of(given["self"]).dim() != 4:
+            return [node], None
+        return [node], given["self"] if given["dim"] in (axis, axis - 4) else None
+    joined = reshape_of(node)
+    nodes, wide = through_whole_slices(joined, [node])
+    expanded = arguments(wide, "self", "size", "implicit") if name_of(wide) == "expand" else None
+    if joined is None or expanded is None:
         return [], None
-    nodes, wide = through_whole_slices(node.args[0], [node])
-    if name_of(wide) != "expand":
+    nodes, narrow = through_whole_slices(expanded["self"], [*nodes, wide])
+    given = arguments(narrow, "self", "dim") if name_of(narrow) == "unsqueeze" else None
+    if given is None or given["dim"] % 5 != axis + 1:
         return [], None
-    nodes, narrow = through_whole_slices(wide.args[0], [*nodes, wide])
-    if name_of(narrow) != "unsqueeze" or narrow.args[1] % 5 != axis + 1:
-        return [], None
-    nodes, source = through_whole_slices(narrow.args[0], [*nodes, narrow])
+    nodes, source = through_whole_slices(given["self"], [*nodes, narrow])
     shape, new = list(value_of(source).shape), list(value_of(wide).shape)
     if len(shape) != 4 or len(new) != 5:
         return [], None
@@ -66,8 +84,11 @@ def repeated(node: Any, axis: int) -> tuple[list[Node], Node | None]:
 
 def through_whole_slices(node: Any, nodes: list[Node]) -> tuple[list[Node], Any]:
     """What slices that leave everything are of."""
-    while name_of(node) == "slice" and equal(value_of(node).shape, value_of(node.args[0]).shape):
-        nodes, node = [*nodes, node], node.args[0]
+    while name_of(node) == "slice":
+        given = arguments(node, "self", "dim", "start", "end")
+        if given is None or not equal(value_of(node).shape, value_of(given["self"]).shape):
+            break
+        nodes, node = [*nodes, node], given["self"]
     return nodes, node
 
 
@@ -95,6 +116,10 @@ def hides_the_future(mask: Node, query: Tensor, key: Tensor) -> bool:
     hiding = [line for line in region.lines if not line.at_least_zero(shape)]
     if not all(same(line.start, 0) and equal(line.steps, causal) for line in hiding):
         raise Left("its mask may hide something else than what comes after a token")
+    lowest = 0.0 if isinstance(region.outside, bool) else region.outside
+    why = disagreement(mask.meta["made"], tuple(shape), bool(hiding), lowest)
+    if why is not None:
+        raise Left(why)
     return bool(hiding)
 
 

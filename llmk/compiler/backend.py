@@ -1,18 +1,21 @@
 """The backend: Dynamo's graph, with llmk's operators in it, for Inductor."""
 
+import copy
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from llmk.compiler import sums
+from llmk.compiler.effects import Elsewhere
+from llmk.compiler.positions import forget_formula
 from llmk.compiler.replace import replace_all
-from llmk.compiler.report import EVERYTHING, Note, Report, module_of
+from llmk.compiler.report import EVERYTHING, Note, Report, module_of, warn_once
 from llmk.compiler.rules import Rule, all_rules, chosen
 from llmk.compiler.stretches import Stretch, stretches, why_it_stays
-from llmk.compiler.trace import Modes, NotTraced, checkpoint_body, put_back, returned_alone, traced
+from llmk.compiler.trace import Modes, NotTraced, checkpoint_body, pairs_of, put_back, returned_alone, traced
 from llmk.registry.private import compilers
 
 
@@ -27,45 +30,73 @@ class Backend:
     config: tuple[tuple[str, Any], ...]
     report: Report = field(compare=False)
     drop_logits: bool = False
+    verify: bool = True
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        self.report.add(self.rewrite(gm))
         config = dict(self.config)
         if sums.NAME in self.operators:
             config = compilers.with_graph_pass(config, sums.accumulate, f"llmk {sums.NAME}")
-        return compilers.compile_fx(gm, example_inputs, config_patches=config)
+        before, notes = _graphs_of(gm), self.rewrite(gm)
+        try:
+            compiled = compilers.compile_fx(gm, example_inputs, config_patches=config)
+        except compilers.Restart:  # Dynamo begins again
+            raise
+        except Exception as error:  # whatever it is, it must not be what was put in
+            if all(note.reason for note in notes):
+                raise
+            notes = [_failure("Inductor on what was put in", error)]
+            for module, graph in before.items():
+                module.graph = graph
+            compiled = compilers.compile_fx(gm, example_inputs, config_patches=dict(self.config))
+        self.report.add(notes)
+        return compiled
 
     @property
     def rules(self) -> list[Rule]:
         return [rule for rule in all_rules() if rule.name in self.operators]
 
     def rewrite(self, gm: GraphModule) -> list[Note]:
-        """Put operators into Dynamo's graph, in place, and say what was replaced and what was left."""
-        return self._rewrite(gm, self.drop_logits)
+        """Put operators into Dynamo's graph, in place, and say what was replaced and what was left.
+
+        A graph on which anything raises is as it was before.
+        """
+        return self._guarded(gm, self.drop_logits)
+
+    def _guarded(self, gm: GraphModule, may_drop: bool) -> list[Note]:
+        before = _copy_of(gm.graph)
+        try:
+            return self._rewrite(gm, may_drop)
+        except Exception as error:  # a fault of ours must cost speed alone
+            for node in before.nodes:
+                forget_formula(node)
+            gm.graph = before
+            return [_failure("the backend", error)]
 
     def _rewrite(self, gm: GraphModule, may_drop: bool) -> list[Note]:
-        modes, notes = Modes(), []
+        modes, elsewhere, notes = Modes(), Elsewhere(gm), []
         with modes.kept():
             for part in stretches(gm):
                 if isinstance(part, Stretch):
-                    notes += self._rewrite_stretch(gm, part, may_drop)
+                    notes += self._rewrite_stretch(gm, part, elsewhere, may_drop)
                 else:
                     modes.follow(part)
                     notes += self._rewrite_inside(gm, part)
         for node in gm.graph.nodes:
-            node.meta.pop("formula", None)  # what comes next may want to store the graph
+            forget_formula(node)  # what comes next may want to store the graph
         gm.graph.lint()
         gm.recompile()
         return notes
 
-    def _rewrite_stretch(self, gm: GraphModule, stretch: Stretch, may_drop: bool) -> list[Note]:
+    def _rewrite_stretch(self, gm: GraphModule, stretch: Stretch, elsewhere: Elsewhere, may_drop: bool) -> list[Note]:
         if not stretch.has_tensors:
             return []
         try:
             result = traced(gm, stretch)
         except NotTraced as why:
             return [Note("all", module_of(stretch.nodes[0]), str(why))]
-        notes = replace_all(result, self.rules, returned_alone(stretch, result) if may_drop else ())
+        written_later = elsewhere.after(pairs_of(stretch, result), result.graph)
+        droppable = returned_alone(stretch, result) if may_drop else ()
+        notes = replace_all(result, self.rules, written_later, droppable, self.verify)
         if any(not note.reason for note in notes):
             put_back(gm, stretch, result)
         return notes
@@ -73,9 +104,28 @@ class Backend:
     def _rewrite_inside(self, gm: GraphModule, node: Node) -> list[Note]:
         body = checkpoint_body(gm, node)
         if body is not None:
-            return self._rewrite(body, may_drop=False)
+            return self._guarded(body, may_drop=False)
         why = why_it_stays(node)
         return [] if why is None else [Note("all", module_of(node), why)]
+
+
+def _graphs_of(gm: GraphModule) -> dict[GraphModule, Graph]:
+    """Copies of its graph and of those inside it, which a rewriting may change."""
+    return {module: _copy_of(module.graph) for module in gm.modules() if isinstance(module, GraphModule)}
+
+
+def _copy_of(graph: Graph) -> Graph:
+    """With what Dynamo notes on its nodes besides `meta`, such as where a placeholder comes from."""
+    copied = copy.deepcopy(graph)
+    for node, again in zip(graph.nodes, copied.nodes, strict=True):
+        vars(again).update({name: value for name, value in vars(node).items() if name not in vars(again)})
+    return copied
+
+
+def _failure(what: str, error: Exception) -> Note:
+    reason = f"{what} raised {type(error).__name__}: {error}".splitlines()[0]
+    warn_once(f"{reason}: this graph compiles as it was. Please report it to llmk.")
+    return Note("all", "", reason)
 
 
 def llmk(
@@ -93,6 +143,7 @@ def compile(
     without: Collection[str] | None = None,
     report: Report | None = None,
     drop_logits: bool = False,
+    verify: bool = True,
     mode: str | None = None,
     dynamic: bool | None = None,
     fullgraph: bool = False,
@@ -107,6 +158,7 @@ def compile(
         report: What is found is noted there instead of in `llmk.compile_report()`.
         drop_logits: Logits that are returned beside their loss do not hinder `fused_linear_ce`: while gradients are
             wanted, a tensor without classes, `[..., 0]`, is returned in their place.
+        verify: Each replacement is tried on small inputs on the CPU first, and left where it does not compute the same.
         mode: As for `torch.compile`, and so are the three below.
         dynamic: Whether sizes are symbolic from the start.
         fullgraph: Whether a graph break is an error.
@@ -120,7 +172,7 @@ def compile(
         TypeError: `only` or `without` is a string.
     """
     config = tuple(sorted(compilers.config_of(mode, options, dynamic).items()))
-    backend = Backend(chosen(only, without), config, EVERYTHING if report is None else report, drop_logits)
+    backend = Backend(chosen(only, without), config, EVERYTHING if report is None else report, drop_logits, verify)
     return torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
 
 

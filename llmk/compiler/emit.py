@@ -1,7 +1,7 @@
 """Puts calls into a graph of ATen's operators, and holds what they give against what was there."""
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,9 @@ REFUSALS = (TypeError, ValueError, IndexError, NotImplementedError, RuntimeError
 class Emit:
     """Puts calls into the graph after a node, and asks of each what it gives."""
 
-    def __init__(self, rule: Rule, result: Node, after: Node) -> None:
+    def __init__(self, rule: Rule, result: Node, after: Node, same: Callable[[Node], Node]) -> None:
         """For what the rule was found for, whose first result is `result`."""
-        self.rule, self.last = rule, after
+        self.rule, self.last, self.same = rule, after, same
         self.result, self.wanted = result, value_of(result)
         self.made: list[Node] = []
 
@@ -44,6 +44,9 @@ class Emit:
         if isinstance(result, tuple | list):
             return tuple(self._put(operator.getitem, (node, i), {}, value) for i, value in enumerate(result))
         return node
+
+    def are_same(self, a: Node, b: Node) -> bool:
+        return self.same(a) is self.same(b)
 
     def _put(self, target: Any, args: Any, kwargs: Any, value: Any) -> Node:
         graph = self.result.graph

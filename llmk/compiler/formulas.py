@@ -9,7 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from llmk.registry.private.compilers import statically_known_true
+
+MANY = 2**20
+"""Tokens. A mask of as many by as many has 2^40 elements, which no device holds."""
 
 
 class Unknown(Exception):
@@ -35,6 +40,18 @@ class Line:
     @property
     def is_constant(self) -> bool:
         return all(same(step, 0) for step in self.steps)
+
+    def fits(self, dtype: torch.dtype, shape: Sequence[Any]) -> bool:
+        """Whether the dtype has each of the numbers, as integers wrap around. A symbolic size is at most MANY."""
+        if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+            return False
+        limits, known = torch.iinfo(dtype), isinstance(self.start, int)
+        low, high = (self.start, self.start) if known else (-MANY, MANY)
+        for step, size in zip(self.steps, shape, strict=True):
+            most = max(size - 1, 0) if isinstance(size, int) else MANY
+            reach = [step * most, 0] if isinstance(step, int) else [-MANY * most, MANY * most]
+            low, high = low + min(reach), high + max(reach)
+        return limits.min <= low and high <= limits.max
 
     def at_least_zero(self, shape: Sequence[Any]) -> bool:
         """Whether it is known not to be negative anywhere."""

@@ -1,20 +1,28 @@
 """The formulas of what a graph of ATen's operators makes from sizes alone: one rule for each operator."""
 
+import contextlib
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import SymInt, Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from llmk.compiler.formulas import Formula, Line, Region, Unknown, constant, expanded, reindexed, same
-from llmk.registry.patterns import arguments_of, name_of, value_of
+from llmk.compiler.masks import Like, Made
+from llmk.registry.patterns import arguments, bounded, name_of, value_of
 from llmk.registry.private.compilers import statically_known_true
 from llmk.registry.private.tensors import storage_of, version_of
 
 WHOLE = (torch.int64, torch.int32)
+NOTED = "formula", "made"
+"""In a node's `meta`: what it gives, and how that was made, with which small ones are computed to compare."""
+
+Given = Mapping[str, Any]
+Rule = Callable[[Node, Given], Formula]
 
 
 def note_formulas(gm: GraphModule, written: Collection[int]) -> None:
@@ -25,12 +33,11 @@ def note_formulas(gm: GraphModule, written: Collection[int]) -> None:
     for node in gm.graph.nodes:
         value = value_of(node)
         if not isinstance(value, Tensor) or (written and storage_of(value) in written):
-            node.meta.pop("formula", None)
-        elif (rule := RULES.get(name_of(node))) is not None:
-            try:
-                node.meta["formula"] = rule(node)
-            except Unknown:
-                continue
+            forget_formula(node)
+        else:
+            with contextlib.suppress(Unknown):
+                node.meta["formula"] = formula_at(node)
+                node.meta["made"] = made_at(node)
 
 
 def carry_formula(source: Node, target: Node, value: Any) -> None:
@@ -38,7 +45,37 @@ def carry_formula(source: Node, target: Node, value: Any) -> None:
     if "formula" not in source.meta or not isinstance(value, Tensor) or value.is_inference():
         return
     if version_of(value) == 0:
-        target.meta["formula"] = source.meta["formula"]
+        target.meta |= {name: source.meta[name] for name in NOTED}
+
+
+def forget_formula(node: Node) -> None:
+    for name in NOTED:
+        node.meta.pop(name, None)
+
+
+def formula_at(node: Node) -> Formula:
+    """
+    Raises:
+        Unknown: No rule knows all that the node says, or a number may not fit its dtype.
+    """
+    rule, names = RULES.get(name_of(node), (None, ()))
+    given = arguments(node, *names)
+    if rule is None or given is None:
+        raise Unknown
+    formula = rule(node, given)
+    if isinstance(formula, Line) and not formula.fits(value_of(node).dtype, value_of(node).shape):
+        raise Unknown
+    return formula
+
+
+def made_at(node: Node) -> Made:
+    """The call, with the calls whose results it takes in the place of those."""
+
+    def of(source: Node) -> Any:
+        value = value_of(source)
+        return source.meta.get("made", Like(value)) if isinstance(value, Tensor) else value
+
+    return Made(node.target, map_arg(node.args, of), map_arg(node.kwargs, of))
 
 
 def formula_of(value: Any, shape: Sequence[Any]) -> Formula:
@@ -56,43 +93,43 @@ def own_formula(node: Any) -> Formula:
     return formula_of(node, value_of(node).shape)
 
 
-def viewed(node: Node) -> Formula:
+def viewed(node: Node, given: Given) -> Formula:
     """Axes of size 1 come and go, the others keep their order."""
-    old, new = value_of(node.args[0]).shape, value_of(node).shape
+    old, new = value_of(given["self"]).shape, value_of(node).shape
     places = [i for i, size in enumerate(new) if not same(size, 1)]
     kept = [size for size in old if not same(size, 1)]
     if len(places) != len(kept) or not all(same(size, new[i]) for size, i in zip(kept, places, strict=True)):
         raise Unknown
     into = iter(places)
-    return reindexed(own_formula(node.args[0]), [(None if same(s, 1) else next(into), 0) for s in old], len(new))
+    return reindexed(own_formula(given["self"]), [(None if same(s, 1) else next(into), 0) for s in old], len(new))
 
 
-def permuted(node: Node) -> Formula:
-    given, rank = arguments_of(node), value_of(node).dim()
+def permuted(node: Node, given: Given) -> Formula:
+    rank = value_of(node).dim()
     order = list(range(rank))
     if "dims" in given:
         order = [dim % rank for dim in given["dims"]]
     elif rank > 1:
         a, b = (given["dim0"] % rank, given["dim1"] % rank) if "dim0" in given else (0, 1)
         order[a], order[b] = order[b], order[a]
-    return reindexed(own_formula(node.args[0]), [(order.index(i), 0) for i in range(rank)], rank)
+    return reindexed(own_formula(given["self"]), [(order.index(i), 0) for i in range(rank)], rank)
 
 
-def sliced(node: Node) -> Formula:
-    given, whole = arguments_of(node), value_of(node.args[0])
-    start = value_of(given["start"]) or 0
-    if given["step"] != 1 or not isinstance(start, int):
-        raise Unknown
+def sliced(node: Node, given: Given) -> Formula:
+    whole = value_of(given["self"])
     dim = given["dim"] % whole.dim()
-    start = start + whole.shape[dim] if start < 0 else start
+    start, size = value_of(given["start"]), whole.shape[dim]
+    start = 0 if start is None or statically_known_true(start == 0) else bounded(start, size)
+    if start is None:
+        raise Unknown
     sources = [(i, start if i == dim else 0) for i in range(whole.dim())]
-    return reindexed(own_formula(node.args[0]), sources, whole.dim())
+    return reindexed(own_formula(given["self"]), sources, whole.dim())
 
 
-def indexed(node: Node) -> Formula:
+def indexed(node: Node, given: Given) -> Formula:
     """One index for each axis, none of which counts from the end."""
-    given, shape = arguments_of(node), value_of(node).shape
-    source, indices = own_formula(given["self"]), given["indices"]
+    shape, indices = value_of(node).shape, given["indices"]
+    source = own_formula(given["self"])
     if not isinstance(source, Line) or len(indices) != len(source.steps):
         raise Unknown
     total = Line(source.start, (0,) * len(shape))
@@ -105,19 +142,19 @@ def indexed(node: Node) -> Formula:
     return total
 
 
-def arange(node: Node) -> Formula:
-    given = {name: value_of(value) for name, value in arguments_of(node).items()}
+def arange(node: Node, given: Given) -> Formula:
+    given = {name: value_of(value) for name, value in given.items()}
     start, step = (given.get(name, default) for name, default in (("start", 0), ("step", 1)))
     if value_of(node).dtype not in WHOLE or isinstance(start, float) or isinstance(step, float):
         raise Unknown
     return Line(start, (step,))
 
 
-def filled(value: Any) -> Callable[[Node], Formula]:
+def filled(value: Any) -> Rule:
     """Of a factory that puts `value` everywhere, or what it is given."""
 
-    def formula(node: Node) -> Formula:
-        given, result = arguments_of(node), value_of(node)
+    def formula(node: Node, given: Given) -> Formula:
+        result = value_of(node)
         number = next((value_of(given[name]) for name in ("fill_value", "s") if name in given), value)
         if not isinstance(number, bool | int | float):
             raise Unknown
@@ -137,8 +174,8 @@ def in_dtype(value: Any, dtype: torch.dtype) -> Any:
         raise Unknown from error
 
 
-def cast(node: Node) -> Formula:
-    formula, dtype = own_formula(node.args[0]), value_of(node).dtype
+def cast(node: Node, given: Given) -> Formula:
+    formula, dtype = own_formula(given["self"]), value_of(node).dtype
     if isinstance(formula, Region):
         if dtype in WHOLE:
             raise Unknown
@@ -150,13 +187,13 @@ def cast(node: Node) -> Formula:
     raise Unknown
 
 
-def unchanged(node: Node) -> Formula:
-    return own_formula(node.args[0])
+def unchanged(node: Node, given: Given) -> Formula:
+    return own_formula(given["self"])
 
 
-def two(node: Node) -> tuple[Formula, Formula]:
+def two(node: Node, given: Given) -> tuple[Formula, Formula]:
     """What an operator of two tensors or numbers takes, in the shape of its result."""
-    a, b = (formula_of(x, value_of(node).shape) for x in node.args[:2])
+    a, b = (formula_of(given[name], value_of(node).shape) for name in ("self", "other"))
     return a, b
 
 
@@ -171,11 +208,9 @@ def by_values(node: Node, a: Formula, b: Formula, change: Callable[[Any, Any], A
     raise Unknown
 
 
-def summed(of_first: int, of_second: int) -> Callable[[Node], Formula]:
-    def formula(node: Node) -> Formula:
-        a, b = two(node)
-        if arguments_of(node).get("alpha", 1) != 1:
-            raise Unknown
+def summed(of_first: int, of_second: int) -> Rule:
+    def formula(node: Node, given: Given) -> Formula:
+        a, b = two(node, given)
         if isinstance(a, Line) and isinstance(b, Line):
             return a.times(of_first) + b.times(of_second)
         return by_values(node, a, b, lambda x, y: of_first * x + of_second * y)
@@ -183,19 +218,18 @@ def summed(of_first: int, of_second: int) -> Callable[[Node], Formula]:
     return formula
 
 
-def multiplied(node: Node) -> Formula:
-    a, b = two(node)
+def multiplied(node: Node, given: Given) -> Formula:
+    a, b = two(node, given)
     for line, factor in ((a, b), (b, a)):
         if isinstance(line, Line) and isinstance(factor, Line) and factor.is_constant:
             return line.times(factor.start)
     return by_values(node, a, b, operator.mul)
 
 
-def differences(node: Node) -> Formula:
+def differences(node: Node, given: Given) -> Formula:
     """Of neighbours on the last axis, with something before the first that goes on in the same steps."""
-    given, result = arguments_of(node), value_of(node)
-    line, rank = own_formula(given["self"]), result.dim()
-    if not isinstance(line, Line) or given["n"] != 1 or given["dim"] not in (-1, rank - 1) or given["append"]:
+    line, rank = own_formula(given["self"]), value_of(node).dim()
+    if not isinstance(line, Line) or given["dim"] not in (-1, rank - 1):
         raise Unknown
     step = line.steps[-1]
     if given["prepend"] is not None:
@@ -212,9 +246,9 @@ def is_number(line: Line, number: Any) -> bool:
     return line.is_constant and same(line.start, number)
 
 
-def running_sum(node: Node) -> Formula:
+def running_sum(node: Node, given: Given) -> Formula:
     """Of one number everywhere."""
-    given, formula = arguments_of(node), own_formula(node.args[0])
+    formula = own_formula(given["self"])
     rank = value_of(node).dim()
     each = formula.inside if isinstance(formula, Region) else formula.start
     alone = not formula.lines if isinstance(formula, Region) else formula.is_constant
@@ -226,11 +260,11 @@ def running_sum(node: Node) -> Formula:
 
 def compared(
     compare: Callable[[Any, Any], bool], lines: Callable[[Line], tuple[Line, ...]], inside: bool = True
-) -> Callable[[Node], Formula]:
+) -> Rule:
     """Of a comparison that gives `inside` where the lines, made of the difference of the two, are at least 0."""
 
-    def formula(node: Node) -> Formula:
-        shape, (a, b) = value_of(node).shape, two(node)
+    def formula(node: Node, given: Given) -> Formula:
+        shape, (a, b) = value_of(node).shape, two(node, given)
         if not isinstance(a, Line) or not isinstance(b, Line):
             return by_values(node, a, b, compare)
         found = lines(a - b)
@@ -247,12 +281,14 @@ def less(line: Line) -> Line:
     return replace(line, start=line.start - 1)
 
 
-def joined(outside: bool) -> Callable[[Node], Formula]:
+def joined(outside: bool) -> Rule:
     """Of `and`, where `outside` is False, or of `or`."""
 
-    def formula(node: Node) -> Formula:
+    def formula(node: Node, given: Given) -> Formula:
+        if value_of(node).dtype != torch.bool:
+            raise Unknown
         lines: tuple[Line, ...] = ()
-        for x in two(node):
+        for x in two(node, given):
             part = x.with_outside(outside) if isinstance(x, Region) else None
             if part is None or part.inside is not (not outside):
                 raise Unknown
@@ -262,16 +298,16 @@ def joined(outside: bool) -> Callable[[Node], Formula]:
     return formula
 
 
-def negated(node: Node) -> Formula:
-    formula = own_formula(node.args[0])
+def negated(node: Node, given: Given) -> Formula:
+    formula = own_formula(given["self"])
     if not isinstance(formula, Region) or not isinstance(formula.inside, bool):
         raise Unknown
     return formula.over(operator.not_)
 
 
-def chosen(node: Node) -> Formula:
+def chosen(node: Node, given: Given) -> Formula:
     """Of `where` and `masked_fill`, which leave a tensor as it is in one region and put a number elsewhere."""
-    shape, dtype, given = value_of(node).shape, value_of(node).dtype, arguments_of(node)
+    shape, dtype = value_of(node).shape, value_of(node).dtype
     if "mask" in given:
         where, then, otherwise = (given[name] for name in ("mask", "value", "self"))
     else:
@@ -298,12 +334,12 @@ def cast_region(region: Region | None, dtype: torch.dtype) -> Region | None:
     return region and region.over(lambda value: in_dtype(value, dtype))
 
 
-def triangle(sign: int) -> Callable[[Node], Formula]:
+def triangle(sign: int) -> Rule:
     """Of `tril`, where `sign` is 1, or of `triu`."""
 
-    def formula(node: Node) -> Formula:
-        rank, diagonal = value_of(node).dim(), value_of(arguments_of(node)["diagonal"])
-        source, line = as_region(own_formula(node.args[0])), Line(sign * diagonal, (*(0,) * (rank - 2), sign, -sign))
+    def formula(node: Node, given: Given) -> Formula:
+        rank, diagonal = value_of(node).dim(), value_of(given["diagonal"])
+        source, line = as_region(own_formula(given["self"])), Line(sign * diagonal, (*(0,) * (rank - 2), sign, -sign))
         found = source and source.within(Region((line,), True, False, rank), in_dtype(0, value_of(node).dtype))
         if found is None:
             raise Unknown
@@ -312,25 +348,42 @@ def triangle(sign: int) -> Callable[[Node], Formula]:
     return formula
 
 
-RULES: dict[str, Callable[[Node], Formula]] = {
-    "arange": arange, "add": summed(1, 1), "sub": summed(1, -1), "rsub": summed(-1, 1), "mul": multiplied,
-    "diff": differences, "cumsum": running_sum, "index": indexed,
-    "le": compared(operator.le, lambda d: (d.times(-1),)), "ge": compared(operator.ge, lambda d: (d,)),
-    "lt": compared(operator.lt, lambda d: (less(d.times(-1)),)), "gt": compared(operator.gt, lambda d: (less(d),)),
-    "eq": compared(operator.eq, lambda d: (d, d.times(-1))),
-    "ne": compared(operator.ne, lambda d: (d, d.times(-1)), inside=False),
-    "where": chosen, "masked_fill": chosen, "tril": triangle(1), "triu": triangle(-1),
-    "ones": filled(1), "new_ones": filled(1), "ones_like": filled(1),
-    "zeros": filled(0), "new_zeros": filled(0), "zeros_like": filled(0),
-    "full": filled(None), "new_full": filled(None), "full_like": filled(None),
-    "scalar_tensor": filled(None),
-    "to": cast, "_to_copy": cast, "slice": sliced,
-    **dict.fromkeys(("logical_not", "bitwise_not"), negated),
-    **dict.fromkeys(("__and__", "bitwise_and", "logical_and"), joined(False)),
-    **dict.fromkeys(("__or__", "bitwise_or", "logical_or"), joined(True)),
-    **dict.fromkeys(("unsqueeze", "squeeze", "view", "reshape", "_unsafe_view"), viewed),
-    **dict.fromkeys(("permute", "transpose", "t"), permuted),
-    **dict.fromkeys(("alias", "contiguous", "clone", "detach", "lift_fresh_copy"), unchanged),
-    "expand": lambda node: formula_of(node.args[0], value_of(node).shape),
+def broadcast(node: Node, given: Given) -> Formula:
+    return formula_of(given["self"], value_of(node).shape)
+
+
+MEMORY = "dtype", "layout", "device", "pin_memory", "memory_format"
+"""What says where a tensor lies and in which dtype, as the fake tensor that is noted there does too."""
+COPY = "self", *MEMORY, "non_blocking", "copy"
+BOTH = "self", "other"
+
+RULES: dict[str, tuple[Rule, tuple[str, ...]]] = {
+    "arange": (arange, ("start", "end", "step", *MEMORY)),
+    "add": (summed(1, 1), BOTH), "sub": (summed(1, -1), BOTH), "rsub": (summed(-1, 1), BOTH), "mul": (multiplied, BOTH),
+    "diff": (differences, ("self", "dim", "prepend")), "cumsum": (running_sum, ("self", "dim", "dtype")),
+    "index": (indexed, ("self", "indices")),
+    "le": (compared(operator.le, lambda d: (d.times(-1),)), BOTH), "ge": (compared(operator.ge, lambda d: (d,)), BOTH),
+    "lt": (compared(operator.lt, lambda d: (less(d.times(-1)),)), BOTH),
+    "gt": (compared(operator.gt, lambda d: (less(d),)), BOTH),
+    "eq": (compared(operator.eq, lambda d: (d, d.times(-1))), BOTH),
+    "ne": (compared(operator.ne, lambda d: (d, d.times(-1)), inside=False), BOTH),
+    "where": (chosen, ("condition", *BOTH)), "masked_fill": (chosen, ("self", "mask", "value")),
+    "tril": (triangle(1), ("self", "diagonal")), "triu": (triangle(-1), ("self", "diagonal")),
+    "ones": (filled(1), ("size", *MEMORY)), "new_ones": (filled(1), ("self", "size", *MEMORY)),
+    "zeros": (filled(0), ("size", *MEMORY)), "new_zeros": (filled(0), ("self", "size", *MEMORY)),
+    "ones_like": (filled(1), ("self", *MEMORY)), "zeros_like": (filled(0), ("self", *MEMORY)),
+    "full": (filled(None), ("size", "fill_value", *MEMORY)), "scalar_tensor": (filled(None), ("s", *MEMORY)),
+    "full_like": (filled(None), ("self", "fill_value", *MEMORY)),
+    "new_full": (filled(None), ("self", "size", "fill_value", *MEMORY)),
+    "to": (cast, COPY), "_to_copy": (cast, COPY), "slice": (sliced, ("self", "dim", "start", "end")),
+    **dict.fromkeys(("logical_not", "bitwise_not"), (negated, ("self",))),
+    **dict.fromkeys(("__and__", "bitwise_and", "logical_and"), (joined(False), BOTH)),
+    **dict.fromkeys(("__or__", "bitwise_or", "logical_or"), (joined(True), BOTH)),
+    **dict.fromkeys(("unsqueeze", "squeeze"), (viewed, ("self", "dim"))),
+    **dict.fromkeys(("view", "reshape", "_unsafe_view"), (viewed, ("self", "size", "shape"))),
+    "permute": (permuted, ("self", "dims")), "t": (permuted, ("self",)),
+    "transpose": (permuted, ("self", "dim0", "dim1")),
+    **dict.fromkeys(("alias", "contiguous", "clone", "detach", "lift_fresh_copy"), (unchanged, ("self", *MEMORY))),
+    "expand": (broadcast, ("self", "size", "implicit")),
 }  # fmt: skip
-"""By an operator's name in ATen: what it gives."""
+"""By an operator's name in ATen: what it gives, and the names of the arguments that this is read from."""

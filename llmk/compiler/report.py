@@ -1,7 +1,9 @@
 """What the backend replaced in the graphs it compiled, what it left and why."""
 
+import functools
 import re
 import textwrap
+import warnings
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -13,11 +15,19 @@ WIDTH = 80
 
 @dataclass(frozen=True)
 class Note:
-    """One place of a graph: the operator, the module it is in, and why it was left, if it was."""
+    """One place of a graph.
+
+    Attributes:
+        operator: What is there now, or what it looks like.
+        module: The module it is in.
+        reason: Why it was left, if it was.
+        untried: Why it could not be tried whether the operator computes the same, if it could not.
+    """
 
     operator: str
     module: str
     reason: str = ""
+    untried: str = ""
 
 
 @dataclass
@@ -67,11 +77,21 @@ class Report:
             width = max(len(name) for (name, _, _), _ in replaced)
             lines += [f"  {'operator':{width}}  count  module"]
             lines += [_cut(f"  {name:{width}}  {count:5}  {module}") for (name, module, _), count in replaced]
+        untried = Counter({note: count for note, count in self.notes.items() if note.untried})
+        if untried:
+            lines.append("replaced without a trial:")
+            for note, count in untried.items():
+                lines += [_cut(f"  {note.operator}  {count} in {_any_layer(note.module)}"), *_wrapped(note.untried)]
         if left:
             lines += ["left as they were:"]
             for (name, module, reason), count in left:
                 lines += [_cut(f"  {name}  {count} in {module}"), *_wrapped(reason)]
         return "\n".join(lines)
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def module_of(node: Node) -> str:

@@ -14,10 +14,10 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
-from llmk.compiler.merge import merge_equal
+from llmk.compiler.effects import storages, written, written_by
 from llmk.compiler.positions import carry_formula, note_formulas
 from llmk.compiler.stretches import SIMPLE, Stretch
-from llmk.compiler.writes import drop_unread, written
+from llmk.registry.patterns import name_of, value_of
 from llmk.registry.private.compilers import CHECKPOINT, MODE_CALLS
 
 KEPT = ("nn_module_stack", "stack_trace", "source_fn_stack", "original_aten", "custom")
@@ -66,7 +66,7 @@ class Modes:
 
 
 def example_of(gm: GraphModule, node: Node) -> Any:
-    if node.op == "get_attr":
+    if node.op == "get_attr" and "example_value" not in node.meta:
         value = gm
         for part in str(node.target).split("."):
             value = getattr(value, part)
@@ -109,8 +109,6 @@ def traced(gm: GraphModule, stretch: Stretch) -> GraphModule:
         fake.allow_non_fake_inputs = before
     _require_same(stretch, result)
     _require_whole(result)
-    drop_unread(result.graph)
-    merge_equal(result.graph, written(result.graph))
     _note_gradients(result, examples)
     _note_formulas(stretch, result, examples)
     return result
@@ -147,11 +145,14 @@ def _require_whole(result: GraphModule) -> None:
 def _note_gradients(result: GraphModule, examples: list[Any]) -> None:
     placeholders = result.graph.find_nodes(op="placeholder")
     wanted = {n for n, x in zip(placeholders, examples, strict=True) if isinstance(x, Tensor) and x.requires_grad}
+    memory: set[int] = set()  # into which something that wants a gradient was written
     for node in result.graph.nodes:
-        passes = "detach" not in str(node.target) and not _is_integer(node.meta.get("val"))
-        if torch.is_grad_enabled() and passes and any(n in wanted for n in node.all_input_nodes):
+        passes = name_of(node) not in ("detach", "detach_") and not _is_integer(node.meta.get("val"))
+        reads = any(n in wanted or not memory.isdisjoint(storages(n)) for n in node.all_input_nodes)
+        if torch.is_grad_enabled() and passes and reads:
             wanted.add(node)
-        node.meta["needs_grad"] = node in wanted
+            memory |= written_by(node)
+        node.meta["needs_grad"] = node in wanted or (passes and not memory.isdisjoint(storages(node)))
 
 
 def _note_formulas(stretch: Stretch, result: GraphModule, examples: list[Any]) -> None:
@@ -167,6 +168,14 @@ def _note_formulas(stretch: Stretch, result: GraphModule, examples: list[Any]) -
 
 def _is_integer(value: Any) -> bool:
     return isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex()
+
+
+def pairs_of(stretch: Stretch, result: GraphModule) -> list[tuple[Any, Any]]:
+    """For all that the stretch takes and gives: what Dynamo saw there, and what the trace saw."""
+    placeholders = result.graph.find_nodes(op="placeholder")
+    traced_nodes = [*placeholders, *result.graph.output_node().args[0]]  # type: ignore[misc]
+    nodes = [*stretch.inputs, *stretch.outputs]
+    return [(node.meta.get("example_value"), value_of(again)) for node, again in zip(nodes, traced_nodes, strict=True)]
 
 
 def returned_alone(stretch: Stretch, result: GraphModule) -> set[Node]:

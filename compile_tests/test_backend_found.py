@@ -1,0 +1,70 @@
+"""Programs that the fuzzer found the backend wrong on, by hand and small."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from backend_compare import require_unchanged
+from fault_programs import Program, randn
+from torch import Tensor
+
+
+def a_unit_of_one_activation(x: Tensor) -> Tensor:
+    """What is multiplied with the activation is the activation itself."""
+    y = F.silu(x)
+    return y * y
+
+
+def a_unit_of_one_gelu(x: Tensor) -> Tensor:
+    y = F.gelu(x, approximate="tanh")
+    return y * y
+
+
+def a_unit_times_what_its_gelu_computes(x: Tensor) -> Tensor:
+    cube = x * x * x * 0.044715
+    return 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + cube))) * cube
+
+
+def a_divergence_from_its_own_probabilities(x: Tensor) -> Tensor:
+    p = x.softmax(-1)
+    return (p * (x.log_softmax(-1) - p)).mean()
+
+
+def a_divergence_from_its_own_exponential(x: Tensor) -> Tensor:
+    logarithms = x.log_softmax(-1)
+    p = logarithms.exp()
+    return (p * (logarithms - p)).mean()
+
+
+def a_divergence_from_its_own_logarithms(x: Tensor) -> Tensor:
+    logarithms = x.log_softmax(-1)
+    return (x.softmax(-1) * (logarithms - logarithms)).mean()
+
+
+def two_rotations_in_two_spellings(x: Tensor, angles: Tensor, y: Tensor, phases: Tensor) -> tuple[Tensor, Tensor]:
+    """By angles of their own: they are no queries and keys."""
+    first = torch.view_as_real(torch.view_as_complex(x.reshape(2, 2, 4, -1, 2)) * angles).flatten(-2)
+    neighbours = torch.stack([-y[..., 1::2], y[..., ::2]], -1).flatten(-2)
+    return first, y * phases.cos() + neighbours * phases.sin()
+
+
+def rotated_heads() -> list[Tensor]:
+    angles = torch.polar(torch.ones(4, 4), randn(4, 4).detach())
+    return [randn(2, 2, 4, 8), angles, randn(2, 2, 4, 8), randn(4, 8).detach()]
+
+
+FOUND: list[tuple[Callable[..., object], Callable[[], list[Tensor]]]] = [
+    (a_unit_of_one_activation, lambda: [randn(6, 8)]),
+    (a_unit_of_one_gelu, lambda: [randn(6, 8)]),
+    (a_unit_times_what_its_gelu_computes, lambda: [randn(6, 8)]),
+    (a_divergence_from_its_own_probabilities, lambda: [randn(6, 13)]),
+    (a_divergence_from_its_own_exponential, lambda: [randn(6, 13)]),
+    (a_divergence_from_its_own_logarithms, lambda: [randn(6, 13)]),
+    (two_rotations_in_two_spellings, rotated_heads),
+]
+
+
+@pytest.mark.parametrize("program", [(fn, args()) for fn, args in FOUND], ids=[fn.__name__ for fn, _ in FOUND])
+def test_nothing_changes(program: Program) -> None:
+    require_unchanged(*program)

@@ -1,0 +1,103 @@
+"""Which small sizes stand for a graph's, so that what one size says of another stays so.
+
+Large sizes are made small one by one, from the smallest on. A size that is a product, a double or a sum of others stays
+that. Numbers among the arguments are sizes too, where they are as large.
+"""
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_aggregate
+
+from llmk.compiler.sizes import NotSmall, Sizes
+from llmk.registry.patterns import value_of
+from llmk.registry.private.compilers import symbols_of
+
+KEPT = 16
+"""Sizes up to this one stay."""
+MOST = 2**18
+"""Elements of all tensors together: 1 MiB of float32."""
+FRESH = (8, 12, 20, 28, 44, 52, 68, 76)
+"""Twice or four times an odd number each, and none a product of two others."""
+
+
+def candidates(plain: Sequence[Node], made: Sequence[Node], inputs: Sequence[Node]) -> Iterator[Sizes]:
+    """Sizes with which all tensors together are small: those of the graph themselves, if they are."""
+    nodes = [*inputs, *plain, *made]
+    tensors = [x for node in nodes for x in _tensors(value_of(node))]
+    names = sorted({name for x in _numbers(nodes) if isinstance(x, torch.SymInt) for name in symbols_of(x)})
+    symbols = defaultdict(lambda: 4, {name: 4 * FRESH[i % len(FRESH)] for i, name in enumerate(names)})
+    few = defaultdict(lambda: 2, {name: i + 3 for i, name in enumerate(names)})
+    large = sorted({x for t in tensors for x in t.shape if isinstance(x, int) and x > KEPT})
+    small = sorted({x for t in tensors for x in t.shape if isinstance(x, int) and 1 < x <= KEPT})
+    literals = sorted({x for x in _numbers(nodes) if isinstance(x, int) and x > KEPT})
+    tables: list[dict[int, int]] = [{}]
+    if large:
+        tables += [_table(large, literals, []), _table(large, literals, small)]
+    for numbers, chosen in itertools.product(tables, (few, symbols) if names else (few,)):
+        sizes = Sizes(numbers, chosen)
+        try:
+            if sum(math.prod(sizes.shape(x)) for x in tensors) <= MOST:
+                yield sizes
+        except NotSmall:
+            continue
+
+
+def _table(large: Sequence[int], literals: Sequence[int], small: Sequence[int]) -> dict[int, int]:
+    """A small number for each large one. Sizes that are products of `small` ones stay products."""
+    known = {x: x for x in small}
+    fresh = iter(FRESH)
+    for size in large:
+        derived = _derived(size, known)
+        known[size] = derived if derived is not None else next(fresh, size)
+    for number in literals:
+        if number not in known:
+            derived = _derived(number, known)
+            if derived is not None:
+                known[number] = derived
+    return {x: y for x, y in known.items() if x > KEPT}
+
+
+def _derived(size: int, known: dict[int, int]) -> int | None:
+    """What follows for a size from those that are known."""
+    for factor in (2, 3, 4):
+        if size % factor == 0 and size // factor in known:
+            return factor * known[size // factor]
+    for x, y in known.items():
+        if size % x == 0 and size // x in known:
+            return y * known[size // x]
+        if size == x - 1 or 2 * size == x:
+            return y - 1 if size == x - 1 else y // 2
+    for x, y in known.items():
+        if size - x in known:
+            return y + known[size - x]
+    return None
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [x for x in (value if isinstance(value, tuple | list) else [value]) if isinstance(x, Tensor)]
+
+
+def _numbers(nodes: Sequence[Node]) -> list[Any]:
+    """Sizes and whole numbers that the nodes are given and give."""
+    found: list[Any] = []
+
+    def look(x: Any) -> Any:
+        value = value_of(x)
+        if isinstance(value, Tensor):
+            found.extend(value.shape)
+        elif isinstance(value, int | torch.SymInt) and not isinstance(value, bool):
+            found.append(value)
+        return x
+
+    for node in nodes:
+        for value in (*_tensors(value_of(node)), value_of(node)):
+            look(value)
+        map_aggregate((node.args, node.kwargs), look)
+    return found

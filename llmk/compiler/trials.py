@@ -1,0 +1,175 @@
+"""What is asked of a replacement before it is used, and the answers that are known already.
+
+An answer depends on the two computations, their dtypes and small sizes alone. It is found once a process, and kept in a
+file beside Inductor's cache for others, under a key that changes with llmk's and PyTorch's own code.
+"""
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from llmk.compiler.trial import Question, Untried, difference
+from llmk.opcheck import accuracy, truth
+from llmk.registry.patterns import Found, Plain, cast_of, item_of, name_of, value_of
+from llmk.registry.private.compilers import cache_folder
+
+VIEWS = frozenset({
+    "view", "reshape", "_unsafe_view", "slice", "select", "unsqueeze", "squeeze", "transpose", "permute", "t", "expand",
+    "chunk", "split", "split_with_sizes", "unbind", "flatten", "unflatten", "narrow",
+})  # fmt: skip
+_known: dict[str, tuple[str, str]] = {}
+"""By the key of a question: how the two differ, and why that could not be told; both empty where they are the same."""
+
+
+def is_view(node: Node) -> bool:
+    return name_of(node) in VIEWS or item_of(node) is not None
+
+
+def answer(
+    plain: Plain, found: Found, made: Sequence[Node], results: Sequence[Node], news: Sequence[Node]
+) -> str | None:
+    """How what was made differs from what was found, None where it computes the same.
+
+    Raises:
+        Untried: That cannot be told.
+    """
+    question = _question(plain, found, made, results, news)
+    key = _key(question)
+    if key not in _known:
+        _known[key] = _from_file(key) or _tried(question, key)
+    differs, untried = _known[key]
+    if untried:
+        raise Untried(untried)
+    return differs or None
+
+
+def _tried(question: Question, key: str) -> tuple[str, str]:
+    try:
+        result = difference(question) or "", ""
+    except Untried as why:
+        result = "", str(why)
+    if (path := _file(key)) is not None:
+        _write(path, json.dumps(result))
+    return result
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all, as other processes read it; a disk that takes no files only costs another trial."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_text(text)
+        os.replace(partial, path)
+
+
+def _from_file(key: str) -> tuple[str, str] | None:
+    path = _file(key)
+    if path is None:
+        return None
+    try:
+        differs, untried = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return differs, untried
+
+
+def _file(key: str) -> Path | None:
+    folder = cache_folder()
+    return None if folder is None else Path(folder) / "llmk-trials" / f"{key}.json"
+
+
+def _question(
+    plain: Plain, found: Found, made: Sequence[Node], results: Sequence[Node], news: Sequence[Node]
+) -> Question:
+    order = {node: i for i, node in enumerate(made[0].graph.nodes)} if made else {}
+    matched = sorted(_with_what_lies_between(set(found.nodes), made), key=order.__getitem__)
+    inputs = [*_inputs_of(matched), *(x for x in _inputs_of(made) if x not in set(matched))]
+    inputs = [node for node in dict.fromkeys(inputs) if node not in set(made)]
+    indices = {}
+    for name, (of, axis) in plain.indices.items():
+        if isinstance(node := found.values.get(name), Node):
+            indices[node] = found.values[of], axis
+    device = next((value_of(x).device.type for x in inputs if isinstance(value_of(x), Tensor)), "cpu")
+    return Question(
+        plain=tuple(matched),
+        made=tuple(made),
+        results=(tuple(results), tuple(news)),
+        inputs=tuple(inputs),
+        indices=indices,
+        ignored=found.values.get("ignore_index"),
+        autocast=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
+        default_dtype=torch.get_default_dtype(),
+        same=found.same,
+    )
+
+
+def _inputs_of(nodes: Collection[Node]) -> list[Node]:
+    inside = set(nodes)
+    return [x for node in nodes for x in node.all_input_nodes if x not in inside]
+
+
+def _with_what_lies_between(matched: set[Node], made: Sequence[Node]) -> set[Node]:
+    """With views and casts that lead from what only the operator takes to what was matched, such as packed halves."""
+    taken = set(_inputs_of(made)) - matched
+    for node in list(_inputs_of(matched)):
+        way: list[Node] = []
+        while node not in taken and (is_view(node) or cast_of(node) is not None) and node.all_input_nodes:
+            way.append(node)
+            node = node.all_input_nodes[0]
+        if node in taken:
+            matched = matched.union(way)
+    return matched
+
+
+def _key(question: Question) -> str:
+    """Of all that the answer depends on."""
+    numbers: dict[Node, int] = {}
+    lines: list[str] = []
+
+    def show(x: Any) -> str:
+        if isinstance(x, Node):
+            return f"%{numbers[x]}"
+        if isinstance(x, list | tuple):
+            return f"[{', '.join(map(show, x))}]"
+        return f"{type(x).__name__} {x}"
+
+    for node in (*question.inputs, *question.plain, *question.made):
+        numbers[node] = len(numbers)
+        value = value_of(node)
+        values = [_described(x) for x in (value if isinstance(value, tuple | list) else [value])]
+        call = "" if node in question.inputs else f"{node.target} {show(node.args)} {show(sorted(node.kwargs.items()))}"
+        lines.append(f"{call} {values} {node.meta.get('needs_grad')} {_mask_of(node)}")
+    lines.append(show([*question.results[0], *question.results[1], question.ignored, str(question.autocast)]))
+    lines += [f"{numbers.get(a)} among {numbers.get(b)} {axis}" for a, (b, axis) in question.indices.items()]
+    lines.append(str([numbers.get(question.same(node), node.name) for node in question.inputs]))
+    lines += [str(question.default_dtype), torch.__version__, torch.compiler.config.cache_key_tag, _own_code()]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+@functools.cache
+def _own_code() -> str:
+    """A hash of what tries and what judges; that of operators and patterns is in the key of PyTorch's own caches."""
+    digest = hashlib.sha256()
+    for path in [*sorted(Path(__file__).parent.glob("*.py")), Path(accuracy.__file__), Path(truth.__file__)]:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device.type}"
+    return f"{type(value).__name__} {value}"
+
+
+def _mask_of(node: Node) -> str:
+    """How a mask was made, if its formula is known: then the trial computes it."""
+    return str(node.meta["formula"]) if "made" in node.meta else ""
