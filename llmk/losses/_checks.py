@@ -13,7 +13,7 @@ INTEGERS = (torch.int64, torch.int32)
 
 
 def check_tensor(name: str, value: Any, dtypes: Sequence[torch.dtype], expected: str) -> None:
-    """`value` must be a tensor of one of `dtypes`, which `expected` says in words."""
+    """Check that `value` is a tensor of one of `dtypes`, which `expected` describes."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a tensor of {expected}, got {type(value).__name__}")
     if value.dtype not in dtypes:
@@ -26,7 +26,7 @@ def check_is_tensor(name: str, value: Any) -> None:
 
 
 def check_batch(input: Any, linear_weight: Any, target: Any) -> None:
-    """`input [B, S, H]`, `linear_weight [V, H]`, `target [B, S]`; the operators check the rest."""
+    """Check `input [B, S, H]`, `linear_weight [V, H]` and `target [B, S]`; the operators check the rest."""
     for name, value in (("input", input), ("linear_weight", linear_weight), ("target", target)):
         check_is_tensor(name, value)
     if input.dim() != 3:
@@ -35,17 +35,20 @@ def check_batch(input: Any, linear_weight: Any, target: Any) -> None:
         raise ValueError(f"target: expected shape {tuple(input.shape[:2])} (of input), got {tuple(target.shape)}")
 
 
-def check_of_tokens(name: str, value: Any, target: Tensor, dtypes: Sequence[torch.dtype] = NUMBERS) -> None:
-    """One number for each token, in the shape of `target`."""
+def check_per_token(name: str, value: Any, target: Tensor, dtypes: Sequence[torch.dtype] = NUMBERS) -> None:
+    """Check a tensor with one value for each token, in the shape of `target`."""
     check_tensor(name, value, dtypes, "numbers" if dtypes is NUMBERS else "integers")
     if value.shape != target.shape:
         raise ValueError(f"{name}: expected shape {tuple(target.shape)} (that of target), got {tuple(value.shape)}")
     check_same(name, value, "target", target)
 
 
-def check_of_sequences(name: str, value: Any, count: int | None, target: Tensor, expected: str = "numbers") -> None:
-    """One number (or truth value) for each sequence; how many those are is not known where `count` is None."""
-    check_tensor(name, value, (torch.bool,) if expected == "truth values" else NUMBERS, expected)
+def check_per_sequence(
+    name: str, value: Any, count: int | None, target: Tensor, dtypes: Sequence[torch.dtype] = NUMBERS,
+    expected: str = "numbers",
+) -> None:  # fmt: skip
+    """Check a tensor with one value for each sequence; a `count` of None is not known."""
+    check_tensor(name, value, dtypes, expected)
     if value.dim() != 1 or (count is not None and value.shape[0] != count):
         shape = "[sequences]" if count is None else f"({count},)"
         raise ValueError(f"{name}: expected shape {shape} (one for each sequence), got {tuple(value.shape)}")

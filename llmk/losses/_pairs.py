@@ -1,6 +1,6 @@
-"""The losses of pairs that `dpo` has, in a table by their names in TRL, from what a batch says of its pairs.
+"""The loss types of `dpo` by their names in TRL.
 
-Most are functions of each pair by itself, which `llmk.ops.linear_loss.pair_losses` has; those here are of the batch.
+`llmk.ops.linear_loss.objectives.preference` has those that are functions of one pair; those here depend on the batch.
 
 Reference implementation: `trl.trainer.dpo_trainer`, https://github.com/huggingface/trl.
 """
@@ -11,33 +11,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmk.ops.linear_loss.pair_losses import LOSSES as GROUP_LOSSES
-from llmk.ops.linear_loss.pair_losses import LossOptions
+from llmk.ops.linear_loss.objectives.preference import LOSSES as GROUP_LOSSES
+from llmk.ops.linear_loss.objectives.preference import LossOptions
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Of each pair `[P]` in float32: what the losses are functions of."""
+    """Inputs of the losses for each pair, `[P]` in float32."""
 
-    chosen_logratios: Tensor  # log of policy / reference, over the completion
+    chosen_logratios: Tensor  # log of policy / reference over the completion
     rejected_logratios: Tensor
-    chosen_scores: Tensor
-    rejected_scores: Tensor
+    chosen_rewards: Tensor
+    rejected_rewards: Tensor
     chosen_lengths: Tensor
     rejected_lengths: Tensor
-    policy_margin: Tensor  # the policy's log-probability of chosen less that of rejected
+    policy_margin: Tensor  # the policy's log-probability of chosen minus that of rejected
     ref_margin: Tensor
-    nll: Tensor  # [], the negative log-likelihood of all chosen tokens, their mean
+    nll: Tensor  # [], the mean negative log-likelihood of all chosen tokens
     exists: Tensor | None  # None if all do
 
     @property
-    def scores(self) -> tuple[Tensor, Tensor]:
-        return self.chosen_scores, self.rejected_scores
+    def rewards(self) -> tuple[Tensor, Tensor]:
+        return self.chosen_rewards, self.rejected_rewards
 
     @property
-    def average_scores(self) -> tuple[Tensor, Tensor]:
-        chosen = self.chosen_scores / self.chosen_lengths.clamp(min=1.0)
-        return chosen, self.rejected_scores / self.rejected_lengths.clamp(min=1.0)
+    def mean_rewards(self) -> tuple[Tensor, Tensor]:
+        chosen = self.chosen_rewards / self.chosen_lengths.clamp(min=1.0)
+        return chosen, self.rejected_rewards / self.rejected_lengths.clamp(min=1.0)
 
 
 def aot(pairs: Pairs, options: LossOptions) -> Tensor:
@@ -51,7 +51,7 @@ def aot_unpaired(pairs: Pairs, options: LossOptions) -> Tensor:
 
 
 def _sorted(values: Tensor, pairs: Pairs) -> Tensor:
-    if pairs.exists is not None:  # those that do not exist stay last
+    if pairs.exists is not None:  # pairs that do not exist stay last
         values = values.masked_fill(~pairs.exists, torch.finfo(values.dtype).max)
     return values.sort().values
 
@@ -63,20 +63,20 @@ def _smoothed(margin: Tensor, options: LossOptions) -> Tensor:
 
 def sft(pairs: Pairs, options: LossOptions) -> Tensor:
     """The mean negative log-likelihood of the chosen tokens: the supervised term of a mixture."""
-    return pairs.nll.expand(pairs.chosen_scores.shape)
+    return pairs.nll.expand(pairs.chosen_rewards.shape)
 
 
-OF_BATCHES = {"aot": aot, "aot_unpaired": aot_unpaired, "sft": sft}
-OF_PAIRS = (
+BATCH_LOSSES = {"aot": aot, "aot_unpaired": aot_unpaired, "sft": sft}
+PAIR_LOSSES = (
     "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
     "discopop", "sigmoid_norm",
 )  # fmt: skip
-TYPES = (*OF_PAIRS, *OF_BATCHES)
+TYPES = (*PAIR_LOSSES, *BATCH_LOSSES)
 
 
-def loss_of_pairs(name: str, pairs: Pairs, options: LossOptions) -> Tensor:
-    """A number of each pair, `[P]`, of which the loss is the mean."""
-    if name in OF_BATCHES:
-        return OF_BATCHES[name](pairs, options)
+def pair_losses(name: str, pairs: Pairs, options: LossOptions) -> Tensor:
+    """Return the loss of each pair, `[P]`."""
+    if name in BATCH_LOSSES:
+        return BATCH_LOSSES[name](pairs, options)
     loss = GROUP_LOSSES[name]
-    return loss.value(options, *(pairs.average_scores if loss.averages else pairs.scores))
+    return loss.value(options, *(pairs.mean_rewards if loss.length_normalized else pairs.rewards))

@@ -1,4 +1,4 @@
-"""What a policy's tokens are chosen by, and what is told of the sampler that is not quite the policy."""
+"""Selection of tokens by entropy, and metrics of a sampler that differs from the policy."""
 
 import math
 
@@ -9,41 +9,48 @@ from torch import Tensor
 from llmk.losses._sequences import Sequences
 
 
-def of_high_entropy(entropy: Tensor, counts: Tensor, share: float) -> Tensor:
-    """Which tokens `[B, S]` have an entropy of at least the quantile `1 - share` of those that count.
+def high_entropy_mask(entropy: Tensor, mask: Tensor, fraction: float) -> Tensor:
+    """Return the mask of tokens `[B, S]` with an entropy of at least the quantile `1 - fraction` of those that count.
 
     The quantile is interpolated linearly between two entropies, as in `torch.quantile`.
     """
-    # One more than there are tokens, so that there is a place to look at where there are none.
-    ordered = F.pad(torch.where(counts, entropy, float("inf")).flatten(), (0, 1), value=float("inf")).sort().values
-    rank = (1.0 - share) * (counts.sum().double() - 1).clamp(min=0.0)
+    # One element more than tokens, so that an index is valid where there are none.
+    ordered = F.pad(torch.where(mask, entropy, float("inf")).flatten(), (0, 1), value=float("inf")).sort().values
+    rank = (1.0 - fraction) * (mask.sum().double() - 1).clamp(min=0.0)
     below = rank.floor()
     low, high = (ordered.index_select(0, at.long().view(1)) for at in (below, rank.ceil()))
-    return counts & (entropy >= torch.lerp(low, high, (rank - below).to(low.dtype)))
+    return mask & (entropy >= torch.lerp(low, high, (rank - below).to(low.dtype)))
 
 
-def ratio_metrics(ratio: Tensor, counts: Tensor | None) -> dict[str, Tensor]:
-    """Of the weights that correct for the sampler: of tokens that count, or of sequences where that is None."""
-    counts = torch.ones_like(ratio, dtype=torch.bool) if counts is None else counts
-    least = torch.where(counts, ratio, math.inf).amin()
+def ratio_metrics(ratio: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
+    """Return metrics of importance sampling ratios over the mask; None is all True."""
+    mask = torch.ones_like(ratio, dtype=torch.bool) if mask is None else mask
     name = "sampling/importance_sampling_ratio"
     return {
-        f"{name}/min": torch.where(counts.any(), least, 0.0),
-        f"{name}/mean": torch.where(counts, ratio, 0.0).sum() / counts.sum().clamp(min=1),
-        f"{name}/max": _largest(ratio, counts),
+        f"{name}/min": masked_min(ratio, mask),
+        f"{name}/mean": torch.where(mask, ratio, 0.0).sum() / mask.sum().clamp(min=1),
+        f"{name}/max": masked_max(ratio, mask),
     }
 
 
 def difference_metrics(old: Tensor, sampled: Tensor, sequences: Sequences) -> dict[str, Tensor]:
-    """How far the old policy's log-probabilities `[B, S]` are from the sampler's, where it could score a token."""
+    """Return metrics of the difference of old and sampler log-probabilities `[B, S]`, where the latter are not NaN."""
     difference = (old - sampled).abs()
-    known = sequences.counts & ~difference.isnan()
+    known = sequences.mask & ~difference.isnan()
     name = "sampling/sampling_logp_difference"
     return {
         f"{name}/mean": torch.where(known, difference, 0.0).sum() / known.sum().clamp(min=1),
-        f"{name}/max": _largest(difference, known),
+        f"{name}/max": masked_max(difference, known),
     }
 
 
-def _largest(values: Tensor, counts: Tensor) -> Tensor:
-    return torch.where(counts.any(), torch.where(counts, values, -math.inf).amax(), 0.0)
+def masked_min(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the minimum over the mask, 0 over none."""
+    return -masked_max(-values, mask)
+
+
+def masked_max(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the maximum over the mask, 0 over none."""
+    # One element more, so that amax is defined where there are none.
+    largest = F.pad(torch.where(mask, values, -math.inf).flatten(), (0, 1), value=-math.inf).amax()
+    return torch.where(mask.any(), largest, 0.0)

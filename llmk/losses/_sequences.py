@@ -1,12 +1,11 @@
 """Which sequence each token belongs to, in a padded batch or a packed one, and sums over sequences.
 
-A padded batch has a sequence a row. A packed one has a single row and a number for each token, of which no order is
-asked. Sums over the sequences of a packed batch are taken over `[sequences, tokens]`, the tokens of others being left
-out: no addition depends on the order in which a device comes to it, and NaN in one sequence stays there. Compiled,
-nothing of that size is held.
+A padded batch has a sequence a row. A packed one has a single row and an index for each token, in any order.
+Sums over the sequences of a packed batch reduce `[sequences, tokens]` with the tokens of other sequences masked: they
+are deterministic, and NaN in one sequence stays there. Compiled, nothing of that size is materialized.
 
-How many sequences a packed batch holds is data, which only the device knows. Where no argument of the caller says it,
-there are as many places as tokens, and `exists` says which of them count.
+Only the device knows how many sequences a packed batch holds. Where no argument of the caller says it, there are as
+many slots as tokens, and `exists` is a mask of the slots in use.
 """
 
 from dataclasses import dataclass
@@ -16,90 +15,92 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmk.losses._checks import INTEGERS, check_batch, check_of_tokens
+from llmk.losses._checks import INTEGERS, check_batch, check_per_token
 
 
 @dataclass(frozen=True)
 class Sequences:
-    counts: Tensor  # [B, S], whether a token counts
-    ids: Tensor | None  # [1, T], of a packed batch
-    places: int  # for sequences
-    member: Tensor | None  # [places, T], whether a token is of a sequence; of a packed batch
-    lengths: Tensor  # [places], how many tokens of each count, float32
-    found: Tensor | None  # [], how many there are; None where all places are taken
+    mask: Tensor  # [B, S], True where a token counts
+    ids: Tensor | None  # [1, T], for a packed batch
+    slots: int  # the size of a tensor with one value for each sequence
+    member: Tensor | None  # [slots, T], True where a token is in a sequence; for a packed batch
+    lengths: Tensor  # [slots], the number of tokens that count, float32
+    num_present: Tensor | None  # [], the number of sequences; None where all slots are in use
 
     @classmethod
-    def of_rows(cls, counts: Tensor) -> "Sequences":
-        return cls(counts, None, counts.shape[0], None, counts.sum(-1, dtype=torch.float32), None)
+    def from_rows(cls, mask: Tensor) -> "Sequences":
+        return cls(mask, None, mask.shape[0], None, mask.sum(-1, dtype=torch.float32), None)
 
     @classmethod
-    def of_ids(cls, counts: Tensor, ids: Tensor, count: int | None) -> "Sequences":
-        places = counts.shape[1] + counts.shape[1] % 2 if count is None else count
-        member = ids == torch.arange(places, device=ids.device, dtype=ids.dtype).unsqueeze(1)
-        lengths = (member & counts).sum(-1, dtype=torch.float32)
-        found = F.pad(ids, (0, 1), value=-1).amax() + 1 if count is None else None
-        return cls(counts, ids, places, member, lengths, found)
+    def from_ids(cls, mask: Tensor, ids: Tensor, count: int | None) -> "Sequences":
+        slots = mask.shape[1] + mask.shape[1] % 2 if count is None else count
+        member = ids == torch.arange(slots, device=ids.device, dtype=ids.dtype).unsqueeze(1)
+        lengths = (member & mask).sum(-1, dtype=torch.float32)
+        num_present = F.pad(ids, (0, 1), value=-1).amax() + 1 if count is None else None
+        return cls(mask, ids, slots, member, lengths, num_present)
 
     def sum(self, values: Tensor) -> Tensor:
-        """Of each sequence, `[places]`, over its tokens; `values [B, S]` are 0 where a token does not count."""
+        """Sum `values [B, S]`, 0 where a token does not count, over each sequence's tokens: `[slots]`."""
         if self.member is None:
             return values.sum(-1)
         return torch.where(self.member, values, 0.0).sum(-1)
 
-    def averages(self, values: Tensor) -> Tensor:
-        """Of each sequence, `[places]`: the mean over its tokens that count, 0 over none."""
+    def token_means(self, values: Tensor) -> Tensor:
+        """Average over each sequence's tokens that count: `[slots]`, 0 over none."""
         return self.sum(values) / self.lengths.clamp(min=1.0)
 
-    def spread(self, values: Tensor) -> Tensor:
-        """`[places]`, one of each sequence, to its tokens: `[B, S]`."""
+    def expand_to_tokens(self, values: Tensor) -> Tensor:
+        """Expand one value for each sequence, `[slots]`, to its tokens: `[B, S]`."""
         if self.member is None:
-            return values.unsqueeze(-1).expand(self.counts.shape)
+            return values.unsqueeze(-1).expand(self.mask.shape)
         return torch.where(self.member, values.unsqueeze(-1), 0.0).sum(0, keepdim=True)
 
     def positions(self) -> Tensor:
-        """`[B, S]`: how many tokens of the own sequence count up to and with this one."""
+        """Count the tokens of a token's sequence up to and including it: `[B, S]`."""
         if self.member is None:
-            return self.counts.cumsum(-1)
-        return torch.where(self.member, (self.member & self.counts).cumsum(-1), 0).sum(0, keepdim=True)
+            return self.mask.cumsum(-1)
+        return torch.where(self.member, (self.member & self.mask).cumsum(-1), 0).sum(0, keepdim=True)
 
     def mean(self, values: Tensor) -> Tensor:
-        """Over the sequences, of `[places]`."""
-        return mean_of(values, self.exists())
+        """Average `[slots]` over the sequences."""
+        return masked_mean(values, self.exists())
 
-    def number(self) -> Tensor | int:
-        """How many there are."""
+    def num_sequences(self) -> Tensor | int:
+        """Return the number of sequences, at least 1 in a packed batch."""
         exists = self.exists()
-        return self.places if exists is None else exists.sum().clamp(min=1)
+        return self.slots if exists is None else exists.sum().clamp(min=1)
 
     def exists(self, in_pairs: bool = False) -> Tensor | None:
-        """`[places]`, or of pairs half of them: whether there is such a one; None if all are there."""
-        if self.found is None:
+        """Return the mask of the sequences or pairs that exist, `[slots]` or `[slots / 2]`; None if all do."""
+        if self.num_present is None:
             return None
-        places, found = (self.places // 2, (self.found + 1) // 2) if in_pairs else (self.places, self.found)
-        return torch.arange(places, device=self.counts.device) < found
+        slots, num_present = self.slots, self.num_present
+        if in_pairs:
+            slots, num_present = slots // 2, (num_present + 1) // 2
+        return torch.arange(slots, device=self.mask.device, dtype=torch.int64) < num_present
 
     def halves(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """`[places]` of pairs, as chosen and rejected: the halves of a padded batch, even and odd in a packed one."""
+        """Split `[slots]` into chosen and rejected: the halves of a padded batch, even and odd in a packed one."""
         if self.ids is None:
-            return values[: self.places // 2], values[self.places // 2 :]
+            return values[: self.slots // 2], values[self.slots // 2 :]
         return values[0::2], values[1::2]
 
     def checked(self, loss: Tensor) -> Tensor:
-        """The loss; NaN where a token that counts is of a sequence for which there is no place."""
+        """Return the loss, NaN if a token that counts has a sequence index out of range."""
         if self.ids is None:
             return loss
-        stray = self.counts & ((self.ids < 0) | (self.ids >= self.places))
-        return torch.where(stray.any(), float("nan"), loss)
+        out_of_range = self.mask & ((self.ids < 0) | (self.ids >= self.slots))
+        return torch.where(out_of_range.any(), float("nan"), loss)
 
 
-def mean_of(values: Tensor, counts: Tensor | None) -> Tensor:
-    """Over those that count, 0 over none; None for all of them."""
-    if counts is None:
-        return values.mean()
-    return torch.where(counts, values, 0.0).sum() / counts.sum().clamp(min=1)
+def masked_mean(values: Tensor, mask: Tensor | None) -> Tensor:
+    """Average over the mask, 0 over none; a mask of None is all True."""
+    if mask is None:
+        return values.sum() / max(values.shape[0], 1)
+    return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
 
 
-def sequences_of(
+def make_sequences(
     input: Any,
     linear_weight: Any,
     target: Any,
@@ -108,25 +109,25 @@ def sequences_of(
     count: int | None = None,
     in_pairs: bool = False,
 ) -> Sequences:
-    """Of a batch whose arguments fit each other. `count` is how many an argument says that a packed batch holds."""
+    """Check a batch and return its sequences; `count` is the number in a packed batch if an argument gives it."""
     check_batch(input, linear_weight, target)
     B = target.shape[0]
-    counts = target.long() != ignore_index  # int32 would wrap an index that it does not hold
+    mask = target.long() != ignore_index  # int32 would wrap an index that it does not hold
     if sequence_ids is None:
         if in_pairs and B % 2:
             raise ValueError(f"input: expected an even number of sequences, chosen and then rejected, got {B}")
-        return Sequences.of_rows(counts)
-    check_of_tokens("sequence_ids", sequence_ids, target, INTEGERS)
+        return Sequences.from_rows(mask)
+    check_per_token("sequence_ids", sequence_ids, target, INTEGERS)
     if B != 1:
         raise ValueError(f"sequence_ids: expected input of shape [1, T, H] with it, got {tuple(input.shape)}")
     if count is not None and in_pairs and count % 2:
         raise ValueError(f"num_sequences: expected an even number, chosen and rejected by turns, got {count}")
-    return Sequences.of_ids(counts, sequence_ids, count)
+    return Sequences.from_ids(mask, sequence_ids, count)
 
 
-def number_of_sequences(num_sequences: int | None, name: str, of_sequences: Any) -> int | None:
-    """What `num_sequences` says, or else the length of an argument that has one number for each sequence."""
-    given = of_sequences.shape[0] if isinstance(of_sequences, Tensor) and of_sequences.dim() == 1 else None
+def resolve_num_sequences(num_sequences: int | None, name: str, sequence_values: Any) -> int | None:
+    """Return `num_sequences`, or else the length of an argument with one value for each sequence."""
+    given = sequence_values.shape[0] if isinstance(sequence_values, Tensor) and sequence_values.dim() == 1 else None
     if num_sequences is not None and num_sequences < 0:
         raise ValueError(f"num_sequences: expected None or a number of at least 0, got {num_sequences}")
     if num_sequences is not None and given is not None and given != num_sequences:

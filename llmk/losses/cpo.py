@@ -7,8 +7,8 @@ from torch import Tensor
 from llmk.losses._checks import check_between, check_positive
 from llmk.losses._head import Head
 from llmk.losses._pair_metrics import chosen_nll, chosen_nll_weight, reward_metrics
-from llmk.losses._sequences import Sequences, mean_of, sequences_of
-from llmk.ops.linear_loss.pair_losses import LOSSES, LossOptions, log_odds
+from llmk.losses._sequences import Sequences, make_sequences, masked_mean
+from llmk.ops.linear_loss.objectives.preference import LOSSES, LossOptions, log_odds
 from llmk.registry import check_finite, check_option
 
 
@@ -16,8 +16,8 @@ def cpo(
     input: Tensor, linear_weight: Tensor, target: Tensor, *,
     beta: float = 0.1, cpo_alpha: float = 1.0, label_smoothing: float = 0.0, loss_type: str = "sigmoid",
     simpo_gamma: float = 0.5, alpha: float = 0.0, linear_bias: Tensor | None = None, temperature: float = 1.0,
-    softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
-    sequence_ids: Tensor | None = None, num_sequences: int | None = None,
+    logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False,
+    chunk_size: int = 0, sequence_ids: Tensor | None = None, num_sequences: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Contrastive preference optimization: DPO without a reference, and the likelihood of the chosen completions.
 
@@ -28,14 +28,14 @@ def cpo(
     Args:
         input, linear_weight, target: As in `dpo`.
         beta: The scale of the margin; positive.
-        cpo_alpha: The weight of the likelihood.
-        label_smoothing: The share of pairs that are taken to be flipped, of "sigmoid" and "simpo"; 0 to 1.
+        cpo_alpha: Coefficient of the negative log-likelihood.
+        label_smoothing: Assumed fraction of pairs with flipped labels, used by "sigmoid" and "simpo"; 0 to 1.
         loss_type: "sigmoid"; "hinge", max(0, 1 - beta * margin); "ipo", (margin - 1 / (2 beta))**2; or "simpo", which
-            takes `simpo_gamma` off the margin. "ipo" and "simpo" take means over a completion's tokens, not sums.
-        simpo_gamma: The margin that "simpo" asks for, before the scale by beta.
-        alpha: Of AlphaPO: the reward of log-probability p is (1 - exp(-alpha * p)) / alpha; 0 is p itself.
-        linear_bias, temperature, softcap, ignore_index, skip_ignored, chunk_size, sequence_ids, num_sequences: As in
-            `dpo`.
+            subtracts `simpo_gamma` from the margin. "ipo" and "simpo" take means over a completion's tokens, not sums.
+        simpo_gamma: Target reward margin of "simpo", after the scale by beta.
+        alpha: Parameter of AlphaPO: the reward of log-probability p is (1 - exp(-alpha * p)) / alpha; 0 is p itself.
+        linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
+        sequence_ids, num_sequences: As in `dpo`.
 
     Returns:
         The loss, a float32 scalar, and metrics under TRL's names.
@@ -56,49 +56,50 @@ def cpo(
     check_finite("alpha", alpha)
     check_between("label_smoothing", label_smoothing, 0.0, 1.0)
     check_option("loss_type", loss_type, _TYPES)
-    sequences = sequences_of(input, linear_weight, target, ignore_index, sequence_ids, num_sequences, in_pairs=True)
-    head = Head(linear_weight, linear_bias, temperature, softcap, ignore_index, skip_ignored, chunk_size)
+    sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, num_sequences, in_pairs=True)
+    head = Head(linear_weight, linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size)
     options = LossOptions(beta, label_smoothing, simpo_gamma if loss_type == "simpo" else 0.0)
     name = "cpo" if loss_type == "sigmoid" else loss_type
-    if alpha == 0.0 and head.takes_groups(sequences):
-        loss, token_logps = _made_in_forward(head, input, target, sequences, name, options, 1.0, cpo_alpha)
-        logps = _logps_of(token_logps, sequences, name)
+    if alpha == 0.0 and head.supports_groups(sequences):
+        loss, token_logps = _fused_loss(head, input, target, sequences, name, options, 1.0, cpo_alpha)
+        logps = _sequence_logps(token_logps, sequences, name)
         chosen, rejected = sequences.halves(logps)
         nll = chosen_nll(token_logps, sequences)
     else:
         token_logps, _ = head.logprobs(input, target)
-        logps = _logps_of(token_logps, sequences, name)
+        logps = _sequence_logps(token_logps, sequences, name)
         chosen, rejected = sequences.halves(logps if alpha == 0.0 else -torch.expm1(-alpha * logps) / alpha)
         losses, nll = LOSSES[name].value(options, chosen, rejected), chosen_nll(token_logps, sequences)
-        loss = sequences.checked(mean_of(losses, sequences.exists(in_pairs=True)) + cpo_alpha * nll)
+        loss = sequences.checked(masked_mean(losses, sequences.exists(in_pairs=True)) + cpo_alpha * nll)
     return loss, {**reward_metrics(beta * chosen, beta * rejected, logps, sequences), "nll_loss": nll.detach()}
 
 
 _TYPES = ("sigmoid", "hinge", "ipo", "simpo")
 
 
-def _made_in_forward(
+def _fused_loss(
     head: Head, input: Tensor, target: Tensor, sequences: Sequences, name: str, options: LossOptions, coef: float,
     nll_coef: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`coef` times the mean over pairs and `nll_coef` times the likelihood, and the log-probabilities of tokens."""
+    """Return `coef` times the mean over pairs plus `nll_coef` times the NLL, and the tokens' log-probabilities."""
     pairs = target.shape[0] // 2
     loss, token_logps, _ = head.preference(
         input, target, None, nll_weight=chosen_nll_weight(sequences, nll_coef),
-        group_weight=sequences.lengths.new_full((pairs,), coef) / pairs, loss_type=name, **options.arguments(),
+        group_weight=sequences.lengths.new_full((pairs,), coef) / pairs, loss_type=name, **options._asdict(),
     )  # fmt: skip
     return loss, token_logps
 
 
-def _logps_of(token_logps: Tensor, sequences: Sequences, name: str) -> Tensor:
-    return sequences.averages(token_logps) if LOSSES[name].averages else sequences.sum(token_logps)
+def _sequence_logps(token_logps: Tensor, sequences: Sequences, name: str) -> Tensor:
+    return sequences.token_means(token_logps) if LOSSES[name].length_normalized else sequences.sum(token_logps)
 
 
 def simpo(
     input: Tensor, linear_weight: Tensor, target: Tensor, *,
     beta: float = 2.0, simpo_gamma: float = 0.5, label_smoothing: float = 0.0, linear_bias: Tensor | None = None,
-    temperature: float = 1.0, softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False,
-    chunk_size: int = 0, sequence_ids: Tensor | None = None, num_sequences: int | None = None,
+    temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100,
+    skip_ignored: bool = False, chunk_size: int = 0, sequence_ids: Tensor | None = None,
+    num_sequences: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Simple preference optimization, with means over a completion's tokens and a margin:
 
@@ -107,10 +108,10 @@ def simpo(
     Args:
         input, linear_weight, target: As in `dpo`.
         beta: The scale of the margin; positive.
-        simpo_gamma: The margin that is asked for.
-        label_smoothing: The share of pairs that are taken to be flipped; 0 to 1.
-        linear_bias, temperature, softcap, ignore_index, skip_ignored, chunk_size, sequence_ids, num_sequences: As in
-            `dpo`.
+        simpo_gamma: Target reward margin.
+        label_smoothing: Assumed fraction of pairs with flipped labels; 0 to 1.
+        linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
+        sequence_ids, num_sequences: As in `dpo`.
 
     Returns:
         The loss, a float32 scalar, and the metrics of `cpo`. The mean over an empty completion is 0.
@@ -126,7 +127,8 @@ def simpo(
     """
     return cpo(
         input, linear_weight, target, beta=beta, cpo_alpha=0.0, label_smoothing=label_smoothing, loss_type="simpo",
-        simpo_gamma=simpo_gamma, linear_bias=linear_bias, temperature=temperature, softcap=softcap,
+        simpo_gamma=simpo_gamma, linear_bias=linear_bias, temperature=temperature, logit_scale=logit_scale,
+        softcap=softcap,
         ignore_index=ignore_index, skip_ignored=skip_ignored, chunk_size=chunk_size, sequence_ids=sequence_ids,
         num_sequences=num_sequences,
     )  # fmt: skip
@@ -134,9 +136,9 @@ def simpo(
 
 def orpo(
     input: Tensor, linear_weight: Tensor, target: Tensor, *,
-    beta: float = 0.1, linear_bias: Tensor | None = None, temperature: float = 1.0, softcap: float = 0.0,
-    ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0, sequence_ids: Tensor | None = None,
-    num_sequences: int | None = None,
+    beta: float = 0.1, linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0,
+    softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
+    sequence_ids: Tensor | None = None, num_sequences: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Odds ratio preference optimization: supervised training on the chosen, and odds against the rejected.
 
@@ -146,9 +148,9 @@ def orpo(
 
     Args:
         input, linear_weight, target: As in `dpo`. TRL's `nll` has the prompt in it; here it has what `target` has.
-        beta: The weight of the odds ratio; positive.
-        linear_bias, temperature, softcap, ignore_index, skip_ignored, chunk_size, sequence_ids, num_sequences: As in
-            `dpo`.
+        beta: Weight of the odds ratio loss; positive.
+        linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
+        sequence_ids, num_sequences: As in `dpo`.
 
     Returns:
         The loss, a float32 scalar, and metrics under TRL's names. A completion of probability 1, an empty one among
@@ -164,22 +166,22 @@ def orpo(
     `trl.experimental.orpo.ORPOTrainer`.
     """
     check_positive("beta", beta)
-    sequences = sequences_of(input, linear_weight, target, ignore_index, sequence_ids, num_sequences, in_pairs=True)
-    head = Head(linear_weight, linear_bias, temperature, softcap, ignore_index, skip_ignored, chunk_size)
+    sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, num_sequences, in_pairs=True)
+    head = Head(linear_weight, linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size)
     exists, options = sequences.exists(in_pairs=True), LossOptions()
-    if head.takes_groups(sequences):
-        loss, token_logps = _made_in_forward(head, input, target, sequences, "orpo", options, beta, 1.0)
+    if head.supports_groups(sequences):
+        loss, token_logps = _fused_loss(head, input, target, sequences, "orpo", options, beta, 1.0)
     else:
         token_logps, _ = head.logprobs(input, target)
-        losses = LOSSES["orpo"].value(options, *sequences.halves(sequences.averages(token_logps)))
-        loss = sequences.checked(chosen_nll(token_logps, sequences) + beta * mean_of(losses, exists))
-    logps = sequences.averages(token_logps.detach())
+        losses = LOSSES["orpo"].value(options, *sequences.halves(sequences.token_means(token_logps)))
+        loss = sequences.checked(chosen_nll(token_logps, sequences) + beta * masked_mean(losses, exists))
+    logps = sequences.token_means(token_logps.detach())
     chosen, rejected = sequences.halves(logps)
     odds = log_odds(chosen, rejected)
     metrics = {
         **reward_metrics(beta * chosen, beta * rejected, logps, sequences),
         "nll_loss": chosen_nll(token_logps.detach(), sequences),
-        "log_odds_ratio": mean_of(F.logsigmoid(odds), exists),
-        "log_odds_chosen": mean_of(odds, exists),
+        "log_odds_ratio": masked_mean(F.logsigmoid(odds), exists),
+        "log_odds_chosen": masked_mean(odds, exists),
     }
     return loss, metrics

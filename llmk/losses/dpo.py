@@ -1,17 +1,22 @@
-"""Direct preference optimization and the losses that differ from it in their function of a pair."""
+"""Direct preference optimization (DPO) and its variants."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from llmk.losses._checks import check_between, check_of_sequences, check_positive
+from llmk.losses._checks import check_between, check_per_sequence, check_positive
 from llmk.losses._head import Head, check_reference, mean_over_tokens
 from llmk.losses._pair_metrics import chosen_nll, chosen_nll_weight, reward_metrics
-from llmk.losses._pairs import OF_PAIRS, TYPES, Pairs, loss_of_pairs
-from llmk.losses._sequences import Sequences, mean_of, number_of_sequences, sequences_of
-from llmk.ops.linear_loss.divergence_scores import DIVERGENCES
-from llmk.ops.linear_loss.pair_losses import OF_SCORES, LossOptions
+from llmk.losses._pairs import PAIR_LOSSES, TYPES, Pairs, pair_losses
+from llmk.losses._sequences import Sequences, make_sequences, masked_mean, resolve_num_sequences
+from llmk.ops.linear_loss.objectives.preference import (
+    F_DIVERGENCES,
+    LOSSES,
+    MARGIN_LOSSES,
+    LossOptions,
+    check_label_smoothing,
+)
 from llmk.registry import check_option
 
 
@@ -21,46 +26,47 @@ def dpo(
     ref_linear_bias: Tensor | None = None, beta: float = 0.1, loss_type: str | Sequence[str] = "sigmoid",
     loss_weights: Sequence[float] | None = None, label_smoothing: float = 0.0, f_divergence_type: str = "reverse_kl",
     f_alpha_divergence_coef: float = 0.5, discopop_tau: float = 0.05, ld_alpha: float | None = None,
-    use_weighting: bool = False, linear_bias: Tensor | None = None, temperature: float = 1.0, softcap: float = 0.0,
-    ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0, sequence_ids: Tensor | None = None,
-    num_sequences: int | None = None,
+    use_weighting: bool = False, linear_bias: Tensor | None = None, temperature: float = 1.0,
+    logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False,
+    chunk_size: int = 0, sequence_ids: Tensor | None = None, num_sequences: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Direct preference optimization: the mean over pairs of a chosen and a rejected completion of
 
         -log sigmoid(beta * (log pi(chosen) / ref(chosen) - log pi(rejected) / ref(rejected)))
 
-    or of another function of these, which `loss_type` names. Log-probabilities are sums over a completion's tokens.
+    `loss_type` selects other functions of the log-ratios. Log-probabilities are sums over a completion's tokens.
 
     Args:
         input: Hidden states `[B, S, H]`, aligned with `target`: chosen completions in the first half of the batch,
             rejected ones in the second.
         linear_weight: `[V, H]`.
         target: `[B, S]`, `ignore_index` where a token does not count.
-        ref_logps: Of the reference model, a sum for each sequence `[B]`; with `ld_alpha`, weighted in the same way.
-        ref_input: Instead of it the reference's hidden states `[B, S, any]`.
-        ref_linear_weight: And its projection `[V, any]`. Neither gets a gradient.
-        ref_linear_bias: `[V]`.
-        beta: How strongly the policy is held to the reference; positive.
+        ref_logps: Log-probabilities of the reference model, summed over each sequence `[B]`; with `ld_alpha`, weighted
+            in the same way.
+        ref_input: Hidden states `[B, S, any]` of the reference model, in place of `ref_logps`.
+        ref_linear_weight: Projection `[V, any]` of the reference model. Neither gets a gradient.
+        ref_linear_bias: Bias `[V]` of that projection.
+        beta: Strength of the penalty for deviating from the reference; positive.
         loss_type: "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot",
             "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm", or a list of them, whose losses
             are added.
-        loss_weights: What each of them is multiplied by; 1 if None.
-        label_smoothing: The share of pairs that are taken to be flipped, of "robust" (below 0.5), "exo_pair" (above
-            0), "aot" and "aot_unpaired". The others have none and leave it out, as in TRL.
-        f_divergence_type: "reverse_kl", "forward_kl", "js_divergence" or "alpha_divergence", for the losses of a
-            difference of scores.
-        f_alpha_divergence_coef: Of "alpha_divergence".
-        discopop_tau: Of "discopop"; positive.
-        ld_alpha: The weight of the tokens of the longer completion beyond the shorter one's length, 0 to 1.
+        loss_weights: Weight of each loss type; 1 if None.
+        label_smoothing: Assumed fraction of pairs with flipped labels, used by "robust" (below 0.5), "exo_pair" (above
+            0), "aot" and "aot_unpaired" and ignored by the others, as in TRL.
+        f_divergence_type: "reverse_kl", "forward_kl", "js_divergence" or "alpha_divergence", for the losses that
+            depend on the difference of the two rewards alone.
+        f_alpha_divergence_coef: Coefficient of the alpha divergence.
+        discopop_tau: Temperature of "discopop"; positive.
+        ld_alpha: Weight of the longer completion's tokens beyond the shorter one's length, 0 to 1.
         use_weighting: Multiply the loss of each pair by the product over its two completions of exp(mean over tokens of
-            log pi - log sum_v pi(v)^2), a constant; not with "aot" and "aot_unpaired".
+            log pi - log sum_v pi(v)^2), detached; not with "aot" and "aot_unpaired".
         linear_bias: `[V]`.
-        temperature, softcap, skip_ignored, chunk_size: As in `llmk.functional.linear_logprobs`.
+        temperature, logit_scale, softcap, skip_ignored, chunk_size: As in `llmk.functional.linear_logprobs`.
         ignore_index: The target of a token that does not count.
-        sequence_ids: `[1, T]`, of a packed batch `[1, T, H]`: of pair i, 2i is the chosen and 2i + 1 the rejected
-            completion. A token that counts and has no such number makes the loss NaN.
-        num_sequences: How many sequences a packed batch holds, where the length of `ref_logps` does not say it. With
-            neither, as many places as tokens are reckoned with, which in eager mode takes memory for their square.
+        sequence_ids: `[1, T]`, for a packed batch `[1, T, H]`: each token's sequence; 2i is the chosen and 2i + 1 the
+            rejected completion of pair i. A token that counts with an index out of range makes the loss NaN.
+        num_sequences: Number of sequences in a packed batch, where `ref_logps` does not have that length. With
+            neither, the number of tokens is its bound, which in eager mode takes memory for their square.
 
     Returns:
         The loss, a float32 scalar, and metrics under TRL's names. An empty completion has log-probability 0.
@@ -69,48 +75,48 @@ def dpo(
         TypeError: An argument is not a tensor, or a dtype does not fit.
         ValueError: A shape or an option does not fit.
 
-    The gradients are made in the forward pass, with three products of the policy where a chunk of logits holds those of
-    a pair (with `chunk_size` 0 on a GPU 2.67 GiB), else with four. With "aot", "aot_unpaired" or "sft" alone, packed,
-    or with a vocabulary that is split over ranks they are made in the backward pass: four, and with `use_weighting`
-    five. The reference has one.
+    The forward pass computes the gradients, with three products of the policy where a chunk holds the logits of a pair
+    (with `chunk_size` 0 on a GPU 2.67 GiB), else with four. With "aot", "aot_unpaired" or "sft" alone, a packed batch
+    or a vocabulary that is sharded over ranks the backward pass computes them: four products, and five with
+    `use_weighting`. The reference has one.
 
-    Sources: Rafailov et al., 2023, https://arxiv.org/abs/2305.18290; of each other loss type in `_pairs.py`; ld_alpha:
+    Sources: Rafailov et al., 2023, https://arxiv.org/abs/2305.18290; the other loss types in `_pairs.py`; ld_alpha:
     Liu et al., 2024, https://arxiv.org/abs/2409.06411; use_weighting: Zhou et al., WPO, 2024,
     https://arxiv.org/abs/2406.11827, equation 2. Reference implementation: `trl.DPOTrainer`.
     """
-    types = _types_of(loss_type, loss_weights, label_smoothing, f_divergence_type)
+    types = _loss_types(loss_type, loss_weights, label_smoothing, f_divergence_type)
     if use_weighting and any(name in ("aot", "aot_unpaired") for name, _ in types):
         raise ValueError(f"use_weighting: expected False with 'aot' and 'aot_unpaired', got loss_type {loss_type!r}")
     check_positive("beta", beta)
     check_positive("discopop_tau", discopop_tau)
     if ld_alpha is not None:
         check_between("ld_alpha", ld_alpha, 0.0, 1.0)
-    count = number_of_sequences(num_sequences, "ref_logps", ref_logps)
-    sequences = sequences_of(input, linear_weight, target, ignore_index, sequence_ids, count, in_pairs=True)
+    count = resolve_num_sequences(num_sequences, "ref_logps", ref_logps)
+    sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count, in_pairs=True)
     check_reference(input, ref_logps, ref_input, ref_linear_weight, ref_linear_bias)
     if ref_logps is not None:
-        check_of_sequences("ref_logps", ref_logps, sequences.places, target)
+        check_per_sequence("ref_logps", ref_logps, sequences.slots, target)
 
-    head = Head(linear_weight, linear_bias, temperature, softcap, ignore_index, skip_ignored, chunk_size)
+    head = Head(linear_weight, linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size)
     if ref_logps is None:
         assert ref_input is not None
         assert ref_linear_weight is not None
-        ref_head = head.of_reference(ref_linear_weight, ref_linear_bias)
-        ref_logps = _of_sequences(ref_head.logprobs(ref_input.detach(), target)[0], sequences, ld_alpha)
+        ref_head = head.reference(ref_linear_weight, ref_linear_bias)
+        ref_logps = _sequence_logps(ref_head.logprobs(ref_input.detach(), target)[0], sequences, ld_alpha)
     ref_logps = ref_logps.detach().float()
     options = LossOptions(beta, label_smoothing, 0.0, discopop_tau)
     divergence = f_divergence_type, f_alpha_divergence_coef
-    if not use_weighting and _is_of_pairs(types) and head.takes_groups(sequences):
-        loss, token_logps, entropy = _made_in_forward(
+    if not use_weighting and _can_fuse(types) and head.supports_groups(sequences):
+        loss, token_logps, entropy = _fused_loss(
             head, input, target, ref_logps, sequences, types, options, divergence, ld_alpha
         )
-        logps = _of_sequences(token_logps, sequences, ld_alpha)
+        logps = _sequence_logps(token_logps, sequences, ld_alpha)
     else:
         token_logps, entropy = head.logprobs(input, target)
-        logps = _of_sequences(token_logps, sequences, ld_alpha)
+        logps = _sequence_logps(token_logps, sequences, ld_alpha)
         pairs = _pairs(token_logps, logps, ref_logps, sequences, *divergence)
-        weights = _weights(head, input, target, token_logps, sequences) if use_weighting else 1.0
-        terms = [coef * mean_of(weights * loss_of_pairs(name, pairs, options), pairs.exists) for name, coef in types]
+        weights = _wpo_weights(head, input, target, token_logps, sequences) if use_weighting else 1.0
+        terms = [coef * masked_mean(weights * pair_losses(name, pairs, options), pairs.exists) for name, coef in types]
         loss = sequences.checked(torch.stack(terms).sum())
     rewards = sequences.halves(beta * (logps - ref_logps))
     metrics = {
@@ -120,30 +126,30 @@ def dpo(
     return loss, metrics
 
 
-def _is_of_pairs(types: list[tuple[str, float]]) -> bool:
-    """Whether each pair's coefficient is known from it alone; of "sft" it is known from the targets."""
+def _can_fuse(types: list[tuple[str, float]]) -> bool:
+    """Return True if each pair's gradient depends on that pair alone; that of "sft" depends on the targets."""
     names = [name for name, _ in types]
-    return all(name in (*OF_PAIRS, "sft") for name in names) and names != ["sft"] * len(names)
+    return all(name in (*PAIR_LOSSES, "sft") for name in names) and names != ["sft"] * len(names)
 
 
-def _made_in_forward(
+def _fused_loss(
     head: Head, input: Tensor, target: Tensor, ref_logps: Tensor, sequences: Sequences, types: list[tuple[str, float]],
     options: LossOptions, divergence: tuple[str, float], ld_alpha: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    of_pairs, count = [(name, weight) for name, weight in types if name in OF_PAIRS], target.shape[0] // 2
-    weights = torch.stack([sequences.lengths.new_full((count,), weight) / count for _, weight in of_pairs])
+    pair_types, count = [(name, weight) for name, weight in types if name in PAIR_LOSSES], target.shape[0] // 2
+    weights = torch.stack([sequences.lengths.new_full((count,), weight) / count for _, weight in pair_types])
     loss, token_logps, entropy = head.preference(
         input, target, ref_logps,
-        token_weight=None if ld_alpha is None else _weighted(sequences.counts.float(), sequences, ld_alpha),
+        token_weight=None if ld_alpha is None else _weighted(sequences.mask.float(), sequences, ld_alpha),
         nll_weight=chosen_nll_weight(sequences, sum(weight for name, weight in types if name == "sft")),
-        group_weight=weights if len(of_pairs) > 1 else weights[0],
-        loss_type="+".join(name for name, _ in of_pairs),
-        f_divergence_type=divergence[0], f_divergence_coef=divergence[1], **options.arguments(),
+        group_weight=weights if len(pair_types) > 1 else weights[0],
+        loss_type="+".join(name for name, _ in pair_types),
+        f_divergence_type=divergence[0], f_divergence_coef=divergence[1], **options._asdict(),
     )  # fmt: skip
     return loss, token_logps, entropy
 
 
-def _types_of(
+def _loss_types(
     loss_type: str | Sequence[str], loss_weights: Sequence[float] | None, label_smoothing: float, divergence: str
 ) -> list[tuple[str, float]]:
     names = [loss_type] if isinstance(loss_type, str) else list(loss_type)
@@ -154,38 +160,35 @@ def _types_of(
     weights = [1.0] * len(names) if loss_weights is None else list(loss_weights)
     if len(weights) != len(names):
         raise ValueError(f"loss_weights: expected {len(names)} numbers, one for each loss_type, got {len(weights)}")
-    check_option("f_divergence_type", divergence, tuple(DIVERGENCES))
+    check_option("f_divergence_type", divergence, tuple(F_DIVERGENCES))
     check_between("label_smoothing", label_smoothing, 0.0, 1.0)
-    if "robust" in names and label_smoothing >= 0.5:
-        raise ValueError(f"label_smoothing: expected a number below 0.5 with 'robust', got {label_smoothing}")
-    if "exo_pair" in names and not 0.0 < label_smoothing < 1.0:
-        raise ValueError(f"label_smoothing: expected a number between 0 and 1 with 'exo_pair', got {label_smoothing}")
+    check_label_smoothing([name for name in names if name in LOSSES], label_smoothing)
     for name in names:
-        if divergence != "reverse_kl" and name not in (*OF_SCORES, "sft"):
+        if divergence != "reverse_kl" and name not in (*MARGIN_LOSSES, "sft"):
             raise ValueError(f"f_divergence_type: expected 'reverse_kl' with loss_type {name!r}, got {divergence!r}")
     return list(zip(names, weights, strict=True))
 
 
-def _weights(head: Head, input: Tensor, target: Tensor, token_logps: Tensor, sequences: Sequences) -> Tensor:
-    """Of pairs `[P]`, constants."""
+def _wpo_weights(head: Head, input: Tensor, target: Tensor, token_logps: Tensor, sequences: Sequences) -> Tensor:
+    """Return the weight of each pair in WPO, `[P]`, detached."""
     aligned = token_logps.detach() - head.log_sum_sq_probs(input.detach(), target, token_logps)
-    chosen, rejected = sequences.halves(sequences.averages(aligned))
+    chosen, rejected = sequences.halves(sequences.token_means(aligned))
     return torch.exp(chosen + rejected)
 
 
-def _of_sequences(token_logps: Tensor, sequences: Sequences, ld_alpha: float | None) -> Tensor:
-    """Sums `[sequences]`, tokens beyond the length that both of a pair have weighted by `ld_alpha`."""
+def _sequence_logps(token_logps: Tensor, sequences: Sequences, ld_alpha: float | None) -> Tensor:
+    """Sum log-probabilities over sequences; `ld_alpha` weights tokens beyond the shorter length of a pair."""
     return sequences.sum(_weighted(token_logps, sequences, ld_alpha))
 
 
 def _weighted(values: Tensor, sequences: Sequences, ld_alpha: float | None) -> Tensor:
-    """`[B, S]`."""
+    """Multiply values `[B, S]` beyond the shorter length of a pair by `ld_alpha`."""
     if ld_alpha is None:
         return values
     chosen, rejected = sequences.halves(sequences.lengths)
     shared = torch.minimum(chosen, rejected)
     shared = torch.cat([shared, shared]) if sequences.ids is None else torch.stack([shared, shared], -1).flatten()
-    beyond = sequences.positions() > sequences.spread(shared)
+    beyond = sequences.positions() > sequences.expand_to_tokens(shared)
     return torch.where(beyond, ld_alpha * values, values)
 
 
@@ -193,12 +196,12 @@ def _pairs(
     token_logps: Tensor, logps: Tensor, ref_logps: Tensor, sequences: Sequences, divergence: str, coef: float
 ) -> Pairs:
     logratios = logps - ref_logps
-    score, _ = DIVERGENCES[divergence]
+    reward, _ = F_DIVERGENCES[divergence]
     chosen_logps, rejected_logps = sequences.halves(logps)
     ref_chosen, ref_rejected = sequences.halves(ref_logps)
     return Pairs(
         *sequences.halves(logratios),
-        *sequences.halves(score(logratios, coef)),
+        *sequences.halves(reward(logratios, coef)),
         *sequences.halves(sequences.lengths),
         policy_margin=chosen_logps - rejected_logps,
         ref_margin=ref_chosen - ref_rejected,

@@ -1,22 +1,24 @@
-"""Kahneman-Tversky optimization: completions that are good or bad by themselves, not in pairs."""
+"""Kahneman-Tversky optimization (KTO): completions with a binary label, not in pairs."""
 
 import torch
 from torch import Tensor
 
-from llmk.losses._checks import NUMBERS, check_of_sequences, check_positive, check_tensor
+from llmk.losses._checks import INTEGERS, NUMBERS, check_per_sequence, check_positive, check_tensor
 from llmk.losses._head import Head, check_reference, mean_over_tokens
-from llmk.losses._sequences import number_of_sequences, sequences_of
-from llmk.ops.linear_loss.pair_losses import LOSSES, LossOptions
+from llmk.losses._sequences import make_sequences, resolve_num_sequences
+from llmk.ops.linear_loss.objectives.preference import LOSSES, LossOptions
 from llmk.registry import check_not_negative, check_option, check_same
+
+LABELS = (torch.bool, *INTEGERS, torch.int8, torch.uint8)
 
 
 def kto(
     input: Tensor, linear_weight: Tensor, target: Tensor, label: Tensor, *,
     ref_logps: Tensor | None = None, ref_input: Tensor | None = None, ref_linear_weight: Tensor | None = None,
-    ref_linear_bias: Tensor | None = None, kl: Tensor | None = None, beta: float = 0.1, desirable_weight: float = 1.0,
-    undesirable_weight: float = 1.0, loss_type: str = "kto", linear_bias: Tensor | None = None,
-    temperature: float = 1.0, softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False,
-    chunk_size: int = 0, sequence_ids: Tensor | None = None,
+    ref_linear_bias: Tensor | None = None, kl: Tensor | float | None = None, beta: float = 0.1,
+    desirable_weight: float = 1.0, undesirable_weight: float = 1.0, loss_type: str = "kto",
+    linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0,
+    ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0, sequence_ids: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Kahneman-Tversky optimization: the mean over sequences, with r = log pi / ref of a completion's tokens, of
 
@@ -25,15 +27,15 @@ def kto(
 
     Args:
         input, linear_weight, target: As in `dpo`, a sequence a row.
-        label: `[B]`, bool: whether a completion is desirable.
+        label: `[B]`: True or 1 for a desirable completion, False or 0 for another; another number makes the loss NaN.
         ref_logps, ref_input, ref_linear_weight, ref_linear_bias: The reference, as in `dpo`.
-        kl: The estimate of KL(pi, ref), a scalar; 0 if None. TRL's is the mean of r, at least 0, over
-            prompts with the completions of other prompts. It gets no gradient.
-        beta: How strongly the policy is held to the reference; positive.
-        desirable_weight, undesirable_weight: Of the two kinds, to make up for their numbers.
+        kl: The estimate of KL(pi, ref), a number or a scalar tensor; 0 if None. TRL's is the mean of r, at least
+            0, over prompts with the completions of other prompts. It gets no gradient.
+        beta: Strength of the penalty for deviating from the reference; positive.
+        desirable_weight, undesirable_weight: Weights of the two kinds, to balance their numbers.
         loss_type: "kto", or "apo_zero_unpaired", which has `sigmoid(-beta * r)` and `sigmoid(beta * r)` in their place.
-        linear_bias, temperature, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
-        sequence_ids: `[1, T]`, of a packed batch `[1, T, H]`: the index into `label` of each token.
+        linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
+        sequence_ids: `[1, T]`, for a packed batch `[1, T, H]`: each token's sequence as an index into `label`.
 
     Returns:
         The loss, a float32 scalar, and metrics under TRL's names, each NaN where there is none of its kind.
@@ -51,31 +53,30 @@ def kto(
     check_not_negative("desirable_weight", desirable_weight)
     check_not_negative("undesirable_weight", undesirable_weight)
     check_option("loss_type", loss_type, ("kto", "apo_zero_unpaired"))
-    count = number_of_sequences(None, "label", label)
-    sequences = sequences_of(input, linear_weight, target, ignore_index, sequence_ids, count)
-    check_of_sequences("label", label, sequences.places, target, "truth values")
+    count = resolve_num_sequences(None, "label", label)
+    sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count)
+    check_per_sequence("label", label, sequences.slots, target, LABELS, "truth values (bool, or integers 0 and 1)")
     check_reference(input, ref_logps, ref_input, ref_linear_weight, ref_linear_bias)
     if ref_logps is not None:
-        check_of_sequences("ref_logps", ref_logps, sequences.places, target)
-    if kl is not None:
-        _check_kl(kl, target)
+        check_per_sequence("ref_logps", ref_logps, sequences.slots, target)
 
-    head = Head(linear_weight, linear_bias, temperature, softcap, ignore_index, skip_ignored, chunk_size)
+    head = Head(linear_weight, linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size)
     if ref_logps is None:
         assert ref_input is not None
         assert ref_linear_weight is not None
-        ref_head = head.of_reference(ref_linear_weight, ref_linear_bias)
+        ref_head = head.reference(ref_linear_weight, ref_linear_bias)
         ref_logps = sequences.sum(ref_head.logprobs(ref_input.detach(), target)[0])
     ref_logps = ref_logps.detach().float()
-    shift = ref_logps.new_zeros(()) if kl is None else kl.detach().float().reshape(())
+    shift = _shift(kl, ref_logps)
     base = ref_logps + shift if loss_type == "kto" else ref_logps
-    sign = torch.where(label, ref_logps.new_ones(()), -1.0)
+    sign = 2.0 * label.to(ref_logps.dtype) - 1.0
+    sign, label = torch.where(sign.abs() == 1.0, sign, float("nan")), label != 0
     weights = torch.where(label, desirable_weight, undesirable_weight * ref_logps.new_ones(()))
     options = LossOptions(beta)
-    if head.takes_groups(sequences):
+    if head.supports_groups(sequences):
         loss, token_logps, entropy = head.preference(
-            input, target, sign * base, members=1, token_weight=sign.unsqueeze(1).expand(target.shape),
-            group_weight=weights / target.shape[0], loss_type="kto", **options.arguments(),
+            input, target, sign * base, group_size=1, token_weight=sign.unsqueeze(1).expand(target.shape),
+            group_weight=weights / target.shape[0], loss_type="kto", **options._asdict(),
         )  # fmt: skip
     else:
         token_logps, entropy = head.logprobs(input, target)
@@ -92,15 +93,18 @@ def kto(
     return loss, metrics
 
 
-def _check_kl(kl: Tensor, target: Tensor) -> None:
-    check_tensor("kl", kl, NUMBERS, "numbers")
+def _shift(kl: Tensor | float | None, ref_logps: Tensor) -> Tensor:
+    if kl is None or isinstance(kl, int | float):
+        return ref_logps.new_full((), 0.0 if kl is None else kl)
+    check_tensor("kl", kl, NUMBERS, "numbers, or a number")
     if kl.numel() != 1:
         raise ValueError(f"kl: expected a scalar, got shape {tuple(kl.shape)}")
-    check_same("kl", kl, "target", target)
+    check_same("kl", kl, "target", ref_logps)
+    return kl.detach().float().reshape(())
 
 
 def _kinds(name: str, values: Tensor, label: Tensor) -> dict[str, Tensor]:
     return {
-        f"{name}/{kind}": torch.where(of_kind, values, 0.0).sum() / of_kind.sum()
-        for kind, of_kind in (("chosen", label), ("rejected", ~label))
+        f"{name}/{kind}": torch.where(mask, values, 0.0).sum() / mask.sum()
+        for kind, mask in (("chosen", label), ("rejected", ~label))
     }

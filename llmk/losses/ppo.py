@@ -3,29 +3,30 @@
 import torch
 from torch import Tensor
 
-from llmk.losses._checks import check_between, check_is_tensor, check_of_sequences, check_of_tokens
+from llmk.losses._checks import check_between, check_is_tensor, check_per_sequence, check_per_token
 from llmk.losses._head import Head, mean_over_tokens
-from llmk.losses._policy import number_of_items, policy_terms
-from llmk.losses._sequences import Sequences, number_of_sequences, sequences_of
-from llmk.losses.grpo import check_advantages, of_tokens
-from llmk.ops.linear_loss.policy_losses import PolicyOptions
+from llmk.losses._policy import policy_terms, token_denominator
+from llmk.losses._sampling import masked_max, masked_min
+from llmk.losses._sequences import Sequences, make_sequences, masked_mean, resolve_num_sequences
+from llmk.losses.grpo import check_advantages, per_token, without_last_axis
+from llmk.ops.linear_loss.objectives.policy import PolicyOptions
 from llmk.registry import check_not_negative
 
 
 def reinforce(
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
     num_items_in_batch: Tensor | float | None = None, linear_bias: Tensor | None = None, temperature: float = 1.0,
-    softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
-    sequence_ids: Tensor | None = None, num_sequences: int | None = None,
+    logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False,
+    chunk_size: int = 0, sequence_ids: Tensor | None = None, num_sequences: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """REINFORCE: the sum over tokens of -A * log pi, divided by the tokens that count.
 
     Args:
         input, linear_weight, target: As in `grpo`.
-        advantages: Rewards less a baseline: `[B]`, one for each sequence, or `[B, S]`.
-        num_items_in_batch: What the sum is divided by instead, a scalar.
-        linear_bias, temperature, softcap, ignore_index, skip_ignored, chunk_size, sequence_ids, num_sequences: As in
-            `grpo`.
+        advantages: Rewards less a baseline: `[B]` or `[B, 1]`, one for each sequence, or `[B, S]`.
+        num_items_in_batch: Denominator, a scalar; the tokens that count if None.
+        linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `grpo`.
+        sequence_ids, num_sequences: As in `grpo`.
 
     Returns:
         The loss, a float32 scalar, 0 over no token, and the metric "entropy".
@@ -38,12 +39,13 @@ def reinforce(
 
     Source: Williams, 1992, https://doi.org/10.1007/BF00992696.
     """
-    count = number_of_sequences(num_sequences, "advantages", advantages)
-    sequences = sequences_of(input, linear_weight, target, ignore_index, sequence_ids, count)
+    advantages = without_last_axis(advantages)
+    count = resolve_num_sequences(num_sequences, "advantages", advantages)
+    sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count)
     check_advantages(advantages, sequences)
-    head = Head(linear_weight, linear_bias, temperature, softcap, ignore_index, skip_ignored, chunk_size)
-    weight = sequences.counts.float() / number_of_items(num_items_in_batch, sequences)
-    terms = policy_terms(PolicyOptions("reinforce"), of_tokens(advantages, sequences), weight, sequences)
+    head = Head(linear_weight, linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size)
+    weight = sequences.mask.float() / token_denominator(num_items_in_batch, sequences)
+    terms = policy_terms(PolicyOptions("reinforce"), per_token(advantages, sequences), weight, sequences)
     loss, _, entropy = head.policy(input, target, terms, sequences)
     return sequences.checked(loss), {"entropy": mean_over_tokens(entropy, sequences)}
 
@@ -51,18 +53,19 @@ def reinforce(
 def rloo(
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
     old_logps: Tensor | None = None, epsilon: float = 0.2, epsilon_high: float | None = None,
-    linear_bias: Tensor | None = None, temperature: float = 1.0, softcap: float = 0.0, ignore_index: int = -100,
-    skip_ignored: bool = False, chunk_size: int = 0, sequence_ids: Tensor | None = None,
+    linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0,
+    ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0, sequence_ids: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """REINFORCE leave-one-out: the mean over sequences of the clipped loss of PPO, with the ratio of whole sequences.
 
     Args:
         input, linear_weight, target: As in `grpo`.
-        advantages: `[B]`: the reward of a completion less the mean of those of the prompt's others.
-        old_logps: `[B]`, sums over a sequence, of the policy that the step began with; those of `input` if None.
-        epsilon: The ratio is clipped at 1 - epsilon.
-        epsilon_high: And at 1 + epsilon_high; `epsilon` if None.
-        linear_bias, temperature, softcap, ignore_index, skip_ignored, chunk_size, sequence_ids: As in `grpo`.
+        advantages: `[B]` or `[B, 1]`: the reward of a completion less the mean of those of the prompt's others.
+        old_logps: Log-probabilities of the old policy, summed over each sequence `[B]`; those of `input` if None.
+        epsilon: The ratio is clipped from below at 1 - epsilon.
+        epsilon_high: The ratio is clipped from above at 1 + epsilon_high; `epsilon` if None.
+        linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `grpo`.
+        sequence_ids: As in `grpo`.
 
     Returns:
         The loss, a float32 scalar, and metrics under TRL's names.
@@ -78,35 +81,38 @@ def rloo(
     check_between("epsilon", epsilon, 0.0, float("inf"))
     if epsilon_high is not None:
         check_not_negative("epsilon_high", epsilon_high)
-    count = number_of_sequences(None, "advantages", advantages)
-    sequences = sequences_of(input, linear_weight, target, ignore_index, sequence_ids, count)
+    advantages = without_last_axis(advantages)
+    count = resolve_num_sequences(None, "advantages", advantages)
+    sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count)
     for name, value in (("advantages", advantages), ("old_logps", old_logps)):
         if name == "advantages" or value is not None:
-            check_of_sequences(name, value, sequences.places, target)
-    head = Head(linear_weight, linear_bias, temperature, softcap, ignore_index, skip_ignored, chunk_size)
+            check_per_sequence(name, value, sequences.slots, target)
+    head = Head(linear_weight, linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size)
     high = epsilon if epsilon_high is None else epsilon_high
     lengths, advantages = sequences.lengths.clamp(min=1.0), advantages.detach().float()
     old = None if old_logps is None else old_logps.detach().float()
     terms = policy_terms(
-        PolicyOptions("clipped", "sequence_sum", epsilon, high), of_tokens(advantages, sequences),
-        sequences.counts * sequences.spread(1.0 / lengths) / sequences.number(), sequences,
-        None if old is None else of_tokens(old / lengths, sequences),
+        PolicyOptions("clipped", "sequence_sum", epsilon, high), per_token(advantages, sequences),
+        sequences.mask * sequences.expand_to_tokens(1.0 / lengths) / sequences.num_sequences(), sequences,
+        None if old is None else per_token(old / lengths, sequences),
     )  # fmt: skip
     loss, token_logps, entropy = head.policy(input, target, terms, sequences)
     logps = sequences.sum(token_logps)
     ratio = (logps - (logps if old is None else old)).exp()
-    # An empty completion has no token that its loss could be shared out to.
+    # An empty completion has no token that could carry its loss.
     empty = sequences.lengths == 0
     loss = loss + sequences.mean(torch.where(empty, clipped_loss(ratio, advantages, epsilon, high), 0.0))
-    low_clips = (ratio < 1 - epsilon) & (advantages < 0)
-    high_clips = (ratio > 1 + high) & (advantages > 0)
+    low_clips = ((ratio < 1 - epsilon) & (advantages < 0)).float()
+    high_clips = ((ratio > 1 + high) & (advantages > 0)).float()
+    low_mean, high_mean = masked_mean(low_clips, None), masked_mean(high_clips, None)
+    all_sequences = torch.ones_like(empty)
     metrics = {
         "entropy": mean_over_tokens(entropy, sequences),
-        "clip_ratio/low_mean": low_clips.float().mean(),
-        "clip_ratio/low_min": low_clips.float().amin(),
-        "clip_ratio/high_mean": high_clips.float().mean(),
-        "clip_ratio/high_max": high_clips.float().amax(),
-        "clip_ratio/region_mean": (low_clips | high_clips).float().mean(),
+        "clip_ratio/low_mean": low_mean,
+        "clip_ratio/low_min": masked_min(low_clips, all_sequences),
+        "clip_ratio/high_mean": high_mean,
+        "clip_ratio/high_max": masked_max(high_clips, all_sequences),
+        "clip_ratio/region_mean": low_mean + high_mean,
     }
     return sequences.checked(loss), metrics
 
@@ -119,26 +125,26 @@ def ppo(
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
     old_per_token_logps: Tensor | None = None, cliprange: float = 0.2, values: Tensor | None = None,
     old_values: Tensor | None = None, returns: Tensor | None = None, cliprange_value: float = 0.2,
-    vf_coef: float = 0.1, linear_bias: Tensor | None = None, temperature: float = 1.0, softcap: float = 0.0,
-    ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0, sequence_ids: Tensor | None = None,
-    num_sequences: int | None = None,
+    vf_coef: float = 0.1, linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0,
+    softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
+    sequence_ids: Tensor | None = None, num_sequences: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """Proximal policy optimization: means over the tokens that count of the policy's term and of the value's,
+    """Proximal policy optimization: the mean over the tokens that count of the policy loss and the value loss,
 
         -min(ratio * A, clip(ratio, 1 - cliprange, 1 + cliprange) * A)
         + vf_coef / 2 * max((v - R)**2, (clip(v, v_old - cliprange_value, v_old + cliprange_value) - R)**2)
 
     Args:
         input, linear_weight, target: As in `grpo`.
-        advantages: `[B, S]`, or `[B]`, one for each sequence.
-        old_per_token_logps: `[B, S]`, of the policy that the step began with; those of `input` if None.
-        cliprange: How far the ratio may be from 1.
-        values: `[B, S]`, of the value model, which get a gradient; None for the policy's term alone.
+        advantages: `[B, S]`, or `[B]` or `[B, 1]`, one for each sequence.
+        old_per_token_logps: Log-probabilities `[B, S]` of the old policy; those of `input` if None.
+        cliprange: The ratio is clipped to this distance from 1.
+        values: Predictions `[B, S]` of the value model, which get a gradient; None for the policy loss alone.
         old_values, returns: `[B, S]`, needed with `values`: v_old and R.
-        cliprange_value: How far a value may be from the old one.
-        vf_coef: The weight of the value's term.
-        linear_bias, temperature, softcap, ignore_index, skip_ignored, chunk_size, sequence_ids, num_sequences: As in
-            `grpo`.
+        cliprange_value: Values are clipped to this distance from the old ones.
+        vf_coef: Coefficient of the value loss.
+        linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `grpo`.
+        sequence_ids, num_sequences: As in `grpo`.
 
     Returns:
         The loss, a float32 scalar, 0 over no token, and metrics under TRL's names.
@@ -155,32 +161,34 @@ def ppo(
     check_between("cliprange", cliprange, 0.0, float("inf"))
     check_between("cliprange_value", cliprange_value, 0.0, float("inf"))
     check_not_negative("vf_coef", vf_coef)
-    count = number_of_sequences(num_sequences, "advantages", advantages)
-    sequences = sequences_of(input, linear_weight, target, ignore_index, sequence_ids, count)
+    advantages = without_last_axis(advantages)
+    count = resolve_num_sequences(num_sequences, "advantages", advantages)
+    sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count)
     check_advantages(advantages, sequences)
     if old_per_token_logps is not None:
-        check_of_tokens("old_per_token_logps", old_per_token_logps, target)
+        check_per_token("old_per_token_logps", old_per_token_logps, target)
     _check_values(values, old_values, returns, target)
 
-    head = Head(linear_weight, linear_bias, temperature, softcap, ignore_index, skip_ignored, chunk_size)
-    old = None if old_per_token_logps is None else of_tokens(old_per_token_logps, sequences)
+    head = Head(linear_weight, linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size)
+    old = None if old_per_token_logps is None else per_token(old_per_token_logps, sequences)
     options = PolicyOptions(epsilon=cliprange, epsilon_high=cliprange)
-    weight = sequences.counts.float() / number_of_items(None, sequences)
-    terms = policy_terms(options, of_tokens(advantages, sequences), weight, sequences, old)
+    weight = sequences.mask.float() / token_denominator(None, sequences)
+    terms = policy_terms(options, per_token(advantages, sequences), weight, sequences, old)
     policy, logps, entropy = head.policy(input, target, terms, sequences)
-    clips = (terms.ratio(logps) - 1).abs() > cliprange
+    ratio, negative = terms.ratio(logps), terms.advantages < 0
+    clips = torch.where(negative, ratio < 1 - cliprange, (ratio > 1 + cliprange) & (terms.advantages > 0))
     metrics = {
         "policy/entropy_avg": mean_over_tokens(entropy, sequences),
         "policy/approxkl_avg": 0.5 * mean_over_tokens((logps - (logps if old is None else old)).square(), sequences),
-        "policy/clipfrac_avg": mean_over_tokens((clips & sequences.counts).float(), sequences),
+        "policy/clipfrac_avg": mean_over_tokens((clips & sequences.mask).float(), sequences),
         "loss/policy_avg": policy.detach(),
     }
     if values is None:
         return sequences.checked(policy), metrics
     assert old_values is not None
     assert returns is not None
-    value, of_value = _value_loss(values, old_values, returns, cliprange_value, sequences)
-    return sequences.checked(policy + vf_coef * value), metrics | of_value
+    value, value_metrics = _value_loss(values, old_values, returns, cliprange_value, sequences)
+    return sequences.checked(policy + vf_coef * value), metrics | value_metrics
 
 
 def _check_values(values: Tensor | None, old_values: Tensor | None, returns: Tensor | None, target: Tensor) -> None:
@@ -189,16 +197,16 @@ def _check_values(values: Tensor | None, old_values: Tensor | None, returns: Ten
             raise ValueError(f"{name}: expected None where values is None, got a {type(value).__name__}")
         if values is not None:
             check_is_tensor(name, value)
-            check_of_tokens(name, value, target)
+            check_per_token(name, value, target)
 
 
 def _value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float, sequences: Sequences
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    old, returns = of_tokens(old_values, sequences), of_tokens(returns, sequences)
-    values = torch.where(sequences.counts, values.float(), 0.0)
+    old, returns = per_token(old_values, sequences), per_token(returns, sequences)
+    values = torch.where(sequences.mask, values.float(), 0.0)
     free = (values - returns).square()
     held = (torch.clamp(values, old - cliprange, old + cliprange) - returns).square()
-    loss = 0.5 * mean_over_tokens(torch.where(sequences.counts, torch.maximum(free, held), 0.0), sequences)
-    clips = (held > free).detach() & sequences.counts
+    loss = 0.5 * mean_over_tokens(torch.where(sequences.mask, torch.maximum(free, held), 0.0), sequences)
+    clips = (held > free).detach() & sequences.mask
     return loss, {"loss/value_avg": loss.detach(), "val/clipfrac_avg": mean_over_tokens(clips.float(), sequences)}

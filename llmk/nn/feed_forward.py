@@ -20,9 +20,15 @@ class _GatedMLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.hidden_size = hidden_size
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias, device=device, dtype=dtype)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias, device=device, dtype=dtype)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias, device=device, dtype=dtype)
+
+    def gate_and_up(self, input: Tensor) -> tuple[Tensor, Tensor]:
+        if input.shape[-1:] != (self.hidden_size,):
+            raise ValueError(f"input: expected shape [..., {self.hidden_size}], got {tuple(input.shape)}")
+        return self.gate_proj(input), self.up_proj(input)
 
 
 class SwiGLUMLP(_GatedMLP):
@@ -32,8 +38,19 @@ class SwiGLUMLP(_GatedMLP):
     `down_proj.weight [hidden_size, intermediate_size]`, and their biases if asked for.
     """
 
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        bias: bool = False,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden_size, intermediate_size, bias, device=device, dtype=dtype)
+
     def forward(self, input: Tensor) -> Tensor:
-        return self.down_proj(functional.swiglu(self.gate_proj(input), self.up_proj(input)))
+        return self.down_proj(functional.swiglu(*self.gate_and_up(input)))
 
 
 class GeGLUMLP(_GatedMLP):
@@ -57,7 +74,7 @@ class GeGLUMLP(_GatedMLP):
         self.approximate = approximate
 
     def forward(self, input: Tensor) -> Tensor:
-        gate, up = self.gate_proj(input), self.up_proj(input)
+        gate, up = self.gate_and_up(input)
         return self.down_proj(functional.geglu(gate, up, approximate=self.approximate))
 
     def extra_repr(self) -> str:

@@ -1,16 +1,40 @@
-"""Losses."""
+"""Losses as modules: an operator's options are given once, its tensors with every call."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from llmk import functional
-from llmk.ops.linear_loss.checks import check_chunk_size, check_temperature
-from llmk.ops.loss.cross_entropy import check_loss_numbers
+from llmk.ops.linear_loss.chunked import check_chunk_size, check_temperature
 from llmk.ops.loss.giou_loss import check_giou_options
 from llmk.ops.loss.kl_div import REDUCTIONS
-from llmk.registry import check_finite, check_number, check_option, check_switch
+from llmk.ops.loss.row_loss_math import check_loss_numbers
+from llmk.registry import OPS, check_finite, check_number, check_option, check_switch
+from llmk.registry.private.operators import schema_of
 
 
-class CrossEntropyLoss(nn.Module):
+class _OperatorLoss(nn.Module):
+    """An operator whose options, the arguments of its schema that are no tensors, are attributes of their names."""
+
+    _operator: ClassVar[Callable[..., Any]]
+    _options: ClassVar[tuple[str, ...]]
+
+    def __init_subclass__(cls, operator: str | None = None) -> None:
+        super().__init_subclass__()
+        if operator is not None:
+            arguments = schema_of(OPS[operator].overload).arguments
+            cls._operator = staticmethod(getattr(functional, operator))
+            cls._options = tuple(argument.name for argument in arguments if "Tensor" not in str(argument.type))
+
+    def _call(self, *args: Tensor, **tensors: Tensor | None) -> Any:
+        return self._operator(*args, **tensors, **{name: getattr(self, name) for name in self._options})
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in self._options)
+
+
+class CrossEntropyLoss(_OperatorLoss, operator="cross_entropy"):
     """`torch.nn.CrossEntropyLoss` over the last axis, with softcap and z-loss."""
 
     weight: Tensor | None
@@ -26,31 +50,25 @@ class CrossEntropyLoss(nn.Module):
         z_loss: float = 0.0,
     ) -> None:
         super().__init__()
+        _check_class_weights(weight)
         check_loss_numbers(reduction, label_smoothing, softcap, z_loss)
         self.register_buffer("weight", weight)
         self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing
         self.softcap, self.z_loss = softcap, z_loss
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        return functional.cross_entropy(
-            input,
-            target,
-            weight=self.weight,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            label_smoothing=self.label_smoothing,
-            softcap=self.softcap,
-            z_loss=self.z_loss,
-        )
+        return self._call(input, target, weight=self.weight)
 
-    def extra_repr(self) -> str:
-        return (
-            f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, "
-            f"label_smoothing={self.label_smoothing}, softcap={self.softcap}, z_loss={self.z_loss}"
+
+def _check_class_weights(weight: object) -> None:
+    if weight is not None and not isinstance(weight, Tensor):
+        raise TypeError(
+            f"weight: expected None or a tensor [V], a weight for each class, got {type(weight).__name__}; a "
+            "projection is an argument of the call, loss(hidden, lm_head.weight, target)"
         )
 
 
-class LinearCrossEntropyLoss(CrossEntropyLoss):
+class LinearCrossEntropyLoss(CrossEntropyLoss, operator="fused_linear_ce"):
     """The output projection and its loss in one, so that the logits never exist whole.
 
     Give it the projection's weight, which may be tied to an embedding: `loss(hidden, lm_head.weight, target)`.
@@ -80,27 +98,12 @@ class LinearCrossEntropyLoss(CrossEntropyLoss):
         linear_bias: Tensor | None = None,
         row_weight: Tensor | None = None,
     ) -> Tensor:
-        return functional.fused_linear_ce(
-            input,
-            linear_weight,
-            target,
-            linear_bias=linear_bias,
-            weight=self.weight,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            label_smoothing=self.label_smoothing,
-            softcap=self.softcap,
-            z_loss=self.z_loss,
-            chunk_size=self.chunk_size,
-            row_weight=row_weight,
-            skip_ignored=self.skip_ignored,
+        return self._call(
+            input, linear_weight, target, linear_bias=linear_bias, weight=self.weight, row_weight=row_weight
         )
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, chunk_size={self.chunk_size}, skip_ignored={self.skip_ignored}"
 
-
-class KLDivLoss(nn.Module):
+class KLDivLoss(_OperatorLoss, operator="kl_div"):
     """`torch.nn.KLDivLoss`: of log-probabilities `input` against probabilities `target`, or their logarithms."""
 
     def __init__(self, reduction: str = "mean", log_target: bool = False) -> None:
@@ -109,13 +112,10 @@ class KLDivLoss(nn.Module):
         self.reduction, self.log_target = reduction, log_target
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        return functional.kl_div(input, target, reduction=self.reduction, log_target=self.log_target)
-
-    def extra_repr(self) -> str:
-        return f"reduction={self.reduction!r}, log_target={self.log_target}"
+        return self._call(input, target)
 
 
-class GIoULoss(nn.Module):
+class GIoULoss(_OperatorLoss, operator="giou_loss"):
     """Generalized intersection over union of boxes `[..., 4]`, as in `torchvision.ops.generalized_box_iou_loss`.
 
     A target whose last coordinate is at most 0 is padding and does not count.
@@ -127,13 +127,10 @@ class GIoULoss(nn.Module):
         self.reduction, self.eps = reduction, eps
 
     def forward(self, boxes: Tensor, targets: Tensor) -> Tensor:
-        return functional.giou_loss(boxes, targets, reduction=self.reduction, eps=self.eps)
-
-    def extra_repr(self) -> str:
-        return f"reduction={self.reduction!r}, eps={self.eps}"
+        return self._call(boxes, targets)
 
 
-class LinearLogProbs(nn.Module):
+class LinearLogProbs(_OperatorLoss, operator="linear_logprobs"):
     """Log-probability of the target and entropy of each token, from hidden states and a projection's weight.
 
     `logprobs, entropy = module(hidden, lm_head.weight, target)`; see `llmk.functional.linear_logprobs`.
@@ -160,27 +157,10 @@ class LinearLogProbs(nn.Module):
     def forward(
         self, input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        return functional.linear_logprobs(
-            input,
-            linear_weight,
-            target,
-            linear_bias=linear_bias,
-            temperature=self.temperature,
-            logit_scale=self.logit_scale,
-            softcap=self.softcap,
-            ignore_index=self.ignore_index,
-            skip_ignored=self.skip_ignored,
-            chunk_size=self.chunk_size,
-        )
-
-    def extra_repr(self) -> str:
-        return (
-            f"temperature={self.temperature}, logit_scale={self.logit_scale}, softcap={self.softcap}, "
-            f"ignore_index={self.ignore_index}, skip_ignored={self.skip_ignored}, chunk_size={self.chunk_size}"
-        )
+        return self._call(input, linear_weight, target, linear_bias=linear_bias)
 
 
-class JSDLoss(nn.Module):
+class JSDLoss(_OperatorLoss, operator="jsd"):
     """Generalized Jensen-Shannon divergence of log-probabilities; see `llmk.functional.jsd`."""
 
     def __init__(self, beta: float = 0.5, ignore_index: int = -100) -> None:
@@ -189,13 +169,10 @@ class JSDLoss(nn.Module):
         self.beta, self.ignore_index = beta, ignore_index
 
     def forward(self, input: Tensor, target: Tensor, labels: Tensor | None = None) -> Tensor:
-        return functional.jsd(input, target, labels=labels, beta=self.beta, ignore_index=self.ignore_index)
-
-    def extra_repr(self) -> str:
-        return f"beta={self.beta}, ignore_index={self.ignore_index}"
+        return self._call(input, target, labels=labels)
 
 
-class LinearJSDLoss(nn.Module):
+class LinearJSDLoss(_OperatorLoss, operator="fused_linear_jsd"):
     """`JSDLoss` from the hidden states and projections of student and teacher; see `llmk.functional.fused_linear_jsd`.
 
     `loss(hidden, lm_head.weight, teacher_hidden, teacher_head.weight, labels)`: nothing of the teacher may require a
@@ -233,7 +210,7 @@ class LinearJSDLoss(nn.Module):
         teacher_linear_bias: Tensor | None = None,
         row_weight: Tensor | None = None,
     ) -> Tensor:
-        return functional.fused_linear_jsd(
+        return self._call(
             input,
             linear_weight,
             teacher_input,
@@ -241,21 +218,7 @@ class LinearJSDLoss(nn.Module):
             labels=labels,
             linear_bias=linear_bias,
             teacher_linear_bias=teacher_linear_bias,
-            beta=self.beta,
-            temperature=self.temperature,
-            softcap=self.softcap,
-            teacher_softcap=self.teacher_softcap,
             row_weight=row_weight,
-            ignore_index=self.ignore_index,
-            skip_ignored=self.skip_ignored,
-            chunk_size=self.chunk_size,
-        )
-
-    def extra_repr(self) -> str:
-        return (
-            f"beta={self.beta}, temperature={self.temperature}, softcap={self.softcap}, "
-            f"teacher_softcap={self.teacher_softcap}, ignore_index={self.ignore_index}, "
-            f"skip_ignored={self.skip_ignored}, chunk_size={self.chunk_size}"
         )
 
 
@@ -280,7 +243,7 @@ class CrossEntropyTVDLoss(nn.Module):
         return f"ce_weight={self.ce_weight}, tvd_weight={self.tvd_weight}, ignore_index={self.ignore_index}"
 
 
-class TVDLoss(nn.Module):
+class TVDLoss(_OperatorLoss, operator="tvd"):
     """Total variation distance of probabilities; see `llmk.functional.tvd`."""
 
     def __init__(self, reduction: str = "mean", ignore_index: int = -100) -> None:
@@ -289,7 +252,4 @@ class TVDLoss(nn.Module):
         self.reduction, self.ignore_index = reduction, ignore_index
 
     def forward(self, input: Tensor, target: Tensor, labels: Tensor | None = None) -> Tensor:
-        return functional.tvd(input, target, labels=labels, reduction=self.reduction, ignore_index=self.ignore_index)
-
-    def extra_repr(self) -> str:
-        return f"reduction={self.reduction!r}, ignore_index={self.ignore_index}"
+        return self._call(input, target, labels=labels)

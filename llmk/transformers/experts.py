@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from llmk import functional
+from llmk.apart import apart_from_caller
 from llmk.nn import expert_parallel_moe
 from llmk.registry import is_sharded
-from llmk.transformers.probe import agree, apart, clean, gradients, rows_of_all_scales, same
+from llmk.transformers.probe import agree, apart, gradients, rows_of_all_scales, same
 
 NAME = "llmk"
 
@@ -111,7 +112,7 @@ def gate_form(experts: Any) -> GateForm | None:
         return None
     state = (type(experts), getattr(experts, "act_fn", None), *_numbers(experts))
     if experts not in _known or _known[experts][0] != state:
-        _known[experts] = state, _find_form(experts)
+        _known[experts] = state, apart_from_caller(_find_form, experts)
     return _known[experts][1]
 
 
@@ -122,19 +123,18 @@ def _numbers(experts: nn.Module) -> list[float]:
 
 
 def _find_form(experts: Any) -> GateForm | None:
-    with clean():
-        rows = rows_of_all_scales(32).requires_grad_()
-        try:
-            got = [getattr(apart(experts, {}, training), GATE)(rows) for training in (True, False)]
-            slope = gradients(got[0], [rows])[0]
-        except Exception:  # whatever its code raises: it is none that can be tried so
-            return None
-        numbers = _numbers(experts)
-        forms = product(ACTIVATIONS, (False, True), (0.0, *numbers), (1.0, *numbers), (0.0, 1.0))
-        for form in (GateForm(*options) for options in forms):
-            want = form(rows)
-            if all(agree(y, want) for y in got) and same(slope, gradients(want, [rows])[0]):
-                return form
+    rows = rows_of_all_scales(32).requires_grad_()
+    try:
+        got = [getattr(apart(experts, {}, training), GATE)(rows) for training in (True, False)]
+        slope = gradients(got[0], [rows])[0]
+    except Exception:  # whatever its code raises: it is none that can be tried so
+        return None
+    numbers = _numbers(experts)
+    forms = product(ACTIVATIONS, (False, True), (0.0, *numbers), (1.0, *numbers), (0.0, 1.0))
+    for form in (GateForm(*options) for options in forms):
+        want = form(rows)
+        if all(agree(y, want) for y in got) and same(slope, gradients(want, [rows])[0]):
+            return form
     return None
 
 

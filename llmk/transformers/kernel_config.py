@@ -1,7 +1,7 @@
 """`kernel_config`: llmk's layers in the slots that transformers' `use_kernels` fills."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers import KernelConfig
 
+from llmk.apart import apart_from_caller
 from llmk.registry.private.modules import children_of, parameters_of
 from llmk.transformers.probe import (
     Differs,
     agree,
     apart,
-    clean,
     first_line,
     gradients,
     identity,
@@ -87,9 +87,7 @@ def served_slots(model: nn.Module) -> list[str]:
     served = []
     for slot in sorted(found.keys() & LAYERS.keys()):
         try:
-            with clean():
-                for module in found[slot].values():
-                    _try(slot, module)
+            apart_from_caller(_try_all, slot, found[slot].values())
         except Differs as why:
             warnings.warn(f"{slot}: the model's own layer stays in this slot: {why}", stacklevel=2)
         else:
@@ -110,6 +108,15 @@ def _slots(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 # ---- what a slot's module computes
+
+
+def _try_all(slot: str, modules: Iterable[nn.Module]) -> None:
+    """
+    Raises:
+        Differs: One of the modules does not compute what llmk's layer does.
+    """
+    for module in modules:
+        _try(slot, module)
 
 
 def _try(slot: str, module: nn.Module) -> None:

@@ -179,6 +179,9 @@ def cross_entropy_of(edit: FusedLoss) -> Callable[..., Tensor]:
 def _total(model: Any, edit: FusedLoss, state: Projected, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
     head, hidden = head_at(model, edit.path), state.hidden
     assert hidden is not None
+    if target.numel() != hidden.shape[:-1].numel():
+        tokens = tuple(hidden.shape[:-1])
+        raise ValueError(f"labels: expected shape {tokens} (one for each token), got {tuple(target.shape)}")
     target = target.to(hidden.device).reshape(hidden.shape[:-1])
     added = None if edit.places.added is None else getattr(model, edit.places.added)
     arguments = (hidden, target, ignore_index, reduction, edit.capping, added, edit.skip_ignored)

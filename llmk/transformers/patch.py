@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from llmk.apart import apart_from_caller
 from llmk.transformers.classes import (
     BehindHook,
     Change,
@@ -21,7 +22,7 @@ from llmk.transformers.loss import FusedLoss, Head, find_loss
 from llmk.transformers.masks import find_masks
 from llmk.transformers.mixtures import Experts, find_experts
 from llmk.transformers.norms import Norm, find_norm
-from llmk.transformers.probe import Differs, clean, identity
+from llmk.transformers.probe import Differs, identity
 from llmk.transformers.report import REPORT, Entry, Report
 from llmk.transformers.residuals import Residual
 from llmk.transformers.rewrite import CannotRewrite, Edit, Rewrite, Source, source_of
@@ -53,8 +54,8 @@ def patch(
     generation the logits are there.
 
     Args:
-        model: The model. Patch it before it is wrapped (DDP, FSDP, PEFT) or compiled. Its parameters may be on any
-            device, "meta" too.
+        model: The model. Patch it before FSDP wraps it; DDP and PEFT may come before or after. Its parameters may be
+            on any device, "meta" too.
         norms: RMSNorm, with `weight`, `1 + weight` or none, and LayerNorm.
         mlps: SwiGLU and GeGLU layers, gate and up projected apart or packed, and the gates of packed experts.
         experts: The experts of mixtures in packed weights, whole.
@@ -72,15 +73,16 @@ def patch(
     Raises:
         TypeError: `model` is not a `torch.nn.Module`.
     """
+    if isinstance(model, type):
+        raise TypeError(f"model: expected a torch.nn.Module, got the class {model.__name__}; patch an instance of it")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     if (report := report_of(model)) is not None:
         return report
     layers = {"norm": norms, "experts": experts, "mlp": mlps, "rope": rope, "residual": residuals}
     which = layers | {"loss": loss, "mask": masks}
-    with clean():
-        plan = Plan(model, {kind for kind, wanted in which.items() if wanted}, skip_ignored)
-        classes = plan.classes()
+    plan = apart_from_caller(Plan, model, {kind for kind, wanted in which.items() if wanted}, skip_ignored)
+    classes = plan.classes()
     report = Report(model, plan.entries)
     set_classes(classes)
     if classes:

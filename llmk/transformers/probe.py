@@ -8,10 +8,7 @@ original.
 """
 
 import copy
-import random
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,26 +37,6 @@ ARITHMETIC = frozenset({
 
 class Differs(Exception):
     """Why something is not what it was tried for, in words for the report."""
-
-
-@contextmanager
-def clean() -> Iterator[None]:
-    """What is run in it neither depends on what the caller has set nor changes it."""
-    state, dtype = random.getstate(), torch.get_default_dtype()
-    generator = torch.get_rng_state()
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.autocast("cpu", enabled=False))
-        stack.enter_context(torch.device("cpu"))
-        stack.enter_context(warnings.catch_warnings(action="ignore"))
-        try:
-            torch.set_default_dtype(torch.float32)
-            yield
-        finally:
-            random.setstate(state)
-            torch.set_default_dtype(dtype)
-            torch.set_rng_state(generator)
 
 
 def randoms(seed: int = 0) -> Callable[..., Tensor]:

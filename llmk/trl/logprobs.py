@@ -28,6 +28,14 @@ class LogProbs:
 
     def __init__(self, original: Callable[..., Any]) -> None:
         self.original = original
+        self.calls = 0
+        self.calls_with_gradients = 0
+
+    @torch.compiler.assume_constant_result
+    def _count(self, with_gradients: bool) -> None:
+        """Once for each call; once for each graph of a compiled model, which cannot count."""
+        self.calls += 1
+        self.calls_with_gradients += with_gradients
 
     def apply(
         self,
@@ -50,6 +58,7 @@ class LogProbs:
             raise RuntimeError(
                 "llmk.trl.patch: the output projection is partitioned by ZeRO-3; train without the patch"
             )
+        self._count(torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad))
         autocast = torch.is_autocast_enabled(hidden.device.type)
         dtype = torch.get_autocast_dtype(hidden.device.type) if autocast else hidden.dtype
         log_probs, entropy = torch.ops.llmk.linear_logprobs(

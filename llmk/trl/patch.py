@@ -1,15 +1,18 @@
 """`patch`: put the operators into the fused head of a TRL trainer's models."""
 
 import ast
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
+from transformers import TrainerCallback
 
 from llmk.transformers.rewrite import CannotRewrite, Edit, load, rewritten
 from llmk.trl.logprobs import LogProbs
+from llmk.trl.trainers import asks_for_fused_head, why_not
 
 SEAM = "_ChunkedLogProbFunction"
 """What TRL's `add_fused_lm_head` calls for log-probabilities and entropy."""
@@ -49,14 +52,38 @@ class Report:
 
     heads: dict[str, FunctionType]
     _before: dict[str, tuple[CodeType, dict[str, Any] | None]]
+    _made: dict[str, LogProbs]
+    _trainer: Any
+
+    @property
+    def calls(self) -> dict[str, tuple[int, int]]:
+        """For each patched model, how often llmk computed for it, and how often with gradients."""
+        return {name: (made.calls, made.calls_with_gradients) for name, made in self._made.items()}
 
     def unpatch(self) -> None:
         """Undo it: the models run TRL's own code again."""
+        if not isinstance(self._trainer, nn.Module):
+            self._trainer.remove_callback(WarnIfNeverCalled)
         for name, forward in self.heads.items():
             forward.__code__, forward.__kwdefaults__ = self._before[name]  # type: ignore[assignment]
 
     def __str__(self) -> str:
-        return "\n".join(f"{name}: log-probabilities and entropy by linear_logprobs" for name in self.heads)
+        return "\n".join(
+            f"{name}: log-probabilities and entropy by linear_logprobs, called {calls} times, {with_gradients} of them "
+            "with gradients"
+            for name, (calls, with_gradients) in self.calls.items()
+        )
+
+
+class WarnIfNeverCalled(TrainerCallback):
+    """Warns at the end of training where no gradient came from what was patched."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        if not any(with_gradients for _, with_gradients in self._report.calls.values()):
+            warnings.warn(f"llmk.trl.patch: no gradient came from linear_logprobs: {self._report}", stacklevel=2)
 
 
 def patch(trainer: Any) -> Report:
@@ -68,13 +95,17 @@ def patch(trainer: Any) -> Report:
     Args:
         trainer: The trainer, or a model with a fused head; also one that PEFT has wrapped.
 
+    A trainer that was never led through what was patched warns at the end of training.
+
     Returns:
-        The report; `report.unpatch()` undoes it.
+        The report, which counts calls; `report.unpatch()` undoes it.
 
     Raises:
-        TypeError: `trainer` is neither, or not of TRL 1.16.
+        TypeError: `trainer` is neither, not of TRL 1.16, or computes its loss in another way.
         RuntimeError: It is patched already.
     """
+    if hasattr(type(trainer), "compute_loss") and not asks_for_fused_head(type(trainer)):
+        raise TypeError(f"trainer: {why_not(type(trainer))}")
     heads, before = {}, {}
     for name, model in _models(trainer):
         forward = _fused_forward(model)
@@ -87,12 +118,17 @@ def patch(trainer: Any) -> Report:
         )
     if any(ARGUMENT in (forward.__kwdefaults__ or {}) for forward in heads.values()):
         raise RuntimeError("trainer: it is patched already; the report that patch() returned undoes it")
+    made: dict[str, LogProbs] = {}
     codes = {name: _edited(forward) for name, forward in heads.items()}
     for name, forward in heads.items():
         original = forward.__globals__[SEAM].apply
         forward.__code__ = codes[name]
-        forward.__kwdefaults__ = {**(before[name][1] or {}), ARGUMENT: LogProbs(original)}
-    return Report(heads, before)
+        made[name] = LogProbs(original)
+        forward.__kwdefaults__ = {**(before[name][1] or {}), ARGUMENT: made[name]}
+    report = Report(heads, before, made, trainer)
+    if not isinstance(trainer, nn.Module):
+        trainer.add_callback(WarnIfNeverCalled(report))
+    return report
 
 
 def _models(trainer: Any) -> Iterator[tuple[str, nn.Module]]:

@@ -1,0 +1,68 @@
+"""Which trainers compute their loss through TRL's fused head, read from the code of `compute_loss`."""
+
+import inspect
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+
+ARGUMENT = "fused_lm_head"
+"""With this keyword TRL's trainers ask a model for the fused head."""
+
+INSTEAD = {
+    "CPOTrainer": "cpo",
+    "DistillationTrainer": "distill",
+    "GKDTrainer": "distill",
+    "GOLDTrainer": "distill",
+    "ORPOTrainer": "orpo",
+    "ServerDistillationTrainer": "distill_topk",
+}
+"""Functions of `llmk.losses` for trainers that compute their loss from whole logits."""
+
+
+def asks_for_fused_head(trainer: type) -> bool:
+    """Whether `compute_loss`, or a method of the class that it calls, asks the model for the fused head."""
+    seen, ahead = {"compute_loss"}, ["compute_loss"]
+    while ahead:
+        for code in _codes(trainer, ahead.pop()):
+            if ARGUMENT in _strings(code.co_consts):
+                return True
+            called = [name for name in code.co_names if name not in seen]
+            seen.update(called)
+            ahead += called
+    return False
+
+
+def why_not(trainer: type) -> str:
+    """What to do where the loss does not go through the fused head."""
+    name = next((f".{INSTEAD[base.__name__]}" for base in trainer.__mro__ if base.__name__ in INSTEAD), "")
+    return (
+        f"compute_loss of {trainer.__name__} does not call the fused head, which is what is patched; override it "
+        f"with llmk.losses{name}, from hidden states and the projection"
+    )
+
+
+def _codes(trainer: type, method: str) -> Iterator[CodeType]:
+    """The method that the class has, those that `super()` leads it to, and the functions inside them."""
+    for base in trainer.__mro__:
+        found = vars(base).get(method)
+        function = inspect.unwrap(getattr(found, "__func__", found)) if callable(found) else None
+        if isinstance(function, FunctionType):
+            codes = list(_nested(function.__code__))
+            yield from codes
+            if not any("super" in code.co_names for code in codes):
+                return
+
+
+def _nested(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _nested(constant)
+
+
+def _strings(constants: tuple[object, ...]) -> Iterator[str]:
+    """The strings among constants: names of keyword arguments are in a tuple."""
+    for constant in constants:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, tuple):
+            yield from _strings(constant)
