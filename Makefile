@@ -9,7 +9,9 @@ BENCH_ARGS ?=
 MATRIX_ARGS ?=
 AOT_ARGS ?=
 FAMILIES_ARGS ?=
+FIRST_ARGS ?=
 FOUND_ARGS ?=
+FUZZ_ARGS ?=
 
 # $(call needs,EXTRA...) is what must be installed before a verb runs; nothing with an empty VENV.
 ifeq ($(strip $(VENV)),)
@@ -24,7 +26,7 @@ endif
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test opcheck bench aot matrix families found docs lint wheel installed clean
+.PHONY: help train test opcheck bench aot matrix families first found fuzz docs lint wheel installed clean
 
 help:
 	@echo 'usage: make VERB [VARIABLE=...]'
@@ -36,7 +38,9 @@ help:
 	@echo '  aot       every kernel built for every target, no GPU            AOT_ARGS'
 	@echo '  matrix    llmk on three releases of PyTorch, 12 GB of them       MATRIX_ARGS'
 	@echo '  families  every model type of transformers, patched and not      FAMILIES_ARGS'
+	@echo '  first     what fresh models do first, in many ways              FIRST_ARGS'
 	@echo '  found     what the backend finds in small models                 FOUND_ARGS'
+	@echo '  fuzz      programs that the backend might get wrong, ten minutes  FUZZ_ARGS'
 	@echo '  docs      the documentation, into docs/_build/html'
 	@echo '  lint      format, lint and type checks; changes nothing'
 	@echo '  wheel     the wheel and the source archive, into dist/'
@@ -76,9 +80,17 @@ families: $(call needs,test)
 	OMP_NUM_THREADS=1 $(PY) compile_tests/families_sweep.py $(FAMILIES_ARGS)
 	$(PY) -m pytest -n auto compile_tests/test_families.py --compile-every-family
 
+# Not part of CI: some hours of one core. The documentation shows what came out.
+first: $(call needs,test)
+	OMP_NUM_THREADS=1 $(PY) compile_tests/first_actions_sweep.py $(FIRST_ARGS)
+
 # Not part of CI: three minutes of one core. The documentation shows what came out.
 found: $(call needs,test)
 	OMP_NUM_THREADS=1 $(PY) compile_tests/backend_sweep.py $(FOUND_ARGS)
+
+# Not part of CI: ten minutes of one core, or --seconds of them.
+fuzz: $(call needs,test)
+	OMP_NUM_THREADS=1 $(PY) compile_tests/backend_fuzz.py $(FUZZ_ARGS)
 
 docs: $(call needs,docs)
 	$(PY) -m sphinx -W --keep-going -b html docs docs/_build/html

@@ -16,7 +16,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from llmk import functional
 from llmk.opcheck.calls import as_list, incoming_gradients, prepare
 from llmk.registry import OPS, KernelOp, Op, launch, set_short_path_enabled
 
@@ -50,7 +49,7 @@ def host_times(op: Op, device: torch.device, dtype: torch.dtype) -> dict[str, An
     if called is None or not inputs:
         return None
     kernel_op, kernel_args = called
-    bare, function = _bare_function(kernel_op), getattr(functional, op.name)
+    bare, function = _bare_function(kernel_op), op.function
     ways: dict[str, Callable[[], Any]] = {
         "llmk": lambda: op.overload(*args, **kwargs),
         "functional": lambda: function(*args, **kwargs),

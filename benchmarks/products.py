@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss._chunked_linear import REMADE_BUDGET, ChunkedLinear, add_product
+from llmk.ops.linear_loss.chunked._linear import REMADE_BUDGET, ChunkedLinear, add_product
 
 Call = Callable[[], None]
 

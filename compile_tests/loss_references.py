@@ -39,11 +39,11 @@ def loss_op(loss: Callable[..., Any], reference: Callable[..., Tensor], differen
 
 def token_scores(
     input: Tensor, linear_weight: Tensor, *, linear_bias: Tensor | None = None, temperature: float = 1.0,
-    softcap: float = 0.0, **_: Any,
+    logit_scale: float = 1.0, softcap: float = 0.0, **_: Any,
 ) -> Tensor:  # fmt: skip
     """Log-probabilities of all classes `[B, S, V]`."""
     logits = F.linear(input, linear_weight, linear_bias)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = logit_scale * logits.to(torch.promote_types(logits.dtype, torch.float32))
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
     return (logits / temperature).log_softmax(-1)

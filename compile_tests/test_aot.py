@@ -8,6 +8,7 @@ workloads, and sm_90 what all samples launch, and the workloads in every dtype.
 import functools
 import re
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from triton.runtime.jit import JITFunction
 from compile_tests import aot
 from llmk.registry import OPS
 from llmk.registry.backends import INTERPRET
-from llmk.registry.launch import Launch
+from llmk.registry.launch import Launch, record_launches
+from llmk.registry.private.tensors import FakeTensorMode
+from llmk.registry.record import Sample
 
 pytestmark = [
     pytest.mark.skipif(INTERPRET, reason="TRITON_INTERPRET=1: the kernels are interpreted, not compiled"),
@@ -54,6 +57,37 @@ def _launches(name: str, target: str, build: str) -> list[Launch]:
     if build == "few":
         workloads = _workload_launches(name, build) if target == "sm_90" else []
     return aot.distinct([*first.values(), *workloads], aot.TARGETS[target])
+
+
+def _with_numbers(name: str, dtype: torch.dtype) -> Iterator[tuple[Sample, dict[str, float]]]:
+    """Samples with their options that are numbers between their ends; each option once, where it first is given."""
+    op = OPS[name]
+    left = {argument.name for argument in op.schema.arguments if str(argument.type) == "float"}
+    for sample in op.samples(torch.device("cpu"), dtype):
+        given = {key: value for key, value in op.bind(sample).items() if key in left and value not in (0.0, 1.0)}
+        left -= set(given)
+        if given:
+            yield sample, given
+
+
+@each_op
+def test_a_number_between_its_ends_is_no_constant(name: str) -> None:
+    """A schedule of it would compile a kernel for every value."""
+    op = OPS[name]
+
+    def kernels(sample: Sample, **changed: float) -> set[tuple[object, ...]]:
+        (names, *_) = aot.gradients_wanted(op, sample)
+        given = dict(zip(op.argument_names(), sample.args, strict=False))
+        aot.forward_and_backward(op, Sample((), given | sample.kwargs | changed), names)
+        made = {aot.specialize(launch, aot.TARGETS["sm_90"]).key for launch in recorded}
+        recorded.clear()
+        return made
+
+    with FakeTensorMode(), record_launches() as recorded:
+        for sample, values in _with_numbers(name, torch.bfloat16):
+            expected = kernels(sample)
+            for key, value in values.items():
+                assert kernels(sample, **{key: 0.75 * value}) == expected, f"{sample}: {key}"
 
 
 def _compile(launch: Launch, target: str, scalars: str = "fp32") -> CompiledKernel:

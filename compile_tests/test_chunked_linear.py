@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmk.ops.linear_loss._chunked_linear import ALIGNED, ChunkedLinear, LinearGradients
+from llmk.ops.linear_loss.chunked._linear import ALIGNED, ChunkedLinear, LinearGradients
 
 
 @pytest.mark.parametrize("classes", [1, 37, 64])

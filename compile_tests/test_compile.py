@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,6 +86,24 @@ def test_flop_counter(reduction: str, device: torch.device) -> None:
     with FlopCounterMode(display=False) as counter:
         torch.ops.llmk.fused_linear_ce(x, weight, torch.arange(6, device=device), reduction=reduction).sum().backward()
     assert counter.get_total_flops() == 2 * 6 * 8 * 10 * (3 if reduction == "mean" else 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "products"),
+    [({"chunk_size": 8}, 3), ({"chunk_size": 4}, 4), ({"chunk_size": 4, "loss_type": "kto"}, 3), ({}, 3),
+     ({"skip_ignored": True}, 4)],
+    ids=["a pair to a chunk", "half a pair", "a sequence to a chunk", "all in one", "tokens that count"],
+)  # fmt: skip
+def test_flop_counter_of_pairs(options: dict[str, Any], products: int, device: torch.device) -> None:
+    """Three products where a chunk holds whole groups, else a fourth: the logits again."""
+    sequences = 1 if options.get("loss_type") == "kto" else 2
+    x = torch.randn(3, sequences, 4, 16, device=device, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(10, 16, device=device, dtype=torch.bfloat16, requires_grad=True)
+    target = torch.arange(x.shape[:3].numel(), device=device).view(x.shape[:3]) % 10
+    with FlopCounterMode(display=False) as counter:
+        loss, *_ = torch.ops.llmk.fused_linear_preference(x, weight, target, **options)
+        loss.backward()
+    assert counter.get_total_flops() == products * 2 * x.numel() * 10
 
 
 def test_gradients_nobody_wants_are_not_made(device: torch.device) -> None:

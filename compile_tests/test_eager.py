@@ -12,6 +12,8 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+import llmk
+from compile_tests.stub_launches import stub_launches
 from llmk.functional import cross_entropy, rms_norm
 from llmk.registry import set_short_path_enabled, wrap_triton
 from llmk.registry.eager.bypass import is_plain_eager, takes_short_path
@@ -136,6 +138,37 @@ def test_tracers_keep_the_node() -> None:
     torch._dynamo.reset()
     exported = torch._dynamo.export(lambda x: rms_norm(x, w))(x).graph_module.graph
     assert torch.ops.llmk.rms_norm.default in [node.target for node in exported.nodes]
+
+
+@pytest.mark.parametrize("call", [rms_norm, torch.ops.llmk.rms_norm.default], ids=["functional", "ops"])
+@pytest.mark.parametrize("stubbed", [False, True], ids=["CPU", "launches"])
+def test_a_torchscript_trace_keeps_the_node(call: Any, stubbed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if stubbed:
+        stub_launches(monkeypatch)
+
+    weight = w.detach()
+
+    def traced(x: Tensor) -> Tensor:
+        return call(x, weight)
+
+    for _ in range(4):
+        traced(x)  # as often as it takes to be replayed
+    trace = torch.jit.trace(traced, (x,), check_trace=not stubbed)  # what a stub launches writes nothing
+    assert "llmk::rms_norm" in str(trace.graph)
+    if not stubbed:
+        other = torch.randn(3, 8)
+        torch.testing.assert_close(trace(other), traced(other))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of a module's check of shapes
+def test_a_torchscript_trace_of_a_module_trains() -> None:
+    module = llmk.nn.RMSNorm(8)
+    trace, other = torch.jit.trace(module, (x,)), torch.randn(3, 8)
+    gradients = []
+    for fn in (trace, module):
+        inputs = (other.clone().requires_grad_(), module.weight)
+        gradients.append(torch.autograd.grad(fn(inputs[0]).square().sum(), inputs))
+    torch.testing.assert_close(*gradients)
 
 
 def test_a_wrong_call_is_refused() -> None:

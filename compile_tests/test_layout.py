@@ -2,7 +2,10 @@
 
 import ast
 import functools
+import json
 import re
+import subprocess
+import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +21,7 @@ from llmk.ops.loss import row_loss_long
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("llmk", "ops", "registry", "opcheck", "compile_tests", "benchmarks", "examples", "docs")
 LINKED = ("ops", "registry", "opcheck")
-MOST_LINES = 400
+MOST_LINES = 600
 
 
 def sources(*folders: str) -> list[Path]:
@@ -42,8 +45,8 @@ def helpers_from_elsewhere(tree: ast.Module, package: str) -> Iterator[str]:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         for name in names:
             parts = name.split(".")
-            is_helper = parts[:2] == ["llmk", "ops"] and len(parts) > 3 and parts[3].startswith("_")
-            if is_helper and ".".join(parts[:3]) != package:
+            marked = next((i for i, part in enumerate(parts) if i > 2 and part.startswith("_")), None)
+            if parts[:2] == ["llmk", "ops"] and marked is not None and ".".join(parts[:marked]) != package:
                 yield name
 
 
@@ -115,9 +118,67 @@ def test_the_scan_sees(source: str) -> None:
     assert list(helpers_from_elsewhere(tree, "llmk.ops.norm")) == []
 
 
+FILES_OF_LOSSES = """
+import json, sys, torch, llmk
+
+def files_run(call):
+    files = set()
+    call()  # what is made once is made here
+    sys.setprofile(lambda frame, event, _: files.add(frame.f_code.co_filename) if event == "call" else None)
+    call()
+    sys.setprofile(None)
+    return sorted(files)
+
+x, w = torch.randn(4, 6, 8, requires_grad=True), torch.randn(16, 8, requires_grad=True)
+target, ref_logps = torch.randint(0, 16, (4, 6)), torch.randn(4)
+ce = files_run(lambda: llmk.functional.fused_linear_ce(x, w, target).backward())
+dpo = files_run(lambda: llmk.losses.dpo(x, w, target, ref_logps=ref_logps)[0].backward())
+print(json.dumps([ce, dpo]))
+"""
+"""Run in a process of its own, as tests that ran before leave functions that look on."""
+
+
+def test_a_loss_is_read_in_few_files() -> None:
+    """On a CPU, forward and backward; and those that how-it-works draws for `dpo` are among them."""
+    command = [sys.executable, "-c", FILES_OF_LOSSES]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    ce, dpo = ({str(path.relative_to(ROOT)) for path in own(files)} for files in json.loads(printed))
+    assert len(ce) <= 19, sorted(ce)
+    assert len(dpo) <= 23, sorted(dpo)
+    page = (ROOT / "docs" / "how-it-works.md").read_text()
+    drawing = next(block for block in page.split("```") if block.startswith("\nllmk/losses/dpo.py"))
+    assert set(re.findall(r"^(\S+\.py) ", drawing, re.MULTILINE)) <= dpo
+
+
+def own(files: list[str]) -> list[Path]:
+    paths = [Path(file).resolve() for file in files if file.endswith(".py")]
+    return [path for path in paths if path.is_relative_to(ROOT) and ".venv" not in path.parts]
+
+
+ROOMS = ("", "drivers", "objectives", "chunked", "kernels")
+"""Of `ops/linear_loss`: each imports from those after it alone."""
+MOST_IMPORTS_BETWEEN_ROOMS = 24
+
+
+def test_rooms_of_linear_loss_import_one_way() -> None:
+    home, package, between = ROOT / "ops" / "linear_loss", "llmk.ops.linear_loss.", []
+    for path in sources("ops/linear_loss"):
+        room = path.parent.name if path.parent != home else ""
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(package):
+                name = node.module.removeprefix(package).partition(".")[0]
+                target = name if name in ROOMS else ""
+                if target != room:
+                    between.append((path.name, node.module))
+                    assert ROOMS.index(room) < ROOMS.index(target), f"{path} imports {node.module}"
+    assert len(between) <= MOST_IMPORTS_BETWEEN_ROOMS, between
+
+
 def test_the_path_to_a_kernel_is_as_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """In how-it-works: the files that a call of fused_linear_ce is in when it launches, and that of its products."""
-    drawn = re.findall(r"^(ops/\S+\.py) ", (ROOT / "docs" / "how-it-works.md").read_text(), re.MULTILINE)
+    page = (ROOT / "docs" / "how-it-works.md").read_text()
+    first_drawing = next(block for block in page.split("```") if "\nops/" in block)
+    drawn = re.findall(r"^(ops/\S+\.py) ", first_drawing, re.MULTILINE)
     passed: list[str] = []
 
     def launch(kernel: Any) -> Any:
@@ -132,4 +193,4 @@ def test_the_path_to_a_kernel_is_as_drawn(monkeypatch: pytest.MonkeyPatch) -> No
     with stub_driver():
         llmk.functional.fused_linear_ce(torch.randn(4, 8), torch.randn(2048, 8), torch.tensor([0, 1, 2, 3]))
     assert len(drawn) <= 6
-    assert [path for path in drawn if path != "ops/linear_loss/_chunked_linear.py"] == passed
+    assert [path for path in drawn if path != "ops/linear_loss/chunked/_linear.py"] == passed

@@ -8,11 +8,11 @@ import torch
 from loss_references import batch
 
 from llmk import losses
-from llmk.ops.linear_loss._preference import PreferenceCall
-from llmk.ops.linear_loss.divergence_scores import DIVERGENCES
-from llmk.ops.linear_loss.pair_losses import LOSSES, LossOptions
-from llmk.ops.linear_loss.policy_losses import ESTIMATORS, PolicyOptions, PolicyTerms
-from llmk.ops.linear_loss.policy_losses import LOSSES as POLICY_LOSSES
+from llmk.functional import fused_linear_preference
+from llmk.ops.linear_loss.fused_linear_preference import PreferenceCall
+from llmk.ops.linear_loss.objectives.policy import ESTIMATORS, PolicyOptions, PolicyTerms
+from llmk.ops.linear_loss.objectives.policy import LOSSES as POLICY_LOSSES
+from llmk.ops.linear_loss.objectives.preference import F_DIVERGENCES, LOSSES, LossOptions
 
 OPTIONS = LossOptions(beta=0.3, label_smoothing=0.2, simpo_gamma=0.4, discopop_tau=0.5)
 
@@ -30,7 +30,7 @@ def test_slopes_of_losses(name: str) -> None:
     scores = [4 * torch.randn(50, dtype=torch.float64, generator=generator) for _ in range(loss.sequences)]
     if name == "orpo":  # averages of log-probabilities
         scores = [-score.abs() for score in scores]
-    for i, slope in enumerate(loss.slopes(OPTIONS, *scores)):
+    for i, slope in enumerate(loss.gradients(OPTIONS, *scores)):
 
         def of_one(x: torch.Tensor, i: int = i) -> torch.Tensor:
             return loss.value(OPTIONS, *scores[:i], x, *scores[i + 1 :])
@@ -38,9 +38,28 @@ def test_slopes_of_losses(name: str) -> None:
         torch.testing.assert_close(slope, difference(of_one, scores[i]), rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("smoothing", [0.0, 1e-300, 0.25, 0.5, 0.75, 1.0])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_smoothing_that_a_type_does_not_have_is_refused(name: str, smoothing: float) -> None:
+    """Everything else has a finite loss and finite gradients; 0 is the operator's default."""
+    x, weight = (torch.randn(*shape, requires_grad=True) for shape in ((2, LOSSES[name].sequences, 3, 8), (10, 8)))
+    target = torch.randint(0, 10, x.shape[:3])
+    options: dict[str, Any] = {"loss_type": name, "label_smoothing": smoothing}
+    low, high = {"robust": (0.0, 0.4), "exo_pair": (1e-300, 0.9)}.get(name, (0.0, 1.0))
+    if not low <= smoothing <= high:
+        with pytest.raises(ValueError, match=f"label_smoothing: expected .* with loss_type '{name}', got {smoothing}"):
+            fused_linear_preference(x, weight, target, **options)
+        return
+    loss, *_ = fused_linear_preference(x, weight, target, **options)
+    loss.backward()
+    assert x.grad is not None
+    assert weight.grad is not None
+    assert all(bool(t.isfinite().all()) for t in (loss, x.grad, weight.grad))
+
+
+@pytest.mark.parametrize("name", F_DIVERGENCES)
 def test_slopes_of_divergences(name: str) -> None:
-    score, slope = DIVERGENCES[name]
+    score, slope = F_DIVERGENCES[name]
     x = torch.linspace(-9.0, 9.0, 50, dtype=torch.float64)
     torch.testing.assert_close(slope(x, 0.7), difference(lambda x: score(x, 0.7), x), rtol=1e-6, atol=1e-7)
     assert slope(torch.tensor([-400.0, 400.0]), 0.7).isfinite().all()
@@ -65,8 +84,35 @@ def test_slopes_of_policies(name: str, estimator: str, corrected: bool) -> None:
         logps = (0.3 * torch.randn(40, dtype=torch.float64)).requires_grad_()
         entropy = torch.rand(40, dtype=torch.float64).requires_grad_()
         wanted = torch.autograd.grad(terms.loss(logps, entropy), (logps, entropy))
-        for slope, of in zip(terms.slopes(logps.detach()), wanted, strict=True):
+        for slope, of in zip(terms.gradients(logps.detach()), wanted, strict=True):
             torch.testing.assert_close(slope, of)
+
+
+@pytest.mark.parametrize("of_sequence", [False, True])
+@pytest.mark.parametrize("delta", [None, 1.1, 3.0])
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_ratios_that_overflow(name: str, delta: float | None, of_sequence: bool) -> None:
+    """Past e**88.7 a ratio is infinite in float32: derivatives that are finite there are what they are in float64."""
+    log_ratio = torch.tensor([0.1, 0.5, -0.5, 80.0, 91.0, 120.0, 300.0, -89.0, -300.0])
+    log_ratio, advantages, weight = torch.cartesian_prod(
+        log_ratio, torch.tensor([1.0, 0.0, -1.0]), torch.tensor([0.5, 0.0])
+    ).T.contiguous()
+    logps = log_ratio.clamp(max=0.0) - 1.0
+    terms = PolicyTerms(
+        advantages, weight, logps - log_ratio, None, None, None, PolicyOptions(name, delta=delta),
+        (lambda values: values.mean().expand(values.shape)) if of_sequence else lambda values: values,
+    )  # fmt: skip
+    tensors = {key: getattr(terms, key).double() for key in ("advantages", "weight", "old_logps")}
+    exact = gradient_of(replace(terms, **tensors), logps.double())
+    finite = exact.abs() < torch.finfo(torch.float32).max
+    assert finite.sum() > 40
+    for got in (gradient_of(terms, logps), terms.gradients(logps)[0]):
+        torch.testing.assert_close(got[finite], exact[finite].float(), rtol=1e-4, atol=1e-12)
+
+
+def gradient_of(terms: PolicyTerms, logps: torch.Tensor) -> torch.Tensor:
+    logps = logps.requires_grad_()
+    return torch.autograd.grad(terms.loss(logps, torch.zeros_like(logps)), logps)[0].detach()
 
 
 @pytest.fixture
@@ -137,7 +183,7 @@ def test_chunks_on_a_gpu_hold_whole_pairs() -> None:
         x, weight = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((B // 2, 2, S, H), (V, H)))
         target = torch.empty((B // 2, 2, S), dtype=torch.int64, device="meta")
         fields = {name: None for name in PreferenceCall.names()} | {
-            "input": x, "linear_weight": weight, "target": target, "num_classes": V, "chunk_size": 0
+            "input": x, "linear_weight": weight, "target": target, "chunk_size": 0, "shard": None
         }  # fmt: skip
         found = PreferenceCall(**fields).linear(None).chunk_rows  # type: ignore[arg-type]
         assert found == rows if rows else found % (2 * S) != 0

@@ -11,7 +11,7 @@ from torch import Tensor
 from llmk import losses
 from llmk.losses._policy import TYPES
 from llmk.opcheck.calls import call, require_accurate
-from llmk.ops.linear_loss.policy_losses import ESTIMATORS
+from llmk.ops.linear_loss.objectives.policy import ESTIMATORS
 from llmk.registry import Op, Sample
 
 GRPO = loss_op(losses.grpo, grpo_reference)

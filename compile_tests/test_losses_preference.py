@@ -20,7 +20,7 @@ from torch import Tensor
 from llmk import losses
 from llmk.losses._pairs import TYPES
 from llmk.opcheck.calls import call, require_accurate
-from llmk.ops.linear_loss.divergence_scores import DIVERGENCES
+from llmk.ops.linear_loss.objectives.preference import F_DIVERGENCES
 from llmk.registry import Op, Sample
 
 DPO = loss_op(losses.dpo, dpo_reference)
@@ -56,7 +56,7 @@ def test_dpo_in_bfloat16(device: torch.device, loss_type: str) -> None:
     require(DPO, of_dpo(device, torch.bfloat16, loss_type=loss_type))
 
 
-@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("divergence", F_DIVERGENCES)
 @pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
 def test_dpo_divergences(device: torch.device, loss_type: str, divergence: str) -> None:
     require(DPO, of_dpo(device, loss_type=loss_type, f_divergence_type=divergence, f_alpha_divergence_coef=0.7))

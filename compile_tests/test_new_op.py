@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,15 +12,20 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 NAME = "leaky_relu_squared"
+REPLAYED = "tutorial_sum"
+"""As the tutorial's operator, another name of which this is: its calls are replayed."""
 
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the repository with the documentation's example dropped into it."""
+    """A copy of the repository with the documentation's example and the tutorial's operator dropped into it."""
     root = tmp_path_factory.mktemp("new_op") / "llmk"
     made = shutil.ignore_patterns(".*", "__pycache__", "_build", "build", "dist", "runs", "*.egg-info")
     shutil.copytree(ROOT, root, symlinks=True, ignore=made)
     shutil.copy(ROOT / "docs" / "example_op.py", root / "ops" / "pointwise" / f"{NAME}.py")
+    tutorial = (ROOT / "ops" / "pointwise" / "add.py").read_text()
+    renamed = re.sub(r"\b(_?)add(?=_|\b)", rf"\1{REPLAYED}", tutorial)
+    (root / "ops" / "pointwise" / f"{REPLAYED}.py").write_text(renamed)
     return root
 
 
@@ -62,6 +68,12 @@ def test_tests_include_it(copy: Path) -> None:
     out = run(copy, "-P", "-m", "pytest", *options, "compile_tests", pythonpath=False)
     ids = [line for line in out.splitlines() if NAME in line.partition("[")[2]]
     assert ids, out
+
+
+def test_one_that_is_replayed_passes_its_tests(copy: Path) -> None:
+    tests = ["compile_tests/test_replay.py", "compile_tests/test_replay_public.py"]
+    out = run(copy, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-rp", "-k", REPLAYED, *tests)
+    assert len(re.findall(rf"^PASSED .*{REPLAYED}", out, re.MULTILINE)) == 3
 
 
 def test_docs_have_its_page(copy: Path, tmp_path: Path) -> None:

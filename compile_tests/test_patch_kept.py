@@ -330,3 +330,12 @@ def test_hooks_of_accelerate(before: bool):
     assert_same_training(model, original, input_ids=tokens(2, 7))
     report.unpatch()
     assert_same_training(model, original, input_ids=tokens(2, 7))
+
+
+def test_errors_say_what_came():
+    with pytest.raises(TypeError, match=r"model: expected .* got the class LlamaForCausalLM; patch an instance of it"):
+        patch(transformers.LlamaForCausalLM)
+    model, ids = small_model("Llama"), tokens(2, 9)
+    patch(model)
+    with pytest.raises(ValueError, match=r"labels: expected shape \(2, 9\) \(one for each token\), got \(2, 5\)"):
+        model(input_ids=ids, labels=ids[:, :5])

@@ -25,7 +25,7 @@ def sources() -> dict[Path, ast.Module]:
 
 def names_of_ours(trees: list[ast.Module]) -> set[str]:
     """What llmk itself defines or assigns to, and what modules of transformers keep their settings in."""
-    names = {"_attn_implementation", "_replace"}  # the latter is public, of named tuples
+    names = {"_attn_implementation", "_asdict", "_replace"}  # the last two are public methods of named tuples
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)

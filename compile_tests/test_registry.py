@@ -160,6 +160,8 @@ q, k, cos = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 3, 
         ("dyt", (x, x[0, :1], x[0, :7]), {}, ValueError, r"weight: expected shape \(8,\)"),
         ("dyt", (x, x[0, :1], x[0], x[0].long()), {}, TypeError, "bias: expected .* got int64"),
         ("rope", (q[0], k, cos, cos), {}, ValueError, "q: expected shape"),
+        ("rope", (q.transpose(1, 2), k.transpose(1, 2), cos, cos), {}, ValueError,
+         r"q: expected shape \[B, HQ, S, D\] with the .* positions of cos, got .*transpose\(1, 2\)"),
         ("rope", (q, k[:, :, :2], cos, cos), {}, ValueError, "k: expected shape"),
         ("rope", (q, k, cos[..., :5], cos[..., :5]), {}, ValueError, "cos: expected an even number"),
         ("rope", (q, k, cos, cos[..., :4]), {}, ValueError, "sin: expected the shape of cos"),
@@ -235,19 +237,28 @@ def test_a_wrong_call_says_what_is_wrong(name, args, kwargs, error, message) -> 
             getattr(torch.ops.llmk, name)(*args, **kwargs)
 
 
+RMS_NORM = "; rms_norm takes input, weight, eps, *, offset"
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: llmk.functional.rms_norm(x.numpy()), "input: expected a tensor, got numpy.ndarray"),
-        (lambda: llmk.functional.rms_norm(x, [1.0] * 8), "weight: expected a tensor, got list"),
-        (lambda: llmk.functional.rms_norm(None), "input: expected a tensor, got None"),
-        (lambda: llmk.functional.rms_norm(x, w, "1e-6"), "eps: expected a number, got str"),
-        (lambda: llmk.functional.group_norm(x, 2.0), "num_groups: expected an integer, got float"),
-        (lambda: llmk.functional.kl_div(x, x, reduction=None), "reduction: expected a string, got None"),
+        (lambda: llmk.functional.rms_norm(x.numpy()), "input: expected a tensor, got numpy.ndarray" + RMS_NORM),
+        (lambda: llmk.functional.rms_norm(x, [1.0] * 8), "weight: expected a tensor, got list" + RMS_NORM),
+        (lambda: llmk.functional.rms_norm(x, (8,), w), "weight: expected a tensor, got tuple" + RMS_NORM),
+        (lambda: llmk.functional.linear_logprobs(x, x, t, w),
+         "linear_logprobs: too many positional arguments; linear_logprobs takes input, linear_weight, target, *, "
+         "linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size"),
+        (lambda: llmk.functional.rms_norm(None), "input: expected a tensor, got None" + RMS_NORM),
+        (lambda: llmk.functional.rms_norm(x, w, "1e-6"), "eps: expected a number, got str" + RMS_NORM),
+        (lambda: llmk.functional.group_norm(x, 2.0),
+         "num_groups: expected an integer, got float; group_norm takes input, num_groups, weight, bias, eps"),
+        (lambda: llmk.functional.kl_div(x, x, reduction=None),
+         "reduction: expected a string, got None; kl_div takes input, target, *, reduction, log_target"),
         (lambda: llmk.functional.rms_norm(x, epsilon=1e-6),
-         "rms_norm: got an unexpected keyword argument 'epsilon'; it takes input, weight, eps, offset"),
+         "rms_norm: got an unexpected keyword argument 'epsilon'" + RMS_NORM),
         (lambda: llmk.functional.softmax(x, dtype=torch.float32),
-         "softmax: got an unexpected keyword argument 'dtype'; it takes input, dim"),
+         "softmax: got an unexpected keyword argument 'dtype'; softmax takes input, dim"),
     ],
 )  # fmt: skip
 def test_a_misuse_of_the_python_functions_is_one_line(call: Callable[[], Tensor], message: str) -> None:

@@ -1,6 +1,9 @@
 """A replay repeats what the launching function does, and only for a call that looks the same."""
 
+import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -281,6 +284,70 @@ def test_arguments_of_one_storage(runs: list[Run]) -> None:
     assert not worked_out(doubled, *[(aligned, rows)] * 4)[3]
     assert worked_out(lambda x, w: doubled(x.view(-1), w), *[(aligned, rows)] * 4)[3]
     assert worked_out(doubled, *[(aligned, aligned)] * 4)[3]
+
+
+@pytest.mark.parametrize("fn", [doubled, lambda x, w: doubled(x.view(-1), w)], ids=["as it is", "a view"])
+@pytest.mark.parametrize("first", ["the same", "of one storage"])
+def test_what_shares_memory_says_nothing_of_what_does_not(first: str, fn: Callable[..., Any], runs: list[Run]) -> None:
+    """Whichever comes first."""
+    others = (aligned, aligned if first == "the same" else storage[16:32].view(4, 4))
+    apart = (aligned, aligned.clone())
+    worked = worked_out(fn, others, others, others, apart, apart, apart)
+    assert not worked[5]
+    repeated, launching = Replayed(), Launching(fn)
+    for args in (apart, apart, others):
+        assert repeated(launching, args).numel() == aligned.numel()
+    assert len(repeated.captured.values()) == 1
+
+
+class SlowKey:
+    """Another thread may run wherever a dict asks for its hash, as it may anywhere on a free-threaded Python."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __hash__(self) -> int:
+        time.sleep(0)
+        return self.number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SlowKey) and other.number == self.number
+
+
+def test_eight_threads_look_up_what_the_others_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "_MOST_CALLS", 8)
+    recent, barrier = replay._Recent(), threading.Barrier(8)
+
+    def work(thread: int) -> int:
+        barrier.wait()
+        wrong = 0
+        for n in range(400):
+            key: Any = SlowKey((n * (1 + thread)) % 7)
+            if key not in recent:
+                recent[key] = key.number
+            wrong += recent.get(key) not in (None, key.number)
+        return wrong
+
+    with ThreadPoolExecutor(8) as threads:
+        assert sum(threads.map(work, range(8))) == 0
+    assert len(recent.values()) <= 8
+
+
+def test_eight_threads_replay_one_operator(runs: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each gets the result of its own call."""
+    monkeypatch.setattr(replay, "_MOST_CALLS", 8)
+    repeated, barrier = Replayed(), threading.Barrier(8)
+
+    def work(thread: int) -> None:
+        barrier.wait()
+        for n in range(300):
+            x = torch.empty(1 + (n + thread) % 11, 3)
+            launching = Launching(doubled)
+            assert repeated(launching, (x, None, 2.0, thread)).shape == x.shape
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(work, range(8)))
+    assert len(repeated.captured.values()) <= 8
 
 
 def test_captured_calls_do_not_pile_up(runs: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:

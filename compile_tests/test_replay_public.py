@@ -54,7 +54,7 @@ def saved_by(outputs: list[Tensor], tensors: list[Tensor]) -> list[Any]:
 @pytest.mark.parametrize("trained", [False, True], ids=["forward", "trained"])
 @pytest.mark.parametrize("name", REPLAYED)
 def test_a_replay_does_what_the_call_does(name: str, trained: bool, runs: list[Run], buffers: list[Tensor]) -> None:
-    op, public, replays = OPS[name], getattr(functional, name).__wrapped__, 0
+    op, public, replays = OPS[name], OPS[name].function.__wrapped__, 0
     for sample in op.samples(CPU, torch.float32):
         args, kwargs, tensors = prepare(op, sample, differentiable_inputs(op, sample) if trained else ())
         repeated = Replayed()

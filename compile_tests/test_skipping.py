@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from llmk.opcheck.calls import call, require_accurate
-from llmk.ops.linear_loss import _chunked_linear, _grouped
+from llmk.ops.linear_loss.chunked import _dynamic_rows, _linear
 from llmk.ops.loss.row_loss_short import LONGEST_SHORT
 from llmk.registry import OPS, Sample
 from llmk.registry.backends import INTERPRET
@@ -28,7 +28,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
 
     def poisoned(name: str) -> Any:
-        product = getattr(_grouped, name)
+        product = getattr(_dynamic_rows, name)
 
         def run(a: Tensor, b: Tensor, end: Tensor) -> Tensor:
             result = product(a, b, end)
@@ -39,7 +39,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return run
 
     for name in ("outputs", "input_gradient"):
-        monkeypatch.setattr(_chunked_linear, name, poisoned(name))
+        monkeypatch.setattr(_linear, name, poisoned(name))
     return seen
 
 

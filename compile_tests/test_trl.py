@@ -1,7 +1,9 @@
 """`llmk.trl.patch`: TRL's trainers give the same losses and metrics with it, and the gradients come from llmk."""
 
 import copy
+import importlib
 import math
+import warnings
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -115,7 +117,8 @@ def test_losses_and_metrics(kind: str, peft: bool, tokenizer: Any, tmp_path: Pat
     report = llmk.trl.patch(trainer)
     assert set(report.heads) == ({"model"} if peft or kind == "sft" else {"model", "ref_model"})
     want, got = logged(original), logged(trainer)
-    assert len(calls) >= 2
+    assert len(calls) == sum(count for count, _ in report.calls.values()) >= 2
+    assert report.calls["model"][1] >= 2
     assert len(want) >= 2
     assert want[0]["loss"] != 0 or want[0]["grad_norm"] != 0
     for a, b in zip(got, want, strict=True):
@@ -147,17 +150,35 @@ def test_every_output_and_unpatch(family: str):
     forward = vars(model)["forward"].__func__
     before = forward.__code__, forward.__kwdefaults__
     report = llmk.trl.patch(model)
-    assert str(report) == "model: log-probabilities and entropy by linear_logprobs"
+    words = "model: log-probabilities and entropy by linear_logprobs, called {} times, {} of them with gradients"
+    assert str(report) == words.format(0, 0)
     for m in (model, other):  # the other one is not patched, and computes the same
         got = fused(m, ids, labels)
         for name in (*ALL, "loss"):
             torch.testing.assert_close(got[0][name], want[0][name], rtol=1e-4, atol=1e-5)
         for p, q in zip(got[1], want[1], strict=True):
             torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+    assert str(report) == words.format(1, 1)
+    with torch.no_grad():
+        model(input_ids=ids, labels=labels, fused_lm_head=True)
+    assert str(report) == words.format(2, 1)
     assert vars(other)["forward"].__func__.__code__ is before[0]
     report.unpatch()
     assert (forward.__code__, forward.__kwdefaults__) == before
     assert "llmk" not in str(vars(other)["forward"].__func__.__code__.co_varnames)
+
+
+def test_compiled_in_one_graph():
+    """What counts calls does not break the graph, nor make another."""
+    model = small_model("Llama")
+    add_fused_lm_head(model)
+    report = llmk.trl.patch(model)
+    run = torch.compile(model, backend="eager", fullgraph=True)
+    ids = torch.randint(3, 101, (2, 7))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        losses = [run(input_ids=ids, labels=ids, fused_lm_head=True).loss for _ in range(3)]
+    assert losses[0] == losses[2]
+    assert report.calls == {"model": (1, 1)}
 
 
 def test_no_labels_at_all():
@@ -199,3 +220,50 @@ def test_what_it_refuses():
     ids = torch.randint(3, 101, (2, 7))
     with pytest.raises(RuntimeError, match="partitioned by ZeRO-3"):
         model(input_ids=ids, labels=ids, fused_lm_head=True)
+
+
+@pytest.mark.parametrize(
+    ("path", "instead"),
+    [
+        ("experimental.gkd.GKDTrainer", "llmk.losses.distill,"),
+        ("experimental.gold.GOLDTrainer", "llmk.losses.distill,"),
+        ("experimental.cpo.CPOTrainer", "llmk.losses.cpo,"),
+        ("experimental.orpo.ORPOTrainer", "llmk.losses.orpo,"),
+        ("trainer.distillation_trainer.DistillationTrainer", "llmk.losses.distill,"),
+        ("trainer.reward_trainer.RewardTrainer", "llmk.losses,"),
+    ],
+)
+def test_trainers_that_do_not_ask_for_the_head(path: str, instead: str, monkeypatch: pytest.MonkeyPatch):
+    """They are refused by name, also where the class they come from puts a fused head into the model."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    module, _, name = path.rpartition(".")
+    trainer = object.__new__(getattr(importlib.import_module(f"trl.{module}"), name))
+    trainer.model = small_model("Llama")
+    add_fused_lm_head(trainer.model)
+    with pytest.raises(TypeError, match=f"trainer: compute_loss of {name} does not call .*override it with {instead}"):
+        llmk.trl.patch(trainer)
+
+
+def test_overrides_that_lead_to_the_head_and_past_it(tokenizer: Any, tmp_path: Path):
+    """`super().compute_loss` leads there. What does so by name alone warns at the end of training."""
+
+    class Watched(trl.SFTTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs)
+
+    class Unled(Watched):
+        def compute_loss(self, model: Any, inputs: Any, **kwargs: Any) -> Any:
+            return model(**inputs).loss if self.args.max_steps else super().compute_loss(model, inputs, **kwargs)
+
+    for trainer_class, warns in ((Watched, False), (Unled, True)):
+        trainer = trainer_of("sft", model_of(False, tmp_path / "model"), tokenizer, tmp_path)
+        trainer.__class__ = trainer_class
+        report = llmk.trl.patch(trainer)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            trainer.train()
+        told = [str(w.message) for w in seen if "no gradient came from linear_logprobs" in str(w.message)]
+        assert len(told) == warns, told
+        assert ("called 0 times" in str(report)) == warns
+        report.unpatch()
+        assert not any("WarnIfNeverCalled" in type(c).__name__ for c in trainer.callback_handler.callbacks)

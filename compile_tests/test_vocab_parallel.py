@@ -23,9 +23,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from compile_tests.rank_slices import OwnRows, bounds
 from llmk.functional import fused_linear_ce, vocab_parallel_linear_ce
 from llmk.opcheck.calls import call, require_accurate
-from llmk.ops.linear_loss._row_loss_slices import SLICE_CPU, SLICE_KERNELS, row_loss_over
-from llmk.ops.linear_loss._vocab_shards import mesh_dim_of_classes
-from llmk.ops.loss.row_loss import CPU, KERNELS
+from llmk.ops.linear_loss.chunked._dtensors import vocab_mesh_dim
+from llmk.ops.linear_loss.kernels import KERNELS, PYTORCH
 from llmk.ops.loss.row_loss_math import Columns, Options
 from llmk.ops.loss.row_loss_short import LONGEST_SHORT
 from llmk.registry import OPS, Sample
@@ -262,14 +261,14 @@ def which_weights_stay_where_they_are(rank: int, world: int) -> None:
     def weight(mesh: Any, *placements: Any) -> DTensor:
         return DTensor.from_local(torch.randn(8, 8, device=HERE), mesh, placements)
 
-    assert mesh_dim_of_classes(x, weight(mesh, Shard(0))) == 0
-    assert mesh_dim_of_classes(x, weight(square, Replicate(), Shard(0))) == 1
-    assert mesh_dim_of_classes(x, weight(square, Shard(0), Replicate())) == 0
+    assert vocab_mesh_dim(x, weight(mesh, Shard(0))) == 0
+    assert vocab_mesh_dim(x, weight(square, Replicate(), Shard(0))) == 1
+    assert vocab_mesh_dim(x, weight(square, Shard(0), Replicate())) == 0
     for others in ([Shard(1), Shard(0)], [Shard(0), Shard(0)], [Replicate(), Replicate()], [Replicate(), Shard(1)]):
-        assert mesh_dim_of_classes(x, weight(square, *others)) is None
+        assert vocab_mesh_dim(x, weight(square, *others)) is None
     batch = DTensor.from_local(x, square, [Shard(0), Replicate()])
-    assert mesh_dim_of_classes(batch, weight(square, Replicate(), Shard(0))) is None
-    assert mesh_dim_of_classes(x, x) is None
+    assert vocab_mesh_dim(batch, weight(square, Replicate(), Shard(0))) is None
+    assert vocab_mesh_dim(x, x) is None
     target, spread = torch.zeros(3, dtype=torch.int64, device=HERE), weight(mesh, Shard(0))
     elsewhere = DTensor.from_local(target, square, [Replicate(), Replicate()])
     with pytest.raises(ValueError, match=r"target: expected .* the mesh of linear_weight"):
@@ -351,7 +350,8 @@ OPTIONS = [
 def test_slices_in_one_process(widths: list[int], options: Options, scale: float, device: torch.device) -> None:
     """Statistics of slices combined, and gradients of slices, beside those of whole rows."""
     kernels = INTERPRET or device.type == "cuda"
-    whole, slices = (KERNELS, SLICE_KERNELS) if kernels else (CPU, SLICE_CPU)
+    impl = KERNELS if kernels else PYTORCH
+    whole, slices = impl.cross_entropy, impl.vocab_parallel
     V = sum(widths)
     if options.weight is not None:
         options = options._replace(weight=torch.linspace(1.0, 37.0, V, device=device))
@@ -372,7 +372,8 @@ def test_slices_in_one_process(widths: list[int], options: Options, scale: float
     whole.gradients(grad, None, logits, target, rows.stats, gradient, options)
     for start, width in zip(starts, widths, strict=True):
         own, part = options._replace(columns=Columns(start, V)), logits[:, start : start + width].contiguous()
-        row_loss_over("", slices).gradients(grad, None, part, target, rows.stats, part, own)
+        if width:
+            whole.gradients(grad, None, part, target, rows.stats, part, own)
         torch.testing.assert_close(part, gradient[:, start : start + width])
 
 

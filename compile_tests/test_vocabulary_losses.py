@@ -9,6 +9,7 @@ from torch import Tensor
 from llmk.functional import fused_linear_ce, fused_linear_jsd, jsd, linear_logprobs, tvd
 from llmk.nn import JSDLoss, LinearCrossEntropyLoss, LinearJSDLoss, LinearLogProbs, TVDLoss
 from llmk.opcheck.calls import call, require_accurate
+from llmk.ops.loss.jsd import jsd_reference
 from llmk.registry import OPS, Sample
 
 RANDOM = torch.Generator().manual_seed(0)
@@ -147,3 +148,18 @@ def test_a_teacher_gets_no_gradient() -> None:
 def test_a_class_that_is_none() -> None:
     with pytest.raises(IndexError, match=r"target: expected class indices in \[0, 11\)"):
         linear_logprobs(X, W, T + 4)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("beta", [1e-8, 1e-4, 1 - 1e-8])
+@pytest.mark.parametrize("scale", [1.0, 20.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_divergence_of_almost_one_side(beta: float, scale: float, dtype: torch.dtype, device: torch.device) -> None:
+    """Beside M's larger part the other is less than a rounding, and all that there is of the divergence."""
+    x, y = (
+        (scale * torch.randn(4, 40, dtype=torch.float32, device=device)).log_softmax(-1).to(dtype) for _ in range(2)
+    )
+    y[0, :20] = float("-inf")
+    exact = jsd_reference(x.double(), y.double(), beta=beta)
+    torch.testing.assert_close(jsd(x, y, beta=beta).double(), exact, rtol=2e-6, atol=0.0)
+    require_accurate(OPS["jsd"], sample := Sample((x, y), {"beta": beta}), call(OPS["jsd"], sample))

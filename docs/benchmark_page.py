@@ -227,8 +227,9 @@ def _steps(results: Row) -> Iterator[str]:
     yield (
         "One step of Hugging Face models made from a configuration: forward, backward and fused AdamW on one repeated "
         "batch. The variants of a model ran in one process, from the same weights; `eager` and `compiled` are plain "
-        "transformers. Peak memory includes weights and optimizer. The first loss and the last of those kept show "
-        f"that all compute the same. Measured on {results['date']} on one {results['device']}: torch "
+        "transformers. Peak memory includes weights and optimizer. The first loss, which comes before any "
+        f"step, shows that all compute the same; later ones differ by rounding. "
+        f"Measured on {results['date']} on one {results['device']}: torch "
         f"{results['torch']}, {versions}, "
         f"{results['dtype'].removeprefix('torch.')}. Every number is in `benchmarks/results/{STEPS.name}`."
     )

@@ -23,7 +23,16 @@ html_math_renderer = "mathml"
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 3
 default_role = "code"  # docstrings write code in single backticks
-INCLUDED = ("_checks", "_benchmarks", "_steps", "_families", "_versions", "_sweep", "_graphs")  # in other pages
+INCLUDED = (
+    "_checks",
+    "_benchmarks",
+    "_steps",
+    "_families",
+    "_versions",
+    "_sweep",
+    "_first",
+    "_graphs",
+)  # in other pages
 exclude_patterns = ["_build", *(f"ops/{name}.md" for name in INCLUDED)]
 
 html_theme = "furo"

@@ -9,6 +9,7 @@ from pathlib import Path
 from benchmark_page import benchmark_of, draw_plots, overview, training_steps
 from experts_page import experts_table, ranks_table
 from family_page import family_table
+from first_actions_page import first_actions_table
 from formulas import FORMULAS
 from graph_picture import graph_picture
 from markdown_parts import fence, folded, prose
@@ -34,7 +35,12 @@ def write_pages(folder: Path) -> None:
     pages |= {"index.md": index_page(list(OPS.values())), "_checks.md": checks_table()}
     pages |= {"_benchmarks.md": overview(), "_steps.md": training_steps(), "_families.md": family_table()}
     pages |= {"_experts.md": experts_table(), "_experts_over_ranks.md": ranks_table()}
-    pages |= {"_versions.md": version_table(), "_sweep.md": sweep_tables(), "_graphs.md": graph_picture()}
+    pages |= {
+        "_versions.md": version_table(),
+        "_sweep.md": sweep_tables(),
+        "_first.md": first_actions_table(),
+        "_graphs.md": graph_picture(),
+    }
     for old in folder.glob("*.md"):
         if old.name not in pages:
             old.unlink()

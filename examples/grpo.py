@@ -1,6 +1,6 @@
 """Group relative policy optimization of a small model of Python's source, for a toy reward.
 
-    python examples/grpo.py               # under a minute on a CPU; uses a GPU if there is one
+    python examples/grpo.py               # one to two minutes on a CPU; uses a GPU if there is one
     python examples/grpo.py --steps 200 --output my_folder
 
 It trains a model of bytes for a moment, then lets it go on after prompts from the standard library, eight times each.

@@ -1,6 +1,6 @@
 """Train a small mixture of experts on Python's source, and plot how its tokens are spread over the experts.
 
-    python examples/moe.py                # under a minute on a CPU; uses a GPU if there is one
+    python examples/moe.py                # about a minute on a CPU; uses a GPU if there is one
     python examples/moe.py --steps 300 --balance 0 --output my_folder
 
 The model is that of examples/train.py with a mixture in place of each feed-forward layer: a router, and experts of
