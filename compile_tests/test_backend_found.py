@@ -44,9 +44,23 @@ def a_divergence_from_its_own_logarithms(x: Tensor) -> Tensor:
 
 def two_rotations_in_two_spellings(x: Tensor, angles: Tensor, y: Tensor, phases: Tensor) -> tuple[Tensor, Tensor]:
     """By angles of their own: they are no queries and keys."""
-    first = torch.view_as_real(torch.view_as_complex(x.reshape(2, 2, 4, -1, 2)) * angles).flatten(-2)
+    first = turned(x, angles).flatten(-2)
     neighbours = torch.stack([-y[..., 1::2], y[..., ::2]], -1).flatten(-2)
     return first, y * phases.cos() + neighbours * phases.sin()
+
+
+def turned(x: Tensor, angles: Tensor) -> Tensor:
+    return torch.view_as_real(torch.view_as_complex(x.reshape(2, 2, 4, -1, 2)) * angles)
+
+
+def a_rotation_that_leaves_twice(q: Tensor, angles: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+    first, second = turned(q, angles).flatten(-2), turned(k, angles)
+    return first, second.flatten(-2), second.flatten(-2)
+
+
+def a_rotation_beside_one_that_nobody_reads(q: Tensor, angles: Tensor, k: Tensor) -> Tensor:
+    turned(q, angles).flatten(-2)
+    return turned(k, angles).flatten(-2)
 
 
 def rotated_heads() -> list[Tensor]:
@@ -62,9 +76,27 @@ FOUND: list[tuple[Callable[..., object], Callable[[], list[Tensor]]]] = [
     (a_divergence_from_its_own_exponential, lambda: [randn(6, 13)]),
     (a_divergence_from_its_own_logarithms, lambda: [randn(6, 13)]),
     (two_rotations_in_two_spellings, rotated_heads),
+    (a_rotation_that_leaves_twice, lambda: rotated_heads()[:3]),
+    (a_rotation_beside_one_that_nobody_reads, lambda: rotated_heads()[:3]),
 ]
 
 
 @pytest.mark.parametrize("program", [(fn, args()) for fn, args in FOUND], ids=[fn.__name__ for fn, _ in FOUND])
 def test_nothing_changes(program: Program) -> None:
     require_unchanged(*program)
+
+
+def normalized(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def test_a_rotation_is_found_although_its_first_result_is_read_before_its_second_is_computed() -> None:
+    """Llama 4 normalizes what it rotated: the norm of the queries is replaced first, and stays where it stood."""
+
+    def fn(q: Tensor, angles: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        first = turned(q, angles[None]).flatten(-2)
+        second = turned(k.neg(), angles[None]).flatten(-2)
+        return normalized(first), normalized(second)
+
+    report = require_unchanged(fn, rotated_heads()[:3])
+    assert report.replaced == {"rms_norm": 2, "rope": 1}

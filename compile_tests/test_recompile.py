@@ -5,6 +5,7 @@ import torch
 from stub_driver import stub_driver
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from llmk import functional
 from llmk.opcheck.calls import call
 from llmk.registry import OPS
 from llmk.registry.backends import INTERPRET
@@ -36,3 +37,11 @@ def test_every_size_symbolic(name: str) -> None:
     fn = torch.compile(lambda *a, **k: op.overload(*a, **k), backend="aot_eager", fullgraph=True, dynamic=True)
     with stub_driver():
         call(op, op.resized(37, torch.device("cpu"), torch.bfloat16), fn=fn)
+
+
+def test_python_functions_do_not_share_their_limit_of_recompilations() -> None:
+    torch._dynamo.reset()
+    x = torch.randn(3, 4)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for fn in (functional.softmax, functional.sparsemax, functional.relu_squared):
+            torch.compile(fn, backend="eager", fullgraph=True)(x)

@@ -5,6 +5,7 @@ Gradients of the whole weight are put together from the ranks', so that the accu
 """
 
 import datetime
+import faulthandler
 import pickle
 import traceback
 from collections.abc import Callable, Iterator
@@ -312,6 +313,7 @@ def process(rank: int, world: int, folder: Path, device_type: str) -> None:
     )
     errors: dict[str, str] = {}
     for name, make in CASES.items():
+        faulthandler.dump_traceback_later(60)  # what a rank waits for, before the others give it up
         torch.manual_seed(0)
         try:
             make(rank, world)

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import numbers
+import types
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -92,9 +93,16 @@ def public_op(
                 refuse_misuse(args, kwargs)
             return overload(*args, **kwargs)
 
-        return _replaying(replayed, call)
+        return _with_own_code(name, _replaying(replayed, call))
 
     return register
+
+
+def _with_own_code(name: str, fn: Callable[P, R]) -> Callable[P, R]:
+    """The function with a code object of its own: Dynamo counts recompilations by code object, not by function."""
+    assert isinstance(fn, types.FunctionType)
+    fn.__code__ = fn.__code__.replace(co_name=name, co_qualname=name)
+    return fn
 
 
 def _replaying(replayed: Replayed | None, fn: Callable[P, R]) -> Callable[P, R]:

@@ -126,7 +126,7 @@ class _Replacing:
         taken = set(match.found.nodes)
         other = match.results[0].prev
         while other.op != "root":
-            if other not in taken:
+            if other not in taken and other in self.needed:
                 for found in find(pattern, other, match.found):
                     if other in found.nodes:
                         return Match(match.rule, found, [*match.results, other])
@@ -147,7 +147,7 @@ class _Replacing:
             )  # fmt: skip
             news = list(new) if isinstance(new, tuple | list) else [new]
             news = [emit.as_before(result, node) for result, node in zip(match.results, news, strict=True)]
-            if any(node > last for made in emit.made for node in made.all_input_nodes if node not in emit.made):
+            if not set(match.found.nodes).isdisjoint(node for made in emit.made for node in made.all_input_nodes):
                 raise Left("something that it computes on the way is one of its inputs too")
             self._require_own_memory(match, news)
             untried = self._tried(match, emit, news)
@@ -173,10 +173,25 @@ class _Replacing:
     def _require_own_memory(self, match: Match, news: list[Node]) -> None:
         """That a result shares memory with another one, or with what is taken, only where it did before."""
         for i, (old, new) in enumerate(zip(match.results, news, strict=True)):
+            if self._leaves_by_another_way(old):
+                raise Left("its result shares memory with something else that is returned")
             others = [*zip(match.results[:i], news[:i], strict=True), *((node, node) for node in match.inputs)]
             for old_other, new_other in others:
                 if storages(old).isdisjoint(storages(old_other)) and not storages(new).isdisjoint(storages(new_other)):
                     raise Left("its result would share memory that the operator's does not share")
+
+    def _leaves_by_another_way(self, result: Node) -> bool:
+        """Whether a result's memory is returned, seen through the result and through what is no view of it."""
+        returned = {
+            node for node in self.graph.output_node().all_input_nodes if not storages(node).isdisjoint(storages(result))
+        }
+        through, queue = set[Node](), [result]
+        while queue:
+            node = queue.pop()
+            if node not in through and not storages(node).isdisjoint(storages(result)):
+                through.add(node)
+                queue += node.users
+        return not returned <= through and not returned.isdisjoint(through)
 
     def _tried(self, match: Match, emit: Emit, news: list[Node]) -> str:
         """Why it could not be tried whether what was made computes the same, in words for the report.
@@ -195,9 +210,9 @@ class _Replacing:
         return ""
 
     def _place_for(self, match: Match) -> Node:
-        """The node after which the operator may stand: the last of what it takes, or what draws random numbers."""
+        """The node after which the operator stands: its first result, or later what it takes or draws."""
         random = [node for node in match.found.nodes if is_random(node)]
-        last = max([*match.inputs, *random], default=next(iter(self.graph.nodes)))
+        last = max([*match.inputs, *random, min(match.results)])
         while last.next.op == "placeholder":
             last = last.next
         return last
