@@ -25,6 +25,18 @@ def test_rows_without_a_threshold_are_nan(value: float, width: int, device: torc
     torch.testing.assert_close(y[1], torch.full((width,), 1 / width, device=device))
 
 
+@pytest.mark.parametrize("width", [4, 9000])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_the_gradient_of_a_row_without_a_threshold_is_nan(value: float, width: int, device: torch.device) -> None:
+    x = torch.zeros(2, width, device=device)
+    x[0, 1] = value
+    x.requires_grad_()
+    sparsemax(x).sum().backward()
+    assert x.grad is not None
+    assert bool(x.grad[0].isnan().all())
+    assert not x.grad[1].any()
+
+
 def test_a_place_at_the_threshold_is_zero_and_has_no_gradient(device: torch.device) -> None:
     x = torch.tensor([[1.0, 0.0, -3.0]], device=device, requires_grad=True)
     y = sparsemax(x)

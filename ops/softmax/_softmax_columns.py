@@ -50,7 +50,8 @@ def softmax_columns_backward_kernel(
     dy = tl.load(dy_ptr + n * dy_stride_n, mask=mask, other=0.0).to(tl.float32)
     y = tl.load(y_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     s, mass = sum_pair(dy * y, y, 0)  # type: ignore[misc]
-    dx = y * (dy - (s * (2.0 - mass))[None, :])
+    s += finite_rest(s, s * (1.0 - mass))  # type: ignore[misc]
+    dx = y * (dy - s[None, :])
     tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 

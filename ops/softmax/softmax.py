@@ -14,7 +14,8 @@ Backward, given dy; y is all that is kept:
     dx = y * (dy - s - s * (1 - sum(y)))
 
 The last term is zero were it not for rounding: in float16 and bfloat16 y does not sum to one. Without it a constant dy,
-whose gradient is zero, would get back what was lost there.
+whose gradient is zero, would get back what was lost there. It is added to s by itself: 2 - sum(y) would lose what is
+less than one unit of float32.
 
 A row that fits in registers is read once in either direction; _softmax_long.py has the longer ones, and
 _softmax_columns.py the softmax over an axis that is not the last one.
@@ -31,6 +32,7 @@ from torch import Tensor
 from llmk.ops.common.math import LOG2E
 from llmk.ops.common.rows import as_rows, rows_aligned
 from llmk.ops.common.sums import sum_pair
+from llmk.ops.softmax._softmax import finite_rest
 from llmk.ops.softmax._softmax_columns import columns_backward, columns_forward
 from llmk.ops.softmax._softmax_long import long_backward, long_forward
 from llmk.registry import (
@@ -85,7 +87,8 @@ def softmax_backward_kernel(
     s, mass = sum_pair(dy * y, y, 1)  # type: ignore[misc]
     if not HOLD:  # from L2: registers hold y alone
         dy = tl.load(dy_ptr, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    dx = y * (dy - (s * (2.0 - mass))[:, None])
+    s += finite_rest(s, s * (1.0 - mass))  # type: ignore[misc]
+    dx = y * (dy - s[:, None])
     tl.store(dx_ptr + rows[:, None] * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
@@ -176,7 +179,8 @@ def _(input, dim):
 def _(grad, output, dim):
     dy, y = grad.float(), output.float()
     s = (dy * y).sum(dim, keepdim=True)
-    return (y * (dy - s * (2.0 - y.sum(dim, keepdim=True)))).to(output.dtype).contiguous()
+    s = s + torch.where(s.isfinite(), s * (1.0 - y.sum(dim, keepdim=True)), torch.zeros_like(s))
+    return (y * (dy - s)).to(output.dtype).contiguous()
 
 
 @softmax_fwd.register_fake

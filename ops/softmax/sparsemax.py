@@ -16,11 +16,12 @@ more than there are places.
 
 Backward, given dy; y is all that is kept:
 
-    dx = dy - mean of dy over S        0 where y is 0
+    dx = dy - mean of dy over S        0 where y is 0, NaN where y is NaN
 
 A row that fits in registers is read once; a longer one is read once a turn, from L2.
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -43,7 +44,9 @@ def sparsemax_reference(input: Tensor, dim: int = -1) -> Tensor:
     counts = torch.arange(1, z.shape[-1] + 1, device=z.device, dtype=z.dtype)
     size = (ordered * counts > sums).sum(-1, keepdim=True)
     tau = sums.gather(-1, (size - 1).clamp(min=0)) / size
-    return torch.where(z <= tau, 0.0, z - tau).movedim(-1, dim)  # where z is tau it has no gradient
+    y = torch.where(z <= tau, 0.0, z - tau)  # where z is tau it has no gradient
+    undefined = z * tau.detach()  # a row without a threshold is NaN, and so is its gradient
+    return torch.where(tau.isnan(), undefined, y).movedim(-1, dim)
 
 
 @triton.jit
@@ -133,7 +136,7 @@ def sparsemax_backward_kernel(dy_ptr, y_ptr, dx_ptr, N, dy_stride, BLOCK_N: tl.c
         cols = start + tl.arange(0, BLOCK_N)
         y = tl.load(y_ptr + row * N + cols, mask=cols < N, other=0.0)
         dy = tl.load(dy_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-        dx = tl.where(y != 0.0, dy - mean, 0.0)
+        dx = tl.where(y == y, tl.where(y != 0.0, dy - mean, 0.0), float("nan"))
         tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
 
 
@@ -185,7 +188,7 @@ def _(input, dim):
 def _(grad, output, dim):
     dy, inside = grad.float(), output != 0
     mean = torch.where(inside, dy, 0.0).sum(dim, keepdim=True) / inside.sum(dim, keepdim=True)
-    return torch.where(inside, dy - mean, 0.0).to(output.dtype).contiguous()
+    return torch.where(inside, dy - mean, 0.0).masked_fill(output.isnan(), math.nan).to(output.dtype).contiguous()
 
 
 @sparsemax_fwd.register_fake
@@ -229,6 +232,9 @@ def sparsemax_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Samp
     yield Sample((1e-3 * randn(3, 64),), why="small values: all places")
     hidden = torch.arange(40, device=device, dtype=torch.int64) % 3 == 0
     yield Sample((randn(3, 40).masked_fill(hidden, float("-inf")),), why="some places at -inf")
+    undefined = torch.tensor([[-math.inf, -math.inf], [math.inf, 0.0], [math.nan, 0.0]], device=device, dtype=dtype)
+    yield Sample((torch.cat([undefined, randn(3, 38).sub(50.0)], 1),), why="rows with inf or NaN in them: NaN")
+    yield Sample((torch.full((2, 40), -math.inf, device=device, dtype=dtype),), why="rows of -inf alone: NaN")
     yield Sample((randn(2, 9001) / 8,), why="a row that is read several times")
 
 
