@@ -195,8 +195,8 @@ def wrong_values(got: Outcome, plain: Outcome, fn: Any, args: Sequence[Any]) -> 
         return None
     exact, near = exact_outcome(fn, args, to_float64), None
     for name in suspects:
-        if name not in exact.values:
-            return None  # no program in float64 to hold it against
+        if name not in exact.values or _real(exact.values[name]).shape != _real(plain.values[name]).shape:
+            return None  # no program in float64 to hold it against, or one that saw the bits as another dtype
         if _violation(name, got, plain, exact, []) is None:
             continue
         if near is None:

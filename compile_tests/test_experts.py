@@ -109,6 +109,23 @@ def test_what_a_limit_cuts_has_no_gradient_even_of_an_infinite_one(compiled: boo
         assert not bool(gradient.any()), gradient
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize("compiled", [False, True])
+def test_ups_that_the_limit_cut_have_no_gradient_beside_an_infinite_gate(compiled: bool, device: torch.device) -> None:
+    """SiLU of a gate of -inf is -inf times 0; what the limit cut has gradient 0 all the same."""
+    x = torch.ones(2, 4, device=device)
+    gate_up = torch.full((1, 8, 4), 2.0, device=device)
+    gate_up[0, 0] = -torch.inf
+    gate_up.requires_grad_()
+    down = torch.full((1, 4, 4), 0.5, device=device)
+    indices = torch.zeros((2, 1), device=device, dtype=torch.int64)
+    fn = torch.compile(moe_experts, fullgraph=True) if compiled else moe_experts
+    y = fn(x, gate_up, down, indices, torch.ones((2, 1), device=device), limit=1.0)
+    y.sum().backward()
+    assert gate_up.grad is not None
+    assert not bool(gate_up.grad[0, 4:].any())
+
+
 def test_load_balance_loss_is_mixtrals() -> None:
     logits = torch.randn(10, 6, requires_grad=True)
     other = logits.detach().clone().requires_grad_()

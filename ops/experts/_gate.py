@@ -123,10 +123,8 @@ def gated_rows_backward_kernel(
         gate, up = _gate_and_up(rows_ptr + row * (2 * F), bias_ptr, start, F, live, INTERLEAVED, BLOCK_F)  # type: ignore[misc]
         cols = start + tl.arange(0, BLOCK_F)
         dh = tl.load(dh_ptr + row * F + cols, mask=(cols < F) & everywhere(live, cols), other=0.0).to(tl.float32)  # type: ignore[misc]
-        dgate, dup = dh * weight, dh * weight
+        gate_within, up_within = gate <= limit, tl.abs(up) <= limit
         if LIMITED:
-            dgate = tl.where(gate <= limit, dgate, 0.0)
-            dup = tl.where(tl.abs(up) <= limit, dup, 0.0)
             gate = tl.where(gate > limit, limit, gate)
             up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
         activated, slope = activate_with_slope(alpha * gate, ACTIVATION)  # type: ignore[misc]
@@ -135,7 +133,10 @@ def gated_rows_backward_kernel(
         if hidden_ptr is not None:
             hidden = weight * (activated * up)
             tl.store(hidden_ptr + row * F + cols, hidden.to(hidden_ptr.dtype.element_ty), mask=cols < F)
-        _store_two(drows_ptr + row * (2 * F), dgate * up * slope, dup * activated, start, F, INTERLEAVED, BLOCK_F)
+        dgate, dup = dh * weight * up * slope, dh * weight * activated
+        if LIMITED:  # last: 0 times an infinite gate is NaN
+            dgate, dup = tl.where(gate_within, dgate, 0.0), tl.where(up_within, dup, 0.0)
+        _store_two(drows_ptr + row * (2 * F), dgate, dup, start, F, INTERLEAVED, BLOCK_F)
     if dweights_ptr is not None:
         dweight = tl.sum(total, axis=0)
         if extra_ptr is not None:
@@ -204,11 +205,13 @@ def gated_rows_cpu(rows: Tensor, weights: Tensor, gate: Gate) -> Tensor:
 def gated_rows_backward_cpu(dh: Tensor, rows: Tensor, weights: Tensor, gate: Gate) -> tuple[Tensor, Tensor, Tensor]:
     """float32 `hidden`, `drows` and a gradient for each row's weight."""
     g, u = split(rows, gate.interleaved)
-    dg = du = dh * weights.unsqueeze(1)
+    gate_within, up_within = g <= gate.limit, u.abs() <= gate.limit
     if gate.limit > 0:
-        dg, du = torch.where(g <= gate.limit, dg, 0.0), torch.where(u.abs() <= gate.limit, du, 0.0)
         g, u = g.clamp(max=gate.limit), u.clamp(-gate.limit, gate.limit)
     activated, slope = activation_with_slope(gate.alpha * g, gate.activation)
     activated, u = activated / gate.alpha, u + gate.up_offset
-    h = activated * u
-    return weights.unsqueeze(1) * h, _joined(dg * u * slope, du * activated, gate.interleaved), (h * dh).sum(1)
+    h, weighted = activated * u, dh * weights.unsqueeze(1)
+    dg, du = weighted * u * slope, weighted * activated
+    if gate.limit > 0:  # last: 0 times an infinite gate is NaN
+        dg, du = torch.where(gate_within, dg, 0.0), torch.where(up_within, du, 0.0)
+    return weights.unsqueeze(1) * h, _joined(dg, du, gate.interleaved), (h * dh).sum(1)
