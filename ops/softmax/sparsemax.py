@@ -44,6 +44,7 @@ def sparsemax_reference(input: Tensor, dim: int = -1) -> Tensor:
     counts = torch.arange(1, z.shape[-1] + 1, device=z.device, dtype=z.dtype)
     size = (ordered * counts > sums).sum(-1, keepdim=True)
     tau = sums.gather(-1, (size - 1).clamp(min=0)) / size
+    tau = tau.masked_fill(z.isnan().any(-1, keepdim=True), math.nan)  # wherever the device sorts NaN to
     y = torch.where(z <= tau, 0.0, z - tau)  # where z is tau it has no gradient
     undefined = z * tau.detach()  # a row without a threshold is NaN, and so is its gradient
     return torch.where(tau.isnan(), undefined, y).movedim(-1, dim)
