@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule
 
 from llmk.compiler import Report, sums
@@ -51,8 +52,16 @@ def _with_sums(gm: GraphModule, example_inputs: Any) -> Any:
     return make_boxed_func(gm.forward)
 
 
-THROUGH_AUTOGRAD = aot_autograd(fw_compiler=_with_sums, bw_compiler=_with_sums)
-"""What comes after the rewriting but Inductor: AOTAutograd's graphs, sums of products in place, run as they are."""
+THROUGH_AUTOGRAD = aot_autograd(
+    fw_compiler=_with_sums,
+    bw_compiler=_with_sums,
+    partition_fn=min_cut_rematerialization_partition,
+    keep_inference_input_mutations=True,
+)
+"""What comes after the rewriting but Inductor: AOTAutograd's graphs, sums of products in place, run as they are.
+
+Its partition and its writes to inputs are Inductor's and `aot_eager`'s.
+"""
 
 
 def results(fn: Callable[..., Any], args: Sequence[Any], change: Change = copy_with_layout) -> list[Tensor]:

@@ -63,11 +63,11 @@ def _too_long(*_: Any) -> None:
     raise TooLong(f"not done after {LIMIT} seconds")
 
 
-def check(program: Program, tally: Tally | None = None, seeds: int = 5, quick: bool = False) -> str | None:
+def check(program: Program, tally: Tally | None = None, seeds: int = 9, quick: bool = False) -> str | None:
     """In what the backend differs on a program, in words.
 
-    A difference of numbers counts where it is there for most of the inputs that are drawn: a rule that is wrong is
-    wrong for nearly all of them, and the accuracy rule knows few elements. A quick check runs the graph as the backend
+    A difference of numbers counts where it is there for three quarters of the inputs that are drawn: a rule that is
+    wrong is wrong for nearly all of them, and the accuracy rule knows few elements. A quick check runs the graph as the backend
     leaves it, in half the time, and what it finds must be there with AOTAutograd too, as it comes before Inductor.
     """
     report = Report()
@@ -84,7 +84,7 @@ def check(program: Program, tally: Tally | None = None, seeds: int = 5, quick: b
     if " is nan" not in say and " is inf" not in say and overflows(program):
         return None
     again = [_differs(program, seed, with_backend()) for seed in range(1, seeds)]
-    return say if sum(x is not None for x in again) * 2 >= len(again) else None
+    return say if sum(x is not None for x in again) * 4 >= len(again) * 3 else None
 
 
 def overflows(program: Program) -> bool:

@@ -81,6 +81,8 @@ def other_value(random: Random, name: str, kind: str, given: Any, there: list[st
         return "none" if given == "tanh" else "tanh"
     if name == "dtype":
         return random.choice((*DTYPES, None))
+    if name == "memory_format":  # any other number ends the process, in PyTorch's own tracing
+        return random.choice((torch.contiguous_format, torch.preserve_format, None))
     if isinstance(given, bool):
         return not given
     if isinstance(given, list | tuple):
@@ -160,8 +162,8 @@ def view(random: Random, program: Program) -> Program | None:
         if last >= 1:
             ways += [("transpose", x, 0, 1), ("transpose", x, last, last - 1), ("transpose", x, 0, 0)]
             ways += [("unsqueeze", x, 0), ("select", x, 0, 0)]
-        same_width = {torch.float16: torch.bfloat16, torch.bfloat16: torch.float16, torch.float32: torch.int32}
-        if value.dtype in same_width:
+        same_width = {torch.float16: torch.bfloat16, torch.bfloat16: torch.float16}
+        if value.dtype in same_width:  # no whole numbers: those are compared bit by bit, and a rounding is no fault
             ways.append(("view", x, same_width[value.dtype]))
         return random.choice(ways)
 

@@ -36,6 +36,8 @@ def _divergence_by_hand() -> Pattern:
 def _build_divergence_by_hand(emit: Emit, values: Mapping[str, Any]) -> Any:
     x, target = values["input"], values.get("target")
     if target is None:
+        if value_of(values["scores"]).dtype.itemsize < 4:
+            raise Left("its probabilities were rounded by themselves, and the operator takes them of the logarithms")
         target = emit(torch.ops.aten.log_softmax.int, values["scores"], values["axis"])
     shape = value_of(x).shape
     if value_of(target).shape != shape:
