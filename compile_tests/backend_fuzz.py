@@ -67,8 +67,9 @@ def check(program: Program, tally: Tally | None = None, seeds: int = 9, quick: b
     """In what the backend differs on a program, in words.
 
     A difference of numbers counts where it is there for three quarters of the inputs that are drawn: a rule that is
-    wrong is wrong for nearly all of them, and the accuracy rule knows few elements. A quick check runs the graph as the backend
-    leaves it, in half the time, and what it finds must be there with AOTAutograd too, as it comes before Inductor.
+    wrong is wrong for nearly all of them, and the accuracy rule knows few elements. A quick check runs the graph as the
+    backend leaves it, in half the time, and what it finds must be there with AOTAutograd too, as it comes before
+    Inductor.
     """
     report = Report()
     say = _differs(program, 0, with_backend(report, as_it_is if quick else THROUGH_AUTOGRAD))
