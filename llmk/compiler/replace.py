@@ -245,11 +245,13 @@ class _Replacing:
             raise Left("something that it reads is written in place later")
         for storage in self.written.keys() & touched:
             sharing = [node for node in self.graph.nodes if storage in storages(node)]
-            writers = [node for node in self.written[storage] if storage in taken or node in self.needed]
+            readers = [node for node in inner if not {node, *node.all_input_nodes}.isdisjoint(sharing)]
+            # What no node reads any more may still be read in the backward pass, of what a reader saved for it.
+            read_later = storage in taken or any(node.meta.get("needs_grad", False) for node in readers)
+            writers = [node for node in self.written[storage] if read_later or node in self.needed]
             if inner.issuperset([*sharing, *writers]):  # nobody else has it: what was there before is not read after
                 fine = not any(node < writer < user for writer in writers for node in sharing for user in node.users)
             else:
-                readers = [node for node in inner if not {node, *node.all_input_nodes}.isdisjoint(sharing)]
                 fine = all(writer <= last and writer < reader for writer in writers for reader in readers)
             if not fine:
                 raise Left("something that it reads is written in place")
