@@ -80,6 +80,8 @@ def check(program: Program, tally: Tally | None = None, seeds: int = 9, quick: b
         tally.last = tuple(report.replaced)
     if say is not None and quick:
         say = _differs(program, 0, with_backend())
+    if say is not None and "expected experts from" in say:
+        return None  # an index that names no expert: eager mode gives its rows to whichever expert counts them
     if say is None or seeds == 1 or not _is_of_numbers(say):
         return say
     if " is nan" not in say and " is inf" not in say and overflows(program):
