@@ -310,3 +310,11 @@ def test_unknown_operators(argument: str) -> None:
     options = {argument: "rms_norm"}
     with pytest.raises(TypeError, match=rf"{argument}: expected a list of operators, got the string 'rms_norm'"):
         llmk.compile(norm, **options)
+
+
+def test_options_that_are_not_inductors_are_named_with_what_takes_them() -> None:
+    message = r"options: expected settings of Inductor: .*drop_logits; .* are arguments of llmk\.compile"
+    with pytest.raises(ValueError, match=message):
+        llmk.compile(norm, options={"drop_logits": True})
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=message):
+        torch.compile(norm, backend="llmk", options={"drop_logits": True})(torch.randn(4, 8))

@@ -118,3 +118,11 @@ def test_a_head_too_large_is_refused(name: str) -> None:
     weights = [torch.empty(4096)] * 2 if name == "qk_norm_rope" else []
     with pytest.raises(ValueError, match="q: expected at most 2048 features in a head, got 4096"):
         OPS[name].overload(q, q, *weights, torch.empty(1, 1, 64), torch.empty(1, 1, 64))
+
+
+@pytest.mark.parametrize("shape", [(6, 16), (1, 6, 16)])
+def test_heads_after_tokens_are_named(shape: tuple[int, ...]) -> None:
+    """The fault is the layout of q, not the shape of cos."""
+    q, angles = torch.randn(2, 6, 4, 16), torch.randn(shape)
+    with pytest.raises(ValueError, match=r"^q: expected shape \[B, HQ, S, D\] with the 6 positions of cos"):
+        torch.ops.llmk.rope(q, q, angles, angles)

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -236,3 +237,9 @@ def test_wrong_sizes_are_refused() -> None:
 def test_what_a_newcomer_gets_wrong(error, message, make) -> None:
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize("sizes", [(16.0, 32), (16, 32.0), ("16", 32)])
+def test_sizes_of_feed_forward_layers_are_ints(sizes: tuple[Any, Any]) -> None:
+    with pytest.raises(TypeError, match=r"^(hidden|intermediate)_size: expected an int, got (float|str) "):
+        llmk.nn.SwiGLUMLP(*sizes)

@@ -157,3 +157,14 @@ def test_a_process_that_dies_says_where(tmp_path: Path) -> None:
     killed = "the process was killed by SIGKILL, as when memory runs out at the sample resized [(31, 5)]"
     assert results[0].message.startswith(segfault), results[0].message
     assert results[1].message.startswith(killed), results[1].message
+
+
+def test_a_file_that_does_not_parse_is_named_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "my_op.py"
+    file.write_text("import torch\n\ndef my_op(:\n")
+    with pytest.raises(SystemExit) as stopped:
+        main(["--device", "cpu", str(file)])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"opcheck: {file}, line 3: ")
+    assert error.count("\n") == 1

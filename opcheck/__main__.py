@@ -175,7 +175,10 @@ def _load(name: str) -> Any:
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except SyntaxError as error:
+            _refuse(f"{error.filename}, line {error.lineno}: {error.msg}")
         return module
     try:
         return importlib.import_module(name)

@@ -132,8 +132,16 @@ def llmk(
     gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
 ) -> Callable[..., Any]:
     """What `torch.compile(backend="llmk")` calls, with its `mode` and `options` as Inductor takes them."""
-    config = tuple(sorted(compilers.config_of(mode, options, None).items()))
-    return Backend(chosen(None, None), config, EVERYTHING)(gm, example_inputs)
+    return Backend(chosen(None, None), _config_of(mode, options, None), EVERYTHING)(gm, example_inputs)
+
+
+def _config_of(mode: str | None, options: dict[str, Any] | None, dynamic: bool | None) -> tuple[tuple[str, Any], ...]:
+    try:
+        return tuple(sorted(compilers.config_of(mode, options, dynamic).items()))
+    except RuntimeError as error:  # Inductor's, which lists its hundreds of settings
+        what = str(error).partition(", known ")[0]
+        ours = "only, without, report, drop_logits and verify are arguments of llmk.compile"
+        raise ValueError(f"options: expected settings of Inductor: {what}; {ours}") from error
 
 
 def compile(
@@ -168,10 +176,10 @@ def compile(
         What `torch.compile` returns.
 
     Raises:
-        ValueError: An operator is not one that the backend finds.
+        ValueError: An operator is not one that the backend finds, or an option is none of Inductor's.
         TypeError: `only` or `without` is a string.
     """
-    config = tuple(sorted(compilers.config_of(mode, options, dynamic).items()))
+    config = _config_of(mode, options, dynamic)
     backend = Backend(chosen(only, without), config, EVERYTHING if report is None else report, drop_logits, verify)
     return torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
 

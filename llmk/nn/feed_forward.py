@@ -1,5 +1,7 @@
 """Gated feed-forward layers."""
 
+from typing import SupportsIndex
+
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +22,9 @@ class _GatedMLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
+            if not isinstance(size, SupportsIndex):
+                raise TypeError(f"{name}: expected an int, got {type(size).__name__} {size!r}")
         self.hidden_size = hidden_size
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias, device=device, dtype=dtype)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias, device=device, dtype=dtype)
