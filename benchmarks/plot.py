@@ -155,7 +155,7 @@ def _times(op: str, rows: list[dict[str, Any]]) -> Bars:
 
 
 def _as_called(row: dict[str, Any], same: list[dict[str, Any]]) -> bool:
-    """Whether others ran as CUDA graphs and this one could not: the host's time is in its."""
+    """Return True if others ran as CUDA graphs and this one could not: the host's time is in its."""
     replayed = any("replayed_ms" in other for other in same)
     return replayed and "error" not in row and measured_ms(row) == row.get("full_ms")
 

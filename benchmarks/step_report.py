@@ -67,7 +67,7 @@ def misses(row: Row, rows: Sequence[Row]) -> list[str] | None:
 
 
 def losses_are_wrong(row: Row, rows: Sequence[Row]) -> bool:
-    """Whether the first or the last loss is not that of plain transformers, eager, where the same run has it."""
+    """Return True if the first or the last loss is not that of plain transformers, eager, where the same run has it."""
     eager = next((other for other in same_model(row, rows) if other["variant"] == "eager"), row)
     if "error" in eager or "error" in row:
         return False
@@ -95,7 +95,7 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def verdicts(rows: Sequence[Row]) -> Iterator[str]:
-    """Whether the rows that have a target meet it."""
+    """Say of each row that has a target whether it meets it."""
     for row in rows:
         missed = misses(row, rows)
         if missed is not None:

@@ -134,7 +134,7 @@ def peers(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def judge(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Verdict | None:
-    """Whether a row of llmk reaches its target; None where there is no target.
+    """The verdict on a row of llmk; None where there is no target.
 
     Args:
         row: One of llmk's, as `benchmarks.run` writes it.

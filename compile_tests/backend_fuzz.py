@@ -91,7 +91,7 @@ def check(program: Program, tally: Tally | None = None, seeds: int = 9, quick: b
 
 
 def overflows(program: Program) -> bool:
-    """Whether eager mode leaves a dtype's range on the way, so that its error is no baseline."""
+    """Return True if eager mode leaves a dtype's range on the way, so that its error is no baseline."""
     plain = program.values()
     with InFloat64():
         exact = program.values(to_float64)

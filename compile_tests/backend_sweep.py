@@ -62,7 +62,7 @@ def counted(run: Callable[[], Any]) -> Counter[str]:
 
 
 def has_gate(module: nn.Module) -> bool:
-    """Whether it is a feed-forward layer with a gate, or all experts of a layer."""
+    """Return True if it is a feed-forward layer with a gate, or all experts of a layer."""
     names = {name for name, _ in (*module.named_children(), *module.named_parameters(recurse=False))}
     return {"gate_proj", "up_proj"} <= names or "gate_up_proj" in names or {"w1", "w2", "w3"} <= names
 

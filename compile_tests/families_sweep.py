@@ -183,7 +183,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def further_away(got: Outcome, want: Outcome, exact: Outcome) -> bool:
-    """Whether the patched model is further from float64 than the unpatched, by more than rounding elsewhere does."""
+    """True if the patched model is further from float64 than the unpatched, by more than rounding elsewhere does."""
     pairs = [(got[0], want[0], exact[0]), (got[1], want[1], exact[1])]
     pairs += [(got[2][n], want[2][n], exact[2][n]) for n in got[2].keys() & want[2].keys() & exact[2].keys()]
     largest = max(float(g.abs().max()) for g in exact[2].values())

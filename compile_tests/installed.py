@@ -35,7 +35,7 @@ def environment_with(file: Path, folder: Path) -> Path:
 
 
 def runs(python: Path, folder: Path, *arguments: str) -> bool:
-    """Whether a command works in `folder`, where nothing of the checkout is to be found; what it wrote if not."""
+    """Return whether a command works in `folder`, outside the checkout, and what it wrote if not."""
     command = [str(python), "-W", "ignore", *arguments]
     done = subprocess.run(
         command, cwd=folder, env=away_from_the_checkout(), capture_output=True, text=True, check=False

@@ -55,7 +55,7 @@ def commit() -> str:
 
 
 def run_check(python: Path, name: str) -> dict[str, object]:
-    """Whether the check passed, the last line of what it wrote, its seconds, and the commit that it was of."""
+    """Return whether the check passed, the last line that it wrote, its seconds and its commit."""
     settings = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "TORCH"))}
     settings |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     command = [python, "-W", "ignore", "-m", "compile_tests.matrix_checks", name]

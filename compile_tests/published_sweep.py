@@ -204,7 +204,7 @@ MODELS = {
 
 
 def is_norm(owner: Any) -> bool:
-    """Whether it is called a norm, and does nothing else, such as a shift by a condition."""
+    """Return True if it is called a norm, and does nothing else, such as a shift by a condition."""
     name = type(owner).__name__
     return isinstance(owner, nn.Module) and name.endswith("Norm") and not name.startswith(("Ada", "PreNorm"))
 

@@ -33,7 +33,7 @@ def is_number(node: ast.expr) -> bool:
 
 
 def leaves_open(node: ast.AST) -> bool:
-    """Whether a call makes a tensor whose dtype or device is the default one."""
+    """Return True if a call makes a tensor whose dtype or device is the default one."""
     match node:
         case ast.Call(ast.Attribute(ast.Name("torch"), "where"), [_, a, b]):
             return is_number(a) and is_number(b)

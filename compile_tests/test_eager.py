@@ -38,7 +38,7 @@ class Seeing(TorchFunctionMode):
 
 @pytest.fixture
 def dispatched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each call of `rms_norm` came to its checks through the dispatcher."""
+    """Return True if each call of `rms_norm` came to its checks through the dispatcher."""
     calls: list[bool] = []
     call_operator = type(torch.ops.llmk.rms_norm.default).__call__.__code__
 

@@ -25,7 +25,7 @@ def _on_device(device: torch.device):
 
 
 def plain_classes(model: nn.Module) -> bool:
-    """Whether every module has its own class, found by its name."""
+    """Return True if every module has its own class, found by its name."""
     return all(getattr(__import__(c.__module__, fromlist="_"), c.__name__) is c for c in map(type, model.modules()))
 
 

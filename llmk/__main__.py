@@ -34,7 +34,7 @@ def try_call(device: str, compiled: bool) -> None:
 
 
 def outcome(works: str, call: Callable[[], None]) -> tuple[bool, str]:
-    """Whether a call runs, and what to say."""
+    """Return whether a call runs, and what to say."""
     try:
         call()
     except Exception as error:  # whatever is missing on this machine

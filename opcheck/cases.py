@@ -322,7 +322,7 @@ class _Making:
 
 
 def _is_ordered(flat: Tensor) -> bool:
-    """Whether numbers never fall, or are each number below their count once."""
+    """Return True if numbers never fall, or are each number below their count once."""
     if flat.dtype == torch.bool:
         return False
     return bool((flat.diff() >= 0).all()) or torch.equal(flat.sort().values.long(), torch.arange(

@@ -16,10 +16,10 @@ from llmk.opcheck.truth import Truth, to_float64
 from llmk.registry import Op, Sample
 
 STEP = 2.0**-20
-"""Of an element's own size: the third order and a rounding of float64 both lose less than 1e-9 of it."""
+"""The step relative to an element: its third order and a rounding of float64 both lose less than 1e-9 of it."""
 AGREES = 1e-3
 LARGEST = 1e6
-"""Of the numbers with which float64 has digits left for differences."""
+"""The largest magnitude at which float64 has digits left for differences."""
 
 
 class _Constants(TorchFunctionMode):

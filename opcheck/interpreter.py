@@ -33,7 +33,7 @@ class OutOfBounds(BrokenPromise):
 
 @dataclass
 class Watch:
-    """What is to be watched for besides addresses, and what was seen."""
+    """The accesses to watch for besides addresses, and those that were seen."""
 
     reorder: bool = False
     launches: int = 0
@@ -58,7 +58,7 @@ class _Argument:
         self.has_gaps = self.span > 0 and self.span != int(np.prod([n for _, n in self.axes], initial=1))
 
     def holds(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """Whether the bytes from `first` to `last`, counted from the tensor's first, belong to its elements."""
+        """Return where the bytes from `first` to `last`, counted from the tensor's first, belong to its elements."""
         inside = (first >= 0) & (last < self.span * self.size)
         if not self.has_gaps or not inside.any():
             return inside

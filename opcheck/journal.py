@@ -1,4 +1,4 @@
-"""What a process of checks has done and is doing, in a file that outlives it."""
+"""A file in which a process of checks says what it has done and is doing; it outlives the process."""
 
 import json
 from collections.abc import Iterator

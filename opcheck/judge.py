@@ -143,7 +143,7 @@ def _floating(truth: Truth, outcome: Outcome) -> Iterator[tuple[int, str, Tensor
 
 
 def _overflowed(outcome: Outcome, truth: Truth) -> bool:
-    """Whether an output does not hold what is right: gradients that are made from it need not be right then."""
+    """Return True if an output does not hold what is right: gradients that are made from it need not be right then."""
     return any(
         exact is not None and bool((exact.isfinite() & (exact.abs() > torch.finfo(output.dtype).max)).any())
         for output, exact in zip(outcome.outputs, truth.exact, strict=False)

@@ -69,7 +69,7 @@ def _is_bounded(test: ast.expr, loop: ast.While) -> bool:
 
 
 def _counts(counter: ast.expr, kind: type, bound: ast.expr, loop: ast.While) -> bool:
-    """Whether `counter` goes to `bound` in every turn, and nothing moves the bound."""
+    """Return True if `counter` goes to `bound` in every turn, and nothing moves the bound."""
     if not isinstance(counter, ast.Name):
         return False
     changed = _assignments(loop)
@@ -112,7 +112,7 @@ def _assignments(loop: ast.While) -> dict[str, list[ast.expr]]:
 
 
 def _goes(value: ast.expr, counter: str, kind: type, bound: ast.expr) -> bool:
-    """Whether a counter's new value is a step nearer to the bound, or a number that ends the loop."""
+    """Return True if a counter's new value is a step nearer to the bound, or a number that ends the loop."""
     direction, holds = _COMPARE[kind]
     if isinstance(value, ast.Call) and ast.unparse(value.func) in ("tl.where", "where") and len(value.args) == 3:
         return all(_goes(part, counter, kind, bound) for part in value.args[1:])
@@ -150,7 +150,7 @@ def kernels_of(functions: Iterable[Callable[..., Any]]) -> list[Any]:
 
 
 def is_kernel(value: Any) -> bool:
-    """Whether a value is what `triton.jit` makes: a class of Triton's own around a function."""
+    """Return True if a value is what `triton.jit` makes: a class of Triton's own around a function."""
     return isinstance(value, triton.KernelInterface) and inspect.isfunction(getattr(value, "fn", None))
 
 
@@ -184,7 +184,7 @@ def _contents(cell: Any) -> Iterator[Any]:
 
 
 def _belongs(value: Any) -> bool:
-    """Whether to look into it: what PyTorch, Triton and Python themselves have calls no kernel of an operator."""
+    """Return True if it may call an operator's kernel, which PyTorch, Triton and Python themselves do not."""
     if isinstance(value, dict | list | tuple) or is_kernel(value):
         return True
     home = getattr(value, "__module__", None) or ""

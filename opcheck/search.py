@@ -91,7 +91,7 @@ def search(
 
 
 def _differs_by_intent(op: Op, cases: Cases, finding: Finding) -> bool:
-    """Whether the samples show it too: such as the row of a table that has no gradient."""
+    """Return True if the samples show it too: such as the row of a table that has no gradient."""
     for place, sample in enumerate(cases.samples):
         outcome = call(op, sample)
         truth = truth_of(op, sample, outcome, incoming_gradients)

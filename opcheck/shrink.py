@@ -103,7 +103,7 @@ def _simpler(value: Tensor) -> Iterator[Tensor]:
 
 
 def _within(simpler: Tensor, value: Tensor) -> bool:
-    """Whether numbers stay between those that were there and 0: what is negative may have to be."""
+    """Return True if numbers stay between those that were there and 0: what is negative may have to be."""
     low, high = value.detach().min().clamp(max=0), value.detach().max().clamp(min=0)
     return bool(((simpler >= low) & (simpler <= high) | simpler.isnan()).all())
 

@@ -34,7 +34,7 @@ def use_kernels_on_cpu() -> Iterator[None]:
 
 
 def runs_kernels(name: str, tensor: Tensor) -> bool:
-    """Whether kernels compute what is asked for the device of this tensor, else plain PyTorch."""
+    """Return True if kernels compute what is asked for the device of this tensor, else plain PyTorch."""
     if not tensor.is_cuda and not tensor.is_cpu:
         raise NotImplementedError(f"llmk::{name} runs on cpu and cuda devices, got {tensor.device}")
     return tensor.is_cuda or _switch.kernels_on_cpu

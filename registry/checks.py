@@ -58,7 +58,7 @@ def check_finite(name: str, value: float) -> None:
 
 
 def check_switch(name: str, value: float) -> None:
-    """Of a number where 0 means that it is not used."""
+    """Check a number of which 0 means that it is not used."""
     if value != 0.0:
         check_number(name, value, TINY, LARGEST, "0 (off) or a finite positive number")
 

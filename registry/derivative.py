@@ -115,7 +115,7 @@ class Derivative:
 
 
 class _Context:
-    """What a formula and its `setup_context` use of autograd's own."""
+    """The part of autograd's context that a formula and its `setup_context` use."""
 
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad

@@ -46,12 +46,12 @@ def kernel_context(device: torch.device) -> Iterator[None]:
 
 
 def launches_directly(tensor: torch.Tensor) -> bool:
-    """Whether kernels are launched for it as things are: on the current GPU, without autocast."""
+    """Return True if kernels are launched for it as things are: on the current GPU, without autocast."""
     return tensor.is_cuda and tensor.get_device() == current_device() and not torch.is_autocast_enabled("cuda")
 
 
 def needs_context(tensor: torch.Tensor) -> bool:
-    """Whether `kernel_context` would change anything; entering it costs microseconds."""
+    """Return True if `kernel_context` would change anything; entering it costs microseconds."""
     return not launches_directly(tensor) if tensor.is_cuda else torch.is_autocast_enabled(tensor.device.type)
 
 
@@ -65,7 +65,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def counts_rows_itself(device: torch.device) -> bool:
-    """Whether `torch.nn.functional.grouped_mm` takes the numbers of rows from this GPU's memory, in bfloat16.
+    """Return True if `torch.nn.functional.grouped_mm` takes the numbers of rows from this GPU's memory, in bfloat16.
 
     PyTorch has a kernel for compute capabilities 9 and 10; for others it waits until it can read the numbers.
     """
@@ -75,7 +75,7 @@ def counts_rows_itself(device: torch.device) -> bool:
 
 
 def most_warps() -> int:
-    """Of one thread block, which has room for 1024 threads."""
+    """The most warps of one thread block, which has room for 1024 threads."""
     return 1024 // _warps.size
 
 

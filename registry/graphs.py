@@ -1,4 +1,4 @@
-"""What a compiled graph holds of a kernel op, and what it keeps for the backward pass."""
+"""The form that a kernel op has in a compiled graph, and what the graph keeps for the backward pass."""
 
 import contextlib
 from collections.abc import Iterator, Mapping

@@ -256,7 +256,7 @@ class KernelOp:
         return self._decomposition or self._cpu if self._is_decomposed(args) else self.fn
 
     def _is_decomposed(self, args: tuple[Any, ...]) -> bool:
-        """Whether a compiler traces that is to see plain PyTorch."""
+        """Return True if a compiler traces that is to see plain PyTorch."""
         if not traced_by_compiler():
             return False
         forced = forced_form(self.name)

@@ -1,4 +1,4 @@
-"""What plain PyTorch computes the same as an operator, as patterns over the nodes of a graph of ATen's operators.
+"""Patterns over the nodes of a graph of ATen's operators, which find what an operator of llmk computes.
 
 A pattern is written as the computation itself: `Call("mul", X, Call("sigmoid", X))`. What it finds is by structure:
 names of ATen's operators without their overloads, arguments by the schema, sums and products in either order. Shapes
@@ -104,7 +104,7 @@ def cast_of(node: Any) -> Node | None:
 
 
 def is_narrowing(node: Node) -> bool:
-    """Whether a cast rounds."""
+    """Return True if a cast rounds."""
     source = cast_of(node)
     return source is not None and value_of(source).dtype.itemsize > value_of(node).dtype.itemsize
 
@@ -142,7 +142,7 @@ class Found:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Of numbers: within what float32 tells apart."""
+    """Return True if two numbers are equal in float32."""
     if isinstance(a, bool) or isinstance(b, bool) or not isinstance(a, int | float) or not isinstance(b, int | float):
         return type(a) is type(b) and not isinstance(a, Node) and a == b
     return math.isclose(a, b, rel_tol=1e-6)
@@ -461,7 +461,7 @@ class Emit(Protocol):
         """A node for the call's result, or one for each of several; arguments are nodes and constants."""
 
     def are_same(self, a: Node, b: Node) -> bool:
-        """Whether two nodes are known to have equal values."""
+        """Return True if two nodes are known to have equal values."""
         ...
 
 

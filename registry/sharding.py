@@ -77,7 +77,7 @@ def register_rule(overload: Any, rule: Rule) -> None:
 
 
 def is_sharded(*tensors: torch.Tensor) -> bool:
-    """Whether one of them is a DTensor."""
+    """Return True if one of them is a DTensor."""
     if not torch.distributed.is_available():
         return False
     from torch.distributed.tensor import DTensor

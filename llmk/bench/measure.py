@@ -71,7 +71,7 @@ def release(timer: Timer) -> None:
 
 
 def _warm_up(way: Way, row: Row, timer: Timer) -> bool:
-    """Whether the way runs, everything compiled; its peak memory."""
+    """Return True if the way runs, everything compiled; its peak memory."""
     try:
         for call in (way.forward, way.full or way.forward):
             for _ in range(2):

@@ -97,7 +97,7 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def hides_the_future(mask: Node, query: Tensor, key: Tensor) -> bool:
-    """Whether a mask hides all that comes after a token and nothing else: False if it hides nothing.
+    """Return True if a mask hides all that comes after a token and nothing else: False if it hides nothing.
 
     Raises:
         Left: It may hide anything else.
@@ -153,7 +153,7 @@ def as_heads(emit: Emit, values: Mapping[str, Any], name: str) -> Node:
 
 
 def may_share(query: Tensor, value: Tensor) -> bool:
-    """Whether the flash kernels take these: the one for float32 on a GPU wants its heads repeated."""
+    """Return True if the flash kernels take these: the one for float32 on a GPU wants its heads repeated."""
     narrow = query.dtype in (torch.float16, torch.bfloat16) or query.device.type == "cpu"
     width = query.shape[-1]
     return narrow and isinstance(width, int) and width <= 256 and same(width, value.shape[-1])

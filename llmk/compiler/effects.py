@@ -106,7 +106,7 @@ def _is_read_after(writer: Node, places: set[int], readers: Collection[Node], or
 
 
 def _has_effect(node: Node) -> bool:
-    """Whether it must stay whoever reads it: it is known not to only where it is ATen's or llmk's, or a number's."""
+    """True if it must stay whoever reads it: it is known not to only where it is ATen's or llmk's, or a number's."""
     if node.op != "call_function":
         return node.op != "get_attr"
     name = name_of(node)
@@ -188,7 +188,7 @@ def _is_fake(value: Any) -> TypeGuard[Tensor]:
 
 
 def _writes_unseen(node: Node) -> bool:
-    """Whether it may write where Dynamo's fake tensors do not count it."""
+    """Return True if it may write where Dynamo's fake tensors do not count it."""
     name = str(getattr(node.target, "__name__", node.target))
     if is_higher_order(node.target):
         return "triton" in name or "mutat" in name or "functionalized" in name

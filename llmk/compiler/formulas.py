@@ -42,7 +42,7 @@ class Line:
         return all(same(step, 0) for step in self.steps)
 
     def fits(self, dtype: torch.dtype, shape: Sequence[Any]) -> bool:
-        """Whether the dtype has each of the numbers, as integers wrap around. A symbolic size is at most MANY."""
+        """True if the dtype has each of the numbers, as integers wrap around. A symbolic size is at most MANY."""
         if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
             return False
         limits, known = torch.iinfo(dtype), isinstance(self.start, int)
@@ -54,7 +54,7 @@ class Line:
         return limits.min <= low and high <= limits.max
 
     def at_least_zero(self, shape: Sequence[Any]) -> bool:
-        """Whether it is known not to be negative anywhere."""
+        """Return True if it is known not to be negative anywhere."""
         if not all(isinstance(step, int) for step in self.steps):
             return False
         falls = [step * (size - 1) for step, size in zip(self.steps, shape, strict=True) if step < 0]

@@ -181,7 +181,7 @@ class _Replacing:
                     raise Left("its result would share memory that the operator's does not share")
 
     def _leaves_by_another_way(self, result: Node) -> bool:
-        """Whether a result's memory is returned, seen through the result and through what is no view of it."""
+        """Return True if a result's memory is returned, seen through the result and through what is no view of it."""
         returned = {
             node for node in self.graph.output_node().all_input_nodes if not storages(node).isdisjoint(storages(result))
         }
@@ -294,5 +294,5 @@ def main_module(match: Match) -> str:
 
 
 def is_cheap(node: Node) -> bool:
-    """Whether it costs nothing to have besides: a view, a cast, a part of a tuple."""
+    """Return True if it costs nothing to have besides: a view, a cast, a part of a tuple."""
     return cast_of(node) is not None or is_view(node)

@@ -91,7 +91,7 @@ def why_it_stays(node: Node) -> str | None:
 
 
 def _is_setting(node: Node) -> bool:
-    """Whether it takes and gives no tensor and no number: then it is there for what it does."""
+    """Return True if it takes and gives no tensor and no number: then it is there for what it does."""
     if node.op != "call_function" or is_operator(node.target):
         return False
     return not any(isinstance(x, SIMPLE) for given in (node, *node.all_input_nodes) for x in _values_of(given))
@@ -107,14 +107,14 @@ def _not_followed(node: Node) -> str | None:
 
 
 def _is_opaque(node: Node) -> bool:
-    """Whether there is more in it than its operations: graphs of its own, or an `autograd.Function`."""
+    """Return True if there is more in it than its operations: graphs of its own, or an `autograd.Function`."""
     if node.op != "call_function":
         return False
     return is_higher_order(node.target) or (not is_operator(node.target) and _has_own_gradient(node))
 
 
 def _has_own_gradient(node: Node) -> bool:
-    """Whether Python says what the gradient is, as in a function that `torch.compiler.allow_in_graph` has allowed."""
+    """True if Python says what the gradient is, as in a function that `torch.compiler.allow_in_graph` has allowed."""
     known = {x.grad_fn for given in node.all_input_nodes for x in _values_of(given) if isinstance(x, Tensor)} | {None}
     found = {x.grad_fn for x in _values_of(node) if isinstance(x, Tensor)}
     while found - known:
@@ -133,5 +133,5 @@ def _values_of(node: Node) -> Sequence[Any]:
 
 
 def _is_part(node: Node) -> bool:
-    """Whether it is one of the results of a node that stays."""
+    """Return True if it is one of the results of a node that stays."""
     return node.target is operator.getitem and isinstance(node.args[0], Node) and _stays(node.args[0])

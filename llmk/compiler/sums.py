@@ -63,7 +63,7 @@ def products_of(node: Node) -> list[Node]:
 
 
 def _alike(a: Node, b: Node) -> bool:
-    """Whether they have the same dtype and shape, for any sizes."""
+    """Return True if they have the same dtype and shape, for any sizes."""
     x, y = value_of(a), value_of(b)
     return x.dtype == y.dtype and x.dim() == y.dim() and all(map(same, x.shape, y.shape))
 
@@ -78,7 +78,7 @@ def _without_views(node: Node, reader: Node) -> Node | None:
 
 
 def is_pointwise(node: Node) -> bool:
-    """Whether Inductor computes it, or all that reads the view that it is, element by element."""
+    """Return True if Inductor computes it, or all that reads the view that it is, element by element."""
     if name_of(node) in VIEWS:
         return all(map(is_pointwise, node.users))
     return isinstance(node.target, OVERLOAD) and torch.Tag.pointwise in node.target.tags

@@ -302,7 +302,7 @@ def _arguments(node: Node) -> Sequence[Any]:
 
 
 def _has_no_sizes(node: Node) -> bool:
-    """Whether the numbers among its arguments are no sizes, but axes, indices or factors."""
+    """Return True if the numbers among its arguments are no sizes, but axes, indices or factors."""
     if not isinstance(node.target, OVERLOAD):
         return True
     value = value_of(node)

@@ -42,7 +42,7 @@ what a function of a module does."""
 
 
 def is_packed(module: nn.Module) -> bool:
-    """Whether it is a mixture's experts in packed weights."""
+    """Return True if it is a mixture's experts in packed weights."""
     return hasattr(type(module), GATE) and hasattr(module, "is_transposed")
 
 

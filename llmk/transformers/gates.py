@@ -41,7 +41,7 @@ class Activation(NamedTuple):
     state: tuple[tuple[str, Any], ...] = ()
 
     def is_still(self, act: Any) -> bool:
-        """Whether `act` is what was tried, and not another one that took its place."""
+        """Return True if `act` is what was tried, and not another one that took its place."""
         if isinstance(act, nn.Module):
             return type(act) is self.what and all(getattr(act, name, None) == value for name, value in self.state)
         return act is self.what
@@ -257,12 +257,12 @@ def _name(node: ast.expr) -> str | None:
 
 
 def _is_given(node: ast.expr) -> bool:
-    """Whether it is a constant or an attribute, such as a learned factor, and no result."""
+    """Return True if it is a constant or an attribute, such as a learned factor, and no result."""
     return isinstance(node, ast.Constant | ast.Attribute)
 
 
 def _is_factor(name: str, statements: list[ast.stmt]) -> bool:
-    """Whether one of the statements, and none inside another, has `name` as a factor."""
+    """Return True if one of the statements, and none inside another, has `name` as a factor."""
     simple = [s for s in statements if isinstance(s, ast.Assign | ast.Return | ast.Expr)]
     nodes = [node for statement in simple for node in ast.walk(statement) if isinstance(node, ast.BinOp)]
     return any(isinstance(n.op, ast.Mult) and name in (_name(n.left), _name(n.right)) for n in nodes)

@@ -104,7 +104,7 @@ def inner_edits(model: nn.Module, path: str) -> dict[str, Inner]:
 
 
 def _returns_call(source: Source, next: str) -> bool:
-    """Whether `self.NEXT(x)` is called once, and its result returned as it is."""
+    """Return True if `self.NEXT(x)` is called once, and its result returned as it is."""
     calls = [node for node in ast.walk(source.definition) if method_called(node) == next]
     if len(calls) != 1 or not takes_one(calls[0]):
         return False
@@ -123,7 +123,7 @@ def _returns_call(source: Source, next: str) -> bool:
 
 
 def takes_one(call: ast.AST) -> bool:
-    """Whether it is a call with one argument."""
+    """Return True if it is a call with one argument."""
     match call:
         case ast.Call(args=[argument], keywords=[]):
             return not isinstance(argument, ast.Starred)
@@ -139,7 +139,7 @@ def head_at(model: nn.Module, path: str) -> Any:
 
 
 def leads_inside(model: nn.Module, path: str) -> bool:
-    """Whether the modules on the way are those that were changed, with nobody looking at what they return."""
+    """Return True if the modules on the way are those that were changed, with nobody looking at what they return."""
     module: Any = model
     for name in path.split(".")[:-1]:
         module = getattr(module, name, None)

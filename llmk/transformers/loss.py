@@ -120,7 +120,7 @@ def shown(logits: Tensor | None) -> Tensor | None:
 
 
 def fuses_loss(model: nn.Module, path: str) -> bool:
-    """Whether the loss can be had from the projection: not where an adapter adds to logits, or a hook looks at them.
+    """True if the loss can be had from the projection: not where an adapter adds to logits, or a hook looks at them.
 
     Hooks that bring the weights (FSDP, tensor parallelism, ZeRO-3) are for the loss as well.
     """

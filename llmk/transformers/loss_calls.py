@@ -98,7 +98,7 @@ def _made_of(definition: ast.FunctionDef, call: ast.AST) -> set[str]:
 
 
 def _holds(value: ast.AST, call: ast.AST, names: set[str]) -> bool:
-    """Whether it is made of the logits, and not by comparing them with labels."""
+    """Return True if it is made of the logits, and not by comparing them with labels."""
     return (bool(_names(value) & names) or any(n is call for n in ast.walk(value))) and "labels" not in _names(value)
 
 
@@ -130,7 +130,7 @@ def _only_ignores(keywords: list[ast.keyword]) -> bool:
 
 
 def is_plain(criterion: object) -> bool:
-    """Whether it is a mean cross entropy without weights or smoothing."""
+    """Return True if it is a mean cross entropy without weights or smoothing."""
     return type(criterion) is nn.CrossEntropyLoss and (
         criterion.weight is None and criterion.reduction == "mean" and criterion.label_smoothing == 0
     )

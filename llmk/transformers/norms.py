@@ -54,7 +54,7 @@ class Norm(Change):
 
     @property
     def adds(self) -> bool:
-        """Whether its forward takes a residual too, and returns their sum beside the norm of it."""
+        """Return True if its forward takes a residual too, and returns their sum beside the norm of it."""
         return self.form.op == "rms_norm"
 
     def methods(self, base: type) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class _Trial:
         return product(DTYPES, DTYPES if self.parameters else (None,))
 
     def keeps_dtypes(self, form: NormForm, of_input: torch.dtype, of_weight: torch.dtype | None) -> bool:
-        """Whether the operator gives the module's dtype too, and its values within the dtype's rounding."""
+        """Return True if the operator gives the module's dtype too, and its values within the dtype's rounding."""
         with torch.no_grad():
             input = self.input.to(of_input)
             parameters = {name: p.to(of_weight) for name, p in self.parameters.items()}
@@ -174,12 +174,12 @@ def _signature(forward: Any) -> list[Any]:
 
 
 def _takes_one_input(module: nn.Module) -> bool:
-    """Whether `forward` has one argument: one that has more may use them."""
+    """Return True if `forward` has one argument: one that has more may use them."""
     parameters = _signature(type(module).forward)
     return [p.kind for p in parameters] == [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 2  # self too
 
 
 def _one_axis(parameters: dict[str, Any]) -> bool:
-    """Whether there are parameters, all of one and the same axis."""
+    """Return True if there are parameters, all of one and the same axis."""
     shapes = {tuple(p.shape) for p in parameters.values()}
     return len(shapes) == 1 and all(len(shape) == 1 and shape[0] > 1 for shape in shapes)

@@ -50,7 +50,7 @@ def rows_of_all_scales(width: int) -> Tensor:
 
 
 def agree(a: Tensor, b: Tensor, tolerance: float = AGREEMENT) -> bool:
-    """Whether every row (of the last axis) of a is that of b, within what the row's largest value may lose."""
+    """Return True if every row (of the last axis) of a is that of b, within what the row's largest value may lose."""
     if a.shape != b.shape:
         return False
     a, b = a.detach().double(), b.detach().double()

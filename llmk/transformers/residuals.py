@@ -38,7 +38,7 @@ def add_norm(norm: nn.Module, a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether somebody looks at, or changes, what goes into `module` or comes out of it."""
+    """Return True if somebody looks at, or changes, what goes into `module` or comes out of it."""
     return has_hooks(module) or "forward" in module.__dict__
 
 

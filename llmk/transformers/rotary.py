@@ -101,7 +101,7 @@ class _Calls(ast.NodeTransformer):
 
 
 def is_plain(node: ast.Call) -> bool:
-    """Whether it is a call of a name with four arguments."""
+    """Return True if it is a call of a name with four arguments."""
     return isinstance(node.func, ast.Name) and len(node.args) == 4 and not node.keywords
 
 

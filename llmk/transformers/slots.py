@@ -17,7 +17,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _alike(*tensors: Tensor) -> bool:
-    """Whether they are of one dtype, and one that the operators take."""
+    """Return True if they are of one dtype, and one that the operators take."""
     return tensors[0].dtype in DTYPES and all(t.dtype == tensors[0].dtype for t in tensors)
 
 

@@ -19,7 +19,7 @@ INSTEAD = {
 
 
 def asks_for_fused_head(trainer: type) -> bool:
-    """Whether `compute_loss`, or a method of the class that it calls, asks the model for the fused head."""
+    """Return True if `compute_loss`, or a method of the class that it calls, asks the model for the fused head."""
     seen, ahead = {"compute_loss"}, ["compute_loss"]
     while ahead:
         for code in _codes(trainer, ahead.pop()):

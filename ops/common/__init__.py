@@ -1,1 +1,1 @@
-"""What three families or more share."""
+"""Functions that three families of operators or more share."""

@@ -31,7 +31,7 @@ def as_long_rows(*tensors: Tensor) -> list[Tensor]:
 
 
 def aligned(*numbers: int | torch.SymInt | None) -> bool:
-    """Whether sizes, strides and offsets, of which None is none, are what Triton takes for aligned: multiples of 16.
+    """True if sizes, strides and offsets, of which None is none, are what Triton takes for aligned: multiples of 16.
 
     Then it knows that rows can be read 16 bytes at a time. What is not aligned takes an address for each element, and
     so several times the registers.
@@ -45,12 +45,12 @@ def byte_offset(x: Tensor) -> int | torch.SymInt:
 
 
 def rows_aligned(*rows: Tensor | None) -> bool:
-    """Whether every row of `[M, N]` is aligned."""
+    """Return True if every row of `[M, N]` is aligned."""
     return all(aligned(byte_offset(x), x.stride(0), x.shape[-1]) for x in rows if x is not None)
 
 
 def matrices_aligned(x: Tensor) -> bool:
-    """Whether PyTorch's grouped products take `[M, N]` or `[E, M, N]` as it is.
+    """Return True if PyTorch's grouped products take `[M, N]` or `[E, M, N]` as it is.
 
     They want rows, or else columns, side by side in memory and not on top of each other, and each of them and each
     matrix to begin at a multiple of 16 bytes.

@@ -99,7 +99,7 @@ class _Matrices(Pattern):
 
 
 def _counts(node: Any) -> bool:
-    """Whether it is 0, 1, 2, ..."""
+    """Return True if it is 0, 1, 2, ..."""
     if name_of(node) != "arange" or value_of(node).dtype not in WHOLE:
         return False
     given = arguments(node, "start", "end", "step", "dtype", "layout", "device", "pin_memory")

@@ -144,7 +144,7 @@ def _moe_experts_down_bwd(
     activation: str, interleaved: bool, transposed: bool, limit: float, alpha: float, up_offset: float,
     need_up_bias: bool, need_down: bool, need_down_bias: bool, need_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Of the rows, of the first bias, of `down`, of the second bias and of the weights; empty where not needed."""
+    """Gradients of the rows, the first bias, `down`, the second bias and the weights; empty where not needed."""
     gate = Gate(activation, interleaved, limit, alpha, up_offset)
     dy = gather_rows(grad, positions, offsets)
     dh = grouped_product(dy, down if transposed else down.transpose(1, 2), offsets)

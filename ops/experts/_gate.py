@@ -42,7 +42,7 @@ class Gate:
 
 @triton.jit
 def _load_two(ptr, start, F, live, INTERLEAVED: tl.constexpr, BLOCK_F: tl.constexpr):
-    """Of a row its gates and ups from column `start` on, in float32."""
+    """Load the gates and ups of a row from column `start` on, in float32."""
     if INTERLEAVED:
         cols = 2 * start + tl.arange(0, 2 * BLOCK_F)
         both = tl.load(ptr + cols, mask=(cols < 2 * F) & everywhere(live, cols), other=0.0).to(tl.float32)  # type: ignore[misc]

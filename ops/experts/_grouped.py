@@ -152,7 +152,7 @@ def _tile(element_size: int) -> dict[str, Any]:
 
 
 def _vendor(*tensors: Tensor) -> bool:
-    """Whether `grouped_mm` takes them as they are, without waiting for the device: rows or columns 16 bytes apart.
+    """True if `grouped_mm` takes them as they are, without waiting for the device: rows or columns 16 bytes apart.
 
     Where an expert's rows begin is a multiple of that only in matrices `[N, C]` whose columns are side by side.
     """

@@ -308,7 +308,7 @@ def moe_unpermute_cost(input: Tensor, positions: Tensor, weights: Tensor | None 
     cost=moe_unpermute_cost,
 )
 def moe_unpermute(input: Tensor, positions: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Of each token the weighted sum of its experts' rows, in float32 and in the order of its experts.
+    """The weighted sum of the rows of each token's experts, in float32 and in the order of its experts.
 
     Args:
         input: The experts' rows `[T * K, H]`, float32, float16 or bfloat16, any strides.

@@ -105,7 +105,7 @@ def _scores(x, mask, SOFTMAX: tl.constexpr):
 
 @triton.jit
 def _in_best_groups(choice, cols, G, SIZE, TOPK_G, BLOCK_G: tl.constexpr):
-    """Whether an expert is of one of the groups with the largest sums of two."""
+    """Return True if an expert is of one of the groups with the largest sums of two."""
     groups = tl.arange(0, BLOCK_G)
     best = tl.full((BLOCK_G,), float("-inf"), tl.float32)
     for group in range(0, G):

@@ -50,7 +50,7 @@ def linear_act_backward_kernel(
 
 
 def keeps_z(activation: str, dtype: torch.dtype) -> bool:
-    """Whether the backward pass needs z; else y, or nothing."""
+    """Return True if the backward pass needs z; else y, or nothing."""
     return activation in ("gelu", "gelu_tanh", "silu") or (activation == "relu_squared" and dtype == torch.float16)
 
 

@@ -96,7 +96,7 @@ def _tile(N: int, K: int, element_size: int) -> dict[str, int]:
 
 
 def suits(x: Tensor, weight: Tensor) -> bool:
-    """Whether rows can be read 16 bytes at a time, and there are tiles for every multiprocessor."""
+    """Return True if rows can be read 16 bytes at a time, and there are tiles for every multiprocessor."""
     (M, K), N = x.shape, weight.shape[0]
     if not aligned(K) or N >= MAX_STRIDE:
         return False

@@ -102,7 +102,7 @@ def _block(N: int) -> dict[str, int]:
 
 
 def _divides(reduction: str, dtype: torch.dtype) -> bool:
-    """Whether the gradients of a mean are divided as they are made. float16 has no range for what is divided."""
+    """Return True if the gradients of a mean are divided as they are made. float16 has no range for what is divided."""
     return reduction == "mean" and dtype != torch.float16
 
 

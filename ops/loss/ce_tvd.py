@@ -67,7 +67,7 @@ def ce_tvd_reference(
 
 @triton.jit
 def _probabilities(x_ptr, cols, read, m, total, EXACT: tl.constexpr):
-    """Of some classes of a row; the same of the same logits."""
+    """Probabilities of some classes of a row; equal logits give equal ones."""
     x = tl.load(x_ptr + cols, mask=read, other=0.0).to(tl.float32)
     return exp_of(x - m, EXACT) * tl.div_rn(1.0, total)  # type: ignore[misc]
 

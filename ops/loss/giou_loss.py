@@ -202,7 +202,7 @@ def _(grad, boxes, targets, count, reduction, eps, need_boxes, need_targets):
     counts = ~(targets[..., 3:] <= 0)
 
     def gradient(larger: Tensor, other: Tensor, own: Tensor, others: Tensor) -> Tensor:
-        """Of the two edges that have a share in `larger` where it exceeds `other`; without sign."""
+        """The gradients of the two edges that make `larger` where it exceeds `other`, without sign."""
         share = (larger > other).float() + 0.5 * (larger == other).float()
         rest = 1 - share
         across, beyond, around = (size.flip(-1) for size in (own, others, outer))

@@ -29,7 +29,7 @@ def _times_log(p: Tensor, log_ratio: Tensor) -> Tensor:
 
 
 def jsd_terms(x: Tensor, y: Tensor, beta: float) -> Tensor:
-    """What each class of `[..., V]` adds to the divergence, in plain PyTorch."""
+    """The term of each class of `[..., V]` in the divergence, in plain PyTorch."""
     gone = (x == float("-inf")) & (y == float("-inf"))  # whose logarithms have no difference
     x, y = x.masked_fill(gone, 0.0), y.masked_fill(gone, 0.0)
     if beta == 0:

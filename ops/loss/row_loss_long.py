@@ -203,7 +203,7 @@ def row_block(V: int) -> dict[str, int]:
 
 
 def unaligned(*rows: Tensor) -> bool:
-    """Whether rows `[M, V]` of aligned tensors begin at any element, in each tensor at the same."""
+    """Return True if rows `[M, V]` of aligned tensors begin at any element, in each tensor at the same."""
     stride = rows[0].stride(0)
     return stride % ALIGNED.value != 0 and all(
         (x.stride(0) - stride) % ALIGNED.value == 0 and x.storage_offset() * x.element_size() % 16 == 0 for x in rows

@@ -27,7 +27,7 @@ class Columns(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What distinguishes one cross entropy from another; target and weight are over all classes, not a slice."""
+    """The options of a cross entropy; target and weight are over all classes, not a slice."""
 
     weight: Tensor | None
     ignore_index: int
@@ -79,7 +79,7 @@ def check_loss_numbers(reduction: str, label_smoothing: float, softcap: float, z
 
 
 class Rows(NamedTuple):
-    """What the forward pass gives of each row, in float32."""
+    """The results of the forward pass for each row, in float32."""
 
     loss: Tensor  # [...], the shape of the target
     counts: Tensor  # [...], what the row adds to the divisor of a mean: w_t
@@ -108,7 +108,7 @@ def capped(logits, softcap):
 
 @triton.jit
 def counts_of(target, weight_ptr, num_classes, ignore_index):
-    """Whether a row's int64 target counts, whether it is a class, and its class weight."""
+    """Return whether a row's int64 target counts, whether it is a class, and its class weight."""
     counts = target != ignore_index
     valid = counts & (target >= 0) & (target < num_classes)
     w_t = tl.cast(counts, tl.float32)

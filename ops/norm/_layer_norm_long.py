@@ -156,7 +156,7 @@ def _wide_tile(dy: Tensor, weight: Tensor | None) -> dict[str, int]:
 
 
 def long_programs(N: int, wide: int, device: torch.device) -> int:
-    """Of the backward pass, for each block of columns: pairs of programs for rows up to `wide` columns."""
+    """Programs of the backward pass for each block of columns: pairs for rows of up to `wide` columns."""
     return cdiv(num_programs(device, 1), 2) if wide >= N else row_shares(cdiv(N, LONG_BACKWARD["BLOCK_N"]), device)
 
 

@@ -1,4 +1,4 @@
-"""What layer_norm and group_norm have in common: the moments of a row, and room for the affine gradients.
+"""The moments of a row and the partial affine gradients, which layer_norm and group_norm share.
 
 Squares of values past 2^64 overflow, and sums of values near float32's largest. Of a row with such ones the moments are
 those of its values times 2^-80, its share, whose squares have room for 2^32 of them; elsewhere the share is 1. That it
@@ -27,7 +27,7 @@ def smaller_share(squares):
 
 @triton.jit
 def overflowed(squares):
-    """Whether any of a block of squares is infinite or NaN."""
+    """Return True if any of a block of squares is infinite or NaN."""
     return tl.sum((squares < float("inf")).to(tl.int32), axis=0) < squares.shape[0]
 
 

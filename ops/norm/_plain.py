@@ -84,7 +84,7 @@ def _own_eps(dtype: torch.dtype) -> float:
 
 
 def _options(values: Mapping[str, Any], input: Node) -> dict[str, Any]:
-    """Of rms_norm.
+    """The keyword arguments of rms_norm.
 
     Raises:
         Left: It is not over the last axis.

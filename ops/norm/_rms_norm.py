@@ -268,7 +268,7 @@ def _long_backward_warps(element_size: int) -> int:
 
 
 def _programs(N: int, device: torch.device) -> int:
-    """Of the backward pass: each costs one row of float32 partials, and several hide each other's latency."""
+    """Programs of the backward pass: each costs one row of float32 partials, and several hide each other's latency."""
     return num_programs(device, 4 if N <= 1024 else 2 if N <= 4096 else 1)
 
 
@@ -351,7 +351,7 @@ CHOICES = (
 
 
 def inductor_reads_once(input: Tensor, *_: object) -> bool:
-    """Whether Inductor's forward pass is as fast as ours: its second reading of a row comes from the cache."""
+    """Return True if Inductor's forward pass is as fast as ours: its second reading of a row comes from the cache."""
     # H200, bf16, rms_norm, times the floor, Inductor's and ours: 1.15 and 1.07 at 32768x4096, 1.07 and 1.12 at
     # 8192x8192, 1.12 and 1.14 at 4096x16384.
     return input.shape[-1] <= 16384

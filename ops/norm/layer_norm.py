@@ -198,7 +198,7 @@ def _widths(dy: Tensor, x: Tensor | None) -> tuple[int, int]:
 
 
 def _programs(M: int, N: int, held: int, wide: int, device: torch.device) -> int:
-    """Of the backward pass: each costs two rows of float32 partials, and several hide each other's latency."""
+    """Programs of the backward pass: each costs two rows of float32 partials, and several hide each other's latency."""
     if held >= N:
         tile = _backward_tile(N)
         return at_most(cdiv(M, tile["BLOCK_M"]), num_programs(device, 16 // tile["num_warps"]))

@@ -1,4 +1,4 @@
-"""What the operators on heads of queries and keys share: the rotation, layouts, and checks of their arguments.
+"""The rotation, layouts and argument checks that the operators on heads of queries and keys share.
 
 Tensors are `[B, H, S, D]`; of a head's D features the first R turn in R/2 pairs (a, b) and the rest pass. Results lie
 in memory as [B, S, H, D], which is how projections write q and k and read their gradients.
@@ -42,7 +42,7 @@ def load_row(x_ptr, cols, mask):
 
 
 MAX_FEATURES = 2048
-"""Of a head: a thread block holds them all in registers, where 4096 spill on sm_90."""
+"""The limit for a head: a thread block holds it in registers, and 4096 features spill on sm_90."""
 
 
 def pair_blocks(D: int, R: int) -> dict[str, int]:
@@ -62,7 +62,7 @@ def empty_heads(x: Tensor) -> Tensor:
 
 
 def batch_stride(angles: Tensor) -> int:
-    """Of cos or sin `[1 or B, S, R]`: zero where one serves all."""
+    """The batch stride of cos or sin `[1 or B, S, R]`; 0 where one table serves the whole batch."""
     return angles.stride(0) if angles.shape[0] > 1 else 0
 
 

@@ -131,7 +131,7 @@ WALK = {"BLOCK_H": 4096, "num_warps": 8}
 """How a vector is walked."""
 
 PART = {"BLOCK_H": 1024, "num_warps": 4}
-"""What a program has of all vectors of a token."""
+"""The columns of a token's vectors that one program holds."""
 
 
 def long_programs(M: int, H: int, device: torch.device) -> int:

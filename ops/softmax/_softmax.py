@@ -1,4 +1,4 @@
-"""What the kernels of softmax share."""
+"""Functions that the kernels of softmax share."""
 
 import triton
 import triton.language as tl

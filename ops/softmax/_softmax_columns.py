@@ -112,7 +112,7 @@ MAX_HELD, HELD_COLUMNS = 1024, 16
 
 
 def _held(N: int, C: int) -> bool:
-    """Whether a program holds its columns; those that are not aligned take more registers."""
+    """Return True if a program holds its columns; those that are not aligned take more registers."""
     return (MAX_HELD if aligned(C) else MAX_HELD // 2) >= N
 
 

@@ -152,7 +152,7 @@ MAX_UNALIGNED = 4096
 
 
 def _held(most: int, v: Tensor, *others: Tensor) -> bool:
-    """Whether vectors fit; all are `[..., N]` with neighbouring columns side by side."""
+    """Return True if vectors fit; all are `[..., N]` with neighbouring columns side by side."""
     N = v.shape[-1]
     begins = (n for x in (v, *others) for n in (byte_offset(x), *x.stride()[:-1]))
     return N <= MAX_UNALIGNED or (most >= N and aligned(N, *begins))
@@ -171,7 +171,7 @@ def _tile(H: int) -> dict[str, int]:
 
 
 def _programs(M: int, tile: dict[str, int], device: torch.device) -> int:
-    """Of the backward pass: as many as find registers, 16 warps on each multiprocessor; each leaves partials."""
+    """Programs of the backward pass: as many as find registers, 16 warps a multiprocessor; each leaves partials."""
     return at_most(cdiv(M, tile["BLOCK_M"]), num_programs(device, 16 // tile["num_warps"]))
 
 

@@ -110,7 +110,7 @@ def _tile(N: int, elements: int) -> dict[str, int]:
 
 
 def _held(x: Tensor) -> bool:
-    """Whether one program holds a row of x `[M, N]`."""
+    """Return True if one program holds a row of x `[M, N]`."""
     N = x.shape[1]
     return N * x.element_size() <= MAX_BYTES and (N <= MAX_SHARED or rows_aligned(x))
 

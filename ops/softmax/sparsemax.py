@@ -58,7 +58,7 @@ def _block(x_ptr, start, N, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _above(z, tau):
-    """Of the places above tau the sum, which a NaN anywhere makes NaN, and the number."""
+    """The sum of the entries above tau, which is NaN if any entry is, and their number."""
     total = tl.sum(tl.where((z > tau) | (z != z), z, 0.0), axis=0)
     return total, tl.sum((z > tau).to(tl.int32), axis=0)
 
@@ -172,7 +172,7 @@ def _sparsemax_bwd(grad: Tensor, output: Tensor, dim: int) -> Tensor:
 
 
 def _moved_back(rows: Tensor, dim: int) -> Tensor:
-    """What has the axis last, contiguous with the axis where it was."""
+    """Move the last axis back to where it was, contiguous in that layout."""
     return rows if dim == rows.dim() - 1 else rows.movedim(-1, dim).contiguous()
 
 

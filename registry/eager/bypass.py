@@ -27,7 +27,7 @@ short_path = _ShortPath()
 
 
 def inside_functorch() -> bool:
-    """Whether a torch.func transform is running."""
+    """Return True if a torch.func transform is running."""
     return functorch_level() is not None
 
 
@@ -51,17 +51,17 @@ class set_short_path_enabled:
 
 
 def takes_short_path(args: Collection[Any]) -> bool:
-    """Whether a call is plain eager mode: nothing traces, transforms or wraps tensors that hold numbers."""
+    """Return True if a call is plain eager mode: nothing traces, transforms or wraps tensors that hold numbers."""
     return is_eager() and are_plain(args)
 
 
 def is_eager() -> bool:
-    """Whether kernel ops need not pass the dispatcher: nothing traces or transforms."""
+    """Return True if kernel ops need not pass the dispatcher: nothing traces or transforms."""
     return short_path.enabled and not dispatch_modes() and functorch_level() is None and not jit_tracing()
 
 
 def are_plain(args: Collection[Any]) -> bool:
-    """Whether no argument wraps tensors, or stands for one."""
+    """Return True if no argument wraps tensors, or stands for one."""
     for arg in args:
         kind = type(arg)
         if kind in PLAIN_TENSORS:
@@ -73,7 +73,7 @@ def are_plain(args: Collection[Any]) -> bool:
 
 
 def is_plain_eager() -> bool:
-    """Whether a call from Python need not pass the dispatcher: nothing traces, transforms, looks on or measures."""
+    """True if a call from Python need not pass the dispatcher: nothing traces, transforms, looks on or measures."""
     return not (
         torch.compiler.is_compiling()
         or not short_path.enabled

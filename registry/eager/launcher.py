@@ -12,7 +12,7 @@ from torch import Tensor
 from llmk.registry.private.kernels import INTERPRET, TRITON, drivers, launches_watched
 
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": True} if TRITON >= (3, 9) and not INTERPRET else {}
-"""Of every launch: a sum takes a product unrounded, as in PyTorch's own kernels. Triton's default will be not to."""
+"""Options of every launch: sums take products unrounded, as in PyTorch's kernels and not in later Triton's default."""
 _INT32, _INT64 = 2**31, 2**63
 _LONG = ("long", "long, a multiple of 16")
 

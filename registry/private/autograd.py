@@ -22,5 +22,5 @@ _top_hooks = find("torch._C._autograd._top_saved_tensors_default_hooks", _always
 
 
 def saved_tensors_are_hooked() -> bool:
-    """Whether `torch.autograd.graph.saved_tensors_hooks` see what a forward pass saves now."""
+    """Return True if `torch.autograd.graph.saved_tensors_hooks` see what a forward pass saves now."""
     return _top_hooks(False) is not None

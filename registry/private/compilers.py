@@ -71,17 +71,17 @@ DATA_OF_TENSOR = find("torch._C._autograd._get_data_attr")
 
 
 def is_higher_order(target: Any) -> bool:
-    """Whether a node's target takes graphs, such as the body of a checkpointed region or of an `autograd.Function`."""
+    """True if a node's target takes graphs, such as the body of a checkpointed region or of an `autograd.Function`."""
     return isinstance(target, _HigherOrderOperator)
 
 
 def is_operator(target: Any) -> bool:
-    """Whether a node's target is an operator, such as `torch.ops.aten.add`, which a trace keeps whole."""
+    """Return True if a node's target is an operator, such as `torch.ops.aten.add`, which a trace keeps whole."""
     return isinstance(target, _Operator)
 
 
 def of_functorch(target: Any) -> bool:
-    """Whether a node's target enters, leaves or serves a transform of `torch.func`, such as `vmap`."""
+    """Return True if a node's target enters, leaves or serves a transform of `torch.func`, such as `vmap`."""
     module = getattr(target, "__module__", None) or ""
     return module.startswith(("torch._C._functorch", "torch._functorch.")) and not is_higher_order(target)
 

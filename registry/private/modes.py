@@ -54,7 +54,7 @@ _functional = find("torch._C._TorchDispatchModeKey.FUNCTIONAL")
 
 
 def traced_by_compiler() -> bool:
-    """Whether AOTAutograd is making a graph; never where that cannot be told: the graph then has the kernels in it."""
+    """True if AOTAutograd is making a graph; never where that cannot be told: the graph then has the kernels in it."""
     return None not in (_mode_of, _functional) and _mode_of(_functional) is not None
 
 

@@ -1,4 +1,4 @@
-"""What a module has of its own."""
+"""The attributes and hooks that a module has of its own."""
 
 from torch import Tensor, nn
 
@@ -20,6 +20,6 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a hook is registered on a module; where that cannot be told, as if one were."""
+    """Return True if a hook is registered on a module; where that cannot be told, as if one were."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(getattr(module, kind, True) for kind in kinds)
