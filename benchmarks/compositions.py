@@ -27,7 +27,7 @@ class Composition(Op):
 
 
 def _composition(name: str, module: nn.Module, reference: Callable[..., Tensor], why: str, **options: Any) -> Op:
-    """Of a module of the reference's arguments but for its parameters, which are the last ones."""
+    """An operator that calls a module; the reference takes the module's parameters after its arguments."""
     names = list(inspect.signature(reference).parameters)
     parameters = [key for key in names if key in dict(module.named_parameters())]
     inputs = len(names) - len(parameters)

@@ -80,7 +80,7 @@ class Sizes:
 
     @classmethod
     def of(cls, hidden: int, tokens: int) -> "Sizes":
-        """Of Llama 3 with 1 and 8 billion parameters where hidden is 2048 and 4096."""
+        """The sizes of Llama 3 with 1 and 8 billion parameters where hidden is 2048 and 4096."""
         if hidden < 1024:
             return cls(hidden, 2 * hidden, 4, 2, 1, tokens, 128)
         return cls(hidden, 8192 if hidden <= 2048 else 7 * hidden // 2, 32, 8, tokens // 2048, 2048, 32768)

@@ -163,7 +163,7 @@ def judge(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Verdict | None
 
 
 def _forward_misses(limit: float, row: dict[str, Any], same: list[dict[str, Any]]) -> Iterator[str]:
-    """Of forward alone, which some libraries offer without a backward pass."""
+    """Misses of the forward pass alone, which some libraries offer without a backward pass."""
     forward = _forward_ms(row) / row["floor_forward_ms"]
     if forward > limit:
         yield f"forward {forward:.2f}"

@@ -83,7 +83,7 @@ class Found:
                 self.attention.append(options.get("attn_mask") is None)
 
     def cells(self) -> list[tuple[int, int]]:
-        """Of each kind how many were found of how many are there: all that were found, at least."""
+        """For each kind, how many were found and how many are there: all that were found, at least."""
         found = {kind: sum(self.report.replaced.get(name, 0) for name in names) for kind, names in KINDS.items()}
         counts = [(found[kind], max(self.there[kind], found[kind])) for kind in KINDS]
         return [*counts, (sum(self.attention), len(self.attention))]

@@ -32,7 +32,7 @@ def first_step(backend: str, layers: int) -> float:
 
 
 def processor_seconds() -> float:
-    """Of this process and those it waited for."""
+    """Processor time of this process and of those it waited for."""
     spent = os.times()
     return spent.user + spent.system + spent.children_user + spent.children_system
 

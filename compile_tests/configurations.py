@@ -53,7 +53,7 @@ def sweep(op: Op, dtype: torch.dtype, *, every: bool = False) -> list[Launch]:
 
 
 def largest_blocks(launches: Iterable[Launch]) -> list[Launch]:
-    """Of the launches with the same kernel, flags, options and dtypes, the most and least aligned of the heaviest.
+    """Among launches with the same kernel, flags, options and dtypes, the most and least aligned of the heaviest.
 
     The heaviest have the largest blocks, and between these the most tensors.
     """

@@ -51,7 +51,7 @@ def token_scores(
 
 def split(values: Tensor, target: Tensor, *, sequence_ids: Tensor | None = None, count: int | None = None,
           ignore_index: int = -100, **_: Any) -> list[Tensor]:  # fmt: skip
-    """Of each sequence the values of its tokens that count."""
+    """The values of the tokens that count, for each sequence."""
     counts = target != ignore_index
     if sequence_ids is None:
         return [row[kept] for row, kept in zip(values, counts, strict=True)]
@@ -60,7 +60,7 @@ def split(values: Tensor, target: Tensor, *, sequence_ids: Tensor | None = None,
 
 
 def logps_of(input: Tensor, linear_weight: Tensor, target: Tensor, **kw: Any) -> list[Tensor]:
-    """Of each sequence the log-probabilities of its tokens that count."""
+    """The log-probabilities of the tokens that count, for each sequence."""
     scores = token_scores(input, linear_weight, **kw)
     chosen = scores.gather(-1, target.long().clamp(0, scores.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
     return split(chosen, target, **kw)

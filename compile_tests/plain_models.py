@@ -12,7 +12,7 @@ V, H, HEADS, S = 31, 16, 2, 6
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """Of heads [B, S, N, D], into [B, S, N * D]."""
+    """Attention over heads [B, S, N, D], which gives [B, S, N * D]."""
     heads = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(*heads, is_causal=causal).transpose(1, 2).flatten(2)
 

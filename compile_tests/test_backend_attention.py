@@ -23,7 +23,7 @@ LOWEST = torch.finfo(torch.float32).min
 
 
 def positions(n: int) -> tuple[Tensor, Tensor]:
-    """Of queries, [N, 1], and of keys, [1, N]."""
+    """Positions of queries, [N, 1], and of keys, [1, N]."""
     return torch.arange(n).view(n, 1), torch.arange(n)[None, :]
 
 
@@ -83,7 +83,7 @@ def heads(count: int = 2, length: int = S) -> Tensor:
 
 
 def calls_of_attention(fn: Callable[..., Any], *args: Any) -> list[tuple[bool, bool]]:
-    """Of each call that remains: whether it has a mask, and is_causal."""
+    """For each call that remains, whether it has a mask, and is_causal."""
     found: list[tuple[bool, bool]] = []
 
     def look(gm: torch.fx.GraphModule) -> None:
@@ -277,7 +277,7 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("family", MODELS)
 def test_models_of_transformers(family: str, dynamic: bool) -> None:
-    """Of Gemma 2 every other layer has a window, which a length that is not known may exceed."""
+    """Every other layer of Gemma 2 has a window, which a length that is not known may exceed."""
     model, report, ids = small_model(family, use_cache=False, **MODELS[family]), Report(), tokens(2, 12)
     model.config._attn_implementation = "sdpa"
     original = copy.deepcopy(model)

@@ -20,7 +20,7 @@ CONFIG = LlamaConfig(64, 32, 48, 2, 4, 2)
 
 
 def losses(blocks: str, change: Change, report: Report | None = None) -> Tensor:
-    """Of five steps, from parameters that are changed."""
+    """The results of five steps, from parameters that are changed."""
     model = Llama(CONFIG, BLOCKS[blocks], 8, device=torch.device("cpu"), dtype=torch.float32)
     model.initialize(0)
     for parameter in model.parameters():

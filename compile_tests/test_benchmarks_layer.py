@@ -24,7 +24,7 @@ def graphs(variant: Variant) -> Graphs:
 
 
 def kernels(variant: Variant) -> set[str]:
-    """Of the forward graph, without their grids."""
+    """The kernels of the forward graph, without their grids."""
     (graph,) = graphs(variant).forward
     return {step.partition("[")[0] for step in steps(graph) if "aten" not in step}
 

@@ -69,7 +69,7 @@ def test_every_factory_has_a_dtype_and_a_device() -> None:
 
 @pytest.mark.skipif(INTERPRET, reason="opaque")
 def test_compiled_sum(device: torch.device) -> None:
-    """Of `fused_linear_ce`, whose divisor nobody computes: Inductor reads a buffer as what the fake says it is."""
+    """Nobody computes the divisor of `fused_linear_ce`: Inductor reads a buffer as what the fake says it is."""
     op = OPS["fused_linear_ce"]
     assert op.resized is not None
     sample = op.resized(8, device, torch.float32)

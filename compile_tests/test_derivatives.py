@@ -107,7 +107,7 @@ def test_a_second_derivative_is_right_or_raises(name: str, path: Path) -> None:
 def second_derivatives(
     op: Op, sample: Sample, wanted: Sequence[str], fn: Callable[..., Any], **options: Any
 ) -> list[Tensor]:
-    """Of the sum of the gradients' squares, where no incoming gradient requires one: zeros where there is none."""
+    """Gradients of the sum of the gradients' squares, where no incoming gradient requires one; zeros for None."""
     args, kwargs, tensors = prepare(op, sample, wanted, **options)
     outputs = [y for y in as_list(fn(*args, **kwargs)) if y.requires_grad]
     torch.manual_seed(1)

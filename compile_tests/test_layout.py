@@ -156,7 +156,7 @@ def own(files: list[str]) -> list[Path]:
 
 
 ROOMS = ("", "drivers", "objectives", "chunked", "kernels")
-"""Of `ops/linear_loss`: each imports from those after it alone."""
+"""The folders of `ops/linear_loss`, in order: each imports only from those after it."""
 MOST_IMPORTS_BETWEEN_ROOMS = 24
 
 

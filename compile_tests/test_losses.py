@@ -60,7 +60,7 @@ def of_topk(B: int, S: int) -> dict[str, Any]:
 
 
 def two_heads(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Any:
-    """Of hidden states and targets that both heads share."""
+    """Both heads share hidden states and targets."""
     return losses.multi_token([input, 2 * input], linear_weight, [target, target], **options)
 
 

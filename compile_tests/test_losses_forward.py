@@ -66,7 +66,7 @@ def test_slopes_of_divergences(name: str) -> None:
 
 
 def policy_terms(options: PolicyOptions) -> PolicyTerms:
-    """Of a sequence of 40 tokens, in float64."""
+    """The loss of a sequence of 40 tokens, in float64."""
     generator = torch.Generator().manual_seed(0)
     advantages, weight, old, ref, kl_weight = torch.randn(5, 40, dtype=torch.float64, generator=generator).unbind()
     return PolicyTerms(
@@ -117,7 +117,7 @@ def gradient_of(terms: PolicyTerms, logps: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def multiplications(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of each product that is made, how many."""
+    """How many products of each kind are computed."""
     found: list[int] = []
     for name in ("mm", "addmm"):
         original = getattr(torch, name)

@@ -64,7 +64,7 @@ def run(name: str, x: Tensor, weight: Tensor, target: Tensor, **others: Any) -> 
 
 
 def sizes_for(name: str, drawn: list[int]) -> list[int]:
-    """Of a loss of pairs the drawn lengths are those of chosen completions, the rejected ones have others."""
+    """A loss of pairs takes the drawn lengths for chosen completions; the rejected ones have others."""
     return [*drawn, *(5 - size for size in drawn)] if name in OF_PAIRS else drawn
 
 

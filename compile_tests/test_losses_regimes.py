@@ -24,7 +24,7 @@ FAR: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 @pytest.mark.parametrize("in_forward", [True, False])
 @pytest.mark.parametrize("name", FAR)
 def test_a_finite_loss_has_finite_gradients(device: torch.device, name: str, in_forward: bool) -> None:
-    """Of an old policy that gave some tokens, or a sequence, a probability that is e**-200 times as large."""
+    """The old policy gave some tokens, or a sequence, e**-200 times the probability."""
     loss_of, reference, options = FAR[name]
     x, weight, target = batch([5, 3, 4, 6], device)
     if name == "rloo":

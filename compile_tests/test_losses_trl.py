@@ -56,13 +56,13 @@ def given() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def own_logprobs(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """Of tokens `[B, S]`."""
+    """Values for tokens `[B, S]`."""
     scores = torch.nn.functional.linear(x, weight).log_softmax(-1)
     return torch.where(target != -100, scores.gather(-1, target.clamp(min=0)[..., None])[..., 0], 0.0)
 
 
 def ref_logps(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """Of a reference that is not far, `[B]`."""
+    """Log-probabilities of a reference that is not far, `[B]`."""
     return own_logprobs(x, weight, target).sum(-1) + numbers(len(target))
 
 

@@ -34,7 +34,7 @@ class Runs:
         self.text.write_text("".join(f"The square of {n} is {n * n}.\n" for n in range(2000)))
 
     def arguments(self, name: str, *args: object) -> list[str]:
-        """Of two equal options the last one counts."""
+        """The last of two equal options counts."""
         common = ["--device", "cpu", "--text", self.text, "--steps", STEPS, "--batch-size", 8, "--no-compile"]
         return [str(arg) for arg in (*common, "--out", self.root / name, *args)]
 
@@ -64,7 +64,7 @@ class Runs:
 
 
 def outcomes(*launches: dict) -> list[dict]:
-    """Of launches one after another: exit codes and errors of their processes."""
+    """Exit codes and errors of processes launched one after another."""
     command = [sys.executable, str(DRIVER), json.dumps(launches)]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

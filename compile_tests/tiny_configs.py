@@ -3,7 +3,7 @@
 from typing import Any
 
 CLASSES = 99
-"""Of every vocabulary."""
+"""The size of every vocabulary."""
 
 SMALL: dict[int | float, tuple[str, ...]] = {
     CLASSES: ("vocab_size", "vocab_size_per_layer_input", "tgt_vocab_size", "src_vocab_size", "n_token"),

@@ -48,7 +48,7 @@ class Mixture(nn.Module):
         return llmk.nn.load_balance_loss(self.logits, self.indices)
 
     def shares(self) -> Tensor:
-        """Of the last call's tokens, each expert's share."""
+        """Each expert's share of the last call's tokens."""
         experts = torch.arange(EXPERTS, device=self.indices.device)
         return (self.indices.flatten()[:, None] == experts).float().mean(0)
 

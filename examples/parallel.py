@@ -89,7 +89,7 @@ class Processes:
 
 @dataclass(frozen=True)
 class Part:
-    """Of how many parts of each batch this process has which one."""
+    """The number of parts of each batch, and which one this process has."""
 
     index: int
     count: int

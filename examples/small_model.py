@@ -24,7 +24,7 @@ import matplotlib.pyplot as plt
 CONFIG = LlamaConfig(256, 64, 192, 2, 4, 2)  # vocabulary, hidden, intermediate, layers, heads, key-value heads
 SEQUENCES, LENGTH, WIDTH, CLASSES = 4, 128, 64, 32_768  # of the batch whose memory is measured
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Of hidden states `[B, S, H]`, a projection `[V, H]` and targets `[B, S]`."""
+"""A loss that takes hidden states `[B, S, H]`, a projection `[V, H]` and targets `[B, S]`."""
 
 
 def standard_library() -> Tensor:
@@ -67,7 +67,7 @@ def pretrain(model: Llama, data: Tensor, steps: int, length: int, generator: tor
 
 
 def token_logprobs(input: Tensor, linear_weight: Tensor, target: Tensor) -> Tensor:
-    """Of targets `[B, S]`, 0 where they are -100: from whole logits, as one writes it in plain PyTorch."""
+    """Log-probabilities of targets `[B, S]`, 0 where they are -100, from whole logits as in plain PyTorch."""
     scores = F.linear(input, linear_weight).float().log_softmax(-1)
     logprobs = scores.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     return torch.where(target == -100, 0.0, logprobs)

@@ -111,7 +111,7 @@ def _tensors(op: Op, sample: Sample) -> list[Tensor]:
 
 
 def _dullness(op: Op, sample: Sample) -> tuple[bool, bool, int]:
-    """Of a few elements, or with none that is finite, much is 0 or NaN whatever is computed; else the smaller."""
+    """A sort key: samples with few elements, or none that is finite, come last, then the smaller come first."""
     tensors = _tensors(op, sample)
     size = sum(tensor.numel() for tensor in tensors)
     finite = all(bool(tensor.isfinite().all()) for tensor in tensors)

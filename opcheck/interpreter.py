@@ -365,7 +365,7 @@ def _tracing_program(original: Any) -> Any:
 
 
 def _keeping_trace(original: Any) -> Any:
-    """Of the builder's methods that copy into a new shape; NumPy keeps it through all others."""
+    """Keep the trace through the builder's methods that copy into a new shape; NumPy keeps it through all others."""
 
     def reshape(builder: Any, *args: Any) -> Any:
         handle = original(builder, *args)

@@ -270,7 +270,7 @@ def _wrong_decision(op: Op, case: Case, outcome: Outcome, truth: Truth) -> Findi
 
 
 FAINT = 1e-4
-"""Of a result's size: more than float32 loses in a sum that cancels, less than what a decision moves."""
+"""The faint share of a result: more than float32 loses in a sum that cancels, less than what a decision moves."""
 
 
 def _size(truth: Truth, result: int) -> float:

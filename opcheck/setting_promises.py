@@ -44,7 +44,7 @@ def _require_unchanged(op: Op, samples: Sequence[Sample], setting: Setting, what
 
 
 def _require_accurate_compiled(op: Op, samples: Sequence[Sample], setting: Setting) -> None:
-    """Of one sample: the same Python is traced that every kind has run in eager mode."""
+    """Check one sample: the same Python is traced that every kind has run in eager mode."""
     sample = one_of_each(op, samples)[0]
     torch.compiler.reset()
     fn = torch.compile(lambda *args, **kwargs: op.overload(*args, **kwargs), backend="aot_eager", fullgraph=True)

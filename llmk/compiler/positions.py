@@ -79,7 +79,7 @@ def made_at(node: Node) -> Made:
 
 
 def formula_of(value: Any, shape: Sequence[Any]) -> Formula:
-    """Of a node or number, as one of a tensor of this shape, to which it is broadcast."""
+    """The formula of a node or number that is broadcast to a tensor of this shape."""
     if not isinstance(value_of(value), Tensor):
         if not isinstance(value_of(value), int | float | SymInt):
             raise Unknown
@@ -151,7 +151,7 @@ def arange(node: Node, given: Given) -> Formula:
 
 
 def filled(value: Any) -> Rule:
-    """Of a factory that puts `value` everywhere, or what it is given."""
+    """The rule for a factory that fills a tensor with `value`, or with the number it is given."""
 
     def formula(node: Node, given: Given) -> Formula:
         result = value_of(node)
@@ -198,7 +198,7 @@ def two(node: Node, given: Given) -> tuple[Formula, Formula]:
 
 
 def by_values(node: Node, a: Formula, b: Formula, change: Callable[[Any, Any], Any]) -> Region:
-    """Of a region and a number, value by value."""
+    """The region that comes of changing a region and a number value by value."""
     dtype = value_of(node).dtype
     x, y = (as_region(formula) for formula in (a, b))
     if x is not None and y is not None and not y.lines:
@@ -227,7 +227,7 @@ def multiplied(node: Node, given: Given) -> Formula:
 
 
 def differences(node: Node, given: Given) -> Formula:
-    """Of neighbours on the last axis, with something before the first that goes on in the same steps."""
+    """Differences of neighbours on the last axis; what stands before the first continues their steps."""
     line, rank = own_formula(given["self"]), value_of(node).dim()
     if not isinstance(line, Line) or given["dim"] not in (-1, rank - 1):
         raise Unknown
@@ -247,7 +247,7 @@ def is_number(line: Line, number: Any) -> bool:
 
 
 def running_sum(node: Node, given: Given) -> Formula:
-    """Of one number everywhere."""
+    """The running sum of a tensor that holds one number everywhere."""
     formula = own_formula(given["self"])
     rank = value_of(node).dim()
     each = formula.inside if isinstance(formula, Region) else formula.start
@@ -261,7 +261,7 @@ def running_sum(node: Node, given: Given) -> Formula:
 def compared(
     compare: Callable[[Any, Any], bool], lines: Callable[[Line], tuple[Line, ...]], inside: bool = True
 ) -> Rule:
-    """Of a comparison that gives `inside` where the lines, made of the difference of the two, are at least 0."""
+    """The rule for a comparison that gives `inside` where the lines of the operands' difference are at least 0."""
 
     def formula(node: Node, given: Given) -> Formula:
         shape, (a, b) = value_of(node).shape, two(node, given)
@@ -282,7 +282,7 @@ def less(line: Line) -> Line:
 
 
 def joined(outside: bool) -> Rule:
-    """Of `and`, where `outside` is False, or of `or`."""
+    """The rule for `and`, where `outside` is False, or for `or`."""
 
     def formula(node: Node, given: Given) -> Formula:
         if value_of(node).dtype != torch.bool:
@@ -306,7 +306,7 @@ def negated(node: Node, given: Given) -> Formula:
 
 
 def chosen(node: Node, given: Given) -> Formula:
-    """Of `where` and `masked_fill`, which leave a tensor as it is in one region and put a number elsewhere."""
+    """The rule for `where` and `masked_fill`, which keep a tensor in one region and put a number elsewhere."""
     shape, dtype = value_of(node).shape, value_of(node).dtype
     if "mask" in given:
         where, then, otherwise = (given[name] for name in ("mask", "value", "self"))
@@ -335,7 +335,7 @@ def cast_region(region: Region | None, dtype: torch.dtype) -> Region | None:
 
 
 def triangle(sign: int) -> Rule:
-    """Of `tril`, where `sign` is 1, or of `triu`."""
+    """The rule for `tril`, where `sign` is 1, or for `triu`."""
 
     def formula(node: Node, given: Given) -> Formula:
         rank, diagonal = value_of(node).dim(), value_of(given["diagonal"])

@@ -131,7 +131,7 @@ def _with_what_lies_between(matched: set[Node], made: Sequence[Node]) -> set[Nod
 
 
 def _key(question: Question) -> str:
-    """Of all that the answer depends on."""
+    """A hash of everything that the answer depends on."""
     numbers: dict[Node, int] = {}
     lines: list[str] = []
 

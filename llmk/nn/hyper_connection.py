@@ -94,7 +94,7 @@ class HyperConnection(nn.Module):
         return result.to(input.dtype)
 
     def _weights(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each token p `[..., N]`, q `[..., N]` and C `[..., N, N]`."""
+        """Return p `[..., N]`, q `[..., N]` and C `[..., N, N]` for each token."""
         n, row = self.streams, input.flatten(-2).float()
         rstd = torch.rsqrt(row.square().mean(-1, keepdim=True) + self.norm_eps)
         logits = nn.functional.linear(row, self.fn.float()) * rstd

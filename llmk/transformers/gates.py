@@ -186,7 +186,7 @@ class _Products(ast.NodeTransformer):
             statements[i] = self.visit(statement)
 
     def _put_off(self, statement: ast.stmt, after: list[ast.stmt]) -> None:
-        """Of `x = act(y)` make `x = y`, where x is used once, in a product of the same block."""
+        """Make `x = y` of `x = act(y)`, where x is used once, in a product of the same block."""
         match statement:
             case ast.Assign([ast.Name(name)], ast.Call(act, [argument], [])):
                 once = self._uses[name, ast.Store] == self._uses[name, ast.Load] == 1

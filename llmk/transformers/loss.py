@@ -198,7 +198,7 @@ def loss_of_linear(
     added: Tensor | None,
     skip_ignored: bool,
 ) -> Tensor:
-    """Of the logits `capping(head(input) + added)`."""
+    """The loss of the logits `capping(head(input) + added)`."""
     biases = [b.flatten().to(head.weight.dtype) for b in (head.bias, added) if b is not None]
     bias = sum(biases[1:], biases[0]) if biases else None
     if capping.scale != 1:

@@ -84,7 +84,7 @@ def _outcome(forward: Callable[..., Any], module: Any, training: bool) -> tuple[
 
 
 def _alike(a: Tensor | None, b: Tensor | None) -> bool:
-    """Of a weight's gradient an expert counts as one row: some of its features are next to nothing."""
+    """Compare a weight's gradient by experts, each as one row: some of its features are next to nothing."""
     return same(*(t if t is None or t.dim() < 3 else t.flatten(1) for t in (a, b)))
 
 

@@ -22,7 +22,7 @@ AGREEMENT = 1e-5
 """The largest difference, relative to the largest value of a row, of two ways to compute the same in float32."""
 
 SCALES = (1.0, 1e-3, 1.0, 30.0, 0.1, 1e3, 1e-5)
-"""Of the rows of random input. In the smallest a norm's eps decides, in the largest a clamp or a saturation."""
+"""Scales of the rows of random input. In the smallest a norm's eps decides, in the largest a clamp or a saturation."""
 
 ARITHMETIC = frozenset({
     "add", "sub", "rsub", "mul", "div", "neg", "reciprocal", "sqrt", "rsqrt", "pow", "square", "mean", "sum", "var",

@@ -183,7 +183,7 @@ def _compiled(function: FunctionType, definition: ast.FunctionDef, names: dict[s
 
 
 def _new_defaults(function: FunctionType, definition: ast.FunctionDef) -> dict[str, Any]:
-    """Of the keyword arguments that an edit added."""
+    """The defaults of the keyword arguments that an edit added."""
     arguments = zip(definition.args.kwonlyargs, definition.args.kw_defaults, strict=True)
     own = function.__code__.co_varnames
     return {a.arg: ast.literal_eval(d) for a, d in arguments if a.arg not in own and d is not None}

@@ -49,7 +49,7 @@ class LogProbs:
         logit_scale: float,
         outputs: tuple[str, ...],
     ) -> Outputs:
-        """Of hidden states `[N, H]`, a projection `[V, H]` and targets `[N]`.
+        """Compute from hidden states `[N, H]`, a projection `[V, H]` and targets `[N]`.
 
         Raises:
             RuntimeError: The projection is partitioned by ZeRO-3, which does not gather it for a backward pass.

@@ -126,8 +126,8 @@ class Call(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Of one number a row that number, and the gradient for an incoming one; of all rows what adds up to the loss and
-    to how many count, and the gradient of the mean over them or, not divided, of the sum."""
+    """Functions for one number a row, its gradient for an incoming one, the sum over all rows with the number
+    of them that count, and the gradient of the mean over these or, not divided, of the sum."""
 
     each: Callable[[Call], Tensor]
     gradients: Callable[[Tensor, Call], Tensor]

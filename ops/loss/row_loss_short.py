@@ -107,7 +107,7 @@ def cross_entropy_short_backward_kernel(
 LONGEST_SHORT = 1024
 """Classes of the longest row that these kernels take."""
 MOST_ROWS = 128
-"""Of a tile: with more than a thread has one, what is kept of each row takes the registers."""
+"""The most rows of a tile: with more than one a thread, what is kept of each row takes the registers."""
 
 
 def is_short(V: int) -> bool:

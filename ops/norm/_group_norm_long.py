@@ -29,7 +29,7 @@ from llmk.registry import cdiv, empty, example_of, most_warps, next_power_of_2, 
 
 @triton.jit
 def _tile(row, tile, G, C, S, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
-    """Of a tile of a row: its channels and which of them exist, its offsets and mask, the column of tiles it is in."""
+    """Return a tile's channels and which of them exist, its offsets and mask, and its column of tiles."""
     columns = tl.cdiv(S, BLOCK_S)
     channels = tile // columns * BLOCK_C + tl.arange(0, BLOCK_C)
     places = tile % columns * BLOCK_S + tl.arange(0, BLOCK_S)
