@@ -7,6 +7,7 @@ on it. So each action is run on a fresh model and on the same one without llmk, 
 import contextlib
 import copy
 import functools
+import gc
 import io
 import threading
 from collections import Counter
@@ -125,10 +126,16 @@ def second_thread(model: Any, run: Run, inputs: dict[str, Tensor]) -> Outcome:
 
 @contextlib.contextmanager
 def one_rank() -> Iterator[None]:
+    """A group of one process, in which nothing that was made may outlive the block.
+
+    DDP's reducer holds the group. If it is the last to do so, the group is destroyed with the interpreter's lock held,
+    waits for gloo's threads, and those may wait for the lock.
+    """
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:
+        gc.collect()
         dist.destroy_process_group()
 
 
@@ -140,8 +147,7 @@ def of_wrapped(wrapped: nn.Module, model: nn.Module, run: Run) -> Run:
 def ddp(model: Any, run: Run, inputs: dict[str, Tensor]) -> Outcome:
     with one_rank():
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        wrapped = DistributedDataParallel(model)
-        found = step(model, of_wrapped(wrapped, model, run), inputs)
+        found = step(model, of_wrapped(DistributedDataParallel(model), model, run), inputs)
         model.gradient_checkpointing_disable()
         return found
 
