@@ -14,7 +14,7 @@ each element's loss:
     dx = -g * t             dt = g * (log(t) + t / t - x)      NaN where t is 0, as PyTorch's
     dx = -g * exp(t)        dt = g * exp(t) * (t - x + 1)      with log_target
 
-dx does not need x, which is kept for the backward pass only if the target wants a gradient. The forward pass reads both
+where g * log(t) is 0 where g is, of a negative t too: PyTorch's xlogy(g, t). dx does not need x, which is kept for the backward pass only if the target wants a gradient. The forward pass reads both
 tensors once; a sum is taken by each program over its own tiles in float32, then over the programs in a fixed order.
 """
 
@@ -138,7 +138,8 @@ def kl_div_backward_kernel(
             dt = weight * (t - x) + weight
         else:
             one = tl.where(t == 0, float("nan"), 1.0 + (t - t))  # t / t
-            dt = tl.log(t) + one - x
+            log_t = tl.where((g == 0.0) & (t < 0.0), 0.0, tl.log(t))
+            dt = log_t + one - x
         tl.store(dt_ptr + rows * N + cols, (g * dt).to(dt_ptr.dtype.element_ty), mask=mask)
 
 
@@ -244,7 +245,10 @@ def _(
     if need_target:
         assert input is not None
         x = input.float()
-        dt = weight * (t - x) + weight if log_target else t.log() + t / t - x
+        if log_target:
+            dt = weight * (t - x) + weight
+        else:
+            dt = torch.where((g == 0) & (t < 0), 0.0, t.log()) + t / t - x
         dtarget = (g * dt).to(target.dtype).contiguous()
     return dinput, dtarget
 
