@@ -1,8 +1,10 @@
 """`--search` finds what no sample shows, and says it in few numbers."""
 
+import math
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from llmk.opcheck import check
 from llmk.opcheck.__main__ import main
 from llmk.opcheck.calls import call
 from llmk.opcheck.cases import Cases
+from llmk.opcheck.decisions import at_decisions
 from llmk.opcheck.judge import judge
 from llmk.opcheck.search import search
 from llmk.opcheck.shrink import snippet
@@ -68,6 +71,28 @@ def test_every_pair_of_options_comes() -> None:
     assert {"exo_pair", "robust", "sigmoid"} <= set(cases.options["loss_type"])
     exo = [pair for pair in cases.pairs if pair.get("loss_type") == "exo_pair" and "label_smoothing" in pair]
     assert {"its default", "0.0", "0.5", "1.0"} <= {repr(pair["label_smoothing"]) for pair in exo}
+
+
+def test_numbers_at_a_decision_stay_in_the_domain() -> None:
+    """kl_div's logarithms are never positive and its probabilities never negative."""
+    cases = Cases(OPS["kl_div"], CPU, torch.float16)
+    found = [case for seed in (4, 36, 132, 196) for case in at_decisions(cases, cases[seed], time.monotonic() + 20)]
+    assert found
+    for case in found:
+        values = cases.op.bind(case.sample)
+        assert bool((values["input"] <= 0).all())
+        assert bool((values["target"] >= 0).all())
+
+
+def test_rows_that_hold_nan_are_those_that_the_call_ignores() -> None:
+    cases, poisoned = Cases(OPS["jsd"], CPU, torch.bfloat16), 0
+    for case in (cases[seed] for seed in range(400)):
+        if any("ignores" in change for change in case.changed):
+            values = cases.op.bind(case.sample)
+            counts = values["labels"] != values.get("ignore_index", -100)
+            poisoned += 1
+            assert not bool((values["input"].isnan() | (values["input"] == math.inf))[counts].any()), str(case.sample)
+    assert poisoned > 2
 
 
 def test_one_tensor_given_twice_stays_one() -> None:

@@ -133,8 +133,10 @@ class Cases:
 
     def switches(self, values: dict[str, Any]) -> dict[str, bool]:
         """The options that are true or false, which may say what an argument means."""
-        arguments = {a.name: a.default_value for a in self.op.schema.arguments if a.has_default_value()}
-        return {name: value for name, value in (arguments | values).items() if isinstance(value, bool)}
+        return {name: value for name, value in self.with_defaults(values).items() if isinstance(value, bool)}
+
+    def with_defaults(self, values: dict[str, Any]) -> dict[str, Any]:
+        return {a.name: a.default_value for a in self.op.schema.arguments if a.has_default_value()} | values
 
     @cached_property
     def fixed(self) -> set[str]:
@@ -146,12 +148,9 @@ class Cases:
                     ordered[name] = ordered.get(name, True) and _is_ordered(value.flatten())
         return {name for name, always in ordered.items() if always}
 
-    @cached_property
-    def ignored(self) -> set[int]:
-        """What marks a row that does not count: an option named so, at its default or in a sample."""
-        values = self.options.get("ignore_index", [])
-        defaults = [a.default_value for a in self.op.schema.arguments if a.name == "ignore_index"]
-        return {value for value in [*values, *defaults] if isinstance(value, int) and value < 0}
+    def ignored(self, values: dict[str, Any]) -> int | None:
+        """What marks a row that does not count in a call: its `ignore_index`, if the operator has one."""
+        return self.with_defaults(values).get("ignore_index")
 
     def __getitem__(self, seed: int) -> Case:
         return _Making(self, seed).case()
@@ -252,6 +251,7 @@ class _Making:
         self.changed.append(f"axes of {old} made {new}")
 
     def redraw_integers(self) -> None:
+        ignored = self.cases.ignored(self.values)
         for name, tensor in self.tensors().items():
             if tensor.is_floating_point() or not tensor.numel() or name in self.cases.fixed:
                 continue
@@ -263,8 +263,8 @@ class _Making:
             if rows_differ and tensor.shape[-1] > 1:
                 order = torch.randint(len(_rows(tensor)), (len(_rows(tensor)),), generator=self.generator)
                 self.values[name] = _rows(tensor)[order.to(tensor.device)].reshape(tensor.shape)
-            elif choice < 0.55 and self.cases.ignored and tensor.dtype == torch.int64:
-                self.values[name] = torch.full_like(tensor, min(self.cases.ignored))
+            elif choice < 0.55 and ignored is not None and tensor.dtype == torch.int64:
+                self.values[name] = torch.full_like(tensor, ignored)
             elif choice < 0.65:
                 self.values[name] = torch.full_like(tensor, known[0].item())
             else:
@@ -297,11 +297,12 @@ class _Making:
 
     def ignore_poisoned(self) -> None:
         """NaN or an infinity in the rows of a tensor that an index says to ignore."""
+        ignored = self.cases.ignored(self.values)
         for name, tensor in self.tensors().items():
-            if tensor.dtype != torch.int64 or name in self.cases.fixed or not self.cases.ignored or not tensor.numel():
+            if tensor.dtype != torch.int64 or name in self.cases.fixed or ignored is None or not tensor.numel():
                 continue
             hidden = torch.rand(tuple(tensor.shape), generator=self.generator).to(tensor.device) < 0.4
-            self.values[name] = tensor.masked_fill(hidden, min(self.cases.ignored))
+            self.values[name] = tensor.masked_fill(hidden, ignored)
             poison = self.random.choice((float("nan"), float("inf"), -float("inf")))
             for other in self.floating():
                 value = self.values[other]

@@ -3,26 +3,27 @@
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 
 import torch
 from torch import Tensor
 
 from llmk.opcheck.calls import call
-from llmk.opcheck.cases import Case
+from llmk.opcheck.cases import Case, Cases
 from llmk.opcheck.inputs import rebound
 from llmk.opcheck.judge import PATIENCE, patience
-from llmk.registry import Op
 
 PLACES = tuple(sign * size for sign in (-1.0, 1.0) for size in (0.01, 0.3, 0.7, 1.5, 3.0, 6.0, 12.0, 25.0, 60.0))
 
 
-def at_decisions(op: Op, case: Case, until: float) -> list[Case]:
+def at_decisions(cases: Cases, case: Case, until: float) -> list[Case]:
     """The case with one of its numbers on either side of the largest jump that a result makes as it moves.
 
-    None where there is no jump, or it is not found before `until` of `time.monotonic()`.
+    None where there is no jump, or it is not found before `until` of `time.monotonic()`. The number stays in the domain
+    of its argument.
     """
+    op = cases.op
     bound = op.bind(case.sample)
     names = [name for name, value in bound.items() if isinstance(value, Tensor) and value.is_floating_point()]
     names = [name for name in names if 0 < bound[name].numel() <= 4096]
@@ -31,6 +32,7 @@ def at_decisions(op: Op, case: Case, until: float) -> list[Case]:
     random = Random(case.seed)
     name = random.choice(names)
     index = random.randrange(bound[name].numel())
+    places = cases.domain(name, bound).part_of(PLACES)
 
     def with_number(value: float) -> Case:
         moved = bound[name].detach().clone(memory_format=torch.contiguous_format)
@@ -46,17 +48,16 @@ def at_decisions(op: Op, case: Case, until: float) -> list[Case]:
         return torch.cat(flat) if flat else torch.zeros(1, dtype=torch.float64, device="cpu")
 
     try:
-        pair = _jump(results, bound[name].dtype)
+        pair = _jump(results, bound[name].dtype, places)
     except Exception:  # the judge says of the call itself whether it may raise
         return []
     return [with_number(value) for value in pair]
 
 
-def _jump(results: Callable[[float], Tensor], dtype: torch.dtype) -> tuple[float, ...]:
+def _jump(results: Callable[[float], Tensor], dtype: torch.dtype, places: Sequence[float]) -> tuple[float, ...]:
     """Two neighbours of the dtype between which the results jump; none if they are continuous."""
-    at = {value: results(value) for value in PLACES}
-    places = sorted(at)
-    low, high = max(itertools.pairwise(places), key=lambda pair: _apart(at[pair[0]], at[pair[1]]))
+    at = {value: results(value) for value in places}
+    low, high = max(itertools.pairwise(sorted(at)), key=lambda pair: _apart(at[pair[0]], at[pair[1]]))
     first = _apart(at[low], at[high])
     while True:
         middle = float(torch.tensor((low + high) / 2, dtype=dtype, device="cpu"))

@@ -5,7 +5,7 @@ gives float64 numbers, which are then rounded to the argument's dtype.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -36,6 +36,11 @@ class Domain:
         elif self.highest <= 0:
             values = -values.abs()
         return values
+
+    def part_of(self, numbers: Sequence[float]) -> list[float]:
+        """The numbers that are where the samples are, one by one."""
+        highest = 1.0 if self.sums_to_one else self.highest
+        return [number for number in numbers if self.lowest <= number <= highest]
 
 
 def domain_of(tensors: list[Tensor], specials: tuple[float, ...]) -> Domain:

@@ -75,7 +75,7 @@ def search(
     cases, result, until = Cases(op, torch.device(device), dtype), Searched(0, seed, []), time.monotonic() + seconds
     known: set[tuple[str, str]] = set()
     while time.monotonic() < until and len(result.found) < most:
-        for case in _cases(op, cases[result.next_seed], until):
+        for case in _cases(cases, cases[result.next_seed], until):
             doing(case)
             finding = judge(op, case)
             result.calls += 1
@@ -101,11 +101,11 @@ def _differs_by_intent(op: Op, cases: Cases, finding: Finding) -> bool:
     return False
 
 
-def _cases(op: Op, case: Case, until: float) -> Iterator[Case]:
+def _cases(cases: Cases, case: Case, until: float) -> Iterator[Case]:
     """The seed's case, and for some seeds those at a decision near it."""
     yield case
     if case.seed % 8 == 4:
-        yield from at_decisions(op, case, until)
+        yield from at_decisions(cases, case, until)
 
 
 def searches(
