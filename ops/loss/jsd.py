@@ -25,7 +25,8 @@ OPS = DivergenceOps("jsd", row_by_row=False)
 
 
 def _times_log(p: Tensor, log_ratio: Tensor) -> Tensor:
-    return p * torch.where(p == 0, 0.0, log_ratio)
+    """p * log_ratio, 0 for a class whose p is 0 in float32, whatever the ratio."""
+    return p * torch.where(p.float() == 0, 0.0, log_ratio)
 
 
 def jsd_terms(x: Tensor, y: Tensor, beta: float) -> Tensor:
@@ -73,6 +74,9 @@ def jsd_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample((logs(4, 40, scale=30.0), logs(4, 40, scale=30.0)), {"beta": 0.3}, why="peaked")
     masked = logs(4, 40).masked_fill(torch.arange(40, device=device, dtype=torch.int64) < 20, float("-inf"))
     yield Sample((logs(4, 40), masked), {"beta": 0.0}, why="a teacher that rules classes out, beta 0")
+    unlikely = torch.where(masked == float("-inf"), -600.0, masked)
+    yield Sample((masked, unlikely), {"beta": 0.0}, why="a teacher whose probabilities are 0 in float32, beta 0")
+    yield Sample((unlikely, masked), {"beta": 1.0}, why="a student whose probabilities are 0 in float32, beta 1")
     yield Sample((masked, masked), {"beta": 0.5}, why="both rule classes out")
     yield Sample((logs(2, 9_000), logs(2, 9_000)), why="9,000 classes: whole blocks and a part")
     yield Sample((logs(2, 100_003), logs(2, 100_003)), {"beta": 0.9}, why="100,003 classes")
@@ -121,7 +125,7 @@ def jsd(
 
     Returns:
         float32 scalar: the mean over the tokens that count; over none it is NaN. A class to which a distribution gives
-        no probability, -inf, adds nothing to a divergence from it.
+        no probability, or one that is 0 in float32 (logarithms below -104), adds nothing to a divergence from it.
 
     Raises:
         TypeError: A dtype does not fit.
