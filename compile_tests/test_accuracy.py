@@ -206,6 +206,18 @@ def test_the_rule_for_special_values() -> None:
     assert accuracy_violation(finite, finite, exact) is not None
 
 
+def test_the_largest_number_and_infinity_are_one_unit_apart() -> None:
+    """What cuts digits off ends at the largest number, where what rounds is infinite already."""
+    for dtype in DTYPES:
+        largest = torch.finfo(dtype).max
+        exact = torch.tensor([1.0, largest * (1 + 0.4 * torch.finfo(dtype).eps)], dtype=torch.float64)
+        finite, infinite = torch.tensor([1.0, largest], dtype=dtype), torch.tensor([1.0, float("inf")], dtype=dtype)
+        for actual in (finite, infinite):
+            assert accuracy_violation(actual, infinite, exact) is None
+        assert accuracy_violation(finite, infinite, 1.01 * exact) is not None
+        assert accuracy_violation(-finite, infinite, exact) is not None
+
+
 def test_a_condition_tells_elements_apart() -> None:
     """An error that is small for the tensor, and for an element that cancels, is large for one that does not."""
     exact = torch.tensor([[1e3, 1.0, 1.0]] * 400, dtype=torch.float64)
