@@ -6,8 +6,9 @@ With Q = exp(x), the student's, P = exp(y), the teacher's, and M = beta * P + (1
     beta = 0:      f = P * (y - x)                                                df/dx = -P
     beta = 1:      f = Q * (x - y)                                                df/dx = Q * (x - y + 1)
 
-where 0 * log(0) = 0, as of a P or Q that is 0 in float32. df/dx of 0 < beta < 1 leaves out what adds up to no gradient of M: its derivative by M is
--(beta * P + (1 - beta) * Q) / M = -1 for each, times dM, and the 1 of the product rule is the same again.
+where 0 * log(0) = 0, as of a P or Q that is 0 in float32. df/dx of 0 < beta < 1 leaves out what adds up to no gradient
+of M: its derivative by M is -(beta * P + (1 - beta) * Q) / M = -1 for each, times dM, and the 1 of the product rule is
+the same again.
 
 log(M) - x is log1p(beta * (exp(y - x) - 1)), and computed so for a beta near 0 or 1, and in float32 for any of them:
 log(M) itself would have nothing left of what the smaller part adds.

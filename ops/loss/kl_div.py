@@ -14,8 +14,9 @@ each element's loss:
     dx = -g * t             dt = g * (log(t) + t / t - x)      NaN where t is 0, as PyTorch's
     dx = -g * exp(t)        dt = g * exp(t) * (t - x + 1)      with log_target
 
-where g * log(t) is 0 where g is, of a negative t too: PyTorch's xlogy(g, t). dx does not need x, which is kept for the backward pass only if the target wants a gradient. The forward pass reads both
-tensors once; a sum is taken by each program over its own tiles in float32, then over the programs in a fixed order.
+where g * log(t) is 0 if g is, of a negative t too: PyTorch's xlogy(g, t). dx does not need x, which is kept for the
+backward pass only if the target wants a gradient. The forward pass reads both tensors once; a sum is taken by each
+program over its own tiles in float32, then over the programs in a fixed order.
 """
 
 from collections.abc import Iterator
@@ -245,10 +246,8 @@ def _(
     if need_target:
         assert input is not None
         x = input.float()
-        if log_target:
-            dt = weight * (t - x) + weight
-        else:
-            dt = torch.where((g == 0) & (t < 0), 0.0, t.log()) + t / t - x
+        log_t = torch.where((g == 0) & (t < 0), 0.0, t.log())
+        dt = weight * (t - x) + weight if log_target else log_t + t / t - x
         dtarget = (g * dt).to(target.dtype).contiguous()
     return dinput, dtarget
 
