@@ -16,7 +16,7 @@ from compile_tests.test_opcheck_command import OWN_OP
 from llmk.opcheck import check
 from llmk.opcheck.__main__ import main
 from llmk.opcheck.calls import call
-from llmk.opcheck.cases import Cases
+from llmk.opcheck.cases import Case, Cases, large_gradients
 from llmk.opcheck.decisions import at_decisions
 from llmk.opcheck.judge import judge
 from llmk.opcheck.search import search
@@ -93,6 +93,32 @@ def test_rows_that_hold_nan_are_those_that_the_call_ignores() -> None:
             poisoned += 1
             assert not bool((values["input"].isnan() | (values["input"] == math.inf))[counts].any()), str(case.sample)
     assert poisoned > 2
+
+
+def moe_case(dtype: torch.dtype, ups: float, down: float, weight: float) -> Case:
+    """One token of ones with one expert, whose gates are 64."""
+    options = {"dtype": dtype, "device": CPU}
+    gate_up = torch.tensor([[[16.0] * 4] * 2 + [[ups] * 4] * 2], **options)
+    down_weight = torch.tensor([[[down, -down], [down, 0.0], [down, -down], [0.0, down]]], **options)
+    indices = torch.zeros(1, 1, dtype=torch.int64, device=CPU)
+    sample = Sample((torch.ones(1, 4, **options), gate_up, down_weight, indices, torch.tensor([[weight]], **options)))
+    return Case(sample, large_gradients, 0, sample)
+
+
+def test_what_a_definition_overflows_at_is_no_fault() -> None:
+    """The product of a routing weight and a hidden row, which is an intermediate result in the inputs' dtype."""
+    case = moe_case(torch.float16, ups=8.0, down=2.0**-6, weight=60.0)
+    assert not bool(call(OPS["moe_experts"], case.sample).outputs[0].isfinite().all())
+    assert judge(OPS["moe_experts"], case) is None
+
+
+def test_gradients_of_a_lost_step_are_not_judged() -> None:
+    """That of a hidden row of zeros overflows, which makes the weights' gradient NaN, as the rows' is too large."""
+    case = moe_case(torch.bfloat16, ups=0.0, down=2.0**125, weight=1.0)
+    gradients = call(OPS["moe_experts"], case.sample, grads=case.grads).gradients
+    assert gradients["weights"] is not None
+    assert bool(gradients["weights"].isnan().all())
+    assert judge(OPS["moe_experts"], case) is None
 
 
 def test_one_tensor_given_twice_stays_one() -> None:

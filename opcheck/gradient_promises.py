@@ -18,7 +18,7 @@ from llmk.opcheck.inputs import (
     same_bits,
     spread,
 )
-from llmk.opcheck.truth import truth_of
+from llmk.opcheck.truth import Truth, truth_of
 from llmk.registry import Op, Sample
 
 HARSH = (2.0**6, 2.0**12, 2.0**-12, 0.0)
@@ -52,7 +52,7 @@ def require_finite(op: Op, sample: Sample, outcome: Outcome, grads: Callable[[Se
     if not all(bool(output.isfinite().all()) for output in outcome.outputs):
         return
     truth = truth_of(op, sample, outcome, grads)
-    if any(_too_large(truth.exact[truth.index_of(name)], gradient) for name, gradient in outcome.gradients.items()):
+    if gradient_overflows(truth, outcome):
         return
     for name, gradient in outcome.gradients.items():
         exact = truth.exact[truth.index_of(name)]
@@ -65,6 +65,12 @@ def require_finite(op: Op, sample: Sample, outcome: Outcome, grads: Callable[[Se
                 f"{sample}: element {index} of the gradient of {name} is {gradient.flatten()[index]:g} where outputs "
                 f"are finite and {exact.flatten()[index]:.6g} is right"
             )
+
+
+def gradient_overflows(truth: Truth, outcome: Outcome) -> bool:
+    """Return True if an exact gradient is too large for its dtype: the step is lost whatever the others are."""
+    gradients = outcome.gradients.items()
+    return any(_too_large(truth.exact[truth.index_of(name)], gradient) for name, gradient in gradients)
 
 
 def _too_large(exact: Tensor | None, gradient: Tensor | None) -> bool:

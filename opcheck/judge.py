@@ -1,9 +1,11 @@
 """Whether a case of the search is wrong: the accuracy rule, with what only extreme inputs need.
 
 The float64 reference decides. Where PyTorch's own composition overflows and the reference does not, an element is
-excused, as where finite inputs make the reference itself NaN. At ties and next to a decision, inputs that move by a
-unit cross it, and everything would be excused; so there a second rule moves equal numbers together and takes the
-condition from the draws that did not cross. It refuses only what the composition gets right on all neighbours as well.
+excused, as where finite inputs make the reference itself NaN, and gradients that are not finite where one of the exact
+ones is too large for its dtype: that optimizer step is lost whatever the others are. At ties and next to a decision,
+inputs that move by a unit cross it, and everything would be excused; so there a second rule moves equal numbers
+together and takes the condition from the draws that did not cross. It refuses only what the composition gets right on
+all neighbours as well.
 """
 
 import contextlib
@@ -20,7 +22,7 @@ from torch import Tensor
 from llmk.opcheck.calls import call, tolerance_of, violation_of
 from llmk.opcheck.cases import Case
 from llmk.opcheck.derivatives import derivative_violation
-from llmk.opcheck.gradient_promises import require_finite
+from llmk.opcheck.gradient_promises import gradient_overflows, require_finite
 from llmk.opcheck.inputs import BrokenPromise, Outcome, copy_with_layout
 from llmk.opcheck.loops import EndlessLoop
 from llmk.opcheck.truth import Change, Truth, truth_of
@@ -130,6 +132,7 @@ def _inputs_finite(outcome: Outcome) -> bool:
 
 def _floating(truth: Truth, outcome: Outcome) -> Iterator[tuple[int, str, Tensor, Tensor, Tensor]]:
     finite, overflowed = _inputs_finite(outcome), _overflowed(outcome, truth)
+    lost = bool(truth.wanted) and gradient_overflows(truth, outcome)
     for i, (name, actual) in enumerate(zip(names_of(truth), outcome.results(), strict=True)):
         composition, exact = truth.composition[i], truth.exact[i]
         if actual is None or composition is None or exact is None or not actual.is_floating_point():
@@ -137,8 +140,11 @@ def _floating(truth: Truth, outcome: Outcome) -> Iterator[tuple[int, str, Tensor
         if i >= len(outcome.outputs) and overflowed:
             return
         if actual.shape == exact.shape:
-            floor = _float64_floor(truth, outcome, name) if i >= len(outcome.outputs) else 0.0
+            is_gradient = i >= len(outcome.outputs)
+            floor = _float64_floor(truth, outcome, name) if is_gradient else 0.0
             actual = _excused(actual.detach(), composition, exact, finite, floor)
+            if is_gradient and lost:
+                actual = torch.where(actual.isfinite(), actual, exact.to(actual.dtype))
         yield i, name, actual, composition, exact
 
 

@@ -9,7 +9,8 @@ Forward, for tokens x [T, H], each with K experts and weights w, the N = T * K p
     hidden[r] = w * gated unit of (rows[r] + b_gate_up[e])         `_gate.py`
     y[t]      = sum over the token's rows of (W_down[e] @ hidden[r] + w * b_down[e])
 
-The weight is multiplied in before the second product, which costs no pass: the sum needs none.
+The weight is multiplied in before the second product, which costs no pass: the sum needs none. So hidden, which is in
+the dtype of x, must hold it: a weight is no more than a few, and what float16 can overflow at is h itself.
 
 Backward, given dy, its rows gathered again, as are those of x:
 
@@ -82,9 +83,13 @@ def moe_experts_reference(
         gate, up = split(rows, interleaved)
         if limit > 0:
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        hidden = activation_of(alpha * gate, activation) / alpha * (up + up_offset)
-        rows = torch.nn.functional.linear(hidden, down[e], None if down_bias is None else down_bias[e])
-        y = y.index_add(0, tokens, (rows * weights[tokens, k, None]).to(y.dtype))
+        w = weights[tokens, k, None]
+        hidden = (w * (activation_of(alpha * gate, activation) / alpha * (up + up_offset))).to(y.dtype)
+        rows = torch.nn.functional.linear(hidden, down[e])
+        if down_bias is not None:
+            wide = torch.promote_types(y.dtype, torch.float32)
+            rows = (rows.to(wide) + w.to(wide) * down_bias[e].to(wide)).to(y.dtype)
+        y = y.index_add(0, tokens, rows)
     return y
 
 
@@ -185,7 +190,8 @@ def moe_experts(
         gate_up: The first layers `[E, 2F, H]`, gates then ups, dtype of `input`; `[E, H, 2F]` where `transposed`.
         down: The second layers `[E, H, F]`, dtype of `input`; `[E, F, H]` where `transposed`.
         indices: Each token's experts `[T, K]`, int64 or int32. E is none: the expert of another process.
-        weights: Their weights `[T, K]`, float32 or the dtype of `input`.
+        weights: Their weights `[T, K]`, float32 or the dtype of `input`, which holds the product of a weight and what
+            the gated unit makes.
         gate_up_bias: `[E, 2F]`, dtype of `input`, laid out as the first layers.
         down_bias: `[E, H]`, dtype of `input`. It is multiplied by the weight too.
         activation: "none", "relu", "relu_squared", "gelu", "gelu_tanh" or "silu".
