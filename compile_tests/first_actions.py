@@ -258,11 +258,11 @@ def first_action(name: str, way: str, original: Any, inputs: dict[str, Tensor]) 
     """
     action, model, fresh = ACTIONS[name], copy.deepcopy(original), copy.deepcopy(original)
     want, why = tried(action, original, original, inputs)
-    want_after = step(original, original, inputs)
+    want_after = seeded(step, original, original, inputs)
     try:
         run = WAYS[way](model)
-        got, _ = tried(action, model, run, inputs) if want is None else (action(model, run, inputs), None)
-        got_after = step(model, run, inputs)
+        got, _ = tried(action, model, run, inputs) if want is None else (seeded(action, model, run, inputs), None)
+        got_after = seeded(step, model, run, inputs)
         counts = [Counter(), Counter()]
         if run is model:  # a compiled one is not run under a mode
             counts = [operators_of(each, inputs) for each in (model, WAYS[way](fresh))]
@@ -279,9 +279,15 @@ def first_action(name: str, way: str, original: Any, inputs: dict[str, Tensor]) 
     return ""
 
 
+def seeded(action: Action, model: Any, run: Run, inputs: dict[str, Tensor]) -> Outcome:
+    """Run the action with the same random numbers each time: PhiMoE's gate draws its experts in training."""
+    torch.manual_seed(0)
+    return action(model, run, inputs)
+
+
 def tried(action: Action, model: Any, run: Run, inputs: dict[str, Tensor]) -> tuple[Outcome | None, Exception | None]:
     try:
-        return action(model, run, inputs), None
+        return seeded(action, model, run, inputs), None
     except Exception as error:
         return None, error
 

@@ -107,6 +107,19 @@ def test_the_shapes_and_numbers_of_trl(device: torch.device) -> None:
     assert losses.kto(x, weight, target, signs, **given)[0].isnan()
 
 
+def test_nan_in_an_ignored_token_reaches_the_weight_unless_it_is_skipped(device: torch.device) -> None:
+    """As `grpo` says: the weight's gradient has 0 times it."""
+    x, weight, target = batch([5, 1, 4, 6], device)
+    x[tuple((target == -100).nonzero()[0])] = torch.nan
+    assert x.isnan().any()
+    for skips in (False, True):
+        options = {"advantages": torch.ones(4, device=device), "skip_ignored": skips}
+        loss, dx, dw = gradients(losses.grpo, (x, weight, target), options)
+        assert loss.isfinite()
+        assert dx.isfinite().all()
+        assert bool(dw.isfinite().all()) == skips
+
+
 def test_what_is_clipped(device: torch.device) -> None:
     """Where the clipped term is the larger, which A's sign decides; and 0 over no token."""
     x, weight, target = batch([4, 4], device)

@@ -17,6 +17,11 @@ X, W = torch.randn(5, 8, generator=RANDOM), torch.randn(11, 8, generator=RANDOM)
 T = torch.tensor([3, -100, 0, 10, 7])
 
 
+def of_pairs(**options: Any) -> Any:
+    x, target = X[:4].view(2, 2, 1, 8), T[:4].view(2, 2, 1)
+    return torch.ops.llmk.fused_linear_preference(x, W, target, **options)
+
+
 def student() -> tuple[Tensor, Tensor]:
     return X.clone().requires_grad_(), W.clone().requires_grad_()
 
@@ -132,6 +137,9 @@ def test_modules() -> None:
         (lambda: fused_linear_jsd(X, W, X[:2], W), "teacher_input: expected shape"),
         (lambda: fused_linear_jsd(X, W, X, W, temperature=-1.0), "temperature: expected a finite positive number"),
         (lambda: fused_linear_ce(X, W, T, row_weight=torch.ones(4)), "row_weight: expected shape"),
+        (lambda: of_pairs(loss_type="exo_pair"), "label_smoothing: expected .* with loss_type 'exo_pair', got 0.0"),
+        (lambda: of_pairs(loss_type="robust", label_smoothing=0.5),
+         "label_smoothing: expected a number from 0 to below 0.5 with loss_type 'robust', got 0.5"),
     ],
 )  # fmt: skip
 def test_a_wrong_call_names_the_argument(wrong: Any, message: str) -> None:

@@ -17,7 +17,7 @@ from llmk.registry.checks import (
     check_shape,
     check_switch,
 )
-from llmk.registry.devices import autocast_dtype, most_warps, num_programs
+from llmk.registry.devices import autocast_dtype, max_warps, num_programs
 from llmk.registry.eager.bypass import set_short_path_enabled
 from llmk.registry.graphs import recomputed_in_backward
 from llmk.registry.kernel_op import KernelOp, wrap_triton
@@ -25,7 +25,7 @@ from llmk.registry.launch import empty
 from llmk.registry.public_op import public_op
 from llmk.registry.record import OPS, RULE, Cost, Op, Sample, Tolerance
 from llmk.registry.sharding import PARTIAL, REPLICATE, axes, is_sharded, replicate_only, row_axes
-from llmk.registry.sizes import at_most, cdiv, example_of, next_power_of_2
+from llmk.registry.sizes import cdiv, grid_cap, next_power_of_2, size_hint
 
 __all__ = [
     "LARGEST",
@@ -38,7 +38,6 @@ __all__ = [
     "Op",
     "Sample",
     "Tolerance",
-    "at_most",
     "autocast_dtype",
     "axes",
     "cdiv",
@@ -51,9 +50,9 @@ __all__ = [
     "check_shape",
     "check_switch",
     "empty",
-    "example_of",
+    "grid_cap",
     "is_sharded",
-    "most_warps",
+    "max_warps",
     "next_power_of_2",
     "no_gradient",
     "num_programs",
@@ -62,6 +61,7 @@ __all__ = [
     "replicate_only",
     "row_axes",
     "set_short_path_enabled",
+    "size_hint",
     "use_kernels_on_cpu",
     "wrap_triton",
 ]

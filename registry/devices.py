@@ -64,7 +64,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 @functools.cache
-def counts_rows_itself(device: torch.device) -> bool:
+def has_device_offsets(device: torch.device) -> bool:
     """Return True if `torch.nn.functional.grouped_mm` takes the numbers of rows from this GPU's memory, in bfloat16.
 
     PyTorch has a kernel for compute capabilities 9 and 10; for others it waits until it can read the numbers.
@@ -74,8 +74,8 @@ def counts_rows_itself(device: torch.device) -> bool:
     )
 
 
-def most_warps() -> int:
-    """The most warps of one thread block, which has room for 1024 threads."""
+def max_warps() -> int:
+    """The largest number of warps in one thread block, which has room for 1024 threads."""
     return 1024 // _warps.size
 
 

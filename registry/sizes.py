@@ -16,18 +16,18 @@ def next_power_of_2(n: int) -> int:
     return n + 1
 
 
-def at_most(work: int, most: int) -> int:
-    """How many programs share so much work: one for each piece, at most so many, and where it is symbolic all of them.
+def grid_cap(work: int, most: int) -> int:
+    """The number of programs for `work` pieces: one for each up to `most`, and `most` if the number is symbolic.
 
     So a graph for any amount of work has one grid, and buffers of one size. Programs without work must do no harm.
     """
     return min(work, most) if isinstance(work, int) else most
 
 
-def example_of(n: int) -> int:
-    """n, or where it is symbolic the number that it was traced with, without a guard: for choices that are never wrong.
+def size_hint(n: int) -> int:
+    """Return n, or the number that a symbolic n was traced with, without a guard: for choices that are never wrong.
 
-    A symbolic number that nothing is known of counts as large.
+    A symbolic number without such a hint counts as large.
     """
     if isinstance(n, torch.SymInt):
         hint = n.node.hint

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.registry import PARTIAL, REPLICATE, KernelOp, at_most, axes, cdiv, empty, num_programs, wrap_triton
+from llmk.registry import PARTIAL, REPLICATE, KernelOp, axes, cdiv, empty, grid_cap, num_programs, wrap_triton
 from llmk.registry.backends import runs_kernels
 from llmk.registry.devices import kernel_context
 from llmk.registry.eager.bypass import is_plain_eager, takes_short_path
@@ -39,7 +39,7 @@ def scale_kernel(x_ptr, grad_ptr, divisor_ptr, y_ptr, N, IN_PLACE: tl.constexpr,
 
 def _launch(x: Tensor, grad: Tensor, divisor: Tensor, y: Tensor, in_place: bool) -> None:
     blocks = cdiv(x.numel(), 4096)
-    programs = at_most(blocks, num_programs(x.device, PROGRAMS)) if in_place else blocks
+    programs = grid_cap(blocks, num_programs(x.device, PROGRAMS)) if in_place else blocks
     wrap_triton(scale_kernel)[(programs,)](x, grad, divisor, y, x.numel(), IN_PLACE=in_place, BLOCK_N=4096, num_warps=8)
 
 

@@ -15,7 +15,7 @@ from llmk.ops.common.math import everywhere
 from llmk.ops.common.rows import contiguous, matrices_aligned, with_columns_side_by_side
 from llmk.registry import cdiv, empty, next_power_of_2, wrap_triton
 from llmk.registry.backends import INTERPRET
-from llmk.registry.devices import counts_rows_itself
+from llmk.registry.devices import has_device_offsets
 
 
 @triton.jit
@@ -157,7 +157,7 @@ def _vendor(*tensors: Tensor) -> bool:
     Where an expert's rows begin is a multiple of that only in matrices `[N, C]` whose columns are side by side.
     """
     first = tensors[0]
-    if first.dtype != torch.bfloat16 or not counts_rows_itself(first.device):
+    if first.dtype != torch.bfloat16 or not has_device_offsets(first.device):
         return False
     if any(t.dim() == 2 and t.stride(1) != 1 for t in tensors):
         return False

@@ -8,7 +8,7 @@ from torch import Tensor
 from llmk.ops.common.activations import activate_with_slope, activation_with_slope
 from llmk.ops.common.rows import as_rows
 from llmk.ops.common.sums import sum_partials
-from llmk.registry import at_most, cdiv, next_power_of_2, num_programs, wrap_triton
+from llmk.registry import cdiv, grid_cap, next_power_of_2, num_programs, wrap_triton
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def activation_gradient(grad: Tensor, kept: Tensor, activation: str, need_db: bo
     tile = _backward_tile(N)
     blocks = cdiv(N, tile["BLOCK_N"])
     # Four programs of 8 warps keep a multiprocessor's memory busy; each share of the rows costs a row of partials.
-    shares = at_most(cdiv(M, tile["BLOCK_M"]), max(1, num_programs(grad.device, 4) // max(1, blocks)))
+    shares = grid_cap(cdiv(M, tile["BLOCK_M"]), max(1, num_programs(grad.device, 4) // max(1, blocks)))
     dz = torch.empty((M, N), dtype=grad.dtype, device=grad.device)
     partials = torch.empty((shares, N), dtype=torch.float32, device=grad.device) if need_db else None
     wrap_triton(linear_act_backward_kernel)[(blocks, shares)](

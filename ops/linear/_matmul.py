@@ -12,7 +12,7 @@ from torch import Tensor
 
 from llmk.ops.common.activations import activate
 from llmk.ops.common.rows import aligned, contiguous
-from llmk.registry import cdiv, example_of, next_power_of_2, num_programs, wrap_triton
+from llmk.registry import cdiv, next_power_of_2, num_programs, size_hint, wrap_triton
 from llmk.registry.backends import INTERPRET
 from llmk.registry.private.tensors import addmm_activation
 
@@ -102,7 +102,7 @@ def suits(x: Tensor, weight: Tensor) -> bool:
         return False
     if not all(t.stride(1) == 1 and aligned(t.stride(0)) and t.stride(0) < MAX_STRIDE for t in (x, weight)):
         return False
-    return cdiv(example_of(M), BLOCK_M) * cdiv(N, BLOCK_N) >= num_programs(x.device, 1)
+    return cdiv(size_hint(M), BLOCK_M) * cdiv(N, BLOCK_N) >= num_programs(x.device, 1)
 
 
 def fused_product(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, z: Tensor | None, activation: str) -> None:

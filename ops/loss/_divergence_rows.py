@@ -27,10 +27,10 @@ from llmk.registry import (
     check_same,
     check_shape,
     empty,
-    example_of,
     next_power_of_2,
     replicate_only,
     row_axes,
+    size_hint,
     wrap_triton,
 )
 
@@ -159,7 +159,7 @@ def _parts(call: Call, need_dx: bool, divided: bool) -> tuple[Tensor, Tensor, Te
     M = x.numel() // N
     divisor = call.counts().sum(dtype=torch.float32) if need_dx and divided and call.labels is not None else None
     dx = empty(x.shape if need_dx else (0,), x.dtype, x.device)
-    slices = min(cdiv(example_of(N), _block(N)["BLOCK_N"]), max(1, PROGRAMS // max(example_of(M), 1)))
+    slices = min(cdiv(size_hint(N), _block(N)["BLOCK_N"]), max(1, PROGRAMS // max(size_hint(M), 1)))
     loss, count = _launch(call, slices, dx if need_dx else None, divisor, M if divided else 1)
     return loss, count, dx
 

@@ -55,7 +55,6 @@ from llmk.registry import (
     Cost,
     KernelOp,
     Sample,
-    at_most,
     cdiv,
     check_dtype,
     check_not_negative,
@@ -63,6 +62,7 @@ from llmk.registry import (
     check_same,
     check_shape,
     empty,
+    grid_cap,
     is_sharded,
     next_power_of_2,
     no_gradient,
@@ -122,7 +122,7 @@ def _giou_loss_fwd(boxes: Tensor, targets: Tensor, reduction: str, eps: float) -
     # A symbolic number is not asked: that would compile once more past the limit.
     if not isinstance(N, int) or N > ONE_PROGRAM:
         most = num_programs(device, MANY_PER_MULTIPROCESSOR)
-        grid = (at_most(N // MANY["BLOCK"] + 1, most),)  # never 0, or nobody would write the sum over no boxes
+        grid = (grid_cap(N // MANY["BLOCK"] + 1, most),)  # never 0, or nobody would write the sum over no boxes
         block_p, tile = next_power_of_2(most), MANY
         partials = empty((2, block_p), torch.float32, device)
         arrived = torch.zeros((1,), dtype=torch.int32, device=device)

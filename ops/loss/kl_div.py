@@ -36,7 +36,6 @@ from llmk.registry import (
     Cost,
     KernelOp,
     Sample,
-    at_most,
     axes,
     cdiv,
     check_dtype,
@@ -44,6 +43,7 @@ from llmk.registry import (
     check_same,
     check_shape,
     empty,
+    grid_cap,
     next_power_of_2,
     num_programs,
     public_op,
@@ -182,7 +182,7 @@ def _kl_div_fwd(input: Tensor, target: Tensor, reduced: bool, divisor: int, log_
             x, t, losses, M, N, x.stride(0), t.stride(0), LOG_TARGET=log_target, **tile
         )
         return losses
-    programs = at_most(tiles, num_programs(input.device, SUM_PROGRAMS))
+    programs = grid_cap(tiles, num_programs(input.device, SUM_PROGRAMS))
     partials = empty((programs,), torch.float32, input.device)
     wrap_triton(kl_div_sum_kernel)[(programs,)](
         x, t, partials, M, N, x.stride(0), t.stride(0), tiles, LOG_TARGET=log_target, **tile

@@ -13,7 +13,7 @@ from torch import Tensor
 from llmk.ops.common.math import LOG2E, cap_slope
 from llmk.ops.common.sums import sum_pair
 from llmk.ops.loss.row_loss_math import Options, capped, classes_of, counts_of, loss_of
-from llmk.registry import at_most, cdiv, next_power_of_2, num_programs, wrap_triton
+from llmk.registry import cdiv, grid_cap, next_power_of_2, num_programs, wrap_triton
 
 
 @triton.jit
@@ -129,7 +129,7 @@ def _forward_launch(M: int, V: int, device: torch.device) -> tuple[int, dict[str
     # and 2.81; twice the elements and warps 2.29 and 2.78, twice the elements alone 2.15 and 2.14, but they spill with
     # all options. Rows of 2048 classes are as fast in the kernels of long rows.
     tile = _tile(V)
-    programs = at_most(cdiv(M, tile["BLOCK_M"]), num_programs(device, 64 // tile["num_warps"]))
+    programs = grid_cap(cdiv(M, tile["BLOCK_M"]), num_programs(device, 64 // tile["num_warps"]))
     return programs, tile | {"NUM_STAGES": 3}
 
 

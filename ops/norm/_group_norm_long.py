@@ -24,7 +24,7 @@ from llmk.ops.norm._moments import (
     piece_moments,
     share_and_rstd,
 )
-from llmk.registry import cdiv, empty, example_of, most_warps, next_power_of_2, num_programs, wrap_triton
+from llmk.registry import cdiv, empty, max_warps, next_power_of_2, num_programs, size_hint, wrap_triton
 
 
 @triton.jit
@@ -268,13 +268,13 @@ def _walk_tile(C: int, S: int, element_size: int, tensors: int) -> dict[str, int
     # H200, bf16, times the floor, forward and backward: 1.71 and 1.80 at 32x512x64x64, 2.15 and 2.01 at 32x1280x16x16,
     # in 32 groups. With prefetch forward 1.82 and 2.27, backward the second 2.35; 32 warps without it the first 1.91.
     warps = next_power_of_2(cdiv(C * S * element_size * tensors, 12 * 1024))
-    warps = min(most_warps(), max(4, warps)) if tensors == 1 else min(16, max(8, warps))
+    warps = min(max_warps(), max(4, warps)) if tensors == 1 else min(16, max(8, warps))
     stages = 3 if tensors > 1 and warps == 16 else 1
     return _blocks(C, S, warps * 32 * 16 // element_size, 256) | {"NUM_STAGES": stages, "num_warps": warps}
 
 
 def _walks(row_bytes: int, rows: int, device: torch.device) -> bool:
-    return row_bytes <= WALK_BYTES and example_of(rows) >= num_programs(device, 1)
+    return row_bytes <= WALK_BYTES and size_hint(rows) >= num_programs(device, 1)
 
 
 def _long_tile(C: int, S: int) -> dict[str, int]:

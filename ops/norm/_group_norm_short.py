@@ -11,7 +11,7 @@ from torch import Tensor
 from llmk.ops.common.rows import aligned
 from llmk.ops.common.sums import sum_pair
 from llmk.ops.norm._moments import coarse_mean, normalize_group_if_huge, overflowed, share_and_rstd
-from llmk.registry import at_most, cdiv, empty, next_power_of_2, num_programs, wrap_triton
+from llmk.registry import cdiv, empty, grid_cap, next_power_of_2, num_programs, wrap_triton
 
 
 @triton.jit
@@ -203,7 +203,7 @@ def _backward_tile(G: int, C: int, S: int, element_size: int) -> dict[str, int]:
 def _shares(B: int, G: int, tile: dict[str, int], device: torch.device) -> int:
     """Into how many the samples are divided: the programs fill each multiprocessor with 24 warps of 80 registers."""
     programs = num_programs(device, max(1, 24 // tile["num_warps"]))
-    return at_most(cdiv(B, tile["BLOCK_B"]), cdiv(programs, cdiv(G, tile["BLOCK_G"])))
+    return grid_cap(cdiv(B, tile["BLOCK_B"]), cdiv(programs, cdiv(G, tile["BLOCK_G"])))
 
 
 def short_forward(

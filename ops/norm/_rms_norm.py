@@ -32,10 +32,10 @@ from torch import Tensor
 from llmk.ops.common.rows import Strides, aligned, byte_offset, contiguous, row_shares, row_starts, strided_rows
 from llmk.ops.common.sums import sum_partials
 from llmk.registry import (
-    at_most,
     cdiv,
     empty,
-    most_warps,
+    grid_cap,
+    max_warps,
     next_power_of_2,
     no_gradient,
     num_programs,
@@ -255,7 +255,7 @@ def _backward_tile(N: int, element_size: int, tensors: int) -> dict[str, int]:
 def _long_forward_tile() -> dict[str, int]:
     # One program on each multiprocessor, so that the second pass finds the rows under way in L2. H200, bf16, times the
     # floor: 1.71 at 128,256 columns, 1.72 at 262,144; 4096 elements with 8 warps 1.88 and 2.55.
-    return {"BLOCK_N": 8192, "num_warps": most_warps()}
+    return {"BLOCK_N": 8192, "num_warps": max_warps()}
 
 
 LONG_BACKWARD_BLOCK = 1024
@@ -314,7 +314,7 @@ def backward(
     rows = (dy, dy_strides), (dh, dh_strides), (h, h_strides), (weight, NO_STRIDES)
     row_bytes = N * h.element_size()
     held = row_bytes <= MAX_BACKWARD_BYTES // 2 or (row_bytes <= MAX_BACKWARD_BYTES and _aligned(N, *rows))
-    programs = at_most(M, _programs(N, h.device) if held else row_shares(cdiv(N, LONG_BACKWARD_BLOCK), h.device))
+    programs = grid_cap(M, _programs(N, h.device) if held else row_shares(cdiv(N, LONG_BACKWARD_BLOCK), h.device))
     partials = empty((programs, N), torch.float32, h.device) if need_weight else None
     if held:
         wrap_triton(rms_norm_backward_kernel)[(programs,)](

@@ -51,13 +51,13 @@ from llmk.registry import (
     Cost,
     KernelOp,
     Sample,
-    at_most,
     cdiv,
     check_dtype,
     check_not_negative,
     check_same,
     check_shape,
     empty,
+    grid_cap,
     next_power_of_2,
     no_gradient,
     num_programs,
@@ -201,8 +201,8 @@ def _programs(M: int, N: int, held: int, wide: int, device: torch.device) -> int
     """Programs of the backward pass: each costs two rows of float32 partials, and several hide each other's latency."""
     if held >= N:
         tile = _backward_tile(N)
-        return at_most(cdiv(M, tile["BLOCK_M"]), num_programs(device, 16 // tile["num_warps"]))
-    return at_most(M, long_programs(N, wide, device))
+        return grid_cap(cdiv(M, tile["BLOCK_M"]), num_programs(device, 16 // tile["num_warps"]))
+    return grid_cap(M, long_programs(N, wide, device))
 
 
 def _layer_norm_fwd(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:

@@ -32,12 +32,12 @@ from llmk.registry import (
     Cost,
     KernelOp,
     Sample,
-    at_most,
     check_dtype,
     check_not_negative,
     check_same,
     check_shape,
     empty,
+    grid_cap,
     next_power_of_2,
     num_programs,
     public_op,
@@ -141,7 +141,7 @@ def _tile(N: int) -> dict[str, int]:
 
 def _programs(M: int, N: int, device: torch.device) -> int:
     """Enough to fill a multiprocessor's 2048 threads."""
-    return at_most(M, num_programs(device, 64 // _tile(N)["num_warps"]))
+    return grid_cap(M, num_programs(device, 64 // _tile(N)["num_warps"]))
 
 
 def _poly_norm_fwd(input: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -34,12 +34,12 @@ from llmk.registry import (
     Cost,
     KernelOp,
     Sample,
-    at_most,
     cdiv,
     check_dtype,
     check_same,
     check_shape,
     empty,
+    grid_cap,
     no_gradient,
     public_op,
     row_axes,
@@ -118,7 +118,7 @@ def _dyt_bwd(
     dy, x = as_rows(grad), as_rows(input)
     (M, N), device = x.shape, input.device
     blocks = cdiv(N, BLOCK["BLOCK_N"])
-    shares = at_most(M, row_shares(blocks, device))
+    shares = grid_cap(M, row_shares(blocks, device))
     dx = empty(input.shape, input.dtype, device)
     sums = empty((shares, need_weight + need_bias, N), torch.float32, device) if need_weight or need_bias else None
     alphas = empty((shares, blocks), torch.float32, device) if need_alpha else None

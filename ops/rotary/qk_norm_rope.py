@@ -48,13 +48,13 @@ from llmk.registry import (
     Cost,
     KernelOp,
     Sample,
-    at_most,
     check_dtype,
     check_finite,
     check_not_negative,
     check_same,
     check_shape,
     empty,
+    grid_cap,
     next_power_of_2,
     no_gradient,
     num_programs,
@@ -117,7 +117,7 @@ def _qk_norm_rope_bwd(
     dq, dk = empty_heads(q), empty_heads(k)
     needed = (wq, need_q_weight), (wk, need_k_weight)
     dwq, dwk = (empty((D,), w.dtype, w.device) if needs else no_gradient(grad_q) for w, needs in needed)
-    programs = at_most(B * S, num_programs(q.device, BACKWARD_PROGRAMS))
+    programs = grid_cap(B * S, num_programs(q.device, BACKWARD_PROGRAMS))
     partials_q, partials_k = (empty((programs, D), torch.float32, q.device) if needs else None for _, needs in needed)
     wrap_triton(qk_norm_rope_backward_kernel)[(programs,)](
         dyq, dyk, q, k, wq, wk, cos, sin, dq, dk, partials_q, partials_k, B * S, S, HQ, HK, D, R,

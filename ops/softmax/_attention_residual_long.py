@@ -11,7 +11,7 @@ from torch import Tensor
 from llmk.ops.common.math import exp
 from llmk.ops.common.rows import row_shares
 from llmk.ops.common.sums import sum_pair
-from llmk.registry import at_most, cdiv, empty, wrap_triton
+from llmk.registry import cdiv, empty, grid_cap, wrap_triton
 
 
 @triton.jit
@@ -136,7 +136,7 @@ PART = {"BLOCK_H": 1024, "num_warps": 4}
 
 def long_programs(M: int, H: int, device: torch.device) -> int:
     """Into how many shares the backward pass divides M tokens, each of which leaves a row of partials."""
-    return at_most(M, row_shares(cdiv(H, PART["BLOCK_H"]), device))
+    return grid_cap(M, row_shares(cdiv(H, PART["BLOCK_H"]), device))
 
 
 def long_forward(v: Tensor, query: Tensor, weight: Tensor, y: Tensor, scores: Tensor, ms: Tensor, eps: float) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from llmk.ops.common.math import LOG2E
 from llmk.ops.common.rows import rows_aligned
 from llmk.ops.softmax._softmax import add_exponentials, finite_rest
-from llmk.registry import at_most, most_warps, num_programs, wrap_triton
+from llmk.registry import grid_cap, max_warps, num_programs, wrap_triton
 
 
 @triton.jit
@@ -90,19 +90,19 @@ def _lanes(*tensors: Tensor) -> dict[str, int]:
     return {
         "LANES": nbytes // (16 * len(tensors)),
         "WIDTH": 16 // tensors[0].element_size(),
-        "num_warps": most_warps(),
+        "num_warps": max_warps(),
     }
 
 
 def long_forward(x: Tensor, y: Tensor) -> None:
     """Fill y, contiguous, from the rows of x."""
     M, N = x.shape
-    programs = at_most(M, num_programs(x.device, 1))
+    programs = grid_cap(M, num_programs(x.device, 1))
     wrap_triton(softmax_long_kernel)[(programs,)](x, y, M, N, x.stride(0), **_lanes(x))
 
 
 def long_backward(dy: Tensor, y: Tensor, dx: Tensor) -> None:
     """Fill dx from the rows of dy; y and dx are contiguous."""
     M, N = dy.shape
-    programs = at_most(M, num_programs(dy.device, 1))
+    programs = grid_cap(M, num_programs(dy.device, 1))
     wrap_triton(softmax_long_backward_kernel)[(programs,)](dy, y, dx, M, N, dy.stride(0), **_lanes(dy, y.view(M, N)))

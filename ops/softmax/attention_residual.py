@@ -43,13 +43,13 @@ from llmk.registry import (
     Cost,
     KernelOp,
     Sample,
-    at_most,
     cdiv,
     check_dtype,
     check_not_negative,
     check_same,
     check_shape,
     empty,
+    grid_cap,
     next_power_of_2,
     no_gradient,
     num_programs,
@@ -172,7 +172,7 @@ def _tile(H: int) -> dict[str, int]:
 
 def _programs(M: int, tile: dict[str, int], device: torch.device) -> int:
     """Programs of the backward pass: as many as find registers, 16 warps a multiprocessor; each leaves partials."""
-    return at_most(cdiv(M, tile["BLOCK_M"]), num_programs(device, 16 // tile["num_warps"]))
+    return grid_cap(cdiv(M, tile["BLOCK_M"]), num_programs(device, 16 // tile["num_warps"]))
 
 
 def _as_matrices(blocks: Tensor) -> Tensor:

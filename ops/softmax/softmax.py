@@ -39,12 +39,12 @@ from llmk.registry import (
     Cost,
     KernelOp,
     Sample,
-    at_most,
     axes,
     cdiv,
     check_dtype,
     empty,
-    most_warps,
+    grid_cap,
+    max_warps,
     next_power_of_2,
     num_programs,
     public_op,
@@ -105,7 +105,7 @@ def _tile(N: int, elements: int) -> dict[str, int]:
     # 16 elements a thread, 32 of rows past 4096, where threads wait for each other less: H200, bf16, times the floor at
     # 5120 columns 1.28 forward and 1.05 backward, with twice the warps 1.55 and 1.20.
     warps = min(16, max(4, block_m * block_n // (512 if block_n <= 4096 else 1024)))
-    warps = most_warps() if N > MAX_SHARED else warps
+    warps = max_warps() if N > MAX_SHARED else warps
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps}
 
 
@@ -121,7 +121,7 @@ def _forward_launch(M: int, N: int, device: torch.device) -> tuple[int, dict[str
     # 1.10 with two rows ahead, without prefetch 1.28, with half the warps 1.11.
     tile = _tile(N, 2048)
     if N > MAX_SHARED:
-        return at_most(M, num_programs(device, 1)), tile | {"NUM_STAGES": 3}
+        return grid_cap(M, num_programs(device, 1)), tile | {"NUM_STAGES": 3}
     return cdiv(M, tile["BLOCK_M"]), tile | {"NUM_STAGES": 1}
 
 

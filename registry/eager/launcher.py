@@ -101,9 +101,7 @@ _launchers: dict[int, Launcher] = {}
 def launcher_for(kernel: Any) -> Launcher:
     """The one launcher of a kernel; found by identity, because a kernel's own hash is slow."""
     launcher = _launchers.get(id(kernel))
-    if launcher is None:
-        launcher = _launchers[id(kernel)] = Launcher(kernel)
-    return launcher
+    return _launchers.setdefault(id(kernel), Launcher(kernel)) if launcher is None else launcher
 
 
 @functools.lru_cache(maxsize=4096)

@@ -13,7 +13,7 @@ from torch.nn.functional import grouped_mm
 from llmk.ops.common.rows import matrices_aligned
 from llmk.registry import cdiv, wrap_triton
 from llmk.registry.backends import kernels_on_cpu
-from llmk.registry.devices import counts_rows_itself
+from llmk.registry.devices import has_device_offsets
 
 ROW_BYTES = 16
 """The alignment of the operands' rows and row strides."""
@@ -25,7 +25,7 @@ def can_group(x: Tensor, weight: Tensor) -> bool:
         return False
     if x.shape[-1] * x.element_size() % ROW_BYTES or not matrices_aligned(weight):
         return False
-    return counts_rows_itself(x.device) if x.is_cuda else kernels_on_cpu()
+    return has_device_offsets(x.device) if x.is_cuda else kernels_on_cpu()
 
 
 def outputs(x: Tensor, weight: Tensor, end: Tensor) -> Tensor:
