@@ -61,6 +61,27 @@ def test_the_bias_decides_and_is_not_in_the_weights() -> None:
     torch.testing.assert_close(weights, logits.sigmoid()[:, [2, 1]])
 
 
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_a_routers_gradients_beside_a_large_first_one(scoring: str) -> None:
+    """The bias puts an expert of next to no weight first: its gradient is large, and must not round the others."""
+    generator = torch.Generator().manual_seed(0)
+    logits, incoming = torch.randn(16, 32, generator=generator), torch.randn(16, 8, generator=generator)
+    logits[:, 0], incoming[:, 0] = -15.0, 1e5
+    bias = torch.zeros(32)
+    bias[0] = 10.0
+    logits.requires_grad_()
+    weights, indices = router_topk(logits, 8, bias=bias, scoring=scoring)
+    (equal,) = torch.autograd.grad(weights, logits, torch.full_like(incoming, 0.1), retain_graph=True)
+    assert float(equal.abs().max()) < 1e-20
+    (got,) = torch.autograd.grad(weights, logits, incoming)
+    exact = logits.detach().double().requires_grad_()
+    scores = exact.softmax(-1) if scoring == "softmax" else exact.sigmoid()
+    chosen = scores.gather(-1, indices)
+    (right,) = torch.autograd.grad(chosen / chosen.sum(-1, keepdim=True), exact, incoming.double())
+    assert bool((indices[:, 0] == 0).all())
+    torch.testing.assert_close(got.double(), right, rtol=2**-20, atol=2**-20)
+
+
 def test_only_experts_of_the_best_groups_are_chosen() -> None:
     logits = torch.tensor([[5.0, -5.0, 3.0, 2.9, 1.0, 1.0]])  # the largest is in the group with the smallest sum of two
     _, indices = router_topk(logits, 2, scoring="sigmoid", num_groups=3, topk_groups=1)

@@ -137,3 +137,15 @@ def test_one_program_and_many_agree(device: torch.device, monkeypatch: pytest.Mo
     many = giou_loss(boxes, targets)
     torch.testing.assert_close(one, many)
     assert torch.equal(many, giou_loss(boxes, targets))
+
+
+def test_an_edge_that_moves_union_and_enclosing_box_alike_has_no_gradient() -> None:
+    """A box and its target side by side: 1 - GIoU is 1 wherever the outer edges are."""
+    left, right, height = torch.randint(1, 100, (3, 200), generator=torch.Generator().manual_seed(0)).float()
+    nothing = torch.zeros_like(left)
+    boxes = torch.stack([nothing, nothing, left, height], -1).requires_grad_()
+    targets = torch.stack([left, nothing, left + right, height], -1).requires_grad_()
+    giou_loss(boxes, targets, reduction="sum", eps=0.0).backward()
+    assert boxes.grad is not None
+    assert targets.grad is not None
+    assert boxes.grad[:, 0].tolist() == targets.grad[:, 2].tolist() == [0.0] * 200

@@ -15,8 +15,8 @@ from compile_tests.planted_search import PLANTED, SharedFormula, elementwise
 from compile_tests.test_opcheck_command import OWN_OP
 from llmk.opcheck import check
 from llmk.opcheck.__main__ import main
-from llmk.opcheck.calls import call
-from llmk.opcheck.cases import Case, Cases, large_gradients
+from llmk.opcheck.calls import call, incoming_gradients
+from llmk.opcheck.cases import Case, Cases, large_gradients, unit_gradients
 from llmk.opcheck.decisions import at_decisions
 from llmk.opcheck.judge import judge
 from llmk.opcheck.search import search
@@ -139,6 +139,40 @@ def test_a_constant_of_the_reference_stays_one() -> None:
     assert not any(judge(detached, cases[seed]) for seed in range(20))
     shared = elementwise("shared_again", SharedFormula.apply, SharedFormula.apply)
     assert any(judge(shared, Cases(shared, CPU, torch.float32)[seed]) for seed in range(20))
+
+
+def test_products_of_arguments_may_overflow_and_powers_of_one_may_not() -> None:
+    """blocks * query * weight leaves float32, the score does not; x * x of a formula that could scale x is found."""
+    options = {"dtype": torch.float32, "device": "cpu"}
+    numbers = (-57.0, (1, 1, 1)), (-0.062, (1,)), (-1.28e38, (1,))
+    blocks, query, weight = (torch.full(shape, x, **options) for x, shape in numbers)
+    sample = Sample((blocks, query, weight))
+    assert judge(OPS["attention_residual"], Case(sample, incoming_gradients, 0, sample)) is None
+    squares = elementwise("squares", lambda x: x * x / x, lambda x: x * 1.0)
+    sample = Sample((torch.full((2, 3), 1e30, **options),))
+    found = judge(squares, Case(sample, unit_gradients, 0, sample))
+    assert found is not None
+    assert found.kind == "value"
+
+
+def test_options_that_have_an_answer_elsewhere_are_no_mistake() -> None:
+    """An eps of 0 makes a row of one value NaN, as it does in PyTorch, and no other."""
+    column = torch.randn(7, 1, dtype=torch.float32, device="cpu")
+    template, sample = Sample((column,)), Sample((column,), {"eps": 0.0})
+    assert judge(OPS["layer_norm"], Case(sample, unit_gradients, 1, template, changed=("eps=0.0",))) is None
+
+
+def test_a_decision_that_the_composition_gets_wrong_is_not_refused() -> None:
+    """The threshold of sparsemax among 31 ties, within float32's unit of them."""
+    op = OPS["sparsemax"]
+    near = at_decisions(op, Cases(op, CPU, torch.float32)[1036], math.inf)
+    assert len(near) == 2
+    assert [judge(op, case) for case in near] == [None, None]
+
+
+def test_the_worst_of_many_calls_is_held_against_the_worst_of_the_composition() -> None:
+    """Gradients of a softmax of which one entry is nearly all: five roundings of their sum, PyTorch's on 64 inputs."""
+    assert judge(OPS["softmax"], Cases(OPS["softmax"], CPU, torch.float32)[6894]) is None
 
 
 @pytest.mark.parametrize(

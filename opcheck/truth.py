@@ -38,6 +38,8 @@ Change = Callable[[Tensor], Tensor]
 class Truth:
     """The reference's outputs and gradients for a sample and an incoming gradient for each output (None for none)."""
 
+    count = NEIGHBOURS
+
     def __init__(self, op: Op, sample: Sample, given: Sequence[Tensor | None]) -> None:
         self.op, self.sample = op, sample
         self.given = [grad if grad is None else grad.detach().clone() for grad in given]
@@ -67,12 +69,12 @@ class Truth:
     @cached_property
     def neighbours(self) -> list[tuple[list[Tensor | None], list[Tensor | None]]]:
         """The composition and the truth on inputs near the sample's."""
-        return [(self.run(self.nudge(seed)), self.run(self.nudge(seed, torch.float64))) for seed in range(NEIGHBOURS)]
+        return [(self.run(self.nudge(seed)), self.run(self.nudge(seed, torch.float64))) for seed in range(self.count)]
 
     @cached_property
     def farther(self) -> list[tuple[list[Tensor | None], list[Tensor | None]]]:
         """The same on inputs that are `FAR` from it."""
-        seeds = range(NEIGHBOURS, 2 * NEIGHBOURS)
+        seeds = range(self.count, 2 * self.count)
         return [(self.run(self.nudge(seed, by=FAR)), self.run(self.nudge(seed, torch.float64, FAR))) for seed in seeds]
 
     def near(self, result: int) -> list[tuple[Tensor, Tensor]]:

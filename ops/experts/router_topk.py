@@ -164,20 +164,21 @@ def router_topk_backward_kernel(
     scores = _scores(tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32), mask, SOFTMAX)
     dw = tl.zeros((BLOCK_E,), dtype=tl.float32)
     chosen = cols < 0
-    first = tl.cast(0.0, tl.float32)
-    if NORMALIZE:  # gradients less the first: where all are equal nothing is left that would have to cancel
-        first = tl.load(dw_ptr + row * K)
+    least = tl.cast(0.0, tl.float32)
     for k in range(0, K):
         here = cols == tl.load(indices_ptr + row * K + k)
-        dw = tl.where(here, tl.load(dw_ptr + row * K + k) - first, dw)
+        dw_k = tl.load(dw_ptr + row * K + k)
+        dw = tl.where(here, dw_k, dw)
         chosen = chosen | here
+        least = tl.where((k == 0) | (tl.abs(dw_k) < tl.abs(least)), dw_k, least)
     ds = dw * scale
     if NORMALIZE:
+        dw = tl.where(chosen, dw - least, 0.0)
         total = tl.sum(tl.where(chosen, scores, 0.0), axis=0)
         S = total + 1e-20
         mean = tl.sum(tl.where(chosen, dw * scores, 0.0), axis=0) / S
-        ds = tl.where(chosen, scale / S * (dw - mean + first * (1e-20 / S)), 0.0)
-        inner = scale / S * (1e-20 * (mean + first * (total / S)))
+        ds = tl.where(chosen, scale / S * (dw - mean + least * (1e-20 / S)), 0.0)
+        inner = scale / S * (1e-20 * (mean + least * (total / S)))
     else:
         inner = tl.sum(scores * ds, axis=0)
     dx = scores * (ds - inner) if SOFTMAX else tl.where(chosen, ds * scores * (1.0 - scores), 0.0)
@@ -246,11 +247,11 @@ def _(grad, input, indices, scoring, normalize, scale) -> Tensor:
     if normalize:
         total = chosen.sum(-1, keepdim=True)
         S = total + TINIEST_SUM
-        first = grad[..., :1]  # gradients less the first, as in the kernel
-        rest = grad - first
+        least = grad.gather(-1, grad.abs().argmin(-1, keepdim=True))
+        rest = grad - least
         mean = (rest * chosen).sum(-1, keepdim=True) / S
-        of_chosen = scale / S * (rest - mean + first * (TINIEST_SUM / S))
-        inner = scale / S * (TINIEST_SUM * (mean + first * (total / S)))
+        of_chosen = scale / S * (rest - mean + least * (TINIEST_SUM / S))
+        inner = scale / S * (TINIEST_SUM * (mean + least * (total / S)))
     ds = torch.zeros_like(scores).scatter(-1, indices, of_chosen)
     if scoring == "sigmoid":
         return (ds * scores * (1 - scores)).to(input.dtype).contiguous()

@@ -138,7 +138,8 @@ def giou_loss_backward_kernel(
     overlap, inner, out_b, out_t, around, excess, union, gap, enclosing = _compare(b, t, eps)
     # One division for all that is divided by the same: what it loses once more does not show beside the differences.
     per_outer, per_own = tl.div_rn(1.0, enclosing), tl.div_rn(1.0, tl.where(overlap, union, enclosing))
-    p, k, m, iou = gap * per_outer, union * per_outer, (excess + eps) * per_own, (inner[0] * inner[1]) * per_own
+    p, m, iou = gap * per_outer, (excess + eps) * per_own, (inner[0] * inner[1]) * per_own
+    k = tl.where(tl.abs(p) < 0.5, 1.0 - p, union * per_outer)
     d_union = tl.where(overlap, tl.where(m > 0.5, iou - k, p - m), -1.0)
     units = (k, per_outer, tl.where(overlap, m, 0.0), tl.where(overlap, iou, -1.0), d_union)
     scale = dy * per_own

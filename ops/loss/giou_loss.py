@@ -34,9 +34,10 @@ left. Again hb = ih + bh, ch = hb + th and cw = wb + tw leave differences of coo
     dx2 = s * (bh * dU - ih) + (1 - s) * (hb * r + q)
         = ih * ((1 - 2 * s) - (1 - s) * m) + bh * (s * dU + (1 - s) * r) + (1 - s) * q
 
-Of the two forms of dU the one of the smaller numbers is taken: r and k of boxes that hardly overlap, else m and p.
-dx1 is the negative of the same with its share in the maximum, a target's share is the rest, and for y widths and
-heights swap.
+Of the two forms of dU the one of the smaller numbers is taken: r and k of boxes that hardly overlap, else m and p. So
+is k as 1 - p where p is small: of boxes that tile the enclosing one dU and dC cancel, and a quotient of nearly 1 leaves
+its rounding. dx1 is the negative of the same with its share in the maximum, a target's share is the rest, and for y
+widths and heights swap.
 
 Everything is computed again from the boxes, so that only they are kept, and the count where the mean needs it.
 """
@@ -194,7 +195,8 @@ def _(boxes, targets, reduction, eps):
 def _(grad, boxes, targets, count, reduction, eps, need_boxes, need_targets):
     overlap, inner, out_b, out_t, outer, excess, union, gap, enclosing = _compare_cpu(boxes, targets, eps)
     per_outer, per_own = 1 / enclosing, 1 / torch.where(overlap, union, enclosing)
-    p, k, m, iou = gap * per_outer, union * per_outer, (excess + eps) * per_own, inner.prod(-1) * per_own
+    p, m, iou = gap * per_outer, (excess + eps) * per_own, inner.prod(-1) * per_own
+    k = torch.where(p.abs() < 0.5, 1 - p, union * per_outer)
     d_union = torch.where(m > 0.5, iou - k, p - m)
     d_union, m, iou = (torch.where(overlap, x, y).unsqueeze(-1) for x, y in ((d_union, -1.0), (m, 0.0), (iou, -1.0)))
     scale = ((grad / count if reduction == "mean" else grad) * per_own).unsqueeze(-1)

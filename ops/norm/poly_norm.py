@@ -13,8 +13,12 @@ Backward, given dy, with m_k = mean(dy * u_k):
     dw_k = sum over rows of N * m_k / sqrt(ms_k)
     db   = sum of dy
 
-The three ms are kept. A program takes one row after another, each in blocks, of which there is one where it fits; the
-second pass over a row finds it in a cache. Sums are float32, those of the programs added in a fixed order: no atomics.
+The sixth powers of values past 2^21 overflow. Of a row with values past 2^16, s * x with a power of two s that brings
+the largest below 2^16 stands for x, eps * s^2k for eps, and s * dx is made: the u_k / sqrt(ms_k) are the same numbers.
+Such a row's sums are made twice. The three ms and s are kept.
+
+A program takes one row after another, each in blocks, of which there is one where it fits; the second pass over a row
+finds it in a cache. Sums are float32, those of the programs added in a fixed order: no atomics.
 """
 
 from collections.abc import Iterator
@@ -53,6 +57,18 @@ def poly_norm_reference(input: Tensor, weight: Tensor, bias: Tensor, eps: float 
     return y.to(input.dtype)
 
 
+MOST = 2.0**16
+"""Sixth powers of smaller values are below 2^96, with room for as many of them as a row can have."""
+_MOST = tl.constexpr(MOST)
+
+
+@triton.jit
+def _share(largest):
+    """The power of two that brings a row's largest value below MOST, or 1 where it is or is infinite."""
+    power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.where((largest >= _MOST) & (largest < float("inf")), tl.div_rn(0.5 * _MOST, power), 1.0)
+
+
 @triton.jit
 def poly_norm_kernel(x_ptr, w_ptr, b_ptr, y_ptr, ms_ptr, M, N, x_stride, eps, BLOCK_N: tl.constexpr):
     eps = tl.cast(eps, tl.float32)
@@ -62,25 +78,37 @@ def poly_norm_kernel(x_ptr, w_ptr, b_ptr, y_ptr, ms_ptr, M, N, x_stride, eps, BL
         s1 = tl.zeros((BLOCK_N,), dtype=tl.float32)
         s2 = tl.zeros((BLOCK_N,), dtype=tl.float32)
         s3 = tl.zeros((BLOCK_N,), dtype=tl.float32)
-        for start in range(0, N, BLOCK_N):
-            cols = start + tl.arange(0, BLOCK_N)
-            x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
-            square = x * x
-            s1 += (square * x) * (square * x)
-            s2 += square * square
-            s3 += square
-        ms1 = tl.sum(s1, axis=0) / N + eps
-        ms2 = tl.sum(s2, axis=0) / N + eps
-        ms3 = tl.sum(s3, axis=0) / N + eps
-        tl.store(ms_ptr + row * 3, ms1)
-        tl.store(ms_ptr + row * 3 + 1, ms2)
-        tl.store(ms_ptr + row * 3 + 2, ms3)
+        share = tl.cast(1.0, tl.float32)
+        tries = tl.cast(2, tl.int32)
+        while tries > 0:  # the same code makes both sums: a copy of it would take registers from rows that need none
+            s1 = tl.zeros((BLOCK_N,), dtype=tl.float32)
+            s2 = tl.zeros((BLOCK_N,), dtype=tl.float32)
+            s3 = tl.zeros((BLOCK_N,), dtype=tl.float32)
+            largest = tl.zeros((BLOCK_N,), dtype=tl.float32)
+            for start in range(0, N, BLOCK_N):
+                cols = start + tl.arange(0, BLOCK_N)
+                x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32) * share
+                square = x * x
+                s1 += (square * x) * (square * x)
+                s2 += square * square
+                s3 += square
+                largest = tl.maximum(largest, tl.abs(x))
+            smaller = _share(tl.max(largest, axis=0))  # type: ignore[misc]
+            tries = tl.where(smaller < 1.0, tries - 1, 0)
+            share *= smaller
+        ms1 = tl.sum(s1, axis=0) / N + eps * (share * share * share) * (share * share * share)
+        ms2 = tl.sum(s2, axis=0) / N + eps * (share * share) * (share * share)
+        ms3 = tl.sum(s3, axis=0) / N + eps * (share * share)
+        tl.store(ms_ptr + row * 4, ms1)
+        tl.store(ms_ptr + row * 4 + 1, ms2)
+        tl.store(ms_ptr + row * 4 + 2, ms3)
+        tl.store(ms_ptr + row * 4 + 3, share)
         r1 = w1 * tl.div_rn(1.0, tl.sqrt_rn(ms1))
         r2 = w2 * tl.div_rn(1.0, tl.sqrt_rn(ms2))
         r3 = w3 * tl.div_rn(1.0, tl.sqrt_rn(ms3))
         for start in range(0, N, BLOCK_N):
             cols = start + tl.arange(0, BLOCK_N)
-            x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
+            x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32) * share
             y = (r1 * (x * x * x) + r2 * (x * x)) + (r3 * x + b)
             tl.store(y_ptr + row * N + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
 
@@ -100,15 +128,16 @@ def poly_norm_backward_kernel(
         s1 = tl.zeros((BLOCK_N,), dtype=tl.float32)
         s2 = tl.zeros((BLOCK_N,), dtype=tl.float32)
         s3 = tl.zeros((BLOCK_N,), dtype=tl.float32)
+        share = tl.load(ms_ptr + row * 4 + 3)
         for start in range(0, N, BLOCK_N):
             cols = start + tl.arange(0, BLOCK_N)
-            x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
+            x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32) * share
             dy = tl.load(dy_ptr + row * dy_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
             s0 += dy
             s1 += dy * (x * x * x)
             s2 += dy * (x * x)
             s3 += dy * x
-        ms1, ms2, ms3 = (tl.load(ms_ptr + row * 3), tl.load(ms_ptr + row * 3 + 1), tl.load(ms_ptr + row * 3 + 2))
+        ms1, ms2, ms3 = (tl.load(ms_ptr + row * 4), tl.load(ms_ptr + row * 4 + 1), tl.load(ms_ptr + row * 4 + 2))
         r1 = tl.div_rn(1.0, tl.sqrt_rn(ms1))
         r2 = tl.div_rn(1.0, tl.sqrt_rn(ms2))
         r3 = tl.div_rn(1.0, tl.sqrt_rn(ms3))
@@ -120,12 +149,12 @@ def poly_norm_backward_kernel(
         m1, m2, m3 = (tl.div_rn(t1 / N, ms1), tl.div_rn(t2 / N, ms2), tl.div_rn(t3 / N, ms3))
         for start in range(0, N, BLOCK_N):
             cols = start + tl.arange(0, BLOCK_N)
-            x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
+            x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32) * share
             dy = tl.load(dy_ptr + row * dy_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
             dx = w1 * r1 * (dy - (x * x * x) * m1) * (3.0 * (x * x))
             dx += w2 * r2 * (dy - (x * x) * m2) * (2.0 * x)
             dx += w3 * r3 * (dy - x * m3)
-            tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
+            tl.store(dx_ptr + row * N + cols, (dx * share).to(dx_ptr.dtype.element_ty), mask=cols < N)
     if partial_ptr is not None:
         tl.store(partial_ptr + program * 4, dw1)
         tl.store(partial_ptr + program * 4 + 1, dw2)
@@ -148,7 +177,7 @@ def _poly_norm_fwd(input: Tensor, weight: Tensor, bias: Tensor, eps: float) -> t
     x = as_rows(input)
     M, N = x.shape
     y = empty(input.shape, input.dtype, input.device)
-    ms = empty((*input.shape[:-1], 3), torch.float32, input.device)
+    ms = empty((*input.shape[:-1], 4), torch.float32, input.device)
     wrap_triton(poly_norm_kernel)[(_programs(M, N, x.device),)](
         x, weight.contiguous(), bias, y, ms, M, N, x.stride(0), eps, **_tile(N)
     )
@@ -183,21 +212,30 @@ poly_norm_bwd = KernelOp(_poly_norm_bwd)  # what casts its three numbers is not 
 @poly_norm_fwd.register_kernel("cpu")
 def _(input, weight, bias, eps):
     x = input.float()
+    share = _share_on_cpu(x.abs().amax(-1, keepdim=True))
+    x = x * share
     powers = torch.stack([x * x * x, x * x, x])  # [3, ..., N]
-    ms = powers.square().mean(-1) + eps
+    share = share.squeeze(-1)
+    ms = powers.square().mean(-1) + eps * torch.stack([share * share * share, share * share, share]).square()
     scale = weight.float().view(3, *[1] * x.dim())
     y = (scale * powers * torch.rsqrt(ms).unsqueeze(-1)).sum(0) + bias.float()
-    return y.to(input.dtype).contiguous(), ms.movedim(0, -1).contiguous()
+    return y.to(input.dtype).contiguous(), torch.cat([ms, share.unsqueeze(0)]).movedim(0, -1).contiguous()
+
+
+def _share_on_cpu(largest: Tensor) -> Tensor:
+    power = (largest.view(torch.int32) & 0x7F800000).view(torch.float32)
+    return torch.where((largest >= MOST) & largest.isfinite(), 0.5 * MOST / power, 1.0)
 
 
 @poly_norm_bwd.register_kernel("cpu")
 def _(grad, input, weight, bias, ms, need_weight, need_bias):
-    x, dy = input.float(), grad.float()
+    ms, share = ms[..., :3], ms[..., 3:]
+    x, dy = input.float() * share, grad.float()
     powers, slopes = torch.stack([x * x * x, x * x, x]), torch.stack([3 * x * x, 2 * x, torch.ones_like(x)])
     ms = ms.movedim(-1, 0).unsqueeze(-1)
     rstd, means = torch.rsqrt(ms), (dy * powers).mean(-1, keepdim=True)
     scale = weight.float().view(3, *[1] * x.dim())
-    dx = (scale * rstd * (dy - powers * (means / ms)) * slopes).sum(0)
+    dx = (scale * rstd * (dy - powers * (means / ms)) * slopes).sum(0) * share
     dw = (means * x.shape[-1] * rstd).flatten(1).sum(1)
     sums = torch.cat([dw, dy.sum().view(1)]) if need_weight or need_bias else None
     return dx.to(input.dtype).contiguous(), *_of_parameters(sums, weight, bias)
@@ -205,7 +243,7 @@ def _(grad, input, weight, bias, ms, need_weight, need_bias):
 
 @poly_norm_fwd.register_fake
 def _(input):
-    return input.new_empty(input.shape), input.new_empty((*input.shape[:-1], 3), dtype=torch.float32)
+    return input.new_empty(input.shape), input.new_empty((*input.shape[:-1], 4), dtype=torch.float32)
 
 
 @poly_norm_bwd.register_fake
@@ -239,6 +277,9 @@ def poly_norm_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Samp
     yield Sample((randn(2, 3, 37), randn(3), randn(), 1e-5), why="three dimensions, odd width, a bias without axes")
     yield Sample((randn(33), randn(3, dtype=torch.float32), randn(1)), why="one dimension, float32 weights")
     yield Sample((30 * randn(3, 64), randn(3), randn(1)), why="large values")
+    if dtype != torch.float16:
+        large = 1e18 * randn(3, 64) * torch.tensor([[1e-18], [1e-12], [1.0]], device=device, dtype=dtype)
+        yield Sample((large, randn(3), randn(1)), why="values whose sixth powers overflow")
     yield Sample((randn(0, 16), randn(3), randn(1)), why="no rows")
     yield Sample((randn(24, 6).t(), randn(6)[::2], randn(1)), why="columns strided")
     yield Sample((randn(6, 80)[:, 16:48], randn(3), randn(1)), why="a slice of a wider row")
