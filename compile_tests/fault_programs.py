@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 Program = tuple[Any, Sequence[Any]]
 """A function or module, and its arguments."""
@@ -165,6 +166,18 @@ class WeightedByVariance(nn.Module):
 def _norm_weighted_by_running_statistics() -> Program:
     x = (torch.arange(8.0).view(2, 4) * 3).requires_grad_()
     return WeightedByVariance(), [x]
+
+
+class WeightedBeforeACheckpoint(WeightedByVariance):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.norm.running_var is not None
+        y = rms(x) * self.norm.running_var
+        return checkpoint(self.norm, x, use_reentrant=False), y
+
+
+@case
+def _norm_weighted_by_statistics_that_a_checkpointed_region_writes() -> Program:
+    return WeightedBeforeACheckpoint(), [randn(2, 4, plus=3.0)]
 
 
 # 55: equal computations become one memory.

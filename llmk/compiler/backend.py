@@ -60,27 +60,27 @@ class Backend:
 
         A graph on which anything raises is as it was before.
         """
-        return self._guarded(gm, self.drop_logits)
+        return self._guarded(gm, lambda: Elsewhere(gm), self.drop_logits)
 
-    def _guarded(self, gm: GraphModule, may_drop: bool) -> list[Note]:
+    def _guarded(self, gm: GraphModule, elsewhere: Callable[[], Elsewhere], may_drop: bool) -> list[Note]:
         before = _copy_of(gm.graph)
         try:
-            return self._rewrite(gm, may_drop)
+            return self._rewrite(gm, elsewhere(), may_drop)
         except Exception as error:  # a fault of ours must cost speed alone
             for node in before.nodes:
                 forget_formula(node)
             gm.graph = before
             return [_failure("the backend", error)]
 
-    def _rewrite(self, gm: GraphModule, may_drop: bool) -> list[Note]:
-        modes, elsewhere, notes = Modes(), Elsewhere(gm), []
+    def _rewrite(self, gm: GraphModule, elsewhere: Elsewhere, may_drop: bool) -> list[Note]:
+        modes, notes = Modes(), []
         with modes.kept():
             for part in stretches(gm):
                 if isinstance(part, Stretch):
                     notes += self._rewrite_stretch(gm, part, elsewhere, may_drop)
                 else:
                     modes.follow(part)
-                    notes += self._rewrite_inside(gm, part)
+                    notes += self._rewrite_inside(gm, part, elsewhere)
         for node in gm.graph.nodes:
             forget_formula(node)  # what comes next may want to store the graph
         gm.graph.lint()
@@ -101,10 +101,10 @@ class Backend:
             put_back(gm, stretch, result)
         return notes
 
-    def _rewrite_inside(self, gm: GraphModule, node: Node) -> list[Note]:
+    def _rewrite_inside(self, gm: GraphModule, node: Node, elsewhere: Elsewhere) -> list[Note]:
         body = checkpoint_body(gm, node)
         if body is not None:
-            return self._guarded(body, may_drop=False)
+            return self._guarded(body, lambda: elsewhere, may_drop=False)
         why = why_it_stays(node)
         return [] if why is None else [Note("all", module_of(node), why)]
 

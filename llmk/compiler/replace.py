@@ -136,6 +136,7 @@ class _Replacing:
     def _replace(self, match: Match) -> None:
         returned = self._require_alone(match)
         last = self._place_for(match)
+        self._require_order_of_draws(match, last)
         self._require_unwritten(match, last)
         readers = [user for result in match.results for user in result.users if user not in match.found.nodes]
         if any(user <= last for user in readers):
@@ -216,6 +217,14 @@ class _Replacing:
         while last.next.op == "placeholder":
             last = last.next
         return last
+
+    def _require_order_of_draws(self, match: Match, last: Node) -> None:
+        """Refuse a match of which a random number is drawn before one that something else draws, and then after it."""
+        inner = set(match.found.nodes)
+        drawn = [node for node in inner if is_random(node)]
+        others = (node for node in self.graph.nodes if is_random(node) and node not in inner)
+        if drawn and any(min(drawn) < node <= last for node in others):
+            raise Left("something else draws random numbers in its midst")
 
     def _require_alone(self, match: Match) -> list[Node]:
         """That nobody else reads or changes what is computed on the way: besides what is returned and need not be."""
