@@ -19,3 +19,12 @@ def test_a_negative_target_without_gradient_has_none(log_target: bool, device: t
         results.append(torch.autograd.grad(loss(*tensors, reduction="none", log_target=log_target), tensors, grad))
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, equal_nan=True)
+
+
+@pytest.mark.kernels
+def test_a_sum_without_gradient_has_none(device: torch.device) -> None:
+    input = torch.tensor([-1.0, -2.0], device=device, requires_grad=True)
+    target = torch.tensor([0.25, -1.0], device=device, requires_grad=True)
+    loss = ops.kl_div(input, target, reduction="sum")
+    gradients = torch.autograd.grad(loss, (input, target), torch.zeros_like(loss))
+    assert all(bool((gradient == 0).all()) for gradient in gradients)

@@ -139,7 +139,8 @@ def kl_div_backward_kernel(
             dt = weight * (t - x) + weight
         else:
             one = tl.where(t == 0, float("nan"), 1.0 + (t - t))  # t / t
-            log_t = tl.where((g == 0.0) & (t < 0.0), 0.0, tl.log(t))
+            nothing = tl.broadcast_to(g, t.shape) == 0.0
+            log_t = tl.where(nothing & (t < 0.0), 0.0, tl.log(t))
             dt = log_t + one - x
         tl.store(dt_ptr + rows * N + cols, (g * dt).to(dt_ptr.dtype.element_ty), mask=mask)
 
