@@ -86,8 +86,8 @@ def ahead() -> None:
 
 
 def launching() -> None:
-    """graphs and launches as a GPU gets them: the tests of snapshots, the launcher, replays and the short path"""
-    files = [f"compile_tests/test_{name}.py" for name in ("snapshots", "launcher", "replay", "eager", "private")]
+    """graphs and launches as a GPU gets them: tests of snapshots, the launcher, its cache and the fast path"""
+    files = [f"compile_tests/test_{name}.py" for name in ("snapshots", "launcher", "launch_cache", "eager", "private")]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--show-capture=no", *files]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTEST_ADDOPTS": "-o addopts="})
     lines = done.stdout.strip().splitlines()

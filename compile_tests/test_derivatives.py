@@ -1,6 +1,6 @@
 """What holds for every derivative, on each path of eager mode and compiled: undefined gradients, second ones, settings.
 
-opcheck asks the same of every sample's kind on the short path, and of exported programs.
+opcheck asks the same of every sample's kind on the fast path, and of exported programs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,7 @@ from llmk.registry import OPS, KernelOp, Op, Sample, no_gradient, replicate_only
 from llmk.registry.private.tensors import FakeTensorMode
 
 CPU = torch.device("cpu")
-PATHS = {"short path": nullcontext, "dispatcher": partial(set_short_path_enabled, False)}
+PATHS = {"fast path": nullcontext, "dispatcher": partial(set_short_path_enabled, False)}
 Path = Callable[[], AbstractContextManager[None]]
 
 

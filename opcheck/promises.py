@@ -152,14 +152,14 @@ def deterministic(op: Op, samples: Sequence[Sample]) -> None:
 
 
 def same_on_short_path(op: Op, samples: Sequence[Sample]) -> None:
-    """The short path of plain eager mode and the dispatcher's give the same bits."""
+    """The fast path of plain eager mode and the dispatcher's give the same bits."""
     for sample in samples:
         with set_short_path_enabled(False):
             registered = call(op, sample)
         for _ in range(3):  # on a GPU the third repeats the launches of the second
             short = call(op, sample)
             if not same_results(short, registered):
-                raise BrokenPromise(f"{sample}: the short path and the registered one give different bits")
+                raise BrokenPromise(f"{sample}: the fast path and the registered one give different bits")
 
 
 def every_element_written(op: Op, samples: Sequence[Sample]) -> None:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from llmk.registry.backends import kernels_on_cpu, use_kernels_on_cpu
 from llmk.registry.devices import warps_of
-from llmk.registry.eager.bypass import short_path
+from llmk.registry.eager.bypass import fast_path
+from llmk.registry.eager.launch_cache import captures
 from llmk.registry.eager.launcher import contiguous_layout, launcher_for, with_options
-from llmk.registry.eager.replay import captures
 from llmk.registry.private.kernels import INTERPRET, KNOWS_LAUNCH
 from llmk.registry.private.modes import dispatch_modes
 from llmk.registry.private.tensors import empty_on_gpu
@@ -61,7 +61,7 @@ def wrap_triton(kernel: Any) -> Any:
         return with_options(torch.library.wrap_triton(kernel))
     if captures.current is not None:
         return captures.current.launcher(launcher_for(kernel))
-    if kernels_on_cpu() or not HAS_LAUNCHER or not short_path.enabled:
+    if kernels_on_cpu() or not HAS_LAUNCHER or not fast_path.enabled:
         return with_options(kernel)
     return launcher_for(kernel)
 
@@ -73,7 +73,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     """
     if dispatch_modes() and not shape:  # Inductor fills a buffer that has no dimension, which would cost a launch
         buffer = torch.empty((1,), dtype=dtype, device=device).view(())
-    elif device.type != "cuda" or dispatch_modes() or not short_path.enabled:
+    elif device.type != "cuda" or dispatch_modes() or not fast_path.enabled:
         buffer = torch.empty(shape, dtype=dtype, device=device)
     else:
         buffer = empty_on_gpu(*contiguous_layout(shape), dtype)
