@@ -1,6 +1,6 @@
 """Host time of a small call in plain eager mode, where launching costs more than computing.
 
-The yardstick is a bare `torch.autograd.Function`: what a careful author would write by hand around the same kernels,
+The baseline is a bare `torch.autograd.Function`: what a careful author would write by hand around the same kernels,
 with `torch.empty` and Triton's own launch, without dispatcher, checks, schema or launch cache. It is derived from the
 operator's kernel ops. llmk is called as `torch.ops.llmk.NAME`, and as `llmk.functional.NAME`, which can pass the
 dispatcher by.

@@ -231,9 +231,9 @@ def check_here(options: argparse.Namespace) -> None:
     for op in find_ops(options.ops):
         where = op, options.device, _dtypes(options)
         if options.search:
-            results = searches(*where, options.search, options.seed or 0, journal.note_doing, done)
+            results = searches(*where, options.search, options.seed or 0, journal.note_running, done)
         else:
-            results = checks(*where, options.promise, journal.note_doing, done)
+            results = checks(*where, options.promise, journal.note_running, done)
         for result in results:
             journal.note_result(result)
     journal.note_end()

@@ -18,7 +18,7 @@ from llmk.opcheck.inputs import (
     same_bits,
     spread,
 )
-from llmk.opcheck.truth import truth_of
+from llmk.opcheck.reference import reference_for
 from llmk.registry import Op, Sample
 
 HARSH = (2.0**6, 2.0**12, 2.0**-12, 0.0)
@@ -51,11 +51,13 @@ def require_finite(op: Op, sample: Sample, outcome: Outcome, grads: Callable[[Se
     """
     if not all(bool(output.isfinite().all()) for output in outcome.outputs):
         return
-    truth = truth_of(op, sample, outcome, grads)
-    if any(_too_large(truth.exact[truth.index_of(name)], gradient) for name, gradient in outcome.gradients.items()):
+    reference = reference_for(op, sample, outcome, grads)
+    if any(
+        _too_large(reference.exact[reference.index_of(name)], gradient) for name, gradient in outcome.gradients.items()
+    ):
         return
     for name, gradient in outcome.gradients.items():
-        exact = truth.exact[truth.index_of(name)]
+        exact = reference.exact[reference.index_of(name)]
         if gradient is None or exact is None:
             continue
         wrong = ~gradient.isfinite() & exact.isfinite()
@@ -161,8 +163,8 @@ def undefined_gradients(op: Op, samples: Sequence[Sample]) -> None:
                     return [g if i == defined else None for i, g in enumerate(incoming_gradients(outputs))]
 
                 outcome = Outcome(tensors, outputs, gradients)
-                truth = truth_of(op, sample, outcome, grads)
-                unused = [name for name in wanted if truth.composition[truth.index_of(name)] is None]
+                reference = reference_for(op, sample, outcome, grads)
+                unused = [name for name in wanted if reference.composition[reference.index_of(name)] is None]
                 _require_zeros(sample, {name: outcome.gradients.pop(name) for name in unused})
                 require_accurate(op, sample, outcome, grads)
 

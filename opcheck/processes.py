@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from llmk.opcheck.journal import Journal
-from llmk.opcheck.runner import Doing, Result
+from llmk.opcheck.runner import Result, RunningCheck
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,14 @@ def check_in_process(unit: Unit, device: torch.device, options: Sequence[str], t
             process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
             if journal.ended():
                 return journal.results()
-            doing = journal.unfinished()
-            last = doing or Doing(unit.name, "", "import")  # it died before its first check
+            running = journal.unfinished()
+            last = running or RunningCheck(unit.name, "", "import")  # it died before its first check
             where = f" at the sample {last.sample}" if last.sample else ""
             message = f"the process {_death(process.returncode)}{where}{_last_words(process.stderr)}"
             journal.note_result(
                 Result(last.op, str(device), last.dtype, unit.path, last.promise, False, message, 0.0, calls=1)
             )
-            if doing is None:
+            if running is None:
                 return journal.results()
 
 

@@ -38,7 +38,7 @@ from llmk.opcheck.kernel_promises import (
     long_offsets,
     no_float_atomics,
 )
-from llmk.opcheck.poison import poisoned, require_all_written
+from llmk.opcheck.nan_fill import nan_filled, require_all_written
 from llmk.opcheck.refusal_promises import refuses_transforms, second_derivatives
 from llmk.opcheck.setting_promises import another_thread, default_device, default_dtype, other_device
 from llmk.registry import Op, Sample, set_short_path_enabled
@@ -165,7 +165,7 @@ def same_on_short_path(op: Op, samples: Sequence[Sample]) -> None:
 def every_element_written(op: Op, samples: Sequence[Sample]) -> None:
     """Memory that holds NaN until it is written gives the same results: every element is written, none read before."""
     for sample in samples:
-        with poisoned():
+        with nan_filled():
             outcome = call(op, sample)
         require_all_written(op, sample, outcome)
 

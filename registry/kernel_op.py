@@ -9,7 +9,6 @@ from torch.utils.flop_counter import register_flop_formula
 
 from llmk.registry.backends import INTERPRET, runs_kernels
 from llmk.registry.backward_op import BackwardOp
-from llmk.registry.by_name import by_name
 from llmk.registry.checks import check_home
 from llmk.registry.derivative import Derivative, Keeps
 from llmk.registry.devices import kernel_context, launches_directly, needs_context
@@ -17,9 +16,10 @@ from llmk.registry.eager.bypass import PLAIN_TENSORS, are_plain, is_eager
 from llmk.registry.eager.launch_cache import LaunchCache, captures, pending
 from llmk.registry.graphs import forced_form
 from llmk.registry.launch import HAS_LAUNCHER, recording, wrap_triton
+from llmk.registry.named_arguments import by_argument_names
 from llmk.registry.private.modes import traced_by_compiler
 from llmk.registry.private.operators import bare_apply, define_kernel_op, schema_of
-from llmk.registry.sharding import Rule, register_rule
+from llmk.registry.sharding import ShardingStrategy, register_strategy
 
 __all__ = ["KernelOp", "wrap_triton"]
 
@@ -74,7 +74,7 @@ class KernelOp:
         self._cpu: Callable[..., Any] | None = None
         self._decomposition: Callable[..., Any] | None = None
         self._fake: Callable[..., Any] | None = None
-        self.sharding: Rule | None = None
+        self.sharding: ShardingStrategy | None = None
         self.launch_cache = LaunchCache() if launch_cached and HAS_LAUNCHER else None
         self._body = self._wrap(fn)
         self._definition = define_kernel_op(f"llmk::{self.name}", self._body, opaque=opaque or INTERPRET)
@@ -134,7 +134,7 @@ class KernelOp:
 
         It takes the op's arguments, or by their names those that it looks at.
         """
-        self._fake = by_name(fn, self._names(), f"llmk::{self.name}")
+        self._fake = by_argument_names(fn, self._names(), f"llmk::{self.name}")
         return fn
 
     def register_autograd(
@@ -216,23 +216,24 @@ class KernelOp:
         register_flop_formula(getattr(torch.ops.llmk, self.name), get_raw=True)(fn)
         return fn
 
-    def register_sharding(self, rule: Rule) -> Rule:
-        """Register how DTensors may be split: `rule(*args)` gives `(outputs, inputs)` for each way, see `sharding.py`.
+    def register_sharding(self, strategy: ShardingStrategy) -> ShardingStrategy:
+        """Register how DTensors may be split: `strategy(*args)` gives `(outputs, inputs)` for each way; see
+        `sharding.py`.
 
         It takes the op's arguments, or by their names those that it looks at, of tensors only what DTensor knows:
         `shape` and `ndim`. `inputs` has an entry for each argument that may be a tensor, which is not looked at where
         that is None. All of them replicated is always allowed; for an op that knows no other way there is
         `replicate_only`.
         """
-        self.sharding = by_name(rule, self._names(), f"llmk::{self.name}")
-        register_rule(self.overload, self.sharding)
-        return rule
+        self.sharding = by_argument_names(strategy, self._names(), f"llmk::{self.name}")
+        register_strategy(self.overload, self.sharding)
+        return strategy
 
     def _names(self) -> list[str]:
         return [argument.name for argument in schema_of(self.overload).arguments]
 
     def check_complete(self) -> None:
-        parts = [("fake", self._fake), ("CPU kernel", self._cpu), ("sharding rule", self.sharding)]
+        parts = [("fake", self._fake), ("CPU kernel", self._cpu), ("sharding strategy", self.sharding)]
         missing = [name for name, fn in parts if fn is None]
         if missing:
             raise RuntimeError(f"llmk::{self.name} has no {' and no '.join(missing)}")
