@@ -15,7 +15,7 @@ from llmk.registry.backends import INTERPRET
 
 
 def incoming_gradients(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """The same normal numbers every time, contiguous."""
+    """Return the same normal numbers every time, contiguous."""
     generator = torch.Generator().manual_seed(1)
     return [
         torch.randn(output.shape, generator=generator, dtype=torch.float64, device="cpu").to(
@@ -201,7 +201,7 @@ def violation_of(
         return None
     if accuracy_violation(actual, composition, exact, factor, error_bound=error_bound(draws)) is None:
         return None
-    # What is left may be chance: the errors of a composition on one input, or an error bound of a few draws.
+    # The rest may be chance: the errors of a composition on one input, or an error bound of a few draws.
     given = [outcome.results()[i] for outcome in compositions()]
     others = reference.near(i) + [(result, exact) for result in given if result is not None]
     if accuracy_violation(actual, composition, exact, factor, others, error_bound(MORE_DRAWS)) is None:

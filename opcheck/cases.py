@@ -52,7 +52,7 @@ def one_gradient(outputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def large_gradients(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """As a loss scale makes them."""
+    """Return gradients as a loss scale makes them."""
     return [1024 * grad for grad in incoming_gradients(outputs)]
 
 
@@ -121,7 +121,7 @@ class Cases:
         return pairs or [{name: value} for name, values in self.options.items() for value in values]
 
     def domain(self, name: str, values: dict[str, Any]) -> Domain:
-        """What an argument's samples have in common: those with the same switches, or where none has, all."""
+        """Return the common properties of an argument's samples with the same switches, or of all if there are none."""
         switches = self.switches(values)
         key = (name, *switches.items())
         if key not in self._domains:
@@ -148,7 +148,7 @@ class Cases:
 
     @cached_property
     def ignored(self) -> set[int]:
-        """What marks a row that does not count: an option named so, at its default or in a sample."""
+        """Return the numbers that mark a row as ignored: an option named so, at its default or in a sample."""
         values = self.options.get("ignore_index", [])
         defaults = [a.default_value for a in self.op.schema.arguments if a.name == "ignore_index"]
         return {value for value in [*values, *defaults] if isinstance(value, int) and value < 0}

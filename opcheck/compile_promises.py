@@ -99,7 +99,7 @@ def _to_trace(op: Op, samples: Sequence[Sample]) -> Sequence[Sample]:
 
 @dataclass(frozen=True)
 class _Traced:
-    """What a sample gave when it was traced, and the nodes of its graphs that copy what need not be copied."""
+    """The outcome of a traced sample, and the nodes of its graphs that copy without need."""
 
     op: Op
     sample: Sample  # the ids of both are nobody else's while this lives

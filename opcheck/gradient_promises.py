@@ -22,7 +22,7 @@ from llmk.opcheck.reference import reference_for
 from llmk.registry import Op, Sample
 
 HARSH = (2.0**6, 2.0**12, 2.0**-12, 0.0)
-"""What inputs are multiplied by: ratios past float32's exponent, weights that are all on one class, rows of zeros."""
+"""Factors of the inputs: ratios past float32's exponent, weights that are all on one class, rows of zeros."""
 
 
 def finite_gradients(op: Op, samples: Sequence[Sample]) -> None:

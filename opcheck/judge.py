@@ -280,7 +280,7 @@ FAINT = 1e-4
 
 
 def _size(reference: Reference, result: int) -> float:
-    """How large a result is, or becomes when its inputs move: at ties all of it may cancel."""
+    """Return the largest size of a result, also when its inputs move: at ties all of it may cancel."""
     reference.error_bound(result, FIRST_DRAWS)
     return max(_largest(results[result]) for results in (reference.exact, *reference._moved[:FIRST_DRAWS]))
 

@@ -124,7 +124,7 @@ def no_alias(op: Op, samples: Sequence[Sample]) -> None:
 
 
 def _transposed(tensor: Tensor) -> Tensor:
-    """The same values with the last two axes swapped in memory."""
+    """Return the same values with the last two axes swapped in memory."""
     if tensor.dim() < 2:
         return tensor.detach().clone()
     return tensor.detach().transpose(-1, -2).contiguous().transpose(-1, -2)
@@ -210,4 +210,4 @@ IN_ONE_DTYPE: frozenset[Promise] = frozenset({
     undefined_gradients, second_derivatives, refuses_transforms, another_thread, default_dtype, default_device,
     no_recompile, exported_trains, other_device,
 })  # fmt: skip
-"""What depends on an operator's formulas, not on its numbers: asked in the first dtype only."""
+"""Promises about an operator's formulas, not its numbers: checked in the first dtype only."""

@@ -29,7 +29,7 @@ MORE_DRAWS = 32
 NEIGHBOURS = 8
 """Inputs near the sample's, and as many far ones, on which the composition's error is measured too before that."""
 FAR = torch.finfo(torch.bfloat16).eps
-"""How far inputs of any dtype move that round all anew: in float32 where a difference leaves 2^-16 of its parts too."""
+"""The relative distance of the far inputs, which rounds every number anew, also a float32 difference of 2^-16."""
 _MOST_KEPT = 64
 
 Change = Callable[[Tensor], Tensor]
@@ -71,7 +71,7 @@ class Reference:
 
     @cached_property
     def farther(self) -> list[tuple[list[Tensor | None], list[Tensor | None]]]:
-        """The same on inputs that are `FAR` from it."""
+        """The same results on inputs that are `FAR` from it."""
         seeds = range(NEIGHBOURS, 2 * NEIGHBOURS)
         return [(self.run(self.nudge(seed, by=FAR)), self.run(self.nudge(seed, torch.float64, FAR))) for seed in seeds]
 

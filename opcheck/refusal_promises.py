@@ -74,7 +74,7 @@ def refuses_transforms(op: Op, samples: Sequence[Sample]) -> None:
 
 
 def _attempt(sample: Sample, what: str, words: str, call: Callable[[], Results]) -> Results | None:
-    """What a call gives; None where it is refused as it should be."""
+    """Return the result of a call; None if it is refused as it should be."""
     try:
         return call()
     except (NotImplementedError, RuntimeError) as error:

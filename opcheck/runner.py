@@ -27,7 +27,7 @@ Check = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Result:
-    """Whether one operator keeps one promise in one dtype on one path; with no calls there was nothing to check."""
+    """The result of one operator, promise, dtype and path; with no calls there was nothing to check."""
 
     op: str
     device: str
@@ -66,7 +66,7 @@ class RunningCheck:
 
 
 def path_taken(device: torch.device) -> str:
-    """What runs on a device in this process: the plain PyTorch reference, Triton's interpreter or the GPU kernels."""
+    """Return what this process runs on a device: the PyTorch reference, Triton's interpreter or GPU kernels."""
     if device.type != "cpu":
         return "GPU kernel"
     return "interpreter" if INTERPRET else "reference"

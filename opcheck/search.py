@@ -49,7 +49,7 @@ def _tensors(found: Found) -> list[torch.Tensor]:
 
 @dataclass
 class Searched:
-    """How many cases were judged, the seed after the last, and what was found."""
+    """The result of a search: the number of cases, the seed after the last, and the findings."""
 
     calls: int
     next_seed: int

@@ -250,7 +250,7 @@ class KernelOp:
         return body
 
     def implementation(self, *args: Any) -> Callable[..., Any]:
-        """What computes on the device of the first argument: the launching function, or plain PyTorch."""
+        """Return what computes on the device of the first argument: the launching function, or plain PyTorch."""
         assert self._cpu is not None
         if not runs_kernels(self.name, args[0]):
             return self._cpu

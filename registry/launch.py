@@ -1,4 +1,4 @@
-"""How kernels are launched and buffers allocated: as the compiler, a recorder or plain eager mode needs it."""
+"""Launches kernels and allocates buffers as the compiler, a recorder or plain eager mode needs it."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -51,7 +51,7 @@ class _RecordingKernel:
 
 
 def wrap_triton(kernel: Any) -> Any:
-    """`torch.library.wrap_triton` where something traces; in plain eager mode what launches in the least time.
+    """Return `torch.library.wrap_triton(kernel)` if something traces, and in plain eager mode the fastest launcher.
 
     It also knows the recorder, and the interpreter, which torch 2.11 refuses.
     """
@@ -67,7 +67,7 @@ def wrap_triton(kernel: Any) -> Any:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`torch.empty` where something traces; in plain eager mode on a GPU what takes a fifth of its time.
+    """Allocate by `torch.empty` if something traces; in plain eager mode on a GPU in a fifth of its time.
 
     That allocates on the current device, which inside a kernel op is the tensors'.
     """

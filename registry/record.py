@@ -28,7 +28,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a call must do at the least: bytes through device memory and floating-point operations.
+    """The least that a call must do: bytes through device memory and floating-point operations.
 
     `full` is forward and backward together, with the gradients that are wanted in training (`Op.trained`).
     """
@@ -41,7 +41,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How much larger than PyTorch's own error an operator's error may be, and why it is not the rule's 1.5."""
+    """The factor by which an operator's error may exceed PyTorch's own, and why it is not the rule's 1.5."""
 
     factor: float
     reason: str
@@ -58,7 +58,7 @@ class Op:
 
     Attributes:
         name: The name in its namespace, such as `rms_norm`.
-        overload: What is called, such as `torch.ops.llmk.rms_norm.default`.
+        overload: The callable, such as `torch.ops.llmk.rms_norm.default`.
         reference: Plain PyTorch with the operator's exact signature. It runs in float64, where it is what is right, and
             in the sample's dtype, where its error is the baseline.
         samples: `samples(device, dtype)` yields the calls that every check makes. Each has at most a few thousand
@@ -76,7 +76,7 @@ class Op:
         error_bound: `error_bound(*args, **kwargs)` is a bound, in float64, of the error that the formula for these
             arguments adds to each element of the first output, beyond what their own rounding does; None for none.
             The derivation is beside it.
-        plain: What plain PyTorch computes the same: `torch.compile(backend="llmk")` puts the operator there.
+        plain: Plain PyTorch that computes the same: `torch.compile(backend="llmk")` puts the operator there.
         choices: Measured decisions, such as whether Inductor sees the kernel or plain aten: what and by which figure.
     """
 
