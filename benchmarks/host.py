@@ -1,7 +1,7 @@
 """Host time of a small call in plain eager mode, where launching costs more than computing.
 
-The yardstick is a bare `torch.autograd.Function`: what a careful author would write by hand around the same kernels,
-with `torch.empty` and Triton's own launch, without dispatcher, checks, schema or replay. It is derived from the
+The baseline is a bare `torch.autograd.Function`: what a careful author would write by hand around the same kernels,
+with `torch.empty` and Triton's own launch, without dispatcher, checks, schema or launch cache. It is derived from the
 operator's kernel ops. llmk is called as `torch.ops.llmk.NAME`, and as `llmk.functional.NAME`, which can pass the
 dispatcher by.
 """
@@ -78,7 +78,7 @@ def _forward_kernel_op(op: Op, args: list[Any], kwargs: dict[str, Any]) -> tuple
 
     KernelOp._call = recording
     try:
-        with set_short_path_enabled(False):  # on which a call may be replayed as a whole
+        with set_short_path_enabled(False):  # which may repeat the launches of a whole call
             op.overload(*args, **kwargs)
     finally:
         KernelOp._call = original

@@ -16,7 +16,7 @@ from llmk.compiler.backend import Backend
 from llmk.compiler.rules import chosen
 from llmk.opcheck.accuracy import accuracy_violation
 from llmk.opcheck.inputs import copy_with_layout
-from llmk.opcheck.truth import NEIGHBOURS, Change, nudged, to_float64
+from llmk.opcheck.reference import NEIGHBOURS, Change, nudged, to_float64
 
 Compiler = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from llmk.compiler import Report
 from llmk.opcheck.accuracy import accuracy_violation
 from llmk.opcheck.inputs import copy_with_layout
-from llmk.opcheck.truth import NEIGHBOURS, Change, nudged
+from llmk.opcheck.reference import NEIGHBOURS, Change, nudged
 
 Way = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Makes a function that runs in some way, such as compiled, of one that runs eagerly."""

@@ -1,7 +1,7 @@
 """The losses of `llmk.losses` from whole logits, a sequence at a time, in plain PyTorch: what the tests compare with.
 
-Each is written from its paper, with the signature of the loss, and gives the loss alone. In float64 it is the truth, in
-the dtype of the inputs the composition whose error is the yardstick.
+Each is written from its paper, with the signature of the loss, and gives the loss alone. It is right in float64;
+in the dtype of the inputs it is the composition whose error is the baseline.
 """
 
 import inspect

@@ -86,8 +86,8 @@ def ahead() -> None:
 
 
 def launching() -> None:
-    """graphs and launches as a GPU gets them: the tests of snapshots, the launcher, replays and the short path"""
-    files = [f"compile_tests/test_{name}.py" for name in ("snapshots", "launcher", "replay", "eager", "private")]
+    """graphs and launches as a GPU gets them: tests of snapshots, the launcher, its cache and the fast path"""
+    files = [f"compile_tests/test_{name}.py" for name in ("snapshots", "launcher", "launch_cache", "eager", "private")]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--show-capture=no", *files]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTEST_ADDOPTS": "-o addopts="})
     lines = done.stdout.strip().splitlines()
@@ -139,7 +139,7 @@ def _train_patched(original: Any, kinds: Sequence[str]) -> None:
         loss.backward()
         return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
-    def own_and_truth(seed: int | None) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    def own_and_right(seed: int | None) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """The unpatched model's, in float32 and float64, with each weight moved by a unit in its last place."""
         model = copy.deepcopy(original)
         if seed is not None:
@@ -148,15 +148,15 @@ def _train_patched(original: Any, kinds: Sequence[str]) -> None:
                 p.data *= 1 + torch.finfo(p.dtype).eps * torch.empty_like(p).bernoulli_().mul_(2).sub_(1)
         return results(model), results(copy.deepcopy(model).double())
 
-    (own, truth), near = own_and_truth(None), [own_and_truth(seed) for seed in range(4)]
+    (own, right), near = own_and_right(None), [own_and_right(seed) for seed in range(4)]
     compiled = torch.compile(lambda: patched(input_ids=tokens, labels=tokens).loss, fullgraph=True)
     for way, ours in (("eager", results(patched)), ("compiled", results(patched, compiled))):
-        assert ours.keys() == truth.keys()
-        for name, value in truth.items():
+        assert ours.keys() == right.keys()
+        for name, value in right.items():
             neighbours = [(there[name], exact[name]) for there, exact in near]
             if violation := accuracy_violation(ours[name], own[name], value, neighbours=neighbours):
                 sys.exit(f"{report}\n{way}: {name}: {violation}")
-    print(f"{len(truth)} gradients and losses, eager and compiled")
+    print(f"{len(right)} gradients and losses, eager and compiled")
 
 
 def export() -> None:

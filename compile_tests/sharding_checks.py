@@ -187,7 +187,7 @@ def _means_rows(op: Op, sample: Sample) -> bool:
 
 
 def operators(mesh: DeviceMesh) -> Iterator[str]:
-    """Every operator on each of its samples, split in each way that its rule allows."""
+    """Every operator on each of its samples, split in each way that its strategy allows."""
     for op in OPS.values():
         torch.manual_seed(0)  # what is drawn for one operator is not for the others to change
         split = False

@@ -1,4 +1,4 @@
-"""Launches that only tell of themselves, of CPU tensors taken for a GPU's: what the short path does without a GPU."""
+"""Launches that only tell of themselves, of CPU tensors taken for a GPU's: what the fast path does without a GPU."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from torch import Tensor
 from triton.runtime import driver
 
 from llmk.registry import OPS
-from llmk.registry.eager import launcher, replay
-from llmk.registry.eager.replay import Replayed
+from llmk.registry.eager import launch_cache, launcher
+from llmk.registry.eager.launch_cache import LaunchCache
 
 Run = tuple[Any, ...]
 
@@ -48,25 +48,25 @@ def stub_launches(patch: pytest.MonkeyPatch) -> list[Run]:
     patch.setattr(type(driver), "active", property(lambda self: _Driver()))
     patch.setattr(triton.JITFunction, "run", build)
     patch.setattr(launcher, "_launchers", {})
-    patch.setattr(replay, "empty_on_gpu", torch._C._dynamo.guards._empty_strided_cpu)  # type: ignore[attr-defined]
-    for module in ("eager.replay", "kernel_op"):
+    patch.setattr(launch_cache, "empty_on_gpu", torch._C._dynamo.guards._empty_strided_cpu)  # type: ignore[attr-defined]
+    for module in ("eager.launch_cache", "kernel_op"):
         patch.setattr(f"llmk.registry.{module}.launches_directly", launches_directly)
     for kernel_op in (kernel_op for op in OPS.values() for kernel_op in op.kernel_ops):
-        if kernel_op.replayed is not None:
-            patch.setattr(kernel_op, "replayed", Replayed())
+        if kernel_op.launch_cache is not None:
+            patch.setattr(kernel_op, "launch_cache", LaunchCache())
     return made
 
 
 def note_buffers(patch: pytest.MonkeyPatch) -> list[Tensor]:
-    """What replays allocate from now on."""
+    """The buffers that repeated calls allocate from now on."""
     made: list[Tensor] = []
-    allocate = replay.empty_on_gpu
+    allocate = launch_cache.empty_on_gpu
 
     def noting(*layout: Any) -> Tensor:
         made.append(allocate(*layout))
         return made[-1]
 
-    patch.setattr(replay, "empty_on_gpu", noting)
+    patch.setattr(launch_cache, "empty_on_gpu", noting)
     return made
 
 

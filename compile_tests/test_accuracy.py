@@ -130,7 +130,7 @@ def with_a_sum(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, act
     return (z / 2 * (1 + torch.tanh(0.7978845608028654 * (z + 0.044715 * z**3)))).to(input.dtype)
 
 
-def test_what_a_formula_loses_is_what_its_record_says(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+def test_a_formula_has_the_error_bound_of_its_record(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """The one path whose 1 + tanh cancels, by a composition that has no such sum."""
     op = dataclasses.replace(OPS["linear_act"], reference=without_a_sum)
     z = torch.linspace(-6, 6, 97, device=device)[:, None].to(torch.bfloat16)
@@ -171,7 +171,7 @@ def test_one_rounding_that_all_neighbours_share_is_chance(seed: int, rows: int, 
     _, weight, target = drawn[rows].args
     gradient = outcome.gradients["input"]
     assert gradient is not None
-    unit = 2**-24 * incoming_gradients(outcome.outputs)[0] / rows * weight[target[row]]  # of what p loses
+    unit = 2**-24 * incoming_gradients(outcome.outputs)[0] / rows * weight[target[row]]  # the error of p
 
     def check(units: int) -> None:
         damaged = torch.where(torch.arange(rows)[:, None] == row, gradient + units * unit, gradient)
@@ -221,11 +221,11 @@ def test_the_largest_number_and_infinity_are_one_unit_apart() -> None:
 def test_a_condition_tells_elements_apart() -> None:
     """An error that is small for the tensor, and for an element that cancels, is large for one that does not."""
     exact = torch.tensor([[1e3, 1.0, 1.0]] * 400, dtype=torch.float64)
-    condition = torch.tensor([[1e3, 1e3, 1.0]] * 400, dtype=torch.float64) * 2**-23
-    composition = (exact + 0.5 * condition).float()
+    error_bound = torch.tensor([[1e3, 1e3, 1.0]] * 400, dtype=torch.float64) * 2**-23
+    composition = (exact + 0.5 * error_bound).float()
     for column, holds in ((1, True), (2, False)):
         actual = exact.clone()
         actual[5, column] += 200 * 2**-23
         assert accuracy_violation(actual.float(), composition, exact) is None
-        found = accuracy_violation(actual.float(), composition, exact, condition=condition)
+        found = accuracy_violation(actual.float(), composition, exact, error_bound=error_bound)
         assert (found is None) == holds

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from llmk.compiler import Report
-from llmk.opcheck.truth import Change
+from llmk.opcheck.reference import Change
 
 
 def replicated(model: Llama, report: Report) -> nn.Module:

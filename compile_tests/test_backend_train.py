@@ -10,7 +10,7 @@ from torch import Tensor
 
 from llmk.compiler import Report
 from llmk.opcheck.inputs import copy_with_layout
-from llmk.opcheck.truth import Change
+from llmk.opcheck.reference import Change
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
 
@@ -49,5 +49,5 @@ def test_the_same_losses() -> None:
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """What `float` is to a model whose float64 is the truth."""
+    """What `float` is to a model whose float64 is what is right."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

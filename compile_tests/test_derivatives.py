@@ -1,6 +1,6 @@
 """What holds for every derivative, on each path of eager mode and compiled: undefined gradients, second ones, settings.
 
-opcheck asks the same of every sample's kind on the short path, and of exported programs.
+opcheck asks the same of every sample's kind on the fast path, and of exported programs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from llmk.opcheck.accuracy import accuracy_violation
 from llmk.opcheck.inputs import as_list, differentiable_inputs, prepare, with_default_dtype
-from llmk.opcheck.truth import to_float64
+from llmk.opcheck.reference import to_float64
 from llmk.registry import OPS, KernelOp, Op, Sample, no_gradient, replicate_only, set_short_path_enabled
 from llmk.registry.private.tensors import FakeTensorMode
 
 CPU = torch.device("cpu")
-PATHS = {"short path": nullcontext, "dispatcher": partial(set_short_path_enabled, False)}
+PATHS = {"fast path": nullcontext, "dispatcher": partial(set_short_path_enabled, False)}
 Path = Callable[[], AbstractContextManager[None]]
 
 

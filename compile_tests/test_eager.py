@@ -16,7 +16,7 @@ import llmk
 from compile_tests.stub_launches import stub_launches
 from llmk.functional import cross_entropy, rms_norm
 from llmk.registry import set_short_path_enabled, wrap_triton
-from llmk.registry.eager.bypass import is_plain_eager, takes_short_path
+from llmk.registry.eager.bypass import is_plain_eager, takes_fast_path
 from llmk.registry.eager.launcher import Launcher
 
 x, w = torch.randn(4, 8), torch.nn.Parameter(torch.randn(8))
@@ -79,14 +79,14 @@ def test_whoever_looks_on_sees_the_operator(context: Any, dispatched: list[bool]
     assert dispatched == [True]
 
 
-def test_the_short_path_has_one_switch() -> None:
+def test_the_fast_path_has_one_switch() -> None:
     """A function and a context manager, for all threads."""
     assert is_plain_eager()
     with set_short_path_enabled(False):
         assert not is_plain_eager()
-        assert not takes_short_path((x,))
+        assert not takes_fast_path((x,))
         with set_short_path_enabled(True):
-            assert takes_short_path((x,))
+            assert takes_fast_path((x,))
         with ThreadPoolExecutor(1) as threads:
             assert not threads.submit(is_plain_eager).result()
     assert is_plain_eager()
@@ -98,7 +98,7 @@ def test_the_short_path_has_one_switch() -> None:
         set_short_path_enabled(None)  # type: ignore[arg-type]
 
 
-def test_without_the_short_path_nothing_of_it_is_left() -> None:
+def test_without_the_fast_path_nothing_of_it_is_left() -> None:
     with set_short_path_enabled(False):
         assert not isinstance(wrap_triton(object()), Launcher)
 
@@ -152,7 +152,7 @@ def test_a_torchscript_trace_keeps_the_node(call: Any, stubbed: bool, monkeypatc
         return call(x, weight)
 
     for _ in range(4):
-        traced(x)  # as often as it takes to be replayed
+        traced(x)  # as often as it takes to fill the launch cache
     trace = torch.jit.trace(traced, (x,), check_trace=not stubbed)  # what a stub launches writes nothing
     assert "llmk::rms_norm" in str(trace.graph)
     if not stubbed:
@@ -182,5 +182,5 @@ negative: Tensor = torch._neg_view(x)  # type: ignore[attr-defined]
 
 @pytest.mark.parametrize("other", [negative, x.to("meta"), x.as_subclass(Subclass), torch.tensor(3).item])
 def test_kernels_do_not_read_what_is_not_plain(other: Any) -> None:
-    assert takes_short_path((x, None, w, 1e-6, 3, "mean", torch.float32))
-    assert not takes_short_path((x, other))
+    assert takes_fast_path((x, None, w, 1e-6, 3, "mean", torch.float32))
+    assert not takes_fast_path((x, other))

@@ -90,6 +90,6 @@ def test_past_two_to_the_31(name: str, device: torch.device) -> None:
     ours = _first_output(op.overload, name, x.requires_grad_())
     composition = _first_output(op.reference, name, tail.clone().requires_grad_())
     exact = _first_output(op.reference, name, tail.double().requires_grad_())
-    for actual, yardstick, truth in zip(ours, composition, exact, strict=True):
-        violation = accuracy_violation(_end(actual, truth.shape), yardstick, truth)
+    for actual, baseline, expected in zip(ours, composition, exact, strict=True):
+        violation = accuracy_violation(_end(actual, expected.shape), baseline, expected)
         assert violation is None, str(violation)

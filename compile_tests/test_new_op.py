@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 NAME = "leaky_relu_squared"
 REPLAYED = "tutorial_sum"
-"""As the tutorial's operator, another name of which this is: its calls are replayed."""
+"""As the tutorial's operator, another name of which this is: it has a launch cache."""
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +70,8 @@ def test_tests_include_it(copy: Path) -> None:
     assert ids, out
 
 
-def test_one_that_is_replayed_passes_its_tests(copy: Path) -> None:
-    tests = ["compile_tests/test_replay.py", "compile_tests/test_replay_public.py"]
+def test_one_with_a_launch_cache_passes_its_tests(copy: Path) -> None:
+    tests = ["compile_tests/test_launch_cache.py", "compile_tests/test_launch_cache_public.py"]
     out = run(copy, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-rp", "-k", REPLAYED, *tests)
     assert len(re.findall(rf"^PASSED .*{REPLAYED}", out, re.MULTILINE)) == 3
 

@@ -55,13 +55,13 @@ def require_right(name: str, x: Tensor, small: Tensor, scale: Tensor, eps: float
     own, exact = (run(name, t, eps, fn=OPS[name].reference) for t in (small, small.double()))
     found = {"output": accuracy_violation(ours.outputs[0], own.outputs[0], exact.outputs[0], FACTOR)}
     for key in ours.gradients:
-        gradient, composition, truth = (outcome.gradients[key] for outcome in (ours, own, exact))
+        gradient, composition, right = (outcome.gradients[key] for outcome in (ours, own, exact))
         assert gradient is not None
         assert composition is not None
-        assert truth is not None
+        assert right is not None
         if key == "input":
             gradient = (gradient.double().reshape(x.shape) * rows).reshape(gradient.shape).to(x.dtype)
-        found[key] = accuracy_violation(gradient, composition, truth, FACTOR)
+        found[key] = accuracy_violation(gradient, composition, right, FACTOR)
     assert not {key: str(violation) for key, violation in found.items() if violation}
 
 

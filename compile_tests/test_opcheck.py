@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from compile_tests.planted import BROKEN, BROKEN_WHERE_ASKED, nan_past_the_exponent, record, square
-from compile_tests.planted_gpu import BROKEN_ON_A_GPU
-from compile_tests.planted_kernels import BROKEN_KERNELS
+from compile_tests.mutants import BROKEN, BROKEN_WHERE_ASKED, nan_past_the_exponent, record, square
+from compile_tests.mutants_gpu import BROKEN_ON_A_GPU
+from compile_tests.mutants_kernels import BROKEN_KERNELS
 from llmk.opcheck import check
 from llmk.opcheck.calls import call
 from llmk.opcheck.compile_promises import compiled_samples

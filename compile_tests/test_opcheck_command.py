@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from compile_tests.planted import square
+from compile_tests.mutants import square
 from llmk.opcheck import check
 from llmk.opcheck.__main__ import main
 from llmk.opcheck.processes import Unit, check_in_process

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from compile_tests.planted_gpu import BROKEN_ON_A_GPU
+from compile_tests.mutants_gpu import BROKEN_ON_A_GPU
 from llmk.opcheck import check, gpu_promises
 from llmk.opcheck.gpu_promises import counted_replays, late, require_captured, reversed_rows
 from llmk.opcheck.inputs import BrokenPromise

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from compile_tests.planted_kernels import (
+from compile_tests.mutants_kernels import (
     BROKEN_KERNELS,
     bounded_turns_kernel,
     never_ends_kernel,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from compile_tests.planted import square
+from compile_tests.mutants import square
 from llmk.opcheck import __main__ as command
 from llmk.opcheck import check
 from llmk.opcheck.page import page, promises_in, verdict_of_all
@@ -104,9 +104,9 @@ def test_promises_are_in_opchecks_order() -> None:
 
 
 def test_command_line_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    results = check(square("planted_page"), dtypes=[torch.float32], promises=["no_mutation", "deterministic"])
+    results = check(square("mutant_page"), dtypes=[torch.float32], promises=["no_mutation", "deterministic"])
     monkeypatch.setattr(command, "check_all", lambda options: results)
     file, data = tmp_path / "new" / "report.html", tmp_path / "report.json"
     assert command.main(["add", "--device", "cpu", "--html", str(file), "--json", str(data)]) == 0
     assert file.read_text() == page(json.loads(data.read_text()))
-    assert "planted_page" in file.read_text()
+    assert "mutant_page" in file.read_text()

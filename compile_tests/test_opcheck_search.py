@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from compile_tests.planted import record
-from compile_tests.planted_search import PLANTED, SharedFormula, elementwise
+from compile_tests.mutants import record
+from compile_tests.mutants_search import MUTANTS, SharedFormula, elementwise
 from compile_tests.test_opcheck_command import OWN_OP
 from llmk.opcheck import check
 from llmk.opcheck.__main__ import main
@@ -30,10 +30,10 @@ def tensors(op: Op, sample: Sample) -> list[torch.Tensor]:
     return [value for value in op.bind(sample).values() if isinstance(value, torch.Tensor)]
 
 
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize("name", MUTANTS)
 def test_a_fault_that_no_sample_shows_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmk.opcheck.judge.PATIENCE", 0.3)
-    kind, make = PLANTED[name]
+    kind, make = MUTANTS[name]
     op = make(name)
     assert [result.passed for result in check(op, promises=["values_and_gradients"])] == [True]
     (found,) = search(op, "cpu", torch.float32, seconds=30, most=1, shrinking=0.5).found
@@ -44,7 +44,7 @@ def test_a_fault_that_no_sample_shows_is_found(name: str, monkeypatch: pytest.Mo
 
 
 def test_a_finding_is_made_small() -> None:
-    found = search(PLANTED["cancels"][1]("cancels_small"), CPU, torch.float32, 60, most=1, shrinking=30).found[0]
+    found = search(MUTANTS["cancels"][1]("cancels_small"), CPU, torch.float32, 60, most=1, shrinking=30).found[0]
     assert max(tensor.numel() for tensor in tensors(found.op, found.shrunk.sample)) <= 6, str(found)
 
 

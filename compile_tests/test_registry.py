@@ -71,7 +71,7 @@ def test_refuses_an_incomplete_kernel_op() -> None:
 
     _test_incomplete.__module__ = "llmk.ops.test"
     with pytest.raises(
-        RuntimeError, match=r"llmk::_test_incomplete has no fake and no CPU kernel and no sharding rule"
+        RuntimeError, match=r"llmk::_test_incomplete has no fake and no CPU kernel and no sharding strategy"
     ):
         register("test_incomplete", KernelOp(_test_incomplete))
 

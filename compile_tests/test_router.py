@@ -41,5 +41,5 @@ def test_gradients_behind_a_leader(gap: float, scoring: str, compiled: bool, dev
         expected.backward(grad.double())
         assert x.grad is not None
         assert exact.grad is not None
-        for row, truth in zip(x.grad.double(), exact.grad, strict=True):
-            torch.testing.assert_close(row, truth, rtol=2e-5, atol=1e-6 * float(truth.abs().amax()) + 1e-15)
+        for row, right in zip(x.grad.double(), exact.grad, strict=True):
+            torch.testing.assert_close(row, right, rtol=2e-5, atol=1e-6 * float(right.abs().amax()) + 1e-15)

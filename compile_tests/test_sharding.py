@@ -1,4 +1,4 @@
-"""DTensors through every operator's sharding rule, and models that are split: the same numbers as in one process."""
+"""DTensors through every operator's sharding strategy, and split models: the same numbers as in one process."""
 
 import pytest
 import sharding_checks as checks

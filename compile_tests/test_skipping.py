@@ -27,7 +27,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What is past the count is made NaN in all that a product leaves unwritten; the counts of the chunks."""
     seen: list[int] = []
 
-    def poisoned(name: str) -> Any:
+    def nan_filled(name: str) -> Any:
         product = getattr(_dynamic_rows, name)
 
         def run(a: Tensor, b: Tensor, end: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return run
 
     for name in ("outputs", "input_gradient"):
-        monkeypatch.setattr(_linear, name, poisoned(name))
+        monkeypatch.setattr(_linear, name, nan_filled(name))
     return seen
 
 

@@ -85,7 +85,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="SECONDS",
         help=f"with --sanitize: for an operator and tool (default: {LONGEST})",
     )
-    # What follows is for processes that another one started.
+    # The options below are for processes that another one started.
     parser.add_argument("--journal", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--call-samples", choices=("all", "few"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -132,7 +132,7 @@ def _natural(text: str) -> int:
 
 
 def device_named(text: str) -> torch.device:
-    """What `--device` says, if PyTorch sees it here."""
+    """Return the device of `--device`, if PyTorch sees it here."""
     kind, _, index = text.partition(":")
     if kind not in ("cpu", "cuda") or not (index.isdecimal() or text == kind):
         raise argparse.ArgumentTypeError(f"expected cpu, cuda or cuda:N, got {text!r}")
@@ -231,9 +231,9 @@ def check_here(options: argparse.Namespace) -> None:
     for op in find_ops(options.ops):
         where = op, options.device, _dtypes(options)
         if options.search:
-            results = searches(*where, options.search, options.seed or 0, journal.note_doing, done)
+            results = searches(*where, options.search, options.seed or 0, journal.note_running, done)
         else:
-            results = checks(*where, options.promise, journal.note_doing, done)
+            results = checks(*where, options.promise, journal.note_running, done)
         for result in results:
             journal.note_result(result)
     journal.note_end()

@@ -6,18 +6,18 @@ every scale that the result has:
 
 - of the whole tensor: of the largest error over the elements, with the unit of the largest element, and of the root
   mean square of the errors, with each element's own unit;
-- of each element and of each row, with errors measured in what the element itself can lose: its condition, which is how
-  far the reference moves when every input moves by one unit in its last place, plus the element's own unit. In that
-  measure every element is of one size, so that the composition's largest error is a yardstick for all of them, and one
-  such unit more is allowed.
+- of each element and of each row, with errors divided by the element's error bound, which is how far the reference
+  moves when every input moves by one unit in its last place, plus the element's own unit. In that measure every element
+  is of one size, so that the composition's largest error is a baseline for all of them, and one such unit more is
+  allowed.
 
 The second catches what the first cannot see: a small row that is zeroed beside large ones, small entries of a softmax
-that are left out, one small element that is wrong. A condition is estimated from a few draws of random signs (`Truth`
-in truth.py makes them), and so needs no formula of its own for any operator.
+that are left out, one small element that is wrong. An error bound is estimated from a few draws of random signs
+(`Reference` in reference.py makes them), and so needs no formula of its own for any operator.
 
 Few elements say little about the composition's error. Below FEW of them in float32, where both errors are a few
-roundings in different places, it is taken to be ROUNDINGS times what the element can lose at least; and the
-composition's errors on neighbouring inputs can be further yardsticks.
+roundings in different places, it is taken to be at least ROUNDINGS times the element's error bound; and the
+composition's errors on neighbouring inputs can be further baselines.
 """
 
 from collections.abc import Sequence
@@ -28,12 +28,12 @@ from torch import Tensor
 
 FEW = 1024
 ROUNDINGS = 3
-"""The least error of a composition in float32; 51,000 elements of giou_loss's gradients reach 3.3 conditions."""
+"""The least error of a composition in float32; 51,000 elements of giou_loss's gradients reach 3.3 error bounds."""
 
 
 @dataclass(frozen=True)
 class Violation:
-    """By how much the rule was broken, and where."""
+    """The size of a violation of the rule, and its place."""
 
     what: str
     error: float
@@ -56,7 +56,7 @@ def accuracy_violation(
     exact: Tensor,
     factor: float = 1.5,
     neighbours: Sequence[tuple[Tensor, Tensor]] = (),
-    condition: Tensor | None = None,
+    error_bound: Tensor | None = None,
 ) -> Violation | None:
     """None if the rule holds.
 
@@ -66,7 +66,7 @@ def accuracy_violation(
         exact: The float64 reference.
         factor: How much larger than the composition's error the operator's may be.
         neighbours: The composition's result and the reference on neighbouring inputs.
-        condition: How far each element of the reference moves when the inputs move by a unit in their last place,
+        error_bound: How far each element of the reference moves when the inputs move by a unit in their last place,
             float64, in the reference's shape. Without it only the tensor as a whole is looked at.
     """
     if actual.shape != exact.shape:
@@ -88,16 +88,16 @@ def accuracy_violation(
         return None
     error = torch.where(special, 0.0, (actual - exact).abs())
     ulp = torch.where(special, 0.0, unit_in_last_place(torch.where(special, 0.0, exact), dtype))
-    loses = ulp
-    if condition is not None:
-        loses = ulp + torch.where(special, 0.0, condition) + _float64_loses(exact)
-    yardsticks = [_finite_error(composition, exact)]
+    bound = ulp
+    if error_bound is not None:
+        bound = ulp + torch.where(special, 0.0, error_bound) + _float64_error(exact)
+    baselines = [_finite_error(composition, exact)]
     if dtype == torch.float32 and actual.numel() < FEW:
-        yardsticks[0] = torch.maximum(yardsticks[0], ROUNDINGS * loses)
-    yardsticks += [_finite_error(near.detach().double(), truth.detach().double()) for near, truth in neighbours]
-    found = _of_the_whole(error, yardsticks, ulp, factor, actual, exact)
-    if found is None and condition is not None:
-        found = _of_rows_and_elements(error, yardsticks, loses, factor, actual, exact)
+        baselines[0] = torch.maximum(baselines[0], ROUNDINGS * bound)
+    baselines += [_finite_error(near.detach().double(), reference.detach().double()) for near, reference in neighbours]
+    found = _of_the_whole(error, baselines, ulp, factor, actual, exact)
+    if found is None and error_bound is not None:
+        found = _of_rows_and_elements(error, baselines, bound, factor, actual, exact)
     return found
 
 
@@ -111,38 +111,38 @@ def rounded_once(actual: Tensor, exact: Tensor) -> bool:
 
 
 def _of_the_whole(
-    error: Tensor, yardsticks: Sequence[Tensor], ulp: Tensor, factor: float, actual: Tensor, exact: Tensor
+    error: Tensor, baselines: Sequence[Tensor], ulp: Tensor, factor: float, actual: Tensor, exact: Tensor
 ) -> Violation | None:
-    allowed = factor * max(float(yardstick.max()) for yardstick in yardsticks) + float(ulp.max())
+    allowed = factor * max(float(baseline.max()) for baseline in baselines) + float(ulp.max())
     # NaN compares false with everything: it must not pass.
     if not bool((error <= allowed).all()):
         worst = int(torch.where(error.isnan(), float("inf"), error).argmax())
         return Violation(_element(worst, actual, exact), float(error.flatten()[worst]), allowed)
-    rms, allowed = _rms(error), factor * max(_rms(yardstick) for yardstick in yardsticks) + _rms(ulp)
+    rms, allowed = _rms(error), factor * max(_rms(baseline) for baseline in baselines) + _rms(ulp)
     return Violation("root mean square over all elements", rms, allowed) if rms > allowed else None
 
 
 def _of_rows_and_elements(
-    error: Tensor, yardsticks: Sequence[Tensor], loses: Tensor, factor: float, actual: Tensor, exact: Tensor
+    error: Tensor, baselines: Sequence[Tensor], bound: Tensor, factor: float, actual: Tensor, exact: Tensor
 ) -> Violation | None:
-    """The same with each element in units of what it can lose, of which there is one more than the yardstick's."""
-    loses = torch.where(loses == 0, 1.0, loses)  # special elements of a row that has no other
-    error, yardsticks = error / loses, [yardstick / loses for yardstick in yardsticks]
-    allowed = factor * max(float(yardstick.max()) for yardstick in yardsticks) + 1
+    """Apply the rule to errors in units of their error bounds; one unit more than the baseline is allowed."""
+    bound = torch.where(bound == 0, 1.0, bound)  # special elements of a row that has no other
+    error, baselines = error / bound, [baseline / bound for baseline in baselines]
+    allowed = factor * max(float(baseline.max()) for baseline in baselines) + 1
     if bool((error > allowed).any()):
         worst = int(error.argmax())
-        what = f"{_element(worst, actual, exact)}, in units of what it can lose"
+        what = f"{_element(worst, actual, exact)}, in units of its error bound"
         return Violation(what, float(error.flatten()[worst]), allowed)
     rows = _rms_of_rows(error)
-    allowed = factor * max(float(_rms_of_rows(yardstick).max()) for yardstick in yardsticks) + 1
+    allowed = factor * max(float(_rms_of_rows(baseline).max()) for baseline in baselines) + 1
     if bool((rows > allowed).any()):
         worst = int(rows.argmax())
-        return Violation(f"row {worst}, in units of what its elements can lose", float(rows.flatten()[worst]), allowed)
+        return Violation(f"row {worst}, in units of its elements' error bounds", float(rows.flatten()[worst]), allowed)
     return None
 
 
-def _float64_loses(exact: Tensor) -> Tensor:
-    """What the reference itself loses: a few of float64's roundings of the largest element in a row."""
+def _float64_error(exact: Tensor) -> Tensor:
+    """Return the reference's own error: a few of float64's roundings of the largest element in a row."""
     rows = torch.where(exact.isfinite(), exact, 0.0).abs()
     largest = rows.amax(-1, keepdim=True) if rows.dim() > 1 else rows.max()
     return 8 * torch.finfo(torch.float64).eps * largest
@@ -162,5 +162,5 @@ def _rms(x: Tensor) -> float:
 
 
 def _rms_of_rows(x: Tensor) -> Tensor:
-    """Over the last axis; of what has fewer than two axes over all of it."""
+    """Return the root mean square over the last axis, or over all of a tensor with fewer than two."""
     return (x if x.dim() > 1 else x.reshape(1, -1)).square().mean(-1).sqrt()

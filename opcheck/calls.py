@@ -9,13 +9,13 @@ from torch import Tensor
 
 from llmk.opcheck.accuracy import Violation, accuracy_violation, rounded_once
 from llmk.opcheck.inputs import BrokenPromise, Outcome, as_list, copy_with_layout, differentiable_inputs, prepare
-from llmk.opcheck.truth import DRAWS, MORE_DRAWS, Truth, truth_of
+from llmk.opcheck.reference import DRAWS, MORE_DRAWS, Reference, reference_for
 from llmk.registry import RULE, Op, Sample, Tolerance
 from llmk.registry.backends import INTERPRET
 
 
 def incoming_gradients(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """The same normal numbers every time, contiguous."""
+    """Return the same normal numbers every time, contiguous."""
     generator = torch.Generator().manual_seed(1)
     return [
         torch.randn(output.shape, generator=generator, dtype=torch.float64, device="cpu").to(
@@ -159,51 +159,53 @@ def require_accurate(
     """
     dtype = next(t.dtype for t in actual.inputs.values() if t.is_floating_point())
     factor = tolerance_of(op, dtype).factor
-    truth = truth_of(op, sample, actual, grads)
-    loses = None if op.loses is None else op.loses(**(op.bind(sample) | actual.inputs))
+    reference = reference_for(op, sample, actual, grads)
+    formula_bound = None if op.error_bound is None else op.error_bound(**(op.bind(sample) | actual.inputs))
     for i, output in enumerate(actual.outputs):
-        _require_accurate(truth, f"output {i}", i, output, factor, compositions, None if i else loses)
+        _require_accurate(reference, f"output {i}", i, output, factor, compositions, None if i else formula_bound)
     for name, gradient in actual.gradients.items():
-        _require_accurate(truth, f"gradient of {name}", truth.index_of(name), gradient, factor, compositions)
+        _require_accurate(reference, f"gradient of {name}", reference.index_of(name), gradient, factor, compositions)
 
 
 def _require_accurate(
-    truth: Truth, name: str, i: int, actual: Tensor | None, factor: float,
-    compositions: Callable[[], Sequence[Outcome]], loses: Tensor | None = None,
+    reference: Reference, name: str, i: int, actual: Tensor | None, factor: float,
+    compositions: Callable[[], Sequence[Outcome]], formula_bound: Tensor | None = None,
 ) -> None:  # fmt: skip
-    if actual is None or truth.composition[i] is None or truth.exact[i] is None:
-        raise BrokenPromise(f"{truth.sample}: {name} is missing")
-    violation = violation_of(truth, i, actual, factor, compositions, loses) if actual.is_floating_point() else None
+    if actual is None or reference.composition[i] is None or reference.exact[i] is None:
+        raise BrokenPromise(f"{reference.sample}: {name} is missing")
+    violation = (
+        violation_of(reference, i, actual, factor, compositions, formula_bound) if actual.is_floating_point() else None
+    )
     if violation is not None:
-        raise BrokenPromise(f"{truth.sample}: {name}: {violation}")
+        raise BrokenPromise(f"{reference.sample}: {name}: {violation}")
 
 
 def violation_of(
-    truth: Truth, i: int, actual: Tensor, factor: float,
-    compositions: Callable[[], Sequence[Outcome]] = tuple, loses: Tensor | None = None, draws: int = DRAWS,
+    reference: Reference, i: int, actual: Tensor, factor: float,
+    compositions: Callable[[], Sequence[Outcome]] = tuple, formula_bound: Tensor | None = None, draws: int = DRAWS,
 ) -> Violation | None:  # fmt: skip
-    """By how much result `i` breaks the accuracy rule, if it does.
+    """Return how result `i` breaks the accuracy rule, if it does.
 
-    `loses` is what the record says that each element can lose besides its condition; `draws` are those of the first
-    look.
+    `formula_bound` is the record's own error bound, added to that of the inputs' rounding; `draws` are those of the
+    first look.
     """
 
-    def condition(draws: int) -> Tensor:
-        moved = truth.condition(i, draws)
-        return moved if loses is None else moved + loses
+    def error_bound(draws: int) -> Tensor:
+        moved = reference.error_bound(i, draws)
+        return moved if formula_bound is None else moved + formula_bound
 
-    composition, exact = truth.composition[i], truth.exact[i]
+    composition, exact = reference.composition[i], reference.exact[i]
     assert composition is not None
     assert exact is not None
     if rounded_once(actual, exact):
         return None
-    if accuracy_violation(actual, composition, exact, factor, condition=condition(draws)) is None:
+    if accuracy_violation(actual, composition, exact, factor, error_bound=error_bound(draws)) is None:
         return None
-    # What is left may be chance: the errors of a composition on one input, or a condition of a few draws.
+    # The rest may be chance: the errors of a composition on one input, or an error bound of a few draws.
     given = [outcome.results()[i] for outcome in compositions()]
-    others = truth.near(i) + [(result, exact) for result in given if result is not None]
-    if accuracy_violation(actual, composition, exact, factor, others, condition(MORE_DRAWS)) is None:
+    others = reference.near(i) + [(result, exact) for result in given if result is not None]
+    if accuracy_violation(actual, composition, exact, factor, others, error_bound(MORE_DRAWS)) is None:
         return None
     # Or all these inputs have one rounding in common, of a number of which little is left.
-    others, loses_too = others + truth.far(i), condition(MORE_DRAWS) + truth.roundings(i)
-    return accuracy_violation(actual, composition, exact, factor, others, loses_too)
+    others, bound = others + reference.far(i), error_bound(MORE_DRAWS) + reference.roundings(i)
+    return accuracy_violation(actual, composition, exact, factor, others, bound)

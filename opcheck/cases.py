@@ -52,7 +52,7 @@ def one_gradient(outputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def large_gradients(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """As a loss scale makes them."""
+    """Return gradients as a loss scale makes them."""
     return [1024 * grad for grad in incoming_gradients(outputs)]
 
 
@@ -121,7 +121,7 @@ class Cases:
         return pairs or [{name: value} for name, values in self.options.items() for value in values]
 
     def domain(self, name: str, values: dict[str, Any]) -> Domain:
-        """What an argument's samples have in common: those with the same switches, or where none has, all."""
+        """Return the common properties of an argument's samples with the same switches, or of all if there are none."""
         switches = self.switches(values)
         key = (name, *switches.items())
         if key not in self._domains:
@@ -207,7 +207,7 @@ class _Making:
         self.redraw_integers()
         self.redraw_floats()
         if self.random.random() < 0.1:
-            self.ignore_poisoned()
+            self.nan_in_ignored_rows()
         if self.random.random() < 0.05:
             self.alias()
         return self.done()
@@ -295,7 +295,7 @@ class _Making:
         rows = torch.rand((*values.shape[:-1], 1), generator=self.generator).to(values.device) < 0.5
         return torch.where(rows, values, values_of(other, draw, values))
 
-    def ignore_poisoned(self) -> None:
+    def nan_in_ignored_rows(self) -> None:
         """NaN or an infinity in the rows of a tensor that an index says to ignore."""
         ignored = self.cases.ignored(self.values)
         for name, tensor in self.tensors().items():
@@ -303,13 +303,13 @@ class _Making:
                 continue
             hidden = torch.rand(tuple(tensor.shape), generator=self.generator).to(tensor.device) < 0.4
             self.values[name] = tensor.masked_fill(hidden, ignored)
-            poison = self.random.choice((float("nan"), float("inf"), -float("inf")))
+            special = self.random.choice((float("nan"), float("inf"), -float("inf")))
             for other in self.floating():
                 value = self.values[other]
                 if value.shape[: tensor.dim()] == tensor.shape and self.random.random() < 0.7:
                     where = hidden.reshape(*hidden.shape, *[1] * (value.dim() - hidden.dim()))
-                    self.values[other] = value.masked_fill(where, poison)
-                    self.changed.append(f"{poison} in the rows of {other} that {name} ignores")
+                    self.values[other] = value.masked_fill(where, special)
+                    self.changed.append(f"{special} in the rows of {other} that {name} ignores")
 
     def alias(self) -> None:
         """Two arguments that are one tensor: both with a gradient, or neither."""

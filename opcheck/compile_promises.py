@@ -19,7 +19,7 @@ from llmk.opcheck.calls import (
     resized,
 )
 from llmk.opcheck.inputs import BrokenPromise, Outcome, differentiable_inputs, note, prepare
-from llmk.opcheck.poison import RECYCLE_NOTHING, poisoned_in_graphs, require_all_written
+from llmk.opcheck.nan_fill import RECYCLE_NOTHING, nan_filled_in_graphs, require_all_written
 from llmk.registry import Op, Sample
 from llmk.registry.private.compilers import aot_backend, compile_errors
 
@@ -39,7 +39,7 @@ def compiled_shapes(op: Op, samples: Sequence[Sample]) -> None:
 
 def _require_right_by_inductor(op: Op, sample: Sample, *, dynamic: bool) -> None:
     torch.compiler.reset()
-    with poisoned_in_graphs():
+    with nan_filled_in_graphs():
         outcome = _call_compiled(op, sample, _compiled_call(op, dynamic=dynamic, options=RECYCLE_NOTHING))
     require_all_written(op, sample, outcome)
     require_accurate(op, sample, outcome)
@@ -99,7 +99,7 @@ def _to_trace(op: Op, samples: Sequence[Sample]) -> Sequence[Sample]:
 
 @dataclass(frozen=True)
 class _Traced:
-    """What a sample gave when it was traced, and the nodes of its graphs that copy what need not be copied."""
+    """The outcome of a traced sample, and the nodes of its graphs that copy without need."""
 
     op: Op
     sample: Sample  # the ids of both are nobody else's while this lives

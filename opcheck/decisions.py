@@ -1,4 +1,4 @@
-"""Where an operator decides: found by moving one number until a result jumps, however close the two sides are."""
+"""Finds where an operator decides, by moving one number until a result jumps, however close the two sides are."""
 
 import dataclasses
 import itertools

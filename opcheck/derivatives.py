@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from llmk.opcheck.inputs import as_list, prepare
-from llmk.opcheck.truth import Truth, to_float64
+from llmk.opcheck.reference import Reference, to_float64
 from llmk.registry import Op, Sample
 
 STEP = 2.0**-20
@@ -40,21 +40,21 @@ class _Constants(TorchFunctionMode):
         return result
 
 
-def derivative_violation(op: Op, sample: Sample, truth: Truth, seed: int) -> tuple[str, str] | None:
+def derivative_violation(op: Op, sample: Sample, reference: Reference, seed: int) -> tuple[str, str] | None:
     """The gradient of which argument is wrong, and how; None where differences do not say."""
-    if any(e is not None and not bool(e.isfinite().all()) for e in truth.exact):
+    if any(e is not None and not bool(e.isfinite().all()) for e in reference.exact):
         return None
     tensors = [value for value in op.bind(sample).values() if isinstance(value, Tensor) and value.is_floating_point()]
     if any(bool((tensor.detach().abs() > LARGEST).any()) for tensor in tensors):
         return None
     generator = torch.Generator().manual_seed(seed)
-    for name in truth.wanted:
-        gradient = truth.exact[truth.index_of(name)]
+    for name in reference.wanted:
+        gradient = reference.exact[reference.index_of(name)]
         if gradient is None or not gradient.numel():
             continue
         for only_one in (False, True):
             direction = _direction(op.bind(sample)[name], gradient, generator, only_one)
-            words = _compare(op, sample, truth, name, gradient, direction)
+            words = _compare(op, sample, reference, name, gradient, direction)
             if words is not None:
                 return f"gradient of {name}", f"gradient of {name} in the reference: {words}"
     return None
@@ -74,10 +74,12 @@ def _direction(value: Tensor, gradient: Tensor, generator: torch.Generator, only
     return direction
 
 
-def _compare(op: Op, sample: Sample, truth: Truth, name: str, gradient: Tensor, direction: Tensor) -> str | None:
+def _compare(
+    op: Op, sample: Sample, reference: Reference, name: str, gradient: Tensor, direction: Tensor
+) -> str | None:
     terms = gradient * direction
     analytic, size = float(terms.sum()), float(terms.abs().sum())
-    value = _forward(op, sample, truth, name)
+    value = _forward(op, sample, reference, name)
     constants, here, scale = value(None, direction, 0.0)
     slopes: list[float] = []
     for step in (STEP, -STEP, STEP / 4, -STEP / 4):
@@ -86,7 +88,7 @@ def _compare(op: Op, sample: Sample, truth: Truth, name: str, gradient: Tensor, 
             return None
         slopes.append(float((beside - here).sum()) / step)
     size, middle = max(size, abs(slopes[0])), (slopes[2] + slopes[3]) / 2
-    noise = 1e-14 * scale / STEP + 1e-12 * sum(float(g.double().abs().sum()) for g in truth.given if g is not None)
+    noise = 1e-14 * scale / STEP + 1e-12 * sum(float(g.double().abs().sum()) for g in reference.given if g is not None)
     apart = max(slopes) - min(slopes)  # at a corner those on its sides differ
     if not size > 0 or apart > AGREES * size / 10 or noise > AGREES * size / 10:
         return None
@@ -95,16 +97,16 @@ def _compare(op: Op, sample: Sample, truth: Truth, name: str, gradient: Tensor, 
     return f"its product with a direction is {analytic:.6g}, differences of the forward pass give {middle:.6g}"
 
 
-def _forward(op: Op, sample: Sample, truth: Truth, name: str) -> Callable[..., Any]:
+def _forward(op: Op, sample: Sample, reference: Reference, name: str) -> Callable[..., Any]:
     """The weighted terms of the outputs at a step along a direction, with the constants that were recorded."""
 
     def value(constants: list[Tensor] | None, direction: Tensor, step: float) -> tuple[list[Tensor], Any, float]:
-        args, kwargs, tensors = prepare(op, sample, truth.wanted, to_float64)
+        args, kwargs, tensors = prepare(op, sample, reference.wanted, to_float64)
         with torch.no_grad():
             tensors[name].add_(step * direction)
         with _Constants(constants) as mode:
             outputs = as_list(op.reference(*args, **kwargs))
-        terms = [t.flatten() for t in _weighted(outputs, truth)]
+        terms = [t.flatten() for t in _weighted(outputs, reference)]
         together = torch.cat(terms) if terms else None
         scale = 0.0 if together is None else float(together.abs().sum())
         ok = together is not None and bool(together.isfinite().all())
@@ -113,7 +115,7 @@ def _forward(op: Op, sample: Sample, truth: Truth, name: str) -> Callable[..., A
     return value
 
 
-def _weighted(outputs: list[Tensor], truth: Truth) -> Iterator[Tensor]:
-    for output, grad in zip(outputs, truth.given, strict=True):
+def _weighted(outputs: list[Tensor], reference: Reference) -> Iterator[Tensor]:
+    for output, grad in zip(outputs, reference.given, strict=True):
         if grad is not None:
             yield output.detach() * grad.to(output.dtype)

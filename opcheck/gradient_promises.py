@@ -18,11 +18,11 @@ from llmk.opcheck.inputs import (
     same_bits,
     spread,
 )
-from llmk.opcheck.truth import Truth, truth_of
+from llmk.opcheck.reference import Reference, reference_for
 from llmk.registry import Op, Sample
 
 HARSH = (2.0**6, 2.0**12, 2.0**-12, 0.0)
-"""What inputs are multiplied by: ratios past float32's exponent, weights that are all on one class, rows of zeros."""
+"""Factors of the inputs: ratios past float32's exponent, weights that are all on one class, rows of zeros."""
 
 
 def finite_gradients(op: Op, samples: Sequence[Sample]) -> None:
@@ -51,11 +51,11 @@ def require_finite(op: Op, sample: Sample, outcome: Outcome, grads: Callable[[Se
     """
     if not all(bool(output.isfinite().all()) for output in outcome.outputs):
         return
-    truth = truth_of(op, sample, outcome, grads)
-    if gradient_overflows(truth, outcome):
+    reference = reference_for(op, sample, outcome, grads)
+    if gradient_overflows(reference, outcome):
         return
     for name, gradient in outcome.gradients.items():
-        exact = truth.exact[truth.index_of(name)]
+        exact = reference.exact[reference.index_of(name)]
         if gradient is None or exact is None:
             continue
         wrong = ~gradient.isfinite() & exact.isfinite()
@@ -67,10 +67,10 @@ def require_finite(op: Op, sample: Sample, outcome: Outcome, grads: Callable[[Se
             )
 
 
-def gradient_overflows(truth: Truth, outcome: Outcome) -> bool:
+def gradient_overflows(reference: Reference, outcome: Outcome) -> bool:
     """Return True if an exact gradient is too large for its dtype: the step is lost whatever the others are."""
     gradients = outcome.gradients.items()
-    return any(_too_large(truth.exact[truth.index_of(name)], gradient) for name, gradient in gradients)
+    return any(_too_large(reference.exact[reference.index_of(name)], gradient) for name, gradient in gradients)
 
 
 def _too_large(exact: Tensor | None, gradient: Tensor | None) -> bool:
@@ -167,8 +167,8 @@ def undefined_gradients(op: Op, samples: Sequence[Sample]) -> None:
                     return [g if i == defined else None for i, g in enumerate(incoming_gradients(outputs))]
 
                 outcome = Outcome(tensors, outputs, gradients)
-                truth = truth_of(op, sample, outcome, grads)
-                unused = [name for name in wanted if truth.composition[truth.index_of(name)] is None]
+                reference = reference_for(op, sample, outcome, grads)
+                unused = [name for name in wanted if reference.composition[reference.index_of(name)] is None]
                 _require_zeros(sample, {name: outcome.gradients.pop(name) for name in unused})
                 require_accurate(op, sample, outcome, grads)
 

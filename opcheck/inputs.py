@@ -88,7 +88,7 @@ def copy_with_layout(tensor: Tensor) -> Tensor:
 
 
 def spread(tensor: Tensor) -> Tensor:
-    """The same values, two elements apart in memory, at an offset."""
+    """Return the same values, two elements apart in memory, at an offset."""
     if tensor.dim() == 0:
         return tensor.detach().clone()
     wide = torch.zeros((*tensor.shape[:-1], 2 * tensor.shape[-1] + 1), dtype=tensor.dtype, device=tensor.device)

@@ -1,4 +1,4 @@
-"""A file in which a process of checks says what it has done and is doing; it outlives the process."""
+"""A file of a process's results and of the check that it is running; it outlives the process."""
 
 import json
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from llmk.opcheck.runner import Doing, Result
+from llmk.opcheck.runner import Result, RunningCheck
 
 
 class Journal:
@@ -31,14 +31,14 @@ class Journal:
     def note_result(self, result: Result) -> None:
         self.write("result", asdict(result))
 
-    def note_doing(self, doing: Doing) -> None:
-        self.write("doing", asdict(doing))
+    def note_running(self, running: RunningCheck) -> None:
+        self.write("running", asdict(running))
 
-    def unfinished(self) -> Doing | None:
+    def unfinished(self) -> RunningCheck | None:
         """The check that began last, if it has no result."""
-        doing = [Doing(**doing) for doing in self.entries("doing")]
+        running = [RunningCheck(**running) for running in self.entries("running")]
         known = {result.check for result in self.results()}
-        return doing[-1] if doing and doing[-1].check not in known else None
+        return running[-1] if running and running[-1].check not in known else None
 
     def note_end(self) -> None:
         self.write("end", True)

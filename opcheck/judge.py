@@ -1,10 +1,10 @@
-"""Whether a case of the search is wrong: the accuracy rule, with what only extreme inputs need.
+"""Judges a case of the search by the accuracy rule, with what only extreme inputs need.
 
 The float64 reference decides. Where PyTorch's own composition overflows and the reference does not, an element is
 excused, as where finite inputs make the reference itself NaN; what is not finite, where products of the arguments can
 leave float32; and gradients that are not finite where one of the exact ones is too large for its dtype: that optimizer
 step is lost whatever the others are. At ties and next to a decision, inputs that move by a unit cross it, and
-everything would be excused; so there a second rule moves equal numbers together and takes the condition from the draws
+everything would be excused; so there a second rule moves equal numbers together and takes the error bound from draws
 that did not cross. It refuses only what the composition gets right on all neighbours as well.
 """
 
@@ -26,19 +26,19 @@ from llmk.opcheck.derivatives import derivative_violation
 from llmk.opcheck.gradient_promises import gradient_overflows, require_finite
 from llmk.opcheck.inputs import BrokenPromise, Outcome, copy_with_layout, rebound
 from llmk.opcheck.loops import EndlessLoop
-from llmk.opcheck.truth import Change, Truth, truth_of
+from llmk.opcheck.reference import Change, Reference, reference_for
 from llmk.registry import Op
 
 PATIENCE = 20.0
 """Seconds that a call may take; far more than any sample does, in the interpreter too."""
 
 FIRST_DRAWS = 2
-"""For a condition, before one is estimated as for a promise."""
+"""For an error bound, before one is estimated as for a promise."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong: a kind, the result that it is about, and words."""
+    """A fault: its kind, the result that has it, and words."""
 
     kind: str
     where: str
@@ -73,7 +73,7 @@ def patience(seconds: float) -> Iterator[None]:
 
 
 def judge(op: Op, case: Case, seconds: float | None = None) -> Finding | None:
-    """What is wrong with the operator on a case; None if nothing is, or where it refuses what it was given."""
+    """Return what is wrong with the operator on a case; None if nothing is, or if it refuses the arguments."""
     try:
         with patience(seconds or PATIENCE):
             outcome = call(op, case.sample, grads=case.grads)
@@ -84,18 +84,18 @@ def judge(op: Op, case: Case, seconds: float | None = None) -> Finding | None:
     except Exception as error:
         return _raised(op, case, error)
     try:
-        truth = truth_of(op, case.sample, outcome, case.grads)
-        exact, composition = truth.exact, truth.composition
+        reference = reference_for(op, case.sample, outcome, case.grads)
+        exact, composition = reference.exact, reference.composition
     except Exception:  # the reference does not take this call, so nothing says what is right
         return None
     if len(exact) != len(outcome.results()) or any(value is None for value in (*exact, *composition)):
         return None
     return (
-        _wrong_values(op, case, outcome, truth)
-        or _not_finite(op, case, outcome, truth)
+        _wrong_values(op, case, outcome, reference)
+        or _not_finite(op, case, outcome, reference)
         or _nan_in_silence(op, case, outcome)
-        or (_wrong_decision(op, case, outcome, truth) if case.decides else None)
-        or _wrong_derivative(op, case, truth)
+        or (_wrong_decision(op, case, outcome, reference) if case.decides else None)
+        or _wrong_derivative(op, case, reference)
     )
 
 
@@ -108,14 +108,14 @@ def _raised(op: Op, case: Case, error: Exception) -> Finding | None:
     bare = isinstance(error, ValueError) and line == "math domain error"
     if not bare:
         try:
-            Truth(op, case.sample, [None] * len(op.schema.returns)).exact  # noqa: B018
+            Reference(op, case.sample, [None] * len(op.schema.returns)).exact  # noqa: B018
         except Exception:
             return None
     return Finding("raises", name, f"{name}: {line}, which names no argument")
 
 
-def names_of(truth: Truth) -> list[str]:
-    return [f"output {i}" for i in range(len(truth.given))] + [f"gradient of {name}" for name in truth.wanted]
+def names_of(reference: Reference) -> list[str]:
+    return [f"output {i}" for i in range(len(reference.given))] + [f"gradient of {name}" for name in reference.wanted]
 
 
 def _excused(
@@ -134,38 +134,41 @@ def _inputs_finite(outcome: Outcome) -> bool:
     return all(bool(t.isfinite().all()) for t in outcome.inputs.values() if t.is_floating_point())
 
 
-def _floating(truth: Truth, outcome: Outcome) -> Iterator[tuple[int, str, Tensor, Tensor, Tensor]]:
-    finite, overflowed = _inputs_finite(outcome), _overflowed(outcome, truth)
-    lost, products = bool(truth.wanted) and gradient_overflows(truth, outcome), _products_overflow(outcome, truth)
-    for i, (name, actual) in enumerate(zip(names_of(truth), outcome.results(), strict=True)):
-        composition, exact = truth.composition[i], truth.exact[i]
+def _floating(reference: Reference, outcome: Outcome) -> Iterator[tuple[int, str, Tensor, Tensor, Tensor]]:
+    finite, overflowed = _inputs_finite(outcome), _overflowed(outcome, reference)
+    lost, products = (
+        bool(reference.wanted) and gradient_overflows(reference, outcome),
+        _products_overflow(outcome, reference),
+    )
+    for i, (name, actual) in enumerate(zip(names_of(reference), outcome.results(), strict=True)):
+        composition, exact = reference.composition[i], reference.exact[i]
         if actual is None or composition is None or exact is None or not actual.is_floating_point():
             continue
         if i >= len(outcome.outputs) and overflowed:
             return
         if actual.shape == exact.shape:
             is_gradient = i >= len(outcome.outputs)
-            floor = _float64_floor(truth, outcome, name) if is_gradient else 0.0
+            floor = _float64_floor(reference, outcome, name) if is_gradient else 0.0
             actual = _excused(actual.detach(), composition, exact, finite, floor, finite and products)
             if is_gradient and lost:
                 actual = torch.where(actual.isfinite(), actual, exact.to(actual.dtype))
         yield i, name, actual, composition, exact
 
 
-def _overflowed(outcome: Outcome, truth: Truth) -> bool:
+def _overflowed(outcome: Outcome, reference: Reference) -> bool:
     """Return True if an output does not hold what is right: gradients that are made from it need not be right then."""
     return any(
         exact is not None and bool((exact.isfinite() & (exact.abs() > torch.finfo(output.dtype).max)).any())
-        for output, exact in zip(outcome.outputs, truth.exact, strict=False)
+        for output, exact in zip(outcome.outputs, reference.exact, strict=False)
         if output.is_floating_point()
     )
 
 
-def _float64_floor(truth: Truth, outcome: Outcome, name: str) -> float:
-    """What float64 itself loses of a gradient whose terms cancel: some roundings of outputs by inputs."""
-    outputs = max(map(_largest, truth.exact[: len(truth.given)]))
+def _float64_floor(reference: Reference, outcome: Outcome, name: str) -> float:
+    """Return float64's own error in a gradient whose terms cancel: some roundings of outputs by inputs."""
+    outputs = max(map(_largest, reference.exact[: len(reference.given)]))
     size = _largest(outcome.inputs[name.removeprefix("gradient of ")])
-    floor = 64 * torch.finfo(torch.float64).eps * max(map(_largest, truth.given)) * outputs
+    floor = 64 * torch.finfo(torch.float64).eps * max(map(_largest, reference.given)) * outputs
     return floor * (max(1 / size, 1e-3) if size else 1.0)
 
 
@@ -176,21 +179,21 @@ def _largest(tensor: Tensor | None) -> float:
     return float(tensor.detach().double().nan_to_num(0.0, 0.0, 0.0).abs().max())
 
 
-def _wrong_values(op: Op, case: Case, outcome: Outcome, truth: Truth) -> Finding | None:
+def _wrong_values(op: Op, case: Case, outcome: Outcome, reference: Reference) -> Finding | None:
     factor = tolerance_of(op, _dtype(outcome)).factor
-    loses = None if op.loses is None else op.loses(**(op.bind(case.sample) | outcome.inputs))
-    more = MoreNeighbours(op, case.sample, truth.given)
-    for i, name, actual, _, _ in _floating(truth, outcome):
-        lost = None if i else loses
-        violation = violation_of(truth, i, actual, factor, loses=lost, draws=FIRST_DRAWS)
+    formula_bound = None if op.error_bound is None else op.error_bound(**(op.bind(case.sample) | outcome.inputs))
+    more = MoreNeighbours(op, case.sample, reference.given)
+    for i, name, actual, _, _ in _floating(reference, outcome):
+        lost = None if i else formula_bound
+        violation = violation_of(reference, i, actual, factor, formula_bound=lost, draws=FIRST_DRAWS)
         if violation is not None and math.isfinite(violation.error):
-            violation = violation_of(more, i, actual, factor, loses=lost)
+            violation = violation_of(more, i, actual, factor, formula_bound=lost)
         if violation is not None:
             return Finding("value", name, f"{name}: {violation}")
     return None
 
 
-class MoreNeighbours(Truth):
+class MoreNeighbours(Reference):
     """The same with more neighbours: a search shows the worst of thousands of calls, where the composition is bad too.
 
     Where one entry of a softmax is nearly all, its gradient is a few roundings of one sum. In most calls they are fewer
@@ -208,25 +211,25 @@ HUGE = 2.0**60
 """Products of such numbers leave float32, so that a formula that PyTorch's composition fails at as well is excused."""
 
 
-def _products_overflow(outcome: Outcome, truth: Truth) -> bool:
+def _products_overflow(outcome: Outcome, reference: Reference) -> bool:
     """Return True if an order of operations overflows that no promise rules out.
 
     A term of a sum is a product of one number from each of several arguments, in whatever order they are multiplied:
     the largest numbers first, and where a factor below one would come last. A sum has at most as many terms as the
     largest argument has elements. Powers of one argument are not excused: a formula can scale it.
     """
-    tensors = [t for t in (*outcome.inputs.values(), *truth.given) if t is not None and t.is_floating_point()]
+    tensors = [t for t in (*outcome.inputs.values(), *reference.given) if t is not None and t.is_floating_point()]
     terms = max((t.numel() for t in tensors), default=0)
     size = sum(math.log2(max(1.0, _largest(t))) for t in tensors) + math.log2(max(1, terms))
     return size >= math.log2(torch.finfo(torch.float32).max)
 
 
-def _not_finite(op: Op, case: Case, outcome: Outcome, truth: Truth) -> Finding | None:
-    numbers = [t for t in (*outcome.inputs.values(), *truth.given) if t is not None and t.is_floating_point()]
+def _not_finite(op: Op, case: Case, outcome: Outcome, reference: Reference) -> Finding | None:
+    numbers = [t for t in (*outcome.inputs.values(), *reference.given) if t is not None and t.is_floating_point()]
     huge = any(bool((t.detach().abs() > HUGE).any()) for t in numbers)
-    if huge and any(t is not None and not bool(t.isfinite().all()) for t in truth.composition):
+    if huge and any(t is not None and not bool(t.isfinite().all()) for t in reference.composition):
         return None
-    if _products_overflow(outcome, truth):
+    if _products_overflow(outcome, reference):
         return None
     try:
         require_finite(op, case.sample, outcome, case.grads)
@@ -274,7 +277,7 @@ def _finite_elsewhere(op: Op, case: Case) -> bool:
     for sample in op.samples(device, dtype):
         values = {name: value for name, value in op.bind(sample).items() if name not in left} | changed
         try:
-            outputs = Truth(op, rebound(op, sample, values, ""), [None] * len(op.schema.returns)).exact
+            outputs = Reference(op, rebound(op, sample, values, ""), [None] * len(op.schema.returns)).exact
         except Exception:
             continue
         if all(output is not None and output.numel() and bool(output.isfinite().all()) for output in outputs):
@@ -282,14 +285,14 @@ def _finite_elsewhere(op: Op, case: Case) -> bool:
     return False
 
 
-class Decided(Truth):
-    """The reference near a decision: equal numbers move together, and a condition leaves out what crossed it."""
+class Decided(Reference):
+    """The reference near a decision: equal numbers move together, and error bounds leave out what crossed it."""
 
     def nudge(self, seed: int, dtype: torch.dtype | None = None, by: float | None = None) -> Change:
         return nudged_together(seed, dtype, by)
 
-    def condition(self, result: int, draws: int) -> Tensor:
-        super().condition(result, draws)
+    def error_bound(self, result: int, draws: int) -> Tensor:
+        super().error_bound(result, draws)
         exact = self.exact[result]
         moves = [(moved[result] - exact).abs() for moved in self._moved[:draws]]  # type: ignore[operator]
         return 4 * torch.stack(moves).quantile(0.25, dim=0)
@@ -313,12 +316,15 @@ def nudged_together(seed: int, dtype: torch.dtype | None = None, by: float | Non
     return change
 
 
-def _wrong_decision(op: Op, case: Case, outcome: Outcome, truth: Truth) -> Finding | None:
+def _wrong_decision(op: Op, case: Case, outcome: Outcome, reference: Reference) -> Finding | None:
     """Integers, and values at a decision, where PyTorch's composition decides as the reference does throughout."""
-    decided = Decided(op, case.sample, truth.given)
-    if not all(_same_integers(truth.given, *pair) for pair in [(truth.composition, truth.exact), *decided.neighbours]):
+    decided = Decided(op, case.sample, reference.given)
+    if not all(
+        _same_integers(reference.given, *pair)
+        for pair in [(reference.composition, reference.exact), *decided.neighbours]
+    ):
         return None
-    for i, (actual, exact) in enumerate(zip(outcome.outputs, truth.exact, strict=False)):
+    for i, (actual, exact) in enumerate(zip(outcome.outputs, reference.exact, strict=False)):
         if exact is not None and not actual.is_floating_point() and not torch.equal(actual, exact.to(actual.dtype)):
             index = int((actual != exact).flatten().nonzero()[0])
             words = f"element {index} is {actual.flatten()[index]}, right is {exact.flatten()[index]}"
@@ -326,10 +332,10 @@ def _wrong_decision(op: Op, case: Case, outcome: Outcome, truth: Truth) -> Findi
     if _dtype(outcome) != torch.float32:  # a sum that cancels at ties loses as much as a decision is worth
         return None
     factor = tolerance_of(op, _dtype(outcome)).factor
-    for i, name, actual, composition, exact in _floating(truth, outcome):
-        faint = FAINT * _size(truth, i)
+    for i, name, actual, composition, exact in _floating(reference, outcome):
+        faint = FAINT * _size(reference, i)
         pairs = [(composition, exact), *decided.near(i)]
-        if any(_largest(near.double() - truths) > faint for near, truths in pairs):  # it decides otherwise
+        if any(_largest(near.double() - exacts) > faint for near, exacts in pairs):  # it decides otherwise
             continue
         if actual.shape == exact.shape and _largest(actual.double() - exact) <= faint:
             continue
@@ -343,10 +349,10 @@ FAINT = 1e-4
 """The faint share of a result: more than float32 loses in a sum that cancels, less than what a decision moves."""
 
 
-def _size(truth: Truth, result: int) -> float:
-    """How large a result is, or becomes when its inputs move: at ties all of it may cancel."""
-    truth.condition(result, FIRST_DRAWS)
-    return max(_largest(results[result]) for results in (truth.exact, *truth._moved[:FIRST_DRAWS]))
+def _size(reference: Reference, result: int) -> float:
+    """Return the largest size of a result, also when its inputs move: at ties all of it may cancel."""
+    reference.error_bound(result, FIRST_DRAWS)
+    return max(_largest(results[result]) for results in (reference.exact, *reference._moved[:FIRST_DRAWS]))
 
 
 def _same_integers(given: Sequence[Any], a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> bool:
@@ -354,7 +360,7 @@ def _same_integers(given: Sequence[Any], a: Sequence[Tensor | None], b: Sequence
     return all(x is None or y is None or x.is_floating_point() or torch.equal(x, y) for x, y in outputs)
 
 
-def _wrong_derivative(op: Op, case: Case, truth: Truth) -> Finding | None:
-    """The reference's own gradient against differences of its forward pass: what all who share a formula have wrong."""
-    found = derivative_violation(op, case.sample, truth, case.seed)
+def _wrong_derivative(op: Op, case: Case, reference: Reference) -> Finding | None:
+    """Compare the reference's own gradient with differences of its forward pass, which share no formula with it."""
+    found = derivative_violation(op, case.sample, reference, case.seed)
     return None if found is None else Finding("derivative", found[0], found[1])

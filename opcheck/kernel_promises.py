@@ -69,7 +69,7 @@ _last: "tuple[Sequence[Sample], tuple[Watch, list[str]]] | None" = None
 
 
 def _launches(op: Op, samples: Sequence[Sample]) -> "tuple[Watch, list[str]]":
-    """What was seen of all launches that the samples make, and what went astray: seen once for all promises."""
+    """Return the watch over all launches that the samples make, and accesses out of bounds: once for all promises."""
     from llmk.opcheck.interpreter import OutOfBounds, watched  # it needs numpy
 
     global _last

@@ -155,7 +155,7 @@ def is_kernel(value: Any) -> bool:
 
 
 def _named_in(value: Any) -> Iterator[Any]:
-    """What a function, a kernel, an operator's body or a table of these refers to."""
+    """Yield what a function, a kernel, an operator's body or a table of these refers to."""
     if isinstance(value, dict | list | tuple):
         yield from value.values() if isinstance(value, dict) else value
         return

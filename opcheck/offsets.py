@@ -1,4 +1,4 @@
-"""Whether a kernel's offsets could outgrow 32 bits, asked of small tensors in Triton's interpreter.
+"""Finds offsets of a kernel that could outgrow 32 bits, with small tensors in Triton's interpreter.
 
 A product of a program's number and a number given to the kernel, such as a row's stride, is right on a small tensor
 whatever its width. So integers carry what they were made of, and a pointer refuses a product that was taken in 32 bits.

@@ -98,7 +98,7 @@ def verdict_of_all(results: Sequence[Record]) -> str:
 
 
 def promises_in(results: Sequence[Record]) -> dict[str, str]:
-    """What was asked, in opcheck's order, with what each promise says; others come last."""
+    """Return the checks in opcheck's order, each with its promise's text; others come last."""
     known = {promise.__name__: promise for promise in INTERPRETER_PROMISES + PROMISES + GPU_PROMISES}
     named = dict.fromkeys(result["promise"] for result in results)
     ordered = [name for name in known if name in named] + [name for name in named if name not in known]

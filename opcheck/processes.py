@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from llmk.opcheck.journal import Journal
-from llmk.opcheck.runner import Doing, Result
+from llmk.opcheck.runner import Result, RunningCheck
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def check_in_processes(
 
 
 def check_in_process(unit: Unit, device: torch.device, options: Sequence[str], threads: int) -> list[Result]:
-    """All results of a unit. A process that dies breaks the promise it was at; another one checks those after it."""
+    """Return all results of a unit. A process that dies breaks the promise it was at; another checks those after it."""
     # Processes side by side share the cores, and compile too little for those of Inductor to be worth starting.
     environment = {"TORCHINDUCTOR_COMPILE_THREADS": str(threads)} | os.environ | {"OMP_NUM_THREADS": str(threads)}
     if unit.path == "interpreter":
@@ -55,14 +55,14 @@ def check_in_process(unit: Unit, device: torch.device, options: Sequence[str], t
             process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
             if journal.ended():
                 return journal.results()
-            doing = journal.unfinished()
-            last = doing or Doing(unit.name, "", "import")  # it died before its first check
+            running = journal.unfinished()
+            last = running or RunningCheck(unit.name, "", "import")  # it died before its first check
             where = f" at the sample {last.sample}" if last.sample else ""
             message = f"the process {_death(process.returncode)}{where}{_last_words(process.stderr)}"
             journal.note_result(
                 Result(last.op, str(device), last.dtype, unit.path, last.promise, False, message, 0.0, calls=1)
             )
-            if doing is None:
+            if running is None:
                 return journal.results()
 
 
@@ -77,7 +77,7 @@ _FRAME = re.compile(r'\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<funct
 
 
 def _last_words(stderr: str) -> str:
-    """What the process said last; of a fatal signal's frames, the innermost of the operator's own."""
+    """Return the process's last words; after a fatal signal, the operator's own innermost frame."""
     lines = stderr.strip().splitlines()
     if not any(line.startswith("Fatal Python error") for line in lines):
         return f": {lines[-1]}" if lines else ""

@@ -38,7 +38,7 @@ from llmk.opcheck.kernel_promises import (
     long_offsets,
     no_float_atomics,
 )
-from llmk.opcheck.poison import poisoned, require_all_written
+from llmk.opcheck.nan_fill import nan_filled, require_all_written
 from llmk.opcheck.refusal_promises import refuses_transforms, second_derivatives
 from llmk.opcheck.setting_promises import another_thread, default_device, default_dtype, other_device
 from llmk.registry import Op, Sample, set_short_path_enabled
@@ -124,7 +124,7 @@ def no_alias(op: Op, samples: Sequence[Sample]) -> None:
 
 
 def _transposed(tensor: Tensor) -> Tensor:
-    """The same values with the last two axes swapped in memory."""
+    """Return the same values with the last two axes swapped in memory."""
     if tensor.dim() < 2:
         return tensor.detach().clone()
     return tensor.detach().transpose(-1, -2).contiguous().transpose(-1, -2)
@@ -152,20 +152,20 @@ def deterministic(op: Op, samples: Sequence[Sample]) -> None:
 
 
 def same_on_short_path(op: Op, samples: Sequence[Sample]) -> None:
-    """The short path of plain eager mode and the dispatcher's give the same bits."""
+    """The fast path of plain eager mode and the dispatcher's give the same bits."""
     for sample in samples:
         with set_short_path_enabled(False):
             registered = call(op, sample)
         for _ in range(3):  # on a GPU the third repeats the launches of the second
             short = call(op, sample)
             if not same_results(short, registered):
-                raise BrokenPromise(f"{sample}: the short path and the registered one give different bits")
+                raise BrokenPromise(f"{sample}: the fast path and the registered one give different bits")
 
 
 def every_element_written(op: Op, samples: Sequence[Sample]) -> None:
     """Memory that holds NaN until it is written gives the same results: every element is written, none read before."""
     for sample in samples:
-        with poisoned():
+        with nan_filled():
             outcome = call(op, sample)
         require_all_written(op, sample, outcome)
 
@@ -210,4 +210,4 @@ IN_ONE_DTYPE: frozenset[Promise] = frozenset({
     undefined_gradients, second_derivatives, refuses_transforms, another_thread, default_dtype, default_device,
     no_recompile, exported_trains, other_device,
 })  # fmt: skip
-"""What depends on an operator's formulas, not on its numbers: asked in the first dtype only."""
+"""Promises about an operator's formulas, not its numbers: checked in the first dtype only."""

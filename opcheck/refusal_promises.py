@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from llmk.opcheck.calls import first_line, incoming_gradients, one_of_each
 from llmk.opcheck.inputs import BrokenPromise, as_list, copy_with_layout, differentiable_inputs, prepare
-from llmk.opcheck.truth import to_float64
+from llmk.opcheck.reference import to_float64
 from llmk.registry import Op, Sample
 
 _TWICE = "second derivative|double backward|differentiat(e|ing) twice|twice differentiable|derivative|autograd formula"
@@ -74,7 +74,7 @@ def refuses_transforms(op: Op, samples: Sequence[Sample]) -> None:
 
 
 def _attempt(sample: Sample, what: str, words: str, call: Callable[[], Results]) -> Results | None:
-    """What a call gives; None where it is refused as it should be."""
+    """Return the result of a call; None if it is refused as it should be."""
     try:
         return call()
     except (NotImplementedError, RuntimeError) as error:

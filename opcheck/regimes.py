@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Domain:
-    """What all samples of a floating argument have in common."""
+    """The common properties of all samples of a floating argument."""
 
     lowest: float = -math.inf
     highest: float = math.inf

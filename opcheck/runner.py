@@ -27,7 +27,7 @@ Check = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Result:
-    """Whether one operator keeps one promise in one dtype on one path; with no calls there was nothing to check."""
+    """The result of one operator, promise, dtype and path; with no calls there was nothing to check."""
 
     op: str
     device: str
@@ -49,7 +49,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Doing:
+class RunningCheck:
     """A check that has begun, and the sample that it has come to."""
 
     op: str
@@ -66,7 +66,7 @@ class Doing:
 
 
 def path_taken(device: torch.device) -> str:
-    """What runs on a device in this process: the plain PyTorch reference, Triton's interpreter or the GPU kernels."""
+    """Return what this process runs on a device: the PyTorch reference, Triton's interpreter or GPU kernels."""
     if device.type != "cpu":
         return "GPU kernel"
     return "interpreter" if INTERPRET else "reference"
@@ -96,11 +96,11 @@ def check(
         ValueError: There is no promise of such a name.
     """
 
-    def doing(now: Doing) -> None:
+    def on_begin(now: RunningCheck) -> None:
         if not now.sample:
             progress(str(now))
 
-    return list(checks(op, torch.device(device), dtypes, promises, doing))
+    return list(checks(op, torch.device(device), dtypes, promises, on_begin))
 
 
 def promise_named(name: str) -> Promise:
@@ -124,10 +124,10 @@ def checks(
     device: torch.device,
     dtypes: Sequence[torch.dtype] | None,
     names: Sequence[str] | None,
-    doing: Callable[[Doing], None],
+    on_begin: Callable[[RunningCheck], None],
     done: Collection[Check] = (),
 ) -> Iterator[Result]:
-    """The results one by one, but for checks that are done; `doing` hears what begins and each sample of it."""
+    """The results one by one, but for checks that are done; `on_begin` gets each check and sample as it begins."""
     for place, dtype in enumerate(dtypes or op.dtypes):
         dtype_name = str(dtype).removeprefix("torch.")
         torch.manual_seed(0)
@@ -136,7 +136,7 @@ def checks(
             name = promise.__name__
             if (op.name, dtype_name, name) in done or (place and promise in IN_ONE_DTYPE):
                 continue
-            yield _check_one(op, device, dtype_name, promise, samples, doing)
+            yield _check_one(op, device, dtype_name, promise, samples, on_begin)
 
 
 def _check_one(
@@ -145,16 +145,16 @@ def _check_one(
     dtype: str,
     promise: Promise,
     samples: Sequence[Sample],
-    doing: Callable[[Doing], None],
+    on_begin: Callable[[RunningCheck], None],
 ) -> Result:
     name, calls = promise.__name__, 0
 
     def watch(sample: Sample) -> None:
         nonlocal calls
         calls += 1
-        doing(Doing(op.name, dtype, name, str(sample)))
+        on_begin(RunningCheck(op.name, dtype, name, str(sample)))
 
-    doing(Doing(op.name, dtype, name))
+    on_begin(RunningCheck(op.name, dtype, name))
     start = time.perf_counter()
     message = ""
     try:

@@ -16,9 +16,9 @@ from llmk.opcheck.cases import Case, Cases
 from llmk.opcheck.decisions import at_decisions
 from llmk.opcheck.derivatives import derivative_violation
 from llmk.opcheck.judge import Finding, judge
-from llmk.opcheck.runner import Check, Doing, Result, path_taken
+from llmk.opcheck.reference import reference_for
+from llmk.opcheck.runner import Check, Result, RunningCheck, path_taken
 from llmk.opcheck.shrink import MOST_NUMBERS, shrink, snippet
-from llmk.opcheck.truth import truth_of
 from llmk.registry import Op
 from llmk.registry.backends import INTERPRET
 
@@ -49,7 +49,7 @@ def _tensors(found: Found) -> list[torch.Tensor]:
 
 @dataclass
 class Searched:
-    """How many cases were judged, the seed after the last, and what was found."""
+    """The result of a search: the number of cases, the seed after the last, and the findings."""
 
     calls: int
     next_seed: int
@@ -63,7 +63,7 @@ def search(
     seconds: float,
     seed: int = 0,
     *,
-    doing: Callable[[Case], None] = lambda case: None,
+    on_begin: Callable[[Case], None] = lambda case: None,
     most: int = MOST_FINDINGS,
     shrinking: float = SHRINKING,
 ) -> Searched:
@@ -76,7 +76,7 @@ def search(
     known: set[tuple[str, str]] = set()
     while time.monotonic() < until and len(result.found) < most:
         for case in _cases(cases, cases[result.next_seed], until):
-            doing(case)
+            on_begin(case)
             finding = judge(op, case)
             result.calls += 1
             if finding is None or finding.key in known:
@@ -94,8 +94,8 @@ def _differs_by_intent(op: Op, cases: Cases, finding: Finding) -> bool:
     """Return True if the samples show it too: such as the row of a table that has no gradient."""
     for place, sample in enumerate(cases.samples):
         outcome = call(op, sample)
-        truth = truth_of(op, sample, outcome, incoming_gradients)
-        found = derivative_violation(op, sample, truth, place)
+        reference = reference_for(op, sample, outcome, incoming_gradients)
+        found = derivative_violation(op, sample, reference, place)
         if found is not None and found[0] == finding.where:
             return True
     return False
@@ -114,7 +114,7 @@ def searches(
     dtypes: Sequence[torch.dtype] | None,
     seconds: float,
     seed: int,
-    doing: Callable[[Doing], None],
+    on_begin: Callable[[RunningCheck], None],
     done: Collection[Check] = (),
 ) -> Iterator[Result]:
     """The search as a check of its own, one result for each dtype; they share the time."""
@@ -122,14 +122,14 @@ def searches(
         name = str(dtype).removeprefix("torch.")
         if (op.name, name, "search") in done:
             continue
-        doing(Doing(op.name, name, "search"))
+        on_begin(RunningCheck(op.name, name, "search"))
         start = time.perf_counter()
 
         def note(case: Case, name: str = name) -> None:
-            doing(Doing(op.name, name, "search", str(case.sample)))
+            on_begin(RunningCheck(op.name, name, "search", str(case.sample)))
 
         with _quietly():
-            result = search(op, device, dtype, seconds / len(dtypes or op.dtypes), seed, doing=note)
+            result = search(op, device, dtype, seconds / len(dtypes or op.dtypes), seed, on_begin=note)
         message = "\n  ".join([f"seeds {seed} to {result.next_seed - 1}", *map(str, result.found)])
         took = time.perf_counter() - start
         passed = not result.found

@@ -1,4 +1,4 @@
-"""Which code computes an operator: its kernels on a GPU, the same in Triton's interpreter, or plain PyTorch on a CPU.
+"""Chooses the code of an operator: its kernels on a GPU, the same in Triton's interpreter, or plain PyTorch on a CPU.
 
 This is the one place where that is decided; `KernelOp.implementation` asks it, and `private.kernels.INTERPRET` is
 TRITON_INTERPRET=1.

@@ -33,12 +33,12 @@ _NEEDED = "need_"
 
 
 def no_gradient(grad: Tensor) -> Tensor:
-    """What a backward op returns for a gradient that nobody wants, `[0]` of the incoming gradient's dtype."""
+    """Return a backward op's result for a gradient that nobody wants: `[0]`, of the incoming gradient's dtype."""
     return empty((0,), grad.dtype, grad.device)
 
 
 class BackwardOp:
-    """What `KernelOp.register_autograd` takes, made of the two ops' schemas.
+    """Arguments for `KernelOp.register_autograd`, made of the two ops' schemas.
 
     Args:
         forward: The forward op's schema.
@@ -130,7 +130,7 @@ def backward(ctx, {", ".join(grads)}):
 
 
 def _items(of: str, names: Sequence[str]) -> dict[str, str]:
-    """By their names, the texts of the items of a sequence."""
+    """Return the texts of the items of a sequence, by their names."""
     return {name: f"{of}[{i}]" for i, name in enumerate(names)}
 
 
@@ -144,7 +144,7 @@ def _call_text(name: str, fn: Callable[..., Any], arguments: Mapping[str, str]) 
 
 
 def _written(source: str, filename: str, known: dict[str, Any]) -> dict[str, Any]:
-    """What a source text defines; tracebacks show its lines."""
+    """Return the names that a source text defines; tracebacks show its lines."""
     linecache.cache[filename] = len(source), None, source.splitlines(keepends=True), filename
     exec(compile(source, filename, "exec"), known)
     return known

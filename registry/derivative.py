@@ -20,10 +20,10 @@ Keeps = Callable[[Sequence[bool], Sequence[Any]], Sequence[bool]]
 
 
 class Derivative:
-    """What `KernelOp.register_autograd` registers, where its arguments are explained.
+    """The autograd formula that `KernelOp.register_autograd` registers; it explains the arguments.
 
     Args:
-        name: Of the op.
+        name: The op's name.
         call: Calls the op with all of its arguments.
         results: For each output that has a gradient, the places of the arguments that it depends on.
     """
@@ -63,7 +63,7 @@ class Derivative:
             ctx.alike = [_alike(y) for y in output[: len(self.results)]]
 
     def checked_setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """The same; and refuses what a second derivative would take for a constant."""
+        """Do the same, and refuse what a second derivative would take for a constant."""
         self.setup_context(ctx, inputs, output)
         saved, marked = noted_by(ctx)
         if marked and not self.several:
@@ -106,7 +106,7 @@ class Derivative:
         return True
 
     def _again(self, ctx: Any) -> "_Context":
-        """What the formula finds where the forward pass kept enough: the call is made with the flags that do."""
+        """Call the op again with the flags that keep enough, and return the context for the formula."""
         tensors = iter(ctx.saved_tensors)
         inputs = tuple(next(tensors) if kept is None else kept[0] for kept in ctx.inputs)
         context = _Context(ctx.needs_input_grad)
@@ -126,7 +126,7 @@ class _Context:
 
 
 def _alike(output: Tensor) -> Any:
-    """What zeros like an output are made from, without its memory; of a DTensor that is not known from outside."""
+    """Return what zeros like an output are made from, without its memory; a DTensor itself, which hides its layout."""
     if type(output) is not Tensor and hasattr(output, "__tensor_flatten__"):  # one that wraps others
         return output.detach()
     return output.shape, output.dtype, output.device

@@ -28,7 +28,7 @@ def warps_of(threads: int) -> Iterator[None]:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """What autocast would cast a linear layer's tensors to on this device; None where it is off."""
+    """Return the dtype that autocast casts a linear layer's tensors to on this device; None if it is off."""
     if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     return None

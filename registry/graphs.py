@@ -21,7 +21,7 @@ _forced = _Forced()
 
 
 def forced_form(name: str) -> str | None:
-    """What `ops_in_graph_as` says of a kernel op."""
+    """Return the form that `ops_in_graph_as` forces on a kernel op, or None."""
     return _forced.forms.get(name)
 
 
@@ -45,7 +45,7 @@ def ops_in_graph_as(forms: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recomputed_in_backward(input: Tensor) -> Iterator[None]:
-    """What a graph computes of `input` in here, it computes again in the backward pass instead of keeping it till then.
+    """Have a graph compute what it computes of `input` in here again in the backward pass, instead of keeping it.
 
     For elementwise results that cost less to compute again, next to what the backward pass reads anyway, than to keep
     in a GPU's memory; on a CPU they are kept. It is the mark that selective activation checkpointing puts on nodes;

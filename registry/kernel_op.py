@@ -9,17 +9,17 @@ from torch.utils.flop_counter import register_flop_formula
 
 from llmk.registry.backends import INTERPRET, runs_kernels
 from llmk.registry.backward_op import BackwardOp
-from llmk.registry.by_name import by_name
 from llmk.registry.checks import check_home
 from llmk.registry.derivative import Derivative, Keeps
 from llmk.registry.devices import kernel_context, launches_directly, needs_context
 from llmk.registry.eager.bypass import PLAIN_TENSORS, are_plain, is_eager
-from llmk.registry.eager.replay import Replayed, captures, replaying
+from llmk.registry.eager.launch_cache import LaunchCache, captures, pending
 from llmk.registry.graphs import forced_form
 from llmk.registry.launch import HAS_LAUNCHER, recording, wrap_triton
+from llmk.registry.named_arguments import by_argument_names
 from llmk.registry.private.modes import traced_by_compiler
 from llmk.registry.private.operators import bare_apply, define_kernel_op, schema_of
-from llmk.registry.sharding import Rule, register_rule
+from llmk.registry.sharding import ShardingStrategy, register_strategy
 
 __all__ = ["KernelOp", "wrap_triton"]
 
@@ -48,8 +48,8 @@ class KernelOp:
         decomposed: Give a compiled graph plain PyTorch instead of the launches, always or where this function of the
             arguments says so: for what Inductor fuses better with its neighbours than a kernel could, or computes again
             instead of keeping. The figure that decided it goes into the record's `choices`.
-        replayed: Replay calls that look like earlier ones, the public op's too; see `Replayed` for what that asks of
-            `fn` and of the public op's function.
+        launch_cached: Repeat the launches of calls that look like earlier ones, the public op's too; `LaunchCache` says
+            what that requires of `fn` and of the public op's function.
         opaque: Keep the op as one node in a compiled graph instead of inlining its launches: for a driver whose number
             of launches depends on sizes and would need a graph for each.
     """
@@ -61,7 +61,7 @@ class KernelOp:
         name: str | None = None,
         opaque: bool = False,
         decomposed: bool | Callable[..., bool] = False,
-        replayed: bool = False,
+        launch_cached: bool = False,
     ) -> None:
         self.name = name or fn.__name__
         if not self.name.startswith("_"):
@@ -74,8 +74,8 @@ class KernelOp:
         self._cpu: Callable[..., Any] | None = None
         self._decomposition: Callable[..., Any] | None = None
         self._fake: Callable[..., Any] | None = None
-        self.sharding: Rule | None = None
-        self.replayed = Replayed() if replayed and HAS_LAUNCHER else None
+        self.sharding: ShardingStrategy | None = None
+        self.launch_cache = LaunchCache() if launch_cached and HAS_LAUNCHER else None
         self._body = self._wrap(fn)
         self._definition = define_kernel_op(f"llmk::{self.name}", self._body, opaque=opaque or INTERPRET)
         self._definition.register_fake(self._wrap_fake())
@@ -92,10 +92,10 @@ class KernelOp:
     def _call(self, *args: Any) -> Any:
         if not is_eager():
             return self.overload(*args)
-        return self._bypass(*args) if self.replayed is None else self.replayed(self._bypass, args)
+        return self._bypass(*args) if self.launch_cache is None else self.launch_cache(self._bypass, args)
 
     def _bypass(self, *args: Any) -> Any:
-        """The short path of a call that is not replayed."""
+        """Run a call on the fast path without a launch cache."""
         if not are_plain(args):
             return self.overload(*args)
         if torch.is_grad_enabled():
@@ -134,7 +134,7 @@ class KernelOp:
 
         It takes the op's arguments, or by their names those that it looks at.
         """
-        self._fake = by_name(fn, self._names(), f"llmk::{self.name}")
+        self._fake = by_argument_names(fn, self._names(), f"llmk::{self.name}")
         return fn
 
     def register_autograd(
@@ -216,23 +216,24 @@ class KernelOp:
         register_flop_formula(getattr(torch.ops.llmk, self.name), get_raw=True)(fn)
         return fn
 
-    def register_sharding(self, rule: Rule) -> Rule:
-        """Register how DTensors may be split: `rule(*args)` gives `(outputs, inputs)` for each way, see `sharding.py`.
+    def register_sharding(self, strategy: ShardingStrategy) -> ShardingStrategy:
+        """Register how DTensors may be split: `strategy(*args)` gives `(outputs, inputs)` for each way; see
+        `sharding.py`.
 
         It takes the op's arguments, or by their names those that it looks at, of tensors only what DTensor knows:
         `shape` and `ndim`. `inputs` has an entry for each argument that may be a tensor, which is not looked at where
         that is None. All of them replicated is always allowed; for an op that knows no other way there is
         `replicate_only`.
         """
-        self.sharding = by_name(rule, self._names(), f"llmk::{self.name}")
-        register_rule(self.overload, self.sharding)
-        return rule
+        self.sharding = by_argument_names(strategy, self._names(), f"llmk::{self.name}")
+        register_strategy(self.overload, self.sharding)
+        return strategy
 
     def _names(self) -> list[str]:
         return [argument.name for argument in schema_of(self.overload).arguments]
 
     def check_complete(self) -> None:
-        parts = [("fake", self._fake), ("CPU kernel", self._cpu), ("sharding rule", self.sharding)]
+        parts = [("fake", self._fake), ("CPU kernel", self._cpu), ("sharding strategy", self.sharding)]
         missing = [name for name, fn in parts if fn is None]
         if missing:
             raise RuntimeError(f"llmk::{self.name} has no {' and no '.join(missing)}")
@@ -249,7 +250,7 @@ class KernelOp:
         return body
 
     def implementation(self, *args: Any) -> Callable[..., Any]:
-        """What computes on the device of the first argument: the launching function, or plain PyTorch."""
+        """Return what computes on the device of the first argument: the launching function, or plain PyTorch."""
         assert self._cpu is not None
         if not runs_kernels(self.name, args[0]):
             return self._cpu
@@ -280,10 +281,10 @@ def _save_nothing(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _autograd_function(name: str, run: Callable[..., Any], derivative: Derivative) -> Callable[..., Any]:
-    """The short path: `apply` of an `autograd.Function` around the same body and formula, without the dispatcher."""
+    """Return the fast path: `apply` of an `autograd.Function` around the same body and formula."""
 
     def forward(ctx: Any, *args: Any) -> Any:
-        launch, replaying.launch = replaying.launch, None
+        launch, pending.launch = pending.launch, None
         output = run(*args) if launch is None else launch()
         derivative.setup_context(ctx, args, output)
         return output

@@ -1,4 +1,4 @@
-"""How kernels are launched and buffers allocated: as the compiler, a recorder or plain eager mode needs it."""
+"""Launches kernels and allocates buffers as the compiler, a recorder or plain eager mode needs it."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from llmk.registry.backends import kernels_on_cpu, use_kernels_on_cpu
 from llmk.registry.devices import warps_of
-from llmk.registry.eager.bypass import short_path
+from llmk.registry.eager.bypass import fast_path
+from llmk.registry.eager.launch_cache import captures
 from llmk.registry.eager.launcher import contiguous_layout, launcher_for, with_options
-from llmk.registry.eager.replay import captures
 from llmk.registry.private.kernels import INTERPRET, KNOWS_LAUNCH
 from llmk.registry.private.modes import dispatch_modes
 from llmk.registry.private.tensors import empty_on_gpu
@@ -51,7 +51,7 @@ class _RecordingKernel:
 
 
 def wrap_triton(kernel: Any) -> Any:
-    """`torch.library.wrap_triton` where something traces; in plain eager mode what launches in the least time.
+    """Return `torch.library.wrap_triton(kernel)` if something traces, and in plain eager mode the fastest launcher.
 
     It also knows the recorder, and the interpreter, which torch 2.11 refuses.
     """
@@ -61,19 +61,19 @@ def wrap_triton(kernel: Any) -> Any:
         return with_options(torch.library.wrap_triton(kernel))
     if captures.current is not None:
         return captures.current.launcher(launcher_for(kernel))
-    if kernels_on_cpu() or not HAS_LAUNCHER or not short_path.enabled:
+    if kernels_on_cpu() or not HAS_LAUNCHER or not fast_path.enabled:
         return with_options(kernel)
     return launcher_for(kernel)
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`torch.empty` where something traces; in plain eager mode on a GPU what takes a fifth of its time.
+    """Allocate by `torch.empty` if something traces; in plain eager mode on a GPU in a fifth of its time.
 
     That allocates on the current device, which inside a kernel op is the tensors'.
     """
     if dispatch_modes() and not shape:  # Inductor fills a buffer that has no dimension, which would cost a launch
         buffer = torch.empty((1,), dtype=dtype, device=device).view(())
-    elif device.type != "cuda" or dispatch_modes() or not short_path.enabled:
+    elif device.type != "cuda" or dispatch_modes() or not fast_path.enabled:
         buffer = torch.empty(shape, dtype=dtype, device=device)
     else:
         buffer = empty_on_gpu(*contiguous_layout(shape), dtype)

@@ -13,7 +13,7 @@ from torch.overrides import is_tensor_like
 
 from llmk.registry.checks import check_home
 from llmk.registry.eager.bypass import PLAIN_TENSORS, inside_functorch, is_plain_eager
-from llmk.registry.eager.replay import Replayed
+from llmk.registry.eager.launch_cache import LaunchCache
 from llmk.registry.kernel_op import KernelOp
 from llmk.registry.private.modes import forward_mode_level
 from llmk.registry.private.operators import parse_schema
@@ -68,8 +68,8 @@ def public_op(
         _refuse_other_signature(fn, parsed)
         _library.define(schema, tags=torch.Tag.pt2_compliant_tag)
         guarded, fits = _guarded(name, fn, parsed, differentiable), _fits(parsed)
-        replayed = Replayed(fits) if any(op.has_backward and op.replayed for op in kernel_ops) else None
-        _library.impl(name, _replaying(replayed, guarded), "CompositeImplicitAutograd")
+        cache = LaunchCache(fits) if any(op.has_backward and op.launch_cache for op in kernel_ops) else None
+        _library.impl(name, _with_launch_cache(cache, guarded), "CompositeImplicitAutograd")
         overload = getattr(torch.ops.llmk, name).default
         for kernel_op in kernel_ops:
             kernel_op.owner = name
@@ -93,7 +93,7 @@ def public_op(
                 refuse_misuse(args, kwargs)
             return overload(*args, **kwargs)
 
-        return _with_own_code(name, _replaying(replayed, call))
+        return _with_own_code(name, _with_launch_cache(cache, call))
 
     return register
 
@@ -105,14 +105,14 @@ def _with_own_code(name: str, fn: Callable[P, R]) -> Callable[P, R]:
     return fn
 
 
-def _replaying(replayed: Replayed | None, fn: Callable[P, R]) -> Callable[P, R]:
-    """The function, whose calls are replayed in plain eager mode."""
-    if replayed is None:
+def _with_launch_cache(cache: LaunchCache | None, fn: Callable[P, R]) -> Callable[P, R]:
+    """Return the function, which in plain eager mode repeats the launches of calls that look alike."""
+    if cache is None:
         return fn
 
     @functools.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        return replayed(fn, args, kwargs) if is_plain_eager() else fn(*args, **kwargs)
+        return cache(fn, args, kwargs) if is_plain_eager() else fn(*args, **kwargs)
 
     return call
 

@@ -28,7 +28,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a call must do at the least: bytes through device memory and floating-point operations.
+    """The least that a call must do: bytes through device memory and floating-point operations.
 
     `full` is forward and backward together, with the gradients that are wanted in training (`Op.trained`).
     """
@@ -41,7 +41,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How much larger than PyTorch's own error an operator's error may be, and why it is not the rule's 1.5."""
+    """The factor by which an operator's error may exceed PyTorch's own, and why it is not the rule's 1.5."""
 
     factor: float
     reason: str
@@ -58,9 +58,9 @@ class Op:
 
     Attributes:
         name: The name in its namespace, such as `rms_norm`.
-        overload: What is called, such as `torch.ops.llmk.rms_norm.default`.
-        reference: Plain PyTorch with the operator's exact signature. It runs in float64, where it is the truth, and in
-            the sample's dtype, where its error is the yardstick.
+        overload: The callable, such as `torch.ops.llmk.rms_norm.default`.
+        reference: Plain PyTorch with the operator's exact signature. It runs in float64, where it is what is right, and
+            in the sample's dtype, where its error is the baseline.
         samples: `samples(device, dtype)` yields the calls that every check makes. Each has at most a few thousand
             elements, so that Triton's interpreter gets through them. Every option and layout that changes what is
             launched needs one: the tests make it again at other sizes to find all launch configurations.
@@ -73,10 +73,10 @@ class Op:
         kernel_ops: The private operators it calls.
         dtypes: The dtypes of its samples.
         tolerances: Where the factor of the accuracy rule is not 1.5: by dtype, with the reason.
-        loses: `loses(*args, **kwargs)` is what each element of the first output can lose, in float64, by the formula
-            that these arguments get, beyond what their own rounding moves it by; None where that is nothing. The
-            derivation is beside it.
-        plain: What plain PyTorch computes the same: `torch.compile(backend="llmk")` puts the operator there.
+        error_bound: `error_bound(*args, **kwargs)` is a bound, in float64, of the error that the formula for these
+            arguments adds to each element of the first output, beyond what their own rounding does; None for none.
+            The derivation is beside it.
+        plain: Plain PyTorch that computes the same: `torch.compile(backend="llmk")` puts the operator there.
         choices: Measured decisions, such as whether Inductor sees the kernel or plain aten: what and by which figure.
     """
 
@@ -92,7 +92,7 @@ class Op:
     kernel_ops: tuple[Any, ...] = ()
     dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
     tolerances: dict[torch.dtype, Tolerance] = field(default_factory=dict)
-    loses: Callable[..., torch.Tensor | None] | None = None
+    error_bound: Callable[..., torch.Tensor | None] | None = None
     plain: tuple[Plain, ...] = ()
     choices: tuple[str, ...] = ()
     doc: str = ""

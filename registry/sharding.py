@@ -1,12 +1,12 @@
-"""How a kernel op goes through DTensor: which axes its tensors may be split along, one process holding each part.
+"""Sharding strategies: the axes along which DTensor may split a kernel op's tensors over processes.
 
-An operator's rule says so in a notation of its own, one entry for each tensor:
+A strategy lists the ways to split, with one entry for each tensor:
 
 - a number: the tensor is split along this axis;
 - `REPLICATE`: every process has all of it;
 - `PARTIAL`: every process has a tensor of the full shape, and their sum is meant.
 
-DTensor chooses the cheapest of a rule's splits for what it is given, and communicates where none fits.
+DTensor chooses the cheapest of them for its inputs, and communicates if none fits.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,29 +20,29 @@ from llmk.registry.private.processes import tell_calls_apart
 REPLICATE, PARTIAL = "replicate", "partial"
 
 Split = int | str
-Rule = Callable[..., Iterable[tuple[Sequence[Split], Sequence[Split]]]]
+ShardingStrategy = Callable[..., Iterable[tuple[Sequence[Split], Sequence[Split]]]]
 
 
 def axes(tensor: Any) -> range:
-    """All axes of a tensor, for what computes each element by itself."""
+    """Return all axes of a tensor, for an elementwise operator."""
     return range(tensor.ndim)
 
 
 def row_axes(tensor: Any) -> range:
-    """All axes but the last, for what computes each row by itself."""
+    """Return all axes but the last, for an operator on independent rows."""
     return range(tensor.ndim - 1)
 
 
 def replicate_only(*args: Any) -> list[Any]:
-    """The rule of an operator that cannot be split: DTensor gathers its inputs, and every process computes it all."""
+    """The strategy of an operator that cannot be split: inputs are gathered, and every process computes it all."""
     return []
 
 
-def register_rule(overload: Any, rule: Rule) -> None:
-    """Hand an operator's rule to DTensor; everything replicated is always allowed beside it."""
+def register_strategy(overload: Any, strategy: ShardingStrategy) -> None:
+    """Give DTensor an operator's strategy; everything replicated is always allowed beside it."""
     if not torch.distributed.is_available():
         return
-    # What torch.compile needs has imported these already: they cost no time.
+    # torch.compile has imported these already: they cost no time.
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
 
@@ -58,10 +58,10 @@ def register_rule(overload: Any, rule: Rule) -> None:
 
     def acceptable(*args: Any) -> list[tuple[list[Any], list[Any]]]:
         found = []
-        for of_outputs, of_inputs in (*(rule(*args) if told_apart else ()), everything_replicated):
+        for of_outputs, of_inputs in (*(strategy(*args) if told_apart else ()), everything_replicated):
             if len(of_outputs) != outputs or len(of_inputs) != len(tensors):
                 raise ValueError(
-                    f"{overload}: expected a sharding rule of {outputs} outputs and {len(tensors)} tensors, "
+                    f"{overload}: expected a sharding strategy of {outputs} outputs and {len(tensors)} tensors, "
                     f"got {of_outputs} and {of_inputs}"
                 )
             inputs: list[Any] = [None] * len(args)

@@ -4,7 +4,7 @@ import torch
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """Return a / b, rounded up."""
     return (a + b - 1) // b
 
 

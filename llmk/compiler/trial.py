@@ -22,7 +22,7 @@ from llmk.compiler.shrink import candidates
 from llmk.compiler.sizes import NotSmall, Sizes
 from llmk.opcheck.accuracy import accuracy_violation
 from llmk.opcheck.inputs import with_default_dtype
-from llmk.opcheck.truth import NEIGHBOURS, nudged
+from llmk.opcheck.reference import NEIGHBOURS, nudged
 from llmk.registry.patterns import OVERLOAD, name_of, value_of
 from llmk.registry.private.operators import schema_of
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from llmk.compiler.trial import Question, Untried, difference
-from llmk.opcheck import accuracy, truth
+from llmk.opcheck import accuracy, reference
 from llmk.registry.patterns import Found, Plain, cast_of, item_of, name_of, value_of
 from llmk.registry.private.compilers import cache_folder
 
@@ -159,7 +159,7 @@ def _key(question: Question) -> str:
 def _own_code() -> str:
     """A hash of what tries and what judges; that of operators and patterns is in the key of PyTorch's own caches."""
     digest = hashlib.sha256()
-    for path in [*sorted(Path(__file__).parent.glob("*.py")), Path(accuracy.__file__), Path(truth.__file__)]:
+    for path in [*sorted(Path(__file__).parent.glob("*.py")), Path(accuracy.__file__), Path(reference.__file__)]:
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from llmk.registry import PARTIAL, REPLICATE, KernelOp, axes, cdiv, empty, grid_cap, num_programs, wrap_triton
 from llmk.registry.backends import runs_kernels
 from llmk.registry.devices import kernel_context
-from llmk.registry.eager.bypass import is_plain_eager, takes_short_path
+from llmk.registry.eager.bypass import is_plain_eager, takes_fast_path
 from llmk.registry.private.autograd import graph_is_kept, saved_tensors_are_hooked
 
 PROGRAMS = 8
@@ -52,7 +52,7 @@ def _scale(input: Tensor, grad: Tensor, divisor: Tensor, dtype: torch.dtype) -> 
 
 def scale_op(name: str) -> KernelOp:
     """`_scale` as a kernel op of one operator's own."""
-    scale = KernelOp(_scale, name=name, replayed=True)
+    scale = KernelOp(_scale, name=name, launch_cached=True)
     scale.register_kernel("cpu")(_scale_on_cpu)
     scale.register_fake(lambda input, grad, divisor, dtype: input.new_empty(input.shape, dtype=dtype))
     scale.register_sharding(
@@ -94,7 +94,7 @@ class SavedGradients:
         """One of them, times the incoming gradient and rounded once to `dtype`, by default its own."""
         saved = self.gradients[place]
         dtype = saved.dtype if dtype is None else dtype
-        if self.last and saved.dtype == dtype and takes_short_path((saved, self.grad, self.divisor)):
+        if self.last and saved.dtype == dtype and takes_fast_path((saved, self.grad, self.divisor)):
             # It was an output of the forward pass: as it is, it would keep the graph alive as long as the gradient.
             return _scale_saved(self.scale, saved.detach(), self.grad, self.divisor)
         return self.scale(saved, self.grad, self.divisor, dtype)

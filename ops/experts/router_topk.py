@@ -220,8 +220,8 @@ def _router_topk_bwd(
     return dx
 
 
-router_topk_fwd = KernelOp(_router_topk_fwd, replayed=True)
-router_topk_bwd = KernelOp(_router_topk_bwd, replayed=True)
+router_topk_fwd = KernelOp(_router_topk_fwd, launch_cached=True)
+router_topk_bwd = KernelOp(_router_topk_bwd, launch_cached=True)
 
 
 def _scores_cpu(input: Tensor, scoring: str) -> Tensor:

@@ -253,7 +253,7 @@ linear_act_fwd.register_backward(
 )
 
 
-def linear_act_loses(
+def linear_act_error_bound(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "relu"
 ) -> Tensor | None:
     """What the epilogue's GELU can lose: z / 2 * (1 + tanh(u)) in float32, a sum that cancels where z is negative.
@@ -332,7 +332,7 @@ def linear_act_cost(input: Tensor, weight: Tensor, bias: Tensor | None = None, *
     resized=linear_act_resized,
     workloads=linear_act_workloads,
     cost=linear_act_cost,
-    loses=linear_act_loses,
+    error_bound=linear_act_error_bound,
     choices=(
         "gelu_tanh without gradients is cuBLASLt's epilogue in 16-bit dtypes, whose 1 + tanh cancels, as in PyTorch's "
         "own GELU: at -5 it may give -0 where -1.4e-7 is right; relu is not, as that loses NaN",

@@ -243,7 +243,7 @@ def _backward_on(rows: Rows) -> Callable[..., Tensor]:
 
 
 def _row_by_row_op(name: str) -> KernelOp:
-    backward = KernelOp(_backward_on(KERNELS), name=f"_{name}_bwd", replayed=True)
+    backward = KernelOp(_backward_on(KERNELS), name=f"_{name}_bwd", launch_cached=True)
     backward.register_kernel("cpu")(_backward_on(CPU))
     backward.register_fake(lambda grad, input: input.new_empty(input.shape))
     backward.register_sharding(lambda input: [([axis], [axis] * 4) for axis in row_axes(input)])
@@ -259,7 +259,7 @@ class DivergenceOps:
     """
 
     def __init__(self, name: str, row_by_row: bool) -> None:
-        self.forward = KernelOp(_forward_on(KERNELS), name=f"_{name}_fwd", replayed=True)
+        self.forward = KernelOp(_forward_on(KERNELS), name=f"_{name}_fwd", launch_cached=True)
         self.scale = scale_op(f"_{name}_scale")
         self.forward.register_kernel("cpu")(_forward_on(CPU))
         self.forward.register_fake(_fake_forward)

@@ -172,8 +172,8 @@ def _ce_tvd_bwd(
     return dx
 
 
-ce_tvd_fwd = KernelOp(_ce_tvd_fwd, replayed=True)
-ce_tvd_bwd = KernelOp(_ce_tvd_bwd, replayed=True)
+ce_tvd_fwd = KernelOp(_ce_tvd_fwd, launch_cached=True)
+ce_tvd_bwd = KernelOp(_ce_tvd_bwd, launch_cached=True)
 
 
 def _softmax_cpu(x: Tensor, m: Tensor, total: Tensor) -> Tensor:

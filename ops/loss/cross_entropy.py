@@ -110,8 +110,8 @@ def _cross_entropy_bwd(
     return _gradient(KERNELS, grad, divisor, input, target, stats, options)
 
 
-cross_entropy_fwd = KernelOp(_cross_entropy_fwd, replayed=True)
-cross_entropy_bwd = KernelOp(_cross_entropy_bwd, replayed=True)
+cross_entropy_fwd = KernelOp(_cross_entropy_fwd, launch_cached=True)
+cross_entropy_bwd = KernelOp(_cross_entropy_bwd, launch_cached=True)
 
 
 @cross_entropy_fwd.register_kernel("cpu")

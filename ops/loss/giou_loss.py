@@ -151,8 +151,8 @@ def _giou_loss_bwd(
     return dboxes, dtargets
 
 
-giou_loss_fwd = KernelOp(_giou_loss_fwd, replayed=True)
-giou_loss_bwd = KernelOp(_giou_loss_bwd, replayed=True)
+giou_loss_fwd = KernelOp(_giou_loss_fwd, launch_cached=True)
+giou_loss_bwd = KernelOp(_giou_loss_bwd, launch_cached=True)
 
 
 def _compare_cpu(boxes: Tensor, targets: Tensor, eps: float) -> tuple[Tensor, ...]:

@@ -217,8 +217,8 @@ def _kl_div_bwd(
     return dinput, dtarget
 
 
-kl_div_fwd = KernelOp(_kl_div_fwd, replayed=True)
-kl_div_bwd = KernelOp(_kl_div_bwd, replayed=True)
+kl_div_fwd = KernelOp(_kl_div_fwd, launch_cached=True)
+kl_div_bwd = KernelOp(_kl_div_bwd, launch_cached=True)
 
 
 @kl_div_fwd.register_kernel("cpu")

@@ -66,8 +66,8 @@ def _add_rms_norm_bwd(
 
 # In a graph it is PyTorch's own operations, which Inductor fuses with the sums around it and computes again for the
 # backward pass, so that y is not kept; the backward pass is the kernel. Longer rows Inductor reads from memory twice.
-add_rms_norm_fwd = KernelOp(_add_rms_norm_fwd, replayed=True, decomposed=norm.inductor_reads_once)
-add_rms_norm_bwd = KernelOp(_add_rms_norm_bwd, replayed=True)
+add_rms_norm_fwd = KernelOp(_add_rms_norm_fwd, launch_cached=True, decomposed=norm.inductor_reads_once)
+add_rms_norm_bwd = KernelOp(_add_rms_norm_bwd, launch_cached=True)
 
 
 @add_rms_norm_fwd.register_kernel("cpu")

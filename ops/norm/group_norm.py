@@ -107,8 +107,8 @@ def _group_norm_bwd(
     return dx if dx is not None else no_gradient(grad), dw, db
 
 
-group_norm_fwd = KernelOp(_group_norm_fwd, replayed=True)
-group_norm_bwd = KernelOp(_group_norm_bwd, replayed=True)
+group_norm_fwd = KernelOp(_group_norm_fwd, launch_cached=True)
+group_norm_bwd = KernelOp(_group_norm_bwd, launch_cached=True)
 
 
 @group_norm_fwd.register_kernel("cpu")

@@ -249,8 +249,8 @@ def _layer_norm_bwd(
     return dx if dx is not None else no_gradient(grad), dw, db
 
 
-layer_norm_fwd = KernelOp(_layer_norm_fwd, replayed=True)
-layer_norm_bwd = KernelOp(_layer_norm_bwd, replayed=True)
+layer_norm_fwd = KernelOp(_layer_norm_fwd, launch_cached=True)
+layer_norm_bwd = KernelOp(_layer_norm_bwd, launch_cached=True)
 
 
 @layer_norm_fwd.register_kernel("cpu")

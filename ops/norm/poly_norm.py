@@ -205,8 +205,8 @@ def _of_parameters(sums: Tensor | None, weight: Tensor, bias: Tensor) -> tuple[T
     return sums[:3].to(weight.dtype, copy=True), sums[3].to(bias.dtype, copy=True).view(bias.shape)
 
 
-poly_norm_fwd = KernelOp(_poly_norm_fwd, replayed=True)
-poly_norm_bwd = KernelOp(_poly_norm_bwd)  # what casts its three numbers is not replayed
+poly_norm_fwd = KernelOp(_poly_norm_fwd, launch_cached=True)
+poly_norm_bwd = KernelOp(_poly_norm_bwd)  # what casts its three numbers has no launch cache
 
 
 @poly_norm_fwd.register_kernel("cpu")

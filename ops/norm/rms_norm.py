@@ -58,8 +58,8 @@ def _rms_norm_bwd(
 
 # In a graph it is PyTorch's own operations, which Inductor fuses with the sums around it and computes again for the
 # backward pass, so that y is not kept; the backward pass is the kernel. Longer rows Inductor reads from memory twice.
-rms_norm_fwd = KernelOp(_rms_norm_fwd, replayed=True, decomposed=norm.inductor_reads_once)
-rms_norm_bwd = KernelOp(_rms_norm_bwd, replayed=True)
+rms_norm_fwd = KernelOp(_rms_norm_fwd, launch_cached=True, decomposed=norm.inductor_reads_once)
+rms_norm_bwd = KernelOp(_rms_norm_bwd, launch_cached=True)
 
 
 rms_norm_fwd.register_kernel("cpu")(norm.forward_on_cpu)

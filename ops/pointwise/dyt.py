@@ -138,8 +138,8 @@ def _dyt_bwd(
     )
 
 
-dyt_fwd = KernelOp(_dyt_fwd, replayed=True)
-dyt_bwd = KernelOp(_dyt_bwd, replayed=True)
+dyt_fwd = KernelOp(_dyt_fwd, launch_cached=True)
+dyt_bwd = KernelOp(_dyt_bwd, launch_cached=True)
 
 
 @dyt_fwd.register_kernel("cpu")

@@ -141,11 +141,11 @@ def _gated_unit_bwd(grad: Tensor, gate: Tensor, up: Tensor | None, activation: s
 # In a graph both are PyTorch's own operations: y need not be kept, as what Inductor makes of the backward pass
 # computes it again, from what it reads anyway. Inductor writes a packed gradient twice, so there the kernels stay.
 swiglu_fwd, geglu_fwd = (
-    KernelOp(_gated_unit_fwd, name=name, replayed=True, decomposed=lambda gate, up, _: up is not None)
+    KernelOp(_gated_unit_fwd, name=name, launch_cached=True, decomposed=lambda gate, up, _: up is not None)
     for name in ("_swiglu_fwd", "_geglu_fwd")
 )
 swiglu_bwd, geglu_bwd = (
-    KernelOp(_gated_unit_bwd, name=name, replayed=True, decomposed=lambda grad, gate, up, _: up is not None)
+    KernelOp(_gated_unit_bwd, name=name, launch_cached=True, decomposed=lambda grad, gate, up, _: up is not None)
     for name in ("_swiglu_bwd", "_geglu_bwd")
 )
 

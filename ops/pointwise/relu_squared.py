@@ -73,8 +73,8 @@ def _relu_squared_bwd(grad: Tensor, input: Tensor) -> Tensor:
     return dx
 
 
-relu_squared_fwd = KernelOp(_relu_squared_fwd, replayed=True)
-relu_squared_bwd = KernelOp(_relu_squared_bwd, replayed=True)
+relu_squared_fwd = KernelOp(_relu_squared_fwd, launch_cached=True)
+relu_squared_bwd = KernelOp(_relu_squared_bwd, launch_cached=True)
 
 
 @relu_squared_fwd.register_kernel("cpu")

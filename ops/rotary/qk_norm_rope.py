@@ -130,8 +130,8 @@ def _qk_norm_rope_bwd(
     return dq, dk, dwq, dwk
 
 
-qk_norm_rope_fwd = KernelOp(_qk_norm_rope_fwd, replayed=True)
-qk_norm_rope_bwd = KernelOp(_qk_norm_rope_bwd, replayed=True)
+qk_norm_rope_fwd = KernelOp(_qk_norm_rope_fwd, launch_cached=True)
+qk_norm_rope_bwd = KernelOp(_qk_norm_rope_bwd, launch_cached=True)
 
 
 @qk_norm_rope_fwd.register_kernel("cpu")

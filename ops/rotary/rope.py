@@ -154,8 +154,8 @@ def _rope_bwd(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool)
     return _rope(q, k, cos, sin, interleaved, backward=True)
 
 
-rope_fwd = KernelOp(_rope_fwd, replayed=True)
-rope_bwd = KernelOp(_rope_bwd, replayed=True)
+rope_fwd = KernelOp(_rope_fwd, launch_cached=True)
+rope_bwd = KernelOp(_rope_bwd, launch_cached=True)
 
 
 def _rope_on_cpu(

@@ -224,8 +224,8 @@ def _attention_residual_bwd(
     )
 
 
-attention_residual_fwd = KernelOp(_attention_residual_fwd, replayed=True)
-attention_residual_bwd = KernelOp(_attention_residual_bwd, replayed=True)
+attention_residual_fwd = KernelOp(_attention_residual_fwd, launch_cached=True)
+attention_residual_bwd = KernelOp(_attention_residual_bwd, launch_cached=True)
 
 
 @attention_residual_fwd.register_kernel("cpu")

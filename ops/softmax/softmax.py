@@ -166,8 +166,8 @@ def _softmax_bwd(grad: Tensor, output: Tensor, dim: int) -> Tensor:
     return dx
 
 
-softmax_fwd = KernelOp(_softmax_fwd, replayed=True)
-softmax_bwd = KernelOp(_softmax_bwd, replayed=True)
+softmax_fwd = KernelOp(_softmax_fwd, launch_cached=True)
+softmax_bwd = KernelOp(_softmax_bwd, launch_cached=True)
 
 
 @softmax_fwd.register_kernel("cpu")

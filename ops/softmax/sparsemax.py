@@ -176,8 +176,8 @@ def _moved_back(rows: Tensor, dim: int) -> Tensor:
     return rows if dim == rows.dim() - 1 else rows.movedim(-1, dim).contiguous()
 
 
-sparsemax_fwd = KernelOp(_sparsemax_fwd, replayed=True)
-sparsemax_bwd = KernelOp(_sparsemax_bwd, replayed=True)
+sparsemax_fwd = KernelOp(_sparsemax_fwd, launch_cached=True)
+sparsemax_bwd = KernelOp(_sparsemax_bwd, launch_cached=True)
 
 
 @sparsemax_fwd.register_kernel("cpu")

@@ -1,5 +1,5 @@
-"""The short path of plain eager mode: past PyTorch's dispatcher, Triton's launcher and the launching function itself.
+"""The fast path of plain eager mode, without PyTorch's dispatcher, Triton's launcher and the launching function.
 
-`bypass` says when it may be taken, `launcher` launches a kernel that was built before, and `replay` repeats a whole
-call that looks like an earlier one. All of it gives the bits of the registered path.
+`bypass` says when a call may take it, `launcher` launches a kernel that was built before, and `launch_cache` repeats
+the launches of a call that looks like an earlier one. All of it gives the bits of the registered path.
 """

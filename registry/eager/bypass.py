@@ -1,4 +1,4 @@
-"""When a call is plain eager mode, so that PyTorch's dispatcher may be left out."""
+"""Tells whether a call is plain eager mode, in which PyTorch's dispatcher may be left out."""
 
 from collections.abc import Collection
 from typing import Any
@@ -19,11 +19,11 @@ PLAIN_TENSORS = frozenset({Tensor, torch.nn.Parameter})
 PLAIN_NUMBERS = frozenset({int, float, bool, str, type(None), torch.dtype})
 
 
-class _ShortPath:
+class _FastPath:
     enabled = True
 
 
-short_path = _ShortPath()
+fast_path = _FastPath()
 
 
 def inside_functorch() -> bool:
@@ -32,32 +32,32 @@ def inside_functorch() -> bool:
 
 
 class set_short_path_enabled:
-    """Whether plain eager mode may leave out PyTorch's dispatcher and Triton's launcher, in all threads.
+    """Sets if plain eager mode may take the fast path, without dispatcher and Triton's launcher, in all threads.
 
-    Like `torch.set_grad_enabled` it is a function and a context manager. Without the short path every call goes through
+    Like `torch.set_grad_enabled` it is a function and a context manager. Without the fast path every call goes through
     the dispatcher, every buffer comes from `torch.empty` and every launch is Triton's own: the same bits, more slowly.
     """
 
     def __init__(self, mode: bool) -> None:
         if not isinstance(mode, bool):
             raise TypeError(f"mode: expected a bool, got {mode!r}")
-        self.previous, short_path.enabled = short_path.enabled, mode
+        self.previous, fast_path.enabled = fast_path.enabled, mode
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, *exception: object) -> None:
-        short_path.enabled = self.previous
+        fast_path.enabled = self.previous
 
 
-def takes_short_path(args: Collection[Any]) -> bool:
+def takes_fast_path(args: Collection[Any]) -> bool:
     """Return True if a call is plain eager mode: nothing traces, transforms or wraps tensors that hold numbers."""
     return is_eager() and are_plain(args)
 
 
 def is_eager() -> bool:
     """Return True if kernel ops need not pass the dispatcher: nothing traces or transforms."""
-    return short_path.enabled and not dispatch_modes() and functorch_level() is None and not jit_tracing()
+    return fast_path.enabled and not dispatch_modes() and functorch_level() is None and not jit_tracing()
 
 
 def are_plain(args: Collection[Any]) -> bool:
@@ -73,10 +73,10 @@ def are_plain(args: Collection[Any]) -> bool:
 
 
 def is_plain_eager() -> bool:
-    """True if a call from Python need not pass the dispatcher: nothing traces, transforms, looks on or measures."""
+    """Return True if a call from Python need not pass the dispatcher: nothing traces, transforms or looks on."""
     return not (
         torch.compiler.is_compiling()
-        or not short_path.enabled
+        or not fast_path.enabled
         or dispatch_modes()
         or function_modes()
         or functorch_level() is not None

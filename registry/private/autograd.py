@@ -1,4 +1,4 @@
-"""What a backward pass may do with what was saved for it.
+"""Private names of a backward pass, and of the tensors saved for it.
 
 Where that cannot be told what was saved is read again.
 """

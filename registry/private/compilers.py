@@ -14,7 +14,7 @@ statically_known_true: Callable[[Any], bool] = required("torch.fx.experimental.s
 
 
 def backed_constant(value: torch.SymFloat) -> float | None:
-    """What stands behind a symbolic number while a graph is compiled; a guard then holds it to that."""
+    """Return the number behind a symbolic one while a graph is compiled; a guard then holds it to that."""
     node = attribute(value, "node", lambda _: None)
     return float(value) if node is not None and node.has_hint() else None
 
@@ -31,7 +31,7 @@ def substituted(size: torch.SymInt, values: Mapping[str, int]) -> int:
 
 
 def cache_folder() -> str | None:
-    """Where Inductor keeps what it compiled, if it keeps anything."""
+    """The folder of Inductor's cache, if there is one."""
     folder = find("torch._inductor.runtime.cache_dir_utils.cache_dir")
     is_off = any(getattr(find(path), "force_disable_caches", False) for path in CACHE_SETTINGS)
     return None if folder is None or is_off else folder()
@@ -41,7 +41,7 @@ CACHE_SETTINGS = "torch.compiler.config", "torch._inductor.config"
 
 
 Restart: type[BaseException] = find("torch._dynamo.exc.RestartAnalysis", GeneratorExit)
-"""What a backend raises to have Dynamo trace anew."""
+"""The exception that a backend raises to make Dynamo trace anew."""
 
 
 def compile_fx(*args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -61,7 +61,7 @@ def _mode_calls() -> tuple[Any, ...]:
 
 
 MODE_CALLS = _mode_calls()
-"""What Dynamo's graphs change the gradient mode and autocast with."""
+"""The functions by which Dynamo's graphs change the gradient mode and autocast."""
 
 _HigherOrderOperator = find("torch._ops.HigherOrderOperator", ())
 _Operator = tuple(filter(None, map(find, ("torch._ops.OpOverload", "torch._ops.OpOverloadPacket"))))
@@ -144,7 +144,7 @@ REORDERING = (
 
 
 def inductor_allocators() -> list[tuple[Any, str]]:
-    """Where Inductor's code finds what it allocates with, as modules and names, when it is loaded."""
+    """Return the modules and names from which Inductor's code takes its allocators when it is loaded."""
     names = ("_empty_strided_cpu", "_empty_strided_cuda")
     guards = find("torch._C._dynamo.guards")
     return [(guards, name) for name in names if hasattr(guards, name)]
@@ -160,7 +160,7 @@ def autograd_config() -> Any:
 
 
 def compile_errors() -> tuple[type[Exception], ...]:
-    """What `torch.compile` raises when it cannot compile."""
+    """The exceptions that `torch.compile` raises when it cannot compile."""
     paths = "torch._dynamo.exc.TorchDynamoException", "torch._inductor.exc.InductorError"
     return tuple(find(path, RuntimeError) for path in paths)
 

@@ -12,7 +12,7 @@ import triton
 from llmk.registry.private.names import Missing, attribute, find, required
 
 _NEWEST_TRITON = (3, 9)
-"""Whose launch was read: a newer Triton's kernels are launched in its own way."""
+"""The newest Triton whose launch was read: a newer Triton's kernels are launched in its own way."""
 
 _TRUE = ("1", "true", "yes", "on", "y")
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -45,7 +45,7 @@ def _knows_launch() -> bool:
 
 
 KNOWS_LAUNCH: bool = _knows_launch()
-"""Whether what Triton's own launch of a kernel does besides launching it is known, and can be left out."""
+"""True if all that Triton's own launch does besides launching the kernel is known, and can be left out."""
 
 
 def _watched() -> bool:
@@ -74,7 +74,7 @@ def _watcher() -> Callable[[], bool]:
 
 
 launches_watched: Callable[[], bool] = _watcher() if KNOWS_LAUNCH else lambda: True
-"""Whether a hook or a setting has a part in launches, which only Triton's own launch heeds."""
+"""Returns True if a hook or a setting has a part in launches, which only Triton's own launch heeds."""
 
 
 GPUTarget = find("triton.backends.compiler.GPUTarget", namedtuple("GPUTarget", "backend arch warp_size"))
@@ -89,7 +89,7 @@ def pack_arguments(kernel: Any, *args: Any) -> Any:
 
 
 def cuobjdump() -> str:
-    """Where the program is: Triton's wheel brings one."""
+    """The path of the program: Triton's wheel brings one."""
     return find("triton.knobs.nvidia.cuobjdump.path") or shutil.which("cuobjdump") or "cuobjdump"
 
 

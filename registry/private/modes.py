@@ -1,4 +1,4 @@
-"""Who looks on at a call.
+"""Modes and transforms that look on at a call.
 
 Where that cannot be told someone always does, and every call takes the dispatcher's path.
 """
@@ -38,7 +38,7 @@ _DeviceContext = find("torch.utils._device.DeviceContext")
 profiling: Callable[[], bool] = find("torch._C._autograd._profiler_enabled", _one)
 functorch_level: Callable[[], int | None] = find("torch._C._functorch.maybe_current_level", _level_of_probe)
 jit_tracing: Callable[[], bool] = find("torch._C._is_tracing", find("torch.jit.is_tracing", _one))
-"""Whether `torch.jit.trace` is at work: the dispatcher tells it of an operator, and sizes are tensors meanwhile."""
+"""Returns True inside `torch.jit.trace`: the dispatcher tells it of an operator, and sizes are tensors meanwhile."""
 _mode_of = find("torch._C._get_dispatch_mode")
 
 

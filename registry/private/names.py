@@ -9,7 +9,7 @@ import triton
 
 
 def find(path: str, otherwise: Any = None) -> Any:
-    """What a dotted path names, or the other where this release has no such name."""
+    """Return the object at a dotted path, or the other if this release has no such name."""
     try:
         return pkgutil.resolve_name(path)
     except (ImportError, AttributeError):

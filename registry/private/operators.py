@@ -56,5 +56,5 @@ def bare_apply(function: type[Function]) -> Callable[..., Any]:
 
 
 def noted_by(ctx: Any) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
-    """What a forward pass saved for backward and what it marked as not differentiable, where that is told."""
+    """Return the tensors that a forward pass saved and those that it marked as not differentiable, if that is known."""
     return getattr(ctx, "to_save", None) or (), getattr(ctx, "non_differentiable", None) or ()

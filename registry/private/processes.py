@@ -1,4 +1,4 @@
-"""DTensor, and what a graph may hold of processes that communicate."""
+"""Private names of DTensor, and of collectives that a graph may hold."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from llmk.registry.private.names import attribute, find, required
 
 
 def tell_calls_apart(overload: Any) -> bool:
-    """Have DTensor tell apart calls that differ in a flag, a string or in which tensor is None; whether it will."""
+    """Have DTensor tell apart calls that differ in a flag, a string or in which tensor is None; False if it cannot."""
     from torch.distributed.tensor import DTensor
 
     dispatcher = attribute(DTensor, "_op_dispatcher", lambda _: None)
@@ -18,5 +18,5 @@ def tell_calls_apart(overload: Any) -> bool:
 
 
 collectives = required("torch.ops._c10d_functional")
-"""What a graph may hold: they return what they communicate. `torch.distributed`'s own write into a tensor."""
+"""Collectives that a graph may hold: they return their result. `torch.distributed`'s own write into a tensor."""
 group_named = required("torch.distributed.distributed_c10d._resolve_process_group")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from compile_tests.planted import square
+from compile_tests.mutants import square
 from llmk.registry import Op
 
 

@@ -1,4 +1,4 @@
-"""A replay repeats what the launching function does, and only for a call that looks the same."""
+"""The launch cache repeats what the launching function does, and only for a call that looks the same."""
 
 import threading
 import time
@@ -15,12 +15,12 @@ from compile_tests.stub_launches import Run, copied, named, note_buffers, stub_l
 from compile_tests.test_launcher import WATCHERS, watch
 from llmk.opcheck.calls import call
 from llmk.registry import OPS, KernelOp, Op, empty, set_short_path_enabled, wrap_triton
-from llmk.registry.eager import replay
+from llmk.registry.eager import launch_cache
+from llmk.registry.eager.launch_cache import Capture, LaunchCache, captures
 from llmk.registry.eager.launcher import contiguous_layout
-from llmk.registry.eager.replay import Capture, Replayed, captures
 from llmk.registry.launch import HAS_LAUNCHER
 
-pytestmark = pytest.mark.skipif(not HAS_LAUNCHER, reason="nothing is replayed in the interpreter or for AMD")
+pytestmark = pytest.mark.skipif(not HAS_LAUNCHER, reason="the interpreter and AMD have no launch cache")
 
 CPU = torch.device("cpu")
 
@@ -36,7 +36,7 @@ class Launching:
     apply = None
 
     def __init__(self, fn: Callable[..., Any]) -> None:
-        self.replayed: Any = True
+        self.launch_cache: Any = True
         self.fn, self.ran = fn, False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -57,7 +57,7 @@ def buffers(monkeypatch: pytest.MonkeyPatch, runs: list[Run]) -> list[Tensor]:
 
 
 def kernel_calls(op: Op) -> Iterator[tuple[KernelOp, tuple[Any, ...]]]:
-    """What the operator gives its kernel ops that are replayed over its samples, forward and backward."""
+    """The arguments of kernel ops with a launch cache over the operator's samples, forward and backward."""
     calls: list[tuple[KernelOp, tuple[Any, ...]]] = []
     original = KernelOp.__call__
 
@@ -68,27 +68,27 @@ def kernel_calls(op: Op) -> Iterator[tuple[KernelOp, tuple[Any, ...]]]:
 
     KernelOp.__call__ = recording
     try:
-        with set_short_path_enabled(False):  # on which nothing is replayed, nor scaled in place
+        with set_short_path_enabled(False):  # the fast path repeats launches and scales in place
             for sample in op.samples(CPU, torch.float32):
                 call(op, sample)
     finally:
         KernelOp.__call__ = original
-    return ((kernel_op, args) for kernel_op, args in calls if kernel_op.replayed is not None)
+    return ((kernel_op, args) for kernel_op, args in calls if kernel_op.launch_cache is not None)
 
 
-REPLAYED = [name for name, op in OPS.items() if any(kernel_op.replayed is not None for kernel_op in op.kernel_ops)]
+CACHED = [name for name, op in OPS.items() if any(kernel_op.launch_cache is not None for kernel_op in op.kernel_ops)]
 
 
-@pytest.mark.parametrize("name", REPLAYED)
-def test_a_replay_does_what_the_function_does(name: str, runs: list[Run], buffers: list[Tensor]) -> None:
-    replayed: set[KernelOp] = set()
+@pytest.mark.parametrize("name", CACHED)
+def test_a_repeated_call_does_what_the_function_does(name: str, runs: list[Run], buffers: list[Tensor]) -> None:
+    found: set[KernelOp] = set()
     for kernel_op, args in list(kernel_calls(OPS[name])):
-        repeated = Replayed()
+        repeated = LaunchCache()
         for _ in range(2):
             repeated(kernel_op._bypass, args)
         if not any(repeated.captured.values()):
             continue
-        replayed.add(kernel_op)
+        found.add(kernel_op)
         runs.clear()
         captures.current = capture = Capture([arg for arg in args if isinstance(arg, Tensor)])
         outputs = kernel_op.fn(*args)
@@ -103,7 +103,7 @@ def test_a_replay_does_what_the_function_does(name: str, runs: list[Run], buffer
             assert (new.shape, new.stride(), new.dtype) == (old.shape, old.stride(), old.dtype)
             (i,) = [i for i, buffer in enumerate(buffers) if buffer is new]
             assert capture.buffers[i].data_ptr() == old.data_ptr()
-    assert replayed == {kernel_op for kernel_op in OPS[name].kernel_ops if kernel_op.replayed is not None}
+    assert found == {kernel_op for kernel_op in OPS[name].kernel_ops if kernel_op.launch_cache is not None}
 
 
 def doubled(x: Tensor, w: Tensor | None, scale: float = 2.0, n: int = 1) -> Tensor:
@@ -115,7 +115,7 @@ def doubled(x: Tensor, w: Tensor | None, scale: float = 2.0, n: int = 1) -> Tens
 def worked_out(fn: Callable[..., Any], *calls: tuple[Any, ...], **kwargs: Any) -> list[bool]:
     """Which of the calls the function itself was run for."""
     ran: list[bool] = []
-    launching, repeated = Launching(fn), Replayed()
+    launching, repeated = Launching(fn), LaunchCache()
     for args in calls:
         launching.ran = False
         repeated(launching, args, kwargs)
@@ -165,7 +165,7 @@ def test_the_other_zero_is_another_number(runs: list[Run]) -> None:
 
 
 def test_who_wants_gradients_is_worked_out_again(runs: list[Run]) -> None:
-    repeated, launching = Replayed(), Launching(doubled)
+    repeated, launching = LaunchCache(), Launching(doubled)
     for enabled in (True, False):
         with torch.set_grad_enabled(enabled):
             for _ in range(3):
@@ -176,7 +176,7 @@ def test_who_wants_gradients_is_worked_out_again(runs: list[Run]) -> None:
 
 
 def test_arguments_by_name_are_told_apart_by_it(runs: list[Run]) -> None:
-    repeated, launching = Replayed(), Launching(lambda x, *, w=None, v=None: doubled(x, w))
+    repeated, launching = LaunchCache(), Launching(lambda x, *, w=None, v=None: doubled(x, w))
     for name in ("w", "v"):
         repeated(launching, (aligned,), {name: None})
         repeated(launching, (aligned,), {name: None})
@@ -196,7 +196,7 @@ def test_what_has_no_key(other: Any, runs: list[Run]) -> None:
 @pytest.mark.parametrize("where", WATCHERS)
 def test_who_watches_launches_sees_all_of_them(where: str, runs: list[Run]) -> None:
     """From the start, or when the call was captured already; a capture knows nothing that was built for a watcher."""
-    repeated, launching = Replayed(), Launching(doubled)
+    repeated, launching = LaunchCache(), Launching(doubled)
     for watched in (True, False, True):
         with pytest.MonkeyPatch.context() as patch:
             if watched:
@@ -254,11 +254,11 @@ def test_what_is_never_repeated(fn: Callable[..., Any], runs: list[Run]) -> None
 
 
 def test_what_calls_several_kernel_ops_or_another_is_never_repeated(runs: list[Run]) -> None:
-    """As a public operator's function may; each of the kernel ops is replayed by itself, if at all."""
+    """As a public operator's function may; each of the kernel ops has a cache of its own, if any."""
     launching, another = Launching(doubled), Launching(doubled)
-    another.replayed = None
+    another.launch_cache = None
     for calls, repeats in [((launching,), True), ((launching, launching), False), ((another,), False)]:
-        made, repeated = [], Replayed()
+        made, repeated = [], LaunchCache()
 
         def public(x: Tensor, calls: Any = calls, made: list[int] = made) -> Tensor:
             made.append(1)
@@ -271,7 +271,7 @@ def test_what_calls_several_kernel_ops_or_another_is_never_repeated(runs: list[R
 
 def test_axes_of_what_is_returned_may_be_swapped(runs: list[Run]) -> None:
     x = torch.zeros(2, 3, 4)
-    repeated, launching = Replayed(), Launching(lambda x: doubled(x, None).transpose(0, 2))
+    repeated, launching = LaunchCache(), Launching(lambda x: doubled(x, None).transpose(0, 2))
     made = [repeated(launching, (x,)) for _ in range(3)]
     (captured,) = repeated.captured.values()
     assert captured is not None
@@ -294,7 +294,7 @@ def test_what_shares_memory_says_nothing_of_what_does_not(first: str, fn: Callab
     apart = (aligned, aligned.clone())
     worked = worked_out(fn, others, others, others, apart, apart, apart)
     assert not worked[5]
-    repeated, launching = Replayed(), Launching(fn)
+    repeated, launching = LaunchCache(), Launching(fn)
     for args in (apart, apart, others):
         assert repeated(launching, args).numel() == aligned.numel()
     assert len(repeated.captured.values()) == 1
@@ -315,8 +315,8 @@ class SlowKey:
 
 
 def test_eight_threads_look_up_what_the_others_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "_MOST_CALLS", 8)
-    recent, barrier = replay._Recent(), threading.Barrier(8)
+    monkeypatch.setattr(launch_cache, "_MOST_CALLS", 8)
+    recent, barrier = launch_cache._RecentKeys(), threading.Barrier(8)
 
     def work(thread: int) -> int:
         barrier.wait()
@@ -333,10 +333,10 @@ def test_eight_threads_look_up_what_the_others_set(monkeypatch: pytest.MonkeyPat
     assert len(recent.values()) <= 8
 
 
-def test_eight_threads_replay_one_operator(runs: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eight_threads_share_one_cache(runs: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each gets the result of its own call."""
-    monkeypatch.setattr(replay, "_MOST_CALLS", 8)
-    repeated, barrier = Replayed(), threading.Barrier(8)
+    monkeypatch.setattr(launch_cache, "_MOST_CALLS", 8)
+    repeated, barrier = LaunchCache(), threading.Barrier(8)
 
     def work(thread: int) -> None:
         barrier.wait()
@@ -350,18 +350,18 @@ def test_eight_threads_replay_one_operator(runs: list[Run], monkeypatch: pytest.
     assert len(repeated.captured.values()) <= 8
 
 
-def test_captured_calls_do_not_pile_up(runs: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "_MOST_CALLS", 4)
-    repeated, launching = Replayed(), Launching(doubled)
+def test_cached_launches_do_not_pile_up(runs: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_cache, "_MOST_CALLS", 4)
+    repeated, launching = LaunchCache(), Launching(doubled)
     for n in range(20):
         for _ in range(2):
             repeated(launching, (aligned, None, 2.0, n))
     assert len(repeated.captured.values()) <= 4
 
 
-def test_what_is_called_often_stays_captured(runs: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_called_often_stays_cached(runs: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever else is called in between, once each or again and again."""
-    monkeypatch.setattr(replay, "_MOST_CALLS", 16)
+    monkeypatch.setattr(launch_cache, "_MOST_CALLS", 16)
     ran = 0
 
     def counting(*args: Any) -> Tensor:
@@ -369,7 +369,7 @@ def test_what_is_called_often_stays_captured(runs: list[Run], monkeypatch: pytes
         ran += args[2] == 2.0
         return doubled(*args)
 
-    repeated, launching = Replayed(), Launching(counting)
+    repeated, launching = LaunchCache(), Launching(counting)
     for n in range(200):
         repeated(launching, (aligned, None, 2.0))
         for _ in range(n % 4):

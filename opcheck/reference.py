@@ -1,14 +1,14 @@
-"""What is right for a call, and how far from it PyTorch's own composition comes: the yardsticks of the accuracy rule.
+"""The reference results of a call, and the baselines of the accuracy rule: how accurate PyTorch's own composition is.
 
-All come from running the operator's reference: in float64 on the sample's inputs, where it is the truth; in the
+All come from running the operator's reference: in float64 on the sample's inputs, where it is what is right; in the
 sample's dtype, where it is PyTorch's composition; and in float64 on inputs that each moved by one unit in their last
-place, up or down by chance. How far the truth moves then is the condition of each element of the result: what its own
-arithmetic can lose, whatever the order of operations. What a formula loses beyond that is in the record (`Op.loses`).
+place, up or down by chance. The distance that an element of the result then moves is its error bound: no order of
+operations in the inputs' dtype can be expected to do better. A record may add what a formula loses (`Op.error_bound`).
 
 The composition's error is measured on neighbouring inputs too, first on such as these. They can repeat one rounding all
 the same: with p = 0.99, p - 1 is what is left of two numbers a hundred times its size, and moves by less than the last
 place of p where the inputs move by theirs, so that every neighbour has the same p, and what it lost. So others are FAR
-enough to round it anew, and count where a result moves about as far as its condition says: as a tangent goes.
+enough to round it anew, and count where a result moves about as far as its error bound says: as a tangent goes.
 """
 
 from collections import OrderedDict
@@ -23,19 +23,19 @@ from llmk.opcheck.inputs import Outcome, as_list, copy_with_layout, differentiab
 from llmk.registry import Op, Sample
 
 DRAWS = 8
-"""For a condition. It is the root mean square over them, so that few elements get one that is far too small."""
+"""For an error bound. It is the root mean square over them, so that few elements get one that is far too small."""
 MORE_DRAWS = 32
 """Before a result is called wrong."""
 NEIGHBOURS = 8
 """Inputs near the sample's, and as many far ones, on which the composition's error is measured too before that."""
 FAR = torch.finfo(torch.bfloat16).eps
-"""How far inputs of any dtype move that round all anew: in float32 where a difference leaves 2^-16 of its parts too."""
+"""The relative distance of the far inputs, which rounds every number anew, also a float32 difference of 2^-16."""
 _MOST_KEPT = 64
 
 Change = Callable[[Tensor], Tensor]
 
 
-class Truth:
+class Reference:
     """The reference's outputs and gradients for a sample and an incoming gradient for each output (None for none)."""
 
     count = NEIGHBOURS
@@ -68,7 +68,7 @@ class Truth:
 
     @cached_property
     def neighbours(self) -> list[tuple[list[Tensor | None], list[Tensor | None]]]:
-        """The composition and the truth on inputs near the sample's."""
+        """The composition and the reference on inputs near the sample's."""
         return [(self.run(self.nudge(seed)), self.run(self.nudge(seed, torch.float64))) for seed in range(self.count)]
 
     @cached_property
@@ -78,17 +78,17 @@ class Truth:
         return [(self.run(self.nudge(seed, by=FAR)), self.run(self.nudge(seed, torch.float64, FAR))) for seed in seeds]
 
     def near(self, result: int) -> list[tuple[Tensor, Tensor]]:
-        """A result of the composition and its truth, on each of the neighbours."""
+        """Return a result of the composition and of the reference, on each of the neighbours."""
         return [(composition[result], exact[result]) for composition, exact in self.neighbours]  # type: ignore[misc]
 
     def far(self, result: int) -> list[tuple[Tensor, Tensor]]:
-        """The same on those that are far, without an error where an element moves by more than its condition says."""
+        """Return the same on the far inputs, without an error where an element moves by more than its error bound."""
         here, pairs = self.exact[result], []
         assert here is not None
         finest = min(torch.finfo(t.dtype).eps for t in self._tensors() if t.is_floating_point())
-        linear = 4 * FAR / finest * self.condition(result, MORE_DRAWS)  # hardly ever is one draw beyond 4 of their rms
-        for compositions, truths in self.farther:
-            composition, exact = compositions[result], truths[result]
+        linear = 4 * FAR / finest * self.error_bound(result, MORE_DRAWS)  # few draws are beyond 4 rms
+        for compositions, references in self.farther:
+            composition, exact = compositions[result], references[result]
             assert composition is not None
             assert exact is not None
             pairs.append((torch.where((exact - here).abs() <= linear, composition.double(), exact), exact))
@@ -98,12 +98,12 @@ class Truth:
         return [value for value in self.op.bind(self.sample).values() if isinstance(value, Tensor)]
 
     def roundings(self, result: int) -> Tensor:
-        """What the composition's own roundings lose of each element, by the root mean square over the far inputs."""
+        """Return the composition's own rounding error in each element, the root mean square over the far inputs."""
         errors = [(composition - exact).square() for composition, exact in self.far(result)]
         return torch.stack(errors).mean(0).sqrt().nan_to_num(0.0, posinf=0.0)
 
-    def condition(self, result: int, draws: int) -> Tensor:
-        """How far a result moves, by the root mean square of so many draws."""
+    def error_bound(self, result: int, draws: int) -> Tensor:
+        """Return how far each element moves with its inputs, as the root mean square of so many draws."""
         while len(self._moved) < draws:
             self._moved.append(self.run(self.nudge(len(self._moved), torch.float64)))
         exact = self.exact[result]
@@ -121,26 +121,28 @@ class Truth:
         )
 
 
-_kept: "OrderedDict[tuple[int, int], list[Truth]]" = OrderedDict()
+_kept: "OrderedDict[tuple[int, int], list[Reference]]" = OrderedDict()
 
 
-def truth_of(op: Op, sample: Sample, outcome: Outcome, grads: Callable[[Sequence[Tensor]], list[Tensor]]) -> Truth:
-    """The truth for a call's outcome; one that was worked out before serves every check of the same sample."""
+def reference_for(
+    op: Op, sample: Sample, outcome: Outcome, grads: Callable[[Sequence[Tensor]], list[Tensor]]
+) -> Reference:
+    """Return the reference for a call's outcome; every check of the same sample shares it."""
     if outcome.gradients:
         wanting = [output for output in outcome.outputs if output.requires_grad]
         made = iter(grads(wanting))
         given = [next(made) if output.requires_grad else None for output in outcome.outputs]
     else:
         given: list[Any] = [None] * len(outcome.outputs)
-    truths = _kept.setdefault((id(op), id(sample)), [])  # each holds its sample, whose id is then nobody else's
+    references = _kept.setdefault((id(op), id(sample)), [])  # each holds its sample, whose id is then nobody else's
     _kept.move_to_end((id(op), id(sample)))
     if len(_kept) > _MOST_KEPT:
         _kept.popitem(last=False)
-    for truth in truths:
-        if not outcome.gradients or truth.is_for(given):
-            return truth
-    truths.append(Truth(op, sample, given))
-    return truths[-1]
+    for reference in references:
+        if not outcome.gradients or reference.is_for(given):
+            return reference
+    references.append(Reference(op, sample, given))
+    return references[-1]
 
 
 def to_float64(tensor: Tensor) -> Tensor:
@@ -148,7 +150,7 @@ def to_float64(tensor: Tensor) -> Tensor:
 
 
 def nudged(seed: int, dtype: torch.dtype | None = None, by: float | None = None) -> Change:
-    """Changes every element by one unit in its last place or such a part of it, up or down, each seed in its way."""
+    """Return a function that moves every element by one unit in its last place, or by such a part of it, up or down."""
     generator = torch.Generator().manual_seed(seed)
 
     def change(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A public operator's call is replayed as a whole: its checks, its kernel op and the graph of its gradients."""
+"""A public operator's cached launches stand for the whole call: checks, kernel op and the graph of its gradients."""
 
 import sys
 from collections.abc import Callable
@@ -16,13 +16,13 @@ from compile_tests.test_eager import Seeing, Subclass, counting
 from llmk import functional
 from llmk.opcheck.inputs import as_list, differentiable_inputs, prepare
 from llmk.registry import OPS, set_short_path_enabled
-from llmk.registry.eager.replay import Capture, Replayed, captures, replaying
+from llmk.registry.eager.launch_cache import Capture, LaunchCache, captures, pending
 from llmk.registry.launch import HAS_LAUNCHER
 
-pytestmark = pytest.mark.skipif(not HAS_LAUNCHER, reason="nothing is replayed in the interpreter or for AMD")
+pytestmark = pytest.mark.skipif(not HAS_LAUNCHER, reason="the interpreter and AMD have no launch cache")
 
 CPU = torch.device("cpu")
-REPLAYED = [name for name, op in OPS.items() if any(k.replayed is not None and k.has_backward for k in op.kernel_ops)]
+CACHED = [name for name, op in OPS.items() if any(k.launch_cache is not None and k.has_backward for k in op.kernel_ops)]
 
 
 @pytest.fixture
@@ -52,17 +52,19 @@ def saved_by(outputs: list[Tensor], tensors: list[Tensor]) -> list[Any]:
 
 
 @pytest.mark.parametrize("trained", [False, True], ids=["forward", "trained"])
-@pytest.mark.parametrize("name", REPLAYED)
-def test_a_replay_does_what_the_call_does(name: str, trained: bool, runs: list[Run], buffers: list[Tensor]) -> None:
-    op, public, replays = OPS[name], OPS[name].function.__wrapped__, 0
+@pytest.mark.parametrize("name", CACHED)
+def test_a_repeated_call_does_what_the_first_did(
+    name: str, trained: bool, runs: list[Run], buffers: list[Tensor]
+) -> None:
+    op, public, repeats = OPS[name], OPS[name].function.__wrapped__, 0
     for sample in op.samples(CPU, torch.float32):
         args, kwargs, tensors = prepare(op, sample, differentiable_inputs(op, sample) if trained else ())
-        repeated = Replayed()
+        repeated = LaunchCache()
         for _ in range(2):
             repeated(public, tuple(args), kwargs)
         if not any(repeated.captured.values()):
             continue
-        replays += 1
+        repeats += 1
         runs.clear()
         captures.current = capture = Capture(list(tensors.values()))
         expected = as_list(public(*args, **kwargs))
@@ -81,7 +83,7 @@ def test_a_replay_does_what_the_call_does(name: str, trained: bool, runs: list[R
             assert new.requires_grad == old.requires_grad
             (i,) = [i for i, buffer in enumerate(buffers) if buffer is new]
             assert capture.buffers[i].data_ptr() == old.data_ptr()
-    assert replays
+    assert repeats
 
 
 def test_the_third_call_checks_nothing(checked: list[str]) -> None:
@@ -193,12 +195,12 @@ def test_a_call_that_fails_leaves_nothing_behind(runs: list[Run]) -> None:
     x, w = torch.zeros(3, 5, 17), torch.zeros(17, requires_grad=True)
     with torch.inference_mode():
         constant = torch.zeros(3, 5, 17)
-    repeated, public = Replayed(), getattr(functional.rms_norm, "__wrapped__")  # noqa: B009 no name of its type's
+    repeated, public = LaunchCache(), getattr(functional.rms_norm, "__wrapped__")  # noqa: B009 no name of its type's
     for _ in range(3):
         repeated(public, (x, w))
     with pytest.raises(RuntimeError, match="Inference tensors cannot be saved"):
         repeated(public, (constant, w))
-    assert replaying.launch is None
+    assert pending.launch is None
     (captured,) = repeated.captured.values()
 
     def interrupted(*args: Any) -> None:
@@ -207,4 +209,4 @@ def test_a_call_that_fails_leaves_nothing_behind(runs: list[Run]) -> None:
     captured.apply = interrupted
     with pytest.raises(KeyboardInterrupt):
         repeated(public, (x, w))
-    assert replaying.launch is None
+    assert pending.launch is None

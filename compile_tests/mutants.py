@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from llmk.registry import Op, Sample
-from llmk.registry.eager.bypass import takes_short_path
+from llmk.registry.eager.bypass import takes_fast_path
 
 library = torch.library.Library("llmk_test", "FRAGMENT")
 calls = iter(range(10**9))
@@ -254,7 +254,7 @@ BROKEN: dict[str, tuple[str, Callable[[str], Op]]] = {
     "offsets_of_32_bits": ("far_rows", lambda n: square(n, one_program_too_many_bits)),
     "other_each_time": ("deterministic", lambda n: square(n, lambda x: x * x * (1 + 1e-7 * (next(calls) % 3)))),
     "other_on_short_path": ("same_on_short_path", lambda n: square(
-        n, lambda x: x * x * (1.0 if takes_short_path([x]) else 1 + 2.4e-7))),
+        n, lambda x: x * x * (1.0 if takes_fast_path([x]) else 1 + 2.4e-7))),
     "home_only": ("another_thread", lambda n: square(
         n, lambda x: x * x * (1.0 if threading.get_ident() == home else 3.0))),
     "default_dtype_leaks": ("default_dtype", lambda n: square(

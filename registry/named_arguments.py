@@ -1,17 +1,17 @@
-"""Functions that take by their names what they look at of an op's many arguments."""
+"""Calls functions that name, as their parameters, only those arguments of an op that they need."""
 
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 
-def by_name(fn: Callable[..., Any], names: Sequence[str], op: str) -> Callable[..., Any]:
-    """What takes a value for each of `names`, in their order, and hands `fn` those that its parameters are named after.
+def by_argument_names(fn: Callable[..., Any], names: Sequence[str], op: str) -> Callable[..., Any]:
+    """Return a function that takes a value for each of `names` and passes `fn` those that it has as parameters.
 
-    A function of `*args` is given all of them.
+    A function of `*args` gets all of them.
 
     Raises:
-        ValueError: A parameter has none of the names; it says what `op` has.
+        ValueError: A parameter has none of the names; the message lists those of `op`.
     """
     parameters = inspect.signature(fn).parameters.values()
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):

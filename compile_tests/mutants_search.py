@@ -14,7 +14,7 @@ def randn(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float32, device="cpu")
 
 
-def planted(
+def mutant(
     name: str,
     schema: str,
     forward: Callable[..., Tensor],
@@ -42,11 +42,11 @@ def planted(
     def setup_without_keywords(ctx: Any, inputs: Any, output: Tensor) -> None:
         setup(ctx, inputs, {}, output)
 
-    op = torch.library.custom_op(f"llmk_planted::{name}", forward, mutates_args=(), schema=schema)
+    op = torch.library.custom_op(f"llmk_mutants::{name}", forward, mutates_args=(), schema=schema)
     op.register_autograd(formula, setup_context=setup if "*," in schema else setup_without_keywords)
     return Op(
         name=name,
-        overload=getattr(torch.ops.llmk_planted, name).default,
+        overload=getattr(torch.ops.llmk_mutants, name).default,
         reference=reference,
         samples=lambda device, dtype: samples(),
         differentiable=differentiable,
@@ -62,7 +62,7 @@ def matrices() -> Iterator[Sample]:
 def elementwise(
     name: str, forward: Callable[[Tensor], Tensor], reference: Callable[[Tensor], Tensor], backward: Any = None
 ) -> Op:
-    return planted(name, "(Tensor input) -> Tensor", lambda input: forward(input), reference, matrices, backward)
+    return mutant(name, "(Tensor input) -> Tensor", lambda input: forward(input), reference, matrices, backward)
 
 
 def reduced_by_ones(x: Tensor) -> Tensor:
@@ -222,7 +222,7 @@ def slope_at_zero(grad: Tensor, inputs: Any, keywords: Any) -> tuple[Tensor]:
     return (grad * (inputs[0] >= 0),)
 
 
-PLANTED: dict[str, tuple[str, Callable[[str], Op]]] = {
+MUTANTS: dict[str, tuple[str, Callable[[str], Op]]] = {
     "may_not_end": ("does not end", lambda n: elementwise(n, reduced_by_ones, torch.frac)),
     "gap_above_40": ("value", lambda n: elementwise(n, small_log_softmax, lambda x: x.log_softmax(-1))),
     "exact_multiple": ("value", lambda n: elementwise(n, forgets_at_multiples, lambda input: input * input)),
@@ -230,17 +230,17 @@ PLANTED: dict[str, tuple[str, Callable[[str], Op]]] = {
         n, lambda x: x.max(-1).values, lambda input: input.max(-1).values, last_of_the_largest)),
     "overflow_behind_a_clamp": ("value", lambda n: elementwise(
         n, lambda x: x.exp().clamp(max=10), lambda input: input.clamp(max=math.log(10)).exp(), exp_behind_a_clamp)),
-    "ignored_row_leaks": ("value", lambda n: planted(n, LOSS, leaking_loss, sound_loss, classified)),
-    "all_ignored": ("value", lambda n: planted(
+    "ignored_row_leaks": ("value", lambda n: mutant(n, LOSS, leaking_loss, sound_loss, classified)),
+    "all_ignored": ("value", lambda n: mutant(
         n, LOSS, mean_loss(lambda count: count), mean_loss(lambda count: count.clamp(min=1)), classified)),
-    "illegal_default": ("raises", lambda n: planted(
+    "illegal_default": ("raises", lambda n: mutant(
         n, "(Tensor input, str mode='linear', float floor=0.0) -> Tensor", moded, moded, in_modes)),
-    "end_of_an_option": ("value", lambda n: planted(
+    "end_of_an_option": ("value", lambda n: mutant(
         n, "(Tensor input, float smoothing=0.1) -> Tensor", smoothed_back, smoothed, smoothing_samples)),
-    "pair_of_options": ("value", lambda n: planted(
+    "pair_of_options": ("value", lambda n: mutant(
         n, "(Tensor input, bool squared=False, float scale=1.0) -> Tensor", forgets_scale, options_reference,
         with_one_option)),
-    "same_tensor": ("value", lambda n: planted(
+    "same_tensor": ("value", lambda n: mutant(
         n, "(Tensor input, Tensor other) -> Tensor", wrong_for_one, lambda input, other: input * other, pairs,
         wrong_for_one_backward, ("input", "other"))),
     "cancels": ("value", lambda n: elementwise(n, variance_by_squares, variance)),

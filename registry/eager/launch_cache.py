@@ -1,9 +1,9 @@
-"""Replaying an operator's call that looks like an earlier one, as a CUDA graph does, for any addresses.
+"""The launch cache: an operator's call that looks like an earlier one repeats its launches, for any addresses.
 
-An operator checks its arguments and chooses tiles, grids and strides by what they look like, not by what they hold. So
-one key stands for all of that. When a call looks like one that was captured, its `CapturedCall` allocates the buffers
-and makes the launches, with the kernel op's `autograd.Function` around them where a gradient is wanted. Public ops and
-kernel ops are replayed alike: the former on the way forward, the latter inside a backward formula.
+An operator checks its arguments and chooses tiles, grids and strides by their shapes, strides, dtypes and alignment,
+never by their values. So one key stands for all of that. When a call has the key of a captured one, the `CachedLaunch`
+allocates the buffers and makes the launches, as a CUDA graph does, with the kernel op's `autograd.Function` around them
+if a gradient is wanted. Public ops use a cache in the forward pass, kernel ops one inside a backward formula.
 """
 
 import functools
@@ -36,21 +36,21 @@ class _Captures(threading.local):
 captures = _Captures()
 
 
-class _Replaying(threading.local):
-    """What a kernel op's `autograd.Function` that a thread is about to apply calls instead of its body."""
+class _Pending(threading.local):
+    """The launches that the next kernel op's `autograd.Function` of a thread makes instead of running its body."""
 
     launch: Callable[[], Any] | None = None
 
 
-replaying = _Replaying()
+pending = _Pending()
 
 
-class CapturedCall:
-    """What a call comes to, but for its arguments' addresses: what it allocates, launches and returns.
+class CachedLaunch:
+    """Everything that a call allocates, launches and returns, without its arguments' addresses.
 
     Args:
-        capture: Of a call in which one kernel op was called.
-        result: What the call returned: outputs of the kernel op.
+        capture: The capture of a call that called one kernel op.
+        result: The call's result: outputs of the kernel op.
     """
 
     def __init__(self, capture: "Capture", result: Any) -> None:
@@ -81,7 +81,7 @@ class CapturedCall:
         self.arguments = _pick(_places(args, capture.inputs))
 
     def _hand_out(self, capture: "Capture", output: Tensor) -> int:
-        """The place of the buffer that an output is, perhaps with its axes in another order: it is allocated so."""
+        """Return the index of an output's buffer, which is allocated with the output's strides."""
         place = capture.place(output) - len(capture.inputs)
         size = output.numel()
         extent = 1 + sum((n - 1) * stride for n, stride in zip(output.shape, output.stride(), strict=True))
@@ -94,15 +94,15 @@ class CapturedCall:
         if self.apply is None:
             outputs = self.launch(addresses)
         else:
-            replaying.launch = functools.partial(self.launch, addresses)
+            pending.launch = functools.partial(self.launch, addresses)
             try:
                 outputs = self.apply(*self.arguments([*tensors, *self.constants]))
             finally:
-                replaying.launch = None
+                pending.launch = None
         return outputs if self.result is None else self.result(outputs)
 
     def launch(self, addresses: list[int]) -> Any:
-        """The kernel op's outputs."""
+        """Launch the kernels and return the kernel op's outputs."""
         buffers = [empty_on_gpu(*layout) for layout in self.layouts]
         values = [*addresses, *[buffer.data_ptr() for buffer in buffers], *self.numbers]
         active: Any = drivers.active
@@ -113,14 +113,14 @@ class CapturedCall:
 
 
 def _pick(places: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
-    if len(places) == 1:  # of which an itemgetter gives no tuple
+    if len(places) == 1:  # an itemgetter of one place gives no tuple
         (place,) = places
         return lambda values: (values[place],)
     return itemgetter(*places)
 
 
 def _places(args: Sequence[Any], inputs: Sequence[Tensor]) -> list[int]:
-    """Where a kernel op's arguments are among the inputs of a call and, after these, its constants."""
+    """Return the index of each argument of a kernel op among a call's inputs and, after these, its constants."""
     places, constants = [], len(inputs)
     for arg in args:
         if isinstance(arg, Tensor):
@@ -132,7 +132,7 @@ def _places(args: Sequence[Any], inputs: Sequence[Tensor]) -> list[int]:
 
 
 def _found_in(outputs: Any, result: Any) -> Callable[[Any], Any] | None:
-    """How a call's result is found in the outputs of its kernel op; None where it is all of them."""
+    """Return a function that picks a call's result from its kernel op's outputs; None if the result is all of them."""
     if isinstance(outputs, Tensor):
         _index(result, [outputs])
         return None
@@ -143,13 +143,13 @@ def _found_in(outputs: Any, result: Any) -> Callable[[Any], Any] | None:
 
 
 def _index(tensor: Any, tensors: Sequence[Tensor]) -> int:
-    """Which of the tensors it is; a ValueError where that is none, or several."""
+    """Return the tensor's index; a ValueError if it is none of them, or several."""
     (index,) = [i for i, known in enumerate(tensors) if known is tensor]
     return index
 
 
 class Capture:
-    """Notes what a call does: which kernel op it calls, the buffers from `empty`, and the launches."""
+    """Records the kernel op that a call calls, the buffers that it gets from `empty`, and its launches."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         self.inputs = inputs
@@ -163,20 +163,20 @@ class Capture:
 
     def note_call(self, op: Any, args: tuple[Any, ...], outputs: Any) -> None:
         self.calls.append((op, args, outputs))
-        self.spoiled |= op.replayed is None
+        self.spoiled |= op.launch_cache is None
 
     def note_buffer(self, buffer: Tensor) -> None:
         self.buffers.append(buffer)
         self.tensors.append(buffer)
         self.versions.append(_version(buffer))
 
-    def launcher(self, launcher: Launcher) -> "_NotingLauncher":
-        return _NotingLauncher(self, launcher)
+    def launcher(self, launcher: Launcher) -> "_RecordingLauncher":
+        return _RecordingLauncher(self, launcher)
 
     def place(self, tensor: Tensor) -> int:
-        """Which input or buffer it is or begins where; a ValueError where that is none, as for a copy, or several.
+        """Return the index of the input or buffer that begins where the tensor does; a ValueError if not one does.
 
-        A view is known by its storage. Where inputs share one, the next call's might not.
+        A view is found by its storage. If inputs share one, those of the next call might not.
         """
         storage = storage_of(tensor)
         same = [i for i, known in enumerate(self.tensors) if known is tensor]
@@ -185,22 +185,24 @@ class Capture:
             raise ValueError("a captured call knows tensors by where they begin")
         return place
 
-    def finish(self, result: Any) -> CapturedCall | None:
-        """None where something other than one kernel op's `empty` and launches had a part in the call."""
+    def finish(self, result: Any) -> CachedLaunch | None:
+        """Return the call to repeat; None if it did more than `empty` and launches of one kernel op."""
         if self.spoiled or None in self.versions or self.versions != [_version(tensor) for tensor in self.tensors]:
             return None
         try:
-            return CapturedCall(self, result)
+            return CachedLaunch(self, result)
         except ValueError:
             return None
 
 
 def _version(tensor: Tensor) -> int | None:
-    """Grows when PyTorch writes into a tensor, which a launch does not tell it of."""
+    """Return a number that grows when PyTorch writes into a tensor; a launch of ours does not change it."""
     return 0 if tensor.is_inference() else version_of(tensor)
 
 
-class _NotingLauncher:
+class _RecordingLauncher:
+    """A launcher whose launches go into a capture too."""
+
     def __init__(self, capture: Capture, launcher: Launcher) -> None:
         self.capture, self.launcher = capture, launcher
 
@@ -217,17 +219,17 @@ class _NotingLauncher:
         return launch
 
 
-class _Recent:
-    """A dict of the latest keys, for all threads. `new` may be read as it is, which costs no more than of any dict.
+class _RecentKeys:
+    """An approximate LRU cache of two dicts, for all threads. `new` may be read without the lock.
 
-    What is set, or got from the old half, comes into the new one. A full new half becomes the old one, and what was
-    in that is forgotten: nobody asked for it for a while.
+    A key that is set, or found in `old`, goes into `new`. When `new` is full it becomes `old`, and the keys of the
+    previous `old`, which nobody asked for since, are dropped.
     """
 
     def __init__(self) -> None:
         self.new: dict[_Key, Any] = {}
         self.old: dict[_Key, Any] = {}
-        self._lock = threading.Lock()  # of both halves together: a single look into one needs none
+        self._lock = threading.Lock()  # guards both dicts together: a single read of one needs none
 
     def __setitem__(self, key: _Key, value: Any) -> None:
         with self._lock:
@@ -256,7 +258,7 @@ _ABSENT = object()
 
 
 def _sharing(tensors: Sequence[Tensor]) -> _Key | None:
-    """Which of the tensors are one, and which share their memory: a key does not say it. None where none do."""
+    """Return which tensors are the same and which share memory, which a key does not say; None if none do."""
     storages = [storage_of(tensor) for tensor in tensors]
     if len(set(storages)) == len(storages):
         return None
@@ -264,25 +266,25 @@ def _sharing(tensors: Sequence[Tensor]) -> _Key | None:
     return (*map(ids.index, ids), *map(storages.index, storages))
 
 
-class Replayed:
-    """Calls of one operator, which are replayed from the third of a kind on.
+class LaunchCache:
+    """The launches of one operator's calls, repeated from the third call with the same key on.
 
-    What a call does may depend only on its arguments' shapes, strides, dtypes, alignment and need of gradients, on the
-    numbers among them and on the device: on no setting, and on no value in a tensor. One that needs a copy or another
-    operator of PyTorch, that allocates with anything but `empty`, or that calls several kernel ops is never repeated;
-    nor are views that begin where no argument does. It returns whole buffers, whose axes may have been swapped.
+    A call may depend only on its arguments' shapes, strides, dtypes, alignment and need of gradients, on the numbers
+    among them and on the device: on no setting, and on no value in a tensor. A call is never repeated if it needs a
+    copy or another operator of PyTorch, allocates with anything but `empty`, calls several kernel ops, or launches on a
+    view that begins where no argument does. It returns whole buffers, whose axes may have been swapped.
 
     Args:
-        accepts: Whether a call of these arguments may be captured.
+        accepts: Returns True if a call with these arguments may be captured.
     """
 
     def __init__(self, accepts: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None = None) -> None:
         self.accepts = accepts
-        self.captured = _Recent()  # for each kind of call what to replay, or None where there can be none
-        self._seen = _Recent()
+        self.captured = _RecentKeys()  # for each key the launches, or None if there can be none
+        self._seen = _RecentKeys()
 
     def __call__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] = _NOTHING) -> Any:
-        """What `fn` returns, which is called where the call is not repeated. Nothing may trace or transform."""
+        """Return what `fn` returns, and call it if the call is not repeated. Nothing may trace or transform."""
         first: Any = args[0] if args else None
         if type(first) not in PLAIN_TENSORS or not launches_directly(first):
             return fn(*args, **kwargs)
@@ -332,6 +334,6 @@ class Replayed:
         finally:
             captures.current = None
         call = capture.finish(result)
-        # Where memory is shared it may be that alone why a call cannot be repeated.
+        # Shared memory alone may be why a call cannot be repeated.
         self.captured[key if call is not None or sharing is None else (key, sharing)] = call
         return result
