@@ -19,7 +19,7 @@ Backward, given the gradients g_k of logp_k and h of the entropy, with p = exp(y
 
     dy_j = sum_k(g_k * [t_k = j]) - p_j * (G + h * (log(p_j) + entropy))
          = sum_k(g_k * [t_k = j]) - p_j * (A + h * (y_j - m)),    A = G - h * e / s
-    dz_j = dy_j * (1 - (cap(scale * z_j) / c)^2) * scale / temperature
+    dz_j = dy_j * (1 - tanh(scale * z_j / c)^2) * scale / temperature
 
 One kernel computes the candidates' gradients from the logits, before another writes those of all classes over them; a
 third puts the candidates' in. So the pass over all classes does not depend on the number of candidates.
@@ -35,7 +35,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.math import LOG2E, cap_slope
+from llmk.ops.common.math import LOG2E, cap_cpu, cap_slope, cap_slope_cpu
 from llmk.ops.common.sums import sum_pair
 from llmk.ops.linear_loss.kernels._logits import COLUMNS, logit_transform, thread_columns
 from llmk.registry import cdiv, empty, next_power_of_2, wrap_triton
@@ -217,14 +217,14 @@ def logprob_candidates_kernel(
     tl.store(factor_ptr + M + row, h)
     tl.store(factor_ptr + 2 * M + row, tl.where(row_counts, 1.0, 0.0))
     z = tl.load(z_ptr + row * z_stride + (target - first_class), mask=here, other=0.0)
-    y, u = logit_transform(z, inner, outer, softcap)  # type: ignore[misc]
+    y, _ = logit_transform(z, inner, outer, softcap)  # type: ignore[misc]
     # Where p is near 1 the two nearly cancel: their difference first.
     dy = alike - tl.exp2((y - m) * LOG2E) / s * total
     if entropy_grad_ptr is not None:
         dy -= _entropy_gradient(y, m, s, h, mean)  # type: ignore[misc]
     dz = dy * (inner * outer)
     if softcap is not None:
-        dz *= cap_slope(u, softcap)
+        dz *= cap_slope(z.to(tl.float32) * inner, softcap)
     tl.store(candidate_ptr + row * K + k, dz, mask=k < K)
 
 
@@ -253,13 +253,14 @@ def logprob_gradient_kernel(
     if counts:
         m, s = tl.load(stats_ptr + row), tl.load(stats_ptr + M + row)
         factor = tl.load(factor_ptr + row)
-        y, u = logit_transform(tl.load(z_ptr + cols, mask=mask, other=0.0), inner, outer, softcap)  # type: ignore[misc]
+        z = tl.load(z_ptr + cols, mask=mask, other=0.0)
+        y, _ = logit_transform(z, inner, outer, softcap)  # type: ignore[misc]
         if ENTROPY:
             d = tl.where(y == float("-inf"), 0.0, y - m)
             factor += tl.load(factor_ptr + M + row) * d
         dz = tl.exp2((y - m) * LOG2E) * ((-inner * outer) / s) * factor
         if softcap is not None:
-            dz *= cap_slope(u, softcap)
+            dz *= cap_slope(z.to(tl.float32) * inner, softcap)
         tl.store(dz_ptr + cols, dz.to(dz_ptr.dtype.element_ty), mask=mask)
     elif not LEAVE_IGNORED:
         tl.store(dz_ptr + cols, tl.zeros((BLOCK_V,), dtype=dz_ptr.dtype.element_ty), mask=mask)
@@ -339,12 +340,10 @@ def gradients(
     )  # fmt: skip
 
 
-def _transform_cpu(logits: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor]:
+def _transform_cpu(logits: Tensor, transform: LogitTransform) -> Tensor:
     inner, outer = transform.factors()
     u = logits.float() * inner
-    if transform.softcap:
-        u = transform.softcap * torch.tanh(u / transform.softcap)
-    return u * outer, u
+    return (cap_cpu(u, transform.softcap) if transform.softcap else u) * outer
 
 
 def _candidates_cpu(target: Tensor, transform: LogitTransform, V: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -374,7 +373,7 @@ def statistics_cpu(logits: Tensor, target: Tensor, transform: LogitTransform) ->
         nothing = torch.full(shape, float("-inf"), dtype=torch.float32, device=logits.device)
         nothing[1:STATISTICS] = 0.0
         return nothing
-    y, _ = _transform_cpu(logits, transform)
+    y = _transform_cpu(logits, transform)
     m = y.amax(-1)
     d = y - torch.where(m == float("-inf"), 0.0, m).unsqueeze(-1)
     w = d.exp()
@@ -405,7 +404,7 @@ def gradients_cpu(
 ) -> None:  # fmt: skip
     """`gradients` in plain PyTorch."""
     counts, here, column = _candidates_cpu(target, transform, logits.shape[1])
-    y, u = _transform_cpu(logits, transform)
+    y = _transform_cpu(logits, transform)
     m, s, mean = (x.unsqueeze(-1) for x in stats.unbind())
     d = (y - m).masked_fill_(y == float("-inf"), 0.0)
     p = (y - m).exp_().div_(s)
@@ -424,7 +423,7 @@ def gradients_cpu(
     inner, outer = transform.factors()
     dy.mul_(inner * outer)
     if transform.softcap:
-        dy.mul_(1 - (u / transform.softcap).square())
+        dy.mul_(cap_slope_cpu(logits.float() * inner, transform.softcap))
     logits.copy_(dy.masked_fill_(~counts.any(-1, keepdim=True), 0.0))  # also NaN in a row that does not count
 
 
