@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,13 @@ from compile_tests.planted_search import PLANTED, SharedFormula, elementwise
 from compile_tests.test_opcheck_command import OWN_OP
 from llmk.opcheck import check
 from llmk.opcheck.__main__ import main
-from llmk.opcheck.calls import call
+from llmk.opcheck.calls import call, incoming_gradients
 from llmk.opcheck.cases import Cases
+from llmk.opcheck.derivatives import derivative_violation
 from llmk.opcheck.judge import judge
 from llmk.opcheck.search import search
 from llmk.opcheck.shrink import snippet
+from llmk.opcheck.truth import truth_of
 from llmk.registry import OPS, Op, Sample
 
 CPU = torch.device("cpu")
@@ -88,6 +91,27 @@ def test_a_constant_of_the_reference_stays_one() -> None:
     assert not any(judge(detached, cases[seed]) for seed in range(20))
     shared = elementwise("shared_again", SharedFormula.apply, SharedFormula.apply)
     assert any(judge(shared, Cases(shared, CPU, torch.float32)[seed]) for seed in range(20))
+
+
+@pytest.mark.parametrize("width", [1e-12, 1.0])
+def test_differences_beyond_a_narrow_jump_say_nothing(width: float) -> None:
+    """A step past the jump has a slope that is far too small; a wrong formula of a wide one is found."""
+
+    class Tanh(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return width * torch.tanh(x / width)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+            (x,) = ctx.saved_tensors
+            return grads[0] * (1.0 if width == 1e-12 else 1.01) / torch.cosh(x / width) ** 2
+
+    op = elementwise(f"tanh_{width:g}".replace("-", "_"), Tanh.apply, Tanh.apply)
+    sample = Sample((torch.tensor([0.0, 0.3], dtype=torch.float32, device="cpu"),))
+    truth = truth_of(op, sample, call(op, sample), incoming_gradients)
+    assert (derivative_violation(op, sample, truth, 0) is None) == (width == 1e-12)
 
 
 @pytest.mark.parametrize(
