@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from llmk.opcheck.__main__ import main
 from llmk.opcheck.calls import call, incoming_gradients
 from llmk.opcheck.cases import Case, Cases, large_gradients, unit_gradients
 from llmk.opcheck.decisions import at_decisions
+from llmk.opcheck.derivatives import derivative_violation
 from llmk.opcheck.judge import judge
+from llmk.opcheck.reference import reference_for
 from llmk.opcheck.search import search
 from llmk.opcheck.shrink import snippet
 from llmk.registry import OPS, Op, Sample
@@ -173,6 +176,27 @@ def test_a_decision_that_the_composition_gets_wrong_is_not_refused() -> None:
 def test_the_worst_of_many_calls_is_held_against_the_worst_of_the_composition() -> None:
     """Gradients of a softmax of which one entry is nearly all: five roundings of their sum, PyTorch's on 64 inputs."""
     assert judge(OPS["softmax"], Cases(OPS["softmax"], CPU, torch.float32)[6894]) is None
+
+
+@pytest.mark.parametrize("width", [1e-12, 1.0])
+def test_differences_beyond_a_narrow_jump_say_nothing(width: float) -> None:
+    """A step past the jump has a slope that is far too small; a wrong formula of a wide one is found."""
+
+    class Tanh(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return width * torch.tanh(x / width)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+            (x,) = ctx.saved_tensors
+            return grads[0] * (1.0 if width == 1e-12 else 1.01) / torch.cosh(x / width) ** 2
+
+    op = elementwise(f"tanh_{width:g}".replace("-", "_"), Tanh.apply, Tanh.apply)
+    sample = Sample((torch.tensor([0.0, 0.3], dtype=torch.float32, device="cpu"),))
+    reference = reference_for(op, sample, call(op, sample), incoming_gradients)
+    assert (derivative_violation(op, sample, reference, 0) is None) == (width == 1e-12)
 
 
 @pytest.mark.parametrize(

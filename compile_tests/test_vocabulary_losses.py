@@ -56,6 +56,23 @@ def test_each_output_alone(wanted: str, frozen: str) -> None:
         assert (ours - right).abs().max() <= allowed
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("V", [5, 8193])
+@pytest.mark.kernels
+def test_logits_whose_differences_overflow(V: int, dtype: torch.dtype, device: torch.device) -> None:
+    """A class that is infinitely far below the largest has no probability, and adds 0 to the entropy, not NaN."""
+    target = torch.tensor([0, 1], device=device)
+    x = torch.tensor([[2.0**63], [-(2.0**63)]], dtype=dtype, device=device, requires_grad=True)
+    w = torch.full((V, 1), -(2.0**64), dtype=dtype, device=device)
+    w[0], w[1] = 2.0**64, -(2.0**63)
+    logprobs, entropy = linear_logprobs(x, w, target)
+    (gradient,) = torch.autograd.grad((logprobs.clamp(min=-1.0) + entropy).sum(), x)
+    others = torch.tensor(V - 2.0).log()
+    torch.testing.assert_close(entropy.cpu(), torch.stack((torch.tensor(0.0), others)))
+    assert logprobs[0] == 0
+    assert (gradient == 0).all()
+
+
 @pytest.mark.parametrize("temperature", [0.1, 10.0])
 @pytest.mark.parametrize("scale", [0.01, 3.0])
 @pytest.mark.parametrize("K", [1, 64])

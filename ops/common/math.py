@@ -1,7 +1,9 @@
 """Functions of one value that Triton has no portable or no exact form of."""
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOG2E_LOW = tl.constexpr(1.925963033500997e-08)  # what float32 cuts off it
@@ -18,15 +20,19 @@ def everywhere(condition, cols):
 def tanh(x):
     """Hyperbolic tangent in float32, good to 3 units in the last place for arguments of any size."""
     size = tl.abs(x)
+    far = 1.0 - 2.0 / (tl.exp(2.0 * size) + 1.0)
+    return tl.where(size < 0.6, _tanh_near_zero(x), tl.where(x < 0, -far, far))  # type: ignore[misc]
+
+
+@triton.jit
+def _tanh_near_zero(x):
     # Up to 0.6 the exponential form cancels: tanh(u) = u + u^3 P(u^2), P a Chebyshev fit (relative error 1.3 * 2^-24).
     z = x * x
     p = -0.00627638 * z + 0.02111621
     p = p * z - 0.05387514
     p = p * z + 0.13332924
     p = p * z - 0.3333333
-    near = x + x * z * p
-    far = 1.0 - 2.0 / (tl.exp(2.0 * size) + 1.0)
-    return tl.where(size < 0.6, near, tl.where(x < 0, -far, far))
+    return x + x * z * p
 
 
 @triton.jit
@@ -92,17 +98,37 @@ def _log_of_reduced(exponent, f):
 def cap(x, softcap, EXACT: tl.constexpr):
     """softcap * tanh(x / softcap) in float32, for an x that comes of 16 bits unless EXACT."""
     softcap = tl.cast(softcap, tl.float32)
-    if EXACT:  # noqa: SIM108  one line would hold both, and the reason of neither
-        x = softcap * tanh(x / softcap)
-    else:
-        # A third of the instructions, which took longer than the memory. Digits of small x are lost that 16 bits
-        # cannot tell: where c = 30 the error is 6e-6 at most.
-        x = softcap - 2.0 * softcap / (tl.exp2(x * (2.0 * LOG2E / softcap)) + 1.0)
-    return x
+    far = softcap - softcap * _one_minus_tanh(x, softcap)  # type: ignore[misc]
+    y = tl.where(x < 0, -far, far)
+    # Without it, a third of the instructions, which took longer than the memory. Digits of small x are lost that 16
+    # bits cannot tell: where c = 30 the error is 6e-6 at most.
+    if EXACT:
+        ratio = x / softcap
+        y = tl.where(tl.abs(ratio) < 0.6, softcap * _tanh_near_zero(ratio), y)  # type: ignore[misc]
+    return y
 
 
 @triton.jit
-def cap_slope(capped, softcap):
-    """The derivative of `cap`, 1 - tanh(x / softcap)^2, from what it made of x."""
-    ratio = capped / tl.cast(softcap, tl.float32)
-    return 1.0 - ratio * ratio
+def cap_slope(x, softcap):
+    """The derivative of `cap` at x: 1 - tanh(x / softcap)^2 = d (2 - d) with the d of `_one_minus_tanh`.
+
+    No difference of numbers that are nearly equal, as of 1 and the square of a tanh that has been rounded.
+    """
+    d = _one_minus_tanh(x.to(tl.float32), tl.cast(softcap, tl.float32))  # type: ignore[misc]
+    return d * (2.0 - d)
+
+
+@triton.jit
+def _one_minus_tanh(x, softcap):
+    """1 - tanh(|x| / softcap), to its own last places; the cap and its derivative share the exponential."""
+    return 2.0 / (tl.exp2(tl.abs(x) * (2.0 * LOG2E / softcap)) + 1.0)
+
+
+def cap_cpu(x: Tensor, softcap: float) -> Tensor:
+    """`cap` in plain PyTorch."""
+    return softcap * torch.tanh(x / softcap)
+
+
+def cap_slope_cpu(x: Tensor, softcap: float) -> Tensor:
+    """`cap_slope` in plain PyTorch: 1 / cosh(x / softcap)^2."""
+    return torch.cosh(x / softcap).square_().reciprocal_()

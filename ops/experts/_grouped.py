@@ -167,8 +167,11 @@ def _vendor(*tensors: Tensor) -> bool:
 def grouped_rows(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
     """`grouped_product` and `bias [E, D]`, with zeros in the rows that no expert has.
 
-    Behind `grouped_mm` the bias is added to a result that is already rounded: two roundings, of half a unit each, as in
-    PyTorch's own composition of the two. The kernel adds it in float32.
+    The kernel adds the bias in float32. Behind `grouped_mm` it is added to products z that are already rounded, as in
+    PyTorch's composition of the two. That rounding, of half a unit of z, is eps |z| / 2 at most and within the one unit
+    of what y = z + b can lose that the accuracy rule allows: where |z| <= 2 |b| it is eps |b| at most, which is how far
+    y moves when b does by a unit in its last place; where |z| > 2 |b|, |y| is more than |z| / 2, and half a unit of z
+    is a unit of y at most. The root mean square of two roundings is sqrt(2) of one's where z and y are of one size.
     """
     if _by_grouped_mm(x, weight):
         y = grouped_product(x, weight, offsets)

@@ -16,7 +16,7 @@ A row whose target is `ignore_index` has loss 0. "mean" divides the sum by the s
 Backward, given the gradient g of a row's loss, with p = exp(x - lse) and W = sum_c(w_c):
 
     dx_c      = g * ((1 - a) * w_t * (p_c - [c = t]) + a / V * (W * p_c - w_c) + 2 * z_loss * lse * p_c)
-    dlogits_c = dx_c * (1 - (x_c / c)^2)         the last factor only with a softcap
+    dlogits_c = dx_c * (1 - tanh(logits_c / c)^2)         the last factor only with a softcap
 
 Forward reads the logits once, keeping a running maximum and sum; both are kept for the backward pass rather than lse,
 which in float32 loses the digits of large logits. Backward reads the logits once more, recomputes p as

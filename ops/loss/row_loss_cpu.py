@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from llmk.ops.common.math import cap_cpu, cap_slope_cpu
 from llmk.ops.loss.row_loss_math import Options, Rows, counted
 
 
@@ -19,7 +20,7 @@ def class_index(target: Tensor, num_classes: int, ignore_index: int) -> tuple[Te
 
 def capped_cpu(logits: Tensor, softcap: float) -> Tensor:
     x = logits.float().contiguous()  # as its sums will be
-    return softcap * torch.tanh(x / softcap) if softcap else x
+    return cap_cpu(x, softcap) if softcap else x
 
 
 def row_losses_cpu(logits: Tensor, target: Tensor, options: Options) -> Rows:
@@ -79,5 +80,5 @@ def row_gradients_cpu(
     if smooth is not None:
         dx.add_(smooth)
     if softcap:
-        dx.mul_(1 - (x / softcap).square())
+        dx.mul_(cap_slope_cpu(logits.float(), softcap))
     dlogits.copy_(dx.masked_fill_(~counts.unsqueeze(-1), 0.0))  # whatever a row holds that does not count

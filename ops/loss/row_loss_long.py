@@ -123,7 +123,8 @@ def _store_gradient(
     mask = cols < end if MASKED else None
     read = everywhere(counts, cols)  # type: ignore[misc]
     # A row that does not count is not read: its gradient is zero whatever it holds.
-    x = capped(tl.load(x_ptr + cols, mask=mask & read if MASKED else read, other=0.0), softcap)
+    logits = tl.load(x_ptr + cols, mask=mask & read if MASKED else read, other=0.0)
+    x = capped(logits, softcap)
     p = tl.exp2((x - m) * LOG2E) / total
     # Differences first: where p is near 1 each nearly cancels, and what else p carries must not be rounded with them.
     dx = w_t * (p - tl.where(classes == target, 1.0, 0.0))
@@ -136,7 +137,7 @@ def _store_gradient(
         dx = (1.0 - smoothing) * dx + smoothing / num_classes * (weight_sum * p - w)
     dx += 2.0 * z_loss * (m + tl.log(total)) * p
     if softcap is not None:
-        dx *= cap_slope(x, softcap)
+        dx *= cap_slope(logits, softcap)
     dx = tl.where(valid, g * dx, tl.where(counts, float("nan"), 0.0))
     tl.store(dx_ptr + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 

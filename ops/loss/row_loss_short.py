@@ -77,7 +77,8 @@ def cross_entropy_short_backward_kernel(
     mask = row_mask[:, None] & (cols < V)[None, :]
     target = tl.load(target_ptr + rows, mask=row_mask, other=0).to(tl.int64)
     # Rows that do not count are read too: to leave them out would be to wait for the targets.
-    x = capped(tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0), softcap)
+    logits = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0)
+    x = capped(logits, softcap)
     m = tl.load(stats_ptr + rows, mask=row_mask, other=0.0)
     total = tl.load(stats_ptr + M + rows, mask=row_mask, other=1.0)
     g = tl.load(grad_ptr + rows * grad_stride, mask=row_mask, other=0.0)
@@ -99,7 +100,7 @@ def cross_entropy_short_backward_kernel(
         dx = (1.0 - smoothing) * dx + smoothing / num_classes * (weight_sum * p - w)
     dx += (2.0 * z_loss * (m + tl.log(total)))[:, None] * p
     if softcap is not None:
-        dx *= cap_slope(x, softcap)
+        dx *= cap_slope(logits, softcap)
     dx = tl.where(counts[:, None], g[:, None] * dx, 0.0)  # whatever a row holds that does not count
     tl.store(dx_ptr + rows[:, None] * dx_stride + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
 

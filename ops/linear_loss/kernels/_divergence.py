@@ -7,7 +7,7 @@ With z the student's logits of a row and w the teacher's, each of which becomes 
     loss = sum_j(f_j),  S = sum_j(df_j/dx_j)              in a second: `divergence_math.py` has f and its derivative
     r_j  = df_j/dx_j - exp(x_j) * S,  R = sum_j(r_j)      in a third
     dy_j = g * (r_j - exp(x_j) * R)                       the student's, in the last
-    dz_j = dy_j * (1 - (cap(z_j) / c)^2) / temperature    the factor of the cap only with one
+    dz_j = dy_j * (1 - tanh(z_j / c)^2) / temperature    the factor of the cap only with one
 
 R would be 0 without rounding. Where the student's probability of a class is near 1, that class's r is the
 difference of two numbers that nearly cancel, and R is the rounding error; 16-bit logits have larger errors and skip the
@@ -15,7 +15,7 @@ third pass.
 
 With a cross entropy of the student besides, of targets t and at temperature 1, with m and s of u = cap(z):
 
-    dz_j = ... + h * (exp(u_j - m) / s - [j = t]) * (1 - (u_j / c)^2)
+    dz_j = ... + h * (exp(u_j - m) / s - [j = t]) * (1 - tanh(z_j / c)^2)
 
 Between the passes vocabulary-parallel ranks gather four numbers of a row, then two, then two. A row that does not
 count is not read.
@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.math import LOG2E, cap_slope
+from llmk.ops.common.math import LOG2E, cap_cpu, cap_slope, cap_slope_cpu
 from llmk.ops.linear_loss.kernels._logits import COLUMNS, logit_transform, thread_columns
 from llmk.ops.loss.divergence_math import Mixture, divergence_of, divergence_of_cpu, exp_of
 from llmk.registry import cdiv, empty, next_power_of_2, wrap_triton
@@ -161,7 +161,7 @@ def divergence_gradient_kernel(
         p = tl.exp2((u - tl.load(ce_stats_ptr + row)) * LOG2E) / tl.load(ce_stats_ptr + M + row)
         dz += tl.load(ce_grad_ptr + row) * tl.where(cols == tl.load(target_ptr + row), p - 1.0, p)
     if softcap is not None:
-        dz *= cap_slope(u, softcap)
+        dz *= cap_slope(z, softcap)
     tl.store(dz_ptr + row * z_stride + cols, tl.where(read, dz, 0.0).to(dz_ptr.dtype.element_ty), mask=mask)
 
 
@@ -214,7 +214,7 @@ def gradients(
 
 
 def _transform_cpu(z: Tensor, softcap: float, temperature: float) -> tuple[Tensor, Tensor]:
-    u = softcap * torch.tanh(z.float() / softcap) if softcap else z.float()
+    u = cap_cpu(z.float(), softcap) if softcap else z.float()
     return u / temperature, u
 
 
@@ -262,7 +262,7 @@ def gradients_cpu(
         column = torch.where(counts != 0, ce.target, 0).long().unsqueeze(-1)
         dz.addcmul_(p.scatter_(-1, column, p.gather(-1, column) - 1), ce.grad.unsqueeze(-1))
     if softmaxes.softcap:
-        dz.mul_(1 - (u / softmaxes.softcap).square())
+        dz.mul_(cap_slope_cpu(z.float(), softmaxes.softcap))
     z.copy_(dz.masked_fill_(counts.unsqueeze(-1) == 0, 0.0))  # also NaN in a row that does not count
 
 

@@ -19,7 +19,7 @@ Backward, given the gradients g_k of logp_k and h of the entropy, with p = exp(y
 
     dy_j = sum_k(g_k * [t_k = j]) - p_j * (G + h * (log(p_j) + entropy))
          = sum_k(g_k * [t_k = j]) - p_j * (A + h * (y_j - m)),    A = G - h * e / s
-    dz_j = dy_j * (1 - (cap(scale * z_j) / c)^2) * scale / temperature
+    dz_j = dy_j * (1 - tanh(scale * z_j / c)^2) * scale / temperature
 
 One kernel computes the candidates' gradients from the logits, before another writes those of all classes over them; a
 third puts the candidates' in. So the pass over all classes does not depend on the number of candidates.
@@ -35,7 +35,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.math import LOG2E, cap_slope
+from llmk.ops.common.math import LOG2E, cap_cpu, cap_slope, cap_slope_cpu
 from llmk.ops.common.sums import sum_pair
 from llmk.ops.linear_loss.kernels._logits import COLUMNS, logit_transform, thread_columns
 from llmk.registry import cdiv, empty, next_power_of_2, wrap_triton
@@ -71,6 +71,17 @@ def _candidates(target_ptr, offsets, mask, first_class, V, num_classes, ignore_i
     return target, counts, valid, valid & (target >= first_class) & (target - first_class < V)
 
 
+LEAST = tl.constexpr(-1024.0)
+"""A difference from a row's maximum is no less: its exponential is 0, and 0 times it is 0, where 0 * -inf is NaN."""
+
+
+@triton.jit
+def _below(y, m):
+    """Return y - m, at least LEAST: it overflows where logits are near float32's largest numbers."""
+    d = y - m
+    return tl.where(d < LEAST, LEAST, d)  # NaN stays
+
+
 @triton.jit
 def _add_block(m, s, e, z, mask, inner, outer, softcap, MASKED: tl.constexpr):
     """Update each thread's maximum and two sums; threads synchronize once a row."""
@@ -80,10 +91,10 @@ def _add_block(m, s, e, z, mask, inner, outer, softcap, MASKED: tl.constexpr):
     new_m = tl.maximum(m, tl.max(y, axis=1))
     # Subtracting -inf from -inf would be NaN where nothing finite has been seen yet.
     base = tl.where(new_m == float("-inf"), 0.0, new_m)
-    d = y - base[:, None]
+    d = _below(y, base[:, None])  # type: ignore[misc]
     w = tl.exp2(d * LOG2E)
-    new_s, new_e = sum_pair(w, tl.where(y == float("-inf"), 0.0, w * d), 1)  # type: ignore[misc]
-    shift = tl.where(m == float("-inf"), 0.0, m - base)
+    new_s, new_e = sum_pair(w, w * d, 1)  # type: ignore[misc]
+    shift = _below(m, base)  # type: ignore[misc]
     fade = tl.exp2(shift * LOG2E)
     return new_m, fade * s + new_s, fade * (e + s * shift) + new_e
 
@@ -92,7 +103,8 @@ def _add_block(m, s, e, z, mask, inner, outer, softcap, MASKED: tl.constexpr):
 def _reduce_threads(m, s, e):
     """Reduce the maximum and the two sums over threads."""
     row_m = tl.max(m, axis=0)
-    shift = tl.where(m == float("-inf"), 0.0, m - row_m)
+    # Threads that have seen nothing finite have sums of 0.
+    shift = _below(m, tl.where(row_m == float("-inf"), 0.0, row_m))  # type: ignore[misc]
     fade = tl.exp2(shift * LOG2E)
     row_s, row_e = sum_pair(fade * s, fade * (e + s * shift), 0)  # type: ignore[misc]
     return row_m, row_s, row_e
@@ -153,8 +165,7 @@ def logprob_combine_kernel(
         e_r = tl.load(parts + 2 * M, mask=mask, other=0.0)
         new_m = tl.maximum(m, m_r)
         base = tl.where(new_m == float("-inf"), 0.0, new_m)
-        shift = tl.where(m == float("-inf"), 0.0, m - base)
-        shift_r = tl.where(m_r == float("-inf"), 0.0, m_r - base)
+        shift, shift_r = _below(m, base), _below(m_r, base)  # type: ignore[misc]
         fade, fade_r = tl.exp2(shift * LOG2E), tl.exp2(shift_r * LOG2E)
         e = fade * (e + s * shift) + fade_r * (e_r + s_r * shift_r)
         s = fade * s + fade_r * s_r
@@ -217,22 +228,22 @@ def logprob_candidates_kernel(
     tl.store(factor_ptr + M + row, h)
     tl.store(factor_ptr + 2 * M + row, tl.where(row_counts, 1.0, 0.0))
     z = tl.load(z_ptr + row * z_stride + (target - first_class), mask=here, other=0.0)
-    y, u = logit_transform(z, inner, outer, softcap)  # type: ignore[misc]
+    y, _ = logit_transform(z, inner, outer, softcap)  # type: ignore[misc]
     # Where p is near 1 the two nearly cancel: their difference first.
     dy = alike - tl.exp2((y - m) * LOG2E) / s * total
     if entropy_grad_ptr is not None:
         dy -= _entropy_gradient(y, m, s, h, mean)  # type: ignore[misc]
     dz = dy * (inner * outer)
     if softcap is not None:
-        dz *= cap_slope(u, softcap)
+        dz *= cap_slope(z.to(tl.float32) * inner, softcap)
     tl.store(candidate_ptr + row * K + k, dz, mask=k < K)
 
 
 @triton.jit
 def _entropy_gradient(y, m, s, h, mean):
     """Compute p * h * (log(p) + entropy), 0 where p is 0."""
-    d = tl.where(y == float("-inf"), 0.0, y - m)
-    return tl.exp2((y - m) * LOG2E) / s * (h * (d - mean))
+    d = _below(y, m)  # type: ignore[misc]
+    return tl.exp2(d * LOG2E) / s * (h * (d - mean))
 
 
 @triton.jit
@@ -253,13 +264,14 @@ def logprob_gradient_kernel(
     if counts:
         m, s = tl.load(stats_ptr + row), tl.load(stats_ptr + M + row)
         factor = tl.load(factor_ptr + row)
-        y, u = logit_transform(tl.load(z_ptr + cols, mask=mask, other=0.0), inner, outer, softcap)  # type: ignore[misc]
+        z = tl.load(z_ptr + cols, mask=mask, other=0.0)
+        y, _ = logit_transform(z, inner, outer, softcap)  # type: ignore[misc]
+        d = _below(y, m)  # type: ignore[misc]
         if ENTROPY:
-            d = tl.where(y == float("-inf"), 0.0, y - m)
             factor += tl.load(factor_ptr + M + row) * d
-        dz = tl.exp2((y - m) * LOG2E) * ((-inner * outer) / s) * factor
+        dz = tl.exp2(d * LOG2E) * ((-inner * outer) / s) * factor
         if softcap is not None:
-            dz *= cap_slope(u, softcap)
+            dz *= cap_slope(z.to(tl.float32) * inner, softcap)
         tl.store(dz_ptr + cols, dz.to(dz_ptr.dtype.element_ty), mask=mask)
     elif not LEAVE_IGNORED:
         tl.store(dz_ptr + cols, tl.zeros((BLOCK_V,), dtype=dz_ptr.dtype.element_ty), mask=mask)
@@ -339,12 +351,15 @@ def gradients(
     )  # fmt: skip
 
 
-def _transform_cpu(logits: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor]:
+def _below_cpu(y: Tensor, m: Tensor) -> Tensor:
+    """`_below` in plain PyTorch."""
+    return (y - m).clamp_(min=LEAST.value)
+
+
+def _transform_cpu(logits: Tensor, transform: LogitTransform) -> Tensor:
     inner, outer = transform.factors()
     u = logits.float() * inner
-    if transform.softcap:
-        u = transform.softcap * torch.tanh(u / transform.softcap)
-    return u * outer, u
+    return (cap_cpu(u, transform.softcap) if transform.softcap else u) * outer
 
 
 def _candidates_cpu(target: Tensor, transform: LogitTransform, V: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -374,11 +389,11 @@ def statistics_cpu(logits: Tensor, target: Tensor, transform: LogitTransform) ->
         nothing = torch.full(shape, float("-inf"), dtype=torch.float32, device=logits.device)
         nothing[1:STATISTICS] = 0.0
         return nothing
-    y, _ = _transform_cpu(logits, transform)
+    y = _transform_cpu(logits, transform)
     m = y.amax(-1)
-    d = y - torch.where(m == float("-inf"), 0.0, m).unsqueeze(-1)
+    d = _below_cpu(y, torch.where(m == float("-inf"), 0.0, m).unsqueeze(-1))
     w = d.exp()
-    e = (w * d.masked_fill_(y == float("-inf"), 0.0)).sum(-1)
+    e = (w * d).sum(-1)
     y_t = torch.where(here, y.gather(-1, column), float("-inf"))
     return torch.cat((torch.stack((m, w.sum(-1), e)), y_t.t()))
 
@@ -390,7 +405,7 @@ def combine_cpu(parts: Tensor, target: Tensor, transform: LogitTransform) -> tup
     parts = parts.view(parts.shape[0] // (STATISTICS + K), STATISTICS + K, M)
     m_r, s_r, e_r = parts[:, 0], parts[:, 1], parts[:, 2]
     m = m_r.amax(0)
-    shift = torch.where(m_r == float("-inf"), 0.0, m_r - torch.where(m == float("-inf"), 0.0, m))
+    shift = _below_cpu(m_r, torch.where(m == float("-inf"), 0.0, m))
     fade = shift.exp()
     s = (fade * s_r).sum(0)
     mean = (fade * (e_r + s_r * shift)).sum(0) / s
@@ -405,10 +420,10 @@ def gradients_cpu(
 ) -> None:  # fmt: skip
     """`gradients` in plain PyTorch."""
     counts, here, column = _candidates_cpu(target, transform, logits.shape[1])
-    y, u = _transform_cpu(logits, transform)
+    y = _transform_cpu(logits, transform)
     m, s, mean = (x.unsqueeze(-1) for x in stats.unbind())
-    d = (y - m).masked_fill_(y == float("-inf"), 0.0)
-    p = (y - m).exp_().div_(s)
+    d = _below_cpu(y, m)
+    p = d.exp().div_(s)
     total = torch.zeros_like(m) if grad is None else torch.where(counts, grad, 0.0).sum(-1, keepdim=True)
     factor = total if entropy_grad is None else total + entropy_grad.unsqueeze(-1) * (d - mean)
     dy = -p * factor
@@ -424,7 +439,7 @@ def gradients_cpu(
     inner, outer = transform.factors()
     dy.mul_(inner * outer)
     if transform.softcap:
-        dy.mul_(1 - (u / transform.softcap).square())
+        dy.mul_(cap_slope_cpu(logits.float() * inner, transform.softcap))
     logits.copy_(dy.masked_fill_(~counts.any(-1, keepdim=True), 0.0))  # also NaN in a row that does not count
 
 
