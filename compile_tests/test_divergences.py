@@ -28,3 +28,23 @@ def test_a_sum_without_gradient_has_none(device: torch.device) -> None:
     loss = ops.kl_div(input, target, reduction="sum")
     gradients = torch.autograd.grad(loss, (input, target), torch.zeros_like(loss))
     assert all(bool((gradient == 0).all()) for gradient in gradients)
+
+
+@pytest.mark.kernels
+def test_a_loss_scale_in_float16(device: torch.device) -> None:
+    """Gradients that float16 has few digits of, or none, before they are scaled."""
+    x, y = (torch.full((2, 8), log, device=device, dtype=torch.float16, requires_grad=True) for log in (-14.0, -16.0))
+    loss = ops.jsd(x, y.detach())
+    (gradient,) = torch.autograd.grad(loss, x, torch.full_like(loss, 65536.0))
+    q, p = x.detach().double().exp(), y.detach().double().exp()
+    exact = 65536.0 / 2 * q / 2 * (x.detach().double() - (q / 2 + p / 2).log())
+    torch.testing.assert_close(gradient, exact.half(), rtol=2**-10, atol=0.0)
+
+
+@pytest.mark.kernels
+def test_a_sum_that_float16_cannot_hold_undivided(device: torch.device) -> None:
+    """A class whose gradient is in range only once it is divided by the number of tokens."""
+    x = torch.full((64, 4), 13.0, device=device, dtype=torch.float16, requires_grad=True)
+    ops.jsd(x, torch.zeros_like(x)).backward()
+    assert x.grad is not None
+    assert bool(x.grad.isfinite().all())

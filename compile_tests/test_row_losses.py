@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from llmk.opcheck.accuracy import accuracy_violation
+from llmk.ops.loss.ce_tvd import ce_tvd_reference
 from llmk.ops.loss.row_loss_short import LONGEST_SHORT
 
 ops = torch.ops.llmk
@@ -168,3 +169,36 @@ def test_a_weighted_mean_divides_z_loss_by_the_weights_too(name: str, V: int, de
 
     actual = LOSSES[name](logits, targets, weight=weight, z_loss=0.5)
     assert accuracy_violation(actual, mean(torch.float32), mean(torch.float64)) is None
+
+
+@pytest.mark.kernels
+def test_a_class_that_has_nearly_all(device: torch.device) -> None:
+    """Other classes with equal logits: as each rounds the sum of exponentials in one direction, p - 1 loses most."""
+    logits = torch.zeros(64, 16, device=device)
+    logits[:, 0] = torch.linspace(8.0, 12.0, 64, device=device)
+    targets = torch.zeros(64, dtype=torch.int64, device=device)
+
+    def gradient(loss: Callable[..., Tensor], x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(loss(x, targets, reduction="sum"), x)[0]
+
+    exact = gradient(torch.nn.functional.cross_entropy, logits.double())
+    assert (gradient(ops.cross_entropy, logits).double() - exact).abs().max() <= 3 * 2**-24
+
+
+@pytest.mark.kernels
+def test_classes_of_equal_logits(device: torch.device) -> None:
+    """So are the sums of what is left of a student's probabilities, here all but one twentieth of them."""
+    x = torch.zeros(256, 16, device=device)
+    x[:, 5], x[:, 8] = torch.linspace(-1.0, -0.7, 256, device=device), -0.0662
+    y = torch.full_like(x, -30.0)
+    y[:, [1, 3, 7, 9, 10, 11, 12, 14]] = 30.0
+    target = torch.full((256,), 5, device=device)
+
+    def gradient(loss: Callable[..., tuple[Tensor, Tensor]], x: Tensor, y: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        ce, tvd = loss(x, y, target)
+        return torch.autograd.grad((ce + tvd).sum(), x)[0]
+
+    exact = gradient(ce_tvd_reference, x.double(), y.double())
+    assert (gradient(ops.ce_tvd, x, y).double() - exact).abs().max() <= 2.5 * 2**-24

@@ -3,7 +3,8 @@
 A row's divergence is the sum over its classes of what `divergence_math.py` gives for each, and the gradient of a class
 depends on that class alone. So one pass over both tensors makes the divergence and, where it is wanted, the gradient of
 the sum or mean, which the backward pass scales. Of one number a token, whose incoming gradients are not known yet, the
-backward pass makes the gradient, from the two tensors once more. A row whose label is `ignore_index` is never read.
+backward pass makes the gradient, from the two tensors once more; so it does in float16, which has no range for what is
+still to be scaled. A row whose label is `ignore_index` is never read.
 """
 
 from collections.abc import Callable
@@ -101,9 +102,13 @@ def _block(N: int) -> dict[str, int]:
     return {"BLOCK_N": 2048, "num_warps": 8}
 
 
-def _divides(reduction: str, dtype: torch.dtype) -> bool:
-    """Return True if the gradients of a mean are divided as they are made. float16 has no range for what is divided."""
-    return reduction == "mean" and dtype != torch.float16
+def _in_forward(reduction: str, dtype: torch.dtype) -> bool:
+    """Return True if the forward pass makes the gradients; those of a mean are then divided at once.
+
+    float16 loses digits of what an incoming gradient, such as a loss scale, is still to be multiplied with. There the
+    backward pass reads both tensors instead of reading and writing the gradient, which takes no longer.
+    """
+    return reduction != "none" and dtype != torch.float16
 
 
 PROGRAMS = 8192
@@ -215,7 +220,7 @@ def _reduced(rows: Rows, call: Call, reduction: str, need_dx: bool) -> tuple[Ten
     nothing = empty((0,), torch.float32, call.input.device)
     if reduction == "none":
         return rows.each(call), nothing, empty((0,), call.input.dtype, call.input.device)
-    divided = _divides(reduction, call.input.dtype)
+    divided = reduction == "mean" and _in_forward(reduction, call.input.dtype)
     loss, count, dx = rows.parts(call, need_dx, divided)
     if reduction == "mean":
         mean, divisor = rows.mean(loss, count)
@@ -251,39 +256,33 @@ def _row_by_row_op(name: str) -> KernelOp:
 
 
 class DivergenceOps:
-    """The kernel ops of one public operator: `_NAME_fwd`, `_NAME_scale` of its gradients, `_NAME_bwd` row by row.
+    """The kernel ops of one public operator: `_NAME_fwd`, `_NAME_scale` of its gradients, `_NAME_bwd` row by row."""
 
-    Args:
-        name: Of the public operator.
-        row_by_row: Whether it has a reduction "none", whose gradients the last of them makes.
-    """
-
-    def __init__(self, name: str, row_by_row: bool) -> None:
+    def __init__(self, name: str) -> None:
         self.forward = KernelOp(_forward_on(KERNELS), name=f"_{name}_fwd", launch_cached=True)
         self.scale = scale_op(f"_{name}_scale")
         self.forward.register_kernel("cpu")(_forward_on(CPU))
         self.forward.register_fake(_fake_forward)
         self.forward.register_sharding(_forward_sharding)
-        self.backward = _row_by_row_op(name) if row_by_row else None
+        self.backward = _row_by_row_op(name)
         self.forward.register_autograd(
             self._gradients,
             setup_context=_keep,
             depends_on=[["input"]],
-            keeps=lambda needs_input_grad, args: (needs_input_grad[0] and args[5] != "none",),
+            keeps=lambda needs_input_grad, args: (needs_input_grad[0] and _in_forward(args[5], args[0].dtype),),
         )
 
     @property
     def kernel_ops(self) -> tuple[KernelOp, ...]:
-        ops = self.forward, self.scale
-        return ops if self.backward is None else (*ops, self.backward)
+        return self.forward, self.scale, self.backward
 
     def _gradients(self, ctx: Any, grad: Tensor) -> Any:
-        if ctx.reduction == "none":
-            assert self.backward is not None
-            input, target, labels = ctx.saved_tensors
-            dx = self.backward(grad, input, target, labels, ctx.beta, ctx.ignore_index)
-        else:
+        if ctx.in_forward:
             dx = SavedGradients(ctx, grad, self.scale).times(0)
+        else:
+            input, target, labels, divisor = ctx.saved_tensors
+            grad = grad if divisor is None else grad / divisor
+            dx = self.backward(grad.expand(input.shape[:-1]), input, target, labels, ctx.beta, ctx.ignore_index)
         return dx, *[None] * 6
 
     def __call__(
@@ -308,20 +307,20 @@ class DivergenceOps:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    input, target, labels, ctx.beta, ctx.ignore_index, ctx.reduction, _ = inputs
+    input, target, labels, ctx.beta, ctx.ignore_index, reduction, _ = inputs
     _, divisor, dx = output
-    if ctx.reduction == "none":
-        ctx.save_for_backward(input, target, labels)
+    ctx.in_forward = _in_forward(reduction, input.dtype)
+    if ctx.in_forward:
+        save_gradients(ctx, None, dx)
     else:
-        left = ctx.reduction == "mean" and not _divides(ctx.reduction, input.dtype)
-        save_gradients(ctx, divisor if left else None, dx)
+        ctx.save_for_backward(input, target, labels, divisor if reduction == "mean" else None)
 
 
 def _fake_forward(input: Tensor, reduction: str, need_dx: bool) -> tuple[Tensor, Tensor, Tensor]:
     loss = input.new_empty(input.shape[:-1] if reduction == "none" else (), dtype=torch.float32)
-    left = reduction in ("mean", "total") and not _divides(reduction, input.dtype)
+    left = reduction == "total" or (reduction == "mean" and not _in_forward(reduction, input.dtype))
     divisor = input.new_empty(() if left else (0,), dtype=torch.float32)
-    return loss, divisor, input.new_empty(input.shape if need_dx and reduction != "none" else (0,))
+    return loss, divisor, input.new_empty(input.shape if need_dx and _in_forward(reduction, input.dtype) else (0,))
 
 
 def _forward_sharding(input: Any, reduction: str, need_dx: bool) -> Any:
@@ -330,6 +329,6 @@ def _forward_sharding(input: Any, reduction: str, need_dx: bool) -> Any:
     outputs = {"none": lambda axis: [axis, REPLICATE], "sum": lambda axis: [PARTIAL, REPLICATE]}
     of = outputs.get(reduction, lambda axis: [PARTIAL, PARTIAL])
     return [
-        ([*of(axis), axis if need_dx and reduction != "none" else REPLICATE], [axis, axis, axis])
+        ([*of(axis), axis if need_dx and _in_forward(reduction, input.dtype) else REPLICATE], [axis, axis, axis])
         for axis in row_axes(input)
     ]

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from llmk.ops.common.rows import as_rows
 from llmk.ops.loss.divergence_math import exp_of
-from llmk.ops.loss.row_loss_cpu import class_index
+from llmk.ops.loss.row_loss_cpu import class_index, row_sum_cpu
 from llmk.ops.loss.row_loss_long import row_statistics
 from llmk.ops.loss.row_loss_math import counted, counts_of
 from llmk.registry import (
@@ -186,13 +186,13 @@ def _(input, teacher, target, ignore_index):
     stats = []
     for logits in (input.float(), teacher.float()):
         m = logits.amax(-1)
-        stats += [m, (logits - m.unsqueeze(-1)).exp().sum(-1)]
+        stats += [m, row_sum_cpu((logits - m.unsqueeze(-1)).exp())]
     q, p = _softmax_cpu(input, *stats[:2]), _softmax_cpu(teacher, *stats[2:])
     sign = (q - p).sgn()
     column = index.unsqueeze(-1)
     x_t = input.float().gather(-1, column).squeeze(-1)
-    ce, tvd = stats[1].log() - (x_t - stats[0]), 0.5 * (q - p).abs().sum(-1)
-    stats += [q.scatter(-1, column, 0.0).sum(-1), (q * (1 - sign)).sum(-1), (q * (1 + sign)).sum(-1)]
+    ce, tvd = stats[1].log() - (x_t - stats[0]), 0.5 * row_sum_cpu((q - p).abs())
+    stats += map(row_sum_cpu, (q.scatter(-1, column, 0.0), q * (1 - sign), q * (1 + sign)))
     return torch.where(counts, ce, 0.0), torch.where(counts, tvd, 0.0), torch.stack(stats, -1)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from llmk.ops.loss._divergence_rows import DivergenceOps
 from llmk.registry import Cost, Sample, check_number, is_sharded, public_op
 
-OPS = DivergenceOps("jsd", row_by_row=False)
+OPS = DivergenceOps("jsd")
 
 
 def _times_log(p: Tensor, log_ratio: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from llmk.ops.loss._divergence_rows import DivergenceOps
 from llmk.ops.loss.divergence_math import TOTAL_VARIATION
 from llmk.registry import Cost, Sample, check_option, is_sharded, public_op
 
-OPS = DivergenceOps("tvd", row_by_row=True)
+OPS = DivergenceOps("tvd")
 
 
 def tvd_reference(
