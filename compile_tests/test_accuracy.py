@@ -229,3 +229,11 @@ def test_a_condition_tells_elements_apart() -> None:
         assert accuracy_violation(actual.float(), composition, exact) is None
         found = accuracy_violation(actual.float(), composition, exact, error_bound=error_bound)
         assert (found is None) == holds
+
+
+@pytest.mark.parametrize(("exact", "actual", "right"), [(65519.0, 65504.0, True), (65519.0, float("inf"), True), (
+    70000.0, 65504.0, False)])  # fmt: skip
+def test_what_rounds_to_the_largest_number_need_not_be_infinite(exact: float, actual: float, right: bool) -> None:
+    result, composition = (torch.tensor([x, 1.0], dtype=torch.float16) for x in (actual, float("inf")))
+    found = accuracy_violation(result, composition, torch.tensor([exact, 1.0], dtype=torch.float64))
+    assert (found is None) == right, found

@@ -82,6 +82,16 @@ def test_a_routers_gradients_beside_a_large_first_one(scoring: str) -> None:
     torch.testing.assert_close(got.double(), right, rtol=2**-20, atol=2**-20)
 
 
+def test_the_gradient_of_an_expert_that_is_nearly_all_is_no_difference_of_large_numbers() -> None:
+    logits = torch.tensor([[0.0, 15.0, -0.1, 0.1, 0.2]], requires_grad=True)
+    incoming = torch.tensor([[677.0, 273.0, 63.0, -462.0, 1.0]])
+    weights, indices = router_topk(logits, 5)
+    (got,) = torch.autograd.grad(weights, logits, incoming)
+    exact = logits.detach().double().requires_grad_()
+    (right,) = torch.autograd.grad(exact.softmax(-1).gather(-1, indices), exact, incoming.double())
+    torch.testing.assert_close(got.double(), right, rtol=1e-4, atol=0.0)
+
+
 def test_only_experts_of_the_best_groups_are_chosen() -> None:
     logits = torch.tensor([[5.0, -5.0, 3.0, 2.9, 1.0, 1.0]])  # the largest is in the group with the smallest sum of two
     _, indices = router_topk(logits, 2, scoring="sigmoid", num_groups=3, topk_groups=1)

@@ -17,7 +17,9 @@ Backward, given dw, S the denominator and s computed again:
     dx      = s * (ds - sum(s * ds))  of the softmax;  ds * s * (1 - s)  of the sigmoid
 
 Where normalized, sum(s * ds) = scale / S * sum_j dw_j s[e_j] / S * 1e-20: next to nothing, unless a bias keeps out the
-experts that have nearly all of the softmax, and S is as small.
+experts that have nearly all of the softmax, and S is as small. From every dw one of them is taken away first: that of
+the expert with more than half of S, if one has it, where dw - sum(...) would cancel; else the one nearest to 0, so that
+none loses more than its own rounding. Of equal dw nothing is left that would have to cancel.
 
 The choice has no gradient, nor has the bias: what balances the load moves it.
 """
@@ -164,21 +166,24 @@ def router_topk_backward_kernel(
     scores = _scores(tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32), mask, SOFTMAX)
     dw = tl.zeros((BLOCK_E,), dtype=tl.float32)
     chosen = cols < 0
-    least = tl.cast(0.0, tl.float32)
+    origin = tl.cast(0.0, tl.float32)
     for k in range(0, K):
         here = cols == tl.load(indices_ptr + row * K + k)
         dw_k = tl.load(dw_ptr + row * K + k)
         dw = tl.where(here, dw_k, dw)
         chosen = chosen | here
-        least = tl.where((k == 0) | (tl.abs(dw_k) < tl.abs(least)), dw_k, least)
+        origin = tl.where((k == 0) | (tl.abs(dw_k) < tl.abs(origin)), dw_k, origin)
     ds = dw * scale
     if NORMALIZE:
-        dw = tl.where(chosen, dw - least, 0.0)
         total = tl.sum(tl.where(chosen, scores, 0.0), axis=0)
+        most = chosen & (scores > 0.5 * total)
+        if tl.sum(most.to(tl.int32), axis=0) == 1:
+            origin = tl.sum(tl.where(most, dw, 0.0), axis=0)
+        dw = tl.where(chosen, dw - origin, 0.0)
         S = total + 1e-20
         mean = tl.sum(tl.where(chosen, dw * scores, 0.0), axis=0) / S
-        ds = tl.where(chosen, scale / S * (dw - mean + least * (1e-20 / S)), 0.0)
-        inner = scale / S * (1e-20 * (mean + least * (total / S)))
+        ds = tl.where(chosen, scale / S * (dw - mean + origin * (1e-20 / S)), 0.0)
+        inner = scale / S * (1e-20 * (mean + origin * (total / S)))
     else:
         inner = tl.sum(scores * ds, axis=0)
     dx = scores * (ds - inner) if SOFTMAX else tl.where(chosen, ds * scores * (1.0 - scores), 0.0)
@@ -247,11 +252,13 @@ def _(grad, input, indices, scoring, normalize, scale) -> Tensor:
     if normalize:
         total = chosen.sum(-1, keepdim=True)
         S = total + TINIEST_SUM
-        least = grad.gather(-1, grad.abs().argmin(-1, keepdim=True))
-        rest = grad - least
+        origin = grad.gather(-1, grad.abs().argmin(-1, keepdim=True))
+        most, place = chosen.max(-1, keepdim=True)
+        origin = torch.where(most > 0.5 * total, grad.gather(-1, place), origin)
+        rest = grad - origin
         mean = (rest * chosen).sum(-1, keepdim=True) / S
-        of_chosen = scale / S * (rest - mean + least * (TINIEST_SUM / S))
-        inner = scale / S * (TINIEST_SUM * (mean + least * (total / S)))
+        of_chosen = scale / S * (rest - mean + origin * (TINIEST_SUM / S))
+        inner = scale / S * (TINIEST_SUM * (mean + origin * (total / S)))
     ds = torch.zeros_like(scores).scatter(-1, indices, of_chosen)
     if scoring == "sigmoid":
         return (ds * scores * (1 - scores)).to(input.dtype).contiguous()
