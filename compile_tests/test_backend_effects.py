@@ -14,7 +14,7 @@ from torch import Tensor
 
 from llmk.compiler import Report
 from llmk.compiler.effects import UNDECLARED
-from llmk.registry.patterns import Call, Emit, Value, Var
+from llmk.compiler.patterns import Call, Emit, Value, Var
 
 aten = torch.ops.aten
 READS_ALONE = {"_batch_norm_no_update", "_native_batch_norm_legit_no_training"}

@@ -14,9 +14,9 @@ from backend_compare import require_unchanged, with_backend
 from torch import Tensor, nn
 
 from llmk.compiler import Report, backend, replace, report, trials
+from llmk.compiler.patterns import Call, Cast, Emit, Plain, Value, Var
 from llmk.compiler.rules import Rule
 from llmk.opcheck.inputs import with_default_dtype
-from llmk.registry.patterns import Call, Cast, Emit, Plain, Value, Var
 from llmk.registry.private import compilers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -257,7 +257,7 @@ def test_large_sizes_are_tried_small(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "without a trial" not in str(found)
 
 
-RULES = sorted(path for path in ROOT.glob("ops/**/*.py") if "registry.patterns" in path.read_text())
+RULES = sorted(path for path in ROOT.glob("ops/**/*.py") if "compiler.patterns" in path.read_text())
 FOLLOWERS = [ROOT / "llmk" / "compiler" / name for name in ("attention.py", "positions.py")]
 
 

@@ -10,11 +10,11 @@ import torch
 from torch.fx import GraphModule
 
 from llmk.compiler.backend import Backend
+from llmk.compiler.patterns import name_of
 from llmk.compiler.report import Report
 from llmk.compiler.rules import chosen
 from llmk.compiler.stretches import Stretch, stretches
 from llmk.compiler.trace import traced
-from llmk.registry.patterns import name_of
 
 TUTORIAL = Path(__file__).parent / "tutorial.md"
 

@@ -3,12 +3,14 @@
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from llmk.registry.patterns import Plain
 from llmk.registry.private.operators import schema_of
+
+if TYPE_CHECKING:
+    from llmk.compiler.patterns import Plain
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -93,7 +95,7 @@ class Op:
     dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
     tolerances: dict[torch.dtype, Tolerance] = field(default_factory=dict)
     loses: Callable[..., torch.Tensor | None] | None = None
-    plain: tuple[Plain, ...] = ()
+    plain: tuple["Plain", ...] = ()
     choices: tuple[str, ...] = ()
     doc: str = ""
     module: str = ""

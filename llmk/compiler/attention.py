@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from llmk.compiler.formulas import Region, same
 from llmk.compiler.masks import disagreement
-from llmk.registry.patterns import (
+from llmk.compiler.patterns import (
     Call,
     Emit,
     Found,

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from llmk.registry.patterns import OVERLOAD, all_arguments, name_of, value_of
+from llmk.compiler.patterns import OVERLOAD, all_arguments, name_of, value_of
 from llmk.registry.private.compilers import is_higher_order
 from llmk.registry.private.operators import schema_of
 from llmk.registry.private.tensors import storage_of, version_of

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from llmk.compiler.patterns import Left, value_of
 from llmk.compiler.rules import Rule
-from llmk.registry.patterns import Left, value_of
 from llmk.registry.private.compilers import statically_known_true
 from llmk.registry.private.operators import schema_of
 

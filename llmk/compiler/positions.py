@@ -13,7 +13,7 @@ from torch.fx.node import map_arg
 
 from llmk.compiler.formulas import Formula, Line, Region, Unknown, constant, expanded, reindexed, same
 from llmk.compiler.masks import Like, Made
-from llmk.registry.patterns import arguments, bounded, name_of, value_of
+from llmk.compiler.patterns import arguments, bounded, name_of, value_of
 from llmk.registry.private.compilers import statically_known_true
 from llmk.registry.private.tensors import storage_of, version_of
 

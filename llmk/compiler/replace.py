@@ -14,11 +14,11 @@ from torch.fx.node import map_arg
 
 from llmk.compiler.effects import equal_values, is_random, needed, storages, written
 from llmk.compiler.emit import Emit
+from llmk.compiler.patterns import Found, Left, cast_of, find, is_narrowing, name_of
 from llmk.compiler.report import Note, module_of, warn_once
 from llmk.compiler.rules import Rule
 from llmk.compiler.trial import Untried
 from llmk.compiler.trials import answer, is_view
-from llmk.registry.patterns import Found, Left, cast_of, find, is_narrowing, name_of
 
 
 @dataclass

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmk.compiler import attention, sums
+from llmk.compiler.patterns import Plain
 from llmk.registry import OPS
-from llmk.registry.patterns import Plain
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
+from llmk.compiler.patterns import value_of
 from llmk.compiler.sizes import NotSmall, Sizes
-from llmk.registry.patterns import value_of
 from llmk.registry.private.compilers import symbols_of
 
 KEPT = 16

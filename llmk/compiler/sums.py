@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from llmk.compiler.formulas import same
-from llmk.registry.patterns import OVERLOAD, name_of, value_of
+from llmk.compiler.patterns import OVERLOAD, name_of, value_of
 
 NAME = "sum_of_products"
 VIEWS = frozenset({"view", "reshape", "_unsafe_view"})

@@ -15,9 +15,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 from llmk.compiler.effects import storages, written, written_by
+from llmk.compiler.patterns import name_of, value_of
 from llmk.compiler.positions import carry_formula, note_formulas
 from llmk.compiler.stretches import SIMPLE, Stretch
-from llmk.registry.patterns import name_of, value_of
 from llmk.registry.private.compilers import CHECKPOINT, MODE_CALLS
 
 KEPT = ("nn_module_stack", "stack_trace", "source_fn_stack", "original_aten", "custom")

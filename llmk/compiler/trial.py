@@ -18,12 +18,12 @@ from torch.fx.node import map_aggregate
 
 from llmk.apart import apart_from_caller
 from llmk.compiler.masks import computed
+from llmk.compiler.patterns import OVERLOAD, name_of, value_of
 from llmk.compiler.shrink import candidates
 from llmk.compiler.sizes import NotSmall, Sizes
 from llmk.opcheck.accuracy import accuracy_violation
 from llmk.opcheck.inputs import with_default_dtype
 from llmk.opcheck.truth import NEIGHBOURS, nudged
-from llmk.registry.patterns import OVERLOAD, name_of, value_of
 from llmk.registry.private.operators import schema_of
 
 ARITHMETIC = frozenset({"add", "sub", "rsub", "mul", "div", "pow", "add_", "sub_", "mul_", "div_"})

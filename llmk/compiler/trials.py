@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from llmk.compiler.patterns import Found, Plain, cast_of, item_of, name_of, value_of
 from llmk.compiler.trial import Question, Untried, difference
 from llmk.opcheck import accuracy, truth
-from llmk.registry.patterns import Found, Plain, cast_of, item_of, name_of, value_of
 from llmk.registry.private.compilers import cache_folder
 
 VIEWS = frozenset({

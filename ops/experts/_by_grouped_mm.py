@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from llmk.registry.patterns import (
+from llmk.compiler.patterns import (
     Call,
     Cast,
     Either,

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from llmk.ops.loss.plain import capped, cross_entropy_of, loss_options, softcap_of
-from llmk.registry.patterns import (
+from llmk.compiler.patterns import (
     Call,
     Cast,
     Emit,
@@ -30,6 +29,7 @@ from llmk.registry.patterns import (
     reshape_of,
     value_of,
 )
+from llmk.ops.loss.plain import capped, cross_entropy_of, loss_options, softcap_of
 
 aten = torch.ops.aten
 

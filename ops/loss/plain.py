@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from llmk.registry.patterns import Call, Cast, Left, Number, Pattern, Value, value_of
+from llmk.compiler.patterns import Call, Cast, Left, Number, Pattern, Value, value_of
 
 REDUCTIONS = ("none", "mean", "sum")
 """By the numbers that ATen has for them."""

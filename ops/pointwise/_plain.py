@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from llmk.registry.patterns import (
+from llmk.compiler.patterns import (
     Call,
     Cast,
     Emit,

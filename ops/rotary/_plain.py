@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from llmk.registry.patterns import (
+from llmk.compiler.patterns import (
     Call,
     Cast,
     Either,
