@@ -33,7 +33,6 @@ from torch import Tensor
 
 from llmk.ops.common.activations import ACTIVATIONS
 from llmk.ops.common.activations import activation as activation_of
-from llmk.ops.experts._by_grouped_mm import EXPERTS
 from llmk.ops.experts._experts_ops import (
     moe_experts_down_bwd,
     moe_experts_down_fwd,
@@ -42,6 +41,7 @@ from llmk.ops.experts._experts_ops import (
 )
 from llmk.ops.experts._gate import split
 from llmk.ops.experts._order import check_indices, check_tokens, check_weights
+from llmk.ops.experts._patterns import EXPERTS
 from llmk.registry import (
     Cost,
     Sample,

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from llmk.ops.norm import _rms_norm as norm
-from llmk.ops.norm._plain import ADD_RMS_NORM
+from llmk.ops.norm._patterns import ADD_RMS_NORM
 from llmk.registry import (
     PARTIAL,
     REPLICATE,

@@ -44,7 +44,7 @@ from llmk.ops.norm._moments import (
     share_and_rstd,
     share_on_cpu,
 )
-from llmk.ops.norm._plain import LAYER_NORM
+from llmk.ops.norm._patterns import LAYER_NORM
 from llmk.registry import (
     PARTIAL,
     REPLICATE,

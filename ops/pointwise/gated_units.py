@@ -23,7 +23,7 @@ from torch import Tensor
 
 from llmk.ops.common.activations import activate, activate_with_slope, activation, activation_with_slope
 from llmk.ops.common.rows import as_rows
-from llmk.ops.pointwise._plain import GEGLU, SWIGLU
+from llmk.ops.pointwise._patterns import GEGLU, SWIGLU
 from llmk.registry import (
     REPLICATE,
     Cost,

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.rows import as_long_rows
-from llmk.ops.pointwise._plain import RELU_SQUARED
+from llmk.ops.pointwise._patterns import RELU_SQUARED
 from llmk.registry import Cost, KernelOp, Sample, axes, cdiv, check_dtype, empty, public_op, wrap_triton
 
 

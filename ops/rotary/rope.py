@@ -47,7 +47,7 @@ from llmk.ops.rotary._heads import (
     turn,
     turn_on_cpu,
 )
-from llmk.ops.rotary._plain import ROPE
+from llmk.ops.rotary._patterns import ROPE
 from llmk.registry import Cost, KernelOp, Sample, next_power_of_2, public_op, wrap_triton
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from llmk.compiler.patterns import Call, Emit, Input, Left, Pattern, Plain, Value, Var, With, as_dtype, value_of
-from llmk.ops.loss.plain import REDUCTIONS, capped, cross_entropy_of, loss_options
+from llmk.ops.loss.cross_entropy_patterns import REDUCTIONS, capped, cross_entropy_of, loss_options
 
 
 def _build_cross_entropy(emit: Emit, values: Mapping[str, Any]) -> Any:
