@@ -10,7 +10,7 @@ import torch
 from llmk.registry.private.operators import schema_of
 
 if TYPE_CHECKING:
-    from llmk.compiler.patterns import Plain
+    from llmk.compiler.patterns import RewritePattern
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -78,7 +78,7 @@ class Op:
         loses: `loses(*args, **kwargs)` is what each element of the first output can lose, in float64, by the formula
             that these arguments get, beyond what their own rounding moves it by; None where that is nothing. The
             derivation is beside it.
-        plain: What plain PyTorch computes the same: `torch.compile(backend="llmk")` puts the operator there.
+        patterns: Computations in plain PyTorch that it replaces where `torch.compile(backend="llmk")` finds them.
         choices: Measured decisions, such as whether Inductor sees the kernel or plain aten: what and by which figure.
     """
 
@@ -95,7 +95,7 @@ class Op:
     dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
     tolerances: dict[torch.dtype, Tolerance] = field(default_factory=dict)
     loses: Callable[..., torch.Tensor | None] | None = None
-    plain: tuple["Plain", ...] = ()
+    patterns: tuple["RewritePattern", ...] = ()
     choices: tuple[str, ...] = ()
     doc: str = ""
     module: str = ""

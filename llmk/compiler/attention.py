@@ -16,14 +16,14 @@ from torch.fx import Node
 from llmk.compiler.formulas import Region, same
 from llmk.compiler.masks import disagreement
 from llmk.compiler.patterns import (
+    Arg,
     Call,
-    Emit,
-    Found,
-    Left,
+    GraphBuilder,
+    KeywordArg,
+    Match,
+    NoMatch,
     Pattern,
-    Plain,
-    Value,
-    Var,
+    RewritePattern,
     arguments,
     name_of,
     reshape_of,
@@ -43,16 +43,16 @@ class Repeated(Pattern):
 
     name: str
 
-    def find(self, value: Any, found: Found) -> Iterator[Found]:
+    def find(self, value: Any, match: Match) -> Iterator[Match]:
         axis = 1
         turned = arguments(value, "self", "dim0", "dim1") if name_of(value) == "transpose" else None
         if turned is not None and {turned["dim0"] % 4, turned["dim1"] % 4} == {1, 2}:
-            found, value, axis = found.over(value), turned["self"], 2
+            match, value, axis = match.with_node(value), turned["self"], 2
         nodes, source = repeated(value, axis)
         if source is not None:
             for node in nodes:
-                found = found.over(node)
-            for inner in found.bind(self.name, source):
+                match = match.with_node(node)
+            for inner in match.bind(self.name, source):
                 yield from inner.bind(f"{self.name}_axis", axis)
 
 
@@ -100,26 +100,26 @@ def hides_the_future(mask: Node, query: Tensor, key: Tensor) -> bool:
     """Return True if a mask hides all that comes after a token and nothing else: False if it hides nothing.
 
     Raises:
-        Left: It may hide anything else.
+        NoMatch: It may hide anything else.
     """
     formula, shape = mask.meta.get("formula"), value_of(mask).shape
     if not isinstance(formula, Region):
-        raise Left("its mask is not made from sizes alone")
+        raise NoMatch("its mask is not made from sizes alone")
     if not same(query.shape[-2], key.shape[-2]):
-        raise Left("queries and keys are not known to be equally many")
+        raise NoMatch("queries and keys are not known to be equally many")
     if not equal(shape[-2:], (query.shape[-2], key.shape[-2])):
-        raise Left("its mask is not one of queries by keys")
+        raise NoMatch("its mask is not one of queries by keys")
     region = formula.with_outside(False) if isinstance(formula.inside, bool) else hidden_outside(formula, query.dtype)
     if region is None or region.inside != isinstance(formula.inside, bool):
-        raise Left("its mask is not made of true and false, or of 0 and the lowest number")
+        raise NoMatch("its mask is not made of true and false, or of 0 and the lowest number")
     causal = (0,) * (len(shape) - 2) + (1, -1)
     hiding = [line for line in region.lines if not line.at_least_zero(shape)]
     if not all(same(line.start, 0) and equal(line.steps, causal) for line in hiding):
-        raise Left("its mask may hide something else than what comes after a token")
+        raise NoMatch("its mask may hide something else than what comes after a token")
     lowest = 0.0 if isinstance(region.outside, bool) else region.outside
     why = disagreement(mask.meta["made"], tuple(shape), bool(hiding), lowest)
     if why is not None:
-        raise Left(why)
+        raise NoMatch(why)
     return bool(hiding)
 
 
@@ -132,24 +132,24 @@ def hidden_outside(formula: Region, dtype: torch.dtype) -> Region | None:
     return None
 
 
-def _build(emit: Emit, values: Mapping[str, Any]) -> Any:
+def _build(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
     mask, causal, query = values.get("mask"), values["is_causal"], values["query"]
-    key, value = (as_heads(emit, values, name) for name in ("key", "value"))
+    key, value = (as_heads(builder, values, name) for name in ("key", "value"))
     if mask is not None:
         if causal:
-            raise Left("it has a mask, and is_causal too")
+            raise NoMatch("it has a mask, and is_causal too")
         causal = hides_the_future(mask, value_of(query), value_of(key))
     shares = "key_axis" in values
     if shares and not may_share(value_of(query), value_of(value)):
-        raise Left("its kernel takes no keys and values that heads share in this dtype or size")
-    return emit(
+        raise NoMatch("its kernel takes no keys and values that heads share in this dtype or size")
+    return builder(
         OVERLOAD, query, key, value, None, values["dropout_p"], causal,
         scale=values["scale"], enable_gqa=values["enable_gqa"] or shares,
     )  # fmt: skip
 
 
-def as_heads(emit: Emit, values: Mapping[str, Any], name: str) -> Node:
-    return emit(aten.transpose.int, values[name], 1, 2) if values.get(f"{name}_axis") == 2 else values[name]
+def as_heads(builder: GraphBuilder, values: Mapping[str, Any], name: str) -> Node:
+    return builder(aten.transpose.int, values[name], 1, 2) if values.get(f"{name}_axis") == 2 else values[name]
 
 
 def may_share(query: Tensor, value: Tensor) -> bool:
@@ -159,17 +159,17 @@ def may_share(query: Tensor, value: Tensor) -> bool:
     return narrow and isinstance(width, int) and width <= 256 and same(width, value.shape[-1])
 
 
-def _attention(key: Pattern, value: Pattern, mask: Any) -> Plain:
-    options = {"scale": Value("scale"), "enable_gqa": Value("enable_gqa")}
+def _attention(key: Pattern, value: Pattern, mask: Any) -> RewritePattern:
+    options = {"scale": Arg("scale"), "enable_gqa": Arg("enable_gqa")}
     pattern = Call(
         "scaled_dot_product_attention",
-        Var("query"), key, value, mask, Value("dropout_p"), Value("is_causal"), **options,
+        KeywordArg("query"), key, value, mask, Arg("dropout_p"), Arg("is_causal"), **options,
     )  # fmt: skip
-    return Plain(results=(pattern,), build=_build)
+    return RewritePattern(results=(pattern,), build=_build)
 
 
 ATTENTION = (
-    _attention(Repeated("key"), Repeated("value"), Var("mask")),
-    _attention(Var("key"), Var("value"), Var("mask")),
+    _attention(Repeated("key"), Repeated("value"), KeywordArg("mask")),
+    _attention(KeywordArg("key"), KeywordArg("value"), KeywordArg("mask")),
     _attention(Repeated("key"), Repeated("value"), None),
 )

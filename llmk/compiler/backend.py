@@ -13,7 +13,7 @@ from llmk.compiler.effects import Elsewhere
 from llmk.compiler.positions import forget_formula
 from llmk.compiler.replace import replace_all
 from llmk.compiler.report import EVERYTHING, Note, Report, module_of, warn_once
-from llmk.compiler.rules import Rule, all_rules, chosen
+from llmk.compiler.rules import RewriteRule, all_rules, chosen
 from llmk.compiler.stretches import Stretch, stretches, why_it_stays
 from llmk.compiler.trace import Modes, NotTraced, checkpoint_body, pairs_of, put_back, returned_alone, traced
 from llmk.registry.private import compilers
@@ -52,7 +52,7 @@ class Backend:
         return compiled
 
     @property
-    def rules(self) -> list[Rule]:
+    def rules(self) -> list[RewriteRule]:
         return [rule for rule in all_rules() if rule.name in self.operators]
 
     def rewrite(self, gm: GraphModule) -> list[Note]:

@@ -5,32 +5,36 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmk.compiler import attention, sums
-from llmk.compiler.patterns import Plain
+from llmk.compiler.patterns import RewritePattern
 from llmk.registry import OPS
 
 
 @dataclass(frozen=True)
-class Rule:
+class RewriteRule:
     """An operator, and one way to write it in plain PyTorch.
 
     Attributes:
         name: What the report and the options call it.
         overload: The operator.
         differentiable: The names of its arguments that get gradients.
-        plain: How it is written.
+        pattern: The computation that it replaces, and how.
     """
 
     name: str
     overload: Callable[..., Any]
     differentiable: tuple[str, ...]
-    plain: Plain
+    pattern: RewritePattern
 
 
-def all_rules() -> list[Rule]:
+def all_rules() -> list[RewriteRule]:
     """Those that llmk's operators bring, and those of attention, which is PyTorch's own."""
-    found = [Rule(name, op.overload, op.differentiable, plain) for name, op in OPS.items() for plain in op.plain]
+    found = [
+        RewriteRule(name, op.overload, op.differentiable, pattern)
+        for name, op in OPS.items()
+        for pattern in op.patterns
+    ]
     names = "query", "key", "value"
-    return found + [Rule("attention", attention.OVERLOAD, names, plain) for plain in attention.ATTENTION]
+    return found + [RewriteRule("attention", attention.OVERLOAD, names, pattern) for pattern in attention.ATTENTION]
 
 
 def rule_names() -> list[str]:

@@ -27,9 +27,9 @@ FRESH = (8, 12, 20, 28, 44, 52, 68, 76)
 """Twice or four times an odd number each, and none a product of two others."""
 
 
-def candidates(plain: Sequence[Node], made: Sequence[Node], inputs: Sequence[Node]) -> Iterator[Sizes]:
+def candidates(matched: Sequence[Node], made: Sequence[Node], inputs: Sequence[Node]) -> Iterator[Sizes]:
     """Sizes with which all tensors together are small: those of the graph themselves, if they are."""
-    nodes = [*inputs, *plain, *made]
+    nodes = [*inputs, *matched, *made]
     tensors = [x for node in nodes for x in _tensors(value_of(node))]
     names = sorted({name for x in _numbers(nodes) if isinstance(x, torch.SymInt) for name in symbols_of(x)})
     symbols = defaultdict(lambda: 4, {name: 4 * FRESH[i % len(FRESH)] for i, name in enumerate(names)})

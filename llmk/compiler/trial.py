@@ -39,9 +39,9 @@ class Question:
     """Two ways to compute the same.
 
     Attributes:
-        plain: The nodes that were matched, and views between what both ways take.
+        matched: The nodes that were matched, and views between what both ways take.
         made: The nodes that would stand in their place.
-        results: The nodes of `plain` whose values are wanted, and then those of `made`.
+        results: The nodes of `matched` whose values are wanted, and then those of `made`.
         inputs: What both take.
         indices: For an input of whole numbers: the input, and its axis, whose entries they choose among.
         ignored: A number that stands for no index.
@@ -50,7 +50,7 @@ class Question:
         same: Gives one node for all that are known to have equal values.
     """
 
-    plain: tuple[Node, ...]
+    matched: tuple[Node, ...]
     made: tuple[Node, ...]
     results: tuple[tuple[Node, ...], tuple[Node, ...]]
     inputs: tuple[Node, ...]
@@ -114,10 +114,10 @@ def _difference(question: Question) -> str | None:
 def _small_trial(question: Question) -> "_Trial":
     """The first with which the matched nodes run."""
     problem = "its tensors are large, and no small sizes fit all that it says"
-    for sizes in candidates(question.plain, question.made, question.inputs):
+    for sizes in candidates(question.matched, question.made, question.inputs):
         trial = _Trial(question, sizes)
         try:
-            trial.plain(REGIMES["N(0, 1)"])
+            trial.run_matched(REGIMES["N(0, 1)"])
         except (NotSmall, *REFUSALS) as why:
             problem = f"{type(why).__name__}: {why}".splitlines()[0]
         else:
@@ -139,7 +139,7 @@ class _Trial:
         self.question, self.sizes = question, sizes
 
     def difference(self, draw: Draw) -> str | None:
-        composition, exact = self.plain(draw), self.plain(draw, exact=True)
+        composition, exact = self.run_matched(draw), self.run_matched(draw, exact=True)
         with with_default_dtype(self.question.default_dtype):
             got = self._run(self.question.made, self.question.results[1], self._inputs(draw))
         near: list[tuple[list[Tensor], list[Tensor]]] = []
@@ -156,17 +156,17 @@ class _Trial:
                     return str(violation)
         return None
 
-    def plain(self, draw: Draw, exact: bool = False, seed: int | None = None) -> list[Tensor]:
+    def run_matched(self, draw: Draw, exact: bool = False, seed: int | None = None) -> list[Tensor]:
         """What was matched, in the graph's dtypes or in float64: results, then gradients, as real tensors."""
         inputs = self._inputs(draw, seed)
         if exact:
             wide = {id(x): _exact(x) for x in inputs}  # one tensor stays one
             inputs = [wide[id(x)] for x in inputs]
         with with_default_dtype(torch.float64 if exact else self.question.default_dtype):
-            return self._run(self.question.plain, self.question.results[0], inputs, exact)
+            return self._run(self.question.matched, self.question.results[0], inputs, exact)
 
     def _near(self, draw: Draw, seed: int) -> tuple[list[Tensor], list[Tensor]]:
-        return self.plain(draw, seed=seed), self.plain(draw, exact=True, seed=seed)
+        return self.run_matched(draw, seed=seed), self.run_matched(draw, exact=True, seed=seed)
 
     def _inputs(self, draw: Draw, seed: int | None = None) -> list[Any]:
         generator, numbers = torch.Generator().manual_seed(0), itertools.count()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from llmk.compiler.patterns import Found, Plain, cast_of, item_of, name_of, value_of
+from llmk.compiler.patterns import Match, RewritePattern, cast_of, item_of, name_of, value_of
 from llmk.compiler.trial import Question, Untried, difference
 from llmk.opcheck import accuracy, truth
 from llmk.registry.private.compilers import cache_folder
@@ -35,14 +35,14 @@ def is_view(node: Node) -> bool:
 
 
 def answer(
-    plain: Plain, found: Found, made: Sequence[Node], results: Sequence[Node], news: Sequence[Node]
+    pattern: RewritePattern, match: Match, made: Sequence[Node], results: Sequence[Node], news: Sequence[Node]
 ) -> str | None:
     """How what was made differs from what was found, None where it computes the same.
 
     Raises:
         Untried: That cannot be told.
     """
-    question = _question(plain, found, made, results, news)
+    question = _question(pattern, match, made, results, news)
     key = _key(question)
     if key not in _known:
         _known[key] = _from_file(key) or _tried(question, key)
@@ -88,27 +88,27 @@ def _file(key: str) -> Path | None:
 
 
 def _question(
-    plain: Plain, found: Found, made: Sequence[Node], results: Sequence[Node], news: Sequence[Node]
+    pattern: RewritePattern, match: Match, made: Sequence[Node], results: Sequence[Node], news: Sequence[Node]
 ) -> Question:
     order = {node: i for i, node in enumerate(made[0].graph.nodes)} if made else {}
-    matched = sorted(_with_what_lies_between(set(found.nodes), made), key=order.__getitem__)
+    matched = sorted(_with_what_lies_between(set(match.nodes), made), key=order.__getitem__)
     inputs = [*_inputs_of(matched), *(x for x in _inputs_of(made) if x not in set(matched))]
     inputs = [node for node in dict.fromkeys(inputs) if node not in set(made)]
     indices = {}
-    for name, (of, axis) in plain.indices.items():
-        if isinstance(node := found.values.get(name), Node):
-            indices[node] = found.values[of], axis
+    for name, (of, axis) in pattern.indices.items():
+        if isinstance(node := match.values.get(name), Node):
+            indices[node] = match.values[of], axis
     device = next((value_of(x).device.type for x in inputs if isinstance(value_of(x), Tensor)), "cpu")
     return Question(
-        plain=tuple(matched),
+        matched=tuple(matched),
         made=tuple(made),
         results=(tuple(results), tuple(news)),
         inputs=tuple(inputs),
         indices=indices,
-        ignored=found.values.get("ignore_index"),
+        ignored=match.values.get("ignore_index"),
         autocast=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
         default_dtype=torch.get_default_dtype(),
-        same=found.same,
+        same=match.same,
     )
 
 
@@ -142,7 +142,7 @@ def _key(question: Question) -> str:
             return f"[{', '.join(map(show, x))}]"
         return f"{type(x).__name__} {x}"
 
-    for node in (*question.inputs, *question.plain, *question.made):
+    for node in (*question.inputs, *question.matched, *question.made):
         numbers[node] = len(numbers)
         value = value_of(node)
         values = [_described(x) for x in (value if isinstance(value, tuple | list) else [value])]

@@ -152,7 +152,7 @@ def moe_experts_cost(
     resized=moe_experts_resized,
     workloads=moe_experts_workloads,
     cost=moe_experts_cost,
-    plain=EXPERTS,
+    patterns=EXPERTS,
     choices=(
         "the products are those of grouped_linear; the gathered tokens and the experts' outputs are not kept, which "
         "gathers the tokens and the outputs' gradients once more in the backward pass",

@@ -228,7 +228,7 @@ def cross_entropy_cost(input: Tensor, target: Tensor, **options: Any) -> Cost:
     resized=cross_entropy_resized,
     workloads=cross_entropy_workloads,
     cost=cross_entropy_cost,
-    plain=CROSS_ENTROPY,
+    patterns=CROSS_ENTROPY,
 )
 def cross_entropy(
     input: Tensor,

@@ -333,7 +333,7 @@ def kl_div_cost(input: Tensor, target: Tensor, *, reduction: str = "mean", log_t
     resized=kl_div_resized,
     workloads=kl_div_workloads,
     cost=kl_div_cost,
-    plain=KL_DIV,
+    patterns=KL_DIV,
 )
 def kl_div(input: Tensor, target: Tensor, *, reduction: str = "mean", log_target: bool = False) -> Tensor:
     """Kullback-Leibler divergence, as `torch.nn.functional.kl_div`, computed and summed in float32.

@@ -8,24 +8,24 @@ import torch
 from torch.fx import Node
 
 from llmk.compiler.patterns import (
+    Arg,
     Call,
     Cast,
-    Emit,
+    GraphBuilder,
     Input,
-    Left,
+    KeywordArg,
     Named,
+    NoMatch,
     Number,
     Pattern,
-    Plain,
-    Value,
-    Var,
+    RewritePattern,
     name_of,
     require_last_axis,
     value_of,
     widened,
 )
 
-SIGNS = ("rms_norm", "rsqrt", "linalg_vector_norm")
+ANCHOR_OPS = ("rms_norm", "rsqrt", "linalg_vector_norm")
 OTHERWISE = (
     "what is computed around it is no norm: x * rsqrt(mean(x * x, -1) + eps) of one x is found, as is F.rms_norm"
 )
@@ -65,13 +65,13 @@ def _over_root(x: Pattern, y: Pattern) -> Pattern:
 
 def _rms_norm(input: Pattern) -> Pattern:
     """By hand, with Gemma's weight that is stored minus one too, and `F.rms_norm`; with a weight or without."""
-    x, weight = Input(input), Input(Var("weight"))
+    x, weight = Input(input), Input(KeywordArg("weight"))
     scale = Cast(Call("add", weight, Number("offset"))) | weight
-    mean_square = Call("mean", _square(x), Value("dim"), True)
+    mean_square = Call("mean", _square(x), Arg("dim"), True)
     by_hand = _over_root(x, Call("add", mean_square, Number("eps")))
     given = Named("given", x)
-    normed = Cast(by_hand | Call("rms_norm", given, Value("normalized_shape"), None, Value("eps")))
-    whole = Call("rms_norm", given, Value("normalized_shape"), scale, Value("eps"))
+    normed = Cast(by_hand | Call("rms_norm", given, Arg("normalized_shape"), None, Arg("eps")))
+    whole = Call("rms_norm", given, Arg("normalized_shape"), scale, Arg("eps"))
     return Cast(Call("mul", normed, scale) | whole) | normed
 
 
@@ -87,63 +87,65 @@ def _options(values: Mapping[str, Any], input: Node) -> dict[str, Any]:
     """The keyword arguments of rms_norm.
 
     Raises:
-        Left: It is not over the last axis.
+        NoMatch: It is not over the last axis.
     """
     tensor = value_of(input)
     if "normalized_shape" in values:
         if len(values["normalized_shape"]) != 1:
-            raise Left(f"it is over {len(values['normalized_shape'])} axes, and the operator's over the last")
+            raise NoMatch(f"it is over {len(values['normalized_shape'])} axes, and the operator's over the last")
     else:
         require_last_axis(values["dim"], tensor)
     eps = values["eps"]
     if eps is None:
         eps = _own_eps(value_of(values["given"]).dtype)
         if torch.is_autocast_enabled(tensor.device.type) and eps != _own_eps(torch.float32):
-            raise Left("eps is that of a dtype, and autocast chooses the dtype")
+            raise NoMatch("eps is that of a dtype, and autocast chooses the dtype")
     return {"weight": values.get("weight"), "eps": eps, "offset": values.get("offset", 0.0)}
 
 
-def _build_rms_norm(emit: Emit, values: Mapping[str, Any]) -> Any:
-    options, wanted = _options(values, values["input"]), emit.wanted
-    input, transpose = widened(emit, values["input"], wanted.dtype), torch.ops.aten.transpose.int
+def _build_rms_norm(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
+    options, wanted = _options(values, values["input"]), builder.wanted
+    input, transpose = widened(builder, values["input"], wanted.dtype), torch.ops.aten.transpose.int
     # Heads that lie in memory after the tokens they are of stay so: rows are normalized in any order.
     turned = wanted.dim() > 2 and not wanted.is_contiguous() and wanted.transpose(-3, -2).is_contiguous()
     if turned:
-        input = emit(transpose, input, -3, -2)
-    normed = emit(torch.ops.llmk.rms_norm.default, input, **options)
-    return emit(transpose, normed, -3, -2) if turned else normed
+        input = builder(transpose, input, -3, -2)
+    normed = builder(torch.ops.llmk.rms_norm.default, input, **options)
+    return builder(transpose, normed, -3, -2) if turned else normed
 
 
-def _build_add_rms_norm(emit: Emit, values: Mapping[str, Any]) -> Any:
+def _build_add_rms_norm(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
     options = _options(values, values["input"])
-    return emit(torch.ops.llmk.add_rms_norm.default, values["input"], values["residual"], **options)
+    return builder(torch.ops.llmk.add_rms_norm.default, values["input"], values["residual"], **options)
 
 
-RMS_NORM = (Plain(results=(_rms_norm(Var("input")),), signs=SIGNS, why_left=_why_left, build=_build_rms_norm),)
+RMS_NORM = (
+    RewritePattern(
+        results=(_rms_norm(KeywordArg("input")),), anchor_ops=ANCHOR_OPS, why_left=_why_left, build=_build_rms_norm
+    ),
+)
 
-_total = Named("total", Call("add", Var("input"), Var("residual")))
-ADD_RMS_NORM = (Plain(results=(_rms_norm(_total), "total"), build=_build_add_rms_norm),)
+_total = Named("total", Call("add", KeywordArg("input"), KeywordArg("residual")))
+ADD_RMS_NORM = (RewritePattern(results=(_rms_norm(_total), "total"), build=_build_add_rms_norm),)
 
 
 def _layer_norm() -> Pattern:
-    x = Input(Var("input"))
-    centered = Call("sub", x, Call("mean", x, Value("dim"), True))
-    variance = Call("mean", _square(centered), Value("dim"), True)
+    x = Input(KeywordArg("input"))
+    centered = Call("sub", x, Call("mean", x, Arg("dim"), True))
+    variance = Call("mean", _square(centered), Arg("dim"), True)
     for options in ({"unbiased": False}, {"correction": 0}):
-        variance = variance | Call("var", x, Value("dim"), keepdim=True, **options)
+        variance = variance | Call("var", x, Arg("dim"), keepdim=True, **options)
     normed = Cast(_over_root(centered, Call("add", variance, Number("eps"))))
-    scaled = Cast(Call("mul", normed, Input(Var("weight"))))
-    shifted = Cast(Call("add", scaled | normed, Input(Var("bias"))))
-    whole = Call(
-        "layer_norm", x, Value("normalized_shape"), Value("weight"), Value("bias"), Value("eps"), Value("cudnn_enable")
-    )
+    scaled = Cast(Call("mul", normed, Input(KeywordArg("weight"))))
+    shifted = Cast(Call("add", scaled | normed, Input(KeywordArg("bias"))))
+    whole = Call("layer_norm", x, Arg("normalized_shape"), Arg("weight"), Arg("bias"), Arg("eps"), Arg("cudnn_enable"))
     return Cast(whole) | shifted | scaled | normed
 
 
-def _build_layer_norm(emit: Emit, values: Mapping[str, Any]) -> Any:
+def _build_layer_norm(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
     options = _options(values, values["input"])
-    input = widened(emit, values["input"], emit.wanted.dtype)
-    return emit(torch.ops.llmk.layer_norm.default, input, options["weight"], values.get("bias"), options["eps"])
+    input = widened(builder, values["input"], builder.wanted.dtype)
+    return builder(torch.ops.llmk.layer_norm.default, input, options["weight"], values.get("bias"), options["eps"])
 
 
-LAYER_NORM = (Plain(results=(_layer_norm(),), signs=("layer_norm",), build=_build_layer_norm),)
+LAYER_NORM = (RewritePattern(results=(_layer_norm(),), anchor_ops=("layer_norm",), build=_build_layer_norm),)

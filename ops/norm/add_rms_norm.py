@@ -178,7 +178,7 @@ def add_rms_norm_cost(
     resized=add_rms_norm_resized,
     workloads=add_rms_norm_workloads,
     cost=add_rms_norm_cost,
-    plain=ADD_RMS_NORM,
+    patterns=ADD_RMS_NORM,
     choices=norm.CHOICES,
 )
 def add_rms_norm(

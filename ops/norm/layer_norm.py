@@ -351,7 +351,7 @@ def layer_norm_cost(input: Tensor, weight: Tensor | None = None, bias: Tensor | 
     resized=layer_norm_resized,
     workloads=layer_norm_workloads,
     cost=layer_norm_cost,
-    plain=LAYER_NORM,
+    patterns=LAYER_NORM,
     choices=(
         "backward at 16,384 columns a pair of programs shares a row, and each reads the other's half from L2: x, dy"
         " and two gradients in float32 do not fit into one program's registers without spills. 1.38 times the "

@@ -8,14 +8,14 @@ import torch
 from torch.fx import Node
 
 from llmk.compiler.patterns import (
+    Arg,
     Call,
     Cast,
-    Emit,
+    GraphBuilder,
     Input,
+    KeywordArg,
     Pattern,
-    Plain,
-    Value,
-    Var,
+    RewritePattern,
     cast_of,
     name_of,
     range_of,
@@ -23,36 +23,36 @@ from llmk.compiler.patterns import (
     widened,
 )
 
-_gate, _up = Input(Var("gate")), Input(Var("up"))
+_gate, _up = Input(KeywordArg("gate")), Input(KeywordArg("up"))
 
 
 def _gated(activated: Pattern) -> Pattern:
     return Cast(Call("mul", Cast(activated), _up))
 
 
-def _packed(emit: Emit, gate: Node, up: Node) -> Node | None:
+def _packed(builder: GraphBuilder, gate: Node, up: Node) -> Node | None:
     """The tensor whose first half is the gate and whose second is up."""
     first, second = range_of(gate), range_of(up)
-    if first is None or second is None or not emit.are_same(first[0], second[0]):
+    if first is None or second is None or not builder.are_same(first[0], second[0]):
         return None
     width = value_of(first[0]).shape[-1]
     return first[0] if (first[1:], second[1:]) == ((0, width // 2), (width // 2, width)) else None
 
 
-def _build(emit: Emit, values: Mapping[str, Any], op: Callable[..., Any], **options: Any) -> Any:
-    packed = _packed(emit, values["gate"], values["up"])
+def _build(builder: GraphBuilder, values: Mapping[str, Any], op: Callable[..., Any], **options: Any) -> Any:
+    packed = _packed(builder, values["gate"], values["up"])
     if packed is not None:
-        return emit(op, widened(emit, packed, emit.wanted.dtype), **options)
-    gate, up = (widened(emit, values[name], emit.wanted.dtype) for name in ("gate", "up"))
-    return emit(op, gate, up, **options)
+        return builder(op, widened(builder, packed, builder.wanted.dtype), **options)
+    gate, up = (widened(builder, values[name], builder.wanted.dtype) for name in ("gate", "up"))
+    return builder(op, gate, up, **options)
 
 
-def _build_swiglu(emit: Emit, values: Mapping[str, Any]) -> Any:
-    return _build(emit, values, torch.ops.llmk.swiglu.default)
+def _build_swiglu(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
+    return _build(builder, values, torch.ops.llmk.swiglu.default)
 
 
-def _build_geglu(emit: Emit, values: Mapping[str, Any]) -> Any:
-    return _build(emit, values, torch.ops.llmk.geglu.default, approximate=values.get("approximate", "tanh"))
+def _build_geglu(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
+    return _build(builder, values, torch.ops.llmk.geglu.default, approximate=values.get("approximate", "tanh"))
 
 
 def _gelu_by_hand() -> Pattern:
@@ -74,21 +74,21 @@ def _why_left(node: Node) -> str:
 OTHERWISE = "what it multiplies is no gate's other half that swiglu or geglu know"
 
 SWIGLU = (
-    Plain(
+    RewritePattern(
         results=(_gated(Call("silu", _gate) | Call("mul", _gate, Call("sigmoid", _gate))),),
-        signs=("silu",),
+        anchor_ops=("silu",),
         why_left=_why_left,
         build=_build_swiglu,
     ),
 )
 GEGLU = (
-    Plain(
-        results=(_gated(Call("gelu", _gate, approximate=Value("approximate")) | _gelu_by_hand()),),
-        signs=("gelu",),
+    RewritePattern(
+        results=(_gated(Call("gelu", _gate, approximate=Arg("approximate")) | _gelu_by_hand()),),
+        anchor_ops=("gelu",),
         why_left=_why_left,
         build=_build_geglu,
     ),
 )
 
-_relu = Call("relu", Var("input"))
-RELU_SQUARED = (Plain(results=(Call("pow", _relu, 2) | Call("square", _relu) | Call("mul", _relu, _relu),)),)
+_relu = Call("relu", KeywordArg("input"))
+RELU_SQUARED = (RewritePattern(results=(Call("pow", _relu, 2) | Call("square", _relu) | Call("mul", _relu, _relu),)),)

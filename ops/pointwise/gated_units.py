@@ -276,7 +276,7 @@ GATED_UNIT_CHOICES = (
     resized=gated_unit_resized,
     workloads=gated_unit_workloads,
     cost=gated_unit_cost,
-    plain=SWIGLU,
+    patterns=SWIGLU,
     choices=GATED_UNIT_CHOICES,
 )
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
@@ -309,7 +309,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     resized=gated_unit_resized,
     workloads=gated_unit_workloads,
     cost=gated_unit_cost,
-    plain=GEGLU,
+    patterns=GEGLU,
     choices=GATED_UNIT_CHOICES,
 )
 def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:

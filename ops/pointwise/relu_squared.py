@@ -147,7 +147,7 @@ def relu_squared_cost(input: Tensor) -> Cost:
     resized=relu_squared_resized,
     workloads=relu_squared_workloads,
     cost=relu_squared_cost,
-    plain=RELU_SQUARED,
+    patterns=RELU_SQUARED,
 )
 def relu_squared(input: Tensor) -> Tensor:
     """The square of `torch.nn.functional.relu`, computed in float32 with one rounding.

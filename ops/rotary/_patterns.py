@@ -10,15 +10,15 @@ from llmk.compiler.patterns import (
     Call,
     Cast,
     Either,
-    Emit,
     EveryOther,
+    GraphBuilder,
     Half,
     Input,
-    Left,
+    KeywordArg,
+    NoMatch,
     Pattern,
-    Plain,
     Reshaped,
-    Var,
+    RewritePattern,
     With,
     arguments,
     cast_of,
@@ -30,14 +30,14 @@ from llmk.compiler.patterns import (
 )
 
 aten = torch.ops.aten
-_cos, _sin = Input(Var("cos")), Input(Var("sin"))
+_cos, _sin = Input(KeywordArg("cos")), Input(KeywordArg("sin"))
 _WIDE, _PAIRS = Either(-1, 3), Either(-1, 4)
 """The last axis of heads, which are all that is turned of four axes, and the one after it."""
 
 
 def _rotated(name: str) -> Pattern:
     """x * cos + rotate(x) * sin, where cos and sin have the width of x."""
-    x = Input(Var(name))
+    x = Input(KeywordArg(name))
     a, b = Half(x, second=False), Half(x, second=True)
     even, odd = EveryOther(x, odd=False), EveryOther(x, odd=True)
     halves = With("backwards", False, Call("cat", [Call("neg", b), a], _WIDE)) | With(
@@ -57,7 +57,7 @@ def _times(x: Pattern, angle: Pattern) -> Pattern:
 
 def _by_halves(name: str) -> Pattern:
     """The two halves of the result side by side, where cos and sin have the width of a half."""
-    x, found = Input(Var(name)), []
+    x, found = Input(KeywordArg(name)), []
     for of_pairs, part in ((False, Half), (True, EveryOther)):
         a, b = (Cast(part(x, second)) for second in (False, True))
         a_cos, a_sin, b_cos, b_sin = (Call("mul", y, angle) for y in (a, b) for angle in (_cos, _sin))
@@ -75,8 +75,8 @@ def _by_halves(name: str) -> Pattern:
 
 def _complex(name: str) -> Pattern:
     """Neighbours as complex numbers, times others of absolute value 1."""
-    x = Call("view_as_complex", Reshaped(Input(Var(name))))
-    return Cast(Reshaped(Call("view_as_real", Call("mul", x, Var("angles", lambda value: value.is_complex())))))
+    x = Call("view_as_complex", Reshaped(Input(KeywordArg(name))))
+    return Cast(Reshaped(Call("view_as_real", Call("mul", x, KeywordArg("angles", lambda value: value.is_complex())))))
 
 
 def _turned(name: str) -> Pattern:
@@ -86,79 +86,79 @@ def _turned(name: str) -> Pattern:
 
 def _partly(name: str) -> Pattern:
     """Any of these, of the first features, with the others after them."""
-    return Cast(Call("cat", [_turned(name), Input(Var(f"{name}_rest"))], _WIDE))
+    return Cast(Call("cat", [_turned(name), Input(KeywordArg(f"{name}_rest"))], _WIDE))
 
 
-def _whole(emit: Emit, values: Mapping[str, Any], name: str) -> Node:
+def _whole(builder: GraphBuilder, values: Mapping[str, Any], name: str) -> Node:
     """The heads that are turned, with the features that pass.
 
     Raises:
-        Left: What is turned and what passes are not one tensor.
+        NoMatch: What is turned and what passes are not one tensor.
     """
     x, rest = values[name], values.get(f"{name}_rest")
     if rest is not None and value_of(rest).shape[-1] != 0:
         turned, passed = range_of(x), range_of(rest)
-        if turned is None or passed is None or not emit.are_same(turned[0], passed[0]):
-            raise Left("what is turned and what passes are not parts of one tensor")
+        if turned is None or passed is None or not builder.are_same(turned[0], passed[0]):
+            raise NoMatch("what is turned and what passes are not parts of one tensor")
         x, first, last = turned
         if first != 0 or last != passed[1] or passed[2] != value_of(x).shape[-1]:
-            raise Left("what is turned are not the first features, or what passes not all the others")
+            raise NoMatch("what is turned are not the first features, or what passes not all the others")
     if values.get("of_pairs"):
         width = value_of(x).shape[-1]
-        x = emit(aten.cat.default, [emit(aten.slice.Tensor, x, -1, i, width, 2) for i in (0, 1)], -1)
+        x = builder(aten.cat.default, [builder(aten.slice.Tensor, x, -1, i, width, 2) for i in (0, 1)], -1)
     if value_of(x).dim() != 4:
-        raise Left(f"heads have {value_of(x).dim()} axes, and the operator's 4")
-    return widened(emit, x, emit.wanted.dtype)
+        raise NoMatch(f"heads have {value_of(x).dim()} axes, and the operator's 4")
+    return widened(builder, x, builder.wanted.dtype)
 
 
-def _cos_and_sin(emit: Emit, values: Mapping[str, Any]) -> tuple[Node, Node]:
+def _cos_and_sin(builder: GraphBuilder, values: Mapping[str, Any]) -> tuple[Node, Node]:
     """As wide as what they turn."""
     if "angles" in values:
-        parts = emit(aten.view_as_real.default, values["angles"])
-        cos, sin = (emit(aten.select.int, parts, -1, i) for i in (0, 1))
-        return tuple(emit(aten.repeat_interleave.self_int, x, 2, -1) for x in (cos, sin))  # type: ignore[return-value]
+        parts = builder(aten.view_as_real.default, values["angles"])
+        cos, sin = (builder(aten.select.int, parts, -1, i) for i in (0, 1))
+        return tuple(builder(aten.repeat_interleave.self_int, x, 2, -1) for x in (cos, sin))  # type: ignore[return-value]
     cos, sin = values["cos"], values["sin"]
     if values.get("backwards"):
-        sin = emit(aten.neg.default, sin)
+        sin = builder(aten.neg.default, sin)
     if "half_as_wide" in values and values.get("interleaved"):
-        cos, sin = (emit(aten.repeat_interleave.self_int, x, 2, -1) for x in (cos, sin))
+        cos, sin = (builder(aten.repeat_interleave.self_int, x, 2, -1) for x in (cos, sin))
     elif "half_as_wide" in values:
-        cos, sin = (emit(aten.cat.default, [x, x], -1) for x in (cos, sin))
+        cos, sin = (builder(aten.cat.default, [x, x], -1) for x in (cos, sin))
     return cos, sin
 
 
-def _of_tokens(emit: Emit, node: Node) -> tuple[Node, int]:
+def _of_tokens(builder: GraphBuilder, node: Node) -> tuple[Node, int]:
     """cos or sin as [1 or B, S, R], and the axis of heads among the four of what they turn.
 
     Raises:
-        Left: Heads have angles of their own.
+        NoMatch: Heads have angles of their own.
     """
     shape = value_of(node).shape
     if len(shape) == 2:
-        return emit(aten.unsqueeze.default, node, 0), 1
+        return builder(aten.unsqueeze.default, node, 0), 1
     if len(shape) == 3 and _is_one(shape[0]):
         return node, 1
     for axis in (1, 2):
         if len(shape) == 4 and _is_one(shape[axis]):
-            return emit(aten.select.int, node, axis, 0), axis
+            return builder(aten.select.int, node, axis, 0), axis
     if len(shape) == 3 and _is_one(shape[1]):
-        return emit(aten.transpose.int, node, 0, 1), 2
-    raise Left(f"angles of shape {tuple(shape)} are not the same for all heads")
+        return builder(aten.transpose.int, node, 0, 1), 2
+    raise NoMatch(f"angles of shape {tuple(shape)} are not the same for all heads")
 
 
 def _is_one(size: Any) -> bool:
     return isinstance(size, int) and size == 1
 
 
-def _build(emit: Emit, values: Mapping[str, Any]) -> Any:
-    k, q = (_whole(emit, values, name) for name in ("k", "q"))
-    cos, sin = _cos_and_sin(emit, values)
-    (cos, heads), (sin, _) = _of_tokens(emit, cos), _of_tokens(emit, sin)
+def _build(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
+    k, q = (_whole(builder, values, name) for name in ("k", "q"))
+    cos, sin = _cos_and_sin(builder, values)
+    (cos, heads), (sin, _) = _of_tokens(builder, cos), _of_tokens(builder, sin)
     if heads == 2:
-        k, q = (emit(aten.transpose.int, x, 1, 2) for x in (k, q))
+        k, q = (builder(aten.transpose.int, x, 1, 2) for x in (k, q))
     interleaved = values.get("interleaved", "angles" in values)
-    q, k = emit(torch.ops.llmk.rope.default, q, k, cos, sin, interleaved=interleaved)
-    return (k, q) if heads == 1 else tuple(emit(aten.transpose.int, x, 1, 2) for x in (k, q))
+    q, k = builder(torch.ops.llmk.rope.default, q, k, cos, sin, interleaved=interleaved)
+    return (k, q) if heads == 1 else tuple(builder(aten.transpose.int, x, 1, 2) for x in (k, q))
 
 
 def _why_left(node: Node) -> str:
@@ -206,10 +206,10 @@ IN_PLACE = (
     ".flatten(-2) of the two is found"
 )
 ROPE = (
-    Plain(results=(_partly("k"), _partly("q")), build=_build),
-    Plain(
+    RewritePattern(results=(_partly("k"), _partly("q")), build=_build),
+    RewritePattern(
         results=(_turned("k"), _turned("q")),
-        signs=("view_as_complex", "cat", "stack", "copy_"),
+        anchor_ops=("view_as_complex", "cat", "stack", "copy_"),
         why_left=_why_left,
         build=_build,
     ),

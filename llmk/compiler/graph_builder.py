@@ -9,18 +9,18 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from llmk.compiler.patterns import Left, value_of
-from llmk.compiler.rules import Rule
+from llmk.compiler.patterns import NoMatch, value_of
+from llmk.compiler.rules import RewriteRule
 from llmk.registry.private.compilers import statically_known_true
 from llmk.registry.private.operators import schema_of
 
 REFUSALS = (TypeError, ValueError, IndexError, NotImplementedError, RuntimeError)
 
 
-class Emit:
+class ReplacementBuilder:
     """Puts calls into the graph after a node, and asks of each what it gives."""
 
-    def __init__(self, rule: Rule, result: Node, after: Node, same: Callable[[Node], Node]) -> None:
+    def __init__(self, rule: RewriteRule, result: Node, after: Node, same: Callable[[Node], Node]) -> None:
         """For what the rule was found for, whose first result is `result`."""
         self.rule, self.last, self.same = rule, after, same
         self.result, self.wanted = result, value_of(result)
@@ -30,7 +30,7 @@ class Emit:
         """A node, or one for each result.
 
         Raises:
-            Left: The operator refuses these arguments.
+            NoMatch: The operator refuses these arguments.
         """
         if target is self.rule.overload:
             self._require_gradients(target, args, kwargs)
@@ -39,7 +39,7 @@ class Emit:
             try:
                 result = target(*values[0], **values[1])  # type: ignore[index]
             except REFUSALS as error:
-                raise Left(str(error).splitlines()[0]) from error
+                raise NoMatch(str(error).splitlines()[0]) from error
         node = self._put(target, args, kwargs, result)
         if isinstance(result, tuple | list):
             return tuple(self._put(operator.getitem, (node, i), {}, value) for i, value in enumerate(result))
@@ -63,7 +63,7 @@ class Emit:
         names = (argument.name for argument in schema_of(target).arguments)
         for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
             if name not in self.rule.differentiable and wants_gradient(value):
-                raise Left(f"{name} wants a gradient, which the operator does not give")
+                raise NoMatch(f"{name} wants a gradient, which the operator does not give")
 
     def as_before(self, old: Node, new: Node) -> Node:
         """The new node, which must have the old one's shape and dtype, in the old one's layout in memory."""
@@ -71,7 +71,7 @@ class Emit:
         if _same_layout(value_of(old), value_of(new)):
             return new
         if not value_of(old).is_contiguous():
-            raise Left("its result lies in memory otherwise than the operator's")
+            raise NoMatch("its result lies in memory otherwise than the operator's")
         return self(torch.ops.aten.clone.default, new, memory_format=torch.contiguous_format)
 
     def undo(self) -> None:
@@ -86,11 +86,11 @@ def wants_gradient(value: Any) -> bool:
 def _require_same(old: Tensor, new: Tensor) -> None:
     """That what is put there has the shape, dtype and device of what was there."""
     if old.dtype != new.dtype:
-        raise Left(f"its result is {_name(old.dtype)}, and the operator's {_name(new.dtype)}")
+        raise NoMatch(f"its result is {_name(old.dtype)}, and the operator's {_name(new.dtype)}")
     if old.dim() != new.dim() or not all(_equal(a, b) for a, b in zip(old.shape, new.shape, strict=True)):
-        raise Left(f"its result has shape {tuple(old.shape)}, and the operator's {tuple(new.shape)}")
+        raise NoMatch(f"its result has shape {tuple(old.shape)}, and the operator's {tuple(new.shape)}")
     if old.device != new.device:
-        raise Left(f"its result is on {old.device}, and the operator's on {new.device}")
+        raise NoMatch(f"its result is on {old.device}, and the operator's on {new.device}")
 
 
 def _same_layout(old: Tensor, new: Tensor) -> bool:
