@@ -158,8 +158,8 @@ def raises(*args: Any, **kwargs: Any) -> Any:
         (backend, "traced"),
         (backend, "replace_all"),
         (backend, "put_back"),
-        (backend, "stretches"),
-        (backend, "Elsewhere"),
+        (backend, "segments"),
+        (backend, "MutationsElsewhere"),
     ],
 )
 def test_what_raises_changes_nothing(monkeypatch: pytest.MonkeyPatch, holder: Any, name: str) -> None:
@@ -272,7 +272,7 @@ def test_large_sizes_are_tried_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 RULES = sorted(path for path in ROOT.glob("ops/**/*.py") if "compiler.patterns" in path.read_text())
-FOLLOWERS = [ROOT / "llmk" / "compiler" / name for name in ("attention.py", "positions.py")]
+FOLLOWERS = [ROOT / "llmk" / "compiler" / name for name in ("attention.py", "mask_propagation.py")]
 
 
 @pytest.mark.parametrize("path", [*RULES, *FOLLOWERS], ids=lambda path: str(path.relative_to(ROOT)))

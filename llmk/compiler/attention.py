@@ -1,7 +1,7 @@
-"""Attention that says with a tensor what its options say: that the future is hidden, that heads share keys and values.
+"""Attention whose tensors do what its options do: hide the future, and share keys and values between heads.
 
 A mask is a tensor of length times length, and keeps the fast kernels away; keys and values that are repeated for the
-heads that share them are kept for the backward pass as often. What replaces it is the same operator without either.
+heads that share them are saved for the backward pass as often. The replacement is the same operator without either.
 """
 
 import math
@@ -36,9 +36,9 @@ OVERLOAD = aten.scaled_dot_product_attention.default
 
 @dataclass(frozen=True)
 class Repeated(Pattern):
-    """Heads [B, KV * n, S, D], each of which is there n times in a row, before or after they come to the second axis.
+    """Heads [B, KV * n, S, D], each repeated n times in a row, before or after they are moved to the second axis.
 
-    What they are of is bound to `name`, and to `name_axis` the axis of its heads.
+    The tensor without the repeats is captured under `name`, and the axis of its heads under `name_axis`.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Repeated(Pattern):
 
 
 def repeated(node: Any, axis: int) -> tuple[list[Node], Node | None]:
-    """The nodes that repeat the entries of an axis of a tensor of four, and that tensor, if that is what they do."""
+    """Return the nodes that repeat the entries of an axis of a tensor with four, and the tensor or None."""
     if name_of(node) == "repeat_interleave":
         given = arguments(node, "self", "repeats", "dim", "output_size")
         if given is None or not isinstance(given.get("repeats"), int) or value_of(given["self"]).dim() != 4:
@@ -83,7 +83,7 @@ def repeated(node: Any, axis: int) -> tuple[list[Node], Node | None]:
 
 
 def through_whole_slices(node: Any, nodes: list[Node]) -> tuple[list[Node], Any]:
-    """What slices that leave everything are of."""
+    """Return the tensor below slices that take all of it, with these slices added to the nodes."""
     while name_of(node) == "slice":
         given = arguments(node, "self", "dim", "start", "end")
         if given is None or not equal(value_of(node).shape, value_of(given["self"]).shape):
@@ -97,10 +97,10 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def hides_the_future(mask: Node, query: Tensor, key: Tensor) -> bool:
-    """Return True if a mask hides all that comes after a token and nothing else: False if it hides nothing.
+    """Return True if a mask hides all tokens after each and nothing else, and False if it hides nothing.
 
     Raises:
-        NoMatch: It may hide anything else.
+        NoMatch: It may hide other tokens.
     """
     formula, shape = mask.meta.get("formula"), value_of(mask).shape
     if not isinstance(formula, Region):
@@ -124,7 +124,7 @@ def hides_the_future(mask: Node, query: Tensor, key: Tensor) -> bool:
 
 
 def hidden_outside(formula: Region, dtype: torch.dtype) -> Region | None:
-    """An additive mask with what hides outside."""
+    """Return the region of an additive mask with the number that hides outside, or None."""
     for number in (-math.inf, torch.finfo(dtype).min):
         region = formula.with_outside(number)
         if region is not None and region.inside == 0:
@@ -153,7 +153,7 @@ def as_heads(builder: GraphBuilder, values: Mapping[str, Any], name: str) -> Nod
 
 
 def may_share(query: Tensor, value: Tensor) -> bool:
-    """Return True if the flash kernels take these: the one for float32 on a GPU wants its heads repeated."""
+    """Return True if the flash kernels take shared heads: the one for float32 on a GPU wants them repeated."""
     narrow = query.dtype in (torch.float16, torch.bfloat16) or query.device.type == "cpu"
     width = query.shape[-1]
     return narrow and isinstance(width, int) and width <= 256 and same(width, value.shape[-1])

@@ -1,4 +1,4 @@
-"""Puts calls into a graph of ATen's operators, and holds what they give against what was there."""
+"""Puts calls into a graph of ATen's operators, and compares their results with those of the nodes they replace."""
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -18,16 +18,16 @@ REFUSALS = (TypeError, ValueError, IndexError, NotImplementedError, RuntimeError
 
 
 class ReplacementBuilder:
-    """Puts calls into the graph after a node, and asks of each what it gives."""
+    """Puts calls into the graph after a node, and runs each with the graph's fake tensors."""
 
     def __init__(self, rule: RewriteRule, result: Node, after: Node, same: Callable[[Node], Node]) -> None:
-        """For what the rule was found for, whose first result is `result`."""
+        """Begin after a node, for a match of the rule with the first result `result`."""
         self.rule, self.last, self.same = rule, after, same
         self.result, self.wanted = result, value_of(result)
         self.made: list[Node] = []
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        """A node, or one for each result.
+        """Put in a call, and return a node, or one for each result.
 
         Raises:
             NoMatch: The operator refuses these arguments.
@@ -66,7 +66,7 @@ class ReplacementBuilder:
                 raise NoMatch(f"{name} wants a gradient, which the operator does not give")
 
     def as_before(self, old: Node, new: Node) -> Node:
-        """The new node, which must have the old one's shape and dtype, in the old one's layout in memory."""
+        """Return the new node in the old one's layout in memory; it must have the old one's shape, dtype and device."""
         _require_same(value_of(old), value_of(new))
         if _same_layout(value_of(old), value_of(new)):
             return new
@@ -84,7 +84,7 @@ def wants_gradient(value: Any) -> bool:
 
 
 def _require_same(old: Tensor, new: Tensor) -> None:
-    """That what is put there has the shape, dtype and device of what was there."""
+    """Check that a result has the shape, dtype and device of the one that it replaces."""
     if old.dtype != new.dtype:
         raise NoMatch(f"its result is {_name(old.dtype)}, and the operator's {_name(new.dtype)}")
     if old.dim() != new.dim() or not all(_equal(a, b) for a, b in zip(old.shape, new.shape, strict=True)):

@@ -1,7 +1,7 @@
-"""Puts operators into a graph of ATen's in place of what computes the same. It knows none of them.
+"""Puts operators into a graph of ATen's in place of nodes that compute the same. It knows none of the operators.
 
-At every node, from the last to the first, each operator's patterns are tried, and the one that takes in most is put
-there. What replaces it must give the same shapes, dtypes and layout, which is asked of the operator itself.
+At every node, from the last to the first, each operator's patterns are tried, and the one that takes in most nodes is
+replaced. The replacement must give the same shapes, dtypes and layout, as the operator itself says.
 """
 
 from collections import Counter
@@ -12,7 +12,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from llmk.compiler.effects import equal_values, is_random, needed, storages, written
+from llmk.compiler.effects import equal_values, is_random, mutations, needed, storages
 from llmk.compiler.graph_builder import ReplacementBuilder
 from llmk.compiler.patterns import Match, NoMatch, cast_of, find, is_narrowing, name_of
 from llmk.compiler.report import Note, module_of, warn_once
@@ -23,7 +23,7 @@ from llmk.compiler.trials import answer, is_view
 
 @dataclass
 class Candidate:
-    """Where a rule was found, and the node of each of the operator's results."""
+    """A match of a rule that may be replaced, with the node of each of the operator's results."""
 
     rule: RewriteRule
     match: Match
@@ -40,20 +40,20 @@ class Candidate:
 def replace_all(
     gm: GraphModule,
     rules: Sequence[RewriteRule],
-    written_later: Collection[int] = (),
+    mutated_later: Collection[int] = (),
     droppable: Collection[Node] = (),
     verify: bool = True,
 ) -> list[Note]:
-    """Put operators where the rules find them, and say what was replaced and what was left.
+    """Put operators where the rules match, and return notes on what was replaced and what was left.
 
     Args:
         gm: A graph of ATen's operators.
-        rules: What to look for.
-        written_later: Storages that are written into after the graph has run.
-        droppable: What may be something else where it is returned, if an operator has something to stand in for it.
-        verify: Whether each replacement is tried first.
+        rules: The rules to try.
+        mutated_later: Storages that are written into after the graph has run.
+        droppable: Nodes that may be returned as another tensor, if an operator has one to stand in for them.
+        verify: Each replacement is tried first.
     """
-    return _Replacing(gm, rules, frozenset(written_later), frozenset(droppable), verify).run()
+    return _Replacing(gm, rules, frozenset(mutated_later), frozenset(droppable), verify).run()
 
 
 class _Replacing:
@@ -61,18 +61,18 @@ class _Replacing:
         self,
         gm: GraphModule,
         rules: Sequence[RewriteRule],
-        written_later: frozenset[int],
+        mutated_later: frozenset[int],
         droppable: frozenset[Node],
         verify: bool,
     ) -> None:
         self.verify = verify
-        self.graph, self.rules, self.written_later, self.droppable = gm.graph, rules, written_later, droppable
+        self.graph, self.rules, self.mutated_later, self.droppable = gm.graph, rules, mutated_later, droppable
         self.erased: set[Node] = set()
         self.reasons: dict[tuple[str, Node], str] = {}
         self.refused: list[tuple[Candidate, str]] = []
         self.notes: list[Note] = []
-        self.written, self.needed = written(self.graph), needed(self.graph)
-        self.same = equal_values(self.graph, {*self.written, *written_later})
+        self.mutations, self.needed = mutations(self.graph), needed(self.graph)
+        self.same = equal_values(self.graph, {*self.mutations, *mutated_later})
 
     def run(self) -> list[Note]:
         for node in reversed(list(self.graph.nodes)):
@@ -137,7 +137,7 @@ class _Replacing:
         returned = self._require_alone(candidate)
         last = self._place_for(candidate)
         self._require_order_of_draws(candidate, last)
-        self._require_unwritten(candidate, last)
+        self._require_unmutated(candidate, last)
         readers = [user for result in candidate.results for user in result.users if user not in candidate.match.nodes]
         if any(user <= last for user in readers):
             raise NoMatch("one of its results is read before all that it takes is there")
@@ -163,7 +163,7 @@ class _Replacing:
         except NoMatch:
             builder.undo()
             raise
-        except Exception as error:  # and so does a fault of what it puts in
+        except Exception as error:  # a fault of the replacement costs the match too
             builder.undo()
             raise NoMatch(_raised(candidate.rule, error)) from error
         for node, stand_in in zip(returned, stand_ins, strict=True):
@@ -179,7 +179,7 @@ class _Replacing:
         self._erase_unread(candidate)
 
     def _require_own_memory(self, candidate: Candidate, news: list[Node]) -> None:
-        """That a result shares memory with another one, or with what is taken, only where it did before."""
+        """Check that a result shares memory with another result or an input only where it did before."""
         for i, (old, new) in enumerate(zip(candidate.results, news, strict=True)):
             if self._leaves_by_another_way(old):
                 raise NoMatch("its result shares memory with something else that is returned")
@@ -189,7 +189,7 @@ class _Replacing:
                     raise NoMatch("its result would share memory that the operator's does not share")
 
     def _leaves_by_another_way(self, result: Node) -> bool:
-        """Return True if a result's memory is returned, seen through the result and through what is no view of it."""
+        """Return True if a result's memory is returned through the result and through a node that is no view of it."""
         returned = {
             node for node in self.graph.output_node().all_input_nodes if not storages(node).isdisjoint(storages(result))
         }
@@ -202,10 +202,10 @@ class _Replacing:
         return not returned <= through and not returned.isdisjoint(through)
 
     def _tried(self, candidate: Candidate, builder: ReplacementBuilder, news: list[Node]) -> str:
-        """Why it could not be tried whether what was made computes the same, in words for the report.
+        """Try if the replacement computes the same, and return the reason if it could not be tried.
 
         Raises:
-            NoMatch: It does not.
+            NoMatch: It computes something else.
         """
         if not self.verify:
             return "verify=False"
@@ -218,7 +218,7 @@ class _Replacing:
         return ""
 
     def _place_for(self, candidate: Candidate) -> Node:
-        """The node after which the operator stands: its first result, or later what it takes or draws."""
+        """Return the node after which the operator stands: its first result, or a later input or random draw."""
         random = [node for node in candidate.match.nodes if is_random(node)]
         last = max([*candidate.inputs, *random, min(candidate.results)])
         while last.next.op == "placeholder":
@@ -226,7 +226,7 @@ class _Replacing:
         return last
 
     def _require_order_of_draws(self, candidate: Candidate, last: Node) -> None:
-        """Refuse a match of which a random number is drawn before one that something else draws, and then after it."""
+        """Check that no other node draws random numbers between those of the match and the operator."""
         inner = set(candidate.match.nodes)
         drawn = [node for node in inner if is_random(node)]
         others = (node for node in self.graph.nodes if is_random(node) and node not in inner)
@@ -234,7 +234,7 @@ class _Replacing:
             raise NoMatch("something else draws random numbers in its midst")
 
     def _require_alone(self, candidate: Candidate) -> list[Node]:
-        """That nobody else reads or changes what is computed on the way: besides what is returned and need not be."""
+        """Check that nobody else reads the nodes on the way, and return those that are returned and need not be."""
         inner, returned = set(candidate.match.nodes), []
         may_drop = candidate.rule.pattern.stand_in is not None and candidate.results[0].meta.get("needs_grad", False)
         read: dict[Node, Node] = {}  # nodes that stay, and who reads them
@@ -252,20 +252,20 @@ class _Replacing:
                     raise NoMatch(f"{name_of(node)} on the way is {how} too{hint}")
         return returned
 
-    def _require_unwritten(self, candidate: Candidate, last: Node) -> None:
-        """That memory is the same when it is read where the match reads it, after `last` and in the backward pass."""
+    def _require_unmutated(self, candidate: Candidate, last: Node) -> None:
+        """Check that memory holds the same where the match reads it, after `last` and in the backward pass."""
         inner = set(candidate.match.nodes)
         taken = set[int]().union(*map(storages, candidate.inputs))
         touched = taken.union(*map(storages, inner))
-        if candidate.results[0].meta.get("needs_grad", False) and not touched.isdisjoint(self.written_later):
+        if candidate.results[0].meta.get("needs_grad", False) and not touched.isdisjoint(self.mutated_later):
             raise NoMatch("something that it reads is written in place later")
-        for storage in self.written.keys() & touched:
+        for storage in self.mutations.keys() & touched:
             sharing = [node for node in self.graph.nodes if storage in storages(node)]
             readers = [node for node in inner if not {node, *node.all_input_nodes}.isdisjoint(sharing)]
-            # What no node reads any more may still be read in the backward pass, of what a reader saved for it.
+            # Memory that no node reads any more may be read in the backward pass, if a reader has saved it.
             read_later = storage in taken or any(node.meta.get("needs_grad", False) for node in readers)
-            writers = [node for node in self.written[storage] if read_later or node in self.needed]
-            if inner.issuperset([*sharing, *writers]):  # nobody else has it: what was there before is not read after
+            writers = [node for node in self.mutations[storage] if read_later or node in self.needed]
+            if inner.issuperset([*sharing, *writers]):  # nobody else has it: no old value is read after a write
                 fine = not any(node < writer < user for writer in writers for node in sharing for user in node.users)
             else:
                 fine = all(writer <= last and writer < reader for writer in writers for reader in readers)
@@ -273,7 +273,7 @@ class _Replacing:
                 raise NoMatch("something that it reads is written in place")
 
     def _erase_unread(self, candidate: Candidate) -> None:
-        """The nodes that were replaced, and nothing else: what is dead besides them is Inductor's to find."""
+        """Erase the nodes that were replaced and nothing else: other dead nodes are for Inductor to find."""
         for node in sorted(set(candidate.match.nodes), reverse=True):
             if not node.users and node.op == "call_function":
                 self.graph.erase_node(node)
@@ -304,11 +304,11 @@ def _raised(rule: RewriteRule, error: Exception) -> str:
 
 
 def main_module(candidate: Candidate) -> str:
-    """The module that most of the computation is in."""
+    """Return the module that most of the computation is in."""
     modules = Counter(map(module_of, candidate.match.nodes))
     return max(modules, key=lambda path: (modules[path], -len(path)))
 
 
 def is_cheap(node: Node) -> bool:
-    """Return True if it costs nothing to have besides: a view, a cast, a part of a tuple."""
+    """Return True if it costs nothing to compute the node twice: a view, a cast, an item of a tuple."""
     return cast_of(node) is not None or is_view(node)

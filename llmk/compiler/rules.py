@@ -1,4 +1,4 @@
-"""What the backend looks for: an operator, and a computation in plain PyTorch that it replaces."""
+"""The rules of the backend: an operator, and a computation in plain PyTorch that it replaces."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class RewriteRule:
     """An operator, and one way to write it in plain PyTorch.
 
     Attributes:
-        name: What the report and the options call it.
+        name: The operator's name in the report and the options.
         overload: The operator.
         differentiable: The names of its arguments that get gradients.
         pattern: The computation that it replaces, and how.
@@ -27,7 +27,7 @@ class RewriteRule:
 
 
 def all_rules() -> list[RewriteRule]:
-    """Those that llmk's operators bring, and those of attention, which is PyTorch's own."""
+    """Return the rules of llmk's operators, and those of attention, which is PyTorch's own operator."""
     found = [
         RewriteRule(name, op.overload, op.differentiable, pattern)
         for name, op in OPS.items()
@@ -42,9 +42,11 @@ def rule_names() -> list[str]:
 
 
 def chosen(only: Collection[str] | None, without: Collection[str] | None) -> frozenset[str]:
-    """
+    """Return the names of the rules to try.
+
     Raises:
-        ValueError: A name is not of something that the backend finds.
+        ValueError: A name is none of a rule's.
+        TypeError: `only` or `without` is a string.
     """
     known = rule_names()
     for argument, names in (("only", only), ("without", without)):

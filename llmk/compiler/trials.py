@@ -1,4 +1,4 @@
-"""What is asked of a replacement before it is used, and the answers that are known already.
+"""Asks if a replacement computes the same as the nodes it was matched with, and keeps the answers.
 
 An answer depends on the two computations, their dtypes and small sizes alone. It is found once a process, and kept in a
 file beside Inductor's cache for others, under a key that changes with llmk's and PyTorch's own code.
@@ -27,7 +27,7 @@ VIEWS = frozenset({
     "chunk", "split", "split_with_sizes", "unbind", "flatten", "unflatten", "narrow",
 })  # fmt: skip
 _known: dict[str, tuple[str, str]] = {}
-"""By the key of a question: how the two differ, and why that could not be told; both empty where they are the same."""
+"""By the key of a question: the difference, and the reason for which it could not be tried; both may be empty."""
 
 
 def is_view(node: Node) -> bool:
@@ -37,10 +37,10 @@ def is_view(node: Node) -> bool:
 def answer(
     pattern: RewritePattern, match: Match, made: Sequence[Node], results: Sequence[Node], news: Sequence[Node]
 ) -> str | None:
-    """How what was made differs from what was found, None where it computes the same.
+    """Return how the replacement differs from the matched nodes; None where it computes the same.
 
     Raises:
-        Untried: That cannot be told.
+        Untried: They cannot be run with small inputs.
     """
     question = _question(pattern, match, made, results, news)
     key = _key(question)
@@ -63,7 +63,7 @@ def _tried(question: Question, key: str) -> tuple[str, str]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all, as other processes read it; a disk that takes no files only costs another trial."""
+    """Write a file whole or not at all, as other processes read it; a full disk only costs another trial."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}")
@@ -118,7 +118,7 @@ def _inputs_of(nodes: Collection[Node]) -> list[Node]:
 
 
 def _with_what_lies_between(matched: set[Node], made: Sequence[Node]) -> set[Node]:
-    """With views and casts that lead from what only the operator takes to what was matched, such as packed halves."""
+    """Add the views and casts that lead from the operator's own inputs to the match, as for packed halves."""
     taken = set(_inputs_of(made)) - matched
     for node in list(_inputs_of(matched)):
         way: list[Node] = []
@@ -131,7 +131,7 @@ def _with_what_lies_between(matched: set[Node], made: Sequence[Node]) -> set[Nod
 
 
 def _key(question: Question) -> str:
-    """A hash of everything that the answer depends on."""
+    """Return a hash of everything that the answer depends on."""
     numbers: dict[Node, int] = {}
     lines: list[str] = []
 
@@ -157,7 +157,7 @@ def _key(question: Question) -> str:
 
 @functools.cache
 def _own_code() -> str:
-    """A hash of what tries and what judges; that of operators and patterns is in the key of PyTorch's own caches."""
+    """Return a hash of the code that tries and judges; operators are in the key of PyTorch's own caches."""
     digest = hashlib.sha256()
     for path in [*sorted(Path(__file__).parent.glob("*.py")), Path(accuracy.__file__), Path(truth.__file__)]:
         digest.update(path.read_bytes())
@@ -171,5 +171,5 @@ def _described(value: Any) -> str:
 
 
 def _mask_of(node: Node) -> str:
-    """How a mask was made, if its formula is known: then the trial computes it."""
+    """Return the formula of a mask, if it is known: then the trial computes the mask."""
     return str(node.meta["formula"]) if "made" in node.meta else ""
