@@ -45,9 +45,9 @@ class Repeated(Pattern):
 
     def find(self, value: Any, match: Match) -> Iterator[Match]:
         axis = 1
-        turned = arguments(value, "self", "dim0", "dim1") if name_of(value) == "transpose" else None
-        if turned is not None and {turned["dim0"] % 4, turned["dim1"] % 4} == {1, 2}:
-            match, value, axis = match.with_node(value), turned["self"], 2
+        transposed = arguments(value, "self", "dim0", "dim1") if name_of(value) == "transpose" else None
+        if transposed is not None and {transposed["dim0"] % 4, transposed["dim1"] % 4} == {1, 2}:
+            match, value, axis = match.with_node(value), transposed["self"], 2
         nodes, source = repeated(value, axis)
         if source is not None:
             for node in nodes:

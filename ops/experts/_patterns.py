@@ -1,11 +1,11 @@
-"""How experts are written in plain PyTorch by grouped products, as transformers has written them since its version 5.
+"""Patterns of experts in plain PyTorch by grouped products, as transformers has written them since its version 5.
 
 The N = T * K pairs of a token and one of its experts, numbered token by token, are sorted by expert: `perm` has the
 number of the pair that is at each place. Row by row stand the token, the products up to `offsets`, which say where each
 expert's rows end, and the routing weight; then the rows go back by the inverse of `perm` and are added up, K by K.
 
-What masks the rows of pairs with no expert, and keeps the indices of such rows among the experts, may be there: to
-`moe_experts` they are none as well.
+Masks of rows whose pair has no expert, and clamps of the indices of such rows, may be there: `moe_experts` gives these
+pairs no expert either.
 """
 
 from collections.abc import Iterator, Mapping
@@ -41,12 +41,12 @@ from llmk.compiler.patterns import (
 PRODUCTS = "_grouped_mm", "transformers::grouped_mm_fallback"
 WHOLE = torch.int32, torch.int64
 EXACT = *WHOLE, torch.float32, torch.float64
-"""What the numbers of experts, and how many rows they have, are turned into."""
+"""Dtypes that hold the numbers of experts and of their rows."""
 
 
 @dataclass(frozen=True)
 class _Result(Pattern):
-    """One of the results of what the pattern finds."""
+    """One of the results of the pattern."""
 
     index: int
     pattern: Pattern
@@ -74,7 +74,7 @@ class _Whole(Pattern):
 
 @dataclass(frozen=True)
 class _Then(Pattern):
-    """The pattern, and another where that has found `name`."""
+    """The pattern, and another pattern at the node that it captured under `name`."""
 
     pattern: Pattern
     name: str
@@ -93,13 +93,13 @@ class _Matrices(Pattern):
 
     def find(self, value: Any, match: Match) -> Iterator[Match]:
         given = (arguments(value, "self", "dim0", "dim1") if name_of(value) == "transpose" else None) or {}
-        turned = bool(given) and {given["dim0"] % 3, given["dim1"] % 3} == {1, 2}
-        for inner in match.with_node(value).bind("transposed", False) if turned else match.bind("transposed", True):
-            yield from find(KeywordArg(self.name), given["self"] if turned else value, inner)
+        transposed = bool(given) and {given["dim0"] % 3, given["dim1"] % 3} == {1, 2}
+        for inner in match.with_node(value).bind("transposed", False) if transposed else match.bind("transposed", True):
+            yield from find(KeywordArg(self.name), given["self"] if transposed else value, inner)
 
 
 def _counts(node: Any) -> bool:
-    """Return True if it is 0, 1, 2, ..."""
+    """Return True if the node is 0, 1, 2, ..."""
     if name_of(node) != "arange" or value_of(node).dtype not in WHOLE:
         return False
     given = arguments(node, "start", "end", "step", "dtype", "layout", "device", "pin_memory")
@@ -111,7 +111,7 @@ def _same_shape(a: Any, b: Any) -> bool:
 
 
 class _TokenOfPair(Pattern):
-    """The token of each pair, [N], by repeating each K times."""
+    """The token of each pair, [N], by repeating each token K times."""
 
     def find(self, value: Any, match: Match) -> Iterator[Match]:
         for inner in find(Reshaped(Named("tokens", Call("expand", KeywordArg("token"), Arg("sizes")))), value, match):
@@ -124,7 +124,7 @@ class _TokenOfPair(Pattern):
 
 
 class _Inverse(Pattern):
-    """Where each pair went: the inverse of `perm`, by sorting it, or by putting there where each came from."""
+    """The inverse of `perm`, by sorting it, or by putting 0, 1, 2, ... at its indices."""
 
     def find(self, value: Any, match: Match) -> Iterator[Match]:
         yield from find(_order(PERM, "stable_back"), value, match)

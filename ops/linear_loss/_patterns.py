@@ -35,7 +35,7 @@ aten = torch.ops.aten
 
 
 class _Rows(Pattern):
-    """The pattern, or its rows: what keeps the last axis and chooses or arranges what is before it."""
+    """The pattern, or some of its rows in any arrangement, by views and slices that keep the last axis."""
 
     def __init__(self, pattern: Any) -> None:
         self.pattern = pattern
@@ -48,7 +48,7 @@ class _Rows(Pattern):
 
 
 def _rows_before(node: Any) -> Node | None:
-    """The tensor whose rows a node chooses or arranges, and whose last axis it keeps."""
+    """Return the tensor whose rows a node chooses or arranges, if it keeps the last axis."""
     if name_of(node) in ("contiguous", "alias"):
         return cast_of(node)
     if name_of(node) == "unflatten":
@@ -64,7 +64,7 @@ def _rows_before(node: Any) -> Node | None:
 
 
 class _Scaled(Pattern):
-    """The pattern, or it times a number, or divided by one: `scale` is their product."""
+    """The pattern, perhaps times a number or divided by one: `scale` is the product of these."""
 
     def __init__(self, pattern: Any) -> None:
         self.pattern = pattern
@@ -81,13 +81,13 @@ class _Scaled(Pattern):
 
 
 def _logits() -> Pattern:
-    """A product with its bias, and what may be done to it on the way."""
+    """Match a product with its bias, then casts, scales, caps and views of rows."""
     x, weight = KeywordArg("input"), KeywordArg("linear_weight")
     product = Call("linear", x, weight, None)
-    turned = Call("t", weight) | Call("numpy_T", weight)
+    transposed = Call("t", weight) | Call("numpy_T", weight)
     for axes in ((0, 1), (1, 0), (-1, -2), (-2, -1), (0, -1), (-1, 0), (1, -2), (-2, 1)):
-        turned = turned | Call("transpose", weight, *axes)
-    product = product | Call("matmul", x, turned)
+        transposed = transposed | Call("transpose", weight, *axes)
+    product = product | Call("matmul", x, transposed)
     linear = (
         product | Call("linear", x, weight, KeywordArg("linear_bias")) | Call("add", product, KeywordArg("linear_bias"))
     )
@@ -111,10 +111,10 @@ def _rows_of(builder: GraphBuilder, x: Node, rows: tuple[Node, ...]) -> Node:
 
 
 def _bias(builder: GraphBuilder, values: Mapping[str, Any]) -> Node | None:
-    """The bias as [V], if there is one.
+    """Return the bias as [V], if there is one.
 
     Raises:
-        NoMatch: What is added to the logits is not the same for all rows.
+        NoMatch: The bias is not the same for all rows.
     """
     bias = values.get("linear_bias")
     if bias is None or value_of(bias).dim() == 1:
@@ -146,7 +146,7 @@ def _build(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
 
 
 def _no_width(builder: GraphBuilder, values: Mapping[str, Any], logits: Node) -> Node:
-    """A tensor like the logits, but of no classes."""
+    """Return a tensor like the logits, but of no classes."""
     x = values["input"]
     if value_of(x).dim() != value_of(logits).dim():
         raise NoMatch(f"{name_of(logits)} on the way is returned in another shape")
@@ -171,7 +171,7 @@ FUSED_LINEAR_CE = (
 
 
 def _log_probabilities() -> Pattern:
-    """The entries of `F.log_softmax` at some classes, or the logits there less their `logsumexp`."""
+    """Match the entries of `F.log_softmax` at some classes, or the logits there less their `logsumexp`."""
     index, dim = Arg("index"), Arg("dim")
     whole = Call("gather", Cast(Call("log_softmax", _logits(), dim, dtype=Arg("dtype"))), Arg("axis"), index)
     chosen = Call("gather", Named("logits", _logits()), Arg("axis"), index)
@@ -181,7 +181,7 @@ def _log_probabilities() -> Pattern:
 
 
 def _why_logprobs_left(node: Node) -> str:
-    """Why log-probabilities of some classes were left: a choice of something else is not meant."""
+    """Return the reason for which log-probabilities were left, if the chosen entries are log-probabilities."""
     source = all_arguments(node)["self"]
     while (before := cast_of(source)) is not None:
         source = before
@@ -190,7 +190,7 @@ def _why_logprobs_left(node: Node) -> str:
 
 
 NO_CLASS = -(2**31)
-"""`gather` has no target to ignore."""
+"""An index that no class has: `gather` has no target to ignore."""
 
 
 def _build_logprobs(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:

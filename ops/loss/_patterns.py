@@ -1,4 +1,4 @@
-"""How losses of predictions are written in plain PyTorch."""
+"""Patterns of plain PyTorch that losses of predictions replace."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -34,7 +34,7 @@ def _build_kl_div(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
 
 
 def _divergence_by_hand() -> Pattern:
-    """Sums and means of p (log p - x), where p is known by its logarithm."""
+    """Match sums and means of p (log p - x), where log p is there or made by a softmax."""
     x, scores, axis = KeywordArg("input"), KeywordArg("scores"), Arg("axis")
     of_logarithms = Call("mul", Call("exp", KeywordArg("target")), Call("sub", KeywordArg("target"), x))
     of_scores = Call("mul", Call("softmax", scores, axis), Call("sub", Call("log_softmax", scores, axis), x))

@@ -1,4 +1,4 @@
-"""How cross entropy is written in plain PyTorch, of whatever its logits are."""
+"""Patterns of cross entropy in plain PyTorch, for any pattern of its logits."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,17 +8,17 @@ import torch
 from llmk.compiler.patterns import Arg, Call, Cast, NoMatch, Number, Pattern, value_of
 
 REDUCTIONS = ("none", "mean", "sum")
-"""By the numbers that ATen has for them."""
+"""Reductions by their numbers in ATen."""
 
 
 def capped(x: Any) -> Pattern:
-    """The pattern, or `softcap * tanh(x / softcap)` of it."""
+    """Match the pattern, or `softcap * tanh(x / softcap)` of it."""
     cap = Number("softcap")
     return Cast(Call("mul", Cast(Call("tanh", Cast(Call("div", Cast(x), cap)))), cap)) | Cast(x)
 
 
 def cross_entropy_of(logits: Any) -> Pattern:
-    """`F.cross_entropy`, or `F.nll_loss` of `F.log_softmax`."""
+    """Match `F.cross_entropy`, or `F.nll_loss` of `F.log_softmax`."""
     options = Arg("target"), Arg("weight"), Arg("reduction"), Arg("ignore_index")
     logprobs = Call("log_softmax", logits, Arg("dim"), dtype=Arg("dtype"))
     return (
@@ -29,7 +29,7 @@ def cross_entropy_of(logits: Any) -> Pattern:
 
 
 def loss_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What the operators' keywords are.
+    """Return the keyword arguments of the operators.
 
     Raises:
         NoMatch: The target is no class for each row, or the softmax is not over classes, or in float64, or the cap is
@@ -54,7 +54,7 @@ def loss_options(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def softcap_of(values: Mapping[str, Any]) -> float:
-    """The cap on logits, 0 for none.
+    """Return the cap on logits, 0 for none.
 
     Raises:
         NoMatch: It is 0 or less, where PyTorch divides by it all the same.

@@ -1,4 +1,4 @@
-"""How normalizations are written in plain PyTorch."""
+"""Patterns of plain PyTorch that normalizations replace."""
 
 import functools
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ LENGTHS = (
 
 
 def _why_left(node: Node) -> str:
-    """Why a norm was left: vectors that are divided by their lengths are meant where something multiplies them then."""
+    """Return the reason for which a norm was left. A division by lengths is one only where its result is multiplied."""
     if name_of(node) != "linalg_vector_norm":
         return OTHERWISE
     divided = [
@@ -57,14 +57,14 @@ def _square(x: Pattern) -> Pattern:
 
 
 def _over_root(x: Pattern, y: Pattern) -> Pattern:
-    """x / sqrt(y)."""
+    """Match x / sqrt(y)."""
     root = Call("sqrt", y) | Call("pow", y, 0.5)
     inverse = Call("rsqrt", y) | Call("pow", y, -0.5) | Call("reciprocal", root)
     return Call("mul", x, Cast(inverse)) | Call("div", x, Cast(root))
 
 
 def _rms_norm(input: Pattern) -> Pattern:
-    """By hand, with Gemma's weight that is stored minus one too, and `F.rms_norm`; with a weight or without."""
+    """Match `F.rms_norm` and norms by hand, with a weight, without, or with Gemma's, which is stored minus one."""
     x, weight = Input(input), Input(KeywordArg("weight"))
     scale = Cast(Call("add", weight, Number("offset"))) | weight
     mean_square = Call("mean", _square(x), Arg("dim"), True)
@@ -77,14 +77,14 @@ def _rms_norm(input: Pattern) -> Pattern:
 
 @functools.cache
 def _own_eps(dtype: torch.dtype) -> float:
-    """What `F.rms_norm` adds where it is given no eps: asked, as releases differ in whose eps it is in 16 bits."""
+    """Return the eps of `F.rms_norm` without one, measured: in 16 bits releases differ in the dtype whose eps it is."""
     small = torch.full((1,), 2.0**-16, dtype=dtype, device="cpu")
     grown = float(torch.rms_norm(small, (1,)) / small)  # 1 / sqrt(eps) nearly
     return min((torch.finfo(d).eps for d in (dtype, torch.float32)), key=lambda eps: abs(eps**-0.5 - grown))
 
 
 def _options(values: Mapping[str, Any], input: Node) -> dict[str, Any]:
-    """The keyword arguments of rms_norm.
+    """Return the keyword arguments of rms_norm.
 
     Raises:
         NoMatch: It is not over the last axis.
@@ -106,12 +106,12 @@ def _options(values: Mapping[str, Any], input: Node) -> dict[str, Any]:
 def _build_rms_norm(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
     options, wanted = _options(values, values["input"]), builder.wanted
     input, transpose = widened(builder, values["input"], wanted.dtype), torch.ops.aten.transpose.int
-    # Heads that lie in memory after the tokens they are of stay so: rows are normalized in any order.
-    turned = wanted.dim() > 2 and not wanted.is_contiguous() and wanted.transpose(-3, -2).is_contiguous()
-    if turned:
+    # Heads whose memory is ordered by tokens keep that layout: rows are normalized in any order.
+    transposed = wanted.dim() > 2 and not wanted.is_contiguous() and wanted.transpose(-3, -2).is_contiguous()
+    if transposed:
         input = builder(transpose, input, -3, -2)
     normed = builder(torch.ops.llmk.rms_norm.default, input, **options)
-    return builder(transpose, normed, -3, -2) if turned else normed
+    return builder(transpose, normed, -3, -2) if transposed else normed
 
 
 def _build_add_rms_norm(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""How pointwise operators are written in plain PyTorch."""
+"""Patterns of plain PyTorch that pointwise operators replace."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ def _gated(activated: Pattern) -> Pattern:
 
 
 def _packed(builder: GraphBuilder, gate: Node, up: Node) -> Node | None:
-    """The tensor whose first half is the gate and whose second is up."""
+    """Return the tensor whose first half is the gate and whose second half is up, if there is one."""
     first, second = range_of(gate), range_of(up)
     if first is None or second is None or not builder.are_same(first[0], second[0]):
         return None
@@ -56,14 +56,14 @@ def _build_geglu(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
 
 
 def _gelu_by_hand() -> Pattern:
-    """0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
+    """Match 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
     cube = Call("pow", _gate, 3) | Call("mul", Call("mul", _gate, _gate), _gate)
     inner = Call("mul", Call("add", _gate, Call("mul", cube, 0.044715)), math.sqrt(2 / math.pi))
     return Call("mul", Call("mul", _gate, 0.5), Call("add", Call("tanh", inner), 1))
 
 
 def _why_left(node: Node) -> str:
-    """Why a gated unit was left, if another tensor is multiplied by what an activation gives."""
+    """Return the reason for which a gated unit was left, if an activation is multiplied by another tensor."""
     users = [user for user in node.users if cast_of(user) is None] + [
         further for user in node.users if cast_of(user) is not None for further in user.users
     ]

@@ -1,4 +1,4 @@
-"""How rotary position embeddings are written in plain PyTorch."""
+"""Patterns of plain PyTorch that rotary position embeddings replace."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -32,11 +32,11 @@ from llmk.compiler.patterns import (
 aten = torch.ops.aten
 _cos, _sin = Input(KeywordArg("cos")), Input(KeywordArg("sin"))
 _WIDE, _PAIRS = Either(-1, 3), Either(-1, 4)
-"""The last axis of heads, which are all that is turned of four axes, and the one after it."""
+"""The last axis of heads, which have four axes, and the axis after it."""
 
 
 def _rotated(name: str) -> Pattern:
-    """x * cos + rotate(x) * sin, where cos and sin have the width of x."""
+    """Match x * cos + rotate(x) * sin, where cos and sin have the width of x."""
     x = Input(KeywordArg(name))
     a, b = Half(x, second=False), Half(x, second=True)
     even, odd = EveryOther(x, odd=False), EveryOther(x, odd=True)
@@ -51,12 +51,12 @@ def _rotated(name: str) -> Pattern:
 
 
 def _times(x: Pattern, angle: Pattern) -> Pattern:
-    """The product, which may be scaled by 1."""
+    """Match the product, also times 1."""
     return Call("mul", x, angle) | Call("mul", Call("mul", x, angle), 1)
 
 
 def _by_halves(name: str) -> Pattern:
-    """The two halves of the result side by side, where cos and sin have the width of a half."""
+    """Match the two halves of the result side by side, where cos and sin have the width of a half."""
     x, found = Input(KeywordArg(name)), []
     for of_pairs, part in ((False, Half), (True, EveryOther)):
         a, b = (Cast(part(x, second)) for second in (False, True))
@@ -74,33 +74,33 @@ def _by_halves(name: str) -> Pattern:
 
 
 def _complex(name: str) -> Pattern:
-    """Neighbours as complex numbers, times others of absolute value 1."""
+    """Match neighbours as complex numbers, times others of absolute value 1."""
     x = Call("view_as_complex", Reshaped(Input(KeywordArg(name))))
     return Cast(Reshaped(Call("view_as_real", Call("mul", x, KeywordArg("angles", lambda value: value.is_complex())))))
 
 
-def _turned(name: str) -> Pattern:
-    """Any of these."""
+def _rotation(name: str) -> Pattern:
+    """Match any of these rotations."""
     return _rotated(name) | _by_halves(name) | _complex(name)
 
 
 def _partly(name: str) -> Pattern:
-    """Any of these, of the first features, with the others after them."""
-    return Cast(Call("cat", [_turned(name), Input(KeywordArg(f"{name}_rest"))], _WIDE))
+    """Match a rotation of the first features, with the other features after them."""
+    return Cast(Call("cat", [_rotation(name), Input(KeywordArg(f"{name}_rest"))], _WIDE))
 
 
 def _whole(builder: GraphBuilder, values: Mapping[str, Any], name: str) -> Node:
-    """The heads that are turned, with the features that pass.
+    """Return the heads that are rotated, with the features that pass.
 
     Raises:
-        NoMatch: What is turned and what passes are not one tensor.
+        NoMatch: The rotated features and those that pass are not one tensor.
     """
     x, rest = values[name], values.get(f"{name}_rest")
     if rest is not None and value_of(rest).shape[-1] != 0:
-        turned, passed = range_of(x), range_of(rest)
-        if turned is None or passed is None or not builder.are_same(turned[0], passed[0]):
+        rotated, passed = range_of(x), range_of(rest)
+        if rotated is None or passed is None or not builder.are_same(rotated[0], passed[0]):
             raise NoMatch("what is turned and what passes are not parts of one tensor")
-        x, first, last = turned
+        x, first, last = rotated
         if first != 0 or last != passed[1] or passed[2] != value_of(x).shape[-1]:
             raise NoMatch("what is turned are not the first features, or what passes not all the others")
     if values.get("of_pairs"):
@@ -112,7 +112,7 @@ def _whole(builder: GraphBuilder, values: Mapping[str, Any], name: str) -> Node:
 
 
 def _cos_and_sin(builder: GraphBuilder, values: Mapping[str, Any]) -> tuple[Node, Node]:
-    """As wide as what they turn."""
+    """Return cos and sin as wide as the features that they rotate."""
     if "angles" in values:
         parts = builder(aten.view_as_real.default, values["angles"])
         cos, sin = (builder(aten.select.int, parts, -1, i) for i in (0, 1))
@@ -128,7 +128,7 @@ def _cos_and_sin(builder: GraphBuilder, values: Mapping[str, Any]) -> tuple[Node
 
 
 def _of_tokens(builder: GraphBuilder, node: Node) -> tuple[Node, int]:
-    """cos or sin as [1 or B, S, R], and the axis of heads among the four of what they turn.
+    """Return cos or sin as [1 or B, S, R], and the axis of heads among the four axes of q and k.
 
     Raises:
         NoMatch: Heads have angles of their own.
@@ -162,7 +162,7 @@ def _build(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
 
 
 def _why_left(node: Node) -> str:
-    """Why a rotation was left that ends in this node: something beside something negated, or two sums of products."""
+    """Return the reason for which a rotation was left that ends in a node: a negated half, or two sums of products."""
     name = name_of(node)
     if name == "copy_":
         given = arguments(node, "self", "src") or {}
@@ -191,7 +191,7 @@ def _are_two_sums(parts: list[Node]) -> bool:
 
 
 def _is_sum_of_products(node: Node) -> bool:
-    """The sum of two products, or their difference."""
+    """Return True if the node is the sum of two products, or their difference."""
     given = arguments(_uncast(node), "self", "other") if name_of(_uncast(node)) in ("add", "sub") else None
     return given is not None and all(name_of(_uncast(x)) == "mul" for x in given.values())
 
@@ -208,10 +208,10 @@ IN_PLACE = (
 ROPE = (
     RewritePattern(results=(_partly("k"), _partly("q")), build=_build),
     RewritePattern(
-        results=(_turned("k"), _turned("q")),
+        results=(_rotation("k"), _rotation("q")),
         anchor_ops=("view_as_complex", "cat", "stack", "copy_"),
         why_left=_why_left,
         build=_build,
     ),
 )
-"""The keys first: they are turned last, and the search begins at the end of a graph."""
+"""Keys come first: they are rotated last, and the search begins at the end of a graph."""
