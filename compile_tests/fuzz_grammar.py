@@ -14,7 +14,7 @@ import torch
 from fuzz_program import Input, Line, Program, Ref, map_refs, resolved, run_line
 from torch import Tensor
 
-from llmk.compiler.rules import Rule, all_rules
+from llmk.compiler.rules import RewriteRule, all_rules
 
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16)
 B, S, H, V = 2, 3, 8, 13
@@ -28,7 +28,7 @@ class NotGrown(Exception):
     """A pattern that this module cannot write out, or a choice that led nowhere."""
 
 
-def rules() -> list[Rule]:
+def rules() -> list[RewriteRule]:
     return [rule for rule in all_rules() if rule.name not in NOT_GROWN]
 
 
@@ -204,7 +204,7 @@ class Grower:
 
 def is_option(pattern: Any) -> bool:
     kind = type(pattern).__name__.lower()
-    return "value" in kind or "number" in kind
+    return kind in ("arg", "number")
 
 
 def option(g: Grower, name: str, where: str, made: list[Any]) -> Any:
@@ -253,7 +253,7 @@ def option(g: Grower, name: str, where: str, made: list[Any]) -> Any:
 
 def leaf(g: Grower, name: str, kind: str) -> Any:
     """A tensor for a variable of a pattern: a new input, or something of the right shape that is there."""
-    if "number" in kind or "value" in kind:
+    if kind in ("arg", "number"):
         return option(g, name, "", [])
     shape = shape_of(g, name)
     options: dict[str, Any] = {}
@@ -331,7 +331,7 @@ def causal_mask(g: Grower, shape: list[int]) -> Ref:
     return g.call("where", seen, 0.0, -math.inf)
 
 
-def grown(random: Random, rule: Rule | None = None, around: bool = True) -> Program:
+def grown(random: Random, rule: RewriteRule | None = None, around: bool = True) -> Program:
     """A program in which a rule is found, and perhaps a second one after it, among other operators."""
     chosen = _any_rule(random) if rule is None else rule
     for _ in range(200):
@@ -347,16 +347,16 @@ def grown(random: Random, rule: Rule | None = None, around: bool = True) -> Prog
     raise NotGrown(f"nothing grew from {rule}")
 
 
-def _any_rule(random: Random) -> Rule:
+def _any_rule(random: Random) -> RewriteRule:
     """Each operator as often as another, whatever its number of rules."""
     name = random.choice(sorted({rule.name for rule in rules()}))
     return random.choice([rule for rule in rules() if rule.name == name])
 
 
-def _roots(g: Grower, rule: Rule) -> list[Ref]:
+def _roots(g: Grower, rule: RewriteRule) -> list[Ref]:
     g.bound, g.rule = {}, rule.name
     state, found = g.alternatives.getstate(), []
-    for pattern in rule.plain.results:
+    for pattern in rule.pattern.results:
         if g.random.random() < 0.7:
             g.alternatives.setstate(state)  # of several results mostly all are written alike
         found.append(g.bound[pattern] if isinstance(pattern, str) else g.grow(pattern))

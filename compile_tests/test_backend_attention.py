@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from llmk.compiler import Report
 from llmk.compiler.formulas import Formula, Region
-from llmk.compiler.stretches import stretches
+from llmk.compiler.segments import segments
 from llmk.compiler.trace import traced
 
 S = 6
@@ -128,8 +128,8 @@ def test_formulas(name: str) -> None:
     checked: list[int] = []
 
     def look(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
-        (stretch,) = stretches(gm)
-        interpreter = Checked(traced(gm, stretch))  # type: ignore[arg-type]
+        (segment,) = segments(gm)
+        interpreter = Checked(traced(gm, segment))  # type: ignore[arg-type]
         interpreter.run(*example_inputs)
         checked.append(interpreter.seen)
         return gm

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from llmk.compiler import Report
 from llmk.compiler.effects import UNDECLARED
-from llmk.registry.patterns import Call, Emit, Value, Var
+from llmk.compiler.patterns import Arg, Call, GraphBuilder, KeywordArg
 
 aten = torch.ops.aten
 READS_ALONE = {"_batch_norm_no_update", "_native_batch_norm_legit_no_training"}
@@ -65,12 +65,12 @@ def dropped_and_added(x: Tensor, y: Tensor) -> Tensor:
 def test_random_operators_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the trial, which would see other numbers too."""
 
-    def build(emit: Emit, values: Mapping[str, Any]) -> Any:
-        kept = emit(aten.dropout.default, values["x"], values["p"], True)
-        return emit(aten.add.Tensor, kept, values["y"])
+    def build(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
+        kept = builder(aten.dropout.default, values["x"], values["p"], True)
+        return builder(aten.add.Tensor, kept, values["y"])
 
-    dropped = Call("dropout", Var("x"), Value("p"), Value("train"))
-    planted(monkeypatch, build, Call("add", dropped, Var("y")))
+    dropped = Call("dropout", KeywordArg("x"), Arg("p"), Arg("train"))
+    planted(monkeypatch, build, Call("add", dropped, KeywordArg("y")))
     args, report = [randn(3, 4), randn(3, 4, plus=9.0)], Report()
     got = outcome(through(rewriting(report, verify=False)), dropped_and_added, args)
     assert torch.equal(got.values["output 0"], outcome(AOT, dropped_and_added, args).values["output 0"])

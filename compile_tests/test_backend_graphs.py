@@ -219,7 +219,7 @@ def test_beside_a_tensor_of_a_subclass() -> None:
 
 def test_a_tensor_that_a_trace_loses(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be a constant in the place of what the graph computes."""
-    monkeypatch.setattr("llmk.compiler.stretches.DATA_OF_TENSOR", None)
+    monkeypatch.setattr("llmk.compiler.segments.DATA_OF_TENSOR", None)
     report = require_equal(past_autograd, [randn(3, 8)])
     assert report.replaced == {}
     assert [note.reason for note in report.left] == ["it reads a tensor that comes from where a trace does not look"]

@@ -14,14 +14,14 @@ from backend_compare import require_unchanged, with_backend
 from torch import Tensor, nn
 
 from llmk.compiler import Report, backend, replace, report, trials
-from llmk.compiler.rules import Rule
+from llmk.compiler.patterns import Arg, Call, Cast, GraphBuilder, KeywordArg, RewritePattern
+from llmk.compiler.rules import RewriteRule
 from llmk.opcheck.inputs import with_default_dtype
-from llmk.registry.patterns import Call, Cast, Emit, Plain, Value, Var
 from llmk.registry.private import compilers
 
 ROOT = Path(__file__).resolve().parent.parent
 aten = torch.ops.aten
-Built = Callable[[Emit, Mapping[str, Any]], Any]
+Built = Callable[[GraphBuilder, Mapping[str, Any]], Any]
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def _nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def planted(monkeypatch: pytest.MonkeyPatch, build: Built, *results: Any) -> None:
     """Have the backend know this rule and no other."""
-    rule = Rule("planted", aten.mul.Tensor, ("self", "other"), Plain(results=results, build=build))
+    rule = RewriteRule("planted", aten.mul.Tensor, ("self", "other"), RewritePattern(results=results, build=build))
     monkeypatch.setattr(backend, "all_rules", lambda: [rule])
     monkeypatch.setattr(backend.Backend, "rules", [rule])
 
@@ -50,24 +50,28 @@ def reasons(found: Report) -> str:
 
 
 def test_a_rule_that_ignores_an_argument(monkeypatch: pytest.MonkeyPatch) -> None:
-    pattern = Call("div", Var("a"), Var("b"), rounding_mode=Value("mode"))
-    planted(monkeypatch, lambda emit, values: emit(aten.div.Tensor, values["a"], values["b"]), pattern)
+    pattern = Call("div", KeywordArg("a"), KeywordArg("b"), rounding_mode=Arg("mode"))
+    planted(monkeypatch, lambda builder, values: builder(aten.div.Tensor, values["a"], values["b"]), pattern)
     found = require_unchanged(lambda a, b: torch.div(a, b, rounding_mode="floor"), [randn(3, 4), randn(3, 4)])
     assert found.replaced == {}
     assert "tried with N(0, 1), it is not the same" in reasons(found)
 
 
 def test_a_pattern_leaves_a_node_with_an_argument_that_it_does_not_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    planted(monkeypatch, lambda emit, values: emit(aten.mul.Tensor, **values), Call("div", Var("self"), Var("other")))
+    planted(
+        monkeypatch,
+        lambda builder, values: builder(aten.mul.Tensor, **values),
+        Call("div", KeywordArg("self"), KeywordArg("other")),
+    )
     found = require_unchanged(lambda a, b: torch.div(a, b, rounding_mode="floor"), [randn(3, 4), randn(3, 4)])
     assert (found.replaced, found.left) == ({}, [])
 
 
 def test_a_rule_that_moves_a_cast(monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(emit: Emit, values: Mapping[str, Any]) -> Any:
-        return emit(aten.layer_norm.default, emit(aten.to.dtype, values["x"], torch.bfloat16), [16])
+    def build(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
+        return builder(aten.layer_norm.default, builder(aten.to.dtype, values["x"], torch.bfloat16), [16])
 
-    pattern = Call("to", Call("layer_norm", Var("x"), Value("shape"), eps=Value("eps")), torch.bfloat16)
+    pattern = Call("to", Call("layer_norm", KeywordArg("x"), Arg("shape"), eps=Arg("eps")), torch.bfloat16)
     planted(monkeypatch, build, pattern)
     found = require_unchanged(lambda x: F.layer_norm(x, (16,)).to(torch.bfloat16), [randn(4, 16)])
     assert found.replaced == {}
@@ -75,11 +79,11 @@ def test_a_rule_that_moves_a_cast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rule_that_merges_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(emit: Emit, values: Mapping[str, Any]) -> Any:
-        product = emit(aten.mul.Tensor, values["a"], values["b"])
+    def build(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
+        product = builder(aten.mul.Tensor, values["a"], values["b"])
         return product, product
 
-    product = Call("mul", Var("a"), Var("b"))
+    product = Call("mul", KeywordArg("a"), KeywordArg("b"))
     planted(monkeypatch, build, product, product)
     found = require_unchanged(lambda a, b: (a * b, a * b), [randn(3, 4), randn(3, 4)])
     assert found.replaced == {}
@@ -87,13 +91,17 @@ def test_a_rule_that_merges_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rule_that_gives_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    planted(monkeypatch, lambda emit, values: emit(aten.view.default, values["a"], [4, 3]), Call("t", Var("a")) | CLONE)
+    planted(
+        monkeypatch,
+        lambda builder, values: builder(aten.view.default, values["a"], [4, 3]),
+        Call("t", KeywordArg("a")) | CLONE,
+    )
     found = require_unchanged(lambda a: a.clone(), [randn(4, 3)])
     assert found.replaced == {}
     assert "share memory" in reasons(found)
 
 
-CLONE = Call("clone", Var("a"))
+CLONE = Call("clone", KeywordArg("a"))
 
 
 class Statistics(nn.Module):
@@ -107,13 +115,13 @@ class Statistics(nn.Module):
 
 def test_a_rule_that_drops_an_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     """The statistics that batch norm writes, which its schema does not declare."""
-    options = [Value(name) for name in ("weight", "bias", "mean", "variance", "training", "momentum", "eps", "cudnn")]
-    pattern = Call("mul", Call("batch_norm", Var("x"), *options), Var("x"))
+    options = [Arg(name) for name in ("weight", "bias", "mean", "variance", "training", "momentum", "eps", "cudnn")]
+    pattern = Call("mul", Call("batch_norm", KeywordArg("x"), *options), KeywordArg("x"))
 
-    def build(emit: Emit, values: Mapping[str, Any]) -> Any:
+    def build(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
         v = values
-        norm = emit(aten.batch_norm.default, v["x"], v["weight"], v["bias"], None, None, True, 0.1, v["eps"], False)
-        return emit(aten.mul.Tensor, norm, v["x"])
+        norm = builder(aten.batch_norm.default, v["x"], v["weight"], v["bias"], None, None, True, 0.1, v["eps"], False)
+        return builder(aten.mul.Tensor, norm, v["x"])
 
     planted(monkeypatch, build, pattern)
     found = require_unchanged(Statistics(), [randn(8, 4)])
@@ -123,7 +131,11 @@ def test_a_rule_that_drops_an_effect(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_rule_that_reads_another_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Right at 0 and at ties, and nowhere else."""
-    planted(monkeypatch, lambda emit, values: emit(aten.relu.default, values["x"]), Cast(Call("silu", Var("x"))))
+    planted(
+        monkeypatch,
+        lambda builder, values: builder(aten.relu.default, values["x"]),
+        Cast(Call("silu", KeywordArg("x"))),
+    )
     found = require_unchanged(F.silu, [randn(3, 4)])
     assert found.replaced == {}
 
@@ -140,14 +152,14 @@ def raises(*args: Any, **kwargs: Any) -> Any:
     ("holder", "name"),
     [
         (replace, "find"),
-        (replace, "Emit"),
+        (replace, "ReplacementBuilder"),
         (replace, "answer"),
         (replace, "needed"),
         (backend, "traced"),
         (backend, "replace_all"),
         (backend, "put_back"),
-        (backend, "stretches"),
-        (backend, "Elsewhere"),
+        (backend, "segments"),
+        (backend, "MutationsElsewhere"),
     ],
 )
 def test_what_raises_changes_nothing(monkeypatch: pytest.MonkeyPatch, holder: Any, name: str) -> None:
@@ -162,7 +174,9 @@ def test_what_raises_changes_nothing(monkeypatch: pytest.MonkeyPatch, holder: An
 def test_a_rule_that_raises_changes_nothing(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """What a rule puts in raises at the first node, whatever the node is."""
     found = next(rule for rule in backend.all_rules() if rule.name == name)
-    broken = Rule(name, found.overload, found.differentiable, Plain(results=(Var("x") | Value("x"),), build=raises))
+    broken = RewriteRule(
+        name, found.overload, found.differentiable, RewritePattern(results=(KeywordArg("x") | Arg("x"),), build=raises)
+    )
     monkeypatch.setattr(backend.Backend, "rules", [broken])
     monkeypatch.setattr(replace._Replacing, "_match", lambda self, rule, node: raises())
     with pytest.warns(RuntimeWarning, match="planted"):
@@ -257,8 +271,8 @@ def test_large_sizes_are_tried_small(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "without a trial" not in str(found)
 
 
-RULES = sorted(path for path in ROOT.glob("ops/**/*.py") if "registry.patterns" in path.read_text())
-FOLLOWERS = [ROOT / "llmk" / "compiler" / name for name in ("attention.py", "positions.py")]
+RULES = sorted(path for path in ROOT.glob("ops/**/*.py") if "compiler.patterns" in path.read_text())
+FOLLOWERS = [ROOT / "llmk" / "compiler" / name for name in ("attention.py", "mask_propagation.py")]
 
 
 @pytest.mark.parametrize("path", [*RULES, *FOLLOWERS], ids=lambda path: str(path.relative_to(ROOT)))

@@ -86,6 +86,26 @@ def users() -> dict[str, set[str]]:
     return found
 
 
+def run_time_imports(path: Path) -> set[str]:
+    """The modules of llmk that a file imports when it is imported, which those for type checkers alone are not."""
+    body = ast.parse(path.read_text()).body
+    found = {node.module or "" for node in body if isinstance(node, ast.ImportFrom)}
+    found |= {alias.name for node in body if isinstance(node, ast.Import) for alias in node.names}
+    return {name for name in found if name.startswith("llmk.")}
+
+
+def test_operators_import_patterns_and_nothing_else_of_the_backend() -> None:
+    """The backend imports the registry, and patterns import what is private, so that no import goes in a circle."""
+    for path in sources("ops", "registry"):
+        of_backend = {name for name in run_time_imports(path) if name.startswith("llmk.compiler")}
+        allowed = {"llmk.compiler.patterns"} if path.is_relative_to(ROOT / "ops") else set()
+        assert of_backend <= allowed, path
+    patterns = run_time_imports(ROOT / "llmk" / "compiler" / "patterns.py")
+    assert {name for name in patterns if not name.startswith("llmk.registry.private.")} == set()
+    for path in sources("llmk/compiler"):
+        assert not any(name.startswith("llmk.ops") for name in run_time_imports(path)), path
+
+
 def is_operator(path: Path) -> bool:
     return any(
         isinstance(node, ast.FunctionDef) and any("public_op" in ast.unparse(call) for call in node.decorator_list)

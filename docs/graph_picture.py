@@ -10,11 +10,11 @@ import torch
 from torch.fx import GraphModule
 
 from llmk.compiler.backend import Backend
+from llmk.compiler.patterns import name_of
 from llmk.compiler.report import Report
 from llmk.compiler.rules import chosen
-from llmk.compiler.stretches import Stretch, stretches
+from llmk.compiler.segments import Segment, segments
 from llmk.compiler.trace import traced
-from llmk.registry.patterns import name_of
 
 TUTORIAL = Path(__file__).parent / "tutorial.md"
 
@@ -38,8 +38,8 @@ def _graphs(model: torch.nn.Module) -> tuple[list[str], list[str]]:
     graphs: list[list[str]] = []
 
     def backend(gm: GraphModule, inputs: Sequence[Any]) -> Any:
-        (stretch,) = (part for part in stretches(gm) if isinstance(part, Stretch))
-        graphs.append(_calls(traced(gm, stretch)))
+        (segment,) = (part for part in segments(gm) if isinstance(part, Segment))
+        graphs.append(_calls(traced(gm, segment)))
         Backend(chosen(None, None), (), Report()).rewrite(gm)
         graphs.append(_calls(gm))
         return gm

@@ -3,12 +3,14 @@
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from llmk.registry.patterns import Plain
 from llmk.registry.private.operators import schema_of
+
+if TYPE_CHECKING:
+    from llmk.compiler.patterns import RewritePattern
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -76,7 +78,7 @@ class Op:
         error_bound: `error_bound(*args, **kwargs)` is a bound, in float64, of the error that the formula for these
             arguments adds to each element of the first output, beyond what their own rounding does; None for none.
             The derivation is beside it.
-        plain: Plain PyTorch that computes the same: `torch.compile(backend="llmk")` puts the operator there.
+        patterns: Computations in plain PyTorch that it replaces where `torch.compile(backend="llmk")` finds them.
         choices: Measured decisions, such as whether Inductor sees the kernel or plain aten: what and by which figure.
     """
 
@@ -93,7 +95,7 @@ class Op:
     dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
     tolerances: dict[torch.dtype, Tolerance] = field(default_factory=dict)
     error_bound: Callable[..., torch.Tensor | None] | None = None
-    plain: tuple[Plain, ...] = ()
+    patterns: tuple["RewritePattern", ...] = ()
     choices: tuple[str, ...] = ()
     doc: str = ""
     module: str = ""

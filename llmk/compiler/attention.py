@@ -1,7 +1,7 @@
-"""Attention that says with a tensor what its options say: that the future is hidden, that heads share keys and values.
+"""Attention whose tensors do what its options do: hide the future, and share keys and values between heads.
 
 A mask is a tensor of length times length, and keeps the fast kernels away; keys and values that are repeated for the
-heads that share them are kept for the backward pass as often. What replaces it is the same operator without either.
+heads that share them are saved for the backward pass as often. The replacement is the same operator without either.
 """
 
 import math
@@ -15,15 +15,15 @@ from torch.fx import Node
 
 from llmk.compiler.formulas import Region, same
 from llmk.compiler.masks import disagreement
-from llmk.registry.patterns import (
+from llmk.compiler.patterns import (
+    Arg,
     Call,
-    Emit,
-    Found,
-    Left,
+    GraphBuilder,
+    KeywordArg,
+    Match,
+    NoMatch,
     Pattern,
-    Plain,
-    Value,
-    Var,
+    RewritePattern,
     arguments,
     name_of,
     reshape_of,
@@ -36,28 +36,28 @@ OVERLOAD = aten.scaled_dot_product_attention.default
 
 @dataclass(frozen=True)
 class Repeated(Pattern):
-    """Heads [B, KV * n, S, D], each of which is there n times in a row, before or after they come to the second axis.
+    """Heads [B, KV * n, S, D], each repeated n times in a row, before or after they are moved to the second axis.
 
-    What they are of is bound to `name`, and to `name_axis` the axis of its heads.
+    The tensor without the repeats is captured under `name`, and the axis of its heads under `name_axis`.
     """
 
     name: str
 
-    def find(self, value: Any, found: Found) -> Iterator[Found]:
+    def find(self, value: Any, match: Match) -> Iterator[Match]:
         axis = 1
-        turned = arguments(value, "self", "dim0", "dim1") if name_of(value) == "transpose" else None
-        if turned is not None and {turned["dim0"] % 4, turned["dim1"] % 4} == {1, 2}:
-            found, value, axis = found.over(value), turned["self"], 2
+        transposed = arguments(value, "self", "dim0", "dim1") if name_of(value) == "transpose" else None
+        if transposed is not None and {transposed["dim0"] % 4, transposed["dim1"] % 4} == {1, 2}:
+            match, value, axis = match.with_node(value), transposed["self"], 2
         nodes, source = repeated(value, axis)
         if source is not None:
             for node in nodes:
-                found = found.over(node)
-            for inner in found.bind(self.name, source):
+                match = match.with_node(node)
+            for inner in match.bind(self.name, source):
                 yield from inner.bind(f"{self.name}_axis", axis)
 
 
 def repeated(node: Any, axis: int) -> tuple[list[Node], Node | None]:
-    """The nodes that repeat the entries of an axis of a tensor of four, and that tensor, if that is what they do."""
+    """Return the nodes that repeat the entries of an axis of a tensor with four, and the tensor or None."""
     if name_of(node) == "repeat_interleave":
         given = arguments(node, "self", "repeats", "dim", "output_size")
         if given is None or not isinstance(given.get("repeats"), int) or value_of(given["self"]).dim() != 4:
@@ -83,7 +83,7 @@ def repeated(node: Any, axis: int) -> tuple[list[Node], Node | None]:
 
 
 def through_whole_slices(node: Any, nodes: list[Node]) -> tuple[list[Node], Any]:
-    """What slices that leave everything are of."""
+    """Return the tensor below slices that take all of it, with these slices added to the nodes."""
     while name_of(node) == "slice":
         given = arguments(node, "self", "dim", "start", "end")
         if given is None or not equal(value_of(node).shape, value_of(given["self"]).shape):
@@ -97,34 +97,34 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def hides_the_future(mask: Node, query: Tensor, key: Tensor) -> bool:
-    """Return True if a mask hides all that comes after a token and nothing else: False if it hides nothing.
+    """Return True if a mask hides all tokens after each and nothing else, and False if it hides nothing.
 
     Raises:
-        Left: It may hide anything else.
+        NoMatch: It may hide other tokens.
     """
     formula, shape = mask.meta.get("formula"), value_of(mask).shape
     if not isinstance(formula, Region):
-        raise Left("its mask is not made from sizes alone")
+        raise NoMatch("its mask is not made from sizes alone")
     if not same(query.shape[-2], key.shape[-2]):
-        raise Left("queries and keys are not known to be equally many")
+        raise NoMatch("queries and keys are not known to be equally many")
     if not equal(shape[-2:], (query.shape[-2], key.shape[-2])):
-        raise Left("its mask is not one of queries by keys")
+        raise NoMatch("its mask is not one of queries by keys")
     region = formula.with_outside(False) if isinstance(formula.inside, bool) else hidden_outside(formula, query.dtype)
     if region is None or region.inside != isinstance(formula.inside, bool):
-        raise Left("its mask is not made of true and false, or of 0 and the lowest number")
+        raise NoMatch("its mask is not made of true and false, or of 0 and the lowest number")
     causal = (0,) * (len(shape) - 2) + (1, -1)
     hiding = [line for line in region.lines if not line.at_least_zero(shape)]
     if not all(same(line.start, 0) and equal(line.steps, causal) for line in hiding):
-        raise Left("its mask may hide something else than what comes after a token")
+        raise NoMatch("its mask may hide something else than what comes after a token")
     lowest = 0.0 if isinstance(region.outside, bool) else region.outside
     why = disagreement(mask.meta["made"], tuple(shape), bool(hiding), lowest)
     if why is not None:
-        raise Left(why)
+        raise NoMatch(why)
     return bool(hiding)
 
 
 def hidden_outside(formula: Region, dtype: torch.dtype) -> Region | None:
-    """An additive mask with what hides outside."""
+    """Return the region of an additive mask with the number that hides outside, or None."""
     for number in (-math.inf, torch.finfo(dtype).min):
         region = formula.with_outside(number)
         if region is not None and region.inside == 0:
@@ -132,44 +132,44 @@ def hidden_outside(formula: Region, dtype: torch.dtype) -> Region | None:
     return None
 
 
-def _build(emit: Emit, values: Mapping[str, Any]) -> Any:
+def _build(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
     mask, causal, query = values.get("mask"), values["is_causal"], values["query"]
-    key, value = (as_heads(emit, values, name) for name in ("key", "value"))
+    key, value = (as_heads(builder, values, name) for name in ("key", "value"))
     if mask is not None:
         if causal:
-            raise Left("it has a mask, and is_causal too")
+            raise NoMatch("it has a mask, and is_causal too")
         causal = hides_the_future(mask, value_of(query), value_of(key))
     shares = "key_axis" in values
     if shares and not may_share(value_of(query), value_of(value)):
-        raise Left("its kernel takes no keys and values that heads share in this dtype or size")
-    return emit(
+        raise NoMatch("its kernel takes no keys and values that heads share in this dtype or size")
+    return builder(
         OVERLOAD, query, key, value, None, values["dropout_p"], causal,
         scale=values["scale"], enable_gqa=values["enable_gqa"] or shares,
     )  # fmt: skip
 
 
-def as_heads(emit: Emit, values: Mapping[str, Any], name: str) -> Node:
-    return emit(aten.transpose.int, values[name], 1, 2) if values.get(f"{name}_axis") == 2 else values[name]
+def as_heads(builder: GraphBuilder, values: Mapping[str, Any], name: str) -> Node:
+    return builder(aten.transpose.int, values[name], 1, 2) if values.get(f"{name}_axis") == 2 else values[name]
 
 
 def may_share(query: Tensor, value: Tensor) -> bool:
-    """Return True if the flash kernels take these: the one for float32 on a GPU wants its heads repeated."""
+    """Return True if the flash kernels take shared heads: the one for float32 on a GPU wants them repeated."""
     narrow = query.dtype in (torch.float16, torch.bfloat16) or query.device.type == "cpu"
     width = query.shape[-1]
     return narrow and isinstance(width, int) and width <= 256 and same(width, value.shape[-1])
 
 
-def _attention(key: Pattern, value: Pattern, mask: Any) -> Plain:
-    options = {"scale": Value("scale"), "enable_gqa": Value("enable_gqa")}
+def _attention(key: Pattern, value: Pattern, mask: Any) -> RewritePattern:
+    options = {"scale": Arg("scale"), "enable_gqa": Arg("enable_gqa")}
     pattern = Call(
         "scaled_dot_product_attention",
-        Var("query"), key, value, mask, Value("dropout_p"), Value("is_causal"), **options,
+        KeywordArg("query"), key, value, mask, Arg("dropout_p"), Arg("is_causal"), **options,
     )  # fmt: skip
-    return Plain(results=(pattern,), build=_build)
+    return RewritePattern(results=(pattern,), build=_build)
 
 
 ATTENTION = (
-    _attention(Repeated("key"), Repeated("value"), Var("mask")),
-    _attention(Var("key"), Var("value"), Var("mask")),
+    _attention(Repeated("key"), Repeated("value"), KeywordArg("mask")),
+    _attention(KeywordArg("key"), KeywordArg("value"), KeywordArg("mask")),
     _attention(Repeated("key"), Repeated("value"), None),
 )

@@ -9,12 +9,12 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from llmk.compiler import sums
-from llmk.compiler.effects import Elsewhere
-from llmk.compiler.positions import forget_formula
+from llmk.compiler.effects import MutationsElsewhere
+from llmk.compiler.mask_propagation import remove_formula
 from llmk.compiler.replace import replace_all
 from llmk.compiler.report import EVERYTHING, Note, Report, module_of, warn_once
-from llmk.compiler.rules import Rule, all_rules, chosen
-from llmk.compiler.stretches import Stretch, stretches, why_it_stays
+from llmk.compiler.rules import RewriteRule, all_rules, chosen
+from llmk.compiler.segments import Segment, segments, why_it_stays
 from llmk.compiler.trace import Modes, NotTraced, checkpoint_body, pairs_of, put_back, returned_alone, traced
 from llmk.registry.private import compilers
 
@@ -41,7 +41,7 @@ class Backend:
             compiled = compilers.compile_fx(gm, example_inputs, config_patches=config)
         except compilers.Restart:  # Dynamo begins again
             raise
-        except Exception as error:  # whatever it is, it must not be what was put in
+        except Exception as error:  # whatever raised, the replacements must not be the reason
             if all(note.reason for note in notes):
                 raise
             notes = [_failure("Inductor on what was put in", error)]
@@ -52,56 +52,58 @@ class Backend:
         return compiled
 
     @property
-    def rules(self) -> list[Rule]:
+    def rules(self) -> list[RewriteRule]:
         return [rule for rule in all_rules() if rule.name in self.operators]
 
     def rewrite(self, gm: GraphModule) -> list[Note]:
-        """Put operators into Dynamo's graph, in place, and say what was replaced and what was left.
+        """Put operators into Dynamo's graph, in place, and return notes on what was replaced and what was left.
 
         A graph on which anything raises is as it was before.
         """
-        return self._guarded(gm, lambda: Elsewhere(gm), self.drop_logits)
+        return self._guarded(gm, lambda: MutationsElsewhere(gm), self.drop_logits)
 
-    def _guarded(self, gm: GraphModule, elsewhere: Callable[[], Elsewhere], may_drop: bool) -> list[Note]:
+    def _guarded(self, gm: GraphModule, elsewhere: Callable[[], MutationsElsewhere], may_drop: bool) -> list[Note]:
         before = _copy_of(gm.graph)
         try:
             return self._rewrite(gm, elsewhere(), may_drop)
         except Exception as error:  # a fault of ours must cost speed alone
             for node in before.nodes:
-                forget_formula(node)
+                remove_formula(node)
             gm.graph = before
             return [_failure("the backend", error)]
 
-    def _rewrite(self, gm: GraphModule, elsewhere: Elsewhere, may_drop: bool) -> list[Note]:
+    def _rewrite(self, gm: GraphModule, elsewhere: MutationsElsewhere, may_drop: bool) -> list[Note]:
         modes, notes = Modes(), []
         with modes.kept():
-            for part in stretches(gm):
-                if isinstance(part, Stretch):
-                    notes += self._rewrite_stretch(gm, part, elsewhere, may_drop)
+            for part in segments(gm):
+                if isinstance(part, Segment):
+                    notes += self._rewrite_segment(gm, part, elsewhere, may_drop)
                 else:
                     modes.follow(part)
                     notes += self._rewrite_inside(gm, part, elsewhere)
         for node in gm.graph.nodes:
-            forget_formula(node)  # what comes next may want to store the graph
+            remove_formula(node)  # what comes next may want to store the graph
         gm.graph.lint()
         gm.recompile()
         return notes
 
-    def _rewrite_stretch(self, gm: GraphModule, stretch: Stretch, elsewhere: Elsewhere, may_drop: bool) -> list[Note]:
-        if not stretch.has_tensors:
+    def _rewrite_segment(
+        self, gm: GraphModule, segment: Segment, elsewhere: MutationsElsewhere, may_drop: bool
+    ) -> list[Note]:
+        if not segment.has_tensors:
             return []
         try:
-            result = traced(gm, stretch)
+            result = traced(gm, segment)
         except NotTraced as why:
-            return [Note("all", module_of(stretch.nodes[0]), str(why))]
-        written_later = elsewhere.after(pairs_of(stretch, result), result.graph)
-        droppable = returned_alone(stretch, result) if may_drop else ()
-        notes = replace_all(result, self.rules, written_later, droppable, self.verify)
+            return [Note("all", module_of(segment.nodes[0]), str(why))]
+        mutated_later = elsewhere.after(pairs_of(segment, result), result.graph)
+        droppable = returned_alone(segment, result) if may_drop else ()
+        notes = replace_all(result, self.rules, mutated_later, droppable, self.verify)
         if any(not note.reason for note in notes):
-            put_back(gm, stretch, result)
+            put_back(gm, segment, result)
         return notes
 
-    def _rewrite_inside(self, gm: GraphModule, node: Node, elsewhere: Elsewhere) -> list[Note]:
+    def _rewrite_inside(self, gm: GraphModule, node: Node, elsewhere: MutationsElsewhere) -> list[Note]:
         body = checkpoint_body(gm, node)
         if body is not None:
             return self._guarded(body, lambda: elsewhere, may_drop=False)
@@ -110,12 +112,12 @@ class Backend:
 
 
 def _graphs_of(gm: GraphModule) -> dict[GraphModule, Graph]:
-    """Copies of its graph and of those inside it, which a rewriting may change."""
+    """Return copies of a module's graph and of the graphs inside it, which a rewriting may change."""
     return {module: _copy_of(module.graph) for module in gm.modules() if isinstance(module, GraphModule)}
 
 
 def _copy_of(graph: Graph) -> Graph:
-    """With what Dynamo notes on its nodes besides `meta`, such as where a placeholder comes from."""
+    """Return a copy with the attributes that Dynamo sets on nodes besides `meta`, such as a placeholder's origin."""
     copied = copy.deepcopy(graph)
     for node, again in zip(graph.nodes, copied.nodes, strict=True):
         vars(again).update({name: value for name, value in vars(node).items() if name not in vars(again)})
@@ -131,7 +133,7 @@ def _failure(what: str, error: Exception) -> Note:
 def llmk(
     gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """What `torch.compile(backend="llmk")` calls, with its `mode` and `options` as Inductor takes them."""
+    """Compile a graph for `torch.compile(backend="llmk")`, with `mode` and `options` as Inductor takes them."""
     return Backend(chosen(None, None), _config_of(mode, options, None), EVERYTHING)(gm, example_inputs)
 
 
@@ -163,17 +165,17 @@ def compile(
         model: A module or a function, as for `torch.compile`.
         only: The operators to look for, by name; all that the backend knows without it.
         without: Operators not to look for.
-        report: What is found is noted there instead of in `llmk.compile_report()`.
+        report: It gets the notes in place of `llmk.compile_report()`.
         drop_logits: Logits that are returned beside their loss do not hinder `fused_linear_ce`: while gradients are
             wanted, a tensor without classes, `[..., 0]`, is returned in their place.
         verify: Each replacement is tried on small inputs on the CPU first, and left where it does not compute the same.
         mode: As for `torch.compile`, and so are the three below.
-        dynamic: Whether sizes are symbolic from the start.
-        fullgraph: Whether a graph break is an error.
+        dynamic: Sizes are symbolic from the start.
+        fullgraph: A graph break is an error.
         options: Settings of Inductor.
 
     Returns:
-        What `torch.compile` returns.
+        The compiled model, as from `torch.compile`.
 
     Raises:
         ValueError: An operator is not one that the backend finds, or an option is none of Inductor's.
@@ -185,5 +187,5 @@ def compile(
 
 
 def compile_report() -> Report:
-    """What was replaced in the graphs compiled so far, what was left and why; its text is a table."""
+    """Return the report on all graphs so far: replaced places, those left and the reasons. Its text is a table."""
     return EVERYTHING

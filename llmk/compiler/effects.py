@@ -1,7 +1,7 @@
-"""What a graph does besides giving its results: memory that it writes, random numbers, calls that nobody can look into.
+"""Effects of a graph besides its results: memory that it writes, random numbers, calls that nobody can look into.
 
-All that must stay as it was stays: the backend takes nothing out of a graph but the nodes that an operator replaced.
-So here is only told which nodes somebody needs, and which memory is written where.
+Effects stay as they were: the backend takes nothing out of a graph but the nodes that an operator replaced. This module
+tells it which nodes somebody needs, and where memory is written.
 
 Writes are followed and not functionalized away. `FunctionalTensorMode(pre_dispatch=True, export=True)` was tried around
 the trace, on torch 2.13, with a `copy_` into each input that was written. Composite operators stayed whole, and values
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from llmk.registry.patterns import OVERLOAD, all_arguments, name_of, value_of
+from llmk.compiler.patterns import OVERLOAD, all_arguments, name_of, value_of
 from llmk.registry.private.compilers import is_higher_order
 from llmk.registry.private.operators import schema_of
 from llmk.registry.private.tensors import storage_of, version_of
@@ -44,36 +44,37 @@ UNDECLARED = {
     "batch_norm_gather_stats_with_counts": ("running_mean", "running_var"),
     "embedding_renorm_": ("self",),
 }
-"""Operators of ATen that write into arguments of which their schemas do not say so, whether they do or not."""
+"""Operators of ATen that may write into arguments that their schemas do not mark, and the names of these arguments."""
 
 EQUAL_WHEN_REPEATED = frozenset({
     "alias", "chunk", "contiguous", "cos", "expand", "flatten", "narrow", "permute", "repeat_interleave", "reshape",
     "select", "sin", "slice", "split", "split_with_sizes", "squeeze", "sym_size", "t", "to", "transpose", "type_as",
     "unbind", "unflatten", "unsqueeze", "view", "_to_copy", "_unsafe_view",
 })  # fmt: skip
-"""Views, casts, copies and angles: what is cheap enough that models write it twice."""
+"""Views, casts, copies and angles: operators so cheap that models call them twice with the same arguments."""
 
 
 def storages(node: Node) -> set[int]:
-    """The memory of what a node gives, one tensor or several."""
+    """Return the storages of the tensors that a node gives."""
     value = value_of(node)
     return {storage_of(x) for x in (value if isinstance(value, tuple | list) else [value]) if isinstance(x, Tensor)}
 
 
-def written(graph: Graph) -> dict[int, list[Node]]:
-    """The storages that some node of ATen's operators writes into, and these nodes."""
+def mutations(graph: Graph) -> dict[int, list[Node]]:
+    """Return the storages that are written into, each with the nodes that do so, in a graph of ATen's operators."""
     found: dict[int, list[Node]] = {}
     for node in graph.nodes:
-        for storage in written_by(node):
+        for storage in mutated_by(node):
             found.setdefault(storage, []).append(node)
     return found
 
 
-def written_by(node: Node, undeclared: Mapping[str, tuple[str, ...]] = UNDECLARED) -> set[int]:
-    return set[int]().union(*map(storages, _places(node, undeclared)))
+def mutated_by(node: Node, undeclared: Mapping[str, tuple[str, ...]] = UNDECLARED) -> set[int]:
+    """Return the storages that a node writes into, by its schema and by the list of undeclared writes."""
+    return set[int]().union(*map(storages, _mutated_arguments(node, undeclared)))
 
 
-def _places(node: Node, undeclared: Mapping[str, tuple[str, ...]]) -> Iterator[Node]:
+def _mutated_arguments(node: Node, undeclared: Mapping[str, tuple[str, ...]]) -> Iterator[Node]:
     if not name_of(node):
         return
     given, hidden = all_arguments(node), undeclared.get(name_of(node), ())
@@ -86,21 +87,22 @@ def _places(node: Node, undeclared: Mapping[str, tuple[str, ...]]) -> Iterator[N
 
 
 def is_random(node: Node) -> bool:
+    """Return True if the node draws from the random generator."""
     return isinstance(node.target, OVERLOAD) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def needed(graph: Graph) -> set[Node]:
-    """The nodes that results or effects come from.
+    """Return the nodes that results or effects come from.
 
-    A write counts where its memory is there after the graph, or is read by a node that is needed. The others compute
-    what nobody will ever see, such as a metric that is dropped.
+    A write is an effect where its memory outlives the graph, or where a needed node reads the memory. The other nodes
+    compute values that nobody sees, such as a metric that is dropped.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
     outside = set[int]().union(
         *(storages(node) for node in graph.nodes if node.op in ("placeholder", "get_attr")),
         *map(storages, graph.output_node().all_input_nodes),
     )
-    writers = [(node, places) for node in graph.nodes if (places := written_by(node))]
+    writers = [(node, places) for node in graph.nodes if (places := mutated_by(node))]
     found: set[Node] = set()
     queue = [node for node in graph.nodes if _has_effect(node)]
     while queue:
@@ -123,7 +125,7 @@ def _is_read_after(writer: Node, places: set[int], readers: Collection[Node], or
 
 
 def _has_effect(node: Node) -> bool:
-    """True if it must stay whoever reads it: it is known not to only where it is ATen's or llmk's, or a number's."""
+    """Return True if a node must stay though nobody reads it: all but those of ATen, llmk and numbers may."""
     if node.op != "call_function":
         return node.op != "get_attr"
     name = name_of(node)
@@ -133,10 +135,10 @@ def _has_effect(node: Node) -> bool:
 
 
 def equal_values(graph: Graph, unsteady: Collection[int]) -> Callable[[Node], Node]:
-    """Gives the first of the nodes that are known to have the same values, for calls that models write twice.
+    """Return a function that gives the first of all nodes that are known to have the same values as a node.
 
     Args:
-        graph: A graph of ATen's operators. It is left as it is: two calls are two memories.
+        graph: A graph of ATen's operators. It is left as it is, since two calls have two memories.
         unsteady: Storages that somebody writes into.
     """
     first: dict[Node, Node] = {}
@@ -158,7 +160,7 @@ def equal_values(graph: Graph, unsteady: Collection[int]) -> Callable[[Node], No
     return lambda node: first.get(node, node)
 
 
-class Elsewhere:
+class MutationsElsewhere:
     """Writes that one part of Dynamo's graph cannot see, because another part makes them.
 
     The fake tensors that Dynamo traced with count every write in place, over the whole graph and the graphs inside it,
@@ -171,18 +173,18 @@ class Elsewhere:
             for x in _fake_tensors(node):
                 if not x.is_inference():
                     self.left[storage_of(x)] = max(version_of(x) or 0, self.left.get(storage_of(x), 0))
-            if _writes_unseen(node):
+            if _mutates_unseen(node):
                 for source in node.all_input_nodes:
                     self.left |= dict.fromkeys(map(storage_of, _fake_tensors(source)), float("inf"))
 
     def after(self, pairs: Collection[tuple[Any, Any]], graph: Graph) -> set[int]:
-        """The storages of a traced part that are written in a later one.
+        """Return the storages of a traced part that are written after it.
 
         Args:
             pairs: Dynamo's fake tensor and the trace's, for everything that the part takes or gives.
             graph: The part.
         """
-        here = Counter(storage for node in graph.nodes for storage in written_by(node, {}))
+        here = Counter(storage for node in graph.nodes for storage in mutated_by(node, {}))
         found: set[int] = set()
         theirs: dict[int, int] = {}
         for before, again in pairs:
@@ -196,7 +198,7 @@ class Elsewhere:
 
 
 def _fake_tensors(node: Node) -> list[Tensor]:
-    """What Dynamo saw there; tensors inside `torch.func`, which stand for others, have no memory to ask for."""
+    """Return the fake tensors that Dynamo saw at a node, without those inside `torch.func`, which have no storage."""
     value = node.meta.get("example_value")
     return [x for x in (value if isinstance(value, tuple | list) else [value]) if _is_fake(x)]
 
@@ -205,8 +207,8 @@ def _is_fake(value: Any) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and hasattr(value, "fake_mode")
 
 
-def _writes_unseen(node: Node) -> bool:
-    """Return True if it may write where Dynamo's fake tensors do not count it."""
+def _mutates_unseen(node: Node) -> bool:
+    """Return True if the node may write into memory and the versions of Dynamo's fake tensors do not show it."""
     name = str(getattr(node.target, "__name__", node.target))
     if is_higher_order(node.target):
         return "triton" in name or "mutat" in name or "functionalized" in name

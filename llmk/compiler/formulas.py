@@ -1,6 +1,6 @@
-"""What a tensor holds that is made from sizes alone, such as a mask, as a formula of the position in it.
+"""Formulas of tensors that are made from sizes alone, such as masks: an element as a function of its position.
 
-Whole numbers are a `Line`, a sum over the axes; what compares those is a `Region`, one value where some lines are not
+Whole numbers are a `Line`, a sum over the axes; a comparison of lines is a `Region`, one value where some lines are not
 negative and another elsewhere. Sizes may be symbolic: nothing is computed, so that a mask costs the same at any length.
 """
 
@@ -18,7 +18,7 @@ MANY = 2**20
 
 
 class Unknown(Exception):
-    """No formula says what a node gives."""
+    """No formula is known of a node."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Line:
         return all(same(step, 0) for step in self.steps)
 
     def fits(self, dtype: torch.dtype, shape: Sequence[Any]) -> bool:
-        """True if the dtype has each of the numbers, as integers wrap around. A symbolic size is at most MANY."""
+        """Return True if the dtype has each number, as integers wrap around. A symbolic size is at most MANY."""
         if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
             return False
         limits, known = torch.iinfo(dtype), isinstance(self.start, int)
@@ -74,7 +74,7 @@ class Region:
         return replace(self, inside=change(self.inside), outside=change(self.outside))
 
     def with_outside(self, value: Any) -> "Region | None":
-        """The same, with this value outside, if it can be said so."""
+        """Return the same region with this value outside, or None if it has no such form."""
         if not self.lines:
             return replace(self, outside=value)
         if self.outside == value:
@@ -85,7 +85,7 @@ class Region:
         return None
 
     def within(self, other: "Region | None", value: Any) -> "Region | None":
-        """This one where `other` has its inside, and `value` elsewhere."""
+        """Return this region where `other` has its inside, and `value` elsewhere."""
         mine = self.with_outside(value)
         return other and mine and Region(mine.lines + other.lines, mine.inside, value, self.rank)
 
@@ -102,7 +102,7 @@ def constant(value: Any, rank: int) -> Formula:
 
 
 def reindexed(formula: Formula, sources: Sequence[tuple[int | None, Any]], rank: int) -> Formula:
-    """A tensor of `rank` axes where the index of axis i of the old one is that of axis `sources[i][0]` plus [1]."""
+    """Return the formula of a tensor of `rank` axes: the old index of axis i is that of `sources[i][0]` plus [1]."""
     if isinstance(formula, Region):
         lines = tuple(reindexed(line, sources, rank) for line in formula.lines)
         return replace(formula, lines=lines, rank=rank)

@@ -1,4 +1,4 @@
-"""Masks that are known as formulas, computed for a few sizes: what a formula says is never taken on trust.
+"""Masks that are known as formulas, computed for a few sizes: no formula is taken on trust.
 
 A node that has a formula has the call that made it too, with the calls that made its arguments. They end at sizes and
 at tensors of which only the shape is read.
@@ -18,9 +18,9 @@ from llmk.compiler.sizes import NotSmall, Sizes
 from llmk.registry.private.compilers import symbols_of
 
 FEW = range(1, 13)
-"""Tokens, in the place of as many as there are."""
+"""Numbers of tokens that stand for the graph's own."""
 SMALL = 256
-"""Masks of so many tokens are computed as they are."""
+"""Masks of up to so many tokens are computed at their own size."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,7 @@ class Made:
 
 
 def computed(made: Made | Like, sizes: Sizes) -> Tensor:
-    """The tensor, where the graph has other sizes.
+    """Return the tensor for other sizes than the graph's.
 
     Raises:
         NotSmall: It has no such sizes.
@@ -64,12 +64,12 @@ def computed(made: Made | Like, sizes: Sizes) -> Tensor:
 
 
 def disagreement(made: Made | Like, shape: tuple[Any, ...], causal: bool, lowest: float) -> str | None:
-    """How a mask of queries by keys differs from one that hides the future, or nothing; None where it is that.
+    """Return how a mask of queries by keys differs from one that hides the future, or nothing; None where it does not.
 
     Args:
-        made: How it was made.
-        shape: Its own, whose last two sizes are known to be the same.
-        causal: Whether it is said to hide the future.
+        made: The calls that made it.
+        shape: The mask's, whose last two sizes are known to be the same.
+        causal: The formula says that it hides the future.
         lowest: Numbers that are not above this one hide.
     """
     return apart_from_caller(_disagreement, made, shape, causal, lowest)

@@ -1,7 +1,7 @@
-"""Puts operators into a graph of ATen's in place of what computes the same. It knows none of them.
+"""Puts operators into a graph of ATen's in place of nodes that compute the same. It knows none of the operators.
 
-At every node, from the last to the first, each operator's patterns are tried, and the one that takes in most is put
-there. What replaces it must give the same shapes, dtypes and layout, which is asked of the operator itself.
+At every node, from the last to the first, each operator's patterns are tried, and the one that takes in most nodes is
+replaced. The replacement must give the same shapes, dtypes and layout, as the operator itself says.
 """
 
 from collections import Counter
@@ -12,67 +12,67 @@ from typing import Any
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from llmk.compiler.effects import equal_values, is_random, needed, storages, written
-from llmk.compiler.emit import Emit
+from llmk.compiler.effects import equal_values, is_random, mutations, needed, storages
+from llmk.compiler.graph_builder import ReplacementBuilder
+from llmk.compiler.patterns import Match, NoMatch, cast_of, find, is_narrowing, name_of
 from llmk.compiler.report import Note, module_of, warn_once
-from llmk.compiler.rules import Rule
+from llmk.compiler.rules import RewriteRule
 from llmk.compiler.trial import Untried
 from llmk.compiler.trials import answer, is_view
-from llmk.registry.patterns import Found, Left, cast_of, find, is_narrowing, name_of
 
 
 @dataclass
-class Match:
-    """Where a rule was found, and the node of each of the operator's results."""
+class Candidate:
+    """A match of a rule that may be replaced, with the node of each of the operator's results."""
 
-    rule: Rule
-    found: Found
+    rule: RewriteRule
+    match: Match
     results: list[Node]
 
     @property
     def inputs(self) -> set[Node]:
-        inner = set(self.found.nodes)
+        inner = set(self.match.nodes)
         nodes: list[Node] = []
-        map_arg(tuple(self.found.values.values()), nodes.append)
+        map_arg(tuple(self.match.values.values()), nodes.append)
         return {node for node in nodes if node not in inner}
 
 
 def replace_all(
     gm: GraphModule,
-    rules: Sequence[Rule],
-    written_later: Collection[int] = (),
+    rules: Sequence[RewriteRule],
+    mutated_later: Collection[int] = (),
     droppable: Collection[Node] = (),
     verify: bool = True,
 ) -> list[Note]:
-    """Put operators where the rules find them, and say what was replaced and what was left.
+    """Put operators where the rules match, and return notes on what was replaced and what was left.
 
     Args:
         gm: A graph of ATen's operators.
-        rules: What to look for.
-        written_later: Storages that are written into after the graph has run.
-        droppable: What may be something else where it is returned, if an operator has something to stand in for it.
-        verify: Whether each replacement is tried first.
+        rules: The rules to try.
+        mutated_later: Storages that are written into after the graph has run.
+        droppable: Nodes that may be returned as another tensor, if an operator has one to stand in for them.
+        verify: Each replacement is tried first.
     """
-    return _Replacing(gm, rules, frozenset(written_later), frozenset(droppable), verify).run()
+    return _Replacing(gm, rules, frozenset(mutated_later), frozenset(droppable), verify).run()
 
 
 class _Replacing:
     def __init__(
         self,
         gm: GraphModule,
-        rules: Sequence[Rule],
-        written_later: frozenset[int],
+        rules: Sequence[RewriteRule],
+        mutated_later: frozenset[int],
         droppable: frozenset[Node],
         verify: bool,
     ) -> None:
         self.verify = verify
-        self.graph, self.rules, self.written_later, self.droppable = gm.graph, rules, written_later, droppable
+        self.graph, self.rules, self.mutated_later, self.droppable = gm.graph, rules, mutated_later, droppable
         self.erased: set[Node] = set()
         self.reasons: dict[tuple[str, Node], str] = {}
-        self.refused: list[tuple[Match, str]] = []
+        self.refused: list[tuple[Candidate, str]] = []
         self.notes: list[Note] = []
-        self.written, self.needed = written(self.graph), needed(self.graph)
-        self.same = equal_values(self.graph, {*self.written, *written_later})
+        self.mutations, self.needed = mutations(self.graph), needed(self.graph)
+        self.same = equal_values(self.graph, {*self.mutations, *mutated_later})
 
     def run(self) -> list[Note]:
         for node in reversed(list(self.graph.nodes)):
@@ -82,107 +82,114 @@ class _Replacing:
         return self.notes
 
     def _try_at(self, node: Node) -> None:
-        matches = [match for rule in self.rules if (match := self._looked_for(rule, node)) is not None]
-        for match in sorted(matches, key=lambda match: -len(set(match.found.nodes))):
+        candidates = [candidate for rule in self.rules if (candidate := self._looked_for(rule, node)) is not None]
+        for candidate in sorted(candidates, key=lambda candidate: -len(set(candidate.match.nodes))):
             try:
-                self._replace(match)
-            except Left as why:
-                self._refuse(match, str(why))
+                self._replace(candidate)
+            except NoMatch as why:
+                self._refuse(candidate, str(why))
             else:
                 return
 
-    def _looked_for(self, rule: Rule, node: Node) -> Match | None:
+    def _looked_for(self, rule: RewriteRule, node: Node) -> Candidate | None:
         try:
             return self._match(rule, node)
         except Exception as error:  # a pattern's fault costs its match
             why = _raised(rule, error)
-            self.refused.append((Match(rule, Found(nodes=(node,)), [node]), why))
+            self.refused.append((Candidate(rule, Match(nodes=(node,)), [node]), why))
             return None
 
-    def _refuse(self, match: Match, why: str) -> None:
-        self.refused.append((match, why))
-        for inner in match.found.nodes:
-            self.reasons.setdefault((match.rule.name, inner), why)
+    def _refuse(self, candidate: Candidate, why: str) -> None:
+        self.refused.append((candidate, why))
+        for inner in candidate.match.nodes:
+            self.reasons.setdefault((candidate.rule.name, inner), why)
 
-    def _match(self, rule: Rule, node: Node) -> Match | None:
+    def _match(self, rule: RewriteRule, node: Node) -> Candidate | None:
         if cast_of(node) is not None and not is_narrowing(node):
             return None  # what was computed was rounded before it was widened
-        first, *others = rule.plain.results
-        for found in find(first, node, Found(same=self.same)):
-            if node not in found.nodes:
+        first, *others = rule.pattern.results
+        for match in find(first, node, Match(same=self.same)):
+            if node not in match.nodes:
                 continue
-            match: Match | None = Match(rule, found, [node])
+            candidate: Candidate | None = Candidate(rule, match, [node])
             for pattern in others:
-                match = self._with_another_result(match, pattern)
-                if match is None:
+                candidate = self._with_another_result(candidate, pattern)
+                if candidate is None:
                     break
             else:
-                return match
+                return candidate
         return None
 
-    def _with_another_result(self, match: Match, pattern: Any) -> Match | None:
+    def _with_another_result(self, candidate: Candidate, pattern: Any) -> Candidate | None:
         if isinstance(pattern, str):
-            return Match(match.rule, match.found, [*match.results, match.found.values[pattern]])
-        taken = set(match.found.nodes)
-        other = match.results[0].prev
+            return Candidate(candidate.rule, candidate.match, [*candidate.results, candidate.match.values[pattern]])
+        taken = set(candidate.match.nodes)
+        other = candidate.results[0].prev
         while other.op != "root":
             if other not in taken and other in self.needed:
-                for found in find(pattern, other, match.found):
-                    if other in found.nodes:
-                        return Match(match.rule, found, [*match.results, other])
+                for match in find(pattern, other, candidate.match):
+                    if other in match.nodes:
+                        return Candidate(candidate.rule, match, [*candidate.results, other])
             other = other.prev
         return None
 
-    def _replace(self, match: Match) -> None:
-        returned = self._require_alone(match)
-        last = self._place_for(match)
-        self._require_order_of_draws(match, last)
-        self._require_unwritten(match, last)
-        readers = [user for result in match.results for user in result.users if user not in match.found.nodes]
+    def _replace(self, candidate: Candidate) -> None:
+        returned = self._require_alone(candidate)
+        last = self._place_for(candidate)
+        self._require_order_of_draws(candidate, last)
+        self._require_unmutated(candidate, last)
+        readers = [user for result in candidate.results for user in result.users if user not in candidate.match.nodes]
         if any(user <= last for user in readers):
-            raise Left("one of its results is read before all that it takes is there")
-        plain, emit = match.rule.plain, Emit(match.rule, match.results[0], last, self.same)
+            raise NoMatch("one of its results is read before all that it takes is there")
+        pattern, builder = (
+            candidate.rule.pattern,
+            ReplacementBuilder(candidate.rule, candidate.results[0], last, self.same),
+        )
         try:
-            new = plain.build(emit, match.found.values) if plain.build else emit(
-                match.rule.overload, **match.found.values
+            new = pattern.build(builder, candidate.match.values) if pattern.build else builder(
+                candidate.rule.overload, **candidate.match.values
             )  # fmt: skip
             news = list(new) if isinstance(new, tuple | list) else [new]
-            news = [emit.as_before(result, node) for result, node in zip(match.results, news, strict=True)]
-            if not set(match.found.nodes).isdisjoint(node for made in emit.made for node in made.all_input_nodes):
-                raise Left("something that it computes on the way is one of its inputs too")
-            self._require_own_memory(match, news)
-            untried = self._tried(match, emit, news)
-            stand_ins = [plain.stand_in(emit, match.found.values, node) for node in returned if plain.stand_in]
-        except Left:
-            emit.undo()
+            news = [builder.as_before(result, node) for result, node in zip(candidate.results, news, strict=True)]
+            if not set(candidate.match.nodes).isdisjoint(
+                node for made in builder.made for node in made.all_input_nodes
+            ):
+                raise NoMatch("something that it computes on the way is one of its inputs too")
+            self._require_own_memory(candidate, news)
+            untried = self._tried(candidate, builder, news)
+            stand_ins = [
+                pattern.stand_in(builder, candidate.match.values, node) for node in returned if pattern.stand_in
+            ]
+        except NoMatch:
+            builder.undo()
             raise
-        except Exception as error:  # and so does a fault of what it puts in
-            emit.undo()
-            raise Left(_raised(match.rule, error)) from error
+        except Exception as error:  # a fault of the replacement costs the match too
+            builder.undo()
+            raise NoMatch(_raised(candidate.rule, error)) from error
         for node, stand_in in zip(returned, stand_ins, strict=True):
             node.replace_all_uses_with(stand_in, delete_user_cb=lambda user: user.op == "output")
-        for result, node in zip(match.results, news, strict=True):
+        for result, node in zip(candidate.results, news, strict=True):
             node.meta["needs_grad"] = result.meta.get("needs_grad", False)
             self.needed.add(node)
             result.replace_all_uses_with(node)
             for (name, node_of), why in list(self.reasons.items()):
                 if node_of is result:
                     self.reasons[name, node] = why
-        self.notes.append(Note(match.rule.name, main_module(match), untried=untried))
-        self._erase_unread(match)
+        self.notes.append(Note(candidate.rule.name, main_module(candidate), untried=untried))
+        self._erase_unread(candidate)
 
-    def _require_own_memory(self, match: Match, news: list[Node]) -> None:
-        """That a result shares memory with another one, or with what is taken, only where it did before."""
-        for i, (old, new) in enumerate(zip(match.results, news, strict=True)):
+    def _require_own_memory(self, candidate: Candidate, news: list[Node]) -> None:
+        """Check that a result shares memory with another result or an input only where it did before."""
+        for i, (old, new) in enumerate(zip(candidate.results, news, strict=True)):
             if self._leaves_by_another_way(old):
-                raise Left("its result shares memory with something else that is returned")
-            others = [*zip(match.results[:i], news[:i], strict=True), *((node, node) for node in match.inputs)]
+                raise NoMatch("its result shares memory with something else that is returned")
+            others = [*zip(candidate.results[:i], news[:i], strict=True), *((node, node) for node in candidate.inputs)]
             for old_other, new_other in others:
                 if storages(old).isdisjoint(storages(old_other)) and not storages(new).isdisjoint(storages(new_other)):
-                    raise Left("its result would share memory that the operator's does not share")
+                    raise NoMatch("its result would share memory that the operator's does not share")
 
     def _leaves_by_another_way(self, result: Node) -> bool:
-        """Return True if a result's memory is returned, seen through the result and through what is no view of it."""
+        """Return True if a result's memory is returned through the result and through a node that is no view of it."""
         returned = {
             node for node in self.graph.output_node().all_input_nodes if not storages(node).isdisjoint(storages(result))
         }
@@ -194,44 +201,44 @@ class _Replacing:
                 queue += node.users
         return not returned <= through and not returned.isdisjoint(through)
 
-    def _tried(self, match: Match, emit: Emit, news: list[Node]) -> str:
-        """Why it could not be tried whether what was made computes the same, in words for the report.
+    def _tried(self, candidate: Candidate, builder: ReplacementBuilder, news: list[Node]) -> str:
+        """Try if the replacement computes the same, and return the reason if it could not be tried.
 
         Raises:
-            Left: It does not.
+            NoMatch: It computes something else.
         """
         if not self.verify:
             return "verify=False"
         try:
-            differs = answer(match.rule.plain, match.found, emit.made, match.results, news)
+            differs = answer(candidate.rule.pattern, candidate.match, builder.made, candidate.results, news)
         except Untried as why:
             return str(why)
         if differs is not None:
-            raise Left(differs)
+            raise NoMatch(differs)
         return ""
 
-    def _place_for(self, match: Match) -> Node:
-        """The node after which the operator stands: its first result, or later what it takes or draws."""
-        random = [node for node in match.found.nodes if is_random(node)]
-        last = max([*match.inputs, *random, min(match.results)])
+    def _place_for(self, candidate: Candidate) -> Node:
+        """Return the node after which the operator stands: its first result, or a later input or random draw."""
+        random = [node for node in candidate.match.nodes if is_random(node)]
+        last = max([*candidate.inputs, *random, min(candidate.results)])
         while last.next.op == "placeholder":
             last = last.next
         return last
 
-    def _require_order_of_draws(self, match: Match, last: Node) -> None:
-        """Refuse a match of which a random number is drawn before one that something else draws, and then after it."""
-        inner = set(match.found.nodes)
+    def _require_order_of_draws(self, candidate: Candidate, last: Node) -> None:
+        """Check that no other node draws random numbers between those of the match and the operator."""
+        inner = set(candidate.match.nodes)
         drawn = [node for node in inner if is_random(node)]
         others = (node for node in self.graph.nodes if is_random(node) and node not in inner)
         if drawn and any(min(drawn) < node <= last for node in others):
-            raise Left("something else draws random numbers in its midst")
+            raise NoMatch("something else draws random numbers in its midst")
 
-    def _require_alone(self, match: Match) -> list[Node]:
-        """That nobody else reads or changes what is computed on the way: besides what is returned and need not be."""
-        inner, returned = set(match.found.nodes), []
-        may_drop = match.rule.plain.stand_in is not None and match.results[0].meta.get("needs_grad", False)
+    def _require_alone(self, candidate: Candidate) -> list[Node]:
+        """Check that nobody else reads the nodes on the way, and return those that are returned and need not be."""
+        inner, returned = set(candidate.match.nodes), []
+        may_drop = candidate.rule.pattern.stand_in is not None and candidate.results[0].meta.get("needs_grad", False)
         read: dict[Node, Node] = {}  # nodes that stay, and who reads them
-        for node in sorted(inner - set(match.results), reverse=True):
+        for node in sorted(inner - set(candidate.results), reverse=True):
             readers = [user for user in node.users if user in self.needed and (user not in inner or user in read)]
             if readers and may_drop and node in self.droppable and all(user.op == "output" for user in readers):
                 returned.append(node)
@@ -240,68 +247,68 @@ class _Replacing:
                 read[node] = read.get(reader, reader)
                 if not is_cheap(node):
                     is_returned = read[node].op == "output"
-                    hint = " (drop_logits=True gives it up)" if is_returned and match.rule.plain.stand_in else ""
+                    hint = " (drop_logits=True gives it up)" if is_returned and candidate.rule.pattern.stand_in else ""
                     how = "returned" if is_returned else "read elsewhere"
-                    raise Left(f"{name_of(node)} on the way is {how} too{hint}")
+                    raise NoMatch(f"{name_of(node)} on the way is {how} too{hint}")
         return returned
 
-    def _require_unwritten(self, match: Match, last: Node) -> None:
-        """That memory is the same when it is read where the match reads it, after `last` and in the backward pass."""
-        inner = set(match.found.nodes)
-        taken = set[int]().union(*map(storages, match.inputs))
+    def _require_unmutated(self, candidate: Candidate, last: Node) -> None:
+        """Check that memory holds the same where the match reads it, after `last` and in the backward pass."""
+        inner = set(candidate.match.nodes)
+        taken = set[int]().union(*map(storages, candidate.inputs))
         touched = taken.union(*map(storages, inner))
-        if match.results[0].meta.get("needs_grad", False) and not touched.isdisjoint(self.written_later):
-            raise Left("something that it reads is written in place later")
-        for storage in self.written.keys() & touched:
+        if candidate.results[0].meta.get("needs_grad", False) and not touched.isdisjoint(self.mutated_later):
+            raise NoMatch("something that it reads is written in place later")
+        for storage in self.mutations.keys() & touched:
             sharing = [node for node in self.graph.nodes if storage in storages(node)]
             readers = [node for node in inner if not {node, *node.all_input_nodes}.isdisjoint(sharing)]
-            # What no node reads any more may still be read in the backward pass, of what a reader saved for it.
+            # Memory that no node reads any more may be read in the backward pass, if a reader has saved it.
             read_later = storage in taken or any(node.meta.get("needs_grad", False) for node in readers)
-            writers = [node for node in self.written[storage] if read_later or node in self.needed]
-            if inner.issuperset([*sharing, *writers]):  # nobody else has it: what was there before is not read after
+            writers = [node for node in self.mutations[storage] if read_later or node in self.needed]
+            if inner.issuperset([*sharing, *writers]):  # nobody else has it: no old value is read after a write
                 fine = not any(node < writer < user for writer in writers for node in sharing for user in node.users)
             else:
                 fine = all(writer <= last and writer < reader for writer in writers for reader in readers)
             if not fine:
-                raise Left("something that it reads is written in place")
+                raise NoMatch("something that it reads is written in place")
 
-    def _erase_unread(self, match: Match) -> None:
-        """The nodes that were replaced, and nothing else: what is dead besides them is Inductor's to find."""
-        for node in sorted(set(match.found.nodes), reverse=True):
+    def _erase_unread(self, candidate: Candidate) -> None:
+        """Erase the nodes that were replaced and nothing else: other dead nodes are for Inductor to find."""
+        for node in sorted(set(candidate.match.nodes), reverse=True):
             if not node.users and node.op == "call_function":
                 self.graph.erase_node(node)
                 self.erased.add(node)
 
     def _note_what_is_left(self) -> None:
         noted: set[tuple[str, Node]] = set()
-        for match, why in self.refused:
-            name, places = match.rule.name, {(match.rule.name, node) for node in match.found.nodes}
-            if not self.erased.intersection(match.found.nodes) and not places & noted:
-                self.notes.append(Note(name, main_module(match), why))
+        for candidate, why in self.refused:
+            name, places = candidate.rule.name, {(candidate.rule.name, node) for node in candidate.match.nodes}
+            if not self.erased.intersection(candidate.match.nodes) and not places & noted:
+                self.notes.append(Note(name, main_module(candidate), why))
                 noted |= places
         for node in (node for node in self.graph.nodes if node in self.needed):
             for rule in self.rules:
                 name, sign = rule.name, name_of(node)
-                if sign not in rule.plain.signs or (name, node) in noted:
+                if sign not in rule.pattern.anchor_ops or (name, node) in noted:
                     continue
-                why = self.reasons.get((name, node)) or rule.plain.why_left(node)
+                why = self.reasons.get((name, node)) or rule.pattern.why_left(node)
                 if why:
                     noted.add((name, node))
                     self.notes.append(Note(name, module_of(node), f"{sign}: {why}"))
 
 
-def _raised(rule: Rule, error: Exception) -> str:
+def _raised(rule: RewriteRule, error: Exception) -> str:
     reason = f"its rule raised {type(error).__name__}: {error}".splitlines()[0]
     warn_once(f"torch.compile(backend='llmk') leaves {rule.name} as it is: {reason}. Please report it to llmk.")
     return reason
 
 
-def main_module(match: Match) -> str:
-    """The module that most of the computation is in."""
-    modules = Counter(map(module_of, match.found.nodes))
+def main_module(candidate: Candidate) -> str:
+    """Return the module that most of the computation is in."""
+    modules = Counter(map(module_of, candidate.match.nodes))
     return max(modules, key=lambda path: (modules[path], -len(path)))
 
 
 def is_cheap(node: Node) -> bool:
-    """Return True if it costs nothing to have besides: a view, a cast, a part of a tuple."""
+    """Return True if it costs nothing to compute the node twice: a view, a cast, an item of a tuple."""
     return cast_of(node) is not None or is_view(node)

@@ -1,4 +1,4 @@
-"""What the backend replaced in the graphs it compiled, what it left and why."""
+"""The report: places that the backend replaced in the graphs it compiled, those it left, and the reasons."""
 
 import functools
 import re
@@ -18,10 +18,10 @@ class Note:
     """One place of a graph.
 
     Attributes:
-        operator: What is there now, or what it looks like.
+        operator: The operator that is there now, or that the place looks like.
         module: The module it is in.
-        reason: Why it was left, if it was.
-        untried: Why it could not be tried whether the operator computes the same, if it could not.
+        reason: The reason for which the place was left, or nothing.
+        untried: The reason for which the replacement could not be tried first, or nothing.
     """
 
     operator: str
@@ -35,8 +35,8 @@ class Report:
     """Notes on all graphs that were compiled with it.
 
     Attributes:
-        graphs: How many graphs there were. A graph that is compiled again, for other sizes, counts again.
-        notes: Each note, and how often it was made.
+        graphs: The number of graphs. A graph that is compiled again, for other sizes, counts again.
+        notes: Each note, and the number of times it was made.
     """
 
     graphs: int = 0
@@ -44,7 +44,7 @@ class Report:
 
     @property
     def replaced(self) -> dict[str, int]:
-        """How often each operator was put in."""
+        """The number of times that each operator was put in."""
         found: Counter[str] = Counter()
         for note, count in self.notes.items():
             if not note.reason:
@@ -95,7 +95,7 @@ def warn_once(message: str) -> None:
 
 
 def module_of(node: Node) -> str:
-    """The path of the module whose code made the node, or nothing where the graph does not tell."""
+    """Return the path of the module whose code made the node, or nothing where the graph does not tell."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
@@ -104,7 +104,7 @@ def module_of(node: Node) -> str:
 
 
 def _any_layer(path: str) -> str:
-    """With a star in place of a layer's number."""
+    """Return a path with a star in place of a layer's number."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path) or "-"
 
 
@@ -117,4 +117,4 @@ def _wrapped(text: str, indent: str = "      ") -> list[str]:
 
 
 EVERYTHING = Report()
-"""What `llmk.compile_report()` returns."""
+"""The report that `llmk.compile_report()` returns."""

@@ -1,36 +1,40 @@
-"""What the backend looks for: an operator, and a computation in plain PyTorch that it replaces."""
+"""The rules of the backend: an operator, and a computation in plain PyTorch that it replaces."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 from llmk.compiler import attention, sums
+from llmk.compiler.patterns import RewritePattern
 from llmk.registry import OPS
-from llmk.registry.patterns import Plain
 
 
 @dataclass(frozen=True)
-class Rule:
+class RewriteRule:
     """An operator, and one way to write it in plain PyTorch.
 
     Attributes:
-        name: What the report and the options call it.
+        name: The operator's name in the report and the options.
         overload: The operator.
         differentiable: The names of its arguments that get gradients.
-        plain: How it is written.
+        pattern: The computation that it replaces, and how.
     """
 
     name: str
     overload: Callable[..., Any]
     differentiable: tuple[str, ...]
-    plain: Plain
+    pattern: RewritePattern
 
 
-def all_rules() -> list[Rule]:
-    """Those that llmk's operators bring, and those of attention, which is PyTorch's own."""
-    found = [Rule(name, op.overload, op.differentiable, plain) for name, op in OPS.items() for plain in op.plain]
+def all_rules() -> list[RewriteRule]:
+    """Return the rules of llmk's operators, and those of attention, which is PyTorch's own operator."""
+    found = [
+        RewriteRule(name, op.overload, op.differentiable, pattern)
+        for name, op in OPS.items()
+        for pattern in op.patterns
+    ]
     names = "query", "key", "value"
-    return found + [Rule("attention", attention.OVERLOAD, names, plain) for plain in attention.ATTENTION]
+    return found + [RewriteRule("attention", attention.OVERLOAD, names, pattern) for pattern in attention.ATTENTION]
 
 
 def rule_names() -> list[str]:
@@ -38,9 +42,11 @@ def rule_names() -> list[str]:
 
 
 def chosen(only: Collection[str] | None, without: Collection[str] | None) -> frozenset[str]:
-    """
+    """Return the names of the rules to try.
+
     Raises:
-        ValueError: A name is not of something that the backend finds.
+        ValueError: A name is none of a rule's.
+        TypeError: `only` or `without` is a string.
     """
     known = rule_names()
     for argument, names in (("only", only), ("without", without)):

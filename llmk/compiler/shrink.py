@@ -1,4 +1,4 @@
-"""Which small sizes stand for a graph's, so that what one size says of another stays so.
+"""Chooses small sizes for a graph's, so that relations between sizes stay.
 
 Large sizes are made small one by one, from the smallest on. A size that is a product, a double or a sum of others stays
 that. Numbers among the arguments are sizes too, where they are as large.
@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
+from llmk.compiler.patterns import value_of
 from llmk.compiler.sizes import NotSmall, Sizes
-from llmk.registry.patterns import value_of
 from llmk.registry.private.compilers import symbols_of
 
 KEPT = 16
@@ -27,9 +27,9 @@ FRESH = (8, 12, 20, 28, 44, 52, 68, 76)
 """Twice or four times an odd number each, and none a product of two others."""
 
 
-def candidates(plain: Sequence[Node], made: Sequence[Node], inputs: Sequence[Node]) -> Iterator[Sizes]:
-    """Sizes with which all tensors together are small: those of the graph themselves, if they are."""
-    nodes = [*inputs, *plain, *made]
+def candidates(matched: Sequence[Node], made: Sequence[Node], inputs: Sequence[Node]) -> Iterator[Sizes]:
+    """Yield sizes with which all tensors together are small, those of the graph first."""
+    nodes = [*inputs, *matched, *made]
     tensors = [x for node in nodes for x in _tensors(value_of(node))]
     names = sorted({name for x in _numbers(nodes) if isinstance(x, torch.SymInt) for name in symbols_of(x)})
     symbols = defaultdict(lambda: 4, {name: 4 * FRESH[i % len(FRESH)] for i, name in enumerate(names)})
@@ -50,7 +50,7 @@ def candidates(plain: Sequence[Node], made: Sequence[Node], inputs: Sequence[Nod
 
 
 def _table(large: Sequence[int], literals: Sequence[int], small: Sequence[int]) -> dict[int, int]:
-    """A small number for each large one. Sizes that are products of `small` ones stay products."""
+    """Return a small number for each large one. Sizes that are products of `small` ones stay products."""
     known = {x: x for x in small}
     fresh = iter(FRESH)
     for size in large:
@@ -65,7 +65,7 @@ def _table(large: Sequence[int], literals: Sequence[int], small: Sequence[int]) 
 
 
 def _derived(size: int, known: dict[int, int]) -> int | None:
-    """What follows for a size from those that are known."""
+    """Return the number of a size that follows from those of known sizes, or None."""
     for factor in (2, 3, 4):
         if size % factor == 0 and size // factor in known:
             return factor * known[size // factor]
@@ -85,7 +85,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _numbers(nodes: Sequence[Node]) -> list[Any]:
-    """Sizes and whole numbers that the nodes are given and give."""
+    """Return sizes and whole numbers among the arguments and results of the nodes."""
     found: list[Any] = []
 
     def look(x: Any) -> Any:

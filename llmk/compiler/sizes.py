@@ -1,4 +1,4 @@
-"""Small sizes in the place of a graph's: how a computation is run on a CPU in a moment, whatever it is compiled for."""
+"""Small sizes in the place of a graph's, so that a computation for any device is run on a CPU in a moment."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from llmk.registry.private.compilers import backed_constant, substituted
 
 
 class NotSmall(Exception):
-    """Why something cannot be computed with small sizes, in words for the report."""
+    """The reason for which a tensor cannot be computed with small sizes, in words for the report."""
 
 
 @dataclass(frozen=True)
@@ -19,15 +19,15 @@ class Sizes:
     """Another number for each size.
 
     Attributes:
-        numbers: For sizes that are known; others stay.
-        symbols: For each symbol in those that are not.
+        numbers: The new numbers of sizes that are known; others stay.
+        symbols: The numbers of the symbols in other sizes.
     """
 
     numbers: Mapping[int, int] = field(default_factory=dict)
     symbols: Mapping[str, int] = field(default_factory=dict)
 
     def of(self, value: Any) -> Any:
-        """An argument of an operator: sizes changed, on the CPU, constants as they are.
+        """Return an argument of an operator with other sizes, on the CPU; constants stay as they are.
 
         Raises:
             NotSmall: A symbol has no value.

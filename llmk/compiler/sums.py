@@ -1,4 +1,4 @@
-"""Sums of matrix products, of which each is added to the ones before it while it is computed.
+"""Sums of matrix products: each product is added to the ones before it while it is computed.
 
 The gradient of what several linear layers read is such a sum: `dq @ Wq + dk @ Wk + dv @ Wv`. Inductor computes each
 product, and a kernel of its own reads them all and writes their sum. Here a product is added to the sum so far, where
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from llmk.compiler.formulas import same
-from llmk.registry.patterns import OVERLOAD, name_of, value_of
+from llmk.compiler.patterns import OVERLOAD, name_of, value_of
 
 NAME = "sum_of_products"
 VIEWS = frozenset({"view", "reshape", "_unsafe_view"})
@@ -45,7 +45,7 @@ def accumulate(graph: Graph) -> None:
 
 
 def products_of(node: Node) -> list[Node]:
-    """The matrix products that a node is the sum of, where nothing else reads them or what is on the way.
+    """Return the matrix products that a node is the sum of, if nothing else reads them or the nodes between.
 
     A product is an `mm`, or an `addmm`, in which Inductor has put a product and what is added to it.
     """
@@ -69,7 +69,7 @@ def _alike(a: Node, b: Node) -> bool:
 
 
 def _without_views(node: Node, reader: Node) -> Node | None:
-    """What a tensor is a view of, in another shape; None where somebody besides the reader reads it."""
+    """Return the tensor that a node views in another shape; None where somebody besides the reader reads it."""
     while list(node.users) == [reader]:
         if name_of(node) not in VIEWS:
             return node
@@ -102,7 +102,7 @@ def _replace(graph: Graph, total: Node, products: list[Node]) -> None:
 
 
 def _erase(node: Node) -> None:
-    """A node that nothing reads any more, and of what only that has read the sums, products and views."""
+    """Erase a node that nothing reads any more, and the sums, products and views that only it has read."""
     if not node.users and name_of(node) in VIEWS | {"add", "addmm", "mm"}:
         inputs = node.all_input_nodes
         node.graph.erase_node(node)

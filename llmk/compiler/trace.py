@@ -1,6 +1,6 @@
-"""Stretches of Dynamo's graph as graphs of ATen's operators before autograd, where every spelling has one name.
+"""Traces segments of Dynamo's graph into graphs of ATen's operators before autograd, where a spelling has one name.
 
-What is traced is in place of the original only where something in it was replaced.
+The traced graph takes the place of its segment only where something in it was replaced.
 """
 
 import contextlib
@@ -14,21 +14,21 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
-from llmk.compiler.effects import storages, written, written_by
-from llmk.compiler.positions import carry_formula, note_formulas
-from llmk.compiler.stretches import SIMPLE, Stretch
-from llmk.registry.patterns import name_of, value_of
+from llmk.compiler.effects import mutated_by, mutations, storages
+from llmk.compiler.mask_propagation import copy_formula, propagate_formulas
+from llmk.compiler.patterns import name_of, value_of
+from llmk.compiler.segments import SIMPLE, Segment
 from llmk.registry.private.compilers import CHECKPOINT, MODE_CALLS
 
 KEPT = ("nn_module_stack", "stack_trace", "source_fn_stack", "original_aten", "custom")
 
 
 class NotTraced(Exception):
-    """Why a stretch cannot be traced again, in words for the report."""
+    """The reason for which a segment cannot be traced again, in words for the report."""
 
 
 def checkpoint_body(gm: GraphModule, node: Node) -> GraphModule | None:
-    """The graph of a region that is computed again in the backward pass, which knows the formulas of what it takes."""
+    """Return the graph of a region that is computed again in the backward pass; its inputs have their formulas."""
     if node.target is not CHECKPOINT or not isinstance(node.args[0], Node):
         return None
     body = getattr(gm, str(node.args[0].target), None)
@@ -36,12 +36,12 @@ def checkpoint_body(gm: GraphModule, node: Node) -> GraphModule | None:
         return None
     for given, placeholder in zip(node.args[1:], body.graph.find_nodes(op="placeholder"), strict=True):
         if isinstance(given, Node):
-            carry_formula(given, placeholder, given.meta.get("example_value"))
+            copy_formula(given, placeholder, given.meta.get("example_value"))
     return body
 
 
 class Modes:
-    """Follows the graph's changes of the gradient mode and autocast, and puts everything back in the end."""
+    """Follows the graph's changes of the gradient mode and autocast, and restores the modes in the end."""
 
     def __init__(self) -> None:
         self.entered: dict[Node, Any] = {}
@@ -57,7 +57,7 @@ class Modes:
             torch.set_grad_enabled(enabled)
 
     def follow(self, node: Node) -> None:
-        """Does what the node does, if that is to change a mode."""
+        """Change a mode if the node changes it."""
         if node.target not in MODE_CALLS:
             return
         mode = node.target(*map_arg(node.args, self.entered.pop), **node.kwargs)  # type: ignore[operator]
@@ -66,6 +66,7 @@ class Modes:
 
 
 def example_of(gm: GraphModule, node: Node) -> Any:
+    """Return the value that Dynamo saw at a node, or the attribute that the node reads."""
     if node.op == "get_attr" and "example_value" not in node.meta:
         value = gm
         for part in str(node.target).split("."):
@@ -77,27 +78,27 @@ def example_of(gm: GraphModule, node: Node) -> Any:
 
 
 def fake_mode_of(values: Iterable[Any]) -> Any:
-    """The mode that the fake tensors among the values belong to: Dynamo's, not the one it gives to its backend."""
+    """Return the mode of the fake tensors among the values: Dynamo's own, not the one it gives to its backend."""
     return next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)
 
 
-def traced(gm: GraphModule, stretch: Stretch) -> GraphModule:
-    """The stretch as a graph of ATen's operators, whose placeholders are its inputs and whose results its outputs.
+def traced(gm: GraphModule, segment: Segment) -> GraphModule:
+    """Return the segment as a graph of ATen's operators, with its inputs as placeholders and its outputs as results.
 
-    Nodes have `val`, what they give, `needs_grad`, whether a gradient may be wanted of it, and the formulas of
-    `llmk.compiler.positions`, which the outputs in Dynamo's graph get too.
+    A node's `meta` has `val`, its value, `needs_grad`, which is True if its gradient may be wanted, and the formulas of
+    `llmk.compiler.mask_propagation`, which the outputs in Dynamo's graph get too.
 
     Raises:
-        NotTraced: It cannot be traced, or not to the same.
+        NotTraced: It cannot be traced, or the trace gives other tensors.
     """
-    examples = [example_of(gm, node) for node in stretch.inputs]
-    for node, example in zip(stretch.inputs, examples, strict=True):
+    examples = [example_of(gm, node) for node in segment.inputs]
+    for node, example in zip(segment.inputs, examples, strict=True):
         if not isinstance(example, SIMPLE):
             raise NotTraced(f"it reads {node.name}, which is no tensor or number")
-    fake = fake_mode_of([*examples, *(node.meta.get("example_value") for node in stretch.nodes)])
+    fake = fake_mode_of([*examples, *(node.meta.get("example_value") for node in segment.nodes)])
     if fake is None:
         raise NotTraced("it has no tensor")
-    run = fx.Interpreter(_alone(stretch)).run
+    run = fx.Interpreter(_alone(segment)).run
     before, fake.allow_non_fake_inputs = fake.allow_non_fake_inputs, True
     try:
         with fake, fx_traceback.preserve_node_meta():
@@ -107,27 +108,28 @@ def traced(gm: GraphModule, stretch: Stretch) -> GraphModule:
         raise NotTraced(f"{type(error).__name__}: {error}".splitlines()[0]) from error
     finally:
         fake.allow_non_fake_inputs = before
-    _require_same(stretch, result)
+    _require_same(segment, result)
     _require_whole(result)
     _note_gradients(result, examples)
-    _note_formulas(stretch, result, examples)
+    _propagate_formulas(segment, result, examples)
     return result
 
 
-def _alone(stretch: Stretch) -> GraphModule:
+def _alone(segment: Segment) -> GraphModule:
+    """Return a copy of the segment as a graph of its own."""
     graph, copies = fx.Graph(), {}
-    for node in stretch.inputs:
+    for node in segment.inputs:
         copies[node] = graph.placeholder(node.name)
-    for node in stretch.nodes:
+    for node in segment.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(tuple(copies[node] for node in stretch.outputs))
+    graph.output(tuple(copies[node] for node in segment.outputs))
     return GraphModule(torch.nn.Module(), graph)
 
 
-def _require_same(stretch: Stretch, result: GraphModule) -> None:
-    """That what the trace gives has the shapes and dtypes that Dynamo saw."""
+def _require_same(segment: Segment, result: GraphModule) -> None:
+    """Check that the results of the trace have the shapes and dtypes that Dynamo saw."""
     results = result.graph.output_node().args[0]
-    for node, again in zip(stretch.outputs, results, strict=True):  # type: ignore[arg-type]
+    for node, again in zip(segment.outputs, results, strict=True):  # type: ignore[arg-type]
         want, got = node.meta.get("example_value"), again.meta.get("val") if isinstance(again, Node) else again
         if isinstance(want, Tensor) and (
             not isinstance(got, Tensor) or got.dtype != want.dtype or str(got.shape) != str(want.shape)
@@ -136,63 +138,65 @@ def _require_same(stretch: Stretch, result: GraphModule) -> None:
 
 
 def _require_whole(result: GraphModule) -> None:
-    """That the trace saw where each tensor comes from: one that it lost is a constant, and of Dynamo's fake ones."""
+    """Check that the trace saw where each tensor comes from: one that it lost is a constant, and a fake tensor."""
     for node in result.graph.find_nodes(op="get_attr"):
         if fake_mode_of([getattr(result, str(node.target))]) is not None:
             raise NotTraced("it reads a tensor that comes from where a trace does not look")
 
 
 def _note_gradients(result: GraphModule, examples: list[Any]) -> None:
+    """Set `needs_grad` of every node, also where a gradient comes through memory that was written."""
     placeholders = result.graph.find_nodes(op="placeholder")
     wanted = {n for n, x in zip(placeholders, examples, strict=True) if isinstance(x, Tensor) and x.requires_grad}
-    memory: set[int] = set()  # into which something that wants a gradient was written
+    memory: set[int] = set()  # storages into which something that wants a gradient was written
     for node in result.graph.nodes:
         passes = name_of(node) not in ("detach", "detach_") and not _is_integer(node.meta.get("val"))
         reads = any(n in wanted or not memory.isdisjoint(storages(n)) for n in node.all_input_nodes)
         if torch.is_grad_enabled() and passes and reads:
             wanted.add(node)
-            memory |= written_by(node)
+            memory |= mutated_by(node)
         node.meta["needs_grad"] = node in wanted or (passes and not memory.isdisjoint(storages(node)))
 
 
-def _note_formulas(stretch: Stretch, result: GraphModule, examples: list[Any]) -> None:
+def _propagate_formulas(segment: Segment, result: GraphModule, examples: list[Any]) -> None:
+    """Take the formulas of the inputs through the traced graph to the outputs in Dynamo's graph."""
     for node, placeholder, value in zip(
-        stretch.inputs, result.graph.find_nodes(op="placeholder"), examples, strict=True
+        segment.inputs, result.graph.find_nodes(op="placeholder"), examples, strict=True
     ):
-        carry_formula(node, placeholder, value)
-    note_formulas(result, written(result.graph))
-    for node, again in zip(stretch.outputs, result.graph.output_node().args[0], strict=True):  # type: ignore[arg-type]
+        copy_formula(node, placeholder, value)
+    propagate_formulas(result, mutations(result.graph))
+    for node, again in zip(segment.outputs, result.graph.output_node().args[0], strict=True):  # type: ignore[arg-type]
         if isinstance(again, Node):
-            carry_formula(again, node, node.meta.get("example_value"))
+            copy_formula(again, node, node.meta.get("example_value"))
 
 
 def _is_integer(value: Any) -> bool:
     return isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex()
 
 
-def pairs_of(stretch: Stretch, result: GraphModule) -> list[tuple[Any, Any]]:
-    """For all that the stretch takes and gives: what Dynamo saw there, and what the trace saw."""
+def pairs_of(segment: Segment, result: GraphModule) -> list[tuple[Any, Any]]:
+    """Return the value that Dynamo saw and the value that the trace saw, for every input and output of the segment."""
     placeholders = result.graph.find_nodes(op="placeholder")
     traced_nodes = [*placeholders, *result.graph.output_node().args[0]]  # type: ignore[misc]
-    nodes = [*stretch.inputs, *stretch.outputs]
+    nodes = [*segment.inputs, *segment.outputs]
     return [(node.meta.get("example_value"), value_of(again)) for node, again in zip(nodes, traced_nodes, strict=True)]
 
 
-def returned_alone(stretch: Stretch, result: GraphModule) -> set[Node]:
-    """The traced nodes that nothing reads but the end of Dynamo's graph."""
-    inside = set(stretch.nodes)
+def returned_alone(segment: Segment, result: GraphModule) -> set[Node]:
+    """Return the traced nodes that nothing reads but the end of Dynamo's graph."""
+    inside = set(segment.nodes)
     results: Any = result.graph.output_node().args[0]
-    outputs = list(zip(stretch.outputs, results, strict=True))
+    outputs = list(zip(segment.outputs, results, strict=True))
     read = {again for node, again in outputs if any(user not in inside and user.op != "output" for user in node.users)}
     return {again for _, again in outputs if isinstance(again, Node)} - read
 
 
-def put_back(gm: GraphModule, stretch: Stretch, result: GraphModule) -> None:
-    """The traced graph in the place of the stretch."""
-    outputs, copies = stretch.outputs, {}
-    for placeholder, node in zip(result.graph.find_nodes(op="placeholder"), stretch.inputs, strict=True):
+def put_back(gm: GraphModule, segment: Segment, result: GraphModule) -> None:
+    """Put the traced graph in the place of the segment."""
+    outputs, copies = segment.outputs, {}
+    for placeholder, node in zip(result.graph.find_nodes(op="placeholder"), segment.inputs, strict=True):
         copies[placeholder] = node
-    with gm.graph.inserting_after(stretch.nodes[-1]):
+    with gm.graph.inserting_after(segment.nodes[-1]):
         anchor = gm.graph.call_function(tuple)
     with gm.graph.inserting_before(anchor):
         for node in result.graph.nodes:
@@ -206,17 +210,17 @@ def put_back(gm: GraphModule, stretch: Stretch, result: GraphModule) -> None:
         new = map_arg(again, copies.__getitem__)
         if isinstance(new, Node) and new.op != "placeholder":
             new.meta.setdefault("example_value", node.meta.get("example_value"))
-            carry_formula(node, new, node.meta.get("example_value"))
+            copy_formula(node, new, node.meta.get("example_value"))
         for user in list(node.users):
-            if user not in set(stretch.nodes):
+            if user not in set(segment.nodes):
                 user.args = map_arg(user.args, lambda n, node=node, new=new: new if n is node else n)
                 user.kwargs = map_arg(user.kwargs, lambda n, node=node, new=new: new if n is node else n)
-    for node in reversed(stretch.nodes):
+    for node in reversed(segment.nodes):
         gm.graph.erase_node(node)
 
 
 def _moved(source: GraphModule, target: GraphModule, name: str) -> str:
-    """A constant of one graph's module, in another's under a name that is free there."""
+    """Set a constant of one graph's module on another's, under a name that is free there, and return the name."""
     free = next(f"_llmk_constant{i}" for i in range(1 << 30) if not hasattr(target, f"_llmk_constant{i}"))
     setattr(target, free, getattr(source, name))  # no buffer: AOTAutograd asks Dynamo where each of those comes from
     return free

@@ -1,9 +1,8 @@
-"""Every replacement is tried before it is used: run beside what it replaces, on a CPU, with small inputs.
+"""Tries every replacement before it is used: runs it beside the matched nodes, on a CPU, with small inputs.
 
-What is held against each other are the matched nodes and the nodes that would stand in their place, outputs and
-gradients, by the accuracy rule: the matched nodes in float64 are what is right, and in the graph's dtypes what is
-allowed. So a rule that reads a node wrongly costs a match and never a result. The kernel that a GPU runs is not part of
-this, as its operator's own checks are about that.
+Outputs and gradients of both are compared by the accuracy rule: the matched nodes in float64 are the reference, and in
+the graph's dtypes the baseline. So a rule that reads a node wrongly costs a match and never a result. The kernel that a
+GPU runs is not part of this, as the operator's own checks are about that.
 """
 
 import itertools
@@ -18,20 +17,20 @@ from torch.fx.node import map_aggregate
 
 from llmk.apart import apart_from_caller
 from llmk.compiler.masks import computed
+from llmk.compiler.patterns import OVERLOAD, name_of, value_of
 from llmk.compiler.shrink import candidates
 from llmk.compiler.sizes import NotSmall, Sizes
 from llmk.opcheck.accuracy import accuracy_violation
 from llmk.opcheck.inputs import with_default_dtype
 from llmk.opcheck.reference import NEIGHBOURS, nudged
-from llmk.registry.patterns import OVERLOAD, name_of, value_of
 from llmk.registry.private.operators import schema_of
 
 ARITHMETIC = frozenset({"add", "sub", "rsub", "mul", "div", "pow", "add_", "sub_", "mul_", "div_"})
-"""Whose numbers are no sizes, where they are applied to floating-point numbers."""
+"""Operators whose numbers are no sizes, where they are applied to floating-point tensors."""
 
 
 class Untried(Exception):
-    """Why a replacement cannot be tried, in words for the report."""
+    """The reason for which a replacement cannot be tried, in words for the report."""
 
 
 @dataclass(frozen=True)
@@ -39,18 +38,18 @@ class Question:
     """Two ways to compute the same.
 
     Attributes:
-        plain: The nodes that were matched, and views between what both ways take.
+        matched: The nodes that were matched, and views between what both ways take.
         made: The nodes that would stand in their place.
-        results: The nodes of `plain` whose values are wanted, and then those of `made`.
-        inputs: What both take.
-        indices: For an input of whole numbers: the input, and its axis, whose entries they choose among.
-        ignored: A number that stands for no index.
+        results: The nodes of `matched` whose values are wanted, and then those of `made`.
+        inputs: The nodes that both take.
+        indices: By an input of indices: the input that they index, and the axis.
+        ignored: The number among the indices that stands for none.
         autocast: The dtype that autocast computes in, if it is on.
-        default_dtype: The caller's.
+        default_dtype: The caller's default dtype.
         same: Gives one node for all that are known to have equal values.
     """
 
-    plain: tuple[Node, ...]
+    matched: tuple[Node, ...]
     made: tuple[Node, ...]
     results: tuple[tuple[Node, ...], tuple[Node, ...]]
     inputs: tuple[Node, ...]
@@ -91,7 +90,7 @@ REGIMES: dict[str, Draw] = {
 
 
 def difference(question: Question) -> str | None:
-    """How the two ways differ, with the numbers; None where they compute the same by the accuracy rule.
+    """Return how the two ways differ, with the numbers; None where they compute the same by the accuracy rule.
 
     Raises:
         Untried: They cannot be run with small inputs.
@@ -112,12 +111,12 @@ def _difference(question: Question) -> str | None:
 
 
 def _small_trial(question: Question) -> "_Trial":
-    """The first with which the matched nodes run."""
+    """Return a trial with the first small sizes with which the matched nodes run."""
     problem = "its tensors are large, and no small sizes fit all that it says"
-    for sizes in candidates(question.plain, question.made, question.inputs):
+    for sizes in candidates(question.matched, question.made, question.inputs):
         trial = _Trial(question, sizes)
         try:
-            trial.plain(REGIMES["N(0, 1)"])
+            trial.run_matched(REGIMES["N(0, 1)"])
         except (NotSmall, *REFUSALS) as why:
             problem = f"{type(why).__name__}: {why}".splitlines()[0]
         else:
@@ -126,7 +125,7 @@ def _small_trial(question: Question) -> "_Trial":
 
 
 FACTOR = 4.0
-"""How far errors may be above those of the matched nodes, where the accuracy rule has 1.5.
+"""The factor by which errors may exceed those of the matched nodes; the accuracy rule has 1.5.
 
 A trial has few elements, so that the largest error of each way is the luck of a few roundings; and a rule that is wrong
 is wrong by the size of a result.
@@ -139,7 +138,7 @@ class _Trial:
         self.question, self.sizes = question, sizes
 
     def difference(self, draw: Draw) -> str | None:
-        composition, exact = self.plain(draw), self.plain(draw, exact=True)
+        composition, exact = self.run_matched(draw), self.run_matched(draw, exact=True)
         with with_default_dtype(self.question.default_dtype):
             got = self._run(self.question.made, self.question.results[1], self._inputs(draw))
         near: list[tuple[list[Tensor], list[Tensor]]] = []
@@ -156,17 +155,17 @@ class _Trial:
                     return str(violation)
         return None
 
-    def plain(self, draw: Draw, exact: bool = False, seed: int | None = None) -> list[Tensor]:
-        """What was matched, in the graph's dtypes or in float64: results, then gradients, as real tensors."""
+    def run_matched(self, draw: Draw, exact: bool = False, seed: int | None = None) -> list[Tensor]:
+        """Run the matched nodes in the graph's dtypes or in float64: results, then gradients, as real tensors."""
         inputs = self._inputs(draw, seed)
         if exact:
             wide = {id(x): _exact(x) for x in inputs}  # one tensor stays one
             inputs = [wide[id(x)] for x in inputs]
         with with_default_dtype(torch.float64 if exact else self.question.default_dtype):
-            return self._run(self.question.plain, self.question.results[0], inputs, exact)
+            return self._run(self.question.matched, self.question.results[0], inputs, exact)
 
     def _near(self, draw: Draw, seed: int) -> tuple[list[Tensor], list[Tensor]]:
-        return self.plain(draw, seed=seed), self.plain(draw, exact=True, seed=seed)
+        return self.run_matched(draw, seed=seed), self.run_matched(draw, exact=True, seed=seed)
 
     def _inputs(self, draw: Draw, seed: int | None = None) -> list[Any]:
         generator, numbers = torch.Generator().manual_seed(0), itertools.count()
@@ -250,11 +249,11 @@ def _grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor, bias: None = None, 
 
 
 IN_FLOAT64 = {"_grouped_mm": _grouped_mm}
-"""What has no kernel of its own in float64."""
+"""Operators that have no kernel in float64, and what computes the same there."""
 
 
 def _gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
-    """For incoming ones that are the same in each dtype."""
+    """Return the gradients of the leaves, for incoming ones that are the same in each dtype."""
     generator = torch.Generator().manual_seed(1)
     wanting, given = [], []
     for y in outputs:
@@ -291,7 +290,7 @@ def _real(x: Tensor) -> Tensor:
 
 
 def _as_laid_out(x: Tensor, strides: Sequence[int]) -> Tensor:
-    """With its axes in the order in memory that these strides have."""
+    """Return the tensor with its axes in the order in memory that these strides have."""
     order = sorted(range(x.dim()), key=lambda axis: -strides[axis])
     back = [order.index(axis) for axis in range(x.dim())]
     return x.permute(order).contiguous().permute(back)
@@ -302,7 +301,7 @@ def _arguments(node: Node) -> Sequence[Any]:
 
 
 def _has_no_sizes(node: Node) -> bool:
-    """Return True if the numbers among its arguments are no sizes, but axes, indices or factors."""
+    """Return True if the numbers among a node's arguments are no sizes, but axes, indices or factors."""
     if not isinstance(node.target, OVERLOAD):
         return True
     value = value_of(node)
@@ -310,7 +309,7 @@ def _has_no_sizes(node: Node) -> bool:
 
 
 def _without_dropout(node: Node, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """What is dropped by chance is not compared."""
+    """Return the arguments without dropout, as results of chance are not compared."""
     names = [argument.name for argument in _arguments(node)]
     given = dict(zip(names, args, strict=False)) | kwargs | {"dropout_p": 0.0}
     return tuple(given[name] for name in names[: len(args)]), {name: given[name] for name in kwargs}

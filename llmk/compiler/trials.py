@@ -1,4 +1,4 @@
-"""What is asked of a replacement before it is used, and the answers that are known already.
+"""Asks if a replacement computes the same as the nodes it was matched with, and keeps the answers.
 
 An answer depends on the two computations, their dtypes and small sizes alone. It is found once a process, and kept in a
 file beside Inductor's cache for others, under a key that changes with llmk's and PyTorch's own code.
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from llmk.compiler.patterns import Match, RewritePattern, cast_of, item_of, name_of, value_of
 from llmk.compiler.trial import Question, Untried, difference
 from llmk.opcheck import accuracy, reference
-from llmk.registry.patterns import Found, Plain, cast_of, item_of, name_of, value_of
 from llmk.registry.private.compilers import cache_folder
 
 VIEWS = frozenset({
@@ -27,7 +27,7 @@ VIEWS = frozenset({
     "chunk", "split", "split_with_sizes", "unbind", "flatten", "unflatten", "narrow",
 })  # fmt: skip
 _known: dict[str, tuple[str, str]] = {}
-"""By the key of a question: how the two differ, and why that could not be told; both empty where they are the same."""
+"""By the key of a question: the difference, and the reason for which it could not be tried; both may be empty."""
 
 
 def is_view(node: Node) -> bool:
@@ -35,14 +35,14 @@ def is_view(node: Node) -> bool:
 
 
 def answer(
-    plain: Plain, found: Found, made: Sequence[Node], results: Sequence[Node], news: Sequence[Node]
+    pattern: RewritePattern, match: Match, made: Sequence[Node], results: Sequence[Node], news: Sequence[Node]
 ) -> str | None:
-    """How what was made differs from what was found, None where it computes the same.
+    """Return how the replacement differs from the matched nodes; None where it computes the same.
 
     Raises:
-        Untried: That cannot be told.
+        Untried: They cannot be run with small inputs.
     """
-    question = _question(plain, found, made, results, news)
+    question = _question(pattern, match, made, results, news)
     key = _key(question)
     if key not in _known:
         _known[key] = _from_file(key) or _tried(question, key)
@@ -63,7 +63,7 @@ def _tried(question: Question, key: str) -> tuple[str, str]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all, as other processes read it; a disk that takes no files only costs another trial."""
+    """Write a file whole or not at all, as other processes read it; a full disk only costs another trial."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}")
@@ -88,27 +88,27 @@ def _file(key: str) -> Path | None:
 
 
 def _question(
-    plain: Plain, found: Found, made: Sequence[Node], results: Sequence[Node], news: Sequence[Node]
+    pattern: RewritePattern, match: Match, made: Sequence[Node], results: Sequence[Node], news: Sequence[Node]
 ) -> Question:
     order = {node: i for i, node in enumerate(made[0].graph.nodes)} if made else {}
-    matched = sorted(_with_what_lies_between(set(found.nodes), made), key=order.__getitem__)
+    matched = sorted(_with_what_lies_between(set(match.nodes), made), key=order.__getitem__)
     inputs = [*_inputs_of(matched), *(x for x in _inputs_of(made) if x not in set(matched))]
     inputs = [node for node in dict.fromkeys(inputs) if node not in set(made)]
     indices = {}
-    for name, (of, axis) in plain.indices.items():
-        if isinstance(node := found.values.get(name), Node):
-            indices[node] = found.values[of], axis
+    for name, (of, axis) in pattern.indices.items():
+        if isinstance(node := match.values.get(name), Node):
+            indices[node] = match.values[of], axis
     device = next((value_of(x).device.type for x in inputs if isinstance(value_of(x), Tensor)), "cpu")
     return Question(
-        plain=tuple(matched),
+        matched=tuple(matched),
         made=tuple(made),
         results=(tuple(results), tuple(news)),
         inputs=tuple(inputs),
         indices=indices,
-        ignored=found.values.get("ignore_index"),
+        ignored=match.values.get("ignore_index"),
         autocast=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
         default_dtype=torch.get_default_dtype(),
-        same=found.same,
+        same=match.same,
     )
 
 
@@ -118,7 +118,7 @@ def _inputs_of(nodes: Collection[Node]) -> list[Node]:
 
 
 def _with_what_lies_between(matched: set[Node], made: Sequence[Node]) -> set[Node]:
-    """With views and casts that lead from what only the operator takes to what was matched, such as packed halves."""
+    """Add the views and casts that lead from the operator's own inputs to the match, as for packed halves."""
     taken = set(_inputs_of(made)) - matched
     for node in list(_inputs_of(matched)):
         way: list[Node] = []
@@ -131,7 +131,7 @@ def _with_what_lies_between(matched: set[Node], made: Sequence[Node]) -> set[Nod
 
 
 def _key(question: Question) -> str:
-    """A hash of everything that the answer depends on."""
+    """Return a hash of everything that the answer depends on."""
     numbers: dict[Node, int] = {}
     lines: list[str] = []
 
@@ -142,7 +142,7 @@ def _key(question: Question) -> str:
             return f"[{', '.join(map(show, x))}]"
         return f"{type(x).__name__} {x}"
 
-    for node in (*question.inputs, *question.plain, *question.made):
+    for node in (*question.inputs, *question.matched, *question.made):
         numbers[node] = len(numbers)
         value = value_of(node)
         values = [_described(x) for x in (value if isinstance(value, tuple | list) else [value])]
@@ -157,7 +157,7 @@ def _key(question: Question) -> str:
 
 @functools.cache
 def _own_code() -> str:
-    """A hash of what tries and what judges; that of operators and patterns is in the key of PyTorch's own caches."""
+    """Return a hash of the code that tries and judges; operators are in the key of PyTorch's own caches."""
     digest = hashlib.sha256()
     for path in [*sorted(Path(__file__).parent.glob("*.py")), Path(accuracy.__file__), Path(reference.__file__)]:
         digest.update(path.read_bytes())
@@ -171,5 +171,5 @@ def _described(value: Any) -> str:
 
 
 def _mask_of(node: Node) -> str:
-    """How a mask was made, if its formula is known: then the trial computes it."""
+    """Return the formula of a mask, if it is known: then the trial computes the mask."""
     return str(node.meta["formula"]) if "made" in node.meta else ""

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from llmk.ops.experts._gate import Gate, gated_rows, gated_rows_backward, gated_rows_backward_cpu, gated_rows_cpu
 from llmk.ops.experts._grouped import group_sums, grouped_outer, grouped_product
+from llmk.ops.experts._grouped_products_cpu import Groups, grouped_outer_cpu, grouped_product_cpu
 from llmk.ops.experts._order import groups_of, positions_of, raise_out_of_range, sort_by_expert
-from llmk.ops.experts._plain import Groups, grouped_outer_cpu, grouped_product_cpu
 from llmk.ops.experts._rows import dot_rows, gather_rows, sum_rows
 from llmk.registry import KernelOp, replicate_only
 

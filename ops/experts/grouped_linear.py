@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from llmk.ops.experts._grouped import group_sums, grouped_outer, grouped_rows
+from llmk.ops.experts._grouped_products_cpu import grouped_outer_cpu, grouped_product_cpu
 from llmk.ops.experts._order import check_tokens, groups_of
-from llmk.ops.experts._plain import grouped_outer_cpu, grouped_product_cpu
 from llmk.registry import (
     Cost,
     KernelOp,

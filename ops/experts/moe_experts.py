@@ -34,7 +34,6 @@ from torch import Tensor
 
 from llmk.ops.common.activations import ACTIVATIONS
 from llmk.ops.common.activations import activation as activation_of
-from llmk.ops.experts._by_grouped_mm import EXPERTS
 from llmk.ops.experts._experts_ops import (
     moe_experts_down_bwd,
     moe_experts_down_fwd,
@@ -43,6 +42,7 @@ from llmk.ops.experts._experts_ops import (
 )
 from llmk.ops.experts._gate import split
 from llmk.ops.experts._order import check_indices, check_tokens, check_weights
+from llmk.ops.experts._patterns import EXPERTS
 from llmk.registry import (
     Cost,
     Sample,
@@ -157,7 +157,7 @@ def moe_experts_cost(
     resized=moe_experts_resized,
     workloads=moe_experts_workloads,
     cost=moe_experts_cost,
-    plain=EXPERTS,
+    patterns=EXPERTS,
     choices=(
         "the products are those of grouped_linear; the gathered tokens and the experts' outputs are not kept, which "
         "gathers the tokens and the outputs' gradients once more in the backward pass",

@@ -7,18 +7,17 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from llmk.ops.loss.plain import capped, cross_entropy_of, loss_options, softcap_of
-from llmk.registry.patterns import (
+from llmk.compiler.patterns import (
+    Arg,
     Call,
     Cast,
-    Emit,
-    Found,
-    Left,
+    GraphBuilder,
+    KeywordArg,
+    Match,
     Named,
+    NoMatch,
     Pattern,
-    Plain,
-    Value,
-    Var,
+    RewritePattern,
     With,
     all_arguments,
     arguments,
@@ -30,25 +29,26 @@ from llmk.registry.patterns import (
     reshape_of,
     value_of,
 )
+from llmk.ops.loss.cross_entropy_patterns import capped, cross_entropy_of, loss_options, softcap_of
 
 aten = torch.ops.aten
 
 
 class _Rows(Pattern):
-    """The pattern, or its rows: what keeps the last axis and chooses or arranges what is before it."""
+    """The pattern, or some of its rows in any arrangement, by views and slices that keep the last axis."""
 
     def __init__(self, pattern: Any) -> None:
         self.pattern = pattern
 
-    def find(self, value: Any, found: Found) -> Iterator[Found]:
+    def find(self, value: Any, match: Match) -> Iterator[Match]:
         while (source := _rows_before(value)) is not None:
-            rows = (*found.values.get("rows", ()), value)
-            found, value = replace(found, values={**found.values, "rows": rows}).over(value), source
-        yield from find(self.pattern, value, found)
+            rows = (*match.values.get("rows", ()), value)
+            match, value = replace(match, values={**match.values, "rows": rows}).with_node(value), source
+        yield from find(self.pattern, value, match)
 
 
 def _rows_before(node: Any) -> Node | None:
-    """The tensor whose rows a node chooses or arranges, and whose last axis it keeps."""
+    """Return the tensor whose rows a node chooses or arranges, if it keeps the last axis."""
     if name_of(node) in ("contiguous", "alias"):
         return cast_of(node)
     if name_of(node) == "unflatten":
@@ -64,36 +64,38 @@ def _rows_before(node: Any) -> Node | None:
 
 
 class _Scaled(Pattern):
-    """The pattern, or it times a number, or divided by one: `scale` is their product."""
+    """The pattern, perhaps times a number or divided by one: `scale` is the product of these."""
 
     def __init__(self, pattern: Any) -> None:
         self.pattern = pattern
 
-    def find(self, value: Any, found: Found) -> Iterator[Found]:
-        yield from find(self.pattern, value, found)
+    def find(self, value: Any, match: Match) -> Iterator[Match]:
+        yield from find(self.pattern, value, match)
         given = arguments(value, "self", "other") if name_of(value) in ("mul", "div") else None
         number = None if given is None else constant_of(given["other"])
         if given is None or number is None or (number == 0 and name_of(value) == "div"):
             return
         factor = number if name_of(value) == "mul" else 1 / number
-        scale = found.values.get("scale", 1.0) * factor
-        yield from self.find(given["self"], replace(found, values={**found.values, "scale": scale}).over(value))
+        scale = match.values.get("scale", 1.0) * factor
+        yield from self.find(given["self"], replace(match, values={**match.values, "scale": scale}).with_node(value))
 
 
 def _logits() -> Pattern:
-    """A product with its bias, and what may be done to it on the way."""
-    x, weight = Var("input"), Var("linear_weight")
+    """Match a product with its bias, then casts, scales, caps and views of rows."""
+    x, weight = KeywordArg("input"), KeywordArg("linear_weight")
     product = Call("linear", x, weight, None)
-    turned = Call("t", weight) | Call("numpy_T", weight)
+    transposed = Call("t", weight) | Call("numpy_T", weight)
     for axes in ((0, 1), (1, 0), (-1, -2), (-2, -1), (0, -1), (-1, 0), (1, -2), (-2, 1)):
-        turned = turned | Call("transpose", weight, *axes)
-    product = product | Call("matmul", x, turned)
-    linear = product | Call("linear", x, weight, Var("linear_bias")) | Call("add", product, Var("linear_bias"))
+        transposed = transposed | Call("transpose", weight, *axes)
+    product = product | Call("matmul", x, transposed)
+    linear = (
+        product | Call("linear", x, weight, KeywordArg("linear_bias")) | Call("add", product, KeywordArg("linear_bias"))
+    )
     inner = Cast(_Scaled(Cast(_Rows(Cast(_Scaled(Cast(linear)))))))
     return Cast(_Rows(capped(inner)))
 
 
-def _rows_of(emit: Emit, x: Node, rows: tuple[Node, ...]) -> Node:
+def _rows_of(builder: GraphBuilder, x: Node, rows: tuple[Node, ...]) -> Node:
     """Apply to x the views and slices of rows that were applied to the logits."""
     for node in reversed(rows):
         if cast_of(node) is not None:
@@ -102,37 +104,37 @@ def _rows_of(emit: Emit, x: Node, rows: tuple[Node, ...]) -> Node:
         del given["self"]
         sizes = given.get("size", given.get("shape"))
         if sizes is None:  # a slice or flatten, which says nothing of the last axis
-            x = emit(node.target, x, *given.values())
+            x = builder(node.target, x, *given.values())
         else:
-            x = emit(aten.reshape.default, x, [*sizes[:-1], value_of(x).shape[-1]])
+            x = builder(aten.reshape.default, x, [*sizes[:-1], value_of(x).shape[-1]])
     return x
 
 
-def _bias(emit: Emit, values: Mapping[str, Any]) -> Node | None:
-    """The bias as [V], if there is one.
+def _bias(builder: GraphBuilder, values: Mapping[str, Any]) -> Node | None:
+    """Return the bias as [V], if there is one.
 
     Raises:
-        Left: What is added to the logits is not the same for all rows.
+        NoMatch: The bias is not the same for all rows.
     """
     bias = values.get("linear_bias")
     if bias is None or value_of(bias).dim() == 1:
         return bias
     if any(not isinstance(size, int) or size != 1 for size in value_of(bias).shape[:-1]):
-        raise Left("what is added to the logits is not the same for all rows")
-    return emit(aten.reshape.default, bias, [-1])
+        raise NoMatch("what is added to the logits is not the same for all rows")
+    return builder(aten.reshape.default, bias, [-1])
 
 
-def _build(emit: Emit, values: Mapping[str, Any]) -> Any:
+def _build(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
     options, scale = loss_options(values), values.get("scale", 1.0)
-    bias, x = _bias(emit, values), values["input"]
+    bias, x = _bias(builder, values), values["input"]
     if scale != 1 and bias is not None:
-        raise Left("the logits have a bias and are scaled after it")
-    x = _rows_of(emit, x, values.get("rows", ()))
+        raise NoMatch("the logits have a bias and are scaled after it")
+    x = _rows_of(builder, x, values.get("rows", ()))
     if scale != 1:
         if value_of(x).dtype == torch.float16:
-            raise Left("its logits are scaled, and the operator's input is, which may overflow in float16")
-        x = emit(aten.mul.Tensor, x, scale)
-    loss = emit(
+            raise NoMatch("its logits are scaled, and the operator's input is, which may overflow in float16")
+        x = builder(aten.mul.Tensor, x, scale)
+    loss = builder(
         torch.ops.llmk.fused_linear_ce.default,
         x,
         values["linear_weight"],
@@ -140,16 +142,16 @@ def _build(emit: Emit, values: Mapping[str, Any]) -> Any:
         linear_bias=bias,
         **options,
     )
-    return as_dtype(emit, loss, emit.wanted.dtype)
+    return as_dtype(builder, loss, builder.wanted.dtype)
 
 
-def _no_width(emit: Emit, values: Mapping[str, Any], logits: Node) -> Node:
-    """A tensor like the logits, but of no classes."""
+def _no_width(builder: GraphBuilder, values: Mapping[str, Any], logits: Node) -> Node:
+    """Return a tensor like the logits, but of no classes."""
     x = values["input"]
     if value_of(x).dim() != value_of(logits).dim():
-        raise Left(f"{name_of(logits)} on the way is returned in another shape")
-    empty = emit(aten.slice.Tensor, x, value_of(x).dim() - 1, 0, 0)
-    return emit(aten.clone.default, as_dtype(emit, empty, value_of(logits).dtype))
+        raise NoMatch(f"{name_of(logits)} on the way is returned in another shape")
+    empty = builder(aten.slice.Tensor, x, value_of(x).dim() - 1, 0, 0)
+    return builder(aten.clone.default, as_dtype(builder, empty, value_of(logits).dtype))
 
 
 def _why_left(node: Node) -> str:
@@ -157,9 +159,9 @@ def _why_left(node: Node) -> str:
 
 
 FUSED_LINEAR_CE = (
-    Plain(
+    RewritePattern(
         results=(cross_entropy_of(_logits()),),
-        signs=("llmk::cross_entropy",),
+        anchor_ops=("llmk::cross_entropy",),
         why_left=_why_left,
         build=_build,
         indices={"target": ("linear_weight", 0)},
@@ -169,17 +171,17 @@ FUSED_LINEAR_CE = (
 
 
 def _log_probabilities() -> Pattern:
-    """The entries of `F.log_softmax` at some classes, or the logits there less their `logsumexp`."""
-    index, dim = Value("index"), Value("dim")
-    whole = Call("gather", Cast(Call("log_softmax", _logits(), dim, dtype=Value("dtype"))), Value("axis"), index)
-    chosen = Call("gather", Named("logits", _logits()), Value("axis"), index)
-    less = Call("sub", chosen, Call("logsumexp", Var("logits"), [dim], True))
-    squeezed = Call("sub", Call("squeeze", chosen, -1), Call("logsumexp", Var("logits"), [dim]))
+    """Match the entries of `F.log_softmax` at some classes, or the logits there less their `logsumexp`."""
+    index, dim = Arg("index"), Arg("dim")
+    whole = Call("gather", Cast(Call("log_softmax", _logits(), dim, dtype=Arg("dtype"))), Arg("axis"), index)
+    chosen = Call("gather", Named("logits", _logits()), Arg("axis"), index)
+    less = Call("sub", chosen, Call("logsumexp", KeywordArg("logits"), [dim], True))
+    squeezed = Call("sub", Call("squeeze", chosen, -1), Call("logsumexp", KeywordArg("logits"), [dim]))
     return whole | less | With("squeezed", True, squeezed)
 
 
 def _why_logprobs_left(node: Node) -> str:
-    """Why log-probabilities of some classes were left: a choice of something else is not meant."""
+    """Return the reason for which log-probabilities were left, if the chosen entries are log-probabilities."""
     source = all_arguments(node)["self"]
     while (before := cast_of(source)) is not None:
         source = before
@@ -188,34 +190,34 @@ def _why_logprobs_left(node: Node) -> str:
 
 
 NO_CLASS = -(2**31)
-"""`gather` has no target to ignore."""
+"""An index that no class has: `gather` has no target to ignore."""
 
 
-def _build_logprobs(emit: Emit, values: Mapping[str, Any]) -> Any:
+def _build_logprobs(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
     index, last = values["index"], value_of(values["index"]).dim() - 1
     if any(values[name] not in (-1, last) for name in ("dim", "axis")):
-        raise Left("its softmax, or the choice of classes, is not over the last axis")
+        raise NoMatch("its softmax, or the choice of classes, is not over the last axis")
     if values.get("dtype") == torch.float64:
-        raise Left("its softmax is float64, and the operator's float32")
-    logprobs, _ = emit(
+        raise NoMatch("its softmax is float64, and the operator's float32")
+    logprobs, _ = builder(
         torch.ops.llmk.linear_logprobs.default,
-        _rows_of(emit, values["input"], values.get("rows", ())),
+        _rows_of(builder, values["input"], values.get("rows", ())),
         values["linear_weight"],
         index,
-        linear_bias=_bias(emit, values),
+        linear_bias=_bias(builder, values),
         logit_scale=values.get("scale", 1.0),
         softcap=softcap_of(values),
         ignore_index=NO_CLASS,
     )
     if values.get("squeezed"):
-        logprobs = emit(aten.squeeze.dim, logprobs, -1)
-    return as_dtype(emit, logprobs, emit.wanted.dtype)
+        logprobs = builder(aten.squeeze.dim, logprobs, -1)
+    return as_dtype(builder, logprobs, builder.wanted.dtype)
 
 
 LINEAR_LOGPROBS = (
-    Plain(
+    RewritePattern(
         results=(_log_probabilities(),),
-        signs=("gather",),
+        anchor_ops=("gather",),
         why_left=_why_logprobs_left,
         build=_build_logprobs,
         indices={"index": ("linear_weight", 0)},

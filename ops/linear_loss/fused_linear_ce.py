@@ -130,7 +130,7 @@ def fused_linear_ce_cost(input: Tensor, linear_weight: Tensor, target: Tensor, *
     resized=fused_linear_ce_resized,
     workloads=fused_linear_ce_workloads,
     cost=fused_linear_ce_cost,
-    plain=FUSED_LINEAR_CE,
+    patterns=FUSED_LINEAR_CE,
     choices=(
         "run for a second on an H200, it takes 1.04 to 1.08 times its own matrix products, 1.13 at 4096x2048x50257. At "
         "8192x2048x151936 those are 22.7 ms of 24.5; the rest is, at the speed of a copy, 1.7 ms of three passes over "

@@ -115,7 +115,7 @@ def linear_logprobs_cost(input: Tensor, linear_weight: Tensor, target: Tensor, *
     resized=linear_logprobs_resized,
     workloads=linear_logprobs_workloads,
     cost=linear_logprobs_cost,
-    plain=LINEAR_LOGPROBS,
+    patterns=LINEAR_LOGPROBS,
 )
 def linear_logprobs(
     input: Tensor,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.loss._plain import CROSS_ENTROPY
+from llmk.ops.loss._patterns import CROSS_ENTROPY
 from llmk.ops.loss.row_loss import CPU, KERNELS, RowLoss
 from llmk.ops.loss.row_loss_math import Options, check_loss_options
 from llmk.ops.loss.row_loss_short import LONGEST_SHORT
@@ -228,7 +228,7 @@ def cross_entropy_cost(input: Tensor, target: Tensor, **options: Any) -> Cost:
     resized=cross_entropy_resized,
     workloads=cross_entropy_workloads,
     cost=cross_entropy_cost,
-    plain=CROSS_ENTROPY,
+    patterns=CROSS_ENTROPY,
 )
 def cross_entropy(
     input: Tensor,

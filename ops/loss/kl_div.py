@@ -29,7 +29,7 @@ from torch import Tensor
 from llmk.ops.common.math import LOG2E, exp, log_for_product
 from llmk.ops.common.rows import as_long_rows
 from llmk.ops.common.sums import sum_to_scalar
-from llmk.ops.loss._plain import KL_DIV
+from llmk.ops.loss._patterns import KL_DIV
 from llmk.registry import (
     PARTIAL,
     REPLICATE,
@@ -337,7 +337,7 @@ def kl_div_cost(input: Tensor, target: Tensor, *, reduction: str = "mean", log_t
     resized=kl_div_resized,
     workloads=kl_div_workloads,
     cost=kl_div_cost,
-    plain=KL_DIV,
+    patterns=KL_DIV,
 )
 def kl_div(input: Tensor, target: Tensor, *, reduction: str = "mean", log_target: bool = False) -> Tensor:
     """Kullback-Leibler divergence, as `torch.nn.functional.kl_div`, computed and summed in float32.

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from llmk.ops.norm import _rms_norm as norm
-from llmk.ops.norm._plain import ADD_RMS_NORM
+from llmk.ops.norm._patterns import ADD_RMS_NORM
 from llmk.registry import (
     PARTIAL,
     REPLICATE,
@@ -178,7 +178,7 @@ def add_rms_norm_cost(
     resized=add_rms_norm_resized,
     workloads=add_rms_norm_workloads,
     cost=add_rms_norm_cost,
-    plain=ADD_RMS_NORM,
+    patterns=ADD_RMS_NORM,
     choices=norm.CHOICES,
 )
 def add_rms_norm(

@@ -44,7 +44,7 @@ from llmk.ops.norm._moments import (
     share_and_rstd,
     share_on_cpu,
 )
-from llmk.ops.norm._plain import LAYER_NORM
+from llmk.ops.norm._patterns import LAYER_NORM
 from llmk.registry import (
     PARTIAL,
     REPLICATE,
@@ -351,7 +351,7 @@ def layer_norm_cost(input: Tensor, weight: Tensor | None = None, bias: Tensor | 
     resized=layer_norm_resized,
     workloads=layer_norm_workloads,
     cost=layer_norm_cost,
-    plain=LAYER_NORM,
+    patterns=LAYER_NORM,
     choices=(
         "backward at 16,384 columns a pair of programs shares a row, and each reads the other's half from L2: x, dy"
         " and two gradients in float32 do not fit into one program's registers without spills. 1.38 times the "

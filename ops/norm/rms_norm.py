@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from llmk.ops.norm import _rms_norm as norm
-from llmk.ops.norm._plain import RMS_NORM
+from llmk.ops.norm._patterns import RMS_NORM
 from llmk.registry import (
     PARTIAL,
     REPLICATE,
@@ -129,7 +129,7 @@ def rms_norm_cost(input: Tensor, weight: Tensor | None = None, eps: float = 1e-6
     resized=rms_norm_resized,
     workloads=rms_norm_workloads,
     cost=rms_norm_cost,
-    plain=RMS_NORM,
+    patterns=RMS_NORM,
     choices=norm.CHOICES,
 )
 def rms_norm(input: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from llmk.ops.common.activations import activate, activate_with_slope, activation, activation_with_slope
 from llmk.ops.common.rows import as_rows
-from llmk.ops.pointwise._plain import GEGLU, SWIGLU
+from llmk.ops.pointwise._patterns import GEGLU, SWIGLU
 from llmk.registry import (
     REPLICATE,
     Cost,
@@ -276,7 +276,7 @@ GATED_UNIT_CHOICES = (
     resized=gated_unit_resized,
     workloads=gated_unit_workloads,
     cost=gated_unit_cost,
-    plain=SWIGLU,
+    patterns=SWIGLU,
     choices=GATED_UNIT_CHOICES,
 )
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
@@ -309,7 +309,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     resized=gated_unit_resized,
     workloads=gated_unit_workloads,
     cost=gated_unit_cost,
-    plain=GEGLU,
+    patterns=GEGLU,
     choices=GATED_UNIT_CHOICES,
 )
 def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.rows import as_long_rows
-from llmk.ops.pointwise._plain import RELU_SQUARED
+from llmk.ops.pointwise._patterns import RELU_SQUARED
 from llmk.registry import Cost, KernelOp, Sample, axes, cdiv, check_dtype, empty, public_op, wrap_triton
 
 
@@ -147,7 +147,7 @@ def relu_squared_cost(input: Tensor) -> Cost:
     resized=relu_squared_resized,
     workloads=relu_squared_workloads,
     cost=relu_squared_cost,
-    plain=RELU_SQUARED,
+    patterns=RELU_SQUARED,
 )
 def relu_squared(input: Tensor) -> Tensor:
     """The square of `torch.nn.functional.relu`, computed in float32 with one rounding.

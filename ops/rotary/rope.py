@@ -47,7 +47,7 @@ from llmk.ops.rotary._heads import (
     turn,
     turn_on_cpu,
 )
-from llmk.ops.rotary._plain import ROPE
+from llmk.ops.rotary._patterns import ROPE
 from llmk.registry import Cost, KernelOp, Sample, next_power_of_2, public_op, wrap_triton
 
 
@@ -237,7 +237,7 @@ def rope_cost(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bo
     resized=rope_resized,
     workloads=rope_workloads,
     cost=rope_cost,
-    plain=ROPE,
+    patterns=ROPE,
     choices=(
         "1.13 times the floor on an H200, as for compiled PyTorch and both of Liger's; QuACK's reaches 1.10. 12 tiles "
         "were tried, heads of q all at once, by 16 or by 8, with and without prefetch (1.11 to 1.35 in an earlier "

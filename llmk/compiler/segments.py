@@ -1,7 +1,7 @@
-"""Stretches of Dynamo's graph: what lies between the nodes that stay.
+"""Segments of Dynamo's graph: the nodes between those that stay.
 
-A stretch ends where a setting changes (the gradient mode, autocast, which kernels attention may take), and at what a
-trace would take apart and get wrong: a higher-order node (a checkpointed region, an `autograd.Function`, flex
+A segment ends where a setting changes (the gradient mode, autocast, attention's kernels), and at nodes that a trace
+would take apart and get wrong: a higher-order node (a checkpointed region, an `autograd.Function`, flex
 attention), a function allowed in the graph that has a gradient of its own, the inside of a transform of `torch.func`,
 `Tensor.data`, tensors of a subclass such as DTensor.
 """
@@ -26,12 +26,12 @@ from llmk.registry.private.compilers import (
 )
 
 SIMPLE = Tensor | torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool
-"""What a trace follows."""
+"""The types of values that a trace follows."""
 
 
 @dataclass
-class Stretch:
-    """Nodes of Dynamo's graph, what they read from outside and which of them are read there."""
+class Segment:
+    """Nodes of Dynamo's graph in a row, with the nodes that they read from outside and those that are read there."""
 
     nodes: list[Node]
 
@@ -52,8 +52,8 @@ class Stretch:
         return [node for node in self.nodes if any(user not in inside for user in node.users)]
 
 
-def stretches(gm: GraphModule) -> Iterator[Stretch | Node]:
-    """The graph in order: stretches, and between them the nodes that stay; inside `torch.func` those of settings."""
+def segments(gm: GraphModule) -> Iterator[Segment | Node]:
+    """Yield the graph in order: segments, and between them the nodes that stay; inside `torch.func` only settings."""
     nodes: list[Node] = []
     nesting = 0
     for node in list(gm.graph.nodes):
@@ -62,7 +62,7 @@ def stretches(gm: GraphModule) -> Iterator[Stretch | Node]:
         inside, nesting = nesting > 0, nesting + functorch_nesting(node.target)
         if inside or node.op in ("output", "call_module") or _stays(node):
             if nodes:
-                yield Stretch(nodes)
+                yield Segment(nodes)
             nodes = []
             if node.op != "output" and (not inside or _is_setting(node)):
                 yield node
@@ -81,7 +81,7 @@ def _stays(node: Node) -> bool:
 
 
 def why_it_stays(node: Node) -> str | None:
-    """In words for the report; None of what no operator could be found in."""
+    """Return the reason for which a node stays, in words for the report; None if no operator could be found in it."""
     if _is_opaque(node):
         return f"what is inside {getattr(node.target, '__name__', node.target)} stays as it is"
     if functorch_nesting(node.target) > 0:
@@ -91,14 +91,14 @@ def why_it_stays(node: Node) -> str | None:
 
 
 def _is_setting(node: Node) -> bool:
-    """Return True if it takes and gives no tensor and no number: then it is there for what it does."""
+    """Return True if the node takes and gives no tensor and no number: then it is there for its effect."""
     if node.op != "call_function" or is_operator(node.target):
         return False
     return not any(isinstance(x, SIMPLE) for given in (node, *node.all_input_nodes) for x in _values_of(given))
 
 
 def _not_followed(node: Node) -> str | None:
-    """The kind of something that it takes or gives and that no trace follows, such as a tensor of a subclass."""
+    """Return the kind of a value that the node takes or gives and no trace follows, such as a tensor of a subclass."""
     for x in itertools.chain.from_iterable(map(_values_of, (node, *node.all_input_nodes))):
         is_followed = hasattr(x, "fake_mode") if isinstance(x, Tensor) else x is None or isinstance(x, SIMPLE)
         if not is_followed:
@@ -107,14 +107,14 @@ def _not_followed(node: Node) -> str | None:
 
 
 def _is_opaque(node: Node) -> bool:
-    """Return True if there is more in it than its operations: graphs of its own, or an `autograd.Function`."""
+    """Return True if the node holds graphs of its own, or an `autograd.Function`."""
     if node.op != "call_function":
         return False
     return is_higher_order(node.target) or (not is_operator(node.target) and _has_own_gradient(node))
 
 
 def _has_own_gradient(node: Node) -> bool:
-    """True if Python says what the gradient is, as in a function that `torch.compiler.allow_in_graph` has allowed."""
+    """Return True if Python code makes the gradient, as in a function that `torch.compiler.allow_in_graph` allowed."""
     known = {x.grad_fn for given in node.all_input_nodes for x in _values_of(given) if isinstance(x, Tensor)} | {None}
     found = {x.grad_fn for x in _values_of(node) if isinstance(x, Tensor)}
     while found - known:
@@ -127,11 +127,11 @@ def _has_own_gradient(node: Node) -> bool:
 
 
 def _values_of(node: Node) -> Sequence[Any]:
-    """What the node gives: one value, those of a tuple, or None where that is nothing."""
+    """Return the values that a node gives: one, those of a tuple, or None alone."""
     value = node.meta.get("example_value")
     return value if isinstance(value, tuple | list) else [value]
 
 
 def _is_part(node: Node) -> bool:
-    """Return True if it is one of the results of a node that stays."""
+    """Return True if the node is one of the results of a node that stays."""
     return node.target is operator.getitem and isinstance(node.args[0], Node) and _stays(node.args[0])

@@ -1,4 +1,4 @@
-"""How rotary position embeddings are written in plain PyTorch."""
+"""Patterns of plain PyTorch that rotary position embeddings replace."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,19 +6,19 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from llmk.registry.patterns import (
+from llmk.compiler.patterns import (
     Call,
     Cast,
     Either,
-    Emit,
     EveryOther,
+    GraphBuilder,
     Half,
     Input,
-    Left,
+    KeywordArg,
+    NoMatch,
     Pattern,
-    Plain,
     Reshaped,
-    Var,
+    RewritePattern,
     With,
     arguments,
     cast_of,
@@ -30,14 +30,14 @@ from llmk.registry.patterns import (
 )
 
 aten = torch.ops.aten
-_cos, _sin = Input(Var("cos")), Input(Var("sin"))
+_cos, _sin = Input(KeywordArg("cos")), Input(KeywordArg("sin"))
 _WIDE, _PAIRS = Either(-1, 3), Either(-1, 4)
-"""The last axis of heads, which are all that is turned of four axes, and the one after it."""
+"""The last axis of heads, which have four axes, and the axis after it."""
 
 
 def _rotated(name: str) -> Pattern:
-    """x * cos + rotate(x) * sin, where cos and sin have the width of x."""
-    x = Input(Var(name))
+    """Match x * cos + rotate(x) * sin, where cos and sin have the width of x."""
+    x = Input(KeywordArg(name))
     a, b = Half(x, second=False), Half(x, second=True)
     even, odd = EveryOther(x, odd=False), EveryOther(x, odd=True)
     halves = With("backwards", False, Call("cat", [Call("neg", b), a], _WIDE)) | With(
@@ -51,13 +51,13 @@ def _rotated(name: str) -> Pattern:
 
 
 def _times(x: Pattern, angle: Pattern) -> Pattern:
-    """The product, which may be scaled by 1."""
+    """Match the product, also times 1."""
     return Call("mul", x, angle) | Call("mul", Call("mul", x, angle), 1)
 
 
 def _by_halves(name: str) -> Pattern:
-    """The two halves of the result side by side, where cos and sin have the width of a half."""
-    x, found = Input(Var(name)), []
+    """Match the two halves of the result side by side, where cos and sin have the width of a half."""
+    x, found = Input(KeywordArg(name)), []
     for of_pairs, part in ((False, Half), (True, EveryOther)):
         a, b = (Cast(part(x, second)) for second in (False, True))
         a_cos, a_sin, b_cos, b_sin = (Call("mul", y, angle) for y in (a, b) for angle in (_cos, _sin))
@@ -74,95 +74,95 @@ def _by_halves(name: str) -> Pattern:
 
 
 def _complex(name: str) -> Pattern:
-    """Neighbours as complex numbers, times others of absolute value 1."""
-    x = Call("view_as_complex", Reshaped(Input(Var(name))))
-    return Cast(Reshaped(Call("view_as_real", Call("mul", x, Var("angles", lambda value: value.is_complex())))))
+    """Match neighbours as complex numbers, times others of absolute value 1."""
+    x = Call("view_as_complex", Reshaped(Input(KeywordArg(name))))
+    return Cast(Reshaped(Call("view_as_real", Call("mul", x, KeywordArg("angles", lambda value: value.is_complex())))))
 
 
-def _turned(name: str) -> Pattern:
-    """Any of these."""
+def _rotation(name: str) -> Pattern:
+    """Match any of these rotations."""
     return _rotated(name) | _by_halves(name) | _complex(name)
 
 
 def _partly(name: str) -> Pattern:
-    """Any of these, of the first features, with the others after them."""
-    return Cast(Call("cat", [_turned(name), Input(Var(f"{name}_rest"))], _WIDE))
+    """Match a rotation of the first features, with the other features after them."""
+    return Cast(Call("cat", [_rotation(name), Input(KeywordArg(f"{name}_rest"))], _WIDE))
 
 
-def _whole(emit: Emit, values: Mapping[str, Any], name: str) -> Node:
-    """The heads that are turned, with the features that pass.
+def _whole(builder: GraphBuilder, values: Mapping[str, Any], name: str) -> Node:
+    """Return the heads that are rotated, with the features that pass.
 
     Raises:
-        Left: What is turned and what passes are not one tensor.
+        NoMatch: The rotated features and those that pass are not one tensor.
     """
     x, rest = values[name], values.get(f"{name}_rest")
     if rest is not None and value_of(rest).shape[-1] != 0:
-        turned, passed = range_of(x), range_of(rest)
-        if turned is None or passed is None or not emit.are_same(turned[0], passed[0]):
-            raise Left("what is turned and what passes are not parts of one tensor")
-        x, first, last = turned
+        rotated, passed = range_of(x), range_of(rest)
+        if rotated is None or passed is None or not builder.are_same(rotated[0], passed[0]):
+            raise NoMatch("what is turned and what passes are not parts of one tensor")
+        x, first, last = rotated
         if first != 0 or last != passed[1] or passed[2] != value_of(x).shape[-1]:
-            raise Left("what is turned are not the first features, or what passes not all the others")
+            raise NoMatch("what is turned are not the first features, or what passes not all the others")
     if values.get("of_pairs"):
         width = value_of(x).shape[-1]
-        x = emit(aten.cat.default, [emit(aten.slice.Tensor, x, -1, i, width, 2) for i in (0, 1)], -1)
+        x = builder(aten.cat.default, [builder(aten.slice.Tensor, x, -1, i, width, 2) for i in (0, 1)], -1)
     if value_of(x).dim() != 4:
-        raise Left(f"heads have {value_of(x).dim()} axes, and the operator's 4")
-    return widened(emit, x, emit.wanted.dtype)
+        raise NoMatch(f"heads have {value_of(x).dim()} axes, and the operator's 4")
+    return widened(builder, x, builder.wanted.dtype)
 
 
-def _cos_and_sin(emit: Emit, values: Mapping[str, Any]) -> tuple[Node, Node]:
-    """As wide as what they turn."""
+def _cos_and_sin(builder: GraphBuilder, values: Mapping[str, Any]) -> tuple[Node, Node]:
+    """Return cos and sin as wide as the features that they rotate."""
     if "angles" in values:
-        parts = emit(aten.view_as_real.default, values["angles"])
-        cos, sin = (emit(aten.select.int, parts, -1, i) for i in (0, 1))
-        return tuple(emit(aten.repeat_interleave.self_int, x, 2, -1) for x in (cos, sin))  # type: ignore[return-value]
+        parts = builder(aten.view_as_real.default, values["angles"])
+        cos, sin = (builder(aten.select.int, parts, -1, i) for i in (0, 1))
+        return tuple(builder(aten.repeat_interleave.self_int, x, 2, -1) for x in (cos, sin))  # type: ignore[return-value]
     cos, sin = values["cos"], values["sin"]
     if values.get("backwards"):
-        sin = emit(aten.neg.default, sin)
+        sin = builder(aten.neg.default, sin)
     if "half_as_wide" in values and values.get("interleaved"):
-        cos, sin = (emit(aten.repeat_interleave.self_int, x, 2, -1) for x in (cos, sin))
+        cos, sin = (builder(aten.repeat_interleave.self_int, x, 2, -1) for x in (cos, sin))
     elif "half_as_wide" in values:
-        cos, sin = (emit(aten.cat.default, [x, x], -1) for x in (cos, sin))
+        cos, sin = (builder(aten.cat.default, [x, x], -1) for x in (cos, sin))
     return cos, sin
 
 
-def _of_tokens(emit: Emit, node: Node) -> tuple[Node, int]:
-    """cos or sin as [1 or B, S, R], and the axis of heads among the four of what they turn.
+def _of_tokens(builder: GraphBuilder, node: Node) -> tuple[Node, int]:
+    """Return cos or sin as [1 or B, S, R], and the axis of heads among the four axes of q and k.
 
     Raises:
-        Left: Heads have angles of their own.
+        NoMatch: Heads have angles of their own.
     """
     shape = value_of(node).shape
     if len(shape) == 2:
-        return emit(aten.unsqueeze.default, node, 0), 1
+        return builder(aten.unsqueeze.default, node, 0), 1
     if len(shape) == 3 and _is_one(shape[0]):
         return node, 1
     for axis in (1, 2):
         if len(shape) == 4 and _is_one(shape[axis]):
-            return emit(aten.select.int, node, axis, 0), axis
+            return builder(aten.select.int, node, axis, 0), axis
     if len(shape) == 3 and _is_one(shape[1]):
-        return emit(aten.transpose.int, node, 0, 1), 2
-    raise Left(f"angles of shape {tuple(shape)} are not the same for all heads")
+        return builder(aten.transpose.int, node, 0, 1), 2
+    raise NoMatch(f"angles of shape {tuple(shape)} are not the same for all heads")
 
 
 def _is_one(size: Any) -> bool:
     return isinstance(size, int) and size == 1
 
 
-def _build(emit: Emit, values: Mapping[str, Any]) -> Any:
-    k, q = (_whole(emit, values, name) for name in ("k", "q"))
-    cos, sin = _cos_and_sin(emit, values)
-    (cos, heads), (sin, _) = _of_tokens(emit, cos), _of_tokens(emit, sin)
+def _build(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
+    k, q = (_whole(builder, values, name) for name in ("k", "q"))
+    cos, sin = _cos_and_sin(builder, values)
+    (cos, heads), (sin, _) = _of_tokens(builder, cos), _of_tokens(builder, sin)
     if heads == 2:
-        k, q = (emit(aten.transpose.int, x, 1, 2) for x in (k, q))
+        k, q = (builder(aten.transpose.int, x, 1, 2) for x in (k, q))
     interleaved = values.get("interleaved", "angles" in values)
-    q, k = emit(torch.ops.llmk.rope.default, q, k, cos, sin, interleaved=interleaved)
-    return (k, q) if heads == 1 else tuple(emit(aten.transpose.int, x, 1, 2) for x in (k, q))
+    q, k = builder(torch.ops.llmk.rope.default, q, k, cos, sin, interleaved=interleaved)
+    return (k, q) if heads == 1 else tuple(builder(aten.transpose.int, x, 1, 2) for x in (k, q))
 
 
 def _why_left(node: Node) -> str:
-    """Why a rotation was left that ends in this node: something beside something negated, or two sums of products."""
+    """Return the reason for which a rotation was left that ends in a node: a negated half, or two sums of products."""
     name = name_of(node)
     if name == "copy_":
         given = arguments(node, "self", "src") or {}
@@ -191,7 +191,7 @@ def _are_two_sums(parts: list[Node]) -> bool:
 
 
 def _is_sum_of_products(node: Node) -> bool:
-    """The sum of two products, or their difference."""
+    """Return True if the node is the sum of two products, or their difference."""
     given = arguments(_uncast(node), "self", "other") if name_of(_uncast(node)) in ("add", "sub") else None
     return given is not None and all(name_of(_uncast(x)) == "mul" for x in given.values())
 
@@ -206,12 +206,12 @@ IN_PLACE = (
     ".flatten(-2) of the two is found"
 )
 ROPE = (
-    Plain(results=(_partly("k"), _partly("q")), build=_build),
-    Plain(
-        results=(_turned("k"), _turned("q")),
-        signs=("view_as_complex", "cat", "stack", "copy_"),
+    RewritePattern(results=(_partly("k"), _partly("q")), build=_build),
+    RewritePattern(
+        results=(_rotation("k"), _rotation("q")),
+        anchor_ops=("view_as_complex", "cat", "stack", "copy_"),
         why_left=_why_left,
         build=_build,
     ),
 )
-"""The keys first: they are turned last, and the search begins at the end of a graph."""
+"""Keys come first: they are rotated last, and the search begins at the end of a graph."""

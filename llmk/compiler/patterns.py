@@ -1,8 +1,13 @@
-"""Patterns over the nodes of a graph of ATen's operators, which find what an operator of llmk computes.
+"""Patterns over the nodes of a graph of ATen's operators: they match a computation that an operator of llmk replaces.
 
-A pattern is written as the computation itself: `Call("mul", X, Call("sigmoid", X))`. What it finds is by structure:
-names of ATen's operators without their overloads, arguments by the schema, sums and products in either order. Shapes
-and dtypes are not part of it: they are held against what the operator gives when it is put in (`llmk.compiler`).
+A pattern is written as the computation itself: `Call("mul", X, Call("sigmoid", X))`. It matches by structure: names of
+ATen's operators without their overloads, arguments by the schema, sums and products in either order. Shapes and dtypes
+are not part of it: the backend compares them with the operator's own results when it puts the operator in.
+
+`KeywordArg`, `Arg` and `Match` are named after those of `torch._inductor.pattern_matcher`. Both kinds of arguments have
+a name here, and a `Match` finds the same value under it everywhere.
+
+This file imports private names alone, so that the files of operators can import it.
 """
 
 import math
@@ -22,20 +27,23 @@ COMMUTATIVE = frozenset({"add", "mul"})
 CASTS = frozenset({"to", "_to_copy", "type_as", "alias", "contiguous"})
 CAST_ARGUMENTS = "self", "other", "dtype", "layout", "device", "pin_memory", "non_blocking", "copy", "memory_format"
 ORDERLY_FORMATS = None, 0, torch.preserve_format, torch.contiguous_format
-"""With 0, which is how a schema writes the last as a default."""
+"""Memory formats that keep the order of elements; 0 is how a schema writes the last one as a default."""
 CAST_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 OVERLOAD = type(torch.ops.aten.add.Tensor)
 
 
 def name_of(node: Any) -> str:
-    """An operator of ATen without namespace and overload, one of llmk with its namespace, and else nothing."""
+    """Return the name of an operator of ATen without namespace and overload, and of others with their namespace.
+
+    The name is empty if the node calls no operator.
+    """
     if not isinstance(node, Node) or node.op != "call_function" or not isinstance(node.target, OVERLOAD):
         return ""
     return schema_of(node.target).name.removeprefix("aten::")
 
 
 def constant_of(value: Any) -> int | float | None:
-    """A number that is known while the graph is compiled: a constant, or a symbol that a constant stands behind."""
+    """Return a number that is known while the graph is compiled: a constant, or a symbol that a constant backs."""
     value = value_of(value)
     if isinstance(value, torch.SymFloat):
         value = backed_constant(value)
@@ -43,23 +51,23 @@ def constant_of(value: Any) -> int | float | None:
 
 
 def value_of(node: Any) -> Any:
-    """What the graph's trace saw there: a fake tensor, a number, or a tuple of them."""
+    """Return the value that the trace saw at a node: a fake tensor, a number, or a tuple of them."""
     return node.meta.get("val") if isinstance(node, Node) else node
 
 
 def all_arguments(node: Node) -> dict[str, Any]:
-    """Every argument by its name in the schema, defaults filled in; for machinery that treats all of them alike."""
+    """Return every argument by its name in the schema, defaults filled in; for code that treats all of them alike."""
     arguments = schema_of(node.target).arguments
     given = dict(zip((a.name for a in arguments), node.args, strict=False)) | dict(node.kwargs)
     return {a.name: given.get(a.name, a.default_value) for a in arguments}
 
 
 def arguments(node: Any, *names: str) -> dict[str, Any] | None:
-    """The arguments of an operator's call by their names in the schema, for a rule that knows these names.
+    """Return the arguments of an operator's call by their names in the schema, for a rule that knows these names.
 
-    A rule reads all of a node or leaves it: None where another argument has another value than its default, and of
-    anything else than a call of an operator. A name that the schema has not is not among what is returned, so that one
-    call reads every overload of an operator.
+    A rule reads all arguments of a node or leaves it: the result is None where an argument that is not named has
+    another value than its default, and where the node calls no operator. Names that the schema does not have are left
+    out, so that one call reads every overload of an operator.
     """
     if not name_of(node):
         return None
@@ -77,7 +85,7 @@ def _is_default(given: Any, default: Any) -> bool:
 
 
 def item_of(node: Any) -> tuple[Node, Any] | None:
-    """The tuple that a node takes one thing of, and its index."""
+    """Return the tuple that a node takes an item from, and the index of the item."""
     if not isinstance(node, Node) or node.target is not operator.getitem:
         return None
     source, index = node.args
@@ -85,9 +93,9 @@ def item_of(node: Any) -> tuple[Node, Any] | None:
 
 
 def cast_of(node: Any) -> Node | None:
-    """The tensor that a node gives in another floating-point dtype, or in the same one, and changes nothing else.
+    """Return the tensor that a node casts to another floating-point dtype, or to its own one, if it does nothing else.
 
-    Between float16 and bfloat16, of which neither holds the other's numbers, nothing is a cast.
+    A node that leads from float16 to bfloat16 or back is no cast: neither holds the other's numbers.
     """
     if name_of(node) not in CASTS:
         return None
@@ -110,13 +118,13 @@ def is_narrowing(node: Node) -> bool:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a pattern has found so far.
+class Match:
+    """The nodes that a pattern has matched so far.
 
     Attributes:
-        values: Nodes and constants by name.
-        nodes: The nodes that compute.
-        inputs: The tensors that were read, in the order in which they were.
+        values: The nodes and constants that were captured, by name.
+        nodes: The nodes that the pattern takes in.
+        inputs: The captured tensors, in the order in which they were read.
         same: Gives one node for all that are known to have equal values.
     """
 
@@ -125,8 +133,8 @@ class Found:
     inputs: tuple[Node, ...] = ()
     same: Callable[[Node], Node] = lambda node: node
 
-    def bind(self, name: str, value: Any) -> Iterator["Found"]:
-        """With the value under this name, unless another one is there."""
+    def bind(self, name: str, value: Any) -> Iterator["Match"]:
+        """Yield the match with the value under this name, unless another value has the name."""
         if name not in self.values:
             yield replace(self, values={**self.values, name: value})
         elif self._are_same(self.values[name], value):
@@ -137,7 +145,8 @@ class Found:
             return self.same(a) is self.same(b)
         return a is b or _equal(a, b)
 
-    def over(self, node: Node) -> "Found":
+    def with_node(self, node: Node) -> "Match":
+        """Return the match with this node taken in."""
         return replace(self, nodes=(*self.nodes, node))
 
 
@@ -149,77 +158,77 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 class Pattern:
-    """Something that may be found at a node, or as an argument."""
+    """A pattern of a node or of an argument."""
 
-    def find(self, value: Any, found: Found) -> Iterator[Found]:
-        """Every way in which it is found at `value`, given what has been found elsewhere."""
+    def find(self, value: Any, match: Match) -> Iterator[Match]:
+        """Yield every way in which the pattern matches `value`, each added to a match of other patterns."""
         raise NotImplementedError
 
     def __or__(self, other: Any) -> "Pattern":
         return Either(self, other)
 
 
-def find(pattern: Any, value: Any, found: Found) -> Iterator[Found]:
-    """As `Pattern.find`, where a list stands for its entries and anything else for itself."""
+def find(pattern: Any, value: Any, match: Match) -> Iterator[Match]:
+    """Do what `Pattern.find` does, where a list stands for its entries and any other value for itself."""
     if isinstance(pattern, Pattern):
-        yield from pattern.find(value, found)
+        yield from pattern.find(value, match)
     elif isinstance(pattern, list | tuple):
         if isinstance(value, list | tuple) and len(value) == len(pattern):
-            yield from _find_all(list(zip(pattern, value, strict=True)), found)
+            yield from _find_all(list(zip(pattern, value, strict=True)), match)
     elif pattern is value or _equal(pattern, value):
-        yield found
+        yield match
 
 
-def _find_all(pairs: list[tuple[Any, Any]], found: Found) -> Iterator[Found]:
+def _find_all(pairs: list[tuple[Any, Any]], match: Match) -> Iterator[Match]:
     if not pairs:
-        yield found
+        yield match
         return
-    for first in find(*pairs[0], found):
+    for first in find(*pairs[0], match):
         yield from _find_all(pairs[1:], first)
 
 
 @dataclass(frozen=True)
-class Var(Pattern):
-    """A tensor; everywhere the same one. `where` says which will do."""
+class KeywordArg(Pattern):
+    """A tensor under a name, everywhere the same one, for which `where` is true."""
 
     name: str
     where: Callable[[Tensor], bool] = lambda _: True
 
-    def find(self, value: Any, found: Found) -> Iterator[Found]:
+    def find(self, value: Any, match: Match) -> Iterator[Match]:
         if isinstance(value, Node) and isinstance(value_of(value), Tensor) and self.where(value_of(value)):
-            for inner in found.bind(self.name, value):
+            for inner in match.bind(self.name, value):
                 yield replace(inner, inputs=(*inner.inputs, value))
 
 
 @dataclass(frozen=True)
 class Number(Pattern):
-    """A number that the graph has as a constant."""
+    """A number under a name, which the graph has as a constant."""
 
     name: str
 
-    def find(self, value: Any, found: Found) -> Iterator[Found]:
+    def find(self, value: Any, match: Match) -> Iterator[Match]:
         number = constant_of(value)
         if number is not None:
-            yield from found.bind(self.name, number)
+            yield from match.bind(self.name, number)
 
 
 @dataclass(frozen=True)
-class Value(Pattern):
-    """Any argument, as it is."""
+class Arg(Pattern):
+    """Any argument under a name: a tensor, a number, None, a list or a dtype."""
 
     name: str
 
-    def find(self, value: Any, found: Found) -> Iterator[Found]:
-        yield from found.bind(self.name, value)
+    def find(self, value: Any, match: Match) -> Iterator[Match]:
+        yield from match.bind(self.name, value)
 
 
 class Call(Pattern):
-    """A call of an ATen operator (`llmk::` names one of llmk). An argument that is not mentioned has its default."""
+    """A call of an operator of ATen, or of llmk by `llmk::`. Arguments that are not mentioned have their defaults."""
 
     def __init__(self, name: str, *args: Any, **kwargs: Any) -> None:
         self.name, self.args, self.kwargs = name, args, kwargs
 
-    def find(self, value: Any, found: Found) -> Iterator[Found]:
+    def find(self, value: Any, match: Match) -> Iterator[Match]:
         if name_of(value) != self.name:
             return
         names = [argument.name for argument in schema_of(value.target).arguments]
@@ -233,60 +242,60 @@ class Call(Pattern):
             (a, x), (b, y), *rest = pairs
             orders.append([(a, y), (b, x), *rest])
         for order in orders:
-            yield from _find_all(order, found.over(value))
+            yield from _find_all(order, match.with_node(value))
 
 
 class Either(Pattern):
-    """The first that is found, or the next."""
+    """Any of several patterns, tried in their order."""
 
     def __init__(self, *patterns: Any) -> None:
         self.patterns = patterns
 
-    def find(self, value: Any, found: Found) -> Iterator[Found]:
+    def find(self, value: Any, match: Match) -> Iterator[Match]:
         for pattern in self.patterns:
-            yield from find(pattern, value, found)
+            yield from find(pattern, value, match)
 
 
 @dataclass(frozen=True)
 class Input(Pattern):
-    """The pattern, which is read in the dtype in which it is or in one that holds all of its numbers.
+    """The pattern, read in its own dtype or in one that holds all of its numbers.
 
-    So a cast is passed over where it changes no bit, and one that rounds is the input.
+    A cast that changes no number is passed over; a cast that rounds is the input itself.
     """
 
     pattern: Any
 
-    def find(self, value: Any, found: Found) -> Iterator[Found]:
+    def find(self, value: Any, match: Match) -> Iterator[Match]:
         while (source := cast_of(value)) is not None and not is_narrowing(value):
-            found, value = found.over(value), source
-        yield from find(self.pattern, value, found)
+            match, value = match.with_node(value), source
+        yield from find(self.pattern, value, match)
 
 
 @dataclass(frozen=True)
 class Cast(Pattern):
-    """The pattern, or a cast of what it computes, to a dtype that one of its inputs is in.
+    """The pattern, or a cast of its result to a dtype that one of its inputs is in.
 
-    What was computed of 16 bits in float32 and rounded to them may be rounded once by an operator that takes 16 bits.
-    What was computed of float32 may not: the operator would read its input in 16 bits. Nor is a cast there and back
-    passed over, which rounds on purpose.
+    A result that is computed in float32 from 16 bits and rounded to 16 bits may be rounded once, by an operator that
+    takes 16 bits. One that is computed from float32 may not: the operator would read its input in 16 bits. A cast there
+    and back is not passed over either, since it rounds on purpose.
     """
 
     pattern: Any
 
-    def find(self, value: Any, found: Found) -> Iterator[Found]:
-        read_before, widened = len(found.inputs), False
+    def find(self, value: Any, match: Match) -> Iterator[Match]:
+        read_before, widened = len(match.inputs), False
         rounded: tuple[torch.dtype, ...] = ()
         stops = []
         while (source := cast_of(value)) is not None:
             if is_narrowing(value):
-                stops.append((rounded, found, value))  # what was rounded may be what is read
+                stops.append((rounded, match, value))  # the rounded tensor may be the one that is read
                 if widened:
                     break
                 rounded = (*rounded, value_of(value).dtype)
             widened = widened or value_of(source).dtype.itemsize < value_of(value).dtype.itemsize
-            found, value = found.over(value), source
+            match, value = match.with_node(value), source
         else:
-            stops.append((rounded, found, value))
+            stops.append((rounded, match, value))
         for dtypes, before, at in reversed(stops):
             for inner in find(self.pattern, at, before):
                 if {value_of(node).dtype for node in inner.inputs[read_before:]}.issuperset(dtypes):
@@ -294,7 +303,7 @@ class Cast(Pattern):
 
 
 def range_of(node: Any) -> tuple[Node, int, int] | None:
-    """What a node is a slice of along the last axis, where it begins and where it ends; None of anything else."""
+    """Return the tensor that a node is a slice of along the last axis, its start and its end; None for other nodes."""
     part = _part_of(node)
     if part is None:
         return None
@@ -304,7 +313,7 @@ def range_of(node: Any) -> tuple[Node, int, int] | None:
 
 
 def _part_of(node: Any) -> tuple[Node, int] | None:
-    """What a node is a contiguous part of along the last axis, and where it begins."""
+    """Return the tensor that a node is a contiguous part of along the last axis, and where the part begins."""
     item, index = item_of(node) or (node, 0)
     if item is not node and name_of(item) in ("split", "split_with_sizes", "chunk"):
         given = arguments(item, "self", "split_size", "split_sizes", "chunks", "dim")
@@ -320,7 +329,7 @@ def _part_of(node: Any) -> tuple[Node, int] | None:
 
 
 def bounded(start: Any, size: Any) -> int | None:
-    """Where a slice begins that is asked to begin there: negative numbers count from the end, and none is outside."""
+    """Return where a slice begins, as slicing clamps it: negative numbers count from the end, and none is outside."""
     start = 0 if start is None else start
     if not isinstance(start, int) or (start != 0 and not isinstance(size, int)):
         return None
@@ -333,7 +342,7 @@ def _is_last(dim: Any, tensor: Node) -> bool:
 
 
 def part_nodes(node: Node) -> tuple[Node, ...]:
-    """The nodes that take a part of a tensor: a slice, or a split and the choice of one of its results."""
+    """Return the nodes that take a part of a tensor: a slice, or a split and the choice of one of its results."""
     item = item_of(node)
     return (node,) if item is None else (node, item[0])
 
@@ -345,8 +354,8 @@ class Half(Pattern):
     pattern: Any
     second: bool
 
-    def find(self, value: Any, found: Found) -> Iterator[Found]:
-        for inner, source in _taken_apart(value, found, -2, int(self.second)):
+    def find(self, value: Any, match: Match) -> Iterator[Match]:
+        for inner, source in _taken_apart(value, match, -2, int(self.second)):
             yield from find(self.pattern, source, inner)
         part = range_of(value)
         if part is not None:
@@ -354,8 +363,8 @@ class Half(Pattern):
             width = value_of(source).shape[-1]
             if (2 * start, 2 * stop) == ((width, 2 * width) if self.second else (0, width)):
                 for node in part_nodes(value):
-                    found = found.over(node)
-                yield from find(self.pattern, source, found)
+                    match = match.with_node(node)
+                yield from find(self.pattern, source, match)
 
 
 @dataclass(frozen=True)
@@ -365,8 +374,8 @@ class EveryOther(Pattern):
     pattern: Any
     odd: bool
 
-    def find(self, value: Any, found: Found) -> Iterator[Found]:
-        for inner, source in _taken_apart(value, found, -1, int(self.odd)):
+    def find(self, value: Any, match: Match) -> Iterator[Match]:
+        for inner, source in _taken_apart(value, match, -1, int(self.odd)):
             yield from find(self.pattern, source, inner)
         given = arguments(value, "self", "dim", "start", "end", "step") if name_of(value) == "slice" else None
         if given is None or not _is_last(given["dim"], given["self"]):
@@ -375,11 +384,11 @@ class EveryOther(Pattern):
         end = width if given["end"] is None else given["end"]
         to_the_end = isinstance(width, int) and width % 2 == 0 and isinstance(end, int) and end >= width
         if to_the_end and (bounded(given["start"], width), given["step"]) == (int(self.odd), 2):
-            yield from find(self.pattern, given["self"], found.over(value))
+            yield from find(self.pattern, given["self"], match.with_node(value))
 
 
-def _taken_apart(value: Any, found: Found, axis: int, index: int) -> Iterator[tuple[Found, Node]]:
-    """The tensor whose last axis was viewed as two, `[..., 2]` or `[2, ...]`, and then taken apart along the two."""
+def _taken_apart(value: Any, match: Match, axis: int, index: int) -> Iterator[tuple[Match, Node]]:
+    """Yield the tensor whose last axis was viewed as two, `[..., 2]` or `[2, ...]`, and then split along the two."""
     item = item_of(value)
     chooser = value if item is None else item[0]
     if name_of(chooser) != ("select" if item is None else "unbind"):
@@ -396,15 +405,15 @@ def _taken_apart(value: Any, found: Found, axis: int, index: int) -> Iterator[tu
     before, after = value_of(source).shape, list(value_of(wide).shape)
     if after.pop(axis) != 2 or len(after) != len(before) or str(after[:-1]) != str(list(before[:-1])):
         return
-    found = found.over(value) if item is None else found.over(value).over(chooser)
-    yield found.over(wide), source
+    match = match.with_node(value) if item is None else match.with_node(value).with_node(chooser)
+    yield match.with_node(wide), source
 
 
 RESHAPES = frozenset({"view", "reshape", "_unsafe_view", "flatten", "unflatten"})
 
 
 def reshape_of(node: Any) -> Node | None:
-    """The tensor that a node gives in another shape: its elements keep their order, so that the shape tells which."""
+    """Return the tensor that a node gives in another shape, with its elements in the same order."""
     if name_of(node) not in RESHAPES:
         return None
     given = arguments(node, "self", "size", "shape", "start_dim", "end_dim", "dim", "sizes")
@@ -417,48 +426,48 @@ class Reshaped(Pattern):
 
     pattern: Any
 
-    def find(self, value: Any, found: Found) -> Iterator[Found]:
+    def find(self, value: Any, match: Match) -> Iterator[Match]:
         source = reshape_of(value)
         if source is not None:
-            yield from find(self.pattern, source, found.over(value))
+            yield from find(self.pattern, source, match.with_node(value))
 
 
 @dataclass(frozen=True)
 class With(Pattern):
-    """The pattern, and a constant under a name: which of several it was."""
+    """The pattern, and a constant under a name, which tells the alternatives of a pattern apart."""
 
     name: str
     constant: Any
     pattern: Any
 
-    def find(self, value: Any, found: Found) -> Iterator[Found]:
-        for inner in find(self.pattern, value, found):
+    def find(self, value: Any, match: Match) -> Iterator[Match]:
+        for inner in find(self.pattern, value, match):
             yield from inner.bind(self.name, self.constant)
 
 
 @dataclass(frozen=True)
 class Named(Pattern):
-    """The pattern, and the node where it was found under a name."""
+    """The pattern, and the node that it matches under a name."""
 
     name: str
     pattern: Any
 
-    def find(self, value: Any, found: Found) -> Iterator[Found]:
-        for inner in find(self.pattern, value, found):
+    def find(self, value: Any, match: Match) -> Iterator[Match]:
+        for inner in find(self.pattern, value, match):
             yield from inner.bind(self.name, value)
 
 
-class Left(Exception):
-    """Why something that looks like an operator is left as it is, in words for the report."""
+class NoMatch(Exception):
+    """The reason for which a match is not replaced after all, in words for the report."""
 
 
-class Emit(Protocol):
-    """Puts calls into the graph. `wanted` is what the first result gives, a fake tensor."""
+class GraphBuilder(Protocol):
+    """Puts calls into the graph. `wanted` is the fake tensor of the first result."""
 
     wanted: Tensor
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        """A node for the call's result, or one for each of several; arguments are nodes and constants."""
+        """Return a node for the call's result, or one for each of several; arguments are nodes and constants."""
 
     def are_same(self, a: Node, b: Node) -> bool:
         """Return True if two nodes are known to have equal values."""
@@ -466,52 +475,54 @@ class Emit(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plain:
+class RewritePattern:
     """A computation in plain PyTorch that an operator replaces.
 
     Attributes:
         results: A pattern for each of the operator's results. The first is looked for everywhere; a further one is a
-            name that the first has bound, or a pattern that is looked for in the rest of the graph.
-        signs: The operators of ATen by which a reader would expect it: where one of them is left, the report says so.
-        why_left: The reason that the report gives where no pattern was found around a sign, and nothing where that is
-            none: an activation is a sign of a gated unit where it multiplies something.
-        build: `build(emit, values)` puts in what replaces it and returns a node for each result; without it the values
-            are the operator's arguments by name. It raises `Left` where the two are not equal after all.
-        indices: For a name that is bound to whole numbers: the name and the axis of the tensor whose entries they
-            choose among. Small inputs to try a replacement with are drawn so.
-        stand_in: `stand_in(emit, values, node)` puts in what may be returned in place of `node`, which is computed on
-            the way: where the user asks for it, and gradients are wanted.
+            name that the first has captured, or a pattern that is looked for in the rest of the graph.
+        anchor_ops: The operators of ATen by which a reader would expect this computation: where one of them is left,
+            the report says so.
+        why_left: `why_left(node)` is the reason that the report gives for an anchor around which nothing matched. It is
+            empty where the node is no anchor after all: an activation is one of a gated unit if it multiplies a tensor.
+        build: `build(builder, values)` puts the replacement in and returns a node for each result. It raises `NoMatch`
+            where the two are not equal after all. Without `build` the values are the operator's arguments by name.
+        indices: By the name of a tensor of indices: the name and the axis of the tensor that they index. A trial draws
+            small inputs by this.
+        stand_in: `stand_in(builder, values, node)` puts in a tensor that may be returned in place of `node`, which is
+            computed on the way: where the user asks for it, and gradients are wanted.
     """
 
     results: tuple[Any, ...]
-    signs: tuple[str, ...] = ()
+    anchor_ops: tuple[str, ...] = ()
     why_left: Callable[[Node], str] = lambda node: "what is computed around it is something else"
-    build: Callable[[Emit, Mapping[str, Any]], Any] | None = None
+    build: Callable[[GraphBuilder, Mapping[str, Any]], Any] | None = None
     indices: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    stand_in: Callable[[Emit, Mapping[str, Any], Node], Node] | None = None
+    stand_in: Callable[[GraphBuilder, Mapping[str, Any], Node], Node] | None = None
 
 
-def as_dtype(emit: Emit, node: Node, dtype: torch.dtype) -> Node:
-    """A result, cast to the dtype that is wanted of it where it has another."""
-    return node if value_of(node).dtype == dtype else emit(torch.ops.aten.to.dtype, node, dtype)
+def as_dtype(builder: GraphBuilder, node: Node, dtype: torch.dtype) -> Node:
+    """Return a result in this dtype, with a cast where it has another."""
+    return node if value_of(node).dtype == dtype else builder(torch.ops.aten.to.dtype, node, dtype)
 
 
-def widened(emit: Emit, node: Node, dtype: torch.dtype) -> Node:
-    """An input in a dtype that holds all of its numbers.
+def widened(builder: GraphBuilder, node: Node, dtype: torch.dtype) -> Node:
+    """Return an input in a dtype that holds all of its numbers.
 
     Raises:
-        Left: The dtype does not.
+        NoMatch: The dtype does not hold them.
     """
     if torch.promote_types(value_of(node).dtype, dtype) != dtype:
-        raise Left(f"it reads {value_of(node).dtype}, and the operator would {dtype}".replace("torch.", ""))
-    return as_dtype(emit, node, dtype)
+        raise NoMatch(f"it reads {value_of(node).dtype}, and the operator would {dtype}".replace("torch.", ""))
+    return as_dtype(builder, node, dtype)
 
 
 def require_last_axis(dim: Any, tensor: Tensor) -> None:
-    """
+    """Check that `dim`, an axis or a list of axes, is the tensor's last one alone.
+
     Raises:
-        Left: `dim`, an axis or a list of them, is not the tensor's last one alone.
+        NoMatch: It is not.
     """
     dims = [dim] if isinstance(dim, int) else list(dim or ())
     if dims not in ([-1], [tensor.dim() - 1]):
-        raise Left(f"it is over axes {dims} of {tensor.dim()}, and the operator's over the last")
+        raise NoMatch(f"it is over axes {dims} of {tensor.dim()}, and the operator's over the last")

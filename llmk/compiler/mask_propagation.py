@@ -1,4 +1,4 @@
-"""The formulas of what a graph of ATen's operators makes from sizes alone: one rule for each operator."""
+"""Propagates formulas of tensors that a graph makes from sizes alone, such as masks: one handler for each operator."""
 
 import contextlib
 import operator
@@ -13,63 +13,64 @@ from torch.fx.node import map_arg
 
 from llmk.compiler.formulas import Formula, Line, Region, Unknown, constant, expanded, reindexed, same
 from llmk.compiler.masks import Like, Made
-from llmk.registry.patterns import arguments, bounded, name_of, value_of
+from llmk.compiler.patterns import arguments, bounded, name_of, value_of
 from llmk.registry.private.compilers import statically_known_true
 from llmk.registry.private.tensors import storage_of, version_of
 
 WHOLE = (torch.int64, torch.int32)
-NOTED = "formula", "made"
-"""In a node's `meta`: what it gives, and how that was made, with which small ones are computed to compare."""
+KEYS = "formula", "made"
+"""The keys of a node's `meta`: its formula, and the calls that made it, which compute small masks for comparison."""
 
 Given = Mapping[str, Any]
-Rule = Callable[[Node, Given], Formula]
+Handler = Callable[[Node, Given], Formula]
 
 
-def note_formulas(gm: GraphModule, written: Collection[int]) -> None:
+def propagate_formulas(gm: GraphModule, mutated: Collection[int]) -> None:
     """Put the formula of every node that has one into its `meta`, given those of the placeholders.
 
-    Of what lies in memory that is `written` nothing is known.
+    Nothing is known of tensors in memory that is `mutated`.
     """
     for node in gm.graph.nodes:
         value = value_of(node)
-        if not isinstance(value, Tensor) or (written and storage_of(value) in written):
-            forget_formula(node)
+        if not isinstance(value, Tensor) or (mutated and storage_of(value) in mutated):
+            remove_formula(node)
         else:
             with contextlib.suppress(Unknown):
                 node.meta["formula"] = formula_at(node)
                 node.meta["made"] = made_at(node)
 
 
-def carry_formula(source: Node, target: Node, value: Any) -> None:
-    """Let `target` have the formula of `source`, if nothing ever writes into `value`, which they give."""
+def copy_formula(source: Node, target: Node, value: Any) -> None:
+    """Copy the formula of `source` to `target`, if nothing ever writes into `value`, which both give."""
     if "formula" not in source.meta or not isinstance(value, Tensor) or value.is_inference():
         return
     if version_of(value) == 0:
-        target.meta |= {name: source.meta[name] for name in NOTED}
+        target.meta |= {name: source.meta[name] for name in KEYS}
 
 
-def forget_formula(node: Node) -> None:
-    for name in NOTED:
+def remove_formula(node: Node) -> None:
+    for name in KEYS:
         node.meta.pop(name, None)
 
 
 def formula_at(node: Node) -> Formula:
-    """
+    """Return the formula of a node.
+
     Raises:
-        Unknown: No rule knows all that the node says, or a number may not fit its dtype.
+        Unknown: No handler knows all of the node's arguments, or a number may not fit its dtype.
     """
-    rule, names = RULES.get(name_of(node), (None, ()))
+    handler, names = HANDLERS.get(name_of(node), (None, ()))
     given = arguments(node, *names)
-    if rule is None or given is None:
+    if handler is None or given is None:
         raise Unknown
-    formula = rule(node, given)
+    formula = handler(node, given)
     if isinstance(formula, Line) and not formula.fits(value_of(node).dtype, value_of(node).shape):
         raise Unknown
     return formula
 
 
 def made_at(node: Node) -> Made:
-    """The call, with the calls whose results it takes in the place of those."""
+    """Return the node's call, with the calls that made its arguments in their place."""
 
     def of(source: Node) -> Any:
         value = value_of(source)
@@ -79,7 +80,7 @@ def made_at(node: Node) -> Made:
 
 
 def formula_of(value: Any, shape: Sequence[Any]) -> Formula:
-    """The formula of a node or number that is broadcast to a tensor of this shape."""
+    """Return the formula of a node or number that is broadcast to this shape."""
     if not isinstance(value_of(value), Tensor):
         if not isinstance(value_of(value), int | float | SymInt):
             raise Unknown
@@ -94,7 +95,7 @@ def own_formula(node: Any) -> Formula:
 
 
 def viewed(node: Node, given: Given) -> Formula:
-    """Axes of size 1 come and go, the others keep their order."""
+    """Handle a view: axes of size 1 come and go, the others keep their order."""
     old, new = value_of(given["self"]).shape, value_of(node).shape
     places = [i for i, size in enumerate(new) if not same(size, 1)]
     kept = [size for size in old if not same(size, 1)]
@@ -127,7 +128,7 @@ def sliced(node: Node, given: Given) -> Formula:
 
 
 def indexed(node: Node, given: Given) -> Formula:
-    """One index for each axis, none of which counts from the end."""
+    """Handle an index for each axis, none of which counts from the end."""
     shape, indices = value_of(node).shape, given["indices"]
     source = own_formula(given["self"])
     if not isinstance(source, Line) or len(indices) != len(source.steps):
@@ -150,8 +151,8 @@ def arange(node: Node, given: Given) -> Formula:
     return Line(start, (step,))
 
 
-def filled(value: Any) -> Rule:
-    """The rule for a factory that fills a tensor with `value`, or with the number it is given."""
+def filled(value: Any) -> Handler:
+    """Return the handler of a factory that fills a tensor with `value`, or with the number it is given."""
 
     def formula(node: Node, given: Given) -> Formula:
         result = value_of(node)
@@ -164,7 +165,8 @@ def filled(value: Any) -> Rule:
 
 
 def in_dtype(value: Any, dtype: torch.dtype) -> Any:
-    """
+    """Return a number as the dtype has it.
+
     Raises:
         Unknown: The dtype has no such number.
     """
@@ -192,13 +194,13 @@ def unchanged(node: Node, given: Given) -> Formula:
 
 
 def two(node: Node, given: Given) -> tuple[Formula, Formula]:
-    """What an operator of two tensors or numbers takes, in the shape of its result."""
+    """Return the formulas of an operator's two tensors or numbers, in the shape of its result."""
     a, b = (formula_of(given[name], value_of(node).shape) for name in ("self", "other"))
     return a, b
 
 
 def by_values(node: Node, a: Formula, b: Formula, change: Callable[[Any, Any], Any]) -> Region:
-    """The region that comes of changing a region and a number value by value."""
+    """Return the region that comes of combining a region and a number value by value."""
     dtype = value_of(node).dtype
     x, y = (as_region(formula) for formula in (a, b))
     if x is not None and y is not None and not y.lines:
@@ -208,7 +210,7 @@ def by_values(node: Node, a: Formula, b: Formula, change: Callable[[Any, Any], A
     raise Unknown
 
 
-def summed(of_first: int, of_second: int) -> Rule:
+def summed(of_first: int, of_second: int) -> Handler:
     def formula(node: Node, given: Given) -> Formula:
         a, b = two(node, given)
         if isinstance(a, Line) and isinstance(b, Line):
@@ -227,7 +229,7 @@ def multiplied(node: Node, given: Given) -> Formula:
 
 
 def differences(node: Node, given: Given) -> Formula:
-    """Differences of neighbours on the last axis; what stands before the first continues their steps."""
+    """Handle differences of neighbours on the last axis; an element before the first continues their steps."""
     line, rank = own_formula(given["self"]), value_of(node).dim()
     if not isinstance(line, Line) or given["dim"] not in (-1, rank - 1):
         raise Unknown
@@ -247,7 +249,7 @@ def is_number(line: Line, number: Any) -> bool:
 
 
 def running_sum(node: Node, given: Given) -> Formula:
-    """The running sum of a tensor that holds one number everywhere."""
+    """Handle the running sum of a tensor that holds one number everywhere."""
     formula = own_formula(given["self"])
     rank = value_of(node).dim()
     each = formula.inside if isinstance(formula, Region) else formula.start
@@ -260,8 +262,8 @@ def running_sum(node: Node, given: Given) -> Formula:
 
 def compared(
     compare: Callable[[Any, Any], bool], lines: Callable[[Line], tuple[Line, ...]], inside: bool = True
-) -> Rule:
-    """The rule for a comparison that gives `inside` where the lines of the operands' difference are at least 0."""
+) -> Handler:
+    """Return the handler of a comparison that gives `inside` where lines of the operands' difference are at least 0."""
 
     def formula(node: Node, given: Given) -> Formula:
         shape, (a, b) = value_of(node).shape, two(node, given)
@@ -281,8 +283,8 @@ def less(line: Line) -> Line:
     return replace(line, start=line.start - 1)
 
 
-def joined(outside: bool) -> Rule:
-    """The rule for `and`, where `outside` is False, or for `or`."""
+def joined(outside: bool) -> Handler:
+    """Return the handler of `and`, where `outside` is False, or of `or`."""
 
     def formula(node: Node, given: Given) -> Formula:
         if value_of(node).dtype != torch.bool:
@@ -306,7 +308,7 @@ def negated(node: Node, given: Given) -> Formula:
 
 
 def chosen(node: Node, given: Given) -> Formula:
-    """The rule for `where` and `masked_fill`, which keep a tensor in one region and put a number elsewhere."""
+    """Handle `where` and `masked_fill`, which keep a tensor in one region and put a number elsewhere."""
     shape, dtype = value_of(node).shape, value_of(node).dtype
     if "mask" in given:
         where, then, otherwise = (given[name] for name in ("mask", "value", "self"))
@@ -323,7 +325,7 @@ def chosen(node: Node, given: Given) -> Formula:
 
 
 def as_region(formula: Formula) -> Region | None:
-    """The formula, if it is a region, or one number everywhere."""
+    """Return the formula as a region, if it is one or one number everywhere."""
     if isinstance(formula, Line):
         number = formula.start if formula.is_constant else None
         return Region((), number, number, len(formula.steps)) if isinstance(number, int) else None
@@ -334,8 +336,8 @@ def cast_region(region: Region | None, dtype: torch.dtype) -> Region | None:
     return region and region.over(lambda value: in_dtype(value, dtype))
 
 
-def triangle(sign: int) -> Rule:
-    """The rule for `tril`, where `sign` is 1, or for `triu`."""
+def triangle(sign: int) -> Handler:
+    """Return the handler of `tril`, where `sign` is 1, or of `triu`."""
 
     def formula(node: Node, given: Given) -> Formula:
         rank, diagonal = value_of(node).dim(), value_of(given["diagonal"])
@@ -353,11 +355,11 @@ def broadcast(node: Node, given: Given) -> Formula:
 
 
 MEMORY = "dtype", "layout", "device", "pin_memory", "memory_format"
-"""What says where a tensor lies and in which dtype, as the fake tensor that is noted there does too."""
+"""Arguments for a tensor's place and dtype, which the node's fake tensor tells too."""
 COPY = "self", *MEMORY, "non_blocking", "copy"
 BOTH = "self", "other"
 
-RULES: dict[str, tuple[Rule, tuple[str, ...]]] = {
+HANDLERS: dict[str, tuple[Handler, tuple[str, ...]]] = {
     "arange": (arange, ("start", "end", "step", *MEMORY)),
     "add": (summed(1, 1), BOTH), "sub": (summed(1, -1), BOTH), "rsub": (summed(-1, 1), BOTH), "mul": (multiplied, BOTH),
     "diff": (differences, ("self", "dim", "prepend")), "cumsum": (running_sum, ("self", "dim", "dtype")),
@@ -386,4 +388,4 @@ RULES: dict[str, tuple[Rule, tuple[str, ...]]] = {
     **dict.fromkeys(("alias", "contiguous", "clone", "detach", "lift_fresh_copy"), (unchanged, ("self", *MEMORY))),
     "expand": (broadcast, ("self", "size", "implicit")),
 }  # fmt: skip
-"""By an operator's name in ATen: what it gives, and the names of the arguments that this is read from."""
+"""By an operator's name in ATen: its handler, and the names of the arguments that the handler reads."""

@@ -1,4 +1,4 @@
-"""Puts calls into a graph of ATen's operators, and holds what they give against what was there."""
+"""Puts calls into a graph of ATen's operators, and compares their results with those of the nodes they replace."""
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -9,28 +9,28 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from llmk.compiler.rules import Rule
-from llmk.registry.patterns import Left, value_of
+from llmk.compiler.patterns import NoMatch, value_of
+from llmk.compiler.rules import RewriteRule
 from llmk.registry.private.compilers import statically_known_true
 from llmk.registry.private.operators import schema_of
 
 REFUSALS = (TypeError, ValueError, IndexError, NotImplementedError, RuntimeError)
 
 
-class Emit:
-    """Puts calls into the graph after a node, and asks of each what it gives."""
+class ReplacementBuilder:
+    """Puts calls into the graph after a node, and runs each with the graph's fake tensors."""
 
-    def __init__(self, rule: Rule, result: Node, after: Node, same: Callable[[Node], Node]) -> None:
-        """For what the rule was found for, whose first result is `result`."""
+    def __init__(self, rule: RewriteRule, result: Node, after: Node, same: Callable[[Node], Node]) -> None:
+        """Begin after a node, for a match of the rule with the first result `result`."""
         self.rule, self.last, self.same = rule, after, same
         self.result, self.wanted = result, value_of(result)
         self.made: list[Node] = []
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        """A node, or one for each result.
+        """Put in a call, and return a node, or one for each result.
 
         Raises:
-            Left: The operator refuses these arguments.
+            NoMatch: The operator refuses these arguments.
         """
         if target is self.rule.overload:
             self._require_gradients(target, args, kwargs)
@@ -39,7 +39,7 @@ class Emit:
             try:
                 result = target(*values[0], **values[1])  # type: ignore[index]
             except REFUSALS as error:
-                raise Left(str(error).splitlines()[0]) from error
+                raise NoMatch(str(error).splitlines()[0]) from error
         node = self._put(target, args, kwargs, result)
         if isinstance(result, tuple | list):
             return tuple(self._put(operator.getitem, (node, i), {}, value) for i, value in enumerate(result))
@@ -63,15 +63,15 @@ class Emit:
         names = (argument.name for argument in schema_of(target).arguments)
         for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
             if name not in self.rule.differentiable and wants_gradient(value):
-                raise Left(f"{name} wants a gradient, which the operator does not give")
+                raise NoMatch(f"{name} wants a gradient, which the operator does not give")
 
     def as_before(self, old: Node, new: Node) -> Node:
-        """The new node, which must have the old one's shape and dtype, in the old one's layout in memory."""
+        """Return the new node in the old one's layout in memory; it must have the old one's shape, dtype and device."""
         _require_same(value_of(old), value_of(new))
         if _same_layout(value_of(old), value_of(new)):
             return new
         if not value_of(old).is_contiguous():
-            raise Left("its result lies in memory otherwise than the operator's")
+            raise NoMatch("its result lies in memory otherwise than the operator's")
         return self(torch.ops.aten.clone.default, new, memory_format=torch.contiguous_format)
 
     def undo(self) -> None:
@@ -84,13 +84,13 @@ def wants_gradient(value: Any) -> bool:
 
 
 def _require_same(old: Tensor, new: Tensor) -> None:
-    """That what is put there has the shape, dtype and device of what was there."""
+    """Check that a result has the shape, dtype and device of the one that it replaces."""
     if old.dtype != new.dtype:
-        raise Left(f"its result is {_name(old.dtype)}, and the operator's {_name(new.dtype)}")
+        raise NoMatch(f"its result is {_name(old.dtype)}, and the operator's {_name(new.dtype)}")
     if old.dim() != new.dim() or not all(_equal(a, b) for a, b in zip(old.shape, new.shape, strict=True)):
-        raise Left(f"its result has shape {tuple(old.shape)}, and the operator's {tuple(new.shape)}")
+        raise NoMatch(f"its result has shape {tuple(old.shape)}, and the operator's {tuple(new.shape)}")
     if old.device != new.device:
-        raise Left(f"its result is on {old.device}, and the operator's on {new.device}")
+        raise NoMatch(f"its result is on {old.device}, and the operator's on {new.device}")
 
 
 def _same_layout(old: Tensor, new: Tensor) -> bool:
