@@ -131,7 +131,6 @@ def leaky_relu_squared_cost(input: Tensor, negative_slope: float = 0.01) -> Cost
 
 
 @public_op(
-    "leaky_relu_squared(Tensor input, float negative_slope=0.01) -> Tensor",
     reference=leaky_relu_squared_reference,
     differentiable=("input",),
     kernel_ops=(leaky_relu_squared_fwd, leaky_relu_squared_bwd),

@@ -271,7 +271,6 @@ def embedding_cost(input: Tensor, weight: Tensor, padding_idx: int | None = None
 
 
 @public_op(
-    "embedding(Tensor input, Tensor weight, int? padding_idx=None) -> Tensor",
     reference=embedding_reference,
     differentiable=("weight",),
     kernel_ops=(embedding_fwd, embedding_bwd),

@@ -320,8 +320,6 @@ def router_topk_cost(input: Tensor, top_k: int, **options: object) -> Cost:
 
 
 @public_op(
-    "router_topk(Tensor input, int top_k, *, Tensor? bias=None, str scoring='softmax', int num_groups=1, "
-    "int topk_groups=1, bool normalize=True, float scale=1.0) -> (Tensor, Tensor)",
     reference=router_topk_reference,
     differentiable=("input",),
     kernel_ops=(router_topk_fwd, router_topk_bwd),

@@ -324,7 +324,6 @@ def linear_act_cost(input: Tensor, weight: Tensor, bias: Tensor | None = None, *
 
 
 @public_op(
-    'linear_act(Tensor input, Tensor weight, Tensor? bias=None, *, str activation="relu") -> Tensor',
     reference=linear_act_reference,
     differentiable=("input", "weight", "bias"),
     kernel_ops=(linear_act_fwd, linear_act_bwd),

@@ -265,7 +265,6 @@ def ce_tvd_cost(input: Tensor, teacher: Tensor, target: Tensor, *, ignore_index:
 
 
 @public_op(
-    "ce_tvd(Tensor input, Tensor teacher, Tensor target, *, int ignore_index=-100) -> (Tensor, Tensor)",
     reference=ce_tvd_reference,
     differentiable=("input",),
     kernel_ops=(ce_tvd_fwd, ce_tvd_bwd),

@@ -324,7 +324,6 @@ def kl_div_cost(input: Tensor, target: Tensor, *, reduction: str = "mean", log_t
 
 
 @public_op(
-    'kl_div(Tensor input, Tensor target, *, str reduction="mean", bool log_target=False) -> Tensor',
     reference=kl_div_reference,
     differentiable=("input", "target"),
     trained=("input",),

@@ -343,7 +343,6 @@ def layer_norm_cost(input: Tensor, weight: Tensor | None = None, bias: Tensor | 
 
 
 @public_op(
-    "layer_norm(Tensor input, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) -> Tensor",
     reference=layer_norm_reference,
     differentiable=("input", "weight", "bias"),
     kernel_ops=(layer_norm_fwd, layer_norm_bwd),

@@ -263,7 +263,6 @@ def poly_norm_cost(input: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-
 
 
 @public_op(
-    "poly_norm(Tensor input, Tensor weight, Tensor bias, float eps=1e-6) -> Tensor",
     reference=poly_norm_reference,
     differentiable=("input", "weight", "bias"),
     kernel_ops=(poly_norm_fwd, poly_norm_bwd),

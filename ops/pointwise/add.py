@@ -108,7 +108,6 @@ def add_cost(input: Tensor, other: Tensor) -> Cost:
 
 
 @public_op(
-    "add(Tensor input, Tensor other) -> Tensor",
     reference=add_reference,
     differentiable=("input", "other"),
     kernel_ops=(add_fwd,),

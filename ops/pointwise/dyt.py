@@ -222,7 +222,6 @@ def dyt_cost(input: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None =
 
 
 @public_op(
-    "dyt(Tensor input, Tensor alpha, Tensor weight, Tensor? bias=None) -> Tensor",
     reference=dyt_reference,
     differentiable=("input", "alpha", "weight", "bias"),
     kernel_ops=(dyt_fwd, dyt_bwd),

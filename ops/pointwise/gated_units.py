@@ -268,7 +268,6 @@ GATED_UNIT_CHOICES = (
 
 
 @public_op(
-    "swiglu(Tensor gate, Tensor? up=None) -> Tensor",
     reference=swiglu_reference,
     differentiable=("gate", "up"),
     kernel_ops=(swiglu_fwd, swiglu_bwd),
@@ -301,7 +300,6 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
 
 @public_op(
-    "geglu(Tensor gate, Tensor? up=None, *, str approximate='tanh') -> Tensor",
     reference=geglu_reference,
     differentiable=("gate", "up"),
     kernel_ops=(geglu_fwd, geglu_bwd),

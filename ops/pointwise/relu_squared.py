@@ -139,7 +139,6 @@ def relu_squared_cost(input: Tensor) -> Cost:
 
 
 @public_op(
-    "relu_squared(Tensor input) -> Tensor",
     reference=relu_squared_reference,
     differentiable=("input",),
     kernel_ops=(relu_squared_fwd, relu_squared_bwd),

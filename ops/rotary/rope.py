@@ -229,7 +229,6 @@ def rope_cost(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bo
 
 
 @public_op(
-    "rope(Tensor q, Tensor k, Tensor cos, Tensor sin, *, bool interleaved=False) -> (Tensor, Tensor)",
     reference=rope_reference,
     differentiable=("q", "k"),
     kernel_ops=(rope_fwd, rope_bwd),

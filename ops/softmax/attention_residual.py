@@ -317,7 +317,6 @@ def attention_residual_cost(blocks: Tensor, query: Tensor, weight: Tensor, eps: 
 
 
 @public_op(
-    "attention_residual(Tensor blocks, Tensor query, Tensor weight, float eps=1e-6) -> Tensor",
     reference=attention_residual_reference,
     differentiable=("blocks", "query", "weight"),
     kernel_ops=(attention_residual_fwd, attention_residual_bwd),

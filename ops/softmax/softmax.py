@@ -245,7 +245,6 @@ def softmax_cost(input: Tensor, dim: int = -1) -> Cost:
 
 
 @public_op(
-    "softmax(Tensor input, int dim=-1) -> Tensor",
     reference=softmax_reference,
     differentiable=("input",),
     kernel_ops=(softmax_fwd, softmax_bwd),

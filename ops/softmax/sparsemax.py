@@ -254,7 +254,6 @@ def sparsemax_cost(input: Tensor, dim: int = -1) -> Cost:
 
 
 @public_op(
-    "sparsemax(Tensor input, int dim=-1) -> Tensor",
     reference=sparsemax_reference,
     differentiable=("input",),
     kernel_ops=(sparsemax_fwd, sparsemax_bwd),
