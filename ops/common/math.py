@@ -1,20 +1,21 @@
 """Functions of one value that Triton has no portable or no exact form of."""
 
-import triton
 import triton.language as tl
+
+from llmk.registry import jit
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOG2E_LOW = tl.constexpr(1.925963033500997e-08)  # what float32 cuts off it
 LN2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit
+@jit
 def everywhere(condition, cols):
     """A condition as a mask of the shape of `cols`. Triton 3.9's interpreter makes no mask of one truth value."""
     return tl.broadcast_to(condition.to(tl.int32), cols.shape) != 0
 
 
-@triton.jit
+@jit
 def tanh(x):
     """Hyperbolic tangent in float32, good to 3 units in the last place for arguments of any size."""
     size = tl.abs(x)
@@ -29,7 +30,7 @@ def tanh(x):
     return tl.where(size < 0.6, near, tl.where(x < 0, -far, far))
 
 
-@triton.jit
+@jit
 def exp(x):
     """Exponential in float32; exp2 of a rounded product would lose the digits of large x."""
     product = x * LOG2E
@@ -38,7 +39,7 @@ def exp(x):
     return tl.where(tl.abs(product) < 128.0, e + e * (low * LN2), e)  # beyond, e is 0, inf or NaN
 
 
-@triton.jit
+@jit
 def expm1(x):
     """exp(x) - 1 in float32, to a few units in the last place."""
     # The Taylor series where exp(x) - 1 cancels; what it leaves out is x^7 / 8! of the result.
@@ -50,24 +51,24 @@ def expm1(x):
     return tl.where(tl.abs(x) < 0.35, x + x * (x * p), exp(x) - 1.0)
 
 
-@triton.jit
+@jit
 def log_for_product(x):
     """Logarithm in float32, to 1.1 units in the last place, of an x >= 0 that the result is multiplied by.
 
     So it may be any number at 0, at inf and where x is subnormal, which makes it cheaper than a general one.
     """
-    exponent, f = _reduced(x)  # type: ignore[misc]
-    return _log_of_reduced(exponent, f)  # type: ignore[misc]
+    exponent, f = _reduced(x)
+    return _log_of_reduced(exponent, f)
 
 
-@triton.jit
+@jit
 def log1p_for_product(x):
     """log(1 + x) as `log_for_product` has the logarithm, to 1.1 units in the last place for any x > -1."""
-    exponent, f = _reduced(1.0 + x)  # type: ignore[misc]
-    return _log_of_reduced(exponent, tl.where(exponent == 0, x, f))  # type: ignore[misc]  x before 1 + x rounded it
+    exponent, f = _reduced(1.0 + x)
+    return _log_of_reduced(exponent, tl.where(exponent == 0, x, f))  # x before 1 + x rounded it
 
 
-@triton.jit
+@jit
 def _reduced(x):
     """The exponent of x times 2^23, such that x / 2^exponent - 1 is in [-1/3, 1/3), and that difference."""
     bits = x.to(tl.int32, bitcast=True)
@@ -75,7 +76,7 @@ def _reduced(x):
     return exponent, (bits - exponent).to(tl.float32, bitcast=True) - 1.0
 
 
-@triton.jit
+@jit
 def _log_of_reduced(exponent, f):
     # log(1 + f) = f + f^2 P(f), P a minimax fit (relative error 0.44 * 2^-24).
     p = 0.14026383 * f - 0.15388556
@@ -88,7 +89,7 @@ def _log_of_reduced(exponent, f):
     return exponent.to(tl.float32) * (LN2 / 8388608.0) + (f + f * (f * p))
 
 
-@triton.jit
+@jit
 def cap(x, softcap, EXACT: tl.constexpr):
     """softcap * tanh(x / softcap) in float32, for an x that comes of 16 bits unless EXACT."""
     softcap = tl.cast(softcap, tl.float32)
@@ -101,7 +102,7 @@ def cap(x, softcap, EXACT: tl.constexpr):
     return x
 
 
-@triton.jit
+@jit
 def cap_slope(capped, softcap):
     """The derivative of `cap`, 1 - tanh(x / softcap)^2, from what it made of x."""
     ratio = capped / tl.cast(softcap, tl.float32)

@@ -25,7 +25,6 @@ The choice has no gradient, nor has the bias: what balances the load moves it.
 from collections.abc import Iterator
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -42,6 +41,7 @@ from llmk.registry import (
     check_same,
     check_shape,
     empty,
+    jit,
     next_power_of_2,
     public_op,
     replicate_only,
@@ -92,7 +92,7 @@ def _choose(choice: Tensor, top_k: int, num_groups: int, topk_groups: int) -> Te
 _LARGEST = tl.constexpr(LARGEST)
 
 
-@triton.jit
+@jit
 def _scores(x, mask, SOFTMAX: tl.constexpr):
     if SOFTMAX:
         largest = tl.max(tl.where(mask, x, float("-inf")), axis=0)
@@ -103,7 +103,7 @@ def _scores(x, mask, SOFTMAX: tl.constexpr):
     return tl.where(mask, scores, 0.0)
 
 
-@triton.jit
+@jit
 def _in_best_groups(choice, cols, G, SIZE, TOPK_G, BLOCK_G: tl.constexpr):
     """Return True if an expert is of one of the groups with the largest sums of two."""
     groups = tl.arange(0, BLOCK_G)
@@ -122,7 +122,7 @@ def _in_best_groups(choice, cols, G, SIZE, TOPK_G, BLOCK_G: tl.constexpr):
     return kept
 
 
-@triton.jit
+@jit
 def router_topk_kernel(
     x_ptr, bias_ptr, weights_ptr, indices_ptr, E, K, G, SIZE, TOPK_G, x_stride, scale,
     SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, GROUPED: tl.constexpr,
@@ -152,7 +152,7 @@ def router_topk_kernel(
     tl.store(weights_ptr + row * K + places, weights * scale, mask=places < K)
 
 
-@triton.jit
+@jit
 def router_topk_backward_kernel(
     dw_ptr, x_ptr, indices_ptr, dx_ptr, E, K, x_stride, scale,
     SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_E: tl.constexpr,

@@ -20,7 +20,6 @@ second pass over a row finds it in a cache. Sums are float32, those of the progr
 from collections.abc import Iterator
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -38,6 +37,7 @@ from llmk.registry import (
     check_same,
     check_shape,
     empty,
+    jit,
     next_power_of_2,
     num_programs,
     public_op,
@@ -53,7 +53,7 @@ def poly_norm_reference(input: Tensor, weight: Tensor, bias: Tensor, eps: float 
     return y.to(input.dtype)
 
 
-@triton.jit
+@jit
 def poly_norm_kernel(x_ptr, w_ptr, b_ptr, y_ptr, ms_ptr, M, N, x_stride, eps, BLOCK_N: tl.constexpr):
     eps = tl.cast(eps, tl.float32)
     w1, w2, w3 = (tl.load(w_ptr).to(tl.float32), tl.load(w_ptr + 1).to(tl.float32), tl.load(w_ptr + 2).to(tl.float32))
@@ -85,7 +85,7 @@ def poly_norm_kernel(x_ptr, w_ptr, b_ptr, y_ptr, ms_ptr, M, N, x_stride, eps, BL
             tl.store(y_ptr + row * N + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
 
 
-@triton.jit
+@jit
 def poly_norm_backward_kernel(
     dy_ptr, x_ptr, w_ptr, ms_ptr, dx_ptr, partial_ptr, M, N, dy_stride, x_stride, BLOCK_N: tl.constexpr
 ):
