@@ -58,7 +58,7 @@ def stub_launches(patch: pytest.MonkeyPatch) -> list[Run]:
 
 
 def note_buffers(patch: pytest.MonkeyPatch) -> list[Tensor]:
-    """What replays allocate from now on."""
+    """The buffers that replays allocate from now on."""
     made: list[Tensor] = []
     allocate = replay.empty_on_gpu
 

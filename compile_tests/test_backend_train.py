@@ -49,5 +49,5 @@ def test_the_same_losses() -> None:
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """What `float` is to a model whose float64 is the truth."""
+    """The dtype that `float` stands for in a model whose reference is float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -24,7 +24,7 @@ def sources() -> dict[Path, ast.Module]:
 
 
 def names_of_ours(trees: list[ast.Module]) -> set[str]:
-    """What llmk itself defines or assigns to, and what modules of transformers keep their settings in."""
+    """Names that llmk itself defines or assigns to, and in which modules of transformers keep their settings."""
     names = {"_attn_implementation", "_asdict", "_replace"}  # the last two are public methods of named tuples
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):

@@ -1,4 +1,4 @@
-"""What the registry refuses, and what a wrong call says."""
+"""Refusals of the registry, and errors of wrong calls."""
 
 import re
 import sys

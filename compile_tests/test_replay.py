@@ -57,7 +57,7 @@ def buffers(monkeypatch: pytest.MonkeyPatch, runs: list[Run]) -> list[Tensor]:
 
 
 def kernel_calls(op: Op) -> Iterator[tuple[KernelOp, tuple[Any, ...]]]:
-    """What the operator gives its kernel ops that are replayed over its samples, forward and backward."""
+    """The arguments of the operator's kernel ops over its samples, forward and backward."""
     calls: list[tuple[KernelOp, tuple[Any, ...]]] = []
     original = KernelOp.__call__
 

@@ -41,7 +41,7 @@ from llmk.registry.patterns import (
 PRODUCTS = "_grouped_mm", "transformers::grouped_mm_fallback"
 WHOLE = torch.int32, torch.int64
 EXACT = *WHOLE, torch.float32, torch.float64
-"""What the numbers of experts, and how many rows they have, are turned into."""
+"""Operators that the numbers of experts, and of their rows, pass through."""
 
 
 @dataclass(frozen=True)

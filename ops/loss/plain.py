@@ -29,7 +29,7 @@ def cross_entropy_of(logits: Any) -> Pattern:
 
 
 def loss_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What the operators' keywords are.
+    """The operators' keywords.
 
     Raises:
         Left: The target is no class for each row, or the softmax is not over classes, or in float64, or the cap is

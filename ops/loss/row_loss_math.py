@@ -1,4 +1,4 @@
-"""What a loss of rows takes and gives, and what its kernels share; `row_loss.py` has the formulas."""
+"""Arguments and results of a loss of rows, and functions that its kernels share; `row_loss.py` has the formulas."""
 
 from typing import NamedTuple
 

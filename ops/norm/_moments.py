@@ -62,7 +62,7 @@ def coarse_mean(mean, var):
 
 @jit
 def known_rest(rest, var):
-    """What is left of a mean, sum(x - mean) / N, where it is more than the rounding of x - mean; else 0.
+    """Return the remainder of a mean, sum(x - mean) / N, where it is more than the rounding of x - mean; else 0.
 
     x - mean rounds alike for every x of a binade: a rest below half a unit of a deviation may be nothing but that.
     """

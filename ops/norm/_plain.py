@@ -77,7 +77,7 @@ def _rms_norm(input: Pattern) -> Pattern:
 
 @functools.cache
 def _own_eps(dtype: torch.dtype) -> float:
-    """What `F.rms_norm` adds where it is given no eps: asked, as releases differ in whose eps it is in 16 bits."""
+    """Ask `F.rms_norm` which eps it adds where it is given none, as releases differ in whose eps it is in 16 bits."""
     small = torch.full((1,), 2.0**-16, dtype=dtype, device="cpu")
     grown = float(torch.rms_norm(small, (1,)) / small)  # 1 / sqrt(eps) nearly
     return min((torch.finfo(d).eps for d in (dtype, torch.float32)), key=lambda eps: abs(eps**-0.5 - grown))
