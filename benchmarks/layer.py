@@ -105,7 +105,7 @@ class Sizes:
         return {name: parameter.requires_grad_() for name, parameter in parameters.items()}
 
     def inputs(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What a layer gets from those before it, the targets, and the angles' cos and sin as in RotaryEmbedding."""
+        """Inputs of a layer from those before it, the targets, and the angles' cos and sin as in RotaryEmbedding."""
         tokens = (self.batch, self.sequence)
         x = torch.randn(*tokens, self.hidden, device=device, dtype=DTYPE).requires_grad_()
         rotary = llmk.nn.RotaryEmbedding(self.head_dim, self.sequence, device=device)

@@ -166,7 +166,7 @@ def _liger_hyper_connection(functional: Any, x: Tensor, fn: Tensor, base: Tensor
 
 
 def _trl(tune: bool) -> dict[str, Adapter]:
-    """What its trainers score tokens with, in tiles as they choose them; every token counts."""
+    """The function that its trainers score tokens with, in tiles as they choose them; every token counts."""
     logprob, divergence = (importlib.import_module(f"trl.kernels.chunked_{name}") for name in ("logprob", "divergence"))
     classes_at_a_time = 32768
 

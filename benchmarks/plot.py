@@ -47,7 +47,7 @@ COLOURS = {
 """By way, in the order of the bars: Okabe and Ito's palette, which colour-blind readers tell apart, and greys."""
 
 OTHER_NAMES = {"eager": "torch eager", "compiled": "torch compiled", "llmk": "llmk eager", "liger": "liger-kernel"}
-"""What `benchmarks.train_step` and `benchmarks.ignored` call a way that has another name in charts."""
+"""The names in charts of ways that `benchmarks.train_step` and `benchmarks.ignored` call otherwise."""
 
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text

@@ -1,4 +1,4 @@
-"""What a benchmark run says: a table on the terminal, and a JSON file that several runs may fill."""
+"""The output of a benchmark run: a table on the terminal, and a JSON file that several runs may fill."""
 
 import datetime
 import json
@@ -18,7 +18,7 @@ from llmk.registry import OPS
 
 COLUMNS = ("forward", "full", "replayed", "sustained", "x floor", "x peer", "MiB")
 SAME = ("llmk", "torch", "triton", "python", "device", "dtype", "config")
-"""What must agree for rows to share a file."""
+"""The fields that must agree for rows to share a file."""
 
 
 def header(device: torch.device, dtype: torch.dtype, peers: dict[str, str], config: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What `benchmarks.train_step` says: a table for each model, and whether targets are met."""
+"""The output of `benchmarks.train_step`: a table for each model, and whether targets are met."""
 
 import math
 from collections.abc import Iterator, Sequence

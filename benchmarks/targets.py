@@ -1,4 +1,4 @@
-"""What llmk's operators are to reach on an NVIDIA H200, and whether a row of results reaches it.
+"""Targets of llmk's operators on an NVIDIA H200, and whether a row of results reaches them.
 
 A target is the time of forward and backward as a multiple of one of three units:
 

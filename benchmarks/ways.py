@@ -34,7 +34,7 @@ def results(
 
 
 def exact_results(op: Op, sample: Sample) -> list[Tensor]:
-    """What the reference gives in float32."""
+    """The results of the reference in float32."""
     return results(op, sample, op.reference, lambda x: x.detach().float() if x.is_floating_point() else x.clone())
 
 

@@ -35,7 +35,7 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-"""What every kernel must compile for, by the name its maker gives it."""
+"""The targets that every kernel must compile for, by their makers' names."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def distinct(launches: Iterable[Launch], target: Any) -> list[Launch]:
 def launches(
     op: Op, dtype: torch.dtype, *, samples: bool = True, workloads: bool = True, warp_size: int = 32
 ) -> list[Launch]:
-    """What `op` launches on its samples and workloads, forward and backward, once for each kernel to be built.
+    """Return the launches of `op` on its samples and workloads, forward and backward, once for each kernel to be built.
 
     It is what a GPU whose warps have `warp_size` threads is given. Each call is made with every differentiable argument
     wanting its gradient, and with only one of them wanting it.

@@ -1,4 +1,4 @@
-"""What the backend makes of a function, against the function itself: what it found, and by the accuracy rule."""
+"""Holding a function through the backend against the function itself: what is found, and the accuracy rule."""
 
 import copy
 from collections.abc import Callable, Collection, Sequence
@@ -58,7 +58,7 @@ THROUGH_AUTOGRAD = aot_autograd(
     partition_fn=min_cut_rematerialization_partition,
     keep_inference_input_mutations=True,
 )
-"""What comes after the rewriting but Inductor: AOTAutograd's graphs, sums of products in place, run as they are.
+"""The steps after the rewriting but Inductor: AOTAutograd's graphs, sums of products in place, run as they are.
 
 Its partition and its writes to inputs are Inductor's and `aot_eager`'s.
 """
@@ -78,7 +78,7 @@ def results(fn: Callable[..., Any], args: Sequence[Any], change: Change = copy_w
 
 
 def of_step(model: nn.Module, run: Callable[..., Any], args: Sequence[Tensor]) -> list[Tensor]:
-    """What a model's training step gives, run in some way: the loss and every gradient."""
+    """The results of a model's training step, run in some way: the loss and every gradient."""
     model.zero_grad()
     loss = run(*args)
     loss.backward()

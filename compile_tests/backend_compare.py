@@ -26,7 +26,7 @@ Way = Callable[[Callable[..., Any]], Callable[..., Any]]
 LOW = (torch.float16, torch.bfloat16, torch.float32)
 CAST_METHODS = (Tensor.half, Tensor.bfloat16, Tensor.float)
 REINTERPRETING = (Tensor.view, torch.ops.aten.view.dtype)
-"""What reads the bits of a tensor as another dtype, if it is given one."""
+"""Operators that read the bits of a tensor as another dtype, if they are given one."""
 
 
 def eager(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,7 +93,7 @@ class Outcome:
 
 
 def outcome(way: Way, fn: Any, args: Sequence[Any], change: Change = copy_with_layout) -> Outcome:
-    """What comes of a function or module, run in some way on changed copies of the arguments; errors are kept."""
+    """The outcome of a function or module, run in some way on changed copies of the arguments; errors are kept."""
     try:
         return _outcome(way, fn, args, change)
     except Exception as error:
@@ -136,7 +136,7 @@ def _gradients(outputs: dict[str, Tensor], inputs: dict[str, Tensor]) -> dict[st
 
 
 def exact_outcome(fn: Any, args: Sequence[Any], change: Change) -> Outcome:
-    """What is right: the same program in double precision."""
+    """The reference result: the same program in double precision."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -147,7 +147,7 @@ def exact_outcome(fn: Any, args: Sequence[Any], change: Change) -> Outcome:
 
 
 def difference(got: Outcome, fn: Any, args: Sequence[Any]) -> str | None:
-    """What of a call is neither as in eager mode nor as AOTAutograd has it, in words; None where all of it is."""
+    """Describe what of a call is neither as in eager mode nor as AOTAutograd has it; None where all of it is."""
     plain = outcome(eager, fn, args)
     if plain.error:
         return None
@@ -160,7 +160,7 @@ def difference(got: Outcome, fn: Any, args: Sequence[Any]) -> str | None:
 
 
 def _visible(got: Outcome, right: Outcome) -> str | None:
-    """What can be told apart without looking at numbers."""
+    """Describe a difference that can be seen without looking at numbers."""
     if got.error:
         return f"raises {_first_words(got.error)}"
     if got.values.keys() != right.values.keys():

@@ -211,7 +211,7 @@ def _renamed(program: Program, old: str, new: str) -> Program:
 
 
 def symptom_of(say: str) -> str:
-    """What differences of one cause have in common, nearly."""
+    """A key that differences of one cause nearly always share."""
     if say.startswith("raises"):
         return say[:160]
     return " ".join(say.split(":")[0].split()[:3]).rstrip("0123456789 ")

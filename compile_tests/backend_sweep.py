@@ -1,4 +1,4 @@
-"""What the backend finds in a small model of each family of transformers, and in models that are nobody's.
+"""Operators that the backend finds in a small model of each family of transformers, and in models that are nobody's.
 
 `make found`. The table goes to docs/found.txt, which the documentation shows. What is there is counted while the
 unchanged model runs: calls of modules that are called a norm, of modules with a gate and an up projection, of functions
@@ -69,7 +69,7 @@ def has_gate(module: nn.Module) -> bool:
 
 @dataclass
 class Found:
-    """What was found in a model, what is there of each kind, and of each call of attention whether it has no mask."""
+    """The operators found in a model, how many there are of each kind, and which calls of attention have no mask."""
 
     report: Report = field(default_factory=Report)
     there: Counter[str] = field(default_factory=Counter)

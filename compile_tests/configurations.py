@@ -27,7 +27,7 @@ MANY_LAUNCHES = 16
 
 
 def sweep(op: Op, dtype: torch.dtype, *, every: bool = False) -> list[Launch]:
-    """What `op` launches at many sizes: each configuration with its sizes and pointers most and least aligned.
+    """The launches of `op` at many sizes: each configuration with its sizes and pointers most and least aligned.
 
     A configuration is a kernel, its constants and options, the dtypes of its tensors, and which of them are given.
     Calls that the operator refuses, such as a packed tensor of odd width, are left out.

@@ -68,7 +68,7 @@ def build(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What this run compiles ahead it compiles once, for all its processes; the home directory stays as it was."""
+    """A run compiles each kernel ahead once, for all its processes; the home directory stays as it was."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent  # each process has a folder of its own in the run's

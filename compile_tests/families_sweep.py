@@ -102,7 +102,7 @@ def in_process_of_its_own(class_name: str, timeout: int) -> dict[str, Any]:
 
 
 def result_of(class_name: str) -> dict[str, Any]:
-    """What came out for one family: outcome, why, what was replaced, what was left and why."""
+    """The result for one family: outcome, why, what was replaced, what was left and why."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     try:

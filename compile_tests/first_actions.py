@@ -1,4 +1,4 @@
-"""What a fresh model does first: a plain step, or one of many other things that a training script may begin with.
+"""The first action of a fresh model: a plain step, or one of many other things that a training script may begin with.
 
 The state that llmk makes late (what the gate of a mixture computes, a gate's function, a cached launch) must not depend
 on it. So each action is run on a fresh model and on the same one without llmk, and then a plain step on both.
@@ -230,7 +230,7 @@ WAYS: dict[str, Callable[[Any], Run]] = {
     "experts_implementation": with_experts,
     "backend": by_backend,
 }
-"""What makes a model use llmk, and runs it."""
+"""Functions that make a model use llmk, and run it."""
 
 
 def apart(got: Outcome, want: Outcome, tolerance: float) -> str:

@@ -208,7 +208,7 @@ def is_option(pattern: Any) -> bool:
 
 
 def option(g: Grower, name: str, where: str, made: list[Any]) -> Any:
-    """What stands in a pattern for any argument, by the name that the rule gives it."""
+    """The argument that a pattern takes under the name that the rule gives it."""
     random = g.random
     last = len(g.shape(made[0])) - 1 if made and isinstance(made[0], Ref) else -1
     if name in ("dim", "axis", "summed"):
@@ -364,7 +364,7 @@ def _roots(g: Grower, rule: RewriteRule) -> list[Ref]:
 
 
 def _after(g: Grower, x: Ref) -> Ref:
-    """What a model might do with a result."""
+    """Operations that a model might apply to a result."""
     shape, way = g.shape(x), g.random.random()
     try:
         if way < 0.2 and shape:

@@ -132,7 +132,7 @@ class Program:
             return [eval(x.code(), {"torch": torch}) for x in self.inputs]
 
     def values(self, change: Callable[[Tensor], Tensor] = Tensor.detach) -> dict[str, Any]:
-        """What each line gives, run one by one without segments; raises what a line raises."""
+        """Return the value of each line, run one by one without segments; raises what a line raises."""
         found: dict[str, Any] = {x.name: change(y) for x, y in zip(self.inputs, self.args(), strict=True)}
         for line in self.lines:
             found[line.name] = run_line(line, found)

@@ -170,7 +170,7 @@ WithLoss = hub_kernels.use_kernelized_func(loss_function)(WithLoss)
 
 
 def in_float64(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None):
-    """What ForCausalLMLoss computes, which makes float32 of its logits."""
+    """The loss of ForCausalLMLoss, which makes float32 of its logits."""
     targets = nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index) if shift_labels is None else shift_labels
     total = nn.functional.cross_entropy(
         logits.view(-1, vocab_size), targets.flatten(), ignore_index=ignore_index, reduction="sum"

@@ -1,4 +1,4 @@
-"""What `make matrix` runs on each release: `python -m compile_tests.matrix_checks NAME`.
+"""The checks that `make matrix` runs on each release: `python -m compile_tests.matrix_checks NAME`.
 
 The last line it writes says what it saw.
 

@@ -114,7 +114,7 @@ def _rewrite_a_graph() -> None:
 
 
 def failures(names: Sequence[str]) -> Iterator[str]:
-    """What is said where llmk does not work without these, name by name."""
+    """The failures of llmk without each of these names."""
     result = forked(1, lambda: works_without(names))
     if result["codes"] == [0]:
         return

@@ -1,4 +1,4 @@
-"""What the backend finds in models of published packages, and whether anything changes.
+"""Operators that the backend finds in models of published packages, and whether anything changes.
 
 `python compile_tests/published_sweep.py [NAME ...]`, with x-transformers, vit-pytorch, diffusers and litgpt installed
 as far as there; outside CI. Without names all models that can be imported are tried and docs/published.txt is written.

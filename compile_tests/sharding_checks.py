@@ -1,4 +1,4 @@
-"""What test_sharding.py runs in every process of a group: operators and models on DTensors, against whole tensors."""
+"""Checks that run in every process of a group: operators and models on DTensors, against whole tensors."""
 
 import contextlib
 import datetime
@@ -131,7 +131,7 @@ def differences(
     function: Callable[..., Any],
     communicates: bool | None,
 ) -> list[str]:
-    """What the accuracy rule says of a call on split tensors, its outputs and gradients put together again.
+    """The accuracy rule's verdict on a call on split tensors, its outputs and gradients put together again.
 
     With `communicates` it must send something between processes, or with False nothing; None if that cannot be counted.
     """
@@ -223,7 +223,7 @@ def compiled(mesh: DeviceMesh) -> Iterator[str]:
 
 
 def not_by_rule(mesh: DeviceMesh) -> Iterator[str]:
-    """What no rule allows is gathered first, or refused."""
+    """A split that no rule allows is gathered first, or refused."""
     x, w = torch.randn(2, 6, 8), torch.randn(8)
     target = torch.randint(0, 8, (2, 6))
     last, whole = (Shard(2),), (Replicate(),)

@@ -1,4 +1,4 @@
-"""What a GPU would be given, seen on a machine without one.
+"""Tracing for a GPU on a machine without one.
 
 `stub_driver` makes Triton believe that there is a GPU and makes launches do nothing, so that the kernel path can be
 traced, compiled and run on CPU tensors, whose values then mean nothing. `trace` gives the graphs of a training step.
@@ -156,7 +156,7 @@ def steps(graph: GraphModule) -> Iterator[str]:
 
 
 def origin(node: Node) -> Node:
-    """What a tensor is a view of."""
+    """Return the tensor that a tensor is a view of."""
     while node.target in VIEWS:
         node = node.args[0]  # type: ignore[assignment]
     return node
@@ -179,7 +179,7 @@ def describe(node: Node) -> str:
 
 
 def saved(graphs: Graphs) -> list[Node]:
-    """What the forward graph keeps for the backward graph: the inputs of the latter, less the incoming gradient."""
+    """Tensors saved by the forward graph for the backward graph: its inputs but the incoming gradient."""
     (forward,), (backward,) = graphs.forward, graphs.backward
     wanted = {node.name for node in backward.graph.nodes if node.op == "placeholder"}
     outputs: Any = next(node for node in forward.graph.nodes if node.op == "output").args[0]

@@ -1,4 +1,4 @@
-"""What `llmk.transformers.tensor_parallel` must keep, checked by two processes together: `python FILE`."""
+"""The results that `llmk.transformers.tensor_parallel` must keep, checked by two processes together: `python FILE`."""
 
 import re
 import sys

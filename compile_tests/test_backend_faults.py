@@ -1,4 +1,4 @@
-"""What the backend once got wrong in silence, or did not compile where Inductor does.
+"""Programs that the backend once got wrong in silence, or did not compile where Inductor does.
 
 Each program is compared with eager mode and AOTAutograd: values and gradients by the accuracy rule, what shares memory,
 inputs and buffers after the call, the random state.

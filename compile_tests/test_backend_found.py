@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def a_unit_of_one_activation(x: Tensor) -> Tensor:
-    """What is multiplied with the activation is the activation itself."""
+    """The activation is multiplied with itself."""
     y = F.silu(x)
     return y * y
 

@@ -24,7 +24,7 @@ Take = Callable[..., Tensor]
 """Gives the next parameter, of this shape."""
 
 PIECES: dict[Callable[[Tensor, Take], Tensor], str] = {}
-"""What makes hidden states [B, S, H] of others, and which of the kinds it has one of, if any."""
+"""A layer from hidden states [B, S, H] to others, and which of the kinds it has one of, if any."""
 
 
 def piece(kind: str = "") -> Callable[[Any], Any]:

@@ -1,4 +1,4 @@
-"""What looks like an operator and is none, or may not be replaced: it is left to the bit, and the report says why."""
+"""Programs that look like an operator but must not be replaced: they are left to the bit, and the report says why."""
 
 from collections.abc import Callable
 from typing import Any

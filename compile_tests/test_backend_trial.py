@@ -172,7 +172,7 @@ def test_what_raises_changes_nothing(monkeypatch: pytest.MonkeyPatch, holder: An
 
 @pytest.mark.parametrize("name", sorted({rule.name for rule in backend.all_rules()}))
 def test_a_rule_that_raises_changes_nothing(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """What a rule puts in raises at the first node, whatever the node is."""
+    """The replacement of a rule raises at the first node, whatever the node is."""
     found = next(rule for rule in backend.all_rules() if rule.name == name)
     broken = RewriteRule(
         name, found.overload, found.differentiable, RewritePattern(results=(KeywordArg("x") | Arg("x"),), build=raises)

@@ -14,7 +14,7 @@ from llmk.registry import OPS
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
-    """What is printed, by the first word of the line."""
+    """Return the printed lines by their first word."""
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 10
     assert all(len(line) <= 80 for line in lines)

@@ -1,4 +1,4 @@
-"""What users of torch.compile combine operators with: export, autocast, checkpointing, FLOP counts, caches, memory."""
+"""Tests of operators with export, autocast, checkpointing, FLOP counts, caches, memory."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What holds for every derivative, on each path of eager mode and compiled: undefined gradients, second ones, settings.
+"""Tests of every derivative, on each path of eager mode and compiled: undefined gradients, second ones, settings.
 
 opcheck asks the same of every sample's kind on the fast path, and of exported programs.
 """

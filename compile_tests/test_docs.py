@@ -1,4 +1,4 @@
-"""What the documentation shows works: its Python runs, its commands exist, and the site builds without a warning."""
+"""Tests of the documentation: its Python runs, its commands exist, and the site builds without a warning."""
 
 import importlib
 import importlib.util

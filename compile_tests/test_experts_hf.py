@@ -81,7 +81,7 @@ def test_experts_of_another_process_are_left_out() -> None:
 
 
 class Changed(nn.Module):
-    """What a model's experts may do beside; `forward` is that of a subclass of theirs."""
+    """Things that a model's experts may do besides; `forward` is that of a subclass of theirs."""
 
     def forward(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return super().forward(x, indices, weights)

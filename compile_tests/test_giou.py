@@ -93,7 +93,7 @@ def test_equal_boxes_have_no_rounding_error(device: torch.device) -> None:
 
 @pytest.mark.kernels
 def test_what_cancels_between_boxes_that_share_a_corner_is_kept(device: torch.device) -> None:
-    """What the union and the enclosing box pull an outer edge by is up to hundreds of times their difference."""
+    """An outer edge's gradients by the union and the enclosing box are up to hundreds of times their difference."""
     torch.manual_seed(0)
     for overlap, count in ((0.3, 100), (0.1, 400), (0.01, 400)):
         corner = 100 * torch.rand(count, 2, device=device)

@@ -15,7 +15,7 @@ CHECKS = Path(__file__).with_name("kernel_slots_checks.py")
 
 @pytest.fixture(scope="module")
 def errors() -> dict[str, str]:
-    """What went wrong in each check, by its name. In one process of their own: see there."""
+    """The failure of each check, by its name. In one process of their own: see there."""
     path = os.pathsep.join([str(CHECKS.parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([sys.executable, CHECKS], capture_output=True, text=True, env=environment)

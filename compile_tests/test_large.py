@@ -65,7 +65,7 @@ CALLS: dict[str, Callable[[Tensor], Arguments]] = {
 
 
 def _first_output(fn: Callable[..., Any], name: str, x: Tensor) -> tuple[Tensor, Tensor]:
-    """What a call gives, and the gradient of its sum."""
+    """Return the result of a call, and the gradient of its sum."""
     args, kwargs = CALLS[name](x)
     output = as_list(fn(*args, **kwargs))[0]
     one = torch.ones((), device=x.device, dtype=output.dtype).expand(output.shape)

@@ -44,7 +44,7 @@ def checked(monkeypatch: pytest.MonkeyPatch, runs: list[Run]) -> list[str]:
 
 
 def saved_by(outputs: list[Tensor], tensors: list[Tensor]) -> list[Any]:
-    """What the node of the outputs' gradients is, and which of the tensors it keeps."""
+    """Return the node of the outputs' gradients, and which of the tensors it keeps."""
     places = {tensor.data_ptr(): i for i, tensor in enumerate(tensors) if tensor.data_ptr()}
     nodes: list[Any] = [output.grad_fn for output in outputs]
     return [(node.name(), [t if t is None else places.get(t.data_ptr()) for t in node.saved_tensors])

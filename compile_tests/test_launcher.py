@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(INTERPRET, reason="TRITON_INTERPRET=1: nothing i
 
 
 class Compiled:
-    """What Triton's launch returns: counts the launches made without it."""
+    """The return value of Triton's launch, which counts the launches made without it."""
 
     function, packed_metadata = 1, ()
 

@@ -1,4 +1,4 @@
-"""What every function of `llmk.losses` promises: one graph, finite gradients, the right errors."""
+"""Promises of every function of `llmk.losses`: one graph, finite gradients, the right errors."""
 
 from collections.abc import Callable
 from typing import Any

@@ -132,7 +132,7 @@ def test_one_tensor_given_twice_stays_one() -> None:
 
 
 def test_a_constant_of_the_reference_stays_one() -> None:
-    """What the reference detaches is no fault of its gradient; a formula that is wrong is."""
+    """A detached term of the reference is no fault of its gradient; a wrong formula is."""
 
     def reference(input: torch.Tensor) -> torch.Tensor:
         return input * input.detach()

@@ -1,4 +1,4 @@
-"""What is built from the repository holds every operator, in whatever folder its file is, the licence and its name."""
+"""A build of the repository holds every operator, in whatever folder its file is, the licence and its name."""
 
 import os
 import re
@@ -46,7 +46,7 @@ def wheel(copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def unpacked(copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What is in the source archive."""
+    """The files of the source archive."""
     folder = tmp_path_factory.mktemp("sdist")
     archive = build(copy, "sdist", folder)
     shutil.unpack_archive(archive, folder, filter="data")

@@ -1,4 +1,4 @@
-"""What `llmk.transformers.patch` finds and what it leaves: nothing is replaced by what does something else."""
+"""Modules that `llmk.transformers.patch` finds or leaves: no replacement does something else."""
 
 import copy
 import functools
@@ -120,7 +120,7 @@ def test_without_an_eps_it_is_that_of_float32(dtype: torch.dtype):
 
 
 class ReadsAround(Norm):
-    """What it computes depends on a dict and a buffer, which its type and its plain attributes do not say."""
+    """Its result depends on a dict and a buffer, which its type and its plain attributes do not say."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.normed(x) * self.weight * self.scale + self.p["dropout"]

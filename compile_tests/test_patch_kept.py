@@ -1,4 +1,4 @@
-"""What people do with a model before and after `llmk.transformers.patch`: it works, or says why it does not."""
+"""Uses of a model before and after `llmk.transformers.patch`: each works, or says why it does not."""
 
 import copy
 import io

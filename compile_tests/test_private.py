@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from llmk.registry.private import kernels, modes, names, operators, tensors
+from llmk.registry.private import kernels, modes, names, tensors
 
 ROOT = Path(__file__).resolve().parents[1]
 PRIVATE = ROOT / "registry" / "private"
@@ -24,7 +24,7 @@ def sources() -> dict[Path, ast.Module]:
 
 
 def names_of_ours(trees: list[ast.Module]) -> set[str]:
-    """What llmk itself defines or assigns to, and what modules of transformers keep their settings in."""
+    """Names that llmk itself defines or assigns to, and in which modules of transformers keep their settings."""
     names = {"_attn_implementation", "_asdict", "_replace"}  # the last two are public methods of named tuples
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -77,13 +77,6 @@ def test_llmk_works_without_any_one_of_them() -> None:
     """They are renamed, a few at a time: `import llmk` works, and an operator's numbers stay, eager and compiled."""
     result = subprocess.run([sys.executable, "-m", "compile_tests.private_checks"], cwd=ROOT, capture_output=True)
     assert result.returncode == 0, result.stdout.decode() + result.stderr.decode()
-
-
-def test_a_schema_is_read_by_defining_it() -> None:
-    text = "llmk::f(Tensor input, Tensor? weight=None, *, float eps=1e-6, str reduction='mean') -> (Tensor, Tensor)"
-    parsed, defined = operators.parse_schema(text), operators._schema_of_a_definition(text)
-    assert str(defined).partition("(")[2] == str(parsed).partition("(")[2]
-    operators._schema_of_a_definition(text)  # the name is free again
 
 
 def test_a_probe_finds_functorch() -> None:

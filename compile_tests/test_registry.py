@@ -1,4 +1,4 @@
-"""What the registry refuses, and what a wrong call says."""
+"""Refusals of the registry, and errors of wrong calls."""
 
 import re
 import sys
@@ -6,6 +6,7 @@ import types
 from collections.abc import Callable
 from functools import partial
 from math import inf, nan
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from torch import Tensor
 
 import llmk
 from llmk.registry import OPS, KernelOp, public_op, replicate_only, set_short_path_enabled
+
+ROOT = Path(__file__).parents[1]
 
 
 def kernel_op(name: str, *, backward: bool = False) -> KernelOp:
@@ -36,11 +39,9 @@ def register(name: str, kernel: KernelOp, *, module: str = "llmk.ops.test", diff
     def fn(input: Tensor) -> Tensor:
         return kernel(input)
 
-    fn.__module__ = module
+    fn.__name__, fn.__module__ = name, module
     options = {"reference": lambda input: input * 2, "samples": lambda device, dtype: iter(())}
-    return public_op(f"{name}(Tensor input) -> Tensor", differentiable=differentiable, kernel_ops=(kernel,), **options)(
-        fn
-    )
+    return public_op(differentiable=differentiable, kernel_ops=(kernel,), **options)(fn)
 
 
 def test_refuses_a_second_registration() -> None:
@@ -49,7 +50,7 @@ def test_refuses_a_second_registration() -> None:
 
 
 def test_refuses_an_op_from_outside() -> None:
-    with pytest.raises(RuntimeError, match=r"fn comes from module 'ops.test'"):
+    with pytest.raises(RuntimeError, match=r"test_outside comes from module 'ops.test'"):
         register("test_outside", kernel_op("_test_outside"), module="ops.test")
     assert "test_outside" not in OPS
 
@@ -83,21 +84,24 @@ def test_refuses_a_function_of_arguments_that_the_op_has_not() -> None:
             register_one(lambda inptu: [])
 
 
-def test_refuses_a_schema_that_is_not_the_functions() -> None:
+def test_refuses_a_function_without_annotations() -> None:
     kernel = kernel_op("_test_schema")
 
-    def fn(input: Tensor, eps: float = 1e-5) -> Tensor:
+    def fn(input, eps: float = 1e-5) -> Tensor:
         return kernel(input)
 
     fn.__module__ = "llmk.ops.test"
-    with pytest.raises(ValueError, match="disagree"):
+    with pytest.raises(ValueError, match="Parameter input must have a type annotation"):
         public_op(
-            "test_schema(Tensor input, float eps=1e-6) -> Tensor",
-            differentiable=(),
-            kernel_ops=(kernel,),
-            reference=fn,
-            samples=lambda device, dtype: iter(()),
-        )(fn)
+            differentiable=(), kernel_ops=(kernel,), reference=fn, samples=lambda device, dtype: iter(())
+        )(fn)  # fmt: skip
+    assert "fn" not in OPS
+
+
+def test_schemas_are_a_contract() -> None:
+    """Models that were exported and saved name them; `schemas.txt` changes where an operator does."""
+    found = [str(op.schema) for op in sorted(OPS.values(), key=lambda op: op.name)]
+    assert found == (ROOT / "compile_tests" / "schemas.txt").read_text().splitlines()
 
 
 def test_the_folder_at_the_root_is_not_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What `rms_norm` and `add_rms_norm` share beyond opcheck's samples: rows at two distances, and missing gradients."""
+"""Tests of `rms_norm` and `add_rms_norm` beyond opcheck's samples: rows at two distances, and missing gradients."""
 
 import functools
 import itertools

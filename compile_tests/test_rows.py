@@ -1,4 +1,4 @@
-"""What is known of where tensors begin."""
+"""Tests of the known alignment of tensors."""
 
 import pytest
 import torch

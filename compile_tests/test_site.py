@@ -26,7 +26,7 @@ def pages(site: Path) -> list[Path]:
 
 
 class Links(HTMLParser):
-    """What a page links to and loads, and the places in it that can be linked to."""
+    """The links and loads of a page, and the anchors in it."""
 
     def __init__(self, page: Path) -> None:
         super().__init__()

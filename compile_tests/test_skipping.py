@@ -24,7 +24,7 @@ N, H, V = 11, 16, LONGEST_SHORT + 13  # rows of fewer classes have kernels that 
 
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What is past the count is made NaN in all that a product leaves unwritten; the counts of the chunks."""
+    """Fill what a product leaves unwritten past the count with NaN; give the counts of the chunks."""
     seen: list[int] = []
 
     def nan_filled(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What a compiled layer launches and keeps for its backward pass.
+"""Snapshots of what a compiled layer launches and saves for its backward pass.
 
 Two views of the same small step: as it is on a CPU, where the operators are plain PyTorch to Inductor, and as it would
 be on a GPU, seen through a stub driver. Run with EXPECTTEST_ACCEPT=1 to rewrite the snapshots after a wanted change.
@@ -55,7 +55,7 @@ def summary(graphs: Graphs) -> str:
 
 
 def without_origins(snapshot: str) -> list[str]:
-    """What holds for every version of PyTorch: our kernels and ops, and the saved tensors' dtypes and shapes."""
+    """The same for every version of PyTorch: our kernels and ops, and the saved tensors' dtypes and shapes."""
     lines = [line for line in snapshot.splitlines() if "aten." not in line or "[" in line]
     return sorted(line.partition("] ")[0] for line in lines)
 
@@ -257,7 +257,7 @@ def launched_in(code: str) -> list[str]:
 
 
 def fused_in(code: str) -> list[str]:
-    """What Inductor's own kernels compute, by their names; attention on a CPU, which needs one more, left out."""
+    """The operations of Inductor's own kernels, by their names; attention on a CPU, which needs one more, left out."""
     names = re.findall(r"^ +(?:cpp|triton_\w+?)_fused_(\w+?)_\d+(?:\.run)?\(", code, re.MULTILINE)
     return [name for name in names if "flash_attention_for_cpu_backward" not in name]
 

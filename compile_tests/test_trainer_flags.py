@@ -20,7 +20,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": True},
 }
 WITHIN = {"bf16": torch.finfo(torch.bfloat16).eps}
-"""What two ways to compute a loss may differ by: one unit in bfloat16's last place, or what float32 steps lose."""
+"""The difference allowed between two losses: one unit in bfloat16's last place, or what float32 steps lose."""
 
 
 @pytest.fixture(autouse=True)

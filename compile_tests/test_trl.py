@@ -88,7 +88,7 @@ def model_of(peft: bool, folder: Path) -> Any:
 
 
 CANCELLED = 4 * torch.finfo(torch.float32).eps * 5 * math.log(101)
-"""What a loss may be off that is a difference: advantages add up to zero, and each multiplies the exponential of a
+"""The error that a difference of losses may have: advantages add up to zero, and each multiplies the exponential of a
 difference between sums of 5 log-probabilities of about log(101), with a rounding of such a sum in four places."""
 TIMES = ("runtime", "per_second", "step_time", "epoch", "flos", "time")
 
@@ -102,7 +102,7 @@ def logged(trainer: Any) -> list[dict[str, float]]:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What llmk's function was called with."""
+    """The arguments of the calls of llmk's function."""
     calls, apply = [], LogProbs.apply
     monkeypatch.setattr(LogProbs, "apply", lambda self, *args: calls.append(args) or apply(self, *args))
     return calls
@@ -169,7 +169,7 @@ def test_every_output_and_unpatch(family: str):
 
 
 def test_compiled_in_one_graph():
-    """What counts calls does not break the graph, nor make another."""
+    """Counting calls does not break the graph, nor make another."""
     model = small_model("Llama")
     add_fused_lm_head(model)
     report = llmk.trl.patch(model)

@@ -54,7 +54,7 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""What a model asks for; None leaves the default."""
+"""The sizes that a model asks for; None leaves the default."""
 
 
 IMAGE_ROPE = ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "glm4v", "glm46v", "glm_ocr", "glmga", "paddleocr_vl")

@@ -71,7 +71,7 @@ def _rows_of(op: str) -> list[Row]:
 
 
 def overview() -> str:
-    """What the page includes: where it was measured, and a line for the first workload of every operator."""
+    """Yield the parts of the page: where it was measured, and a line for the first workload of every operator."""
     results = json.loads(TIMES.read_text())
     names = dict.fromkeys(row["op"] for row in results["rows"] if row["floor_full_ms"])
     legend = (

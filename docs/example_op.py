@@ -15,18 +15,17 @@ Backward, given dy; l is computed again, so that only x is kept:
 from collections.abc import Iterator
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.registry import Cost, KernelOp, Sample, axes, cdiv, check_dtype, public_op, wrap_triton
+from llmk.registry import Cost, KernelOp, Sample, axes, cdiv, check_dtype, jit, public_op, wrap_triton
 
 
 def leaky_relu_squared_reference(input: Tensor, negative_slope: float = 0.01) -> Tensor:
     return torch.nn.functional.leaky_relu(input, negative_slope).square()
 
 
-@triton.jit
+@jit
 def leaky_relu_squared_kernel(x_ptr, y_ptr, N, slope, BLOCK_N: tl.constexpr):
     slope = tl.cast(slope, tl.float32)
     cols = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -36,7 +35,7 @@ def leaky_relu_squared_kernel(x_ptr, y_ptr, N, slope, BLOCK_N: tl.constexpr):
     tl.store(y_ptr + cols, (leaky * leaky).to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit
 def leaky_relu_squared_backward_kernel(dy_ptr, x_ptr, dx_ptr, N, slope, BLOCK_N: tl.constexpr):
     slope = tl.cast(slope, tl.float32)
     cols = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -131,7 +130,6 @@ def leaky_relu_squared_cost(input: Tensor, negative_slope: float = 0.01) -> Cost
 
 
 @public_op(
-    "leaky_relu_squared(Tensor input, float negative_slope=0.01) -> Tensor",
     reference=leaky_relu_squared_reference,
     differentiable=("input",),
     kernel_ops=(leaky_relu_squared_fwd, leaky_relu_squared_bwd),

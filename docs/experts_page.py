@@ -10,7 +10,7 @@ ALONE, OVER_RANKS = RESULTS / "moe-h200.json", RESULTS / "expert-parallel-h200-x
 SIZES = ("tokens", "experts", "top_k", "hidden", "intermediate")
 
 APART = (["y"], ["dx"], ["dgate_up", "ddown"], ["dweights"])
-"""What is compared, in the order of the table."""
+"""The rows of the table, in their order."""
 
 Row = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""What an operator computes, as its page shows it at the top; how, is in the docstring of the operator's file."""
+"""The formula of each operator, as its page shows it at the top; its file's docstring says how it is computed."""
 
 FORMULAS = {
     "add": r"y = a + b",

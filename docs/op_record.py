@@ -1,4 +1,4 @@
-"""What an operator's record says of it, for the folded end of its page."""
+"""An operator's record in words, for the folded end of its page."""
 
 from collections.abc import Iterator
 

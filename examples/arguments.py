@@ -1,4 +1,4 @@
-"""What the training programs share of reading their command lines: one line for an error, never a traceback."""
+"""Reading the command lines of the training programs: one line for an error, never a traceback."""
 
 import argparse
 import math
@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 
 class InputError(Exception):
-    """What the user gave cannot be used; the message says why."""
+    """An argument of the user's that cannot be used; the message says why."""
 
 
 class Parser(argparse.ArgumentParser):

@@ -33,7 +33,7 @@ class LlamaConfig:
 
 @dataclass(frozen=True)
 class Blocks:
-    """What the model is made of besides linear layers, an embedding and attention."""
+    """The parts of the model besides linear layers, an embedding and attention."""
 
     norm: Callable[..., nn.Module]  # (size, eps, device, dtype); hidden -> hidden
     rotary: Callable[..., nn.Module]  # (head_dim, max_positions, base, device); (q, k) -> (q, k)

@@ -51,7 +51,7 @@ class Processes:
             dist.destroy_process_group()
 
     def from_first(self, make: Callable[[], T], refusal: tuple[type[Exception], ...]) -> T:
-        """What `make` returns in the first process; what it refuses there is raised in all."""
+        """Return what `make` returns in the first process; what it refuses there is raised in all."""
         made: list[Any] = [None]
         if self.rank == 0:
             try:

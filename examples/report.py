@@ -1,4 +1,4 @@
-"""What is left of a run: a table for the terminal, a plot and a JSON file."""
+"""The results of a run: a table for the terminal, a plot and a JSON file."""
 
 import json
 import math

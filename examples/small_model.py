@@ -1,4 +1,4 @@
-"""What the examples of losses share: bytes of Python's standard library, a small model of them, and a plot.
+"""Helpers of the examples of losses: bytes of Python's standard library, a small model of them, and a plot.
 
 The plot has the training run, and the memory of the loss alone beside that of the same loss in plain PyTorch, for more
 classes than bytes have.

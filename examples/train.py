@@ -59,7 +59,7 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides a run's losses. A checkpoint is continued only with the same ones."""
+    """The settings that decide a run's losses. A checkpoint is continued only with the same ones."""
 
     preset: str
     vocab_size: int

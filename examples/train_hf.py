@@ -57,7 +57,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides a run's losses but for rounding. A checkpoint is continued only with the same ones."""
+    """The settings that decide a run's losses but for rounding. A checkpoint is continued only with the same ones."""
 
     model: str
     batch_size: int
@@ -71,7 +71,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Job:
-    """What the first process finds out for all."""
+    """Return what `make` returns in the first process, in every process."""
 
     settings: Settings
     tokens: Path

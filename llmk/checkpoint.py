@@ -22,7 +22,7 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 def context_fn(policy_fn_or_list: Callable[..., Any] | Collection[Any]) -> Callable[[], Contexts]:
-    """What `torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=...)` takes, for public operators.
+    """The `context_fn` of `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`, for public operators.
 
     It is `torch.utils.checkpoint.create_selective_checkpoint_contexts` but for the names, in eager mode and under
     `torch.compile`. Make it once, outside the function that is compiled.

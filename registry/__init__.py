@@ -20,6 +20,7 @@ from llmk.registry.checks import (
 from llmk.registry.devices import autocast_dtype, max_warps, num_programs
 from llmk.registry.eager.bypass import set_short_path_enabled
 from llmk.registry.graphs import recomputed_in_backward
+from llmk.registry.jit import jit
 from llmk.registry.kernel_op import KernelOp, wrap_triton
 from llmk.registry.launch import empty
 from llmk.registry.public_op import public_op
@@ -52,6 +53,7 @@ __all__ = [
     "empty",
     "grid_cap",
     "is_sharded",
+    "jit",
     "max_warps",
     "next_power_of_2",
     "no_gradient",

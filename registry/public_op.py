@@ -16,7 +16,7 @@ from llmk.registry.eager.bypass import PLAIN_TENSORS, inside_functorch, is_plain
 from llmk.registry.eager.launch_cache import LaunchCache
 from llmk.registry.kernel_op import KernelOp
 from llmk.registry.private.modes import forward_mode_level
-from llmk.registry.private.operators import parse_schema
+from llmk.registry.private.operators import schema_of
 from llmk.registry.record import OPS, Op
 
 P = ParamSpec("P")
@@ -40,15 +40,14 @@ _library = torch.library.Library("llmk", "FRAGMENT")
 
 
 def public_op(
-    schema: str, *, differentiable: tuple[str, ...], kernel_ops: tuple[KernelOp, ...], **record: Any
+    *, differentiable: tuple[str, ...], kernel_ops: tuple[KernelOp, ...], **record: Any
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Register a function as `torch.ops.llmk.NAME` and put its record into `OPS`.
+    """Register a function as `torch.ops.llmk.NAME`, under its own name, and put its record into `OPS`.
 
-    The function checks its arguments, decides what is needed and calls kernel ops. It is implemented as
-    CompositeImplicitAutograd: Dynamo and export keep one node, AOTAutograd looks inside.
+    Its annotations and defaults give the schema. The function checks its arguments, decides what is needed and calls
+    kernel ops. It is a CompositeImplicitAutograd: Dynamo and export keep one node, AOTAutograd looks inside.
 
     Args:
-        schema: `name(Tensor input, ...) -> Tensor`; its names and defaults must be the function's own.
         differentiable: The arguments that get gradients. Any other tensor that requires one is refused when called.
         kernel_ops: The kernel ops that the function calls.
         **record: The other fields of `Op`.
@@ -58,19 +57,18 @@ def public_op(
 
     Raises:
         RuntimeError: The name is taken, the function is not under `llmk.ops`, or the op could not be differentiated.
-        ValueError: The schema and the function disagree.
+        ValueError: A parameter's or the result's annotation is missing, or none that a schema has a type for.
     """
 
     def register(fn: Callable[P, R]) -> Callable[P, R]:
-        name = schema.partition("(")[0]
+        name = fn.__name__
         _refuse_bad_registration(name, fn, differentiable, kernel_ops)
-        parsed = parse_schema(f"llmk::{schema}")
-        _refuse_other_signature(fn, parsed)
-        _library.define(schema, tags=torch.Tag.pt2_compliant_tag)
-        guarded, fits = _guarded(name, fn, parsed, differentiable), _fits(parsed)
+        _library.define(name + _signature_schema(fn), tags=torch.Tag.pt2_compliant_tag)
+        overload = getattr(torch.ops.llmk, name).default
+        schema = schema_of(overload)
+        guarded, fits = _guarded(name, fn, schema, differentiable), _fits(schema)
         cache = LaunchCache(fits) if any(op.has_backward and op.launch_cache for op in kernel_ops) else None
         _library.impl(name, _with_launch_cache(cache, guarded), "CompositeImplicitAutograd")
-        overload = getattr(torch.ops.llmk, name).default
         for kernel_op in kernel_ops:
             kernel_op.owner = name
         OPS[name] = Op(
@@ -83,7 +81,7 @@ def public_op(
             **record,
         )
 
-        refuse_misuse = _refusing_misuse(fn, parsed)
+        refuse_misuse = _refusing_misuse(fn, schema)
 
         @functools.wraps(fn)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -136,12 +134,9 @@ def _refuse_bad_registration(
         )
 
 
-def _refuse_other_signature(fn: Callable[..., Any], schema: torch.FunctionSchema) -> None:
-    parameters = inspect.signature(fn).parameters.values()
-    own = [(p.name, None if p.default is p.empty else p.default, p.kind is p.KEYWORD_ONLY) for p in parameters]
-    declared = [(a.name, a.default_value, a.kwarg_only) for a in schema.arguments]
-    if own != declared:
-        raise ValueError(f"schema: {schema} and the function's own signature {inspect.signature(fn)} disagree")
+def _signature_schema(fn: Callable[..., Any]) -> str:
+    """Return `(Tensor input, ...) -> Tensor`; sizes are plain integers, as a public op is never traced with its own."""
+    return torch.library.infer_schema(fn, mutates_args=()).replace("SymInt", "int")
 
 
 def _fits(schema: torch.FunctionSchema) -> Callable[[tuple[Any, ...], dict[str, Any]], bool]:

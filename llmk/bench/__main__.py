@@ -52,7 +52,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def calls(op: Op, device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """What is timed, one after the other, so that one call's inputs are there at a time."""
+    """Yield the calls to time, one after the other, so that one call's inputs are there at a time."""
     torch.manual_seed(0)
     if device.type != "cpu" and op.workloads is not None:
         yield from op.workloads(device, dtype)

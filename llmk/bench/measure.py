@@ -24,7 +24,7 @@ LONG_MS = 10.0
 
 
 def beginning_of_row(op: Op, sample: Sample, ceilings: dict[str, float]) -> Row:
-    """What every way's row has: which workload, which bound and its floors."""
+    """The columns of every way's row: which workload, which bound and its floors."""
     cost = op.cost(*sample.args, **sample.kwargs) if op.cost else Cost()
 
     def times(nbytes: int, flops: int) -> tuple[float, float]:

@@ -20,7 +20,7 @@ SLOW, SLOW_MS = 3.0, 20.0  # a way that takes so much longer than the fastest, a
 
 
 def first_line(error: BaseException) -> str:
-    """What a row says of a failure."""
+    """The text of a row for a failure."""
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
     lines = re.sub(r"\x1b\[[\d;]*m", "", str(error)).strip().splitlines()  # in no colours

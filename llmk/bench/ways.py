@@ -18,7 +18,7 @@ from llmk.registry import Op, Sample
 
 @dataclass
 class Way:
-    """What is timed: forward without gradients, and forward and backward, unless only a forward pass is offered."""
+    """The timed modes: forward without gradients, and forward and backward, unless only a forward pass is offered."""
 
     name: str
     forward: Callable[[], Any]

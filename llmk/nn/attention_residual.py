@@ -8,7 +8,7 @@ from llmk.registry import check_not_negative
 
 
 class AttentionResidual(nn.Module):
-    r"""What a layer reads where it has no residual stream: an attention of each token over the layers before it.
+    r"""The input of a layer without a residual stream: an attention of each token over the layers before it.
 
     With v_i the outputs of the N layers or blocks before it, the embedding among them, and a query q that is learned,
 

@@ -1,4 +1,4 @@
-"""What a model does to its logits before the loss, and whether its labels are shifted, found by trying.
+"""Finding by trials what a model does to its logits before the loss, and whether its labels are shifted.
 
 It is measured, not read from a configuration: the model's `forward` is run with known logits in place of the
 projection's, and nothing in place of its layers.
@@ -48,7 +48,7 @@ class Trial:
         self.arguments = inspect.signature(inspect.unwrap(type(model).forward)).parameters
 
     def found(self) -> tuple[Capping, bool]:
-        """What is done to the logits, and whether token i's logits are held against label i + 1.
+        """Return the transform of the logits, and whether token i's logits are held against label i + 1.
 
         Raises:
             Differs: Something else is done, or the loss is another one.
@@ -105,7 +105,7 @@ NOT_TRIED = (
 
 
 class _Nothing(SimpleNamespace):
-    """What the layers of a model give: hidden states, and None for all else."""
+    """The output of a model's layers: hidden states, and None for all else."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):

@@ -19,7 +19,7 @@ CHANGES = "_llmk_changes"
 
 
 class Change:
-    """What replaces methods of a class. Changes that are equal do the same; they can be pickled."""
+    """Replacements for methods of a class. Changes that are equal do the same; they can be pickled."""
 
     adds = False
 
@@ -56,7 +56,7 @@ def is_behind_hook(module: nn.Module) -> bool:
 
 
 def changes_of(module: nn.Module) -> tuple[Change, ...]:
-    """What was changed of a module, if it is patched."""
+    """Return the changes to a module, if it is patched."""
     return getattr(type(module), CHANGES, ())
 
 

@@ -63,7 +63,7 @@ class GateForm(NamedTuple):
 
 
 def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """What transformers calls for `experts_implementation="llmk"`, with the module of the experts."""
+    """The function that transformers calls for `experts_implementation="llmk"`, with the module of the experts."""
     x, weights = hidden_states.to(experts.down_proj.dtype), top_k_weights
     if weights.dtype not in (torch.float32, x.dtype):
         weights = weights.float()
@@ -107,7 +107,7 @@ _known: "WeakKeyDictionary[nn.Module, tuple[Any, GateForm | None]]" = WeakKeyDic
 
 @torch.compiler.assume_constant_result
 def gate_form(experts: Any) -> GateForm | None:
-    """What the module's gate computes; None where `moe_experts` has no options for it. A graph takes it as it is."""
+    """Return `moe_experts`' options for the module's gate; None where it has none. A graph takes it as it is."""
     if not experts.has_gate or getattr(experts, "has_post_expert_norm", False):
         return None
     state = (type(experts), getattr(experts, "act_fn", None), *_numbers(experts))

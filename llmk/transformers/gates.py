@@ -66,7 +66,7 @@ class Gate(Edit):
 
 @functools.cache
 def gated_unit(activation: Activation) -> Callable[..., Any]:
-    """What computes `act(gate) * up`, where these fit an operator; they are the halves of `packed`, if it is given."""
+    """Return what computes `act(gate) * up` where an operator fits; they are the halves of `packed`, if it is given."""
     unit = FORMS[activation.form][1]
 
     def gated(act: Any, gate: Any, up: Any, up_first: bool = False, packed: Any = None) -> Any:

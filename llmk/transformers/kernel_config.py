@@ -99,7 +99,7 @@ def served_slots(model: nn.Module) -> list[str]:
 
 
 def _slots(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """What the model has in slots: modules, and functions that `kernels` made modules of."""
+    """The contents of the model's slots: modules, and functions that `kernels` made modules of."""
     for module in model.modules():
         for holder in (module, *getattr(module, "_kernel_funcs", {}).values()):
             slot = getattr(type(holder), "kernel_layer_name", None)

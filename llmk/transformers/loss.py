@@ -36,7 +36,7 @@ class FusedLoss(Edit):
     places: Places
     capping: Capping
     shifts: bool
-    """Whether `loss_function` holds the logits of token i against label i + 1."""
+    """Return True if `loss_function` holds the logits of token i against label i + 1."""
     loss_type: str | None
     """The model's, by which transformers chooses its `loss_function`."""
     inner: tuple[tuple[str, Inner], ...]

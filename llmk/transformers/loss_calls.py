@@ -16,15 +16,15 @@ LOSS_FUNCTION = "loss_function"
 
 
 class Places(NamedTuple):
-    """What the edit looks for."""
+    """The calls that the edit looks for."""
 
     head: str
     """The child that is called for the logits."""
     logits: frozenset[str]
     """The names that hold them, or what is made of them."""
     criteria: tuple[tuple[str, int], ...]
-    """What is called for the loss, as the source says it: `self.loss_function`, or an `nn.CrossEntropyLoss`; and the
-    label that an `nn.CrossEntropyLoss` ignores."""
+    """The call of the loss in the source: of `self.loss_function`, or of an `nn.CrossEntropyLoss`, with the label that
+    it ignores."""
     added: str | None
     """The parameter or buffer that is added to the logits."""
 

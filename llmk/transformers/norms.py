@@ -21,7 +21,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class NormForm(NamedTuple):
-    """What a norm computes, and the names of its parameters."""
+    """The formula of a norm, and the names of its parameters."""
 
     op: str
     eps: float | None

@@ -99,7 +99,7 @@ def report_of(model: nn.Module) -> Report | None:
 
 
 class Plan:
-    """What to change of which module, found without touching any."""
+    """The changes to each module, found without touching any."""
 
     def __init__(self, model: nn.Module, kinds: set[str], skip_ignored: bool) -> None:
         self.entries: list[Entry] = []

@@ -1,4 +1,4 @@
-"""What code computes, found by running it where nothing can be changed by it.
+"""Running code to learn what it computes, where it can change nothing.
 
 Code is run on random input in float32 on the CPU, with random parameters in place of a module's own, so that these need
 not be there. Three things together say that it computes what an operator does: outputs and gradients agree at every
@@ -72,7 +72,7 @@ class _Seen(DispatchMode):
 
 
 def run(function: Callable[..., Any], *args: Any) -> Any:
-    """What `function` returns.
+    """Return what `function` returns.
 
     Raises:
         Differs: It could not be run, or it computed something that is not arithmetic on the way.

@@ -1,4 +1,4 @@
-"""What `patch` did to a model, and how it is undone."""
+"""The record of what `patch` did to a model, and its undoing."""
 
 import textwrap
 from collections import Counter
@@ -27,12 +27,12 @@ class Entry(NamedTuple):
     """The module's class."""
     replaced: bool
     text: str
-    """What replaces it, or why it was left."""
+    """The replacement, or why it was left."""
 
 
 @dataclass
 class Report:
-    """What was replaced, what was left and why. `print(report)` shows it as a table.
+    """The modules that were replaced or left, and why. `print(report)` shows it as a table.
 
     Attributes:
         model: The model that was patched.

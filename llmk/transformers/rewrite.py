@@ -68,7 +68,7 @@ class Source(NamedTuple):
     scope: Mapping[str, Any]
 
     def lookup(self, module: nn.Module, name: str) -> Any:
-        """What a name with dots stands for where the function is a method of `module`; None if that is not known."""
+        """Return what a dotted name stands for in a method of `module`; None if that is not known."""
         root, *attributes = name.split(".")
         found = module if root == "self" else self.scope.get(root)
         for attribute in attributes:
@@ -190,7 +190,7 @@ def _new_defaults(function: FunctionType, definition: ast.FunctionDef) -> dict[s
 
 
 def set_source(function: FunctionType, source: str) -> None:
-    """What `source_of_method` says of a function that was made here."""
+    """The source that `source_of_method` gives for a function that was made here."""
     vars(function)["llmk_source"] = source
 
 

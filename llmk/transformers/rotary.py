@@ -107,7 +107,7 @@ def is_plain(node: ast.Call) -> bool:
 
 @functools.cache
 def rope(turn: Turn) -> Callable[..., Any]:
-    """What turns q and k as the function does, where they fit the operator."""
+    """Return a function that rotates q and k as the given one does, where they fit the operator."""
     ours = FORMS[turn.form]
     results = {(q, cos): result for q, cos, result in turn.results}
 

@@ -10,7 +10,7 @@ DIFFERENTIABLE = ("log_probs", "entropy")
 
 
 class Outputs(NamedTuple):
-    """What TRL's function returns: of each token, None where it was not asked for."""
+    """The results of TRL's function for each token, None where they were not asked for."""
 
     log_probs: Tensor
     entropy: Tensor | None

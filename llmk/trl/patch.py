@@ -15,7 +15,7 @@ from llmk.trl.logprobs import LogProbs
 from llmk.trl.trainers import asks_for_fused_head, why_not
 
 SEAM = "_ChunkedLogProbFunction"
-"""What TRL's `add_fused_lm_head` calls for log-probabilities and entropy."""
+"""The function that TRL's `add_fused_lm_head` calls for log-probabilities and entropy."""
 
 ARGUMENT = "llmk_logprobs"
 

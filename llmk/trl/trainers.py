@@ -32,7 +32,7 @@ def asks_for_fused_head(trainer: type) -> bool:
 
 
 def why_not(trainer: type) -> str:
-    """What to do where the loss does not go through the fused head."""
+    """Advice where the loss does not go through the fused head."""
     name = next((f".{INSTEAD[base.__name__]}" for base in trainer.__mro__ if base.__name__ in INSTEAD), "")
     return (
         f"compute_loss of {trainer.__name__} does not call the fused head, which is what is patched; override it "

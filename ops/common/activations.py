@@ -19,14 +19,15 @@ https://arxiv.org/abs/2109.08668.
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
+
+from llmk.registry import jit
 
 ACTIVATIONS = ("none", "relu", "relu_squared", "gelu", "gelu_tanh", "silu")
 
 
-@triton.jit
+@jit
 def _normal_cdf(x):
     """Phi(x), from float32 to float32."""
     # Phi(-a) = exp(-a^2 / 2) t P(t) with t = 1 / (1 + 0.35 a), P a minimax fit (relative error 3.2e-8). Good to 5 units
@@ -44,7 +45,7 @@ def _normal_cdf(x):
     return tl.where(x < 0.0, tail, 1.0 - tail)
 
 
-@triton.jit
+@jit
 def activate(x, ACTIVATION: tl.constexpr):
     """f(x), from float32 to float32."""
     if ACTIVATION == "relu":
@@ -63,7 +64,7 @@ def activate(x, ACTIVATION: tl.constexpr):
     return y
 
 
-@triton.jit
+@jit
 def activate_with_slope(x, ACTIVATION: tl.constexpr):
     """(f(x), f'(x)), from float32 to float32."""
     if ACTIVATION == "relu":

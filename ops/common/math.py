@@ -1,30 +1,31 @@
 """Functions of one value that Triton has no portable or no exact form of."""
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
+
+from llmk.registry import jit
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOG2E_LOW = tl.constexpr(1.925963033500997e-08)  # what float32 cuts off it
 LN2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit
+@jit
 def everywhere(condition, cols):
     """A condition as a mask of the shape of `cols`. Triton 3.9's interpreter makes no mask of one truth value."""
     return tl.broadcast_to(condition.to(tl.int32), cols.shape) != 0
 
 
-@triton.jit
+@jit
 def tanh(x):
     """Hyperbolic tangent in float32, good to 3 units in the last place for arguments of any size."""
     size = tl.abs(x)
     far = 1.0 - 2.0 / (tl.exp(2.0 * size) + 1.0)
-    return tl.where(size < 0.6, _tanh_near_zero(x), tl.where(x < 0, -far, far))  # type: ignore[misc]
+    return tl.where(size < 0.6, _tanh_near_zero(x), tl.where(x < 0, -far, far))
 
 
-@triton.jit
+@jit
 def _tanh_near_zero(x):
     # Up to 0.6 the exponential form cancels: tanh(u) = u + u^3 P(u^2), P a Chebyshev fit (relative error 1.3 * 2^-24).
     z = x * x
@@ -35,7 +36,7 @@ def _tanh_near_zero(x):
     return x + x * z * p
 
 
-@triton.jit
+@jit
 def exp(x):
     """Exponential in float32; exp2 of a rounded product would lose the digits of large x."""
     product = x * LOG2E
@@ -44,7 +45,7 @@ def exp(x):
     return tl.where(tl.abs(product) < 128.0, e + e * (low * LN2), e)  # beyond, e is 0, inf or NaN
 
 
-@triton.jit
+@jit
 def expm1(x):
     """exp(x) - 1 in float32, to a few units in the last place."""
     # The Taylor series where exp(x) - 1 cancels; what it leaves out is x^7 / 8! of the result.
@@ -56,24 +57,24 @@ def expm1(x):
     return tl.where(tl.abs(x) < 0.35, x + x * (x * p), exp(x) - 1.0)
 
 
-@triton.jit
+@jit
 def log_for_product(x):
     """Logarithm in float32, to 1.1 units in the last place, of an x >= 0 that the result is multiplied by.
 
     So it may be any number at 0, at inf and where x is subnormal, which makes it cheaper than a general one.
     """
-    exponent, f = _reduced(x)  # type: ignore[misc]
-    return _log_of_reduced(exponent, f)  # type: ignore[misc]
+    exponent, f = _reduced(x)
+    return _log_of_reduced(exponent, f)
 
 
-@triton.jit
+@jit
 def log1p_for_product(x):
     """log(1 + x) as `log_for_product` has the logarithm, to 1.1 units in the last place for any x > -1."""
-    exponent, f = _reduced(1.0 + x)  # type: ignore[misc]
-    return _log_of_reduced(exponent, tl.where(exponent == 0, x, f))  # type: ignore[misc]  x before 1 + x rounded it
+    exponent, f = _reduced(1.0 + x)
+    return _log_of_reduced(exponent, tl.where(exponent == 0, x, f))  # x before 1 + x rounded it
 
 
-@triton.jit
+@jit
 def _reduced(x):
     """The exponent of x times 2^23, such that x / 2^exponent - 1 is in [-1/3, 1/3), and that difference."""
     bits = x.to(tl.int32, bitcast=True)
@@ -81,7 +82,7 @@ def _reduced(x):
     return exponent, (bits - exponent).to(tl.float32, bitcast=True) - 1.0
 
 
-@triton.jit
+@jit
 def _log_of_reduced(exponent, f):
     # log(1 + f) = f + f^2 P(f), P a minimax fit (relative error 0.44 * 2^-24).
     p = 0.14026383 * f - 0.15388556
@@ -94,31 +95,31 @@ def _log_of_reduced(exponent, f):
     return exponent.to(tl.float32) * (LN2 / 8388608.0) + (f + f * (f * p))
 
 
-@triton.jit
+@jit
 def cap(x, softcap, EXACT: tl.constexpr):
     """softcap * tanh(x / softcap) in float32, for an x that comes of 16 bits unless EXACT."""
     softcap = tl.cast(softcap, tl.float32)
-    far = softcap - softcap * _one_minus_tanh(x, softcap)  # type: ignore[misc]
+    far = softcap - softcap * _one_minus_tanh(x, softcap)
     y = tl.where(x < 0, -far, far)
     # Without it, a third of the instructions, which took longer than the memory. Digits of small x are lost that 16
     # bits cannot tell: where c = 30 the error is 6e-6 at most.
     if EXACT:
         ratio = x / softcap
-        y = tl.where(tl.abs(ratio) < 0.6, softcap * _tanh_near_zero(ratio), y)  # type: ignore[misc]
+        y = tl.where(tl.abs(ratio) < 0.6, softcap * _tanh_near_zero(ratio), y)
     return y
 
 
-@triton.jit
+@jit
 def cap_slope(x, softcap):
     """The derivative of `cap` at x: 1 - tanh(x / softcap)^2 = d (2 - d) with the d of `_one_minus_tanh`.
 
     No difference of numbers that are nearly equal, as of 1 and the square of a tanh that has been rounded.
     """
-    d = _one_minus_tanh(x.to(tl.float32), tl.cast(softcap, tl.float32))  # type: ignore[misc]
+    d = _one_minus_tanh(x.to(tl.float32), tl.cast(softcap, tl.float32))
     return d * (2.0 - d)
 
 
-@triton.jit
+@jit
 def _one_minus_tanh(x, softcap):
     """1 - tanh(|x| / softcap), to its own last places; the cap and its derivative share the exponential."""
     return 2.0 / (tl.exp2(tl.abs(x) * (2.0 * LOG2E / softcap)) + 1.0)

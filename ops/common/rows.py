@@ -1,11 +1,10 @@
 """Tensors as the kernels take them: as rows, side by side in memory, and what is known of where these begin."""
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.registry import cdiv, num_programs
+from llmk.registry import cdiv, jit, num_programs
 
 
 def contiguous(x: Tensor | None) -> Tensor | None:
@@ -102,7 +101,7 @@ def _levels(x: Tensor) -> list[tuple[int, int]]:
     return levels
 
 
-@triton.jit
+@jit
 def row_starts(rows, stride, inner, inner_stride):
     """Where rows begin, from the strides of `strided_rows`; rows are int64."""
     if inner is None:

@@ -4,16 +4,15 @@ Partials are float32 and are added up in a fixed order, one rounding at the end:
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.math import everywhere
-from llmk.registry import cdiv, empty, wrap_triton
+from llmk.registry import cdiv, empty, jit, wrap_triton
 from llmk.registry.backends import INTERPRET
 
 
-@triton.jit
+@jit
 def _add_pairs(a0, b0, a1, b1):
     return a0 + a1, b0 + b1
 
@@ -21,7 +20,7 @@ def _add_pairs(a0, b0, a1, b1):
 _INTERPRET = tl.constexpr(INTERPRET)
 
 
-@triton.jit
+@jit
 def sum_pair(a, b, axis: tl.constexpr):
     """The sums of a and of b, for which the warps of a program wait once and not twice."""
     if _INTERPRET:  # noqa: SIM108  it reduces pairs one after the other, with an error that no GPU's tree has
@@ -31,7 +30,7 @@ def sum_pair(a, b, axis: tl.constexpr):
     return sums
 
 
-@triton.jit
+@jit
 def sum_partials_kernel(partial_ptr, out_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
     cols = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros((BLOCK_P, BLOCK_N), dtype=tl.float32)
@@ -57,7 +56,7 @@ def sum_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-@triton.jit
+@jit
 def sum_affine_kernel(partial_ptr, dw_ptr, db_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
     part, parts = tl.program_id(1), tl.num_programs(1)
     cols = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -69,10 +68,10 @@ def sum_affine_kernel(partial_ptr, dw_ptr, db_ptr, P, N, BLOCK_P: tl.constexpr, 
         total += tl.load(partial_ptr + (rows * parts * N)[:, None] + cols[None, :], mask=mask, other=0.0)
     result = tl.sum(total, axis=0)
     if dw_ptr is not None:
-        first = everywhere(part == 0, cols)  # type: ignore[misc]
+        first = everywhere(part == 0, cols)
         tl.store(dw_ptr + cols, result.to(dw_ptr.dtype.element_ty), mask=(cols < N) & first)
     if db_ptr is not None:
-        last = everywhere(part == parts - 1, cols)  # type: ignore[misc]
+        last = everywhere(part == parts - 1, cols)
         tl.store(db_ptr + cols, result.to(db_ptr.dtype.element_ty), mask=(cols < N) & last)
 
 
@@ -83,7 +82,7 @@ def sum_affine(partials: Tensor, dw: Tensor | None, db: Tensor | None) -> None:
     wrap_triton(sum_affine_kernel)[(cdiv(N, tile["BLOCK_N"]), K)](partials, dw, db, P, N, **tile)
 
 
-@triton.jit
+@jit
 def _sum_features(partial_ptr, out_ptr, P, D, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):
     cols = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     total = tl.zeros((BLOCK_P, BLOCK_D), dtype=tl.float32)
@@ -93,7 +92,7 @@ def _sum_features(partial_ptr, out_ptr, P, D, BLOCK_P: tl.constexpr, BLOCK_D: tl
     tl.store(out_ptr + cols, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=cols < D)
 
 
-@triton.jit
+@jit
 def sum_two_partials_kernel(
     q_partial_ptr, k_partial_ptr, q_out_ptr, k_out_ptr, P, D, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr
 ):
@@ -119,7 +118,7 @@ def sum_two_partials(q_partials: Tensor | None, k_partials: Tensor | None, q_out
 SCALAR = {"BLOCK_P": 4096, "num_warps": 8}
 
 
-@triton.jit
+@jit
 def sum_to_scalar_kernel(partial_ptr, out_ptr, P, divisor, BLOCK_P: tl.constexpr):
     total = tl.zeros((BLOCK_P,), dtype=tl.float32)
     for start in range(0, P, BLOCK_P):
@@ -143,7 +142,7 @@ def sum_to_scalar(partials: Tensor, divisor: int = 1) -> Tensor:
 MANY = {"BLOCK_P": 8192, "num_warps": 16}
 
 
-@triton.jit
+@jit
 def mean_of_rows_kernel(loss_ptr, count_ptr, mean_ptr, divisor_ptr, M, BLOCK_P: tl.constexpr):
     total = tl.zeros((BLOCK_P,), dtype=tl.float32)
     counts = tl.zeros((BLOCK_P,), dtype=tl.float32)

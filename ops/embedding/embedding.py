@@ -20,7 +20,6 @@ another each time.
 from collections.abc import Iterator
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -37,6 +36,7 @@ from llmk.registry import (
     check_dtype,
     check_same,
     empty,
+    jit,
     next_power_of_2,
     public_op,
     wrap_triton,
@@ -47,18 +47,18 @@ def embedding_reference(input: Tensor, weight: Tensor, padding_idx: int | None =
     return torch.nn.functional.embedding(input, weight, padding_idx)
 
 
-@triton.jit
+@jit
 def embedding_kernel(indices_ptr, w_ptr, y_ptr, V, H, w_stride, BLOCK_H: tl.constexpr):
     blocks = tl.cdiv(H, BLOCK_H)
     place = (tl.program_id(0) // blocks).to(tl.int64)
     cols = (tl.program_id(0) % blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
     index = tl.load(indices_ptr + place).to(tl.int64)
-    within = everywhere((index >= 0) & (index < V), cols)  # type: ignore[misc]
+    within = everywhere((index >= 0) & (index < V), cols)
     row = tl.load(w_ptr + index * w_stride + cols, mask=(cols < H) & within, other=float("nan"))
     tl.store(y_ptr + place * H + cols, row, mask=cols < H)
 
 
-@triton.jit
+@jit
 def embedding_keys_kernel(indices_ptr, keys_ptr, N, V, padding_idx, BLOCK_N: tl.constexpr):
     """The rows to sort by: padding and what is no row come last."""
     places = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -67,7 +67,7 @@ def embedding_keys_kernel(indices_ptr, keys_ptr, N, V, padding_idx, BLOCK_N: tl.
     tl.store(keys_ptr + places, tl.where(counts, index, V).to(tl.int32), mask=places < N)
 
 
-@triton.jit
+@jit
 def _add_places(total, dy_ptr, order_ptr, begin, end, cols, H, dy_stride, BLOCK_M: tl.constexpr):
     for start in range(begin, end, BLOCK_M):
         sorted_places = start + tl.arange(0, BLOCK_M)
@@ -77,7 +77,7 @@ def _add_places(total, dy_ptr, order_ptr, begin, end, cols, H, dy_stride, BLOCK_
     return total
 
 
-@triton.jit
+@jit
 def embedding_backward_chunk_kernel(
     dy_ptr, order_ptr, keys_ptr, chunk_ptr, V, H, dy_stride,
     CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -90,11 +90,11 @@ def embedding_backward_chunk_kernel(
     first, last = tl.load(keys_ptr + begin), tl.load(keys_ptr + begin + (CHUNK - 1))
     if (first == last) & (first < V):
         total = tl.zeros((BLOCK_M, BLOCK_H), dtype=tl.float32)
-        total = _add_places(total, dy_ptr, order_ptr, begin, begin + CHUNK, cols, H, dy_stride, BLOCK_M)  # type: ignore[misc]
+        total = _add_places(total, dy_ptr, order_ptr, begin, begin + CHUNK, cols, H, dy_stride, BLOCK_M)
         tl.store(chunk_ptr + chunk.to(tl.int64) * H + cols, tl.sum(total, axis=0), mask=cols < H)
 
 
-@triton.jit
+@jit
 def embedding_backward_kernel(
     dy_ptr, order_ptr, ends_ptr, chunk_ptr, dw_ptr, V, H, dy_stride,
     CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -116,12 +116,12 @@ def embedding_backward_kernel(
             head_end = tl.where(whole, first_chunk * CHUNK, end)
             tail_begin = tl.where(whole, last_chunk * CHUNK, end)
             total = tl.zeros((BLOCK_M, BLOCK_H), dtype=tl.float32)
-            total = _add_places(total, dy_ptr, order_ptr, begin, head_end, cols, H, dy_stride, BLOCK_M)  # type: ignore[misc]
+            total = _add_places(total, dy_ptr, order_ptr, begin, head_end, cols, H, dy_stride, BLOCK_M)
             for start in range(first_chunk, last_chunk, BLOCK_M):
                 chunks = (start + tl.arange(0, BLOCK_M)).to(tl.int64)
                 mask = (chunks < last_chunk)[:, None] & (cols < H)[None, :]
                 total += tl.load(chunk_ptr + (chunks * H)[:, None] + cols[None, :], mask=mask, other=0.0)
-            total = _add_places(total, dy_ptr, order_ptr, tail_begin, end, cols, H, dy_stride, BLOCK_M)  # type: ignore[misc]
+            total = _add_places(total, dy_ptr, order_ptr, tail_begin, end, cols, H, dy_stride, BLOCK_M)
             dw = tl.sum(total, axis=0)
             tl.store(dw_ptr + row * H + cols, dw.to(dw_ptr.dtype.element_ty), mask=cols < H)
 
@@ -271,7 +271,6 @@ def embedding_cost(input: Tensor, weight: Tensor, padding_idx: int | None = None
 
 
 @public_op(
-    "embedding(Tensor input, Tensor weight, int? padding_idx=None) -> Tensor",
     reference=embedding_reference,
     differentiable=("weight",),
     kernel_ops=(embedding_fwd, embedding_bwd),

@@ -19,14 +19,13 @@ Gate and up lie one after the other, or in turns.
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.activations import activate, activate_with_slope, activation, activation_with_slope
 from llmk.ops.common.math import everywhere
 from llmk.ops.common.rows import contiguous
-from llmk.registry import empty, next_power_of_2, wrap_triton
+from llmk.registry import empty, jit, next_power_of_2, wrap_triton
 
 
 @dataclass(frozen=True)
@@ -40,21 +39,21 @@ class Gate:
     up_offset: float
 
 
-@triton.jit
+@jit
 def _load_two(ptr, start, F, live, INTERLEAVED: tl.constexpr, BLOCK_F: tl.constexpr):
     """Load the gates and ups of a row from column `start` on, in float32."""
     if INTERLEAVED:
         cols = 2 * start + tl.arange(0, 2 * BLOCK_F)
-        both = tl.load(ptr + cols, mask=(cols < 2 * F) & everywhere(live, cols), other=0.0).to(tl.float32)  # type: ignore[misc]
+        both = tl.load(ptr + cols, mask=(cols < 2 * F) & everywhere(live, cols), other=0.0).to(tl.float32)
         gate, up = tl.split(tl.reshape(both, (BLOCK_F, 2)))
     else:
         cols = start + tl.arange(0, BLOCK_F)
-        gate = tl.load(ptr + cols, mask=(cols < F) & everywhere(live, cols), other=0.0).to(tl.float32)  # type: ignore[misc]
-        up = tl.load(ptr + F + cols, mask=(cols < F) & everywhere(live, cols), other=0.0).to(tl.float32)  # type: ignore[misc]
+        gate = tl.load(ptr + cols, mask=(cols < F) & everywhere(live, cols), other=0.0).to(tl.float32)
+        up = tl.load(ptr + F + cols, mask=(cols < F) & everywhere(live, cols), other=0.0).to(tl.float32)
     return gate, up
 
 
-@triton.jit
+@jit
 def _store_two(ptr, gate, up, start, F, INTERLEAVED: tl.constexpr, BLOCK_F: tl.constexpr):
     if INTERLEAVED:
         cols = 2 * start + tl.arange(0, 2 * BLOCK_F)
@@ -66,16 +65,16 @@ def _store_two(ptr, gate, up, start, F, INTERLEAVED: tl.constexpr, BLOCK_F: tl.c
         tl.store(ptr + F + cols, up.to(ptr.dtype.element_ty), mask=cols < F)
 
 
-@triton.jit
+@jit
 def _gate_and_up(ptr, bias_ptr, start, F, live, INTERLEAVED: tl.constexpr, BLOCK_F: tl.constexpr):
-    gate, up = _load_two(ptr, start, F, live, INTERLEAVED, BLOCK_F)  # type: ignore[misc]
+    gate, up = _load_two(ptr, start, F, live, INTERLEAVED, BLOCK_F)
     if bias_ptr is not None:
-        gate_bias, up_bias = _load_two(bias_ptr, start, F, live, INTERLEAVED, BLOCK_F)  # type: ignore[misc]
+        gate_bias, up_bias = _load_two(bias_ptr, start, F, live, INTERLEAVED, BLOCK_F)
         gate, up = gate + gate_bias, up + up_bias
     return gate, up
 
 
-@triton.jit
+@jit
 def _row_of(row, offsets_ptr, order_ptr, indices_ptr, E):
     """A row's pair, whether it has an expert, and which, 0 if none."""
     live = row < tl.load(offsets_ptr + E - 1)
@@ -83,19 +82,19 @@ def _row_of(row, offsets_ptr, order_ptr, indices_ptr, E):
     return pair, live, tl.where(live, tl.load(indices_ptr + pair), 0).to(tl.int64)
 
 
-@triton.jit
+@jit
 def gated_rows_kernel(
     rows_ptr, bias_ptr, weights_ptr, offsets_ptr, order_ptr, indices_ptr, hidden_ptr, E, F, limit, alpha, up_offset,
     ACTIVATION: tl.constexpr, LIMITED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     limit, alpha, up_offset = tl.cast(limit, tl.float32), tl.cast(alpha, tl.float32), tl.cast(up_offset, tl.float32)
     row = tl.program_id(0).to(tl.int64)
-    pair, live, expert = _row_of(row, offsets_ptr, order_ptr, indices_ptr, E)  # type: ignore[misc]
+    pair, live, expert = _row_of(row, offsets_ptr, order_ptr, indices_ptr, E)
     if bias_ptr is not None:  # here: Triton 3.6 returns no None from a function
         bias_ptr += expert * (2 * F)
     weight = tl.load(weights_ptr + pair).to(tl.float32)
     for start in range(0, F, BLOCK_F):
-        gate, up = _gate_and_up(rows_ptr + row * (2 * F), bias_ptr, start, F, live, INTERLEAVED, BLOCK_F)  # type: ignore[misc]
+        gate, up = _gate_and_up(rows_ptr + row * (2 * F), bias_ptr, start, F, live, INTERLEAVED, BLOCK_F)
         if LIMITED:
             gate = tl.where(gate > limit, limit, gate)
             up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
@@ -105,7 +104,7 @@ def gated_rows_kernel(
         tl.store(hidden_ptr + row * F + cols, hidden, mask=cols < F)
 
 
-@triton.jit
+@jit
 def gated_rows_backward_kernel(
     dh_ptr, rows_ptr, bias_ptr, weights_ptr, extra_ptr, offsets_ptr, order_ptr, indices_ptr,
     hidden_ptr, drows_ptr, dweights_ptr, E, F, limit, alpha, up_offset,
@@ -113,21 +112,21 @@ def gated_rows_backward_kernel(
 ):  # fmt: skip
     limit, alpha, up_offset = tl.cast(limit, tl.float32), tl.cast(alpha, tl.float32), tl.cast(up_offset, tl.float32)
     row = tl.program_id(0).to(tl.int64)
-    pair, live, expert = _row_of(row, offsets_ptr, order_ptr, indices_ptr, E)  # type: ignore[misc]
+    pair, live, expert = _row_of(row, offsets_ptr, order_ptr, indices_ptr, E)
     if bias_ptr is not None:  # here: Triton 3.6 returns no None from a function
         bias_ptr += expert * (2 * F)
     weight = tl.load(weights_ptr + pair).to(tl.float32)
     weight = tl.where(live, weight, 0.0)
     total = tl.zeros((BLOCK_F,), dtype=tl.float32)
     for start in range(0, F, BLOCK_F):
-        gate, up = _gate_and_up(rows_ptr + row * (2 * F), bias_ptr, start, F, live, INTERLEAVED, BLOCK_F)  # type: ignore[misc]
+        gate, up = _gate_and_up(rows_ptr + row * (2 * F), bias_ptr, start, F, live, INTERLEAVED, BLOCK_F)
         cols = start + tl.arange(0, BLOCK_F)
-        dh = tl.load(dh_ptr + row * F + cols, mask=(cols < F) & everywhere(live, cols), other=0.0).to(tl.float32)  # type: ignore[misc]
+        dh = tl.load(dh_ptr + row * F + cols, mask=(cols < F) & everywhere(live, cols), other=0.0).to(tl.float32)
         gate_within, up_within = gate <= limit, tl.abs(up) <= limit
         if LIMITED:
             gate = tl.where(gate > limit, limit, gate)
             up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-        activated, slope = activate_with_slope(alpha * gate, ACTIVATION)  # type: ignore[misc]
+        activated, slope = activate_with_slope(alpha * gate, ACTIVATION)
         activated, up = activated / alpha, up + up_offset
         total += tl.where(cols < F, activated * up * dh, 0.0)
         if hidden_ptr is not None:

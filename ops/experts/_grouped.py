@@ -7,18 +7,17 @@ takes the two kernels below: for other dtypes and GPUs PyTorch 2.11's waits for 
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.math import everywhere
 from llmk.ops.common.rows import contiguous, matrices_aligned, with_columns_side_by_side
-from llmk.registry import cdiv, empty, next_power_of_2, wrap_triton
+from llmk.registry import cdiv, empty, jit, next_power_of_2, wrap_triton
 from llmk.registry.backends import INTERPRET
 from llmk.registry.devices import has_device_offsets
 
 
-@triton.jit
+@jit
 def _group_of_tile(offsets_ptr, tile, E, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
     """The expert of a tile of rows, the tile's first row and the end of the expert's; past the last tile no rows."""
     experts = tl.arange(0, BLOCK_E)
@@ -32,16 +31,14 @@ def _group_of_tile(offsets_ptr, tile, E, BLOCK_M: tl.constexpr, BLOCK_E: tl.cons
     return expert, first, tl.sum(tl.where(mine, ends, 0), axis=0)
 
 
-@triton.jit
+@jit
 def grouped_product_kernel(
     x_ptr, w_ptr, bias_ptr, offsets_ptr, y_ptr, E, D, H, x_stride_m, x_stride_h, w_stride_e, w_stride_o, w_stride_h,
     WIDEN: tl.constexpr, IN_TURNS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(D, BLOCK_D)
-    expert, first, end = _group_of_tile(  # type: ignore[misc]
-        offsets_ptr, tl.program_id(0) // tiles, E, BLOCK_M, BLOCK_E
-    )
+    expert, first, end = _group_of_tile(offsets_ptr, tl.program_id(0) // tiles, E, BLOCK_M, BLOCK_E)
     rows = first.to(tl.int64) + tl.arange(0, BLOCK_M)
     cols = ((tl.program_id(0) % tiles) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
     hs = tl.arange(0, BLOCK_H).to(tl.int64)
@@ -64,13 +61,13 @@ def grouped_product_kernel(
     if IN_TURNS:
         y += other
     if bias_ptr is not None:
-        here = (cols < D) & everywhere(expert < E, cols)  # type: ignore[misc]
+        here = (cols < D) & everywhere(expert < E, cols)
         y += tl.load(bias_ptr + expert.to(tl.int64) * D + cols, mask=here, other=0.0).to(tl.float32)[None, :]
     mask = (rows < end)[:, None] & (cols < D)[None, :]
     tl.store(y_ptr + rows[:, None] * D + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit
 def grouped_outer_kernel(
     a_ptr, b_ptr, offsets_ptr, out_ptr, A, B, a_stride_m, a_stride_a, b_stride_m, b_stride_b,
     WIDEN: tl.constexpr, IN_TURNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr,
@@ -101,7 +98,7 @@ def grouped_outer_kernel(
     tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit
 def group_sums_kernel(
     rows_ptr, offsets_ptr, order_ptr, weights_ptr, out_ptr, C, stride, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr
 ):
@@ -122,7 +119,7 @@ def group_sums_kernel(
     tl.store(out_ptr + cols, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=cols < C)
 
 
-@triton.jit
+@jit
 def finish_rows_kernel(bias_ptr, offsets_ptr, y_ptr, E, D, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, BLOCK_E)

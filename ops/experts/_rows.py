@@ -4,16 +4,15 @@ Where an order, offsets or positions are wrong nothing is read or written out of
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.math import everywhere
 from llmk.ops.common.rows import contiguous, with_columns_side_by_side
-from llmk.registry import cdiv, empty, next_power_of_2, wrap_triton
+from llmk.registry import cdiv, empty, jit, next_power_of_2, wrap_triton
 
 
-@triton.jit
+@jit
 def _place(H, BLOCK_H: tl.constexpr):
     """A program's row and columns."""
     program = tl.program_id(0)
@@ -21,30 +20,30 @@ def _place(H, BLOCK_H: tl.constexpr):
     return (program // blocks).to(tl.int64), (program % blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
 
 
-@triton.jit
+@jit
 def gather_rows_kernel(
     x_ptr, positions_ptr, weights_ptr, offsets_ptr, rows_ptr, N, E, H, x_stride, K: tl.constexpr, BLOCK_H: tl.constexpr
 ):
     """A token is read once and written K times: its pairs lie too far apart for a cache to keep it."""
-    token, cols = _place(H, BLOCK_H)  # type: ignore[misc]
+    token, cols = _place(H, BLOCK_H)
     count = N if offsets_ptr is None else tl.load(offsets_ptr + E - 1)
     x = tl.load(x_ptr + token * x_stride + cols, mask=cols < H, other=0.0)
-    for k in tl.static_range(K):
+    for k in tl.static_range(K):  # type: ignore[misc]
         row = tl.load(positions_ptr + token * K + k).to(tl.int64)
         value = tl.where(row < count, x.to(tl.float32), 0.0)
         if weights_ptr is not None:
             value *= tl.load(weights_ptr + token * K + k).to(tl.float32)
         live = (row >= 0) & (row < N)
-        mask = (cols < H) & everywhere(live, cols)  # type: ignore[misc]
+        mask = (cols < H) & everywhere(live, cols)
         tl.store(rows_ptr + row * H + cols, value.to(rows_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit
 def sum_rows_kernel(
     rows_ptr, positions_ptr, weights_ptr, bias_ptr, indices_ptr, offsets_ptr, y_ptr, N, E, H, rows_stride,
     K: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    token, cols = _place(H, BLOCK_H)  # type: ignore[misc]
+    token, cols = _place(H, BLOCK_H)
     count = N if offsets_ptr is None else tl.load(offsets_ptr + E - 1)
     total = tl.zeros((BLOCK_H,), dtype=tl.float32)
     for k in tl.static_range(K):
@@ -52,12 +51,12 @@ def sum_rows_kernel(
         live = (row >= 0) & (row < count)
         value = tl.load(rows_ptr + row * rows_stride + cols, mask=(cols < H) & everywhere(live, cols), other=0.0).to(
             tl.float32
-        )  # type: ignore[misc]
+        )
         if bias_ptr is not None:
             expert = tl.load(indices_ptr + token * K + k).to(tl.int64)
             bias = tl.load(bias_ptr + expert * H + cols, mask=(cols < H) & everywhere(live, cols), other=0.0).to(
                 tl.float32
-            )  # type: ignore[misc]
+            )
             weight = tl.load(weights_ptr + token * K + k).to(tl.float32)
             total += value + tl.where(live, bias * weight, 0.0)
         elif weights_ptr is not None:
@@ -68,7 +67,7 @@ def sum_rows_kernel(
     tl.store(y_ptr + token * H + cols, total.to(y_ptr.dtype.element_ty), mask=cols < H)
 
 
-@triton.jit
+@jit
 def dot_rows_kernel(
     table_ptr, places_ptr, dy_ptr, dot_ptr, M, K, H, table_stride, dy_stride, BLOCK_H: tl.constexpr
 ):  # fmt: skip
@@ -80,8 +79,8 @@ def dot_rows_kernel(
     total = tl.zeros((BLOCK_H,), dtype=tl.float32)
     for start in range(0, H, BLOCK_H):
         cols = start + tl.arange(0, BLOCK_H)
-        value = tl.load(table_ptr + cols, mask=(cols < H) & everywhere(live, cols), other=0.0).to(tl.float32)  # type: ignore[misc]
-        dy = tl.load(dy_ptr + cols, mask=(cols < H) & everywhere(live, cols), other=0.0).to(tl.float32)  # type: ignore[misc]
+        value = tl.load(table_ptr + cols, mask=(cols < H) & everywhere(live, cols), other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + cols, mask=(cols < H) & everywhere(live, cols), other=0.0).to(tl.float32)
         total += value * dy
     tl.store(dot_ptr + pair, tl.sum(total, axis=0).to(dot_ptr.dtype.element_ty))
 

@@ -192,8 +192,6 @@ def grouped_linear_cost(
 
 
 @public_op(
-    "grouped_linear(Tensor input, Tensor weight, Tensor offsets, Tensor? bias=None, *, bool transposed=False) "
-    "-> Tensor",
     reference=grouped_linear_reference,
     differentiable=("input", "weight", "bias"),
     kernel_ops=(grouped_linear_fwd, grouped_linear_bwd),

@@ -147,9 +147,6 @@ def moe_experts_cost(
 
 
 @public_op(
-    "moe_experts(Tensor input, Tensor gate_up, Tensor down, Tensor indices, Tensor weights, *, "
-    'Tensor? gate_up_bias=None, Tensor? down_bias=None, str activation="silu", bool interleaved=False, '
-    "bool transposed=False, float limit=0.0, float alpha=1.0, float up_offset=0.0) -> Tensor",
     reference=moe_experts_reference,
     differentiable=("input", "gate_up", "down", "weights", "gate_up_bias", "down_bias"),
     kernel_ops=(moe_experts_up_fwd, moe_experts_up_bwd, moe_experts_down_fwd, moe_experts_down_bwd),

@@ -219,7 +219,6 @@ def moe_permute_cost(input: Tensor, indices: Tensor, num_experts: int) -> Cost:
 
 
 @public_op(
-    "moe_permute(Tensor input, Tensor indices, int num_experts) -> (Tensor, Tensor, Tensor)",
     reference=moe_permute_reference,
     differentiable=("input",),
     kernel_ops=(moe_permute_fwd, moe_permute_bwd),
@@ -298,7 +297,6 @@ def moe_unpermute_cost(input: Tensor, positions: Tensor, weights: Tensor | None 
 
 
 @public_op(
-    "moe_unpermute(Tensor input, Tensor positions, Tensor? weights=None) -> Tensor",
     reference=moe_unpermute_reference,
     differentiable=("input", "weights"),
     kernel_ops=(moe_unpermute_fwd, moe_unpermute_bwd),

@@ -1,4 +1,4 @@
-"""What ranks of a group send each other of tokens, with gradients: each is the other's way back.
+"""Sending tokens between the ranks of a group, with gradients: each operator is the backward pass of the other.
 
     gather_from_ranks    [T, ...] -> [R T, ...]  the rows of all ranks, in their order; backward the sum
     sum_over_ranks       [R T, ...] -> [T, ...]  of this rank's rows the sum of what each has; backward the gather

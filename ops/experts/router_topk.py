@@ -27,7 +27,6 @@ The choice has no gradient, nor has the bias: what balances the load moves it.
 from collections.abc import Iterator
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -44,6 +43,7 @@ from llmk.registry import (
     check_same,
     check_shape,
     empty,
+    jit,
     next_power_of_2,
     public_op,
     replicate_only,
@@ -94,7 +94,7 @@ def _choose(choice: Tensor, top_k: int, num_groups: int, topk_groups: int) -> Te
 _LARGEST = tl.constexpr(LARGEST)
 
 
-@triton.jit
+@jit
 def _scores(x, mask, SOFTMAX: tl.constexpr):
     if SOFTMAX:
         largest = tl.max(tl.where(mask, x, float("-inf")), axis=0)
@@ -105,7 +105,7 @@ def _scores(x, mask, SOFTMAX: tl.constexpr):
     return tl.where(mask, scores, 0.0)
 
 
-@triton.jit
+@jit
 def _in_best_groups(choice, cols, G, SIZE, TOPK_G, BLOCK_G: tl.constexpr):
     """Return True if an expert is of one of the groups with the largest sums of two."""
     groups = tl.arange(0, BLOCK_G)
@@ -124,7 +124,7 @@ def _in_best_groups(choice, cols, G, SIZE, TOPK_G, BLOCK_G: tl.constexpr):
     return kept
 
 
-@triton.jit
+@jit
 def router_topk_kernel(
     x_ptr, bias_ptr, weights_ptr, indices_ptr, E, K, G, SIZE, TOPK_G, x_stride, scale,
     SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, GROUPED: tl.constexpr,
@@ -154,7 +154,7 @@ def router_topk_kernel(
     tl.store(weights_ptr + row * K + places, weights * scale, mask=places < K)
 
 
-@triton.jit
+@jit
 def router_topk_backward_kernel(
     dw_ptr, x_ptr, indices_ptr, dx_ptr, E, K, x_stride, scale,
     SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -328,8 +328,6 @@ def router_topk_cost(input: Tensor, top_k: int, **options: object) -> Cost:
 
 
 @public_op(
-    "router_topk(Tensor input, int top_k, *, Tensor? bias=None, str scoring='softmax', int num_groups=1, "
-    "int topk_groups=1, bool normalize=True, float scale=1.0) -> (Tensor, Tensor)",
     reference=router_topk_reference,
     differentiable=("input",),
     kernel_ops=(router_topk_fwd, router_topk_bwd),

@@ -1,17 +1,16 @@
 """The gradient through the activation of a linear layer: dz from dy and what was kept of z, and with it the bias's."""
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.activations import activate_with_slope, activation_with_slope
 from llmk.ops.common.rows import as_rows
 from llmk.ops.common.sums import sum_partials
-from llmk.registry import cdiv, grid_cap, next_power_of_2, num_programs, wrap_triton
+from llmk.registry import cdiv, grid_cap, jit, next_power_of_2, num_programs, wrap_triton
 
 
-@triton.jit
+@jit
 def _dz(dy, kept, ACTIVATION: tl.constexpr, FROM_Y: tl.constexpr):
     """dy * f'(z); kept is y where FROM_Y, else z. Zero where a relu is, whatever dy."""
     if ACTIVATION == "relu":
@@ -20,12 +19,12 @@ def _dz(dy, kept, ACTIVATION: tl.constexpr, FROM_Y: tl.constexpr):
         root = tl.sqrt_rn(kept) if FROM_Y else kept
         dz = tl.where(kept <= 0.0, 0.0, dy * (2.0 * root))
     else:
-        _, slope = activate_with_slope(kept, ACTIVATION)  # type: ignore[misc]
+        _, slope = activate_with_slope(kept, ACTIVATION)
         dz = dy * slope
     return dz
 
 
-@triton.jit
+@jit
 def linear_act_backward_kernel(
     dy_ptr, kept_ptr, dz_ptr, db_ptr, M, N, dy_stride,
     ACTIVATION: tl.constexpr, FROM_Y: tl.constexpr,

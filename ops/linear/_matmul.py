@@ -6,25 +6,24 @@ same time share blocks of x and W in L2.
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.activations import activate
 from llmk.ops.common.rows import aligned, contiguous
-from llmk.registry import cdiv, next_power_of_2, num_programs, size_hint, wrap_triton
+from llmk.registry import cdiv, jit, next_power_of_2, num_programs, size_hint, wrap_triton
 from llmk.registry.backends import INTERPRET
 from llmk.registry.private.tensors import addmm_activation
 
 
-@triton.jit
+@jit
 def activate_kernel(z_ptr, y_ptr, count, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr):
     offsets = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     z = tl.load(z_ptr + offsets, mask=offsets < count, other=0.0).to(tl.float32)
     tl.store(y_ptr + offsets, activate(z, ACTIVATION).to(y_ptr.dtype.element_ty), mask=offsets < count)
 
 
-@triton.jit
+@jit
 def _store(z, bias_ptr, y_ptr, z_ptr, M, N, first_row, first_col, ACTIVATION: tl.constexpr):
     """The epilogue of some columns: bias, activation, stores."""
     rows, cols = tl.arange(0, z.shape[0]), tl.arange(0, z.shape[1])
@@ -37,7 +36,7 @@ def _store(z, bias_ptr, y_ptr, z_ptr, M, N, first_row, first_col, ACTIVATION: tl
     tl.store(y_ptr + first + offsets, activate(z, ACTIVATION).to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit
 def matmul_activation_kernel(
     x_ptr, w_ptr, bias_ptr, y_ptr, z_ptr, M, N, K, x_stride_m, x_stride_k, w_stride_n, w_stride_k,
     ACTIVATION: tl.constexpr, EVEN_K: tl.constexpr, WIDEN: tl.constexpr,

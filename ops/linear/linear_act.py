@@ -256,7 +256,7 @@ linear_act_fwd.register_backward(
 def linear_act_error_bound(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "relu"
 ) -> Tensor | None:
-    """What the epilogue's GELU can lose: z / 2 * (1 + tanh(u)) in float32, a sum that cancels where z is negative.
+    """Bound the error of the epilogue's GELU, z / 2 * (1 + tanh(u)) in float32, a sum that cancels where z is negative.
 
     Next to -1 values of float32 are eps / 2 apart, and tanh is good to two of these units, as CUDA's is; the sum is at
     most 2 and rounds by at most eps / 2: 1.5 eps together, of |z| / 2. Where 1 + tanh(u) is less than half a unit, tanh
@@ -324,7 +324,6 @@ def linear_act_cost(input: Tensor, weight: Tensor, bias: Tensor | None = None, *
 
 
 @public_op(
-    'linear_act(Tensor input, Tensor weight, Tensor? bias=None, *, str activation="relu") -> Tensor',
     reference=linear_act_reference,
     differentiable=("input", "weight", "bias"),
     kernel_ops=(linear_act_fwd, linear_act_bwd),

@@ -42,10 +42,6 @@ def fused_linear_ce_metrics_reference(
 
 
 @public_op(
-    "fused_linear_ce_metrics(Tensor input, Tensor linear_weight, Tensor target, *, Tensor? linear_bias=None, "
-    'Tensor? weight=None, int ignore_index=-100, str reduction="mean", float label_smoothing=0.0, '
-    "float softcap=0.0, float z_loss=0.0, int chunk_size=0, Tensor? row_weight=None, bool skip_ignored=False) "
-    "-> (Tensor, Tensor, Tensor)",
     reference=fused_linear_ce_metrics_reference,
     differentiable=("input", "linear_weight", "linear_bias"),
     kernel_ops=OPS.kernel_ops,

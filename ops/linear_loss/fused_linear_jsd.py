@@ -123,10 +123,6 @@ def fused_linear_jsd_cost(
 
 
 @public_op(
-    "fused_linear_jsd(Tensor input, Tensor linear_weight, Tensor teacher_input, Tensor teacher_linear_weight, *, "
-    "Tensor? labels=None, Tensor? linear_bias=None, Tensor? teacher_linear_bias=None, float beta=0.5, "
-    "float temperature=1.0, float softcap=0.0, float teacher_softcap=0.0, Tensor? row_weight=None, "
-    "int ignore_index=-100, bool skip_ignored=False, int chunk_size=0) -> Tensor",
     reference=fused_linear_jsd_reference,
     differentiable=("input", "linear_weight", "linear_bias"),
     kernel_ops=OPS.kernel_ops,

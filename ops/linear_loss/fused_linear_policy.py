@@ -220,14 +220,6 @@ def fused_linear_policy_cost(input: Tensor, linear_weight: Tensor, target: Tenso
 
 
 @public_op(
-    "fused_linear_policy(Tensor input, Tensor linear_weight, Tensor target, *, Tensor? linear_bias=None, "
-    "Tensor? advantages=None, Tensor? token_weight=None, Tensor? old_logps=None, Tensor? ref_logps=None, "
-    'Tensor? kl_weight=None, Tensor? entropy_weight=None, str loss_type="clipped", '
-    'str importance_sampling_level="token", float epsilon=0.2, float epsilon_high=0.2, float? delta=None, '
-    "float sapo_temperature_pos=1.0, float sapo_temperature_neg=1.05, "
-    'str kl_estimator="k3", bool use_bias_correction_kl=False, float temperature=1.0, float logit_scale=1.0, '
-    "float softcap=0.0, "
-    "int ignore_index=-100, bool skip_ignored=False, int chunk_size=0) -> (Tensor, Tensor, Tensor)",
     reference=fused_linear_policy_reference,
     differentiable=("input", "linear_weight", "linear_bias"),
     kernel_ops=(fused_linear_policy_fwd.op, scale),

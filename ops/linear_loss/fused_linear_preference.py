@@ -196,13 +196,6 @@ def fused_linear_preference_cost(input: Tensor, linear_weight: Tensor, target: T
 
 
 @public_op(
-    "fused_linear_preference(Tensor input, Tensor linear_weight, Tensor target, *, Tensor? linear_bias=None, "
-    "Tensor? ref_logps=None, Tensor? token_weight=None, Tensor? nll_weight=None, Tensor? group_weight=None, "
-    'str loss_type="sigmoid", float beta=0.1, float label_smoothing=0.0, float simpo_gamma=0.0, '
-    'float discopop_tau=0.05, str f_divergence_type="reverse_kl", float f_divergence_coef=0.5, '
-    "float temperature=1.0, float logit_scale=1.0, float softcap=0.0, int ignore_index=-100, "
-    "bool skip_ignored=False, int chunk_size=0) "
-    "-> (Tensor, Tensor, Tensor)",
     reference=fused_linear_preference_reference,
     differentiable=("input", "linear_weight", "linear_bias"),
     kernel_ops=(fused_linear_preference_fwd.op, scale),

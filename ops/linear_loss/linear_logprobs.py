@@ -105,9 +105,6 @@ def linear_logprobs_cost(input: Tensor, linear_weight: Tensor, target: Tensor, *
 
 
 @public_op(
-    "linear_logprobs(Tensor input, Tensor linear_weight, Tensor target, *, Tensor? linear_bias=None, "
-    "float temperature=1.0, float logit_scale=1.0, float softcap=0.0, int ignore_index=-100, "
-    "bool skip_ignored=False, int chunk_size=0) -> (Tensor, Tensor)",
     reference=linear_logprobs_reference,
     differentiable=("input", "linear_weight", "linear_bias"),
     kernel_ops=OPS.kernel_ops,

@@ -85,10 +85,6 @@ def vocab_parallel_linear_ce_workloads(device: torch.device, dtype: torch.dtype)
 
 
 @public_op(
-    "vocab_parallel_linear_ce(Tensor input, Tensor linear_weight, Tensor target, *, Tensor? linear_bias=None, "
-    'Tensor? weight=None, int ignore_index=-100, str reduction="mean", float label_smoothing=0.0, '
-    "float softcap=0.0, float z_loss=0.0, int chunk_size=0, int vocab_start=0, int num_classes=0, "
-    'str group_name="") -> Tensor',
     reference=vocab_parallel_linear_ce_reference,
     differentiable=("input", "linear_weight", "linear_bias"),
     kernel_ops=OPS.kernel_ops,

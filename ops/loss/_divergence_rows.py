@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -28,6 +27,7 @@ from llmk.registry import (
     check_same,
     check_shape,
     empty,
+    jit,
     next_power_of_2,
     replicate_only,
     row_axes,
@@ -36,7 +36,7 @@ from llmk.registry import (
 )
 
 
-@triton.jit
+@jit
 def divergence_kernel(
     x_ptr, y_ptr, label_ptr, loss_ptr, count_ptr, dx_ptr, divisor_ptr,
     N, slices, x_stride, y_stride, ignore_index, rows, beta, rest,
@@ -63,7 +63,7 @@ def divergence_kernel(
         read = cols < N * counts
         x = tl.load(x_ptr + cols, mask=read, other=0.0).to(tl.float32)
         y = tl.load(y_ptr + cols, mask=read, other=0.0).to(tl.float32)
-        f, slope = divergence_of(x, y, beta, rest, FORM, EXACT)  # type: ignore[misc]
+        f, slope = divergence_of(x, y, beta, rest, FORM, EXACT)
         total += tl.where(read, f, 0.0)
         if dx_ptr is not None:
             dx = tl.where(read, slope * inverse, 0.0)
@@ -72,7 +72,7 @@ def divergence_kernel(
     tl.store(count_ptr + tl.program_id(0), tl.where(part == 0, counts, 0).to(tl.float32))
 
 
-@triton.jit
+@jit
 def divergence_backward_kernel(
     grad_ptr, x_ptr, y_ptr, label_ptr, dx_ptr, N, grad_stride, x_stride, y_stride, ignore_index,
     beta, rest, FORM: tl.constexpr, EXACT: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -89,7 +89,7 @@ def divergence_backward_kernel(
     g = tl.load(grad_ptr + row * grad_stride)
     x = tl.load(x_ptr + row * x_stride + cols, mask=read, other=0.0).to(tl.float32)
     y = tl.load(y_ptr + row * y_stride + cols, mask=read, other=0.0).to(tl.float32)
-    _, slope = divergence_of(x, y, beta, rest, FORM, EXACT)  # type: ignore[misc]
+    _, slope = divergence_of(x, y, beta, rest, FORM, EXACT)
     dx = tl.where(read, g * slope, 0.0)
     tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 

@@ -1,10 +1,11 @@
 """The kernels of the GIoU loss of boxes; giou_loss.py has the formulas."""
 
-import triton
 import triton.language as tl
 
+from llmk.registry import jit
 
-@triton.jit
+
+@jit
 def _load_boxes(ptr, stride, rows, N, BLOCK: tl.constexpr):
     """The coordinates of a block of boxes in float32, (x1, y1, x2, y2), 0 past the end, which makes those padding."""
     # No stride means that they are packed, which the compiler then loads whole.
@@ -16,7 +17,7 @@ def _load_boxes(ptr, stride, rows, N, BLOCK: tl.constexpr):
     return x1, y1, x2, y2
 
 
-@triton.jit
+@jit
 def _compare(b, t, eps):
     """Where they overlap; (w, h) of i (0 elsewhere), of b and t outside of i, of c; U - I, U + eps, C - U, C + eps."""
     wb, hb, wt, ht = b[2] - b[0], b[3] - b[1], t[2] - t[0], t[3] - t[1]
@@ -36,14 +37,14 @@ def _compare(b, t, eps):
     return overlap, (iw, ih), (bw, bh), (tw, th), (cw, ch), excess, union + eps, gap, cw * ch + eps
 
 
-@triton.jit
+@jit
 def _loss(b, t, eps):
-    overlap, _, _, _, _, excess, union, gap, enclosing = _compare(b, t, eps)  # type: ignore[misc]
+    overlap, _, _, _, _, excess, union, gap, enclosing = _compare(b, t, eps)
     unmatched = tl.div_rn(tl.where(overlap, excess + eps, 0.0), union) + tl.where(overlap, 0.0, 1.0)  # 1 - IoU
     return tl.where(t[3] <= 0, 0.0, unmatched + tl.div_rn(gap, enclosing))
 
 
-@triton.jit
+@jit
 def giou_loss_kernel(boxes_ptr, targets_ptr, loss_ptr, N, boxes_stride, targets_stride, eps, BLOCK: tl.constexpr):
     eps = tl.cast(eps, tl.float32)
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -52,7 +53,7 @@ def giou_loss_kernel(boxes_ptr, targets_ptr, loss_ptr, N, boxes_stride, targets_
     tl.store(loss_ptr + rows, _loss(b, t, eps), mask=rows < N)
 
 
-@triton.jit
+@jit
 def giou_loss_sum_kernel(
     boxes_ptr, targets_ptr, loss_ptr, count_ptr, partial_ptr, arrived_ptr, N, boxes_stride, targets_stride, eps,
     MEAN: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
@@ -86,13 +87,13 @@ def giou_loss_sum_kernel(
         tl.store(count_ptr, count)
 
 
-@triton.jit
+@jit
 def _share(a, b):
     """The share of a in max(a, b)."""
     return tl.where(a > b, 1.0, tl.where(a == b, 0.5, 0.0))
 
 
-@triton.jit
+@jit
 def _stretch(own_along, others, others_along, inner, around, k, per_outer, eps, overlap):
     """q of two edges, from the sizes along them and, of the other box outside of i and of i itself, across them."""
     area = others * (others_along - own_along) + inner * others_along
@@ -100,14 +101,14 @@ def _stretch(own_along, others, others_along, inner, around, k, per_outer, eps, 
     return k * tl.where(overlap, left, around)
 
 
-@triton.jit
+@jit
 def _edge(share, inner, out, q, m, iou, d_union):
     """The gradient of an edge, up to its sign and unit, from the sizes along it: of i, and of its box outside of i."""
     rest = 1.0 - share
     return inner * ((rest - share) - rest * m) + out * (share * d_union + rest * iou) + rest * q
 
 
-@triton.jit
+@jit
 def _store_gradient(
     ptr, shares, own, others, inner, around, units, overlap, eps, scale, counts, rows, N, BLOCK: tl.constexpr
 ):
@@ -123,7 +124,7 @@ def _store_gradient(
     tl.store(ptr + rows[:, None] * 4 + tl.arange(0, 4)[None, :], tile, mask=(rows < N)[:, None])
 
 
-@triton.jit
+@jit
 def giou_loss_backward_kernel(
     dy_ptr, boxes_ptr, targets_ptr, count_ptr, dboxes_ptr, dtargets_ptr, N, dy_stride, boxes_stride, targets_stride,
     eps, BLOCK: tl.constexpr,

@@ -23,7 +23,6 @@ keeps seven numbers a token; the backward pass makes q and p of the logits again
 from collections.abc import Iterator
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -41,6 +40,7 @@ from llmk.registry import (
     check_same,
     check_shape,
     empty,
+    jit,
     next_power_of_2,
     public_op,
     row_axes,
@@ -65,23 +65,23 @@ def ce_tvd_reference(
     return ce.view(target.shape), torch.where(target != ignore_index, tvd, 0.0)
 
 
-@triton.jit
+@jit
 def _probabilities(x_ptr, cols, read, m, total, EXACT: tl.constexpr):
     """Probabilities of some classes of a row; equal logits give equal ones."""
     x = tl.load(x_ptr + cols, mask=read, other=0.0).to(tl.float32)
-    return exp_of(x - m, EXACT) * tl.div_rn(1.0, total)  # type: ignore[misc]
+    return exp_of(x - m, EXACT) * tl.div_rn(1.0, total)
 
 
-@triton.jit
+@jit
 def ce_tvd_kernel(
     x_ptr, y_ptr, target_ptr, ce_ptr, tvd_ptr, stats_ptr, V, x_stride, y_stride, ignore_index,
     EXACT: tl.constexpr, NUM_STATS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row).to(tl.int64)
-    counts, valid, _ = counts_of(target, None, V, ignore_index)  # type: ignore[misc]
-    m, total, _, _ = row_statistics(x_ptr, row * x_stride, None, V, counts, None, False, False, BLOCK_V)  # type: ignore[misc]
-    n, mass, _, _ = row_statistics(y_ptr, row * y_stride, None, V, counts, None, False, False, BLOCK_V)  # type: ignore[misc]
+    counts, valid, _ = counts_of(target, None, V, ignore_index)
+    m, total, _, _ = row_statistics(x_ptr, row * x_stride, None, V, counts, None, False, False, BLOCK_V)
+    n, mass, _, _ = row_statistics(y_ptr, row * y_stride, None, V, counts, None, False, False, BLOCK_V)
     x_t = tl.load(x_ptr + row * x_stride + target, mask=valid, other=0.0).to(tl.float32)
     ce = tl.where(valid, tl.log(total) - (x_t - m), float("nan"))
     distance = tl.zeros((BLOCK_V,), dtype=tl.float32)
@@ -92,8 +92,8 @@ def ce_tvd_kernel(
     for start in range(0, end, BLOCK_V):
         cols = start + tl.arange(0, BLOCK_V)
         mask = cols < end
-        q = _probabilities(x_ptr + row * x_stride, cols, mask, m, total, EXACT)  # type: ignore[misc]
-        p = _probabilities(y_ptr + row * y_stride, cols, mask, n, mass, EXACT)  # type: ignore[misc]
+        q = _probabilities(x_ptr + row * x_stride, cols, mask, m, total, EXACT)
+        p = _probabilities(y_ptr + row * y_stride, cols, mask, n, mass, EXACT)
         q, p = tl.where(mask, q, 0.0), tl.where(mask, p, 0.0)
         distance += tl.abs(q - p)
         others += tl.where(cols == target, 0.0, q)
@@ -112,7 +112,7 @@ def ce_tvd_kernel(
     tl.store(stats_ptr + 6, tl.sum(above, axis=0))
 
 
-@triton.jit
+@jit
 def ce_tvd_backward_kernel(
     ce_grad_ptr, tvd_grad_ptr, x_ptr, y_ptr, target_ptr, stats_ptr, dx_ptr,
     V, ce_grad_stride, tvd_grad_stride, x_stride, y_stride, ignore_index,
@@ -122,15 +122,15 @@ def ce_tvd_backward_kernel(
     program, blocks = tl.program_id(0), tl.cdiv(V, BLOCK_V)
     row, block = (program // blocks).to(tl.int64), program % blocks
     target = tl.load(target_ptr + row).to(tl.int64)
-    counts, valid, _ = counts_of(target, None, V, ignore_index)  # type: ignore[misc]
+    counts, valid, _ = counts_of(target, None, V, ignore_index)
     cols = block * BLOCK_V + tl.arange(0, BLOCK_V)
     read = cols < tl.where(counts, V, 0)
     stats_ptr += row * NUM_STATS
     m, total = tl.load(stats_ptr), tl.load(stats_ptr + 1)
     n, mass = tl.load(stats_ptr + 2), tl.load(stats_ptr + 3)
     others, below, above = tl.load(stats_ptr + 4), tl.load(stats_ptr + 5), tl.load(stats_ptr + 6)
-    q = _probabilities(x_ptr + row * x_stride, cols, read, m, total, EXACT)  # type: ignore[misc]
-    p = _probabilities(y_ptr + row * y_stride, cols, read, n, mass, EXACT)  # type: ignore[misc]
+    q = _probabilities(x_ptr + row * x_stride, cols, read, m, total, EXACT)
+    p = _probabilities(y_ptr + row * y_stride, cols, read, n, mass, EXACT)
     slope = tl.where(q > p, below, tl.where(q < p, -above, 0.5 * (below - above)))
     g = tl.where(valid, tl.load(ce_grad_ptr + row * ce_grad_stride), float("nan"))
     h = tl.load(tvd_grad_ptr + row * tvd_grad_stride)
@@ -265,7 +265,6 @@ def ce_tvd_cost(input: Tensor, teacher: Tensor, target: Tensor, *, ignore_index:
 
 
 @public_op(
-    "ce_tvd(Tensor input, Tensor teacher, Tensor target, *, int ignore_index=-100) -> (Tensor, Tensor)",
     reference=ce_tvd_reference,
     differentiable=("input",),
     kernel_ops=(ce_tvd_fwd, ce_tvd_bwd),

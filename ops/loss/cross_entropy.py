@@ -219,8 +219,6 @@ def cross_entropy_cost(input: Tensor, target: Tensor, **options: Any) -> Cost:
 
 
 @public_op(
-    "cross_entropy(Tensor input, Tensor target, *, Tensor? weight=None, int ignore_index=-100, "
-    'str reduction="mean", float label_smoothing=0.0, float softcap=0.0, float z_loss=0.0) -> Tensor',
     reference=cross_entropy_reference,
     differentiable=("input",),
     kernel_ops=(cross_entropy_fwd, cross_entropy_bwd),

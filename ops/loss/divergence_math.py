@@ -19,11 +19,11 @@ log(M) itself would have nothing left of what the smaller part adds.
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.math import LOG2E, exp, expm1, log1p_for_product, log_for_product
+from llmk.registry import jit
 
 TOTAL_VARIATION = tl.constexpr(-1.0)
 """In place of a beta."""
@@ -50,7 +50,7 @@ class Mixture(NamedTuple):
         return self.beta, 1.0 - self.beta
 
 
-@triton.jit
+@jit
 def exp_of(x, EXACT: tl.constexpr):
     """Exponential in float32, to what 16 bits can tell without EXACT."""
     if EXACT:  # noqa: SIM108  a call in each branch
@@ -60,19 +60,19 @@ def exp_of(x, EXACT: tl.constexpr):
     return e
 
 
-@triton.jit
+@jit
 def _times_log(p, log_ratio):
     """p * log(p / q), 0 where p is."""
     return tl.where(p == 0.0, 0.0, p * log_ratio)
 
 
-@triton.jit
+@jit
 def _finite(x):
     """A logarithm whose exponential is 0 in place of -inf; NaN stays."""
     return tl.maximum(x, -1e4, propagate_nan=tl.PropagateNan.ALL)
 
 
-@triton.jit
+@jit
 def _logs_of_mixture(x, y, beta, rest):
     """log(M) - x and log(M) - y, to a few units in the last place.
 
@@ -90,7 +90,7 @@ def _logs_of_mixture(x, y, beta, rest):
     return tl.where(y_is_larger, smaller, larger), tl.where(y_is_larger, larger, smaller)
 
 
-@triton.jit
+@jit
 def divergence_of(x, y, beta, rest, FORM: tl.constexpr, EXACT: tl.constexpr):
     """f and df/dx, in float32, of a mixture's numbers and form. Without EXACT to what 16 bits can tell."""
     beta, rest = tl.cast(beta, tl.float32), tl.cast(rest, tl.float32)
@@ -100,20 +100,20 @@ def divergence_of(x, y, beta, rest, FORM: tl.constexpr, EXACT: tl.constexpr):
         slope = tl.where(d > 0.0, 0.5, tl.where(d < 0.0, -0.5, d))  # 0 or NaN
     elif FORM == 0:
         p = exp_of(y, EXACT)
-        f = _times_log(p, y - x)  # type: ignore[misc]
+        f = _times_log(p, y - x)
         slope = -p
     elif FORM == 1:
         q = exp_of(x, EXACT)
-        f = _times_log(q, x - y)  # type: ignore[misc]
+        f = _times_log(q, x - y)
         slope = f + q
     elif EXACT or FORM == NEAR_AN_END:
-        above_x, above_y = _logs_of_mixture(x, y, beta, rest)  # type: ignore[misc]
-        slope = rest * _times_log(exp_of(x, EXACT), -above_x)  # type: ignore[misc]
-        f = beta * _times_log(exp_of(y, EXACT), -above_y) + slope  # type: ignore[misc]
+        above_x, above_y = _logs_of_mixture(x, y, beta, rest)
+        slope = rest * _times_log(exp_of(x, EXACT), -above_x)
+        f = beta * _times_log(exp_of(y, EXACT), -above_y) + slope
     else:
         # As few instructions as a GPU has time for while it reads: two exponentials and the logarithm of M itself. What
         # stands for -inf leaves 0 times a number where it would be 0 times inf.
-        x, y = _finite(x), _finite(y)  # type: ignore[misc]
+        x, y = _finite(x), _finite(y)
         q, p = tl.exp2(x * LOG2E), tl.exp2(y * LOG2E)
         log_m = log_for_product(beta * p + rest * q)
         slope = rest * (q * (x - log_m))

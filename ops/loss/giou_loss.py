@@ -309,7 +309,6 @@ def giou_loss_cost(boxes: Tensor, targets: Tensor, *, reduction: str = "mean", e
 
 
 @public_op(
-    'giou_loss(Tensor boxes, Tensor targets, *, str reduction="mean", float eps=1e-5) -> Tensor',
     reference=giou_loss_reference,
     differentiable=("boxes", "targets"),
     trained=("boxes",),

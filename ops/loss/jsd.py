@@ -99,7 +99,6 @@ def jsd_cost(input: Tensor, target: Tensor, **options: Any) -> Cost:
 
 
 @public_op(
-    "jsd(Tensor input, Tensor target, *, Tensor? labels=None, float beta=0.5, int ignore_index=-100) -> Tensor",
     reference=jsd_reference,
     differentiable=("input",),
     kernel_ops=OPS.kernel_ops,

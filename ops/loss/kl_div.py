@@ -22,7 +22,6 @@ program over its own tiles in float32, then over the programs in a fixed order.
 from collections.abc import Iterator
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -44,6 +43,7 @@ from llmk.registry import (
     check_shape,
     empty,
     grid_cap,
+    jit,
     next_power_of_2,
     num_programs,
     public_op,
@@ -63,22 +63,22 @@ def kl_div_reference(input: Tensor, target: Tensor, *, reduction: str = "mean", 
     return losses.sum() / _divisor(input, reduction)
 
 
-@triton.jit
+@jit
 def _exp_for(logs):
     """exp(logs), for a result of the dtype of logs: only float32 shows what exp2 of a rounded product loses."""
     x = logs.to(tl.float32)
-    return exp(x) if logs.dtype == tl.float32 else tl.exp2(x * LOG2E)  # type: ignore[misc]
+    return exp(x) if logs.dtype == tl.float32 else tl.exp2(x * LOG2E)
 
 
-@triton.jit
+@jit
 def _losses(x, t, LOG_TARGET: tl.constexpr):
     if LOG_TARGET:
-        return exp(t) * (t - x)  # type: ignore[misc]
-    log_t = tl.where(t < 0, float("nan"), log_for_product(t))  # type: ignore[misc]
+        return exp(t) * (t - x)
+    log_t = tl.where(t < 0, float("nan"), log_for_product(t))
     return t * log_t - t * x
 
 
-@triton.jit
+@jit
 def _tile(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Rows, columns and mask of a tile."""
     row, col = tile * 0, tile
@@ -90,47 +90,47 @@ def _tile(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     return rows, cols, (rows < M) & (cols < N)
 
 
-@triton.jit
+@jit
 def kl_div_kernel(
     x_ptr, t_ptr, loss_ptr, M, N, x_stride, t_stride,
     LOG_TARGET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    rows, cols, mask = _tile(tl.program_id(0), M, N, BLOCK_M, BLOCK_N)  # type: ignore[misc]
+    rows, cols, mask = _tile(tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
     x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
     t = tl.load(t_ptr + rows * t_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    loss = _losses(x, t, LOG_TARGET)  # type: ignore[misc]
+    loss = _losses(x, t, LOG_TARGET)
     tl.store(loss_ptr + rows * N + cols, loss.to(loss_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit
 def kl_div_sum_kernel(
     x_ptr, t_ptr, partial_ptr, M, N, x_stride, t_stride, tiles,
     LOG_TARGET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        rows, cols, mask = _tile(tile, M, N, BLOCK_M, BLOCK_N)  # type: ignore[misc]
+        rows, cols, mask = _tile(tile, M, N, BLOCK_M, BLOCK_N)
         x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
         t = tl.load(t_ptr + rows * t_stride + cols, mask=mask, other=0.0).to(tl.float32)
-        total += _losses(x, t, LOG_TARGET)  # type: ignore[misc]
+        total += _losses(x, t, LOG_TARGET)
     tl.store(partial_ptr + tl.program_id(0), tl.sum(tl.sum(total, axis=1), axis=0))
 
 
-@triton.jit
+@jit
 def kl_div_backward_kernel(
     grad_ptr, x_ptr, t_ptr, dx_ptr, dt_ptr, M, N, grad_stride_m, grad_stride_n, x_stride, t_stride, divisor,
     LOG_TARGET: tl.constexpr, REDUCED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # Last tiles first: the forward pass ended there, and left them in L2.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    rows, cols, mask = _tile(tile, M, N, BLOCK_M, BLOCK_N)  # type: ignore[misc]
+    rows, cols, mask = _tile(tile, M, N, BLOCK_M, BLOCK_N)
     target = tl.load(t_ptr + rows * t_stride + cols, mask=mask, other=0.0)
     t = target.to(tl.float32)
     if REDUCED:
         g = tl.div_rn(tl.load(grad_ptr).to(tl.float32), tl.cast(divisor, tl.float32))
     else:
         g = tl.load(grad_ptr + rows * grad_stride_m + cols * grad_stride_n, mask=mask, other=0.0).to(tl.float32)
-    weight = _exp_for(target) if LOG_TARGET else t  # type: ignore[misc]
+    weight = _exp_for(target) if LOG_TARGET else t
     if dx_ptr is not None:
         tl.store(dx_ptr + rows * N + cols, (-g * weight).to(dx_ptr.dtype.element_ty), mask=mask)
     if dt_ptr is not None:
@@ -328,7 +328,6 @@ def kl_div_cost(input: Tensor, target: Tensor, *, reduction: str = "mean", log_t
 
 
 @public_op(
-    'kl_div(Tensor input, Tensor target, *, str reduction="mean", bool log_target=False) -> Tensor',
     reference=kl_div_reference,
     differentiable=("input", "target"),
     trained=("input",),

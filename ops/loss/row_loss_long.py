@@ -5,19 +5,18 @@ second reading from L2, were tried on an H200: of 4096x128256 logits in bf16 the
 to 1.6; rows split over programs that wait for each other, which read once, 0.95 to 1.4.
 """
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.math import LOG2E, cap_slope, everywhere
 from llmk.ops.loss.row_loss_math import Options, capped, classes_of, counts_of, loss_of
-from llmk.registry import cdiv, next_power_of_2, wrap_triton
+from llmk.registry import cdiv, jit, next_power_of_2, wrap_triton
 
 ALIGNED = tl.constexpr(16)
 """Elements: Triton takes a number for a multiple of 16 or for no multiple of anything."""
 
 
-@triton.jit
+@jit
 def _first_aligned(start, V, UNALIGNED: tl.constexpr):
     """Columns before the first that Triton may take to be ALIGNED elements from the tensor's beginning or a multiple.
 
@@ -30,7 +29,7 @@ def _first_aligned(start, V, UNALIGNED: tl.constexpr):
     return head, start
 
 
-@triton.jit
+@jit
 def _add_block(
     m, total, weight_sum, below, x_ptr, weight_ptr, cols, end, softcap,
     SMOOTH: tl.constexpr, MASKED: tl.constexpr,
@@ -54,7 +53,7 @@ def _add_block(
     return new_m, total, weight_sum, below
 
 
-@triton.jit
+@jit
 def row_statistics(
     x_ptr, start, weight_ptr, V, counts, softcap,
     SMOOTH: tl.constexpr, UNALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -67,7 +66,7 @@ def row_statistics(
     total = tl.full((), 0.0, dtype=tl.float32)
     weight_sum = tl.full((), 0.0, dtype=tl.float32)
     below = tl.full((), 0.0, dtype=tl.float32)
-    head, first = _first_aligned(start, V, UNALIGNED)  # type: ignore[misc]
+    head, first = _first_aligned(start, V, UNALIGNED)
     if UNALIGNED:
         m, total, weight_sum, below = _add_block(
             m, total, weight_sum, below, x_ptr + start, weight_ptr, tl.arange(0, ALIGNED), tl.where(counts, head, 0),
@@ -90,7 +89,7 @@ def row_statistics(
     return m, total, weight_sum, below
 
 
-@triton.jit
+@jit
 def cross_entropy_kernel(
     x_ptr, target_ptr, weight_ptr, loss_ptr, count_ptr, stats_ptr,
     M, V, x_stride, ignore_index, smoothing, z_loss, softcap,
@@ -100,9 +99,9 @@ def cross_entropy_kernel(
     z_loss = tl.cast(z_loss, tl.float32)
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row).to(tl.int64)
-    counts, valid, w_t = counts_of(target, weight_ptr, V, ignore_index)  # type: ignore[misc]
+    counts, valid, w_t = counts_of(target, weight_ptr, V, ignore_index)
     x_t = capped(tl.load(x_ptr + row * x_stride + target, mask=valid, other=0.0), softcap)
-    m, total, weight_sum, below = row_statistics(  # type: ignore[misc]
+    m, total, weight_sum, below = row_statistics(
         x_ptr, row * x_stride, weight_ptr, V, counts, softcap, SMOOTH, UNALIGNED, BLOCK_V
     )
     logsum = tl.log(total)
@@ -113,7 +112,7 @@ def cross_entropy_kernel(
     tl.store(stats_ptr + M + row, total)
 
 
-@triton.jit
+@jit
 def _store_gradient(
     x_ptr, dx_ptr, cols, end, classes, num_classes,
     target, counts, valid, w_t, g, m, total, weight_ptr, weight_sum_ptr,
@@ -121,7 +120,7 @@ def _store_gradient(
 ):  # fmt: skip
     """The gradient of a row's columns below `end`; all are, unless MASKED."""
     mask = cols < end if MASKED else None
-    read = everywhere(counts, cols)  # type: ignore[misc]
+    read = everywhere(counts, cols)
     # A row that does not count is not read: its gradient is zero whatever it holds.
     logits = tl.load(x_ptr + cols, mask=mask & read if MASKED else read, other=0.0)
     x = capped(logits, softcap)
@@ -142,7 +141,7 @@ def _store_gradient(
     tl.store(dx_ptr + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit
 def cross_entropy_backward_kernel(
     grad_ptr, divisor_ptr, x_ptr, target_ptr, weight_ptr, weight_sum_ptr, stats_ptr, dx_ptr,
     M, V, grad_stride, x_stride, dx_stride, ignore_index, smoothing, z_loss, softcap, first_class, num_classes,
@@ -153,9 +152,9 @@ def cross_entropy_backward_kernel(
     z_loss = tl.cast(z_loss, tl.float32)
     program, blocks = tl.program_id(0), tl.cdiv(V, BLOCK_V)  # neighbours in time are neighbours in memory
     row, block = (program // blocks).to(tl.int64), program % blocks
-    first_class, num_classes = classes_of(0, V, first_class, num_classes)  # type: ignore[misc]
+    first_class, num_classes = classes_of(0, V, first_class, num_classes)
     target = tl.load(target_ptr + row).to(tl.int64)
-    counts, valid, w_t = counts_of(target, weight_ptr, num_classes, ignore_index)  # type: ignore[misc]
+    counts, valid, w_t = counts_of(target, weight_ptr, num_classes, ignore_index)
     if LEAVE_IGNORED:  # noqa: SIM102  Triton evaluates both sides of an `and`
         if counts == 0:
             return
@@ -164,11 +163,11 @@ def cross_entropy_backward_kernel(
     g = tl.load(grad_ptr + row * grad_stride)
     if divisor_ptr is not None:
         g = g / tl.load(divisor_ptr)  # div_rn's slow path would cost 40 registers
-    head, x_first = _first_aligned(row * x_stride, V, UNALIGNED)  # type: ignore[misc]
-    _, dx_first = _first_aligned(row * dx_stride, V, UNALIGNED)  # type: ignore[misc]
+    head, x_first = _first_aligned(row * x_stride, V, UNALIGNED)
+    _, dx_first = _first_aligned(row * dx_stride, V, UNALIGNED)
     if UNALIGNED and block == 0:
         cols = tl.arange(0, ALIGNED)
-        _store_gradient(  # type: ignore[misc]
+        _store_gradient(
             x_ptr + row * x_stride, dx_ptr + row * dx_stride, cols, head, first_class + cols, num_classes,
             target, counts, valid, w_t, g, m, total, weight_ptr, weight_sum_ptr, smoothing, z_loss, softcap,
             SMOOTH, True,
@@ -180,13 +179,13 @@ def cross_entropy_backward_kernel(
     cols = block * BLOCK_V + tl.arange(0, BLOCK_V)
     # A mask whose end is no multiple of 16 takes vectors apart, so whole blocks go without.
     if RAGGED and block * BLOCK_V + BLOCK_V <= V:
-        _store_gradient(  # type: ignore[misc]
+        _store_gradient(
             x_ptr, dx_ptr, cols, V, first_class + cols, num_classes,
             target, counts, valid, w_t, g, m, total, weight_ptr, weight_sum_ptr, smoothing, z_loss, softcap,
             SMOOTH, False,
         )  # fmt: skip
     else:
-        _store_gradient(  # type: ignore[misc]
+        _store_gradient(
             x_ptr, dx_ptr, cols, V, first_class + cols, num_classes,
             target, counts, valid, w_t, g, m, total, weight_ptr, weight_sum_ptr, smoothing, z_loss, softcap,
             SMOOTH, True,

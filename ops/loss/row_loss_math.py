@@ -1,9 +1,8 @@
-"""What a loss of rows takes and gives, and what its kernels share; `row_loss.py` has the formulas."""
+"""Arguments and results of a loss of rows, and functions that its kernels share; `row_loss.py` has the formulas."""
 
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -16,6 +15,7 @@ from llmk.registry import (
     check_same,
     check_shape,
     check_switch,
+    jit,
 )
 
 
@@ -97,7 +97,7 @@ def counted(target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     return counts, torch.where(counts, target, 0)
 
 
-@triton.jit
+@jit
 def capped(logits, softcap):
     """x in float32; a softcap of None is off."""
     x = logits.to(tl.float32)
@@ -106,7 +106,7 @@ def capped(logits, softcap):
     return x
 
 
-@triton.jit
+@jit
 def counts_of(target, weight_ptr, num_classes, ignore_index):
     """Return whether a row's int64 target counts, whether it is a class, and its class weight."""
     counts = target != ignore_index
@@ -117,7 +117,7 @@ def counts_of(target, weight_ptr, num_classes, ignore_index):
     return counts, valid, w_t
 
 
-@triton.jit
+@jit
 def loss_of(
     m, logsum, weight_sum, below, x_t, w_t, counts, valid, num_classes, smoothing, z_loss, SMOOTH: tl.constexpr
 ):
@@ -129,7 +129,7 @@ def loss_of(
     return tl.where(valid, loss, tl.where(counts, float("nan"), 0.0))  # out of range: NaN, and nothing was read there
 
 
-@triton.jit
+@jit
 def classes_of(cols, V, first_class, num_classes):
     """The class of each column, and how many there are; what is left out costs a kernel nothing."""
     if first_class is None:

@@ -6,17 +6,16 @@ weight: the target's logit is picked from the tile in registers.
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.math import LOG2E, cap_slope
 from llmk.ops.common.sums import sum_pair
 from llmk.ops.loss.row_loss_math import Options, capped, classes_of, counts_of, loss_of
-from llmk.registry import cdiv, grid_cap, next_power_of_2, num_programs, wrap_triton
+from llmk.registry import cdiv, grid_cap, jit, next_power_of_2, num_programs, wrap_triton
 
 
-@triton.jit
+@jit
 def _target_column(target, first_class, V):
     """Where the rows' targets are, -1 where in no column: 32 bits, which compare in half the instructions of 64."""
     column = target
@@ -25,7 +24,7 @@ def _target_column(target, first_class, V):
     return tl.where((column >= 0) & (column < V), column, -1).to(tl.int32)
 
 
-@triton.jit
+@jit
 def cross_entropy_short_kernel(
     x_ptr, target_ptr, weight_ptr, loss_ptr, count_ptr, stats_ptr,
     M, V, x_stride, ignore_index, smoothing, z_loss, softcap,
@@ -49,10 +48,10 @@ def cross_entropy_short_kernel(
         x = capped(tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=float("-inf")), softcap)
         if softcap is not None:
             x = tl.where(mask, x, float("-inf"))  # again: capped, it is -c
-        counts, valid, w_t = counts_of(target, weight_ptr, V, ignore_index)  # type: ignore[misc]
+        counts, valid, w_t = counts_of(target, weight_ptr, V, ignore_index)
         hit = cols[None, :] == _target_column(target, None, V)[:, None]
         m = tl.max(x, axis=1)
-        total, x_t = sum_pair(tl.exp2((x - m[:, None]) * LOG2E), tl.where(hit, x, 0.0), 1)  # type: ignore[misc]
+        total, x_t = sum_pair(tl.exp2((x - m[:, None]) * LOG2E), tl.where(hit, x, 0.0), 1)
         below = 0.0
         if SMOOTH:
             below = tl.sum(tl.where(mask, w * (m[:, None] - x), 0.0), axis=1)
@@ -63,7 +62,7 @@ def cross_entropy_short_kernel(
         tl.store(stats_ptr + M + rows, total, mask=row_mask)
 
 
-@triton.jit
+@jit
 def cross_entropy_short_backward_kernel(
     grad_ptr, divisor_ptr, x_ptr, target_ptr, weight_ptr, weight_sum_ptr, stats_ptr, dx_ptr,
     M, V, grad_stride, x_stride, dx_stride, ignore_index, smoothing, z_loss, softcap, first_class, num_classes,
@@ -84,8 +83,8 @@ def cross_entropy_short_backward_kernel(
     g = tl.load(grad_ptr + rows * grad_stride, mask=row_mask, other=0.0)
     if divisor_ptr is not None:
         g = g / tl.load(divisor_ptr)
-    classes, num_classes = classes_of(cols, V, first_class, num_classes)  # type: ignore[misc]
-    counts, valid, w_t = counts_of(target, weight_ptr, num_classes, ignore_index)  # type: ignore[misc]
+    classes, num_classes = classes_of(cols, V, first_class, num_classes)
+    counts, valid, w_t = counts_of(target, weight_ptr, num_classes, ignore_index)
     g = tl.where(valid, g, float("nan"))  # of a target out of range
     hit = cols[None, :] == _target_column(target, first_class, V)[:, None]
     p = tl.exp2((x - m[:, None]) * LOG2E) * tl.div_rn(1.0, total)[:, None]

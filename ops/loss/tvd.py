@@ -76,7 +76,6 @@ def tvd_cost(input: Tensor, target: Tensor, **options: Any) -> Cost:
 
 
 @public_op(
-    'tvd(Tensor input, Tensor target, *, Tensor? labels=None, str reduction="mean", int ignore_index=-100) -> Tensor',
     reference=tvd_reference,
     differentiable=("input",),
     kernel_ops=OPS.kernel_ops,

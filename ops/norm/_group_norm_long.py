@@ -10,7 +10,6 @@ each channel's places: the affine gradients are summed from them, and dx needs t
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -24,10 +23,10 @@ from llmk.ops.norm._moments import (
     piece_moments,
     share_and_rstd,
 )
-from llmk.registry import cdiv, empty, max_warps, next_power_of_2, num_programs, size_hint, wrap_triton
+from llmk.registry import cdiv, empty, jit, max_warps, next_power_of_2, num_programs, size_hint, wrap_triton
 
 
-@triton.jit
+@jit
 def _tile(row, tile, G, C, S, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
     """Return a tile's channels and which of them exist, its offsets and mask, and its column of tiles."""
     columns = tl.cdiv(S, BLOCK_S)
@@ -38,18 +37,18 @@ def _tile(row, tile, G, C, S, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
     return row % G * C + channels, channels < C, offsets, mask, tile % columns
 
 
-@triton.jit
+@jit
 def _store_stats(stats_ptr, row, rows, mean, spread, var):
     tl.store(stats_ptr + row, mean)
     tl.store(stats_ptr + rows + row, var)
     tl.store(stats_ptr + 2 * rows + row, coarse_mean(mean, spread))
 
 
-@triton.jit
+@jit
 def _write_y(
     x_ptr, w_ptr, b_ptr, y_ptr, row, tile, G, C, S, mean, share, rstd, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr
 ):
-    channels, channel_mask, offsets, mask, _ = _tile(row, tile, G, C, S, BLOCK_C, BLOCK_S)  # type: ignore[misc]
+    channels, channel_mask, offsets, mask, _ = _tile(row, tile, G, C, S, BLOCK_C, BLOCK_S)
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
     y = (x * share - mean) * rstd
     if w_ptr is not None:
@@ -59,13 +58,13 @@ def _write_y(
     tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
 
-@triton.jit
+@jit
 def _write_dx(
     dy_ptr, x_ptr, w_ptr, dx_ptr, row, tile, G, C, S, mean, share, rstd, total, dot,
     BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Given the means of dy * weight and of dy * weight * c * rstd over the row."""
-    channels, channel_mask, offsets, mask, _ = _tile(row, tile, G, C, S, BLOCK_C, BLOCK_S)  # type: ignore[misc]
+    channels, channel_mask, offsets, mask, _ = _tile(row, tile, G, C, S, BLOCK_C, BLOCK_S)
     dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
     if w_ptr is not None:
@@ -74,7 +73,7 @@ def _write_dx(
     tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
 
-@triton.jit
+@jit
 def group_norm_walk_kernel(
     x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, B, G, C, S, eps,
     BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, NUM_STAGES: tl.constexpr,
@@ -83,22 +82,20 @@ def group_norm_walk_kernel(
     eps = tl.cast(eps, tl.float32)
     row = tl.program_id(0).to(tl.int64)
     D = C * S
-    mean, squares = lane_moments(x_ptr + row * D, D, 1.0, BLOCK_C * BLOCK_S, NUM_STAGES)  # type: ignore[misc]
+    mean, squares = lane_moments(x_ptr + row * D, D, 1.0, BLOCK_C * BLOCK_S, NUM_STAGES)
     spread = squares / D
     var = spread + eps
-    _store_stats(stats_ptr, row, B * G, mean, spread, var)  # type: ignore[misc]
+    _store_stats(stats_ptr, row, B * G, mean, spread, var)
     rstd = tl.div_rn(1.0, tl.sqrt_rn(var))
     tiles = tl.cdiv(C, BLOCK_C) * tl.cdiv(S, BLOCK_S)
     for i in tl.range(tiles, num_stages=NUM_STAGES):
-        _write_y(  # type: ignore[misc]
-            x_ptr, w_ptr, b_ptr, y_ptr, row, tiles - 1 - i, G, C, S, mean, 1.0, rstd, BLOCK_C, BLOCK_S
-        )
+        _write_y(x_ptr, w_ptr, b_ptr, y_ptr, row, tiles - 1 - i, G, C, S, mean, 1.0, rstd, BLOCK_C, BLOCK_S)
     if (squares < float("inf")) == 0:
         tl.debug_barrier()  # another thread may have written the same place
-        normalize_group_if_huge(x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, row, B, G, C, S, eps)  # type: ignore[misc]
+        normalize_group_if_huge(x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, row, B, G, C, S, eps)
 
 
-@triton.jit
+@jit
 def group_norm_walk_backward_kernel(
     dy_ptr, x_ptr, w_ptr, stats_ptr, dx_ptr, partial_ptr, B, G, C, S,
     BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, NUM_STAGES: tl.constexpr,
@@ -108,15 +105,15 @@ def group_norm_walk_backward_kernel(
     columns = tl.cdiv(S, BLOCK_S)
     tiles = tl.cdiv(C, BLOCK_C) * columns
     mean, near = tl.load(stats_ptr + row), tl.load(stats_ptr + 2 * B * G + row)
-    share, rstd = share_and_rstd(tl.load(stats_ptr + B * G + row))  # type: ignore[misc]
+    share, rstd = share_and_rstd(tl.load(stats_ptr + B * G + row))
     total = tl.zeros((BLOCK_C,), dtype=tl.float32)
     dot = tl.zeros((BLOCK_C,), dtype=tl.float32)
     for tile in tl.range(tiles, num_stages=NUM_STAGES):
-        channels, channel_mask, offsets, mask, column = _tile(row, tile, G, C, S, BLOCK_C, BLOCK_S)  # type: ignore[misc]
+        channels, channel_mask, offsets, mask, column = _tile(row, tile, G, C, S, BLOCK_C, BLOCK_S)
         dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         # dy is zero past the tile's edge; there x - near times rstd could be infinite.
-        db, dw = sum_pair(dy, dy * (x * share - near), 1)  # type: ignore[misc]
+        db, dw = sum_pair(dy, dy * (x * share - near), 1)
         dw = rstd * (dw - (mean - near) * db)
         at = partial_ptr + (row // G * columns + column) * 2 * G * C + channels
         tl.store(at, dw, mask=channel_mask)
@@ -127,16 +124,16 @@ def group_norm_walk_backward_kernel(
             db *= w
         total += db
         dot += dw
-    total, dot = sum_pair(total, dot, 0)  # type: ignore[misc]
+    total, dot = sum_pair(total, dot, 0)
     D = C * S
     for i in tl.range(tiles, num_stages=NUM_STAGES):
-        _write_dx(  # type: ignore[misc]
+        _write_dx(
             dy_ptr, x_ptr, w_ptr, dx_ptr, row, tiles - 1 - i, G, C, S, mean, share, rstd, total / D, dot / D,
             BLOCK_C, BLOCK_S,
         )  # fmt: skip
 
 
-@triton.jit
+@jit
 def group_norm_long_moments_kernel(
     x_ptr, moments_ptr, D, PIECES, PIECE, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr
 ):  # fmt: skip
@@ -144,12 +141,12 @@ def group_norm_long_moments_kernel(
     program = tl.program_id(0).to(tl.int64)
     row, first = program // PIECES, program % PIECES * PIECE
     length = tl.minimum(PIECE, D - first)
-    mean, squares, share = piece_moments(x_ptr + row * D + first, length, BLOCK_N, NUM_STAGES)  # type: ignore[misc]
+    mean, squares, share = piece_moments(x_ptr + row * D + first, length, BLOCK_N, NUM_STAGES)
     tl.store(moments_ptr + program, mean)
     tl.store(moments_ptr + tl.num_programs(0) + program, tl.where(share < 1.0, -squares, squares))
 
 
-@triton.jit
+@jit
 def group_norm_long_kernel(
     x_ptr, w_ptr, b_ptr, moments_ptr, y_ptr, stats_ptr, B, G, C, S, PIECES, PIECE, eps,
     BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -164,16 +161,16 @@ def group_norm_long_kernel(
     count = tl.where(k < PIECES, tl.minimum(PIECE, D - k * PIECE), 0).to(tl.float32)
     means = tl.load(moments_ptr + row * PIECES + k, mask=k < PIECES, other=0.0)
     squares = tl.load(moments_ptr + (B * G + row) * PIECES + k, mask=k < PIECES, other=0.0)
-    mean, squares, share = merge_pieces(means, squares, count, D)  # type: ignore[misc]
+    mean, squares, share = merge_pieces(means, squares, count, D)
     spread = squares / D
-    var = kept_variance(spread, eps, share)  # type: ignore[misc]
+    var = kept_variance(spread, eps, share)
     if tile == 0:
-        _store_stats(stats_ptr, row, B * G, mean, spread, var)  # type: ignore[misc]
-    _, rstd = share_and_rstd(var)  # type: ignore[misc]
-    _write_y(x_ptr, w_ptr, b_ptr, y_ptr, row, tile, G, C, S, mean, share, rstd, BLOCK_C, BLOCK_S)  # type: ignore[misc]
+        _store_stats(stats_ptr, row, B * G, mean, spread, var)
+    _, rstd = share_and_rstd(var)
+    _write_y(x_ptr, w_ptr, b_ptr, y_ptr, row, tile, G, C, S, mean, share, rstd, BLOCK_C, BLOCK_S)
 
 
-@triton.jit
+@jit
 def group_norm_long_backward_sums_kernel(
     dy_ptr, x_ptr, stats_ptr, partial_ptr, B, G, C, S, PIECES, PIECE, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr
 ):
@@ -186,7 +183,7 @@ def group_norm_long_backward_sums_kernel(
     channel_mask = channels < C
     if x_ptr is not None:
         mean, near = tl.load(stats_ptr + row), tl.load(stats_ptr + 2 * B * G + row)
-        share, rstd = share_and_rstd(tl.load(stats_ptr + B * G + row))  # type: ignore[misc]
+        share, rstd = share_and_rstd(tl.load(stats_ptr + B * G + row))
     dw = tl.zeros((BLOCK_C, BLOCK_S), dtype=tl.float32)
     db = tl.zeros((BLOCK_C, BLOCK_S), dtype=tl.float32)
     for start in range(piece * PIECE, tl.minimum(S, (piece + 1) * PIECE), BLOCK_S):
@@ -206,7 +203,7 @@ def group_norm_long_backward_sums_kernel(
     tl.store(partial_ptr + (SUMS - 1) * G * C, db_sum, mask=channel_mask)
 
 
-@triton.jit
+@jit
 def group_norm_long_backward_kernel(
     dy_ptr, x_ptr, w_ptr, stats_ptr, partial_ptr, dx_ptr, B, G, C, S, PIECES,
     BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -231,11 +228,9 @@ def group_norm_long_backward_kernel(
         total += db
     D = tl.cast(C, tl.int64) * S
     mean = tl.load(stats_ptr + row)
-    share, rstd = share_and_rstd(tl.load(stats_ptr + B * G + row))  # type: ignore[misc]
-    total, dot = sum_pair(total, dot, 0)  # type: ignore[misc]
-    _write_dx(  # type: ignore[misc]
-        dy_ptr, x_ptr, w_ptr, dx_ptr, row, tile, G, C, S, mean, share, rstd, total / D, dot / D, BLOCK_C, BLOCK_S
-    )
+    share, rstd = share_and_rstd(tl.load(stats_ptr + B * G + row))
+    total, dot = sum_pair(total, dot, 0)
+    _write_dx(dy_ptr, x_ptr, w_ptr, dx_ptr, row, tile, G, C, S, mean, share, rstd, total / D, dot / D, BLOCK_C, BLOCK_S)
 
 
 MOMENTS = {"BLOCK_N": 2048, "NUM_STAGES": 3, "num_warps": 8}

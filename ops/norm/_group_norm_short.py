@@ -4,23 +4,22 @@ A program takes neighbouring groups first, whose values are neighbours in memory
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.rows import aligned
 from llmk.ops.common.sums import sum_pair
 from llmk.ops.norm._moments import coarse_mean, normalize_group_if_huge, overflowed, share_and_rstd
-from llmk.registry import cdiv, empty, grid_cap, next_power_of_2, num_programs, wrap_triton
+from llmk.registry import cdiv, empty, grid_cap, jit, next_power_of_2, num_programs, wrap_triton
 
 
-@triton.jit
+@jit
 def _flat(x):
     """A row's channels and places as one axis, so that its threads wait for each other once in a sum and not twice."""
     return tl.reshape(x, (x.shape[0], x.shape[1] * x.shape[2]))
 
 
-@triton.jit
+@jit
 def _channels(block, ROWS: tl.constexpr, G, C, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr):
     """Groups of a block's rows, sample after sample; their channels, and which of them exist."""
     groups = block * BLOCK_G + tl.arange(0, ROWS) % BLOCK_G
@@ -29,7 +28,7 @@ def _channels(block, ROWS: tl.constexpr, G, C, BLOCK_G: tl.constexpr, BLOCK_C: t
     return groups, groups[:, None] * C + channels[None, :], mask
 
 
-@triton.jit
+@jit
 def _tile(start, groups, mask, B, G, C, S, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
     """The rows of these groups in the samples from start on, and which exist; the tile's offsets and mask."""
     samples = start + tl.arange(0, groups.shape[0]) // BLOCK_G
@@ -40,7 +39,7 @@ def _tile(start, groups, mask, B, G, C, S, BLOCK_G: tl.constexpr, BLOCK_C: tl.co
     return rows, (samples < B) & (groups < G), offsets, mask
 
 
-@triton.jit
+@jit
 def _within(x, mask, FILLED: tl.constexpr):
     """x, and zero where the tile has no value of its row; a row of FILLED tiles has all of them."""
     if not FILLED:
@@ -48,7 +47,7 @@ def _within(x, mask, FILLED: tl.constexpr):
     return x
 
 
-@triton.jit
+@jit
 def group_norm_kernel(
     x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, B, G, C, S, eps,
     BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, FILLED: tl.constexpr,
@@ -57,17 +56,15 @@ def group_norm_kernel(
     eps = tl.cast(eps, tl.float32)
     blocks = tl.cdiv(G, BLOCK_G)
     block, start = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_B
-    groups, affine, affine_mask = _channels(block, BLOCK_B * BLOCK_G, G, C, BLOCK_G, BLOCK_C)  # type: ignore[misc]
-    rows, row_mask, offsets, mask = _tile(  # type: ignore[misc]
-        start, groups, affine_mask, B, G, C, S, BLOCK_G, BLOCK_C, BLOCK_S
-    )
+    groups, affine, affine_mask = _channels(block, BLOCK_B * BLOCK_G, G, C, BLOCK_G, BLOCK_C)
+    rows, row_mask, offsets, mask = _tile(start, groups, affine_mask, B, G, C, S, BLOCK_G, BLOCK_C, BLOCK_S)
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     part = 1.0 / (C * S)  # one division, not one for each sum of each row
     mean = tl.sum(_flat(x), axis=1) * part
-    c = _within(x - mean[:, None, None], mask, FILLED)  # type: ignore[misc]
+    c = _within(x - mean[:, None, None], mask, FILLED)
     near = coarse_mean(mean, tl.sum(_flat(c * c), axis=1) * part)
-    c = _within(x - near[:, None, None], mask, FILLED)  # type: ignore[misc]
-    rest, squares = sum_pair(_flat(c), _flat(c * c), 1)  # type: ignore[misc]
+    c = _within(x - near[:, None, None], mask, FILLED)
+    rest, squares = sum_pair(_flat(c), _flat(c * c), 1)
     rest *= part
     mean = near + rest
     # rest is so small beside a deviation that its square takes no digits from the variance.
@@ -82,17 +79,15 @@ def group_norm_kernel(
     tl.store(stats_ptr + rows, mean, mask=row_mask)
     tl.store(stats_ptr + B * G + rows, var, mask=row_mask)
     tl.store(stats_ptr + 2 * B * G + rows, coarse_mean(mean, spread), mask=row_mask)
-    if overflowed(squares):  # type: ignore[misc]
+    if overflowed(squares):
         tl.debug_barrier()  # another thread may have written the same place
         for i in range(0, BLOCK_B * BLOCK_G):
             sample, group = start + i // BLOCK_G, block * BLOCK_G + i % BLOCK_G
             if (sample < B) & (group < G):
-                normalize_group_if_huge(  # type: ignore[misc]
-                    x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, sample * G + group, B, G, C, S, eps
-                )
+                normalize_group_if_huge(x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, sample * G + group, B, G, C, S, eps)
 
 
-@triton.jit
+@jit
 def group_norm_backward_kernel(
     dy_ptr, x_ptr, w_ptr, stats_ptr, dx_ptr, partial_ptr, B, G, C, S, HAS_DW: tl.constexpr, HAS_DB: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, FILLED: tl.constexpr,
@@ -102,7 +97,7 @@ def group_norm_backward_kernel(
     blocks = tl.cdiv(G, BLOCK_G)
     block, share = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     shares = tl.num_programs(0) // blocks
-    groups, affine, affine_mask = _channels(block, BLOCK_B * BLOCK_G, G, C, BLOCK_G, BLOCK_C)  # type: ignore[misc]
+    groups, affine, affine_mask = _channels(block, BLOCK_B * BLOCK_G, G, C, BLOCK_G, BLOCK_C)
     if w_ptr is not None:
         w = tl.load(w_ptr + affine, mask=affine_mask, other=0.0).to(tl.float32)[:, :, None]
     dw = tl.zeros((BLOCK_B * BLOCK_G, BLOCK_C), dtype=tl.float32)
@@ -110,9 +105,7 @@ def group_norm_backward_kernel(
     part = 1.0 / (C * S)
     # Persistent: the next samples are prefetched while these are computed, and dw and db stay in registers.
     for start in tl.range(share * BLOCK_B, B, shares * BLOCK_B, num_stages=NUM_STAGES):
-        rows, row_mask, offsets, mask = _tile(  # type: ignore[misc]
-            start, groups, affine_mask, B, G, C, S, BLOCK_G, BLOCK_C, BLOCK_S
-        )
+        rows, row_mask, offsets, mask = _tile(start, groups, affine_mask, B, G, C, S, BLOCK_G, BLOCK_C, BLOCK_S)
         dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         if HAS_DB:
             db += tl.sum(dy, axis=2)
@@ -121,7 +114,7 @@ def group_norm_backward_kernel(
             mean = tl.load(stats_ptr + rows, mask=row_mask, other=0.0)
             var = tl.load(stats_ptr + B * G + rows, mask=row_mask, other=1.0)
             near = tl.load(stats_ptr + 2 * B * G + rows, mask=row_mask, other=0.0)
-            of_x, rstd = share_and_rstd(var)  # type: ignore[misc]
+            of_x, rstd = share_and_rstd(var)
             c = x * of_x[:, None, None] - mean[:, None, None]
             if HAS_DW:
                 # dy is zero past a row's end; there x - near times rstd could be infinite.
@@ -137,14 +130,14 @@ def group_norm_backward_kernel(
                     dx = g * c  # zero, and NaN where PyTorch's is
                 else:
                     total = tl.sum(g, axis=1) * part
-                    g = _within(g - total[:, None], _flat(mask), FILLED)  # type: ignore[misc]  so that g * c is zero there
-                    rest, dot = sum_pair(g, g * c, 1)  # type: ignore[misc]
+                    g = _within(g - total[:, None], _flat(mask), FILLED)  # so that g * c is zero there
+                    rest, dot = sum_pair(g, g * c, 1)
                     g -= (rest * part)[:, None]  # corrected like mean
                     dot = tl.div_rn(dot * part, tl.abs(var))
                     dx = (of_x * rstd)[:, None] * (g - c * dot[:, None])
                 dx = tl.reshape(dx, offsets.shape)
                 tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-    _, affine, affine_mask = _channels(block, BLOCK_G, G, C, BLOCK_G, BLOCK_C)  # type: ignore[misc]
+    _, affine, affine_mask = _channels(block, BLOCK_G, G, C, BLOCK_G, BLOCK_C)
     if HAS_DW or HAS_DB:
         partial_ptr += share * (HAS_DW + HAS_DB) * G * C + affine
     if HAS_DW:

@@ -6,23 +6,22 @@ reading of a value finds it in L2. Longer rows are read twice: for the sums, the
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.rows import row_shares
 from llmk.ops.common.sums import sum_pair
 from llmk.ops.norm._moments import lane_moments, normalize_if_huge, share_and_rstd
-from llmk.registry import cdiv, empty, num_programs, wrap_triton
+from llmk.registry import cdiv, empty, jit, num_programs, wrap_triton
 
 
-@triton.jit
+@jit
 def layer_norm_long_kernel(x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, M, N, x_stride, eps, BLOCK_N: tl.constexpr):
     eps = tl.cast(eps, tl.float32)
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     y_ptr += row * N
-    mean, squares = lane_moments(x_ptr, N, 1.0, BLOCK_N, 1)  # type: ignore[misc]
+    mean, squares = lane_moments(x_ptr, N, 1.0, BLOCK_N, 1)
     var = squares / N + eps
     tl.store(stats_ptr + row, mean)
     tl.store(stats_ptr + M + row, var)
@@ -37,12 +36,10 @@ def layer_norm_long_kernel(x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, M, N, x_stride
         tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
     if (squares < float("inf")) == 0:
         tl.debug_barrier()  # another thread may have written the same place
-        normalize_if_huge(  # type: ignore[misc]
-            x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr + row, stats_ptr + M + row, None, N, 1, eps
-        )
+        normalize_if_huge(x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr + row, stats_ptr + M + row, None, N, 1, eps)
 
 
-@triton.jit
+@jit
 def layer_norm_wide_backward_kernel(
     dy_ptr, x_ptr, w_ptr, stats_ptr, dx_ptr, partial_ptr, M, N, dy_stride, x_stride,
     HAS_DW: tl.constexpr, HAS_DB: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
@@ -63,7 +60,7 @@ def layer_norm_wide_backward_kernel(
             x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
             mean = tl.load(stats_ptr + row)
             var = tl.load(stats_ptr + M + row)
-            share, rstd = share_and_rstd(var)  # type: ignore[misc]
+            share, rstd = share_and_rstd(var)
             c = x * share - mean
             if HAS_DW:
                 dw += dy * (c * rstd)
@@ -74,7 +71,7 @@ def layer_norm_wide_backward_kernel(
                     h *= tl.load(w_ptr + others, mask=others < N, other=0.0).to(tl.float32)
                 e = tl.load(x_ptr + row * x_stride + others, mask=others < N, other=0.0).to(tl.float32) * share - mean
                 # dy and h are zero past the row's end.
-                total, dot = sum_pair(dy + h, dy * c + h * e, 0)  # type: ignore[misc]
+                total, dot = sum_pair(dy + h, dy * c + h * e, 0)
                 dx = share * rstd * (dy - total / N - c * tl.div_rn(dot / N, tl.abs(var)))
                 tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
     if HAS_DW or HAS_DB:
@@ -85,14 +82,14 @@ def layer_norm_wide_backward_kernel(
         tl.store(partial_ptr + HAS_DW * N, db, mask=cols < N)
 
 
-@triton.jit
+@jit
 def layer_norm_long_backward_means_kernel(
     dy_ptr, x_ptr, w_ptr, stats_ptr, means_ptr, M, N, dy_stride, x_stride, BLOCK_N: tl.constexpr
 ):
     """mean(dy * weight) and mean(dy * weight * c) / var of each row."""
     row = tl.program_id(0).to(tl.int64)
     mean, var = tl.load(stats_ptr + row), tl.load(stats_ptr + M + row)
-    share, _ = share_and_rstd(var)  # type: ignore[misc]
+    share, _ = share_and_rstd(var)
     total = tl.zeros((BLOCK_N,), dtype=tl.float32)
     dot = tl.zeros((BLOCK_N,), dtype=tl.float32)
     for start in range(0, N, BLOCK_N):
@@ -107,7 +104,7 @@ def layer_norm_long_backward_means_kernel(
     tl.store(means_ptr + M + row, tl.div_rn(tl.sum(dot, axis=0) / N, tl.abs(var)))
 
 
-@triton.jit
+@jit
 def layer_norm_long_backward_kernel(
     dy_ptr, x_ptr, w_ptr, stats_ptr, means_ptr, dx_ptr, partial_ptr, M, N, dy_stride, x_stride,
     HAS_DW: tl.constexpr, HAS_DB: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -124,7 +121,7 @@ def layer_norm_long_backward_kernel(
         if HAS_DB:
             db += dy
         if x_ptr is not None:
-            share, rstd = share_and_rstd(tl.load(stats_ptr + M + row))  # type: ignore[misc]
+            share, rstd = share_and_rstd(tl.load(stats_ptr + M + row))
             x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
             c = x * share - tl.load(stats_ptr + row)
             if HAS_DW:

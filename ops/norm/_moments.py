@@ -13,44 +13,44 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.sums import sum_pair
-from llmk.registry import empty, no_gradient
+from llmk.registry import empty, jit, no_gradient
 
 SHARE = tl.constexpr(2.0**-80)
 WHOLE = tl.constexpr(2.0**80)
 
 
-@triton.jit
+@jit
 def smaller_share(squares):
     """SHARE where these squares of whole values are infinite or NaN, else 1."""
     return tl.where(squares < float("inf"), 1.0, SHARE)
 
 
-@triton.jit
+@jit
 def overflowed(squares):
     """Return True if any of a block of squares is infinite or NaN."""
     return tl.sum((squares < float("inf")).to(tl.int32), axis=0) < squares.shape[0]
 
 
-@triton.jit
+@jit
 def whole_if_equal(mean, spread, share):
     """Mean and share of a row: of equal values, which have no spread, whole."""
     equal = spread == 0.0
     return tl.where(equal & (share < 1.0), mean * WHOLE, mean), tl.where(equal, 1.0, share)
 
 
-@triton.jit
+@jit
 def kept_variance(spread, eps, share):
     """spread + eps of the whole values; of shares negative."""
     return tl.where(share < 1.0, -(spread + eps * share * share), spread + eps)
 
 
-@triton.jit
+@jit
 def share_and_rstd(var):
     """A row's share, and 1 / sqrt(var) of its shares, from the variance that was kept."""
     return tl.where(var < 0.0, SHARE, 1.0), tl.div_rn(1.0, tl.sqrt_rn(tl.abs(var)))
 
 
-@triton.jit
+@jit
 def coarse_mean(mean, var):
     """The mean to about twelve binary digits of a deviation.
 
@@ -60,9 +60,9 @@ def coarse_mean(mean, var):
     return (mean + grid) - grid
 
 
-@triton.jit
+@jit
 def known_rest(rest, var):
-    """What is left of a mean, sum(x - mean) / N, where it is more than the rounding of x - mean; else 0.
+    """Return the remainder of a mean, sum(x - mean) / N, where it is more than the rounding of x - mean; else 0.
 
     x - mean rounds alike for every x of a binade: a rest below half a unit of a deviation may be nothing but that.
     """
@@ -97,7 +97,7 @@ def centered(x: Tensor) -> tuple[Tensor, Tensor]:
     return x - mean, mean
 
 
-@triton.jit
+@jit
 def _centered_share(x_ptr, mean, cols, N):
     """SHARE of x less a mean; 0 past the row's end."""
     x = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
@@ -120,19 +120,19 @@ def normalize_if_huge(x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, var_ptr, near_ptr, N
         for _ in range(3):  # the last two correct it: of equal values it is that value
             rest = tl.zeros((COLS,), dtype=tl.float32)
             for first in range(0, N, COLS):
-                rest += _centered_share(x_ptr, mean, first + tl.arange(0, COLS), N)  # type: ignore[misc]
+                rest += _centered_share(x_ptr, mean, first + tl.arange(0, COLS), N)
             mean += tl.sum(rest, axis=0) / N
         squares = tl.zeros((COLS,), dtype=tl.float32)
         for first in range(0, N, COLS):
-            c = _centered_share(x_ptr, mean, first + tl.arange(0, COLS), N)  # type: ignore[misc]
+            c = _centered_share(x_ptr, mean, first + tl.arange(0, COLS), N)
             squares += c * c
         spread = tl.sum(squares, axis=0) / N
-        kept, share = whole_if_equal(mean, spread, SHARE)  # type: ignore[misc]
-        var = kept_variance(spread, eps, share)  # type: ignore[misc]
-        _, rstd = share_and_rstd(var)  # type: ignore[misc]
+        kept, share = whole_if_equal(mean, spread, SHARE)
+        var = kept_variance(spread, eps, share)
+        _, rstd = share_and_rstd(var)
         for first in range(0, N, COLS):
             cols = first + tl.arange(0, COLS)
-            y = rstd * _centered_share(x_ptr, mean, cols, N)  # type: ignore[misc]
+            y = rstd * _centered_share(x_ptr, mean, cols, N)
             if w_ptr is not None:
                 y *= tl.load(w_ptr + cols // S, mask=cols < N, other=0.0).to(tl.float32)
             if b_ptr is not None:
@@ -144,7 +144,7 @@ def normalize_if_huge(x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, var_ptr, near_ptr, N
             tl.store(near_ptr, coarse_mean(kept, spread))
 
 
-@triton.jit
+@jit
 def normalize_group_if_huge(x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, row, B, G, C, S, eps):
     """`normalize_if_huge` of a sample's group of C channels with S places each."""
     if w_ptr is not None:
@@ -152,37 +152,37 @@ def normalize_group_if_huge(x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, row, B, G, C,
     if b_ptr is not None:
         b_ptr += row % G * C
     var_ptr = stats_ptr + B * G + row
-    normalize_if_huge(  # type: ignore[misc]
+    normalize_if_huge(
         x_ptr + row * C * S, w_ptr, b_ptr, y_ptr + row * C * S, stats_ptr + row, var_ptr, var_ptr + B * G, C * S, S, eps
     )
 
 
-@triton.jit
+@jit
 def merge_moments(near, mean, squares, count, N):
     """Mean and sum of squared deviations of N values in parts: of each its count, and its mean as near + mean."""
     whole = tl.sum((near + mean) * count, axis=0) / N
     apart = (near - whole) + mean
     # Corrected it is the float nearest to the mean; of equal values it is that value.
-    rest, spread = sum_pair(apart * count, squares + apart * apart * count, 0)  # type: ignore[misc]
+    rest, spread = sum_pair(apart * count, squares + apart * apart * count, 0)
     rest = known_rest(rest / N, spread / N)
     apart -= rest
     return whole + rest, tl.sum(squares + apart * apart * count, axis=0)
 
 
-@triton.jit
+@jit
 def merge_pieces(means, squares, count, N):
     """`piece_moments` of N values in pieces: of each its count, mean and squares, which of a share are negative."""
     whole = tl.where(squares < 0.0, float("inf"), squares)
-    mean, total = merge_moments(means, 0.0, whole, count, N)  # type: ignore[misc]
-    share = smaller_share(total)  # type: ignore[misc]
+    mean, total = merge_moments(means, 0.0, whole, count, N)
+    share = smaller_share(total)
     if share < 1.0:
         part = tl.where(squares < 0.0, 1.0, SHARE)
-        mean, total = merge_moments(means * part, 0.0, tl.abs(squares) * part * part, count, N)  # type: ignore[misc]
-    mean, share = whole_if_equal(mean, total, share)  # type: ignore[misc]
+        mean, total = merge_moments(means * part, 0.0, tl.abs(squares) * part * part, count, N)
+    mean, share = whole_if_equal(mean, total, share)
     return mean, total, share
 
 
-@triton.jit
+@jit
 def piece_moments(x_ptr, N, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr):
     """Mean and sum of squared deviations of x_ptr[:N], or of a share of it, and the share.
 
@@ -193,13 +193,13 @@ def piece_moments(x_ptr, N, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr):
     tries = tl.cast(2, tl.int32)
     while tries > 0:
         share = tl.where(tries == 2, 1.0, SHARE)
-        mean, squares = lane_moments(x_ptr, N, share, BLOCK_N, NUM_STAGES)  # type: ignore[misc]
+        mean, squares = lane_moments(x_ptr, N, share, BLOCK_N, NUM_STAGES)
         tries = tl.where(squares < float("inf"), 0, tries - 1)
-    mean, share = whole_if_equal(mean, squares, share)  # type: ignore[misc]
+    mean, share = whole_if_equal(mean, squares, share)
     return mean, squares, share
 
 
-@triton.jit
+@jit
 def lane_moments(x_ptr, N, share_of_x, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr):
     """Mean and sum of squared deviations of x_ptr[:N] times share_of_x.
 
@@ -219,7 +219,7 @@ def lane_moments(x_ptr, N, share_of_x, BLOCK_N: tl.constexpr, NUM_STAGES: tl.con
         squares += delta * delta * (1.0 - share)
     whole = (N - 1) // BLOCK_N
     count = tl.where(cols < N - whole * BLOCK_N, whole + 1, whole).to(tl.float32)
-    return merge_moments(first, mean, squares, count, N)  # type: ignore[misc]
+    return merge_moments(first, mean, squares, count, N)
 
 
 def affine_gradient(like: Tensor | None, wanted: bool, grad: Tensor) -> Tensor:

@@ -25,7 +25,6 @@ gradient is summed in float32 by each program over its own rows, then over the p
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -35,6 +34,7 @@ from llmk.registry import (
     cdiv,
     empty,
     grid_cap,
+    jit,
     max_warps,
     next_power_of_2,
     no_gradient,
@@ -44,7 +44,7 @@ from llmk.registry import (
 )
 
 
-@triton.jit
+@jit
 def rms_norm_kernel(
     x_ptr, residual_ptr, w_ptr, y_ptr, h_ptr, ms_ptr, M, N,
     x_stride, x_inner, x_inner_stride, residual_stride, residual_inner, residual_inner_stride, eps, offset,
@@ -71,7 +71,7 @@ def rms_norm_kernel(
     tl.store(ms_ptr + rows, ms, mask=rows < M)
 
 
-@triton.jit
+@jit
 def _long_block(x_ptr, residual_ptr, cols, N):
     """A block of a row of h, rounded, as float32."""
     h = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
@@ -81,7 +81,7 @@ def _long_block(x_ptr, residual_ptr, cols, N):
     return h
 
 
-@triton.jit
+@jit
 def rms_norm_long_kernel(
     x_ptr, residual_ptr, w_ptr, y_ptr, h_ptr, ms_ptr, N,
     x_stride, x_inner, x_inner_stride, residual_stride, residual_inner, residual_inner_stride, eps, offset,
@@ -111,7 +111,7 @@ def rms_norm_long_kernel(
         tl.store(y_ptr + row * N + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
 
 
-@triton.jit
+@jit
 def rms_norm_backward_kernel(
     dy_ptr, dh_ptr, h_ptr, w_ptr, ms_ptr, dx_ptr, dw_ptr, M, N,
     dy_stride, dy_inner, dy_inner_stride, dh_stride, dh_inner, dh_inner_stride, h_stride, h_inner, h_inner_stride,
@@ -154,7 +154,7 @@ def rms_norm_backward_kernel(
         tl.store(dw_ptr + program * N + cols, tl.sum(dw, axis=0), mask=cols < N)
 
 
-@triton.jit
+@jit
 def rms_norm_long_backward_dot_kernel(
     dy_ptr, h_ptr, w_ptr, ms_ptr, dot_ptr, N,
     dy_stride, dy_inner, dy_inner_stride, h_stride, h_inner, h_inner_stride, offset, BLOCK_N: tl.constexpr,
@@ -175,7 +175,7 @@ def rms_norm_long_backward_dot_kernel(
     tl.store(dot_ptr + row, tl.div_rn(tl.sum(dot, axis=0) / N, tl.load(ms_ptr + row)))
 
 
-@triton.jit
+@jit
 def rms_norm_long_backward_kernel(
     dy_ptr, dh_ptr, h_ptr, w_ptr, ms_ptr, dot_ptr, dx_ptr, dw_ptr, M, N,
     dy_stride, dy_inner, dy_inner_stride, dh_stride, dh_inner, dh_inner_stride, h_stride, h_inner, h_inner_stride,

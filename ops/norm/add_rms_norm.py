@@ -169,8 +169,6 @@ def add_rms_norm_cost(
 
 
 @public_op(
-    "add_rms_norm(Tensor input, Tensor residual, Tensor? weight=None, float eps=1e-6, *, float offset=0.0)"
-    " -> (Tensor, Tensor)",
     reference=add_rms_norm_reference,
     differentiable=("input", "residual", "weight"),
     kernel_ops=(add_rms_norm_fwd, add_rms_norm_bwd),

@@ -209,7 +209,6 @@ def group_norm_cost(
 
 
 @public_op(
-    "group_norm(Tensor input, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) -> Tensor",
     reference=group_norm_reference,
     differentiable=("input", "weight", "bias"),
     kernel_ops=(group_norm_fwd, group_norm_bwd),

@@ -27,7 +27,6 @@ atomics. Only gradients that are wanted are computed.
 from collections.abc import Iterator
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -58,6 +57,7 @@ from llmk.registry import (
     check_shape,
     empty,
     grid_cap,
+    jit,
     next_power_of_2,
     no_gradient,
     num_programs,
@@ -75,7 +75,7 @@ def layer_norm_reference(
     return torch.nn.functional.layer_norm(input, input.shape[-1:], weight, bias, eps)
 
 
-@triton.jit
+@jit
 def layer_norm_kernel(
     x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, M, N, x_stride, eps, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
@@ -86,7 +86,7 @@ def layer_norm_kernel(
     x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     mean = tl.sum(x, axis=1) / N  # [BLOCK_M]
     c = tl.where(mask, x - mean[:, None], 0.0)
-    rest, squares = sum_pair(c, c * c, 1)  # type: ignore[misc]
+    rest, squares = sum_pair(c, c * c, 1)
     rest = known_rest(rest / N, squares / N)
     mean += rest
     c -= rest[:, None]  # from c, not from x: two copies of a wide row in registers take half of the time again
@@ -99,18 +99,18 @@ def layer_norm_kernel(
     tl.store(y_ptr + rows[:, None] * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
     tl.store(stats_ptr + rows, mean, mask=rows < M)
     tl.store(stats_ptr + M + rows, var, mask=rows < M)
-    if overflowed(squares):  # type: ignore[misc]
+    if overflowed(squares):
         tl.debug_barrier()  # another thread may have written the same place
         for i in range(0, BLOCK_M):
             row = tl.program_id(0).to(tl.int64) * BLOCK_M + i
             if row < M:
-                normalize_if_huge(  # type: ignore[misc]
+                normalize_if_huge(
                     x_ptr + row * x_stride, w_ptr, b_ptr, y_ptr + row * N, stats_ptr + row, stats_ptr + M + row, None,
                     N, 1, eps,
                 )  # fmt: skip
 
 
-@triton.jit
+@jit
 def layer_norm_backward_kernel(
     dy_ptr, x_ptr, w_ptr, stats_ptr, dx_ptr, partial_ptr, M, N, dy_stride, x_stride,
     HAS_DW: tl.constexpr, HAS_DB: tl.constexpr,
@@ -133,7 +133,7 @@ def layer_norm_backward_kernel(
             x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
             mean = tl.load(stats_ptr + rows, mask=rows < M, other=0.0)
             var = tl.load(stats_ptr + M + rows, mask=rows < M, other=1.0)
-            share, rstd = share_and_rstd(var)  # type: ignore[misc]
+            share, rstd = share_and_rstd(var)
             share, rstd = share[:, None], rstd[:, None]
             c = tl.where(mask, x * share - mean[:, None], 0.0)
             if HAS_DW:
@@ -149,7 +149,7 @@ def layer_norm_backward_kernel(
                         total += tl.sum(tl.where(mask, dy - total[:, None], 0.0), axis=1) / N
                         dot = tl.sum((dy - total[:, None]) * c, axis=1)
                     else:
-                        total, dot = sum_pair(dy, dy * c, 1)  # type: ignore[misc]
+                        total, dot = sum_pair(dy, dy * c, 1)
                         total /= N
                     dx = share * rstd * (dy - total[:, None] - c * tl.div_rn(dot / N, tl.abs(var))[:, None])
                 tl.store(dx_ptr + rows[:, None] * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
@@ -343,7 +343,6 @@ def layer_norm_cost(input: Tensor, weight: Tensor | None = None, bias: Tensor | 
 
 
 @public_op(
-    "layer_norm(Tensor input, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) -> Tensor",
     reference=layer_norm_reference,
     differentiable=("input", "weight", "bias"),
     kernel_ops=(layer_norm_fwd, layer_norm_bwd),

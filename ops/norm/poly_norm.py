@@ -24,7 +24,6 @@ finds it in a cache. Sums are float32, those of the programs added in a fixed or
 from collections.abc import Iterator
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -42,6 +41,7 @@ from llmk.registry import (
     check_shape,
     empty,
     grid_cap,
+    jit,
     next_power_of_2,
     num_programs,
     public_op,
@@ -62,14 +62,14 @@ MOST = 2.0**16
 _MOST = tl.constexpr(MOST)
 
 
-@triton.jit
+@jit
 def _share(largest):
     """The power of two that brings a row's largest value below MOST, or 1 where it is or is infinite."""
     power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     return tl.where((largest >= _MOST) & (largest < float("inf")), tl.div_rn(0.5 * _MOST, power), 1.0)
 
 
-@triton.jit
+@jit
 def poly_norm_kernel(x_ptr, w_ptr, b_ptr, y_ptr, ms_ptr, M, N, x_stride, eps, BLOCK_N: tl.constexpr):
     eps = tl.cast(eps, tl.float32)
     w1, w2, w3 = (tl.load(w_ptr).to(tl.float32), tl.load(w_ptr + 1).to(tl.float32), tl.load(w_ptr + 2).to(tl.float32))
@@ -93,7 +93,7 @@ def poly_norm_kernel(x_ptr, w_ptr, b_ptr, y_ptr, ms_ptr, M, N, x_stride, eps, BL
                 s2 += square * square
                 s3 += square
                 largest = tl.maximum(largest, tl.abs(x))
-            smaller = _share(tl.max(largest, axis=0))  # type: ignore[misc]
+            smaller = _share(tl.max(largest, axis=0))
             tries = tl.where(smaller < 1.0, tries - 1, 0)
             share *= smaller
         ms1 = tl.sum(s1, axis=0) / N + eps * (share * share * share) * (share * share * share)
@@ -113,7 +113,7 @@ def poly_norm_kernel(x_ptr, w_ptr, b_ptr, y_ptr, ms_ptr, M, N, x_stride, eps, BL
             tl.store(y_ptr + row * N + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
 
 
-@triton.jit
+@jit
 def poly_norm_backward_kernel(
     dy_ptr, x_ptr, w_ptr, ms_ptr, dx_ptr, partial_ptr, M, N, dy_stride, x_stride, BLOCK_N: tl.constexpr
 ):
@@ -304,7 +304,6 @@ def poly_norm_cost(input: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-
 
 
 @public_op(
-    "poly_norm(Tensor input, Tensor weight, Tensor bias, float eps=1e-6) -> Tensor",
     reference=poly_norm_reference,
     differentiable=("input", "weight", "bias"),
     kernel_ops=(poly_norm_fwd, poly_norm_bwd),

@@ -121,7 +121,6 @@ def rms_norm_cost(input: Tensor, weight: Tensor | None = None, eps: float = 1e-6
 
 
 @public_op(
-    "rms_norm(Tensor input, Tensor? weight=None, float eps=1e-6, *, float offset=0.0) -> Tensor",
     reference=rms_norm_reference,
     differentiable=("input", "weight"),
     kernel_ops=(rms_norm_fwd, rms_norm_bwd),

@@ -13,7 +13,6 @@ Backward, given dy:
 from collections.abc import Iterator
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -28,6 +27,7 @@ from llmk.registry import (
     check_same,
     check_shape,
     empty,
+    jit,
     public_op,
     wrap_triton,
 )
@@ -37,7 +37,7 @@ def add_reference(input: Tensor, other: Tensor) -> Tensor:
     return input + other
 
 
-@triton.jit
+@jit
 def add_kernel(a_ptr, b_ptr, y_ptr, N, BLOCK_N: tl.constexpr):
     cols = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = cols < N
@@ -108,7 +108,6 @@ def add_cost(input: Tensor, other: Tensor) -> Cost:
 
 
 @public_op(
-    "add(Tensor input, Tensor other) -> Tensor",
     reference=add_reference,
     differentiable=("input", "other"),
     kernel_ops=(add_fwd,),

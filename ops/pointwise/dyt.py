@@ -21,7 +21,6 @@ float32, and those of the programs are added in a fixed order: no atomics.
 from collections.abc import Iterator
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -40,6 +39,7 @@ from llmk.registry import (
     check_shape,
     empty,
     grid_cap,
+    jit,
     no_gradient,
     public_op,
     row_axes,
@@ -52,7 +52,7 @@ def dyt_reference(input: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | N
     return (y if bias is None else y + bias).to(input.dtype)
 
 
-@triton.jit
+@jit
 def dyt_kernel(x_ptr, alpha_ptr, w_ptr, b_ptr, y_ptr, N, x_stride, BLOCK_N: tl.constexpr):
     blocks = tl.cdiv(N, BLOCK_N)
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -65,7 +65,7 @@ def dyt_kernel(x_ptr, alpha_ptr, w_ptr, b_ptr, y_ptr, N, x_stride, BLOCK_N: tl.c
     tl.store(y_ptr + row * N + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
 
 
-@triton.jit
+@jit
 def dyt_backward_kernel(
     dy_ptr, x_ptr, alpha_ptr, w_ptr, dx_ptr, partial_ptr, dalpha_ptr, M, N, dy_stride, x_stride,
     HAS_DW: tl.constexpr, HAS_DB: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
@@ -222,7 +222,6 @@ def dyt_cost(input: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None =
 
 
 @public_op(
-    "dyt(Tensor input, Tensor alpha, Tensor weight, Tensor? bias=None) -> Tensor",
     reference=dyt_reference,
     differentiable=("input", "alpha", "weight", "bias"),
     kernel_ops=(dyt_fwd, dyt_bwd),

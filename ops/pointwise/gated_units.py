@@ -17,7 +17,6 @@ A packed gate, `[..., 2I]` = gate then up as one projection writes it, gets one 
 from collections.abc import Iterator
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -36,6 +35,7 @@ from llmk.registry import (
     check_same,
     check_shape,
     empty,
+    jit,
     next_power_of_2,
     no_gradient,
     public_op,
@@ -57,7 +57,7 @@ def geglu_reference(gate: Tensor, up: Tensor | None = None, *, approximate: str 
     return torch.nn.functional.gelu(gate, approximate=approximate) * up
 
 
-@triton.jit
+@jit
 def _place(N, BLOCK_N: tl.constexpr):
     """A program's row and columns: neighbours in time are neighbours in memory."""
     program = tl.program_id(0)
@@ -65,11 +65,11 @@ def _place(N, BLOCK_N: tl.constexpr):
     return (program // blocks).to(tl.int64), (program % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
 
 
-@triton.jit
+@jit
 def gated_unit_kernel(
     gate_ptr, up_ptr, y_ptr, N, gate_stride, up_stride, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    row, cols = _place(N, BLOCK_N)  # type: ignore[misc]
+    row, cols = _place(N, BLOCK_N)
     mask = cols < N
     gate_ptr += row * gate_stride
     up_ptr = gate_ptr + N if up_ptr is None else up_ptr + row * up_stride
@@ -79,12 +79,12 @@ def gated_unit_kernel(
     tl.store(y_ptr + row * N + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit
 def gated_unit_backward_kernel(
     dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, N, dy_stride, gate_stride, up_stride, grad_stride,
     ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    row, cols = _place(N, BLOCK_N)  # type: ignore[misc]
+    row, cols = _place(N, BLOCK_N)
     mask = cols < N
     gate_ptr += row * gate_stride
     up_ptr = gate_ptr + N if up_ptr is None else up_ptr + row * up_stride
@@ -93,7 +93,7 @@ def gated_unit_backward_kernel(
     dy = tl.load(dy_ptr + row * dy_stride + cols, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-    activated, slope = activate_with_slope(gate, ACTIVATION)  # type: ignore[misc]
+    activated, slope = activate_with_slope(gate, ACTIVATION)
     tl.store(dgate_ptr + cols, (dy * up * slope).to(dgate_ptr.dtype.element_ty), mask=mask)
     tl.store(dup_ptr + cols, (dy * activated).to(dup_ptr.dtype.element_ty), mask=mask)
 
@@ -268,7 +268,6 @@ GATED_UNIT_CHOICES = (
 
 
 @public_op(
-    "swiglu(Tensor gate, Tensor? up=None) -> Tensor",
     reference=swiglu_reference,
     differentiable=("gate", "up"),
     kernel_ops=(swiglu_fwd, swiglu_bwd),
@@ -301,7 +300,6 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
 
 @public_op(
-    "geglu(Tensor gate, Tensor? up=None, *, str approximate='tanh') -> Tensor",
     reference=geglu_reference,
     differentiable=("gate", "up"),
     kernel_ops=(geglu_fwd, geglu_bwd),

@@ -17,20 +17,19 @@ NaN is not <= 0 and comes through, as it does through PyTorch's ReLU.
 from collections.abc import Iterator
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.rows import as_long_rows
 from llmk.ops.pointwise._patterns import RELU_SQUARED
-from llmk.registry import Cost, KernelOp, Sample, axes, cdiv, check_dtype, empty, public_op, wrap_triton
+from llmk.registry import Cost, KernelOp, Sample, axes, cdiv, check_dtype, empty, jit, public_op, wrap_triton
 
 
 def relu_squared_reference(input: Tensor) -> Tensor:
     return torch.nn.functional.relu(input).square()
 
 
-@triton.jit
+@jit
 def relu_squared_kernel(x_ptr, y_ptr, N, x_stride, BLOCK_N: tl.constexpr):
     blocks = tl.cdiv(N, BLOCK_N)
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -40,7 +39,7 @@ def relu_squared_kernel(x_ptr, y_ptr, N, x_stride, BLOCK_N: tl.constexpr):
     tl.store(y_ptr + row * N + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
 
 
-@triton.jit
+@jit
 def relu_squared_backward_kernel(dy_ptr, x_ptr, dx_ptr, N, dy_stride, x_stride, BLOCK_N: tl.constexpr):
     blocks = tl.cdiv(N, BLOCK_N)
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -139,7 +138,6 @@ def relu_squared_cost(input: Tensor) -> Cost:
 
 
 @public_op(
-    "relu_squared(Tensor input) -> Tensor",
     reference=relu_squared_reference,
     differentiable=("input",),
     kernel_ops=(relu_squared_fwd, relu_squared_bwd),

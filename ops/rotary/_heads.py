@@ -7,14 +7,13 @@ in memory as [B, S, H, D], which is how projections write q and k and read their
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmk.registry import REPLICATE, check_dtype, check_same, empty, next_power_of_2
+from llmk.registry import REPLICATE, check_dtype, check_same, empty, jit, next_power_of_2
 
 
-@triton.jit
+@jit
 def pair_columns(R, INTERLEAVED: tl.constexpr, BLOCK_PAIRS: tl.constexpr):
     """Where the pairs (a, b) lie in a head: the columns of a, those of b, and which of the block are there."""
     pairs = tl.arange(0, BLOCK_PAIRS)
@@ -23,7 +22,7 @@ def pair_columns(R, INTERLEAVED: tl.constexpr, BLOCK_PAIRS: tl.constexpr):
     return a_cols, b_cols, pairs < R // 2
 
 
-@triton.jit
+@jit
 def turn(a, b, ca, cb, sa, sb, BACKWARD: tl.constexpr):
     """The pairs (a, b), in float32, turned by their angles; BACKWARD turns them back."""
     if BACKWARD:
@@ -35,7 +34,7 @@ def turn(a, b, ca, cb, sa, sb, BACKWARD: tl.constexpr):
     return ya, yb
 
 
-@triton.jit
+@jit
 def load_row(x_ptr, cols, mask):
     """A row of parameters for all heads: [1, columns] in float32."""
     return tl.load(x_ptr + cols, mask=mask, other=0.0).to(tl.float32)[None, :]

@@ -1,25 +1,25 @@
 """The kernels of the normalization and rotation of heads; qk_norm_rope.py has the formulas."""
 
-import triton
 import triton.language as tl
 
 from llmk.ops.rotary._heads import load_row, pair_columns, turn
+from llmk.registry import jit
 
 
-@triton.jit
+@jit
 def _normalize_and_turn(
     x_ptr, w_ptr, cos_ptr, sin_ptr, y_ptr, H, D, R, x_stride_h, eps, offset,
     INTERLEAVED: tl.constexpr, NUM_STAGES: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_PASS: tl.constexpr,
 ):  # fmt: skip
-    a_cols, b_cols, pair_mask = pair_columns(R, INTERLEAVED, BLOCK_PAIRS)  # type: ignore[misc]
+    a_cols, b_cols, pair_mask = pair_columns(R, INTERLEAVED, BLOCK_PAIRS)
     ca, cb = load_row(cos_ptr, a_cols, pair_mask), load_row(cos_ptr, b_cols, pair_mask)
     sa, sb = load_row(sin_ptr, a_cols, pair_mask), load_row(sin_ptr, b_cols, pair_mask)
     wa, wb = load_row(w_ptr, a_cols, pair_mask) + offset, load_row(w_ptr, b_cols, pair_mask) + offset
     # Weight and angles in one: turn(x * w) takes four factors of a pair instead of six, and as many registers.
     a_to_a, b_to_a, a_to_b, b_to_b = wa * ca, wb * sa, wa * sb, wb * cb
     a_cols, b_cols, pair_mask = a_cols[None, :], b_cols[None, :], pair_mask[None, :]
-    for start in tl.range(0, H, BLOCK_H, num_stages=NUM_STAGES):
+    for start in tl.range(0, H, BLOCK_H, num_stages=NUM_STAGES):  # type: ignore[misc]
         heads = (start + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
         mask = (heads < H) & pair_mask
         a = tl.load(x_ptr + heads * x_stride_h + a_cols, mask=mask, other=0.0).to(tl.float32)
@@ -39,7 +39,7 @@ def _normalize_and_turn(
             tl.store(y_ptr + heads * D + cols[None, :], yp.to(y_ptr.dtype.element_ty), mask=pass_mask)
 
 
-@triton.jit
+@jit
 def qk_norm_rope_kernel(
     q_ptr, k_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, yq_ptr, yk_ptr, S, HQ, HK, D, R,
     q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s,
@@ -65,7 +65,7 @@ def qk_norm_rope_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@jit
 def _backward_of_heads(
     dy_ptr, x_ptr, w_ptr, cos_ptr, sin_ptr, dx_ptr, dw_ptr, tokens, S, H, D, R,
     dy_stride_b, dy_stride_h, dy_stride_s, x_stride_b, x_stride_h, x_stride_s,
@@ -75,7 +75,7 @@ def _backward_of_heads(
 ):  # fmt: skip
     """All heads, of q or of k, of this program's tokens."""
     program = tl.program_id(0).to(tl.int64)
-    a_cols, b_cols, pair_mask = pair_columns(R, INTERLEAVED, BLOCK_PAIRS)  # type: ignore[misc]
+    a_cols, b_cols, pair_mask = pair_columns(R, INTERLEAVED, BLOCK_PAIRS)
     wa, wb = load_row(w_ptr, a_cols, pair_mask) + offset, load_row(w_ptr, b_cols, pair_mask) + offset
     dwa = tl.zeros((BLOCK_H, BLOCK_PAIRS), dtype=tl.float32)
     dwb = tl.zeros((BLOCK_H, BLOCK_PAIRS), dtype=tl.float32)
@@ -92,7 +92,7 @@ def _backward_of_heads(
         dy_token = dy_ptr + batch * dy_stride_b + s * dy_stride_s
         x_token = x_ptr + batch * x_stride_b + s * x_stride_s
         dx_token = dx_ptr + token * H * D
-        for start in tl.range(0, H, BLOCK_H, num_stages=NUM_STAGES):
+        for start in tl.range(0, H, BLOCK_H, num_stages=NUM_STAGES):  # type: ignore[misc]
             heads = (start + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
             mask = (heads < H) & pair_mask[None, :]
             dy_rows, x_rows, dx_rows = (
@@ -104,7 +104,7 @@ def _backward_of_heads(
             dyb = tl.load(dy_rows + b_cols[None, :], mask=mask, other=0.0).to(tl.float32)
             a = tl.load(x_rows + a_cols[None, :], mask=mask, other=0.0).to(tl.float32)
             b = tl.load(x_rows + b_cols[None, :], mask=mask, other=0.0).to(tl.float32)
-            ga, gb = turn(dya, dyb, ca, cb, sa, sb, True)  # type: ignore[misc]
+            ga, gb = turn(dya, dyb, ca, cb, sa, sb, True)
             squares = tl.sum(a * a + b * b, axis=1)
             dot = tl.sum(ga * wa * a + gb * wb * b, axis=1)
             if BLOCK_PASS > 0:
@@ -133,7 +133,7 @@ def _backward_of_heads(
             tl.store(dw_ptr + pass_cols, tl.sum(dwp, axis=0), mask=pass_cols < D)
 
 
-@triton.jit
+@jit
 def qk_norm_rope_backward_kernel(
     dyq_ptr, dyk_ptr, q_ptr, k_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, dq_ptr, dk_ptr, dwq_ptr, dwk_ptr,
     tokens, S, HQ, HK, D, R,

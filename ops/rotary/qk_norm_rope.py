@@ -247,8 +247,6 @@ def qk_norm_rope_cost(
 
 
 @public_op(
-    "qk_norm_rope(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, Tensor cos, Tensor sin, *, "
-    "float eps=1e-6, float offset=0.0, bool interleaved=False) -> (Tensor, Tensor)",
     reference=qk_norm_rope_reference,
     differentiable=("q", "k", "q_weight", "k_weight"),
     kernel_ops=(qk_norm_rope_fwd, qk_norm_rope_bwd),

@@ -28,7 +28,6 @@ import functools
 from collections.abc import Iterator
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -48,7 +47,7 @@ from llmk.ops.rotary._heads import (
     turn_on_cpu,
 )
 from llmk.ops.rotary._patterns import ROPE
-from llmk.registry import Cost, KernelOp, Sample, next_power_of_2, public_op, wrap_triton
+from llmk.registry import Cost, KernelOp, Sample, jit, next_power_of_2, public_op, wrap_triton
 
 
 def rope_reference(
@@ -70,7 +69,7 @@ def rope_reference(
     return turn(q), turn(k)
 
 
-@triton.jit
+@jit
 def _turn_heads(
     x_ptr, y_ptr, ca, cb, sa, sb, H, D, x_stride_h, a_cols, b_cols, pair_mask, R,
     BACKWARD: tl.constexpr, NUM_STAGES: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_PASS: tl.constexpr,
@@ -80,7 +79,7 @@ def _turn_heads(
         mask = (heads < H) & pair_mask
         a = tl.load(x_ptr + heads * x_stride_h + a_cols, mask=mask, other=0.0).to(tl.float32)
         b = tl.load(x_ptr + heads * x_stride_h + b_cols, mask=mask, other=0.0).to(tl.float32)
-        ya, yb = turn(a, b, ca, cb, sa, sb, BACKWARD)  # type: ignore[misc]
+        ya, yb = turn(a, b, ca, cb, sa, sb, BACKWARD)
         tl.store(y_ptr + heads * D + a_cols, ya.to(y_ptr.dtype.element_ty), mask=mask)
         tl.store(y_ptr + heads * D + b_cols, yb.to(y_ptr.dtype.element_ty), mask=mask)
         if BLOCK_PASS > 0:
@@ -90,7 +89,7 @@ def _turn_heads(
             tl.store(y_ptr + heads * D + cols, passed, mask=mask)
 
 
-@triton.jit
+@jit
 def rope_kernel(
     q_ptr, k_ptr, cos_ptr, sin_ptr, yq_ptr, yk_ptr, S, HQ, HK, D, R,
     q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s,
@@ -100,7 +99,7 @@ def rope_kernel(
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     batch, s = token // S, token % S
-    a_cols, b_cols, mask = pair_columns(R, INTERLEAVED, BLOCK_PAIRS)  # type: ignore[misc]
+    a_cols, b_cols, mask = pair_columns(R, INTERLEAVED, BLOCK_PAIRS)
     cos_ptr += batch * cos_stride_b + s * cos_stride_s
     sin_ptr += batch * sin_stride_b + s * sin_stride_s
     ca, cb = load_row(cos_ptr, a_cols, mask), load_row(cos_ptr, b_cols, mask)
@@ -229,7 +228,6 @@ def rope_cost(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bo
 
 
 @public_op(
-    "rope(Tensor q, Tensor k, Tensor cos, Tensor sin, *, bool interleaved=False) -> (Tensor, Tensor)",
     reference=rope_reference,
     differentiable=("q", "k"),
     kernel_ops=(rope_fwd, rope_bwd),

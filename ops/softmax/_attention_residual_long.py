@@ -4,17 +4,16 @@ First a program walks each vector for its sums, then another each block of colum
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.math import exp
 from llmk.ops.common.rows import row_shares
 from llmk.ops.common.sums import sum_pair
-from llmk.registry import cdiv, empty, grid_cap, wrap_triton
+from llmk.registry import cdiv, empty, grid_cap, jit, wrap_triton
 
 
-@triton.jit
+@jit
 def weigh(s, da, largest, total, origin, sum_da):
     """Take one more weight exp(s) into a sum of them and into the weighted sum of da - origin.
 
@@ -22,12 +21,12 @@ def weigh(s, da, largest, total, origin, sum_da):
     """
     larger, before, origin_before = s > largest, largest, origin
     largest, origin = tl.where(larger, s, largest), tl.where(larger, da, origin)
-    shrink, share = exp(before - largest), exp(s - largest)  # type: ignore[misc]
+    shrink, share = exp(before - largest), exp(s - largest)
     sum_da = (sum_da + total * (origin_before - origin)) * shrink + share * (da - origin)
     return largest, total * shrink + share, origin, sum_da
 
 
-@triton.jit
+@jit
 def attention_residual_scores_kernel(
     v_ptr, q_ptr, w_ptr, s_ptr, ms_ptr, M, H, block_stride, row_stride, eps, BLOCK_H: tl.constexpr
 ):
@@ -42,26 +41,26 @@ def attention_residual_scores_kernel(
         q = tl.load(q_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
         squares += v * v
         dots += v * (q * tl.load(w_ptr + cols, mask=cols < H, other=0.0).to(tl.float32))
-    square, dot = sum_pair(squares, dots, 0)  # type: ignore[misc]
+    square, dot = sum_pair(squares, dots, 0)
     ms = square / H + eps
     tl.store(s_ptr + vector, tl.div_rn(dot, tl.sqrt_rn(ms)))
     tl.store(ms_ptr + vector, ms)
 
 
-@triton.jit
+@jit
 def attention_residual_mix_kernel(v_ptr, s_ptr, y_ptr, N, M, H, block_stride, row_stride, BLOCK_H: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
-    largest, total = _softmax_over_depth(s_ptr + row, N, M)  # type: ignore[misc]
+    largest, total = _softmax_over_depth(s_ptr + row, N, M)
     y = tl.zeros((BLOCK_H,), dtype=tl.float32)
     for i in range(0, N):
         start = tl.cast(i, tl.int64) * block_stride + row * row_stride
         v = tl.load(v_ptr + start + cols, mask=cols < H, other=0.0).to(tl.float32)
-        y += v * exp(tl.load(s_ptr + tl.cast(i, tl.int64) * M + row) - largest)  # type: ignore[misc]
+        y += v * exp(tl.load(s_ptr + tl.cast(i, tl.int64) * M + row) - largest)
     tl.store(y_ptr + row * H + cols, (y * tl.div_rn(1.0, total)).to(y_ptr.dtype.element_ty), mask=cols < H)
 
 
-@triton.jit
+@jit
 def _softmax_over_depth(s_ptr, N, M):
     """The largest of a token's scores, and the sum of the exponentials."""
     largest = tl.load(s_ptr)
@@ -69,11 +68,11 @@ def _softmax_over_depth(s_ptr, N, M):
     for i in range(1, N):
         s = tl.load(s_ptr + tl.cast(i, tl.int64) * M)
         before, largest = largest, tl.maximum(largest, s)
-        total = total * exp(before - largest) + exp(s - largest)  # type: ignore[misc]
+        total = total * exp(before - largest) + exp(s - largest)
     return largest, total
 
 
-@triton.jit
+@jit
 def attention_residual_dots_kernel(
     dy_ptr, v_ptr, da_ptr, M, H, dy_stride, block_stride, row_stride, BLOCK_H: tl.constexpr
 ):
@@ -89,7 +88,7 @@ def attention_residual_dots_kernel(
     tl.store(da_ptr + vector, tl.sum(dots, axis=0))
 
 
-@triton.jit
+@jit
 def attention_residual_long_backward_kernel(
     dy_ptr, v_ptr, q_ptr, w_ptr, s_ptr, ms_ptr, da_ptr, dv_ptr, partial_ptr, N, M, H,
     dy_stride, block_stride, row_stride, BLOCK_H: tl.constexpr,
@@ -108,13 +107,13 @@ def attention_residual_long_backward_kernel(
         for i in range(1, N):
             place = tl.cast(i, tl.int64) * M + row
             s, da = tl.load(s_ptr + place), tl.load(da_ptr + place)
-            largest, total, origin, sum_da = weigh(s, da, largest, total, origin, sum_da)  # type: ignore[misc]
+            largest, total, origin, sum_da = weigh(s, da, largest, total, origin, sum_da)
         mean = tl.div_rn(sum_da, total)
         dy = tl.load(dy_ptr + row * dy_stride + cols, mask=cols < H, other=0.0).to(tl.float32)
         for i in range(0, N):
             place = tl.cast(i, tl.int64) * M + row
             s, ms = tl.load(s_ptr + place), tl.load(ms_ptr + place)
-            a = tl.div_rn(exp(s - largest), total)  # type: ignore[misc]
+            a = tl.div_rn(exp(s - largest), total)
             ds = a * (tl.load(da_ptr + place) - origin - mean)
             slope = tl.div_rn(ds, tl.sqrt_rn(ms))
             start = tl.cast(i, tl.int64) * block_stride + row * row_stride

@@ -1,18 +1,18 @@
 """Functions that the kernels of softmax share."""
 
-import triton
 import triton.language as tl
 
 from llmk.ops.common.math import LOG2E
+from llmk.registry import jit
 
 
-@triton.jit
+@jit
 def finite_rest(s, rest):
     """The rest that s leaves: none where s is infinite, and dy - s is what PyTorch gives."""
     return tl.where(tl.abs(s) < float("inf"), rest, 0.0)
 
 
-@triton.jit
+@jit
 def add_exponentials(m, total, x, axis: tl.constexpr):
     """The running maximum m and sum of exp(x - m), with the values of x along `axis` counted in."""
     new_m = tl.maximum(m, tl.max(x, axis=axis))

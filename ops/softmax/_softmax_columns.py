@@ -3,7 +3,6 @@
 Columns that fit in registers are read once in either direction; down longer ones a program walks twice.
 """
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -11,10 +10,10 @@ from llmk.ops.common.math import LOG2E
 from llmk.ops.common.rows import aligned
 from llmk.ops.common.sums import sum_pair
 from llmk.ops.softmax._softmax import add_exponentials, finite_rest
-from llmk.registry import cdiv, next_power_of_2, wrap_triton
+from llmk.registry import cdiv, jit, next_power_of_2, wrap_triton
 
 
-@triton.jit
+@jit
 def _columns(C, BLOCK_C: tl.constexpr):
     """Which of the outer indices and which columns are this program's."""
     blocks = tl.cdiv(C, BLOCK_C)
@@ -23,11 +22,11 @@ def _columns(C, BLOCK_C: tl.constexpr):
     return (program // blocks).to(tl.int64), cols[None, :]
 
 
-@triton.jit
+@jit
 def softmax_columns_kernel(
     x_ptr, y_ptr, N, C, x_stride_outer, x_stride_n, x_stride_c, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    outer, cols = _columns(C, BLOCK_C)  # type: ignore[misc]
+    outer, cols = _columns(C, BLOCK_C)
     n = tl.arange(0, BLOCK_N).to(tl.int64)[:, None]
     mask = (n < N) & (cols < C)
     x_ptr += outer * x_stride_outer + cols * x_stride_c
@@ -37,29 +36,29 @@ def softmax_columns_kernel(
     tl.store(y_ptr + outer * N * C + n * C + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit
 def softmax_columns_backward_kernel(
     dy_ptr, y_ptr, dx_ptr, N, C, dy_stride_outer, dy_stride_n, dy_stride_c,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    outer, cols = _columns(C, BLOCK_C)  # type: ignore[misc]
+    outer, cols = _columns(C, BLOCK_C)
     n = tl.arange(0, BLOCK_N).to(tl.int64)[:, None]
     mask = (n < N) & (cols < C)
     offsets = outer * N * C + n * C + cols
     dy_ptr += outer * dy_stride_outer + cols * dy_stride_c
     dy = tl.load(dy_ptr + n * dy_stride_n, mask=mask, other=0.0).to(tl.float32)
     y = tl.load(y_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    s, mass = sum_pair(dy * y, y, 0)  # type: ignore[misc]
-    s += finite_rest(s, s * (1.0 - mass))  # type: ignore[misc]
+    s, mass = sum_pair(dy * y, y, 0)
+    s += finite_rest(s, s * (1.0 - mass))
     dx = y * (dy - s[None, :])
     tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit
 def softmax_long_columns_kernel(
     x_ptr, y_ptr, N, C, x_stride_outer, x_stride_n, x_stride_c, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    outer, cols = _columns(C, BLOCK_C)  # type: ignore[misc]
+    outer, cols = _columns(C, BLOCK_C)
     x_ptr += outer * x_stride_outer + cols * x_stride_c
     y_ptr += outer * N * C + cols
     m = tl.full((BLOCK_C,), float("-inf"), dtype=tl.float32)
@@ -67,7 +66,7 @@ def softmax_long_columns_kernel(
     for start in range(0, N, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N).to(tl.int64)[:, None]
         x = tl.load(x_ptr + n * x_stride_n, mask=(n < N) & (cols < C), other=float("-inf")).to(tl.float32)
-        m, total = add_exponentials(m, total, x, 0)  # type: ignore[misc]
+        m, total = add_exponentials(m, total, x, 0)
     scale = tl.div_rn(1.0, total)
     for start in range(0, N, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N).to(tl.int64)[:, None]
@@ -77,12 +76,12 @@ def softmax_long_columns_kernel(
         tl.store(y_ptr + n * C, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit
 def softmax_long_columns_backward_kernel(
     dy_ptr, y_ptr, dx_ptr, N, C, dy_stride_outer, dy_stride_n, dy_stride_c,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    outer, cols = _columns(C, BLOCK_C)  # type: ignore[misc]
+    outer, cols = _columns(C, BLOCK_C)
     dy_ptr += outer * dy_stride_outer + cols * dy_stride_c
     y_ptr += outer * N * C + cols
     dx_ptr += outer * N * C + cols
@@ -96,7 +95,7 @@ def softmax_long_columns_backward_kernel(
         dots += dy * y
         masses += y
     s = tl.sum(dots, axis=0)
-    s += finite_rest(s, tl.sum(dots - s[None, :] * masses, axis=0))  # type: ignore[misc]
+    s += finite_rest(s, tl.sum(dots - s[None, :] * masses, axis=0))
     for start in range(0, N, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N).to(tl.int64)[:, None]
         mask = (n < N) & (cols < C)

@@ -5,17 +5,16 @@ second walk begins with what was read last, and the fewer rows are under way at 
 The first block, which is whole in every such row, is read last and stays in registers.
 """
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.math import LOG2E
 from llmk.ops.common.rows import rows_aligned
 from llmk.ops.softmax._softmax import add_exponentials, finite_rest
-from llmk.registry import grid_cap, max_warps, num_programs, wrap_triton
+from llmk.registry import grid_cap, jit, max_warps, num_programs, wrap_triton
 
 
-@triton.jit
+@jit
 def softmax_long_kernel(x_ptr, y_ptr, M, N, x_stride, LANES: tl.constexpr, WIDTH: tl.constexpr):
     # A lane is what a thread loads at once. Each has its own maximum and sum: no thread waits for another in the loop.
     lanes = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -28,9 +27,9 @@ def softmax_long_kernel(x_ptr, y_ptr, M, N, x_stride, LANES: tl.constexpr, WIDTH
         for block in range(1, blocks):
             cols = block * BLOCK + lanes
             x = tl.load(x_row + cols, mask=cols < N, other=float("-inf"), eviction_policy="evict_last").to(tl.float32)
-            m, total = add_exponentials(m, total, x, 1)  # type: ignore[misc]
+            m, total = add_exponentials(m, total, x, 1)
         held = tl.load(x_row + lanes, eviction_policy="evict_first")
-        m, total = add_exponentials(m, total, held.to(tl.float32), 1)  # type: ignore[misc]
+        m, total = add_exponentials(m, total, held.to(tl.float32), 1)
         top = tl.max(m, axis=0)
         base = tl.where(top == float("-inf"), 0.0, top)
         scale = tl.div_rn(1.0, tl.sum(total * tl.exp2((m - base) * LOG2E), axis=0))
@@ -43,7 +42,7 @@ def softmax_long_kernel(x_ptr, y_ptr, M, N, x_stride, LANES: tl.constexpr, WIDTH
             tl.store(y_row + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N, eviction_policy="evict_first")
 
 
-@triton.jit
+@jit
 def softmax_long_backward_kernel(dy_ptr, y_ptr, dx_ptr, M, N, dy_stride, LANES: tl.constexpr, WIDTH: tl.constexpr):
     lanes = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     BLOCK: tl.constexpr = LANES * WIDTH
@@ -65,7 +64,7 @@ def softmax_long_backward_kernel(dy_ptr, y_ptr, dx_ptr, M, N, dy_stride, LANES: 
         masses += tl.sum(held_y.to(tl.float32), axis=1)
         s = tl.sum(dots, axis=0)
         # s * (1 - sum(y)) lane by lane: small numbers, whose sum is not rounded as s is.
-        s += finite_rest(s, tl.sum(dots - s * masses, axis=0))  # type: ignore[misc]
+        s += finite_rest(s, tl.sum(dots - s * masses, axis=0))
         dx = held_y.to(tl.float32) * (held_dy.to(tl.float32) - s)
         tl.store(dx_row + lanes, dx.to(dx_ptr.dtype.element_ty), eviction_policy="evict_first")
         for block in range(1, blocks):

@@ -29,7 +29,6 @@ atomics.
 from collections.abc import Iterator
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -50,6 +49,7 @@ from llmk.registry import (
     check_shape,
     empty,
     grid_cap,
+    jit,
     next_power_of_2,
     no_gradient,
     num_programs,
@@ -64,7 +64,7 @@ def attention_residual_reference(blocks: Tensor, query: Tensor, weight: Tensor, 
     return (weights * blocks).sum(0).to(blocks.dtype)
 
 
-@triton.jit
+@jit
 def attention_residual_kernel(
     v_ptr, q_ptr, w_ptr, y_ptr, s_ptr, ms_ptr, N, M, H, block_stride, row_stride, eps,
     BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, NUM_STAGES: tl.constexpr,
@@ -81,20 +81,20 @@ def attention_residual_kernel(
     y = tl.zeros((BLOCK_M, BLOCK_H), dtype=tl.float32)
     for i in tl.range(0, N, num_stages=NUM_STAGES):
         v = tl.load(v_ptr + tl.cast(i, tl.int64) * block_stride + places, mask=mask, other=0.0).to(tl.float32)
-        square, dot = sum_pair(v * v, v * k, 1)  # type: ignore[misc]
+        square, dot = sum_pair(v * v, v * k, 1)
         ms = square / H + eps
         s = tl.div_rn(dot, tl.sqrt_rn(ms))
         tl.store(s_ptr + tl.cast(i, tl.int64) * M + rows, s, mask=rows < M)
         tl.store(ms_ptr + tl.cast(i, tl.int64) * M + rows, ms, mask=rows < M)
         before, largest = largest, tl.maximum(largest, s)
-        shrink, share = exp(before - largest), exp(s - largest)  # type: ignore[misc]
+        shrink, share = exp(before - largest), exp(s - largest)
         total = total * shrink + share
         y = y * shrink[:, None] + v * share[:, None]
     y *= tl.div_rn(1.0, total)[:, None]
     tl.store(y_ptr + rows[:, None] * H + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit
 def attention_residual_backward_kernel(
     dy_ptr, v_ptr, q_ptr, w_ptr, s_ptr, ms_ptr, dv_ptr, partial_ptr, N, M, H, dy_stride, block_stride, row_stride,
     BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, NUM_STAGES: tl.constexpr,
@@ -118,14 +118,14 @@ def attention_residual_backward_kernel(
             v = tl.load(v_ptr + tl.cast(i, tl.int64) * block_stride + places, mask=mask, other=0.0).to(tl.float32)
             s = tl.load(s_ptr + tl.cast(i, tl.int64) * M + rows, mask=rows < M, other=0.0)
             largest_at = tl.where(s > largest, i, largest_at)
-            largest, total, origin, sum_da = weigh(s, tl.sum(dy * v, axis=1), largest, total, origin, sum_da)  # type: ignore[misc]
+            largest, total, origin, sum_da = weigh(s, tl.sum(dy * v, axis=1), largest, total, origin, sum_da)
         mean = tl.div_rn(sum_da, total)
         for j in tl.range(0, N, num_stages=NUM_STAGES):
             last = tl.cast(N - 1 - j, tl.int64)  # what was read last is likeliest to be in L2
             v = tl.load(v_ptr + last * block_stride + places, mask=mask, other=0.0).to(tl.float32)
             s = tl.load(s_ptr + last * M + rows, mask=rows < M, other=0.0)
             ms = tl.load(ms_ptr + last * M + rows, mask=rows < M, other=1.0)
-            a = tl.div_rn(exp(s - largest), total)  # type: ignore[misc]
+            a = tl.div_rn(exp(s - largest), total)
             da = tl.where(largest_at == N - 1 - j, 0.0, tl.sum(dy * v, axis=1) - origin)
             ds = a * (da - mean)
             slope = tl.div_rn(ds, tl.sqrt_rn(ms))
@@ -317,7 +317,6 @@ def attention_residual_cost(blocks: Tensor, query: Tensor, weight: Tensor, eps: 
 
 
 @public_op(
-    "attention_residual(Tensor blocks, Tensor query, Tensor weight, float eps=1e-6) -> Tensor",
     reference=attention_residual_reference,
     differentiable=("blocks", "query", "weight"),
     kernel_ops=(attention_residual_fwd, attention_residual_bwd),

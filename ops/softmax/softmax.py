@@ -25,7 +25,6 @@ import math
 from collections.abc import Iterator
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -44,6 +43,7 @@ from llmk.registry import (
     check_dtype,
     empty,
     grid_cap,
+    jit,
     max_warps,
     next_power_of_2,
     num_programs,
@@ -56,7 +56,7 @@ def softmax_reference(input: Tensor, dim: int = -1) -> Tensor:
     return torch.nn.functional.softmax(input, dim)
 
 
-@triton.jit
+@jit
 def softmax_kernel(
     x_ptr, y_ptr, M, N, x_stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr
 ):
@@ -72,7 +72,7 @@ def softmax_kernel(
         tl.store(y_ptr + rows[:, None] * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit
 def softmax_backward_kernel(
     dy_ptr, y_ptr, dx_ptr, M, N, dy_stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HOLD: tl.constexpr
 ):  # fmt: skip
@@ -84,10 +84,10 @@ def softmax_backward_kernel(
     dy_ptr += rows[:, None] * dy_stride + cols[None, :]
     dy = tl.load(dy_ptr, mask=mask, other=0.0).to(tl.float32)
     y = tl.load(y_ptr + rows[:, None] * N + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    s, mass = sum_pair(dy * y, y, 1)  # type: ignore[misc]
+    s, mass = sum_pair(dy * y, y, 1)
     if not HOLD:  # from L2: registers hold y alone
         dy = tl.load(dy_ptr, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    s += finite_rest(s, s * (1.0 - mass))  # type: ignore[misc]
+    s += finite_rest(s, s * (1.0 - mass))
     dx = y * (dy - s[:, None])
     tl.store(dx_ptr + rows[:, None] * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
@@ -245,7 +245,6 @@ def softmax_cost(input: Tensor, dim: int = -1) -> Cost:
 
 
 @public_op(
-    "softmax(Tensor input, int dim=-1) -> Tensor",
     reference=softmax_reference,
     differentiable=("input",),
     kernel_ops=(softmax_fwd, softmax_bwd),

@@ -25,12 +25,11 @@ import math
 from collections.abc import Iterator
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.rows import as_rows
-from llmk.registry import Cost, KernelOp, Sample, axes, check_dtype, empty, next_power_of_2, public_op, wrap_triton
+from llmk.registry import Cost, KernelOp, Sample, axes, check_dtype, empty, jit, next_power_of_2, public_op, wrap_triton
 
 
 def sparsemax_reference(input: Tensor, dim: int = -1) -> Tensor:
@@ -50,43 +49,43 @@ def sparsemax_reference(input: Tensor, dim: int = -1) -> Tensor:
     return torch.where(tau.isnan(), undefined, y).movedim(-1, dim)
 
 
-@triton.jit
+@jit
 def _block(x_ptr, start, N, BLOCK_N: tl.constexpr):
     cols = start + tl.arange(0, BLOCK_N)
     return tl.load(x_ptr + cols, mask=cols < N, other=float("-inf")).to(tl.float32)
 
 
-@triton.jit
+@jit
 def _above(z, tau):
     """The sum of the entries above tau, which is NaN if any entry is, and their number."""
     total = tl.sum(tl.where((z > tau) | (z != z), z, 0.0), axis=0)
     return total, tl.sum((z > tau).to(tl.int32), axis=0)
 
 
-@triton.jit
+@jit
 def _threshold(total, count):
     """NaN where no place is above: of a row of -inf alone, or with inf in it."""
     return tl.where(count > 0, tl.div_rn(total - 1.0, tl.maximum(count, 1).to(tl.float32)), float("nan"))
 
 
-@triton.jit
+@jit
 def sparsemax_kernel(x_ptr, y_ptr, N, x_stride, BLOCK_N: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     x = _block(x_ptr + row * x_stride, 0, N, BLOCK_N)
     z = x - tl.max(x, axis=0)
-    total, count = _above(z, -1.0)  # type: ignore[misc]
+    total, count = _above(z, -1.0)
     tau, last, turn = _threshold(total, count), N + 1, 0
     while (turn <= N) and (count < last):
         turn += 1
         last = count
-        total, count = _above(z, tau)  # type: ignore[misc]
+        total, count = _above(z, tau)
         tau = _threshold(total, count)
     y = tl.where(z <= tau, 0.0, z - tau)
     cols = tl.arange(0, BLOCK_N)
     tl.store(y_ptr + row * N + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
 
 
-@triton.jit
+@jit
 def _above_in_row(x_ptr, largest, tau, N, BLOCK_N: tl.constexpr):
     totals = tl.zeros((BLOCK_N,), dtype=tl.float32)
     counts = tl.zeros((BLOCK_N,), dtype=tl.int32)
@@ -97,7 +96,7 @@ def _above_in_row(x_ptr, largest, tau, N, BLOCK_N: tl.constexpr):
     return tl.sum(totals, axis=0), tl.sum(counts, axis=0)
 
 
-@triton.jit
+@jit
 def sparsemax_long_kernel(x_ptr, y_ptr, N, x_stride, BLOCK_N: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
@@ -105,12 +104,12 @@ def sparsemax_long_kernel(x_ptr, y_ptr, N, x_stride, BLOCK_N: tl.constexpr):
     for start in range(0, N, BLOCK_N):
         largest = tl.maximum(largest, _block(x_ptr, start, N, BLOCK_N))
     largest = tl.max(largest, axis=0)
-    total, count = _above_in_row(x_ptr, largest, -1.0, N, BLOCK_N)  # type: ignore[misc]
+    total, count = _above_in_row(x_ptr, largest, -1.0, N, BLOCK_N)
     tau, last, turn = _threshold(total, count), N + 1, 0
     while (turn <= N) and (count < last):
         turn += 1
         last = count
-        total, count = _above_in_row(x_ptr, largest, tau, N, BLOCK_N)  # type: ignore[misc]
+        total, count = _above_in_row(x_ptr, largest, tau, N, BLOCK_N)
         tau = _threshold(total, count)
     for start in range(0, N, BLOCK_N):
         z = _block(x_ptr, start, N, BLOCK_N) - largest
@@ -119,7 +118,7 @@ def sparsemax_long_kernel(x_ptr, y_ptr, N, x_stride, BLOCK_N: tl.constexpr):
         tl.store(y_ptr + row * N + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
 
 
-@triton.jit
+@jit
 def sparsemax_backward_kernel(dy_ptr, y_ptr, dx_ptr, N, dy_stride, BLOCK_N: tl.constexpr):
     """A row in blocks, of which there is one where it fits."""
     row = tl.program_id(0).to(tl.int64)
@@ -254,7 +253,6 @@ def sparsemax_cost(input: Tensor, dim: int = -1) -> Cost:
 
 
 @public_op(
-    "sparsemax(Tensor input, int dim=-1) -> Tensor",
     reference=sparsemax_reference,
     differentiable=("input",),
     kernel_ops=(sparsemax_fwd, sparsemax_bwd),

@@ -16,15 +16,6 @@ def schema_of(overload: Any) -> torch.FunctionSchema:
     return attribute(overload, "_schema", lambda overload: public(overload, return_schemas=True)[1][0])
 
 
-def _schema_of_a_definition(schema: str) -> torch.FunctionSchema:
-    namespace, _, signature = schema.partition("::")
-    library = torch.library.Library(f"{namespace}_schemas", "FRAGMENT")  # gone, and the name free, when this returns
-    library.define(signature)
-    name = signature.partition("(")[0]
-    return schema_of(getattr(getattr(torch.ops, f"{namespace}_schemas"), name).default)
-
-
-parse_schema: Callable[[str], torch.FunctionSchema] = find("torch._C.parse_schema", _schema_of_a_definition)
 _FunctionalTensorMode = find("torch._subclasses.functional_tensor.FunctionalTensorMode")
 
 

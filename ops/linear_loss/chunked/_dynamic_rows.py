@@ -5,13 +5,12 @@ past it are left unwritten, and operands past it are not read.
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from llmk.ops.common.rows import matrices_aligned
-from llmk.registry import cdiv, wrap_triton
+from llmk.registry import cdiv, jit, wrap_triton
 from llmk.registry.backends import kernels_on_cpu
 from llmk.registry.devices import has_device_offsets
 
@@ -51,7 +50,7 @@ def weight_gradient(dlogits: Tensor, x: Tensor, end: Tensor) -> Tensor:
     return grouped_mm(dlogits.t(), x, offs=end)[0]
 
 
-@triton.jit
+@jit
 def add_kernel(total_ptr, part_ptr, end_ptr, N, BLOCK_N: tl.constexpr):
     if tl.load(end_ptr) > 0:
         offsets = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -25,14 +25,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.math import LOG2E, cap_cpu, cap_slope, cap_slope_cpu
 from llmk.ops.linear_loss.kernels._logits import COLUMNS, logit_transform, thread_columns
 from llmk.ops.loss.divergence_math import Mixture, divergence_of, divergence_of_cpu, exp_of
-from llmk.registry import cdiv, empty, next_power_of_2, wrap_triton
+from llmk.registry import cdiv, empty, jit, next_power_of_2, wrap_triton
 
 
 class Softmaxes(NamedTuple):
@@ -53,13 +52,13 @@ class CrossEntropyTerm(NamedTuple):
     stats: Tensor  # [3, M], of which the first two are the maximum and the sum
 
 
-@triton.jit
+@jit
 def _maximum_and_sum(z_ptr, end, outer, softcap, BLOCK_V: tl.constexpr):
     m = tl.full((BLOCK_V // COLUMNS,), float("-inf"), dtype=tl.float32)
     s = tl.zeros((BLOCK_V // COLUMNS,), dtype=tl.float32)
     for start in range(0, end, BLOCK_V):
-        cols = start + thread_columns(BLOCK_V)  # type: ignore[misc]
-        y, _ = logit_transform(tl.load(z_ptr + cols, mask=cols < end, other=0.0), 1.0, outer, softcap)  # type: ignore[misc]
+        cols = start + thread_columns(BLOCK_V)
+        y, _ = logit_transform(tl.load(z_ptr + cols, mask=cols < end, other=0.0), 1.0, outer, softcap)
         y = tl.where(cols < end, y, float("-inf"))
         new_m = tl.maximum(m, tl.max(y, axis=1))
         base = tl.where(new_m == float("-inf"), 0.0, new_m)  # nothing finite may have been seen yet
@@ -70,7 +69,7 @@ def _maximum_and_sum(z_ptr, end, outer, softcap, BLOCK_V: tl.constexpr):
     return row_m, tl.sum(s * tl.exp2((m - base) * LOG2E), axis=0)
 
 
-@triton.jit
+@jit
 def softmax_pair_kernel(
     z_ptr, w_ptr, count_ptr, part_ptr, M, V, z_stride, w_stride, outer, softcap, teacher_softcap,
     BLOCK_V: tl.constexpr,
@@ -79,29 +78,29 @@ def softmax_pair_kernel(
     outer = tl.cast(outer, tl.float32)
     row = tl.program_id(0).to(tl.int64)
     end = tl.where(tl.load(count_ptr + row) != 0.0, V, 0)
-    m, s = _maximum_and_sum(z_ptr + row * z_stride, end, outer, softcap, BLOCK_V)  # type: ignore[misc]
+    m, s = _maximum_and_sum(z_ptr + row * z_stride, end, outer, softcap, BLOCK_V)
     tl.store(part_ptr + row, m)
     tl.store(part_ptr + M + row, s)
-    m, s = _maximum_and_sum(w_ptr + row * w_stride, end, outer, teacher_softcap, BLOCK_V)  # type: ignore[misc]
+    m, s = _maximum_and_sum(w_ptr + row * w_stride, end, outer, teacher_softcap, BLOCK_V)
     tl.store(part_ptr + 2 * M + row, m)
     tl.store(part_ptr + 3 * M + row, s)
 
 
-@triton.jit
+@jit
 def _terms(
     z, w, stats_ptr, M, outer, softcap, teacher_softcap, beta, rest,
     FORM: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Compute f and df/dx of a block of classes, the student's log-probabilities and its capped logits."""
-    y, u = logit_transform(z, 1.0, outer, softcap)  # type: ignore[misc]
+    y, u = logit_transform(z, 1.0, outer, softcap)
     x = (y - tl.load(stats_ptr)) - tl.load(stats_ptr + M)
-    y, _ = logit_transform(w, 1.0, outer, teacher_softcap)  # type: ignore[misc]
+    y, _ = logit_transform(w, 1.0, outer, teacher_softcap)
     t = (y - tl.load(stats_ptr + 2 * M)) - tl.load(stats_ptr + 3 * M)
-    f, slope = divergence_of(x, t, beta, rest, FORM, EXACT)  # type: ignore[misc]
+    f, slope = divergence_of(x, t, beta, rest, FORM, EXACT)
     return f, slope, x, u
 
 
-@triton.jit
+@jit
 def divergence_sums_kernel(
     z_ptr, w_ptr, count_ptr, stats_ptr, shift_ptr, sum_ptr, M, V, z_stride, w_stride, outer, softcap, teacher_softcap,
     beta, rest, FORM: tl.constexpr, EXACT: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -117,18 +116,16 @@ def divergence_sums_kernel(
         mask = cols < end
         z = tl.load(z_ptr + row * z_stride + cols, mask=mask, other=0.0)
         w = tl.load(w_ptr + row * w_stride + cols, mask=mask, other=0.0)
-        f, slope, x, _ = _terms(  # type: ignore[misc]
-            z, w, stats_ptr + row, M, outer, softcap, teacher_softcap, beta, rest, FORM, EXACT
-        )
+        f, slope, x, _ = _terms(z, w, stats_ptr + row, M, outer, softcap, teacher_softcap, beta, rest, FORM, EXACT)
         if shift_ptr is not None:
-            slope = tl.fma(-exp_of(x, EXACT), tl.load(shift_ptr + row), slope)  # type: ignore[misc]
+            slope = tl.fma(-exp_of(x, EXACT), tl.load(shift_ptr + row), slope)
         total += tl.where(mask, f, 0.0)
         slopes += tl.where(mask, slope, 0.0)
     tl.store(sum_ptr + row, tl.sum(total, axis=0))
     tl.store(sum_ptr + M + row, tl.sum(slopes, axis=0))
 
 
-@triton.jit
+@jit
 def divergence_gradient_kernel(
     z_ptr, w_ptr, count_ptr, grad_ptr, stats_ptr, sum_ptr, target_ptr, ce_grad_ptr, ce_stats_ptr, dz_ptr,
     M, V, z_stride, w_stride, outer, softcap, teacher_softcap,
@@ -149,10 +146,8 @@ def divergence_gradient_kernel(
     read = cols < tl.where(counts, V, 0)
     z = tl.load(z_ptr + row * z_stride + cols, mask=read, other=0.0)
     w = tl.load(w_ptr + row * w_stride + cols, mask=read, other=0.0)
-    _, slope, x, u = _terms(  # type: ignore[misc]
-        z, w, stats_ptr + row, M, outer, softcap, teacher_softcap, beta, rest, FORM, EXACT
-    )
-    e = exp_of(x, EXACT)  # type: ignore[misc]  as in slope: the two nearly cancel
+    _, slope, x, u = _terms(z, w, stats_ptr + row, M, outer, softcap, teacher_softcap, beta, rest, FORM, EXACT)
+    e = exp_of(x, EXACT)  # as in slope: the two nearly cancel
     # fma rounds no product. Else the compiler is free not to round the slope, which was rounded when summed: for a
     # class with a probability near 1 the gradient would be the rounding error.
     r = tl.fma(-e, tl.load(sum_ptr + M + row), slope)

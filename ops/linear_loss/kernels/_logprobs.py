@@ -31,14 +31,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.math import LOG2E, cap_cpu, cap_slope, cap_slope_cpu
 from llmk.ops.common.sums import sum_pair
 from llmk.ops.linear_loss.kernels._logits import COLUMNS, logit_transform, thread_columns
-from llmk.registry import cdiv, empty, next_power_of_2, wrap_triton
+from llmk.registry import cdiv, empty, jit, next_power_of_2, wrap_triton
 
 STATISTICS = 3
 """The number of float32 values saved for a row: m, s, e / s."""
@@ -62,7 +61,7 @@ class LogitTransform(NamedTuple):
         return self.scale / self.temperature, 1.0
 
 
-@triton.jit
+@jit
 def _candidates(target_ptr, offsets, mask, first_class, V, num_classes, ignore_index):
     """Load candidates and masks: it counts, it is a class, and that class is one of the columns."""
     target = tl.load(target_ptr + offsets, mask=mask, other=0).to(tl.int64)
@@ -75,42 +74,42 @@ LEAST = tl.constexpr(-1024.0)
 """A difference from a row's maximum is no less: its exponential is 0, and 0 times it is 0, where 0 * -inf is NaN."""
 
 
-@triton.jit
+@jit
 def _below(y, m):
     """Return y - m, at least LEAST: it overflows where logits are near float32's largest numbers."""
     d = y - m
     return tl.where(d < LEAST, LEAST, d)  # NaN stays
 
 
-@triton.jit
+@jit
 def _add_block(m, s, e, z, mask, inner, outer, softcap, MASKED: tl.constexpr):
     """Update each thread's maximum and two sums; threads synchronize once a row."""
-    y, _ = logit_transform(z, inner, outer, softcap)  # type: ignore[misc]
+    y, _ = logit_transform(z, inner, outer, softcap)
     if MASKED:
         y = tl.where(mask, y, float("-inf"))
     new_m = tl.maximum(m, tl.max(y, axis=1))
     # Subtracting -inf from -inf would be NaN where nothing finite has been seen yet.
     base = tl.where(new_m == float("-inf"), 0.0, new_m)
-    d = _below(y, base[:, None])  # type: ignore[misc]
+    d = _below(y, base[:, None])
     w = tl.exp2(d * LOG2E)
-    new_s, new_e = sum_pair(w, w * d, 1)  # type: ignore[misc]
-    shift = _below(m, base)  # type: ignore[misc]
+    new_s, new_e = sum_pair(w, w * d, 1)
+    shift = _below(m, base)
     fade = tl.exp2(shift * LOG2E)
     return new_m, fade * s + new_s, fade * (e + s * shift) + new_e
 
 
-@triton.jit
+@jit
 def _reduce_threads(m, s, e):
     """Reduce the maximum and the two sums over threads."""
     row_m = tl.max(m, axis=0)
     # Threads that have seen nothing finite have sums of 0.
-    shift = _below(m, tl.where(row_m == float("-inf"), 0.0, row_m))  # type: ignore[misc]
+    shift = _below(m, tl.where(row_m == float("-inf"), 0.0, row_m))
     fade = tl.exp2(shift * LOG2E)
-    row_s, row_e = sum_pair(fade * s, fade * (e + s * shift), 0)  # type: ignore[misc]
+    row_s, row_e = sum_pair(fade * s, fade * (e + s * shift), 0)
     return row_m, row_s, row_e
 
 
-@triton.jit
+@jit
 def logprob_statistics_kernel(
     z_ptr, target_ptr, part_ptr,
     M, V, K, z_stride, first_class, num_classes, ignore_index, inner, outer, softcap,
@@ -121,32 +120,30 @@ def logprob_statistics_kernel(
     outer = tl.cast(outer, tl.float32)
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
-    target, counts, _, here = _candidates(  # type: ignore[misc]
-        target_ptr, row * K + k, k < K, first_class, V, num_classes, ignore_index
-    )
+    target, counts, _, here = _candidates(target_ptr, row * K + k, k < K, first_class, V, num_classes, ignore_index)
     z_t = tl.load(z_ptr + row * z_stride + (target - first_class), mask=here, other=0.0)
-    y_t, _ = logit_transform(z_t, inner, outer, softcap)  # type: ignore[misc]
+    y_t, _ = logit_transform(z_t, inner, outer, softcap)
     tl.store(part_ptr + (3 + k).to(tl.int64) * M + row, tl.where(here, y_t, float("-inf")), mask=k < K)
     m = tl.full((BLOCK_V // COLUMNS,), float("-inf"), dtype=tl.float32)
     s = tl.zeros((BLOCK_V // COLUMNS,), dtype=tl.float32)
     e = tl.zeros((BLOCK_V // COLUMNS,), dtype=tl.float32)
     z_ptr += row * z_stride
-    cols = thread_columns(BLOCK_V)  # type: ignore[misc]
+    cols = thread_columns(BLOCK_V)
     end = tl.where(tl.max(counts.to(tl.int32), axis=0) != 0, V, 0)
     whole = end // BLOCK_V * BLOCK_V
     for start in range(0, whole, BLOCK_V):  # a mask whose end is no multiple of 16 prevents vectorized loads
-        m, s, e = _add_block(m, s, e, tl.load(z_ptr + start + cols), None, inner, outer, softcap, False)  # type: ignore[misc]
+        m, s, e = _add_block(m, s, e, tl.load(z_ptr + start + cols), None, inner, outer, softcap, False)
     for start in range(whole, end, BLOCK_V):  # once, or not at all
         mask = start + cols < end
         z = tl.load(z_ptr + start + cols, mask=mask, other=0.0)
-        m, s, e = _add_block(m, s, e, z, mask, inner, outer, softcap, True)  # type: ignore[misc]
-    m, s, e = _reduce_threads(m, s, e)  # type: ignore[misc]
+        m, s, e = _add_block(m, s, e, z, mask, inner, outer, softcap, True)
+    m, s, e = _reduce_threads(m, s, e)
     tl.store(part_ptr + row, m)
     tl.store(part_ptr + M + row, s)
     tl.store(part_ptr + 2 * M + row, e)
 
 
-@triton.jit
+@jit
 def logprob_combine_kernel(
     part_ptr, target_ptr, logprob_ptr, entropy_ptr, stats_ptr, M, R, K, num_classes, ignore_index,
     BLOCK_M: tl.constexpr,
@@ -165,7 +162,7 @@ def logprob_combine_kernel(
         e_r = tl.load(parts + 2 * M, mask=mask, other=0.0)
         new_m = tl.maximum(m, m_r)
         base = tl.where(new_m == float("-inf"), 0.0, new_m)
-        shift, shift_r = _below(m, base), _below(m_r, base)  # type: ignore[misc]
+        shift, shift_r = _below(m, base), _below(m_r, base)
         fade, fade_r = tl.exp2(shift * LOG2E), tl.exp2(shift_r * LOG2E)
         e = fade * (e + s * shift) + fade_r * (e_r + s_r * shift_r)
         s = fade * s + fade_r * s_r
@@ -173,9 +170,7 @@ def logprob_combine_kernel(
     logsum, mean = tl.log(s), e / s
     any_counts = tl.zeros((BLOCK_M,), dtype=tl.int32)
     for k in range(0, K):
-        _, counts, valid, _ = _candidates(  # type: ignore[misc]
-            target_ptr, rows * K + k, mask, 0, num_classes, num_classes, ignore_index
-        )
+        _, counts, valid, _ = _candidates(target_ptr, rows * K + k, mask, 0, num_classes, num_classes, ignore_index)
         y = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
         for r in range(0, R):
             y = tl.maximum(
@@ -191,7 +186,7 @@ def logprob_combine_kernel(
     tl.store(stats_ptr + 2 * M + rows, mean, mask=mask)
 
 
-@triton.jit
+@jit
 def logprob_candidates_kernel(
     z_ptr, target_ptr, grad_ptr, entropy_grad_ptr, stats_ptr, candidate_ptr, factor_ptr,
     M, V, K, z_stride, grad_stride, grad_stride_k, entropy_grad_stride, first_class, num_classes, ignore_index,
@@ -202,9 +197,7 @@ def logprob_candidates_kernel(
     outer = tl.cast(outer, tl.float32)
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
-    target, counts, valid, here = _candidates(  # type: ignore[misc]
-        target_ptr, row * K + k, k < K, first_class, V, num_classes, ignore_index
-    )
+    target, counts, valid, here = _candidates(target_ptr, row * K + k, k < K, first_class, V, num_classes, ignore_index)
     m, s, mean = tl.load(stats_ptr + row), tl.load(stats_ptr + M + row), tl.load(stats_ptr + 2 * M + row)
     h = tl.cast(0.0, tl.float32)
     if entropy_grad_ptr is not None:
@@ -228,25 +221,25 @@ def logprob_candidates_kernel(
     tl.store(factor_ptr + M + row, h)
     tl.store(factor_ptr + 2 * M + row, tl.where(row_counts, 1.0, 0.0))
     z = tl.load(z_ptr + row * z_stride + (target - first_class), mask=here, other=0.0)
-    y, _ = logit_transform(z, inner, outer, softcap)  # type: ignore[misc]
+    y, _ = logit_transform(z, inner, outer, softcap)
     # Where p is near 1 the two nearly cancel: their difference first.
     dy = alike - tl.exp2((y - m) * LOG2E) / s * total
     if entropy_grad_ptr is not None:
-        dy -= _entropy_gradient(y, m, s, h, mean)  # type: ignore[misc]
+        dy -= _entropy_gradient(y, m, s, h, mean)
     dz = dy * (inner * outer)
     if softcap is not None:
         dz *= cap_slope(z.to(tl.float32) * inner, softcap)
     tl.store(candidate_ptr + row * K + k, dz, mask=k < K)
 
 
-@triton.jit
+@jit
 def _entropy_gradient(y, m, s, h, mean):
     """Compute p * h * (log(p) + entropy), 0 where p is 0."""
-    d = _below(y, m)  # type: ignore[misc]
+    d = _below(y, m)
     return tl.exp2(d * LOG2E) / s * (h * (d - mean))
 
 
-@triton.jit
+@jit
 def logprob_gradient_kernel(
     z_ptr, stats_ptr, factor_ptr, dz_ptr, M, V, z_stride, inner, outer, softcap,
     ENTROPY: tl.constexpr, LEAVE_IGNORED: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -265,8 +258,8 @@ def logprob_gradient_kernel(
         m, s = tl.load(stats_ptr + row), tl.load(stats_ptr + M + row)
         factor = tl.load(factor_ptr + row)
         z = tl.load(z_ptr + cols, mask=mask, other=0.0)
-        y, _ = logit_transform(z, inner, outer, softcap)  # type: ignore[misc]
-        d = _below(y, m)  # type: ignore[misc]
+        y, _ = logit_transform(z, inner, outer, softcap)
+        d = _below(y, m)
         if ENTROPY:
             factor += tl.load(factor_ptr + M + row) * d
         dz = tl.exp2(d * LOG2E) * ((-inner * outer) / s) * factor
@@ -277,16 +270,14 @@ def logprob_gradient_kernel(
         tl.store(dz_ptr + cols, tl.zeros((BLOCK_V,), dtype=dz_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit
 def logprob_scatter_kernel(
     candidate_ptr, target_ptr, dz_ptr, V, K, dz_stride, first_class, num_classes, ignore_index, BLOCK_K: tl.constexpr
 ):
     """Store the candidates' gradients; duplicate candidates store the same value."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
-    target, _, _, here = _candidates(  # type: ignore[misc]
-        target_ptr, row * K + k, k < K, first_class, V, num_classes, ignore_index
-    )
+    target, _, _, here = _candidates(target_ptr, row * K + k, k < K, first_class, V, num_classes, ignore_index)
     dz = tl.load(candidate_ptr + row * K + k, mask=here, other=0.0)
     tl.store(dz_ptr + row * dz_stride + (target - first_class), dz.to(dz_ptr.dtype.element_ty), mask=here)
 

@@ -21,7 +21,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -29,13 +28,13 @@ from llmk.ops.common.math import LOG2E
 from llmk.ops.loss.row_loss_cpu import capped_cpu, class_index
 from llmk.ops.loss.row_loss_long import row_block, row_statistics, unaligned
 from llmk.ops.loss.row_loss_math import Options, Rows, capped, counts_of, loss_of
-from llmk.registry import cdiv, empty, wrap_triton
+from llmk.registry import cdiv, empty, jit, wrap_triton
 
 STATISTICS, STATISTICS_SMOOTH = 3, 5
 """The number of values a rank computes for a row: m, s, x_t, and with smoothing b and w."""
 
 
-@triton.jit
+@jit
 def slice_statistics_kernel(
     x_ptr, target_ptr, weight_ptr, out_ptr, M, V, x_stride, first_class, num_classes, ignore_index, softcap,
     SMOOTH: tl.constexpr, UNALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -46,7 +45,7 @@ def slice_statistics_kernel(
     x_t = capped(tl.load(x_ptr + row * x_stride + target - first_class, mask=here, other=float("-inf")), softcap)
     if weight_ptr is not None:
         weight_ptr += first_class
-    m, total, weight_sum, below = row_statistics(  # type: ignore[misc]
+    m, total, weight_sum, below = row_statistics(
         x_ptr, row * x_stride, weight_ptr, V, target != ignore_index, softcap, SMOOTH, UNALIGNED, BLOCK_V
     )
     tl.store(out_ptr + row, m)
@@ -57,7 +56,7 @@ def slice_statistics_kernel(
         tl.store(out_ptr + 4 * M + row, weight_sum)
 
 
-@triton.jit
+@jit
 def combine_slices_kernel(
     parts_ptr, target_ptr, weight_ptr, loss_ptr, count_ptr, stats_ptr,
     M, R, num_classes, ignore_index, smoothing, z_loss, SMOOTH: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -91,7 +90,7 @@ def combine_slices_kernel(
             part_ptrs += 3 * M
         m = new_m
     target = tl.load(target_ptr + rows, mask=mask, other=0).to(tl.int64)
-    counts, valid, w_t = counts_of(target, weight_ptr, num_classes, ignore_index)  # type: ignore[misc]
+    counts, valid, w_t = counts_of(target, weight_ptr, num_classes, ignore_index)
     logsum = tl.log(total)
     loss = loss_of(m, logsum, weight_sum, below, x_t, w_t, counts, valid, num_classes, smoothing, z_loss, SMOOTH)
     tl.store(loss_ptr + rows, loss, mask=mask)
