@@ -15,8 +15,8 @@ def test_a_negative_target_without_gradient_has_none(log_target: bool, device: t
     grad = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0], device=device)
     results = []
     for loss in (ops.kl_div, torch.nn.functional.kl_div):
-        tensors = [input.clone().requires_grad_(), target.clone().requires_grad_()]
-        results.append(torch.autograd.grad(loss(*tensors, reduction="none", log_target=log_target), tensors, grad))
+        x, t = input.clone().requires_grad_(), target.clone().requires_grad_()
+        results.append(torch.autograd.grad(loss(x, t, reduction="none", log_target=log_target), (x, t), grad))
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, equal_nan=True)
 

@@ -69,8 +69,11 @@ def kernel_calls(op: Op) -> Iterator[tuple[KernelOp, tuple[Any, ...]]]:
     KernelOp.__call__ = recording
     try:
         with set_short_path_enabled(False):  # the fast path repeats launches and scales in place
-            for sample in op.samples(CPU, torch.float32):
-                call(op, sample)
+            for dtype in (torch.float32, torch.float16):  # one of them may not call every kernel op
+                missing = {kernel_op for kernel_op in op.kernel_ops if kernel_op.launch_cache is not None}
+                if missing - {kernel_op for kernel_op, _ in calls}:
+                    for sample in op.samples(CPU, dtype):
+                        call(op, sample)
     finally:
         KernelOp.__call__ = original
     return ((kernel_op, args) for kernel_op, args in calls if kernel_op.launch_cache is not None)
