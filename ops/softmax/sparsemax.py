@@ -127,14 +127,14 @@ def sparsemax_backward_kernel(dy_ptr, y_ptr, dx_ptr, N, dy_stride, BLOCK_N: tl.c
     counts = tl.zeros((BLOCK_N,), dtype=tl.float32)
     for start in range(0, N, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
-        y = tl.load(y_ptr + row * N + cols, mask=cols < N, other=0.0)
+        y = tl.load(y_ptr + row * N + cols, mask=cols < N, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
         totals += tl.where(y != 0.0, dy, 0.0)
         counts += tl.where(y != 0.0, 1.0, 0.0)
     mean = tl.div_rn(tl.sum(totals, axis=0), tl.sum(counts, axis=0))
     for start in range(0, N, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
-        y = tl.load(y_ptr + row * N + cols, mask=cols < N, other=0.0)
+        y = tl.load(y_ptr + row * N + cols, mask=cols < N, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
         dx = tl.where(y == y, tl.where(y != 0.0, dy - mean, 0.0), float("nan"))
         tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
