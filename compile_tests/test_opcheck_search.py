@@ -168,7 +168,8 @@ def test_options_that_have_an_answer_elsewhere_are_no_mistake() -> None:
 def test_a_decision_that_the_composition_gets_wrong_is_not_refused() -> None:
     """The threshold of sparsemax among 31 ties, within float32's unit of them."""
     op = OPS["sparsemax"]
-    near = at_decisions(op, Cases(op, CPU, torch.float32)[1036], math.inf)
+    cases = Cases(op, CPU, torch.float32)
+    near = at_decisions(cases, cases[1036], math.inf)
     assert len(near) == 2
     assert [judge(op, case) for case in near] == [None, None]
 

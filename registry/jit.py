@@ -12,6 +12,6 @@ if TYPE_CHECKING:
 
     def jit(fn: Callable[..., Any]) -> Kernel: ...
 else:
-    from triton import jit
+    import triton
 
-__all__ = ["jit"]
+    jit = triton.jit

@@ -328,7 +328,4 @@ def _forward_sharding(input: Any, reduction: str, need_dx: bool) -> Any:
         return replicate_only()
     outputs = {"none": lambda axis: [axis, REPLICATE], "sum": lambda axis: [PARTIAL, REPLICATE]}
     of = outputs.get(reduction, lambda axis: [PARTIAL, PARTIAL])
-    return [
-        ([*of(axis), axis if need_dx and _in_forward(reduction, input.dtype) else REPLICATE], [axis, axis, axis])
-        for axis in row_axes(input)
-    ]
+    return [([*of(axis), axis if need_dx else REPLICATE], [axis, axis, axis]) for axis in row_axes(input)]
