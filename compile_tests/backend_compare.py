@@ -5,6 +5,7 @@ dtypes, shapes, strides, which results share memory, inputs and buffers after th
 """
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,33 @@ LOW = (torch.float16, torch.bfloat16, torch.float32)
 CAST_METHODS = (Tensor.half, Tensor.bfloat16, Tensor.float)
 REINTERPRETING = (Tensor.view, torch.ops.aten.view.dtype)
 """Operators that read the bits of a tensor as another dtype, if they are given one."""
+
+
+class ExactTanh(torch.autograd.Function):
+    """tanh whose slope is 1 / cosh^2: PyTorch's 1 - tanh^2 cancels, in float64 to 0 from 19 on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grads[0] / x.cosh().square()
+
+
+def exact_gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    """GELU without the sums 1 + erf and 1 + tanh, which cancel where x is negative."""
+    if approximate == "tanh":
+        return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+    return x * torch.special.erfc(-x / math.sqrt(2)) / 2
+
+
+EXACT = dict.fromkeys((torch.tanh, Tensor.tanh, torch.ops.aten.tanh.default), ExactTanh.apply) | dict.fromkeys(
+    (torch.nn.functional.gelu, torch.ops.aten.gelu.default), exact_gelu
+)
+"""Functions whose value or gradient PyTorch's float64 form loses, and a form that keeps it."""
 
 
 def eager(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,6 +92,8 @@ class InFloat64(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in CAST_METHODS and args[0].is_floating_point():
             return args[0].double()
+        if func in EXACT and args[0].dtype == torch.float64:
+            return EXACT[func](*args, **(kwargs or {}))
         if func not in REINTERPRETING:
             args, kwargs = tree_map(_wider, (tuple(args), kwargs or {}))
         return func(*args, **(kwargs or {}))

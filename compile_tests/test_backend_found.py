@@ -113,3 +113,14 @@ def test_probabilities_that_were_rounded_are_not_taken_of_rounded_logarithms() -
     assert not report.replaced
     report = require_unchanged(fn, [x.requires_grad_(), y])
     assert report.replaced == {"kl_div": 1}
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_slope_of_a_saturated_cap_is_judged_by_what_it_is(smoothing: float) -> None:
+    """At tanh(20) the operator gives 4 exp(-40), and 1 - tanh^2 is 0 in float64 too."""
+
+    def fn(x: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(torch.tanh(x / 5.0) * 5.0, target, reduction="sum", label_smoothing=smoothing)
+
+    report = require_unchanged(fn, [(randn(6, 13).detach() + 100).requires_grad_(), torch.randint(13, (6,))])
+    assert report.replaced == {"cross_entropy": 1}

@@ -20,7 +20,7 @@ from llmk.opcheck.calls import call, incoming_gradients
 from llmk.opcheck.cases import Case, Cases, large_gradients, unit_gradients
 from llmk.opcheck.decisions import at_decisions
 from llmk.opcheck.derivatives import derivative_violation
-from llmk.opcheck.judge import judge
+from llmk.opcheck.judge import judge, raises_on_cpu
 from llmk.opcheck.reference import reference_for
 from llmk.opcheck.search import search
 from llmk.opcheck.shrink import snippet
@@ -55,6 +55,14 @@ def test_a_sound_op_is_not_found_wrong() -> None:
     op = record("square", overload=torch.ops.aten.square.default)
     cases = Cases(op, CPU, torch.float32)
     assert [found for found in (judge(op, cases[seed]) for seed in range(60)) if found] == []
+
+
+def test_an_index_out_of_range_is_not_given_to_a_gpu() -> None:
+    """PyTorch's kernels end the process at one, so whether the reference takes a case is asked on a CPU."""
+    logits = torch.zeros(2, 3)
+    for target, raises in (([0, 2], False), ([0, -100], True)):
+        sample = Sample((logits, logits, torch.tensor(target)), {"ignore_index": 0})
+        assert raises_on_cpu(OPS["ce_tvd"], sample) == raises
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "cross_entropy", "moe_permute"])

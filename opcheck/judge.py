@@ -24,10 +24,10 @@ from llmk.opcheck.calls import call, device_of, float_dtype, tolerance_of, viola
 from llmk.opcheck.cases import Case
 from llmk.opcheck.derivatives import derivative_violation
 from llmk.opcheck.gradient_promises import gradient_overflows, require_finite
-from llmk.opcheck.inputs import BrokenPromise, Outcome, copy_with_layout, rebound
+from llmk.opcheck.inputs import BrokenPromise, Outcome, copy_with_layout, prepare, rebound
 from llmk.opcheck.loops import EndlessLoop
 from llmk.opcheck.reference import Change, Reference, reference_for
-from llmk.registry import Op
+from llmk.registry import Op, Sample
 
 PATIENCE = 20.0
 """Seconds that a call may take; far more than any sample does, in the interpreter too."""
@@ -74,6 +74,8 @@ def patience(seconds: float) -> Iterator[None]:
 
 def judge(op: Op, case: Case, seconds: float | None = None) -> Finding | None:
     """Return what is wrong with the operator on a case; None if nothing is, or if it refuses the arguments."""
+    if device_of(op, case.sample).type != "cpu" and raises_on_cpu(op, case.sample):
+        return None
     try:
         with patience(seconds or PATIENCE):
             outcome = call(op, case.sample, grads=case.grads)
@@ -97,6 +99,20 @@ def judge(op: Op, case: Case, seconds: float | None = None) -> Finding | None:
         or (_wrong_decision(op, case, outcome, reference) if case.decides else None)
         or _wrong_derivative(op, case, reference)
     )
+
+
+def raises_on_cpu(op: Op, sample: Sample) -> bool:
+    """On a GPU an index out of range ends the process in PyTorch's kernels, so the CPU's are asked before."""
+
+    def on_cpu(tensor: Tensor) -> Tensor:
+        return tensor.detach().cpu()
+
+    args, kwargs, _ = prepare(op, sample, (), on_cpu)
+    try:
+        op.reference(*args, **kwargs)
+    except Exception:
+        return True
+    return False
 
 
 def _raised(op: Op, case: Case, error: Exception) -> Finding | None:
