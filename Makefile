@@ -69,28 +69,28 @@ bench: $(call needs,bench)
 
 # Not part of CI: about half an hour of two cores.
 aot: $(call needs,test)
-	$(PY) -m pytest -n auto --dist worksteal compile_tests/test_aot.py compile_tests/test_spills.py --build many $(AOT_ARGS)
+	$(PY) -m pytest -n auto --dist worksteal compile_tests/ops/test_aot.py compile_tests/ops/test_spills.py --build many $(AOT_ARGS)
 
 # Not part of CI: each release gets an environment of its own in .matrix/.
 matrix: $(call needs,test)
-	$(PY) -m compile_tests.matrix $(MATRIX_ARGS)
+	$(PY) -m compile_tests.helpers.matrix $(MATRIX_ARGS)
 
 # Not part of CI: most of an hour of one core. The documentation shows what came out.
 families: $(call needs,test)
-	OMP_NUM_THREADS=1 $(PY) compile_tests/families_sweep.py $(FAMILIES_ARGS)
-	$(PY) -m pytest -n auto compile_tests/test_families.py --compile-every-family
+	OMP_NUM_THREADS=1 $(PY) -m compile_tests.helpers.families_sweep $(FAMILIES_ARGS)
+	$(PY) -m pytest -n auto compile_tests/transformers/test_families.py --compile-every-family
 
 # Not part of CI: some hours of one core. The documentation shows what came out.
 first: $(call needs,test)
-	OMP_NUM_THREADS=1 $(PY) compile_tests/first_actions_sweep.py $(FIRST_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m compile_tests.helpers.first_actions_sweep $(FIRST_ARGS)
 
 # Not part of CI: three minutes of one core. The documentation shows what came out.
 found: $(call needs,test)
-	OMP_NUM_THREADS=1 $(PY) compile_tests/backend_sweep.py $(FOUND_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m compile_tests.helpers.backend_sweep $(FOUND_ARGS)
 
 # Not part of CI: ten minutes of one core, or --seconds of them.
 fuzz: $(call needs,test)
-	OMP_NUM_THREADS=1 $(PY) compile_tests/backend_fuzz.py $(FUZZ_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m compile_tests.helpers.backend_fuzz $(FUZZ_ARGS)
 
 docs: $(call needs,docs)
 	$(PY) -m sphinx -W --keep-going -b html docs docs/_build/html
@@ -107,7 +107,7 @@ wheel: $(call needs,build)
 
 # Not part of CI: it downloads the newest PyTorch, 3 GB, for each of the two.
 installed: wheel
-	$(PY) -m compile_tests.installed
+	$(PY) -m compile_tests.helpers.installed
 
 clean:
 	rm -rf .venv .matrix build dist llmk.egg-info docs/_build docs/ops .pytest_cache .ruff_cache .hypothesis

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from stub_driver import stub_driver
 
 import llmk
+from compile_tests.helpers.stub_driver import stub_driver
 from llmk.ops.loss import row_loss_long
 
 ROOT = Path(__file__).resolve().parent.parent

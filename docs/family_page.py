@@ -8,9 +8,9 @@ import transformers
 
 from llmk.transformers import Report, patch
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "compile_tests"))
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # compile_tests/ is not installed
 
-from families import FAMILIES, small_model
+from compile_tests.helpers.families import FAMILIES, small_model
 
 KINDS = ("norm", "residual", "mlp", "experts", "rope", "mask", "loss")
 

@@ -8,7 +8,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # compile_tests/ is not installed
 
-from compile_tests.matrix_checks import CHECKS  # noqa: E402 the path comes first
+from compile_tests.helpers.matrix_checks import CHECKS  # noqa: E402 the path comes first
 
 RESULT = ROOT / "docs" / "versions.json"
 

@@ -1,0 +1,113 @@
+"""The backend on some of the fuzzer's programs, the same ones in every run, and the fuzzer itself."""
+
+from collections import Counter
+from itertools import islice
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compile_tests.helpers.backend_compare import difference, eager, outcome, with_backend
+from compile_tests.helpers.backend_fuzz import as_it_is, check, programs, shrunk, usable
+from compile_tests.helpers.fuzz_damage import DAMAGES, damaged
+from compile_tests.helpers.fuzz_grammar import NOT_GROWN, grown, rules
+from compile_tests.helpers.fuzz_program import Input, Line, Program, Ref, aten
+from llmk.compiler import Report
+from llmk.compiler.rules import all_rules
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_nothing_changes(seed: int) -> None:
+    """For values, gradients, memory, effects and the random state of programs that are damaged more and more."""
+    for i, program in enumerate(islice(filter(usable, programs(Random(seed))), 16)):
+        say = check(program, quick=i % 4 > 0)
+        assert say is None, f"{say}\n{program.snippet()}"
+
+
+def test_every_rule_is_grown_and_found() -> None:
+    found = Counter[str]()
+    for rule in rules():
+        for seed in range(12):
+            program, report = grown(Random(seed), rule, around=False), Report()
+            outcome(with_backend(report, as_it_is), program.function(), program.args())
+            if rule.name in report.replaced:
+                found[rule.name] += 1
+                break
+    assert found.keys() | NOT_GROWN == {rule.name for rule in all_rules()}
+
+
+def test_every_damage_is_done() -> None:
+    for name in DAMAGES:
+        random = Random(0)
+        changed = [(program, damaged(random, program, [name])) for program in islice(programs(random), 20)]
+        assert any(after is not None and after != before for before, after in changed), name
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_programs_run_as_they_are_written(seed: int) -> None:
+    """Line by line and as Python."""
+    program = next(filter(usable, programs(Random(seed))))
+    names: dict[str, Any] = {}
+    exec(program.snippet(), names)
+    written = outcome(eager, names["program"], names["args"])
+    assert not written.error
+    assert difference(written, program.function(), program.args()) is None
+
+
+def right(x: Tensor) -> tuple[Tensor, ...]:
+    return x.sin().unsqueeze(0), x.sin().unsqueeze(0), x * x + 1e3
+
+
+def one_memory(x: Tensor) -> tuple[Tensor, ...]:
+    y = x.sin()
+    return y.unsqueeze(0), y.unsqueeze(0), x * x + 1e3
+
+
+def inexact(x: Tensor) -> tuple[Tensor, ...]:
+    return x.sin().unsqueeze(0), x.sin().unsqueeze(0), (x.bfloat16() * x).float() + 1e3
+
+
+def another_dtype(x: Tensor) -> tuple[Tensor, ...]:
+    return x.sin().unsqueeze(0), x.sin().unsqueeze(0).double(), x * x + 1e3
+
+
+def without_a_gradient(x: Tensor) -> tuple[Tensor, ...]:
+    return x.sin().unsqueeze(0), x.sin().unsqueeze(0).detach(), x * x + 1e3
+
+
+def random_numbers(x: Tensor) -> tuple[Tensor, ...]:
+    torch.rand(1)
+    return right(x)
+
+
+def writing(x: Tensor) -> tuple[Tensor, ...]:
+    found = right(x)
+    x.detach().mul_(2)
+    return found
+
+
+def not_finite(x: Tensor) -> tuple[Tensor, ...]:
+    a, b, c = right(x)
+    return a, b, c * torch.inf
+
+
+WRONG = (one_memory, inexact, another_dtype, without_a_gradient, random_numbers, writing, not_finite)
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_differences_are_seen(wrong: Any) -> None:
+    args = [torch.linspace(1, 2, 12).view(3, 4).requires_grad_()]
+    assert difference(outcome(eager, right, args), right, args) is None
+    assert difference(outcome(eager, wrong, args), right, args) is not None
+
+
+def test_programs_shrink() -> None:
+    """To what the difference needs."""
+    lines = [Line("v0", aten.sin.default, (Ref("x0"),)), Line("v1", aten.cos.default, (Ref("v0"),), segment="no_grad1")]
+    lines.append(Line("v2", aten.mul.Tensor, (Ref("v1"), Ref("x1"))))
+    program = Program((Input("x0", (3,)), Input("x1", (3,), plus=1e3)), tuple(lines), ("v2", "v0"))
+    small = shrunk(program, lambda p: any(line.target is aten.cos.default for line in p.lines))
+    assert [str(line.target) for line in small.lines] == ["aten.cos.default"]
+    assert [x.name for x in small.inputs] == ["x0"]

@@ -1,0 +1,293 @@
+"""A careless rule is harmless: planted ones are refused by what is around them, and what raises costs a match alone."""
+
+import ast
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from compile_tests.helpers.backend_checks import require_same, rewriting
+from compile_tests.helpers.backend_compare import require_unchanged, with_backend
+from llmk.compiler import Report, backend, replace, report, trials
+from llmk.compiler.patterns import Arg, Call, Cast, GraphBuilder, KeywordArg, RewritePattern
+from llmk.compiler.rules import RewriteRule
+from llmk.opcheck.inputs import with_default_dtype
+from llmk.registry.private import compilers
+
+ROOT = Path(__file__).resolve().parents[2]
+aten = torch.ops.aten
+Built = Callable[[GraphBuilder, Mapping[str, Any]], Any]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No answer of another run, and a warning of each failure."""
+    monkeypatch.setattr(trials, "_known", {})
+    monkeypatch.setattr(trials, "cache_folder", lambda: None)
+    report.warn_once.cache_clear()
+    yield
+    report.warn_once.cache_clear()
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, build: Built, *results: Any) -> None:
+    """Have the backend know this rule and no other."""
+    rule = RewriteRule("planted", aten.mul.Tensor, ("self", "other"), RewritePattern(results=results, build=build))
+    monkeypatch.setattr(backend, "all_rules", lambda: [rule])
+    monkeypatch.setattr(backend.Backend, "rules", [rule])
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+
+def reasons(found: Report) -> str:
+    return "; ".join(note.reason for note in found.left)
+
+
+def test_a_rule_that_ignores_an_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    pattern = Call("div", KeywordArg("a"), KeywordArg("b"), rounding_mode=Arg("mode"))
+    planted(monkeypatch, lambda builder, values: builder(aten.div.Tensor, values["a"], values["b"]), pattern)
+    found = require_unchanged(lambda a, b: torch.div(a, b, rounding_mode="floor"), [randn(3, 4), randn(3, 4)])
+    assert found.replaced == {}
+    assert "tried with N(0, 1), it is not the same" in reasons(found)
+
+
+def test_a_pattern_leaves_a_node_with_an_argument_that_it_does_not_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(
+        monkeypatch,
+        lambda builder, values: builder(aten.mul.Tensor, **values),
+        Call("div", KeywordArg("self"), KeywordArg("other")),
+    )
+    found = require_unchanged(lambda a, b: torch.div(a, b, rounding_mode="floor"), [randn(3, 4), randn(3, 4)])
+    assert (found.replaced, found.left) == ({}, [])
+
+
+def test_a_rule_that_moves_a_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
+        return builder(aten.layer_norm.default, builder(aten.to.dtype, values["x"], torch.bfloat16), [16])
+
+    pattern = Call("to", Call("layer_norm", KeywordArg("x"), Arg("shape"), eps=Arg("eps")), torch.bfloat16)
+    planted(monkeypatch, build, pattern)
+    found = require_unchanged(lambda x: F.layer_norm(x, (16,)).to(torch.bfloat16), [randn(4, 16)])
+    assert found.replaced == {}
+    assert "tried with N(0, 1), it is not the same" in reasons(found)
+
+
+def test_a_rule_that_merges_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
+        product = builder(aten.mul.Tensor, values["a"], values["b"])
+        return product, product
+
+    product = Call("mul", KeywordArg("a"), KeywordArg("b"))
+    planted(monkeypatch, build, product, product)
+    found = require_unchanged(lambda a, b: (a * b, a * b), [randn(3, 4), randn(3, 4)])
+    assert found.replaced == {}
+    assert "share memory" in reasons(found)
+
+
+def test_a_rule_that_gives_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(
+        monkeypatch,
+        lambda builder, values: builder(aten.view.default, values["a"], [4, 3]),
+        Call("t", KeywordArg("a")) | CLONE,
+    )
+    found = require_unchanged(lambda a: a.clone(), [randn(4, 3)])
+    assert found.replaced == {}
+    assert "share memory" in reasons(found)
+
+
+CLONE = Call("clone", KeywordArg("a"))
+
+
+class Statistics(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x) * x
+
+
+def test_a_rule_that_drops_an_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The statistics that batch norm writes, which its schema does not declare."""
+    options = [Arg(name) for name in ("weight", "bias", "mean", "variance", "training", "momentum", "eps", "cudnn")]
+    pattern = Call("mul", Call("batch_norm", KeywordArg("x"), *options), KeywordArg("x"))
+
+    def build(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
+        v = values
+        norm = builder(aten.batch_norm.default, v["x"], v["weight"], v["bias"], None, None, True, 0.1, v["eps"], False)
+        return builder(aten.mul.Tensor, norm, v["x"])
+
+    planted(monkeypatch, build, pattern)
+    found = require_unchanged(Statistics(), [randn(8, 4)])
+    assert found.replaced == {}
+    assert "written in place" in reasons(found)
+
+
+def test_a_rule_that_reads_another_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right at 0 and at ties, and nowhere else."""
+    planted(
+        monkeypatch,
+        lambda builder, values: builder(aten.relu.default, values["x"]),
+        Cast(Call("silu", KeywordArg("x"))),
+    )
+    found = require_unchanged(F.silu, [randn(3, 4)])
+    assert found.replaced == {}
+
+
+def unit(g: Tensor, u: Tensor) -> Tensor:
+    return F.silu(g) * u
+
+
+def raises(*args: Any, **kwargs: Any) -> Any:
+    raise KeyError("planted")
+
+
+@pytest.mark.parametrize(
+    ("holder", "name"),
+    [
+        (replace, "find"),
+        (replace, "ReplacementBuilder"),
+        (replace, "answer"),
+        (replace, "needed"),
+        (backend, "traced"),
+        (backend, "replace_all"),
+        (backend, "put_back"),
+        (backend, "segments"),
+        (backend, "MutationsElsewhere"),
+    ],
+)
+def test_what_raises_changes_nothing(monkeypatch: pytest.MonkeyPatch, holder: Any, name: str) -> None:
+    monkeypatch.setattr(holder, name, raises)
+    with pytest.warns(RuntimeWarning, match="KeyError: 'planted'"):
+        found = require_unchanged(unit, [randn(3, 4), randn(3, 4)])
+    assert found.replaced == {}
+    assert "planted" in reasons(found)
+
+
+@pytest.mark.parametrize("name", sorted({rule.name for rule in backend.all_rules()}))
+def test_a_rule_that_raises_changes_nothing(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The replacement of a rule raises at the first node, whatever the node is."""
+    found = next(rule for rule in backend.all_rules() if rule.name == name)
+    broken = RewriteRule(
+        name, found.overload, found.differentiable, RewritePattern(results=(KeywordArg("x") | Arg("x"),), build=raises)
+    )
+    monkeypatch.setattr(backend.Backend, "rules", [broken])
+    monkeypatch.setattr(replace._Replacing, "_match", lambda self, rule, node: raises())
+    with pytest.warns(RuntimeWarning, match="planted"):
+        assert require_unchanged(unit, [randn(3, 4), randn(3, 4)]).replaced == {}
+
+
+def test_a_warning_comes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "traced", raises)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for rows in (2, 3):
+            torch._dynamo.reset()
+            torch.compile(unit, backend=rewriting(Report()))(randn(rows, 4), randn(rows, 4))
+    assert len([w for w in caught if "planted" in str(w.message)]) == 1
+
+
+def test_inductor_that_fails_on_what_was_put_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the graph compiles as it was."""
+    calls = []
+
+    def compile_fx(gm: Any, example_inputs: Any, **options: Any) -> Any:
+        calls.append("swiglu" in gm.code)
+        return raises() if calls[-1] else gm
+
+    monkeypatch.setattr(compilers, "compile_fx", compile_fx)
+    found = Report()
+    torch._dynamo.reset()
+    from llmk import compile as llmk_compile
+
+    with pytest.warns(RuntimeWarning, match="planted"):
+        require_same(llmk_compile(unit, report=found), unit, [randn(3, 4), randn(3, 4)])
+    assert calls == [True, False]
+    assert found.replaced == {}
+
+
+def test_inductor_that_fails_on_the_graph_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raises as it does without llmk."""
+    monkeypatch.setattr(compilers, "compile_fx", raises)
+    torch._dynamo.reset()
+    from llmk import compile as llmk_compile
+
+    with pytest.raises(Exception, match="planted"):
+        llmk_compile(lambda x: x + 1)(randn(3))
+
+
+def test_a_trial_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In a process, and then in those that have the same cache."""
+    made = []
+    before = trials.difference
+    monkeypatch.setattr(trials, "difference", lambda question: made.append(question) or before(question))
+    monkeypatch.setattr(trials, "cache_folder", lambda: str(tmp_path))
+    for _ in range(2):
+        require_unchanged(unit, [randn(3, 4), randn(3, 4)])
+    assert len(made) == 1
+    monkeypatch.setattr(trials, "_known", {})
+    assert require_unchanged(unit, [randn(3, 4), randn(3, 4)]).replaced == {"swiglu": 1}
+    assert len(made) == 1
+
+
+def test_trials_draw_the_same_whatever_the_default_dtype_is() -> None:
+    x, w = randn(4, 8), randn(5, 8)
+    target = torch.tensor([0, 2, -100, 1])
+    with with_default_dtype(torch.float64):
+        found = Report()
+        torch._dynamo.reset()
+        torch.compile(lambda x, w: F.cross_entropy(F.linear(x, w), target), backend=rewriting(found))(x, w)
+    assert found.replaced == {"fused_linear_ce": 1}, str(found)
+
+
+def test_without_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replace, "answer", raises)
+    found = Report()
+    require_unchanged(unit, [randn(3, 4), randn(3, 4)], with_backend(found, verify=False))
+    assert found.replaced == {"swiglu": 1}
+    assert "verify=False" in str(found)
+
+
+def test_large_sizes_are_tried_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    questions = []
+    before = trials.difference
+    monkeypatch.setattr(trials, "difference", lambda question: questions.append(question) or before(question))
+
+    def loss(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, w).view(-1, w.shape[0]).float(), t.view(-1))
+
+    x, w, t = torch.randn(2, 512, 64), torch.randn(4096, 64).requires_grad_(), torch.zeros(2, 512, dtype=torch.long)
+    found = Report()
+    torch._dynamo.reset()
+    torch.compile(loss, backend=rewriting(found))(x, w, t)
+    assert found.replaced == {"fused_linear_ce": 1}
+    assert questions
+    assert "without a trial" not in str(found)
+
+
+RULES = sorted(path for path in ROOT.glob("ops/**/*.py") if "compiler.patterns" in path.read_text())
+FOLLOWERS = [ROOT / "llmk" / "compiler" / name for name in ("attention.py", "mask_propagation.py")]
+
+
+@pytest.mark.parametrize("path", [*RULES, *FOLLOWERS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_rules_read_nodes_through_their_schema(path: Path) -> None:
+    """A rule reaches no argument of a node but through `arguments`, which leaves what it does not name."""
+    assert list(arguments_taken(ast.parse(path.read_text()))) == []
+
+
+def arguments_taken(tree: ast.Module) -> Iterator[str]:
+    made_for_trials = {id(x) for f in tree.body if getattr(f, "name", "") == "made_at" for x in ast.walk(f)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in ("args", "kwargs") and id(node) not in made_for_trials:
+            yield ast.unparse(node)
+
+
+def test_the_scan_sees() -> None:
+    assert list(arguments_taken(ast.parse("x = node.args[0]"))) == ["node.args"]
+    assert len(RULES) >= 7

@@ -1,0 +1,20 @@
+"""The examples of losses and of a mixture run, and leave a plot."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.parametrize("name", ["distill", "dpo", "grpo", "moe"])
+def test_it_runs(name: str, tmp_path: Path) -> None:
+    for module in ("matplotlib", "tokenizers"):
+        pytest.importorskip(module)
+    command = [sys.executable, EXAMPLES / f"{name}.py", "--steps", "1", "--output", tmp_path]
+    result = subprocess.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert not result.stderr
+    assert (tmp_path / f"{name}.png").stat().st_size > 1000

@@ -1,0 +1,220 @@
+"""Checks of llmk's layers in transformers' slots: run by test_kernel_slots.py, in a process of their own.
+
+transformers asks for `kernels` when it is imported, and makes slots of its classes then. Where the version installed
+here is not among those that it asks for, its check of the version, and nothing else, is widened to it first.
+"""
+
+import json
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+from transformers.utils import import_utils
+
+VERSION = metadata.version("kernels")
+if not import_utils.is_kernels_available():
+    import_utils.is_kernels_available.__wrapped__.__defaults__ = (VERSION, VERSION + ".post1")
+    import_utils.is_kernels_available.cache_clear()
+
+import kernels  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from torch import nn  # noqa: E402
+from transformers.integrations import hub_kernels  # noqa: E402
+from transformers.loss.loss_utils import ForCausalLMLoss  # noqa: E402
+from transformers.models.gemma.modeling_gemma import GemmaMLP  # noqa: E402
+from transformers.models.llama.modeling_llama import LlamaMLP  # noqa: E402
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm  # noqa: E402
+
+from compile_tests.helpers.families import small_model, tokens  # noqa: E402
+from compile_tests.transformers.test_families import assert_equal, loss_and_gradients  # noqa: E402
+from llmk.opcheck import accuracy_violation  # noqa: E402
+from llmk.transformers import kernel_config  # noqa: E402
+from llmk.transformers.slots import LAYERS  # noqa: E402
+
+
+class Operators:
+    """A backend of `torch.compile` that counts llmk's operators in the one graph that it is given."""
+
+    def __init__(self) -> None:
+        self.graphs: list[dict[str, int]] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        names = [str(node.target) for node in graph.graph.nodes if str(node.target).startswith("llmk.")]
+        self.graphs.append({name: names.count(name) for name in sorted(set(names))})
+        return graph.forward
+
+    def of(self, module: nn.Module, *args: Any, **kwargs: Any) -> dict[str, int]:
+        torch.compile(module, fullgraph=True, backend=self)(*args, **kwargs)
+        return self.graphs[-1]
+
+
+def own_model(family: str) -> Any:
+    """A small model, the same each time, that runs its own layers.
+
+    A function in a slot is one object for all models of its kind, except of those that were copied from another.
+    """
+    model = small_model(family)
+    with kernels.use_kernel_mapping({}, inherit_mapping=False):
+        return kernels.kernelize(model, mode=kernels.Mode.TRAINING)
+
+
+def filled(layer: nn.Module, mode: kernels.Mode = kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE) -> Any:
+    """A module with its slots filled by `kernels` itself, which raises where a slot cannot be."""
+    config = kernel_config()
+    config.create_compatible_mapping(layer)
+    with kernels.use_kernel_mapping(config.kernel_mapping, inherit_mapping=False):
+        return kernels.kernelize(layer, mode=mode, device="cpu", use_fallback=False)
+
+
+def assert_same_as_own(family: str, operators: dict[str, int]) -> None:
+    """Loss and gradients of the model's own layers, eager and compiled, and these operators in the graph."""
+    own, model, ids = own_model(family), own_model(family), tokens(2, 12)
+    inputs = {"input_ids": ids, "labels": ids}
+    want = loss_and_gradients(own, own, inputs)
+    model.set_use_kernels(True, kernel_config())
+    found = Operators().of(model, **inputs, use_cache=False)
+    assert found == operators, found
+    assert_equal(loss_and_gradients(model, model, inputs), want)
+    assert_equal(loss_and_gradients(model, torch.compile(model, fullgraph=True, backend="aot_eager"), inputs), want)
+
+
+def check_llama_trains_in_one_graph_with_equal_losses() -> None:
+    def losses(model: Any, run: Any) -> list[float]:
+        optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+        for _ in range(10):
+            loss = run(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    assert_same_as_own("Llama", {"llmk.rms_norm.default": 5, "llmk.rope.default": 2})
+    own, model, ids = own_model("Llama"), own_model("Llama"), tokens(2, 12)
+    want = losses(own, own)
+    model.set_use_kernels(True, kernel_config())
+    got = losses(model, torch.compile(model, fullgraph=True, backend="aot_eager"))
+    assert want[-1] < want[0]
+    assert all(abs(a - b) <= 1e-3 * b for a, b in zip(got, want, strict=True)), (got, want)
+
+
+def check_layers_marked_by_the_user() -> None:
+    """transformers 5.23 has these slots in its mapping and no layer in them."""
+    hub_kernels.replace_kernel_forward_from_hub(LlamaMLP, "SwiGLUMLP")
+    hub_kernels.replace_kernel_forward_from_hub(GemmaMLP, "GeGLUMLP")
+    try:
+        assert_same_as_own("Llama", {"llmk.rms_norm.default": 5, "llmk.rope.default": 2, "llmk.swiglu.default": 2})
+        assert_same_as_own("Gemma", {"llmk.rope.default": 2, "llmk.geglu.default": 2})
+    finally:
+        for cls in (LlamaMLP, GemmaMLP):
+            del cls.kernel_layer_name, cls.kernel_condition
+
+
+def check_a_slot_with_another_function_keeps_it() -> None:
+    with pytest.warns(UserWarning, match="rotary_pos_emb: the model's own layer stays in this slot: "):
+        assert_same_as_own("GptOss", {"llmk.rms_norm.default": 5})
+
+
+def check_a_model_without_slots_is_refused() -> None:
+    config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=20)
+    with pytest.raises(ValueError, match=r"model: expected one with a slot among RMSNorm, .* got GPT2LMHeadModel"):
+        transformers.GPT2LMHeadModel(config).set_use_kernels(True, kernel_config())
+
+
+def check_evaluation_generation_and_training_again() -> None:
+    own, ids = own_model("Llama").eval(), tokens(2, 6)
+    want = own.generate(ids, max_new_tokens=5)
+    with tempfile.TemporaryDirectory() as folder:
+        own.save_pretrained(folder)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, use_kernels=True, kernel_config=kernel_config()
+        )
+    for training in (False, True, False):
+        assert model.train(training).model.norm.forward.__func__ is LAYERS["RMSNorm"].forward
+    assert torch.equal(model.generate(ids, max_new_tokens=5), want)
+    assert model.state_dict().keys() == own.state_dict().keys()
+
+
+def check_zero_centered_norm() -> None:
+    norm, x = Qwen3_5RMSNorm(24), torch.randn(3, 24, dtype=torch.float64)
+    with torch.no_grad():
+        norm.weight.normal_()
+    ours = filled(norm)
+    assert Operators().of(ours, x.float()) == {"llmk.rms_norm.default": 1}
+    exact = nn.functional.rms_norm(x, (24,), 1.0 + norm.weight.double(), 1e-6)
+    plain = nn.functional.rms_norm(x.float(), (24,), 1.0 + norm.weight, 1e-6)
+    assert accuracy_violation(ours(x.float()), plain, exact) is None
+
+
+def check_other_dtypes_run_the_models_own_code() -> None:
+    own, ours = own_model("Llama").model.norm, filled(own_model("Llama").model.norm)
+    for x in (torch.randn(3, 32).bfloat16(), torch.randn(3, 32).double()):
+        assert Operators().of(ours, x) == {}
+        torch.testing.assert_close(ours(x), own(x), rtol=0, atol=0)
+
+
+class WithLoss(nn.Module):
+    """A function in the slot of the loss, where `kernels` finds it."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return loss_function(*args, **kwargs)
+
+
+loss_function: Any = hub_kernels.use_kernel_forward_from_hub("ForCausalLMLoss")(ForCausalLMLoss)
+WithLoss = hub_kernels.use_kernelized_func(loss_function)(WithLoss)
+
+
+def in_float64(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None):
+    """The loss of ForCausalLMLoss, which makes float32 of its logits."""
+    targets = nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index) if shift_labels is None else shift_labels
+    total = nn.functional.cross_entropy(
+        logits.view(-1, vocab_size), targets.flatten(), ignore_index=ignore_index, reduction="sum"
+    )
+    return total / ((targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch)
+
+
+def check_the_loss() -> None:
+    logits, labels = torch.randn(2, 7, 11), tokens(2, 7) % 11
+    labels[0, 2:4] = -100
+    model = filled(WithLoss())
+    others = labels.masked_fill(labels == -100, -1)
+    for options in (
+        {},
+        {"num_items_in_batch": torch.tensor(5)},
+        {"shift_labels": labels.roll(-1, 1)},
+        {"shift_labels": others, "ignore_index": -1},
+    ):
+        found = Operators().of(model, logits, labels, 11, **options)
+        assert found == {"llmk.cross_entropy.default": 1}, found
+        inputs = [
+            logits.to(dtype, copy=True).requires_grad_() for dtype in (torch.float32, torch.float32, torch.float64)
+        ]
+        losses = [
+            loss(x, labels, 11, **options) for loss, x in zip((model, ForCausalLMLoss, in_float64), inputs, strict=True)
+        ]
+        gradients = [torch.autograd.grad(loss, x)[0] for loss, x in zip(losses, inputs, strict=True)]
+        assert accuracy_violation(*losses) is None
+        assert accuracy_violation(*gradients) is None
+
+
+CHECKS: list[Callable[[], None]] = [value for name, value in [*globals().items()] if name.startswith("check_")]
+
+
+def error_of(check: Callable[[], None]) -> str:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    try:
+        check()
+    except (Exception, pytest.fail.Exception):
+        return traceback.format_exc()
+    return ""
+
+
+if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    sys.stdout.write(json.dumps({check.__name__: error_of(check) for check in CHECKS}))

@@ -1,0 +1,124 @@
+"""The policy losses of `llmk.losses` from whole logits, a sequence at a time, in plain PyTorch."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compile_tests.helpers.loss_references import entropies_of, logps_of, split
+
+
+def grpo_reference(
+    input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
+    old_per_token_logps: Tensor | None = None, ref_per_token_logps: Tensor | None = None, beta: float = 0.0,
+    epsilon: float = 0.2, epsilon_high: float | None = None, delta: float | None = None, loss_type: str = "dapo",
+    importance_sampling_level: str = "token", importance_sampling_ratio: Tensor | None = None,
+    num_items_in_batch: float | None = None, max_completion_length: int | None = None, entropy_coef: float = 0.0,
+    use_bias_correction_kl: bool = True, kl_estimator: str = "k3", off_policy_mask_threshold: float | None = None,
+    sampling_per_token_logps: Tensor | None = None, sapo_temperature_pos: float = 1.0,
+    sapo_temperature_neg: float = 1.05, top_entropy_quantile: float = 1.0, **kw: Any,
+) -> Tensor:  # fmt: skip
+    logps = logps_of(input, linear_weight, target, **kw)
+    entropies = entropies_of(input, linear_weight, target, **kw)
+    least = torch.cat(entropies).detach().quantile(1 - top_entropy_quantile)
+    high_entropy = [(of >= least).detach() for of in entropies]
+
+    def of(values: Tensor | None) -> list[Any]:
+        if values is None:
+            return [None] * len(logps)
+        return split(values, target, **kw) if values.dim() == 2 and values.shape == target.shape else list(values)
+
+    high = epsilon if epsilon_high is None else epsilon_high
+    sums, means = [], []
+    for logp, acts, A, old, ref, correct, sampled in zip(
+        logps, high_entropy, of(advantages), of(old_per_token_logps), of(ref_per_token_logps),
+        of(importance_sampling_ratio), of(sampling_per_token_logps), strict=True,
+    ):  # fmt: skip
+        n = max(len(logp), 1)
+        old = logp.detach() if old is None else old
+        log_ratio = logp - old
+        level = log_ratio if importance_sampling_level == "token" else (log_ratio.sum() / n).expand(log_ratio.shape)
+        ratio = level.exp()
+        if loss_type == "cispo":
+            terms = -ratio.detach().clamp(max=high) * A * logp
+        elif loss_type == "sapo":
+            tau = torch.where(torch.as_tensor(A) > 0, sapo_temperature_pos, sapo_temperature_neg)
+            terms = -4 / tau * F.sigmoid(tau * (ratio - 1)) * A
+        elif loss_type == "vespo":
+            log_w = log_ratio.clamp(-20, 20).sum()
+            if correct is not None:
+                log_w = log_w + correct.log().clamp(math.log(1e-8), 20).sum()
+            log_w = log_w.clamp(math.log(1e-8), 20).detach()
+            k, lam = (torch.where(torch.as_tensor(A) >= 0, x, y) for x, y in ((2.0, 3.0), (3.0, 2.0)))
+            terms = -(lam.exp() * log_w.exp() ** k * torch.exp(-lam * log_w.exp())) * A * logp
+        else:
+            first = ratio if delta is None else ratio.clamp(max=delta)
+            terms = -torch.minimum(first * A, ratio.clamp(1 - epsilon, 1 + high) * A)
+        if off_policy_mask_threshold is not None:
+            drift = ((old if sampled is None else sampled) - logp.detach()).sum() / n
+            terms = terms * ((torch.as_tensor(A) >= 0) | (drift <= off_policy_mask_threshold))
+        terms = terms * acts
+        if correct is not None and loss_type != "vespo":
+            terms = terms * correct
+        if beta:
+            r = ref - logp
+            kl = {"k1": -r, "k2": r**2 / 2, "k3": r.exp() - r - 1}[kl_estimator]
+            terms = terms + beta * (kl * ratio if use_bias_correction_kl else kl)
+        sums.append(terms.sum())
+        means.append(terms.sum() / n)
+    total = max(sum(len(logp) for logp in logps), 1)
+    loss = {
+        "grpo": lambda: torch.stack(means).mean(),
+        "sapo": lambda: torch.stack(means).mean(),
+        "luspo": lambda: torch.stack(sums).mean(),
+        "bnpo": lambda: torch.stack(sums).sum() / total,
+        "dr_grpo": lambda: torch.stack(sums).sum() / (len(sums) * (max_completion_length or target.shape[1])),
+    }.get(loss_type, lambda: torch.stack(sums).sum() / (total if num_items_in_batch is None else num_items_in_batch))()
+    if entropy_coef:
+        loss = loss - entropy_coef * torch.cat(entropies)[torch.cat(high_entropy)].sum() / sum(map(sum, high_entropy))
+    return loss
+
+
+def reinforce_reference(
+    input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
+    num_items_in_batch: float | None = None, **kw: Any,
+) -> Tensor:  # fmt: skip
+    logps = logps_of(input, linear_weight, target, **kw)
+    of = split(advantages, target, **kw) if advantages.dim() == 2 else list(advantages)
+    total = sum((-A * logp).sum() for logp, A in zip(logps, of, strict=True))
+    return total / (num_items_in_batch or sum(len(logp) for logp in logps))
+
+
+def rloo_reference(
+    input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *, old_logps: Tensor,
+    epsilon: float = 0.2, epsilon_high: float | None = None, **kw: Any,
+) -> Tensor:  # fmt: skip
+    high, losses = epsilon if epsilon_high is None else epsilon_high, []
+    for logp, A, old in zip(logps_of(input, linear_weight, target, **kw), advantages, old_logps, strict=True):
+        ratio = (logp.sum() - old).exp()
+        losses.append(-torch.minimum(ratio * A, ratio.clamp(1 - epsilon, 1 + high) * A))
+    return torch.stack(losses).mean()
+
+
+def ppo_reference(
+    input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *, old_per_token_logps: Tensor,
+    cliprange: float = 0.2, values: Tensor, old_values: Tensor, returns: Tensor, cliprange_value: float = 0.2,
+    vf_coef: float = 0.1, **kw: Any,
+) -> Tensor:  # fmt: skip
+    logp, A, old, v, v_old, R = (
+        torch.cat(split(x, target, **kw) if isinstance(x, Tensor) else x)
+        for x in (
+            logps_of(input, linear_weight, target, **kw),
+            advantages,
+            old_per_token_logps,
+            values,
+            old_values,
+            returns,
+        )
+    )
+    ratio = (logp - old).exp()
+    policy = -torch.minimum(ratio * A, ratio.clamp(1 - cliprange, 1 + cliprange) * A).mean()
+    held = torch.minimum(torch.maximum(v, v_old - cliprange_value), v_old + cliprange_value)
+    return policy + vf_coef / 2 * torch.maximum((v - R) ** 2, (held - R) ** 2).mean()

@@ -1,0 +1,298 @@
+"""Promises of every function of `llmk.losses`: one graph, finite gradients, the right errors."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from compile_tests.helpers.loss_references import batch
+from llmk import losses
+
+Inputs = tuple[Tensor, Tensor, Tensor]
+
+
+def numbers(*shape: int) -> Tensor:
+    """The same for the same shape."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def of_dpo(B: int, S: int) -> dict[str, Any]:
+    return {"ref_logps": numbers(B)}
+
+
+def of_dpo_types(B: int, S: int) -> dict[str, Any]:
+    types = ["robust", "aot_unpaired", "ipo", "exo_pair"]
+    return {
+        "ref_input": numbers(B, S, 5), "ref_linear_weight": numbers(37, 5), "ld_alpha": 0.5, "loss_type": types,
+        "label_smoothing": 0.1,
+    }  # fmt: skip
+
+
+def of_gspo(B: int, S: int) -> dict[str, Any]:
+    return {
+        "advantages": numbers(B), "old_per_token_logps": numbers(B, S) - 3, "ref_per_token_logps": numbers(B, S) - 3,
+        "beta": 0.1, "loss_type": "grpo", "epsilon": 30.0, "importance_sampling_level": "sequence",
+        "top_entropy_quantile": 0.6, "importance_sampling_ratio": numbers(B, S).exp(),
+        "sampling_per_token_logps": numbers(B, S) - 3,
+    }  # fmt: skip
+
+
+def of_grpo(B: int, S: int) -> dict[str, Any]:
+    old = numbers(B, S) - 3
+    return {"advantages": numbers(B), "old_per_token_logps": old, "epsilon_high": 30.0, "entropy_coef": 0.1}
+
+
+def of_ppo(B: int, S: int) -> dict[str, Any]:
+    values = {name: numbers(B, S) for name in ("advantages", "values", "old_values", "returns")}
+    return {**values, "old_per_token_logps": numbers(B, S) - 3, "cliprange": 30.0}
+
+
+def of_distill(B: int, S: int) -> dict[str, Any]:
+    return {"teacher_input": numbers(B, S, 5), "teacher_linear_weight": numbers(37, 5), "ce_weight": 0.3}
+
+
+def of_topk(B: int, S: int) -> dict[str, Any]:
+    top = numbers(B, S, 37).log_softmax(-1).topk(3)
+    return {"teacher_ids": top.indices, "teacher_logprobs": top.values, "ce_weight": 0.3}
+
+
+def two_heads(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Any:
+    """Both heads share hidden states and targets."""
+    return losses.multi_token([input, 2 * input], linear_weight, [target, target], **options)
+
+
+LOSSES: dict[str, tuple[Callable[..., Any], Callable[[int, int], dict[str, Any]]]] = {
+    "dpo": (losses.dpo, of_dpo),
+    "dpo_types": (losses.dpo, of_dpo_types),
+    "cpo": (losses.cpo, lambda B, S: {}),
+    "simpo": (losses.simpo, lambda B, S: {}),
+    "orpo": (losses.orpo, lambda B, S: {}),
+    "kto": (losses.kto, lambda B, S: {"label": numbers(B) > 0, "ref_logps": numbers(B)}),
+    "grpo": (losses.grpo, of_grpo),
+    "gspo": (losses.grpo, of_gspo),
+    "reinforce": (losses.reinforce, lambda B, S: {"advantages": numbers(B)}),
+    "rloo": (losses.rloo, lambda B, S: {"advantages": numbers(B), "old_logps": numbers(B) - 18, "epsilon_high": 1e9}),
+    "ppo": (losses.ppo, of_ppo),
+    "sft": (losses.sft, lambda B, S: {"token_weights": numbers(B, S).abs(), "entropy_coef": 0.1}),
+    "distill": (losses.distill, of_distill),
+    "distill_topk": (losses.distill_topk, of_topk),
+    "multi_token": (two_heads, lambda B, S: {"head_weights": [1.0, 0.3], "z_loss": 1e-2}),
+    "dft": (losses.dft, lambda B, S: {}),
+}
+SHAPES = [[3, 4, 2, 5], [9, 8, 1, 2, 3, 4], [2, 2, 0, 1], [1, 0, 3, 4, 5, 6, 7, 8], [12, 0, 11, 3, 1, 1]]
+"""Lengths of sequences, of five batches."""
+
+
+def given(name: str, lengths: list[int], device: torch.device) -> tuple[Inputs, dict[str, Any]]:
+    inputs = batch(lengths, device)
+    others = LOSSES[name][1](*inputs[2].shape)
+    return inputs, {key: v.to(device) if isinstance(v, Tensor) else v for key, v in others.items()}
+
+
+def gradients(fn: Callable[..., Any], inputs: Inputs, others: dict[str, Any]) -> list[Tensor]:
+    """The loss, and the gradients of the hidden states and of the projection."""
+    x, weight = (tensor.detach().requires_grad_() for tensor in inputs[:2])
+    loss, metrics = fn(x, weight, inputs[2], **others)
+    assert loss.shape == () and loss.dtype == torch.float32  # noqa: PT018
+    assert not any(value.requires_grad for value in metrics.values())
+    assert all(value.shape == () for value in metrics.values())
+    return [loss.detach(), *torch.autograd.grad(loss, (x, weight))]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_one_graph_for_all_sizes(device: torch.device, name: str) -> None:
+    torch._dynamo.reset()
+    # One that is compiled to the end; the others are only traced, forward and backward.
+    counter = CompileCounterWithBackend("inductor" if name == "kto" else "aot_eager")
+    fn = LOSSES[name][0]
+    compiled = torch.compile(fn, fullgraph=True, dynamic=True, backend=counter)
+    graphs = []
+    for lengths in SHAPES:
+        args = given(name, lengths, device)
+        for eager, ours in zip(gradients(fn, *args), gradients(compiled, *args), strict=True):
+            torch.testing.assert_close(ours, eager)
+        graphs.append(counter.frame_count)
+    assert len(set(graphs)) == 1, graphs
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_an_empty_sequence_leaves_the_others_finite(device: torch.device, name: str) -> None:
+    for lengths in ([4, 0, 3, 2], [0, 0], [0, 3], [3, 0], [0, 0, 0, 0]):
+        inputs, others = given(name, lengths, device)
+        loss, dx, dw = gradients(LOSSES[name][0], inputs, others)
+        assert loss.isfinite(), lengths
+        assert dx.isfinite().all(), lengths
+        assert dw.isfinite().all(), lengths
+        assert not dx[inputs[2] == -100].any(), lengths
+
+
+@pytest.mark.parametrize("name", sorted({*LOSSES} - {"dft"}))  # whose gradient is that of another: below
+def test_gradient_is_the_slope(device: torch.device, name: str) -> None:
+    """Along a direction, from finite differences: their error is what another step changes, and rounding."""
+    (x, weight, target), others = given(name, [3, 4, 2, 5], device)
+    ways, fn = (torch.randn_like(x), torch.randn_like(weight)), LOSSES[name][0]
+    loss, *slopes = gradients(fn, (x, weight, target), others)
+    slope = sum(float((way * of).sum()) for way, of in zip(ways, slopes, strict=True))
+
+    def difference(step: float) -> float:
+        ahead, behind = (fn(x + s * ways[0], weight + s * ways[1], target, **others)[0] for s in (step, -step))
+        return float(ahead.double() - behind.double()) / (2 * step)
+
+    step = 2.0**-8
+    rounding = 64 * torch.finfo(torch.float32).eps * (1 + float(loss.abs())) / step
+    assert abs(slope) > 2 * rounding
+    assert abs(difference(step) - slope) <= abs(difference(2 * step) - difference(step)) + rounding
+
+
+def test_dft_is_sft_with_probabilities(device: torch.device) -> None:
+    """As weights that are constant."""
+    x, weight, target = batch([3, 4, 2, 5], device)
+    scores = torch.nn.functional.linear(x, weight).softmax(-1)
+    of_tokens = scores.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    wanted = gradients(losses.sft, (x, weight, target), {"token_weights": of_tokens})
+    for ours, theirs in zip(gradients(losses.dft, (x, weight, target), {}), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+WRONG: list[tuple[str, type[Exception], str, Callable[[Tensor, Tensor, Tensor], Any]]] = [
+    (
+        "no batch",
+        ValueError,
+        r"input: expected shape \[B, S, H\], got \(4,",
+        lambda x, w, t: losses.orpo(x[:, 0], w, t),
+    ),
+    ("input", TypeError, "input: expected a tensor, got NoneType", lambda x, w, t: losses.orpo(None, w, t)),
+    ("target", ValueError, "target: expected shape", lambda x, w, t: losses.simpo(x, w, t[:, 1:])),
+    ("odd", ValueError, "input: expected an even number", lambda x, w, t: losses.cpo(x[:3], w, t[:3])),
+    (
+        "no reference",
+        ValueError,
+        "ref_logps: expected log-probabilities of the reference model.*or in their place ref_input and",
+        lambda x, w, t: losses.dpo(x, w, t),
+    ),
+    (
+        "half a reference",
+        ValueError,
+        "ref_linear_weight: expected a tensor where ref_logps is None",
+        lambda x, w, t: losses.dpo(x, w, t, ref_input=x),
+    ),
+    (
+        "both",
+        ValueError,
+        "ref_input: expected None beside ref_logps",
+        lambda x, w, t: losses.dpo(x, w, t, ref_logps=t[:, 0].float(), ref_input=x),
+    ),
+    (
+        "reference",
+        ValueError,
+        r"ref_logps: expected shape \(4,\)",
+        lambda x, w, t: losses.dpo(x, w, t, ref_logps=x[0, 0]),
+    ),
+    (
+        "integers",
+        TypeError,
+        "ref_logps: expected a tensor of numbers, got dtype int64",
+        lambda x, w, t: losses.dpo(x, w, t, ref_logps=t[:, 0]),
+    ),
+    (
+        "type",
+        ValueError,
+        "loss_type: expected one of 'sigmoid'.*got 'dpo'",
+        lambda x, w, t: losses.dpo(x, w, t, ref_logps=x[:, 0, 0], loss_type="dpo"),
+    ),
+    (
+        "sorted",
+        ValueError,
+        "use_weighting: expected False with 'aot'",
+        lambda x, w, t: losses.dpo(x, w, t, ref_logps=x[:, 0, 0], loss_type="aot", use_weighting=True),
+    ),
+    (
+        "weights",
+        ValueError,
+        "loss_weights: expected 1 numbers",
+        lambda x, w, t: losses.dpo(x, w, t, ref_logps=x[:, 0, 0], loss_weights=[1.0, 2.0]),
+    ),
+    (
+        "divergence",
+        ValueError,
+        "f_divergence_type: expected 'reverse_kl' with loss_type 'aot'",
+        lambda x, w, t: losses.dpo(x, w, t, ref_logps=x[:, 0, 0], loss_type="aot", f_divergence_type="forward_kl"),
+    ),
+    (
+        "smoothing",
+        ValueError,
+        "label_smoothing: expected a number from 0 to below 0.5 with loss_type 'robust', got 0.5",
+        lambda x, w, t: losses.dpo(x, w, t, ref_logps=x[:, 0, 0], loss_type="robust", label_smoothing=0.5),
+    ),
+    (
+        "beta",
+        ValueError,
+        "beta: expected a finite positive number, got nan",
+        lambda x, w, t: losses.simpo(x, w, t, beta=float("nan")),
+    ),
+    (
+        "label",
+        TypeError,
+        r"label: expected a tensor of truth values \(bool, or integers 0 and 1\), got dtype float32",
+        lambda x, w, t: losses.kto(x, w, t, x[:, 0, 0], ref_logps=x[:, 0, 0]),
+    ),
+    (
+        "advantages",
+        ValueError,
+        r"advantages: expected shape \(4,\) \(one for each sequence\) or \(4, 7\) \(that of target\), got \(4, 2\)",
+        lambda x, w, t: losses.grpo(x, w, t, x[:, :2, 0]),
+    ),
+    (
+        "kl",
+        TypeError,
+        "kl: expected a tensor of numbers, or a number, got str",
+        lambda x, w, t: losses.kto(x, w, t, t[:, 0] > 0, ref_logps=x[:, 0, 0], kl="0"),
+    ),
+    (
+        "no old",
+        ValueError,
+        "old_per_token_logps: expected shape",
+        lambda x, w, t: losses.grpo(x, w, t, x[:, 0, 0], old_per_token_logps=x[:, 0]),
+    ),
+    (
+        "kl",
+        ValueError,
+        "ref_per_token_logps: expected shape .* where beta is 0.1, got None",
+        lambda x, w, t: losses.grpo(x, w, t, x[:, 0, 0], beta=0.1),
+    ),
+    (
+        "ids",
+        ValueError,
+        r"sequence_ids: expected input of shape \[1, T, H\]",
+        lambda x, w, t: losses.orpo(x, w, t, sequence_ids=t),
+    ),
+    (
+        "values",
+        TypeError,
+        "old_values: expected a tensor, got NoneType",
+        lambda x, w, t: losses.ppo(x, w, t, x[..., 0], values=x[..., 0]),
+    ),
+    (
+        "length",
+        ValueError,
+        "max_completion_length: expected a number with 'dr_grpo'",
+        lambda x, w, t: losses.grpo(x[:1], w, t[:1], x[:1, :, 0], sequence_ids=t[:1], loss_type="dr_grpo"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("error", "message", "fn"), [case[1:] for case in WRONG], ids=[case[0] for case in WRONG])
+def test_errors_name_the_argument(error: type[Exception], message: str, fn: Callable[..., Any]) -> None:
+    with pytest.raises(error, match=message):
+        fn(*batch([3, 4, 2, 5], torch.device("cpu")))
+
+
+def test_a_token_of_no_sequence_makes_the_loss_nan(device: torch.device) -> None:
+    x, weight, target = batch([6], device)
+    ids = torch.arange(target.numel(), device=device).view(1, -1) % 3
+    advantages = torch.ones(2, device=device)
+    assert losses.grpo(x, weight, target, advantages, sequence_ids=ids)[0].isnan()
+    assert losses.grpo(x, weight, target.where(ids < 2, -100), advantages, sequence_ids=ids)[0].isfinite()

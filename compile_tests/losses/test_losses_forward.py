@@ -1,0 +1,189 @@
+"""Losses whose gradients are made in the forward pass: their derivatives, and how often logits are made."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from compile_tests.helpers.loss_references import batch
+from llmk import losses
+from llmk.functional import fused_linear_preference
+from llmk.ops.linear_loss.fused_linear_preference import PreferenceCall
+from llmk.ops.linear_loss.objectives.policy import ESTIMATORS, PolicyOptions, PolicyTerms
+from llmk.ops.linear_loss.objectives.policy import LOSSES as POLICY_LOSSES
+from llmk.ops.linear_loss.objectives.preference import F_DIVERGENCES, LOSSES, LossOptions
+
+OPTIONS = LossOptions(beta=0.3, label_smoothing=0.2, simpo_gamma=0.4, discopop_tau=0.5)
+
+
+def difference(fn, x: torch.Tensor) -> torch.Tensor:
+    """The slope of a function of float64, from both sides."""
+    step = 1e-6
+    return (fn(x + step) - fn(x - step)) / (2 * step)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_slopes_of_losses(name: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    loss = LOSSES[name]
+    scores = [4 * torch.randn(50, dtype=torch.float64, generator=generator) for _ in range(loss.sequences)]
+    if name == "orpo":  # averages of log-probabilities
+        scores = [-score.abs() for score in scores]
+    for i, slope in enumerate(loss.gradients(OPTIONS, *scores)):
+
+        def of_one(x: torch.Tensor, i: int = i) -> torch.Tensor:
+            return loss.value(OPTIONS, *scores[:i], x, *scores[i + 1 :])
+
+        torch.testing.assert_close(slope, difference(of_one, scores[i]), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 1e-300, 0.25, 0.5, 0.75, 1.0])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_smoothing_that_a_type_does_not_have_is_refused(name: str, smoothing: float) -> None:
+    """Everything else has a finite loss and finite gradients; 0 is the operator's default."""
+    x, weight = (torch.randn(*shape, requires_grad=True) for shape in ((2, LOSSES[name].sequences, 3, 8), (10, 8)))
+    target = torch.randint(0, 10, x.shape[:3])
+    options: dict[str, Any] = {"loss_type": name, "label_smoothing": smoothing}
+    low, high = {"robust": (0.0, 0.4), "exo_pair": (1e-300, 0.9)}.get(name, (0.0, 1.0))
+    if not low <= smoothing <= high:
+        with pytest.raises(ValueError, match=f"label_smoothing: expected .* with loss_type '{name}', got {smoothing}"):
+            fused_linear_preference(x, weight, target, **options)
+        return
+    loss, *_ = fused_linear_preference(x, weight, target, **options)
+    loss.backward()
+    assert x.grad is not None
+    assert weight.grad is not None
+    assert all(bool(t.isfinite().all()) for t in (loss, x.grad, weight.grad))
+
+
+@pytest.mark.parametrize("name", F_DIVERGENCES)
+def test_slopes_of_divergences(name: str) -> None:
+    score, slope = F_DIVERGENCES[name]
+    x = torch.linspace(-9.0, 9.0, 50, dtype=torch.float64)
+    torch.testing.assert_close(slope(x, 0.7), difference(lambda x: score(x, 0.7), x), rtol=1e-6, atol=1e-7)
+    assert slope(torch.tensor([-400.0, 400.0]), 0.7).isfinite().all()
+
+
+def policy_terms(options: PolicyOptions) -> PolicyTerms:
+    """The loss of a sequence of 40 tokens, in float64."""
+    generator = torch.Generator().manual_seed(0)
+    advantages, weight, old, ref, kl_weight = torch.randn(5, 40, dtype=torch.float64, generator=generator).unbind()
+    return PolicyTerms(
+        advantages, weight, 0.3 * old, 0.3 * ref, kl_weight, weight, options, lambda values: values.mean().expand(40)
+    )
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_slopes_of_policies(name: str, estimator: str, corrected: bool) -> None:
+    """As autograd has them of the value, where the ratio is a token's own and where it is its sequence's."""
+    options = PolicyOptions(name, kl_estimator=estimator, use_bias_correction_kl=corrected, delta=1.3)
+    for terms in (policy_terms(options), replace(policy_terms(options), level=lambda values: values)):
+        logps = (0.3 * torch.randn(40, dtype=torch.float64)).requires_grad_()
+        entropy = torch.rand(40, dtype=torch.float64).requires_grad_()
+        wanted = torch.autograd.grad(terms.loss(logps, entropy), (logps, entropy))
+        for slope, of in zip(terms.gradients(logps.detach()), wanted, strict=True):
+            torch.testing.assert_close(slope, of)
+
+
+@pytest.mark.parametrize("of_sequence", [False, True])
+@pytest.mark.parametrize("delta", [None, 1.1, 3.0])
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_ratios_that_overflow(name: str, delta: float | None, of_sequence: bool) -> None:
+    """Past e**88.7 a ratio is infinite in float32: derivatives that are finite there are what they are in float64."""
+    log_ratio = torch.tensor([0.1, 0.5, -0.5, 80.0, 91.0, 120.0, 300.0, -89.0, -300.0])
+    log_ratio, advantages, weight = torch.cartesian_prod(
+        log_ratio, torch.tensor([1.0, 0.0, -1.0]), torch.tensor([0.5, 0.0])
+    ).T.contiguous()
+    logps = log_ratio.clamp(max=0.0) - 1.0
+    terms = PolicyTerms(
+        advantages, weight, logps - log_ratio, None, None, None, PolicyOptions(name, delta=delta),
+        (lambda values: values.mean().expand(values.shape)) if of_sequence else lambda values: values,
+    )  # fmt: skip
+    tensors = {key: getattr(terms, key).double() for key in ("advantages", "weight", "old_logps")}
+    exact = gradient_of(replace(terms, **tensors), logps.double())
+    finite = exact.abs() < torch.finfo(torch.float32).max
+    assert finite.sum() > 40
+    for got in (gradient_of(terms, logps), terms.gradients(logps)[0]):
+        torch.testing.assert_close(got[finite], exact[finite].float(), rtol=1e-4, atol=1e-12)
+
+
+def gradient_of(terms: PolicyTerms, logps: torch.Tensor) -> torch.Tensor:
+    logps = logps.requires_grad_()
+    return torch.autograd.grad(terms.loss(logps, torch.zeros_like(logps)), logps)[0].detach()
+
+
+@pytest.fixture
+def multiplications(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many products of each kind are computed."""
+    found: list[int] = []
+    for name in ("mm", "addmm"):
+        original = getattr(torch, name)
+
+        def product(*args, original=original, **kwargs):
+            a, b = args[-2:]
+            found.append(a.shape[0] * a.shape[1] * b.shape[1])
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(torch, name, product)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("chunk_size", "products"), [(0, 3), (32, 3), (16, 3), (23, 3), (15, 4), (3, 4)], ids=lambda x: str(x)
+)
+def test_products_of_a_pair(device: torch.device, multiplications: list[int], chunk_size: int, products: int) -> None:
+    """Three where a pair of 2 * 8 tokens fits into a chunk, one without gradients."""
+    x, weight, target = batch([5, 3, 6, 6], device)
+    assert target.shape == (4, 8)
+    one, ref_logps = x.numel() * len(weight), torch.zeros(4, device=device)
+    losses.dpo(x, weight, target, ref_logps=ref_logps, chunk_size=chunk_size)
+    assert sum(multiplications) == one
+    losses.dpo(x.requires_grad_(), weight.requires_grad_(), target, ref_logps=ref_logps, chunk_size=chunk_size)
+    assert sum(multiplications) == one * (1 + products)
+
+
+@pytest.mark.parametrize("chunk_size", [0, 3, 16])
+@pytest.mark.parametrize(
+    ("level", "options", "chunks"),
+    [
+        ("token", {"beta": 0.3, "entropy_coef": 0.1}, ()),
+        ("sequence", {"beta": 0.3, "entropy_coef": 0.1}, (3,)),
+        ("token", {"loss_type": "vespo"}, (0, 3, 16)),
+    ],
+    ids=str,
+)
+def test_products_of_a_policy(
+    device: torch.device, multiplications: list[int], level: str, options: dict[str, Any], chunks: tuple[int, ...],
+    chunk_size: int,
+) -> None:  # fmt: skip
+    """Three, but four where a sequence of 8 tokens does not fit into a chunk or a weight is known after it."""
+    x, weight, target = batch([5, 3, 6, 6], device)
+    assert target.shape == (4, 8)
+    advantages, ref = torch.ones(4, device=device), torch.zeros(4, 8, device=device)
+    losses.grpo(
+        x.requires_grad_(), weight.requires_grad_(), target, advantages, importance_sampling_level=level,
+        ref_per_token_logps=ref, chunk_size=chunk_size, **options,
+    )[0].backward()  # fmt: skip
+    assert sum(multiplications) == x.numel() * len(weight) * (4 if chunk_size in chunks else 3)
+
+
+def test_chunks_on_a_gpu_hold_whole_pairs() -> None:
+    """As chosen from sizes alone, of tensors that are nowhere: the fewest chunks, of whole pairs where one fits."""
+    for B, S, H, V, rows in [
+        (8, 512, 4096, 128256, 4096),  # one chunk: no more than H tokens
+        (8, 512, 2048, 128256, 2048),
+        (8, 4096, 2048, 151936, 8192),  # one pair a chunk, of twice the usual size
+        (8, 8192, 2048, 151936, None),  # no pair fits
+        (16, 1000, 2048, 151936, 4000),
+        (2, 1000, 512, 32000, 2000),
+    ]:
+        x, weight = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((B // 2, 2, S, H), (V, H)))
+        target = torch.empty((B // 2, 2, S), dtype=torch.int64, device="meta")
+        fields = {name: None for name in PreferenceCall.names()} | {
+            "input": x, "linear_weight": weight, "target": target, "chunk_size": 0, "shard": None
+        }  # fmt: skip
+        found = PreferenceCall(**fields).linear(None).chunk_rows  # type: ignore[arg-type]
+        assert found == rows if rows else found % (2 * S) != 0

@@ -1,0 +1,84 @@
+"""opcheck must be able to fail: operators broken on purpose, one way each, are caught under the right name."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from compile_tests.helpers.mutants import BROKEN, BROKEN_WHERE_ASKED, nan_past_the_exponent, record, square
+from compile_tests.helpers.mutants_gpu import BROKEN_ON_A_GPU
+from compile_tests.helpers.mutants_kernels import BROKEN_KERNELS
+from llmk.opcheck import check
+from llmk.opcheck.calls import call
+from llmk.opcheck.compile_promises import compiled_samples
+from llmk.opcheck.gradient_promises import require_finite
+from llmk.opcheck.inputs import BrokenPromise, watched_by
+from llmk.opcheck.promises import ASKED_PROMISES, GPU_PROMISES, INTERPRETER_PROMISES, PROMISES
+from llmk.registry import Sample
+
+NAMES = [promise.__name__ for promise in PROMISES]
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_op_is_caught_under_its_name(name: str) -> None:
+    promise, make = BROKEN[name]
+    results = check(make(name), promises=NAMES[: NAMES.index(promise) + 1])
+    broken = [result for result in results if not result.passed]
+    assert broken, results
+    assert broken[0].promise == promise, broken[0]
+    assert broken[0].message
+
+
+@pytest.mark.parametrize("name", BROKEN_WHERE_ASKED)
+def test_what_is_asked_by_name_finds_what_the_others_do_not(name: str) -> None:
+    promise, make = BROKEN_WHERE_ASKED[name]
+    op = make(name)
+    assert all(result.passed for result in check(op, promises=["compiled_samples", "compiled"]))
+    (result,) = check(op, promises=[promise])
+    assert "a long row" in result.message
+
+
+def test_gradients_need_not_be_finite_where_one_leaves_its_dtype_by_right() -> None:
+    """In float16 2 * 1000 * 100 does, so the step is lost whatever 2 * 1000 * 20 is; 2 * 1 * 100 does not."""
+    op = square("nan_where_large", backward=nan_past_the_exponent)
+    sample = Sample((torch.tensor([20.0, 100.0], dtype=torch.float16, device="cpu"),))
+
+    def require_finite_for(size: float) -> None:
+        def grads(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            return [torch.full_like(output, size) for output in outputs]
+
+        require_finite(op, sample, call(op, sample, grads=grads), grads)
+
+    require_finite_for(1000.0)
+    with pytest.raises(BrokenPromise, match="is nan where outputs are finite and 40 is right"):
+        require_finite_for(1.0)
+
+
+def test_a_sound_op_passes() -> None:
+    """PyTorch's own square: nothing of the above is a false alarm."""
+    results = check(record("square", overload=torch.ops.aten.square.default))
+    assert [result for result in results if not result.passed] == []
+    verdicts = {result.promise: result.verdict for result in results}
+    assert verdicts["compiled_samples"] == verdicts["clean_graph"] == "kept"  # the second looks at the first's traces
+
+
+def test_a_sample_of_each_width_is_traced() -> None:
+    """One column, short, wide and long, without a GPU too; each of the smallest that there is."""
+    traced: list[Sample] = []
+    samples = [
+        Sample((torch.rand(2, columns, dtype=torch.float32, device="cpu"),), why=str(columns))
+        for columns in (0, 1, 16, 20, 5000, 600, 20_000, 100_003)
+    ]
+    with watched_by(traced.append):
+        compiled_samples(record("square", overload=torch.ops.aten.square.default), samples)
+    assert {sample.why for sample in traced} == {"1", "16", "600", "20000"}
+
+
+def test_every_promise_has_a_broken_op() -> None:
+    named = [promise for promise, _ in BROKEN.values()]
+    named += [promise for promise, _ in BROKEN_WHERE_ASKED.values()]
+    named += [promise for _, promise, _ in BROKEN_KERNELS]
+    named += [promise for promise, _ in BROKEN_ON_A_GPU.values()]
+    known = PROMISES + ASKED_PROMISES + INTERPRETER_PROMISES + GPU_PROMISES
+    assert set(named) == {promise.__name__ for promise in known}
+    assert len(named) >= 20

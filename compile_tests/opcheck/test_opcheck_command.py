@@ -1,0 +1,170 @@
+"""opcheck's command line: what it refuses, what it prints, and processes that die."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from compile_tests.helpers.mutants import square
+from llmk.opcheck import check
+from llmk.opcheck.__main__ import main
+from llmk.opcheck.processes import Unit, check_in_process
+from llmk.registry import OPS
+
+OWN_OP = """
+import torch
+from llmk.registry import Op, Sample
+
+@torch.library.custom_op("mylib::half", mutates_args=())
+def half(input: torch.Tensor) -> torch.Tensor:
+    return input / {divisor}
+
+half.register_fake(lambda input: torch.empty_like(input))
+
+HALF = Op(
+    name="half",
+    overload=torch.ops.mylib.half.default,
+    reference=lambda input: input / 2,
+    samples=lambda device, dtype: [Sample((torch.randn(3, 5, device=device, dtype=dtype),), why="plain")],
+    differentiable=(),
+)
+"""
+
+
+@pytest.mark.parametrize(("divisor", "code"), [(2, 0), (3, 1)])
+def test_command_line_on_an_op_of_ones_own(divisor: int, code: int, tmp_path: Path) -> None:
+    file, results = tmp_path / "my_op.py", tmp_path / "results.json"
+    file.write_text(OWN_OP.format(divisor=divisor))
+    command = [sys.executable, "-m", "llmk.opcheck", str(file), "--device", "cpu", "--dtype", "float32"]
+    command += ["--path", "reference", "--json", str(results)]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == code, process.stdout + process.stderr
+    assert "reference" in process.stdout
+    assert ("breaks values_and_gradients" in process.stdout) == bool(code)
+    report = json.loads(results.read_text())
+    assert report["torch"] == torch.__version__
+    assert {result["path"] for result in report["results"]} == {"reference"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no_such_op"], "'no_such_op' is no operator (add, "),
+        (["no_such_file.py"], "no file no_such_file.py"),
+        (["--promise", "nosuch"], "argument --promise: no promise 'nosuch'; there are "),
+        (["--device", "tpu"], "argument --device: expected cpu, cuda or cuda:N, got 'tpu'"),
+        (["--device", "cuda:99"], "argument --device: cuda:99: PyTorch sees "),
+        (["--dtype", "float8"], "argument --dtype: invalid choice: 'float8' (choose from"),
+        (["--path", "gpu"], "argument --path: invalid choice: 'gpu' (choose from"),
+        (["--jobs", "0"], "argument --jobs: expected a positive whole number, got '0'"),
+        (["--jobs", "-1"], "argument --jobs: expected a positive whole number, got '-1'"),
+        (["--jobs", "many"], "argument --jobs: expected a positive whole number, got 'many'"),
+        (["--no-such-option"], "unrecognized arguments: --no-such-option"),
+    ],
+)
+def test_command_line_says_what_is_unknown(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--device", "cpu", *arguments])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("opcheck: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_command_line_of_a_gpu_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SystemExit) as stopped:
+        main(["--device", "cuda"])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == "opcheck: argument --device: cuda: PyTorch sees 0 CUDA devices here\n"
+
+
+def test_nothing_checked_is_no_success(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["add", "--device", "cpu", "--path", "reference", "--promise", "cuda_graphs"])
+    assert stopped.value.code == 2
+    assert "opcheck: nothing was checked" in capsys.readouterr().err
+
+
+def test_check_knows_its_promises() -> None:
+    with pytest.raises(ValueError, match="no promise 'nosuch'; there are "):
+        check(OPS["add"], promises=["nosuch"])
+
+
+def test_a_record_without_samples_keeps_nothing() -> None:
+    op = dataclasses.replace(square("no_samples"), samples=lambda device, dtype: [])
+    (result,) = check(op, promises=["deterministic"])
+    assert not result.passed
+    assert result.message == "the record yields no samples"
+
+
+def test_a_promise_that_called_nothing_is_not_kept() -> None:
+    (result,) = check(dataclasses.replace(square("no_rows"), resized=None), promises=["edge_rows"])
+    assert result.passed
+    assert result.verdict == "empty"
+
+
+DIES = """
+import ctypes, os, signal
+import torch
+from llmk.registry import Op, Sample
+
+@torch.library.custom_op("mylib::dies", mutates_args=())
+def dies(input: torch.Tensor) -> torch.Tensor:
+    if input.stride() != (5, 1):
+        ctypes.string_at(0)
+    if len(input) == 31:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return input.clone(memory_format=torch.contiguous_format)
+
+dies.register_fake(lambda input: torch.empty_like(input))
+
+def resized(rows, device, dtype):
+    return Sample((torch.randn(rows, 5, device=device, dtype=dtype),), why="resized")
+
+DIES = Op(
+    name="dies",
+    overload=torch.ops.mylib.dies.default,
+    reference=lambda input: input.clone(),
+    samples=lambda device, dtype: [resized(3, device, dtype)],
+    resized=resized,
+    differentiable=(),
+)
+"""
+
+
+def test_a_process_that_dies_says_where(tmp_path: Path) -> None:
+    """And the other promises are checked nevertheless."""
+    file = tmp_path / "my_op.py"
+    file.write_text(DIES)
+    options = ["--dtype", "float32"]
+    for promise in ("strided_inputs", "edge_rows", "deterministic"):
+        options += ["--promise", promise]
+    results = check_in_process(Unit(str(file), "reference"), torch.device("cpu"), options, threads=1)
+    assert [(result.promise, result.verdict) for result in results] == [
+        ("strided_inputs", "broken"), ("edge_rows", "broken"), ("deterministic", "kept"),
+    ]  # fmt: skip
+    segfault = "the process was killed by SIGSEGV at the sample resized [(3, 5)], in dies (line 9 of "
+    killed = "the process was killed by SIGKILL, as when memory runs out at the sample resized [(31, 5)]"
+    assert results[0].message.startswith(segfault), results[0].message
+    assert results[1].message.startswith(killed), results[1].message
+
+
+def test_a_file_that_does_not_parse_is_named_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "my_op.py"
+    file.write_text("import torch\n\ndef my_op(:\n")
+    with pytest.raises(SystemExit) as stopped:
+        main(["--device", "cpu", str(file)])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"opcheck: {file}, line 3: ")
+    assert error.count("\n") == 1

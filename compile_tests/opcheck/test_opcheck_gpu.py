@@ -1,0 +1,60 @@
+"""opcheck finds what only a GPU shows, with `pytest --device cuda`; parts of it are tested anywhere."""
+
+import pytest
+import torch
+
+from compile_tests.helpers.mutants_gpu import BROKEN_ON_A_GPU
+from llmk.opcheck import check, gpu_promises
+from llmk.opcheck.gpu_promises import counted_replays, late, require_captured, reversed_rows
+from llmk.opcheck.inputs import BrokenPromise
+from llmk.opcheck.promises import GPU_PROMISES
+from llmk.registry import Sample
+
+
+@pytest.mark.parametrize("name", BROKEN_ON_A_GPU)
+def test_a_broken_op_is_caught_under_its_name(name: str, device: torch.device) -> None:
+    promise, make = BROKEN_ON_A_GPU[name]
+    if device.type != "cuda":
+        pytest.skip("needs a GPU")
+    if promise == "other_device" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    results = check(make(name), device=device, promises=[promise.__name__ for promise in GPU_PROMISES])
+    broken = [result for result in results if not result.passed]
+    assert broken, results
+    assert broken[0].promise == promise, broken[0]
+
+
+def test_late_numbers_are_not_there_before(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    waited: list[int] = []
+    x = torch.randn(4, 6, device=device)[:, ::2]
+    copy = late(x, waited.append)
+    assert torch.equal(copy, x)
+    assert copy.stride() == x.stride()
+    assert waited == [gpu_promises._DELAY]
+    monkeypatch.setattr(gpu_promises, "copy_into", lambda copy, tensor: copy)
+    assert late(x, waited.append).isnan().all()
+    assert not late(torch.arange(1, 4, device=device), waited.append).any()
+
+
+def test_a_capture_that_did_not_happen_is_named() -> None:
+    with counted_replays() as count:
+        pass
+    with pytest.raises(BrokenPromise, match="no CUDA graph was replayed"):
+        require_captured(Sample((torch.ones(2),), why="any"), count)
+
+
+def test_replays_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: None)
+    with counted_replays() as count:
+        torch.cuda.CUDAGraph.replay(None)  # type: ignore[arg-type]
+    assert count == [1]
+    require_captured(Sample((torch.ones(2),), why="any"), count)
+
+
+def test_other_inputs_are_the_same_rows() -> None:
+    ends = torch.tensor([0, 2, 2])
+    sample = reversed_rows(Sample((torch.arange(6).view(3, 2), 0.5, ends), {"weight": torch.tensor([0.5, 1.0])}))
+    assert sample.args[0].tolist() == [[4, 5], [2, 3], [0, 1]]
+    assert sample.args[1] == 0.5
+    assert sample.args[2].tolist() == [0, 2, 2]  # ends of groups: in another order they are none
+    assert sample.kwargs["weight"].tolist() == [1.0, 0.5]

@@ -1,0 +1,55 @@
+"""opcheck finds faults of a kernel's own code without a GPU, in Triton's interpreter."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from compile_tests.helpers.mutants_kernels import (
+    BROKEN_KERNELS,
+    bounded_turns_kernel,
+    never_ends_kernel,
+    sound_kernel,
+    square_by,
+)
+from llmk.opcheck import check
+from llmk.opcheck.runner import promises_for
+from llmk.registry.backends import INTERPRET
+
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.skipif(not INTERPRET, reason="without a GPU kernels run in Triton's interpreter"),
+]
+
+NAMES = [promise.__name__ for promise in promises_for(torch.device("cpu"))]
+OF_KERNELS = NAMES[: NAMES.index("far_rows") + 1]
+
+
+@pytest.mark.parametrize(("kernel", "promise", "message"), BROKEN_KERNELS, ids=lambda value: str(value)[:30])
+def test_a_broken_kernel_is_caught_under_its_name(kernel: Any, promise: str, message: str) -> None:
+    results = check(square_by(kernel), promises=NAMES[: NAMES.index(promise) + 1])
+    broken = [result for result in results if not result.passed]
+    assert broken[0].promise == promise, broken
+    assert message in broken[0].message
+
+
+@pytest.mark.parametrize("kernel", [sound_kernel, bounded_turns_kernel])
+def test_a_sound_kernel_is_not(kernel: Any) -> None:
+    results = check(square_by(kernel), promises=OF_KERNELS)
+    assert {result.verdict for result in results} == {"kept"}, results
+
+
+def test_an_operator_without_kernels_has_nothing_to_check() -> None:
+    op = dataclasses.replace(square_by(sound_kernel), overload=torch.ops.aten.square.default)
+    results = check(op, promises=["in_bounds", "any_program_order", "no_float_atomics", "long_offsets"])
+    assert {result.verdict for result in results} == {"empty"}
+
+
+def test_a_loop_that_does_not_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its turns, whatever its source looks like, and in every check that calls it."""
+    monkeypatch.setattr("llmk.opcheck.interpreter.MOST_TURNS", 300)
+    monkeypatch.setattr("llmk.opcheck.kernel_promises.unbounded_loops", lambda kernel: [])
+    results = check(square_by(never_ends_kernel), promises=["every_kernel_ends", "values_and_gradients"])
+    assert [result.passed for result in results] == [False, False]
+    assert all("never_ends_kernel: a loop has made 448 turns and goes on" in r.message for r in results), results

@@ -1,0 +1,112 @@
+"""opcheck's page: every result is on it, escaped, and it needs nothing but itself."""
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compile_tests.helpers.mutants import square
+from llmk.opcheck import __main__ as command
+from llmk.opcheck import check
+from llmk.opcheck.page import page, promises_in, verdict_of_all
+from llmk.opcheck.promises import PROMISES
+
+VOID = {"meta", "br"}
+
+
+class Outline(HTMLParser):
+    """Which elements are open, and the text of each kind of them."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text: dict[str, list[str]] = {}
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open:
+            self.text.setdefault(self.open[-1], []).append(data)
+
+
+def result(**changes: Any) -> dict[str, Any]:
+    return {
+        "op": "add", "device": "cpu", "dtype": "float32", "path": "reference", "promise": "no_mutation",
+        "passed": True, "message": "", "seconds": 0.5, "calls": 3,
+    } | changes  # fmt: skip
+
+
+def report(*results: dict[str, Any]) -> dict[str, Any]:
+    about = {"llmk": "1", "torch": "2", "triton": "3", "python": "4", "device": "cpu", "date": "today"}
+    return {**about, "paths": ["reference"], "results": list(results)}
+
+
+def test_every_element_is_closed_and_nothing_comes_from_elsewhere() -> None:
+    text = page(report(result(), result(passed=False, message="wrong"), result(calls=0)))
+    outline = Outline(text)
+    assert outline.open == []
+    assert not {"href", "src", "onclick"} & {name for name, _ in outline.attributes}
+    assert not {"script", "link", "img"} & set(outline.text)
+    assert "://" not in text
+    assert "prefers-color-scheme: dark" in text
+    assert ("name", "viewport") in outline.attributes
+
+
+def test_what_operators_say_is_text() -> None:
+    evil = '<script>alert("x")</script>&'
+    names = {"op": f"op{evil}", "promise": f"promise{evil}", "dtype": f"dtype{evil}", "path": f"path{evil}"}
+    outline = Outline(page(report(result(**names, passed=False, message=f"message{evil}")) | {"device": f"on{evil}"}))
+    assert "script" not in outline.text
+    everything = "".join(text for texts in outline.text.values() for text in texts)
+    for word in (*names, "message", "on"):
+        assert f"{word}{evil}" in everything
+
+
+def test_evidence_is_behind_each_cell() -> None:
+    rows = [
+        result(),
+        result(dtype="bfloat16", passed=False, message="a row is wrong"),
+        result(calls=0, path="GPU kernel"),
+    ]
+    outline = Outline(page(report(*rows)))
+    assert [text for text in outline.text["td"]] == [
+        "reference", "float32", "kept", "3", "0.50",
+        "reference", "bfloat16", "broken", "3", "0.50",
+        "GPU kernel", "float32", "nothing to check", "0", "0.50",
+    ]  # fmt: skip
+    assert outline.text["div"].count("a row is wrong") == 2  # in front, and behind its cell
+    (promise,) = (promise for promise in PROMISES if promise.__name__ == "no_mutation")
+    assert promise.__doc__ in outline.text["p"]
+
+
+def test_one_broken_dtype_breaks_the_cell() -> None:
+    assert verdict_of_all([result(), result(passed=False)]) == "broken"
+    assert verdict_of_all([result(), result(calls=0)]) == "kept"
+    assert verdict_of_all([result(calls=0)]) == "empty"
+    assert verdict_of_all([]) == "unasked"
+
+
+def test_promises_are_in_opchecks_order() -> None:
+    asked = [result(promise=name) for name in ("memcheck", "compiled", "values_and_gradients")]
+    assert list(promises_in(asked)) == ["values_and_gradients", "compiled", "memcheck"]
+
+
+def test_command_line_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = check(square("mutant_page"), dtypes=[torch.float32], promises=["no_mutation", "deterministic"])
+    monkeypatch.setattr(command, "check_all", lambda options: results)
+    file, data = tmp_path / "new" / "report.html", tmp_path / "report.json"
+    assert command.main(["add", "--device", "cpu", "--html", str(file), "--json", str(data)]) == 0
+    assert file.read_text() == page(json.loads(data.read_text()))
+    assert "mutant_page" in file.read_text()

@@ -1,0 +1,236 @@
+"""`--search` finds what no sample shows, and says it in few numbers."""
+
+import math
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compile_tests.helpers.mutants import record
+from compile_tests.helpers.mutants_search import MUTANTS, SharedFormula, elementwise
+from compile_tests.opcheck.test_opcheck_command import OWN_OP
+from llmk.opcheck import check
+from llmk.opcheck.__main__ import main
+from llmk.opcheck.calls import call, incoming_gradients
+from llmk.opcheck.cases import Case, Cases, large_gradients, unit_gradients
+from llmk.opcheck.decisions import at_decisions
+from llmk.opcheck.derivatives import derivative_violation
+from llmk.opcheck.judge import judge, raises_on_cpu
+from llmk.opcheck.reference import reference_for
+from llmk.opcheck.search import search
+from llmk.opcheck.shrink import snippet
+from llmk.registry import OPS, Op, Sample
+
+CPU = torch.device("cpu")
+
+
+def tensors(op: Op, sample: Sample) -> list[torch.Tensor]:
+    return [value for value in op.bind(sample).values() if isinstance(value, torch.Tensor)]
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_fault_that_no_sample_shows_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmk.opcheck.judge.PATIENCE", 0.3)
+    kind, make = MUTANTS[name]
+    op = make(name)
+    assert [result.passed for result in check(op, promises=["values_and_gradients"])] == [True]
+    (found,) = search(op, "cpu", torch.float32, seconds=30, most=1, shrinking=0.5).found
+    assert found.finding.kind == kind, str(found)
+    assert f"seed {found.drawn.seed}: " in str(found)
+    if kind not in ("does not end", "raises"):
+        exec(compile(snippet(op, found.shrunk), name, "exec"), {"print": lambda *results: None})
+
+
+def test_a_finding_is_made_small() -> None:
+    found = search(MUTANTS["cancels"][1]("cancels_small"), CPU, torch.float32, 60, most=1, shrinking=30).found[0]
+    assert max(tensor.numel() for tensor in tensors(found.op, found.shrunk.sample)) <= 6, str(found)
+
+
+def test_a_sound_op_is_not_found_wrong() -> None:
+    op = record("square", overload=torch.ops.aten.square.default)
+    cases = Cases(op, CPU, torch.float32)
+    assert [found for found in (judge(op, cases[seed]) for seed in range(60)) if found] == []
+
+
+def test_an_index_out_of_range_is_not_given_to_a_gpu() -> None:
+    """PyTorch's kernels end the process at one, so whether the reference takes a case is asked on a CPU."""
+    logits = torch.zeros(2, 3)
+    for target, raises in (([0, 2], False), ([0, -100], True)):
+        sample = Sample((logits, logits, torch.tensor(target)), {"ignore_index": 0})
+        assert raises_on_cpu(OPS["ce_tvd"], sample) == raises
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "cross_entropy", "moe_permute"])
+def test_a_seed_is_always_the_same_case(name: str) -> None:
+    op = OPS[name]
+    for seed in range(12):
+        torch.manual_seed(seed)  # whatever was drawn before
+        first, second = (Cases(op, CPU, torch.float32)[seed] for _ in range(2))
+        assert str(first.sample) == str(second.sample)
+        pairs = zip(tensors(op, first.sample), tensors(op, second.sample), strict=True)
+        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
+
+
+def test_every_pair_of_options_comes() -> None:
+    """Defaults too, and what the operator's own error says that an option may be."""
+    cases = Cases(OPS["fused_linear_preference"], CPU, torch.float32)
+    assert {"exo_pair", "robust", "sigmoid"} <= set(cases.options["loss_type"])
+    exo = [pair for pair in cases.pairs if pair.get("loss_type") == "exo_pair" and "label_smoothing" in pair]
+    assert {"its default", "0.0", "0.5", "1.0"} <= {repr(pair["label_smoothing"]) for pair in exo}
+
+
+def test_numbers_at_a_decision_stay_in_the_domain() -> None:
+    """kl_div's logarithms are never positive and its probabilities never negative."""
+    cases = Cases(OPS["kl_div"], CPU, torch.float16)
+    found = [case for seed in (4, 36, 132, 196) for case in at_decisions(cases, cases[seed], time.monotonic() + 20)]
+    assert found
+    for case in found:
+        values = cases.op.bind(case.sample)
+        assert bool((values["input"] <= 0).all())
+        assert bool((values["target"] >= 0).all())
+
+
+def test_rows_that_hold_nan_are_those_that_the_call_ignores() -> None:
+    cases, poisoned = Cases(OPS["jsd"], CPU, torch.bfloat16), 0
+    for case in (cases[seed] for seed in range(400)):
+        if any("ignores" in change for change in case.changed):
+            values = cases.op.bind(case.sample)
+            counts = values["labels"] != values.get("ignore_index", -100)
+            poisoned += 1
+            assert not bool((values["input"].isnan() | (values["input"] == math.inf))[counts].any()), str(case.sample)
+    assert poisoned > 2
+
+
+def moe_case(dtype: torch.dtype, ups: float, down: float, weight: float) -> Case:
+    """One token of ones with one expert, whose gates are 64."""
+    options = {"dtype": dtype, "device": CPU}
+    gate_up = torch.tensor([[[16.0] * 4] * 2 + [[ups] * 4] * 2], **options)
+    down_weight = torch.tensor([[[down, -down], [down, 0.0], [down, -down], [0.0, down]]], **options)
+    indices = torch.zeros(1, 1, dtype=torch.int64, device=CPU)
+    sample = Sample((torch.ones(1, 4, **options), gate_up, down_weight, indices, torch.tensor([[weight]], **options)))
+    return Case(sample, large_gradients, 0, sample)
+
+
+def test_what_a_definition_overflows_at_is_no_fault() -> None:
+    """The product of a routing weight and a hidden row, which is an intermediate result in the inputs' dtype."""
+    case = moe_case(torch.float16, ups=8.0, down=2.0**-6, weight=60.0)
+    assert not bool(call(OPS["moe_experts"], case.sample).outputs[0].isfinite().all())
+    assert judge(OPS["moe_experts"], case) is None
+
+
+def test_gradients_of_a_lost_step_are_not_judged() -> None:
+    """That of a hidden row of zeros overflows, which makes the weights' gradient NaN, as the rows' is too large."""
+    case = moe_case(torch.bfloat16, ups=0.0, down=2.0**125, weight=1.0)
+    gradients = call(OPS["moe_experts"], case.sample, grads=case.grads).gradients
+    assert gradients["weights"] is not None
+    assert bool(gradients["weights"].isnan().all())
+    assert judge(OPS["moe_experts"], case) is None
+
+
+def test_one_tensor_given_twice_stays_one() -> None:
+    x = torch.randn(3, 4, dtype=torch.float32, device="cpu")
+    outcome = call(OPS["add"], Sample((x, x)))
+    assert outcome.inputs["input"] is outcome.inputs["other"]
+    assert outcome.inputs["input"] is not x
+
+
+def test_a_constant_of_the_reference_stays_one() -> None:
+    """A detached term of the reference is no fault of its gradient; a wrong formula is."""
+
+    def reference(input: torch.Tensor) -> torch.Tensor:
+        return input * input.detach()
+
+    detached = elementwise("detached", lambda x: x * x, reference)
+    cases = Cases(detached, CPU, torch.float32)
+    assert not any(judge(detached, cases[seed]) for seed in range(20))
+    shared = elementwise("shared_again", SharedFormula.apply, SharedFormula.apply)
+    assert any(judge(shared, Cases(shared, CPU, torch.float32)[seed]) for seed in range(20))
+
+
+def test_products_of_arguments_may_overflow_and_powers_of_one_may_not() -> None:
+    """blocks * query * weight leaves float32, the score does not; x * x of a formula that could scale x is found."""
+    options = {"dtype": torch.float32, "device": "cpu"}
+    numbers = (-57.0, (1, 1, 1)), (-0.062, (1,)), (-1.28e38, (1,))
+    blocks, query, weight = (torch.full(shape, x, **options) for x, shape in numbers)
+    sample = Sample((blocks, query, weight))
+    assert judge(OPS["attention_residual"], Case(sample, incoming_gradients, 0, sample)) is None
+    squares = elementwise("squares", lambda x: x * x / x, lambda x: x * 1.0)
+    sample = Sample((torch.full((2, 3), 1e30, **options),))
+    found = judge(squares, Case(sample, unit_gradients, 0, sample))
+    assert found is not None
+    assert found.kind == "value"
+
+
+def test_options_that_have_an_answer_elsewhere_are_no_mistake() -> None:
+    """An eps of 0 makes a row of one value NaN, as it does in PyTorch, and no other."""
+    column = torch.randn(7, 1, dtype=torch.float32, device="cpu")
+    template, sample = Sample((column,)), Sample((column,), {"eps": 0.0})
+    assert judge(OPS["layer_norm"], Case(sample, unit_gradients, 1, template, changed=("eps=0.0",))) is None
+
+
+def test_a_decision_that_the_composition_gets_wrong_is_not_refused() -> None:
+    """The threshold of sparsemax among 31 ties, within float32's unit of them."""
+    op = OPS["sparsemax"]
+    cases = Cases(op, CPU, torch.float32)
+    near = at_decisions(cases, cases[1036], math.inf)
+    assert len(near) == 2
+    assert [judge(op, case) for case in near] == [None, None]
+
+
+def test_the_worst_of_many_calls_is_held_against_the_worst_of_the_composition() -> None:
+    """Gradients of a softmax of which one entry is nearly all: five roundings of their sum, PyTorch's on 64 inputs."""
+    assert judge(OPS["softmax"], Cases(OPS["softmax"], CPU, torch.float32)[6894]) is None
+
+
+@pytest.mark.parametrize("width", [1e-12, 1.0])
+def test_differences_beyond_a_narrow_jump_say_nothing(width: float) -> None:
+    """A step past the jump has a slope that is far too small; a wrong formula of a wide one is found."""
+
+    class Tanh(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return width * torch.tanh(x / width)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+            (x,) = ctx.saved_tensors
+            return grads[0] * (1.0 if width == 1e-12 else 1.01) / torch.cosh(x / width) ** 2
+
+    op = elementwise(f"tanh_{width:g}".replace("-", "_"), Tanh.apply, Tanh.apply)
+    sample = Sample((torch.tensor([0.0, 0.3], dtype=torch.float32, device="cpu"),))
+    reference = reference_for(op, sample, call(op, sample), incoming_gradients)
+    assert (derivative_violation(op, sample, reference, 0) is None) == (width == 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--search", "5", "--promise", "no_alias"], "argument --promise: there is none with --search"),
+        (["--seed", "5"], "argument --seed: it is for --search"),
+        (["--search", "none"], "argument --search: expected a positive whole number, got 'none'"),
+        (["--search", "5", "--seed", "-1"], "argument --seed: expected a whole number of at least 0, got '-1'"),
+    ],
+)
+def test_command_line_refuses(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["add", "--device", "cpu", *arguments])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_command_line_searches_an_op_of_ones_own(tmp_path: Path) -> None:
+    file = tmp_path / "my_op.py"
+    file.write_text(OWN_OP.format(divisor=3))
+    command = [sys.executable, "-m", "llmk.opcheck", str(file), "--device", "cpu", "--dtype", "float32"]
+    command += ["--path", "reference", "--search", "2", "--seed", "3"]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 1, process.stdout + process.stderr
+    assert "half float32 (reference) breaks search:\n  seeds 3 to " in process.stdout
+    assert re.search(r"value: output 0: element \d+ is \S+, right is \S+", process.stdout)
+    assert "outputs = torch.ops.mylib.half(input)" in process.stdout

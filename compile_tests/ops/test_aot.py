@@ -1,0 +1,207 @@
+"""Every kernel compiles ahead for every target, on a machine without a GPU.
+
+`helpers/aot.py` finds the launches by running each operator on fake tensors. Each target gets each kernel in
+bfloat16 as its first sample launches it, and sm_90 the workloads too. With `--build many` all targets get the
+workloads, and sm_90 what all samples launch, and the workloads in every dtype.
+"""
+
+import functools
+import re
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
+
+from compile_tests.helpers import aot
+from llmk.registry import OPS
+from llmk.registry.backends import INTERPRET
+from llmk.registry.launch import Launch, record_launches
+from llmk.registry.private.tensors import FakeTensorMode
+from llmk.registry.record import Sample
+
+pytestmark = [
+    pytest.mark.skipif(INTERPRET, reason="TRITON_INTERPRET=1: the kernels are interpreted, not compiled"),
+    pytest.mark.usefixtures("compiled_once"),
+]
+
+SHARED_MEMORY = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
+"""Bytes that one block may have."""
+THREADS = 1024
+"""In one block, on every target."""
+
+each_op = pytest.mark.parametrize("name", OPS)
+each_target = pytest.mark.parametrize("target", aot.TARGETS)
+
+
+@functools.cache
+def _recorded(name: str, dtype: torch.dtype, kind: str, warp_size: int = 32) -> list[Launch]:
+    wanted = {"samples": kind == "samples", "workloads": kind == "workloads"}
+    return aot.launches(OPS[name], dtype, warp_size=warp_size, **wanted)
+
+
+def _workload_launches(name: str, build: str) -> list[Launch]:
+    dtypes = [torch.bfloat16] if build == "few" else OPS[name].dtypes
+    return [launch for dtype in dtypes for launch in _recorded(name, dtype, "workloads")]
+
+
+def _launches(name: str, target: str, build: str) -> list[Launch]:
+    warp_size = aot.TARGETS[target].warp_size
+    samples = _recorded(name, torch.bfloat16, "samples", warp_size)
+    if target == "sm_90" and build != "few":
+        return aot.distinct(samples + _workload_launches(name, build), aot.TARGETS[target])
+    first = {launch.kernel: launch for launch in reversed(samples)}
+    workloads = _recorded(name, torch.bfloat16, "workloads", warp_size)
+    if build == "few":
+        workloads = _workload_launches(name, build) if target == "sm_90" else []
+    return aot.distinct([*first.values(), *workloads], aot.TARGETS[target])
+
+
+def _with_numbers(name: str, dtype: torch.dtype) -> Iterator[tuple[Sample, dict[str, float]]]:
+    """Samples with their options that are numbers between their ends; each option once, where it first is given."""
+    op = OPS[name]
+    left = {argument.name for argument in op.schema.arguments if str(argument.type) == "float"}
+    for sample in op.samples(torch.device("cpu"), dtype):
+        given = {key: value for key, value in op.bind(sample).items() if key in left and value not in (0.0, 1.0)}
+        left -= set(given)
+        if given:
+            yield sample, given
+
+
+@each_op
+def test_a_number_between_its_ends_is_no_constant(name: str) -> None:
+    """A schedule of it would compile a kernel for every value."""
+    op = OPS[name]
+
+    def kernels(sample: Sample, **changed: float) -> set[tuple[object, ...]]:
+        (names, *_) = aot.gradients_wanted(op, sample)
+        given = dict(zip(op.argument_names(), sample.args, strict=False))
+        aot.forward_and_backward(op, Sample((), given | sample.kwargs | changed), names)
+        made = {aot.specialize(launch, aot.TARGETS["sm_90"]).key for launch in recorded}
+        recorded.clear()
+        return made
+
+    with FakeTensorMode(), record_launches() as recorded:
+        for sample, values in _with_numbers(name, torch.bfloat16):
+            expected = kernels(sample)
+            for key, value in values.items():
+                assert kernels(sample, **{key: 0.75 * value}) == expected, f"{sample}: {key}"
+
+
+def _compile(launch: Launch, target: str, scalars: str = "fp32") -> CompiledKernel:
+    try:
+        return aot.compile_for(launch, aot.TARGETS[target], scalars=scalars)
+    except Exception as error:
+        error.add_note(f"for {target}: {aot.describe(launch)}")
+        raise
+
+
+@each_target
+@each_op
+def test_every_kernel_compiles(name: str, target: str, build: str) -> None:
+    launches = _launches(name, target, build)
+    assert launches
+    for launch in launches:
+        compiled = _compile(launch, target)
+        assert compiled.asm["hsaco" if target.startswith("gfx") else "cubin"]
+        assert compiled.metadata.shared <= SHARED_MEMORY[target], aot.describe(launch)
+
+
+@pytest.mark.parametrize("target", aot.TARGETS)
+def test_every_block_has_room_for_its_threads(target: str, build: str) -> None:
+    most = THREADS // aot.TARGETS[target].warp_size
+    launches = [launch for name in OPS for launch in _launches(name, target, build)]
+    # Triton gives a block four warps where a launch does not say.
+    assert not [aot.describe(launch) for launch in launches if launch.kwargs.get("num_warps", 4) > most]
+
+
+@each_op
+def test_arithmetic_is_not_in_double_precision(name: str, build: str) -> None:
+    for launch in _launches(name, "sm_90", build):
+        assert ".f64" not in _compile(launch, "sm_90").asm["ptx"], aot.describe(launch)
+
+
+def _pairs_of_sums(code: str) -> int:
+    return len(re.findall(r'"tt\.reduce"\(%\S+, ', code))
+
+
+@each_op
+def test_no_pair_of_sums_is_made_twice(name: str, build: str) -> None:
+    """To save a conversion between layouts, Triton 3.6 may let each thread add up whole rows, value after value."""
+    for launch in _launches(name, "sm_90", build):
+        asm = _compile(launch, "sm_90").asm
+        assert _pairs_of_sums(asm["ttgir"]) <= _pairs_of_sums(asm["ttir"]), aot.describe(launch)
+
+
+@each_op
+def test_float_arguments_are_only_converted_where_inductor_passes_doubles(name: str, build: str) -> None:
+    seen = set()
+    for launch in _launches(name, "sm_90", build):
+        if launch.kernel in seen or not any(isinstance(argument, float) for argument in launch.args):
+            continue
+        seen.add(launch.kernel)
+        ptx = _compile(launch, "sm_90", scalars="fp64").asm["ptx"]
+        doubles = {line.split()[0] for line in ptx.splitlines() if ".f64" in line and ".param" not in line}
+        assert doubles <= {".reg", "cvt.rn.f32.f64"}, aot.describe(launch)
+
+
+@each_op
+def test_workloads_do_not_spill(name: str, build: str) -> None:
+    launches = _workload_launches(name, build)
+    usage = {aot.describe(launch): aot.resource_usage(_compile(launch, "sm_90")) for launch in launches}
+    assert not {launch: spilled for launch, (_, spilled) in usage.items() if spilled}
+
+
+def test_samples_and_workloads_reach_every_kernel(build: str) -> None:
+    modules = [module for name, module in sys.modules.items() if name.startswith("llmk.ops.")]
+    kernels = {
+        value
+        for module in modules
+        for attribute, value in vars(module).items()
+        if isinstance(value, JITFunction) and attribute.endswith("_kernel")
+    }
+    launched = {launch.kernel for name in OPS for launch in _launches(name, "sm_90", build)}
+    assert kernels == launched
+
+
+def _record(*args: object) -> Launch:
+    from llmk.ops.common.scaling import scale_kernel
+
+    return Launch(scale_kernel, (1,), args, {"IN_PLACE": False, "BLOCK_N": 128, "num_warps": 2})
+
+
+def test_launches_are_specialized_as_the_jit_does() -> None:
+    x, scalar = torch.empty(64, dtype=torch.bfloat16), torch.empty(())
+    source = aot.specialize(_record(x, scalar, None, x[1:], 1), aot.TARGETS["sm_90"]).source
+    types = {"x_ptr": "*bf16", "grad_ptr": "*fp32", "divisor_ptr": "constexpr", "y_ptr": "*bf16"}
+    assert source.signature == types | {"N": "constexpr", "IN_PLACE": "constexpr", "BLOCK_N": "constexpr"}
+    assert source.constants == {(2,): None, (4,): 1, (5,): False, (6,): 128}
+    aligned = {index for (index,), attributes in source.attrs.items() if ["tt.divisibility", 16] in attributes}
+    assert aligned == {0, 1}  # x[1:] starts at 2 bytes
+
+
+def test_launches_that_build_the_same_are_one() -> None:
+    x, scalar = torch.empty(64), torch.empty(())
+    launches = [_record(x, scalar, scalar, x, N) for N in (32, 64, 33, 35, 2**31, 64)]
+    assert aot.distinct(launches, aot.TARGETS["sm_90"]) == [launches[0], launches[2], launches[4]]
+
+
+def test_double_precision_and_spills_are_seen() -> None:
+    x, scalar = torch.empty(64, dtype=torch.float64), torch.empty((), dtype=torch.float64)
+    compiled = _compile(_record(x, scalar, scalar, x, 64), "sm_90")
+    assert ".f64" in compiled.asm["ptx"]
+    registers, spilled = aot.resource_usage(compiled)
+    assert 0 < registers <= 255
+    assert spilled == 0
+    options = {"IN_PLACE": False, "BLOCK_N": 8192, "num_warps": 1, "maxnreg": 24}
+    few = Launch(_record().kernel, (1,), (x, scalar, scalar, x, 64), options)
+    assert aot.resource_usage(_compile(few, "sm_90"))[1] > 0
+
+
+def test_samples_want_every_gradient_together_and_alone() -> None:
+    launches = [
+        launch for launch in _recorded("rms_norm", torch.bfloat16, "samples") if "dw_ptr" in launch.kernel.arg_names
+    ]
+    assert {launch.args[launch.kernel.arg_names.index("dw_ptr")] is None for launch in launches} == {True, False}

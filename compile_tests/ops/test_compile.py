@@ -1,0 +1,151 @@
+"""Tests of operators with export, autocast, checkpointing, FLOP counts, caches, memory."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from llmk.opcheck.calls import as_list, call, differentiable_inputs, prepare
+from llmk.registry import OPS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_export_keeps_the_op(name: str, device: torch.device, tmp_path: Path) -> None:
+    op = OPS[name]
+    assert op.resized is not None
+    args, kwargs, _ = prepare(op, op.resized(8, device, torch.float32), ())
+
+    class Module(torch.nn.Module):
+        def forward(self, *args):
+            return op.overload(*args, **kwargs)
+
+    program = torch.export.export(Module(), tuple(args))
+    assert op.overload in [node.target for node in program.graph.nodes]
+    torch.export.save(program, tmp_path / "program.pt2")
+    loaded = torch.export.load(tmp_path / "program.pt2").module()
+    for a, b in zip(as_list(loaded(*args)), as_list(op.overload(*args, **kwargs)), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_meta_device(name: str) -> None:
+    """Shapes without numbers, forward and backward, as for a model that is only being planned."""
+    op = OPS[name]
+    assert op.resized is not None
+    outcome = call(op, op.resized(8, torch.device("cpu"), torch.float32), change=lambda t: t.detach().to("meta"))
+    assert all(output.is_meta for output in outcome.outputs)
+    for wanted, gradient in outcome.gradients.items():
+        assert gradient is not None
+        assert gradient.shape == outcome.inputs[wanted].shape
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_activation_checkpointing(name: str, device: torch.device) -> None:
+    op = OPS[name]
+    assert op.resized is not None
+    sample = op.resized(8, device, torch.float32)
+    plain = call(op, sample)
+    rerun = call(op, sample, fn=lambda *args, **kwargs: checkpoint(op.overload, *args, use_reentrant=False, **kwargs))
+    for wanted in differentiable_inputs(op, sample):
+        a, b = plain.gradients[wanted], rerun.gradients[wanted]
+        assert a is not None
+        assert b is not None
+        assert torch.equal(a, b)
+
+
+def test_autocast(device: torch.device) -> None:
+    """The projection runs in autocast's dtype, as torch's would; its gradients come back in the parameters' dtype."""
+    x = torch.randn(6, 8, device=device, requires_grad=True)
+    weight, target = torch.randn(10, 8, device=device, requires_grad=True), torch.arange(6, device=device)
+    with torch.autocast(device.type, torch.bfloat16):
+        loss = torch.ops.llmk.fused_linear_ce(x, weight, target)
+        normed = torch.ops.llmk.rms_norm(x.bfloat16(), weight[0])
+    expected = torch.ops.llmk.fused_linear_ce(x.bfloat16(), weight.bfloat16(), target)
+    assert torch.equal(loss, expected)
+    assert normed.dtype == torch.bfloat16
+    dx, dw = torch.autograd.grad(loss, (x, weight))
+    assert dx.dtype == dw.dtype == torch.float32
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_flop_counter(reduction: str, device: torch.device) -> None:
+    """Three products, and a fourth where the backward pass makes the logits again."""
+    x, weight = (
+        torch.randn(6, 8, device=device, requires_grad=True),
+        torch.randn(10, 8, device=device, requires_grad=True),
+    )
+    with FlopCounterMode(display=False) as counter:
+        torch.ops.llmk.fused_linear_ce(x, weight, torch.arange(6, device=device), reduction=reduction).sum().backward()
+    assert counter.get_total_flops() == 2 * 6 * 8 * 10 * (3 if reduction == "mean" else 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "products"),
+    [({"chunk_size": 8}, 3), ({"chunk_size": 4}, 4), ({"chunk_size": 4, "loss_type": "kto"}, 3), ({}, 3),
+     ({"skip_ignored": True}, 4)],
+    ids=["a pair to a chunk", "half a pair", "a sequence to a chunk", "all in one", "tokens that count"],
+)  # fmt: skip
+def test_flop_counter_of_pairs(options: dict[str, Any], products: int, device: torch.device) -> None:
+    """Three products where a chunk holds whole groups, else a fourth: the logits again."""
+    sequences = 1 if options.get("loss_type") == "kto" else 2
+    x = torch.randn(3, sequences, 4, 16, device=device, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(10, 16, device=device, dtype=torch.bfloat16, requires_grad=True)
+    target = torch.arange(x.shape[:3].numel(), device=device).view(x.shape[:3]) % 10
+    with FlopCounterMode(display=False) as counter:
+        loss, *_ = torch.ops.llmk.fused_linear_preference(x, weight, target, **options)
+        loss.backward()
+    assert counter.get_total_flops() == products * 2 * x.numel() * 10
+
+
+def test_gradients_nobody_wants_are_not_made(device: torch.device) -> None:
+    x, weight = torch.randn(6, 8, device=device, requires_grad=True), torch.randn(10, 8, device=device)
+    target = torch.arange(6, device=device)
+    with FlopCounterMode(display=False) as counter:
+        torch.ops.llmk.fused_linear_ce(x, weight, target)
+    assert counter.get_total_flops() == 2 * 6 * 8 * 10 * 2
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        torch.ops.llmk.fused_linear_ce(x, weight, target)
+    assert counter.get_total_flops() == 2 * 6 * 8 * 10
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_logits_never_exist_whole(reduction: str, device: torch.device) -> None:
+    """Peak memory of forward and backward stays below that of the logits alone."""
+    N, H, V = 4096, 16, 16384
+    code = f"""
+        import torch, llmk
+        device = torch.device({str(device)!r})
+        x = torch.randn({N}, {H}, device=device, requires_grad=True)
+        weight = torch.randn({V}, {H}, device=device, requires_grad=True)
+        target = torch.randint(0, {V}, ({N},), device=device)
+
+        def peak(n):
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+            else:
+                open("/proc/self/clear_refs", "w").write("5")
+                before = status("VmRSS")
+            torch.ops.llmk.fused_linear_ce(x[:n], weight, target[:n], reduction="{reduction}").sum().backward()
+            return (torch.cuda.max_memory_allocated() if device.type == "cuda" else status("VmHWM")) - before
+
+        def status(key):
+            return 1024 * int(next(line for line in open("/proc/self/status") if line.startswith(key)).split()[1])
+
+        peak(64)
+        print(peak({N}))
+    """
+    if device.type == "cpu" and not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("this system does not tell a process's peak memory over a stretch of its run")
+    out = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+    assert out.returncode == 0, out.stderr
+    assert int(out.stdout) < 4 * N * V

@@ -1,0 +1,388 @@
+"""A vocabulary spread over ranks: losses and gradients are those of one process that has all classes.
+
+Two and four processes make the calls below, each group once: on the CPU with gloo, with `--device cuda` with NCCL.
+Gradients of the whole weight are put together from the ranks', so that the accuracy rule is asked of all of it.
+"""
+
+import datetime
+import faulthandler
+import pickle
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from compile_tests.helpers.rank_slices import OwnRows, bounds
+from llmk.functional import fused_linear_ce, vocab_parallel_linear_ce
+from llmk.opcheck.calls import call, require_accurate
+from llmk.ops.linear_loss.chunked._dtensors import vocab_mesh_dim
+from llmk.ops.linear_loss.kernels import KERNELS, PYTORCH
+from llmk.ops.loss.row_loss_math import Columns, Options
+from llmk.ops.loss.row_loss_short import LONGEST_SHORT
+from llmk.registry import OPS, Sample
+from llmk.registry.backends import INTERPRET
+
+OP = OPS["fused_linear_ce"]
+HERE = torch.device("cpu")
+CASES: dict[str, Callable[[int, int], None]] = {}
+
+
+def case(fn: Callable[..., None], *args: Any, only: int | None = None) -> None:
+    """One call for every rank to make: `fn(rank, world, *args)`, in groups of `only` ranks or of all sizes."""
+    name = "-".join([fn.__name__, *map(str, args)])
+    CASES[name] = lambda rank, world: fn(rank, world, *args) if only in (None, world) else None
+
+
+def parallel(rank: int, world: int, slicing: str, fn: Callable[..., Tensor] = vocab_parallel_linear_ce) -> Any:
+    """`fused_linear_ce` of all classes by the ranks together."""
+
+    def loss(input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Any = None, **options: Any) -> Any:
+        V = linear_weight.shape[0]
+        start, stop = bounds(slicing, rank, world, V)
+        own: Any = OwnRows.apply(linear_weight, start, stop)
+        own_bias: Any = None if linear_bias is None else OwnRows.apply(linear_bias, start, stop)
+        result = fn(
+            input, own, target, linear_bias=own_bias, **options,
+            vocab_start=start, num_classes=V, group_name=dist.group.WORLD.group_name,  # type: ignore[union-attr]
+        )  # fmt: skip
+        everywhere = [torch.empty_like(result) for _ in range(world)]
+        dist.all_gather(everywhere, result.detach().contiguous())
+        assert all(torch.equal(result.nan_to_num(), other.nan_to_num()) for other in everywhere)
+        return result
+
+    return loss
+
+
+def edges(dtype: torch.dtype) -> Iterator[Sample]:
+    """Calls that are only interesting where the classes are spread."""
+    x, w, b = (torch.randn(*shape, dtype=dtype, device=HERE) for shape in ((7, 12), (37, 12), (37,)))
+    last, first = torch.full((7,), 36, device=HERE), torch.arange(7, device=HERE) % 3
+    yield Sample((x, w, last), {"linear_bias": b}, why="every target among the last classes")
+    yield Sample((x, w, first), {"label_smoothing": 0.1}, why="every target among the first classes")
+    masked = b.masked_fill(torch.arange(37, device=HERE) >= 10, float("-inf"))
+    yield Sample((x, w, first), {"linear_bias": masked}, why="ranks whose logits are all -inf")
+    yield Sample((100 * x, w, last), {"label_smoothing": 0.1, "z_loss": 1e-3}, why="large logits, smoothed")
+
+
+def samples(rank: int, world: int, slicing: str, dtype: torch.dtype) -> None:
+    op = OPS["vocab_parallel_linear_ce"]
+    for sample in [*op.samples(HERE, dtype), *edges(dtype)]:
+        require_accurate(op, sample, call(op, sample, fn=parallel(rank, world, slicing)))
+
+
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for slicing in ("shards", "uneven"):
+        case(samples, slicing, dtype)
+
+
+def one_gradient_alone(rank: int, world: int) -> None:
+    sample = OP.resized(9, HERE, torch.float32)  # type: ignore[misc]
+    for wanted in (["input"], ["linear_weight"]):
+        for reduction in ("mean", "none"):
+            chosen = Sample(sample.args, {**sample.kwargs, "reduction": reduction}, "one gradient")
+            require_accurate(OP, chosen, call(OP, chosen, wanted, fn=parallel(rank, world, "shards")))
+
+
+def compiled(rank: int, world: int, backend: str) -> None:
+    torch._dynamo.reset()
+    options: dict[str, Any] = {"backend": backend, "fullgraph": True, "dynamic": True}
+
+    def eager(*args: Any, **kwargs: Any) -> Tensor:
+        return 2 * vocab_parallel_linear_ce(2 * args[0], *args[1:], **kwargs)
+
+    fn = torch.compile(eager, **options)
+    for rows in (9, 33):
+        sample = OP.resized(rows, HERE, torch.bfloat16)  # type: ignore[misc]
+        ours, same = (call(OP, sample, fn=parallel(rank, world, "shards", f)) for f in (fn, eager))
+        torch.testing.assert_close(ours.outputs, same.outputs)
+        torch.testing.assert_close(ours.gradients, same.gradients)
+
+
+def target_out_of_range(rank: int, world: int) -> None:
+    x, w = torch.randn(4, 8, device=HERE), torch.randn(10, 8, device=HERE)
+    for target in (10, -1):
+        if HERE.type == "cuda":
+            assert parallel(rank, world, "shards")(x, w, torch.tensor([1, target, 2, 3], device=HERE)).isnan()
+            continue
+        with pytest.raises(IndexError, match=r"target: expected class indices in \[0, 10\)"):
+            parallel(rank, world, "shards")(x, w, torch.tensor([1, target, 2, 3], device=HERE))
+
+
+def a_class_that_no_rank_has(rank: int, world: int) -> None:
+    group = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    x, w = torch.randn(2, 8, device=HERE), torch.randn(3, 8, device=HERE)
+    options: dict[str, Any] = {
+        "vocab_start": 3 * rank,
+        "num_classes": 3 * world + 1,
+        "group_name": group,
+        "reduction": "none",
+    }
+    losses = vocab_parallel_linear_ce(x, w, torch.tensor([0, 3 * world], device=HERE), **options)
+    assert losses.isinf().tolist() == [False, True]
+    with pytest.raises(ValueError, match="num_classes: expected at least vocab_start 2 and the 3 classes"):
+        vocab_parallel_linear_ce(
+            x, w, torch.tensor([0, 1], device=HERE), vocab_start=2, num_classes=4, group_name=group
+        )
+
+
+def what_is_exchanged(rank: int, world: int) -> None:
+    """In the forward pass three numbers a token, in the backward pass the gradient of the input; no class counts."""
+    N, H = 11, 8
+    for smoothing, numbers in ((0.0, 3), (0.1, 5)):
+        for V in (16, 1600):
+            sent: list[tuple[str, int]] = []
+            real = {
+                name: getattr(torch.ops._c10d_functional, name) for name in ("all_gather_into_tensor", "all_reduce")
+            }
+
+            def noting(name: str, sent: Any = sent, real: Any = real) -> Any:
+                return lambda sends, *args: (sent.append((name, sends.numel())), real[name](sends, *args))[1]
+
+            x, w = (
+                torch.randn(N, H, requires_grad=True, device=HERE),
+                torch.randn(V, H, requires_grad=True, device=HERE),
+            )
+            own: Any = OwnRows.apply(w, *bounds("shards", rank, world, V))
+            with mock.patch.multiple(torch.ops._c10d_functional, **{name: noting(name) for name in real}):
+                loss = vocab_parallel_linear_ce(
+                    x, own, torch.zeros(N, dtype=torch.int64, device=HERE), label_smoothing=smoothing, chunk_size=6,
+                    vocab_start=bounds("shards", rank, world, V)[0], num_classes=V,
+                    group_name=dist.group.WORLD.group_name,  # type: ignore[union-attr]
+                )  # fmt: skip
+                assert sent == [("all_gather_into_tensor", numbers * 6), ("all_gather_into_tensor", numbers * 5)]
+                sent.clear()
+                loss.backward()
+                assert sent == [("all_reduce", N * H)]
+
+
+def on_mesh(
+    world: int, placement: Placement | None, fn: Callable[..., Tensor] = fused_linear_ce, two: bool = False
+) -> Any:
+    """`fused_linear_ce` with the classes sharded over a mesh; the gradients are those of whole tensors."""
+    mesh = init_device_mesh(HERE.type, (2, world // 2) if two else (world,))
+    before: list[Placement] = [Replicate()] if two else []
+
+    def spread(whole: Tensor, last: Placement) -> DTensor:
+        tensor = DTensor.from_local(whole, mesh, [*before, Replicate()], run_check=False)
+        return tensor.redistribute(placements=[*before, last])
+
+    def loss(input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Any = None, **options: Any) -> Any:
+        result = fn(
+            input if placement is None else spread(input, placement),
+            spread(linear_weight, Shard(0)),
+            target,
+            linear_bias=None if linear_bias is None else spread(linear_bias, Shard(0)),
+            **options,
+        )
+        assert isinstance(result, DTensor) == (placement is not None)
+        return result.full_tensor() if isinstance(result, DTensor) else result
+
+    return loss
+
+
+def sharded_samples(dtype: torch.dtype) -> Iterator[Sample]:
+    for reduction in ("mean", "sum", "none"):
+        x, w, t = (
+            torch.randn(2, 7, 12, dtype=dtype, device=HERE),
+            torch.randn(37, 12, dtype=dtype, device=HERE),
+            torch.randint(0, 37, (2, 7), device=HERE),
+        )
+        t[0, 3] = -100
+        options = {
+            "linear_bias": w[:, 0].clone(),
+            "weight": torch.rand(37, dtype=dtype, device=HERE) + 0.5,
+            "z_loss": 1e-2,
+        }
+        yield Sample((x, w, t), {"reduction": reduction, "label_smoothing": 0.1, "softcap": 9.0, **options}, reduction)
+    yield Sample((x, w[:5], t % 5), {"chunk_size": 4}, why="ranks without a class")
+
+
+def dtensors(rank: int, world: int, placement: Placement | None, dtype: torch.dtype, two: bool = False) -> None:
+    for sample in sharded_samples(dtype):
+        require_accurate(OP, sample, call(OP, sample, fn=on_mesh(world, placement, two=two)))
+
+
+def compiled_dtensors(rank: int, world: int, placement: Placement | None, backend: str) -> None:
+    for sample in list(sharded_samples(torch.float32))[1:3]:
+        torch._dynamo.reset()
+        fn = torch.compile(fused_linear_ce, fullgraph=True, backend=backend)
+        require_accurate(OP, sample, call(OP, sample, fn=on_mesh(world, placement, fn)))
+
+
+def of_one_operator(rank: int, world: int, name: str, placement: Placement | None) -> None:
+    """Its samples of a few classes, where the classes of every linear layer are sharded."""
+    op, mesh = OPS[name], init_device_mesh(HERE.type, (world,))
+
+    def spread(argument: str, value: Any) -> Any:
+        if isinstance(value, Tensor) and "linear" in argument:
+            return DTensor.from_local(value, mesh, [Replicate()], run_check=False).redistribute(placements=[Shard(0)])
+        if isinstance(value, Tensor) and argument.endswith("input") and placement is not None:
+            return DTensor.from_local(value, mesh, [Replicate()], run_check=False).redistribute(placements=[placement])
+        return value
+
+    def fn(*args: Any, **kwargs: Any) -> Any:
+        given = op.bind(Sample(args, kwargs))
+        results = op.overload(**{argument: spread(argument, value) for argument, value in given.items()})
+        several = isinstance(results, tuple)
+        whole = [y.full_tensor() if placement is not None else y for y in (results if several else [results])]
+        return tuple(whole) if several else whole[0]
+
+    for sample in op.samples(HERE, torch.float32):
+        if sample.args[0].dim() > 1 and len(sample.args[1]) in range(2, 100):
+            require_accurate(op, sample, call(op, sample, fn=fn))
+
+
+def how_a_dtensors_gradient_is_summed(rank: int, world: int) -> None:
+    """A sharded sequence's gradient comes back sharded, each rank's sum its own."""
+    mesh = init_device_mesh(HERE.type, (world,))
+    x = DTensor.from_local(torch.randn(1, 3, 8, device=HERE), mesh, [Shard(1)]).requires_grad_()
+    w = DTensor.from_local(torch.randn(4, 8, device=HERE), mesh, [Shard(0)]).requires_grad_()
+    target = torch.zeros((1, 3 * world), dtype=torch.int64, device=HERE)
+    fused_linear_ce(x, w, target).backward()
+    for grad, placement in ((x.grad, Shard(1)), (w.grad, Shard(0))):
+        assert isinstance(grad, DTensor)
+        assert grad.placements == (placement,)
+    with torch.no_grad():
+        assert isinstance(fused_linear_ce(x, w, target), DTensor)
+
+
+def which_weights_stay_where_they_are(rank: int, world: int) -> None:
+    mesh, square = init_device_mesh(HERE.type, (world,)), init_device_mesh(HERE.type, (2, world // 2))
+    x = torch.randn(3, 8, device=HERE)
+
+    def weight(mesh: Any, *placements: Any) -> DTensor:
+        return DTensor.from_local(torch.randn(8, 8, device=HERE), mesh, placements)
+
+    assert vocab_mesh_dim(x, weight(mesh, Shard(0))) == 0
+    assert vocab_mesh_dim(x, weight(square, Replicate(), Shard(0))) == 1
+    assert vocab_mesh_dim(x, weight(square, Shard(0), Replicate())) == 0
+    for others in ([Shard(1), Shard(0)], [Shard(0), Shard(0)], [Replicate(), Replicate()], [Replicate(), Shard(1)]):
+        assert vocab_mesh_dim(x, weight(square, *others)) is None
+    batch = DTensor.from_local(x, square, [Shard(0), Replicate()])
+    assert vocab_mesh_dim(batch, weight(square, Replicate(), Shard(0))) is None
+    assert vocab_mesh_dim(x, x) is None
+    target, spread = torch.zeros(3, dtype=torch.int64, device=HERE), weight(mesh, Shard(0))
+    elsewhere = DTensor.from_local(target, square, [Replicate(), Replicate()])
+    with pytest.raises(ValueError, match=r"target: expected .* the mesh of linear_weight"):
+        fused_linear_ce(x, spread, elsewhere)
+    with pytest.raises(TypeError, match="linear_bias: expected a DTensor like linear_weight"):
+        fused_linear_ce(x, spread, target, linear_bias=torch.zeros(8, device=HERE))
+
+
+for fn in (one_gradient_alone, target_out_of_range, a_class_that_no_rank_has, what_is_exchanged):
+    case(fn)
+for fn in (how_a_dtensors_gradient_is_summed, which_weights_stay_where_they_are):
+    case(fn)
+case(compiled, "aot_eager")
+case(compiled, "inductor", only=2)
+for placement in (None, Replicate(), Shard(0), Shard(1)):
+    case(dtensors, placement, torch.float32)
+    case(compiled_dtensors, placement, "aot_eager", only=2)
+case(dtensors, Shard(1), torch.bfloat16)
+for name in ("linear_logprobs", "fused_linear_jsd", "fused_linear_ce_metrics"):
+    case(of_one_operator, name, None)
+    case(of_one_operator, name, Shard(0))
+case(dtensors, Shard(1), torch.float32, True, only=4)
+case(compiled_dtensors, None, "inductor", only=2)
+case(compiled_dtensors, Shard(1), "inductor", only=2)
+
+
+def process(rank: int, world: int, folder: Path, device_type: str) -> None:
+    """Every case, in the order that all ranks have; what went wrong goes into a file."""
+    global HERE
+    torch.set_num_threads(1)
+    if device_type == "cuda":
+        HERE = torch.device("cuda", rank)
+        torch.cuda.set_device(HERE)
+    store = dist.FileStore(str(folder / "store"), world)  # type: ignore[attr-defined]
+    dist.init_process_group(
+        "nccl" if device_type == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=120),
+    )
+    errors: dict[str, str] = {}
+    for name, make in CASES.items():
+        faulthandler.dump_traceback_later(60)  # what a rank waits for, before the others give it up
+        torch.manual_seed(0)
+        try:
+            make(rank, world)
+        except Exception:
+            errors[name] = traceback.format_exc()
+        # A rank that failed may have left others waiting: nothing after it can be trusted.
+        failed = torch.tensor(name in errors, device=HERE)
+        dist.all_reduce(failed, dist.ReduceOp.MAX)
+        if failed:
+            errors.setdefault(name, "another rank failed")
+    (folder / f"{rank}.pickle").write_bytes(pickle.dumps(errors))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks(world: int, tmp_path: Path, device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.device_count() < world:
+        pytest.skip(f"{world} ranks need as many GPUs, there are {torch.cuda.device_count()}")
+    mp.start_processes(process, (world, tmp_path, device.type), nprocs=world, start_method="spawn")  # type: ignore[attr-defined]
+    ranks = [pickle.loads((tmp_path / f"{rank}.pickle").read_bytes()) for rank in range(world)]
+    errors = [f"{name}, rank {rank}:\n{error}" for rank, found in enumerate(ranks) for name, error in found.items()]
+    assert not errors, "\n".join(errors)
+
+
+OPTIONS = [
+    Options(None, -100, 0.0, 0.0, 0.0),
+    Options(None, -100, 0.1, 0.0, 0.0),
+    Options(torch.empty(0), 3, 0.1, 4.0, 1e-2),  # weights for as many classes as there are
+]
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "smoothed", "everything"])
+@pytest.mark.parametrize("widths", [[37], [16, 21], [0, 1, 30, 0, 6], [36, LONGEST_SHORT + 1]], ids=str)
+@pytest.mark.kernels
+def test_slices_in_one_process(widths: list[int], options: Options, scale: float, device: torch.device) -> None:
+    """Statistics of slices combined, and gradients of slices, beside those of whole rows."""
+    kernels = INTERPRET or device.type == "cuda"
+    impl = KERNELS if kernels else PYTORCH
+    whole, slices = impl.cross_entropy, impl.vocab_parallel
+    V = sum(widths)
+    if options.weight is not None:
+        options = options._replace(weight=torch.linspace(1.0, 37.0, V, device=device))
+    logits, target = scale * torch.randn(9, V, device=device), torch.arange(0, V - 1, V // 9, device=device)[:9]
+    target[2:4] = options.ignore_index
+    logits[5:7, :16] = float("-inf")
+    target[5:7] = 20
+    rows = whole.losses(logits, target, options)
+    parts, starts = [], [sum(widths[:i]) for i in range(len(widths))]
+    for start, width in zip(starts, widths, strict=True):
+        own = options._replace(columns=Columns(start, V))
+        parts.append(slices.statistics(logits[:, start : start + width], target, own))
+    combined = slices.combine(torch.cat(parts), target, options._replace(columns=Columns(0, V)))
+    counts = target != options.ignore_index  # whoever does not count has no statistics that anyone reads
+    torch.testing.assert_close(combined[:2], rows[:2])
+    torch.testing.assert_close(combined[2][:, counts], rows[2][:, counts])
+    grad, gradient = torch.rand(9, device=device), torch.full_like(logits, float("nan"))
+    whole.gradients(grad, None, logits, target, rows.stats, gradient, options)
+    for start, width in zip(starts, widths, strict=True):
+        own, part = options._replace(columns=Columns(start, V)), logits[:, start : start + width].contiguous()
+        if width:
+            whole.gradients(grad, None, part, target, rows.stats, part, own)
+        torch.testing.assert_close(part, gradient[:, start : start + width])
+
+
+@pytest.mark.skipif(INTERPRET, reason="does not run kernels")
+def test_a_slice_needs_its_group() -> None:
+    x, w, t = torch.randn(2, 4), torch.randn(3, 4), torch.zeros(2, dtype=torch.int64)
+    choices: list[dict[str, Any]] = [{"vocab_start": 3}, {"num_classes": 4}]
+    for options in choices:
+        with pytest.raises(ValueError, match="group_name: expected one for the classes that are not among the 3"):
+            vocab_parallel_linear_ce(x, w, t, **options)

@@ -1,0 +1,295 @@
+"""Refusals of the registry, and errors of wrong calls."""
+
+import re
+import sys
+import types
+from collections.abc import Callable
+from functools import partial
+from math import inf, nan
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import llmk
+from llmk.registry import OPS, KernelOp, public_op, replicate_only, set_short_path_enabled
+
+ROOT = Path(__file__).parents[2]
+
+
+def kernel_op(name: str, *, backward: bool = False) -> KernelOp:
+    """A complete kernel op that doubles its input."""
+
+    def fn(input: Tensor) -> Tensor:
+        return input * 2
+
+    fn.__name__, fn.__module__ = name, "llmk.ops.test"
+    op = KernelOp(fn)
+    op.register_kernel("cpu")(lambda input: input * 2)
+    op.register_fake(lambda input: torch.empty_like(input))
+    op.register_sharding(replicate_only)
+    if backward:
+        op.register_autograd(lambda ctx, grad: op(grad), setup_context=lambda ctx, inputs, output: None)
+    return op
+
+
+def register(name: str, kernel: KernelOp, *, module: str = "llmk.ops.test", differentiable: tuple[str, ...] = ()):
+    def fn(input: Tensor) -> Tensor:
+        return kernel(input)
+
+    fn.__name__, fn.__module__ = name, module
+    options = {"reference": lambda input: input * 2, "samples": lambda device, dtype: iter(())}
+    return public_op(differentiable=differentiable, kernel_ops=(kernel,), **options)(fn)
+
+
+def test_refuses_a_second_registration() -> None:
+    with pytest.raises(RuntimeError, match=re.escape("llmk::rms_norm is already registered by llmk.ops.norm.rms_norm")):
+        register("rms_norm", kernel_op("_test_second"))
+
+
+def test_refuses_an_op_from_outside() -> None:
+    with pytest.raises(RuntimeError, match=r"test_outside comes from module 'ops.test'"):
+        register("test_outside", kernel_op("_test_outside"), module="ops.test")
+    assert "test_outside" not in OPS
+
+
+def test_refuses_differentiable_inputs_without_a_gradient() -> None:
+    with pytest.raises(RuntimeError, match=r"takes differentiable inputs \(input\) but none of its kernel ops"):
+        register("test_no_gradient", kernel_op("_test_no_gradient"), differentiable=("input",))
+
+
+def test_refuses_the_kernel_op_of_another() -> None:
+    """By its name a checkpointing policy knows which public op is called."""
+    with pytest.raises(RuntimeError, match="llmk::_rms_norm_fwd is a kernel op of rms_norm: llmk::test_shared needs"):
+        register("test_shared", OPS["rms_norm"].kernel_ops[0])
+
+
+def test_refuses_an_incomplete_kernel_op() -> None:
+    def _test_incomplete(input: Tensor) -> Tensor:
+        return input * 2
+
+    _test_incomplete.__module__ = "llmk.ops.test"
+    with pytest.raises(
+        RuntimeError, match=r"llmk::_test_incomplete has no fake and no CPU kernel and no sharding strategy"
+    ):
+        register("test_incomplete", KernelOp(_test_incomplete))
+
+
+def test_refuses_a_function_of_arguments_that_the_op_has_not() -> None:
+    op = kernel_op("_test_arguments")
+    for register_one in (op.register_fake, op.register_sharding):
+        with pytest.raises(ValueError, match=r"llmk::_test_arguments has no argument inptu, but input"):
+            register_one(lambda inptu: [])
+
+
+def test_refuses_a_function_without_annotations() -> None:
+    kernel = kernel_op("_test_schema")
+
+    def fn(input, eps: float = 1e-5) -> Tensor:
+        return kernel(input)
+
+    fn.__module__ = "llmk.ops.test"
+    with pytest.raises(ValueError, match="Parameter input must have a type annotation"):
+        public_op(
+            differentiable=(), kernel_ops=(kernel,), reference=fn, samples=lambda device, dtype: iter(())
+        )(fn)  # fmt: skip
+    assert "fn" not in OPS
+
+
+def test_schemas_are_a_contract() -> None:
+    """Models that were exported and saved name them; `schemas.txt` changes where an operator does."""
+    found = [str(op.schema) for op in sorted(OPS.values(), key=lambda op: op.name)]
+    assert found == (ROOT / "compile_tests" / "schemas.txt").read_text().splitlines()
+
+
+def test_the_folder_at_the_root_is_not_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`import ops` finds the folder when Python runs at the root; its operators must not register a second time."""
+    source = sys.modules["llmk.ops.pointwise.gated_units"].__file__
+    assert source is not None
+    module = types.ModuleType("ops.pointwise.gated_units")
+    before = dict(OPS)
+    with open(source) as file, pytest.raises(RuntimeError, match=r"comes from module 'ops.pointwise.gated_units'"):
+        exec(compile(file.read(), source, "exec"), vars(module))
+    assert before == OPS
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_schema_is_a_contract(name: str) -> None:
+    overload = getattr(torch.ops.llmk, name).default
+    assert overload is OPS[name].overload
+    assert torch.Tag.pt2_compliant_tag in overload.tags
+    assert OPS[name].doc
+
+
+x, w, t = torch.randn(4, 8), torch.randn(8), torch.tensor([0, 1, 2, 3])
+q, k, cos = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 3, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "kwargs", "error", "message"),
+    [
+        ("rms_norm", (x.long(), w), {}, TypeError, "input: expected .* float32, float16, bfloat16, got int64"),
+        ("rms_norm", (x.double(), w.double()), {}, TypeError, "input: expected .* got float64"),
+        ("rms_norm", (x, w[:3]), {}, ValueError, r"weight: expected shape \(8,\) .* got \(3,\)"),
+        ("rms_norm", (x[:, :0],), {}, ValueError, r"input: expected shape \[\.\.\., N\]"),
+        ("swiglu", (x, x[:2]), {}, ValueError, r"up: expected shape \(4, 8\)"),
+        ("swiglu", (x, x.half()), {}, TypeError, "up: expected dtype float32 like gate, got float16"),
+        ("swiglu", (x[:, :7],), {}, ValueError, "gate: expected shape .* when up is None"),
+        ("geglu", (x, x[:2]), {}, ValueError, r"up: expected shape \(4, 8\)"),
+        ("geglu", (x, x.half()), {}, TypeError, "up: expected dtype float32 like gate, got float16"),
+        ("geglu", (x[:, :7],), {}, ValueError, "gate: expected shape .* when up is None"),
+        ("geglu", (x, x), {"approximate": "erf"}, ValueError, "approximate: expected one of 'tanh', 'none', got 'erf'"),
+        ("add", (x.long(), x.long()), {}, TypeError, "input: expected .* float32, float16, bfloat16, got int64"),
+        ("add", (x, x[:1]), {}, ValueError, r"other: expected shape \(4, 8\) \(the shape of input\), got \(1, 8\)"),
+        ("add", (x, x.half()), {}, TypeError, "other: expected dtype float32 like input, got float16"),
+        ("relu_squared", (x.double(),), {}, TypeError, "input: expected .* got float64"),
+        ("embedding", (x, x), {}, TypeError, "input: expected .* int64, int32"),
+        ("embedding", (t, x[0]), {}, ValueError, r"weight: expected shape \[V, H\]"),
+        ("embedding", (t, x, 4), {}, ValueError, "padding_idx: expected a row from -4 to 3, got 4"),
+        ("poly_norm", (x, x[0], x[0, :1]), {}, ValueError, r"weight: expected shape \(3,\)"),
+        ("poly_norm", (x, x[0, :3], x[0]), {}, ValueError, r"bias: expected shape \(1,\) or \(\)"),
+        ("poly_norm", (x, x[0, :3], x[0, :1], -1.0), {}, ValueError, "eps: expected"),
+        ("ce_tvd", (x, x[:2], t), {}, ValueError, r"teacher: expected shape \(4, 8\)"),
+        ("ce_tvd", (x, x, t[:3]), {}, ValueError, r"target: expected shape \(4,\)"),
+        ("ce_tvd", (x, x, t + 5), {}, IndexError, r"target: expected class indices in \[0, 8\)"),
+        ("sparsemax", (x, 2), {}, IndexError, r"dim: expected an axis from -2 to 1, got 2"),
+        ("sparsemax", (x.long(),), {}, TypeError, "input: expected .* got int64"),
+        ("attention_residual", (x[0], w, w), {}, ValueError, r"blocks: expected shape \[N, \.\.\., H\]"),
+        ("attention_residual", (x, w, w[:3]), {}, ValueError, r"weight: expected shape \(8,\) .* got \(3,\)"),
+        ("attention_residual", (x, w.long(), w), {}, TypeError, "query: expected .* got int64"),
+        ("attention_residual", (x, w, w, -1.0), {}, ValueError, "eps: expected"),
+        ("dyt", (x, x[0, :2], x[0]), {}, ValueError, r"alpha: expected shape \(1,\)"),
+        ("dyt", (x, x[0, :1], x[0, :7]), {}, ValueError, r"weight: expected shape \(8,\)"),
+        ("dyt", (x, x[0, :1], x[0], x[0].long()), {}, TypeError, "bias: expected .* got int64"),
+        ("rope", (q[0], k, cos, cos), {}, ValueError, "q: expected shape"),
+        ("rope", (q.transpose(1, 2), k.transpose(1, 2), cos, cos), {}, ValueError,
+         r"q: expected shape \[B, HQ, S, D\] with the .* positions of cos, got .*transpose\(1, 2\)"),
+        ("rope", (q, k[:, :, :2], cos, cos), {}, ValueError, "k: expected shape"),
+        ("rope", (q, k, cos[..., :5], cos[..., :5]), {}, ValueError, "cos: expected an even number"),
+        ("rope", (q, k, cos, cos[..., :4]), {}, ValueError, "sin: expected the shape of cos"),
+        ("cross_entropy", (x, t[:2]), {}, ValueError, "target: expected shape"),
+        ("cross_entropy", (x, t.float()), {}, TypeError, "target: expected .* int64, int32"),
+        ("cross_entropy", (x, t), {"reduction": "average"}, ValueError, "reduction: expected one of 'none'"),
+        ("cross_entropy", (x, t), {"label_smoothing": 1.5}, ValueError, "label_smoothing: expected a number from 0"),
+        ("cross_entropy", (x, t + 5), {}, IndexError, r"target: expected class indices in \[0, 8\)"),
+        ("fused_linear_ce", (x, x[:, :3], t), {}, ValueError, r"linear_weight: expected shape \[V, 8\]"),
+        ("fused_linear_ce", (x, x, t), {"chunk_size": -1}, ValueError, "chunk_size: expected"),
+        ("fused_linear_ce", (x, x, t + 5), {}, IndexError, r"target: expected class indices in \[0, 4\)"),
+        ("add_rms_norm", (x.long(), x, w), {}, TypeError, "input: expected .* float32, float16, bfloat16, got int64"),
+        ("add_rms_norm", (x[:, :0], x[:, :0]), {}, ValueError, r"input: expected shape \[\.\.\., N\]"),
+        ("add_rms_norm", (x, x[:2], w), {}, ValueError, r"residual: expected shape \(4, 8\) .* got \(2, 8\)"),
+        ("add_rms_norm", (x, x.half(), w), {}, TypeError, "residual: expected dtype float32 like input, got float16"),
+        ("add_rms_norm", (x, x, w[:3]), {}, ValueError, r"weight: expected shape \(8,\) .* got \(3,\)"),
+        ("qk_norm_rope", (q[0], k, w, w, cos, cos), {}, ValueError, "q: expected shape"),
+        ("qk_norm_rope", (q, k.half(), w, w, cos, cos), {}, TypeError, "k: expected dtype float32 like q, got float16"),
+        ("qk_norm_rope", (q, k, w[:4], w, cos, cos), {}, ValueError, r"q_weight: expected shape \(8,\) .* got \(4,\)"),
+        ("qk_norm_rope", (q, k, w, w.long(), cos, cos), {}, TypeError, "k_weight: expected .* got int64"),
+        ("qk_norm_rope", (q, k, w, w, cos[:, :2], cos), {}, ValueError, r"cos: expected shape \[1 or 1, 3, R\]"),
+        ("softmax", (x.long(),), {}, TypeError, "input: expected .* float32, float16, bfloat16, got int64"),
+        ("softmax", (x, 2), {}, IndexError, r"dim: .*expected to be in range of \[-2, 1\], but got 2"),
+        ("softmax", (x[0, 0], -2), {}, IndexError, r"dim: .*expected to be in range of \[-1, 0\], but got -2"),
+        ("kl_div", (x, w), {}, ValueError, r"target: expected shape \(4, 8\) .* got \(8,\)"),
+        ("kl_div", (x, x.half()), {}, TypeError, "target: expected dtype float32 like input, got float16"),
+        ("kl_div", (x, x), {"reduction": "average"}, ValueError, "reduction: expected one of .*got 'average'"),
+        ("linear_act", (x.double(), x.double()), {}, TypeError, "input: expected .* got float64"),
+        ("linear_act", (x[0, 0], x), {}, ValueError, r"input: expected shape \[\.\.\., K\], got \(\)"),
+        ("linear_act", (x, x[:, :3]), {}, ValueError, r"weight: expected shape \[N, 8\] to fit input, got \(4, 3\)"),
+        ("linear_act", (x, w), {}, ValueError, r"weight: expected shape \[N, 8\]"),
+        ("linear_act", (x, x.half()), {}, TypeError, "weight: expected dtype float32 like input, got float16"),
+        ("linear_act", (x, x, w), {}, ValueError, r"bias: expected shape \(4,\) .* got \(8,\)"),
+        ("linear_act", (x, x, w[:4].half()), {}, TypeError, "bias: expected dtype float32 like input, got float16"),
+        ("linear_act", (x, x), {"activation": "tanh"}, ValueError, "activation: expected one of 'none', 'relu'"),
+        ("layer_norm", (x.long(), w), {}, TypeError, "input: expected .* float32, float16, bfloat16, got int64"),
+        ("layer_norm", (x[:, :0],), {}, ValueError, r"input: expected shape \[\.\.\., N\]"),
+        ("layer_norm", (x, w[:3]), {}, ValueError, r"weight: expected shape \(8,\) .* got \(3,\)"),
+        ("layer_norm", (x, w, w[:3]), {}, ValueError, r"bias: expected shape \(8,\) .* got \(3,\)"),
+        ("layer_norm", (x, w, w.double()), {}, TypeError, "bias: expected .* got float64"),
+        ("group_norm", (x.double(), 2), {}, TypeError, "input: expected .* got float64"),
+        ("group_norm", (w, 2), {}, ValueError, r"input: expected shape \[N, C, \*\]"),
+        ("group_norm", (x[:, :0], 2), {}, ValueError, r"input: expected shape \[N, C, \*\] .* got \(4, 0\)"),
+        ("group_norm", (x, 3), {}, ValueError, "num_groups: expected a divisor of the 8 channels of input, got 3"),
+        ("group_norm", (x, 0), {}, ValueError, "num_groups: expected a divisor of the 8 channels of input, got 0"),
+        ("group_norm", (x, 2, w[:3]), {}, ValueError, r"weight: expected shape \(8,\) .* got \(3,\)"),
+        ("group_norm", (x, 2, w, w[:3]), {}, ValueError, r"bias: expected shape \(8,\) .* got \(3,\)"),
+        ("giou_loss", (x, x), {}, ValueError, r"boxes: expected shape \[\.\.\., 4\], got \(4, 8\)"),
+        ("giou_loss", (x[:, :4], x[:2, :4]), {}, ValueError, r"targets: expected shape \(4, 4\) .* got \(2, 4\)"),
+        ("giou_loss", (x[:, :4], x[:, :4].long()), {}, TypeError, "targets: expected .* got int64"),
+        ("giou_loss", (x[:, :4], x[:, :4]), {"reduction": "batchmean"}, ValueError, "reduction: expected one of"),
+        *[(name, args, {"eps": eps}, ValueError, f"^eps: expected a finite number of at least 0, got {eps}")
+          for eps in (nan, inf, -1.0) for name, args in (
+              ("rms_norm", (x,)), ("add_rms_norm", (x, x)), ("layer_norm", (x,)), ("group_norm", (x, 2)),
+              ("qk_norm_rope", (q, k, w, w, cos, cos)), ("giou_loss", (x[:, :4], x[:, :4])))],
+        *[(name, args, {"offset": offset}, ValueError, f"^offset: expected a finite number, got {offset}")
+          for offset in (nan, inf) for name, args in (
+              ("rms_norm", (x,)), ("add_rms_norm", (x, x)), ("qk_norm_rope", (q, k, w, w, cos, cos)))],
+        *[(name, args, {option: value}, ValueError, f"^{option}: expected .*, got {value}")
+          for name, args in (
+              ("cross_entropy", (x, t)), ("fused_linear_ce", (x, x, t)), ("vocab_parallel_linear_ce", (x, x, t)))
+          for option in ("softcap", "z_loss", "label_smoothing") for value in (nan, inf, -1.0)],
+        ("cross_entropy", (x, t), {"softcap": 1e-40}, ValueError, r"softcap: expected 0 \(off\) or a finite positive"),
+        ("rms_norm", (None,), {}, TypeError, "^input: expected a tensor, got None"),
+        ("linear_act", (x, None), {}, TypeError, "^weight: expected a tensor, got None"),
+        ("add", (x.to_sparse(), x), {}, TypeError, "^input: .* expected a dense tensor, got layout torch.sparse_coo"),
+        ("rms_norm", (x, w.to_sparse()), {}, TypeError, "^weight: .* expected a dense tensor, got layout"),
+    ],
+)  # fmt: skip
+def test_a_wrong_call_says_what_is_wrong(name, args, kwargs, error, message) -> None:
+    for context in (torch.no_grad, partial(set_short_path_enabled, False)):
+        with context(), pytest.raises(error, match=message):
+            getattr(torch.ops.llmk, name)(*args, **kwargs)
+
+
+RMS_NORM = "; rms_norm takes input, weight, eps, *, offset"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: llmk.functional.rms_norm(x.numpy()), "input: expected a tensor, got numpy.ndarray" + RMS_NORM),
+        (lambda: llmk.functional.rms_norm(x, [1.0] * 8), "weight: expected a tensor, got list" + RMS_NORM),
+        (lambda: llmk.functional.rms_norm(x, (8,), w), "weight: expected a tensor, got tuple" + RMS_NORM),
+        (lambda: llmk.functional.linear_logprobs(x, x, t, w),
+         "linear_logprobs: too many positional arguments; linear_logprobs takes input, linear_weight, target, *, "
+         "linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size"),
+        (lambda: llmk.functional.rms_norm(None), "input: expected a tensor, got None" + RMS_NORM),
+        (lambda: llmk.functional.rms_norm(x, w, "1e-6"), "eps: expected a number, got str" + RMS_NORM),
+        (lambda: llmk.functional.group_norm(x, 2.0),
+         "num_groups: expected an integer, got float; group_norm takes input, num_groups, weight, bias, eps"),
+        (lambda: llmk.functional.kl_div(x, x, reduction=None),
+         "reduction: expected a string, got None; kl_div takes input, target, *, reduction, log_target"),
+        (lambda: llmk.functional.rms_norm(x, epsilon=1e-6),
+         "rms_norm: got an unexpected keyword argument 'epsilon'" + RMS_NORM),
+        (lambda: llmk.functional.softmax(x, dtype=torch.float32),
+         "softmax: got an unexpected keyword argument 'dtype'; softmax takes input, dim"),
+    ],
+)  # fmt: skip
+def test_a_misuse_of_the_python_functions_is_one_line(call: Callable[[], Tensor], message: str) -> None:
+    with pytest.raises(TypeError) as error:
+        call()
+    assert str(error.value) == message
+
+
+def test_what_stands_for_a_tensor_or_a_number_is_taken() -> None:
+    """A symbolic trace's placeholder, and numbers of other kinds."""
+    trace = torch.fx.symbolic_trace(lambda input, weight: llmk.functional.rms_norm(input, weight))
+    expected = llmk.functional.rms_norm(x, w)
+    assert torch.equal(trace(x, w), expected)
+    for eps in (np.float32(1e-6), torch.tensor(1e-6)):
+        assert torch.equal(llmk.functional.rms_norm(x, w, eps), expected)
+    assert torch.equal(llmk.functional.softmax(x, np.int64(1)), llmk.functional.softmax(x, 1))
+
+
+def test_a_compiled_call_says_what_is_wrong() -> None:
+    wrong = torch.compile(lambda x: torch.ops.llmk.layer_norm(x, eps=-1.0), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=r"eps: expected a finite number of at least 0, got -1\.0"):
+        wrong(x)
+
+
+def test_a_gradient_that_does_not_exist_is_refused() -> None:
+    weight = torch.rand(8, requires_grad=True)
+    with pytest.raises(NotImplementedError, match=r"weight: llmk::cross_entropy has no gradient for it"):
+        torch.ops.llmk.cross_entropy(x, t, weight=weight)
+    with torch.no_grad():
+        torch.ops.llmk.cross_entropy(x, t, weight=weight)

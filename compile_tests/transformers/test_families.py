@@ -1,0 +1,139 @@
+"""Every family of transformers, patched: the same losses and gradients as before, eager and compiled."""
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from torch._dynamo.exc import TorchDynamoException  # noqa: E402
+
+from compile_tests.helpers.families import FAMILIES, small_model, small_vision_model  # noqa: E402
+from llmk.transformers import patch  # noqa: E402
+
+INDUCTOR = ["Llama", "Gemma2", "GraniteMoe"]
+COMPILED = [
+    "Llama", "Llama4Text", "Qwen3Moe", "Gemma2", "Phi", "Olmo", "Olmo2", "Granite", "Glm4", "GptOss", "DeepseekV3",
+    "Cohere", "StableLm", "FalconH1", "GPTNeoX", "Exaone4",
+]  # fmt: skip
+"""One of each way to rotate, to normalize, to cap or scale logits and to route to experts."""
+
+
+@pytest.fixture(autouse=True)
+def _quiet(device: torch.device):
+    transformers.logging.set_verbosity_error()
+    with device, torch.backends.cudnn.flags(enabled=True, allow_tf32=False), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch._dynamo.reset()
+        yield
+
+
+def inputs_of(model: Any, rows: int = 2, columns: int = 12) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    ids = torch.randint(3, model.get_input_embeddings().num_embeddings, (rows, columns))
+    labels = ids.masked_fill(torch.rand(ids.shape) < 0.2, -100)
+    return {"input_ids": ids, "labels": labels}
+
+
+def loss_and_gradients(model: Any, run: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    output = run(**inputs, use_cache=False)
+    output.loss.backward()
+    zeros = {n: torch.zeros_like(p) for n, p in model.named_parameters()}  # compiled, a gradient may be zero or None
+    return output.loss.detach(), {n: zeros[n] if p.grad is None else p.grad for n, p in model.named_parameters()}
+
+
+def assert_equal(got: Any, want: Any) -> None:
+    """In float32 a gradient's error is that of the largest one, from which it came."""
+    torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=0)
+    largest = max(g.abs().max() for g in want[1].values())
+    assert got[1].keys() == want[1].keys()
+    for name, gradient in want[1].items():
+        difference = (got[1][name] - gradient).abs().max()
+        assert difference <= 1e-5 * gradient.abs().max() + 1e-6 * largest, name
+
+
+def assert_compiled_equal(model: Any, original: Any, inputs: dict[str, Any], want: Any, **options: Any) -> None:
+    try:
+        got = loss_and_gradients(model, torch.compile(model, **options), inputs)
+    except TorchDynamoException:  # some versions of transformers have parts that do not compile, whoever patches
+        torch._dynamo.reset()
+        with pytest.raises(TorchDynamoException):
+            loss_and_gradients(original, torch.compile(original, **options), inputs)
+    else:
+        assert_equal(got, want)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_outputs_and_gradients_equal_the_unpatched(family: str, request: pytest.FixtureRequest):
+    model = small_model(family)
+    original, inputs = copy.deepcopy(model), inputs_of(model)
+    report = patch(model)
+    assert report.replaced["loss"] == 1, report
+    assert report.replaced.get("norm", 0) + report.replaced.get("mlp", 0) > 0, report
+    want = loss_and_gradients(original, original, inputs)
+    assert_equal(loss_and_gradients(model, model, inputs), want)
+    if family in COMPILED or request.config.getoption("--compile-every-family"):
+        assert_compiled_equal(model, original, inputs, want, fullgraph=True, backend="aot_eager")
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "Olmo", "GptOss", "DeepseekV3"])
+def test_thirty_steps_give_the_same_losses(family: str):
+    def losses(model: Any) -> list[float]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        found = []
+        for _ in range(30):
+            loss = model(**inputs, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    model = small_model(family)
+    original, inputs = copy.deepcopy(model), inputs_of(model)
+    patch(model)
+    want = losses(original)
+    assert want[-1] < want[0]
+    assert losses(model) == pytest.approx(want, rel=1e-3)  # Adam divides by small numbers: differences grow
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_evaluation_and_unpatch(family: str):
+    model = small_model(family).eval()
+    inputs, state = inputs_of(model), {k: v.clone() for k, v in model.state_dict().items()}
+    with torch.no_grad():
+        before = model(**inputs, use_cache=False)
+        report = patch(model)
+        patched = model(**inputs, use_cache=False)
+        report.unpatch()
+        after = model(**inputs, use_cache=False)
+    torch.testing.assert_close(patched.logits, before.logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(patched.loss, before.loss, rtol=1e-5, atol=0)
+    assert torch.equal(after.logits, before.logits)
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert state.keys() == model.state_dict().keys()
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize("family", INDUCTOR)
+def test_with_inductor(family: str):
+    model = small_model(family, num_hidden_layers=1)
+    original, inputs = copy.deepcopy(model), inputs_of(model)
+    patch(model)
+    want = loss_and_gradients(original, original, inputs)
+    assert_compiled_equal(model, original, inputs, want, fullgraph=True)
+
+
+@pytest.mark.parametrize("family", ["Llava", "Qwen2_5_VL", "Gemma3"])
+def test_vision_language(family: str):
+    model, inputs = small_vision_model(family)
+    original = copy.deepcopy(model)
+    assert patch(model).replaced["loss"] == 1
+    want = loss_and_gradients(original, original, inputs)
+    assert_equal(loss_and_gradients(model, model, inputs), want)
+    fullgraph = family != "Qwen2_5_VL"  # unpatched, its vision tower breaks the graph
+    assert_compiled_equal(model, original, inputs, want, fullgraph=fullgraph, backend="aot_eager")

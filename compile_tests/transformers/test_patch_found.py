@@ -1,0 +1,310 @@
+"""Modules that `llmk.transformers.patch` finds or leaves: no replacement does something else."""
+
+import copy
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+
+from compile_tests.helpers.families import COMMON, LATENT, MOE, small_model  # noqa: E402
+from llmk.transformers import patch  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _on_device(device: torch.device):
+    with device:
+        yield
+
+
+def test_report_is_a_table():
+    report = patch(small_model("GptOss"), experts=False)
+    lines = str(report).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any("left: its gate is neither SwiGLU nor GeGLU" in " ".join(line.split()) for line in lines)
+    assert set(report.left) == {f"model.layers.{i}.mlp.experts" for i in range(2)}
+
+
+# ---- norms
+
+
+class Norm(nn.Module):
+    """RMSNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps, self.at_most = nn.Parameter(torch.rand(16) + 0.5), 1e-6, 100.0
+        self.p = {"dropout": 0.0}
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.normed(x) * self.weight
+
+    def normed(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+
+
+class Nearly(Norm):
+    """Wrong in the third digit."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 1.001 * self.normed(x) * self.weight
+
+
+class OtherEps(Norm):
+    def normed(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 10 * self.eps)
+
+
+class WrongGradient(Norm):
+    def normed(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps).detach()
+
+
+class TwoInputs(Norm):
+    def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        y = self.normed(x) * self.weight
+        return y if gate is None else y * gate
+
+
+class Clamps(Norm):
+    """Reaches its bound only where the input is huge."""
+
+    def normed(self, x: torch.Tensor) -> torch.Tensor:
+        return super().normed(x.clamp(-self.at_most, self.at_most))
+
+
+class DropsInTraining(Norm):
+    def normed(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(super().normed(x), 0.1, self.training)
+
+
+class LooksAtValues(Norm):
+    def normed(self, x: torch.Tensor) -> torch.Tensor:
+        return super().normed(x) if x.abs().max() < 1e6 else x
+
+
+@pytest.mark.parametrize("norm", [Nearly, WrongGradient, TwoInputs, Clamps, DropsInTraining, LooksAtValues])
+def test_what_does_something_else_is_left(norm: type[Norm]):
+    model = nn.Sequential(norm()).eval()
+    report = patch(model)
+    assert not report.replaced
+    assert "0" in report.left
+    assert type(model[0]) is norm
+
+
+def test_eps_is_found_not_read():
+    """Ten times the attribute is 1e-5, which is tried; what counts is what the module computes."""
+    model = nn.Sequential(OtherEps())
+    x = 1e-3 * torch.randn(3, 16)
+    want = model(x)
+    assert patch(model).replaced == {"norm": 1}
+    torch.testing.assert_close(model(x), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_without_an_eps_it_is_that_of_float32(dtype: torch.dtype):
+    """Where eps decides, of inputs of 1e-4, the dtype's own would give a hundredth."""
+    model = nn.Sequential(nn.RMSNorm(16)).to(dtype)
+    x = (1e-4 * torch.randn(3, 16)).to(dtype)
+    want = model(x)
+    assert patch(model).replaced == {"norm": 1}
+    (norm,) = type(model[0])._llmk_changes
+    assert (dtype, dtype) in norm.proven  # it is the operator that runs
+    torch.testing.assert_close(model(x), want)
+
+
+class ReadsAround(Norm):
+    """Its result depends on a dict and a buffer, which its type and its plain attributes do not say."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.normed(x) * self.weight * self.scale + self.p["dropout"]
+
+
+def test_modules_that_read_different_things_are_told_apart():
+    model = nn.Sequential(*(ReadsAround() for _ in range(4)))
+    model[1].p["dropout"] = 0.5
+    model[2].scale.fill_(2.0)
+    x = torch.randn(3, 16)
+    want = [norm(x) for norm in model]
+    assert [entry.replaced for entry in patch(model).entries] == [True, False, False, True]
+    for norm, y in zip(model, want, strict=True):
+        torch.testing.assert_close(norm(x), y)
+
+
+class RoundsToTheWeight(Norm):
+    """As T5's: the result has the weight's dtype where that is a short one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.normed(x.float())
+        return self.weight * (y if self.weight.dtype == torch.float32 else y.to(self.weight.dtype))
+
+
+class Promotes(Norm):
+    """As Llama's: a float32 weight makes the result float32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * self.normed(x.float()).to(x.dtype)
+
+
+@pytest.mark.parametrize("norm", [RoundsToTheWeight, Promotes, nn.RMSNorm, nn.LayerNorm])
+def test_results_keep_the_dtype_they_had(norm: Any):
+    model = nn.Sequential(norm(16) if norm in (nn.RMSNorm, nn.LayerNorm) else norm())
+    x = torch.randn(3, 16)
+    original = copy.deepcopy(model)
+    assert patch(model).replaced == {"norm": 1}
+    for of_weight, of_input in itertools.product([torch.float32, torch.bfloat16, torch.float64], repeat=2):
+        model.to(of_weight), original.to(of_weight)
+        try:
+            want = original(x.to(of_input))
+        except RuntimeError:  # torch's layer_norm does not mix dtypes as it likes
+            with pytest.raises(RuntimeError):
+                model(x.to(of_input))
+            continue
+        got = model(x.to(of_input))
+        assert got.dtype == want.dtype
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=1e-2)
+
+
+# ---- gated units
+
+
+class Unit(nn.Module):
+    """A gated layer, named and ordered against every habit, and square, so that shapes do not tell."""
+
+    def __init__(self, act: Any = nn.functional.silu) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(8, 8) for _ in range(3))
+        self.act = act
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gate(nn.functional.silu(self.down(x)) * self.up(x))
+
+
+class OwnAct(Unit):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x) * self.act(self.gate(x)))
+
+
+class InTwoSteps(Unit):
+    """As T5's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = self.act(self.gate(x))
+        up = self.up(x)
+        y = gate * up
+        return self.down(nn.functional.dropout(y, 0.5, self.training))
+
+
+class Packed(Unit):
+    """Halves of one tensor; the second product's are not, because one was changed."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = torch.cat([self.gate(x), self.up(x)], -1).chunk(2, dim=-1)
+        y = self.act(gate) * up
+        up = up.clamp(max=0.1)
+        return self.down(y + self.act(gate) * up)
+
+
+class Swish(nn.Module):
+    def __init__(self, beta: float) -> None:
+        super().__init__()
+        self.beta = beta
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(self.beta * x)
+
+
+def test_gated_units_are_told_by_what_they_compute():
+    tanh = functools.partial(nn.functional.gelu, approximate="tanh")
+    units = [Unit(), *(OwnAct(act) for act in (nn.functional.silu, nn.functional.gelu, tanh, nn.SiLU(), Swish(1.0)))]
+    units += [OwnAct(nn.GELU()), OwnAct(nn.GELU("tanh")), InTwoSteps(nn.SiLU()), Packed(nn.GELU())]
+    left = [OwnAct(torch.relu), OwnAct(Swish(1.1)), OwnAct(nn.Identity()), OwnAct(lambda x: x.clamp(max=50).sigmoid())]
+    model = nn.ModuleList(units + left)
+    x = 100 * torch.randn(3, 8)
+
+    def outcomes() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        ys = [unit(x) for unit in model]
+        return [*ys, *torch.autograd.grad(sum(y.sum() for y in ys), list(model.parameters()))]
+
+    want = outcomes()
+    report = patch(model)
+    assert report.replaced == {"mlp": len(units)}
+    assert list(report.left) == [str(i) for i in range(len(units), len(model))]
+    assert report.left["10"] == "self.act, relu, uses relu"
+    for got, y in zip(outcomes(), want, strict=True):
+        torch.testing.assert_close(got, y, rtol=1e-5, atol=1e-4)
+    for unit in model:  # another one in its place
+        unit.act = nn.ReLU()
+    want = outcomes()
+    report.unpatch()
+    for got, y in zip(outcomes(), want, strict=True):
+        torch.testing.assert_close(got, y, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v4", "hy_v4", "glm5_next_text", "seed_oss"])
+def test_clamps_and_dropout_around_gated_units_stay(family: str):
+    """With large weights the clamps are reached; dropout is on only after patch() has seen the model."""
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "linear_head_dim": 8,
+        "linear_num_heads": 4,
+    }
+    odd = {"swiglu_limit": 4.0, "residual_dropout": 0.1, "use_cache": False}
+    if family == "glm5_next_text":
+        odd["qk_rope_head_dim"] = 0
+    config = transformers.AutoConfig.for_model(family, **{**COMMON, **MOE, **LATENT, **heads, **odd})
+    model = transformers.AutoModel.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.5)
+    original, ids = copy.deepcopy(model), torch.randint(3, 101, (2, 12))
+    assert patch(model).replaced["mlp"] >= 2
+    results = []
+    for m in (original.train(), model.train()):
+        torch.manual_seed(0)
+        y = m(input_ids=ids).last_hidden_state
+        results.append([y, *torch.autograd.grad(y, list(m.parameters()), torch.ones_like(y), allow_unused=True)])
+    largest = max(g.abs().max() for g in results[0] if g is not None)
+    for want, got in zip(*results, strict=True):
+        assert (want is None) == (got is None)
+        assert want is None or float((got - want).abs().max()) <= 1e-5 * float(want.abs().max() + largest)
+
+
+# ---- residual sums
+
+
+class NormInPlaceOfTheCopy(nn.Module):
+    """Between sum and norm stands a copy whose name the norm takes: only the norm may remain there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(16, eps=1e-6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x + 2 * x
+        y = h
+        y = self.norm(h)
+        return y - h
+
+
+def test_a_copy_that_the_norm_replaces_is_left():
+    model, x = NormInPlaceOfTheCopy(), torch.randn(3, 16)
+    want = model(x)
+    assert patch(model).replaced == {"norm": 1}
+    torch.testing.assert_close(model(x), want)
+
+
+@pytest.mark.parametrize("family", ["DeepseekV3", "Glm4Moe", "Llama", "Cohere"])
+def test_the_rotation_of_every_layout_is_found(family: str):
+    """Pairs that are sorted, halves, some features, neighbours."""
+    report = patch(small_model(family))
+    assert report.replaced["rope"] == 2
+    assert not [entry for entry in report.entries if entry.kind == "rope" and not entry.replaced]
