@@ -11,6 +11,7 @@ from llmk.losses.dpo import dpo
 from llmk.losses.grpo import grpo
 from llmk.losses.kto import kto
 from llmk.losses.ppo import ppo, reinforce, rloo
+from llmk.losses.sampling_ratio import sampling_ratio
 from llmk.losses.supervised import dft, multi_token, sft
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "ppo",
     "reinforce",
     "rloo",
+    "sampling_ratio",
     "sft",
     "simpo",
 ]

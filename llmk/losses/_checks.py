@@ -10,6 +10,8 @@ from llmk.registry import check_same
 
 NUMBERS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 INTEGERS = (torch.int64, torch.int32)
+MASKS = (torch.bool, torch.int64, torch.int32)
+KINDS = {NUMBERS: "numbers", INTEGERS: "integers", MASKS: "truth values (bool, or integers 0 and 1)"}
 
 
 def check_tensor(name: str, value: Any, dtypes: Sequence[torch.dtype], expected: str) -> None:
@@ -35,12 +37,14 @@ def check_batch(input: Any, linear_weight: Any, target: Any) -> None:
         raise ValueError(f"target: expected shape {tuple(input.shape[:2])} (of input), got {tuple(target.shape)}")
 
 
-def check_per_token(name: str, value: Any, target: Tensor, dtypes: Sequence[torch.dtype] = NUMBERS) -> None:
-    """Check a tensor with one value for each token, in the shape of `target`."""
-    check_tensor(name, value, dtypes, "numbers" if dtypes is NUMBERS else "integers")
+def check_per_token(
+    name: str, value: Any, target: Tensor, dtypes: tuple[torch.dtype, ...] = NUMBERS, like: str = "target"
+) -> None:
+    """Check a tensor with one value for each token, in the shape of `target`, an argument that is called `like`."""
+    check_tensor(name, value, dtypes, KINDS[dtypes])
     if value.shape != target.shape:
-        raise ValueError(f"{name}: expected shape {tuple(target.shape)} (that of target), got {tuple(value.shape)}")
-    check_same(name, value, "target", target)
+        raise ValueError(f"{name}: expected shape {tuple(target.shape)} (that of {like}), got {tuple(value.shape)}")
+    check_same(name, value, like, target)
 
 
 def check_per_sequence(

@@ -75,6 +75,20 @@ def log1p_for_product(x):
 
 
 @jit
+def log1p(x):
+    """log(1 + x) in float32, to 1.1 units in the last place: -inf at -1, NaN below."""
+    y = tl.where(x < float("inf"), log1p_for_product(x), x)  # inf and NaN are themselves
+    y = tl.where(x == -1.0, -float("inf"), y)
+    return tl.where(x < -1.0, float("nan"), y)
+
+
+@jit
+def softplus(x):
+    """log(1 + exp(x)) in float32, for an x of any size."""
+    return tl.where(x < 0.0, 0.0, x) + log1p_for_product(exp(-tl.abs(x)))
+
+
+@jit
 def _reduced(x):
     """The exponent of x times 2^23, such that x / 2^exponent - 1 is in [-1/3, 1/3), and that difference."""
     bits = x.to(tl.int32, bitcast=True)
