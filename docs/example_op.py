@@ -66,8 +66,8 @@ def _leaky_relu_squared_bwd(grad: Tensor, input: Tensor, negative_slope: float) 
     return dx
 
 
-leaky_relu_squared_fwd = KernelOp(_leaky_relu_squared_fwd)
-leaky_relu_squared_bwd = KernelOp(_leaky_relu_squared_bwd)
+leaky_relu_squared_fwd = KernelOp(_leaky_relu_squared_fwd, launch_cached=True)
+leaky_relu_squared_bwd = KernelOp(_leaky_relu_squared_bwd, launch_cached=True)
 
 
 @leaky_relu_squared_fwd.register_kernel("cpu")
