@@ -138,6 +138,51 @@ def test_the_scan_sees(source: str) -> None:
     assert list(helpers_from_elsewhere(tree, "llmk.ops.norm")) == []
 
 
+TESTS = [path for path in sources("compile_tests") if path.name.startswith("test_")]
+
+
+EXTRAS = {"accelerate", "expecttest", "hypothesis", "kernels", "matplotlib", "peft", "tqdm", "transformers", "trl"}
+"""What a test may find missing; pytest and, through Triton's interpreter, numpy every test needs."""
+
+
+def names_imported(node: ast.stmt) -> set[str]:
+    if isinstance(node, ast.Import):
+        return {alias.name for alias in node.names}
+    if isinstance(node, ast.ImportFrom) and node.module:
+        return {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return set()
+
+
+@functools.cache
+def imports_of(module: str) -> frozenset[str]:
+    """The modules that a module of the repository imports when it is imported."""
+    path = ROOT.joinpath(*module.split("."))
+    file = next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.exists()), None)
+    body = ast.parse(file.read_text()).body if file else []
+    return frozenset().union(*map(names_imported, body))
+
+
+def extras_of(modules: set[str]) -> set[str]:
+    """The extras that are imported with modules, by themselves or by what they import."""
+    reached, ahead = set(modules), list(modules)
+    while ahead:
+        new = imports_of(ahead.pop()) - reached
+        reached |= new
+        ahead += new
+    return {name.partition(".")[0] for name in reached} & EXTRAS
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_test_imports_no_test_and_skips_without_an_extra(path: Path) -> None:
+    skipped: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        names = names_imported(node)
+        assert not any(".test_" in name for name in names)
+        assert extras_of(names) <= skipped, f"pytest.importorskip comes before {ast.unparse(node)}"
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+            skipped |= set(re.findall(r"pytest\.importorskip\('(\w+)", ast.unparse(node)))
+
+
 FILES_OF_LOSSES = """
 import json, sys, torch, llmk
 

@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from llmk.bench.timing import Timer
+
+pytest.importorskip("tqdm")
+
 from benchmarks import chunks, peers
 from benchmarks.compositions import COMPOSITIONS
 from benchmarks.report import best_peer, op_results
 from benchmarks.run import main
 from benchmarks.ways import MAX_ERROR, exact_results, relative_error, results
-from llmk.bench.timing import Timer
 
 OWN_WAYS = ["llmk eager", "llmk compiled", "torch eager", "torch compiled"]
 

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import moe
 from benchmarks.targets import PRODUCTS
+
+pytest.importorskip("tqdm")
+
+from benchmarks import moe
 
 sys.path.append(str(Path(__file__).parents[2] / "docs"))
 import experts_page

@@ -6,10 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.layer import Sizes, Variant, group_of, layer, main, variants
 from compile_tests.helpers.stub_driver import Graphs, steps, stub_driver, trace
 from llmk.registry.backends import INTERPRET
 from llmk.registry.graphs import ops_in_graph_as
+
+pytest.importorskip("tqdm")
+
+from benchmarks.layer import Sizes, Variant, group_of, layer, main, variants
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="TRITON_INTERPRET=1: kernels run as opaque nodes, on no device")
 

@@ -10,6 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("tqdm")
+pytest.importorskip("transformers")
+
 from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 

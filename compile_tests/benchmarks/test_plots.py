@@ -9,9 +9,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks import growth, plot
 from benchmarks.targets import PRODUCTS, TARGETS, judge
 from llmk.registry import OPS
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("tqdm")
+
+from benchmarks import growth, plot
 
 ROOT = Path(__file__).resolve().parents[2]
 ABOUT = {"device": "NVIDIA H200", "torch": "2.11.0", "dtype": "torch.bfloat16", "date": "2026-11-20"}

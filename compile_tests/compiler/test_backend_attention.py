@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from compile_tests.helpers.backend_checks import require_equal, results, rewritten
-from compile_tests.helpers.families import assert_same_training, small_model, tokens
 from llmk.compiler import Report
 from llmk.compiler.formulas import Formula, Region
 from llmk.compiler.segments import segments
@@ -278,12 +277,14 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("family", MODELS)
 def test_models_of_transformers(family: str, dynamic: bool) -> None:
     """Every other layer of Gemma 2 has a window, which a length that is not known may exceed."""
-    model, report, ids = small_model(family, use_cache=False, **MODELS[family]), Report(), tokens(2, 12)
+    families = pytest.importorskip("compile_tests.helpers.families", exc_type=ImportError)
+    model, ids = families.small_model(family, use_cache=False, **MODELS[family]), families.tokens(2, 12)
+    report = Report()
     model.config._attn_implementation = "sdpa"
     original = copy.deepcopy(model)
     if dynamic:
         for axis in (0, 1):
             torch._dynamo.mark_dynamic(ids, axis)
-    assert_same_training(model, original, run=rewritten(model, report), input_ids=ids)
+    families.assert_same_training(model, original, run=rewritten(model, report), input_ids=ids)
     layers = model.config.num_hidden_layers
     assert report.replaced["attention"] == (1 if dynamic else layers), str(report)

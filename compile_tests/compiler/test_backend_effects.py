@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compile_tests.compiler.test_backend_trial import planted, reasons
 from compile_tests.helpers.backend_checks import rewriting
 from compile_tests.helpers.backend_compare import AOT, outcome, require_unchanged, through
 from compile_tests.helpers.fault_programs import WeightedBeforeACheckpoint, randn
+from compile_tests.helpers.planted_rules import planted, reasons
 from llmk.compiler import Report
 from llmk.compiler.effects import UNDECLARED
 from llmk.compiler.patterns import Arg, Call, GraphBuilder, KeywordArg

@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from compile_tests.helpers.backend_compare import difference, eager, outcome, with_backend
-from compile_tests.helpers.backend_fuzz import as_it_is, check, programs, shrunk, usable
 from compile_tests.helpers.fuzz_damage import DAMAGES, damaged
 from compile_tests.helpers.fuzz_grammar import NOT_GROWN, grown, rules
 from compile_tests.helpers.fuzz_program import Input, Line, Program, Ref, aten
 from llmk.compiler import Report
 from llmk.compiler.rules import all_rules
+
+pytest.importorskip("transformers")
+
+from compile_tests.helpers.backend_fuzz import as_it_is, check, programs, shrunk, usable
 
 
 @pytest.mark.parametrize("seed", range(8))

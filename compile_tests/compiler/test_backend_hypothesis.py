@@ -4,14 +4,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from compile_tests.helpers.backend_checks import THROUGH_AUTOGRAD, require_same, rewritten
 from llmk.compiler import Report
+
+pytest.importorskip("hypothesis")
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 B, S, H, V = 2, 3, 8, 13
 KINDS = {

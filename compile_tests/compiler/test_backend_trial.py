@@ -2,7 +2,7 @@
 
 import ast
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from compile_tests.helpers.backend_checks import require_same, rewriting
 from compile_tests.helpers.backend_compare import require_unchanged, with_backend
+from compile_tests.helpers.planted_rules import planted, reasons
 from llmk.compiler import Report, backend, replace, report, trials
 from llmk.compiler.patterns import Arg, Call, Cast, GraphBuilder, KeywordArg, RewritePattern
 from llmk.compiler.rules import RewriteRule
@@ -21,7 +22,6 @@ from llmk.registry.private import compilers
 
 ROOT = Path(__file__).resolve().parents[2]
 aten = torch.ops.aten
-Built = Callable[[GraphBuilder, Mapping[str, Any]], Any]
 
 
 @pytest.fixture(autouse=True)
@@ -34,19 +34,8 @@ def _nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     report.warn_once.cache_clear()
 
 
-def planted(monkeypatch: pytest.MonkeyPatch, build: Built, *results: Any) -> None:
-    """Have the backend know this rule and no other."""
-    rule = RewriteRule("planted", aten.mul.Tensor, ("self", "other"), RewritePattern(results=results, build=build))
-    monkeypatch.setattr(backend, "all_rules", lambda: [rule])
-    monkeypatch.setattr(backend.Backend, "rules", [rule])
-
-
 def randn(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
-
-
-def reasons(found: Report) -> str:
-    return "; ".join(note.reason for note in found.left)
 
 
 def test_a_rule_that_ignores_an_argument(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,3 +151,21 @@ def assert_same_training(model: Any, original: Any, run: Any = None, **inputs: A
     model.zero_grad()
     original.zero_grad()
     return got
+
+
+def loss_and_gradients(model: Any, run: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    output = run(**inputs, use_cache=False)
+    output.loss.backward()
+    zeros = {n: torch.zeros_like(p) for n, p in model.named_parameters()}  # compiled, a gradient may be zero or None
+    return output.loss.detach(), {n: zeros[n] if p.grad is None else p.grad for n, p in model.named_parameters()}
+
+
+def assert_equal(got: Any, want: Any) -> None:
+    """In float32 a gradient's error is that of the largest one, from which it came."""
+    torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=0)
+    largest = max(g.abs().max() for g in want[1].values())
+    assert got[1].keys() == want[1].keys()
+    for name, gradient in want[1].items():
+        difference = (got[1][name] - gradient).abs().max()
+        assert difference <= 1e-5 * gradient.abs().max() + 1e-6 * largest, name

@@ -30,8 +30,7 @@ from transformers.models.gemma.modeling_gemma import GemmaMLP  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaMLP  # noqa: E402
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm  # noqa: E402
 
-from compile_tests.helpers.families import small_model, tokens  # noqa: E402
-from compile_tests.transformers.test_families import assert_equal, loss_and_gradients  # noqa: E402
+from compile_tests.helpers.families import assert_equal, loss_and_gradients, small_model, tokens  # noqa: E402
 from llmk.opcheck import accuracy_violation  # noqa: E402
 from llmk.transformers import kernel_config  # noqa: E402
 from llmk.transformers.slots import LAYERS  # noqa: E402

@@ -8,98 +8,12 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from compile_tests.helpers.loss_calls import LOSSES, given, gradients
 from compile_tests.helpers.loss_references import batch
 from llmk import losses
 
-Inputs = tuple[Tensor, Tensor, Tensor]
-
-
-def numbers(*shape: int) -> Tensor:
-    """The same for the same shape."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
-
-
-def of_dpo(B: int, S: int) -> dict[str, Any]:
-    return {"ref_logps": numbers(B)}
-
-
-def of_dpo_types(B: int, S: int) -> dict[str, Any]:
-    types = ["robust", "aot_unpaired", "ipo", "exo_pair"]
-    return {
-        "ref_input": numbers(B, S, 5), "ref_linear_weight": numbers(37, 5), "ld_alpha": 0.5, "loss_type": types,
-        "label_smoothing": 0.1,
-    }  # fmt: skip
-
-
-def of_gspo(B: int, S: int) -> dict[str, Any]:
-    return {
-        "advantages": numbers(B), "old_per_token_logps": numbers(B, S) - 3, "ref_per_token_logps": numbers(B, S) - 3,
-        "beta": 0.1, "loss_type": "grpo", "epsilon": 30.0, "importance_sampling_level": "sequence",
-        "top_entropy_quantile": 0.6, "importance_sampling_ratio": numbers(B, S).exp(),
-        "sampling_per_token_logps": numbers(B, S) - 3,
-    }  # fmt: skip
-
-
-def of_grpo(B: int, S: int) -> dict[str, Any]:
-    old = numbers(B, S) - 3
-    return {"advantages": numbers(B), "old_per_token_logps": old, "epsilon_high": 30.0, "entropy_coef": 0.1}
-
-
-def of_ppo(B: int, S: int) -> dict[str, Any]:
-    values = {name: numbers(B, S) for name in ("advantages", "values", "old_values", "returns")}
-    return {**values, "old_per_token_logps": numbers(B, S) - 3, "cliprange": 30.0}
-
-
-def of_distill(B: int, S: int) -> dict[str, Any]:
-    return {"teacher_input": numbers(B, S, 5), "teacher_linear_weight": numbers(37, 5), "ce_weight": 0.3}
-
-
-def of_topk(B: int, S: int) -> dict[str, Any]:
-    top = numbers(B, S, 37).log_softmax(-1).topk(3)
-    return {"teacher_ids": top.indices, "teacher_logprobs": top.values, "ce_weight": 0.3}
-
-
-def two_heads(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Any:
-    """Both heads share hidden states and targets."""
-    return losses.multi_token([input, 2 * input], linear_weight, [target, target], **options)
-
-
-LOSSES: dict[str, tuple[Callable[..., Any], Callable[[int, int], dict[str, Any]]]] = {
-    "dpo": (losses.dpo, of_dpo),
-    "dpo_types": (losses.dpo, of_dpo_types),
-    "cpo": (losses.cpo, lambda B, S: {}),
-    "simpo": (losses.simpo, lambda B, S: {}),
-    "orpo": (losses.orpo, lambda B, S: {}),
-    "kto": (losses.kto, lambda B, S: {"label": numbers(B) > 0, "ref_logps": numbers(B)}),
-    "grpo": (losses.grpo, of_grpo),
-    "gspo": (losses.grpo, of_gspo),
-    "reinforce": (losses.reinforce, lambda B, S: {"advantages": numbers(B)}),
-    "rloo": (losses.rloo, lambda B, S: {"advantages": numbers(B), "old_logps": numbers(B) - 18, "epsilon_high": 1e9}),
-    "ppo": (losses.ppo, of_ppo),
-    "sft": (losses.sft, lambda B, S: {"token_weights": numbers(B, S).abs(), "entropy_coef": 0.1}),
-    "distill": (losses.distill, of_distill),
-    "distill_topk": (losses.distill_topk, of_topk),
-    "multi_token": (two_heads, lambda B, S: {"head_weights": [1.0, 0.3], "z_loss": 1e-2}),
-    "dft": (losses.dft, lambda B, S: {}),
-}
 SHAPES = [[3, 4, 2, 5], [9, 8, 1, 2, 3, 4], [2, 2, 0, 1], [1, 0, 3, 4, 5, 6, 7, 8], [12, 0, 11, 3, 1, 1]]
 """Lengths of sequences, of five batches."""
-
-
-def given(name: str, lengths: list[int], device: torch.device) -> tuple[Inputs, dict[str, Any]]:
-    inputs = batch(lengths, device)
-    others = LOSSES[name][1](*inputs[2].shape)
-    return inputs, {key: v.to(device) if isinstance(v, Tensor) else v for key, v in others.items()}
-
-
-def gradients(fn: Callable[..., Any], inputs: Inputs, others: dict[str, Any]) -> list[Tensor]:
-    """The loss, and the gradients of the hidden states and of the projection."""
-    x, weight = (tensor.detach().requires_grad_() for tensor in inputs[:2])
-    loss, metrics = fn(x, weight, inputs[2], **others)
-    assert loss.shape == () and loss.dtype == torch.float32  # noqa: PT018
-    assert not any(value.requires_grad for value in metrics.values())
-    assert all(value.shape == () for value in metrics.values())
-    return [loss.detach(), *torch.autograd.grad(loss, (x, weight))]
 
 
 @pytest.mark.parametrize("name", LOSSES)

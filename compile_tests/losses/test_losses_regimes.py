@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from compile_tests.helpers.loss_calls import LOSSES, given, gradients
 from compile_tests.helpers.loss_references import batch
 from compile_tests.helpers.policy_references import grpo_reference, rloo_reference
-from compile_tests.losses.test_losses import LOSSES, given, gradients
 from llmk import losses
 
 FAR: dict[str, tuple[Any, Any, dict[str, Any]]] = {

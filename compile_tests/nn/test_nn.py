@@ -7,19 +7,23 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers.models.gemma.configuration_gemma import GemmaConfig
-from transformers.models.gemma.modeling_gemma import GemmaMLP, GemmaRMSNorm
-from transformers.models.llama.configuration_llama import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 import llmk
 from llmk.opcheck import accuracy_violation
 
 HIDDEN, INTERMEDIATE = 24, 40
-llama = LlamaConfig(hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_attention_heads=2, rms_norm_eps=1e-5)
-gemma = GemmaConfig(
-    hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_attention_heads=2, head_dim=16, rms_norm_eps=1e-5
-)
+
+
+def modeling(family: str) -> Any:
+    """The module of transformers that has a family's layers."""
+    return pytest.importorskip(f"transformers.models.{family}.modeling_{family}", exc_type=ImportError)
+
+
+def mlp(family: str) -> nn.Module:
+    found, name = modeling(family), family.capitalize()
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_attention_heads": 2}
+    config = getattr(found, f"{name}Config")(**sizes)
+    return getattr(found, f"{name}MLP")(config)
 
 
 class DynamicTanh(nn.Module):
@@ -73,14 +77,18 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], tuple
     ),
     "DynamicTanh": (lambda: DynamicTanh(HIDDEN), lambda: llmk.nn.DyT(HIDDEN), (2, 5, HIDDEN)),
     "PolyNorm": (PlainPolyNorm, llmk.nn.PolyNorm, (2, 5, HIDDEN)),
-    "LlamaRMSNorm": (lambda: LlamaRMSNorm(HIDDEN, 1e-5), lambda: llmk.nn.RMSNorm(HIDDEN, 1e-5), (2, 5, HIDDEN)),
-    "LlamaMLP": (lambda: LlamaMLP(llama), lambda: llmk.nn.SwiGLUMLP(HIDDEN, INTERMEDIATE), (2, 5, HIDDEN)),
+    "LlamaRMSNorm": (
+        lambda: modeling("llama").LlamaRMSNorm(HIDDEN, 1e-5),
+        lambda: llmk.nn.RMSNorm(HIDDEN, 1e-5),
+        (2, 5, HIDDEN),
+    ),
+    "LlamaMLP": (lambda: mlp("llama"), lambda: llmk.nn.SwiGLUMLP(HIDDEN, INTERMEDIATE), (2, 5, HIDDEN)),
     "GemmaRMSNorm": (
-        lambda: GemmaRMSNorm(HIDDEN, 1e-5),
+        lambda: modeling("gemma").GemmaRMSNorm(HIDDEN, 1e-5),
         lambda: llmk.nn.RMSNorm(HIDDEN, 1e-5, offset=1.0),
         (2, 5, HIDDEN),
     ),
-    "GemmaMLP": (lambda: GemmaMLP(gemma), lambda: llmk.nn.GeGLUMLP(HIDDEN, INTERMEDIATE), (2, 5, HIDDEN)),
+    "GemmaMLP": (lambda: mlp("gemma"), lambda: llmk.nn.GeGLUMLP(HIDDEN, INTERMEDIATE), (2, 5, HIDDEN)),
 }
 
 
@@ -128,14 +136,18 @@ def test_rotary_embedding_knows_its_angles_after_to_empty(start: str, monkeypatc
 
 
 def test_rotary_embedding_is_hugging_faces(device: torch.device) -> None:
-    theirs = LlamaRotaryEmbedding(llama).to(device)
+    llama = modeling("llama")
+    config = llama.LlamaConfig(hidden_size=HIDDEN, num_attention_heads=2)
+    theirs = llama.LlamaRotaryEmbedding(config).to(device)
     ours = llmk.nn.RotaryEmbedding(HIDDEN // 2, 64).to(device)
     assert not ours.state_dict()
     q, k = torch.randn(2, 4, 7, HIDDEN // 2, device=device), torch.randn(2, 2, 7, HIDDEN // 2, device=device)
     positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6], [9, 10, 11, 0, 1, 2, 3]], device=device)
     cos, sin = theirs(q, positions)
-    expected = apply_rotary_pos_emb(q, k, cos, sin)
-    exact = apply_rotary_pos_emb(q.double(), k.double(), ours.cos[positions].double(), ours.sin[positions].double())
+    expected = llama.apply_rotary_pos_emb(q, k, cos, sin)
+    exact = llama.apply_rotary_pos_emb(
+        q.double(), k.double(), ours.cos[positions].double(), ours.sin[positions].double()
+    )
     for triple in zip(ours(q, k, positions), expected, exact, strict=True):
         require_accurate(*triple)
 

@@ -10,29 +10,11 @@ import pytest
 import torch
 
 from compile_tests.helpers.mutants import square
+from compile_tests.helpers.own_op import OWN_OP
 from llmk.opcheck import check
 from llmk.opcheck.__main__ import main
 from llmk.opcheck.processes import Unit, check_in_process
 from llmk.registry import OPS
-
-OWN_OP = """
-import torch
-from llmk.registry import Op, Sample
-
-@torch.library.custom_op("mylib::half", mutates_args=())
-def half(input: torch.Tensor) -> torch.Tensor:
-    return input / {divisor}
-
-half.register_fake(lambda input: torch.empty_like(input))
-
-HALF = Op(
-    name="half",
-    overload=torch.ops.mylib.half.default,
-    reference=lambda input: input / 2,
-    samples=lambda device, dtype: [Sample((torch.randn(3, 5, device=device, dtype=dtype),), why="plain")],
-    differentiable=(),
-)
-"""
 
 
 @pytest.mark.parametrize(("divisor", "code"), [(2, 0), (3, 1)])

@@ -13,7 +13,7 @@ import torch
 
 from compile_tests.helpers.mutants import record
 from compile_tests.helpers.mutants_search import MUTANTS, SharedFormula, elementwise
-from compile_tests.opcheck.test_opcheck_command import OWN_OP
+from compile_tests.helpers.own_op import OWN_OP
 from llmk.opcheck import check
 from llmk.opcheck.__main__ import main
 from llmk.opcheck.calls import call, incoming_gradients

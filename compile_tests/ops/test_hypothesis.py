@@ -5,8 +5,6 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 import llmk.ops.linear.linear_act
@@ -14,6 +12,11 @@ from llmk.opcheck.calls import call, differentiable_inputs, require_accurate
 from llmk.ops.loss.row_loss_short import LONGEST_SHORT
 from llmk.registry import OPS, Sample
 from llmk.registry.backends import INTERPRET
+
+pytest.importorskip("hypothesis")
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 dtypes = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 sizes = st.integers(1, 40)

@@ -6,12 +6,10 @@ be on a GPU, seen through a stub driver. Run with EXPECTTEST_ACCEPT=1 to rewrite
 
 import re
 
-import expecttest
 import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.layer import Sizes, Variant, layer, variants
 from compile_tests.helpers.stub_driver import (
     Graphs,
     describe,
@@ -27,6 +25,13 @@ from llmk.nn import LinearCrossEntropyLoss, RMSNorm, RotaryEmbedding, SwiGLUMLP
 from llmk.registry import OPS
 from llmk.registry.backends import INTERPRET
 from llmk.registry.graphs import ops_in_graph_as
+
+pytest.importorskip("expecttest")
+pytest.importorskip("tqdm")
+
+import expecttest
+
+from benchmarks.layer import Sizes, Variant, layer, variants
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="TRITON_INTERPRET=1: kernels run as opaque nodes, on no device")
 

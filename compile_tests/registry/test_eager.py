@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensorMode
-from torch.utils.flop_counter import FlopCounterMode
 
 import llmk
+from compile_tests.helpers.observers import Seeing, Subclass, counting
 from compile_tests.helpers.stub_launches import stub_launches
 from llmk.functional import cross_entropy, rms_norm
 from llmk.registry import set_short_path_enabled, wrap_triton
@@ -20,20 +19,6 @@ from llmk.registry.eager.bypass import is_plain_eager, takes_fast_path
 from llmk.registry.eager.launcher import Launcher
 
 x, w = torch.randn(4, 8), torch.nn.Parameter(torch.randn(8))
-
-
-class Subclass(Tensor):
-    pass
-
-
-def counting() -> FlopCounterMode:
-    return FlopCounterMode(display=False)
-
-
-class Seeing(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen = func
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture

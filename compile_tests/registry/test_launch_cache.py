@@ -11,8 +11,8 @@ import torch
 import triton
 from torch import Tensor
 
+from compile_tests.helpers.observers import WATCHERS, watch
 from compile_tests.helpers.stub_launches import Run, copied, named, note_buffers, stub_launches
-from compile_tests.registry.test_launcher import WATCHERS, watch
 from llmk.opcheck.calls import call
 from llmk.registry import OPS, KernelOp, Op, empty, set_short_path_enabled, wrap_triton
 from llmk.registry.eager import launch_cache

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.testing._internal.two_tensor import TwoTensorMode
 
+from compile_tests.helpers.observers import Seeing, Subclass, counting
 from compile_tests.helpers.stub_launches import Run, copied, named, note_buffers, stub_launches
-from compile_tests.registry.test_eager import Seeing, Subclass, counting
 from llmk import functional
 from llmk.opcheck.inputs import as_list, differentiable_inputs, prepare
 from llmk.registry import OPS, set_short_path_enabled

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-import triton.knobs
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime import driver
 from triton.runtime.jit import create_function_from_signature
 
+from compile_tests.helpers.observers import WATCHERS, watch
 from llmk.ops.pointwise.gated_units import gated_unit_kernel
 from llmk.registry import set_short_path_enabled, wrap_triton
 from llmk.registry.backends import INTERPRET
@@ -147,32 +147,6 @@ def test_a_number_past_64_bits_is_refused() -> None:
         with pytest.raises(OverflowError, match=rf"n: expected a number of 64 bits, got {n}"):
             Launcher(kernel)[(1,)](aligned, None, n, EVEN=True, BLOCK=16)
     assert not kernel.built
-
-
-def watch(where: str, kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give something of Triton's a part in launches."""
-    runtime = triton.knobs.runtime
-    if where == "pre_run_hooks":
-        monkeypatch.setattr(kernel, "pre_run_hooks", [print])
-    elif where == "instrumentation_mode":
-        monkeypatch.setattr(triton.knobs.compilation, where, "some")
-    elif where in ("launch_enter_hook", "launch_exit_hook"):
-        monkeypatch.setattr(getattr(runtime, where), "calls", [print])
-    elif where == "another enter hook":
-        monkeypatch.setattr(runtime, "launch_enter_hook", print)
-    else:
-        monkeypatch.setattr(runtime, where, True)
-
-
-WATCHERS = [
-    "launch_enter_hook",
-    "launch_exit_hook",
-    "another enter hook",
-    "add_stages_inspection_hook",
-    "debug",
-    "instrumentation_mode",
-    "pre_run_hooks",
-]
 
 
 @pytest.mark.parametrize("where", WATCHERS)

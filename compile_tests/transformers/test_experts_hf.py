@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+
+pytest.importorskip("transformers")
+
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from compile_tests.helpers.families import assert_same_training, small_model, tokens

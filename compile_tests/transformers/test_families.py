@@ -11,7 +11,13 @@ transformers = pytest.importorskip("transformers")
 
 from torch._dynamo.exc import TorchDynamoException  # noqa: E402
 
-from compile_tests.helpers.families import FAMILIES, small_model, small_vision_model  # noqa: E402
+from compile_tests.helpers.families import (  # noqa: E402
+    FAMILIES,
+    assert_equal,
+    loss_and_gradients,
+    small_model,
+    small_vision_model,
+)
 from llmk.transformers import patch  # noqa: E402
 
 INDUCTOR = ["Llama", "Gemma2", "GraniteMoe"]
@@ -36,24 +42,6 @@ def inputs_of(model: Any, rows: int = 2, columns: int = 12) -> dict[str, torch.T
     ids = torch.randint(3, model.get_input_embeddings().num_embeddings, (rows, columns))
     labels = ids.masked_fill(torch.rand(ids.shape) < 0.2, -100)
     return {"input_ids": ids, "labels": labels}
-
-
-def loss_and_gradients(model: Any, run: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    model.zero_grad()
-    output = run(**inputs, use_cache=False)
-    output.loss.backward()
-    zeros = {n: torch.zeros_like(p) for n, p in model.named_parameters()}  # compiled, a gradient may be zero or None
-    return output.loss.detach(), {n: zeros[n] if p.grad is None else p.grad for n, p in model.named_parameters()}
-
-
-def assert_equal(got: Any, want: Any) -> None:
-    """In float32 a gradient's error is that of the largest one, from which it came."""
-    torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=0)
-    largest = max(g.abs().max() for g in want[1].values())
-    assert got[1].keys() == want[1].keys()
-    for name, gradient in want[1].items():
-        difference = (got[1][name] - gradient).abs().max()
-        assert difference <= 1e-5 * gradient.abs().max() + 1e-6 * largest, name
 
 
 def assert_compiled_equal(model: Any, original: Any, inputs: dict[str, Any], want: Any, **options: Any) -> None:

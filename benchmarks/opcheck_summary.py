@@ -1,0 +1,57 @@
+"""`python -m benchmarks.opcheck_summary FILE`: opcheck's report, as `--json` writes it, on a line for each operator.
+
+A line holds an operator on a path in a dtype. For each promise, in the order of the list at the top, it has the number
+of calls and the seconds, null where the promise was not asked for; `broken` has the messages of those that are not
+kept. `results_of` gives the results back, with seconds to a hundredth. The file is replaced.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+KEY = ("op", "device", "dtype", "path")
+
+
+def summary(report: dict[str, Any]) -> str:
+    results: list[dict[str, Any]] = report["results"]
+    promises = list(dict.fromkeys(result["promise"] for result in results))
+    groups: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
+    for result in results:
+        groups.setdefault(tuple(result[name] for name in KEY), {})[result["promise"]] = result
+    lines = [json.dumps(_row(key, group, promises), separators=(",", ":")) for key, group in groups.items()]
+    about = {name: value for name, value in report.items() if name != "results"} | {"promises": promises}
+    head = json.dumps(about, indent=1).removesuffix("\n}")
+    return f'{head},\n "rows": [\n' + ",\n".join(lines) + "\n ]\n}\n"
+
+
+def _row(key: tuple[str, ...], group: dict[str, dict[str, Any]], promises: list[str]) -> dict[str, Any]:
+    found = [group.get(promise) for promise in promises]
+    return dict(zip(KEY, key, strict=True)) | {
+        "calls": [result and result["calls"] for result in found],
+        "seconds": [result and round(result["seconds"], 2) for result in found],
+        "broken": {name: result["message"] for name, result in group.items() if not result["passed"]},
+    }
+
+
+def results_of(summary: dict[str, Any]) -> dict[str, Any]:
+    """The report of a summary: a result for each operator, path, dtype and promise."""
+    results = []
+    for row in summary["rows"]:
+        key, broken = {name: row[name] for name in KEY}, row["broken"]
+        for promise, calls, seconds in zip(summary["promises"], row["calls"], row["seconds"], strict=True):
+            if calls is not None:
+                verdict = {"passed": promise not in broken, "message": broken.get(promise, "")}
+                results.append({**key, "promise": promise, **verdict, "seconds": seconds, "calls": calls})
+    return {name: value for name, value in summary.items() if name not in ("promises", "rows")} | {"results": results}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("file", type=Path)
+    file = parser.parse_args().file
+    file.write_text(summary(json.loads(file.read_text())))
+
+
+if __name__ == "__main__":
+    main()
