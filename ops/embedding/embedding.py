@@ -18,6 +18,7 @@ another each time.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import triton.language as tl
@@ -235,8 +236,7 @@ embedding_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
 def embedding_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
+    randn = partial(torch.randn, device=device, dtype=dtype)
 
     def rows(V: int, *shape: int) -> Tensor:
         return torch.randint(0, V, shape, device=device)

@@ -16,6 +16,7 @@ The device alone knows where groups end: nothing waits for it, and a graph is on
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -152,8 +153,7 @@ grouped_linear_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
 def grouped_linear_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
+    randn = partial(torch.randn, device=device, dtype=dtype)
 
     def ends(*rows: int) -> Tensor:
         return torch.tensor(rows, device=device, dtype=torch.int32)

@@ -27,6 +27,7 @@ Two kernel operators, of the first product and of the rest, so that the rows are
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,9 +97,7 @@ def moe_experts_reference(
 def _experts(
     device: torch.device, dtype: torch.dtype, T: int, E: int, K: int, H: int, F: int, transposed: bool = False
 ) -> tuple[Tensor, ...]:
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
-
+    randn = partial(torch.randn, device=device, dtype=dtype)
     gate_up, down = randn(E, 2 * F, H) / H**0.5, randn(E, H, F) / F**0.5
     if transposed:
         gate_up, down = gate_up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
@@ -108,8 +107,7 @@ def _experts(
 
 
 def moe_experts_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
+    randn = partial(torch.randn, device=device, dtype=dtype)
 
     def sample(why: str, sizes: tuple[int, int, int, int, int], **options: Any) -> Sample:
         return Sample(_experts(device, dtype, *sizes, options.get("transposed", False)), options, why=why)

@@ -16,6 +16,7 @@ The device alone knows how many rows an expert has: nothing waits for it, and a 
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -179,8 +180,7 @@ moe_unpermute_fwd.register_autograd(_unpermute_backward, setup_context=_setup_un
 
 
 def moe_permute_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
+    randn = partial(torch.randn, device=device, dtype=dtype)
 
     def experts(E: int, *shape: int) -> Tensor:
         return torch.randint(0, E, shape, device=device)
@@ -257,8 +257,7 @@ def moe_permute(input: Tensor, indices: Tensor, num_experts: int) -> tuple[Tenso
 
 
 def moe_unpermute_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
+    randn = partial(torch.randn, device=device, dtype=dtype)
 
     def rows(T: int, K: int) -> Tensor:
         return torch.randperm(T * K, device=device).view(T, K).int()

@@ -25,6 +25,7 @@ The choice has no gradient, nor has the bias: what balances the load moves it.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import triton.language as tl
@@ -294,9 +295,7 @@ router_topk_fwd.register_autograd(_backward, setup_context=_setup_context, depen
 
 
 def router_topk_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
-
+    randn = partial(torch.randn, device=device, dtype=dtype)
     as_deepseek = {"scoring": "sigmoid", "num_groups": 4, "topk_groups": 2, "scale": 2.5}
     yield Sample((randn(8, 16), 2), why="powers of two")
     yield Sample((randn(5, 37), 3), {"normalize": False, "scale": 0.5}, why="odd, not normalized")

@@ -24,6 +24,7 @@ The product is done in one of three ways, by `choose_path`.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -273,8 +274,7 @@ def linear_act_error_bound(
 
 
 def linear_act_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
+    randn = partial(torch.randn, device=device, dtype=dtype)
 
     def sample(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, why: str) -> Sample:
         return Sample((x, weight) if bias is None else (x, weight, bias), {"activation": activation}, why=why)

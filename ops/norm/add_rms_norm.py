@@ -19,6 +19,7 @@ The kernels are those of `_rms_norm.py`, with a residual; h and ms are what is k
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -129,9 +130,7 @@ add_rms_norm_fwd.register_autograd(
 
 
 def add_rms_norm_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
-
+    randn = partial(torch.randn, device=device, dtype=dtype)
     yield Sample((randn(4, 16), randn(4, 16), randn(16)), why="powers of two")
     yield Sample((randn(2, 3, 37), randn(2, 3, 37), randn(37), 1e-5), {"offset": 1.0}, why="odd width, Gemma's offset")
     yield Sample((randn(5, 40), randn(5, 40)), why="no weight")

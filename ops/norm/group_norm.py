@@ -31,6 +31,7 @@ computed.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -166,9 +167,7 @@ def _(need_input):
 
 
 def group_norm_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def randn(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
-
+    randn = partial(torch.randn, device=device, dtype=dtype)
     yield Sample((randn(2, 8, 4, 4), 2, randn(8), randn(8)), why="powers of two")
     yield Sample((randn(3, 6, 5, 7), 2, randn(6), randn(6), 1e-3), why="odd sizes, another eps")
     yield Sample((randn(3, 10, 5), 5), why="neither weight nor bias")
@@ -192,9 +191,7 @@ def group_norm_resized(rows: int, device: torch.device, dtype: torch.dtype) -> S
 
 
 def group_norm_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
-
+    randn = partial(torch.randn, device=device, dtype=dtype)
     for shape in [(32, 512, 64, 64), (8, 320, 128, 128), (32, 1280, 16, 16)]:
         name = "x".join(map(str, shape))
         yield Sample((randn(*shape), 32, randn(shape[1]), randn(shape[1])), why=f"{name}, 32 groups")

@@ -25,6 +25,7 @@ atomics. Only gradients that are wanted are computed.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import triton.language as tl
@@ -308,9 +309,7 @@ def _(grad, need_input):
 
 
 def layer_norm_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def randn(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
-
+    randn = partial(torch.randn, device=device, dtype=dtype)
     yield Sample((randn(4, 16), randn(16), randn(16)), why="powers of two")
     yield Sample((randn(2, 3, 37), randn(37), randn(37), 1e-3), why="three dimensions, odd width, another eps")
     yield Sample((randn(5, 40),), why="neither weight nor bias")

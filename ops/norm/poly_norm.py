@@ -22,6 +22,7 @@ finds it in a cache. Sums are float32, those of the programs added in a fixed or
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import triton.language as tl
@@ -270,11 +271,9 @@ def _(grad):
 
 
 def poly_norm_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def randn(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
-
+    randn = partial(torch.randn, device=device, dtype=dtype)
     yield Sample((randn(4, 16), randn(3), randn(1)), why="powers of two")
-    yield Sample((randn(2, 3, 37), randn(3), randn(), 1e-5), why="three dimensions, odd width, a bias without axes")
+    yield Sample((randn(2, 3, 37), randn(3), randn(()), 1e-5), why="three dimensions, odd width, a bias without axes")
     yield Sample((randn(33), randn(3, dtype=torch.float32), randn(1)), why="one dimension, float32 weights")
     yield Sample((30 * randn(3, 64), randn(3), randn(1)), why="large values")
     if dtype != torch.float16:

@@ -19,6 +19,7 @@ float32, and those of the programs are added in a fixed order: no atomics.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import triton.language as tl
@@ -186,9 +187,7 @@ def _(grad):
 
 
 def dyt_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def randn(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
-
+    randn = partial(torch.randn, device=device, dtype=dtype)
     alpha = torch.full((1,), 0.5, device=device, dtype=dtype)
     yield Sample((randn(4, 16), alpha, randn(16), randn(16)), why="powers of two")
     yield Sample((randn(2, 3, 37), -alpha, randn(37)), why="three dimensions, odd width, no bias, a negative alpha")
@@ -203,9 +202,7 @@ def dyt_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def dyt_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
-
+    randn = partial(torch.randn, device=device, dtype=dtype)
     return Sample((randn(rows, 48), randn(1), randn(48), randn(48)), why="resized")
 
 

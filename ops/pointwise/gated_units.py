@@ -15,6 +15,7 @@ A packed gate, `[..., 2I]` = gate then up as one projection writes it, gets one 
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import triton.language as tl
@@ -199,9 +200,7 @@ def _(gate, up):
 
 
 def swiglu_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
-
+    randn = partial(torch.randn, device=device, dtype=dtype)
     yield Sample((randn(4, 16), randn(4, 16)), why="powers of two")
     yield Sample((randn(2, 3, 37), randn(2, 3, 37)), why="three dimensions, odd width")
     yield Sample((randn(2, 3, 74),), why="packed, odd half")

@@ -22,6 +22,7 @@ gradients are summed in float32 by each program, then over the programs in a fix
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -196,8 +197,7 @@ def _(cos):
 
 
 def qk_norm_rope_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
+    randn = partial(torch.randn, device=device, dtype=dtype)
 
     def projected(B: int, S: int, H: int, D: int) -> Tensor:
         return randn(B, S, H * D).view(B, S, H, D).transpose(1, 2)

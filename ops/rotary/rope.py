@@ -26,6 +26,7 @@ One program turns all heads of one token, q and k, so that cos and sin are read 
 
 import functools
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import triton.language as tl
@@ -174,8 +175,7 @@ for op, derivative in ((rope_fwd, rope_bwd), (rope_bwd, rope_fwd)):  # each rota
 
 
 def rope_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
+    randn = partial(torch.randn, device=device, dtype=dtype)
 
     def projected(B: int, S: int, H: int, D: int) -> Tensor:
         return randn(B, S, H * D).view(B, S, H, D).transpose(1, 2)

@@ -27,6 +27,7 @@ atomics.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import triton.language as tl
@@ -277,8 +278,7 @@ def _(grad, blocks):
 
 
 def attention_residual_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def randn(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
+    randn = partial(torch.randn, device=device, dtype=dtype)
 
     def of(blocks: Tensor, factor: float = 0.5) -> tuple[Tensor, Tensor, Tensor]:
         H = blocks.shape[-1]
