@@ -21,9 +21,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from llmk.ops.experts._grouped import group_sums, grouped_outer, grouped_rows
-from llmk.ops.experts._grouped_products_cpu import grouped_outer_cpu, grouped_product_cpu
-from llmk.ops.experts._order import check_tokens, groups_of
+from llmk.ops.experts._grouped_products import (
+    group_sums,
+    grouped_outer,
+    grouped_outer_cpu,
+    grouped_product_cpu,
+    grouped_rows,
+)
+from llmk.ops.experts._sorting import check_tokens, groups_of
 from llmk.registry import (
     Cost,
     KernelOp,

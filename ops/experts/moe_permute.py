@@ -21,7 +21,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from llmk.ops.experts._order import (
+from llmk.ops.experts._gather_scatter import dot_rows, gather_rows, scatter_rows, sum_rows
+from llmk.ops.experts._sorting import (
     check_indices,
     check_tokens,
     check_weights,
@@ -29,7 +30,6 @@ from llmk.ops.experts._order import (
     raise_out_of_range,
     sort_by_expert,
 )
-from llmk.ops.experts._rows import dot_rows, gather_rows, spread_rows, sum_rows
 from llmk.registry import Cost, KernelOp, Sample, check_dtype, check_same, public_op, replicate_only
 
 
@@ -68,7 +68,7 @@ def _moe_unpermute_bwd(
 ) -> tuple[Tensor, Tensor]:
     dx = torch.empty((0,), dtype=grad.dtype, device=grad.device)
     if need_dx:
-        dx = spread_rows(grad, positions, weights, input.shape[0])
+        dx = scatter_rows(grad, positions, weights, input.shape[0])
     if weights is None or not need_dw:
         return dx, torch.empty((0,), dtype=grad.dtype, device=grad.device)
     return dx, dot_rows(input, positions, grad, weights.dtype)

@@ -31,8 +31,16 @@ from torch import Tensor
 
 from llmk.ops.common.activations import ACTIVATIONS
 from llmk.ops.common.activations import activation as activation_of
-from llmk.ops.linear._activation_gradient import activation_gradient, activation_gradient_reference, keeps_z
-from llmk.ops.linear._matmul import activate_product, fused_product, product, product_activation, suits
+from llmk.ops.linear._linear_act_kernels import (
+    activate_product,
+    activation_gradient,
+    activation_gradient_reference,
+    fused_product,
+    keeps_z,
+    product,
+    product_activation,
+    suits,
+)
 from llmk.registry import (
     PARTIAL,
     REPLICATE,

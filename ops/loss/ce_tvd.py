@@ -27,10 +27,10 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.rows import as_rows
+from llmk.ops.loss.cross_entropy_cpu import class_index, row_sum_cpu
+from llmk.ops.loss.cross_entropy_kernels import counts_of, row_statistics
+from llmk.ops.loss.cross_entropy_options import counted
 from llmk.ops.loss.divergence_math import exp_of
-from llmk.ops.loss.row_loss_cpu import class_index, row_sum_cpu
-from llmk.ops.loss.row_loss_long import row_statistics
-from llmk.ops.loss.row_loss_math import counted, counts_of
 from llmk.registry import (
     Cost,
     KernelOp,

@@ -28,7 +28,7 @@ from torch import Tensor
 from llmk.ops.common.math import LOG2E, exp, log_for_product
 from llmk.ops.common.rows import as_long_rows
 from llmk.ops.common.sums import sum_to_scalar
-from llmk.ops.loss._patterns import KL_DIV
+from llmk.ops.loss.patterns import KL_DIV
 from llmk.registry import (
     PARTIAL,
     REPLICATE,

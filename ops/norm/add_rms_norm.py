@@ -15,7 +15,7 @@ Backward, given dy and dh:
     dinput = dresidual = rstd * (dy * w - h * mean(dy * w * h) / ms) + dh
     dw     = sum over rows of dy * h * rstd
 
-The kernels are those of `_rms_norm.py`, with a residual; h and ms are what is kept for the backward pass.
+The kernels are those of `_rms_norm_kernels.py`, with a residual; h and ms are what is kept for the backward pass.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from llmk.ops.norm import _rms_norm as norm
+from llmk.ops.norm import _rms_norm_kernels as norm
 from llmk.ops.norm._patterns import ADD_RMS_NORM
 from llmk.registry import (
     PARTIAL,

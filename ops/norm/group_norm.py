@@ -25,9 +25,8 @@ is the float nearest to the mean, so that a row of equal values has variance zer
 backward pass. In a row of one value the terms of dx cancel for good: dx = 0. Where squares overflow, x * 2^-80 stands
 for x in all of this (_moments.py).
 
-Rows that fit in registers are read once in either direction, by the kernels of _group_norm_short.py; longer ones twice,
-by those of _group_norm_long.py. Sums are float32, in a fixed order: no atomics. Only gradients that are wanted are
-computed.
+Rows that fit in registers are read once in either direction, longer ones twice. Sums are float32, in a fixed order: no
+atomics. Only gradients that are wanted are computed.
 """
 
 from collections.abc import Iterator
@@ -38,8 +37,14 @@ from torch import Tensor
 
 from llmk.ops.common.rows import contiguous
 from llmk.ops.common.sums import sum_affine
-from llmk.ops.norm._group_norm_long import long_backward, long_forward
-from llmk.ops.norm._group_norm_short import fits_backward, fits_forward, short_backward, short_forward
+from llmk.ops.norm._group_norm_kernels import (
+    fits_backward,
+    fits_forward,
+    long_backward,
+    long_forward,
+    short_backward,
+    short_forward,
+)
 from llmk.ops.norm._moments import affine_gradient, centered, moments_on_cpu, share_on_cpu
 from llmk.registry import (
     PARTIAL,

@@ -12,7 +12,7 @@ Backward, given dy:
     dx = rstd * (dy * w - x * mean(dy * w * x) / ms)
     dw = sum over rows of dy * x * rstd
 
-The kernels are those of `_rms_norm.py`, without a residual; ms is what is kept for the backward pass.
+The kernels are those of `_rms_norm_kernels.py`, without a residual; ms is what is kept for the backward pass.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from llmk.ops.norm import _rms_norm as norm
+from llmk.ops.norm import _rms_norm_kernels as norm
 from llmk.ops.norm._patterns import RMS_NORM
 from llmk.registry import (
     PARTIAL,

@@ -100,7 +100,7 @@ def gather_rows(x: Tensor, positions: Tensor, offsets: Tensor) -> Tensor:
     return rows
 
 
-def spread_rows(dy: Tensor, positions: Tensor, weights: Tensor | None, N: int) -> Tensor:
+def scatter_rows(dy: Tensor, positions: Tensor, weights: Tensor | None, N: int) -> Tensor:
     """`[N, H]`: each pair's row of `dy [T, H]` times its weight, where its position says; zeros elsewhere."""
     rows = torch.zeros((N, dy.shape[1]), dtype=dy.dtype, device=dy.device)
     _gather(dy, positions, weights, None, rows)
