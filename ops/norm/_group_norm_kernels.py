@@ -179,12 +179,8 @@ def _row_tile(C: int, S: int) -> int:
     return next_power_of_2(C) * next_power_of_2(S)
 
 
-def fits_forward(C: int, S: int) -> bool:
-    return _row_tile(C, S) <= MAX_FORWARD_TILE
-
-
-def fits_backward(C: int, S: int) -> bool:
-    # What this leaves out spills on sm_90.
+def _holds_backward(C: int, S: int) -> bool:
+    """Return True if one program holds a row backward: what this leaves out spills on sm_90."""
     if not _aligned(C, S):
         return _row_tile(C, S) <= MAX_BACKWARD_TILE // 4
     return _row_tile(C, S) <= (MAX_BACKWARD_TILE if S > 1 else MAX_BACKWARD_TILE // 2)
@@ -217,35 +213,6 @@ def _shares(B: int, G: int, tile: dict[str, int], device: torch.device) -> int:
     return grid_cap(cdiv(B, tile["BLOCK_B"]), cdiv(programs, cdiv(G, tile["BLOCK_G"])))
 
 
-def short_forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor, stats: Tensor,
-    sizes: tuple[int, int, int, int], eps: float,
-) -> None:  # fmt: skip
-    """Fill y and stats."""
-    B, G, C, S = sizes
-    tile = _forward_tile(G, C, S)
-    wrap_triton(group_norm_kernel)[(cdiv(G, tile["BLOCK_G"]) * cdiv(B, tile["BLOCK_B"]),)](
-        x, weight, bias, y, stats, B, G, C, S, eps, **tile
-    )
-
-
-def short_backward(
-    dy: Tensor, x: Tensor | None, weight: Tensor | None, stats: Tensor, dx: Tensor | None,
-    sizes: tuple[int, int, int, int], need_dw: bool, need_db: bool,
-) -> Tensor | None:  # fmt: skip
-    """Fill dx, if given; return the partials of the weight's and the bias's gradient that are needed, if any."""
-    B, G, C, S = sizes
-    tile = _backward_tile(G, C, S, dy.element_size())
-    shares = _shares(B, G, tile, dy.device)
-    partials = None
-    if need_dw or need_db:
-        partials = empty((shares, need_dw + need_db, G * C), torch.float32, dy.device)
-    wrap_triton(group_norm_backward_kernel)[(cdiv(G, tile["BLOCK_G"]) * shares,)](
-        dy, x, weight, stats, dx, partials, B, G, C, S, HAS_DW=need_dw, HAS_DB=need_db, **tile
-    )
-    return partials
-
-
 @jit
 def _tile(row, tile, G, C, S, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
     """Return a tile's channels and which of them exist, its offsets and mask, and its column of tiles."""
@@ -265,9 +232,8 @@ def _store_stats(stats_ptr, row, rows, mean, spread, var):
 
 
 @jit
-def _write_y(
-    x_ptr, w_ptr, b_ptr, y_ptr, row, tile, G, C, S, mean, share, rstd, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr
-):
+def _write_y(x_ptr, w_ptr, b_ptr, y_ptr, row, tile, G, C, S, moments, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
+    mean, share, rstd = moments
     channels, channel_mask, offsets, mask, _ = _tile(row, tile, G, C, S, BLOCK_C, BLOCK_S)
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
     y = (x * share - mean) * rstd
@@ -280,10 +246,10 @@ def _write_y(
 
 @jit
 def _write_dx(
-    dy_ptr, x_ptr, w_ptr, dx_ptr, row, tile, G, C, S, mean, share, rstd, total, dot,
-    BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
+    dy_ptr, x_ptr, w_ptr, dx_ptr, row, tile, G, C, S, moments, total, dot, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr
+):
     """Given the means of dy * weight and of dy * weight * c * rstd over the row."""
+    mean, share, rstd = moments
     channels, channel_mask, offsets, mask, _ = _tile(row, tile, G, C, S, BLOCK_C, BLOCK_S)
     dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
@@ -309,7 +275,7 @@ def group_norm_walk_kernel(
     rstd = tl.div_rn(1.0, tl.sqrt_rn(var))
     tiles = tl.cdiv(C, BLOCK_C) * tl.cdiv(S, BLOCK_S)
     for i in tl.range(tiles, num_stages=NUM_STAGES):
-        _write_y(x_ptr, w_ptr, b_ptr, y_ptr, row, tiles - 1 - i, G, C, S, mean, 1.0, rstd, BLOCK_C, BLOCK_S)
+        _write_y(x_ptr, w_ptr, b_ptr, y_ptr, row, tiles - 1 - i, G, C, S, (mean, 1.0, rstd), BLOCK_C, BLOCK_S)
     if (squares < float("inf")) == 0:
         tl.debug_barrier()  # another thread may have written the same place
         normalize_group_if_huge(x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, row, B, G, C, S, eps)
@@ -348,15 +314,27 @@ def group_norm_walk_backward_kernel(
     D = C * S
     for i in tl.range(tiles, num_stages=NUM_STAGES):
         _write_dx(
-            dy_ptr, x_ptr, w_ptr, dx_ptr, row, tiles - 1 - i, G, C, S, mean, share, rstd, total / D, dot / D,
-            BLOCK_C, BLOCK_S,
-        )  # fmt: skip
+            dy_ptr,
+            x_ptr,
+            w_ptr,
+            dx_ptr,
+            row,
+            tiles - 1 - i,
+            G,
+            C,
+            S,
+            (mean, share, rstd),
+            total / D,
+            dot / D,
+            BLOCK_C,
+            BLOCK_S,
+        )
 
 
 @jit
 def group_norm_long_moments_kernel(
     x_ptr, moments_ptr, D, PIECES, PIECE, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr
-):  # fmt: skip
+):
     """Mean and squared deviations of a piece of a row; of a share of it the squares are negative."""
     program = tl.program_id(0).to(tl.int64)
     row, first = program // PIECES, program % PIECES * PIECE
@@ -387,7 +365,7 @@ def group_norm_long_kernel(
     if tile == 0:
         _store_stats(stats_ptr, row, B * G, mean, spread, var)
     _, rstd = share_and_rstd(var)
-    _write_y(x_ptr, w_ptr, b_ptr, y_ptr, row, tile, G, C, S, mean, share, rstd, BLOCK_C, BLOCK_S)
+    _write_y(x_ptr, w_ptr, b_ptr, y_ptr, row, tile, G, C, S, (mean, share, rstd), BLOCK_C, BLOCK_S)
 
 
 @jit
@@ -450,7 +428,8 @@ def group_norm_long_backward_kernel(
     mean = tl.load(stats_ptr + row)
     share, rstd = share_and_rstd(tl.load(stats_ptr + B * G + row))
     total, dot = sum_pair(total, dot, 0)
-    _write_dx(dy_ptr, x_ptr, w_ptr, dx_ptr, row, tile, G, C, S, mean, share, rstd, total / D, dot / D, BLOCK_C, BLOCK_S)
+    moments = (mean, share, rstd)
+    _write_dx(dy_ptr, x_ptr, w_ptr, dx_ptr, row, tile, G, C, S, moments, total / D, dot / D, BLOCK_C, BLOCK_S)
 
 
 MOMENTS = {"BLOCK_N": 2048, "NUM_STAGES": 3, "num_warps": 8}
@@ -503,45 +482,69 @@ def _pieces(length: int, block: int, most: int) -> tuple[int, int]:
     return cdiv(length, piece), piece
 
 
-def long_forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor, stats: Tensor,
-    sizes: tuple[int, int, int, int], eps: float,
-) -> None:  # fmt: skip
-    """Fill y and stats."""
+def forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor, stats: Tensor, sizes: tuple[int, ...], eps: float
+) -> None:
+    """Fill y and stats; the sizes are B, G, C and S."""
     B, G, C, S = sizes
+    if _row_tile(C, S) <= MAX_FORWARD_TILE:
+        tile = _forward_tile(G, C, S)
+        grid = (cdiv(G, tile["BLOCK_G"]) * cdiv(B, tile["BLOCK_B"]),)
+        wrap_triton(group_norm_kernel)[grid](x, weight, bias, y, stats, *sizes, eps, **tile)
+        return
     if _walks(C * S * x.element_size(), B * G, x.device):
         tile = _walk_tile(C, S, x.element_size(), 1)
-        wrap_triton(group_norm_walk_kernel)[(B * G,)](x, weight, bias, y, stats, B, G, C, S, eps, **tile)
+        wrap_triton(group_norm_walk_kernel)[(B * G,)](x, weight, bias, y, stats, *sizes, eps, **tile)
         return
     pieces, piece = _pieces(C * S, PIECE, MAX_PIECES)
     moments = empty((2, B * G * pieces), torch.float32, x.device)
     wrap_triton(group_norm_long_moments_kernel)[(B * G * pieces,)](x, moments, C * S, pieces, piece, **MOMENTS)
     tile = _long_tile(C, S)
     wrap_triton(group_norm_long_kernel)[(B * G * cdiv(C, tile["BLOCK_C"]) * cdiv(S, tile["BLOCK_S"]),)](
-        x, weight, bias, moments, y, stats, B, G, C, S, pieces, piece, eps, BLOCK_K=next_power_of_2(pieces), **tile
+        x, weight, bias, moments, y, stats, *sizes, pieces, piece, eps, BLOCK_K=next_power_of_2(pieces), **tile
     )
 
 
-def long_backward(
-    dy: Tensor, x: Tensor | None, weight: Tensor | None, stats: Tensor, dx: Tensor | None,
-    sizes: tuple[int, int, int, int],
-) -> Tensor:  # fmt: skip
-    """Fill dx, if given; return the partials of the weight's gradient, if x is given, and of the bias's."""
+def backward(
+    dy: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    stats: Tensor,
+    dx: Tensor | None,
+    sizes: tuple[int, ...],
+    need_dw: bool,
+    need_db: bool,
+) -> Tensor | None:
+    """Fill dx, if given; return the partials of the weight's and the bias's gradient, if one of them is needed.
+
+    Those of the weight are there if it is needed and, for rows that no program holds, if x is given; the bias's always
+    are for such rows.
+    """
     B, G, C, S = sizes
+    if _holds_backward(C, S):
+        tile = _backward_tile(G, C, S, dy.element_size())
+        shares = _shares(B, G, tile, dy.device)
+        partials = None
+        if need_dw or need_db:
+            partials = empty((shares, need_dw + need_db, G * C), torch.float32, dy.device)
+        wrap_triton(group_norm_backward_kernel)[(cdiv(G, tile["BLOCK_G"]) * shares,)](
+            dy, x, weight, stats, dx, partials, *sizes, HAS_DW=need_dw, HAS_DB=need_db, **tile
+        )
+        return partials
     if x is not None and dx is not None and _walks(2 * C * S * x.element_size(), B * G, dy.device):
         tile = _walk_tile(C, S, x.element_size(), 2)
         partials = empty((B * cdiv(S, tile["BLOCK_S"]), 2, G * C), torch.float32, dy.device)
-        wrap_triton(group_norm_walk_backward_kernel)[(B * G,)](dy, x, weight, stats, dx, partials, B, G, C, S, **tile)
+        wrap_triton(group_norm_walk_backward_kernel)[(B * G,)](dy, x, weight, stats, dx, partials, *sizes, **tile)
         return partials
     tile = _long_tile(C, S)
     blocks = cdiv(C, tile["BLOCK_C"])
     pieces, piece = _pieces(S, tile["BLOCK_S"], max(1, MAX_PIECES // C))
     partials = empty((B * pieces, 1 if x is None else 2, G * C), torch.float32, dy.device)
     wrap_triton(group_norm_long_backward_sums_kernel)[(B * G * blocks * pieces,)](
-        dy, x, stats, partials, B, G, C, S, pieces, piece, **tile
+        dy, x, stats, partials, *sizes, pieces, piece, **tile
     )
     if dx is not None:
         wrap_triton(group_norm_long_backward_kernel)[(B * G * blocks * cdiv(S, tile["BLOCK_S"]),)](
-            dy, x, weight, stats, partials, dx, B, G, C, S, pieces, BLOCK_K=256, **tile
+            dy, x, weight, stats, partials, dx, *sizes, pieces, BLOCK_K=256, **tile
         )
     return partials

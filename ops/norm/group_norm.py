@@ -37,14 +37,7 @@ from torch import Tensor
 
 from llmk.ops.common.rows import contiguous
 from llmk.ops.common.sums import sum_affine
-from llmk.ops.norm._group_norm_kernels import (
-    fits_backward,
-    fits_forward,
-    long_backward,
-    long_forward,
-    short_backward,
-    short_forward,
-)
+from llmk.ops.norm import _group_norm_kernels as kernels
 from llmk.ops.norm._moments import affine_gradient, centered, moments_on_cpu, share_on_cpu
 from llmk.registry import (
     PARTIAL,
@@ -90,24 +83,27 @@ def _group_norm_fwd(
     G, (B, C, S) = num_groups, _sizes(input, num_groups)
     y = empty(x.shape, x.dtype, x.device)
     stats = empty((3, B, G), torch.float32, x.device)
-    fill = short_forward if fits_forward(C, S) else long_forward
-    fill(x, weight, bias, y, stats, (B, G, C, S), eps)
+    kernels.forward(x, weight, bias, y, stats, (B, G, C, S), eps)
     return y, stats
 
 
 def _group_norm_bwd(
-    grad: Tensor, input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, stats: Tensor,
-    need_input: bool, need_weight: bool, need_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    stats: Tensor,
+    need_input: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     dy, x = grad.contiguous(), input.contiguous() if need_input or need_weight else None
     G, (B, C, S) = num_groups, _sizes(input, num_groups)
     scale, stats = weight.contiguous() if need_input and weight is not None else None, stats.contiguous()
     dx = empty(input.shape, input.dtype, input.device) if need_input else None
     dw, db = affine_gradient(weight, need_weight, grad), affine_gradient(bias, need_bias, grad)
-    if fits_backward(C, S):
-        partials = short_backward(dy, x, scale, stats, dx, (B, G, C, S), need_weight, need_bias)
-    else:
-        partials = long_backward(dy, x, scale, stats, dx, (B, G, C, S))
+    partials = kernels.backward(dy, x, scale, stats, dx, (B, G, C, S), need_weight, need_bias)
     if partials is not None and (need_weight or need_bias):
         sum_affine(partials, dw if need_weight else None, db if need_bias else None)
     return dx if dx is not None else no_gradient(grad), dw, db

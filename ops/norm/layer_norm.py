@@ -108,18 +108,28 @@ def layer_norm_kernel(
         for i in range(0, BLOCK_M):
             row = tl.program_id(0).to(tl.int64) * BLOCK_M + i
             if row < M:
-                normalize_if_huge(
-                    x_ptr + row * x_stride, w_ptr, b_ptr, y_ptr + row * N, stats_ptr + row, stats_ptr + M + row, None,
-                    N, 1, eps,
-                )  # fmt: skip
+                x_row, y_row = x_ptr + row * x_stride, y_ptr + row * N
+                normalize_if_huge(x_row, w_ptr, b_ptr, y_row, stats_ptr + row, stats_ptr + M + row, None, N, 1, eps)
 
 
 @jit
 def layer_norm_backward_kernel(
-    dy_ptr, x_ptr, w_ptr, stats_ptr, dx_ptr, partial_ptr, M, N, dy_stride, x_stride,
-    HAS_DW: tl.constexpr, HAS_DB: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    x_ptr,
+    w_ptr,
+    stats_ptr,
+    dx_ptr,
+    partial_ptr,
+    M,
+    N,
+    dy_stride,
+    x_stride,
+    HAS_DW: tl.constexpr,
+    HAS_DB: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
     program = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_N)
     if w_ptr is not None:
@@ -220,9 +230,21 @@ def layer_norm_long_kernel(x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, M, N, x_stride
 
 @jit
 def layer_norm_wide_backward_kernel(
-    dy_ptr, x_ptr, w_ptr, stats_ptr, dx_ptr, partial_ptr, M, N, dy_stride, x_stride,
-    HAS_DW: tl.constexpr, HAS_DB: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    x_ptr,
+    w_ptr,
+    stats_ptr,
+    dx_ptr,
+    partial_ptr,
+    M,
+    N,
+    dy_stride,
+    x_stride,
+    HAS_DW: tl.constexpr,
+    HAS_DB: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
     """One half of the columns: the other half is read for its sums only, from L2, where this half's neighbour is."""
     program = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -285,9 +307,21 @@ def layer_norm_long_backward_means_kernel(
 
 @jit
 def layer_norm_long_backward_kernel(
-    dy_ptr, x_ptr, w_ptr, stats_ptr, means_ptr, dx_ptr, partial_ptr, M, N, dy_stride, x_stride,
-    HAS_DW: tl.constexpr, HAS_DB: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    x_ptr,
+    w_ptr,
+    stats_ptr,
+    means_ptr,
+    dx_ptr,
+    partial_ptr,
+    M,
+    N,
+    dy_stride,
+    x_stride,
+    HAS_DW: tl.constexpr,
+    HAS_DB: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """One block of columns, a share of the rows."""
     program = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -331,48 +365,6 @@ def _wide_tile(dy: Tensor, weight: Tensor | None) -> dict[str, int]:
     return {"BLOCK_N": WIDE_BLOCK, "num_warps": WIDE_WARPS, "NUM_STAGES": 3 if 2 * stage <= 160 * 1024 else 2}
 
 
-def _long_programs(N: int, wide: int, device: torch.device) -> int:
-    """Programs of the backward pass for each block of columns: pairs for rows of up to `wide` columns."""
-    return cdiv(num_programs(device, 1), 2) if wide >= N else row_shares(cdiv(N, LONG_BACKWARD["BLOCK_N"]), device)
-
-
-def _long_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor, stats: Tensor, eps: float) -> None:
-    """Fill y and stats; rows of any length."""
-    M, N = x.shape
-    wrap_triton(layer_norm_long_kernel)[(M,)](x, weight, bias, y, stats, M, N, x.stride(0), eps, **LONG_FORWARD)
-
-
-def _wide_backward(
-    dy: Tensor, x: Tensor | None, weight: Tensor | None, stats: Tensor, dx: Tensor | None, partials: Tensor | None,
-    programs: int, need_dw: bool, need_db: bool,
-) -> None:  # fmt: skip
-    """Fill dx and partials where given; rows of at most two halves of WIDE_BLOCK."""
-    M, N = dy.shape
-    wrap_triton(layer_norm_wide_backward_kernel)[(programs, 2)](
-        dy, x, weight, stats, dx, partials, M, N, dy.stride(0), x.stride(0) if x is not None else 0,
-        HAS_DW=need_dw, HAS_DB=need_db, **_wide_tile(dy, weight),
-    )  # fmt: skip
-
-
-def _long_backward(
-    dy: Tensor, x: Tensor | None, weight: Tensor | None, stats: Tensor, dx: Tensor | None, partials: Tensor | None,
-    programs: int, need_dw: bool, need_db: bool,
-) -> None:  # fmt: skip
-    """Fill dx and partials where given; rows of any length."""
-    M, N = dy.shape
-    means = None
-    x_stride = x.stride(0) if x is not None else 0
-    if dx is not None:
-        means = empty((2, M), torch.float32, dy.device)
-        wrap_triton(layer_norm_long_backward_means_kernel)[(M,)](
-            dy, x, weight, stats, means, M, N, dy.stride(0), x_stride, **LONG_FORWARD
-        )
-    wrap_triton(layer_norm_long_backward_kernel)[(programs, cdiv(N, LONG_BACKWARD["BLOCK_N"]))](
-        dy, x, weight, stats, means, dx, partials, M, N, dy.stride(0), x_stride,
-        HAS_DW=need_dw, HAS_DB=need_db, **LONG_BACKWARD,
-    )  # fmt: skip
-
-
 def _widths(dy: Tensor, x: Tensor | None) -> tuple[int, int]:
     """The widest row that one program holds backward, and the widest that a pair of programs does."""
     if rows_aligned(dy, x):
@@ -385,7 +377,9 @@ def _programs(M: int, N: int, held: int, wide: int, device: torch.device) -> int
     if held >= N:
         tile = _backward_tile(N)
         return grid_cap(cdiv(M, tile["BLOCK_M"]), num_programs(device, 16 // tile["num_warps"]))
-    return grid_cap(M, _long_programs(N, wide, device))
+    if wide >= N:
+        return grid_cap(M, cdiv(num_programs(device, 1), 2))  # pairs
+    return grid_cap(M, row_shares(cdiv(N, LONG_BACKWARD["BLOCK_N"]), device))
 
 
 def _layer_norm_fwd(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
@@ -399,14 +393,20 @@ def _layer_norm_fwd(input: Tensor, weight: Tensor | None, bias: Tensor | None, e
             x, weight, bias, y, stats, M, N, x.stride(0), eps, **tile
         )
     else:
-        _long_forward(x, weight, bias, y, stats, eps)
+        wrap_triton(layer_norm_long_kernel)[(M,)](x, weight, bias, y, stats, M, N, x.stride(0), eps, **LONG_FORWARD)
     return y, stats
 
 
 def _layer_norm_bwd(
-    grad: Tensor, input: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor,
-    need_input: bool, need_weight: bool, need_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    stats: Tensor,
+    need_input: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     device = input.device
     dy, x = as_rows(grad), as_rows(input) if need_input or need_weight else None
     scale, stats = weight.contiguous() if need_input and weight is not None else None, stats.contiguous()
@@ -418,15 +418,24 @@ def _layer_norm_bwd(
     partials = None
     if need_weight or need_bias:
         partials = empty((programs, need_weight + need_bias, N), torch.float32, device)
+    rows = dy, x, scale, stats
+    sizes = M, N, dy.stride(0), x.stride(0) if x is not None else 0
+    needed = {"HAS_DW": need_weight, "HAS_DB": need_bias}
     if held >= N:
-        wrap_triton(layer_norm_backward_kernel)[(programs,)](
-            dy, x, scale, stats, dx, partials, M, N, dy.stride(0), x.stride(0) if x is not None else 0,
-            HAS_DW=need_weight, HAS_DB=need_bias, **_backward_tile(N),
-        )  # fmt: skip
+        tile = _backward_tile(N)
+        wrap_triton(layer_norm_backward_kernel)[(programs,)](*rows, dx, partials, *sizes, **needed, **tile)
     elif wide >= N:
-        _wide_backward(dy, x, scale, stats, dx, partials, programs, need_weight, need_bias)
+        tile = _wide_tile(dy, scale)
+        wrap_triton(layer_norm_wide_backward_kernel)[(programs, 2)](*rows, dx, partials, *sizes, **needed, **tile)
     else:
-        _long_backward(dy, x, scale, stats, dx, partials, programs, need_weight, need_bias)
+        means = None
+        if dx is not None:
+            means = empty((2, M), torch.float32, device)
+            wrap_triton(layer_norm_long_backward_means_kernel)[(M,)](*rows, means, *sizes, **LONG_FORWARD)
+        grid = (programs, cdiv(N, LONG_BACKWARD["BLOCK_N"]))
+        wrap_triton(layer_norm_long_backward_kernel)[grid](
+            *rows, means, dx, partials, *sizes, **needed, **LONG_BACKWARD
+        )
     if partials is not None:
         sum_affine(partials, dw if need_weight else None, db if need_bias else None)
     return dx if dx is not None else no_gradient(grad), dw, db

@@ -296,33 +296,6 @@ PART = {"BLOCK_H": 1024, "num_warps": 4}
 """The columns of a token's vectors that one program holds."""
 
 
-def _long_programs(M: int, H: int, device: torch.device) -> int:
-    """Into how many shares the backward pass divides M tokens, each of which leaves a row of partials."""
-    return grid_cap(M, row_shares(cdiv(H, PART["BLOCK_H"]), device))
-
-
-def _long_forward(v: Tensor, query: Tensor, weight: Tensor, y: Tensor, scores: Tensor, ms: Tensor, eps: float) -> None:
-    """Fill y, scores and ms, given `[N, M, H]`."""
-    N, M, H = v.shape
-    strides = v.stride(0), v.stride(1)
-    wrap_triton(attention_residual_scores_kernel)[(N * M,)](v, query, weight, scores, ms, M, H, *strides, eps, **WALK)
-    wrap_triton(attention_residual_mix_kernel)[(M, cdiv(H, PART["BLOCK_H"]))](v, scores, y, N, M, H, *strides, **PART)
-
-
-def _long_backward(
-    dy: Tensor, v: Tensor, query: Tensor, weight: Tensor, scores: Tensor, ms: Tensor, dv: Tensor,
-    partials: Tensor | None, programs: int,
-) -> None:  # fmt: skip
-    """Fill dv and the partials, of which each program leaves two rows."""
-    N, M, H = v.shape
-    strides = dy.stride(0), v.stride(0), v.stride(1)
-    da = empty((N, M), torch.float32, v.device)
-    wrap_triton(attention_residual_dots_kernel)[(N * M,)](dy, v, da, M, H, *strides, **WALK)
-    wrap_triton(attention_residual_long_backward_kernel)[(programs, cdiv(H, PART["BLOCK_H"]))](
-        dy, v, query, weight, scores, ms, da, dv, partials, N, M, H, *strides, **PART
-    )
-
-
 def _as_matrices(blocks: Tensor) -> Tensor:
     """`[N, ..., H]` as `[N, M, H]` with neighbouring columns side by side; copies only where strides leave no way."""
     rows = blocks.unsqueeze(1) if blocks.dim() == 2 else blocks.flatten(1, -2)
@@ -334,33 +307,46 @@ def _attention_residual_fwd(blocks: Tensor, query: Tensor, weight: Tensor, eps: 
     N, M, H = v.shape
     y = empty(blocks.shape[1:], blocks.dtype, blocks.device)
     scores, ms = (empty(blocks.shape[:-1], torch.float32, blocks.device) for _ in range(2))
+    rows, strides = (v, query, weight), (v.stride(0), v.stride(1))
     if _held(MAX_FORWARD_BLOCK, v):
         tile = _tile(H)
-        wrap_triton(attention_residual_kernel)[(cdiv(M, tile["BLOCK_M"]),)](
-            v, query, weight, y, scores, ms, N, M, H, v.stride(0), v.stride(1), eps, **tile
-        )
+        grid = (cdiv(M, tile["BLOCK_M"]),)
+        wrap_triton(attention_residual_kernel)[grid](*rows, y, scores, ms, N, M, H, *strides, eps, **tile)
     else:
-        _long_forward(v, query, weight, y, scores, ms, eps)
+        wrap_triton(attention_residual_scores_kernel)[(N * M,)](*rows, scores, ms, M, H, *strides, eps, **WALK)
+        grid = (M, cdiv(H, PART["BLOCK_H"]))
+        wrap_triton(attention_residual_mix_kernel)[grid](v, scores, y, N, M, H, *strides, **PART)
     return y, scores, ms
 
 
 def _attention_residual_bwd(
-    grad: Tensor, blocks: Tensor, query: Tensor, weight: Tensor, scores: Tensor, ms: Tensor,
-    need_query: bool, need_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    blocks: Tensor,
+    query: Tensor,
+    weight: Tensor,
+    scores: Tensor,
+    ms: Tensor,
+    need_query: bool,
+    need_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     v, dy, query, weight = _as_matrices(blocks), as_rows(grad), query.contiguous(), weight.contiguous()
     scores, ms = scores.contiguous(), ms.contiguous()
     N, M, H = v.shape
-    held, tile = _held(MAX_BACKWARD_BLOCK, v, dy), _tile(H)
-    programs = _programs(M, tile, v.device) if held else _long_programs(M, H, v.device)
+    held, tile, blocks_of_columns = _held(MAX_BACKWARD_BLOCK, v, dy), _tile(H), cdiv(H, PART["BLOCK_H"])
+    programs = _programs(M, tile, v.device) if held else grid_cap(M, row_shares(blocks_of_columns, v.device))
     dv = empty(blocks.shape, blocks.dtype, blocks.device)
     partials = empty((programs, 2, H), torch.float32, v.device) if need_query or need_weight else None
+    strides = dy.stride(0), v.stride(0), v.stride(1)
     if held:
         wrap_triton(attention_residual_backward_kernel)[(programs,)](
-            dy, v, query, weight, scores, ms, dv, partials, N, M, H, dy.stride(0), v.stride(0), v.stride(1), **tile
+            dy, v, query, weight, scores, ms, dv, partials, N, M, H, *strides, **tile
         )
     else:
-        _long_backward(dy, v, query, weight, scores, ms, dv, partials, programs)
+        da = empty((N, M), torch.float32, v.device)
+        wrap_triton(attention_residual_dots_kernel)[(N * M,)](dy, v, da, M, H, *strides, **WALK)
+        wrap_triton(attention_residual_long_backward_kernel)[(programs, blocks_of_columns)](
+            dy, v, query, weight, scores, ms, da, dv, partials, N, M, H, *strides, **PART
+        )
     dquery = empty((H,), query.dtype, query.device) if need_query else None
     dweight = empty((H,), weight.dtype, weight.device) if need_weight else None
     if partials is not None:
