@@ -80,9 +80,17 @@ def _add_places(total, dy_ptr, order_ptr, begin, end, cols, H, dy_stride, BLOCK_
 
 @jit
 def embedding_backward_chunk_kernel(
-    dy_ptr, order_ptr, keys_ptr, chunk_ptr, V, H, dy_stride,
-    CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    order_ptr,
+    keys_ptr,
+    chunk_ptr,
+    V,
+    H,
+    dy_stride,
+    CHUNK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
     """The sum of a chunk of the sorted places, if all of it belongs to one row."""
     blocks = tl.cdiv(H, BLOCK_H)
     chunk = tl.program_id(0) // blocks

@@ -111,12 +111,11 @@ def fused_product(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, z: 
     (M, K), N = x.shape, weight.shape[0]
     tile = _tile(N, K, x.element_size())
     bias = contiguous(bias)
+    # Triton's interpreter multiplies the integers that it keeps bfloat16 in, unless they are widened.
+    options = {"ACTIVATION": activation, "EVEN_K": K % tile["BLOCK_K"] == 0, "WIDEN": INTERPRET}
     wrap_triton(matmul_activation_kernel)[(cdiv(M, tile["BLOCK_M"]) * cdiv(N, tile["BLOCK_N"]),)](
-        x, weight, bias, y, z, M, N, K, x.stride(0), x.stride(1), weight.stride(0), weight.stride(1),
-        ACTIVATION=activation, EVEN_K=K % tile["BLOCK_K"] == 0,
-        WIDEN=INTERPRET,  # Triton's interpreter multiplies the integers that it keeps bfloat16 in
-        **tile,
-    )  # fmt: skip
+        x, weight, bias, y, z, M, N, K, *x.stride(), *weight.stride(), **options, **tile
+    )
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> None:
@@ -162,10 +161,19 @@ def _dz(dy, kept, ACTIVATION: tl.constexpr, FROM_Y: tl.constexpr):
 
 @jit
 def linear_act_backward_kernel(
-    dy_ptr, kept_ptr, dz_ptr, db_ptr, M, N, dy_stride,
-    ACTIVATION: tl.constexpr, FROM_Y: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    kept_ptr,
+    dz_ptr,
+    db_ptr,
+    M,
+    N,
+    dy_stride,
+    ACTIVATION: tl.constexpr,
+    FROM_Y: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
     """dz in one block of columns and a share of the rows, and that share's part of db."""
     cols = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     share = tl.program_id(1).to(tl.int64)
@@ -205,10 +213,10 @@ def activation_gradient(grad: Tensor, kept: Tensor, activation: str, need_db: bo
     shares = grid_cap(cdiv(M, tile["BLOCK_M"]), max(1, num_programs(grad.device, 4) // max(1, blocks)))
     dz = torch.empty((M, N), dtype=grad.dtype, device=grad.device)
     partials = torch.empty((shares, N), dtype=torch.float32, device=grad.device) if need_db else None
+    options = {"ACTIVATION": activation, "FROM_Y": not keeps_z(activation, grad.dtype)}
     wrap_triton(linear_act_backward_kernel)[(blocks, shares)](
-        dy, kept, dz, partials, M, N, dy.stride(0),
-        ACTIVATION=activation, FROM_Y=not keeps_z(activation, grad.dtype), **tile,
-    )  # fmt: skip
+        dy, kept, dz, partials, M, N, dy.stride(0), **options, **tile
+    )
     if partials is None:
         return dz, torch.empty((0,), dtype=grad.dtype, device=grad.device)
     return dz, sum_partials(partials, grad.dtype)

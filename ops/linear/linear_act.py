@@ -124,9 +124,14 @@ def _linear_act_fwd(
 
 
 def _linear_act_bwd(
-    grad: Tensor, output: Tensor | None, z: Tensor | None, input: Tensor | None, weight: Tensor | None,
-    activation: str, need_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    output: Tensor | None,
+    z: Tensor | None,
+    input: Tensor | None,
+    weight: Tensor | None,
+    activation: str,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """dx where there is a weight, dW where there is an input, db where asked for; an empty tensor for each other.
 
     Of `output` and `z` at most one is there.
@@ -314,9 +319,13 @@ def linear_act_resized(rows: int, device: torch.device, dtype: torch.dtype) -> S
 
 def linear_act_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     for M, K, N, activation in [
-        (8192, 4096, 14336, "relu"), (8192, 8192, 8192, "relu"), (32768, 1024, 4096, "relu"),
-        (8192, 4096, 14336, "gelu_tanh"), (8192, 4096, 14336, "relu_squared"), (32768, 1024, 4096, "silu"),
-    ]:  # fmt: skip
+        (8192, 4096, 14336, "relu"),
+        (8192, 8192, 8192, "relu"),
+        (32768, 1024, 4096, "relu"),
+        (8192, 4096, 14336, "gelu_tanh"),
+        (8192, 4096, 14336, "relu_squared"),
+        (32768, 1024, 4096, "silu"),
+    ]:
         x = torch.randn(M, K, device=device, dtype=dtype)
         weight = torch.randn(N, K, device=device, dtype=dtype) / K**0.5
         yield Sample((x, weight), {"activation": activation}, why=f"{M}x{K}x{N} {activation}")

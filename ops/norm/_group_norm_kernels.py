@@ -312,22 +312,10 @@ def group_norm_walk_backward_kernel(
         dot += dw
     total, dot = sum_pair(total, dot, 0)
     D = C * S
+    moments = (mean, share, rstd)
     for i in tl.range(tiles, num_stages=NUM_STAGES):
         _write_dx(
-            dy_ptr,
-            x_ptr,
-            w_ptr,
-            dx_ptr,
-            row,
-            tiles - 1 - i,
-            G,
-            C,
-            S,
-            (mean, share, rstd),
-            total / D,
-            dot / D,
-            BLOCK_C,
-            BLOCK_S,
+            dy_ptr, x_ptr, w_ptr, dx_ptr, row, tiles - 1 - i, G, C, S, moments, total / D, dot / D, BLOCK_C, BLOCK_S
         )
 
 

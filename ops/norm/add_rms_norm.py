@@ -59,9 +59,15 @@ def _add_rms_norm_fwd(
 
 
 def _add_rms_norm_bwd(
-    grad: Tensor, grad_h: Tensor | None, h: Tensor, weight: Tensor | None, ms: Tensor, eps: float, offset: float,
+    grad: Tensor,
+    grad_h: Tensor | None,
+    h: Tensor,
+    weight: Tensor | None,
+    ms: Tensor,
+    eps: float,
+    offset: float,
     need_weight: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     return norm.backward(grad, grad_h, h, weight, ms, eps, offset, need_weight)
 
 

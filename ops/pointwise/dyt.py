@@ -113,9 +113,15 @@ def _dyt_fwd(input: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None) 
 
 
 def _dyt_bwd(
-    grad: Tensor, input: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None,
-    need_alpha: bool, need_weight: bool, need_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    input: Tensor,
+    alpha: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    need_alpha: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dy, x = as_rows(grad), as_rows(input)
     (M, N), device = x.shape, input.device
     blocks = cdiv(N, BLOCK["BLOCK_N"])
@@ -123,10 +129,10 @@ def _dyt_bwd(
     dx = empty(input.shape, input.dtype, device)
     sums = empty((shares, need_weight + need_bias, N), torch.float32, device) if need_weight or need_bias else None
     alphas = empty((shares, blocks), torch.float32, device) if need_alpha else None
+    needed, sizes = {"HAS_DW": need_weight, "HAS_DB": need_bias}, (M, N, dy.stride(0), x.stride(0))
     wrap_triton(dyt_backward_kernel)[(shares, blocks)](
-        dy, x, alpha, weight.contiguous(), dx, sums, alphas, M, N, dy.stride(0), x.stride(0),
-        HAS_DW=need_weight, HAS_DB=need_bias, NUM_STAGES=3, **BLOCK,
-    )  # fmt: skip
+        dy, x, alpha, weight.contiguous(), dx, sums, alphas, *sizes, **needed, NUM_STAGES=3, **BLOCK
+    )
     dw = empty((N,), weight.dtype, device) if need_weight else None
     db = empty((N,), bias.dtype, device) if need_bias and bias is not None else None
     if sums is not None:

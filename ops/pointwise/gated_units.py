@@ -82,9 +82,19 @@ def gated_unit_kernel(
 
 @jit
 def gated_unit_backward_kernel(
-    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, N, dy_stride, gate_stride, up_stride, grad_stride,
-    ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    gate_ptr,
+    up_ptr,
+    dgate_ptr,
+    dup_ptr,
+    N,
+    dy_stride,
+    gate_stride,
+    up_stride,
+    grad_stride,
+    ACTIVATION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     row, cols = _place(N, BLOCK_N)
     mask = cols < N
     gate_ptr += row * gate_stride
@@ -132,10 +142,10 @@ def _gated_unit_bwd(grad: Tensor, gate: Tensor, up: Tensor | None, activation: s
     dup = no_gradient(grad) if up is None else empty(up.shape, gate.dtype, gate.device)
     block = _block(N)
     # A packed gradient is handed over once: two views of one buffer would be copied under functionalization.
+    strides = dy.stride(0), gate_rows.stride(0), up_stride, gate_rows.shape[1]
     wrap_triton(gated_unit_backward_kernel)[(M * cdiv(N, block["BLOCK_N"]),)](
-        dy, gate_rows, up_rows, dgate, None if up is None else dup, N,
-        dy.stride(0), gate_rows.stride(0), up_stride, gate_rows.shape[1], ACTIVATION=activation, **block,
-    )  # fmt: skip
+        dy, gate_rows, up_rows, dgate, None if up is None else dup, N, *strides, ACTIVATION=activation, **block
+    )
     return dgate, dup
 
 

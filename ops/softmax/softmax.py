@@ -94,7 +94,7 @@ def softmax_kernel(
 @jit
 def softmax_backward_kernel(
     dy_ptr, y_ptr, dx_ptr, M, N, dy_stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HOLD: tl.constexpr
-):  # fmt: skip
+):
     # Last rows first: what wrote dy and y ended there, and left them in L2.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     rows = program.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -220,11 +220,7 @@ BYTES = 65536
 def _lanes(*tensors: Tensor) -> dict[str, int]:
     """The block of a walk over these tensors, in lanes of 16 bytes."""
     nbytes = BYTES if rows_aligned(*tensors) else BYTES // 4
-    return {
-        "LANES": nbytes // (16 * len(tensors)),
-        "WIDTH": 16 // tensors[0].element_size(),
-        "num_warps": max_warps(),
-    }
+    return {"LANES": nbytes // (16 * len(tensors)), "WIDTH": 16 // tensors[0].element_size(), "num_warps": max_warps()}
 
 
 def _long_forward(x: Tensor, y: Tensor) -> None:
@@ -266,9 +262,8 @@ def softmax_columns_kernel(
 
 @jit
 def softmax_columns_backward_kernel(
-    dy_ptr, y_ptr, dx_ptr, N, C, dy_stride_outer, dy_stride_n, dy_stride_c,
-    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
+    dy_ptr, y_ptr, dx_ptr, N, C, dy_stride_outer, dy_stride_n, dy_stride_c, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr
+):
     outer, cols = _columns(C, BLOCK_C)
     n = tl.arange(0, BLOCK_N).to(tl.int64)[:, None]
     mask = (n < N) & (cols < C)
@@ -306,9 +301,8 @@ def softmax_long_columns_kernel(
 
 @jit
 def softmax_long_columns_backward_kernel(
-    dy_ptr, y_ptr, dx_ptr, N, C, dy_stride_outer, dy_stride_n, dy_stride_c,
-    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
+    dy_ptr, y_ptr, dx_ptr, N, C, dy_stride_outer, dy_stride_n, dy_stride_c, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr
+):
     outer, cols = _columns(C, BLOCK_C)
     dy_ptr += outer * dy_stride_outer + cols * dy_stride_c
     y_ptr += outer * N * C + cols
