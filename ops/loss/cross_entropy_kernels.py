@@ -157,10 +157,6 @@ MOST_ROWS = 128
 """The most rows of a tile: with more than one a thread, what is kept of each row takes the registers."""
 
 
-def _is_short(V: int) -> bool:
-    return V <= LONGEST_SHORT
-
-
 def _short_tile(V: int) -> dict[str, int]:
     """Whole rows, to make up 1024 elements, 16 of a thread."""
     # H200, bf16, 2^26 elements, times the floor of the gradient: 1.28 at 256 classes, 1.40 at 1000, where a program for
@@ -178,34 +174,6 @@ def _short_launch(M: int, V: int, device: torch.device) -> tuple[int, dict[str, 
     tile = _short_tile(V)
     programs = grid_cap(cdiv(M, tile["BLOCK_M"]), num_programs(device, 64 // tile["num_warps"]))
     return programs, tile | {"NUM_STAGES": 3}
-
-
-def _short_losses(logits: Tensor, target: Tensor, loss: Tensor, count: Tensor, stats: Tensor, options: Options) -> None:
-    """Fill the loss, the count and the statistics of the rows of logits `[M, V]`."""
-    M, V = logits.shape
-    programs, tile = _short_launch(M, V, logits.device)
-    wrap_triton(cross_entropy_short_kernel)[(programs,)](
-        logits, target, options.contiguous_weight(), loss, count, stats,
-        M, V, logits.stride(0), options.ignore_index, options.smoothing, options.z_loss, options.softcap or None,
-        SMOOTH=options.smoothing > 0, **tile,
-    )  # fmt: skip
-
-
-def _short_gradients(
-    grad: Tensor, divisor: Tensor | None, logits: Tensor, target: Tensor, stats: Tensor, dlogits: Tensor,
-    options: Options,
-) -> None:  # fmt: skip
-    """Fill dlogits `[M, V]`, which may be the logits, for the gradient of each row `[M]` or of all of them `[]`."""
-    M, V = logits.shape
-    tile = _short_tile(V)
-    first_class, num_classes = options.columns or (None, None)
-    wrap_triton(cross_entropy_short_backward_kernel)[(cdiv(M, tile["BLOCK_M"]),)](
-        grad, divisor, logits, target.contiguous(), options.contiguous_weight(), options.weight_sum(),
-        stats.contiguous(), dlogits,
-        M, V, grad.stride(0) if grad.dim() else 0, logits.stride(0), dlogits.stride(0),
-        options.ignore_index, options.smoothing, options.z_loss, options.softcap or None, first_class, num_classes,
-        SMOOTH=options.smoothing > 0, **tile,
-    )  # fmt: skip
 
 
 ALIGNED = tl.constexpr(16)
@@ -226,11 +194,9 @@ def _first_aligned(start, V, UNALIGNED: tl.constexpr):
 
 
 @jit
-def _add_block(
-    m, total, weight_sum, below, x_ptr, weight_ptr, cols, end, softcap,
-    SMOOTH: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+def _add_block(statistics, x_ptr, weight_ptr, cols, end, softcap, SMOOTH: tl.constexpr, MASKED: tl.constexpr):
     """A row's running statistics with the columns below `end` counted in; all are, unless MASKED."""
+    m, total, weight_sum, below = statistics
     mask = cols < end if MASKED else None
     x = capped(tl.load(x_ptr + cols, mask=mask, other=float("-inf") if MASKED else None), softcap)
     if MASKED:
@@ -251,9 +217,8 @@ def _add_block(
 
 @jit
 def row_statistics(
-    x_ptr, start, weight_ptr, V, counts, softcap,
-    SMOOTH: tl.constexpr, UNALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
+    x_ptr, start, weight_ptr, V, counts, softcap, SMOOTH: tl.constexpr, UNALIGNED: tl.constexpr, BLOCK_V: tl.constexpr
+):
     """A row's maximum and sum, and with smoothing sum_c(w_c) and sum_c(w_c * (m - x_c)): small where x is large.
 
     A row that does not count is not read: it has no maximum and no sum.
@@ -264,10 +229,10 @@ def row_statistics(
     below = tl.full((), 0.0, dtype=tl.float32)
     head, first = _first_aligned(start, V, UNALIGNED)
     if UNALIGNED:
+        cols, end = tl.arange(0, ALIGNED), tl.where(counts, head, 0)
         m, total, weight_sum, below = _add_block(
-            m, total, weight_sum, below, x_ptr + start, weight_ptr, tl.arange(0, ALIGNED), tl.where(counts, head, 0),
-            softcap, SMOOTH, True,
-        )  # fmt: skip
+            (m, total, weight_sum, below), x_ptr + start, weight_ptr, cols, end, softcap, SMOOTH, True
+        )
         if weight_ptr is not None:
             weight_ptr += head
     x_ptr += first
@@ -276,11 +241,11 @@ def row_statistics(
     whole = end // BLOCK_V * BLOCK_V
     for col in range(0, whole, BLOCK_V):
         m, total, weight_sum, below = _add_block(
-            m, total, weight_sum, below, x_ptr, weight_ptr, col + tl.arange(0, BLOCK_V), V, softcap, SMOOTH, False
+            (m, total, weight_sum, below), x_ptr, weight_ptr, col + tl.arange(0, BLOCK_V), V, softcap, SMOOTH, False
         )
     for col in range(whole, end, BLOCK_V):  # once, or not at all
         m, total, weight_sum, below = _add_block(
-            m, total, weight_sum, below, x_ptr, weight_ptr, col + tl.arange(0, BLOCK_V), V, softcap, SMOOTH, True
+            (m, total, weight_sum, below), x_ptr, weight_ptr, col + tl.arange(0, BLOCK_V), V, softcap, SMOOTH, True
         )
     return m, total, weight_sum, below
 
@@ -310,11 +275,22 @@ def cross_entropy_kernel(
 
 @jit
 def _store_gradient(
-    x_ptr, dx_ptr, cols, end, classes, num_classes,
-    target, counts, valid, w_t, g, m, total, weight_ptr, weight_sum_ptr,
-    smoothing, z_loss, softcap, SMOOTH: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    dx_ptr,
+    cols,
+    end,
+    classes,
+    num_classes,
+    row_values,
+    weights,
+    options,
+    SMOOTH: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """The gradient of a row's columns below `end`; all are, unless MASKED."""
+    target, counts, valid, w_t, g, m, total = row_values
+    weight_ptr, weight_sum_ptr = weights
+    smoothing, z_loss, softcap = options
     mask = cols < end if MASKED else None
     read = everywhere(counts, cols)
     # A row that does not count is not read: its gradient is zero whatever it holds.
@@ -359,15 +335,16 @@ def cross_entropy_backward_kernel(
     g = tl.load(grad_ptr + row * grad_stride)
     if divisor_ptr is not None:
         g = g / tl.load(divisor_ptr)  # div_rn's slow path would cost 40 registers
+    row_values = (target, counts, valid, w_t, g, m, total)
+    weights, options = (weight_ptr, weight_sum_ptr), (smoothing, z_loss, softcap)
     head, x_first = _first_aligned(row * x_stride, V, UNALIGNED)
     _, dx_first = _first_aligned(row * dx_stride, V, UNALIGNED)
     if UNALIGNED and block == 0:
         cols = tl.arange(0, ALIGNED)
+        x_row, dx_row = x_ptr + row * x_stride, dx_ptr + row * dx_stride
         _store_gradient(
-            x_ptr + row * x_stride, dx_ptr + row * dx_stride, cols, head, first_class + cols, num_classes,
-            target, counts, valid, w_t, g, m, total, weight_ptr, weight_sum_ptr, smoothing, z_loss, softcap,
-            SMOOTH, True,
-        )  # fmt: skip
+            x_row, dx_row, cols, head, first_class + cols, num_classes, row_values, weights, options, SMOOTH, True
+        )
     x_ptr += x_first
     dx_ptr += dx_first
     V -= head
@@ -376,16 +353,12 @@ def cross_entropy_backward_kernel(
     # A mask whose end is no multiple of 16 takes vectors apart, so whole blocks go without.
     if RAGGED and block * BLOCK_V + BLOCK_V <= V:
         _store_gradient(
-            x_ptr, dx_ptr, cols, V, first_class + cols, num_classes,
-            target, counts, valid, w_t, g, m, total, weight_ptr, weight_sum_ptr, smoothing, z_loss, softcap,
-            SMOOTH, False,
-        )  # fmt: skip
+            x_ptr, dx_ptr, cols, V, first_class + cols, num_classes, row_values, weights, options, SMOOTH, False
+        )
     else:
         _store_gradient(
-            x_ptr, dx_ptr, cols, V, first_class + cols, num_classes,
-            target, counts, valid, w_t, g, m, total, weight_ptr, weight_sum_ptr, smoothing, z_loss, softcap,
-            SMOOTH, True,
-        )  # fmt: skip
+            x_ptr, dx_ptr, cols, V, first_class + cols, num_classes, row_values, weights, options, SMOOTH, True
+        )
 
 
 def row_block(V: int) -> dict[str, int]:
@@ -406,41 +379,20 @@ def unaligned(*rows: Tensor) -> bool:
     )
 
 
-def _long_losses(logits: Tensor, target: Tensor, loss: Tensor, count: Tensor, stats: Tensor, options: Options) -> None:
-    """Fill the loss, the count and the statistics of the rows of logits `[M, V]`."""
-    M, V = logits.shape
-    wrap_triton(cross_entropy_kernel)[(M,)](
-        logits, target, options.contiguous_weight(), loss, count, stats,
-        M, V, logits.stride(0), options.ignore_index, options.smoothing, options.z_loss, options.softcap or None,
-        SMOOTH=options.smoothing > 0, UNALIGNED=unaligned(logits), **row_block(V),
-    )  # fmt: skip
-
-
-def _long_gradients(
-    grad: Tensor, divisor: Tensor | None, logits: Tensor, target: Tensor, stats: Tensor, dlogits: Tensor,
-    options: Options,
-) -> None:  # fmt: skip
-    """Fill dlogits `[M, V]`, which may be the logits, for the gradient of each row `[M]` or of all of them `[]`."""
-    M, V = logits.shape
-    block = row_block(V)
-    first_class, num_classes = options.columns or (None, None)
-    wrap_triton(cross_entropy_backward_kernel)[(M * cdiv(V, block["BLOCK_V"]),)](
-        grad, divisor, logits, target.contiguous(), options.contiguous_weight(), options.weight_sum(),
-        stats.contiguous(), dlogits,
-        M, V, grad.stride(0) if grad.dim() else 0, logits.stride(0), dlogits.stride(0),
-        options.ignore_index, options.smoothing, options.z_loss, options.softcap or None, first_class, num_classes,
-        SMOOTH=options.smoothing > 0, UNALIGNED=unaligned(logits, dlogits),
-        RAGGED=V % ALIGNED.value != 0, LEAVE_IGNORED=options.leave_ignored, **block,
-    )  # fmt: skip
-
-
 def row_losses(logits: Tensor, target: Tensor, options: Options) -> Rows:
     """By the kernels, of `[..., V]` logits and `[...]` targets."""
     logits, target = as_rows(logits), target.contiguous()
+    M, V = logits.shape
     loss, count = (empty(target.shape, torch.float32, logits.device) for _ in range(2))
     stats = empty((2, *target.shape), torch.float32, logits.device)
-    launch = _short_losses if _is_short(logits.shape[1]) else _long_losses
-    launch(logits, target, loss, count, stats, options)
+    rows = logits, target, options.contiguous_weight(), loss, count, stats
+    sizes, smooth = (M, V, logits.stride(0)), options.smoothing > 0
+    if V <= LONGEST_SHORT:
+        programs, tile = _short_launch(M, V, logits.device)
+        wrap_triton(cross_entropy_short_kernel)[(programs,)](*rows, *sizes, *options.numbers(), SMOOTH=smooth, **tile)
+    else:
+        switches = {"SMOOTH": smooth, "UNALIGNED": unaligned(logits)}
+        wrap_triton(cross_entropy_kernel)[(M,)](*rows, *sizes, *options.numbers(), **switches, **row_block(V))
     return Rows(loss, count, stats)
 
 
@@ -457,9 +409,22 @@ def row_gradients(
 
     The rows of `dlogits`, which it fills, are contiguous, and may be those of `logits`.
     """
-    logits, dlogits = as_rows(logits), as_rows(dlogits)
-    launch = _short_gradients if _is_short(logits.shape[1]) else _long_gradients
-    launch(grad.reshape(-1) if grad.dim() else grad, divisor, logits, target, stats, dlogits, options)
+    grad, logits, dlogits = grad.reshape(-1) if grad.dim() else grad, as_rows(logits), as_rows(dlogits)
+    M, V = logits.shape
+    weights = options.contiguous_weight(), options.weight_sum()
+    rows = grad, divisor, logits, target.contiguous(), *weights, stats.contiguous(), dlogits
+    sizes = M, V, grad.stride(0) if grad.dim() else 0, logits.stride(0), dlogits.stride(0)
+    numbers, smooth = (*options.numbers(), *(options.columns or (None, None))), options.smoothing > 0
+    if V <= LONGEST_SHORT:
+        tile = _short_tile(V)
+        grid = (cdiv(M, tile["BLOCK_M"]),)
+        wrap_triton(cross_entropy_short_backward_kernel)[grid](*rows, *sizes, *numbers, SMOOTH=smooth, **tile)
+    else:
+        block = row_block(V)
+        switches = {"SMOOTH": smooth, "UNALIGNED": unaligned(logits, dlogits), "RAGGED": V % ALIGNED.value != 0}
+        switches["LEAVE_IGNORED"] = options.leave_ignored
+        grid = (M * cdiv(V, block["BLOCK_V"]),)
+        wrap_triton(cross_entropy_backward_kernel)[grid](*rows, *sizes, *numbers, **switches, **block)
 
 
 KERNELS = RowLoss(row_losses, row_gradients, sum_to_scalar, mean_of_rows)

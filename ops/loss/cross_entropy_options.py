@@ -38,6 +38,10 @@ class Options(NamedTuple):
     def contiguous_weight(self) -> Tensor | None:
         return self.weight.contiguous() if self.weight is not None else None
 
+    def numbers(self) -> tuple[int, float, float, float | None]:
+        """Return the options as kernels take them; a softcap of None is off."""
+        return self.ignore_index, self.smoothing, self.z_loss, self.softcap or None
+
     def class_weights(self, num_classes: int, device: torch.device) -> Tensor:
         """In float32, one for each class, for plain PyTorch."""
         if self.weight is None:

@@ -281,27 +281,34 @@ def _giou_loss_fwd(boxes: Tensor, targets: Tensor, reduction: str, eps: float) -
         block_p, tile = next_power_of_2(most), MANY
         partials = empty((2, block_p), torch.float32, device)
         arrived = torch.zeros((1,), dtype=torch.int32, device=device)
+    options = {"MEAN": reduction == "mean", "PROGRAMS": block_p}
     wrap_triton(giou_loss_sum_kernel)[grid](
-        b, t, loss, count, partials, arrived, N, b_stride, t_stride, eps,
-        MEAN=reduction == "mean", PROGRAMS=block_p, **tile,
-    )  # fmt: skip
+        b, t, loss, count, partials, arrived, N, b_stride, t_stride, eps, **options, **tile
+    )
     return loss, count
 
 
 def _giou_loss_bwd(
-    grad: Tensor, boxes: Tensor, targets: Tensor, count: Tensor, reduction: str, eps: float,
-    need_boxes: bool, need_targets: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    boxes: Tensor,
+    targets: Tensor,
+    count: Tensor,
+    reduction: str,
+    eps: float,
+    need_boxes: bool,
+    need_targets: bool,
+) -> tuple[Tensor, Tensor]:
     N, device = boxes.numel() // 4, boxes.device
     (b, b_stride), (t, t_stride) = _packed(boxes), _packed(targets)
     dy = grad.reshape(-1) if reduction == "none" else grad
     dboxes = empty(boxes.shape, boxes.dtype, device) if need_boxes else no_gradient(grad)
     dtargets = empty(targets.shape, targets.dtype, device) if need_targets else no_gradient(grad)
+    divisor = count if reduction == "mean" else None
+    gradients = dboxes if need_boxes else None, dtargets if need_targets else None
+    dy_stride = dy.stride(0) if reduction == "none" else None
     wrap_triton(giou_loss_backward_kernel)[(cdiv(N, TILE["BLOCK"]),)](
-        dy, b, t, count if reduction == "mean" else None,
-        dboxes if need_boxes else None, dtargets if need_targets else None,
-        N, dy.stride(0) if reduction == "none" else None, b_stride, t_stride, eps, **TILE,
-    )  # fmt: skip
+        dy, b, t, divisor, *gradients, N, dy_stride, b_stride, t_stride, eps, **TILE
+    )
     return dboxes, dtargets
 
 
@@ -314,11 +321,8 @@ def _compare_cpu(boxes: Tensor, targets: Tensor, eps: float) -> tuple[Tensor, ..
     (b1, b2), (t1, t2) = boxes.float().split(2, -1), targets.float().split(2, -1)
     lower, upper = torch.maximum(b1, t1), torch.minimum(b2, t2)
     size_b, size_t, inner = b2 - b1, t2 - t1, upper - lower
-    outer, out_b, out_t = (
-        torch.maximum(b2, t2) - torch.minimum(b1, t1),
-        lower - b1 + (b2 - upper),
-        lower - t1 + (t2 - upper),
-    )
+    outer = torch.maximum(b2, t2) - torch.minimum(b1, t1)
+    out_b, out_t = lower - b1 + (b2 - upper), lower - t1 + (t2 - upper)
     overlap = (inner > 0).all(-1)
     sizes = size_b, size_t, inner, outer, out_b, out_t
     (wb, hb), (wt, ht), (iw, ih), (cw, ch), (bw, bh), (tw, th) = (size.unbind(-1) for size in sizes)
@@ -326,9 +330,8 @@ def _compare_cpu(boxes: Tensor, targets: Tensor, eps: float) -> tuple[Tensor, ..
     union = excess + torch.where(overlap, iw * ih, 0.0)
     gap = torch.where(overlap, bw * th + tw * bh, cw * ch - union)
     both = overlap.unsqueeze(-1)
-    inner, out_b, out_t = (
-        torch.where(both, inner, 0.0), torch.where(both, out_b, size_b), torch.where(both, out_t, size_t)
-    )  # fmt: skip
+    inner = torch.where(both, inner, 0.0)
+    out_b, out_t = torch.where(both, out_b, size_b), torch.where(both, out_t, size_t)
     return overlap, inner, out_b, out_t, outer, excess, union + eps, gap, cw * ch + eps
 
 

@@ -92,9 +92,17 @@ def _tile(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @jit
 def kl_div_kernel(
-    x_ptr, t_ptr, loss_ptr, M, N, x_stride, t_stride,
-    LOG_TARGET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    t_ptr,
+    loss_ptr,
+    M,
+    N,
+    x_stride,
+    t_stride,
+    LOG_TARGET: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     rows, cols, mask = _tile(tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
     x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
     t = tl.load(t_ptr + rows * t_stride + cols, mask=mask, other=0.0).to(tl.float32)
@@ -104,9 +112,18 @@ def kl_div_kernel(
 
 @jit
 def kl_div_sum_kernel(
-    x_ptr, t_ptr, partial_ptr, M, N, x_stride, t_stride, tiles,
-    LOG_TARGET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    t_ptr,
+    partial_ptr,
+    M,
+    N,
+    x_stride,
+    t_stride,
+    tiles,
+    LOG_TARGET: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         rows, cols, mask = _tile(tile, M, N, BLOCK_M, BLOCK_N)
@@ -209,11 +226,11 @@ def _kl_div_bwd(
     dinput, dtarget = (
         empty(target.shape if needed else (0,), target.dtype, target.device) for needed in (need_input, need_target)
     )
+    gradients = dinput if need_input else None, dtarget if need_target else None
+    strides = *((0, 0) if reduced else g.stride()), 0 if x is None else x.stride(0), t.stride(0)
     wrap_triton(kl_div_backward_kernel)[(_tiles(t, tile),)](
-        g, x, t, dinput if need_input else None, dtarget if need_target else None, M, N,
-        *((0, 0) if reduced else g.stride()), 0 if x is None else x.stride(0), t.stride(0), divisor,
-        LOG_TARGET=log_target, REDUCED=reduced, **tile,
-    )  # fmt: skip
+        g, x, t, *gradients, M, N, *strides, divisor, LOG_TARGET=log_target, REDUCED=reduced, **tile
+    )
     return dinput, dtarget
 
 

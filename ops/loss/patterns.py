@@ -97,9 +97,8 @@ def _divergence_by_hand() -> Pattern:
     of_scores = Call("mul", Call("softmax", scores, axis), Call("sub", Call("log_softmax", scores, axis), x))
     each = of_logarithms | of_scores
     by_row = Call("mean", Call("sum", each, [Arg("summed")]))
-    return With("reduction", "batchmean", by_row) | With("reduction", "sum", Call("sum", each)) | With(
-        "reduction", "mean", Call("mean", each)
-    )  # fmt: skip
+    total, mean = Call("sum", each), Call("mean", each)
+    return With("reduction", "batchmean", by_row) | With("reduction", "sum", total) | With("reduction", "mean", mean)
 
 
 def _build_divergence_by_hand(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
