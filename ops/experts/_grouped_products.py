@@ -200,10 +200,10 @@ def _launch_product(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | N
     y = empty((N, D), x.dtype, x.device)
     size, tile = x.element_size(), _tile(x.element_size())
     tiles_m, tiles_o = cdiv(N, tile["BLOCK_M"]) + E, cdiv(D, 64)
+    blocks = {"BLOCK_D": 64, "BLOCK_H": 128 // size, "BLOCK_E": next_power_of_2(E)}
     wrap_triton(grouped_product_kernel)[(tiles_m * tiles_o,)](
-        x, weight, contiguous(bias), offsets, y, E, D, H, x.stride(0), x.stride(1), *weight.stride(),
-        BLOCK_D=64, BLOCK_H=128 // size, BLOCK_E=next_power_of_2(E), **tile,
-    )  # fmt: skip
+        x, weight, contiguous(bias), offsets, y, E, D, H, *x.stride(), *weight.stride(), **blocks, **tile
+    )
     return y
 
 
@@ -221,10 +221,10 @@ def grouped_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
         return torch.nn.functional.grouped_mm(a.t(), b, offs=offsets)
     out = empty((E, A, B), a.dtype, a.device)
     size = a.element_size()
+    blocks = {"BLOCK_A": 64, "BLOCK_B": 64} | _tile(size) | {"BLOCK_M": 128 // size}
     wrap_triton(grouped_outer_kernel)[(cdiv(A, 64) * cdiv(B, 64), E)](
-        a, b, offsets, out, A, B, a.stride(0), a.stride(1), b.stride(0), b.stride(1),
-        BLOCK_A=64, BLOCK_B=64, **(_tile(size) | {"BLOCK_M": 128 // size}),
-    )  # fmt: skip
+        a, b, offsets, out, A, B, *a.stride(), *b.stride(), **blocks
+    )
     return out
 
 

@@ -129,9 +129,14 @@ def _moe_experts_up_fwd(
 
 
 def _moe_experts_up_bwd(
-    grad: Tensor, input: Tensor | None, gate_up: Tensor | None, order: Tensor, positions: Tensor, offsets: Tensor,
+    grad: Tensor,
+    input: Tensor | None,
+    gate_up: Tensor | None,
+    order: Tensor,
+    positions: Tensor,
+    offsets: Tensor,
     transposed: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """dx where there is a weight, its gradient where there is an input; an empty tensor for each other."""
     dx = dw = None
     if gate_up is not None:
@@ -252,10 +257,10 @@ def _moe_experts_down_bwd(
     extra = None
     if need_weights and down_bias is not None:
         extra = dot_rows(down_bias, indices, grad, torch.float32)
+    needs = {"need_hidden": need_down, "need_weights": need_weights}
     hidden, drows, dweights = gated_rows_backward(
-        dh, rows, gate_up_bias, weights, extra, indices, order, offsets, gate,
-        need_hidden=need_down, need_weights=need_weights,
-    )  # fmt: skip
+        dh, rows, gate_up_bias, weights, extra, indices, order, offsets, gate, **needs
+    )
     del dh  # before the weight's gradient takes more
     ddown = None
     if hidden is not None:
@@ -519,10 +524,10 @@ def moe_experts(
     check_number("alpha", alpha, TINY, LARGEST, "a finite positive number")
     check_finite("up_offset", up_offset)
     rows, order, positions, offsets = moe_experts_up_fwd(input, gate_up, indices, transposed)
+    options = activation, interleaved, transposed, limit, alpha, up_offset
     return moe_experts_down_fwd(
-        rows, gate_up_bias, down, down_bias, weights, indices, order, positions, offsets,
-        activation, interleaved, transposed, limit, alpha, up_offset,
-    )  # fmt: skip
+        rows, gate_up_bias, down, down_bias, weights, indices, order, positions, offsets, *options
+    )
 
 
 def _check_matrices(input: Tensor, gate_up: Tensor, down: Tensor, transposed: bool) -> None:

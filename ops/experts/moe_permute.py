@@ -161,9 +161,7 @@ def _permute_backward(ctx, grad):
     return moe_permute_bwd(grad, *ctx.saved_tensors), None, None
 
 
-moe_permute_fwd.register_autograd(
-    _permute_backward, setup_context=_setup_permute, depends_on=[["input"]]
-)  # fmt: skip
+moe_permute_fwd.register_autograd(_permute_backward, setup_context=_setup_permute, depends_on=[["input"]])
 
 
 def _setup_unpermute(ctx, inputs, output) -> None:
