@@ -23,7 +23,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.activations import activate, activate_with_slope, activation, activation_with_slope
+from llmk.ops.common.activations import activate, activate_with_grad, activation, activation_with_grad
 from llmk.ops.common.math import everywhere
 from llmk.ops.common.rows import contiguous
 from llmk.registry import empty, jit, next_power_of_2, wrap_triton
@@ -137,13 +137,13 @@ def gated_rows_backward_kernel(
         if LIMITED:
             gate = tl.where(gate > limit, limit, gate)
             up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-        activated, slope = activate_with_slope(alpha * gate, ACTIVATION)
+        activated, derivative = activate_with_grad(alpha * gate, ACTIVATION)
         activated, up = activated / alpha, up + up_offset
         total += tl.where(cols < F, activated * up * dh, 0.0)
         if hidden_ptr is not None:
             hidden = weight * (activated * up)
             tl.store(hidden_ptr + row * F + cols, hidden.to(hidden_ptr.dtype.element_ty), mask=cols < F)
-        dgate, dup = dh * weight * up * slope, dh * weight * activated
+        dgate, dup = dh * weight * up * derivative, dh * weight * activated
         if LIMITED:  # last: 0 times an infinite gate is NaN
             dgate, dup = tl.where(gate_within, dgate, 0.0), tl.where(up_within, dup, 0.0)
         _store_two(drows_ptr + row * (2 * F), dgate, dup, start, F, INTERLEAVED, BLOCK_F)
@@ -218,10 +218,10 @@ def gated_rows_backward_cpu(dh: Tensor, rows: Tensor, weights: Tensor, gate: Gat
     gate_within, up_within = g <= gate.limit, u.abs() <= gate.limit
     if gate.limit > 0:
         g, u = g.clamp(max=gate.limit), u.clamp(-gate.limit, gate.limit)
-    activated, slope = activation_with_slope(gate.alpha * g, gate.activation)
+    activated, derivative = activation_with_grad(gate.alpha * g, gate.activation)
     activated, u = activated / gate.alpha, u + gate.up_offset
     h, weighted = activated * u, dh * weights.unsqueeze(1)
-    dg, du = weighted * u * slope, weighted * activated
+    dg, du = weighted * u * derivative, weighted * activated
     if gate.limit > 0:  # last: 0 times an infinite gate is NaN
         dg, du = torch.where(gate_within, dg, 0.0), torch.where(up_within, du, 0.0)
     return weights.unsqueeze(1) * h, _joined(dg, du, gate.interleaved), (h * dh).sum(1)

@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.activations import activate, activate_with_slope, activation_with_slope
+from llmk.ops.common.activations import activate, activate_with_grad, activation_with_grad
 from llmk.ops.common.rows import aligned, as_rows, contiguous
 from llmk.ops.common.sums import sum_partials
 from llmk.registry import cdiv, grid_cap, jit, next_power_of_2, num_programs, size_hint, wrap_triton
@@ -154,8 +154,8 @@ def _dz(dy, kept, ACTIVATION: tl.constexpr, FROM_Y: tl.constexpr):
         root = tl.sqrt_rn(kept) if FROM_Y else kept
         dz = tl.where(kept <= 0.0, 0.0, dy * (2.0 * root))
     else:
-        _, slope = activate_with_slope(kept, ACTIVATION)
-        dz = dy * slope
+        _, grad = activate_with_grad(kept, ACTIVATION)
+        dz = dy * grad
     return dz
 
 
@@ -232,4 +232,4 @@ def activation_gradient_reference(grad: Tensor, kept: Tensor | None, activation:
         return torch.where(kept <= 0, 0.0, dy)
     if activation == "relu_squared":
         return torch.where(kept <= 0, 0.0, dy * (2 * (kept.sqrt() if from_y else kept)))
-    return dy * activation_with_slope(kept, activation)[1]
+    return dy * activation_with_grad(kept, activation)[1]

@@ -1,7 +1,7 @@
 r"""A linear layer and its activation, fused where the product is not slowed by more than the traffic that it saves.
 
-Sources: `torch.nn.functional.linear` for the layer, `activations.py` for the activations f and their slopes f'; the
-vendor's epilogue, https://docs.nvidia.com/cuda/cublas/ (CUBLASLT_EPILOGUE_GELU_BIAS, the tanh form).
+Sources: `torch.nn.functional.linear` for the layer, `activations.py` for the activations f and their derivatives f';
+the vendor's epilogue, https://docs.nvidia.com/cuda/cublas/ (CUBLASLT_EPILOGUE_GELU_BIAS, the tanh form).
 
 Forward, for x [M, K], W [N, K] and b [N]:
 
@@ -15,10 +15,10 @@ Backward, given dy:
     dW = dz^T @ x
     db = the column sums of dz, in float32
 
-What is kept of z for the backward pass: nothing for none; y alone for relu, whose slope it tells, and for relu_squared,
-whose slope is 2 sqrt(y) with half of y's rounding error; z itself for gelu, gelu_tanh and silu, which cannot be undone,
-and where float16's range does not hold small squares. Making z again would be a fourth product, a third more time than
-forward and backward take together, to save what PyTorch's composition keeps too.
+What is kept of z for the backward pass: nothing for none; y alone for relu, whose derivative it tells, and for
+relu_squared, whose derivative is 2 sqrt(y) with half of y's rounding error; z itself for gelu, gelu_tanh and silu,
+which cannot be undone, and where float16's range does not hold small squares. Making z again would be a fourth product,
+a third more time than forward and backward take together, to save what PyTorch's composition keeps too.
 
 The product is done in one of three ways, by `choose_path`.
 """

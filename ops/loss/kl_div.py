@@ -246,23 +246,13 @@ def _(input: Tensor, target: Tensor, reduced: bool, divisor: int, log_target: bo
 
 
 @kl_div_bwd.register_kernel("cpu")
-def _(
-    grad: Tensor,
-    input: Tensor | None,
-    target: Tensor,
-    reduced: bool,
-    divisor: int,
-    log_target: bool,
-    need_input: bool,
-    need_target: bool,
-) -> tuple[Tensor, Tensor]:
+def _(grad, input, target, reduced, divisor, log_target, need_input, need_target):
     g, t = grad.float() / divisor if reduced else grad.float(), target.float()
     weight = t.exp() if log_target else t
     dinput = dtarget = torch.empty((0,), dtype=target.dtype, device=target.device)
     if need_input:
         dinput = (-g * weight).to(target.dtype).contiguous()
     if need_target:
-        assert input is not None
         x = input.float()
         log_t = torch.where((g == 0) & (t < 0), 0.0, t.log())
         dt = weight * (t - x) + weight if log_target else log_t + t / t - x

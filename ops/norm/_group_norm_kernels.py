@@ -9,7 +9,7 @@ rows are under way at a time that the second walk finds most of a row in L2.
 
 A few long rows, and very long ones, are read each time by several programs. Forward makes the moments of pieces of a
 row, then merges them in every program that writes a tile. Backward makes the sums of dy and dy * c * rstd over (a piece
-of) each channel's places: the affine gradients are summed from them, and dx needs their sums over the group.
+of) each channel's positions: the affine gradients are summed from them, and dx needs their sums over the group.
 """
 
 import torch
@@ -26,14 +26,14 @@ from llmk.ops.norm._moments import (
     normalize_group_if_huge,
     overflowed,
     piece_moments,
-    share_and_rstd,
+    scale_and_rstd,
 )
 from llmk.registry import cdiv, empty, grid_cap, jit, max_warps, next_power_of_2, num_programs, size_hint, wrap_triton
 
 
 @jit
 def _flat(x):
-    """A row's channels and places as one axis, so that its threads wait for each other once in a sum and not twice."""
+    """Return a row's channels and positions as one axis: threads wait for each other once in a sum, and not twice."""
     return tl.reshape(x, (x.shape[0], x.shape[1] * x.shape[2]))
 
 
@@ -51,9 +51,9 @@ def _sample_rows(start, groups, mask, B, G, C, S, BLOCK_G: tl.constexpr, BLOCK_C
     """The rows of these groups in the samples from start on, and which exist; the tile's offsets and mask."""
     samples = start + tl.arange(0, groups.shape[0]) // BLOCK_G
     rows = samples * G + groups
-    places = tl.arange(0, BLOCK_S)
-    offsets = (rows * C * S)[:, None, None] + (tl.arange(0, BLOCK_C) * S)[None, :, None] + places[None, None, :]
-    mask = (mask & (samples < B)[:, None])[:, :, None] & (places < S)[None, None, :]
+    positions = tl.arange(0, BLOCK_S)
+    offsets = (rows * C * S)[:, None, None] + (tl.arange(0, BLOCK_C) * S)[None, :, None] + positions[None, None, :]
+    mask = (mask & (samples < B)[:, None])[:, :, None] & (positions < S)[None, None, :]
     return rows, (samples < B) & (groups < G), offsets, mask
 
 
@@ -111,18 +111,18 @@ def group_norm_backward_kernel(
     BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, FILLED: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_G groups of a share of the samples."""
+    """Make the gradients in BLOCK_G groups of some samples."""
     blocks = tl.cdiv(G, BLOCK_G)
-    block, share = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
-    shares = tl.num_programs(0) // blocks
+    block, part = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
+    parts = tl.num_programs(0) // blocks
     groups, affine, affine_mask = _channels(block, BLOCK_B * BLOCK_G, G, C, BLOCK_G, BLOCK_C)
     if w_ptr is not None:
         w = tl.load(w_ptr + affine, mask=affine_mask, other=0.0).to(tl.float32)[:, :, None]
     dw = tl.zeros((BLOCK_B * BLOCK_G, BLOCK_C), dtype=tl.float32)
     db = tl.zeros((BLOCK_B * BLOCK_G, BLOCK_C), dtype=tl.float32)
-    part = 1.0 / (C * S)
+    inverse = 1.0 / (C * S)
     # Persistent: the next samples are prefetched while these are computed, and dw and db stay in registers.
-    for start in tl.range(share * BLOCK_B, B, shares * BLOCK_B, num_stages=NUM_STAGES):
+    for start in tl.range(part * BLOCK_B, B, parts * BLOCK_B, num_stages=NUM_STAGES):
         rows, row_mask, offsets, mask = _sample_rows(start, groups, affine_mask, B, G, C, S, BLOCK_G, BLOCK_C, BLOCK_S)
         dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         if HAS_DB:
@@ -132,32 +132,32 @@ def group_norm_backward_kernel(
             mean = tl.load(stats_ptr + rows, mask=row_mask, other=0.0)
             var = tl.load(stats_ptr + B * G + rows, mask=row_mask, other=1.0)
             near = tl.load(stats_ptr + 2 * B * G + rows, mask=row_mask, other=0.0)
-            of_x, rstd = share_and_rstd(var)
-            c = x * of_x[:, None, None] - mean[:, None, None]
+            scale, rstd = scale_and_rstd(var)
+            c = x * scale[:, None, None] - mean[:, None, None]
             if HAS_DW:
                 # dy is zero past a row's end; there x - near times rstd could be infinite.
-                products = tl.sum(dy * (x * of_x[:, None, None] - near[:, None, None]), axis=2)
+                products = tl.sum(dy * (x * scale[:, None, None] - near[:, None, None]), axis=2)
                 dw += rstd[:, None] * (products - (mean - near)[:, None] * tl.sum(dy, axis=2))
             if dx_ptr is not None:
                 if w_ptr is not None:
                     dy *= w
-                # Flat to the end: where a sum went back to channels and places, Triton 3.6 added up each row again, in
-                # every thread, one value after the other.
+                # Flat to the end: where a sum went back to channels and positions, Triton 3.6 added up each row again,
+                # in every thread, one value after the other.
                 g, c = _flat(dy), _flat(c)
                 if BLOCK_C * BLOCK_S == 1:
                     dx = g * c  # zero, and NaN where PyTorch's is
                 else:
-                    total = tl.sum(g, axis=1) * part
+                    total = tl.sum(g, axis=1) * inverse
                     g = _within(g - total[:, None], _flat(mask), FILLED)  # so that g * c is zero there
                     rest, dot = sum_pair(g, g * c, 1)
-                    g -= (rest * part)[:, None]  # corrected like mean
-                    dot = tl.div_rn(dot * part, tl.abs(var))
-                    dx = (of_x * rstd)[:, None] * (g - c * dot[:, None])
+                    g -= (rest * inverse)[:, None]  # corrected like mean
+                    dot = tl.div_rn(dot * inverse, tl.abs(var))
+                    dx = (scale * rstd)[:, None] * (g - c * dot[:, None])
                 dx = tl.reshape(dx, offsets.shape)
                 tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     _, affine, affine_mask = _channels(block, BLOCK_G, G, C, BLOCK_G, BLOCK_C)
     if HAS_DW or HAS_DB:
-        partial_ptr += share * (HAS_DW + HAS_DB) * G * C + affine
+        partial_ptr += part * (HAS_DW + HAS_DB) * G * C + affine
     if HAS_DW:
         dw_sum = tl.sum(tl.reshape(dw, (BLOCK_B, BLOCK_G, BLOCK_C)), axis=0)
         tl.store(partial_ptr, dw_sum, mask=affine_mask)
@@ -218,9 +218,9 @@ def _tile(row, tile, G, C, S, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
     """Return a tile's channels and which of them exist, its offsets and mask, and its column of tiles."""
     columns = tl.cdiv(S, BLOCK_S)
     channels = tile // columns * BLOCK_C + tl.arange(0, BLOCK_C)
-    places = tile % columns * BLOCK_S + tl.arange(0, BLOCK_S)
-    offsets = row * C * S + (channels * S)[:, None] + places[None, :]
-    mask = (channels < C)[:, None] & (places < S)[None, :]
+    positions = tile % columns * BLOCK_S + tl.arange(0, BLOCK_S)
+    offsets = row * C * S + (channels * S)[:, None] + positions[None, :]
+    mask = (channels < C)[:, None] & (positions < S)[None, :]
     return row % G * C + channels, channels < C, offsets, mask, tile % columns
 
 
@@ -233,10 +233,10 @@ def _store_stats(stats_ptr, row, rows, mean, spread, var):
 
 @jit
 def _write_y(x_ptr, w_ptr, b_ptr, y_ptr, row, tile, G, C, S, moments, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
-    mean, share, rstd = moments
+    mean, scale, rstd = moments
     channels, channel_mask, offsets, mask, _ = _tile(row, tile, G, C, S, BLOCK_C, BLOCK_S)
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    y = (x * share - mean) * rstd
+    y = (x * scale - mean) * rstd
     if w_ptr is not None:
         y *= tl.load(w_ptr + channels, mask=channel_mask, other=0.0).to(tl.float32)[:, None]
     if b_ptr is not None:
@@ -249,13 +249,13 @@ def _write_dx(
     dy_ptr, x_ptr, w_ptr, dx_ptr, row, tile, G, C, S, moments, total, dot, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr
 ):
     """Given the means of dy * weight and of dy * weight * c * rstd over the row."""
-    mean, share, rstd = moments
+    mean, scale, rstd = moments
     channels, channel_mask, offsets, mask, _ = _tile(row, tile, G, C, S, BLOCK_C, BLOCK_S)
     dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
     if w_ptr is not None:
         dy *= tl.load(w_ptr + channels, mask=channel_mask, other=0.0).to(tl.float32)[:, None]
-    dx = (share * rstd) * (dy - total - (x * share - mean) * (rstd * dot))  # two factors, not three, in registers
+    dx = (scale * rstd) * (dy - total - (x * scale - mean) * (rstd * dot))  # two factors, not three, in registers
     tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
 
@@ -291,7 +291,7 @@ def group_norm_walk_backward_kernel(
     columns = tl.cdiv(S, BLOCK_S)
     tiles = tl.cdiv(C, BLOCK_C) * columns
     mean, near = tl.load(stats_ptr + row), tl.load(stats_ptr + 2 * B * G + row)
-    share, rstd = share_and_rstd(tl.load(stats_ptr + B * G + row))
+    scale, rstd = scale_and_rstd(tl.load(stats_ptr + B * G + row))
     total = tl.zeros((BLOCK_C,), dtype=tl.float32)
     dot = tl.zeros((BLOCK_C,), dtype=tl.float32)
     for tile in tl.range(tiles, num_stages=NUM_STAGES):
@@ -299,7 +299,7 @@ def group_norm_walk_backward_kernel(
         dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         # dy is zero past the tile's edge; there x - near times rstd could be infinite.
-        db, dw = sum_pair(dy, dy * (x * share - near), 1)
+        db, dw = sum_pair(dy, dy * (x * scale - near), 1)
         dw = rstd * (dw - (mean - near) * db)
         at = partial_ptr + (row // G * columns + column) * 2 * G * C + channels
         tl.store(at, dw, mask=channel_mask)
@@ -312,7 +312,7 @@ def group_norm_walk_backward_kernel(
         dot += dw
     total, dot = sum_pair(total, dot, 0)
     D = C * S
-    moments = (mean, share, rstd)
+    moments = (mean, scale, rstd)
     for i in tl.range(tiles, num_stages=NUM_STAGES):
         _write_dx(
             dy_ptr, x_ptr, w_ptr, dx_ptr, row, tiles - 1 - i, G, C, S, moments, total / D, dot / D, BLOCK_C, BLOCK_S
@@ -323,13 +323,13 @@ def group_norm_walk_backward_kernel(
 def group_norm_long_moments_kernel(
     x_ptr, moments_ptr, D, PIECES, PIECE, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr
 ):
-    """Mean and squared deviations of a piece of a row; of a share of it the squares are negative."""
+    """Mean and squared deviations of a piece of a row; where it is scaled the squares are negative."""
     program = tl.program_id(0).to(tl.int64)
     row, first = program // PIECES, program % PIECES * PIECE
     length = tl.minimum(PIECE, D - first)
-    mean, squares, share = piece_moments(x_ptr + row * D + first, length, BLOCK_N, NUM_STAGES)
+    mean, squares, scale = piece_moments(x_ptr + row * D + first, length, BLOCK_N, NUM_STAGES)
     tl.store(moments_ptr + program, mean)
-    tl.store(moments_ptr + tl.num_programs(0) + program, tl.where(share < 1.0, -squares, squares))
+    tl.store(moments_ptr + tl.num_programs(0) + program, tl.where(scale < 1.0, -squares, squares))
 
 
 @jit
@@ -347,20 +347,20 @@ def group_norm_long_kernel(
     count = tl.where(k < PIECES, tl.minimum(PIECE, D - k * PIECE), 0).to(tl.float32)
     means = tl.load(moments_ptr + row * PIECES + k, mask=k < PIECES, other=0.0)
     squares = tl.load(moments_ptr + (B * G + row) * PIECES + k, mask=k < PIECES, other=0.0)
-    mean, squares, share = merge_pieces(means, squares, count, D)
+    mean, squares, scale = merge_pieces(means, squares, count, D)
     spread = squares / D
-    var = kept_variance(spread, eps, share)
+    var = kept_variance(spread, eps, scale)
     if tile == 0:
         _store_stats(stats_ptr, row, B * G, mean, spread, var)
-    _, rstd = share_and_rstd(var)
-    _write_y(x_ptr, w_ptr, b_ptr, y_ptr, row, tile, G, C, S, (mean, share, rstd), BLOCK_C, BLOCK_S)
+    _, rstd = scale_and_rstd(var)
+    _write_y(x_ptr, w_ptr, b_ptr, y_ptr, row, tile, G, C, S, (mean, scale, rstd), BLOCK_C, BLOCK_S)
 
 
 @jit
 def group_norm_long_backward_sums_kernel(
     dy_ptr, x_ptr, stats_ptr, partial_ptr, B, G, C, S, PIECES, PIECE, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr
 ):
-    """Sums of dy * c * rstd (if x is given) and dy over a piece of the places of BLOCK_C channels."""
+    """Sums of dy * c * rstd (if x is given) and dy over a piece of the positions of BLOCK_C channels."""
     program = tl.program_id(0).to(tl.int64)
     piece, block = program % PIECES, program // PIECES
     blocks = tl.cdiv(C, BLOCK_C)
@@ -369,18 +369,18 @@ def group_norm_long_backward_sums_kernel(
     channel_mask = channels < C
     if x_ptr is not None:
         mean, near = tl.load(stats_ptr + row), tl.load(stats_ptr + 2 * B * G + row)
-        share, rstd = share_and_rstd(tl.load(stats_ptr + B * G + row))
+        scale, rstd = scale_and_rstd(tl.load(stats_ptr + B * G + row))
     dw = tl.zeros((BLOCK_C, BLOCK_S), dtype=tl.float32)
     db = tl.zeros((BLOCK_C, BLOCK_S), dtype=tl.float32)
     for start in range(piece * PIECE, tl.minimum(S, (piece + 1) * PIECE), BLOCK_S):
-        places = start + tl.arange(0, BLOCK_S)
-        mask = channel_mask[:, None] & (places < S)[None, :]
-        offsets = row * C * S + (channels * S)[:, None] + places[None, :]
+        positions = start + tl.arange(0, BLOCK_S)
+        mask = channel_mask[:, None] & (positions < S)[None, :]
+        offsets = row * C * S + (channels * S)[:, None] + positions[None, :]
         dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         db += dy
         if x_ptr is not None:
             x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-            dw += dy * (x * share - near)  # dy is zero past the tile's edge
+            dw += dy * (x * scale - near)  # dy is zero past the tile's edge
     SUMS: tl.constexpr = 1 if x_ptr is None else 2
     partial_ptr += ((row // G * PIECES + piece) * SUMS * G + row % G) * C + channels
     db_sum = tl.sum(db, axis=1)
@@ -414,9 +414,9 @@ def group_norm_long_backward_kernel(
         total += db
     D = tl.cast(C, tl.int64) * S
     mean = tl.load(stats_ptr + row)
-    share, rstd = share_and_rstd(tl.load(stats_ptr + B * G + row))
+    scale, rstd = scale_and_rstd(tl.load(stats_ptr + B * G + row))
     total, dot = sum_pair(total, dot, 0)
-    moments = (mean, share, rstd)
+    moments = (mean, scale, rstd)
     _write_dx(dy_ptr, x_ptr, w_ptr, dx_ptr, row, tile, G, C, S, moments, total / D, dot / D, BLOCK_C, BLOCK_S)
 
 
@@ -430,22 +430,22 @@ MAX_PIECES = 64
 WALK_BYTES = 384 * 1024
 
 
-def _blocks(C: int, S: int, elements: int, places: int) -> dict[str, int]:
-    """A tile of so many elements: a power of two of channels that divides C, each with so many places or more.
+def _blocks(C: int, S: int, elements: int, positions: int) -> dict[str, int]:
+    """A tile of so many elements: a power of two of channels that divides C, each with so many positions or more.
 
-    More channels where places are fewer. A symbolic C becomes a fixed number, as in next_power_of_2.
+    More channels where positions are fewer. A symbolic C becomes a fixed number, as in next_power_of_2.
     """
     C, block_s = int(C), next_power_of_2(S)
-    if block_s > places:
+    if block_s > positions:
         even = C & -C
-        block_s = min(block_s, max(places, elements // even))
+        block_s = min(block_s, max(positions, elements // even))
     return {"BLOCK_C": max(1, min(next_power_of_2(C), elements // block_s)), "BLOCK_S": min(block_s, elements)}
 
 
 def _walk_tile(C: int, S: int, element_size: int, tensors: int) -> dict[str, int]:
     """16 bytes of each tensor for a thread, and the more warps the longer a row.
 
-    A warp reads 256 places of one channel, or two of float32, and sums them without waiting for the other warps.
+    A warp reads 256 positions of one channel, or two of float32, and sums them without waiting for the other warps.
     """
     # H200, bf16, times the floor, forward and backward: 1.71 and 1.80 at 32x512x64x64, 2.15 and 2.01 at 32x1280x16x16,
     # in 32 groups. With prefetch forward 1.82 and 2.27, backward the second 2.35; 32 warps without it the first 1.91.

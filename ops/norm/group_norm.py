@@ -2,7 +2,7 @@ r"""Group normalization.
 
 Source: Wu and He, "Group Normalization", 2018, https://arxiv.org/abs/1803.08494.
 
-The input is `[B, G * C, S]`: samples, groups of C channels, and S places (all the spatial axes as one). A group of a
+The input is `[B, G * C, S]`: samples, groups of C channels, and S positions (all the spatial axes as one). A group of a
 sample is a row of C * S neighbouring values.
 
 Forward, for each row x of D = C * S values:
@@ -15,11 +15,11 @@ Forward, for each row x of D = C * S values:
 Backward, given dy, with c = x - mean and g = dy * weight - mean(dy * weight):
 
     dx      = rstd * (g - c * mean(g * c) / var)
-    dweight = sum over samples and places of dy * c * rstd
+    dweight = sum over samples and positions of dy * c * rstd
             = sum over samples of rstd * (sum(dy * (x - near)) - (mean - near) * sum(dy))
-    dbias   = sum over samples and places of dy
+    dbias   = sum over samples and positions of dy
 
-near is the mean in fewer digits: x - mean rounds alike for all x of a binade, which thousands of places add up, and
+near is the mean in fewer digits: x - mean rounds alike for all x of a binade, which thousands of positions add up, and
 x - near does not round. So the sums for mean and var are about near too, where a row is read once. The corrected mean
 is the float nearest to the mean, so that a row of equal values has variance zero. mean, var and near are kept for the
 backward pass. In a row of one value the terms of dx cancel for good: dx = 0. Where squares overflow, x * 2^-80 stands
@@ -38,7 +38,7 @@ from torch import Tensor
 from llmk.ops.common.rows import contiguous
 from llmk.ops.common.sums import sum_affine
 from llmk.ops.norm import _group_norm_kernels as kernels
-from llmk.ops.norm._moments import affine_gradient, centered, moments_on_cpu, share_on_cpu
+from llmk.ops.norm._moments import affine_gradient, centered, moments_cpu, scale_cpu
 from llmk.registry import (
     PARTIAL,
     REPLICATE,
@@ -69,11 +69,11 @@ def group_norm_reference(
 
 
 def _sizes(input: Tensor, num_groups: int) -> tuple[int, int, int]:
-    """Samples, channels of a group, places."""
-    places = 1
+    """Samples, channels of a group, positions."""
+    positions = 1
     for size in input.shape[2:]:
-        places *= size
-    return input.shape[0], input.shape[1] // num_groups, places
+        positions *= size
+    return input.shape[0], input.shape[1] // num_groups, positions
 
 
 def _group_norm_fwd(
@@ -100,10 +100,10 @@ def _group_norm_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dy, x = grad.contiguous(), input.contiguous() if need_input or need_weight else None
     G, (B, C, S) = num_groups, _sizes(input, num_groups)
-    scale, stats = weight.contiguous() if need_input and weight is not None else None, stats.contiguous()
+    w, stats = weight.contiguous() if need_input and weight is not None else None, stats.contiguous()
     dx = empty(input.shape, input.dtype, input.device) if need_input else None
     dw, db = affine_gradient(weight, need_weight, grad), affine_gradient(bias, need_bias, grad)
-    partials = kernels.backward(dy, x, scale, stats, dx, (B, G, C, S), need_weight, need_bias)
+    partials = kernels.backward(dy, x, w, stats, dx, (B, G, C, S), need_weight, need_bias)
     if partials is not None and (need_weight or need_bias):
         sum_affine(partials, dw if need_weight else None, db if need_bias else None)
     return dx if dx is not None else no_gradient(grad), dw, db
@@ -117,7 +117,7 @@ group_norm_bwd = KernelOp(_group_norm_bwd, launch_cached=True)
 def _(input, num_groups, weight, bias, eps):
     B, C, S = _sizes(input, num_groups)
     x = input.float().reshape(B * num_groups, C * S)
-    c, mean, var = moments_on_cpu(x, eps)
+    c, mean, var = moments_cpu(x, eps)
     y = (c * torch.rsqrt(var.abs())).view(B, num_groups * C, S)
     if weight is not None:
         y = y * weight.float()[:, None]
@@ -131,19 +131,19 @@ def _(grad, input, num_groups, weight, bias, stats, need_input, need_weight, nee
     B, C, S = _sizes(input, num_groups)
     dy = grad.float().reshape(B, num_groups * C, S)
     mean, var, _ = stats.view(3, B * num_groups, 1).unbind()
-    share, var = share_on_cpu(var)
+    scale, var = scale_cpu(var)
     rstd = torch.rsqrt(var)
     dx, dw, db = (no_gradient(grad) for _ in range(3))
     if need_bias:
         db = dy.sum(2).sum(0).to(bias.dtype)
     if need_input or need_weight:
-        c = input.float().reshape(B * num_groups, C * S) * share - mean
+        c = input.float().reshape(B * num_groups, C * S) * scale - mean
         if need_weight:
             dw = (dy * (c * rstd).view(dy.shape)).sum(2).sum(0).to(weight.dtype)
         if need_input:
             g = (dy if weight is None else dy * weight.float()[:, None]).reshape(c.shape)
             g, _ = centered(g)  # of equal values nothing is left
-            dx = share * ((g - c * ((g * c).mean(-1, keepdim=True) / var)) / var.sqrt())
+            dx = scale * ((g - c * ((g * c).mean(-1, keepdim=True) / var)) / var.sqrt())
             dx = dx.to(input.dtype).reshape(input.shape)
     return dx, dw, db
 

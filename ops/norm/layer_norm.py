@@ -41,11 +41,11 @@ from llmk.ops.norm._moments import (
     centered,
     known_rest,
     lane_moments,
-    moments_on_cpu,
+    moments_cpu,
     normalize_if_huge,
     overflowed,
-    share_and_rstd,
-    share_on_cpu,
+    scale_and_rstd,
+    scale_cpu,
 )
 from llmk.ops.norm._patterns import LAYER_NORM
 from llmk.registry import (
@@ -147,9 +147,9 @@ def layer_norm_backward_kernel(
             x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
             mean = tl.load(stats_ptr + rows, mask=rows < M, other=0.0)
             var = tl.load(stats_ptr + M + rows, mask=rows < M, other=1.0)
-            share, rstd = share_and_rstd(var)
-            share, rstd = share[:, None], rstd[:, None]
-            c = tl.where(mask, x * share - mean[:, None], 0.0)
+            scale, rstd = scale_and_rstd(var)
+            scale, rstd = scale[:, None], rstd[:, None]
+            c = tl.where(mask, x * scale - mean[:, None], 0.0)
             if HAS_DW:
                 dw += dy * (c * rstd)
             if dx_ptr is not None:
@@ -165,7 +165,7 @@ def layer_norm_backward_kernel(
                     else:
                         total, dot = sum_pair(dy, dy * c, 1)
                         total /= N
-                    dx = share * rstd * (dy - total[:, None] - c * tl.div_rn(dot / N, tl.abs(var))[:, None])
+                    dx = scale * rstd * (dy - total[:, None] - c * tl.div_rn(dot / N, tl.abs(var))[:, None])
                 tl.store(dx_ptr + rows[:, None] * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if HAS_DW or HAS_DB:
         partial_ptr += program * (HAS_DW + HAS_DB) * N + cols
@@ -261,8 +261,8 @@ def layer_norm_wide_backward_kernel(
             x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
             mean = tl.load(stats_ptr + row)
             var = tl.load(stats_ptr + M + row)
-            share, rstd = share_and_rstd(var)
-            c = x * share - mean
+            scale, rstd = scale_and_rstd(var)
+            c = x * scale - mean
             if HAS_DW:
                 dw += dy * (c * rstd)
             if dx_ptr is not None:
@@ -270,10 +270,10 @@ def layer_norm_wide_backward_kernel(
                 if w_ptr is not None:
                     dy *= w
                     h *= tl.load(w_ptr + others, mask=others < N, other=0.0).to(tl.float32)
-                e = tl.load(x_ptr + row * x_stride + others, mask=others < N, other=0.0).to(tl.float32) * share - mean
+                e = tl.load(x_ptr + row * x_stride + others, mask=others < N, other=0.0).to(tl.float32) * scale - mean
                 # dy and h are zero past the row's end.
                 total, dot = sum_pair(dy + h, dy * c + h * e, 0)
-                dx = share * rstd * (dy - total / N - c * tl.div_rn(dot / N, tl.abs(var)))
+                dx = scale * rstd * (dy - total / N - c * tl.div_rn(dot / N, tl.abs(var)))
                 tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
     if HAS_DW or HAS_DB:
         partial_ptr += program * (HAS_DW + HAS_DB) * N + cols
@@ -290,7 +290,7 @@ def layer_norm_long_backward_means_kernel(
     """mean(dy * weight) and mean(dy * weight * c) / var of each row."""
     row = tl.program_id(0).to(tl.int64)
     mean, var = tl.load(stats_ptr + row), tl.load(stats_ptr + M + row)
-    share, _ = share_and_rstd(var)
+    scale, _ = scale_and_rstd(var)
     total = tl.zeros((BLOCK_N,), dtype=tl.float32)
     dot = tl.zeros((BLOCK_N,), dtype=tl.float32)
     for start in range(0, N, BLOCK_N):
@@ -300,7 +300,7 @@ def layer_norm_long_backward_means_kernel(
         if w_ptr is not None:
             dy *= tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
         total += dy
-        dot += dy * (x * share - mean)  # dy is zero past the row's end
+        dot += dy * (x * scale - mean)  # dy is zero past the row's end
     tl.store(means_ptr + row, tl.sum(total, axis=0) / N)
     tl.store(means_ptr + M + row, tl.div_rn(tl.sum(dot, axis=0) / N, tl.abs(var)))
 
@@ -322,7 +322,7 @@ def layer_norm_long_backward_kernel(
     HAS_DB: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One block of columns, a share of the rows."""
+    """Make the gradients in one block of columns of some rows."""
     program = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     if w_ptr is not None:
@@ -334,15 +334,15 @@ def layer_norm_long_backward_kernel(
         if HAS_DB:
             db += dy
         if x_ptr is not None:
-            share, rstd = share_and_rstd(tl.load(stats_ptr + M + row))
+            scale, rstd = scale_and_rstd(tl.load(stats_ptr + M + row))
             x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
-            c = x * share - tl.load(stats_ptr + row)
+            c = x * scale - tl.load(stats_ptr + row)
             if HAS_DW:
                 dw += dy * (c * rstd)
             if dx_ptr is not None:
                 if w_ptr is not None:
                     dy *= w
-                dx = share * rstd * (dy - tl.load(means_ptr + row) - c * tl.load(means_ptr + M + row))
+                dx = scale * rstd * (dy - tl.load(means_ptr + row) - c * tl.load(means_ptr + M + row))
                 tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
     if HAS_DW or HAS_DB:
         partial_ptr += program * (HAS_DW + HAS_DB) * N + cols
@@ -409,7 +409,7 @@ def _layer_norm_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     device = input.device
     dy, x = as_rows(grad), as_rows(input) if need_input or need_weight else None
-    scale, stats = weight.contiguous() if need_input and weight is not None else None, stats.contiguous()
+    w, stats = weight.contiguous() if need_input and weight is not None else None, stats.contiguous()
     M, N = dy.shape
     dx = empty(input.shape, input.dtype, device) if need_input else None
     dw, db = affine_gradient(weight, need_weight, grad), affine_gradient(bias, need_bias, grad)
@@ -418,14 +418,14 @@ def _layer_norm_bwd(
     partials = None
     if need_weight or need_bias:
         partials = empty((programs, need_weight + need_bias, N), torch.float32, device)
-    rows = dy, x, scale, stats
+    rows = dy, x, w, stats
     sizes = M, N, dy.stride(0), x.stride(0) if x is not None else 0
     needed = {"HAS_DW": need_weight, "HAS_DB": need_bias}
     if held >= N:
         tile = _backward_tile(N)
         wrap_triton(layer_norm_backward_kernel)[(programs,)](*rows, dx, partials, *sizes, **needed, **tile)
     elif wide >= N:
-        tile = _wide_tile(dy, scale)
+        tile = _wide_tile(dy, w)
         wrap_triton(layer_norm_wide_backward_kernel)[(programs, 2)](*rows, dx, partials, *sizes, **needed, **tile)
     else:
         means = None
@@ -448,7 +448,7 @@ layer_norm_bwd = KernelOp(_layer_norm_bwd, launch_cached=True)
 @layer_norm_fwd.register_kernel("cpu")
 def _(input, weight, bias, eps):
     x = input.float()
-    c, mean, var = moments_on_cpu(x, eps)
+    c, mean, var = moments_cpu(x, eps)
     y = c * torch.rsqrt(var.abs())
     if weight is not None:
         y = y * weight.float()
@@ -461,19 +461,19 @@ def _(input, weight, bias, eps):
 def _(grad, input, weight, bias, stats, need_input, need_weight, need_bias):
     dy = grad.float()
     mean, var = stats.unsqueeze(-1).unbind()
-    share, var = share_on_cpu(var)
+    scale, var = scale_cpu(var)
     rstd = torch.rsqrt(var)
     dx, dw, db = (no_gradient(grad) for _ in range(3))
     if need_bias:
         db = dy.reshape(-1, dy.shape[-1]).sum(0).to(bias.dtype)
     if need_input or need_weight:
-        c = input.float() * share - mean
+        c = input.float() * scale - mean
         if need_weight:
             dw = (dy * (c * rstd)).reshape(-1, dy.shape[-1]).sum(0).to(weight.dtype)
         if need_input:
             g = dy if weight is None else dy * weight.float()
             g, _ = centered(g)  # of equal values nothing is left
-            dx = share * ((g - c * ((g * c).mean(-1, keepdim=True) / var)) / var.sqrt())
+            dx = scale * ((g - c * ((g * c).mean(-1, keepdim=True) / var)) / var.sqrt())
             dx = dx.to(input.dtype).contiguous()
     return dx, dw, db
 

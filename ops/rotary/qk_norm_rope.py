@@ -87,11 +87,12 @@ def qk_norm_rope_reference(
 
 @jit
 def _normalize_and_rotate(
-    pointers, cos_ptr, sin_ptr, H, D, R, x_stride_h, eps, offset,
+    pointers, angles, H, D, R, x_stride_h, eps, offset,
     INTERLEAVED: tl.constexpr, NUM_STAGES: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_PASS: tl.constexpr,
 ):  # fmt: skip
     x_ptr, w_ptr, y_ptr = pointers
+    cos_ptr, sin_ptr = angles
     a_cols, b_cols, pair_mask = pair_columns(R, INTERLEAVED, BLOCK_PAIRS)
     ca, cb = load_row(cos_ptr, a_cols, pair_mask), load_row(cos_ptr, b_cols, pair_mask)
     sa, sb = load_row(sin_ptr, a_cols, pair_mask), load_row(sin_ptr, b_cols, pair_mask)
@@ -135,39 +136,14 @@ def qk_norm_rope_kernel(
     sin_ptr += batch * sin_stride_b + s * sin_stride_s
     q_ptr += batch * q_stride_b + s * q_stride_s
     k_ptr += batch * k_stride_b + s * k_stride_s
+    angles = (cos_ptr, sin_ptr)
     q_ptrs = (q_ptr, wq_ptr, yq_ptr + token * HQ * D)
     _normalize_and_rotate(
-        q_ptrs,
-        cos_ptr,
-        sin_ptr,
-        HQ,
-        D,
-        R,
-        q_stride_h,
-        eps,
-        offset,
-        INTERLEAVED,
-        NUM_STAGES,
-        BLOCK_HQ,
-        BLOCK_PAIRS,
-        BLOCK_PASS,
+        q_ptrs, angles, HQ, D, R, q_stride_h, eps, offset, INTERLEAVED, NUM_STAGES, BLOCK_HQ, BLOCK_PAIRS, BLOCK_PASS
     )
     k_ptrs = (k_ptr, wk_ptr, yk_ptr + token * HK * D)
     _normalize_and_rotate(
-        k_ptrs,
-        cos_ptr,
-        sin_ptr,
-        HK,
-        D,
-        R,
-        k_stride_h,
-        eps,
-        offset,
-        INTERLEAVED,
-        NUM_STAGES,
-        BLOCK_HK,
-        BLOCK_PAIRS,
-        BLOCK_PASS,
+        k_ptrs, angles, HK, D, R, k_stride_h, eps, offset, INTERLEAVED, NUM_STAGES, BLOCK_HK, BLOCK_PAIRS, BLOCK_PASS
     )
 
 
