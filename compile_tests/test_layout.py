@@ -16,7 +16,7 @@ import torch
 
 import llmk
 from compile_tests.helpers.stub_driver import stub_driver
-from llmk.ops.loss import row_loss_long
+from llmk.ops.loss import cross_entropy_kernels
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("llmk", "ops", "registry", "opcheck", "compile_tests", "benchmarks", "examples", "docs")
@@ -127,8 +127,8 @@ def test_what_is_shared_has_several_users(path: Path) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "from llmk.ops.norm import _rms_norm",
-        "from llmk.ops.norm._rms_norm import forward",
+        "from llmk.ops.norm import _rms_norm_kernels",
+        "from llmk.ops.norm._rms_norm_kernels import forward",
         "import llmk.ops.norm._moments",
     ],
 )
@@ -253,8 +253,8 @@ def test_the_path_to_a_kernel_is_as_drawn(monkeypatch: pytest.MonkeyPatch) -> No
                 passed.append(str(path.relative_to(ROOT)))
         return wrapped(kernel)
 
-    wrapped = row_loss_long.wrap_triton
-    monkeypatch.setattr(row_loss_long, "wrap_triton", launch)
+    wrapped = cross_entropy_kernels.wrap_triton
+    monkeypatch.setattr(cross_entropy_kernels, "wrap_triton", launch)
     with stub_driver():
         llmk.functional.fused_linear_ce(torch.randn(4, 8), torch.randn(2048, 8), torch.tensor([0, 1, 2, 3]))
     assert len(drawn) <= 6

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import llmk.ops.linear.linear_act
 from llmk.opcheck.calls import call, differentiable_inputs, require_accurate
-from llmk.ops.loss.row_loss_short import LONGEST_SHORT
+from llmk.ops.loss.cross_entropy_kernels import LONGEST_SHORT
 from llmk.registry import OPS, Sample
 from llmk.registry.backends import INTERPRET
 

@@ -8,7 +8,7 @@ import torch
 
 from llmk.opcheck import path_taken
 from llmk.opcheck.calls import call, require_accurate
-from llmk.ops.loss.row_loss_short import LONGEST_SHORT
+from llmk.ops.loss.cross_entropy_kernels import LONGEST_SHORT
 from llmk.registry import OPS
 from llmk.registry.backends import INTERPRET
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from llmk.opcheck.accuracy import accuracy_violation
 from llmk.ops.loss.ce_tvd import ce_tvd_reference
-from llmk.ops.loss.row_loss_short import LONGEST_SHORT
+from llmk.ops.loss.cross_entropy_kernels import LONGEST_SHORT
 
 ops = torch.ops.llmk
 VOCABULARIES = pytest.mark.parametrize("V", [10, LONGEST_SHORT + 1])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from llmk.opcheck.calls import call, require_accurate
 from llmk.ops.linear_loss.chunked import _dynamic_rows, _linear
-from llmk.ops.loss.row_loss_short import LONGEST_SHORT
+from llmk.ops.loss.cross_entropy_kernels import LONGEST_SHORT
 from llmk.registry import OPS, Sample
 from llmk.registry.backends import INTERPRET
 

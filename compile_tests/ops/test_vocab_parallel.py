@@ -26,8 +26,8 @@ from llmk.functional import fused_linear_ce, vocab_parallel_linear_ce
 from llmk.opcheck.calls import call, require_accurate
 from llmk.ops.linear_loss.chunked._dtensors import vocab_mesh_dim
 from llmk.ops.linear_loss.kernels import KERNELS, PYTORCH
-from llmk.ops.loss.row_loss_math import Columns, Options
-from llmk.ops.loss.row_loss_short import LONGEST_SHORT
+from llmk.ops.loss.cross_entropy_kernels import LONGEST_SHORT
+from llmk.ops.loss.cross_entropy_options import Columns, Options
 from llmk.registry import OPS, Sample
 from llmk.registry.backends import INTERPRET
 

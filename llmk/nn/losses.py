@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from llmk import functional
 from llmk.ops.linear_loss.chunked import check_chunk_size, check_temperature
+from llmk.ops.loss.cross_entropy_options import check_loss_numbers
 from llmk.ops.loss.giou_loss import check_giou_options
 from llmk.ops.loss.kl_div import REDUCTIONS
-from llmk.ops.loss.row_loss_math import check_loss_numbers
 from llmk.registry import OPS, check_finite, check_number, check_option, check_switch
 from llmk.registry.private.operators import schema_of
 

@@ -1,4 +1,4 @@
-r"""Activations: one name, its function and its slope, for kernels and for CPU versions.
+r"""Activations: one name, its function and its derivative, for kernels and for CPU versions.
 
 With s(z) = 1 / (1 + exp(-z)), Phi and phi the normal distribution and its density:
 
@@ -65,19 +65,19 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 
 @jit
-def activate_with_slope(x, ACTIVATION: tl.constexpr):
+def activate_with_grad(x, ACTIVATION: tl.constexpr):
     """(f(x), f'(x)), from float32 to float32."""
     if ACTIVATION == "relu":
         y = tl.where(x <= 0.0, 0.0, x)
-        slope = tl.where(x <= 0.0, 0.0, 1.0)
+        grad = tl.where(x <= 0.0, 0.0, 1.0)
     elif ACTIVATION == "relu_squared":
         positive = tl.where(x <= 0.0, 0.0, x)
         y = positive * positive
-        slope = 2.0 * positive
+        grad = 2.0 * positive
     elif ACTIVATION == "gelu":
         cdf = _normal_cdf(x)
         y = x * cdf
-        slope = cdf + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))  # the exponential of the CDF again
+        grad = cdf + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))  # the exponential of the CDF again
     elif ACTIVATION == "gelu_tanh":
         z = x * (1.5957691216057308 + 0.07135481627260025 * x * x)
         # From exp(-|z|), which is at most 1, both s(z) and s(z) s(-z) come without cancellation or overflow.
@@ -87,16 +87,16 @@ def activate_with_slope(x, ACTIVATION: tl.constexpr):
         y = x * s
         # Past 32 the last factor is 0, and times a z' that overflows it would be NaN, as it is for an infinite x.
         near = tl.minimum(tl.maximum(x, -32.0), 32.0) + 0.0 * x
-        slope = s + near * (1.5957691216057308 + 0.21406444881780076 * near * near) * (e * r * r)
+        grad = s + near * (1.5957691216057308 + 0.21406444881780076 * near * near) * (e * r * r)
     elif ACTIVATION == "silu":
         s = tl.sigmoid(x)
         y = x * s
-        slope = s * (1.0 + x * (1.0 - s))
+        grad = s * (1.0 + x * (1.0 - s))
     else:
         tl.static_assert(ACTIVATION == "none", "ACTIVATION is one of ACTIVATIONS")
         y = x
-        slope = tl.full(x.shape, 1.0, tl.float32)
-    return y, slope
+        grad = tl.full(x.shape, 1.0, tl.float32)
+    return y, grad
 
 
 def activation(x: Tensor, name: str) -> Tensor:
@@ -112,8 +112,8 @@ def activation(x: Tensor, name: str) -> Tensor:
     return torch.nn.functional.silu(x) if name == "silu" else x
 
 
-def activation_with_slope(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """`activate_with_slope` in plain PyTorch: float32 to float32."""
+def activation_with_grad(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """`activate_with_grad` in plain PyTorch: float32 to float32."""
     y = activation(x, name)
     if name == "relu":
         return y, torch.where(x <= 0, 0.0, torch.ones_like(x))

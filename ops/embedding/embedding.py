@@ -18,6 +18,7 @@ another each time.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import triton.language as tl
@@ -79,9 +80,17 @@ def _add_places(total, dy_ptr, order_ptr, begin, end, cols, H, dy_stride, BLOCK_
 
 @jit
 def embedding_backward_chunk_kernel(
-    dy_ptr, order_ptr, keys_ptr, chunk_ptr, V, H, dy_stride,
-    CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    order_ptr,
+    keys_ptr,
+    chunk_ptr,
+    V,
+    H,
+    dy_stride,
+    CHUNK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
     """The sum of a chunk of the sorted places, if all of it belongs to one row."""
     blocks = tl.cdiv(H, BLOCK_H)
     chunk = tl.program_id(0) // blocks
@@ -235,8 +244,7 @@ embedding_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
 def embedding_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
+    randn = partial(torch.randn, device=device, dtype=dtype)
 
     def rows(V: int, *shape: int) -> Tensor:
         return torch.randint(0, V, shape, device=device)

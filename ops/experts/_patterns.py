@@ -216,12 +216,11 @@ def _build(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
     if "limit" in values and (limit <= 0 or values["least"] != -limit):
         raise NoMatch("gates and ups have another limit")
     indices, weights = (builder(torch.ops.aten.reshape.default, values[name], [-1, K]) for name in ("ids", "weights"))
-    options = {name: values[name] for name in ("alpha", "up_offset", "gate_up_bias", "down_bias") if name in values}
-    return builder(
-        torch.ops.llmk.moe_experts.default, values["input"], values["gate_up"], values["down"], indices, weights,
-        activation=values["activation"], interleaved=values["interleaved"], transposed=values["transposed"],
-        limit=limit, **options,
-    )  # fmt: skip
+    options = {name: values[name] for name in ("activation", "interleaved", "transposed")} | {"limit": limit}
+    optional = "alpha", "up_offset", "gate_up_bias", "down_bias"
+    options |= {name: values[name] for name in optional if name in values}
+    inputs = values["input"], values["gate_up"], values["down"], indices, weights
+    return builder(torch.ops.llmk.moe_experts.default, *inputs, **options)
 
 
 EXPERTS = (RewritePattern(results=(_experts(),), anchor_ops=PRODUCTS, build=_build, indices={"ids": ("gate_up", 0)}),)

@@ -16,13 +16,19 @@ The device alone knows where groups end: nothing waits for it, and a graph is on
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from llmk.ops.experts._grouped import group_sums, grouped_outer, grouped_rows
-from llmk.ops.experts._grouped_products_cpu import grouped_outer_cpu, grouped_product_cpu
-from llmk.ops.experts._order import check_tokens, groups_of
+from llmk.ops.experts._grouped_products import (
+    group_sums,
+    grouped_outer,
+    grouped_outer_cpu,
+    grouped_product_cpu,
+    grouped_rows,
+)
+from llmk.ops.experts._sorting import check_tokens, groups_of
 from llmk.registry import (
     Cost,
     KernelOp,
@@ -152,8 +158,7 @@ grouped_linear_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
 def grouped_linear_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
+    randn = partial(torch.randn, device=device, dtype=dtype)
 
     def ends(*rows: int) -> Tensor:
         return torch.tensor(rows, device=device, dtype=torch.int32)

@@ -16,11 +16,13 @@ The device alone knows how many rows an expert has: nothing waits for it, and a 
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from llmk.ops.experts._order import (
+from llmk.ops.experts._gather_scatter import dot_rows, gather_rows, scatter_rows, sum_rows
+from llmk.ops.experts._sorting import (
     check_indices,
     check_tokens,
     check_weights,
@@ -28,7 +30,6 @@ from llmk.ops.experts._order import (
     raise_out_of_range,
     sort_by_expert,
 )
-from llmk.ops.experts._rows import dot_rows, gather_rows, spread_rows, sum_rows
 from llmk.registry import Cost, KernelOp, Sample, check_dtype, check_same, public_op, replicate_only
 
 
@@ -67,7 +68,7 @@ def _moe_unpermute_bwd(
 ) -> tuple[Tensor, Tensor]:
     dx = torch.empty((0,), dtype=grad.dtype, device=grad.device)
     if need_dx:
-        dx = spread_rows(grad, positions, weights, input.shape[0])
+        dx = scatter_rows(grad, positions, weights, input.shape[0])
     if weights is None or not need_dw:
         return dx, torch.empty((0,), dtype=grad.dtype, device=grad.device)
     return dx, dot_rows(input, positions, grad, weights.dtype)
@@ -160,9 +161,7 @@ def _permute_backward(ctx, grad):
     return moe_permute_bwd(grad, *ctx.saved_tensors), None, None
 
 
-moe_permute_fwd.register_autograd(
-    _permute_backward, setup_context=_setup_permute, depends_on=[["input"]]
-)  # fmt: skip
+moe_permute_fwd.register_autograd(_permute_backward, setup_context=_setup_permute, depends_on=[["input"]])
 
 
 def _setup_unpermute(ctx, inputs, output) -> None:
@@ -179,8 +178,7 @@ moe_unpermute_fwd.register_autograd(_unpermute_backward, setup_context=_setup_un
 
 
 def moe_permute_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
+    randn = partial(torch.randn, device=device, dtype=dtype)
 
     def experts(E: int, *shape: int) -> Tensor:
         return torch.randint(0, E, shape, device=device)
@@ -257,8 +255,7 @@ def moe_permute(input: Tensor, indices: Tensor, num_experts: int) -> tuple[Tenso
 
 
 def moe_unpermute_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
+    randn = partial(torch.randn, device=device, dtype=dtype)
 
     def rows(T: int, K: int) -> Tensor:
         return torch.randperm(T * K, device=device).view(T, K).int()

@@ -25,6 +25,7 @@ The choice has no gradient, nor has the bias: what balances the load moves it.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import triton.language as tl
@@ -156,9 +157,18 @@ def router_topk_kernel(
 
 @jit
 def router_topk_backward_kernel(
-    dw_ptr, x_ptr, indices_ptr, dx_ptr, E, K, x_stride, scale,
-    SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
+    dw_ptr,
+    x_ptr,
+    indices_ptr,
+    dx_ptr,
+    E,
+    K,
+    x_stride,
+    scale,
+    SOFTMAX: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
     scale = tl.cast(scale, tl.float32)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_E)
@@ -197,18 +207,23 @@ def _block(E: int) -> dict[str, int]:
 
 
 def _router_topk_fwd(
-    input: Tensor, bias: Tensor | None, top_k: int, scoring: str, num_groups: int, topk_groups: int, normalize: bool,
+    input: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    scoring: str,
+    num_groups: int,
+    topk_groups: int,
+    normalize: bool,
     scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     x = as_rows(input)
     T, E = x.shape
     weights = empty((*input.shape[:-1], top_k), torch.float32, x.device)
     indices = empty((*input.shape[:-1], top_k), torch.int64, x.device)
-    wrap_triton(router_topk_kernel)[(T,)](
-        x, contiguous(bias), weights, indices, E, top_k, num_groups, E // num_groups, topk_groups, x.stride(0), scale,
-        SOFTMAX=scoring == "softmax", NORMALIZE=normalize, GROUPED=topk_groups < num_groups,
-        BLOCK_K=next_power_of_2(top_k), BLOCK_G=next_power_of_2(num_groups), **_block(E),
-    )  # fmt: skip
+    sizes = E, top_k, num_groups, E // num_groups, topk_groups, x.stride(0)
+    options = {"SOFTMAX": scoring == "softmax", "NORMALIZE": normalize, "GROUPED": topk_groups < num_groups}
+    blocks = {"BLOCK_K": next_power_of_2(top_k), "BLOCK_G": next_power_of_2(num_groups), **_block(E)}
+    wrap_triton(router_topk_kernel)[(T,)](x, contiguous(bias), weights, indices, *sizes, scale, **options, **blocks)
     return weights, indices
 
 
@@ -218,10 +233,10 @@ def _router_topk_bwd(
     x = as_rows(input)
     T, E = x.shape
     dx = empty(tuple(input.shape), input.dtype, x.device)
+    options = {"SOFTMAX": scoring == "softmax", "NORMALIZE": normalize}
     wrap_triton(router_topk_backward_kernel)[(T,)](
-        grad.contiguous(), x, indices.contiguous(), dx, E, indices.shape[-1], x.stride(0), scale,
-        SOFTMAX=scoring == "softmax", NORMALIZE=normalize, **_block(E),
-    )  # fmt: skip
+        grad.contiguous(), x, indices.contiguous(), dx, E, indices.shape[-1], x.stride(0), scale, **options, **_block(E)
+    )
     return dx
 
 
@@ -294,9 +309,7 @@ router_topk_fwd.register_autograd(_backward, setup_context=_setup_context, depen
 
 
 def router_topk_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
-
+    randn = partial(torch.randn, device=device, dtype=dtype)
     as_deepseek = {"scoring": "sigmoid", "num_groups": 4, "topk_groups": 2, "scale": 2.5}
     yield Sample((randn(8, 16), 2), why="powers of two")
     yield Sample((randn(5, 37), 3), {"normalize": False, "scale": 0.5}, why="odd, not normalized")

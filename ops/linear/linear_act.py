@@ -1,7 +1,7 @@
 r"""A linear layer and its activation, fused where the product is not slowed by more than the traffic that it saves.
 
-Sources: `torch.nn.functional.linear` for the layer, `activations.py` for the activations f and their slopes f'; the
-vendor's epilogue, https://docs.nvidia.com/cuda/cublas/ (CUBLASLT_EPILOGUE_GELU_BIAS, the tanh form).
+Sources: `torch.nn.functional.linear` for the layer, `activations.py` for the activations f and their derivatives f';
+the vendor's epilogue, https://docs.nvidia.com/cuda/cublas/ (CUBLASLT_EPILOGUE_GELU_BIAS, the tanh form).
 
 Forward, for x [M, K], W [N, K] and b [N]:
 
@@ -15,23 +15,32 @@ Backward, given dy:
     dW = dz^T @ x
     db = the column sums of dz, in float32
 
-What is kept of z for the backward pass: nothing for none; y alone for relu, whose slope it tells, and for relu_squared,
-whose slope is 2 sqrt(y) with half of y's rounding error; z itself for gelu, gelu_tanh and silu, which cannot be undone,
-and where float16's range does not hold small squares. Making z again would be a fourth product, a third more time than
-forward and backward take together, to save what PyTorch's composition keeps too.
+What is kept of z for the backward pass: nothing for none; y alone for relu, whose derivative it tells, and for
+relu_squared, whose derivative is 2 sqrt(y) with half of y's rounding error; z itself for gelu, gelu_tanh and silu,
+which cannot be undone, and where float16's range does not hold small squares. Making z again would be a fourth product,
+a third more time than forward and backward take together, to save what PyTorch's composition keeps too.
 
 The product is done in one of three ways, by `choose_path`.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from llmk.ops.common.activations import ACTIVATIONS
 from llmk.ops.common.activations import activation as activation_of
-from llmk.ops.linear._activation_gradient import activation_gradient, activation_gradient_reference, keeps_z
-from llmk.ops.linear._matmul import activate_product, fused_product, product, product_activation, suits
+from llmk.ops.linear._linear_act_kernels import (
+    activate_product,
+    activation_gradient,
+    activation_gradient_reference,
+    fused_product,
+    keeps_z,
+    product,
+    product_activation,
+    suits,
+)
 from llmk.registry import (
     PARTIAL,
     REPLICATE,
@@ -115,9 +124,14 @@ def _linear_act_fwd(
 
 
 def _linear_act_bwd(
-    grad: Tensor, output: Tensor | None, z: Tensor | None, input: Tensor | None, weight: Tensor | None,
-    activation: str, need_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    output: Tensor | None,
+    z: Tensor | None,
+    input: Tensor | None,
+    weight: Tensor | None,
+    activation: str,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """dx where there is a weight, dW where there is an input, db where asked for; an empty tensor for each other.
 
     Of `output` and `z` at most one is there.
@@ -273,8 +287,7 @@ def linear_act_error_bound(
 
 
 def linear_act_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
+    randn = partial(torch.randn, device=device, dtype=dtype)
 
     def sample(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, why: str) -> Sample:
         return Sample((x, weight) if bias is None else (x, weight, bias), {"activation": activation}, why=why)
@@ -306,9 +319,13 @@ def linear_act_resized(rows: int, device: torch.device, dtype: torch.dtype) -> S
 
 def linear_act_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     for M, K, N, activation in [
-        (8192, 4096, 14336, "relu"), (8192, 8192, 8192, "relu"), (32768, 1024, 4096, "relu"),
-        (8192, 4096, 14336, "gelu_tanh"), (8192, 4096, 14336, "relu_squared"), (32768, 1024, 4096, "silu"),
-    ]:  # fmt: skip
+        (8192, 4096, 14336, "relu"),
+        (8192, 8192, 8192, "relu"),
+        (32768, 1024, 4096, "relu"),
+        (8192, 4096, 14336, "gelu_tanh"),
+        (8192, 4096, 14336, "relu_squared"),
+        (32768, 1024, 4096, "silu"),
+    ]:
         x = torch.randn(M, K, device=device, dtype=dtype)
         weight = torch.randn(N, K, device=device, dtype=dtype) / K**0.5
         yield Sample((x, weight), {"activation": activation}, why=f"{M}x{K}x{N} {activation}")

@@ -29,7 +29,7 @@ from llmk.compiler.patterns import (
     reshape_of,
     value_of,
 )
-from llmk.ops.loss.cross_entropy_patterns import capped, cross_entropy_of, loss_options, softcap_of
+from llmk.ops.loss.patterns import capped, cross_entropy_of, loss_options, softcap_of
 
 aten = torch.ops.aten
 

@@ -1,7 +1,7 @@
 r"""A linear layer and the cross entropy of its outputs, without ever holding all the logits.
 
 Sources: `torch.nn.functional.linear_cross_entropy` for the semantics; Hsu et al., "Liger Kernel", 2024,
-https://arxiv.org/abs/2410.10989, for making the gradients in the forward pass; `row_loss.py` for the loss itself.
+https://arxiv.org/abs/2410.10989, for making the gradients in the forward pass; `cross_entropy.py` for the loss itself.
 
 Forward, for x [N, H], W [V, H] and targets [N], a chunk of tokens at a time:
 
@@ -30,7 +30,7 @@ from llmk.ops.linear_loss._patterns import FUSED_LINEAR_CE
 from llmk.ops.linear_loss._records import Make, linear_cost, token_workloads
 from llmk.ops.linear_loss.drivers.cross_entropy import CrossEntropyOps
 from llmk.ops.loss.cross_entropy import cross_entropy_reference
-from llmk.ops.loss.row_loss_short import LONGEST_SHORT
+from llmk.ops.loss.cross_entropy_kernels import LONGEST_SHORT
 from llmk.registry import Cost, Sample, public_op
 
 

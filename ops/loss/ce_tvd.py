@@ -27,10 +27,10 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.rows import as_rows
+from llmk.ops.loss.cross_entropy_cpu import class_index, row_sum_cpu
+from llmk.ops.loss.cross_entropy_kernels import counts_of, row_statistics
+from llmk.ops.loss.cross_entropy_options import counted
 from llmk.ops.loss.divergence_math import exp_of
-from llmk.ops.loss.row_loss_cpu import class_index, row_sum_cpu
-from llmk.ops.loss.row_loss_long import row_statistics
-from llmk.ops.loss.row_loss_math import counted, counts_of
 from llmk.registry import (
     Cost,
     KernelOp,
@@ -139,11 +139,11 @@ def ce_tvd_backward_kernel(
     tl.store(dx_ptr + row * V + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < V)
 
 
-def _block(V: int) -> dict[str, int]:
+def _options(x: Tensor) -> dict[str, int]:
     # A guess: half of what cross entropy takes, for two tensors and four sums.
-    if V <= 8192:
-        return {"BLOCK_V": min(1024, next_power_of_2(V)), "num_warps": 2}
-    return {"BLOCK_V": 2048, "num_warps": 4}
+    V = x.shape[1]
+    block, warps = (min(1024, next_power_of_2(V)), 2) if V <= 8192 else (2048, 4)
+    return {"EXACT": x.dtype == torch.float32, "NUM_STATS": STATS, "BLOCK_V": block, "num_warps": warps}
 
 
 def _ce_tvd_fwd(input: Tensor, teacher: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -152,9 +152,8 @@ def _ce_tvd_fwd(input: Tensor, teacher: Tensor, target: Tensor, ignore_index: in
     ce, tvd = (empty(target.shape, torch.float32, x.device) for _ in range(2))
     stats = empty((*target.shape, STATS), torch.float32, x.device)
     wrap_triton(ce_tvd_kernel)[(M,)](
-        x, y, target.contiguous(), ce, tvd, stats, V, x.stride(0), y.stride(0), ignore_index,
-        EXACT=x.dtype == torch.float32, NUM_STATS=STATS, **_block(V),
-    )  # fmt: skip
+        x, y, target.contiguous(), ce, tvd, stats, V, x.stride(0), y.stride(0), ignore_index, **_options(x)
+    )
     return ce, tvd, stats
 
 
@@ -162,13 +161,12 @@ def _ce_tvd_bwd(
     grad_ce: Tensor, grad_tvd: Tensor, input: Tensor, teacher: Tensor, target: Tensor, stats: Tensor, ignore_index: int
 ) -> Tensor:
     x, y, g, h = as_rows(input), as_rows(teacher), grad_ce.reshape(-1), grad_tvd.reshape(-1)
-    (M, V), block = x.shape, _block(x.shape[1])
+    (M, V), options = x.shape, _options(x)
     dx = empty(input.shape, x.dtype, x.device)
-    wrap_triton(ce_tvd_backward_kernel)[(M * cdiv(V, block["BLOCK_V"]),)](
-        g, h, x, y, target.contiguous(), stats.contiguous(), dx,
-        V, g.stride(0), h.stride(0), x.stride(0), y.stride(0), ignore_index,
-        EXACT=x.dtype == torch.float32, NUM_STATS=STATS, **block,
-    )  # fmt: skip
+    strides = g.stride(0), h.stride(0), x.stride(0), y.stride(0)
+    wrap_triton(ce_tvd_backward_kernel)[(M * cdiv(V, options["BLOCK_V"]),)](
+        g, h, x, y, target.contiguous(), stats.contiguous(), dx, V, *strides, ignore_index, **options
+    )
     return dx
 
 

@@ -1,7 +1,27 @@
-r"""Cross entropy of logits over a vocabulary: the operator around the row kernels of `row_loss.py`.
+r"""Cross entropy of logits over a vocabulary.
 
-The math, forward and backward, and its sources are in that file. One more program reduces their losses to one number.
-The gradient of a mean is divided by its divisor where it is used.
+Sources: `torch.nn.functional.cross_entropy` for the semantics; Milakov and Gimelshein, "Online normalizer calculation
+for softmax", 2018, https://arxiv.org/abs/1805.02867; softcap as in Gemma 2, https://arxiv.org/abs/2408.00118; z-loss as
+in PaLM, https://arxiv.org/abs/2204.02311.
+
+Forward, for a row of V logits, its target t, class weights w (all 1 if not given) and smoothing a, with
+x = softcap(logits) where softcap(u) = c * tanh(u / c), or u when c = 0:
+
+    m    = max(x)
+    lse  = m + log(sum(exp(x - m)))
+    loss = (1 - a) * w_t * (lse - x_t) + a / V * sum_c(w_c * (lse - x_c)) + z_loss * lse^2
+
+A row whose target is `ignore_index` has loss 0. "mean" divides the sum by the sum of w_t over the rows that count.
+
+Backward, given the gradient g of a row's loss, with p = exp(x - lse) and W = sum_c(w_c):
+
+    dx_c      = g * ((1 - a) * w_t * (p_c - [c = t]) + a / V * (W * p_c - w_c) + 2 * z_loss * lse * p_c)
+    dlogits_c = dx_c * (1 - tanh(logits_c / c)^2)         the last factor only with a softcap
+
+Forward reads the logits once, keeping a running maximum and sum; both are kept for the backward pass rather than lse,
+which in float32 loses the digits of large logits. Backward reads the logits once more, recomputes p as
+exp(x - m) / sum and writes the gradient. One more program reduces the losses of rows to one number. The gradient of a
+mean is divided by its divisor where it is used.
 """
 
 from collections.abc import Iterator
@@ -10,10 +30,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.loss._patterns import CROSS_ENTROPY
-from llmk.ops.loss.row_loss import CPU, KERNELS, RowLoss
-from llmk.ops.loss.row_loss_math import Options, check_loss_options
-from llmk.ops.loss.row_loss_short import LONGEST_SHORT
+from llmk.ops.loss.cross_entropy_cpu import CPU
+from llmk.ops.loss.cross_entropy_kernels import KERNELS, LONGEST_SHORT
+from llmk.ops.loss.cross_entropy_options import Options, RowLoss, check_loss_options
+from llmk.ops.loss.patterns import CROSS_ENTROPY
 from llmk.registry import (
     PARTIAL,
     REPLICATE,

@@ -8,7 +8,7 @@ With Q = exp(input), the student's, P = exp(target), the teacher's, and M = beta
     loss = beta * KL(P || M) + (1 - beta) * KL(Q || M)
 
 whose limits in the sense of the papers, divided by beta or 1 - beta, are KL(P || Q) at 0 and KL(Q || P) at 1. The terms
-of one class and their derivatives are in `divergence_math.py`, the kernels in `_divergence_rows.py`.
+of one class and their derivatives are in `divergence_math.py`, the kernels in `_divergence_kernels.py`.
 """
 
 import math
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.loss._divergence_rows import DivergenceOps
+from llmk.ops.loss._divergence_kernels import DivergenceOps
 from llmk.registry import Cost, Sample, check_number, is_sharded, public_op
 
 OPS = DivergenceOps("jsd")

@@ -28,7 +28,7 @@ from torch import Tensor
 from llmk.ops.common.math import LOG2E, exp, log_for_product
 from llmk.ops.common.rows import as_long_rows
 from llmk.ops.common.sums import sum_to_scalar
-from llmk.ops.loss._patterns import KL_DIV
+from llmk.ops.loss.patterns import KL_DIV
 from llmk.registry import (
     PARTIAL,
     REPLICATE,
@@ -92,9 +92,17 @@ def _tile(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @jit
 def kl_div_kernel(
-    x_ptr, t_ptr, loss_ptr, M, N, x_stride, t_stride,
-    LOG_TARGET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    t_ptr,
+    loss_ptr,
+    M,
+    N,
+    x_stride,
+    t_stride,
+    LOG_TARGET: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     rows, cols, mask = _tile(tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
     x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
     t = tl.load(t_ptr + rows * t_stride + cols, mask=mask, other=0.0).to(tl.float32)
@@ -104,9 +112,18 @@ def kl_div_kernel(
 
 @jit
 def kl_div_sum_kernel(
-    x_ptr, t_ptr, partial_ptr, M, N, x_stride, t_stride, tiles,
-    LOG_TARGET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    t_ptr,
+    partial_ptr,
+    M,
+    N,
+    x_stride,
+    t_stride,
+    tiles,
+    LOG_TARGET: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         rows, cols, mask = _tile(tile, M, N, BLOCK_M, BLOCK_N)
@@ -209,11 +226,11 @@ def _kl_div_bwd(
     dinput, dtarget = (
         empty(target.shape if needed else (0,), target.dtype, target.device) for needed in (need_input, need_target)
     )
+    gradients = dinput if need_input else None, dtarget if need_target else None
+    strides = *((0, 0) if reduced else g.stride()), 0 if x is None else x.stride(0), t.stride(0)
     wrap_triton(kl_div_backward_kernel)[(_tiles(t, tile),)](
-        g, x, t, dinput if need_input else None, dtarget if need_target else None, M, N,
-        *((0, 0) if reduced else g.stride()), 0 if x is None else x.stride(0), t.stride(0), divisor,
-        LOG_TARGET=log_target, REDUCED=reduced, **tile,
-    )  # fmt: skip
+        g, x, t, *gradients, M, N, *strides, divisor, LOG_TARGET=log_target, REDUCED=reduced, **tile
+    )
     return dinput, dtarget
 
 
@@ -229,23 +246,13 @@ def _(input: Tensor, target: Tensor, reduced: bool, divisor: int, log_target: bo
 
 
 @kl_div_bwd.register_kernel("cpu")
-def _(
-    grad: Tensor,
-    input: Tensor | None,
-    target: Tensor,
-    reduced: bool,
-    divisor: int,
-    log_target: bool,
-    need_input: bool,
-    need_target: bool,
-) -> tuple[Tensor, Tensor]:
+def _(grad, input, target, reduced, divisor, log_target, need_input, need_target):
     g, t = grad.float() / divisor if reduced else grad.float(), target.float()
     weight = t.exp() if log_target else t
     dinput = dtarget = torch.empty((0,), dtype=target.dtype, device=target.device)
     if need_input:
         dinput = (-g * weight).to(target.dtype).contiguous()
     if need_target:
-        assert input is not None
         x = input.float()
         log_t = torch.where((g == 0) & (t < 0), 0.0, t.log())
         dt = weight * (t - x) + weight if log_target else log_t + t / t - x

@@ -7,7 +7,7 @@ Of each token, with q the student's probabilities and p the teacher's,
 
     loss = sum_c(|q_c - p_c|) / 2        dq_c = g * sign(q_c - p_c) / 2
 
-The terms of one class are in `divergence_math.py`, the kernels in `_divergence_rows.py`.
+The terms of one class are in `divergence_math.py`, the kernels in `_divergence_kernels.py`.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.loss._divergence_rows import DivergenceOps
+from llmk.ops.loss._divergence_kernels import DivergenceOps
 from llmk.ops.loss.divergence_math import TOTAL_VARIATION
 from llmk.registry import Cost, Sample, check_option, is_sharded, public_op
 

@@ -1,10 +1,10 @@
-"""The moments of a row and the partial affine gradients, which layer_norm and group_norm share.
+"""The moments of a row and the partial affine gradients, which layer_norm and group_norm scale.
 
-Squares of values past 2^64 overflow, and sums of values near float32's largest. Of a row with such ones the moments are
-those of its values times 2^-80, its share, whose squares have room for 2^32 of them; elsewhere the share is 1. That it
-must be less is seen from the squares. Where one program has the whole row, it then writes the row again
-(`normalize_if_huge`); pieces of a row are gone through again before they are merged (`piece_moments`). A row of equal
-values has no squares, and its moments are as they are. The backward pass is told by the variance's sign.
+Squares of values past 2^64 overflow, and sums of values near float32's largest. A row with such values is multiplied by
+an overflow scale of 2^-80, so that there is room for 2^32 squares, and its moments are those of the scaled values;
+elsewhere the scale is 1. The squares tell whether a row needs it. Where one program has the whole row, it then writes
+the row again (`normalize_if_huge`); pieces of a row are gone through again before they are merged (`piece_moments`). A
+row of equal values has no squares, and its moments are not scaled. The variance's sign tells the backward pass.
 """
 
 import torch
@@ -15,14 +15,14 @@ from torch import Tensor
 from llmk.ops.common.sums import sum_pair
 from llmk.registry import empty, jit, no_gradient
 
-SHARE = tl.constexpr(2.0**-80)
-WHOLE = tl.constexpr(2.0**80)
+OVERFLOW_SCALE = tl.constexpr(2.0**-80)
+INVERSE_SCALE = tl.constexpr(2.0**80)
 
 
 @jit
-def smaller_share(squares):
-    """SHARE where these squares of whole values are infinite or NaN, else 1."""
-    return tl.where(squares < float("inf"), 1.0, SHARE)
+def overflow_scale(squares):
+    """Return OVERFLOW_SCALE where these squares of unscaled values are infinite or NaN, else 1."""
+    return tl.where(squares < float("inf"), 1.0, OVERFLOW_SCALE)
 
 
 @jit
@@ -32,22 +32,22 @@ def overflowed(squares):
 
 
 @jit
-def whole_if_equal(mean, spread, share):
-    """Mean and share of a row: of equal values, which have no spread, whole."""
+def unscaled_if_equal(mean, spread, scale):
+    """Return the mean and the scale of a row; equal values, which have no spread, are not scaled."""
     equal = spread == 0.0
-    return tl.where(equal & (share < 1.0), mean * WHOLE, mean), tl.where(equal, 1.0, share)
+    return tl.where(equal & (scale < 1.0), mean * INVERSE_SCALE, mean), tl.where(equal, 1.0, scale)
 
 
 @jit
-def kept_variance(spread, eps, share):
-    """spread + eps of the whole values; of shares negative."""
-    return tl.where(share < 1.0, -(spread + eps * share * share), spread + eps)
+def kept_variance(spread, eps, scale):
+    """Return spread + eps of unscaled values; it is negative where they are scaled."""
+    return tl.where(scale < 1.0, -(spread + eps * scale * scale), spread + eps)
 
 
 @jit
-def share_and_rstd(var):
-    """A row's share, and 1 / sqrt(var) of its shares, from the variance that was kept."""
-    return tl.where(var < 0.0, SHARE, 1.0), tl.div_rn(1.0, tl.sqrt_rn(tl.abs(var)))
+def scale_and_rstd(var):
+    """Return a row's overflow scale, and 1 / sqrt(var) of the scaled row, from the variance that was kept."""
+    return tl.where(var < 0.0, OVERFLOW_SCALE, 1.0), tl.div_rn(1.0, tl.sqrt_rn(tl.abs(var)))
 
 
 @jit
@@ -69,23 +69,23 @@ def known_rest(rest, var):
     return tl.where(tl.abs(rest) > 2.0**-24 * tl.sqrt_rn(var), rest, 0.0)
 
 
-def moments_on_cpu(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """x or its share less the mean, the mean and the variance as the kernels keep them, over the last axis."""
+def moments_cpu(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the scaled x less its mean, the mean and the variance as the kernels keep them, over the last axis."""
     huge = x.abs().amax(-1, keepdim=True) >= 2.0**62
-    c, mean = centered(x * _share_where(huge))
+    c, mean = centered(x * _scale_where(huge))
     spread = c.square().mean(-1, keepdim=True)
     equal = huge & (spread == 0)
-    var = torch.where(huge & ~equal, -(spread + eps * SHARE.value**2), spread + eps)
-    return c, torch.where(equal, mean * WHOLE.value, mean), var
+    var = torch.where(huge & ~equal, -(spread + eps * OVERFLOW_SCALE.value**2), spread + eps)
+    return c, torch.where(equal, mean * INVERSE_SCALE.value, mean), var
 
 
-def share_on_cpu(var: Tensor) -> tuple[Tensor, Tensor]:
-    """A row's share, and the variance of its shares, from the variance that was kept."""
-    return _share_where(var < 0), var.abs()
+def scale_cpu(var: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a row's overflow scale, and the variance of the scaled row, from the variance that was kept."""
+    return _scale_where(var < 0), var.abs()
 
 
-def _share_where(huge: Tensor) -> Tensor:
-    return torch.where(huge, torch.full((), SHARE.value, dtype=torch.float32, device=huge.device), 1.0)
+def _scale_where(huge: Tensor) -> Tensor:
+    return torch.where(huge, torch.full((), OVERFLOW_SCALE.value, dtype=torch.float32, device=huge.device), 1.0)
 
 
 def centered(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,10 +98,10 @@ def centered(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @jit
-def _centered_share(x_ptr, mean, cols, N):
-    """SHARE of x less a mean; 0 past the row's end."""
+def _centered_scaled(x_ptr, mean, cols, N):
+    """Return the scaled x less a mean, and 0 past the row's end."""
     x = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-    return tl.where(cols < N, x * SHARE - mean, 0.0)
+    return tl.where(cols < N, x * OVERFLOW_SCALE - mean, 0.0)
 
 
 @triton.jit(noinline=True)
@@ -120,19 +120,19 @@ def normalize_if_huge(x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, var_ptr, near_ptr, N
         for _ in range(3):  # the last two correct it: of equal values it is that value
             rest = tl.zeros((COLS,), dtype=tl.float32)
             for first in range(0, N, COLS):
-                rest += _centered_share(x_ptr, mean, first + tl.arange(0, COLS), N)
+                rest += _centered_scaled(x_ptr, mean, first + tl.arange(0, COLS), N)
             mean += tl.sum(rest, axis=0) / N
         squares = tl.zeros((COLS,), dtype=tl.float32)
         for first in range(0, N, COLS):
-            c = _centered_share(x_ptr, mean, first + tl.arange(0, COLS), N)
+            c = _centered_scaled(x_ptr, mean, first + tl.arange(0, COLS), N)
             squares += c * c
         spread = tl.sum(squares, axis=0) / N
-        kept, share = whole_if_equal(mean, spread, SHARE)
-        var = kept_variance(spread, eps, share)
-        _, rstd = share_and_rstd(var)
+        kept, scale = unscaled_if_equal(mean, spread, OVERFLOW_SCALE)
+        var = kept_variance(spread, eps, scale)
+        _, rstd = scale_and_rstd(var)
         for first in range(0, N, COLS):
             cols = first + tl.arange(0, COLS)
-            y = rstd * _centered_share(x_ptr, mean, cols, N)
+            y = rstd * _centered_scaled(x_ptr, mean, cols, N)
             if w_ptr is not None:
                 y *= tl.load(w_ptr + cols // S, mask=cols < N, other=0.0).to(tl.float32)
             if b_ptr is not None:
@@ -159,71 +159,71 @@ def normalize_group_if_huge(x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, row, B, G, C,
 
 @jit
 def merge_moments(near, mean, squares, count, N):
-    """Mean and sum of squared deviations of N values in parts: of each its count, and its mean as near + mean."""
-    whole = tl.sum((near + mean) * count, axis=0) / N
-    apart = (near - whole) + mean
+    """Return the mean and the sum of squared deviations of N values in parts with counts, and means near + mean."""
+    total_mean = tl.sum((near + mean) * count, axis=0) / N
+    apart = (near - total_mean) + mean
     # Corrected it is the float nearest to the mean; of equal values it is that value.
     rest, spread = sum_pair(apart * count, squares + apart * apart * count, 0)
     rest = known_rest(rest / N, spread / N)
     apart -= rest
-    return whole + rest, tl.sum(squares + apart * apart * count, axis=0)
+    return total_mean + rest, tl.sum(squares + apart * apart * count, axis=0)
 
 
 @jit
 def merge_pieces(means, squares, count, N):
-    """`piece_moments` of N values in pieces: of each its count, mean and squares, which of a share are negative."""
-    whole = tl.where(squares < 0.0, float("inf"), squares)
-    mean, total = merge_moments(means, 0.0, whole, count, N)
-    share = smaller_share(total)
-    if share < 1.0:
-        part = tl.where(squares < 0.0, 1.0, SHARE)
+    """Merge `piece_moments` of pieces, each with its count, mean and squares, which are negative where it is scaled."""
+    unscaled = tl.where(squares < 0.0, float("inf"), squares)
+    mean, total = merge_moments(means, 0.0, unscaled, count, N)
+    scale = overflow_scale(total)
+    if scale < 1.0:
+        part = tl.where(squares < 0.0, 1.0, OVERFLOW_SCALE)
         mean, total = merge_moments(means * part, 0.0, tl.abs(squares) * part * part, count, N)
-    mean, share = whole_if_equal(mean, total, share)
-    return mean, total, share
+    mean, scale = unscaled_if_equal(mean, total, scale)
+    return mean, total, scale
 
 
 @jit
 def piece_moments(x_ptr, N, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr):
-    """Mean and sum of squared deviations of x_ptr[:N], or of a share of it, and the share.
+    """Return the mean and the sum of squared deviations of x_ptr[:N], scaled if need be, and the scale.
 
-    The same code goes through the piece, and through its share where squares overflowed: a second copy of it takes
+    The same code goes through the piece, and through it scaled where squares overflowed: a second copy of it takes
     registers from the pieces that need none.
     """
-    mean, squares, share = tl.cast(0.0, tl.float32), tl.cast(0.0, tl.float32), tl.cast(1.0, tl.float32)
+    mean, squares, scale = tl.cast(0.0, tl.float32), tl.cast(0.0, tl.float32), tl.cast(1.0, tl.float32)
     tries = tl.cast(2, tl.int32)
     while tries > 0:
-        share = tl.where(tries == 2, 1.0, SHARE)
-        mean, squares = lane_moments(x_ptr, N, share, BLOCK_N, NUM_STAGES)
+        scale = tl.where(tries == 2, 1.0, OVERFLOW_SCALE)
+        mean, squares = lane_moments(x_ptr, N, scale, BLOCK_N, NUM_STAGES)
         tries = tl.where(squares < float("inf"), 0, tries - 1)
-    mean, share = whole_if_equal(mean, squares, share)
-    return mean, squares, share
+    mean, scale = unscaled_if_equal(mean, squares, scale)
+    return mean, squares, scale
 
 
 @jit
-def lane_moments(x_ptr, N, share_of_x, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr):
-    """Mean and sum of squared deviations of x_ptr[:N] times share_of_x.
+def lane_moments(x_ptr, N, scale, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr):
+    """Return the mean and the sum of squared deviations of x_ptr[:N] times scale.
 
     Each of BLOCK_N lanes follows its own by Welford's formula, and no thread waits for another before the end.
     """
     cols = tl.arange(0, BLOCK_N)
     # Means are kept as differences to the lane's first value, so that a large common offset costs no digits.
-    first = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) * share_of_x
+    first = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) * scale
     mean = tl.zeros((BLOCK_N,), dtype=tl.float32)
     squares = tl.zeros((BLOCK_N,), dtype=tl.float32)
     for start in tl.range(BLOCK_N, N, BLOCK_N, num_stages=NUM_STAGES):
         mask = start + cols < N
-        x = tl.load(x_ptr + start + cols, mask=mask, other=0.0).to(tl.float32) * share_of_x
-        share = 1.0 / tl.cast(start // BLOCK_N + 1, tl.float32)
+        x = tl.load(x_ptr + start + cols, mask=mask, other=0.0).to(tl.float32) * scale
+        fraction = 1.0 / tl.cast(start // BLOCK_N + 1, tl.float32)
         delta = tl.where(mask, (x - first) - mean, 0.0)
-        mean += delta * share
-        squares += delta * delta * (1.0 - share)
+        mean += delta * fraction
+        squares += delta * delta * (1.0 - fraction)
     whole = (N - 1) // BLOCK_N
     count = tl.where(cols < N - whole * BLOCK_N, whole + 1, whole).to(tl.float32)
     return merge_moments(first, mean, squares, count, N)
 
 
 def affine_gradient(like: Tensor | None, wanted: bool, grad: Tensor) -> Tensor:
-    """Room for the gradient of a weight or bias, or where it is not wanted what stands for it."""
+    """Return an empty gradient of a weight or bias, or where it is not wanted what stands for it."""
     if like is None or not wanted:
         return no_gradient(grad)
     return empty(like.shape, like.dtype, like.device)

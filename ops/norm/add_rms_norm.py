@@ -15,15 +15,16 @@ Backward, given dy and dh:
     dinput = dresidual = rstd * (dy * w - h * mean(dy * w * h) / ms) + dh
     dw     = sum over rows of dy * h * rstd
 
-The kernels are those of `_rms_norm.py`, with a residual; h and ms are what is kept for the backward pass.
+The kernels are those of `_rms_norm_kernels.py`, with a residual; h and ms are what is kept for the backward pass.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from llmk.ops.norm import _rms_norm as norm
+from llmk.ops.norm import _rms_norm_kernels as norm
 from llmk.ops.norm._patterns import ADD_RMS_NORM
 from llmk.registry import (
     PARTIAL,
@@ -58,9 +59,15 @@ def _add_rms_norm_fwd(
 
 
 def _add_rms_norm_bwd(
-    grad: Tensor, grad_h: Tensor | None, h: Tensor, weight: Tensor | None, ms: Tensor, eps: float, offset: float,
+    grad: Tensor,
+    grad_h: Tensor | None,
+    h: Tensor,
+    weight: Tensor | None,
+    ms: Tensor,
+    eps: float,
+    offset: float,
     need_weight: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     return norm.backward(grad, grad_h, h, weight, ms, eps, offset, need_weight)
 
 
@@ -129,9 +136,7 @@ add_rms_norm_fwd.register_autograd(
 
 
 def add_rms_norm_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
-
+    randn = partial(torch.randn, device=device, dtype=dtype)
     yield Sample((randn(4, 16), randn(4, 16), randn(16)), why="powers of two")
     yield Sample((randn(2, 3, 37), randn(2, 3, 37), randn(37), 1e-5), {"offset": 1.0}, why="odd width, Gemma's offset")
     yield Sample((randn(5, 40), randn(5, 40)), why="no weight")

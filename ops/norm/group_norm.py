@@ -2,7 +2,7 @@ r"""Group normalization.
 
 Source: Wu and He, "Group Normalization", 2018, https://arxiv.org/abs/1803.08494.
 
-The input is `[B, G * C, S]`: samples, groups of C channels, and S places (all the spatial axes as one). A group of a
+The input is `[B, G * C, S]`: samples, groups of C channels, and S positions (all the spatial axes as one). A group of a
 sample is a row of C * S neighbouring values.
 
 Forward, for each row x of D = C * S values:
@@ -15,31 +15,30 @@ Forward, for each row x of D = C * S values:
 Backward, given dy, with c = x - mean and g = dy * weight - mean(dy * weight):
 
     dx      = rstd * (g - c * mean(g * c) / var)
-    dweight = sum over samples and places of dy * c * rstd
+    dweight = sum over samples and positions of dy * c * rstd
             = sum over samples of rstd * (sum(dy * (x - near)) - (mean - near) * sum(dy))
-    dbias   = sum over samples and places of dy
+    dbias   = sum over samples and positions of dy
 
-near is the mean in fewer digits: x - mean rounds alike for all x of a binade, which thousands of places add up, and
+near is the mean in fewer digits: x - mean rounds alike for all x of a binade, which thousands of positions add up, and
 x - near does not round. So the sums for mean and var are about near too, where a row is read once. The corrected mean
 is the float nearest to the mean, so that a row of equal values has variance zero. mean, var and near are kept for the
 backward pass. In a row of one value the terms of dx cancel for good: dx = 0. Where squares overflow, x * 2^-80 stands
 for x in all of this (_moments.py).
 
-Rows that fit in registers are read once in either direction, by the kernels of _group_norm_short.py; longer ones twice,
-by those of _group_norm_long.py. Sums are float32, in a fixed order: no atomics. Only gradients that are wanted are
-computed.
+Rows that fit in registers are read once in either direction, longer ones twice. Sums are float32, in a fixed order: no
+atomics. Only gradients that are wanted are computed.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from llmk.ops.common.rows import contiguous
 from llmk.ops.common.sums import sum_affine
-from llmk.ops.norm._group_norm_long import long_backward, long_forward
-from llmk.ops.norm._group_norm_short import fits_backward, fits_forward, short_backward, short_forward
-from llmk.ops.norm._moments import affine_gradient, centered, moments_on_cpu, share_on_cpu
+from llmk.ops.norm import _group_norm_kernels as kernels
+from llmk.ops.norm._moments import affine_gradient, centered, moments_cpu, scale_cpu
 from llmk.registry import (
     PARTIAL,
     REPLICATE,
@@ -70,11 +69,11 @@ def group_norm_reference(
 
 
 def _sizes(input: Tensor, num_groups: int) -> tuple[int, int, int]:
-    """Samples, channels of a group, places."""
-    places = 1
+    """Samples, channels of a group, positions."""
+    positions = 1
     for size in input.shape[2:]:
-        places *= size
-    return input.shape[0], input.shape[1] // num_groups, places
+        positions *= size
+    return input.shape[0], input.shape[1] // num_groups, positions
 
 
 def _group_norm_fwd(
@@ -84,24 +83,27 @@ def _group_norm_fwd(
     G, (B, C, S) = num_groups, _sizes(input, num_groups)
     y = empty(x.shape, x.dtype, x.device)
     stats = empty((3, B, G), torch.float32, x.device)
-    fill = short_forward if fits_forward(C, S) else long_forward
-    fill(x, weight, bias, y, stats, (B, G, C, S), eps)
+    kernels.forward(x, weight, bias, y, stats, (B, G, C, S), eps)
     return y, stats
 
 
 def _group_norm_bwd(
-    grad: Tensor, input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, stats: Tensor,
-    need_input: bool, need_weight: bool, need_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    stats: Tensor,
+    need_input: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     dy, x = grad.contiguous(), input.contiguous() if need_input or need_weight else None
     G, (B, C, S) = num_groups, _sizes(input, num_groups)
-    scale, stats = weight.contiguous() if need_input and weight is not None else None, stats.contiguous()
+    w, stats = weight.contiguous() if need_input and weight is not None else None, stats.contiguous()
     dx = empty(input.shape, input.dtype, input.device) if need_input else None
     dw, db = affine_gradient(weight, need_weight, grad), affine_gradient(bias, need_bias, grad)
-    if fits_backward(C, S):
-        partials = short_backward(dy, x, scale, stats, dx, (B, G, C, S), need_weight, need_bias)
-    else:
-        partials = long_backward(dy, x, scale, stats, dx, (B, G, C, S))
+    partials = kernels.backward(dy, x, w, stats, dx, (B, G, C, S), need_weight, need_bias)
     if partials is not None and (need_weight or need_bias):
         sum_affine(partials, dw if need_weight else None, db if need_bias else None)
     return dx if dx is not None else no_gradient(grad), dw, db
@@ -115,7 +117,7 @@ group_norm_bwd = KernelOp(_group_norm_bwd, launch_cached=True)
 def _(input, num_groups, weight, bias, eps):
     B, C, S = _sizes(input, num_groups)
     x = input.float().reshape(B * num_groups, C * S)
-    c, mean, var = moments_on_cpu(x, eps)
+    c, mean, var = moments_cpu(x, eps)
     y = (c * torch.rsqrt(var.abs())).view(B, num_groups * C, S)
     if weight is not None:
         y = y * weight.float()[:, None]
@@ -129,19 +131,19 @@ def _(grad, input, num_groups, weight, bias, stats, need_input, need_weight, nee
     B, C, S = _sizes(input, num_groups)
     dy = grad.float().reshape(B, num_groups * C, S)
     mean, var, _ = stats.view(3, B * num_groups, 1).unbind()
-    share, var = share_on_cpu(var)
+    scale, var = scale_cpu(var)
     rstd = torch.rsqrt(var)
     dx, dw, db = (no_gradient(grad) for _ in range(3))
     if need_bias:
         db = dy.sum(2).sum(0).to(bias.dtype)
     if need_input or need_weight:
-        c = input.float().reshape(B * num_groups, C * S) * share - mean
+        c = input.float().reshape(B * num_groups, C * S) * scale - mean
         if need_weight:
             dw = (dy * (c * rstd).view(dy.shape)).sum(2).sum(0).to(weight.dtype)
         if need_input:
             g = (dy if weight is None else dy * weight.float()[:, None]).reshape(c.shape)
             g, _ = centered(g)  # of equal values nothing is left
-            dx = share * ((g - c * ((g * c).mean(-1, keepdim=True) / var)) / var.sqrt())
+            dx = scale * ((g - c * ((g * c).mean(-1, keepdim=True) / var)) / var.sqrt())
             dx = dx.to(input.dtype).reshape(input.shape)
     return dx, dw, db
 
@@ -166,9 +168,7 @@ def _(need_input):
 
 
 def group_norm_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def randn(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
-
+    randn = partial(torch.randn, device=device, dtype=dtype)
     yield Sample((randn(2, 8, 4, 4), 2, randn(8), randn(8)), why="powers of two")
     yield Sample((randn(3, 6, 5, 7), 2, randn(6), randn(6), 1e-3), why="odd sizes, another eps")
     yield Sample((randn(3, 10, 5), 5), why="neither weight nor bias")
@@ -192,9 +192,7 @@ def group_norm_resized(rows: int, device: torch.device, dtype: torch.dtype) -> S
 
 
 def group_norm_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
-
+    randn = partial(torch.randn, device=device, dtype=dtype)
     for shape in [(32, 512, 64, 64), (8, 320, 128, 128), (32, 1280, 16, 16)]:
         name = "x".join(map(str, shape))
         yield Sample((randn(*shape), 32, randn(shape[1]), randn(shape[1])), why=f"{name}, 32 groups")

@@ -19,29 +19,33 @@ of equal values has variance zero. mean and var are kept for the backward pass: 
 rstd^2 would cost three, which shows where the terms of dx nearly cancel, in rows of few values. In a row of one value
 they cancel for good: dx = 0. Where squares overflow, x * 2^-80 stands for x in all of this (_moments.py).
 
-A row that fits in registers is read once in either direction; _layer_norm_long.py has the longer ones. The gradients of
-weight and bias are summed in float32 by each program over its own rows, then over the programs in a fixed order: no
-atomics. Only gradients that are wanted are computed.
+A row that fits in registers is read once in either direction. Forward walks a longer one in blocks, twice: moments by
+Chan's formula, then the output. Backward of up to twice what fits gives each half of the columns a program of its own,
+which reads the other half too, for the row's sums: the second reading of a value finds it in L2. Still longer rows are
+read twice: for the sums, then in blocks of columns. The gradients of weight and bias are summed in float32 by each
+program over its own rows, then over the programs in a fixed order: no atomics. Only gradients that are wanted are
+computed.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.rows import as_rows, contiguous, rows_aligned
+from llmk.ops.common.rows import as_rows, contiguous, row_shares, rows_aligned
 from llmk.ops.common.sums import sum_affine, sum_pair
-from llmk.ops.norm._layer_norm_long import long_backward, long_forward, long_programs, wide_backward
 from llmk.ops.norm._moments import (
     affine_gradient,
     centered,
     known_rest,
-    moments_on_cpu,
+    lane_moments,
+    moments_cpu,
     normalize_if_huge,
     overflowed,
-    share_and_rstd,
-    share_on_cpu,
+    scale_and_rstd,
+    scale_cpu,
 )
 from llmk.ops.norm._patterns import LAYER_NORM
 from llmk.registry import (
@@ -104,18 +108,28 @@ def layer_norm_kernel(
         for i in range(0, BLOCK_M):
             row = tl.program_id(0).to(tl.int64) * BLOCK_M + i
             if row < M:
-                normalize_if_huge(
-                    x_ptr + row * x_stride, w_ptr, b_ptr, y_ptr + row * N, stats_ptr + row, stats_ptr + M + row, None,
-                    N, 1, eps,
-                )  # fmt: skip
+                x_row, y_row = x_ptr + row * x_stride, y_ptr + row * N
+                normalize_if_huge(x_row, w_ptr, b_ptr, y_row, stats_ptr + row, stats_ptr + M + row, None, N, 1, eps)
 
 
 @jit
 def layer_norm_backward_kernel(
-    dy_ptr, x_ptr, w_ptr, stats_ptr, dx_ptr, partial_ptr, M, N, dy_stride, x_stride,
-    HAS_DW: tl.constexpr, HAS_DB: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    x_ptr,
+    w_ptr,
+    stats_ptr,
+    dx_ptr,
+    partial_ptr,
+    M,
+    N,
+    dy_stride,
+    x_stride,
+    HAS_DW: tl.constexpr,
+    HAS_DB: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
     program = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_N)
     if w_ptr is not None:
@@ -133,9 +147,9 @@ def layer_norm_backward_kernel(
             x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
             mean = tl.load(stats_ptr + rows, mask=rows < M, other=0.0)
             var = tl.load(stats_ptr + M + rows, mask=rows < M, other=1.0)
-            share, rstd = share_and_rstd(var)
-            share, rstd = share[:, None], rstd[:, None]
-            c = tl.where(mask, x * share - mean[:, None], 0.0)
+            scale, rstd = scale_and_rstd(var)
+            scale, rstd = scale[:, None], rstd[:, None]
+            c = tl.where(mask, x * scale - mean[:, None], 0.0)
             if HAS_DW:
                 dw += dy * (c * rstd)
             if dx_ptr is not None:
@@ -151,7 +165,7 @@ def layer_norm_backward_kernel(
                     else:
                         total, dot = sum_pair(dy, dy * c, 1)
                         total /= N
-                    dx = share * rstd * (dy - total[:, None] - c * tl.div_rn(dot / N, tl.abs(var))[:, None])
+                    dx = scale * rstd * (dy - total[:, None] - c * tl.div_rn(dot / N, tl.abs(var))[:, None])
                 tl.store(dx_ptr + rows[:, None] * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if HAS_DW or HAS_DB:
         partial_ptr += program * (HAS_DW + HAS_DB) * N + cols
@@ -190,6 +204,167 @@ def _backward_tile(N: int) -> dict[str, int]:
     return _tile(N, 4096) | {"num_warps": 8 if N <= 4096 else 16, "NUM_STAGES": 3}
 
 
+@jit
+def layer_norm_long_kernel(x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, M, N, x_stride, eps, BLOCK_N: tl.constexpr):
+    eps = tl.cast(eps, tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * x_stride
+    y_ptr += row * N
+    mean, squares = lane_moments(x_ptr, N, 1.0, BLOCK_N, 1)
+    var = squares / N + eps
+    tl.store(stats_ptr + row, mean)
+    tl.store(stats_ptr + M + row, var)
+    rstd = tl.div_rn(1.0, tl.sqrt_rn(var))
+    for start in range(0, N, BLOCK_N):  # the second pass finds the row in L2
+        cols = start + tl.arange(0, BLOCK_N)
+        y = (tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) - mean) * rstd
+        if w_ptr is not None:
+            y *= tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        if b_ptr is not None:
+            y += tl.load(b_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
+    if (squares < float("inf")) == 0:
+        tl.debug_barrier()  # another thread may have written the same place
+        normalize_if_huge(x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr + row, stats_ptr + M + row, None, N, 1, eps)
+
+
+@jit
+def layer_norm_wide_backward_kernel(
+    dy_ptr,
+    x_ptr,
+    w_ptr,
+    stats_ptr,
+    dx_ptr,
+    partial_ptr,
+    M,
+    N,
+    dy_stride,
+    x_stride,
+    HAS_DW: tl.constexpr,
+    HAS_DB: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """One half of the columns: the other half is read for its sums only, from L2, where this half's neighbour is."""
+    program = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    others = (1 - tl.program_id(1)) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if w_ptr is not None:
+        w = tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+    dw = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    db = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    for row in tl.range(program, M, tl.num_programs(0), num_stages=NUM_STAGES):
+        dy = tl.load(dy_ptr + row * dy_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
+        if HAS_DB:
+            db += dy
+        if x_ptr is not None:
+            x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
+            mean = tl.load(stats_ptr + row)
+            var = tl.load(stats_ptr + M + row)
+            scale, rstd = scale_and_rstd(var)
+            c = x * scale - mean
+            if HAS_DW:
+                dw += dy * (c * rstd)
+            if dx_ptr is not None:
+                h = tl.load(dy_ptr + row * dy_stride + others, mask=others < N, other=0.0).to(tl.float32)
+                if w_ptr is not None:
+                    dy *= w
+                    h *= tl.load(w_ptr + others, mask=others < N, other=0.0).to(tl.float32)
+                e = tl.load(x_ptr + row * x_stride + others, mask=others < N, other=0.0).to(tl.float32) * scale - mean
+                # dy and h are zero past the row's end.
+                total, dot = sum_pair(dy + h, dy * c + h * e, 0)
+                dx = scale * rstd * (dy - total / N - c * tl.div_rn(dot / N, tl.abs(var)))
+                tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
+    if HAS_DW or HAS_DB:
+        partial_ptr += program * (HAS_DW + HAS_DB) * N + cols
+    if HAS_DW:
+        tl.store(partial_ptr, dw, mask=cols < N)
+    if HAS_DB:
+        tl.store(partial_ptr + HAS_DW * N, db, mask=cols < N)
+
+
+@jit
+def layer_norm_long_backward_means_kernel(
+    dy_ptr, x_ptr, w_ptr, stats_ptr, means_ptr, M, N, dy_stride, x_stride, BLOCK_N: tl.constexpr
+):
+    """mean(dy * weight) and mean(dy * weight * c) / var of each row."""
+    row = tl.program_id(0).to(tl.int64)
+    mean, var = tl.load(stats_ptr + row), tl.load(stats_ptr + M + row)
+    scale, _ = scale_and_rstd(var)
+    total = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    dot = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    for start in range(0, N, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + row * dy_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
+        if w_ptr is not None:
+            dy *= tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        total += dy
+        dot += dy * (x * scale - mean)  # dy is zero past the row's end
+    tl.store(means_ptr + row, tl.sum(total, axis=0) / N)
+    tl.store(means_ptr + M + row, tl.div_rn(tl.sum(dot, axis=0) / N, tl.abs(var)))
+
+
+@jit
+def layer_norm_long_backward_kernel(
+    dy_ptr,
+    x_ptr,
+    w_ptr,
+    stats_ptr,
+    means_ptr,
+    dx_ptr,
+    partial_ptr,
+    M,
+    N,
+    dy_stride,
+    x_stride,
+    HAS_DW: tl.constexpr,
+    HAS_DB: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Make the gradients in one block of columns of some rows."""
+    program = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if w_ptr is not None:
+        w = tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+    dw = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    db = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    for row in range(program, M, tl.num_programs(0)):
+        dy = tl.load(dy_ptr + row * dy_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
+        if HAS_DB:
+            db += dy
+        if x_ptr is not None:
+            scale, rstd = scale_and_rstd(tl.load(stats_ptr + M + row))
+            x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
+            c = x * scale - tl.load(stats_ptr + row)
+            if HAS_DW:
+                dw += dy * (c * rstd)
+            if dx_ptr is not None:
+                if w_ptr is not None:
+                    dy *= w
+                dx = scale * rstd * (dy - tl.load(means_ptr + row) - c * tl.load(means_ptr + M + row))
+                tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
+    if HAS_DW or HAS_DB:
+        partial_ptr += program * (HAS_DW + HAS_DB) * N + cols
+    if HAS_DW:
+        tl.store(partial_ptr, dw, mask=cols < N)
+    if HAS_DB:
+        tl.store(partial_ptr + HAS_DW * N, db, mask=cols < N)
+
+
+# Wide: the largest half that does not spill.
+WIDE_BLOCK, WIDE_WARPS = 8192, 16
+LONG_FORWARD = {"BLOCK_N": 4096, "num_warps": 8}
+LONG_BACKWARD = {"BLOCK_N": 1024, "num_warps": 4}
+
+
+def _wide_tile(dy: Tensor, weight: Tensor | None) -> dict[str, int]:
+    # Two rows ahead, if both halves of x and dy and the weight's other one fit twice into an sm_80's shared memory.
+    # H200, bf16, 4096x16384, times the floor of forward and backward: 1.38; one row ahead 1.88, twice the warps 1.56.
+    stage = WIDE_BLOCK * (4 * dy.element_size() + (weight.element_size() if weight is not None else 0))
+    return {"BLOCK_N": WIDE_BLOCK, "num_warps": WIDE_WARPS, "NUM_STAGES": 3 if 2 * stage <= 160 * 1024 else 2}
+
+
 def _widths(dy: Tensor, x: Tensor | None) -> tuple[int, int]:
     """The widest row that one program holds backward, and the widest that a pair of programs does."""
     if rows_aligned(dy, x):
@@ -202,7 +377,9 @@ def _programs(M: int, N: int, held: int, wide: int, device: torch.device) -> int
     if held >= N:
         tile = _backward_tile(N)
         return grid_cap(cdiv(M, tile["BLOCK_M"]), num_programs(device, 16 // tile["num_warps"]))
-    return grid_cap(M, long_programs(N, wide, device))
+    if wide >= N:
+        return grid_cap(M, cdiv(num_programs(device, 1), 2))  # pairs
+    return grid_cap(M, row_shares(cdiv(N, LONG_BACKWARD["BLOCK_N"]), device))
 
 
 def _layer_norm_fwd(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
@@ -216,17 +393,23 @@ def _layer_norm_fwd(input: Tensor, weight: Tensor | None, bias: Tensor | None, e
             x, weight, bias, y, stats, M, N, x.stride(0), eps, **tile
         )
     else:
-        long_forward(x, weight, bias, y, stats, eps)
+        wrap_triton(layer_norm_long_kernel)[(M,)](x, weight, bias, y, stats, M, N, x.stride(0), eps, **LONG_FORWARD)
     return y, stats
 
 
 def _layer_norm_bwd(
-    grad: Tensor, input: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor,
-    need_input: bool, need_weight: bool, need_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    stats: Tensor,
+    need_input: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     device = input.device
     dy, x = as_rows(grad), as_rows(input) if need_input or need_weight else None
-    scale, stats = weight.contiguous() if need_input and weight is not None else None, stats.contiguous()
+    w, stats = weight.contiguous() if need_input and weight is not None else None, stats.contiguous()
     M, N = dy.shape
     dx = empty(input.shape, input.dtype, device) if need_input else None
     dw, db = affine_gradient(weight, need_weight, grad), affine_gradient(bias, need_bias, grad)
@@ -235,15 +418,24 @@ def _layer_norm_bwd(
     partials = None
     if need_weight or need_bias:
         partials = empty((programs, need_weight + need_bias, N), torch.float32, device)
+    rows = dy, x, w, stats
+    sizes = M, N, dy.stride(0), x.stride(0) if x is not None else 0
+    needed = {"HAS_DW": need_weight, "HAS_DB": need_bias}
     if held >= N:
-        wrap_triton(layer_norm_backward_kernel)[(programs,)](
-            dy, x, scale, stats, dx, partials, M, N, dy.stride(0), x.stride(0) if x is not None else 0,
-            HAS_DW=need_weight, HAS_DB=need_bias, **_backward_tile(N),
-        )  # fmt: skip
+        tile = _backward_tile(N)
+        wrap_triton(layer_norm_backward_kernel)[(programs,)](*rows, dx, partials, *sizes, **needed, **tile)
     elif wide >= N:
-        wide_backward(dy, x, scale, stats, dx, partials, programs, need_weight, need_bias)
+        tile = _wide_tile(dy, w)
+        wrap_triton(layer_norm_wide_backward_kernel)[(programs, 2)](*rows, dx, partials, *sizes, **needed, **tile)
     else:
-        long_backward(dy, x, scale, stats, dx, partials, programs, need_weight, need_bias)
+        means = None
+        if dx is not None:
+            means = empty((2, M), torch.float32, device)
+            wrap_triton(layer_norm_long_backward_means_kernel)[(M,)](*rows, means, *sizes, **LONG_FORWARD)
+        grid = (programs, cdiv(N, LONG_BACKWARD["BLOCK_N"]))
+        wrap_triton(layer_norm_long_backward_kernel)[grid](
+            *rows, means, dx, partials, *sizes, **needed, **LONG_BACKWARD
+        )
     if partials is not None:
         sum_affine(partials, dw if need_weight else None, db if need_bias else None)
     return dx if dx is not None else no_gradient(grad), dw, db
@@ -256,7 +448,7 @@ layer_norm_bwd = KernelOp(_layer_norm_bwd, launch_cached=True)
 @layer_norm_fwd.register_kernel("cpu")
 def _(input, weight, bias, eps):
     x = input.float()
-    c, mean, var = moments_on_cpu(x, eps)
+    c, mean, var = moments_cpu(x, eps)
     y = c * torch.rsqrt(var.abs())
     if weight is not None:
         y = y * weight.float()
@@ -269,19 +461,19 @@ def _(input, weight, bias, eps):
 def _(grad, input, weight, bias, stats, need_input, need_weight, need_bias):
     dy = grad.float()
     mean, var = stats.unsqueeze(-1).unbind()
-    share, var = share_on_cpu(var)
+    scale, var = scale_cpu(var)
     rstd = torch.rsqrt(var)
     dx, dw, db = (no_gradient(grad) for _ in range(3))
     if need_bias:
         db = dy.reshape(-1, dy.shape[-1]).sum(0).to(bias.dtype)
     if need_input or need_weight:
-        c = input.float() * share - mean
+        c = input.float() * scale - mean
         if need_weight:
             dw = (dy * (c * rstd)).reshape(-1, dy.shape[-1]).sum(0).to(weight.dtype)
         if need_input:
             g = dy if weight is None else dy * weight.float()
             g, _ = centered(g)  # of equal values nothing is left
-            dx = share * ((g - c * ((g * c).mean(-1, keepdim=True) / var)) / var.sqrt())
+            dx = scale * ((g - c * ((g * c).mean(-1, keepdim=True) / var)) / var.sqrt())
             dx = dx.to(input.dtype).contiguous()
     return dx, dw, db
 
@@ -308,9 +500,7 @@ def _(grad, need_input):
 
 
 def layer_norm_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def randn(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
-
+    randn = partial(torch.randn, device=device, dtype=dtype)
     yield Sample((randn(4, 16), randn(16), randn(16)), why="powers of two")
     yield Sample((randn(2, 3, 37), randn(37), randn(37), 1e-3), why="three dimensions, odd width, another eps")
     yield Sample((randn(5, 40),), why="neither weight nor bias")

@@ -22,6 +22,7 @@ finds it in a cache. Sums are float32, those of the programs added in a fixed or
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import triton.language as tl
@@ -57,16 +58,16 @@ def poly_norm_reference(input: Tensor, weight: Tensor, bias: Tensor, eps: float 
     return y.to(input.dtype)
 
 
-MOST = 2.0**16
+LARGEST = 2.0**16
 """Sixth powers of smaller values are below 2^96, with room for as many of them as a row can have."""
-_MOST = tl.constexpr(MOST)
+_LARGEST = tl.constexpr(LARGEST)
 
 
 @jit
-def _share(largest):
-    """The power of two that brings a row's largest value below MOST, or 1 where it is or is infinite."""
+def _overflow_scale(largest):
+    """The power of two that brings a row's largest value below LARGEST, or 1 where it is or is infinite."""
     power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    return tl.where((largest >= _MOST) & (largest < float("inf")), tl.div_rn(0.5 * _MOST, power), 1.0)
+    return tl.where((largest >= _LARGEST) & (largest < float("inf")), tl.div_rn(0.5 * _LARGEST, power), 1.0)
 
 
 @jit
@@ -78,7 +79,7 @@ def poly_norm_kernel(x_ptr, w_ptr, b_ptr, y_ptr, ms_ptr, M, N, x_stride, eps, BL
         s1 = tl.zeros((BLOCK_N,), dtype=tl.float32)
         s2 = tl.zeros((BLOCK_N,), dtype=tl.float32)
         s3 = tl.zeros((BLOCK_N,), dtype=tl.float32)
-        share = tl.cast(1.0, tl.float32)
+        s = tl.cast(1.0, tl.float32)
         tries = tl.cast(2, tl.int32)
         while tries > 0:  # the same code makes both sums: a copy of it would take registers from rows that need none
             s1 = tl.zeros((BLOCK_N,), dtype=tl.float32)
@@ -87,28 +88,28 @@ def poly_norm_kernel(x_ptr, w_ptr, b_ptr, y_ptr, ms_ptr, M, N, x_stride, eps, BL
             largest = tl.zeros((BLOCK_N,), dtype=tl.float32)
             for start in range(0, N, BLOCK_N):
                 cols = start + tl.arange(0, BLOCK_N)
-                x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32) * share
+                x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32) * s
                 square = x * x
                 s1 += (square * x) * (square * x)
                 s2 += square * square
                 s3 += square
                 largest = tl.maximum(largest, tl.abs(x))
-            smaller = _share(tl.max(largest, axis=0))
+            smaller = _overflow_scale(tl.max(largest, axis=0))
             tries = tl.where(smaller < 1.0, tries - 1, 0)
-            share *= smaller
-        ms1 = tl.sum(s1, axis=0) / N + eps * (share * share * share) * (share * share * share)
-        ms2 = tl.sum(s2, axis=0) / N + eps * (share * share) * (share * share)
-        ms3 = tl.sum(s3, axis=0) / N + eps * (share * share)
+            s *= smaller
+        ms1 = tl.sum(s1, axis=0) / N + eps * (s * s * s) * (s * s * s)
+        ms2 = tl.sum(s2, axis=0) / N + eps * (s * s) * (s * s)
+        ms3 = tl.sum(s3, axis=0) / N + eps * (s * s)
         tl.store(ms_ptr + row * 4, ms1)
         tl.store(ms_ptr + row * 4 + 1, ms2)
         tl.store(ms_ptr + row * 4 + 2, ms3)
-        tl.store(ms_ptr + row * 4 + 3, share)
+        tl.store(ms_ptr + row * 4 + 3, s)
         r1 = w1 * tl.div_rn(1.0, tl.sqrt_rn(ms1))
         r2 = w2 * tl.div_rn(1.0, tl.sqrt_rn(ms2))
         r3 = w3 * tl.div_rn(1.0, tl.sqrt_rn(ms3))
         for start in range(0, N, BLOCK_N):
             cols = start + tl.arange(0, BLOCK_N)
-            x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32) * share
+            x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32) * s
             y = (r1 * (x * x * x) + r2 * (x * x)) + (r3 * x + b)
             tl.store(y_ptr + row * N + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
 
@@ -128,10 +129,10 @@ def poly_norm_backward_kernel(
         s1 = tl.zeros((BLOCK_N,), dtype=tl.float32)
         s2 = tl.zeros((BLOCK_N,), dtype=tl.float32)
         s3 = tl.zeros((BLOCK_N,), dtype=tl.float32)
-        share = tl.load(ms_ptr + row * 4 + 3)
+        s = tl.load(ms_ptr + row * 4 + 3)
         for start in range(0, N, BLOCK_N):
             cols = start + tl.arange(0, BLOCK_N)
-            x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32) * share
+            x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32) * s
             dy = tl.load(dy_ptr + row * dy_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
             s0 += dy
             s1 += dy * (x * x * x)
@@ -149,12 +150,12 @@ def poly_norm_backward_kernel(
         m1, m2, m3 = (tl.div_rn(t1 / N, ms1), tl.div_rn(t2 / N, ms2), tl.div_rn(t3 / N, ms3))
         for start in range(0, N, BLOCK_N):
             cols = start + tl.arange(0, BLOCK_N)
-            x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32) * share
+            x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32) * s
             dy = tl.load(dy_ptr + row * dy_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
             dx = w1 * r1 * (dy - (x * x * x) * m1) * (3.0 * (x * x))
             dx += w2 * r2 * (dy - (x * x) * m2) * (2.0 * x)
             dx += w3 * r3 * (dy - x * m3)
-            tl.store(dx_ptr + row * N + cols, (dx * share).to(dx_ptr.dtype.element_ty), mask=cols < N)
+            tl.store(dx_ptr + row * N + cols, (dx * s).to(dx_ptr.dtype.element_ty), mask=cols < N)
     if partial_ptr is not None:
         tl.store(partial_ptr + program * 4, dw1)
         tl.store(partial_ptr + program * 4 + 1, dw2)
@@ -195,10 +196,10 @@ def _poly_norm_bwd(
     wrap_triton(poly_norm_backward_kernel)[(programs,)](
         dy, x, weight.contiguous(), ms.contiguous(), dx, partials, M, N, dy.stride(0), x.stride(0), **_tile(N)
     )
-    return dx, *_of_parameters(None if partials is None else sum_partials(partials, torch.float32), weight, bias)
+    return dx, *_parameter_gradients(None if partials is None else sum_partials(partials, torch.float32), weight, bias)
 
 
-def _of_parameters(sums: Tensor | None, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+def _parameter_gradients(sums: Tensor | None, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of weight and bias from float32 `[4]`."""
     if sums is None:
         return empty((0,), weight.dtype, weight.device), empty((0,), bias.dtype, bias.device)
@@ -212,33 +213,33 @@ poly_norm_bwd = KernelOp(_poly_norm_bwd)  # what casts its three numbers has no 
 @poly_norm_fwd.register_kernel("cpu")
 def _(input, weight, bias, eps):
     x = input.float()
-    share = _share_on_cpu(x.abs().amax(-1, keepdim=True))
-    x = x * share
+    s = _overflow_scale_cpu(x.abs().amax(-1, keepdim=True))
+    x = x * s
     powers = torch.stack([x * x * x, x * x, x])  # [3, ..., N]
-    share = share.squeeze(-1)
-    ms = powers.square().mean(-1) + eps * torch.stack([share * share * share, share * share, share]).square()
+    s = s.squeeze(-1)
+    ms = powers.square().mean(-1) + eps * torch.stack([s * s * s, s * s, s]).square()
     scale = weight.float().view(3, *[1] * x.dim())
     y = (scale * powers * torch.rsqrt(ms).unsqueeze(-1)).sum(0) + bias.float()
-    return y.to(input.dtype).contiguous(), torch.cat([ms, share.unsqueeze(0)]).movedim(0, -1).contiguous()
+    return y.to(input.dtype).contiguous(), torch.cat([ms, s.unsqueeze(0)]).movedim(0, -1).contiguous()
 
 
-def _share_on_cpu(largest: Tensor) -> Tensor:
+def _overflow_scale_cpu(largest: Tensor) -> Tensor:
     power = (largest.view(torch.int32) & 0x7F800000).view(torch.float32)
-    return torch.where((largest >= MOST) & largest.isfinite(), 0.5 * MOST / power, 1.0)
+    return torch.where((largest >= LARGEST) & largest.isfinite(), 0.5 * LARGEST / power, 1.0)
 
 
 @poly_norm_bwd.register_kernel("cpu")
 def _(grad, input, weight, bias, ms, need_weight, need_bias):
-    ms, share = ms[..., :3], ms[..., 3:]
-    x, dy = input.float() * share, grad.float()
+    ms, s = ms[..., :3], ms[..., 3:]
+    x, dy = input.float() * s, grad.float()
     powers, slopes = torch.stack([x * x * x, x * x, x]), torch.stack([3 * x * x, 2 * x, torch.ones_like(x)])
     ms = ms.movedim(-1, 0).unsqueeze(-1)
     rstd, means = torch.rsqrt(ms), (dy * powers).mean(-1, keepdim=True)
     scale = weight.float().view(3, *[1] * x.dim())
-    dx = (scale * rstd * (dy - powers * (means / ms)) * slopes).sum(0) * share
+    dx = (scale * rstd * (dy - powers * (means / ms)) * slopes).sum(0) * s
     dw = (means * x.shape[-1] * rstd).flatten(1).sum(1)
     sums = torch.cat([dw, dy.sum().view(1)]) if need_weight or need_bias else None
-    return dx.to(input.dtype).contiguous(), *_of_parameters(sums, weight, bias)
+    return dx.to(input.dtype).contiguous(), *_parameter_gradients(sums, weight, bias)
 
 
 @poly_norm_fwd.register_fake
@@ -270,11 +271,9 @@ def _(grad):
 
 
 def poly_norm_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def randn(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
-
+    randn = partial(torch.randn, device=device, dtype=dtype)
     yield Sample((randn(4, 16), randn(3), randn(1)), why="powers of two")
-    yield Sample((randn(2, 3, 37), randn(3), randn(), 1e-5), why="three dimensions, odd width, a bias without axes")
+    yield Sample((randn(2, 3, 37), randn(3), randn(()), 1e-5), why="three dimensions, odd width, a bias without axes")
     yield Sample((randn(33), randn(3, dtype=torch.float32), randn(1)), why="one dimension, float32 weights")
     yield Sample((30 * randn(3, 64), randn(3), randn(1)), why="large values")
     if dtype != torch.float16:

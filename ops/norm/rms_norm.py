@@ -12,15 +12,16 @@ Backward, given dy:
     dx = rstd * (dy * w - x * mean(dy * w * x) / ms)
     dw = sum over rows of dy * x * rstd
 
-The kernels are those of `_rms_norm.py`, without a residual; ms is what is kept for the backward pass.
+The kernels are those of `_rms_norm_kernels.py`, without a residual; ms is what is kept for the backward pass.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from llmk.ops.norm import _rms_norm as norm
+from llmk.ops.norm import _rms_norm_kernels as norm
 from llmk.ops.norm._patterns import RMS_NORM
 from llmk.registry import (
     PARTIAL,
@@ -85,9 +86,7 @@ def _(grad):
 
 
 def rms_norm_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
-
+    randn = partial(torch.randn, device=device, dtype=dtype)
     yield Sample((randn(4, 16), randn(16)), why="powers of two")
     yield Sample((randn(2, 3, 37), randn(37), 1e-5), {"offset": 1.0}, why="three dimensions, odd width, Gemma's offset")
     yield Sample((randn(5, 40),), why="no weight")

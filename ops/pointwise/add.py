@@ -11,6 +11,7 @@ Backward, given dy:
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import triton.language as tl
@@ -79,12 +80,10 @@ add_fwd.register_autograd(lambda ctx, grad: (grad, grad))
 
 
 def add_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
-
+    randn = partial(torch.randn, device=device, dtype=dtype)
     yield Sample((randn(4, 16), randn(4, 16)), why="powers of two")
     yield Sample((randn(2, 3, 37), randn(2, 3, 37)), why="three dimensions, odd width")
-    yield Sample((randn(), randn()), why="no axis, one element")
+    yield Sample((randn(()), randn(())), why="no axis, one element")
     yield Sample((randn(0, 16), randn(0, 16)), why="no rows")
     yield Sample((randn(24, 6).t(), randn(6, 24)), why="one strided, the other not")
     yield Sample((randn(1, 16).expand(5, 16), randn(9, 20)[:5, 4:]), why="one expanded, the other a slice")

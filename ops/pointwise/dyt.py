@@ -19,6 +19,7 @@ float32, and those of the programs are added in a fixed order: no atomics.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import triton.language as tl
@@ -112,9 +113,15 @@ def _dyt_fwd(input: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None) 
 
 
 def _dyt_bwd(
-    grad: Tensor, input: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None,
-    need_alpha: bool, need_weight: bool, need_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    input: Tensor,
+    alpha: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    need_alpha: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dy, x = as_rows(grad), as_rows(input)
     (M, N), device = x.shape, input.device
     blocks = cdiv(N, BLOCK["BLOCK_N"])
@@ -122,10 +129,10 @@ def _dyt_bwd(
     dx = empty(input.shape, input.dtype, device)
     sums = empty((shares, need_weight + need_bias, N), torch.float32, device) if need_weight or need_bias else None
     alphas = empty((shares, blocks), torch.float32, device) if need_alpha else None
+    needed, sizes = {"HAS_DW": need_weight, "HAS_DB": need_bias}, (M, N, dy.stride(0), x.stride(0))
     wrap_triton(dyt_backward_kernel)[(shares, blocks)](
-        dy, x, alpha, weight.contiguous(), dx, sums, alphas, M, N, dy.stride(0), x.stride(0),
-        HAS_DW=need_weight, HAS_DB=need_bias, NUM_STAGES=3, **BLOCK,
-    )  # fmt: skip
+        dy, x, alpha, weight.contiguous(), dx, sums, alphas, *sizes, **needed, NUM_STAGES=3, **BLOCK
+    )
     dw = empty((N,), weight.dtype, device) if need_weight else None
     db = empty((N,), bias.dtype, device) if need_bias and bias is not None else None
     if sums is not None:
@@ -186,9 +193,7 @@ def _(grad):
 
 
 def dyt_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def randn(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
-
+    randn = partial(torch.randn, device=device, dtype=dtype)
     alpha = torch.full((1,), 0.5, device=device, dtype=dtype)
     yield Sample((randn(4, 16), alpha, randn(16), randn(16)), why="powers of two")
     yield Sample((randn(2, 3, 37), -alpha, randn(37)), why="three dimensions, odd width, no bias, a negative alpha")
@@ -203,9 +208,7 @@ def dyt_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def dyt_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
-
+    randn = partial(torch.randn, device=device, dtype=dtype)
     return Sample((randn(rows, 48), randn(1), randn(48), randn(48)), why="resized")
 
 

@@ -2,7 +2,7 @@ r"""SwiGLU and GEGLU: the gated units of Llama's and of Gemma's feed-forward lay
 
 Source: Shazeer, "GLU Variants Improve Transformer", 2020, https://arxiv.org/abs/2002.05202.
 
-Forward, elementwise, with f the activation, SiLU or GELU; activations.py has them and their slopes:
+Forward, elementwise, with f the activation, SiLU or GELU; activations.py has them and their derivatives:
 
     y = f(gate) * up
 
@@ -15,12 +15,13 @@ A packed gate, `[..., 2I]` = gate then up as one projection writes it, gets one 
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.activations import activate, activate_with_slope, activation, activation_with_slope
+from llmk.ops.common.activations import activate, activate_with_grad, activation, activation_with_grad
 from llmk.ops.common.rows import as_rows
 from llmk.ops.pointwise._patterns import GEGLU, SWIGLU
 from llmk.registry import (
@@ -81,9 +82,19 @@ def gated_unit_kernel(
 
 @jit
 def gated_unit_backward_kernel(
-    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, N, dy_stride, gate_stride, up_stride, grad_stride,
-    ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    gate_ptr,
+    up_ptr,
+    dgate_ptr,
+    dup_ptr,
+    N,
+    dy_stride,
+    gate_stride,
+    up_stride,
+    grad_stride,
+    ACTIVATION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     row, cols = _place(N, BLOCK_N)
     mask = cols < N
     gate_ptr += row * gate_stride
@@ -93,8 +104,8 @@ def gated_unit_backward_kernel(
     dy = tl.load(dy_ptr + row * dy_stride + cols, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-    activated, slope = activate_with_slope(gate, ACTIVATION)
-    tl.store(dgate_ptr + cols, (dy * up * slope).to(dgate_ptr.dtype.element_ty), mask=mask)
+    activated, derivative = activate_with_grad(gate, ACTIVATION)
+    tl.store(dgate_ptr + cols, (dy * up * derivative).to(dgate_ptr.dtype.element_ty), mask=mask)
     tl.store(dup_ptr + cols, (dy * activated).to(dup_ptr.dtype.element_ty), mask=mask)
 
 
@@ -131,10 +142,10 @@ def _gated_unit_bwd(grad: Tensor, gate: Tensor, up: Tensor | None, activation: s
     dup = no_gradient(grad) if up is None else empty(up.shape, gate.dtype, gate.device)
     block = _block(N)
     # A packed gradient is handed over once: two views of one buffer would be copied under functionalization.
+    strides = dy.stride(0), gate_rows.stride(0), up_stride, gate_rows.shape[1]
     wrap_triton(gated_unit_backward_kernel)[(M * cdiv(N, block["BLOCK_N"]),)](
-        dy, gate_rows, up_rows, dgate, None if up is None else dup, N,
-        dy.stride(0), gate_rows.stride(0), up_stride, gate_rows.shape[1], ACTIVATION=activation, **block,
-    )  # fmt: skip
+        dy, gate_rows, up_rows, dgate, None if up is None else dup, N, *strides, ACTIVATION=activation, **block
+    )
     return dgate, dup
 
 
@@ -167,8 +178,8 @@ def _(grad, gate, up, name):
     if up is None:
         gate, up = gate.chunk(2, dim=-1)
     dy = grad.float()
-    activated, slope = activation_with_slope(gate.float(), name)
-    dgate, dup = (dy * up.float() * slope).to(dtype), (dy * activated).to(dtype)
+    activated, derivative = activation_with_grad(gate.float(), name)
+    dgate, dup = (dy * up.float() * derivative).to(dtype), (dy * activated).to(dtype)
     if packed:
         return torch.cat([dgate, dup], dim=-1), no_gradient(grad)
     return dgate.contiguous(), dup.contiguous()
@@ -199,14 +210,12 @@ def _(gate, up):
 
 
 def swiglu_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
-
+    randn = partial(torch.randn, device=device, dtype=dtype)
     yield Sample((randn(4, 16), randn(4, 16)), why="powers of two")
     yield Sample((randn(2, 3, 37), randn(2, 3, 37)), why="three dimensions, odd width")
     yield Sample((randn(2, 3, 74),), why="packed, odd half")
     yield Sample((randn(40),), why="packed, one dimension")
-    # A positive gate: where the slope crosses zero, one element's rounding is luck.
+    # A positive gate: where the derivative crosses zero, one element's rounding is luck.
     yield Sample((randn(1, 1).abs(), randn(1, 1)), why="one element")
     yield Sample((randn(0, 16), randn(0, 16)), why="no rows")
     yield Sample((randn(0, 16),), why="packed, no rows")

@@ -15,6 +15,7 @@ NaN is not <= 0 and comes through, as it does through PyTorch's ReLU.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import triton.language as tl
@@ -106,14 +107,12 @@ def _(input):
 
 
 def relu_squared_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
-
+    randn = partial(torch.randn, device=device, dtype=dtype)
     special = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-4]
     yield Sample((randn(4, 16),), why="powers of two")
     yield Sample((randn(2, 3, 37),), why="three dimensions, odd width")
     yield Sample((randn(1, 1),), why="one element")
-    yield Sample((randn(),), why="no axis")
+    yield Sample((randn(()),), why="no axis")
     yield Sample((randn(0, 16),), why="no rows")
     yield Sample((randn(24, 6).t(),), why="strided")
     yield Sample((randn(6, 80)[:, 16:48],), why="a slice of a wider row")

@@ -5,12 +5,12 @@ https://arxiv.org/abs/2104.09864; layout and formula as in Hugging Face transfor
 
 Forward, for the first R features of a head (the rest pass), with cos and sin of the token's position:
 
-    y = x * cos + rotate(x) * sin
+    y = x * cos + rotate_half(x) * sin
 
-    rotate([a, b]) = [-b, a]                     halves a and b of R/2 features (default), or
-    rotate([a0, b0, a1, b1, ..]) = [-b0, a0, ..] neighbours in pairs (interleaved)
+    rotate_half([a, b]) = [-b, a]                     halves a and b of R/2 features (default), or
+    rotate_half([a0, b0, a1, b1, ..]) = [-b0, a0, ..] neighbours in pairs (interleaved)
 
-so that each pair (a, b) turns; with (ca, cb), (sa, sb) the values of cos and sin at the pair's two features:
+so that each pair (a, b) is rotated; with (ca, cb), (sa, sb) the values of cos and sin at the pair's two features:
 
     ya = a * ca - b * sa
     yb = b * cb + a * sb
@@ -20,34 +20,34 @@ Backward, the transpose of the same pair:
     da = dya * ca + dyb * sb
     db = dyb * cb - dya * sa
 
-One program turns all heads of one token, q and k, so that cos and sin are read once. Results lie in memory as
+One program rotates all heads of one token, q and k, so that cos and sin are read once. Results lie in memory as
 [B, S, H, D], which is how projections write q and k and read their gradients.
 """
 
 import functools
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.rows import with_columns_side_by_side
-from llmk.ops.rotary._heads import (
-    angles,
-    as_tokens,
-    batch_stride,
-    check_heads,
-    empty_heads,
-    head_splits,
-    heads_on_cpu,
-    load_row,
-    pair_blocks,
-    pair_columns,
-    turn,
-    turn_on_cpu,
-)
 from llmk.ops.rotary._patterns import ROPE
-from llmk.registry import Cost, KernelOp, Sample, jit, next_power_of_2, public_op, wrap_triton
+from llmk.registry import (
+    REPLICATE,
+    Cost,
+    KernelOp,
+    Sample,
+    check_dtype,
+    check_same,
+    empty,
+    jit,
+    next_power_of_2,
+    public_op,
+    wrap_triton,
+)
 
 
 def rope_reference(
@@ -56,30 +56,150 @@ def rope_reference(
     R = cos.shape[-1]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [1 or B, 1, S, R]
 
-    def rotate(x: Tensor) -> Tensor:
+    def rotate_half(x: Tensor) -> Tensor:
         if interleaved:
             return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
         return torch.cat((-x[..., R // 2 :], x[..., : R // 2]), dim=-1)
 
-    def turn(x: Tensor) -> Tensor:
-        turned, passed = x[..., :R], x[..., R:]
-        turned = turned * cos + rotate(turned) * sin
-        return (torch.cat((turned, passed), dim=-1) if x.shape[-1] > R else turned).to(x.dtype)
+    def rotate(x: Tensor) -> Tensor:
+        rotated, passed = x[..., :R], x[..., R:]
+        rotated = rotated * cos + rotate_half(rotated) * sin
+        return (torch.cat((rotated, passed), dim=-1) if x.shape[-1] > R else rotated).to(x.dtype)
 
-    return turn(q), turn(k)
+    return rotate(q), rotate(k)
 
 
 @jit
-def _turn_heads(
-    x_ptr, y_ptr, ca, cb, sa, sb, H, D, x_stride_h, a_cols, b_cols, pair_mask, R,
-    BACKWARD: tl.constexpr, NUM_STAGES: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_PASS: tl.constexpr,
-):  # fmt: skip
+def pair_columns(R, INTERLEAVED: tl.constexpr, BLOCK_PAIRS: tl.constexpr):
+    """Where the pairs (a, b) lie in a head: the columns of a, those of b, and which of the block are there."""
+    pairs = tl.arange(0, BLOCK_PAIRS)
+    a_cols = 2 * pairs if INTERLEAVED else pairs
+    b_cols = a_cols + (1 if INTERLEAVED else R // 2)
+    return a_cols, b_cols, pairs < R // 2
+
+
+@jit
+def rotate_pairs(a, b, ca, cb, sa, sb, BACKWARD: tl.constexpr):
+    """Rotate the pairs (a, b), in float32, by their angles; BACKWARD rotates them back."""
+    if BACKWARD:
+        ya = a * ca + b * sb
+        yb = b * cb - a * sa
+    else:
+        ya = a * ca - b * sa
+        yb = b * cb + a * sb
+    return ya, yb
+
+
+@jit
+def load_row(x_ptr, cols, mask):
+    """A row of parameters for all heads: [1, columns] in float32."""
+    return tl.load(x_ptr + cols, mask=mask, other=0.0).to(tl.float32)[None, :]
+
+
+MAX_FEATURES = 2048
+"""The limit for a head: a thread block holds it in registers, and 4096 features spill on sm_90."""
+
+
+def pair_blocks(D: int, R: int) -> dict[str, int]:
+    """Blocks that hold the pairs of a head, and the features that pass, if any."""
+    return {"BLOCK_PAIRS": next_power_of_2(R // 2), "BLOCK_PASS": next_power_of_2(D - R) if R < D else 0}
+
+
+def head_splits(cos: Any) -> list[tuple[int, int | str]]:
+    """How q and k may be split, and cos and sin with them: by batch, by heads, by tokens."""
+    return [(0, 0 if cos.shape[0] > 1 else REPLICATE), (1, REPLICATE), (2, 1)]
+
+
+def empty_heads(x: Tensor) -> Tensor:
+    """Like x `[B, H, S, D]`, lying in memory as `[B, S, H, D]`."""
+    B, H, S, D = x.shape
+    return empty((B, S, H, D), x.dtype, x.device).transpose(1, 2)
+
+
+def kernel_strides(*heads: Tensor, cos: Tensor, sin: Tensor) -> list[int]:
+    """Return what is not 1 of the strides of heads, and of cos and sin, whose batch has 0 where one table serves it."""
+    strides = [stride for x in heads for stride in x.stride()[:3]]
+    return strides + [stride for x in (cos, sin) for stride in (x.stride(0) if x.shape[0] > 1 else 0, x.stride(1))]
+
+
+def rotate_cpu(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool) -> Tensor:
+    """The rotation in plain PyTorch: float32 x `[B, S, H, D]`, with its features in place."""
+    R = cos.shape[-1]
+    a_cols, b_cols = (slice(0, R, 2), slice(1, R, 2)) if interleaved else (slice(0, R // 2), slice(R // 2, R))
+    cos, sin = cos.float().unsqueeze(2), sin.float().unsqueeze(2)
+    ca, cb, sa, sb = cos[..., a_cols], cos[..., b_cols], sin[..., a_cols], sin[..., b_cols]
+    a, b = x[..., a_cols], x[..., b_cols]
+    pair = (a * ca + b * sb, b * cb - a * sa) if backward else (a * ca - b * sa, b * cb + a * sb)
+    rotated = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    return torch.cat((rotated, x[..., R:]), dim=-1) if x.shape[-1] > R else rotated
+
+
+def as_tokens(x: Tensor) -> Tensor:
+    """`[B, H, S, D]` as float32 `[B, S, H, D]`: in the order of memory Inductor makes one kernel of what follows."""
+    return x.transpose(1, 2).float()
+
+
+def heads_cpu(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`[B, S, H, D]`, fresh, as `[B, H, S, D]` of `dtype` that lies in memory as it did."""
+    return x.to(dtype).contiguous().transpose(1, 2)
+
+
+def check_heads(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """q `[B, HQ, S, D]` and k `[B, HK, S, D]` of one dtype, cos and sin `[1 or B, S, R]` of one dtype, R even."""
+    check_dtype("q", q)
+    check_dtype("cos", cos)
+    if q.dim() != 4:
+        raise ValueError(f"q: expected shape [B, HQ, S, D], got {tuple(q.shape)}")
+    B, _, S, D = q.shape
+    if D > MAX_FEATURES:
+        raise ValueError(f"q: expected at most {MAX_FEATURES} features in a head, got {D}")
+    if cos.dim() in (2, 3) and q.shape[1] == cos.shape[-2] != S:
+        layout = f"[B, HQ, S, D] with the {cos.shape[-2]} positions of cos"
+        raise ValueError(f"q: expected shape {layout}, got {tuple(q.shape)}; transpose(1, 2) swaps S and HQ")
+    if k.dim() != 4 or (k.shape[0], k.shape[2], k.shape[3]) != (B, S, D):
+        raise ValueError(f"k: expected shape [{B}, HK, {S}, {D}] to fit q, got {tuple(k.shape)}")
+    if cos.dim() != 3 or cos.shape[0] not in (1, B) or cos.shape[1] != S or not 0 < cos.shape[2] <= D:
+        raise ValueError(f"cos: expected shape [1 or {B}, {S}, R] with 0 < R <= {D}, got {tuple(cos.shape)}")
+    if cos.shape[2] % 2 == 1:
+        raise ValueError(f"cos: expected an even number of features to turn, got {cos.shape[2]}")
+    if sin.shape != cos.shape:
+        raise ValueError(f"sin: expected the shape of cos {tuple(cos.shape)}, got {tuple(sin.shape)}")
+    check_same("k", k, "q", q, dtype=True)
+    check_same("sin", sin, "cos", cos, dtype=True)
+    check_same("cos", cos, "q", q)
+
+
+def angles(B: int, S: int, R: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin `[B, S, R]` for samples."""
+    positions = torch.arange(S, device=device, dtype=torch.float32)
+    angles = positions[:, None] * 10_000 ** (-torch.arange(0, R, 2, device=device, dtype=torch.float32) / R)
+    angles = torch.cat((angles, angles), dim=-1).expand(B, S, R)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+@jit
+def _rotate_heads(
+    x_ptr,
+    y_ptr,
+    angles,
+    pairs,
+    H,
+    D,
+    R,
+    x_stride_h,
+    BACKWARD: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_PASS: tl.constexpr,
+):
+    ca, cb, sa, sb = angles
+    a_cols, b_cols, pair_mask = pairs
     for start in tl.range(0, H, BLOCK_H, num_stages=NUM_STAGES):  # pyright: ignore[reportGeneralTypeIssues]
         heads = (start + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
         mask = (heads < H) & pair_mask
         a = tl.load(x_ptr + heads * x_stride_h + a_cols, mask=mask, other=0.0).to(tl.float32)
         b = tl.load(x_ptr + heads * x_stride_h + b_cols, mask=mask, other=0.0).to(tl.float32)
-        ya, yb = turn(a, b, ca, cb, sa, sb, BACKWARD)
+        ya, yb = rotate_pairs(a, b, ca, cb, sa, sb, BACKWARD)
         tl.store(y_ptr + heads * D + a_cols, ya.to(y_ptr.dtype.element_ty), mask=mask)
         tl.store(y_ptr + heads * D + b_cols, yb.to(y_ptr.dtype.element_ty), mask=mask)
         if BLOCK_PASS > 0:
@@ -107,14 +227,13 @@ def rope_kernel(
     a_cols, b_cols, mask = a_cols[None, :], b_cols[None, :], mask[None, :]
     q_ptr += batch * q_stride_b + s * q_stride_s
     k_ptr += batch * k_stride_b + s * k_stride_s
-    _turn_heads(
-        q_ptr, yq_ptr + token * HQ * D, ca, cb, sa, sb, HQ, D, q_stride_h, a_cols, b_cols, mask, R,
-        BACKWARD, NUM_STAGES, BLOCK_HQ, BLOCK_PASS,
-    )  # fmt: skip
-    _turn_heads(
-        k_ptr, yk_ptr + token * HK * D, ca, cb, sa, sb, HK, D, k_stride_h, a_cols, b_cols, mask, R,
-        BACKWARD, NUM_STAGES, BLOCK_HK, BLOCK_PASS,
-    )  # fmt: skip
+    angles, pairs = (ca, cb, sa, sb), (a_cols, b_cols, mask)
+    _rotate_heads(
+        q_ptr, yq_ptr + token * HQ * D, angles, pairs, HQ, D, R, q_stride_h, BACKWARD, NUM_STAGES, BLOCK_HQ, BLOCK_PASS
+    )
+    _rotate_heads(
+        k_ptr, yk_ptr + token * HK * D, angles, pairs, HK, D, R, k_stride_h, BACKWARD, NUM_STAGES, BLOCK_HK, BLOCK_PASS
+    )
 
 
 # H200, bf16, 32/8 heads of 128, times the floor of forward and backward: 1.11; without prefetch 1.13, half the warps
@@ -136,12 +255,10 @@ def _rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, bac
     B, HQ, S, D = q.shape
     HK, R = k.shape[1], cos.shape[-1]
     yq, yk = empty_heads(q), empty_heads(k)
+    strides, options = kernel_strides(q, k, cos=cos, sin=sin), {"INTERLEAVED": interleaved, "BACKWARD": backward}
     wrap_triton(rope_kernel)[(B * S,)](
-        q, k, cos, sin, yq, yk, S, HQ, HK, D, R,
-        *(q.stride(i) for i in range(3)), *(k.stride(i) for i in range(3)),
-        batch_stride(cos), cos.stride(1), batch_stride(sin), sin.stride(1),
-        INTERLEAVED=interleaved, BACKWARD=backward, **_config(HK, D, R),
-    )  # fmt: skip
+        q, k, cos, sin, yq, yk, S, HQ, HK, D, R, *strides, **options, **_config(HK, D, R)
+    )
     return yq, yk
 
 
@@ -157,15 +274,15 @@ rope_fwd = KernelOp(_rope_fwd, launch_cached=True)
 rope_bwd = KernelOp(_rope_bwd, launch_cached=True)
 
 
-def _rope_on_cpu(
+def _rope_cpu(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool
 ) -> tuple[Tensor, Tensor]:
-    yq, yk = (heads_on_cpu(turn_on_cpu(as_tokens(x), cos, sin, interleaved, backward), x.dtype) for x in (q, k))
+    yq, yk = (heads_cpu(rotate_cpu(as_tokens(x), cos, sin, interleaved, backward), x.dtype) for x in (q, k))
     return yq, yk
 
 
 for op, derivative in ((rope_fwd, rope_bwd), (rope_bwd, rope_fwd)):  # each rotation is the other's transpose
-    op.register_kernel("cpu")(functools.partial(_rope_on_cpu, backward=op is rope_bwd))
+    op.register_kernel("cpu")(functools.partial(_rope_cpu, backward=op is rope_bwd))
     op.register_fake(lambda q, k: (empty_heads(q), empty_heads(k)))
     op.register_sharding(
         lambda cos: [([heads, heads], [heads, heads, angle, angle]) for heads, angle in head_splits(cos)]
@@ -174,8 +291,7 @@ for op, derivative in ((rope_fwd, rope_bwd), (rope_bwd, rope_fwd)):  # each rota
 
 
 def rope_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
+    randn = partial(torch.randn, device=device, dtype=dtype)
 
     def projected(B: int, S: int, H: int, D: int) -> Tensor:
         return randn(B, S, H * D).view(B, S, H, D).transpose(1, 2)
@@ -243,18 +359,19 @@ def rope_cost(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bo
     ),
 )
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> tuple[Tensor, Tensor]:
-    """Turn queries and keys by their positions' angles: `x * cos + rotate(x) * sin` on the first R features of a head.
+    """Rotate queries and keys by their positions' angles: `x * cos + rotate_half(x) * sin` on R features of a head.
 
     Args:
         q: `[B, HQ, S, D]` with D at most 2048, float32, float16 or bfloat16, any strides.
         k: `[B, HK, S, D]`, dtype of `q`.
-        cos: `[1 or B, S, R]`, any of these dtypes, R even and at most D; features R to D pass unchanged.
+        cos: `[1 or B, S, R]`, any of these dtypes, R even and at most D; the first R features are
+            rotated, the others pass unchanged.
         sin: Shape and dtype of `cos`.
-        interleaved: Turn neighbours (0, 1), (2, 3), ... instead of feature i with feature i + R/2; cos and sin are
+        interleaved: Rotate neighbours (0, 1), (2, 3), ... instead of feature i with feature i + R/2; cos and sin are
             then laid out the same way.
 
     Returns:
-        The turned q and k, with their shapes and dtypes, lying in memory as `[B, S, H, D]`.
+        The rotated q and k, with their shapes and dtypes, lying in memory as `[B, S, H, D]`.
 
     Raises:
         TypeError: A dtype is not one of these, or k's is not q's, or sin's is not cos's.

@@ -22,20 +22,21 @@ From every da that of the largest s is taken away first: where one weight is nea
 
 Of N * H values for each token 2 * N are kept, s and ms. Where a vector fits in registers the forward pass reads each
 once, and takes the softmax as they come; the backward pass finds them in L2 when it reads them a second time, the last
-one first. dk is summed in float32 by each program over its own tokens, then over the programs in a fixed order: no
-atomics.
+one first. Of longer vectors each direction reads them twice: first a program walks each vector for its sums, then
+another each block of columns for what follows from these. dk is summed in float32 by each program over its own tokens,
+then over the programs in a fixed order: no atomics.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.math import exp
-from llmk.ops.common.rows import aligned, as_rows, byte_offset
+from llmk.ops.common.rows import aligned, as_rows, byte_offset, row_shares
 from llmk.ops.common.sums import sum_affine, sum_pair
-from llmk.ops.softmax._attention_residual_long import long_backward, long_forward, long_programs, weigh
 from llmk.registry import (
     PARTIAL,
     REPLICATE,
@@ -62,6 +63,19 @@ def attention_residual_reference(blocks: Tensor, query: Tensor, weight: Tensor, 
     keys = torch.nn.functional.rms_norm(blocks, blocks.shape[-1:], None, eps) * weight
     weights = (keys * query).sum(-1, keepdim=True).softmax(0)
     return (weights * blocks).sum(0).to(blocks.dtype)
+
+
+@jit
+def _weigh(s, da, largest, total, origin, sum_da):
+    """Take one more weight exp(s) into a sum of them and into the weighted sum of da - origin.
+
+    Both are relative to exp(largest), and the origin is the da of the largest s.
+    """
+    larger, before, origin_before = s > largest, largest, origin
+    largest, origin = tl.where(larger, s, largest), tl.where(larger, da, origin)
+    shrink, share = exp(before - largest), exp(s - largest)
+    sum_da = (sum_da + total * (origin_before - origin)) * shrink + share * (da - origin)
+    return largest, total * shrink + share, origin, sum_da
 
 
 @jit
@@ -118,7 +132,7 @@ def attention_residual_backward_kernel(
             v = tl.load(v_ptr + tl.cast(i, tl.int64) * block_stride + places, mask=mask, other=0.0).to(tl.float32)
             s = tl.load(s_ptr + tl.cast(i, tl.int64) * M + rows, mask=rows < M, other=0.0)
             largest_at = tl.where(s > largest, i, largest_at)
-            largest, total, origin, sum_da = weigh(s, tl.sum(dy * v, axis=1), largest, total, origin, sum_da)
+            largest, total, origin, sum_da = _weigh(s, tl.sum(dy * v, axis=1), largest, total, origin, sum_da)
         mean = tl.div_rn(sum_da, total)
         for j in tl.range(0, N, num_stages=NUM_STAGES):
             last = tl.cast(N - 1 - j, tl.int64)  # what was read last is likeliest to be in L2
@@ -175,6 +189,113 @@ def _programs(M: int, tile: dict[str, int], device: torch.device) -> int:
     return grid_cap(cdiv(M, tile["BLOCK_M"]), num_programs(device, 16 // tile["num_warps"]))
 
 
+@jit
+def attention_residual_scores_kernel(
+    v_ptr, q_ptr, w_ptr, s_ptr, ms_ptr, M, H, block_stride, row_stride, eps, BLOCK_H: tl.constexpr
+):
+    eps = tl.cast(eps, tl.float32)
+    vector = tl.program_id(0).to(tl.int64)
+    v_ptr += vector // M * block_stride + vector % M * row_stride
+    squares = tl.zeros((BLOCK_H,), dtype=tl.float32)
+    dots = tl.zeros((BLOCK_H,), dtype=tl.float32)
+    for start in range(0, H, BLOCK_H):
+        cols = start + tl.arange(0, BLOCK_H)
+        v = tl.load(v_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
+        q = tl.load(q_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
+        squares += v * v
+        dots += v * (q * tl.load(w_ptr + cols, mask=cols < H, other=0.0).to(tl.float32))
+    square, dot = sum_pair(squares, dots, 0)
+    ms = square / H + eps
+    tl.store(s_ptr + vector, tl.div_rn(dot, tl.sqrt_rn(ms)))
+    tl.store(ms_ptr + vector, ms)
+
+
+@jit
+def attention_residual_mix_kernel(v_ptr, s_ptr, y_ptr, N, M, H, block_stride, row_stride, BLOCK_H: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
+    largest, total = _softmax_over_depth(s_ptr + row, N, M)
+    y = tl.zeros((BLOCK_H,), dtype=tl.float32)
+    for i in range(0, N):
+        start = tl.cast(i, tl.int64) * block_stride + row * row_stride
+        v = tl.load(v_ptr + start + cols, mask=cols < H, other=0.0).to(tl.float32)
+        y += v * exp(tl.load(s_ptr + tl.cast(i, tl.int64) * M + row) - largest)
+    tl.store(y_ptr + row * H + cols, (y * tl.div_rn(1.0, total)).to(y_ptr.dtype.element_ty), mask=cols < H)
+
+
+@jit
+def _softmax_over_depth(s_ptr, N, M):
+    """The largest of a token's scores, and the sum of the exponentials."""
+    largest = tl.load(s_ptr)
+    total = tl.cast(1.0, tl.float32)
+    for i in range(1, N):
+        s = tl.load(s_ptr + tl.cast(i, tl.int64) * M)
+        before, largest = largest, tl.maximum(largest, s)
+        total = total * exp(before - largest) + exp(s - largest)
+    return largest, total
+
+
+@jit
+def attention_residual_dots_kernel(
+    dy_ptr, v_ptr, da_ptr, M, H, dy_stride, block_stride, row_stride, BLOCK_H: tl.constexpr
+):
+    """The gradient of each weight of the softmax, sum(dy * v_i)."""
+    vector = tl.program_id(0).to(tl.int64)
+    v_ptr += vector // M * block_stride + vector % M * row_stride
+    dy_ptr += vector % M * dy_stride
+    dots = tl.zeros((BLOCK_H,), dtype=tl.float32)
+    for start in range(0, H, BLOCK_H):
+        cols = start + tl.arange(0, BLOCK_H)
+        v = tl.load(v_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
+        dots += v * tl.load(dy_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
+    tl.store(da_ptr + vector, tl.sum(dots, axis=0))
+
+
+@jit
+def attention_residual_long_backward_kernel(
+    dy_ptr, v_ptr, q_ptr, w_ptr, s_ptr, ms_ptr, da_ptr, dv_ptr, partial_ptr, N, M, H,
+    dy_stride, block_stride, row_stride, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """One block of columns, a share of the tokens."""
+    program = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
+    q = tl.load(q_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
+    w = tl.load(w_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
+    dk = tl.zeros((BLOCK_H,), dtype=tl.float32)
+    for row in range(program, M, tl.num_programs(0)):
+        largest = tl.load(s_ptr + row)
+        origin = tl.load(da_ptr + row)
+        total = tl.cast(1.0, tl.float32)
+        sum_da = tl.cast(0.0, tl.float32)
+        for i in range(1, N):
+            place = tl.cast(i, tl.int64) * M + row
+            s, da = tl.load(s_ptr + place), tl.load(da_ptr + place)
+            largest, total, origin, sum_da = _weigh(s, da, largest, total, origin, sum_da)
+        mean = tl.div_rn(sum_da, total)
+        dy = tl.load(dy_ptr + row * dy_stride + cols, mask=cols < H, other=0.0).to(tl.float32)
+        for i in range(0, N):
+            place = tl.cast(i, tl.int64) * M + row
+            s, ms = tl.load(s_ptr + place), tl.load(ms_ptr + place)
+            a = tl.div_rn(exp(s - largest), total)
+            ds = a * (tl.load(da_ptr + place) - origin - mean)
+            slope = tl.div_rn(ds, tl.sqrt_rn(ms))
+            start = tl.cast(i, tl.int64) * block_stride + row * row_stride
+            v = tl.load(v_ptr + start + cols, mask=cols < H, other=0.0).to(tl.float32)
+            dk += v * slope
+            dv = dy * a + ((q * w) * slope - v * tl.div_rn(ds * s, ms * H))
+            tl.store(dv_ptr + place * H + cols, dv.to(dv_ptr.dtype.element_ty), mask=cols < H)
+    if partial_ptr is not None:
+        tl.store(partial_ptr + program * 2 * H + cols, dk * w, mask=cols < H)
+        tl.store(partial_ptr + (program * 2 + 1) * H + cols, dk * q, mask=cols < H)
+
+
+WALK = {"BLOCK_H": 4096, "num_warps": 8}
+"""How a vector is walked."""
+
+PART = {"BLOCK_H": 1024, "num_warps": 4}
+"""The columns of a token's vectors that one program holds."""
+
+
 def _as_matrices(blocks: Tensor) -> Tensor:
     """`[N, ..., H]` as `[N, M, H]` with neighbouring columns side by side; copies only where strides leave no way."""
     rows = blocks.unsqueeze(1) if blocks.dim() == 2 else blocks.flatten(1, -2)
@@ -186,33 +307,46 @@ def _attention_residual_fwd(blocks: Tensor, query: Tensor, weight: Tensor, eps: 
     N, M, H = v.shape
     y = empty(blocks.shape[1:], blocks.dtype, blocks.device)
     scores, ms = (empty(blocks.shape[:-1], torch.float32, blocks.device) for _ in range(2))
+    rows, strides = (v, query, weight), (v.stride(0), v.stride(1))
     if _held(MAX_FORWARD_BLOCK, v):
         tile = _tile(H)
-        wrap_triton(attention_residual_kernel)[(cdiv(M, tile["BLOCK_M"]),)](
-            v, query, weight, y, scores, ms, N, M, H, v.stride(0), v.stride(1), eps, **tile
-        )
+        grid = (cdiv(M, tile["BLOCK_M"]),)
+        wrap_triton(attention_residual_kernel)[grid](*rows, y, scores, ms, N, M, H, *strides, eps, **tile)
     else:
-        long_forward(v, query, weight, y, scores, ms, eps)
+        wrap_triton(attention_residual_scores_kernel)[(N * M,)](*rows, scores, ms, M, H, *strides, eps, **WALK)
+        grid = (M, cdiv(H, PART["BLOCK_H"]))
+        wrap_triton(attention_residual_mix_kernel)[grid](v, scores, y, N, M, H, *strides, **PART)
     return y, scores, ms
 
 
 def _attention_residual_bwd(
-    grad: Tensor, blocks: Tensor, query: Tensor, weight: Tensor, scores: Tensor, ms: Tensor,
-    need_query: bool, need_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    blocks: Tensor,
+    query: Tensor,
+    weight: Tensor,
+    scores: Tensor,
+    ms: Tensor,
+    need_query: bool,
+    need_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     v, dy, query, weight = _as_matrices(blocks), as_rows(grad), query.contiguous(), weight.contiguous()
     scores, ms = scores.contiguous(), ms.contiguous()
     N, M, H = v.shape
-    held, tile = _held(MAX_BACKWARD_BLOCK, v, dy), _tile(H)
-    programs = _programs(M, tile, v.device) if held else long_programs(M, H, v.device)
+    held, tile, blocks_of_columns = _held(MAX_BACKWARD_BLOCK, v, dy), _tile(H), cdiv(H, PART["BLOCK_H"])
+    programs = _programs(M, tile, v.device) if held else grid_cap(M, row_shares(blocks_of_columns, v.device))
     dv = empty(blocks.shape, blocks.dtype, blocks.device)
     partials = empty((programs, 2, H), torch.float32, v.device) if need_query or need_weight else None
+    strides = dy.stride(0), v.stride(0), v.stride(1)
     if held:
         wrap_triton(attention_residual_backward_kernel)[(programs,)](
-            dy, v, query, weight, scores, ms, dv, partials, N, M, H, dy.stride(0), v.stride(0), v.stride(1), **tile
+            dy, v, query, weight, scores, ms, dv, partials, N, M, H, *strides, **tile
         )
     else:
-        long_backward(dy, v, query, weight, scores, ms, dv, partials, programs)
+        da = empty((N, M), torch.float32, v.device)
+        wrap_triton(attention_residual_dots_kernel)[(N * M,)](dy, v, da, M, H, *strides, **WALK)
+        wrap_triton(attention_residual_long_backward_kernel)[(programs, blocks_of_columns)](
+            dy, v, query, weight, scores, ms, da, dv, partials, N, M, H, *strides, **PART
+        )
     dquery = empty((H,), query.dtype, query.device) if need_query else None
     dweight = empty((H,), weight.dtype, weight.device) if need_weight else None
     if partials is not None:
@@ -277,8 +411,7 @@ def _(grad, blocks):
 
 
 def attention_residual_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def randn(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
+    randn = partial(torch.randn, device=device, dtype=dtype)
 
     def of(blocks: Tensor, factor: float = 0.5) -> tuple[Tensor, Tensor, Tensor]:
         H = blocks.shape[-1]

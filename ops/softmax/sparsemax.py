@@ -23,6 +23,7 @@ A row that fits in registers is read once; a longer one is read once a turn, fro
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import triton.language as tl
@@ -215,15 +216,13 @@ def _(output, dim):
 
 
 def sparsemax_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
-
+    randn = partial(torch.randn, device=device, dtype=dtype)
     yield Sample((randn(4, 16),), why="powers of two")
     yield Sample((randn(2, 3, 37),), why="three dimensions, odd width")
     yield Sample((randn(3, 37, 5), 1), why="the middle axis")
     yield Sample((randn(70, 6).t(), 0), why="the first axis, strided")
     yield Sample((randn(7, 1),), why="one column")
-    yield Sample((randn(),), why="no dimension")
+    yield Sample((randn(()),), why="no dimension")
     yield Sample((randn(0, 16),), why="no rows")
     yield Sample((randn(3, 0),), why="no columns")
     yield Sample((randn(6, 80)[:, 16:48],), why="a slice of a wider row")

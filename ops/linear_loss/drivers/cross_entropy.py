@@ -25,7 +25,7 @@ from llmk.ops.linear_loss.chunked import (
     local_fields,
 )
 from llmk.ops.linear_loss.kernels import STATISTICS, Implementation, LogitTransform
-from llmk.ops.loss.row_loss_math import Columns, Options, Rows, check_loss_options, counted
+from llmk.ops.loss.cross_entropy_options import Columns, Options, Rows, check_loss_options, counted
 from llmk.registry import (
     PARTIAL,
     REPLICATE,

@@ -6,8 +6,8 @@ from llmk.ops.linear_loss.kernels import _divergence, _logprobs, _vocab_parallel
 from llmk.ops.linear_loss.kernels._divergence import CrossEntropyTerm, DivergenceFunctions, Softmaxes
 from llmk.ops.linear_loss.kernels._logprobs import STATISTICS, LogitTransform, LogprobFunctions
 from llmk.ops.linear_loss.kernels._vocab_parallel import VocabParallelCrossEntropy
-from llmk.ops.loss import row_loss
-from llmk.ops.loss.row_loss import RowLoss
+from llmk.ops.loss import cross_entropy_cpu, cross_entropy_kernels
+from llmk.ops.loss.cross_entropy_options import RowLoss
 
 __all__ = ["KERNELS", "PYTORCH", "STATISTICS", "CrossEntropyTerm", "Implementation", "LogitTransform", "Softmaxes"]
 
@@ -22,5 +22,7 @@ class Implementation(NamedTuple):
     divergence: DivergenceFunctions
 
 
-KERNELS = Implementation(False, row_loss.KERNELS, _vocab_parallel.KERNELS, _logprobs.KERNELS, _divergence.KERNELS)
-PYTORCH = Implementation(True, row_loss.CPU, _vocab_parallel.PYTORCH, _logprobs.PYTORCH, _divergence.PYTORCH)
+KERNELS = Implementation(
+    False, cross_entropy_kernels.KERNELS, _vocab_parallel.KERNELS, _logprobs.KERNELS, _divergence.KERNELS
+)
+PYTORCH = Implementation(True, cross_entropy_cpu.CPU, _vocab_parallel.PYTORCH, _logprobs.PYTORCH, _divergence.PYTORCH)

@@ -283,7 +283,7 @@ def logprob_scatter_kernel(
 
 
 def _row_block(V: int) -> dict[str, int]:
-    # As the kernels of cross entropy have it, whose figures are in `row_loss_long.py`.
+    # As the kernels of cross entropy have it, whose figures are in `cross_entropy_kernels.py`.
     if V <= 8192:
         return {"BLOCK_V": min(1024, next_power_of_2(max(V, COLUMNS.value))), "num_warps": 2}
     return {"BLOCK_V": 4096, "num_warps": 4}

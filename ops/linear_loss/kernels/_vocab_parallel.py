@@ -25,9 +25,9 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.math import LOG2E
-from llmk.ops.loss.row_loss_cpu import capped_cpu, class_index
-from llmk.ops.loss.row_loss_long import row_block, row_statistics, unaligned
-from llmk.ops.loss.row_loss_math import Options, Rows, capped, counts_of, loss_of
+from llmk.ops.loss.cross_entropy_cpu import capped_cpu, class_index
+from llmk.ops.loss.cross_entropy_kernels import capped, counts_of, loss_of, row_block, row_statistics, unaligned
+from llmk.ops.loss.cross_entropy_options import Options, Rows
 from llmk.registry import cdiv, empty, jit, wrap_triton
 
 STATISTICS, STATISTICS_SMOOTH = 3, 5

@@ -14,7 +14,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.rows import as_rows
+from llmk.ops.common.rows import as_rows, contiguous
 from llmk.ops.common.scaling import SavedGradients, mean_of_all, save_gradients, scale_op
 from llmk.ops.common.sums import mean_of_rows, sum_to_scalar
 from llmk.ops.loss.divergence_math import Mixture, divergence_of, divergence_of_cpu
@@ -129,6 +129,10 @@ class Call(NamedTuple):
             return torch.ones(self.input.shape[:-1], dtype=torch.bool, device=self.input.device)
         return self.labels.long() != self.ignore_index  # int32 would wrap an index that it does not hold
 
+    def options(self) -> dict[str, int]:
+        exact = self.input.dtype == torch.float32
+        return {"FORM": self.mixture.form(), "EXACT": exact, **_block(self.input.shape[-1])}
+
 
 class Rows(NamedTuple):
     """Functions for one number a row, its gradient for an incoming one, the sum over all rows with the number
@@ -145,11 +149,10 @@ def _launch(call: Call, slices: int, dx: Tensor | None, divisor: Tensor | None, 
     x, y = as_rows(call.input), as_rows(call.target)
     M, N = x.shape
     loss, count = (empty((M, slices), torch.float32, x.device) for _ in range(2))
+    sizes = N, slices, x.stride(0), y.stride(0), call.ignore_index, rows
     wrap_triton(divergence_kernel)[(M * slices,)](
-        x, y, None if call.labels is None else call.labels.contiguous(), loss, count, dx, divisor,
-        N, slices, x.stride(0), y.stride(0), call.ignore_index, rows, *call.mixture.numbers(),
-        FORM=call.mixture.form(), EXACT=x.dtype == torch.float32, **_block(N),
-    )  # fmt: skip
+        x, y, contiguous(call.labels), loss, count, dx, divisor, *sizes, *call.mixture.numbers(), **call.options()
+    )
     return loss, count
 
 
@@ -173,12 +176,11 @@ def _gradients(grad: Tensor, call: Call) -> Tensor:
     x, y = as_rows(call.input), as_rows(call.target)
     M, N = x.shape
     grad = grad.reshape(-1)
-    dx, block = empty(call.input.shape, x.dtype, x.device), _block(N)
-    wrap_triton(divergence_backward_kernel)[(M * cdiv(N, block["BLOCK_N"]),)](
-        grad, x, y, None if call.labels is None else call.labels.contiguous(), dx,
-        N, grad.stride(0), x.stride(0), y.stride(0), call.ignore_index, *call.mixture.numbers(),
-        FORM=call.mixture.form(), EXACT=x.dtype == torch.float32, **block,
-    )  # fmt: skip
+    dx, options = empty(call.input.shape, x.dtype, x.device), call.options()
+    sizes = N, grad.stride(0), x.stride(0), y.stride(0), call.ignore_index
+    wrap_triton(divergence_backward_kernel)[(M * cdiv(N, options["BLOCK_N"]),)](
+        grad, x, y, contiguous(call.labels), dx, *sizes, *call.mixture.numbers(), **options
+    )
     return dx
 
 
@@ -230,9 +232,14 @@ def _reduced(rows: Rows, call: Call, reduction: str, need_dx: bool) -> tuple[Ten
 
 def _forward_on(rows: Rows) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     def forward(
-        input: Tensor, target: Tensor, labels: Tensor | None, beta: float, ignore_index: int, reduction: str,
+        input: Tensor,
+        target: Tensor,
+        labels: Tensor | None,
+        beta: float,
+        ignore_index: int,
+        reduction: str,
         need_dx: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor]:
         return _reduced(rows, Call(input, target, labels, Mixture(beta), ignore_index), reduction, need_dx)
 
     return forward
@@ -286,9 +293,15 @@ class DivergenceOps:
         return dx, *[None] * 6
 
     def __call__(
-        self, input: Tensor, target: Tensor, labels: Tensor | None, beta: float, ignore_index: int, reduction: str,
+        self,
+        input: Tensor,
+        target: Tensor,
+        labels: Tensor | None,
+        beta: float,
+        ignore_index: int,
+        reduction: str,
         sharded: bool,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """The loss, once the tensors fit; `sharded` if one of them is a DTensor."""
         check_dtype("input", input)
         if input.dim() == 0 or input.shape[-1] == 0:

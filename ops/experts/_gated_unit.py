@@ -17,12 +17,13 @@ Gate and up lie one after the other, or in turns.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.activations import activate, activate_with_slope, activation, activation_with_slope
+from llmk.ops.common.activations import activate, activate_with_grad, activation, activation_with_grad
 from llmk.ops.common.math import everywhere
 from llmk.ops.common.rows import contiguous
 from llmk.registry import empty, jit, next_power_of_2, wrap_triton
@@ -37,6 +38,16 @@ class Gate:
     limit: float
     alpha: float
     up_offset: float
+
+    def numbers(self) -> tuple[float, float, float]:
+        return self.limit, self.alpha, self.up_offset
+
+    def options(self, F: int) -> dict[str, Any]:
+        """Return flags, and the widest of three blocks that leaves no part of itself idle, else the widest."""
+        flags = {"ACTIVATION": self.activation, "LIMITED": self.limit > 0, "INTERLEAVED": self.interleaved}
+        fitting = [size for size in (1024, 512, 256) if F % size == 0]
+        block = fitting[0] if fitting else min(1024, next_power_of_2(max(F, 1)))
+        return flags | {"BLOCK_F": block, "num_warps": max(1, min(4, block // 128))}
 
 
 @jit
@@ -126,13 +137,13 @@ def gated_rows_backward_kernel(
         if LIMITED:
             gate = tl.where(gate > limit, limit, gate)
             up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-        activated, slope = activate_with_slope(alpha * gate, ACTIVATION)
+        activated, derivative = activate_with_grad(alpha * gate, ACTIVATION)
         activated, up = activated / alpha, up + up_offset
         total += tl.where(cols < F, activated * up * dh, 0.0)
         if hidden_ptr is not None:
             hidden = weight * (activated * up)
             tl.store(hidden_ptr + row * F + cols, hidden.to(hidden_ptr.dtype.element_ty), mask=cols < F)
-        dgate, dup = dh * weight * up * slope, dh * weight * activated
+        dgate, dup = dh * weight * up * derivative, dh * weight * activated
         if LIMITED:  # last: 0 times an infinite gate is NaN
             dgate, dup = tl.where(gate_within, dgate, 0.0), tl.where(up_within, dup, 0.0)
         _store_two(drows_ptr + row * (2 * F), dgate, dup, start, F, INTERLEAVED, BLOCK_F)
@@ -143,41 +154,41 @@ def gated_rows_backward_kernel(
         tl.store(dweights_ptr + pair, tl.where(live, dweight, 0.0).to(dweights_ptr.dtype.element_ty))
 
 
-def _block(F: int) -> dict[str, int]:
-    """The widest of three blocks that leaves no part of itself idle, else the widest."""
-    fitting = [size for size in (1024, 512, 256) if F % size == 0]
-    block = fitting[0] if fitting else min(1024, next_power_of_2(max(F, 1)))
-    return {"BLOCK_F": block, "num_warps": max(1, min(4, block // 128))}
-
-
 def gated_rows(
     rows: Tensor, bias: Tensor | None, weights: Tensor, indices: Tensor, order: Tensor, offsets: Tensor, gate: Gate
 ) -> Tensor:
     """`hidden [N, F]` of `rows [N, 2F]`; zeros in rows that no expert has."""
     (N, F), E = (rows.shape[0], rows.shape[1] // 2), offsets.shape[0]
     hidden = empty((N, F), rows.dtype, rows.device)
-    wrap_triton(gated_rows_kernel)[(N,)](
-        rows.contiguous(), contiguous(bias), weights.contiguous(), offsets, order, indices.contiguous(), hidden, E, F,
-        gate.limit, gate.alpha, gate.up_offset,
-        ACTIVATION=gate.activation, LIMITED=gate.limit > 0, INTERLEAVED=gate.interleaved, **_block(F),
-    )  # fmt: skip
+    inputs, pairs = (rows.contiguous(), contiguous(bias), weights.contiguous()), (offsets, order, indices.contiguous())
+    wrap_triton(gated_rows_kernel)[(N,)](*inputs, *pairs, hidden, E, F, *gate.numbers(), **gate.options(F))
     return hidden
 
 
 def gated_rows_backward(
-    dh: Tensor, rows: Tensor, bias: Tensor | None, weights: Tensor, extra: Tensor | None, indices: Tensor,
-    order: Tensor, offsets: Tensor, gate: Gate, *, need_hidden: bool, need_weights: bool,
-) -> tuple[Tensor | None, Tensor, Tensor | None]:  # fmt: skip
+    dh: Tensor,
+    rows: Tensor,
+    bias: Tensor | None,
+    weights: Tensor,
+    extra: Tensor | None,
+    indices: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    gate: Gate,
+    *,
+    need_hidden: bool,
+    need_weights: bool,
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
     """`hidden` where it is needed, `drows`, and the gradient of `weights` where that is, to which `extra` adds."""
     (N, F), E = dh.shape, offsets.shape[0]
     hidden = empty((N, F), rows.dtype, rows.device) if need_hidden else None
     drows = empty((N, 2 * F), rows.dtype, rows.device)
     dweights = empty(tuple(weights.shape), weights.dtype, rows.device) if need_weights else None
+    inputs = dh.contiguous(), rows.contiguous(), contiguous(bias), weights.contiguous(), extra
+    pairs = offsets, order, indices.contiguous()
     wrap_triton(gated_rows_backward_kernel)[(N,)](
-        dh.contiguous(), rows.contiguous(), contiguous(bias), weights.contiguous(), extra, offsets, order,
-        indices.contiguous(), hidden, drows, dweights, E, F, gate.limit, gate.alpha, gate.up_offset,
-        ACTIVATION=gate.activation, LIMITED=gate.limit > 0, INTERLEAVED=gate.interleaved, **_block(F),
-    )  # fmt: skip
+        *inputs, *pairs, hidden, drows, dweights, E, F, *gate.numbers(), **gate.options(F)
+    )
     return hidden, drows, dweights
 
 
@@ -207,10 +218,10 @@ def gated_rows_backward_cpu(dh: Tensor, rows: Tensor, weights: Tensor, gate: Gat
     gate_within, up_within = g <= gate.limit, u.abs() <= gate.limit
     if gate.limit > 0:
         g, u = g.clamp(max=gate.limit), u.clamp(-gate.limit, gate.limit)
-    activated, slope = activation_with_slope(gate.alpha * g, gate.activation)
+    activated, derivative = activation_with_grad(gate.alpha * g, gate.activation)
     activated, u = activated / gate.alpha, u + gate.up_offset
     h, weighted = activated * u, dh * weights.unsqueeze(1)
-    dg, du = weighted * u * slope, weighted * activated
+    dg, du = weighted * u * derivative, weighted * activated
     if gate.limit > 0:  # last: 0 times an infinite gate is NaN
         dg, du = torch.where(gate_within, dg, 0.0), torch.where(up_within, du, 0.0)
     return weights.unsqueeze(1) * h, _joined(dg, du, gate.interleaved), (h * dh).sum(1)

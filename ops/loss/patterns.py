@@ -1,4 +1,4 @@
-"""Patterns of plain PyTorch that losses of predictions replace."""
+"""Patterns of plain PyTorch that losses of predictions replace, and those of cross entropy for any logits."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,17 +8,74 @@ import torch
 from llmk.compiler.patterns import (
     Arg,
     Call,
+    Cast,
     GraphBuilder,
     Input,
     KeywordArg,
     NoMatch,
+    Number,
     Pattern,
     RewritePattern,
     With,
     as_dtype,
     value_of,
 )
-from llmk.ops.loss.cross_entropy_patterns import REDUCTIONS, capped, cross_entropy_of, loss_options
+
+REDUCTIONS = ("none", "mean", "sum")
+"""Reductions by their numbers in ATen."""
+
+
+def capped(x: Any) -> Pattern:
+    """Match the pattern, or `softcap * tanh(x / softcap)` of it."""
+    cap = Number("softcap")
+    return Cast(Call("mul", Cast(Call("tanh", Cast(Call("div", Cast(x), cap)))), cap)) | Cast(x)
+
+
+def cross_entropy_of(logits: Any) -> Pattern:
+    """Match `F.cross_entropy`, or `F.nll_loss` of `F.log_softmax`."""
+    options = Arg("target"), Arg("weight"), Arg("reduction"), Arg("ignore_index")
+    logprobs = Call("log_softmax", logits, Arg("dim"), dtype=Arg("dtype"))
+    return (
+        Call("cross_entropy_loss", logits, *options, label_smoothing=Arg("label_smoothing"))
+        | Call("nll_loss", Cast(logprobs), *options)
+        | Call("nll_loss_nd", Cast(logprobs), *options)
+    )
+
+
+def loss_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments of the operators.
+
+    Raises:
+        NoMatch: The target is no class for each row, or the softmax is not over classes, or in float64, or the cap is
+            not positive.
+    """
+    target = values["target"]
+    if value_of(target).is_floating_point():
+        raise NoMatch("its target is probabilities, and the operator's is classes")
+    if value_of(target).dim() > 1:
+        raise NoMatch("classes are on the second axis, and the operator's on the last")
+    if values.get("dim", -1) not in (-1, value_of(target).dim()):
+        raise NoMatch(f"its softmax is over axis {values['dim']}, and the operator's over the last")
+    if values.get("dtype") == torch.float64:
+        raise NoMatch("its softmax is float64, and the operator's float32")
+    return {
+        "softcap": softcap_of(values),
+        "weight": values["weight"],
+        "ignore_index": values["ignore_index"],
+        "reduction": REDUCTIONS[values["reduction"]],
+        "label_smoothing": values.get("label_smoothing", 0.0),
+    }
+
+
+def softcap_of(values: Mapping[str, Any]) -> float:
+    """Return the cap on logits, 0 for none.
+
+    Raises:
+        NoMatch: It is 0 or less, where PyTorch divides by it all the same.
+    """
+    if "softcap" in values and not values["softcap"] > 0:
+        raise NoMatch(f"its logits are capped at {values['softcap']}, and the operator's cap is positive")
+    return values.get("softcap", 0.0)
 
 
 def _build_cross_entropy(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
@@ -40,9 +97,8 @@ def _divergence_by_hand() -> Pattern:
     of_scores = Call("mul", Call("softmax", scores, axis), Call("sub", Call("log_softmax", scores, axis), x))
     each = of_logarithms | of_scores
     by_row = Call("mean", Call("sum", each, [Arg("summed")]))
-    return With("reduction", "batchmean", by_row) | With("reduction", "sum", Call("sum", each)) | With(
-        "reduction", "mean", Call("mean", each)
-    )  # fmt: skip
+    total, mean = Call("sum", each), Call("mean", each)
+    return With("reduction", "batchmean", by_row) | With("reduction", "sum", total) | With("reduction", "mean", mean)
 
 
 def _build_divergence_by_hand(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:

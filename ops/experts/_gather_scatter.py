@@ -49,14 +49,11 @@ def sum_rows_kernel(
     for k in tl.static_range(K):
         row = tl.load(positions_ptr + token * K + k).to(tl.int64)
         live = (row >= 0) & (row < count)
-        value = tl.load(rows_ptr + row * rows_stride + cols, mask=(cols < H) & everywhere(live, cols), other=0.0).to(
-            tl.float32
-        )
+        mask = (cols < H) & everywhere(live, cols)
+        value = tl.load(rows_ptr + row * rows_stride + cols, mask=mask, other=0.0).to(tl.float32)
         if bias_ptr is not None:
             expert = tl.load(indices_ptr + token * K + k).to(tl.int64)
-            bias = tl.load(bias_ptr + expert * H + cols, mask=(cols < H) & everywhere(live, cols), other=0.0).to(
-                tl.float32
-            )
+            bias = tl.load(bias_ptr + expert * H + cols, mask=mask, other=0.0).to(tl.float32)
             weight = tl.load(weights_ptr + token * K + k).to(tl.float32)
             total += value + tl.where(live, bias * weight, 0.0)
         elif weights_ptr is not None:
@@ -68,9 +65,7 @@ def sum_rows_kernel(
 
 
 @jit
-def dot_rows_kernel(
-    table_ptr, places_ptr, dy_ptr, dot_ptr, M, K, H, table_stride, dy_stride, BLOCK_H: tl.constexpr
-):  # fmt: skip
+def dot_rows_kernel(table_ptr, places_ptr, dy_ptr, dot_ptr, M, K, H, table_stride, dy_stride, BLOCK_H: tl.constexpr):
     pair = tl.program_id(0).to(tl.int64)
     row = tl.load(places_ptr + pair).to(tl.int64)
     live = (row >= 0) & (row < M)
@@ -100,7 +95,7 @@ def gather_rows(x: Tensor, positions: Tensor, offsets: Tensor) -> Tensor:
     return rows
 
 
-def spread_rows(dy: Tensor, positions: Tensor, weights: Tensor | None, N: int) -> Tensor:
+def scatter_rows(dy: Tensor, positions: Tensor, weights: Tensor | None, N: int) -> Tensor:
     """`[N, H]`: each pair's row of `dy [T, H]` times its weight, where its position says; zeros elsewhere."""
     rows = torch.zeros((N, dy.shape[1]), dtype=dy.dtype, device=dy.device)
     _gather(dy, positions, weights, None, rows)
@@ -117,9 +112,13 @@ def _gather(x: Tensor, positions: Tensor, weights: Tensor | None, offsets: Tenso
 
 
 def sum_rows(
-    rows: Tensor, positions: Tensor, weights: Tensor | None = None, bias: Tensor | None = None,
-    indices: Tensor | None = None, offsets: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    rows: Tensor,
+    positions: Tensor,
+    weights: Tensor | None = None,
+    bias: Tensor | None = None,
+    indices: Tensor | None = None,
+    offsets: Tensor | None = None,
+) -> Tensor:
     """`[T, H]`: of each token the sum of its K rows, in float32 and in their order.
 
     Without a bias, `weights [T, K]` multiply the rows. `bias [E, H]` is multiplied by them instead, for rows that were
@@ -130,10 +129,10 @@ def sum_rows(
     (T, K), (N, H) = positions.shape, rows.shape
     y = empty((T, H), rows.dtype, rows.device)
     block = _block(H)
+    sizes = N, 0 if offsets is None else offsets.shape[0], H, rows.stride(0)
     wrap_triton(sum_rows_kernel)[(T * cdiv(H, block["BLOCK_H"]),)](
-        rows, positions, weights, bias, indices, offsets, y, N, 0 if offsets is None else offsets.shape[0], H,
-        rows.stride(0), K=K, **block,
-    )  # fmt: skip
+        rows, positions, weights, bias, indices, offsets, y, *sizes, K=K, **block
+    )
     return y
 
 

@@ -301,9 +301,15 @@ def forward(
 
 
 def backward(
-    grad: Tensor, grad_h: Tensor | None, h: Tensor, weight: Tensor | None, ms: Tensor, eps: float, offset: float,
+    grad: Tensor,
+    grad_h: Tensor | None,
+    h: Tensor,
+    weight: Tensor | None,
+    ms: Tensor,
+    eps: float,
+    offset: float,
     need_weight: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """dx, and dw or `no_gradient`."""
     dx = empty(h.shape, h.dtype, h.device)
     dy, dy_strides = strided_rows(grad)
@@ -317,19 +323,19 @@ def backward(
     programs = grid_cap(M, _programs(N, h.device) if held else row_shares(cdiv(N, LONG_BACKWARD_BLOCK), h.device))
     partials = empty((programs, N), torch.float32, h.device) if need_weight else None
     if held:
+        tile = _backward_tile(N, h.element_size(), 2 if dh is None else 3)
         wrap_triton(rms_norm_backward_kernel)[(programs,)](
-            dy, dh, h, weight, ms, dx, partials, M, N, *dy_strides, *dh_strides, *h_strides, eps, offset,
-            **_backward_tile(N, h.element_size(), 2 if dh is None else 3),
-        )  # fmt: skip
+            dy, dh, h, weight, ms, dx, partials, M, N, *dy_strides, *dh_strides, *h_strides, eps, offset, **tile
+        )
     else:
         dot = empty((M,), torch.float32, h.device)
         wrap_triton(rms_norm_long_backward_dot_kernel)[(M,)](
             dy, h, weight, ms, dot, N, *dy_strides, *h_strides, offset, **_long_forward_tile()
         )
+        tile = {"BLOCK_N": LONG_BACKWARD_BLOCK, "num_warps": _long_backward_warps(h.element_size())}
         wrap_triton(rms_norm_long_backward_kernel)[(programs, cdiv(N, LONG_BACKWARD_BLOCK))](
-            dy, dh, h, weight, ms, dot, dx, partials, M, N, *dy_strides, *dh_strides, *h_strides, offset,
-            BLOCK_N=LONG_BACKWARD_BLOCK, num_warps=_long_backward_warps(h.element_size()),
-        )  # fmt: skip
+            dy, dh, h, weight, ms, dot, dx, partials, M, N, *dy_strides, *dh_strides, *h_strides, offset, **tile
+        )
     if weight is None or partials is None:
         return dx, no_gradient(grad)
     return dx, sum_partials(partials, weight.dtype)
@@ -370,9 +376,15 @@ def forward_on_cpu(h: Tensor, weight: Tensor | None, eps: float, offset: float) 
 
 
 def backward_on_cpu(
-    grad: Tensor, grad_h: Tensor | None, h: Tensor, weight: Tensor | None, ms: Tensor, eps: float, offset: float,
+    grad: Tensor,
+    grad_h: Tensor | None,
+    h: Tensor,
+    weight: Tensor | None,
+    ms: Tensor,
+    eps: float,
+    offset: float,
     need_weight: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """`backward` in plain PyTorch."""
     dtype, ms = h.dtype, ms.unsqueeze(-1)
     rstd = torch.rsqrt(ms)

@@ -1,9 +1,11 @@
 """Grouped products: each expert's rows times its own matrix, how many rows it has being known to the device alone.
 
-bfloat16 on an NVIDIA GPU of compute capability 9 or 10 takes `torch.nn.functional.grouped_mm`. Everything else
-takes the two kernels below: for other dtypes and GPUs PyTorch 2.11's waits for the device to count the rows.
+bfloat16 on an NVIDIA GPU of compute capability 9 or 10 takes `torch.nn.functional.grouped_mm`. Other dtypes and GPUs
+take the two kernels below: there PyTorch 2.11's waits for the device to count the rows. A CPU takes a loop over the
+experts, in float32.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -198,10 +200,10 @@ def _launch_product(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | N
     y = empty((N, D), x.dtype, x.device)
     size, tile = x.element_size(), _tile(x.element_size())
     tiles_m, tiles_o = cdiv(N, tile["BLOCK_M"]) + E, cdiv(D, 64)
+    blocks = {"BLOCK_D": 64, "BLOCK_H": 128 // size, "BLOCK_E": next_power_of_2(E)}
     wrap_triton(grouped_product_kernel)[(tiles_m * tiles_o,)](
-        x, weight, contiguous(bias), offsets, y, E, D, H, x.stride(0), x.stride(1), *weight.stride(),
-        BLOCK_D=64, BLOCK_H=128 // size, BLOCK_E=next_power_of_2(E), **tile,
-    )  # fmt: skip
+        x, weight, contiguous(bias), offsets, y, E, D, H, *x.stride(), *weight.stride(), **blocks, **tile
+    )
     return y
 
 
@@ -219,10 +221,10 @@ def grouped_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
         return torch.nn.functional.grouped_mm(a.t(), b, offs=offsets)
     out = empty((E, A, B), a.dtype, a.device)
     size = a.element_size()
+    blocks = {"BLOCK_A": 64, "BLOCK_B": 64} | _tile(size) | {"BLOCK_M": 128 // size}
     wrap_triton(grouped_outer_kernel)[(cdiv(A, 64) * cdiv(B, 64), E)](
-        a, b, offsets, out, A, B, a.stride(0), a.stride(1), b.stride(0), b.stride(1),
-        BLOCK_A=64, BLOCK_B=64, **(_tile(size) | {"BLOCK_M": 128 // size}),
-    )  # fmt: skip
+        a, b, offsets, out, A, B, *a.stride(), *b.stride(), **blocks
+    )
     return out
 
 
@@ -234,4 +236,27 @@ def group_sums(rows: Tensor, offsets: Tensor, order: Tensor | None = None, weigh
     wrap_triton(group_sums_kernel)[(cdiv(C, 64), E)](
         rows, offsets, order, weights, out, C, rows.stride(0), BLOCK_M=64, BLOCK_C=64, num_warps=4
     )
+    return out
+
+
+Groups = Sequence[tuple[int, int]]
+"""First row and end of each expert's rows."""
+
+
+def grouped_product_cpu(x: Tensor, weight: Tensor, groups: Groups, bias: Tensor | None = None) -> Tensor:
+    """float32 `[N, D]` of `x [N, H]` and `weight [E, D, H]`; zeros in rows that no expert has."""
+    y = torch.zeros((x.shape[0], weight.shape[1]), dtype=torch.float32, device=x.device)
+    for e, (begin, end) in enumerate(groups):
+        if begin < end:
+            of_expert = None if bias is None else bias[e].float()
+            y[begin:end] = torch.nn.functional.linear(x[begin:end].float(), weight[e].float(), of_expert)
+    return y
+
+
+def grouped_outer_cpu(a: Tensor, b: Tensor, groups: Groups) -> Tensor:
+    """float32 `[E, A, B]` of the rows of `a [N, A]` and `b [N, B]`."""
+    out = torch.zeros((len(groups), a.shape[1], b.shape[1]), dtype=torch.float32, device=a.device)
+    for e, (begin, end) in enumerate(groups):
+        if begin < end:
+            torch.mm(a[begin:end].float().t(), b[begin:end].float(), out=out[e])
     return out

@@ -1,12 +1,11 @@
-"""Arguments and results of a loss of rows, and functions that its kernels share; `row_loss.py` has the formulas."""
+"""Arguments and results of the cross entropy of rows of logits; `cross_entropy.py` has the formulas."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.math import cap
 from llmk.registry import (
     check_dtype,
     check_not_negative,
@@ -15,7 +14,6 @@ from llmk.registry import (
     check_same,
     check_shape,
     check_switch,
-    jit,
 )
 
 
@@ -39,6 +37,10 @@ class Options(NamedTuple):
 
     def contiguous_weight(self) -> Tensor | None:
         return self.weight.contiguous() if self.weight is not None else None
+
+    def numbers(self) -> tuple[int, float, float, float | None]:
+        """Return the options as kernels take them; a softcap of None is off."""
+        return self.ignore_index, self.smoothing, self.z_loss, self.softcap or None
 
     def class_weights(self, num_classes: int, device: torch.device) -> Tensor:
         """In float32, one for each class, for plain PyTorch."""
@@ -90,50 +92,17 @@ class Rows(NamedTuple):
         return parts[0] if len(parts) == 1 else cls(*(torch.cat(part, dim=-1) for part in zip(*parts, strict=True)))
 
 
+class RowLoss(NamedTuple):
+    """The two directions of the loss of rows, and what makes one number of it."""
+
+    losses: Callable[[Tensor, Tensor, Options], Rows]
+    gradients: Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor, Options], None]
+    sum: Callable[[Tensor], Tensor]
+    mean: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
 def counted(target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Which rows count, and their targets as an index, 0 for the others."""
     target = target.long()  # int32 would wrap an ignore_index that it does not hold
     counts = target != ignore_index
     return counts, torch.where(counts, target, 0)
-
-
-@jit
-def capped(logits, softcap):
-    """x in float32; a softcap of None is off."""
-    x = logits.to(tl.float32)
-    if softcap is not None:
-        x = cap(x, softcap, logits.dtype == tl.float32)
-    return x
-
-
-@jit
-def counts_of(target, weight_ptr, num_classes, ignore_index):
-    """Return whether a row's int64 target counts, whether it is a class, and its class weight."""
-    counts = target != ignore_index
-    valid = counts & (target >= 0) & (target < num_classes)
-    w_t = tl.cast(counts, tl.float32)
-    if weight_ptr is not None:
-        w_t = tl.load(weight_ptr + target, mask=valid, other=0.0).to(tl.float32)
-    return counts, valid, w_t
-
-
-@jit
-def loss_of(
-    m, logsum, weight_sum, below, x_t, w_t, counts, valid, num_classes, smoothing, z_loss, SMOOTH: tl.constexpr
-):
-    """The loss of rows from their statistics and their targets' x."""
-    loss = w_t * (logsum - (x_t - m))
-    if SMOOTH:
-        loss = (1.0 - smoothing) * loss + smoothing / num_classes * (weight_sum * logsum + below)
-    loss += z_loss * (m + logsum) * (m + logsum)
-    return tl.where(valid, loss, tl.where(counts, float("nan"), 0.0))  # out of range: NaN, and nothing was read there
-
-
-@jit
-def classes_of(cols, V, first_class, num_classes):
-    """The class of each column, and how many there are; what is left out costs a kernel nothing."""
-    if first_class is None:
-        classes, num_classes = cols, V
-    else:
-        classes = first_class + cols
-    return classes, num_classes

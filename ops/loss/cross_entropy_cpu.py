@@ -1,10 +1,10 @@
-"""The cross entropy of rows in plain PyTorch, for a CPU; `row_loss.py` has the formulas."""
+"""The cross entropy of rows in plain PyTorch, for a CPU; `cross_entropy.py` has the formulas."""
 
 import torch
 from torch import Tensor
 
 from llmk.ops.common.math import cap_cpu, cap_slope_cpu
-from llmk.ops.loss.row_loss_math import Options, Rows, counted
+from llmk.ops.loss.cross_entropy_options import Options, RowLoss, Rows, counted
 
 
 def class_index(target: Tensor, num_classes: int, ignore_index: int) -> tuple[Tensor, Tensor]:
@@ -95,3 +95,11 @@ def row_gradients_cpu(
     if softcap:
         dx.mul_(cap_slope_cpu(logits.float(), softcap))
     dlogits.copy_(dx.masked_fill_(~counts.unsqueeze(-1), 0.0))  # whatever a row holds that does not count
+
+
+def mean_of_rows_cpu(loss: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    divisor = count.sum()
+    return loss.sum() / divisor, divisor
+
+
+CPU = RowLoss(row_losses_cpu, row_gradients_cpu, torch.sum, mean_of_rows_cpu)
