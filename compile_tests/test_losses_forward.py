@@ -9,7 +9,9 @@ from loss_references import batch
 
 from llmk import losses
 from llmk.functional import fused_linear_preference
+from llmk.ops.linear_loss.chunked import CompactedTokens
 from llmk.ops.linear_loss.fused_linear_preference import PreferenceCall
+from llmk.ops.linear_loss.kernels import KERNELS
 from llmk.ops.linear_loss.objectives.policy import ESTIMATORS, PolicyOptions, PolicyTerms
 from llmk.ops.linear_loss.objectives.policy import LOSSES as POLICY_LOSSES
 from llmk.ops.linear_loss.objectives.preference import F_DIVERGENCES, LOSSES, LossOptions
@@ -185,5 +187,5 @@ def test_chunks_on_a_gpu_hold_whole_pairs() -> None:
         fields = {name: None for name in PreferenceCall.names()} | {
             "input": x, "linear_weight": weight, "target": target, "chunk_size": 0, "shard": None
         }  # fmt: skip
-        found = PreferenceCall(**fields).linear(None).chunk_rows  # type: ignore[arg-type]
+        found = PreferenceCall(**fields).linear(KERNELS, CompactedTokens((B // 2, 2, S))).chunk_rows  # type: ignore[arg-type]
         assert found == rows if rows else found % (2 * S) != 0

@@ -202,7 +202,7 @@ def fused_linear_jsd(
         softcap=softcap,
         teacher_softcap=teacher_softcap,
         ignore_index=ignore_index,
-        skip_ignored=skip_ignored,
+        skip_ignored=skip_ignored and labels is not None,
         chunk_size=chunk_size,
         ce_weight=0.0,
         shard=None,

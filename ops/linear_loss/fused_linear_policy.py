@@ -20,14 +20,13 @@ are made twice, in the forward pass still: four products.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from llmk.ops.common.scaling import scale_op
 from llmk.ops.linear_loss._records import Make, linear_cost
-from llmk.ops.linear_loss.chunked import CompactedTokens
 from llmk.ops.linear_loss.drivers.logprobs import GroupsCall, groups_op
 from llmk.ops.linear_loss.linear_logprobs import linear_logprobs_reference
 from llmk.ops.linear_loss.objectives.policy import (
@@ -119,10 +118,9 @@ class PolicyCall(GroupsCall):
     def group(self) -> torch.Size:
         return torch.Size(()) if self.importance_sampling_level == "token" else self.tokens[-1:]
 
-    def of(self, compacted: CompactedTokens | None) -> Self:
-        if compacted is None:
-            return self
-        return compacted.select(self, "input", "target", *(PER_TOKEN if self.tokens_are_groups else ()))
+    @property
+    def token_tensors(self) -> tuple[str, ...]:
+        return "input", "target", *(PER_TOKEN if self.tokens_are_groups else ())
 
     def terms(self, groups: slice) -> PolicyTerms:
         counts = self.grouped(self.target)[groups].long() != self.ignore_index  # int32 would wrap what it does not hold
