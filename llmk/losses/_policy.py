@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llmk.losses._sequences import Sequences
+from llmk.losses._batch import Sequences
 from llmk.ops.linear_loss.objectives.policy import PolicyOptions, PolicyTerms
 
 

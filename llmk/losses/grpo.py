@@ -5,11 +5,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from llmk.losses._checks import check_between, check_per_sequence, check_per_token, check_positive
-from llmk.losses._head import Head, mean_over_tokens
+from llmk.losses._batch import (
+    Head,
+    Sequences,
+    check_between,
+    check_per_sequence,
+    check_per_token,
+    check_positive,
+    make_sequences,
+    mean_over_tokens,
+    resolve_num_sequences,
+)
 from llmk.losses._policy import TYPES, Totals, VespoOptions, ratio_level, vespo_weight
 from llmk.losses._sampling import difference_metrics, high_entropy_mask, masked_max, masked_min, ratio_metrics
-from llmk.losses._sequences import Sequences, make_sequences, resolve_num_sequences
 from llmk.ops.linear_loss.objectives.policy import ESTIMATORS, PolicyOptions, PolicyTerms
 from llmk.registry import check_finite, check_not_negative, check_option
 

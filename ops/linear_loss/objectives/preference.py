@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmk.ops.linear_loss.objectives.log_probabilities import log1mexp, probability
 from llmk.registry import check_number
 
 
@@ -39,6 +38,25 @@ class GroupLoss(NamedTuple):
     length_normalized: bool = False  # True: rewards are means over a sequence's tokens
     sequences: int = 2
     smoothing: tuple[float, float, str] = (0.0, 1.0, "a number from 0 to 1")  # its range, and that in words
+
+
+_HALF = -0.6931471805599453  # log of 1/2
+
+
+def probability(x: Tensor) -> Tensor:
+    """sigma(x), whose derivative sigma(x) sigma(-x) is accurate where sigma(x) is near 1 too."""
+    return torch.exp(F.logsigmoid(x))
+
+
+def log1mexp(logp: Tensor) -> Tensor:
+    """log(1 - exp(logp)) by whichever formula is accurate: Maechler, 2012, the note on log1mexp of R's `Rmpfr`.
+
+    p is clamped to at most 1 - eps. Each formula is evaluated where it is accurate, so neither's derivative is ever
+    infinite.
+    """
+    logp = logp.clamp(max=-torch.finfo(logp.dtype).eps)
+    near_one = torch.log(-torch.expm1(logp.clamp(min=_HALF)))
+    return torch.where(logp > _HALF, near_one, torch.log1p(-torch.exp(logp.clamp(max=_HALF))))
 
 
 def _sigma(x: Tensor) -> Tensor:
