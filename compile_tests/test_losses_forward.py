@@ -72,7 +72,14 @@ def policy_terms(options: PolicyOptions) -> PolicyTerms:
     generator = torch.Generator().manual_seed(0)
     advantages, weight, old, ref, kl_weight = torch.randn(5, 40, dtype=torch.float64, generator=generator).unbind()
     return PolicyTerms(
-        advantages, weight, 0.3 * old, 0.3 * ref, kl_weight, weight, options, lambda values: values.mean().expand(40)
+        advantages=advantages,
+        weight=weight,
+        old_logps=0.3 * old,
+        ref_logps=0.3 * ref,
+        kl_weight=kl_weight,
+        entropy_weight=weight,
+        options=options,
+        level=lambda values: values.mean().expand(40),
     )
 
 
@@ -101,9 +108,12 @@ def test_ratios_that_overflow(name: str, delta: float | None, of_sequence: bool)
     ).T.contiguous()
     logps = log_ratio.clamp(max=0.0) - 1.0
     terms = PolicyTerms(
-        advantages, weight, logps - log_ratio, None, None, None, PolicyOptions(name, delta=delta),
-        (lambda values: values.mean().expand(values.shape)) if of_sequence else lambda values: values,
-    )  # fmt: skip
+        advantages=advantages,
+        weight=weight,
+        old_logps=logps - log_ratio,
+        options=PolicyOptions(name, delta=delta),
+        level=(lambda values: values.mean().expand(values.shape)) if of_sequence else lambda values: values,
+    )
     tensors = {key: getattr(terms, key).double() for key in ("advantages", "weight", "old_logps")}
     exact = gradient_of(replace(terms, **tensors), logps.double())
     finite = exact.abs() < torch.finfo(torch.float32).max

@@ -140,14 +140,14 @@ def grpo(
     )  # fmt: skip
     weights = TYPES[loss_type].weights(sequences, Totals(num_items_in_batch, max_completion_length))
     terms = PolicyTerms(
-        per_token(advantages, sequences),
-        weights if correction is None or loss_type == "vespo" else weights * correction,
-        None if old_per_token_logps is None else per_token(old_per_token_logps, sequences),
-        None if ref_per_token_logps is None or beta == 0.0 else per_token(ref_per_token_logps, sequences),
-        None if ref_per_token_logps is None or beta == 0.0 else beta * weights,
-        None if entropy_coef == 0.0 else _mean_weights(entropy_coef, sequences.mask),
-        options,
-        ratio_level(importance_sampling_level, sequences),
+        advantages=per_token(advantages, sequences),
+        weight=weights if correction is None or loss_type == "vespo" else weights * correction,
+        old_logps=None if old_per_token_logps is None else per_token(old_per_token_logps, sequences),
+        ref_logps=None if ref_per_token_logps is None or beta == 0.0 else per_token(ref_per_token_logps, sequences),
+        kl_weight=None if ref_per_token_logps is None or beta == 0.0 else beta * weights,
+        entropy_weight=None if entropy_coef == 0.0 else _mean_weights(entropy_coef, sequences.mask),
+        options=options,
+        level=ratio_level(importance_sampling_level, sequences),
     )
     vespo = None
     if loss_type == "vespo":

@@ -78,14 +78,14 @@ def fused_linear_policy_reference(
 
     policy, ones = PolicyOptions(**options), torch.ones_like(logprobs)
     terms = PolicyTerms(
-        masked(ones if advantages is None else advantages),
-        masked(ones if token_weight is None else token_weight),
-        given(old_logps),
-        given(ref_logps),
-        given(kl_weight),
-        given(entropy_weight),
-        policy,
-        rowwise_level(policy.importance_sampling_level, counts),
+        advantages=masked(ones if advantages is None else advantages),
+        weight=masked(ones if token_weight is None else token_weight),
+        old_logps=given(old_logps),
+        ref_logps=given(ref_logps),
+        kl_weight=given(kl_weight),
+        entropy_weight=given(entropy_weight),
+        options=policy,
+        level=rowwise_level(policy.importance_sampling_level, counts),
     )
     return terms.loss(logprobs, entropy), logprobs.detach(), entropy.detach()
 
@@ -132,13 +132,13 @@ class PolicyCall(GroupsCall):
             return None if values is None else masked(values)
 
         return PolicyTerms(
-            counts.float() if self.advantages is None else masked(self.advantages),
-            counts.float() if self.token_weight is None else masked(self.token_weight),
-            given(self.old_logps),
-            given(self.ref_logps),
-            given(self.kl_weight),
-            given(self.entropy_weight),
-            PolicyOptions(
+            advantages=counts.float() if self.advantages is None else masked(self.advantages),
+            weight=counts.float() if self.token_weight is None else masked(self.token_weight),
+            old_logps=given(self.old_logps),
+            ref_logps=given(self.ref_logps),
+            kl_weight=given(self.kl_weight),
+            entropy_weight=given(self.entropy_weight),
+            options=PolicyOptions(
                 self.loss_type,
                 self.importance_sampling_level,
                 self.epsilon,
@@ -149,7 +149,7 @@ class PolicyCall(GroupsCall):
                 self.kl_estimator,
                 self.use_bias_correction_kl,
             ),
-            rowwise_level(self.importance_sampling_level, counts),
+            level=rowwise_level(self.importance_sampling_level, counts),
         )
 
 
@@ -285,7 +285,7 @@ def fused_linear_policy(
             positive.
         kl_estimator: "k1", "k2" or "k3", as in `grpo`.
         use_bias_correction_kl: Multiply the divergence by the ratio.
-        temperature: Divisor of the logits, after the cap; positive.
+        temperature: Divides the logits, after the cap; positive.
         logit_scale: Factor of the logits, before the cap.
         softcap: Logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.
         ignore_index: A token with this target has no part in the loss and no gradient. None of its values is read;

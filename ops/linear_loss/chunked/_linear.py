@@ -428,10 +428,10 @@ def check_temperature(temperature: float) -> None:
 
 def local_fields(
     fields: dict[str, Any], linears: Sequence[Sequence[str]], others: Sequence[str]
-) -> tuple[dict[str, Any], Callable[[Tensor], Tensor]]:
-    """Return a call's fields for this rank, and a function that converts a result for the caller.
+) -> tuple[dict[str, Any], Callable[[Tensor], Tensor], bool]:
+    """Return a call's fields for this rank, a function that converts a result for the caller, and if any is a DTensor.
 
-    Both are as they were unless the weights are DTensors whose classes are all sharded over one mesh dimension.
+    Fields and results are as given unless the weights are DTensors with all classes sharded over one mesh dimension.
 
     Args:
         fields: The call's fields, among them `shard`, by their names.
@@ -439,7 +439,7 @@ def local_fields(
         others: The names of the tensors that are replicated over the mesh dimension.
     """
     if all(type(fields[weight]) in PLAIN_TENSORS for _, weight, _ in linears):
-        return fields, lambda result: result
+        return fields, lambda result: result, False
     from llmk.ops.linear_loss.chunked._dtensors import on_this_rank  # which imports torch.distributed.tensor
 
     return on_this_rank(fields, linears, others)

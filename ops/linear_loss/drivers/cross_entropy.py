@@ -33,7 +33,6 @@ from llmk.registry import (
     check_dtype,
     check_same,
     check_shape,
-    is_sharded,
     replicate_only,
     row_axes,
 )
@@ -101,7 +100,12 @@ class TokenMetrics:
     def __init__(self, impl: Implementation, call: CrossEntropyCall) -> None:
         self.impl, self.call = impl, call
         self.transform = LogitTransform(
-            call.ignore_index, 1.0, call.softcap, 1.0, first_class=call.first_class, num_classes=call.num_classes
+            ignore_index=call.ignore_index,
+            scale=1.0,
+            softcap=call.softcap,
+            temperature=1.0,
+            first_class=call.first_class,
+            num_classes=call.num_classes,
         )
         self.entropies: list[Tensor] = []
         self.correct: list[Tensor] = []
@@ -271,7 +275,7 @@ def _backward_sharding(input, num_classes, with_metrics, need_dx):
 
 
 def _input_splits(axis):
-    """The splits of the call's tensors where the tokens are split."""
+    """Return the splits of the call's tensors where the tokens are split."""
     return [axis, REPLICATE, REPLICATE, axis, REPLICATE, axis]
 
 
@@ -327,14 +331,14 @@ class CrossEntropyOps:
         """Return the loss, and with metrics entropy and correctness, from a call's fields."""
         if fields["shard"] is not None:
             return self._results(_checked_call(reduction, **fields), reduction)
-        fields, as_given = local_fields(fields, [DIFFERENTIABLE], ["target", "weight", "row_weight"])
-        return tuple(as_given(result) for result in self._results(_checked_call(reduction, **fields), reduction))
-
-    def _results(self, call: CrossEntropyCall, reduction: str) -> tuple[Tensor, ...]:
-        splits_tokens = call.shard is None and not call.with_metrics
-        if reduction == "mean" and splits_tokens and is_sharded(call.input, call.linear_weight, call.target):
+        fields, as_given, is_sharded = local_fields(fields, [DIFFERENTIABLE], ["target", "weight", "row_weight"])
+        call = _checked_call(reduction, **fields)
+        if reduction == "mean" and is_sharded and not call.with_metrics:
             total, _, _, _, denominator, *_ = self.forward(call, "total")
             return (mean_of_all(total, denominator.detach(), call.weight is not None or call.row_weight is not None),)
+        return tuple(as_given(result) for result in self._results(call, reduction))
+
+    def _results(self, call: CrossEntropyCall, reduction: str) -> tuple[Tensor, ...]:
         return self.forward(call, reduction)[: 3 if call.with_metrics else 1]
 
 

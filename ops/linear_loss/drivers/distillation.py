@@ -31,7 +31,6 @@ from llmk.registry import (
     check_same,
     check_shape,
     check_switch,
-    is_sharded,
     replicate_only,
     row_axes,
 )
@@ -79,7 +78,11 @@ class DistillationCall(LinearCall):
 
     def softmaxes(self, student: ChunkedLinear) -> Softmaxes:
         return Softmaxes(
-            Mixture(self.beta), self.temperature, self.softcap, self.teacher_softcap, student.leaves_rows_past_count
+            mixture=Mixture(self.beta),
+            temperature=self.temperature,
+            softcap=self.softcap,
+            teacher_softcap=self.teacher_softcap,
+            leave_ignored=student.leaves_rows_past_count,
         )
 
     def mask(self) -> Tensor:
@@ -154,7 +157,14 @@ def _cross_entropy_term(
 ) -> tuple[Tensor, CrossEntropyTerm]:
     """Return the labels' log-probabilities at temperature 1, and the term of the logits' gradient."""
     assert call.labels is not None
-    transform = LogitTransform(call.ignore_index, 1.0, call.softcap, 1.0, first_class=0, num_classes=call.num_classes)
+    transform = LogitTransform(
+        ignore_index=call.ignore_index,
+        scale=1.0,
+        softcap=call.softcap,
+        temperature=1.0,
+        first_class=0,
+        num_classes=call.num_classes,
+    )
     target = call.labels.reshape(-1)[chunk].contiguous()
     parts = impl.logprobs.statistics(logits, target.unsqueeze(-1), transform)
     logprobs, _, stats = impl.logprobs.combine(parts, target.unsqueeze(-1), transform)
@@ -226,9 +236,9 @@ class DistillationOps:
         teacher_classes = fields["teacher_linear_weight"].shape[0]
         if fields["ce_weight"] > 0:  # the labels' logits are not gathered from ranks
             return self.forward(_checked_call(teacher_classes, **fields), False)[:3]
-        fields, as_given = local_fields(fields, [DIFFERENTIABLE, TEACHER], ["labels", "row_weight"])
+        fields, as_given, is_sharded = local_fields(fields, [DIFFERENTIABLE, TEACHER], ["labels", "row_weight"])
         call = _checked_call(teacher_classes, **fields)
-        if is_sharded(call.input, call.linear_weight):
+        if is_sharded:
             total, _, _, denominator, *_ = self.forward(call, True)
             return (mean_of_all(total, denominator.detach(), call.row_weight is not None),)
         return (as_given(self.forward(call, False)[0]),)

@@ -64,13 +64,13 @@ class LogprobsCall(LinearCall):
 
     def transform(self, linear: ChunkedLinear) -> LogitTransform:
         return LogitTransform(
-            self.ignore_index,
-            self.logit_scale,
-            self.softcap,
-            self.temperature,
-            self.first_class,
-            self.num_classes,
-            linear.leaves_rows_past_count,
+            ignore_index=self.ignore_index,
+            scale=self.logit_scale,
+            softcap=self.softcap,
+            temperature=self.temperature,
+            first_class=self.first_class,
+            num_classes=self.num_classes,
+            leave_ignored=linear.leaves_rows_past_count,
         )
 
     def linear(self, impl: Implementation, compacted: CompactedTokens) -> ChunkedLinear:
@@ -179,7 +179,7 @@ class LogprobsOps:
 
     def __call__(self, **fields: Any) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies from a call's fields."""
-        fields, as_given = local_fields(fields, [DIFFERENTIABLE], ["target"])
+        fields, as_given, _ = local_fields(fields, [DIFFERENTIABLE], ["target"])
         call = LogprobsCall.checked(**fields)
         tokens, shape = tuple(call.tokens), tuple(call.target.shape)
         if shape != tokens and (call.target.dim() != call.input.dim() or shape[:-1] != tokens or shape[-1] == 0):

@@ -351,7 +351,7 @@ F_DIVERGENCES: dict[str, tuple[_Transform, _Transform]] = {
 """The reward and its derivative as functions of log-ratios and the alpha divergence's coefficient."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PreferenceTerms:
     """The loss of G groups of M sequences of S tokens as a function of the tokens' log-probabilities."""
 
@@ -373,8 +373,8 @@ class PreferenceTerms:
     def _group_rewards(self, rewards: Tensor, name: str) -> tuple[Tensor, ...]:
         return ((rewards / self.lengths) if LOSSES[name].length_normalized else rewards).unbind(-1)
 
-    def _weighted(self, values: Tensor, place: int) -> Tensor:
-        return values if self.group_weight is None else self.group_weight[place] * values
+    def _weighted(self, values: Tensor, slot: int) -> Tensor:
+        return values if self.group_weight is None else self.group_weight[slot] * values
 
     def loss(self, logprobs: Tensor, entropy: Tensor) -> Tensor:
         """Sum the loss over groups and tokens, given log-probabilities `[G, M, S]`; entropies are not used."""
