@@ -39,7 +39,7 @@ def measure(sample: Sample, chunk_size: int, timer: Timer, seconds: float) -> di
     times = [[timer.sustained(call, seconds / ROUNDS) for call in (full, products)] for _ in range(ROUNDS)]
     ms, products_ms = (statistics.mean(column) for column in zip(*times, strict=True))
     x, weight, _ = sample.args
-    rows = ChunkedLinear(x, weight, None, chunk_size).chunk_rows
+    rows = ChunkedLinear(x, weight, None, chunk_size, on_host=x.is_cpu).chunk_rows
     return {"chunk_size": chunk_size, "chunk_rows": rows, "ms": ms, "products_ms": products_ms, "mib": mib}
 
 

@@ -15,6 +15,11 @@ from llmk.ops.linear_loss.chunked._linear import REMADE_BUDGET, ChunkedLinear, a
 Call = Callable[[], None]
 
 
+def _chunked(input: Tensor, linear_weight: Tensor, chunk_size: int, **options: Any) -> ChunkedLinear:
+    input, linear_weight = input.detach(), linear_weight.detach()
+    return ChunkedLinear(input, linear_weight, None, chunk_size, on_host=input.is_cpu, **options)
+
+
 class _Products:
     """Those of a linear layer in chunks, with the gradients in the inputs' dtype."""
 
@@ -39,7 +44,7 @@ def linear_ce_products(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, chunk_size: int = 0, **options: Any
 ) -> tuple[Call, Call]:
     """`fused_linear_ce`'s products by BLAS: those of a forward pass, and of both."""
-    products = _Products(ChunkedLinear(input.detach(), linear_weight.detach(), None, chunk_size))
+    products = _Products(_chunked(input, linear_weight, chunk_size))
     return products.forward, products.full
 
 
@@ -47,8 +52,7 @@ def linear_logprobs_products(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, chunk_size: int = 0, **options: Any
 ) -> tuple[Call, Call]:
     """`linear_logprobs`' four: the backward pass makes the logits again."""
-    linear = ChunkedLinear(input.detach(), linear_weight.detach(), None, chunk_size, budget=REMADE_BUDGET)
-    products = _Products(linear)
+    products = _Products(_chunked(input, linear_weight, chunk_size, budget=REMADE_BUDGET))
 
     def full() -> None:
         products.forward()
@@ -62,10 +66,8 @@ def linear_jsd_products(
     chunk_size: int = 0, **options: Any,
 ) -> tuple[Call, Call]:  # fmt: skip
     """`fused_linear_jsd`'s: the student's three and the teacher's one, in chunks that fit both logits."""
-    x, weight = input.detach(), linear_weight.detach()
-    student = _Products(ChunkedLinear(x, weight, None, chunk_size, classes=2 * weight.shape[0]))
-    rows = student.linear.chunk_rows
-    teacher = _Products(ChunkedLinear(teacher_input.detach(), teacher_linear_weight.detach(), None, rows))
+    student = _Products(_chunked(input, linear_weight, chunk_size, classes=2 * linear_weight.shape[0]))
+    teacher = _Products(_chunked(teacher_input, teacher_linear_weight, student.linear.chunk_rows))
 
     def forward() -> None:
         student.forward()

@@ -208,8 +208,8 @@ def test_a_loss_is_read_in_few_files() -> None:
     command = [sys.executable, "-c", FILES_OF_LOSSES]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     ce, dpo = ({str(path.relative_to(ROOT)) for path in own(files)} for files in json.loads(printed))
-    assert len(ce) <= 19, sorted(ce)
-    assert len(dpo) <= 23, sorted(dpo)
+    assert len(ce) <= 17, sorted(ce)
+    assert len(dpo) <= 20, sorted(dpo)
     page = (ROOT / "docs" / "how-it-works.md").read_text()
     drawing = next(block for block in page.split("```") if block.startswith("\nllmk/losses/dpo.py"))
     assert set(re.findall(r"^(\S+\.py) ", drawing, re.MULTILINE)) <= dpo
@@ -222,7 +222,7 @@ def own(files: list[str]) -> list[Path]:
 
 ROOMS = ("", "drivers", "objectives", "chunked", "kernels")
 """The folders of `ops/linear_loss`, in order: each imports only from those after it."""
-MOST_IMPORTS_BETWEEN_ROOMS = 24
+MOST_IMPORTS_BETWEEN_ROOMS = 19
 
 
 def test_rooms_of_linear_loss_import_one_way() -> None:
@@ -240,7 +240,7 @@ def test_rooms_of_linear_loss_import_one_way() -> None:
 
 
 def test_the_path_to_a_kernel_is_as_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In how-it-works: the files that a call of fused_linear_ce is in when it launches, and that of its products."""
+    """In how-it-works: the files that a call of fused_linear_ce is in when it launches."""
     page = (ROOT / "docs" / "how-it-works.md").read_text()
     first_drawing = next(block for block in page.split("```") if "\nops/" in block)
     drawn = re.findall(r"^(ops/\S+\.py) ", first_drawing, re.MULTILINE)
@@ -257,5 +257,5 @@ def test_the_path_to_a_kernel_is_as_drawn(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(cross_entropy_kernels, "wrap_triton", launch)
     with stub_driver():
         llmk.functional.fused_linear_ce(torch.randn(4, 8), torch.randn(2048, 8), torch.tensor([0, 1, 2, 3]))
-    assert len(drawn) <= 6
-    assert [path for path in drawn if path != "ops/linear_loss/chunked/_linear.py"] == passed
+    assert len(drawn) <= 5
+    assert drawn == passed

@@ -9,7 +9,9 @@ import torch
 from compile_tests.helpers.loss_references import batch
 from llmk import losses
 from llmk.functional import fused_linear_preference
+from llmk.ops.linear_loss.chunked import CompactedTokens
 from llmk.ops.linear_loss.fused_linear_preference import PreferenceCall
+from llmk.ops.linear_loss.kernels import KERNELS
 from llmk.ops.linear_loss.objectives.policy import ESTIMATORS, PolicyOptions, PolicyTerms
 from llmk.ops.linear_loss.objectives.policy import LOSSES as POLICY_LOSSES
 from llmk.ops.linear_loss.objectives.preference import F_DIVERGENCES, LOSSES, LossOptions
@@ -70,7 +72,14 @@ def policy_terms(options: PolicyOptions) -> PolicyTerms:
     generator = torch.Generator().manual_seed(0)
     advantages, weight, old, ref, kl_weight = torch.randn(5, 40, dtype=torch.float64, generator=generator).unbind()
     return PolicyTerms(
-        advantages, weight, 0.3 * old, 0.3 * ref, kl_weight, weight, options, lambda values: values.mean().expand(40)
+        advantages=advantages,
+        weight=weight,
+        old_logps=0.3 * old,
+        ref_logps=0.3 * ref,
+        kl_weight=kl_weight,
+        entropy_weight=weight,
+        options=options,
+        level=lambda values: values.mean().expand(40),
     )
 
 
@@ -99,9 +108,12 @@ def test_ratios_that_overflow(name: str, delta: float | None, of_sequence: bool)
     ).T.contiguous()
     logps = log_ratio.clamp(max=0.0) - 1.0
     terms = PolicyTerms(
-        advantages, weight, logps - log_ratio, None, None, None, PolicyOptions(name, delta=delta),
-        (lambda values: values.mean().expand(values.shape)) if of_sequence else lambda values: values,
-    )  # fmt: skip
+        advantages=advantages,
+        weight=weight,
+        old_logps=logps - log_ratio,
+        options=PolicyOptions(name, delta=delta),
+        level=(lambda values: values.mean().expand(values.shape)) if of_sequence else lambda values: values,
+    )
     tensors = {key: getattr(terms, key).double() for key in ("advantages", "weight", "old_logps")}
     exact = gradient_of(replace(terms, **tensors), logps.double())
     finite = exact.abs() < torch.finfo(torch.float32).max
@@ -185,5 +197,5 @@ def test_chunks_on_a_gpu_hold_whole_pairs() -> None:
         fields = {name: None for name in PreferenceCall.names()} | {
             "input": x, "linear_weight": weight, "target": target, "chunk_size": 0, "shard": None
         }  # fmt: skip
-        found = PreferenceCall(**fields).linear(None).chunk_rows  # type: ignore[arg-type]
+        found = PreferenceCall(**fields).linear(KERNELS, CompactedTokens((B // 2, 2, S))).chunk_rows  # type: ignore[arg-type]
         assert found == rows if rows else found % (2 * S) != 0

@@ -113,9 +113,9 @@ saved:
   bfloat16[48, 160] aten.mm
   bfloat16[48, 160] aten.mm
   bfloat16[48, 160] prims.convert_element_type
-  float32[] llmk._fused_linear_ce_fwd[1]
-  bfloat16[2, 24, 64] llmk._fused_linear_ce_fwd[2]
-  bfloat16[320, 64] llmk._fused_linear_ce_fwd[3]
+  float32[] llmk._fused_linear_ce_fwd[4]
+  bfloat16[2, 24, 64] llmk._fused_linear_ce_fwd[5]
+  bfloat16[320, 64] llmk._fused_linear_ce_fwd[6]
   float32[2, 24, 1] aten.squeeze.dim
 backward:
   aten.mm
@@ -170,9 +170,9 @@ saved:
   bfloat16[48, 64] aten.add.Tensor
   bfloat16[48, 160] aten.mm
   bfloat16[48, 160] aten.mm
-  float32[] llmk._fused_linear_ce_fwd[1]
-  bfloat16[2, 24, 64] llmk._fused_linear_ce_fwd[2]
-  bfloat16[320, 64] llmk._fused_linear_ce_fwd[3]
+  float32[] llmk._fused_linear_ce_fwd[4]
+  bfloat16[2, 24, 64] llmk._fused_linear_ce_fwd[5]
+  bfloat16[320, 64] llmk._fused_linear_ce_fwd[6]
 backward:
   scale_kernel[1, 1, 1]
   scale_kernel[5, 1, 1]

@@ -1,4 +1,4 @@
-"""The loss types of `dpo` by their names in TRL.
+"""The loss types of `dpo` by their names in TRL, and the supervised term and metrics that losses of pairs share.
 
 `llmk.ops.linear_loss.objectives.preference` has those that are functions of one pair; those here depend on the batch.
 
@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llmk.losses._batch import Sequences, masked_mean
 from llmk.ops.linear_loss.objectives.preference import LOSSES as GROUP_LOSSES
 from llmk.ops.linear_loss.objectives.preference import LossOptions
 
@@ -80,3 +81,33 @@ def pair_losses(name: str, pairs: Pairs, options: LossOptions) -> Tensor:
         return BATCH_LOSSES[name](pairs, options)
     loss = GROUP_LOSSES[name]
     return loss.value(options, *(pairs.mean_rewards if loss.length_normalized else pairs.rewards))
+
+
+def chosen_nll(token_logps: Tensor, sequences: Sequences) -> Tensor:
+    """Return the mean negative log-likelihood of the chosen tokens."""
+    chosen, _ = sequences.halves(sequences.sum(token_logps))
+    lengths, _ = sequences.halves(sequences.lengths)
+    return -chosen.sum() / lengths.sum().clamp(min=1.0)
+
+
+def chosen_nll_weight(sequences: Sequences, coef: float) -> Tensor | None:
+    """Return weights `[B, S]` of a padded batch with which `coef * chosen_nll` is a sum over tokens."""
+    if coef == 0.0:
+        return None
+    (B, S), (lengths, _) = sequences.mask.shape, sequences.halves(sequences.lengths)
+    weight = coef / lengths.sum().clamp(min=1.0)
+    return torch.cat([weight.expand(B // 2, S), torch.zeros_like(weight).expand(B // 2, S)])
+
+
+def reward_metrics(chosen: Tensor, rejected: Tensor, logps: Tensor, sequences: Sequences) -> dict[str, Tensor]:
+    """Return TRL's metrics of the rewards of pairs `[P]` and the log-probabilities of sequences."""
+    chosen, rejected, exists = chosen.detach(), rejected.detach(), sequences.exists(in_pairs=True)
+    chosen_logps, rejected_logps = sequences.halves(logps.detach())
+    return {
+        "rewards/chosen": masked_mean(chosen, exists),
+        "rewards/rejected": masked_mean(rejected, exists),
+        "rewards/accuracies": masked_mean((chosen > rejected).float(), exists),
+        "rewards/margins": masked_mean(chosen - rejected, exists),
+        "logps/chosen": masked_mean(chosen_logps, exists),
+        "logps/rejected": masked_mean(rejected_logps, exists),
+    }

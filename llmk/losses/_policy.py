@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llmk.losses._sequences import Sequences
+from llmk.losses._batch import Sequences
 from llmk.ops.linear_loss.objectives.policy import PolicyOptions, PolicyTerms
 
 
@@ -114,4 +114,10 @@ def policy_terms(
 ) -> PolicyTerms:
     """Return terms for tokens `[B, S]` without a reference or entropies."""
     level = ratio_level(options.importance_sampling_level, sequences)
-    return PolicyTerms(advantages, weight, old_logps, None, None, None, options, level)
+    return PolicyTerms(
+        advantages=advantages,
+        weight=weight,
+        old_logps=old_logps,
+        options=options,
+        level=level,
+    )

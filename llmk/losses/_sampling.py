@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmk.losses._sequences import Sequences
+from llmk.losses._batch import Sequences
 
 
 def high_entropy_mask(entropy: Tensor, mask: Tensor, fraction: float) -> Tensor:

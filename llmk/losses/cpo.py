@@ -4,10 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmk.losses._checks import check_between, check_positive
-from llmk.losses._head import Head
-from llmk.losses._pair_metrics import chosen_nll, chosen_nll_weight, reward_metrics
-from llmk.losses._sequences import Sequences, make_sequences, masked_mean
+from llmk.losses._batch import Head, Sequences, check_between, check_positive, make_sequences, masked_mean
+from llmk.losses._pairs import chosen_nll, chosen_nll_weight, reward_metrics
 from llmk.ops.linear_loss.objectives.preference import LOSSES, LossOptions, log_odds
 from llmk.registry import check_finite, check_option
 

@@ -5,14 +5,23 @@ import math
 import torch
 from torch import Tensor
 
-from llmk.losses._checks import INTEGERS, NUMBERS, check_between, check_is_tensor, check_per_token, check_tensor
-from llmk.losses._head import Head, mean_over_tokens, scaled
+from llmk.losses._batch import (
+    INTEGERS,
+    NUMBERS,
+    Head,
+    check_between,
+    check_is_tensor,
+    check_per_token,
+    check_tensor,
+    make_sequences,
+    mean_over_tokens,
+    scaled,
+)
 from llmk.losses._policy import token_denominator
-from llmk.losses._sequences import make_sequences
 from llmk.ops.linear_loss.fused_linear_ce import fused_linear_ce
 from llmk.ops.linear_loss.fused_linear_jsd import fused_linear_jsd
 from llmk.ops.linear_loss.fused_linear_jsd_ce import fused_linear_jsd_ce
-from llmk.ops.linear_loss.objectives.log_probabilities import log1mexp
+from llmk.ops.linear_loss.objectives.preference import log1mexp
 from llmk.registry import check_not_negative, check_same, is_sharded
 
 

@@ -5,11 +5,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from llmk.losses._checks import check_between, check_per_sequence, check_positive
-from llmk.losses._head import Head, check_reference, mean_over_tokens
-from llmk.losses._pair_metrics import chosen_nll, chosen_nll_weight, reward_metrics
-from llmk.losses._pairs import PAIR_LOSSES, TYPES, Pairs, pair_losses
-from llmk.losses._sequences import Sequences, make_sequences, masked_mean, resolve_num_sequences
+from llmk.losses._batch import (
+    Head,
+    Sequences,
+    check_between,
+    check_per_sequence,
+    check_positive,
+    check_reference,
+    make_sequences,
+    masked_mean,
+    mean_over_tokens,
+    resolve_num_sequences,
+)
+from llmk.losses._pairs import PAIR_LOSSES, TYPES, Pairs, chosen_nll, chosen_nll_weight, pair_losses, reward_metrics
 from llmk.ops.linear_loss.objectives.preference import (
     F_DIVERGENCES,
     LOSSES,

@@ -5,11 +5,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from llmk.losses._checks import check_between, check_per_sequence, check_per_token, check_positive
-from llmk.losses._head import Head, mean_over_tokens
+from llmk.losses._batch import (
+    Head,
+    Sequences,
+    check_between,
+    check_per_sequence,
+    check_per_token,
+    check_positive,
+    make_sequences,
+    mean_over_tokens,
+    resolve_num_sequences,
+)
 from llmk.losses._policy import TYPES, Totals, VespoOptions, ratio_level, vespo_weight
 from llmk.losses._sampling import difference_metrics, high_entropy_mask, masked_max, masked_min, ratio_metrics
-from llmk.losses._sequences import Sequences, make_sequences, resolve_num_sequences
 from llmk.ops.linear_loss.objectives.policy import ESTIMATORS, PolicyOptions, PolicyTerms
 from llmk.registry import check_finite, check_not_negative, check_option
 
@@ -132,14 +140,14 @@ def grpo(
     )  # fmt: skip
     weights = TYPES[loss_type].weights(sequences, Totals(num_items_in_batch, max_completion_length))
     terms = PolicyTerms(
-        per_token(advantages, sequences),
-        weights if correction is None or loss_type == "vespo" else weights * correction,
-        None if old_per_token_logps is None else per_token(old_per_token_logps, sequences),
-        None if ref_per_token_logps is None or beta == 0.0 else per_token(ref_per_token_logps, sequences),
-        None if ref_per_token_logps is None or beta == 0.0 else beta * weights,
-        None if entropy_coef == 0.0 else _mean_weights(entropy_coef, sequences.mask),
-        options,
-        ratio_level(importance_sampling_level, sequences),
+        advantages=per_token(advantages, sequences),
+        weight=weights if correction is None or loss_type == "vespo" else weights * correction,
+        old_logps=None if old_per_token_logps is None else per_token(old_per_token_logps, sequences),
+        ref_logps=None if ref_per_token_logps is None or beta == 0.0 else per_token(ref_per_token_logps, sequences),
+        kl_weight=None if ref_per_token_logps is None or beta == 0.0 else beta * weights,
+        entropy_weight=None if entropy_coef == 0.0 else _mean_weights(entropy_coef, sequences.mask),
+        options=options,
+        level=ratio_level(importance_sampling_level, sequences),
     )
     vespo = None
     if loss_type == "vespo":

@@ -3,9 +3,18 @@
 import torch
 from torch import Tensor
 
-from llmk.losses._checks import INTEGERS, NUMBERS, check_per_sequence, check_positive, check_tensor
-from llmk.losses._head import Head, check_reference, mean_over_tokens
-from llmk.losses._sequences import make_sequences, resolve_num_sequences
+from llmk.losses._batch import (
+    INTEGERS,
+    NUMBERS,
+    Head,
+    check_per_sequence,
+    check_positive,
+    check_reference,
+    check_tensor,
+    make_sequences,
+    mean_over_tokens,
+    resolve_num_sequences,
+)
 from llmk.ops.linear_loss.objectives.preference import LOSSES, LossOptions
 from llmk.registry import check_not_negative, check_option, check_same
 

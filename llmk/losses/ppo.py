@@ -3,11 +3,20 @@
 import torch
 from torch import Tensor
 
-from llmk.losses._checks import check_between, check_is_tensor, check_per_sequence, check_per_token
-from llmk.losses._head import Head, mean_over_tokens
+from llmk.losses._batch import (
+    Head,
+    Sequences,
+    check_between,
+    check_is_tensor,
+    check_per_sequence,
+    check_per_token,
+    make_sequences,
+    masked_mean,
+    mean_over_tokens,
+    resolve_num_sequences,
+)
 from llmk.losses._policy import policy_terms, token_denominator
 from llmk.losses._sampling import masked_max, masked_min
-from llmk.losses._sequences import Sequences, make_sequences, masked_mean, resolve_num_sequences
 from llmk.losses.grpo import check_advantages, per_token, without_last_axis
 from llmk.ops.linear_loss.objectives.policy import PolicyOptions
 from llmk.registry import check_not_negative

@@ -5,10 +5,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.losses._checks import INTEGERS, MASKS, NUMBERS, check_is_tensor, check_per_token, check_tensor
-from llmk.losses._head import mean_over_tokens
+from llmk.losses._batch import (
+    INTEGERS,
+    MASKS,
+    NUMBERS,
+    Sequences,
+    check_is_tensor,
+    check_per_token,
+    check_tensor,
+    mean_over_tokens,
+    resolve_num_sequences,
+)
 from llmk.losses._sampling import difference_metrics, ratio_metrics
-from llmk.losses._sequences import Sequences, resolve_num_sequences
 from llmk.registry import check_not_negative, check_option
 
 LEVELS = ("token", "sequence", "geometric")

@@ -6,10 +6,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from llmk.losses._checks import check_per_token
-from llmk.losses._head import Head, mean_over_tokens, scaled
+from llmk.losses._batch import Head, check_per_token, make_sequences, mean_over_tokens, scaled
 from llmk.losses._policy import policy_terms, token_denominator
-from llmk.losses._sequences import make_sequences
 from llmk.ops.linear_loss.fused_linear_ce import fused_linear_ce
 from llmk.ops.linear_loss.objectives.policy import PolicyOptions
 from llmk.registry import check_finite, check_not_negative

@@ -54,7 +54,7 @@ def fused_linear_ce_reference(
     return losses.sum() / (weights if weight is None else weights * weight.to(losses.dtype)[target * counts]).sum()
 
 
-OPS = CrossEntropyOps("fused_linear_ce", splits_tokens=True)
+OPS = CrossEntropyOps("fused_linear_ce")
 
 
 def fused_linear_ce_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -218,6 +218,7 @@ def fused_linear_ce(
         label_smoothing=label_smoothing,
         softcap=softcap,
         z_loss=z_loss,
+        with_metrics=False,
         skip_ignored=skip_ignored,
         chunk_size=chunk_size,
         shard=None,

@@ -18,7 +18,7 @@ from llmk.ops.linear_loss.fused_linear_ce import (
 )
 from llmk.registry import public_op
 
-OPS = CrossEntropyOps("fused_linear_ce_metrics", with_metrics=True)
+OPS = CrossEntropyOps("fused_linear_ce_metrics")
 
 
 def fused_linear_ce_metrics_reference(
@@ -96,6 +96,7 @@ def fused_linear_ce_metrics(
         label_smoothing=label_smoothing,
         softcap=softcap,
         z_loss=z_loss,
+        with_metrics=True,
         skip_ignored=skip_ignored,
         chunk_size=chunk_size,
         shard=None,

@@ -166,8 +166,7 @@ def fused_linear_jsd(
         linear_bias: `[V]`, dtype of `input`.
         teacher_linear_bias: `[V]`, dtype of `input`.
         beta: From 0 to 1, as in `jsd`: 0 is KL(teacher || student), 1 KL(student || teacher).
-        temperature: Divisor of the logits of both, after the cap; positive. The loss is not multiplied by its
-            square.
+        temperature: Divides the logits of both, after the cap; positive. The loss is not multiplied by its square.
         softcap: The student's logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.
         teacher_softcap: The same for the teacher's logits.
         row_weight: Weight `[...]` of each token's loss; the mean divides by their sum. None for 1.
@@ -202,7 +201,7 @@ def fused_linear_jsd(
         softcap=softcap,
         teacher_softcap=teacher_softcap,
         ignore_index=ignore_index,
-        skip_ignored=skip_ignored,
+        skip_ignored=skip_ignored and labels is not None,
         chunk_size=chunk_size,
         ce_weight=0.0,
         shard=None,

@@ -51,7 +51,7 @@ def fused_linear_jsd_ce_reference(
     return divergence + ce_weight * nll, divergence.detach(), nll.detach()
 
 
-OPS = DistillationOps("fused_linear_jsd_ce", with_ce=True)
+OPS = DistillationOps("fused_linear_jsd_ce")
 
 
 def fused_linear_jsd_ce_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -20,14 +20,13 @@ are made twice, in the forward pass still: four products.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from llmk.ops.common.scaling import scale_op
 from llmk.ops.linear_loss._records import Make, linear_cost
-from llmk.ops.linear_loss.chunked import CompactedTokens
 from llmk.ops.linear_loss.drivers.logprobs import GroupsCall, groups_op
 from llmk.ops.linear_loss.linear_logprobs import linear_logprobs_reference
 from llmk.ops.linear_loss.objectives.policy import (
@@ -79,14 +78,14 @@ def fused_linear_policy_reference(
 
     policy, ones = PolicyOptions(**options), torch.ones_like(logprobs)
     terms = PolicyTerms(
-        masked(ones if advantages is None else advantages),
-        masked(ones if token_weight is None else token_weight),
-        given(old_logps),
-        given(ref_logps),
-        given(kl_weight),
-        given(entropy_weight),
-        policy,
-        rowwise_level(policy.importance_sampling_level, counts),
+        advantages=masked(ones if advantages is None else advantages),
+        weight=masked(ones if token_weight is None else token_weight),
+        old_logps=given(old_logps),
+        ref_logps=given(ref_logps),
+        kl_weight=given(kl_weight),
+        entropy_weight=given(entropy_weight),
+        options=policy,
+        level=rowwise_level(policy.importance_sampling_level, counts),
     )
     return terms.loss(logprobs, entropy), logprobs.detach(), entropy.detach()
 
@@ -119,10 +118,9 @@ class PolicyCall(GroupsCall):
     def group(self) -> torch.Size:
         return torch.Size(()) if self.importance_sampling_level == "token" else self.tokens[-1:]
 
-    def of(self, compacted: CompactedTokens | None) -> Self:
-        if compacted is None:
-            return self
-        return compacted.select(self, "input", "target", *(PER_TOKEN if self.tokens_are_groups else ()))
+    @property
+    def token_tensors(self) -> tuple[str, ...]:
+        return "input", "target", *(PER_TOKEN if self.tokens_are_groups else ())
 
     def terms(self, groups: slice) -> PolicyTerms:
         counts = self.grouped(self.target)[groups].long() != self.ignore_index  # int32 would wrap what it does not hold
@@ -134,13 +132,13 @@ class PolicyCall(GroupsCall):
             return None if values is None else masked(values)
 
         return PolicyTerms(
-            counts.float() if self.advantages is None else masked(self.advantages),
-            counts.float() if self.token_weight is None else masked(self.token_weight),
-            given(self.old_logps),
-            given(self.ref_logps),
-            given(self.kl_weight),
-            given(self.entropy_weight),
-            PolicyOptions(
+            advantages=counts.float() if self.advantages is None else masked(self.advantages),
+            weight=counts.float() if self.token_weight is None else masked(self.token_weight),
+            old_logps=given(self.old_logps),
+            ref_logps=given(self.ref_logps),
+            kl_weight=given(self.kl_weight),
+            entropy_weight=given(self.entropy_weight),
+            options=PolicyOptions(
                 self.loss_type,
                 self.importance_sampling_level,
                 self.epsilon,
@@ -151,7 +149,7 @@ class PolicyCall(GroupsCall):
                 self.kl_estimator,
                 self.use_bias_correction_kl,
             ),
-            rowwise_level(self.importance_sampling_level, counts),
+            level=rowwise_level(self.importance_sampling_level, counts),
         )
 
 
@@ -287,7 +285,7 @@ def fused_linear_policy(
             positive.
         kl_estimator: "k1", "k2" or "k3", as in `grpo`.
         use_bias_correction_kl: Multiply the divergence by the ratio.
-        temperature: Divisor of the logits, after the cap; positive.
+        temperature: Divides the logits, after the cap; positive.
         logit_scale: Factor of the logits, before the cap.
         softcap: Logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.
         ignore_index: A token with this target has no part in the loss and no gradient. None of its values is read;

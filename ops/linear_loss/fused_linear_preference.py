@@ -124,15 +124,15 @@ class PreferenceCall(GroupsCall):
         if self.group_weight is not None:
             group_weight = self.group_weight.reshape(len(names), -1)[:, groups].float()
         return PreferenceTerms(
-            counts.sum(-1).clamp(min=1).float(),
-            None if self.ref_logps is None else self.ref_logps[groups].float(),
-            masked(self.token_weight),
-            None if self.nll_weight is None else masked(self.nll_weight),
-            group_weight,
-            names,
-            LossOptions(self.beta, self.label_smoothing, self.simpo_gamma, self.discopop_tau),
-            self.f_divergence_type,
-            self.f_divergence_coef,
+            lengths=counts.sum(-1).clamp(min=1).float(),
+            ref_logps=None if self.ref_logps is None else self.ref_logps[groups].float(),
+            token_weight=masked(self.token_weight),
+            nll_weight=None if self.nll_weight is None else masked(self.nll_weight),
+            group_weight=group_weight,
+            names=names,
+            options=LossOptions(self.beta, self.label_smoothing, self.simpo_gamma, self.discopop_tau),
+            divergence=self.f_divergence_type,
+            coef=self.f_divergence_coef,
         )
 
 
@@ -255,7 +255,7 @@ def fused_linear_preference(
         f_divergence_type: "reverse_kl", "forward_kl", "js_divergence" or "alpha_divergence", for types that
             depend on the difference of rewards alone.
         f_divergence_coef: Coefficient of the alpha divergence.
-        temperature: Divisor of the logits, after the cap; positive.
+        temperature: Divides the logits, after the cap; positive.
         logit_scale: Factor of the logits, before the cap.
         softcap: Logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.
         ignore_index: A token with this target has log-probability 0 and no gradient. None of its values is read;

@@ -141,7 +141,7 @@ def linear_logprobs(
         linear_weight: `[V, H]`, as in `torch.nn.Linear`, dtype of `input`.
         target: Class indices, int64 or int32: `[...]`, or `[..., K]` for K candidates a token.
         linear_bias: `[V]`, dtype of `input`.
-        temperature: Divisor of the logits, after the cap; positive.
+        temperature: Divides the logits, after the cap; positive.
         logit_scale: Factor of the logits, before the cap.
         softcap: Logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.
         ignore_index: A candidate of this index has log-probability 0 and no gradient. A token all of whose candidates

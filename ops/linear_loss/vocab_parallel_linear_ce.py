@@ -47,7 +47,7 @@ def vocab_parallel_linear_ce_reference(
     return fused_linear_ce_reference(input, linear_weight, target, **options)
 
 
-OPS = CrossEntropyOps("vocab_parallel_linear_ce")  # called on each rank's own tensors
+OPS = CrossEntropyOps("vocab_parallel_linear_ce")
 
 
 def vocab_parallel_linear_ce_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -171,6 +171,7 @@ def vocab_parallel_linear_ce(
         label_smoothing=label_smoothing,
         softcap=softcap,
         z_loss=z_loss,
+        with_metrics=False,
         skip_ignored=False,
         chunk_size=chunk_size,
         shard=VocabShard(vocab_start, num_classes, group_name, dx_group_name=group_name),

@@ -333,7 +333,7 @@ def _fake_forward(input: Tensor, reduction: str, need_dx: bool) -> tuple[Tensor,
     loss = input.new_empty(input.shape[:-1] if reduction == "none" else (), dtype=torch.float32)
     left = reduction == "total" or (reduction == "mean" and not _in_forward(reduction, input.dtype))
     divisor = input.new_empty(() if left else (0,), dtype=torch.float32)
-    return loss, divisor, input.new_empty(input.shape if need_dx and _in_forward(reduction, input.dtype) else (0,))
+    return loss, divisor, input.new_empty(input.shape if need_dx else (0,))
 
 
 def _forward_sharding(input: Any, reduction: str, need_dx: bool) -> Any:

@@ -1,20 +1,22 @@
 """A linear layer over a vocabulary, a chunk of tokens at a time, and a call of a loss over it as one value."""
 
-from llmk.ops.linear_loss.chunked._call import (
+from llmk.ops.linear_loss.chunked._linear import (
     DIFFERENTIABLE,
+    LOGITS_BUDGET,
+    REMADE_BUDGET,
     CallOp,
+    ChunkedLinear,
+    CompactedTokens,
     LinearCall,
+    LinearGradients,
     check_chunk_size,
     check_temperature,
     checked_linear,
     fake_gradients,
-    fake_loss,
     local_fields,
     product_flops,
+    recomputing_op,
 )
-from llmk.ops.linear_loss.chunked._dynamic_rows import can_group
-from llmk.ops.linear_loss.chunked._linear import LOGITS_BUDGET, REMADE_BUDGET, ChunkedLinear, LinearGradients
-from llmk.ops.linear_loss.chunked._skipping import CompactedTokens
 from llmk.ops.linear_loss.chunked._vocab_shard import VocabShard
 
 __all__ = [
@@ -27,12 +29,11 @@ __all__ = [
     "LinearCall",
     "LinearGradients",
     "VocabShard",
-    "can_group",
     "check_chunk_size",
     "check_temperature",
     "checked_linear",
     "fake_gradients",
-    "fake_loss",
     "local_fields",
     "product_flops",
+    "recomputing_op",
 ]

@@ -37,12 +37,12 @@ def vocab_mesh_dim(input: Tensor, linear_weight: Tensor) -> int | None:
 
 def on_this_rank(
     fields: dict[str, Any], linears: Sequence[Sequence[str]], others: Sequence[str]
-) -> tuple[dict[str, Any], Callable[[Tensor], Tensor]]:
+) -> tuple[dict[str, Any], Callable[[Tensor], Tensor], bool]:
     """Compute `local_fields` where a weight is no plain tensor."""
     dims = {vocab_mesh_dim(fields[input], fields[weight]) for input, weight, _ in linears}
     dim = dims.pop()
     if dims or dim is None:
-        return fields, lambda result: result
+        return fields, lambda result: result, any(isinstance(fields[weight], DTensor) for _, weight, _ in linears)
     local = dict(fields)
     for input, weight, bias in linears:
         local |= _local_linear(dim, {name: fields[name] for name in (input, weight, bias)})
@@ -60,8 +60,8 @@ def on_this_rank(
         dx_group_name="" if _is_scattered(fields[input], dim) else group_name,
     )
     if not isinstance(fields[input], DTensor):
-        return local, lambda result: result
-    return local, lambda result: DTensor.from_local(result, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return local, lambda result: result, False
+    return local, lambda result: DTensor.from_local(result, mesh, [Replicate()] * mesh.ndim, run_check=False), False
 
 
 def _local_linear(dim: int, linear: dict[str, Any]) -> dict[str, Tensor | None]:

@@ -11,7 +11,6 @@ from torch.nn.functional import grouped_mm
 
 from llmk.ops.common.rows import matrices_aligned
 from llmk.registry import cdiv, jit, wrap_triton
-from llmk.registry.backends import kernels_on_cpu
 from llmk.registry.devices import has_device_offsets
 
 ROW_BYTES = 16
@@ -19,12 +18,12 @@ ROW_BYTES = 16
 
 
 def can_group(x: Tensor, weight: Tensor) -> bool:
-    """True if contiguous rows of x `[..., H]` can be multiplied with weight `[V, H]` this way, in both directions."""
+    """Return True if contiguous rows of x `[..., H]` can be multiplied with weight `[V, H]` so, in both directions."""
     if x.dtype != torch.bfloat16 or x.numel() == 0 or weight.numel() == 0 or weight.stride(-1) != 1:
         return False
     if x.shape[-1] * x.element_size() % ROW_BYTES or not matrices_aligned(weight):
         return False
-    return has_device_offsets(x.device) if x.is_cuda else kernels_on_cpu()
+    return not x.is_cuda or has_device_offsets(x.device)
 
 
 def outputs(x: Tensor, weight: Tensor, end: Tensor) -> Tensor:

@@ -39,3 +39,7 @@ class VocabShard(NamedTuple):
         if not self.dx_group_name:
             return dx
         return collectives.wait_tensor(collectives.all_reduce(dx, "sum", self.dx_group_name))
+
+
+NOT_SHARDED = VocabShard(first_class=0, num_classes=0, group_name="", dx_group_name="")
+"""The arguments of a kernel op for a shard of None: the weight has all classes."""

@@ -4,8 +4,8 @@ The math is in `fused_linear_ce.py`. Where each rank of a group has some of the 
 of their logits, as in `vocab_parallel_linear_ce.py`; all else is the same.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +21,8 @@ from llmk.ops.linear_loss.chunked import (
     LinearGradients,
     check_chunk_size,
     fake_gradients,
-    fake_loss,
     local_fields,
+    recomputing_op,
 )
 from llmk.ops.linear_loss.kernels import STATISTICS, Implementation, LogitTransform
 from llmk.ops.loss.cross_entropy_options import Columns, Options, Rows, check_loss_options, counted
@@ -33,7 +33,6 @@ from llmk.registry import (
     check_dtype,
     check_same,
     check_shape,
-    is_sharded,
     replicate_only,
     row_axes,
 )
@@ -50,16 +49,27 @@ class CrossEntropyCall(LinearCall):
     label_smoothing: float
     softcap: float
     z_loss: float
-    skip_ignored: bool
-    chunk_size: int
+    with_metrics: bool  # return entropies and correctness too
+
+    @property
+    def token_tensors(self) -> tuple[str, ...]:
+        return "input", "target", "row_weight"
+
+    def mask(self) -> Tensor:
+        return counted(self.target, self.ignore_index)[0]
 
     def targets(self) -> Tensor:
         return self.target.reshape(-1).contiguous()
 
-    def linear(self, compacted: CompactedTokens | None) -> ChunkedLinear:
-        count = None if compacted is None else compacted.count
+    def linear(self, impl: Implementation, compacted: CompactedTokens) -> ChunkedLinear:
         return ChunkedLinear(
-            self.input, self.linear_weight, self.linear_bias, self.chunk_size, self.mean_classes, count=count
+            self.input,
+            self.linear_weight,
+            self.linear_bias,
+            self.chunk_size,
+            on_host=impl.on_host,
+            classes=self.mean_classes,
+            count=compacted.count,
         )
 
     def options(self, linear: ChunkedLinear) -> Options:
@@ -78,18 +88,7 @@ class CrossEntropyCall(LinearCall):
         """Return the weight of each token's loss, `[N]`, 0 where a token does not count, or None."""
         if self.row_weight is None:
             return None
-        mask, _ = counted(self.targets(), self.ignore_index)
-        return torch.where(mask, self.row_weight.reshape(-1).float(), 0.0)
-
-    def compacted(self, impl: Implementation) -> CompactedTokens | None:
-        """Return the tokens that count if the others are to be skipped and can be, else None."""
-        if not self.skip_ignored:
-            return None
-        mask, _ = counted(self.target, self.ignore_index)
-        return CompactedTokens.of(mask, (self.input, self.linear_weight), on_host=impl.on_host)
-
-    def of(self, compacted: CompactedTokens | None) -> "CrossEntropyCall":
-        return self if compacted is None else compacted.select(self, "input", "target", "row_weight")
+        return torch.where(self.mask().reshape(-1), self.row_weight.reshape(-1).float(), 0.0)
 
 
 class TokenMetrics:
@@ -99,40 +98,41 @@ class TokenMetrics:
     """
 
     def __init__(self, impl: Implementation, call: CrossEntropyCall) -> None:
-        self.impl, self.shard = impl, call.shard
+        self.impl, self.call = impl, call
         self.transform = LogitTransform(
-            call.ignore_index, 1.0, call.softcap, 1.0, first_class=call.first_class, num_classes=call.num_classes
+            ignore_index=call.ignore_index,
+            scale=1.0,
+            softcap=call.softcap,
+            temperature=1.0,
+            first_class=call.first_class,
+            num_classes=call.num_classes,
         )
         self.entropies: list[Tensor] = []
         self.correct: list[Tensor] = []
 
     def add(self, logits: Tensor, target: Tensor) -> None:
         candidates = target.unsqueeze(-1)
-        parts = self.impl.logprobs.statistics(logits, candidates, self.transform)
-        parts = parts if self.shard is None else self.shard.gather(parts)
+        parts = self.call.gather_ranks(self.impl.logprobs.statistics(logits, candidates, self.transform))
         _, entropy, _ = self.impl.logprobs.combine(parts, candidates, self.transform)
-        ranks = 1 if self.shard is None else self.shard.ranks
-        by_rank = parts.view(ranks, STATISTICS + 1, target.shape[0])
+        by_rank = parts.view(self.call.ranks, STATISTICS + 1, target.shape[0])
         largest, target_logit = by_rank[:, 0].amax(0), by_rank[:, STATISTICS].amax(0)
         self.entropies.append(entropy)
         self.correct.append((target.long() != self.transform.ignore_index) & (target_logit == largest))
 
-    def per_token(self, compacted: CompactedTokens | None, shape: torch.Size) -> tuple[Tensor, ...]:
+    def per_token(self, compacted: CompactedTokens) -> tuple[Tensor, Tensor]:
         """Return entropies and correctness `[...]`, float32, 0 for tokens that do not count."""
-        each = torch.cat(self.entropies), torch.cat(self.correct).float()
-        return tuple(x.view(shape) if compacted is None else compacted.scatter(x) for x in each)
+        return compacted.scatter(torch.cat(self.entropies)), compacted.scatter(torch.cat(self.correct).float())
 
-    def means(self, target: Tensor) -> tuple[Tensor, ...]:
-        """Return the means over the tokens that count, NaN over none."""
-        count = (target.long() != self.transform.ignore_index).sum()
-        return tuple(x.sum() / count for x in (torch.cat(self.entropies), torch.cat(self.correct).float()))
+    def means(self, count: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the means over the `count` tokens that count, NaN over none."""
+        return torch.cat(self.entropies).sum() / count, torch.cat(self.correct).float().sum() / count
 
 
 def _losses(impl: Implementation, call: CrossEntropyCall, logits: Tensor, target: Tensor, options: Options) -> Rows:
     """Compute the losses of a chunk's tokens over the classes of all ranks."""
     if call.shard is None:
         return impl.cross_entropy.losses(logits, target, options)
-    parts = call.shard.gather(impl.vocab_parallel.statistics(logits, target, options))
+    parts = call.gather_ranks(impl.vocab_parallel.statistics(logits, target, options))
     return impl.vocab_parallel.combine(parts, target, options)
 
 
@@ -191,181 +191,155 @@ def _losses_and_gradients(
     return Rows.cat(parts)
 
 
-def _reduced(
-    impl: Implementation, full_call: CrossEntropyCall, reduction: str, need_dx: bool, need_dw: bool, need_db: bool, *,
-    with_metrics: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return the reduced loss, the means of the metrics, a denominator, and gradients of input, weight and bias.
+def _forward(
+    impl: Implementation, full_call: CrossEntropyCall, reduction: str, need_dx: bool, need_dw: bool, need_db: bool
+) -> tuple[Tensor, ...]:
+    """Return the loss, entropy and correctness; statistics, a denominator, and gradients of input, weight and bias.
 
-    The backward pass divides the gradients by the denominator, except for "total": the sum, with the denominator of the
-    mean, both of which processes with some tokens each add up first.
+    With "none" the backward pass recomputes the logits, given the statistics `[2, ...]` of each token. Else it divides
+    the gradients by the denominator, except for "total": the sum, with the denominator of the mean, both of which
+    processes with some tokens each add up first.
     """
-    compacted = full_call.compacted(impl)
-    call = full_call.of(compacted)
-    metrics = TokenMetrics(impl, call) if with_metrics else None
+    compacted, call = full_call.compacted(impl)
     weights = call.token_weights()
-    gradients = LinearGradients(call.linear(compacted), (need_dx, need_dw, need_db), call.dx_dtype)
+    gradients = LinearGradients(call.linear(impl, compacted), (need_dx, need_dw, need_db), call.saved_dtypes)
+    metrics = TokenMetrics(impl, call) if call.with_metrics else None
     loss_grads, denominator = _loss_gradients_and_denominator(call, weights, reduction == "mean")
-    loss, counts, _ = _losses_and_gradients(impl, call, gradients, loss_grads, metrics)
+    loss, counts, stats = _losses_and_gradients(impl, call, gradients, loss_grads, metrics)
+    entropy, correct = loss.new_empty((0,)), loss.new_empty((0,))
     if weights is not None:
         loss, counts = loss * weights, counts * weights
-    if reduction == "mean":
-        loss, _ = impl.cross_entropy.mean(loss, counts)
+    if reduction == "none":
+        loss, stats = compacted.scatter(loss), compacted.scatter_statistics(stats)
+        if metrics is not None:
+            entropy, correct = metrics.per_token(compacted)
     else:
-        loss = impl.cross_entropy.sum(loss)
+        loss, stats = _reduced(impl, loss, counts, reduction), loss.new_empty((0,))
+        if metrics is not None:
+            entropy, correct = metrics.means(full_call.mask().sum())
     if reduction == "total":
         denominator = impl.cross_entropy.sum(counts)
-    dx = gradients.dx if compacted is None or not need_dx else compacted.scatter(gradients.dx)
-    means = () if metrics is None else metrics.means(full_call.target)
-    return loss, *means, denominator, dx, gradients.dw.to(call.saved_dtypes[1]), gradients.db
+    return loss, entropy, correct, stats, denominator, *gradients.results(compacted)
 
 
-def _per_token(impl: Implementation, full_call: CrossEntropyCall, *, with_metrics: bool) -> tuple[Tensor, ...]:
-    """Return each token's loss `[...]`, its metrics if asked for, and its maximum and sum `[2, ...]`."""
-    compacted, shape = full_call.compacted(impl), full_call.target.shape
-    call = full_call.of(compacted)
-    metrics = TokenMetrics(impl, call) if with_metrics else None
-    linear = call.linear(compacted)
-    options, target, parts = call.options(linear), call.targets(), []
-    for chunk, logits in linear.chunks():
-        parts.append(_losses(impl, call, logits, target[chunk], options))
-        if metrics is not None:
-            metrics.add(logits, target[chunk])
-    loss, _, stats = Rows.cat(parts)
-    weights = call.token_weights()
-    loss = loss if weights is None else loss * weights
-    if compacted is None:
-        loss, stats = loss.view(shape), stats.view(2, *shape)
-    else:
-        loss, stats = compacted.scatter(loss), compacted.scatter(stats.t()).movedim(-1, 0).contiguous()
-    each = () if metrics is None else metrics.per_token(compacted, shape)
-    return loss, *each, stats
+def _reduced(impl: Implementation, loss: Tensor, counts: Tensor, reduction: str) -> Tensor:
+    return impl.cross_entropy.mean(loss, counts)[0] if reduction == "mean" else impl.cross_entropy.sum(loss)
 
 
-def _per_token_gradients(
+def _backward(
     impl: Implementation, full_call: CrossEntropyCall, grad: Tensor, stats: Tensor,
     need_dx: bool, need_dw: bool, need_db: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the gradients of the inputs from those of each token's loss; the logits are recomputed."""
-    compacted = full_call.compacted(impl)
-    call = full_call.of(compacted)
-    if compacted is not None:
-        grad, stats = compacted.gather(grad), compacted.gather(stats.movedim(0, -1)).t()
-    linear = call.linear(compacted)
-    options, target = call.options(linear), call.targets()
-    gradients = LinearGradients(linear, (need_dx, need_dw, need_db), call.dx_dtype)
-    weights = call.token_weights()
-    grad = grad.reshape(-1) if weights is None else grad.reshape(-1) * weights
-    stats = stats.reshape(2, -1)
+    compacted, call = full_call.compacted(impl)
+    grad, stats = compacted.gather(grad), compacted.gather_statistics(stats)
+    linear = call.linear(impl, compacted)
+    options, target, weights = call.options(linear), call.targets(), call.token_weights()
+    grad = grad if weights is None else grad * weights
+    gradients = LinearGradients(linear, (need_dx, need_dw, need_db), call.recomputed_dtypes)
     for chunk, logits in linear.chunks():
         _gradients(impl, grad[chunk], logits, target[chunk], stats[:, chunk].contiguous(), options)
         gradients.add(chunk, logits)
-    dtype = call.input.dtype
-    dx = gradients.dx if compacted is None or not need_dx else compacted.scatter(gradients.dx)
-    return dx, gradients.dw.to(dtype), gradients.db.to(dtype)
+    return gradients.results(compacted)
 
 
-def _reduced_sharding(input, *args):
-    *_, reduction, need_dx, _, _ = args
-    if reduction == "mean":
+def _fake_forward(call: CrossEntropyCall, reduction: str, *need: bool) -> tuple[Tensor, ...]:
+    per_token = reduction == "none"
+    shape = tuple(call.tokens) if per_token else ()
+    metrics = shape if call.with_metrics else (0,)
+    shapes = shape, metrics, metrics, (2, *shape) if per_token else (0,), ()
+    results = (call.input.new_empty(shape, dtype=torch.float32) for shape in shapes)
+    return *results, *fake_gradients(call, need, call.saved_dtypes)
+
+
+def _forward_sharding(input, num_classes, with_metrics, reduction, need_dx):
+    if num_classes or with_metrics or reduction == "mean":
         return replicate_only()
     denominator = PARTIAL if reduction == "total" else REPLICATE
+
+    def outputs(axis):
+        if reduction == "none":
+            return [axis, REPLICATE, REPLICATE, 1 + axis, *[REPLICATE] * 4]
+        return [PARTIAL, *[REPLICATE] * 3, denominator, axis if need_dx else REPLICATE, PARTIAL, PARTIAL]
+
+    return [(outputs(axis), _input_splits(axis)) for axis in row_axes(input)]
+
+
+def _backward_sharding(input, num_classes, with_metrics, need_dx):
+    if num_classes or with_metrics:
+        return replicate_only()
     return [
-        (
-            [PARTIAL, denominator, axis if need_dx else REPLICATE, PARTIAL, PARTIAL],
-            [axis, REPLICATE, REPLICATE, axis, REPLICATE, axis],
-        )
+        ([axis if need_dx else REPLICATE, PARTIAL, PARTIAL], [*_input_splits(axis), axis, 1 + axis])
         for axis in row_axes(input)
     ]
 
 
-def _per_token_sharding(input, *_):
-    return [([axis, 1 + axis], [axis, REPLICATE, REPLICATE, axis, REPLICATE, axis]) for axis in row_axes(input)]
-
-
-def _per_token_gradients_sharding(input, *args):
-    *_, need_dx, _, _ = args
-    return [
-        (
-            [axis if need_dx else REPLICATE, PARTIAL, PARTIAL],
-            [axis, REPLICATE, REPLICATE, axis, REPLICATE, axis, axis, 1 + axis],
-        )
-        for axis in row_axes(input)
-    ]
+def _input_splits(axis):
+    """Return the splits of the call's tensors where the tokens are split."""
+    return [axis, REPLICATE, REPLICATE, axis, REPLICATE, axis]
 
 
 class CrossEntropyOps:
-    """The kernel ops of one public operator and their derivatives, for a reduced loss and for per-token losses.
+    """The kernel ops of one public operator and their derivative: saved gradients, or with "none" recomputed ones."""
 
-    Args:
-        name: The public operator's name.
-        with_metrics: Return entropies and correctness after the loss, without gradients.
-        splits_tokens: A DTensor's tokens may be sharded over processes.
-    """
-
-    def __init__(self, name: str, *, with_metrics: bool = False, splits_tokens: bool = False) -> None:
-        metrics = 2 if with_metrics else 0
-        self.splits_tokens = splits_tokens
-        self.reduced = CallOp(
+    def __init__(self, name: str) -> None:
+        self.forward = CallOp(
             f"_{name}_fwd",
             CrossEntropyCall,
-            partial(_reduced, with_metrics=with_metrics),
-            outputs=5 + metrics,
-            fake=partial(_fake_reduced, metrics=metrics),
-            products=lambda call, reduction, dx, dw, db: 1 + dx + dw,
+            _forward,
+            outputs=8,
+            fake=_fake_forward,
+            products=lambda impl, call, reduction, need_dx, need_dw, need_db: 1 + need_dx + need_dw,
         )
-        self.per_token = CallOp(
-            f"_{name}_rows_fwd",
-            CrossEntropyCall,
-            partial(_per_token, with_metrics=with_metrics),
-            outputs=2 + metrics,
-            fake=partial(_fake_per_token, metrics=metrics),
-            products=lambda call: 1,
-        )
-        self.per_token_gradients = CallOp(
-            f"_{name}_rows_bwd",
-            CrossEntropyCall,
-            _per_token_gradients,
-            outputs=3,
-            fake=_fake_per_token_gradients,
-            products=lambda call, *rest: 1 + rest[-3] + rest[-2],
-        )
+        self.backward = recomputing_op(f"_{name}_bwd", CrossEntropyCall, _backward)
         self.scale = scale_op(f"_{name}_scale")
-        strategies = (_reduced_sharding, _per_token_sharding, _per_token_gradients_sharding)
-        for op, strategy in zip((self.reduced, self.per_token, self.per_token_gradients), strategies, strict=True):
-            op.op.register_sharding(strategy if splits_tokens else replicate_only)
-        self.reduced.differentiate_by_scaling(self.scale, lambda reduction: reduction == "total", metrics)
-        self.per_token.op.register_autograd(
-            self._per_token_backward,
-            setup_context=lambda ctx, inputs, output: self.per_token.save_call(ctx, inputs, output[-1]),
-            depends_on=[DIFFERENTIABLE, *[[]] * metrics],
+        self.forward.op.register_sharding(_forward_sharding)
+        self.backward.op.register_sharding(_backward_sharding)
+        self.forward.op.register_autograd(
+            self._differentiate,
+            setup_context=self._save,
+            depends_on=[DIFFERENTIABLE, [], []],
+            takes_none=True,
+            keeps=lambda needs_input_grad, args: (
+                (False, False, False) if self._recomputes(args) else needs_input_grad[:3]
+            ),
         )
 
     @property
     def kernel_ops(self) -> tuple[KernelOp, ...]:
-        return self.reduced.op, self.per_token.op, self.per_token_gradients.op, self.scale
+        return self.forward.op, self.backward.op, self.scale
 
-    def _per_token_backward(self, ctx: Any, grad: Tensor, *constants: Tensor) -> Any:
-        call, (stats,) = self.per_token.saved_call(ctx)
-        need = ctx.needs_input_grad[:3]
-        dx, dw, db = self.per_token_gradients(call, grad, stats, *need)
-        dx = call.input_gradient(dx) if need[0] else None
-        return dx, dw if need[1] else None, db if need[2] else None, *[None] * (self.per_token.fields - 3)
+    def _recomputes(self, args: Sequence[Any]) -> bool:
+        """Return True if the backward pass recomputes the logits: each token has an incoming gradient of its own."""
+        return args[self.forward.fields] == "none"
+
+    def _save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _, _, _, stats, denominator, *gradients = output
+        ctx.recomputes = self._recomputes(inputs)
+        if ctx.recomputes:
+            self.forward.save_call(ctx, inputs, stats)
+        else:  # the caller divides a total, whose gradient is that of a sum
+            total = inputs[self.forward.fields] == "total"
+            self.forward.save_gradients(ctx, inputs, None if total else denominator, *gradients)
+
+    def _differentiate(self, ctx: Any, grad: Tensor, *_: None) -> Any:
+        if ctx.recomputes:
+            return self.forward.recomputed_gradients(ctx, self.backward, grad)
+        return self.forward.scaled_gradients(ctx, self.scale, grad)
 
     def __call__(self, reduction: str, **fields: Any) -> tuple[Tensor, ...]:
         """Return the loss, and with metrics entropy and correctness, from a call's fields."""
-        if fields["shard"] is None:
-            fields, as_given = local_fields(fields, [DIFFERENTIABLE], ["target", "weight", "row_weight"])
-            return tuple(as_given(result) for result in self._results(_checked_call(reduction, **fields), reduction))
-        return self._results(_checked_call(reduction, **fields), reduction)
+        if fields["shard"] is not None:
+            return self._results(_checked_call(reduction, **fields), reduction)
+        fields, as_given, is_sharded = local_fields(fields, [DIFFERENTIABLE], ["target", "weight", "row_weight"])
+        call = _checked_call(reduction, **fields)
+        if reduction == "mean" and is_sharded and not call.with_metrics:
+            total, _, _, _, denominator, *_ = self.forward(call, "total")
+            return (mean_of_all(total, denominator.detach(), call.weight is not None or call.row_weight is not None),)
+        return tuple(as_given(result) for result in self._results(call, reduction))
 
     def _results(self, call: CrossEntropyCall, reduction: str) -> tuple[Tensor, ...]:
-        if reduction == "none":
-            return self.per_token(call)[:-1]
-        if reduction == "mean" and self.splits_tokens and is_sharded(call.input, call.linear_weight, call.target):
-            total, denominator, *_ = self.reduced(call, "total")
-            return (mean_of_all(total, denominator.detach(), call.weight is not None or call.row_weight is not None),)
-        return self.reduced(call, reduction)[:-4]
+        return self.forward(call, reduction)[: 3 if call.with_metrics else 1]
 
 
 def _checked_call(reduction: str, **fields: Any) -> CrossEntropyCall:
@@ -391,17 +365,3 @@ def _checked_call(reduction: str, **fields: Any) -> CrossEntropyCall:
         check_same("row_weight", call.row_weight, "input", call.input)
     check_chunk_size(call.chunk_size)
     return call
-
-
-def _fake_reduced(call: CrossEntropyCall, reduction: str, *need: bool, metrics: int) -> tuple[Tensor, ...]:
-    loss, *rest = fake_loss(call, reduction, *need)
-    return loss, *(call.input.new_empty((), dtype=torch.float32) for _ in range(metrics)), *rest
-
-
-def _fake_per_token(call: CrossEntropyCall, *, metrics: int) -> tuple[Tensor, ...]:
-    shapes = *[call.target.shape] * (1 + metrics), (2, *call.target.shape)
-    return tuple(call.input.new_empty(shape, dtype=torch.float32) for shape in shapes)
-
-
-def _fake_per_token_gradients(call: CrossEntropyCall, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return fake_gradients(call, rest[-3:], [call.dx_dtype, call.input.dtype, call.input.dtype])

@@ -1,7 +1,6 @@
 """The driver of distillation from hidden states: the divergence, with or without a cross entropy of the student."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +14,10 @@ from llmk.ops.linear_loss.chunked import (
     CompactedTokens,
     LinearCall,
     LinearGradients,
-    VocabShard,
     check_chunk_size,
     check_temperature,
     checked_linear,
-    fake_loss,
+    fake_gradients,
     local_fields,
 )
 from llmk.ops.linear_loss.kernels import CrossEntropyTerm, Implementation, LogitTransform, Softmaxes
@@ -33,7 +31,6 @@ from llmk.registry import (
     check_same,
     check_shape,
     check_switch,
-    is_sharded,
     replicate_only,
     row_axes,
 )
@@ -56,50 +53,62 @@ class DistillationCall(LinearCall):
     softcap: float
     teacher_softcap: float
     ignore_index: int
-    skip_ignored: bool
-    chunk_size: int
     ce_weight: float  # weight of a cross entropy with the labels, 0 for none
 
-    def linears(self, compacted: CompactedTokens | None) -> tuple[ChunkedLinear, ChunkedLinear]:
+    def linears(self, impl: Implementation, compacted: CompactedTokens) -> tuple[ChunkedLinear, ChunkedLinear]:
         """Return the student's and the teacher's layer in the same chunks, whose logits together fit the budget."""
-        count, classes = None if compacted is None else compacted.count, 2 * self.mean_classes
-        student = ChunkedLinear(self.input, self.linear_weight, self.linear_bias, self.chunk_size, classes, count=count)
+        student = ChunkedLinear(
+            self.input,
+            self.linear_weight,
+            self.linear_bias,
+            self.chunk_size,
+            on_host=impl.on_host,
+            classes=2 * self.mean_classes,
+            count=compacted.count,
+        )
         teacher = ChunkedLinear(
-            self.teacher_input, self.teacher_linear_weight, self.teacher_linear_bias, student.chunk_rows, count=count
+            self.teacher_input,
+            self.teacher_linear_weight,
+            self.teacher_linear_bias,
+            student.chunk_rows,
+            on_host=impl.on_host,
+            count=compacted.count,
         )
         return student, teacher
 
     def softmaxes(self, student: ChunkedLinear) -> Softmaxes:
         return Softmaxes(
-            Mixture(self.beta), self.temperature, self.softcap, self.teacher_softcap, student.leaves_rows_past_count
+            mixture=Mixture(self.beta),
+            temperature=self.temperature,
+            softcap=self.softcap,
+            teacher_softcap=self.teacher_softcap,
+            leave_ignored=student.leaves_rows_past_count,
         )
 
     def mask(self) -> Tensor:
-        """Return the mask of the tokens that count, `[N]`."""
         if self.labels is None:
-            return torch.ones((self.tokens.numel(),), dtype=torch.bool, device=self.input.device)
-        return self.labels.reshape(-1).long() != self.ignore_index  # int32 would wrap an index that it does not hold
+            return torch.ones(self.tokens, dtype=torch.bool, device=self.input.device)
+        return self.labels.long() != self.ignore_index  # int32 would wrap an index that it does not hold
 
-    def compacted(self, impl: Implementation) -> CompactedTokens | None:
-        """Return the tokens that count if the others are to be skipped and can be, else None."""
-        if not self.skip_ignored or self.labels is None:
-            return None
-        linears = (self.input, self.linear_weight), (self.teacher_input, self.teacher_linear_weight)
-        return CompactedTokens.of(self.mask().view(self.tokens), *linears, on_host=impl.on_host)
+    @property
+    def token_tensors(self) -> tuple[str, ...]:
+        return "input", "teacher_input", "labels", "row_weight"
+
+    @property
+    def linear_layers(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        return (self.input, self.linear_weight), (self.teacher_input, self.teacher_linear_weight)
 
 
-def _run(
-    impl: Implementation, call: DistillationCall, total: bool, need_dx: bool, need_dw: bool, need_db: bool, *,
-    with_ce: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return the mean divergence or its sum (`total`), a denominator, and gradients of input, weight and bias.
+def _forward(
+    impl: Implementation, full_call: DistillationCall, total: bool, need_dx: bool, need_dw: bool, need_db: bool
+) -> tuple[Tensor, ...]:
+    """Return the loss, its terms, a denominator, and gradients of input, weight and bias.
 
-    With a cross entropy the loss is the sum of both, followed by the divergence and the cross entropy.
+    The loss is the mean divergence, or its sum (`total`), and its terms are empty. With a `ce_weight` that times the
+    mean cross entropy is added, and the terms are the divergence and the cross entropy.
     """
-    compacted = call.compacted(impl)
-    if compacted is not None:
-        call = compacted.select(call, "input", "teacher_input", "labels", "row_weight")
-    mask = call.mask()
+    compacted, call = full_call.compacted(impl)
+    mask = call.mask().reshape(-1)
     count = mask.float()
     weights = count if call.row_weight is None else torch.where(mask, call.row_weight.reshape(-1).float(), 0.0)
     denominator = weights.sum()
@@ -110,17 +119,16 @@ def _run(
         loss_grads, remaining = weights / denominator, torch.ones_like(denominator)
     elif not total and call.row_weight is not None:
         loss_grads = torch.where(denominator == 0, float("inf"), weights)
-    student, teacher = call.linears(compacted)
-    gradients = LinearGradients(student, (need_dx, need_dw, need_db), call.dx_dtype)
-    ce_grads = count * (call.ce_weight * remaining / count.sum()) if with_ce else None
-    loss, nll = _losses_and_gradients(impl, call, gradients, teacher, mask, weights, loss_grads, ce_grads)
-    dx = gradients.dx if compacted is None or not need_dx else compacted.scatter(gradients.dx)
-    rest = remaining, dx, gradients.dw.to(call.saved_dtypes[1]), gradients.db
-    loss = loss if total else loss / denominator
-    if not with_ce:
-        return loss, *rest
+    student, teacher = call.linears(impl, compacted)
+    gradients = LinearGradients(student, (need_dx, need_dw, need_db), call.saved_dtypes)
+    ce_grads = count * (call.ce_weight * remaining / count.sum()) if call.ce_weight > 0 else None
+    divergence, nll = _losses_and_gradients(impl, call, gradients, teacher, mask, weights, loss_grads, ce_grads)
+    rest = remaining, *gradients.results(compacted)
+    divergence = divergence if total else divergence / denominator
+    if call.ce_weight == 0:
+        return divergence, *(divergence.new_empty((0,)) for _ in range(2)), *rest
     nll = nll / count.sum()
-    return loss + call.ce_weight * nll, loss, nll, *rest
+    return divergence + call.ce_weight * nll, divergence, nll, *rest
 
 
 def _losses_and_gradients(
@@ -131,7 +139,7 @@ def _losses_and_gradients(
     count, softmaxes = mask.float(), call.softmaxes(gradients.linear)
     divergences, logprobs = [], [count.new_zeros((1,))]
     for (chunk, z), (_, w) in zip(gradients.linear.chunks(), teacher.chunks(), strict=True):
-        loss, stats, sums = _divergences(impl, z, w, count[chunk], softmaxes, call.shard)
+        loss, stats, sums = _divergences(impl, call, z, w, count[chunk], softmaxes)
         divergences.append(torch.where(mask[chunk], loss * weights[chunk], 0.0))
         ce = None
         if ce_grads is not None:
@@ -149,7 +157,14 @@ def _cross_entropy_term(
 ) -> tuple[Tensor, CrossEntropyTerm]:
     """Return the labels' log-probabilities at temperature 1, and the term of the logits' gradient."""
     assert call.labels is not None
-    transform = LogitTransform(call.ignore_index, 1.0, call.softcap, 1.0, first_class=0, num_classes=call.num_classes)
+    transform = LogitTransform(
+        ignore_index=call.ignore_index,
+        scale=1.0,
+        softcap=call.softcap,
+        temperature=1.0,
+        first_class=0,
+        num_classes=call.num_classes,
+    )
     target = call.labels.reshape(-1)[chunk].contiguous()
     parts = impl.logprobs.statistics(logits, target.unsqueeze(-1), transform)
     logprobs, _, stats = impl.logprobs.combine(parts, target.unsqueeze(-1), transform)
@@ -157,13 +172,12 @@ def _cross_entropy_term(
 
 
 def _divergences(
-    impl: Implementation, z: Tensor, w: Tensor, counts: Tensor, softmaxes: Softmaxes, shard: VocabShard | None
+    impl: Implementation, call: DistillationCall, z: Tensor, w: Tensor, counts: Tensor, softmaxes: Softmaxes
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the divergence `[M]` of vocabulary-parallel rows, and the statistics that its gradient needs."""
 
     def gathered(parts: Tensor, *shape: int) -> Tensor:
-        parts = parts if shard is None else shard.gather(parts)
-        return parts.view(1 if shard is None else shard.ranks, *shape, z.shape[0])
+        return call.gather_ranks(parts).view(call.ranks, *shape, z.shape[0])
 
     parts = gathered(impl.divergence.statistics(z, w, counts, softmaxes), 2, 2)  # rank, tensor, number
     m = parts[:, :, 0].amax(0)
@@ -177,67 +191,57 @@ def _divergences(
     return loss, stats, torch.stack((loss, shift, rest))
 
 
-def _sharding(input, *args):
-    *_, total, need_dx, _, _ = args
-    if not total:
+def _fake_forward(call: DistillationCall, total: bool, *need: bool) -> tuple[Tensor, ...]:
+    term = () if call.ce_weight > 0 else (0,)
+    results = (call.input.new_empty(shape, dtype=torch.float32) for shape in ((), term, term, ()))
+    return *results, *fake_gradients(call, need, call.saved_dtypes)
+
+
+def _forward_sharding(input, ce_weight, total, need_dx):
+    if not total or ce_weight:
         return replicate_only()
     return [
         (
-            [PARTIAL, PARTIAL, axis if need_dx else REPLICATE, PARTIAL, PARTIAL],
+            [PARTIAL, REPLICATE, REPLICATE, PARTIAL, axis if need_dx else REPLICATE, PARTIAL, PARTIAL],
             [axis, REPLICATE, REPLICATE, axis, REPLICATE, REPLICATE, axis, axis],
         )
         for axis in row_axes(input)
     ]
 
 
+def _products(
+    impl: Implementation, call: DistillationCall, total: bool, need_dx: bool, need_dw: bool, need_db: bool
+) -> float:
+    return 1 + need_dx + need_dw + call.teacher_input.shape[-1] / call.input.shape[-1]
+
+
 class DistillationOps:
-    """The kernel ops of one public operator, for the divergence alone or with a cross entropy.
+    """The kernel ops of one public operator, whose forward pass makes the gradients."""
 
-    Args:
-        name: The public operator's name.
-        with_ce: Add the cross entropy, and return both terms after the loss, without gradients.
-    """
-
-    def __init__(self, name: str, *, with_ce: bool = False) -> None:
-        terms = 2 if with_ce else 0
-        self.with_ce = with_ce
+    def __init__(self, name: str) -> None:
         self.forward = CallOp(
-            f"_{name}_fwd",
-            DistillationCall,
-            partial(_run, with_ce=with_ce),
-            outputs=5 + terms,
-            fake=partial(_fake, terms=terms),
-            products=_products,
+            f"_{name}_fwd", DistillationCall, _forward, outputs=7, fake=_fake_forward, products=_products
         )
         self.scale = scale_op(f"_{name}_scale")
-        self.forward.op.register_sharding(replicate_only if with_ce else _sharding)
-        self.forward.differentiate_by_scaling(self.scale, lambda total: total, terms)
+        self.forward.op.register_sharding(_forward_sharding)
+        # The caller divides a total, whose gradient is that of a sum.
+        self.forward.differentiate_by_scaling(self.scale, lambda inputs, output: None if inputs[-4] else output[3])
 
     @property
     def kernel_ops(self) -> tuple[KernelOp, ...]:
         return self.forward.op, self.scale
 
     def __call__(self, **fields: Any) -> tuple[Tensor, ...]:
-        """Return the loss, and with a cross entropy both of its terms, from a call's fields."""
-        teacher_classes, as_given = fields["teacher_linear_weight"].shape[0], None
-        if not self.with_ce:
-            fields, as_given = local_fields(fields, [DIFFERENTIABLE, TEACHER], ["labels", "row_weight"])
+        """Return the loss, and with a `ce_weight` its terms, from a call's fields."""
+        teacher_classes = fields["teacher_linear_weight"].shape[0]
+        if fields["ce_weight"] > 0:  # the labels' logits are not gathered from ranks
+            return self.forward(_checked_call(teacher_classes, **fields), False)[:3]
+        fields, as_given, is_sharded = local_fields(fields, [DIFFERENTIABLE, TEACHER], ["labels", "row_weight"])
         call = _checked_call(teacher_classes, **fields)
-        if not self.with_ce and is_sharded(call.input, call.linear_weight):
-            total, denominator, *_ = self.forward(call, True)
+        if is_sharded:
+            total, _, _, denominator, *_ = self.forward(call, True)
             return (mean_of_all(total, denominator.detach(), call.row_weight is not None),)
-        results = self.forward(call, False)[:-4]
-        return results if as_given is None else tuple(as_given(result) for result in results)
-
-
-def _fake(call: DistillationCall, total: bool, *need: bool, terms: int) -> tuple[Tensor, ...]:
-    loss, *rest = fake_loss(call, total, *need)
-    return loss, *(call.input.new_empty((), dtype=torch.float32) for _ in range(terms)), *rest
-
-
-def _products(call: DistillationCall, *rest: Any) -> float:
-    need_dx, need_dw, _ = rest[-3:]
-    return 1 + need_dx + need_dw + call.teacher_input.shape[-1] / call.input.shape[-1]
+        return (as_given(self.forward(call, False)[0]),)
 
 
 def _checked_call(teacher_classes: int, **fields: Any) -> DistillationCall:

@@ -6,7 +6,7 @@ sequence, or a pair of sequences. Where chunks hold whole groups the logits are 
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,11 +20,11 @@ from llmk.ops.linear_loss.chunked import (
     CompactedTokens,
     LinearCall,
     LinearGradients,
-    can_group,
     check_chunk_size,
     check_temperature,
     fake_gradients,
     local_fields,
+    recomputing_op,
 )
 from llmk.ops.linear_loss.kernels import STATISTICS, Implementation, LogitTransform
 from llmk.registry import (
@@ -39,7 +39,6 @@ from llmk.registry import (
     replicate_only,
     row_axes,
 )
-from llmk.registry.backends import kernels_on_cpu
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +50,6 @@ class LogprobsCall(LinearCall):
     logit_scale: float
     softcap: float
     temperature: float
-    skip_ignored: bool
-    chunk_size: int
 
     @classmethod
     def checked(cls, **fields: Any) -> Any:
@@ -67,19 +64,25 @@ class LogprobsCall(LinearCall):
 
     def transform(self, linear: ChunkedLinear) -> LogitTransform:
         return LogitTransform(
-            self.ignore_index,
-            self.logit_scale,
-            self.softcap,
-            self.temperature,
-            self.first_class,
-            self.num_classes,
-            linear.leaves_rows_past_count,
+            ignore_index=self.ignore_index,
+            scale=self.logit_scale,
+            softcap=self.softcap,
+            temperature=self.temperature,
+            first_class=self.first_class,
+            num_classes=self.num_classes,
+            leave_ignored=linear.leaves_rows_past_count,
         )
 
-    def linear(self, compacted: CompactedTokens | None) -> ChunkedLinear:
-        count = None if compacted is None else compacted.count
+    def linear(self, impl: Implementation, compacted: CompactedTokens) -> ChunkedLinear:
         return ChunkedLinear(
-            self.input, self.linear_weight, self.linear_bias, self.chunk_size, self.mean_classes, REMADE_BUDGET, count
+            self.input,
+            self.linear_weight,
+            self.linear_bias,
+            self.chunk_size,
+            on_host=impl.on_host,
+            classes=self.mean_classes,
+            budget=REMADE_BUDGET,
+            count=compacted.count,
         )
 
     def candidates(self) -> Tensor:
@@ -87,16 +90,13 @@ class LogprobsCall(LinearCall):
         K = self.target.shape[-1] if self.target.dim() == self.input.dim() else 1
         return self.target.reshape(-1, K).contiguous()
 
-    def compacted(self, impl: Implementation) -> CompactedTokens | None:
-        """Return the tokens that count if the others are to be skipped and can be, else None."""
-        if not self.skip_ignored:
-            return None
+    def mask(self) -> Tensor:
         mask = self.target.long() != self.ignore_index  # int32 would wrap an index that it does not hold
-        mask = mask.any(-1) if self.target.dim() == self.input.dim() else mask
-        return CompactedTokens.of(mask, (self.input, self.linear_weight), on_host=impl.on_host)
+        return mask.any(-1) if self.target.dim() == self.input.dim() else mask
 
-    def of(self, compacted: CompactedTokens | None) -> Self:
-        return self if compacted is None else compacted.select(self, "input", "target")
+    @property
+    def token_tensors(self) -> tuple[str, ...]:
+        return "input", "target"
 
 
 def concatenated(parts: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,48 +105,35 @@ def concatenated(parts: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Te
     return torch.cat(logprobs), torch.cat(entropy), torch.cat(stats, -1)
 
 
-def _forward(impl: Implementation, whole: LogprobsCall) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(impl: Implementation, full_call: LogprobsCall) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probabilities, entropies, and the statistics `[3, ...]` of each token."""
-    compacted = whole.compacted(impl)
-    call = whole.of(compacted)
-    linear = call.linear(compacted)
+    compacted, call = full_call.compacted(impl)
+    linear = call.linear(impl, compacted)
     target, transform, parts = call.candidates(), call.transform(linear), []
     for chunk, logits in linear.chunks():
-        part = impl.logprobs.statistics(logits, target[chunk], transform)
-        part = part if call.shard is None else call.shard.gather(part)
-        parts.append(impl.logprobs.combine(part, target[chunk], transform))
+        statistics = call.gather_ranks(impl.logprobs.statistics(logits, target[chunk], transform))
+        parts.append(impl.logprobs.combine(statistics, target[chunk], transform))
     logprobs, entropy, stats = concatenated(parts)
-    logprobs, stats = logprobs.view(call.target.shape), stats.view(STATISTICS, *call.tokens)
-    if compacted is None:
-        return logprobs, entropy.view(call.tokens), stats
-    stats = compacted.scatter(stats.t()).movedim(-1, 0).contiguous()
-    return compacted.scatter(logprobs), compacted.scatter(entropy), stats
+    logprobs = compacted.scatter(logprobs).view(full_call.target.shape)
+    return logprobs, compacted.scatter(entropy), compacted.scatter_statistics(stats)
 
 
 def _backward(
-    impl: Implementation, whole: LogprobsCall, grad: Tensor | None, entropy_grad: Tensor | None, stats: Tensor,
+    impl: Implementation, full_call: LogprobsCall, grad: Tensor | None, entropy_grad: Tensor | None, stats: Tensor,
     need_dx: bool, need_dw: bool, need_db: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the gradients of the inputs from those of the outputs; the logits are recomputed."""
-    compacted = whole.compacted(impl)
-    call = whole.of(compacted)
-    if compacted is not None:
-        grad, entropy_grad = (None if g is None else compacted.gather(g) for g in (grad, entropy_grad))
-        stats = compacted.gather(stats.movedim(0, -1)).t()
-    linear = call.linear(compacted)
-    target, transform = call.candidates(), call.transform(linear)
-    gradients = LinearGradients(linear, (need_dx, need_dw, need_db), call.dx_dtype)
-    grad = None if grad is None else grad.reshape(target.shape)
-    entropy_grad = None if entropy_grad is None else entropy_grad.reshape(-1)
-    stats = stats.reshape(STATISTICS, -1)
+    compacted, call = full_call.compacted(impl)
+    grad, entropy_grad = (None if g is None else compacted.gather(g) for g in (grad, entropy_grad))
+    stats, linear, target = compacted.gather_statistics(stats), call.linear(impl, compacted), call.candidates()
+    grad, transform = None if grad is None else grad.view(target.shape), call.transform(linear)
+    gradients = LinearGradients(linear, (need_dx, need_dw, need_db), call.recomputed_dtypes)
     for chunk, logits in linear.chunks():
         if logits.shape[1] > 0:
             by_logprobs, by_entropy = (None if g is None else g[chunk] for g in (grad, entropy_grad))
             impl.logprobs.gradients(by_logprobs, by_entropy, logits, target[chunk], stats[:, chunk], transform)
         gradients.add(chunk, logits)
-    dtype = call.input.dtype
-    dx = gradients.dx if compacted is None or not need_dx else compacted.scatter(gradients.dx)
-    return dx, gradients.dw.to(dtype), gradients.db.to(dtype)
+    return gradients.results(compacted)
 
 
 def _fake_forward(call: LogprobsCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -155,10 +142,6 @@ def _fake_forward(call: LogprobsCall) -> tuple[Tensor, Tensor, Tensor]:
         for shape in (call.target.shape, call.tokens, (STATISTICS, *call.tokens))
     )
     return logprobs, entropy, stats
-
-
-def _fake_backward(call: LogprobsCall, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return fake_gradients(call, rest[-3:], [call.dx_dtype, call.input.dtype, call.input.dtype])
 
 
 def _forward_sharding(input, *_):
@@ -178,20 +161,13 @@ class LogprobsOps:
 
     def __init__(self, name: str) -> None:
         self.forward = CallOp(
-            f"_{name}_fwd", LogprobsCall, _forward, outputs=3, fake=_fake_forward, products=lambda call: 1
+            f"_{name}_fwd", LogprobsCall, _forward, outputs=3, fake=_fake_forward, products=lambda impl, call: 1
         )
-        self.backward = CallOp(
-            f"_{name}_bwd",
-            LogprobsCall,
-            _backward,
-            outputs=3,
-            fake=_fake_backward,
-            products=lambda call, *rest: 1 + rest[-3] + rest[-2],
-        )
+        self.backward = recomputing_op(f"_{name}_bwd", LogprobsCall, _backward)
         self.forward.op.register_sharding(_forward_sharding)
         self.backward.op.register_sharding(_backward_sharding)
         self.forward.op.register_autograd(
-            self._gradients,
+            lambda ctx, *grads: self.forward.recomputed_gradients(ctx, self.backward, *grads),
             setup_context=lambda ctx, inputs, output: self.forward.save_call(ctx, inputs, output[-1]),
             depends_on=[DIFFERENTIABLE, DIFFERENTIABLE],
             takes_none=True,
@@ -201,16 +177,9 @@ class LogprobsOps:
     def kernel_ops(self) -> tuple[KernelOp, ...]:
         return self.forward.op, self.backward.op
 
-    def _gradients(self, ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None) -> Any:
-        call, (stats,) = self.forward.saved_call(ctx)
-        need = ctx.needs_input_grad[:3]
-        dx, dw, db = self.backward(call, grad, entropy_grad, stats, *need)
-        dx = call.input_gradient(dx) if need[0] else None
-        return dx, dw if need[1] else None, db if need[2] else None, *[None] * (self.forward.fields - 3)
-
     def __call__(self, **fields: Any) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies from a call's fields."""
-        fields, as_given = local_fields(fields, [DIFFERENTIABLE], ["target"])
+        fields, as_given, _ = local_fields(fields, [DIFFERENTIABLE], ["target"])
         call = LogprobsCall.checked(**fields)
         tokens, shape = tuple(call.tokens), tuple(call.target.shape)
         if shape != tokens and (call.target.dim() != call.input.dim() or shape[:-1] != tokens or shape[-1] == 0):
@@ -262,58 +231,54 @@ class GroupsCall(LogprobsCall):
     def tokens_are_groups(self) -> bool:
         return len(self.group) == 0
 
-    @property
-    def on_host(self) -> bool:
-        """True if plain PyTorch computes the loss."""
-        return self.input.device.type == "cpu" and not kernels_on_cpu()
-
     def makes_logits_once(self, chunk_rows: int, compacted: bool) -> bool:
         """True if a chunk holds whole groups; no chunk of compacted tokens does, unless the groups are tokens."""
         return self.tokens_are_groups or (not compacted and chunk_rows % max(self.group_rows, 1) == 0)
 
-    def linear(self, compacted: CompactedTokens | None) -> ChunkedLinear:
+    def linear(self, impl: Implementation, compacted: CompactedTokens) -> ChunkedLinear:
         """Return the linear layer in chunks of whole groups where one fits.
 
         On a CPU a group fits if it is no longer than a chunk that stays in cache. Chunks of compacted tokens hold no
         whole groups, unless groups are single tokens.
         """
-        count = None if compacted is None else compacted.count
-        linear = ChunkedLinear(self.input, self.linear_weight, self.linear_bias, self.chunk_size, count=count)
+        linear = ChunkedLinear(
+            self.input,
+            self.linear_weight,
+            self.linear_bias,
+            self.chunk_size,
+            on_host=impl.on_host,
+            count=compacted.count,
+        )
         N, rows = linear.x.shape[0], linear.chunk_rows
-        if compacted is not None or self.tokens_are_groups or N == 0:
+        if compacted.index is not None or self.tokens_are_groups or N == 0:
             return linear
         group = self.group_rows
         fits = GROUP_BUDGET // (self.num_classes * self.input.element_size())
-        given = self.chunk_size > 0 or self.on_host
+        given = self.chunk_size > 0 or impl.on_host
         whole = rows // group if given else min(fits // group, cdiv(N // group, cdiv(N, rows)))
         linear.chunk_rows = whole * group or rows
         return linear
 
 
 def _grouped(
-    impl: Implementation, call: GroupsCall, need_dx: bool, need_dw: bool, need_db: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    impl: Implementation, full_call: GroupsCall, need_dx: bool, need_dw: bool, need_db: bool
+) -> tuple[Tensor, ...]:
     """Return the loss, log-probabilities, entropies, and the gradients of input, weight and bias."""
-    compacted = call.compacted(impl)
-    counted = call.of(compacted)
-    linear, target = counted.linear(compacted), counted.target.reshape(-1, 1).contiguous()
-    gradients = LinearGradients(linear, (need_dx, need_dw, need_db), call.dx_dtype)
+    compacted, call = full_call.compacted(impl)
+    linear, target = call.linear(impl, compacted), call.candidates()
+    gradients = LinearGradients(linear, (need_dx, need_dw, need_db), call.saved_dtypes)
     needed = any(gradients.need) and linear.x.shape[0] > 0
-    whole = call.makes_logits_once(linear.chunk_rows, compacted=compacted is not None)
-    logprobs, entropy, stats = _grouped_forward(impl, counted, gradients, target, needed and whole)
-    if compacted is not None:
-        logprobs, entropy = compacted.scatter(logprobs), compacted.scatter(entropy)
-    logprobs, entropy = logprobs.view(call.tokens), entropy.view(call.tokens)
-    terms = call.terms(slice(None))
+    whole = full_call.makes_logits_once(linear.chunk_rows, compacted=compacted.index is not None)
+    logprobs, entropy, stats = _grouped_forward(impl, call, gradients, target, needed and whole)
+    logprobs, entropy = compacted.scatter(logprobs.view(-1)), compacted.scatter(entropy)
+    terms = full_call.terms(slice(None))
     if any(gradients.need) and not (needed and whole):
-        grad, entropy_grad = terms.gradients(call.grouped(logprobs))
-        if compacted is not None:
-            grad = compacted.gather(grad.view(call.tokens))
-            entropy_grad = None if entropy_grad is None else compacted.gather(entropy_grad.view(call.tokens))
-        _grouped_backward(impl, counted, gradients, target, stats, grad, entropy_grad)
-    loss = terms.loss(call.grouped(logprobs), call.grouped(entropy))
-    dx = gradients.dx if compacted is None or not need_dx else compacted.scatter(gradients.dx)
-    return loss, logprobs, entropy, dx, gradients.dw.to(call.saved_dtypes[1]), gradients.db
+        grad, entropy_grad = terms.gradients(full_call.grouped(logprobs))
+        grad = compacted.gather(grad.view(full_call.tokens))
+        entropy_grad = None if entropy_grad is None else compacted.gather(entropy_grad.view(full_call.tokens))
+        _grouped_backward(impl, call, gradients, target, stats, grad, entropy_grad)
+    loss = terms.loss(full_call.grouped(logprobs), full_call.grouped(entropy))
+    return loss, logprobs, entropy, *gradients.results(compacted)
 
 
 def _grouped_forward(
@@ -353,10 +318,10 @@ def _fake_grouped(call: GroupsCall, *need: bool) -> tuple[Tensor, Tensor, Tensor
     return loss, logprobs, entropy, *fake_gradients(call, need, call.saved_dtypes)
 
 
-def _grouped_products(call: GroupsCall, need_dx: bool, need_dw: bool, need_db: bool) -> int:
+def _grouped_products(impl: Implementation, call: GroupsCall, need_dx: bool, need_dw: bool, need_db: bool) -> int:
     """Count one product for the logits, one more if they are made twice, and one for each gradient."""
-    compacted = call.skip_ignored and (call.on_host or can_group(call.input, call.linear_weight))
-    once = call.makes_logits_once(call.linear(None).chunk_rows, compacted)
+    chunk_rows = call.linear(impl, CompactedTokens(tuple(call.tokens))).chunk_rows
+    once = call.makes_logits_once(chunk_rows, call.can_compact(impl))
     return 1 + ((need_dx or need_dw or need_db) and not once) + need_dx + need_dw
 
 
@@ -364,5 +329,5 @@ def groups_op(name: str, call_type: type[GroupsCall], scale: KernelOp) -> CallOp
     """Return the kernel op of a loss of groups, whose backward pass scales the saved gradients with `scale`."""
     op = CallOp(name, call_type, _grouped, outputs=6, fake=_fake_grouped, products=_grouped_products)
     op.op.register_sharding(replicate_only)
-    op.differentiate_by_scaling(scale, lambda _: True, constants=2)
+    op.differentiate_by_scaling(scale, lambda inputs, output: None)
     return op

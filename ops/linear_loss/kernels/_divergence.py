@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.math import LOG2E, cap_cpu, cap_slope, cap_slope_cpu
-from llmk.ops.linear_loss.kernels._logits import COLUMNS, logit_transform, thread_columns
+from llmk.ops.linear_loss.kernels._logprobs import COLUMNS, logit_transform, thread_columns
 from llmk.ops.loss.divergence_math import Mixture, divergence_of, divergence_of_cpu, exp_of
 from llmk.registry import cdiv, empty, jit, next_power_of_2, wrap_triton
 
@@ -96,8 +96,8 @@ def _terms(
     x = (y - tl.load(stats_ptr)) - tl.load(stats_ptr + M)
     y, _ = logit_transform(w, 1.0, outer, teacher_softcap)
     t = (y - tl.load(stats_ptr + 2 * M)) - tl.load(stats_ptr + 3 * M)
-    f, slope = divergence_of(x, t, beta, rest, FORM, EXACT)
-    return f, slope, x, u
+    f, df = divergence_of(x, t, beta, rest, FORM, EXACT)
+    return f, df, x, u
 
 
 @jit
@@ -110,19 +110,19 @@ def divergence_sums_kernel(
     row = tl.program_id(0).to(tl.int64)
     end = tl.where(tl.load(count_ptr + row) != 0.0, V, 0)
     total = tl.zeros((BLOCK_V,), dtype=tl.float32)
-    slopes = tl.zeros((BLOCK_V,), dtype=tl.float32)
+    total_df = tl.zeros((BLOCK_V,), dtype=tl.float32)
     for start in range(0, end, BLOCK_V):
         cols = start + tl.arange(0, BLOCK_V)
         mask = cols < end
         z = tl.load(z_ptr + row * z_stride + cols, mask=mask, other=0.0)
         w = tl.load(w_ptr + row * w_stride + cols, mask=mask, other=0.0)
-        f, slope, x, _ = _terms(z, w, stats_ptr + row, M, outer, softcap, teacher_softcap, beta, rest, FORM, EXACT)
+        f, df, x, _ = _terms(z, w, stats_ptr + row, M, outer, softcap, teacher_softcap, beta, rest, FORM, EXACT)
         if shift_ptr is not None:
-            slope = tl.fma(-exp_of(x, EXACT), tl.load(shift_ptr + row), slope)
+            df = tl.fma(-exp_of(x, EXACT), tl.load(shift_ptr + row), df)
         total += tl.where(mask, f, 0.0)
-        slopes += tl.where(mask, slope, 0.0)
+        total_df += tl.where(mask, df, 0.0)
     tl.store(sum_ptr + row, tl.sum(total, axis=0))
-    tl.store(sum_ptr + M + row, tl.sum(slopes, axis=0))
+    tl.store(sum_ptr + M + row, tl.sum(total_df, axis=0))
 
 
 @jit
@@ -146,11 +146,11 @@ def divergence_gradient_kernel(
     read = cols < tl.where(counts, V, 0)
     z = tl.load(z_ptr + row * z_stride + cols, mask=read, other=0.0)
     w = tl.load(w_ptr + row * w_stride + cols, mask=read, other=0.0)
-    _, slope, x, u = _terms(z, w, stats_ptr + row, M, outer, softcap, teacher_softcap, beta, rest, FORM, EXACT)
-    e = exp_of(x, EXACT)  # as in slope: the two nearly cancel
-    # fma rounds no product. Else the compiler is free not to round the slope, which was rounded when summed: for a
+    _, df, x, u = _terms(z, w, stats_ptr + row, M, outer, softcap, teacher_softcap, beta, rest, FORM, EXACT)
+    e = exp_of(x, EXACT)  # as in df/dx: the two nearly cancel
+    # fma rounds no product. Else the compiler is free not to round df/dx, which was rounded when summed: for a
     # class with a probability near 1 the gradient would be the rounding error.
-    r = tl.fma(-e, tl.load(sum_ptr + M + row), slope)
+    r = tl.fma(-e, tl.load(sum_ptr + M + row), df)
     dz = (g * outer) * (r - e * tl.load(sum_ptr + 2 * M + row))
     if target_ptr is not None:
         p = tl.exp2((u - tl.load(ce_stats_ptr + row)) * LOG2E) / tl.load(ce_stats_ptr + M + row)
@@ -237,9 +237,9 @@ def _terms_cpu(z: Tensor, w: Tensor, stats: Tensor, softmaxes: Softmaxes) -> tup
 
 def sums_cpu(z: Tensor, w: Tensor, counts: Tensor, stats: Tensor, shift: Tensor | None, softmaxes: Softmaxes) -> Tensor:
     """`sums` in plain PyTorch."""
-    f, slope, x, _ = _terms_cpu(z, w, stats, softmaxes)
-    slope = slope if shift is None else slope - x.exp() * shift.unsqueeze(-1)
-    return torch.where(counts != 0, torch.stack((f.sum(-1), slope.sum(-1))), 0.0)
+    f, df, x, _ = _terms_cpu(z, w, stats, softmaxes)
+    df = df if shift is None else df - x.exp() * shift.unsqueeze(-1)
+    return torch.where(counts != 0, torch.stack((f.sum(-1), df.sum(-1))), 0.0)
 
 
 def gradients_cpu(
@@ -247,9 +247,9 @@ def gradients_cpu(
     softmaxes: Softmaxes,
 ) -> None:  # fmt: skip
     """`gradients` in plain PyTorch."""
-    _, slope, x, u = _terms_cpu(z, w, stats, softmaxes)
+    _, df, x, u = _terms_cpu(z, w, stats, softmaxes)
     e, (_, shift, rest) = x.exp(), total.unsqueeze(-1).unbind()
-    dz = (slope - e * shift) - e * rest
+    dz = (df - e * shift) - e * rest
     dz.mul_(grad.unsqueeze(-1) / softmaxes.temperature)
     if ce is not None:
         m, s, _ = ce.stats.unsqueeze(-1).unbind()

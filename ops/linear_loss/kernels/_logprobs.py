@@ -34,13 +34,31 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.math import LOG2E, cap_cpu, cap_slope, cap_slope_cpu
+from llmk.ops.common.math import LOG2E, cap, cap_cpu, cap_slope, cap_slope_cpu
 from llmk.ops.common.sums import sum_pair
-from llmk.ops.linear_loss.kernels._logits import COLUMNS, logit_transform, thread_columns
 from llmk.registry import cdiv, empty, jit, next_power_of_2, wrap_triton
 
 STATISTICS = 3
 """The number of float32 values saved for a row: m, s, e / s."""
+
+
+COLUMNS = tl.constexpr(8)
+"""Consecutive columns that one thread reads and reduces by itself: threads synchronize once a row, not once a block."""
+
+
+@jit
+def thread_columns(BLOCK_V: tl.constexpr):
+    """Return the columns of a block, `[BLOCK_V / COLUMNS, COLUMNS]`."""
+    return tl.arange(0, BLOCK_V // COLUMNS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+
+
+@jit
+def logit_transform(z, inner, outer, softcap):
+    """Return outer * cap(inner * z) and the cap alone, in float32; a softcap of None is off."""
+    u = z.to(tl.float32) * inner
+    if softcap is not None:
+        u = cap(u, softcap, z.dtype == tl.float32)
+    return u * outer, u
 
 
 class LogitTransform(NamedTuple):

@@ -137,7 +137,7 @@ ESTIMATORS = {
 """Schulman, 2020, http://joschu.net/blog/kl-approx.html."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PolicyTerms:
     """The per-token inputs of a policy loss besides log-probabilities, 0 where a token does not count.
 
@@ -148,10 +148,10 @@ class PolicyTerms:
 
     advantages: Tensor
     weight: Tensor
-    old_logps: Tensor | None  # the detached log-probabilities themselves if None
-    ref_logps: Tensor | None
-    kl_weight: Tensor | None
-    entropy_weight: Tensor | None
+    old_logps: Tensor | None = None  # the detached log-probabilities themselves if None
+    ref_logps: Tensor | None = None
+    kl_weight: Tensor | None = None
+    entropy_weight: Tensor | None = None
     options: PolicyOptions
     level: Callable[[Tensor], Tensor]
 

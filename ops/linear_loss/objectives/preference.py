@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmk.ops.linear_loss.objectives.log_probabilities import log1mexp, probability
 from llmk.registry import check_number
 
 
@@ -39,6 +38,25 @@ class GroupLoss(NamedTuple):
     length_normalized: bool = False  # True: rewards are means over a sequence's tokens
     sequences: int = 2
     smoothing: tuple[float, float, str] = (0.0, 1.0, "a number from 0 to 1")  # its range, and that in words
+
+
+_HALF = -0.6931471805599453  # log of 1/2
+
+
+def probability(x: Tensor) -> Tensor:
+    """sigma(x), whose derivative sigma(x) sigma(-x) is accurate where sigma(x) is near 1 too."""
+    return torch.exp(F.logsigmoid(x))
+
+
+def log1mexp(logp: Tensor) -> Tensor:
+    """log(1 - exp(logp)) by whichever formula is accurate: Maechler, 2012, the note on log1mexp of R's `Rmpfr`.
+
+    p is clamped to at most 1 - eps. Each formula is evaluated where it is accurate, so neither's derivative is ever
+    infinite.
+    """
+    logp = logp.clamp(max=-torch.finfo(logp.dtype).eps)
+    near_one = torch.log(-torch.expm1(logp.clamp(min=_HALF)))
+    return torch.where(logp > _HALF, near_one, torch.log1p(-torch.exp(logp.clamp(max=_HALF))))
 
 
 def _sigma(x: Tensor) -> Tensor:
@@ -333,7 +351,7 @@ F_DIVERGENCES: dict[str, tuple[_Transform, _Transform]] = {
 """The reward and its derivative as functions of log-ratios and the alpha divergence's coefficient."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PreferenceTerms:
     """The loss of G groups of M sequences of S tokens as a function of the tokens' log-probabilities."""
 
@@ -355,8 +373,8 @@ class PreferenceTerms:
     def _group_rewards(self, rewards: Tensor, name: str) -> tuple[Tensor, ...]:
         return ((rewards / self.lengths) if LOSSES[name].length_normalized else rewards).unbind(-1)
 
-    def _weighted(self, values: Tensor, place: int) -> Tensor:
-        return values if self.group_weight is None else self.group_weight[place] * values
+    def _weighted(self, values: Tensor, slot: int) -> Tensor:
+        return values if self.group_weight is None else self.group_weight[slot] * values
 
     def loss(self, logprobs: Tensor, entropy: Tensor) -> Tensor:
         """Sum the loss over groups and tokens, given log-probabilities `[G, M, S]`; entropies are not used."""

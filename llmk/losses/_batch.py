@@ -1,0 +1,325 @@
+"""What every loss begins with: checks of its arguments, its sequences, and the projection to the vocabulary.
+
+A padded batch has a sequence a row. A packed one has a single row and an index for each token, in any order.
+Sums over the sequences of a packed batch reduce `[sequences, tokens]` with the tokens of other sequences masked: they
+are deterministic, and NaN in one sequence stays there. Compiled, nothing of that size is materialized.
+
+Only the device knows how many sequences a packed batch holds. Where no argument of the caller says it, there are as
+many slots as tokens, and `exists` is a mask of the slots in use.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmk.ops.linear_loss.fused_linear_policy import fused_linear_policy
+from llmk.ops.linear_loss.fused_linear_preference import fused_linear_preference
+from llmk.ops.linear_loss.linear_logprobs import linear_logprobs
+from llmk.ops.linear_loss.objectives.policy import PolicyTerms
+from llmk.registry import check_same, is_sharded
+
+NUMBERS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+INTEGERS = (torch.int64, torch.int32)
+MASKS = (torch.bool, torch.int64, torch.int32)
+KINDS = {NUMBERS: "numbers", INTEGERS: "integers", MASKS: "truth values (bool, or integers 0 and 1)"}
+
+
+def check_tensor(name: str, value: Any, dtypes: Sequence[torch.dtype], expected: str) -> None:
+    """Check that `value` is a tensor of one of `dtypes`, which `expected` describes."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a tensor of {expected}, got {type(value).__name__}")
+    if value.dtype not in dtypes:
+        raise TypeError(f"{name}: expected a tensor of {expected}, got dtype {str(value.dtype).removeprefix('torch.')}")
+
+
+def check_is_tensor(name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
+
+
+def check_batch(input: Any, linear_weight: Any, target: Any) -> None:
+    """Check `input [B, S, H]`, `linear_weight [V, H]` and `target [B, S]`; the operators check the rest."""
+    for name, value in (("input", input), ("linear_weight", linear_weight), ("target", target)):
+        check_is_tensor(name, value)
+    if input.dim() != 3:
+        raise ValueError(f"input: expected shape [B, S, H], got {tuple(input.shape)}")
+    if target.shape != input.shape[:2]:
+        raise ValueError(f"target: expected shape {tuple(input.shape[:2])} (of input), got {tuple(target.shape)}")
+
+
+def check_per_token(
+    name: str, value: Any, target: Tensor, dtypes: tuple[torch.dtype, ...] = NUMBERS, like: str = "target"
+) -> None:
+    """Check a tensor with one value for each token, in the shape of `target`, an argument that is called `like`."""
+    check_tensor(name, value, dtypes, KINDS[dtypes])
+    if value.shape != target.shape:
+        raise ValueError(f"{name}: expected shape {tuple(target.shape)} (that of {like}), got {tuple(value.shape)}")
+    check_same(name, value, like, target)
+
+
+def check_per_sequence(
+    name: str, value: Any, count: int | None, target: Tensor, dtypes: Sequence[torch.dtype] = NUMBERS,
+    expected: str = "numbers",
+) -> None:  # fmt: skip
+    """Check a tensor with one value for each sequence; a `count` of None is not known."""
+    check_tensor(name, value, dtypes, expected)
+    if value.dim() != 1 or (count is not None and value.shape[0] != count):
+        shape = "[sequences]" if count is None else f"({count},)"
+        raise ValueError(f"{name}: expected shape {shape} (one for each sequence), got {tuple(value.shape)}")
+    check_same(name, value, "target", target)
+
+
+def check_positive(name: str, value: float) -> None:
+    if not 0.0 < value < float("inf"):
+        raise ValueError(f"{name}: expected a finite positive number, got {value}")
+
+
+def check_between(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise ValueError(f"{name}: expected a number from {low:g} to {high:g}, got {value}")
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Which sequence each token belongs to, in a padded batch or a packed one, and sums over sequences."""
+
+    mask: Tensor  # [B, S], True where a token counts
+    ids: Tensor | None  # [1, T], for a packed batch
+    slots: int  # the size of a tensor with one value for each sequence
+    member: Tensor | None  # [slots, T], True where a token is in a sequence; for a packed batch
+    lengths: Tensor  # [slots], the number of tokens that count, float32
+    num_present: Tensor | None  # [], the number of sequences; None where all slots are in use
+
+    @classmethod
+    def from_rows(cls, mask: Tensor) -> "Sequences":
+        return cls(mask, None, mask.shape[0], None, mask.sum(-1, dtype=torch.float32), None)
+
+    @classmethod
+    def from_ids(cls, mask: Tensor, ids: Tensor, count: int | None) -> "Sequences":
+        slots = mask.shape[1] + mask.shape[1] % 2 if count is None else count
+        member = ids == torch.arange(slots, device=ids.device, dtype=ids.dtype).unsqueeze(1)
+        lengths = (member & mask).sum(-1, dtype=torch.float32)
+        num_present = F.pad(ids, (0, 1), value=-1).amax() + 1 if count is None else None
+        return cls(mask, ids, slots, member, lengths, num_present)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum `values [B, S]`, 0 where a token does not count, over each sequence's tokens: `[slots]`."""
+        if self.member is None:
+            return values.sum(-1)
+        return torch.where(self.member, values, 0.0).sum(-1)
+
+    def token_means(self, values: Tensor) -> Tensor:
+        """Average over each sequence's tokens that count: `[slots]`, 0 over none."""
+        return self.sum(values) / self.lengths.clamp(min=1.0)
+
+    def expand_to_tokens(self, values: Tensor) -> Tensor:
+        """Expand one value for each sequence, `[slots]`, to its tokens: `[B, S]`."""
+        if self.member is None:
+            return values.unsqueeze(-1).expand(self.mask.shape)
+        return torch.where(self.member, values.unsqueeze(-1), 0.0).sum(0, keepdim=True)
+
+    def positions(self) -> Tensor:
+        """Count the tokens of a token's sequence up to and including it: `[B, S]`."""
+        if self.member is None:
+            return self.mask.cumsum(-1)
+        return torch.where(self.member, (self.member & self.mask).cumsum(-1), 0).sum(0, keepdim=True)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Average `[slots]` over the sequences."""
+        return masked_mean(values, self.exists())
+
+    def num_sequences(self) -> Tensor | int:
+        """Return the number of sequences, at least 1 in a packed batch."""
+        exists = self.exists()
+        return self.slots if exists is None else exists.sum().clamp(min=1)
+
+    def exists(self, in_pairs: bool = False) -> Tensor | None:
+        """Return the mask of the sequences or pairs that exist, `[slots]` or `[slots / 2]`; None if all do."""
+        if self.num_present is None:
+            return None
+        slots, num_present = self.slots, self.num_present
+        if in_pairs:
+            slots, num_present = slots // 2, (num_present + 1) // 2
+        return torch.arange(slots, device=self.mask.device, dtype=torch.int64) < num_present
+
+    def halves(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Split `[slots]` into chosen and rejected: the halves of a padded batch, even and odd in a packed one."""
+        if self.ids is None:
+            return values[: self.slots // 2], values[self.slots // 2 :]
+        return values[0::2], values[1::2]
+
+    def checked(self, loss: Tensor) -> Tensor:
+        """Return the loss, NaN if a token that counts has a sequence index out of range."""
+        if self.ids is None:
+            return loss
+        out_of_range = self.mask & ((self.ids < 0) | (self.ids >= self.slots))
+        return torch.where(out_of_range.any(), float("nan"), loss)
+
+
+def masked_mean(values: Tensor, mask: Tensor | None) -> Tensor:
+    """Average over the mask, 0 over none; a mask of None is all True."""
+    if mask is None:
+        return values.sum() / max(values.shape[0], 1)
+    return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+def make_sequences(
+    input: Any,
+    linear_weight: Any,
+    target: Any,
+    ignore_index: int,
+    sequence_ids: Any,
+    count: int | None = None,
+    in_pairs: bool = False,
+) -> Sequences:
+    """Check a batch and return its sequences; `count` is the number in a packed batch if an argument gives it."""
+    check_batch(input, linear_weight, target)
+    B = target.shape[0]
+    mask = target.long() != ignore_index  # int32 would wrap an index that it does not hold
+    if sequence_ids is None:
+        if in_pairs and B % 2:
+            raise ValueError(f"input: expected an even number of sequences, chosen and then rejected, got {B}")
+        return Sequences.from_rows(mask)
+    check_per_token("sequence_ids", sequence_ids, target, INTEGERS)
+    if B != 1:
+        raise ValueError(f"sequence_ids: expected input of shape [1, T, H] with it, got {tuple(input.shape)}")
+    if count is not None and in_pairs and count % 2:
+        raise ValueError(f"num_sequences: expected an even number, chosen and rejected by turns, got {count}")
+    return Sequences.from_ids(mask, sequence_ids, count)
+
+
+def resolve_num_sequences(num_sequences: int | None, name: str, sequence_values: Any) -> int | None:
+    """Return `num_sequences`, or else the length of an argument with one value for each sequence."""
+    given = sequence_values.shape[0] if isinstance(sequence_values, Tensor) and sequence_values.dim() == 1 else None
+    if num_sequences is not None and num_sequences < 0:
+        raise ValueError(f"num_sequences: expected None or a number of at least 0, got {num_sequences}")
+    if num_sequences is not None and given is not None and given != num_sequences:
+        raise ValueError(f"{name}: expected shape ({num_sequences},) (num_sequences), got ({given},)")
+    return given if num_sequences is None else num_sequences
+
+
+@dataclass(frozen=True)
+class Head:
+    """The projection to the vocabulary with its options."""
+
+    linear_weight: Tensor  # [V, H]
+    linear_bias: Tensor | None  # [V]
+    temperature: float
+    logit_scale: float
+    softcap: float
+    ignore_index: int
+    skip_ignored: bool
+    chunk_size: int
+
+    def logprobs(self, input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the targets' log-probabilities and the entropies, float32, 0 where a token does not count."""
+        return linear_logprobs(
+            input, self.linear_weight, target, linear_bias=self.linear_bias, temperature=self.temperature,
+            logit_scale=self.logit_scale, softcap=self.softcap, ignore_index=self.ignore_index,
+            skip_ignored=self.skip_ignored, chunk_size=self.chunk_size,
+        )  # fmt: skip
+
+    def log_sum_sq_probs(self, input: Tensor, target: Tensor, logprobs: Tensor) -> Tensor:
+        """Compute log sum_v p_v^2 of each token from the targets' log-probabilities, detached, with one product more.
+
+        With logits z it is logsumexp(2z) - 2 logsumexp(z): twice the target's log-probability, less that at half the
+        temperature. 0 where a token does not count.
+        """
+        with torch.no_grad():
+            sharper, _ = replace(self, temperature=self.temperature / 2).logprobs(input, target)
+        return 2 * logprobs.detach() - sharper
+
+    def supports_groups(self, sequences: Sequences) -> bool:
+        """Return True if `preference` takes the batch, which is neither packed nor vocabulary-parallel."""
+        return sequences.ids is None and not is_sharded(self.linear_weight)
+
+    def preference(
+        self, input: Tensor, target: Tensor, ref_logps: Tensor | None, *, group_size: int = 2,
+        token_weight: Tensor | None = None, nll_weight: Tensor | None = None, **options: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Call `fused_linear_preference`; a group has one sequence in each of `group_size` equal parts of the batch.
+
+        Arguments are `[B]` or `[B, S]`. Return the loss, a sum over groups, log-probabilities and entropies.
+        """
+        groups = target.shape[0] // group_size
+
+        def to_groups(values: Tensor) -> Tensor:
+            return values.unflatten(0, (group_size, groups)).transpose(0, 1)
+
+        tensors = {"ref_logps": ref_logps, "token_weight": token_weight, "nll_weight": nll_weight}
+        given: dict[str, Any] = {name: to_groups(values) for name, values in tensors.items() if values is not None}
+        loss, logprobs, entropy = fused_linear_preference(
+            to_groups(input), self.linear_weight, to_groups(target), linear_bias=self.linear_bias,
+            temperature=self.temperature, logit_scale=self.logit_scale, softcap=self.softcap,
+            ignore_index=self.ignore_index, skip_ignored=self.skip_ignored, chunk_size=self.chunk_size, **given,
+            **options,
+        )  # fmt: skip
+        return loss, logprobs.transpose(0, 1).flatten(0, 1), entropy.transpose(0, 1).flatten(0, 1)
+
+    def policy(
+        self, input: Tensor, target: Tensor, terms: PolicyTerms, sequences: Sequences
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Call `fused_linear_policy`, or compute the loss from `logprobs` where it does not take the batch.
+
+        Return the loss, a sum, and the detached log-probabilities and entropies `[B, S]`.
+        """
+        by_tokens = terms.options.importance_sampling_level == "token"
+        if is_sharded(input, self.linear_weight, target) or not (by_tokens or sequences.ids is None):
+            logprobs, entropy = self.logprobs(input, target)
+            return terms.loss(logprobs, entropy), logprobs.detach(), entropy.detach()
+        return fused_linear_policy(
+            input, self.linear_weight, target, linear_bias=self.linear_bias, advantages=terms.advantages,
+            token_weight=terms.weight, old_logps=terms.old_logps, ref_logps=terms.ref_logps, kl_weight=terms.kl_weight,
+            entropy_weight=terms.entropy_weight, temperature=self.temperature, logit_scale=self.logit_scale,
+            softcap=self.softcap, ignore_index=self.ignore_index, skip_ignored=self.skip_ignored,
+            chunk_size=self.chunk_size, **terms.options._asdict(),
+        )  # fmt: skip
+
+    def scaled(self, input: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return an input and a bias that give the scaled logits, for operators that have no scale."""
+        return scaled(self.logit_scale, input, self.linear_bias)
+
+    def reference(self, linear_weight: Tensor, linear_bias: Tensor | None) -> "Head":
+        bias = None if linear_bias is None else linear_bias.detach()
+        return replace(self, linear_weight=linear_weight.detach(), linear_bias=bias)
+
+
+def scaled(logit_scale: float, input: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    if logit_scale == 1.0:
+        return input, bias
+    return input * logit_scale, None if bias is None else bias * logit_scale
+
+
+def mean_over_tokens(values: Tensor, sequences: Sequences) -> Tensor:
+    """Average `values [B, S]`, 0 where a token does not count, over the tokens that count; 0 over none."""
+    return values.sum() / sequences.mask.sum().clamp(min=1)
+
+
+def check_reference(
+    input: Tensor, ref_logps: Tensor | None, ref_input: Tensor | None, ref_linear_weight: Tensor | None,
+    ref_linear_bias: Tensor | None,
+) -> None:  # fmt: skip
+    """Check that either the reference model's log-probabilities or its hidden states and projection are given."""
+    hidden = {"ref_input": ref_input, "ref_linear_weight": ref_linear_weight}
+    if ref_logps is not None:
+        for name, value in (*hidden.items(), ("ref_linear_bias", ref_linear_bias)):
+            if value is not None:
+                raise ValueError(f"{name}: expected None beside ref_logps, got a {type(value).__name__}")
+        return
+    if ref_input is None and ref_linear_weight is None:
+        raise ValueError(
+            "ref_logps: expected log-probabilities of the reference model, one for each sequence, or in their place "
+            "ref_input and ref_linear_weight, got None"
+        )
+    for name, value in hidden.items():
+        if value is None:
+            raise ValueError(f"{name}: expected a tensor where ref_logps is None, got None")
+        check_is_tensor(name, value)
+    assert ref_input is not None
+    if ref_input.dim() != 3 or ref_input.shape[:2] != input.shape[:2]:
+        expected = f"({input.shape[0]}, {input.shape[1]}, H)"
+        raise ValueError(f"ref_input: expected shape {expected} like input, got {tuple(ref_input.shape)}")
