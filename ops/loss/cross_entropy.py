@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmk.ops.common.math import cap_reference
 from llmk.ops.loss._patterns import CROSS_ENTROPY
 from llmk.ops.loss.row_loss import CPU, KERNELS, RowLoss
 from llmk.ops.loss.row_loss_math import Options, check_loss_options
@@ -43,8 +44,7 @@ def cross_entropy_reference(
     V = input.shape[-1]
     logits = input.to(torch.promote_types(input.dtype, torch.float32)).reshape(-1, V)
     flat = target.reshape(-1).long()
-    if softcap:
-        logits = softcap * torch.tanh(logits / softcap)
+    logits = cap_reference(logits, softcap)
     weight = weight if weight is None else weight.to(logits.dtype)
     options = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
     losses = torch.nn.functional.cross_entropy(logits, flat, reduction="none", **options)
