@@ -13,6 +13,7 @@ from llmk.opcheck.calls import call
 from llmk.opcheck.cases import Case, Cases
 from llmk.opcheck.inputs import rebound
 from llmk.opcheck.judge import PATIENCE, patience
+from llmk.opcheck.regimes import readable
 
 PLACES = tuple(sign * size for sign in (-1.0, 1.0) for size in (0.01, 0.3, 0.7, 1.5, 3.0, 6.0, 12.0, 25.0, 60.0))
 
@@ -60,7 +61,7 @@ def _jump(results: Callable[[float], Tensor], dtype: torch.dtype, places: Sequen
     low, high = max(itertools.pairwise(sorted(at)), key=lambda pair: _apart(at[pair[0]], at[pair[1]]))
     first = _apart(at[low], at[high])
     while True:
-        middle = float(torch.tensor((low + high) / 2, dtype=dtype, device="cpu"))
+        middle = float(readable(torch.tensor((low + high) / 2, dtype=dtype, device="cpu")))
         if not low < middle < high:
             break
         at[middle] = results(middle)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.opcheck.calls import call, device_of, float_dtype, tolerance_of, violation_of
+from llmk.opcheck.calls import call, device_of, float_dtype, smallest, tolerance_of, violation_of
 from llmk.opcheck.cases import Case
 from llmk.opcheck.derivatives import derivative_violation
 from llmk.opcheck.gradient_promises import gradient_overflows, require_finite
@@ -165,6 +165,7 @@ def _floating(reference: Reference, outcome: Outcome) -> Iterator[tuple[int, str
         if actual.shape == exact.shape:
             is_gradient = i >= len(outcome.outputs)
             floor = _float64_floor(reference, outcome, name) if is_gradient else 0.0
+            floor = max(floor, smallest(actual.dtype))
             actual = _excused(actual.detach(), composition, exact, finite, floor, finite and products)
             if is_gradient and lost:
                 actual = torch.where(actual.isfinite(), actual, exact.to(actual.dtype))

@@ -12,6 +12,8 @@ from random import Random
 import torch
 from torch import Tensor
 
+from llmk.opcheck.calls import smallest
+
 
 @dataclass(frozen=True)
 class Domain:
@@ -216,5 +218,10 @@ def values_of(regime: Regime, draw: Draw, like: Tensor) -> Tensor:
     shape = tuple(like.shape) or (1,)
     values = draw.domain.holds(regime(draw, shape)).reshape(like.shape)
     most = torch.finfo(like.dtype).max
-    finite = values.clamp(-most, most).to(like.dtype)
+    finite = readable(values.clamp(-most, most).to(like.dtype))
     return torch.where(values.isinf(), values.to(like.dtype), finite).to(like.device)
+
+
+def readable(values: Tensor) -> Tensor:
+    """The values, with a zero of their sign for each that is smaller than this process's path can read."""
+    return torch.where(values.abs() < smallest(values.dtype), values * 0.0, values)

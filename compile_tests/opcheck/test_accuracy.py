@@ -1,6 +1,7 @@
 """The accuracy rule must be able to fail at every scale of a result: what is damaged on purpose is refused."""
 
 import dataclasses
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -237,3 +238,22 @@ def test_what_rounds_to_the_largest_number_need_not_be_infinite(exact: float, ac
     result, composition = (torch.tensor([x, 1.0], dtype=torch.float16) for x in (actual, float("inf")))
     found = accuracy_violation(result, composition, torch.tensor([exact, 1.0], dtype=torch.float64))
     assert (found is None) == right, found
+
+
+@pytest.mark.parametrize("x", [-14.0, -7.6875, -3.0, 0.5, 19.5, 22.2])
+def test_a_reference_has_no_sum_that_cancels(x: float) -> None:
+    """1 + erf, 1 + tanh and 1 - tanh^2 lose all digits in float64, too, where the result is small and not 0."""
+    weight = torch.ones(1, dtype=torch.float64, device="cpu")
+    input, alpha = (torch.tensor([value], dtype=torch.float64, device="cpu") for value in (x, 1.0))
+    u = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+    erf, tanh = OPS["geglu"].reference(input, weight, approximate="none"), OPS["geglu"].reference(input, weight)
+    assert float(erf) == pytest.approx(x / 2 * math.erfc(-x / math.sqrt(2)), rel=1e-12, abs=0.0)
+    assert float(tanh) == pytest.approx(x / (1 + math.exp(-2 * u)), rel=1e-12, abs=0.0)
+    input.requires_grad_()
+    (slope,) = torch.autograd.grad(OPS["dyt"].reference(input, alpha, weight), input)
+    assert float(slope) == pytest.approx(math.cosh(x) ** -2, rel=1e-12, abs=0.0)
+    logits = torch.tensor([[x, 0.0]], dtype=torch.float64, device="cpu", requires_grad=True)
+    target = torch.ones(1, dtype=torch.int64, device="cpu")
+    (slopes,) = torch.autograd.grad(OPS["cross_entropy"].reference(logits, target, softcap=1.0), logits)
+    p = 1 / (1 + math.exp(-math.tanh(x)))
+    assert float(slopes[0, 0]) == pytest.approx(p * math.cosh(x) ** -2, rel=1e-12, abs=0.0)

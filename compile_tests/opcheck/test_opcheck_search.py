@@ -187,6 +187,27 @@ def test_the_worst_of_many_calls_is_held_against_the_worst_of_the_composition() 
     assert judge(OPS["softmax"], Cases(OPS["softmax"], CPU, torch.float32)[6894]) is None
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", ["add", "softmax"])
+def test_the_interpreter_gets_no_subnormal_bfloat16(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its conversions make other numbers of them."""
+    monkeypatch.setattr("llmk.opcheck.calls.INTERPRET", True)
+    cases, tiny = Cases(OPS[name], CPU, torch.bfloat16), torch.finfo(torch.bfloat16).tiny
+    drawn = [cases[seed] for seed in range(400)]
+    drawn += [case for seed in (4, 12, 20, 28) for case in at_decisions(cases, cases[seed], time.monotonic() + 20)]
+    for case in drawn:
+        for tensor in tensors(cases.op, case.sample):
+            assert not bool(((tensor != 0) & (tensor.abs() < tiny)).any()), str(case.sample)
+
+
+@pytest.mark.kernels
+def test_a_result_that_the_interpreter_cannot_write_is_no_fault() -> None:
+    """A sum of 3e-39 in bfloat16, a quarter of the smallest normal number."""
+    tiny = torch.finfo(torch.bfloat16).tiny
+    a, b = (torch.tensor([[x * tiny]], dtype=torch.bfloat16, device=CPU) for x in (1.25, -1.0))
+    assert judge(OPS["add"], Case(Sample((a, b)), unit_gradients, 0, Sample((a, b)))) is None
+
+
 @pytest.mark.parametrize("width", [1e-12, 1.0])
 def test_differences_beyond_a_narrow_jump_say_nothing(width: float) -> None:
     """A step past the jump has a slope that is far too small; a wrong formula of a wide one is found."""

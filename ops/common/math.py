@@ -139,6 +139,21 @@ def _one_minus_tanh(x, softcap):
     return 2.0 / (tl.exp2(tl.abs(x) * (2.0 * LOG2E / softcap)) + 1.0)
 
 
+def tanh_reference(x: Tensor) -> Tensor:
+    """PyTorch's tanh; in float64, where it is what is right, with a derivative that does not cancel.
+
+    That of torch.tanh is 1 - tanh(x)^2, which past 20 is 0. Of 1 - 2 s(-2 |x|) it is 4 s(-2 |x|) s(2 |x|).
+    """
+    if x.dtype != torch.float64:
+        return torch.tanh(x)
+    return torch.where(x.abs() < 1, torch.tanh(x), x.sign() * (1 - 2 * torch.sigmoid(-2 * x.abs())))
+
+
+def cap_reference(x: Tensor, softcap: float) -> Tensor:
+    """softcap * tanh(x / softcap) as `tanh_reference` has it, or x where softcap is 0."""
+    return softcap * tanh_reference(x / softcap) if softcap else x
+
+
 def cap_cpu(x: Tensor, softcap: float) -> Tensor:
     """`cap` in plain PyTorch."""
     return softcap * torch.tanh(x / softcap)

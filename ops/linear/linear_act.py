@@ -29,7 +29,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from llmk.ops.common.activations import ACTIVATIONS
+from llmk.ops.common.activations import ACTIVATIONS, gelu_reference
 from llmk.ops.common.activations import activation as activation_of
 from llmk.ops.linear._linear_act_kernels import (
     activate_product,
@@ -62,7 +62,7 @@ def linear_act_reference(
 ) -> Tensor:
     z = torch.nn.functional.linear(input, weight, bias)
     if activation in ("gelu", "gelu_tanh"):
-        return torch.nn.functional.gelu(z, approximate="tanh" if activation == "gelu_tanh" else "none")
+        return gelu_reference(z, "tanh" if activation == "gelu_tanh" else "none")
     if activation in ("relu", "relu_squared"):
         y = torch.nn.functional.relu(z)
         return y if activation == "relu" else y.square()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmk.ops.common.math import cap_reference
 from llmk.ops.linear_loss.drivers.cross_entropy import CrossEntropyOps
 from llmk.ops.linear_loss.fused_linear_ce import (
     fused_linear_ce_cost,
@@ -28,8 +29,7 @@ def fused_linear_ce_metrics_reference(
     with torch.no_grad():
         logits = torch.nn.functional.linear(input, linear_weight, options.get("linear_bias"))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if softcap := options.get("softcap", 0.0):
-            logits = softcap * torch.tanh(logits / softcap)
+        logits = cap_reference(logits, options.get("softcap", 0.0))
         log_softmax = logits.log_softmax(-1)
         entropy = -(log_softmax.exp() * log_softmax.masked_fill(log_softmax == float("-inf"), 0.0)).sum(-1)
         counts = target != options.get("ignore_index", -100)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmk.ops.common.math import cap_reference
 from llmk.ops.linear_loss._records import Make, linear_cost
 from llmk.ops.linear_loss.drivers.distillation import DistillationOps
 from llmk.ops.loss.jsd import jsd_terms
@@ -38,7 +39,7 @@ def fused_linear_jsd_reference(
     def log_probabilities(input: Tensor, weight: Tensor, bias: Tensor | None, softcap: float) -> Tensor:
         logits = torch.nn.functional.linear(input, weight, bias)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+        logits = cap_reference(logits, softcap)
         return (logits / temperature).log_softmax(-1)
 
     x = log_probabilities(input, linear_weight, linear_bias, softcap)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmk.ops.common.math import cap_reference
 from llmk.ops.linear_loss._records import Make
 from llmk.ops.linear_loss.drivers.distillation import DistillationOps
 from llmk.ops.linear_loss.fused_linear_jsd import fused_linear_jsd_cost, fused_linear_jsd_reference
@@ -44,7 +45,7 @@ def fused_linear_jsd_ce_reference(
     )
     logits = torch.nn.functional.linear(input, linear_weight, linear_bias)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+    logits = cap_reference(logits, softcap)
     nll = torch.nn.functional.cross_entropy(
         logits.reshape(-1, logits.shape[-1]), labels.reshape(-1).long(), ignore_index=ignore_index
     )

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmk.ops.common.math import cap_reference
 from llmk.ops.linear_loss._patterns import LINEAR_LOGPROBS
 from llmk.ops.linear_loss._records import Make, linear_cost, token_workloads
 from llmk.ops.linear_loss.drivers.logprobs import LogprobsOps
@@ -37,8 +38,7 @@ def linear_logprobs_reference(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     logits = torch.nn.functional.linear(input, linear_weight, linear_bias)
     logits = logit_scale * logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if softcap:
-        logits = softcap * torch.tanh(logits / softcap)
+    logits = cap_reference(logits, softcap)
     logits = logits / temperature
     candidates = target.long() if target.dim() == input.dim() else target.long().unsqueeze(-1)
     counts = candidates != ignore_index

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmk.ops.common.math import cap_reference
 from llmk.ops.loss.cross_entropy_cpu import CPU
 from llmk.ops.loss.cross_entropy_kernels import KERNELS, LONGEST_SHORT
 from llmk.ops.loss.cross_entropy_options import Options, RowLoss, check_loss_options
@@ -63,8 +64,7 @@ def cross_entropy_reference(
     V = input.shape[-1]
     logits = input.to(torch.promote_types(input.dtype, torch.float32)).reshape(-1, V)
     flat = target.reshape(-1).long()
-    if softcap:
-        logits = softcap * torch.tanh(logits / softcap)
+    logits = cap_reference(logits, softcap)
     weight = weight if weight is None else weight.to(logits.dtype)
     options = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
     losses = torch.nn.functional.cross_entropy(logits, flat, reduction="none", **options)

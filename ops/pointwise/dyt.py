@@ -25,7 +25,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.math import exp, tanh
+from llmk.ops.common.math import exp, tanh, tanh_reference
 from llmk.ops.common.rows import as_rows, contiguous, row_shares
 from llmk.ops.common.sums import sum_affine, sum_to_scalar
 from llmk.registry import (
@@ -49,7 +49,7 @@ from llmk.registry import (
 
 
 def dyt_reference(input: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    y = weight * torch.tanh(alpha * input)
+    y = weight * tanh_reference(alpha * input)
     return (y if bias is None else y + bias).to(input.dtype)
 
 

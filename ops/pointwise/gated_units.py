@@ -21,7 +21,13 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.activations import activate, activate_with_grad, activation, activation_with_grad
+from llmk.ops.common.activations import (
+    activate,
+    activate_with_grad,
+    activation,
+    activation_with_grad,
+    gelu_reference,
+)
 from llmk.ops.common.rows import as_rows
 from llmk.ops.pointwise._patterns import GEGLU, SWIGLU
 from llmk.registry import (
@@ -55,7 +61,7 @@ def swiglu_reference(gate: Tensor, up: Tensor | None = None) -> Tensor:
 def geglu_reference(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:
     if up is None:
         gate, up = gate.chunk(2, dim=-1)
-    return torch.nn.functional.gelu(gate, approximate=approximate) * up
+    return gelu_reference(gate, approximate) * up
 
 
 @jit
