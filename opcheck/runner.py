@@ -1,6 +1,7 @@
 """Running the promises over operators, dtypes and paths."""
 
 import contextlib
+import dataclasses
 import time
 import traceback
 import warnings
@@ -18,6 +19,7 @@ from llmk.opcheck.promises import (
     PROMISES,
     Promise,
 )
+from llmk.opcheck.samples import GivenSamples, samples_from
 from llmk.registry import Op, Sample
 from llmk.registry.backends import INTERPRET
 
@@ -74,19 +76,27 @@ def path_taken(device: torch.device) -> str:
 
 def check(
     op: Op,
+    samples: GivenSamples | None = None,
     *,
     device: torch.device | str = "cpu",
     dtypes: Sequence[torch.dtype] | None = None,
+    only: Sequence[str] | None = None,
+    skip: Sequence[str] = (),
     promises: Sequence[str] | None = None,
     progress: Callable[[str], None] = lambda message: None,
 ) -> list[Result]:
-    """Check every promise of an operator.
+    """Check every promise of an operator; `assert_passes` is the same for a test.
 
     Args:
         op: Its record; for an operator of your own, build a `llmk.registry.Op`.
+        samples: The calls to make instead of the record's: a function of device and dtype as the record has it, or a
+            list, of which each is a `llmk.registry.Sample` or a tuple of arguments. The tensors of a list are moved to
+            the device, and those that are floating to each dtype.
         device: Where.
         dtypes: In which dtypes; all of the record's by default.
-        promises: Which promises, by name; all by default, but those that are only asked by name.
+        only: Which promises, by name; all by default, but those that are only asked by name.
+        skip: Which promises to leave out, by name.
+        promises: The same as `only`.
         progress: Called with a line before each check.
 
     Returns:
@@ -95,12 +105,15 @@ def check(
     Raises:
         ValueError: There is no promise of such a name.
     """
+    if samples is not None:
+        op = dataclasses.replace(op, samples=samples_from(samples))
 
     def on_begin(now: RunningCheck) -> None:
         if not now.sample:
             progress(str(now))
 
-    return list(checks(op, torch.device(device), dtypes, promises, on_begin))
+    wanted = only if only is not None else promises
+    return list(checks(op, torch.device(device), dtypes, wanted, on_begin, skip=skip))
 
 
 def promise_named(name: str) -> Promise:
@@ -110,13 +123,17 @@ def promise_named(name: str) -> Promise:
     return known[name]
 
 
-def promises_for(device: torch.device, names: Sequence[str] | None = None) -> list[Promise]:
+def promises_for(
+    device: torch.device, names: Sequence[str] | None = None, skip: Sequence[str] = ()
+) -> list[Promise]:  # fmt: skip
+    """Return the promises to check, in opcheck's order: all by default but for those that are only asked by name."""
+    left_out = [promise_named(name) for name in skip]
     known = INTERPRETER_PROMISES if path_taken(device) == "interpreter" else ()
     known += PROMISES + (GPU_PROMISES if device.type == "cuda" else ())
-    if names is None:
-        return list(known)
-    wanted = [promise_named(name) for name in names]
-    return [promise for promise in known + ASKED_PROMISES if promise in wanted]
+    if names is not None:
+        wanted = [promise_named(name) for name in names]
+        known = tuple(promise for promise in known + ASKED_PROMISES if promise in wanted)
+    return [promise for promise in known if promise not in left_out]
 
 
 def checks(
@@ -126,13 +143,16 @@ def checks(
     names: Sequence[str] | None,
     on_begin: Callable[[RunningCheck], None],
     done: Collection[Check] = (),
+    *,
+    skip: Sequence[str] = (),
 ) -> Iterator[Result]:
     """The results one by one, but for checks that are done; `on_begin` gets each check and sample as it begins."""
+    chosen = promises_for(device, names, skip)
     for place, dtype in enumerate(dtypes or op.dtypes):
         dtype_name = str(dtype).removeprefix("torch.")
         torch.manual_seed(0)
         samples = list(op.samples(device, dtype))
-        for promise in promises_for(device, names):
+        for promise in chosen:
             name = promise.__name__
             if (op.name, dtype_name, name) in done or (place and promise in IN_ONE_DTYPE):
                 continue
