@@ -17,9 +17,10 @@ from typing import Any, NoReturn
 
 import torch
 
+from llmk.opcheck.adapters import adapted
 from llmk.opcheck.journal import Journal
 from llmk.opcheck.processes import Unit, check_in_processes
-from llmk.opcheck.reports import Place, annotations, paragraphs, table, write_reports
+from llmk.opcheck.reports import Place, annotations, notes, paragraphs, table, write_reports
 from llmk.opcheck.runner import Result, checks, path_taken, promise_named
 from llmk.opcheck.sanitizer import LONGEST, TOOLS, call_samples, find_sanitizer, sanitize_in_processes
 from llmk.opcheck.search import searches
@@ -252,7 +253,8 @@ def paths(device: torch.device, choice: str | None) -> Sequence[str]:
 def call_here(options: argparse.Namespace) -> None:
     """Call the samples where a sanitizer looks on."""
     for op in find_ops(options.ops):
-        call_samples(op, options.device, _dtypes(options), few=options.call_samples == "few")
+        adapted_op = adapted(op, options.device, _dtypes(options) or op.dtypes)
+        call_samples(adapted_op, options.device, _dtypes(options), few=options.call_samples == "few")
 
 
 def _dtypes(options: argparse.Namespace) -> list[torch.dtype] | None:
@@ -264,7 +266,7 @@ def check_here(options: argparse.Namespace) -> None:
     journal = Journal(options.journal)
     done = {result.check for result in journal.results()}
     for op in find_ops(options.ops):
-        where = op, options.device, _dtypes(options)
+        where = adapted(op, options.device, _dtypes(options) or op.dtypes), options.device, _dtypes(options)
         if options.search:
             results = searches(*where, options.search, options.seed or 0, journal.note_running, done)
         else:
@@ -332,6 +334,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     results = sanitize_all(options) if options.sanitize else check_all(options)
     print(table(results))
+    for line in notes(results):
+        print(line)
     for _, text in paragraphs(results):
         print(f"\n{text}")
     for result in results if options.search else ():

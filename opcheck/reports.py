@@ -34,6 +34,13 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
+def notes(results: Sequence[Result]) -> Iterator[str]:
+    """A line for each operator that a path has no code for."""
+    for result in results:
+        if result.verdict == "empty" and result.message:
+            yield f"{result.op} ({result.path}): {result.message}"
+
+
 def paragraphs(results: Sequence[Result]) -> Iterator[tuple[Result, str]]:
     """A paragraph for each broken promise."""
     for result in results:

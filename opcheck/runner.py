@@ -10,10 +10,14 @@ from dataclasses import dataclass
 
 import torch
 
+from llmk.opcheck.adapters import Adapted, adapted
+from llmk.opcheck.availability import what_else_runs_it
 from llmk.opcheck.inputs import BrokenPromise, NothingToCheck, watched_by
 from llmk.opcheck.promises import (
     ASKED_PROMISES,
+    COMPILED,
     GPU_PROMISES,
+    HABITS,
     IN_ONE_DTYPE,
     INTERPRETER_PROMISES,
     PROMISES,
@@ -22,6 +26,8 @@ from llmk.opcheck.promises import (
 from llmk.opcheck.samples import GivenSamples, samples_from
 from llmk.registry import Op, Sample
 from llmk.registry.backends import INTERPRET
+from llmk.registry.private.compilers import triton_ops_as_nodes
+from llmk.registry.private.operators import is_overload
 
 Check = tuple[str, str, str]
 """Operator, dtype and promise."""
@@ -136,6 +142,18 @@ def promises_for(
     return [promise for promise in known if promise not in left_out]
 
 
+def applies(promise: Promise, op: Op) -> bool:
+    """Return False for what only llmk's own promise, and where Dynamo would have to trace interpreted kernels."""
+    if op.is_own:
+        return True
+    traceable = not INTERPRET or not isinstance(op.overload, Adapted) or is_overload(op.overload.operator)
+    return promise not in HABITS and (traceable or promise not in COMPILED)
+
+
+RUNS = "runs"
+"""The name of the check before all promises: the operator has code for this path."""
+
+
 def checks(
     op: Op,
     device: torch.device,
@@ -146,12 +164,23 @@ def checks(
     *,
     skip: Sequence[str] = (),
 ) -> Iterator[Result]:
-    """The results one by one, but for checks that are done; `on_begin` gets each check and sample as it begins."""
-    chosen = promises_for(device, names, skip)
+    """The results one by one, but for checks that are done; `on_begin` gets each check and sample as it begins.
+
+    An operator that has no code for the path gets one result, with nothing checked, that says what has.
+    """
+    op = adapted(op, device, dtypes or op.dtypes)
+    chosen = [promise for promise in promises_for(device, names, skip) if names or applies(promise, op)]
     for place, dtype in enumerate(dtypes or op.dtypes):
         dtype_name = str(dtype).removeprefix("torch.")
         torch.manual_seed(0)
         samples = list(op.samples(device, dtype))
+        if samples and not op.is_own and (op.name, dtype_name, RUNS) not in done:
+            on_begin(RunningCheck(op.name, dtype_name, RUNS))
+            with _around(op, device):
+                elsewhere = what_else_runs_it(op, samples[0])
+            if elsewhere is not None:
+                yield Result(op.name, str(device), dtype_name, path_taken(device), RUNS, True, elsewhere, 0.0, calls=0)
+                return
         for promise in chosen:
             name = promise.__name__
             if (op.name, dtype_name, name) in done or (place and promise in IN_ONE_DTYPE):
@@ -179,7 +208,7 @@ def _check_one(
     message = ""
     try:
         with watched_by(watch):
-            _run(promise, op, samples)
+            _run(promise, op, samples, device)
     except NothingToCheck:
         calls = 0
     except BrokenPromise as error:
@@ -191,14 +220,27 @@ def _check_one(
     return Result(op.name, str(device), dtype, path_taken(device), name, not message, message, seconds, calls)
 
 
-def _run(promise: Promise, op: Op, samples: Sequence[Sample]) -> None:
+def _run(promise: Promise, op: Op, samples: Sequence[Sample], device: torch.device) -> None:
     if not samples:
         raise BrokenPromise("the record yields no samples")
+    with _around(op, device):
+        promise(op, samples)
+
+
+@contextlib.contextmanager
+def _around(op: Op, device: torch.device) -> Iterator[None]:
+    """Without torch's own warnings: a wrong result is what counts here.
+
+    In Triton's interpreter a wild store is told instead of ending the process. And on a CPU no compiled graph can hold
+    a launch, so another's triton_op, whose body is launches, is a node of it; llmk's have a body for a CPU.
+    """
     with contextlib.ExitStack() as around:
         around.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # torch's own; a wrong result is what counts here
-        if INTERPRET:  # a wild store is told here instead of ending the process
+        warnings.simplefilter("ignore")
+        if INTERPRET:
             from llmk.opcheck.interpreter import watched
 
             around.enter_context(watched())
-        promise(op, samples)
+        if device.type == "cpu" and not op.is_own:
+            around.enter_context(triton_ops_as_nodes())
+        yield
