@@ -26,7 +26,7 @@ endif
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test opcheck bench aot matrix families first found fuzz docs lint wheel installed clean
+.PHONY: help train test opcheck bench aot matrix families first found fuzz strangers docs lint wheel installed clean
 
 help:
 	@echo 'usage: make VERB [VARIABLE=...]'
@@ -41,6 +41,7 @@ help:
 	@echo '  first     what fresh models do first, in many ways              FIRST_ARGS'
 	@echo '  found     what the backend finds in small models                 FOUND_ARGS'
 	@echo '  fuzz      programs that the backend might get wrong, ten minutes  FUZZ_ARGS'
+	@echo '  strangers opcheck on operators of every kind that PyTorch knows  STRANGERS_ARGS'
 	@echo '  docs      the documentation, into docs/_build/html'
 	@echo '  lint      format, lint and type checks; changes nothing'
 	@echo '  wheel     the wheel and the source archive, into dist/'
@@ -91,6 +92,10 @@ found: $(call needs,test)
 # Not part of CI: ten minutes of one core, or --seconds of them.
 fuzz: $(call needs,test)
 	OMP_NUM_THREADS=1 $(PY) -m compile_tests.helpers.backend_fuzz $(FUZZ_ARGS)
+
+# Not part of CI: some minutes of one core; CI asks for fewer promises.
+strangers: $(call needs,test)
+	$(PY) -m llmk.opcheck compile_tests/strangers.py --device cpu $(STRANGERS_ARGS)
 
 docs: $(call needs,docs)
 	$(PY) -m sphinx -W --keep-going -b html docs docs/_build/html

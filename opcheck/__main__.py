@@ -1,32 +1,30 @@
 """`python -m llmk.opcheck [OP ...]`: check what operators promise, print a table, exit 1 if a promise is broken.
 
-Exit 2: there was nothing to check, or no such thing.
+Exit 2: there was nothing to check, or no such thing. Options that are not given are taken from `[tool.llmk.opcheck]` in
+the pyproject.toml of the current directory.
 """
 
 import argparse
-import datetime
 import importlib
 import importlib.util
-import json
+import inspect
 import os
-import platform
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-import triton
 
-import llmk
+from llmk.opcheck.adapters import adapted
 from llmk.opcheck.journal import Journal
-from llmk.opcheck.page import page
 from llmk.opcheck.processes import Unit, check_in_processes
+from llmk.opcheck.reports import Place, annotations, notes, paragraphs, table, write_reports
 from llmk.opcheck.runner import Result, checks, path_taken, promise_named
 from llmk.opcheck.sanitizer import LONGEST, TOOLS, call_samples, find_sanitizer, sanitize_in_processes
 from llmk.opcheck.search import searches
+from llmk.opcheck.settings import words_of_table
 from llmk.registry import OPS, Op
 from llmk.registry.backends import INTERPRET
 
@@ -34,8 +32,11 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 class _Parser(argparse.ArgumentParser):
+    source = ""
+    """The file that the words come from, where it is not the command line."""
+
     def error(self, message: str) -> NoReturn:
-        _refuse(message)
+        _refuse(self.source + message)
 
 
 def _refuse(message: str) -> NoReturn:
@@ -43,7 +44,7 @@ def _refuse(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _parser() -> _Parser:
     parser = _Parser(prog="python -m llmk.opcheck", description=__doc__)
     parser.add_argument(
         "ops",
@@ -57,15 +58,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--path",
         choices=("all", "reference", "interpreter"),
-        default="all",
         help="on a CPU: plain PyTorch, the kernels in Triton's interpreter, or both (default)",
     )
-    parser.add_argument("--promise", action="append", type=_promise, help="check this one only; may be repeated")
+    for name, dest, text in (
+        ("--only", "only", "check these promises only; may be repeated"),
+        ("--promise", "only", "the same as --only"),
+        ("--skip", "skip", "leave these promises out; may be repeated"),
+    ):
+        parser.add_argument(name, dest=dest, action="extend", type=_promises, metavar="PROMISE[,...]", help=text)
     parser.add_argument(
         "--jobs", type=_positive, default=min(8, os.cpu_count() or 1), help="processes (default: one a core)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write them here as one page for a browser")
+    parser.add_argument("--junit", type=Path, metavar="FILE", help="write them here as JUnit's XML")
     parser.add_argument(
         "--sanitize",
         action="store_true",
@@ -88,9 +94,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     # The options below are for processes that another one started.
     parser.add_argument("--journal", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--call-samples", choices=("all", "few"), help=argparse.SUPPRESS)
+    return parser
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
     options = parser.parse_args(arguments)
+    if not (options.journal or options.call_samples):
+        _take_table(options)
     options.device = options.device or device_named("cuda" if torch.cuda.is_available() else "cpu")
-    if options.device.type != "cpu" and options.path != "all":
+    if options.device.type != "cpu" and options.path not in (None, "all"):
         parser.error("argument --path: it is for the CPU; on a GPU the kernels run")
     if options.search:
         _refuse_to_search(options)
@@ -103,20 +116,43 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+def _take_table(options: argparse.Namespace) -> None:
+    """Fill in what the command line leaves open from the pyproject.toml of the current directory.
+
+    The table's path is for a CPU, and its promises are for runs that check some: elsewhere they say nothing.
+    """
+    parser = _parser()
+    parser.source = "pyproject.toml: "
+    try:
+        table = parser.parse_args(words_of_table(Path("pyproject.toml")))
+    except ValueError as error:
+        _refuse(f"pyproject.toml: {error}")
+    options.dtype = options.dtype or table.dtype
+    options.device = options.device or table.device
+    if options.device is None or options.device.type == "cpu":
+        options.path = options.path or table.path
+    if not (options.search or options.sanitize or options.only):
+        options.only, options.skip = table.only, options.skip or table.skip
+
+
 def _refuse_to_search(options: argparse.Namespace) -> None:
     if options.sanitize:
         _refuse("argument --search: either it or --sanitize")
-    if options.promise:
-        _refuse("argument --promise: there is none with --search, which draws inputs of its own")
+    if options.only or options.skip:
+        _refuse(f"argument {_choice(options)}: there is none with --search, which draws inputs of its own")
 
 
 def _refuse_to_sanitize(options: argparse.Namespace) -> None:
     if options.device.type != "cuda":
         _refuse("argument --sanitize: it watches a GPU's kernels, and the device is cpu")
-    if options.promise:
-        _refuse("argument --promise: there is none with --sanitize, which calls samples")
+    if options.only or options.skip:
+        _refuse(f"argument {_choice(options)}: there is none with --sanitize, which calls samples")
     if find_sanitizer() is None:
         _refuse("argument --sanitize: compute-sanitizer is neither in PATH nor in /usr/local/cuda/bin")
+
+
+def _choice(options: argparse.Namespace) -> str:
+    return "--only" if options.only else "--skip"
 
 
 def _positive(text: str) -> int:
@@ -142,9 +178,9 @@ def device_named(text: str) -> torch.device:
     return torch.device(text)
 
 
-def _promise(text: str) -> str:
+def _promises(text: str) -> list[str]:
     try:
-        return promise_named(text).__name__
+        return [promise_named(name.strip()).__name__ for name in text.split(",")]
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -207,17 +243,18 @@ class Progress:
             print(f"\r{'':<78}\r", end="", file=sys.stderr, flush=True)
 
 
-def paths(device: torch.device, choice: str) -> Sequence[str]:
+def paths(device: torch.device, choice: str | None) -> Sequence[str]:
     """The paths to check; each needs a process of its own, since Triton decides at import whether it interprets."""
     if device.type != "cpu" or INTERPRET:
         return (path_taken(device),)
-    return ("reference", "interpreter") if choice == "all" else (choice,)
+    return ("reference", "interpreter") if choice in (None, "all") else (choice,)
 
 
 def call_here(options: argparse.Namespace) -> None:
     """Call the samples where a sanitizer looks on."""
     for op in find_ops(options.ops):
-        call_samples(op, options.device, _dtypes(options), few=options.call_samples == "few")
+        adapted_op = adapted(op, options.device, _dtypes(options) or op.dtypes)
+        call_samples(adapted_op, options.device, _dtypes(options), few=options.call_samples == "few")
 
 
 def _dtypes(options: argparse.Namespace) -> list[torch.dtype] | None:
@@ -229,11 +266,11 @@ def check_here(options: argparse.Namespace) -> None:
     journal = Journal(options.journal)
     done = {result.check for result in journal.results()}
     for op in find_ops(options.ops):
-        where = op, options.device, _dtypes(options)
+        where = adapted(op, options.device, _dtypes(options) or op.dtypes), options.device, _dtypes(options)
         if options.search:
             results = searches(*where, options.search, options.seed or 0, journal.note_running, done)
         else:
-            results = checks(*where, options.promise, journal.note_running, done)
+            results = checks(*where, options.only, journal.note_running, done, skip=options.skip or ())
         for result in results:
             journal.note_result(result)
     journal.note_end()
@@ -242,7 +279,7 @@ def check_here(options: argparse.Namespace) -> None:
 def check_all(options: argparse.Namespace) -> list[Result]:
     find_ops(options.ops)  # what there is not, is said before anything is checked
     units = [Unit(name, path) for path in paths(options.device, options.path) for name in options.ops or OPS]
-    given = (("--dtype", options.dtype), ("--promise", options.promise))
+    given = (("--dtype", options.dtype), ("--only", options.only), ("--skip", options.skip))
     passed_on = [word for option, values in given for value in values or () for word in (option, value)]
     if options.search:
         passed_on += ["--search", str(options.search), "--seed", str(options.seed or 0)]
@@ -251,7 +288,7 @@ def check_all(options: argparse.Namespace) -> list[Result]:
         progress(str(unit))
         found[unit] = results
         in_order = [result for unit in units for result in found.get(unit, [])]
-        write_reports(report(in_order, options.device), options.json, options.html)  # if stopped, what there is
+        _write(in_order, options)  # if stopped, what there is
     progress.clear()
     return [result for unit in units for result in found[unit]]
 
@@ -266,50 +303,25 @@ def sanitize_all(options: argparse.Namespace) -> list[Result]:
     ):  # fmt: skip
         progress(f"{watch}{'' if result.passed else f': {result.message}'}")
         results.append(result)
-        write_reports(report(results, options.device), options.json, options.html)  # if stopped, what there is
+        _write(results, options)  # if stopped, what there is
     progress.clear()
     return sorted(results, key=lambda result: (names.index(result.op), TOOLS.index(result.promise)))
 
 
-def print_table(results: Sequence[Result]) -> None:
-    """A line for each operator, path and dtype: promises kept, and the broken ones below."""
-    print(f"{'op':<26}{'path':<14}{'dtype':<11}{'kept':>7}{'seconds':>10}")
-    for (op, path, dtype), group in _grouped(results):
-        checked = [result for result in group if result.verdict != "empty"]
-        kept = sum(result.passed for result in checked)
-        mark = "" if kept == len(checked) else "  BROKEN"
-        seconds = sum(result.seconds for result in group)
-        print(f"{op:<26}{path:<14}{dtype:<11}{f'{kept}/{len(checked)}':>7}{seconds:>10.1f}{mark}")
-    for result in results:
-        if not result.passed:
-            print(f"\n{result.op} {result.dtype} ({result.path}) breaks {result.promise}:\n  {result.message}")
+def _write(results: Sequence[Result], options: argparse.Namespace) -> None:
+    write_reports(results, options.device, as_json=options.json, as_html=options.html, as_junit=options.junit)
 
 
-def _grouped(results: Sequence[Result]) -> Iterable[tuple[tuple[str, str, str], list[Result]]]:
-    groups: dict[tuple[str, str, str], list[Result]] = {}
-    for result in results:
-        groups.setdefault((result.op, result.path, result.dtype), []).append(result)
-    return groups.items()
-
-
-def report(results: Sequence[Result], device: torch.device) -> dict[str, Any]:
-    return {
-        "llmk": llmk.__version__,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "python": platform.python_version(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})",
-        "date": datetime.date.today().isoformat(),
-        "paths": sorted({result.path for result in results}),
-        "results": [asdict(result) for result in results],
-    }
-
-
-def write_reports(report: dict[str, Any], as_json: Path | None, as_html: Path | None) -> None:
-    for file, text in ((as_json, lambda: json.dumps(report, indent=1) + "\n"), (as_html, lambda: page(report))):
-        if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text(), encoding="utf-8")
+def _places(names: Sequence[str]) -> dict[str, Place]:
+    """The files of references below the current directory, and the lines where they begin."""
+    found: dict[str, Place] = {}
+    for op in find_ops(names):
+        reference = inspect.unwrap(op.reference)
+        if inspect.isfunction(reference):
+            file = Path(reference.__code__.co_filename).resolve()
+            if file.is_relative_to(Path.cwd()):
+                found[op.name] = str(file.relative_to(Path.cwd())), reference.__code__.co_firstlineno
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -321,11 +333,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         call_here(options)
         return 0
     results = sanitize_all(options) if options.sanitize else check_all(options)
-    print_table(results)
+    print(table(results))
+    for line in notes(results):
+        print(line)
+    for _, text in paragraphs(results):
+        print(f"\n{text}")
     for result in results if options.search else ():
         seeds = result.message.partition("\n")[0]
         print(f"{result.op} {result.dtype} ({result.path}): {result.calls} cases, {seeds}")
-    write_reports(report(results, options.device), options.json, options.html)
+    _write(results, options)
+    if os.environ.get("GITHUB_ACTIONS") == "true":
+        for line in annotations(results, _places(options.ops)):
+            print(line)
     count = Counter(result.verdict for result in results)
     print(f"\n{count['kept']} promises kept, {count['broken']} broken, {count['empty']} with nothing to check")
     if count["kept"] + count["broken"] == 0:

@@ -1,5 +1,6 @@
 """Running an operator on a sample: fresh inputs, the chosen ones wanting gradients, and what came out."""
 
+import traceback
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -58,7 +59,8 @@ def device_of(op: Op, sample: Sample) -> torch.device:
 
 
 def float_dtype(op: Op, sample: Sample) -> torch.dtype:
-    return next(v.dtype for v in op.bind(sample).values() if isinstance(v, Tensor) and v.is_floating_point())
+    tensors = (value for value in op.bind(sample).values() if isinstance(value, Tensor))
+    return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
 
 
 def resized(op: Op, samples: Sequence[Sample], rows: Sequence[int]) -> Iterator[Sample]:
@@ -126,6 +128,12 @@ def _kind(op: Op, sample: Sample) -> Any:
     )
 
 
+def words_of(error: BaseException) -> str:
+    """Return an error's text and the line of code that raised it, which is all that an `assert` may have."""
+    raised_by = traceback.extract_tb(error.__traceback__)[-1:]
+    return " ".join([str(error), *(frame.line or "" for frame in raised_by)]).strip()
+
+
 def first_line(error: Any) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
 
@@ -163,8 +171,7 @@ def require_accurate(
     errors count as its too: where tensors are split among processes, products of fewer rows add up in another order. It
     is called if need be.
     """
-    dtype = next(t.dtype for t in actual.inputs.values() if t.is_floating_point())
-    factor = tolerance_of(op, dtype).factor
+    factor = tolerance_of(op, float_dtype(op, sample)).factor
     reference = reference_for(op, sample, actual, grads)
     formula_bound = None if op.error_bound is None else op.error_bound(**(op.bind(sample) | actual.inputs))
     for i, output in enumerate(actual.outputs):
@@ -179,11 +186,32 @@ def _require_accurate(
 ) -> None:  # fmt: skip
     if actual is None or reference.composition[i] is None or reference.exact[i] is None:
         raise BrokenPromise(f"{reference.sample}: {name} is missing")
-    violation = (
-        violation_of(reference, i, actual, factor, compositions, formula_bound) if actual.is_floating_point() else None
-    )
+    if actual.is_floating_point():
+        violation = violation_of(reference, i, actual, factor, compositions, formula_bound)
+    else:
+        violation = None if actual.is_complex() else _wrong_integer(reference, i, actual)
     if violation is not None:
         raise BrokenPromise(f"{reference.sample}: {name}: {violation}")
+
+
+def _wrong_integer(reference: Reference, i: int, actual: Tensor) -> str | None:
+    """Return how integers or booleans differ from the reference's where those do not depend on the inputs' rounding."""
+    composition, exact = reference.composition[i], reference.exact[i]
+    assert composition is not None
+    assert exact is not None
+    if actual.shape != composition.shape:
+        return f"the shape is {tuple(actual.shape)} where {tuple(composition.shape)} is right"
+    wrong = (actual != composition) & (actual != exact)
+    if not bool(wrong.any()):
+        return None
+    for results in reference.near(i):
+        for result in results:
+            wrong &= result == composition
+    if not bool(wrong.any()):
+        return None
+    index = int(wrong.flatten().nonzero()[0])
+    found, right = actual.flatten()[index].item(), composition.flatten()[index].item()
+    return f"element {index} is {found} where {right} is right"
 
 
 def violation_of(

@@ -4,13 +4,24 @@ Here are those about values; the others are in modules of their own. The numbers
 docs/how-it-works.md.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from llmk.opcheck.calls import call, first_line, float_dtype, incoming_gradients, one_of_each, require_accurate, resized
+from llmk.opcheck.adapters import Adapted
+from llmk.opcheck.calls import (
+    call,
+    first_line,
+    float_dtype,
+    incoming_gradients,
+    one_of_each,
+    require_accurate,
+    resized,
+    words_of,
+)
 from llmk.opcheck.compile_promises import (
     clean_graph,
     compiled,
@@ -29,7 +40,16 @@ from llmk.opcheck.gradient_promises import (
     strided_gradient,
     undefined_gradients,
 )
-from llmk.opcheck.inputs import BrokenPromise, as_list, differentiable_inputs, prepare, same_bits, same_results, spread
+from llmk.opcheck.inputs import (
+    BrokenPromise,
+    NothingToCheck,
+    as_list,
+    differentiable_inputs,
+    prepare,
+    same_bits,
+    same_results,
+    spread,
+)
 from llmk.opcheck.kernel_promises import (
     any_program_order,
     every_kernel_ends,
@@ -42,18 +62,24 @@ from llmk.opcheck.nan_fill import nan_filled, require_all_written
 from llmk.opcheck.refusal_promises import refuses_transforms, second_derivatives
 from llmk.opcheck.setting_promises import another_thread, default_device, default_dtype, other_device
 from llmk.registry import Op, Sample, set_short_path_enabled
+from llmk.registry.private.operators import is_overload
 
 Promise = Callable[[Op, Sequence[Sample]], None]
 
 
 def torch_opcheck(op: Op, samples: Sequence[Sample]) -> None:
     """torch.library.opcheck with all of its test utilities; a sample of each kind will do after float32."""
+    operator = op.overload.operator if isinstance(op.overload, Adapted) else op.overload
+    if not is_overload(operator):
+        raise NothingToCheck
     for sample in samples if float_dtype(op, samples[0]) == torch.float32 else one_of_each(op, samples):
         if any(result is not None and bool(result.isnan().any()) for result in call(op, sample).results()):
             continue  # torch.library.opcheck holds NaN unequal to itself; the accuracy rule does look at it
         args, kwargs, _ = prepare(op, sample, differentiable_inputs(op, sample))
+        if isinstance(op.overload, Adapted):
+            args, kwargs = op.overload.own_arguments(args, kwargs)
         results = torch.library.opcheck(
-            cast(Any, op.overload),
+            cast(Any, operator),
             tuple(args),
             kwargs,
             test_utils=("test_schema", "test_autograd_registration", "test_faketensor",
@@ -131,10 +157,16 @@ def _transposed(tensor: Tensor) -> Tensor:
 
 
 def strided_inputs(op: Op, samples: Sequence[Sample]) -> None:
-    """2: inputs of any strides."""
+    """2: inputs of any strides; another's operator than llmk's may refuse those that are not contiguous in words."""
     for sample in samples:
         for change in (spread, _transposed):
-            require_accurate(op, sample, call(op, sample, change=change))
+            try:
+                outcome = call(op, sample, change=change)
+            except Exception as error:
+                if op.is_own or not re.search("contiguous|stride", words_of(error)):
+                    raise
+            else:
+                require_accurate(op, sample, outcome)
 
 
 def edge_rows(op: Op, samples: Sequence[Sample]) -> None:
@@ -211,3 +243,14 @@ IN_ONE_DTYPE: frozenset[Promise] = frozenset({
     no_recompile, exported_trains, other_device,
 })  # fmt: skip
 """Promises about an operator's formulas, not its numbers: checked in the first dtype only."""
+
+HABITS: frozenset[Promise] = frozenset({
+    same_on_short_path, clean_graph, exported_trains, refuses_transforms, no_float_atomics,
+})  # fmt: skip
+"""Promises of llmk's operators that PyTorch asks of none: another's are checked where they are named."""
+
+COMPILED: frozenset[Promise] = frozenset({
+    compiled_samples, compiled_shapes, no_recompile, clean_graph, exported_trains, compiled, default_dtype,
+    default_device,
+})  # fmt: skip
+"""Promises for which Dynamo traces the call."""

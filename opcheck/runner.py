@@ -1,6 +1,7 @@
 """Running the promises over operators, dtypes and paths."""
 
 import contextlib
+import dataclasses
 import time
 import traceback
 import warnings
@@ -9,17 +10,24 @@ from dataclasses import dataclass
 
 import torch
 
+from llmk.opcheck.adapters import Adapted, adapted
+from llmk.opcheck.availability import what_else_runs_it
 from llmk.opcheck.inputs import BrokenPromise, NothingToCheck, watched_by
 from llmk.opcheck.promises import (
     ASKED_PROMISES,
+    COMPILED,
     GPU_PROMISES,
+    HABITS,
     IN_ONE_DTYPE,
     INTERPRETER_PROMISES,
     PROMISES,
     Promise,
 )
+from llmk.opcheck.samples import GivenSamples, samples_from
 from llmk.registry import Op, Sample
 from llmk.registry.backends import INTERPRET
+from llmk.registry.private.compilers import triton_ops_as_nodes
+from llmk.registry.private.operators import is_overload
 
 Check = tuple[str, str, str]
 """Operator, dtype and promise."""
@@ -74,19 +82,27 @@ def path_taken(device: torch.device) -> str:
 
 def check(
     op: Op,
+    samples: GivenSamples | None = None,
     *,
     device: torch.device | str = "cpu",
     dtypes: Sequence[torch.dtype] | None = None,
+    only: Sequence[str] | None = None,
+    skip: Sequence[str] = (),
     promises: Sequence[str] | None = None,
     progress: Callable[[str], None] = lambda message: None,
 ) -> list[Result]:
-    """Check every promise of an operator.
+    """Check every promise of an operator; `assert_passes` is the same for a test.
 
     Args:
         op: Its record; for an operator of your own, build a `llmk.registry.Op`.
+        samples: The calls to make instead of the record's: a function of device and dtype as the record has it, or a
+            list, of which each is a `llmk.registry.Sample` or a tuple of arguments. The tensors of a list are moved to
+            the device, and those that are floating to each dtype.
         device: Where.
         dtypes: In which dtypes; all of the record's by default.
-        promises: Which promises, by name; all by default, but those that are only asked by name.
+        only: Which promises, by name; all by default, but those that are only asked by name.
+        skip: Which promises to leave out, by name.
+        promises: The same as `only`.
         progress: Called with a line before each check.
 
     Returns:
@@ -95,12 +111,15 @@ def check(
     Raises:
         ValueError: There is no promise of such a name.
     """
+    if samples is not None:
+        op = dataclasses.replace(op, samples=samples_from(samples))
 
     def on_begin(now: RunningCheck) -> None:
         if not now.sample:
             progress(str(now))
 
-    return list(checks(op, torch.device(device), dtypes, promises, on_begin))
+    wanted = only if only is not None else promises
+    return list(checks(op, torch.device(device), dtypes, wanted, on_begin, skip=skip))
 
 
 def promise_named(name: str) -> Promise:
@@ -110,13 +129,29 @@ def promise_named(name: str) -> Promise:
     return known[name]
 
 
-def promises_for(device: torch.device, names: Sequence[str] | None = None) -> list[Promise]:
+def promises_for(
+    device: torch.device, names: Sequence[str] | None = None, skip: Sequence[str] = ()
+) -> list[Promise]:  # fmt: skip
+    """Return the promises to check, in opcheck's order: all by default but for those that are only asked by name."""
+    left_out = [promise_named(name) for name in skip]
     known = INTERPRETER_PROMISES if path_taken(device) == "interpreter" else ()
     known += PROMISES + (GPU_PROMISES if device.type == "cuda" else ())
-    if names is None:
-        return list(known)
-    wanted = [promise_named(name) for name in names]
-    return [promise for promise in known + ASKED_PROMISES if promise in wanted]
+    if names is not None:
+        wanted = [promise_named(name) for name in names]
+        known = tuple(promise for promise in known + ASKED_PROMISES if promise in wanted)
+    return [promise for promise in known if promise not in left_out]
+
+
+def applies(promise: Promise, op: Op) -> bool:
+    """Return False for what only llmk's own promise, and where Dynamo would have to trace interpreted kernels."""
+    if op.is_own:
+        return True
+    traceable = not INTERPRET or not isinstance(op.overload, Adapted) or is_overload(op.overload.operator)
+    return promise not in HABITS and (traceable or promise not in COMPILED)
+
+
+RUNS = "runs"
+"""The name of the check before all promises: the operator has code for this path."""
 
 
 def checks(
@@ -126,13 +161,27 @@ def checks(
     names: Sequence[str] | None,
     on_begin: Callable[[RunningCheck], None],
     done: Collection[Check] = (),
+    *,
+    skip: Sequence[str] = (),
 ) -> Iterator[Result]:
-    """The results one by one, but for checks that are done; `on_begin` gets each check and sample as it begins."""
+    """The results one by one, but for checks that are done; `on_begin` gets each check and sample as it begins.
+
+    An operator that has no code for the path gets one result, with nothing checked, that says what has.
+    """
+    op = adapted(op, device, dtypes or op.dtypes)
+    chosen = [promise for promise in promises_for(device, names, skip) if names or applies(promise, op)]
     for place, dtype in enumerate(dtypes or op.dtypes):
         dtype_name = str(dtype).removeprefix("torch.")
         torch.manual_seed(0)
         samples = list(op.samples(device, dtype))
-        for promise in promises_for(device, names):
+        if samples and not op.is_own and (op.name, dtype_name, RUNS) not in done:
+            on_begin(RunningCheck(op.name, dtype_name, RUNS))
+            with _around(op, device):
+                elsewhere = what_else_runs_it(op, samples[0])
+            if elsewhere is not None:
+                yield Result(op.name, str(device), dtype_name, path_taken(device), RUNS, True, elsewhere, 0.0, calls=0)
+                return
+        for promise in chosen:
             name = promise.__name__
             if (op.name, dtype_name, name) in done or (place and promise in IN_ONE_DTYPE):
                 continue
@@ -159,7 +208,7 @@ def _check_one(
     message = ""
     try:
         with watched_by(watch):
-            _run(promise, op, samples)
+            _run(promise, op, samples, device)
     except NothingToCheck:
         calls = 0
     except BrokenPromise as error:
@@ -171,14 +220,27 @@ def _check_one(
     return Result(op.name, str(device), dtype, path_taken(device), name, not message, message, seconds, calls)
 
 
-def _run(promise: Promise, op: Op, samples: Sequence[Sample]) -> None:
+def _run(promise: Promise, op: Op, samples: Sequence[Sample], device: torch.device) -> None:
     if not samples:
         raise BrokenPromise("the record yields no samples")
+    with _around(op, device):
+        promise(op, samples)
+
+
+@contextlib.contextmanager
+def _around(op: Op, device: torch.device) -> Iterator[None]:
+    """Without torch's own warnings: a wrong result is what counts here.
+
+    In Triton's interpreter a wild store is told instead of ending the process. And on a CPU no compiled graph can hold
+    a launch, so another's triton_op, whose body is launches, is a node of it; llmk's have a body for a CPU.
+    """
     with contextlib.ExitStack() as around:
         around.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # torch's own; a wrong result is what counts here
-        if INTERPRET:  # a wild store is told here instead of ending the process
+        warnings.simplefilter("ignore")
+        if INTERPRET:
             from llmk.opcheck.interpreter import watched
 
             around.enter_context(watched())
-        promise(op, samples)
+        if device.type == "cpu" and not op.is_own:
+            around.enter_context(triton_ops_as_nodes())
+        yield

@@ -113,6 +113,11 @@ class Op:
         """The Python function of one of llmk's own, which `llmk.functional` may offer."""
         return getattr(sys.modules[self.module], self.name)
 
+    @property
+    def is_own(self) -> bool:
+        """True for an operator of llmk's, which promises more than PyTorch asks of everybody's."""
+        return bool(self.module)
+
     def argument_names(self) -> list[str]:
         return [argument.name for argument in self.schema.arguments]
 

@@ -1,5 +1,6 @@
 """Dynamo, AOTAutograd and Inductor; what takes a second to import is looked up where it is asked for."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint
@@ -28,6 +29,11 @@ def substituted(size: torch.SymInt, values: Mapping[str, int]) -> int:
     """The size where its symbols have these values."""
     expression = size.node.expr
     return int(expression.subs({symbol: values[symbol.name] for symbol in expression.free_symbols}))
+
+
+def triton_ops_as_nodes() -> contextlib.AbstractContextManager[Any]:
+    """AOTAutograd keeps each `torch.library.triton_op` as one node inside, where it would trace the launches in it."""
+    return required("torch._functorch.config.patch")(decompose_custom_triton_ops=False)
 
 
 def cache_folder() -> str | None:

@@ -16,6 +16,23 @@ def schema_of(overload: Any) -> torch.FunctionSchema:
     return attribute(overload, "_schema", lambda overload: public(overload, return_schemas=True)[1][0])
 
 
+_Overload: Any = find("torch._ops.OpOverload", ())
+
+
+def overload_of(operator: Any) -> Any:
+    """Return the overload behind a packet of one or what `torch.library.custom_op` returns; others as they are."""
+    operator = attribute(operator, "_opoverload", lambda operator: operator)
+    if not is_overload(operator) and callable(getattr(operator, "overloads", None)):
+        names = operator.overloads()
+        return getattr(operator, names[0]) if len(names) == 1 else operator.default
+    return operator
+
+
+def is_overload(operator: Any) -> bool:
+    """Return True for an operator that the dispatcher knows, with a schema."""
+    return isinstance(operator, _Overload)
+
+
 _FunctionalTensorMode = find("torch._subclasses.functional_tensor.FunctionalTensorMode")
 
 

@@ -52,6 +52,12 @@ class _NoMode:
 
 DispatchMode: Any = find("torch.utils._python_dispatch.TorchDispatchMode", _NoMode)
 FakeTensorMode = required("torch._subclasses.fake_tensor.FakeTensorMode")
+_FakeTensor: Any = find("torch._subclasses.fake_tensor.FakeTensor", ())
+
+
+def has_numbers(tensor: torch.Tensor) -> bool:
+    """Return False for a fake tensor and one on the meta device, which have sizes alone."""
+    return not (tensor.is_meta or isinstance(tensor, _FakeTensor))
 
 
 def _multiply_for(cycles: int) -> None:

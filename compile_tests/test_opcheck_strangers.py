@@ -1,0 +1,154 @@
+"""opcheck on operators that are not llmk's: right ones keep what PyTorch asks of them, in every way of registering."""
+
+import dataclasses
+
+import pytest
+import torch
+from pages import ROOT, blocks
+from torch import Tensor
+
+from compile_tests import strangers
+from llmk.opcheck import check
+from llmk.opcheck.adapters import adapted
+from llmk.opcheck.calls import call
+from llmk.opcheck.promises import HABITS
+from llmk.opcheck.reports import notes
+from llmk.registry import OPS, Op, Sample
+from llmk.registry.backends import INTERPRET
+
+CPU = torch.device("cpu")
+RIGHT = {op.name: op for op in vars(strangers).values() if isinstance(op, Op)}
+TRITON = ("add", "mysin", "softmax", "scale_")
+NO_CPU_CODE = ("add", "softmax", "scale_")
+SLOW = ("compiled", "no_recompile", "default_dtype", "default_device")
+"""What takes most of the time; `make strangers` checks it."""
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_one_keeps_every_promise(name: str) -> None:
+    if name not in TRITON and INTERPRET:
+        pytest.skip("the other run has it: no kernel is interpreted")
+    results = check(RIGHT[name], dtypes=[torch.float32], skip=SLOW)
+    assert [result for result in results if not result.passed] == []
+    if name in NO_CPU_CODE and not INTERPRET:
+        assert len(results) == 1
+    else:
+        verdicts = {result.promise: result.verdict for result in results}
+        assert verdicts["values_and_gradients"] == "kept"
+        assert verdicts["torch_opcheck"] == ("empty" if name == "exp" else "kept")
+
+
+def test_no_code_for_a_cpu_is_said_once() -> None:
+    results = check(RIGHT["softmax"], dtypes=[torch.float32])
+    if INTERPRET:
+        pytest.skip("there it runs")
+    (note,) = notes(results)
+    assert note.startswith(
+        "softmax (reference): no CPU version: `--path interpreter`, or a GPU (RuntimeError: 0 active"
+    )
+
+
+@torch.library.custom_op("strangers::asserts_cuda", mutates_args=())
+def asserts_cuda(x: Tensor) -> Tensor:
+    assert x.is_cuda
+    return x.clone()
+
+
+@torch.library.custom_op("strangers::raises", mutates_args=())
+def raises(x: Tensor) -> Tensor:
+    raise RuntimeError("an index is out of range")
+
+
+def test_a_device_that_is_asked_for_is_no_broken_promise() -> None:
+    refused = strangers.record(asserts_cuda, lambda x: x, dtypes=(torch.float32,))
+    (result,) = check(refused)
+    assert result.verdict == "empty"
+    assert result.message.startswith("no CPU version: `--path interpreter`, or a GPU (AssertionError")
+    (result,) = check(strangers.record(raises, lambda x: x, dtypes=(torch.float32,)), only=["deterministic"])
+    assert result.verdict == "broken"
+
+
+def test_habits_of_llmk_are_asked_of_others_by_name_only() -> None:
+    op = dataclasses.replace(RIGHT["mul"], dtypes=(torch.float32,))
+    skipped = {promise.__name__ for promise in HABITS}
+    kept = {result.promise for result in check(op, skip=[*SLOW, "torch_opcheck", "compiled_samples"])}
+    assert kept & skipped == set()
+    (result,) = check(op, only=["refuses_transforms"])
+    assert result.promise == "refuses_transforms"
+    assert OPS["add"].is_own
+    assert not op.is_own
+
+
+def test_the_documentations_example_passes() -> None:
+    names: dict[str, object] = {}
+    code = next(text for _, text in blocks(ROOT / "docs" / "opcheck.md", "python") if "custom_op" in text)
+    exec(compile(code, "opcheck.md", "exec"), names)
+    op = names["SCALED_SQUARE"]
+    assert isinstance(op, Op)
+    assert [result for result in check(op, dtypes=[torch.float32], skip=["compiled"]) if not result.passed] == []
+
+
+def test_mutated_arguments_are_results() -> None:
+    """And what the caller gave keeps its numbers."""
+    op = adapted(RIGHT["add_out"], CPU, [torch.float32])
+    (sample,) = op.samples(CPU, torch.float32)
+    before = sample.kwargs["out"].clone()
+    outcome = call(op, sample)
+    (result,) = outcome.outputs
+    assert torch.equal(result, sample.args[0] + sample.args[1])
+    assert torch.equal(sample.kwargs["out"], before)
+
+
+def test_lists_are_arguments_of_their_own() -> None:
+    op = adapted(RIGHT["concat"], CPU, [torch.float32])
+    assert op.argument_names() == ["xs_0", "xs_1", "xs_2", "dim"]
+    assert op.differentiable == ("xs_0", "xs_1", "xs_2")
+    two, three = op.samples(CPU, torch.float32)
+    assert two.args[2] is None
+    outcome = call(op, three, ["xs_1"])
+    assert list(outcome.gradients) == ["xs_1"]
+    assert outcome.outputs[0].shape == (3, 18)
+
+
+def test_a_record_of_the_one_form_is_not_changed() -> None:
+    assert adapted(OPS["add"], CPU, [torch.float32]) is OPS["add"]
+
+
+def test_what_is_wrong_with_another_form_is_found() -> None:
+    """The reference of a mutating operator, a list's gradient and an integer result count."""
+
+    def first_broken(op: Op) -> str:
+        results = check(op, dtypes=[torch.float32], only=["values_and_gradients"])
+        return results[0].message
+
+    def reference_sin(x: Tensor) -> None:
+        x.cos_()
+
+    def reference_concat(xs: list[Tensor], dim: int) -> Tensor:
+        return torch.cat([2 * xs[0], *xs[1:]], dim) - torch.cat(
+            [xs[0].detach(), *(torch.zeros_like(x) for x in xs[1:])], dim
+        )
+
+    def reference_max(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.max(-1).values, x.max(-1).indices + 1
+
+    assert "output 0" in first_broken(dataclasses.replace(RIGHT["sin_inplace"], reference=reference_sin))
+    assert "gradient of xs_0" in first_broken(dataclasses.replace(RIGHT["concat"], reference=reference_concat))
+    assert "output 1: element 0 is " in first_broken(
+        dataclasses.replace(RIGHT["max_and_index"], reference=reference_max)
+    )
+
+
+def test_integers_may_depend_on_the_inputs_rounding() -> None:
+    """Of two equal elements either index is right."""
+
+    def last_of_the_largest(x: Tensor) -> tuple[Tensor, Tensor]:
+        values, indices = x.flip(-1).max(-1)
+        return values, x.shape[-1] - 1 - indices
+
+    op = dataclasses.replace(RIGHT["max_and_index"], reference=last_of_the_largest, differentiable=())
+    for row in ([1.0, 0.0, 1.0], [2.0, 2.0, 1.0]):
+        sample = Sample((torch.tensor([row], dtype=torch.float32, device="cpu"),), why="a row")
+        (result,) = check(op, [sample], dtypes=[torch.float32], only=["values_and_gradients"])
+        assert result.passed, result.message

@@ -1,0 +1,227 @@
+"""Brings whatever PyTorch can call to the one form that the promises check: tensors by name in, fresh tensors out.
+
+- An operator that mutates arguments is called on clones of them, and their new values are results after its own, as
+  PyTorch's functionalization has it.
+- A list of tensors becomes an argument for each of them, `xs_0` and so on, None where a sample's list is shorter.
+- Of what it returns the tensors count, in order, those in lists too.
+- An `OpOverloadPacket`, what `torch.library.custom_op` and `triton_op` return, and a plain function have no schema: the
+  first two stand for an overload, and a function's arguments are those of its signature.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmk.registry import Op, Sample
+from llmk.registry.private.operators import is_overload, overload_of, schema_of
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An argument of a call, as `torch.FunctionSchema` describes it."""
+
+    name: str
+    kwarg_only: bool = False
+    default: tuple[Any, ...] = ()
+
+    @property
+    def default_value(self) -> Any:
+        return self.default[0] if self.default else None
+
+    def has_default_value(self) -> bool:
+        return bool(self.default)
+
+
+@dataclass(frozen=True)
+class CallSchema:
+    """The arguments of a call, and its results."""
+
+    name: str
+    arguments: Sequence[Argument]
+    returns: Sequence[str]
+
+
+@dataclass(frozen=True)
+class _Form:
+    """The arguments of an operator: which it mutates, and the most tensors in each that is a list."""
+
+    name: str
+    arguments: Sequence[Argument]
+    mutated: frozenset[str] = frozenset()
+    lists: Mapping[str, int] = field(default_factory=dict)
+
+    def parts(self, name: str) -> list[str]:
+        return [f"{name}_{i}" for i in range(self.lists[name])] if name in self.lists else [name]
+
+    def flat_arguments(self) -> list[Argument]:
+        """An argument for each tensor of a list; none of the positional ones before it has a default then."""
+        last = max((i for i, argument in enumerate(self.arguments) if argument.name in self.lists), default=-1)
+        flat: list[Argument] = []
+        for i, argument in enumerate(self.arguments):
+            default = () if i <= last and not argument.kwarg_only else argument.default
+            flat += [Argument(name, argument.kwarg_only, default) for name in self.parts(argument.name)]
+        return flat
+
+    def flat_sample(self, sample: Sample) -> Sample:
+        if not self.lists:
+            return sample
+        given = dict(zip((argument.name for argument in self.arguments), sample.args, strict=False)) | sample.kwargs
+        args, kwargs = [], {}
+        for argument in self.arguments:
+            if argument.name not in given and not argument.has_default_value():
+                continue
+            value = given.get(argument.name, argument.default_value)
+            for place, name in enumerate(self.parts(argument.name)):
+                part = value
+                if argument.name in self.lists:
+                    part = value[place] if place < len(value) else None
+                if argument.kwarg_only:
+                    kwargs[name] = part
+                else:
+                    args.append(part)
+        return Sample(tuple(args), kwargs, why=sample.why)
+
+    def call(self, fn: Callable[..., Any], names: Sequence[str]) -> Callable[..., list[Tensor]]:
+        """The function with flat arguments of these names, which are the form's own in their order."""
+
+        def call(*args: Any, **kwargs: Any) -> list[Tensor]:
+            positional, named = self.own_arguments(dict(zip(names, args, strict=False)) | kwargs)
+            outputs = list(_tensors_in(fn(*positional, **named)))
+            given = named | dict(zip((argument.name for argument in self.arguments), positional, strict=False))
+            return outputs + [tensor for name in self.mutated_in_order() for tensor in _tensors_in(given.get(name))]
+
+        return call
+
+    def mutated_in_order(self) -> list[str]:
+        return [argument.name for argument in self.arguments if argument.name in self.mutated]
+
+    def own_arguments(self, flat: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """The operator's own arguments, clones of those that it mutates."""
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        by_position = True
+        for argument in self.arguments:
+            parts = self.parts(argument.name)
+            if parts and parts[0] not in flat:
+                by_position = False  # what follows is given by its name
+                continue
+            value = [flat[part] for part in parts]
+            if argument.name in self.lists:
+                value = [part for part in value if part is not None]
+            if argument.name in self.mutated:
+                value = [part.clone() if isinstance(part, Tensor) else part for part in value]
+            given = value if argument.name in self.lists else value[0]
+            if by_position and not argument.kwarg_only:
+                args.append(given)
+            else:
+                kwargs[argument.name] = given
+        return args, kwargs
+
+
+class Adapted:
+    """An operator behind a call of the one form."""
+
+    def __init__(self, operator: Any, form: _Form, returns: Sequence[str]) -> None:
+        self.operator = operator
+        self.form = form
+        flat = form.flat_arguments()
+        self._schema = CallSchema(form.name, flat, returns)
+        self._call = form.call(operator, [argument.name for argument in flat])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> list[Tensor]:
+        return self._call(*args, **kwargs)
+
+    def own_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """The operator's own arguments, of those of a call."""
+        names = [argument.name for argument in self._schema.arguments]
+        return self.form.own_arguments(dict(zip(names, args, strict=False)) | dict(kwargs))
+
+
+def adapted(op: Op, device: torch.device, dtypes: Sequence[torch.dtype]) -> Op:
+    """Return the record of an operator in the one form; itself if it has that form already."""
+    if isinstance(op.overload, Adapted):
+        return op
+    operator = overload_of(op.overload)
+    registered = is_overload(operator)
+    form = _form_of_schema(operator) if registered else _form_of_function(operator)
+    samples = [sample for dtype in dtypes for sample in op.samples(device, dtype)]
+    form = dataclasses.replace(form, lists=_list_lengths(form, samples))
+    plain = registered and not form.mutated and not form.lists and _returns_tensors(operator)
+    if plain:
+        return op if operator is op.overload else dataclasses.replace(op, overload=operator)
+    names = [argument.name for argument in form.flat_arguments()]
+    reference = form.call(op.reference, names)
+    returns = []
+    if samples:
+        first = form.flat_sample(samples[0])
+        with torch.no_grad():
+            returns = [f"output {i}" for i, _ in enumerate(reference(*first.args, **first.kwargs))]
+
+    def flat_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+        return (form.flat_sample(sample) for sample in op.samples(device, dtype))
+
+    def flat_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
+        assert op.resized is not None
+        return form.flat_sample(op.resized(rows, device, dtype))
+
+    return dataclasses.replace(
+        op,
+        overload=Adapted(operator, form, returns),
+        reference=reference,
+        samples=flat_samples,
+        resized=flat_resized if op.resized is not None else None,
+        differentiable=tuple(part for name in op.differentiable for part in form.parts(name)),
+    )
+
+
+def _form_of_schema(operator: Any) -> _Form:
+    schema = schema_of(operator)
+    arguments = [
+        Argument(argument.name, argument.kwarg_only, (argument.default_value,) * argument.has_default_value())
+        for argument in schema.arguments
+    ]
+    mutated = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    return _Form(schema.name, arguments, frozenset(mutated))
+
+
+def _form_of_function(function: Callable[..., Any]) -> _Form:
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) for parameter in parameters):
+        raise TypeError(f"overload: {function} takes *args or **kwargs, and opcheck calls arguments by their names")
+    arguments = [
+        Argument(
+            parameter.name,
+            parameter.kind is parameter.KEYWORD_ONLY,
+            () if parameter.default is parameter.empty else (parameter.default,),
+        )
+        for parameter in parameters
+    ]
+    return _Form(getattr(function, "__qualname__", repr(function)), arguments)
+
+
+def _list_lengths(form: _Form, samples: Sequence[Sample]) -> dict[str, int]:
+    """The most tensors in each argument that is a list of tensors in a sample."""
+    names = [argument.name for argument in form.arguments]
+    lengths: dict[str, int] = {}
+    for sample in samples:
+        for name, value in (dict(zip(names, sample.args, strict=False)) | sample.kwargs).items():
+            if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
+                lengths[name] = max(lengths.get(name, 0), len(value))
+    return lengths
+
+
+def _returns_tensors(operator: Any) -> bool:
+    return all(str(result.type) == "Tensor" for result in schema_of(operator).returns)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors_in(item)

@@ -1,0 +1,29 @@
+"""Whether an operator runs at all on the path that a process takes."""
+
+import re
+
+from llmk.opcheck.calls import call, device_of, words_of
+from llmk.registry import Op, Sample
+from llmk.registry.backends import INTERPRET
+
+_NAMES_DEVICE = re.compile(r"active drivers|'CPU' backend|cpu tensor|\b(is_)?cuda\b|\bgpus?\b", re.IGNORECASE)
+_ON_A_CPU = "no CPU version: `--path interpreter`, or a GPU"
+_IN_THE_INTERPRETER = "does not run in Triton's interpreter: a GPU"
+
+
+def what_else_runs_it(op: Op, sample: Sample) -> str | None:
+    """Return what to do where an operator has no code for a CPU; None where it has, right or wrong.
+
+    It has none if a plain call on a CPU raises an error that names a device, or a line of code that asks for one does.
+    """
+    if device_of(op, sample).type != "cpu":
+        return None
+    try:
+        call(op, sample, ())
+    except Exception as error:
+        words = words_of(error)
+        if _NAMES_DEVICE.search(words):
+            advice = _IN_THE_INTERPRETER if INTERPRET else _ON_A_CPU
+            first = words.partition("\n")[0]
+            return f"{advice} ({type(error).__name__}: {first})"
+    return None

@@ -1,0 +1,163 @@
+"""What a run says: the table and the paragraphs on a terminal, JSON, the page, JUnit's XML and GitHub's annotations."""
+
+import datetime
+import json
+import platform
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import torch
+import triton
+
+import llmk
+from llmk.opcheck.page import page
+from llmk.opcheck.runner import Result, check
+from llmk.opcheck.samples import GivenSamples
+from llmk.registry import Op
+
+Place = tuple[str, int]
+"""A file and a line in it."""
+
+
+def table(results: Sequence[Result]) -> str:
+    """A line for each operator, path and dtype: how many promises it keeps."""
+    lines = [f"{'op':<26}{'path':<14}{'dtype':<11}{'kept':>7}{'seconds':>10}"]
+    for (op, path, dtype), group in _grouped(results):
+        checked = [result for result in group if result.verdict != "empty"]
+        kept = sum(result.passed for result in checked)
+        mark = "" if kept == len(checked) else "  BROKEN"
+        seconds = sum(result.seconds for result in group)
+        lines.append(f"{op:<26}{path:<14}{dtype:<11}{f'{kept}/{len(checked)}':>7}{seconds:>10.1f}{mark}")
+    return "\n".join(lines)
+
+
+def notes(results: Sequence[Result]) -> Iterator[str]:
+    """A line for each operator that a path has no code for."""
+    for result in results:
+        if result.verdict == "empty" and result.message:
+            yield f"{result.op} ({result.path}): {result.message}"
+
+
+def paragraphs(results: Sequence[Result]) -> Iterator[tuple[Result, str]]:
+    """A paragraph for each broken promise."""
+    for result in results:
+        if not result.passed:
+            head = f"{result.op} {result.dtype} ({result.path}) breaks {result.promise}:"
+            yield result, f"{head}\n  {result.message}"
+
+
+def _grouped(results: Sequence[Result]) -> Iterable[tuple[tuple[str, str, str], list[Result]]]:
+    groups: dict[tuple[str, str, str], list[Result]] = {}
+    for result in results:
+        groups.setdefault((result.op, result.path, result.dtype), []).append(result)
+    return groups.items()
+
+
+def report(results: Sequence[Result], device: torch.device) -> dict[str, Any]:
+    return {
+        "llmk": llmk.__version__,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})",
+        "date": datetime.date.today().isoformat(),
+        "paths": sorted({result.path for result in results}),
+        "results": [asdict(result) for result in results],
+    }
+
+
+def junit(results: Sequence[Result]) -> str:
+    """JUnit's XML: a test suite for each operator, path and dtype, a test case for each promise."""
+    root = ElementTree.Element("testsuites", name="llmk.opcheck")
+    for (op, path, dtype), group in _grouped(results):
+        counts = {
+            "tests": len(group),
+            "failures": sum(not result.passed for result in group),
+            "skipped": sum(result.verdict == "empty" for result in group),
+            "errors": 0,
+        }
+        suite = ElementTree.SubElement(root, "testsuite", name=f"{op} {dtype} ({path})")
+        suite.attrib |= {name: str(count) for name, count in counts.items()}
+        suite.set("time", f"{sum(result.seconds for result in group):.3f}")
+        for result in group:
+            case = ElementTree.SubElement(suite, "testcase", classname=f"{op}.{path}.{dtype}", name=result.promise)
+            case.set("time", f"{result.seconds:.3f}")
+            if not result.passed:
+                ElementTree.SubElement(case, "failure", message=_one_line(result.message)).text = _xml(result.message)
+            elif result.verdict == "empty":
+                ElementTree.SubElement(case, "skipped", message="nothing to check")
+    ElementTree.indent(root)
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
+
+
+def _one_line(text: str) -> str:
+    return _xml(text.partition("\n")[0])
+
+
+def _xml(text: str) -> str:
+    """The text without the control characters that XML has no way to write."""
+    return "".join(char for char in text if char in "\t\n" or char >= " ")
+
+
+def annotations(results: Sequence[Result], places: dict[str, Place]) -> Iterator[str]:
+    """GitHub's workflow commands, which show each paragraph at the line where the operator's reference begins."""
+    for result, text in paragraphs(results):
+        head, _, body = text.partition("\n")
+        where = ""
+        if result.op in places:
+            file, line = places[result.op]
+            where = f"file={_property(file)},line={line},"
+        yield f"::error {where}title={_property(head)}::{_data(body.strip())}"
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")
+
+
+def write_reports(
+    results: Sequence[Result],
+    device: torch.device,
+    *,
+    as_json: Path | None,
+    as_html: Path | None,
+    as_junit: Path | None,
+) -> None:
+    about = report(results, device)
+    for file, text in (
+        (as_json, lambda: json.dumps(about, indent=1) + "\n"),
+        (as_html, lambda: page(about)),
+        (as_junit, lambda: junit(results)),
+    ):
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text(), encoding="utf-8")
+
+
+def assert_passes(
+    op: Op,
+    samples: GivenSamples | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    dtypes: Sequence[torch.dtype] | None = None,
+    only: Sequence[str] | None = None,
+    skip: Sequence[str] = (),
+) -> list[Result]:
+    """Check an operator as `check` does, in a test: the results, if every promise is kept.
+
+    Raises:
+        AssertionError: A promise is broken, or nothing was checked; its text is the report of the command line.
+        ValueError: There is no promise of such a name.
+    """
+    results = check(op, samples, device=device, dtypes=dtypes, only=only, skip=skip)
+    if any(not result.passed for result in results):
+        raise AssertionError("\n\n".join([table(results), *(text for _, text in paragraphs(results))]))
+    if all(result.verdict == "empty" for result in results):
+        raise AssertionError(f"{op.name}: nothing was checked: no promise of those asked for applies here")
+    return results
