@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch._dynamo.testing import AotEagerAndRecordGraphs
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+from compile_tests.helpers.rank_processes import start_ranks
 from llmk.opcheck.calls import incoming_gradients, require_accurate
 from llmk.opcheck.inputs import BrokenPromise, Outcome
 from llmk.registry import OPS, PARTIAL, KernelOp, Op, Sample, replicate_only
@@ -31,7 +31,7 @@ Way = tuple[Placement, ...]
 def in_processes(check: Callable[[DeviceMesh], Iterable[str]], mesh_shape: tuple[int, ...], folder: Path) -> list[str]:
     """Run `check(mesh)` in a process for each place of a mesh: what they found wrong, also by raising."""
     world = torch.Size(mesh_shape).numel()
-    mp.spawn(_process, (check, mesh_shape, str(folder)), nprocs=world)  # type: ignore[attr-defined]
+    start_ranks(_process, (check, mesh_shape, str(folder)), world)
     return [line for rank in range(world) for line in json.loads((folder / f"{rank}.json").read_text())]
 
 

@@ -16,11 +16,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from compile_tests.helpers.rank_processes import start_ranks
 from compile_tests.helpers.rank_slices import OwnRows, bounds
 from llmk.functional import fused_linear_ce, vocab_parallel_linear_ce
 from llmk.opcheck.calls import call, require_accurate
@@ -332,7 +332,7 @@ def process(rank: int, world: int, folder: Path, device_type: str) -> None:
 def test_ranks(world: int, tmp_path: Path, device: torch.device) -> None:
     if device.type == "cuda" and torch.cuda.device_count() < world:
         pytest.skip(f"{world} ranks need as many GPUs, there are {torch.cuda.device_count()}")
-    mp.start_processes(process, (world, tmp_path, device.type), nprocs=world, start_method="spawn")  # type: ignore[attr-defined]
+    start_ranks(process, (world, tmp_path, device.type), world)
     ranks = [pickle.loads((tmp_path / f"{rank}.pickle").read_bytes()) for rank in range(world)]
     errors = [f"{name}, rank {rank}:\n{error}" for rank, found in enumerate(ranks) for name, error in found.items()]
     assert not errors, "\n".join(errors)
