@@ -99,17 +99,11 @@ def test_refuses_a_function_without_annotations() -> None:
 
 
 def test_schemas_are_a_contract() -> None:
-<<<<<<< HEAD
     """Models that were exported and saved name those of a release; a new operator's line is added with the next."""
     released = Path(__file__).with_name("schemas.txt").read_text().splitlines()
     assert released == sorted(released)
     changed = set(released) - {str(op.schema) for op in OPS.values()}
     assert not changed, "no operator has this schema of compile_tests/registry/schemas.txt any more"
-=======
-    """Models that were exported and saved name them; `schemas.txt` changes where an operator does."""
-    found = [str(op.schema) for op in sorted(OPS.values(), key=lambda op: op.name)]
-    assert found == (ROOT / "compile_tests" / "registry" / "schemas.txt").read_text().splitlines()
->>>>>>> h-d
 
 
 def test_the_folder_at_the_root_is_not_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
