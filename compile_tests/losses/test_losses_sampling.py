@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from llmk import losses
+
+pytest.importorskip("hypothesis")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 LEVELS = ("token", "sequence", "geometric")
 BOUNDS: list[tuple[str, float | None, float | None]] = [
