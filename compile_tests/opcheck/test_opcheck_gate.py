@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from compile_tests.mutants import record, square
+from compile_tests.helpers.mutants import record, square
 from llmk.opcheck import __main__ as command
 from llmk.opcheck import assert_passes, check
 from llmk.opcheck.__main__ import main, parse
