@@ -25,6 +25,7 @@ from llmk.opcheck.reference import nudged, reference_for
 from llmk.opcheck.search import search
 from llmk.opcheck.shrink import snippet
 from llmk.registry import OPS, Op, Sample
+from llmk.registry.backends import INTERPRET
 
 CPU = torch.device("cpu")
 
@@ -242,6 +243,13 @@ def test_a_result_that_the_interpreter_cannot_write_is_no_fault() -> None:
     tiny = torch.finfo(torch.bfloat16).tiny
     a, b = (torch.tensor([[x * tiny]], dtype=torch.bfloat16, device=CPU) for x in (1.25, -1.0))
     assert judge(OPS["add"], Case(Sample((a, b)), unit_gradients, 0, Sample((a, b)))) is None
+
+
+@pytest.mark.kernels
+@pytest.mark.skipif(not INTERPRET, reason="it is the interpreter that is slow")
+def test_a_slow_call_in_the_interpreter_is_not_held_endless(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmk.opcheck.judge.PATIENCE", 1e-3)
+    assert judged("softmax", torch.float32, [[0.0, 1.0]]) is None
 
 
 @pytest.mark.parametrize("width", [1e-12, 1.0])

@@ -14,6 +14,7 @@ import re
 import signal
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +29,10 @@ from llmk.opcheck.inputs import BrokenPromise, Outcome, copy_with_layout, reboun
 from llmk.opcheck.loops import EndlessLoop
 from llmk.opcheck.reference import Change, Reference, move, reference_for
 from llmk.registry import Op
+from llmk.registry.backends import INTERPRET
 
 PATIENCE = 20.0
-"""Seconds that a call may take; far more than any sample does, in the interpreter too."""
+"""Seconds that a call may take, far more than any sample does."""
 
 SUBNORMAL = torch.finfo(torch.float32).tiny
 """Smaller errors are not judged: kernels compute in float32, and may lose what is no normal number there."""
@@ -75,10 +77,15 @@ def patience(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+def _time_limit(seconds: float) -> AbstractContextManager[None]:
+    """Limit the time of a call, but not in the interpreter: it is slow, and there the turns of loops are counted."""
+    return contextlib.nullcontext() if INTERPRET else patience(seconds)
+
+
 def judge(op: Op, case: Case, seconds: float | None = None) -> Finding | None:
     """Return what is wrong with the operator on a case; None if nothing is, or if it refuses the arguments."""
     try:
-        with patience(seconds or PATIENCE):
+        with _time_limit(seconds or PATIENCE):
             outcome = call(op, case.sample, grads=case.grads)
     except (TookTooLong, EndlessLoop) as error:
         return Finding("does not end", "", str(error))
@@ -273,7 +280,7 @@ def _nan_in_silence(op: Op, case: Case, outcome: Outcome) -> Finding | None:
 
 def _finite_before(op: Op, case: Case) -> bool:
     """Return True if all is finite with the sample's own options: a mean of no rows is not."""
-    with patience(PATIENCE):
+    with _time_limit(PATIENCE):
         before = call(op, case.template, grads=case.grads)
     return all(bool(output.isfinite().all()) for output in before.outputs)
 
