@@ -152,12 +152,6 @@ def tolerance_of(op: Op, dtype: torch.dtype) -> Tolerance:
     return op.tolerances.get(dtype, RULE)
 
 
-def smallest(dtype: torch.dtype) -> float:
-    """The smallest size of a number other than 0 that the path of this process reads and writes as it is."""
-    # Triton's interpreter converts between bfloat16 and float32 by their bits, and every subnormal to another number.
-    return torch.finfo(dtype).tiny if INTERPRET and dtype == torch.bfloat16 else 0.0
-
-
 def require_accurate(
     op: Op,
     sample: Sample,

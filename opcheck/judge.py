@@ -14,23 +14,28 @@ import re
 import signal
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from llmk.opcheck.calls import call, device_of, float_dtype, smallest, tolerance_of, violation_of
+from llmk.opcheck.calls import call, device_of, float_dtype, tolerance_of, violation_of
 from llmk.opcheck.cases import Case
 from llmk.opcheck.derivatives import derivative_violation
 from llmk.opcheck.gradient_promises import gradient_overflows, require_finite
 from llmk.opcheck.inputs import BrokenPromise, Outcome, copy_with_layout, prepare, rebound
 from llmk.opcheck.loops import EndlessLoop
-from llmk.opcheck.reference import Change, Reference, reference_for
+from llmk.opcheck.reference import Change, Reference, move, reference_for
 from llmk.registry import Op, Sample
+from llmk.registry.backends import INTERPRET
 
 PATIENCE = 20.0
-"""Seconds that a call may take; far more than any sample does, in the interpreter too."""
+"""Seconds that a call may take, far more than any sample does."""
+
+SUBNORMAL = torch.finfo(torch.float32).tiny
+"""Smaller errors are not judged: kernels compute in float32, and may lose what is no normal number there."""
 
 FIRST_DRAWS = 2
 """For an error bound, before one is estimated as for a promise."""
@@ -72,12 +77,17 @@ def patience(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+def _time_limit(seconds: float) -> AbstractContextManager[None]:
+    """Limit the time of a call, but not in the interpreter: it is slow, and there the turns of loops are counted."""
+    return contextlib.nullcontext() if INTERPRET else patience(seconds)
+
+
 def judge(op: Op, case: Case, seconds: float | None = None) -> Finding | None:
     """Return what is wrong with the operator on a case; None if nothing is, or if it refuses the arguments."""
     if device_of(op, case.sample).type != "cpu" and raises_on_cpu(op, case.sample):
         return None
     try:
-        with patience(seconds or PATIENCE):
+        with _time_limit(seconds or PATIENCE):
             outcome = call(op, case.sample, grads=case.grads)
     except (TookTooLong, EndlessLoop) as error:
         return Finding("does not end", "", str(error))
@@ -165,7 +175,7 @@ def _floating(reference: Reference, outcome: Outcome) -> Iterator[tuple[int, str
         if actual.shape == exact.shape:
             is_gradient = i >= len(outcome.outputs)
             floor = _float64_floor(reference, outcome, name) if is_gradient else 0.0
-            floor = max(floor, smallest(actual.dtype))
+            floor = max(floor, SUBNORMAL)
             actual = _excused(actual.detach(), composition, exact, finite, floor, finite and products)
             if is_gradient and lost:
                 actual = torch.where(actual.isfinite(), actual, exact.to(actual.dtype))
@@ -173,12 +183,23 @@ def _floating(reference: Reference, outcome: Outcome) -> Iterator[tuple[int, str
 
 
 def _overflowed(outcome: Outcome, reference: Reference) -> bool:
-    """Return True if an output does not hold what is right: gradients that are made from it need not be right then."""
+    """Return True if an output does not hold what is right: gradients that are made from it need not be right then.
+
+    It is too large for its dtype, or on the way to it both the operator and PyTorch's composition left float32.
+    """
+    results = zip(outcome.outputs, reference.composition, reference.exact, strict=False)
     return any(
-        exact is not None and bool((exact.isfinite() & (exact.abs() > torch.finfo(output.dtype).max)).any())
-        for output, exact in zip(outcome.outputs, reference.exact, strict=False)
+        composition is not None and exact is not None and _is_lost(output.detach(), composition, exact)
+        for output, composition, exact in results
         if output.is_floating_point()
     )
+
+
+def _is_lost(output: Tensor, composition: Tensor, exact: Tensor) -> bool:
+    lost = exact.abs() > torch.finfo(output.dtype).max
+    if output.shape == exact.shape:
+        lost |= ~output.isfinite() & ~composition.isfinite()
+    return bool((exact.isfinite() & lost).any())
 
 
 def _float64_floor(reference: Reference, outcome: Outcome, name: str) -> float:
@@ -275,7 +296,7 @@ def _nan_in_silence(op: Op, case: Case, outcome: Outcome) -> Finding | None:
 
 def _finite_before(op: Op, case: Case) -> bool:
     """Return True if all is finite with the sample's own options: a mean of no rows is not."""
-    with patience(PATIENCE):
+    with _time_limit(PATIENCE):
         before = call(op, case.template, grads=case.grads)
     return all(bool(output.isfinite().all()) for output in before.outputs)
 
@@ -315,8 +336,22 @@ class Decided(Reference):
         return 4 * torch.stack(moves).quantile(0.25, dim=0)
 
 
-def nudged_together(seed: int, dtype: torch.dtype | None = None, by: float | None = None) -> Change:
-    """`nudged`, with one direction for all elements that are equal."""
+class MoreDecided(Decided):
+    """The same with more neighbours, some of them nearer, where half of the numbers stay.
+
+    Where all numbers move, every neighbour may be farther from the decision than the composition's roundings reach.
+    """
+
+    count = MoreNeighbours.count
+
+    def nudge(self, seed: int, dtype: torch.dtype | None = None, by: float | None = None) -> Change:
+        return nudged_together(seed, dtype, by, half=True)
+
+
+def nudged_together(
+    seed: int, dtype: torch.dtype | None = None, by: float | None = None, *, half: bool = False
+) -> Change:
+    """`nudged`, with one direction for all elements that are equal, or none at all for half of them."""
 
     def change(tensor: Tensor) -> Tensor:
         copy = copy_with_layout(tensor)
@@ -327,7 +362,8 @@ def nudged_together(seed: int, dtype: torch.dtype | None = None, by: float | Non
         mixed = (bits ^ (bits >> 29)) * -7046029254386353131 + seed * 1442695040888963407 % 2**63
         mixed = (mixed ^ (mixed >> 31)) * -4658895280553007687
         signs = 2.0 * ((mixed >> 40) & 1).double() - 1
-        memory.copy_(memory.double() * (1 + signs * (by or torch.finfo(copy.dtype).eps)))
+        signs = signs * ((mixed >> 41) & 1) if half else signs
+        move(memory, signs, by)
         return copy if dtype is None else copy.to(dtype)
 
     return change
@@ -335,7 +371,13 @@ def nudged_together(seed: int, dtype: torch.dtype | None = None, by: float | Non
 
 def _wrong_decision(op: Op, case: Case, outcome: Outcome, reference: Reference) -> Finding | None:
     """Integers, and values at a decision, where PyTorch's composition decides as the reference does throughout."""
-    decided = Decided(op, case.sample, reference.given)
+    found = _decided_otherwise(op, outcome, reference, Decided(op, case.sample, reference.given))
+    if found is None:
+        return None
+    return _decided_otherwise(op, outcome, reference, MoreDecided(op, case.sample, reference.given))
+
+
+def _decided_otherwise(op: Op, outcome: Outcome, reference: Reference, decided: Decided) -> Finding | None:
     if not all(
         _same_integers(reference.given, *pair)
         for pair in [(reference.composition, reference.exact), *decided.neighbours]

@@ -159,7 +159,14 @@ def nudged(seed: int, dtype: torch.dtype | None = None, by: float | None = None)
             return copy
         memory = copy.new_empty(0).set_(copy.untyped_storage())
         signs = 2 * torch.randint(0, 2, memory.shape, generator=generator).to(memory.device) - 1
-        memory.copy_(memory.double() * (1 + signs * (by or torch.finfo(copy.dtype).eps)))
+        move(memory, signs, by)
         return copy if dtype is None else copy.to(dtype)
 
     return change
+
+
+def move(memory: Tensor, signs: Tensor, by: float | None) -> None:
+    """Move every number by so large a part of it, in the direction of its sign; a finite one stays finite."""
+    info = torch.finfo(memory.dtype)
+    moved = memory.double() * (1 + signs * (by or info.eps))
+    memory.copy_(torch.where(memory.isfinite(), moved.clamp(info.min, info.max), moved))

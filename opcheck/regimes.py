@@ -12,7 +12,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from llmk.opcheck.calls import smallest
+from llmk.registry.backends import INTERPRET
 
 
 @dataclass(frozen=True)
@@ -223,5 +223,10 @@ def values_of(regime: Regime, draw: Draw, like: Tensor) -> Tensor:
 
 
 def readable(values: Tensor) -> Tensor:
-    """The values, with a zero of their sign for each that is smaller than this process's path can read."""
-    return torch.where(values.abs() < smallest(values.dtype), values * 0.0, values)
+    """The values, with zeros for what Triton's interpreter cannot read: it makes other numbers of bfloat16 subnormals.
+
+    Its conversions to and from float32 do.
+    """
+    if not INTERPRET or values.dtype != torch.bfloat16:
+        return values
+    return torch.where(values.abs() < torch.finfo(values.dtype).tiny, values * 0.0, values)

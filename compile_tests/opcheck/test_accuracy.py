@@ -240,6 +240,14 @@ def test_what_rounds_to_the_largest_number_need_not_be_infinite(exact: float, ac
     assert (found is None) == right, found
 
 
+def test_where_the_composition_is_finite_by_mistake_so_may_be_the_operator() -> None:
+    """A mean of squares that overflows makes 0 of a normalized row, and a gradient of 1e39 becomes 1e30."""
+    exact, composition = (torch.tensor([x, 1.0], dtype=torch.float64, device="cpu") for x in (1e39, 1e30))
+    for actual, right in ((2e30, True), (math.inf, True), (math.nan, False)):
+        result = torch.tensor([actual, 1.0], dtype=torch.float32, device="cpu")
+        assert (accuracy_violation(result, composition.float(), exact) is None) == right
+
+
 @pytest.mark.parametrize("x", [-14.0, -7.6875, -3.0, 0.5, 19.5, 22.2])
 def test_a_reference_has_no_sum_that_cancels(x: float) -> None:
     """1 + erf, 1 + tanh and 1 - tanh^2 lose all digits in float64, too, where the result is small and not 0."""

@@ -20,11 +20,12 @@ from llmk.opcheck.calls import call, incoming_gradients
 from llmk.opcheck.cases import Case, Cases, large_gradients, unit_gradients
 from llmk.opcheck.decisions import at_decisions
 from llmk.opcheck.derivatives import derivative_violation
-from llmk.opcheck.judge import judge, raises_on_cpu
-from llmk.opcheck.reference import reference_for
+from llmk.opcheck.judge import judge, nudged_together, raises_on_cpu
+from llmk.opcheck.reference import nudged, reference_for
 from llmk.opcheck.search import search
 from llmk.opcheck.shrink import snippet
 from llmk.registry import OPS, Op, Sample
+from llmk.registry.backends import INTERPRET
 
 CPU = torch.device("cpu")
 
@@ -187,11 +188,55 @@ def test_the_worst_of_many_calls_is_held_against_the_worst_of_the_composition() 
     assert judge(OPS["softmax"], Cases(OPS["softmax"], CPU, torch.float32)[6894]) is None
 
 
+def judged(name: str, dtype: torch.dtype, *numbers: Any, seed: int = 0) -> Any:
+    """The finding on a call with unit gradients; an argument that is one list is one tensor."""
+    made = {id(value): torch.tensor(value, dtype=dtype, device=CPU) for value in numbers}
+    sample = Sample(tuple(made[id(value)] for value in numbers))
+    return judge(OPS[name], Case(sample, unit_gradients, seed, sample))
+
+
+def test_gradients_of_a_loss_that_overflows_are_not_judged() -> None:
+    """Areas of 1e45, at which PyTorch's loss is NaN, too, and one of its gradients happens to be 0."""
+    assert judged("giou_loss", torch.float32, [[0.0] * 4], [[0.0, 0.0, 3.8e22, 6.6e22]]) is None
+
+
+def test_a_reference_has_the_logarithm_of_no_sum_that_loses_its_terms() -> None:
+    """Of one class the divergence is 1e-63, and a rounding of the mixture's logarithm is 1e-16."""
+    assert judged("jsd", torch.bfloat16, [[-9.205945134170987e-32]], [[0.0]]) is None
+
+
+@pytest.mark.kernels
+def test_what_is_no_normal_number_may_be_lost() -> None:
+    """1.4e-45 times its logarithm, which the kernel knows of normal numbers only."""
+    assert judged("kl_div", torch.float32, [[0.0]], [[1.401298464324817e-45]]) is None
+
+
+def test_neighbours_of_the_largest_number_are_finite() -> None:
+    for change in (nudged(0), nudged_together(0)):
+        largest = torch.full((64,), torch.finfo(torch.float32).max, dtype=torch.float32, device=CPU)
+        assert bool(change(largest).isfinite().all())
+        assert bool(change(largest * 2).isinf().all())
+
+
+def test_a_rounding_of_the_forward_pass_is_no_fault_of_the_gradient() -> None:
+    """1 - A / (A + 1e-5) moves by four units of 1 over a step and by one over a quarter of it, where 3.64 are right."""
+    boxes = [[103.5, 126.0, 160.0, 197.0]]
+    assert judged("giou_loss", torch.bfloat16, boxes, boxes, seed=30601) is None
+
+
+def test_a_decision_within_half_a_unit_is_not_refused() -> None:
+    """Two probabilities that differ by 4e-9 of themselves, of numbers that differ by 6e-8 of themselves or nothing."""
+    cases = Cases(OPS["ce_tvd"], CPU, torch.float32)
+    near = at_decisions(cases, cases[30188], math.inf)
+    assert len(near) == 2
+    assert [judge(OPS["ce_tvd"], case) for case in near] == [None, None]
+
+
 @pytest.mark.kernels
 @pytest.mark.parametrize("name", ["add", "softmax"])
 def test_the_interpreter_gets_no_subnormal_bfloat16(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its conversions make other numbers of them."""
-    monkeypatch.setattr("llmk.opcheck.calls.INTERPRET", True)
+    monkeypatch.setattr("llmk.opcheck.regimes.INTERPRET", True)
     cases, tiny = Cases(OPS[name], CPU, torch.bfloat16), torch.finfo(torch.bfloat16).tiny
     drawn = [cases[seed] for seed in range(400)]
     drawn += [case for seed in (4, 12, 20, 28) for case in at_decisions(cases, cases[seed], time.monotonic() + 20)]
@@ -206,6 +251,13 @@ def test_a_result_that_the_interpreter_cannot_write_is_no_fault() -> None:
     tiny = torch.finfo(torch.bfloat16).tiny
     a, b = (torch.tensor([[x * tiny]], dtype=torch.bfloat16, device=CPU) for x in (1.25, -1.0))
     assert judge(OPS["add"], Case(Sample((a, b)), unit_gradients, 0, Sample((a, b)))) is None
+
+
+@pytest.mark.kernels
+@pytest.mark.skipif(not INTERPRET, reason="it is the interpreter that is slow")
+def test_a_slow_call_in_the_interpreter_is_not_held_endless(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmk.opcheck.judge.PATIENCE", 1e-3)
+    assert judged("softmax", torch.float32, [[0.0, 1.0]]) is None
 
 
 @pytest.mark.parametrize("width", [1e-12, 1.0])

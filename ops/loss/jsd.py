@@ -29,6 +29,18 @@ def _times_log(p: Tensor, log_ratio: Tensor) -> Tensor:
     return p * torch.where(p.float() == 0, 0.0, log_ratio)
 
 
+def _log_ratios(x: Tensor, y: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """The logarithms of Q / M and of P / M of each class."""
+    if x.dtype != torch.float64:
+        m = torch.logaddexp(y + math.log(beta), x + math.log1p(-beta))
+        return x - m, y - m
+    # In float64, where it is what is right, without the logarithm of M, which loses differences below 1e-16.
+    rises = y > x
+    gap, share = torch.where(rises, x - y, y - x), beta + (1 - 2 * beta) * rises.double()
+    rest = torch.where(gap > -1, torch.log1p(share * gap.expm1()), (1 - share + share * gap.exp()).log())
+    return torch.where(rises, gap - rest, -rest), torch.where(rises, -rest, gap - rest)
+
+
 def jsd_terms(x: Tensor, y: Tensor, beta: float) -> Tensor:
     """The term of each class of `[..., V]` in the divergence, in plain PyTorch."""
     gone = (x == float("-inf")) & (y == float("-inf"))  # whose logarithms have no difference
@@ -38,8 +50,8 @@ def jsd_terms(x: Tensor, y: Tensor, beta: float) -> Tensor:
     elif beta == 1:
         terms = _times_log(x.exp(), x - y)
     else:
-        m = torch.logaddexp(y + math.log(beta), x + math.log1p(-beta))
-        terms = beta * _times_log(y.exp(), y - m) + (1 - beta) * _times_log(x.exp(), x - m)
+        log_q, log_p = _log_ratios(x, y, beta)
+        terms = beta * _times_log(y.exp(), log_p) + (1 - beta) * _times_log(x.exp(), log_q)
     return terms.masked_fill(gone, 0.0)
 
 
