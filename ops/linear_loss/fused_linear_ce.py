@@ -54,7 +54,7 @@ def fused_linear_ce_reference(
     return losses.sum() / (weights if weight is None else weights * weight.to(losses.dtype)[target * counts]).sum()
 
 
-OPS = CrossEntropyOps("fused_linear_ce")
+OPS = CrossEntropyOps("fused_linear_ce", splits_tokens=True)
 
 
 def fused_linear_ce_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

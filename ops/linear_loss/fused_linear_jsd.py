@@ -52,7 +52,7 @@ def fused_linear_jsd_reference(
     return (each * weights).sum() / weights.sum()
 
 
-OPS = DistillationOps("fused_linear_jsd")
+OPS = DistillationOps("fused_linear_jsd", splits=True)
 
 
 def fused_linear_jsd_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

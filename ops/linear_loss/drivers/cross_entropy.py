@@ -252,8 +252,8 @@ def _fake_forward(call: CrossEntropyCall, reduction: str, *need: bool) -> tuple[
     return *results, *fake_gradients(call, need, call.saved_dtypes)
 
 
-def _forward_sharding(input, num_classes, with_metrics, reduction, need_dx):
-    if num_classes or with_metrics or reduction == "mean":
+def _forward_sharding(input, reduction, need_dx):
+    if reduction == "mean":
         return replicate_only()
     denominator = PARTIAL if reduction == "total" else REPLICATE
 
@@ -265,9 +265,7 @@ def _forward_sharding(input, num_classes, with_metrics, reduction, need_dx):
     return [(outputs(axis), _input_splits(axis)) for axis in row_axes(input)]
 
 
-def _backward_sharding(input, num_classes, with_metrics, need_dx):
-    if num_classes or with_metrics:
-        return replicate_only()
+def _backward_sharding(input, need_dx):
     return [
         ([axis if need_dx else REPLICATE, PARTIAL, PARTIAL], [*_input_splits(axis), axis, 1 + axis])
         for axis in row_axes(input)
@@ -280,9 +278,15 @@ def _input_splits(axis):
 
 
 class CrossEntropyOps:
-    """The kernel ops of one public operator and their derivative: saved gradients, or with "none" recomputed ones."""
+    """The kernel ops of one public operator and their derivative: saved gradients, or with "none" recomputed ones.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        name: The public operator's name.
+        splits_tokens: A DTensor's tokens may be sharded over processes.
+    """
+
+    def __init__(self, name: str, *, splits_tokens: bool = False) -> None:
+        self.splits_tokens = splits_tokens
         self.forward = CallOp(
             f"_{name}_fwd",
             CrossEntropyCall,
@@ -293,8 +297,8 @@ class CrossEntropyOps:
         )
         self.backward = recomputing_op(f"_{name}_bwd", CrossEntropyCall, _backward)
         self.scale = scale_op(f"_{name}_scale")
-        self.forward.op.register_sharding(_forward_sharding)
-        self.backward.op.register_sharding(_backward_sharding)
+        self.forward.op.register_sharding(_forward_sharding if splits_tokens else replicate_only)
+        self.backward.op.register_sharding(_backward_sharding if splits_tokens else replicate_only)
         self.forward.op.register_autograd(
             self._differentiate,
             setup_context=self._save,
@@ -333,7 +337,7 @@ class CrossEntropyOps:
             return self._results(_checked_call(reduction, **fields), reduction)
         fields, as_given, is_sharded = local_fields(fields, [DIFFERENTIABLE], ["target", "weight", "row_weight"])
         call = _checked_call(reduction, **fields)
-        if reduction == "mean" and is_sharded and not call.with_metrics:
+        if reduction == "mean" and is_sharded and self.splits_tokens:
             total, _, _, _, denominator, *_ = self.forward(call, "total")
             return (mean_of_all(total, denominator.detach(), call.weight is not None or call.row_weight is not None),)
         return tuple(as_given(result) for result in self._results(call, reduction))

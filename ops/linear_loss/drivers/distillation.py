@@ -197,8 +197,8 @@ def _fake_forward(call: DistillationCall, total: bool, *need: bool) -> tuple[Ten
     return *results, *fake_gradients(call, need, call.saved_dtypes)
 
 
-def _forward_sharding(input, ce_weight, total, need_dx):
-    if not total or ce_weight:
+def _forward_sharding(input, total, need_dx):
+    if not total:
         return replicate_only()
     return [
         (
@@ -216,14 +216,20 @@ def _products(
 
 
 class DistillationOps:
-    """The kernel ops of one public operator, whose forward pass makes the gradients."""
+    """The kernel ops of one public operator, whose forward pass makes the gradients.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        name: The public operator's name.
+        splits: A DTensor's tokens, or classes, may be sharded over processes.
+    """
+
+    def __init__(self, name: str, *, splits: bool = False) -> None:
+        self.splits = splits
         self.forward = CallOp(
             f"_{name}_fwd", DistillationCall, _forward, outputs=7, fake=_fake_forward, products=_products
         )
         self.scale = scale_op(f"_{name}_scale")
-        self.forward.op.register_sharding(_forward_sharding)
+        self.forward.op.register_sharding(_forward_sharding if splits else replicate_only)
         # The caller divides a total, whose gradient is that of a sum.
         self.forward.differentiate_by_scaling(self.scale, lambda inputs, output: None if inputs[-4] else output[3])
 
@@ -234,7 +240,7 @@ class DistillationOps:
     def __call__(self, **fields: Any) -> tuple[Tensor, ...]:
         """Return the loss, and with a `ce_weight` its terms, from a call's fields."""
         teacher_classes = fields["teacher_linear_weight"].shape[0]
-        if fields["ce_weight"] > 0:  # the labels' logits are not gathered from ranks
+        if not self.splits:
             return self.forward(_checked_call(teacher_classes, **fields), False)[:3]
         fields, as_given, is_sharded = local_fields(fields, [DIFFERENTIABLE, TEACHER], ["labels", "row_weight"])
         call = _checked_call(teacher_classes, **fields)
