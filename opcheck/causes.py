@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from llmk.opcheck.promises import INTERPRETER_PROMISES
 from llmk.opcheck.runner import Result
 
 KINDS = ("wrong values", "wrong gradients", "memory", "compile", "habits")
@@ -74,9 +75,14 @@ def causes(results: Sequence[Result]) -> list[Cause]:
 
 
 def _cause(group: list[Result]) -> Cause:
-    """The promise about values and gradients says most, where it is among them, else the one that was asked first."""
-    kind = min((_kind(result) for result in group), key=KINDS.index)
-    return Cause(kind, sorted(group, key=lambda result: result.promise != "values_and_gradients"))
+    """A promise about the kernels' code says most, then that about values and gradients, then the first asked."""
+    first = sorted(group, key=lambda result: (not _of_kernels(result), result.promise != "values_and_gradients"))
+    kinds = [_kind(first[0])] if _of_kernels(first[0]) else [_kind(result) for result in group]
+    return Cause(min(kinds, key=KINDS.index), first)
+
+
+def _of_kernels(result: Result) -> bool:
+    return result.promise in {promise.__name__ for promise in INTERPRETER_PROMISES}
 
 
 def _kind(result: Result) -> str:
@@ -88,6 +94,7 @@ def _kind(result: Result) -> str:
 def _error_in(result: Result) -> str:
     """Return the error that a message ends with, or all of it, without the sample and numbers that depend on it."""
     error = re.search(r"\b\w+(Error|Exception): .*", result.message)
-    text = error[0] if error else f"{result.promise} {result.message.rpartition(']: ')[2]}"
+    text = error[0] if error else result.message.rpartition("]: ")[2]
     text = re.sub(r" \(\S+, line \d+\)$", "", text.partition("\n")[0])
-    return re.sub(r"-?\d[\d.e+-]*", "#", text)
+    text = re.sub(r"-?\d[\d.e+-]*", "#", text)
+    return re.sub(r"[(\[][#, ]*[)\]]", "#", text)
