@@ -35,7 +35,7 @@ def rows_of(count: int) -> Callable[[int, torch.device, torch.dtype], Sample]:
 
 
 def record(operator: Any, reference: Callable[..., Any], *, tensors: int = 1, **fields: Any) -> Op:
-    name = reference.__name__.removeprefix("reference_")
+    name = getattr(reference, "__name__", "a_function").removeprefix("reference_")
     known: dict[str, Any] = {"samples": matrices(tensors), "resized": rows_of(tensors), "differentiable": ()}
     return Op(name=name, overload=operator, reference=reference, **(known | fields))
 

@@ -18,9 +18,10 @@ from typing import Any, NoReturn
 import torch
 
 from llmk.opcheck.adapters import adapted
+from llmk.opcheck.causes import causes
 from llmk.opcheck.journal import Journal
 from llmk.opcheck.processes import Unit, check_in_processes
-from llmk.opcheck.reports import Place, annotations, notes, paragraphs, table, write_reports
+from llmk.opcheck.reports import Place, annotations, notes, table, write_reports
 from llmk.opcheck.runner import Result, checks, path_taken, promise_named
 from llmk.opcheck.sanitizer import LONGEST, TOOLS, call_samples, find_sanitizer, sanitize_in_processes
 from llmk.opcheck.search import searches
@@ -277,7 +278,6 @@ def check_here(options: argparse.Namespace) -> None:
 
 
 def check_all(options: argparse.Namespace) -> list[Result]:
-    find_ops(options.ops)  # what there is not, is said before anything is checked
     units = [Unit(name, path) for path in paths(options.device, options.path) for name in options.ops or OPS]
     given = (("--dtype", options.dtype), ("--only", options.only), ("--skip", options.skip))
     passed_on = [word for option, values in given for value in values or () for word in (option, value)]
@@ -294,7 +294,6 @@ def check_all(options: argparse.Namespace) -> list[Result]:
 
 
 def sanitize_all(options: argparse.Namespace) -> list[Result]:
-    find_ops(options.ops)
     executable, names = find_sanitizer() or "", options.ops or list(OPS)
     progress, results = Progress(len(names) * len(TOOLS)), []
     for watch, result in sanitize_in_processes(
@@ -309,13 +308,20 @@ def sanitize_all(options: argparse.Namespace) -> list[Result]:
 
 
 def _write(results: Sequence[Result], options: argparse.Namespace) -> None:
-    write_reports(results, options.device, as_json=options.json, as_html=options.html, as_junit=options.junit)
+    files = {"as_json": options.json, "as_html": options.html, "as_junit": options.junit}
+    write_reports(results, options.device, **files, modules=_modules(options.records))
 
 
-def _places(names: Sequence[str]) -> dict[str, Place]:
+def _modules(ops: Sequence[Op]) -> list[str]:
+    """The modules that the operators come from; their packages if they are many."""
+    names = {op.module or op.reference.__module__ for op in ops}
+    return sorted(names if len(names) <= 3 else {name.partition(".")[0] for name in names})
+
+
+def _places(ops: Sequence[Op]) -> dict[str, Place]:
     """The files of references below the current directory, and the lines where they begin."""
     found: dict[str, Place] = {}
-    for op in find_ops(names):
+    for op in ops:
         reference = inspect.unwrap(op.reference)
         if inspect.isfunction(reference):
             file = Path(reference.__code__.co_filename).resolve()
@@ -332,18 +338,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.call_samples:
         call_here(options)
         return 0
+    options.records = find_ops(options.ops)  # what there is not, is said before anything is checked
     results = sanitize_all(options) if options.sanitize else check_all(options)
     print(table(results))
     for line in notes(results):
         print(line)
-    for _, text in paragraphs(results):
-        print(f"\n{text}")
+    for cause in causes(results):
+        print(f"\n{cause}")
     for result in results if options.search else ():
         seeds = result.message.partition("\n")[0]
         print(f"{result.op} {result.dtype} ({result.path}): {result.calls} cases, {seeds}")
     _write(results, options)
     if os.environ.get("GITHUB_ACTIONS") == "true":
-        for line in annotations(results, _places(options.ops)):
+        for line in annotations(results, _places(options.records)):
             print(line)
     count = Counter(result.verdict for result in results)
     print(f"\n{count['kept']} promises kept, {count['broken']} broken, {count['empty']} with nothing to check")

@@ -2,13 +2,13 @@
 
 import traceback
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from llmk.opcheck.accuracy import Violation, accuracy_violation, rounded_once
+from llmk.opcheck.accuracy import ROUNDINGS, Violation, accuracy_violation, rounded_once, unit_in_last_place
 from llmk.opcheck.inputs import BrokenPromise, Outcome, as_list, copy_with_layout, differentiable_inputs, prepare
 from llmk.opcheck.reference import DRAWS, MORE_DRAWS, Reference, reference_for
 from llmk.registry import RULE, Op, Sample, Tolerance
@@ -135,7 +135,10 @@ def words_of(error: BaseException) -> str:
 
 
 def first_line(error: Any) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    """Return an error's type and first line, with the next where that only says that something raised it."""
+    lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+    more = f" {lines[1].strip()}" if lines[0].endswith("raised:") and len(lines) > 1 else ""
+    return f"{type(error).__name__}: {lines[0].strip()}{more}"
 
 
 INTERPRETED = Tolerance(
@@ -169,23 +172,46 @@ def require_accurate(
     reference = reference_for(op, sample, actual, grads)
     formula_bound = None if op.error_bound is None else op.error_bound(**(op.bind(sample) | actual.inputs))
     for i, output in enumerate(actual.outputs):
-        _require_accurate(reference, f"output {i}", i, output, factor, compositions, None if i else formula_bound)
+        bound = None if i else formula_bound
+        _require_accurate(reference, f"output {i}", i, output, factor, compositions, actual.inputs, bound)
     for name, gradient in actual.gradients.items():
-        _require_accurate(reference, f"gradient of {name}", reference.index_of(name), gradient, factor, compositions)
+        i = reference.index_of(name)
+        _require_accurate(reference, f"gradient of {name}", i, gradient, factor, compositions, actual.inputs)
 
 
 def _require_accurate(
     reference: Reference, name: str, i: int, actual: Tensor | None, factor: float,
-    compositions: Callable[[], Sequence[Outcome]], formula_bound: Tensor | None = None,
+    compositions: Callable[[], Sequence[Outcome]], inputs: Mapping[str, Tensor], formula_bound: Tensor | None = None,
 ) -> None:  # fmt: skip
-    if actual is None or reference.composition[i] is None or reference.exact[i] is None:
-        raise BrokenPromise(f"{reference.sample}: {name} is missing")
+    exact = reference.exact[i]
+    if actual is None or reference.composition[i] is None or exact is None:
+        raise BrokenPromise(f"{reference.sample}: {name} is missing", wrong=name)
     if actual.is_floating_point():
         violation = violation_of(reference, i, actual, factor, compositions, formula_bound)
     else:
         violation = None if actual.is_complex() else _wrong_integer(reference, i, actual)
     if violation is not None:
-        raise BrokenPromise(f"{reference.sample}: {name}: {violation}")
+        comparable = actual.is_floating_point() and actual.shape == exact.shape
+        first = _first_wrong(actual, exact, inputs, reference.error_bound(i, DRAWS), factor) if comparable else ""
+        raise BrokenPromise(f"{reference.sample}: {name}: {violation}{first}", wrong=name)
+
+
+def _first_wrong(
+    actual: Tensor, exact: Tensor, inputs: Mapping[str, Tensor], error_bound: Tensor, factor: float
+) -> str:  # fmt: skip
+    """Return the first element that differs by more than roundings, and the numbers that inputs have there."""
+    allowed = (ROUNDINGS * factor + 1) * (error_bound + unit_in_last_place(exact, actual.dtype))
+    wrong = ~((actual.detach().double() - exact).abs() <= allowed) & ~(
+        (actual == exact) | (actual.isnan() & exact.isnan())
+    )
+    places = wrong.nonzero()
+    if not len(places):
+        return ""
+    place = tuple(places[0].tolist())
+    there = [f"{name} is {tensor[place]:.6g}" for name, tensor in inputs.items() if tensor.shape == actual.shape]
+    where = f", where {' and '.join(there)}" if there else ""
+    found = f"is {actual[place]:.6g}, expected {exact[place]:.6g}{where}"
+    return f"; the first of {len(places)} wrong elements, {list(place)}, {found}"
 
 
 def _wrong_integer(reference: Reference, i: int, actual: Tensor) -> str | None:

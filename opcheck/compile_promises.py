@@ -159,7 +159,9 @@ def exported_trains(op: Op, samples: Sequence[Sample]) -> None:
             try:
                 require_accurate(op, sample, call(op, sample, wanted, fn=trained))
             except (BrokenPromise, RuntimeError) as error:
-                raise BrokenPromise(f"{sample}: exported, gradients for {', '.join(wanted)}: {error}") from error
+                wrong = getattr(error, "wrong", "")
+                message = f"{sample}: exported, gradients for {', '.join(wanted)}: {error}"
+                raise BrokenPromise(message, wrong) from error
 
 
 def _exported(op: Op, sample: Sample) -> Callable[..., Any]:

@@ -99,7 +99,7 @@ def _require_replayed(op: Op, sample: Sample) -> None:
     try:
         require_accurate(op, other, outcome)
     except BrokenPromise as error:
-        raise BrokenPromise(f"captured, and replayed with other inputs: {error}") from None
+        raise BrokenPromise(f"captured, and replayed with other inputs: {error}", error.wrong) from None
 
 
 def reversed_rows(sample: Sample) -> Sample:

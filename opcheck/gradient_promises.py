@@ -63,7 +63,8 @@ def require_finite(op: Op, sample: Sample, outcome: Outcome, grads: Callable[[Se
             index = int(wrong.flatten().nonzero()[0])
             raise BrokenPromise(
                 f"{sample}: element {index} of the gradient of {name} is {gradient.flatten()[index]:g} where outputs "
-                f"are finite and {exact.flatten()[index]:.6g} is right"
+                f"are finite and {exact.flatten()[index]:.6g} is right",
+                wrong=f"gradient of {name}",
             )
 
 

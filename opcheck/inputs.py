@@ -12,7 +12,16 @@ from llmk.registry import Op, Sample
 
 
 class BrokenPromise(AssertionError):
-    """A check found that the operator does not keep what it promises."""
+    """A check found that the operator does not keep what it promises.
+
+    Args:
+        message: What is broken, with the sample.
+        wrong: The result that is wrong, such as `output 0` or `gradient of input`, where it is one.
+    """
+
+    def __init__(self, message: str, wrong: str = "") -> None:
+        super().__init__(message)
+        self.wrong = wrong
 
 
 class NothingToCheck(Exception):

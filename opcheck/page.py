@@ -9,7 +9,9 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
+from llmk.opcheck.causes import causes
 from llmk.opcheck.promises import GPU_PROMISES, INTERPRETER_PROMISES, PROMISES
+from llmk.opcheck.runner import Result
 
 Record = dict[str, Any]
 
@@ -73,8 +75,8 @@ def page(report: Record) -> str:
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>opcheck: {escape(report['device'])}</title><style>{STYLE}</style></head><body>",
-        "<h1>What every operator promises</h1>",
+        f"<title>opcheck: {escape(_subject(report))}</title><style>{STYLE}</style></head><body>",
+        f"<h1>What {escape(', '.join(report.get('modules', ())) or 'every operator')} promises</h1>",
         *_head(report, len(by_op)),
         *_broken(results),
         "<h2>Operators</h2>",
@@ -116,14 +118,20 @@ def _head(report: Record, ops: int) -> Iterator[str]:
     yield "<dl>" + "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in facts.items()) + "</dl>"
 
 
+def _subject(report: Record) -> str:
+    return ", ".join([*report.get("modules", ()), report["device"]])
+
+
 def _broken(results: Sequence[Record]) -> Iterator[str]:
-    broken = [result for result in results if verdict(result) == "broken"]
-    if not broken:
+    old: Record = {"calls": 1}  # what a report of an older release may lack
+    found = causes([Result(**(old | result)) for result in results])
+    if not found:
         return
     yield "<h2>What is broken</h2><ul>"
-    for result in broken:
-        where = f"{result['op']} {result['dtype']} ({result['path']}) {result['promise']}"
-        yield f'<li><code>{escape(where)}</code><div class="message">{escape(result["message"])}</div></li>'
+    for cause in found:
+        others = f'<p class="asked">{escape(cause.others)}</p>' if cause.others else ""
+        message = f'<div class="message">{escape(cause.first.message)}</div>'
+        yield f"<li><code>{escape(cause.headline)}</code>{message}{others}</li>"
     yield "</ul>"
 
 

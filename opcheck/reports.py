@@ -1,4 +1,4 @@
-"""What a run says: the table and the paragraphs on a terminal, JSON, the page, JUnit's XML and GitHub's annotations."""
+"""What a run says: the table and what is broken on a terminal, JSON, the page, JUnit's XML and GitHub's annotations."""
 
 import datetime
 import json
@@ -13,6 +13,7 @@ import torch
 import triton
 
 import llmk
+from llmk.opcheck.causes import causes
 from llmk.opcheck.page import page
 from llmk.opcheck.runner import Result, check
 from llmk.opcheck.samples import GivenSamples
@@ -41,14 +42,6 @@ def notes(results: Sequence[Result]) -> Iterator[str]:
             yield f"{result.op} ({result.path}): {result.message}"
 
 
-def paragraphs(results: Sequence[Result]) -> Iterator[tuple[Result, str]]:
-    """A paragraph for each broken promise."""
-    for result in results:
-        if not result.passed:
-            head = f"{result.op} {result.dtype} ({result.path}) breaks {result.promise}:"
-            yield result, f"{head}\n  {result.message}"
-
-
 def _grouped(results: Sequence[Result]) -> Iterable[tuple[tuple[str, str, str], list[Result]]]:
     groups: dict[tuple[str, str, str], list[Result]] = {}
     for result in results:
@@ -56,8 +49,9 @@ def _grouped(results: Sequence[Result]) -> Iterable[tuple[tuple[str, str, str], 
     return groups.items()
 
 
-def report(results: Sequence[Result], device: torch.device) -> dict[str, Any]:
+def report(results: Sequence[Result], device: torch.device, modules: Sequence[str] = ()) -> dict[str, Any]:
     return {
+        "modules": list(modules),
         "llmk": llmk.__version__,
         "torch": torch.__version__,
         "triton": triton.__version__,
@@ -103,14 +97,14 @@ def _xml(text: str) -> str:
 
 
 def annotations(results: Sequence[Result], places: dict[str, Place]) -> Iterator[str]:
-    """GitHub's workflow commands, which show each paragraph at the line where the operator's reference begins."""
-    for result, text in paragraphs(results):
-        head, _, body = text.partition("\n")
+    """GitHub's workflow commands, which show each cause at the line where the operator's reference begins."""
+    for cause in causes(results):
         where = ""
-        if result.op in places:
-            file, line = places[result.op]
+        if cause.first.op in places:
+            file, line = places[cause.first.op]
             where = f"file={_property(file)},line={line},"
-        yield f"::error {where}title={_property(head)}::{_data(body.strip())}"
+        body = "\n".join(filter(None, [cause.first.message, cause.others]))
+        yield f"::error {where}title={_property(cause.headline.removesuffix(':'))}::{_data(body)}"
 
 
 def _data(text: str) -> str:
@@ -128,8 +122,9 @@ def write_reports(
     as_json: Path | None,
     as_html: Path | None,
     as_junit: Path | None,
+    modules: Sequence[str] = (),
 ) -> None:
-    about = report(results, device)
+    about = report(results, device, modules)
     for file, text in (
         (as_json, lambda: json.dumps(about, indent=1) + "\n"),
         (as_html, lambda: page(about)),
@@ -157,7 +152,7 @@ def assert_passes(
     """
     results = check(op, samples, device=device, dtypes=dtypes, only=only, skip=skip)
     if any(not result.passed for result in results):
-        raise AssertionError("\n\n".join([table(results), *(text for _, text in paragraphs(results))]))
+        raise AssertionError("\n\n".join([table(results), *map(str, causes(results))]))
     if all(result.verdict == "empty" for result in results):
         raise AssertionError(f"{op.name}: nothing was checked: no promise of those asked for applies here")
     return results

@@ -35,7 +35,10 @@ Check = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one operator, promise, dtype and path; with no calls there was nothing to check."""
+    """The result of one operator, promise, dtype and path; with no calls there was nothing to check.
+
+    `wrong` is the output or gradient that is wrong, where a broken promise is about one.
+    """
 
     op: str
     device: str
@@ -46,6 +49,7 @@ class Result:
     message: str
     seconds: float
     calls: int
+    wrong: str = ""
 
     @property
     def check(self) -> Check:
@@ -205,19 +209,19 @@ def _check_one(
 
     on_begin(RunningCheck(op.name, dtype, name))
     start = time.perf_counter()
-    message = ""
+    message = wrong = ""
     try:
         with watched_by(watch):
             _run(promise, op, samples, device)
     except NothingToCheck:
         calls = 0
     except BrokenPromise as error:
-        message = str(error)
+        message, wrong = str(error), error.wrong
     except Exception as error:  # an operator that raises where it should not is broken as well
         where = traceback.extract_tb(error.__traceback__)[-1]
         message = f"{type(error).__name__}: {error} ({where.name}, line {where.lineno})"
     seconds = time.perf_counter() - start
-    return Result(op.name, str(device), dtype, path_taken(device), name, not message, message, seconds, calls)
+    return Result(op.name, str(device), dtype, path_taken(device), name, not message, message, seconds, calls, wrong)
 
 
 def _run(promise: Promise, op: Op, samples: Sequence[Sample], device: torch.device) -> None:

@@ -52,7 +52,7 @@ def _require_accurate_compiled(op: Op, samples: Sequence[Sample], setting: Setti
     try:
         require_accurate(op, sample, outcome)
     except BrokenPromise as error:
-        raise BrokenPromise(f"compiled under another default: {error}") from None
+        raise BrokenPromise(f"compiled under another default: {error}", error.wrong) from None
 
 
 def _call_under(op: Op, sample: Sample, fn: Any, setting: Setting) -> Outcome:

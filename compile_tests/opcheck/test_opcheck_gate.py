@@ -125,7 +125,7 @@ def test_annotations_are_workflow_commands() -> None:
     broken = result(promise="no_alias", passed=False, message="100% wrong\nin two lines")
     (line,) = annotations([result(), broken], {"mine": ("kernels/my_op.py", 12)})
     assert line.startswith("::error file=kernels/my_op.py,line=12,title=")
-    assert line.endswith("::100%25 wrong%0Ain two lines")
+    assert line.endswith("breaks no_alias::100%25 wrong%0Ain two lines")
     (line,) = annotations([broken], {})
     assert line.startswith("::error title=")
 
@@ -145,7 +145,7 @@ def test_github_gets_annotations_with_the_line_of_the_reference(
     assert "::error" not in capsys.readouterr().out
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     assert main(arguments) == 1
-    assert "::error file=my_op.py,line=5,title=mine" in capsys.readouterr().out
+    assert "::error file=my_op.py,line=5,title=memory%3A mine float32" in capsys.readouterr().out
     assert ElementTree.parse(folder / "new" / "junit.xml").getroot().tag == "testsuites"
     assert len(json.loads((folder / "report.json").read_text())["results"]) == 1
 

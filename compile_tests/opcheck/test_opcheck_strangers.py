@@ -8,9 +8,11 @@ from pages import ROOT, blocks
 from torch import Tensor
 
 from compile_tests import strangers
+from compile_tests.strangers_wrong import IN_PYTORCH, IN_TRITON
 from llmk.opcheck import check
 from llmk.opcheck.adapters import adapted
 from llmk.opcheck.calls import call
+from llmk.opcheck.causes import causes
 from llmk.opcheck.promises import HABITS
 from llmk.opcheck.reports import notes
 from llmk.registry import OPS, Op, Sample
@@ -37,6 +39,18 @@ def test_a_right_one_keeps_every_promise(name: str) -> None:
         verdicts = {result.promise: result.verdict for result in results}
         assert verdicts["values_and_gradients"] == "kept"
         assert verdicts["torch_opcheck"] == ("empty" if name == "exp" else "kept")
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", [*IN_PYTORCH, *IN_TRITON])
+def test_a_wrong_one_is_named_first(name: str) -> None:
+    if (name in IN_TRITON) is not INTERPRET:
+        pytest.skip("the other run has it")
+    op, kind, words = (IN_PYTORCH | IN_TRITON)[name]
+    found = causes(check(op, skip=SLOW))
+    assert found
+    assert (found[0].kind, words in found[0].first.message) == (kind, True), str(found[0])
+    assert len(found) <= 4, [str(cause) for cause in found]
 
 
 def test_no_code_for_a_cpu_is_said_once() -> None:

@@ -1,0 +1,92 @@
+"""One cause is one paragraph: results that are wrong alike, or end with the same error, the gravest first."""
+
+import dataclasses
+
+import torch
+from test_opcheck_page import Outline, report
+from torch import Tensor
+
+from compile_tests.mutants import record, square
+from llmk.opcheck import check
+from llmk.opcheck.causes import causes
+from llmk.opcheck.page import page
+from llmk.opcheck.runner import Result
+
+
+def broken(promise: str, message: str, wrong: str = "", dtype: str = "float32", path: str = "reference") -> Result:
+    return Result("mine", "cpu", dtype, path, promise, False, message, 0.1, 1, wrong)
+
+
+def test_a_missing_factor_is_one_finding() -> None:
+    """With the input, what is right and the first wrong element."""
+    op = square("missing_factor", backward=lambda grad, x: grad * x)
+    results = check(op, skip=["compiled", "no_recompile", "torch_opcheck", "default_dtype", "default_device"])
+    assert sum(not result.passed for result in results) >= 8
+    (cause,) = causes(results)
+    assert cause.kind == "wrong gradients"
+    assert cause.first.promise == "values_and_gradients"
+    text = str(cause)
+    assert text.startswith("wrong gradients: missing_factor float32 (reference) breaks values_and_gradients:\n")
+    assert "a matrix [(5, 7)]: gradient of input: " in text
+    assert "the first of 35 wrong elements, [0, 0], is " in text
+    assert ", expected " in text
+    assert ", where input is " in text
+    assert "scaled_gradient" in cause.others
+    assert cause.others.startswith(f"and {len({r.promise for r in cause.results}) - 1} more promises: ")
+
+
+def test_the_first_wrong_element_is_not_a_rounding() -> None:
+    def forward(x: Tensor) -> Tensor:
+        y = x * x
+        y[..., -1] += 1
+        return y
+
+    (result,) = check(square("wrong_column", forward), only=["values_and_gradients"])
+    assert result.wrong == "output 0"
+    assert "the first of 5 wrong elements, [0, 6], is " in result.message
+
+
+def test_the_same_error_is_one_cause_whatever_the_sample() -> None:
+    texts = [
+        "a matrix [(5, 7)]: does not compile: BackendCompilerFailed: backend='x' raised: RuntimeError: bad size 35",
+        "RuntimeError: bad size 64 (backward, line 12)",
+        "in another thread it raises RuntimeError: bad size 3",
+    ]
+    promises = ("compiled", "scaled_gradient", "another_thread")
+    (cause,) = causes([broken(promise, text) for promise, text in zip(promises, texts, strict=True)])
+    assert cause.kind == "wrong values"
+    assert len(cause.results) == 3
+    found = causes(
+        [broken("no_alias", "a [(3,)]: output 0 shares memory"), broken("no_mutation", "RuntimeError: other")]
+    )
+    assert len(found) == 2
+
+
+def test_the_gravest_is_first_and_dtypes_and_paths_are_together() -> None:
+    results = [
+        broken("clean_graph", "a [(2,)]: the compiled graph has a copy"),
+        broken("compiled", "a [(2,)]: does not compile: InternalError: no"),
+        broken("no_alias", "a [(2,)]: output 0 shares memory with input x"),
+        broken("scaled_gradient", "wrong", "gradient of x"),
+        broken("edge_rows", "wrong", "output 0"),
+        broken("edge_rows", "wrong", "output 0", "bfloat16", "interpreter"),
+    ]
+    found = causes(results)
+    assert [cause.kind for cause in found] == ["wrong values", "wrong gradients", "memory", "compile", "habits"]
+    assert found[0].headline == "wrong values: mine float32, bfloat16 (reference, interpreter) breaks edge_rows:"
+    assert found[0].others == ""
+
+
+def test_the_page_has_the_same_and_names_the_module() -> None:
+    results = [broken("scaled_gradient", "wrong <1>", "gradient of x"), broken("edge_rows", "more", "gradient of x")]
+    about = report(*map(dataclasses.asdict, results)) | {"modules": ["my_package.my_op"]}
+    outline = Outline(page(about))
+    assert outline.open == []
+    assert outline.text["title"] == ["opcheck: my_package.my_op, cpu"]
+    assert "What my_package.my_op promises" in outline.text["h1"]
+    assert "and 1 more promise: edge_rows" in outline.text["p"]
+
+
+def test_a_right_operator_has_none() -> None:
+    op = record("right", overload=torch.ops.aten.square.default)
+    assert causes(check(op, only=["values_and_gradients"])) == []

@@ -1,0 +1,100 @@
+"""Broken promises by their cause, the gravest first: one wrong factor breaks fifteen promises and is one thing to mend.
+
+Promises have one cause if the same result is wrong in all of them, or if all end with the same error, whatever the
+sample, the dtype and the path. Where one result is wrong for two causes, the second is named once the first is mended.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from llmk.opcheck.promises import INTERPRETER_PROMISES
+from llmk.opcheck.runner import Result
+
+KINDS = ("wrong values", "wrong gradients", "memory", "compile", "habits")
+"""From the gravest on."""
+
+_PROMISES_OF = {
+    "wrong gradients": (
+        "finite_gradients", "second_backward", "scaled_gradient", "expanded_gradient", "strided_gradient",
+        "input_subsets", "undefined_gradients", "second_derivatives",
+    ),
+    "memory": (
+        "in_bounds", "every_element_written", "no_mutation", "no_alias", "any_program_order", "long_offsets",
+        "far_rows", "every_kernel_ends", "memcheck", "racecheck",
+    ),
+    "compile": (
+        "torch_opcheck", "compiled", "compiled_samples", "compiled_shapes", "no_recompile", "exported_trains",
+        "cuda_graphs",
+    ),
+    "habits": ("same_on_short_path", "clean_graph", "refuses_transforms", "no_float_atomics", "no_host_sync"),
+}  # fmt: skip
+_KIND_OF = {promise: kind for kind, promises in _PROMISES_OF.items() for promise in promises}
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Results that one cause breaks; the first says most of it."""
+
+    kind: str
+    results: Sequence[Result]
+
+    @property
+    def first(self) -> Result:
+        return self.results[0]
+
+    @property
+    def headline(self) -> str:
+        dtypes = _listed(result.dtype for result in self.results)
+        paths = _listed(result.path for result in self.results)
+        return f"{self.kind}: {self.first.op} {dtypes} ({paths}) breaks {self.first.promise}:"
+
+    @property
+    def others(self) -> str:
+        """The other promises that it breaks, in words; empty if there are none."""
+        names = list(dict.fromkeys(result.promise for result in self.results))[1:]
+        return f"and {len(names)} more promise{'s' * (len(names) > 1)}: {', '.join(names)}" if names else ""
+
+    def __str__(self) -> str:
+        return "\n  ".join(filter(None, [self.headline, self.first.message, self.others]))
+
+
+def _listed(words: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(words))
+
+
+def causes(results: Sequence[Result]) -> list[Cause]:
+    """Return the causes of what is broken, by operator, and of each the gravest first."""
+    groups: dict[tuple[str, str], list[Result]] = {}
+    for result in results:
+        if not result.passed:
+            groups.setdefault((result.op, result.wrong or _error_in(result)), []).append(result)
+    found = [_cause(group) for group in groups.values()]
+    operators = list(dict.fromkeys(result.op for result in results))
+    return sorted(found, key=lambda cause: (operators.index(cause.first.op), KINDS.index(cause.kind)))
+
+
+def _cause(group: list[Result]) -> Cause:
+    """A promise about the kernels' code says most, then that about values and gradients, then the first asked."""
+    first = sorted(group, key=lambda result: (not _of_kernels(result), result.promise != "values_and_gradients"))
+    kinds = [_kind(first[0])] if _of_kernels(first[0]) else [_kind(result) for result in group]
+    return Cause(min(kinds, key=KINDS.index), first)
+
+
+def _of_kernels(result: Result) -> bool:
+    return result.promise in {promise.__name__ for promise in INTERPRETER_PROMISES}
+
+
+def _kind(result: Result) -> str:
+    if result.wrong:
+        return "wrong gradients" if result.wrong.startswith("gradient") else "wrong values"
+    return _KIND_OF.get(result.promise, "wrong values")
+
+
+def _error_in(result: Result) -> str:
+    """Return the error that a message ends with, or all of it, without the sample and numbers that depend on it."""
+    error = re.search(r"\b\w+(Error|Exception): .*", result.message)
+    text = error[0] if error else result.message.rpartition("]: ")[2]
+    text = re.sub(r" \(\S+, line \d+\)$", "", text.partition("\n")[0])
+    text = re.sub(r"-?\d[\d.e+-]*", "#", text)
+    return re.sub(r"[(\[][#, ]*[)\]]", "#", text)
