@@ -7,8 +7,8 @@ import torch
 from pages import ROOT, blocks
 from torch import Tensor
 
-from compile_tests import strangers
-from compile_tests.strangers_wrong import IN_PYTORCH, IN_TRITON
+from compile_tests.helpers import strangers
+from compile_tests.helpers.strangers_wrong import IN_PYTORCH, IN_TRITON
 from llmk.opcheck import check
 from llmk.opcheck.adapters import adapted
 from llmk.opcheck.calls import call

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op, triton_op, wrap_triton
 
-from compile_tests.strangers import (
+from compile_tests.helpers.strangers import (
     concat_setup,
     linear_setup,
     linears,
