@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 import torch
-from pages import ROOT, blocks
 from torch import Tensor
 
 from compile_tests.helpers import strangers
+from compile_tests.helpers.pages import ROOT, blocks
 from compile_tests.helpers.strangers_wrong import IN_PYTORCH, IN_TRITON
 from llmk.opcheck import check
 from llmk.opcheck.adapters import adapted
