@@ -3,5 +3,6 @@
 from llmk.opcheck.accuracy import Violation, accuracy_violation
 from llmk.opcheck.reports import assert_passes
 from llmk.opcheck.runner import Result, check, path_taken
+from llmk.opcheck.samples import record
 
-__all__ = ["Result", "Violation", "accuracy_violation", "assert_passes", "check", "path_taken"]
+__all__ = ["Result", "Violation", "accuracy_violation", "assert_passes", "check", "path_taken", "record"]

@@ -1,14 +1,21 @@
 """Whether an operator runs at all on the path that a process takes."""
 
+import contextlib
 import re
 
-from llmk.opcheck.calls import call, device_of, words_of
+import torch
+
+from llmk.opcheck.calls import call, device_of, float_dtype, words_of
 from llmk.registry import Op, Sample
 from llmk.registry.backends import INTERPRET
 
 _NAMES_DEVICE = re.compile(r"active drivers|'CPU' backend|cpu tensor|\b(is_)?cuda\b|\bgpus?\b", re.IGNORECASE)
 _ON_A_CPU = "no CPU version: `--path interpreter`, or a GPU"
 _IN_THE_INTERPRETER = "does not run in Triton's interpreter: a GPU"
+
+BFLOAT16 = (
+    "not checked: Triton's interpreter adds the bits of bfloat16; `--dtype bfloat16` if kernels cast it, or a GPU"
+)
 
 
 def what_else_runs_it(op: Op, sample: Sample) -> str | None:
@@ -24,6 +31,17 @@ def what_else_runs_it(op: Op, sample: Sample) -> str | None:
         words = words_of(error)
         if _NAMES_DEVICE.search(words):
             advice = _IN_THE_INTERPRETER if INTERPRET else _ON_A_CPU
-            first = words.partition("\n")[0]
+            first = (str(error).strip() or words).partition("\n")[0]
             return f"{advice} ({type(error).__name__}: {first})"
     return None
+
+
+def interprets_bfloat16(op: Op, sample: Sample) -> bool:
+    """Return True if a call launches a kernel in Triton's interpreter on bfloat16, whose sums are those of its bits."""
+    if not INTERPRET or float_dtype(op, sample) != torch.bfloat16:
+        return False
+    from llmk.opcheck.interpreter import watched  # it needs numpy
+
+    with watched() as watch, contextlib.suppress(Exception):
+        call(op, sample, ())
+    return watch.launches > 0

@@ -39,7 +39,7 @@ def notes(results: Sequence[Result]) -> Iterator[str]:
     """A line for each operator that a path has no code for."""
     for result in results:
         if result.verdict == "empty" and result.message:
-            yield f"{result.op} ({result.path}): {result.message}"
+            yield f"{result.op} {result.dtype} ({result.path}): {result.message}"
 
 
 def _grouped(results: Sequence[Result]) -> Iterable[tuple[tuple[str, str, str], list[Result]]]:

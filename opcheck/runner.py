@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from llmk.opcheck.adapters import Adapted, adapted
-from llmk.opcheck.availability import what_else_runs_it
+from llmk.opcheck.availability import BFLOAT16, interprets_bfloat16, what_else_runs_it
 from llmk.opcheck.inputs import BrokenPromise, NothingToCheck, watched_by
 from llmk.opcheck.promises import (
     ASKED_PROMISES,
@@ -100,8 +100,8 @@ def check(
     Args:
         op: Its record; for an operator of your own, build a `llmk.registry.Op`.
         samples: The calls to make instead of the record's: a function of device and dtype as the record has it, or a
-            list, of which each is a `llmk.registry.Sample` or a tuple of arguments. The tensors of a list are moved to
-            the device, and those that are floating to each dtype.
+            list, of which each is a `llmk.registry.Sample` or a tuple of arguments, or what `record()` gives. The
+            tensors of calls are moved to the device, and those that are floating to each dtype.
         device: Where.
         dtypes: In which dtypes; all of the record's by default.
         only: Which promises, by name; all by default, but those that are only asked by name.
@@ -113,10 +113,10 @@ def check(
         A result for each dtype and promise, broken ones with a message.
 
     Raises:
-        ValueError: There is no promise of such a name.
+        ValueError: There is no promise of such a name, or no recorded call of the operator.
     """
     if samples is not None:
-        op = dataclasses.replace(op, samples=samples_from(samples))
+        op = dataclasses.replace(op, samples=samples_from(samples, op))
 
     def on_begin(now: RunningCheck) -> None:
         if not now.sample:
@@ -170,7 +170,8 @@ def checks(
 ) -> Iterator[Result]:
     """The results one by one, but for checks that are done; `on_begin` gets each check and sample as it begins.
 
-    An operator that has no code for the path gets one result, with nothing checked, that says what has.
+    An operator that has no code for the path gets one result, with nothing checked, that says what has. So does one in
+    bfloat16 that Triton's interpreter cannot compute in, unless the dtype is asked for.
     """
     op = adapted(op, device, dtypes or op.dtypes)
     chosen = [promise for promise in promises_for(device, names, skip) if names or applies(promise, op)]
@@ -181,9 +182,12 @@ def checks(
         if samples and not op.is_own and (op.name, dtype_name, RUNS) not in done:
             on_begin(RunningCheck(op.name, dtype_name, RUNS))
             with _around(op, device):
-                elsewhere = what_else_runs_it(op, samples[0])
+                bits = dtypes is None and interprets_bfloat16(op, samples[0])
+                elsewhere = BFLOAT16 if bits else what_else_runs_it(op, samples[0])
             if elsewhere is not None:
                 yield Result(op.name, str(device), dtype_name, path_taken(device), RUNS, True, elsewhere, 0.0, calls=0)
+                if bits:
+                    continue
                 return
         for promise in chosen:
             name = promise.__name__

@@ -1,28 +1,100 @@
-"""Samples that do not come from an operator's record."""
+"""Samples that do not come from an operator's record: calls that are given, and calls that a program made."""
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from llmk.registry import Sample
+from llmk.registry import Op, Sample
+from llmk.registry.private.operators import is_overload, overload_of, schema_of
 
 Samples = Callable[[torch.device, torch.dtype], Iterable[Sample]]
-GivenSamples = Samples | Iterable[Sample | Sequence[Any]]
-"""A function as a record has it, or calls: each a `Sample`, or the positional arguments."""
+GivenSamples = Samples | Mapping[str, Sequence[Sample]] | Sequence[Sample | Sequence[Any]]
+"""A function as a record has it, what `record()` gives, or calls: each a `Sample`, or the positional arguments."""
+
+OF_PYTORCH = ("aten", "prim", "prims", "profiler")
+"""Namespaces whose operators are not recorded."""
 
 
-def samples_from(given: GivenSamples) -> Samples:
-    """Return a record's function of samples; given calls are made on every device and in every dtype."""
+def samples_from(given: GivenSamples, op: Op) -> Samples:
+    """Return a record's function of samples; given calls are made on every device and in every dtype.
+
+    Raises:
+        ValueError: Of recorded calls none is of the operator.
+    """
     if callable(given):
         return given
+    if isinstance(given, Mapping):
+        given = _calls_of(op, given)
     calls = [call if isinstance(call, Sample) else Sample(tuple(call), why=f"call {i}") for i, call in enumerate(given)]
 
     def samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         return [_moved(call, device, dtype) for call in calls]
 
     return samples
+
+
+def _calls_of(op: Op, recorded: Mapping[str, Sequence[Sample]]) -> Sequence[Sample]:
+    operator = overload_of(op.overload)
+    name = schema_of(operator).name if is_overload(operator) else op.name
+    if name not in recorded:
+        raise ValueError(f"samples: no call of {name} was recorded; there are {', '.join(recorded) or 'none of any'}")
+    return recorded[name]
+
+
+@contextlib.contextmanager
+def record() -> Iterator[dict[str, list[Sample]]]:
+    """Record the calls of operators inside, by the operator's name such as `mylib::f`, for `check` to make again.
+
+    Calls that look alike, in shapes, strides, dtypes and in all that is no tensor, are recorded once. Their tensors are
+    copied. Operators are seen where Python calls them in eager mode: not in a compiled graph, nor by another operator.
+    """
+    mode = _Recording()
+    with mode:
+        yield mode.calls
+
+
+class _Recording(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, list[Sample]] = {}
+        self.seen: set[tuple[Any, ...]] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        operator, kwargs = overload_of(func), kwargs or {}
+        if is_overload(operator):
+            name = schema_of(operator).name
+            if name.partition("::")[0] not in OF_PYTORCH:
+                self.note(name, args, kwargs)
+        return func(*args, **kwargs)
+
+    def note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        key = name, _look(args), _look(kwargs)
+        if key not in self.seen:
+            self.seen.add(key)
+            calls = self.calls.setdefault(name, [])
+            calls.append(Sample(_copied(args), _copied(kwargs), why=f"recorded call {len(calls)}"))
+
+
+def _look(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.stride(), value.dtype
+    if isinstance(value, list | tuple):
+        return tuple(map(_look, value))
+    return tuple((name, _look(item)) for name, item in value.items()) if isinstance(value, dict) else repr(value)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, list | tuple):
+        return type(value)(map(_copied, value))
+    return {name: _copied(item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
 def _moved(sample: Sample, device: torch.device, dtype: torch.dtype) -> Sample:

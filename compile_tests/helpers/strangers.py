@@ -224,7 +224,7 @@ def reference_mul(a, b):
 MUL = record(torch.ops.strangers.mul, reference_mul, tensors=2, differentiable=("a", "b"))
 
 library.define("swish(Tensor x) -> Tensor")
-library.impl("swish", lambda x: x * torch.sigmoid(x), "CompositeImplicitAutograd")
+library.impl("swish", lambda x: (x.float() * torch.sigmoid(x.float())).to(x.dtype), "CompositeImplicitAutograd")
 
 
 def reference_swish(x):

@@ -63,6 +63,20 @@ def test_no_code_for_a_cpu_is_said_once() -> None:
     )
 
 
+@pytest.mark.kernels
+def test_bfloat16_is_interpreted_where_it_is_asked_for() -> None:
+    """Triton's interpreter adds the bits of two numbers, and a kernel that casts to float32 does not let it."""
+    if not INTERPRET:
+        pytest.skip("it is about the interpreter")
+    only = ["values_and_gradients"]
+    verdicts = {result.dtype: (result.promise, result.verdict) for result in check(RIGHT["add"], only=only)}
+    assert verdicts["bfloat16"] == ("runs", "empty")
+    assert verdicts["float16"] == ("values_and_gradients", "kept")
+    asked = check(RIGHT["add"], dtypes=[torch.bfloat16], only=only)
+    assert [result.verdict for result in asked] == ["broken"]
+    assert [r.verdict for r in check(RIGHT["linear"], dtypes=[torch.bfloat16], only=only)] == ["kept"]
+
+
 @torch.library.custom_op("strangers::asserts_cuda", mutates_args=())
 def asserts_cuda(x: Tensor) -> Tensor:
     assert x.is_cuda
