@@ -23,8 +23,8 @@ def overload_of(operator: Any) -> Any:
     """Return the overload behind a packet of one or what `torch.library.custom_op` returns; others as they are."""
     operator = attribute(operator, "_opoverload", lambda operator: operator)
     if not is_overload(operator) and callable(getattr(operator, "overloads", None)):
-        names = operator.overloads()
-        return getattr(operator, names[0]) if len(names) == 1 else operator.default
+        overloads = operator.overloads()
+        return getattr(operator, overloads[0]) if len(overloads) == 1 else operator.default
     return operator
 
 
