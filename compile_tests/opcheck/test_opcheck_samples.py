@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compile_tests import strangers
+from compile_tests.helpers import strangers
 from llmk.opcheck import check, record
 
 LINEAR = dataclasses.replace(strangers.LINEAR, dtypes=(torch.float32,))
