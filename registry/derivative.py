@@ -1,6 +1,7 @@
 """The derivative of a kernel op: its formula, and what holds for every formula without its saying so.
 
-- An output that gets no gradient counts as one whose gradient is zero. Where no output gets one, no input does.
+- An output that gets no gradient counts as one whose gradient is zero. An input gets none where no output that depends
+  on it does, as in PyTorch: its `grad` stays None, which an optimizer tells from zeros.
 - What is kept of the outputs for the backward pass stays part of the graph. So a second derivative through it reaches
   an op that has none and raises, also where neither an input that is kept nor the incoming gradient wants one.
 - What the forward pass keeps for the sake of gradients does not bind the backward pass: where a trace in which nobody
@@ -84,11 +85,20 @@ class Derivative:
         grads = grads[:count]
         if grads[0] is None and all(grad is None for grad in grads):
             return (None,) * len(ctx.needs_input_grad)
+        unreached = self._unreached([grad is not None for grad in grads])
         if self.fills:
             grads = tuple(_zeros(alike) if grad is None else grad for grad, alike in zip(grads, ctx.alike, strict=True))
         if self.keeps is not None and ctx.inputs is not None:
             ctx = self._again(ctx)
-        return self.formula(ctx, *grads)
+        found = self.formula(ctx, *grads)
+        return tuple(None if place in unreached else grad for place, grad in enumerate(found)) if unreached else found
+
+    def _unreached(self, given: Sequence[bool]) -> set[int]:
+        """The places of the arguments on which no output with a gradient depends."""
+        if all(given):
+            return set()
+        reached = {place for of, has in zip(self.results, given, strict=True) if has for place in of}
+        return {place for of in self.results for place in of} - reached
 
     def _find_constants(self, needs: tuple[bool, ...]) -> list[int]:
         """The outputs that depend on nothing that wants a gradient."""

@@ -125,3 +125,15 @@ def test_the_slope_of_a_saturated_cap_is_judged_by_what_it_is(smoothing: float) 
 
     report = require_unchanged(fn, [(randn(6, 13).detach() + 100).requires_grad_(), torch.randint(13, (6,))])
     assert report.replaced == {"cross_entropy": 1}
+
+
+def test_keys_that_no_gradient_reaches_have_none() -> None:
+    """Queries and keys are one operator's, and only the queries leave."""
+
+    def fn(q: Tensor, angles: Tensor, k: Tensor) -> Tensor:
+        first, second = turned(q, angles).flatten(-2), turned(k, angles).flatten(-2)
+        with torch.no_grad():
+            _ = second.sum()
+        return first
+
+    require_unchanged(fn, rotated_heads()[:3])

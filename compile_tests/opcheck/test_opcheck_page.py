@@ -1,56 +1,17 @@
 """opcheck's page: every result is on it, escaped, and it needs nothing but itself."""
 
 import json
-from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from compile_tests.helpers.mutants import square
+from compile_tests.helpers.report_pages import Outline, report, result
 from llmk.opcheck import __main__ as command
 from llmk.opcheck import check
 from llmk.opcheck.page import page, promises_in, verdict_of_all
 from llmk.opcheck.promises import PROMISES
-
-VOID = {"meta", "br"}
-
-
-class Outline(HTMLParser):
-    """Which elements are open, and the text of each kind of them."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.text: dict[str, list[str]] = {}
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.attributes += attrs
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open:
-            self.text.setdefault(self.open[-1], []).append(data)
-
-
-def result(**changes: Any) -> dict[str, Any]:
-    return {
-        "op": "add", "device": "cpu", "dtype": "float32", "path": "reference", "promise": "no_mutation",
-        "passed": True, "message": "", "seconds": 0.5, "calls": 3,
-    } | changes  # fmt: skip
-
-
-def report(*results: dict[str, Any]) -> dict[str, Any]:
-    about = {"llmk": "1", "torch": "2", "triton": "3", "python": "4", "device": "cpu", "date": "today"}
-    return {**about, "paths": ["reference"], "results": list(results)}
 
 
 def test_every_element_is_closed_and_nothing_comes_from_elsewhere() -> None:

@@ -89,6 +89,22 @@ def test_results_lie_as_projections_write(name: str, device: torch.device) -> No
 
 
 @pytest.mark.kernels
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@each_op
+def test_keys_whose_result_gets_no_gradient_get_none(name: str, compiled: bool, device: torch.device) -> None:
+    """As in PyTorch: an optimizer changes a parameter whose gradient is zeros, by weight decay or momentum."""
+    args, overload = arguments(name, device, torch.float32), OPS[name].overload
+
+    def queries(*args: Tensor) -> Tensor:
+        return overload(*args)[0]
+
+    fn = torch.compile(queries, backend="aot_eager") if compiled else queries
+    fn(*args).sum().backward()
+    with_gradient = [arg.grad is not None for arg in args]
+    assert with_gradient == ([True, False, True, False] if len(args) == 6 else [True, False]) + [False, False]
+
+
+@pytest.mark.kernels
 @each_op
 def test_no_heads(name: str, device: torch.device) -> None:
     q, k, *rest = arguments(name, device)

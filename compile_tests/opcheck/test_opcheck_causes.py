@@ -3,10 +3,10 @@
 import dataclasses
 
 import torch
-from compile_tests.mutants import record, square
-from test_opcheck_page import Outline, report
 from torch import Tensor
 
+from compile_tests.helpers.mutants import record, square
+from compile_tests.helpers.report_pages import Outline, report
 from llmk.opcheck import check
 from llmk.opcheck.causes import causes
 from llmk.opcheck.page import page
