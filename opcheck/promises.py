@@ -43,6 +43,7 @@ from llmk.opcheck.gradient_promises import (
 from llmk.opcheck.inputs import (
     BrokenPromise,
     NothingToCheck,
+    Outcome,
     as_list,
     differentiable_inputs,
     prepare,
@@ -59,6 +60,7 @@ from llmk.opcheck.kernel_promises import (
     no_float_atomics,
 )
 from llmk.opcheck.nan_fill import nan_filled, require_all_written
+from llmk.opcheck.reference import Change
 from llmk.opcheck.refusal_promises import refuses_transforms, second_derivatives
 from llmk.opcheck.setting_promises import another_thread, default_device, default_dtype, other_device
 from llmk.registry import Op, Sample, set_short_path_enabled
@@ -157,16 +159,24 @@ def _transposed(tensor: Tensor) -> Tensor:
 
 
 def strided_inputs(op: Op, samples: Sequence[Sample]) -> None:
-    """2: inputs of any strides; another's operator than llmk's may refuse those that are not contiguous in words."""
+    """2: inputs of any strides; another's operator than llmk's may refuse those that are not contiguous in words.
+
+    PyTorch's composition of the same strides counts too: its products of matrices that lie otherwise add up in another
+    order.
+    """
     for sample in samples:
         for change in (spread, _transposed):
+
+            def composition(sample: Sample = sample, change: Change = change) -> list[Outcome]:
+                return [call(op, sample, fn=op.reference, change=change)]
+
             try:
                 outcome = call(op, sample, change=change)
             except Exception as error:
                 if op.is_own or not re.search("contiguous|stride", words_of(error)):
                     raise
             else:
-                require_accurate(op, sample, outcome)
+                require_accurate(op, sample, outcome, compositions=composition)
 
 
 def edge_rows(op: Op, samples: Sequence[Sample]) -> None:

@@ -54,6 +54,18 @@ def test_gradients_need_not_be_finite_where_one_leaves_its_dtype_by_right() -> N
         require_finite_for(1.0)
 
 
+def test_strides_may_cost_what_they_cost_pytorch() -> None:
+    """Its products of matrices that lie otherwise add up in another order."""
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        exact = x.is_contiguous() or x.dtype == torch.float64
+        return x * x if exact else (x * x).bfloat16().float()
+
+    ops = [square("rounds_as_pytorch", rounded, reference=rounded), square("rounds_more", rounded)]
+    results = [result for op in ops for result in check(op, only=["strided_inputs"])]
+    assert [result.passed for result in results] == [True, False], results
+
+
 def test_a_sound_op_passes() -> None:
     """PyTorch's own square: nothing of the above is a false alarm."""
     results = check(record("square", overload=torch.ops.aten.square.default), only=NAMES)
