@@ -2,7 +2,8 @@
 
 A line holds an operator on a path in a dtype. For each promise, in the order of the list at the top, it has the number
 of calls and the seconds, null where the promise was not asked for; `broken` has the messages of those that are not
-kept. `results_of` gives the results back, with seconds to a hundredth. The file is replaced.
+kept, and `wrong` the results that they name, if they do. `results_of` gives the results back, with seconds to a
+hundredth. The file is replaced.
 """
 
 import argparse
@@ -27,22 +28,25 @@ def summary(report: dict[str, Any]) -> str:
 
 def _row(key: tuple[str, ...], group: dict[str, dict[str, Any]], promises: list[str]) -> dict[str, Any]:
     found = [group.get(promise) for promise in promises]
-    return dict(zip(KEY, key, strict=True)) | {
+    row = dict(zip(KEY, key, strict=True)) | {
         "calls": [result and result["calls"] for result in found],
         "seconds": [result and round(result["seconds"], 2) for result in found],
         "broken": {name: result["message"] for name, result in group.items() if not result["passed"]},
     }
+    wrong = {name: result["wrong"] for name, result in group.items() if result["wrong"]}
+    return row | {"wrong": wrong} if wrong else row
 
 
 def results_of(summary: dict[str, Any]) -> dict[str, Any]:
     """The report of a summary: a result for each operator, path, dtype and promise."""
     results = []
     for row in summary["rows"]:
-        key, broken = {name: row[name] for name in KEY}, row["broken"]
+        key, broken, wrong = {name: row[name] for name in KEY}, row["broken"], row.get("wrong", {})
         for promise, calls, seconds in zip(summary["promises"], row["calls"], row["seconds"], strict=True):
             if calls is not None:
                 verdict = {"passed": promise not in broken, "message": broken.get(promise, "")}
-                results.append({**key, "promise": promise, **verdict, "seconds": seconds, "calls": calls})
+                took = {"seconds": seconds, "calls": calls, "wrong": wrong.get(promise, "")}
+                results.append({**key, "promise": promise, **verdict, **took})
     return {name: value for name, value in summary.items() if name not in ("promises", "rows")} | {"results": results}
 
 

@@ -36,10 +36,9 @@ def table(results: Sequence[Result]) -> str:
 
 
 def notes(results: Sequence[Result]) -> Iterator[str]:
-    """A line for each operator that a path has no code for."""
-    for result in results:
-        if result.verdict == "empty" and result.message:
-            yield f"{result.op} {result.dtype} ({result.path}): {result.message}"
+    """A line for each operator that a path has no code for, whatever the dtypes."""
+    empty = [result for result in results if result.verdict == "empty" and result.message]
+    yield from dict.fromkeys(f"{result.op} ({result.path}): {result.message}" for result in empty)
 
 
 def _grouped(results: Sequence[Result]) -> Iterable[tuple[tuple[str, str, str], list[Result]]]:

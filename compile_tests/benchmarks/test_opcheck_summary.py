@@ -13,16 +13,16 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("opcheck-*.json"))
 
 
-def result(op: str, promise: str, seconds: float, calls: int, message: str = "") -> dict[str, object]:
+def result(op: str, promise: str, seconds: float, calls: int, message: str = "", wrong: str = "") -> dict[str, object]:
     passed = not message
-    return asdict(Result(op, "cpu", "float32", "reference", promise, passed, message, seconds, calls))
+    return asdict(Result(op, "cpu", "float32", "reference", promise, passed, message, seconds, calls, wrong))
 
 
 def test_a_summary_gives_the_results_back() -> None:
     results = [
         result("add", "no_alias", 0.25, 8),
         result("add", "deterministic", 1.5, 0),
-        result("tvd", "deterministic", 0.0, 3, 'a "message"\nof two lines'),
+        result("tvd", "deterministic", 0.0, 3, 'a "message"\nof two lines', "output 0"),
         result("tvd", "compiled", 2.0, 1, "broken before its first call"),
     ]
     report = {"device": "cpu (x86_64)", "paths": ["reference"], "results": results}

@@ -279,4 +279,4 @@ def arguments_taken(tree: ast.Module) -> Iterator[str]:
 
 def test_the_scan_sees() -> None:
     assert list(arguments_taken(ast.parse("x = node.args[0]"))) == ["node.args"]
-    assert len(RULES) >= 7
+    assert len(RULES) >= 6  # families of operators
