@@ -85,7 +85,7 @@ class Derivative:
         grads = grads[:count]
         if grads[0] is None and all(grad is None for grad in grads):
             return (None,) * len(ctx.needs_input_grad)
-        unreached = self._unreached([grad is not None for grad in grads])
+        unreached = self._unreached([grad is not None for grad in grads]) if self.several else ()
         if self.fills:
             grads = tuple(_zeros(alike) if grad is None else grad for grad, alike in zip(grads, ctx.alike, strict=True))
         if self.keeps is not None and ctx.inputs is not None:
