@@ -114,3 +114,30 @@ def test_programs_shrink() -> None:
     small = shrunk(program, lambda p: any(line.target is aten.cos.default for line in p.lines))
     assert [str(line.target) for line in small.lines] == ["aten.cos.default"]
     assert [x.name for x in small.inputs] == ["x0"]
+
+
+def twice(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    logits = aten.linear(x, weight)
+    aten.rand_like(logits)
+    return aten.cross_entropy_loss(logits, target), aten.cross_entropy_loss(logits, target)
+
+
+def test_each_property_may_be_as_in_eager_mode_or_as_compiled() -> None:
+    """AOTAutograd leaves out the unused draw and merges equal results; the backend's may be two."""
+    args = (torch.randn(6, 8), torch.randn(13, 8, requires_grad=True), torch.randint(13, (6,)))
+    plain, got = outcome(eager, twice, args), outcome(with_backend(), twice, args)
+    assert got.random != plain.random
+    assert got.shares == plain.shares
+    assert difference(got, twice, args) is None
+    got.shares["output 1"] = "input 0"
+    assert difference(got, twice, args) == "output 1 has the memory of input 0, right is output 0"
+
+
+def causal_twice(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    mask = torch.ones(6, 6, dtype=torch.bool).tril()
+    return aten.scaled_dot_product_attention(q, k, v, mask), aten.scaled_dot_product_attention(q, k, v, mask.view(6, 6))
+
+
+def test_equal_results_may_share_memory_as_inductors_do() -> None:
+    args = [torch.randn(2, 2, 6, 4, requires_grad=True) for _ in range(3)]
+    assert difference(outcome(with_backend(), causal_twice, args), causal_twice, args) is None

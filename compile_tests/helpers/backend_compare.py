@@ -72,6 +72,7 @@ def through(backend: Any) -> Way:
 
 
 AOT = through("aot_eager")
+INDUCTOR = through("inductor")
 
 
 def with_backend(report: Report | None = None, then: Compiler = THROUGH_AUTOGRAD, verify: bool = True) -> Way:
@@ -177,37 +178,42 @@ def exact_outcome(fn: Any, args: Sequence[Any], change: Change) -> Outcome:
 
 
 def difference(got: Outcome, fn: Any, args: Sequence[Any]) -> str | None:
-    """Describe what of a call is neither as in eager mode nor as AOTAutograd has it; None where all of it is."""
+    """Describe what of a call is neither as in eager mode nor as AOTAutograd or Inductor has it, or return None.
+
+    Each property is compared by itself: compiled code may leave out an unused random draw, or merge equal results.
+    """
     plain = outcome(eager, fn, args)
     if plain.error:
         return None
-    say = _visible(got, plain)
-    if say is not None:
-        aot = outcome(AOT, fn, args)
-        if aot.error or _visible(got, aot) is None:
-            say = None
-    return say or wrong_values(got, plain, fn, args)
+    left = _visible(got, plain)
+    for way in (AOT, INDUCTOR):
+        if left:
+            other = outcome(way, fn, args)
+            left = {} if other.error else {what: left[what] for what in left.keys() & _visible(got, other).keys()}
+    return next(iter(left.values()), None) or wrong_values(got, plain, fn, args)
 
 
-def _visible(got: Outcome, right: Outcome) -> str | None:
-    """Describe a difference that can be seen without looking at numbers."""
+def _visible(got: Outcome, right: Outcome) -> dict[str, str]:
+    """Describe the differences that can be seen without looking at numbers, one for each property."""
     if got.error:
-        return f"raises {_first_words(got.error)}"
+        return {"error": f"raises {_first_words(got.error)}"}
     if got.values.keys() != right.values.keys():
-        return f"gives {sorted(got.values.keys() ^ right.values.keys())} in one of the two only"
+        return {"values": f"gives {sorted(got.values.keys() ^ right.values.keys())} in one of the two only"}
+    found: dict[str, str] = {}
     for name, y in right.values.items():
         x = got.values[name]
         if (x.dtype, x.shape) != (y.dtype, y.shape):
-            return f"{name} is {x.dtype} {tuple(x.shape)}, right is {y.dtype} {tuple(y.shape)}"
-        if not (x.is_floating_point() or x.is_complex()) and not torch.equal(x, y):
-            return f"{name} is {x.flatten()[:8].tolist()}, right is {y.flatten()[:8].tolist()}"
-    for what in ("shares", "layout"):
+            found["values"] = f"{name} is {x.dtype} {tuple(x.shape)}, right is {y.dtype} {tuple(y.shape)}"
+        elif not (x.is_floating_point() or x.is_complex()) and not torch.equal(x, y):
+            found["values"] = f"{name} is {x.flatten()[:8].tolist()}, right is {y.flatten()[:8].tolist()}"
+    for what, word in (("shares", "has the memory of"), ("layout", "has strides and requires_grad")):
         mine, theirs = getattr(got, what), getattr(right, what)
         for name, value in theirs.items():
             if mine[name] != value:
-                word = "has the memory of" if what == "shares" else "has strides and requires_grad"
-                return f"{name} {word} {mine[name]}, right is {value}"
-    return None if got.random == right.random else "leaves the random generator in another state"
+                found[f"{what} of {name}"] = f"{name} {word} {mine[name]}, right is {value}"
+    if got.random != right.random:
+        found["random"] = "leaves the random generator in another state"
+    return found
 
 
 def _first_words(error: str) -> str:
