@@ -130,7 +130,7 @@ def test_each_property_may_be_as_in_eager_mode_or_as_compiled() -> None:
     assert got.shares == plain.shares
     assert difference(got, twice, args) is None
     got.shares["output 1"] = "input 0"
-    assert difference(got, twice, args) == "output 1 has the memory of input 0, right is output 0"
+    assert difference(got, twice, args) == "output 1 has the memory of input 0, right is output 1"
 
 
 def causal_twice(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
