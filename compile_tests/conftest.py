@@ -4,7 +4,7 @@ import os
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # tests run side by side, one on each core, and so do the processes they start
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    # OpenMP's threads wait for one another at the end of each loop: with more of them than cores, 5 to 40 times as long.
+    # OpenMP's threads wait for one another after each loop: where there are more than cores, 5 to 40 times as long.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Iterator
