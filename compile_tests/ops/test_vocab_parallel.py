@@ -6,6 +6,7 @@ Gradients of the whole weight are put together from the ranks', so that the accu
 
 import datetime
 import faulthandler
+import os
 import pickle
 import traceback
 from collections.abc import Callable, Iterator
@@ -300,6 +301,8 @@ def process(rank: int, world: int, folder: Path, device_type: str) -> None:
     """Every case, in the order that all ranks have; what went wrong goes into a file."""
     global HERE
     torch.set_num_threads(1)
+    # AOTAutograd's cache takes DTensors for equal whose local sizes differ: a rank would be given another's graph.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / f"cache_{rank}")
     if device_type == "cuda":
         HERE = torch.device("cuda", rank)
         torch.cuda.set_device(HERE)
