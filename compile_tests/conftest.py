@@ -35,6 +35,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "kernels: also worth running with the kernels in Triton's interpreter")
     if INTERPRET:
         _refuse_masks_of_numbers()
+        from llmk.opcheck.interpreter import interpreter, patching_once
+
+        interpreter._patch_lang = patching_once(interpreter._patch_lang)
 
 
 def _refuse_masks_of_numbers() -> None:

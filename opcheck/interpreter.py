@@ -183,7 +183,7 @@ def _replacements() -> Sequence[tuple[Any, str, Callable[[Any], Any]]]:
     return (
         (interpreter.GridExecutor, "__call__", _watching_launch),
         (interpreter, "_implicit_cvt", _moving_tensors),
-        (interpreter, "_patch_lang", _patching_once),
+        (interpreter, "_patch_lang", patching_once),
         (interpreter, "_patch_lang_core", _typing_loops),
         (interpreter.InterpretedFunction, "rewrite", _rewriting),
         (interpreter.FunctionRewriter, "ast_transformer", _counting_turns),
@@ -319,7 +319,7 @@ def _checking_exchange(original: Any) -> Any:
     return exchange
 
 
-def _patching_once(original: Any) -> Any:
+def patching_once(original: Any) -> Any:
     """Each function that a kernel calls has Triton look all of its language over for what is not yet interpreted."""
     language = interpreter.tl
 
