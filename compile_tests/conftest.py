@@ -2,8 +2,10 @@
 
 import os
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # where tests run side by side, Inductor need not start processes of its own
+if "PYTEST_XDIST_WORKER" in os.environ:  # tests run side by side, one on each core, and so do the processes they start
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    # OpenMP's threads wait for one another after each loop: where there are more than cores, 5 to 40 times as long.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Iterator
 from typing import Any
@@ -33,6 +35,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "kernels: also worth running with the kernels in Triton's interpreter")
     if INTERPRET:
         _refuse_masks_of_numbers()
+        from llmk.opcheck.interpreter import interpreter, patching_once
+
+        interpreter._patch_lang = patching_once(interpreter._patch_lang)
 
 
 def _refuse_masks_of_numbers() -> None:

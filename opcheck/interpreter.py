@@ -9,6 +9,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -182,6 +183,7 @@ def _replacements() -> Sequence[tuple[Any, str, Callable[[Any], Any]]]:
     return (
         (interpreter.GridExecutor, "__call__", _watching_launch),
         (interpreter, "_implicit_cvt", _moving_tensors),
+        (interpreter, "_patch_lang", patching_once),
         (interpreter, "_patch_lang_core", _typing_loops),
         (interpreter.InterpretedFunction, "rewrite", _rewriting),
         (interpreter.FunctionRewriter, "ast_transformer", _counting_turns),
@@ -315,6 +317,22 @@ def _checking_exchange(original: Any) -> Any:
         return original(builder, _found(pointers, _Mask(everywhere), "changes"), *rest)
 
     return exchange
+
+
+def patching_once(original: Any) -> Any:
+    """Each function that a kernel calls has Triton look all of its language over for what is not yet interpreted."""
+    language = interpreter.tl
+
+    def patch_lang(function: Any) -> Any:
+        used = [module for module in (language, language.core) if module in function.__globals__.values()]
+        if any(language.core.is_builtin(module.load) for module in used):
+            return original(function)
+        return _NOTHING_PATCHED
+
+    return patch_lang
+
+
+_NOTHING_PATCHED = SimpleNamespace(restore=lambda: None)
 
 
 def _typing_loops(original: Any) -> Any:

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from compile_tests.helpers.pages import PAGES, PYTHON_PAGES, ROOT, blocks, script_of
+from compile_tests.helpers.scripts import run_script
 
 
 @pytest.mark.parametrize("page", PYTHON_PAGES, ids=lambda page: page.name)
 def test_python_runs(page: Path, tmp_path: Path) -> None:
-    path = script_of(page, tmp_path)
-    result = subprocess.run([sys.executable, path], cwd=ROOT, capture_output=True, text=True)
+    result = run_script(script_of(page, tmp_path))
     assert result.returncode == 0, f"{page.name}:\n{result.stdout}\n{result.stderr}"
 
 

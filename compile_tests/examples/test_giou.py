@@ -3,13 +3,12 @@
 import importlib
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from compile_tests.helpers.scripts import run_script
 from llmk.functional import giou_loss
 from llmk.opcheck.calls import call, require_accurate
 from llmk.registry import OPS, Sample
@@ -28,7 +27,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     out = tmp_path_factory.mktemp("giou")
     sizes = ["--steps", "3", "--batch", "2", "--boxes", "8"]
     arguments = ["--device", "cpu", "--dtype", "float32", *sizes, "--out", str(out)]
-    done = subprocess.run([sys.executable, str(EXAMPLE), *arguments], capture_output=True, text=True, check=False)
+    done = run_script(EXAMPLE, *arguments)
     assert done.returncode == 0, done.stderr
     return out, done.stdout
 

@@ -1,10 +1,10 @@
 """The examples of losses and of a mixture run, and leave a plot."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from compile_tests.helpers.scripts import run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -13,8 +13,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def test_it_runs(name: str, tmp_path: Path) -> None:
     for module in ("matplotlib", "tokenizers"):
         pytest.importorskip(module)
-    command = [sys.executable, EXAMPLES / f"{name}.py", "--steps", "1", "--output", tmp_path]
-    result = subprocess.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True, check=False)
+    result = run_script(EXAMPLES / f"{name}.py", "--steps", 1, "--output", tmp_path)
     assert result.returncode == 0, result.stderr
     assert not result.stderr
     assert (tmp_path / f"{name}.png").stat().st_size > 1000

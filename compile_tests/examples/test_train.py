@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from compile_tests.helpers.scripts import run_script
+
 pytest.importorskip("tokenizers")
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
@@ -23,9 +25,7 @@ SMALL = ["--preset", "nano", "--device", "cpu"]
 
 def run_train(*args: object) -> subprocess.CompletedProcess[str]:
     """With one thread: several add to the embedding's gradient in any order, and the last bits of a loss follow."""
-    command = [sys.executable, str(TRAIN), *map(str, args)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return run_script(TRAIN, *args)
 
 
 def record_of(out: Path) -> dict:
@@ -133,7 +133,9 @@ def test_bad_input_is_one_line_and_exit_code_2(name: str, trained, text: Path, f
 
 
 def test_bad_input_shows_no_traceback(folder: Path):
-    done = run_train(*SMALL, "--text", folder / "no_such_file", "--out", folder / "out")
+    """In a process that imports all for itself."""
+    command = [sys.executable, TRAIN, *SMALL, "--text", folder / "no_such_file", "--out", folder / "out"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("train.py: ")
     assert len(done.stderr.splitlines()) == 1

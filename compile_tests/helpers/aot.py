@@ -4,6 +4,7 @@ Nothing is declared by hand. `launches` runs an operator on fake tensors, forwar
 would launch; `compile_for` specialises a launch with Triton's own code, the way its JIT does when a kernel is called.
 """
 
+import itertools
 import re
 import subprocess
 import tempfile
@@ -110,19 +111,19 @@ def distinct(launches: Iterable[Launch], target: Any) -> list[Launch]:
 
 
 def launches(
-    op: Op, dtype: torch.dtype, *, samples: bool = True, workloads: bool = True, warp_size: int = 32
+    op: Op, dtype: torch.dtype, *, samples: bool = True, workloads: bool = True, warp_size: int = 32, alone: bool = True
 ) -> list[Launch]:
     """Return the launches of `op` on its samples and workloads, forward and backward, once for each kernel to be built.
 
     It is what a GPU whose warps have `warp_size` threads is given. Each call is made with every differentiable argument
-    wanting its gradient, and with only one of them wanting it.
+    wanting its gradient and, if `alone`, with only one of them wanting it.
     """
     device = torch.device("cpu")  # a build without a GPU aborts on fake GPU tensors that require gradients
     found: list[Launch] = []
     with FakeTensorMode(), record_launches(warp_size) as recorded:
         for make, wanted in [(op.samples, samples), (op.workloads, workloads)]:
             for sample in make(device, dtype) if make is not None and wanted else ():
-                for names in gradients_wanted(op, sample):
+                for names in itertools.islice(gradients_wanted(op, sample), None if alone else 1):
                     forward_and_backward(op, sample, names)
                     found += recorded
                     recorded.clear()
@@ -131,6 +132,7 @@ def launches(
 
 
 def gradients_wanted(op: Op, sample: Sample) -> Iterator[tuple[str, ...]]:
+    """All that can be wanted together, then each alone."""
     given = tuple(name for name in op.differentiable if op.bind(sample).get(name) is not None)
     yield given
     if len(given) > 1:

@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,15 +16,16 @@ from llmk.registry import OPS
 
 
 @pytest.mark.parametrize(("divisor", "code"), [(2, 0), (3, 1)])
-def test_command_line_on_an_op_of_ones_own(divisor: int, code: int, tmp_path: Path) -> None:
+def test_command_line_on_an_op_of_ones_own(
+    divisor: int, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file, results = tmp_path / "my_op.py", tmp_path / "results.json"
     file.write_text(OWN_OP.format(divisor=divisor))
-    command = [sys.executable, "-m", "llmk.opcheck", str(file), "--device", "cpu", "--dtype", "float32"]
-    command += ["--path", "reference", "--json", str(results)]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert process.returncode == code, process.stdout + process.stderr
-    assert "reference" in process.stdout
-    assert ("breaks values_and_gradients" in process.stdout) == bool(code)
+    options = ["--device", "cpu", "--dtype", "float32", "--path", "reference", "--json", str(results)]
+    found, printed = main([str(file), *options]), capsys.readouterr().out
+    assert found == code, printed
+    assert "reference" in printed
+    assert ("breaks values_and_gradients" in printed) == bool(code)
     report = json.loads(results.read_text())
     assert report["torch"] == torch.__version__
     assert {result["path"] for result in report["results"]} == {"reference"}

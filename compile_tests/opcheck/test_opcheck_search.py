@@ -2,8 +2,6 @@
 
 import math
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -297,13 +295,12 @@ def test_command_line_refuses(arguments: list[str], message: str, capsys: pytest
     assert message in capsys.readouterr().err
 
 
-def test_command_line_searches_an_op_of_ones_own(tmp_path: Path) -> None:
+def test_command_line_searches_an_op_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "my_op.py"
     file.write_text(OWN_OP.format(divisor=3))
-    command = [sys.executable, "-m", "llmk.opcheck", str(file), "--device", "cpu", "--dtype", "float32"]
-    command += ["--path", "reference", "--search", "2", "--seed", "3"]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert process.returncode == 1, process.stdout + process.stderr
-    assert "half float32 (reference) breaks search:\n  seeds 3 to " in process.stdout
-    assert re.search(r"value: output 0: element \d+ is \S+, right is \S+", process.stdout)
-    assert "outputs = torch.ops.mylib.half(input)" in process.stdout
+    options = ["--device", "cpu", "--dtype", "float32", "--path", "reference", "--search", "2", "--seed", "3"]
+    found, printed = main([str(file), *options]), capsys.readouterr().out
+    assert found == 1, printed
+    assert "half float32 (reference) breaks search:\n  seeds 3 to " in printed
+    assert re.search(r"value: output 0: element \d+ is \S+, right is \S+", printed)
+    assert "outputs = torch.ops.mylib.half(input)" in printed

@@ -1,8 +1,9 @@
 """Every kernel compiles ahead for every target, on a machine without a GPU.
 
-`helpers/aot.py` finds the launches by running each operator on fake tensors. Each target gets each kernel in
-bfloat16 as its first sample launches it, and sm_90 the workloads too. With `--build many` all targets get the
-workloads, and sm_90 what all samples launch, and the workloads in every dtype.
+`helpers/aot.py` finds the launches by running each operator on fake tensors, with all gradients wanted. Each target
+gets each kernel in bfloat16 as its first sample launches it; sm_90 gets the workloads, and of samples the kernels that
+no workload launches. With `--build many` each gradient is also wanted alone, all targets get the workloads, and sm_90
+what all samples launch, and the workloads in every dtype.
 """
 
 import functools
@@ -37,25 +38,28 @@ each_target = pytest.mark.parametrize("target", aot.TARGETS)
 
 
 @functools.cache
-def _recorded(name: str, dtype: torch.dtype, kind: str, warp_size: int = 32) -> list[Launch]:
+def _recorded(name: str, dtype: torch.dtype, kind: str, build: str, warp_size: int = 32) -> list[Launch]:
     wanted = {"samples": kind == "samples", "workloads": kind == "workloads"}
-    return aot.launches(OPS[name], dtype, warp_size=warp_size, **wanted)
+    return aot.launches(OPS[name], dtype, warp_size=warp_size, alone=build != "few", **wanted)
 
 
 def _workload_launches(name: str, build: str) -> list[Launch]:
     dtypes = [torch.bfloat16] if build == "few" else OPS[name].dtypes
-    return [launch for dtype in dtypes for launch in _recorded(name, dtype, "workloads")]
+    return [launch for dtype in dtypes for launch in _recorded(name, dtype, "workloads", build)]
 
 
 def _launches(name: str, target: str, build: str) -> list[Launch]:
     warp_size = aot.TARGETS[target].warp_size
-    samples = _recorded(name, torch.bfloat16, "samples", warp_size)
+    samples = _recorded(name, torch.bfloat16, "samples", build, warp_size)
     if target == "sm_90" and build != "few":
         return aot.distinct(samples + _workload_launches(name, build), aot.TARGETS[target])
     first = {launch.kernel: launch for launch in reversed(samples)}
-    workloads = _recorded(name, torch.bfloat16, "workloads", warp_size)
-    if build == "few":
-        workloads = _workload_launches(name, build) if target == "sm_90" else []
+    if target == "sm_90":
+        workloads = _workload_launches(name, build)
+        launched = {launch.kernel for launch in workloads}
+        first = {kernel: launch for kernel, launch in first.items() if kernel not in launched}
+    else:
+        workloads = [] if build == "few" else _recorded(name, torch.bfloat16, "workloads", build, warp_size)
     return aot.distinct([*first.values(), *workloads], aot.TARGETS[target])
 
 
@@ -109,7 +113,7 @@ def test_every_kernel_compiles(name: str, target: str, build: str) -> None:
         assert compiled.metadata.shared <= SHARED_MEMORY[target], aot.describe(launch)
 
 
-@pytest.mark.parametrize("target", aot.TARGETS)
+@each_target
 def test_every_block_has_room_for_its_threads(target: str, build: str) -> None:
     most = THREADS // aot.TARGETS[target].warp_size
     launches = [launch for name in OPS for launch in _launches(name, target, build)]
@@ -202,6 +206,8 @@ def test_double_precision_and_spills_are_seen() -> None:
 
 def test_samples_want_every_gradient_together_and_alone() -> None:
     launches = [
-        launch for launch in _recorded("rms_norm", torch.bfloat16, "samples") if "dw_ptr" in launch.kernel.arg_names
+        launch
+        for launch in _recorded("rms_norm", torch.bfloat16, "samples", "many")
+        if "dw_ptr" in launch.kernel.arg_names
     ]
     assert {launch.args[launch.kernel.arg_names.index("dw_ptr")] is None for launch in launches} == {True, False}

@@ -97,7 +97,8 @@ def interpreter() -> Any:
     """Triton's interpreter; None where it lacks what opcheck replaces there to watch it."""
     names = (
         "GridExecutor.__call__", "InterpretedFunction.rewrite", "InterpreterError", "TensorHandle", "_implicit_cvt",
-        "_patch_lang_core", "interpreter_builder.set_grid_idx", "interpreter_builder.create_get_program_id",
+        "_patch_lang", "_patch_lang_core",
+        "interpreter_builder.set_grid_idx", "interpreter_builder.create_get_program_id",
         "interpreter_builder.create_masked_load", "interpreter_builder.create_masked_store",
         "interpreter_builder.create_atomic_rmw", "interpreter_builder.create_atomic_cas",
         "interpreter_builder.create_addptr", "interpreter_builder.create_splat",

@@ -1,0 +1,39 @@
+"""Python files run as `python FILE ARGUMENTS` runs them, in processes forked from a server with their imports.
+
+A fork has the server's modules, so an import that a file lacks may go unseen: `make installed` and `make train` start
+fresh ones.
+"""
+
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from compile_tests.helpers.rank_processes import ROOT, server
+
+
+def run_script(file: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run `file` with one thread, from the root of the repository: its exit code and what it wrote."""
+    words = [str(file), *map(str, arguments)]
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder) / "out", Path(folder) / "err"
+        process = server().Process(target=_run, args=(words, out, err))
+        process.start()
+        process.join()
+        code = process.exitcode
+        assert code is not None
+        return subprocess.CompletedProcess(words, code, out.read_text(), err.read_text())
+
+
+def _run(words: list[str], out: Path, err: Path) -> None:
+    for stream, file in ((1, out), (2, err)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), stream)
+    os.chdir(ROOT)
+    torch.set_num_threads(1)
+    sys.argv = words
+    sys.path.insert(0, str(Path(words[0]).parent))
+    runpy.run_path(words[0], run_name="__main__")
