@@ -245,6 +245,22 @@ class Call(Pattern):
             yield from _find_all(order, match.with_node(value))
 
 
+@dataclass(frozen=True)
+class Result(Pattern):
+    """One of the results of the pattern, which gives a tuple; results that nobody reads are taken in with it."""
+
+    index: int
+    pattern: Pattern
+
+    def find(self, value: Any, match: Match) -> Iterator[Match]:
+        item = item_of(value)
+        if item is not None and item[1] == self.index:
+            unread = (user for user in item[0].users if item_of(user) is not None and not user.users)
+            for node in (value, *unread):
+                match = match.with_node(node)
+            yield from find(self.pattern, item[0], match)
+
+
 class Either(Pattern):
     """Any of several patterns, tried in their order."""
 
