@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from llmk.apart import apart_from_caller
+from llmk.transformers.adapters import linear_of
 from llmk.transformers.classes import (
     BehindHook,
     Change,
@@ -185,7 +186,7 @@ class Plan:
         for kind, edit in edits.items():
             self.entries.append(Entry(name, kind, type(module).__name__, True, edit.what))
             if isinstance(edit, FusedLoss):
-                self.changes.setdefault(module.get_submodule(edit.path), []).append(Head())
+                self.changes.setdefault(linear_of(module.get_submodule(edit.path)), []).append(Head())
                 for inner, change in edit.inner:
                     self._change_whole(module.get_submodule(inner), Rewrite("forward", (change,)))
 
