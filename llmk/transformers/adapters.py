@@ -9,6 +9,7 @@ so that a loss that takes hidden states and a projection takes these two. `x A_i
 gives, dropout before it. What of the wider layer is a gradient of W is made where W is frozen too.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -68,16 +69,20 @@ def why_apart(head: Any) -> str | None:
 
 def as_one_layer(head: Any, x: Tensor) -> tuple[Tensor, Linear]:
     """Return what goes into the wider layer instead of x `[..., H]`, and its tensors."""
-    base, dtype = head.base_layer, autocast_dtype(x.device)
-    inputs, weights = [x.to(dtype or x.dtype)], [base.weight.to(dtype or base.weight.dtype)]
-    bias = base.bias
+    base, dtype, parts = head.base_layer, autocast_dtype(x.device), []
+    x, weight, bias = x.to(dtype or x.dtype), base.weight.to(dtype or base.weight.dtype), base.bias
     for name in adding(head):
         down, up, scale = head.lora_A[name], head.lora_B[name], head.scaling[name]
-        inputs.append((down(head.lora_dropout[name](x.to(down.weight.dtype))) * scale).to(inputs[0].dtype))
-        weights.append(up.weight.to(weights[0].dtype))
+        parts.append((down(head.lora_dropout[name](x.to(down.weight.dtype))) * scale, up.weight))
         if up.bias is not None:
             bias = up.bias * scale if bias is None else bias + up.bias * scale
-    missing = -sum(weight.shape[1] for weight in weights) % ALIGNED
-    for parts in (inputs, weights):
-        parts.append(parts[0].new_zeros((*parts[0].shape[:-1], missing)))
-    return torch.cat(inputs, -1), Linear(torch.cat(weights, -1), bias)
+    x, weight = side_by_side(x, weight, parts)
+    return x, Linear(weight, bias)
+
+
+def side_by_side(x: Tensor, weight: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return `[x, u_1, ...]` and `[W, U_1, ...]`, whose product is that of x and W and those of all parts, added up."""
+    missing = -(x.shape[-1] + sum(low.shape[-1] for low, _ in parts)) % ALIGNED
+    inputs = [x, *(low.to(x.dtype) for low, _ in parts), x.new_zeros((*x.shape[:-1], missing))]
+    weights = [weight, *(up.to(weight.dtype) for _, up in parts), weight.new_zeros((weight.shape[0], missing))]
+    return torch.cat(inputs, -1), torch.cat(weights, -1)
