@@ -52,7 +52,7 @@ def patch(
     instance changes. Its parameters, state dict and `save_pretrained` stay as they are.
 
     In training with labels, `output.loss` comes from `fused_linear_ce` and `output.logits` is None; in evaluation and
-    generation the logits are there.
+    generation the logits are there. A LoRA of PEFT's on the output projection is part of that product.
 
     Args:
         model: The model. Patch it before FSDP wraps it; DDP and PEFT may come before or after. Its parameters may be
