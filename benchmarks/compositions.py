@@ -1,7 +1,7 @@
-"""Modules of `llmk.nn` that are plain PyTorch, as records that `benchmarks.run` times like operators.
+"""Functions of several operators or none, as records that `benchmarks.run` times like operators.
 
-Each is a function of the module's inputs and parameters. What plain PyTorch is timed as is the computation as one would
-write it, or as Hugging Face has it.
+Most are modules of `llmk.nn` that are plain PyTorch, as functions of their inputs and parameters. What plain PyTorch is
+timed as is the computation as one would write it, or as Hugging Face has it.
 """
 
 import inspect
@@ -112,7 +112,37 @@ def multi_token_attention(large: bool) -> Op:
     )  # fmt: skip
 
 
+def lora_linear_ce(large: bool) -> Op:
+    """The loss of a frozen output projection and its LoRA; plain PyTorch is what PEFT and transformers compute."""
+    from llmk.transformers.adapters import side_by_side  # it imports transformers
+
+    N, H, V, rank = (8192, 2048, 128256, 16) if large else (7, 16, 40, 3)
+
+    def reference(input: Tensor, weight: Tensor, down: Tensor, up: Tensor, target: Tensor) -> Tensor:
+        logits = F.linear(input, weight) + F.linear(F.linear(input, down), up) * 2.0
+        return F.cross_entropy(logits.float(), target)
+
+    def call(input: Tensor, weight: Tensor, down: Tensor, up: Tensor, target: Tensor) -> Tensor:
+        x, weight = side_by_side(input, weight, [(F.linear(input, down) * 2.0, up)])
+        return llmk.functional.fused_linear_ce(x, weight, target)
+
+    def samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(shape, device=device, dtype=dtype) * shape[-1] ** -0.5
+
+        target = torch.randint(V, (N,), device=device)
+        tensors = randn(N, H) * H**0.5, randn(V, H), randn(rank, H), randn(V, rank), target
+        return [Sample(tensors, why=f"{N}x{H}x{V}, rank {rank}")]
+
+    size, product = 2 * (N * H + V * H), 2 * N * H * V
+    return Composition(
+        name="lora_linear_ce", overload=call, reference=reference, samples=samples, workloads=samples,
+        differentiable=("input", "down", "up"), cost=lambda *args: Cost(size, size + 2 * N * H, product, 2 * product),
+    )  # fmt: skip
+
+
 COMPOSITIONS: dict[str, Callable[[bool], Op]] = {
-    function.__name__: function for function in (modulated_rms_norm, hyper_connection, multi_token_attention)
+    function.__name__: function
+    for function in (modulated_rms_norm, hyper_connection, multi_token_attention, lora_linear_ce)
 }
 """By name, what makes the record: large, or of a size that a CPU gets through at once."""

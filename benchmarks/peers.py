@@ -273,6 +273,18 @@ def _fla(tune: bool) -> dict[str, Adapter]:
     }
 
 
+def _torch_linear_ce(chunked: bool) -> dict[str, Adapter]:
+    """PyTorch's own, 2.13 and later: all logits, as in "torch eager", or chunks as its options choose them."""
+    loss = torch.nn.functional.linear_cross_entropy  # type: ignore[attr-defined]
+    options = {"options": torch.nn.LinearCrossEntropyOptions()} if chunked else {}  # type: ignore[attr-defined]
+    taken = {"linear_bias", "weight", "ignore_index", "reduction"} | (set() if chunked else {"label_smoothing"})
+
+    def fused_linear_ce(x: Tensor, linear_weight: Tensor, target: Tensor, **given: Any):
+        return functools.partial(loss, **options) if x.dim() <= 2 and given.keys() <= taken else None
+
+    return {"fused_linear_ce": fused_linear_ce}
+
+
 def _plain_loss(function: Callable[..., Any]) -> Adapter:
     """For a mean over all targets, without any option."""
     return lambda *args, **options: None if options else function
@@ -309,6 +321,8 @@ PEERS = {
         Peer("quack-kernels linear", ("quack-kernels",), _quack_linear),
         Peer("fla-core", ("fla-core",), _fla),
         Peer("trl", ("trl",), _trl),
+        Peer("torch linear_cross_entropy", ("torch",), lambda tune: _torch_linear_ce(chunked=False)),
+        Peer("torch linear_cross_entropy chunked", ("torch",), lambda tune: _torch_linear_ce(chunked=True)),
     )
 }
 """By the name that rows carry."""

@@ -34,6 +34,8 @@ COLOURS = {
     PRODUCTS: "#d8d8d8",
     "torch compiled": "#8c8c8c",
     "torch eager": "#b8b8b8",
+    "torch linear_cross_entropy": "#4d4d4d",
+    "torch linear_cross_entropy chunked": "#f0e442",
     "grouped_mm compiled": "#8c8c8c",
     "grouped_mm eager": "#b8b8b8",
     "quack-kernels": "#009e73",

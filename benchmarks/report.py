@@ -91,7 +91,8 @@ def best_peer(rows: Sequence[dict[str, Any]]) -> float | None:
 def print_rows(rows: Sequence[dict[str, Any]]) -> None:
     """One workload: a line for each way to compute it."""
     tqdm.write(f"\n{rows[0]['op']}, {rows[0]['workload']}: floor {rows[0]['floor_full_ms']:.3f} ms")
-    tqdm.write(f"  {'':<20}" + "".join(f"{column:>10}" for column in COLUMNS))
+    width = max(20, *(len(row["way"]) for row in rows))
+    tqdm.write(f"  {'':<{width}}" + "".join(f"{column:>10}" for column in COLUMNS))
     best = best_peer(rows)
     for row in rows:
         ms, floor = figure(row), row["floor_full_ms"]
@@ -101,4 +102,4 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
         texts += ["" if row.get("peak_mib") is None else f"{row['peak_mib']:.0f}"]
         notes = [row["error"]] if "error" in row else []
         notes += [f"not captured: {row['not_captured']}"] if "not_captured" in row else []
-        tqdm.write(f"  {row['way']:<20}" + "".join(f"{text:>10}" for text in texts) + "  " + "; ".join(notes))
+        tqdm.write(f"  {row['way']:<{width}}" + "".join(f"{text:>10}" for text in texts) + "  " + "; ".join(notes))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from llmk.bench.timing import Timer
+from llmk.registry import OPS, Sample
 
 pytest.importorskip("tqdm")
 
@@ -138,7 +139,7 @@ def test_a_composition_computes_what_plain_pytorch_does(name: str) -> None:
     op = COMPOSITIONS[name](False)
     (sample,) = op.samples(torch.device("cpu"), torch.bfloat16)
     found = results(op, sample, op.overload)
-    assert len(found) == 1 + len(sample.args)
+    assert len(found) == 1 + len(op.differentiable)
     assert relative_error(found, exact_results(op, sample)) < MAX_ERROR
 
 
@@ -153,6 +154,33 @@ def test_products_alone_are_a_way_of_fused_linear_ce(tmp_path: Path) -> None:
     results = run(tmp_path / "results.json", "fused_linear_ce", "--no-compile", "--peers", "none")
     assert [row["way"] for row in results["rows"]] == ["llmk eager", "torch eager", "products alone"]
     assert results["rows"][-1]["full_ms"] > 0
+
+
+LINEAR_CE = "torch linear_cross_entropy", "torch linear_cross_entropy chunked"
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="needs torch 2.13 or newer")
+def test_pytorchs_own_fused_loss_is_a_way_of_fused_linear_ce(tmp_path: Path) -> None:
+    rows = run(tmp_path / "results.json", "fused_linear_ce", "--no-compile", "--peers", ",".join(LINEAR_CE))["rows"]
+    assert [row["way"] for row in rows] == ["llmk eager", "torch eager", *LINEAR_CE, "products alone"]
+    assert all("error" not in row and row["full_ms"] > 0 for row in rows)
+    assert all(0 < row["check_error"] < MAX_ERROR for row in rows[2:4])
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="needs torch 2.13 or newer")
+def test_pytorchs_own_fused_loss_gets_the_options_that_it_has() -> None:
+    torch.manual_seed(0)
+    op, V = OPS["fused_linear_ce"], 37
+    tensors = torch.randn(11, 16).bfloat16(), torch.randn(V, 16).bfloat16(), torch.randint(V, (11,))
+    both = {"linear_bias": torch.randn(V).bfloat16(), "weight": torch.rand(V).bfloat16() + 0.5, "ignore_index": 3}
+    for peer, more in zip(peers.find_peers(LINEAR_CE), ({"label_smoothing": 0.1}, {}), strict=True):
+        for reduction in ("none", "mean", "sum"):
+            sample = Sample(tensors, {**both, **more, "reduction": reduction}, why=reduction)
+            function = peer.function(op.name, sample.args, sample.kwargs)
+            assert function is not None
+            assert relative_error(results(op, sample, function), exact_results(op, sample)) < MAX_ERROR
+        assert peer.function(op.name, tensors, {"softcap": 4.0}) is None
+    assert peer.function(op.name, tensors, {"label_smoothing": 0.1}) is None  # PyTorch's chunks have none
 
 
 def test_chunks(tmp_path: Path) -> None:

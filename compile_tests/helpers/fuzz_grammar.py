@@ -29,7 +29,8 @@ class NotGrown(Exception):
 
 
 def rules() -> list[RewriteRule]:
-    return [rule for rule in all_rules() if rule.name not in NOT_GROWN]
+    """Return all others, but those of operators that a CPU computes in another way than a GPU."""
+    return [rule for rule in all_rules() if rule.name not in NOT_GROWN and not rule.pattern.tried_as]
 
 
 class Grower:

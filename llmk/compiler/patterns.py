@@ -245,6 +245,22 @@ class Call(Pattern):
             yield from _find_all(order, match.with_node(value))
 
 
+@dataclass(frozen=True)
+class Result(Pattern):
+    """One of the results of the pattern, which gives a tuple; results that nobody reads are taken in with it."""
+
+    index: int
+    pattern: Pattern
+
+    def find(self, value: Any, match: Match) -> Iterator[Match]:
+        item = item_of(value)
+        if item is not None and item[1] == self.index:
+            unread = (user for user in item[0].users if item_of(user) is not None and not user.users)
+            for node in (value, *unread):
+                match = match.with_node(node)
+            yield from find(self.pattern, item[0], match)
+
+
 class Either(Pattern):
     """Any of several patterns, tried in their order."""
 
@@ -489,6 +505,8 @@ class RewritePattern:
             where the two are not equal after all. Without `build` the values are the operator's arguments by name.
         indices: By the name of a tensor of indices: the name and the axis of the tensor that they index. A trial draws
             small inputs by this.
+        tried_as: By the name of an operator: a function of its arguments that a trial runs in its place, where a CPU
+            computes it in another way than the GPU for which it was chosen.
         stand_in: `stand_in(builder, values, node)` puts in a tensor that may be returned in place of `node`, which is
             computed on the way: where the user asks for it, and gradients are wanted.
     """
@@ -498,6 +516,7 @@ class RewritePattern:
     why_left: Callable[[Node], str] = lambda node: "what is computed around it is something else"
     build: Callable[[GraphBuilder, Mapping[str, Any]], Any] | None = None
     indices: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    tried_as: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     stand_in: Callable[[GraphBuilder, Mapping[str, Any], Node], Node] | None = None
 
 

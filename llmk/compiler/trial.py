@@ -43,6 +43,7 @@ class Question:
         results: The nodes of `matched` whose values are wanted, and then those of `made`.
         inputs: The nodes that both take.
         indices: By an input of indices: the input that they index, and the axis.
+        tried_as: By the name of an operator: what is run in its place.
         ignored: The number among the indices that stands for none.
         autocast: The dtype that autocast computes in, if it is on.
         default_dtype: The caller's default dtype.
@@ -54,6 +55,7 @@ class Question:
     results: tuple[tuple[Node, ...], tuple[Node, ...]]
     inputs: tuple[Node, ...]
     indices: Mapping[Node, tuple[Node, int]]
+    tried_as: Mapping[str, Callable[..., Any]]
     ignored: int | None
     autocast: torch.dtype | None
     default_dtype: torch.dtype
@@ -236,7 +238,8 @@ class _Trial:
             args, kwargs = _without_dropout(node, args, kwargs)
         if as_noted and self.question.autocast is not None and not exact and isinstance(noted, Tensor):
             args = map_aggregate(args, lambda x: _in_dtype(x, noted.dtype))
-        call = IN_FLOAT64.get(name_of(node), node.target) if exact else node.target
+        others = {**IN_FLOAT64, **self.question.tried_as} if exact else self.question.tried_as
+        call = others.get(name_of(node), node.target)
         return call(*args, **kwargs)  # type: ignore[operator,misc]
 
 

@@ -105,6 +105,7 @@ def _question(
         results=(tuple(results), tuple(news)),
         inputs=tuple(inputs),
         indices=indices,
+        tried_as=pattern.tried_as,
         ignored=match.values.get("ignore_index"),
         autocast=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
         default_dtype=torch.get_default_dtype(),

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from llmk.transformers.adapters import is_lora, linear_of, why_apart
 from llmk.transformers.classes import changes_of
 from llmk.transformers.probe import Differs, first_line
 from llmk.transformers.residuals import is_hooked
@@ -76,8 +77,11 @@ def projection_of(model: nn.Module) -> str:
     path = next((name for name, module in model.named_modules() if module is head), None)
     if path is None:
         raise Differs("its output projection is not one of its modules")
-    if type(head).forward is not nn.Linear.forward or "forward" in vars(head):
-        raise Differs(f"its output projection {type(head).__name__} is not a plain linear layer")
+    linear = linear_of(head)
+    if type(linear).forward is not nn.Linear.forward or "forward" in vars(linear):
+        raise Differs(f"its output projection {type(linear).__name__} is not a plain linear layer")
+    if is_lora(head) and (why := why_apart(head)):
+        raise Differs(f"its output projection {why}")
     return path
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from llmk import functional
+from llmk.transformers.adapters import adding, as_one_layer, is_lora, linear_of, why_apart
 from llmk.transformers.capping import Capping, Trial
 from llmk.transformers.classes import CHANGES, Change, changes_of
 from llmk.transformers.heads import ASKED, Inner, head_at, inner_edits, leads_inside, projection_of
@@ -80,7 +81,7 @@ def project_of(edit: FusedLoss) -> Callable[..., Projected]:
         if not fuses_loss(self, edit.path):
             if not torch.compiler.is_compiling():
                 words = _words(head_at(self, edit.path))
-                warnings.warn(f"the loss comes from logits, as before patch(): the projection is {words}", stacklevel=2)
+                warnings.warn(f"the loss comes from logits, as before patch(): the projection {words}", stacklevel=2)
             return Projected(head(hidden), None, False)
         if edit.inner:
             hidden = head(hidden, **{ASKED: True})
@@ -107,8 +108,9 @@ def children_of(places: Places) -> list[tuple[str, int]]:
 
 def _words(head: Any) -> str:
     if type(head) is nn.Linear or any(isinstance(change, Head) for change in changes_of(head)):
-        return "looked at by a hook" if is_hooked(head) else "not where it was"
-    return f"now of {type(head).__module__}.{type(head).__name__}"
+        return "is looked at by a hook" if is_hooked(head) else "is not where it was"
+    why = why_apart(head) if is_lora(head) else None
+    return why or f"is now of {type(head).__module__}.{type(head).__name__}"
 
 
 def add(logits: Tensor, bias: Tensor) -> Tensor:
@@ -120,13 +122,15 @@ def shown(logits: Tensor | None) -> Tensor | None:
 
 
 def fuses_loss(model: nn.Module, path: str) -> bool:
-    """True if the loss can be had from the projection: not where an adapter adds to logits, or a hook looks at them.
+    """True if the loss can be had from the projection: not where a hook looks at logits.
 
-    Hooks that bring the weights (FSDP, tensor parallelism, ZeRO-3) are for the loss as well.
+    Nor where an adapter adds to them that is no LoRA. Hooks that bring the weights (FSDP, tensor parallelism, ZeRO-3)
+    are for the loss as well.
     """
     head = head_at(model, path)
-    if not leads_inside(model, path):
+    if not leads_inside(model, path) or (is_lora(head) and why_apart(head)):
         return False
+    head = linear_of(head)
     if any(isinstance(change, Head) for change in changes_of(head)):
         split = (
             CHANGES not in vars(type(head)) or type(head.weight) is not nn.Parameter or hasattr(head.weight, "ds_id")
@@ -184,8 +188,12 @@ def _total(model: Any, edit: FusedLoss, state: Projected, target: Tensor, ignore
         raise ValueError(f"labels: expected shape {tokens} (one for each token), got {tuple(target.shape)}")
     target = target.to(hidden.device).reshape(hidden.shape[:-1])
     added = None if edit.places.added is None else getattr(model, edit.places.added)
-    arguments = (hidden, target, ignore_index, reduction, edit.capping, added, edit.skip_ignored)
-    return head(*arguments) if changes_of(head) else loss_of_linear(head, *arguments)
+    arguments = (target, ignore_index, reduction, edit.capping, added, edit.skip_ignored)
+    if is_lora(head) and adding(head):
+        hidden, layer = as_one_layer(head, hidden)
+        return loss_of_linear(layer, hidden, *arguments)
+    # Where no adapter adds to it, PEFT's layer hands what it is given to the projection.
+    return head(hidden, *arguments) if changes_of(linear_of(head)) else loss_of_linear(head, hidden, *arguments)
 
 
 def loss_of_linear(

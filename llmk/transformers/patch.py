@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from llmk.apart import apart_from_caller
+from llmk.transformers.adapters import linear_of
 from llmk.transformers.classes import (
     BehindHook,
     Change,
@@ -51,7 +52,7 @@ def patch(
     instance changes. Its parameters, state dict and `save_pretrained` stay as they are.
 
     In training with labels, `output.loss` comes from `fused_linear_ce` and `output.logits` is None; in evaluation and
-    generation the logits are there.
+    generation the logits are there. A LoRA of PEFT's on the output projection is part of that product.
 
     Args:
         model: The model. Patch it before FSDP wraps it; DDP and PEFT may come before or after. Its parameters may be
@@ -185,7 +186,7 @@ class Plan:
         for kind, edit in edits.items():
             self.entries.append(Entry(name, kind, type(module).__name__, True, edit.what))
             if isinstance(edit, FusedLoss):
-                self.changes.setdefault(module.get_submodule(edit.path), []).append(Head())
+                self.changes.setdefault(linear_of(module.get_submodule(edit.path)), []).append(Head())
                 for inner, change in edit.inner:
                     self._change_whole(module.get_submodule(inner), Rewrite("forward", (change,)))
 

@@ -29,11 +29,11 @@ from llmk.compiler.patterns import (
     Number,
     Pattern,
     Reshaped,
+    Result,
     RewritePattern,
     With,
     arguments,
     find,
-    item_of,
     name_of,
     value_of,
 )
@@ -42,19 +42,6 @@ PRODUCTS = "_grouped_mm", "transformers::grouped_mm_fallback"
 WHOLE = torch.int32, torch.int64
 EXACT = *WHOLE, torch.float32, torch.float64
 """Dtypes that hold the numbers of experts and of their rows."""
-
-
-@dataclass(frozen=True)
-class _Result(Pattern):
-    """One of the results of the pattern."""
-
-    index: int
-    pattern: Pattern
-
-    def find(self, value: Any, match: Match) -> Iterator[Match]:
-        item = item_of(value)
-        if item is not None and item[1] == self.index:
-            yield from find(self.pattern, item[0], match.with_node(value))
 
 
 @dataclass(frozen=True)
@@ -143,12 +130,12 @@ def _sorted(keys: Pattern, stable: str) -> Pattern:
 
 
 def _order(keys: Pattern, stable: str) -> Pattern:
-    return _Result(1, _sorted(keys, stable)) | Call("argsort", keys) | Call("argsort", keys, stable=Arg(stable))
+    return Result(1, _sorted(keys, stable)) | Call("argsort", keys) | Call("argsort", keys, stable=Arg(stable))
 
 
 IDS = KeywordArg("ids", lambda ids: ids.dim() == 1)
 PERM = Named("perm", _order(IDS, "stable"))
-SORTED_IDS = _Whole(_Result(0, _sorted(IDS, "stable")) | Call("index", IDS, [PERM]))
+SORTED_IDS = _Whole(Result(0, _sorted(IDS, "stable")) | Call("index", IDS, [PERM]))
 WITHIN = SORTED_IDS | Call("clamp", SORTED_IDS, max=Number("last")) | Call("clamp_", SORTED_IDS, max=Number("last"))
 PAIRS_OF = _Whole(Call("histc", SORTED_IDS, Number("experts"), 0, Number("last")))
 ENDS = Call("cumsum", PAIRS_OF, Either(0, -1), dtype=Either(*WHOLE))

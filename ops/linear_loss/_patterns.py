@@ -5,6 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch.fx import Node
 
 from llmk.compiler.patterns import (
@@ -17,6 +19,7 @@ from llmk.compiler.patterns import (
     Named,
     NoMatch,
     Pattern,
+    Result,
     RewritePattern,
     With,
     all_arguments,
@@ -29,7 +32,8 @@ from llmk.compiler.patterns import (
     reshape_of,
     value_of,
 )
-from llmk.ops.loss.patterns import capped, cross_entropy_of, loss_options, softcap_of
+from llmk.ops.loss.patterns import REDUCTIONS, capped, cross_entropy_of, loss_options, softcap_of
+from llmk.registry.private.compilers import statically_known_true
 
 aten = torch.ops.aten
 
@@ -60,7 +64,7 @@ def _rows_before(node: Any) -> Node | None:
     if given is not None and given["dim"] in (-1, value_of(source).dim() - 1):
         return None
     width, after = value_of(source).shape[-1], value_of(node).shape[-1]
-    return source if isinstance(width, int) and isinstance(after, int) and width == after else None
+    return source if statically_known_true(width == after) else None
 
 
 class _Scaled(Pattern):
@@ -106,7 +110,10 @@ def _rows_of(builder: GraphBuilder, x: Node, rows: tuple[Node, ...]) -> Node:
         if sizes is None:  # a slice or flatten, which says nothing of the last axis
             x = builder(node.target, x, *given.values())
         else:
-            x = builder(aten.reshape.default, x, [*sizes[:-1], value_of(x).shape[-1]])
+            width = value_of(x).shape[-1]
+            if not isinstance(width, int):
+                width = builder(aten.sym_size.int, x, value_of(x).dim() - 1)
+            x = builder(aten.reshape.default, x, [*sizes[:-1], width])
     return x
 
 
@@ -158,7 +165,49 @@ def _why_left(node: Node) -> str:
     return "its logits are not those of a linear layer, then scaled, capped, cast, viewed or shifted, and nothing else"
 
 
+CHUNKED = "torch_nn::_linear_cross_entropy_batch_chunked"
+"""The operator of `F.linear_cross_entropy` with `options`, torch 2.13 and later; without them it is ATen's two."""
+CHUNKED_EACH = f"{CHUNKED}_no_reduction"
+"""The same with reduction "none"."""
+
+
+def _chunked_linear_cross_entropy() -> Pattern:
+    """Match PyTorch's own chunks. Their number and the dtype of their sums are for the operator to choose."""
+    x, weight, target = (KeywordArg(name) for name in ("input", "linear_weight", "target"))
+    tensors = x, weight, target, Arg("linear_bias"), Arg("weight")
+    chunks = {name: Arg(name) for name in ("batch_chunk_size", "acc_policy", "acc_dtype")}
+    options = {"ignore_index": Arg("ignore_index"), **chunks}
+    saved = "input", "linear_weight", "linear_bias"
+    more = {"label_smoothing": Arg("label_smoothing"), "allow_retain_graph": Arg("allow_retain_graph")}
+    more |= {f"compute_{name}_grad": Arg(f"saves_{name}") for name in saved}
+    each = With("reduction", REDUCTIONS.index("none"), Call(CHUNKED_EACH, *tensors, **options))
+    mean, total = (
+        With("reduction", REDUCTIONS.index(name), Result(0, Call(CHUNKED, *tensors, reduction=name, **options, **more)))
+        for name in ("mean", "sum")
+    )
+    return each | mean | total
+
+
+def _whole(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *options: Any) -> tuple[Any, ...]:
+    """Compute what PyTorch's chunks are documented to equal. On a CPU they round less than on a GPU."""
+    class_weight, reduction, ignore_index, *_ = options
+    logits = F.linear(x, weight, bias)
+    loss = F.cross_entropy(logits, target, class_weight, reduction=reduction, ignore_index=ignore_index)
+    return loss, None, None, None  # and the gradients that nobody reads
+
+
+def _whole_each(*args: Any) -> Tensor:
+    return _whole(*args[:5], "none", args[5])[0]
+
+
 FUSED_LINEAR_CE = (
+    RewritePattern(
+        results=(_chunked_linear_cross_entropy(),),
+        anchor_ops=(CHUNKED, CHUNKED_EACH),
+        build=_build,
+        indices={"target": ("linear_weight", 0)},
+        tried_as={CHUNKED: _whole, CHUNKED_EACH: _whole_each},
+    ),
     RewritePattern(
         results=(cross_entropy_of(_logits()),),
         anchor_ops=("llmk::cross_entropy",),
