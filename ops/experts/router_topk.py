@@ -33,6 +33,7 @@ from torch import Tensor
 
 from llmk.ops.common.math import exp
 from llmk.ops.common.rows import as_rows, contiguous
+from llmk.ops.common.samples import normal_resized
 from llmk.registry import (
     LARGEST,
     Cost,
@@ -286,26 +287,8 @@ def _(input: Tensor, bias: Tensor | None, top_k: int, *options) -> tuple[Tensor,
     return input.new_empty(shape, dtype=torch.float32), input.new_empty(shape, dtype=torch.int64)
 
 
-@router_topk_bwd.register_fake
-def _(grad: Tensor, input: Tensor, *rest) -> Tensor:
-    return input.new_empty(input.shape)
-
-
-for _op in (router_topk_fwd, router_topk_bwd):
-    _op.register_sharding(replicate_only)
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    input, _, _, ctx.scoring, _, _, ctx.normalize, ctx.scale = inputs
-    ctx.save_for_backward(input, output[1])
-
-
-def _backward(ctx, grad):
-    dx = router_topk_bwd(grad, *ctx.saved_tensors, ctx.scoring, ctx.normalize, ctx.scale)
-    return dx, *[None] * 7
-
-
-router_topk_fwd.register_autograd(_backward, setup_context=_setup_context, depends_on=[["input"]])
+router_topk_fwd.register_sharding(replicate_only)
+router_topk_fwd.register_backward(router_topk_bwd, outputs=("weights", "indices"), depends_on=[["input"]])
 
 
 def router_topk_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -322,10 +305,6 @@ def router_topk_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sa
     yield Sample((randn(0, 16), 2), why="no tokens")
     yield Sample((randn(16, 9).t(), 2), why="strided")
     yield Sample((randn(2, 300), 8), {"scoring": "sigmoid", "bias": randn(300)}, why="more than a warp, bias in dtype")
-
-
-def router_topk_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
-    return Sample((torch.randn(rows, 24, device=device, dtype=dtype), 4), why="resized")
 
 
 def router_topk_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -345,7 +324,7 @@ def router_topk_cost(input: Tensor, top_k: int, **options: object) -> Cost:
     differentiable=("input",),
     kernel_ops=(router_topk_fwd, router_topk_bwd),
     samples=router_topk_samples,
-    resized=router_topk_resized,
+    resized=normal_resized(lambda rows: ((rows, 24), 4)),
     workloads=router_topk_workloads,
     cost=router_topk_cost,
 )

@@ -24,6 +24,8 @@ from llmk.registry import (
     KernelOp,
     cdiv,
     check_dtype,
+    check_like,
+    check_rows,
     check_same,
     check_shape,
     empty,
@@ -303,11 +305,8 @@ class DivergenceOps:
         sharded: bool,
     ) -> Tensor:
         """The loss, once the tensors fit; `sharded` if one of them is a DTensor."""
-        check_dtype("input", input)
-        if input.dim() == 0 or input.shape[-1] == 0:
-            raise ValueError(f"input: expected shape [..., V] with V at least 1, got {tuple(input.shape)}")
-        check_shape("target", target, input.shape, "the shape of input")
-        check_same("target", target, "input", input, dtype=True)
+        check_rows("input", input, "V")
+        check_like("target", target, "input", input)
         if labels is not None:
             check_dtype("labels", labels, (torch.int64, torch.int32))
             check_shape("labels", labels, input.shape[:-1], "the shape of input without its last axis")

@@ -41,7 +41,7 @@ from llmk.registry import (
     Cost,
     KernelOp,
     Sample,
-    check_dtype,
+    check_rows,
     empty,
     is_sharded,
     public_op,
@@ -233,11 +233,6 @@ def cross_entropy_workloads(device: torch.device, dtype: torch.dtype) -> Iterato
         yield Sample((logits, torch.randint(0, classes, (rows,), device=device)), why=f"{rows}x{classes}")
 
 
-def cross_entropy_cost(input: Tensor, target: Tensor, **options: Any) -> Cost:
-    tensor = input.numel() * input.element_size()
-    return Cost(bytes_forward=tensor, bytes_full=3 * tensor)
-
-
 @public_op(
     reference=cross_entropy_reference,
     differentiable=("input",),
@@ -245,7 +240,7 @@ def cross_entropy_cost(input: Tensor, target: Tensor, **options: Any) -> Cost:
     samples=cross_entropy_samples,
     resized=cross_entropy_resized,
     workloads=cross_entropy_workloads,
-    cost=cross_entropy_cost,
+    cost=Cost.passes(1, 3),
     patterns=CROSS_ENTROPY,
 )
 def cross_entropy(
@@ -287,9 +282,7 @@ def cross_entropy(
     Sources: `torch.nn.functional.cross_entropy`; softcap: Gemma 2, https://arxiv.org/abs/2408.00118; z-loss: PaLM,
     https://arxiv.org/abs/2204.02311.
     """
-    check_dtype("input", input)
-    if input.dim() == 0 or input.shape[-1] == 0:
-        raise ValueError(f"input: expected shape [..., V] with V at least 1, got {tuple(input.shape)}")
+    check_rows("input", input, "V")
     check_loss_options(input.shape[-1], input, target, weight, reduction, label_smoothing, softcap, z_loss)
     options = (weight, ignore_index, label_smoothing, softcap, z_loss)
     if reduction == "mean" and is_sharded(input, target):

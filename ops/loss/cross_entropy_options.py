@@ -11,6 +11,7 @@ from llmk.registry import (
     check_not_negative,
     check_number,
     check_option,
+    check_parameter,
     check_same,
     check_shape,
     check_switch,
@@ -66,10 +67,7 @@ def check_loss_options(
     check_dtype("target", target, (torch.int64, torch.int32))
     check_shape("target", target, input.shape[:-1], "the shape of input without its last axis")
     check_same("target", target, "input", input)
-    if weight is not None:
-        check_dtype("weight", weight)
-        check_shape("weight", weight, (classes,), "one for each class")
-        check_same("weight", weight, "input", input)
+    check_parameter("weight", weight, (classes,), "one for each class", "input", input)
     check_loss_numbers(reduction, label_smoothing, softcap, z_loss)
 
 

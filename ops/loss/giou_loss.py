@@ -397,18 +397,6 @@ def _(boxes, reduction):
     ]
 
 
-@giou_loss_bwd.register_sharding
-def _(boxes, reduction, need_boxes, need_targets):
-    count_split = PARTIAL if reduction == "sum" else REPLICATE  # a sum's is not looked at
-    return [
-        (
-            [axis if need_boxes else REPLICATE, axis if need_targets else REPLICATE],
-            [axis if reduction == "none" else REPLICATE, axis, axis, count_split],
-        )
-        for axis in row_axes(boxes)
-    ]
-
-
 def check_giou_options(reduction: str, eps: float) -> None:
     check_option("reduction", reduction, ("none", "mean", "sum"))
     check_not_negative("eps", eps)

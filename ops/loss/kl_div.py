@@ -31,16 +31,14 @@ from llmk.ops.common.sums import sum_to_scalar
 from llmk.ops.loss.patterns import KL_DIV
 from llmk.registry import (
     PARTIAL,
-    REPLICATE,
     Cost,
     KernelOp,
     Sample,
     axes,
     cdiv,
     check_dtype,
+    check_like,
     check_option,
-    check_same,
-    check_shape,
     empty,
     grid_cap,
     jit,
@@ -275,16 +273,8 @@ kl_div_fwd.register_backward(kl_div_bwd, saved_if={"input": lambda need_target: 
 
 
 @kl_div_fwd.register_sharding
-def _(input, target, reduced, *_):
-    return [([PARTIAL if reduced else axis], [axis, axis]) for axis in axes(input)]
-
-
-@kl_div_bwd.register_sharding
-def _(target, reduced, need_input, need_target):
-    def split(axis: int) -> list[int | str]:
-        return [axis if needed else REPLICATE for needed in (need_input, need_target)]
-
-    return [(split(axis), [REPLICATE if reduced else axis, axis, axis]) for axis in axes(target)]
+def _(target, reduced):
+    return [([PARTIAL if reduced else axis], [axis, axis]) for axis in axes(target)]
 
 
 def kl_div_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -365,7 +355,6 @@ def kl_div(input: Tensor, target: Tensor, *, reduction: str = "mean", log_target
     Source: Kullback and Leibler, 1951, https://doi.org/10.1214/aoms/1177729694; `torch.nn.functional.kl_div`.
     """
     check_dtype("input", input)
-    check_shape("target", target, input.shape, "the shape of input")
-    check_same("target", target, "input", input, dtype=True)
+    check_like("target", target, "input", input)
     check_option("reduction", reduction, REDUCTIONS)
     return kl_div_fwd(input, target, reduction != "none", _divisor(input, reduction), log_target)

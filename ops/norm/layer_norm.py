@@ -35,6 +35,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.rows import as_rows, contiguous, row_shares, rows_aligned
+from llmk.ops.common.samples import normal_resized, normal_workloads
 from llmk.ops.common.sums import sum_affine, sum_pair
 from llmk.ops.norm._moments import (
     affine_gradient,
@@ -49,22 +50,21 @@ from llmk.ops.norm._moments import (
 )
 from llmk.ops.norm._patterns import LAYER_NORM
 from llmk.registry import (
-    PARTIAL,
     REPLICATE,
     Cost,
     KernelOp,
     Sample,
     cdiv,
-    check_dtype,
     check_not_negative,
-    check_same,
-    check_shape,
+    check_parameter,
+    check_rows,
     empty,
     grid_cap,
     jit,
     next_power_of_2,
     no_gradient,
     num_programs,
+    or_no_gradient,
     public_op,
     row_axes,
     wrap_triton,
@@ -438,7 +438,7 @@ def _layer_norm_bwd(
         )
     if partials is not None:
         sum_affine(partials, dw if need_weight else None, db if need_bias else None)
-    return dx if dx is not None else no_gradient(grad), dw, db
+    return or_no_gradient(dx, grad), dw, db
 
 
 layer_norm_fwd = KernelOp(_layer_norm_fwd, launch_cached=True)
@@ -491,14 +491,6 @@ def _(input):
     return [([axis, 1 + axis], [axis, REPLICATE, REPLICATE]) for axis in row_axes(input)]
 
 
-@layer_norm_bwd.register_sharding
-def _(grad, need_input):
-    return [
-        ([axis if need_input else REPLICATE, PARTIAL, PARTIAL], [axis, axis, REPLICATE, REPLICATE, 1 + axis])
-        for axis in row_axes(grad)
-    ]
-
-
 def layer_norm_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     randn = partial(torch.randn, device=device, dtype=dtype)
     yield Sample((randn(4, 16), randn(16), randn(16)), why="powers of two")
@@ -516,30 +508,16 @@ def layer_norm_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sam
     yield Sample((randn(2, 100_003), randn(100_003), randn(100_003)), why="100,003 columns")
 
 
-def layer_norm_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
-    x, weight, bias = (torch.randn(shape, device=device, dtype=dtype) for shape in ((rows, 48), (48,), (48,)))
-    return Sample((x, weight, bias), why="resized")
-
-
-def layer_norm_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    for rows, columns in [(32768, 4096), (8192, 4096), (8192, 8192), (4096, 16384), (65536, 1024)]:
-        shapes = (rows, columns), (columns,), (columns,)
-        yield Sample(tuple(torch.randn(s, device=device, dtype=dtype) for s in shapes), why=f"{rows}x{columns}")
-
-
-def layer_norm_cost(input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Cost:
-    tensor = input.numel() * input.element_size()
-    return Cost(bytes_forward=2 * tensor, bytes_full=5 * tensor)
-
-
 @public_op(
     reference=layer_norm_reference,
     differentiable=("input", "weight", "bias"),
     kernel_ops=(layer_norm_fwd, layer_norm_bwd),
     samples=layer_norm_samples,
-    resized=layer_norm_resized,
-    workloads=layer_norm_workloads,
-    cost=layer_norm_cost,
+    resized=normal_resized(lambda rows: ((rows, 48), (48,), (48,))),
+    workloads=normal_workloads(
+        [(32768, 4096), (8192, 4096), (8192, 8192), (4096, 16384), (65536, 1024)], lambda M, N: ((M, N), (N,), (N,))
+    ),
+    cost=Cost.passes(2, 5),
     patterns=LAYER_NORM,
     choices=(
         "backward at 16,384 columns a pair of programs shares a row, and each reads the other's half from L2: x, dy"
@@ -568,14 +546,9 @@ def layer_norm(input: Tensor, weight: Tensor | None = None, bias: Tensor | None 
 
     Source: Ba, Kiros and Hinton, 2016, https://arxiv.org/abs/1607.06450.
     """
-    check_dtype("input", input)
-    if input.dim() == 0 or input.shape[-1] == 0:
-        raise ValueError(f"input: expected shape [..., N] with N at least 1, got {tuple(input.shape)}")
+    check_rows("input", input, "N")
     for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None:
-            check_dtype(name, tensor)
-            check_shape(name, tensor, input.shape[-1:], "the last axis of input")
-            check_same(name, tensor, "input", input)
+        check_parameter(name, tensor, input.shape[-1:], "the last axis of input", "input", input)
     check_not_negative("eps", eps)
     y, _ = layer_norm_fwd(input, weight, bias, eps)
     return y

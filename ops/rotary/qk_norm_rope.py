@@ -48,16 +48,13 @@ from llmk.ops.rotary.rope import (
     rotate_pairs,
 )
 from llmk.registry import (
-    PARTIAL,
     REPLICATE,
     Cost,
     KernelOp,
     Sample,
-    check_dtype,
     check_finite,
     check_not_negative,
-    check_same,
-    check_shape,
+    check_parameter,
     empty,
     grid_cap,
     jit,
@@ -383,14 +380,6 @@ def _(cos):
     return [([heads] * 2, [heads, heads, REPLICATE, REPLICATE, angle, angle]) for heads, angle in head_splits(cos)]
 
 
-@qk_norm_rope_bwd.register_sharding
-def _(cos):
-    return [
-        ([heads, heads, PARTIAL, PARTIAL], [*[heads] * 4, REPLICATE, REPLICATE, angle, angle])
-        for heads, angle in head_splits(cos)
-    ]
-
-
 def qk_norm_rope_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     randn = partial(torch.randn, device=device, dtype=dtype)
 
@@ -486,9 +475,7 @@ def qk_norm_rope(
     """
     check_heads(q, k, cos, sin)
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
-        check_dtype(name, weight)
-        check_shape(name, weight, q.shape[-1:], "the last axis of q")
-        check_same(name, weight, "q", q)
+        check_parameter(name, weight, q.shape[-1:], "the last axis of q", "q", q)
     check_not_negative("eps", eps)
     check_finite("offset", offset)
     return qk_norm_rope_fwd(q, k, q_weight, k_weight, cos, sin, eps, offset, interleaved)

@@ -36,9 +36,9 @@ from torch import Tensor
 
 from llmk.ops.common.math import exp
 from llmk.ops.common.rows import aligned, as_rows, byte_offset, row_shares
+from llmk.ops.common.samples import normal_resized
 from llmk.ops.common.sums import sum_affine, sum_pair
 from llmk.registry import (
-    PARTIAL,
     REPLICATE,
     Cost,
     KernelOp,
@@ -46,14 +46,13 @@ from llmk.registry import (
     cdiv,
     check_dtype,
     check_not_negative,
-    check_same,
-    check_shape,
+    check_parameter,
     empty,
     grid_cap,
     jit,
     next_power_of_2,
-    no_gradient,
     num_programs,
+    or_no_gradient,
     public_op,
     wrap_triton,
 )
@@ -351,11 +350,7 @@ def _attention_residual_bwd(
     dweight = empty((H,), weight.dtype, weight.device) if need_weight else None
     if partials is not None:
         sum_affine(partials, dquery, dweight)
-    return (
-        dv,
-        dquery if dquery is not None else no_gradient(grad),
-        dweight if dweight is not None else no_gradient(grad),
-    )
+    return dv, or_no_gradient(dquery, grad), or_no_gradient(dweight, grad)
 
 
 attention_residual_fwd = KernelOp(_attention_residual_fwd, launch_cached=True)
@@ -380,11 +375,9 @@ def _(grad, blocks, query, weight, scores, ms, need_query, need_weight):
     slope = (ds * torch.rsqrt(ms)).unsqueeze(-1)
     dv = a.unsqueeze(-1) * dy + (slope * (q * w) - (ds * scores / (ms * v.shape[-1])).unsqueeze(-1) * v)
     dk = (slope * v).flatten(0, -2).sum(0) if need_query or need_weight else None
-    return (
-        dv.to(blocks.dtype).contiguous(),
-        (dk * w).to(query.dtype) if dk is not None and need_query else no_gradient(grad),
-        (dk * q).to(weight.dtype) if dk is not None and need_weight else no_gradient(grad),
-    )
+    dquery = (dk * w).to(query.dtype) if dk is not None and need_query else None
+    dweight = (dk * q).to(weight.dtype) if dk is not None and need_weight else None
+    return dv.to(blocks.dtype).contiguous(), or_no_gradient(dquery, grad), or_no_gradient(dweight, grad)
 
 
 @attention_residual_fwd.register_fake
@@ -400,14 +393,6 @@ attention_residual_fwd.register_backward(attention_residual_bwd, outputs=("outpu
 def _(blocks):
     """Along the axes of the tokens."""
     return [([axis - 1, axis, axis], [axis, REPLICATE, REPLICATE]) for axis in range(1, blocks.ndim - 1)]
-
-
-@attention_residual_bwd.register_sharding
-def _(grad, blocks):
-    return [
-        ([axis, PARTIAL, PARTIAL], [axis - 1, axis, REPLICATE, REPLICATE, axis, axis])
-        for axis in range(1, blocks.ndim - 1)
-    ]
 
 
 def attention_residual_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -431,11 +416,6 @@ def attention_residual_samples(device: torch.device, dtype: torch.dtype) -> Iter
     yield Sample(of(randn(2, 1, 8208), 0.1), why="too wide for the backward pass to hold")
 
 
-def attention_residual_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
-    blocks, query, weight = (torch.randn(shape, device=device, dtype=dtype) for shape in ((3, rows, 48), (48,), (48,)))
-    return Sample((blocks, query, weight), why="resized")
-
-
 def attention_residual_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     for N, rows, H in [(8, 8192, 4096), (32, 8192, 2048)]:
         blocks, weight = (torch.randn(shape, device=device, dtype=dtype) for shape in ((N, rows, H), (H,)))
@@ -454,7 +434,7 @@ def attention_residual_cost(blocks: Tensor, query: Tensor, weight: Tensor, eps: 
     differentiable=("blocks", "query", "weight"),
     kernel_ops=(attention_residual_fwd, attention_residual_bwd),
     samples=attention_residual_samples,
-    resized=attention_residual_resized,
+    resized=normal_resized(lambda rows: ((3, rows, 48), (48,), (48,))),
     workloads=attention_residual_workloads,
     cost=attention_residual_cost,
 )
@@ -485,9 +465,7 @@ def attention_residual(blocks: Tensor, query: Tensor, weight: Tensor, eps: float
     if blocks.dim() < 2 or blocks.shape[0] == 0 or blocks.shape[-1] == 0:
         raise ValueError(f"blocks: expected shape [N, ..., H] with N and H at least 1, got {tuple(blocks.shape)}")
     for name, tensor in (("query", query), ("weight", weight)):
-        check_dtype(name, tensor)
-        check_same(name, tensor, "blocks", blocks)
-        check_shape(name, tensor, blocks.shape[-1:], "the last axis of blocks")
+        check_parameter(name, tensor, blocks.shape[-1:], "the last axis of blocks", "blocks", blocks)
     check_not_negative("eps", eps)
     y, _, _ = attention_residual_fwd(blocks, query, weight, eps)
     return y

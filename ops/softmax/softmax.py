@@ -36,6 +36,7 @@ from torch import Tensor
 
 from llmk.ops.common.math import LOG2E
 from llmk.ops.common.rows import aligned, as_rows, rows_aligned
+from llmk.ops.common.samples import normal_resized
 from llmk.ops.common.sums import sum_pair
 from llmk.registry import (
     Cost,
@@ -47,6 +48,7 @@ from llmk.registry import (
     empty,
     grid_cap,
     jit,
+    like_first,
     max_warps,
     next_power_of_2,
     num_programs,
@@ -426,16 +428,8 @@ def _(grad, output, dim):
     return (y * (dy - s)).to(output.dtype).contiguous()
 
 
-@softmax_fwd.register_fake
-def _(input):
-    return input.new_empty(input.shape)
-
-
-@softmax_bwd.register_fake
-def _(output):
-    return output.new_empty(output.shape)
-
-
+softmax_fwd.register_fake(like_first)
+softmax_bwd.register_fake(like_first)
 softmax_fwd.register_backward(softmax_bwd)
 
 
@@ -470,19 +464,10 @@ def softmax_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample
     yield Sample((randn(2, 100_003),), why="100,003 columns")
 
 
-def softmax_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
-    return Sample((torch.randn(rows, 48, device=device, dtype=dtype),), why="resized")
-
-
 def softmax_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     for rows, columns in [(8192, 4096), (16384, 32768), (4096, 131072), (32768, 1024)]:
         yield Sample((torch.randn(rows, columns, device=device, dtype=dtype),), why=f"{rows}x{columns}")
     yield Sample((torch.randn(64, 1024, 1024, device=device, dtype=dtype), 1), why="64x1024x1024 over the middle axis")
-
-
-def softmax_cost(input: Tensor, dim: int = -1) -> Cost:
-    tensor = input.numel() * input.element_size()
-    return Cost(bytes_forward=2 * tensor, bytes_full=5 * tensor)
 
 
 @public_op(
@@ -490,9 +475,9 @@ def softmax_cost(input: Tensor, dim: int = -1) -> Cost:
     differentiable=("input",),
     kernel_ops=(softmax_fwd, softmax_bwd),
     samples=softmax_samples,
-    resized=softmax_resized,
+    resized=normal_resized(lambda rows: ((rows, 48),)),
     workloads=softmax_workloads,
-    cost=softmax_cost,
+    cost=Cost.passes(2, 5),
     choices=(
         "rows past 65,536 bytes are read twice, but for as many bytes as stay in registers: at 4096x131072 on an H200 "
         "1.19 times the floor forward and 1.33 backward, with nothing held 1.40 and 1.46. What reads such a row once "

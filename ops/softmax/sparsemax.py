@@ -30,7 +30,20 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.rows import as_rows
-from llmk.registry import Cost, KernelOp, Sample, axes, check_dtype, empty, jit, next_power_of_2, public_op, wrap_triton
+from llmk.ops.common.samples import normal_resized, normal_workloads
+from llmk.registry import (
+    Cost,
+    KernelOp,
+    Sample,
+    axes,
+    check_dtype,
+    empty,
+    jit,
+    like_first,
+    next_power_of_2,
+    public_op,
+    wrap_triton,
+)
 
 
 def sparsemax_reference(input: Tensor, dim: int = -1) -> Tensor:
@@ -192,16 +205,8 @@ def _(grad, output, dim):
     return torch.where(inside, dy - mean, 0.0).masked_fill(output.isnan(), math.nan).to(output.dtype).contiguous()
 
 
-@sparsemax_fwd.register_fake
-def _(input):
-    return input.new_empty(input.shape)
-
-
-@sparsemax_bwd.register_fake
-def _(output):
-    return output.new_empty(output.shape)
-
-
+sparsemax_fwd.register_fake(like_first)
+sparsemax_bwd.register_fake(like_first)
 sparsemax_fwd.register_backward(sparsemax_bwd)
 
 
@@ -237,28 +242,14 @@ def sparsemax_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Samp
     yield Sample((randn(2, 9001) / 8,), why="a row that is read several times")
 
 
-def sparsemax_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
-    return Sample((torch.randn(rows, 48, device=device, dtype=dtype),), why="resized")
-
-
-def sparsemax_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    for rows, columns in [(8192, 4096), (4096, 32768)]:
-        yield Sample((torch.randn(rows, columns, device=device, dtype=dtype),), why=f"{rows}x{columns}")
-
-
-def sparsemax_cost(input: Tensor, dim: int = -1) -> Cost:
-    tensor = input.numel() * input.element_size()
-    return Cost(bytes_forward=2 * tensor, bytes_full=5 * tensor)
-
-
 @public_op(
     reference=sparsemax_reference,
     differentiable=("input",),
     kernel_ops=(sparsemax_fwd, sparsemax_bwd),
     samples=sparsemax_samples,
-    resized=sparsemax_resized,
-    workloads=sparsemax_workloads,
-    cost=sparsemax_cost,
+    resized=normal_resized(lambda rows: ((rows, 48),)),
+    workloads=normal_workloads([(8192, 4096), (4096, 32768)], lambda M, N: ((M, N),)),
+    cost=Cost.passes(2, 5),
 )
 def sparsemax(input: Tensor, dim: int = -1) -> Tensor:
     """Sparsemax over an axis: like softmax, but most of the smaller values become zero. In float32 with one rounding.
