@@ -229,61 +229,6 @@ def layer_norm_long_kernel(x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, M, N, x_stride
 
 
 @jit
-def layer_norm_wide_backward_kernel(
-    dy_ptr,
-    x_ptr,
-    w_ptr,
-    stats_ptr,
-    dx_ptr,
-    partial_ptr,
-    M,
-    N,
-    dy_stride,
-    x_stride,
-    HAS_DW: tl.constexpr,
-    HAS_DB: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-):
-    """One half of the columns: the other half is read for its sums only, from L2, where this half's neighbour is."""
-    program = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    others = (1 - tl.program_id(1)) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if w_ptr is not None:
-        w = tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-    dw = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    db = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    for row in tl.range(program, M, tl.num_programs(0), num_stages=NUM_STAGES):
-        dy = tl.load(dy_ptr + row * dy_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
-        if HAS_DB:
-            db += dy
-        if x_ptr is not None:
-            x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
-            mean = tl.load(stats_ptr + row)
-            var = tl.load(stats_ptr + M + row)
-            scale, rstd = scale_and_rstd(var)
-            c = x * scale - mean
-            if HAS_DW:
-                dw += dy * (c * rstd)
-            if dx_ptr is not None:
-                h = tl.load(dy_ptr + row * dy_stride + others, mask=others < N, other=0.0).to(tl.float32)
-                if w_ptr is not None:
-                    dy *= w
-                    h *= tl.load(w_ptr + others, mask=others < N, other=0.0).to(tl.float32)
-                e = tl.load(x_ptr + row * x_stride + others, mask=others < N, other=0.0).to(tl.float32) * scale - mean
-                # dy and h are zero past the row's end.
-                total, dot = sum_pair(dy + h, dy * c + h * e, 0)
-                dx = scale * rstd * (dy - total / N - c * tl.div_rn(dot / N, tl.abs(var)))
-                tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
-    if HAS_DW or HAS_DB:
-        partial_ptr += program * (HAS_DW + HAS_DB) * N + cols
-    if HAS_DW:
-        tl.store(partial_ptr, dw, mask=cols < N)
-    if HAS_DB:
-        tl.store(partial_ptr + HAS_DW * N, db, mask=cols < N)
-
-
-@jit
 def layer_norm_long_backward_means_kernel(
     dy_ptr, x_ptr, w_ptr, stats_ptr, means_ptr, M, N, dy_stride, x_stride, BLOCK_N: tl.constexpr
 ):
@@ -306,7 +251,7 @@ def layer_norm_long_backward_means_kernel(
 
 
 @jit
-def layer_norm_long_backward_kernel(
+def layer_norm_columns_backward_kernel(
     dy_ptr,
     x_ptr,
     w_ptr,
@@ -320,29 +265,50 @@ def layer_norm_long_backward_kernel(
     x_stride,
     HAS_DW: tl.constexpr,
     HAS_DB: tl.constexpr,
+    HALVES: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):
-    """Make the gradients in one block of columns of some rows."""
-    program = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """Make the gradients in one block of columns of some rows, whose means are given.
+
+    Where the block is one of two HALVES, they come from both: the other is read from L2, where its own program has it.
+    """
+    program, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if not HALVES:
+        block = block.to(tl.int64)
+    cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    if HALVES:
+        others = (1 - block) * BLOCK_N + tl.arange(0, BLOCK_N)
     if w_ptr is not None:
         w = tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
     dw = tl.zeros((BLOCK_N,), dtype=tl.float32)
     db = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    for row in range(program, M, tl.num_programs(0)):
+    for row in tl.range(program, M, tl.num_programs(0), num_stages=NUM_STAGES):
         dy = tl.load(dy_ptr + row * dy_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
         if HAS_DB:
             db += dy
         if x_ptr is not None:
-            scale, rstd = scale_and_rstd(tl.load(stats_ptr + M + row))
             x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
-            c = x * scale - tl.load(stats_ptr + row)
+            mean = tl.load(stats_ptr + row)
+            var = tl.load(stats_ptr + M + row)
+            scale, rstd = scale_and_rstd(var)
+            c = x * scale - mean
             if HAS_DW:
                 dw += dy * (c * rstd)
             if dx_ptr is not None:
+                if HALVES:
+                    h = tl.load(dy_ptr + row * dy_stride + others, mask=others < N, other=0.0).to(tl.float32)
                 if w_ptr is not None:
                     dy *= w
-                dx = scale * rstd * (dy - tl.load(means_ptr + row) - c * tl.load(means_ptr + M + row))
+                if HALVES:
+                    if w_ptr is not None:
+                        h *= tl.load(w_ptr + others, mask=others < N, other=0.0).to(tl.float32)
+                    e = tl.load(x_ptr + row * x_stride + others, mask=others < N, other=0.0).to(tl.float32)
+                    e = e * scale - mean
+                    total, dot = sum_pair(dy + h, dy * c + h * e, 0)  # dy and h are zero past the row's end
+                    dx = scale * rstd * (dy - total / N - c * tl.div_rn(dot / N, tl.abs(var)))
+                else:
+                    dx = scale * rstd * (dy - tl.load(means_ptr + row) - c * tl.load(means_ptr + M + row))
                 tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
     if HAS_DW or HAS_DB:
         partial_ptr += program * (HAS_DW + HAS_DB) * N + cols
@@ -355,14 +321,15 @@ def layer_norm_long_backward_kernel(
 # Wide: the largest half that does not spill.
 WIDE_BLOCK, WIDE_WARPS = 8192, 16
 LONG_FORWARD = {"BLOCK_N": 4096, "num_warps": 8}
-LONG_BACKWARD = {"BLOCK_N": 1024, "num_warps": 4}
+LONG_BACKWARD = {"HALVES": False, "BLOCK_N": 1024, "NUM_STAGES": 3, "num_warps": 4}
 
 
 def _wide_tile(dy: Tensor, weight: Tensor | None) -> dict[str, int]:
     # Two rows ahead, if both halves of x and dy and the weight's other one fit twice into an sm_80's shared memory.
     # H200, bf16, 4096x16384, times the floor of forward and backward: 1.38; one row ahead 1.88, twice the warps 1.56.
     stage = WIDE_BLOCK * (4 * dy.element_size() + (weight.element_size() if weight is not None else 0))
-    return {"BLOCK_N": WIDE_BLOCK, "num_warps": WIDE_WARPS, "NUM_STAGES": 3 if 2 * stage <= 160 * 1024 else 2}
+    stages = 3 if 2 * stage <= 160 * 1024 else 2
+    return {"HALVES": True, "BLOCK_N": WIDE_BLOCK, "NUM_STAGES": stages, "num_warps": WIDE_WARPS}
 
 
 def _widths(dy: Tensor, x: Tensor | None) -> tuple[int, int]:
@@ -424,17 +391,15 @@ def _layer_norm_bwd(
     if held >= N:
         tile = _backward_tile(N)
         wrap_triton(layer_norm_backward_kernel)[(programs,)](*rows, dx, partials, *sizes, **needed, **tile)
-    elif wide >= N:
-        tile = _wide_tile(dy, w)
-        wrap_triton(layer_norm_wide_backward_kernel)[(programs, 2)](*rows, dx, partials, *sizes, **needed, **tile)
     else:
-        means = None
-        if dx is not None:
-            means = empty((2, M), torch.float32, device)
-            wrap_triton(layer_norm_long_backward_means_kernel)[(M,)](*rows, means, *sizes, **LONG_FORWARD)
-        grid = (programs, cdiv(N, LONG_BACKWARD["BLOCK_N"]))
-        wrap_triton(layer_norm_long_backward_kernel)[grid](
-            *rows, means, dx, partials, *sizes, **needed, **LONG_BACKWARD
+        tile, blocks, means = _wide_tile(dy, w), 2, None
+        if wide < N:
+            tile, blocks = LONG_BACKWARD, cdiv(N, LONG_BACKWARD["BLOCK_N"])
+            if dx is not None:
+                means = empty((2, M), torch.float32, device)
+                wrap_triton(layer_norm_long_backward_means_kernel)[(M,)](*rows, means, *sizes, **LONG_FORWARD)
+        wrap_triton(layer_norm_columns_backward_kernel)[(programs, blocks)](
+            *rows, means, dx, partials, *sizes, **needed, **tile
         )
     if partials is not None:
         sum_affine(partials, dw if need_weight else None, db if need_bias else None)
