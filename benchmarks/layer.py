@@ -65,7 +65,7 @@ NEVER_ATEN = {"fused_linear_ce", "linear_act"}
 """The first is one node in every graph; the second's plain PyTorch multiplies in float32, which is for CPUs."""
 
 GROUPS = {"attention": r"flash|fmha|sdpa", "gemm": r"gemm|nvjet|cutlass|cublas|splitK|matmul_"}
-"""How libraries' kernels are told apart by name, the first that fits; all others are "rest"."""
+"""Names that tell libraries' kernels apart, the first that fits; all others are "rest"."""
 
 
 @dataclass(frozen=True)

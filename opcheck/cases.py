@@ -149,7 +149,7 @@ class Cases:
         return {name for name, always in ordered.items() if always}
 
     def ignored(self, values: dict[str, Any]) -> int | None:
-        """What marks a row that does not count in a call: its `ignore_index`, if the operator has one."""
+        """The target of a row that does not count in a call: its `ignore_index`, if the operator has one."""
         return self.with_defaults(values).get("ignore_index")
 
     def __getitem__(self, seed: int) -> Case:

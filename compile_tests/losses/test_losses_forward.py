@@ -129,7 +129,7 @@ def gradient_of(terms: PolicyTerms, logps: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def multiplications(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many products of each kind are computed."""
+    """The number of products of each kind that are computed."""
     found: list[int] = []
     for name in ("mm", "addmm"):
         original = getattr(torch, name)

@@ -213,7 +213,7 @@ def test_the_rule_for_special_values() -> None:
 
 
 def test_the_largest_number_and_infinity_are_one_unit_apart() -> None:
-    """What cuts digits off ends at the largest number, where what rounds is infinite already."""
+    """Truncation ends at the largest number, where rounding gives infinity already."""
     for dtype in DTYPES:
         largest = torch.finfo(dtype).max
         exact = torch.tensor([1.0, largest * (1 + 0.4 * torch.finfo(dtype).eps)], dtype=torch.float64)

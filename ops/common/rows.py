@@ -12,14 +12,14 @@ def contiguous(x: Tensor | None) -> Tensor | None:
     return x.contiguous() if x is not None else None
 
 
-def with_columns_side_by_side(x: Tensor) -> Tensor:
+def contiguous_last_dim(x: Tensor) -> Tensor:
     """x, or a copy where neighbours along its last axis are not neighbours in memory."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def as_rows(x: Tensor) -> Tensor:
     """`[..., N]` as `[M, N]` with neighbouring columns side by side; copies only where strides leave no way."""
-    return with_columns_side_by_side(x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0))
+    return contiguous_last_dim(x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0))
 
 
 def as_long_rows(*tensors: Tensor) -> list[Tensor]:

@@ -134,7 +134,7 @@ def router_topk_kernel(
 ):  # fmt: skip
     scale = tl.cast(scale, tl.float32)
     row = tl.program_id(0).to(tl.int64)
-    cols, places = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
+    cols, slots = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
     mask = cols < E
     scores = _scores(tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32), mask, SOFTMAX)
     choice = scores
@@ -148,12 +148,12 @@ def router_topk_kernel(
     weights = tl.zeros((BLOCK_K,), dtype=tl.float32)
     for k in range(0, K):
         expert = tl.argmax(choice, axis=0)
-        weights = tl.where(places == k, tl.sum(tl.where(cols == expert, scores, 0.0), axis=0), weights)
+        weights = tl.where(slots == k, tl.sum(tl.where(cols == expert, scores, 0.0), axis=0), weights)
         choice = tl.where(cols == expert, float("-inf"), choice)
         tl.store(indices_ptr + row * K + k, expert.to(tl.int64))
     if NORMALIZE:
         weights = tl.div_rn(weights, tl.zeros_like(weights) + (tl.sum(weights, axis=0) + 1e-20))
-    tl.store(weights_ptr + row * K + places, weights * scale, mask=places < K)
+    tl.store(weights_ptr + row * K + slots, weights * scale, mask=slots < K)
 
 
 @jit
@@ -269,8 +269,8 @@ def _(grad, input, indices, scoring, normalize, scale) -> Tensor:
         total = chosen.sum(-1, keepdim=True)
         S = total + TINIEST_SUM
         origin = grad.gather(-1, grad.abs().argmin(-1, keepdim=True))
-        most, place = chosen.max(-1, keepdim=True)
-        origin = torch.where(most > 0.5 * total, grad.gather(-1, place), origin)
+        most, index = chosen.max(-1, keepdim=True)
+        origin = torch.where(most > 0.5 * total, grad.gather(-1, index), origin)
         rest = grad - origin
         mean = (rest * chosen).sum(-1, keepdim=True) / S
         of_chosen = scale / S * (rest - mean + origin * (TINIEST_SUM / S))

@@ -79,7 +79,7 @@ FUSED_K = 1024
 
 
 def choose_path(x: Tensor, weight: Tensor, activation: str, keep_z: bool) -> str:
-    """How z and y are made: "epilogue", "fused" or "separate". Of a symbolic M it is the example that decides.
+    """Return how z and y are made: "epilogue", "fused" or "separate". The size hint of a symbolic M decides.
 
     - "epilogue": cuBLASLt's product with its own activation. PyTorch offers none that also writes z.
     - "fused": the Triton product. It is slower than cuBLAS's by a share of the product's time, 2 M N K / rate, and

@@ -133,10 +133,10 @@ def ce_tvd_backward_kernel(
     others, below, above = tl.load(stats_ptr + 4), tl.load(stats_ptr + 5), tl.load(stats_ptr + 6)
     q = _probabilities(x_ptr + row * x_stride, cols, read, m, total, EXACT)
     p = _probabilities(y_ptr + row * y_stride, cols, read, n, mass, EXACT)
-    slope = tl.where(q > p, below, tl.where(q < p, -above, 0.5 * (below - above)))
+    centered_sign = tl.where(q > p, below, tl.where(q < p, -above, 0.5 * (below - above)))
     g = tl.where(valid, tl.load(ce_grad_ptr + row * ce_grad_stride), float("nan"))
     h = tl.load(tvd_grad_ptr + row * tvd_grad_stride)
-    dx = g * tl.where(cols == target, -others, q) + 0.5 * h * (q * slope)
+    dx = g * tl.where(cols == target, -others, q) + 0.5 * h * (q * centered_sign)
     dx = tl.where(read, dx, 0.0)
     tl.store(dx_ptr + row * V + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < V)
 
@@ -202,10 +202,10 @@ def _(grad_ce, grad_tvd, input, teacher, target, stats, ignore_index):
     m, total, n, mass, others, below, above = stats.unbind(-1)
     q, p = _softmax_cpu(input, m, total), _softmax_cpu(teacher, n, mass)
     d, below, above = q - p, below.unsqueeze(-1), above.unsqueeze(-1)
-    slope = torch.where(d > 0, below, torch.where(d < 0, -above, 0.5 * (below - above)))
+    centered_sign = torch.where(d > 0, below, torch.where(d < 0, -above, 0.5 * (below - above)))
     classes = torch.arange(q.shape[-1], dtype=torch.int64, device=q.device)
     dx = grad_ce.unsqueeze(-1) * torch.where(classes == index.unsqueeze(-1), -others.unsqueeze(-1), q)
-    dx = dx + 0.5 * grad_tvd.unsqueeze(-1) * (q * slope)
+    dx = dx + 0.5 * grad_tvd.unsqueeze(-1) * (q * centered_sign)
     return torch.where(counts.unsqueeze(-1), dx, 0.0).to(input.dtype).contiguous()
 
 

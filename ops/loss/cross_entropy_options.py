@@ -82,7 +82,7 @@ class Rows(NamedTuple):
     """The results of the forward pass for each row, in float32."""
 
     loss: Tensor  # [...], the shape of the target
-    counts: Tensor  # [...], what the row adds to the divisor of a mean: w_t
+    counts: Tensor  # [...], what the row adds to the denominator of a mean: w_t
     stats: Tensor  # [2, ...], maximum and sum
 
     @classmethod

@@ -303,11 +303,11 @@ def _giou_loss_bwd(
     dy = grad.reshape(-1) if reduction == "none" else grad
     dboxes = empty(boxes.shape, boxes.dtype, device) if need_boxes else no_gradient(grad)
     dtargets = empty(targets.shape, targets.dtype, device) if need_targets else no_gradient(grad)
-    divisor = count if reduction == "mean" else None
+    denominator = count if reduction == "mean" else None
     gradients = dboxes if need_boxes else None, dtargets if need_targets else None
     dy_stride = dy.stride(0) if reduction == "none" else None
     wrap_triton(giou_loss_backward_kernel)[(cdiv(N, TILE["BLOCK"]),)](
-        dy, b, t, divisor, *gradients, N, dy_stride, b_stride, t_stride, eps, **TILE
+        dy, b, t, denominator, *gradients, N, dy_stride, b_stride, t_stride, eps, **TILE
     )
     return dboxes, dtargets
 

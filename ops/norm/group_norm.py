@@ -167,7 +167,7 @@ def group_norm_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sam
     yield Sample((randn(2, 8, 4, 4), 2, randn(8), randn(8)), why="powers of two")
     yield Sample((randn(3, 6, 5, 7), 2, randn(6), randn(6), 1e-3), why="odd sizes, another eps")
     yield Sample((randn(3, 10, 5), 5), why="neither weight nor bias")
-    yield Sample((randn(5, 12), 4, None, randn(12)), why="no places but one, a bias alone")
+    yield Sample((randn(5, 12), 4, None, randn(12)), why="one position, a bias alone")
     yield Sample((randn(3, 4, 1), 4, randn(4, dtype=torch.float32)), why="groups of one element, a float32 weight")
     yield Sample((randn(0, 8, 3), 2, randn(8), randn(8)), why="no samples")
     yield Sample((randn(2, 3, 3, 6).permute(0, 3, 1, 2), 3, randn(6), randn(6)), why="channels last, strided")

@@ -40,8 +40,8 @@ from llmk.ops.common.sums import sum_affine, sum_pair
 from llmk.ops.norm._moments import (
     affine_gradient,
     centered,
+    column_moments,
     known_rest,
-    lane_moments,
     moments_cpu,
     normalize_if_huge,
     overflowed,
@@ -210,7 +210,7 @@ def layer_norm_long_kernel(x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, M, N, x_stride
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     y_ptr += row * N
-    mean, squares = lane_moments(x_ptr, N, 1.0, BLOCK_N, 1)
+    mean, squares = column_moments(x_ptr, N, 1.0, BLOCK_N, 1)
     var = squares / N + eps
     tl.store(stats_ptr + row, mean)
     tl.store(stats_ptr + M + row, var)

@@ -233,11 +233,11 @@ def _overflow_scale_cpu(largest: Tensor) -> Tensor:
 def _(grad, input, weight, bias, ms, need_weight, need_bias):
     ms, s = ms[..., :3], ms[..., 3:]
     x, dy = input.float() * s, grad.float()
-    powers, slopes = torch.stack([x * x * x, x * x, x]), torch.stack([3 * x * x, 2 * x, torch.ones_like(x)])
+    powers, derivatives = torch.stack([x * x * x, x * x, x]), torch.stack([3 * x * x, 2 * x, torch.ones_like(x)])
     ms = ms.movedim(-1, 0).unsqueeze(-1)
     rstd, means = torch.rsqrt(ms), (dy * powers).mean(-1, keepdim=True)
     scale = weight.float().view(3, *[1] * x.dim())
-    dx = (scale * rstd * (dy - powers * (means / ms)) * slopes).sum(0) * s
+    dx = (scale * rstd * (dy - powers * (means / ms)) * derivatives).sum(0) * s
     dw = (means * x.shape[-1] * rstd).flatten(1).sum(1)
     sums = torch.cat([dw, dy.sum().view(1)]) if need_weight or need_bias else None
     return dx.to(input.dtype).contiguous(), *_parameter_gradients(sums, weight, bias)

@@ -90,11 +90,11 @@ def dyt_backward_kernel(
             dw += dy * tanh(alpha * x)
         if HAS_DB:
             db += dy
-    place = share * ((HAS_DW + HAS_DB) * N) + cols
+    offsets = share * ((HAS_DW + HAS_DB) * N) + cols
     if HAS_DW:
-        tl.store(partial_ptr + place, dw, mask=cols < N)
+        tl.store(partial_ptr + offsets, dw, mask=cols < N)
     if HAS_DB:
-        tl.store(partial_ptr + place + HAS_DW * N, db, mask=cols < N)
+        tl.store(partial_ptr + offsets + HAS_DW * N, db, mask=cols < N)
     if dalpha_ptr is not None:
         tl.store(dalpha_ptr + share * tl.num_programs(1) + tl.program_id(1), tl.sum(dalpha, axis=0))
 

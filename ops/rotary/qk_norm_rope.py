@@ -29,7 +29,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.rows import with_columns_side_by_side
+from llmk.ops.common.rows import contiguous_last_dim
 from llmk.ops.common.sums import sum_two_partials
 from llmk.ops.norm.rms_norm import rms_norm_reference
 from llmk.ops.rotary.rope import (
@@ -278,7 +278,7 @@ def _qk_norm_rope_fwd(
     offset: float,
     interleaved: bool,
 ) -> tuple[Tensor, Tensor]:
-    q, k, q_weight, k_weight, cos, sin = (with_columns_side_by_side(x) for x in (q, k, q_weight, k_weight, cos, sin))
+    q, k, q_weight, k_weight, cos, sin = (contiguous_last_dim(x) for x in (q, k, q_weight, k_weight, cos, sin))
     B, HQ, S, D = q.shape
     HK, R = k.shape[1], cos.shape[-1]
     yq, yk = empty_heads(q), empty_heads(k)
@@ -304,8 +304,8 @@ def _qk_norm_rope_bwd(
     need_q_weight: bool,
     need_k_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dyq, dyk, q, k = (with_columns_side_by_side(x) for x in (grad_q, grad_k, q, k))
-    wq, wk, cos, sin = (with_columns_side_by_side(x) for x in (q_weight, k_weight, cos, sin))
+    dyq, dyk, q, k = (contiguous_last_dim(x) for x in (grad_q, grad_k, q, k))
+    wq, wk, cos, sin = (contiguous_last_dim(x) for x in (q_weight, k_weight, cos, sin))
     B, HQ, S, D = q.shape
     HK, R = k.shape[1], cos.shape[-1]
     dq, dk = empty_heads(q), empty_heads(k)

@@ -33,7 +33,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.rows import with_columns_side_by_side
+from llmk.ops.common.rows import contiguous_last_dim
 from llmk.ops.rotary._patterns import ROPE
 from llmk.registry import (
     REPLICATE,
@@ -106,7 +106,7 @@ def pair_blocks(D: int, R: int) -> dict[str, int]:
 
 
 def head_splits(cos: Any) -> list[tuple[int, int | str]]:
-    """How q and k may be split, and cos and sin with them: by batch, by heads, by tokens."""
+    """Splits of q and k, and of cos and sin with them: by batch, by heads, by tokens."""
     return [(0, 0 if cos.shape[0] > 1 else REPLICATE), (1, REPLICATE), (2, 1)]
 
 
@@ -161,7 +161,7 @@ def check_heads(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     if cos.dim() != 3 or cos.shape[0] not in (1, B) or cos.shape[1] != S or not 0 < cos.shape[2] <= D:
         raise ValueError(f"cos: expected shape [1 or {B}, {S}, R] with 0 < R <= {D}, got {tuple(cos.shape)}")
     if cos.shape[2] % 2 == 1:
-        raise ValueError(f"cos: expected an even number of features to turn, got {cos.shape[2]}")
+        raise ValueError(f"cos: expected an even number of features to rotate, got {cos.shape[2]}")
     if sin.shape != cos.shape:
         raise ValueError(f"sin: expected the shape of cos {tuple(cos.shape)}, got {tuple(sin.shape)}")
     check_same("k", k, "q", q, dtype=True)
@@ -251,7 +251,7 @@ def _config(HK: int, D: int, R: int) -> dict[str, int]:
 
 
 def _rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool) -> tuple[Tensor, Tensor]:
-    q, k, cos, sin = (with_columns_side_by_side(x) for x in (q, k, cos, sin))
+    q, k, cos, sin = (contiguous_last_dim(x) for x in (q, k, cos, sin))
     B, HQ, S, D = q.shape
     HK, R = k.shape[1], cos.shape[-1]
     yq, yk = empty_heads(q), empty_heads(k)

@@ -88,12 +88,12 @@ def attention_residual_kernel(
     k = (k * tl.load(w_ptr + cols, mask=cols < H, other=0.0).to(tl.float32))[None, :]
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     mask = (rows < M)[:, None] & (cols < H)[None, :]
-    places = (rows * row_stride)[:, None] + cols[None, :]
+    offsets = (rows * row_stride)[:, None] + cols[None, :]
     largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), dtype=tl.float32)
     y = tl.zeros((BLOCK_M, BLOCK_H), dtype=tl.float32)
     for i in tl.range(0, N, num_stages=NUM_STAGES):
-        v = tl.load(v_ptr + tl.cast(i, tl.int64) * block_stride + places, mask=mask, other=0.0).to(tl.float32)
+        v = tl.load(v_ptr + tl.cast(i, tl.int64) * block_stride + offsets, mask=mask, other=0.0).to(tl.float32)
         square, dot = sum_pair(v * v, v * k, 1)
         ms = square / H + eps
         s = tl.div_rn(dot, tl.sqrt_rn(ms))
@@ -120,7 +120,7 @@ def attention_residual_backward_kernel(
     for start in range(program * BLOCK_M, M, tl.num_programs(0) * BLOCK_M):
         rows = start + tl.arange(0, BLOCK_M)
         mask = (rows < M)[:, None] & (cols < H)[None, :]
-        places = (rows * row_stride)[:, None] + cols[None, :]
+        offsets = (rows * row_stride)[:, None] + cols[None, :]
         dy = tl.load(dy_ptr + (rows * dy_stride)[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         largest_at = tl.zeros((BLOCK_M,), dtype=tl.int32)
@@ -128,24 +128,24 @@ def attention_residual_backward_kernel(
         origin = tl.zeros((BLOCK_M,), dtype=tl.float32)
         sum_da = tl.zeros((BLOCK_M,), dtype=tl.float32)
         for i in tl.range(0, N, num_stages=NUM_STAGES):
-            v = tl.load(v_ptr + tl.cast(i, tl.int64) * block_stride + places, mask=mask, other=0.0).to(tl.float32)
+            v = tl.load(v_ptr + tl.cast(i, tl.int64) * block_stride + offsets, mask=mask, other=0.0).to(tl.float32)
             s = tl.load(s_ptr + tl.cast(i, tl.int64) * M + rows, mask=rows < M, other=0.0)
             largest_at = tl.where(s > largest, i, largest_at)
             largest, total, origin, sum_da = _weigh(s, tl.sum(dy * v, axis=1), largest, total, origin, sum_da)
         mean = tl.div_rn(sum_da, total)
         for j in tl.range(0, N, num_stages=NUM_STAGES):
             last = tl.cast(N - 1 - j, tl.int64)  # what was read last is likeliest to be in L2
-            v = tl.load(v_ptr + last * block_stride + places, mask=mask, other=0.0).to(tl.float32)
+            v = tl.load(v_ptr + last * block_stride + offsets, mask=mask, other=0.0).to(tl.float32)
             s = tl.load(s_ptr + last * M + rows, mask=rows < M, other=0.0)
             ms = tl.load(ms_ptr + last * M + rows, mask=rows < M, other=1.0)
             a = tl.div_rn(exp(s - largest), total)
             da = tl.where(largest_at == N - 1 - j, 0.0, tl.sum(dy * v, axis=1) - origin)
             ds = a * (da - mean)
-            slope = tl.div_rn(ds, tl.sqrt_rn(ms))
-            dk += v * slope[:, None]
-            dv = dy * a[:, None] + (k * slope[:, None] - v * tl.div_rn(ds * s, ms * H)[:, None])
-            dv_places = ((last * M + rows) * H)[:, None] + cols[None, :]
-            tl.store(dv_ptr + dv_places, dv.to(dv_ptr.dtype.element_ty), mask=mask)
+            ds_rstd = tl.div_rn(ds, tl.sqrt_rn(ms))
+            dk += v * ds_rstd[:, None]
+            dv = dy * a[:, None] + (k * ds_rstd[:, None] - v * tl.div_rn(ds * s, ms * H)[:, None])
+            dv_offsets = ((last * M + rows) * H)[:, None] + cols[None, :]
+            tl.store(dv_ptr + dv_offsets, dv.to(dv_ptr.dtype.element_ty), mask=mask)
     if partial_ptr is not None:
         total_dk = tl.sum(dk, axis=0)
         w = tl.load(w_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
@@ -267,29 +267,29 @@ def attention_residual_long_backward_kernel(
         total = tl.cast(1.0, tl.float32)
         sum_da = tl.cast(0.0, tl.float32)
         for i in range(1, N):
-            place = tl.cast(i, tl.int64) * M + row
-            s, da = tl.load(s_ptr + place), tl.load(da_ptr + place)
+            vector = tl.cast(i, tl.int64) * M + row
+            s, da = tl.load(s_ptr + vector), tl.load(da_ptr + vector)
             largest, total, origin, sum_da = _weigh(s, da, largest, total, origin, sum_da)
         mean = tl.div_rn(sum_da, total)
         dy = tl.load(dy_ptr + row * dy_stride + cols, mask=cols < H, other=0.0).to(tl.float32)
         for i in range(0, N):
-            place = tl.cast(i, tl.int64) * M + row
-            s, ms = tl.load(s_ptr + place), tl.load(ms_ptr + place)
+            vector = tl.cast(i, tl.int64) * M + row
+            s, ms = tl.load(s_ptr + vector), tl.load(ms_ptr + vector)
             a = tl.div_rn(exp(s - largest), total)
-            ds = a * (tl.load(da_ptr + place) - origin - mean)
-            slope = tl.div_rn(ds, tl.sqrt_rn(ms))
+            ds = a * (tl.load(da_ptr + vector) - origin - mean)
+            ds_rstd = tl.div_rn(ds, tl.sqrt_rn(ms))
             start = tl.cast(i, tl.int64) * block_stride + row * row_stride
             v = tl.load(v_ptr + start + cols, mask=cols < H, other=0.0).to(tl.float32)
-            dk += v * slope
-            dv = dy * a + ((q * w) * slope - v * tl.div_rn(ds * s, ms * H))
-            tl.store(dv_ptr + place * H + cols, dv.to(dv_ptr.dtype.element_ty), mask=cols < H)
+            dk += v * ds_rstd
+            dv = dy * a + ((q * w) * ds_rstd - v * tl.div_rn(ds * s, ms * H))
+            tl.store(dv_ptr + vector * H + cols, dv.to(dv_ptr.dtype.element_ty), mask=cols < H)
     if partial_ptr is not None:
         tl.store(partial_ptr + program * 2 * H + cols, dk * w, mask=cols < H)
         tl.store(partial_ptr + (program * 2 + 1) * H + cols, dk * q, mask=cols < H)
 
 
 WALK = {"BLOCK_H": 4096, "num_warps": 8}
-"""How a vector is walked."""
+"""The block and warps that walk a vector."""
 
 PART = {"BLOCK_H": 1024, "num_warps": 4}
 """The columns of a token's vectors that one program holds."""
@@ -372,9 +372,9 @@ def _(grad, blocks, query, weight, scores, ms, need_query, need_weight):
     a, da = scores.softmax(0), (dy * v).sum(-1)
     da = da - da.gather(0, scores.argmax(0, keepdim=True))
     ds = a * (da - (a * da).sum(0))
-    slope = (ds * torch.rsqrt(ms)).unsqueeze(-1)
-    dv = a.unsqueeze(-1) * dy + (slope * (q * w) - (ds * scores / (ms * v.shape[-1])).unsqueeze(-1) * v)
-    dk = (slope * v).flatten(0, -2).sum(0) if need_query or need_weight else None
+    ds_rstd = (ds * torch.rsqrt(ms)).unsqueeze(-1)
+    dv = a.unsqueeze(-1) * dy + (ds_rstd * (q * w) - (ds * scores / (ms * v.shape[-1])).unsqueeze(-1) * v)
+    dk = (ds_rstd * v).flatten(0, -2).sum(0) if need_query or need_weight else None
     dquery = (dk * w).to(query.dtype) if dk is not None and need_query else None
     dweight = (dk * q).to(weight.dtype) if dk is not None and need_weight else None
     return dv.to(blocks.dtype).contiguous(), or_no_gradient(dquery, grad), or_no_gradient(dweight, grad)

@@ -151,60 +151,61 @@ def _backward_tile(N: int) -> dict[str, int]:
 
 
 @jit
-def softmax_long_kernel(x_ptr, y_ptr, M, N, x_stride, LANES: tl.constexpr, WIDTH: tl.constexpr):
-    # A lane is what a thread loads at once. Each has its own maximum and sum: no thread waits for another in the loop.
-    lanes = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    BLOCK: tl.constexpr = LANES * WIDTH
+def softmax_long_kernel(x_ptr, y_ptr, M, N, x_stride, THREADS: tl.constexpr, WIDTH: tl.constexpr):
+    # A row of these columns is what a thread loads at once. It has its own maximum and sum: no thread waits for
+    # another in the loop.
+    first_cols = tl.arange(0, THREADS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    BLOCK: tl.constexpr = THREADS * WIDTH
     blocks = tl.cdiv(N, BLOCK)
     for row in range(tl.program_id(0).to(tl.int64), M, tl.num_programs(0)):
         x_row, y_row = x_ptr + row * x_stride, y_ptr + row * N
-        m = tl.full((LANES,), float("-inf"), dtype=tl.float32)
-        total = tl.zeros((LANES,), dtype=tl.float32)
+        m = tl.full((THREADS,), float("-inf"), dtype=tl.float32)
+        total = tl.zeros((THREADS,), dtype=tl.float32)
         for block in range(1, blocks):
-            cols = block * BLOCK + lanes
+            cols = block * BLOCK + first_cols
             x = tl.load(x_row + cols, mask=cols < N, other=float("-inf"), eviction_policy="evict_last").to(tl.float32)
             m, total = _add_exponentials(m, total, x, 1)
-        held = tl.load(x_row + lanes, eviction_policy="evict_first")
+        held = tl.load(x_row + first_cols, eviction_policy="evict_first")
         m, total = _add_exponentials(m, total, held.to(tl.float32), 1)
         top = tl.max(m, axis=0)
         base = tl.where(top == float("-inf"), 0.0, top)
         scale = tl.div_rn(1.0, tl.sum(total * tl.exp2((m - base) * LOG2E), axis=0))
         y = tl.exp2((held.to(tl.float32) - top) * LOG2E) * scale
-        tl.store(y_row + lanes, y.to(y_ptr.dtype.element_ty), eviction_policy="evict_first")
+        tl.store(y_row + first_cols, y.to(y_ptr.dtype.element_ty), eviction_policy="evict_first")
         for block in range(1, blocks):
-            cols = (blocks - block) * BLOCK + lanes
+            cols = (blocks - block) * BLOCK + first_cols
             x = tl.load(x_row + cols, mask=cols < N, other=0.0, eviction_policy="evict_first").to(tl.float32)
             y = tl.exp2((x - top) * LOG2E) * scale
             tl.store(y_row + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N, eviction_policy="evict_first")
 
 
 @jit
-def softmax_long_backward_kernel(dy_ptr, y_ptr, dx_ptr, M, N, dy_stride, LANES: tl.constexpr, WIDTH: tl.constexpr):
-    lanes = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    BLOCK: tl.constexpr = LANES * WIDTH
+def softmax_long_backward_kernel(dy_ptr, y_ptr, dx_ptr, M, N, dy_stride, THREADS: tl.constexpr, WIDTH: tl.constexpr):
+    first_cols = tl.arange(0, THREADS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    BLOCK: tl.constexpr = THREADS * WIDTH
     blocks = tl.cdiv(N, BLOCK)
     for index in range(tl.program_id(0).to(tl.int64), M, tl.num_programs(0)):
         row = M - 1 - index
         dy_row, y_row, dx_row = dy_ptr + row * dy_stride, y_ptr + row * N, dx_ptr + row * N
-        dots = tl.zeros((LANES,), dtype=tl.float32)
-        masses = tl.zeros((LANES,), dtype=tl.float32)
+        dots = tl.zeros((THREADS,), dtype=tl.float32)
+        masses = tl.zeros((THREADS,), dtype=tl.float32)
         for block in range(1, blocks):
-            cols = block * BLOCK + lanes
+            cols = block * BLOCK + first_cols
             dy = tl.load(dy_row + cols, mask=cols < N, other=0.0, eviction_policy="evict_last").to(tl.float32)
             y = tl.load(y_row + cols, mask=cols < N, other=0.0, eviction_policy="evict_last").to(tl.float32)
             dots += tl.sum(dy * y, axis=1)
             masses += tl.sum(y, axis=1)
-        held_dy = tl.load(dy_row + lanes, eviction_policy="evict_first")
-        held_y = tl.load(y_row + lanes, eviction_policy="evict_first")
+        held_dy = tl.load(dy_row + first_cols, eviction_policy="evict_first")
+        held_y = tl.load(y_row + first_cols, eviction_policy="evict_first")
         dots += tl.sum(held_dy.to(tl.float32) * held_y.to(tl.float32), axis=1)
         masses += tl.sum(held_y.to(tl.float32), axis=1)
         s = tl.sum(dots, axis=0)
         # s * (1 - sum(y)) lane by lane: small numbers, whose sum is not rounded as s is.
         s += _finite_rest(s, tl.sum(dots - s * masses, axis=0))
         dx = held_y.to(tl.float32) * (held_dy.to(tl.float32) - s)
-        tl.store(dx_row + lanes, dx.to(dx_ptr.dtype.element_ty), eviction_policy="evict_first")
+        tl.store(dx_row + first_cols, dx.to(dx_ptr.dtype.element_ty), eviction_policy="evict_first")
         for block in range(1, blocks):
-            cols = (blocks - block) * BLOCK + lanes
+            cols = (blocks - block) * BLOCK + first_cols
             dy = tl.load(dy_row + cols, mask=cols < N, other=0.0, eviction_policy="evict_first").to(tl.float32)
             y = tl.load(y_row + cols, mask=cols < N, other=0.0, eviction_policy="evict_first").to(tl.float32)
             dx = y * (dy - s)
@@ -219,24 +220,30 @@ def softmax_long_backward_kernel(dy_ptr, y_ptr, dx_ptr, M, N, dy_stride, LANES: 
 BYTES = 65536
 
 
-def _lanes(*tensors: Tensor) -> dict[str, int]:
-    """The block of a walk over these tensors, in lanes of 16 bytes."""
+def _walk_block(*tensors: Tensor) -> dict[str, int]:
+    """The block of a walk over these tensors, in first_cols of 16 bytes."""
     nbytes = BYTES if rows_aligned(*tensors) else BYTES // 4
-    return {"LANES": nbytes // (16 * len(tensors)), "WIDTH": 16 // tensors[0].element_size(), "num_warps": max_warps()}
+    return {
+        "THREADS": nbytes // (16 * len(tensors)),
+        "WIDTH": 16 // tensors[0].element_size(),
+        "num_warps": max_warps(),
+    }
 
 
 def _long_forward(x: Tensor, y: Tensor) -> None:
     """Fill y, contiguous, from the rows of x."""
     M, N = x.shape
     programs = grid_cap(M, num_programs(x.device, 1))
-    wrap_triton(softmax_long_kernel)[(programs,)](x, y, M, N, x.stride(0), **_lanes(x))
+    wrap_triton(softmax_long_kernel)[(programs,)](x, y, M, N, x.stride(0), **_walk_block(x))
 
 
 def _long_backward(dy: Tensor, y: Tensor, dx: Tensor) -> None:
     """Fill dx from the rows of dy; y and dx are contiguous."""
     M, N = dy.shape
     programs = grid_cap(M, num_programs(dy.device, 1))
-    wrap_triton(softmax_long_backward_kernel)[(programs,)](dy, y, dx, M, N, dy.stride(0), **_lanes(dy, y.view(M, N)))
+    wrap_triton(softmax_long_backward_kernel)[(programs,)](
+        dy, y, dx, M, N, dy.stride(0), **_walk_block(dy, y.view(M, N))
+    )
 
 
 @jit
@@ -345,7 +352,7 @@ def _held_columns_tile(N: int, C: int) -> dict[str, int]:
 
 
 def _long_columns_tile(N: int, C: int) -> dict[str, int]:
-    """Stretches of up to 64 columns, 128 bytes in bfloat16, and rows to make up 2048 elements."""
+    """Up to 64 neighbouring columns, 128 bytes in bfloat16, and rows to make up 2048 elements."""
     block_c = min(64, next_power_of_2(max(C, 1)))
     return {"BLOCK_N": min(2048 // block_c, next_power_of_2(max(N, 1))), "BLOCK_C": block_c, "num_warps": 4}
 

@@ -4,15 +4,15 @@ Source: Martins and Astudillo, "From Softmax to Sparsemax", 2016, https://arxiv.
 found without sorting, as Michelot, "A finite algorithm for finding the projection of a point onto the canonical simplex
 of R^n", 1986, has it.
 
-Forward, for each row x of N values, with z = x - max(x) and S the places where z > tau:
+Forward, for each row x of N values, with z = x - max(x) and S the positions where z > tau:
 
     tau = (sum of z over S - 1) / |S|
     y   = max(z - tau, 0)
 
-tau begins at -1, below which no place of S is; each turn takes S and then tau anew. Without rounding places only leave
-S, and when none did, tau is the threshold. With it a value within a unit of tau may come back and leave again, without
-end, so a turn that leaves S no smaller than it was is the last: on random rows there are a few turns, and at most one
-more than there are places.
+tau begins at -1, below which no position of S is; each turn takes S and then tau anew. Without rounding positions only
+leave S, and when none did, tau is the threshold. With it a value within a unit of tau may come back and leave again,
+without end, so a turn that leaves S no smaller than it was is the last: on random rows there are a few turns, and at
+most one more than there are positions.
 
 Backward, given dy; y is all that is kept:
 
@@ -49,7 +49,7 @@ from llmk.registry import (
 def sparsemax_reference(input: Tensor, dim: int = -1) -> Tensor:
     if input.dim() == 0:
         return sparsemax_reference(input.view(1)).view(())
-    if input.numel() == 0:  # an axis of no places has no maximum
+    if input.numel() == 0:  # an axis of no positions has no maximum
         return input.clone()
     z = (input - input.detach().amax(dim, keepdim=True)).movedim(dim, -1)
     ordered = z.sort(dim=-1, descending=True).values
@@ -78,7 +78,7 @@ def _above(z, tau):
 
 @jit
 def _threshold(total, count):
-    """NaN where no place is above: of a row of -inf alone, or with inf in it."""
+    """NaN where no position is above: of a row of -inf alone, or with inf in it."""
     return tl.where(count > 0, tl.div_rn(total - 1.0, tl.maximum(count, 1).to(tl.float32)), float("nan"))
 
 
@@ -232,10 +232,10 @@ def sparsemax_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Samp
     yield Sample((randn(3, 0),), why="no columns")
     yield Sample((randn(6, 80)[:, 16:48],), why="a slice of a wider row")
     yield Sample((randn(1, 16).expand(5, 16),), why="one row expanded")
-    yield Sample((1e4 * randn(3, 64),), why="large values: one place of each row")
-    yield Sample((1e-3 * randn(3, 64),), why="small values: all places")
+    yield Sample((1e4 * randn(3, 64),), why="large values: one position of each row")
+    yield Sample((1e-3 * randn(3, 64),), why="small values: all positions")
     hidden = torch.arange(40, device=device, dtype=torch.int64) % 3 == 0
-    yield Sample((randn(3, 40).masked_fill(hidden, float("-inf")),), why="some places at -inf")
+    yield Sample((randn(3, 40).masked_fill(hidden, float("-inf")),), why="some positions at -inf")
     undefined = torch.tensor([[-math.inf, -math.inf], [math.inf, 0.0], [math.nan, 0.0]], device=device, dtype=dtype)
     yield Sample((torch.cat([undefined, randn(3, 38).sub(50.0)], 1),), why="rows with inf or NaN in them: NaN")
     yield Sample((torch.full((2, 40), -math.inf, device=device, dtype=dtype),), why="rows of -inf alone: NaN")
