@@ -31,6 +31,7 @@ from llmk.registry.launch import empty
 from llmk.registry.sharding import PARTIAL, REPLICATE, ShardingStrategy, Split
 
 _NEEDED = "need_"
+_SPLITS_OF_GRADIENTS: dict[Split, Split] = {REPLICATE: PARTIAL, PARTIAL: REPLICATE}
 
 
 def no_gradient(grad: Tensor) -> Tensor:
@@ -115,7 +116,7 @@ class BackwardOp:
                 split = dict(zip([*self.outputs, *tensors], [*of_outputs, *of_inputs], strict=True))
                 incoming = [REPLICATE if split[name] == PARTIAL else split[name] for name in self.outputs]
                 gradients = [
-                    {REPLICATE: PARTIAL, PARTIAL: REPLICATE}.get(split[name], split[name])
+                    _SPLITS_OF_GRADIENTS.get(split[name], split[name])
                     if given.get(name, args[0]) is not None and given.get(_NEEDED + name, True)
                     else REPLICATE
                     for name in self.of

@@ -8,16 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.math import everywhere
-from llmk.ops.common.rows import contiguous, contiguous_last_dim
+from llmk.ops.common.rows import contiguous, contiguous_last_dim, row_and_columns
 from llmk.registry import cdiv, empty, jit, next_power_of_2, wrap_triton
-
-
-@jit
-def _place(H, BLOCK_H: tl.constexpr):
-    """A program's row and columns."""
-    program = tl.program_id(0)
-    blocks = tl.cdiv(H, BLOCK_H)
-    return (program // blocks).to(tl.int64), (program % blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
 
 
 @jit
@@ -25,7 +17,7 @@ def gather_rows_kernel(
     x_ptr, positions_ptr, weights_ptr, offsets_ptr, rows_ptr, N, E, H, x_stride, K: tl.constexpr, BLOCK_H: tl.constexpr
 ):
     """A token is read once and written K times: its pairs lie too far apart for a cache to keep it."""
-    token, cols = _place(H, BLOCK_H)
+    token, cols = row_and_columns(H, BLOCK_H)
     count = N if offsets_ptr is None else tl.load(offsets_ptr + E - 1)
     x = tl.load(x_ptr + token * x_stride + cols, mask=cols < H, other=0.0)
     for k in tl.static_range(K):  # type: ignore[misc]
@@ -43,7 +35,7 @@ def sum_rows_kernel(
     rows_ptr, positions_ptr, weights_ptr, bias_ptr, indices_ptr, offsets_ptr, y_ptr, N, E, H, rows_stride,
     K: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    token, cols = _place(H, BLOCK_H)
+    token, cols = row_and_columns(H, BLOCK_H)
     count = N if offsets_ptr is None else tl.load(offsets_ptr + E - 1)
     total = tl.zeros((BLOCK_H,), dtype=tl.float32)
     for k in tl.static_range(K):

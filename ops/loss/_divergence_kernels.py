@@ -7,7 +7,7 @@ backward pass makes the gradient, from the two tensors once more; so it does in 
 still to be scaled. A row whose label is `ignore_index` is never read.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -17,17 +17,17 @@ from torch import Tensor
 from llmk.ops.common.rows import as_rows, contiguous
 from llmk.ops.common.scaling import SavedGradients, mean_of_all, save_gradients, scale_op
 from llmk.ops.common.sums import mean_of_rows, sum_to_scalar
+from llmk.ops.loss.cross_entropy_cpu import mean_of_rows_cpu
+from llmk.ops.loss.cross_entropy_options import check_classes
 from llmk.ops.loss.divergence_math import Mixture, divergence_of, divergence_of_cpu
 from llmk.registry import (
     PARTIAL,
     REPLICATE,
     KernelOp,
+    Sample,
     cdiv,
-    check_dtype,
     check_like,
     check_rows,
-    check_same,
-    check_shape,
     empty,
     jit,
     next_power_of_2,
@@ -207,13 +207,8 @@ def _gradients_cpu(grad: Tensor, call: Call) -> Tensor:
     return dx.to(call.input.dtype).contiguous()
 
 
-def _mean_cpu(loss: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    denominator = count.sum()
-    return loss.sum() / denominator, denominator
-
-
 KERNELS = Rows(_each, _gradients, _parts, sum_to_scalar, mean_of_rows)
-CPU = Rows(_each_cpu, _gradients_cpu, _parts_cpu, torch.sum, _mean_cpu)
+CPU = Rows(_each_cpu, _gradients_cpu, _parts_cpu, torch.sum, mean_of_rows_cpu)
 
 
 def _reduced(rows: Rows, call: Call, reduction: str, need_dx: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -308,14 +303,32 @@ class DivergenceOps:
         check_rows("input", input, "V")
         check_like("target", target, "input", input)
         if labels is not None:
-            check_dtype("labels", labels, (torch.int64, torch.int32))
-            check_shape("labels", labels, input.shape[:-1], "the shape of input without its last axis")
-            check_same("labels", labels, "input", input)
+            check_classes("labels", labels, input)
         if reduction == "mean" and sharded:
             total, denominator, _ = self.forward(input, target, labels, beta, ignore_index, "total")
             return mean_of_all(total, denominator.detach(), weighted=False)
         loss, *_ = self.forward(input, target, labels, beta, ignore_index, reduction)
         return loss
+
+
+def divergence_resized(activation: Callable[..., Tensor]) -> Callable[..., Sample]:
+    """`Op.resized` of rows that `activation` makes of normal numbers."""
+
+    def resized(rows: int, device: torch.device, dtype: torch.dtype, classes: int = 48, why: str = "resized") -> Sample:
+        x, y = (activation(torch.randn(rows, classes, device=device, dtype=dtype), -1) for _ in range(2))
+        return Sample((x, y), why=why)
+
+    return resized
+
+
+def divergence_workloads(activation: Callable[..., Tensor]) -> Callable[..., Iterator[Sample]]:
+    """`Op.workloads` likewise."""
+
+    def workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+        for rows, classes in [(4096, 32000), (4096, 128256)]:
+            yield divergence_resized(activation)(rows, device, dtype, classes, f"{rows}x{classes}")
+
+    return workloads
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:

@@ -29,18 +29,15 @@ from torch import Tensor
 from llmk.ops.common.rows import as_rows
 from llmk.ops.loss.cross_entropy_cpu import class_index, row_sum_cpu
 from llmk.ops.loss.cross_entropy_kernels import counts_of, row_statistics
-from llmk.ops.loss.cross_entropy_options import counted
+from llmk.ops.loss.cross_entropy_options import check_classes, counted
 from llmk.ops.loss.divergence_math import exp_of
 from llmk.registry import (
     Cost,
     KernelOp,
     Sample,
     cdiv,
-    check_dtype,
     check_like,
     check_rows,
-    check_same,
-    check_shape,
     empty,
     jit,
     next_power_of_2,
@@ -290,8 +287,6 @@ def ce_tvd(input: Tensor, teacher: Tensor, target: Tensor, *, ignore_index: int 
     """
     check_rows("input", input, "V")
     check_like("teacher", teacher, "input", input)
-    check_dtype("target", target, (torch.int64, torch.int32))
-    check_shape("target", target, input.shape[:-1], "the shape of input without its last axis")
-    check_same("target", target, "input", input)
+    check_classes("target", target, input)
     ce, tvd, _ = ce_tvd_fwd(input, teacher, target, ignore_index)
     return ce, tvd

@@ -53,6 +53,13 @@ class Options(NamedTuple):
         return self.weight.sum(dtype=torch.float32) if self.weight is not None and self.smoothing else None
 
 
+def check_classes(name: str, classes: Tensor, input: Tensor) -> None:
+    """Class indices, one for each row of `input`."""
+    check_dtype(name, classes, (torch.int64, torch.int32))
+    check_shape(name, classes, input.shape[:-1], "the shape of input without its last axis")
+    check_same(name, classes, "input", input)
+
+
 def check_loss_options(
     classes: int,
     input: Tensor,
@@ -64,9 +71,7 @@ def check_loss_options(
     z_loss: float,
 ) -> None:
     """The checks that the losses over a vocabulary share; `input` is what the target's shape follows."""
-    check_dtype("target", target, (torch.int64, torch.int32))
-    check_shape("target", target, input.shape[:-1], "the shape of input without its last axis")
-    check_same("target", target, "input", input)
+    check_classes("target", target, input)
     check_parameter("weight", weight, (classes,), "one for each class", "input", input)
     check_loss_numbers(reduction, label_smoothing, softcap, z_loss)
 

@@ -28,7 +28,7 @@ from llmk.ops.common.activations import (
     activation_with_grad,
     gelu_reference,
 )
-from llmk.ops.common.rows import as_rows
+from llmk.ops.common.rows import as_rows, row_and_columns
 from llmk.ops.common.samples import normal_resized
 from llmk.ops.pointwise._patterns import GEGLU, SWIGLU
 from llmk.registry import (
@@ -64,18 +64,10 @@ def geglu_reference(gate: Tensor, up: Tensor | None = None, *, approximate: str 
 
 
 @jit
-def _place(N, BLOCK_N: tl.constexpr):
-    """A program's row and columns: neighbours in time are neighbours in memory."""
-    program = tl.program_id(0)
-    blocks = tl.cdiv(N, BLOCK_N)
-    return (program // blocks).to(tl.int64), (program % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
-
-
-@jit
 def gated_unit_kernel(
     gate_ptr, up_ptr, y_ptr, N, gate_stride, up_stride, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    row, cols = _place(N, BLOCK_N)
+    row, cols = row_and_columns(N, BLOCK_N)
     mask = cols < N
     gate_ptr += row * gate_stride
     up_ptr = gate_ptr + N if up_ptr is None else up_ptr + row * up_stride
@@ -100,7 +92,7 @@ def gated_unit_backward_kernel(
     ACTIVATION: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    row, cols = _place(N, BLOCK_N)
+    row, cols = row_and_columns(N, BLOCK_N)
     mask = cols < N
     gate_ptr += row * gate_stride
     up_ptr = gate_ptr + N if up_ptr is None else up_ptr + row * up_stride

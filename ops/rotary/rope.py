@@ -177,6 +177,14 @@ def angles(B: int, S: int, R: int, device: torch.device, dtype: torch.dtype) -> 
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
+def projected(
+    B: int, S: int, HQ: int, HK: int, D: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """q and k for samples, lying in memory as projections write them."""
+    q, k = (torch.randn(B, S, H, D, device=device, dtype=dtype).transpose(1, 2) for H in (HQ, HK))
+    return q, k
+
+
 @jit
 def _rotate_heads(
     x_ptr,
@@ -293,10 +301,8 @@ for op, derivative in ((rope_fwd, rope_bwd), (rope_bwd, rope_fwd)):  # each rota
 def rope_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     randn = partial(torch.randn, device=device, dtype=dtype)
 
-    def projected(B: int, S: int, H: int, D: int) -> Tensor:
-        return randn(B, S, H * D).view(B, S, H, D).transpose(1, 2)
-
-    yield Sample((projected(2, 5, 4, 16), projected(2, 5, 2, 16), *angles(1, 5, 16, device, dtype)), why="as projected")
+    as_projected = projected(2, 5, 4, 2, 16, device, dtype)
+    yield Sample((*as_projected, *angles(1, 5, 16, device, dtype)), why="as projected")
     yield Sample((randn(2, 3, 5, 8), randn(2, 3, 5, 8), *angles(2, 5, 8, device, dtype)), why="an angle for each batch")
     yield Sample(
         (randn(2, 6, 4, 12), randn(2, 2, 4, 12), *angles(1, 4, 12, device, dtype)),
@@ -327,15 +333,13 @@ def rope_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def rope_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
-    q = torch.randn(2, rows, 4, 16, device=device, dtype=dtype).transpose(1, 2)
-    k = torch.randn(2, rows, 2, 16, device=device, dtype=dtype).transpose(1, 2)
-    return Sample((q, k, *angles(1, rows, 16, device, dtype)), why="resized")
+    heads = projected(2, rows, 4, 2, 16, device, dtype)
+    return Sample((*heads, *angles(1, rows, 16, device, dtype)), why="resized")
 
 
 def rope_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    q = torch.randn(4, 4096, 32, 128, device=device, dtype=dtype).transpose(1, 2)
-    k = torch.randn(4, 4096, 8, 128, device=device, dtype=dtype).transpose(1, 2)
-    yield Sample((q, k, *angles(1, 4096, 128, device, dtype)), why="B4 S4096 32/8 heads D128")
+    heads = projected(4, 4096, 32, 8, 128, device, dtype)
+    yield Sample((*heads, *angles(1, 4096, 128, device, dtype)), why="B4 S4096 32/8 heads D128")
 
 
 def rope_cost(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Cost:

@@ -29,6 +29,7 @@ registers are read once in either direction; down longer ones a program walks tw
 import math
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -357,28 +358,13 @@ def _long_columns_tile(N: int, C: int) -> dict[str, int]:
     return {"BLOCK_N": min(2048 // block_c, next_power_of_2(max(N, 1))), "BLOCK_C": block_c, "num_warps": 4}
 
 
-def _columns_forward(x: Tensor, y: Tensor) -> None:
-    """Fill y, contiguous, from x `[outer, N, C]`."""
+def _launch_columns(held_kernel: Any, long_kernel: Any, x: Tensor, *contiguous: Tensor) -> None:
+    """Launch one of the two kernels on x `[outer, N, C]` and tensors of its shape that are contiguous."""
     outer, N, C = x.shape
     held = _columns_held(N, C)
     tile = _held_columns_tile(N, C) if held else _long_columns_tile(N, C)
     grid = (outer * cdiv(C, tile["BLOCK_C"]),)
-    if held:
-        wrap_triton(softmax_columns_kernel)[grid](x, y, N, C, *x.stride(), **tile)
-    else:
-        wrap_triton(softmax_long_columns_kernel)[grid](x, y, N, C, *x.stride(), **tile)
-
-
-def _columns_backward(dy: Tensor, y: Tensor, dx: Tensor) -> None:
-    """Fill dx from dy `[outer, N, C]`; y and dx are contiguous."""
-    outer, N, C = dy.shape
-    held = _columns_held(N, C)
-    tile = _held_columns_tile(N, C) if held else _long_columns_tile(N, C)
-    grid = (outer * cdiv(C, tile["BLOCK_C"]),)
-    if held:
-        wrap_triton(softmax_columns_backward_kernel)[grid](dy, y, dx, N, C, *dy.stride(), **tile)
-    else:
-        wrap_triton(softmax_long_columns_backward_kernel)[grid](dy, y, dx, N, C, *dy.stride(), **tile)
+    wrap_triton(held_kernel if held else long_kernel)[grid](x, *contiguous, N, C, *x.stride(), **tile)
 
 
 def _split(x: Tensor, dim: int) -> tuple[int, int, int]:
@@ -390,7 +376,7 @@ def _softmax_fwd(input: Tensor, dim: int) -> Tensor:
     outer, N, C = _split(input, dim)
     y = empty(input.shape, input.dtype, input.device)
     if C != 1:  # the reshape copies only if the axes before dim, or those after it, do not merge
-        _columns_forward(input.reshape(outer, N, C), y)
+        _launch_columns(softmax_columns_kernel, softmax_long_columns_kernel, input.reshape(outer, N, C), y)
         return y
     x = as_rows(input.flatten(dim))
     if not _held(x):
@@ -406,7 +392,8 @@ def _softmax_bwd(grad: Tensor, output: Tensor, dim: int) -> Tensor:
     y = output.contiguous()
     dx = empty(output.shape, output.dtype, output.device)
     if C != 1:
-        _columns_backward(grad.reshape(outer, N, C), y, dx)
+        kernels = softmax_columns_backward_kernel, softmax_long_columns_backward_kernel
+        _launch_columns(*kernels, grad.reshape(outer, N, C), y, dx)
         return dx
     dy = as_rows(grad.flatten(dim))
     if not _held(dy):
