@@ -28,7 +28,16 @@ from llmk.registry.kernel_op import KernelOp, like_first, wrap_triton
 from llmk.registry.launch import empty
 from llmk.registry.public_op import public_op
 from llmk.registry.record import OPS, RULE, Cost, Op, Sample, Tolerance
-from llmk.registry.sharding import PARTIAL, REPLICATE, axes, is_sharded, replicate_only, row_axes
+from llmk.registry.sharding import (
+    PARTIAL,
+    REPLICATE,
+    axes,
+    is_sharded,
+    replicate_only,
+    row_axes,
+    split_around_dim,
+    split_rows,
+)
 from llmk.registry.sizes import cdiv, grid_cap, next_power_of_2, size_hint
 
 __all__ = [
@@ -72,6 +81,8 @@ __all__ = [
     "row_axes",
     "set_short_path_enabled",
     "size_hint",
+    "split_around_dim",
+    "split_rows",
     "use_kernels_on_cpu",
     "wrap_triton",
 ]

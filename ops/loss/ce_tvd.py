@@ -42,7 +42,7 @@ from llmk.registry import (
     jit,
     next_power_of_2,
     public_op,
-    row_axes,
+    split_rows,
     wrap_triton,
 )
 
@@ -213,11 +213,7 @@ def _(input, target):
 
 
 ce_tvd_fwd.register_backward(ce_tvd_bwd, outputs=("ce", "tvd", "stats"), depends_on=[["input"], ["input"]])
-
-
-@ce_tvd_fwd.register_sharding
-def _(input):
-    return [([axis] * 3, [axis] * 3) for axis in row_axes(input)]
+ce_tvd_fwd.register_sharding(split_rows(outputs=3, inputs=3))
 
 
 def ce_tvd_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -40,6 +40,7 @@ from llmk.registry import (
     check_rows,
     public_op,
     row_axes,
+    split_rows,
 )
 
 
@@ -102,9 +103,7 @@ def _(grad, h, weight, need_weight):
     return h.new_empty(h.shape), dw
 
 
-@add_rms_norm_fwd.register_sharding
-def _(input):
-    return [([axis, axis, axis], [axis, axis, REPLICATE]) for axis in row_axes(input)]
+add_rms_norm_fwd.register_sharding(split_rows(outputs=3, inputs=2, parameters=1))
 
 
 @add_rms_norm_bwd.register_sharding

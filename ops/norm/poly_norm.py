@@ -32,7 +32,6 @@ from llmk.ops.common.rows import as_rows
 from llmk.ops.common.samples import normal_resized, normal_workloads
 from llmk.ops.common.sums import sum_partials
 from llmk.registry import (
-    REPLICATE,
     Cost,
     KernelOp,
     Sample,
@@ -47,7 +46,7 @@ from llmk.registry import (
     next_power_of_2,
     num_programs,
     public_op,
-    row_axes,
+    split_rows,
     wrap_triton,
 )
 
@@ -259,11 +258,7 @@ def _(grad, input, weight, bias, ms, need_weight, need_bias):
 
 
 poly_norm_fwd.register_backward(poly_norm_bwd, outputs=("output", "ms"))
-
-
-@poly_norm_fwd.register_sharding
-def _(input):
-    return [([axis, axis], [axis, REPLICATE, REPLICATE]) for axis in row_axes(input)]
+poly_norm_fwd.register_sharding(split_rows(outputs=2, inputs=1, parameters=2))
 
 
 def poly_norm_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

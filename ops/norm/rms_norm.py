@@ -25,7 +25,6 @@ from llmk.ops.common.samples import normal_resized, normal_workloads
 from llmk.ops.norm import _rms_norm_kernels as norm
 from llmk.ops.norm._patterns import RMS_NORM
 from llmk.registry import (
-    REPLICATE,
     Cost,
     KernelOp,
     Sample,
@@ -34,7 +33,7 @@ from llmk.registry import (
     check_parameter,
     check_rows,
     public_op,
-    row_axes,
+    split_rows,
 )
 
 
@@ -72,11 +71,7 @@ def _(input):
 
 
 rms_norm_fwd.register_backward(rms_norm_bwd, outputs=("output", "ms"))
-
-
-@rms_norm_fwd.register_sharding
-def _(input):
-    return [([axis, axis], [axis, REPLICATE]) for axis in row_axes(input)]
+rms_norm_fwd.register_sharding(split_rows(outputs=2, inputs=1, parameters=1))
 
 
 def rms_norm_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

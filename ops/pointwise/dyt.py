@@ -30,7 +30,6 @@ from llmk.ops.common.rows import as_rows, contiguous, row_shares
 from llmk.ops.common.samples import normal_resized
 from llmk.ops.common.sums import sum_affine, sum_to_scalar
 from llmk.registry import (
-    REPLICATE,
     Cost,
     KernelOp,
     Sample,
@@ -44,7 +43,7 @@ from llmk.registry import (
     no_gradient,
     or_no_gradient,
     public_op,
-    row_axes,
+    split_rows,
     wrap_triton,
 )
 
@@ -171,11 +170,7 @@ def _(grad, input, alpha, weight, bias, need_alpha, need_weight, need_bias):
 
 dyt_fwd.register_fake(like_first)
 dyt_fwd.register_backward(dyt_bwd)
-
-
-@dyt_fwd.register_sharding
-def _(input):
-    return [([axis], [axis, REPLICATE, REPLICATE, REPLICATE]) for axis in row_axes(input)]
+dyt_fwd.register_sharding(split_rows(outputs=1, inputs=1, parameters=3))
 
 
 def dyt_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

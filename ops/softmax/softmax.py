@@ -43,7 +43,6 @@ from llmk.registry import (
     Cost,
     KernelOp,
     Sample,
-    axes,
     cdiv,
     check_dtype,
     empty,
@@ -54,6 +53,7 @@ from llmk.registry import (
     next_power_of_2,
     num_programs,
     public_op,
+    split_around_dim,
     wrap_triton,
 )
 
@@ -425,16 +425,8 @@ def _(grad, output, dim):
 softmax_fwd.register_fake(like_first)
 softmax_bwd.register_fake(like_first)
 softmax_fwd.register_backward(softmax_bwd)
-
-
-@softmax_fwd.register_sharding
-def _(input, dim):
-    return [([axis], [axis]) for axis in axes(input) if axis != dim]
-
-
-@softmax_bwd.register_sharding
-def _(output, dim):
-    return [([axis], [axis, axis]) for axis in axes(output) if axis != dim]
+softmax_fwd.register_sharding(split_around_dim)
+softmax_bwd.register_sharding(split_around_dim)
 
 
 def softmax_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -35,13 +35,13 @@ from llmk.registry import (
     Cost,
     KernelOp,
     Sample,
-    axes,
     check_dtype,
     empty,
     jit,
     like_first,
     next_power_of_2,
     public_op,
+    split_around_dim,
     wrap_triton,
 )
 
@@ -208,16 +208,8 @@ def _(grad, output, dim):
 sparsemax_fwd.register_fake(like_first)
 sparsemax_bwd.register_fake(like_first)
 sparsemax_fwd.register_backward(sparsemax_bwd)
-
-
-@sparsemax_fwd.register_sharding
-def _(input, dim):
-    return [([axis], [axis]) for axis in axes(input) if axis != dim]
-
-
-@sparsemax_bwd.register_sharding
-def _(output, dim):
-    return [([axis], [axis, axis]) for axis in axes(output) if axis != dim]
+sparsemax_fwd.register_sharding(split_around_dim)
+sparsemax_bwd.register_sharding(split_around_dim)
 
 
 def sparsemax_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
