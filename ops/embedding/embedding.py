@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.math import everywhere
-from llmk.ops.common.rows import as_rows, contiguous_last_dim, row_and_columns
+from llmk.ops.common.rows import as_rows, contiguous_last_dim
 from llmk.registry import (
     PARTIAL,
     REPLICATE,
@@ -50,7 +50,9 @@ def embedding_reference(input: Tensor, weight: Tensor, padding_idx: int | None =
 
 @jit
 def embedding_kernel(indices_ptr, w_ptr, y_ptr, V, H, w_stride, BLOCK_H: tl.constexpr):
-    position, cols = row_and_columns(H, BLOCK_H)
+    blocks = tl.cdiv(H, BLOCK_H)
+    position = (tl.program_id(0) // blocks).to(tl.int64)
+    cols = (tl.program_id(0) % blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
     index = tl.load(indices_ptr + position).to(tl.int64)
     within = everywhere((index >= 0) & (index < V), cols)
     row = tl.load(w_ptr + index * w_stride + cols, mask=(cols < H) & within, other=float("nan"))
@@ -106,8 +108,9 @@ def embedding_backward_kernel(
     dy_ptr, order_ptr, ends_ptr, chunk_ptr, dw_ptr, V, H, dy_stride,
     CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    tile, cols = row_and_columns(H, BLOCK_H)
-    first = tile * ROWS
+    blocks = tl.cdiv(H, BLOCK_H)
+    first = (tl.program_id(0) // blocks).to(tl.int64) * ROWS
+    cols = (tl.program_id(0) % blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
     rows = first + tl.arange(0, ROWS)
     begins = tl.load(ends_ptr + rows - 1, mask=(rows > 0) & (rows < V), other=0)
     without = (begins == tl.load(ends_ptr + rows, mask=rows < V, other=-1)) & (rows < V)
