@@ -42,9 +42,14 @@ def _composition(name: str, module: nn.Module, reference: Callable[..., Tensor],
         return [Sample(tuple(tensors), why=why)]
 
     return Composition(
-        name=name, overload=call, reference=reference, samples=samples, workloads=samples,
-        differentiable=tuple(names), cost=lambda *args: options["cost"],
-    )  # fmt: skip
+        name=name,
+        overload=call,
+        reference=reference,
+        samples=samples,
+        workloads=samples,
+        differentiable=tuple(names),
+        cost=lambda *args: options["cost"],
+    )
 
 
 def modulated_rms_norm(large: bool) -> Op:
@@ -55,9 +60,13 @@ def modulated_rms_norm(large: bool) -> Op:
 
     tensor = 2 * B * S * H
     return _composition(
-        "modulated_rms_norm", llmk.nn.ModulatedRMSNorm(H, EPS, device="meta"), reference, f"{B}x{S}x{H}",
-        shapes={"input": (B, S, H), "scale": (B, H), "shift": (B, H)}, cost=Cost(2 * tensor, 5 * tensor),
-    )  # fmt: skip
+        "modulated_rms_norm",
+        llmk.nn.ModulatedRMSNorm(H, EPS, device="meta"),
+        reference,
+        f"{B}x{S}x{H}",
+        shapes={"input": (B, S, H), "scale": (B, H), "shift": (B, H)},
+        cost=Cost(2 * tensor, 5 * tensor),
+    )
 
 
 class _AroundSilu(llmk.nn.HyperConnection):
@@ -90,9 +99,14 @@ def hyper_connection(large: bool) -> Op:
 
     tensor = 2 * S * N * H
     return _composition(
-        "hyper_connection", _AroundSilu(H, N, device="meta"), reference, f"{S}x{N}x{H}",
-        shapes={"input": (S, N, H)}, factors={"fn": 0.02}, cost=Cost(2 * tensor, 5 * tensor),
-    )  # fmt: skip
+        "hyper_connection",
+        _AroundSilu(H, N, device="meta"),
+        reference,
+        f"{S}x{N}x{H}",
+        shapes={"input": (S, N, H)},
+        factors={"fn": 0.02},
+        cost=Cost(2 * tensor, 5 * tensor),
+    )
 
 
 def multi_token_attention(large: bool) -> Op:
@@ -106,10 +120,14 @@ def multi_token_attention(large: bool) -> Op:
 
     tensor = 2 * B * C * S * S
     return _composition(
-        "multi_token_attention", llmk.nn.MultiTokenAttention(C, C, (queries, keys), C, causal=False, device="meta"),
-        reference, f"{B}x{C}x{S}x{S}, kernels of {queries}x{keys}",
-        shapes={"scores": (B, C, S, S)}, factors={"weight": 0.1}, cost=Cost(2 * tensor, 5 * tensor),
-    )  # fmt: skip
+        "multi_token_attention",
+        llmk.nn.MultiTokenAttention(C, C, (queries, keys), C, causal=False, device="meta"),
+        reference,
+        f"{B}x{C}x{S}x{S}, kernels of {queries}x{keys}",
+        shapes={"scores": (B, C, S, S)},
+        factors={"weight": 0.1},
+        cost=Cost(2 * tensor, 5 * tensor),
+    )
 
 
 def lora_linear_ce(large: bool) -> Op:

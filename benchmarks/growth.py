@@ -83,13 +83,28 @@ CURVES = (
     *(Curve(op, "columns", "2^26 elements", WIDTHS, _row_call(op)) for op in ROW_OPS),
     Curve("swiglu", "tokens", "8192 columns", TOKENS, _swiglu_call),
     Curve("rope", "tokens", "32 and 8 heads of 128", TOKENS, _rope_call),
-    Curve("fused_linear_ce", "tokens", "hidden size 2048, vocabulary 32768", TOKENS[:-1],
-          lambda N, randn, unit: _linear_ce(N, 32 * unit, 512 * unit, randn)),
-    Curve("fused_linear_ce", "hidden size", "4096 tokens, vocabulary 32768", HIDDEN_SIZES,
-          lambda H, randn, unit: _linear_ce(64 * unit, H, 512 * unit, randn)),
-    Curve("fused_linear_ce", "vocabulary", "4096 tokens, hidden size 2048", VOCABULARIES,
-          lambda V, randn, unit: _linear_ce(64 * unit, 32 * unit, V, randn)),
-)  # fmt: skip
+    Curve(
+        "fused_linear_ce",
+        "tokens",
+        "hidden size 2048, vocabulary 32768",
+        TOKENS[:-1],
+        lambda N, randn, unit: _linear_ce(N, 32 * unit, 512 * unit, randn),
+    ),
+    Curve(
+        "fused_linear_ce",
+        "hidden size",
+        "4096 tokens, vocabulary 32768",
+        HIDDEN_SIZES,
+        lambda H, randn, unit: _linear_ce(64 * unit, H, 512 * unit, randn),
+    ),
+    Curve(
+        "fused_linear_ce",
+        "vocabulary",
+        "4096 tokens, hidden size 2048",
+        VOCABULARIES,
+        lambda V, randn, unit: _linear_ce(64 * unit, 32 * unit, V, randn),
+    ),
+)
 
 
 def points(curve: Curve, device: torch.device) -> Iterator[tuple[int, Sample, bool]]:

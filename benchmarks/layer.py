@@ -65,7 +65,7 @@ NEVER_ATEN = {"fused_linear_ce", "linear_act"}
 """The first is one node in every graph; the second's plain PyTorch multiplies in float32, which is for CPUs."""
 
 GROUPS = {"attention": r"flash|fmha|sdpa", "gemm": r"gemm|nvjet|cutlass|cublas|splitK|matmul_"}
-"""How libraries' kernels are told apart by name, the first that fits; all others are "rest"."""
+"""Names that tell libraries' kernels apart, the first that fits; all others are "rest"."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,20 @@ class Sizes:
     def parameters(self, device: torch.device) -> dict[str, Tensor]:
         H, N, D = self.hidden, self.intermediate, self.head_dim
         shapes = {
-            "norm_1": (H,), "norm_2": (H,), "norm_3": (H,), "q_norm": (D,), "k_norm": (D,),
-            "q": (self.heads * D, H), "k": (self.kv_heads * D, H), "v": (self.kv_heads * D, H), "o": (H, H),
-            "gate": (N, H), "up": (N, H), "down": (H, N), "head": (self.vocabulary, H),
-        }  # fmt: skip
+            "norm_1": (H,),
+            "norm_2": (H,),
+            "norm_3": (H,),
+            "q_norm": (D,),
+            "k_norm": (D,),
+            "q": (self.heads * D, H),
+            "k": (self.kv_heads * D, H),
+            "v": (self.kv_heads * D, H),
+            "o": (H, H),
+            "gate": (N, H),
+            "up": (N, H),
+            "down": (H, N),
+            "head": (self.vocabulary, H),
+        }
         parameters = {
             name: torch.ones(shape, device=device, dtype=DTYPE)
             if "norm" in name
@@ -332,10 +342,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def about(options: argparse.Namespace) -> dict[str, Any]:
     device = options.device
     return {
-        "llmk": llmk.__version__, "torch": torch.__version__, "triton": triton.__version__,
-        "python": platform.python_version(), "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", "dtype": str(DTYPE),
-    }  # fmt: skip
+        "llmk": llmk.__version__,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "dtype": str(DTYPE),
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

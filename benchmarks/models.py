@@ -57,26 +57,46 @@ class Model:
 
 SEQ_LEN = 2048
 SMALL = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 128,
+}
 
 MODELS = {
     "llama-3.2-1b": Model(
         "LlamaConfig",
         {
-            "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-            "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 131072, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "vocab_size": 128256,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 131072,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
         },
         batch_size=8,
     ),
     "gemma-2-2b": Model(
         "Gemma2Config",
         {
-            "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
-            "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 256000, "query_pre_attn_scalar": 256,
-            "sliding_window": 4096, "attn_logit_softcapping": None, "final_logit_softcapping": 30.0,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "vocab_size": 256000,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": 30.0,
         },
         # Of 16384 tokens the logits, their softcap, its float32 copy and the gradients alone would take about 75 GiB.
         batch_size=4,
@@ -84,8 +104,14 @@ MODELS = {
     "qwen3-0.6b": Model(
         "Qwen3Config",
         {
-            "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
-            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 151936,
+            "max_position_embeddings": 40960,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         },
         batch_size=8,
@@ -94,15 +120,24 @@ MODELS = {
     "qwen3-30b-a3b-4-layers": Model(
         "Qwen3MoeConfig",
         {
-            "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 4,
-            "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
-            "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "max_position_embeddings": 40960,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "vocab_size": 151936,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "max_position_embeddings": 40960,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         },
         batch_size=8,
         small={"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
     ),
-}  # fmt: skip
+}
 
 
 class Variant(NamedTuple):

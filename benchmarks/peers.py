@@ -220,8 +220,12 @@ def _quack_linear(tune: bool) -> dict[str, Adapter]:
     """Apart from the others: these modules do not import with every version of the CuTe DSL."""
     linear, linear_ce = (importlib.import_module(f"quack.{name}") for name in ("linear", "linear_cross_entropy"))
     activations = {
-        "none": None, "relu": "relu", "relu_squared": "relu_sq", "gelu_tanh": "gelu_tanh_approx", "silu": "silu",
-    }  # fmt: skip
+        "none": None,
+        "relu": "relu",
+        "relu_squared": "relu_sq",
+        "gelu_tanh": "gelu_tanh_approx",
+        "silu": "silu",
+    }
 
     def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "relu"):
         if activation not in activations:
@@ -246,9 +250,13 @@ def _fla(tune: bool) -> dict[str, Adapter]:
     norm, activations, ce, linear_ce, rotary = (
         importlib.import_module(f"fla.modules.{name}")
         for name in (
-            "norm.layernorm", "activations", "fused_cross_entropy", "fused_linear_cross_entropy", "rotary.ops",
+            "norm.layernorm",
+            "activations",
+            "fused_cross_entropy",
+            "fused_linear_cross_entropy",
+            "rotary.ops",
         )
-    )  # fmt: skip
+    )
     no_offset = lambda function: lambda *args, offset=0.0: function if offset == 0 else None  # noqa: E731
 
     def group_norm(x: Tensor, *args: Any):

@@ -243,11 +243,26 @@ def _draw_bars(chart: Bars, about: str) -> Figure:
 
 def _draw_bar(axes: Axes, bar: Bar, y: float, limit: float) -> None:
     ours = bar.way.startswith("llmk")
-    axes.text(-0.01, y, bar.way, transform=axes.get_yaxis_transform(), ha="right", va="center",
-              color=INK if ours else FAINT, weight="bold" if ours else "normal")  # fmt: skip
+    axes.text(
+        -0.01,
+        y,
+        bar.way,
+        transform=axes.get_yaxis_transform(),
+        ha="right",
+        va="center",
+        color=INK if ours else FAINT,
+        weight="bold" if ours else "normal",
+    )
     if bar.value is None:
-        axes.text(0.01 * limit, y, bar.text, va="center", color="#a00000", style="italic",
-                  bbox={"facecolor": "white", "edgecolor": "none", "pad": 0})  # fmt: skip
+        axes.text(
+            0.01 * limit,
+            y,
+            bar.text,
+            va="center",
+            color="#a00000",
+            style="italic",
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0},
+        )
         return
     shown = min(bar.value, limit)
     axes.barh(y, shown, height=0.78, color=COLOURS[bar.way])
@@ -264,10 +279,17 @@ def _experts(rows: list[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, A
         for (count, K, H, F), same in _by(rows, other, "top_k", "hidden", "intermediate"):
             if len({row[against] for row in same}) > 2:
                 about = {"op": "moe_experts", "against": against, "fixed": f"{count} {other}, {K} a token, {H} x {F}"}
-                yield _growth_name("moe_experts", against), [
-                    row | about | {"size": row[against], "full_ms": row.get("ms"), "floor_full_ms": alone[sizes(row)]}
-                    | {"peak_mib": row.get("mib")} for row in same if row["way"] != PRODUCTS
-                ]  # fmt: skip
+                yield (
+                    _growth_name("moe_experts", against),
+                    [
+                        row
+                        | about
+                        | {"size": row[against], "full_ms": row.get("ms"), "floor_full_ms": alone[sizes(row)]}
+                        | {"peak_mib": row.get("mib")}
+                        for row in same
+                        if row["way"] != PRODUCTS
+                    ],
+                )
 
 
 def _growth(rows: list[dict[str, Any]], about: str, unit: str = "the floor") -> Figure:

@@ -62,9 +62,14 @@ def linear_logprobs_products(
 
 
 def linear_jsd_products(
-    input: Tensor, linear_weight: Tensor, teacher_input: Tensor, teacher_linear_weight: Tensor, *,
-    chunk_size: int = 0, **options: Any,
-) -> tuple[Call, Call]:  # fmt: skip
+    input: Tensor,
+    linear_weight: Tensor,
+    teacher_input: Tensor,
+    teacher_linear_weight: Tensor,
+    *,
+    chunk_size: int = 0,
+    **options: Any,
+) -> tuple[Call, Call]:
     """`fused_linear_jsd`'s: the student's three and the teacher's one, in chunks that fit both logits."""
     student = _Products(_chunked(input, linear_weight, chunk_size, classes=2 * linear_weight.shape[0]))
     teacher = _Products(_chunked(teacher_input, teacher_linear_weight, student.linear.chunk_rows))

@@ -25,7 +25,7 @@ NAME_WIDTH = 50
 
 @functools.cache
 def patterns() -> dict[str, re.Pattern[str]]:
-    """How kernels are told apart by name, the first that fits; all others are "other"."""
+    """Names that tell kernels apart, the first that fits; all others are "other"."""
     modules = [module for name, module in sys.modules.items() if name.startswith("llmk.ops.")]
     ours = {name for module in modules for name, value in vars(module).items() if isinstance(value, KernelInterface)}
     return {

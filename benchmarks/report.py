@@ -23,11 +23,16 @@ SAME = ("llmk", "torch", "triton", "python", "device", "dtype", "config")
 
 def header(device: torch.device, dtype: torch.dtype, peers: dict[str, str], config: dict[str, Any]) -> dict[str, Any]:
     return {
-        "llmk": llmk.__version__, "torch": torch.__version__, "triton": triton.__version__,
-        "python": platform.python_version(), "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", "dtype": str(dtype),
-        "peers": peers, "config": config,
-    }  # fmt: skip
+        "llmk": llmk.__version__,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "dtype": str(dtype),
+        "peers": peers,
+        "config": config,
+    }
 
 
 class Results:

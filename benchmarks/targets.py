@@ -51,7 +51,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a row stands to its target: `reached` and `limit` in the target's unit, and every way in which it misses."""
+    """A row beside its target: `reached` and `limit` in the target's unit, and every way in which it misses."""
 
     reached: float
     limit: float

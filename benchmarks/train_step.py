@@ -88,10 +88,12 @@ def measure(name: str, variant_name: str, options: argparse.Namespace) -> dict[s
     """The row of a variant of a model."""
     variant = VARIANTS[variant_name]
     row: dict[str, Any] = {
-        "model": name, "variant": variant_name, "compiled": variant.compiled,
+        "model": name,
+        "variant": variant_name,
+        "compiled": variant.compiled,
         "batch_size": options.batch_size or (2 if options.small else MODELS[name].batch_size),
         "seq_len": options.seq_len or (16 if options.small else SEQ_LEN),
-    }  # fmt: skip
+    }
     start = time.perf_counter()
     try:
         forget(options.device)
@@ -152,9 +154,13 @@ def measure_step(step: Step, steps: int, device: torch.device) -> dict[str, Any]
     warm_up(step, device)
     times, peak_gib = timed(step, steps, device)
     return {
-        "ms": statistics.median(times), "times_ms": times, "peak_gib": peak_gib, **compile_counts(),
-        "losses": torch.stack(losses).float().tolist(), "first_step_s": first_step_s,
-    }  # fmt: skip
+        "ms": statistics.median(times),
+        "times_ms": times,
+        "peak_gib": peak_gib,
+        **compile_counts(),
+        "losses": torch.stack(losses).float().tolist(),
+        "first_step_s": first_step_s,
+    }
 
 
 def warm_up(step: Step, device: torch.device) -> None:

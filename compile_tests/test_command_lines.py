@@ -67,11 +67,13 @@ def test_bench(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_bench_says_multiples(capsys: pytest.CaptureFixture[str]) -> None:
     common = {"op": "add", "workload": "large", "floor_full_ms": 2.0, "peak_mib": 12.4}
-    bench.print_rows([
-        {**common, "way": "llmk eager", "full_ms": 9.0, "replayed_ms": 3.0},
-        {**common, "way": "llmk compiled", "error": "RuntimeError: no compiler"},
-        {**common, "way": "torch eager", "full_ms": 6.0},
-    ])  # fmt: skip
+    bench.print_rows(
+        [
+            {**common, "way": "llmk eager", "full_ms": 9.0, "replayed_ms": 3.0},
+            {**common, "way": "llmk compiled", "error": "RuntimeError: no compiler"},
+            {**common, "way": "torch eager", "full_ms": 6.0},
+        ]
+    )
     rows = rows_of(capsys.readouterr().out)
     assert rows["llmk eager"] == ["3.000", "1.50", "2.00", "12"]
     assert rows["llmk compiled"] == ["RuntimeError:", "no", "compiler"]

@@ -142,7 +142,7 @@ TESTS = [path for path in sources("compile_tests") if path.name.startswith("test
 
 
 EXTRAS = {"accelerate", "expecttest", "hypothesis", "kernels", "matplotlib", "peft", "tqdm", "transformers", "trl"}
-"""What a test may find missing; pytest and, through Triton's interpreter, numpy every test needs."""
+"""Packages that a test may find missing; pytest and, through Triton's interpreter, numpy every test needs."""
 
 
 def names_imported(node: ast.stmt) -> set[str]:

@@ -59,8 +59,10 @@ def benchmark_of(op: str, folder: Path, shown_from: str) -> Iterator[str]:
 
 
 def _plots_of(op: str, folder: Path, shown_from: str) -> Iterator[str]:
-    alt = {op: f"{op}: time of every workload and way, as a multiple of the floor",
-           f"{op}-memory": f"{op}: peak memory of every workload and way"}  # fmt: skip
+    alt = {
+        op: f"{op}: time of every workload and way, as a multiple of the floor",
+        f"{op}-memory": f"{op}: peak memory of every workload and way",
+    }
     for path in sorted(folder.glob(f"{op}.svg")) + sorted(folder.glob(f"{op}-*.svg")):
         text = alt.get(path.stem, f"{op}: time and memory against {path.stem.removeprefix(f'{op}-').replace('-', ' ')}")
         yield f"![{text}]({shown_from}/{path.name})"

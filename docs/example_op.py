@@ -99,11 +99,6 @@ def _(input):
     return [([axis], [axis]) for axis in axes(input)]
 
 
-@leaky_relu_squared_bwd.register_sharding
-def _(input):
-    return [([axis], [axis, axis]) for axis in axes(input)]
-
-
 def leaky_relu_squared_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     def randn(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype)

@@ -22,7 +22,7 @@ def first_actions_table() -> str:
 
 
 def _cell(found: dict[str, str]) -> str:
-    """How many are right; the others by name."""
+    """The number that is right; the others by name."""
     if not found:
         return "-"
     not_run = [action for action, text in found.items() if text.startswith("not run")]

@@ -88,7 +88,10 @@ def _calls(op: Op, sample: Sample) -> Iterator[str]:
     if not wanted:
         return
     yield ""
-    sums = [f"{name}.sum()" if tensor.dim() else name
-            for name, tensor in zip(outputs, tensors, strict=True) if tensor.requires_grad]  # fmt: skip
+    sums = [
+        f"{name}.sum()" if tensor.dim() else name
+        for name, tensor in zip(outputs, tensors, strict=True)
+        if tensor.requires_grad
+    ]
     yield f"{sums[0]}.backward()" if len(sums) == 1 else f"({' + '.join(sums)}).backward()"
     yield from (f"print({name}.grad.shape)" for name in wanted)

@@ -59,20 +59,22 @@ def index_page(ops: list[Op]) -> str:
     for family, members in sorted(families.items()):
         title = (inspect.getdoc(sys.modules[family]) or family).split("\n")[0].rstrip(".")
         lists += ["", f"## {prose(title)}", "", *(f"- [`{op.name}`]({op.name}.md): {_summary(op)}" for op in members)]
-    return "\n".join([
-        "# Operators",
-        "",
-        "Each is `torch.ops.llmk.NAME`, and a typed function `llmk.functional.NAME`. These pages are",
-        "written from the operators' own records; the calls on them were run when the site was built.",
-        *lists,
-        "",
-        "```{toctree}",
-        ":hidden:",
-        "",
-        *sorted(op.name for op in ops),
-        "```",
-        "",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            "# Operators",
+            "",
+            "Each is `torch.ops.llmk.NAME`, and a typed function `llmk.functional.NAME`. These pages are",
+            "written from the operators' own records; the calls on them were run when the site was built.",
+            *lists,
+            "",
+            "```{toctree}",
+            ":hidden:",
+            "",
+            *sorted(op.name for op in ops),
+            "```",
+            "",
+        ]
+    )
 
 
 def op_page(op: Op, plots: Path) -> str:

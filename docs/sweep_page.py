@@ -33,8 +33,9 @@ def sweep_tables() -> str:
     for outcome, words in OUTCOMES.items():
         lines.append(_row(words, [sum(one["outcome"] == outcome for one in of[m].values()) for m in mappings]))
     for kind in ("loss", "norm", "mlp", "rope", "residual"):
-        lines.append(_row(f"{kind} replaced", [sum(kind in one.get("replaced", {}) for one in of[m].values())
-                                                for m in mappings]))  # fmt: skip
+        lines.append(
+            _row(f"{kind} replaced", [sum(kind in one.get("replaced", {}) for one in of[m].values()) for m in mappings])
+        )
     lines.append(_row("transformers", [results[m]["versions"]["transformers"] for m in mappings]))
     lines.append(_row("torch", [results[m]["versions"]["torch"] for m in mappings]))
     lines.append(_row("run on", [results[m]["date"] for m in mappings]))

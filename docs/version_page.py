@@ -19,8 +19,10 @@ def version_table() -> str:
     lines = [f"| | {' | '.join(f'torch {version}' for version in columns)} |", "|---|" + "---|" * len(columns)]
     for name in ("triton", "numpy", "transformers", "python"):
         lines.append(_row(name, [row["versions"][name] for row in results.values()]))
-    lines += [_row(fn.__doc__ or name, [_cell(row["checks"], name) for row in results.values()])
-              for name, fn in CHECKS.items()]  # fmt: skip
+    lines += [
+        _row(fn.__doc__ or name, [_cell(row["checks"], name) for row in results.values()])
+        for name, fn in CHECKS.items()
+    ]
     lines.append(_row("last checked on", [row["date"] for row in results.values()]))
     lines.append(_row("commits", [_commits(row["checks"]) for row in results.values()]))
     return "\n".join([":::{container} results", "", *lines, "", ":::", ""])

@@ -58,9 +58,14 @@ def main() -> None:
     for step in range(1, args.steps + 1):
         tokens = windows(data, BATCH, LENGTH + 1, generator).to(device)
         loss, metrics = llmk.losses.distill(
-            hidden_states(student, tokens[:, :-1]), student.head.weight, tokens[:, 1:],
-            hidden_states(teacher, tokens[:, :-1]), teacher.head.weight, beta=0.0, ce_weight=0.1,
-        )  # fmt: skip
+            hidden_states(student, tokens[:, :-1]),
+            student.head.weight,
+            tokens[:, 1:],
+            hidden_states(teacher, tokens[:, :-1]),
+            teacher.head.weight,
+            beta=0.0,
+            ce_weight=0.1,
+        )
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -59,9 +59,12 @@ def main() -> None:
     for step in range(1, args.steps + 1):
         tokens, target = (x.to(device) for x in pairs(data, generator))
         loss, metrics = llmk.losses.dpo(
-            hidden_states(model, tokens), model.head.weight, target,
-            ref_input=hidden_states(reference, tokens), ref_linear_weight=reference.head.weight,
-        )  # fmt: skip
+            hidden_states(model, tokens),
+            model.head.weight,
+            target,
+            ref_input=hidden_states(reference, tokens),
+            ref_linear_weight=reference.head.weight,
+        )
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -75,9 +75,13 @@ class Detector(nn.Module):
     def __init__(self, boxes: int) -> None:
         super().__init__()
         self.backbone = nn.Sequential(
-            nn.Conv2d(3, 32, 5, stride=4), nn.ReLU(), nn.Conv2d(32, HIDDEN, 3, stride=2), nn.ReLU(),
-            nn.AdaptiveAvgPool2d(1), nn.Flatten(),
-        )  # fmt: skip
+            nn.Conv2d(3, 32, 5, stride=4),
+            nn.ReLU(),
+            nn.Conv2d(32, HIDDEN, 3, stride=2),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+        )
         self.queries = nn.Parameter(torch.randn(boxes, HIDDEN))
         self.hidden = nn.Linear(HIDDEN, HIDDEN)
         self.head = nn.Linear(HIDDEN, 4)

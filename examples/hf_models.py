@@ -35,9 +35,15 @@ class Nano(Preset):
 
 
 NANO: dict[str, Any] = {
-    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "tie_word_embeddings": True,
-}  # fmt: skip
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "tie_word_embeddings": True,
+}
 
 
 def rope(theta: float) -> dict[str, Any]:
@@ -51,26 +57,40 @@ PRESETS = {
     "llama-1b": Preset(  # the sizes of Llama 3.2 1B
         LlamaConfig,
         {
-            "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-            "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": True,
-            "rms_norm_eps": 1e-5, "rope_parameters": rope(5e5),
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "tie_word_embeddings": True,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": rope(5e5),
         },
     ),
     "qwen3-0.6b": Preset(
         Qwen3Config,
         {
-            "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-            "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
+            "vocab_size": 151936,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "tie_word_embeddings": True,
             "rope_parameters": rope(1e6),
         },
     ),
     "gemma2-2b": Preset(Gemma2Config, {"vocab_size": 256000}, batch_size=4, lr=2e-4),  # the sizes are the defaults
-}  # fmt: skip
+}
 
 COMMON: dict[str, Any] = {
     "use_cache": False,
-    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,  # the tokenizer's text has none of theirs
-}  # fmt: skip
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,  # the tokenizer's text has none of theirs
+}
 
 
 def build(preset: Preset, seq_len: int, seed: int, device: torch.device) -> PreTrainedModel:

@@ -134,9 +134,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in the output folder")
     parser.add_argument("--no-baseline", dest="baseline", action="store_false", help="leave out plain PyTorch")
     parser.add_argument(
-        "--backend", choices=["inductor", "llmk"], default="inductor",
+        "--backend",
+        choices=["inductor", "llmk"],
+        default="inductor",
         help="llmk: compile the plain model with llmk's backend too; default: inductor",
-    )  # fmt: skip
+    )
     return parser.parse_args(argv)
 
 

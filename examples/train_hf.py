@@ -200,9 +200,12 @@ def parse_arguments(argv: list[str] | None, processes: Processes) -> argparse.Na
     parser.add_argument("--out", type=Path, default=Path("runs/hf"), help="output folder; default: runs/hf")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in the output folder")
     parser.add_argument(
-        "--checkpoint-every", type=int, default=100, metavar="N",
+        "--checkpoint-every",
+        type=int,
+        default=100,
+        metavar="N",
         help="steps from one checkpoint to the next; the last step has one too; 0: none; default: 100",
-    )  # fmt: skip
+    )
     args = parser.parse_args(argv)
     try:
         fill_in(args, processes)

@@ -297,9 +297,14 @@ def sanitize_all(options: argparse.Namespace) -> list[Result]:
     executable, names = find_sanitizer() or "", options.ops or list(OPS)
     progress, results = Progress(len(names) * len(TOOLS)), []
     for watch, result in sanitize_in_processes(
-        executable, names, options.device, options.dtype or [],
-        few=options.few, longest=options.longest or LONGEST, jobs=options.jobs,
-    ):  # fmt: skip
+        executable,
+        names,
+        options.device,
+        options.dtype or [],
+        few=options.few,
+        longest=options.longest or LONGEST,
+        jobs=options.jobs,
+    ):
         progress(f"{watch}{'' if result.passed else f': {result.message}'}")
         results.append(result)
         _write(results, options)  # if stopped, what there is

@@ -1,4 +1,4 @@
-"""Whether an operator runs at all on the path that a process takes."""
+"""A look whether an operator runs at all on the path that a process takes."""
 
 import contextlib
 import re

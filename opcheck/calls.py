@@ -180,9 +180,15 @@ def require_accurate(
 
 
 def _require_accurate(
-    reference: Reference, name: str, i: int, actual: Tensor | None, factor: float,
-    compositions: Callable[[], Sequence[Outcome]], inputs: Mapping[str, Tensor], formula_bound: Tensor | None = None,
-) -> None:  # fmt: skip
+    reference: Reference,
+    name: str,
+    i: int,
+    actual: Tensor | None,
+    factor: float,
+    compositions: Callable[[], Sequence[Outcome]],
+    inputs: Mapping[str, Tensor],
+    formula_bound: Tensor | None = None,
+) -> None:
     exact = reference.exact[i]
     if actual is None or reference.composition[i] is None or exact is None:
         raise BrokenPromise(f"{reference.sample}: {name} is missing", wrong=name)
@@ -198,7 +204,7 @@ def _require_accurate(
 
 def _first_wrong(
     actual: Tensor, exact: Tensor, inputs: Mapping[str, Tensor], error_bound: Tensor, factor: float
-) -> str:  # fmt: skip
+) -> str:
     """Return the first element that differs by more than roundings, and the numbers that inputs have there."""
     allowed = (ROUNDINGS * factor + 1) * (error_bound + unit_in_last_place(exact, actual.dtype))
     wrong = ~((actual.detach().double() - exact).abs() <= allowed) & ~(
@@ -235,9 +241,14 @@ def _wrong_integer(reference: Reference, i: int, actual: Tensor) -> str | None:
 
 
 def violation_of(
-    reference: Reference, i: int, actual: Tensor, factor: float,
-    compositions: Callable[[], Sequence[Outcome]] = tuple, formula_bound: Tensor | None = None, draws: int = DRAWS,
-) -> Violation | None:  # fmt: skip
+    reference: Reference,
+    i: int,
+    actual: Tensor,
+    factor: float,
+    compositions: Callable[[], Sequence[Outcome]] = tuple,
+    formula_bound: Tensor | None = None,
+    draws: int = DRAWS,
+) -> Violation | None:
     """Return how result `i` breaks the accuracy rule, if it does.
 
     `formula_bound` is the record's own error bound, added to that of the inputs' rounding; `draws` are those of the

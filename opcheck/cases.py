@@ -149,7 +149,7 @@ class Cases:
         return {name for name, always in ordered.items() if always}
 
     def ignored(self, values: dict[str, Any]) -> int | None:
-        """What marks a row that does not count in a call: its `ignore_index`, if the operator has one."""
+        """The target of a row that does not count in a call: its `ignore_index`, if the operator has one."""
         return self.with_defaults(values).get("ignore_index")
 
     def __getitem__(self, seed: int) -> Case:
@@ -242,11 +242,17 @@ class _Making:
             for axis in range(tensor.dim()):
                 if tensor.shape[axis] == old:
                     index = torch.arange(new, dtype=torch.int64, device=tensor.device) % max(old, 1)
-                    tensor = tensor.index_select(axis, index) if old else tensor.new_zeros(
-                        (*tensor.shape[:axis], new, *tensor.shape[axis + 1 :]))  # fmt: skip
+                    tensor = (
+                        tensor.index_select(axis, index)
+                        if old
+                        else tensor.new_zeros((*tensor.shape[:axis], new, *tensor.shape[axis + 1 :]))
+                    )
             if not tensor.is_floating_point() and tensor.dtype != torch.bool and new:
-                tensor = torch.where(tensor >= new, tensor % new, tensor) if old > int(tensor.max(
-                ) if tensor.numel() else 0) else tensor  # fmt: skip
+                tensor = (
+                    torch.where(tensor >= new, tensor % new, tensor)
+                    if old > int(tensor.max() if tensor.numel() else 0)
+                    else tensor
+                )
             self.values[name] = tensor
         self.changed.append(f"axes of {old} made {new}")
 
@@ -326,8 +332,9 @@ def _is_ordered(flat: Tensor) -> bool:
     """Return True if numbers never fall, or are each number below their count once."""
     if flat.dtype == torch.bool:
         return False
-    return bool((flat.diff() >= 0).all()) or torch.equal(flat.sort().values.long(), torch.arange(
-        flat.numel(), dtype=torch.int64, device=flat.device))  # fmt: skip
+    return bool((flat.diff() >= 0).all()) or torch.equal(
+        flat.sort().values.long(), torch.arange(flat.numel(), dtype=torch.int64, device=flat.device)
+    )
 
 
 def _rows(tensor: Tensor) -> Tensor:

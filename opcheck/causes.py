@@ -16,19 +16,38 @@ KINDS = ("wrong values", "wrong gradients", "memory", "compile", "habits")
 
 _PROMISES_OF = {
     "wrong gradients": (
-        "finite_gradients", "second_backward", "scaled_gradient", "expanded_gradient", "strided_gradient",
-        "input_subsets", "undefined_gradients", "second_derivatives",
+        "finite_gradients",
+        "second_backward",
+        "scaled_gradient",
+        "expanded_gradient",
+        "strided_gradient",
+        "input_subsets",
+        "undefined_gradients",
+        "second_derivatives",
     ),
     "memory": (
-        "in_bounds", "every_element_written", "no_mutation", "no_alias", "any_program_order", "long_offsets",
-        "far_rows", "every_kernel_ends", "memcheck", "racecheck",
+        "in_bounds",
+        "every_element_written",
+        "no_mutation",
+        "no_alias",
+        "any_program_order",
+        "long_offsets",
+        "far_rows",
+        "every_kernel_ends",
+        "memcheck",
+        "racecheck",
     ),
     "compile": (
-        "torch_opcheck", "compiled", "compiled_samples", "compiled_shapes", "no_recompile", "exported_trains",
+        "torch_opcheck",
+        "compiled",
+        "compiled_samples",
+        "compiled_shapes",
+        "no_recompile",
+        "exported_trains",
         "cuda_graphs",
     ),
     "habits": ("same_on_short_path", "clean_graph", "refuses_transforms", "no_float_atomics", "no_host_sync"),
-}  # fmt: skip
+}
 _KIND_OF = {promise: kind for kind, promises in _PROMISES_OF.items() for promise in promises}
 
 

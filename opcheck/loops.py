@@ -25,8 +25,11 @@ MOST_TURNS = 20_000
 """Past them, and as many turns as the kernel's largest argument has elements, a loop is held not to end."""
 
 _COMPARE: dict[type, tuple[int, Callable[[Any, Any], bool]]] = {
-    ast.Lt: (1, operator.lt), ast.LtE: (1, operator.le), ast.Gt: (-1, operator.gt), ast.GtE: (-1, operator.ge),
-}  # fmt: skip
+    ast.Lt: (1, operator.lt),
+    ast.LtE: (1, operator.le),
+    ast.Gt: (-1, operator.gt),
+    ast.GtE: (-1, operator.ge),
+}
 """The direction in which a counter must go, and the comparison itself."""
 _MIRRORED: dict[type, type] = {ast.Lt: ast.Gt, ast.LtE: ast.GtE, ast.Gt: ast.Lt, ast.GtE: ast.LtE}
 

@@ -255,19 +255,42 @@ ASKED_PROMISES: tuple[Promise, ...] = (compiled_shapes,)
 """Asked by name only: on a CPU they take longer than all the others."""
 GPU_PROMISES: tuple[Promise, ...] = (cuda_graphs, no_host_sync, other_stream, other_device)
 
-IN_ONE_DTYPE: frozenset[Promise] = frozenset({
-    undefined_gradients, second_derivatives, refuses_transforms, another_thread, default_dtype, default_device,
-    no_recompile, exported_trains, other_device,
-})  # fmt: skip
+IN_ONE_DTYPE: frozenset[Promise] = frozenset(
+    {
+        undefined_gradients,
+        second_derivatives,
+        refuses_transforms,
+        another_thread,
+        default_dtype,
+        default_device,
+        no_recompile,
+        exported_trains,
+        other_device,
+    }
+)
 """Promises about an operator's formulas, not its numbers: checked in the first dtype only."""
 
-HABITS: frozenset[Promise] = frozenset({
-    same_on_short_path, clean_graph, exported_trains, refuses_transforms, no_float_atomics,
-})  # fmt: skip
+HABITS: frozenset[Promise] = frozenset(
+    {
+        same_on_short_path,
+        clean_graph,
+        exported_trains,
+        refuses_transforms,
+        no_float_atomics,
+    }
+)
 """Promises of llmk's operators that PyTorch asks of none: another's are checked where they are named."""
 
-COMPILED: frozenset[Promise] = frozenset({
-    compiled_samples, compiled_shapes, no_recompile, clean_graph, exported_trains, compiled, default_dtype,
-    default_device,
-})  # fmt: skip
+COMPILED: frozenset[Promise] = frozenset(
+    {
+        compiled_samples,
+        compiled_shapes,
+        no_recompile,
+        clean_graph,
+        exported_trains,
+        compiled,
+        default_dtype,
+        default_device,
+    }
+)
 """Promises for which Dynamo traces the call."""

@@ -206,9 +206,21 @@ def ordinary(draw: Draw, shape: tuple[int, ...]) -> Tensor:
 
 
 REGIMES: tuple[Regime, ...] = (
-    elements_log_uniform, rows_log_uniform, scaled, gap, ties, neighbours, at_specials, flat, offset, saturated, peaked,
-    outlier, sparse, ordinary,
-)  # fmt: skip
+    elements_log_uniform,
+    rows_log_uniform,
+    scaled,
+    gap,
+    ties,
+    neighbours,
+    at_specials,
+    flat,
+    offset,
+    saturated,
+    peaked,
+    outlier,
+    sparse,
+    ordinary,
+)
 DECIDING: frozenset[str] = frozenset({"ties", "neighbours", "at_specials", "flat", "sparse", "peaked"})
 """Those that put numbers where an operator decides: its decisions are then held against the reference's."""
 

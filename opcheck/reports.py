@@ -1,4 +1,4 @@
-"""What a run says: the table and what is broken on a terminal, JSON, the page, JUnit's XML and GitHub's annotations."""
+"""A run's reports: the table and what is broken on a terminal, JSON, the page, JUnit's XML and GitHub's annotations."""
 
 import datetime
 import json

@@ -133,9 +133,7 @@ def promise_named(name: str) -> Promise:
     return known[name]
 
 
-def promises_for(
-    device: torch.device, names: Sequence[str] | None = None, skip: Sequence[str] = ()
-) -> list[Promise]:  # fmt: skip
+def promises_for(device: torch.device, names: Sequence[str] | None = None, skip: Sequence[str] = ()) -> list[Promise]:
     """Return the promises to check, in opcheck's order: all by default but for those that are only asked by name."""
     left_out = [promise_named(name) for name in skip]
     known = INTERPRETER_PROMISES if path_taken(device) == "interpreter" else ()

@@ -69,18 +69,30 @@ class Watch:
 
 
 def sanitize_in_processes(
-    executable: str, names: Sequence[str], device: torch.device, dtypes: Sequence[str], *,
-    few: bool, longest: int, jobs: int,
-) -> Iterator[tuple[Watch, Result]]:  # fmt: skip
+    executable: str,
+    names: Sequence[str],
+    device: torch.device,
+    dtypes: Sequence[str],
+    *,
+    few: bool,
+    longest: int,
+    jobs: int,
+) -> Iterator[tuple[Watch, Result]]:
     """Each operator under each tool, so many at a time; each is given as it ends."""
     with ThreadPoolExecutor(jobs) as pool:
         running = {
             pool.submit(
-                sanitize, executable, watch, device, dtypes, few=few or watch.tool == "racecheck", longest=longest,
+                sanitize,
+                executable,
+                watch,
+                device,
+                dtypes,
+                few=few or watch.tool == "racecheck",
+                longest=longest,
                 threads=max(1, (os.cpu_count() or 1) // jobs),
             ): watch
             for watch in (Watch(name, tool) for name in names for tool in TOOLS)
-        }  # fmt: skip
+        }
         for done in as_completed(running):
             yield running[done], done.result()
 

@@ -5,14 +5,17 @@ one per step that launches kernels. `OPS` holds the records, which opcheck, the 
 """
 
 from llmk.registry.backends import use_kernels_on_cpu
-from llmk.registry.backward_op import no_gradient
+from llmk.registry.backward_op import no_gradient, or_no_gradient
 from llmk.registry.checks import (
     LARGEST,
     check_dtype,
     check_finite,
+    check_like,
     check_not_negative,
     check_number,
     check_option,
+    check_parameter,
+    check_rows,
     check_same,
     check_shape,
     check_switch,
@@ -21,11 +24,20 @@ from llmk.registry.devices import autocast_dtype, max_warps, num_programs
 from llmk.registry.eager.bypass import set_short_path_enabled
 from llmk.registry.graphs import recomputed_in_backward
 from llmk.registry.jit import jit
-from llmk.registry.kernel_op import KernelOp, wrap_triton
+from llmk.registry.kernel_op import KernelOp, like_first, wrap_triton
 from llmk.registry.launch import empty
 from llmk.registry.public_op import public_op
 from llmk.registry.record import OPS, RULE, Cost, Op, Sample, Tolerance
-from llmk.registry.sharding import PARTIAL, REPLICATE, axes, is_sharded, replicate_only, row_axes
+from llmk.registry.sharding import (
+    PARTIAL,
+    REPLICATE,
+    axes,
+    is_sharded,
+    replicate_only,
+    row_axes,
+    split_around_dim,
+    split_rows,
+)
 from llmk.registry.sizes import cdiv, grid_cap, next_power_of_2, size_hint
 
 __all__ = [
@@ -44,9 +56,12 @@ __all__ = [
     "cdiv",
     "check_dtype",
     "check_finite",
+    "check_like",
     "check_not_negative",
     "check_number",
     "check_option",
+    "check_parameter",
+    "check_rows",
     "check_same",
     "check_shape",
     "check_switch",
@@ -54,16 +69,20 @@ __all__ = [
     "grid_cap",
     "is_sharded",
     "jit",
+    "like_first",
     "max_warps",
     "next_power_of_2",
     "no_gradient",
     "num_programs",
+    "or_no_gradient",
     "public_op",
     "recomputed_in_backward",
     "replicate_only",
     "row_axes",
     "set_short_path_enabled",
     "size_hint",
+    "split_around_dim",
+    "split_rows",
     "use_kernels_on_cpu",
     "wrap_triton",
 ]

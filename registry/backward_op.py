@@ -21,20 +21,27 @@ call. Of an op of `input` and `weight`, whose backward op takes `grad, input, we
 
 import inspect
 import linecache
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from llmk.registry.launch import empty
+from llmk.registry.sharding import PARTIAL, REPLICATE, ShardingStrategy, Split
 
 _NEEDED = "need_"
+_SPLITS_OF_GRADIENTS: dict[Split, Split] = {REPLICATE: PARTIAL, PARTIAL: REPLICATE}
 
 
 def no_gradient(grad: Tensor) -> Tensor:
     """Return a backward op's result for a gradient that nobody wants: `[0]`, of the incoming gradient's dtype."""
     return empty((0,), grad.dtype, grad.device)
+
+
+def or_no_gradient(gradient: Tensor | None, grad: Tensor) -> Tensor:
+    """Return the gradient, or `no_gradient` where there is none."""
+    return no_gradient(grad) if gradient is None else gradient
 
 
 class BackwardOp:
@@ -63,7 +70,9 @@ class BackwardOp:
         incoming: int,
         saved_if: Mapping[str, Callable[..., bool]],
     ) -> None:
-        self.of, self.backward_names = of, [argument.name for argument in backward.arguments]
+        self.of, self.outputs, self.incoming = of, outputs, incoming
+        self.forward_arguments, self.backward_arguments = forward.arguments, backward.arguments
+        self.backward_names = [argument.name for argument in backward.arguments]
         given = self.backward_names[incoming:]
         names = [argument.name for argument in forward.arguments]
         known = {*names, *outputs, *(_NEEDED + name for name in names)}
@@ -89,6 +98,32 @@ class BackwardOp:
             for name in self.of
         ]
         return tuple(gradients) if len(gradients) > 1 else gradients[0]
+
+    def sharding_from(self, forward: ShardingStrategy) -> ShardingStrategy:
+        """The backward op's strategy, from the forward op's: what is in both is split alike in both.
+
+        A gradient is split like what it is the gradient of. Of an argument that every process has all of, each process
+        makes the part that comes through its own outputs; of an output that is a sum each has the whole gradient.
+        """
+        tensors = [argument.name for argument in self.forward_arguments if "Tensor" in str(argument.type)]
+        kept = [argument.name for argument in self.backward_arguments if "Tensor" in str(argument.type)][
+            self.incoming :
+        ]
+
+        def strategy(*args: Any) -> Iterator[tuple[list[Split], list[Split]]]:
+            given = dict(zip(self.backward_names, args, strict=True))
+            for of_outputs, of_inputs in forward(*(given.get(argument.name) for argument in self.forward_arguments)):
+                split = dict(zip([*self.outputs, *tensors], [*of_outputs, *of_inputs], strict=True))
+                incoming = [REPLICATE if split[name] == PARTIAL else split[name] for name in self.outputs]
+                gradients = [
+                    _SPLITS_OF_GRADIENTS.get(split[name], split[name])
+                    if given.get(name, args[0]) is not None and given.get(_NEEDED + name, True)
+                    else REPLICATE
+                    for name in self.of
+                ]
+                yield gradients, [*incoming[: self.incoming], *(split[name] for name in kept)]
+
+        return strategy
 
 
 def _source(

@@ -33,6 +33,30 @@ def check_shape(name: str, tensor: Tensor, expected: Sequence[int], meaning: str
         raise ValueError(f"{name}: expected shape {tuple(expected)} ({meaning}), got {tuple(tensor.shape)}")
 
 
+def check_rows(name: str, tensor: Tensor, columns: str) -> None:
+    """Floating-point numbers with an axis of rows, none of them empty; `columns` is the letter of its length."""
+    check_dtype(name, tensor)
+    if tensor.dim() == 0 or tensor.shape[-1] == 0:
+        shape = f"[..., {columns}] with {columns} at least 1"
+        raise ValueError(f"{name}: expected shape {shape}, got {tuple(tensor.shape)}")
+
+
+def check_like(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
+    """`tensor` must have the shape, the device and the dtype of `other`."""
+    check_shape(name, tensor, other.shape, f"the shape of {other_name}")
+    check_same(name, tensor, other_name, other, dtype=True)
+
+
+def check_parameter(
+    name: str, tensor: Tensor | None, expected: Sequence[int], meaning: str, other_name: str, other: Tensor
+) -> None:
+    """Floating-point numbers of a shape on the device of `other`, or None."""
+    if tensor is not None:
+        check_dtype(name, tensor)
+        check_shape(name, tensor, expected, meaning)
+        check_same(name, tensor, other_name, other)
+
+
 def check_option(name: str, value: str, allowed: Sequence[str]) -> None:
     if value not in allowed:
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, allowed))}, got {value!r}")

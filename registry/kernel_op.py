@@ -21,7 +21,7 @@ from llmk.registry.private.modes import traced_by_compiler
 from llmk.registry.private.operators import bare_apply, define_kernel_op, schema_of
 from llmk.registry.sharding import ShardingStrategy, register_strategy
 
-__all__ = ["KernelOp", "wrap_triton"]
+__all__ = ["KernelOp", "like_first", "wrap_triton"]
 
 
 class KernelOp:
@@ -75,6 +75,7 @@ class KernelOp:
         self._decomposition: Callable[..., Any] | None = None
         self._fake: Callable[..., Any] | None = None
         self.sharding: ShardingStrategy | None = None
+        self._derived_from: tuple[KernelOp, BackwardOp] | None = None
         self.launch_cache = LaunchCache() if launch_cached and HAS_LAUNCHER else None
         self._body = self._wrap(fn)
         self._definition = define_kernel_op(f"llmk::{self.name}", self._body, opaque=opaque or INTERPRET)
@@ -177,7 +178,8 @@ class KernelOp:
             op: Its arguments after the incoming gradients are named after what they are: an argument of this op, one of
                 its `outputs`, or `need_NAME`, whether the argument NAME wants a gradient. It returns the gradients of
                 the arguments that have one, in their order, and `no_gradient` for one that is not wanted. Where it has
-                no fake yet, each gradient is like its argument, and contiguous.
+                no fake yet, each gradient is like its argument, and contiguous. Where it never gets a sharding strategy
+                of its own, it follows from this op's, which may look at arguments of both alone.
             outputs: Names for the outputs of this op.
             depends_on: As in `register_autograd`. None: the first output has a gradient, by every tensor.
             saved_if: By the name of a tensor that `op` does not always need, whether it does, from those of this op's
@@ -194,6 +196,7 @@ class KernelOp:
         )
         if op._fake is None:
             op.register_fake(derived.fake)
+        op._derived_from = self, derived
 
     def _differentiate(
         self,
@@ -232,7 +235,16 @@ class KernelOp:
     def _names(self) -> list[str]:
         return [argument.name for argument in schema_of(self.overload).arguments]
 
-    def check_complete(self) -> None:
+    def complete(self) -> None:
+        """Derive what follows from the forward op.
+
+        Raises:
+            RuntimeError: A part is missing.
+        """
+        if self.sharding is None and self._derived_from is not None:
+            forward, derived = self._derived_from
+            if forward.sharding is not None:
+                self.register_sharding(derived.sharding_from(forward.sharding))
         parts = [("fake", self._fake), ("CPU kernel", self._cpu), ("sharding strategy", self.sharding)]
         missing = [name for name, fn in parts if fn is None]
         if missing:
@@ -274,6 +286,11 @@ class KernelOp:
 
     def _refuse_double_backward(self, ctx: Any, *grads: Any) -> Any:
         raise NotImplementedError(f"llmk::{self.name}: double backward is not supported")
+
+
+def like_first(*args: Any) -> Any:
+    """The fake of an op whose output is like its first argument, and contiguous."""
+    return args[0].new_empty(args[0].shape)
 
 
 def _save_nothing(ctx: Any, inputs: Any, output: Any) -> None:

@@ -122,7 +122,7 @@ def _refuse_bad_registration(
         raise RuntimeError(f"llmk::{name} is already registered by {OPS[name].module}")
     check_home(fn)
     for kernel_op in kernel_ops:
-        kernel_op.check_complete()
+        kernel_op.complete()
         if kernel_op.owner is not None:
             raise RuntimeError(
                 f"llmk::{kernel_op.name} is a kernel op of {kernel_op.owner}: llmk::{name} needs its own"

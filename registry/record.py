@@ -40,6 +40,16 @@ class Cost:
     flops_forward: int = 0
     flops_full: int = 0
 
+    @classmethod
+    def passes(cls, forward: int, full: int) -> Callable[..., "Cost"]:
+        """`Op.cost` of an operator that reads or writes tensors as large as its first argument so many times."""
+
+        def cost(first: torch.Tensor, *args: object, **kwargs: object) -> Cost:
+            size = first.numel() * first.element_size()
+            return cls(bytes_forward=forward * size, bytes_full=full * size)
+
+        return cost
+
 
 @dataclass(frozen=True)
 class Tolerance:

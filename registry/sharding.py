@@ -38,6 +38,20 @@ def replicate_only(*args: Any) -> list[Any]:
     return []
 
 
+def split_rows(outputs: int, inputs: int, parameters: int = 0) -> ShardingStrategy:
+    """The strategy of an operator on rows of its first arguments; the parameters after them are replicated."""
+
+    def strategy(*args: Any) -> Iterable[tuple[list[Split], list[Split]]]:
+        return [([axis] * outputs, [*[axis] * inputs, *[REPLICATE] * parameters]) for axis in row_axes(args[0])]
+
+    return strategy
+
+
+def split_around_dim(*args: Any) -> Iterable[tuple[list[Split], list[Split]]]:
+    """The strategy of an operator along one axis, its last argument, of the tensors before it."""
+    return [([axis], [axis] * (len(args) - 1)) for axis in axes(args[0]) if axis != args[-1]]
+
+
 def register_strategy(overload: Any, strategy: ShardingStrategy) -> None:
     """Give DTensor an operator's strategy; everything replicated is always allowed beside it."""
     if not torch.distributed.is_available():

@@ -27,8 +27,13 @@ from benchmarks.train_step import compile_counts, forget, main
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
-ABOUT = {"device": "NVIDIA H200", "torch": "2.11.0", "dtype": "torch.bfloat16", "date": "2026-11-21",
-         "peers": {"transformers": "5.17.0"}}  # fmt: skip
+ABOUT = {
+    "device": "NVIDIA H200",
+    "torch": "2.11.0",
+    "dtype": "torch.bfloat16",
+    "date": "2026-11-21",
+    "peers": {"transformers": "5.17.0"},
+}
 
 
 def run(file: Path, *arguments: str) -> dict[str, Any]:
@@ -96,8 +101,9 @@ def test_what_liger_replaces_is_put_back(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_missing_library_and_a_failure(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setitem(
         importlib.import_module("benchmarks.peers").PEERS,
-        "liger-kernel", SimpleNamespace(name="liger-kernel", version=lambda: None),
-    )  # fmt: skip
+        "liger-kernel",
+        SimpleNamespace(name="liger-kernel", version=lambda: None),
+    )
     monkeypatch.setattr("benchmarks.models.Model.build", lambda *_: 1 / 0)
     results = run(tmp_path / "steps.json", "qwen3-0.6b", "--device", "cpu", "--variants", "eager,liger")
     assert [(row["variant"], row["error"]) for row in results["rows"]] == [
@@ -151,10 +157,19 @@ def test_kernels_are_grouped_by_name() -> None:
 
 def row(variant: str, ms: float, gib: float, losses: tuple[float, float], breaks: int = 0) -> dict[str, Any]:
     return {
-        "model": "llama-3.2-1b", "variant": variant, "compiled": "compiled" in variant, "batch_size": 8,
-        "seq_len": 2048, "ms": ms, "peak_gib": gib, "tokens_per_s": 16384e3 / ms, "losses": list(losses),
-        "graphs": breaks + 1, "breaks": breaks, "recompiles": 0,
-    }  # fmt: skip
+        "model": "llama-3.2-1b",
+        "variant": variant,
+        "compiled": "compiled" in variant,
+        "batch_size": 8,
+        "seq_len": 2048,
+        "ms": ms,
+        "peak_gib": gib,
+        "tokens_per_s": 16384e3 / ms,
+        "losses": list(losses),
+        "graphs": breaks + 1,
+        "breaks": breaks,
+        "recompiles": 0,
+    }
 
 
 RIGHT = (12.17, 0.0175)

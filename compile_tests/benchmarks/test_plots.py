@@ -34,15 +34,21 @@ ROWS = [
     row("softmax", "8192x4096", "llmk eager", replayed_ms=0.55),
     row("softmax", "8192x4096", "llmk compiled", replayed_ms=0.60),
     row("softmax", "8192x4096", "torch compiled", replayed_ms=0.59),
-    {"op": "softmax", "workload": "8192x4096", "way": "liger-kernel", "floor_full_ms": 0.5, "bound": "memory",
-     "error": "refused\nand more"},
+    {
+        "op": "softmax",
+        "workload": "8192x4096",
+        "way": "liger-kernel",
+        "floor_full_ms": 0.5,
+        "bound": "memory",
+        "error": "refused\nand more",
+    },
     row("softmax", "8192x4096", "torch eager", full_ms=9.99),  # could not be captured
     fused("llmk eager", 41.0),
     fused("llmk compiled", 41.0, 3000.0),
     fused("quack-kernels", 41.5, 4072.0),
     fused(PRODUCTS, 40.0, None),
     row("fused_linear_ce", "8192x4096x128256", "cut-cross-entropy", bound="matrix", full_ms=150.0),  # not sustained
-]  # fmt: skip
+]
 
 
 def texts(svg: Path) -> list[str]:

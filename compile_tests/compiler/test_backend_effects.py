@@ -42,9 +42,17 @@ def test_all_norms_that_write_undeclared_are_listed() -> None:
 def test_they_do_write(name: str) -> None:
     mean, variance = torch.zeros(4), torch.ones(4)
     given = {
-        "input": randn(3, 4, 5).detach(), "running_mean": mean, "running_var": variance, "momentum": 0.1, "eps": 1e-5,
-        "training": True, "use_input_stats": True, "cudnn_enabled": False, "weight": None, "bias": None,
-    }  # fmt: skip
+        "input": randn(3, 4, 5).detach(),
+        "running_mean": mean,
+        "running_var": variance,
+        "momentum": 0.1,
+        "eps": 1e-5,
+        "training": True,
+        "use_input_stats": True,
+        "cudnn_enabled": False,
+        "weight": None,
+        "bias": None,
+    }
     operator = getattr(aten, name).default
     operator(**{x.name: given[x.name] for x in operator._schema.arguments})
     assert mean.any()

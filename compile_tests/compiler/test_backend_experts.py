@@ -192,9 +192,19 @@ def alike(
 
 
 OTHERS = (
-    "offsets", "tokens", "activation", "biases", "weights, twice", "order", "sums", "a reader",
-    "indices that were changed", "a late bias", "bounds", "weights that change",
-)  # fmt: skip
+    "offsets",
+    "tokens",
+    "activation",
+    "biases",
+    "weights, twice",
+    "order",
+    "sums",
+    "a reader",
+    "indices that were changed",
+    "a late bias",
+    "bounds",
+    "weights that change",
+)
 
 
 def test_what_is_changed_below_is_found() -> None:

@@ -49,5 +49,5 @@ def test_the_same_losses() -> None:
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """What `float` is to a model whose float64 is what is right."""
+    """`float`, for a model whose reference result is its own in float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

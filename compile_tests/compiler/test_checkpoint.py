@@ -23,7 +23,7 @@ mm = torch.ops.aten.mm.default
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each forward kernel op has computed."""
+    """Count the computations of each forward kernel op."""
     counter: Counter[str] = Counter()
 
     def counted(name: str, fn: Callable[..., Any], *args: Any) -> Any:

@@ -115,9 +115,12 @@ def pages_wider_than_a_phone(site: Path) -> Iterator[str]:
 
 
 CHECKS = (
-    operators_without_a_page, links_that_lead_nowhere, files_from_elsewhere, words_that_search_does_not_find,
+    operators_without_a_page,
+    links_that_lead_nowhere,
+    files_from_elsewhere,
+    words_that_search_does_not_find,
     pages_wider_than_a_phone,
-)  # fmt: skip
+)
 
 
 def test_site(tmp_path: Path) -> None:

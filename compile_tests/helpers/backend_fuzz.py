@@ -40,7 +40,7 @@ def as_it_is(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., An
 
 @dataclass
 class Tally:
-    """How much was tried."""
+    """The number of things tried."""
 
     programs: int = 0
     unusable: int = 0

@@ -84,7 +84,7 @@ def _configuration(launch: Launch) -> tuple[Any, ...]:
 
 
 def _alignment(launch: Launch) -> int:
-    """How many sizes, strides and pointers Triton can take for aligned."""
+    """The number of sizes, strides and pointers that Triton can take for aligned."""
     numbers = [value.storage_offset() if isinstance(value, Tensor) else value for value in launch.args]
     return sum(type(number) is int and number % 16 == 0 for number in numbers)
 

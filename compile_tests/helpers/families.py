@@ -22,9 +22,17 @@ COMMON: dict[str, Any] = {
 }
 MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LATENT = {  # DeepSeek's attention
-    "q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
-    "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
-}  # fmt: skip
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {},
@@ -57,8 +65,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Cohere2": {"sliding_window": 8},
     "StableLm": {},
     "FalconH1": {
-        "head_dim": 8, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8,
-        "mamba_n_groups": 1, "mamba_chunk_size": 8,
+        "head_dim": 8,
+        "mamba_d_ssm": 32,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 1,
+        "mamba_chunk_size": 8,
     },
     "GPTNeoX": {},
     "Starcoder2": {},
@@ -71,7 +84,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Apertus": {},
     "BitNet": {},
     "Dots1": {**MOE, **LATENT, "head_dim": 8},
-}  # fmt: skip
+}
 
 
 def small_model(family: str, **overrides: Any) -> Any:

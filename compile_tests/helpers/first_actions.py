@@ -33,7 +33,7 @@ Run = Callable[..., Any]
 Action = Callable[[Any, Run, dict[str, Tensor]], Outcome]
 
 EXACT, ROUNDED = 1e-5, 5e-2
-"""How far from the model without llmk, relative to the largest gradient: in float32, and in bfloat16."""
+"""The distance from the model without llmk, relative to the largest gradient: in float32, and in bfloat16."""
 SAVED = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
 """The operators whose results a selective checkpoint keeps."""
 

@@ -96,10 +96,14 @@ def modules() -> dict[str, tuple[nn.Module, Tensor]]:
     torch.manual_seed(0)
     x = torch.randn(3, 16)
     made = {
-        "RMSNorm": llmk.nn.RMSNorm(16), "LayerNorm": llmk.nn.LayerNorm(16), "DyT": llmk.nn.DyT(16),
-        "PolyNorm": llmk.nn.PolyNorm(16), "SwiGLUMLP": llmk.nn.SwiGLUMLP(16, 8), "GeGLUMLP": llmk.nn.GeGLUMLP(16, 8),
+        "RMSNorm": llmk.nn.RMSNorm(16),
+        "LayerNorm": llmk.nn.LayerNorm(16),
+        "DyT": llmk.nn.DyT(16),
+        "PolyNorm": llmk.nn.PolyNorm(16),
+        "SwiGLUMLP": llmk.nn.SwiGLUMLP(16, 8),
+        "GeGLUMLP": llmk.nn.GeGLUMLP(16, 8),
         "TiledMLP": llmk.nn.TiledMLP(llmk.nn.SwiGLUMLP(16, 8), 2),
-    }  # fmt: skip
+    }
     inputs: dict[str, tuple[nn.Module, Tensor]] = {name: (module, x) for name, module in made.items()}
     return inputs | {
         "GroupNorm": (llmk.nn.GroupNorm(2, 4), torch.randn(2, 4, 5)),

@@ -184,9 +184,11 @@ class Grower:
     def _reshaped(self, x: Any) -> Ref:
         shape = self.shape(x)
         if shape[-1] == 2 and len(shape) > 4:
-            return self.call("flatten", x, -2, -1) if self.random.random() < 0.5 else self.call(
-                "reshape", x, [*shape[:-2], -1]
-            )  # fmt: skip
+            return (
+                self.call("flatten", x, -2, -1)
+                if self.random.random() < 0.5
+                else self.call("reshape", x, [*shape[:-2], -1])
+            )
         return self.call("reshape", x, [*shape[:-1], -1, 2])
 
     def _rows(self, x: Any) -> Any:

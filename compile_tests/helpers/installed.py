@@ -47,7 +47,7 @@ def runs(python: Path, folder: Path, *arguments: str) -> bool:
 
 
 def main() -> int:
-    """How many commands do not work."""
+    """The number of commands that do not work."""
     files = [*(ROOT / "dist").glob("*.whl"), *(ROOT / "dist").glob("*.tar.gz")]
     if len(files) != 2:
         print(f"dist: expected a wheel and a source archive, got {[file.name for file in files]}: make wheel")

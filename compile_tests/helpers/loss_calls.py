@@ -24,18 +24,27 @@ def of_dpo(B: int, S: int) -> dict[str, Any]:
 def of_dpo_types(B: int, S: int) -> dict[str, Any]:
     types = ["robust", "aot_unpaired", "ipo", "exo_pair"]
     return {
-        "ref_input": numbers(B, S, 5), "ref_linear_weight": numbers(37, 5), "ld_alpha": 0.5, "loss_type": types,
+        "ref_input": numbers(B, S, 5),
+        "ref_linear_weight": numbers(37, 5),
+        "ld_alpha": 0.5,
+        "loss_type": types,
         "label_smoothing": 0.1,
-    }  # fmt: skip
+    }
 
 
 def of_gspo(B: int, S: int) -> dict[str, Any]:
     return {
-        "advantages": numbers(B), "old_per_token_logps": numbers(B, S) - 3, "ref_per_token_logps": numbers(B, S) - 3,
-        "beta": 0.1, "loss_type": "grpo", "epsilon": 30.0, "importance_sampling_level": "sequence",
-        "top_entropy_quantile": 0.6, "importance_sampling_ratio": numbers(B, S).exp(),
+        "advantages": numbers(B),
+        "old_per_token_logps": numbers(B, S) - 3,
+        "ref_per_token_logps": numbers(B, S) - 3,
+        "beta": 0.1,
+        "loss_type": "grpo",
+        "epsilon": 30.0,
+        "importance_sampling_level": "sequence",
+        "top_entropy_quantile": 0.6,
+        "importance_sampling_ratio": numbers(B, S).exp(),
         "sampling_per_token_logps": numbers(B, S) - 3,
-    }  # fmt: skip
+    }
 
 
 def of_grpo(B: int, S: int) -> dict[str, Any]:

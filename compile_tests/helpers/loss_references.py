@@ -38,9 +38,15 @@ def loss_op(loss: Callable[..., Any], reference: Callable[..., Tensor], differen
 
 
 def token_scores(
-    input: Tensor, linear_weight: Tensor, *, linear_bias: Tensor | None = None, temperature: float = 1.0,
-    logit_scale: float = 1.0, softcap: float = 0.0, **_: Any,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    linear_weight: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    temperature: float = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float = 0.0,
+    **_: Any,
+) -> Tensor:
     """Log-probabilities of all classes `[B, S, V]`."""
     logits = F.linear(input, linear_weight, linear_bias)
     logits = logit_scale * logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -49,8 +55,15 @@ def token_scores(
     return (logits / temperature).log_softmax(-1)
 
 
-def split(values: Tensor, target: Tensor, *, sequence_ids: Tensor | None = None, count: int | None = None,
-          ignore_index: int = -100, **_: Any) -> list[Tensor]:  # fmt: skip
+def split(
+    values: Tensor,
+    target: Tensor,
+    *,
+    sequence_ids: Tensor | None = None,
+    count: int | None = None,
+    ignore_index: int = -100,
+    **_: Any,
+) -> list[Tensor]:
     """The values of the tokens that count, for each sequence."""
     counts = target != ignore_index
     if sequence_ids is None:
@@ -93,12 +106,24 @@ def weighted_sum(x: Tensor, other: Tensor, ld_alpha: float | None) -> Tensor:
 
 
 def dpo_reference(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, ref_logps: Tensor | None = None,
-    ref_input: Tensor | None = None, ref_linear_weight: Tensor | None = None, beta: float = 0.1,
-    loss_type: str | list[str] = "sigmoid", loss_weights: list[float] | None = None, label_smoothing: float = 0.0,
-    f_divergence_type: str = "reverse_kl", f_alpha_divergence_coef: float = 0.5, discopop_tau: float = 0.05,
-    ld_alpha: float | None = None, use_weighting: bool = False, **kw: Any,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    ref_logps: Tensor | None = None,
+    ref_input: Tensor | None = None,
+    ref_linear_weight: Tensor | None = None,
+    beta: float = 0.1,
+    loss_type: str | list[str] = "sigmoid",
+    loss_weights: list[float] | None = None,
+    label_smoothing: float = 0.0,
+    f_divergence_type: str = "reverse_kl",
+    f_alpha_divergence_coef: float = 0.5,
+    discopop_tau: float = 0.05,
+    ld_alpha: float | None = None,
+    use_weighting: bool = False,
+    **kw: Any,
+) -> Tensor:
     packed = kw.get("sequence_ids") is not None
     tokens = pairs_of(logps_of(input, linear_weight, target, **kw), packed)
     if ref_logps is None:
@@ -166,9 +191,18 @@ def dpo_reference(
 
 
 def cpo_reference(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, beta: float = 0.1, cpo_alpha: float = 1.0,
-    label_smoothing: float = 0.0, loss_type: str = "sigmoid", simpo_gamma: float = 0.5, alpha: float = 0.0, **kw: Any,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    beta: float = 0.1,
+    cpo_alpha: float = 1.0,
+    label_smoothing: float = 0.0,
+    loss_type: str = "sigmoid",
+    simpo_gamma: float = 0.5,
+    alpha: float = 0.0,
+    **kw: Any,
+) -> Tensor:
     tokens = pairs_of(logps_of(input, linear_weight, target, **kw), kw.get("sequence_ids") is not None)
     of = average if loss_type in ("ipo", "simpo") else torch.sum
     losses = []
@@ -202,10 +236,19 @@ def orpo_reference(input: Tensor, linear_weight: Tensor, target: Tensor, *, beta
 
 
 def kto_reference(
-    input: Tensor, linear_weight: Tensor, target: Tensor, label: Tensor, *, ref_logps: Tensor,
-    kl: Tensor | None = None, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0,
-    loss_type: str = "kto", **kw: Any,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    label: Tensor,
+    *,
+    ref_logps: Tensor,
+    kl: Tensor | None = None,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    loss_type: str = "kto",
+    **kw: Any,
+) -> Tensor:
     losses = []
     z = 0.0 if kl is None or loss_type == "apo_zero_unpaired" else kl.detach()
     for logps, ref, good in zip(logps_of(input, linear_weight, target, **kw), ref_logps, label, strict=True):
@@ -216,9 +259,15 @@ def kto_reference(
 
 
 def batch(
-    lengths: list[int], device: torch.device, dtype: torch.dtype = torch.float32, *, H: int = 12, V: int = 37,
-    ignore_index: int = -100, seed: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    lengths: list[int],
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    *,
+    H: int = 12,
+    V: int = 37,
+    ignore_index: int = -100,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states, projection and targets of sequences of so many tokens that count, with others between them."""
     generator = torch.Generator().manual_seed(seed)
     B, S = len(lengths), max([2, *lengths]) + 2

@@ -102,9 +102,14 @@ def llama() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=320, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64,
-    )  # fmt: skip
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
     torch.manual_seed(0)
     _train_patched(LlamaForCausalLM(config), kinds=("mlp", "norm", "rope", "loss"))
 
@@ -114,10 +119,18 @@ def mixture() -> None:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     options: dict[str, Any] = {
-        "experts_implementation": "eager", "use_cache": False,
-        "vocab_size": 320, "hidden_size": 64, "moe_intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2,
-    }  # fmt: skip
+        "experts_implementation": "eager",
+        "use_cache": False,
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "moe_intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    }
     config = Qwen3MoeConfig(max_position_embeddings=64, **options)
     torch.manual_seed(0)
     _train_patched(Qwen3MoeForCausalLM(config), kinds=("experts", "norm", "rope", "loss"))

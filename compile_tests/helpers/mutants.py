@@ -46,10 +46,13 @@ def save(ctx: Any, inputs: Any, output: Any) -> None:
 
 def record(name: str, **fields: Any) -> Op:
     known: dict[str, Any] = {
-        "reference": square_reference, "samples": samples, "resized": resized, "differentiable": ("input",),
-        "dtypes": (torch.float32,), "overload": getattr(torch.ops.llmk_test, name, None) and
-        getattr(torch.ops.llmk_test, name).default,
-    }  # fmt: skip
+        "reference": square_reference,
+        "samples": samples,
+        "resized": resized,
+        "differentiable": ("input",),
+        "dtypes": (torch.float32,),
+        "overload": getattr(torch.ops.llmk_test, name, None) and getattr(torch.ops.llmk_test, name).default,
+    }
     return Op(name=name, **(known | fields))
 
 
@@ -62,9 +65,11 @@ def square(
 ) -> Op:
     """x * x as an operator of its own, from parts of which one may be broken."""
     backward_op = torch.library.custom_op(
-        f"llmk_test::{name}_backward", lambda grad, x: backward(grad, x), mutates_args=(),
+        f"llmk_test::{name}_backward",
+        lambda grad, x: backward(grad, x),
+        mutates_args=(),
         schema="(Tensor grad, Tensor x) -> Tensor",
-    )  # fmt: skip
+    )
     backward_op.register_fake(lambda grad, x: fake_like(x))
     return by_formula(name, lambda ctx, grad: backward_op(grad, *ctx.saved_tensors), forward, fake=fake, **fields)
 
@@ -89,9 +94,11 @@ def by_formula(
 def product(name: str, formula: Callable[..., Any]) -> Op:
     """x * y whose backward formula may be broken."""
     op = torch.library.custom_op(
-        f"llmk_test::{name}", lambda input, other: input * other, mutates_args=(),
+        f"llmk_test::{name}",
+        lambda input, other: input * other,
+        mutates_args=(),
         schema="(Tensor input, Tensor other) -> Tensor",
-    )  # fmt: skip
+    )
     op.register_fake(lambda input, other: fake_like(input))
     op.register_autograd(formula, setup_context=save)
     return record(name, reference=product_reference, samples=pairs, resized=None, differentiable=("input", "other"))
@@ -230,8 +237,10 @@ def nan_past_the_exponent(grad: Tensor, x: Tensor) -> Tensor:
 BROKEN: dict[str, tuple[str, Callable[[str], Op]]] = {
     "leaves_a_column": ("every_element_written", lambda n: square(n, leaves_a_column)),
     "wrong_fake": ("torch_opcheck", lambda n: square(n, fake=lambda x: fake_like(x.t()))),
-    "fake_in_float32": ("torch_opcheck", lambda n: square(
-        n, fake=lambda x: fake_like(x).float(), dtypes=(torch.float32, torch.bfloat16))),
+    "fake_in_float32": (
+        "torch_opcheck",
+        lambda n: square(n, fake=lambda x: fake_like(x).float(), dtypes=(torch.float32, torch.bfloat16)),
+    ),
     "mutates_input": ("torch_opcheck", lambda n: square(n, lambda x: (x * x, x.mul_(2))[0])),
     "wrong_backward": ("values_and_gradients", lambda n: square(n, backward=lambda grad, x: grad * x)),
     "rounds_twice": ("values_and_gradients", lambda n: square(n, lambda x: (x * x).bfloat16().to(x.dtype))),
@@ -239,35 +248,49 @@ BROKEN: dict[str, tuple[str, Callable[[str], Op]]] = {
     "overwrites_gradient": ("no_mutation", lambda n: square(n, backward=overwrites_gradient)),
     "shares_memory": ("no_alias", lambda n: product(n, shares_memory)),
     "second_is_other": ("second_backward", lambda n: by_formula(n, other_the_second_time, setup=save_and_count)),
-    "gradient_with_a_graph": ("second_backward", lambda n: square(
-        n, backward=lambda grad, x: (2 * grad * x).requires_grad_())),
+    "gradient_with_a_graph": (
+        "second_backward",
+        lambda n: square(n, backward=lambda grad, x: (2 * grad * x).requires_grad_()),
+    ),
     "clamps_gradient": ("scaled_gradient", lambda n: square(n, backward=lambda g, x: 2 * g.clamp(-4, 4) * x)),
     "assumes_ones": ("expanded_gradient", lambda n: square(n, backward=ones_where_expanded)),
     "gradient_strides": ("strided_gradient", lambda n: square(n, backward=gradient_as_contiguous)),
     "input_strides": ("strided_inputs", lambda n: square(n, reads_as_contiguous)),
     "wrong_alone": ("input_subsets", lambda n: product(n, wrong_alone)),
-    "needs_a_gradient": ("undefined_gradients", lambda n: by_formula(
-        n, lambda ctx, grad: 2 * grad * ctx.saved_tensors[0], setup=save_unmaterialized)),
-    "gradient_made_early": ("second_derivatives", lambda n: by_formula(
-        n, lambda ctx, grad: grad * ctx.saved_tensors[0], setup=save_the_derivative)),
+    "needs_a_gradient": (
+        "undefined_gradients",
+        lambda n: by_formula(n, lambda ctx, grad: 2 * grad * ctx.saved_tensors[0], setup=save_unmaterialized),
+    ),
+    "gradient_made_early": (
+        "second_derivatives",
+        lambda n: by_formula(n, lambda ctx, grad: grad * ctx.saved_tensors[0], setup=save_the_derivative),
+    ),
     "forgets_a_row": ("edge_rows", lambda n: square(n, forgets_the_last_of_31)),
     "offsets_of_32_bits": ("far_rows", lambda n: square(n, one_program_too_many_bits)),
     "other_each_time": ("deterministic", lambda n: square(n, lambda x: x * x * (1 + 1e-7 * (next(calls) % 3)))),
-    "other_on_short_path": ("same_on_short_path", lambda n: square(
-        n, lambda x: x * x * (1.0 if takes_fast_path([x]) else 1 + 2.4e-7))),
-    "home_only": ("another_thread", lambda n: square(
-        n, lambda x: x * x * (1.0 if threading.get_ident() == home else 3.0))),
-    "default_dtype_leaks": ("default_dtype", lambda n: square(
-        n, lambda x: x * x * torch.ones(x.shape[1], device=x.device))),
-    "default_device_leaks": ("default_device", lambda n: square(
-        n, lambda x: x * x * torch.ones(x.shape[1], dtype=x.dtype, device=torch.get_default_device()))),
+    "other_on_short_path": (
+        "same_on_short_path",
+        lambda n: square(n, lambda x: x * x * (1.0 if takes_fast_path([x]) else 1 + 2.4e-7)),
+    ),
+    "home_only": (
+        "another_thread",
+        lambda n: square(n, lambda x: x * x * (1.0 if threading.get_ident() == home else 3.0)),
+    ),
+    "default_dtype_leaks": (
+        "default_dtype",
+        lambda n: square(n, lambda x: x * x * torch.ones(x.shape[1], device=x.device)),
+    ),
+    "default_device_leaks": (
+        "default_device",
+        lambda n: square(n, lambda x: x * x * torch.ones(x.shape[1], dtype=x.dtype, device=torch.get_default_device())),
+    ),
     "other_when_compiled": ("compiled_samples", lambda n: composite(n, other_when_compiled)),
     "recompiles": ("no_recompile", lambda n: composite(n, depends_on_rows)),
     "clones": ("clean_graph", lambda n: composite(n, clones_its_input)),
     "trains_otherwise": ("exported_trains", without_formula_unless_wanted),
     "lowered_wrong": ("compiled", lowered_wrong),
     "forward_mode_zero": ("refuses_transforms", square),
-}  # fmt: skip
+}
 
 BROKEN_WHERE_ASKED: dict[str, tuple[str, Callable[[str], Op]]] = {
     "lowered_wrong_where_long": ("compiled_shapes", lowered_wrong_where_long),

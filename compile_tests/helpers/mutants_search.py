@@ -226,23 +226,55 @@ MUTANTS: dict[str, tuple[str, Callable[[str], Op]]] = {
     "may_not_end": ("does not end", lambda n: elementwise(n, reduced_by_ones, torch.frac)),
     "gap_above_40": ("value", lambda n: elementwise(n, small_log_softmax, lambda x: x.log_softmax(-1))),
     "exact_multiple": ("value", lambda n: elementwise(n, forgets_at_multiples, lambda input: input * input)),
-    "tie_in_backward": ("value", lambda n: elementwise(
-        n, lambda x: x.max(-1).values, lambda input: input.max(-1).values, last_of_the_largest)),
-    "overflow_behind_a_clamp": ("value", lambda n: elementwise(
-        n, lambda x: x.exp().clamp(max=10), lambda input: input.clamp(max=math.log(10)).exp(), exp_behind_a_clamp)),
+    "tie_in_backward": (
+        "value",
+        lambda n: elementwise(n, lambda x: x.max(-1).values, lambda input: input.max(-1).values, last_of_the_largest),
+    ),
+    "overflow_behind_a_clamp": (
+        "value",
+        lambda n: elementwise(
+            n, lambda x: x.exp().clamp(max=10), lambda input: input.clamp(max=math.log(10)).exp(), exp_behind_a_clamp
+        ),
+    ),
     "ignored_row_leaks": ("value", lambda n: mutant(n, LOSS, leaking_loss, sound_loss, classified)),
-    "all_ignored": ("value", lambda n: mutant(
-        n, LOSS, mean_loss(lambda count: count), mean_loss(lambda count: count.clamp(min=1)), classified)),
-    "illegal_default": ("raises", lambda n: mutant(
-        n, "(Tensor input, str mode='linear', float floor=0.0) -> Tensor", moded, moded, in_modes)),
-    "end_of_an_option": ("value", lambda n: mutant(
-        n, "(Tensor input, float smoothing=0.1) -> Tensor", smoothed_back, smoothed, smoothing_samples)),
-    "pair_of_options": ("value", lambda n: mutant(
-        n, "(Tensor input, bool squared=False, float scale=1.0) -> Tensor", forgets_scale, options_reference,
-        with_one_option)),
-    "same_tensor": ("value", lambda n: mutant(
-        n, "(Tensor input, Tensor other) -> Tensor", wrong_for_one, lambda input, other: input * other, pairs,
-        wrong_for_one_backward, ("input", "other"))),
+    "all_ignored": (
+        "value",
+        lambda n: mutant(
+            n, LOSS, mean_loss(lambda count: count), mean_loss(lambda count: count.clamp(min=1)), classified
+        ),
+    ),
+    "illegal_default": (
+        "raises",
+        lambda n: mutant(n, "(Tensor input, str mode='linear', float floor=0.0) -> Tensor", moded, moded, in_modes),
+    ),
+    "end_of_an_option": (
+        "value",
+        lambda n: mutant(
+            n, "(Tensor input, float smoothing=0.1) -> Tensor", smoothed_back, smoothed, smoothing_samples
+        ),
+    ),
+    "pair_of_options": (
+        "value",
+        lambda n: mutant(
+            n,
+            "(Tensor input, bool squared=False, float scale=1.0) -> Tensor",
+            forgets_scale,
+            options_reference,
+            with_one_option,
+        ),
+    ),
+    "same_tensor": (
+        "value",
+        lambda n: mutant(
+            n,
+            "(Tensor input, Tensor other) -> Tensor",
+            wrong_for_one,
+            lambda input, other: input * other,
+            pairs,
+            wrong_for_one_backward,
+            ("input", "other"),
+        ),
+    ),
     "cancels": ("value", lambda n: elementwise(n, variance_by_squares, variance)),
     "overflows": ("value", lambda n: elementwise(n, lambda x: x.exp().log1p(), torch.nn.functional.softplus)),
     "empty_axis": ("raises", lambda n: elementwise(n, largest_or_zero, largest_or_zero_reference)),
@@ -250,5 +282,5 @@ MUTANTS: dict[str, tuple[str, Callable[[str], Op]]] = {
     "shared_formula": ("derivative", lambda n: elementwise(n, SharedFormula.apply, SharedFormula.apply)),
     "at_a_threshold": ("decision", lambda n: elementwise(n, threshold(True), threshold(False))),
     "slope_at_zero": ("value", lambda n: elementwise(n, torch.relu, torch.relu, slope_at_zero)),
-}  # fmt: skip
+}
 """Each with the kind of finding that names it."""

@@ -11,15 +11,32 @@ from compile_tests.helpers.loss_references import entropies_of, logps_of, split
 
 
 def grpo_reference(
-    input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
-    old_per_token_logps: Tensor | None = None, ref_per_token_logps: Tensor | None = None, beta: float = 0.0,
-    epsilon: float = 0.2, epsilon_high: float | None = None, delta: float | None = None, loss_type: str = "dapo",
-    importance_sampling_level: str = "token", importance_sampling_ratio: Tensor | None = None,
-    num_items_in_batch: float | None = None, max_completion_length: int | None = None, entropy_coef: float = 0.0,
-    use_bias_correction_kl: bool = True, kl_estimator: str = "k3", off_policy_mask_threshold: float | None = None,
-    sampling_per_token_logps: Tensor | None = None, sapo_temperature_pos: float = 1.0,
-    sapo_temperature_neg: float = 1.05, top_entropy_quantile: float = 1.0, **kw: Any,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    advantages: Tensor,
+    *,
+    old_per_token_logps: Tensor | None = None,
+    ref_per_token_logps: Tensor | None = None,
+    beta: float = 0.0,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    delta: float | None = None,
+    loss_type: str = "dapo",
+    importance_sampling_level: str = "token",
+    importance_sampling_ratio: Tensor | None = None,
+    num_items_in_batch: float | None = None,
+    max_completion_length: int | None = None,
+    entropy_coef: float = 0.0,
+    use_bias_correction_kl: bool = True,
+    kl_estimator: str = "k3",
+    off_policy_mask_threshold: float | None = None,
+    sampling_per_token_logps: Tensor | None = None,
+    sapo_temperature_pos: float = 1.0,
+    sapo_temperature_neg: float = 1.05,
+    top_entropy_quantile: float = 1.0,
+    **kw: Any,
+) -> Tensor:
     logps = logps_of(input, linear_weight, target, **kw)
     entropies = entropies_of(input, linear_weight, target, **kw)
     least = torch.cat(entropies).detach().quantile(1 - top_entropy_quantile)
@@ -33,9 +50,15 @@ def grpo_reference(
     high = epsilon if epsilon_high is None else epsilon_high
     sums, means = [], []
     for logp, acts, A, old, ref, correct, sampled in zip(
-        logps, high_entropy, of(advantages), of(old_per_token_logps), of(ref_per_token_logps),
-        of(importance_sampling_ratio), of(sampling_per_token_logps), strict=True,
-    ):  # fmt: skip
+        logps,
+        high_entropy,
+        of(advantages),
+        of(old_per_token_logps),
+        of(ref_per_token_logps),
+        of(importance_sampling_ratio),
+        of(sampling_per_token_logps),
+        strict=True,
+    ):
         n = max(len(logp), 1)
         old = logp.detach() if old is None else old
         log_ratio = logp - old
@@ -82,9 +105,14 @@ def grpo_reference(
 
 
 def reinforce_reference(
-    input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
-    num_items_in_batch: float | None = None, **kw: Any,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    advantages: Tensor,
+    *,
+    num_items_in_batch: float | None = None,
+    **kw: Any,
+) -> Tensor:
     logps = logps_of(input, linear_weight, target, **kw)
     of = split(advantages, target, **kw) if advantages.dim() == 2 else list(advantages)
     total = sum((-A * logp).sum() for logp, A in zip(logps, of, strict=True))
@@ -92,9 +120,16 @@ def reinforce_reference(
 
 
 def rloo_reference(
-    input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *, old_logps: Tensor,
-    epsilon: float = 0.2, epsilon_high: float | None = None, **kw: Any,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    advantages: Tensor,
+    *,
+    old_logps: Tensor,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    **kw: Any,
+) -> Tensor:
     high, losses = epsilon if epsilon_high is None else epsilon_high, []
     for logp, A, old in zip(logps_of(input, linear_weight, target, **kw), advantages, old_logps, strict=True):
         ratio = (logp.sum() - old).exp()
@@ -103,10 +138,20 @@ def rloo_reference(
 
 
 def ppo_reference(
-    input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *, old_per_token_logps: Tensor,
-    cliprange: float = 0.2, values: Tensor, old_values: Tensor, returns: Tensor, cliprange_value: float = 0.2,
-    vf_coef: float = 0.1, **kw: Any,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    advantages: Tensor,
+    *,
+    old_per_token_logps: Tensor,
+    cliprange: float = 0.2,
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    cliprange_value: float = 0.2,
+    vf_coef: float = 0.1,
+    **kw: Any,
+) -> Tensor:
     logp, A, old, v, v_old, R = (
         torch.cat(split(x, target, **kw) if isinstance(x, Tensor) else x)
         for x in (

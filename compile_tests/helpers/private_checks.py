@@ -126,7 +126,7 @@ def failures(names: Sequence[str]) -> Iterator[str]:
 
 
 def main() -> int:
-    """How many names it does not work without."""
+    """The number of names that it does not work without."""
     torch.set_num_threads(1)
     names = private_names()
     groups = [names[start : start + TOGETHER] for start in range(0, len(names), TOGETHER)]

@@ -78,10 +78,16 @@ def x_transformers_model(causal_options: dict[str, Any]) -> nn.Module:
 
 
 def x_llama() -> nn.Module:
-    return x_transformers_model({
-        "use_rmsnorm": True, "ff_glu": True, "ff_swish": True, "ff_no_bias": True, "rotary_pos_emb": True,
-        "attn_flash": True,
-    })  # fmt: skip
+    return x_transformers_model(
+        {
+            "use_rmsnorm": True,
+            "ff_glu": True,
+            "ff_swish": True,
+            "ff_no_bias": True,
+            "rotary_pos_emb": True,
+            "attn_flash": True,
+        }
+    )
 
 
 def x_gpt() -> nn.Module:
@@ -122,9 +128,15 @@ def flux() -> nn.Module:
     from diffusers import FluxTransformer2DModel
 
     model = FluxTransformer2DModel(
-        in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
-        joint_attention_dim=16, pooled_projection_dim=16, axes_dims_rope=(4, 4, 8),
-    )  # fmt: skip
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=16,
+        pooled_projection_dim=16,
+        axes_dims_rope=(4, 4, 8),
+    )
     names = "encoder_hidden_states", "pooled_projections", "timestep", "img_ids", "txt_ids"
     return Called(model, ("hidden_states", *names), return_dict=False)
 
@@ -138,10 +150,18 @@ def sd3() -> nn.Module:
     from diffusers import SD3Transformer2DModel
 
     model = SD3Transformer2DModel(
-        sample_size=8, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=2,
-        joint_attention_dim=16, caption_projection_dim=32, pooled_projection_dim=16, pos_embed_max_size=8,
+        sample_size=8,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=16,
+        caption_projection_dim=32,
+        pooled_projection_dim=16,
+        pos_embed_max_size=8,
         qk_norm="rms_norm",
-    )  # fmt: skip
+    )
     names = "hidden_states", "encoder_hidden_states", "pooled_projections", "timestep"
     return Called(model, names, return_dict=False)
 
@@ -154,9 +174,14 @@ def dit() -> nn.Module:
     from diffusers import DiTTransformer2DModel
 
     model = DiTTransformer2DModel(
-        num_attention_heads=2, attention_head_dim=16, in_channels=4, num_layers=2, sample_size=8, norm_num_groups=2,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        in_channels=4,
+        num_layers=2,
+        sample_size=8,
+        norm_num_groups=2,
         num_embeds_ada_norm=10,
-    )  # fmt: skip
+    )
     return Called(model.eval(), ("hidden_states", "timestep", "class_labels"), return_dict=False)
 
 
@@ -164,9 +189,16 @@ def wan() -> nn.Module:
     from diffusers import WanTransformer3DModel
 
     model = WanTransformer3DModel(
-        num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16, freq_dim=16,
-        ffn_dim=32, num_layers=2, rope_max_seq_len=16,
-    )  # fmt: skip
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=4,
+        text_dim=16,
+        freq_dim=16,
+        ffn_dim=32,
+        num_layers=2,
+        rope_max_seq_len=16,
+    )
     return Called(model, ("hidden_states", "timestep", "encoder_hidden_states"), return_dict=False)
 
 

@@ -32,9 +32,16 @@ class Outline(HTMLParser):
 
 def result(**changes: Any) -> dict[str, Any]:
     return {
-        "op": "add", "device": "cpu", "dtype": "float32", "path": "reference", "promise": "no_mutation",
-        "passed": True, "message": "", "seconds": 0.5, "calls": 3,
-    } | changes  # fmt: skip
+        "op": "add",
+        "device": "cpu",
+        "dtype": "float32",
+        "path": "reference",
+        "promise": "no_mutation",
+        "passed": True,
+        "message": "",
+        "seconds": 0.5,
+        "calls": 3,
+    } | changes
 
 
 def report(*results: dict[str, Any]) -> dict[str, Any]:

@@ -64,9 +64,13 @@ operator = square_op(
     lambda ctx, grad: (2 * ctx.saved_tensors[0].reshape(-1) * grad.view(-1)).view(grad.shape),
 )
 wrong(
-    "wants_contiguous_gradient", "wrong gradients", "view size is not compatible", operator, reference_square,
+    "wants_contiguous_gradient",
+    "wrong gradients",
+    "view size is not compatible",
+    operator,
+    reference_square,
     differentiable=("x",),
-)  # fmt: skip
+)
 
 
 @custom_op("strangers_wrong::linear", mutates_args=())
@@ -82,9 +86,15 @@ def mean_for_sum(ctx, grad):
 linear.register_fake(lambda x, weight, bias=None: x.new_empty((*x.shape[:-1], weight.shape[0])))
 linear.register_autograd(mean_for_sum, setup_context=linear_setup)
 wrong(
-    "mean_for_sum", "wrong gradients", "gradient of bias", linear, reference_linear, samples=linears, resized=None,
+    "mean_for_sum",
+    "wrong gradients",
+    "gradient of bias",
+    linear,
+    reference_linear,
+    samples=linears,
+    resized=None,
     differentiable=("x", "weight", "bias"),
-)  # fmt: skip
+)
 
 
 class ExpOfInput(torch.autograd.Function):
@@ -127,9 +137,15 @@ def reference_concat(xs, dim):
 
 
 wrong(
-    "reversed_parts", "wrong gradients", "gradient of xs_0", concat, reference_concat, samples=lists, resized=None,
+    "reversed_parts",
+    "wrong gradients",
+    "gradient of xs_0",
+    concat,
+    reference_concat,
+    samples=lists,
+    resized=None,
     differentiable=("xs",),
-)  # fmt: skip
+)
 
 
 # Values.
@@ -175,9 +191,13 @@ torch.library.register_fake("strangers_wrong::flat", lambda x: x.new_empty(x.num
 
 
 wrong(
-    "returns_a_view", "memory", "shares memory with input x", torch.ops.strangers_wrong.flat, lambda x: x.reshape(-1),
+    "returns_a_view",
+    "memory",
+    "shares memory with input x",
+    torch.ops.strangers_wrong.flat,
+    lambda x: x.reshape(-1),
     resized=None,
-)  # fmt: skip
+)
 
 
 # The fake implementation.

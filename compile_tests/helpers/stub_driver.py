@@ -36,9 +36,13 @@ ROOT = Path(__file__).resolve().parents[2]
 aten = torch.ops.aten
 
 VIEWS = (
-    aten.alias.default, aten.view.default, aten.permute.default, aten.transpose.int, aten.slice.Tensor,
+    aten.alias.default,
+    aten.view.default,
+    aten.permute.default,
+    aten.transpose.int,
+    aten.slice.Tensor,
     aten.unsqueeze.default,
-)  # fmt: skip
+)
 
 
 TARGET = GPUTarget("cuda", 90, 32)

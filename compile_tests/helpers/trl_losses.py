@@ -66,10 +66,19 @@ class _Model:
 def _trainer(kind: type, model: _Model, **options: Any) -> Any:
     trainer = object.__new__(kind)
     trainer.__dict__.update(
-        accelerator=_Alone(), model=model, aux_loss_enabled=False, compute_loss_func=None, label_smoother=None,
-        is_encoder_decoder=False, _metrics=defaultdict(lambda: defaultdict(list)), _total_train_tokens=0, _tp_size=1,
-        current_gradient_accumulation_steps=1, padding_value=0, **options,
-    )  # fmt: skip
+        accelerator=_Alone(),
+        model=model,
+        aux_loss_enabled=False,
+        compute_loss_func=None,
+        label_smoother=None,
+        is_encoder_decoder=False,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        _total_train_tokens=0,
+        _tp_size=1,
+        current_gradient_accumulation_steps=1,
+        padding_value=0,
+        **options,
+    )
     return trainer
 
 
@@ -91,13 +100,22 @@ def dpo(x: Tensor, weight: Tensor, target: Tensor, *, ref_logps: Tensor, **optio
     model, count = _Model(x, weight), len(target) // 2
     names = options.pop("loss_type")
     defaults = {
-        "beta": 0.1, "label_smoothing": 0.0, "f_divergence_type": "reverse_kl", "f_alpha_divergence_coef": 0.5,
-        "ld_alpha": None, "use_weighting": False, "loss_weights": [1.0] * len(names),
-    }  # fmt: skip
+        "beta": 0.1,
+        "label_smoothing": 0.0,
+        "f_divergence_type": "reverse_kl",
+        "f_alpha_divergence_coef": 0.5,
+        "ld_alpha": None,
+        "use_weighting": False,
+        "loss_weights": [1.0] * len(names),
+    }
     trainer = _trainer(
-        DPOTrainer, model, loss_types=names, precompute_ref_logps=True, args=SimpleNamespace(discopop_tau=0.05),
+        DPOTrainer,
+        model,
+        loss_types=names,
+        precompute_ref_logps=True,
+        args=SimpleNamespace(discopop_tau=0.05),
         **defaults | options,
-    )  # fmt: skip
+    )
     ref = {"ref_chosen_logps": ref_logps[:count], "ref_rejected_logps": ref_logps[count:]}
     return trainer._compute_loss(model, {**_tokens(target), **ref}, False), _metrics(trainer)
 
@@ -109,9 +127,13 @@ def kto(
     model = _Model(x, weight)
     defaults = {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0, "loss_type": "kto"}
     trainer = _trainer(
-        KTOTrainer, model, precompute_ref_logps=True, calculate_KL=kl is not None,
-        _compute_kl_logps=lambda *args: None if kl is None else kl.expand(3), **defaults | options,
-    )  # fmt: skip
+        KTOTrainer,
+        model,
+        precompute_ref_logps=True,
+        calculate_KL=kl is not None,
+        _compute_kl_logps=lambda *args: None if kl is None else kl.expand(3),
+        **defaults | options,
+    )
     batch = {**_tokens(target), "label": label, "ref_logps": ref_logps, "ref_KL_logps": torch.zeros(3)}
     return trainer._compute_loss(model, batch, False), _metrics(trainer)
 
@@ -133,8 +155,13 @@ def orpo(x: Tensor, weight: Tensor, target: Tensor, *, beta: float = 0.1) -> Res
 def cpo(x: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Result:
     model = _Model(x, weight)
     defaults = {
-        "beta": 0.1, "label_smoothing": 0.0, "loss_type": "sigmoid", "simpo_gamma": 0.5, "alpha": 0.0, "cpo_alpha": 1.0,
-    }  # fmt: skip
+        "beta": 0.1,
+        "label_smoothing": 0.0,
+        "loss_type": "sigmoid",
+        "simpo_gamma": 0.5,
+        "alpha": 0.0,
+        "cpo_alpha": 1.0,
+    }
     trainer = _trainer(CPOTrainer, model, pad_token_id=0, **defaults | options)
     return trainer.get_batch_loss_metrics(model, _pairs(target))
 
@@ -156,9 +183,15 @@ def _answering(x: Tensor, weight: Tensor, target: Tensor) -> dict[str, Any]:
 
 
 def rloo(
-    x: Tensor, weight: Tensor, target: Tensor, advantages: Tensor, *, old_logps: Tensor, epsilon: float = 0.2,
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    advantages: Tensor,
+    *,
+    old_logps: Tensor,
+    epsilon: float = 0.2,
     epsilon_high: float | None = None,
-) -> Result:  # fmt: skip
+) -> Result:
     high = epsilon if epsilon_high is None else epsilon_high
     model = _Model(x, weight)
     answering = _answering(x, weight, target)
@@ -168,25 +201,53 @@ def rloo(
 
 
 def grpo(
-    x: Tensor, weight: Tensor, target: Tensor, advantages: Tensor, *, num_items_in_batch: float, epsilon: float = 0.2,
-    epsilon_high: float | None = None, delta: float | None = None, loss_type: str = "dapo", beta: float = 0.0,
-    importance_sampling_level: str = "token", max_completion_length: int | None = None,
-    off_policy_mask_threshold: float | None = None, importance_sampling_ratio: Tensor | None = None,
-    top_entropy_quantile: float = 1.0, **given: Any,
-) -> Result:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    advantages: Tensor,
+    *,
+    num_items_in_batch: float,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    delta: float | None = None,
+    loss_type: str = "dapo",
+    beta: float = 0.0,
+    importance_sampling_level: str = "token",
+    max_completion_length: int | None = None,
+    off_policy_mask_threshold: float | None = None,
+    importance_sampling_ratio: Tensor | None = None,
+    top_entropy_quantile: float = 1.0,
+    **given: Any,
+) -> Result:
     model = _Model(x, weight)
     args = SimpleNamespace(
-        delta=delta, sapo_temperature_pos=1.0, sapo_temperature_neg=1.05, vespo_k_pos=2.0, vespo_lambda_pos=3.0,
-        vespo_k_neg=3.0, vespo_lambda_neg=2.0, use_bias_correction_kl=True, steps_per_generation=1,
-    )  # fmt: skip
+        delta=delta,
+        sapo_temperature_pos=1.0,
+        sapo_temperature_neg=1.05,
+        vespo_k_pos=2.0,
+        vespo_lambda_pos=3.0,
+        vespo_k_neg=3.0,
+        vespo_lambda_neg=2.0,
+        use_bias_correction_kl=True,
+        steps_per_generation=1,
+    )
     trainer = _trainer(
-        GRPOTrainer, model, args=args, epsilon_low=epsilon, beta=beta, loss_type=loss_type,
-        epsilon_high=epsilon if epsilon_high is None else epsilon_high, top_entropy_quantile=top_entropy_quantile,
-        importance_sampling_level=importance_sampling_level, off_policy_mask_threshold=off_policy_mask_threshold,
-        max_completion_length=max_completion_length or target.shape[1], _entropy_bonus_enabled=False,
-        use_vllm=importance_sampling_ratio is not None, vllm_importance_sampling_correction=True,
+        GRPOTrainer,
+        model,
+        args=args,
+        epsilon_low=epsilon,
+        beta=beta,
+        loss_type=loss_type,
+        epsilon_high=epsilon if epsilon_high is None else epsilon_high,
+        top_entropy_quantile=top_entropy_quantile,
+        importance_sampling_level=importance_sampling_level,
+        off_policy_mask_threshold=off_policy_mask_threshold,
+        max_completion_length=max_completion_length or target.shape[1],
+        _entropy_bonus_enabled=False,
+        use_vllm=importance_sampling_ratio is not None,
+        vllm_importance_sampling_correction=True,
         **_answering(x, weight, target),
-    )  # fmt: skip
+    )
     if importance_sampling_ratio is not None:
         given["importance_sampling_ratio"] = importance_sampling_ratio
     items = torch.tensor(num_items_in_batch)
@@ -200,7 +261,8 @@ def dft(x: Tensor, weight: Tensor, target: Tensor, *, num_items_in_batch: Tensor
     trainer = _trainer(SFTTrainer, model, args=args)
     tokens = _tokens(target)
     batch = {
-        "input_ids": tokens["input_ids"], "attention_mask": tokens["attention_mask"],
+        "input_ids": tokens["input_ids"],
+        "attention_mask": tokens["attention_mask"],
         "labels": F.pad(target, (1, 0), value=-100),
-    }  # fmt: skip
+    }
     return trainer.compute_loss(model, batch, num_items_in_batch=num_items_in_batch), _metrics(trainer)

@@ -129,7 +129,7 @@ def gradient_of(terms: PolicyTerms, logps: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def multiplications(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many products of each kind are computed."""
+    """The number of products of each kind that are computed."""
     found: list[int] = []
     for name in ("mm", "addmm"):
         original = getattr(torch, name)
@@ -168,17 +168,27 @@ def test_products_of_a_pair(device: torch.device, multiplications: list[int], ch
     ids=str,
 )
 def test_products_of_a_policy(
-    device: torch.device, multiplications: list[int], level: str, options: dict[str, Any], chunks: tuple[int, ...],
+    device: torch.device,
+    multiplications: list[int],
+    level: str,
+    options: dict[str, Any],
+    chunks: tuple[int, ...],
     chunk_size: int,
-) -> None:  # fmt: skip
+) -> None:
     """Three, but four where a sequence of 8 tokens does not fit into a chunk or a weight is known after it."""
     x, weight, target = batch([5, 3, 6, 6], device)
     assert target.shape == (4, 8)
     advantages, ref = torch.ones(4, device=device), torch.zeros(4, 8, device=device)
     losses.grpo(
-        x.requires_grad_(), weight.requires_grad_(), target, advantages, importance_sampling_level=level,
-        ref_per_token_logps=ref, chunk_size=chunk_size, **options,
-    )[0].backward()  # fmt: skip
+        x.requires_grad_(),
+        weight.requires_grad_(),
+        target,
+        advantages,
+        importance_sampling_level=level,
+        ref_per_token_logps=ref,
+        chunk_size=chunk_size,
+        **options,
+    )[0].backward()
     assert sum(multiplications) == x.numel() * len(weight) * (4 if chunk_size in chunks else 3)
 
 
@@ -195,7 +205,11 @@ def test_chunks_on_a_gpu_hold_whole_pairs() -> None:
         x, weight = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((B // 2, 2, S, H), (V, H)))
         target = torch.empty((B // 2, 2, S), dtype=torch.int64, device="meta")
         fields = {name: None for name in PreferenceCall.names()} | {
-            "input": x, "linear_weight": weight, "target": target, "chunk_size": 0, "shard": None
-        }  # fmt: skip
+            "input": x,
+            "linear_weight": weight,
+            "target": target,
+            "chunk_size": 0,
+            "shard": None,
+        }
         found = PreferenceCall(**fields).linear(KERNELS, CompactedTokens((B // 2, 2, S))).chunk_rows  # type: ignore[arg-type]
         assert found == rows if rows else found % (2 * S) != 0

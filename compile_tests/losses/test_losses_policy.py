@@ -53,11 +53,20 @@ def test_types(device: torch.device, loss_type: str, level: str) -> None:
 def test_every_option_packed_and_padded(device: torch.device, loss_type: str, level: str, packs: bool) -> None:
     x, weight, target = batch(LENGTHS, device)
     options = {
-        "ref_per_token_logps": near(x, weight, target, 0.5), "beta": 0.2, "epsilon": 0.1, "epsilon_high": 0.28,
-        "delta": 1.5, "importance_sampling_ratio": torch.rand(target.shape).to(device) + 0.5, "entropy_coef": 0.3,
-        "num_items_in_batch": 17.0, "max_completion_length": 11, "off_policy_mask_threshold": 0.05,
-        "sampling_per_token_logps": near(x, weight, target, 0.2), "temperature": 0.8, "skip_ignored": True,
-    }  # fmt: skip
+        "ref_per_token_logps": near(x, weight, target, 0.5),
+        "beta": 0.2,
+        "epsilon": 0.1,
+        "epsilon_high": 0.28,
+        "delta": 1.5,
+        "importance_sampling_ratio": torch.rand(target.shape).to(device) + 0.5,
+        "entropy_coef": 0.3,
+        "num_items_in_batch": 17.0,
+        "max_completion_length": 11,
+        "off_policy_mask_threshold": 0.05,
+        "sampling_per_token_logps": near(x, weight, target, 0.2),
+        "temperature": 0.8,
+        "skip_ignored": True,
+    }
     sample = of_grpo(device, loss_type=loss_type, importance_sampling_level=level, **options)
     if packs:
         args = (x, weight, target, sample.args[3][ORDER])  # in the order of the sequences' numbers
@@ -104,10 +113,12 @@ def test_metrics_of_the_sampler(device: torch.device, of_sequences: bool) -> Non
     assert 0 < known.sum() < counts.sum()
     difference = (old - sampled)[known].abs()
     wanted = {
-        "importance_sampling_ratio/min": ratios.min(), "importance_sampling_ratio/mean": ratios.mean(),
-        "importance_sampling_ratio/max": ratios.max(), "sampling_logp_difference/mean": difference.mean(),
+        "importance_sampling_ratio/min": ratios.min(),
+        "importance_sampling_ratio/mean": ratios.mean(),
+        "importance_sampling_ratio/max": ratios.max(),
+        "sampling_logp_difference/mean": difference.mean(),
         "sampling_logp_difference/max": difference.max(),
-    }  # fmt: skip
+    }
     for name, value in wanted.items():
         torch.testing.assert_close(metrics[f"sampling/{name}"], value, msg=lambda text, name=name: f"{name}: {text}")
 

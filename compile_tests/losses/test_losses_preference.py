@@ -79,10 +79,16 @@ def test_dpo_mixture_options_and_reference_model(device: torch.device) -> None:
     x, weight, target = batch(LENGTHS, device)
     bias, ref_input, ref_weight = (torch.randn(shape).to(device) for shape in ((37,), (*target.shape, 7), (37, 7)))
     kwargs = {
-        "ref_input": ref_input, "ref_linear_weight": ref_weight, "linear_bias": bias, "temperature": 0.7,
-        "softcap": 4.0, "loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.5],
-        "skip_ignored": True, "chunk_size": 7,
-    }  # fmt: skip
+        "ref_input": ref_input,
+        "ref_linear_weight": ref_weight,
+        "linear_bias": bias,
+        "temperature": 0.7,
+        "softcap": 4.0,
+        "loss_type": ["sigmoid", "bco_pair", "sft"],
+        "loss_weights": [0.8, 0.2, 1.5],
+        "skip_ignored": True,
+        "chunk_size": 7,
+    }
     require(DPO, Sample((x, weight, target), kwargs, why="mixture"))
 
 
@@ -160,9 +166,12 @@ def test_kto(device: torch.device, loss_type: str, kl: float | None, packs: bool
     x, weight, target = batch(LENGTHS, device)
     label = torch.tensor([True, False, True, True, False, False, True, False], device=device)
     kwargs = {
-        "ref_logps": ref_logps(target), "kl": None if kl is None else torch.tensor(kl, device=device),
-        "desirable_weight": 1.3, "undesirable_weight": 0.6, "loss_type": loss_type,
-    }  # fmt: skip
+        "ref_logps": ref_logps(target),
+        "kl": None if kl is None else torch.tensor(kl, device=device),
+        "desirable_weight": 1.3,
+        "undesirable_weight": 0.6,
+        "loss_type": loss_type,
+    }
     sample = Sample((x, weight, target, label), kwargs, why="kto")
     if packs:
         args = (x, weight, target, label[ORDER])

@@ -17,9 +17,15 @@ from hypothesis import strategies as st
 
 LEVELS = ("token", "sequence", "geometric")
 BOUNDS: list[tuple[str, float | None, float | None]] = [
-    ("truncate", None, 3.0), ("truncate", 0.5, None), ("truncate", 0.8, 1.2), ("mask", None, 1.5),
-    ("mask", 0.9, None), ("mask", None, None), ("icepop", 0.5, 5.0), ("icepop", 1.0, 1.0),
-]  # fmt: skip
+    ("truncate", None, 3.0),
+    ("truncate", 0.5, None),
+    ("truncate", 0.8, 1.2),
+    ("mask", None, 1.5),
+    ("mask", 0.9, None),
+    ("mask", None, None),
+    ("icepop", 0.5, 5.0),
+    ("icepop", 1.0, 1.0),
+]
 
 
 def bounded(ratio: float, mode: str, low: float | None, high: float | None) -> float:

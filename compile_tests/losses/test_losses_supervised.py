@@ -16,9 +16,15 @@ LENGTHS = [5, 1, 7, 0, 4]
 
 
 def sft_reference(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, token_weights: Tensor | None = None,
-    entropy_coef: float = 0.0, num_items_in_batch: float | None = None, **kw: Any,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    token_weights: Tensor | None = None,
+    entropy_coef: float = 0.0,
+    num_items_in_batch: float | None = None,
+    **kw: Any,
+) -> Tensor:
     logps, counts = torch.cat(logps_of(input, linear_weight, target, **kw)), target != -100
     weights = torch.ones_like(logps) if token_weights is None else token_weights[counts]
     entropies = torch.cat(entropies_of(input, linear_weight, target, **kw))
@@ -31,10 +37,19 @@ def dft_reference(input: Tensor, linear_weight: Tensor, target: Tensor, **kw: An
 
 
 def distill_topk_reference(
-    input: Tensor, linear_weight: Tensor, target: Tensor, teacher_ids: Tensor, teacher_logprobs: Tensor, *,
-    beta: float = 0.5, ce_weight: float = 0.0, add_tail: bool = True, token_weights: Tensor | None = None,
-    temperature: float = 1.0, **kw: Any,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    teacher_ids: Tensor,
+    teacher_logprobs: Tensor,
+    *,
+    beta: float = 0.5,
+    ce_weight: float = 0.0,
+    add_tail: bool = True,
+    token_weights: Tensor | None = None,
+    temperature: float = 1.0,
+    **kw: Any,
+) -> Tensor:
     scores, total = token_scores(input, linear_weight, temperature=temperature, **kw), input.new_zeros(())
     for b, s in (target != -100).nonzero().tolist():
         kept = (teacher_ids[b, s] != -100) & (teacher_logprobs[b, s] > float("-inf"))
@@ -54,9 +69,17 @@ def distill_topk_reference(
 
 
 def distill_reference(
-    input: Tensor, linear_weight: Tensor, target: Tensor, teacher_input: Tensor, teacher_linear_weight: Tensor, *,
-    beta: float = 0.5, ce_weight: float = 0.0, token_weights: Tensor | None = None, temperature: float = 1.0,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    teacher_input: Tensor,
+    teacher_linear_weight: Tensor,
+    *,
+    beta: float = 0.5,
+    ce_weight: float = 0.0,
+    token_weights: Tensor | None = None,
+    temperature: float = 1.0,
+) -> Tensor:
     s = token_scores(input, linear_weight, temperature=temperature)
     t = token_scores(teacher_input.detach(), teacher_linear_weight.detach(), temperature=temperature)
     m = (beta * t.exp() + (1 - beta) * s.exp()).log()

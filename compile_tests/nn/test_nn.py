@@ -236,16 +236,28 @@ def test_wrong_sizes_are_refused() -> None:
 @pytest.mark.parametrize(
     ("error", "message", "make"),
     [
-        (TypeError, r"^weight: expected None or a tensor \[V\].*got int; .*loss\(hidden, lm_head\.weight, target\)",
-         lambda: llmk.nn.LinearCrossEntropyLoss(16, 100)),
-        (TypeError, r"^SwiGLUMLP\.__init__\(\) missing 1 required .* 'intermediate_size'",
-         lambda: llmk.nn.SwiGLUMLP(16)),
-        (ValueError, r"^input: expected shape \[\.\.\., 16\], got \(2, 15\)",
-         lambda: llmk.nn.SwiGLUMLP(16, 32)(torch.randn(2, 15))),
-        (ValueError, r"^input: expected shape \[\.\.\., 16\], got \(2, 15\)",
-         lambda: llmk.nn.GeGLUMLP(16, 32)(torch.randn(2, 15))),
+        (
+            TypeError,
+            r"^weight: expected None or a tensor \[V\].*got int; .*loss\(hidden, lm_head\.weight, target\)",
+            lambda: llmk.nn.LinearCrossEntropyLoss(16, 100),
+        ),
+        (
+            TypeError,
+            r"^SwiGLUMLP\.__init__\(\) missing 1 required .* 'intermediate_size'",
+            lambda: llmk.nn.SwiGLUMLP(16),
+        ),
+        (
+            ValueError,
+            r"^input: expected shape \[\.\.\., 16\], got \(2, 15\)",
+            lambda: llmk.nn.SwiGLUMLP(16, 32)(torch.randn(2, 15)),
+        ),
+        (
+            ValueError,
+            r"^input: expected shape \[\.\.\., 16\], got \(2, 15\)",
+            lambda: llmk.nn.GeGLUMLP(16, 32)(torch.randn(2, 15)),
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_a_newcomer_gets_wrong(error, message, make) -> None:
     with pytest.raises(error, match=message):
         make()

@@ -66,10 +66,15 @@ class Damaged(torch.autograd.Function):
 DAMAGES = {
     fn.__name__: fn
     for fn in (
-        small_row_zeroed, half_of_the_rows_zeroed, largest_entries_only, one_column_wrong, one_small_element_wrong,
-        nan_where_finite, finite_where_nan,
+        small_row_zeroed,
+        half_of_the_rows_zeroed,
+        largest_entries_only,
+        one_column_wrong,
+        one_small_element_wrong,
+        nan_where_finite,
+        finite_where_nan,
     )
-}  # fmt: skip
+}
 
 
 def softmax_of(dtype: torch.dtype, damage: str, device: torch.device) -> Sample:
@@ -208,7 +213,7 @@ def test_the_rule_for_special_values() -> None:
 
 
 def test_the_largest_number_and_infinity_are_one_unit_apart() -> None:
-    """What cuts digits off ends at the largest number, where what rounds is infinite already."""
+    """Truncation ends at the largest number, where rounding gives infinity already."""
     for dtype in DTYPES:
         largest = torch.finfo(dtype).max
         exact = torch.tensor([1.0, largest * (1 + 0.4 * torch.finfo(dtype).eps)], dtype=torch.float64)
@@ -232,8 +237,9 @@ def test_a_condition_tells_elements_apart() -> None:
         assert (found is None) == holds
 
 
-@pytest.mark.parametrize(("exact", "actual", "right"), [(65519.0, 65504.0, True), (65519.0, float("inf"), True), (
-    70000.0, 65504.0, False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("exact", "actual", "right"), [(65519.0, 65504.0, True), (65519.0, float("inf"), True), (70000.0, 65504.0, False)]
+)
 def test_what_rounds_to_the_largest_number_need_not_be_infinite(exact: float, actual: float, right: bool) -> None:
     result, composition = (torch.tensor([x, 1.0], dtype=torch.float16) for x in (actual, float("inf")))
     found = accuracy_violation(result, composition, torch.tensor([exact, 1.0], dtype=torch.float64))

@@ -132,8 +132,10 @@ def test_a_process_that_dies_says_where(tmp_path: Path) -> None:
         options += ["--promise", promise]
     results = check_in_process(Unit(str(file), "reference"), torch.device("cpu"), options, threads=1)
     assert [(result.promise, result.verdict) for result in results] == [
-        ("strided_inputs", "broken"), ("edge_rows", "broken"), ("deterministic", "kept"),
-    ]  # fmt: skip
+        ("strided_inputs", "broken"),
+        ("edge_rows", "broken"),
+        ("deterministic", "kept"),
+    ]
     segfault = "the process was killed by SIGSEGV at the sample resized [(3, 5)], in dies (line 9 of "
     killed = "the process was killed by SIGKILL, as when memory runs out at the sample resized [(31, 5)]"
     assert results[0].message.startswith(segfault), results[0].message

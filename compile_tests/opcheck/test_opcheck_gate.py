@@ -34,9 +34,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def result(**changes: Any) -> Result:
     values = {
-        "op": "mine", "device": "cpu", "dtype": "float32", "path": "reference", "promise": "no_mutation",
-        "passed": True, "message": "", "seconds": 0.5, "calls": 3,
-    }  # fmt: skip
+        "op": "mine",
+        "device": "cpu",
+        "dtype": "float32",
+        "path": "reference",
+        "promise": "no_mutation",
+        "passed": True,
+        "message": "",
+        "seconds": 0.5,
+        "calls": 3,
+    }
     return Result(**(values | changes))
 
 

@@ -43,10 +43,22 @@ def test_evidence_is_behind_each_cell() -> None:
     ]
     outline = Outline(page(report(*rows)))
     assert [text for text in outline.text["td"]] == [
-        "reference", "float32", "kept", "3", "0.50",
-        "reference", "bfloat16", "broken", "3", "0.50",
-        "GPU kernel", "float32", "nothing to check", "0", "0.50",
-    ]  # fmt: skip
+        "reference",
+        "float32",
+        "kept",
+        "3",
+        "0.50",
+        "reference",
+        "bfloat16",
+        "broken",
+        "3",
+        "0.50",
+        "GPU kernel",
+        "float32",
+        "nothing to check",
+        "0",
+        "0.50",
+    ]
     assert outline.text["div"].count("a row is wrong") == 2  # in front, and behind its cell
     (promise,) = (promise for promise in PROMISES if promise.__name__ == "no_mutation")
     assert promise.__doc__ in outline.text["p"]

@@ -88,8 +88,11 @@ def test_the_slow_tool_gets_few_samples(sanitizer: Path, tmp_path: Path) -> None
     assert main(["add", "--device", "cuda", "--sanitize", "--jobs", "1", "--few"]) == 0
     calls = [call.split() for call in (tmp_path / "calls").read_text().splitlines()]
     assert [(call[1], call[-1]) for call in calls] == [
-        ("memcheck", "all"), ("racecheck", "few"), ("memcheck", "few"), ("racecheck", "few"),
-    ]  # fmt: skip
+        ("memcheck", "all"),
+        ("racecheck", "few"),
+        ("memcheck", "few"),
+        ("racecheck", "few"),
+    ]
     for op in OPS.values():
         samples = list(op.samples(torch.device("cpu"), torch.float32))
         assert 0 < len(few_of(op, samples)) <= 8

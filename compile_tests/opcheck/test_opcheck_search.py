@@ -199,7 +199,7 @@ def test_gradients_of_a_loss_that_overflows_are_not_judged() -> None:
 
 
 def test_a_reference_has_the_logarithm_of_no_sum_that_loses_its_terms() -> None:
-    """Of one class the divergence is 1e-63, and a rounding of the mixture's logarithm is 1e-16."""
+    """The divergence over one class is 1e-63, and a rounding of the mixture's logarithm is 1e-16."""
     assert judged("jsd", torch.bfloat16, [[-9.205945134170987e-32]], [[0.0]]) is None
 
 

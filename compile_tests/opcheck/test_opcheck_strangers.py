@@ -23,7 +23,7 @@ RIGHT = {op.name: op for op in vars(strangers).values() if isinstance(op, Op)}
 TRITON = ("add", "mysin", "softmax", "scale_")
 NO_CPU_CODE = ("add", "softmax", "scale_")
 SLOW = ("compiled", "no_recompile", "default_dtype", "default_device")
-"""What takes most of the time; `make strangers` checks it."""
+"""The checks that take most of the time; `make strangers` runs them."""
 
 
 @pytest.mark.kernels
@@ -169,7 +169,7 @@ def test_what_is_wrong_with_another_form_is_found() -> None:
 
 
 def test_integers_may_depend_on_the_inputs_rounding() -> None:
-    """Of two equal elements either index is right."""
+    """Either index of two equal elements is right."""
 
     def last_of_the_largest(x: Tensor) -> tuple[Tensor, Tensor]:
         values, indices = x.flip(-1).max(-1)

@@ -179,7 +179,7 @@ def _record(*args: object) -> Launch:
 def test_launches_are_specialized_as_the_jit_does() -> None:
     x, scalar = torch.empty(64, dtype=torch.bfloat16), torch.empty(())
     source = aot.specialize(_record(x, scalar, None, x[1:], 1), aot.TARGETS["sm_90"]).source
-    types = {"x_ptr": "*bf16", "grad_ptr": "*fp32", "divisor_ptr": "constexpr", "y_ptr": "*bf16"}
+    types = {"x_ptr": "*bf16", "grad_ptr": "*fp32", "denominator_ptr": "constexpr", "y_ptr": "*bf16"}
     assert source.signature == types | {"N": "constexpr", "IN_PLACE": "constexpr", "BLOCK_N": "constexpr"}
     assert source.constants == {(2,): None, (4,): 1, (5,): False, (6,): 128}
     aligned = {index for (index,), attributes in source.attrs.items() if ["tt.divisibility", 16] in attributes}

@@ -90,10 +90,15 @@ def test_flop_counter(reduction: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize(
     ("options", "products"),
-    [({"chunk_size": 8}, 3), ({"chunk_size": 4}, 4), ({"chunk_size": 4, "loss_type": "kto"}, 3), ({}, 3),
-     ({"skip_ignored": True}, 4)],
+    [
+        ({"chunk_size": 8}, 3),
+        ({"chunk_size": 4}, 4),
+        ({"chunk_size": 4, "loss_type": "kto"}, 3),
+        ({}, 3),
+        ({"skip_ignored": True}, 4),
+    ],
     ids=["a pair to a chunk", "half a pair", "a sequence to a chunk", "all in one", "tokens that count"],
-)  # fmt: skip
+)
 def test_flop_counter_of_pairs(options: dict[str, Any], products: int, device: torch.device) -> None:
     """Three products where a chunk holds whole groups, else a fourth: the logits again."""
     sequences = 1 if options.get("loss_type") == "kto" else 2

@@ -117,8 +117,13 @@ def test_a_bias_is_added_before_the_result_is_rounded(compiled: bool, device: to
     y = fn(inputs[0], inputs[1], offsets, inputs[2])
     exact = [t.detach().double().requires_grad_() for t in inputs]
     expected = torch.cat([exact[0][b:e] @ exact[1][i].t() + exact[2][i] for i, (b, e) in enumerate([(0, 2), (2, 5)])])
-    for ours, right in [(y[:5], expected), *zip(*(torch.autograd.grad(
-        out, of, torch.ones_like(out)) for out, of in ((y, inputs), (expected, exact))), strict=True)]:  # fmt: skip
+    for ours, right in [
+        (y[:5], expected),
+        *zip(
+            *(torch.autograd.grad(out, of, torch.ones_like(out)) for out, of in ((y, inputs), (expected, exact))),
+            strict=True,
+        ),
+    ]:
         torch.testing.assert_close(ours.double(), right, rtol=2.0**-10, atol=1e-4)
     assert not bool(y[5].any())
 

@@ -49,8 +49,12 @@ def test_no_kernel_has_a_float_for_a_constant(name: str) -> None:
     with FakeTensorMode(), record_launches() as launches:
         for sample in op.samples(torch.device("cpu"), torch.bfloat16):
             forward_and_backward(op, sample, next(gradients_wanted(op, sample)))
-    floats = {(launch.kernel.fn.__name__, *item) for launch in launches for item in launch.kwargs.items()
-              if isinstance(item[1], float)}  # fmt: skip
+    floats = {
+        (launch.kernel.fn.__name__, *item)
+        for launch in launches
+        for item in launch.kwargs.items()
+        if isinstance(item[1], float)
+    }
     assert launches
     assert not floats
 

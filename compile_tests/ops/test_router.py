@@ -17,7 +17,7 @@ WEIGHTS = 86 * EPS
 GRADIENTS = 2 * WEIGHTS
 """Relative: a gradient is a product of two weights."""
 CANCELLED = 8 * EPS
-"""Of a row's largest gradient: each is a difference of two sums of at most four products."""
+"""A share of a row's largest gradient: each is a difference of two sums of at most four products."""
 SMALLEST = 2 * 2.5 * torch.finfo(torch.float64).eps
 """Absolute: what the float64 reference loses of a gradient, which is 2.5 times what a weight lacks of 1."""
 

@@ -52,9 +52,15 @@ def parallel(rank: int, world: int, slicing: str, fn: Callable[..., Tensor] = vo
         own: Any = OwnRows.apply(linear_weight, start, stop)
         own_bias: Any = None if linear_bias is None else OwnRows.apply(linear_bias, start, stop)
         result = fn(
-            input, own, target, linear_bias=own_bias, **options,
-            vocab_start=start, num_classes=V, group_name=dist.group.WORLD.group_name,  # type: ignore[union-attr]
-        )  # fmt: skip
+            input,
+            own,
+            target,
+            linear_bias=own_bias,
+            **options,
+            vocab_start=start,
+            num_classes=V,
+            group_name=dist.group.WORLD.group_name,  # type: ignore[union-attr]
+        )
         everywhere = [torch.empty_like(result) for _ in range(world)]
         dist.all_gather(everywhere, result.detach().contiguous())
         assert all(torch.equal(result.nan_to_num(), other.nan_to_num()) for other in everywhere)
@@ -155,10 +161,15 @@ def what_is_exchanged(rank: int, world: int) -> None:
             own: Any = OwnRows.apply(w, *bounds("shards", rank, world, V))
             with mock.patch.multiple(torch.ops._c10d_functional, **{name: noting(name) for name in real}):
                 loss = vocab_parallel_linear_ce(
-                    x, own, torch.zeros(N, dtype=torch.int64, device=HERE), label_smoothing=smoothing, chunk_size=6,
-                    vocab_start=bounds("shards", rank, world, V)[0], num_classes=V,
+                    x,
+                    own,
+                    torch.zeros(N, dtype=torch.int64, device=HERE),
+                    label_smoothing=smoothing,
+                    chunk_size=6,
+                    vocab_start=bounds("shards", rank, world, V)[0],
+                    num_classes=V,
                     group_name=dist.group.WORLD.group_name,  # type: ignore[union-attr]
-                )  # fmt: skip
+                )
                 assert sent == [("all_gather_into_tensor", numbers * 6), ("all_gather_into_tensor", numbers * 5)]
                 sent.clear()
                 loss.backward()

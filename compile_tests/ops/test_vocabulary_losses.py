@@ -155,10 +155,12 @@ def test_modules() -> None:
         (lambda: fused_linear_jsd(X, W, X, W, temperature=-1.0), "temperature: expected a finite positive number"),
         (lambda: fused_linear_ce(X, W, T, row_weight=torch.ones(4)), "row_weight: expected shape"),
         (lambda: of_pairs(loss_type="exo_pair"), "label_smoothing: expected .* with loss_type 'exo_pair', got 0.0"),
-        (lambda: of_pairs(loss_type="robust", label_smoothing=0.5),
-         "label_smoothing: expected a number from 0 to below 0.5 with loss_type 'robust', got 0.5"),
+        (
+            lambda: of_pairs(loss_type="robust", label_smoothing=0.5),
+            "label_smoothing: expected a number from 0 to below 0.5 with loss_type 'robust', got 0.5",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_call_names_the_argument(wrong: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         wrong()

@@ -17,9 +17,22 @@ from llmk.registry.backends import INTERPRET
 
 ROOT = Path(__file__).resolve().parents[2]
 FACTORIES = {
-    "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand",
-    "randn", "scalar_tensor", "tensor", "zeros",
-}  # fmt: skip
+    "arange",
+    "as_tensor",
+    "asarray",
+    "empty",
+    "empty_strided",
+    "eye",
+    "full",
+    "linspace",
+    "logspace",
+    "ones",
+    "rand",
+    "randn",
+    "scalar_tensor",
+    "tensor",
+    "zeros",
+}
 
 
 def sources() -> Iterator[Path]:

@@ -47,8 +47,11 @@ def saved_by(outputs: list[Tensor], tensors: list[Tensor]) -> list[Any]:
     """Return the node of the outputs' gradients, and which of the tensors it keeps."""
     places = {tensor.data_ptr(): i for i, tensor in enumerate(tensors) if tensor.data_ptr()}
     nodes: list[Any] = [output.grad_fn for output in outputs]
-    return [(node.name(), [t if t is None else places.get(t.data_ptr()) for t in node.saved_tensors])
-            for node in nodes if node is not None]  # fmt: skip
+    return [
+        (node.name(), [t if t is None else places.get(t.data_ptr()) for t in node.saved_tensors])
+        for node in nodes
+        if node is not None
+    ]
 
 
 @pytest.mark.parametrize("trained", [False, True], ids=["forward", "trained"])

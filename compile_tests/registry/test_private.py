@@ -66,9 +66,17 @@ def test_private_names_are_in_one_package() -> None:
 
 @pytest.mark.parametrize(
     "source",
-    ["torch._C.f()", "x._version", "from torch._dynamo import exc", "import torch._dynamo", "import triton.knobs",
-     "triton.knobs.runtime.debug", "from triton import knobs", "from triton.runtime import driver"],
-)  # fmt: skip
+    [
+        "torch._C.f()",
+        "x._version",
+        "from torch._dynamo import exc",
+        "import torch._dynamo",
+        "import triton.knobs",
+        "triton.knobs.runtime.debug",
+        "from triton import knobs",
+        "from triton.runtime import driver",
+    ],
+)
 def test_the_scan_sees(source: str) -> None:
     assert list(private_uses(ast.parse(source), set()))
 

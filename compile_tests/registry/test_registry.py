@@ -92,9 +92,7 @@ def test_refuses_a_function_without_annotations() -> None:
 
     fn.__module__ = "llmk.ops.test"
     with pytest.raises(ValueError, match="Parameter input must have a type annotation"):
-        public_op(
-            differentiable=(), kernel_ops=(kernel,), reference=fn, samples=lambda device, dtype: iter(())
-        )(fn)  # fmt: skip
+        public_op(differentiable=(), kernel_ops=(kernel,), reference=fn, samples=lambda device, dtype: iter(()))(fn)
     assert "fn" not in OPS
 
 
@@ -166,8 +164,13 @@ q, k, cos = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 3, 
         ("dyt", (x, x[0, :1], x[0, :7]), {}, ValueError, r"weight: expected shape \(8,\)"),
         ("dyt", (x, x[0, :1], x[0], x[0].long()), {}, TypeError, "bias: expected .* got int64"),
         ("rope", (q[0], k, cos, cos), {}, ValueError, "q: expected shape"),
-        ("rope", (q.transpose(1, 2), k.transpose(1, 2), cos, cos), {}, ValueError,
-         r"q: expected shape \[B, HQ, S, D\] with the .* positions of cos, got .*transpose\(1, 2\)"),
+        (
+            "rope",
+            (q.transpose(1, 2), k.transpose(1, 2), cos, cos),
+            {},
+            ValueError,
+            r"q: expected shape \[B, HQ, S, D\] with the .* positions of cos, got .*transpose\(1, 2\)",
+        ),
         ("rope", (q, k[:, :, :2], cos, cos), {}, ValueError, "k: expected shape"),
         ("rope", (q, k, cos[..., :5], cos[..., :5]), {}, ValueError, "cos: expected an even number"),
         ("rope", (q, k, cos, cos[..., :4]), {}, ValueError, "sin: expected the shape of cos"),
@@ -219,24 +222,40 @@ q, k, cos = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 3, 
         ("giou_loss", (x[:, :4], x[:2, :4]), {}, ValueError, r"targets: expected shape \(4, 4\) .* got \(2, 4\)"),
         ("giou_loss", (x[:, :4], x[:, :4].long()), {}, TypeError, "targets: expected .* got int64"),
         ("giou_loss", (x[:, :4], x[:, :4]), {"reduction": "batchmean"}, ValueError, "reduction: expected one of"),
-        *[(name, args, {"eps": eps}, ValueError, f"^eps: expected a finite number of at least 0, got {eps}")
-          for eps in (nan, inf, -1.0) for name, args in (
-              ("rms_norm", (x,)), ("add_rms_norm", (x, x)), ("layer_norm", (x,)), ("group_norm", (x, 2)),
-              ("qk_norm_rope", (q, k, w, w, cos, cos)), ("giou_loss", (x[:, :4], x[:, :4])))],
-        *[(name, args, {"offset": offset}, ValueError, f"^offset: expected a finite number, got {offset}")
-          for offset in (nan, inf) for name, args in (
-              ("rms_norm", (x,)), ("add_rms_norm", (x, x)), ("qk_norm_rope", (q, k, w, w, cos, cos)))],
-        *[(name, args, {option: value}, ValueError, f"^{option}: expected .*, got {value}")
-          for name, args in (
-              ("cross_entropy", (x, t)), ("fused_linear_ce", (x, x, t)), ("vocab_parallel_linear_ce", (x, x, t)))
-          for option in ("softcap", "z_loss", "label_smoothing") for value in (nan, inf, -1.0)],
+        *[
+            (name, args, {"eps": eps}, ValueError, f"^eps: expected a finite number of at least 0, got {eps}")
+            for eps in (nan, inf, -1.0)
+            for name, args in (
+                ("rms_norm", (x,)),
+                ("add_rms_norm", (x, x)),
+                ("layer_norm", (x,)),
+                ("group_norm", (x, 2)),
+                ("qk_norm_rope", (q, k, w, w, cos, cos)),
+                ("giou_loss", (x[:, :4], x[:, :4])),
+            )
+        ],
+        *[
+            (name, args, {"offset": offset}, ValueError, f"^offset: expected a finite number, got {offset}")
+            for offset in (nan, inf)
+            for name, args in (("rms_norm", (x,)), ("add_rms_norm", (x, x)), ("qk_norm_rope", (q, k, w, w, cos, cos)))
+        ],
+        *[
+            (name, args, {option: value}, ValueError, f"^{option}: expected .*, got {value}")
+            for name, args in (
+                ("cross_entropy", (x, t)),
+                ("fused_linear_ce", (x, x, t)),
+                ("vocab_parallel_linear_ce", (x, x, t)),
+            )
+            for option in ("softcap", "z_loss", "label_smoothing")
+            for value in (nan, inf, -1.0)
+        ],
         ("cross_entropy", (x, t), {"softcap": 1e-40}, ValueError, r"softcap: expected 0 \(off\) or a finite positive"),
         ("rms_norm", (None,), {}, TypeError, "^input: expected a tensor, got None"),
         ("linear_act", (x, None), {}, TypeError, "^weight: expected a tensor, got None"),
         ("add", (x.to_sparse(), x), {}, TypeError, "^input: .* expected a dense tensor, got layout torch.sparse_coo"),
         ("rms_norm", (x, w.to_sparse()), {}, TypeError, "^weight: .* expected a dense tensor, got layout"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_call_says_what_is_wrong(name, args, kwargs, error, message) -> None:
     for context in (torch.no_grad, partial(set_short_path_enabled, False)):
         with context(), pytest.raises(error, match=message):
@@ -252,21 +271,31 @@ RMS_NORM = "; rms_norm takes input, weight, eps, *, offset"
         (lambda: llmk.functional.rms_norm(x.numpy()), "input: expected a tensor, got numpy.ndarray" + RMS_NORM),
         (lambda: llmk.functional.rms_norm(x, [1.0] * 8), "weight: expected a tensor, got list" + RMS_NORM),
         (lambda: llmk.functional.rms_norm(x, (8,), w), "weight: expected a tensor, got tuple" + RMS_NORM),
-        (lambda: llmk.functional.linear_logprobs(x, x, t, w),
-         "linear_logprobs: too many positional arguments; linear_logprobs takes input, linear_weight, target, *, "
-         "linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size"),
+        (
+            lambda: llmk.functional.linear_logprobs(x, x, t, w),
+            "linear_logprobs: too many positional arguments; linear_logprobs takes input, linear_weight, target, *, "
+            "linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size",
+        ),
         (lambda: llmk.functional.rms_norm(None), "input: expected a tensor, got None" + RMS_NORM),
         (lambda: llmk.functional.rms_norm(x, w, "1e-6"), "eps: expected a number, got str" + RMS_NORM),
-        (lambda: llmk.functional.group_norm(x, 2.0),
-         "num_groups: expected an integer, got float; group_norm takes input, num_groups, weight, bias, eps"),
-        (lambda: llmk.functional.kl_div(x, x, reduction=None),
-         "reduction: expected a string, got None; kl_div takes input, target, *, reduction, log_target"),
-        (lambda: llmk.functional.rms_norm(x, epsilon=1e-6),
-         "rms_norm: got an unexpected keyword argument 'epsilon'" + RMS_NORM),
-        (lambda: llmk.functional.softmax(x, dtype=torch.float32),
-         "softmax: got an unexpected keyword argument 'dtype'; softmax takes input, dim"),
+        (
+            lambda: llmk.functional.group_norm(x, 2.0),
+            "num_groups: expected an integer, got float; group_norm takes input, num_groups, weight, bias, eps",
+        ),
+        (
+            lambda: llmk.functional.kl_div(x, x, reduction=None),
+            "reduction: expected a string, got None; kl_div takes input, target, *, reduction, log_target",
+        ),
+        (
+            lambda: llmk.functional.rms_norm(x, epsilon=1e-6),
+            "rms_norm: got an unexpected keyword argument 'epsilon'" + RMS_NORM,
+        ),
+        (
+            lambda: llmk.functional.softmax(x, dtype=torch.float32),
+            "softmax: got an unexpected keyword argument 'dtype'; softmax takes input, dim",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_misuse_of_the_python_functions_is_one_line(call: Callable[[], Tensor], message: str) -> None:
     with pytest.raises(TypeError) as error:
         call()

@@ -22,9 +22,23 @@ from llmk.transformers import patch  # noqa: E402
 
 INDUCTOR = ["Llama", "Gemma2", "GraniteMoe"]
 COMPILED = [
-    "Llama", "Llama4Text", "Qwen3Moe", "Gemma2", "Phi", "Olmo", "Olmo2", "Granite", "Glm4", "GptOss", "DeepseekV3",
-    "Cohere", "StableLm", "FalconH1", "GPTNeoX", "Exaone4",
-]  # fmt: skip
+    "Llama",
+    "Llama4Text",
+    "Qwen3Moe",
+    "Gemma2",
+    "Phi",
+    "Olmo",
+    "Olmo2",
+    "Granite",
+    "Glm4",
+    "GptOss",
+    "DeepseekV3",
+    "Cohere",
+    "StableLm",
+    "FalconH1",
+    "GPTNeoX",
+    "Exaone4",
+]
 """One of each way to rotate, to normalize, to cap or scale logits and to route to experts."""
 
 

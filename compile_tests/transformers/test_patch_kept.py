@@ -268,9 +268,16 @@ def test_another_dtype(dtype: torch.dtype):
 def test_mixed_dtypes_within_a_layer():
     """As fp16 T5, whose last projection stays float32."""
     config = transformers.T5Config(
-        vocab_size=50, d_model=16, d_ff=32, d_kv=8, num_layers=1, num_heads=2, feed_forward_proj="gated-gelu",
-        tie_word_embeddings=False, decoder_start_token_id=0,
-    )  # fmt: skip
+        vocab_size=50,
+        d_model=16,
+        d_ff=32,
+        d_kv=8,
+        num_layers=1,
+        num_heads=2,
+        feed_forward_proj="gated-gelu",
+        tie_word_embeddings=False,
+        decoder_start_token_id=0,
+    )
     model = transformers.T5ForConditionalGeneration(config).eval().half()
     for block in (*model.encoder.block, *model.decoder.block):
         block.layer[-1].DenseReluDense.wo.float()

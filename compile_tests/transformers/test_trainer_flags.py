@@ -38,9 +38,17 @@ def _on_the_cpu(device: torch.device):
 @pytest.mark.parametrize("flag", FLAGS)
 def test_trainer(flag: str, tmp_path: Path):
     settings = transformers.TrainingArguments(
-        output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-        logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True, **FLAGS[flag],
-    )  # fmt: skip
+        output_dir=str(tmp_path),
+        max_steps=2,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        **FLAGS[flag],
+    )
     rows = [{"input_ids": row, "labels": row} for row in tokens(8, 12).tolist()]
 
     def losses(*callbacks: Any) -> list[float]:

@@ -256,9 +256,12 @@ def test_selective_checkpointing_by_operator():
     for layer in model.model.layers:
         forward = layer.forward
         layer.forward = lambda *args, _forward=forward, **kwargs: checkpoint(
-            _forward, *args, **kwargs, use_reentrant=False,
+            _forward,
+            *args,
+            **kwargs,
+            use_reentrant=False,
             context_fn=lambda: create_selective_checkpoint_contexts(policy),
-        )  # fmt: skip
+        )
     ids = tokens(2, 9)
     assert_same_training(model, original, input_ids=ids, labels=ids)
     assert {"llmk._rms_norm_fwd.default", "llmk._add_rms_norm_fwd.default", "llmk._swiglu_fwd.default"} <= seen
@@ -319,9 +322,16 @@ def test_trainer(tmp_path: Path):
     pytest.importorskip("accelerate")
     ids = tokens(16, 12)
     settings = transformers.TrainingArguments(
-        output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-        logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=ids.device.type == "cpu",
-    )  # fmt: skip
+        output_dir=str(tmp_path),
+        max_steps=2,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=ids.device.type == "cpu",
+    )
     rows = [{"input_ids": row, "labels": row} for row in ids.tolist()]
 
     def trainer(model: Any, *callbacks: Any, **options: Any) -> Any:

@@ -58,14 +58,18 @@ TRAINERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] 
     "dpo": ("DPO", PAIRS, {}, {}),
     "kto": ("KTO", UNPAIRED, {"per_device_train_batch_size": 4}, {}),
     "grpo": (
-        "GRPO", {"prompt": sentences(4, 0)}, {"num_generations": 2, "max_completion_length": 5, "beta": 0.1},
+        "GRPO",
+        {"prompt": sentences(4, 0)},
+        {"num_generations": 2, "max_completion_length": 5, "beta": 0.1},
         {"reward_funcs": words_in},
     ),
     "rloo": (
-        "RLOO", {"prompt": sentences(4, 0)}, {"num_generations": 2, "max_completion_length": 5, "beta": 0.1},
+        "RLOO",
+        {"prompt": sentences(4, 0)},
+        {"num_generations": 2, "max_completion_length": 5, "beta": 0.1},
         {"reward_funcs": words_in},
     ),
-}  # fmt: skip
+}
 """The trainer, its data, and what else its configuration and itself are given."""
 
 

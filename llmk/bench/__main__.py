@@ -67,8 +67,11 @@ def _call_for_a_cpu(op: Op, dtype: torch.dtype) -> Sample:
     if op.workloads is not None and op.cost is not None:
         with FakeTensorMode():  # sizes without the memory
             costs = [op.cost(*sample.args, **sample.kwargs) for sample in op.workloads(device, dtype)]
-        sizes = [(cost.bytes_full, i) for i, cost in enumerate(costs)
-                 if cost.bytes_full <= CPU_BYTES and cost.flops_full <= CPU_FLOPS]  # fmt: skip
+        sizes = [
+            (cost.bytes_full, i)
+            for i, cost in enumerate(costs)
+            if cost.bytes_full <= CPU_BYTES and cost.flops_full <= CPU_FLOPS
+        ]
     if not sizes:
         return next(iter(op.samples(device, dtype)))
     assert op.workloads is not None

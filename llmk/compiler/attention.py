@@ -143,9 +143,16 @@ def _build(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
     if shares and not may_share(value_of(query), value_of(value)):
         raise NoMatch("its kernel takes no keys and values that heads share in this dtype or size")
     return builder(
-        OVERLOAD, query, key, value, None, values["dropout_p"], causal,
-        scale=values["scale"], enable_gqa=values["enable_gqa"] or shares,
-    )  # fmt: skip
+        OVERLOAD,
+        query,
+        key,
+        value,
+        None,
+        values["dropout_p"],
+        causal,
+        scale=values["scale"],
+        enable_gqa=values["enable_gqa"] or shares,
+    )
 
 
 def as_heads(builder: GraphBuilder, values: Mapping[str, Any], name: str) -> Node:
@@ -163,8 +170,14 @@ def _attention(key: Pattern, value: Pattern, mask: Any) -> RewritePattern:
     options = {"scale": Arg("scale"), "enable_gqa": Arg("enable_gqa")}
     pattern = Call(
         "scaled_dot_product_attention",
-        KeywordArg("query"), key, value, mask, Arg("dropout_p"), Arg("is_causal"), **options,
-    )  # fmt: skip
+        KeywordArg("query"),
+        key,
+        value,
+        mask,
+        Arg("dropout_p"),
+        Arg("is_causal"),
+        **options,
+    )
     return RewritePattern(results=(pattern,), build=_build)
 
 

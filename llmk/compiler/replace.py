@@ -146,9 +146,11 @@ class _Replacing:
             ReplacementBuilder(candidate.rule, candidate.results[0], last, self.same),
         )
         try:
-            new = pattern.build(builder, candidate.match.values) if pattern.build else builder(
-                candidate.rule.overload, **candidate.match.values
-            )  # fmt: skip
+            new = (
+                pattern.build(builder, candidate.match.values)
+                if pattern.build
+                else builder(candidate.rule.overload, **candidate.match.values)
+            )
             news = list(new) if isinstance(new, tuple | list) else [new]
             news = [builder.as_before(result, node) for result, node in zip(candidate.results, news, strict=True)]
             if not set(candidate.match.nodes).isdisjoint(

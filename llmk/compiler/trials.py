@@ -22,10 +22,28 @@ from llmk.compiler.trial import Question, Untried, difference
 from llmk.opcheck import accuracy, reference
 from llmk.registry.private.compilers import cache_folder
 
-VIEWS = frozenset({
-    "view", "reshape", "_unsafe_view", "slice", "select", "unsqueeze", "squeeze", "transpose", "permute", "t", "expand",
-    "chunk", "split", "split_with_sizes", "unbind", "flatten", "unflatten", "narrow",
-})  # fmt: skip
+VIEWS = frozenset(
+    {
+        "view",
+        "reshape",
+        "_unsafe_view",
+        "slice",
+        "select",
+        "unsqueeze",
+        "squeeze",
+        "transpose",
+        "permute",
+        "t",
+        "expand",
+        "chunk",
+        "split",
+        "split_with_sizes",
+        "unbind",
+        "flatten",
+        "unflatten",
+        "narrow",
+    }
+)
 _known: dict[str, tuple[str, str]] = {}
 """By the key of a question: the difference, and the reason for which it could not be tried; both may be empty."""
 

@@ -75,12 +75,20 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     if is_sharded(experts.down_proj):
         run = partial(expert_parallel_moe, exchange=getattr(experts, EXCHANGE, "all_gather"))
     y = run(
-        x, experts.gate_up_proj, experts.down_proj, top_k_index, weights,
+        x,
+        experts.gate_up_proj,
+        experts.down_proj,
+        top_k_index,
+        weights,
         gate_up_bias=experts.gate_up_proj_bias if experts.has_bias else None,
         down_bias=experts.down_proj_bias if experts.has_bias else None,
-        transposed=experts.is_transposed, activation=form.activation, interleaved=form.interleaved,
-        limit=form.limit, alpha=form.alpha, up_offset=form.up_offset,
-    )  # fmt: skip
+        transposed=experts.is_transposed,
+        activation=form.activation,
+        interleaved=form.interleaved,
+        limit=form.limit,
+        alpha=form.alpha,
+        up_offset=form.up_offset,
+    )
     return y.to(hidden_states.dtype)
 
 

@@ -213,9 +213,15 @@ def loss_of_linear(
         input = input * capping.scale
         bias = None if bias is None else bias * capping.scale
     return functional.fused_linear_ce(
-        input, head.weight, target, linear_bias=bias, ignore_index=ignore_index, reduction=reduction,
-        softcap=capping.cap, skip_ignored=skip_ignored,
-    )  # fmt: skip
+        input,
+        head.weight,
+        target,
+        linear_bias=bias,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        softcap=capping.cap,
+        skip_ignored=skip_ignored,
+    )
 
 
 @dataclass(frozen=True)

@@ -100,8 +100,10 @@ def apart(module: nn.Module, parameters: Mapping[str, Tensor | None], training: 
     """A module of the same class and attributes, with other parameters: what its `forward` sets stays with it."""
     twin = object.__new__(type(module))
     plain = {k: copy.copy(v) if isinstance(v, dict | list | set) else v for k, v in vars(module).items()}
-    buffers = {k: None if b is None else b.detach().float().cpu().clone() if b.is_floating_point() else b.clone()
-               for k, b in buffers_of(module).items()}  # fmt: skip
+    buffers = {
+        k: None if b is None else b.detach().float().cpu().clone() if b.is_floating_point() else b.clone()
+        for k, b in buffers_of(module).items()
+    }
     vars(twin).update(plain, _parameters=dict(parameters), _buffers=buffers, training=training)
     return twin
 

@@ -44,7 +44,7 @@ class Report:
 
     @property
     def replaced(self) -> dict[str, int]:
-        """How many places of each kind were replaced."""
+        """The number of places of each kind that were replaced."""
         return dict(Counter(entry.kind for entry in self.entries if entry.replaced))
 
     @property

@@ -12,14 +12,14 @@ def contiguous(x: Tensor | None) -> Tensor | None:
     return x.contiguous() if x is not None else None
 
 
-def with_columns_side_by_side(x: Tensor) -> Tensor:
+def contiguous_last_dim(x: Tensor) -> Tensor:
     """x, or a copy where neighbours along its last axis are not neighbours in memory."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def as_rows(x: Tensor) -> Tensor:
     """`[..., N]` as `[M, N]` with neighbouring columns side by side; copies only where strides leave no way."""
-    return with_columns_side_by_side(x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0))
+    return contiguous_last_dim(x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0))
 
 
 def as_long_rows(*tensors: Tensor) -> list[Tensor]:
@@ -110,6 +110,14 @@ def row_starts(rows, stride, inner, inner_stride):
         rows = tl.cast(rows, tl.int32)  # a division of 64-bit integers takes several times as long
         starts = (rows // inner).to(tl.int64) * stride + (rows % inner).to(tl.int64) * inner_stride
     return starts
+
+
+@jit
+def row_and_columns(N, BLOCK_N: tl.constexpr):
+    """A program's row and columns: neighbours in time are neighbours in memory."""
+    program = tl.program_id(0)
+    blocks = tl.cdiv(N, BLOCK_N)
+    return (program // blocks).to(tl.int64), (program % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
 
 
 # H200, bf16, rms_norm's backward pass, times the floor: 1.89 at 32,768 and at 262,144 columns, with 32 2.05 and 2.20,

@@ -23,9 +23,9 @@ where it is not 1 both take 0.56, but from float32 these 0.79 instead of 0.74.""
 
 
 @jit
-def scale_kernel(x_ptr, grad_ptr, divisor_ptr, y_ptr, N, IN_PLACE: tl.constexpr, BLOCK_N: tl.constexpr):
-    grad, divisor = tl.load(grad_ptr), tl.load(divisor_ptr)
-    factor = tl.where(divisor == 0.0, grad, grad / divisor)
+def scale_kernel(x_ptr, grad_ptr, denominator_ptr, y_ptr, N, IN_PLACE: tl.constexpr, BLOCK_N: tl.constexpr):
+    grad, denominator = tl.load(grad_ptr), tl.load(denominator_ptr)
+    factor = tl.where(denominator == 0.0, grad, grad / denominator)
     if IN_PLACE:  # noqa: SIM102  Triton evaluates both sides of an `and`
         if factor == 1.0:
             return
@@ -36,16 +36,18 @@ def scale_kernel(x_ptr, grad_ptr, divisor_ptr, y_ptr, N, IN_PLACE: tl.constexpr,
         tl.store(y_ptr + offsets, (x * factor).to(y_ptr.dtype.element_ty), mask=offsets < N)
 
 
-def _launch(x: Tensor, grad: Tensor, divisor: Tensor, y: Tensor, in_place: bool) -> None:
+def _launch(x: Tensor, grad: Tensor, denominator: Tensor, y: Tensor, in_place: bool) -> None:
     blocks = cdiv(x.numel(), 4096)
     programs = grid_cap(blocks, num_programs(x.device, PROGRAMS)) if in_place else blocks
-    wrap_triton(scale_kernel)[(programs,)](x, grad, divisor, y, x.numel(), IN_PLACE=in_place, BLOCK_N=4096, num_warps=8)
+    wrap_triton(scale_kernel)[(programs,)](
+        x, grad, denominator, y, x.numel(), IN_PLACE=in_place, BLOCK_N=4096, num_warps=8
+    )
 
 
-def _scale(input: Tensor, grad: Tensor, divisor: Tensor, dtype: torch.dtype) -> Tensor:
-    """input * grad / divisor, both float32 scalars, rounded once to `dtype`; input * grad where the divisor is zero."""
+def _scale(input: Tensor, grad: Tensor, denominator: Tensor, dtype: torch.dtype) -> Tensor:
+    """input * grad / denominator, both float32 scalars, rounded once to `dtype`; input * grad where that is zero."""
     y = empty(input.shape, dtype, input.device)
-    _launch(input, grad, divisor, y, in_place=False)
+    _launch(input, grad, denominator, y, in_place=False)
     return y
 
 
@@ -53,55 +55,55 @@ def scale_op(name: str) -> KernelOp:
     """`_scale` as a kernel op of one operator's own."""
     scale = KernelOp(_scale, name=name, launch_cached=True)
     scale.register_kernel("cpu")(_scale_on_cpu)
-    scale.register_fake(lambda input, grad, divisor, dtype: input.new_empty(input.shape, dtype=dtype))
+    scale.register_fake(lambda input, grad, denominator, dtype: input.new_empty(input.shape, dtype=dtype))
     scale.register_sharding(
         lambda input, *_: [([split], [split, REPLICATE, REPLICATE]) for split in (*axes(input), PARTIAL)]
     )
     return scale
 
 
-def _scale_on_cpu(input: Tensor, grad: Tensor, divisor: Tensor, dtype: torch.dtype) -> Tensor:
-    factor = torch.where(divisor == 0, grad, grad / divisor)
+def _scale_on_cpu(input: Tensor, grad: Tensor, denominator: Tensor, dtype: torch.dtype) -> Tensor:
+    factor = torch.where(denominator == 0, grad, grad / denominator)
     return torch.mul(input.float(), factor).to(dtype)
 
 
-def _scale_saved(op: KernelOp, saved: Tensor, grad: Tensor, divisor: Tensor) -> Tensor:
+def _scale_saved(op: KernelOp, saved: Tensor, grad: Tensor, denominator: Tensor) -> Tensor:
     """The same where `saved` is, which nobody reads again. A factor of 1 changes no bit of it."""
     if not runs_kernels(op.name, saved):
-        return saved.copy_(_scale_on_cpu(saved, grad, divisor, saved.dtype))
+        return saved.copy_(_scale_on_cpu(saved, grad, denominator, saved.dtype))
     with kernel_context(saved.device):
-        _launch(saved, grad, divisor, saved, in_place=True)
+        _launch(saved, grad, denominator, saved, in_place=True)
     return saved
 
 
-def save_gradients(ctx: Any, divisor: Tensor | None, *gradients: Tensor) -> None:
-    """In `setup_context`: what `saved_gradients` gives back. No divisor is one of 1."""
+def save_gradients(ctx: Any, denominator: Tensor | None, *gradients: Tensor) -> None:
+    """In `setup_context`: what `saved_gradients` gives back. No denominator is one of 1."""
     ctx.hooked = saved_tensors_are_hooked()
-    ctx.save_for_backward(divisor, *gradients)
+    ctx.save_for_backward(denominator, *gradients)
 
 
 class SavedGradients:
     """In a backward formula: the gradients that were saved, to be scaled by the incoming one."""
 
     def __init__(self, ctx: Any, grad: Tensor, scale: KernelOp) -> None:
-        divisor, *self.gradients = ctx.saved_tensors
+        denominator, *self.gradients = ctx.saved_tensors
         self.grad, self.scale = grad, scale
-        self.divisor = torch.ones_like(grad) if divisor is None else divisor
+        self.denominator = torch.ones_like(grad) if denominator is None else denominator
         self.last = is_plain_eager() and not (torch.is_grad_enabled() or ctx.hooked or graph_is_kept())
 
-    def times(self, place: int, dtype: torch.dtype | None = None) -> Tensor:
+    def times(self, index: int, dtype: torch.dtype | None = None) -> Tensor:
         """One of them, times the incoming gradient and rounded once to `dtype`, by default its own."""
-        saved = self.gradients[place]
+        saved = self.gradients[index]
         dtype = saved.dtype if dtype is None else dtype
-        if self.last and saved.dtype == dtype and takes_fast_path((saved, self.grad, self.divisor)):
+        if self.last and saved.dtype == dtype and takes_fast_path((saved, self.grad, self.denominator)):
             # It was an output of the forward pass: as it is, it would keep the graph alive as long as the gradient.
-            return _scale_saved(self.scale, saved.detach(), self.grad, self.divisor)
-        return self.scale(saved, self.grad, self.divisor, dtype)
+            return _scale_saved(self.scale, saved.detach(), self.grad, self.denominator)
+        return self.scale(saved, self.grad, self.denominator, dtype)
 
 
-def mean_of_all(total: Tensor, divisor: Tensor, weighted: bool) -> Tensor:
-    """A total of all processes, divided. Without weights none counts where the divisor is 0: NaN, no gradient."""
+def mean_of_all(total: Tensor, denominator: Tensor, weighted: bool) -> Tensor:
+    """A total of all processes, divided. Without weights none counts where the denominator is 0: NaN, no gradient."""
     if weighted:
-        return total / divisor
-    nothing = divisor == 0
-    return total / torch.where(nothing, 1.0, divisor) + torch.where(nothing, float("nan"), 0.0)
+        return total / denominator
+    nothing = denominator == 0
+    return total / torch.where(nothing, 1.0, denominator) + torch.where(nothing, float("nan"), 0.0)

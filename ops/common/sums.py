@@ -42,7 +42,7 @@ def sum_partials_kernel(partial_ptr, out_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK
 
 
 def _tile(N: int) -> dict[str, int]:
-    # Narrow blocks of columns make enough programs; wide rows have enough anyway and read longer stretches.
+    # Narrow blocks of columns make enough programs; wide rows have enough anyway and read longer runs.
     block_p, block_n = (64, 32) if N <= 8192 else (8, 256)
     return {"BLOCK_P": block_p, "BLOCK_N": block_n, "num_warps": 8}
 
@@ -119,21 +119,21 @@ SCALAR = {"BLOCK_P": 4096, "num_warps": 8}
 
 
 @jit
-def sum_to_scalar_kernel(partial_ptr, out_ptr, P, divisor, BLOCK_P: tl.constexpr):
+def sum_to_scalar_kernel(partial_ptr, out_ptr, P, denominator, BLOCK_P: tl.constexpr):
     total = tl.zeros((BLOCK_P,), dtype=tl.float32)
     for start in range(0, P, BLOCK_P):
         index = start + tl.arange(0, BLOCK_P)
         total += tl.load(partial_ptr + index, mask=index < P, other=0.0)
-    tl.store(out_ptr, tl.div_rn(tl.sum(total, axis=0), tl.cast(divisor, tl.float32)))
+    tl.store(out_ptr, tl.div_rn(tl.sum(total, axis=0), tl.cast(denominator, tl.float32)))
 
 
-def sum_to_scalar(partials: Tensor, divisor: int = 1) -> Tensor:
-    """`sum(partials) / divisor` of float32 `[...]` as a float32 scalar, by one program in a fixed order: no atomics.
+def sum_to_scalar(partials: Tensor, denominator: int = 1) -> Tensor:
+    """`sum(partials) / denominator` of float32 `[...]` as a float32 scalar, by one program in a fixed order.
 
-    The divisor is divided by here so that a mean costs no further launch; 0 of 0 is NaN.
+    The denominator is divided by here so that a mean costs no further launch; 0 of 0 is NaN.
     """
     out = empty((), torch.float32, partials.device)
-    wrap_triton(sum_to_scalar_kernel)[(1,)](partials, out, partials.numel(), divisor, **SCALAR)
+    wrap_triton(sum_to_scalar_kernel)[(1,)](partials, out, partials.numel(), denominator, **SCALAR)
     return out
 
 
@@ -143,20 +143,20 @@ MANY = {"BLOCK_P": 8192, "num_warps": 16}
 
 
 @jit
-def mean_of_rows_kernel(loss_ptr, count_ptr, mean_ptr, divisor_ptr, M, BLOCK_P: tl.constexpr):
+def mean_of_rows_kernel(loss_ptr, count_ptr, mean_ptr, denominator_ptr, M, BLOCK_P: tl.constexpr):
     total = tl.zeros((BLOCK_P,), dtype=tl.float32)
     counts = tl.zeros((BLOCK_P,), dtype=tl.float32)
     for start in range(0, M, BLOCK_P):
         rows = start + tl.arange(0, BLOCK_P)
         total += tl.load(loss_ptr + rows, mask=rows < M, other=0.0)
         counts += tl.load(count_ptr + rows, mask=rows < M, other=0.0)
-    divisor = tl.sum(counts, axis=0)
-    tl.store(mean_ptr, tl.div_rn(tl.sum(total, axis=0), divisor))
-    tl.store(divisor_ptr, divisor)
+    denominator = tl.sum(counts, axis=0)
+    tl.store(mean_ptr, tl.div_rn(tl.sum(total, axis=0), denominator))
+    tl.store(denominator_ptr, denominator)
 
 
 def mean_of_rows(loss: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """`sum(loss) / sum(count)` of float32 `[...]` and that divisor, as scalars; 0 of 0 is NaN."""
-    mean, divisor = (empty((), torch.float32, loss.device) for _ in range(2))
-    wrap_triton(mean_of_rows_kernel)[(1,)](loss, count, mean, divisor, loss.numel(), **MANY)
-    return mean, divisor
+    """`sum(loss) / sum(count)` of float32 `[...]` and that denominator, as scalars; 0 of 0 is NaN."""
+    mean, denominator = (empty((), torch.float32, loss.device) for _ in range(2))
+    wrap_triton(mean_of_rows_kernel)[(1,)](loss, count, mean, denominator, loss.numel(), **MANY)
+    return mean, denominator

@@ -10,11 +10,11 @@ Backward, given dy; only the indices are kept:
 
     dW[v] = sum of dy[n] over the n whose index is v, in their order        0 for the padding's row
 
-The places are sorted by their index, a stable sort of N small integers, and each row of the table is the sum of its own
-places: float32 with one rounding, no atomics, and every row is written once, those without a place as zeros. Where a
-row's places fill chunks of the sorted order, each chunk is summed by a program of its own before, so that a row with
-many thousand places takes no program long. For PyTorch's own in a graph Inductor adds with atomics, whose order is
-another each time.
+The positions are sorted by their index, a stable sort of N small integers, and each row of the table is the sum of its
+own positions: float32 with one rounding, no atomics, and every row is written once, those without a position as zeros.
+Where a row's positions fill chunks of the sorted order, each chunk is summed by a program of its own before, so that a
+row with many thousand positions takes no program long. For PyTorch's own in a graph Inductor adds with atomics, whose
+order is another each time.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.math import everywhere
-from llmk.ops.common.rows import as_rows, with_columns_side_by_side
+from llmk.ops.common.rows import as_rows, contiguous_last_dim
 from llmk.registry import (
     PARTIAL,
     REPLICATE,
@@ -51,30 +51,30 @@ def embedding_reference(input: Tensor, weight: Tensor, padding_idx: int | None =
 @jit
 def embedding_kernel(indices_ptr, w_ptr, y_ptr, V, H, w_stride, BLOCK_H: tl.constexpr):
     blocks = tl.cdiv(H, BLOCK_H)
-    place = (tl.program_id(0) // blocks).to(tl.int64)
+    position = (tl.program_id(0) // blocks).to(tl.int64)
     cols = (tl.program_id(0) % blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
-    index = tl.load(indices_ptr + place).to(tl.int64)
+    index = tl.load(indices_ptr + position).to(tl.int64)
     within = everywhere((index >= 0) & (index < V), cols)
     row = tl.load(w_ptr + index * w_stride + cols, mask=(cols < H) & within, other=float("nan"))
-    tl.store(y_ptr + place * H + cols, row, mask=cols < H)
+    tl.store(y_ptr + position * H + cols, row, mask=cols < H)
 
 
 @jit
 def embedding_keys_kernel(indices_ptr, keys_ptr, N, V, padding_idx, BLOCK_N: tl.constexpr):
     """The rows to sort by: padding and what is no row come last."""
-    places = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    index = tl.load(indices_ptr + places, mask=places < N, other=0).to(tl.int64)
+    positions = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    index = tl.load(indices_ptr + positions, mask=positions < N, other=0).to(tl.int64)
     counts = (index >= 0) & (index < V) & (index != padding_idx)
-    tl.store(keys_ptr + places, tl.where(counts, index, V).to(tl.int32), mask=places < N)
+    tl.store(keys_ptr + positions, tl.where(counts, index, V).to(tl.int32), mask=positions < N)
 
 
 @jit
-def _add_places(total, dy_ptr, order_ptr, begin, end, cols, H, dy_stride, BLOCK_M: tl.constexpr):
+def _add_positions(total, dy_ptr, order_ptr, begin, end, cols, H, dy_stride, BLOCK_M: tl.constexpr):
     for start in range(begin, end, BLOCK_M):
-        sorted_places = start + tl.arange(0, BLOCK_M)
-        places = tl.load(order_ptr + sorted_places, mask=sorted_places < end, other=0)
-        mask = (sorted_places < end)[:, None] & (cols < H)[None, :]
-        total += tl.load(dy_ptr + places[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        sorted_positions = start + tl.arange(0, BLOCK_M)
+        positions = tl.load(order_ptr + sorted_positions, mask=sorted_positions < end, other=0)
+        mask = (sorted_positions < end)[:, None] & (cols < H)[None, :]
+        total += tl.load(dy_ptr + positions[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     return total
 
 
@@ -91,7 +91,7 @@ def embedding_backward_chunk_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """The sum of a chunk of the sorted places, if all of it belongs to one row."""
+    """The sum of a chunk of the sorted positions, if all of it belongs to one row."""
     blocks = tl.cdiv(H, BLOCK_H)
     chunk = tl.program_id(0) // blocks
     cols = (tl.program_id(0) % blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -99,7 +99,7 @@ def embedding_backward_chunk_kernel(
     first, last = tl.load(keys_ptr + begin), tl.load(keys_ptr + begin + (CHUNK - 1))
     if (first == last) & (first < V):
         total = tl.zeros((BLOCK_M, BLOCK_H), dtype=tl.float32)
-        total = _add_places(total, dy_ptr, order_ptr, begin, begin + CHUNK, cols, H, dy_stride, BLOCK_M)
+        total = _add_positions(total, dy_ptr, order_ptr, begin, begin + CHUNK, cols, H, dy_stride, BLOCK_M)
         tl.store(chunk_ptr + chunk.to(tl.int64) * H + cols, tl.sum(total, axis=0), mask=cols < H)
 
 
@@ -125,21 +125,21 @@ def embedding_backward_kernel(
             head_end = tl.where(whole, first_chunk * CHUNK, end)
             tail_begin = tl.where(whole, last_chunk * CHUNK, end)
             total = tl.zeros((BLOCK_M, BLOCK_H), dtype=tl.float32)
-            total = _add_places(total, dy_ptr, order_ptr, begin, head_end, cols, H, dy_stride, BLOCK_M)
+            total = _add_positions(total, dy_ptr, order_ptr, begin, head_end, cols, H, dy_stride, BLOCK_M)
             for start in range(first_chunk, last_chunk, BLOCK_M):
                 chunks = (start + tl.arange(0, BLOCK_M)).to(tl.int64)
                 mask = (chunks < last_chunk)[:, None] & (cols < H)[None, :]
                 total += tl.load(chunk_ptr + (chunks * H)[:, None] + cols[None, :], mask=mask, other=0.0)
-            total = _add_places(total, dy_ptr, order_ptr, tail_begin, end, cols, H, dy_stride, BLOCK_M)
+            total = _add_positions(total, dy_ptr, order_ptr, tail_begin, end, cols, H, dy_stride, BLOCK_M)
             dw = tl.sum(total, axis=0)
             tl.store(dw_ptr + row * H + cols, dw.to(dw_ptr.dtype.element_ty), mask=cols < H)
 
 
 CHUNK = 64
-"""Places. A row is a sum of at most twice as many, and of chunks."""
+"""Positions. A row is a sum of at most twice as many, and of chunks."""
 
 ROWS = 8
-"""Rows of the table that a program makes: most have no place, and a program of one would end before it could begin."""
+"""Rows of the table to a program: most have no position, and a program of one would end before it could begin."""
 
 
 def _block(H: int) -> dict[str, int]:
@@ -149,7 +149,7 @@ def _block(H: int) -> dict[str, int]:
 
 
 def _embedding_fwd(input: Tensor, weight: Tensor, padding_idx: int) -> Tensor:
-    weight, (V, H) = with_columns_side_by_side(weight), weight.shape
+    weight, (V, H) = contiguous_last_dim(weight), weight.shape
     y = empty((*input.shape, H), weight.dtype, weight.device)
     block = _block(H)
     wrap_triton(embedding_kernel)[(input.numel() * cdiv(H, block["BLOCK_H"]),)](
@@ -158,8 +158,8 @@ def _embedding_fwd(input: Tensor, weight: Tensor, padding_idx: int) -> Tensor:
     return y
 
 
-def _sorted_places(input: Tensor, V: int, padding_idx: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The rows of the places in order, with padding and what is no row last; the places; where each row's end."""
+def _sorted_positions(input: Tensor, V: int, padding_idx: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows of the positions in order, with padding and what is no row last; the positions; where each row's end."""
     N = input.numel()
     keys = empty((N,), torch.int32, input.device)
     wrap_triton(embedding_keys_kernel)[(cdiv(N, 1024),)](
@@ -171,7 +171,7 @@ def _sorted_places(input: Tensor, V: int, padding_idx: int) -> tuple[Tensor, Ten
 
 
 def _embedding_bwd(grad: Tensor, input: Tensor, num_rows: int, padding_idx: int) -> Tensor:
-    ordered, order, ends = _sorted_places(input, num_rows, padding_idx)
+    ordered, order, ends = _sorted_positions(input, num_rows, padding_idx)
     H = grad.shape[-1]
     dy = as_rows(grad)
     dw = empty((num_rows, H), grad.dtype, grad.device)
@@ -252,9 +252,9 @@ def embedding_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Samp
     yield Sample((rows(8, 4, 4), randn(8, 16)), why="powers of two")
     yield Sample((rows(11, 2, 3, 5).int(), randn(11, 37)), {"padding_idx": 3}, why="odd sizes, int32, padding")
     yield Sample((rows(5, 40) // 4 * 4, randn(6, 24), -1), why="two rows have all, the last one is padding")
-    yield Sample((rows(20, 300).clamp(max=5), randn(7, 24)), why="one row has most places")
-    yield Sample((rows(3, 0), randn(3, 8)), why="no places")
-    yield Sample((rows(5), randn(5, 8)), why="one place and no axis")
+    yield Sample((rows(20, 300).clamp(max=5), randn(7, 24)), why="one row has most positions")
+    yield Sample((rows(3, 0), randn(3, 8)), why="no positions")
+    yield Sample((rows(5), randn(5, 8)), why="one position and no axis")
     yield Sample((rows(9, 4, 6).t(), randn(20, 9).t()), why="everything strided")
     yield Sample((rows(4, 70), randn(4, 1500)), why="several blocks of columns")
 
@@ -301,7 +301,7 @@ def embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None) -> 
     Raises:
         TypeError: A dtype does not fit.
         ValueError: A shape, a device or `padding_idx` does not fit.
-        IndexError: On the CPU, a number is none of a row. On a GPU such a place becomes NaN and has no gradient.
+        IndexError: On the CPU, a number is none of a row. On a GPU such a position becomes NaN and has no gradient.
 
     Source: `torch.nn.functional.embedding`.
     """

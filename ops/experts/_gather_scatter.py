@@ -8,16 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.math import everywhere
-from llmk.ops.common.rows import contiguous, with_columns_side_by_side
+from llmk.ops.common.rows import contiguous, contiguous_last_dim, row_and_columns
 from llmk.registry import cdiv, empty, jit, next_power_of_2, wrap_triton
-
-
-@jit
-def _place(H, BLOCK_H: tl.constexpr):
-    """A program's row and columns."""
-    program = tl.program_id(0)
-    blocks = tl.cdiv(H, BLOCK_H)
-    return (program // blocks).to(tl.int64), (program % blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
 
 
 @jit
@@ -25,7 +17,7 @@ def gather_rows_kernel(
     x_ptr, positions_ptr, weights_ptr, offsets_ptr, rows_ptr, N, E, H, x_stride, K: tl.constexpr, BLOCK_H: tl.constexpr
 ):
     """A token is read once and written K times: its pairs lie too far apart for a cache to keep it."""
-    token, cols = _place(H, BLOCK_H)
+    token, cols = row_and_columns(H, BLOCK_H)
     count = N if offsets_ptr is None else tl.load(offsets_ptr + E - 1)
     x = tl.load(x_ptr + token * x_stride + cols, mask=cols < H, other=0.0)
     for k in tl.static_range(K):  # type: ignore[misc]
@@ -43,7 +35,7 @@ def sum_rows_kernel(
     rows_ptr, positions_ptr, weights_ptr, bias_ptr, indices_ptr, offsets_ptr, y_ptr, N, E, H, rows_stride,
     K: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    token, cols = _place(H, BLOCK_H)
+    token, cols = row_and_columns(H, BLOCK_H)
     count = N if offsets_ptr is None else tl.load(offsets_ptr + E - 1)
     total = tl.zeros((BLOCK_H,), dtype=tl.float32)
     for k in tl.static_range(K):
@@ -65,9 +57,9 @@ def sum_rows_kernel(
 
 
 @jit
-def dot_rows_kernel(table_ptr, places_ptr, dy_ptr, dot_ptr, M, K, H, table_stride, dy_stride, BLOCK_H: tl.constexpr):
+def dot_rows_kernel(table_ptr, indices_ptr, dy_ptr, dot_ptr, M, K, H, table_stride, dy_stride, BLOCK_H: tl.constexpr):
     pair = tl.program_id(0).to(tl.int64)
-    row = tl.load(places_ptr + pair).to(tl.int64)
+    row = tl.load(indices_ptr + pair).to(tl.int64)
     live = (row >= 0) & (row < M)
     table_ptr += row * table_stride
     dy_ptr += (pair // K) * dy_stride
@@ -103,7 +95,7 @@ def scatter_rows(dy: Tensor, positions: Tensor, weights: Tensor | None, N: int) 
 
 
 def _gather(x: Tensor, positions: Tensor, weights: Tensor | None, offsets: Tensor | None, rows: Tensor) -> None:
-    x, positions, weights = with_columns_side_by_side(x), positions.contiguous(), contiguous(weights)
+    x, positions, weights = contiguous_last_dim(x), positions.contiguous(), contiguous(weights)
     (T, K), (N, H), E = positions.shape, rows.shape, 0 if offsets is None else offsets.shape[0]
     block = _block(H)
     wrap_triton(gather_rows_kernel)[(T * cdiv(H, block["BLOCK_H"]),)](
@@ -124,7 +116,7 @@ def sum_rows(
     Without a bias, `weights [T, K]` multiply the rows. `bias [E, H]` is multiplied by them instead, for rows that were
     multiplied already. `offsets` say which rows experts have; without them it is all.
     """
-    rows, positions = with_columns_side_by_side(rows), positions.contiguous()
+    rows, positions = contiguous_last_dim(rows), positions.contiguous()
     weights, bias, indices = contiguous(weights), contiguous(bias), contiguous(indices)
     (T, K), (N, H) = positions.shape, rows.shape
     y = empty((T, H), rows.dtype, rows.device)
@@ -136,12 +128,12 @@ def sum_rows(
     return y
 
 
-def dot_rows(table: Tensor, places: Tensor, dy: Tensor, dtype: torch.dtype) -> Tensor:
-    """In the shape of `places [T, K]`: the product of row `places[t, k]` of `table [M, H]` with row t of `dy`."""
-    table, dy, places = with_columns_side_by_side(table), with_columns_side_by_side(dy), places.contiguous()
+def dot_rows(table: Tensor, indices: Tensor, dy: Tensor, dtype: torch.dtype) -> Tensor:
+    """In the shape of `indices [T, K]`: the product of row `indices[t, k]` of `table [M, H]` with row t of `dy`."""
+    table, dy, indices = contiguous_last_dim(table), contiguous_last_dim(dy), indices.contiguous()
     M, H = table.shape
-    dots = empty(tuple(places.shape), dtype, dy.device)
-    wrap_triton(dot_rows_kernel)[(places.numel(),)](
-        table, places, dy, dots, M, places.shape[1], H, table.stride(0), dy.stride(0), **_block(H)
+    dots = empty(tuple(indices.shape), dtype, dy.device)
+    wrap_triton(dot_rows_kernel)[(indices.numel(),)](
+        table, indices, dy, dots, M, indices.shape[1], H, table.stride(0), dy.stride(0), **_block(H)
     )
     return dots

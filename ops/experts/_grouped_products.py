@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.math import everywhere
-from llmk.ops.common.rows import contiguous, matrices_aligned, with_columns_side_by_side
+from llmk.ops.common.rows import contiguous, contiguous_last_dim, matrices_aligned
 from llmk.registry import cdiv, empty, jit, next_power_of_2, wrap_triton
 from llmk.registry.backends import INTERPRET
 from llmk.registry.devices import has_device_offsets
@@ -232,7 +232,7 @@ def group_sums(rows: Tensor, offsets: Tensor, order: Tensor | None = None, weigh
     """`[E, C]`: the sum of each expert's rows of `[N, C]`, times the weights of their pairs where those are given."""
     C, E = rows.shape[1], offsets.shape[0]
     out = empty((E, C), rows.dtype, rows.device)
-    rows, weights = with_columns_side_by_side(rows), contiguous(weights)
+    rows, weights = contiguous_last_dim(rows), contiguous(weights)
     wrap_triton(group_sums_kernel)[(cdiv(C, 64), E)](
         rows, offsets, order, weights, out, C, rows.stride(0), BLOCK_M=64, BLOCK_C=64, num_warps=4
     )

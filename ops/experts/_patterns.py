@@ -1,7 +1,7 @@
 """Patterns of experts in plain PyTorch by grouped products, as transformers has written them since its version 5.
 
 The N = T * K pairs of a token and one of its experts, numbered token by token, are sorted by expert: `perm` has the
-number of the pair that is at each place. Row by row stand the token, the products up to `offsets`, which say where each
+number of the pair at each position. Row by row stand the token, the products up to `offsets`, which say where each
 expert's rows end, and the routing weight; then the rows go back by the inverse of `perm` and are added up, K by K.
 
 Masks of rows whose pair has no expert, and clamps of the indices of such rows, may be there: `moe_experts` gives these
@@ -118,10 +118,10 @@ class _Inverse(Pattern):
         given = arguments(value, "self", "indices", "values") if name_of(value) in ("index_put", "index_put_") else None
         if given is None:
             return
-        memory, indices, places = given["self"], given["indices"], given["values"]
-        if name_of(memory) in ("empty_like", "zeros_like", "empty", "zeros") and _counts(places):
-            for inner in find([PERM], indices, match.with_node(value).with_node(memory).with_node(places)):
-                if all(_same_shape(x, indices[0]) for x in (memory, places)):
+        memory, indices, positions = given["self"], given["indices"], given["values"]
+        if name_of(memory) in ("empty_like", "zeros_like", "empty", "zeros") and _counts(positions):
+            for inner in find([PERM], indices, match.with_node(value).with_node(memory).with_node(positions)):
+                if all(_same_shape(x, indices[0]) for x in (memory, positions)):
                     yield inner
 
 

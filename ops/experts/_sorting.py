@@ -61,11 +61,11 @@ def check_indices(indices: Tensor, input: Tensor) -> None:
     check_same("indices", indices, "input", input)
 
 
-def check_weights(weights: Tensor, places: Tensor, name: str, like: Tensor, like_name: str) -> None:
-    """Routing weights: float32 or the dtype of `like`, in the shape of `places`."""
+def check_weights(weights: Tensor, pairs: Tensor, name: str, like: Tensor, like_name: str) -> None:
+    """Routing weights: float32 or the dtype of `like`, in the shape of `pairs`."""
     check_dtype("weights", weights, (torch.float32, like.dtype))
-    if weights.shape != places.shape:
+    if weights.shape != pairs.shape:
         raise ValueError(
-            f"weights: expected shape {tuple(places.shape)} (the shape of {name}), got {tuple(weights.shape)}"
+            f"weights: expected shape {tuple(pairs.shape)} (the shape of {name}), got {tuple(weights.shape)}"
         )
     check_same("weights", weights, like_name, like)

@@ -67,7 +67,7 @@ def _grouped_linear_fwd(
 
 
 def _grouped_linear_bwd(
-    grad: Tensor, input: Tensor | None, weight: Tensor | None, offsets: Tensor, transposed: bool, need_db: bool
+    grad: Tensor, input: Tensor | None, weight: Tensor | None, offsets: Tensor, transposed: bool, need_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx where there is a weight, dW where there is an input, db where asked for; an empty tensor for each other."""
     offsets = _in_range(offsets, grad.shape[0])
@@ -76,7 +76,7 @@ def _grouped_linear_bwd(
         dx = grouped_rows(grad, weight if transposed else weight.transpose(1, 2), offsets)
     if input is not None:
         dw = grouped_outer(input, grad, offsets) if transposed else grouped_outer(grad, input, offsets)
-    if need_db:
+    if need_bias:
         db = group_sums(grad, offsets)
     return dx, dw, db
 
@@ -96,7 +96,7 @@ def _(input: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, trans
 
 
 @grouped_linear_bwd.register_kernel("cpu")
-def _(grad, input, weight, offsets, transposed, need_db) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad, input, weight, offsets, transposed, need_bias) -> tuple[Tensor, Tensor, Tensor]:
     dtype, groups = grad.dtype, groups_of(offsets)
     dx, dw, db = (torch.empty((0,), dtype=dtype, device=grad.device) for _ in range(3))
     if weight is not None:
@@ -104,7 +104,7 @@ def _(grad, input, weight, offsets, transposed, need_db) -> tuple[Tensor, Tensor
     if input is not None:
         a, b = (input, grad) if transposed else (grad, input)
         dw = grouped_outer_cpu(a, b, groups).to(dtype)
-    if need_db:
+    if need_bias:
         db = torch.stack([grad[begin:end].float().sum(0) for begin, end in groups]).to(dtype)
     return dx, dw, db
 
@@ -115,14 +115,14 @@ def _(input: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, trans
 
 
 @grouped_linear_bwd.register_fake
-def _(grad, input, weight, offsets, transposed, need_db) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad, input, weight, offsets, transposed, need_bias) -> tuple[Tensor, Tensor, Tensor]:
     (N, D), E = grad.shape, offsets.shape[0]
     dx = grad.new_empty((0,) if weight is None else (N, weight.shape[1 if transposed else 2]))
     if input is None:
         dw = grad.new_empty((0,))
     else:
         dw = grad.new_empty((E, input.shape[1], D) if transposed else (E, D, input.shape[1]))
-    return dx, dw, grad.new_empty((E, D) if need_db else (0,))
+    return dx, dw, grad.new_empty((E, D) if need_bias else (0,))
 
 
 @grouped_linear_fwd.register_flop_formula
@@ -131,30 +131,19 @@ def _(input: Tensor, weight: Tensor, offsets, bias, transposed, out_val=None) ->
 
 
 @grouped_linear_bwd.register_flop_formula
-def _(grad, input, weight, offsets, transposed, need_db, out_val=None) -> int:
+def _(grad, input, weight, offsets, transposed, need_bias, out_val=None) -> int:
     features = [] if input is None else [input.shape[1]]
     if weight is not None:
         features.append(weight.shape[1 if transposed else 2])
     return sum(2 * grad.numel() * H for H in features)
 
 
-for _op in (grouped_linear_fwd, grouped_linear_bwd):
-    _op.register_sharding(replicate_only)
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    input, weight, offsets, _, ctx.transposed = inputs
-    need_dx, need_dw, *_ = ctx.needs_input_grad
-    ctx.save_for_backward(input if need_dw else None, weight if need_dx else None, offsets)
-
-
-def _backward(ctx, grad):
-    need_dx, need_dw, _, need_db, _ = ctx.needs_input_grad
-    dx, dw, db = grouped_linear_bwd(grad, *ctx.saved_tensors, ctx.transposed, need_db)
-    return dx if need_dx else None, dw if need_dw else None, None, db if need_db else None, None
-
-
-grouped_linear_fwd.register_autograd(_backward, setup_context=_setup_context)
+grouped_linear_fwd.register_sharding(replicate_only)
+grouped_linear_fwd.register_backward(
+    grouped_linear_bwd,
+    depends_on=[["input", "weight", "bias"]],
+    saved_if={"input": lambda need_weight: need_weight, "weight": lambda need_input: need_input},
+)
 
 
 def grouped_linear_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -73,6 +73,7 @@ from llmk.registry import (
     check_same,
     check_shape,
     check_switch,
+    or_no_gradient,
     public_op,
     replicate_only,
 )
@@ -146,11 +147,7 @@ def _moe_experts_up_bwd(
     if input is not None:
         tokens = gather_rows(input, positions, offsets)
         dw = grouped_outer(tokens, grad, offsets) if transposed else grouped_outer(grad, tokens, offsets)
-    return _or_empty(dx, grad), _or_empty(dw, grad)
-
-
-def _or_empty(gradient: Tensor | None, like: Tensor) -> Tensor:
-    return torch.empty((0,), dtype=like.dtype, device=like.device) if gradient is None else gradient
+    return or_no_gradient(dx, grad), or_no_gradient(dw, grad)
 
 
 moe_experts_up_fwd = KernelOp(_moe_experts_up_fwd, opaque=True)
@@ -176,7 +173,7 @@ def _(grad, input, gate_up, order, positions, offsets, transposed) -> tuple[Tens
         tokens = input[order // positions.shape[1]]
         a, b = (tokens, grad) if transposed else (grad, tokens)
         dw = grouped_outer_cpu(a, b, groups).to(grad.dtype)
-    return _or_empty(dx, grad), _or_empty(dw, grad)
+    return or_no_gradient(dx, grad), or_no_gradient(dw, grad)
 
 
 @moe_experts_up_fwd.register_fake
@@ -214,19 +211,12 @@ def _(grad, input, gate_up, order, positions, offsets, transposed, out_val=None)
     return sum(2 * grad.numel() * H for H in features)
 
 
-def _setup_up(ctx, inputs, output) -> None:
-    input, gate_up, _, ctx.transposed = inputs
-    need_dx, need_dw, *_ = ctx.needs_input_grad
-    ctx.save_for_backward(input if need_dw else None, gate_up if need_dx else None, *output[1:])
-
-
-def _up_backward(ctx, grad):
-    need_dx, need_dw, *_ = ctx.needs_input_grad
-    dx, dw = moe_experts_up_bwd(grad, *ctx.saved_tensors, ctx.transposed)
-    return dx if need_dx else None, dw if need_dw else None, None, None
-
-
-moe_experts_up_fwd.register_autograd(_up_backward, setup_context=_setup_up)
+moe_experts_up_fwd.register_backward(
+    moe_experts_up_bwd,
+    outputs=("rows", "order", "positions", "offsets"),
+    depends_on=[["input", "gate_up"]],
+    saved_if={"input": lambda need_gate_up: need_gate_up, "gate_up": lambda need_input: need_input},
+)
 
 # The gated unit, the second product and the sums.
 
@@ -248,7 +238,7 @@ def _moe_experts_down_bwd(
     grad: Tensor, rows: Tensor, gate_up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None, weights: Tensor,
     indices: Tensor, order: Tensor, positions: Tensor, offsets: Tensor,
     activation: str, interleaved: bool, transposed: bool, limit: float, alpha: float, up_offset: float,
-    need_up_bias: bool, need_down: bool, need_down_bias: bool, need_weights: bool,
+    need_gate_up_bias: bool, need_down: bool, need_down_bias: bool, need_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of the rows, the first bias, `down`, the second bias and the weights; empty where not needed."""
     gate = Gate(activation, interleaved, limit, alpha, up_offset)
@@ -267,10 +257,10 @@ def _moe_experts_down_bwd(
         ddown = grouped_outer(hidden, dy, offsets) if transposed else grouped_outer(dy, hidden, offsets)
     return (
         drows,
-        _or_empty(group_sums(drows, offsets) if need_up_bias else None, grad),
-        _or_empty(ddown, grad),
-        _or_empty(group_sums(dy, offsets, order, weights) if need_down_bias else None, grad),
-        _or_empty(dweights, weights),
+        or_no_gradient(group_sums(drows, offsets) if need_gate_up_bias else None, grad),
+        or_no_gradient(ddown, grad),
+        or_no_gradient(group_sums(dy, offsets, order, weights) if need_down_bias else None, grad),
+        or_no_gradient(dweights, grad),
     )
 
 
@@ -307,7 +297,7 @@ def _(
 def _(
     grad, rows, gate_up_bias, down, down_bias, weights, indices, order, positions, offsets,
     activation, interleaved, transposed, limit, alpha, up_offset,
-    need_up_bias, need_down, need_down_bias, need_weights,
+    need_gate_up_bias, need_down, need_down_bias, need_weights,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     gate, groups = Gate(activation, interleaved, limit, alpha, up_offset), groups_of(offsets)
     of_rows, dtype = weights.float().flatten()[order], rows.dtype
@@ -316,7 +306,7 @@ def _(
     hidden, drows, dots = gated_rows_backward_cpu(dh, _with_bias(rows, gate_up_bias, groups), of_rows, gate)
     dup_bias = ddown = ddown_bias = dweights = None
     drows[groups[-1][1] :] = 0
-    if need_up_bias:
+    if need_gate_up_bias:
         dup_bias = torch.stack([drows[begin:end].sum(0) for begin, end in groups]).to(dtype)
     if need_down:
         a, b = (hidden.to(dtype), dy) if transposed else (dy, hidden.to(dtype))
@@ -332,10 +322,10 @@ def _(
         dweights = dots[positions.long()].to(weights.dtype)
     return (
         drows.to(dtype),
-        _or_empty(dup_bias, grad),
-        _or_empty(ddown, grad),
-        _or_empty(ddown_bias, grad),
-        _or_empty(dweights, weights),
+        or_no_gradient(dup_bias, grad),
+        or_no_gradient(ddown, grad),
+        or_no_gradient(ddown_bias, grad),
+        or_no_gradient(dweights, grad),
     )
 
 
@@ -343,24 +333,6 @@ def _(
 def _(rows, gate_up_bias, down, down_bias, weights, indices, order, positions, offsets, *options) -> Tensor:
     transposed = options[2]
     return rows.new_empty((positions.shape[0], down.shape[2 if transposed else 1]))
-
-
-@moe_experts_down_bwd.register_fake
-def _(
-    grad, rows, gate_up_bias, down, down_bias, weights, indices, order, positions, offsets, *options
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    E, needs = offsets.shape[0], options[-4:]
-    shapes = [(E, rows.shape[1]), down.shape, (E, grad.shape[1])]
-    up_bias, of_down, down_bias = (
-        rows.new_empty(shape if need else (0,)) for shape, need in zip(shapes, needs, strict=False)
-    )
-    return (
-        rows.new_empty(rows.shape),
-        up_bias,
-        of_down,
-        down_bias,
-        weights.new_empty(weights.shape if needs[3] else (0,)),
-    )
 
 
 @moe_experts_down_fwd.register_flop_formula
@@ -373,24 +345,11 @@ def _(grad, rows, gate_up_bias, down, *args, out_val=None) -> int:
     return 2 * rows.shape[0] * down.shape[1] * down.shape[2] * (1 + args[-3])
 
 
-for _op in (moe_experts_up_fwd, moe_experts_up_bwd, moe_experts_down_fwd, moe_experts_down_bwd):
+for _op in (moe_experts_up_fwd, moe_experts_down_fwd):
     _op.register_sharding(replicate_only)
-
-
-def _setup_down(ctx, inputs, output) -> None:
-    ctx.options = inputs[9:]
-    ctx.save_for_backward(*inputs[:9])
-
-
-def _down_backward(ctx, grad):
-    need_rows, need_up_bias, need_down, need_down_bias, need_weights, *_ = ctx.needs_input_grad
-    needs = need_rows, need_up_bias, need_down, need_down_bias, need_weights
-    gradients = moe_experts_down_bwd(grad, *ctx.saved_tensors, *ctx.options, *needs[1:])
-    found = [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
-    return *found, *[None] * (4 + len(ctx.options))
-
-
-moe_experts_down_fwd.register_autograd(_down_backward, setup_context=_setup_down)
+moe_experts_down_fwd.register_backward(
+    moe_experts_down_bwd, depends_on=[["rows", "gate_up_bias", "down", "down_bias", "weights"]]
+)
 
 
 def _experts(

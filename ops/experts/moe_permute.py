@@ -30,7 +30,7 @@ from llmk.ops.experts._sorting import (
     raise_out_of_range,
     sort_by_expert,
 )
-from llmk.registry import Cost, KernelOp, Sample, check_dtype, check_same, public_op, replicate_only
+from llmk.registry import Cost, KernelOp, Sample, check_dtype, check_same, or_no_gradient, public_op, replicate_only
 
 
 def moe_permute_reference(input: Tensor, indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,14 +64,11 @@ def _moe_unpermute_fwd(input: Tensor, positions: Tensor, weights: Tensor | None)
 
 
 def _moe_unpermute_bwd(
-    grad: Tensor, input: Tensor, positions: Tensor, weights: Tensor | None, need_dx: bool, need_dw: bool
+    grad: Tensor, input: Tensor, positions: Tensor, weights: Tensor | None, need_input: bool, need_weights: bool
 ) -> tuple[Tensor, Tensor]:
-    dx = torch.empty((0,), dtype=grad.dtype, device=grad.device)
-    if need_dx:
-        dx = scatter_rows(grad, positions, weights, input.shape[0])
-    if weights is None or not need_dw:
-        return dx, torch.empty((0,), dtype=grad.dtype, device=grad.device)
-    return dx, dot_rows(input, positions, grad, weights.dtype)
+    dx = scatter_rows(grad, positions, weights, input.shape[0]) if need_input else None
+    dw = dot_rows(input, positions, grad, weights.dtype) if weights is not None and need_weights else None
+    return or_no_gradient(dx, grad), or_no_gradient(dw, grad)
 
 
 # A graph keeps each as one node: on a CPU the values of indices are looked at.
@@ -108,16 +105,16 @@ def _(input: Tensor, positions: Tensor, weights: Tensor | None) -> Tensor:
 
 
 @moe_unpermute_bwd.register_kernel("cpu")
-def _(grad, input, positions, weights, need_dx, need_dw) -> tuple[Tensor, Tensor]:
-    dx = dw = torch.empty((0,), dtype=grad.dtype, device=grad.device)
-    if need_dx:
+def _(grad, input, positions, weights, need_input, need_weights) -> tuple[Tensor, Tensor]:
+    dx = dw = None
+    if need_input:
         rows = grad.float().unsqueeze(1).expand(*positions.shape, -1)
         rows = rows if weights is None else rows * weights.float().unsqueeze(-1)
         dx = torch.empty(input.shape, dtype=grad.dtype, device=grad.device)
         dx[positions.flatten().long()] = rows.flatten(0, 1).to(grad.dtype)
-    if weights is not None and need_dw:
+    if weights is not None and need_weights:
         dw = (input[positions.long()].float() * grad.float().unsqueeze(1)).sum(-1).to(weights.dtype)
-    return dx, dw.clone()
+    return or_no_gradient(dx, grad), or_no_gradient(dw, grad)
 
 
 @moe_permute_fwd.register_fake
@@ -140,41 +137,10 @@ def _(input: Tensor, positions: Tensor, weights: Tensor | None) -> Tensor:
     return input.new_empty((positions.shape[0], input.shape[1]))
 
 
-@moe_unpermute_bwd.register_fake
-def _(grad, input, positions, weights, need_dx, need_dw) -> tuple[Tensor, Tensor]:
-    dx = grad.new_empty(input.shape if need_dx else (0,))
-    if weights is None or not need_dw:
-        return dx, grad.new_empty((0,))
-    return dx, weights.new_empty(weights.shape)
-
-
-for _op in (moe_permute_fwd, moe_permute_bwd, moe_unpermute_fwd, moe_unpermute_bwd):
+for _op in (moe_permute_fwd, moe_unpermute_fwd):
     _op.register_sharding(replicate_only)
-
-
-def _setup_permute(ctx, inputs, output) -> None:
-    _, positions, offsets = output
-    ctx.save_for_backward(positions, offsets)
-
-
-def _permute_backward(ctx, grad):
-    return moe_permute_bwd(grad, *ctx.saved_tensors), None, None
-
-
-moe_permute_fwd.register_autograd(_permute_backward, setup_context=_setup_permute, depends_on=[["input"]])
-
-
-def _setup_unpermute(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _unpermute_backward(ctx, grad):
-    need_dx, _, need_dw = ctx.needs_input_grad
-    dx, dw = moe_unpermute_bwd(grad, *ctx.saved_tensors, need_dx, need_dw)
-    return dx if need_dx else None, None, dw if need_dw else None
-
-
-moe_unpermute_fwd.register_autograd(_unpermute_backward, setup_context=_setup_unpermute)
+moe_permute_fwd.register_backward(moe_permute_bwd, outputs=("permuted", "positions", "offsets"), depends_on=[["input"]])
+moe_unpermute_fwd.register_backward(moe_unpermute_bwd, depends_on=[["input", "weights"]])
 
 
 def moe_permute_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

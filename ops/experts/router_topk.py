@@ -33,6 +33,7 @@ from torch import Tensor
 
 from llmk.ops.common.math import exp
 from llmk.ops.common.rows import as_rows, contiguous
+from llmk.ops.common.samples import normal_resized
 from llmk.registry import (
     LARGEST,
     Cost,
@@ -133,7 +134,7 @@ def router_topk_kernel(
 ):  # fmt: skip
     scale = tl.cast(scale, tl.float32)
     row = tl.program_id(0).to(tl.int64)
-    cols, places = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
+    cols, slots = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
     mask = cols < E
     scores = _scores(tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32), mask, SOFTMAX)
     choice = scores
@@ -147,12 +148,12 @@ def router_topk_kernel(
     weights = tl.zeros((BLOCK_K,), dtype=tl.float32)
     for k in range(0, K):
         expert = tl.argmax(choice, axis=0)
-        weights = tl.where(places == k, tl.sum(tl.where(cols == expert, scores, 0.0), axis=0), weights)
+        weights = tl.where(slots == k, tl.sum(tl.where(cols == expert, scores, 0.0), axis=0), weights)
         choice = tl.where(cols == expert, float("-inf"), choice)
         tl.store(indices_ptr + row * K + k, expert.to(tl.int64))
     if NORMALIZE:
         weights = tl.div_rn(weights, tl.zeros_like(weights) + (tl.sum(weights, axis=0) + 1e-20))
-    tl.store(weights_ptr + row * K + places, weights * scale, mask=places < K)
+    tl.store(weights_ptr + row * K + slots, weights * scale, mask=slots < K)
 
 
 @jit
@@ -268,8 +269,8 @@ def _(grad, input, indices, scoring, normalize, scale) -> Tensor:
         total = chosen.sum(-1, keepdim=True)
         S = total + TINIEST_SUM
         origin = grad.gather(-1, grad.abs().argmin(-1, keepdim=True))
-        most, place = chosen.max(-1, keepdim=True)
-        origin = torch.where(most > 0.5 * total, grad.gather(-1, place), origin)
+        most, index = chosen.max(-1, keepdim=True)
+        origin = torch.where(most > 0.5 * total, grad.gather(-1, index), origin)
         rest = grad - origin
         mean = (rest * chosen).sum(-1, keepdim=True) / S
         of_chosen = scale / S * (rest - mean + origin * (TINIEST_SUM / S))
@@ -286,26 +287,8 @@ def _(input: Tensor, bias: Tensor | None, top_k: int, *options) -> tuple[Tensor,
     return input.new_empty(shape, dtype=torch.float32), input.new_empty(shape, dtype=torch.int64)
 
 
-@router_topk_bwd.register_fake
-def _(grad: Tensor, input: Tensor, *rest) -> Tensor:
-    return input.new_empty(input.shape)
-
-
-for _op in (router_topk_fwd, router_topk_bwd):
-    _op.register_sharding(replicate_only)
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    input, _, _, ctx.scoring, _, _, ctx.normalize, ctx.scale = inputs
-    ctx.save_for_backward(input, output[1])
-
-
-def _backward(ctx, grad):
-    dx = router_topk_bwd(grad, *ctx.saved_tensors, ctx.scoring, ctx.normalize, ctx.scale)
-    return dx, *[None] * 7
-
-
-router_topk_fwd.register_autograd(_backward, setup_context=_setup_context, depends_on=[["input"]])
+router_topk_fwd.register_sharding(replicate_only)
+router_topk_fwd.register_backward(router_topk_bwd, outputs=("weights", "indices"), depends_on=[["input"]])
 
 
 def router_topk_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -322,10 +305,6 @@ def router_topk_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sa
     yield Sample((randn(0, 16), 2), why="no tokens")
     yield Sample((randn(16, 9).t(), 2), why="strided")
     yield Sample((randn(2, 300), 8), {"scoring": "sigmoid", "bias": randn(300)}, why="more than a warp, bias in dtype")
-
-
-def router_topk_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
-    return Sample((torch.randn(rows, 24, device=device, dtype=dtype), 4), why="resized")
 
 
 def router_topk_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -345,7 +324,7 @@ def router_topk_cost(input: Tensor, top_k: int, **options: object) -> Cost:
     differentiable=("input",),
     kernel_ops=(router_topk_fwd, router_topk_bwd),
     samples=router_topk_samples,
-    resized=router_topk_resized,
+    resized=normal_resized(lambda rows: ((rows, 24), 4)),
     workloads=router_topk_workloads,
     cost=router_topk_cost,
 )

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from llmk.ops.common.activations import ACTIVATIONS, gelu_reference
 from llmk.ops.common.activations import activation as activation_of
+from llmk.ops.common.samples import normal_resized
 from llmk.ops.linear._linear_act_kernels import (
     activate_product,
     activation_gradient,
@@ -78,7 +79,7 @@ FUSED_K = 1024
 
 
 def choose_path(x: Tensor, weight: Tensor, activation: str, keep_z: bool) -> str:
-    """How z and y are made: "epilogue", "fused" or "separate". Of a symbolic M it is the example that decides.
+    """Return how z and y are made: "epilogue", "fused" or "separate". The size hint of a symbolic M decides.
 
     - "epilogue": cuBLASLt's product with its own activation. PyTorch offers none that also writes z.
     - "fused": the Triton product. It is slower than cuBLAS's by a share of the product's time, 2 M N K / rate, and
@@ -312,11 +313,6 @@ def linear_act_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sam
         yield sample(special, randn(8, 16), randn(8), activation, f"NaN and infinity, {activation}")
 
 
-def linear_act_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
-    x, weight, bias = (torch.randn(*shape, device=device, dtype=dtype) for shape in [(rows, 48), (40, 48), (40,)])
-    return Sample((x, weight, bias), {"activation": "silu"}, why="resized")
-
-
 def linear_act_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     for M, K, N, activation in [
         (8192, 4096, 14336, "relu"),
@@ -345,7 +341,7 @@ def linear_act_cost(input: Tensor, weight: Tensor, bias: Tensor | None = None, *
     differentiable=("input", "weight", "bias"),
     kernel_ops=(linear_act_fwd, linear_act_bwd),
     samples=linear_act_samples,
-    resized=linear_act_resized,
+    resized=normal_resized(lambda rows: ((rows, 48), (40, 48), (40,)), activation="silu"),
     workloads=linear_act_workloads,
     cost=linear_act_cost,
     error_bound=linear_act_error_bound,

@@ -7,7 +7,7 @@ backward pass makes the gradient, from the two tensors once more; so it does in 
 still to be scaled. A row whose label is `ignore_index` is never read.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -17,15 +17,17 @@ from torch import Tensor
 from llmk.ops.common.rows import as_rows, contiguous
 from llmk.ops.common.scaling import SavedGradients, mean_of_all, save_gradients, scale_op
 from llmk.ops.common.sums import mean_of_rows, sum_to_scalar
+from llmk.ops.loss.cross_entropy_cpu import mean_of_rows_cpu
+from llmk.ops.loss.cross_entropy_options import check_classes
 from llmk.ops.loss.divergence_math import Mixture, divergence_of, divergence_of_cpu
 from llmk.registry import (
     PARTIAL,
     REPLICATE,
     KernelOp,
+    Sample,
     cdiv,
-    check_dtype,
-    check_same,
-    check_shape,
+    check_like,
+    check_rows,
     empty,
     jit,
     next_power_of_2,
@@ -38,19 +40,19 @@ from llmk.registry import (
 
 @jit
 def divergence_kernel(
-    x_ptr, y_ptr, label_ptr, loss_ptr, count_ptr, dx_ptr, divisor_ptr,
+    x_ptr, y_ptr, label_ptr, loss_ptr, count_ptr, dx_ptr, denominator_ptr,
     N, slices, x_stride, y_stride, ignore_index, rows, beta, rest,
     FORM: tl.constexpr, EXACT: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """A slice of a row: what it adds to the loss, and its gradient, divided by `divisor` or by `rows`."""
+    """A slice of a row: what it adds to the loss, and its gradient, divided by `denominator` or by `rows`."""
     program, part = tl.program_id(0) // slices, tl.program_id(0) % slices
     row = program.to(tl.int64)
     counts = tl.full((), 1, dtype=tl.int32)
     if label_ptr is not None:
         counts = (tl.load(label_ptr + row).to(tl.int64) != ignore_index).to(tl.int32)
     inverse = tl.div_rn(1.0, tl.cast(rows, tl.float32))
-    if divisor_ptr is not None:
-        inverse = tl.div_rn(1.0, tl.load(divisor_ptr))
+    if denominator_ptr is not None:
+        inverse = tl.div_rn(1.0, tl.load(denominator_ptr))
     total = tl.zeros((BLOCK_N,), dtype=tl.float32)
     x_ptr += row * x_stride
     y_ptr += row * y_stride
@@ -63,10 +65,10 @@ def divergence_kernel(
         read = cols < N * counts
         x = tl.load(x_ptr + cols, mask=read, other=0.0).to(tl.float32)
         y = tl.load(y_ptr + cols, mask=read, other=0.0).to(tl.float32)
-        f, slope = divergence_of(x, y, beta, rest, FORM, EXACT)
+        f, df = divergence_of(x, y, beta, rest, FORM, EXACT)
         total += tl.where(read, f, 0.0)
         if dx_ptr is not None:
-            dx = tl.where(read, slope * inverse, 0.0)
+            dx = tl.where(read, df * inverse, 0.0)
             tl.store(dx_ptr + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     tl.store(loss_ptr + tl.program_id(0), tl.sum(total, axis=0))
     tl.store(count_ptr + tl.program_id(0), tl.where(part == 0, counts, 0).to(tl.float32))
@@ -89,8 +91,8 @@ def divergence_backward_kernel(
     g = tl.load(grad_ptr + row * grad_stride)
     x = tl.load(x_ptr + row * x_stride + cols, mask=read, other=0.0).to(tl.float32)
     y = tl.load(y_ptr + row * y_stride + cols, mask=read, other=0.0).to(tl.float32)
-    _, slope = divergence_of(x, y, beta, rest, FORM, EXACT)
-    dx = tl.where(read, g * slope, 0.0)
+    _, df = divergence_of(x, y, beta, rest, FORM, EXACT)
+    dx = tl.where(read, g * df, 0.0)
     tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
@@ -145,13 +147,13 @@ class Rows(NamedTuple):
     mean: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def _launch(call: Call, slices: int, dx: Tensor | None, divisor: Tensor | None, rows: int) -> tuple[Tensor, Tensor]:
+def _launch(call: Call, slices: int, dx: Tensor | None, denominator: Tensor | None, rows: int) -> tuple[Tensor, Tensor]:
     x, y = as_rows(call.input), as_rows(call.target)
     M, N = x.shape
     loss, count = (empty((M, slices), torch.float32, x.device) for _ in range(2))
     sizes = N, slices, x.stride(0), y.stride(0), call.ignore_index, rows
     wrap_triton(divergence_kernel)[(M * slices,)](
-        x, y, contiguous(call.labels), loss, count, dx, divisor, *sizes, *call.mixture.numbers(), **call.options()
+        x, y, contiguous(call.labels), loss, count, dx, denominator, *sizes, *call.mixture.numbers(), **call.options()
     )
     return loss, count
 
@@ -165,10 +167,10 @@ def _parts(call: Call, need_dx: bool, divided: bool) -> tuple[Tensor, Tensor, Te
     x = call.input
     N = x.shape[-1]
     M = x.numel() // N
-    divisor = call.counts().sum(dtype=torch.float32) if need_dx and divided and call.labels is not None else None
+    denominator = call.counts().sum(dtype=torch.float32) if need_dx and divided and call.labels is not None else None
     dx = empty(x.shape if need_dx else (0,), x.dtype, x.device)
     slices = min(cdiv(size_hint(N), _block(N)["BLOCK_N"]), max(1, PROGRAMS // max(size_hint(M), 1)))
-    loss, count = _launch(call, slices, dx if need_dx else None, divisor, M if divided else 1)
+    loss, count = _launch(call, slices, dx if need_dx else None, denominator, M if divided else 1)
     return loss, count, dx
 
 
@@ -191,33 +193,28 @@ def _each_cpu(call: Call) -> Tensor:
 
 def _parts_cpu(call: Call, need_dx: bool, divided: bool) -> tuple[Tensor, Tensor, Tensor]:
     x, counts = call.input, call.counts()
-    f, slope = divergence_of_cpu(x.float(), call.target.float(), call.mixture.beta)
+    f, df = divergence_of_cpu(x.float(), call.target.float(), call.mixture.beta)
     dx = empty((0,), x.dtype, x.device)
     if need_dx:
-        slope = slope / counts.sum() if divided else slope
-        dx = torch.where(counts.unsqueeze(-1), slope, 0.0).to(x.dtype).contiguous()
+        df = df / counts.sum() if divided else df
+        dx = torch.where(counts.unsqueeze(-1), df, 0.0).to(x.dtype).contiguous()
     return torch.where(counts, f.sum(-1), 0.0), counts.float(), dx
 
 
 def _gradients_cpu(grad: Tensor, call: Call) -> Tensor:
-    _, slope = divergence_of_cpu(call.input.float(), call.target.float(), call.mixture.beta)
-    dx = torch.where(call.counts().unsqueeze(-1), grad.unsqueeze(-1) * slope, 0.0)
+    _, df = divergence_of_cpu(call.input.float(), call.target.float(), call.mixture.beta)
+    dx = torch.where(call.counts().unsqueeze(-1), grad.unsqueeze(-1) * df, 0.0)
     return dx.to(call.input.dtype).contiguous()
 
 
-def _mean_cpu(loss: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    divisor = count.sum()
-    return loss.sum() / divisor, divisor
-
-
 KERNELS = Rows(_each, _gradients, _parts, sum_to_scalar, mean_of_rows)
-CPU = Rows(_each_cpu, _gradients_cpu, _parts_cpu, torch.sum, _mean_cpu)
+CPU = Rows(_each_cpu, _gradients_cpu, _parts_cpu, torch.sum, mean_of_rows_cpu)
 
 
 def _reduced(rows: Rows, call: Call, reduction: str, need_dx: bool) -> tuple[Tensor, Tensor, Tensor]:
     """The loss `[...]` or `[]`; what its gradient is still to be divided by, `[]`, or else `[0]`; that gradient.
 
-    "total" is the sum, with the divisor of the mean: what processes with some rows each add up first.
+    "total" is the sum, with the denominator of the mean: what processes with some rows each add up first.
     """
     nothing = empty((0,), torch.float32, call.input.device)
     if reduction == "none":
@@ -225,8 +222,8 @@ def _reduced(rows: Rows, call: Call, reduction: str, need_dx: bool) -> tuple[Ten
     divided = reduction == "mean" and _in_forward(reduction, call.input.dtype)
     loss, count, dx = rows.parts(call, need_dx, divided)
     if reduction == "mean":
-        mean, divisor = rows.mean(loss, count)
-        return mean, nothing if divided else divisor, dx
+        mean, denominator = rows.mean(loss, count)
+        return mean, nothing if divided else denominator, dx
     return rows.sum(loss), rows.sum(count) if reduction == "total" else nothing, dx
 
 
@@ -287,8 +284,8 @@ class DivergenceOps:
         if ctx.in_forward:
             dx = SavedGradients(ctx, grad, self.scale).times(0)
         else:
-            input, target, labels, divisor = ctx.saved_tensors
-            grad = grad if divisor is None else grad / divisor
+            input, target, labels, denominator = ctx.saved_tensors
+            grad = grad if denominator is None else grad / denominator
             dx = self.backward(grad.expand(input.shape[:-1]), input, target, labels, ctx.beta, ctx.ignore_index)
         return dx, *[None] * 6
 
@@ -303,37 +300,52 @@ class DivergenceOps:
         sharded: bool,
     ) -> Tensor:
         """The loss, once the tensors fit; `sharded` if one of them is a DTensor."""
-        check_dtype("input", input)
-        if input.dim() == 0 or input.shape[-1] == 0:
-            raise ValueError(f"input: expected shape [..., V] with V at least 1, got {tuple(input.shape)}")
-        check_shape("target", target, input.shape, "the shape of input")
-        check_same("target", target, "input", input, dtype=True)
+        check_rows("input", input, "V")
+        check_like("target", target, "input", input)
         if labels is not None:
-            check_dtype("labels", labels, (torch.int64, torch.int32))
-            check_shape("labels", labels, input.shape[:-1], "the shape of input without its last axis")
-            check_same("labels", labels, "input", input)
+            check_classes("labels", labels, input)
         if reduction == "mean" and sharded:
-            total, divisor, _ = self.forward(input, target, labels, beta, ignore_index, "total")
-            return mean_of_all(total, divisor.detach(), weighted=False)
+            total, denominator, _ = self.forward(input, target, labels, beta, ignore_index, "total")
+            return mean_of_all(total, denominator.detach(), weighted=False)
         loss, *_ = self.forward(input, target, labels, beta, ignore_index, reduction)
         return loss
 
 
+def divergence_resized(activation: Callable[..., Tensor]) -> Callable[..., Sample]:
+    """`Op.resized` of rows that `activation` makes of normal numbers."""
+
+    def resized(rows: int, device: torch.device, dtype: torch.dtype, classes: int = 48, why: str = "resized") -> Sample:
+        x, y = (activation(torch.randn(rows, classes, device=device, dtype=dtype), -1) for _ in range(2))
+        return Sample((x, y), why=why)
+
+    return resized
+
+
+def divergence_workloads(activation: Callable[..., Tensor]) -> Callable[..., Iterator[Sample]]:
+    """`Op.workloads` likewise."""
+
+    def workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+        for rows, classes in [(4096, 32000), (4096, 128256)]:
+            yield divergence_resized(activation)(rows, device, dtype, classes, f"{rows}x{classes}")
+
+    return workloads
+
+
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     input, target, labels, ctx.beta, ctx.ignore_index, reduction, _ = inputs
-    _, divisor, dx = output
+    _, denominator, dx = output
     ctx.in_forward = _in_forward(reduction, input.dtype)
     if ctx.in_forward:
         save_gradients(ctx, None, dx)
     else:
-        ctx.save_for_backward(input, target, labels, divisor if reduction == "mean" else None)
+        ctx.save_for_backward(input, target, labels, denominator if reduction == "mean" else None)
 
 
 def _fake_forward(input: Tensor, reduction: str, need_dx: bool) -> tuple[Tensor, Tensor, Tensor]:
     loss = input.new_empty(input.shape[:-1] if reduction == "none" else (), dtype=torch.float32)
     left = reduction == "total" or (reduction == "mean" and not _in_forward(reduction, input.dtype))
-    divisor = input.new_empty(() if left else (0,), dtype=torch.float32)
-    return loss, divisor, input.new_empty(input.shape if need_dx else (0,))
+    denominator = input.new_empty(() if left else (0,), dtype=torch.float32)
+    return loss, denominator, input.new_empty(input.shape if need_dx else (0,))
 
 
 def _forward_sharding(input: Any, reduction: str, need_dx: bool) -> Any:

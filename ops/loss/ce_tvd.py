@@ -29,21 +29,20 @@ from torch import Tensor
 from llmk.ops.common.rows import as_rows
 from llmk.ops.loss.cross_entropy_cpu import class_index, row_sum_cpu
 from llmk.ops.loss.cross_entropy_kernels import counts_of, row_statistics
-from llmk.ops.loss.cross_entropy_options import counted
+from llmk.ops.loss.cross_entropy_options import check_classes, counted
 from llmk.ops.loss.divergence_math import exp_of
 from llmk.registry import (
     Cost,
     KernelOp,
     Sample,
     cdiv,
-    check_dtype,
-    check_same,
-    check_shape,
+    check_like,
+    check_rows,
     empty,
     jit,
     next_power_of_2,
     public_op,
-    row_axes,
+    split_rows,
     wrap_triton,
 )
 
@@ -131,10 +130,10 @@ def ce_tvd_backward_kernel(
     others, below, above = tl.load(stats_ptr + 4), tl.load(stats_ptr + 5), tl.load(stats_ptr + 6)
     q = _probabilities(x_ptr + row * x_stride, cols, read, m, total, EXACT)
     p = _probabilities(y_ptr + row * y_stride, cols, read, n, mass, EXACT)
-    slope = tl.where(q > p, below, tl.where(q < p, -above, 0.5 * (below - above)))
+    centered_sign = tl.where(q > p, below, tl.where(q < p, -above, 0.5 * (below - above)))
     g = tl.where(valid, tl.load(ce_grad_ptr + row * ce_grad_stride), float("nan"))
     h = tl.load(tvd_grad_ptr + row * tvd_grad_stride)
-    dx = g * tl.where(cols == target, -others, q) + 0.5 * h * (q * slope)
+    dx = g * tl.where(cols == target, -others, q) + 0.5 * h * (q * centered_sign)
     dx = tl.where(read, dx, 0.0)
     tl.store(dx_ptr + row * V + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < V)
 
@@ -200,10 +199,10 @@ def _(grad_ce, grad_tvd, input, teacher, target, stats, ignore_index):
     m, total, n, mass, others, below, above = stats.unbind(-1)
     q, p = _softmax_cpu(input, m, total), _softmax_cpu(teacher, n, mass)
     d, below, above = q - p, below.unsqueeze(-1), above.unsqueeze(-1)
-    slope = torch.where(d > 0, below, torch.where(d < 0, -above, 0.5 * (below - above)))
+    centered_sign = torch.where(d > 0, below, torch.where(d < 0, -above, 0.5 * (below - above)))
     classes = torch.arange(q.shape[-1], dtype=torch.int64, device=q.device)
     dx = grad_ce.unsqueeze(-1) * torch.where(classes == index.unsqueeze(-1), -others.unsqueeze(-1), q)
-    dx = dx + 0.5 * grad_tvd.unsqueeze(-1) * (q * slope)
+    dx = dx + 0.5 * grad_tvd.unsqueeze(-1) * (q * centered_sign)
     return torch.where(counts.unsqueeze(-1), dx, 0.0).to(input.dtype).contiguous()
 
 
@@ -214,16 +213,7 @@ def _(input, target):
 
 
 ce_tvd_fwd.register_backward(ce_tvd_bwd, outputs=("ce", "tvd", "stats"), depends_on=[["input"], ["input"]])
-
-
-@ce_tvd_fwd.register_sharding
-def _(input):
-    return [([axis] * 3, [axis] * 3) for axis in row_axes(input)]
-
-
-@ce_tvd_bwd.register_sharding
-def _(input):
-    return [([axis], [axis] * 6) for axis in row_axes(input)]
+ce_tvd_fwd.register_sharding(split_rows(outputs=3, inputs=3))
 
 
 def ce_tvd_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -257,11 +247,6 @@ def ce_tvd_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sampl
         yield Sample((x, y, torch.randint(0, classes, (rows,), device=device)), why=f"{rows}x{classes}")
 
 
-def ce_tvd_cost(input: Tensor, teacher: Tensor, target: Tensor, *, ignore_index: int = -100) -> Cost:
-    tensor = input.numel() * input.element_size()
-    return Cost(2 * tensor, 5 * tensor)
-
-
 @public_op(
     reference=ce_tvd_reference,
     differentiable=("input",),
@@ -269,7 +254,7 @@ def ce_tvd_cost(input: Tensor, teacher: Tensor, target: Tensor, *, ignore_index:
     samples=ce_tvd_samples,
     resized=ce_tvd_resized,
     workloads=ce_tvd_workloads,
-    cost=ce_tvd_cost,
+    cost=Cost.passes(2, 5),
 )
 def ce_tvd(input: Tensor, teacher: Tensor, target: Tensor, *, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
     """Cross entropy of a student's logits, and the total variation distance of its softmax from a teacher's.
@@ -296,13 +281,8 @@ def ce_tvd(input: Tensor, teacher: Tensor, target: Tensor, *, ignore_index: int 
     Sources: Wen et al., 2023, https://arxiv.org/abs/2307.15190; Liger Kernel's `LigerFusedCETVDLoss`,
     https://github.com/linkedin/Liger-Kernel.
     """
-    check_dtype("input", input)
-    if input.dim() == 0 or input.shape[-1] == 0:
-        raise ValueError(f"input: expected shape [..., V] with V at least 1, got {tuple(input.shape)}")
-    check_shape("teacher", teacher, input.shape, "the shape of input")
-    check_same("teacher", teacher, "input", input, dtype=True)
-    check_dtype("target", target, (torch.int64, torch.int32))
-    check_shape("target", target, input.shape[:-1], "the shape of input without its last axis")
-    check_same("target", target, "input", input)
+    check_rows("input", input, "V")
+    check_like("teacher", teacher, "input", input)
+    check_classes("target", target, input)
     ce, tvd, _ = ce_tvd_fwd(input, teacher, target, ignore_index)
     return ce, tvd

@@ -21,7 +21,7 @@ Backward, given the gradient g of a row's loss, with p = exp(x - lse) and W = su
 Forward reads the logits once, keeping a running maximum and sum; both are kept for the backward pass rather than lse,
 which in float32 loses the digits of large logits. Backward reads the logits once more, recomputes p as
 exp(x - m) / sum and writes the gradient. One more program reduces the losses of rows to one number. The gradient of a
-mean is divided by its divisor where it is used.
+mean is divided by its denominator where it is used.
 """
 
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ from llmk.registry import (
     Cost,
     KernelOp,
     Sample,
-    check_dtype,
+    check_rows,
     empty,
     is_sharded,
     public_op,
@@ -80,9 +80,9 @@ def cross_entropy_reference(
 def _forward(
     rows: RowLoss, input: Tensor, target: Tensor, options: Options, reduction: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, `[...]` or `[]`, the divisor of a mean, `[]` or else nothing `[0]`, and each row's maximum and sum.
+    """The loss, `[...]` or `[]`, the denominator of a mean, `[]` or else nothing `[0]`, and each row's maximum and sum.
 
-    "total" is the sum, with the divisor of the mean: what processes with some rows each add up first.
+    "total" is the sum, with the denominator of the mean: what processes with some rows each add up first.
     """
     loss, count, stats = rows.losses(input, target, options)
     if reduction == "mean":
@@ -94,10 +94,16 @@ def _forward(
 
 
 def _gradient(
-    rows: RowLoss, grad: Tensor, divisor: Tensor | None, input: Tensor, target: Tensor, stats: Tensor, options: Options
+    rows: RowLoss,
+    grad: Tensor,
+    denominator: Tensor | None,
+    input: Tensor,
+    target: Tensor,
+    stats: Tensor,
+    options: Options,
 ) -> Tensor:
     dx = empty(input.shape, input.dtype, input.device)
-    rows.gradients(grad, divisor, input, target, stats, dx, options)
+    rows.gradients(grad, denominator, input, target, stats, dx, options)
     return dx
 
 
@@ -116,7 +122,7 @@ def _cross_entropy_fwd(
 
 def _cross_entropy_bwd(
     grad: Tensor,
-    divisor: Tensor | None,
+    denominator: Tensor | None,
     input: Tensor,
     target: Tensor,
     stats: Tensor,
@@ -127,7 +133,7 @@ def _cross_entropy_bwd(
     z_loss: float,
 ) -> Tensor:
     options = Options(weight, ignore_index, label_smoothing, softcap, z_loss)
-    return _gradient(KERNELS, grad, divisor, input, target, stats, options)
+    return _gradient(KERNELS, grad, denominator, input, target, stats, options)
 
 
 cross_entropy_fwd = KernelOp(_cross_entropy_fwd, launch_cached=True)
@@ -141,22 +147,22 @@ def _(input: Tensor, target: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor
 
 
 @cross_entropy_bwd.register_kernel("cpu")
-def _(grad: Tensor, divisor: Tensor | None, input: Tensor, target: Tensor, stats: Tensor, *options: Any) -> Tensor:
-    return _gradient(CPU, grad, divisor, input, target, stats, Options(*options))
+def _(grad: Tensor, denominator: Tensor | None, input: Tensor, target: Tensor, stats: Tensor, *options: Any) -> Tensor:
+    return _gradient(CPU, grad, denominator, input, target, stats, Options(*options))
 
 
 @cross_entropy_fwd.register_fake
 def _(input, target, reduction):
     loss = input.new_empty(target.shape if reduction == "none" else (), dtype=torch.float32)
-    divisor = input.new_empty(() if reduction in ("mean", "total") else (0,), dtype=torch.float32)
-    return loss, divisor, input.new_empty((2, *target.shape), dtype=torch.float32)
+    denominator = input.new_empty(() if reduction in ("mean", "total") else (0,), dtype=torch.float32)
+    return loss, denominator, input.new_empty((2, *target.shape), dtype=torch.float32)
 
 
 cross_entropy_fwd.register_backward(
     cross_entropy_bwd,
-    outputs=("loss", "divisor", "stats"),
+    outputs=("loss", "denominator", "stats"),
     depends_on=[["input"]],
-    saved_if={"divisor": lambda reduction: reduction == "mean"},
+    saved_if={"denominator": lambda reduction: reduction == "mean"},
 )
 
 
@@ -233,11 +239,6 @@ def cross_entropy_workloads(device: torch.device, dtype: torch.dtype) -> Iterato
         yield Sample((logits, torch.randint(0, classes, (rows,), device=device)), why=f"{rows}x{classes}")
 
 
-def cross_entropy_cost(input: Tensor, target: Tensor, **options: Any) -> Cost:
-    tensor = input.numel() * input.element_size()
-    return Cost(bytes_forward=tensor, bytes_full=3 * tensor)
-
-
 @public_op(
     reference=cross_entropy_reference,
     differentiable=("input",),
@@ -245,7 +246,7 @@ def cross_entropy_cost(input: Tensor, target: Tensor, **options: Any) -> Cost:
     samples=cross_entropy_samples,
     resized=cross_entropy_resized,
     workloads=cross_entropy_workloads,
-    cost=cross_entropy_cost,
+    cost=Cost.passes(1, 3),
     patterns=CROSS_ENTROPY,
 )
 def cross_entropy(
@@ -287,13 +288,11 @@ def cross_entropy(
     Sources: `torch.nn.functional.cross_entropy`; softcap: Gemma 2, https://arxiv.org/abs/2408.00118; z-loss: PaLM,
     https://arxiv.org/abs/2204.02311.
     """
-    check_dtype("input", input)
-    if input.dim() == 0 or input.shape[-1] == 0:
-        raise ValueError(f"input: expected shape [..., V] with V at least 1, got {tuple(input.shape)}")
+    check_rows("input", input, "V")
     check_loss_options(input.shape[-1], input, target, weight, reduction, label_smoothing, softcap, z_loss)
     options = (weight, ignore_index, label_smoothing, softcap, z_loss)
     if reduction == "mean" and is_sharded(input, target):
-        total, divisor, _ = cross_entropy_fwd(input, target, *options, "total")
-        return total / divisor.detach()
+        total, denominator, _ = cross_entropy_fwd(input, target, *options, "total")
+        return total / denominator.detach()
     loss, _, _ = cross_entropy_fwd(input, target, *options, reduction)
     return loss

@@ -58,7 +58,7 @@ def row_losses_cpu(logits: Tensor, target: Tensor, options: Options) -> Rows:
 
 def row_gradients_cpu(
     grad: Tensor,
-    divisor: Tensor | None,
+    denominator: Tensor | None,
     logits: Tensor,
     target: Tensor,
     stats: Tensor,
@@ -69,7 +69,7 @@ def row_gradients_cpu(
     V = logits.shape[-1]
     first_class, num_classes = options.columns or (0, V)
     maximum, total = stats.unbind()
-    grad = (grad if divisor is None else grad / divisor).expand(target.shape)
+    grad = (grad if denominator is None else grad / denominator).expand(target.shape)
     weight, ignore_index, smoothing, softcap, z_loss, *_ = options
     counts, index = counted(target, ignore_index)
     w_t = torch.ones_like(grad) if weight is None else weight[index].float()
@@ -79,7 +79,7 @@ def row_gradients_cpu(
         column, here = torch.where(inside, column - first_class, 0), inside.float()
     x = capped_cpu(logits, softcap)
     grad, total = grad.unsqueeze(-1), total.unsqueeze(-1)
-    hit = (1 - smoothing) * w_t.unsqueeze(-1)
+    weight_t = (1 - smoothing) * w_t.unsqueeze(-1)
     pull = 2 * z_loss * (maximum.unsqueeze(-1) + total.log())
     # In place where it can be: the op is made of passes over [M, V] in memory, unless Inductor fuses them.
     dx = (x - maximum.unsqueeze(-1)).exp_()
@@ -88,8 +88,8 @@ def row_gradients_cpu(
     if smoothing:
         w = options.class_weights(num_classes, x.device)
         smooth = grad * smoothing / num_classes * (w.sum() / total * dx - w[first_class : first_class + V])
-    dx.mul_((hit + pull) / total * grad)
-    dx.scatter_(-1, column, grad * (hit * (p_t - here) + pull * p_t))
+    dx.mul_((weight_t + pull) / total * grad)
+    dx.scatter_(-1, column, grad * (weight_t * (p_t - here) + pull * p_t))
     if smooth is not None:
         dx.add_(smooth)
     if softcap:
@@ -98,8 +98,8 @@ def row_gradients_cpu(
 
 
 def mean_of_rows_cpu(loss: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    divisor = count.sum()
-    return loss.sum() / divisor, divisor
+    denominator = count.sum()
+    return loss.sum() / denominator, denominator
 
 
 CPU = RowLoss(row_losses_cpu, row_gradients_cpu, torch.sum, mean_of_rows_cpu)

@@ -96,9 +96,9 @@ def cross_entropy_short_kernel(
         if softcap is not None:
             x = tl.where(mask, x, float("-inf"))  # again: capped, it is -c
         counts, valid, w_t = counts_of(target, weight_ptr, V, ignore_index)
-        hit = cols[None, :] == _target_column(target, None, V)[:, None]
+        is_target = cols[None, :] == _target_column(target, None, V)[:, None]
         m = tl.max(x, axis=1)
-        total, x_t = sum_pair(tl.exp2((x - m[:, None]) * LOG2E), tl.where(hit, x, 0.0), 1)
+        total, x_t = sum_pair(tl.exp2((x - m[:, None]) * LOG2E), tl.where(is_target, x, 0.0), 1)
         below = 0.0
         if SMOOTH:
             below = tl.sum(tl.where(mask, w * (m[:, None] - x), 0.0), axis=1)
@@ -111,7 +111,7 @@ def cross_entropy_short_kernel(
 
 @jit
 def cross_entropy_short_backward_kernel(
-    grad_ptr, divisor_ptr, x_ptr, target_ptr, weight_ptr, weight_sum_ptr, stats_ptr, dx_ptr,
+    grad_ptr, denominator_ptr, x_ptr, target_ptr, weight_ptr, weight_sum_ptr, stats_ptr, dx_ptr,
     M, V, grad_stride, x_stride, dx_stride, ignore_index, smoothing, z_loss, softcap, first_class, num_classes,
     SMOOTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -128,15 +128,15 @@ def cross_entropy_short_backward_kernel(
     m = tl.load(stats_ptr + rows, mask=row_mask, other=0.0)
     total = tl.load(stats_ptr + M + rows, mask=row_mask, other=1.0)
     g = tl.load(grad_ptr + rows * grad_stride, mask=row_mask, other=0.0)
-    if divisor_ptr is not None:
-        g = g / tl.load(divisor_ptr)
+    if denominator_ptr is not None:
+        g = g / tl.load(denominator_ptr)
     classes, num_classes = classes_of(cols, V, first_class, num_classes)
     counts, valid, w_t = counts_of(target, weight_ptr, num_classes, ignore_index)
     g = tl.where(valid, g, float("nan"))  # of a target out of range
-    hit = cols[None, :] == _target_column(target, first_class, V)[:, None]
+    is_target = cols[None, :] == _target_column(target, first_class, V)[:, None]
     p = tl.exp2((x - m[:, None]) * LOG2E) * tl.div_rn(1.0, total)[:, None]
     # Differences first: where p is near 1 each nearly cancels, and what else p carries must not be rounded with them.
-    dx = w_t[:, None] * (p - tl.where(hit, 1.0, 0.0))
+    dx = w_t[:, None] * (p - tl.where(is_target, 1.0, 0.0))
     if SMOOTH:
         weight_sum = tl.cast(num_classes, tl.float32)
         w = 1.0
@@ -315,7 +315,7 @@ def _store_gradient(
 
 @jit
 def cross_entropy_backward_kernel(
-    grad_ptr, divisor_ptr, x_ptr, target_ptr, weight_ptr, weight_sum_ptr, stats_ptr, dx_ptr,
+    grad_ptr, denominator_ptr, x_ptr, target_ptr, weight_ptr, weight_sum_ptr, stats_ptr, dx_ptr,
     M, V, grad_stride, x_stride, dx_stride, ignore_index, smoothing, z_loss, softcap, first_class, num_classes,
     SMOOTH: tl.constexpr, UNALIGNED: tl.constexpr, RAGGED: tl.constexpr,
     LEAVE_IGNORED: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -333,8 +333,8 @@ def cross_entropy_backward_kernel(
     m = tl.load(stats_ptr + row)
     total = tl.load(stats_ptr + M + row)
     g = tl.load(grad_ptr + row * grad_stride)
-    if divisor_ptr is not None:
-        g = g / tl.load(divisor_ptr)  # div_rn's slow path would cost 40 registers
+    if denominator_ptr is not None:
+        g = g / tl.load(denominator_ptr)  # div_rn's slow path would cost 40 registers
     row_values = (target, counts, valid, w_t, g, m, total)
     weights, options = (weight_ptr, weight_sum_ptr), (smoothing, z_loss, softcap)
     head, x_first = _first_aligned(row * x_stride, V, UNALIGNED)
@@ -398,21 +398,21 @@ def row_losses(logits: Tensor, target: Tensor, options: Options) -> Rows:
 
 def row_gradients(
     grad: Tensor,
-    divisor: Tensor | None,
+    denominator: Tensor | None,
     logits: Tensor,
     target: Tensor,
     stats: Tensor,
     dlogits: Tensor,
     options: Options,
 ) -> None:
-    """By the kernels, for the gradient of each row `[...]` or of all of them `[]`, divided by `divisor`.
+    """By the kernels, for the gradient of each row `[...]` or of all of them `[]`, divided by `denominator`.
 
     The rows of `dlogits`, which it fills, are contiguous, and may be those of `logits`.
     """
     grad, logits, dlogits = grad.reshape(-1) if grad.dim() else grad, as_rows(logits), as_rows(dlogits)
     M, V = logits.shape
     weights = options.contiguous_weight(), options.weight_sum()
-    rows = grad, divisor, logits, target.contiguous(), *weights, stats.contiguous(), dlogits
+    rows = grad, denominator, logits, target.contiguous(), *weights, stats.contiguous(), dlogits
     sizes = M, V, grad.stride(0) if grad.dim() else 0, logits.stride(0), dlogits.stride(0)
     numbers, smooth = (*options.numbers(), *(options.columns or (None, None))), options.smoothing > 0
     if V <= LONGEST_SHORT:

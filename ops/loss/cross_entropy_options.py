@@ -11,6 +11,7 @@ from llmk.registry import (
     check_not_negative,
     check_number,
     check_option,
+    check_parameter,
     check_same,
     check_shape,
     check_switch,
@@ -52,6 +53,13 @@ class Options(NamedTuple):
         return self.weight.sum(dtype=torch.float32) if self.weight is not None and self.smoothing else None
 
 
+def check_classes(name: str, classes: Tensor, input: Tensor) -> None:
+    """Class indices, one for each row of `input`."""
+    check_dtype(name, classes, (torch.int64, torch.int32))
+    check_shape(name, classes, input.shape[:-1], "the shape of input without its last axis")
+    check_same(name, classes, "input", input)
+
+
 def check_loss_options(
     classes: int,
     input: Tensor,
@@ -63,13 +71,8 @@ def check_loss_options(
     z_loss: float,
 ) -> None:
     """The checks that the losses over a vocabulary share; `input` is what the target's shape follows."""
-    check_dtype("target", target, (torch.int64, torch.int32))
-    check_shape("target", target, input.shape[:-1], "the shape of input without its last axis")
-    check_same("target", target, "input", input)
-    if weight is not None:
-        check_dtype("weight", weight)
-        check_shape("weight", weight, (classes,), "one for each class")
-        check_same("weight", weight, "input", input)
+    check_classes("target", target, input)
+    check_parameter("weight", weight, (classes,), "one for each class", "input", input)
     check_loss_numbers(reduction, label_smoothing, softcap, z_loss)
 
 
@@ -84,7 +87,7 @@ class Rows(NamedTuple):
     """The results of the forward pass for each row, in float32."""
 
     loss: Tensor  # [...], the shape of the target
-    counts: Tensor  # [...], what the row adds to the divisor of a mean: w_t
+    counts: Tensor  # [...], what the row adds to the denominator of a mean: w_t
     stats: Tensor  # [2, ...], maximum and sum
 
     @classmethod

@@ -97,28 +97,28 @@ def divergence_of(x, y, beta, rest, FORM: tl.constexpr, EXACT: tl.constexpr):
     if FORM == TOTAL_VARIATION:
         d = x - y
         f = 0.5 * tl.abs(d)
-        slope = tl.where(d > 0.0, 0.5, tl.where(d < 0.0, -0.5, d))  # 0 or NaN
+        df = tl.where(d > 0.0, 0.5, tl.where(d < 0.0, -0.5, d))  # 0 or NaN
     elif FORM == 0:
         p = exp_of(y, EXACT)
         f = _times_log(p, y - x)
-        slope = -p
+        df = -p
     elif FORM == 1:
         q = exp_of(x, EXACT)
         f = _times_log(q, x - y)
-        slope = f + q
+        df = f + q
     elif EXACT or FORM == NEAR_AN_END:
         above_x, above_y = _logs_of_mixture(x, y, beta, rest)
-        slope = rest * _times_log(exp_of(x, EXACT), -above_x)
-        f = beta * _times_log(exp_of(y, EXACT), -above_y) + slope
+        df = rest * _times_log(exp_of(x, EXACT), -above_x)
+        f = beta * _times_log(exp_of(y, EXACT), -above_y) + df
     else:
         # As few instructions as a GPU has time for while it reads: two exponentials and the logarithm of M itself. What
         # stands for -inf leaves 0 times a number where it would be 0 times inf.
         x, y = _finite(x), _finite(y)
         q, p = tl.exp2(x * LOG2E), tl.exp2(y * LOG2E)
         log_m = log_for_product(beta * p + rest * q)
-        slope = rest * (q * (x - log_m))
-        f = beta * (p * (y - log_m)) + slope
-    return f, slope
+        df = rest * (q * (x - log_m))
+        f = beta * (p * (y - log_m)) + df
+    return f, df
 
 
 def divergence_of_cpu(x: Tensor, y: Tensor, beta: float) -> tuple[Tensor, Tensor]:
@@ -140,8 +140,8 @@ def divergence_of_cpu(x: Tensor, y: Tensor, beta: float) -> tuple[Tensor, Tensor
     # log(M) - x and log(M) - y from their difference, in which what x and y are large by is gone.
     d = y - x
     above_x, above_y = _log_of_sum(d, beta, 1 - beta), _log_of_sum(-d, 1 - beta, beta)
-    slope = (1 - beta) * times_log(x.exp(), -above_x)
-    return beta * times_log(y.exp(), -above_y) + slope, slope
+    df = (1 - beta) * times_log(x.exp(), -above_x)
+    return beta * times_log(y.exp(), -above_y) + df, df
 
 
 def _log_of_sum(d: Tensor, share: float, rest: float) -> Tensor:

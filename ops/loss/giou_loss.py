@@ -303,11 +303,11 @@ def _giou_loss_bwd(
     dy = grad.reshape(-1) if reduction == "none" else grad
     dboxes = empty(boxes.shape, boxes.dtype, device) if need_boxes else no_gradient(grad)
     dtargets = empty(targets.shape, targets.dtype, device) if need_targets else no_gradient(grad)
-    divisor = count if reduction == "mean" else None
+    denominator = count if reduction == "mean" else None
     gradients = dboxes if need_boxes else None, dtargets if need_targets else None
     dy_stride = dy.stride(0) if reduction == "none" else None
     wrap_triton(giou_loss_backward_kernel)[(cdiv(N, TILE["BLOCK"]),)](
-        dy, b, t, divisor, *gradients, N, dy_stride, b_stride, t_stride, eps, **TILE
+        dy, b, t, denominator, *gradients, N, dy_stride, b_stride, t_stride, eps, **TILE
     )
     return dboxes, dtargets
 
@@ -394,18 +394,6 @@ def _(boxes, reduction):
         return replicate_only()
     return [
         ([axis, REPLICATE] if reduction == "none" else [PARTIAL, PARTIAL], [axis, axis]) for axis in row_axes(boxes)
-    ]
-
-
-@giou_loss_bwd.register_sharding
-def _(boxes, reduction, need_boxes, need_targets):
-    count_split = PARTIAL if reduction == "sum" else REPLICATE  # a sum's is not looked at
-    return [
-        (
-            [axis if need_boxes else REPLICATE, axis if need_targets else REPLICATE],
-            [axis if reduction == "none" else REPLICATE, axis, axis, count_split],
-        )
-        for axis in row_axes(boxes)
     ]
 
 

@@ -13,12 +13,11 @@ of one class and their derivatives are in `divergence_math.py`, the kernels in `
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from llmk.ops.loss._divergence_kernels import DivergenceOps
+from llmk.ops.loss._divergence_kernels import DivergenceOps, divergence_resized, divergence_workloads
 from llmk.registry import Cost, Sample, check_number, is_sharded, public_op
 
 OPS = DivergenceOps("jsd")
@@ -94,30 +93,14 @@ def jsd_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample((logs(2, 100_003), logs(2, 100_003)), {"beta": 0.9}, why="100,003 classes")
 
 
-def jsd_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
-    x, y = (torch.randn(rows, 48, device=device, dtype=dtype).log_softmax(-1) for _ in range(2))
-    return Sample((x, y), why="resized")
-
-
-def jsd_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    for rows, classes in [(4096, 32000), (4096, 128256)]:
-        x, y = (torch.randn(rows, classes, device=device, dtype=dtype).log_softmax(-1) for _ in range(2))
-        yield Sample((x, y), why=f"{rows}x{classes}")
-
-
-def jsd_cost(input: Tensor, target: Tensor, **options: Any) -> Cost:
-    tensor = input.numel() * input.element_size()
-    return Cost(2 * tensor, 5 * tensor)
-
-
 @public_op(
     reference=jsd_reference,
     differentiable=("input",),
     kernel_ops=OPS.kernel_ops,
     samples=jsd_samples,
-    resized=jsd_resized,
-    workloads=jsd_workloads,
-    cost=jsd_cost,
+    resized=divergence_resized(torch.log_softmax),
+    workloads=divergence_workloads(torch.log_softmax),
+    cost=Cost.passes(2, 5),
 )
 def jsd(
     input: Tensor, target: Tensor, *, labels: Tensor | None = None, beta: float = 0.5, ignore_index: int = -100

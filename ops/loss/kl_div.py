@@ -31,16 +31,14 @@ from llmk.ops.common.sums import sum_to_scalar
 from llmk.ops.loss.patterns import KL_DIV
 from llmk.registry import (
     PARTIAL,
-    REPLICATE,
     Cost,
     KernelOp,
     Sample,
     axes,
     cdiv,
     check_dtype,
+    check_like,
     check_option,
-    check_same,
-    check_shape,
     empty,
     grid_cap,
     jit,
@@ -60,7 +58,7 @@ def kl_div_reference(input: Tensor, target: Tensor, *, reduction: str = "mean", 
     losses = torch.nn.functional.kl_div(input, target, reduction="none", log_target=log_target)
     if reduction == "none":
         return losses
-    return losses.sum() / _divisor(input, reduction)
+    return losses.sum() / _denominator(input, reduction)
 
 
 @jit
@@ -135,7 +133,7 @@ def kl_div_sum_kernel(
 
 @jit
 def kl_div_backward_kernel(
-    grad_ptr, x_ptr, t_ptr, dx_ptr, dt_ptr, M, N, grad_stride_m, grad_stride_n, x_stride, t_stride, divisor,
+    grad_ptr, x_ptr, t_ptr, dx_ptr, dt_ptr, M, N, grad_stride_m, grad_stride_n, x_stride, t_stride, denominator,
     LOG_TARGET: tl.constexpr, REDUCED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # Last tiles first: the forward pass ended there, and left them in L2.
@@ -144,7 +142,7 @@ def kl_div_backward_kernel(
     target = tl.load(t_ptr + rows * t_stride + cols, mask=mask, other=0.0)
     t = target.to(tl.float32)
     if REDUCED:
-        g = tl.div_rn(tl.load(grad_ptr).to(tl.float32), tl.cast(divisor, tl.float32))
+        g = tl.div_rn(tl.load(grad_ptr).to(tl.float32), tl.cast(denominator, tl.float32))
     else:
         g = tl.load(grad_ptr + rows * grad_stride_m + cols * grad_stride_n, mask=mask, other=0.0).to(tl.float32)
     weight = _exp_for(target) if LOG_TARGET else t
@@ -184,14 +182,14 @@ def _tiles(x: Tensor, tile: dict[str, int]) -> int:
     return cdiv(x.shape[0], tile["BLOCK_M"]) * cdiv(x.shape[1], tile["BLOCK_N"])
 
 
-def _divisor(input: Tensor, reduction: str) -> int:
+def _denominator(input: Tensor, reduction: str) -> int:
     if reduction == "mean":
         return input.numel()
     return input.shape[0] if reduction == "batchmean" and input.dim() > 0 else 1
 
 
-def _kl_div_fwd(input: Tensor, target: Tensor, reduced: bool, divisor: int, log_target: bool) -> Tensor:
-    """The losses, or with `reduced` their sum divided by the divisor, which counts what other processes hold too."""
+def _kl_div_fwd(input: Tensor, target: Tensor, reduced: bool, denominator: int, log_target: bool) -> Tensor:
+    """The losses, or with `reduced` their sum over the denominator, which counts what other processes hold too."""
     (x, t), tile = _layout(input, target)
     (M, N), tiles = x.shape, _tiles(x, tile)
     if not reduced:
@@ -205,7 +203,7 @@ def _kl_div_fwd(input: Tensor, target: Tensor, reduced: bool, divisor: int, log_
     wrap_triton(kl_div_sum_kernel)[(programs,)](
         x, t, partials, M, N, x.stride(0), t.stride(0), tiles, LOG_TARGET=log_target, **tile
     )
-    return sum_to_scalar(partials, divisor)
+    return sum_to_scalar(partials, denominator)
 
 
 def _kl_div_bwd(
@@ -213,7 +211,7 @@ def _kl_div_bwd(
     input: Tensor | None,
     target: Tensor,
     reduced: bool,
-    divisor: int,
+    denominator: int,
     log_target: bool,
     need_input: bool,
     need_target: bool,
@@ -229,7 +227,7 @@ def _kl_div_bwd(
     gradients = dinput if need_input else None, dtarget if need_target else None
     strides = *((0, 0) if reduced else g.stride()), 0 if x is None else x.stride(0), t.stride(0)
     wrap_triton(kl_div_backward_kernel)[(_tiles(t, tile),)](
-        g, x, t, *gradients, M, N, *strides, divisor, LOG_TARGET=log_target, REDUCED=reduced, **tile
+        g, x, t, *gradients, M, N, *strides, denominator, LOG_TARGET=log_target, REDUCED=reduced, **tile
     )
     return dinput, dtarget
 
@@ -239,15 +237,15 @@ kl_div_bwd = KernelOp(_kl_div_bwd, launch_cached=True)
 
 
 @kl_div_fwd.register_kernel("cpu")
-def _(input: Tensor, target: Tensor, reduced: bool, divisor: int, log_target: bool) -> Tensor:
+def _(input: Tensor, target: Tensor, reduced: bool, denominator: int, log_target: bool) -> Tensor:
     x, t = input.float(), target.float()
     losses = t.exp() * (t - x) if log_target else torch.xlogy(t, t) - t * x
-    return losses.sum() / divisor if reduced else losses.to(input.dtype).contiguous()
+    return losses.sum() / denominator if reduced else losses.to(input.dtype).contiguous()
 
 
 @kl_div_bwd.register_kernel("cpu")
-def _(grad, input, target, reduced, divisor, log_target, need_input, need_target):
-    g, t = grad.float() / divisor if reduced else grad.float(), target.float()
+def _(grad, input, target, reduced, denominator, log_target, need_input, need_target):
+    g, t = grad.float() / denominator if reduced else grad.float(), target.float()
     weight = t.exp() if log_target else t
     dinput = dtarget = torch.empty((0,), dtype=target.dtype, device=target.device)
     if need_input:
@@ -275,16 +273,8 @@ kl_div_fwd.register_backward(kl_div_bwd, saved_if={"input": lambda need_target: 
 
 
 @kl_div_fwd.register_sharding
-def _(input, target, reduced, *_):
-    return [([PARTIAL if reduced else axis], [axis, axis]) for axis in axes(input)]
-
-
-@kl_div_bwd.register_sharding
-def _(target, reduced, need_input, need_target):
-    def split(axis: int) -> list[int | str]:
-        return [axis if needed else REPLICATE for needed in (need_input, need_target)]
-
-    return [(split(axis), [REPLICATE if reduced else axis, axis, axis]) for axis in axes(target)]
+def _(target, reduced):
+    return [([PARTIAL if reduced else axis], [axis, axis]) for axis in axes(target)]
 
 
 def kl_div_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -365,7 +355,6 @@ def kl_div(input: Tensor, target: Tensor, *, reduction: str = "mean", log_target
     Source: Kullback and Leibler, 1951, https://doi.org/10.1214/aoms/1177729694; `torch.nn.functional.kl_div`.
     """
     check_dtype("input", input)
-    check_shape("target", target, input.shape, "the shape of input")
-    check_same("target", target, "input", input, dtype=True)
+    check_like("target", target, "input", input)
     check_option("reduction", reduction, REDUCTIONS)
-    return kl_div_fwd(input, target, reduction != "none", _divisor(input, reduction), log_target)
+    return kl_div_fwd(input, target, reduction != "none", _denominator(input, reduction), log_target)

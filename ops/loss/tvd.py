@@ -11,12 +11,11 @@ The terms of one class are in `divergence_math.py`, the kernels in `_divergence_
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from llmk.ops.loss._divergence_kernels import DivergenceOps
+from llmk.ops.loss._divergence_kernels import DivergenceOps, divergence_resized, divergence_workloads
 from llmk.ops.loss.divergence_math import TOTAL_VARIATION
 from llmk.registry import Cost, Sample, check_option, is_sharded, public_op
 
@@ -59,30 +58,14 @@ def tvd_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample((probabilities(2, 100_003), probabilities(2, 100_003)), why="100,003 classes")
 
 
-def tvd_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
-    q, p = (torch.randn(rows, 48, device=device, dtype=dtype).softmax(-1) for _ in range(2))
-    return Sample((q, p), why="resized")
-
-
-def tvd_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    for rows, classes in [(4096, 32000), (4096, 128256)]:
-        q, p = (torch.randn(rows, classes, device=device, dtype=dtype).softmax(-1) for _ in range(2))
-        yield Sample((q, p), why=f"{rows}x{classes}")
-
-
-def tvd_cost(input: Tensor, target: Tensor, **options: Any) -> Cost:
-    tensor = input.numel() * input.element_size()
-    return Cost(2 * tensor, 5 * tensor)
-
-
 @public_op(
     reference=tvd_reference,
     differentiable=("input",),
     kernel_ops=OPS.kernel_ops,
     samples=tvd_samples,
-    resized=tvd_resized,
-    workloads=tvd_workloads,
-    cost=tvd_cost,
+    resized=divergence_resized(torch.softmax),
+    workloads=divergence_workloads(torch.softmax),
+    cost=Cost.passes(2, 5),
 )
 def tvd(
     input: Tensor, target: Tensor, *, labels: Tensor | None = None, reduction: str = "mean", ignore_index: int = -100

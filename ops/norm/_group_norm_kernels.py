@@ -20,8 +20,8 @@ from llmk.ops.common.rows import aligned
 from llmk.ops.common.sums import sum_pair
 from llmk.ops.norm._moments import (
     coarse_mean,
+    column_moments,
     kept_variance,
-    lane_moments,
     merge_pieces,
     normalize_group_if_huge,
     overflowed,
@@ -268,7 +268,7 @@ def group_norm_walk_kernel(
     eps = tl.cast(eps, tl.float32)
     row = tl.program_id(0).to(tl.int64)
     D = C * S
-    mean, squares = lane_moments(x_ptr + row * D, D, 1.0, BLOCK_C * BLOCK_S, NUM_STAGES)
+    mean, squares = column_moments(x_ptr + row * D, D, 1.0, BLOCK_C * BLOCK_S, NUM_STAGES)
     spread = squares / D
     var = spread + eps
     _store_stats(stats_ptr, row, B * G, mean, spread, var)

@@ -54,7 +54,7 @@ def scale_and_rstd(var):
 def coarse_mean(mean, var):
     """The mean to about twelve binary digits of a deviation.
 
-    x - mean rounds alike for every x of a binade, and a sum over thousands of places shows it; x minus this is exact.
+    x - mean rounds alike for every x of a binade, and a sum over thousands of values shows it; x minus this is exact.
     """
     grid = 2048.0 * tl.sqrt(var)
     return (mean + grid) - grid
@@ -146,7 +146,7 @@ def normalize_if_huge(x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, var_ptr, near_ptr, N
 
 @jit
 def normalize_group_if_huge(x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, row, B, G, C, S, eps):
-    """`normalize_if_huge` of a sample's group of C channels with S places each."""
+    """`normalize_if_huge` of a sample's group of C channels with S positions each."""
     if w_ptr is not None:
         w_ptr += row % G * C
     if b_ptr is not None:
@@ -193,20 +193,20 @@ def piece_moments(x_ptr, N, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr):
     tries = tl.cast(2, tl.int32)
     while tries > 0:
         scale = tl.where(tries == 2, 1.0, OVERFLOW_SCALE)
-        mean, squares = lane_moments(x_ptr, N, scale, BLOCK_N, NUM_STAGES)
+        mean, squares = column_moments(x_ptr, N, scale, BLOCK_N, NUM_STAGES)
         tries = tl.where(squares < float("inf"), 0, tries - 1)
     mean, scale = unscaled_if_equal(mean, squares, scale)
     return mean, squares, scale
 
 
 @jit
-def lane_moments(x_ptr, N, scale, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr):
+def column_moments(x_ptr, N, scale, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr):
     """Return the mean and the sum of squared deviations of x_ptr[:N] times scale.
 
-    Each of BLOCK_N lanes follows its own by Welford's formula, and no thread waits for another before the end.
+    Each of BLOCK_N thread columns follows its own by Welford's formula: no thread waits for another before the end.
     """
     cols = tl.arange(0, BLOCK_N)
-    # Means are kept as differences to the lane's first value, so that a large common offset costs no digits.
+    # Means are kept as differences to the column's first value, so that a large common offset costs no digits.
     first = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) * scale
     mean = tl.zeros((BLOCK_N,), dtype=tl.float32)
     squares = tl.zeros((BLOCK_N,), dtype=tl.float32)

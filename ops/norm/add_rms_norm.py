@@ -24,6 +24,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from llmk.ops.common.samples import normal_resized, normal_workloads
 from llmk.ops.norm import _rms_norm_kernels as norm
 from llmk.ops.norm._patterns import ADD_RMS_NORM
 from llmk.registry import (
@@ -32,13 +33,14 @@ from llmk.registry import (
     Cost,
     KernelOp,
     Sample,
-    check_dtype,
     check_finite,
+    check_like,
     check_not_negative,
-    check_same,
-    check_shape,
+    check_parameter,
+    check_rows,
     public_op,
     row_axes,
+    split_rows,
 )
 
 
@@ -101,9 +103,7 @@ def _(grad, h, weight, need_weight):
     return h.new_empty(h.shape), dw
 
 
-@add_rms_norm_fwd.register_sharding
-def _(input):
-    return [([axis, axis, axis], [axis, axis, REPLICATE]) for axis in row_axes(input)]
+add_rms_norm_fwd.register_sharding(split_rows(outputs=3, inputs=2, parameters=1))
 
 
 @add_rms_norm_bwd.register_sharding
@@ -154,33 +154,16 @@ def add_rms_norm_samples(device: torch.device, dtype: torch.dtype) -> Iterator[S
     yield Sample((randn(2, 100_003), randn(2, 100_003), randn(100_003)), why="100,003 columns")
 
 
-def add_rms_norm_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
-    input, residual = torch.randn(2, rows, 48, device=device, dtype=dtype).unbind()
-    return Sample((input, residual, torch.randn(48, device=device, dtype=dtype)), why="resized")
-
-
-def add_rms_norm_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    for rows, columns in [(32768, 4096), (8192, 4096), (65536, 1024), (4096, 16384)]:
-        input = torch.randn(rows, columns, device=device, dtype=dtype)
-        residual = torch.randn(rows, columns, device=device, dtype=dtype)
-        yield Sample((input, residual, torch.randn(columns, device=device, dtype=dtype)), why=f"{rows}x{columns}")
-
-
-def add_rms_norm_cost(
-    input: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0
-) -> Cost:
-    tensor = input.numel() * input.element_size()
-    return Cost(bytes_forward=4 * tensor, bytes_full=8 * tensor)
-
-
 @public_op(
     reference=add_rms_norm_reference,
     differentiable=("input", "residual", "weight"),
     kernel_ops=(add_rms_norm_fwd, add_rms_norm_bwd),
     samples=add_rms_norm_samples,
-    resized=add_rms_norm_resized,
-    workloads=add_rms_norm_workloads,
-    cost=add_rms_norm_cost,
+    resized=normal_resized(lambda rows: ((rows, 48), (rows, 48), (48,))),
+    workloads=normal_workloads(
+        [(32768, 4096), (8192, 4096), (65536, 1024), (4096, 16384)], lambda M, N: ((M, N), (M, N), (N,))
+    ),
+    cost=Cost.passes(4, 8),
     patterns=ADD_RMS_NORM,
     choices=norm.CHOICES,
 )
@@ -208,15 +191,9 @@ def add_rms_norm(
 
     Source: Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467.
     """
-    check_dtype("input", input)
-    if input.dim() == 0 or input.shape[-1] == 0:
-        raise ValueError(f"input: expected shape [..., N] with N at least 1, got {tuple(input.shape)}")
-    check_shape("residual", residual, input.shape, "the shape of input")
-    check_same("residual", residual, "input", input, dtype=True)
-    if weight is not None:
-        check_dtype("weight", weight)
-        check_shape("weight", weight, input.shape[-1:], "the last axis of input")
-        check_same("weight", weight, "input", input)
+    check_rows("input", input, "N")
+    check_like("residual", residual, "input", input)
+    check_parameter("weight", weight, input.shape[-1:], "the last axis of input", "input", input)
     check_not_negative("eps", eps)
     check_finite("offset", offset)
     y, h, _ = add_rms_norm_fwd(input, residual, weight, eps, offset)

@@ -36,22 +36,22 @@ import torch
 from torch import Tensor
 
 from llmk.ops.common.rows import contiguous
+from llmk.ops.common.samples import normal_resized
 from llmk.ops.common.sums import sum_affine
 from llmk.ops.norm import _group_norm_kernels as kernels
 from llmk.ops.norm._moments import affine_gradient, centered, moments_cpu, scale_cpu
 from llmk.registry import (
-    PARTIAL,
     REPLICATE,
     Cost,
     KernelOp,
     Sample,
     check_dtype,
     check_not_negative,
-    check_same,
-    check_shape,
+    check_parameter,
     empty,
     no_gradient,
     num_programs,
+    or_no_gradient,
     public_op,
 )
 
@@ -106,7 +106,7 @@ def _group_norm_bwd(
     partials = kernels.backward(dy, x, w, stats, dx, (B, G, C, S), need_weight, need_bias)
     if partials is not None and (need_weight or need_bias):
         sum_affine(partials, dw if need_weight else None, db if need_bias else None)
-    return dx if dx is not None else no_gradient(grad), dw, db
+    return or_no_gradient(dx, grad), dw, db
 
 
 group_norm_fwd = KernelOp(_group_norm_fwd, launch_cached=True)
@@ -162,17 +162,12 @@ def _():
     return [([0, 1], [0, REPLICATE, REPLICATE])]
 
 
-@group_norm_bwd.register_sharding
-def _(need_input):
-    return [([0 if need_input else REPLICATE, PARTIAL, PARTIAL], [0, 0, REPLICATE, REPLICATE, 1])]
-
-
 def group_norm_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     randn = partial(torch.randn, device=device, dtype=dtype)
     yield Sample((randn(2, 8, 4, 4), 2, randn(8), randn(8)), why="powers of two")
     yield Sample((randn(3, 6, 5, 7), 2, randn(6), randn(6), 1e-3), why="odd sizes, another eps")
     yield Sample((randn(3, 10, 5), 5), why="neither weight nor bias")
-    yield Sample((randn(5, 12), 4, None, randn(12)), why="no places but one, a bias alone")
+    yield Sample((randn(5, 12), 4, None, randn(12)), why="one position, a bias alone")
     yield Sample((randn(3, 4, 1), 4, randn(4, dtype=torch.float32)), why="groups of one element, a float32 weight")
     yield Sample((randn(0, 8, 3), 2, randn(8), randn(8)), why="no samples")
     yield Sample((randn(2, 3, 3, 6).permute(0, 3, 1, 2), 3, randn(6), randn(6)), why="channels last, strided")
@@ -186,11 +181,6 @@ def group_norm_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sam
     yield Sample((randn(1, 1, 100_003), 1, randn(1), randn(1)), why="100,003 columns")
 
 
-def group_norm_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
-    x, weight, bias = (torch.randn(shape, device=device, dtype=dtype) for shape in ((rows, 12, 5), (12,), (12,)))
-    return Sample((x, 4, weight, bias), why="resized")
-
-
 def group_norm_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     randn = partial(torch.randn, device=device, dtype=dtype)
     for shape in [(32, 512, 64, 64), (8, 320, 128, 128), (32, 1280, 16, 16)]:
@@ -199,21 +189,14 @@ def group_norm_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[S
     yield Sample((randn(16384, 4096), 64, randn(4096), randn(4096)), why="16384x4096, 64 groups")
 
 
-def group_norm_cost(
-    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-) -> Cost:
-    tensor = input.numel() * input.element_size()
-    return Cost(bytes_forward=2 * tensor, bytes_full=5 * tensor)
-
-
 @public_op(
     reference=group_norm_reference,
     differentiable=("input", "weight", "bias"),
     kernel_ops=(group_norm_fwd, group_norm_bwd),
     samples=group_norm_samples,
-    resized=group_norm_resized,
+    resized=normal_resized(lambda rows: ((rows, 12, 5), 4, (12,), (12,))),
     workloads=group_norm_workloads,
-    cost=group_norm_cost,
+    cost=Cost.passes(2, 5),
     choices=(
         "rows that do not fit in registers are read twice, 5 passes where the floor counts 3 in the backward pass: on "
         "an H200 1.8 to 2.1 times the floor, as far as L2 has the second reading. 30 configurations were timed; those "
@@ -251,10 +234,7 @@ def group_norm(
     if num_groups < 1 or input.shape[1] % num_groups != 0:
         raise ValueError(f"num_groups: expected a divisor of the {input.shape[1]} channels of input, got {num_groups}")
     for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None:
-            check_dtype(name, tensor)
-            check_shape(name, tensor, input.shape[1:2], "the channels of input")
-            check_same(name, tensor, "input", input)
+        check_parameter(name, tensor, input.shape[1:2], "the channels of input", "input", input)
     check_not_negative("eps", eps)
     y, _ = group_norm_fwd(input, num_groups, weight, bias, eps)
     return y

@@ -35,12 +35,13 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.rows import as_rows, contiguous, row_shares, rows_aligned
+from llmk.ops.common.samples import normal_resized, normal_workloads
 from llmk.ops.common.sums import sum_affine, sum_pair
 from llmk.ops.norm._moments import (
     affine_gradient,
     centered,
+    column_moments,
     known_rest,
-    lane_moments,
     moments_cpu,
     normalize_if_huge,
     overflowed,
@@ -49,22 +50,21 @@ from llmk.ops.norm._moments import (
 )
 from llmk.ops.norm._patterns import LAYER_NORM
 from llmk.registry import (
-    PARTIAL,
     REPLICATE,
     Cost,
     KernelOp,
     Sample,
     cdiv,
-    check_dtype,
     check_not_negative,
-    check_same,
-    check_shape,
+    check_parameter,
+    check_rows,
     empty,
     grid_cap,
     jit,
     next_power_of_2,
     no_gradient,
     num_programs,
+    or_no_gradient,
     public_op,
     row_axes,
     wrap_triton,
@@ -210,7 +210,7 @@ def layer_norm_long_kernel(x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, M, N, x_stride
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     y_ptr += row * N
-    mean, squares = lane_moments(x_ptr, N, 1.0, BLOCK_N, 1)
+    mean, squares = column_moments(x_ptr, N, 1.0, BLOCK_N, 1)
     var = squares / N + eps
     tl.store(stats_ptr + row, mean)
     tl.store(stats_ptr + M + row, var)
@@ -226,61 +226,6 @@ def layer_norm_long_kernel(x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, M, N, x_stride
     if (squares < float("inf")) == 0:
         tl.debug_barrier()  # another thread may have written the same place
         normalize_if_huge(x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr + row, stats_ptr + M + row, None, N, 1, eps)
-
-
-@jit
-def layer_norm_wide_backward_kernel(
-    dy_ptr,
-    x_ptr,
-    w_ptr,
-    stats_ptr,
-    dx_ptr,
-    partial_ptr,
-    M,
-    N,
-    dy_stride,
-    x_stride,
-    HAS_DW: tl.constexpr,
-    HAS_DB: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-):
-    """One half of the columns: the other half is read for its sums only, from L2, where this half's neighbour is."""
-    program = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    others = (1 - tl.program_id(1)) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if w_ptr is not None:
-        w = tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-    dw = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    db = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    for row in tl.range(program, M, tl.num_programs(0), num_stages=NUM_STAGES):
-        dy = tl.load(dy_ptr + row * dy_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
-        if HAS_DB:
-            db += dy
-        if x_ptr is not None:
-            x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
-            mean = tl.load(stats_ptr + row)
-            var = tl.load(stats_ptr + M + row)
-            scale, rstd = scale_and_rstd(var)
-            c = x * scale - mean
-            if HAS_DW:
-                dw += dy * (c * rstd)
-            if dx_ptr is not None:
-                h = tl.load(dy_ptr + row * dy_stride + others, mask=others < N, other=0.0).to(tl.float32)
-                if w_ptr is not None:
-                    dy *= w
-                    h *= tl.load(w_ptr + others, mask=others < N, other=0.0).to(tl.float32)
-                e = tl.load(x_ptr + row * x_stride + others, mask=others < N, other=0.0).to(tl.float32) * scale - mean
-                # dy and h are zero past the row's end.
-                total, dot = sum_pair(dy + h, dy * c + h * e, 0)
-                dx = scale * rstd * (dy - total / N - c * tl.div_rn(dot / N, tl.abs(var)))
-                tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
-    if HAS_DW or HAS_DB:
-        partial_ptr += program * (HAS_DW + HAS_DB) * N + cols
-    if HAS_DW:
-        tl.store(partial_ptr, dw, mask=cols < N)
-    if HAS_DB:
-        tl.store(partial_ptr + HAS_DW * N, db, mask=cols < N)
 
 
 @jit
@@ -306,7 +251,7 @@ def layer_norm_long_backward_means_kernel(
 
 
 @jit
-def layer_norm_long_backward_kernel(
+def layer_norm_columns_backward_kernel(
     dy_ptr,
     x_ptr,
     w_ptr,
@@ -320,29 +265,50 @@ def layer_norm_long_backward_kernel(
     x_stride,
     HAS_DW: tl.constexpr,
     HAS_DB: tl.constexpr,
+    HALVES: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):
-    """Make the gradients in one block of columns of some rows."""
-    program = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """Make the gradients in one block of columns of some rows, whose means are given.
+
+    Where the block is one of two HALVES, they come from both: the other is read from L2, where its own program has it.
+    """
+    program, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if not HALVES:
+        block = block.to(tl.int64)
+    cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    if HALVES:
+        others = (1 - block) * BLOCK_N + tl.arange(0, BLOCK_N)
     if w_ptr is not None:
         w = tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
     dw = tl.zeros((BLOCK_N,), dtype=tl.float32)
     db = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    for row in range(program, M, tl.num_programs(0)):
+    for row in tl.range(program, M, tl.num_programs(0), num_stages=NUM_STAGES):
         dy = tl.load(dy_ptr + row * dy_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
         if HAS_DB:
             db += dy
         if x_ptr is not None:
-            scale, rstd = scale_and_rstd(tl.load(stats_ptr + M + row))
             x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
-            c = x * scale - tl.load(stats_ptr + row)
+            mean = tl.load(stats_ptr + row)
+            var = tl.load(stats_ptr + M + row)
+            scale, rstd = scale_and_rstd(var)
+            c = x * scale - mean
             if HAS_DW:
                 dw += dy * (c * rstd)
             if dx_ptr is not None:
+                if HALVES:
+                    h = tl.load(dy_ptr + row * dy_stride + others, mask=others < N, other=0.0).to(tl.float32)
                 if w_ptr is not None:
                     dy *= w
-                dx = scale * rstd * (dy - tl.load(means_ptr + row) - c * tl.load(means_ptr + M + row))
+                if HALVES:
+                    if w_ptr is not None:
+                        h *= tl.load(w_ptr + others, mask=others < N, other=0.0).to(tl.float32)
+                    e = tl.load(x_ptr + row * x_stride + others, mask=others < N, other=0.0).to(tl.float32)
+                    e = e * scale - mean
+                    total, dot = sum_pair(dy + h, dy * c + h * e, 0)  # dy and h are zero past the row's end
+                    dx = scale * rstd * (dy - total / N - c * tl.div_rn(dot / N, tl.abs(var)))
+                else:
+                    dx = scale * rstd * (dy - tl.load(means_ptr + row) - c * tl.load(means_ptr + M + row))
                 tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
     if HAS_DW or HAS_DB:
         partial_ptr += program * (HAS_DW + HAS_DB) * N + cols
@@ -355,14 +321,15 @@ def layer_norm_long_backward_kernel(
 # Wide: the largest half that does not spill.
 WIDE_BLOCK, WIDE_WARPS = 8192, 16
 LONG_FORWARD = {"BLOCK_N": 4096, "num_warps": 8}
-LONG_BACKWARD = {"BLOCK_N": 1024, "num_warps": 4}
+LONG_BACKWARD = {"HALVES": False, "BLOCK_N": 1024, "NUM_STAGES": 3, "num_warps": 4}
 
 
 def _wide_tile(dy: Tensor, weight: Tensor | None) -> dict[str, int]:
     # Two rows ahead, if both halves of x and dy and the weight's other one fit twice into an sm_80's shared memory.
     # H200, bf16, 4096x16384, times the floor of forward and backward: 1.38; one row ahead 1.88, twice the warps 1.56.
     stage = WIDE_BLOCK * (4 * dy.element_size() + (weight.element_size() if weight is not None else 0))
-    return {"BLOCK_N": WIDE_BLOCK, "num_warps": WIDE_WARPS, "NUM_STAGES": 3 if 2 * stage <= 160 * 1024 else 2}
+    stages = 3 if 2 * stage <= 160 * 1024 else 2
+    return {"HALVES": True, "BLOCK_N": WIDE_BLOCK, "NUM_STAGES": stages, "num_warps": WIDE_WARPS}
 
 
 def _widths(dy: Tensor, x: Tensor | None) -> tuple[int, int]:
@@ -424,21 +391,19 @@ def _layer_norm_bwd(
     if held >= N:
         tile = _backward_tile(N)
         wrap_triton(layer_norm_backward_kernel)[(programs,)](*rows, dx, partials, *sizes, **needed, **tile)
-    elif wide >= N:
-        tile = _wide_tile(dy, w)
-        wrap_triton(layer_norm_wide_backward_kernel)[(programs, 2)](*rows, dx, partials, *sizes, **needed, **tile)
     else:
-        means = None
-        if dx is not None:
-            means = empty((2, M), torch.float32, device)
-            wrap_triton(layer_norm_long_backward_means_kernel)[(M,)](*rows, means, *sizes, **LONG_FORWARD)
-        grid = (programs, cdiv(N, LONG_BACKWARD["BLOCK_N"]))
-        wrap_triton(layer_norm_long_backward_kernel)[grid](
-            *rows, means, dx, partials, *sizes, **needed, **LONG_BACKWARD
+        tile, blocks, means = _wide_tile(dy, w), 2, None
+        if wide < N:
+            tile, blocks = LONG_BACKWARD, cdiv(N, LONG_BACKWARD["BLOCK_N"])
+            if dx is not None:
+                means = empty((2, M), torch.float32, device)
+                wrap_triton(layer_norm_long_backward_means_kernel)[(M,)](*rows, means, *sizes, **LONG_FORWARD)
+        wrap_triton(layer_norm_columns_backward_kernel)[(programs, blocks)](
+            *rows, means, dx, partials, *sizes, **needed, **tile
         )
     if partials is not None:
         sum_affine(partials, dw if need_weight else None, db if need_bias else None)
-    return dx if dx is not None else no_gradient(grad), dw, db
+    return or_no_gradient(dx, grad), dw, db
 
 
 layer_norm_fwd = KernelOp(_layer_norm_fwd, launch_cached=True)
@@ -491,14 +456,6 @@ def _(input):
     return [([axis, 1 + axis], [axis, REPLICATE, REPLICATE]) for axis in row_axes(input)]
 
 
-@layer_norm_bwd.register_sharding
-def _(grad, need_input):
-    return [
-        ([axis if need_input else REPLICATE, PARTIAL, PARTIAL], [axis, axis, REPLICATE, REPLICATE, 1 + axis])
-        for axis in row_axes(grad)
-    ]
-
-
 def layer_norm_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     randn = partial(torch.randn, device=device, dtype=dtype)
     yield Sample((randn(4, 16), randn(16), randn(16)), why="powers of two")
@@ -516,30 +473,16 @@ def layer_norm_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sam
     yield Sample((randn(2, 100_003), randn(100_003), randn(100_003)), why="100,003 columns")
 
 
-def layer_norm_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
-    x, weight, bias = (torch.randn(shape, device=device, dtype=dtype) for shape in ((rows, 48), (48,), (48,)))
-    return Sample((x, weight, bias), why="resized")
-
-
-def layer_norm_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    for rows, columns in [(32768, 4096), (8192, 4096), (8192, 8192), (4096, 16384), (65536, 1024)]:
-        shapes = (rows, columns), (columns,), (columns,)
-        yield Sample(tuple(torch.randn(s, device=device, dtype=dtype) for s in shapes), why=f"{rows}x{columns}")
-
-
-def layer_norm_cost(input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Cost:
-    tensor = input.numel() * input.element_size()
-    return Cost(bytes_forward=2 * tensor, bytes_full=5 * tensor)
-
-
 @public_op(
     reference=layer_norm_reference,
     differentiable=("input", "weight", "bias"),
     kernel_ops=(layer_norm_fwd, layer_norm_bwd),
     samples=layer_norm_samples,
-    resized=layer_norm_resized,
-    workloads=layer_norm_workloads,
-    cost=layer_norm_cost,
+    resized=normal_resized(lambda rows: ((rows, 48), (48,), (48,))),
+    workloads=normal_workloads(
+        [(32768, 4096), (8192, 4096), (8192, 8192), (4096, 16384), (65536, 1024)], lambda M, N: ((M, N), (N,), (N,))
+    ),
+    cost=Cost.passes(2, 5),
     patterns=LAYER_NORM,
     choices=(
         "backward at 16,384 columns a pair of programs shares a row, and each reads the other's half from L2: x, dy"
@@ -568,14 +511,9 @@ def layer_norm(input: Tensor, weight: Tensor | None = None, bias: Tensor | None 
 
     Source: Ba, Kiros and Hinton, 2016, https://arxiv.org/abs/1607.06450.
     """
-    check_dtype("input", input)
-    if input.dim() == 0 or input.shape[-1] == 0:
-        raise ValueError(f"input: expected shape [..., N] with N at least 1, got {tuple(input.shape)}")
+    check_rows("input", input, "N")
     for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None:
-            check_dtype(name, tensor)
-            check_shape(name, tensor, input.shape[-1:], "the last axis of input")
-            check_same(name, tensor, "input", input)
+        check_parameter(name, tensor, input.shape[-1:], "the last axis of input", "input", input)
     check_not_negative("eps", eps)
     y, _ = layer_norm_fwd(input, weight, bias, eps)
     return y

@@ -29,24 +29,24 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.rows import as_rows
+from llmk.ops.common.samples import normal_resized, normal_workloads
 from llmk.ops.common.sums import sum_partials
 from llmk.registry import (
-    PARTIAL,
-    REPLICATE,
     Cost,
     KernelOp,
     Sample,
     check_dtype,
     check_not_negative,
+    check_parameter,
+    check_rows,
     check_same,
-    check_shape,
     empty,
     grid_cap,
     jit,
     next_power_of_2,
     num_programs,
     public_op,
-    row_axes,
+    split_rows,
     wrap_triton,
 )
 
@@ -232,11 +232,11 @@ def _overflow_scale_cpu(largest: Tensor) -> Tensor:
 def _(grad, input, weight, bias, ms, need_weight, need_bias):
     ms, s = ms[..., :3], ms[..., 3:]
     x, dy = input.float() * s, grad.float()
-    powers, slopes = torch.stack([x * x * x, x * x, x]), torch.stack([3 * x * x, 2 * x, torch.ones_like(x)])
+    powers, derivatives = torch.stack([x * x * x, x * x, x]), torch.stack([3 * x * x, 2 * x, torch.ones_like(x)])
     ms = ms.movedim(-1, 0).unsqueeze(-1)
     rstd, means = torch.rsqrt(ms), (dy * powers).mean(-1, keepdim=True)
     scale = weight.float().view(3, *[1] * x.dim())
-    dx = (scale * rstd * (dy - powers * (means / ms)) * slopes).sum(0) * s
+    dx = (scale * rstd * (dy - powers * (means / ms)) * derivatives).sum(0) * s
     dw = (means * x.shape[-1] * rstd).flatten(1).sum(1)
     sums = torch.cat([dw, dy.sum().view(1)]) if need_weight or need_bias else None
     return dx.to(input.dtype).contiguous(), *_parameter_gradients(sums, weight, bias)
@@ -258,16 +258,7 @@ def _(grad, input, weight, bias, ms, need_weight, need_bias):
 
 
 poly_norm_fwd.register_backward(poly_norm_bwd, outputs=("output", "ms"))
-
-
-@poly_norm_fwd.register_sharding
-def _(input):
-    return [([axis, axis], [axis, REPLICATE, REPLICATE]) for axis in row_axes(input)]
-
-
-@poly_norm_bwd.register_sharding
-def _(grad):
-    return [([axis, PARTIAL, PARTIAL], [axis, axis, REPLICATE, REPLICATE, axis]) for axis in row_axes(grad)]
+poly_norm_fwd.register_sharding(split_rows(outputs=2, inputs=1, parameters=2))
 
 
 def poly_norm_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -286,30 +277,14 @@ def poly_norm_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Samp
     yield Sample((randn(2, 5003), randn(3), randn(1)), why="several blocks of columns")
 
 
-def poly_norm_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
-    x, weight = torch.randn(rows, 48, device=device, dtype=dtype), torch.randn(3, device=device, dtype=dtype)
-    return Sample((x, weight, torch.randn(1, device=device, dtype=dtype)), why="resized")
-
-
-def poly_norm_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    for rows, columns in [(32768, 4096), (8192, 14336)]:
-        x, weight = torch.randn(rows, columns, device=device, dtype=dtype), torch.randn(3, device=device, dtype=dtype)
-        yield Sample((x, weight, torch.randn(1, device=device, dtype=dtype)), why=f"{rows}x{columns}")
-
-
-def poly_norm_cost(input: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Cost:
-    tensor = input.numel() * input.element_size()
-    return Cost(bytes_forward=2 * tensor, bytes_full=5 * tensor)
-
-
 @public_op(
     reference=poly_norm_reference,
     differentiable=("input", "weight", "bias"),
     kernel_ops=(poly_norm_fwd, poly_norm_bwd),
     samples=poly_norm_samples,
-    resized=poly_norm_resized,
-    workloads=poly_norm_workloads,
-    cost=poly_norm_cost,
+    resized=normal_resized(lambda rows: ((rows, 48), (3,), (1,))),
+    workloads=normal_workloads([(32768, 4096), (8192, 14336)], lambda M, N: ((M, N), (3,), (1,))),
+    cost=Cost.passes(2, 5),
 )
 def poly_norm(input: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Tensor:
     """PolyNorm over the last axis: the cube, the square and the value, each divided by its root mean square, weighted.
@@ -332,13 +307,10 @@ def poly_norm(input: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) ->
 
     Source: Zhuo et al., 2024, https://arxiv.org/abs/2411.03884.
     """
-    check_dtype("input", input)
-    if input.dim() == 0 or input.shape[-1] == 0:
-        raise ValueError(f"input: expected shape [..., N] with N at least 1, got {tuple(input.shape)}")
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        check_dtype(name, tensor)
-        check_same(name, tensor, "input", input)
-    check_shape("weight", weight, (3,), "one for each power")
+    check_rows("input", input, "N")
+    check_parameter("weight", weight, (3,), "one for each power", "input", input)
+    check_dtype("bias", bias)
+    check_same("bias", bias, "input", input)
     if bias.dim() > 1 or bias.numel() != 1:
         raise ValueError(f"bias: expected shape (1,) or (), got {tuple(bias.shape)}")
     check_not_negative("eps", eps)

@@ -21,21 +21,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from llmk.ops.common.samples import normal_resized, normal_workloads
 from llmk.ops.norm import _rms_norm_kernels as norm
 from llmk.ops.norm._patterns import RMS_NORM
 from llmk.registry import (
-    PARTIAL,
-    REPLICATE,
     Cost,
     KernelOp,
     Sample,
-    check_dtype,
     check_finite,
     check_not_negative,
-    check_same,
-    check_shape,
+    check_parameter,
+    check_rows,
     public_op,
-    row_axes,
+    split_rows,
 )
 
 
@@ -73,16 +71,7 @@ def _(input):
 
 
 rms_norm_fwd.register_backward(rms_norm_bwd, outputs=("output", "ms"))
-
-
-@rms_norm_fwd.register_sharding
-def _(input):
-    return [([axis, axis], [axis, REPLICATE]) for axis in row_axes(input)]
-
-
-@rms_norm_bwd.register_sharding
-def _(grad):
-    return [([axis, PARTIAL], [axis, axis, REPLICATE, axis]) for axis in row_axes(grad)]
+rms_norm_fwd.register_sharding(split_rows(outputs=2, inputs=1, parameters=1))
 
 
 def rms_norm_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -102,31 +91,17 @@ def rms_norm_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sampl
     yield Sample((randn(2, 100_003), randn(100_003)), why="100,003 columns")
 
 
-def rms_norm_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
-    return Sample(
-        (torch.randn(rows, 48, device=device, dtype=dtype), torch.randn(48, device=device, dtype=dtype)), why="resized"
-    )
-
-
-def rms_norm_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    for rows, columns in [(32768, 4096), (8192, 4096), (8192, 8192), (4096, 16384), (65536, 1024), (262144, 128)]:
-        x = torch.randn(rows, columns, device=device, dtype=dtype)
-        yield Sample((x, torch.randn(columns, device=device, dtype=dtype)), why=f"{rows}x{columns}")
-
-
-def rms_norm_cost(input: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0) -> Cost:
-    tensor = input.numel() * input.element_size()
-    return Cost(bytes_forward=2 * tensor, bytes_full=5 * tensor)
-
-
 @public_op(
     reference=rms_norm_reference,
     differentiable=("input", "weight"),
     kernel_ops=(rms_norm_fwd, rms_norm_bwd),
     samples=rms_norm_samples,
-    resized=rms_norm_resized,
-    workloads=rms_norm_workloads,
-    cost=rms_norm_cost,
+    resized=normal_resized(lambda rows: ((rows, 48), (48,))),
+    workloads=normal_workloads(
+        [(32768, 4096), (8192, 4096), (8192, 8192), (4096, 16384), (65536, 1024), (262144, 128)],
+        lambda M, N: ((M, N), (N,)),
+    ),
+    cost=Cost.passes(2, 5),
     patterns=RMS_NORM,
     choices=norm.CHOICES,
 )
@@ -151,13 +126,8 @@ def rms_norm(input: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, 
 
     Source: Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467.
     """
-    check_dtype("input", input)
-    if input.dim() == 0 or input.shape[-1] == 0:
-        raise ValueError(f"input: expected shape [..., N] with N at least 1, got {tuple(input.shape)}")
-    if weight is not None:
-        check_dtype("weight", weight)
-        check_shape("weight", weight, input.shape[-1:], "the last axis of input")
-        check_same("weight", weight, "input", input)
+    check_rows("input", input, "N")
+    check_parameter("weight", weight, input.shape[-1:], "the last axis of input", "input", input)
     check_not_negative("eps", eps)
     check_finite("offset", offset)
     y, _ = rms_norm_fwd(input, weight, eps, offset)

@@ -25,8 +25,7 @@ from llmk.registry import (
     axes,
     cdiv,
     check_dtype,
-    check_same,
-    check_shape,
+    check_like,
     empty,
     jit,
     public_op,
@@ -133,6 +132,5 @@ def add(input: Tensor, other: Tensor) -> Tensor:
     https://triton-lang.org/main/getting-started/tutorials/01-vector-add.html.
     """
     check_dtype("input", input)
-    check_shape("other", other, input.shape, "the shape of input")
-    check_same("other", other, "input", input, dtype=True)
+    check_like("other", other, "input", input)
     return add_fwd(input, other)

@@ -27,23 +27,23 @@ from torch import Tensor
 
 from llmk.ops.common.math import exp, tanh, tanh_reference
 from llmk.ops.common.rows import as_rows, contiguous, row_shares
+from llmk.ops.common.samples import normal_resized
 from llmk.ops.common.sums import sum_affine, sum_to_scalar
 from llmk.registry import (
-    PARTIAL,
-    REPLICATE,
     Cost,
     KernelOp,
     Sample,
     cdiv,
-    check_dtype,
-    check_same,
-    check_shape,
+    check_parameter,
+    check_rows,
     empty,
     grid_cap,
     jit,
+    like_first,
     no_gradient,
+    or_no_gradient,
     public_op,
-    row_axes,
+    split_rows,
     wrap_triton,
 )
 
@@ -89,11 +89,11 @@ def dyt_backward_kernel(
             dw += dy * tanh(alpha * x)
         if HAS_DB:
             db += dy
-    place = share * ((HAS_DW + HAS_DB) * N) + cols
+    offsets = share * ((HAS_DW + HAS_DB) * N) + cols
     if HAS_DW:
-        tl.store(partial_ptr + place, dw, mask=cols < N)
+        tl.store(partial_ptr + offsets, dw, mask=cols < N)
     if HAS_DB:
-        tl.store(partial_ptr + place + HAS_DW * N, db, mask=cols < N)
+        tl.store(partial_ptr + offsets + HAS_DW * N, db, mask=cols < N)
     if dalpha_ptr is not None:
         tl.store(dalpha_ptr + share * tl.num_programs(1) + tl.program_id(1), tl.sum(dalpha, axis=0))
 
@@ -137,12 +137,8 @@ def _dyt_bwd(
     db = empty((N,), bias.dtype, device) if need_bias and bias is not None else None
     if sums is not None:
         sum_affine(sums, dw, db)
-    return (
-        dx,
-        no_gradient(grad) if alphas is None else sum_to_scalar(alphas).to(alpha.dtype).view(1),
-        no_gradient(grad) if dw is None else dw,
-        no_gradient(grad) if db is None else db,
-    )
+    dalpha = None if alphas is None else sum_to_scalar(alphas).to(alpha.dtype).view(1)
+    return dx, or_no_gradient(dalpha, grad), or_no_gradient(dw, grad), or_no_gradient(db, grad)
 
 
 dyt_fwd = KernelOp(_dyt_fwd, launch_cached=True)
@@ -172,24 +168,9 @@ def _(grad, input, alpha, weight, bias, need_alpha, need_weight, need_bias):
     return (alpha.float() * du).to(input.dtype).contiguous(), dalpha, dw, db
 
 
-@dyt_fwd.register_fake
-def _(input):
-    return input.new_empty(input.shape)
-
-
+dyt_fwd.register_fake(like_first)
 dyt_fwd.register_backward(dyt_bwd)
-
-
-@dyt_fwd.register_sharding
-def _(input):
-    return [([axis], [axis, REPLICATE, REPLICATE, REPLICATE]) for axis in row_axes(input)]
-
-
-@dyt_bwd.register_sharding
-def _(grad):
-    return [
-        ([axis, PARTIAL, PARTIAL, PARTIAL], [axis, axis, REPLICATE, REPLICATE, REPLICATE]) for axis in row_axes(grad)
-    ]
+dyt_fwd.register_sharding(split_rows(outputs=1, inputs=1, parameters=3))
 
 
 def dyt_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -207,11 +188,6 @@ def dyt_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample((randn(2, 5003), alpha, randn(5003), randn(5003)), why="several blocks of columns")
 
 
-def dyt_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
-    randn = partial(torch.randn, device=device, dtype=dtype)
-    return Sample((randn(rows, 48), randn(1), randn(48), randn(48)), why="resized")
-
-
 def dyt_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     for rows, columns in [(32768, 4096), (8192, 8192)]:
         x, alpha = torch.randn(rows, columns, device=device, dtype=dtype), torch.ones(1, device=device, dtype=dtype)
@@ -219,19 +195,14 @@ def dyt_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         yield Sample((x, alpha, weight, bias), why=f"{rows}x{columns}")
 
 
-def dyt_cost(input: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None = None) -> Cost:
-    tensor = input.numel() * input.element_size()
-    return Cost(bytes_forward=2 * tensor, bytes_full=5 * tensor)
-
-
 @public_op(
     reference=dyt_reference,
     differentiable=("input", "alpha", "weight", "bias"),
     kernel_ops=(dyt_fwd, dyt_bwd),
     samples=dyt_samples,
-    resized=dyt_resized,
+    resized=normal_resized(lambda rows: ((rows, 48), (1,), (48,), (48,))),
     workloads=dyt_workloads,
-    cost=dyt_cost,
+    cost=Cost.passes(2, 5),
 )
 def dyt(input: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Dynamic tanh over the last axis: `weight * tanh(alpha * input) + bias`, in float32 with one rounding.
@@ -251,17 +222,12 @@ def dyt(input: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None = None
 
     Source: Zhu et al., 2025, https://arxiv.org/abs/2503.10622.
     """
-    check_dtype("input", input)
-    if input.dim() == 0 or input.shape[-1] == 0:
-        raise ValueError(f"input: expected shape [..., N] with N at least 1, got {tuple(input.shape)}")
+    check_rows("input", input, "N")
     columns = input.shape[-1:]
     for name, tensor, shape, meaning in (
         ("alpha", alpha, (1,), "one number"),
         ("weight", weight, columns, "the last axis of input"),
         ("bias", bias, columns, "the last axis of input"),
     ):
-        if tensor is not None:
-            check_dtype(name, tensor)
-            check_shape(name, tensor, shape, meaning)
-            check_same(name, tensor, "input", input)
+        check_parameter(name, tensor, shape, meaning, "input", input)
     return dyt_fwd(input, alpha, weight, bias)

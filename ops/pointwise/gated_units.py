@@ -28,19 +28,18 @@ from llmk.ops.common.activations import (
     activation_with_grad,
     gelu_reference,
 )
-from llmk.ops.common.rows import as_rows
+from llmk.ops.common.rows import as_rows, row_and_columns
+from llmk.ops.common.samples import normal_resized
 from llmk.ops.pointwise._patterns import GEGLU, SWIGLU
 from llmk.registry import (
-    REPLICATE,
     Cost,
     KernelOp,
     Sample,
     axes,
     cdiv,
     check_dtype,
+    check_like,
     check_option,
-    check_same,
-    check_shape,
     empty,
     jit,
     next_power_of_2,
@@ -65,18 +64,10 @@ def geglu_reference(gate: Tensor, up: Tensor | None = None, *, approximate: str 
 
 
 @jit
-def _place(N, BLOCK_N: tl.constexpr):
-    """A program's row and columns: neighbours in time are neighbours in memory."""
-    program = tl.program_id(0)
-    blocks = tl.cdiv(N, BLOCK_N)
-    return (program // blocks).to(tl.int64), (program % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
-
-
-@jit
 def gated_unit_kernel(
     gate_ptr, up_ptr, y_ptr, N, gate_stride, up_stride, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    row, cols = _place(N, BLOCK_N)
+    row, cols = row_and_columns(N, BLOCK_N)
     mask = cols < N
     gate_ptr += row * gate_stride
     up_ptr = gate_ptr + N if up_ptr is None else up_ptr + row * up_stride
@@ -101,7 +92,7 @@ def gated_unit_backward_kernel(
     ACTIVATION: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    row, cols = _place(N, BLOCK_N)
+    row, cols = row_and_columns(N, BLOCK_N)
     mask = cols < N
     gate_ptr += row * gate_stride
     up_ptr = gate_ptr + N if up_ptr is None else up_ptr + row * up_stride
@@ -207,14 +198,6 @@ def _(gate, up):
     return [([axis], [axis, axis]) for axis in (row_axes(gate) if up is None else axes(gate))]
 
 
-@swiglu_bwd.register_sharding
-@geglu_bwd.register_sharding
-def _(gate, up):
-    if up is None:
-        return [([axis, REPLICATE], [axis, axis, REPLICATE]) for axis in row_axes(gate)]
-    return [([axis, axis], [axis, axis, axis]) for axis in axes(gate)]
-
-
 def swiglu_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     randn = partial(torch.randn, device=device, dtype=dtype)
     yield Sample((randn(4, 16), randn(4, 16)), why="powers of two")
@@ -244,13 +227,6 @@ def geglu_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample((below, torch.ones_like(below)), {"approximate": "none"}, why="far below zero, where 1 + erf cancels")
 
 
-def gated_unit_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
-    return Sample(
-        (torch.randn(rows, 48, device=device, dtype=dtype), torch.randn(rows, 48, device=device, dtype=dtype)),
-        why="resized",
-    )
-
-
 def gated_unit_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     for rows, columns in [(8192, 14336), (32768, 14336)]:
         gate = torch.randn(rows, columns, device=device, dtype=dtype)
@@ -267,8 +243,7 @@ def gated_unit_cost(gate: Tensor, up: Tensor | None = None, *, approximate: str 
 def _check(gate: Tensor, up: Tensor | None) -> None:
     check_dtype("gate", gate)
     if up is not None:
-        check_shape("up", up, gate.shape, "the shape of gate")
-        check_same("up", up, "gate", gate, dtype=True)
+        check_like("up", up, "gate", gate)
     if gate.dim() == 0 or (up is None and gate.shape[-1] % 2 == 1):
         expected = "[..., I]" if up is not None else "[..., 2I], gate then up, when up is None"
         raise ValueError(f"gate: expected shape {expected}, got {tuple(gate.shape)}")
@@ -287,7 +262,7 @@ GATED_UNIT_CHOICES = (
     differentiable=("gate", "up"),
     kernel_ops=(swiglu_fwd, swiglu_bwd),
     samples=swiglu_samples,
-    resized=gated_unit_resized,
+    resized=normal_resized(lambda rows: ((rows, 48), (rows, 48))),
     workloads=gated_unit_workloads,
     cost=gated_unit_cost,
     patterns=SWIGLU,
@@ -319,7 +294,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     differentiable=("gate", "up"),
     kernel_ops=(geglu_fwd, geglu_bwd),
     samples=geglu_samples,
-    resized=gated_unit_resized,
+    resized=normal_resized(lambda rows: ((rows, 48), (rows, 48))),
     workloads=gated_unit_workloads,
     cost=gated_unit_cost,
     patterns=GEGLU,

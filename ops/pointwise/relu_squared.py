@@ -22,8 +22,21 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.rows import as_long_rows
+from llmk.ops.common.samples import normal_resized, normal_workloads
 from llmk.ops.pointwise._patterns import RELU_SQUARED
-from llmk.registry import Cost, KernelOp, Sample, axes, cdiv, check_dtype, empty, jit, public_op, wrap_triton
+from llmk.registry import (
+    Cost,
+    KernelOp,
+    Sample,
+    axes,
+    cdiv,
+    check_dtype,
+    empty,
+    jit,
+    like_first,
+    public_op,
+    wrap_triton,
+)
 
 
 def relu_squared_reference(input: Tensor) -> Tensor:
@@ -88,22 +101,13 @@ def _(grad, input):
     return torch.where(x <= 0, 0.0, grad.float() * (2 * x)).to(input.dtype).contiguous()
 
 
-@relu_squared_fwd.register_fake
-def _(input):
-    return input.new_empty(input.shape)
-
-
+relu_squared_fwd.register_fake(like_first)
 relu_squared_fwd.register_backward(relu_squared_bwd)
 
 
 @relu_squared_fwd.register_sharding
 def _(input):
     return [([axis], [axis]) for axis in axes(input)]
-
-
-@relu_squared_bwd.register_sharding
-def _(input):
-    return [([axis], [axis, axis]) for axis in axes(input)]
 
 
 def relu_squared_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -122,28 +126,14 @@ def relu_squared_samples(device: torch.device, dtype: torch.dtype) -> Iterator[S
     yield Sample((randn(2, 100_003),), why="100,003 columns")
 
 
-def relu_squared_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
-    return Sample((torch.randn(rows, 48, device=device, dtype=dtype),), why="resized")
-
-
-def relu_squared_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    for rows, columns in [(8192, 14336), (32768, 14336)]:
-        yield Sample((torch.randn(rows, columns, device=device, dtype=dtype),), why=f"{rows}x{columns}")
-
-
-def relu_squared_cost(input: Tensor) -> Cost:
-    tensor = input.numel() * input.element_size()
-    return Cost(bytes_forward=2 * tensor, bytes_full=5 * tensor)
-
-
 @public_op(
     reference=relu_squared_reference,
     differentiable=("input",),
     kernel_ops=(relu_squared_fwd, relu_squared_bwd),
     samples=relu_squared_samples,
-    resized=relu_squared_resized,
-    workloads=relu_squared_workloads,
-    cost=relu_squared_cost,
+    resized=normal_resized(lambda rows: ((rows, 48),)),
+    workloads=normal_workloads([(8192, 14336), (32768, 14336)], lambda M, N: ((M, N),)),
+    cost=Cost.passes(2, 5),
     patterns=RELU_SQUARED,
 )
 def relu_squared(input: Tensor) -> Tensor:

@@ -99,10 +99,10 @@ def _whole(builder: GraphBuilder, values: Mapping[str, Any], name: str) -> Node:
     if rest is not None and value_of(rest).shape[-1] != 0:
         rotated, passed = range_of(x), range_of(rest)
         if rotated is None or passed is None or not builder.are_same(rotated[0], passed[0]):
-            raise NoMatch("what is turned and what passes are not parts of one tensor")
+            raise NoMatch("what is rotated and what passes are not parts of one tensor")
         x, first, last = rotated
         if first != 0 or last != passed[1] or passed[2] != value_of(x).shape[-1]:
-            raise NoMatch("what is turned are not the first features, or what passes not all the others")
+            raise NoMatch("what is rotated are not the first features, or what passes not all the others")
     if values.get("of_pairs"):
         width = value_of(x).shape[-1]
         x = builder(aten.cat.default, [builder(aten.slice.Tensor, x, -1, i, width, 2) for i in (0, 1)], -1)
@@ -202,7 +202,7 @@ OTHERWISE = (
     "between the two, are found"
 )
 IN_PLACE = (
-    "turned features are written into slices of a tensor, which is not followed: torch.stack((first, second), dim=-1)"
+    "rotated features are written into slices of a tensor, which is not followed: torch.stack((first, second), dim=-1)"
     ".flatten(-2) of the two is found"
 )
 ROPE = (

@@ -29,7 +29,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.rows import with_columns_side_by_side
+from llmk.ops.common.rows import contiguous_last_dim
 from llmk.ops.common.sums import sum_two_partials
 from llmk.ops.norm.rms_norm import rms_norm_reference
 from llmk.ops.rotary.rope import (
@@ -43,21 +43,19 @@ from llmk.ops.rotary.rope import (
     load_row,
     pair_blocks,
     pair_columns,
+    projected,
     rope_reference,
     rotate_cpu,
     rotate_pairs,
 )
 from llmk.registry import (
-    PARTIAL,
     REPLICATE,
     Cost,
     KernelOp,
     Sample,
-    check_dtype,
     check_finite,
     check_not_negative,
-    check_same,
-    check_shape,
+    check_parameter,
     empty,
     grid_cap,
     jit,
@@ -281,7 +279,7 @@ def _qk_norm_rope_fwd(
     offset: float,
     interleaved: bool,
 ) -> tuple[Tensor, Tensor]:
-    q, k, q_weight, k_weight, cos, sin = (with_columns_side_by_side(x) for x in (q, k, q_weight, k_weight, cos, sin))
+    q, k, q_weight, k_weight, cos, sin = (contiguous_last_dim(x) for x in (q, k, q_weight, k_weight, cos, sin))
     B, HQ, S, D = q.shape
     HK, R = k.shape[1], cos.shape[-1]
     yq, yk = empty_heads(q), empty_heads(k)
@@ -307,8 +305,8 @@ def _qk_norm_rope_bwd(
     need_q_weight: bool,
     need_k_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dyq, dyk, q, k = (with_columns_side_by_side(x) for x in (grad_q, grad_k, q, k))
-    wq, wk, cos, sin = (with_columns_side_by_side(x) for x in (q_weight, k_weight, cos, sin))
+    dyq, dyk, q, k = (contiguous_last_dim(x) for x in (grad_q, grad_k, q, k))
+    wq, wk, cos, sin = (contiguous_last_dim(x) for x in (q_weight, k_weight, cos, sin))
     B, HQ, S, D = q.shape
     HK, R = k.shape[1], cos.shape[-1]
     dq, dk = empty_heads(q), empty_heads(k)
@@ -383,26 +381,16 @@ def _(cos):
     return [([heads] * 2, [heads, heads, REPLICATE, REPLICATE, angle, angle]) for heads, angle in head_splits(cos)]
 
 
-@qk_norm_rope_bwd.register_sharding
-def _(cos):
-    return [
-        ([heads, heads, PARTIAL, PARTIAL], [*[heads] * 4, REPLICATE, REPLICATE, angle, angle])
-        for heads, angle in head_splits(cos)
-    ]
-
-
 def qk_norm_rope_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     randn = partial(torch.randn, device=device, dtype=dtype)
-
-    def projected(B: int, S: int, H: int, D: int) -> Tensor:
-        return randn(B, S, H * D).view(B, S, H, D).transpose(1, 2)
 
     def sample(q: Tensor, k: Tensor, R: int, why: str, angle_dtype: torch.dtype = dtype, **kwargs: float) -> Sample:
         D, S = q.shape[-1], q.shape[2]
         return Sample((q, k, randn(D), randn(D), *angles(1, S, R, device, angle_dtype)), kwargs, why=why)
 
-    yield sample(projected(2, 5, 4, 16), projected(2, 5, 2, 16), 16, "as projected")
-    yield sample(projected(2, 3, 3, 32), projected(2, 3, 1, 32), 32, "Gemma's offset", offset=1.0, eps=1e-5)
+    yield sample(*projected(2, 5, 4, 2, 16, device, dtype), 16, "as projected")
+    as_gemma = projected(2, 3, 3, 1, 32, device, dtype)
+    yield sample(*as_gemma, 32, "Gemma's offset", offset=1.0, eps=1e-5)
     yield sample(randn(2, 2, 4, 12), randn(2, 1, 4, 12), 12, "neighbours in pairs", interleaved=True)
     yield sample(randn(1, 3, 3, 100), randn(1, 1, 3, 100), 100, "100 features, cos in float32", torch.float32)
     yield sample(randn(1, 5, 3, 20), randn(1, 1, 3, 20), 12, "partial, odd sizes", offset=1.0)
@@ -419,18 +407,16 @@ def qk_norm_rope_samples(device: torch.device, dtype: torch.dtype) -> Iterator[S
 
 
 def qk_norm_rope_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
-    q = torch.randn(2, rows, 4, 16, device=device, dtype=dtype).transpose(1, 2)
-    k = torch.randn(2, rows, 2, 16, device=device, dtype=dtype).transpose(1, 2)
+    heads = projected(2, rows, 4, 2, 16, device, dtype)
     weights = (torch.randn(16, device=device, dtype=dtype) for _ in range(2))
-    return Sample((q, k, *weights, *angles(1, rows, 16, device, dtype)), why="resized")
+    return Sample((*heads, *weights, *angles(1, rows, 16, device, dtype)), why="resized")
 
 
 def qk_norm_rope_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     for B, S, HQ, HK, D in [(4, 4096, 32, 8, 128), (8, 2048, 16, 8, 128)]:
-        q = torch.randn(B, S, HQ, D, device=device, dtype=dtype).transpose(1, 2)
-        k = torch.randn(B, S, HK, D, device=device, dtype=dtype).transpose(1, 2)
+        heads = projected(B, S, HQ, HK, D, device, dtype)
         weights = (torch.randn(D, device=device, dtype=dtype) for _ in range(2))
-        yield Sample((q, k, *weights, *angles(1, S, D, device, dtype)), why=f"B{B} S{S} {HQ}/{HK} heads D{D}")
+        yield Sample((*heads, *weights, *angles(1, S, D, device, dtype)), why=f"B{B} S{S} {HQ}/{HK} heads D{D}")
 
 
 def qk_norm_rope_cost(q: Tensor, k: Tensor, *args: Tensor, **options: Any) -> Cost:
@@ -486,9 +472,7 @@ def qk_norm_rope(
     """
     check_heads(q, k, cos, sin)
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
-        check_dtype(name, weight)
-        check_shape(name, weight, q.shape[-1:], "the last axis of q")
-        check_same(name, weight, "q", q)
+        check_parameter(name, weight, q.shape[-1:], "the last axis of q", "q", q)
     check_not_negative("eps", eps)
     check_finite("offset", offset)
     return qk_norm_rope_fwd(q, k, q_weight, k_weight, cos, sin, eps, offset, interleaved)

@@ -33,7 +33,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.rows import with_columns_side_by_side
+from llmk.ops.common.rows import contiguous_last_dim
 from llmk.ops.rotary._patterns import ROPE
 from llmk.registry import (
     REPLICATE,
@@ -106,7 +106,7 @@ def pair_blocks(D: int, R: int) -> dict[str, int]:
 
 
 def head_splits(cos: Any) -> list[tuple[int, int | str]]:
-    """How q and k may be split, and cos and sin with them: by batch, by heads, by tokens."""
+    """Splits of q and k, and of cos and sin with them: by batch, by heads, by tokens."""
     return [(0, 0 if cos.shape[0] > 1 else REPLICATE), (1, REPLICATE), (2, 1)]
 
 
@@ -161,7 +161,7 @@ def check_heads(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     if cos.dim() != 3 or cos.shape[0] not in (1, B) or cos.shape[1] != S or not 0 < cos.shape[2] <= D:
         raise ValueError(f"cos: expected shape [1 or {B}, {S}, R] with 0 < R <= {D}, got {tuple(cos.shape)}")
     if cos.shape[2] % 2 == 1:
-        raise ValueError(f"cos: expected an even number of features to turn, got {cos.shape[2]}")
+        raise ValueError(f"cos: expected an even number of features to rotate, got {cos.shape[2]}")
     if sin.shape != cos.shape:
         raise ValueError(f"sin: expected the shape of cos {tuple(cos.shape)}, got {tuple(sin.shape)}")
     check_same("k", k, "q", q, dtype=True)
@@ -175,6 +175,14 @@ def angles(B: int, S: int, R: int, device: torch.device, dtype: torch.dtype) -> 
     angles = positions[:, None] * 10_000 ** (-torch.arange(0, R, 2, device=device, dtype=torch.float32) / R)
     angles = torch.cat((angles, angles), dim=-1).expand(B, S, R)
     return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def projected(
+    B: int, S: int, HQ: int, HK: int, D: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """q and k for samples, lying in memory as projections write them."""
+    q, k = (torch.randn(B, S, H, D, device=device, dtype=dtype).transpose(1, 2) for H in (HQ, HK))
+    return q, k
 
 
 @jit
@@ -251,7 +259,7 @@ def _config(HK: int, D: int, R: int) -> dict[str, int]:
 
 
 def _rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool) -> tuple[Tensor, Tensor]:
-    q, k, cos, sin = (with_columns_side_by_side(x) for x in (q, k, cos, sin))
+    q, k, cos, sin = (contiguous_last_dim(x) for x in (q, k, cos, sin))
     B, HQ, S, D = q.shape
     HK, R = k.shape[1], cos.shape[-1]
     yq, yk = empty_heads(q), empty_heads(k)
@@ -293,10 +301,8 @@ for op, derivative in ((rope_fwd, rope_bwd), (rope_bwd, rope_fwd)):  # each rota
 def rope_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     randn = partial(torch.randn, device=device, dtype=dtype)
 
-    def projected(B: int, S: int, H: int, D: int) -> Tensor:
-        return randn(B, S, H * D).view(B, S, H, D).transpose(1, 2)
-
-    yield Sample((projected(2, 5, 4, 16), projected(2, 5, 2, 16), *angles(1, 5, 16, device, dtype)), why="as projected")
+    as_projected = projected(2, 5, 4, 2, 16, device, dtype)
+    yield Sample((*as_projected, *angles(1, 5, 16, device, dtype)), why="as projected")
     yield Sample((randn(2, 3, 5, 8), randn(2, 3, 5, 8), *angles(2, 5, 8, device, dtype)), why="an angle for each batch")
     yield Sample(
         (randn(2, 6, 4, 12), randn(2, 2, 4, 12), *angles(1, 4, 12, device, dtype)),
@@ -327,15 +333,13 @@ def rope_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def rope_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
-    q = torch.randn(2, rows, 4, 16, device=device, dtype=dtype).transpose(1, 2)
-    k = torch.randn(2, rows, 2, 16, device=device, dtype=dtype).transpose(1, 2)
-    return Sample((q, k, *angles(1, rows, 16, device, dtype)), why="resized")
+    heads = projected(2, rows, 4, 2, 16, device, dtype)
+    return Sample((*heads, *angles(1, rows, 16, device, dtype)), why="resized")
 
 
 def rope_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    q = torch.randn(4, 4096, 32, 128, device=device, dtype=dtype).transpose(1, 2)
-    k = torch.randn(4, 4096, 8, 128, device=device, dtype=dtype).transpose(1, 2)
-    yield Sample((q, k, *angles(1, 4096, 128, device, dtype)), why="B4 S4096 32/8 heads D128")
+    heads = projected(4, 4096, 32, 8, 128, device, dtype)
+    yield Sample((*heads, *angles(1, 4096, 128, device, dtype)), why="B4 S4096 32/8 heads D128")
 
 
 def rope_cost(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Cost:

@@ -36,9 +36,9 @@ from torch import Tensor
 
 from llmk.ops.common.math import exp
 from llmk.ops.common.rows import aligned, as_rows, byte_offset, row_shares
+from llmk.ops.common.samples import normal_resized
 from llmk.ops.common.sums import sum_affine, sum_pair
 from llmk.registry import (
-    PARTIAL,
     REPLICATE,
     Cost,
     KernelOp,
@@ -46,14 +46,13 @@ from llmk.registry import (
     cdiv,
     check_dtype,
     check_not_negative,
-    check_same,
-    check_shape,
+    check_parameter,
     empty,
     grid_cap,
     jit,
     next_power_of_2,
-    no_gradient,
     num_programs,
+    or_no_gradient,
     public_op,
     wrap_triton,
 )
@@ -89,12 +88,12 @@ def attention_residual_kernel(
     k = (k * tl.load(w_ptr + cols, mask=cols < H, other=0.0).to(tl.float32))[None, :]
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     mask = (rows < M)[:, None] & (cols < H)[None, :]
-    places = (rows * row_stride)[:, None] + cols[None, :]
+    offsets = (rows * row_stride)[:, None] + cols[None, :]
     largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), dtype=tl.float32)
     y = tl.zeros((BLOCK_M, BLOCK_H), dtype=tl.float32)
     for i in tl.range(0, N, num_stages=NUM_STAGES):
-        v = tl.load(v_ptr + tl.cast(i, tl.int64) * block_stride + places, mask=mask, other=0.0).to(tl.float32)
+        v = tl.load(v_ptr + tl.cast(i, tl.int64) * block_stride + offsets, mask=mask, other=0.0).to(tl.float32)
         square, dot = sum_pair(v * v, v * k, 1)
         ms = square / H + eps
         s = tl.div_rn(dot, tl.sqrt_rn(ms))
@@ -121,7 +120,7 @@ def attention_residual_backward_kernel(
     for start in range(program * BLOCK_M, M, tl.num_programs(0) * BLOCK_M):
         rows = start + tl.arange(0, BLOCK_M)
         mask = (rows < M)[:, None] & (cols < H)[None, :]
-        places = (rows * row_stride)[:, None] + cols[None, :]
+        offsets = (rows * row_stride)[:, None] + cols[None, :]
         dy = tl.load(dy_ptr + (rows * dy_stride)[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         largest_at = tl.zeros((BLOCK_M,), dtype=tl.int32)
@@ -129,24 +128,24 @@ def attention_residual_backward_kernel(
         origin = tl.zeros((BLOCK_M,), dtype=tl.float32)
         sum_da = tl.zeros((BLOCK_M,), dtype=tl.float32)
         for i in tl.range(0, N, num_stages=NUM_STAGES):
-            v = tl.load(v_ptr + tl.cast(i, tl.int64) * block_stride + places, mask=mask, other=0.0).to(tl.float32)
+            v = tl.load(v_ptr + tl.cast(i, tl.int64) * block_stride + offsets, mask=mask, other=0.0).to(tl.float32)
             s = tl.load(s_ptr + tl.cast(i, tl.int64) * M + rows, mask=rows < M, other=0.0)
             largest_at = tl.where(s > largest, i, largest_at)
             largest, total, origin, sum_da = _weigh(s, tl.sum(dy * v, axis=1), largest, total, origin, sum_da)
         mean = tl.div_rn(sum_da, total)
         for j in tl.range(0, N, num_stages=NUM_STAGES):
             last = tl.cast(N - 1 - j, tl.int64)  # what was read last is likeliest to be in L2
-            v = tl.load(v_ptr + last * block_stride + places, mask=mask, other=0.0).to(tl.float32)
+            v = tl.load(v_ptr + last * block_stride + offsets, mask=mask, other=0.0).to(tl.float32)
             s = tl.load(s_ptr + last * M + rows, mask=rows < M, other=0.0)
             ms = tl.load(ms_ptr + last * M + rows, mask=rows < M, other=1.0)
             a = tl.div_rn(exp(s - largest), total)
             da = tl.where(largest_at == N - 1 - j, 0.0, tl.sum(dy * v, axis=1) - origin)
             ds = a * (da - mean)
-            slope = tl.div_rn(ds, tl.sqrt_rn(ms))
-            dk += v * slope[:, None]
-            dv = dy * a[:, None] + (k * slope[:, None] - v * tl.div_rn(ds * s, ms * H)[:, None])
-            dv_places = ((last * M + rows) * H)[:, None] + cols[None, :]
-            tl.store(dv_ptr + dv_places, dv.to(dv_ptr.dtype.element_ty), mask=mask)
+            ds_rstd = tl.div_rn(ds, tl.sqrt_rn(ms))
+            dk += v * ds_rstd[:, None]
+            dv = dy * a[:, None] + (k * ds_rstd[:, None] - v * tl.div_rn(ds * s, ms * H)[:, None])
+            dv_offsets = ((last * M + rows) * H)[:, None] + cols[None, :]
+            tl.store(dv_ptr + dv_offsets, dv.to(dv_ptr.dtype.element_ty), mask=mask)
     if partial_ptr is not None:
         total_dk = tl.sum(dk, axis=0)
         w = tl.load(w_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
@@ -268,29 +267,29 @@ def attention_residual_long_backward_kernel(
         total = tl.cast(1.0, tl.float32)
         sum_da = tl.cast(0.0, tl.float32)
         for i in range(1, N):
-            place = tl.cast(i, tl.int64) * M + row
-            s, da = tl.load(s_ptr + place), tl.load(da_ptr + place)
+            vector = tl.cast(i, tl.int64) * M + row
+            s, da = tl.load(s_ptr + vector), tl.load(da_ptr + vector)
             largest, total, origin, sum_da = _weigh(s, da, largest, total, origin, sum_da)
         mean = tl.div_rn(sum_da, total)
         dy = tl.load(dy_ptr + row * dy_stride + cols, mask=cols < H, other=0.0).to(tl.float32)
         for i in range(0, N):
-            place = tl.cast(i, tl.int64) * M + row
-            s, ms = tl.load(s_ptr + place), tl.load(ms_ptr + place)
+            vector = tl.cast(i, tl.int64) * M + row
+            s, ms = tl.load(s_ptr + vector), tl.load(ms_ptr + vector)
             a = tl.div_rn(exp(s - largest), total)
-            ds = a * (tl.load(da_ptr + place) - origin - mean)
-            slope = tl.div_rn(ds, tl.sqrt_rn(ms))
+            ds = a * (tl.load(da_ptr + vector) - origin - mean)
+            ds_rstd = tl.div_rn(ds, tl.sqrt_rn(ms))
             start = tl.cast(i, tl.int64) * block_stride + row * row_stride
             v = tl.load(v_ptr + start + cols, mask=cols < H, other=0.0).to(tl.float32)
-            dk += v * slope
-            dv = dy * a + ((q * w) * slope - v * tl.div_rn(ds * s, ms * H))
-            tl.store(dv_ptr + place * H + cols, dv.to(dv_ptr.dtype.element_ty), mask=cols < H)
+            dk += v * ds_rstd
+            dv = dy * a + ((q * w) * ds_rstd - v * tl.div_rn(ds * s, ms * H))
+            tl.store(dv_ptr + vector * H + cols, dv.to(dv_ptr.dtype.element_ty), mask=cols < H)
     if partial_ptr is not None:
         tl.store(partial_ptr + program * 2 * H + cols, dk * w, mask=cols < H)
         tl.store(partial_ptr + (program * 2 + 1) * H + cols, dk * q, mask=cols < H)
 
 
 WALK = {"BLOCK_H": 4096, "num_warps": 8}
-"""How a vector is walked."""
+"""The block and warps that walk a vector."""
 
 PART = {"BLOCK_H": 1024, "num_warps": 4}
 """The columns of a token's vectors that one program holds."""
@@ -351,11 +350,7 @@ def _attention_residual_bwd(
     dweight = empty((H,), weight.dtype, weight.device) if need_weight else None
     if partials is not None:
         sum_affine(partials, dquery, dweight)
-    return (
-        dv,
-        dquery if dquery is not None else no_gradient(grad),
-        dweight if dweight is not None else no_gradient(grad),
-    )
+    return dv, or_no_gradient(dquery, grad), or_no_gradient(dweight, grad)
 
 
 attention_residual_fwd = KernelOp(_attention_residual_fwd, launch_cached=True)
@@ -377,14 +372,12 @@ def _(grad, blocks, query, weight, scores, ms, need_query, need_weight):
     a, da = scores.softmax(0), (dy * v).sum(-1)
     da = da - da.gather(0, scores.argmax(0, keepdim=True))
     ds = a * (da - (a * da).sum(0))
-    slope = (ds * torch.rsqrt(ms)).unsqueeze(-1)
-    dv = a.unsqueeze(-1) * dy + (slope * (q * w) - (ds * scores / (ms * v.shape[-1])).unsqueeze(-1) * v)
-    dk = (slope * v).flatten(0, -2).sum(0) if need_query or need_weight else None
-    return (
-        dv.to(blocks.dtype).contiguous(),
-        (dk * w).to(query.dtype) if dk is not None and need_query else no_gradient(grad),
-        (dk * q).to(weight.dtype) if dk is not None and need_weight else no_gradient(grad),
-    )
+    ds_rstd = (ds * torch.rsqrt(ms)).unsqueeze(-1)
+    dv = a.unsqueeze(-1) * dy + (ds_rstd * (q * w) - (ds * scores / (ms * v.shape[-1])).unsqueeze(-1) * v)
+    dk = (ds_rstd * v).flatten(0, -2).sum(0) if need_query or need_weight else None
+    dquery = (dk * w).to(query.dtype) if dk is not None and need_query else None
+    dweight = (dk * q).to(weight.dtype) if dk is not None and need_weight else None
+    return dv.to(blocks.dtype).contiguous(), or_no_gradient(dquery, grad), or_no_gradient(dweight, grad)
 
 
 @attention_residual_fwd.register_fake
@@ -400,14 +393,6 @@ attention_residual_fwd.register_backward(attention_residual_bwd, outputs=("outpu
 def _(blocks):
     """Along the axes of the tokens."""
     return [([axis - 1, axis, axis], [axis, REPLICATE, REPLICATE]) for axis in range(1, blocks.ndim - 1)]
-
-
-@attention_residual_bwd.register_sharding
-def _(grad, blocks):
-    return [
-        ([axis, PARTIAL, PARTIAL], [axis - 1, axis, REPLICATE, REPLICATE, axis, axis])
-        for axis in range(1, blocks.ndim - 1)
-    ]
 
 
 def attention_residual_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -431,11 +416,6 @@ def attention_residual_samples(device: torch.device, dtype: torch.dtype) -> Iter
     yield Sample(of(randn(2, 1, 8208), 0.1), why="too wide for the backward pass to hold")
 
 
-def attention_residual_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
-    blocks, query, weight = (torch.randn(shape, device=device, dtype=dtype) for shape in ((3, rows, 48), (48,), (48,)))
-    return Sample((blocks, query, weight), why="resized")
-
-
 def attention_residual_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     for N, rows, H in [(8, 8192, 4096), (32, 8192, 2048)]:
         blocks, weight = (torch.randn(shape, device=device, dtype=dtype) for shape in ((N, rows, H), (H,)))
@@ -454,7 +434,7 @@ def attention_residual_cost(blocks: Tensor, query: Tensor, weight: Tensor, eps: 
     differentiable=("blocks", "query", "weight"),
     kernel_ops=(attention_residual_fwd, attention_residual_bwd),
     samples=attention_residual_samples,
-    resized=attention_residual_resized,
+    resized=normal_resized(lambda rows: ((3, rows, 48), (48,), (48,))),
     workloads=attention_residual_workloads,
     cost=attention_residual_cost,
 )
@@ -485,9 +465,7 @@ def attention_residual(blocks: Tensor, query: Tensor, weight: Tensor, eps: float
     if blocks.dim() < 2 or blocks.shape[0] == 0 or blocks.shape[-1] == 0:
         raise ValueError(f"blocks: expected shape [N, ..., H] with N and H at least 1, got {tuple(blocks.shape)}")
     for name, tensor in (("query", query), ("weight", weight)):
-        check_dtype(name, tensor)
-        check_same(name, tensor, "blocks", blocks)
-        check_shape(name, tensor, blocks.shape[-1:], "the last axis of blocks")
+        check_parameter(name, tensor, blocks.shape[-1:], "the last axis of blocks", "blocks", blocks)
     check_not_negative("eps", eps)
     y, _, _ = attention_residual_fwd(blocks, query, weight, eps)
     return y

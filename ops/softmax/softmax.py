@@ -29,6 +29,7 @@ registers are read once in either direction; down longer ones a program walks tw
 import math
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -36,21 +37,23 @@ from torch import Tensor
 
 from llmk.ops.common.math import LOG2E
 from llmk.ops.common.rows import aligned, as_rows, rows_aligned
+from llmk.ops.common.samples import normal_resized
 from llmk.ops.common.sums import sum_pair
 from llmk.registry import (
     Cost,
     KernelOp,
     Sample,
-    axes,
     cdiv,
     check_dtype,
     empty,
     grid_cap,
     jit,
+    like_first,
     max_warps,
     next_power_of_2,
     num_programs,
     public_op,
+    split_around_dim,
     wrap_triton,
 )
 
@@ -149,60 +152,61 @@ def _backward_tile(N: int) -> dict[str, int]:
 
 
 @jit
-def softmax_long_kernel(x_ptr, y_ptr, M, N, x_stride, LANES: tl.constexpr, WIDTH: tl.constexpr):
-    # A lane is what a thread loads at once. Each has its own maximum and sum: no thread waits for another in the loop.
-    lanes = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    BLOCK: tl.constexpr = LANES * WIDTH
+def softmax_long_kernel(x_ptr, y_ptr, M, N, x_stride, THREADS: tl.constexpr, WIDTH: tl.constexpr):
+    # A row of these columns is what a thread loads at once. It has its own maximum and sum: no thread waits for
+    # another in the loop.
+    first_cols = tl.arange(0, THREADS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    BLOCK: tl.constexpr = THREADS * WIDTH
     blocks = tl.cdiv(N, BLOCK)
     for row in range(tl.program_id(0).to(tl.int64), M, tl.num_programs(0)):
         x_row, y_row = x_ptr + row * x_stride, y_ptr + row * N
-        m = tl.full((LANES,), float("-inf"), dtype=tl.float32)
-        total = tl.zeros((LANES,), dtype=tl.float32)
+        m = tl.full((THREADS,), float("-inf"), dtype=tl.float32)
+        total = tl.zeros((THREADS,), dtype=tl.float32)
         for block in range(1, blocks):
-            cols = block * BLOCK + lanes
+            cols = block * BLOCK + first_cols
             x = tl.load(x_row + cols, mask=cols < N, other=float("-inf"), eviction_policy="evict_last").to(tl.float32)
             m, total = _add_exponentials(m, total, x, 1)
-        held = tl.load(x_row + lanes, eviction_policy="evict_first")
+        held = tl.load(x_row + first_cols, eviction_policy="evict_first")
         m, total = _add_exponentials(m, total, held.to(tl.float32), 1)
         top = tl.max(m, axis=0)
         base = tl.where(top == float("-inf"), 0.0, top)
         scale = tl.div_rn(1.0, tl.sum(total * tl.exp2((m - base) * LOG2E), axis=0))
         y = tl.exp2((held.to(tl.float32) - top) * LOG2E) * scale
-        tl.store(y_row + lanes, y.to(y_ptr.dtype.element_ty), eviction_policy="evict_first")
+        tl.store(y_row + first_cols, y.to(y_ptr.dtype.element_ty), eviction_policy="evict_first")
         for block in range(1, blocks):
-            cols = (blocks - block) * BLOCK + lanes
+            cols = (blocks - block) * BLOCK + first_cols
             x = tl.load(x_row + cols, mask=cols < N, other=0.0, eviction_policy="evict_first").to(tl.float32)
             y = tl.exp2((x - top) * LOG2E) * scale
             tl.store(y_row + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N, eviction_policy="evict_first")
 
 
 @jit
-def softmax_long_backward_kernel(dy_ptr, y_ptr, dx_ptr, M, N, dy_stride, LANES: tl.constexpr, WIDTH: tl.constexpr):
-    lanes = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    BLOCK: tl.constexpr = LANES * WIDTH
+def softmax_long_backward_kernel(dy_ptr, y_ptr, dx_ptr, M, N, dy_stride, THREADS: tl.constexpr, WIDTH: tl.constexpr):
+    first_cols = tl.arange(0, THREADS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    BLOCK: tl.constexpr = THREADS * WIDTH
     blocks = tl.cdiv(N, BLOCK)
     for index in range(tl.program_id(0).to(tl.int64), M, tl.num_programs(0)):
         row = M - 1 - index
         dy_row, y_row, dx_row = dy_ptr + row * dy_stride, y_ptr + row * N, dx_ptr + row * N
-        dots = tl.zeros((LANES,), dtype=tl.float32)
-        masses = tl.zeros((LANES,), dtype=tl.float32)
+        dots = tl.zeros((THREADS,), dtype=tl.float32)
+        masses = tl.zeros((THREADS,), dtype=tl.float32)
         for block in range(1, blocks):
-            cols = block * BLOCK + lanes
+            cols = block * BLOCK + first_cols
             dy = tl.load(dy_row + cols, mask=cols < N, other=0.0, eviction_policy="evict_last").to(tl.float32)
             y = tl.load(y_row + cols, mask=cols < N, other=0.0, eviction_policy="evict_last").to(tl.float32)
             dots += tl.sum(dy * y, axis=1)
             masses += tl.sum(y, axis=1)
-        held_dy = tl.load(dy_row + lanes, eviction_policy="evict_first")
-        held_y = tl.load(y_row + lanes, eviction_policy="evict_first")
+        held_dy = tl.load(dy_row + first_cols, eviction_policy="evict_first")
+        held_y = tl.load(y_row + first_cols, eviction_policy="evict_first")
         dots += tl.sum(held_dy.to(tl.float32) * held_y.to(tl.float32), axis=1)
         masses += tl.sum(held_y.to(tl.float32), axis=1)
         s = tl.sum(dots, axis=0)
         # s * (1 - sum(y)) lane by lane: small numbers, whose sum is not rounded as s is.
         s += _finite_rest(s, tl.sum(dots - s * masses, axis=0))
         dx = held_y.to(tl.float32) * (held_dy.to(tl.float32) - s)
-        tl.store(dx_row + lanes, dx.to(dx_ptr.dtype.element_ty), eviction_policy="evict_first")
+        tl.store(dx_row + first_cols, dx.to(dx_ptr.dtype.element_ty), eviction_policy="evict_first")
         for block in range(1, blocks):
-            cols = (blocks - block) * BLOCK + lanes
+            cols = (blocks - block) * BLOCK + first_cols
             dy = tl.load(dy_row + cols, mask=cols < N, other=0.0, eviction_policy="evict_first").to(tl.float32)
             y = tl.load(y_row + cols, mask=cols < N, other=0.0, eviction_policy="evict_first").to(tl.float32)
             dx = y * (dy - s)
@@ -217,24 +221,30 @@ def softmax_long_backward_kernel(dy_ptr, y_ptr, dx_ptr, M, N, dy_stride, LANES: 
 BYTES = 65536
 
 
-def _lanes(*tensors: Tensor) -> dict[str, int]:
-    """The block of a walk over these tensors, in lanes of 16 bytes."""
+def _walk_block(*tensors: Tensor) -> dict[str, int]:
+    """The block of a walk over these tensors, in first_cols of 16 bytes."""
     nbytes = BYTES if rows_aligned(*tensors) else BYTES // 4
-    return {"LANES": nbytes // (16 * len(tensors)), "WIDTH": 16 // tensors[0].element_size(), "num_warps": max_warps()}
+    return {
+        "THREADS": nbytes // (16 * len(tensors)),
+        "WIDTH": 16 // tensors[0].element_size(),
+        "num_warps": max_warps(),
+    }
 
 
 def _long_forward(x: Tensor, y: Tensor) -> None:
     """Fill y, contiguous, from the rows of x."""
     M, N = x.shape
     programs = grid_cap(M, num_programs(x.device, 1))
-    wrap_triton(softmax_long_kernel)[(programs,)](x, y, M, N, x.stride(0), **_lanes(x))
+    wrap_triton(softmax_long_kernel)[(programs,)](x, y, M, N, x.stride(0), **_walk_block(x))
 
 
 def _long_backward(dy: Tensor, y: Tensor, dx: Tensor) -> None:
     """Fill dx from the rows of dy; y and dx are contiguous."""
     M, N = dy.shape
     programs = grid_cap(M, num_programs(dy.device, 1))
-    wrap_triton(softmax_long_backward_kernel)[(programs,)](dy, y, dx, M, N, dy.stride(0), **_lanes(dy, y.view(M, N)))
+    wrap_triton(softmax_long_backward_kernel)[(programs,)](
+        dy, y, dx, M, N, dy.stride(0), **_walk_block(dy, y.view(M, N))
+    )
 
 
 @jit
@@ -343,33 +353,18 @@ def _held_columns_tile(N: int, C: int) -> dict[str, int]:
 
 
 def _long_columns_tile(N: int, C: int) -> dict[str, int]:
-    """Stretches of up to 64 columns, 128 bytes in bfloat16, and rows to make up 2048 elements."""
+    """Up to 64 neighbouring columns, 128 bytes in bfloat16, and rows to make up 2048 elements."""
     block_c = min(64, next_power_of_2(max(C, 1)))
     return {"BLOCK_N": min(2048 // block_c, next_power_of_2(max(N, 1))), "BLOCK_C": block_c, "num_warps": 4}
 
 
-def _columns_forward(x: Tensor, y: Tensor) -> None:
-    """Fill y, contiguous, from x `[outer, N, C]`."""
+def _launch_columns(held_kernel: Any, long_kernel: Any, x: Tensor, *contiguous: Tensor) -> None:
+    """Launch one of the two kernels on x `[outer, N, C]` and tensors of its shape that are contiguous."""
     outer, N, C = x.shape
     held = _columns_held(N, C)
     tile = _held_columns_tile(N, C) if held else _long_columns_tile(N, C)
     grid = (outer * cdiv(C, tile["BLOCK_C"]),)
-    if held:
-        wrap_triton(softmax_columns_kernel)[grid](x, y, N, C, *x.stride(), **tile)
-    else:
-        wrap_triton(softmax_long_columns_kernel)[grid](x, y, N, C, *x.stride(), **tile)
-
-
-def _columns_backward(dy: Tensor, y: Tensor, dx: Tensor) -> None:
-    """Fill dx from dy `[outer, N, C]`; y and dx are contiguous."""
-    outer, N, C = dy.shape
-    held = _columns_held(N, C)
-    tile = _held_columns_tile(N, C) if held else _long_columns_tile(N, C)
-    grid = (outer * cdiv(C, tile["BLOCK_C"]),)
-    if held:
-        wrap_triton(softmax_columns_backward_kernel)[grid](dy, y, dx, N, C, *dy.stride(), **tile)
-    else:
-        wrap_triton(softmax_long_columns_backward_kernel)[grid](dy, y, dx, N, C, *dy.stride(), **tile)
+    wrap_triton(held_kernel if held else long_kernel)[grid](x, *contiguous, N, C, *x.stride(), **tile)
 
 
 def _split(x: Tensor, dim: int) -> tuple[int, int, int]:
@@ -381,7 +376,7 @@ def _softmax_fwd(input: Tensor, dim: int) -> Tensor:
     outer, N, C = _split(input, dim)
     y = empty(input.shape, input.dtype, input.device)
     if C != 1:  # the reshape copies only if the axes before dim, or those after it, do not merge
-        _columns_forward(input.reshape(outer, N, C), y)
+        _launch_columns(softmax_columns_kernel, softmax_long_columns_kernel, input.reshape(outer, N, C), y)
         return y
     x = as_rows(input.flatten(dim))
     if not _held(x):
@@ -397,7 +392,8 @@ def _softmax_bwd(grad: Tensor, output: Tensor, dim: int) -> Tensor:
     y = output.contiguous()
     dx = empty(output.shape, output.dtype, output.device)
     if C != 1:
-        _columns_backward(grad.reshape(outer, N, C), y, dx)
+        kernels = softmax_columns_backward_kernel, softmax_long_columns_backward_kernel
+        _launch_columns(*kernels, grad.reshape(outer, N, C), y, dx)
         return dx
     dy = as_rows(grad.flatten(dim))
     if not _held(dy):
@@ -426,27 +422,11 @@ def _(grad, output, dim):
     return (y * (dy - s)).to(output.dtype).contiguous()
 
 
-@softmax_fwd.register_fake
-def _(input):
-    return input.new_empty(input.shape)
-
-
-@softmax_bwd.register_fake
-def _(output):
-    return output.new_empty(output.shape)
-
-
+softmax_fwd.register_fake(like_first)
+softmax_bwd.register_fake(like_first)
 softmax_fwd.register_backward(softmax_bwd)
-
-
-@softmax_fwd.register_sharding
-def _(input, dim):
-    return [([axis], [axis]) for axis in axes(input) if axis != dim]
-
-
-@softmax_bwd.register_sharding
-def _(output, dim):
-    return [([axis], [axis, axis]) for axis in axes(output) if axis != dim]
+softmax_fwd.register_sharding(split_around_dim)
+softmax_bwd.register_sharding(split_around_dim)
 
 
 def softmax_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -470,19 +450,10 @@ def softmax_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample
     yield Sample((randn(2, 100_003),), why="100,003 columns")
 
 
-def softmax_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
-    return Sample((torch.randn(rows, 48, device=device, dtype=dtype),), why="resized")
-
-
 def softmax_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     for rows, columns in [(8192, 4096), (16384, 32768), (4096, 131072), (32768, 1024)]:
         yield Sample((torch.randn(rows, columns, device=device, dtype=dtype),), why=f"{rows}x{columns}")
     yield Sample((torch.randn(64, 1024, 1024, device=device, dtype=dtype), 1), why="64x1024x1024 over the middle axis")
-
-
-def softmax_cost(input: Tensor, dim: int = -1) -> Cost:
-    tensor = input.numel() * input.element_size()
-    return Cost(bytes_forward=2 * tensor, bytes_full=5 * tensor)
 
 
 @public_op(
@@ -490,9 +461,9 @@ def softmax_cost(input: Tensor, dim: int = -1) -> Cost:
     differentiable=("input",),
     kernel_ops=(softmax_fwd, softmax_bwd),
     samples=softmax_samples,
-    resized=softmax_resized,
+    resized=normal_resized(lambda rows: ((rows, 48),)),
     workloads=softmax_workloads,
-    cost=softmax_cost,
+    cost=Cost.passes(2, 5),
     choices=(
         "rows past 65,536 bytes are read twice, but for as many bytes as stay in registers: at 4096x131072 on an H200 "
         "1.19 times the floor forward and 1.33 backward, with nothing held 1.40 and 1.46. What reads such a row once "

@@ -4,15 +4,15 @@ Source: Martins and Astudillo, "From Softmax to Sparsemax", 2016, https://arxiv.
 found without sorting, as Michelot, "A finite algorithm for finding the projection of a point onto the canonical simplex
 of R^n", 1986, has it.
 
-Forward, for each row x of N values, with z = x - max(x) and S the places where z > tau:
+Forward, for each row x of N values, with z = x - max(x) and S the positions where z > tau:
 
     tau = (sum of z over S - 1) / |S|
     y   = max(z - tau, 0)
 
-tau begins at -1, below which no place of S is; each turn takes S and then tau anew. Without rounding places only leave
-S, and when none did, tau is the threshold. With it a value within a unit of tau may come back and leave again, without
-end, so a turn that leaves S no smaller than it was is the last: on random rows there are a few turns, and at most one
-more than there are places.
+tau begins at -1, below which no position of S is; each turn takes S and then tau anew. Without rounding positions only
+leave S, and when none did, tau is the threshold. With it a value within a unit of tau may come back and leave again,
+without end, so a turn that leaves S no smaller than it was is the last: on random rows there are a few turns, and at
+most one more than there are positions.
 
 Backward, given dy; y is all that is kept:
 
@@ -30,13 +30,26 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.rows import as_rows
-from llmk.registry import Cost, KernelOp, Sample, axes, check_dtype, empty, jit, next_power_of_2, public_op, wrap_triton
+from llmk.ops.common.samples import normal_resized, normal_workloads
+from llmk.registry import (
+    Cost,
+    KernelOp,
+    Sample,
+    check_dtype,
+    empty,
+    jit,
+    like_first,
+    next_power_of_2,
+    public_op,
+    split_around_dim,
+    wrap_triton,
+)
 
 
 def sparsemax_reference(input: Tensor, dim: int = -1) -> Tensor:
     if input.dim() == 0:
         return sparsemax_reference(input.view(1)).view(())
-    if input.numel() == 0:  # an axis of no places has no maximum
+    if input.numel() == 0:  # an axis of no positions has no maximum
         return input.clone()
     z = (input - input.detach().amax(dim, keepdim=True)).movedim(dim, -1)
     ordered = z.sort(dim=-1, descending=True).values
@@ -65,7 +78,7 @@ def _above(z, tau):
 
 @jit
 def _threshold(total, count):
-    """NaN where no place is above: of a row of -inf alone, or with inf in it."""
+    """NaN where no position is above: of a row of -inf alone, or with inf in it."""
     return tl.where(count > 0, tl.div_rn(total - 1.0, tl.maximum(count, 1).to(tl.float32)), float("nan"))
 
 
@@ -192,27 +205,11 @@ def _(grad, output, dim):
     return torch.where(inside, dy - mean, 0.0).masked_fill(output.isnan(), math.nan).to(output.dtype).contiguous()
 
 
-@sparsemax_fwd.register_fake
-def _(input):
-    return input.new_empty(input.shape)
-
-
-@sparsemax_bwd.register_fake
-def _(output):
-    return output.new_empty(output.shape)
-
-
+sparsemax_fwd.register_fake(like_first)
+sparsemax_bwd.register_fake(like_first)
 sparsemax_fwd.register_backward(sparsemax_bwd)
-
-
-@sparsemax_fwd.register_sharding
-def _(input, dim):
-    return [([axis], [axis]) for axis in axes(input) if axis != dim]
-
-
-@sparsemax_bwd.register_sharding
-def _(output, dim):
-    return [([axis], [axis, axis]) for axis in axes(output) if axis != dim]
+sparsemax_fwd.register_sharding(split_around_dim)
+sparsemax_bwd.register_sharding(split_around_dim)
 
 
 def sparsemax_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -227,28 +224,14 @@ def sparsemax_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Samp
     yield Sample((randn(3, 0),), why="no columns")
     yield Sample((randn(6, 80)[:, 16:48],), why="a slice of a wider row")
     yield Sample((randn(1, 16).expand(5, 16),), why="one row expanded")
-    yield Sample((1e4 * randn(3, 64),), why="large values: one place of each row")
-    yield Sample((1e-3 * randn(3, 64),), why="small values: all places")
+    yield Sample((1e4 * randn(3, 64),), why="large values: one position of each row")
+    yield Sample((1e-3 * randn(3, 64),), why="small values: all positions")
     hidden = torch.arange(40, device=device, dtype=torch.int64) % 3 == 0
-    yield Sample((randn(3, 40).masked_fill(hidden, float("-inf")),), why="some places at -inf")
+    yield Sample((randn(3, 40).masked_fill(hidden, float("-inf")),), why="some positions at -inf")
     undefined = torch.tensor([[-math.inf, -math.inf], [math.inf, 0.0], [math.nan, 0.0]], device=device, dtype=dtype)
     yield Sample((torch.cat([undefined, randn(3, 38).sub(50.0)], 1),), why="rows with inf or NaN in them: NaN")
     yield Sample((torch.full((2, 40), -math.inf, device=device, dtype=dtype),), why="rows of -inf alone: NaN")
     yield Sample((randn(2, 9001) / 8,), why="a row that is read several times")
-
-
-def sparsemax_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
-    return Sample((torch.randn(rows, 48, device=device, dtype=dtype),), why="resized")
-
-
-def sparsemax_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    for rows, columns in [(8192, 4096), (4096, 32768)]:
-        yield Sample((torch.randn(rows, columns, device=device, dtype=dtype),), why=f"{rows}x{columns}")
-
-
-def sparsemax_cost(input: Tensor, dim: int = -1) -> Cost:
-    tensor = input.numel() * input.element_size()
-    return Cost(bytes_forward=2 * tensor, bytes_full=5 * tensor)
 
 
 @public_op(
@@ -256,9 +239,9 @@ def sparsemax_cost(input: Tensor, dim: int = -1) -> Cost:
     differentiable=("input",),
     kernel_ops=(sparsemax_fwd, sparsemax_bwd),
     samples=sparsemax_samples,
-    resized=sparsemax_resized,
-    workloads=sparsemax_workloads,
-    cost=sparsemax_cost,
+    resized=normal_resized(lambda rows: ((rows, 48),)),
+    workloads=normal_workloads([(8192, 4096), (4096, 32768)], lambda M, N: ((M, N),)),
+    cost=Cost.passes(2, 5),
 )
 def sparsemax(input: Tensor, dim: int = -1) -> Tensor:
     """Sparsemax over an axis: like softmax, but most of the smaller values become zero. In float32 with one rounding.

@@ -300,9 +300,7 @@ class LaunchCache:
                 address = arg.data_ptr()
                 tensors.append(arg)
                 addresses.append(address)
-                parts += (
-                    arg.shape, arg.stride(), arg.dtype, arg.device, with_grad and arg.requires_grad, address & 15
-                )  # fmt: skip
+                parts += (arg.shape, arg.stride(), arg.dtype, arg.device, with_grad and arg.requires_grad, address & 15)
             elif kind in PLAIN_NUMBERS:
                 parts += (kind, arg or str(arg))  # -0.0 is 0.0, but is not the same number
             else:

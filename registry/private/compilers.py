@@ -145,8 +145,10 @@ def with_graph_pass(config: dict[str, Any], run: Callable[[Any], None], key: str
 
 GRAPH_PASS = "post_grad_custom_post_pass"
 REORDERING = (
-    "max_autotune", "max_autotune_gemm", "aten_distributed_optimizations.enable_overlap_scheduling",
-)  # fmt: skip
+    "max_autotune",
+    "max_autotune_gemm",
+    "aten_distributed_optimizations.enable_overlap_scheduling",
+)
 
 
 def inductor_allocators() -> list[tuple[Any, str]]:

@@ -96,14 +96,23 @@ def cuobjdump() -> str:
 def interpreter() -> Any:
     """Triton's interpreter; None where it lacks what opcheck replaces there to watch it."""
     names = (
-        "GridExecutor.__call__", "InterpretedFunction.rewrite", "InterpreterError", "TensorHandle", "_implicit_cvt",
-        "_patch_lang", "_patch_lang_core",
-        "interpreter_builder.set_grid_idx", "interpreter_builder.create_get_program_id",
-        "interpreter_builder.create_masked_load", "interpreter_builder.create_masked_store",
-        "interpreter_builder.create_atomic_rmw", "interpreter_builder.create_atomic_cas",
-        "interpreter_builder.create_addptr", "interpreter_builder.create_splat",
+        "GridExecutor.__call__",
+        "InterpretedFunction.rewrite",
+        "InterpreterError",
+        "TensorHandle",
+        "_implicit_cvt",
+        "_patch_lang",
+        "_patch_lang_core",
+        "interpreter_builder.set_grid_idx",
+        "interpreter_builder.create_get_program_id",
+        "interpreter_builder.create_masked_load",
+        "interpreter_builder.create_masked_store",
+        "interpreter_builder.create_atomic_rmw",
+        "interpreter_builder.create_atomic_cas",
+        "interpreter_builder.create_addptr",
+        "interpreter_builder.create_splat",
         "interpreter_builder.create_broadcast",
-    )  # fmt: skip
+    )
     if any(find(f"triton.runtime.interpreter:{name}") is None for name in names):
         return None
     return find("triton.runtime.interpreter")
