@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from llmk.ops.linear_loss._patterns import FUSED_LINEAR_CE
-from llmk.ops.linear_loss._records import Make, linear_cost, token_workloads
+from llmk.ops.linear_loss._records import Make, linear_cost, linear_reference, token_workloads
 from llmk.ops.linear_loss.drivers.cross_entropy import CrossEntropyOps
 from llmk.ops.loss.cross_entropy import cross_entropy_reference
 from llmk.ops.loss.cross_entropy_kernels import LONGEST_SHORT
@@ -36,9 +36,10 @@ from llmk.registry import Cost, Sample, public_op
 
 def fused_linear_ce_reference(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None, chunk_size: int = 0,
-    row_weight: Tensor | None = None, skip_ignored: bool = False, **options: Any,
+    row_weight: Tensor | None = None, skip_ignored: bool = False, logits_dtype: torch.dtype | None = None,
+    **options: Any,
 ) -> Tensor:  # fmt: skip
-    logits = torch.nn.functional.linear(input, linear_weight, linear_bias)
+    logits = linear_reference(input, linear_weight, linear_bias, logits_dtype)
     if row_weight is None:
         return cross_entropy_reference(logits, target, **options)
     reduction = options.pop("reduction", "mean")
@@ -156,6 +157,7 @@ def fused_linear_ce(
     chunk_size: int = 0,
     row_weight: Tensor | None = None,
     skip_ignored: bool = False,
+    logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`cross_entropy(linear(input, linear_weight, linear_bias), target)` without ever holding all the logits.
 
@@ -193,6 +195,9 @@ def fused_linear_ce(
             device knows how many count, the matrix products stop at that number on chips of compute capability 9 and 10
             in bfloat16, where H is a multiple of 8 and the weight's rows are contiguous; elsewhere they are those of
             all tokens. Where tokens are more than a chunk, it takes memory for dW once more.
+        logits_dtype: Dtype of the logits: None or `torch.float32`, which the products make and nothing rounds, or the
+            dtype of `input`, to which the products are rounded then. Their gradient is rounded to the dtype of `input`
+            for its products either way.
 
     Returns:
         float32: a scalar, or `[...]` with reduction "none". The mean over no row is NaN.
@@ -220,6 +225,7 @@ def fused_linear_ce(
         z_loss=z_loss,
         with_metrics=False,
         skip_ignored=skip_ignored,
+        logits_dtype=logits_dtype,
         chunk_size=chunk_size,
         shard=None,
     )

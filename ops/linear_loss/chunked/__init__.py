@@ -2,8 +2,6 @@
 
 from llmk.ops.linear_loss.chunked._linear import (
     DIFFERENTIABLE,
-    LOGITS_BUDGET,
-    REMADE_BUDGET,
     CallOp,
     ChunkedLinear,
     CompactedTokens,
@@ -16,18 +14,19 @@ from llmk.ops.linear_loss.chunked._linear import (
     local_fields,
     product_flops,
     recomputing_op,
+    wants_float32,
 )
+from llmk.ops.linear_loss.chunked._plan import Plan
 from llmk.ops.linear_loss.chunked._vocab_shard import VocabShard
 
 __all__ = [
     "DIFFERENTIABLE",
-    "LOGITS_BUDGET",
-    "REMADE_BUDGET",
     "CallOp",
     "ChunkedLinear",
     "CompactedTokens",
     "LinearCall",
     "LinearGradients",
+    "Plan",
     "VocabShard",
     "check_chunk_size",
     "check_temperature",
@@ -36,4 +35,5 @@ __all__ = [
     "local_fields",
     "product_flops",
     "recomputing_op",
+    "wants_float32",
 ]

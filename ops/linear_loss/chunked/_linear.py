@@ -1,12 +1,9 @@
-"""A linear layer over classes, a chunk of tokens at a time, and a call of a loss over it as one value.
+"""A linear layer over classes, a few tokens at a time, and a call of a loss over it as one value.
 
-The products are cuBLAS's (or the CPU's BLAS). They read W twice for each chunk and walk over dW once, so chunks should
-be large: LOGITS_BUDGET bounds them. dW is summed in float32 where there are more than ROUNDED_CHUNKS chunks. Up to
-there it is summed in the weight's own dtype: each product adds its float32 result to what is there and rounds once, and
-the error of three such roundings stays within the accuracy rule, at half the memory.
-
-Where only the first rows count, and only the device knows how many, the products stop there (`_dynamic_rows.py`). They
-are rounded before they are added, so dW is summed in its own dtype over DYNAMIC_ROUNDED_CHUNKS chunks at most.
+The products are cuBLAS's (or the CPU's BLAS), chosen in size by `_plan.py`. The logits are float32, as the tensor cores
+made them, unless the input's dtype was asked for; their gradient is rounded once, to the dtype in which it is
+multiplied. Where only the first rows count, and only the device knows how many, the products stop there
+(`_dynamic_rows.py`).
 
 A loss has many options, which its kernel ops, their fakes, sharding strategies and backward passes all take. A frozen
 dataclass names them once; its fields become the first arguments of a kernel op, and those arguments the dataclass
@@ -27,10 +24,12 @@ from llmk.ops.common.scaling import SavedGradients, save_gradients
 from llmk.ops.linear_loss.chunked._dynamic_rows import (
     add_where_any,
     can_group,
+    float32_outputs,
     input_gradient,
     outputs,
     weight_gradient,
 )
+from llmk.ops.linear_loss.chunked._plan import Plan, plan
 from llmk.ops.linear_loss.chunked._vocab_shard import NOT_SHARDED, VocabShard
 from llmk.ops.linear_loss.kernels import KERNELS, PYTORCH, Implementation
 from llmk.registry import (
@@ -47,22 +46,8 @@ from llmk.registry.backends import runs_kernels
 from llmk.registry.checks import TINY
 from llmk.registry.eager.bypass import PLAIN_TENSORS
 
-LOGITS_BUDGET = 4 * 2**30 // 3
-"""Bytes of one chunk's logits on a GPU when `chunk_size` is 0."""
-LOGITS_BUDGET_BESIDE_FLOAT32 = 2**30
-"""The same where dW is summed in float32, which takes as much again as dW."""
-REMADE_BUDGET = int(0.8 * 2**30)
-"""The same where the backward pass makes the logits again, which then needs room for dW once: so three chunks, the most
-that may be rounded, are enough for 8192 tokens of the largest vocabularies."""
-CPU_LOGITS = 2**20
-"""Elements of one chunk's logits on a CPU when `chunk_size` is 0: they stay in cache."""
 ALIGNED = 16
 """The row stride of a chunk's logits is a multiple of this many elements, whatever V is."""
-ROUNDED_CHUNKS = 3
-"""The most chunks over which dW is summed in the weight's own dtype."""
-DYNAMIC_ROUNDED_CHUNKS = 2
-"""The same where each chunk's product is rounded first: the squares of the roundings of n equal products and their sums
-add up to 2 for two, 2.7 for three, where one product's is 1 and the accuracy rule allows 1.5**2."""
 
 
 @dataclass(frozen=True)
@@ -112,30 +97,11 @@ class CompactedTokens:
         return self.scatter(stats.t()).movedim(-1, 0).contiguous()
 
 
-def chunk_rows(x: Tensor, V: int, chunk_size: int, budget: int, *, on_host: bool) -> int:
-    """Return the tokens in a chunk: as given, or on a GPU the fewest chunks of equal size that fit the budget.
-
-    One chunk is enough where its logits take no more than dW: the backward pass, when there are no logits, needs room
-    for dW twice.
-    """
-    N, H = x.shape
-    if chunk_size > 0:
-        return chunk_size
-    if on_host:
-        return max(64, CPU_LOGITS // V)
-    logits = N * V * x.element_size()
-    chunks = cdiv(logits, budget)
-    if chunks > ROUNDED_CHUNKS:
-        chunks = cdiv(logits, min(budget, LOGITS_BUDGET_BESIDE_FLOAT32))
-    chunks = max(2 if N > H else 1, chunks)
-    return max(1, cdiv(N, 128 * chunks)) * 128  # a multiple of 128 rows keeps the products' tiles whole
-
-
 class ChunkedLinear:
-    """`x @ weight.t() + bias` in chunks of rows: x `[N, H]` is the input `[..., H]` flattened, weight is `[V, H]`.
+    """`x @ weight.t() + bias` in chunks and blocks of rows: x `[N, H]` is the input `[..., H]` flattened.
 
-    The rows of a chunk are chosen for `classes` outputs a row, by default V, and with `on_host` so that a CPU keeps
-    them in its cache. With a `count`, int32 `[]`, only so many rows have outputs, and the rows past them are undefined.
+    The weight is `[V, H]`. With a `count`, int32 `[]`, only so many rows have outputs, and the rows past them are
+    undefined.
     """
 
     def __init__(
@@ -143,71 +109,85 @@ class ChunkedLinear:
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        chunk_size: int,
+        plan: Plan,
         *,
-        on_host: bool,
-        classes: int | None = None,
-        budget: int = LOGITS_BUDGET,
+        float32_logits: bool,
         count: Tensor | None = None,
     ) -> None:
         self.shape = input.shape
         self.x = input.reshape(-1, input.shape[-1])
-        self.weight, self.bias = weight, bias
-        V = weight.shape[0]
-        self.chunk_rows = chunk_rows(self.x, V if classes is None else classes, chunk_size, budget, on_host=on_host)
-        self.ends = None if count is None else self._ends(count)
+        self.weight, self.bias, self.plan, self.count = weight, bias, plan, count
+        self.logits_dtype = torch.float32 if float32_logits else self.x.dtype
+        if self.logits_dtype != self.x.dtype and not self.x.is_cuda:
+            self.factor = weight.float()  # a CPU has no product of 16-bit matrices to float32
+        else:
+            self.factor = weight
         # cuBLAS takes five times as long for a product whose sizes are odd: the remainder has a product of its own.
+        V = weight.shape[0]
         whole = V // ALIGNED * ALIGNED
         self.class_parts = [part for part in (slice(whole, V), slice(0, whole)) if part.start < part.stop]
 
     @property
-    def num_chunks(self) -> int:
-        return cdiv(self.x.shape[0], self.chunk_rows)
-
-    def _ends(self, count: Tensor) -> Tensor:
-        """Return the number of rows of each chunk that count, int32."""
-        starts = torch.arange(0, self.x.shape[0], self.chunk_rows, dtype=torch.int32, device=count.device)
-        return (count - starts).clamp_(0, self.chunk_rows)
+    def has_separate_gradients(self) -> bool:
+        """True if the gradient of the logits has another dtype than they, and does not overwrite them."""
+        return self.logits_dtype != self.x.dtype
 
     @property
     def leaves_rows_past_count(self) -> bool:
         """True if nothing reads outputs past the count, or their gradients: the sum for a bias does."""
-        return self.ends is not None and self.bias is None
+        return self.count is not None and self.bias is None
 
     def end(self, rows: slice) -> Tensor:
-        """Return the number of rows of a chunk that count, `[1]`; needs a `count`."""
-        assert self.ends is not None
-        chunk = rows.start // self.chunk_rows
-        return self.ends[chunk : chunk + 1]
+        """Return the number of some rows that count, int32 `[1]`; needs a `count`."""
+        assert self.count is not None
+        return (self.count - rows.start).clamp_(0, rows.stop - rows.start).view(1)
 
-    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield each chunk's rows and outputs, which the next chunk overwrites and the end frees."""
-        return self._whole_chunks() if self.ends is None else self._counted_chunks()
+    def chunk_of(self, rows: slice) -> slice:
+        """Return the rows of the chunk that a block is in."""
+        start = rows.start // self.plan.chunk_rows * self.plan.chunk_rows
+        return slice(start, min(start + self.plan.chunk_rows, self.x.shape[0]))
 
-    def _counted_chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        N = self.x.shape[0]
-        for start in range(0, N, self.chunk_rows):
-            rows = slice(start, min(start + self.chunk_rows, N))
-            logits = outputs(self.x[rows], self.weight, self.end(rows))
-            if self.bias is not None:
-                logits += self.bias
-            yield rows, logits
-            logits.untyped_storage().resize_(0)  # the product allocates its result: two would exist at once
+    def buffer(self, rows: int, dtype: torch.dtype) -> Tensor:
+        """Return an uninitialized `[rows, V]` whose rows begin at aligned addresses."""
+        V = self.weight.shape[0]
+        size = min(rows, self.x.shape[0]), cdiv(V, ALIGNED) * ALIGNED
+        return torch.empty(size, dtype=dtype, device=self.x.device)[:, :V]
 
-    def _whole_chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        N, V = self.x.shape[0], self.weight.shape[0]
-        size = (min(self.chunk_rows, N), cdiv(V, ALIGNED) * ALIGNED)  # rows that begin at aligned addresses
-        buffer = torch.empty(size, dtype=self.x.dtype, device=self.x.device)[:, :V]
-        for start in range(0, max(N, 1), self.chunk_rows):  # at least one: the gradients over no token are zeros
-            rows = slice(start, min(start + self.chunk_rows, N))
-            logits = buffer[: rows.stop - rows.start]
-            for part in self.class_parts:
-                if self.bias is None:
-                    torch.mm(self.x[rows], self.weight[part].t(), out=logits[:, part])
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield each block's rows and outputs, which the next block overwrites and the end frees."""
+        N, allocates = self.x.shape[0], self.count is not None and not self.has_separate_gradients
+        buffer = self.buffer(0 if allocates else self.plan.block_rows, self.logits_dtype)
+        for start in range(0, max(N, 1), self.plan.chunk_rows):  # at least one: the gradients over no token are zeros
+            chunk = self.chunk_of(slice(start, start))
+            for first in range(start, max(chunk.stop, 1), self.plan.block_rows):
+                rows = slice(first, min(first + self.plan.block_rows, chunk.stop))
+                if allocates:
+                    logits = self._counted_product(rows)
                 else:
-                    torch.addmm(self.bias[part], self.x[rows], self.weight[part].t(), out=logits[:, part])
-            yield rows, logits
+                    logits = self._product(rows, buffer[: rows.stop - rows.start])
+                yield rows, logits
+                if allocates:  # the product allocates its result: two would exist at once
+                    logits.untyped_storage().resize_(0)
         buffer.untyped_storage().resize_(0)  # the caller's loop still holds the last one
+
+    def _counted_product(self, rows: slice) -> Tensor:
+        logits = outputs(self.x[rows], self.weight, self.end(rows))
+        return logits if self.bias is None else logits.add_(self.bias)
+
+    def _product(self, rows: slice, logits: Tensor) -> Tensor:
+        """Write the outputs of some rows."""
+        x, add_bias = self.x[rows], self.bias is not None and self.has_separate_gradients
+        if self.count is not None:
+            float32_outputs(x, self.factor, self.end(rows), logits)
+        else:
+            for part in self.class_parts:
+                if self.bias is None or add_bias:
+                    add_product(logits[:, part], x, self.factor[part].t(), first=True)
+                else:
+                    torch.addmm(self.bias[part], x, self.weight[part].t(), out=logits[:, part])
+        if add_bias:
+            logits += self.bias
+        return logits
 
 
 class LinearGradients:
@@ -221,12 +201,10 @@ class LinearGradients:
     ) -> None:
         self.linear, self.need, self.dtypes = linear, need, dtypes
         x, (V, H) = linear.x, linear.weight.shape
-        chunks = ROUNDED_CHUNKS if linear.ends is None else DYNAMIC_ROUNDED_CHUNKS
-        # The range of float16 does not hold sums that are not scaled yet.
-        rounded = x.dtype != torch.float16 and linear.num_chunks <= chunks
         buffers = [
             (tuple(linear.shape), dtypes[0], need[0]),
-            ((V, H), x.dtype if rounded else torch.float32, need[1] and linear.ends is None),  # else the first product
+            # Where only the device knows the number of rows the first product is the sum.
+            ((V, H), x.dtype if linear.plan.rounded_sums else torch.float32, need[1] and linear.count is None),
             ((V,), torch.float32, need[2]),
         ]
         self.dx, self.dw, self.db = (
@@ -234,12 +212,30 @@ class LinearGradients:
         )
         self.dx_rows = self.dx.view(x.shape) if need[0] else self.dx
 
+    def blocks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield each block's rows, logits, and where to write their gradient, which may be the logits.
+
+        After the last block of a chunk the gradients that are needed are accumulated; without any nothing need be
+        written.
+        """
+        linear, needed = self.linear, any(self.need)
+        separate = needed and linear.has_separate_gradients
+        buffer = linear.buffer(linear.plan.chunk_rows, linear.x.dtype) if separate else None
+        for rows, logits in linear.blocks():
+            chunk = linear.chunk_of(rows)
+            dlogits = logits if buffer is None else buffer[rows.start - chunk.start : rows.stop - chunk.start]
+            yield rows, logits, dlogits
+            if needed and rows.stop == chunk.stop:
+                self._add(chunk, dlogits if buffer is None else buffer[: chunk.stop - chunk.start])
+        if buffer is not None:
+            buffer.untyped_storage().resize_(0)
+
     def results(self, compacted: CompactedTokens) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients; that of the input is scattered to all tokens."""
         dx = compacted.scatter(self.dx_rows) if self.need[0] else self.dx
         return dx, self.dw.to(self.dtypes[1]), self.db.to(self.dtypes[2])
 
-    def add(self, rows: slice, dlogits: Tensor) -> None:
+    def _add(self, rows: slice, dlogits: Tensor) -> None:
         """Accumulate the gradients of a chunk; the first one overwrites."""
         need_dx, need_dw, need_db = self.need
         if dlogits.shape[1] == 0:  # without classes
@@ -247,7 +243,7 @@ class LinearGradients:
                 self.dx_rows[rows].zero_()
             return
         first = rows.start == 0
-        if self.linear.ends is not None:
+        if self.linear.count is not None:
             self._add_counted(rows, dlogits, first)
             return
         for i, part in enumerate(self.linear.class_parts):
@@ -304,6 +300,7 @@ class LinearCall:
     input: Tensor  # [..., H]
     linear_weight: Tensor  # [V, H]
     linear_bias: Tensor | None  # [V]
+    float32_logits: bool  # else they have the input's dtype
     skip_ignored: bool  # do no work for tokens that do not count
     chunk_size: int  # 0: chosen
     shard: VocabShard | None  # None: the weight has all classes
@@ -334,6 +331,22 @@ class LinearCall:
         tensors = {name: getattr(self, name) for name in self.token_tensors}
         rows = {name: None if tensor is None else compacted.gather(tensor) for name, tensor in tensors.items()}
         return compacted, replace(self, **rows)
+
+    def plan(self, impl: Implementation, *, group: int = 1, layers: int = 1, remade: bool = False) -> Plan:
+        """Return the plan of the linear layer, or of several over the same classes."""
+        return plan(
+            self.tokens.numel(),
+            self.input.shape[-1],
+            self.mean_classes,
+            self.input.dtype,
+            float32_logits=self.float32_logits,
+            on_host=impl.on_host,
+            chunk_size=self.chunk_size,
+            group=group,
+            layers=layers,
+            dynamic=not impl.on_host and self.can_compact(impl),
+            remade=remade,
+        )
 
     @property
     def tokens(self) -> torch.Size:
@@ -388,8 +401,12 @@ class LinearCall:
 
     @classmethod
     def checked(cls, **fields: Any) -> Any:
-        """Check the linear layer's tensors, cast them under autocast, and return the call."""
+        """Check the linear layer's tensors, cast them under autocast, and return the call.
+
+        In place of `float32_logits` the fields have the `logits_dtype` of the caller.
+        """
         fields |= zip(DIFFERENTIABLE, checked_linear(*(fields[name] for name in DIFFERENTIABLE)), strict=True)
+        fields["float32_logits"] = wants_float32(fields.pop("logits_dtype"), fields["input"])
         call = cls(**fields)
         if call.num_classes == 0:  # a rank may have none, not all of them
             raise ValueError(f"linear_weight: expected at least one class, got shape {tuple(call.linear_weight.shape)}")
@@ -415,6 +432,13 @@ def checked_linear(
         check_shape("linear_bias", linear_bias, linear_weight.shape[:1], "one for each class")
         check_same("linear_bias", linear_bias, "input", input, dtype=True)
     return input, linear_weight, linear_bias
+
+
+def wants_float32(logits_dtype: torch.dtype | None, input: Tensor) -> bool:
+    """Return True if logits are to be float32, the default, and False if they are to have the input's dtype."""
+    if logits_dtype not in (None, torch.float32, input.dtype):
+        raise TypeError(f"logits_dtype: expected None, torch.float32 or {input.dtype} as input, got {logits_dtype}")
+    return logits_dtype in (None, torch.float32)
 
 
 def check_chunk_size(chunk_size: int) -> None:
