@@ -65,6 +65,8 @@ def fused_linear_ce_samples(device: torch.device, dtype: torch.dtype) -> Iterato
     yield Sample((randn(8, 16), randn(32, 16), classes(32, 8)), why="powers of two")
     yield Sample((randn(2, 5, 12), randn(37, 12), classes(37, 2, 5)), {"chunk_size": 4}, why="three chunks, odd sizes")
     yield Sample((randn(11, 12), randn(37, 12), classes(37, 11)), {"chunk_size": 2}, why="six chunks: float32 sums")
+    kwargs: dict[str, Any] = {"logits_dtype": dtype, "linear_bias": randn(37), "chunk_size": 4, **everything}
+    yield Sample((randn(11, 12), randn(37, 12), classes(37, 11)), kwargs, why="logits of the input's dtype")
     for reduction in ("none", "sum", "mean"):
         weight = torch.rand(37, device=device, dtype=dtype) + 0.5
         kwargs = {"weight": weight, "linear_bias": randn(37), "reduction": reduction, "chunk_size": 5, **everything}

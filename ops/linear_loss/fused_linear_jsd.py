@@ -85,6 +85,7 @@ def fused_linear_jsd_samples(device: torch.device, dtype: torch.dtype) -> Iterat
         yield Sample(both(37, 11), kwargs, why=f"beta {beta}, every option")
         yield Sample(both(37, 11, H=16), kwargs | {"skip_ignored": True}, why=f"beta {beta}, ignored tokens skipped")
     yield Sample(both(37, 11), {"chunk_size": 2}, why="six chunks: float32 sums")
+    yield Sample(both(37, 11), {"logits_dtype": dtype, "chunk_size": 5}, why="logits of the input's dtype")
     yield Sample(both(37, 5), {"labels": torch.full_like(labels(5), -100)}, why="every token ignored: NaN")
     yield Sample(both(37, 0), why="no tokens: NaN")
     yield Sample(both(1), why="one token, one dimension, one class")

@@ -77,6 +77,7 @@ def fused_linear_jsd_ce_samples(device: torch.device, dtype: torch.dtype) -> Ite
     for beta in (0.0, 0.3, 1.0):
         yield Sample(given(37, 2, 5), kwargs | {"beta": beta, "chunk_size": 8}, why=f"beta {beta}, every option")
     yield Sample(given(37, 2, 5, H=16), kwargs | {"skip_ignored": True}, why="ignored tokens skipped")
+    yield Sample(given(37, 2, 5), kwargs | {"logits_dtype": dtype}, why="logits of the input's dtype")
     yield Sample(given(37, 0), why="no tokens: NaN")
     x, weight, teacher_x, teacher_weight, labels = given(37, 5)
     strided = randn(12, 5).t(), randn(12, 37).t(), teacher_x, teacher_weight, labels.int()

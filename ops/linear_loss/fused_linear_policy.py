@@ -177,6 +177,7 @@ def fused_linear_policy_samples(device: torch.device, dtype: torch.dtype) -> Ite
     args, given = tokens(3, 5)
     yield Sample(args, {"advantages": given["advantages"], "old_logps": given["old_logps"]}, why="clipped ratios")
     yield Sample(args, why="nothing but log-probabilities, the first step")
+    yield Sample(args, {"logits_dtype": dtype}, why="logits of the input's dtype")
     everything = {"linear_bias": randn(37), "temperature": 1.7, "logit_scale": 0.5}
     everything |= {"softcap": 4.0, "epsilon_high": 0.28, "delta": 1.5}
     for loss_type, estimator in (("sapo", "k1"), ("cispo", "k2"), ("clipped", "k3")):

@@ -172,6 +172,7 @@ def fused_linear_preference_samples(device: torch.device, dtype: torch.dtype) ->
     yield Sample((randn(3, 1, 4, 12), randn(37, 12), classes(37, 3, 1, 4)), kwargs, why="single completions")
     nothing = make.ignored(2, 2, 3)
     yield Sample((randn(2, 2, 3, 12), randn(37, 12), nothing), {"loss_type": "orpo"}, why="no token counts")
+    yield Sample(pairs(), {"logits_dtype": dtype}, why="logits of the input's dtype")
     yield Sample(pairs(0), why="no pair")
     yield Sample(pairs(2, 0), why="no token")
     strided = randn(2, 3, 4, 12).transpose(0, 1), randn(12, 37).t(), classes(37, 2, 3, 4).transpose(0, 1).int()

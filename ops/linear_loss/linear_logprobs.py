@@ -63,6 +63,8 @@ def linear_logprobs_samples(device: torch.device, dtype: torch.dtype) -> Iterato
     yield Sample((randn(8, 16), randn(32, 16), classes(32, 8)), why="powers of two")
     yield Sample((randn(2, 5, 12), randn(37, 12), classes(37, 2, 5)), {"chunk_size": 4}, why="three chunks, odd sizes")
     yield Sample((randn(11, 12), randn(37, 12), classes(37, 11)), {"chunk_size": 2}, why="six chunks: float32 sums")
+    kwargs: dict[str, Any] = {"logits_dtype": dtype, "chunk_size": 4}
+    yield Sample((randn(11, 12), randn(37, 12), classes(37, 11)), kwargs, why="logits of the input's dtype")
     kwargs = {"linear_bias": randn(37), "chunk_size": 5, **everything}
     yield Sample((randn(11, 12), randn(37, 12), classes(37, 11, ignore_index=5)), kwargs, why="every option")
     yield Sample((randn(2, 5, 12), randn(37, 12), classes(37, 2, 5, 3)), why="three candidates")

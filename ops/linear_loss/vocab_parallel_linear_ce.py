@@ -62,6 +62,8 @@ def vocab_parallel_linear_ce_samples(device: torch.device, dtype: torch.dtype) -
         yield Sample((randn(11, 12), randn(37, 12), classes(37, 11)), kwargs, why=f"every option, {reduction}")
         target = classes(37, 2, 5)
         yield Sample((randn(2, 5, 12), randn(37, 12), target), {"reduction": reduction}, why=f"no option, {reduction}")
+    kwargs = {"logits_dtype": dtype, "chunk_size": 4}
+    yield Sample((randn(7, 12), randn(37, 12), classes(37, 7)), kwargs, why="logits of the input's dtype")
     smoothed = {"label_smoothing": 0.2}
     yield Sample((randn(7, 12), randn(37, 12), classes(37, 7)), smoothed, why="label smoothing without weights")
     yield Sample((randn(0, 16), randn(32, 16), classes(32, 0)), {"reduction": "sum"}, why="no tokens")

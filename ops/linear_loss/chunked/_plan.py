@@ -146,11 +146,14 @@ class _Sizes:
         scaling = 0 if self.remade else 2 * weight  # what the backward pass takes, when there are no logits
         return max(sums + logits, sums + rounding, scaling)
 
-    def price(self, plan: Plan) -> float:
+    def time(self, plan: Plan) -> float:
+        """Return the seconds of the products, and of what they do not hide of their traffic."""
         chunks = cdiv(self.N, plan.chunk_rows)
         blocks = chunks * cdiv(plan.chunk_rows, plan.block_rows)
         weight = self.V * self.H * self.element
         sums = 2 * (weight if plan.rounded_sums else 4 * self.V * self.H)
         traffic = blocks * weight + chunks * (weight + sums)
-        time = 6 * self.N * self.V * self.H / FLOPS + EXPOSED * traffic / BYTES
-        return time * self.memory(plan) ** MEMORY_EXPONENT
+        return 6 * self.N * self.V * self.H / FLOPS + EXPOSED * traffic / BYTES
+
+    def price(self, plan: Plan) -> float:
+        return self.time(plan) * self.memory(plan) ** MEMORY_EXPONENT
