@@ -40,7 +40,7 @@ def measure(sample: Sample, chunk_size: int, timer: Timer, seconds: float) -> di
     ms, products_ms = (statistics.mean(column) for column in zip(*times, strict=True))
     x, weight, _ = sample.args
     chosen = plan(
-        *x.shape, weight.shape[0], x.dtype, float32_logits=True, on_host=x.is_cpu, chunk_size=chunk_size
+        x.shape[0], x.shape[1], weight.shape[0], x.dtype, float32_logits=True, on_host=x.is_cpu, chunk_size=chunk_size
     )  # fmt: skip
     rows = {"chunk_rows": chosen.chunk_rows, "block_rows": chosen.block_rows}
     return {"chunk_size": chunk_size, **rows, "ms": ms, "products_ms": products_ms, "mib": mib}

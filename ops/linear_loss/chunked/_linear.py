@@ -158,7 +158,7 @@ class ChunkedLinear:
         """Write the outputs of some rows."""
         x, add_bias = self.x[rows], self.has_separate_gradients
         if self.count is not None:
-            float32_outputs(x, self.factor, self.end(rows), logits)
+            float32_outputs(x, self.weight, self.end(rows), logits)
         else:
             for part in self.class_parts:
                 if self.bias is None or add_bias:
