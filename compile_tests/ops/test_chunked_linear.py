@@ -81,7 +81,7 @@ def test_gradients_are_those_of_all_rows(chunk_rows: int, block_rows: int) -> No
     """Whatever the plan: a block may end a chunk before it is full."""
     x, weight, bias = torch.randn(7, 4).bfloat16(), torch.randn(5, 4).bfloat16(), torch.randn(5).bfloat16()
     linear = ChunkedLinear(x, weight, bias, Plan(chunk_rows, block_rows, False), float32_logits=True)
-    gradients = LinearGradients(linear, (True, True, True), (torch.float32,) * 3)
+    gradients = LinearGradients(linear, (True, True, True), (torch.float32, torch.float32, torch.float32))
     grad = torch.randn(7, 5).bfloat16()
     outputs = []
     for rows, logits, dlogits in gradients.blocks():
