@@ -10,14 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss.chunked._linear import REMADE_BUDGET, ChunkedLinear, add_product
+from llmk.ops.linear_loss.chunked._linear import ChunkedLinear, add_product
+from llmk.ops.linear_loss.chunked._plan import plan
 
 Call = Callable[[], None]
 
 
 def _chunked(input: Tensor, linear_weight: Tensor, chunk_size: int, **options: Any) -> ChunkedLinear:
+    """The layer in the chunks that logits of the input's dtype would have, which are the largest."""
     input, linear_weight = input.detach(), linear_weight.detach()
-    return ChunkedLinear(input, linear_weight, None, chunk_size, on_host=input.is_cpu, **options)
+    chosen = plan(
+        input.shape[:-1].numel(), input.shape[-1], linear_weight.shape[0], input.dtype, float32_logits=False,
+        on_host=input.is_cpu, chunk_size=chunk_size, **options,
+    )  # fmt: skip
+    return ChunkedLinear(input, linear_weight, None, chosen, float32_logits=False)
 
 
 class _Products:
@@ -27,14 +33,14 @@ class _Products:
         self.linear = linear
 
     def forward(self) -> None:
-        for _ in self.linear.chunks():
+        for _ in self.linear.blocks():
             pass
 
     def full(self) -> None:
         linear = self.linear
         x, weight = linear.x, linear.weight
         dx, dw = torch.empty_like(x), torch.empty_like(weight)
-        for rows, logits in linear.chunks():
+        for rows, logits in linear.blocks():
             for i, part in enumerate(linear.class_parts):
                 add_product(dx[rows], logits[:, part], weight[part], first=i == 0)
                 add_product(dw[part], logits[:, part].t(), x[rows], first=rows.start == 0)
@@ -52,7 +58,7 @@ def linear_logprobs_products(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, chunk_size: int = 0, **options: Any
 ) -> tuple[Call, Call]:
     """`linear_logprobs`' four: the backward pass makes the logits again."""
-    products = _Products(_chunked(input, linear_weight, chunk_size, budget=REMADE_BUDGET))
+    products = _Products(_chunked(input, linear_weight, chunk_size, remade=True))
 
     def full() -> None:
         products.forward()
@@ -71,8 +77,8 @@ def linear_jsd_products(
     **options: Any,
 ) -> tuple[Call, Call]:
     """`fused_linear_jsd`'s: the student's three and the teacher's one, in chunks that fit both logits."""
-    student = _Products(_chunked(input, linear_weight, chunk_size, classes=2 * linear_weight.shape[0]))
-    teacher = _Products(_chunked(teacher_input, teacher_linear_weight, student.linear.chunk_rows))
+    student = _Products(_chunked(input, linear_weight, chunk_size, layers=2))
+    teacher = _Products(_chunked(teacher_input, teacher_linear_weight, student.linear.plan.chunk_rows))
 
     def forward() -> None:
         student.forward()

@@ -27,7 +27,7 @@ from llmk.opcheck.derivatives import derivative_violation
 from llmk.opcheck.gradient_promises import gradient_overflows, require_finite
 from llmk.opcheck.inputs import BrokenPromise, Outcome, copy_with_layout, prepare, rebound
 from llmk.opcheck.loops import EndlessLoop
-from llmk.opcheck.reference import Change, Reference, move, reference_for
+from llmk.opcheck.reference import Change, Reference, copy_to_move, move, reference_for
 from llmk.registry import Op, Sample
 from llmk.registry.backends import INTERPRET
 
@@ -330,9 +330,8 @@ class Decided(Reference):
         return nudged_together(seed, dtype, by)
 
     def error_bound(self, result: int, draws: int) -> Tensor:
-        super().error_bound(result, draws)
         exact = self.exact[result]
-        moves = [(moved[result] - exact).abs() for moved in self._moved[:draws]]  # type: ignore[operator]
+        moves = [(moved[result] - exact).abs() for moved in self.moved(result, draws)]  # type: ignore[operator]
         return 4 * torch.stack(moves).quantile(0.25, dim=0)
 
 
@@ -354,10 +353,9 @@ def nudged_together(
     """`nudged`, with one direction for all elements that are equal, or none at all for half of them."""
 
     def change(tensor: Tensor) -> Tensor:
-        copy = copy_with_layout(tensor)
-        if not copy.is_floating_point():
-            return copy
-        memory = copy.new_empty(0).set_(copy.untyped_storage())
+        if not tensor.is_floating_point():
+            return copy_with_layout(tensor)
+        copy, memory = copy_to_move(tensor, dtype, by)
         bits = memory.double().view(torch.int64)
         mixed = (bits ^ (bits >> 29)) * -7046029254386353131 + seed * 1442695040888963407 % 2**63
         mixed = (mixed ^ (mixed >> 31)) * -4658895280553007687
@@ -410,8 +408,8 @@ FAINT = 1e-4
 
 def _size(reference: Reference, result: int) -> float:
     """Return the largest size of a result, also when its inputs move: at ties all of it may cancel."""
-    reference.error_bound(result, FIRST_DRAWS)
-    return max(_largest(results[result]) for results in (reference.exact, *reference._moved[:FIRST_DRAWS]))
+    found = (reference.exact, *reference.moved(result, FIRST_DRAWS))
+    return max(_largest(results[result]) for results in found)
 
 
 def _same_integers(given: Sequence[Any], a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> bool:

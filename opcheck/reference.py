@@ -3,7 +3,9 @@
 All come from running the operator's reference: in float64 on the sample's inputs, where it is what is right; in the
 sample's dtype, where it is PyTorch's composition; and in float64 on inputs that each moved by one unit in their last
 place, up or down by chance. The distance that an element of the result then moves is its error bound: no order of
-operations in the inputs' dtype can be expected to do better. A record may add what a formula loses (`Op.error_bound`).
+operations in the inputs' dtype can be expected to do better. A float32 result of 16-bit inputs comes from float32
+arithmetic, which rounds none of what it computes to 16 bits: for it the inputs move by a unit of float32. A record may
+add what a formula loses (`Op.error_bound`).
 
 The composition's error is measured on neighbouring inputs too, first on such as these. They can repeat one rounding all
 the same: with p = 0.99, p - 1 is what is left of two numbers a hundred times its size, and moves by less than the last
@@ -44,7 +46,7 @@ class Reference:
         self.op, self.sample = op, sample
         self.given = [grad if grad is None else grad.detach().clone() for grad in given]
         self.wanted = differentiable_inputs(op, sample) if any(grad is not None for grad in given) else []
-        self._moved: list[list[Tensor | None]] = []
+        self._moved: dict[float, list[list[Tensor | None]]] = {}
 
     def nudge(self, seed: int, dtype: torch.dtype | None = None, by: float | None = None) -> Change:
         return nudged(seed, dtype, by)
@@ -85,8 +87,7 @@ class Reference:
         """Return the same on the far inputs, without an error where an element moves by more than its error bound."""
         here, pairs = self.exact[result], []
         assert here is not None
-        finest = min(torch.finfo(t.dtype).eps for t in self._tensors() if t.is_floating_point())
-        linear = 4 * FAR / finest * self.error_bound(result, MORE_DRAWS)  # few draws are beyond 4 rms
+        linear = 4 * FAR / self.unit(result) * self.error_bound(result, MORE_DRAWS)  # few draws are beyond 4 rms
         for compositions, references in self.farther:
             composition, exact = compositions[result], references[result]
             assert composition is not None
@@ -102,13 +103,25 @@ class Reference:
         errors = [(composition - exact).square() for composition, exact in self.far(result)]
         return torch.stack(errors).mean(0).sqrt().nan_to_num(0.0, posinf=0.0)
 
+    def unit(self, result: int) -> float:
+        """Return the relative distance by which the inputs move for a result's error bound: the finest dtype's."""
+        floats = [t.dtype for t in (*self._tensors(), self.composition[result]) if t is not None]
+        return min(torch.finfo(dtype).eps for dtype in floats if dtype.is_floating_point)
+
+    def moved(self, result: int, draws: int) -> list[list[Tensor | None]]:
+        """Return the results on so many inputs that moved by the unit of one of the results."""
+        unit = self.unit(result)
+        own = min(torch.finfo(t.dtype).eps for t in self._tensors() if t.is_floating_point())
+        found = self._moved.setdefault(unit, [])
+        while len(found) < draws:
+            found.append(self.run(self.nudge(len(found), torch.float64, unit if unit < own else None)))
+        return found[:draws]
+
     def error_bound(self, result: int, draws: int) -> Tensor:
         """Return how far each element moves with its inputs, as the root mean square of so many draws."""
-        while len(self._moved) < draws:
-            self._moved.append(self.run(self.nudge(len(self._moved), torch.float64)))
         exact = self.exact[result]
         assert exact is not None
-        squares = [(moved[result] - exact).square() for moved in self._moved[:draws]]  # type: ignore[operator]
+        squares = [(moved[result] - exact).square() for moved in self.moved(result, draws)]  # type: ignore[operator]
         return torch.stack(squares).mean(0).sqrt()
 
     def index_of(self, gradient: str) -> int:
@@ -150,19 +163,29 @@ def to_float64(tensor: Tensor) -> Tensor:
 
 
 def nudged(seed: int, dtype: torch.dtype | None = None, by: float | None = None) -> Change:
-    """Return a function that moves every element by one unit in its last place, or by such a part of it, up or down."""
+    """Return a function that moves every element by one unit in its last place, or by such a part of it, up or down.
+
+    A part that is less than a unit needs a wider `dtype` for the result.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def change(tensor: Tensor) -> Tensor:
-        copy = copy_with_layout(tensor)
-        if not copy.is_floating_point():
-            return copy
-        memory = copy.new_empty(0).set_(copy.untyped_storage())
+        if not tensor.is_floating_point():
+            return copy_with_layout(tensor)
+        copy, memory = copy_to_move(tensor, dtype, by)
         signs = 2 * torch.randint(0, 2, memory.shape, generator=generator).to(memory.device) - 1
         move(memory, signs, by)
         return copy if dtype is None else copy.to(dtype)
 
     return change
+
+
+def copy_to_move(tensor: Tensor, dtype: torch.dtype | None, by: float | None) -> tuple[Tensor, Tensor]:
+    """Return a copy and its memory, in a wider dtype already where the tensor's own does not hold such a move."""
+    copy = copy_with_layout(tensor)
+    if dtype is not None and by is not None and by < torch.finfo(copy.dtype).eps:
+        copy = copy.to(dtype)
+    return copy, copy.new_empty(0).set_(copy.untyped_storage())
 
 
 def move(memory: Tensor, signs: Tensor, by: float | None) -> None:

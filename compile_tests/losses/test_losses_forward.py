@@ -192,15 +192,15 @@ def test_products_of_a_policy(
     assert sum(multiplications) == x.numel() * len(weight) * (4 if chunk_size in chunks else 3)
 
 
-def test_chunks_on_a_gpu_hold_whole_pairs() -> None:
-    """As chosen from sizes alone, of tensors that are nowhere: the fewest chunks, of whole pairs where one fits."""
-    for B, S, H, V, rows in [
-        (8, 512, 4096, 128256, 4096),  # one chunk: no more than H tokens
-        (8, 512, 2048, 128256, 2048),
-        (8, 4096, 2048, 151936, 8192),  # one pair a chunk, of twice the usual size
-        (8, 8192, 2048, 151936, None),  # no pair fits
-        (16, 1000, 2048, 151936, 4000),
-        (2, 1000, 512, 32000, 2000),
+def test_blocks_on_a_gpu_hold_whole_pairs() -> None:
+    """As chosen from sizes alone, of tensors that are nowhere: blocks of whole pairs where one fits."""
+    for B, S, H, V, fits in [
+        (8, 512, 4096, 128256, True),
+        (8, 512, 2048, 128256, True),
+        (8, 1024, 2048, 151936, True),
+        (8, 4096, 2048, 151936, False),
+        (16, 1000, 2048, 151936, True),
+        (2, 1000, 512, 32000, True),
     ]:
         x, weight = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((B // 2, 2, S, H), (V, H)))
         target = torch.empty((B // 2, 2, S), dtype=torch.int64, device="meta")
@@ -210,6 +210,7 @@ def test_chunks_on_a_gpu_hold_whole_pairs() -> None:
             "target": target,
             "chunk_size": 0,
             "shard": None,
+            "float32_logits": True,
         }
-        found = PreferenceCall(**fields).linear(KERNELS, CompactedTokens((B // 2, 2, S))).chunk_rows  # type: ignore[arg-type]
-        assert found == rows if rows else found % (2 * S) != 0
+        found = PreferenceCall(**fields).linear(KERNELS, CompactedTokens((B // 2, 2, S))).plan  # type: ignore[arg-type]
+        assert (found.block_rows % (2 * S) == 0 and found.chunk_rows % (2 * S) == 0) == fits

@@ -5,19 +5,28 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmk.ops.linear_loss.chunked._linear import ALIGNED, ChunkedLinear, LinearGradients
+from llmk.ops.linear_loss.chunked._plan import Plan, _Sizes, plan
 
 
 @pytest.mark.parametrize("classes", [1, 37, 64])
-def test_rows_of_a_chunk_begin_at_aligned_addresses(device: torch.device, classes: int) -> None:
+@pytest.mark.parametrize("float32_logits", [False, True])
+def test_rows_begin_at_aligned_addresses(device: torch.device, classes: int, float32_logits: bool) -> None:
     """cuBLAS reads and writes matrices whose rows do not one number at a time."""
     x, weight = (torch.randn(n, 8, dtype=torch.bfloat16, device=device) for n in (10, classes))
+    block_rows = 2 if float32_logits else 4  # a chunk's gradient overwrites its logits
+    linear = ChunkedLinear(x, weight, None, Plan(4, block_rows, True), float32_logits=float32_logits)
+    gradients = LinearGradients(linear, (True, True, False), (x.dtype, x.dtype, torch.float32))
     found = []
-    for rows, logits in ChunkedLinear(x, weight, None, chunk_size=4, on_host=False).chunks():
-        assert logits.shape == (rows.stop - rows.start, classes)
-        assert logits.stride(0) * logits.element_size() % 16 == 0
+    for rows, logits, dlogits in gradients.blocks():
+        for each in (logits, dlogits):
+            assert each.shape == (rows.stop - rows.start, classes)
+            assert each.stride(0) * each.element_size() % 16 == 0
         assert logits.data_ptr() % 16 == 0
         found.append(logits.clone())
-    torch.testing.assert_close(torch.cat(found), x @ weight.t())
+        dlogits.zero_()
+    dtype = torch.float32 if float32_logits else torch.bfloat16
+    exact = (x.double() @ weight.double().t()).to(dtype)
+    torch.testing.assert_close(torch.cat(found), exact)
 
 
 class _Products(TorchDispatchMode):
@@ -38,12 +47,12 @@ class _Products(TorchDispatchMode):
 def test_no_product_of_many_classes_has_odd_sizes(device: torch.device, classes: int, bias: bool) -> None:
     """cuBLAS takes five times as long for those."""
     x, weight = (torch.randn(n, 32, dtype=torch.float64, device=device) for n in (48, classes))
-    linear = ChunkedLinear(x, weight, torch.randn(classes).to(x) if bias else None, chunk_size=16, on_host=False)
+    bias_tensor = torch.randn(classes).to(x) if bias else None
+    linear = ChunkedLinear(x, weight, bias_tensor, Plan(16, 16, True), float32_logits=False)
     gradients = LinearGradients(linear, (True, True, False), (x.dtype, x.dtype, x.dtype))
     outputs = []
     with _Products() as products:
-        for rows, logits in linear.chunks():
-            gradients.add(rows, logits)
+        for _, logits, _ in gradients.blocks():
             outputs.append(logits.clone())
     assert products.sizes
     assert all(size < ALIGNED or size % ALIGNED == 0 for size in products.sizes)
@@ -53,11 +62,67 @@ def test_no_product_of_many_classes_has_odd_sizes(device: torch.device, classes:
     torch.testing.assert_close(gradients.dw, logits.t() @ x)
 
 
-def test_after_the_last_chunk_no_logits_are_held() -> None:
+def test_after_the_last_block_no_logits_are_held() -> None:
     """Although whoever walked over them has a name for the last ones: a sum in float32 is rounded into their memory."""
-    x, weight = torch.randn(5, 4), torch.randn(7, 4)
+    x, weight = torch.randn(5, 4).bfloat16(), torch.randn(7, 4).bfloat16()
+    linear = ChunkedLinear(x, weight, None, Plan(4, 2, True), float32_logits=True)
     held = []
-    for _, logits in ChunkedLinear(x, weight, None, chunk_size=2, on_host=False).chunks():
-        held.append(logits)
+    gradients = LinearGradients(linear, (True, True, False), (x.dtype, x.dtype, torch.float32))
+    for _, logits, dlogits in gradients.blocks():
+        held += [logits, dlogits]
+        dlogits.zero_()
         assert logits.untyped_storage().nbytes() > 0
-    assert [logits.untyped_storage().nbytes() for logits in held] == [0, 0, 0]
+    assert [each.untyped_storage().nbytes() for each in held] == [0] * 6
+
+
+@pytest.mark.parametrize("chunk_rows", [2, 4, 100])
+@pytest.mark.parametrize("block_rows", [1, 2, 3])
+def test_gradients_are_those_of_all_rows(chunk_rows: int, block_rows: int) -> None:
+    """Whatever the plan: a block may end a chunk before it is full."""
+    x, weight, bias = torch.randn(7, 4).bfloat16(), torch.randn(5, 4).bfloat16(), torch.randn(5).bfloat16()
+    linear = ChunkedLinear(x, weight, bias, Plan(chunk_rows, block_rows, False), float32_logits=True)
+    gradients = LinearGradients(linear, (True, True, True), (torch.float32, torch.float32, torch.float32))
+    grad = torch.randn(7, 5).bfloat16()
+    outputs = []
+    for rows, logits, dlogits in gradients.blocks():
+        outputs.append(logits.clone())
+        dlogits.copy_(grad[rows])
+    exact = x.double() @ weight.double().t() + bias
+    torch.testing.assert_close(torch.cat(outputs), exact.float())
+    torch.testing.assert_close(gradients.dx, (grad.double() @ weight.double()).float())
+    torch.testing.assert_close(gradients.dw, (grad.double().t() @ x.double()).float())
+    torch.testing.assert_close(gradients.db, grad.double().sum(0).float())
+
+
+SHAPES = [
+    (8192, 4096, 128256), (8192, 2304, 256000), (8192, 2048, 151936), (4096, 4096, 32000), (65536, 1024, 32000),
+    (12000, 3072, 200064), (512, 8192, 262144), (1, 64, 100),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("float32_logits", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_plan_is_beaten_in_time_and_memory(shape: tuple[int, int, int], float32_logits: bool) -> None:
+    N, H, V = shape
+    found = plan(N, H, V, torch.bfloat16, float32_logits=float32_logits, on_host=False)
+    sizes = _Sizes(N, H, V, 2, float32_logits, 1, 1, False, False, False)
+    candidates = list(sizes.candidates())
+    assert found in candidates
+    assert not any(
+        sizes.memory(other) < sizes.memory(found) and sizes.time(other) < sizes.time(found) for other in candidates
+    )
+
+
+def test_a_plan_keeps_to_what_is_given() -> None:
+    options = {"float32_logits": True, "on_host": False}
+    found = plan(8192, 4096, 128256, torch.bfloat16, chunk_size=1000, **options)
+    assert (found.chunk_rows, found.rounded_sums) == (1000, False)
+    assert found.block_rows <= 1000
+    assert plan(8192, 4096, 128256, torch.float16, **options).rounded_sums is False
+    in_place = plan(8192, 4096, 128256, torch.bfloat16, float32_logits=False, on_host=False)
+    assert in_place.block_rows == in_place.chunk_rows
+    on_host = plan(8192, 4096, 1000, torch.bfloat16, float32_logits=True, on_host=True)
+    assert on_host.block_rows == on_host.chunk_rows == 2**20 // 1000
+    groups = plan(8 * 1024, 4096, 128256, torch.bfloat16, group=1024, **options)
+    assert groups.block_rows % 1024 == groups.chunk_rows % 1024 == 0
+    assert plan(8 * 16384, 4096, 128256, torch.bfloat16, group=16384, **options).block_rows % 16384  # none fits

@@ -40,6 +40,13 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     for name in ("outputs", "input_gradient"):
         monkeypatch.setattr(_linear, name, nan_filled(name))
+
+    def float32_outputs(x: Tensor, weight: Tensor, end: Tensor, logits: Tensor) -> None:
+        _dynamic_rows.float32_outputs(x, weight, end, logits)
+        logits[int(end) :] = float("nan")
+        seen.append(int(end))
+
+    monkeypatch.setattr(_linear, "float32_outputs", float32_outputs)
     return seen
 
 
@@ -49,11 +56,14 @@ def inputs(features: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("counted", [0, 1, 7, N])
 @pytest.mark.parametrize("chunk_size", [0, 4, 6])
+@pytest.mark.parametrize("logits_dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("name", ["fused_linear_ce", "linear_logprobs", "fused_linear_jsd"])
-def test_nothing_past_the_count_is_read(name: str, chunk_size: int, counted: int, ends: list[int]) -> None:
+def test_nothing_past_the_count_is_read(
+    name: str, logits_dtype: torch.dtype | None, chunk_size: int, counted: int, ends: list[int]
+) -> None:
     target = torch.randint(0, V, (N,))
     target[torch.randperm(N)[counted:]] = -100
-    kwargs: dict[str, Any] = {"skip_ignored": True, "chunk_size": chunk_size}
+    kwargs: dict[str, Any] = {"skip_ignored": True, "chunk_size": chunk_size, "logits_dtype": logits_dtype}
     args: tuple[Tensor, ...] = (*inputs(H), target)
     if name == "fused_linear_jsd":
         args, kwargs = (*inputs(H), *inputs(24)), kwargs | {"labels": target}

@@ -214,13 +214,14 @@ class Head:
     ignore_index: int
     skip_ignored: bool
     chunk_size: int
+    logits_dtype: torch.dtype | None
 
     def logprobs(self, input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return the targets' log-probabilities and the entropies, float32, 0 where a token does not count."""
         return linear_logprobs(
             input, self.linear_weight, target, linear_bias=self.linear_bias, temperature=self.temperature,
             logit_scale=self.logit_scale, softcap=self.softcap, ignore_index=self.ignore_index,
-            skip_ignored=self.skip_ignored, chunk_size=self.chunk_size,
+            skip_ignored=self.skip_ignored, chunk_size=self.chunk_size, logits_dtype=self.logits_dtype,
         )  # fmt: skip
 
     def log_sum_sq_probs(self, input: Tensor, target: Tensor, logprobs: Tensor) -> Tensor:
@@ -255,7 +256,8 @@ class Head:
         loss, logprobs, entropy = fused_linear_preference(
             to_groups(input), self.linear_weight, to_groups(target), linear_bias=self.linear_bias,
             temperature=self.temperature, logit_scale=self.logit_scale, softcap=self.softcap,
-            ignore_index=self.ignore_index, skip_ignored=self.skip_ignored, chunk_size=self.chunk_size, **given,
+            ignore_index=self.ignore_index, skip_ignored=self.skip_ignored, chunk_size=self.chunk_size,
+            logits_dtype=self.logits_dtype, **given,
             **options,
         )  # fmt: skip
         return loss, logprobs.transpose(0, 1).flatten(0, 1), entropy.transpose(0, 1).flatten(0, 1)
@@ -276,7 +278,7 @@ class Head:
             token_weight=terms.weight, old_logps=terms.old_logps, ref_logps=terms.ref_logps, kl_weight=terms.kl_weight,
             entropy_weight=terms.entropy_weight, temperature=self.temperature, logit_scale=self.logit_scale,
             softcap=self.softcap, ignore_index=self.ignore_index, skip_ignored=self.skip_ignored,
-            chunk_size=self.chunk_size, **terms.options._asdict(),
+            chunk_size=self.chunk_size, logits_dtype=self.logits_dtype, **terms.options._asdict(),
         )  # fmt: skip
 
     def scaled(self, input: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -15,7 +15,8 @@ def cpo(
     beta: float = 0.1, cpo_alpha: float = 1.0, label_smoothing: float = 0.0, loss_type: str = "sigmoid",
     simpo_gamma: float = 0.5, alpha: float = 0.0, linear_bias: Tensor | None = None, temperature: float = 1.0,
     logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False,
-    chunk_size: int = 0, sequence_ids: Tensor | None = None, num_sequences: int | None = None,
+    chunk_size: int = 0,
+    logits_dtype: torch.dtype | None = None, sequence_ids: Tensor | None = None, num_sequences: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Contrastive preference optimization: DPO without a reference, and the likelihood of the chosen completions.
 
@@ -32,6 +33,7 @@ def cpo(
             subtracts `simpo_gamma` from the margin. "ipo" and "simpo" take means over a completion's tokens, not sums.
         simpo_gamma: Target reward margin of "simpo", after the scale by beta.
         alpha: Parameter of AlphaPO: the reward of log-probability p is (1 - exp(-alpha * p)) / alpha; 0 is p itself.
+        logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
         sequence_ids, num_sequences: As in `dpo`.
 
@@ -55,7 +57,17 @@ def cpo(
     check_between("label_smoothing", label_smoothing, 0.0, 1.0)
     check_option("loss_type", loss_type, _TYPES)
     sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, num_sequences, in_pairs=True)
-    head = Head(linear_weight, linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size)
+    head = Head(
+        linear_weight,
+        linear_bias,
+        temperature,
+        logit_scale,
+        softcap,
+        ignore_index,
+        skip_ignored,
+        chunk_size,
+        logits_dtype,
+    )
     options = LossOptions(beta, label_smoothing, simpo_gamma if loss_type == "simpo" else 0.0)
     name = "cpo" if loss_type == "sigmoid" else loss_type
     if alpha == 0.0 and head.supports_groups(sequences):
@@ -96,7 +108,8 @@ def simpo(
     input: Tensor, linear_weight: Tensor, target: Tensor, *,
     beta: float = 2.0, simpo_gamma: float = 0.5, label_smoothing: float = 0.0, linear_bias: Tensor | None = None,
     temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100,
-    skip_ignored: bool = False, chunk_size: int = 0, sequence_ids: Tensor | None = None,
+    skip_ignored: bool = False, chunk_size: int = 0,
+    logits_dtype: torch.dtype | None = None, sequence_ids: Tensor | None = None,
     num_sequences: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Simple preference optimization, with means over a completion's tokens and a margin:
@@ -108,6 +121,7 @@ def simpo(
         beta: The scale of the margin; positive.
         simpo_gamma: Target reward margin.
         label_smoothing: Assumed fraction of pairs with flipped labels; 0 to 1.
+        logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
         sequence_ids, num_sequences: As in `dpo`.
 
@@ -127,7 +141,8 @@ def simpo(
         input, linear_weight, target, beta=beta, cpo_alpha=0.0, label_smoothing=label_smoothing, loss_type="simpo",
         simpo_gamma=simpo_gamma, linear_bias=linear_bias, temperature=temperature, logit_scale=logit_scale,
         softcap=softcap,
-        ignore_index=ignore_index, skip_ignored=skip_ignored, chunk_size=chunk_size, sequence_ids=sequence_ids,
+        ignore_index=ignore_index, skip_ignored=skip_ignored, chunk_size=chunk_size,
+        logits_dtype=logits_dtype, sequence_ids=sequence_ids,
         num_sequences=num_sequences,
     )  # fmt: skip
 
@@ -136,6 +151,7 @@ def orpo(
     input: Tensor, linear_weight: Tensor, target: Tensor, *,
     beta: float = 0.1, linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0,
     softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
+    logits_dtype: torch.dtype | None = None,
     sequence_ids: Tensor | None = None, num_sequences: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Odds ratio preference optimization: supervised training on the chosen, and odds against the rejected.
@@ -147,6 +163,7 @@ def orpo(
     Args:
         input, linear_weight, target: As in `dpo`. TRL's `nll` has the prompt in it; here it has what `target` has.
         beta: Weight of the odds ratio loss; positive.
+        logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
         sequence_ids, num_sequences: As in `dpo`.
 
@@ -165,7 +182,17 @@ def orpo(
     """
     check_positive("beta", beta)
     sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, num_sequences, in_pairs=True)
-    head = Head(linear_weight, linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size)
+    head = Head(
+        linear_weight,
+        linear_bias,
+        temperature,
+        logit_scale,
+        softcap,
+        ignore_index,
+        skip_ignored,
+        chunk_size,
+        logits_dtype,
+    )
     exists, options = sequences.exists(in_pairs=True), LossOptions()
     if head.supports_groups(sequences):
         loss, token_logps = _fused_loss(head, input, target, sequences, "orpo", options, beta, 1.0)

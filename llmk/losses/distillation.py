@@ -31,7 +31,7 @@ def distill(
     num_items_in_batch: Tensor | float | None = None, teacher_linear_bias: Tensor | None = None,
     teacher_logit_scale: float = 1.0, teacher_softcap: float = 0.0, linear_bias: Tensor | None = None,
     temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100,
-    skip_ignored: bool = False, chunk_size: int = 0,
+    skip_ignored: bool = False, chunk_size: int = 0, logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Distillation from a teacher's hidden states: the mean over tokens of a generalized Jensen-Shannon divergence,
 
@@ -52,6 +52,7 @@ def distill(
             all batches of a step, for gradient accumulation.
         teacher_linear_bias: `[V]`.
         teacher_logit_scale, teacher_softcap: Scale and soft cap of the teacher's logits; 1 and 0 are off.
+        logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`; the
             temperature is that of both models. Where a scale is not 1 the hidden states are multiplied by it.
 
@@ -79,7 +80,9 @@ def distill(
     if token_weights is not None:
         check_per_token("token_weights", token_weights, target)
         token_weights = token_weights.detach().float()
-    head = Head(linear_weight, linear_bias, 1.0, logit_scale, softcap, ignore_index, skip_ignored, chunk_size)
+    head = Head(
+        linear_weight, linear_bias, 1.0, logit_scale, softcap, ignore_index, skip_ignored, chunk_size, logits_dtype
+    )
     x, bias = head.scaled(input)
     teacher_x, teacher_bias = scaled(teacher_logit_scale, teacher_input.detach(), teacher_linear_bias)
     models = x, linear_weight, teacher_x, teacher_linear_weight.detach()
@@ -87,7 +90,7 @@ def distill(
         "linear_bias": bias, "beta": beta, "temperature": temperature, "softcap": softcap,
         "teacher_softcap": teacher_softcap, "row_weight": token_weights, "ignore_index": ignore_index,
         "teacher_linear_bias": None if teacher_bias is None else teacher_bias.detach(),
-        "skip_ignored": skip_ignored, "chunk_size": chunk_size,
+        "skip_ignored": skip_ignored, "chunk_size": chunk_size, "logits_dtype": logits_dtype,
     }  # fmt: skip
     any_tokens, rescale = sequences.mask.any(), 1.0
     if num_items_in_batch is not None:  # from the mean over this batch to that over the items
@@ -113,6 +116,7 @@ def _cross_entropy(head: Head, input: Tensor, target: Tensor) -> Tensor:
     return fused_linear_ce(
         x, head.linear_weight, target, linear_bias=bias, ignore_index=head.ignore_index,
         reduction="sum", softcap=head.softcap, skip_ignored=head.skip_ignored, chunk_size=head.chunk_size,
+        logits_dtype=head.logits_dtype,
     )  # fmt: skip
 
 
@@ -121,7 +125,7 @@ def distill_topk(
     beta: float = 0.5, ce_weight: float = 0.0, add_tail: bool = True, token_weights: Tensor | None = None,
     num_items_in_batch: Tensor | float | None = None, linear_bias: Tensor | None = None, temperature: float = 1.0,
     logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False,
-    chunk_size: int = 0,
+    chunk_size: int = 0, logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Distillation from K classes a token: the generalized Jensen-Shannon divergence on these and on the rest.
 
@@ -144,6 +148,7 @@ def distill_topk(
         add_tail: Add the tail as a class.
         token_weights: Weight `[B, S]` of each token's divergence; 1 if None.
         num_items_in_batch: Denominator of both sums, a scalar; the tokens that count if None.
+        logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
 
     Returns:
@@ -166,7 +171,17 @@ def distill_topk(
     if token_weights is not None:
         check_per_token("token_weights", token_weights, target)
 
-    head = Head(linear_weight, linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size)
+    head = Head(
+        linear_weight,
+        linear_bias,
+        temperature,
+        logit_scale,
+        softcap,
+        ignore_index,
+        skip_ignored,
+        chunk_size,
+        logits_dtype,
+    )
     present = (teacher_ids.long() != ignore_index) & sequences.mask.unsqueeze(-1)
     present = present & (teacher_logprobs != float("-inf"))
     student, entropy = head.logprobs(input, teacher_ids.masked_fill(~present, ignore_index))

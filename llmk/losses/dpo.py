@@ -36,7 +36,8 @@ def dpo(
     f_alpha_divergence_coef: float = 0.5, discopop_tau: float = 0.05, ld_alpha: float | None = None,
     use_weighting: bool = False, linear_bias: Tensor | None = None, temperature: float = 1.0,
     logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False,
-    chunk_size: int = 0, sequence_ids: Tensor | None = None, num_sequences: int | None = None,
+    chunk_size: int = 0,
+    logits_dtype: torch.dtype | None = None, sequence_ids: Tensor | None = None, num_sequences: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Direct preference optimization: the mean over pairs of a chosen and a rejected completion of
 
@@ -69,6 +70,7 @@ def dpo(
         use_weighting: Multiply the loss of each pair by the product over its two completions of exp(mean over tokens of
             log pi - log sum_v pi(v)^2), detached; not with "aot" and "aot_unpaired".
         linear_bias: `[V]`.
+        logits_dtype: As in `llmk.functional.fused_linear_ce`.
         temperature, logit_scale, softcap, skip_ignored, chunk_size: As in `llmk.functional.linear_logprobs`.
         ignore_index: The target of a token that does not count.
         sequence_ids: `[1, T]`, for a packed batch `[1, T, H]`: each token's sequence; 2i is the chosen and 2i + 1 the
@@ -105,7 +107,17 @@ def dpo(
     if ref_logps is not None:
         check_per_sequence("ref_logps", ref_logps, sequences.slots, target)
 
-    head = Head(linear_weight, linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size)
+    head = Head(
+        linear_weight,
+        linear_bias,
+        temperature,
+        logit_scale,
+        softcap,
+        ignore_index,
+        skip_ignored,
+        chunk_size,
+        logits_dtype,
+    )
     if ref_logps is None:
         assert ref_input is not None
         assert ref_linear_weight is not None

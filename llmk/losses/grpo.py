@@ -35,7 +35,8 @@ def grpo(
     top_entropy_quantile: float = 1.0, sapo_temperature_pos: float = 1.0, sapo_temperature_neg: float = 1.05,
     vespo_k_pos: float = 2.0, vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0,
     linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0,
-    ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0, sequence_ids: Tensor | None = None,
+    ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
+    logits_dtype: torch.dtype | None = None, sequence_ids: Tensor | None = None,
     num_sequences: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Group relative policy optimization: with ratio = pi / pi_old and A the advantage, the loss of a token is
@@ -79,6 +80,7 @@ def grpo(
         sapo_temperature_pos, sapo_temperature_neg: Temperatures of "sapo" for positive and for other advantages.
         vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: Parameters of "vespo".
         linear_bias: `[V]`.
+        logits_dtype: As in `llmk.functional.fused_linear_ce`.
         temperature, logit_scale, softcap, skip_ignored, chunk_size: As in `llmk.functional.linear_logprobs`.
         ignore_index: The target of a token that does not count. None of its values is read, but its hidden state must
             be finite, as the weight's gradient has 0 times it, unless `skip_ignored`.
@@ -132,7 +134,17 @@ def grpo(
     if importance_sampling_ratio is not None:
         correction = _correction(importance_sampling_ratio, sequences)
 
-    head = Head(linear_weight, linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size)
+    head = Head(
+        linear_weight,
+        linear_bias,
+        temperature,
+        logit_scale,
+        softcap,
+        ignore_index,
+        skip_ignored,
+        chunk_size,
+        logits_dtype,
+    )
     high = epsilon if epsilon_high is None else epsilon_high
     options = PolicyOptions(
         TYPES[loss_type].term, importance_sampling_level, epsilon, high, delta,

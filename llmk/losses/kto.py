@@ -27,7 +27,8 @@ def kto(
     ref_linear_bias: Tensor | None = None, kl: Tensor | float | None = None, beta: float = 0.1,
     desirable_weight: float = 1.0, undesirable_weight: float = 1.0, loss_type: str = "kto",
     linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0,
-    ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0, sequence_ids: Tensor | None = None,
+    ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
+    logits_dtype: torch.dtype | None = None, sequence_ids: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Kahneman-Tversky optimization: the mean over sequences, with r = log pi / ref of a completion's tokens, of
 
@@ -43,6 +44,7 @@ def kto(
         beta: Strength of the penalty for deviating from the reference; positive.
         desirable_weight, undesirable_weight: Weights of the two kinds, to balance their numbers.
         loss_type: "kto", or "apo_zero_unpaired", which has `sigmoid(-beta * r)` and `sigmoid(beta * r)` in their place.
+        logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
         sequence_ids: `[1, T]`, for a packed batch `[1, T, H]`: each token's sequence as an index into `label`.
 
@@ -69,7 +71,17 @@ def kto(
     if ref_logps is not None:
         check_per_sequence("ref_logps", ref_logps, sequences.slots, target)
 
-    head = Head(linear_weight, linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size)
+    head = Head(
+        linear_weight,
+        linear_bias,
+        temperature,
+        logit_scale,
+        softcap,
+        ignore_index,
+        skip_ignored,
+        chunk_size,
+        logits_dtype,
+    )
     if ref_logps is None:
         assert ref_input is not None
         assert ref_linear_weight is not None

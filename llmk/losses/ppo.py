@@ -26,7 +26,8 @@ def reinforce(
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
     num_items_in_batch: Tensor | float | None = None, linear_bias: Tensor | None = None, temperature: float = 1.0,
     logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False,
-    chunk_size: int = 0, sequence_ids: Tensor | None = None, num_sequences: int | None = None,
+    chunk_size: int = 0,
+    logits_dtype: torch.dtype | None = None, sequence_ids: Tensor | None = None, num_sequences: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """REINFORCE: the sum over tokens of -A * log pi, divided by the tokens that count.
 
@@ -34,6 +35,7 @@ def reinforce(
         input, linear_weight, target: As in `grpo`.
         advantages: Rewards less a baseline: `[B]` or `[B, 1]`, one for each sequence, or `[B, S]`.
         num_items_in_batch: Denominator, a scalar; the tokens that count if None.
+        logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `grpo`.
         sequence_ids, num_sequences: As in `grpo`.
 
@@ -52,7 +54,17 @@ def reinforce(
     count = resolve_num_sequences(num_sequences, "advantages", advantages)
     sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count)
     check_advantages(advantages, sequences)
-    head = Head(linear_weight, linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size)
+    head = Head(
+        linear_weight,
+        linear_bias,
+        temperature,
+        logit_scale,
+        softcap,
+        ignore_index,
+        skip_ignored,
+        chunk_size,
+        logits_dtype,
+    )
     weight = sequences.mask.float() / token_denominator(num_items_in_batch, sequences)
     terms = policy_terms(PolicyOptions("reinforce"), per_token(advantages, sequences), weight, sequences)
     loss, _, entropy = head.policy(input, target, terms, sequences)
@@ -63,7 +75,8 @@ def rloo(
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
     old_logps: Tensor | None = None, epsilon: float = 0.2, epsilon_high: float | None = None,
     linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0,
-    ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0, sequence_ids: Tensor | None = None,
+    ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
+    logits_dtype: torch.dtype | None = None, sequence_ids: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """REINFORCE leave-one-out: the mean over sequences of the clipped loss of PPO, with the ratio of whole sequences.
 
@@ -73,6 +86,7 @@ def rloo(
         old_logps: Log-probabilities of the old policy, summed over each sequence `[B]`; those of `input` if None.
         epsilon: The ratio is clipped from below at 1 - epsilon.
         epsilon_high: The ratio is clipped from above at 1 + epsilon_high; `epsilon` if None.
+        logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `grpo`.
         sequence_ids: As in `grpo`.
 
@@ -96,7 +110,17 @@ def rloo(
     for name, value in (("advantages", advantages), ("old_logps", old_logps)):
         if name == "advantages" or value is not None:
             check_per_sequence(name, value, sequences.slots, target)
-    head = Head(linear_weight, linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size)
+    head = Head(
+        linear_weight,
+        linear_bias,
+        temperature,
+        logit_scale,
+        softcap,
+        ignore_index,
+        skip_ignored,
+        chunk_size,
+        logits_dtype,
+    )
     high = epsilon if epsilon_high is None else epsilon_high
     lengths, advantages = sequences.lengths.clamp(min=1.0), advantages.detach().float()
     old = None if old_logps is None else old_logps.detach().float()
@@ -136,6 +160,7 @@ def ppo(
     old_values: Tensor | None = None, returns: Tensor | None = None, cliprange_value: float = 0.2,
     vf_coef: float = 0.1, linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0,
     softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
+    logits_dtype: torch.dtype | None = None,
     sequence_ids: Tensor | None = None, num_sequences: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Proximal policy optimization: the mean over the tokens that count of the policy loss and the value loss,
@@ -152,6 +177,7 @@ def ppo(
         old_values, returns: `[B, S]`, needed with `values`: v_old and R.
         cliprange_value: Values are clipped to this distance from the old ones.
         vf_coef: Coefficient of the value loss.
+        logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `grpo`.
         sequence_ids, num_sequences: As in `grpo`.
 
@@ -178,7 +204,17 @@ def ppo(
         check_per_token("old_per_token_logps", old_per_token_logps, target)
     _check_values(values, old_values, returns, target)
 
-    head = Head(linear_weight, linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size)
+    head = Head(
+        linear_weight,
+        linear_bias,
+        temperature,
+        logit_scale,
+        softcap,
+        ignore_index,
+        skip_ignored,
+        chunk_size,
+        logits_dtype,
+    )
     old = None if old_per_token_logps is None else per_token(old_per_token_logps, sequences)
     options = PolicyOptions(epsilon=cliprange, epsilon_high=cliprange)
     weight = sequences.mask.float() / token_denominator(None, sequences)

@@ -17,7 +17,7 @@ def sft(
     input: Tensor, linear_weight: Tensor, target: Tensor, *,
     token_weights: Tensor | None = None, entropy_coef: float = 0.0, num_items_in_batch: Tensor | float | None = None,
     linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0,
-    ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
+    ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0, logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """The negative log-likelihood of the targets, with a weight for each token and a term for the entropy:
 
@@ -30,6 +30,7 @@ def sft(
         entropy_coef: Coefficient of the mean entropy over the tokens that count, which is subtracted from the loss: a
             positive one keeps the distribution wide.
         num_items_in_batch: Denominator of the sum, a scalar; the tokens that count if None, whatever their weights.
+        logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
 
     Returns:
@@ -48,7 +49,17 @@ def sft(
     sequences = make_sequences(input, linear_weight, target, ignore_index, None)
     if token_weights is not None:
         check_per_token("token_weights", token_weights, target)
-    head = Head(linear_weight, linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size)
+    head = Head(
+        linear_weight,
+        linear_bias,
+        temperature,
+        logit_scale,
+        softcap,
+        ignore_index,
+        skip_ignored,
+        chunk_size,
+        logits_dtype,
+    )
     mask = sequences.mask.float()
     per_token = mask if token_weights is None else torch.where(sequences.mask, token_weights.detach().float(), 0.0)
     weight = mask / token_denominator(num_items_in_batch, sequences)
@@ -63,13 +74,14 @@ def dft(
     input: Tensor, linear_weight: Tensor, target: Tensor, *,
     num_items_in_batch: Tensor | float | None = None, linear_bias: Tensor | None = None, temperature: float = 1.0,
     logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False,
-    chunk_size: int = 0,
+    chunk_size: int = 0, logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Dynamic fine-tuning: the mean over the tokens that count of -pi * log pi, with the first factor detached.
 
     Args:
         input, linear_weight, target: As in `sft`.
         num_items_in_batch: Denominator, a scalar; the tokens that count if None.
+        logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
 
     Returns:
@@ -85,7 +97,17 @@ def dft(
     with `loss_type="dft"`.
     """
     sequences = make_sequences(input, linear_weight, target, ignore_index, None)
-    head = Head(linear_weight, linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size)
+    head = Head(
+        linear_weight,
+        linear_bias,
+        temperature,
+        logit_scale,
+        softcap,
+        ignore_index,
+        skip_ignored,
+        chunk_size,
+        logits_dtype,
+    )
     mask = sequences.mask.float()
     weight = mask / token_denominator(num_items_in_batch, sequences)
     terms = policy_terms(PolicyOptions("dft"), mask, weight, sequences)
@@ -97,7 +119,7 @@ def multi_token(
     inputs: Sequence[Tensor], linear_weight: Tensor | Sequence[Tensor], targets: Sequence[Tensor], *,
     head_weights: Sequence[float] | None = None, label_smoothing: float = 0.0, z_loss: float = 0.0,
     linear_bias: Tensor | None = None, logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100,
-    chunk_size: int = 0,
+    chunk_size: int = 0, logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Cross entropy of several heads, each with its own hidden states, as in multi-token prediction.
 
@@ -138,6 +160,7 @@ def multi_token(
         fused_linear_ce(
             x, w, t, linear_bias=bias, ignore_index=ignore_index, reduction="sum",
             label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss, chunk_size=chunk_size,
+            logits_dtype=logits_dtype,
         )
         / sequences.mask.sum().clamp(min=1)
         for (x, bias), w, t, sequences in zip(scaled_inputs, weights, targets, batches, strict=True)

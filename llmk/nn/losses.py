@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from llmk import functional
@@ -85,10 +86,11 @@ class LinearCrossEntropyLoss(CrossEntropyLoss, operator="fused_linear_ce"):
         z_loss: float = 0.0,
         chunk_size: int = 0,
         skip_ignored: bool = False,
+        logits_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(weight, ignore_index, reduction, label_smoothing, softcap=softcap, z_loss=z_loss)
         check_chunk_size(chunk_size)
-        self.chunk_size, self.skip_ignored = chunk_size, skip_ignored
+        self.chunk_size, self.skip_ignored, self.logits_dtype = chunk_size, skip_ignored, logits_dtype
 
     def forward(  # type: ignore[override]
         self,
@@ -145,6 +147,7 @@ class LinearLogProbs(_OperatorLoss, operator="linear_logprobs"):
         ignore_index: int = -100,
         skip_ignored: bool = False,
         chunk_size: int = 0,
+        logits_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         check_temperature(temperature)
@@ -153,6 +156,7 @@ class LinearLogProbs(_OperatorLoss, operator="linear_logprobs"):
         check_chunk_size(chunk_size)
         self.temperature, self.logit_scale, self.softcap = temperature, logit_scale, softcap
         self.ignore_index, self.skip_ignored, self.chunk_size = ignore_index, skip_ignored, chunk_size
+        self.logits_dtype = logits_dtype
 
     def forward(
         self, input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None = None
@@ -189,6 +193,7 @@ class LinearJSDLoss(_OperatorLoss, operator="fused_linear_jsd"):
         ignore_index: int = -100,
         skip_ignored: bool = False,
         chunk_size: int = 0,
+        logits_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         check_number("beta", beta, 0.0, 1.0, "a number from 0 to 1")
@@ -198,6 +203,7 @@ class LinearJSDLoss(_OperatorLoss, operator="fused_linear_jsd"):
         check_chunk_size(chunk_size)
         self.beta, self.temperature, self.softcap, self.teacher_softcap = beta, temperature, softcap, teacher_softcap
         self.ignore_index, self.skip_ignored, self.chunk_size = ignore_index, skip_ignored, chunk_size
+        self.logits_dtype = logits_dtype
 
     def forward(
         self,

@@ -1,6 +1,7 @@
 """Parts of these operators' records: the tensors of samples and workloads, and the cost of products."""
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +40,33 @@ def token_workloads(
     for N, H, V in sizes:
         x, linear_weight = make.randn(N, H), make.randn(V, H) / H**0.5
         yield Sample((x, linear_weight, torch.randint(0, V, (N,), device=device)), why=f"{N}x{H}x{V}")
+
+
+class Float32Linear(torch.autograd.Function):
+    """A linear layer of 16-bit tensors with float32 outputs, whose gradient is rounded to 16 bits for its products."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x, weight)
+        if x.is_cuda:
+            return torch.mm(x, weight.t(), out_dtype=torch.float32)
+        return x.float() @ weight.float().t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        grad = grad.to(x.dtype)
+        return grad @ weight, grad.t() @ x
+
+
+def linear_reference(
+    input: Tensor, weight: Tensor, bias: Tensor | None, logits_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return `linear(input, weight, bias)` for a loss: in float32 or float64, unless another dtype is asked for."""
+    if input.dtype in (torch.float32, torch.float64) or logits_dtype == input.dtype:
+        return torch.nn.functional.linear(input, weight, bias)
+    logits = Float32Linear.apply(input.reshape(-1, input.shape[-1]), weight).view(*input.shape[:-1], weight.shape[0])
+    return logits if bias is None else logits + bias
 
 
 def linear_cost(input: Tensor, linear_weight: Tensor, *, reads: int = 2, products: int = 3) -> Cost:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from llmk.ops.linear_loss._patterns import FUSED_LINEAR_CE
-from llmk.ops.linear_loss._records import Make, linear_cost, token_workloads
+from llmk.ops.linear_loss._records import Make, linear_cost, linear_reference, token_workloads
 from llmk.ops.linear_loss.drivers.cross_entropy import CrossEntropyOps
 from llmk.ops.loss.cross_entropy import cross_entropy_reference
 from llmk.ops.loss.cross_entropy_kernels import LONGEST_SHORT
@@ -36,9 +36,10 @@ from llmk.registry import Cost, Sample, public_op
 
 def fused_linear_ce_reference(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None, chunk_size: int = 0,
-    row_weight: Tensor | None = None, skip_ignored: bool = False, **options: Any,
+    row_weight: Tensor | None = None, skip_ignored: bool = False, logits_dtype: torch.dtype | None = None,
+    **options: Any,
 ) -> Tensor:  # fmt: skip
-    logits = torch.nn.functional.linear(input, linear_weight, linear_bias)
+    logits = linear_reference(input, linear_weight, linear_bias, logits_dtype)
     if row_weight is None:
         return cross_entropy_reference(logits, target, **options)
     reduction = options.pop("reduction", "mean")
@@ -64,6 +65,8 @@ def fused_linear_ce_samples(device: torch.device, dtype: torch.dtype) -> Iterato
     yield Sample((randn(8, 16), randn(32, 16), classes(32, 8)), why="powers of two")
     yield Sample((randn(2, 5, 12), randn(37, 12), classes(37, 2, 5)), {"chunk_size": 4}, why="three chunks, odd sizes")
     yield Sample((randn(11, 12), randn(37, 12), classes(37, 11)), {"chunk_size": 2}, why="six chunks: float32 sums")
+    kwargs: dict[str, Any] = {"logits_dtype": dtype, "linear_bias": randn(37), "chunk_size": 4, **everything}
+    yield Sample((randn(11, 12), randn(37, 12), classes(37, 11)), kwargs, why="logits of the input's dtype")
     for reduction in ("none", "sum", "mean"):
         weight = torch.rand(37, device=device, dtype=dtype) + 0.5
         kwargs = {"weight": weight, "linear_bias": randn(37), "reduction": reduction, "chunk_size": 5, **everything}
@@ -156,6 +159,7 @@ def fused_linear_ce(
     chunk_size: int = 0,
     row_weight: Tensor | None = None,
     skip_ignored: bool = False,
+    logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`cross_entropy(linear(input, linear_weight, linear_bias), target)` without ever holding all the logits.
 
@@ -193,6 +197,9 @@ def fused_linear_ce(
             device knows how many count, the matrix products stop at that number on chips of compute capability 9 and 10
             in bfloat16, where H is a multiple of 8 and the weight's rows are contiguous; elsewhere they are those of
             all tokens. Where tokens are more than a chunk, it takes memory for dW once more.
+        logits_dtype: Dtype of the logits: None or `torch.float32`, which the products make and nothing rounds, or the
+            dtype of `input`, to which the products are rounded then. Their gradient is rounded to the dtype of `input`
+            for its products either way.
 
     Returns:
         float32: a scalar, or `[...]` with reduction "none". The mean over no row is NaN.
@@ -220,6 +227,7 @@ def fused_linear_ce(
         z_loss=z_loss,
         with_metrics=False,
         skip_ignored=skip_ignored,
+        logits_dtype=logits_dtype,
         chunk_size=chunk_size,
         shard=None,
     )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from llmk.ops.common.math import cap_reference
+from llmk.ops.linear_loss._records import linear_reference
 from llmk.ops.linear_loss.drivers.cross_entropy import CrossEntropyOps
 from llmk.ops.linear_loss.fused_linear_ce import (
     fused_linear_ce_cost,
@@ -27,7 +28,7 @@ def fused_linear_ce_metrics_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     loss = fused_linear_ce_reference(input, linear_weight, target, **options)
     with torch.no_grad():
-        logits = torch.nn.functional.linear(input, linear_weight, options.get("linear_bias"))
+        logits = linear_reference(input, linear_weight, options.get("linear_bias"), options.get("logits_dtype"))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         logits = cap_reference(logits, options.get("softcap", 0.0))
         log_softmax = logits.log_softmax(-1)
@@ -64,6 +65,7 @@ def fused_linear_ce_metrics(
     chunk_size: int = 0,
     row_weight: Tensor | None = None,
     skip_ignored: bool = False,
+    logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`fused_linear_ce`, and from the same logits the entropy and the accuracy, without gradients.
 
@@ -98,6 +100,7 @@ def fused_linear_ce_metrics(
         z_loss=z_loss,
         with_metrics=True,
         skip_ignored=skip_ignored,
+        logits_dtype=logits_dtype,
         chunk_size=chunk_size,
         shard=None,
     )

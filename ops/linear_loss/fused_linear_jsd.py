@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from llmk.ops.common.math import cap_reference
-from llmk.ops.linear_loss._records import Make, linear_cost
+from llmk.ops.linear_loss._records import Make, linear_cost, linear_reference
 from llmk.ops.linear_loss.drivers.distillation import DistillationOps
 from llmk.ops.loss.jsd import jsd_terms
 from llmk.registry import Cost, Sample, public_op
@@ -35,9 +35,10 @@ def fused_linear_jsd_reference(
     labels: Tensor | None = None, linear_bias: Tensor | None = None, teacher_linear_bias: Tensor | None = None,
     beta: float = 0.5, temperature: float = 1.0, softcap: float = 0.0, teacher_softcap: float = 0.0,
     row_weight: Tensor | None = None, ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
+    logits_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     def log_probabilities(input: Tensor, weight: Tensor, bias: Tensor | None, softcap: float) -> Tensor:
-        logits = torch.nn.functional.linear(input, weight, bias)
+        logits = linear_reference(input, weight, bias, logits_dtype)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         logits = cap_reference(logits, softcap)
         return (logits / temperature).log_softmax(-1)
@@ -84,6 +85,7 @@ def fused_linear_jsd_samples(device: torch.device, dtype: torch.dtype) -> Iterat
         yield Sample(both(37, 11), kwargs, why=f"beta {beta}, every option")
         yield Sample(both(37, 11, H=16), kwargs | {"skip_ignored": True}, why=f"beta {beta}, ignored tokens skipped")
     yield Sample(both(37, 11), {"chunk_size": 2}, why="six chunks: float32 sums")
+    yield Sample(both(37, 11), {"logits_dtype": dtype, "chunk_size": 5}, why="logits of the input's dtype")
     yield Sample(both(37, 5), {"labels": torch.full_like(labels(5), -100)}, why="every token ignored: NaN")
     yield Sample(both(37, 0), why="no tokens: NaN")
     yield Sample(both(1), why="one token, one dimension, one class")
@@ -149,6 +151,7 @@ def fused_linear_jsd(
     ignore_index: int = -100,
     skip_ignored: bool = False,
     chunk_size: int = 0,
+    logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`jsd` of the next-token distributions of a student and a teacher, from the hidden states of both.
 
@@ -177,6 +180,7 @@ def fused_linear_jsd(
             in bfloat16, where H is a multiple of 8 and the weight's rows are contiguous; elsewhere they are those of
             all tokens. Where tokens are more than a chunk, it takes memory for dW once more.
         chunk_size: Tokens whose logits exist at a time; 0 chooses as `fused_linear_ce` does, for both logits together.
+        logits_dtype: As in `fused_linear_ce`.
 
     Returns:
         float32 scalar, in nats: the mean over the tokens that count; over none it is NaN.
@@ -203,6 +207,7 @@ def fused_linear_jsd(
         teacher_softcap=teacher_softcap,
         ignore_index=ignore_index,
         skip_ignored=skip_ignored and labels is not None,
+        logits_dtype=logits_dtype,
         chunk_size=chunk_size,
         ce_weight=0.0,
         shard=None,

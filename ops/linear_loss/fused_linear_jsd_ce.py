@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from llmk.ops.common.math import cap_reference
-from llmk.ops.linear_loss._records import Make
+from llmk.ops.linear_loss._records import Make, linear_reference
 from llmk.ops.linear_loss.drivers.distillation import DistillationOps
 from llmk.ops.linear_loss.fused_linear_jsd import fused_linear_jsd_cost, fused_linear_jsd_reference
 from llmk.registry import LARGEST, Cost, Sample, check_number, public_op
@@ -30,7 +30,7 @@ from llmk.registry.checks import TINY
 def fused_linear_jsd_ce_reference(
     input: Tensor, linear_weight: Tensor, teacher_input: Tensor, teacher_linear_weight: Tensor, labels: Tensor, *,
     ce_weight: float = 1.0, linear_bias: Tensor | None = None, softcap: float = 0.0, ignore_index: int = -100,
-    **options: Any,
+    logits_dtype: torch.dtype | None = None, **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     divergence = fused_linear_jsd_reference(
         input,
@@ -41,9 +41,10 @@ def fused_linear_jsd_ce_reference(
         linear_bias=linear_bias,
         softcap=softcap,
         ignore_index=ignore_index,
+        logits_dtype=logits_dtype,
         **options,
     )
-    logits = torch.nn.functional.linear(input, linear_weight, linear_bias)
+    logits = linear_reference(input, linear_weight, linear_bias, logits_dtype)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logits = cap_reference(logits, softcap)
     nll = torch.nn.functional.cross_entropy(
@@ -76,6 +77,7 @@ def fused_linear_jsd_ce_samples(device: torch.device, dtype: torch.dtype) -> Ite
     for beta in (0.0, 0.3, 1.0):
         yield Sample(given(37, 2, 5), kwargs | {"beta": beta, "chunk_size": 8}, why=f"beta {beta}, every option")
     yield Sample(given(37, 2, 5, H=16), kwargs | {"skip_ignored": True}, why="ignored tokens skipped")
+    yield Sample(given(37, 2, 5), kwargs | {"logits_dtype": dtype}, why="logits of the input's dtype")
     yield Sample(given(37, 0), why="no tokens: NaN")
     x, weight, teacher_x, teacher_weight, labels = given(37, 5)
     strided = randn(12, 5).t(), randn(12, 37).t(), teacher_x, teacher_weight, labels.int()
@@ -132,6 +134,7 @@ def fused_linear_jsd_ce(
     ignore_index: int = -100,
     skip_ignored: bool = False,
     chunk_size: int = 0,
+    logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`fused_linear_jsd` and `ce_weight` times the cross entropy of the student's logits, which are made once for both.
 
@@ -143,7 +146,7 @@ def fused_linear_jsd_ce(
         ce_weight: Weight of the cross entropy; positive.
         linear_bias, teacher_linear_bias, beta, temperature, softcap, teacher_softcap: As in `fused_linear_jsd`.
         row_weight: As in `fused_linear_jsd`, for the divergence alone.
-        ignore_index, skip_ignored, chunk_size: As in `fused_linear_jsd`.
+        ignore_index, skip_ignored, chunk_size, logits_dtype: As in `fused_linear_jsd`.
 
     Returns:
         The sum of both, a float32 scalar; and detached the divergence and the cross entropy. Over no token: NaN.
@@ -173,6 +176,7 @@ def fused_linear_jsd_ce(
         teacher_softcap=teacher_softcap,
         ignore_index=ignore_index,
         skip_ignored=skip_ignored,
+        logits_dtype=logits_dtype,
         chunk_size=chunk_size,
         ce_weight=ce_weight,
         shard=None,

@@ -56,7 +56,7 @@ def fused_linear_policy_reference(
     advantages: Tensor | None = None, token_weight: Tensor | None = None, old_logps: Tensor | None = None,
     ref_logps: Tensor | None = None, kl_weight: Tensor | None = None, entropy_weight: Tensor | None = None,
     temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100,
-    skip_ignored: bool = False, chunk_size: int = 0, **options: Any,
+    skip_ignored: bool = False, chunk_size: int = 0, logits_dtype: torch.dtype | None = None, **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     logprobs, entropy = linear_logprobs_reference(
         input,
@@ -67,6 +67,7 @@ def fused_linear_policy_reference(
         logit_scale=logit_scale,
         softcap=softcap,
         ignore_index=ignore_index,
+        logits_dtype=logits_dtype,
     )
     counts = target.long() != ignore_index
 
@@ -176,6 +177,7 @@ def fused_linear_policy_samples(device: torch.device, dtype: torch.dtype) -> Ite
     args, given = tokens(3, 5)
     yield Sample(args, {"advantages": given["advantages"], "old_logps": given["old_logps"]}, why="clipped ratios")
     yield Sample(args, why="nothing but log-probabilities, the first step")
+    yield Sample(args, {"logits_dtype": dtype}, why="logits of the input's dtype")
     everything = {"linear_bias": randn(37), "temperature": 1.7, "logit_scale": 0.5}
     everything |= {"softcap": 4.0, "epsilon_high": 0.28, "delta": 1.5}
     for loss_type, estimator in (("sapo", "k1"), ("cispo", "k2"), ("clipped", "k3")):
@@ -253,6 +255,7 @@ def fused_linear_policy(
     ignore_index: int = -100,
     skip_ignored: bool = False,
     chunk_size: int = 0,
+    logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A policy's loss from hidden states, without ever holding all the logits: a sum over tokens of
 
@@ -294,6 +297,7 @@ def fused_linear_policy(
             sequences the logits of the others are made twice.
         chunk_size: Tokens whose logits exist at a time, or the most that are whole sequences where ratios are theirs. 0
             chooses as `fused_linear_ce` does.
+        logits_dtype: As in `fused_linear_ce`.
 
     Returns:
         The loss, a sum, scalar; and detached the log-probabilities and entropies of tokens `[..., S]`; all float32.
@@ -317,6 +321,7 @@ def fused_linear_policy(
         softcap=softcap,
         temperature=temperature,
         skip_ignored=skip_ignored,
+        logits_dtype=logits_dtype,
         chunk_size=chunk_size,
         shard=None,
         advantages=advantages,

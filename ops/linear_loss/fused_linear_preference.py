@@ -62,6 +62,7 @@ def fused_linear_preference_reference(
     simpo_gamma: float = 0.0, discopop_tau: float = 0.05, f_divergence_type: str = "reverse_kl",
     f_divergence_coef: float = 0.5, temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0,
     ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
+    logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     logprobs, entropy = linear_logprobs_reference(
         input,
@@ -72,6 +73,7 @@ def fused_linear_preference_reference(
         logit_scale=logit_scale,
         softcap=softcap,
         ignore_index=ignore_index,
+        logits_dtype=logits_dtype,
     )
     counts = target.long() != ignore_index
     weighted = logprobs if token_weight is None else torch.where(counts, token_weight.to(logprobs.dtype), 0) * logprobs
@@ -170,6 +172,7 @@ def fused_linear_preference_samples(device: torch.device, dtype: torch.dtype) ->
     yield Sample((randn(3, 1, 4, 12), randn(37, 12), classes(37, 3, 1, 4)), kwargs, why="single completions")
     nothing = make.ignored(2, 2, 3)
     yield Sample((randn(2, 2, 3, 12), randn(37, 12), nothing), {"loss_type": "orpo"}, why="no token counts")
+    yield Sample(pairs(), {"logits_dtype": dtype}, why="logits of the input's dtype")
     yield Sample(pairs(0), why="no pair")
     yield Sample(pairs(2, 0), why="no token")
     strided = randn(2, 3, 4, 12).transpose(0, 1), randn(12, 37).t(), classes(37, 2, 3, 4).transpose(0, 1).int()
@@ -227,6 +230,7 @@ def fused_linear_preference(
     ignore_index: int = -100,
     skip_ignored: bool = False,
     chunk_size: int = 0,
+    logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A loss of pairs of completions, or of single ones, from hidden states, without ever holding all the logits.
 
@@ -264,6 +268,7 @@ def fused_linear_preference(
             are made twice.
         chunk_size: Tokens whose logits exist at a time, or the most that are whole groups. 0 chooses as
             `fused_linear_ce` does.
+        logits_dtype: As in `fused_linear_ce`.
 
     Returns:
         The loss, a sum, scalar; and detached the log-probabilities and entropies of tokens `[G, M, S]`; all float32.
@@ -287,6 +292,7 @@ def fused_linear_preference(
         softcap=softcap,
         temperature=temperature,
         skip_ignored=skip_ignored,
+        logits_dtype=logits_dtype,
         chunk_size=chunk_size,
         shard=None,
         ref_logps=ref_logps,

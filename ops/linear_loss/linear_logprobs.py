@@ -26,7 +26,7 @@ from torch import Tensor
 
 from llmk.ops.common.math import cap_reference
 from llmk.ops.linear_loss._patterns import LINEAR_LOGPROBS
-from llmk.ops.linear_loss._records import Make, linear_cost, token_workloads
+from llmk.ops.linear_loss._records import Make, linear_cost, linear_reference, token_workloads
 from llmk.ops.linear_loss.drivers.logprobs import LogprobsOps
 from llmk.registry import Cost, Sample, public_op
 
@@ -34,9 +34,9 @@ from llmk.registry import Cost, Sample, public_op
 def linear_logprobs_reference(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
     temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100,
-    skip_ignored: bool = False, chunk_size: int = 0,
+    skip_ignored: bool = False, chunk_size: int = 0, logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    logits = torch.nn.functional.linear(input, linear_weight, linear_bias)
+    logits = linear_reference(input, linear_weight, linear_bias, logits_dtype)
     logits = logit_scale * logits.to(torch.promote_types(logits.dtype, torch.float32))
     logits = cap_reference(logits, softcap)
     logits = logits / temperature
@@ -63,6 +63,8 @@ def linear_logprobs_samples(device: torch.device, dtype: torch.dtype) -> Iterato
     yield Sample((randn(8, 16), randn(32, 16), classes(32, 8)), why="powers of two")
     yield Sample((randn(2, 5, 12), randn(37, 12), classes(37, 2, 5)), {"chunk_size": 4}, why="three chunks, odd sizes")
     yield Sample((randn(11, 12), randn(37, 12), classes(37, 11)), {"chunk_size": 2}, why="six chunks: float32 sums")
+    kwargs: dict[str, Any] = {"logits_dtype": dtype, "chunk_size": 4}
+    yield Sample((randn(11, 12), randn(37, 12), classes(37, 11)), kwargs, why="logits of the input's dtype")
     kwargs = {"linear_bias": randn(37), "chunk_size": 5, **everything}
     yield Sample((randn(11, 12), randn(37, 12), classes(37, 11, ignore_index=5)), kwargs, why="every option")
     yield Sample((randn(2, 5, 12), randn(37, 12), classes(37, 2, 5, 3)), why="three candidates")
@@ -126,6 +128,7 @@ def linear_logprobs(
     ignore_index: int = -100,
     skip_ignored: bool = False,
     chunk_size: int = 0,
+    logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of the target and entropy of each token, from hidden states, without ever holding all the logits.
 
@@ -151,6 +154,7 @@ def linear_logprobs(
         chunk_size: Tokens whose logits exist at a time. 0 chooses: on a GPU the fewest equal chunks of at most 0.8 GiB
             of logits, on a CPU a million logits. Beyond three chunks the gradient of `linear_weight` is summed in
             float32, which takes a buffer of that size.
+        logits_dtype: As in `fused_linear_ce`.
 
     Returns:
         Log-probabilities in the shape of `target`, and entropies `[...]` in nats; both float32.
@@ -174,6 +178,7 @@ def linear_logprobs(
         softcap=softcap,
         temperature=temperature,
         skip_ignored=skip_ignored,
+        logits_dtype=logits_dtype,
         chunk_size=chunk_size,
         shard=None,
     )

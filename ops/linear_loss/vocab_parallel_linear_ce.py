@@ -62,6 +62,8 @@ def vocab_parallel_linear_ce_samples(device: torch.device, dtype: torch.dtype) -
         yield Sample((randn(11, 12), randn(37, 12), classes(37, 11)), kwargs, why=f"every option, {reduction}")
         target = classes(37, 2, 5)
         yield Sample((randn(2, 5, 12), randn(37, 12), target), {"reduction": reduction}, why=f"no option, {reduction}")
+    kwargs = {"logits_dtype": dtype, "chunk_size": 4}
+    yield Sample((randn(7, 12), randn(37, 12), classes(37, 7)), kwargs, why="logits of the input's dtype")
     smoothed = {"label_smoothing": 0.2}
     yield Sample((randn(7, 12), randn(37, 12), classes(37, 7)), smoothed, why="label smoothing without weights")
     yield Sample((randn(0, 16), randn(32, 16), classes(32, 0)), {"reduction": "sum"}, why="no tokens")
@@ -109,6 +111,7 @@ def vocab_parallel_linear_ce(
     vocab_start: int = 0,
     num_classes: int = 0,
     group_name: str = "",
+    logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`fused_linear_ce` where each rank of a process group holds the weights of some of the classes.
 
@@ -138,6 +141,7 @@ def vocab_parallel_linear_ce(
         vocab_start: The class of the first row of `linear_weight`.
         num_classes: Number of classes of all ranks together; 0 without a group: those of `linear_weight`.
         group_name: The `group_name` of a `torch.distributed.ProcessGroup`; "" is one rank, which has all classes.
+        logits_dtype: As in `fused_linear_ce`.
 
     Returns:
         float32, the same bits on all ranks: a scalar, or `[...]` with reduction "none". The mean over no row is NaN.
@@ -173,6 +177,7 @@ def vocab_parallel_linear_ce(
         z_loss=z_loss,
         with_metrics=False,
         skip_ignored=False,
+        logits_dtype=logits_dtype,
         chunk_size=chunk_size,
         shard=VocabShard(vocab_start, num_classes, group_name, dx_group_name=group_name),
     )

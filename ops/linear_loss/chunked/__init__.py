@@ -1,14 +1,9 @@
 """A linear layer over a vocabulary, a chunk of tokens at a time, and a call of a loss over it as one value."""
 
-from llmk.ops.linear_loss.chunked._linear import (
+from llmk.ops.linear_loss.chunked._call import (
     DIFFERENTIABLE,
-    LOGITS_BUDGET,
-    REMADE_BUDGET,
     CallOp,
-    ChunkedLinear,
-    CompactedTokens,
     LinearCall,
-    LinearGradients,
     check_chunk_size,
     check_temperature,
     checked_linear,
@@ -16,18 +11,20 @@ from llmk.ops.linear_loss.chunked._linear import (
     local_fields,
     product_flops,
     recomputing_op,
+    wants_float32,
 )
+from llmk.ops.linear_loss.chunked._linear import ChunkedLinear, CompactedTokens, LinearGradients
+from llmk.ops.linear_loss.chunked._plan import Plan
 from llmk.ops.linear_loss.chunked._vocab_shard import VocabShard
 
 __all__ = [
     "DIFFERENTIABLE",
-    "LOGITS_BUDGET",
-    "REMADE_BUDGET",
     "CallOp",
     "ChunkedLinear",
     "CompactedTokens",
     "LinearCall",
     "LinearGradients",
+    "Plan",
     "VocabShard",
     "check_chunk_size",
     "check_temperature",
@@ -36,4 +33,5 @@ __all__ = [
     "local_fields",
     "product_flops",
     "recomputing_op",
+    "wants_float32",
 ]

@@ -1,7 +1,8 @@
 """Dynamic-row products: products of the first rows of a matrix, whose number only the device knows.
 
 `torch.nn.functional.grouped_mm` with one group takes the number of rows as a tensor and does no work past it. Results
-past it are left unwritten, and operands past it are not read.
+past it are left unwritten, and operands past it are not read. It has no float32 results, so the product that makes
+float32 logits is a kernel of ours.
 """
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from llmk.ops.common.rows import matrices_aligned
-from llmk.registry import cdiv, jit, wrap_triton
+from llmk.registry import cdiv, jit, next_power_of_2, wrap_triton
+from llmk.registry.backends import INTERPRET
 from llmk.registry.devices import has_device_offsets
 
 ROW_BYTES = 16
@@ -37,6 +39,54 @@ def outputs(x: Tensor, weight: Tensor, end: Tensor) -> Tensor:
     V, apart = result.shape[1], ROW_BYTES // result.element_size()  # the CPU's result
     padded = torch.empty((x.shape[0], cdiv(V, apart) * apart), dtype=x.dtype, device=x.device)[:, :V]
     return padded.copy_(result)
+
+
+@jit
+def product_kernel(
+    x_ptr, w_ptr, z_ptr, end_ptr, M, N, K, x_stride, w_stride, z_stride,
+    EVEN_K: tl.constexpr, WIDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Compute a tile of z = x @ w^T in float32, unless all its rows are past the end."""
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    group = tl.program_id(0) // (GROUP_M * tiles_n)  # programs that run at the same time share rows of w in L2
+    group_rows = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
+    within = tl.program_id(0) % (GROUP_M * tiles_n)
+    first_row = ((group * GROUP_M + within % group_rows) * BLOCK_M).to(tl.int64)
+    first_col = ((within // group_rows) * BLOCK_N).to(tl.int64)
+    if first_row >= tl.load(end_ptr):
+        return
+    rows, cols, ks = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    # Rows and columns past the end read the tile's first ones again: only K needs a mask in the loop.
+    x_rows = tl.where(first_row + rows < M, rows, 0)
+    w_cols = tl.where(first_col + cols < N, cols, 0)
+    x_ptrs = x_ptr + first_row * x_stride + (x_rows[:, None] * x_stride + ks[None, :])
+    w_ptrs = w_ptr + first_col * w_stride + (w_cols[None, :] * w_stride + ks[:, None])
+    z = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for start in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
+        if EVEN_K:
+            x, w = tl.load(x_ptrs), tl.load(w_ptrs)
+        else:
+            x = tl.load(x_ptrs, mask=(ks < K - start)[None, :], other=0.0)
+            w = tl.load(w_ptrs, mask=(ks < K - start)[:, None], other=0.0)
+        if WIDEN:
+            x, w = x.to(tl.float32), w.to(tl.float32)
+        z = tl.dot(x, w, z, input_precision="ieee")
+        x_ptrs += BLOCK_K
+        w_ptrs += BLOCK_K
+    mask = (rows < M - first_row)[:, None] & (cols < N - first_col)[None, :]
+    tl.store(z_ptr + first_row * z_stride + first_col + (rows[:, None] * z_stride + cols[None, :]), z, mask=mask)
+
+
+def float32_outputs(x: Tensor, weight: Tensor, end: Tensor, logits: Tensor) -> None:
+    """Write `x @ weight.t()` into float32 logits `[C, V]`, for the tiles that have one of the first `end` rows."""
+    (M, K), N, block_n = x.shape, weight.shape[0], 256
+    block_k = min(64, max(16, next_power_of_2(K)))
+    wrap_triton(product_kernel)[(cdiv(M, 128) * cdiv(N, block_n),)](
+        x, weight, logits, end, M, N, K, x.stride(0), weight.stride(0), logits.stride(0),
+        EVEN_K=K % block_k == 0, WIDEN=INTERPRET, BLOCK_M=128, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8,
+        NUM_STAGES=3, num_warps=8,
+    )  # fmt: skip
 
 
 def input_gradient(dlogits: Tensor, weight: Tensor, end: Tensor) -> Tensor:

@@ -66,9 +66,8 @@ class CrossEntropyCall(LinearCall):
             self.input,
             self.linear_weight,
             self.linear_bias,
-            self.chunk_size,
-            on_host=impl.on_host,
-            classes=self.mean_classes,
+            self.plan(impl),
+            float32_logits=self.float32_logits,
             count=compacted.count,
         )
 
@@ -92,7 +91,7 @@ class CrossEntropyCall(LinearCall):
 
 
 class TokenMetrics:
-    """The entropy of each token's logits and whether its target is correct, in one more pass over a chunk's logits.
+    """The entropy of each token's logits and whether its target is correct, in one more pass over a block's logits.
 
     It reads the logits before their gradient overwrites them.
     """
@@ -129,7 +128,7 @@ class TokenMetrics:
 
 
 def _losses(impl: Implementation, call: CrossEntropyCall, logits: Tensor, target: Tensor, options: Options) -> Rows:
-    """Compute the losses of a chunk's tokens over the classes of all ranks."""
+    """Compute the losses of a block's tokens over the classes of all ranks."""
     if call.shard is None:
         return impl.cross_entropy.losses(logits, target, options)
     parts = call.gather_ranks(impl.vocab_parallel.statistics(logits, target, options))
@@ -137,11 +136,17 @@ def _losses(impl: Implementation, call: CrossEntropyCall, logits: Tensor, target
 
 
 def _gradients(
-    impl: Implementation, grad: Tensor, logits: Tensor, target: Tensor, stats: Tensor, options: Options
+    impl: Implementation,
+    grad: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    stats: Tensor,
+    dlogits: Tensor,
+    options: Options,
 ) -> None:
-    """Overwrite a chunk's logits with their gradient; a rank may have no classes."""
+    """Write the gradient of a block's logits, which may be the logits; a rank may have no classes."""
     if logits.shape[1] > 0:
-        impl.cross_entropy.gradients(grad, None, logits, target, stats, logits, options)
+        impl.cross_entropy.gradients(grad, None, logits, target, stats, dlogits, options)
 
 
 def _loss_gradients_and_denominator(
@@ -176,18 +181,17 @@ def _losses_and_gradients(
     impl: Implementation, call: CrossEntropyCall, gradients: LinearGradients, loss_grads: Tensor,
     metrics: TokenMetrics | None,
 ) -> Rows:  # fmt: skip
-    """Make one pass over the chunks, given the gradient of each loss; it frees their buffer."""
+    """Make one pass over the blocks, given the gradient of each loss; it frees their buffers."""
     options, target = call.options(gradients.linear), call.targets()
     parts: list[Rows] = []
-    for chunk, logits in gradients.linear.chunks():
-        part = _losses(impl, call, logits, target[chunk], options)
+    for block, logits, dlogits in gradients.blocks():
+        part = _losses(impl, call, logits, target[block], options)
         parts.append(part)
         if metrics is not None:
-            metrics.add(logits, target[chunk])
+            metrics.add(logits, target[block])
         if any(gradients.need):
-            grad = loss_grads[chunk] if loss_grads.dim() else loss_grads
-            _gradients(impl, grad, logits, target[chunk], part.stats, options)
-            gradients.add(chunk, logits)
+            grad = loss_grads[block] if loss_grads.dim() else loss_grads
+            _gradients(impl, grad, logits, target[block], part.stats, dlogits, options)
     return Rows.cat(parts)
 
 
@@ -237,9 +241,8 @@ def _backward(
     options, target, weights = call.options(linear), call.targets(), call.token_weights()
     grad = grad if weights is None else grad * weights
     gradients = LinearGradients(linear, (need_dx, need_dw, need_db), call.recomputed_dtypes)
-    for chunk, logits in linear.chunks():
-        _gradients(impl, grad[chunk], logits, target[chunk], stats[:, chunk].contiguous(), options)
-        gradients.add(chunk, logits)
+    for block, logits, dlogits in gradients.blocks():
+        _gradients(impl, grad[block], logits, target[block], stats[:, block].contiguous(), dlogits, options)
     return gradients.results(compacted)
 
 

@@ -19,6 +19,7 @@ from llmk.ops.linear_loss.chunked import (
     checked_linear,
     fake_gradients,
     local_fields,
+    wants_float32,
 )
 from llmk.ops.linear_loss.kernels import CrossEntropyTerm, Implementation, LogitTransform, Softmaxes
 from llmk.ops.loss.divergence_math import Mixture
@@ -56,23 +57,14 @@ class DistillationCall(LinearCall):
     ce_weight: float  # weight of a cross entropy with the labels, 0 for none
 
     def linears(self, impl: Implementation, compacted: CompactedTokens) -> tuple[ChunkedLinear, ChunkedLinear]:
-        """Return the student's and the teacher's layer in the same chunks, whose logits together fit the budget."""
-        student = ChunkedLinear(
-            self.input,
-            self.linear_weight,
-            self.linear_bias,
-            self.chunk_size,
-            on_host=impl.on_host,
-            classes=2 * self.mean_classes,
-            count=compacted.count,
+        """Return the student's and the teacher's layer in the same blocks."""
+        plan = self.plan(impl, layers=2)
+        layers = (
+            (self.input, self.linear_weight, self.linear_bias),
+            (self.teacher_input, self.teacher_linear_weight, self.teacher_linear_bias),
         )
-        teacher = ChunkedLinear(
-            self.teacher_input,
-            self.teacher_linear_weight,
-            self.teacher_linear_bias,
-            student.chunk_rows,
-            on_host=impl.on_host,
-            count=compacted.count,
+        student, teacher = (
+            ChunkedLinear(*layer, plan, float32_logits=self.float32_logits, count=compacted.count) for layer in layers
         )
         return student, teacher
 
@@ -82,6 +74,7 @@ class DistillationCall(LinearCall):
             temperature=self.temperature,
             softcap=self.softcap,
             teacher_softcap=self.teacher_softcap,
+            exact=self.input.dtype == torch.float32,
             leave_ignored=student.leaves_rows_past_count,
         )
 
@@ -138,22 +131,20 @@ def _losses_and_gradients(
     """Return the sums of the weighted divergences and of the cross entropies, given the gradient of each term."""
     count, softmaxes = mask.float(), call.softmaxes(gradients.linear)
     divergences, logprobs = [], [count.new_zeros((1,))]
-    for (chunk, z), (_, w) in zip(gradients.linear.chunks(), teacher.chunks(), strict=True):
-        loss, stats, sums = _divergences(impl, call, z, w, count[chunk], softmaxes)
-        divergences.append(torch.where(mask[chunk], loss * weights[chunk], 0.0))
+    for (block, z, dz), (_, w) in zip(gradients.blocks(), teacher.blocks(), strict=True):
+        loss, stats, sums = _divergences(impl, call, z, w, count[block], softmaxes)
+        divergences.append(torch.where(mask[block], loss * weights[block], 0.0))
         ce = None
         if ce_grads is not None:
-            logprob, ce = _cross_entropy_term(impl, call, z, chunk, ce_grads)
+            logprob, ce = _cross_entropy_term(impl, call, z, block, ce_grads)
             logprobs.append(logprob)
-        if any(gradients.need):
-            if z.shape[1] > 0:
-                impl.divergence.gradients(z, w, count[chunk], loss_grads[chunk], stats, sums, ce, softmaxes)
-            gradients.add(chunk, z)
+        if any(gradients.need) and z.shape[1] > 0:
+            impl.divergence.gradients(z, w, count[block], loss_grads[block], stats, sums, ce, dz, softmaxes)
     return torch.cat(divergences).sum(), -torch.cat(logprobs).sum()
 
 
 def _cross_entropy_term(
-    impl: Implementation, call: DistillationCall, logits: Tensor, chunk: slice, grads: Tensor
+    impl: Implementation, call: DistillationCall, logits: Tensor, block: slice, grads: Tensor
 ) -> tuple[Tensor, CrossEntropyTerm]:
     """Return the labels' log-probabilities at temperature 1, and the term of the logits' gradient."""
     assert call.labels is not None
@@ -165,10 +156,10 @@ def _cross_entropy_term(
         first_class=0,
         num_classes=call.num_classes,
     )
-    target = call.labels.reshape(-1)[chunk].contiguous()
+    target = call.labels.reshape(-1)[block].contiguous()
     parts = impl.logprobs.statistics(logits, target.unsqueeze(-1), transform)
     logprobs, _, stats = impl.logprobs.combine(parts, target.unsqueeze(-1), transform)
-    return logprobs.view(-1), CrossEntropyTerm(target, grads[chunk], stats)
+    return logprobs.view(-1), CrossEntropyTerm(target, grads[block], stats)
 
 
 def _divergences(
@@ -186,7 +177,7 @@ def _divergences(
     stats = torch.stack((m, logsum), dim=1).view(4, z.shape[0])
     loss, shift = gathered(impl.divergence.sums(z, w, counts, stats, None, softmaxes), 2).sum(0)
     rest = torch.zeros_like(shift)
-    if z.dtype == torch.float32:
+    if softmaxes.exact:
         rest = gathered(impl.divergence.sums(z, w, counts, stats, shift, softmaxes), 2).sum(0)[1]
     return loss, stats, torch.stack((loss, shift, rest))
 
@@ -258,7 +249,8 @@ def _checked_call(teacher_classes: int, **fields: Any) -> DistillationCall:
         ValueError: A shape, a device or an option does not fit.
     """
     linears = _checked(fields, DIFFERENTIABLE) | _checked(fields, TEACHER)
-    call = DistillationCall(**fields | linears)
+    float32_logits = wants_float32(fields.pop("logits_dtype"), linears["input"])
+    call = DistillationCall(**fields | linears, float32_logits=float32_logits)
     if call.num_classes == 0 or teacher_classes != call.num_classes:
         raise ValueError(
             f"teacher_linear_weight: expected the classes of linear_weight, {call.num_classes} and at least one, "

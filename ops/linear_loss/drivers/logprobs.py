@@ -13,13 +13,12 @@ from torch import Tensor
 
 from llmk.ops.linear_loss.chunked import (
     DIFFERENTIABLE,
-    LOGITS_BUDGET,
-    REMADE_BUDGET,
     CallOp,
     ChunkedLinear,
     CompactedTokens,
     LinearCall,
     LinearGradients,
+    Plan,
     check_chunk_size,
     check_temperature,
     fake_gradients,
@@ -31,7 +30,6 @@ from llmk.registry import (
     PARTIAL,
     REPLICATE,
     KernelOp,
-    cdiv,
     check_dtype,
     check_finite,
     check_same,
@@ -78,10 +76,8 @@ class LogprobsCall(LinearCall):
             self.input,
             self.linear_weight,
             self.linear_bias,
-            self.chunk_size,
-            on_host=impl.on_host,
-            classes=self.mean_classes,
-            budget=REMADE_BUDGET,
+            self.plan(impl, remade=True),
+            float32_logits=self.float32_logits,
             count=compacted.count,
         )
 
@@ -100,7 +96,7 @@ class LogprobsCall(LinearCall):
 
 
 def concatenated(parts: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Concatenate log-probabilities `[N, K]`, entropies `[N]` and statistics `[3, N]` of all chunks."""
+    """Concatenate log-probabilities `[N, K]`, entropies `[N]` and statistics `[3, N]` of all blocks."""
     logprobs, entropy, stats = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropy), torch.cat(stats, -1)
 
@@ -110,9 +106,9 @@ def _forward(impl: Implementation, full_call: LogprobsCall) -> tuple[Tensor, Ten
     compacted, call = full_call.compacted(impl)
     linear = call.linear(impl, compacted)
     target, transform, parts = call.candidates(), call.transform(linear), []
-    for chunk, logits in linear.chunks():
-        statistics = call.gather_ranks(impl.logprobs.statistics(logits, target[chunk], transform))
-        parts.append(impl.logprobs.combine(statistics, target[chunk], transform))
+    for block, logits in linear.blocks():
+        statistics = call.gather_ranks(impl.logprobs.statistics(logits, target[block], transform))
+        parts.append(impl.logprobs.combine(statistics, target[block], transform))
     logprobs, entropy, stats = concatenated(parts)
     logprobs = compacted.scatter(logprobs).view(full_call.target.shape)
     return logprobs, compacted.scatter(entropy), compacted.scatter_statistics(stats)
@@ -128,11 +124,10 @@ def _backward(
     stats, linear, target = compacted.gather_statistics(stats), call.linear(impl, compacted), call.candidates()
     grad, transform = None if grad is None else grad.view(target.shape), call.transform(linear)
     gradients = LinearGradients(linear, (need_dx, need_dw, need_db), call.recomputed_dtypes)
-    for chunk, logits in linear.chunks():
+    for block, logits, dlogits in gradients.blocks():
         if logits.shape[1] > 0:
-            by_logprobs, by_entropy = (None if g is None else g[chunk] for g in (grad, entropy_grad))
-            impl.logprobs.gradients(by_logprobs, by_entropy, logits, target[chunk], stats[:, chunk], transform)
-        gradients.add(chunk, logits)
+            by_logprobs, by_entropy = (None if g is None else g[block] for g in (grad, entropy_grad))
+            impl.logprobs.gradients(by_logprobs, by_entropy, logits, target[block], stats[:, block], dlogits, transform)
     return gradients.results(compacted)
 
 
@@ -188,11 +183,6 @@ class LogprobsOps:
         return as_given(logprobs), as_given(entropy)
 
 
-GROUP_BUDGET = 2 * LOGITS_BUDGET
-"""Bytes of a chunk's logits where one group needs more than LOGITS_BUDGET: without it all logits are made twice,
-which takes a third longer. On an H200 pairs of 2 x 4096 tokens, 2048 x 151936, took 130 ms so, three products 77."""
-
-
 class GroupTerms(Protocol):
     """The loss of some groups as a function of log-probabilities and entropies `[groups, *group]`."""
 
@@ -231,33 +221,27 @@ class GroupsCall(LogprobsCall):
     def tokens_are_groups(self) -> bool:
         return len(self.group) == 0
 
-    def makes_logits_once(self, chunk_rows: int, compacted: bool) -> bool:
-        """True if a chunk holds whole groups; no chunk of compacted tokens does, unless the groups are tokens."""
-        return self.tokens_are_groups or (not compacted and chunk_rows % max(self.group_rows, 1) == 0)
+    def makes_logits_once(self, plan: Plan, compacted: bool) -> bool:
+        """True if a block holds whole groups; no block of compacted tokens does, unless the groups are tokens."""
+        return self.tokens_are_groups or (not compacted and plan.block_rows % max(self.group_rows, 1) == 0)
 
-    def linear(self, impl: Implementation, compacted: CompactedTokens) -> ChunkedLinear:
-        """Return the linear layer in chunks of whole groups where one fits.
+    def plan_of_groups(self, impl: Implementation) -> Plan:
+        """Return a plan whose blocks hold whole groups where one fits.
 
-        On a CPU a group fits if it is no longer than a chunk that stays in cache. Chunks of compacted tokens hold no
+        On a CPU a group fits if it is no longer than a chunk that stays in cache. Blocks of compacted tokens hold no
         whole groups, unless groups are single tokens.
         """
-        linear = ChunkedLinear(
+        return self.plan(impl, group=1 if self.can_compact(impl) else self.group_rows)
+
+    def linear(self, impl: Implementation, compacted: CompactedTokens) -> ChunkedLinear:
+        return ChunkedLinear(
             self.input,
             self.linear_weight,
             self.linear_bias,
-            self.chunk_size,
-            on_host=impl.on_host,
+            self.plan_of_groups(impl),
+            float32_logits=self.float32_logits,
             count=compacted.count,
         )
-        N, rows = linear.x.shape[0], linear.chunk_rows
-        if compacted.index is not None or self.tokens_are_groups or N == 0:
-            return linear
-        group = self.group_rows
-        fits = GROUP_BUDGET // (self.num_classes * self.input.element_size())
-        given = self.chunk_size > 0 or impl.on_host
-        whole = rows // group if given else min(fits // group, cdiv(N // group, cdiv(N, rows)))
-        linear.chunk_rows = whole * group or rows
-        return linear
 
 
 def _grouped(
@@ -268,7 +252,7 @@ def _grouped(
     linear, target = call.linear(impl, compacted), call.candidates()
     gradients = LinearGradients(linear, (need_dx, need_dw, need_db), call.saved_dtypes)
     needed = any(gradients.need) and linear.x.shape[0] > 0
-    whole = full_call.makes_logits_once(linear.chunk_rows, compacted=compacted.index is not None)
+    whole = full_call.makes_logits_once(linear.plan, compacted=compacted.index is not None)
     logprobs, entropy, stats = _grouped_forward(impl, call, gradients, target, needed and whole)
     logprobs, entropy = compacted.scatter(logprobs.view(-1)), compacted.scatter(entropy)
     terms = full_call.terms(slice(None))
@@ -286,17 +270,22 @@ def _grouped_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probabilities `[N, 1]`, entropies `[N]` and statistics `[3, N]`; with `at_once` add gradients."""
     transform, parts = call.transform(gradients.linear), []
-    for chunk, logits in gradients.linear.chunks():
-        statistics = impl.logprobs.statistics(logits, target[chunk], transform)
-        part = impl.logprobs.combine(statistics, target[chunk], transform)
-        parts.append(part)
-        if at_once:
-            groups = slice(chunk.start // call.group_rows, chunk.stop // call.group_rows)
-            logprobs, _, stats = part
-            grad, entropy_grad = call.terms(groups).gradients(logprobs.view(-1, *call.group))
-            entropy_grad = None if entropy_grad is None else entropy_grad.reshape(-1)
-            impl.logprobs.gradients(grad.reshape(-1, 1), entropy_grad, logits, target[chunk], stats, transform)
-            gradients.add(chunk, logits)
+
+    def results(block: slice, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        statistics = impl.logprobs.statistics(logits, target[block], transform)
+        parts.append(impl.logprobs.combine(statistics, target[block], transform))
+        return parts[-1]
+
+    if not at_once:
+        for block, logits in gradients.linear.blocks():
+            results(block, logits)
+        return concatenated(parts)
+    for block, logits, dlogits in gradients.blocks():
+        logprobs, _, stats = results(block, logits)
+        groups = slice(block.start // call.group_rows, block.stop // call.group_rows)
+        grad, entropy_grad = call.terms(groups).gradients(logprobs.view(-1, *call.group))
+        entropy_grad = None if entropy_grad is None else entropy_grad.reshape(-1)
+        impl.logprobs.gradients(grad.reshape(-1, 1), entropy_grad, logits, target[block], stats, dlogits, transform)
     return concatenated(parts)
 
 
@@ -306,10 +295,9 @@ def _grouped_backward(
 ) -> None:  # fmt: skip
     """Add gradients, given those of log-probabilities and entropies `[...]`; the logits are recomputed."""
     transform, grad = call.transform(gradients.linear), grad.reshape(-1, 1)
-    for chunk, logits in gradients.linear.chunks():
-        by_entropy = None if entropy_grad is None else entropy_grad.reshape(-1)[chunk]
-        impl.logprobs.gradients(grad[chunk], by_entropy, logits, target[chunk], stats[:, chunk], transform)
-        gradients.add(chunk, logits)
+    for block, logits, dlogits in gradients.blocks():
+        by_entropy = None if entropy_grad is None else entropy_grad.reshape(-1)[block]
+        impl.logprobs.gradients(grad[block], by_entropy, logits, target[block], stats[:, block], dlogits, transform)
 
 
 def _fake_grouped(call: GroupsCall, *need: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -320,8 +308,7 @@ def _fake_grouped(call: GroupsCall, *need: bool) -> tuple[Tensor, Tensor, Tensor
 
 def _grouped_products(impl: Implementation, call: GroupsCall, need_dx: bool, need_dw: bool, need_db: bool) -> int:
     """Count one product for the logits, one more if they are made twice, and one for each gradient."""
-    chunk_rows = call.linear(impl, CompactedTokens(tuple(call.tokens))).chunk_rows
-    once = call.makes_logits_once(chunk_rows, call.can_compact(impl))
+    once = call.makes_logits_once(call.plan_of_groups(impl), call.can_compact(impl))
     return 1 + ((need_dx or need_dw or need_db) and not once) + need_dx + need_dw
 
 

@@ -10,8 +10,8 @@ With z the student's logits of a row and w the teacher's, each of which becomes 
     dz_j = dy_j * (1 - tanh(z_j / c)^2) / temperature    the factor of the cap only with one
 
 R would be 0 without rounding. Where the student's probability of a class is near 1, that class's r is the
-difference of two numbers that nearly cancel, and R is the rounding error; 16-bit logits have larger errors and skip the
-third pass.
+difference of two numbers that nearly cancel, and R is the rounding error; where the gradient is rounded to 16 bits that
+rounding is larger, and the third pass is skipped.
 
 With a cross entropy of the student besides, of targets t and at temperature 1, with m and s of u = cap(z):
 
@@ -41,6 +41,7 @@ class Softmaxes(NamedTuple):
     temperature: float
     softcap: float
     teacher_softcap: float
+    exact: bool = False  # the logits carry no rounding but their own sums': in float32, of float32 inputs
     leave_ignored: bool = False  # True: gradients of rows that do not count are not written
 
 
@@ -128,7 +129,7 @@ def divergence_sums_kernel(
 @jit
 def divergence_gradient_kernel(
     z_ptr, w_ptr, count_ptr, grad_ptr, stats_ptr, sum_ptr, target_ptr, ce_grad_ptr, ce_stats_ptr, dz_ptr,
-    M, V, z_stride, w_stride, outer, softcap, teacher_softcap,
+    M, V, z_stride, w_stride, dz_stride, outer, softcap, teacher_softcap,
     beta, rest, FORM: tl.constexpr, EXACT: tl.constexpr, LEAVE_IGNORED: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -157,7 +158,7 @@ def divergence_gradient_kernel(
         dz += tl.load(ce_grad_ptr + row) * tl.where(cols == tl.load(target_ptr + row), p - 1.0, p)
     if softcap is not None:
         dz *= cap_slope(z, softcap)
-    tl.store(dz_ptr + row * z_stride + cols, tl.where(read, dz, 0.0).to(dz_ptr.dtype.element_ty), mask=mask)
+    tl.store(dz_ptr + row * dz_stride + cols, tl.where(read, dz, 0.0).to(dz_ptr.dtype.element_ty), mask=mask)
 
 
 def _block(V: int) -> dict[str, int]:
@@ -189,22 +190,22 @@ def sums(z: Tensor, w: Tensor, counts: Tensor, stats: Tensor, shift: Tensor | No
     wrap_triton(divergence_sums_kernel)[(M,)](
         z, w, counts, stats, shift, out, M, V, z.stride(0), w.stride(0), 1.0 / softmaxes.temperature,
         *_caps(softmaxes), *softmaxes.mixture.numbers(),
-        FORM=softmaxes.mixture.form(), EXACT=z.dtype == torch.float32, **_block(V),
+        FORM=softmaxes.mixture.form(), EXACT=softmaxes.exact, **_block(V),
     )  # fmt: skip
     return out
 
 
 def gradients(
     z: Tensor, w: Tensor, counts: Tensor, grad: Tensor, stats: Tensor, total: Tensor, ce: CrossEntropyTerm | None,
-    softmaxes: Softmaxes,
+    dz: Tensor, softmaxes: Softmaxes,
 ) -> None:  # fmt: skip
-    """Write the gradient of the student's logits `[M, V]` over them, for that of each row's loss `[M]`."""
+    """Write the gradient of the student's logits `[M, V]`, for that of each row's loss `[M]`; dz may be z."""
     (M, V), block = z.shape, _block(z.shape[1])
     wrap_triton(divergence_gradient_kernel)[(M * cdiv(V, block["BLOCK_V"]),)](
-        z, w, counts, grad, stats, total, *((None, None, None) if ce is None else ce), z,
-        M, V, z.stride(0), w.stride(0), 1.0 / softmaxes.temperature,
+        z, w, counts, grad, stats, total, *((None, None, None) if ce is None else ce), dz,
+        M, V, z.stride(0), w.stride(0), dz.stride(0), 1.0 / softmaxes.temperature,
         *_caps(softmaxes), *softmaxes.mixture.numbers(),
-        FORM=softmaxes.mixture.form(), EXACT=z.dtype == torch.float32, LEAVE_IGNORED=softmaxes.leave_ignored, **block,
+        FORM=softmaxes.mixture.form(), EXACT=softmaxes.exact, LEAVE_IGNORED=softmaxes.leave_ignored, **block,
     )  # fmt: skip
 
 
@@ -244,21 +245,21 @@ def sums_cpu(z: Tensor, w: Tensor, counts: Tensor, stats: Tensor, shift: Tensor 
 
 def gradients_cpu(
     z: Tensor, w: Tensor, counts: Tensor, grad: Tensor, stats: Tensor, total: Tensor, ce: CrossEntropyTerm | None,
-    softmaxes: Softmaxes,
+    dz: Tensor, softmaxes: Softmaxes,
 ) -> None:  # fmt: skip
     """`gradients` in plain PyTorch."""
     _, df, x, u = _terms_cpu(z, w, stats, softmaxes)
     e, (_, shift, rest) = x.exp(), total.unsqueeze(-1).unbind()
-    dz = (df - e * shift) - e * rest
-    dz.mul_(grad.unsqueeze(-1) / softmaxes.temperature)
+    dy = (df - e * shift) - e * rest
+    dy.mul_(grad.unsqueeze(-1) / softmaxes.temperature)
     if ce is not None:
         m, s, _ = ce.stats.unsqueeze(-1).unbind()
         p = (u - m).exp_().div_(s)
         column = torch.where(counts != 0, ce.target, 0).long().unsqueeze(-1)
-        dz.addcmul_(p.scatter_(-1, column, p.gather(-1, column) - 1), ce.grad.unsqueeze(-1))
+        dy.addcmul_(p.scatter_(-1, column, p.gather(-1, column) - 1), ce.grad.unsqueeze(-1))
     if softmaxes.softcap:
-        dz.mul_(cap_slope_cpu(z.float(), softmaxes.softcap))
-    z.copy_(dz.masked_fill_(counts.unsqueeze(-1) == 0, 0.0))  # also NaN in a row that does not count
+        dy.mul_(cap_slope_cpu(z.float(), softmaxes.softcap))
+    dz.copy_(dy.masked_fill_(counts.unsqueeze(-1) == 0, 0.0))  # also NaN in a row that does not count
 
 
 class DivergenceFunctions(NamedTuple):
@@ -266,7 +267,9 @@ class DivergenceFunctions(NamedTuple):
 
     statistics: Callable[[Tensor, Tensor, Tensor, Softmaxes], Tensor]
     sums: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Softmaxes], Tensor]
-    gradients: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, CrossEntropyTerm | None, Softmaxes], None]
+    gradients: Callable[
+        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, CrossEntropyTerm | None, Tensor, Softmaxes], None
+    ]
 
 
 KERNELS = DivergenceFunctions(statistics, sums, gradients)

@@ -21,8 +21,8 @@ Backward, given the gradients g_k of logp_k and h of the entropy, with p = exp(y
          = sum_k(g_k * [t_k = j]) - p_j * (A + h * (y_j - m)),    A = G - h * e / s
     dz_j = dy_j * (1 - tanh(scale * z_j / c)^2) * scale / temperature
 
-One kernel computes the candidates' gradients from the logits, before another writes those of all classes over them; a
-third puts the candidates' in. So the pass over all classes does not depend on the number of candidates.
+One kernel computes the candidates' gradients from the logits, before another writes those of all classes, which may be
+over them; a third puts the candidates' in. So the pass over all classes does not depend on the number of candidates.
 
 A row none of whose candidates counts is not read in either direction.
 """
@@ -259,7 +259,7 @@ def _entropy_gradient(y, m, s, h, mean):
 
 @jit
 def logprob_gradient_kernel(
-    z_ptr, stats_ptr, factor_ptr, dz_ptr, M, V, z_stride, inner, outer, softcap,
+    z_ptr, stats_ptr, factor_ptr, dz_ptr, M, V, z_stride, dz_stride, inner, outer, softcap,
     ENTROPY: tl.constexpr, LEAVE_IGNORED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of the classes that are no candidates, a block of a row a program; dz may be z."""
@@ -271,7 +271,7 @@ def logprob_gradient_kernel(
     cols = block * BLOCK_V + tl.arange(0, BLOCK_V)
     mask = cols < V
     z_ptr += row * z_stride
-    dz_ptr += row * z_stride
+    dz_ptr += row * dz_stride
     if counts:
         m, s = tl.load(stats_ptr + row), tl.load(stats_ptr + M + row)
         factor = tl.load(factor_ptr + row)
@@ -335,9 +335,12 @@ def combine(parts: Tensor, target: Tensor, transform: LogitTransform) -> tuple[T
 
 def gradients(
     grad: Tensor | None, entropy_grad: Tensor | None, logits: Tensor, target: Tensor, stats: Tensor,
-    transform: LogitTransform,
+    dlogits: Tensor, transform: LogitTransform,
 ) -> None:  # fmt: skip
-    """Write the gradient of logits `[M, V]` over them, given those of log-probabilities `[M, K]` and entropy `[M]`."""
+    """Write the gradient of logits `[M, V]`, given those of log-probabilities `[M, K]` and entropy `[M]`.
+
+    `dlogits` may be the logits.
+    """
     (M, V), K = logits.shape, target.shape[1]
     candidates = empty((M, K), torch.float32, logits.device)
     factors = empty((3, M), torch.float32, logits.device)
@@ -351,11 +354,12 @@ def gradients(
     )  # fmt: skip
     block = _row_block(V)
     wrap_triton(logprob_gradient_kernel)[(M * cdiv(V, block["BLOCK_V"]),)](
-        logits, stats, factors, logits, M, V, logits.stride(0), *transform.factors(), transform.softcap or None,
+        logits, stats, factors, dlogits, M, V, logits.stride(0), dlogits.stride(0),
+        *transform.factors(), transform.softcap or None,
         ENTROPY=entropy_grad is not None, LEAVE_IGNORED=transform.leave_ignored, **block,
     )  # fmt: skip
     wrap_triton(logprob_scatter_kernel)[(M,)](
-        candidates, target, logits, V, K, logits.stride(0),
+        candidates, target, dlogits, V, K, dlogits.stride(0),
         transform.first_class, transform.num_classes, transform.ignore_index, BLOCK_K=next_power_of_2(K), num_warps=1,
     )  # fmt: skip
 
@@ -425,7 +429,7 @@ def combine_cpu(parts: Tensor, target: Tensor, transform: LogitTransform) -> tup
 
 def gradients_cpu(
     grad: Tensor | None, entropy_grad: Tensor | None, logits: Tensor, target: Tensor, stats: Tensor,
-    transform: LogitTransform,
+    dlogits: Tensor, transform: LogitTransform,
 ) -> None:  # fmt: skip
     """`gradients` in plain PyTorch."""
     counts, here, column = _candidates_cpu(target, transform, logits.shape[1])
@@ -449,7 +453,7 @@ def gradients_cpu(
     dy.mul_(inner * outer)
     if transform.softcap:
         dy.mul_(cap_slope_cpu(logits.float() * inner, transform.softcap))
-    logits.copy_(dy.masked_fill_(~counts.any(-1, keepdim=True), 0.0))  # also NaN in a row that does not count
+    dlogits.copy_(dy.masked_fill_(~counts.any(-1, keepdim=True), 0.0))  # also NaN in a row that does not count
 
 
 class LogprobFunctions(NamedTuple):
@@ -457,7 +461,7 @@ class LogprobFunctions(NamedTuple):
 
     statistics: Callable[[Tensor, Tensor, LogitTransform], Tensor]
     combine: Callable[[Tensor, Tensor, LogitTransform], tuple[Tensor, Tensor, Tensor]]
-    gradients: Callable[[Tensor | None, Tensor | None, Tensor, Tensor, Tensor, LogitTransform], None]
+    gradients: Callable[[Tensor | None, Tensor | None, Tensor, Tensor, Tensor, Tensor, LogitTransform], None]
 
 
 KERNELS = LogprobFunctions(statistics, combine, gradients)

@@ -1,0 +1,367 @@
+"""A call of a loss over a linear layer as one value.
+
+A loss has many options, which its kernel ops, their fakes, sharding strategies and backward passes all take. A frozen
+dataclass names them once; its fields become the first arguments of a kernel op, and those arguments the dataclass
+again.
+"""
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from llmk.ops.common.scaling import SavedGradients, save_gradients
+from llmk.ops.linear_loss.chunked._dynamic_rows import can_group
+from llmk.ops.linear_loss.chunked._linear import CompactedTokens
+from llmk.ops.linear_loss.chunked._plan import Plan, plan
+from llmk.ops.linear_loss.chunked._vocab_shard import NOT_SHARDED, VocabShard
+from llmk.ops.linear_loss.kernels import KERNELS, PYTORCH, Implementation
+from llmk.registry import (
+    LARGEST,
+    KernelOp,
+    autocast_dtype,
+    check_dtype,
+    check_number,
+    check_same,
+    check_shape,
+)
+from llmk.registry.backends import runs_kernels
+from llmk.registry.checks import TINY
+from llmk.registry.eager.bypass import PLAIN_TENSORS
+
+DIFFERENTIABLE = ["input", "linear_weight", "linear_bias"]
+"""A linear layer's tensors, by their names in a call."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearCall:
+    """A linear layer over classes, which may be sharded over ranks, and the tokens that count."""
+
+    input: Tensor  # [..., H]
+    linear_weight: Tensor  # [V, H]
+    linear_bias: Tensor | None  # [V]
+    float32_logits: bool  # else they have the input's dtype
+    skip_ignored: bool  # do no work for tokens that do not count
+    chunk_size: int  # 0: chosen
+    shard: VocabShard | None  # None: the weight has all classes
+
+    def mask(self) -> Tensor:
+        """Return the mask of the tokens that count, `[...]`."""
+        raise NotImplementedError
+
+    @property
+    def token_tensors(self) -> tuple[str, ...]:
+        """The names of the tensors with a row for each token, which may be None."""
+        raise NotImplementedError
+
+    @property
+    def linear_layers(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """The input and weight of each linear layer."""
+        return ((self.input, self.linear_weight),)
+
+    def can_compact(self, impl: Implementation) -> bool:
+        """Return True if the tokens that do not count are skipped: not every GPU has products for it."""
+        return self.skip_ignored and (impl.on_host or all(can_group(*layer) for layer in self.linear_layers))
+
+    def compacted(self, impl: Implementation) -> tuple[CompactedTokens, Self]:
+        """Return the tokens that the loss is computed for, and the call for these."""
+        if not self.can_compact(impl):
+            return CompactedTokens(tuple(self.tokens)), self
+        compacted = CompactedTokens.of(self.mask(), on_host=impl.on_host)
+        tensors = {name: getattr(self, name) for name in self.token_tensors}
+        rows = {name: None if tensor is None else compacted.gather(tensor) for name, tensor in tensors.items()}
+        return compacted, replace(self, **rows)
+
+    def plan(self, impl: Implementation, *, group: int = 1, layers: int = 1, remade: bool = False) -> Plan:
+        """Return the plan of the linear layer, or of several over the same classes."""
+        return plan(
+            self.tokens.numel(),
+            self.input.shape[-1],
+            self.mean_classes,
+            self.input.dtype,
+            float32_logits=self.float32_logits,
+            on_host=impl.on_host,
+            chunk_size=self.chunk_size,
+            group=group,
+            layers=layers,
+            dynamic=not impl.on_host and self.can_compact(impl),
+            remade=remade,
+        )
+
+    @property
+    def tokens(self) -> torch.Size:
+        return self.input.shape[:-1]
+
+    @property
+    def num_classes(self) -> int:
+        """The classes of all ranks."""
+        return self.linear_weight.shape[0] if self.shard is None else self.shard.num_classes
+
+    @property
+    def first_class(self) -> int:
+        return 0 if self.shard is None else self.shard.first_class
+
+    @property
+    def mean_classes(self) -> int:
+        """The mean number of classes on a rank, by which chunks are chosen."""
+        return self.linear_weight.shape[0] if self.shard is None else self.shard.mean_classes
+
+    @property
+    def ranks(self) -> int:
+        return 1 if self.shard is None else self.shard.ranks
+
+    def gather_ranks(self, parts: Tensor) -> Tensor:
+        """Gather the statistics of all ranks, concatenated in the ranks' order."""
+        return parts if self.shard is None else self.shard.gather(parts)
+
+    @property
+    def dx_dtype(self) -> torch.dtype:
+        """float32 where the gradient of the input is summed over ranks before it is rounded."""
+        return self.input.dtype if self.shard is None or not self.shard.dx_group_name else torch.float32
+
+    @property
+    def saved_dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+        """The dtypes of the gradients of input, weight and bias that a forward pass makes and a backward pass scales.
+
+        The weight's is float32 for float16, whose range does not hold it before it is scaled.
+        """
+        dw = torch.float32 if self.input.dtype == torch.float16 else self.input.dtype
+        return self.dx_dtype, dw, torch.float32
+
+    @property
+    def recomputed_dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+        """The same of gradients that a backward pass makes."""
+        return self.dx_dtype, self.input.dtype, self.input.dtype
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """Return the call's argument names in a kernel op, tensors first, without those of its shard, which follow."""
+        fields = sorted(dataclasses.fields(cls), key=lambda field: field.type not in (Tensor, Tensor | None))
+        return [field.name for field in fields if field.name != "shard"]
+
+    @classmethod
+    def checked(cls, **fields: Any) -> Any:
+        """Check the linear layer's tensors, cast them under autocast, and return the call.
+
+        In place of `float32_logits` the fields have the `logits_dtype` of the caller.
+        """
+        fields |= zip(DIFFERENTIABLE, checked_linear(*(fields[name] for name in DIFFERENTIABLE)), strict=True)
+        fields["float32_logits"] = wants_float32(fields.pop("logits_dtype"), fields["input"])
+        call = cls(**fields)
+        if call.num_classes == 0:  # a rank may have none, not all of them
+            raise ValueError(f"linear_weight: expected at least one class, got shape {tuple(call.linear_weight.shape)}")
+        return call
+
+
+def checked_linear(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Check that a linear layer's tensors fit each other and return them, cast under autocast."""
+    dtype = autocast_dtype(input.device)
+    if dtype is not None:
+        input, linear_weight = input.to(dtype), linear_weight.to(dtype)
+        linear_bias = linear_bias if linear_bias is None else linear_bias.to(dtype)
+    check_dtype("input", input)
+    if input.dim() == 0 or input.shape[-1] == 0:
+        raise ValueError(f"input: expected shape [..., H] with H at least 1, got {tuple(input.shape)}")
+    H = input.shape[-1]
+    if linear_weight.dim() != 2 or linear_weight.shape[1] != H:
+        raise ValueError(f"linear_weight: expected shape [V, {H}] to fit input, got {tuple(linear_weight.shape)}")
+    check_same("linear_weight", linear_weight, "input", input, dtype=True)
+    if linear_bias is not None:
+        check_shape("linear_bias", linear_bias, linear_weight.shape[:1], "one for each class")
+        check_same("linear_bias", linear_bias, "input", input, dtype=True)
+    return input, linear_weight, linear_bias
+
+
+def wants_float32(logits_dtype: torch.dtype | None, input: Tensor) -> bool:
+    """Return True if logits are to be float32, the default, and False if they are to have the input's dtype."""
+    if logits_dtype not in (None, torch.float32, input.dtype):
+        raise TypeError(f"logits_dtype: expected None, torch.float32 or {input.dtype} as input, got {logits_dtype}")
+    return logits_dtype in (None, torch.float32)
+
+
+def check_chunk_size(chunk_size: int) -> None:
+    if chunk_size < 0:
+        raise ValueError(f"chunk_size: expected a number of tokens, or 0 to have it chosen, got {chunk_size}")
+
+
+def check_temperature(temperature: float) -> None:
+    check_number("temperature", temperature, TINY, LARGEST, "a finite positive number")
+
+
+def local_fields(
+    fields: dict[str, Any], linears: Sequence[Sequence[str]], others: Sequence[str]
+) -> tuple[dict[str, Any], Callable[[Tensor], Tensor], bool]:
+    """Return a call's fields for this rank, a function that converts a result for the caller, and if any is a DTensor.
+
+    Fields and results are as given unless the weights are DTensors with all classes sharded over one mesh dimension.
+
+    Args:
+        fields: The call's fields, among them `shard`, by their names.
+        linears: The names of each linear layer's input, weight and bias.
+        others: The names of the tensors that are replicated over the mesh dimension.
+    """
+    if all(type(fields[weight]) in PLAIN_TENSORS for _, weight, _ in linears):
+        return fields, lambda result: result, False
+    from llmk.ops.linear_loss.chunked._dtensors import on_this_rank  # which imports torch.distributed.tensor
+
+    return on_this_rank(fields, linears, others)
+
+
+C = TypeVar("C", bound=LinearCall)
+
+
+class CallOp(Generic[C]):
+    """A kernel op whose first arguments are the fields of `call_type`; the others are those of `run` after the call.
+
+    Args:
+        name: The op's name.
+        call_type: The dataclass.
+        run: `run(impl, call, *rest)` computes it with an `Implementation`; rest is annotated, as for a schema.
+        outputs: The number of tensors it returns.
+        fake: `fake(call, *rest)` gives outputs like those of `run`.
+        products: `products(impl, call, *rest)` counts the products of input and weight, or of equal cost.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        call_type: type[C],
+        run: Callable[..., Any],
+        *,
+        outputs: int,
+        fake: Callable[..., Any],
+        products: Callable[..., float],
+    ) -> None:
+        self.call_type, self.names = call_type, call_type.names()
+        self.fields = len(self.names) + len(NOT_SHARDED)
+
+        def launch(*args: Any) -> Any:
+            return run(KERNELS, *self.unpack(args))
+
+        launch.__module__ = call_type.__module__
+        launch.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            self._parameters(run), return_annotation=tuple[(Tensor,) * outputs]
+        )
+        # The number of launches depends on sizes: inlined, each would need a graph of its own.
+        self.op = KernelOp(launch, name=name, opaque=True)
+        self.op.register_kernel("cpu")(lambda *args: run(PYTORCH, *self.unpack(args)))
+        self.op.register_fake(lambda *args: fake(*self.unpack(args)))
+
+        def flops(*args: Any, out_val: Any = None) -> int:
+            call, *rest = self.unpack(args)
+            impl = KERNELS if runs_kernels(name, call.input) else PYTORCH
+            return int(product_flops(call.input, call.linear_weight) * products(impl, call, *rest))
+
+        self.op.register_flop_formula(flops)
+
+    def _parameters(self, run: Callable[..., Any]) -> list[inspect.Parameter]:
+        types = {field.name: field.type for field in dataclasses.fields(self.call_type)}
+        own = {name: types[name] for name in self.names} | VocabShard.__annotations__
+        return [
+            *(inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=own[name]) for name in own),
+            *list(inspect.signature(run).parameters.values())[2:],
+        ]
+
+    def unpack(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the call and the arguments after it."""
+        fields = dict(zip(self.names, args, strict=False))
+        return self.call_type(**fields, shard=self._shard(args)), *args[self.fields :]
+
+    def _shard(self, args: Sequence[Any]) -> VocabShard | None:
+        shard = VocabShard(*args[len(self.names) : self.fields])
+        return shard if shard.num_classes else None
+
+    def __call__(self, call: C, *rest: Any) -> Any:
+        return self.op(*(getattr(call, name) for name in self.names), *(call.shard or NOT_SHARDED), *rest)
+
+    def save_call(self, ctx: Any, inputs: tuple[Any, ...], *results: Tensor) -> None:
+        """In a `setup_context`: save the call, whose first fields are its tensors, and some results."""
+        tensors = [isinstance(value, Tensor | None) for value in inputs].index(False)
+        self._save_options(ctx, inputs)
+        ctx.fields = inputs[tensors : self.fields]
+        ctx.save_for_backward(*inputs[:tensors], *results)
+
+    def recomputed_gradients(self, ctx: Any, backward: "CallOp[C]", *grads: Tensor | None) -> Any:
+        """In a backward formula: the arguments' gradients by `backward(call, *grads, *results, *need)`."""
+        tensors = self.fields - len(ctx.fields)
+        saved = ctx.saved_tensors  # once: under a checkpoint they are computed again, and given only once
+        call, *_ = self.unpack((*saved[:tensors], *ctx.fields))
+        return _argument_gradients(ctx, *backward(call, *grads, *saved[tensors:], *ctx.needs_input_grad[:3]))
+
+    def save_gradients(self, ctx: Any, inputs: tuple[Any, ...], denominator: Tensor | None, *gradients: Tensor) -> None:
+        """In a `setup_context`: save the gradients that the forward pass made; a denominator of None is 1."""
+        self._save_options(ctx, inputs)
+        save_gradients(ctx, denominator, *gradients)
+
+    def scaled_gradients(self, ctx: Any, scale: KernelOp, grad: Tensor) -> Any:
+        """In a backward formula: the arguments' gradients, which are those saved, scaled by `scale`."""
+        saved, (need_dx, need_dw, need_db) = SavedGradients(ctx, grad, scale), ctx.needs_input_grad[:3]
+        dx = saved.times(0) if need_dx else None
+        dw = saved.times(1, ctx.dtype) if need_dw else None
+        return _argument_gradients(ctx, dx, dw, saved.times(2, ctx.dtype) if need_db else None)
+
+    def _save_options(self, ctx: Any, inputs: tuple[Any, ...]) -> None:
+        ctx.dtype, ctx.shard, ctx.arguments = inputs[0].dtype, self._shard(inputs), len(inputs)
+
+    def differentiate_by_scaling(self, scale: KernelOp, denominator: Callable[..., Tensor | None]) -> None:
+        """Register the derivative of an op whose forward pass makes the gradients of input, weight and bias.
+
+        It returns a loss, two results without gradients, and lastly the three gradients.
+
+        Args:
+            scale: Multiplies by the incoming gradient and divides by the denominator.
+            denominator: `denominator(inputs, output)` returns what the gradients are still to be divided by, or None.
+        """
+        self.op.register_autograd(
+            lambda ctx, grad, *_: self.scaled_gradients(ctx, scale, grad),
+            setup_context=lambda ctx, inputs, output: self.save_gradients(
+                ctx, inputs, denominator(inputs, output), *output[-3:]
+            ),
+            depends_on=[DIFFERENTIABLE, [], []],
+            takes_none=True,
+            keeps=lambda needs_input_grad, args: needs_input_grad[:3],
+        )
+
+
+def _argument_gradients(ctx: Any, dx: Tensor | None, dw: Tensor | None, db: Tensor | None) -> Any:
+    """Return a gradient or None for each argument; that of the input is summed over ranks and rounded once."""
+    need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
+    if need_dx and dx is not None:
+        dx = (dx if ctx.shard is None else ctx.shard.sum_input_gradient(dx)).to(ctx.dtype)
+    return dx if need_dx else None, dw if need_dw else None, db if need_db else None, *[None] * (ctx.arguments - 3)
+
+
+def recomputing_op(name: str, call_type: type[C], run: Callable[..., Any]) -> CallOp[C]:
+    """Return the op `run(impl, call, ..., need_dx, need_dw, need_db)` of a backward pass that recomputes the logits."""
+    return CallOp(
+        name,
+        call_type,
+        run,
+        outputs=3,
+        fake=lambda call, *rest: fake_gradients(call, rest[-3:], call.recomputed_dtypes),
+        products=lambda impl, call, *rest: 1 + rest[-3] + rest[-2],
+    )
+
+
+def fake_gradients(
+    call: LinearCall, need: Sequence[bool], dtypes: Sequence[torch.dtype]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return fakes of the gradients of input, weight and bias, empty where one is not needed."""
+    shapes = [call.input.shape, call.linear_weight.shape, call.linear_weight.shape[:1]]
+    dx, dw, db = (
+        call.input.new_empty(shape if wanted else (0,), dtype=dtype)
+        for shape, wanted, dtype in zip(shapes, need, dtypes, strict=True)
+    )
+    return dx, dw, db
+
+
+def product_flops(input: Tensor, linear_weight: Tensor) -> int:
+    """Count the FLOPs of one product of the input with the weight."""
+    return 2 * math.prod(input.shape) * linear_weight.shape[0]
