@@ -85,7 +85,8 @@ class Reference:
         """Return the same on the far inputs, without an error where an element moves by more than its error bound."""
         here, pairs = self.exact[result], []
         assert here is not None
-        finest = min(torch.finfo(t.dtype).eps for t in self._tensors() if t.is_floating_point())
+        floating = [t.dtype for t in self._tensors() if t.is_floating_point()]
+        finest = min((torch.finfo(dtype).eps for dtype in floating), default=FAR)  # of integers alone nothing moves
         linear = 4 * FAR / finest * self.error_bound(result, MORE_DRAWS)  # few draws are beyond 4 rms
         for compositions, references in self.farther:
             composition, exact = compositions[result], references[result]
