@@ -96,6 +96,7 @@ fuzz: $(call needs,test)
 # Not part of CI: some minutes of one core; CI asks for fewer promises.
 strangers: $(call needs,test)
 	$(PY) -m llmk.opcheck compile_tests/helpers/strangers.py --device cpu $(STRANGERS_ARGS)
+	$(PY) -m llmk.opcheck compile_tests/helpers/strangers_cpp.py --device cpu --path reference $(STRANGERS_ARGS)
 
 docs: $(call needs,docs)
 	$(PY) -m sphinx -W --keep-going -b html docs docs/_build/html

@@ -5,6 +5,7 @@ the pyproject.toml of the current directory.
 """
 
 import argparse
+import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -19,6 +20,7 @@ import torch
 
 from llmk.opcheck.adapters import adapted
 from llmk.opcheck.causes import causes
+from llmk.opcheck.comparison import HeldAgainst
 from llmk.opcheck.journal import Journal
 from llmk.opcheck.processes import Unit, check_in_processes
 from llmk.opcheck.reports import Place, annotations, notes, table, write_reports
@@ -26,6 +28,7 @@ from llmk.opcheck.runner import Result, checks, path_taken, promise_named
 from llmk.opcheck.sanitizer import LONGEST, TOOLS, call_samples, find_sanitizer, sanitize_in_processes
 from llmk.opcheck.search import searches
 from llmk.opcheck.settings import words_of_table
+from llmk.opcheck.signatures import Unrecorded, record_of
 from llmk.registry import OPS, Op
 from llmk.registry.backends import INTERPRET
 
@@ -51,8 +54,13 @@ def _parser() -> _Parser:
         "ops",
         nargs="*",
         metavar="OP",
-        help="an llmk operator's name, or a Python file or module of yours that holds llmk.registry.Op records; "
-        "all of llmk's by default",
+        help="an llmk operator's name; a Python file or module of yours that holds llmk.registry.Op records; or "
+        "MODULE:NAME, a record, an operator or a function there; all of llmk's by default",
+    )
+    parser.add_argument(
+        "--reference",
+        metavar="MODULE:NAME",
+        help="hold the one OP against this operator or function, instead of its record's reference",
     )
     parser.add_argument("--device", type=device_named, help="cuda if there is one, else cpu")
     parser.add_argument("--dtype", action="append", choices=DTYPES, help="may be repeated; all by default")
@@ -136,6 +144,16 @@ def _take_table(options: argparse.Namespace) -> None:
         options.only, options.skip = table.only, options.skip or table.skip
 
 
+def _refuse_other_references(options: argparse.Namespace) -> None:
+    """Of a run that checks no promises, what stands in no record."""
+    option = "--search" if options.search else "--sanitize"
+    if options.reference:
+        _refuse(f"argument --reference: there is none with {option}, which has the record's")
+    for op in options.records:
+        if isinstance(op, Unrecorded):
+            _refuse(f"argument {option}: {op.name} has no llmk.registry.Op with samples")
+
+
 def _refuse_to_search(options: argparse.Namespace) -> None:
     if options.sanitize:
         _refuse("argument --search: either it or --sanitize")
@@ -195,12 +213,42 @@ def find_ops(names: Sequence[str]) -> list[Op]:
         if name in OPS:
             found.append(OPS[name])
             continue
+        if ":" in name:
+            found.append(record_of(_named(name), origin=name.partition(":")[0]))
+            continue
         module = _load(name)
         ops = [value for value in vars(module).values() if isinstance(value, Op)]
         if not ops:
-            _refuse(f"{name} holds no llmk.registry.Op")
+            _refuse(f"{name} holds no llmk.registry.Op; name one of its operators: {name}:NAME")
         found += ops
     return found
+
+
+def _named(name: str) -> Any:
+    """What `MODULE:NAME` names: an operator, a function or a record."""
+    module, _, path = name.partition(":")
+    found = _load(module)
+    for part in path.split("."):
+        if not hasattr(found, part):
+            _refuse(f"{module} has no {path}")
+        found = getattr(found, part)
+    if isinstance(found, type) or not (callable(found) or isinstance(found, Op)):
+        _refuse(f"{name} is no operator, function or llmk.registry.Op")
+    return found
+
+
+def _records(options: argparse.Namespace) -> list[Op]:
+    """The records to check, held against the operator of `--reference`."""
+    ops = find_ops(options.ops)
+    if options.reference is None:
+        return ops
+    if len(ops) != 1:
+        _refuse(f"argument --reference: it is for one operator, and these are {len(ops)}")
+    if ":" not in options.reference:
+        _refuse(f"argument --reference: expected MODULE:NAME, got {options.reference!r}")
+    reference = _named(options.reference)
+    reference = reference.overload if isinstance(reference, Op) else reference
+    return [dataclasses.replace(ops[0], reference=HeldAgainst(reference))]
 
 
 def _load(name: str) -> Any:
@@ -266,12 +314,13 @@ def check_here(options: argparse.Namespace) -> None:
     """Check on the path that this process takes, and keep the journal."""
     journal = Journal(options.journal)
     done = {result.check for result in journal.results()}
-    for op in find_ops(options.ops):
-        where = adapted(op, options.device, _dtypes(options) or op.dtypes), options.device, _dtypes(options)
+    for op in _records(options):
+        where = options.device, _dtypes(options)
         if options.search:
-            results = searches(*where, options.search, options.seed or 0, journal.note_running, done)
+            whole = adapted(op, options.device, _dtypes(options) or op.dtypes)
+            results = searches(whole, *where, options.search, options.seed or 0, journal.note_running, done)
         else:
-            results = checks(*where, options.only, journal.note_running, done, skip=options.skip or ())
+            results = checks(op, *where, options.only, journal.note_running, done, skip=options.skip or ())
         for result in results:
             journal.note_result(result)
     journal.note_end()
@@ -281,6 +330,8 @@ def check_all(options: argparse.Namespace) -> list[Result]:
     units = [Unit(name, path) for path in paths(options.device, options.path) for name in options.ops or OPS]
     given = (("--dtype", options.dtype), ("--only", options.only), ("--skip", options.skip))
     passed_on = [word for option, values in given for value in values or () for word in (option, value)]
+    if options.reference:
+        passed_on += ["--reference", options.reference]
     if options.search:
         passed_on += ["--search", str(options.search), "--seed", str(options.seed or 0)]
     progress, found = Progress(len(units)), {}
@@ -319,7 +370,7 @@ def _write(results: Sequence[Result], options: argparse.Namespace) -> None:
 
 def _modules(ops: Sequence[Op]) -> list[str]:
     """The modules that the operators come from; their packages if they are many."""
-    names = {op.module or op.reference.__module__ for op in ops}
+    names = {op.origin if isinstance(op, Unrecorded) else op.module or op.reference.__module__ for op in ops}
     return sorted(names if len(names) <= 3 else {name.partition(".")[0] for name in names})
 
 
@@ -343,7 +394,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.call_samples:
         call_here(options)
         return 0
-    options.records = find_ops(options.ops)  # what there is not, is said before anything is checked
+    options.records = _records(options)  # what there is not, is said before anything is checked
+    if options.search or options.sanitize:
+        _refuse_other_references(options)
     results = sanitize_all(options) if options.sanitize else check_all(options)
     print(table(results))
     for line in notes(results):

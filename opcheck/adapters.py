@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmk.opcheck.inputs import no_reference
 from llmk.registry import Op, Sample
 from llmk.registry.private.operators import is_overload, overload_of, schema_of
 
@@ -28,6 +29,8 @@ class Argument:
     name: str
     kwarg_only: bool = False
     default: tuple[Any, ...] = ()
+    type: str = ""
+    """As it is written in a schema or an annotation; empty where there is none."""
 
     @property
     def default_value(self) -> Any:
@@ -47,7 +50,7 @@ class CallSchema:
 
 
 @dataclass(frozen=True)
-class _Form:
+class Form:
     """The arguments of an operator: which it mutates, and the most tensors in each that is a list."""
 
     name: str
@@ -91,9 +94,9 @@ class _Form:
 
         def call(*args: Any, **kwargs: Any) -> list[Tensor]:
             positional, named = self.own_arguments(dict(zip(names, args, strict=False)) | kwargs)
-            outputs = list(_tensors_in(fn(*positional, **named)))
+            outputs = list(tensors_in(fn(*positional, **named)))
             given = named | dict(zip((argument.name for argument in self.arguments), positional, strict=False))
-            return outputs + [tensor for name in self.mutated_in_order() for tensor in _tensors_in(given.get(name))]
+            return outputs + [tensor for name in self.mutated_in_order() for tensor in tensors_in(given.get(name))]
 
         return call
 
@@ -126,7 +129,7 @@ class _Form:
 class Adapted:
     """An operator behind a call of the one form."""
 
-    def __init__(self, operator: Any, form: _Form, returns: Sequence[str]) -> None:
+    def __init__(self, operator: Any, form: Form, returns: Sequence[str]) -> None:
         self.operator = operator
         self.form = form
         flat = form.flat_arguments()
@@ -148,7 +151,7 @@ def adapted(op: Op, device: torch.device, dtypes: Sequence[torch.dtype]) -> Op:
         return op
     operator = overload_of(op.overload)
     registered = is_overload(operator)
-    form = _form_of_schema(operator) if registered else _form_of_function(operator)
+    form = form_of(operator)
     samples = [sample for dtype in dtypes for sample in op.samples(device, dtype)]
     form = dataclasses.replace(form, lists=_list_lengths(form, samples))
     plain = registered and not form.mutated and not form.lists and _returns_tensors(operator)
@@ -157,7 +160,7 @@ def adapted(op: Op, device: torch.device, dtypes: Sequence[torch.dtype]) -> Op:
     names = [argument.name for argument in form.flat_arguments()]
     reference = form.call(op.reference, names)
     returns = []
-    if samples:
+    if samples and op.reference is not no_reference:
         first = form.flat_sample(samples[0])
         with torch.no_grad():
             returns = [f"output {i}" for i, _ in enumerate(reference(*first.args, **first.kwargs))]
@@ -179,17 +182,27 @@ def adapted(op: Op, device: torch.device, dtypes: Sequence[torch.dtype]) -> Op:
     )
 
 
-def _form_of_schema(operator: Any) -> _Form:
+def form_of(operator: Any) -> Form:
+    """The arguments of an overload or of a plain function."""
+    return _form_of_schema(operator) if is_overload(operator) else _form_of_function(operator)
+
+
+def _form_of_schema(operator: Any) -> Form:
     schema = schema_of(operator)
     arguments = [
-        Argument(argument.name, argument.kwarg_only, (argument.default_value,) * argument.has_default_value())
+        Argument(
+            argument.name,
+            argument.kwarg_only,
+            (argument.default_value,) * argument.has_default_value(),
+            str(argument.type),
+        )
         for argument in schema.arguments
     ]
     mutated = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
-    return _Form(schema.name, arguments, frozenset(mutated))
+    return Form(schema.name, arguments, frozenset(mutated))
 
 
-def _form_of_function(function: Callable[..., Any]) -> _Form:
+def _form_of_function(function: Callable[..., Any]) -> Form:
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) for parameter in parameters):
         raise TypeError(f"overload: {function} takes *args or **kwargs, and opcheck calls arguments by their names")
@@ -198,13 +211,20 @@ def _form_of_function(function: Callable[..., Any]) -> _Form:
             parameter.name,
             parameter.kind is parameter.KEYWORD_ONLY,
             () if parameter.default is parameter.empty else (parameter.default,),
+            _written(parameter.annotation),
         )
         for parameter in parameters
     ]
-    return _Form(getattr(function, "__qualname__", repr(function)), arguments)
+    return Form(getattr(function, "__qualname__", repr(function)), arguments)
 
 
-def _list_lengths(form: _Form, samples: Sequence[Sample]) -> dict[str, int]:
+def _written(annotation: Any) -> str:
+    if annotation is inspect.Parameter.empty:
+        return ""
+    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+
+
+def _list_lengths(form: Form, samples: Sequence[Sample]) -> dict[str, int]:
     """The most tensors in each argument that is a list of tensors in a sample."""
     names = [argument.name for argument in form.arguments]
     lengths: dict[str, int] = {}
@@ -219,9 +239,9 @@ def _returns_tensors(operator: Any) -> bool:
     return all(str(result.type) == "Tensor" for result in schema_of(operator).returns)
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors_in(item)
+            yield from tensors_in(item)

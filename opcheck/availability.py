@@ -28,12 +28,16 @@ def what_else_runs_it(op: Op, sample: Sample) -> str | None:
     try:
         call(op, sample, ())
     except Exception as error:
-        words = words_of(error)
-        if _NAMES_DEVICE.search(words):
+        if names_device(error):
             advice = _IN_THE_INTERPRETER if INTERPRET else _ON_A_CPU
-            first = (str(error).strip() or words).partition("\n")[0]
+            first = (str(error).strip() or words_of(error)).partition("\n")[0]
             return f"{advice} ({type(error).__name__}: {first})"
     return None
+
+
+def names_device(error: BaseException) -> bool:
+    """Return True if an error, or the line of code that raised it, asks for another device."""
+    return bool(_NAMES_DEVICE.search(words_of(error)))
 
 
 def interprets_bfloat16(op: Op, sample: Sample) -> bool:

@@ -28,6 +28,11 @@ class NothingToCheck(Exception):
     """A promise does not apply to this operator, or cannot be checked here."""
 
 
+def no_reference(*args: Any, **kwargs: Any) -> Any:
+    """Stands for the reference of an operator that has none: what would need one has nothing to check."""
+    raise NothingToCheck
+
+
 @dataclass
 class Outcome:
     """Results of a call."""

@@ -242,7 +242,7 @@ class MoreNeighbours(Reference):
 
 
 def _dtype(outcome: Outcome) -> torch.dtype:
-    return next(t.dtype for t in outcome.inputs.values() if t.is_floating_point())
+    return next((t.dtype for t in outcome.inputs.values() if t.is_floating_point()), torch.float32)
 
 
 HUGE = 2.0**60

@@ -106,12 +106,13 @@ class Reference:
     def unit(self, result: int) -> float:
         """Return the relative distance by which the inputs move for a result's error bound: the finest dtype's."""
         floats = [t.dtype for t in (*self._tensors(), self.composition[result]) if t is not None]
-        return min(torch.finfo(dtype).eps for dtype in floats if dtype.is_floating_point)
+        return min((torch.finfo(dtype).eps for dtype in floats if dtype.is_floating_point), default=FAR)
 
     def moved(self, result: int, draws: int) -> list[list[Tensor | None]]:
         """Return the results on so many inputs that moved by the unit of one of the results."""
         unit = self.unit(result)
-        own = min(torch.finfo(t.dtype).eps for t in self._tensors() if t.is_floating_point())
+        floating = [t.dtype for t in self._tensors() if t.is_floating_point()]
+        own = min((torch.finfo(dtype).eps for dtype in floating), default=FAR)  # of integers alone nothing moves
         found = self._moved.setdefault(unit, [])
         while len(found) < draws:
             found.append(self.run(self.nudge(len(found), torch.float64, unit if unit < own else None)))

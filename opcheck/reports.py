@@ -3,7 +3,7 @@
 import datetime
 import json
 import platform
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,11 @@ def table(results: Sequence[Result]) -> str:
 
 
 def notes(results: Sequence[Result]) -> Iterator[str]:
-    """A line for each operator that a path has no code for, whatever the dtypes."""
+    """What was made for an operator, what it and another cost, or that a path has no code for it; each line once."""
     empty = [result for result in results if result.verdict == "empty" and result.message]
-    yield from dict.fromkeys(f"{result.op} ({result.path}): {result.message}" for result in empty)
+    yield from dict.fromkeys(
+        f"{result.op} ({result.path}): {line}" for result in empty for line in result.message.splitlines()
+    )
 
 
 def _grouped(results: Sequence[Result]) -> Iterable[tuple[tuple[str, str, str], list[Result]]]:
@@ -135,9 +137,10 @@ def write_reports(
 
 
 def assert_passes(
-    op: Op,
+    op: Op | Callable[..., Any],
     samples: GivenSamples | None = None,
     *,
+    reference: Callable[..., Any] | None = None,
     device: torch.device | str = "cpu",
     dtypes: Sequence[torch.dtype] | None = None,
     only: Sequence[str] | None = None,
@@ -149,9 +152,11 @@ def assert_passes(
         AssertionError: A promise is broken, or nothing was checked; its text is the report of the command line.
         ValueError: There is no promise of such a name.
     """
-    results = check(op, samples, device=device, dtypes=dtypes, only=only, skip=skip)
+    results = check(op, samples, reference=reference, device=device, dtypes=dtypes, only=only, skip=skip)
     if any(not result.passed for result in results):
-        raise AssertionError("\n\n".join([table(results), *map(str, causes(results))]))
+        said = "\n".join([table(results), *notes(results)])
+        raise AssertionError("\n\n".join([said, *map(str, causes(results))]))
     if all(result.verdict == "empty" for result in results):
-        raise AssertionError(f"{op.name}: nothing was checked: no promise of those asked for applies here")
+        said = "".join(f"\n{line}" for line in notes(results))
+        raise AssertionError(f"nothing was checked: no promise of those asked for applies here{said}")
     return results

@@ -7,11 +7,13 @@ import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from llmk.opcheck.adapters import Adapted, adapted
 from llmk.opcheck.availability import BFLOAT16, interprets_bfloat16, what_else_runs_it
+from llmk.opcheck.comparison import HeldAgainst, costs_beside, resolved
 from llmk.opcheck.inputs import BrokenPromise, NothingToCheck, watched_by
 from llmk.opcheck.promises import (
     ASKED_PROMISES,
@@ -24,6 +26,7 @@ from llmk.opcheck.promises import (
     Promise,
 )
 from llmk.opcheck.samples import GivenSamples, samples_from
+from llmk.opcheck.signatures import Unrecorded, completed, record_of
 from llmk.registry import Op, Sample
 from llmk.registry.backends import INTERPRET
 from llmk.registry.private.compilers import triton_ops_as_nodes
@@ -85,9 +88,10 @@ def path_taken(device: torch.device) -> str:
 
 
 def check(
-    op: Op,
+    op: Op | Callable[..., Any],
     samples: GivenSamples | None = None,
     *,
+    reference: Callable[..., Any] | None = None,
     device: torch.device | str = "cpu",
     dtypes: Sequence[torch.dtype] | None = None,
     only: Sequence[str] | None = None,
@@ -98,10 +102,13 @@ def check(
     """Check every promise of an operator; `assert_passes` is the same for a test.
 
     Args:
-        op: Its record; for an operator of your own, build a `llmk.registry.Op`.
+        op: Its record, a `llmk.registry.Op`; or an operator or a function without one, whose gradients are found by
+            calls, and whose samples are made from its signature where none are given.
         samples: The calls to make instead of the record's: a function of device and dtype as the record has it, or a
-            list, of which each is a `llmk.registry.Sample` or a tuple of arguments, or what `record()` gives. The
-            tensors of calls are moved to the device, and those that are floating to each dtype.
+            list, of which each is a `llmk.registry.Sample` or a tuple of arguments, what `record()` gives, or a
+            Hypothesis strategy of such. The tensors of calls are moved to the device, and those that are floating to
+            each dtype.
+        reference: An operator or a function that says what is right, in the place of the record's reference.
         device: Where.
         dtypes: In which dtypes; all of the record's by default.
         only: Which promises, by name; all by default, but those that are only asked by name.
@@ -110,20 +117,25 @@ def check(
         progress: Called with a line before each check.
 
     Returns:
-        A result for each dtype and promise, broken ones with a message.
+        A result for each dtype and promise, broken ones with a message. Those named `samples` and `costs`, with
+        nothing to check, say what was made from a signature and what the operator and the reference cost.
 
     Raises:
         ValueError: There is no promise of such a name, or no recorded call of the operator.
+        TypeError: `op` or `reference` is neither a record nor to be called.
     """
+    record = record_of(op)
     if samples is not None:
-        op = dataclasses.replace(op, samples=samples_from(samples, op))
+        record = dataclasses.replace(record, samples=samples_from(samples, record))
+    if reference is not None:
+        record = dataclasses.replace(record, reference=HeldAgainst(reference))
 
     def on_begin(now: RunningCheck) -> None:
         if not now.sample:
             progress(str(now))
 
     wanted = only if only is not None else promises
-    return list(checks(op, torch.device(device), dtypes, wanted, on_begin, skip=skip))
+    return list(checks(record, torch.device(device), dtypes, wanted, on_begin, skip=skip))
 
 
 def promise_named(name: str) -> Promise:
@@ -154,6 +166,8 @@ def applies(promise: Promise, op: Op) -> bool:
 
 RUNS = "runs"
 """The name of the check before all promises: the operator has code for this path."""
+SAMPLES, COSTS = "samples", "costs"
+"""Results that say what was made for an operator without a record, and what it and another cost; nothing to check."""
 
 
 def checks(
@@ -171,19 +185,30 @@ def checks(
     An operator that has no code for the path gets one result, with nothing checked, that says what has. So does one in
     bfloat16 that Triton's interpreter cannot compute in, unless the dtype is asked for.
     """
+    other = op.reference if isinstance(op.reference, HeldAgainst) else None
+    if isinstance(op, Unrecorded) or other:
+        now = RunningCheck(op.name, _name_of((dtypes or op.dtypes)[0]), SAMPLES)
+        on_begin(now)
+        whole, words = _completed(op, device, dtypes)
+        if words and now.check not in done:
+            yield _told(now, device, words)
+        if whole is None:
+            return
+        op = whole
     op = adapted(op, device, dtypes or op.dtypes)
     chosen = [promise for promise in promises_for(device, names, skip) if names or applies(promise, op)]
     for place, dtype in enumerate(dtypes or op.dtypes):
-        dtype_name = str(dtype).removeprefix("torch.")
+        dtype_name = _name_of(dtype)
         torch.manual_seed(0)
         samples = list(op.samples(device, dtype))
         if samples and not op.is_own and (op.name, dtype_name, RUNS) not in done:
-            on_begin(RunningCheck(op.name, dtype_name, RUNS))
+            now = RunningCheck(op.name, dtype_name, RUNS)
+            on_begin(now)
             with _around(op, device):
                 bits = dtypes is None and interprets_bfloat16(op, samples[0])
                 elsewhere = BFLOAT16 if bits else what_else_runs_it(op, samples[0])
             if elsewhere is not None:
-                yield Result(op.name, str(device), dtype_name, path_taken(device), RUNS, True, elsewhere, 0.0, calls=0)
+                yield _told(now, device, elsewhere)
                 if bits:
                     continue
                 return
@@ -192,6 +217,33 @@ def checks(
             if (op.name, dtype_name, name) in done or (place and promise in IN_ONE_DTYPE):
                 continue
             yield _check_one(op, device, dtype_name, promise, samples, on_begin)
+        now = RunningCheck(op.name, dtype_name, COSTS)
+        if other and names is None and not place and path_taken(device) != "interpreter" and now.check not in done:
+            on_begin(now)
+            yield _told(now, device, costs_beside(op, other, dtype, device))
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _told(now: RunningCheck, device: torch.device, words: str) -> Result:
+    """A result that only says something."""
+    return Result(now.op, str(device), now.dtype, path_taken(device), now.promise, True, words, 0.0, calls=0)
+
+
+def _completed(
+    op: Op, device: torch.device, dtypes: Sequence[torch.dtype] | None
+) -> tuple[Op | None, str]:  # fmt: skip
+    """Return the record with all that it lacks, and what was made; none where that cannot be."""
+    torch.manual_seed(0)
+    try:
+        with _around(op, device):
+            op, said = completed(op, device, dtypes)
+            op, more = resolved(op, device, dtypes)
+    except NothingToCheck as error:
+        return None, str(error)
+    return op, "\n".join(said + more)
 
 
 def _check_one(

@@ -1,8 +1,9 @@
 """Samples that do not come from an operator's record: calls that are given, and calls that a program made."""
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -12,8 +13,20 @@ from llmk.registry import Op, Sample
 from llmk.registry.private.operators import is_overload, overload_of, schema_of
 
 Samples = Callable[[torch.device, torch.dtype], Iterable[Sample]]
-GivenSamples = Samples | Mapping[str, Sequence[Sample]] | Sequence[Sample | Sequence[Any]]
-"""A function as a record has it, what `record()` gives, or calls: each a `Sample`, or the positional arguments."""
+
+
+class Strategy(Protocol):
+    """A `hypothesis.strategies.SearchStrategy`, without which opcheck does."""
+
+    def example(self) -> Any: ...
+
+
+GivenSamples = Samples | Mapping[str, Sequence[Sample]] | Sequence[Sample | Sequence[Any]] | Strategy
+"""A function as a record has it, what `record()` gives, calls, each a `Sample` or the positional arguments, or a
+Hypothesis strategy that draws such calls."""
+
+DRAWN = 20
+"""The calls that are taken from a strategy, the same in every run."""
 
 OF_PYTORCH = ("aten", "prim", "prims", "profiler")
 """Namespaces whose operators are not recorded."""
@@ -27,14 +40,42 @@ def samples_from(given: GivenSamples, op: Op) -> Samples:
     """
     if callable(given):
         return given
-    if isinstance(given, Mapping):
+    if _is_strategy(given):
+        given = _drawn(given)
+    elif isinstance(given, Mapping):
         given = _calls_of(op, given)
-    calls = [call if isinstance(call, Sample) else Sample(tuple(call), why=f"call {i}") for i, call in enumerate(given)]
+    listed: Any = given
+    calls = [
+        call if isinstance(call, Sample) else Sample(tuple(call), why=f"call {i}") for i, call in enumerate(listed)
+    ]
 
     def samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         return [_moved(call, device, dtype) for call in calls]
 
     return samples
+
+
+def _is_strategy(given: Any) -> TypeGuard[Strategy]:
+    strategies = sys.modules.get("hypothesis.strategies")
+    return strategies is not None and isinstance(given, strategies.SearchStrategy)
+
+
+def _drawn(strategy: Any) -> list[Any]:
+    """Calls that a strategy draws."""
+    from hypothesis import HealthCheck, Phase, given, settings
+
+    calls: list[Any] = []
+
+    @settings(
+        max_examples=DRAWN, derandomize=True, database=None, deadline=None, phases=[Phase.generate],
+        suppress_health_check=cast(Any, list(HealthCheck)),
+    )  # fmt: skip
+    @given(strategy)
+    def draw(call: Any) -> None:
+        calls.append(call)
+
+    draw()
+    return calls
 
 
 def _calls_of(op: Op, recorded: Mapping[str, Sequence[Sample]]) -> Sequence[Sample]:

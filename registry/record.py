@@ -24,7 +24,8 @@ class Sample:
     why: str = ""
 
     def __str__(self) -> str:
-        shapes = [tuple(a.shape) for a in self.args if isinstance(a, torch.Tensor)]
+        listed = [value if isinstance(value, list) else [value] for value in self.args]
+        shapes = [tuple(value.shape) for values in listed for value in values if isinstance(value, torch.Tensor)]
         return f"{self.why} {shapes}"
 
 

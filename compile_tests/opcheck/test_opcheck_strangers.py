@@ -1,6 +1,8 @@
 """opcheck on operators that are not llmk's: right ones keep what PyTorch asks of them, in every way of registering."""
 
 import dataclasses
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -108,6 +110,28 @@ def test_habits_of_llmk_are_asked_of_others_by_name_only() -> None:
     assert not op.is_own
 
 
+@pytest.mark.skipif(shutil.which("ninja") is None, reason="torch.utils.cpp_extension builds with ninja")
+def test_an_operator_of_a_cpp_extension(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It keeps every promise, with its record and without, and a wrong factor of its own is found."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    from compile_tests.helpers import strangers_cpp
+
+    leaky = strangers_cpp.LEAKY
+    results = check(leaky, dtypes=[torch.float32], skip=SLOW)
+    assert [result for result in results if not result.passed] == []
+    assert {result.verdict for result in results if result.promise == "torch_opcheck"} == {"kept"}
+    bare = check(leaky.overload, reference=leaky.reference, dtypes=[torch.float32], only=["values_and_gradients"])
+    assert "gradients of x" in "\n".join(notes(bare))
+    assert bare[-1].verdict == "kept"
+
+    def reference_wrong(x: Tensor, slope: float = 0.01) -> Tensor:
+        return strangers_cpp.reference_leaky(x, 2 * slope)
+
+    wrong = dataclasses.replace(leaky, reference=reference_wrong)
+    (cause,) = causes(check(wrong, dtypes=[torch.float32], only=["values_and_gradients"]))
+    assert "output 0: element" in cause.first.message
+
+
 def test_the_documentations_example_passes() -> None:
     names: dict[str, object] = {}
     code = next(text for _, text in blocks(ROOT / "docs" / "opcheck.md", "python") if "custom_op" in text)
@@ -166,6 +190,17 @@ def test_what_is_wrong_with_another_form_is_found() -> None:
     assert "output 1: element 0 is " in first_broken(
         dataclasses.replace(RIGHT["max_and_index"], reference=reference_max)
     )
+
+
+def test_a_wrong_number_made_of_integers_alone_is_found() -> None:
+    """No input moves by a rounding there, so the error bound is 0 and the far inputs are the sample."""
+
+    def reference_wrong(packed: Tensor, scale: float) -> Tensor:
+        return 2 * strangers.reference_unpack_nibbles(packed, scale)
+
+    wrong = dataclasses.replace(RIGHT["unpack_nibbles"], reference=reference_wrong)
+    (result,) = check(wrong, only=["values_and_gradients"])
+    assert result.message.startswith("bytes [(3, 8)]: output 0: element ")
 
 
 def test_integers_may_depend_on_the_inputs_rounding() -> None:
