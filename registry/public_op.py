@@ -25,6 +25,7 @@ R = TypeVar("R")
 _EXACT: dict[str, frozenset[type]] = {"Tensor": PLAIN_TENSORS} | {
     t.__name__: frozenset({t}) for t in (int, float, bool, str)
 }
+_EXACT["ScalarType"] = frozenset({torch.dtype})
 
 _ACCEPTED: dict[str, tuple[str, Any]] = {
     "Tensor": ("a tensor", ()),
@@ -32,6 +33,7 @@ _ACCEPTED: dict[str, tuple[str, Any]] = {
     "float": ("a number", (numbers.Real, torch.SymInt, torch.SymFloat)),
     "bool": ("a bool", (numbers.Real, torch.SymBool)),
     "str": ("a string", str),
+    "ScalarType": ("a torch.dtype", torch.dtype),
 }
 """In words, and what the dispatcher takes for it, besides a tensor or what stands for one."""
 _STRIDED = torch.strided
@@ -198,7 +200,7 @@ def _names(schema: torch.FunctionSchema) -> list[str]:
 
 def _kind(argument: Any) -> tuple[str, bool]:
     """An argument's type in the schema, and whether it may be None."""
-    name = str(argument.type)
+    name = str(argument.real_type)  # `type` calls a dtype an integer
     return name.removeprefix("Optional[").removesuffix("]"), name.startswith("Optional[")
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import strategies
 from torch import Tensor
 
 from compile_tests.helpers import strangers
@@ -17,6 +16,10 @@ from llmk.opcheck.causes import causes
 from llmk.opcheck.reports import notes
 from llmk.opcheck.runner import Result
 from llmk.registry import Op
+
+pytest.importorskip("hypothesis")
+
+from hypothesis import strategies
 
 FLOAT32 = [torch.float32]
 VALUES = ["values_and_gradients"]

@@ -27,7 +27,7 @@ def dispatched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     calls: list[bool] = []
     call_operator = type(torch.ops.llmk.rms_norm.default).__call__.__code__
 
-    def probe(name: str, tensor: Tensor) -> None:
+    def probe(name: str, tensor: Tensor, axis: str) -> None:
         if name == "input":
             frame, found = sys._getframe(), False
             while frame is not None:
@@ -35,7 +35,7 @@ def dispatched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
                 frame = frame.f_back
             calls.append(found)
 
-    monkeypatch.setattr(sys.modules["llmk.ops.norm.rms_norm"], "check_dtype", probe)
+    monkeypatch.setattr(sys.modules["llmk.ops.norm.rms_norm"], "check_rows", probe)
     return calls
 
 

@@ -39,7 +39,12 @@ def buffers(monkeypatch: pytest.MonkeyPatch, runs: list[Run]) -> list[Tensor]:
 def checked(monkeypatch: pytest.MonkeyPatch, runs: list[Run]) -> list[str]:
     """The arguments that rms_norm checks, call after call."""
     made: list[str] = []
-    monkeypatch.setattr(sys.modules["llmk.ops.norm.rms_norm"], "check_dtype", lambda name, tensor: made.append(name))
+    checks: dict[str, Callable[..., Any]] = {
+        "check_rows": lambda name, *args: made.append(name),
+        "check_parameter": lambda name, tensor, *args: None if tensor is None else made.append(name),
+    }
+    for check, note in checks.items():
+        monkeypatch.setattr(sys.modules["llmk.ops.norm.rms_norm"], check, note)
     return made
 
 
