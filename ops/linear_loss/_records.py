@@ -43,20 +43,24 @@ def token_workloads(
 
 
 class Float32Linear(torch.autograd.Function):
-    """A linear layer of 16-bit tensors with float32 outputs, whose gradient is rounded to 16 bits for its products."""
+    """A linear layer of 16-bit tensors with float32 outputs, whose gradient is rounded to 16 bits once, as in operators."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
         if x.is_cuda:
-            return torch.mm(x, weight.t(), out_dtype=torch.float32)
-        return x.float() @ weight.float().t()
+            logits = torch.mm(x, weight.t(), out_dtype=torch.float32)
+        else:
+            logits = x.float() @ weight.float().t()
+        return logits if bias is None else logits + bias
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
         grad = grad.to(x.dtype)
-        return grad @ weight, grad.t() @ x
+        db = grad.sum(0, dtype=torch.float32).to(x.dtype) if ctx.has_bias else None
+        return grad @ weight, grad.t() @ x, db
 
 
 def linear_reference(
@@ -65,8 +69,8 @@ def linear_reference(
     """Return `linear(input, weight, bias)` for a loss: in float32 or float64, unless another dtype is asked for."""
     if input.dtype in (torch.float32, torch.float64) or logits_dtype == input.dtype:
         return torch.nn.functional.linear(input, weight, bias)
-    logits = Float32Linear.apply(input.reshape(-1, input.shape[-1]), weight).view(*input.shape[:-1], weight.shape[0])
-    return logits if bias is None else logits + bias
+    logits = Float32Linear.apply(input.reshape(-1, input.shape[-1]), weight, bias)
+    return logits.view(*input.shape[:-1], weight.shape[0])
 
 
 def linear_cost(input: Tensor, linear_weight: Tensor, *, reads: int = 2, products: int = 3) -> Cost:
