@@ -43,16 +43,13 @@ def token_workloads(
 
 
 class Float32Linear(torch.autograd.Function):
-    """A linear layer of 16-bit tensors with float32 outputs, whose gradient is rounded to 16 bits once, as in operators."""
+    """A linear layer of 16-bit tensors with float32 outputs, whose gradient is rounded to 16 bits, as in operators."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
-        if x.is_cuda:
-            logits = torch.mm(x, weight.t(), out_dtype=torch.float32)
-        else:
-            logits = x.float() @ weight.float().t()
+        logits = torch.mm(x, weight.t(), out_dtype=torch.float32) if x.is_cuda else x.float() @ weight.float().t()
         return logits if bias is None else logits + bias
 
     @staticmethod
