@@ -3,11 +3,12 @@ r"""A linear layer and the cross entropy of its outputs, without ever holding al
 Sources: `torch.nn.functional.linear_cross_entropy` for the semantics; Hsu et al., "Liger Kernel", 2024,
 https://arxiv.org/abs/2410.10989, for making the gradients in the forward pass; `cross_entropy.py` for the loss itself.
 
-Forward, for x [N, H], W [V, H] and targets [N], a chunk of tokens at a time:
+Forward, for x [N, H], W [V, H] and targets [N], a chunk of tokens at a time, whose logits are float32 and exist for a
+block of its tokens at a time:
 
-    logits = x_chunk @ W^T + b                [C, V], the only buffer of that width
+    logits = x_block @ W^T + b                [R, V]
     losses = row_losses(logits)
-    G      = row_gradients(logits)            over the logits, in place
+    G      = row_gradients(logits)            [C, V], rounded to the dtype of x for the products
     dx     = G @ W                            rows of the chunk
     dW    += G^T @ x_chunk                    and db += the column sums of G
 
@@ -187,10 +188,10 @@ def fused_linear_ce(
         softcap: Logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.
         z_loss: `z_loss * logsumexp(logits)**2` is added to the loss of every row that counts; 0 is off. It has no class
             weight, but the mean divides the whole sum by the weights, where Liger divides z_loss by the number of rows.
-        chunk_size: Tokens whose logits exist at a time. 0 chooses: on a GPU the fewest equal chunks of at most 1.33 GiB
-            of logits, and at least two where there are more than H tokens; on a CPU a million logits. Beyond three
-            chunks dW is summed in float32, which takes a float32 buffer of its size, and the logits 1 GiB at most:
-            where dW is larger than a chunk's logits, more chunks take more memory, not less.
+        chunk_size: Tokens whose logits' gradient, `[chunk_size, V]` in the dtype of `input`, exists at a time. 0 chooses:
+            on a CPU a million numbers; on a GPU together with the tokens whose float32 logits exist at a time, which
+            are fewer, so that time and memory are least by a model of both. Beyond three chunks the gradient of
+            `linear_weight` is summed in float32.
         row_weight: Weight of each token's loss, in the target's shape; the mean divides by the sum of
             these, times the class weights if given, over the tokens that count. None for 1. It has no gradient.
         skip_ignored: Do no work for tokens that do not count. On a CPU they are left out. On a GPU, where only the

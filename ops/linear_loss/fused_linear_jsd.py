@@ -8,7 +8,7 @@ Forward, for student x [N, H], W [V, H] and teacher x' [N, H'], W' [V, H'], a ch
 
     logits  = x_chunk @ W^T + b            [C, V], and the teacher's beside them: the only buffers of that width
     losses  = divergence of each row       three passes over both, see `kernels/_divergence.py`
-    G       = the student's logits' gradient, in place
+    G       = the student's logits' gradient, rounded to the dtype of x for the products
     dx      = G @ W                        rows of the chunk
     dW     += G^T @ x_chunk                and db += the column sums of G
 
@@ -179,7 +179,7 @@ def fused_linear_jsd(
             device knows how many count, the matrix products stop at that number on chips of compute capability 9 and 10
             in bfloat16, where H is a multiple of 8 and the weight's rows are contiguous; elsewhere they are those of
             all tokens. Where tokens are more than a chunk, it takes memory for dW once more.
-        chunk_size: Tokens whose logits exist at a time; 0 chooses as `fused_linear_ce` does, for both logits together.
+        chunk_size: As in `fused_linear_ce`; 0 chooses for both logits together.
         logits_dtype: As in `fused_linear_ce`.
 
     Returns:

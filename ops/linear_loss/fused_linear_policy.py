@@ -295,8 +295,7 @@ def fused_linear_policy(
             its hidden state must be finite, as the weight's gradient has 0 times it, unless `skip_ignored`.
         skip_ignored: Do no work for tokens that do not count, as `fused_linear_ce` does it; where ratios are those of
             sequences the logits of the others are made twice.
-        chunk_size: Tokens whose logits exist at a time, or the most that are whole sequences where ratios are theirs. 0
-            chooses as `fused_linear_ce` does.
+        chunk_size: As in `fused_linear_ce`, or the most tokens that are whole sequences where ratios are theirs.
         logits_dtype: As in `fused_linear_ce`.
 
     Returns:

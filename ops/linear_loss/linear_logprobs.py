@@ -4,14 +4,14 @@ Sources: the reference is the composition of a linear layer, a log-softmax and a
 `trl.trainer.utils.selective_log_softmax` and `entropy_from_logits` of TRL compute of whole logits; the row kernels,
 `kernels/_logprobs.py`, have their own.
 
-Forward, for x [N, H], W [V, H] and K candidates a token, a chunk of tokens at a time:
+Forward, for x [N, H], W [V, H] and K candidates a token, a block of tokens at a time:
 
-    logits = x_chunk @ W^T + b                [C, V], the only buffer of that width
-    log-probabilities [C, K], entropy [C]     in one pass over the logits
+    logits = x_block @ W^T + b                [R, V], float32
+    log-probabilities [R, K], entropy [R]     in one pass over the logits
 
 Backward, for any gradient of either, alone or together: the logits are made again and
 
-    G      = the logits' gradient             over the logits, in place
+    G      = the logits' gradient             rounded to the dtype of x for the products
     dx     = G @ W                            rows of the chunk
     dW    += G^T @ x_chunk                    and db += the column sums of G
 
@@ -151,9 +151,7 @@ def linear_logprobs(
             have it has entropy 0 too, whatever its logits are.
         skip_ignored: Do no work for tokens none of whose candidates counts, as `fused_linear_ce` does it. The passes
             over the logits leave them out with or without this.
-        chunk_size: Tokens whose logits exist at a time. 0 chooses: on a GPU the fewest equal chunks of at most 0.8 GiB
-            of logits, on a CPU a million logits. Beyond three chunks the gradient of `linear_weight` is summed in
-            float32, which takes a buffer of that size.
+        chunk_size: As in `fused_linear_ce`; the forward pass has the logits of a block alone.
         logits_dtype: As in `fused_linear_ce`.
 
     Returns:

@@ -136,8 +136,7 @@ def vocab_parallel_linear_ce(
         softcap: Logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.
         z_loss: `z_loss * logsumexp(logits)**2` is added to the loss of every row that counts; 0 is off. It has no class
             weight, but the mean divides the whole sum by the weights, where Liger divides z_loss by the number of rows.
-        chunk_size: Tokens whose logits exist at a time. 0 chooses as `fused_linear_ce` does, for `num_classes` divided
-            by the number of ranks.
+        chunk_size: As in `fused_linear_ce`; 0 chooses for `num_classes` divided by the number of ranks.
         vocab_start: The class of the first row of `linear_weight`.
         num_classes: Number of classes of all ranks together; 0 without a group: those of `linear_weight`.
         group_name: The `group_name` of a `torch.distributed.ProcessGroup`; "" is one rank, which has all classes.
