@@ -86,9 +86,9 @@ def dpo(
         ValueError: A shape or an option does not fit.
 
     The forward pass computes the gradients, with three products of the policy where a chunk holds the logits of a pair
-    and their gradient (with `chunk_size` 0 on a GPU 2.67 GiB), else with four. With "aot", "aot_unpaired" or "sft" alone, a packed batch
-    or a vocabulary that is sharded over ranks the backward pass computes them: four products, and five with
-    `use_weighting`. The reference has one.
+    and their gradient (with `chunk_size` 0 on a GPU 2.67 GiB), else with four. With "aot", "aot_unpaired" or "sft"
+    alone, a packed batch or a vocabulary that is sharded over ranks the backward pass computes them: four products, and
+    five with `use_weighting`. The reference has one.
 
     Sources: Rafailov et al., 2023, https://arxiv.org/abs/2305.18290; the other loss types in `_pairs.py`; ld_alpha:
     Liu et al., 2024, https://arxiv.org/abs/2409.06411; use_weighting: Zhou et al., WPO, 2024,
