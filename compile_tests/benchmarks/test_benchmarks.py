@@ -13,7 +13,7 @@ from llmk.registry import OPS, Sample
 
 pytest.importorskip("tqdm")
 
-from benchmarks import chunks, peers
+from benchmarks import chunks, float32_logits, peers
 from benchmarks.compositions import COMPOSITIONS
 from benchmarks.report import best_peer, op_results
 from benchmarks.run import main
@@ -189,3 +189,12 @@ def test_chunks(tmp_path: Path) -> None:
     rows = json.loads(file.read_text())["rows"]
     assert [row["chunk_size"] for row in rows] == list(chunks.SMALL_CHUNK_SIZES)
     assert all(row["ms"] > 0 and row["products_ms"] > 0 for row in rows)
+
+
+def test_float32_logits(tmp_path: Path) -> None:
+    file = tmp_path / "float32_logits.json"
+    assert float32_logits.main(["--device", "cpu", "--json", str(file)]) == 0
+    results = json.loads(file.read_text())
+    assert {way for row in results["rows"] for way in row["ways"]} == {"float32", "input's dtype", "products alone"}
+    near = {row["logits"]: row["relative"] for row in results["errors"] if row["of"] == "dx, teacher at 0.001"}
+    assert near["None"] < 0.01 < near["torch.bfloat16"]

@@ -189,9 +189,9 @@ def fused_linear_ce(
         z_loss: `z_loss * logsumexp(logits)**2` is added to the loss of every row that counts; 0 is off. It has no class
             weight, but the mean divides the whole sum by the weights, where Liger divides z_loss by the number of rows.
         chunk_size: Tokens whose logits' gradient, `[chunk_size, V]` in the dtype of `input`, exists at a time. 0
-            chooses: on a CPU a million numbers; on a GPU together with the tokens whose float32 logits exist at a time, which
-            are fewer, so that time and memory are least by a model of both. Beyond three chunks the gradient of
-            `linear_weight` is summed in float32.
+            chooses: on a CPU a million numbers; on a GPU together with the tokens whose float32 logits exist at a
+            time, which are fewer, so that time and memory are least by a model of both. Beyond three chunks the
+            gradient of `linear_weight` is summed in float32.
         row_weight: Weight of each token's loss, in the target's shape; the mean divides by the sum of
             these, times the class weights if given, over the tokens that count. None for 1. It has no gradient.
         skip_ignored: Do no work for tokens that do not count. On a CPU they are left out. On a GPU, where only the
