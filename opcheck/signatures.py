@@ -92,9 +92,16 @@ class _Making:
     plan: _Plan
 
     def sample(
-        self, rows: int, columns: int, device: torch.device, dtype: torch.dtype, *, why: str, full: bool = False,
+        self,
+        rows: int,
+        columns: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        why: str,
+        full: bool = False,
         flipped: str = "",
-    ) -> Sample:  # fmt: skip
+    ) -> Sample:
         """A call; `full` gives the optional tensors too, and one argument that is true or false may be flipped."""
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
@@ -217,9 +224,7 @@ def _resized(
     return resized if possible else None
 
 
-def _takes(
-    op: Op, form: Form, device: torch.device, sample: Sample, *, of_reference: bool = False
-) -> Exception | None:  # fmt: skip
+def _takes(op: Op, form: Form, device: torch.device, sample: Sample, *, of_reference: bool = False) -> Exception | None:
     """Return what is raised by a call: by that of the reference, and of the operator unless the former decides.
 
     An operator that has no code for the device refuses every call, and none of them for its shapes.
@@ -243,7 +248,7 @@ def _error_of(form: Form, function: Callable[..., Any], sample: Sample) -> Excep
 
 def _results(
     form: Form, function: Callable[..., Any], sample: Sample, wanted: Sequence[str] = ()
-) -> tuple[list[Tensor], dict[str, list[Tensor]]]:  # fmt: skip
+) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
     """The results of a call on copies, and those of the copies that want a gradient, by argument."""
     leaves: dict[str, list[Tensor]] = {name: [] for name in wanted}
 

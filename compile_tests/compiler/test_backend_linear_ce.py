@@ -99,8 +99,9 @@ def test_after_autograd_nothing_of_the_logits_is_left(chunks: str) -> None:
     )
     require_same(run, loss(options=CHUNKS[chunks]), [x, w, b, t])
     assert report.replaced == {"fused_linear_ce": 1}, str(report)
-    assert all("fused_linear_ce" in graph and "torch_nn" not in graph and "cross_entropy(" not in graph
-               for graph in graphs)  # fmt: skip
+    assert all(
+        "fused_linear_ce" in graph and "torch_nn" not in graph and "cross_entropy(" not in graph for graph in graphs
+    )
 
 
 @pytest.mark.parametrize("chunks", ["whole", "chunked"])
@@ -126,16 +127,18 @@ LEFT = {
     ),
     "float64": (lambda x, w: F.linear_cross_entropy(x.double(), w.double(), targets(N)), "float64"),
     "float64 in chunks": (
-        lambda x, w: F.linear_cross_entropy(x.double(), w.double(), targets(N), options=CHUNKED), "float64",
+        lambda x, w: F.linear_cross_entropy(x.double(), w.double(), targets(N), options=CHUNKED),
+        "float64",
     ),
     "a class weight that learns": (
         lambda x, w: F.linear_cross_entropy(x, w, targets(N), weight=w.sum(1).exp(), reduction="none", options=CHUNKED),
         "weight wants a gradient",
     ),
     "under autocast, which PyTorch's chunks do not follow": (
-        lambda x, w: autocast(lambda: F.linear_cross_entropy(x, w, targets(N), options=CHUNKED)), "tried with",
+        lambda x, w: autocast(lambda: F.linear_cross_entropy(x, w, targets(N), options=CHUNKED)),
+        "tried with",
     ),
-}  # fmt: skip
+}
 """By a name: the function, and words of the reason."""
 
 

@@ -177,8 +177,13 @@ def test_another_operator_is_the_reference() -> None:
 
 
 COMPILING = (
-    "compiled", "compiled_samples", "no_recompile", "default_dtype", "default_device", "finite_gradients",
-)  # fmt: skip
+    "compiled",
+    "compiled_samples",
+    "no_recompile",
+    "default_dtype",
+    "default_device",
+    "finite_gradients",
+)
 
 
 def test_a_reference_that_rounds_to_float32_says_what_is_right_in_16_bits() -> None:
@@ -237,7 +242,7 @@ def test_an_operator_is_named_on_the_command_line(folder: Path, capfd: pytest.Ca
         ),
         (["add", "--reference", "swiglu"], "argument --reference: expected MODULE:NAME, got 'swiglu'"),
     ],
-)  # fmt: skip
+)
 def test_what_there_is_not_is_said(
     folder: Path, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

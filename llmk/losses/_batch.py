@@ -62,9 +62,13 @@ def check_per_token(
 
 
 def check_per_sequence(
-    name: str, value: Any, count: int | None, target: Tensor, dtypes: Sequence[torch.dtype] = NUMBERS,
+    name: str,
+    value: Any,
+    count: int | None,
+    target: Tensor,
+    dtypes: Sequence[torch.dtype] = NUMBERS,
     expected: str = "numbers",
-) -> None:  # fmt: skip
+) -> None:
     """Check a tensor with one value for each sequence; a `count` of None is not known."""
     check_tensor(name, value, dtypes, expected)
     if value.dim() != 1 or (count is not None and value.shape[0] != count):
@@ -219,10 +223,18 @@ class Head:
     def logprobs(self, input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return the targets' log-probabilities and the entropies, float32, 0 where a token does not count."""
         return linear_logprobs(
-            input, self.linear_weight, target, linear_bias=self.linear_bias, temperature=self.temperature,
-            logit_scale=self.logit_scale, softcap=self.softcap, ignore_index=self.ignore_index,
-            skip_ignored=self.skip_ignored, chunk_size=self.chunk_size, logits_dtype=self.logits_dtype,
-        )  # fmt: skip
+            input,
+            self.linear_weight,
+            target,
+            linear_bias=self.linear_bias,
+            temperature=self.temperature,
+            logit_scale=self.logit_scale,
+            softcap=self.softcap,
+            ignore_index=self.ignore_index,
+            skip_ignored=self.skip_ignored,
+            chunk_size=self.chunk_size,
+            logits_dtype=self.logits_dtype,
+        )
 
     def log_sum_sq_probs(self, input: Tensor, target: Tensor, logprobs: Tensor) -> Tensor:
         """Compute log sum_v p_v^2 of each token from the targets' log-probabilities, detached, with one product more.
@@ -239,9 +251,16 @@ class Head:
         return sequences.ids is None and not is_sharded(self.linear_weight)
 
     def preference(
-        self, input: Tensor, target: Tensor, ref_logps: Tensor | None, *, group_size: int = 2,
-        token_weight: Tensor | None = None, nll_weight: Tensor | None = None, **options: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self,
+        input: Tensor,
+        target: Tensor,
+        ref_logps: Tensor | None,
+        *,
+        group_size: int = 2,
+        token_weight: Tensor | None = None,
+        nll_weight: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Call `fused_linear_preference`; a group has one sequence in each of `group_size` equal parts of the batch.
 
         Arguments are `[B]` or `[B, S]`. Return the loss, a sum over groups, log-probabilities and entropies.
@@ -254,17 +273,25 @@ class Head:
         tensors = {"ref_logps": ref_logps, "token_weight": token_weight, "nll_weight": nll_weight}
         given: dict[str, Any] = {name: to_groups(values) for name, values in tensors.items() if values is not None}
         loss, logprobs, entropy = fused_linear_preference(
-            to_groups(input), self.linear_weight, to_groups(target), linear_bias=self.linear_bias,
-            temperature=self.temperature, logit_scale=self.logit_scale, softcap=self.softcap,
-            ignore_index=self.ignore_index, skip_ignored=self.skip_ignored, chunk_size=self.chunk_size,
-            logits_dtype=self.logits_dtype, **given,
+            to_groups(input),
+            self.linear_weight,
+            to_groups(target),
+            linear_bias=self.linear_bias,
+            temperature=self.temperature,
+            logit_scale=self.logit_scale,
+            softcap=self.softcap,
+            ignore_index=self.ignore_index,
+            skip_ignored=self.skip_ignored,
+            chunk_size=self.chunk_size,
+            logits_dtype=self.logits_dtype,
+            **given,
             **options,
-        )  # fmt: skip
+        )
         return loss, logprobs.transpose(0, 1).flatten(0, 1), entropy.transpose(0, 1).flatten(0, 1)
 
     def policy(
         self, input: Tensor, target: Tensor, terms: PolicyTerms, sequences: Sequences
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Call `fused_linear_policy`, or compute the loss from `logprobs` where it does not take the batch.
 
         Return the loss, a sum, and the detached log-probabilities and entropies `[B, S]`.
@@ -274,12 +301,25 @@ class Head:
             logprobs, entropy = self.logprobs(input, target)
             return terms.loss(logprobs, entropy), logprobs.detach(), entropy.detach()
         return fused_linear_policy(
-            input, self.linear_weight, target, linear_bias=self.linear_bias, advantages=terms.advantages,
-            token_weight=terms.weight, old_logps=terms.old_logps, ref_logps=terms.ref_logps, kl_weight=terms.kl_weight,
-            entropy_weight=terms.entropy_weight, temperature=self.temperature, logit_scale=self.logit_scale,
-            softcap=self.softcap, ignore_index=self.ignore_index, skip_ignored=self.skip_ignored,
-            chunk_size=self.chunk_size, logits_dtype=self.logits_dtype, **terms.options._asdict(),
-        )  # fmt: skip
+            input,
+            self.linear_weight,
+            target,
+            linear_bias=self.linear_bias,
+            advantages=terms.advantages,
+            token_weight=terms.weight,
+            old_logps=terms.old_logps,
+            ref_logps=terms.ref_logps,
+            kl_weight=terms.kl_weight,
+            entropy_weight=terms.entropy_weight,
+            temperature=self.temperature,
+            logit_scale=self.logit_scale,
+            softcap=self.softcap,
+            ignore_index=self.ignore_index,
+            skip_ignored=self.skip_ignored,
+            chunk_size=self.chunk_size,
+            logits_dtype=self.logits_dtype,
+            **terms.options._asdict(),
+        )
 
     def scaled(self, input: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return an input and a bias that give the scaled logits, for operators that have no scale."""
@@ -302,9 +342,12 @@ def mean_over_tokens(values: Tensor, sequences: Sequences) -> Tensor:
 
 
 def check_reference(
-    input: Tensor, ref_logps: Tensor | None, ref_input: Tensor | None, ref_linear_weight: Tensor | None,
+    input: Tensor,
+    ref_logps: Tensor | None,
+    ref_input: Tensor | None,
+    ref_linear_weight: Tensor | None,
     ref_linear_bias: Tensor | None,
-) -> None:  # fmt: skip
+) -> None:
     """Check that either the reference model's log-probabilities or its hidden states and projection are given."""
     hidden = {"ref_input": ref_input, "ref_linear_weight": ref_linear_weight}
     if ref_logps is not None:

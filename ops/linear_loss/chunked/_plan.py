@@ -63,9 +63,19 @@ class Plan:
 
 @functools.lru_cache(maxsize=1024)
 def plan(
-    N: int, H: int, V: int, dtype: torch.dtype, *, float32_logits: bool, on_host: bool, chunk_size: int = 0,
-    group: int = 1, layers: int = 1, dynamic: bool = False, remade: bool = False,
-) -> Plan:  # fmt: skip
+    N: int,
+    H: int,
+    V: int,
+    dtype: torch.dtype,
+    *,
+    float32_logits: bool,
+    on_host: bool,
+    chunk_size: int = 0,
+    group: int = 1,
+    layers: int = 1,
+    dynamic: bool = False,
+    remade: bool = False,
+) -> Plan:
     """Choose the plan of a linear layer over N rows of H features and V classes.
 
     Args:
