@@ -70,8 +70,8 @@ def linear_reference(
     return logits.view(*input.shape[:-1], weight.shape[0])
 
 
-def linear_cost(input: Tensor, linear_weight: Tensor, *, reads: int = 2, products: int = 3) -> Cost:
+def linear_cost(input: Tensor, linear_weight: Tensor, *, reads: int = 2, products: float = 3) -> Cost:
     """Return the cost of `products` products and `reads` reads of input and weight, one of each in the forward pass."""
     tensors = (input.numel() + linear_weight.numel()) * input.element_size()
     product = product_flops(input, linear_weight)
-    return Cost(tensors, reads * tensors, product, products * product)
+    return Cost(tensors, reads * tensors, product, round(products * product))

@@ -14,8 +14,8 @@ with a loss f and an estimator KL. So the gradient of l_t is, with level its own
 
 which is known once the token's log-probability is, or its sequence's are, and that of H_t is -h_t. In the forward pass
 `drivers/logprobs.py` makes the gradients from these with the chunk's logits, and the backward pass multiplies them by
-that of the loss: three products. Where ratios are per sequence and a sequence does not fit into a chunk, all logits
-are made twice, in the forward pass still: four products.
+that of the loss: three products. Where ratios are per sequence and a sequence does not fit into a block, logits are
+made twice, in the forward pass still, but for those of the first tokens, which are kept: at most four products.
 """
 
 from collections.abc import Iterator

@@ -17,8 +17,9 @@ known once the group's log-probabilities are. So forward, for x [N, H] and W [V,
     dx     = G @ W                            rows of the chunk
     dW    += G^T @ x_chunk                    and db += the column sums of G
 
-and the backward pass multiplies by the gradient of the loss: three products. Where a group does not fit into a chunk
-all logits are made twice, in the forward pass still: four products.
+and the backward pass multiplies by the gradient of the loss: three products. Where a group does not fit into a block
+logits are made twice, in the forward pass still, but for those of the first tokens, which are kept: at most four
+products.
 """
 
 from collections.abc import Iterator

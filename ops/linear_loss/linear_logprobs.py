@@ -9,13 +9,15 @@ Forward, for x [N, H], W [V, H] and K candidates a token, a block of tokens at a
     logits = x_block @ W^T + b                [R, V], float32
     log-probabilities [R, K], entropy [R]     in one pass over the logits
 
-Backward, for any gradient of either, alone or together: the logits are made again and
+Backward, for any gradient of either, alone or together, from the logits of the first K tokens, which are kept where a
+gradient is wanted, and those of the others, which are made again:
 
     G      = the logits' gradient             rounded to the dtype of x for the products
     dx     = G @ W                            rows of the chunk
     dW    += G^T @ x_chunk                    and db += the column sums of G
 
-which are four products in all, and three without a gradient of W. Nothing of the vocabulary's size is saved.
+which are four products in all less K / N of one, and one less without a gradient of W. K is all N tokens of a small
+batch and none of a large one: `kept_rows` in `chunked/_plan.py`.
 """
 
 from collections.abc import Iterator
@@ -27,6 +29,7 @@ from torch import Tensor
 from llmk.ops.common.math import cap_reference
 from llmk.ops.linear_loss._patterns import LINEAR_LOGPROBS
 from llmk.ops.linear_loss._records import Make, linear_cost, linear_reference, token_workloads
+from llmk.ops.linear_loss.chunked import kept_rows
 from llmk.ops.linear_loss.drivers.logprobs import LogprobsOps
 from llmk.registry import Cost, Sample, public_op
 
@@ -103,7 +106,9 @@ def linear_logprobs_workloads(device: torch.device, dtype: torch.dtype) -> Itera
 
 
 def linear_logprobs_cost(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Cost:
-    return linear_cost(input, linear_weight, reads=3, products=4)
+    N, (V, H) = input.shape[:-1].numel(), linear_weight.shape
+    kept = kept_rows(N, H, V, 4, options.get("chunk_size", 0))
+    return linear_cost(input, linear_weight, reads=3, products=4 - kept / max(N, 1))
 
 
 @public_op(
@@ -134,7 +139,11 @@ def linear_logprobs(
 
     Both are differentiable, together or alone, for any incoming gradient: what losses of preference, of reinforcement
     learning and of distillation are made of. Logits are `linear(input, linear_weight, linear_bias)`, multiplied by
-    `logit_scale`, capped, and divided by `temperature`. The backward pass makes them again.
+    `logit_scale`, capped, and divided by `temperature`.
+
+    From the forward to the backward pass, where a gradient is wanted, the logits of the first K of N tokens are kept:
+    `K = max(0, min(N, (4 M - N) // 3))`, where M is the smaller of H and what 2.67 GiB of logits are, or `chunk_size`
+    where that is smaller. The others are made again. Calls whose backward passes are still to come add up.
 
     Where `linear_weight` is a DTensor whose classes are sharded, `Shard(0)`, over one dimension of its mesh, each rank
     keeps its own, and the ranks gather 3 + K float32 numbers of each token; see `fused_linear_ce`.
@@ -151,7 +160,7 @@ def linear_logprobs(
             have it has entropy 0 too, whatever its logits are.
         skip_ignored: Do no work for tokens none of whose candidates counts, as `fused_linear_ce` does it. The passes
             over the logits leave them out with or without this.
-        chunk_size: As in `fused_linear_ce`; the forward pass has the logits of a block alone.
+        chunk_size: As in `fused_linear_ce`; the forward pass has the logits of a block and those that are kept.
         logits_dtype: As in `fused_linear_ce`.
 
     Returns:

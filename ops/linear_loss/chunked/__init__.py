@@ -14,7 +14,7 @@ from llmk.ops.linear_loss.chunked._call import (
     wants_float32,
 )
 from llmk.ops.linear_loss.chunked._linear import ChunkedLinear, CompactedTokens, LinearGradients
-from llmk.ops.linear_loss.chunked._plan import Plan
+from llmk.ops.linear_loss.chunked._plan import Plan, kept_rows
 from llmk.ops.linear_loss.chunked._vocab_shard import VocabShard
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "check_temperature",
     "checked_linear",
     "fake_gradients",
+    "kept_rows",
     "local_fields",
     "product_flops",
     "recomputing_op",

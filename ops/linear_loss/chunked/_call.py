@@ -17,14 +17,15 @@ from torch import Tensor
 
 from llmk.ops.common.scaling import SavedGradients, save_gradients
 from llmk.ops.linear_loss.chunked._dynamic_rows import can_group
-from llmk.ops.linear_loss.chunked._linear import CompactedTokens
-from llmk.ops.linear_loss.chunked._plan import Plan, plan
+from llmk.ops.linear_loss.chunked._linear import ALIGNED, CompactedTokens
+from llmk.ops.linear_loss.chunked._plan import Plan, kept_rows, plan
 from llmk.ops.linear_loss.chunked._vocab_shard import NOT_SHARDED, VocabShard
 from llmk.ops.linear_loss.kernels import KERNELS, PYTORCH, Implementation
 from llmk.registry import (
     LARGEST,
     KernelOp,
     autocast_dtype,
+    cdiv,
     check_dtype,
     check_number,
     check_same,
@@ -77,7 +78,9 @@ class LinearCall:
         rows = {name: None if tensor is None else compacted.gather(tensor) for name, tensor in tensors.items()}
         return compacted, replace(self, **rows)
 
-    def plan(self, impl: Implementation, *, group: int = 1, layers: int = 1, remade: bool = False) -> Plan:
+    def plan(
+        self, impl: Implementation, *, group: int = 1, layers: int = 1, remade: bool = False, kept: int = 0
+    ) -> Plan:
         """Return the plan of the linear layer, or of several over the same classes."""
         return plan(
             self.tokens.numel(),
@@ -91,7 +94,21 @@ class LinearCall:
             layers=layers,
             dynamic=not impl.on_host and self.can_compact(impl),
             remade=remade,
+            kept=kept,
         )
+
+    def kept_logits(self, keep: bool) -> Tensor:
+        """Return an uninitialized buffer `[K, V]` for the logits of the first rows, with K = 0 if not `keep`.
+
+        K is a function of sizes alone, so that fakes have the same. Rows may have elements past V, and what no token's
+        logits are written to is never read.
+        """
+        V, dtype = self.linear_weight.shape[0], torch.float32 if self.float32_logits else self.input.dtype
+        # A product of rows that only the device counts takes a buffer for its result if that is float32.
+        keep = keep and (self.float32_logits or not self.skip_ignored)
+        N, H = math.prod(self.tokens), self.input.shape[-1]  # numel() would make a symbolic number a constant
+        rows = kept_rows(N, H, V, dtype.itemsize, self.chunk_size) if keep else 0
+        return self.input.new_empty((rows, cdiv(V, ALIGNED) * ALIGNED), dtype=dtype)
 
     @property
     def tokens(self) -> torch.Size:
@@ -338,15 +355,23 @@ def _argument_gradients(ctx: Any, dx: Tensor | None, dw: Tensor | None, db: Tens
     return dx if need_dx else None, dw if need_dw else None, db if need_db else None, *[None] * (ctx.arguments - 3)
 
 
-def recomputing_op(name: str, call_type: type[C], run: Callable[..., Any]) -> CallOp[C]:
-    """Return the op `run(impl, call, ..., need_dx, need_dw, need_db)` of a backward pass that recomputes the logits."""
+def recomputing_op(name: str, call_type: type[C], run: Callable[..., Any], *, keeps: bool = False) -> CallOp[C]:
+    """Return the op `run(impl, call, ..., need_dx, need_dw, need_db)` of a backward pass that recomputes the logits.
+
+    With `keeps` the last argument before these is the logits `[K, ...]` that the forward pass kept.
+    """
+
+    def products(impl: Implementation, call: LinearCall, *rest: Any) -> float:
+        kept = rest[-4].shape[0] if keeps else 0
+        return 1 - kept / max(call.tokens.numel(), 1) + rest[-3] + rest[-2]
+
     return CallOp(
         name,
         call_type,
         run,
         outputs=3,
         fake=lambda call, *rest: fake_gradients(call, rest[-3:], call.recomputed_dtypes),
-        products=lambda impl, call, *rest: 1 + rest[-3] + rest[-2],
+        products=products,
     )
 
 

@@ -81,7 +81,7 @@ class ChunkedLinear:
     """`x @ weight.t() + bias` in chunks and blocks of rows: x `[N, H]` is the input `[..., H]` flattened.
 
     The weight is `[V, H]`. With a `count`, int32 `[]`, only so many rows have outputs, and the rows past them are
-    undefined.
+    undefined. The first rows have their outputs in `kept`, one for each of its rows, where a second pass finds them.
     """
 
     def __init__(
@@ -93,24 +93,31 @@ class ChunkedLinear:
         *,
         float32_logits: bool,
         count: Tensor | None = None,
+        kept: Tensor | None = None,
     ) -> None:
         self.shape = input.shape
         self.x = input.reshape(-1, input.shape[-1])
-        self.weight, self.bias, self.plan, self.count = weight, bias, plan, count
+        self.weight, self.bias, self.plan, self.count, self.kept = weight, bias, plan, count, kept
         self.logits_dtype = torch.float32 if float32_logits else self.x.dtype
         if self.logits_dtype != self.x.dtype and not self.x.is_cuda:
             self.factor = weight.float()  # a CPU has no product of 16-bit matrices to float32
         else:
             self.factor = weight
+        self.kept_rows = 0 if kept is None else min(kept.shape[0], self.x.shape[0])
         # cuBLAS takes five times as long for a product whose sizes are odd: the remainder has a product of its own.
         V = weight.shape[0]
         whole = V // ALIGNED * ALIGNED
         self.class_parts = [part for part in (slice(whole, V), slice(0, whole)) if part.start < part.stop]
 
     @property
-    def has_separate_gradients(self) -> bool:
-        """True if the gradient of the logits has another dtype than they, and does not overwrite them."""
+    def has_wider_logits(self) -> bool:
+        """True if the logits have another dtype than their gradient, which has that of x."""
         return self.logits_dtype != self.x.dtype
+
+    @property
+    def has_separate_gradients(self) -> bool:
+        """True if the gradient of the logits does not overwrite them."""
+        return self.has_wider_logits or self.kept_rows > 0
 
     @property
     def leaves_rows_past_count(self) -> bool:
@@ -133,22 +140,38 @@ class ChunkedLinear:
         size = min(rows, self.x.shape[0]), cdiv(V, ALIGNED) * ALIGNED
         return torch.empty(size, dtype=dtype, device=self.x.device)[:, :V]
 
-    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield each block's rows and outputs, which the next block overwrites and the end frees."""
-        N, allocates = self.x.shape[0], self.count is not None and not self.has_separate_gradients
-        buffer = self.buffer(0 if allocates else self.plan.block_rows, self.logits_dtype)
-        for start in range(0, max(N, 1), self.plan.chunk_rows):  # at least one: the gradients over no token are zeros
-            chunk = self.chunk_of(slice(start, start))
-            for first in range(start, max(chunk.stop, 1), self.plan.block_rows):
-                rows = slice(first, min(first + self.plan.block_rows, chunk.stop))
-                if allocates:
-                    logits = self._counted_product(rows)
-                else:
-                    logits = self._product(rows, buffer[: rows.stop - rows.start])
-                yield rows, logits
-                if allocates:  # the product allocates its result: two would exist at once
-                    logits.untyped_storage().resize_(0)
+    def blocks(self, *, second: bool = False) -> Iterator[tuple[slice, Tensor]]:
+        """Yield each block's rows and outputs, which the next block overwrites and the end frees.
+
+        A `second` pass reads the outputs that are kept, and computes the others again.
+        """
+        allocates = self.count is not None and not self.has_wider_logits
+        others = min(self.plan.block_rows, self.x.shape[0] - self.kept_rows)
+        buffer = self.buffer(0 if allocates else others, self.logits_dtype)
+        for rows in self._block_rows():
+            if self.kept is not None and rows.start < self.kept_rows:
+                logits = self.kept[rows, : self.weight.shape[0]]
+                if not second:
+                    self._product(rows, logits)
+            elif allocates:
+                logits = self._counted_product(rows)
+            else:
+                logits = self._product(rows, buffer[: rows.stop - rows.start])
+            yield rows, logits
+            if allocates:  # the product allocates its result: two would exist at once
+                logits.untyped_storage().resize_(0)
         buffer.untyped_storage().resize_(0)  # the caller's loop still holds the last one
+
+    def _block_rows(self) -> Iterator[slice]:
+        """Yield the rows of each block, at least one: a block ends where its chunk does, or the rows that are kept."""
+        N, start = self.x.shape[0], 0
+        while True:
+            end = self.kept_rows if start < self.kept_rows else N
+            stop = min(start + self.plan.block_rows, self.chunk_of(slice(start, start)).stop, end)
+            yield slice(start, stop)
+            if stop >= N:
+                return
+            start = stop
 
     def _counted_product(self, rows: slice) -> Tensor:
         logits = outputs(self.x[rows], self.weight, self.end(rows))
@@ -156,7 +179,7 @@ class ChunkedLinear:
 
     def _product(self, rows: slice, logits: Tensor) -> Tensor:
         """Write the outputs of some rows."""
-        x, add_bias = self.x[rows], self.has_separate_gradients
+        x, add_bias = self.x[rows], self.has_wider_logits
         if self.count is not None:
             float32_outputs(x, self.weight, self.end(rows), logits)
         else:
@@ -193,8 +216,10 @@ class LinearGradients:
         )
         self.dx_rows = self.dx.view(x.shape) if need[0] else self.dx
 
-    def blocks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    def blocks(self, *, second: bool = False) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yield each block's rows, logits, and where to write their gradient, which may be the logits.
+
+        `second` as in `ChunkedLinear.blocks`.
 
         After the last block of a chunk the gradients that are needed are accumulated; without any nothing need be
         written.
@@ -202,7 +227,7 @@ class LinearGradients:
         linear, needed = self.linear, any(self.need)
         separate = needed and linear.has_separate_gradients
         buffer = linear.buffer(linear.plan.chunk_rows, linear.x.dtype) if separate else None
-        for rows, logits in linear.blocks():
+        for rows, logits in linear.blocks(second=second):
             chunk = linear.chunk_of(rows)
             dlogits = logits if buffer is None else buffer[rows.start - chunk.start : rows.stop - chunk.start]
             yield rows, logits, dlogits

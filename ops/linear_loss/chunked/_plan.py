@@ -15,11 +15,15 @@ accuracy rule allows 1.5**2: DYNAMIC_ROUNDED_CHUNKS.
 
 Of all plans the one is chosen whose time times memory ** MEMORY_EXPONENT is least, so that none is chosen that another
 one beats in both.
+
+Where a second pass over the rows makes the gradients, the logits of the first rows are kept for it (`kept_rows`): all
+of a small batch, which then takes three products, and none of a large one, of which they would be a small part.
 """
 
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -43,6 +47,8 @@ DYNAMIC_ROUNDED_CHUNKS = 2
 """The same where the products stop at a number of rows that only the device knows."""
 GROUP_BUDGET = 8 * 2**30 // 3
 """The most bytes that one group's logits and their gradient may take for the logits to be made once."""
+KEPT_BUDGET = GROUP_BUDGET
+"""The most bytes of logits that are kept for a second pass."""
 MOST_CHUNKS, MOST_BLOCKS = 64, 64
 
 
@@ -61,6 +67,19 @@ class Plan:
     rounded_sums: bool
 
 
+def kept_rows(N: Any, H: Any, V: Any, element: int, chunk_size: int = 0) -> Any:
+    """Return how many of the first of N rows keep their logits for a second pass; sizes may be symbolic.
+
+    A row's logits take V elements and save 2 V H FLOPs, so that they are worth their memory in proportion to H. Up to
+    M rows keep theirs, where M is H, or what KEPT_BUDGET or the `chunk_size` of the user holds; a float32 M x V is
+    twice as large as a 16-bit weight. Beyond, the part of the rows that M is shrinks, and each row more keeps a third
+    of a row less: none is kept past 4 M.
+    """
+    most = torch.sym_min(H, KEPT_BUDGET // (torch.sym_max(V, 1) * element))
+    most = torch.sym_min(most, chunk_size) if chunk_size else most
+    return torch.sym_max(0, torch.sym_min(N, (4 * most - N) // 3))
+
+
 @functools.lru_cache(maxsize=1024)
 def plan(
     N: int,
@@ -75,6 +94,7 @@ def plan(
     layers: int = 1,
     dynamic: bool = False,
     remade: bool = False,
+    kept: int = 0,
 ) -> Plan:
     """Choose the plan of a linear layer over N rows of H features and V classes.
 
@@ -88,9 +108,11 @@ def plan(
         layers: The layers whose logits exist at the same time: a student's and a teacher's.
         dynamic: Only the device knows how many rows count.
         remade: The backward pass makes the gradients, so that dW exists once.
+        kept: The first rows whose logits are kept for it.
     """
-    separate = float32_logits and dtype != torch.float32
-    sizes = _Sizes(N, H, V, dtype.itemsize, separate, max(group, 1), layers, dynamic, remade, dtype == torch.float16)
+    sizes = _Sizes.of(
+        N, H, V, dtype, float32_logits, group=group, layers=layers, dynamic=dynamic, remade=remade, kept=kept
+    )
     if not V * H > 0 or N == 0:
         return Plan(max(N, 1), max(N, 1), True)
     if on_host:
@@ -100,7 +122,7 @@ def plan(
     return min(sizes.candidates(), key=sizes.price)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Sizes:
     """What a plan's time and memory depend on."""
 
@@ -108,17 +130,50 @@ class _Sizes:
     H: int
     V: int
     element: int
+    logit: int  # bytes, as of an element
     separate: bool  # the logits are not overwritten by their gradient
     group: int
     layers: int
     dynamic: bool
     remade: bool
+    kept: int
     is_float16: bool
+
+    @classmethod
+    def of(
+        cls,
+        N: int,
+        H: int,
+        V: int,
+        dtype: torch.dtype,
+        float32_logits: bool,
+        *,
+        group: int = 1,
+        layers: int = 1,
+        dynamic: bool = False,
+        remade: bool = False,
+        kept: int = 0,
+    ) -> "_Sizes":
+        """Return the sizes from the arguments of `plan`."""
+        return cls(
+            N=N,
+            H=H,
+            V=V,
+            element=dtype.itemsize,
+            logit=4 if float32_logits else dtype.itemsize,
+            separate=kept > 0 or (float32_logits and dtype != torch.float32),
+            group=max(group, 1),
+            layers=layers,
+            dynamic=dynamic,
+            remade=remade,
+            kept=kept,
+            is_float16=dtype == torch.float16,
+        )
 
     @property
     def unit(self) -> int:
         """The rows of the smallest block: a group, where its logits fit the budget."""
-        row = self.V * (4 * self.layers + self.element if self.separate else self.element * self.layers)
+        row = self.V * (self.logit * self.layers + (self.element if self.separate else 0))
         fits = 1 < self.group <= max(self.N, 1) and self.group * row <= GROUP_BUDGET
         return self.group if fits else ROW_MULTIPLE
 
@@ -148,10 +203,8 @@ class _Sizes:
         """Return the bytes that a plan holds at its peak, besides the input, the weight and dx."""
         weight, chunk = self.V * self.H * self.element, min(plan.chunk_rows, self.N)
         sums = weight if plan.rounded_sums else 4 * self.V * self.H
-        if self.separate:
-            logits = self.V * (chunk * self.element + self.layers * min(plan.block_rows, self.N) * 4)
-        else:
-            logits = self.V * chunk * self.element * self.layers
+        block = self.kept + self.layers * min(plan.block_rows, self.N - self.kept)
+        logits = self.V * (block * self.logit + (chunk * self.element if self.separate else 0))
         rounding = 0 if plan.rounded_sums else weight
         scaling = 0 if self.remade else 2 * weight  # what the backward pass takes, when there are no logits
         return max(sums + logits, sums + rounding, scaling)

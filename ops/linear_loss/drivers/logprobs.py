@@ -2,9 +2,11 @@
 
 `linear_logprobs` returns log-probabilities and entropies, and its backward pass recomputes the logits. A loss of groups
 computes its gradients in the forward pass. A group is the tokens on which each token's gradient depends: one token, a
-sequence, or a pair of sequences. Where chunks hold whole groups the logits are computed once, else twice.
+sequence, or a pair of sequences. Where blocks hold whole groups the logits are computed once, else twice. What is
+computed twice is kept for the first rows, as many as `kept_rows` says.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -71,14 +73,15 @@ class LogprobsCall(LinearCall):
             leave_ignored=linear.leaves_rows_past_count,
         )
 
-    def linear(self, impl: Implementation, compacted: CompactedTokens) -> ChunkedLinear:
+    def linear(self, impl: Implementation, compacted: CompactedTokens, kept: Tensor) -> ChunkedLinear:
         return ChunkedLinear(
             self.input,
             self.linear_weight,
             self.linear_bias,
-            self.plan(impl, remade=True),
+            self.plan(impl, remade=True, kept=min(kept.shape[0], self.tokens.numel())),
             float32_logits=self.float32_logits,
             count=compacted.count,
+            kept=kept,
         )
 
     def candidates(self) -> Tensor:
@@ -101,71 +104,82 @@ def concatenated(parts: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Te
     return torch.cat(logprobs), torch.cat(entropy), torch.cat(stats, -1)
 
 
-def _forward(impl: Implementation, full_call: LogprobsCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probabilities, entropies, and the statistics `[3, ...]` of each token."""
+def _forward(impl: Implementation, full_call: LogprobsCall, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return log-probabilities, entropies, the statistics `[3, ...]` of each token, and the logits that are kept."""
     compacted, call = full_call.compacted(impl)
-    linear = call.linear(impl, compacted)
+    kept = full_call.kept_logits(keep)
+    linear = call.linear(impl, compacted, kept)
     target, transform, parts = call.candidates(), call.transform(linear), []
     for block, logits in linear.blocks():
         statistics = call.gather_ranks(impl.logprobs.statistics(logits, target[block], transform))
         parts.append(impl.logprobs.combine(statistics, target[block], transform))
     logprobs, entropy, stats = concatenated(parts)
     logprobs = compacted.scatter(logprobs).view(full_call.target.shape)
-    return logprobs, compacted.scatter(entropy), compacted.scatter_statistics(stats)
+    return logprobs, compacted.scatter(entropy), compacted.scatter_statistics(stats), kept
 
 
 def _backward(
     impl: Implementation, full_call: LogprobsCall, grad: Tensor | None, entropy_grad: Tensor | None, stats: Tensor,
-    need_dx: bool, need_dw: bool, need_db: bool,
+    kept: Tensor, need_dx: bool, need_dw: bool, need_db: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute the gradients of the inputs from those of the outputs; the logits are recomputed."""
+    """Compute the gradients of the inputs from those of the outputs; logits that were not kept are recomputed."""
     compacted, call = full_call.compacted(impl)
     grad, entropy_grad = (None if g is None else compacted.gather(g) for g in (grad, entropy_grad))
-    stats, linear, target = compacted.gather_statistics(stats), call.linear(impl, compacted), call.candidates()
+    stats, linear, target = compacted.gather_statistics(stats), call.linear(impl, compacted, kept), call.candidates()
     grad, transform = None if grad is None else grad.view(target.shape), call.transform(linear)
     gradients = LinearGradients(linear, (need_dx, need_dw, need_db), call.recomputed_dtypes)
-    for block, logits, dlogits in gradients.blocks():
+    for block, logits, dlogits in gradients.blocks(second=True):
         if logits.shape[1] > 0:
             by_logprobs, by_entropy = (None if g is None else g[block] for g in (grad, entropy_grad))
             impl.logprobs.gradients(by_logprobs, by_entropy, logits, target[block], stats[:, block], dlogits, transform)
     return gradients.results(compacted)
 
 
-def _fake_forward(call: LogprobsCall) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_forward(call: LogprobsCall, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     logprobs, entropy, stats = (
         call.input.new_empty(shape, dtype=torch.float32)
         for shape in (call.target.shape, call.tokens, (STATISTICS, *call.tokens))
     )
-    return logprobs, entropy, stats
+    return logprobs, entropy, stats, call.kept_logits(keep)
 
 
 def _forward_sharding(input, *_):
-    return [([axis, axis, 1 + axis], [axis, REPLICATE, REPLICATE, axis]) for axis in row_axes(input)]
+    return [([axis, axis, 1 + axis, REPLICATE], [axis, REPLICATE, REPLICATE, axis]) for axis in row_axes(input)]
 
 
 def _backward_sharding(input, *args):
     need_dx = args[-3]
     return [
-        ([axis if need_dx else REPLICATE, PARTIAL, PARTIAL], [axis, REPLICATE, REPLICATE, axis, axis, axis, 1 + axis])
+        (
+            [axis if need_dx else REPLICATE, PARTIAL, PARTIAL],
+            [axis, REPLICATE, REPLICATE, axis, axis, axis, 1 + axis, REPLICATE],
+        )
         for axis in row_axes(input)
     ]
 
 
+def _keeps(needs_input_grad: Sequence[bool], args: Sequence[Any]) -> tuple[bool]:
+    """Return True if logits are kept: for a gradient, unless each rank would keep some of its part of the tokens."""
+    input = args[0]
+    return (any(needs_input_grad[:3]) and (type(input) is Tensor or not hasattr(input, "__tensor_flatten__")),)
+
+
 class LogprobsOps:
-    """The kernel ops of one public operator and the derivative, which recomputes the logits."""
+    """The kernel ops of one public operator and the derivative, which recomputes the logits that are not kept."""
 
     def __init__(self, name: str) -> None:
         self.forward = CallOp(
-            f"_{name}_fwd", LogprobsCall, _forward, outputs=3, fake=_fake_forward, products=lambda impl, call: 1
+            f"_{name}_fwd", LogprobsCall, _forward, outputs=4, fake=_fake_forward, products=lambda impl, call, keep: 1
         )
-        self.backward = recomputing_op(f"_{name}_bwd", LogprobsCall, _backward)
+        self.backward = recomputing_op(f"_{name}_bwd", LogprobsCall, _backward, keeps=True)
         self.forward.op.register_sharding(_forward_sharding)
         self.backward.op.register_sharding(_backward_sharding)
         self.forward.op.register_autograd(
             lambda ctx, *grads: self.forward.recomputed_gradients(ctx, self.backward, *grads),
-            setup_context=lambda ctx, inputs, output: self.forward.save_call(ctx, inputs, output[-1]),
+            setup_context=lambda ctx, inputs, output: self.forward.save_call(ctx, inputs, *output[2:]),
             depends_on=[DIFFERENTIABLE, DIFFERENTIABLE],
             takes_none=True,
+            keeps=_keeps,
         )
 
     @property
@@ -179,7 +193,7 @@ class LogprobsOps:
         tokens, shape = tuple(call.tokens), tuple(call.target.shape)
         if shape != tokens and (call.target.dim() != call.input.dim() or shape[:-1] != tokens or shape[-1] == 0):
             raise ValueError(f"target: expected shape {tokens}, or {tokens} and K candidates, got {shape}")
-        logprobs, entropy, _ = self.forward(call)
+        logprobs, entropy, *_ = self.forward(call)
         return as_given(logprobs), as_given(entropy)
 
 
@@ -225,22 +239,23 @@ class GroupsCall(LogprobsCall):
         """True if a block holds whole groups; no block of compacted tokens does, unless the groups are tokens."""
         return self.tokens_are_groups or (not compacted and plan.block_rows % max(self.group_rows, 1) == 0)
 
-    def plan_of_groups(self, impl: Implementation) -> Plan:
+    def plan_of_groups(self, impl: Implementation, kept: int = 0) -> Plan:
         """Return a plan whose blocks hold whole groups where one fits.
 
         On a CPU a group fits if it is no longer than a chunk that stays in cache. Blocks of compacted tokens hold no
         whole groups, unless groups are single tokens.
         """
-        return self.plan(impl, group=1 if self.can_compact(impl) else self.group_rows)
+        return self.plan(impl, group=1 if self.can_compact(impl) else self.group_rows, kept=kept)
 
-    def linear(self, impl: Implementation, compacted: CompactedTokens) -> ChunkedLinear:
+    def linear(self, impl: Implementation, compacted: CompactedTokens, kept: Tensor) -> ChunkedLinear:
         return ChunkedLinear(
             self.input,
             self.linear_weight,
             self.linear_bias,
-            self.plan_of_groups(impl),
+            self.plan_of_groups(impl, kept.shape[0]),
             float32_logits=self.float32_logits,
             count=compacted.count,
+            kept=kept,
         )
 
 
@@ -249,10 +264,10 @@ def _grouped(
 ) -> tuple[Tensor, ...]:
     """Return the loss, log-probabilities, entropies, and the gradients of input, weight and bias."""
     compacted, call = full_call.compacted(impl)
-    linear, target = call.linear(impl, compacted), call.candidates()
+    needed = (need_dx or need_dw or need_db) and call.tokens.numel() > 0
+    whole = full_call.makes_logits_once(call.plan_of_groups(impl), compacted=compacted.index is not None)
+    linear, target = call.linear(impl, compacted, call.kept_logits(needed and not whole)), call.candidates()
     gradients = LinearGradients(linear, (need_dx, need_dw, need_db), call.saved_dtypes)
-    needed = any(gradients.need) and linear.x.shape[0] > 0
-    whole = full_call.makes_logits_once(linear.plan, compacted=compacted.index is not None)
     logprobs, entropy, stats = _grouped_forward(impl, call, gradients, target, needed and whole)
     logprobs, entropy = compacted.scatter(logprobs.view(-1)), compacted.scatter(entropy)
     terms = full_call.terms(slice(None))
@@ -293,9 +308,9 @@ def _grouped_backward(
     impl: Implementation, call: GroupsCall, gradients: LinearGradients, target: Tensor, stats: Tensor, grad: Tensor,
     entropy_grad: Tensor | None,
 ) -> None:  # fmt: skip
-    """Add gradients, given those of log-probabilities and entropies `[...]`; the logits are recomputed."""
+    """Add gradients, given those of log-probabilities and entropies `[...]`; logits not kept are recomputed."""
     transform, grad = call.transform(gradients.linear), grad.reshape(-1, 1)
-    for block, logits, dlogits in gradients.blocks():
+    for block, logits, dlogits in gradients.blocks(second=True):
         by_entropy = None if entropy_grad is None else entropy_grad.reshape(-1)[block]
         impl.logprobs.gradients(grad[block], by_entropy, logits, target[block], stats[:, block], dlogits, transform)
 
