@@ -7,6 +7,7 @@ errors against float64: of log-probabilities, and of the divergence's gradient w
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -20,12 +21,16 @@ from torch import Tensor
 from benchmarks.products import PRODUCTS
 from benchmarks.report import header
 from llmk.bench.timing import Timer
+from llmk.ops.linear_loss.chunked import kept_rows
 from llmk.registry import OPS
 
 DTYPE = torch.bfloat16
 Call = Callable[[], Any]
 TOKENS = [(8192, 2048, 151936), (8192, 3072, 128256), (8192, 4096, 128256), (12000, 3072, 200064)]
 SMALL = [(64, 16, 96)]
+KEPT = [(2048, 4096, 128256), (4096, 3584, 152064), (6000, 3584, 152064), (20000, 1536, 151936)]
+"""Log-probabilities of all, most, some and none of whose tokens the logits are kept, beside compiled PyTorch's."""
+SMALL_KEPT = [(16, 16, 96), (32, 16, 96)]
 IGNORED = 0.6
 """The part of the tokens that does not count where those are skipped."""
 ROUNDS = 2
@@ -46,13 +51,14 @@ class Tensors:
         return x.requires_grad_(), weight.requires_grad_(), torch.randint(0, V, (N,), device=self.device)
 
 
-def training(name: str, args: Sequence[Tensor], **kwargs: Any) -> Call:
-    """Return a call of an operator's forward and backward pass; its first result is summed."""
+def training(name: str, args: Sequence[Tensor], *, function: Callable[..., Any] | None = None, **kwargs: Any) -> Call:
+    """Return a call of the forward and backward pass of an operator, or of a function; its first result is summed."""
+    function = function or OPS[name].overload
 
     def call() -> None:
         for tensor in args:
             tensor.grad = None
-        result = OPS[name].overload(*args, **kwargs)
+        result = function(*args, **kwargs)
         (result[0] if isinstance(result, tuple) else result).sum().backward()
 
     return call
@@ -82,6 +88,24 @@ def workloads(make: Tensors, shapes: Sequence[tuple[int, int, int]]) -> Iterator
     args = x, weight, teacher.detach(), teacher_weight.detach()
     _, products = PRODUCTS["fused_linear_jsd"](*args)
     yield f"fused_linear_jsd {N // 2}x{H}x{V}", {"products alone": products, **both("fused_linear_jsd", args)}
+
+
+def kept_workloads(make: Tensors, shapes: Sequence[tuple[int, int, int]]) -> Iterator[tuple[str, dict[str, Call]]]:
+    for shape in shapes:
+        x, weight, target = make.head(*shape)
+        _, three = PRODUCTS["fused_linear_ce"](x, weight, target)
+        _, four = PRODUCTS["linear_logprobs"](x, weight, target)
+        composition = torch.compile(OPS["linear_logprobs"].reference, dynamic=False)
+        kept = kept_rows(*shape, 4)
+        yield (
+            f"linear_logprobs {'x'.join(map(str, shape))}, {kept} tokens kept",
+            {
+                "three products": three,
+                "four products": four,
+                "float32": training("linear_logprobs", (x, weight, target)),
+                "compiled PyTorch": training("linear_logprobs", (x, weight, target), function=composition),
+            },
+        )
 
 
 def measure(timer: Timer, calls: dict[str, Call], seconds: float) -> dict[str, dict[str, float | None]]:
@@ -134,7 +158,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wrong = list(errors(make, (2048, 2048, 151936) if timer.on_gpu else (64, 64, 512)))
     for row in wrong:
         print(row)
-    for name, calls in workloads(make, TOKENS if timer.on_gpu else SMALL):
+    kept = kept_workloads(make, KEPT if timer.on_gpu else SMALL_KEPT)
+    for name, calls in itertools.chain(workloads(make, TOKENS if timer.on_gpu else SMALL), kept):
         ways = measure(timer, calls, 1.0 if timer.on_gpu else 0.01)
         rows.append({"workload": name, "ways": ways})
         print(f"{name}: " + ", ".join(f"{way} {found['ms']:.2f} ms {found['mib']} MiB" for way, found in ways.items()))

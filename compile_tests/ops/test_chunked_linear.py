@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmk.ops.linear_loss.chunked._linear import ALIGNED, ChunkedLinear, LinearGradients
-from llmk.ops.linear_loss.chunked._plan import Plan, _Sizes, kept_rows, plan
+from llmk.ops.linear_loss.chunked._plan import Plan, Sizes, kept_rows, plan
 
 
 @pytest.mark.parametrize("classes", [1, 37, 64])
@@ -106,7 +106,7 @@ SHAPES = [
 def test_no_plan_is_beaten_in_time_and_memory(shape: tuple[int, int, int], keeps: bool, float32_logits: bool) -> None:
     kept = kept_rows(*shape, 4) if keeps else 0
     found = plan(*shape, torch.bfloat16, float32_logits=float32_logits, on_host=False, remade=keeps, kept=kept)
-    sizes = _Sizes.of(*shape, torch.bfloat16, float32_logits, remade=keeps, kept=kept)
+    sizes = Sizes.of(*shape, torch.bfloat16, float32_logits, remade=keeps, kept=kept)
     candidates = list(sizes.candidates())
     assert found in candidates
     assert not any(

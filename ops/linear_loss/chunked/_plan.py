@@ -110,7 +110,7 @@ def plan(
         remade: The backward pass makes the gradients, so that dW exists once.
         kept: The first rows whose logits are kept for it.
     """
-    sizes = _Sizes.of(
+    sizes = Sizes.of(
         N, H, V, dtype, float32_logits, group=group, layers=layers, dynamic=dynamic, remade=remade, kept=kept
     )
     if not V * H > 0 or N == 0:
@@ -123,7 +123,7 @@ def plan(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Sizes:
+class Sizes:
     """What a plan's time and memory depend on."""
 
     N: int
@@ -153,7 +153,7 @@ class _Sizes:
         dynamic: bool = False,
         remade: bool = False,
         kept: int = 0,
-    ) -> "_Sizes":
+    ) -> "Sizes":
         """Return the sizes from the arguments of `plan`."""
         return cls(
             N=N,

@@ -1,0 +1,113 @@
+"""`python -m benchmarks.plans`: whether another plan of `fused_linear_ce` beats the one that is chosen.
+
+For each size the plans that a model of time and memory finds best at some memory, and the chosen one: milliseconds of
+forward and backward pass, back to back for a while, all plans in turns, and peak memory above the inputs. A plan is
+beaten where another one takes 3% less time and 3% less memory.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from benchmarks.report import header
+from llmk.bench.timing import Timer
+from llmk.ops.linear_loss.chunked import Plan
+from llmk.ops.linear_loss.chunked._plan import Sizes, plan
+from llmk.registry import OPS
+
+DTYPE = torch.bfloat16
+TOKENS, HIDDEN, CLASSES = (512, 2048, 8192, 32768, 65536), (1024, 2048, 4096, 8192), (32000, 128256, 262144)
+MOST_FLOPS = 6.5e13
+"""Of one product; larger sizes are left out."""
+SMALL = [(64, 16, 96), (256, 16, 96)]
+PLANS = 6
+"""The plans tried at a size, besides the one that is chosen."""
+ROUNDS = 2
+BEATEN = 0.97
+
+
+def sizes() -> Iterator[tuple[int, int, int]]:
+    for N, H, V in itertools.product(TOKENS, HIDDEN, CLASSES):
+        if 2 * N * H * V <= MOST_FLOPS:
+            yield N, H, V
+
+
+def plans(N: int, H: int, V: int) -> list[Plan]:
+    """Return the chosen plan, and some of those than which no other one is better in both by the model."""
+    model = Sizes.of(N, H, V, DTYPE, True)
+    front: list[Plan] = []
+    for candidate in sorted(model.candidates(), key=lambda each: (model.memory(each), model.time(each))):
+        if not front or model.time(candidate) < model.time(front[-1]):
+            front.append(candidate)
+    chosen = plan(N, H, V, DTYPE, float32_logits=True, on_host=False)
+    some = {front[round(i * (len(front) - 1) / (PLANS - 1))] for i in range(PLANS)}
+    return [chosen, *(each for each in front if each in some and each != chosen)]
+
+
+def measure(timer: Timer, shape: tuple[int, int, int], seconds: float) -> list[dict[str, Any]]:
+    N, H, V = shape
+    x, weight = (torch.randn(size, H, device=timer.device, dtype=DTYPE).requires_grad_() for size in (N, V))
+    target = torch.randint(0, V, (N,), device=timer.device)
+    tried = plans(*shape)
+
+    def step(each: Plan) -> None:
+        x.grad = weight.grad = None
+        with mock.patch("llmk.ops.linear_loss.chunked._call.plan", return_value=each):
+            OPS["fused_linear_ce"].overload(x, weight, target).backward()
+
+    times: list[list[float]] = [[] for _ in tried]
+    memory = [timer.peak_mib(lambda each=each: step(each)) for each in tried]
+    for _ in range(ROUNDS):
+        for found, each in zip(times, tried, strict=True):
+            found.append(timer.sustained(lambda each=each: step(each), seconds / ROUNDS))
+    return [
+        {"chunk_rows": each.chunk_rows, "block_rows": each.block_rows, "rounded_sums": each.rounded_sums}
+        | {"ms": statistics.mean(found), "mib": mib}
+        for each, found, mib in zip(tried, times, memory, strict=True)
+    ]
+
+
+def beaten_by(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the plans that beat the first."""
+    chosen = rows[0]
+    return [
+        row
+        for row in rows[1:]
+        if row["ms"] < BEATEN * chosen["ms"] and (row["mib"] or 0.0) < BEATEN * (chosen["mib"] or 0.0)
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plans", description="Time plans of fused_linear_ce.")
+    parser.add_argument("--device", help="cuda if there is one, else cpu")
+    parser.add_argument("--seconds", type=float, default=0.25, help="the seconds of each plan at each size")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    options = parser.parse_args(arguments)
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    timer, rows = Timer(device, repeats=1), []
+    for shape in sizes() if timer.on_gpu else SMALL:
+        found = measure(timer, shape, options.seconds)
+        rows.append({"shape": shape, "plans": found})
+        chosen, better = found[0], beaten_by(found)
+        mib = "" if chosen["mib"] is None else f"{chosen['mib']:.0f} MiB"
+        print(f"{'x'.join(map(str, shape)):>20}{chosen['ms']:>10.2f} ms {mib:>10}  beaten by {len(better)}", flush=True)
+    print(
+        f"{sum(bool(beaten_by(row['plans'])) for row in rows)} of {len(rows)} sizes have a plan that beats the chosen"
+    )
+    if options.json:
+        about = header(device, DTYPE, {}, {})
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
