@@ -131,20 +131,18 @@ def test_several_calls_before_a_backward_pass() -> None:
         assert (grad.double() - wanted).norm() <= 5e-3 * wanted.norm()
 
 
-def test_one_graph_for_any_number_of_tokens_that_keeps_some() -> None:
-    """And one more where none are kept: PyTorch traces tensors without elements apart."""
-
+def test_one_graph_for_any_number_of_tokens() -> None:
     def step(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         return torch.ops.llmk.linear_logprobs(x, weight, target)[0].square().sum()
 
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(step, backend=counter, fullgraph=True, dynamic=True)
-    for tokens, graphs in ((8, 1), (20, 1), (38, 1), (70, 2), (90, 2), (15, 2)):
+    for tokens in (8, 20, 38, 70, 90):  # all are kept, some, fewer, none
         args = head(tokens)
         found, wanted = (torch.autograd.grad(function(*args), args[:2]) for function in (compiled, step))
         for grad, eager in zip(found, wanted, strict=True):
             torch.testing.assert_close(grad, eager, rtol=0, atol=0)
-        assert counter.frame_count == graphs, tokens
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("tokens", [4, 12, 30])

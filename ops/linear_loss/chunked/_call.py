@@ -17,7 +17,7 @@ from torch import Tensor
 
 from llmk.ops.common.scaling import SavedGradients, save_gradients
 from llmk.ops.linear_loss.chunked._dynamic_rows import can_group
-from llmk.ops.linear_loss.chunked._linear import ALIGNED, CompactedTokens
+from llmk.ops.linear_loss.chunked._linear import CompactedTokens, aligned
 from llmk.ops.linear_loss.chunked._plan import Plan, kept_rows, plan
 from llmk.ops.linear_loss.chunked._vocab_shard import NOT_SHARDED, VocabShard
 from llmk.ops.linear_loss.kernels import KERNELS, PYTORCH, Implementation
@@ -25,7 +25,6 @@ from llmk.registry import (
     LARGEST,
     KernelOp,
     autocast_dtype,
-    cdiv,
     check_dtype,
     check_number,
     check_same,
@@ -37,6 +36,8 @@ from llmk.registry.eager.bypass import PLAIN_TENSORS
 
 DIFFERENTIABLE = ["input", "linear_weight", "linear_bias"]
 """A linear layer's tensors, by their names in a call."""
+SPARE = 2
+"""The elements of `LinearCall.kept_logits` past the logits, fewer than a row has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,17 +99,25 @@ class LinearCall:
         )
 
     def kept_logits(self, keep: bool) -> Tensor:
-        """Return an uninitialized buffer `[K, V]` for the logits of the first rows, with K = 0 if not `keep`.
+        """Return an uninitialized buffer for the logits of the first rows, of none if not `keep`: see `kept_matrix`.
 
-        K is a function of sizes alone, so that fakes have the same. Rows may have elements past V, and what no token's
-        logits are written to is never read.
+        Its size is a function of sizes alone, so that fakes have the same. It is never empty, because PyTorch traces
+        tensors without elements apart.
         """
-        V, dtype = self.linear_weight.shape[0], torch.float32 if self.float32_logits else self.input.dtype
         # A product of rows that only the device counts takes a buffer for its result if that is float32.
         keep = keep and (self.float32_logits or not self.skip_ignored)
-        N, H = math.prod(self.tokens), self.input.shape[-1]  # numel() would make a symbolic number a constant
+        dtype = torch.float32 if self.float32_logits else self.input.dtype
+        (V, H), N = self.linear_weight.shape, math.prod(self.tokens)  # numel() would make a symbolic number a constant
         rows = kept_rows(N, H, V, dtype.itemsize, self.chunk_size) if keep else 0
-        return self.input.new_empty((rows, cdiv(V, ALIGNED) * ALIGNED), dtype=dtype)
+        return self.input.new_empty((rows * aligned(V) + SPARE,), dtype=dtype)
+
+    def kept_matrix(self, kept: Tensor) -> Tensor:
+        """Return `[K, ...]`, whose rows begin with the V logits of one of the first K tokens, from `kept_logits`.
+
+        What no token's logits are written to is never read.
+        """
+        columns = aligned(self.linear_weight.shape[0])
+        return kept[: kept.numel() // columns * columns].view(-1, columns)
 
     @property
     def tokens(self) -> torch.Size:
@@ -358,11 +367,11 @@ def _argument_gradients(ctx: Any, dx: Tensor | None, dw: Tensor | None, db: Tens
 def recomputing_op(name: str, call_type: type[C], run: Callable[..., Any], *, keeps: bool = False) -> CallOp[C]:
     """Return the op `run(impl, call, ..., need_dx, need_dw, need_db)` of a backward pass that recomputes the logits.
 
-    With `keeps` the last argument before these is the logits `[K, ...]` that the forward pass kept.
+    With `keeps` the last argument before these is the logits that the forward pass kept.
     """
 
     def products(impl: Implementation, call: LinearCall, *rest: Any) -> float:
-        kept = rest[-4].shape[0] if keeps else 0
+        kept = call.kept_matrix(rest[-4]).shape[0] if keeps else 0
         return 1 - kept / max(call.tokens.numel(), 1) + rest[-3] + rest[-2]
 
     return CallOp(

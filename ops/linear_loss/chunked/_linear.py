@@ -30,6 +30,11 @@ ALIGNED = 16
 """The row stride of a chunk's logits is a multiple of this many elements, whatever V is."""
 
 
+def aligned(V: Any) -> Any:
+    """Return the elements from one row of V logits to the next, a multiple of ALIGNED; V may be 0, or symbolic."""
+    return cdiv(torch.sym_max(V, 1), ALIGNED) * ALIGNED
+
+
 @dataclass(frozen=True)
 class CompactedTokens:
     """The tokens that a loss is computed for, out of N tokens `[...]`: all of them, or those that count in their order.
@@ -137,7 +142,7 @@ class ChunkedLinear:
     def buffer(self, rows: int, dtype: torch.dtype) -> Tensor:
         """Return an uninitialized `[rows, V]` whose rows begin at aligned addresses."""
         V = self.weight.shape[0]
-        size = min(rows, self.x.shape[0]), cdiv(V, ALIGNED) * ALIGNED
+        size = min(rows, self.x.shape[0]), aligned(V)
         return torch.empty(size, dtype=dtype, device=self.x.device)[:, :V]
 
     def blocks(self, *, second: bool = False) -> Iterator[tuple[slice, Tensor]]:

@@ -108,7 +108,7 @@ def _forward(impl: Implementation, full_call: LogprobsCall, keep: bool) -> tuple
     """Return log-probabilities, entropies, the statistics `[3, ...]` of each token, and the logits that are kept."""
     compacted, call = full_call.compacted(impl)
     kept = full_call.kept_logits(keep)
-    linear = call.linear(impl, compacted, kept)
+    linear = call.linear(impl, compacted, call.kept_matrix(kept))
     target, transform, parts = call.candidates(), call.transform(linear), []
     for block, logits in linear.blocks():
         statistics = call.gather_ranks(impl.logprobs.statistics(logits, target[block], transform))
@@ -125,7 +125,11 @@ def _backward(
     """Compute the gradients of the inputs from those of the outputs; logits that were not kept are recomputed."""
     compacted, call = full_call.compacted(impl)
     grad, entropy_grad = (None if g is None else compacted.gather(g) for g in (grad, entropy_grad))
-    stats, linear, target = compacted.gather_statistics(stats), call.linear(impl, compacted, kept), call.candidates()
+    stats, linear, target = (
+        compacted.gather_statistics(stats),
+        call.linear(impl, compacted, call.kept_matrix(kept)),
+        call.candidates(),
+    )
     grad, transform = None if grad is None else grad.view(target.shape), call.transform(linear)
     gradients = LinearGradients(linear, (need_dx, need_dw, need_db), call.recomputed_dtypes)
     for block, logits, dlogits in gradients.blocks(second=True):
@@ -266,7 +270,8 @@ def _grouped(
     compacted, call = full_call.compacted(impl)
     needed = (need_dx or need_dw or need_db) and call.tokens.numel() > 0
     whole = full_call.makes_logits_once(call.plan_of_groups(impl), compacted=compacted.index is not None)
-    linear, target = call.linear(impl, compacted, call.kept_logits(needed and not whole)), call.candidates()
+    kept = call.kept_matrix(call.kept_logits(needed and not whole))
+    linear, target = call.linear(impl, compacted, kept), call.candidates()
     gradients = LinearGradients(linear, (need_dx, need_dw, need_db), call.saved_dtypes)
     logprobs, entropy, stats = _grouped_forward(impl, call, gradients, target, needed and whole)
     logprobs, entropy = compacted.scatter(logprobs.view(-1)), compacted.scatter(entropy)
