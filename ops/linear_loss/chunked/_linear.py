@@ -32,7 +32,8 @@ ALIGNED = 16
 
 def aligned(V: Any) -> Any:
     """Return the elements from one row of V logits to the next, a multiple of ALIGNED; V may be 0, or symbolic."""
-    return cdiv(torch.sym_max(V, 1), ALIGNED) * ALIGNED
+    columns: Any = torch.sym_max(V, 1)
+    return cdiv(columns, ALIGNED) * ALIGNED
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ dtype was asked for; a chunk has their gradient, in the input's dtype, for the p
 logits have the input's dtype their gradient overwrites them, and a block is a chunk.
 
     memory   dW's sums + C V e + L R V 4          C rows of a chunk, R of a block, e bytes of an element, L layers
-    time     3 products of 2 N V H FLOPs, and for each block and chunk what they read and write of W and dW
+    time     3 products of 2 N V H FLOPs, the passes over N V logits, and for each block and chunk what they read and
+             write of W and dW; or the host's, for each block and chunk, where that is longer
 
 dW is summed in the weight's own dtype up to ROUNDED_CHUNKS chunks: each product adds its float32 result to what is
 there and rounds once, and the error of three such roundings stays within the accuracy rule, at half the memory. Beyond
@@ -29,12 +30,17 @@ import torch
 
 from llmk.registry import cdiv
 
-FLOPS = 7e14
-"""Of a product of bfloat16 matrices of this size, on an H100 and an H200."""
-BYTES = 4e12
-"""Read or written in a second, on the same."""
-EXPOSED = 0.5
-"""The part of a block's and a chunk's traffic that its products do not hide: 0.3 to 0.55 on an H200."""
+FLOPS = 7.8e14
+"""A second, of products of bfloat16 matrices. This and what follows is fitted to 52 sizes of up to 7 plans each on an
+H100 (`python -m benchmarks.plans`), of which it is off by 5% in the mean."""
+BYTES = 3e12
+"""Read or written a second."""
+LOGIT_BYTES = 12
+"""Read and written of each logit and its gradient, besides what the products hide."""
+EXPOSED = 0.46
+"""The part of a block's and a chunk's traffic of weights that its products do not hide."""
+BLOCK_SECONDS, CHUNK_SECONDS = 1.9e-4, 2e-4
+"""Of the host, to launch what a block and a chunk take."""
 MEMORY_EXPONENT = 0.15
 """A plan may take 1.5% more time where it takes 10% less memory."""
 CPU_LOGITS = 2**20
@@ -210,13 +216,15 @@ class Sizes:
         return max(sums + logits, sums + rounding, scaling)
 
     def time(self, plan: Plan) -> float:
-        """Return the seconds of the products, and of what they do not hide of their traffic."""
+        """Return the seconds of the products and of what they do not hide of the traffic, or of the host."""
         chunks = cdiv(self.N, plan.chunk_rows)
         blocks = chunks * cdiv(plan.chunk_rows, plan.block_rows)
         weight = self.V * self.H * self.element
         sums = 2 * (weight if plan.rounded_sums else 4 * self.V * self.H)
         traffic = blocks * weight + chunks * (weight + sums)
-        return 6 * self.N * self.V * self.H / FLOPS + EXPOSED * traffic / BYTES
+        logits = LOGIT_BYTES * self.N * self.V
+        device = 6 * self.N * self.V * self.H / FLOPS + (logits + EXPOSED * traffic) / BYTES
+        return max(device, blocks * BLOCK_SECONDS + chunks * CHUNK_SECONDS)
 
     def price(self, plan: Plan) -> float:
         return self.time(plan) * self.memory(plan) ** MEMORY_EXPONENT
