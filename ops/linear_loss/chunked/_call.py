@@ -120,23 +120,19 @@ class LinearCall:
         return parts if self.shard is None else self.shard.gather(parts)
 
     @property
-    def dx_dtype(self) -> torch.dtype:
-        """float32 where the gradient of the input is summed over ranks before it is rounded."""
-        return self.input.dtype if self.shard is None or not self.shard.dx_group_name else torch.float32
-
-    @property
     def saved_dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
         """The dtypes of the gradients of input, weight and bias that a forward pass makes and a backward pass scales.
 
-        The weight's is float32 for float16, whose range does not hold it before it is scaled.
+        They are float32 for float16, whose range does not hold them before they are scaled.
         """
-        dw = torch.float32 if self.input.dtype == torch.float16 else self.input.dtype
-        return self.dx_dtype, dw, torch.float32
+        if self.input.dtype == torch.float16:
+            return torch.float32, torch.float32, torch.float32
+        return dx_dtype(self.input.dtype, self.shard), self.input.dtype, torch.float32
 
     @property
     def recomputed_dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
         """The same of gradients that a backward pass makes."""
-        return self.dx_dtype, self.input.dtype, self.input.dtype
+        return dx_dtype(self.input.dtype, self.shard), self.input.dtype, self.input.dtype
 
     @classmethod
     def names(cls) -> list[str]:
@@ -156,6 +152,11 @@ class LinearCall:
         if call.num_classes == 0:  # a rank may have none, not all of them
             raise ValueError(f"linear_weight: expected at least one class, got shape {tuple(call.linear_weight.shape)}")
         return call
+
+
+def dx_dtype(dtype: torch.dtype, shard: VocabShard | None) -> torch.dtype:
+    """Return the dtype of the input's gradient: float32 where it is summed over ranks before it is rounded."""
+    return dtype if shard is None or not shard.dx_group_name else torch.float32
 
 
 def checked_linear(
@@ -303,7 +304,7 @@ class CallOp(Generic[C]):
     def scaled_gradients(self, ctx: Any, scale: KernelOp, grad: Tensor) -> Any:
         """In a backward formula: the arguments' gradients, which are those saved, scaled by `scale`."""
         saved, (need_dx, need_dw, need_db) = SavedGradients(ctx, grad, scale), ctx.needs_input_grad[:3]
-        dx = saved.times(0) if need_dx else None
+        dx = saved.times(0, dx_dtype(ctx.dtype, ctx.shard)) if need_dx else None
         dw = saved.times(1, ctx.dtype) if need_dw else None
         return _argument_gradients(ctx, dx, dw, saved.times(2, ctx.dtype) if need_db else None)
 

@@ -2,9 +2,11 @@
 
 `linear_logprobs` returns log-probabilities and entropies, and its backward pass recomputes the logits. A loss of groups
 computes its gradients in the forward pass. A group is the tokens on which each token's gradient depends: one token, a
-sequence, or a pair of sequences. Where chunks hold whole groups the logits are computed once, else twice.
+sequence, or a pair of sequences. Where chunks hold whole groups the logits are computed once, else twice; twice in
+float16, whose range holds the logits' gradients only if the largest of all tokens is known before the first.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,8 +24,11 @@ from llmk.ops.linear_loss.chunked import (
     check_chunk_size,
     check_temperature,
     fake_gradients,
+    float16_scale,
+    largest,
     local_fields,
     recomputing_op,
+    scaled,
 )
 from llmk.ops.linear_loss.kernels import STATISTICS, Implementation, LogitTransform
 from llmk.registry import (
@@ -81,6 +86,15 @@ class LogprobsCall(LinearCall):
             count=compacted.count,
         )
 
+    def largest_gradient(self, grad: Tensor | None, entropy_grad: Tensor | None) -> Tensor:
+        """Return what no element of the logits' gradient exceeds: |p (log p + entropy)| is at most log V + 1."""
+        bound = torch.zeros((), dtype=torch.float32, device=self.input.device)
+        if grad is not None:
+            bound = bound + largest(grad.float().abs().sum(-1))
+        if entropy_grad is not None:
+            bound = bound + largest(entropy_grad) * (math.log(self.num_classes) + 1)
+        return bound * (abs(self.logit_scale) / self.temperature)
+
     def candidates(self) -> Tensor:
         """Return the targets `[N, K]`."""
         K = self.target.shape[-1] if self.target.dim() == self.input.dim() else 1
@@ -121,14 +135,27 @@ def _backward(
     """Compute the gradients of the inputs from those of the outputs; the logits are recomputed."""
     compacted, call = full_call.compacted(impl)
     grad, entropy_grad = (None if g is None else compacted.gather(g) for g in (grad, entropy_grad))
-    stats, linear, target = compacted.gather_statistics(stats), call.linear(impl, compacted), call.candidates()
-    grad, transform = None if grad is None else grad.view(target.shape), call.transform(linear)
-    gradients = LinearGradients(linear, (need_dx, need_dw, need_db), call.recomputed_dtypes)
+    stats, need = compacted.gather_statistics(stats), (need_dx, need_dw, need_db)
+    linear = call.linear(impl, compacted)
+    return _gradients(impl, call, linear, grad, entropy_grad, stats, need, call.recomputed_dtypes).results(compacted)
+
+
+def _gradients(
+    impl: Implementation, call: LogprobsCall, linear: ChunkedLinear, grad: Tensor | None, entropy_grad: Tensor | None,
+    stats: Tensor, need: tuple[bool, bool, bool], dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+) -> LinearGradients:  # fmt: skip
+    """Make the logits again and the linear layer's gradients, given those of log-probabilities and of entropies."""
+    target, transform = call.candidates(), call.transform(linear)
+    grad = None if grad is None else grad.reshape(target.shape)
+    entropy_grad = None if entropy_grad is None else entropy_grad.reshape(-1)
+    scale = float16_scale(call.input.dtype, need, lambda: call.largest_gradient(grad, entropy_grad))
+    by_logprobs, by_entropy = (None if g is None else scaled(g, scale) for g in (grad, entropy_grad))
+    gradients = LinearGradients(linear, need, dtypes, scale)
     for block, logits, dlogits in gradients.blocks():
         if logits.shape[1] > 0:
-            by_logprobs, by_entropy = (None if g is None else g[block] for g in (grad, entropy_grad))
-            impl.logprobs.gradients(by_logprobs, by_entropy, logits, target[block], stats[:, block], dlogits, transform)
-    return gradients.results(compacted)
+            g, h = (None if grads is None else grads[block] for grads in (by_logprobs, by_entropy))
+            impl.logprobs.gradients(g, h, logits, target[block], stats[:, block], dlogits, transform)
+    return gradients
 
 
 def _fake_forward(call: LogprobsCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -223,15 +250,18 @@ class GroupsCall(LogprobsCall):
 
     def makes_logits_once(self, plan: Plan, compacted: bool) -> bool:
         """True if a block holds whole groups; no block of compacted tokens does, unless the groups are tokens."""
+        if self.input.dtype == torch.float16:
+            return False
         return self.tokens_are_groups or (not compacted and plan.block_rows % max(self.group_rows, 1) == 0)
 
     def plan_of_groups(self, impl: Implementation) -> Plan:
         """Return a plan whose blocks hold whole groups where one fits.
 
         On a CPU a group fits if it is no longer than a chunk that stays in cache. Blocks of compacted tokens hold no
-        whole groups, unless groups are single tokens.
+        whole groups, unless groups are single tokens, and where the logits are made twice none need to.
         """
-        return self.plan(impl, group=1 if self.can_compact(impl) else self.group_rows)
+        any_block = self.can_compact(impl) or self.input.dtype == torch.float16
+        return self.plan(impl, group=1 if any_block else self.group_rows)
 
     def linear(self, impl: Implementation, compacted: CompactedTokens) -> ChunkedLinear:
         return ChunkedLinear(
@@ -249,18 +279,18 @@ def _grouped(
 ) -> tuple[Tensor, ...]:
     """Return the loss, log-probabilities, entropies, and the gradients of input, weight and bias."""
     compacted, call = full_call.compacted(impl)
-    linear, target = call.linear(impl, compacted), call.candidates()
-    gradients = LinearGradients(linear, (need_dx, need_dw, need_db), call.saved_dtypes)
-    needed = any(gradients.need) and linear.x.shape[0] > 0
+    linear, target, need = call.linear(impl, compacted), call.candidates(), (need_dx, need_dw, need_db)
     whole = full_call.makes_logits_once(linear.plan, compacted=compacted.index is not None)
-    logprobs, entropy, stats = _grouped_forward(impl, call, gradients, target, needed and whole)
+    at_once = whole and any(need) and linear.x.shape[0] > 0
+    gradients = LinearGradients(linear, need if at_once else (False, False, False), call.saved_dtypes)
+    logprobs, entropy, stats = _grouped_forward(impl, call, gradients, target, at_once)
     logprobs, entropy = compacted.scatter(logprobs.view(-1)), compacted.scatter(entropy)
     terms = full_call.terms(slice(None))
-    if any(gradients.need) and not (needed and whole):
+    if any(need) and not at_once:
         grad, entropy_grad = terms.gradients(full_call.grouped(logprobs))
         grad = compacted.gather(grad.view(full_call.tokens))
         entropy_grad = None if entropy_grad is None else compacted.gather(entropy_grad.view(full_call.tokens))
-        _grouped_backward(impl, call, gradients, target, stats, grad, entropy_grad)
+        gradients = _gradients(impl, call, linear, grad, entropy_grad, stats, need, call.saved_dtypes)
     loss = terms.loss(full_call.grouped(logprobs), full_call.grouped(entropy))
     return loss, logprobs, entropy, *gradients.results(compacted)
 
@@ -287,17 +317,6 @@ def _grouped_forward(
         entropy_grad = None if entropy_grad is None else entropy_grad.reshape(-1)
         impl.logprobs.gradients(grad.reshape(-1, 1), entropy_grad, logits, target[block], stats, dlogits, transform)
     return concatenated(parts)
-
-
-def _grouped_backward(
-    impl: Implementation, call: GroupsCall, gradients: LinearGradients, target: Tensor, stats: Tensor, grad: Tensor,
-    entropy_grad: Tensor | None,
-) -> None:  # fmt: skip
-    """Add gradients, given those of log-probabilities and entropies `[...]`; the logits are recomputed."""
-    transform, grad = call.transform(gradients.linear), grad.reshape(-1, 1)
-    for block, logits, dlogits in gradients.blocks():
-        by_entropy = None if entropy_grad is None else entropy_grad.reshape(-1)[block]
-        impl.logprobs.gradients(grad[block], by_entropy, logits, target[block], stats[:, block], dlogits, transform)
 
 
 def _fake_grouped(call: GroupsCall, *need: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
