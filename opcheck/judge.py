@@ -5,7 +5,8 @@ excused, as where finite inputs make the reference itself NaN; what is not finit
 leave float32; and gradients that are not finite where one of the exact ones is too large for its dtype: that optimizer
 step is lost whatever the others are. At ties and next to a decision, inputs that move by a unit cross it, and
 everything would be excused; so there a second rule moves equal numbers together and takes the error bound from draws
-that did not cross. It refuses only what the composition gets right on all neighbours as well.
+that did not cross. It refuses only what the composition gets right on all neighbours as well, and only where a result
+does not move as far as its inputs do: elsewhere the first rule has judged it.
 """
 
 import contextlib
@@ -210,6 +211,21 @@ def _float64_floor(reference: Reference, outcome: Outcome, name: str) -> float:
     return floor * (max(1 / size, 1e-3) if size else 1.0)
 
 
+def _saturation_floor(op: Op, case: Case, reference: Reference, argument: str) -> float:
+    """Return float64's own error in a gradient that is small as a softmax is saturated: a few roundings of its terms.
+
+    A weight of 1e-17 has no part in float64's sum of 1, nor in the gradient of its logit or of what that is made of.
+    The terms that cancel are as large as the gradient where the argument is so much smaller that nothing saturates.
+    """
+    value = op.bind(case.sample)[argument]
+    sizes = []
+    for factor in (2.0**-3, 2.0**-6, 2.0**-9):
+        sample = rebound(op, case.sample, op.bind(case.sample) | {argument: value.detach() * factor}, "")
+        smaller = Reference(op, sample, reference.given)
+        sizes.append(_largest(smaller.exact[reference.index_of(argument)]))
+    return 64 * torch.finfo(torch.float64).eps * max(sizes)
+
+
 def _largest(tensor: Tensor | None) -> float:
     """The largest size of a finite number in a floating tensor."""
     if tensor is None or not tensor.is_floating_point() or tensor.numel() == 0:
@@ -221,11 +237,15 @@ def _wrong_values(op: Op, case: Case, outcome: Outcome, reference: Reference) ->
     factor = tolerance_of(op, _dtype(outcome)).factor
     formula_bound = None if op.error_bound is None else op.error_bound(**(op.bind(case.sample) | outcome.inputs))
     more = MoreNeighbours(op, case.sample, reference.given)
-    for i, name, actual, _, _ in _floating(reference, outcome):
+    for i, name, actual, _, exact in _floating(reference, outcome):
         lost = None if i else formula_bound
         violation = violation_of(reference, i, actual, factor, formula_bound=lost, draws=FIRST_DRAWS)
         if violation is not None and math.isfinite(violation.error):
             violation = violation_of(more, i, actual, factor, formula_bound=lost)
+        if violation is not None and i >= len(outcome.outputs):
+            floor = _saturation_floor(op, case, reference, name.removeprefix("gradient of "))
+            judged = torch.where((actual.double() - exact).abs() <= floor, exact.to(actual.dtype), actual)
+            violation = violation_of(more, i, judged, factor, formula_bound=lost)
         if violation is not None:
             return Finding("value", name, f"{name}: {violation}")
     return None
@@ -394,12 +414,31 @@ def _decided_otherwise(op: Op, outcome: Outcome, reference: Reference, decided: 
         pairs = [(composition, exact), *decided.near(i)]
         if any(_largest(near.double() - exacts) > faint for near, exacts in pairs):  # it decides otherwise
             continue
-        if actual.shape == exact.shape and _largest(actual.double() - exact) <= faint:
-            continue
+        if actual.shape == exact.shape:
+            actual = torch.where(_is_smooth(reference, i), exact.to(actual.dtype), actual)
+            if _largest(actual.double() - exact) <= faint:
+                continue
         violation = violation_of(decided, i, actual, factor, draws=2 * FIRST_DRAWS)
         if violation is not None:
             return Finding("decision", name, f"{name}, at a decision: {violation}")
     return None
+
+
+def _is_smooth(reference: Reference, result: int) -> Tensor:
+    """Return which elements move as far as the inputs do: no decision is between them and the error bound's draws.
+
+    At a jump they move by it however small the step is, and beside one only where the step is larger than the distance.
+    """
+    exact, unit, part = reference.exact[result], reference.unit(result), 16
+    assert exact is not None
+    moves, rests = [], []
+    for seed in range(2 * FIRST_DRAWS):
+        far, near = (reference.run(reference.nudge(seed, torch.float64, by))[result] for by in (unit, unit / part))
+        assert far is not None
+        assert near is not None
+        moves.append((far - exact).square())
+        rests.append((far - exact - part * (near - exact)).square())
+    return torch.stack(rests).sum(0) <= 0.25 * torch.stack(moves).sum(0)
 
 
 FAINT = 1e-4
