@@ -2,8 +2,8 @@
 
 The float64 reference decides. Where PyTorch's own composition overflows and the reference does not, an element is
 excused, as where finite inputs make the reference itself NaN; what is not finite, where products of the arguments can
-leave float32; and gradients that are not finite where one of the exact ones is too large for its dtype: that optimizer
-step is lost whatever the others are. At ties and next to a decision, inputs that move by a unit cross it, and
+leave float32; and all gradients where one is not finite and one of the exact ones too large for its dtype: that
+optimizer step is lost whatever the others are. At ties and next to a decision, inputs that move by a unit cross it, and
 everything would be excused; so there a second rule moves equal numbers together and takes the error bound from draws
 that did not cross. It refuses only what the composition gets right on all neighbours as well, and only where a result
 does not move as far as its inputs do: elsewhere the first rule has judged it.
@@ -163,24 +163,25 @@ def _inputs_finite(outcome: Outcome) -> bool:
 
 def _floating(reference: Reference, outcome: Outcome) -> Iterator[tuple[int, str, Tensor, Tensor, Tensor]]:
     finite, overflowed = _inputs_finite(outcome), _overflowed(outcome, reference)
-    lost, products = (
-        bool(reference.wanted) and gradient_overflows(reference, outcome),
-        _products_overflow(outcome, reference),
-    )
+    products = _products_overflow(outcome, reference)
+    given_up = overflowed or _step_is_lost(outcome, reference)
     for i, (name, actual) in enumerate(zip(names_of(reference), outcome.results(), strict=True)):
         composition, exact = reference.composition[i], reference.exact[i]
         if actual is None or composition is None or exact is None or not actual.is_floating_point():
             continue
-        if i >= len(outcome.outputs) and overflowed:
+        if i >= len(outcome.outputs) and given_up:
             return
         if actual.shape == exact.shape:
-            is_gradient = i >= len(outcome.outputs)
-            floor = _float64_floor(reference, outcome, name) if is_gradient else 0.0
+            floor = _float64_floor(reference, outcome, name) if i >= len(outcome.outputs) else 0.0
             floor = max(floor, SUBNORMAL)
             actual = _excused(actual.detach(), composition, exact, finite, floor, finite and products)
-            if is_gradient and lost:
-                actual = torch.where(actual.isfinite(), actual, exact.to(actual.dtype))
         yield i, name, actual, composition, exact
+
+
+def _step_is_lost(outcome: Outcome, reference: Reference) -> bool:
+    """Return True if a gradient is not finite and an exact one too large: the optimizer, or its scaler, sees it."""
+    gradients = [gradient for gradient in outcome.gradients.values() if gradient is not None]
+    return not all(bool(g.isfinite().all()) for g in gradients) and gradient_overflows(reference, outcome)
 
 
 def _overflowed(outcome: Outcome, reference: Reference) -> bool:

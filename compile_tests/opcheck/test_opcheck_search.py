@@ -131,6 +131,16 @@ def test_gradients_of_a_lost_step_are_not_judged() -> None:
     assert judge(OPS["moe_experts"], case) is None
 
 
+def test_a_row_beside_one_that_overflows_is_not_judged() -> None:
+    """Gradients of 4.4e7 in float16 take its range with them: rows of 3e-2 become 0, and the step is lost anyway."""
+    op = OPS["fused_linear_policy"]
+    case = Cases(op, CPU, torch.float16)[30173]
+    rows = call(op, case.sample, grads=case.grads).gradients["input"]
+    assert rows is not None
+    assert bool(rows.isinf().any())
+    assert judge(op, case) is None
+
+
 def test_one_tensor_given_twice_stays_one() -> None:
     x = torch.randn(3, 4, dtype=torch.float32, device="cpu")
     outcome = call(OPS["add"], Sample((x, x)))
