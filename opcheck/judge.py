@@ -2,10 +2,11 @@
 
 The float64 reference decides. Where PyTorch's own composition overflows and the reference does not, an element is
 excused, as where finite inputs make the reference itself NaN; what is not finite, where products of the arguments can
-leave float32; and gradients that are not finite where one of the exact ones is too large for its dtype: that optimizer
-step is lost whatever the others are. At ties and next to a decision, inputs that move by a unit cross it, and
+leave float32; and all gradients where one is not finite and one of the exact ones too large for its dtype: that
+optimizer step is lost whatever the others are. At ties and next to a decision, inputs that move by a unit cross it, and
 everything would be excused; so there a second rule moves equal numbers together and takes the error bound from draws
-that did not cross. It refuses only what the composition gets right on all neighbours as well.
+that did not cross. It refuses only what the composition gets right on all neighbours as well, and only where a result
+does not move as far as its inputs do: elsewhere the first rule has judged it.
 """
 
 import contextlib
@@ -162,24 +163,25 @@ def _inputs_finite(outcome: Outcome) -> bool:
 
 def _floating(reference: Reference, outcome: Outcome) -> Iterator[tuple[int, str, Tensor, Tensor, Tensor]]:
     finite, overflowed = _inputs_finite(outcome), _overflowed(outcome, reference)
-    lost, products = (
-        bool(reference.wanted) and gradient_overflows(reference, outcome),
-        _products_overflow(outcome, reference),
-    )
+    products = _products_overflow(outcome, reference)
+    given_up = overflowed or _step_is_lost(outcome, reference)
     for i, (name, actual) in enumerate(zip(names_of(reference), outcome.results(), strict=True)):
         composition, exact = reference.composition[i], reference.exact[i]
         if actual is None or composition is None or exact is None or not actual.is_floating_point():
             continue
-        if i >= len(outcome.outputs) and overflowed:
+        if i >= len(outcome.outputs) and given_up:
             return
         if actual.shape == exact.shape:
-            is_gradient = i >= len(outcome.outputs)
-            floor = _float64_floor(reference, outcome, name) if is_gradient else 0.0
+            floor = _float64_floor(reference, outcome, name) if i >= len(outcome.outputs) else 0.0
             floor = max(floor, SUBNORMAL)
             actual = _excused(actual.detach(), composition, exact, finite, floor, finite and products)
-            if is_gradient and lost:
-                actual = torch.where(actual.isfinite(), actual, exact.to(actual.dtype))
         yield i, name, actual, composition, exact
+
+
+def _step_is_lost(outcome: Outcome, reference: Reference) -> bool:
+    """Return True if a gradient is not finite and an exact one too large: the optimizer, or its scaler, sees it."""
+    gradients = [gradient for gradient in outcome.gradients.values() if gradient is not None]
+    return not all(bool(g.isfinite().all()) for g in gradients) and gradient_overflows(reference, outcome)
 
 
 def _overflowed(outcome: Outcome, reference: Reference) -> bool:
@@ -210,6 +212,21 @@ def _float64_floor(reference: Reference, outcome: Outcome, name: str) -> float:
     return floor * (max(1 / size, 1e-3) if size else 1.0)
 
 
+def _saturation_floor(op: Op, case: Case, reference: Reference, argument: str) -> float:
+    """Return float64's own error in a gradient that is small as a softmax is saturated: a few roundings of its terms.
+
+    A weight of 1e-17 has no part in float64's sum of 1, nor in the gradient of its logit or of what that is made of.
+    The terms that cancel are as large as the gradient where the argument is so much smaller that nothing saturates.
+    """
+    value = op.bind(case.sample)[argument]
+    sizes = []
+    for factor in (2.0**-3, 2.0**-6, 2.0**-9):
+        sample = rebound(op, case.sample, op.bind(case.sample) | {argument: value.detach() * factor}, "")
+        smaller = Reference(op, sample, reference.given)
+        sizes.append(_largest(smaller.exact[reference.index_of(argument)]))
+    return 64 * torch.finfo(torch.float64).eps * max(sizes)
+
+
 def _largest(tensor: Tensor | None) -> float:
     """The largest size of a finite number in a floating tensor."""
     if tensor is None or not tensor.is_floating_point() or tensor.numel() == 0:
@@ -221,11 +238,15 @@ def _wrong_values(op: Op, case: Case, outcome: Outcome, reference: Reference) ->
     factor = tolerance_of(op, _dtype(outcome)).factor
     formula_bound = None if op.error_bound is None else op.error_bound(**(op.bind(case.sample) | outcome.inputs))
     more = MoreNeighbours(op, case.sample, reference.given)
-    for i, name, actual, _, _ in _floating(reference, outcome):
+    for i, name, actual, _, exact in _floating(reference, outcome):
         lost = None if i else formula_bound
         violation = violation_of(reference, i, actual, factor, formula_bound=lost, draws=FIRST_DRAWS)
         if violation is not None and math.isfinite(violation.error):
             violation = violation_of(more, i, actual, factor, formula_bound=lost)
+        if violation is not None and i >= len(outcome.outputs):
+            floor = _saturation_floor(op, case, reference, name.removeprefix("gradient of "))
+            judged = torch.where((actual.double() - exact).abs() <= floor, exact.to(actual.dtype), actual)
+            violation = violation_of(more, i, judged, factor, formula_bound=lost)
         if violation is not None:
             return Finding("value", name, f"{name}: {violation}")
     return None
@@ -394,12 +415,31 @@ def _decided_otherwise(op: Op, outcome: Outcome, reference: Reference, decided: 
         pairs = [(composition, exact), *decided.near(i)]
         if any(_largest(near.double() - exacts) > faint for near, exacts in pairs):  # it decides otherwise
             continue
-        if actual.shape == exact.shape and _largest(actual.double() - exact) <= faint:
-            continue
+        if actual.shape == exact.shape:
+            actual = torch.where(_is_smooth(reference, i), exact.to(actual.dtype), actual)
+            if _largest(actual.double() - exact) <= faint:
+                continue
         violation = violation_of(decided, i, actual, factor, draws=2 * FIRST_DRAWS)
         if violation is not None:
             return Finding("decision", name, f"{name}, at a decision: {violation}")
     return None
+
+
+def _is_smooth(reference: Reference, result: int) -> Tensor:
+    """Return which elements move as far as the inputs do: no decision is between them and the error bound's draws.
+
+    At a jump they move by it however small the step is, and beside one only where the step is larger than the distance.
+    """
+    exact, unit, part = reference.exact[result], reference.unit(result), 16
+    assert exact is not None
+    moves, rests = [], []
+    for seed in range(2 * FIRST_DRAWS):
+        far, near = (reference.run(reference.nudge(seed, torch.float64, by))[result] for by in (unit, unit / part))
+        assert far is not None
+        assert near is not None
+        moves.append((far - exact).square())
+        rests.append((far - exact - part * (near - exact)).square())
+    return torch.stack(rests).sum(0) <= 0.25 * torch.stack(moves).sum(0)
 
 
 FAINT = 1e-4

@@ -192,5 +192,6 @@ def copy_to_move(tensor: Tensor, dtype: torch.dtype | None, by: float | None) ->
 def move(memory: Tensor, signs: Tensor, by: float | None) -> None:
     """Move every number by so large a part of it, in the direction of its sign; a finite one stays finite."""
     info = torch.finfo(memory.dtype)
-    moved = memory.double() * (1 + signs * (by or info.eps))
+    # In float32 a step of less than 2^-24 would be none.
+    moved = memory.double() * (1 + signs.double() * (by or info.eps))
     memory.copy_(torch.where(memory.isfinite(), moved.clamp(info.min, info.max), moved))

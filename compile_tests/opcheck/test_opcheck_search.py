@@ -131,6 +131,16 @@ def test_gradients_of_a_lost_step_are_not_judged() -> None:
     assert judge(OPS["moe_experts"], case) is None
 
 
+def test_a_row_beside_one_that_overflows_is_not_judged() -> None:
+    """Gradients of 4.4e7 in float16 take its range with them: rows of 3e-2 become 0, and the step is lost anyway."""
+    op = OPS["fused_linear_policy"]
+    case = Cases(op, CPU, torch.float16)[30173]
+    rows = call(op, case.sample, grads=case.grads).gradients["input"]
+    assert rows is not None
+    assert bool(rows.isinf().any())
+    assert judge(op, case) is None
+
+
 def test_one_tensor_given_twice_stays_one() -> None:
     x = torch.randn(3, 4, dtype=torch.float32, device="cpu")
     outcome = call(OPS["add"], Sample((x, x)))
@@ -228,6 +238,19 @@ def test_a_decision_within_half_a_unit_is_not_refused() -> None:
     near = at_decisions(cases, cases[30188], math.inf)
     assert len(near) == 2
     assert [judge(OPS["ce_tvd"], case) for case in near] == [None, None]
+
+
+def test_a_weight_that_float64_loses_is_not_refused() -> None:
+    """5e-17, for which the exact gradient is 2.5e-13; in float64 it adds nothing to the sum of 1, and 0 comes out."""
+    blocks, query, weight = [[[8.0, 8.0]], [[0.0, 0.0]]], [3.25, -3.125], [300.0, 300.0]
+    assert judged("attention_residual", torch.float32, blocks, query, weight) is None
+
+
+def test_roundings_that_differ_among_equal_numbers_are_no_decision() -> None:
+    """Equal classes, in two products whose sums have another order, and logits of 1e5 with a unit of 8e-3."""
+    x = torch.randn(4, 12, generator=torch.Generator().manual_seed(0)) * 30
+    sample = Sample((x, torch.full((37, 12), 1000.0), torch.full((4,), 36)))
+    assert judge(OPS["fused_linear_ce"], Case(sample, unit_gradients, 0, sample, decides=True)) is None
 
 
 @pytest.mark.kernels

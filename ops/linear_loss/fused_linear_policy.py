@@ -14,8 +14,9 @@ with a loss f and an estimator KL. So the gradient of l_t is, with level its own
 
 which is known once the token's log-probability is, or its sequence's are, and that of H_t is -h_t. In the forward pass
 `drivers/logprobs.py` makes the gradients from these with the chunk's logits, and the backward pass multiplies them by
-that of the loss: three products. Where ratios are per sequence and a sequence does not fit into a block, logits are
-made twice, in the forward pass still, but for those of the first tokens, which are kept: at most four products.
+that of the loss: three products. Where ratios are per sequence and a sequence does not fit into a block, and in
+float16, logits are made twice, in the forward pass still, but for those of the first tokens, which are kept: at most
+four products.
 """
 
 from collections.abc import Iterator
@@ -262,8 +263,8 @@ def fused_linear_policy(
         token_weight * f(log pi, ratio, advantage) + kl_weight * KL(pi, ref) - entropy_weight * entropy
 
     `grpo`, `reinforce`, `rloo`, `ppo`, `sft` and `dft` of `llmk.losses` use it. The gradients that are needed are made
-    in the forward pass and scaled in the backward pass. The logits are made once, or twice where ratios are per
-    sequence and the logits of one do not fit into a chunk.
+    in the forward pass and scaled in the backward pass. The logits are made once, or twice in float16 and where
+    ratios are per sequence and the logits of one do not fit into a chunk.
 
     Args:
         input: `[..., S, H]`, or `[H]`; float32, float16 or bfloat16, any strides. Rows of S tokens are sequences where

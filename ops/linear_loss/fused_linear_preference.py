@@ -17,9 +17,9 @@ known once the group's log-probabilities are. So forward, for x [N, H] and W [V,
     dx     = G @ W                            rows of the chunk
     dW    += G^T @ x_chunk                    and db += the column sums of G
 
-and the backward pass multiplies by the gradient of the loss: three products. Where a group does not fit into a block
-logits are made twice, in the forward pass still, but for those of the first tokens, which are kept: at most four
-products.
+and the backward pass multiplies by the gradient of the loss: three products. Where a group does not fit into a block,
+and in float16, logits are made twice, in the forward pass still, but for those of the first tokens, which are kept: at
+most four products.
 """
 
 from collections.abc import Iterator
@@ -236,8 +236,8 @@ def fused_linear_preference(
     """A loss of pairs of completions, or of single ones, from hidden states, without ever holding all the logits.
 
     `dpo`, `cpo`, `simpo`, `orpo` and `kto` of `llmk.losses` use it; their docstrings have the formulas. The gradients
-    that are needed are made in the forward pass and scaled in the backward pass. Where the
-    logits of a group fit into a chunk they are made once, else twice.
+    that are needed are made in the forward pass and scaled in the backward pass. Where the logits of a group fit into a
+    chunk they are made once, else twice, as in float16.
 
     Args:
         input: `[G, M, S, H]`, G groups of M sequences of S tokens; float32, float16 or bfloat16, any strides. M is 2,

@@ -13,6 +13,7 @@ from llmk.ops.linear_loss.chunked._call import (
     recomputing_op,
     wants_float32,
 )
+from llmk.ops.linear_loss.chunked._float16_range import float16_scale, largest, scaled
 from llmk.ops.linear_loss.chunked._linear import ChunkedLinear, CompactedTokens, LinearGradients
 from llmk.ops.linear_loss.chunked._plan import Plan, kept_rows
 from llmk.ops.linear_loss.chunked._vocab_shard import VocabShard
@@ -30,9 +31,12 @@ __all__ = [
     "check_temperature",
     "checked_linear",
     "fake_gradients",
+    "float16_scale",
     "kept_rows",
+    "largest",
     "local_fields",
     "product_flops",
     "recomputing_op",
+    "scaled",
     "wants_float32",
 ]

@@ -104,12 +104,21 @@ class LinearCall:
         Its size is a function of sizes alone, so that fakes have the same. It is never empty, because PyTorch traces
         tensors without elements apart.
         """
+        elements = self.kept_rows * aligned(self.linear_weight.shape[0]) if keep else 0
+        return self.input.new_empty((elements + SPARE,), dtype=self.logits_dtype)
+
+    @property
+    def kept_rows(self) -> int:
+        """The number of the first rows whose logits are kept for a second pass."""
         # A product of rows that only the device counts takes a buffer for its result if that is float32.
-        keep = keep and (self.float32_logits or not self.skip_ignored)
-        dtype = torch.float32 if self.float32_logits else self.input.dtype
+        if self.skip_ignored and not self.float32_logits:
+            return 0
         (V, H), N = self.linear_weight.shape, math.prod(self.tokens)  # numel() would make a symbolic number a constant
-        rows = kept_rows(N, H, V, dtype.itemsize, self.chunk_size) if keep else 0
-        return self.input.new_empty((rows * aligned(V) + SPARE,), dtype=dtype)
+        return kept_rows(N, H, V, self.logits_dtype.itemsize, self.chunk_size)
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        return torch.float32 if self.float32_logits else self.input.dtype
 
     def kept_matrix(self, kept: Tensor) -> Tensor:
         """Return `[K, ...]`, whose rows begin with the V logits of one of the first K tokens, from `kept_logits`.
@@ -146,23 +155,19 @@ class LinearCall:
         return parts if self.shard is None else self.shard.gather(parts)
 
     @property
-    def dx_dtype(self) -> torch.dtype:
-        """float32 where the gradient of the input is summed over ranks before it is rounded."""
-        return self.input.dtype if self.shard is None or not self.shard.dx_group_name else torch.float32
-
-    @property
     def saved_dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
         """The dtypes of the gradients of input, weight and bias that a forward pass makes and a backward pass scales.
 
-        The weight's is float32 for float16, whose range does not hold it before it is scaled.
+        They are float32 for float16, whose range does not hold them before they are scaled.
         """
-        dw = torch.float32 if self.input.dtype == torch.float16 else self.input.dtype
-        return self.dx_dtype, dw, torch.float32
+        if self.input.dtype == torch.float16:
+            return torch.float32, torch.float32, torch.float32
+        return dx_dtype(self.input.dtype, self.shard), self.input.dtype, torch.float32
 
     @property
     def recomputed_dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
         """The same of gradients that a backward pass makes."""
-        return self.dx_dtype, self.input.dtype, self.input.dtype
+        return dx_dtype(self.input.dtype, self.shard), self.input.dtype, self.input.dtype
 
     @classmethod
     def names(cls) -> list[str]:
@@ -182,6 +187,11 @@ class LinearCall:
         if call.num_classes == 0:  # a rank may have none, not all of them
             raise ValueError(f"linear_weight: expected at least one class, got shape {tuple(call.linear_weight.shape)}")
         return call
+
+
+def dx_dtype(dtype: torch.dtype, shard: VocabShard | None) -> torch.dtype:
+    """Return the dtype of the input's gradient: float32 where it is summed over ranks before it is rounded."""
+    return dtype if shard is None or not shard.dx_group_name else torch.float32
 
 
 def checked_linear(
@@ -329,7 +339,7 @@ class CallOp(Generic[C]):
     def scaled_gradients(self, ctx: Any, scale: KernelOp, grad: Tensor) -> Any:
         """In a backward formula: the arguments' gradients, which are those saved, scaled by `scale`."""
         saved, (need_dx, need_dw, need_db) = SavedGradients(ctx, grad, scale), ctx.needs_input_grad[:3]
-        dx = saved.times(0) if need_dx else None
+        dx = saved.times(0, dx_dtype(ctx.dtype, ctx.shard)) if need_dx else None
         dw = saved.times(1, ctx.dtype) if need_dw else None
         return _argument_gradients(ctx, dx, dw, saved.times(2, ctx.dtype) if need_db else None)
 

@@ -202,17 +202,22 @@ class ChunkedLinear:
 class LinearGradients:
     """The gradients of x, W and b that are needed, as sums over the chunks; the others are empty.
 
-    They are rounded to `dtypes`; that of x is the dtype of x or float32.
+    They are rounded to `dtypes`; that of x is the dtype of x or float32. With a `scale` (`_float16_range.py`) the
+    logits' gradient is `scale` times what it is, and these are divided by it before they are rounded.
     """
 
     def __init__(
-        self, linear: ChunkedLinear, need: tuple[bool, bool, bool], dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
+        self,
+        linear: ChunkedLinear,
+        need: tuple[bool, bool, bool],
+        dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+        scale: Tensor | None = None,
     ) -> None:
-        self.linear, self.need, self.dtypes = linear, need, dtypes
+        self.linear, self.need, self.dtypes, self.scale = linear, need, dtypes, scale
         assert linear.has_separate_gradients or linear.plan.block_rows == linear.plan.chunk_rows
         x, (V, H) = linear.x, linear.weight.shape
         buffers = [
-            (tuple(linear.shape), dtypes[0], need[0]),
+            (tuple(linear.shape), dtypes[0] if scale is None else torch.float32, need[0]),
             # Where only the device knows the number of rows the first product is the sum.
             ((V, H), x.dtype if linear.plan.rounded_sums else torch.float32, need[1] and linear.count is None),
             ((V,), torch.float32, need[2]),
@@ -244,8 +249,11 @@ class LinearGradients:
 
     def results(self, compacted: CompactedTokens) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients; that of the input is scattered to all tokens."""
+        if self.scale is not None:
+            for total in (self.dx, self.dw, self.db):
+                total.div_(self.scale)
         dx = compacted.scatter(self.dx_rows) if self.need[0] else self.dx
-        return dx, self.dw.to(self.dtypes[1]), self.db.to(self.dtypes[2])
+        return dx.to(self.dtypes[0]), self.dw.to(self.dtypes[1]), self.db.to(self.dtypes[2])
 
     def _add(self, rows: slice, dlogits: Tensor) -> None:
         """Accumulate the gradients of a chunk; the first one overwrites."""

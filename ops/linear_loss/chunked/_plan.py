@@ -202,7 +202,7 @@ class Sizes:
 
     def _plan(self, chunk_rows: int, block_rows: int) -> Plan:
         most = DYNAMIC_ROUNDED_CHUNKS if self.dynamic else ROUNDED_CHUNKS
-        # The range of float16 does not hold sums that are not scaled yet.
+        # The range of float16 does not hold the sums of scaled gradients.
         return Plan(chunk_rows, block_rows, not self.is_float16 and cdiv(self.N, chunk_rows) <= most)
 
     def memory(self, plan: Plan) -> int:

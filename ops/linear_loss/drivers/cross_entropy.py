@@ -21,8 +21,11 @@ from llmk.ops.linear_loss.chunked import (
     LinearGradients,
     check_chunk_size,
     fake_gradients,
+    float16_scale,
+    largest,
     local_fields,
     recomputing_op,
+    scaled,
 )
 from llmk.ops.linear_loss.kernels import STATISTICS, Implementation, LogitTransform
 from llmk.ops.loss.cross_entropy_options import Columns, Options, Rows, check_loss_options, counted
@@ -89,6 +92,20 @@ class CrossEntropyCall(LinearCall):
             return None
         return torch.where(self.mask().reshape(-1), self.row_weight.reshape(-1).float(), 0.0)
 
+    @property
+    def bounded_by_statistics(self) -> bool:
+        """True if only the rows' statistics bound the logits' gradient: that of a z-loss grows with the logits."""
+        return self.input.dtype == torch.float16 and self.z_loss > 0
+
+    def largest_gradient(self, loss_grads: Tensor, stats: Tensor | None) -> Tensor:
+        """Return what no element of the logits' gradient exceeds: that of a cross entropy is at most its weight."""
+        bound = largest(loss_grads) if self.weight is None else largest(loss_grads) * largest(self.weight)
+        if self.z_loss == 0:
+            return bound
+        assert stats is not None
+        lse = stats[0] + stats[1].log()
+        return bound + 2 * self.z_loss * largest(torch.where(self.mask().reshape(-1), loss_grads * lse, 0.0))
+
 
 class TokenMetrics:
     """The entropy of each token's logits and whether its target is correct, in one more pass over a block's logits.
@@ -149,32 +166,22 @@ def _gradients(
         impl.cross_entropy.gradients(grad, None, logits, target, stats, dlogits, options)
 
 
-def _loss_gradients_and_denominator(
-    call: CrossEntropyCall, weights: Tensor | None, mean: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the gradient of each token's loss or one for all, and the denominator left to the backward pass.
-
-    The denominator of a mean is known before the logits, so the gradients are divided here and the backward pass
-    divides by 1. It is left to the backward pass for float16, whose range does not hold the divided gradients.
+def _loss_gradients(call: CrossEntropyCall, weights: Tensor | None, mean: bool) -> Tensor:
+    """Return the gradient of each token's loss or one for all; the denominator of a mean is known before the logits.
 
     Where weights make the denominator 0 the tokens that count get gradients that are not finite, like the loss. Without
     weights no token counts then, and all gradients are 0.
     """
     target = call.targets()
-    one = torch.ones((), dtype=torch.float32, device=target.device)
-    grads = one if weights is None else weights
+    grads = torch.ones((), dtype=torch.float32, device=target.device) if weights is None else weights
     if not mean:
-        return grads, one
+        return grads
     mask, index = counted(target, call.ignore_index)
-    weighted = call.weight is not None or weights is not None
     each = grads.expand(mask.shape)
     if call.weight is not None:
         mask = mask & (index >= 0) & (index < call.num_classes)
         each = grads * call.weight[torch.where(mask, index, 0)].float()
-    denominator = torch.where(mask, each, 0.0).sum()
-    if call.input.dtype != torch.float16:
-        return grads / denominator, one
-    return torch.where(denominator == 0, float("inf"), grads) if weighted else grads, denominator
+    return grads / torch.where(mask, each, 0.0).sum()
 
 
 def _losses_and_gradients(
@@ -200,16 +207,23 @@ def _forward(
 ) -> tuple[Tensor, ...]:
     """Return the loss, entropy and correctness; statistics, a denominator, and gradients of input, weight and bias.
 
-    With "none" the backward pass recomputes the logits, given the statistics `[2, ...]` of each token. Else it divides
-    the gradients by the denominator, except for "total": the sum, with the denominator of the mean, both of which
-    processes with some tokens each add up first.
+    With "none" the backward pass recomputes the logits, given the statistics `[2, ...]` of each token. The denominator
+    is 1 except for "total": the sum, with the denominator of the mean, both of which processes with some tokens each
+    add up first.
     """
     compacted, call = full_call.compacted(impl)
     weights = call.token_weights()
-    gradients = LinearGradients(call.linear(impl, compacted), (need_dx, need_dw, need_db), call.saved_dtypes)
+    linear, need = call.linear(impl, compacted), (need_dx, need_dw, need_db)
     metrics = TokenMetrics(impl, call) if call.with_metrics else None
-    loss_grads, denominator = _loss_gradients_and_denominator(call, weights, reduction == "mean")
-    loss, counts, stats = _losses_and_gradients(impl, call, gradients, loss_grads, metrics)
+    loss_grads = _loss_gradients(call, weights, reduction == "mean")
+    if call.bounded_by_statistics and any(need):
+        nothing = LinearGradients(linear, (False, False, False), call.saved_dtypes)
+        loss, counts, stats = _losses_and_gradients(impl, call, nothing, loss_grads, metrics)
+        gradients = _gradients_of_losses(impl, call, linear, loss_grads, stats, need, call.saved_dtypes)
+    else:
+        scale = float16_scale(call.input.dtype, need, lambda: call.largest_gradient(loss_grads, None))
+        gradients = LinearGradients(linear, need, call.saved_dtypes, scale)
+        loss, counts, stats = _losses_and_gradients(impl, call, gradients, scaled(loss_grads, scale), metrics)
     entropy, correct = loss.new_empty((0,)), loss.new_empty((0,))
     if weights is not None:
         loss, counts = loss * weights, counts * weights
@@ -221,8 +235,7 @@ def _forward(
         loss, stats = _reduced(impl, loss, counts, reduction), loss.new_empty((0,))
         if metrics is not None:
             entropy, correct = metrics.means(full_call.mask().sum())
-    if reduction == "total":
-        denominator = impl.cross_entropy.sum(counts)
+    denominator = impl.cross_entropy.sum(counts) if reduction == "total" else loss.new_ones(())
     return loss, entropy, correct, stats, denominator, *gradients.results(compacted)
 
 
@@ -237,13 +250,23 @@ def _backward(
     """Compute the gradients of the inputs from those of each token's loss; the logits are recomputed."""
     compacted, call = full_call.compacted(impl)
     grad, stats = compacted.gather(grad), compacted.gather_statistics(stats)
-    linear = call.linear(impl, compacted)
-    options, target, weights = call.options(linear), call.targets(), call.token_weights()
-    grad = grad if weights is None else grad * weights
-    gradients = LinearGradients(linear, (need_dx, need_dw, need_db), call.recomputed_dtypes)
+    linear, weights = call.linear(impl, compacted), call.token_weights()
+    grad, need = grad if weights is None else grad * weights, (need_dx, need_dw, need_db)
+    return _gradients_of_losses(impl, call, linear, grad, stats, need, call.recomputed_dtypes).results(compacted)
+
+
+def _gradients_of_losses(
+    impl: Implementation, call: CrossEntropyCall, linear: ChunkedLinear, loss_grads: Tensor, stats: Tensor,
+    need: tuple[bool, bool, bool], dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+) -> LinearGradients:  # fmt: skip
+    """Make the logits again and the linear layer's gradients, given that of each loss and its statistics."""
+    options, target = call.options(linear), call.targets()
+    scale = float16_scale(call.input.dtype, need, lambda: call.largest_gradient(loss_grads, stats))
+    grads, gradients = scaled(loss_grads, scale), LinearGradients(linear, need, dtypes, scale)
     for block, logits, dlogits in gradients.blocks():
-        _gradients(impl, grad[block], logits, target[block], stats[:, block].contiguous(), dlogits, options)
-    return gradients.results(compacted)
+        grad = grads[block] if grads.dim() else grads
+        _gradients(impl, grad, logits, target[block], stats[:, block].contiguous(), dlogits, options)
+    return gradients
 
 
 def _fake_forward(call: CrossEntropyCall, reduction: str, *need: bool) -> tuple[Tensor, ...]:
@@ -253,6 +276,13 @@ def _fake_forward(call: CrossEntropyCall, reduction: str, *need: bool) -> tuple[
     shapes = shape, metrics, metrics, (2, *shape) if per_token else (0,), ()
     results = (call.input.new_empty(shape, dtype=torch.float32) for shape in shapes)
     return *results, *fake_gradients(call, need, call.saved_dtypes)
+
+
+def _products(
+    impl: Implementation, call: CrossEntropyCall, reduction: str, need_dx: bool, need_dw: bool, need_db: bool
+) -> int:
+    """Count one product for the logits, one more if they are made twice, and one for each gradient."""
+    return 1 + (call.bounded_by_statistics and (need_dx or need_dw or need_db)) + need_dx + need_dw
 
 
 def _forward_sharding(input, reduction, need_dx):
@@ -296,7 +326,7 @@ class CrossEntropyOps:
             _forward,
             outputs=8,
             fake=_fake_forward,
-            products=lambda impl, call, reduction, need_dx, need_dw, need_db: 1 + need_dx + need_dw,
+            products=_products,
         )
         self.backward = recomputing_op(f"_{name}_bwd", CrossEntropyCall, _backward)
         self.scale = scale_op(f"_{name}_scale")

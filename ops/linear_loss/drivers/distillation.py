@@ -18,7 +18,10 @@ from llmk.ops.linear_loss.chunked import (
     check_temperature,
     checked_linear,
     fake_gradients,
+    float16_scale,
+    largest,
     local_fields,
+    scaled,
     wants_float32,
 )
 from llmk.ops.linear_loss.kernels import CrossEntropyTerm, Implementation, LogitTransform, Softmaxes
@@ -78,6 +81,25 @@ class DistillationCall(LinearCall):
             leave_ignored=student.leaves_rows_past_count,
         )
 
+    @property
+    def bounded_by_losses(self) -> bool:
+        """True if only the rows' divergences bound the logits' gradient: where the student's mean is taken."""
+        return self.input.dtype == torch.float16 and self.beta == 1
+
+    def largest_gradient(self, loss_grads: Tensor, ce_grads: Tensor | None, divergences: Tensor | None) -> Tensor:
+        """Return what no element of the logits' gradient exceeds.
+
+        That of a divergence is r - p R (`kernels/_divergence.py`), where r and R are at most 1 each. With beta 1 r is
+        p (x - y) - p D, where D is the divergence: no p (x - y) is below -1 / e, nor then above D + 1 / e, as they add
+        up to D and the others to no less than -1 / e.
+        """
+        each = loss_grads * 2
+        if self.beta == 1:
+            assert divergences is not None
+            each = torch.where(self.mask().reshape(-1), loss_grads * (2 * divergences + 2), 0.0)
+        bound = largest(each) / self.temperature
+        return bound if ce_grads is None else bound + largest(ce_grads)
+
     def mask(self) -> Tensor:
         if self.labels is None:
             return torch.ones(self.tokens, dtype=torch.bool, device=self.input.device)
@@ -105,18 +127,22 @@ def _forward(
     count = mask.float()
     weights = count if call.row_weight is None else torch.where(mask, call.row_weight.reshape(-1).float(), 0.0)
     denominator = weights.sum()
-    # Mostly the gradients are divided here. Where weights make the denominator 0 the tokens that count get gradients
-    # that are not finite, as is the loss; without weights no token counts then, and all gradients are 0.
+    # Where weights make the denominator 0 the tokens that count get gradients that are not finite, as is the loss;
+    # without weights no token counts then, and all gradients are 0.
     loss_grads, remaining = weights, denominator
-    if not total and call.input.dtype != torch.float16:  # float16's range does not hold the quotient
+    if not total:
         loss_grads, remaining = weights / denominator, torch.ones_like(denominator)
-    elif not total and call.row_weight is not None:
-        loss_grads = torch.where(denominator == 0, float("inf"), weights)
-    student, teacher = call.linears(impl, compacted)
-    gradients = LinearGradients(student, (need_dx, need_dw, need_db), call.saved_dtypes)
+    (student, teacher), need = call.linears(impl, compacted), (need_dx, need_dw, need_db)
     ce_grads = count * (call.ce_weight * remaining / count.sum()) if call.ce_weight > 0 else None
-    divergence, nll = _losses_and_gradients(impl, call, gradients, teacher, mask, weights, loss_grads, ce_grads)
+    divergences = None
+    if call.bounded_by_losses and any(need):
+        nothing = LinearGradients(student, (False, False, False), call.saved_dtypes)
+        divergences, _ = _losses_and_gradients(impl, call, nothing, teacher, count, loss_grads, ce_grads)
+    scale = float16_scale(call.input.dtype, need, lambda: call.largest_gradient(loss_grads, ce_grads, divergences))
+    gradients = LinearGradients(student, need, call.saved_dtypes, scale)
+    divergences, nll = _losses_and_gradients(impl, call, gradients, teacher, count, loss_grads, ce_grads)
     rest = remaining, *gradients.results(compacted)
+    divergence = torch.where(mask, divergences * weights, 0.0).sum()
     divergence = divergence if total else divergence / denominator
     if call.ce_weight == 0:
         return divergence, *(divergence.new_empty((0,)) for _ in range(2)), *rest
@@ -125,22 +151,24 @@ def _forward(
 
 
 def _losses_and_gradients(
-    impl: Implementation, call: DistillationCall, gradients: LinearGradients, teacher: ChunkedLinear, mask: Tensor,
-    weights: Tensor, loss_grads: Tensor, ce_grads: Tensor | None,
+    impl: Implementation, call: DistillationCall, gradients: LinearGradients, teacher: ChunkedLinear, count: Tensor,
+    loss_grads: Tensor, ce_grads: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the sums of the weighted divergences and of the cross entropies, given the gradient of each term."""
-    count, softmaxes = mask.float(), call.softmaxes(gradients.linear)
+    """Return the rows' divergences and the sum of the cross entropies, given the gradient of each term."""
+    softmaxes = call.softmaxes(gradients.linear)
+    loss_grads = scaled(loss_grads, gradients.scale)
+    ce_grads = None if ce_grads is None else scaled(ce_grads, gradients.scale)
     divergences, logprobs = [], [count.new_zeros((1,))]
     for (block, z, dz), (_, w) in zip(gradients.blocks(), teacher.blocks(), strict=True):
         loss, stats, sums = _divergences(impl, call, z, w, count[block], softmaxes)
-        divergences.append(torch.where(mask[block], loss * weights[block], 0.0))
+        divergences.append(loss)
         ce = None
         if ce_grads is not None:
             logprob, ce = _cross_entropy_term(impl, call, z, block, ce_grads)
             logprobs.append(logprob)
         if any(gradients.need) and z.shape[1] > 0:
             impl.divergence.gradients(z, w, count[block], loss_grads[block], stats, sums, ce, dz, softmaxes)
-    return torch.cat(divergences).sum(), -torch.cat(logprobs).sum()
+    return torch.cat(divergences), -torch.cat(logprobs).sum()
 
 
 def _cross_entropy_term(
@@ -203,7 +231,9 @@ def _forward_sharding(input, total, need_dx):
 def _products(
     impl: Implementation, call: DistillationCall, total: bool, need_dx: bool, need_dw: bool, need_db: bool
 ) -> float:
-    return 1 + need_dx + need_dw + call.teacher_input.shape[-1] / call.input.shape[-1]
+    teacher = call.teacher_input.shape[-1] / call.input.shape[-1]
+    twice = call.bounded_by_losses and (need_dx or need_dw or need_db)
+    return (1 + teacher) * (1 + twice) + need_dx + need_dw
 
 
 class DistillationOps:

@@ -2,10 +2,12 @@
 
 `linear_logprobs` returns log-probabilities and entropies, and its backward pass recomputes the logits. A loss of groups
 computes its gradients in the forward pass. A group is the tokens on which each token's gradient depends: one token, a
-sequence, or a pair of sequences. Where blocks hold whole groups the logits are computed once, else twice. What is
+sequence, or a pair of sequences. Where blocks hold whole groups the logits are computed once, else twice; twice in
+float16, whose range holds the logits' gradients only if the largest of all tokens is known before the first. What is
 computed twice is kept for the first rows, as many as `kept_rows` says.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,8 +26,11 @@ from llmk.ops.linear_loss.chunked import (
     check_chunk_size,
     check_temperature,
     fake_gradients,
+    float16_scale,
+    largest,
     local_fields,
     recomputing_op,
+    scaled,
 )
 from llmk.ops.linear_loss.kernels import STATISTICS, Implementation, LogitTransform
 from llmk.registry import (
@@ -84,6 +89,15 @@ class LogprobsCall(LinearCall):
             kept=kept,
         )
 
+    def largest_gradient(self, grad: Tensor | None, entropy_grad: Tensor | None) -> Tensor:
+        """Return what no element of the logits' gradient exceeds: |p (log p + entropy)| is at most log V + 1."""
+        bound = torch.zeros((), dtype=torch.float32, device=self.input.device)
+        if grad is not None:
+            bound = bound + largest(grad.float().abs().sum(-1))
+        if entropy_grad is not None:
+            bound = bound + largest(entropy_grad) * (math.log(self.num_classes) + 1)
+        return bound * (abs(self.logit_scale) / self.temperature)
+
     def candidates(self) -> Tensor:
         """Return the targets `[N, K]`."""
         K = self.target.shape[-1] if self.target.dim() == self.input.dim() else 1
@@ -125,18 +139,27 @@ def _backward(
     """Compute the gradients of the inputs from those of the outputs; logits that were not kept are recomputed."""
     compacted, call = full_call.compacted(impl)
     grad, entropy_grad = (None if g is None else compacted.gather(g) for g in (grad, entropy_grad))
-    stats, linear, target = (
-        compacted.gather_statistics(stats),
-        call.linear(impl, compacted, call.kept_matrix(kept)),
-        call.candidates(),
-    )
-    grad, transform = None if grad is None else grad.view(target.shape), call.transform(linear)
-    gradients = LinearGradients(linear, (need_dx, need_dw, need_db), call.recomputed_dtypes)
+    stats, need = compacted.gather_statistics(stats), (need_dx, need_dw, need_db)
+    linear = call.linear(impl, compacted, call.kept_matrix(kept))
+    return _gradients(impl, call, linear, grad, entropy_grad, stats, need, call.recomputed_dtypes).results(compacted)
+
+
+def _gradients(
+    impl: Implementation, call: LogprobsCall, linear: ChunkedLinear, grad: Tensor | None, entropy_grad: Tensor | None,
+    stats: Tensor, need: tuple[bool, bool, bool], dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+) -> LinearGradients:  # fmt: skip
+    """Return the linear layer's gradients from those of log-probabilities and entropies, in a second pass."""
+    target, transform = call.candidates(), call.transform(linear)
+    grad = None if grad is None else grad.reshape(target.shape)
+    entropy_grad = None if entropy_grad is None else entropy_grad.reshape(-1)
+    scale = float16_scale(call.input.dtype, need, lambda: call.largest_gradient(grad, entropy_grad))
+    by_logprobs, by_entropy = (None if g is None else scaled(g, scale) for g in (grad, entropy_grad))
+    gradients = LinearGradients(linear, need, dtypes, scale)
     for block, logits, dlogits in gradients.blocks(second=True):
         if logits.shape[1] > 0:
-            by_logprobs, by_entropy = (None if g is None else g[block] for g in (grad, entropy_grad))
-            impl.logprobs.gradients(by_logprobs, by_entropy, logits, target[block], stats[:, block], dlogits, transform)
-    return gradients.results(compacted)
+            g, h = (None if grads is None else grads[block] for grads in (by_logprobs, by_entropy))
+            impl.logprobs.gradients(g, h, logits, target[block], stats[:, block], dlogits, transform)
+    return gradients
 
 
 def _fake_forward(call: LogprobsCall, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -241,15 +264,18 @@ class GroupsCall(LogprobsCall):
 
     def makes_logits_once(self, plan: Plan, compacted: bool) -> bool:
         """True if a block holds whole groups; no block of compacted tokens does, unless the groups are tokens."""
+        if self.input.dtype == torch.float16:
+            return False
         return self.tokens_are_groups or (not compacted and plan.block_rows % max(self.group_rows, 1) == 0)
 
     def plan_of_groups(self, impl: Implementation, kept: int = 0) -> Plan:
         """Return a plan whose blocks hold whole groups where one fits.
 
         On a CPU a group fits if it is no longer than a chunk that stays in cache. Blocks of compacted tokens hold no
-        whole groups, unless groups are single tokens.
+        whole groups, unless groups are single tokens, and where the logits are made twice none need to.
         """
-        return self.plan(impl, group=1 if self.can_compact(impl) else self.group_rows, kept=kept)
+        any_block = self.can_compact(impl) or self.input.dtype == torch.float16
+        return self.plan(impl, group=1 if any_block else self.group_rows, kept=kept)
 
     def linear(self, impl: Implementation, compacted: CompactedTokens, kept: Tensor) -> ChunkedLinear:
         return ChunkedLinear(
@@ -268,19 +294,20 @@ def _grouped(
 ) -> tuple[Tensor, ...]:
     """Return the loss, log-probabilities, entropies, and the gradients of input, weight and bias."""
     compacted, call = full_call.compacted(impl)
-    needed = (need_dx or need_dw or need_db) and call.tokens.numel() > 0
+    target, need = call.candidates(), (need_dx, need_dw, need_db)
+    needed = any(need) and call.tokens.numel() > 0
     whole = full_call.makes_logits_once(call.plan_of_groups(impl), compacted=compacted.index is not None)
-    kept = call.kept_matrix(call.kept_logits(needed and not whole))
-    linear, target = call.linear(impl, compacted, kept), call.candidates()
-    gradients = LinearGradients(linear, (need_dx, need_dw, need_db), call.saved_dtypes)
-    logprobs, entropy, stats = _grouped_forward(impl, call, gradients, target, needed and whole)
+    at_once = needed and whole
+    linear = call.linear(impl, compacted, call.kept_matrix(call.kept_logits(needed and not whole)))
+    gradients = LinearGradients(linear, need if at_once else (False, False, False), call.saved_dtypes)
+    logprobs, entropy, stats = _grouped_forward(impl, call, gradients, target, at_once)
     logprobs, entropy = compacted.scatter(logprobs.view(-1)), compacted.scatter(entropy)
     terms = full_call.terms(slice(None))
-    if any(gradients.need) and not (needed and whole):
+    if any(need) and not at_once:
         grad, entropy_grad = terms.gradients(full_call.grouped(logprobs))
         grad = compacted.gather(grad.view(full_call.tokens))
         entropy_grad = None if entropy_grad is None else compacted.gather(entropy_grad.view(full_call.tokens))
-        _grouped_backward(impl, call, gradients, target, stats, grad, entropy_grad)
+        gradients = _gradients(impl, call, linear, grad, entropy_grad, stats, need, call.saved_dtypes)
     loss = terms.loss(full_call.grouped(logprobs), full_call.grouped(entropy))
     return loss, logprobs, entropy, *gradients.results(compacted)
 
@@ -309,27 +336,18 @@ def _grouped_forward(
     return concatenated(parts)
 
 
-def _grouped_backward(
-    impl: Implementation, call: GroupsCall, gradients: LinearGradients, target: Tensor, stats: Tensor, grad: Tensor,
-    entropy_grad: Tensor | None,
-) -> None:  # fmt: skip
-    """Add gradients, given those of log-probabilities and entropies `[...]`; logits not kept are recomputed."""
-    transform, grad = call.transform(gradients.linear), grad.reshape(-1, 1)
-    for block, logits, dlogits in gradients.blocks(second=True):
-        by_entropy = None if entropy_grad is None else entropy_grad.reshape(-1)[block]
-        impl.logprobs.gradients(grad[block], by_entropy, logits, target[block], stats[:, block], dlogits, transform)
-
-
 def _fake_grouped(call: GroupsCall, *need: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     loss = call.input.new_empty((), dtype=torch.float32)
     logprobs, entropy = (call.input.new_empty(call.tokens, dtype=torch.float32) for _ in range(2))
     return loss, logprobs, entropy, *fake_gradients(call, need, call.saved_dtypes)
 
 
-def _grouped_products(impl: Implementation, call: GroupsCall, need_dx: bool, need_dw: bool, need_db: bool) -> int:
-    """Count one product for the logits, one more if they are made twice, and one for each gradient."""
-    once = call.makes_logits_once(call.plan_of_groups(impl), call.can_compact(impl))
-    return 1 + ((need_dx or need_dw or need_db) and not once) + need_dx + need_dw
+def _grouped_products(impl: Implementation, call: GroupsCall, need_dx: bool, need_dw: bool, need_db: bool) -> float:
+    """Count one product for the logits, one more of those that are made twice, and one for each gradient."""
+    needed = need_dx or need_dw or need_db
+    twice = needed and not call.makes_logits_once(call.plan_of_groups(impl), call.can_compact(impl))
+    again = 1 - call.kept_rows / max(call.tokens.numel(), 1) if twice else 0
+    return 1 + again + need_dx + need_dw
 
 
 def groups_op(name: str, call_type: type[GroupsCall], scale: KernelOp) -> CallOp:
