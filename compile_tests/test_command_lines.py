@@ -80,6 +80,17 @@ def test_bench_says_multiples(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["torch eager"] == ["6.000", "3.00", "1.00", "12"]
 
 
+def test_bench_of_given_sizes_says_in_what_chunks(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--shape", "64x32x1000", "--device", "cpu", "--no-compile", "--repeats", "1"]
+    assert bench.main(["linear_logprobs", *given]) == 0
+    printed = capsys.readouterr().out
+    assert "linear_logprobs, 64x32x1000: " in printed
+    kept = (4 * 32 - 64) // 3
+    words = f"64 tokens a chunk, float32 logits of 64 at a time, dW summed in bfloat16, the logits of {kept} kept"
+    assert words in " ".join(printed.split())
+    assert all(len(line) <= 80 for line in printed.splitlines())
+
+
 def test_bench_on_a_cpu_takes_what_a_cpu_can_do() -> None:
     op, cpu = OPS["rms_norm"], torch.device("cpu")
     assert op.workloads is not None
@@ -100,6 +111,8 @@ def test_bench_on_a_cpu_takes_what_a_cpu_can_do() -> None:
         (["add", "--device", "cuda:99"], "argument --device: cuda:99: PyTorch sees "),
         (["add", "--dtype", "float8"], "argument --dtype: invalid choice: 'float8'"),
         (["add", "--repeats", "0"], "argument --repeats: expected at least 1, got 0"),
+        (["add", "--shape", "8x8x8"], "argument --shape: add has no other sizes; these have: fused_linear_ce, linear_"),
+        (["fused_linear_ce", "--shape", "8x0x8"], "argument --shape: expected three positive sizes such as 8192x"),
     ],
 )
 def test_bench_refuses(

@@ -1,7 +1,7 @@
 """The record of an operator: everything that opcheck, the tests, the benchmarks and the docs know about it."""
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +80,10 @@ class Op:
         resized: `resized(rows, device, dtype)` is one sample with that many rows; None where nothing is dynamic.
         workloads: `workloads(device, dtype)` yields the sizes that users run. Benchmarks time them, and every kernel
             is compiled ahead in the configurations that they and the samples choose.
+        sized: `sized(sizes, device, dtype)` is one workload of other sizes, for `python -m llmk.bench --shape`: as many
+            numbers as its workloads have.
         cost: `cost(*args, **kwargs)`: the least that the call must move and do.
+        plan: `plan(*args, **kwargs)` says in a line how the call is computed where sizes decide it, such as its chunks.
         differentiable: The names of the arguments that get gradients.
         trained: Those of them that want one in training, whose cost is counted and timed; None for all.
         kernel_ops: The private operators it calls.
@@ -101,7 +104,9 @@ class Op:
     trained: tuple[str, ...] | None = None
     resized: Callable[[int, torch.device, torch.dtype], Sample] | None = None
     workloads: Callable[[torch.device, torch.dtype], Iterable[Sample]] | None = None
+    sized: Callable[[Sequence[int], torch.device, torch.dtype], Sample] | None = None
     cost: Callable[..., Cost] | None = None
+    plan: Callable[..., str] | None = None
     kernel_ops: tuple[Any, ...] = ()
     dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
     tolerances: dict[torch.dtype, Tolerance] = field(default_factory=dict)

@@ -3,13 +3,15 @@
 A call is forward and backward. The floor is the larger of (bytes it must move / measured copy bandwidth) and
 (operations it must do / measured rate of matrix products). On a GPU every size that the operator's record names as one
 that users run is timed, replayed as a CUDA graph where it can be; on a CPU the smallest, or a small sample where that
-would take long.
+would take long. With `--shape` these sizes are, of operators over tokens, hidden features and classes, and a line
+says in what chunks.
 Exit 2: there is no such operator or device.
 """
 
 import argparse
 import functools
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
@@ -40,21 +42,36 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, default=True, help="time compiled calls too"
     )
+    parser.add_argument("--shape", type=sizes, metavar="NxHxV", help="sizes in place of the operator's, as it has them")
     parser.add_argument("--repeats", type=int, default=20, help="timed calls of each (default 20)")
     options = parser.parse_args(arguments)
     for name in options.ops:
         if name not in OPS:
             parser.error(f"no operator {name!r}; there are {', '.join(OPS)}")
+        if options.shape and OPS[name].sized is None:
+            takes = ", ".join(other for other, op in OPS.items() if op.sized is not None)
+            parser.error(f"argument --shape: {name} has no other sizes; these have: {takes}")
     if options.repeats < 1:
         parser.error(f"argument --repeats: expected at least 1, got {options.repeats}")
     options.device = options.device or device_named("cuda" if torch.cuda.is_available() else "cpu")
     return options
 
 
-def calls(op: Op, device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+def sizes(text: str) -> tuple[int, ...]:
+    """Read sizes such as 8192x4096x128256."""
+    found = tuple(int(size) for size in text.split("x") if size.isdecimal())
+    if len(found) != 3 or text.count("x") != 2 or not all(found):
+        raise argparse.ArgumentTypeError(f"expected three positive sizes such as 8192x4096x128256, got {text!r}")
+    return found
+
+
+def calls(op: Op, device: torch.device, dtype: torch.dtype, shape: Sequence[int] | None = None) -> Iterator[Sample]:
     """Yield the calls to time, one after the other, so that one call's inputs are there at a time."""
     torch.manual_seed(0)
-    if device.type != "cpu" and op.workloads is not None:
+    if shape is not None:
+        assert op.sized is not None
+        yield op.sized(shape, device, dtype)
+    elif device.type != "cpu" and op.workloads is not None:
         yield from op.workloads(device, dtype)
     else:
         yield _call_for_a_cpu(op, dtype)
@@ -108,9 +125,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     with compiler_config():
         for op in (OPS[name] for name in options.ops):
-            for sample in calls(op, device, dtype):
+            for sample in calls(op, device, dtype, options.shape):
                 make = functools.partial(ways_of, op, sample, own_ways(op, options.compile), {})
                 print_rows(measure(op, sample, timer, ceilings, make))
+                if op.plan is not None:
+                    line = op.plan(*sample.args, **sample.kwargs)
+                    print(textwrap.fill(line, 80, initial_indent="  ", subsequent_indent="  "))
     return 0
 
 

@@ -1,12 +1,13 @@
 """Parts of these operators' records: the tensors of samples and workloads, and the cost of products."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss.chunked import product_flops
+from llmk.ops.linear_loss.chunked import product_flops, wants_float32
+from llmk.ops.linear_loss.chunked._plan import Sizes, plan
 from llmk.registry import Cost, Sample
 
 
@@ -32,14 +33,48 @@ class Make:
         return torch.full(shape, -100, device=self.device, dtype=torch.int64)
 
 
+def token_workload(sizes: Sequence[int], device: torch.device, dtype: torch.dtype) -> Sample:
+    """Return a workload of N tokens, H features and V classes, the sizes."""
+    make, (N, H, V) = Make(device, dtype), sizes
+    x, linear_weight = make.randn(N, H), make.randn(V, H) / H**0.5
+    return Sample((x, linear_weight, torch.randint(0, V, (N,), device=device)), why=f"{N}x{H}x{V}")
+
+
 def token_workloads(
     sizes: Iterable[tuple[int, int, int]], device: torch.device, dtype: torch.dtype
 ) -> Iterator[Sample]:
     """Yield a workload of N tokens, H features and V classes for each size (N, H, V)."""
-    make = Make(device, dtype)
-    for N, H, V in sizes:
-        x, linear_weight = make.randn(N, H), make.randn(V, H) / H**0.5
-        yield Sample((x, linear_weight, torch.randint(0, V, (N,), device=device)), why=f"{N}x{H}x{V}")
+    yield from (token_workload(each, device, dtype) for each in sizes)
+
+
+def linear_plan(
+    input: Tensor,
+    linear_weight: Tensor,
+    *args: Any,
+    chunk_size: int = 0,
+    logits_dtype: torch.dtype | None = None,
+    kept: int = 0,
+    **options: Any,
+) -> str:
+    """Say in how many tokens at a time a linear layer over classes is computed, whose gradients one pass makes."""
+    N, (V, H), wide = input.shape[:-1].numel(), linear_weight.shape, wants_float32(logits_dtype, input)
+    chosen = plan(
+        N, H, V, input.dtype, float32_logits=wide, on_host=input.is_cpu, chunk_size=chunk_size, remade=kept > 0,
+        kept=kept,
+    )  # fmt: skip
+    sizes = Sizes.of(N, H, V, input.dtype, wide, remade=kept > 0, kept=kept)
+    logits, sums = (
+        str(dtype).removeprefix("torch.")
+        for dtype in (
+            torch.float32 if wide else input.dtype,
+            input.dtype if chosen.rounded_sums else torch.float32,
+        )
+    )
+    return (
+        f"{min(chosen.chunk_rows, N)} tokens a chunk, {logits} logits of {min(chosen.block_rows, N)} at a time, "
+        f"dW summed in {sums}" + f", the logits of {kept} kept" * (kept > 0)
+        + f": {sizes.memory(chosen) / 2**20:.0f} MiB by the plan's model"
+    )  # fmt: skip
 
 
 class Float32Linear(torch.autograd.Function):

@@ -28,7 +28,14 @@ import torch
 from torch import Tensor
 
 from llmk.ops.linear_loss._patterns import FUSED_LINEAR_CE
-from llmk.ops.linear_loss._records import Make, linear_cost, linear_reference, token_workloads
+from llmk.ops.linear_loss._records import (
+    Make,
+    linear_cost,
+    linear_plan,
+    linear_reference,
+    token_workload,
+    token_workloads,
+)
 from llmk.ops.linear_loss.drivers.cross_entropy import CrossEntropyOps
 from llmk.ops.loss.cross_entropy import cross_entropy_reference
 from llmk.ops.loss.cross_entropy_kernels import LONGEST_SHORT
@@ -129,7 +136,9 @@ def fused_linear_ce_cost(input: Tensor, linear_weight: Tensor, target: Tensor, *
     samples=fused_linear_ce_samples,
     resized=fused_linear_ce_resized,
     workloads=fused_linear_ce_workloads,
+    sized=token_workload,
     cost=fused_linear_ce_cost,
+    plan=linear_plan,
     patterns=FUSED_LINEAR_CE,
     choices=(
         "run for a second on an H200, it takes 1.04 to 1.08 times its own matrix products, 1.13 at 4096x2048x50257. At "

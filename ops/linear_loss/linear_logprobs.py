@@ -28,7 +28,14 @@ from torch import Tensor
 
 from llmk.ops.common.math import cap_reference
 from llmk.ops.linear_loss._patterns import LINEAR_LOGPROBS
-from llmk.ops.linear_loss._records import Make, linear_cost, linear_reference, token_workloads
+from llmk.ops.linear_loss._records import (
+    Make,
+    linear_cost,
+    linear_plan,
+    linear_reference,
+    token_workload,
+    token_workloads,
+)
 from llmk.ops.linear_loss.chunked import kept_rows
 from llmk.ops.linear_loss.drivers.logprobs import LogprobsOps
 from llmk.registry import Cost, Sample, public_op
@@ -105,10 +112,18 @@ def linear_logprobs_workloads(device: torch.device, dtype: torch.dtype) -> Itera
     yield from token_workloads([(8192, 2048, 151936), (8192, 4096, 128256), (4096, 4096, 32000)], device, dtype)
 
 
+def linear_logprobs_kept(input: Tensor, linear_weight: Tensor, chunk_size: int = 0, **options: Any) -> int:
+    """Return the tokens whose float32 logits are kept."""
+    return kept_rows(input.shape[:-1].numel(), input.shape[-1], linear_weight.shape[0], 4, chunk_size)
+
+
 def linear_logprobs_cost(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Cost:
-    N, (V, H) = input.shape[:-1].numel(), linear_weight.shape
-    kept = kept_rows(N, H, V, 4, options.get("chunk_size", 0))
-    return linear_cost(input, linear_weight, reads=3, products=4 - kept / max(N, 1))
+    part = linear_logprobs_kept(input, linear_weight, **options) / max(input.shape[:-1].numel(), 1)
+    return linear_cost(input, linear_weight, reads=3, products=4 - part)
+
+
+def linear_logprobs_plan(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> str:
+    return linear_plan(input, linear_weight, kept=linear_logprobs_kept(input, linear_weight, **options), **options)
 
 
 @public_op(
@@ -118,7 +133,9 @@ def linear_logprobs_cost(input: Tensor, linear_weight: Tensor, target: Tensor, *
     samples=linear_logprobs_samples,
     resized=linear_logprobs_resized,
     workloads=linear_logprobs_workloads,
+    sized=token_workload,
     cost=linear_logprobs_cost,
+    plan=linear_logprobs_plan,
     patterns=LINEAR_LOGPROBS,
 )
 def linear_logprobs(
