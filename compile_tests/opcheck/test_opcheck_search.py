@@ -196,6 +196,12 @@ def test_the_worst_of_many_calls_is_held_against_the_worst_of_the_composition() 
     assert judge(OPS["softmax"], Cases(OPS["softmax"], CPU, torch.float32)[6894]) is None
 
 
+@pytest.mark.parametrize(("name", "seed"), [("fused_linear_preference", 30347), ("vocab_parallel_linear_ce", 30022)])
+def test_a_rounding_is_held_against_those_of_a_whole_binade(name: str, seed: int) -> None:
+    """Equal columns, whose exact gradient is 0: what comes out is a rounding of one number, -1 times another factor."""
+    assert judge(OPS[name], Cases(OPS[name], CPU, torch.float16)[seed]) is None
+
+
 def judged(name: str, dtype: torch.dtype, *numbers: Any, seed: int = 0) -> Any:
     """The finding on a call with unit gradients; an argument that is one list is one tensor."""
     made = {id(value): torch.tensor(value, dtype=dtype, device=CPU) for value in numbers}
