@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from compile_tests.helpers.mutants import record
-from compile_tests.helpers.mutants_search import MUTANTS, SharedFormula, elementwise
+from compile_tests.helpers.mutants_search import MUTANTS, SharedFormula, elementwise, mutant
 from compile_tests.helpers.own_op import OWN_OP
 from llmk.opcheck import check
 from llmk.opcheck.__main__ import main
@@ -196,6 +196,18 @@ def test_the_worst_of_many_calls_is_held_against_the_worst_of_the_composition() 
     assert judge(OPS["softmax"], Cases(OPS["softmax"], CPU, torch.float32)[6894]) is None
 
 
+@pytest.mark.parametrize(("name", "seed"), [("fused_linear_preference", 30347), ("vocab_parallel_linear_ce", 30022)])
+def test_a_rounding_is_held_against_those_of_a_whole_binade(name: str, seed: int) -> None:
+    """Equal columns, whose exact gradient is 0: what comes out is a rounding of one number, -1 times another factor."""
+    assert judge(OPS[name], Cases(OPS[name], CPU, torch.float16)[seed]) is None
+
+
+@pytest.mark.parametrize(("name", "seed"), [("vocab_parallel_linear_ce", 30724), ("fused_linear_ce_metrics", 30577)])
+def test_sums_that_the_composition_has_in_one_order(name: str, seed: int) -> None:
+    """Equal classes had other logits in a second product, and a sum of 16 exponentials was off by two units of 1."""
+    assert judge(OPS[name], Cases(OPS[name], CPU, torch.float16)[seed]) is None
+
+
 def judged(name: str, dtype: torch.dtype, *numbers: Any, seed: int = 0) -> Any:
     """The finding on a call with unit gradients; an argument that is one list is one tensor."""
     made = {id(value): torch.tensor(value, dtype=dtype, device=CPU) for value in numbers}
@@ -248,9 +260,18 @@ def test_a_weight_that_float64_loses_is_not_refused() -> None:
 
 def test_roundings_that_differ_among_equal_numbers_are_no_decision() -> None:
     """Equal classes, in two products whose sums have another order, and logits of 1e5 with a unit of 8e-3."""
+
+    def one_product(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return (input @ weight.t()).log_softmax(-1)
+
+    def two_products(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.cat([input @ part.t() for part in (weight[:32], weight[32:])], -1).log_softmax(-1)
+
     x = torch.randn(4, 12, generator=torch.Generator().manual_seed(0)) * 30
-    sample = Sample((x, torch.full((37, 12), 1000.0), torch.full((4,), 36)))
-    assert judge(OPS["fused_linear_ce"], Case(sample, unit_gradients, 0, sample, decides=True)) is None
+    sample = Sample((x, torch.full((37, 12), 1000.0)))
+    schema = "(Tensor input, Tensor weight) -> Tensor"
+    op = mutant("two_products", schema, two_products, one_product, lambda: iter([sample]), None, ("input", "weight"))
+    assert judge(op, Case(sample, unit_gradients, 0, sample, decides=True)) is None
 
 
 @pytest.mark.kernels

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmk.ops.linear_loss.chunked._linear import ALIGNED, ChunkedLinear, LinearGradients
+from llmk.ops.linear_loss.chunked._linear import ALIGNED, ChunkedLinear, LinearGradients, aligned_parts
 from llmk.ops.linear_loss.chunked._plan import Plan, Sizes, kept_rows, plan
 
 
@@ -49,6 +49,7 @@ def test_no_product_of_many_classes_has_odd_sizes(device: torch.device, classes:
     x, weight = (torch.randn(n, 32, dtype=torch.float64, device=device) for n in (48, classes))
     bias_tensor = torch.randn(classes).to(x) if bias else None
     linear = ChunkedLinear(x, weight, bias_tensor, Plan(16, 16, True), float32_logits=False)
+    linear.class_parts = aligned_parts(classes)  # as on a GPU
     gradients = LinearGradients(linear, (True, True, False), (x.dtype, x.dtype, x.dtype))
     outputs = []
     with _Products() as products:

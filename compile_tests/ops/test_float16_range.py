@@ -58,6 +58,7 @@ def as_a_scaler(outputs: Sequence[Tensor]) -> list[Tensor]:
     return [torch.full_like(output, 2.0**12) for output in outputs]
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(("name", "options"), CALLS, ids=NAMES)
 def test_a_loss_scale_keeps_small_probabilities(name: str, options: dict[str, Any]) -> None:
     """PyTorch's composition has the factor before it rounds the logits' gradient to float16; these know it later."""
@@ -65,6 +66,7 @@ def test_a_loss_scale_keeps_small_probabilities(name: str, options: dict[str, An
     require_accurate(op, sample, call(op, sample, grads=as_a_scaler), as_a_scaler)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("size", [1.0, 30.0])
 @pytest.mark.parametrize(("name", "options"), CALLS, ids=NAMES)
 def test_the_range_is_used_and_not_left(

@@ -83,6 +83,16 @@ class CompactedTokens:
         return self.scatter(stats.t()).movedim(-1, 0).contiguous()
 
 
+def aligned_parts(V: int) -> list[slice]:
+    """Split V classes for two products: cuBLAS takes five times as long for one whose sizes are odd.
+
+    The remainder's sums have another order. On a CPU all classes have one, so that equal rows of a weight have equal
+    logits, as in PyTorch's composition.
+    """
+    whole = V // ALIGNED * ALIGNED
+    return [part for part in (slice(whole, V), slice(0, whole)) if part.start < part.stop]
+
+
 class ChunkedLinear:
     """`x @ weight.t() + bias` in chunks and blocks of rows: x `[N, H]` is the input `[..., H]` flattened.
 
@@ -110,10 +120,7 @@ class ChunkedLinear:
         else:
             self.factor = weight
         self.kept_rows = 0 if kept is None else min(kept.shape[0], self.x.shape[0])
-        # cuBLAS takes five times as long for a product whose sizes are odd: the remainder has a product of its own.
-        V = weight.shape[0]
-        whole = V // ALIGNED * ALIGNED
-        self.class_parts = [part for part in (slice(whole, V), slice(0, whole)) if part.start < part.stop]
+        self.class_parts = aligned_parts(weight.shape[0]) if self.x.is_cuda else [slice(0, weight.shape[0])]
 
     @property
     def has_wider_logits(self) -> bool:

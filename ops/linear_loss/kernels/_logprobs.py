@@ -36,6 +36,7 @@ from torch import Tensor
 
 from llmk.ops.common.math import LOG2E, cap, cap_cpu, cap_slope, cap_slope_cpu
 from llmk.ops.common.sums import sum_pair
+from llmk.ops.loss.cross_entropy_cpu import row_sum_cpu
 from llmk.registry import cdiv, empty, jit, next_power_of_2, wrap_triton
 
 STATISTICS = 3
@@ -406,9 +407,9 @@ def statistics_cpu(logits: Tensor, target: Tensor, transform: LogitTransform) ->
     m = y.amax(-1)
     d = _below_cpu(y, torch.where(m == float("-inf"), 0.0, m).unsqueeze(-1))
     w = d.exp()
-    e = (w * d).sum(-1)
+    e = row_sum_cpu(w * d)
     y_t = torch.where(here, y.gather(-1, column), float("-inf"))
-    return torch.cat((torch.stack((m, w.sum(-1), e)), y_t.t()))
+    return torch.cat((torch.stack((m, row_sum_cpu(w), e)), y_t.t()))
 
 
 def combine_cpu(parts: Tensor, target: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor, Tensor]:
