@@ -10,8 +10,9 @@ from torch import Tensor
 from compile_tests.helpers.mutants import record
 from compile_tests.helpers.mutants_rows import BROKEN_ROWS, Block, row_sums_by, sound
 from llmk.opcheck import check
-from llmk.opcheck.row_promises import independent_rows, products_by_row, samples_with_rows
+from llmk.opcheck.row_promises import IndependentRows, independent_rows, owed, products_by_row, samples_with_rows
 from llmk.opcheck.runner import promises_for
+from llmk.ops.linear_loss.chunked import _linear
 from llmk.registry import OPS, Op, Sample
 from llmk.registry.backends import INTERPRET
 
@@ -37,6 +38,25 @@ def test_rows_that_depend_on_others_are_caught(block: Block, device: torch.devic
     (broken,) = [result for result in results if not result.passed]
     assert broken.promise == "batch_invariant", broken
     assert BROKEN_ROWS[block] in broken.message
+
+
+@pytest.mark.kernels
+def test_a_product_that_splits_few_rows_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a library's that adds up two halves of the features, so that more programs run."""
+    if not INTERPRET:
+        pytest.skip("kernels run in Triton's interpreter")
+
+    add_product = _linear.add_product
+
+    def split(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+        half = a.shape[1] // 2 if len(a) < 4 else 0
+        if half:
+            add_product(total, a[:, :half], b[:half], first)
+        add_product(total, a[:, half:], b[half:], first and not half)
+
+    monkeypatch.setattr(_linear, "add_product", split)
+    (result,) = check(OPS["linear_logprobs"], device="cpu", dtypes=[torch.float32], only=["batch_invariant"])
+    assert "output 0" in result.message
 
 
 @pytest.mark.kernels
@@ -89,6 +109,15 @@ def test_an_argument_that_is_as_long_by_chance_has_no_rows() -> None:
     rows = independent_rows(OPS["rms_norm"], sample)
     assert rows is not None
     assert (rows.arguments, rows.results) == (("input",), ("output 0", "gradient of input"))
+
+
+def test_what_a_record_says_of_a_library_is_left_out_on_a_gpu() -> None:
+    rows = IndependentRows(0, ("input",), ("output 0", "gradient of input"))
+    op: Op = record("square", overload=torch.ops.aten.square.default, batch_dependent={"output 0": "a product"})
+    assert owed(op, rows).results == ("gradient of input",)
+    assert owed(record("square", overload=torch.ops.aten.square.default), rows) == rows
+    known = {name: set(op.batch_dependent) for name, op in OPS.items() if op.batch_dependent}
+    assert known == {"linear_act": {"output 0", "gradient of input"}}
 
 
 def test_a_mean_and_a_single_row_have_none() -> None:
