@@ -19,6 +19,7 @@ def record(op: Op) -> Iterator[str]:
         "Dtypes": code_list(dtype_name(dtype) for dtype in op.dtypes),
         "Accuracy": f"at most {RULE.factor} times the error of PyTorch's composition, plus one unit in the last place"
         + "".join(f"; in `{dtype_name(d)}` {t.factor} times ({prose(t.reason)})" for d, t in op.tolerances.items()),
+        **_batch_dependent(op),
         "Source": f"`{op.module.removeprefix('llmk.').replace('.', '/')}.py`",
     }
     yield "\n".join(f"- {name}: {text}" for name, text in items.items())
@@ -31,6 +32,12 @@ def record(op: Op) -> Iterator[str]:
     yield "**What the checks call**"
     samples = op.samples(torch.device("cpu"), op.dtypes[0])
     yield "\n".join(f"- {prose(sample.why)}: `{_shapes(op, sample)}`" for sample in samples)
+
+
+def _batch_dependent(op: Op) -> dict[str, str]:
+    """Return what a row's bits depend on beside the row on a GPU."""
+    reasons = [f"`{result}` ({prose(reason)})" for result, reason in op.batch_dependent.items()]
+    return {"Rows whose bits depend on the batch on a GPU": ", ".join(reasons)} if reasons else {}
 
 
 def _schema(op: Op) -> str:

@@ -80,7 +80,7 @@ def one_of_each(op: Op, samples: Sequence[Sample], *, layouts: bool = False) -> 
     for sample in sorted(samples, key=lambda sample: _dullness(op, sample)):
         if all(tensor.numel() for tensor in _tensors(op, sample)):
             layout = [tensor.is_contiguous() for tensor in _tensors(op, sample)] if layouts else []
-            found.setdefault((_kind(op, sample), *layout), sample)
+            found.setdefault((kind_of(op, sample), *layout), sample)
     return list(found.values())
 
 
@@ -120,7 +120,7 @@ def _dullness(op: Op, sample: Sample) -> tuple[bool, bool, int]:
     return not finite, size < 30 or any(tensor.shape[-1:] == (1,) for tensor in tensors), size
 
 
-def _kind(op: Op, sample: Sample) -> Any:
+def kind_of(op: Op, sample: Sample) -> Any:
     """Return what tells kinds of calls apart; for a number, only that it is given."""
     return tuple(
         (name, value.dim() if isinstance(value, Tensor) else value if isinstance(value, bool | str) else value is None)

@@ -46,7 +46,14 @@ _PROMISES_OF = {
         "exported_trains",
         "cuda_graphs",
     ),
-    "habits": ("same_on_short_path", "clean_graph", "refuses_transforms", "no_float_atomics", "no_host_sync"),
+    "habits": (
+        "same_on_short_path",
+        "batch_invariant",
+        "clean_graph",
+        "refuses_transforms",
+        "no_float_atomics",
+        "no_host_sync",
+    ),
 }
 _KIND_OF = {promise: kind for kind, promises in _PROMISES_OF.items() for promise in promises}
 

@@ -67,6 +67,23 @@ def counted_replays() -> Iterator[list[int]]:
 def _require_replayed(op: Op, sample: Sample) -> None:
     """Capture both passes on one sample's memory, put another's numbers there and replay."""
     other = reversed_rows(sample)
+    graph, outcome = capture(op, sample)
+    with torch.no_grad():
+        for name, value in op.bind(other).items():
+            if isinstance(value, Tensor):
+                outcome.inputs[name].copy_(value)
+    graph.replay()
+    torch.cuda.synchronize()
+    try:
+        require_accurate(op, other, outcome)
+    except BrokenPromise as error:
+        raise BrokenPromise(f"captured, and replayed with other inputs: {error}", error.wrong) from None
+
+
+def capture(
+    op: Op, sample: Sample, grads: Callable[[Sequence[Tensor]], list[Tensor]] = incoming_gradients
+) -> tuple[torch.cuda.CUDAGraph, Outcome]:
+    """Capture both passes: the graph, whose replay reads the outcome's inputs and writes its results."""
     wanted = differentiable_inputs(op, sample)
     args, kwargs, tensors = prepare(op, sample, wanted)
     inputs = [tensors[name] for name in wanted]
@@ -76,7 +93,7 @@ def _require_replayed(op: Op, sample: Sample) -> None:
         wanting = [output for output in outputs if output.requires_grad]
         return outputs, list(torch.autograd.grad(wanting, inputs, given, allow_unused=True)) if wanting else []
 
-    given = incoming_gradients([output for output in as_list(op.overload(*args, **kwargs)) if output.requires_grad])
+    given = grads([output for output in as_list(op.overload(*args, **kwargs)) if output.requires_grad])
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -89,17 +106,7 @@ def _require_replayed(op: Op, sample: Sample) -> None:
             outputs, gradients = run()
     except RuntimeError as error:
         raise BrokenPromise(f"{sample}: cannot be captured: {first_line(error)}") from error
-    with torch.no_grad():
-        for name, value in op.bind(other).items():
-            if isinstance(value, Tensor):
-                tensors[name].copy_(value)
-    graph.replay()
-    torch.cuda.synchronize()
-    outcome = Outcome(tensors, outputs, dict(zip(wanted, gradients, strict=True)))
-    try:
-        require_accurate(op, other, outcome)
-    except BrokenPromise as error:
-        raise BrokenPromise(f"captured, and replayed with other inputs: {error}", error.wrong) from None
+    return graph, Outcome(tensors, outputs, dict(zip(wanted, gradients, strict=True)))
 
 
 def reversed_rows(sample: Sample) -> Sample:

@@ -62,6 +62,7 @@ from llmk.opcheck.kernel_promises import (
 from llmk.opcheck.nan_fill import nan_filled, require_all_written
 from llmk.opcheck.reference import Change
 from llmk.opcheck.refusal_promises import refuses_transforms, second_derivatives
+from llmk.opcheck.row_promises import batch_invariant
 from llmk.opcheck.setting_promises import another_thread, default_device, default_dtype, other_device
 from llmk.registry import Op, Sample, set_short_path_enabled
 from llmk.registry.private.operators import is_overload
@@ -238,6 +239,7 @@ PROMISES: tuple[Promise, ...] = (
     edge_rows,
     far_rows,
     deterministic,
+    batch_invariant,
     same_on_short_path,
     compiled_samples,
     another_thread,
@@ -272,6 +274,7 @@ IN_ONE_DTYPE: frozenset[Promise] = frozenset(
 
 HABITS: frozenset[Promise] = frozenset(
     {
+        batch_invariant,
         same_on_short_path,
         clean_graph,
         exported_trains,

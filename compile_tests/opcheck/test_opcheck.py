@@ -8,6 +8,7 @@ import torch
 from compile_tests.helpers.mutants import BROKEN, BROKEN_WHERE_ASKED, nan_past_the_exponent, record, square
 from compile_tests.helpers.mutants_gpu import BROKEN_ON_A_GPU
 from compile_tests.helpers.mutants_kernels import BROKEN_KERNELS
+from compile_tests.helpers.mutants_rows import BROKEN_ROWS
 from llmk.opcheck import check
 from llmk.opcheck.calls import call
 from llmk.opcheck.compile_promises import compiled_samples
@@ -91,6 +92,7 @@ def test_every_promise_has_a_broken_op() -> None:
     named += [promise for promise, _ in BROKEN_WHERE_ASKED.values()]
     named += [promise for _, promise, _ in BROKEN_KERNELS]
     named += [promise for promise, _ in BROKEN_ON_A_GPU.values()]
+    named += ["batch_invariant"] * len(BROKEN_ROWS)
     known = PROMISES + ASKED_PROMISES + INTERPRETER_PROMISES + GPU_PROMISES
     assert set(named) == {promise.__name__ for promise in known}
     assert len(named) >= 20

@@ -271,3 +271,24 @@ def test_overrides_that_lead_to_the_head_and_past_it(tokenizer: Any, tmp_path: P
         assert ("called 0 times" in str(report)) == warns
         report.unpatch()
         assert not any("WarnIfNeverCalled" in type(c).__name__ for c in trainer.callback_handler.callbacks)
+
+
+def test_a_first_steps_ratio_is_1(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Log-probabilities without gradients, of the old policy, have the bits of those with gradients, of the new one."""
+    monkeypatch.setattr("trl.trainer.grpo_trainer.shuffle_sequence_dict", lambda batch: batch)  # a CPU's rows keep bits
+    trainer = trainer_of("grpo", model_of(False, tmp_path / "model"), tokenizer, tmp_path, num_iterations=2, beta=0.0)
+    llmk.trl.patch(trainer)
+    passes: list[tuple[bool, torch.Tensor]] = []
+    original = trainer._get_per_token_logps_and_entropies
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        results = original(*args, **kwargs)
+        passes.append((torch.is_grad_enabled(), results[0].detach().clone()))
+        return results
+
+    monkeypatch.setattr(trainer, "_get_per_token_logps_and_entropies", recorded)
+    logged(trainer)
+    assert [with_gradients for with_gradients, _ in passes] == [False, True, True]
+    old, first, second = (logps for _, logps in passes)
+    assert torch.equal((first - old).exp(), torch.ones_like(old))
+    assert not torch.equal(second, old)  # after a step of the optimizer

@@ -345,6 +345,10 @@ def linear_act_cost(input: Tensor, weight: Tensor, bias: Tensor | None = None, *
     workloads=linear_act_workloads,
     cost=linear_act_cost,
     error_bound=linear_act_error_bound,
+    batch_dependent={
+        "output 0": "the number of rows decides between the Triton product and cuBLAS's, which round z apart",
+        "gradient of input": "dz @ W is cuBLAS's, which may split the sum of few rows",
+    },
     choices=(
         "gelu_tanh without gradients is cuBLASLt's epilogue in 16-bit dtypes, whose 1 + tanh cancels, as in PyTorch's "
         "own GELU: at -5 it may give -0 where -1.4e-7 is right; relu is not, as that loses NaN",

@@ -1,0 +1,151 @@
+"""opcheck holds a row's results to their bits, whatever rows are beside it."""
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from compile_tests.helpers.mutants import record
+from compile_tests.helpers.mutants_rows import BROKEN_ROWS, Block, row_sums_by, sound
+from llmk.opcheck import check
+from llmk.opcheck.row_promises import IndependentRows, independent_rows, owed, products_by_row, samples_with_rows
+from llmk.opcheck.runner import promises_for
+from llmk.ops.linear_loss.chunked import _linear
+from llmk.registry import OPS, Op, Sample
+from llmk.registry.backends import INTERPRET
+
+CPU = torch.device("cpu")
+NAMES = [promise.__name__ for promise in promises_for(CPU)]
+UP_TO_ROWS = NAMES[: NAMES.index("batch_invariant") + 1]
+WITHOUT_ROWS = {
+    *("fused_linear_jsd", "fused_linear_jsd_ce", "jsd"),  # means over the batch
+    *("grouped_linear", "moe_permute", "moe_unpermute"),  # rows sorted by expert
+}
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float32, device=CPU)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("block", BROKEN_ROWS, ids=lambda block: block.__name__)
+def test_rows_that_depend_on_others_are_caught(block: Block, device: torch.device) -> None:
+    if device.type == "cpu" and not INTERPRET:
+        pytest.skip("kernels run in Triton's interpreter or on a GPU")
+    results = check(row_sums_by(block), device=device, only=UP_TO_ROWS)
+    (broken,) = [result for result in results if not result.passed]
+    assert broken.promise == "batch_invariant", broken
+    assert BROKEN_ROWS[block] in broken.message
+
+
+@pytest.mark.kernels
+def test_a_product_that_splits_few_rows_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a library's that adds up two halves of the features, so that more programs run."""
+    if not INTERPRET:
+        pytest.skip("kernels run in Triton's interpreter")
+
+    add_product = _linear.add_product
+
+    def split(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+        half = a.shape[1] // 2 if len(a) < 4 else 0
+        if half:
+            add_product(total, a[:, :half], b[:half], first)
+        add_product(total, a[:, half:], b[half:], first and not half)
+
+    monkeypatch.setattr(_linear, "add_product", split)
+    (result,) = check(OPS["linear_logprobs"], device="cpu", dtypes=[torch.float32], only=["batch_invariant"])
+    assert "output 0" in result.message
+
+
+@pytest.mark.kernels
+def test_rows_of_their_own_are_not(device: torch.device) -> None:
+    if device.type == "cpu" and not INTERPRET:
+        pytest.skip("kernels run in Triton's interpreter or on a GPU")
+    (result,) = check(row_sums_by(sound), device=device, only=["batch_invariant"])
+    assert result.verdict == "kept", result
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", OPS)
+def test_rows_of_an_operator_keep_their_bits(name: str) -> None:
+    """In float32, whose results round nothing away; opcheck does it in CI in bfloat16."""
+    if not INTERPRET:
+        pytest.skip("kernels run in Triton's interpreter; on a GPU opcheck asks")
+    (result,) = check(OPS[name], device="cpu", dtypes=[torch.float32], only=["batch_invariant"])
+    assert result.verdict == ("empty" if name in WITHOUT_ROWS else "kept"), result
+
+
+@pytest.mark.skipif(INTERPRET, reason="the kernels' rows are checked")
+def test_plain_pytorch_on_a_cpu_promises_no_bits() -> None:
+    (result,) = check(OPS["softmax"], device="cpu", dtypes=[torch.float32], only=["batch_invariant"])
+    assert result.verdict == "empty"
+
+
+def test_operators_without_independent_rows() -> None:
+    """A new operator has rows, or is named among those that have none."""
+    found = {name for name, op in OPS.items() if not samples_with_rows(op, list(op.samples(CPU, torch.float32)))}
+    assert found == WITHOUT_ROWS
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "results"),
+    [
+        ("linear_logprobs", {"input", "target"}, {"output 0", "output 1", "gradient of input"}),
+        ("fused_linear_policy", {"input", "target", "advantages"}, {"output 1", "output 2", "gradient of input"}),
+        ("rms_norm", {"input"}, {"output 0", "gradient of input"}),
+        ("attention_residual", {"blocks"}, {"output 0", "gradient of blocks"}),
+    ],
+)
+def test_rows_are_found(name: str, arguments: set[str], results: set[str]) -> None:
+    rows = samples_with_rows(OPS[name], list(OPS[name].samples(CPU, torch.float32)))[0][1]
+    assert (set(rows.arguments), set(rows.results)) == (arguments, results)
+    assert rows.axis == (name == "attention_residual")
+
+
+def test_an_argument_that_is_as_long_by_chance_has_no_rows() -> None:
+    sample = Sample((randn(8, 8), randn(8)), why="as many rows as columns")
+    rows = independent_rows(OPS["rms_norm"], sample)
+    assert rows is not None
+    assert (rows.arguments, rows.results) == (("input",), ("output 0", "gradient of input"))
+
+
+def test_what_a_record_says_of_a_library_is_left_out_on_a_gpu() -> None:
+    rows = IndependentRows(0, ("input",), ("output 0", "gradient of input"))
+    op: Op = record("square", overload=torch.ops.aten.square.default, batch_dependent={"output 0": "a product"})
+    assert owed(op, rows).results == ("gradient of input",)
+    assert owed(record("square", overload=torch.ops.aten.square.default), rows) == rows
+    known = {name: set(op.batch_dependent) for name, op in OPS.items() if op.batch_dependent}
+    assert known == {"linear_act": {"output 0", "gradient of input"}}
+
+
+def test_a_mean_and_a_single_row_have_none() -> None:
+    mean: Op = record("mean", overload=torch.ops.aten.mean.default, reference=lambda input: input.mean())
+    assert independent_rows(mean, Sample((randn(4, 3),))) is None
+    assert independent_rows(OPS["rms_norm"], Sample((randn(1, 3), None))) is None
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_products_of_rows_do_not_depend_on_others(count: int) -> None:
+    a, b, bias = randn(33, 300), randn(300, 40), randn(40)
+    before = torch.mm(a, b)
+    with threads(count), products_by_row():
+        whole, with_bias = torch.mm(a, b), torch.addmm(bias, a, b, out=torch.empty_like(before))
+        for rows in (1, 7, 16):
+            out = torch.empty_like(before[-rows:])
+            assert torch.equal(torch.mm(a[-rows:], b), whole[-rows:])
+            assert torch.equal(torch.mm(a[-rows:], b, out=out), whole[-rows:])
+            assert torch.equal(torch.addmm(bias, a[-rows:], b, out=out), with_bias[-rows:])
+    torch.testing.assert_close(whole, before, rtol=1e-4, atol=1e-4)
+    assert torch.equal(torch.mm(a, b), before)  # PyTorch's own again
