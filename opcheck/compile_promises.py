@@ -12,7 +12,6 @@ from llmk.opcheck.calls import (
     call,
     device_of,
     first_line,
-    incoming_gradients,
     is_contiguous,
     of_other_widths,
     one_of_each,
@@ -41,7 +40,7 @@ def compiled_shapes(op: Op, samples: Sequence[Sample]) -> None:
 def _require_right_by_inductor(op: Op, sample: Sample, *, dynamic: bool) -> None:
     torch.compiler.reset()
     with nan_filled_in_graphs():
-        outcome = call_compiled(op, sample, compiled_call(op, dynamic=dynamic, options=RECYCLE_NOTHING))
+        outcome = _call_compiled(op, sample, _compiled_call(op, dynamic=dynamic, options=RECYCLE_NOTHING))
     require_all_written(op, sample, outcome)
     require_accurate(op, sample, outcome)
 
@@ -52,18 +51,13 @@ def compiled_samples(op: Op, samples: Sequence[Sample]) -> None:
         require_accurate(op, sample, _traced(op, sample).outcome)
 
 
-def compiled_call(op: Op, **options: Any) -> Callable[..., Any]:
+def _compiled_call(op: Op, **options: Any) -> Callable[..., Any]:
     return torch.compile(lambda *args, **kwargs: op.overload(*args, **kwargs), fullgraph=True, **options)
 
 
-def call_compiled(
-    op: Op,
-    sample: Sample,
-    fn: Callable[..., Any],
-    grads: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] = incoming_gradients,
-) -> Outcome:
+def _call_compiled(op: Op, sample: Sample, fn: Callable[..., Any]) -> Outcome:
     try:
-        return call(op, sample, fn=fn, grads=grads)
+        return call(op, sample, fn=fn)
     except compile_errors() as error:
         raise BrokenPromise(f"{sample}: does not compile: {first_line(error)}") from error
 
@@ -131,7 +125,7 @@ def _traced(op: Op, sample: Sample) -> _Traced:
 
         torch.compiler.reset()
         backend = aot_backend(record, decomposed=True)
-        _traces[key] = _Traced(op, sample, call_compiled(op, sample, compiled_call(op, backend=backend)), copies)
+        _traces[key] = _Traced(op, sample, _call_compiled(op, sample, _compiled_call(op, backend=backend)), copies)
         if len(_traces) > _MOST_KEPT:
             _traces.popitem(last=False)
     return _traces[key]

@@ -255,6 +255,8 @@ INTERPRETER_PROMISES: tuple[Promise, ...] = (in_bounds, any_program_order, no_fl
 """Asked first, of the kernels themselves: what is wrong there breaks others as well."""
 ASKED_PROMISES: tuple[Promise, ...] = (compiled_shapes,)
 """Asked by name only: on a CPU they take longer than all the others."""
+ASKED_ON_A_GPU: frozenset[Promise] = frozenset({batch_invariant})
+"""Asked there by name only: what a library's products do with few rows is not the operator's to promise."""
 GPU_PROMISES: tuple[Promise, ...] = (cuda_graphs, no_host_sync, other_stream, other_device)
 
 IN_ONE_DTYPE: frozenset[Promise] = frozenset(

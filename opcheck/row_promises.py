@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from llmk.opcheck.calls import call, device_of, float_dtype, incoming_gradients, kind_of, one_of_each, resized
-from llmk.opcheck.compile_promises import call_compiled, compiled_call
 from llmk.opcheck.gpu_promises import capture
 from llmk.opcheck.inputs import (
     BrokenPromise,
@@ -58,7 +57,7 @@ class IndependentRows:
 
 
 def batch_invariant(op: Op, samples: Sequence[Sample]) -> None:
-    """The same row, the same bits: alone, in other chunks, without gradients; on a GPU compiled and captured too."""
+    """The same row, the same bits: alone, in other chunks, without gradients; on a GPU captured too."""
     on_gpu = device_of(op, samples[0]).type == "cuda"
     if not on_gpu and not INTERPRET:
         raise NothingToCheck  # PyTorch's own sums on a CPU depend on the number of rows
@@ -127,8 +126,9 @@ def _rows_along(op: Op, sample: Sample, axis: int) -> IndependentRows | None:
     names = _as_long_as_the_first(op, sample, axis)
     if not names:
         return None
+    # On a CPU, where rows that do not fit the other arguments raise: on a GPU they end the process.
     batch = _Batch(
-        op, sample, axis, lambda sample, grads: call(op, sample, fn=op.reference, grads=grads, change=to_float64)
+        op, sample, axis, lambda sample, grads: call(op, sample, fn=op.reference, grads=grads, change=_on_cpu)
     )
     found = IndependentRows(axis, (), ())
     for size in range(len(names), 0, -1):
@@ -139,6 +139,10 @@ def _rows_along(op: Op, sample: Sample, axis: int) -> IndependentRows | None:
                     rows = replace(rows, results=batch.agreeing(rows, count))
             found = max(found, rows, key=lambda rows: len(rows.results))
     return found if found.results else None
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    return to_float64(tensor.cpu())
 
 
 def _as_long_as_the_first(op: Op, sample: Sample, axis: int) -> list[str]:
@@ -263,15 +267,15 @@ def _on_gpu(op: Op, sample: Sample, rows: IndependentRows, in_graphs: bool) -> I
     yield from batch.differences(rows, batch.rows, chunk_size=_chunk(op, batch.rows // 2 + 1))
     yield from batch.differences(rows, batch.rows, _without_gradients(op), "without gradients")
     if in_graphs:
-        yield from _in_graphs(batch, rows)
+        yield from _captured(batch, rows)
 
 
 def _chunk(op: Op, size: int) -> int:
     return size if "chunk_size" in op.argument_names() else 0
 
 
-def _in_graphs(batch: _Batch, rows: IndependentRows) -> Iterator[tuple[str, str]]:
-    """Captured in a CUDA graph, rows have eager's bits; compiled, those of the compiled batch."""
+def _captured(batch: _Batch, rows: IndependentRows) -> Iterator[tuple[str, str]]:
+    """Captured in a CUDA graph, rows have eager's bits; compiled they have those of the code that Inductor makes."""
     op = batch.op
 
     def captured(sample: Sample, grads: Grads) -> Outcome:
@@ -282,11 +286,6 @@ def _in_graphs(batch: _Batch, rows: IndependentRows) -> Iterator[tuple[str, str]
 
     for count in (batch.rows, batch.parts()[-1]):
         yield from batch.differences(rows, count, captured, "captured in a CUDA graph")
-    torch.compiler.reset()
-    fn = compiled_call(op, dynamic=True)
-    compiled = _Batch(op, batch.sample, rows.axis, lambda sample, grads: call_compiled(op, sample, fn, grads))
-    for count in batch.parts():
-        yield from compiled.differences(rows, count, way="compiled")
 
 
 @contextlib.contextmanager

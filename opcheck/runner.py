@@ -16,6 +16,7 @@ from llmk.opcheck.availability import BFLOAT16, interprets_bfloat16, what_else_r
 from llmk.opcheck.comparison import HeldAgainst, costs_beside, resolved
 from llmk.opcheck.inputs import BrokenPromise, NothingToCheck, watched_by
 from llmk.opcheck.promises import (
+    ASKED_ON_A_GPU,
     ASKED_PROMISES,
     COMPILED,
     GPU_PROMISES,
@@ -149,7 +150,10 @@ def promises_for(device: torch.device, names: Sequence[str] | None = None, skip:
     """Return the promises to check, in opcheck's order: all by default but for those that are only asked by name."""
     left_out = [promise_named(name) for name in skip]
     known = INTERPRETER_PROMISES if path_taken(device) == "interpreter" else ()
-    known += PROMISES + (GPU_PROMISES if device.type == "cuda" else ())
+    if device.type == "cuda":
+        known += tuple(promise for promise in PROMISES if names or promise not in ASKED_ON_A_GPU) + GPU_PROMISES
+    else:
+        known += PROMISES
     if names is not None:
         wanted = [promise_named(name) for name in names]
         known = tuple(promise for promise in known + ASKED_PROMISES if promise in wanted)
