@@ -162,7 +162,7 @@ SOFTMAX = record(softmax, reference_softmax, differentiable=("x",), dtypes=(torc
 
 @custom_op("strangers::numpy_cos", mutates_args=())
 def numpy_cos(x: Tensor) -> Tensor:
-    return torch.from_numpy(np.cos(x.numpy())).to(x.device)
+    return torch.from_numpy(np.cos(x.detach().cpu().numpy())).to(x.device)
 
 
 @custom_op("strangers::numpy_sin", mutates_args=())
