@@ -17,13 +17,7 @@ from torch import Tensor
 
 from llmk.opcheck.calls import call, device_of, float_dtype, incoming_gradients, kind_of, one_of_each, resized
 from llmk.opcheck.gpu_promises import capture
-from llmk.opcheck.inputs import (
-    BrokenPromise,
-    NothingToCheck,
-    Outcome,
-    rebound,
-    same_bits,
-)
+from llmk.opcheck.inputs import BrokenPromise, NothingToCheck, Outcome, rebound, same_bits
 from llmk.opcheck.reference import to_float64
 from llmk.registry import Op, Sample
 from llmk.registry.backends import INTERPRET
@@ -66,14 +60,13 @@ def batch_invariant(op: Op, samples: Sequence[Sample]) -> None:
         chosen = [(sample, owed(op, rows)) for sample, rows in chosen + _workload_with_rows(op, samples)]
     if not any(rows.results for _, rows in chosen):
         raise NothingToCheck
-    found: dict[str, str] = {}
+    found: list[str] = []
     with contextlib.nullcontext() if on_gpu else products_by_row():
         for sample, rows in chosen:
             differences = _on_gpu(op, sample, rows, sample is chosen[-1][0]) if on_gpu else _by_row(op, sample, rows)
-            for result, words in differences:
-                found.setdefault(result, f"{sample}: {result} {words}")
+            found += [f"{sample}: {difference}" for difference in differences]
     if found:
-        raise BrokenPromise("; ".join(found.values()))
+        raise BrokenPromise("; ".join(found))
 
 
 def owed(op: Op, rows: IndependentRows) -> IndependentRows:
@@ -217,16 +210,16 @@ class _Batch:
 
     def differences(
         self, rows: IndependentRows, count: int, run: Run | None = None, way: str = "", chunk_size: int = 0
-    ) -> Iterator[tuple[str, str]]:
+    ) -> Iterator[str]:
         """Yield the results of the last rows whose bits are not those of the whole, and by how much they differ."""
         other = self.again(rows.arguments, count, run, chunk_size)
         way = f"chunk_size={chunk_size}" if chunk_size else way
-        for name in set(rows.results) & other.keys():
+        for name in (name for name in rows.results if name in other):
             whole, alone = self.whole[name], other[name]
             last = whole if whole is None or alone is None else self._last(whole, alone.shape)
             if not same_bits(last, alone):
-                words = f"of the last {count} rows{way and f', {way},'} is not that of all {self.rows}"
-                yield name, words + _distance(last, alone)
+                words = f"{name} of the last {count} rows{way and f', {way},'} is not that of all {self.rows}"
+                yield words + _distance(last, alone)
 
 
 def _named(outcome: Outcome) -> Results:
@@ -251,7 +244,7 @@ def _without_gradients(op: Op) -> Run:
     return lambda sample, grads: call(op, sample, ())
 
 
-def _by_row(op: Op, sample: Sample, rows: IndependentRows) -> Iterator[tuple[str, str]]:
+def _by_row(op: Op, sample: Sample, rows: IndependentRows) -> Iterator[str]:
     """Triton's interpreter is slow: one row, half of them in other chunks, and all without gradients."""
     batch = _eager(op, sample, rows)
     half = batch.rows // 2
@@ -260,7 +253,7 @@ def _by_row(op: Op, sample: Sample, rows: IndependentRows) -> Iterator[tuple[str
     yield from batch.differences(rows, batch.rows, _without_gradients(op), "without gradients")
 
 
-def _on_gpu(op: Op, sample: Sample, rows: IndependentRows, in_graphs: bool) -> Iterator[tuple[str, str]]:
+def _on_gpu(op: Op, sample: Sample, rows: IndependentRows, in_graphs: bool) -> Iterator[str]:
     batch = _eager(op, sample, rows)
     for count in batch.parts():
         yield from batch.differences(rows, count)
@@ -274,7 +267,7 @@ def _chunk(op: Op, size: int) -> int:
     return size if "chunk_size" in op.argument_names() else 0
 
 
-def _captured(batch: _Batch, rows: IndependentRows) -> Iterator[tuple[str, str]]:
+def _captured(batch: _Batch, rows: IndependentRows) -> Iterator[str]:
     """Captured in a CUDA graph, rows have eager's bits; compiled they have those of the code that Inductor makes."""
     op = batch.op
 
