@@ -3,7 +3,7 @@
 Numbers below 6e-8 are 0 in float16, and those below 6e-5 have less than its 11 digits. Training in float16 scales the
 loss for that reason, but a gradient that is made in the forward pass is made before its factor is known. So it is
 scaled here by the power of two that takes the largest number it can have to the end of the range, and float32 sums of
-its products are divided by that again. No number leaves the range, as the largest is bounded, not measured.
+its products are divided by that again. No number leaves the range: the largest is bounded by a formula, or measured.
 """
 
 from collections.abc import Callable, Sequence
