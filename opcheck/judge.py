@@ -1,8 +1,8 @@
 """Judges a case of the search by the accuracy rule, with what only extreme inputs need.
 
 The float64 reference decides. Where PyTorch's own composition overflows and the reference does not, an element is
-excused, as where finite inputs make the reference itself NaN; what is not finite, where products of the arguments can
-leave float32; and all gradients where one is not finite and one of the exact ones too large for its dtype: that
+excused, as where finite inputs make the reference itself NaN; all numbers, where products of the arguments can leave
+float32; and all gradients where one is not finite and one of the exact ones too large for its dtype: that
 optimizer step is lost whatever the others are. At ties and next to a decision, inputs that move by a unit cross it, and
 everything would be excused; so there a second rule moves equal numbers together and takes the error bound from draws
 that did not cross. It refuses only what the composition gets right on all neighbours as well, and only where a result
@@ -146,12 +146,9 @@ def names_of(reference: Reference) -> list[str]:
     return [f"output {i}" for i in range(len(reference.given))] + [f"gradient of {name}" for name in reference.wanted]
 
 
-def _excused(
-    actual: Tensor, composition: Tensor, exact: Tensor, finite_inputs: bool, floor: float, products: bool
-) -> Tensor:
+def _excused(actual: Tensor, composition: Tensor, exact: Tensor, finite_inputs: bool, floor: float) -> Tensor:
     """The result with the reference's value where it is not to be judged."""
     here = ~composition.isfinite() & (exact.isfinite() | exact.isinf())
-    here |= ~actual.isfinite() & products
     here |= (actual.double() - exact).abs() <= floor
     nan = exact.isnan() & (finite_inputs | actual.isfinite())
     filled = torch.where(here, exact.to(actual.dtype), actual)
@@ -164,7 +161,8 @@ def _inputs_finite(outcome: Outcome) -> bool:
 
 def _floating(reference: Reference, outcome: Outcome) -> Iterator[tuple[int, str, Tensor, Tensor, Tensor]]:
     finite, overflowed = _inputs_finite(outcome), _overflowed(outcome, reference)
-    products = _products_overflow(outcome, reference)
+    if finite and _products_overflow(outcome, reference):
+        return
     given_up = overflowed or _step_is_lost(outcome, reference)
     for i, (name, actual) in enumerate(zip(names_of(reference), outcome.results(), strict=True)):
         composition, exact = reference.composition[i], reference.exact[i]
@@ -175,7 +173,7 @@ def _floating(reference: Reference, outcome: Outcome) -> Iterator[tuple[int, str
         if actual.shape == exact.shape:
             floor = _float64_floor(reference, outcome, name) if i >= len(outcome.outputs) else 0.0
             floor = max(floor, SUBNORMAL)
-            actual = _excused(actual.detach(), composition, exact, finite, floor, finite and products)
+            actual = _excused(actual.detach(), composition, exact, finite, floor)
         yield i, name, actual, composition, exact
 
 
@@ -290,7 +288,8 @@ def _products_overflow(outcome: Outcome, reference: Reference) -> bool:
 
     A term of a sum is a product of one number from each of several arguments, in whatever order they are multiplied:
     the largest numbers first, and where a factor below one would come last. A sum has at most as many terms as the
-    largest argument has elements. Powers of one argument are not excused: a formula can scale it.
+    largest argument has elements. Powers of one argument are not excused: a formula can scale it. What comes of an
+    infinite term may be finite: a softmax makes 0 of a score of -inf.
     """
     tensors = [t for t in (*outcome.inputs.values(), *reference.given) if t is not None and t.is_floating_point()]
     terms = max((t.numel() for t in tensors), default=0)

@@ -168,6 +168,10 @@ def test_products_of_arguments_may_overflow_and_powers_of_one_may_not() -> None:
     blocks, query, weight = (torch.full(shape, x, **options) for x, shape in numbers)
     sample = Sample((blocks, query, weight))
     assert judge(OPS["attention_residual"], Case(sample, incoming_gradients, 0, sample)) is None
+    # A score of -inf has a weight of 0, and another vector comes out.
+    numbers = torch.tensor([[[200.0, 100.0]], [[1.0, 1.0]]]), torch.tensor([-1.0, -1.0]), torch.tensor([2e37, 2e37])
+    assert OPS["attention_residual"].overload(*numbers).tolist() == [[1.0, 1.0]]
+    assert judge(OPS["attention_residual"], Case(Sample(numbers), unit_gradients, 0, Sample(numbers))) is None
     squares = elementwise("squares", lambda x: x * x / x, lambda x: x * 1.0)
     sample = Sample((torch.full((2, 3), 1e30, **options),))
     found = judge(squares, Case(sample, unit_gradients, 0, sample))

@@ -13,8 +13,14 @@ from llmk.ops.linear_loss.chunked._call import (
     recomputing_op,
     wants_float32,
 )
-from llmk.ops.linear_loss.chunked._float16_range import float16_scale, largest, scaled
-from llmk.ops.linear_loss.chunked._linear import ChunkedLinear, CompactedTokens, LinearGradients
+from llmk.ops.linear_loss.chunked._linear import (
+    ChunkedLinear,
+    CompactedTokens,
+    LinearGradients,
+    float16_scale,
+    largest,
+    scaled,
+)
 from llmk.ops.linear_loss.chunked._plan import Plan, kept_rows
 from llmk.ops.linear_loss.chunked._vocab_shard import VocabShard
 

@@ -4,10 +4,15 @@ The products are cuBLAS's (or the CPU's BLAS), chosen in size by `_plan.py`. The
 made them, unless the input's dtype was asked for; their gradient is rounded once, to the dtype in which it is
 multiplied. Where only the first rows count, and only the device knows how many, the products stop there
 (`_dynamic_rows.py`).
+
+Numbers below 6e-8 are 0 in float16, and those below 6e-5 have less than its 11 digits. Training in float16 scales the
+loss for that reason, but a gradient that is made in the forward pass is made before its factor is known. So it is
+scaled here by the power of two that takes the largest number it can have to the end of the range, and float32 sums of
+its products are divided by that again. No number leaves the range: the largest is bounded by a formula, or measured.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +33,36 @@ from llmk.registry import (
 
 ALIGNED = 16
 """The row stride of a chunk's logits is a multiple of this many elements, whatever V is."""
+
+END = 15
+"""Scaled numbers are at most 2**15, half of what float16 ends at, of which a rounding error is a small part."""
+BIAS = 127
+"""Of a float32's exponent."""
+LARGEST_EXPONENT = 100
+"""Beyond 2**100 gradients are not scaled further: float32's range ends."""
+
+
+def largest(numbers: Tensor) -> Tensor:
+    """Return the largest size of the numbers, float32 `[]`; of none it is 0."""
+    return torch.nn.functional.pad(numbers.detach().reshape(-1).float().abs(), (0, 1)).amax()
+
+
+def float16_scale(dtype: torch.dtype, need: Sequence[bool], bound: Callable[[], Tensor]) -> Tensor | None:
+    """Return the power of two for a gradient of logits that `bound()`, float32 `[]`, bounds; None outside of float16.
+
+    It is 1 where the bound is not finite, as gradients then are not. Its bits are made from the bound's: no rounding
+    of an exponential is in it.
+    """
+    if dtype != torch.float16 or not any(need):
+        return None
+    size = bound()
+    exponent = (size.view(torch.int32) >> 23) - (BIAS - 1)  # size < 2**exponent
+    exponent = torch.where(size.isfinite(), (END - exponent).clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT), 0)
+    return ((exponent + BIAS) << 23).view(torch.float32)
+
+
+def scaled(grad: Tensor, scale: Tensor | None) -> Tensor:
+    return grad if scale is None else grad * scale
 
 
 def aligned(V: Any) -> Any:
@@ -209,7 +244,7 @@ class ChunkedLinear:
 class LinearGradients:
     """The gradients of x, W and b that are needed, as sums over the chunks; the others are empty.
 
-    They are rounded to `dtypes`; that of x is the dtype of x or float32. With a `scale` (`_float16_range.py`) the
+    They are rounded to `dtypes`; that of x is the dtype of x or float32. With a `scale` (`float16_scale`) the
     logits' gradient is `scale` times what it is, and these are divided by it before they are rounded.
     """
 

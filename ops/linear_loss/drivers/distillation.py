@@ -40,6 +40,8 @@ from llmk.registry import (
 )
 from llmk.registry.record import FLOAT_DTYPES
 
+LEAST = 2.0**-24
+"""The smallest size that is measured: float16's smallest number, as logits of that dtype hold no smaller gradient."""
 TEACHER = ["teacher_input", "teacher_linear_weight", "teacher_linear_bias"]
 
 
@@ -82,22 +84,16 @@ class DistillationCall(LinearCall):
         )
 
     @property
-    def bounded_by_losses(self) -> bool:
-        """True if only the rows' divergences bound the logits' gradient: where the student's mean is taken."""
-        return self.input.dtype == torch.float16 and self.beta == 1
+    def gradient_is_measured(self) -> bool:
+        """True if float16 needs its size and a bound is far or none: of log-ratios, and with a small temperature."""
+        return self.input.dtype == torch.float16 and (self.beta == 1 or self.temperature < 1)
 
-    def largest_gradient(self, loss_grads: Tensor, ce_grads: Tensor | None, divergences: Tensor | None) -> Tensor:
+    def largest_gradient(self, loss_grads: Tensor, ce_grads: Tensor | None) -> Tensor:
         """Return what no element of the logits' gradient exceeds.
 
-        That of a divergence is r - p R (`kernels/_divergence.py`), where r and R are at most 1 each. With beta 1 r is
-        p (x - y) - p D, where D is the divergence: no p (x - y) is below -1 / e, nor then above D + 1 / e, as they add
-        up to D and the others to no less than -1 / e.
+        That of a divergence is r - p R (`kernels/_divergence.py`), where r and R are at most 1 each, but for beta 1.
         """
-        each = loss_grads * 2
-        if self.beta == 1:
-            assert divergences is not None
-            each = torch.where(self.mask().reshape(-1), loss_grads * (2 * divergences + 2), 0.0)
-        bound = largest(each) / self.temperature
+        bound = largest(loss_grads) * (2 / self.temperature)
         return bound if ce_grads is None else bound + largest(ce_grads)
 
     def mask(self) -> Tensor:
@@ -134,11 +130,16 @@ def _forward(
         loss_grads, remaining = weights / denominator, torch.ones_like(denominator)
     (student, teacher), need = call.linears(impl, compacted), (need_dx, need_dw, need_db)
     ce_grads = count * (call.ce_weight * remaining / count.sum()) if call.ce_weight > 0 else None
-    divergences = None
-    if call.bounded_by_losses and any(need):
+
+    def bound() -> Tensor:
+        if not call.gradient_is_measured:
+            return call.largest_gradient(loss_grads, ce_grads)
         nothing = LinearGradients(student, (False, False, False), call.saved_dtypes)
-        divergences, _ = _losses_and_gradients(impl, call, nothing, teacher, count, loss_grads, ce_grads)
-    scale = float16_scale(call.input.dtype, need, lambda: call.largest_gradient(loss_grads, ce_grads, divergences))
+        sizes = [torch.full((), LEAST, dtype=torch.float32, device=count.device)]
+        _losses_and_gradients(impl, call, nothing, teacher, count, loss_grads, ce_grads, sizes)
+        return torch.stack(sizes).amax()
+
+    scale = float16_scale(call.input.dtype, need, bound)
     gradients = LinearGradients(student, need, call.saved_dtypes, scale)
     divergences, nll = _losses_and_gradients(impl, call, gradients, teacher, count, loss_grads, ce_grads)
     rest = remaining, *gradients.results(compacted)
@@ -152,9 +153,12 @@ def _forward(
 
 def _losses_and_gradients(
     impl: Implementation, call: DistillationCall, gradients: LinearGradients, teacher: ChunkedLinear, count: Tensor,
-    loss_grads: Tensor, ce_grads: Tensor | None,
+    loss_grads: Tensor, ce_grads: Tensor | None, sizes: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the rows' divergences and the sum of the cross entropies, given the gradient of each term."""
+    """Return the rows' divergences and the sum of the cross entropies, given the gradient of each term.
+
+    With `sizes` the largest size of each block's gradient of the logits is added to them; none need be needed.
+    """
     softmaxes = call.softmaxes(gradients.linear)
     loss_grads = scaled(loss_grads, gradients.scale)
     ce_grads = None if ce_grads is None else scaled(ce_grads, gradients.scale)
@@ -166,8 +170,10 @@ def _losses_and_gradients(
         if ce_grads is not None:
             logprob, ce = _cross_entropy_term(impl, call, z, block, ce_grads)
             logprobs.append(logprob)
-        if any(gradients.need) and z.shape[1] > 0:
+        if (any(gradients.need) or sizes is not None) and z.numel() > 0:
             impl.divergence.gradients(z, w, count[block], loss_grads[block], stats, sums, ce, dz, softmaxes)
+            if sizes is not None:
+                sizes.append(torch.linalg.vector_norm(dz, float("inf"), dtype=torch.float32))
     return torch.cat(divergences), -torch.cat(logprobs).sum()
 
 
@@ -232,7 +238,7 @@ def _products(
     impl: Implementation, call: DistillationCall, total: bool, need_dx: bool, need_dw: bool, need_db: bool
 ) -> float:
     teacher = call.teacher_input.shape[-1] / call.input.shape[-1]
-    twice = call.bounded_by_losses and (need_dx or need_dw or need_db)
+    twice = call.gradient_is_measured and (need_dx or need_dw or need_db)
     return (1 + teacher) * (1 + twice) + need_dx + need_dw
 
 

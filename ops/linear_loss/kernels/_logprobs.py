@@ -36,7 +36,6 @@ from torch import Tensor
 
 from llmk.ops.common.math import LOG2E, cap, cap_cpu, cap_slope, cap_slope_cpu
 from llmk.ops.common.sums import sum_pair
-from llmk.ops.loss.cross_entropy_cpu import row_sum_cpu
 from llmk.registry import cdiv, empty, jit, next_power_of_2, wrap_triton
 
 STATISTICS = 3
@@ -407,9 +406,10 @@ def statistics_cpu(logits: Tensor, target: Tensor, transform: LogitTransform) ->
     m = y.amax(-1)
     d = _below_cpu(y, torch.where(m == float("-inf"), 0.0, m).unsqueeze(-1))
     w = d.exp()
-    e = row_sum_cpu(w * d)
+    # In float32 a sum of small terms, one after the other, rounds the largest one's 1 in one direction.
+    s, e = (x.sum(-1, dtype=torch.float64).float() for x in (w, w * d))
     y_t = torch.where(here, y.gather(-1, column), float("-inf"))
-    return torch.cat((torch.stack((m, row_sum_cpu(w), e)), y_t.t()))
+    return torch.cat((torch.stack((m, s, e)), y_t.t()))
 
 
 def combine_cpu(parts: Tensor, target: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor, Tensor]:
