@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss.chunked import product_flops, wants_float32
-from llmk.ops.linear_loss.chunked._plan import Sizes, plan
+from llmk.ops.linear_loss.chunked import Sizes, kept_rows, product_flops, wants_float32
 from llmk.registry import Cost, Sample
 
 
@@ -47,6 +46,11 @@ def token_workloads(
     yield from (token_workload(each, device, dtype) for each in sizes)
 
 
+def kept_tokens(input: Tensor, linear_weight: Tensor, chunk_size: int = 0, **options: Any) -> int:
+    """Return the number of tokens whose float32 logits are kept from the forward to the backward pass."""
+    return kept_rows(input.shape[:-1].numel(), input.shape[-1], linear_weight.shape[0], 4, chunk_size)
+
+
 def linear_plan(
     input: Tensor,
     linear_weight: Tensor,
@@ -57,24 +61,10 @@ def linear_plan(
     **options: Any,
 ) -> str:
     """Say in how many tokens at a time a linear layer over classes is computed, whose gradients one pass makes."""
-    N, (V, H), wide = input.shape[:-1].numel(), linear_weight.shape, wants_float32(logits_dtype, input)
-    chosen = plan(
-        N, H, V, input.dtype, float32_logits=wide, on_host=input.is_cpu, chunk_size=chunk_size, remade=kept > 0,
-        kept=kept,
-    )  # fmt: skip
+    N, (V, H) = input.shape[:-1].numel(), linear_weight.shape
+    wide = wants_float32(logits_dtype, input)
     sizes = Sizes.of(N, H, V, input.dtype, wide, remade=kept > 0, kept=kept)
-    logits, sums = (
-        str(dtype).removeprefix("torch.")
-        for dtype in (
-            torch.float32 if wide else input.dtype,
-            input.dtype if chosen.rounded_sums else torch.float32,
-        )
-    )
-    return (
-        f"{min(chosen.chunk_rows, N)} tokens a chunk, {logits} logits of {min(chosen.block_rows, N)} at a time, "
-        f"dW summed in {sums}" + f", the logits of {kept} kept" * (kept > 0)
-        + f": {sizes.memory(chosen) / 2**20:.0f} MiB by the plan's model"
-    )  # fmt: skip
+    return sizes.described(on_host=input.is_cpu, chunk_size=chunk_size)
 
 
 class Float32Linear(torch.autograd.Function):

@@ -36,7 +36,6 @@ from llmk.ops.linear_loss._records import (
     token_workload,
     token_workloads,
 )
-from llmk.ops.linear_loss.chunked import kept_rows
 from llmk.ops.linear_loss.drivers.logprobs import LogprobsOps
 from llmk.registry import Cost, Sample, public_op
 
@@ -112,18 +111,13 @@ def linear_logprobs_workloads(device: torch.device, dtype: torch.dtype) -> Itera
     yield from token_workloads([(8192, 2048, 151936), (8192, 4096, 128256), (4096, 4096, 32000)], device, dtype)
 
 
-def linear_logprobs_kept(input: Tensor, linear_weight: Tensor, chunk_size: int = 0, **options: Any) -> int:
-    """Return the tokens whose float32 logits are kept."""
-    return kept_rows(input.shape[:-1].numel(), input.shape[-1], linear_weight.shape[0], 4, chunk_size)
-
-
 def linear_logprobs_cost(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Cost:
-    part = linear_logprobs_kept(input, linear_weight, **options) / max(input.shape[:-1].numel(), 1)
+    part = kept_tokens(input, linear_weight, **options) / max(input.shape[:-1].numel(), 1)
     return linear_cost(input, linear_weight, reads=3, products=4 - part)
 
 
 def linear_logprobs_plan(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> str:
-    return linear_plan(input, linear_weight, kept=linear_logprobs_kept(input, linear_weight, **options), **options)
+    return linear_plan(input, linear_weight, kept=kept_tokens(input, linear_weight, **options), **options)
 
 
 @public_op(

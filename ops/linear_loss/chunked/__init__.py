@@ -21,7 +21,7 @@ from llmk.ops.linear_loss.chunked._linear import (
     largest,
     scaled,
 )
-from llmk.ops.linear_loss.chunked._plan import Plan, kept_rows
+from llmk.ops.linear_loss.chunked._plan import Plan, Sizes, kept_rows
 from llmk.ops.linear_loss.chunked._vocab_shard import VocabShard
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "LinearCall",
     "LinearGradients",
     "Plan",
+    "Sizes",
     "VocabShard",
     "check_chunk_size",
     "check_temperature",

@@ -119,13 +119,7 @@ def plan(
     sizes = Sizes.of(
         N, H, V, dtype, float32_logits, group=group, layers=layers, dynamic=dynamic, remade=remade, kept=kept
     )
-    if not V * H > 0 or N == 0:
-        return Plan(max(N, 1), max(N, 1), True)
-    if on_host:
-        return sizes.whole_groups(chunk_size or max(64, CPU_LOGITS // (V * layers)), None)
-    if chunk_size:
-        return min((sizes.whole_groups(chunk_size, rows) for rows in sizes.blocks(chunk_size)), key=sizes.price)
-    return min(sizes.candidates(), key=sizes.price)
+    return sizes.chosen(on_host=on_host, chunk_size=chunk_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +169,26 @@ class Sizes:
             kept=kept,
             is_float16=dtype == torch.float16,
         )
+
+    def chosen(self, *, on_host: bool, chunk_size: int) -> Plan:
+        """Return the plan of the least price."""
+        if not self.V * self.H > 0 or self.N == 0:
+            return Plan(max(self.N, 1), max(self.N, 1), True)
+        if on_host:
+            return self.whole_groups(chunk_size or max(64, CPU_LOGITS // (self.V * self.layers)), None)
+        if chunk_size:
+            return min((self.whole_groups(chunk_size, rows) for rows in self.blocks(chunk_size)), key=self.price)
+        return min(self.candidates(), key=self.price)
+
+    def described(self, *, on_host: bool, chunk_size: int) -> str:
+        """Say what the chosen plan is."""
+        plan = self.chosen(on_host=on_host, chunk_size=chunk_size)
+        chunk, block = min(plan.chunk_rows, self.N), min(plan.block_rows, self.N)
+        parts = [f"{chunk} tokens a chunk, {8 * self.logit}-bit logits of {block} at a time"]
+        parts.append(f"the gradient of the weight summed in {8 * self.element if plan.rounded_sums else 32} bits")
+        if self.kept:
+            parts.append(f"the logits of {self.kept} kept")
+        return ", ".join(parts) + f": {self.memory(plan) / 2**20:.0f} MiB by the plan's model"
 
     @property
     def unit(self) -> int:
