@@ -30,6 +30,7 @@ from llmk.ops.common.math import cap_reference
 from llmk.ops.linear_loss._patterns import LINEAR_LOGPROBS
 from llmk.ops.linear_loss._records import (
     Make,
+    kept_tokens,
     linear_cost,
     linear_plan,
     linear_reference,
