@@ -2,8 +2,11 @@
 
 import contextlib
 import re
+import traceback
+from types import FrameType
 
 import torch
+import triton.language as tl
 
 from llmk.opcheck.calls import call, device_of, float_dtype, words_of
 from llmk.registry import Op, Sample
@@ -21,14 +24,15 @@ BFLOAT16 = (
 def what_else_runs_it(op: Op, sample: Sample) -> str | None:
     """Return what to do where an operator has no code for a CPU; None where it has, right or wrong.
 
-    It has none if a plain call on a CPU raises an error that names a device, or a line of code that asks for one does.
+    It has none if a plain call on a CPU raises an error that names a device, or a line of code that asks for one does,
+    or if a kernel uses what Triton's interpreter lacks.
     """
     if device_of(op, sample).type != "cpu":
         return None
     try:
         call(op, sample, ())
     except Exception as error:
-        if names_device(error):
+        if names_device(error) or _interpreter_lacks(error):
             advice = _IN_THE_INTERPRETER if INTERPRET else _ON_A_CPU
             first = (str(error).strip() or words_of(error)).partition("\n")[0]
             return f"{advice} ({type(error).__name__}: {first})"
@@ -38,6 +42,29 @@ def what_else_runs_it(op: Op, sample: Sample) -> str | None:
 def names_device(error: BaseException) -> bool:
     """Return True if an error, or the line of code that raised it, asks for another device."""
     return bool(_NAMES_DEVICE.search(words_of(error)))
+
+
+def _interpreter_lacks(error: BaseException) -> bool:
+    """Return True if a kernel that a GPU may run ends in the interpreter for what that has not.
+
+    A scalar argument is a Python number there, without the methods of a tensor, and what `libdevice` names does
+    nothing and returns None.
+    """
+    cause = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    if isinstance(cause, AttributeError):
+        return isinstance(cause.obj, bool | int | float) and hasattr(tl.tensor, cause.name)
+    if isinstance(cause, TypeError) and "NoneType" in str(cause):
+        return any(_names_libdevice(frame) for frame, _ in traceback.walk_tb(cause.__traceback__))
+    return False
+
+
+def _names_libdevice(frame: FrameType) -> bool:
+    """Return True if the code of a frame names a function of `libdevice`, or the module."""
+    named = [frame.f_globals.get(name) for name in frame.f_code.co_names]
+    homes = [getattr(value, "__module__", None) or getattr(value, "__name__", "") for value in named]
+    return any(home.startswith("triton.language.extra") for home in homes)
 
 
 def interprets_bfloat16(op: Op, sample: Sample) -> bool:

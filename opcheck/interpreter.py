@@ -213,7 +213,10 @@ def _watching_launch(original: Any) -> Any:
             try:
                 original(executor, *args, **kwargs)
             except interpreter.InterpreterError as error:
-                raise _broken_promise(error) or error from error
+                broken = _broken_promise(error)
+                if broken is None:
+                    raise
+                raise broken from error
             finally:
                 _launch = None
 

@@ -3,10 +3,14 @@
 import dataclasses
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+from triton.language.extra.libdevice import tanh
 
 from compile_tests.helpers import strangers
 from compile_tests.helpers.pages import ROOT, blocks
@@ -17,6 +21,7 @@ from llmk.opcheck.calls import call
 from llmk.opcheck.causes import causes
 from llmk.opcheck.promises import HABITS
 from llmk.opcheck.reports import notes
+from llmk.opcheck.runner import Result
 from llmk.registry import OPS, Op, Sample
 from llmk.registry.backends import INTERPRET
 
@@ -97,6 +102,48 @@ def test_a_device_that_is_asked_for_is_no_broken_promise() -> None:
     assert result.message.startswith("no CPU version: `--path interpreter`, or a GPU (AssertionError")
     (result,) = check(strangers.record(raises, lambda x: x, dtypes=(torch.float32,)), only=["deterministic"])
     assert result.verdict == "broken"
+
+
+@triton.jit
+def times_kernel(x_ptr, out_ptr, scale, SIZE: tl.constexpr):
+    cols = tl.arange(0, SIZE)
+    tl.store(out_ptr + cols, tl.load(x_ptr + cols) * scale.to(tl.float32))
+
+
+@triton.jit
+def tanh_kernel(x_ptr, out_ptr, scale, SIZE: tl.constexpr):
+    cols = tl.arange(0, SIZE)
+    tl.store(out_ptr + cols, scale * tanh(tl.load(x_ptr + cols)))
+
+
+@triton.jit
+def mistaken_kernel(x_ptr, out_ptr, scale, SIZE: tl.constexpr):
+    cols = tl.arange(0, SIZE)
+    tl.store(out_ptr + cols, tl.load(x_ptr + cols) * scale.as_float())
+
+
+def verdict_of_launching(kernel: Any) -> Result:
+    def launched(x: Tensor) -> Tensor:
+        kernel[(1,)](x, out := torch.empty_like(x), 0.5, SIZE=x.numel())
+        return out
+
+    def reference_launched(x: Tensor) -> Tensor:
+        return x * 0.5
+
+    record = strangers.record(launched, reference_launched, dtypes=(torch.float32,))
+    samples = [Sample((torch.randn(16, device="cpu", dtype=torch.float32),), why="a block")]
+    return check(record, samples, only=["values_and_gradients"])[0]
+
+
+@pytest.mark.kernels
+def test_what_the_interpreter_lacks_is_no_broken_promise() -> None:
+    if not INTERPRET:
+        pytest.skip("it is about the interpreter")
+    for kernel in (times_kernel, tanh_kernel):
+        result = verdict_of_launching(kernel)
+        assert result.verdict == "empty", result
+        assert result.message.startswith("does not run in Triton's interpreter: a GPU (InterpreterError")
+    assert verdict_of_launching(mistaken_kernel).verdict == "broken"
 
 
 def test_habits_of_llmk_are_asked_of_others_by_name_only() -> None:
