@@ -2,8 +2,8 @@
 
 import torch
 import torch.nn.functional as F
-from fla.modules.fused_cross_entropy.ops import cross_entropy_loss
-from fla.modules.layernorm_gated import rmsnorm_fn
+from fla.modules.fused_cross_entropy.ops import cross_entropy_loss  # pyright: ignore[reportMissingImports]
+from fla.modules.layernorm_gated import rmsnorm_fn  # pyright: ignore[reportMissingImports]
 
 from llmk.registry import Op, Sample
 

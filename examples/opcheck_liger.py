@@ -1,19 +1,18 @@
 """Check Liger's functions: TRITON_INTERPRET=1 python -m llmk.opcheck examples/opcheck_liger.py --path interpreter"""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
-from liger_kernel.transformers import functional as liger
+from liger_kernel.transformers import functional as liger  # pyright: ignore[reportMissingImports]
 
 from llmk.registry import Op, Sample
 
+SHAPES = {(3, 37): "odd width", (4, 2, 16): "three axes", (1, 1): "one element", (0, 8): "no rows"}
+
 
 def rows(device, dtype, tensors=1):
-    for shape, why in (
-        ((3, 37), "odd width"),
-        ((4, 2, 16), "three axes"),
-        ((1, 1), "one element"),
-        ((0, 8), "no rows"),
-    ):
+    for shape, why in SHAPES.items():
         yield Sample(tuple(torch.randn(shape, device=device, dtype=dtype) for _ in range(tensors)), why=why)
 
 
@@ -28,10 +27,6 @@ def layer_norm(X, W, B, eps):
     return F.layer_norm(X, W.shape, W, B, eps)
 
 
-def pairs(device, dtype):
-    return rows(device, dtype, 2)
-
-
 def record(function, reference, samples, differentiable):
     name = function.__name__
     return Op(name=name, overload=function, reference=reference, samples=samples, differentiable=tuple(differentiable))
@@ -40,4 +35,4 @@ def record(function, reference, samples, differentiable):
 LAYER_NORM = record(liger.liger_layer_norm, layer_norm, normed, "XWB")
 SOFTMAX = record(liger.liger_softmax, lambda x: x.softmax(-1), rows, "x")
 RELU_SQUARED = record(liger.liger_relu_squared, lambda x: x.relu().square(), rows, "x")
-GEGLU = record(liger.liger_geglu, lambda a, b: F.gelu(a, approximate="tanh") * b, pairs, "ab")
+GEGLU = record(liger.liger_geglu, lambda a, b: F.gelu(a, approximate="tanh") * b, partial(rows, tensors=2), "ab")

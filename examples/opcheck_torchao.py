@@ -3,7 +3,7 @@
 from functools import partial
 
 import torch
-import torchao.quantization.quant_primitives  # noqa: F401  registers torch.ops.torchao
+import torchao.quantization.quant_primitives  # noqa: F401  # pyright: ignore[reportMissingImports]
 
 from llmk.registry import Op, Sample
 
@@ -31,11 +31,8 @@ def samples(device, dtype, quantized):
             yield Sample((x, [1, block], scale, zero_point, torch.int8), why=why)
 
 
-def record(name, reference, samples):
-    return Op(
-        name=name, overload=getattr(torch.ops.torchao, name), reference=reference, samples=samples, differentiable=()
-    )
-
-
-DEQUANTIZE = record("dequantize_affine", dequantize, partial(samples, quantized=True))
-QUANTIZE = record("quantize_affine", quantize, partial(samples, quantized=False))
+CODES, NUMBERS = partial(samples, quantized=True), partial(samples, quantized=False)
+OPTIONS = {"overload": torch.ops.torchao.dequantize_affine, "reference": dequantize, "samples": CODES}
+DEQUANTIZE = Op(name="dequantize_affine", differentiable=(), **OPTIONS)
+OPTIONS = {"overload": torch.ops.torchao.quantize_affine, "reference": quantize, "samples": NUMBERS}
+QUANTIZE = Op(name="quantize_affine", differentiable=(), **OPTIONS)
