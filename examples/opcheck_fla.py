@@ -1,9 +1,10 @@
 """Check flash-linear-attention's losses and norms: python -m llmk.opcheck examples/opcheck_fla.py --path interpreter"""
 
+# pyright: reportMissingImports=false
 import torch
 import torch.nn.functional as F
-from fla.modules.fused_cross_entropy.ops import cross_entropy_loss  # pyright: ignore[reportMissingImports]
-from fla.modules.layernorm_gated import rmsnorm_fn  # pyright: ignore[reportMissingImports]
+from fla.modules.fused_cross_entropy.ops import cross_entropy_loss
+from fla.modules.layernorm_gated import rmsnorm_fn
 
 from llmk.registry import Op, Sample
 

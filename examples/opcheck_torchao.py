@@ -1,9 +1,10 @@
 """Check torchao's affine quantization: python -m llmk.opcheck examples/opcheck_torchao.py --path reference"""
 
+# pyright: reportMissingImports=false
 from functools import partial
 
 import torch
-import torchao.quantization.quant_primitives  # noqa: F401  # pyright: ignore[reportMissingImports]
+import torchao.quantization.quant_primitives  # noqa: F401  registers torch.ops.torchao
 
 from llmk.registry import Op, Sample
 
@@ -24,15 +25,15 @@ def samples(device, dtype, quantized):
         x = torch.randn(rows, columns, device=device, dtype=dtype)
         scale = torch.rand(groups, device=device, dtype=dtype) / 50 + 0.02
         zero_point = torch.randint(-9, 9, groups, device=device, dtype=torch.int8)
-        if quantized:
-            codes = torch.randint(-128, 128, x.shape, device=device, dtype=torch.int8)
-            yield Sample((codes, [1, block], scale, zero_point, torch.int8), {"output_dtype": dtype}, why=why)
-        else:
-            yield Sample((x, [1, block], scale, zero_point, torch.int8), why=why)
+        x = torch.randint(-128, 128, x.shape, device=device, dtype=torch.int8) if quantized else x
+        options = {"output_dtype": dtype} if quantized else {}
+        yield Sample((x, [1, block], scale, zero_point, torch.int8), options, why=why)
 
 
-CODES, NUMBERS = partial(samples, quantized=True), partial(samples, quantized=False)
-OPTIONS = {"overload": torch.ops.torchao.dequantize_affine, "reference": dequantize, "samples": CODES}
-DEQUANTIZE = Op(name="dequantize_affine", differentiable=(), **OPTIONS)
-OPTIONS = {"overload": torch.ops.torchao.quantize_affine, "reference": quantize, "samples": NUMBERS}
-QUANTIZE = Op(name="quantize_affine", differentiable=(), **OPTIONS)
+def record(name, reference, made):
+    operator = getattr(torch.ops.torchao, name)
+    return Op(name=name, overload=operator, reference=reference, samples=made, differentiable=())
+
+
+DEQUANTIZE = record("dequantize_affine", dequantize, partial(samples, quantized=True))
+QUANTIZE = record("quantize_affine", quantize, partial(samples, quantized=False))

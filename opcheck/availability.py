@@ -54,7 +54,7 @@ def _interpreter_lacks(error: BaseException) -> bool:
     while cause.__cause__ is not None:
         cause = cause.__cause__
     if isinstance(cause, AttributeError):
-        return isinstance(cause.obj, bool | int | float) and hasattr(tl.tensor, cause.name or "")
+        return isinstance(cause.obj, bool | int | float) and hasattr(tl.tensor, str(cause.name))
     if isinstance(cause, TypeError) and "NoneType" in str(cause):
         return any(_names_libdevice(frame) for frame, _ in traceback.walk_tb(cause.__traceback__))
     return False
