@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from compile_tests.helpers.mutants import record
 from compile_tests.helpers.mutants_search import MUTANTS, SharedFormula, elementwise, mutant
@@ -233,6 +234,36 @@ def test_a_reference_has_the_logarithm_of_no_sum_that_loses_its_terms() -> None:
 def test_what_is_no_normal_number_may_be_lost() -> None:
     """1.4e-45 times its logarithm, which the kernel knows of normal numbers only."""
     assert judged("kl_div", torch.float32, [[0.0]], [[1.401298464324817e-45]]) is None
+
+
+@pytest.mark.skipif(INTERPRET, reason="kernels may lose subnormals")
+def test_on_a_cpu_subnormal_numbers_are_judged() -> None:
+    def doubled(x: Tensor) -> Tensor:
+        return 2 * x
+
+    op: Op = record("neg", overload=torch.ops.aten.neg.default, reference=doubled)
+    tiny = torch.full((4,), 1e-40, dtype=torch.float32, device=CPU)
+    sample = Sample((tiny,))
+    found = judge(op, Case(sample, unit_gradients, 0, sample))
+    assert found is not None
+    assert found.kind == "value"
+
+
+def test_a_fault_in_a_reference_is_not_taken_for_a_refusal() -> None:
+    """One that does not take a call raises what PyTorch raises for it."""
+
+    def mistaken(x: Tensor) -> Tensor:
+        return x.no_such_method()  # type: ignore[operator]
+
+    def refuses(x: Tensor) -> Tensor:
+        raise ValueError("x: expected another")
+
+    sample = Sample((torch.ones(4, dtype=torch.float32, device=CPU),))
+    op: Op = record("neg", overload=torch.ops.aten.neg.default, reference=refuses)
+    assert judge(op, Case(sample, unit_gradients, 0, sample)) is None
+    wrong: Op = record("neg", overload=torch.ops.aten.neg.default, reference=mistaken)
+    with pytest.raises(AttributeError, match="no_such_method"):
+        judge(wrong, Case(sample, unit_gradients, 0, sample))
 
 
 def test_neighbours_of_the_largest_number_are_finite() -> None:
