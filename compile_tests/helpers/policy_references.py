@@ -23,6 +23,7 @@ def grpo_reference(
     epsilon_high: float | None = None,
     delta: float | None = None,
     loss_type: str = "dapo",
+    loss_agg: str | None = None,
     importance_sampling_level: str = "token",
     importance_sampling_ratio: Tensor | None = None,
     num_items_in_batch: float | None = None,
@@ -98,7 +99,11 @@ def grpo_reference(
         "luspo": lambda: torch.stack(sums).mean(),
         "bnpo": lambda: torch.stack(sums).sum() / total,
         "dr_grpo": lambda: torch.stack(sums).sum() / (len(sums) * (max_completion_length or target.shape[1])),
-    }.get(loss_type, lambda: torch.stack(sums).sum() / (total if num_items_in_batch is None else num_items_in_batch))()
+    }
+    as_type = {"sequence_mean": "grpo", "sequence_sum": "luspo", "constant": "dr_grpo"}
+    name = loss_type if loss_agg is None else as_type.get(loss_agg, "dapo")
+    by_items = total if num_items_in_batch is None else num_items_in_batch
+    loss = loss.get(name, lambda: torch.stack(sums).sum() / by_items)()
     if entropy_coef:
         loss = loss - entropy_coef * torch.cat(entropies)[torch.cat(high_entropy)].sum() / sum(map(sum, high_entropy))
     return loss

@@ -195,6 +195,18 @@ WRONG: list[tuple[str, type[Exception], str, Callable[[Tensor, Tensor, Tensor], 
         "max_completion_length: expected a number with 'dr_grpo'",
         lambda x, w, t: losses.grpo(x[:1], w, t[:1], x[:1, :, 0], sequence_ids=t[:1], loss_type="dr_grpo"),
     ),
+    (
+        "length of a sum",
+        ValueError,
+        "max_completion_length: expected a number with 'constant'",
+        lambda x, w, t: losses.grpo(x[:1], w, t[:1], x[:1, :, 0], sequence_ids=t[:1], loss_agg="constant"),
+    ),
+    (
+        "a sum that there is not",
+        ValueError,
+        "loss_agg: expected ",
+        lambda x, w, t: losses.grpo(x, w, t, x[..., 0], loss_agg="mean"),
+    ),
 ]
 
 

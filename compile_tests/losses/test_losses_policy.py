@@ -9,7 +9,7 @@ from torch import Tensor
 from compile_tests.helpers.loss_references import batch, logps_of, loss_op, packed
 from compile_tests.helpers.policy_references import grpo_reference, ppo_reference, reinforce_reference, rloo_reference
 from llmk import losses
-from llmk.losses._policy import TYPES
+from llmk.losses._policy import AGGREGATIONS, TYPES
 from llmk.opcheck.calls import call, require_accurate
 from llmk.ops.linear_loss.objectives.policy import ESTIMATORS
 from llmk.registry import Op, Sample
@@ -46,6 +46,17 @@ def of_grpo(device: torch.device, dtype: torch.dtype = torch.float32, **options:
 @pytest.mark.parametrize("loss_type", TYPES)
 def test_types(device: torch.device, loss_type: str, level: str) -> None:
     require(GRPO, of_grpo(device, torch.bfloat16, loss_type=loss_type, importance_sampling_level=level))
+
+
+@pytest.mark.parametrize("loss_agg", AGGREGATIONS)
+@pytest.mark.parametrize("loss_type", ["grpo", "cispo", "vespo"])
+def test_any_sum_of_any_type(device: torch.device, loss_type: str, loss_agg: str) -> None:
+    options = {"num_items_in_batch": 17.0, "max_completion_length": 11}
+    sample = of_grpo(device, loss_type=loss_type, loss_agg=loss_agg, **options)
+    require(GRPO, sample)
+    x, weight, target, advantages = sample.args
+    args = (x, weight, target, advantages[ORDER])
+    require(GRPO, packed(Sample(args, sample.kwargs, why=sample.why), target, OF_TOKENS, ORDER))
 
 
 @pytest.mark.parametrize(("level", "packs"), [("token", False), ("sequence", True)])

@@ -74,6 +74,15 @@ TYPES = {
 }
 
 
+AGGREGATIONS = {
+    "token": _over_all_items,
+    "sequence_mean": _mean_of_means,
+    "sequence_sum": _mean_of_sums,
+    "constant": _over_constant_length,
+}
+"""How the losses of tokens become one, whatever the loss type."""
+
+
 class VespoOptions(NamedTuple):
     k_pos: float
     lambda_pos: float

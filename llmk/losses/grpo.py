@@ -16,7 +16,7 @@ from llmk.losses._batch import (
     mean_over_tokens,
     resolve_num_sequences,
 )
-from llmk.losses._policy import TYPES, Totals, VespoOptions, ratio_level, vespo_weight
+from llmk.losses._policy import AGGREGATIONS, TYPES, Totals, VespoOptions, ratio_level, vespo_weight
 from llmk.losses._sampling import difference_metrics, high_entropy_mask, masked_max, masked_min, ratio_metrics
 from llmk.ops.linear_loss.objectives.policy import ESTIMATORS, PolicyOptions, PolicyTerms
 from llmk.registry import check_finite, check_not_negative, check_option
@@ -28,7 +28,8 @@ def grpo(
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
     old_per_token_logps: Tensor | None = None, ref_per_token_logps: Tensor | None = None, beta: float = 0.0,
     epsilon: float = 0.2, epsilon_high: float | None = None, delta: float | None = None, loss_type: str = "dapo",
-    importance_sampling_level: str = "token", importance_sampling_ratio: Tensor | None = None,
+    loss_agg: str | None = None, importance_sampling_level: str = "token",
+    importance_sampling_ratio: Tensor | None = None,
     num_items_in_batch: Tensor | float | None = None, max_completion_length: int | None = None,
     entropy_coef: float = 0.0, use_bias_correction_kl: bool = True, kl_estimator: str = "k3",
     off_policy_mask_threshold: float | None = None, sampling_per_token_logps: Tensor | None = None,
@@ -63,11 +64,14 @@ def grpo(
             max_completion_length`; "grpo", the mean over sequences of their means; "luspo", the mean of their sums;
             "cispo", a clipped ratio as the constant weight of A * log pi, by `num_items_in_batch`; "sapo", a soft gate
             for the clip, divided as "grpo"; "vespo", a weight from the sequence's ratio, divided as "dapo".
+        loss_agg: How the losses of tokens are summed and divided, in place of the way of `loss_type`: "token", by
+            `num_items_in_batch`; "sequence_mean", the mean over sequences of their means; "sequence_sum", the mean of
+            their sums; "constant", by `B * max_completion_length`.
         importance_sampling_level: "token", or "sequence": the ratio is the geometric mean over a sequence (GSPO).
         importance_sampling_ratio: Factor of each token's loss that corrects for the sampler's own log-probabilities:
             `[B, S]`, `[B, 1]` or `[B]`; 0 leaves a token out.
-        num_items_in_batch: Denominator of "dapo", "cispo" and "vespo", a scalar; the tokens that count if None.
-        max_completion_length: Length by which "dr_grpo" divides; S if None. A packed batch needs it.
+        num_items_in_batch: Denominator of "dapo", "cispo", "vespo" and "token"; the tokens that count if None.
+        max_completion_length: Length by which "dr_grpo" and "constant" divide; S if None. A packed batch needs it.
         entropy_coef: Coefficient of the mean entropy over the tokens that count, which is subtracted from the loss.
         use_bias_correction_kl: Multiply the divergence by the ratio, so that its gradient is unbiased.
         kl_estimator: "k3", exp(r) - r - 1 with r = log ref / pi, "k1", -r, or "k2", r**2 / 2.
@@ -105,6 +109,8 @@ def grpo(
     https://arxiv.org/abs/2512.02556. Reference implementation: `trl.GRPOTrainer`.
     """
     check_option("loss_type", loss_type, tuple(TYPES))
+    if loss_agg is not None:
+        check_option("loss_agg", loss_agg, tuple(AGGREGATIONS))
     check_option("importance_sampling_level", importance_sampling_level, LEVELS)
     check_option("kl_estimator", kl_estimator, tuple(ESTIMATORS))
     check_between("epsilon", epsilon, 0.0, float("inf"))
@@ -129,7 +135,10 @@ def grpo(
             check_per_token(name, value, target)
     if beta != 0.0 and ref_per_token_logps is None:
         raise ValueError(f"ref_per_token_logps: expected shape {tuple(target.shape)} where beta is {beta}, got None")
-    _check_lengths(loss_type, num_items_in_batch, max_completion_length, sequences)
+    divides = TYPES[loss_type].weights if loss_agg is None else AGGREGATIONS[loss_agg]
+    if divides is AGGREGATIONS["constant"]:
+        _check_length(loss_agg or loss_type, max_completion_length, sequences)
+    _check_lengths(num_items_in_batch, max_completion_length)
     correction = None
     if importance_sampling_ratio is not None:
         correction = _correction(importance_sampling_ratio, sequences)
@@ -150,7 +159,7 @@ def grpo(
         TYPES[loss_type].term, importance_sampling_level, epsilon, high, delta,
         sapo_temperature_pos, sapo_temperature_neg, kl_estimator, use_bias_correction_kl,
     )  # fmt: skip
-    weights = TYPES[loss_type].weights(sequences, Totals(num_items_in_batch, max_completion_length))
+    weights = divides(sequences, Totals(num_items_in_batch, max_completion_length))
     terms = PolicyTerms(
         advantages=per_token(advantages, sequences),
         weight=weights if correction is None or loss_type == "vespo" else weights * correction,
@@ -270,15 +279,16 @@ def _sampler_metrics(
     return metrics if sampled is None else metrics | difference_metrics(old, sampled.detach().float(), sequences)
 
 
-def _check_lengths(
-    loss_type: str, num_items: Tensor | float | None, max_completion_length: int | None, sequences: Sequences
-) -> None:
+def _check_lengths(num_items: Tensor | float | None, max_completion_length: int | None) -> None:
     if isinstance(num_items, Tensor) and num_items.numel() != 1:
         raise ValueError(f"num_items_in_batch: expected a scalar, got shape {tuple(num_items.shape)}")
     if max_completion_length is not None and max_completion_length < 1:
         raise ValueError(f"max_completion_length: expected a number of at least 1, got {max_completion_length}")
-    if loss_type == "dr_grpo" and max_completion_length is None and sequences.ids is not None:
-        raise ValueError("max_completion_length: expected a number with 'dr_grpo' and sequence_ids, got None")
+
+
+def _check_length(name: str, max_completion_length: int | None, sequences: Sequences) -> None:
+    if max_completion_length is None and sequences.ids is not None:
+        raise ValueError(f"max_completion_length: expected a number with {name!r} and sequence_ids, got None")
 
 
 def _means(values: Tensor, sequences: Sequences, by_sequence: bool) -> tuple[Tensor, Tensor]:
