@@ -1,6 +1,7 @@
 """The policy losses of `llmk.losses` from whole logits, a sequence at a time, in plain PyTorch."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ def grpo_reference(
         sums.append(terms.sum())
         means.append(terms.sum() / n)
     total = max(sum(len(logp) for logp in logps), 1)
-    ways = {
+    ways: dict[str, Callable[[], Tensor]] = {
         "grpo": lambda: torch.stack(means).mean(),
         "sapo": lambda: torch.stack(means).mean(),
         "luspo": lambda: torch.stack(sums).mean(),
@@ -103,7 +104,7 @@ def grpo_reference(
     as_type = {"sequence_mean": "grpo", "sequence_sum": "luspo", "constant": "dr_grpo"}
     name = loss_type if loss_agg is None else as_type.get(loss_agg, "dapo")
     by_items = total if num_items_in_batch is None else num_items_in_batch
-    loss = ways.get(name, lambda: torch.stack(sums).sum() / by_items)()
+    loss: Tensor = ways[name]() if name in ways else torch.stack(sums).sum() / by_items
     if entropy_coef:
         loss = loss - entropy_coef * torch.cat(entropies)[torch.cat(high_entropy)].sum() / sum(map(sum, high_entropy))
     return loss
