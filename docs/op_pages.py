@@ -17,6 +17,7 @@ from op_example import example
 from op_record import record
 from sphinx.ext.napoleon import Config, GoogleDocstring
 from sweep_page import sweep_tables
+from usual_causes import USUAL_CAUSES
 from version_page import version_table
 
 import llmk
@@ -96,7 +97,7 @@ def op_page(op: Op, plots: Path) -> str:
 
 def checks_table() -> str:
     """The checks of `llmk.opcheck`, for the page about it to include."""
-    rows = ["| check | what it asks |", "|---|---|"]
+    rows = ["| promise | what it asks | usual cause of a failure |", "|---|---|---|"]
     groups = (
         (INTERPRETER_PROMISES, " (in Triton's interpreter)"),
         (PROMISES, ""),
@@ -106,7 +107,8 @@ def checks_table() -> str:
     for promises, where in groups:
         for promise in promises:
             summary = (inspect.getdoc(promise) or "").split("\n\n")[0].replace("\n", " ")
-            rows.append(f"| `{promise.__name__}` | {prose(summary.rstrip('.'))}{where} |")
+            asks = prose(re.sub(r"^\d: ", "", summary).rstrip(".")) + where
+            rows.append(f"| `{promise.__name__}` | {asks} | {USUAL_CAUSES[promise.__name__]} |")
     return "\n".join(rows) + "\n"
 
 
