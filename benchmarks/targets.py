@@ -151,7 +151,7 @@ def judge(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Verdict | None
     same = [other for other in rows if (other["op"], other["workload"]) == (row["op"], row["workload"])]
     unit = _unit_ms(target, row, same)
     reached = _judged_ms(row, target) / unit
-    misses = [f"{reached / target.limit - 1:.0%} over"] if reached > target.limit else []
+    misses = [f"{reached / target.limit - 1:.1%} over"] if reached > target.limit else []
     if target.forward is not None:
         misses += _forward_misses(target.forward, row, same)
     fastest = min(peers(same), key=lambda peer: _judged_ms(peer, target), default=None)

@@ -45,8 +45,6 @@ def benchmark_of(op: str, folder: Path, shown_from: str) -> Iterator[str]:
     if rows:
         yield "Forward and backward, in milliseconds; the multiple of [the floor](../benchmarks.md) in brackets."
         yield _scrolling(_time_table(rows))
-        if any((op, row["workload"]) in TARGETS for row in rows):
-            yield _legend()
     if rows and op.startswith("fused_linear"):
         yield "Peak memory above the inputs, in MiB, gradients included:"
         yield _scrolling(_memory_table(rows))
@@ -126,6 +124,26 @@ def _about(results: Row) -> str:
     )
 
 
+def targets() -> str:
+    """For the contributors' page: every target, and what the last run reached."""
+    rows = [row for op in sorted({op for op, _ in TARGETS}) for row in _rows_of(op)]
+    return "\n\n".join([_legend(), _scrolling(_target_table(rows))]) + "\n"
+
+
+def _target_table(rows: list[Row]) -> Iterator[str]:
+    yield "| operator, workload | target | reached | MiB allowed | MiB |"
+    yield "|---|---|---|---|---|"
+    for op, workload in dict.fromkeys((row["op"], row["workload"]) for row in rows):
+        target = TARGETS.get((op, workload))
+        if target is None:
+            continue
+        same = [row for row in rows if (row["op"], row["workload"]) == (op, workload)]
+        by_way = {row["way"]: row for row in same}
+        memory = [f"{target.mib:,.0f}", _mib(by_way["llmk eager"])] if target.mib else ["", ""]
+        cells = [f"[{op}](ops/{op}.md#speed) {workload}", str(target), _verdict(by_way, same), *memory]
+        yield f"| {' | '.join(cells)} |"
+
+
 def _legend() -> str:
     return (
         "The target is judged on llmk's eager operator, and on the compiled one where that comes out differently. One "
@@ -141,9 +159,8 @@ def _scrolling(table: Iterator[str]) -> str:
 
 
 def _time_table(rows: list[Row]) -> Iterator[str]:
-    judged = any((row["op"], row["workload"]) in TARGETS for row in rows)
-    yield "| workload | floor | llmk eager | llmk compiled | best other |" + judged * " target | reached |"
-    yield "|---|---|---|---|---|" + judged * "---|---|"
+    yield "| workload | floor | llmk eager | llmk compiled | best other |"
+    yield "|---|---|---|---|---|"
     for workload in dict.fromkeys(row["workload"] for row in rows):
         same = [row for row in rows if row["workload"] == workload]
         by_way = {row["way"]: row for row in same}
@@ -154,8 +171,6 @@ def _time_table(rows: list[Row]) -> Iterator[str]:
             *(_time(by_way[way]) if way in by_way else "" for way in ("llmk eager", "llmk compiled")),
         ]
         cells.append(f"{_time(best)} {best['way']}" if best else "")
-        if judged:
-            cells += [str(TARGETS.get((same[0]["op"], workload), "")), _verdict(by_way, same)]
         yield f"| {' | '.join(cells)} |"
 
 
@@ -189,17 +204,15 @@ def _verdict(by_way: dict[str, Row], same: list[Row]) -> str:
 
 
 def _memory_table(rows: list[Row]) -> Iterator[str]:
-    yield "| operator, workload | llmk eager | llmk compiled | least other | torch compiled | torch eager | target |"
-    yield "|---|---|---|---|---|---|---|"
+    yield "| operator, workload | llmk eager | llmk compiled | least other | torch compiled | torch eager |"
+    yield "|---|---|---|---|---|---|"
     for op, workload in dict.fromkeys((row["op"], row["workload"]) for row in rows):
         same = [row for row in rows if (row["op"], row["workload"]) == (op, workload)]
         by_way = {row["way"]: row for row in same}
         least = min((row for row in peers(same) if row["peak_mib"]), key=lambda row: row["peak_mib"])
-        target = TARGETS.get((op, workload))
         cells = [_mib(by_way[way]) for way in ("llmk eager", "llmk compiled")]
         cells.append(f"{_mib(least)} {least['way']}")
         cells += [_mib(by_way[way]) for way in ("torch compiled", "torch eager")]
-        cells.append(f"{target.mib:,.0f}" if target and target.mib else "")
         yield f"| {op} {workload} | {' | '.join(cells)} |"
 
 

@@ -25,6 +25,7 @@ myst_heading_anchors = 3
 default_role = "code"  # docstrings write code in single backticks
 INCLUDED = (
     "_checks",
+    "_targets",
     "_benchmarks",
     "_steps",
     "_families",

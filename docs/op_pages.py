@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmark_page import benchmark_of, draw_plots, overview, training_steps
+from benchmark_page import benchmark_of, draw_plots, overview, targets, training_steps
 from experts_page import experts_table, ranks_table
 from family_page import family_table
 from first_actions_page import first_actions_table
@@ -33,7 +33,7 @@ def write_pages(folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     draw_plots(folder / "plots")
     pages = {f"{name}.md": op_page(op, folder / "plots") for name, op in OPS.items()}
-    pages |= {"index.md": index_page(list(OPS.values())), "_checks.md": checks_table()}
+    pages |= {"index.md": index_page(list(OPS.values())), "_checks.md": checks_table(), "_targets.md": targets()}
     pages |= {"_benchmarks.md": overview(), "_steps.md": training_steps(), "_families.md": family_table()}
     pages |= {"_experts.md": experts_table(), "_experts_over_ranks.md": ranks_table()}
     pages |= {

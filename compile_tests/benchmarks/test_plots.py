@@ -103,7 +103,7 @@ def test_targets_judge() -> None:
     assert eager.reached == pytest.approx(1.10)
     assert eager.over == pytest.approx(1.10 / 1.12 - 1)
     assert compiled is not None
-    assert compiled.misses == ("7% over", "torch compiled 1.18")
+    assert compiled.misses == ("7.1% over", "torch compiled 1.18")
     fused_eager, fused_compiled = judge(ROWS[5], ROWS), judge(ROWS[6], ROWS)
     assert fused_eager is not None
     assert fused_eager.met
@@ -117,7 +117,7 @@ def test_targets_judge() -> None:
 def test_other_units_judge() -> None:
     giou = judge(row("giou_loss", "32x256 boxes", "llmk eager", replayed_ms=0.02, full_ms=0.1), [])
     assert giou is not None
-    assert giou.misses == ("25% over",)
+    assert giou.misses == ("25.0% over",)
     linear = row("linear_act", "8192x8192x8192 relu", "llmk eager", forward_ms=0.23, replayed_ms=0.55, bound="matrix")
     forward_only = row("linear_act", linear["workload"], "quack-kernels", forward_ms=0.21, error="forward only")
     verdict = judge(linear, [linear, forward_only])
