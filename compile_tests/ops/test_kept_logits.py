@@ -12,6 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from llmk.opcheck.calls import call, require_accurate
 from llmk.ops.linear_loss.chunked._linear import ChunkedLinear
 from llmk.ops.linear_loss.chunked._plan import KEPT_BUDGET, kept_rows
+from llmk.ops.linear_loss.chunked._vocab_shard import VocabShard
+from llmk.ops.linear_loss.drivers.logprobs import LogprobsCall
 from llmk.registry import OPS, Sample
 
 H, V = 16, 37
@@ -53,6 +55,30 @@ def test_rows_within_the_budget() -> None:
         assert kept_rows(tokens, 16384, 262144, 4) * 262144 * 4 <= KEPT_BUDGET
     assert kept_rows(0, H, V, 4) == 0
     assert kept_rows(5, H, 0, 4) == 5  # a rank without classes
+
+
+def test_ranks_with_unequal_parts_of_the_classes_keep_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They exchange statistics block by block, and a block ends where the rows do that are kept."""
+    monkeypatch.setattr(VocabShard, "ranks", 3)
+    x, target = torch.empty(9000, 8192, dtype=torch.bfloat16, device="meta"), torch.empty(9000, device="meta").long()
+    found = set()
+    for first, classes in ((0, 200_000), (200_000, 100_000), (300_000, 0)):
+        call = LogprobsCall(
+            input=x,
+            linear_weight=torch.empty(classes, 8192, dtype=torch.bfloat16, device="meta"),
+            linear_bias=None,
+            float32_logits=True,
+            skip_ignored=False,
+            chunk_size=0,
+            shard=VocabShard(first, 300_000, "ranks", ""),
+            target=target,
+            ignore_index=-100,
+            logit_scale=1.0,
+            softcap=0.0,
+            temperature=1.0,
+        )
+        found.add(call.kept_rows)
+    assert found == {kept_rows(9000, 8192, 100_000, 4)}
 
 
 def test_nothing_is_kept_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,12 +109,15 @@ class LinearCall:
 
     @property
     def kept_rows(self) -> int:
-        """The number of the first rows whose logits are kept for a second pass."""
+        """The number of the first rows whose logits are kept for a second pass, the same on every rank.
+
+        Blocks end where these do, and the ranks exchange statistics of each block.
+        """
         # A product of rows that only the device counts takes a buffer for its result if that is float32.
         if self.skip_ignored and not self.float32_logits:
             return 0
-        (V, H), N = self.linear_weight.shape, math.prod(self.tokens)  # numel() would make a symbolic number a constant
-        return kept_rows(N, H, V, self.logits_dtype.itemsize, self.chunk_size)
+        N = math.prod(self.tokens)  # numel() would make a symbolic number a constant
+        return kept_rows(N, self.input.shape[-1], self.mean_classes, self.logits_dtype.itemsize, self.chunk_size)
 
     @property
     def logits_dtype(self) -> torch.dtype:
