@@ -21,6 +21,7 @@ from llmk.opcheck.inputs import BrokenPromise, NothingToCheck, Outcome, rebound,
 from llmk.opcheck.reference import to_float64
 from llmk.registry import Op, Sample
 from llmk.registry.backends import INTERPRET
+from llmk.registry.private.operators import overriding
 
 COUNTS = (1, 7, 64, 1000)
 """So many rows are computed alone, where a sample has more, and half of all."""
@@ -288,7 +289,6 @@ def products_by_row() -> Iterator[None]:
     What is checked in Triton's interpreter is the operator's own code. Which product a GPU's library chooses for so
     many rows is only seen there.
     """
-    library = torch.library.Library("aten", "IMPL")
 
     def mm(a: Tensor, b: Tensor) -> Tensor:
         return (a.double().unsqueeze(2) * b.double()).sum(1).to(a.dtype)
@@ -299,11 +299,9 @@ def products_by_row() -> Iterator[None]:
     def addmm_out(total: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1, out: Tensor) -> Tensor:
         return out.copy_(beta * total.double() + alpha * mm(a.double(), b.double()))
 
-    try:
+    with overriding("aten") as library:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PyTorch's, which says that its product is overridden
             for name, product in {"mm": mm, "mm.out": mm_out, "addmm.out": addmm_out}.items():
                 library.impl(name, product, "CPU")
         yield
-    finally:
-        library._destroy()

