@@ -50,9 +50,10 @@ def _interpreter_lacks(error: BaseException) -> bool:
     A scalar argument is a Python number there, without the methods of a tensor, and what `libdevice` names does
     nothing and returns None.
     """
-    cause = error
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
+    causes: list[BaseException] = [error]
+    while causes[-1].__cause__ is not None and causes[-1].__cause__ not in causes:  # an error may be its own cause
+        causes.append(causes[-1].__cause__)
+    cause = causes[-1]
     if isinstance(cause, AttributeError):
         return isinstance(cause.obj, bool | int | float) and hasattr(tl.tensor, str(cause.name))
     if isinstance(cause, TypeError) and "NoneType" in str(cause):

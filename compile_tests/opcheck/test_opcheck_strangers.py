@@ -146,6 +146,19 @@ def test_what_the_interpreter_lacks_is_no_broken_promise() -> None:
     assert verdict_of_launching(mistaken_kernel).verdict == "broken"
 
 
+def test_an_error_that_is_its_own_cause_ends() -> None:
+    """As where what a promise raised within Triton's error is raised again because of it."""
+
+    def launched(x: Tensor) -> Tensor:
+        outer, inner = RuntimeError("outer"), AttributeError("inner")
+        outer.__cause__ = inner
+        raise inner from outer
+
+    op = strangers.record(launched, lambda x: x, dtypes=(torch.float32,))
+    samples = [Sample((torch.randn(4, device="cpu", dtype=torch.float32),), why="four")]
+    assert check(op, samples, only=["values_and_gradients"])[0].verdict == "broken"
+
+
 def test_habits_of_llmk_are_asked_of_others_by_name_only() -> None:
     op = dataclasses.replace(RIGHT["mul"], dtypes=(torch.float32,))
     skipped = {promise.__name__ for promise in HABITS}
