@@ -29,7 +29,7 @@ from llmk.opcheck.derivatives import derivative_violation
 from llmk.opcheck.gradient_promises import gradient_overflows, require_finite
 from llmk.opcheck.inputs import BrokenPromise, Outcome, copy_with_layout, prepare, rebound
 from llmk.opcheck.loops import EndlessLoop
-from llmk.opcheck.reference import Change, Reference, copy_to_move, move, reference_for
+from llmk.opcheck.reference import REFUSALS, Change, Reference, copy_to_move, move, reference_for
 from llmk.registry import Op, Sample
 from llmk.registry.backends import INTERPRET
 
@@ -38,9 +38,6 @@ PATIENCE = 20.0
 
 SUBNORMAL = torch.finfo(torch.float32).tiny
 """Smaller errors of kernels are not judged: they compute in float32, and may lose what is no normal number there."""
-
-REFUSALS = (ValueError, TypeError, RuntimeError, IndexError, ArithmeticError)
-"""What a reference raises where it does not take a call; any other error is a fault in the reference."""
 
 FIRST_DRAWS = 2
 """For an error bound, before one is estimated as for a promise."""

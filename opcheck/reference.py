@@ -24,6 +24,9 @@ from torch import Tensor
 from llmk.opcheck.inputs import Outcome, as_list, copy_with_layout, differentiable_inputs, prepare
 from llmk.registry import Op, Sample
 
+REFUSALS = (ValueError, TypeError, RuntimeError, IndexError, ArithmeticError)
+"""What a reference raises where it does not take a call; any other error is a fault in the reference."""
+
 DRAWS = 8
 """For an error bound. It is the root mean square over them, so that few elements get one that is far too small."""
 MORE_DRAWS = 32
