@@ -1,7 +1,8 @@
 """Defining operators, and what their autograd notes."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,10 +45,49 @@ def define_kernel_op(name: str, body: Callable[..., Any], *, opaque: bool) -> An
     """
     if opaque and _FunctionalTensorMode is None:
         return torch.library.custom_op(name, body, mutates_args=())
-    definition: Any = torch.library.triton_op(name, body, mutates_args=())
+    with _kernels_found_on_demand():
+        definition: Any = torch.library.triton_op(name, body, mutates_args=())
     if opaque:
         definition.register_torch_dispatch(_FunctionalTensorMode, _keep_as_one_node)
     return definition
+
+
+_triton_ops: Any = find("torch._library.triton")
+
+
+@contextlib.contextmanager
+def _kernels_found_on_demand() -> Iterator[None]:
+    """Let `torch.library.triton_op` find a body's kernels only when a cache of compiled graphs asks for its key.
+
+    It parses the source of the body and of all that it calls, which for all operators takes longer than the import of
+    torch, and needs the whole of Dynamo.
+    """
+    find_kernels = getattr(_triton_ops, "get_inner_triton_kernels", None)
+    if find_kernels is None:
+        yield
+        return
+    _triton_ops.get_inner_triton_kernels = functools.partial(_KernelsOfBody, find_kernels)
+    try:
+        yield
+    finally:
+        _triton_ops.get_inner_triton_kernels = find_kernels
+
+
+class _KernelsOfBody(Sequence[Any]):
+    """The Triton kernels that a function launches, found when they are first asked for."""
+
+    def __init__(self, find_kernels: Callable[[Any], list[Any]], body: Callable[..., Any]) -> None:
+        self._find_kernels, self._body = find_kernels, body
+
+    @functools.cached_property
+    def _kernels(self) -> list[Any]:
+        return self._find_kernels(self._body)
+
+    def __len__(self) -> int:
+        return len(self._kernels)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._kernels[place]
 
 
 def _keep_as_one_node(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
