@@ -123,7 +123,8 @@ def launches(
     """Return the launches of `op` on its samples and workloads, forward and backward, once for each kernel to be built.
 
     It is what a GPU whose warps have `warp_size` threads is given. Each call is made with every differentiable argument
-    wanting its gradient and, if `alone`, with only one of them wanting it. With `first_workload` the others are left out.
+    wanting its gradient and, if `alone`, with only one of them wanting it; of the workloads only the `first_workload`,
+    if that is asked for.
     """
     device = torch.device("cpu")  # a build without a GPU aborts on fake GPU tensors that require gradients
     found: list[Launch] = []
