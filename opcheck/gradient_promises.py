@@ -114,12 +114,19 @@ def scaled_gradient(op: Op, samples: Sequence[Sample]) -> None:
 
 
 def expanded_gradient(op: Op, samples: Sequence[Sample]) -> None:
-    """1: an incoming gradient of stride 0, as `sum().backward()` makes it."""
-    _with_gradients(
-        op,
-        samples,
-        lambda outputs: [torch.full((), 0.7, dtype=o.dtype, device=o.device).expand(o.shape) for o in outputs],
-    )
+    """1: an incoming gradient of stride 0, as `sum().backward()` makes it.
+
+    Each output has another: with equal ones the composition's roundings can cancel, as those of a log-probability and
+    of an entropy that both are nearly 0 do.
+    """
+
+    def expanded(outputs: Sequence[Tensor]) -> list[Tensor]:
+        return [
+            torch.full((), 0.7 + 0.2 * place, dtype=output.dtype, device=output.device).expand(output.shape)
+            for place, output in enumerate(outputs)
+        ]
+
+    _with_gradients(op, samples, expanded)
 
 
 def strided_gradient(op: Op, samples: Sequence[Sample]) -> None:

@@ -111,27 +111,18 @@ def distinct(launches: Iterable[Launch], target: Any) -> list[Launch]:
 
 
 def launches(
-    op: Op,
-    dtype: torch.dtype,
-    *,
-    samples: bool = True,
-    workloads: bool = True,
-    first_workload: bool = False,
-    warp_size: int = 32,
-    alone: bool = True,
+    op: Op, dtype: torch.dtype, *, samples: bool = True, workloads: bool = True, warp_size: int = 32, alone: bool = True
 ) -> list[Launch]:
     """Return the launches of `op` on its samples and workloads, forward and backward, once for each kernel to be built.
 
     It is what a GPU whose warps have `warp_size` threads is given. Each call is made with every differentiable argument
-    wanting its gradient and, if `alone`, with only one of them wanting it; of the workloads only the `first_workload`,
-    if that is asked for.
+    wanting its gradient and, if `alone`, with only one of them wanting it.
     """
     device = torch.device("cpu")  # a build without a GPU aborts on fake GPU tensors that require gradients
     found: list[Launch] = []
     with FakeTensorMode(), record_launches(warp_size) as recorded:
-        sources = [(op.samples, samples, None), (op.workloads, workloads, 1 if first_workload else None)]
-        for make, wanted, most in sources:
-            for sample in itertools.islice(make(device, dtype), most) if make is not None and wanted else ():
+        for make, wanted in [(op.samples, samples), (op.workloads, workloads)]:
+            for sample in make(device, dtype) if make is not None and wanted else ():
                 for names in itertools.islice(gradients_wanted(op, sample), None if alone else 1):
                     forward_and_backward(op, sample, names)
                     found += recorded

@@ -1,9 +1,9 @@
 """Every kernel compiles ahead for every target, on a machine without a GPU.
 
 `helpers/aot.py` finds the launches by running each operator on fake tensors, with all gradients wanted. One target of
-each vendor gets each kernel in bfloat16 as its first sample launches it; sm_90 gets the first workload instead, and of
-samples the kernels that it does not launch. With `--build many` each gradient is also wanted alone, every target gets
-all workloads, and sm_90 what all samples launch, and the workloads in every dtype.
+each vendor gets each kernel in bfloat16 as its first sample launches it; sm_90 gets it as the first workload does that
+launches it. With `--build many` each gradient is also wanted alone, every target gets all workloads, and sm_90 what all
+samples launch, and the workloads in every dtype.
 """
 
 import functools
@@ -42,13 +42,18 @@ each_target = pytest.mark.parametrize("target", aot.TARGETS)
 @functools.cache
 def _recorded(name: str, dtype: torch.dtype, kind: str, build: str, warp_size: int = 32) -> list[Launch]:
     wanted = {"samples": kind == "samples", "workloads": kind == "workloads"}
-    few = build == "few"
-    return aot.launches(OPS[name], dtype, warp_size=warp_size, alone=not few, first_workload=few, **wanted)
+    return aot.launches(OPS[name], dtype, warp_size=warp_size, alone=build != "few", **wanted)
 
 
 def _workload_launches(name: str, build: str) -> list[Launch]:
-    dtypes = [torch.bfloat16] if build == "few" else OPS[name].dtypes
-    return [launch for dtype in dtypes for launch in _recorded(name, dtype, "workloads", build)]
+    if build == "few":
+        return _first_of_each(_recorded(name, torch.bfloat16, "workloads", build))
+    return [launch for dtype in OPS[name].dtypes for launch in _recorded(name, dtype, "workloads", build)]
+
+
+def _first_of_each(launches: list[Launch]) -> list[Launch]:
+    """Return the first launch of each kernel."""
+    return list({launch.kernel: launch for launch in reversed(launches)}.values())
 
 
 def _launches(name: str, target: str, build: str) -> list[Launch]:
@@ -58,14 +63,14 @@ def _launches(name: str, target: str, build: str) -> list[Launch]:
     samples = _recorded(name, torch.bfloat16, "samples", build, warp_size)
     if target == "sm_90" and build != "few":
         return aot.distinct(samples + _workload_launches(name, build), aot.TARGETS[target])
-    first = {launch.kernel: launch for launch in reversed(samples)}
+    first = _first_of_each(samples)
     if target == "sm_90":
         workloads = _workload_launches(name, build)
         launched = {launch.kernel for launch in workloads}
-        first = {kernel: launch for kernel, launch in first.items() if kernel not in launched}
+        first = [launch for launch in first if launch.kernel not in launched]
     else:
         workloads = [] if build == "few" else _recorded(name, torch.bfloat16, "workloads", build, warp_size)
-    return aot.distinct([*first.values(), *workloads], aot.TARGETS[target])
+    return aot.distinct([*first, *workloads], aot.TARGETS[target])
 
 
 def _with_numbers(name: str, dtype: torch.dtype) -> Iterator[tuple[Sample, dict[str, float]]]:
