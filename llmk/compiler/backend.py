@@ -39,7 +39,7 @@ class Backend:
         before, notes = _graphs_of(gm), self.rewrite(gm)
         try:
             compiled = compilers.compile_fx(gm, example_inputs, config_patches=config)
-        except compilers.Restart:  # Dynamo begins again
+        except compilers.restart_exception():  # Dynamo begins again
             raise
         except Exception as error:  # whatever raised, the replacements must not be the reason
             if all(note.reason for note in notes):

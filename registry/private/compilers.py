@@ -3,15 +3,19 @@
 import contextlib
 import functools
 from collections.abc import Callable, Mapping
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import torch
 
 from llmk.registry.private.names import attribute, find, required
 
-list_mode_options: Callable[..., dict[str, Any]] = required("torch._inductor.list_mode_options")
-statically_known_true: Callable[[Any], bool] = required("torch.fx.experimental.symbolic_shapes.statically_known_true")
+_required_once = functools.cache(required)
+
+
+def statically_known_true(condition: Any) -> bool:
+    """Return True if a condition on symbolic sizes holds whatever they are, without a guard."""
+    return _required_once("torch.fx.experimental.symbolic_shapes.statically_known_true")(condition)
 
 
 def backed_constant(value: torch.SymFloat) -> float | None:
@@ -46,8 +50,9 @@ def cache_folder() -> str | None:
 CACHE_SETTINGS = "torch.compiler.config", "torch._inductor.config"
 
 
-Restart: type[BaseException] = find("torch._dynamo.exc.RestartAnalysis", GeneratorExit)
-"""The exception that a backend raises to make Dynamo trace anew."""
+def restart_exception() -> type[BaseException]:
+    """Return the exception that a backend raises to make Dynamo trace anew."""
+    return find("torch._dynamo.exc.RestartAnalysis", GeneratorExit)
 
 
 def compile_fx(*args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -101,11 +106,18 @@ def functorch_nesting(target: Any) -> int:
 def offer_backend(name: str, place: str) -> None:
     """Let `torch.compile(backend=name)` load an object such as "package.module:function" when it is first asked for.
 
-    An installed package is found by its entry point, one that is run from its checkout is not.
+    An installed package is found by its entry point. One that is run from its checkout is not, and Dynamo, which takes
+    a second to import, is told of it.
     """
+    if entry_points(group=BACKENDS, name=name):
+        return
     backends = find("torch._dynamo.backends.registry._BACKENDS")
     if isinstance(backends, dict):
-        backends.setdefault(name, EntryPoint(name, place, "torch_dynamo_backends"))
+        backends.setdefault(name, EntryPoint(name, place, BACKENDS))
+
+
+BACKENDS = "torch_dynamo_backends"
+"""The entry points that `torch.compile` looks for backends in."""
 
 
 def config_of(mode: str | None, options: dict[str, Any] | None, dynamic: bool | None) -> dict[str, Any]:
@@ -113,7 +125,7 @@ def config_of(mode: str | None, options: dict[str, Any] | None, dynamic: bool | 
     wrapper = attribute(torch, "_TorchCompileInductorWrapper", lambda _: None)
     if wrapper is not None:
         return wrapper(mode, options, dynamic).config
-    named = list_mode_options(mode, dynamic) if mode and mode != "default" else {}
+    named = required("torch._inductor.list_mode_options")(mode, dynamic) if mode and mode != "default" else {}
     return {**named, **(options or {})}
 
 
