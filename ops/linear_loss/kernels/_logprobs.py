@@ -39,7 +39,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.math import LOG2E, cap, cap_cpu, cap_slope, cap_slope_cpu
+from llmk.ops.common.math import LOG2E, cap, cap_cpu, cap_slope, cap_slope_cpu, everywhere
 from llmk.ops.common.sums import sum_pair
 from llmk.registry import cdiv, empty, jit, next_power_of_2, wrap_triton
 
@@ -133,8 +133,10 @@ def _entries(
     cut, wrong = row < 0, row < 0
     if support_ptr is not None:
         ids, kept, cut, wrong = _support(support_ptr, row, k, L, first_class, V, num_classes)
-        entry = tl.where(cut, ids, entry)
-        here = tl.where(cut, kept & (tl.max(counts.to(tl.int32), axis=0) != 0), here)
+        of_support = everywhere(cut, k)
+        entry = tl.where(of_support, ids, entry)
+        row_counts = everywhere(tl.max(counts.to(tl.int32), axis=0) != 0, k)
+        here = (of_support & kept & row_counts) | ((of_support == 0) & here)
     return entry, here, counts, valid, cut, wrong
 
 
@@ -197,8 +199,8 @@ def logprob_statistics_kernel(
     if support_ptr is not None:
         ids, kept, cut, wrong = _support(support_ptr, row, k, L, first_class, V, num_classes)
         repeated, inside = _compare(support_ptr, row, k, L, ids, target)
-        here &= inside | (cut == 0)
-        kept &= cut & (repeated == 0) & (end != 0)
+        here &= inside | everywhere(cut == 0, k)
+        kept &= (repeated == 0) & everywhere(cut & (end != 0), k)
         y_s, _ = logit_transform(tl.load(z_ptr + (ids - first_class), mask=kept, other=0.0), inner, outer, softcap)
         y_s = tl.where(kept, y_s, float("-inf"))
         end = tl.where(cut, 0, end)
