@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from llmk.nn import LinearLogProbs
 from llmk.opcheck.calls import call, require_accurate
 from llmk.ops.linear_loss._records import Make, linear_reference
 from llmk.ops.linear_loss.kernels import KERNELS, MOST_SUPPORT, PYTORCH, LogitTransform, _logprobs
@@ -147,8 +148,10 @@ def test_a_target_outside_of_its_support(device: torch.device) -> None:
     logprobs, entropy = torch.ops.llmk.linear_logprobs(x, weight, target, support=support)
     assert (logprobs == float("-inf")).tolist() == [i != 4 for i in range(9)]
     assert entropy.isfinite().all()
+    by_module = LinearLogProbs()(x, weight, target, support=support)
+    torch.testing.assert_close(by_module, (logprobs, entropy), rtol=0, atol=0)
     (dx,) = torch.autograd.grad(logprobs.sum(), x)
-    own = torch.nn.functional.one_hot(torch.tensor(2), V).float().to(device)
+    own = F.one_hot(torch.tensor(2), V).float().to(device)
     torch.testing.assert_close(dx[:4], (-own @ weight).expand(4, H))
 
 

@@ -45,6 +45,8 @@ from llmk.registry import cdiv, empty, jit, next_power_of_2, wrap_triton
 
 STATISTICS = 3
 """The number of float32 values saved for a row: m, s, e / s."""
+MOST_SUPPORT = 1024
+"""The most ids of a row's support, which one program holds and compares with each other."""
 
 
 COLUMNS = tl.constexpr(8)
@@ -93,15 +95,11 @@ def _candidates(target_ptr, offsets, mask, first_class, V, num_classes, ignore_i
     return target, counts, valid, valid & (target >= first_class) & (target - first_class < V)
 
 
-MOST_SUPPORT = 1024
-"""The most ids of a row's support, which one program holds and compares with each other."""
-
-
 @jit
 def _support(support_ptr, row, k, L, first_class, V, num_classes):
-    """Load a row's support and masks: its ids among the columns, it has any, and one is past the last class.
+    """Load a row's support, the mask of its ids among the columns, if it cuts the row, and if an id is no class.
 
-    A row with an id past the last class is computed over all classes, and all that it gives is NaN.
+    A row with an id past the last class is not cut: it is computed over all classes, and its results are made NaN.
     """
     ids = tl.load(support_ptr + row * L + k, mask=k < L, other=-1).to(tl.int64)
     largest = tl.max(ids, axis=0)
@@ -111,7 +109,7 @@ def _support(support_ptr, row, k, L, first_class, V, num_classes):
 
 @jit
 def _compare(support_ptr, row, k, L, ids, target):
-    """Return masks: an id of the support occurs before, and a candidate is in the support."""
+    """Compare with each id of a support: return masks of the ids that occur before, and of the candidates in it."""
     repeated, inside = k < 0, k < 0
     for other in range(0, L):
         other_id = tl.load(support_ptr + row * L + other).to(tl.int64)
@@ -121,10 +119,8 @@ def _compare(support_ptr, row, k, L, ids, target):
 
 
 @jit
-def _entries(
-    target_ptr, support_ptr, row, k, K, L, first_class, V, num_classes, ignore_index
-):  # fmt: skip
-    """Load the classes of a row whose gradient has a place of its own: the support, or else the candidates.
+def _entries(target_ptr, support_ptr, row, k, K, L, first_class, V, num_classes, ignore_index):
+    """Load the classes of a row whose gradients are computed apart from the others': the support, or the candidates.
 
     Return them, the mask of those among the columns, those of the candidates that count and that are classes, and
     whether the row has a support and whether that has an id past the last class.
@@ -220,7 +216,8 @@ def logprob_statistics_kernel(
         m, s, e = _add_block(m, s, e, z, mask, inner, outer, softcap, True)
     m, s, e = _reduce_threads(m, s, e)
     if support_ptr is not None:
-        support_m, support_s, support_e = _reduce_threads(y_s, tl.where(kept, 1.0, 0.0), tl.where(kept, 0.0, 0.0))
+        zeros = tl.zeros((BLOCK_K,), dtype=tl.float32)
+        support_m, support_s, support_e = _reduce_threads(y_s, tl.where(kept, 1.0, 0.0), zeros)
         m, e = tl.where(cut, support_m, m), tl.where(cut, support_e, e)
         s = tl.where(wrong, float("nan"), tl.where(cut, support_s, s))
     tl.store(part_ptr + row, m)
