@@ -98,19 +98,19 @@ def main() -> None:
     reached = []
     for step in range(1, args.steps + 1):
         prompts = windows(data, PROMPTS, PROMPT, generator).repeat_interleave(GROUP, 0).to(device)
-        replay = {}
-        if args.replay:
-            tokens, support, logps = sample_cut(model, prompts)
-            replay = {"support": support, "old_per_token_logps": logps}
-        else:
-            tokens = sample(model, prompts)
+        tokens, support, logps = sample_cut(model, prompts) if args.replay else (sample(model, prompts), None, None)
         reward = rewards(tokens[:, PROMPT:])
         groups = reward.view(PROMPTS, GROUP)
         advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
         target = tokens[:, 1:].clone()
         target[:, : PROMPT - 1] = -100  # the prompt does not count
         loss, metrics = llmk.losses.grpo(
-            hidden_states(model, tokens[:, :-1]), model.head.weight, target, advantages.flatten(), **replay
+            hidden_states(model, tokens[:, :-1]),
+            model.head.weight,
+            target,
+            advantages.flatten(),
+            old_per_token_logps=logps,
+            support=support,
         )
         loss.backward()
         optimizer.step()

@@ -208,9 +208,13 @@ def test_one_graph_for_any_number_of_tokens_and_ids() -> None:
     compiled = torch.compile(step, backend=counter, fullgraph=True, dynamic=True)
     for tokens, ids in ((10, 7), (20, 9), (70, 12)):
         sample = replay(tokens)
-        args = *sample.args, F.pad(sample.kwargs["support"], (0, ids - L), value=-1)
-        args[0].requires_grad_(), args[1].requires_grad_()
-        found, wanted = (torch.autograd.grad(function(*args), args[:2]) for function in (compiled, step))
+        x, weight, target = sample.args
+        support, inputs = F.pad(sample.kwargs["support"], (0, ids - L), value=-1), (x, weight)
+        for tensor in inputs:
+            tensor.requires_grad_()
+        found, wanted = (
+            torch.autograd.grad(function(x, weight, target, support), inputs) for function in (compiled, step)
+        )
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
     assert counter.frame_count == 1
 
