@@ -9,11 +9,12 @@ from compile_tests.helpers.scripts import run_script
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.parametrize("name", ["distill", "dpo", "grpo", "moe"])
-def test_it_runs(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["distill", "dpo", "grpo", "grpo --replay", "moe"])
+def test_it_runs(command: str, tmp_path: Path) -> None:
     for module in ("matplotlib", "tokenizers"):
         pytest.importorskip(module)
-    result = run_script(EXAMPLES / f"{name}.py", "--steps", 1, "--output", tmp_path)
+    name, *options = command.split()
+    result = run_script(EXAMPLES / f"{name}.py", *options, "--steps", 1, "--output", tmp_path)
     assert result.returncode == 0, result.stderr
     assert not result.stderr
     assert (tmp_path / f"{name}.png").stat().st_size > 1000

@@ -45,14 +45,23 @@ def token_scores(
     temperature: float = 1.0,
     logit_scale: float = 1.0,
     softcap: float = 0.0,
+    support: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """Log-probabilities of all classes `[B, S, V]`."""
+    """Log-probabilities of all classes `[B, S, V]`, -inf outside of a token's support."""
     logits = F.linear(input, linear_weight, linear_bias)
     logits = logit_scale * logits.to(torch.promote_types(logits.dtype, torch.float32))
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
+    if support is not None:
+        logits = logits.masked_fill(~members(support, logits.shape[-1]), float("-inf"))
     return (logits / temperature).log_softmax(-1)
+
+
+def members(support: Tensor, V: int) -> Tensor:
+    """The mask of the classes `[B, S, V]` that are in a token's support, all where it has no id."""
+    classes = torch.arange(V, device=support.device)
+    return (support.unsqueeze(-1) == classes).any(-2) | (support < 0).all(-1, keepdim=True)
 
 
 def split(
@@ -62,10 +71,14 @@ def split(
     sequence_ids: Tensor | None = None,
     count: int | None = None,
     ignore_index: int = -100,
+    support: Tensor | None = None,
     **_: Any,
 ) -> list[Tensor]:
-    """The values of the tokens that count, for each sequence."""
+    """The values of the tokens that count, for each sequence; a target outside of its support does not."""
     counts = target != ignore_index
+    if support is not None:
+        own = members(support, 1 + int(max(target.max(), support.max())))
+        counts &= own.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     if sequence_ids is None:
         return [row[kept] for row, kept in zip(values, counts, strict=True)]
     count = int(sequence_ids.max()) + 1 if count is None else count
@@ -81,7 +94,7 @@ def logps_of(input: Tensor, linear_weight: Tensor, target: Tensor, **kw: Any) ->
 
 def entropies_of(input: Tensor, linear_weight: Tensor, target: Tensor, **kw: Any) -> list[Tensor]:
     scores = token_scores(input, linear_weight, **kw)
-    return split(-(scores.exp() * scores).sum(-1), target, **kw)
+    return split(-(scores.exp() * scores.masked_fill(scores == float("-inf"), 0.0)).sum(-1), target, **kw)
 
 
 def pairs_of(sequences: list[Any], packed: bool) -> list[tuple[Any, Any]]:

@@ -189,3 +189,64 @@ def test_ppo(device: torch.device, packs: bool) -> None:
     }
     sample = Sample((x, weight, target, advantages), kwargs, why="ppo")
     require(PPO, packed(sample, target, tuple(kwargs)[:4], ORDER) if packs else sample)
+
+
+def of_supports(device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[Sample, float]:
+    """Supports of which some do not hold the target, one holds no id; and the fraction of those that do not."""
+    sample = of_grpo(device, dtype, epsilon=0.1, epsilon_high=0.28)
+    target = sample.args[2]
+    support = torch.randint(-4, 37, (*target.shape, 9)).to(device)
+    support[..., 3] = support[..., 5] = target.clamp(min=0)
+    first, second, third = (target != -100).nonzero()[[0, 7, 20]].tolist()
+    support[first[0], first[1]] = -1
+    for row, token in (second, third):
+        support[row, token] = (target[row, token] + 1 + torch.arange(9).to(device)) % 37
+    return Sample(sample.args, sample.kwargs | {"support": support}, why="supports"), 2 / sum(LENGTHS)
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "vespo"])
+def test_supports_packed_and_padded(device: torch.device, loss_type: str) -> None:
+    sample, outside = of_supports(device)
+    x, weight, target, advantages = sample.args
+    options = {"loss_type": loss_type, "entropy_coef": 0.3, "skip_ignored": loss_type == "grpo"}
+    sample = Sample(sample.args, sample.kwargs | options, why=sample.why)
+    require(GRPO, sample)
+    args = (x, weight, target, advantages[ORDER])
+    names = (*OF_TOKENS, "support")
+    rows = packed(Sample(args, sample.kwargs, why=sample.why), target, names, ORDER)
+    require(GRPO, rows)
+    found, expected = (losses.grpo(*each.args, **each.kwargs) for each in (rows, sample))
+    torch.testing.assert_close(found, expected)
+    assert found[1]["outside_support"].item() == pytest.approx(outside)
+
+
+def test_supports_of_the_other_policies(device: torch.device) -> None:
+    sample, outside = of_supports(device, torch.bfloat16)
+    old, support = sample.kwargs["old_per_token_logps"], sample.kwargs["support"]
+    sums = torch.where(sample.args[2] != -100, old, 0.0).sum(-1)
+    values = {name: torch.randn(old.shape).to(device) for name in ("values", "old_values", "returns")}
+    calls: list[tuple[Op, dict[str, Tensor]]] = [(REINFORCE, {}), (RLOO, {"old_logps": sums})]
+    for op, given in (*calls, (PPO, {"old_per_token_logps": old, **values})):
+        advantages = old - old.mean() if op is PPO else sample.args[3]
+        args = (*sample.args[:3], advantages)
+        require(op, Sample(args, given | {"support": support}, why=op.name))
+        _, metrics = getattr(losses, op.name)(*args, **given, support=support)
+        assert metrics["outside_support"].item() == pytest.approx(outside)
+
+
+def test_tokens_outside_of_their_supports_have_no_part(device: torch.device) -> None:
+    """The loss is the one without them, and their hidden states have no gradient."""
+    sample, _ = of_supports(device)
+    x, weight, target, advantages = sample.args
+    support = sample.kwargs["support"]
+    outside = (target != -100) & ~(support == target.unsqueeze(-1)).any(-1) & (support >= 0).any(-1)
+    found, expected = (
+        losses.grpo(x.requires_grad_(), weight, labels, advantages, **sample.kwargs)
+        for labels in (target, target.masked_fill(outside, -100))
+    )
+    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=0)
+    assert not torch.autograd.grad(found[0], x)[0][outside].any()
+    with pytest.raises(ValueError, match=r"support: expected shape \(6, 9, L\) .* got \(6, 9\)"):
+        losses.grpo(x, weight, target, advantages, support=support[..., 0])
+    with pytest.raises(TypeError, match="support: expected a tensor of integers"):
+        losses.reinforce(x, weight, target, advantages, support=support.float())

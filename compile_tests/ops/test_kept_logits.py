@@ -72,6 +72,7 @@ def test_ranks_with_unequal_parts_of_the_classes_keep_the_same_rows(monkeypatch:
             chunk_size=0,
             shard=VocabShard(first, 300_000, "ranks", ""),
             target=target,
+            support=None,
             ignore_index=-100,
             logit_scale=1.0,
             softcap=0.0,

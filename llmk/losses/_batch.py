@@ -61,6 +61,29 @@ def check_per_token(
     check_same(name, value, like, target)
 
 
+def without_unsupported(
+    input: Any, linear_weight: Any, target: Any, support: Any, ignore_index: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the targets, `ignore_index` where one is not in the token's support, and the metric of how many are not.
+
+    A target that is no class stays, so that the operators refuse it. A support without ids has all classes.
+    """
+    if support is None:
+        return target, {}
+    check_batch(input, linear_weight, target)
+    check_tensor("support", support, INTEGERS, KINDS[INTEGERS])
+    if support.dim() != 3 or support.shape[:2] != target.shape:
+        expected = f"({target.shape[0]}, {target.shape[1]}, L) (that of target, and L ids)"
+        raise ValueError(f"support: expected shape {expected}, got {tuple(support.shape)}")
+    check_same("support", support, "target", target)
+    classes = target.long()
+    inside = (support == classes.unsqueeze(-1)).any(-1) | (support < 0).all(-1)
+    counts = classes != ignore_index
+    outside = counts & ~inside & (classes >= 0) & (classes < linear_weight.shape[0])
+    fraction = outside.sum(dtype=torch.float32) / counts.sum().clamp(min=1)
+    return classes.masked_fill(outside, ignore_index), {"outside_support": fraction}
+
+
 def check_per_sequence(
     name: str,
     value: Any,
@@ -220,7 +243,7 @@ class Head:
     chunk_size: int
     logits_dtype: torch.dtype | None
 
-    def logprobs(self, input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    def logprobs(self, input: Tensor, target: Tensor, support: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the targets' log-probabilities and the entropies, float32, 0 where a token does not count."""
         return linear_logprobs(
             input,
@@ -234,6 +257,7 @@ class Head:
             skip_ignored=self.skip_ignored,
             chunk_size=self.chunk_size,
             logits_dtype=self.logits_dtype,
+            support=support,
         )
 
     def log_sum_sq_probs(self, input: Tensor, target: Tensor, logprobs: Tensor) -> Tensor:
@@ -290,7 +314,7 @@ class Head:
         return loss, logprobs.transpose(0, 1).flatten(0, 1), entropy.transpose(0, 1).flatten(0, 1)
 
     def policy(
-        self, input: Tensor, target: Tensor, terms: PolicyTerms, sequences: Sequences
+        self, input: Tensor, target: Tensor, terms: PolicyTerms, sequences: Sequences, support: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Call `fused_linear_policy`, or compute the loss from `logprobs` where it does not take the batch.
 
@@ -298,7 +322,7 @@ class Head:
         """
         by_tokens = terms.options.importance_sampling_level == "token"
         if is_sharded(input, self.linear_weight, target) or not (by_tokens or sequences.ids is None):
-            logprobs, entropy = self.logprobs(input, target)
+            logprobs, entropy = self.logprobs(input, target, support)
             return terms.loss(logprobs, entropy), logprobs.detach(), entropy.detach()
         return fused_linear_policy(
             input,
@@ -318,6 +342,7 @@ class Head:
             skip_ignored=self.skip_ignored,
             chunk_size=self.chunk_size,
             logits_dtype=self.logits_dtype,
+            support=support,
             **terms.options._asdict(),
         )
 

@@ -15,6 +15,7 @@ from llmk.losses._batch import (
     make_sequences,
     mean_over_tokens,
     resolve_num_sequences,
+    without_unsupported,
 )
 from llmk.losses._policy import AGGREGATIONS, TYPES, Totals, VespoOptions, ratio_level, vespo_weight
 from llmk.losses._sampling import difference_metrics, high_entropy_mask, masked_max, masked_min, ratio_metrics
@@ -38,7 +39,7 @@ def grpo(
     linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0,
     ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None, sequence_ids: Tensor | None = None,
-    num_sequences: int | None = None,
+    num_sequences: int | None = None, support: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Group relative policy optimization: with ratio = pi / pi_old and A the advantage, the loss of a token is
 
@@ -91,9 +92,13 @@ def grpo(
         sequence_ids: `[1, T]`, for a packed batch `[1, T, H]`: each token's sequence as an index into `advantages [B]`.
             A token that counts with an index out of range makes the loss NaN.
         num_sequences: How many sequences a packed batch holds, where the length of `advantages` does not say it.
+        support: The classes `[B, S, L]` that a sampler kept, which cut by top-k or top-p, as in
+            `llmk.functional.linear_logprobs`: log-probabilities and entropies are over these alone, and those that are
+            given have to be too. A token whose target is not among them does not count.
 
     Returns:
-        The loss, a float32 scalar, 0 over no token, and metrics under TRL's names.
+        The loss, a float32 scalar, 0 over no token, and metrics under TRL's names; with `support` besides
+        "outside_support", the fraction of tokens left out because their target is not in it.
 
     Raises:
         TypeError: An argument is not a tensor, or a dtype does not fit.
@@ -124,6 +129,7 @@ def grpo(
     check_positive("sapo_temperature_neg", sapo_temperature_neg)
     advantages = without_last_axis(advantages)
     count = resolve_num_sequences(num_sequences, "advantages", advantages)
+    target, replay = without_unsupported(input, linear_weight, target, support, ignore_index)
     sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count)
     check_advantages(advantages, sequences)
     for name, value in (
@@ -174,9 +180,9 @@ def grpo(
     if loss_type == "vespo":
         vespo = VespoOptions(vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg)
     if vespo is None and off_policy_mask_threshold is None and top_entropy_quantile == 1.0:
-        loss, logps, entropy = head.policy(input, target, terms, sequences)
+        loss, logps, entropy = head.policy(input, target, terms, sequences, support)
     else:
-        logps, entropy = head.logprobs(input, target)
+        logps, entropy = head.logprobs(input, target, support)
         sampled = None if sampling_per_token_logps is None else per_token(sampling_per_token_logps, sequences)
         terms = _with_logps_weights(
             terms, logps.detach(), entropy.detach(), sequences, correction, vespo, off_policy_mask_threshold, sampled,
@@ -185,7 +191,7 @@ def grpo(
         loss, logps, entropy = terms.loss(logps, entropy), logps.detach(), entropy.detach()
 
     log_ratio = terms.log_ratio(logps)
-    metrics = {"entropy": mean_over_tokens(entropy, sequences)}
+    metrics = {"entropy": mean_over_tokens(entropy, sequences)} | replay
     if terms.kl_weight is not None:
         metrics["kl"] = mean_over_tokens(terms.divergence(logps, log_ratio), sequences)
     if terms.entropy_weight is not None:

@@ -14,6 +14,7 @@ from llmk.losses._batch import (
     masked_mean,
     mean_over_tokens,
     resolve_num_sequences,
+    without_unsupported,
 )
 from llmk.losses._policy import policy_terms, token_denominator
 from llmk.losses._sampling import masked_max, masked_min
@@ -28,6 +29,7 @@ def reinforce(
     logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False,
     chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None, sequence_ids: Tensor | None = None, num_sequences: int | None = None,
+    support: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """REINFORCE: the sum over tokens of -A * log pi, divided by the tokens that count.
 
@@ -37,10 +39,10 @@ def reinforce(
         num_items_in_batch: Denominator, a scalar; the tokens that count if None.
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `grpo`.
-        sequence_ids, num_sequences: As in `grpo`.
+        sequence_ids, num_sequences, support: As in `grpo`.
 
     Returns:
-        The loss, a float32 scalar, 0 over no token, and the metric "entropy".
+        The loss, a float32 scalar, 0 over no token, and the metric "entropy"; "outside_support" as in `grpo`.
 
     Raises:
         TypeError: An argument is not a tensor, or a dtype does not fit.
@@ -52,6 +54,7 @@ def reinforce(
     """
     advantages = without_last_axis(advantages)
     count = resolve_num_sequences(num_sequences, "advantages", advantages)
+    target, replay = without_unsupported(input, linear_weight, target, support, ignore_index)
     sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count)
     check_advantages(advantages, sequences)
     head = Head(
@@ -67,8 +70,8 @@ def reinforce(
     )
     weight = sequences.mask.float() / token_denominator(num_items_in_batch, sequences)
     terms = policy_terms(PolicyOptions("reinforce"), per_token(advantages, sequences), weight, sequences)
-    loss, _, entropy = head.policy(input, target, terms, sequences)
-    return sequences.checked(loss), {"entropy": mean_over_tokens(entropy, sequences)}
+    loss, _, entropy = head.policy(input, target, terms, sequences, support)
+    return sequences.checked(loss), {"entropy": mean_over_tokens(entropy, sequences)} | replay
 
 
 def rloo(
@@ -76,7 +79,7 @@ def rloo(
     old_logps: Tensor | None = None, epsilon: float = 0.2, epsilon_high: float | None = None,
     linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0,
     ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
-    logits_dtype: torch.dtype | None = None, sequence_ids: Tensor | None = None,
+    logits_dtype: torch.dtype | None = None, sequence_ids: Tensor | None = None, support: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """REINFORCE leave-one-out: the mean over sequences of the clipped loss of PPO, with the ratio of whole sequences.
 
@@ -88,7 +91,7 @@ def rloo(
         epsilon_high: The ratio is clipped from above at 1 + epsilon_high; `epsilon` if None.
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `grpo`.
-        sequence_ids: As in `grpo`.
+        sequence_ids, support: As in `grpo`.
 
     Returns:
         The loss, a float32 scalar, and metrics under TRL's names.
@@ -106,6 +109,7 @@ def rloo(
         check_not_negative("epsilon_high", epsilon_high)
     advantages = without_last_axis(advantages)
     count = resolve_num_sequences(None, "advantages", advantages)
+    target, replay = without_unsupported(input, linear_weight, target, support, ignore_index)
     sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count)
     for name, value in (("advantages", advantages), ("old_logps", old_logps)):
         if name == "advantages" or value is not None:
@@ -129,7 +133,7 @@ def rloo(
         sequences.mask * sequences.expand_to_tokens(1.0 / lengths) / sequences.num_sequences(), sequences,
         None if old is None else per_token(old / lengths, sequences),
     )  # fmt: skip
-    loss, token_logps, entropy = head.policy(input, target, terms, sequences)
+    loss, token_logps, entropy = head.policy(input, target, terms, sequences, support)
     logps = sequences.sum(token_logps)
     ratio = (logps - (logps if old is None else old)).exp()
     # An empty completion has no token that could carry its loss.
@@ -146,6 +150,7 @@ def rloo(
         "clip_ratio/high_mean": high_mean,
         "clip_ratio/high_max": masked_max(high_clips, all_sequences),
         "clip_ratio/region_mean": low_mean + high_mean,
+        **replay,
     }
     return sequences.checked(loss), metrics
 
@@ -161,7 +166,7 @@ def ppo(
     vf_coef: float = 0.1, linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0,
     softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None,
-    sequence_ids: Tensor | None = None, num_sequences: int | None = None,
+    sequence_ids: Tensor | None = None, num_sequences: int | None = None, support: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Proximal policy optimization: the mean over the tokens that count of the policy loss and the value loss,
 
@@ -179,7 +184,7 @@ def ppo(
         vf_coef: Coefficient of the value loss.
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `grpo`.
-        sequence_ids, num_sequences: As in `grpo`.
+        sequence_ids, num_sequences, support: As in `grpo`.
 
     Returns:
         The loss, a float32 scalar, 0 over no token, and metrics under TRL's names.
@@ -198,6 +203,7 @@ def ppo(
     check_not_negative("vf_coef", vf_coef)
     advantages = without_last_axis(advantages)
     count = resolve_num_sequences(num_sequences, "advantages", advantages)
+    target, replay = without_unsupported(input, linear_weight, target, support, ignore_index)
     sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count)
     check_advantages(advantages, sequences)
     if old_per_token_logps is not None:
@@ -219,7 +225,7 @@ def ppo(
     options = PolicyOptions(epsilon=cliprange, epsilon_high=cliprange)
     weight = sequences.mask.float() / token_denominator(None, sequences)
     terms = policy_terms(options, per_token(advantages, sequences), weight, sequences, old)
-    policy, logps, entropy = head.policy(input, target, terms, sequences)
+    policy, logps, entropy = head.policy(input, target, terms, sequences, support)
     ratio, negative = terms.ratio(logps), terms.advantages < 0
     clips = torch.where(negative, ratio < 1 - cliprange, (ratio > 1 + cliprange) & (terms.advantages > 0))
     metrics = {
@@ -227,6 +233,7 @@ def ppo(
         "policy/approxkl_avg": 0.5 * mean_over_tokens((logps - (logps if old is None else old)).square(), sequences),
         "policy/clipfrac_avg": mean_over_tokens((clips & sequences.mask).float(), sequences),
         "loss/policy_avg": policy.detach(),
+        **replay,
     }
     if values is None:
         return sequences.checked(policy), metrics

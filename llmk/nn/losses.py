@@ -159,9 +159,14 @@ class LinearLogProbs(_OperatorLoss, operator="linear_logprobs"):
         self.logits_dtype = logits_dtype
 
     def forward(
-        self, input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None = None
+        self,
+        input: Tensor,
+        linear_weight: Tensor,
+        target: Tensor,
+        linear_bias: Tensor | None = None,
+        support: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return self._call(input, linear_weight, target, linear_bias=linear_bias)
+        return self._call(input, linear_weight, target, linear_bias=linear_bias, support=support)
 
 
 class JSDLoss(_OperatorLoss, operator="jsd"):

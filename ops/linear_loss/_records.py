@@ -28,6 +28,19 @@ class Make:
         positions = torch.arange(target.numel(), device=self.device, dtype=torch.int64).view(shape)
         return target.masked_fill(positions % 4 == 3, ignore_index)
 
+    def support(self, candidates: Tensor, V: int, L: int) -> Tensor:
+        """Return supports `[..., L]` with the candidates `[..., K]`, one of them twice, and padding between others.
+
+        The third token has none.
+        """
+        K = candidates.shape[-1]
+        ids = torch.randint(0, V, (*candidates.shape[:-1], L), device=self.device)
+        ids[..., :K] = candidates.clamp(min=0)
+        ids[..., K] = ids[..., 0]
+        ids[..., K + 1 :: 3] = -1
+        ids.view(-1, L)[2] = -1
+        return ids.flip(-1)
+
     def ignored(self, *shape: int) -> Tensor:
         return torch.full(shape, -100, device=self.device, dtype=torch.int64)
 

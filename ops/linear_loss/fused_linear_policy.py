@@ -57,7 +57,8 @@ def fused_linear_policy_reference(
     advantages: Tensor | None = None, token_weight: Tensor | None = None, old_logps: Tensor | None = None,
     ref_logps: Tensor | None = None, kl_weight: Tensor | None = None, entropy_weight: Tensor | None = None,
     temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100,
-    skip_ignored: bool = False, chunk_size: int = 0, logits_dtype: torch.dtype | None = None, **options: Any,
+    skip_ignored: bool = False, chunk_size: int = 0, logits_dtype: torch.dtype | None = None,
+    support: Tensor | None = None, **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     logprobs, entropy = linear_logprobs_reference(
         input,
@@ -69,6 +70,7 @@ def fused_linear_policy_reference(
         softcap=softcap,
         ignore_index=ignore_index,
         logits_dtype=logits_dtype,
+        support=support,
     )
     counts = target.long() != ignore_index
 
@@ -122,7 +124,7 @@ class PolicyCall(GroupsCall):
 
     @property
     def token_tensors(self) -> tuple[str, ...]:
-        return "input", "target", *(PER_TOKEN if self.tokens_are_groups else ())
+        return "input", "target", "support", *(PER_TOKEN if self.tokens_are_groups else ())
 
     def terms(self, groups: slice) -> PolicyTerms:
         counts = self.grouped(self.target)[groups].long() != self.ignore_index  # int32 would wrap what it does not hold
@@ -187,9 +189,13 @@ def fused_linear_policy_samples(device: torch.device, dtype: torch.dtype) -> Ite
     kwargs |= {"importance_sampling_level": "sequence", "use_bias_correction_kl": True}
     yield Sample(args, kwargs | {"chunk_size": 11}, why="ratios of sequences, two to a chunk")
     yield Sample(args, kwargs | {"chunk_size": 4}, why="ratios of sequences, logits made twice")
+    support = {"support": make.support(args[2].unsqueeze(-1), 37, 9)}
+    yield Sample(args, kwargs | support | {"chunk_size": 4}, why="supports, ratios of sequences, logits made twice")
+    yield Sample(args, given | support | {"chunk_size": 8}, why="supports, two chunks")
     skipped, skipped_kwargs = tokens(3, 5, H=16)
     kwargs = skipped_kwargs | everything | {"skip_ignored": True}
-    yield Sample(skipped, kwargs | {"loss_type": "dft", "chunk_size": 8}, why="ignored tokens skipped")
+    kwargs["support"] = make.support(skipped[2].unsqueeze(-1), 37, 9)
+    yield Sample(skipped, kwargs | {"loss_type": "dft", "chunk_size": 8}, why="ignored tokens skipped, supports")
     kwargs |= {"importance_sampling_level": "sequence_sum", "epsilon": 0.5}
     yield Sample(skipped, kwargs, why="ignored tokens skipped, ratios of sequences")
     yield Sample((randn(0, 12), randn(37, 12), classes(37, 0)), why="no token")
@@ -257,6 +263,7 @@ def fused_linear_policy(
     skip_ignored: bool = False,
     chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None,
+    support: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A policy's loss from hidden states, without ever holding all the logits: a sum over tokens of
 
@@ -298,6 +305,9 @@ def fused_linear_policy(
             sequences the logits of the others are made twice.
         chunk_size: As in `fused_linear_ce`, or the most tokens that are whole sequences where ratios are theirs.
         logits_dtype: As in `fused_linear_ce`.
+        support: Classes `[..., S, L]` over which each token's softmax is, as in `linear_logprobs`. A token whose target
+            is not in it has log-probability -inf, and the loss what follows from that; the functions of `llmk.losses`
+            leave such tokens out.
 
     Returns:
         The loss, a sum, scalar; and detached the log-probabilities and entropies of tokens `[..., S]`; all float32.
@@ -305,7 +315,8 @@ def fused_linear_policy(
     Raises:
         TypeError: A dtype does not fit.
         ValueError: A shape, a device or an option does not fit.
-        IndexError: On the CPU, a target is neither a class nor `ignore_index`. On a GPU it makes the loss NaN.
+        IndexError: On the CPU, a target is neither a class nor `ignore_index`, or an id of a support is past the last
+            class. On a GPU it makes the loss NaN.
         NotImplementedError: A tensor beside the linear layer requires a gradient.
 
     Sources: Shao et al., 2024, https://arxiv.org/abs/2402.03300; TRL, https://github.com/huggingface/trl; each type in
@@ -316,6 +327,7 @@ def fused_linear_policy(
         linear_weight=linear_weight,
         linear_bias=linear_bias,
         target=target,
+        support=support,
         ignore_index=ignore_index,
         logit_scale=logit_scale,
         softcap=softcap,

@@ -287,6 +287,7 @@ def fused_linear_preference(
         linear_weight=linear_weight,
         linear_bias=linear_bias,
         target=target,
+        support=None,
         ignore_index=ignore_index,
         logit_scale=logit_scale,
         softcap=softcap,

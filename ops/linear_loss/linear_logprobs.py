@@ -18,6 +18,10 @@ gradient is wanted, and those of the others, which are made again:
 
 which are four products in all less K / N of one, and one less without a gradient of W. K is all N tokens of a small
 batch and none of a large one: `kept_rows` in `chunked/_plan.py`.
+
+A sampler that cuts by top-k or top-p draws from the softmax over the classes that it keeps, the support of a token.
+With supports [N, L] the softmax is over these alone: in both directions a row's L logits are read in place of all V,
+and G is zero at all others. The products are the same.
 """
 
 from collections.abc import Iterator
@@ -45,11 +49,14 @@ def linear_logprobs_reference(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
     temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100,
     skip_ignored: bool = False, chunk_size: int = 0, logits_dtype: torch.dtype | None = None,
+    support: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     logits = linear_reference(input, linear_weight, linear_bias, logits_dtype)
     logits = logit_scale * logits.to(torch.promote_types(logits.dtype, torch.float32))
     logits = cap_reference(logits, softcap)
     logits = logits / temperature
+    if support is not None:
+        logits = logits.masked_fill(~_in_support(support.long(), logits.shape[-1]), float("-inf"))
     candidates = target.long() if target.dim() == input.dim() else target.long().unsqueeze(-1)
     counts = candidates != ignore_index
     log_softmax = logits.log_softmax(-1)
@@ -61,6 +68,13 @@ def linear_logprobs_reference(
         torch.where(counts, logprobs, zero).view(target.shape),
         torch.where(counts.any(-1), entropy, zero),
     )
+
+
+def _in_support(support: Tensor, V: int) -> Tensor:
+    """Return the mask of the classes in a support, `[..., V]`, all of them where it has no id."""
+    mask = torch.zeros((*support.shape[:-1], V + 1), dtype=torch.bool, device=support.device)
+    mask.scatter_(-1, torch.where(support < 0, V, support), True)
+    return mask[..., :V] | (support < 0).all(-1, keepdim=True)
 
 
 OPS = LogprobsOps("linear_logprobs")
@@ -98,9 +112,24 @@ def linear_logprobs_samples(device: torch.device, dtype: torch.dtype) -> Iterato
     yield Sample((randn(2, 4), randn(100_003, 4), classes(100_003, 2)), {"softcap": 4.0}, why="100,003 classes")
     # Large, and near each other: 1 - exp(-40) is 1 in float64, which then is no exact reference.
     yield Sample((randn(5, 8), randn(37, 8), classes(37, 5)), {"linear_bias": 3e3 + randn(37)}, why="large values")
+    yield from support_samples(make)
     masked = randn(40).masked_fill(torch.arange(40, device=device, dtype=torch.int64) < 20, float("-inf"))
     target = torch.randint(20, 40, (4,), device=device)
     yield Sample((randn(4, 8), randn(40, 8), target), {"linear_bias": masked}, why="half the classes at -inf")
+
+
+def support_samples(make: Make) -> Iterator[Sample]:
+    randn, classes, support = make.randn, make.classes, make.support
+    target = classes(37, 9)
+    kwargs = {"support": support(target.unsqueeze(-1), 37, 6)}
+    yield Sample((randn(9, 12), randn(37, 12), target), kwargs, why="supports, repeated ids, padding, a row without")
+    target = classes(37, 2, 5, 3, ignore_index=5)
+    kwargs = {"support": support(target, 37, 20).int(), "chunk_size": 4, "linear_bias": randn(37), "ignore_index": 5}
+    kwargs |= {"temperature": 0.7, "logit_scale": 0.5, "softcap": 4.0}
+    yield Sample((randn(2, 5, 12), randn(37, 12), target), kwargs, why="supports, three candidates, every option")
+    target = classes(80, 9)
+    kwargs = {"support": support(target.unsqueeze(-1), 80, 64), "skip_ignored": True, "logits_dtype": make.dtype}
+    yield Sample((randn(9, 16), randn(80, 16), target), kwargs, why="supports of 64, ignored tokens skipped")
 
 
 def linear_logprobs_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
@@ -146,6 +175,7 @@ def linear_logprobs(
     skip_ignored: bool = False,
     chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None,
+    support: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of the target and entropy of each token, from hidden states, without ever holding all the logits.
 
@@ -174,6 +204,9 @@ def linear_logprobs(
             over the logits leave them out with or without this.
         chunk_size: As in `fused_linear_ce`; the forward pass has the logits of a block and those that are kept.
         logits_dtype: As in `fused_linear_ce`.
+        support: Classes `[..., L]` over which each token's softmax is, int64 or int32: those that a sampler kept, which
+            cut by top-k or top-p. L is from 1 to 1024. Negative ids are padding, an id that occurs twice counts once,
+            and a token without any is over all classes. A target outside of its support has no probability: -inf.
 
     Returns:
         Log-probabilities in the shape of `target`, and entropies `[...]` in nats; both float32.
@@ -181,8 +214,8 @@ def linear_logprobs(
     Raises:
         TypeError: A dtype does not fit.
         ValueError: A shape, a device or an option does not fit.
-        IndexError: On the CPU, a target is neither a class nor `ignore_index`. On a GPU its log-probability and the
-            gradients of its token are NaN.
+        IndexError: On the CPU, a target is neither a class nor `ignore_index`, or an id of a support is past the last
+            class. On a GPU its token's log-probability and gradients are NaN.
 
     Sources: `torch.nn.functional.log_softmax`; TRL's `selective_log_softmax` and `entropy_from_logits`,
     https://github.com/huggingface/trl.
@@ -192,6 +225,7 @@ def linear_logprobs(
         linear_weight=linear_weight,
         linear_bias=linear_bias,
         target=target,
+        support=support,
         ignore_index=ignore_index,
         logit_scale=logit_scale,
         softcap=softcap,

@@ -32,7 +32,7 @@ from llmk.ops.linear_loss.chunked import (
     recomputing_op,
     scaled,
 )
-from llmk.ops.linear_loss.kernels import STATISTICS, Implementation, LogitTransform
+from llmk.ops.linear_loss.kernels import MOST_SUPPORT, STATISTICS, Implementation, LogitTransform
 from llmk.registry import (
     PARTIAL,
     REPLICATE,
@@ -51,6 +51,7 @@ class LogprobsCall(LinearCall):
     """A linear layer and the classes whose log-probabilities are returned."""
 
     target: Tensor  # [...] or [..., K]
+    support: Tensor | None  # [..., L]: the classes over which the softmax is, padded with negative ids
     ignore_index: int
     logit_scale: float
     softcap: float
@@ -61,6 +62,8 @@ class LogprobsCall(LinearCall):
         call = super().checked(**fields)
         check_dtype("target", call.target, (torch.int64, torch.int32))
         check_same("target", call.target, "input", call.input)
+        if call.support is not None:
+            check_support(call.support, call)
         check_temperature(call.temperature)
         check_finite("logit_scale", call.logit_scale)
         check_switch("softcap", call.softcap)
@@ -103,13 +106,31 @@ class LogprobsCall(LinearCall):
         K = self.target.shape[-1] if self.target.dim() == self.input.dim() else 1
         return self.target.reshape(-1, K).contiguous()
 
+    def supports(self) -> Tensor | None:
+        """Return the supports `[N, L]`."""
+        return None if self.support is None else self.support.reshape(-1, self.support.shape[-1]).contiguous()
+
     def mask(self) -> Tensor:
         mask = self.target.long() != self.ignore_index  # int32 would wrap an index that it does not hold
         return mask.any(-1) if self.target.dim() == self.input.dim() else mask
 
     @property
     def token_tensors(self) -> tuple[str, ...]:
-        return "input", "target"
+        return "input", "target", "support"
+
+
+def check_support(support: Tensor, call: LogprobsCall) -> None:
+    """Check the dtype, the device and the shape; whether ids are classes is checked where logits are."""
+    check_dtype("support", support, (torch.int64, torch.int32))
+    check_same("support", support, "input", call.input)
+    tokens, shape = tuple(call.tokens), tuple(support.shape)
+    if len(shape) == 0 or shape[:-1] != tokens or not 1 <= shape[-1] <= MOST_SUPPORT:
+        expected = f"{tokens} and from 1 to {MOST_SUPPORT} ids for each token"
+        raise ValueError(f"support: expected shape {expected}, got {shape}")
+
+
+def rows_of(tensor: Tensor | None, block: slice) -> Tensor | None:
+    return None if tensor is None else tensor[block]
 
 
 def concatenated(parts: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
@@ -123,9 +144,10 @@ def _forward(impl: Implementation, full_call: LogprobsCall, keep: bool) -> tuple
     compacted, call = full_call.compacted(impl)
     kept = full_call.kept_logits(keep)
     linear = call.linear(impl, compacted, call.kept_matrix(kept))
-    target, transform, parts = call.candidates(), call.transform(linear), []
+    target, support, transform, parts = call.candidates(), call.supports(), call.transform(linear), []
     for block, logits in linear.blocks():
-        statistics = call.gather_ranks(impl.logprobs.statistics(logits, target[block], transform))
+        rank = impl.logprobs.statistics(logits, target[block], transform, rows_of(support, block))
+        statistics = call.gather_ranks(rank)
         parts.append(impl.logprobs.combine(statistics, target[block], transform))
     logprobs, entropy, stats = concatenated(parts)
     logprobs = compacted.scatter(logprobs).view(full_call.target.shape)
@@ -149,7 +171,7 @@ def _gradients(
     stats: Tensor, need: tuple[bool, bool, bool], dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
 ) -> LinearGradients:  # fmt: skip
     """Return the linear layer's gradients from those of log-probabilities and entropies, in a second pass."""
-    target, transform = call.candidates(), call.transform(linear)
+    target, support, transform = call.candidates(), call.supports(), call.transform(linear)
     grad = None if grad is None else grad.reshape(target.shape)
     entropy_grad = None if entropy_grad is None else entropy_grad.reshape(-1)
     scale = float16_scale(call.input.dtype, need, lambda: call.largest_gradient(grad, entropy_grad))
@@ -157,8 +179,8 @@ def _gradients(
     gradients = LinearGradients(linear, need, dtypes, scale)
     for block, logits, dlogits in gradients.blocks(second=True):
         if logits.shape[1] > 0:
-            g, h = (None if grads is None else grads[block] for grads in (by_logprobs, by_entropy))
-            impl.logprobs.gradients(g, h, logits, target[block], stats[:, block], dlogits, transform)
+            g, h, kept = (rows_of(tensor, block) for tensor in (by_logprobs, by_entropy, support))
+            impl.logprobs.gradients(g, h, logits, target[block], stats[:, block], dlogits, transform, kept)
     return gradients
 
 
@@ -171,7 +193,7 @@ def _fake_forward(call: LogprobsCall, keep: bool) -> tuple[Tensor, Tensor, Tenso
 
 
 def _forward_sharding(input, *_):
-    return [([axis, axis, 1 + axis, REPLICATE], [axis, REPLICATE, REPLICATE, axis]) for axis in row_axes(input)]
+    return [([axis, axis, 1 + axis, REPLICATE], [axis, REPLICATE, REPLICATE, axis, axis]) for axis in row_axes(input)]
 
 
 def _backward_sharding(input, *args):
@@ -179,7 +201,7 @@ def _backward_sharding(input, *args):
     return [
         (
             [axis if need_dx else REPLICATE, PARTIAL, PARTIAL],
-            [axis, REPLICATE, REPLICATE, axis, axis, axis, 1 + axis, REPLICATE],
+            [axis, REPLICATE, REPLICATE, axis, axis, axis, axis, 1 + axis, REPLICATE],
         )
         for axis in row_axes(input)
     ]
@@ -215,7 +237,7 @@ class LogprobsOps:
 
     def __call__(self, **fields: Any) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies from a call's fields."""
-        fields, as_given, _ = local_fields(fields, [DIFFERENTIABLE], ["target"])
+        fields, as_given, _ = local_fields(fields, [DIFFERENTIABLE], ["target", "support"])
         call = LogprobsCall.checked(**fields)
         tokens, shape = tuple(call.tokens), tuple(call.target.shape)
         if shape != tokens and (call.target.dim() != call.input.dim() or shape[:-1] != tokens or shape[-1] == 0):
@@ -316,10 +338,10 @@ def _grouped_forward(
     impl: Implementation, call: GroupsCall, gradients: LinearGradients, target: Tensor, at_once: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probabilities `[N, 1]`, entropies `[N]` and statistics `[3, N]`; with `at_once` add gradients."""
-    transform, parts = call.transform(gradients.linear), []
+    support, transform, parts = call.supports(), call.transform(gradients.linear), []
 
     def results(block: slice, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        statistics = impl.logprobs.statistics(logits, target[block], transform)
+        statistics = impl.logprobs.statistics(logits, target[block], transform, rows_of(support, block))
         parts.append(impl.logprobs.combine(statistics, target[block], transform))
         return parts[-1]
 
@@ -332,7 +354,10 @@ def _grouped_forward(
         groups = slice(block.start // call.group_rows, block.stop // call.group_rows)
         grad, entropy_grad = call.terms(groups).gradients(logprobs.view(-1, *call.group))
         entropy_grad = None if entropy_grad is None else entropy_grad.reshape(-1)
-        impl.logprobs.gradients(grad.reshape(-1, 1), entropy_grad, logits, target[block], stats, dlogits, transform)
+        impl.logprobs.gradients(
+            grad.reshape(-1, 1), entropy_grad, logits, target[block], stats, dlogits, transform,
+            rows_of(support, block),
+        )  # fmt: skip
     return concatenated(parts)
 
 

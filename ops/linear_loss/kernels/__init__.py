@@ -4,12 +4,21 @@ from typing import NamedTuple
 
 from llmk.ops.linear_loss.kernels import _divergence, _logprobs, _vocab_parallel
 from llmk.ops.linear_loss.kernels._divergence import CrossEntropyTerm, DivergenceFunctions, Softmaxes
-from llmk.ops.linear_loss.kernels._logprobs import STATISTICS, LogitTransform, LogprobFunctions
+from llmk.ops.linear_loss.kernels._logprobs import MOST_SUPPORT, STATISTICS, LogitTransform, LogprobFunctions
 from llmk.ops.linear_loss.kernels._vocab_parallel import VocabParallelCrossEntropy
 from llmk.ops.loss import cross_entropy_cpu, cross_entropy_kernels
 from llmk.ops.loss.cross_entropy_options import RowLoss
 
-__all__ = ["KERNELS", "PYTORCH", "STATISTICS", "CrossEntropyTerm", "Implementation", "LogitTransform", "Softmaxes"]
+__all__ = [
+    "KERNELS",
+    "MOST_SUPPORT",
+    "PYTORCH",
+    "STATISTICS",
+    "CrossEntropyTerm",
+    "Implementation",
+    "LogitTransform",
+    "Softmaxes",
+]
 
 
 class Implementation(NamedTuple):

@@ -24,6 +24,11 @@ Backward, given the gradients g_k of logp_k and h of the entropy, with p = exp(y
 One kernel computes the candidates' gradients from the logits, before another writes those of all classes, which may be
 over them; a third puts the candidates' in. So the pass over all classes does not depend on the number of candidates.
 
+A row may have a support, L classes that a sampler kept: y is -inf outside of it, so that the sums are over the support
+and dy is 0 elsewhere. Only the logits of the support and of the candidates are read. In the backward pass the support
+takes the candidates' place: the first kernel computes its gradients, the second writes zeros and the third puts them
+in. An id that occurs twice counts once in the sums and stores the same gradient twice.
+
 A row none of whose candidates counts is not read in either direction.
 """
 
@@ -34,12 +39,14 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.math import LOG2E, cap, cap_cpu, cap_slope, cap_slope_cpu
+from llmk.ops.common.math import LOG2E, cap, cap_cpu, cap_slope, cap_slope_cpu, everywhere
 from llmk.ops.common.sums import sum_pair
 from llmk.registry import cdiv, empty, jit, next_power_of_2, wrap_triton
 
 STATISTICS = 3
 """The number of float32 values saved for a row: m, s, e / s."""
+MOST_SUPPORT = 1024
+"""The most ids of a row's support, which one program holds and compares with each other."""
 
 
 COLUMNS = tl.constexpr(8)
@@ -88,6 +95,47 @@ def _candidates(target_ptr, offsets, mask, first_class, V, num_classes, ignore_i
     return target, counts, valid, valid & (target >= first_class) & (target - first_class < V)
 
 
+@jit
+def _support(support_ptr, row, k, L, first_class, V, num_classes):
+    """Load a row's support, the mask of its ids among the columns, if it cuts the row, and if an id is no class.
+
+    A row with an id past the last class is not cut: it is computed over all classes, and its results are made NaN.
+    """
+    ids = tl.load(support_ptr + row * L + k, mask=k < L, other=-1).to(tl.int64)
+    largest = tl.max(ids, axis=0)
+    wrong = largest >= num_classes
+    return ids, (ids >= first_class) & (ids - first_class < V), (largest >= 0) & (wrong == 0), wrong
+
+
+@jit
+def _compare(support_ptr, row, k, L, ids, target):
+    """Compare with each id of a support: return masks of the ids that occur before, and of the candidates in it."""
+    repeated, inside = k < 0, k < 0
+    for other in range(0, L):
+        other_id = tl.load(support_ptr + row * L + other).to(tl.int64)
+        repeated |= (ids == other_id) & (other < k)
+        inside |= target == other_id
+    return repeated, inside
+
+
+@jit
+def _entries(target_ptr, support_ptr, row, k, K, L, first_class, V, num_classes, ignore_index):
+    """Load the classes of a row whose gradients are computed apart from the others': the support, or the candidates.
+
+    Return them, the mask of those among the columns, those of the candidates that count and that are classes, and
+    whether the row has a support and whether that has an id past the last class.
+    """
+    entry, counts, valid, here = _candidates(target_ptr, row * K + k, k < K, first_class, V, num_classes, ignore_index)
+    cut, wrong = row < 0, row < 0
+    if support_ptr is not None:
+        ids, kept, cut, wrong = _support(support_ptr, row, k, L, first_class, V, num_classes)
+        of_support = everywhere(cut, k)
+        entry = tl.where(of_support, ids, entry)
+        row_counts = everywhere(tl.max(counts.to(tl.int32), axis=0) != 0, k)
+        here = (of_support & kept & row_counts) | ((of_support == 0) & here)
+    return entry, here, counts, valid, cut, wrong
+
+
 LEAST = tl.constexpr(-1024.0)
 """A difference from a row's maximum is no less: its exponential is 0, and 0 times it is 0, where 0 * -inf is NaN."""
 
@@ -129,25 +177,36 @@ def _reduce_threads(m, s, e):
 
 @jit
 def logprob_statistics_kernel(
-    z_ptr, target_ptr, part_ptr,
-    M, V, K, z_stride, first_class, num_classes, ignore_index, inner, outer, softcap,
+    z_ptr, target_ptr, support_ptr, part_ptr,
+    M, V, K, L, z_stride, first_class, num_classes, ignore_index, inner, outer, softcap,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Compute m, s, e of a row's columns and y of its candidates, -inf if elsewhere: part `[3 + K, M]`."""
+    """Compute m, s, e of a row's columns and y of its candidates, -inf if elsewhere: part `[3 + K, M]`.
+
+    With a support they are over its ids, and the loops over the columns have no turn.
+    """
     inner = tl.cast(inner, tl.float32)
     outer = tl.cast(outer, tl.float32)
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
     target, counts, _, here = _candidates(target_ptr, row * K + k, k < K, first_class, V, num_classes, ignore_index)
-    z_t = tl.load(z_ptr + row * z_stride + (target - first_class), mask=here, other=0.0)
+    z_ptr += row * z_stride
+    end = tl.where(tl.max(counts.to(tl.int32), axis=0) != 0, V, 0)
+    if support_ptr is not None:
+        ids, kept, cut, wrong = _support(support_ptr, row, k, L, first_class, V, num_classes)
+        repeated, inside = _compare(support_ptr, row, k, L, ids, target)
+        here &= inside | everywhere(cut == 0, k)
+        kept &= (repeated == 0) & everywhere(cut & (end != 0), k)
+        y_s, _ = logit_transform(tl.load(z_ptr + (ids - first_class), mask=kept, other=0.0), inner, outer, softcap)
+        y_s = tl.where(kept, y_s, float("-inf"))
+        end = tl.where(cut, 0, end)
+    z_t = tl.load(z_ptr + (target - first_class), mask=here, other=0.0)
     y_t, _ = logit_transform(z_t, inner, outer, softcap)
     tl.store(part_ptr + (3 + k).to(tl.int64) * M + row, tl.where(here, y_t, float("-inf")), mask=k < K)
     m = tl.full((BLOCK_V // COLUMNS,), float("-inf"), dtype=tl.float32)
     s = tl.zeros((BLOCK_V // COLUMNS,), dtype=tl.float32)
     e = tl.zeros((BLOCK_V // COLUMNS,), dtype=tl.float32)
-    z_ptr += row * z_stride
     cols = thread_columns(BLOCK_V)
-    end = tl.where(tl.max(counts.to(tl.int32), axis=0) != 0, V, 0)
     whole = end // BLOCK_V * BLOCK_V
     for start in range(0, whole, BLOCK_V):  # a mask whose end is no multiple of 16 prevents vectorized loads
         m, s, e = _add_block(m, s, e, tl.load(z_ptr + start + cols), None, inner, outer, softcap, False)
@@ -156,6 +215,11 @@ def logprob_statistics_kernel(
         z = tl.load(z_ptr + start + cols, mask=mask, other=0.0)
         m, s, e = _add_block(m, s, e, z, mask, inner, outer, softcap, True)
     m, s, e = _reduce_threads(m, s, e)
+    if support_ptr is not None:
+        zeros = tl.zeros((BLOCK_K,), dtype=tl.float32)
+        support_m, support_s, support_e = _reduce_threads(y_s, tl.where(kept, 1.0, 0.0), zeros)
+        m, e = tl.where(cut, support_m, m), tl.where(cut, support_e, e)
+        s = tl.where(wrong, float("nan"), tl.where(cut, support_s, s))
     tl.store(part_ptr + row, m)
     tl.store(part_ptr + M + row, s)
     tl.store(part_ptr + 2 * M + row, e)
@@ -206,16 +270,22 @@ def logprob_combine_kernel(
 
 @jit
 def logprob_candidates_kernel(
-    z_ptr, target_ptr, grad_ptr, entropy_grad_ptr, stats_ptr, candidate_ptr, factor_ptr,
-    M, V, K, z_stride, grad_stride, grad_stride_k, entropy_grad_stride, first_class, num_classes, ignore_index,
-    inner, outer, softcap, BLOCK_K: tl.constexpr,
+    z_ptr, target_ptr, support_ptr, grad_ptr, entropy_grad_ptr, stats_ptr, entry_ptr, factor_ptr,
+    M, V, K, L, E, z_stride, grad_stride, grad_stride_k, entropy_grad_stride, first_class, num_classes, ignore_index,
+    inner, outer, softcap, LEAVE_IGNORED: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of a row's candidates, `[M, K]`, and the row's A, h and 1 if it counts: `[3, M]`."""
+    """Compute the gradients of a row's candidates, or of its support, `[M, E]`, and what the others' are: `[3, M]`.
+
+    The three are A, h, and 1 if the others' gradients are to be computed, 0 if they are zeros and -1 if nothing need
+    be written.
+    """
     inner = tl.cast(inner, tl.float32)
     outer = tl.cast(outer, tl.float32)
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
-    target, counts, valid, here = _candidates(target_ptr, row * K + k, k < K, first_class, V, num_classes, ignore_index)
+    entry, here, counts, valid, cut, wrong = _entries(
+        target_ptr, support_ptr, row, k, K, L, first_class, V, num_classes, ignore_index
+    )
     m, s, mean = tl.load(stats_ptr + row), tl.load(stats_ptr + M + row), tl.load(stats_ptr + 2 * M + row)
     h = tl.cast(0.0, tl.float32)
     if entropy_grad_ptr is not None:
@@ -228,17 +298,20 @@ def logprob_candidates_kernel(
         total = tl.sum(g, axis=0)
         for other in range(0, K):  # a class that is a candidate twice gets both gradients in both places
             other_target = tl.load(target_ptr + row * K + other).to(tl.int64)
-            alike += tl.where(target == other_target, tl.load(grad_ptr + other * grad_stride_k), 0.0)
-    # A candidate out of range makes the row's gradient NaN.
-    total = tl.where(tl.max((counts & (valid == 0)).to(tl.int32), axis=0) != 0, float("nan"), total)
+            same = (entry == other_target) & (other_target != ignore_index)
+            alike += tl.where(same, tl.load(grad_ptr + other * grad_stride_k), 0.0)
+    # A class out of range makes the row's gradient NaN.
+    wrong |= tl.max((counts & (valid == 0)).to(tl.int32), axis=0) != 0
+    total = tl.where(wrong, float("nan"), total)
     factor = total
     if entropy_grad_ptr is not None:
         factor -= h * mean
     row_counts = tl.max(counts.to(tl.int32), axis=0) != 0
     tl.store(factor_ptr + row, factor)
     tl.store(factor_ptr + M + row, h)
-    tl.store(factor_ptr + 2 * M + row, tl.where(row_counts, 1.0, 0.0))
-    z = tl.load(z_ptr + row * z_stride + (target - first_class), mask=here, other=0.0)
+    ignored = -1.0 if LEAVE_IGNORED else 0.0
+    tl.store(factor_ptr + 2 * M + row, tl.where(row_counts, tl.where(cut, 0.0, 1.0), ignored))
+    z = tl.load(z_ptr + row * z_stride + (entry - first_class), mask=here, other=0.0)
     y, _ = logit_transform(z, inner, outer, softcap)
     # Where p is near 1 the two nearly cancel: their difference first.
     dy = alike - tl.exp2((y - m) * LOG2E) / s * total
@@ -247,7 +320,7 @@ def logprob_candidates_kernel(
     dz = dy * (inner * outer)
     if softcap is not None:
         dz *= cap_slope(z.to(tl.float32) * inner, softcap)
-    tl.store(candidate_ptr + row * K + k, dz, mask=k < K)
+    tl.store(entry_ptr + row * E + k, dz, mask=k < E)
 
 
 @jit
@@ -260,19 +333,19 @@ def _entropy_gradient(y, m, s, h, mean):
 @jit
 def logprob_gradient_kernel(
     z_ptr, stats_ptr, factor_ptr, dz_ptr, M, V, z_stride, dz_stride, inner, outer, softcap,
-    ENTROPY: tl.constexpr, LEAVE_IGNORED: tl.constexpr, BLOCK_V: tl.constexpr,
+    ENTROPY: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of the classes that are no candidates, a block of a row a program; dz may be z."""
+    """Write the gradient of the classes that have no entry, a block of a row a program; dz may be z."""
     inner = tl.cast(inner, tl.float32)
     outer = tl.cast(outer, tl.float32)
     program, blocks = tl.program_id(0), tl.cdiv(V, BLOCK_V)  # consecutive programs read consecutive memory
     row, block = (program // blocks).to(tl.int64), program % blocks
-    counts = tl.load(factor_ptr + 2 * M + row) != 0.0
+    state = tl.load(factor_ptr + 2 * M + row)
     cols = block * BLOCK_V + tl.arange(0, BLOCK_V)
     mask = cols < V
     z_ptr += row * z_stride
     dz_ptr += row * dz_stride
-    if counts:
+    if state > 0.0:
         m, s = tl.load(stats_ptr + row), tl.load(stats_ptr + M + row)
         factor = tl.load(factor_ptr + row)
         z = tl.load(z_ptr + cols, mask=mask, other=0.0)
@@ -284,20 +357,21 @@ def logprob_gradient_kernel(
         if softcap is not None:
             dz *= cap_slope(z.to(tl.float32) * inner, softcap)
         tl.store(dz_ptr + cols, dz.to(dz_ptr.dtype.element_ty), mask=mask)
-    elif not LEAVE_IGNORED:
+    elif state == 0.0:
         tl.store(dz_ptr + cols, tl.zeros((BLOCK_V,), dtype=dz_ptr.dtype.element_ty), mask=mask)
 
 
 @jit
 def logprob_scatter_kernel(
-    candidate_ptr, target_ptr, dz_ptr, V, K, dz_stride, first_class, num_classes, ignore_index, BLOCK_K: tl.constexpr
-):
-    """Store the candidates' gradients; duplicate candidates store the same value."""
+    entry_ptr, target_ptr, support_ptr, dz_ptr, V, K, L, E, dz_stride, first_class, num_classes, ignore_index,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Store the entries' gradients; classes that occur twice store the same value."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
-    target, _, _, here = _candidates(target_ptr, row * K + k, k < K, first_class, V, num_classes, ignore_index)
-    dz = tl.load(candidate_ptr + row * K + k, mask=here, other=0.0)
-    tl.store(dz_ptr + row * dz_stride + (target - first_class), dz.to(dz_ptr.dtype.element_ty), mask=here)
+    entry, here, _, _, _, _ = _entries(target_ptr, support_ptr, row, k, K, L, first_class, V, num_classes, ignore_index)
+    dz = tl.load(entry_ptr + row * E + k, mask=here, other=0.0)
+    tl.store(dz_ptr + row * dz_stride + (entry - first_class), dz.to(dz_ptr.dtype.element_ty), mask=here)
 
 
 def _row_block(V: int) -> dict[str, int]:
@@ -307,14 +381,24 @@ def _row_block(V: int) -> dict[str, int]:
     return {"BLOCK_V": 4096, "num_warps": 4}
 
 
-def statistics(logits: Tensor, target: Tensor, transform: LogitTransform) -> Tensor:
+def _entry_sizes(target: Tensor, support: Tensor | None) -> tuple[int, int, int]:
+    """Return the number of a row's candidates, that of its support's ids, and the larger of the two."""
+    K, L = target.shape[1], 0 if support is None else support.shape[1]
+    return K, L, max(K, L)
+
+
+def _entry_block(E: int) -> dict[str, int]:
+    return {"BLOCK_K": next_power_of_2(E), "num_warps": 1 if E <= 256 else 4}
+
+
+def statistics(logits: Tensor, target: Tensor, transform: LogitTransform, support: Tensor | None = None) -> Tensor:
     """Compute a rank's statistics, `[3 + K, M]`, from its columns of the rows `[M, V]`."""
-    (M, V), K = logits.shape, target.shape[1]
+    (M, V), (K, L, E) = logits.shape, _entry_sizes(target, support)
     part = empty((STATISTICS + K, M), torch.float32, logits.device)
     wrap_triton(logprob_statistics_kernel)[(M,)](
-        logits, target, part, M, V, K, logits.stride(0),
+        logits, target, support, part, M, V, K, L, logits.stride(0),
         transform.first_class, transform.num_classes, transform.ignore_index, *transform.factors(),
-        transform.softcap or None, BLOCK_K=next_power_of_2(K), **_row_block(V),
+        transform.softcap or None, BLOCK_K=next_power_of_2(E), **_row_block(V),
     )  # fmt: skip
     return part
 
@@ -335,32 +419,32 @@ def combine(parts: Tensor, target: Tensor, transform: LogitTransform) -> tuple[T
 
 def gradients(
     grad: Tensor | None, entropy_grad: Tensor | None, logits: Tensor, target: Tensor, stats: Tensor,
-    dlogits: Tensor, transform: LogitTransform,
+    dlogits: Tensor, transform: LogitTransform, support: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write the gradient of logits `[M, V]`, given those of log-probabilities `[M, K]` and entropy `[M]`.
 
     `dlogits` may be the logits.
     """
-    (M, V), K = logits.shape, target.shape[1]
-    candidates = empty((M, K), torch.float32, logits.device)
+    (M, V), (K, L, E) = logits.shape, _entry_sizes(target, support)
+    entries = empty((M, E), torch.float32, logits.device)
     factors = empty((3, M), torch.float32, logits.device)
     stats = stats.contiguous()
     wrap_triton(logprob_candidates_kernel)[(M,)](
-        logits, target, grad, entropy_grad, stats, candidates, factors,
-        M, V, K, logits.stride(0), *((0, 0) if grad is None else grad.stride()),
+        logits, target, support, grad, entropy_grad, stats, entries, factors,
+        M, V, K, L, E, logits.stride(0), *((0, 0) if grad is None else grad.stride()),
         0 if entropy_grad is None else entropy_grad.stride(0),
         transform.first_class, transform.num_classes, transform.ignore_index, *transform.factors(),
-        transform.softcap or None, BLOCK_K=next_power_of_2(K), num_warps=1,
+        transform.softcap or None, LEAVE_IGNORED=transform.leave_ignored, **_entry_block(E),
     )  # fmt: skip
     block = _row_block(V)
     wrap_triton(logprob_gradient_kernel)[(M * cdiv(V, block["BLOCK_V"]),)](
         logits, stats, factors, dlogits, M, V, logits.stride(0), dlogits.stride(0),
         *transform.factors(), transform.softcap or None,
-        ENTROPY=entropy_grad is not None, LEAVE_IGNORED=transform.leave_ignored, **block,
+        ENTROPY=entropy_grad is not None, **block,
     )  # fmt: skip
     wrap_triton(logprob_scatter_kernel)[(M,)](
-        candidates, target, dlogits, V, K, dlogits.stride(0),
-        transform.first_class, transform.num_classes, transform.ignore_index, BLOCK_K=next_power_of_2(K), num_warps=1,
+        entries, target, support, dlogits, V, K, L, E, dlogits.stride(0),
+        transform.first_class, transform.num_classes, transform.ignore_index, **_entry_block(E),
     )  # fmt: skip
 
 
@@ -393,16 +477,40 @@ def _candidates_cpu(target: Tensor, transform: LogitTransform, V: int) -> tuple[
     return counts, here, torch.where(here, target - transform.first_class, 0)
 
 
-def statistics_cpu(logits: Tensor, target: Tensor, transform: LogitTransform) -> Tensor:
+def _kept_cpu(support: Tensor | None, transform: LogitTransform, V: int) -> Tensor | None:
+    """Return the mask of the columns that are in a row's support, or all where it has none, `[M, V]`.
+
+    An id past the last class raises, unless it is a fake tensor's.
+    """
+    if support is None:
+        return None
+    ids = support.long()
+    if type(ids) is Tensor and bool((ids >= transform.num_classes).any()):
+        raise IndexError(
+            f"support: expected class indices below {transform.num_classes}, or negative ones for none, "
+            f"got {int(ids.max())}"
+        )
+    here = (ids >= transform.first_class) & (ids - transform.first_class < V)
+    kept = torch.zeros((ids.shape[0], V + 1), dtype=torch.bool, device=ids.device)
+    kept.scatter_(-1, torch.where(here, ids - transform.first_class, V), True)
+    return kept[:, :V] | (ids < 0).all(-1, keepdim=True)
+
+
+def _cut_cpu(y: Tensor, kept: Tensor | None) -> Tensor:
+    return y if kept is None else y.masked_fill(~kept, float("-inf"))
+
+
+def statistics_cpu(logits: Tensor, target: Tensor, transform: LogitTransform, support: Tensor | None = None) -> Tensor:
     """`statistics` in plain PyTorch."""
     M, V = logits.shape
     _, here, column = _candidates_cpu(target, transform, V)
+    kept = _kept_cpu(support, transform, V)
     if V == 0:
         shape = (STATISTICS + target.shape[1], M)
         nothing = torch.full(shape, float("-inf"), dtype=torch.float32, device=logits.device)
         nothing[1:STATISTICS] = 0.0
         return nothing
-    y = _transform_cpu(logits, transform)
+    y = _cut_cpu(_transform_cpu(logits, transform), kept)
     m = y.amax(-1)
     d = _below_cpu(y, torch.where(m == float("-inf"), 0.0, m).unsqueeze(-1))
     w = d.exp()
@@ -430,11 +538,13 @@ def combine_cpu(parts: Tensor, target: Tensor, transform: LogitTransform) -> tup
 
 def gradients_cpu(
     grad: Tensor | None, entropy_grad: Tensor | None, logits: Tensor, target: Tensor, stats: Tensor,
-    dlogits: Tensor, transform: LogitTransform,
+    dlogits: Tensor, transform: LogitTransform, support: Tensor | None = None,
 ) -> None:  # fmt: skip
     """`gradients` in plain PyTorch."""
     counts, here, column = _candidates_cpu(target, transform, logits.shape[1])
-    y = _transform_cpu(logits, transform)
+    kept = _kept_cpu(support, transform, logits.shape[1])
+    y = _cut_cpu(_transform_cpu(logits, transform), kept)
+    here = here if kept is None else here & kept.gather(-1, column)
     m, s, mean = (x.unsqueeze(-1) for x in stats.unbind())
     d = _below_cpu(y, m)
     p = d.exp().div_(s)
@@ -460,9 +570,9 @@ def gradients_cpu(
 class LogprobFunctions(NamedTuple):
     """The steps from rows of logits to their results, and from gradients of these to the logits'."""
 
-    statistics: Callable[[Tensor, Tensor, LogitTransform], Tensor]
+    statistics: Callable[..., Tensor]
     combine: Callable[[Tensor, Tensor, LogitTransform], tuple[Tensor, Tensor, Tensor]]
-    gradients: Callable[[Tensor | None, Tensor | None, Tensor, Tensor, Tensor, Tensor, LogitTransform], None]
+    gradients: Callable[..., None]
 
 
 KERNELS = LogprobFunctions(statistics, combine, gradients)
