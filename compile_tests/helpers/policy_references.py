@@ -37,8 +37,10 @@ def grpo_reference(
     sapo_temperature_pos: float = 1.0,
     sapo_temperature_neg: float = 1.05,
     top_entropy_quantile: float = 1.0,
+    max_log_ratio: float | None = None,
     **kw: Any,
 ) -> Tensor:
+    most = math.inf if max_log_ratio is None else max_log_ratio
     logps = logps_of(input, linear_weight, target, **kw)
     entropies = entropies_of(input, linear_weight, target, **kw)
     least = torch.cat(entropies).detach().quantile(1 - top_entropy_quantile)
@@ -65,14 +67,14 @@ def grpo_reference(
         old = logp.detach() if old is None else old
         log_ratio = logp - old
         level = log_ratio if importance_sampling_level == "token" else (log_ratio.sum() / n).expand(log_ratio.shape)
-        ratio = level.exp()
+        ratio = level.clamp(-most, most).exp()
         if loss_type == "cispo":
             terms = -ratio.detach().clamp(max=high) * A * logp
         elif loss_type == "sapo":
             tau = torch.where(torch.as_tensor(A) > 0, sapo_temperature_pos, sapo_temperature_neg)
             terms = -4 / tau * F.sigmoid(tau * (ratio - 1)) * A
         elif loss_type == "vespo":
-            log_w = log_ratio.clamp(-20, 20).sum()
+            log_w = log_ratio.clamp(-min(20, most), min(20, most)).sum()
             if correct is not None:
                 log_w = log_w + correct.log().clamp(math.log(1e-8), 20).sum()
             log_w = log_w.clamp(math.log(1e-8), 20).detach()
@@ -88,7 +90,7 @@ def grpo_reference(
         if correct is not None and loss_type != "vespo":
             terms = terms * correct
         if beta:
-            r = ref - logp
+            r = (ref - logp).clamp(-most, most)
             kl = {"k1": -r, "k2": r**2 / 2, "k3": r.exp() - r - 1}[kl_estimator]
             terms = terms + beta * (kl * ratio if use_bias_correction_kl else kl)
         sums.append(terms.sum())
@@ -134,11 +136,13 @@ def rloo_reference(
     old_logps: Tensor,
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
+    max_log_ratio: float | None = None,
     **kw: Any,
 ) -> Tensor:
+    most = math.inf if max_log_ratio is None else max_log_ratio
     high, losses = epsilon if epsilon_high is None else epsilon_high, []
     for logp, A, old in zip(logps_of(input, linear_weight, target, **kw), advantages, old_logps, strict=True):
-        ratio = (logp.sum() - old).exp()
+        ratio = (logp.sum() - old).clamp(-most, most).exp()
         losses.append(-torch.minimum(ratio * A, ratio.clamp(1 - epsilon, 1 + high) * A))
     return torch.stack(losses).mean()
 
@@ -151,6 +155,7 @@ def ppo_reference(
     *,
     old_per_token_logps: Tensor,
     cliprange: float = 0.2,
+    max_log_ratio: float | None = None,
     values: Tensor,
     old_values: Tensor,
     returns: Tensor,
@@ -169,7 +174,8 @@ def ppo_reference(
             returns,
         )
     )
-    ratio = (logp - old).exp()
+    most = math.inf if max_log_ratio is None else max_log_ratio
+    ratio = (logp - old).clamp(-most, most).exp()
     policy = -torch.minimum(ratio * A, ratio.clamp(1 - cliprange, 1 + cliprange) * A).mean()
     held = torch.minimum(torch.maximum(v, v_old - cliprange_value), v_old + cliprange_value)
     return policy + vf_coef / 2 * torch.maximum((v - R) ** 2, (held - R) ** 2).mean()

@@ -201,6 +201,15 @@ WRONG: list[tuple[str, type[Exception], str, Callable[[Tensor, Tensor, Tensor], 
         "max_completion_length: expected a number with 'constant'",
         lambda x, w, t: losses.grpo(x[:1], w, t[:1], x[:1, :, 0], sequence_ids=t[:1], loss_agg="constant"),
     ),
+    *(
+        (
+            f"bound of {fn.__name__}",
+            ValueError,
+            f"max_log_ratio: expected a finite positive number, got {bound}",
+            lambda x, w, t, fn=fn, bound=bound: fn(x, w, t, x[:, 0, 0], max_log_ratio=bound),
+        )
+        for fn, bound in ((losses.grpo, 0.0), (losses.ppo, float("inf")), (losses.rloo, -1.0))
+    ),
     (
         "a sum that there is not",
         ValueError,

@@ -94,6 +94,23 @@ def test_divergence_from_the_reference(device: torch.device, estimator: str, cor
     require(GRPO, Sample(sample.args, kwargs, why=f"kl {estimator}"))
 
 
+@pytest.mark.parametrize(("level", "packs"), [("token", False), ("sequence", True)])
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo", "sapo", "vespo"])
+def test_log_ratios_with_a_bound(device: torch.device, loss_type: str, level: str, packs: bool) -> None:
+    """With a wide clip, so that only the bound acts: of the ratio, and of the divergence times it."""
+    x, weight, target = batch(LENGTHS, device)
+    bound = 0.1 if level == "sequence" else 0.3
+    options = {"max_log_ratio": bound, "epsilon": 0.9, "epsilon_high": 9.0, "beta": 0.7, "loss_type": loss_type}
+    options |= {"importance_sampling_level": level, "ref_per_token_logps": near(x, weight, target, 0.5)}
+    sample = of_grpo(device, **options)
+    if packs:
+        args = (x, weight, target, sample.args[3][ORDER])
+        sample = packed(Sample(args, sample.kwargs, why=sample.why), target, OF_TOKENS, ORDER)
+    require(GRPO, sample)
+    without = {name: value for name, value in sample.kwargs.items() if name != "max_log_ratio"}
+    assert losses.grpo(*sample.args, **sample.kwargs)[0] != losses.grpo(*sample.args, **without)[0]
+
+
 @pytest.mark.parametrize("loss_type", TYPES)
 def test_first_step_and_advantages_of_tokens(device: torch.device, loss_type: str) -> None:
     """Without the old policy the ratio is 1, and its gradient that of log pi."""
@@ -171,7 +188,8 @@ def test_rloo(device: torch.device, packs: bool) -> None:
     advantages = torch.randn(len(LENGTHS)).to(device)
     if packs:
         old, advantages = old[ORDER], advantages[ORDER]
-    sample = Sample((x, weight, target, advantages), {"old_logps": old, "epsilon_high": 0.28}, why="rloo")
+    options = {"old_logps": old, "epsilon_high": 0.28, "max_log_ratio": 0.2}
+    sample = Sample((x, weight, target, advantages), options, why="rloo")
     require(RLOO, packed(sample, target, (), ORDER) if packs else sample)
 
 
@@ -186,6 +204,7 @@ def test_ppo(device: torch.device, packs: bool) -> None:
         "old_values": old_values,
         "returns": returns,
         "vf_coef": 0.7,
+        "max_log_ratio": 0.2,
     }
     sample = Sample((x, weight, target, advantages), kwargs, why="ppo")
     require(PPO, packed(sample, target, tuple(kwargs)[:4], ORDER) if packs else sample)

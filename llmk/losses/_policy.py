@@ -88,9 +88,11 @@ class VespoOptions(NamedTuple):
     lambda_pos: float
     k_neg: float
     lambda_neg: float
+    max_log_ratio: float
+    """The bound of a token's log-ratio."""
 
 
-_MIN_LOG_RATIO, _MAX_LOG_RATIO = math.log(1e-8), 20.0
+_MIN_LOG_RATIO, MAX_LOG_RATIO = math.log(1e-8), 20.0
 
 
 def vespo_weight(
@@ -100,10 +102,10 @@ def vespo_weight(
 
     VESPO, 2026, as TRL has it: logarithms are clamped, and a correction for the sampler is part of w.
     """
-    log_w = sequences.sum(log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO))
+    log_w = sequences.sum(log_ratio.clamp(-options.max_log_ratio, options.max_log_ratio))
     if correction is not None:
-        log_w = log_w + sequences.sum(correction.log().clamp(_MIN_LOG_RATIO, _MAX_LOG_RATIO))
-    log_w = sequences.expand_to_tokens(log_w.clamp(_MIN_LOG_RATIO, _MAX_LOG_RATIO))
+        log_w = log_w + sequences.sum(correction.log().clamp(_MIN_LOG_RATIO, MAX_LOG_RATIO))
+    log_w = sequences.expand_to_tokens(log_w.clamp(_MIN_LOG_RATIO, MAX_LOG_RATIO))
     positive = advantages >= 0
     k = torch.where(positive, torch.full_like(advantages, options.k_pos), options.k_neg)
     scale = torch.where(positive, torch.full_like(advantages, options.lambda_pos), options.lambda_neg).clamp(min=1e-4)

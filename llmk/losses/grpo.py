@@ -16,7 +16,7 @@ from llmk.losses._batch import (
     mean_over_tokens,
     resolve_num_sequences,
 )
-from llmk.losses._policy import AGGREGATIONS, TYPES, Totals, VespoOptions, ratio_level, vespo_weight
+from llmk.losses._policy import AGGREGATIONS, MAX_LOG_RATIO, TYPES, Totals, VespoOptions, ratio_level, vespo_weight
 from llmk.losses._sampling import difference_metrics, high_entropy_mask, masked_max, masked_min, ratio_metrics
 from llmk.ops.linear_loss.objectives.policy import ESTIMATORS, PolicyOptions, PolicyTerms
 from llmk.registry import check_finite, check_not_negative, check_option
@@ -32,6 +32,7 @@ def grpo(
     importance_sampling_ratio: Tensor | None = None,
     num_items_in_batch: Tensor | float | None = None, max_completion_length: int | None = None,
     entropy_coef: float = 0.0, use_bias_correction_kl: bool = True, kl_estimator: str = "k3",
+    max_log_ratio: float | None = None,
     off_policy_mask_threshold: float | None = None, sampling_per_token_logps: Tensor | None = None,
     top_entropy_quantile: float = 1.0, sapo_temperature_pos: float = 1.0, sapo_temperature_neg: float = 1.05,
     vespo_k_pos: float = 2.0, vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0,
@@ -75,6 +76,9 @@ def grpo(
         entropy_coef: Coefficient of the mean entropy over the tokens that count, which is subtracted from the loss.
         use_bias_correction_kl: Multiply the divergence by the ratio, so that its gradient is unbiased.
         kl_estimator: "k3", exp(r) - r - 1 with r = log ref / pi, "k1", -r, or "k2", r**2 / 2.
+        max_log_ratio: Clamp the logarithm of the ratio, and r in the divergence, to this distance from 0, with no
+            gradient through a logarithm that is farther; None for no bound, verl has 20. In "vespo" it bounds the
+            logarithms of tokens, which are clamped at 20 at most.
         off_policy_mask_threshold: Leave a sequence of negative advantage out where the mean of log(sampler / pi) over
             its tokens is larger.
         sampling_per_token_logps: Log-probabilities `[B, S]` of the sampler, for the mask and the metrics;
@@ -122,6 +126,8 @@ def grpo(
             check_not_negative(name, number)
     check_positive("sapo_temperature_pos", sapo_temperature_pos)
     check_positive("sapo_temperature_neg", sapo_temperature_neg)
+    if max_log_ratio is not None:
+        check_positive("max_log_ratio", max_log_ratio)
     advantages = without_last_axis(advantages)
     count = resolve_num_sequences(num_sequences, "advantages", advantages)
     sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count)
@@ -157,7 +163,7 @@ def grpo(
     high = epsilon if epsilon_high is None else epsilon_high
     options = PolicyOptions(
         TYPES[loss_type].term, importance_sampling_level, epsilon, high, delta,
-        sapo_temperature_pos, sapo_temperature_neg, kl_estimator, use_bias_correction_kl,
+        sapo_temperature_pos, sapo_temperature_neg, kl_estimator, use_bias_correction_kl, max_log_ratio,
     )  # fmt: skip
     weights = divides(sequences, Totals(num_items_in_batch, max_completion_length))
     terms = PolicyTerms(
@@ -172,7 +178,8 @@ def grpo(
     )
     vespo = None
     if loss_type == "vespo":
-        vespo = VespoOptions(vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg)
+        bound = MAX_LOG_RATIO if max_log_ratio is None else min(max_log_ratio, MAX_LOG_RATIO)
+        vespo = VespoOptions(vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg, bound)
     if vespo is None and off_policy_mask_threshold is None and top_entropy_quantile == 1.0:
         loss, logps, entropy = head.policy(input, target, terms, sequences)
     else:

@@ -10,6 +10,7 @@ from llmk.losses._batch import (
     check_is_tensor,
     check_per_sequence,
     check_per_token,
+    check_positive,
     make_sequences,
     masked_mean,
     mean_over_tokens,
@@ -18,7 +19,7 @@ from llmk.losses._batch import (
 from llmk.losses._policy import policy_terms, token_denominator
 from llmk.losses._sampling import masked_max, masked_min
 from llmk.losses.grpo import check_advantages, per_token, without_last_axis
-from llmk.ops.linear_loss.objectives.policy import PolicyOptions
+from llmk.ops.linear_loss.objectives.policy import PolicyOptions, bounded
 from llmk.registry import check_not_negative
 
 
@@ -74,6 +75,7 @@ def reinforce(
 def rloo(
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
     old_logps: Tensor | None = None, epsilon: float = 0.2, epsilon_high: float | None = None,
+    max_log_ratio: float | None = None,
     linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0,
     ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None, sequence_ids: Tensor | None = None,
@@ -86,6 +88,7 @@ def rloo(
         old_logps: Log-probabilities of the old policy, summed over each sequence `[B]`; those of `input` if None.
         epsilon: The ratio is clipped from below at 1 - epsilon.
         epsilon_high: The ratio is clipped from above at 1 + epsilon_high; `epsilon` if None.
+        max_log_ratio: Clamp the logarithm of the ratio to this distance from 0, as in `grpo`.
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `grpo`.
         sequence_ids: As in `grpo`.
@@ -104,6 +107,8 @@ def rloo(
     check_between("epsilon", epsilon, 0.0, float("inf"))
     if epsilon_high is not None:
         check_not_negative("epsilon_high", epsilon_high)
+    if max_log_ratio is not None:
+        check_positive("max_log_ratio", max_log_ratio)
     advantages = without_last_axis(advantages)
     count = resolve_num_sequences(None, "advantages", advantages)
     sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count)
@@ -124,14 +129,15 @@ def rloo(
     high = epsilon if epsilon_high is None else epsilon_high
     lengths, advantages = sequences.lengths.clamp(min=1.0), advantages.detach().float()
     old = None if old_logps is None else old_logps.detach().float()
+    options = PolicyOptions("clipped", "sequence_sum", epsilon, high, max_log_ratio=max_log_ratio)
     terms = policy_terms(
-        PolicyOptions("clipped", "sequence_sum", epsilon, high), per_token(advantages, sequences),
+        options, per_token(advantages, sequences),
         sequences.mask * sequences.expand_to_tokens(1.0 / lengths) / sequences.num_sequences(), sequences,
         None if old is None else per_token(old / lengths, sequences),
     )  # fmt: skip
     loss, token_logps, entropy = head.policy(input, target, terms, sequences)
     logps = sequences.sum(token_logps)
-    ratio = (logps - (logps if old is None else old)).exp()
+    ratio = bounded(logps - (logps if old is None else old), max_log_ratio).exp()
     # An empty completion has no token that could carry its loss.
     empty = sequences.lengths == 0
     loss = loss + sequences.mean(torch.where(empty, clipped_loss(ratio, advantages, epsilon, high), 0.0))
@@ -156,7 +162,8 @@ def clipped_loss(ratio: Tensor, advantages: Tensor, low: float, high: float) -> 
 
 def ppo(
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
-    old_per_token_logps: Tensor | None = None, cliprange: float = 0.2, values: Tensor | None = None,
+    old_per_token_logps: Tensor | None = None, cliprange: float = 0.2, max_log_ratio: float | None = None,
+    values: Tensor | None = None,
     old_values: Tensor | None = None, returns: Tensor | None = None, cliprange_value: float = 0.2,
     vf_coef: float = 0.1, linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0,
     softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
@@ -173,6 +180,7 @@ def ppo(
         advantages: `[B, S]`, or `[B]` or `[B, 1]`, one for each sequence.
         old_per_token_logps: Log-probabilities `[B, S]` of the old policy; those of `input` if None.
         cliprange: The ratio is clipped to this distance from 1.
+        max_log_ratio: Clamp the logarithm of the ratio to this distance from 0, as in `grpo`.
         values: Predictions `[B, S]` of the value model, which get a gradient; None for the policy loss alone.
         old_values, returns: `[B, S]`, needed with `values`: v_old and R.
         cliprange_value: Values are clipped to this distance from the old ones.
@@ -196,6 +204,8 @@ def ppo(
     check_between("cliprange", cliprange, 0.0, float("inf"))
     check_between("cliprange_value", cliprange_value, 0.0, float("inf"))
     check_not_negative("vf_coef", vf_coef)
+    if max_log_ratio is not None:
+        check_positive("max_log_ratio", max_log_ratio)
     advantages = without_last_axis(advantages)
     count = resolve_num_sequences(num_sequences, "advantages", advantages)
     sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count)
@@ -216,7 +226,7 @@ def ppo(
         logits_dtype,
     )
     old = None if old_per_token_logps is None else per_token(old_per_token_logps, sequences)
-    options = PolicyOptions(epsilon=cliprange, epsilon_high=cliprange)
+    options = PolicyOptions(epsilon=cliprange, epsilon_high=cliprange, max_log_ratio=max_log_ratio)
     weight = sequences.mask.float() / token_denominator(None, sequences)
     terms = policy_terms(options, per_token(advantages, sequences), weight, sequences, old)
     policy, logps, entropy = head.policy(input, target, terms, sequences)

@@ -115,6 +115,7 @@ class PolicyCall(GroupsCall):
     sapo_temperature_neg: float
     kl_estimator: str
     use_bias_correction_kl: bool
+    max_log_ratio: float | None
 
     @property
     def group(self) -> torch.Size:
@@ -150,6 +151,7 @@ class PolicyCall(GroupsCall):
                 self.sapo_temperature_neg,
                 self.kl_estimator,
                 self.use_bias_correction_kl,
+                self.max_log_ratio,
             ),
             level=rowwise_level(self.importance_sampling_level, counts),
         )
@@ -180,7 +182,7 @@ def fused_linear_policy_samples(device: torch.device, dtype: torch.dtype) -> Ite
     yield Sample(args, why="nothing but log-probabilities, the first step")
     yield Sample(args, {"logits_dtype": dtype}, why="logits of the input's dtype")
     everything = {"linear_bias": randn(37), "temperature": 1.7, "logit_scale": 0.5}
-    everything |= {"softcap": 4.0, "epsilon_high": 0.28, "delta": 1.5}
+    everything |= {"softcap": 4.0, "epsilon_high": 0.28, "delta": 1.5, "max_log_ratio": 0.4}
     for loss_type, estimator in (("sapo", "k1"), ("cispo", "k2"), ("clipped", "k3")):
         kwargs = given | everything | {"loss_type": loss_type, "kl_estimator": estimator}
         yield Sample(args, kwargs | {"chunk_size": 8}, why=f"every option, {loss_type}, two chunks")
@@ -250,6 +252,7 @@ def fused_linear_policy(
     sapo_temperature_neg: float = 1.05,
     kl_estimator: str = "k3",
     use_bias_correction_kl: bool = False,
+    max_log_ratio: float | None = None,
     temperature: float = 1.0,
     logit_scale: float = 1.0,
     softcap: float = 0.0,
@@ -289,6 +292,8 @@ def fused_linear_policy(
             positive.
         kl_estimator: "k1", "k2" or "k3", as in `grpo`.
         use_bias_correction_kl: Multiply the divergence by the ratio.
+        max_log_ratio: Clamp the logarithm of the ratio, and log pi / ref in the divergence, to this distance from 0;
+            None for no bound. No gradient goes through a logarithm that is farther.
         temperature: Divides the logits, after the cap; positive.
         logit_scale: Factor of the logits, before the cap.
         softcap: Logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.
@@ -339,6 +344,7 @@ def fused_linear_policy(
         sapo_temperature_neg=sapo_temperature_neg,
         kl_estimator=kl_estimator,
         use_bias_correction_kl=use_bias_correction_kl,
+        max_log_ratio=max_log_ratio,
     )
     _check_loss(call)
     for name in ("target", *PER_TOKEN):
@@ -359,8 +365,9 @@ def _check_loss(call: PolicyCall) -> None:
     for name in ("epsilon", "epsilon_high", "delta"):
         if getattr(call, name) is not None:
             check_number(name, getattr(call, name), 0.0, float("inf"), "a number of at least 0")
-    for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
-        check_number(name, getattr(call, name), TINY, LARGEST, "a finite positive number")
+    for name in ("sapo_temperature_pos", "sapo_temperature_neg", "max_log_ratio"):
+        if getattr(call, name) is not None:
+            check_number(name, getattr(call, name), TINY, LARGEST, "a finite positive number")
     if call.importance_sampling_level != "token" and call.input.dim() < 2:
         expected = f"[..., S, H] with importance_sampling_level {call.importance_sampling_level!r}"
         raise ValueError(f"input: expected shape {expected}, got {tuple(call.input.shape)}")

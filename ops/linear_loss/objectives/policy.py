@@ -29,6 +29,7 @@ class PolicyOptions(NamedTuple):
     sapo_temperature_neg: float = 1.05
     kl_estimator: str = "k3"
     use_bias_correction_kl: bool = False
+    max_log_ratio: float | None = None
 
 
 class PolicyLoss(NamedTuple):
@@ -122,6 +123,16 @@ LOSSES = {
 }
 
 
+def bounded(log_ratio: Tensor, bound: float | None) -> Tensor:
+    """Clamp to [-bound, bound]; None is no bound."""
+    return log_ratio if bound is None else log_ratio.clamp(-bound, bound)
+
+
+def bounded_grad(grad: Tensor, log_ratio: Tensor, bound: float | None) -> Tensor:
+    """Return the gradient of a logarithm before `bounded` from that after it."""
+    return grad if bound is None else torch.where(log_ratio.abs() > bound, 0.0, grad)
+
+
 class Estimator(NamedTuple):
     """An estimator of KL(pi, ref) from x = log pi / ref of samples of pi, and its derivative by x."""
 
@@ -143,7 +154,9 @@ class PolicyTerms:
 
         sum of weight * f(log pi, r, A) + kl_weight * KL [* r] - entropy_weight * entropy,  r = exp(level(log pi / old))
 
-    `level` is a symmetric linear function: it maps tokens' values to themselves or their sequence's mean or sum.
+    `level` is a symmetric linear function: it maps tokens' values to themselves or their sequence's mean or sum. With
+    `max_log_ratio` log r, and log pi / ref in the divergence, are clamped to that distance from 0: no gradient goes
+    through a logarithm that is farther.
     """
 
     advantages: Tensor
@@ -155,15 +168,19 @@ class PolicyTerms:
     options: PolicyOptions
     level: Callable[[Tensor], Tensor]
 
-    def log_ratio(self, logps: Tensor) -> Tensor:
+    def _level_log_ratio(self, logps: Tensor) -> Tensor:
         return self.level(logps - (logps.detach() if self.old_logps is None else self.old_logps))
+
+    def log_ratio(self, logps: Tensor) -> Tensor:
+        return bounded(self._level_log_ratio(logps), self.options.max_log_ratio)
 
     def ratio(self, logps: Tensor) -> Tensor:
         return self.log_ratio(logps).exp()
 
     def divergence(self, logps: Tensor, log_ratio: Tensor) -> Tensor:
         assert self.ref_logps is not None
-        kl = ESTIMATORS[self.options.kl_estimator].value(logps - self.ref_logps)
+        x = bounded(logps - self.ref_logps, self.options.max_log_ratio)
+        kl = ESTIMATORS[self.options.kl_estimator].value(x)
         return kl * log_ratio.exp() if self.options.use_bias_correction_kl else kl
 
     def _acting(self, log_ratio: Tensor) -> Tensor:
@@ -179,17 +196,19 @@ class PolicyTerms:
 
     def gradients(self, logprobs: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the gradients of the log-probabilities and of the entropies."""
-        log_ratio, (_, gradient_of, wrt_log_ratio) = self.log_ratio(logprobs), LOSSES[self.options.loss_type]
+        bound, (_, gradient_of, wrt_log_ratio) = self.options.max_log_ratio, LOSSES[self.options.loss_type]
+        unbounded = self._level_log_ratio(logprobs)
+        log_ratio = bounded(unbounded, bound)
         grad = self.weight * gradient_of(self.options, logprobs, self._acting(log_ratio), self.advantages)
         by_logps, by_ratio = (torch.zeros_like(grad), grad) if wrt_log_ratio else (grad, torch.zeros_like(grad))
         if self.kl_weight is not None:
             assert self.ref_logps is not None
-            estimator, x = ESTIMATORS[self.options.kl_estimator], logprobs - self.ref_logps
-            ratio = log_ratio.exp() if self.options.use_bias_correction_kl else None
-            grad = estimator.gradient(x)
+            estimator, unbounded_x = ESTIMATORS[self.options.kl_estimator], logprobs - self.ref_logps
+            ratio, x = log_ratio.exp() if self.options.use_bias_correction_kl else None, bounded(unbounded_x, bound)
+            grad = bounded_grad(estimator.gradient(x), unbounded_x, bound)
             by_logps = by_logps + self.kl_weight * (grad if ratio is None else grad * ratio)
             by_ratio = by_ratio if ratio is None else by_ratio + self.kl_weight * estimator.value(x) * ratio
-        by_logps = by_logps + self.level(by_ratio)
+        by_logps = by_logps + self.level(bounded_grad(by_ratio, unbounded, bound))
         return by_logps, None if self.entropy_weight is None else -self.entropy_weight
 
 
