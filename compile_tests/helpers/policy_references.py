@@ -1,7 +1,6 @@
 """The policy losses of `llmk.losses` from whole logits, a sequence at a time, in plain PyTorch."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +8,31 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compile_tests.helpers.loss_references import entropies_of, logps_of, split
+
+WAYS = {"grpo": "sequence_mean", "sapo": "sequence_mean", "luspo": "sequence_sum", "dr_grpo": "constant"}
+WAYS |= {"dapo": "token", "cispo": "token", "vespo": "token", "bnpo": "own tokens"}
+
+
+def reduced(
+    losses: list[Tensor],
+    way: str,
+    S: int,
+    *,
+    num_items_in_batch: float | None = None,
+    max_completion_length: int | None = None,
+    num_sequences_in_batch: float | None = None,
+    count_empty_sequences: bool = True,
+    **_: Any,
+) -> Tensor:
+    """One number of the losses of the tokens of each sequence."""
+    if way in ("token", "own tokens"):
+        items = None if way == "own tokens" else num_items_in_batch
+        return torch.cat(losses).sum() / (max(sum(map(len, losses)), 1) if items is None else items)
+    count = max(sum(1 for each in losses if count_empty_sequences or len(each)), 1)
+    count = count if num_sequences_in_batch is None else num_sequences_in_batch
+    divisors = {"sequence_sum": 1, "constant": max_completion_length or S}
+    sums = [each.sum() / divisors.get(way, max(len(each), 1)) for each in losses]
+    return torch.stack(sums).sum() / count
 
 
 def grpo_reference(
@@ -27,8 +51,6 @@ def grpo_reference(
     loss_agg: str | None = None,
     importance_sampling_level: str = "token",
     importance_sampling_ratio: Tensor | None = None,
-    num_items_in_batch: float | None = None,
-    max_completion_length: int | None = None,
     entropy_coef: float = 0.0,
     use_bias_correction_kl: bool = True,
     kl_estimator: str = "k3",
@@ -52,7 +74,7 @@ def grpo_reference(
         return split(values, target, **kw) if values.dim() == 2 and values.shape == target.shape else list(values)
 
     high = epsilon if epsilon_high is None else epsilon_high
-    sums, means = [], []
+    losses = []
     for logp, acts, A, old, ref, correct, sampled in zip(
         logps,
         high_entropy,
@@ -93,20 +115,8 @@ def grpo_reference(
             r = (ref - logp).clamp(-most, most)
             kl = {"k1": -r, "k2": r**2 / 2, "k3": r.exp() - r - 1}[kl_estimator]
             terms = terms + beta * (kl * ratio if use_bias_correction_kl else kl)
-        sums.append(terms.sum())
-        means.append(terms.sum() / n)
-    total = max(sum(len(logp) for logp in logps), 1)
-    ways: dict[str, Callable[[], Tensor]] = {
-        "grpo": lambda: torch.stack(means).mean(),
-        "sapo": lambda: torch.stack(means).mean(),
-        "luspo": lambda: torch.stack(sums).mean(),
-        "bnpo": lambda: torch.stack(sums).sum() / total,
-        "dr_grpo": lambda: torch.stack(sums).sum() / (len(sums) * (max_completion_length or target.shape[1])),
-    }
-    as_type = {"sequence_mean": "grpo", "sequence_sum": "luspo", "constant": "dr_grpo"}
-    name = loss_type if loss_agg is None else as_type.get(loss_agg, "dapo")
-    by_items = total if num_items_in_batch is None else num_items_in_batch
-    loss: Tensor = ways[name]() if name in ways else torch.stack(sums).sum() / by_items
+        losses.append(terms)
+    loss = reduced(losses, WAYS[loss_type] if loss_agg is None else loss_agg, target.shape[1], **kw)
     if entropy_coef:
         loss = loss - entropy_coef * torch.cat(entropies)[torch.cat(high_entropy)].sum() / sum(map(sum, high_entropy))
     return loss
@@ -118,13 +128,12 @@ def reinforce_reference(
     target: Tensor,
     advantages: Tensor,
     *,
-    num_items_in_batch: float | None = None,
+    loss_agg: str = "token",
     **kw: Any,
 ) -> Tensor:
     logps = logps_of(input, linear_weight, target, **kw)
     of = split(advantages, target, **kw) if advantages.dim() == 2 else list(advantages)
-    total = sum((-A * logp).sum() for logp, A in zip(logps, of, strict=True))
-    return total / (num_items_in_batch or sum(len(logp) for logp in logps))
+    return reduced([-A * logp for logp, A in zip(logps, of, strict=True)], loss_agg, target.shape[1], **kw)
 
 
 def rloo_reference(
@@ -161,21 +170,19 @@ def ppo_reference(
     returns: Tensor,
     cliprange_value: float = 0.2,
     vf_coef: float = 0.1,
+    loss_agg: str = "token",
     **kw: Any,
 ) -> Tensor:
-    logp, A, old, v, v_old, R = (
-        torch.cat(split(x, target, **kw) if isinstance(x, Tensor) else x)
-        for x in (
-            logps_of(input, linear_weight, target, **kw),
-            advantages,
-            old_per_token_logps,
-            values,
-            old_values,
-            returns,
-        )
-    )
     most = math.inf if max_log_ratio is None else max_log_ratio
-    ratio = (logp - old).clamp(-most, most).exp()
-    policy = -torch.minimum(ratio * A, ratio.clamp(1 - cliprange, 1 + cliprange) * A).mean()
-    held = torch.minimum(torch.maximum(v, v_old - cliprange_value), v_old + cliprange_value)
-    return policy + vf_coef / 2 * torch.maximum((v - R) ** 2, (held - R) ** 2).mean()
+    policy, value = [], []
+    for logp, A, old, v, v_old, R in zip(
+        logps_of(input, linear_weight, target, **kw),
+        *(split(x, target, **kw) for x in (advantages, old_per_token_logps, values, old_values, returns)),
+        strict=True,
+    ):
+        ratio = (logp - old).clamp(-most, most).exp()
+        policy.append(-torch.minimum(ratio * A, ratio.clamp(1 - cliprange, 1 + cliprange) * A))
+        held = torch.minimum(torch.maximum(v, v_old - cliprange_value), v_old + cliprange_value)
+        value.append(torch.maximum((v - R) ** 2, (held - R) ** 2))
+    policy_loss, value_loss = (reduced(each, loss_agg, target.shape[1], **kw) for each in (policy, value))
+    return policy_loss + vf_coef / 2 * value_loss

@@ -203,6 +203,36 @@ WRONG: list[tuple[str, type[Exception], str, Callable[[Tensor, Tensor, Tensor], 
     ),
     *(
         (
+            f"sum of {fn.__name__}",
+            ValueError,
+            "loss_agg: expected one of 'token', 'sequence_mean'",
+            lambda x, w, t, fn=fn: fn(x, w, t, x[:, 0, 0], loss_agg="seq-mean-token-mean"),
+        )
+        for fn in (losses.ppo, losses.reinforce)
+    ),
+    *(
+        (
+            f"items of {fn.__name__}",
+            ValueError,
+            r"num_items_in_batch: expected a scalar, got shape \(2,\)",
+            lambda x, w, t, fn=fn: fn(x, w, t, x[:, 0, 0], num_items_in_batch=x[0, 0, :2]),
+        )
+        for fn in (losses.grpo, losses.ppo, losses.reinforce)
+    ),
+    (
+        "sequences",
+        TypeError,
+        "num_sequences_in_batch: expected a scalar tensor or a number, got str",
+        lambda x, w, t: losses.ppo(x, w, t, x[:, 0, 0], num_sequences_in_batch="4"),
+    ),
+    (
+        "length of a packed batch",
+        ValueError,
+        "max_completion_length: expected a number with 'constant' and sequence_ids",
+        lambda x, w, t: losses.reinforce(x[:1], w, t[:1], x[:1, :, 0], sequence_ids=t[:1], loss_agg="constant"),
+    ),
+    *(
+        (
             f"bound of {fn.__name__}",
             ValueError,
             f"max_log_ratio: expected a finite positive number, got {bound}",

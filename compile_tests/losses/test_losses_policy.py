@@ -59,6 +59,28 @@ def test_any_sum_of_any_type(device: torch.device, loss_type: str, loss_agg: str
     require(GRPO, packed(Sample(args, sample.kwargs, why=sample.why), target, OF_TOKENS, ORDER))
 
 
+@pytest.mark.parametrize("options", [{}, {"count_empty_sequences": False}, {"num_sequences_in_batch": 11}], ids=str)
+@pytest.mark.parametrize("loss_agg", AGGREGATIONS)
+def test_sums_with_empty_sequences(device: torch.device, loss_agg: str, options: dict[str, Any]) -> None:
+    """Of 6 sequences two have no token: each of three losses, padded and packed."""
+    lengths = [0, 4, 1, 0, 3, 2]
+    x, weight, target = batch(lengths, device)
+    rows, order = torch.randn(6).to(device), [0, 2, 1, 3, 5, 4]  # an empty one first
+    others = {"loss_agg": loss_agg, "max_completion_length": 7, "num_items_in_batch": 13.0, **options}
+    values = {name: torch.randn(target.shape).to(device) for name in ("values", "old_values", "returns")}
+    old = {"old_per_token_logps": near(x, weight, target, 0.3)}
+    for op, advantages, given in (
+        (GRPO, rows, {"loss_type": "cispo", "importance_sampling_level": "sequence", **old}),
+        (REINFORCE, rows, {}),
+        (PPO, torch.randn(target.shape).to(device), {**values, **old}),
+    ):
+        padded = Sample((x, weight, target, advantages), given | others, why="empty sequences")
+        require(op, padded)
+        if advantages.dim() == 1:
+            padded = Sample((x, weight, target, advantages[order]), padded.kwargs, why=padded.why)
+        require(op, packed(padded, target, (*OF_TOKENS, *values), order))
+
+
 @pytest.mark.parametrize(("level", "packs"), [("token", False), ("sequence", True)])
 @pytest.mark.parametrize("loss_type", TYPES)
 def test_every_option_packed_and_padded(device: torch.device, loss_type: str, level: str, packs: bool) -> None:

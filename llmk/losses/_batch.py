@@ -87,6 +87,19 @@ def check_between(name: str, value: float, low: float, high: float) -> None:
         raise ValueError(f"{name}: expected a number from {low:g} to {high:g}, got {value}")
 
 
+def check_denominator(name: str, value: Any) -> None:
+    """Check a number, or a tensor of one, by which a sum is divided; None is the batch's own."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"{name}: expected a scalar, got shape {tuple(value.shape)}")
+    elif value is not None and not isinstance(value, int | float | torch.SymInt | torch.SymFloat):
+        raise TypeError(f"{name}: expected a scalar tensor or a number, got {type(value).__name__}")
+
+
+def at_least_one(value: Tensor | float) -> Tensor | float:
+    return value.detach().reshape(()).clamp(min=1) if isinstance(value, Tensor) else max(value, 1)
+
+
 @dataclass(frozen=True)
 class Sequences:
     """Which sequence each token belongs to, in a padded batch or a packed one, and sums over sequences."""

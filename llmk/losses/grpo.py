@@ -16,7 +16,16 @@ from llmk.losses._batch import (
     mean_over_tokens,
     resolve_num_sequences,
 )
-from llmk.losses._policy import AGGREGATIONS, MAX_LOG_RATIO, TYPES, Totals, VespoOptions, ratio_level, vespo_weight
+from llmk.losses._policy import (
+    AGGREGATIONS,
+    MAX_LOG_RATIO,
+    TYPES,
+    Totals,
+    VespoOptions,
+    check_totals,
+    ratio_level,
+    vespo_weight,
+)
 from llmk.losses._sampling import difference_metrics, high_entropy_mask, masked_max, masked_min, ratio_metrics
 from llmk.ops.linear_loss.objectives.policy import ESTIMATORS, PolicyOptions, PolicyTerms
 from llmk.registry import check_finite, check_not_negative, check_option
@@ -31,6 +40,7 @@ def grpo(
     loss_agg: str | None = None, importance_sampling_level: str = "token",
     importance_sampling_ratio: Tensor | None = None,
     num_items_in_batch: Tensor | float | None = None, max_completion_length: int | None = None,
+    num_sequences_in_batch: Tensor | float | None = None, count_empty_sequences: bool = True,
     entropy_coef: float = 0.0, use_bias_correction_kl: bool = True, kl_estimator: str = "k3",
     max_log_ratio: float | None = None,
     off_policy_mask_threshold: float | None = None, sampling_per_token_logps: Tensor | None = None,
@@ -72,6 +82,10 @@ def grpo(
         importance_sampling_ratio: Factor of each token's loss that corrects for the sampler's own log-probabilities:
             `[B, S]`, `[B, 1]` or `[B]`; 0 leaves a token out.
         num_items_in_batch: Denominator of "dapo", "cispo", "vespo" and "token"; the tokens that count if None.
+        num_sequences_in_batch: Number of sequences by which the other types and aggregations divide, a scalar: those of
+            all batches of a step; those of this batch if None.
+        count_empty_sequences: Count sequences without a token that counts, as TRL does, among those of this batch;
+            without them, as in verl.
         max_completion_length: Length by which "dr_grpo" and "constant" divide; S if None. A packed batch needs it.
         entropy_coef: Coefficient of the mean entropy over the tokens that count, which is subtracted from the loss.
         use_bias_correction_kl: Multiply the divergence by the ratio, so that its gradient is unbiased.
@@ -141,10 +155,8 @@ def grpo(
             check_per_token(name, value, target)
     if beta != 0.0 and ref_per_token_logps is None:
         raise ValueError(f"ref_per_token_logps: expected shape {tuple(target.shape)} where beta is {beta}, got None")
-    divides = TYPES[loss_type].weights if loss_agg is None else AGGREGATIONS[loss_agg]
-    if divides is AGGREGATIONS["constant"]:
-        _check_length(loss_agg or loss_type, max_completion_length, sequences)
-    _check_lengths(num_items_in_batch, max_completion_length)
+    totals = Totals(num_items_in_batch, max_completion_length, num_sequences_in_batch, count_empty_sequences)
+    check_totals(loss_agg or loss_type, sequences, totals)
     correction = None
     if importance_sampling_ratio is not None:
         correction = _correction(importance_sampling_ratio, sequences)
@@ -165,7 +177,7 @@ def grpo(
         TYPES[loss_type].term, importance_sampling_level, epsilon, high, delta,
         sapo_temperature_pos, sapo_temperature_neg, kl_estimator, use_bias_correction_kl, max_log_ratio,
     )  # fmt: skip
-    weights = divides(sequences, Totals(num_items_in_batch, max_completion_length))
+    weights = (TYPES[loss_type].weights if loss_agg is None else AGGREGATIONS[loss_agg])(sequences, totals)
     terms = PolicyTerms(
         advantages=per_token(advantages, sequences),
         weight=weights if correction is None or loss_type == "vespo" else weights * correction,
@@ -284,18 +296,6 @@ def _sampler_metrics(
     else:
         metrics = ratio_metrics(correction, sequences.mask)
     return metrics if sampled is None else metrics | difference_metrics(old, sampled.detach().float(), sequences)
-
-
-def _check_lengths(num_items: Tensor | float | None, max_completion_length: int | None) -> None:
-    if isinstance(num_items, Tensor) and num_items.numel() != 1:
-        raise ValueError(f"num_items_in_batch: expected a scalar, got shape {tuple(num_items.shape)}")
-    if max_completion_length is not None and max_completion_length < 1:
-        raise ValueError(f"max_completion_length: expected a number of at least 1, got {max_completion_length}")
-
-
-def _check_length(name: str, max_completion_length: int | None, sequences: Sequences) -> None:
-    if max_completion_length is None and sequences.ids is not None:
-        raise ValueError(f"max_completion_length: expected a number with {name!r} and sequence_ids, got None")
 
 
 def _means(values: Tensor, sequences: Sequences, by_sequence: bool) -> tuple[Tensor, Tensor]:

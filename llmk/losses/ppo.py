@@ -16,26 +16,31 @@ from llmk.losses._batch import (
     mean_over_tokens,
     resolve_num_sequences,
 )
-from llmk.losses._policy import policy_terms, token_denominator
+from llmk.losses._policy import AGGREGATIONS, Totals, check_totals, policy_terms
 from llmk.losses._sampling import masked_max, masked_min
 from llmk.losses.grpo import check_advantages, per_token, without_last_axis
 from llmk.ops.linear_loss.objectives.policy import PolicyOptions, bounded
-from llmk.registry import check_not_negative
+from llmk.registry import check_not_negative, check_option
 
 
 def reinforce(
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
+    loss_agg: str = "token", max_completion_length: int | None = None,
+    num_sequences_in_batch: Tensor | float | None = None, count_empty_sequences: bool = True,
     num_items_in_batch: Tensor | float | None = None, linear_bias: Tensor | None = None, temperature: float = 1.0,
     logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False,
     chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None, sequence_ids: Tensor | None = None, num_sequences: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """REINFORCE: the sum over tokens of -A * log pi, divided by the tokens that count.
+    """REINFORCE: the mean over the tokens that count of -A * log pi.
 
     Args:
         input, linear_weight, target: As in `grpo`.
         advantages: Rewards less a baseline: `[B]` or `[B, 1]`, one for each sequence, or `[B, S]`.
-        num_items_in_batch: Denominator, a scalar; the tokens that count if None.
+        loss_agg: How the losses of tokens are summed and divided: "token", "sequence_mean", "sequence_sum" or
+            "constant", as in `grpo`.
+        num_items_in_batch: Denominator of "token", a scalar; the tokens that count if None.
+        max_completion_length, num_sequences_in_batch, count_empty_sequences: As in `grpo`.
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `grpo`.
         sequence_ids, num_sequences: As in `grpo`.
@@ -51,10 +56,13 @@ def reinforce(
 
     Source: Williams, 1992, https://doi.org/10.1007/BF00992696.
     """
+    check_option("loss_agg", loss_agg, tuple(AGGREGATIONS))
     advantages = without_last_axis(advantages)
     count = resolve_num_sequences(num_sequences, "advantages", advantages)
     sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count)
     check_advantages(advantages, sequences)
+    totals = Totals(num_items_in_batch, max_completion_length, num_sequences_in_batch, count_empty_sequences)
+    check_totals(loss_agg, sequences, totals)
     head = Head(
         linear_weight,
         linear_bias,
@@ -66,7 +74,7 @@ def reinforce(
         chunk_size,
         logits_dtype,
     )
-    weight = sequences.mask.float() / token_denominator(num_items_in_batch, sequences)
+    weight = AGGREGATIONS[loss_agg](sequences, totals)
     terms = policy_terms(PolicyOptions("reinforce"), per_token(advantages, sequences), weight, sequences)
     loss, _, entropy = head.policy(input, target, terms, sequences)
     return sequences.checked(loss), {"entropy": mean_over_tokens(entropy, sequences)}
@@ -162,9 +170,11 @@ def clipped_loss(ratio: Tensor, advantages: Tensor, low: float, high: float) -> 
 
 def ppo(
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
-    old_per_token_logps: Tensor | None = None, cliprange: float = 0.2, max_log_ratio: float | None = None,
-    values: Tensor | None = None,
+    old_per_token_logps: Tensor | None = None, cliprange: float = 0.2, values: Tensor | None = None,
     old_values: Tensor | None = None, returns: Tensor | None = None, cliprange_value: float = 0.2,
+    max_log_ratio: float | None = None, loss_agg: str = "token", max_completion_length: int | None = None,
+    num_items_in_batch: Tensor | float | None = None, num_sequences_in_batch: Tensor | float | None = None,
+    count_empty_sequences: bool = True,
     vf_coef: float = 0.1, linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0,
     softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None,
@@ -185,6 +195,10 @@ def ppo(
         old_values, returns: `[B, S]`, needed with `values`: v_old and R.
         cliprange_value: Values are clipped to this distance from the old ones.
         vf_coef: Coefficient of the value loss.
+        loss_agg: How the losses of tokens are summed and divided, those of values too: "token", "sequence_mean",
+            "sequence_sum" or "constant", as in `grpo`.
+        num_items_in_batch: Denominator of "token", a scalar; the tokens that count if None.
+        max_completion_length, num_sequences_in_batch, count_empty_sequences: As in `grpo`.
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `grpo`.
         sequence_ids, num_sequences: As in `grpo`.
@@ -204,6 +218,7 @@ def ppo(
     check_between("cliprange", cliprange, 0.0, float("inf"))
     check_between("cliprange_value", cliprange_value, 0.0, float("inf"))
     check_not_negative("vf_coef", vf_coef)
+    check_option("loss_agg", loss_agg, tuple(AGGREGATIONS))
     if max_log_ratio is not None:
         check_positive("max_log_ratio", max_log_ratio)
     advantages = without_last_axis(advantages)
@@ -213,6 +228,8 @@ def ppo(
     if old_per_token_logps is not None:
         check_per_token("old_per_token_logps", old_per_token_logps, target)
     _check_values(values, old_values, returns, target)
+    totals = Totals(num_items_in_batch, max_completion_length, num_sequences_in_batch, count_empty_sequences)
+    check_totals(loss_agg, sequences, totals)
 
     head = Head(
         linear_weight,
@@ -227,7 +244,7 @@ def ppo(
     )
     old = None if old_per_token_logps is None else per_token(old_per_token_logps, sequences)
     options = PolicyOptions(epsilon=cliprange, epsilon_high=cliprange, max_log_ratio=max_log_ratio)
-    weight = sequences.mask.float() / token_denominator(None, sequences)
+    weight = AGGREGATIONS[loss_agg](sequences, totals)
     terms = policy_terms(options, per_token(advantages, sequences), weight, sequences, old)
     policy, logps, entropy = head.policy(input, target, terms, sequences)
     ratio, negative = terms.ratio(logps), terms.advantages < 0
@@ -242,7 +259,7 @@ def ppo(
         return sequences.checked(policy), metrics
     assert old_values is not None
     assert returns is not None
-    value, value_metrics = _value_loss(values, old_values, returns, cliprange_value, sequences)
+    value, value_metrics = _value_loss(values, old_values, returns, cliprange_value, weight, sequences)
     return sequences.checked(policy + vf_coef * value), metrics | value_metrics
 
 
@@ -256,12 +273,12 @@ def _check_values(values: Tensor | None, old_values: Tensor | None, returns: Ten
 
 
 def _value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float, sequences: Sequences
+    values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float, weight: Tensor, sequences: Sequences
 ) -> tuple[Tensor, dict[str, Tensor]]:
     old, returns = per_token(old_values, sequences), per_token(returns, sequences)
     values = torch.where(sequences.mask, values.float(), 0.0)
     free = (values - returns).square()
     held = (torch.clamp(values, old - cliprange, old + cliprange) - returns).square()
-    loss = 0.5 * mean_over_tokens(torch.where(sequences.mask, torch.maximum(free, held), 0.0), sequences)
+    loss = 0.5 * (weight * torch.where(sequences.mask, torch.maximum(free, held), 0.0)).sum()
     clips = (held > free).detach() & sequences.mask
     return loss, {"loss/value_avg": loss.detach(), "val/clipfrac_avg": mean_over_tokens(clips.float(), sequences)}
