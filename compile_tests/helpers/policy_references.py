@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compile_tests.helpers.loss_references import entropies_of, logps_of, split
+from compile_tests.helpers.loss_references import entropies_of, logps_of, mean, split
 
 WAYS = {"grpo": "sequence_mean", "sapo": "sequence_mean", "luspo": "sequence_sum", "dr_grpo": "constant"}
 WAYS |= {"dapo": "token", "cispo": "token", "vespo": "token", "bnpo": "own tokens"}
@@ -146,6 +146,7 @@ def rloo_reference(
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
     max_log_ratio: float | None = None,
+    num_items_in_batch: float | None = None,
     **kw: Any,
 ) -> Tensor:
     most = math.inf if max_log_ratio is None else max_log_ratio
@@ -153,7 +154,7 @@ def rloo_reference(
     for logp, A, old in zip(logps_of(input, linear_weight, target, **kw), advantages, old_logps, strict=True):
         ratio = (logp.sum() - old).clamp(-most, most).exp()
         losses.append(-torch.minimum(ratio * A, ratio.clamp(1 - epsilon, 1 + high) * A))
-    return torch.stack(losses).mean()
+    return mean(torch.stack(losses), num_items_in_batch)
 
 
 def ppo_reference(

@@ -217,7 +217,42 @@ WRONG: list[tuple[str, type[Exception], str, Callable[[Tensor, Tensor, Tensor], 
             r"num_items_in_batch: expected a scalar, got shape \(2,\)",
             lambda x, w, t, fn=fn: fn(x, w, t, x[:, 0, 0], num_items_in_batch=x[0, 0, :2]),
         )
-        for fn in (losses.grpo, losses.ppo, losses.reinforce)
+        for fn in (losses.grpo, losses.ppo, losses.reinforce, losses.rloo)
+    ),
+    *(
+        (
+            f"items of {fn.__name__}",
+            TypeError,
+            "num_items_in_batch: expected a scalar tensor or a number, got str",
+            lambda x, w, t, fn=fn: fn(x, w, t, num_items_in_batch="4"),
+        )
+        for fn in (losses.dpo, losses.cpo, losses.simpo, losses.orpo, losses.sft, losses.dft)
+    ),
+    (
+        "items of kto",
+        ValueError,
+        r"num_items_in_batch: expected a scalar, got shape \(4,\)",
+        lambda x, w, t: losses.kto(x, w, t, t[:, 0] > 0, ref_logps=x[:, 0, 0], num_items_in_batch=x[:, 0, 0]),
+    ),
+    (
+        "items of heads",
+        ValueError,
+        "num_items_in_batch: expected 1, one for each of inputs, got 2",
+        lambda x, w, t: losses.multi_token([x], w, [t], num_items_in_batch=[1.0, 2.0]),
+    ),
+    (
+        "chosen tokens",
+        ValueError,
+        r"num_chosen_tokens_in_batch: expected a scalar, got shape \(4,\)",
+        lambda x, w, t: losses.orpo(x, w, t, num_chosen_tokens_in_batch=x[:, 0, 0]),
+    ),
+    (
+        "a product of means",
+        ValueError,
+        "num_items_in_batch: expected None with use_weighting and 'sft'",
+        lambda x, w, t: losses.dpo(
+            x, w, t, ref_logps=x[:, 0, 0], loss_type=["ipo", "sft"], use_weighting=True, num_items_in_batch=7
+        ),
     ),
     (
         "sequences",

@@ -210,7 +210,7 @@ def test_rloo(device: torch.device, packs: bool) -> None:
     advantages = torch.randn(len(LENGTHS)).to(device)
     if packs:
         old, advantages = old[ORDER], advantages[ORDER]
-    options = {"old_logps": old, "epsilon_high": 0.28, "max_log_ratio": 0.2}
+    options = {"old_logps": old, "epsilon_high": 0.28, "max_log_ratio": 0.2, "num_items_in_batch": 11}
     sample = Sample((x, weight, target, advantages), options, why="rloo")
     require(RLOO, packed(sample, target, (), ORDER) if packs else sample)
 

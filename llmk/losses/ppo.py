@@ -7,6 +7,7 @@ from llmk.losses._batch import (
     Head,
     Sequences,
     check_between,
+    check_denominator,
     check_is_tensor,
     check_per_sequence,
     check_per_token,
@@ -83,7 +84,7 @@ def reinforce(
 def rloo(
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
     old_logps: Tensor | None = None, epsilon: float = 0.2, epsilon_high: float | None = None,
-    max_log_ratio: float | None = None,
+    max_log_ratio: float | None = None, num_items_in_batch: Tensor | float | None = None,
     linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0,
     ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None, sequence_ids: Tensor | None = None,
@@ -97,6 +98,8 @@ def rloo(
         epsilon: The ratio is clipped from below at 1 - epsilon.
         epsilon_high: The ratio is clipped from above at 1 + epsilon_high; `epsilon` if None.
         max_log_ratio: Clamp the logarithm of the ratio to this distance from 0, as in `grpo`.
+        num_items_in_batch: Denominator of the mean over sequences, a scalar: the sequences of all batches of a step;
+            those of this batch if None.
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `grpo`.
         sequence_ids: As in `grpo`.
@@ -115,6 +118,7 @@ def rloo(
     check_between("epsilon", epsilon, 0.0, float("inf"))
     if epsilon_high is not None:
         check_not_negative("epsilon_high", epsilon_high)
+    check_denominator("num_items_in_batch", num_items_in_batch)
     if max_log_ratio is not None:
         check_positive("max_log_ratio", max_log_ratio)
     advantages = without_last_axis(advantages)
@@ -140,7 +144,7 @@ def rloo(
     options = PolicyOptions("clipped", "sequence_sum", epsilon, high, max_log_ratio=max_log_ratio)
     terms = policy_terms(
         options, per_token(advantages, sequences),
-        sequences.mask * sequences.expand_to_tokens(1.0 / lengths) / sequences.num_sequences(), sequences,
+        sequences.mask * AGGREGATIONS["sequence_mean"](sequences, Totals(num_sequences=num_items_in_batch)), sequences,
         None if old is None else per_token(old / lengths, sequences),
     )  # fmt: skip
     loss, token_logps, entropy = head.policy(input, target, terms, sequences)
@@ -148,7 +152,8 @@ def rloo(
     ratio = bounded(logps - (logps if old is None else old), max_log_ratio).exp()
     # An empty completion has no token that could carry its loss.
     empty = sequences.lengths == 0
-    loss = loss + sequences.mean(torch.where(empty, clipped_loss(ratio, advantages, epsilon, high), 0.0))
+    of_empty = torch.where(empty, clipped_loss(ratio, advantages, epsilon, high), 0.0)
+    loss = loss + sequences.mean(of_empty, num_items_in_batch)
     low_clips = ((ratio < 1 - epsilon) & (advantages < 0)).float()
     high_clips = ((ratio > 1 + high) & (advantages > 0)).float()
     low_mean, high_mean = masked_mean(low_clips, None), masked_mean(high_clips, None)
