@@ -10,7 +10,12 @@ from torch import Tensor
 from compile_tests.helpers.loss_references import entropies_of, logps_of, mean, split
 
 WAYS = {"grpo": "sequence_mean", "sapo": "sequence_mean", "luspo": "sequence_sum", "dr_grpo": "constant"}
-WAYS |= {"dapo": "token", "cispo": "token", "vespo": "token", "bnpo": "own tokens"}
+WAYS |= {"dapo": "token", "cispo": "token", "vespo": "token", "bnpo": "own tokens", "gpg": "token"}
+
+
+def dual_clip(loss: Tensor, A: Tensor, c: float) -> Tensor:
+    """Of a negative advantage max(min(r A, clip(r) A), c A) is maximized."""
+    return torch.where(torch.as_tensor(A) < 0, torch.minimum(loss, -c * A), loss) if c < math.inf else loss
 
 
 def reduced(
@@ -60,6 +65,7 @@ def grpo_reference(
     sapo_temperature_neg: float = 1.05,
     top_entropy_quantile: float = 1.0,
     max_log_ratio: float | None = None,
+    clip_ratio_c: float = math.inf,
     **kw: Any,
 ) -> Tensor:
     most = math.inf if max_log_ratio is None else max_log_ratio
@@ -102,9 +108,11 @@ def grpo_reference(
             log_w = log_w.clamp(math.log(1e-8), 20).detach()
             k, lam = (torch.where(torch.as_tensor(A) >= 0, x, y) for x, y in ((2.0, 3.0), (3.0, 2.0)))
             terms = -(lam.exp() * log_w.exp() ** k * torch.exp(-lam * log_w.exp())) * A * logp
+        elif loss_type == "gpg":
+            terms = -A * logp
         else:
             first = ratio if delta is None else ratio.clamp(max=delta)
-            terms = -torch.minimum(first * A, ratio.clamp(1 - epsilon, 1 + high) * A)
+            terms = dual_clip(-torch.minimum(first * A, ratio.clamp(1 - epsilon, 1 + high) * A), A, clip_ratio_c)
         if off_policy_mask_threshold is not None:
             drift = ((old if sampled is None else sampled) - logp.detach()).sum() / n
             terms = terms * ((torch.as_tensor(A) >= 0) | (drift <= off_policy_mask_threshold))
@@ -113,7 +121,8 @@ def grpo_reference(
             terms = terms * correct
         if beta:
             r = (ref - logp).clamp(-most, most)
-            kl = {"k1": -r, "k2": r**2 / 2, "k3": r.exp() - r - 1}[kl_estimator]
+            k2, k3 = r**2 / 2, r.exp() - r - 1
+            kl = {"k1": -r, "k2": k2, "k3": k3, "k3+": k2 - k2.detach() + k3.detach()}[kl_estimator]
             terms = terms + beta * (kl * ratio if use_bias_correction_kl else kl)
         losses.append(terms)
     loss = reduced(losses, WAYS[loss_type] if loss_agg is None else loss_agg, target.shape[1], **kw)
@@ -172,6 +181,7 @@ def ppo_reference(
     cliprange_value: float = 0.2,
     vf_coef: float = 0.1,
     loss_agg: str = "token",
+    clip_ratio_c: float = math.inf,
     **kw: Any,
 ) -> Tensor:
     most = math.inf if max_log_ratio is None else max_log_ratio
@@ -182,7 +192,8 @@ def ppo_reference(
         strict=True,
     ):
         ratio = (logp - old).clamp(-most, most).exp()
-        policy.append(-torch.minimum(ratio * A, ratio.clamp(1 - cliprange, 1 + cliprange) * A))
+        clipped = -torch.minimum(ratio * A, ratio.clamp(1 - cliprange, 1 + cliprange) * A)
+        policy.append(dual_clip(clipped, A, clip_ratio_c))
         held = torch.minimum(torch.maximum(v, v_old - cliprange_value), v_old + cliprange_value)
         value.append(torch.maximum((v - R) ** 2, (held - R) ** 2))
     policy_loss, value_loss = (reduced(each, loss_agg, target.shape[1], **kw) for each in (policy, value))

@@ -89,6 +89,7 @@ def policy_terms(options: PolicyOptions) -> PolicyTerms:
 def test_slopes_of_policies(name: str, estimator: str, corrected: bool) -> None:
     """As autograd has them of the value, where the ratio is a token's own and where it is its sequence's."""
     options = PolicyOptions(name, kl_estimator=estimator, use_bias_correction_kl=corrected, delta=1.3)
+    options = options._replace(clip_ratio_c=1.1)
     bounds = policy_terms(options._replace(max_log_ratio=1e-3)), policy_terms(options._replace(max_log_ratio=0.3))
     for terms in (
         policy_terms(options),

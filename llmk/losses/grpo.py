@@ -27,7 +27,7 @@ from llmk.losses._policy import (
     vespo_weight,
 )
 from llmk.losses._sampling import difference_metrics, high_entropy_mask, masked_max, masked_min, ratio_metrics
-from llmk.ops.linear_loss.objectives.policy import ESTIMATORS, PolicyOptions, PolicyTerms
+from llmk.ops.linear_loss.objectives.policy import ESTIMATORS, PolicyOptions, PolicyTerms, check_above_one
 from llmk.registry import check_finite, check_not_negative, check_option
 
 LEVELS = ("token", "sequence")
@@ -42,7 +42,7 @@ def grpo(
     num_items_in_batch: Tensor | float | None = None, max_completion_length: int | None = None,
     num_sequences_in_batch: Tensor | float | None = None, count_empty_sequences: bool = True,
     entropy_coef: float = 0.0, use_bias_correction_kl: bool = True, kl_estimator: str = "k3",
-    max_log_ratio: float | None = None,
+    max_log_ratio: float | None = None, clip_ratio_c: float | None = None,
     off_policy_mask_threshold: float | None = None, sampling_per_token_logps: Tensor | None = None,
     top_entropy_quantile: float = 1.0, sapo_temperature_pos: float = 1.0, sapo_temperature_neg: float = 1.05,
     vespo_k_pos: float = 2.0, vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0,
@@ -70,11 +70,14 @@ def grpo(
         epsilon_high: The ratio is clipped from above at 1 + epsilon_high; `epsilon` if None. "cispo" clips at
             epsilon_high itself.
         delta: Upper bound of the unclipped ratio, for negative advantages too.
+        clip_ratio_c: Upper bound, above 1, of the ratio in the clipped losses where the advantage is negative: the dual
+            clip; verl has 3. Above 1 + epsilon_high it is what `delta` is.
         loss_type: The token loss and the denominator of its sum:
             "dapo", by `num_items_in_batch`; "bnpo", by the tokens that count; "dr_grpo", by `B *
             max_completion_length`; "grpo", the mean over sequences of their means; "luspo", the mean of their sums;
             "cispo", a clipped ratio as the constant weight of A * log pi, by `num_items_in_batch`; "sapo", a soft gate
-            for the clip, divided as "grpo"; "vespo", a weight from the sequence's ratio, divided as "dapo".
+            for the clip, divided as "grpo"; "vespo", a weight from the sequence's ratio, divided as "dapo"; "gpg", -A
+            log pi, without a ratio, divided as "dapo".
         loss_agg: How the losses of tokens are summed and divided, in place of the way of `loss_type`: "token", by
             `num_items_in_batch`; "sequence_mean", the mean over sequences of their means; "sequence_sum", the mean of
             their sums; "constant", by `B * max_completion_length`.
@@ -89,7 +92,8 @@ def grpo(
         max_completion_length: Length by which "dr_grpo" and "constant" divide; S if None. A packed batch needs it.
         entropy_coef: Coefficient of the mean entropy over the tokens that count, which is subtracted from the loss.
         use_bias_correction_kl: Multiply the divergence by the ratio, so that its gradient is unbiased.
-        kl_estimator: "k3", exp(r) - r - 1 with r = log ref / pi, "k1", -r, or "k2", r**2 / 2.
+        kl_estimator: "k3", exp(r) - r - 1 with r = log ref / pi, "k1", -r, "k2", r**2 / 2, or "k3+", the value of "k3"
+            with the gradient of "k2", which is unbiased without `use_bias_correction_kl`.
         max_log_ratio: Clamp the logarithm of the ratio, and r in the divergence, to this distance from 0, with no
             gradient through a logarithm that is farther; None for no bound, verl has 20. In "vespo" it bounds the
             logarithms of tokens, which are clamped at 20 at most.
@@ -124,7 +128,8 @@ def grpo(
 
     Sources: Shao et al., 2024, https://arxiv.org/abs/2402.03300; each loss type in `_policy.py`; GSPO: Zheng et
     al., 2025, https://arxiv.org/abs/2507.18071; masks and bias correction: DeepSeek-V3.2, 2025,
-    https://arxiv.org/abs/2512.02556. Reference implementation: `trl.GRPOTrainer`.
+    https://arxiv.org/abs/2512.02556; dual clip: Ye et al., 2019, https://arxiv.org/abs/1912.09729. Reference
+    implementations: `trl.GRPOTrainer`, and verl for what TRL does not have.
     """
     check_option("loss_type", loss_type, tuple(TYPES))
     if loss_agg is not None:
@@ -142,6 +147,8 @@ def grpo(
     check_positive("sapo_temperature_neg", sapo_temperature_neg)
     if max_log_ratio is not None:
         check_positive("max_log_ratio", max_log_ratio)
+    if clip_ratio_c is not None:
+        check_above_one("clip_ratio_c", clip_ratio_c)
     advantages = without_last_axis(advantages)
     count = resolve_num_sequences(num_sequences, "advantages", advantages)
     sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count)
@@ -176,6 +183,7 @@ def grpo(
     options = PolicyOptions(
         TYPES[loss_type].term, importance_sampling_level, epsilon, high, delta,
         sapo_temperature_pos, sapo_temperature_neg, kl_estimator, use_bias_correction_kl, max_log_ratio,
+        clip_ratio_c,
     )  # fmt: skip
     weights = (TYPES[loss_type].weights if loss_agg is None else AGGREGATIONS[loss_agg])(sequences, totals)
     terms = PolicyTerms(
@@ -318,7 +326,11 @@ def _clip_metrics(
     low, low_mean = _means((ratio < 1 - options.epsilon) & (advantages < 0), sequences, by_sequence)
     high, high_mean = _means((ratio > 1 + options.epsilon_high) & (advantages > 0), sequences, by_sequence)
     nonempty = sequences.lengths > 0
-    return {
+    dual: dict[str, Tensor] = {}
+    if options.clip_ratio_c is not None:
+        above = (ratio > options.clip_ratio_c) & (advantages < 0)
+        dual = {"clip_ratio/dual_mean": _means(above, sequences, by_sequence)[1]}
+    return dual | {
         "clip_ratio/low_mean": low_mean,
         "clip_ratio/high_mean": high_mean,
         "clip_ratio/region_mean": low_mean + high_mean,

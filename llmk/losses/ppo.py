@@ -20,7 +20,7 @@ from llmk.losses._batch import (
 from llmk.losses._policy import AGGREGATIONS, Totals, check_totals, policy_terms
 from llmk.losses._sampling import masked_max, masked_min
 from llmk.losses.grpo import check_advantages, per_token, without_last_axis
-from llmk.ops.linear_loss.objectives.policy import PolicyOptions, bounded
+from llmk.ops.linear_loss.objectives.policy import PolicyOptions, bounded, check_above_one
 from llmk.registry import check_not_negative, check_option
 
 
@@ -177,7 +177,8 @@ def ppo(
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
     old_per_token_logps: Tensor | None = None, cliprange: float = 0.2, values: Tensor | None = None,
     old_values: Tensor | None = None, returns: Tensor | None = None, cliprange_value: float = 0.2,
-    max_log_ratio: float | None = None, loss_agg: str = "token", max_completion_length: int | None = None,
+    max_log_ratio: float | None = None, clip_ratio_c: float | None = None,
+    loss_agg: str = "token", max_completion_length: int | None = None,
     num_items_in_batch: Tensor | float | None = None, num_sequences_in_batch: Tensor | float | None = None,
     count_empty_sequences: bool = True,
     vf_coef: float = 0.1, linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0,
@@ -196,6 +197,7 @@ def ppo(
         old_per_token_logps: Log-probabilities `[B, S]` of the old policy; those of `input` if None.
         cliprange: The ratio is clipped to this distance from 1.
         max_log_ratio: Clamp the logarithm of the ratio to this distance from 0, as in `grpo`.
+        clip_ratio_c: Upper bound, above 1, of the ratio where the advantage is negative, the dual clip, as in `grpo`.
         values: Predictions `[B, S]` of the value model, which get a gradient; None for the policy loss alone.
         old_values, returns: `[B, S]`, needed with `values`: v_old and R.
         cliprange_value: Values are clipped to this distance from the old ones.
@@ -217,8 +219,8 @@ def ppo(
 
     Three products, as `grpo` with ratios of tokens.
 
-    Sources: Schulman et al., 2017, https://arxiv.org/abs/1707.06347, equations 7 and 9. Reference implementation: the
-    `PPOTrainer` that TRL had before 1.16.
+    Sources: Schulman et al., 2017, https://arxiv.org/abs/1707.06347, equations 7 and 9; dual clip: Ye et al., 2019,
+    https://arxiv.org/abs/1912.09729. Reference implementation: the `PPOTrainer` that TRL had before 1.16.
     """
     check_between("cliprange", cliprange, 0.0, float("inf"))
     check_between("cliprange_value", cliprange_value, 0.0, float("inf"))
@@ -226,6 +228,8 @@ def ppo(
     check_option("loss_agg", loss_agg, tuple(AGGREGATIONS))
     if max_log_ratio is not None:
         check_positive("max_log_ratio", max_log_ratio)
+    if clip_ratio_c is not None:
+        check_above_one("clip_ratio_c", clip_ratio_c)
     advantages = without_last_axis(advantages)
     count = resolve_num_sequences(num_sequences, "advantages", advantages)
     sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count)
@@ -248,7 +252,9 @@ def ppo(
         logits_dtype,
     )
     old = None if old_per_token_logps is None else per_token(old_per_token_logps, sequences)
-    options = PolicyOptions(epsilon=cliprange, epsilon_high=cliprange, max_log_ratio=max_log_ratio)
+    options = PolicyOptions(
+        epsilon=cliprange, epsilon_high=cliprange, max_log_ratio=max_log_ratio, clip_ratio_c=clip_ratio_c
+    )
     weight = AGGREGATIONS[loss_agg](sequences, totals)
     terms = policy_terms(options, per_token(advantages, sequences), weight, sequences, old)
     policy, logps, entropy = head.policy(input, target, terms, sequences)
@@ -260,6 +266,8 @@ def ppo(
         "policy/clipfrac_avg": mean_over_tokens((clips & sequences.mask).float(), sequences),
         "loss/policy_avg": policy.detach(),
     }
+    if clip_ratio_c is not None:
+        metrics["policy/clipfrac_dual_avg"] = mean_over_tokens((negative & (ratio > clip_ratio_c)).float(), sequences)
     if values is None:
         return sequences.checked(policy), metrics
     assert old_values is not None

@@ -36,6 +36,7 @@ from llmk.ops.linear_loss.objectives.policy import (
     LOSSES,
     PolicyOptions,
     PolicyTerms,
+    check_above_one,
     rowwise_level,
 )
 from llmk.registry import (
@@ -116,6 +117,7 @@ class PolicyCall(GroupsCall):
     kl_estimator: str
     use_bias_correction_kl: bool
     max_log_ratio: float | None
+    clip_ratio_c: float | None
 
     @property
     def group(self) -> torch.Size:
@@ -152,6 +154,7 @@ class PolicyCall(GroupsCall):
                 self.kl_estimator,
                 self.use_bias_correction_kl,
                 self.max_log_ratio,
+                self.clip_ratio_c,
             ),
             level=rowwise_level(self.importance_sampling_level, counts),
         )
@@ -183,7 +186,8 @@ def fused_linear_policy_samples(device: torch.device, dtype: torch.dtype) -> Ite
     yield Sample(args, {"logits_dtype": dtype}, why="logits of the input's dtype")
     everything = {"linear_bias": randn(37), "temperature": 1.7, "logit_scale": 0.5}
     everything |= {"softcap": 4.0, "epsilon_high": 0.28, "delta": 1.5, "max_log_ratio": 0.4}
-    for loss_type, estimator in (("sapo", "k1"), ("cispo", "k2"), ("clipped", "k3")):
+    everything |= {"clip_ratio_c": 1.2}
+    for loss_type, estimator in (("sapo", "k1"), ("cispo", "k2"), ("clipped", "k3+")):
         kwargs = given | everything | {"loss_type": loss_type, "kl_estimator": estimator}
         yield Sample(args, kwargs | {"chunk_size": 8}, why=f"every option, {loss_type}, two chunks")
     kwargs |= {"importance_sampling_level": "sequence", "use_bias_correction_kl": True}
@@ -253,6 +257,7 @@ def fused_linear_policy(
     kl_estimator: str = "k3",
     use_bias_correction_kl: bool = False,
     max_log_ratio: float | None = None,
+    clip_ratio_c: float | None = None,
     temperature: float = 1.0,
     logit_scale: float = 1.0,
     softcap: float = 0.0,
@@ -290,10 +295,11 @@ def fused_linear_policy(
         delta: Upper bound of the unclipped ratio in "clipped".
         sapo_temperature_pos, sapo_temperature_neg: Temperatures of "sapo" for positive and for other advantages;
             positive.
-        kl_estimator: "k1", "k2" or "k3", as in `grpo`.
+        kl_estimator: "k1", "k2", "k3" or "k3+", as in `grpo`.
         use_bias_correction_kl: Multiply the divergence by the ratio.
         max_log_ratio: Clamp the logarithm of the ratio, and log pi / ref in the divergence, to this distance from 0;
             None for no bound. No gradient goes through a logarithm that is farther.
+        clip_ratio_c: Upper bound, above 1, of the ratio in "clipped" where the advantage is negative; None for none.
         temperature: Divides the logits, after the cap; positive.
         logit_scale: Factor of the logits, before the cap.
         softcap: Logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.
@@ -345,6 +351,7 @@ def fused_linear_policy(
         kl_estimator=kl_estimator,
         use_bias_correction_kl=use_bias_correction_kl,
         max_log_ratio=max_log_ratio,
+        clip_ratio_c=clip_ratio_c,
     )
     _check_loss(call)
     for name in ("target", *PER_TOKEN):
@@ -362,6 +369,8 @@ def _check_loss(call: PolicyCall) -> None:
     check_option("loss_type", call.loss_type, tuple(LOSSES))
     check_option("importance_sampling_level", call.importance_sampling_level, LEVELS)
     check_option("kl_estimator", call.kl_estimator, tuple(ESTIMATORS))
+    if call.clip_ratio_c is not None:
+        check_above_one("clip_ratio_c", call.clip_ratio_c)
     for name in ("epsilon", "epsilon_high", "delta"):
         if getattr(call, name) is not None:
             check_number(name, getattr(call, name), 0.0, float("inf"), "a number of at least 0")

@@ -30,6 +30,12 @@ class PolicyOptions(NamedTuple):
     kl_estimator: str = "k3"
     use_bias_correction_kl: bool = False
     max_log_ratio: float | None = None
+    clip_ratio_c: float | None = None
+
+
+def check_above_one(name: str, value: float) -> None:
+    if not 1.0 < value < float("inf"):
+        raise ValueError(f"{name}: expected a finite number above 1, got {value}")
 
 
 class PolicyLoss(NamedTuple):
@@ -47,15 +53,18 @@ def _bounds(options: PolicyOptions, advantages: Tensor) -> tuple[Tensor, Tensor]
     """Return the bounds between which the loss depends on the ratio; its minimum removes one bound or both."""
     low, high = 1 - options.epsilon, 1 + options.epsilon_high
     most = float("inf") if options.delta is None else options.delta
+    of_negative = max(high, most) if options.clip_ratio_c is None else min(max(high, most), options.clip_ratio_c)
     negative = advantages < 0
     lowest = torch.where(negative, torch.full_like(advantages, low), 0.0)
-    return lowest, torch.where(negative, torch.full_like(advantages, max(high, most)), min(high, most))
+    return lowest, torch.where(negative, torch.full_like(advantages, of_negative), min(high, most))
 
 
 def _clipped(options: PolicyOptions, logps: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
     """-min(r A, clip(r) A): Schulman et al., PPO, 2017, https://arxiv.org/abs/1707.06347, equation 7.
 
-    With `delta` the first ratio is at most that: INTELLECT-2, 2025, https://arxiv.org/abs/2505.07291.
+    With `delta` the first ratio is at most that: INTELLECT-2, 2025, https://arxiv.org/abs/2505.07291. With
+    `clip_ratio_c` the loss of A < 0 is at most -c A, the dual clip: Ye et al., "Mastering Complex Control in MOBA Games
+    with Deep Reinforcement Learning", 2019, https://arxiv.org/abs/1912.09729.
     """
     ratio, (low, high) = log_ratio.detach().exp(), _bounds(options, advantages)
     clips = (ratio < low) | (ratio > high)
@@ -140,12 +149,18 @@ class Estimator(NamedTuple):
     gradient: Callable[[Tensor], Tensor]
 
 
+def _straight_through(x: Tensor) -> Tensor:
+    """The value of k3, which is unbiased, and the gradient of k2, whose expectation is the divergence's gradient."""
+    return torch.expm1(-x.detach()) + x.detach() + x.detach() * (x - x.detach())
+
+
 ESTIMATORS = {
     "k1": Estimator(lambda x: x, torch.ones_like),
     "k2": Estimator(lambda x: 0.5 * x.square(), lambda x: x),
     "k3": Estimator(lambda x: torch.expm1(-x) + x, lambda x: -torch.expm1(-x)),
+    "k3+": Estimator(_straight_through, lambda x: x),
 }
-"""Schulman, 2020, http://joschu.net/blog/kl-approx.html."""
+"""Schulman, 2020, http://joschu.net/blog/kl-approx.html; "k3+" as in verl, https://github.com/volcengine/verl."""
 
 
 @dataclass(frozen=True, kw_only=True)

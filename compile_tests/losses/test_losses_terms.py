@@ -1,0 +1,94 @@
+"""Terms of policy losses that verl has beside TRL's, against compositions in float64 written from the papers."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compile_tests.helpers.loss_references import batch, loss_op, packed
+from compile_tests.helpers.policy_references import grpo_reference, ppo_reference
+from llmk import losses
+from llmk.opcheck.calls import call, require_accurate
+from llmk.registry import Op, Sample
+
+GRPO = loss_op(losses.grpo, grpo_reference)
+PPO = loss_op(losses.ppo, ppo_reference, ("values",))
+LENGTHS = [5, 1, 7, 0, 4, 6]
+ORDER = [3, 1, 0, 5, 2, 4]
+OF_TOKENS = ("old_per_token_logps", "ref_per_token_logps", "values", "old_values", "returns")
+
+
+def require(op: Op, sample: Sample, packs: bool = False) -> None:
+    """The rule of accuracy for the loss and its gradients, of the batch or of the same one packed."""
+    if packs:
+        x, weight, target, advantages = sample.args
+        rows = advantages[ORDER[: len(advantages)]] if advantages.dim() == 1 else advantages
+        sample = packed(Sample((x, weight, target, rows), sample.kwargs, why=sample.why), target, OF_TOKENS, ORDER)
+    require_accurate(op, sample, call(op, sample))
+
+
+def others(logps: Tensor, scale: float) -> Tensor:
+    """Log-probabilities of another policy."""
+    return logps + scale * torch.randn(logps.shape).to(logps.device)
+
+
+def given(
+    device: torch.device, by_token: bool = False, dtype: torch.dtype = torch.float32, scale: float = 0.4, **options: Any
+) -> Sample:
+    """A batch with an empty sequence, and log-probabilities of an old policy and of a reference that are near."""
+    x, weight, target = batch(LENGTHS, device, dtype)
+    scores = torch.nn.functional.linear(x.float(), weight.float()).log_softmax(-1)
+    own = scores.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    advantages = torch.randn(target.shape if by_token else len(target)).to(device)
+    kwargs = {"old_per_token_logps": others(own, scale), **options}
+    if "beta" in options:
+        kwargs["ref_per_token_logps"] = others(own, 0.5)
+    return Sample((x, weight, target, advantages), kwargs, why=str(options))
+
+
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("bound", [1.05, 1.4])
+def test_dual_clip(device: torch.device, bound: float, packs: bool) -> None:
+    """A bound below the clip's upper one, and one above, at both levels and for PPO."""
+    for options in ({}, {"importance_sampling_level": "sequence", "loss_type": "grpo"}, {"delta": 3.0}):
+        sample = given(device, by_token=not packs, clip_ratio_c=bound, **options)
+        require(GRPO, sample, packs)
+    _, metrics = losses.grpo(*sample.args, **sample.kwargs)
+    assert 0 < metrics["clip_ratio/dual_mean"] < 1
+    sample = given(device, by_token=True, clip_ratio_c=bound)
+    values = {name: torch.randn(sample.args[2].shape).to(device) for name in ("values", "old_values", "returns")}
+    sample = Sample(sample.args, sample.kwargs | values, why="ppo")
+    require(PPO, sample, packs)
+    _, metrics = losses.ppo(*sample.args, **sample.kwargs)
+    assert 0 < metrics["policy/clipfrac_dual_avg"] < 1
+
+
+def test_dual_clip_is_delta_above_the_clip(device: torch.device) -> None:
+    sample = given(device)
+    dual, delta = (losses.grpo(*sample.args, **sample.kwargs, **{name: 1.3})[0] for name in ("clip_ratio_c", "delta"))
+    assert torch.equal(dual, delta)
+    assert dual != losses.grpo(*sample.args, **sample.kwargs)[0]
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+def test_the_value_of_one_estimator_and_the_gradient_of_another(device: torch.device, corrected: bool) -> None:
+    sample = given(device, beta=0.7, kl_estimator="k3+", use_bias_correction_kl=corrected)
+    require(GRPO, sample, packs=corrected)
+    value = losses.grpo(*sample.args, **sample.kwargs)[0]
+    torch.testing.assert_close(value, losses.grpo(*sample.args, **sample.kwargs | {"kl_estimator": "k3"})[0])
+
+
+def test_gpg_is_reinforce(device: torch.device) -> None:
+    """Chu et al. sum -A log pi over the batch's tokens and divide by their number."""
+    sample = given(device, loss_type="gpg")
+    want = losses.reinforce(*sample.args)[0]
+    torch.testing.assert_close(losses.grpo(*sample.args, **sample.kwargs)[0], want)
+
+
+@pytest.mark.parametrize("loss_of", [losses.grpo, losses.ppo])
+@pytest.mark.parametrize("bound", [1.0, 0.2, float("nan"), float("inf")])
+def test_dual_clips_that_are_refused(loss_of: Any, bound: float) -> None:
+    sample = given(torch.device("cpu"))
+    with pytest.raises(ValueError, match=f"clip_ratio_c: expected a finite number above 1, got {bound}"):
+        loss_of(*sample.args, **sample.kwargs, clip_ratio_c=bound)
