@@ -9,7 +9,7 @@ from torch import Tensor
 
 from compile_tests.helpers.loss_references import entropies_of, logps_of, mean, split
 
-WAYS = {"grpo": "sequence_mean", "sapo": "sequence_mean", "luspo": "sequence_sum", "dr_grpo": "constant"}
+WAYS = {name: "sequence_mean" for name in ("grpo", "sapo", "gmpo")} | {"luspo": "sequence_sum", "dr_grpo": "constant"}
 WAYS |= {"dapo": "token", "cispo": "token", "vespo": "token", "bnpo": "own tokens", "gpg": "token"}
 
 
@@ -95,6 +95,8 @@ def grpo_reference(
         old = logp.detach() if old is None else old
         log_ratio = logp - old
         level = log_ratio if importance_sampling_level == "token" else (log_ratio.sum() / n).expand(log_ratio.shape)
+        if loss_type == "gmpo":
+            level = (log_ratio.sum() / n).expand(log_ratio.shape)
         ratio = level.clamp(-most, most).exp()
         if loss_type == "cispo":
             terms = -ratio.detach().clamp(max=high) * A * logp
@@ -108,6 +110,10 @@ def grpo_reference(
             log_w = log_w.clamp(math.log(1e-8), 20).detach()
             k, lam = (torch.where(torch.as_tensor(A) >= 0, x, y) for x, y in ((2.0, 3.0), (3.0, 2.0)))
             terms = -(lam.exp() * log_w.exp() ** k * torch.exp(-lam * log_w.exp())) * A * logp
+        elif loss_type == "gmpo":  # the least of both, which A's sign decides
+            sign = torch.sign(torch.as_tensor(A)).expand(log_ratio.shape)
+            clipped = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-epsilon, high))
+            terms = -A * (clipped.sum() / n).clamp(-most, most).exp().expand(clipped.shape)
         elif loss_type == "gpg":
             terms = -A * logp
         else:

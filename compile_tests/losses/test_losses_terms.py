@@ -9,6 +9,7 @@ from torch import Tensor
 from compile_tests.helpers.loss_references import batch, loss_op, packed
 from compile_tests.helpers.policy_references import grpo_reference, ppo_reference
 from llmk import losses
+from llmk.functional import linear_logprobs
 from llmk.opcheck.calls import call, require_accurate
 from llmk.registry import Op, Sample
 
@@ -92,3 +93,34 @@ def test_dual_clips_that_are_refused(loss_of: Any, bound: float) -> None:
     sample = given(torch.device("cpu"))
     with pytest.raises(ValueError, match=f"clip_ratio_c: expected a finite number above 1, got {bound}"):
         loss_of(*sample.args, **sample.kwargs, clip_ratio_c=bound)
+
+
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("by_token", [False, True])
+def test_gmpo(device: torch.device, by_token: bool, packs: bool) -> None:
+    """Advantages of tokens are averaged over the sequence; a divergence with the ratio before it is clipped."""
+    options = {"loss_type": "gmpo", "epsilon": 0.3, "epsilon_high": 0.5, "beta": 0.7}
+    require(GRPO, given(device, by_token, **options), packs)
+    require(GRPO, given(device, by_token, max_log_ratio=0.05, entropy_coef=0.2, loss_agg="token", **options), packs)
+
+
+def test_what_gmpo_clips(device: torch.device) -> None:
+    """No gradient goes through a token that is clipped, and all through the others of its sequence."""
+    sample = given(device, loss_type="gmpo", epsilon=0.3, epsilon_high=0.3)
+    x, weight, target, _ = sample.args
+    x, old = x.requires_grad_(), sample.kwargs["old_per_token_logps"]
+    own, _ = linear_logprobs(x.detach(), weight, target)
+    advantages = torch.tensor([1.0, -1.0, -2.0, 1.0, 1.0, -1.0], device=device)
+    loss, metrics = losses.grpo(x, weight, target, advantages, **sample.kwargs)
+    (grad,) = torch.autograd.grad(loss, x)
+    sign = advantages.sign().unsqueeze(1)
+    clips = (sign * (own - old) > 0.3) & (target != -100)
+    assert torch.equal(grad.any(-1), (target != -100) & ~clips)
+    torch.testing.assert_close(metrics["clip_ratio/region_mean"], clips.sum() / (target != -100).sum())
+    assert 0 < metrics["clip_ratio/region_mean"] < 1
+
+
+def test_gmpo_without_tokens_of_low_entropy_is_refused() -> None:
+    sample = given(torch.device("cpu"), loss_type="gmpo", top_entropy_quantile=0.5)
+    with pytest.raises(ValueError, match="top_entropy_quantile: expected 1 with loss_type 'gmpo'"):
+        losses.grpo(*sample.args, **sample.kwargs)

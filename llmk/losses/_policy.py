@@ -81,6 +81,7 @@ TYPES = {
     "sapo": PolicyType("sapo", _mean_of_means),
     "vespo": PolicyType("reinforce", _over_all_items),  # times `vespo_weight`
     "gpg": PolicyType("reinforce", _over_all_items),
+    "gmpo": PolicyType("gmpo", _mean_of_means),
 }
 """GPG: Chu et al., "GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning", 2025,
 https://arxiv.org/abs/2504.02546."""

@@ -77,11 +77,14 @@ def grpo(
             max_completion_length`; "grpo", the mean over sequences of their means; "luspo", the mean of their sums;
             "cispo", a clipped ratio as the constant weight of A * log pi, by `num_items_in_batch`; "sapo", a soft gate
             for the clip, divided as "grpo"; "vespo", a weight from the sequence's ratio, divided as "dapo"; "gpg", -A
-            log pi, without a ratio, divided as "dapo".
+            log pi, without a ratio, divided as "dapo"; "gmpo", -A times the geometric mean of a sequence's ratios,
+            whose logarithms are clipped, to at most epsilon_high where A is positive and at least -epsilon where it is
+            negative (its paper has 0.4), divided as "grpo". TRL has no `use_bias_correction_kl` with it.
         loss_agg: How the losses of tokens are summed and divided, in place of the way of `loss_type`: "token", by
             `num_items_in_batch`; "sequence_mean", the mean over sequences of their means; "sequence_sum", the mean of
             their sums; "constant", by `B * max_completion_length`.
-        importance_sampling_level: "token", or "sequence": the ratio is the geometric mean over a sequence (GSPO).
+        importance_sampling_level: "token", or "sequence": the ratio is the geometric mean over a sequence (GSPO), which
+            it always is in "gmpo".
         importance_sampling_ratio: Factor of each token's loss that corrects for the sampler's own log-probabilities:
             `[B, S]`, `[B, 1]` or `[B]`; 0 leaves a token out.
         num_items_in_batch: Denominator of "dapo", "cispo", "vespo" and "token"; the tokens that count if None.
@@ -140,6 +143,8 @@ def grpo(
     for name, number in (("beta", beta), ("entropy_coef", entropy_coef)):
         check_finite(name, number)
     check_between("top_entropy_quantile", top_entropy_quantile, 0.0, 1.0)
+    if loss_type == "gmpo" and top_entropy_quantile != 1.0:
+        raise ValueError(f"top_entropy_quantile: expected 1 with loss_type 'gmpo', got {top_entropy_quantile}")
     for name, number in (("epsilon_high", epsilon_high), ("delta", delta)):
         if number is not None:
             check_not_negative(name, number)
@@ -180,8 +185,9 @@ def grpo(
         logits_dtype,
     )
     high = epsilon if epsilon_high is None else epsilon_high
+    level = "sequence" if loss_type == "gmpo" else importance_sampling_level
     options = PolicyOptions(
-        TYPES[loss_type].term, importance_sampling_level, epsilon, high, delta,
+        TYPES[loss_type].term, level, epsilon, high, delta,
         sapo_temperature_pos, sapo_temperature_neg, kl_estimator, use_bias_correction_kl, max_log_ratio,
         clip_ratio_c,
     )  # fmt: skip
@@ -194,7 +200,7 @@ def grpo(
         kl_weight=None if ref_per_token_logps is None or beta == 0.0 else beta * weights,
         entropy_weight=None if entropy_coef == 0.0 else _mean_weights(entropy_coef, sequences.mask),
         options=options,
-        level=ratio_level(importance_sampling_level, sequences),
+        level=ratio_level(level, sequences),
     )
     vespo = None
     if loss_type == "vespo":
@@ -219,11 +225,11 @@ def grpo(
         metrics["policy_loss"] = loss.detach() + (terms.entropy_weight * entropy).sum()
     old = logps if terms.old_logps is None else terms.old_logps
     metrics |= _sampler_metrics(importance_sampling_ratio, correction, old, sampling_per_token_logps, sequences)
-    by_sequence = advantages.dim() == 1 and (importance_sampling_level == "sequence" or loss_type == "vespo")
+    by_sequence = advantages.dim() == 1 and (level == "sequence" or loss_type == "vespo")
     if vespo is not None:
         phi = vespo_weight(logps - old, terms.advantages, correction, sequences, vespo)
         metrics["vespo/phi_seq_mean"] = _means(phi, sequences, by_sequence)[1]
-    metrics |= _clip_metrics(log_ratio.exp(), terms.advantages, sequences, options, by_sequence)
+    metrics |= _clip_metrics(terms, logps, sequences, by_sequence)
     return sequences.checked(loss), metrics
 
 
@@ -313,24 +319,34 @@ def _means(values: Tensor, sequences: Sequences, by_sequence: bool) -> tuple[Ten
     return sequence_values, sequences.mean(sequence_values) if by_sequence else mean_over_tokens(values, sequences)
 
 
-def _clip_metrics(
-    ratio: Tensor, advantages: Tensor, sequences: Sequences, options: PolicyOptions, by_sequence: bool
-) -> dict[str, Tensor]:
+def _clip_metrics(terms: PolicyTerms, logps: Tensor, sequences: Sequences, by_sequence: bool) -> dict[str, Tensor]:
     """Return the fraction of tokens clipped, or of sequences where ratio and advantage are per sequence."""
+    options, advantages = terms.options, terms.advantages
+    if options.loss_type == "gmpo":
+        log_ratio = terms.token_log_ratio(logps)
+        low, high = log_ratio < -options.epsilon, log_ratio > options.epsilon_high
+        return _clip_fractions(low & (advantages < 0), high & (advantages > 0), sequences, by_sequence=False)
+    ratio = terms.ratio(logps)
     if options.loss_type == "cispo":
         clips = (ratio > options.epsilon_high) & (advantages > 0)
         return {"cispo_clip_ratio": _means(clips, sequences, by_sequence)[1]}
     if options.loss_type != "clipped":
         return {}
     ratio = ratio if options.delta is None else ratio.clamp(max=options.delta)
-    low, low_mean = _means((ratio < 1 - options.epsilon) & (advantages < 0), sequences, by_sequence)
-    high, high_mean = _means((ratio > 1 + options.epsilon_high) & (advantages > 0), sequences, by_sequence)
-    nonempty = sequences.lengths > 0
     dual: dict[str, Tensor] = {}
     if options.clip_ratio_c is not None:
         above = (ratio > options.clip_ratio_c) & (advantages < 0)
         dual = {"clip_ratio/dual_mean": _means(above, sequences, by_sequence)[1]}
-    return dual | {
+    low, high = ratio < 1 - options.epsilon, ratio > 1 + options.epsilon_high
+    return dual | _clip_fractions(low & (advantages < 0), high & (advantages > 0), sequences, by_sequence)
+
+
+def _clip_fractions(low: Tensor, high: Tensor, sequences: Sequences, by_sequence: bool) -> dict[str, Tensor]:
+    """Return TRL's metrics of the tokens that are clipped from below and from above."""
+    low, low_mean = _means(low, sequences, by_sequence)
+    high, high_mean = _means(high, sequences, by_sequence)
+    nonempty = sequences.lengths > 0
+    return {
         "clip_ratio/low_mean": low_mean,
         "clip_ratio/high_mean": high_mean,
         "clip_ratio/region_mean": low_mean + high_mean,

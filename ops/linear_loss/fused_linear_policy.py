@@ -192,7 +192,7 @@ def fused_linear_policy_samples(device: torch.device, dtype: torch.dtype) -> Ite
         yield Sample(args, kwargs | {"chunk_size": 8}, why=f"every option, {loss_type}, two chunks")
     kwargs |= {"importance_sampling_level": "sequence", "use_bias_correction_kl": True}
     yield Sample(args, kwargs | {"chunk_size": 11}, why="ratios of sequences, two to a chunk")
-    yield Sample(args, kwargs | {"chunk_size": 4}, why="ratios of sequences, logits made twice")
+    yield Sample(args, kwargs | {"chunk_size": 4, "loss_type": "gmpo"}, why="ratios of sequences, logits made twice")
     skipped, skipped_kwargs = tokens(3, 5, H=16)
     kwargs = skipped_kwargs | everything | {"skip_ignored": True}
     yield Sample(skipped, kwargs | {"loss_type": "dft", "chunk_size": 8}, why="ignored tokens skipped")
@@ -287,7 +287,7 @@ def fused_linear_policy(
         kl_weight: Weight of each token's divergence; None for 0.
         entropy_weight: Weight of each token's entropy, which is subtracted from the loss; None for 0.
         loss_type: "clipped", "cispo" or "sapo", as in `grpo` of `llmk.losses`; "reinforce", -A log pi; "dft", with pi
-            as a constant factor besides.
+            as a constant factor besides; "gmpo", -A r with r of tokens' ratios that are clipped in their logarithms.
         importance_sampling_level: The ratio of a token: "token", its own, "sequence", the geometric mean over its
             sequence, or "sequence_sum", the product.
         epsilon: The ratio is clipped from below at 1 - epsilon.

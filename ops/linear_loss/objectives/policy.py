@@ -47,6 +47,9 @@ class PolicyLoss(NamedTuple):
     value: Callable[[PolicyOptions, Tensor, Tensor, Tensor], Tensor]
     gradient: Callable[[PolicyOptions, Tensor, Tensor, Tensor], Tensor]
     wrt_log_ratio: bool  # the gradient is that by log_ratio
+    clip: Callable[[PolicyOptions, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    """`clip(options, log_ratio, advantages)` of the tokens' own log-ratios before their level is taken, and a mask of
+    those that it leaves as they are."""
 
 
 def _bounds(options: PolicyOptions, advantages: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,12 +126,29 @@ def _dft_grad(options: PolicyOptions, logps: Tensor, log_ratio: Tensor, advantag
     return -advantages * logps.exp()
 
 
+def _surrogate(options: PolicyOptions, logps: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
+    """-r A."""
+    return -log_ratio.exp() * advantages
+
+
+def _log_clip(options: PolicyOptions, log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+    """Clip log r at epsilon_high where A > 0 and at -epsilon elsewhere, so that its product with A's sign is the least.
+
+    The ratio of GMPO is the geometric mean of what is clipped: Zhao et al., "Geometric-Mean Policy Optimization", 2025,
+    https://arxiv.org/abs/2507.20673.
+    """
+    low, high, positive = -options.epsilon, options.epsilon_high, advantages > 0
+    clipped = torch.where(positive, log_ratio.clamp(max=high), log_ratio.clamp(min=low))
+    return clipped, torch.where(positive, log_ratio <= high, log_ratio >= low)
+
+
 LOSSES = {
     "clipped": PolicyLoss(_clipped, _clipped_grad, wrt_log_ratio=True),
     "sapo": PolicyLoss(_sapo, _sapo_grad, wrt_log_ratio=True),
     "cispo": PolicyLoss(_cispo, _cispo_grad, wrt_log_ratio=False),
     "reinforce": PolicyLoss(_reinforce, _reinforce_grad, wrt_log_ratio=False),
     "dft": PolicyLoss(_dft, _dft_grad, wrt_log_ratio=False),
+    "gmpo": PolicyLoss(_surrogate, _surrogate, wrt_log_ratio=True, clip=_log_clip),
 }
 
 
@@ -183,11 +203,11 @@ class PolicyTerms:
     options: PolicyOptions
     level: Callable[[Tensor], Tensor]
 
-    def _level_log_ratio(self, logps: Tensor) -> Tensor:
-        return self.level(logps - (logps.detach() if self.old_logps is None else self.old_logps))
+    def token_log_ratio(self, logps: Tensor) -> Tensor:
+        return logps - (logps.detach() if self.old_logps is None else self.old_logps)
 
     def log_ratio(self, logps: Tensor) -> Tensor:
-        return bounded(self._level_log_ratio(logps), self.options.max_log_ratio)
+        return bounded(self.level(self.token_log_ratio(logps)), self.options.max_log_ratio)
 
     def ratio(self, logps: Tensor) -> Tensor:
         return self.log_ratio(logps).exp()
@@ -203,28 +223,46 @@ class PolicyTerms:
         return torch.where((self.weight != 0) & (self.advantages != 0), log_ratio, 0.0)
 
     def loss(self, logprobs: Tensor, entropy: Tensor) -> Tensor:
-        log_ratio, value = self.log_ratio(logprobs), LOSSES[self.options.loss_type].value
-        each = self.weight * value(self.options, logprobs, self._acting(log_ratio), self.advantages)
+        loss, log_ratio = LOSSES[self.options.loss_type], self.log_ratio(logprobs)
+        acting = log_ratio
+        if loss.clip is not None:
+            clipped, _ = loss.clip(self.options, self.token_log_ratio(logprobs), self.advantages)
+            acting = bounded(self.level(clipped), self.options.max_log_ratio)
+        each = self.weight * loss.value(self.options, logprobs, self._acting(acting), self.advantages)
         if self.kl_weight is not None:
             each = each + self.kl_weight * self.divergence(logprobs, log_ratio)
         return (each if self.entropy_weight is None else each - self.entropy_weight * entropy).sum()
 
     def gradients(self, logprobs: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the gradients of the log-probabilities and of the entropies."""
-        bound, (_, gradient_of, wrt_log_ratio) = self.options.max_log_ratio, LOSSES[self.options.loss_type]
-        unbounded = self._level_log_ratio(logprobs)
-        log_ratio = bounded(unbounded, bound)
-        grad = self.weight * gradient_of(self.options, logprobs, self._acting(log_ratio), self.advantages)
-        by_logps, by_ratio = (torch.zeros_like(grad), grad) if wrt_log_ratio else (grad, torch.zeros_like(grad))
+        bound, loss = self.options.max_log_ratio, LOSSES[self.options.loss_type]
+        unbounded = acting = self.level(self.token_log_ratio(logprobs))
+        moving = None
+        if loss.clip is not None:
+            clipped, moving = loss.clip(self.options, self.token_log_ratio(logprobs), self.advantages)
+            acting = self.level(clipped)
+        grad = loss.gradient(self.options, logprobs, self._acting(bounded(acting, bound)), self.advantages)
+        by_logps = self.weight * grad
+        if loss.wrt_log_ratio:
+            by_logps = self.level(bounded_grad(by_logps, acting, bound))
+            by_logps = by_logps if moving is None else torch.where(moving, by_logps, 0.0)
         if self.kl_weight is not None:
-            assert self.ref_logps is not None
-            estimator, unbounded_x = ESTIMATORS[self.options.kl_estimator], logprobs - self.ref_logps
-            ratio, x = log_ratio.exp() if self.options.use_bias_correction_kl else None, bounded(unbounded_x, bound)
-            grad = bounded_grad(estimator.gradient(x), unbounded_x, bound)
-            by_logps = by_logps + self.kl_weight * (grad if ratio is None else grad * ratio)
-            by_ratio = by_ratio if ratio is None else by_ratio + self.kl_weight * estimator.value(x) * ratio
-        by_logps = by_logps + self.level(bounded_grad(by_ratio, unbounded, bound))
+            by_logps = by_logps + self._divergence_grad(logprobs, unbounded)
         return by_logps, None if self.entropy_weight is None else -self.entropy_weight
+
+    def _divergence_grad(self, logprobs: Tensor, unbounded_log_ratio: Tensor) -> Tensor:
+        """Return the gradient of the log-probabilities through the weighted divergence and the ratio it may have."""
+        assert self.kl_weight is not None
+        assert self.ref_logps is not None
+        estimator, bound = ESTIMATORS[self.options.kl_estimator], self.options.max_log_ratio
+        unbounded = logprobs - self.ref_logps
+        x = bounded(unbounded, bound)
+        grad = self.kl_weight * bounded_grad(estimator.gradient(x), unbounded, bound)
+        if not self.options.use_bias_correction_kl:
+            return grad
+        ratio = bounded(unbounded_log_ratio, bound).exp()
+        by_ratio = self.kl_weight * estimator.value(x) * ratio
+        return grad * ratio + self.level(bounded_grad(by_ratio, unbounded_log_ratio, bound))
 
 
 def rowwise_level(name: str, counts: Tensor) -> Callable[[Tensor], Tensor]:
