@@ -10,7 +10,8 @@ from torch import Tensor
 from compile_tests.helpers.loss_references import entropies_of, logps_of, mean, split
 
 WAYS = {name: "sequence_mean" for name in ("grpo", "sapo", "gmpo")} | {"luspo": "sequence_sum", "dr_grpo": "constant"}
-WAYS |= {"dapo": "token", "cispo": "token", "vespo": "token", "bnpo": "own tokens", "gpg": "token"}
+WAYS |= {"dapo": "token", "cispo": "token", "vespo": "token", "bnpo": "own tokens"}
+WAYS |= {name: "token" for name in ("gpg", "dppo_tv", "dppo_kl")}
 
 
 def dual_clip(loss: Tensor, A: Tensor, c: float) -> Tensor:
@@ -114,6 +115,12 @@ def grpo_reference(
             sign = torch.sign(torch.as_tensor(A)).expand(log_ratio.shape)
             clipped = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-epsilon, high))
             terms = -A * (clipped.sum() / n).clamp(-most, most).exp().expand(clipped.shape)
+        elif loss_type in ("dppo_tv", "dppo_kl"):
+            p, q, up = logp.detach().exp(), old.exp(), torch.as_tensor(A) > 0
+            kl = q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()
+            far = torch.where(up, high, epsilon) < ((p - q).abs() if loss_type == "dppo_tv" else kl)
+            masked = far & torch.where(up, p > q, p < q)
+            terms = torch.where(masked, 0.0, -ratio.detach().clamp(max=delta or math.inf) * A * logp)
         elif loss_type == "gpg":
             terms = -A * logp
         else:

@@ -11,6 +11,7 @@ from compile_tests.helpers.policy_references import grpo_reference, ppo_referenc
 from llmk import losses
 from llmk.functional import linear_logprobs
 from llmk.opcheck.calls import call, require_accurate
+from llmk.ops.linear_loss.objectives.policy import PolicyOptions, PolicyTerms
 from llmk.registry import Op, Sample
 
 GRPO = loss_op(losses.grpo, grpo_reference)
@@ -124,3 +125,31 @@ def test_gmpo_without_tokens_of_low_entropy_is_refused() -> None:
     sample = given(torch.device("cpu"), loss_type="gmpo", top_entropy_quantile=0.5)
     with pytest.raises(ValueError, match="top_entropy_quantile: expected 1 with loss_type 'gmpo'"):
         losses.grpo(*sample.args, **sample.kwargs)
+
+
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize(("loss_type", "epsilon"), [("dppo_tv", 5e-4), ("dppo_kl", 5e-5)])
+def test_dppo(device: torch.device, loss_type: str, epsilon: float, packs: bool) -> None:
+    """Some tokens are past the bound; the ratio has a bound of its own, or none."""
+    options = {"loss_type": loss_type, "epsilon": epsilon, "epsilon_high": epsilon / 10}
+    for delta in (None, 1.2):
+        sample = given(device, by_token=not packs, beta=0.7, delta=delta, **options)
+        require(GRPO, sample, packs)
+        _, metrics = losses.grpo(*sample.args, **sample.kwargs)
+        assert 0 < metrics["dppo_clip_ratio"] < 0.8
+
+
+def test_dppo_of_probabilities_0_and_1(device: torch.device) -> None:
+    """KL(old, pi) is infinite where pi has no probability for what old has, and 0 where both are the same."""
+    logps = torch.tensor([0.0, 0.0, -1e-9, -0.1, 0.0, -200.0, -1.0], device=device)
+    old = torch.tensor([0.0, -0.1, 0.0, 0.0, -1e-9, -1.0, -200.0], device=device)
+    options = PolicyOptions("dppo_kl", epsilon=0.05, epsilon_high=0.05)
+    ones = torch.ones_like(old)
+    kept = {}
+    for sign in (1.0, -1.0):
+        terms = PolicyTerms(
+            advantages=sign * ones, weight=ones, old_logps=old, options=options, level=lambda values: values
+        )
+        kept[sign] = terms.keeps(logps).tolist()
+    assert kept[1.0] == [True, False, True, True, False, True, False]
+    assert kept[-1.0] == [True, True, True, False, True, False, True]

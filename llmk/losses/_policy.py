@@ -82,6 +82,8 @@ TYPES = {
     "vespo": PolicyType("reinforce", _over_all_items),  # times `vespo_weight`
     "gpg": PolicyType("reinforce", _over_all_items),
     "gmpo": PolicyType("gmpo", _mean_of_means),
+    "dppo_tv": PolicyType("dppo_tv", _over_all_items),
+    "dppo_kl": PolicyType("dppo_kl", _over_all_items),
 }
 """GPG: Chu et al., "GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning", 2025,
 https://arxiv.org/abs/2504.02546."""

@@ -79,7 +79,11 @@ def grpo(
             for the clip, divided as "grpo"; "vespo", a weight from the sequence's ratio, divided as "dapo"; "gpg", -A
             log pi, without a ratio, divided as "dapo"; "gmpo", -A times the geometric mean of a sequence's ratios,
             whose logarithms are clipped, to at most epsilon_high where A is positive and at least -epsilon where it is
-            negative (its paper has 0.4), divided as "grpo". TRL has no `use_bias_correction_kl` with it.
+            negative (its paper has 0.4), divided as "grpo". TRL has no `use_bias_correction_kl` with it;
+            "dppo_tv" and "dppo_kl", -min(ratio, delta) * A * log pi with a constant first factor, divided as "dapo", of
+            tokens alone whose divergence, of the token against all others, is within epsilon_high where A is positive
+            and within epsilon elsewhere, or which A moves back: |pi - pi_old|, or KL(pi_old, pi). verl has a `delta` of
+            20.
         loss_agg: How the losses of tokens are summed and divided, in place of the way of `loss_type`: "token", by
             `num_items_in_batch`; "sequence_mean", the mean over sequences of their means; "sequence_sum", the mean of
             their sums; "constant", by `B * max_completion_length`.
@@ -326,6 +330,9 @@ def _clip_metrics(terms: PolicyTerms, logps: Tensor, sequences: Sequences, by_se
         log_ratio = terms.token_log_ratio(logps)
         low, high = log_ratio < -options.epsilon, log_ratio > options.epsilon_high
         return _clip_fractions(low & (advantages < 0), high & (advantages > 0), sequences, by_sequence=False)
+    keeps = terms.keeps(logps)
+    if keeps is not None:
+        return {"dppo_clip_ratio": _means(~keeps, sequences, by_sequence=False)[1]}
     ratio = terms.ratio(logps)
     if options.loss_type == "cispo":
         clips = (ratio > options.epsilon_high) & (advantages > 0)

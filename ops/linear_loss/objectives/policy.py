@@ -50,6 +50,8 @@ class PolicyLoss(NamedTuple):
     clip: Callable[[PolicyOptions, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     """`clip(options, log_ratio, advantages)` of the tokens' own log-ratios before their level is taken, and a mask of
     those that it leaves as they are."""
+    keeps: Callable[[PolicyOptions, Tensor, Tensor, Tensor], Tensor] | None = None
+    """`keeps(options, logps, old_logps, advantages)`: the mask of tokens that have a loss; of all if None."""
 
 
 def _bounds(options: PolicyOptions, advantages: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,6 +144,38 @@ def _log_clip(options: PolicyOptions, log_ratio: Tensor, advantages: Tensor) -> 
     return clipped, torch.where(positive, log_ratio <= high, log_ratio >= low)
 
 
+def _truncated(options: PolicyOptions, logps: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
+    """-min(r, delta) A log pi, the first a constant, of the tokens that DPPO keeps.
+
+    Qi et al., "Rethinking the Trust Region in LLM Reinforcement Learning", 2026, https://arxiv.org/abs/2602.04879, as
+    verl has it, https://github.com/volcengine/verl.
+    """
+    return _truncated_grad(options, logps, log_ratio.detach(), advantages) * logps
+
+
+def _truncated_grad(options: PolicyOptions, logps: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
+    most = float("inf") if options.delta is None else options.delta
+    return -log_ratio.exp().clamp(max=most) * advantages
+
+
+def _within_tv(options: PolicyOptions, logps: Tensor, old_logps: Tensor, advantages: Tensor) -> Tensor:
+    """Keep a token unless A drives pi on from the old policy and the total variation of token or not is past epsilon.
+
+    Between distributions of two classes, the token and the rest, it is |pi - old|.
+    """
+    moved = logps.exp() - old_logps.exp()
+    return torch.where(advantages > 0, moved <= options.epsilon_high, moved >= -options.epsilon)
+
+
+def _within_kl(options: PolicyOptions, logps: Tensor, old_logps: Tensor, advantages: Tensor) -> Tensor:
+    """Keep a token unless A drives pi on from the old policy and KL(old, pi) of token or not is past epsilon."""
+    rest, old_rest = (-torch.expm1(x.clamp(max=0.0)) for x in (logps, old_logps))  # 1 - pi, as exact as log pi
+    kl = old_logps.exp() * (old_logps - logps)
+    kl = kl + torch.where(old_rest > 0, old_rest * (old_rest.log() - rest.log()), 0.0)
+    up = (kl <= options.epsilon_high) | (logps <= old_logps)
+    return torch.where(advantages > 0, up, (kl <= options.epsilon) | (logps >= old_logps))
+
+
 LOSSES = {
     "clipped": PolicyLoss(_clipped, _clipped_grad, wrt_log_ratio=True),
     "sapo": PolicyLoss(_sapo, _sapo_grad, wrt_log_ratio=True),
@@ -149,6 +183,8 @@ LOSSES = {
     "reinforce": PolicyLoss(_reinforce, _reinforce_grad, wrt_log_ratio=False),
     "dft": PolicyLoss(_dft, _dft_grad, wrt_log_ratio=False),
     "gmpo": PolicyLoss(_surrogate, _surrogate, wrt_log_ratio=True, clip=_log_clip),
+    "dppo_tv": PolicyLoss(_truncated, _truncated_grad, wrt_log_ratio=False, keeps=_within_tv),
+    "dppo_kl": PolicyLoss(_truncated, _truncated_grad, wrt_log_ratio=False, keeps=_within_kl),
 }
 
 
@@ -218,9 +254,21 @@ class PolicyTerms:
         kl = ESTIMATORS[self.options.kl_estimator].value(x)
         return kl * log_ratio.exp() if self.options.use_bias_correction_kl else kl
 
-    def _acting(self, log_ratio: Tensor) -> Tensor:
+    def keeps(self, logps: Tensor) -> Tensor | None:
+        """Return the mask of tokens that have a loss, None if all have one."""
+        keeps = LOSSES[self.options.loss_type].keeps
+        if keeps is None:
+            return None
+        logps = logps.detach()
+        return keeps(self.options, logps, logps if self.old_logps is None else self.old_logps, self.advantages)
+
+    def _kept_weight(self, logps: Tensor) -> Tensor:
+        keeps = self.keeps(logps)
+        return self.weight if keeps is None else torch.where(keeps, self.weight, 0.0)
+
+    def _acting(self, log_ratio: Tensor, weight: Tensor) -> Tensor:
         """Zero the log-ratio where its factor is 0, so that no ratio overflows there."""
-        return torch.where((self.weight != 0) & (self.advantages != 0), log_ratio, 0.0)
+        return torch.where((weight != 0) & (self.advantages != 0), log_ratio, 0.0)
 
     def loss(self, logprobs: Tensor, entropy: Tensor) -> Tensor:
         loss, log_ratio = LOSSES[self.options.loss_type], self.log_ratio(logprobs)
@@ -228,7 +276,8 @@ class PolicyTerms:
         if loss.clip is not None:
             clipped, _ = loss.clip(self.options, self.token_log_ratio(logprobs), self.advantages)
             acting = bounded(self.level(clipped), self.options.max_log_ratio)
-        each = self.weight * loss.value(self.options, logprobs, self._acting(acting), self.advantages)
+        weight = self._kept_weight(logprobs)
+        each = weight * loss.value(self.options, logprobs, self._acting(acting, weight), self.advantages)
         if self.kl_weight is not None:
             each = each + self.kl_weight * self.divergence(logprobs, log_ratio)
         return (each if self.entropy_weight is None else each - self.entropy_weight * entropy).sum()
@@ -241,8 +290,9 @@ class PolicyTerms:
         if loss.clip is not None:
             clipped, moving = loss.clip(self.options, self.token_log_ratio(logprobs), self.advantages)
             acting = self.level(clipped)
-        grad = loss.gradient(self.options, logprobs, self._acting(bounded(acting, bound)), self.advantages)
-        by_logps = self.weight * grad
+        weight = self._kept_weight(logprobs)
+        log_ratio = self._acting(bounded(acting, bound), weight)
+        by_logps = weight * loss.gradient(self.options, logprobs, log_ratio, self.advantages)
         if loss.wrt_log_ratio:
             by_logps = self.level(bounded_grad(by_logps, acting, bound))
             by_logps = by_logps if moving is None else torch.where(moving, by_logps, 0.0)
