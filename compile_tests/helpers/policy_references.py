@@ -11,7 +11,15 @@ from compile_tests.helpers.loss_references import entropies_of, logps_of, mean, 
 
 WAYS = {name: "sequence_mean" for name in ("grpo", "sapo", "gmpo")} | {"luspo": "sequence_sum", "dr_grpo": "constant"}
 WAYS |= {"dapo": "token", "cispo": "token", "vespo": "token", "bnpo": "own tokens"}
-WAYS |= {name: "token" for name in ("gpg", "dppo_tv", "dppo_kl")}
+WAYS |= {name: "token" for name in ("gpg", "dppo_tv", "dppo_kl", "kl_cov")}
+
+
+def of_largest_covariance(logps: list[Tensor], advantages: list[Tensor], fraction: float) -> list[Tensor]:
+    """The tokens of each sequence that are among the batch's with the largest (log pi - mean) (A - mean)."""
+    lengths, x = [len(logp) for logp in logps], torch.cat(logps).detach()
+    A = torch.cat([torch.as_tensor(A).expand(n) for A, n in zip(advantages, lengths, strict=True)])
+    top = ((x - x.mean()) * (A - A.mean())).topk(min(max(int(fraction * len(x)), 1), len(x))).indices
+    return list(torch.zeros_like(x, dtype=torch.bool).index_fill(0, top, True).split(lengths))
 
 
 def dual_clip(loss: Tensor, A: Tensor, c: float) -> Tensor:
@@ -67,12 +75,14 @@ def grpo_reference(
     top_entropy_quantile: float = 1.0,
     max_log_ratio: float | None = None,
     clip_ratio_c: float = math.inf,
+    kl_cov_ratio: float = 0.0002,
+    ppo_kl_coef: float = 1.0,
     **kw: Any,
 ) -> Tensor:
     most = math.inf if max_log_ratio is None else max_log_ratio
     logps = logps_of(input, linear_weight, target, **kw)
     entropies = entropies_of(input, linear_weight, target, **kw)
-    least = torch.cat(entropies).detach().quantile(1 - top_entropy_quantile)
+    least = torch.cat(entropies).detach().quantile(1 - top_entropy_quantile) if top_entropy_quantile < 1 else 0.0
     high_entropy = [(of >= least).detach() for of in entropies]
 
     def of(values: Tensor | None) -> list[Any]:
@@ -82,8 +92,10 @@ def grpo_reference(
 
     high = epsilon if epsilon_high is None else epsilon_high
     losses = []
-    for logp, acts, A, old, ref, correct, sampled in zip(
+    covaries = of_largest_covariance(logps, of(advantages), kl_cov_ratio)
+    for logp, covary, acts, A, old, ref, correct, sampled in zip(
         logps,
+        covaries,
         high_entropy,
         of(advantages),
         of(old_per_token_logps),
@@ -121,6 +133,8 @@ def grpo_reference(
             far = torch.where(up, high, epsilon) < ((p - q).abs() if loss_type == "dppo_tv" else kl)
             masked = far & torch.where(up, p > q, p < q)
             terms = torch.where(masked, 0.0, -ratio.detach().clamp(max=delta or math.inf) * A * logp)
+        elif loss_type == "kl_cov":
+            terms = -ratio * A + torch.where(covary, ppo_kl_coef * log_ratio.clamp(-most, most).abs(), 0.0)
         elif loss_type == "gpg":
             terms = -A * logp
         else:

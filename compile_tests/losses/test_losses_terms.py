@@ -5,11 +5,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from compile_tests.helpers.loss_references import batch, loss_op, packed
 from compile_tests.helpers.policy_references import grpo_reference, ppo_reference
 from llmk import losses
 from llmk.functional import linear_logprobs
+from llmk.losses._policy import largest_covariance
 from llmk.opcheck.calls import call, require_accurate
 from llmk.ops.linear_loss.objectives.policy import PolicyOptions, PolicyTerms
 from llmk.registry import Op, Sample
@@ -36,14 +38,14 @@ def others(logps: Tensor, scale: float) -> Tensor:
 
 
 def given(
-    device: torch.device, by_token: bool = False, dtype: torch.dtype = torch.float32, scale: float = 0.4, **options: Any
+    device: torch.device, by_token: bool = False, lengths: list[int] = LENGTHS, seed: int = 0, **options: Any
 ) -> Sample:
     """A batch with an empty sequence, and log-probabilities of an old policy and of a reference that are near."""
-    x, weight, target = batch(LENGTHS, device, dtype)
+    x, weight, target = batch(lengths, device, seed=seed)
     scores = torch.nn.functional.linear(x.float(), weight.float()).log_softmax(-1)
     own = scores.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     advantages = torch.randn(target.shape if by_token else len(target)).to(device)
-    kwargs = {"old_per_token_logps": others(own, scale), **options}
+    kwargs = {"old_per_token_logps": others(own, 0.4), **options}
     if "beta" in options:
         kwargs["ref_per_token_logps"] = others(own, 0.5)
     return Sample((x, weight, target, advantages), kwargs, why=str(options))
@@ -153,3 +155,54 @@ def test_dppo_of_probabilities_0_and_1(device: torch.device) -> None:
         kept[sign] = terms.keeps(logps).tolist()
     assert kept[1.0] == [True, False, True, True, False, True, False]
     assert kept[-1.0] == [True, True, True, False, True, False, True]
+
+
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("fraction", [0.0, 0.2, 0.5, 1.0])
+def test_kl_cov(device: torch.device, fraction: float, packs: bool) -> None:
+    """No token, a few, and all of them have a penalty."""
+    options = {"loss_type": "kl_cov", "kl_cov_ratio": fraction, "ppo_kl_coef": 3.0}
+    require(GRPO, given(device, by_token=not packs, **options), packs)
+    require(GRPO, given(device, beta=0.7, max_log_ratio=0.3, **options), packs)
+
+
+def test_how_many_have_the_largest_covariance(device: torch.device) -> None:
+    """At least one, of equal ones the first, and none of those that do not count."""
+    logps = torch.tensor([[3.0, -3.0, 3.0, 0.0], [9.0, -3.0, -3.0, 3.0]], device=device)
+    mask = torch.tensor([[True, True, True, True], [False, True, True, True]], device=device)
+    advantages = logps.clamp(-3.0, 3.0)
+    for fraction, count in ((0.0, 1), (0.28, 1), (0.3, 2), (0.9, 6), (1.0, 7)):
+        selected = largest_covariance(logps, advantages, mask, fraction)
+        equal, last = [0, 1, 2, 5, 6, 7], [3]  # the product is 9, and 0 for the last
+        assert selected.flatten().nonzero().flatten().tolist() == sorted([*equal, *last][:count])
+    assert not largest_covariance(logps, advantages, torch.zeros_like(mask), 0.5).any()
+    assert largest_covariance(logps[:0], advantages[:0], mask[:0], 0.5).shape == (0, 4)
+
+
+NEW: list[dict[str, Any]] = [
+    {"loss_type": "gmpo", "epsilon": 0.2, "beta": 0.5, "max_log_ratio": 0.2, "count_empty_sequences": False},
+    {"loss_type": "kl_cov", "kl_cov_ratio": 1.0, "loss_agg": "sequence_mean"},  # of two tokens both products are equal
+    {"loss_type": "dppo_kl", "epsilon": 1e-3, "beta": 0.5, "kl_estimator": "k3+", "num_sequences_in_batch": 4},
+    {"loss_type": "grpo", "clip_ratio_c": 1.1, "importance_sampling_level": "sequence", "max_log_ratio": 0.1},
+    {"loss_type": "gpg", "loss_agg": "sequence_sum", "count_empty_sequences": False},
+]
+
+
+@pytest.mark.parametrize("options", NEW[:3], ids=lambda options: options["loss_type"])
+def test_one_graph(device: torch.device, options: dict[str, Any]) -> None:
+    """No wait for the device and no graph for each size."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(losses.grpo, fullgraph=True, dynamic=True, backend=counter)
+    for lengths in ([3, 4, 2, 5], [2, 0, 1]):
+        sample = given(device, lengths=lengths, **options)
+        for ours, eager in zip(gradients(compiled, sample), gradients(losses.grpo, sample), strict=True):
+            torch.testing.assert_close(ours, eager)
+    assert counter.frame_count == 1
+
+
+def gradients(fn: Any, sample: Sample) -> list[Tensor]:
+    """The loss, and the gradients of the hidden states and of the projection."""
+    x, weight = (of.clone().requires_grad_() for of in sample.args[:2])
+    loss, _ = fn(x, weight, *sample.args[2:], **sample.kwargs)
+    return [loss.detach(), *torch.autograd.grad(loss, (x, weight))]

@@ -84,6 +84,7 @@ TYPES = {
     "gmpo": PolicyType("gmpo", _mean_of_means),
     "dppo_tv": PolicyType("dppo_tv", _over_all_items),
     "dppo_kl": PolicyType("dppo_kl", _over_all_items),
+    "kl_cov": PolicyType("surrogate", _over_all_items),  # and a penalty of the tokens of `largest_covariance`
 }
 """GPG: Chu et al., "GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning", 2025,
 https://arxiv.org/abs/2504.02546."""
@@ -136,6 +137,21 @@ def vespo_weight(
     k = torch.where(positive, torch.full_like(advantages, options.k_pos), options.k_neg)
     scale = torch.where(positive, torch.full_like(advantages, options.lambda_pos), options.lambda_neg).clamp(min=1e-4)
     return torch.exp(scale + k * log_w - scale * log_w.exp()).nan_to_num(0.0, 0.0, 0.0)
+
+
+def largest_covariance(logps: Tensor, advantages: Tensor, mask: Tensor, fraction: float) -> Tensor:
+    """Return the mask of the `fraction` of tokens, at least one, with the largest (log pi - mean) (A - mean).
+
+    The first of equal ones are taken. KL-Cov: Cui et al., "The Entropy Mechanism of Reinforcement Learning for
+    Reasoning Language Models", 2025, https://arxiv.org/abs/2505.22617.
+    """
+    count = mask.sum()
+    centered = [values - torch.where(mask, values, 0.0).sum() / count.clamp(min=1) for values in (logps, advantages)]
+    covariance = torch.where(mask, centered[0] * centered[1], float("-inf")).flatten()
+    order = covariance.sort(descending=True, stable=True).indices
+    places = torch.arange(order.shape[0], device=order.device, dtype=order.dtype)
+    rank = torch.empty_like(order).scatter(0, order, places).view(mask.shape)
+    return mask & (rank < (fraction * count.double()).long().clamp(min=1))
 
 
 def ratio_level(name: str, sequences: Sequences) -> Callable[[Tensor], Tensor]:

@@ -23,11 +23,18 @@ from llmk.losses._policy import (
     Totals,
     VespoOptions,
     check_totals,
+    largest_covariance,
     ratio_level,
     vespo_weight,
 )
 from llmk.losses._sampling import difference_metrics, high_entropy_mask, masked_max, masked_min, ratio_metrics
-from llmk.ops.linear_loss.objectives.policy import ESTIMATORS, PolicyOptions, PolicyTerms, check_above_one
+from llmk.ops.linear_loss.objectives.policy import (
+    ESTIMATORS,
+    PolicyOptions,
+    PolicyTerms,
+    bounded,
+    check_above_one,
+)
 from llmk.registry import check_finite, check_not_negative, check_option
 
 LEVELS = ("token", "sequence")
@@ -45,6 +52,7 @@ def grpo(
     max_log_ratio: float | None = None, clip_ratio_c: float | None = None,
     off_policy_mask_threshold: float | None = None, sampling_per_token_logps: Tensor | None = None,
     top_entropy_quantile: float = 1.0, sapo_temperature_pos: float = 1.0, sapo_temperature_neg: float = 1.05,
+    kl_cov_ratio: float = 0.0002, ppo_kl_coef: float = 1.0,
     vespo_k_pos: float = 2.0, vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0,
     linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0,
     ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
@@ -83,7 +91,8 @@ def grpo(
             "dppo_tv" and "dppo_kl", -min(ratio, delta) * A * log pi with a constant first factor, divided as "dapo", of
             tokens alone whose divergence, of the token against all others, is within epsilon_high where A is positive
             and within epsilon elsewhere, or which A moves back: |pi - pi_old|, or KL(pi_old, pi). verl has a `delta` of
-            20.
+            20; "kl_cov", -ratio * A, and `ppo_kl_coef` * |log ratio| of the tokens whose log-probability and advantage
+            have the largest product of differences from their means in this batch, divided as "dapo".
         loss_agg: How the losses of tokens are summed and divided, in place of the way of `loss_type`: "token", by
             `num_items_in_batch`; "sequence_mean", the mean over sequences of their means; "sequence_sum", the mean of
             their sums; "constant", by `B * max_completion_length`.
@@ -111,6 +120,8 @@ def grpo(
         top_entropy_quantile: Fraction of the tokens that count, those with the highest entropies in this batch, that
             have a policy loss and over which `entropy_coef` takes the mean; 1 for all.
         sapo_temperature_pos, sapo_temperature_neg: Temperatures of "sapo" for positive and for other advantages.
+        kl_cov_ratio: Fraction of the tokens that count, rounded down and at least one, that "kl_cov" penalizes.
+        ppo_kl_coef: Coefficient of that penalty.
         vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: Parameters of "vespo".
         linear_bias: `[V]`.
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
@@ -131,7 +142,7 @@ def grpo(
     The gradients are made in the forward pass, with three products. Four are made, the logits twice, where a token's
     weight is not known with the chunk of logits that it is in: with "sequence" and a chunk that does not hold a whole
     sequence (with `chunk_size` 0 on a GPU 2.67 GiB with their gradient), a packed batch or `skip_ignored`, with
-    "vespo", `off_policy_mask_threshold` or `top_entropy_quantile`, and with DTensors.
+    "vespo", "kl_cov", `off_policy_mask_threshold` or `top_entropy_quantile`, and with DTensors.
 
     Sources: Shao et al., 2024, https://arxiv.org/abs/2402.03300; each loss type in `_policy.py`; GSPO: Zheng et
     al., 2025, https://arxiv.org/abs/2507.18071; masks and bias correction: DeepSeek-V3.2, 2025,
@@ -144,7 +155,8 @@ def grpo(
     check_option("importance_sampling_level", importance_sampling_level, LEVELS)
     check_option("kl_estimator", kl_estimator, tuple(ESTIMATORS))
     check_between("epsilon", epsilon, 0.0, float("inf"))
-    for name, number in (("beta", beta), ("entropy_coef", entropy_coef)):
+    check_between("kl_cov_ratio", kl_cov_ratio, 0.0, 1.0)
+    for name, number in (("beta", beta), ("entropy_coef", entropy_coef), ("ppo_kl_coef", ppo_kl_coef)):
         check_finite(name, number)
     check_between("top_entropy_quantile", top_entropy_quantile, 0.0, 1.0)
     if loss_type == "gmpo" and top_entropy_quantile != 1.0:
@@ -210,7 +222,8 @@ def grpo(
     if loss_type == "vespo":
         bound = MAX_LOG_RATIO if max_log_ratio is None else min(max_log_ratio, MAX_LOG_RATIO)
         vespo = VespoOptions(vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg, bound)
-    if vespo is None and off_policy_mask_threshold is None and top_entropy_quantile == 1.0:
+    at_once = loss_type not in ("vespo", "kl_cov")
+    if at_once and off_policy_mask_threshold is None and top_entropy_quantile == 1.0:
         loss, logps, entropy = head.policy(input, target, terms, sequences)
     else:
         logps, entropy = head.logprobs(input, target)
@@ -219,7 +232,12 @@ def grpo(
             terms, logps.detach(), entropy.detach(), sequences, correction, vespo, off_policy_mask_threshold, sampled,
             top_entropy_quantile, entropy_coef,
         )  # fmt: skip
-        loss, logps, entropy = terms.loss(logps, entropy), logps.detach(), entropy.detach()
+        loss = terms.loss(logps, entropy)
+        if loss_type == "kl_cov":
+            selected = largest_covariance(logps.detach(), terms.advantages, sequences.mask, kl_cov_ratio)
+            penalty = ppo_kl_coef * bounded(terms.token_log_ratio(logps), max_log_ratio).abs()
+            loss = loss + torch.where(selected, terms.weight * penalty, 0.0).sum()
+        logps, entropy = logps.detach(), entropy.detach()
 
     log_ratio = terms.log_ratio(logps)
     metrics = {"entropy": mean_over_tokens(entropy, sequences)}

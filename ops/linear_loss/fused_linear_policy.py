@@ -287,8 +287,8 @@ def fused_linear_policy(
         kl_weight: Weight of each token's divergence; None for 0.
         entropy_weight: Weight of each token's entropy, which is subtracted from the loss; None for 0.
         loss_type: "clipped", "cispo" or "sapo", as in `grpo` of `llmk.losses`; "reinforce", -A log pi; "dft", with pi
-            as a constant factor besides; "gmpo", -A r with r of tokens' ratios that are clipped in their logarithms;
-            "dppo_tv" and "dppo_kl", as in `grpo`.
+            as a constant factor besides; "surrogate", -A r; "gmpo", the same of ratios that are clipped in their
+            logarithms before the level is taken; "dppo_tv" and "dppo_kl", as in `grpo`.
         importance_sampling_level: The ratio of a token: "token", its own, "sequence", the geometric mean over its
             sequence, or "sequence_sum", the product.
         epsilon: The ratio is clipped from below at 1 - epsilon.

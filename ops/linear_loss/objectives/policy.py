@@ -182,6 +182,7 @@ LOSSES = {
     "cispo": PolicyLoss(_cispo, _cispo_grad, wrt_log_ratio=False),
     "reinforce": PolicyLoss(_reinforce, _reinforce_grad, wrt_log_ratio=False),
     "dft": PolicyLoss(_dft, _dft_grad, wrt_log_ratio=False),
+    "surrogate": PolicyLoss(_surrogate, _surrogate, wrt_log_ratio=True),
     "gmpo": PolicyLoss(_surrogate, _surrogate, wrt_log_ratio=True, clip=_log_clip),
     "dppo_tv": PolicyLoss(_truncated, _truncated_grad, wrt_log_ratio=False, keeps=_within_tv),
     "dppo_kl": PolicyLoss(_truncated, _truncated_grad, wrt_log_ratio=False, keeps=_within_kl),
