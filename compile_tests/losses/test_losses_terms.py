@@ -55,9 +55,10 @@ def given(
 @pytest.mark.parametrize("bound", [1.05, 1.4])
 def test_dual_clip(device: torch.device, bound: float, packs: bool) -> None:
     """A bound below the clip's upper one, and one above, at both levels and for PPO."""
-    for options in ({}, {"importance_sampling_level": "sequence", "loss_type": "grpo"}, {"delta": 3.0}):
-        sample = given(device, by_token=not packs, clip_ratio_c=bound, **options)
-        require(GRPO, sample, packs)
+    ways: list[dict[str, Any]] = [{"importance_sampling_level": "sequence", "loss_type": "grpo"}, {"delta": 3.0}, {}]
+    for options in ways:
+        require(GRPO, given(device, by_token=not packs, clip_ratio_c=bound, **options), packs)
+    sample = given(device, by_token=not packs, clip_ratio_c=bound)
     _, metrics = losses.grpo(*sample.args, **sample.kwargs)
     assert 0 < metrics["clip_ratio/dual_mean"] < 1
     sample = given(device, by_token=True, clip_ratio_c=bound)
@@ -133,7 +134,7 @@ def test_gmpo_without_tokens_of_low_entropy_is_refused() -> None:
 @pytest.mark.parametrize(("loss_type", "epsilon"), [("dppo_tv", 5e-4), ("dppo_kl", 5e-5)])
 def test_dppo(device: torch.device, loss_type: str, epsilon: float, packs: bool) -> None:
     """Some tokens are past the bound; the ratio has a bound of its own, or none."""
-    options = {"loss_type": loss_type, "epsilon": epsilon, "epsilon_high": epsilon / 10}
+    options: dict[str, Any] = {"loss_type": loss_type, "epsilon": epsilon, "epsilon_high": epsilon / 10}
     for delta in (None, 1.2):
         sample = given(device, by_token=not packs, beta=0.7, delta=delta, **options)
         require(GRPO, sample, packs)
@@ -152,7 +153,9 @@ def test_dppo_of_probabilities_0_and_1(device: torch.device) -> None:
         terms = PolicyTerms(
             advantages=sign * ones, weight=ones, old_logps=old, options=options, level=lambda values: values
         )
-        kept[sign] = terms.keeps(logps).tolist()
+        mask = terms.keeps(logps)
+        assert mask is not None
+        kept[sign] = mask.tolist()
     assert kept[1.0] == [True, False, True, True, False, True, False]
     assert kept[-1.0] == [True, True, True, False, True, False, True]
 
