@@ -84,15 +84,17 @@ def grpo(
             "dapo", by `num_items_in_batch`; "bnpo", by the tokens that count; "dr_grpo", by `B *
             max_completion_length`; "grpo", the mean over sequences of their means; "luspo", the mean of their sums;
             "cispo", a clipped ratio as the constant weight of A * log pi, by `num_items_in_batch`; "sapo", a soft gate
-            for the clip, divided as "grpo"; "vespo", a weight from the sequence's ratio, divided as "dapo"; "gpg", -A
-            log pi, without a ratio, divided as "dapo"; "gmpo", -A times the geometric mean of a sequence's ratios,
-            whose logarithms are clipped, to at most epsilon_high where A is positive and at least -epsilon where it is
-            negative (its paper has 0.4), divided as "grpo". TRL has no `use_bias_correction_kl` with it;
-            "dppo_tv" and "dppo_kl", -min(ratio, delta) * A * log pi with a constant first factor, divided as "dapo", of
-            tokens alone whose divergence, of the token against all others, is within epsilon_high where A is positive
-            and within epsilon elsewhere, or which A moves back: |pi - pi_old|, or KL(pi_old, pi). verl has a `delta` of
-            20; "kl_cov", -ratio * A, and `ppo_kl_coef` * |log ratio| of the tokens whose log-probability and advantage
-            have the largest product of differences from their means in this batch, divided as "dapo".
+            for the clip, divided as "grpo"; "vespo", a weight from the sequence's ratio, divided as "dapo".
+            "gpg", -A * log pi, without a ratio, divided as "dapo".
+            "gmpo", -A times the geometric mean of a sequence's ratios, divided as "grpo". Their logarithms are clipped,
+            from above at epsilon_high where A is positive and from below at -epsilon where it is negative; the paper
+            has 0.4. TRL's has no bias correction of the divergence.
+            "dppo_tv" and "dppo_kl", -min(ratio, delta) * A * log pi with a constant first factor, divided as "dapo". A
+            token is left out where A moves pi on from pi_old and their divergence, of the token against all others, is
+            more than epsilon_high for a positive A and epsilon for another: |pi - pi_old|, or KL(pi_old, pi). verl has
+            20 for `delta`.
+            "kl_cov", -ratio * A, divided as "dapo", and `ppo_kl_coef` * |log ratio| of some tokens: those whose
+            log-probability and advantage have the largest product of differences from their means over the batch.
         loss_agg: How the losses of tokens are summed and divided, in place of the way of `loss_type`: "token", by
             `num_items_in_batch`; "sequence_mean", the mean over sequences of their means; "sequence_sum", the mean of
             their sums; "constant", by `B * max_completion_length`.
@@ -100,11 +102,12 @@ def grpo(
             it always is in "gmpo".
         importance_sampling_ratio: Factor of each token's loss that corrects for the sampler's own log-probabilities:
             `[B, S]`, `[B, 1]` or `[B]`; 0 leaves a token out.
-        num_items_in_batch: Denominator of "dapo", "cispo", "vespo" and "token"; the tokens that count if None.
-        num_sequences_in_batch: Number of sequences by which the other types and aggregations divide, a scalar: those of
-            all batches of a step; those of this batch if None.
-        count_empty_sequences: Count sequences without a token that counts, as TRL does, among those of this batch;
-            without them, as in verl.
+        num_items_in_batch: Denominator of "token" and of the types that divide as it, a scalar: the tokens of all
+            batches of a step; those of this batch that count if None.
+        num_sequences_in_batch: Number of sequences in means over sequences and in "constant", a scalar: those of all
+            batches of a step; those of this batch if None.
+        count_empty_sequences: Whether a sequence without a token that counts is one of this batch's, as in TRL; False
+            is verl's way.
         max_completion_length: Length by which "dr_grpo" and "constant" divide; S if None. A packed batch needs it.
         entropy_coef: Coefficient of the mean entropy over the tokens that count, which is subtracted from the loss.
         use_bias_correction_kl: Multiply the divergence by the ratio, so that its gradient is unbiased.
