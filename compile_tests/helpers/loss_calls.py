@@ -18,7 +18,7 @@ def numbers(*shape: int) -> Tensor:
 
 
 def of_dpo(B: int, S: int) -> dict[str, Any]:
-    return {"ref_logps": numbers(B)}
+    return {"ref_logps": numbers(B), "num_items_in_batch": torch.tensor(5)}
 
 
 def of_dpo_types(B: int, S: int) -> dict[str, Any]:
@@ -52,9 +52,14 @@ def of_grpo(B: int, S: int) -> dict[str, Any]:
     return {"advantages": numbers(B), "old_per_token_logps": old, "epsilon_high": 30.0, "entropy_coef": 0.1}
 
 
+def of_reinforce(B: int, S: int) -> dict[str, Any]:
+    return {"advantages": numbers(B), "loss_agg": "sequence_mean", "count_empty_sequences": False}
+
+
 def of_ppo(B: int, S: int) -> dict[str, Any]:
     values = {name: numbers(B, S) for name in ("advantages", "values", "old_values", "returns")}
-    return {**values, "old_per_token_logps": numbers(B, S) - 3, "cliprange": 30.0}
+    options = {"cliprange": 30.0, "max_log_ratio": 20.0, "loss_agg": "constant", "num_sequences_in_batch": 5}
+    return {**values, "old_per_token_logps": numbers(B, S) - 3, **options}
 
 
 def of_distill(B: int, S: int) -> dict[str, Any]:
@@ -77,10 +82,10 @@ LOSSES: dict[str, tuple[Callable[..., Any], Callable[[int, int], dict[str, Any]]
     "cpo": (losses.cpo, lambda B, S: {}),
     "simpo": (losses.simpo, lambda B, S: {}),
     "orpo": (losses.orpo, lambda B, S: {}),
-    "kto": (losses.kto, lambda B, S: {"label": numbers(B) > 0, "ref_logps": numbers(B)}),
+    "kto": (losses.kto, lambda B, S: {"label": numbers(B) > 0, "ref_logps": numbers(B), "num_items_in_batch": 5.0}),
     "grpo": (losses.grpo, of_grpo),
     "gspo": (losses.grpo, of_gspo),
-    "reinforce": (losses.reinforce, lambda B, S: {"advantages": numbers(B)}),
+    "reinforce": (losses.reinforce, of_reinforce),
     "rloo": (losses.rloo, lambda B, S: {"advantages": numbers(B), "old_logps": numbers(B) - 18, "epsilon_high": 1e9}),
     "ppo": (losses.ppo, of_ppo),
     "sft": (losses.sft, lambda B, S: {"token_weights": numbers(B, S).abs(), "entropy_coef": 0.1}),

@@ -112,6 +112,17 @@ def average(x: Tensor) -> Tensor:
     return x.sum() / max(len(x), 1)
 
 
+def mean(x: Tensor, num_items: float | None) -> Tensor:
+    """The mean, or the sum over a number of items."""
+    return x.mean() if num_items is None else x.sum() / num_items
+
+
+def nll_of(tokens: list[tuple[Tensor, Tensor]], num_tokens: float | None) -> Tensor:
+    """The negative log-likelihood of the chosen tokens."""
+    total = -torch.cat([chosen for chosen, _ in tokens]).sum()
+    return total / (max(sum(len(chosen) for chosen, _ in tokens), 1) if num_tokens is None else num_tokens)
+
+
 def weighted_sum(x: Tensor, other: Tensor, ld_alpha: float | None) -> Tensor:
     """With the tokens beyond the other's length weighted."""
     shared = min(len(x), len(other))
@@ -135,6 +146,8 @@ def dpo_reference(
     discopop_tau: float = 0.05,
     ld_alpha: float | None = None,
     use_weighting: bool = False,
+    num_items_in_batch: float | None = None,
+    num_chosen_tokens_in_batch: float | None = None,
     **kw: Any,
 ) -> Tensor:
     packed = kw.get("sequence_ids") is not None
@@ -168,7 +181,7 @@ def dpo_reference(
     smooth: Callable[[Tensor], Tensor] = lambda y: (1 - e) * F.softplus(-y) + e * F.softplus(y)  # noqa: E731
     margins = torch.stack([c - r for c, r in policy])
     ref_margins = torch.stack([c - r for c, r in ref])
-    nll = -torch.cat([c for c, _ in tokens]).sum() / max(sum(len(c) for c, _ in tokens), 1)
+    nll = nll_of(tokens, num_chosen_tokens_in_batch)
     losses: dict[str, Callable[[], Tensor]] = {
         "sigmoid": lambda: F.softplus(-x),
         "hinge": lambda: (1 - x).clamp(min=0),
@@ -198,9 +211,11 @@ def dpo_reference(
             for (c, r), (a, b) in zip(tokens, pairs_of(squares, packed), strict=True)
         ]
         pair_weights = torch.stack(each).detach()
-    return torch.stack(
-        [w * (pair_weights * losses[name]()).mean() for w, name in zip(weights, types, strict=True)]
-    ).sum()
+    total = torch.zeros_like(nll)
+    for w, name in zip(weights, types, strict=True):
+        value = pair_weights * losses[name]()
+        total = total + w * (value.mean() if name == "sft" else mean(value, num_items_in_batch))
+    return total
 
 
 def cpo_reference(
@@ -214,6 +229,8 @@ def cpo_reference(
     loss_type: str = "sigmoid",
     simpo_gamma: float = 0.5,
     alpha: float = 0.0,
+    num_items_in_batch: float | None = None,
+    num_chosen_tokens_in_batch: float | None = None,
     **kw: Any,
 ) -> Tensor:
     tokens = pairs_of(logps_of(input, linear_weight, target, **kw), kw.get("sequence_ids") is not None)
@@ -230,22 +247,31 @@ def cpo_reference(
             losses.append((c - r - 0.5 / beta).square())
         else:
             losses.append((1 - label_smoothing) * F.softplus(-x) + label_smoothing * F.softplus(x))
-    nll = -torch.cat([c for c, _ in tokens]).sum() / max(sum(len(c) for c, _ in tokens), 1)
-    return torch.stack(losses).mean() + cpo_alpha * nll
+    nll = nll_of(tokens, num_chosen_tokens_in_batch)
+    return mean(torch.stack(losses), num_items_in_batch) + cpo_alpha * nll
 
 
 def simpo_reference(*args: Any, beta: float = 2.0, **kw: Any) -> Tensor:
     return cpo_reference(*args, beta=beta, cpo_alpha=0.0, loss_type="simpo", **kw)
 
 
-def orpo_reference(input: Tensor, linear_weight: Tensor, target: Tensor, *, beta: float = 0.1, **kw: Any) -> Tensor:
+def orpo_reference(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    beta: float = 0.1,
+    num_items_in_batch: float | None = None,
+    num_chosen_tokens_in_batch: float | None = None,
+    **kw: Any,
+) -> Tensor:
     tokens = pairs_of(logps_of(input, linear_weight, target, **kw), kw.get("sequence_ids") is not None)
     ratios = []
     for chosen, rejected in tokens:
         c, r = average(chosen), average(rejected)
         ratios.append(F.softplus(-(c - torch.log(-torch.expm1(c)) - r + torch.log(-torch.expm1(r)))))
-    nll = -torch.cat([c for c, _ in tokens]).mean()
-    return nll + beta * torch.stack(ratios).mean()
+    nll = nll_of(tokens, num_chosen_tokens_in_batch)
+    return nll + beta * mean(torch.stack(ratios), num_items_in_batch)
 
 
 def kto_reference(
@@ -260,6 +286,7 @@ def kto_reference(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
     loss_type: str = "kto",
+    num_items_in_batch: float | None = None,
     **kw: Any,
 ) -> Tensor:
     losses = []
@@ -268,7 +295,7 @@ def kto_reference(
         r = logps.sum() - ref
         value = F.sigmoid(beta * (r - z)) if good else F.sigmoid(beta * (z - r))
         losses.append((desirable_weight if good else undesirable_weight) * (1 - value))
-    return torch.stack(losses).mean()
+    return mean(torch.stack(losses), num_items_in_batch)
 
 
 def batch(

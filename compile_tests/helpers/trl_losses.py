@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RLOOTrainer, SFTTrainer
 from trl.experimental.cpo import CPOTrainer
+from trl.experimental.gmpo import GMPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
 from compile_tests.helpers.loss_references import token_scores
@@ -232,7 +233,7 @@ def grpo(
         steps_per_generation=1,
     )
     trainer = _trainer(
-        GRPOTrainer,
+        GMPOTrainer if loss_type == "gmpo" else GRPOTrainer,
         model,
         args=args,
         epsilon_low=epsilon,

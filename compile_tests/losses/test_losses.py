@@ -201,6 +201,80 @@ WRONG: list[tuple[str, type[Exception], str, Callable[[Tensor, Tensor, Tensor], 
         "max_completion_length: expected a number with 'constant'",
         lambda x, w, t: losses.grpo(x[:1], w, t[:1], x[:1, :, 0], sequence_ids=t[:1], loss_agg="constant"),
     ),
+    *(
+        (
+            f"sum of {fn.__name__}",
+            ValueError,
+            "loss_agg: expected one of 'token', 'sequence_mean'",
+            lambda x, w, t, fn=fn: fn(x, w, t, x[:, 0, 0], loss_agg="seq-mean-token-mean"),
+        )
+        for fn in (losses.ppo, losses.reinforce)
+    ),
+    *(
+        (
+            f"items of {fn.__name__}",
+            ValueError,
+            r"num_items_in_batch: expected a scalar, got shape \(2,\)",
+            lambda x, w, t, fn=fn: fn(x, w, t, x[:, 0, 0], num_items_in_batch=x[0, 0, :2]),
+        )
+        for fn in (losses.grpo, losses.ppo, losses.reinforce, losses.rloo)
+    ),
+    *(
+        (
+            f"items of {fn.__name__}",
+            TypeError,
+            "num_items_in_batch: expected a scalar tensor or a number, got str",
+            lambda x, w, t, fn=fn: fn(x, w, t, num_items_in_batch="4"),
+        )
+        for fn in (losses.dpo, losses.cpo, losses.simpo, losses.orpo, losses.sft, losses.dft)
+    ),
+    (
+        "items of kto",
+        ValueError,
+        r"num_items_in_batch: expected a scalar, got shape \(4,\)",
+        lambda x, w, t: losses.kto(x, w, t, t[:, 0] > 0, ref_logps=x[:, 0, 0], num_items_in_batch=x[:, 0, 0]),
+    ),
+    (
+        "items of heads",
+        ValueError,
+        "num_items_in_batch: expected 1, one for each of inputs, got 2",
+        lambda x, w, t: losses.multi_token([x], w, [t], num_items_in_batch=[1.0, 2.0]),
+    ),
+    (
+        "chosen tokens",
+        ValueError,
+        r"num_chosen_tokens_in_batch: expected a scalar, got shape \(4,\)",
+        lambda x, w, t: losses.orpo(x, w, t, num_chosen_tokens_in_batch=x[:, 0, 0]),
+    ),
+    (
+        "a product of means",
+        ValueError,
+        "num_items_in_batch: expected None with use_weighting and 'sft'",
+        lambda x, w, t: losses.dpo(
+            x, w, t, ref_logps=x[:, 0, 0], loss_type=["ipo", "sft"], use_weighting=True, num_items_in_batch=7
+        ),
+    ),
+    (
+        "sequences",
+        TypeError,
+        "num_sequences_in_batch: expected a scalar tensor or a number, got str",
+        lambda x, w, t: losses.ppo(x, w, t, x[:, 0, 0], num_sequences_in_batch="4"),
+    ),
+    (
+        "length of a packed batch",
+        ValueError,
+        "max_completion_length: expected a number with 'constant' and sequence_ids",
+        lambda x, w, t: losses.reinforce(x[:1], w, t[:1], x[:1, :, 0], sequence_ids=t[:1], loss_agg="constant"),
+    ),
+    *(
+        (
+            f"bound of {fn.__name__}",
+            ValueError,
+            f"max_log_ratio: expected a finite positive number, got {bound}",
+            lambda x, w, t, fn=fn, bound=bound: fn(x, w, t, x[:, 0, 0], max_log_ratio=bound),
+        )
+        for fn, bound in ((losses.grpo, 0.0), (losses.ppo, float("inf")), (losses.rloo, -1.0))
+    ),
     (
         "a sum that there is not",
         ValueError,

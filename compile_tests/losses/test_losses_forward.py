@@ -89,7 +89,13 @@ def policy_terms(options: PolicyOptions) -> PolicyTerms:
 def test_slopes_of_policies(name: str, estimator: str, corrected: bool) -> None:
     """As autograd has them of the value, where the ratio is a token's own and where it is its sequence's."""
     options = PolicyOptions(name, kl_estimator=estimator, use_bias_correction_kl=corrected, delta=1.3)
-    for terms in (policy_terms(options), replace(policy_terms(options), level=lambda values: values)):
+    options = options._replace(clip_ratio_c=1.1)
+    bounds = policy_terms(options._replace(max_log_ratio=1e-3)), policy_terms(options._replace(max_log_ratio=0.3))
+    for terms in (
+        policy_terms(options),
+        *bounds,
+        *(replace(terms, level=lambda values: values) for terms in (policy_terms(options), bounds[1])),
+    ):
         logps = (0.3 * torch.randn(40, dtype=torch.float64)).requires_grad_()
         entropy = torch.rand(40, dtype=torch.float64).requires_grad_()
         wanted = torch.autograd.grad(terms.loss(logps, entropy), (logps, entropy))

@@ -59,6 +59,28 @@ def test_any_sum_of_any_type(device: torch.device, loss_type: str, loss_agg: str
     require(GRPO, packed(Sample(args, sample.kwargs, why=sample.why), target, OF_TOKENS, ORDER))
 
 
+@pytest.mark.parametrize("options", [{}, {"count_empty_sequences": False}, {"num_sequences_in_batch": 11}], ids=str)
+@pytest.mark.parametrize("loss_agg", AGGREGATIONS)
+def test_sums_with_empty_sequences(device: torch.device, loss_agg: str, options: dict[str, Any]) -> None:
+    """Of 6 sequences two have no token: each of three losses, padded and packed."""
+    lengths = [0, 4, 1, 0, 3, 2]
+    x, weight, target = batch(lengths, device)
+    rows, order = torch.randn(6).to(device), [0, 2, 1, 3, 5, 4]  # an empty one first
+    others = {"loss_agg": loss_agg, "max_completion_length": 7, "num_items_in_batch": 13.0, **options}
+    values = {name: torch.randn(target.shape).to(device) for name in ("values", "old_values", "returns")}
+    old = {"old_per_token_logps": near(x, weight, target, 0.3)}
+    for op, advantages, given in (
+        (GRPO, rows, {"loss_type": "cispo", "importance_sampling_level": "sequence", **old}),
+        (REINFORCE, rows, {}),
+        (PPO, torch.randn(target.shape).to(device), {**values, **old}),
+    ):
+        padded = Sample((x, weight, target, advantages), given | others, why="empty sequences")
+        require(op, padded)
+        if advantages.dim() == 1:
+            padded = Sample((x, weight, target, advantages[order]), padded.kwargs, why=padded.why)
+        require(op, packed(padded, target, (*OF_TOKENS, *values), order))
+
+
 @pytest.mark.parametrize(("level", "packs"), [("token", False), ("sequence", True)])
 @pytest.mark.parametrize("loss_type", TYPES)
 def test_every_option_packed_and_padded(device: torch.device, loss_type: str, level: str, packs: bool) -> None:
@@ -92,6 +114,23 @@ def test_divergence_from_the_reference(device: torch.device, estimator: str, cor
     x, weight, target, _ = sample.args
     kwargs = sample.kwargs | {"ref_per_token_logps": near(x, weight, target, 0.5)}
     require(GRPO, Sample(sample.args, kwargs, why=f"kl {estimator}"))
+
+
+@pytest.mark.parametrize(("level", "packs"), [("token", False), ("sequence", True)])
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo", "sapo", "vespo"])
+def test_log_ratios_with_a_bound(device: torch.device, loss_type: str, level: str, packs: bool) -> None:
+    """With a wide clip, so that only the bound acts: of the ratio, and of the divergence times it."""
+    x, weight, target = batch(LENGTHS, device)
+    bound = 0.1 if level == "sequence" else 0.3
+    options = {"max_log_ratio": bound, "epsilon": 0.9, "epsilon_high": 9.0, "beta": 0.7, "loss_type": loss_type}
+    options |= {"importance_sampling_level": level, "ref_per_token_logps": near(x, weight, target, 0.5)}
+    sample = of_grpo(device, **options)
+    if packs:
+        args = (x, weight, target, sample.args[3][ORDER])
+        sample = packed(Sample(args, sample.kwargs, why=sample.why), target, OF_TOKENS, ORDER)
+    require(GRPO, sample)
+    without = {name: value for name, value in sample.kwargs.items() if name != "max_log_ratio"}
+    assert losses.grpo(*sample.args, **sample.kwargs)[0] != losses.grpo(*sample.args, **without)[0]
 
 
 @pytest.mark.parametrize("loss_type", TYPES)
@@ -171,7 +210,8 @@ def test_rloo(device: torch.device, packs: bool) -> None:
     advantages = torch.randn(len(LENGTHS)).to(device)
     if packs:
         old, advantages = old[ORDER], advantages[ORDER]
-    sample = Sample((x, weight, target, advantages), {"old_logps": old, "epsilon_high": 0.28}, why="rloo")
+    options = {"old_logps": old, "epsilon_high": 0.28, "max_log_ratio": 0.2, "num_items_in_batch": 11}
+    sample = Sample((x, weight, target, advantages), options, why="rloo")
     require(RLOO, packed(sample, target, (), ORDER) if packs else sample)
 
 
@@ -186,6 +226,7 @@ def test_ppo(device: torch.device, packs: bool) -> None:
         "old_values": old_values,
         "returns": returns,
         "vf_coef": 0.7,
+        "max_log_ratio": 0.2,
     }
     sample = Sample((x, weight, target, advantages), kwargs, why="ppo")
     require(PPO, packed(sample, target, tuple(kwargs)[:4], ORDER) if packs else sample)

@@ -101,6 +101,35 @@ def reordered(sample: Sample) -> Sample:
     return packed(Sample(sample.args, kwargs, why=sample.why), sample.args[2], (), ORDER)
 
 
+ITEMS = {"num_items_in_batch": 11, "num_chosen_tokens_in_batch": 70.0}
+ACCUMULATED: dict[str, tuple[Op, dict[str, Any]]] = {
+    "dpo": (DPO, ITEMS | {"loss_type": ["sigmoid", "ipo", "sft"], "loss_weights": [0.8, 0.2, 1.5]}),
+    "wpo": (DPO, {"num_items_in_batch": 11, "loss_type": ["ipo"], "use_weighting": True}),
+    "cpo": (CPO, ITEMS),
+    "alpha": (CPO, ITEMS | {"alpha": 0.3}),
+    "simpo": (SIMPO, {"num_items_in_batch": 11}),
+    "orpo": (ORPO, ITEMS),
+    "kto": (KTO, {"num_items_in_batch": 11}),
+}
+
+
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("name", ACCUMULATED)
+def test_items_of_a_step(device: torch.device, name: str, packs: bool) -> None:
+    """Sums are divided by the pairs and the chosen tokens of all batches of a step."""
+    op, options = ACCUMULATED[name]
+    x, weight, target = batch(LENGTHS, device)
+    args, options = (x, weight, target), {**options, "num_items_in_batch": torch.tensor(11, device=device)}
+    if op in (DPO, KTO):
+        options["ref_logps"] = ref_logps(target)
+    if op is KTO:
+        options["label"] = torch.arange(len(target), device=device) % 3 == 0
+    elif packs and op is not DPO:
+        options["num_sequences"] = len(target)
+    sample = Sample(args, options, why=f"items {name}")
+    require(op, reordered(sample) if packs else sample)
+
+
 PACKED: dict[str, tuple[Op, dict[str, Any]]] = {
     "dpo": (DPO, {}),
     "aot": (DPO, {"loss_type": "aot"}),

@@ -45,6 +45,24 @@ def test_a_finite_loss_has_finite_gradients(device: torch.device, name: str, in_
         torch.testing.assert_close(a.double(), b.detach(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("by_sequence", [False, True])
+def test_a_bound_keeps_a_ratio_that_overflows_finite(device: torch.device, by_sequence: bool) -> None:
+    """Of a negative advantage nothing else bounds it; past the bound it has no gradient."""
+    x, weight, target = batch([5, 3, 4, 6], device)
+    old = torch.full(target.shape, -3.0, device=device)
+    old[1] = -300.0
+    options: dict[str, Any] = {"importance_sampling_level": "sequence"} if by_sequence else {}
+    others = {"advantages": torch.tensor([1.0, -1.0, 2.0, 0.0], device=device), "old_per_token_logps": old}
+    loss, _ = losses.grpo(x, weight, target, **others, **options)
+    assert loss == float("inf")
+    loss, dx, dw = gradients(losses.grpo, (x, weight, target), others | options | {"max_log_ratio": 20.0})
+    assert loss.isfinite()
+    assert loss > 1e6
+    assert dx[0].any()
+    assert not dx[1].any()
+    assert dw.isfinite().all()
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_no_sequence_at_all(device: torch.device, name: str) -> None:
     """A rank whose groups were all filtered out has none."""

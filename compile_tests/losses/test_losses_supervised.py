@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compile_tests.helpers.loss_references import LossOp, batch, entropies_of, logps_of, loss_op, token_scores
+from compile_tests.helpers.loss_references import LossOp, batch, entropies_of, logps_of, loss_op, mean, token_scores
 from llmk import losses
 from llmk.opcheck.calls import call, require_accurate
 from llmk.registry import Op, Sample
@@ -92,14 +92,22 @@ def distill_reference(
 
 
 def multi_token_reference(
-    x: Tensor, y: Tensor, linear_weight: Tensor, target: Tensor, *, head_weights: list[float], z_loss: float
+    x: Tensor,
+    y: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    head_weights: list[float],
+    z_loss: float,
+    num_items_in_batch: Any = None,
 ) -> Tensor:
     losses, each = [], target
-    for input in (x, y):
+    items = num_items_in_batch if isinstance(num_items_in_batch, list) else [num_items_in_batch] * 2
+    for input, num_items in zip((x, y), items, strict=True):
         logits = F.linear(input, linear_weight)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))[each != -100]
-        z = logits.logsumexp(-1).square().mean()
-        losses.append(F.cross_entropy(logits, each[each != -100]) + z_loss * z)
+        z = logits.logsumexp(-1).square()
+        losses.append(mean(F.cross_entropy(logits, each[each != -100], reduction="none") + z_loss * z, num_items))
         each = F.pad(each[:, 1:], (0, 1), value=-100)
     return sum(w * loss for w, loss in zip(head_weights, losses, strict=True))  # type: ignore[return-value]
 
@@ -159,7 +167,10 @@ def test_several_heads(device: torch.device) -> None:
     op = LossOp(**{**vars(op), "differentiable": ("x", "y", "linear_weight")})
     x, weight, target = batch(LENGTHS, device)
     options = {"head_weights": [1.0, 0.3], "z_loss": 1e-2}
-    require(op, Sample((x, torch.randn_like(x), weight, target), options, why="two heads"))
+    y = torch.randn_like(x)
+    require(op, Sample((x, y, weight, target), options, why="two heads"))
+    for num_items in (41.0, [41.0, torch.tensor(37, device=device)]):
+        require(op, Sample((x, y, weight, target), options | {"num_items_in_batch": num_items}, why="items of a step"))
 
 
 def test_no_token_gives_zero(device: torch.device) -> None:

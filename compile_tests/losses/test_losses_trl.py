@@ -139,6 +139,7 @@ GRPO = [
     *({"loss_type": name} for name in ("dapo", "grpo", "bnpo", "luspo", "cispo", "sapo", "vespo")),
     {"loss_type": "dr_grpo", "max_completion_length": 11},
     {"importance_sampling_level": "sequence", "loss_type": "grpo", "epsilon": 0.01, "epsilon_high": 0.02},
+    {"loss_type": "gmpo", "epsilon": 0.1, "epsilon_high": 0.15},
     {"delta": 1.1, "beta": 0.3},
     {"top_entropy_quantile": 0.3, "beta": 0.3},
     {"off_policy_mask_threshold": 0.01, "importance_sampling_ratio": 0.5 + torch.rand(6, 9)},

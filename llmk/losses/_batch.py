@@ -110,6 +110,19 @@ def check_between(name: str, value: float, low: float, high: float) -> None:
         raise ValueError(f"{name}: expected a number from {low:g} to {high:g}, got {value}")
 
 
+def check_denominator(name: str, value: Any) -> None:
+    """Check a number, or a tensor of one, by which a sum is divided; None is the batch's own."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"{name}: expected a scalar, got shape {tuple(value.shape)}")
+    elif value is not None and not isinstance(value, int | float):
+        raise TypeError(f"{name}: expected a scalar tensor or a number, got {type(value).__name__}")
+
+
+def at_least_one(value: Tensor | float) -> Tensor | float:
+    return value.detach().reshape(()).clamp(min=1) if isinstance(value, Tensor) else max(value, 1)
+
+
 @dataclass(frozen=True)
 class Sequences:
     """Which sequence each token belongs to, in a padded batch or a packed one, and sums over sequences."""
@@ -155,9 +168,9 @@ class Sequences:
             return self.mask.cumsum(-1)
         return torch.where(self.member, (self.member & self.mask).cumsum(-1), 0).sum(0, keepdim=True)
 
-    def mean(self, values: Tensor) -> Tensor:
-        """Average `[slots]` over the sequences."""
-        return masked_mean(values, self.exists())
+    def mean(self, values: Tensor, num_items: Tensor | float | None = None) -> Tensor:
+        """Average `[slots]` over the sequences, or divide their sum by `num_items`."""
+        return masked_mean(values, self.exists(), num_items)
 
     def num_sequences(self) -> Tensor | int:
         """Return the number of sequences, at least 1 in a packed batch."""
@@ -187,11 +200,12 @@ class Sequences:
         return torch.where(out_of_range.any(), float("nan"), loss)
 
 
-def masked_mean(values: Tensor, mask: Tensor | None) -> Tensor:
-    """Average over the mask, 0 over none; a mask of None is all True."""
-    if mask is None:
-        return values.sum() / max(values.shape[0], 1)
-    return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
+def masked_mean(values: Tensor, mask: Tensor | None, num_items: Tensor | float | None = None) -> Tensor:
+    """Sum over the mask, divided by `num_items` or by its size, 0 over none; a mask of None is all True."""
+    total = values.sum() if mask is None else torch.where(mask, values, 0.0).sum()
+    if num_items is not None:
+        return total / at_least_one(num_items)
+    return total / (max(values.shape[0], 1) if mask is None else mask.sum().clamp(min=1))
 
 
 def make_sequences(

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmk.losses._batch import Sequences, masked_mean
+from llmk.losses._batch import Sequences, at_least_one, check_denominator, masked_mean
 from llmk.ops.linear_loss.objectives.preference import LOSSES as GROUP_LOSSES
 from llmk.ops.linear_loss.objectives.preference import LossOptions
 
@@ -83,20 +83,37 @@ def pair_losses(name: str, pairs: Pairs, options: LossOptions) -> Tensor:
     return loss.value(options, *(pairs.mean_rewards if loss.length_normalized else pairs.rewards))
 
 
-def chosen_nll(token_logps: Tensor, sequences: Sequences) -> Tensor:
-    """Return the mean negative log-likelihood of the chosen tokens."""
-    chosen, _ = sequences.halves(sequences.sum(token_logps))
+def check_pair_denominators(num_items: Tensor | float | None, num_chosen_tokens: Tensor | float | None) -> None:
+    check_denominator("num_items_in_batch", num_items)
+    check_denominator("num_chosen_tokens_in_batch", num_chosen_tokens)
+
+
+def _num_chosen_tokens(sequences: Sequences, num_tokens: Tensor | float | None) -> Tensor | float:
+    """Return `num_tokens`, or the number of chosen tokens, and at least 1."""
     lengths, _ = sequences.halves(sequences.lengths)
-    return -chosen.sum() / lengths.sum().clamp(min=1.0)
+    return lengths.sum().clamp(min=1.0) if num_tokens is None else at_least_one(num_tokens)
 
 
-def chosen_nll_weight(sequences: Sequences, coef: float) -> Tensor | None:
+def chosen_nll(token_logps: Tensor, sequences: Sequences, num_tokens: Tensor | float | None = None) -> Tensor:
+    """Return the negative log-likelihood of the chosen tokens, divided by `num_tokens` or by their number."""
+    chosen, _ = sequences.halves(sequences.sum(token_logps))
+    return -chosen.sum() / _num_chosen_tokens(sequences, num_tokens)
+
+
+def chosen_nll_weight(sequences: Sequences, coef: float, num_tokens: Tensor | float | None = None) -> Tensor | None:
     """Return weights `[B, S]` of a padded batch with which `coef * chosen_nll` is a sum over tokens."""
     if coef == 0.0:
         return None
-    (B, S), (lengths, _) = sequences.mask.shape, sequences.halves(sequences.lengths)
-    weight = coef / lengths.sum().clamp(min=1.0)
+    B, S = sequences.mask.shape
+    weight = sequences.lengths.new_full((), coef) / _num_chosen_tokens(sequences, num_tokens)
     return torch.cat([weight.expand(B // 2, S), torch.zeros_like(weight).expand(B // 2, S)])
+
+
+def pair_weights(sequences: Sequences, coefs: list[float], num_items: Tensor | float | None) -> Tensor:
+    """Return weights `[coefs, P]` of a padded batch, each coefficient over the number of pairs or `num_items`."""
+    pairs = sequences.slots // 2
+    denominator = max(pairs, 1) if num_items is None else at_least_one(num_items)
+    return torch.stack([sequences.lengths.new_full((pairs,), coef) for coef in coefs]) / denominator
 
 
 def reward_metrics(chosen: Tensor, rejected: Tensor, logps: Tensor, sequences: Sequences) -> dict[str, Tensor]:

@@ -10,32 +10,41 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llmk.losses._batch import Sequences
+from llmk.losses._batch import Sequences, at_least_one, check_denominator
 from llmk.ops.linear_loss.objectives.policy import PolicyOptions, PolicyTerms
 
 
 class Totals(NamedTuple):
-    """Denominators of the losses."""
+    """Denominators of the losses, None for those of the batch."""
 
-    num_items: Tensor | float | None
-    max_completion_length: int | None
+    num_items: Tensor | float | None = None
+    max_completion_length: int | None = None
+    num_sequences: Tensor | float | None = None
+    count_empty_sequences: bool = True
 
 
 def token_denominator(num_items: Tensor | float | None, sequences: Sequences) -> Tensor | float:
     """Return `num_items`, or the number of tokens that count, and at least 1."""
-    if num_items is None:
-        return sequences.mask.sum().clamp(min=1)
-    return num_items.detach().reshape(()).clamp(min=1) if isinstance(num_items, Tensor) else max(num_items, 1)
+    return sequences.mask.sum().clamp(min=1) if num_items is None else at_least_one(num_items)
+
+
+def _sequence_denominator(sequences: Sequences, totals: Totals) -> Tensor | float:
+    """Return the number of sequences, or of those with a token that counts, and at least 1."""
+    if totals.num_sequences is not None:
+        return at_least_one(totals.num_sequences)
+    if totals.count_empty_sequences:
+        return sequences.num_sequences()
+    return (sequences.lengths > 0).sum().clamp(min=1)
 
 
 def _mean_of_means(sequences: Sequences, totals: Totals) -> Tensor:
     """Mean over sequences of means over tokens: Shao et al., GRPO, 2024, https://arxiv.org/abs/2402.03300, eq. 3."""
-    return sequences.expand_to_tokens(1.0 / sequences.lengths.clamp(min=1.0)) / sequences.num_sequences()
+    return sequences.expand_to_tokens(1.0 / sequences.lengths.clamp(min=1.0)) / _sequence_denominator(sequences, totals)
 
 
 def _mean_of_sums(sequences: Sequences, totals: Totals) -> Tensor:
     """Mean over sequences of sums over tokens: LUSPO, 2026."""
-    return sequences.mask.float() / sequences.num_sequences()
+    return sequences.mask.float() / _sequence_denominator(sequences, totals)
 
 
 def _mean_over_batch(sequences: Sequences, totals: Totals) -> Tensor:
@@ -47,7 +56,7 @@ def _over_constant_length(sequences: Sequences, totals: Totals) -> Tensor:
     """Sum divided by a constant length: Liu et al., Dr. GRPO, 2025, https://arxiv.org/abs/2503.20783."""
     length = totals.max_completion_length
     length = sequences.mask.shape[1] if length is None else length
-    return sequences.mask.float() / (sequences.num_sequences() * length)
+    return sequences.mask.float() / (_sequence_denominator(sequences, totals) * length)
 
 
 def _over_all_items(sequences: Sequences, totals: Totals) -> Tensor:
@@ -71,7 +80,14 @@ TYPES = {
     "cispo": PolicyType("cispo", _over_all_items),
     "sapo": PolicyType("sapo", _mean_of_means),
     "vespo": PolicyType("reinforce", _over_all_items),  # times `vespo_weight`
+    "gpg": PolicyType("reinforce", _over_all_items),
+    "gmpo": PolicyType("gmpo", _mean_of_means),
+    "dppo_tv": PolicyType("dppo_tv", _over_all_items),
+    "dppo_kl": PolicyType("dppo_kl", _over_all_items),
+    "kl_cov": PolicyType("surrogate", _over_all_items),  # and a penalty of the tokens of `largest_covariance`
 }
+"""GPG: Chu et al., "GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning", 2025,
+https://arxiv.org/abs/2504.02546."""
 
 
 AGGREGATIONS = {
@@ -83,14 +99,27 @@ AGGREGATIONS = {
 """How the losses of tokens become one, whatever the loss type."""
 
 
+def check_totals(name: str, sequences: Sequences, totals: Totals) -> None:
+    """Check the denominators of the aggregation or loss type `name`."""
+    check_denominator("num_items_in_batch", totals.num_items)
+    check_denominator("num_sequences_in_batch", totals.num_sequences)
+    length = totals.max_completion_length
+    if length is not None and length < 1:
+        raise ValueError(f"max_completion_length: expected a number of at least 1, got {length}")
+    if length is None and sequences.ids is not None and name in ("constant", "dr_grpo"):
+        raise ValueError(f"max_completion_length: expected a number with {name!r} and sequence_ids, got None")
+
+
 class VespoOptions(NamedTuple):
     k_pos: float
     lambda_pos: float
     k_neg: float
     lambda_neg: float
+    max_log_ratio: float
+    """The bound of a token's log-ratio."""
 
 
-_MIN_LOG_RATIO, _MAX_LOG_RATIO = math.log(1e-8), 20.0
+_MIN_LOG_RATIO, MAX_LOG_RATIO = math.log(1e-8), 20.0
 
 
 def vespo_weight(
@@ -100,14 +129,29 @@ def vespo_weight(
 
     VESPO, 2026, as TRL has it: logarithms are clamped, and a correction for the sampler is part of w.
     """
-    log_w = sequences.sum(log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO))
+    log_w = sequences.sum(log_ratio.clamp(-options.max_log_ratio, options.max_log_ratio))
     if correction is not None:
-        log_w = log_w + sequences.sum(correction.log().clamp(_MIN_LOG_RATIO, _MAX_LOG_RATIO))
-    log_w = sequences.expand_to_tokens(log_w.clamp(_MIN_LOG_RATIO, _MAX_LOG_RATIO))
+        log_w = log_w + sequences.sum(correction.log().clamp(_MIN_LOG_RATIO, MAX_LOG_RATIO))
+    log_w = sequences.expand_to_tokens(log_w.clamp(_MIN_LOG_RATIO, MAX_LOG_RATIO))
     positive = advantages >= 0
     k = torch.where(positive, torch.full_like(advantages, options.k_pos), options.k_neg)
     scale = torch.where(positive, torch.full_like(advantages, options.lambda_pos), options.lambda_neg).clamp(min=1e-4)
     return torch.exp(scale + k * log_w - scale * log_w.exp()).nan_to_num(0.0, 0.0, 0.0)
+
+
+def largest_covariance(logps: Tensor, advantages: Tensor, mask: Tensor, fraction: float) -> Tensor:
+    """Return the mask of the `fraction` of tokens, at least one, with the largest (log pi - mean) (A - mean).
+
+    The first of equal ones are taken. KL-Cov: Cui et al., "The Entropy Mechanism of Reinforcement Learning for
+    Reasoning Language Models", 2025, https://arxiv.org/abs/2505.22617.
+    """
+    count = mask.sum()
+    centered = [values - torch.where(mask, values, 0.0).sum() / count.clamp(min=1) for values in (logps, advantages)]
+    covariance = torch.where(mask, centered[0] * centered[1], float("-inf")).flatten()
+    order = covariance.sort(descending=True, stable=True).indices
+    places = torch.arange(order.shape[0], device=order.device, dtype=order.dtype)
+    rank = torch.empty_like(order).scatter(0, order, places).view(mask.shape)
+    return mask & (rank < (fraction * count.double()).long().clamp(min=1))
 
 
 def ratio_level(name: str, sequences: Sequences) -> Callable[[Tensor], Tensor]:

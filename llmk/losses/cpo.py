@@ -5,7 +5,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmk.losses._batch import Head, Sequences, check_between, check_positive, make_sequences, masked_mean
-from llmk.losses._pairs import chosen_nll, chosen_nll_weight, reward_metrics
+from llmk.losses._pairs import (
+    check_pair_denominators,
+    chosen_nll,
+    chosen_nll_weight,
+    pair_weights,
+    reward_metrics,
+)
 from llmk.ops.linear_loss.objectives.preference import LOSSES, LossOptions, log_odds
 from llmk.registry import check_finite, check_option
 
@@ -13,6 +19,7 @@ from llmk.registry import check_finite, check_option
 def cpo(
     input: Tensor, linear_weight: Tensor, target: Tensor, *,
     beta: float = 0.1, cpo_alpha: float = 1.0, label_smoothing: float = 0.0, loss_type: str = "sigmoid",
+    num_items_in_batch: Tensor | float | None = None, num_chosen_tokens_in_batch: Tensor | float | None = None,
     simpo_gamma: float = 0.5, alpha: float = 0.0, linear_bias: Tensor | None = None, temperature: float = 1.0,
     logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False,
     chunk_size: int = 0,
@@ -33,6 +40,7 @@ def cpo(
             subtracts `simpo_gamma` from the margin. "ipo" and "simpo" take means over a completion's tokens, not sums.
         simpo_gamma: Target reward margin of "simpo", after the scale by beta.
         alpha: Parameter of AlphaPO: the reward of log-probability p is (1 - exp(-alpha * p)) / alpha; 0 is p itself.
+        num_items_in_batch, num_chosen_tokens_in_batch: As in `dpo`; the latter is the denominator of `nll`.
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
         sequence_ids, num_sequences: As in `dpo`.
@@ -56,6 +64,7 @@ def cpo(
     check_finite("alpha", alpha)
     check_between("label_smoothing", label_smoothing, 0.0, 1.0)
     check_option("loss_type", loss_type, _TYPES)
+    check_pair_denominators(num_items_in_batch, num_chosen_tokens_in_batch)
     sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, num_sequences, in_pairs=True)
     head = Head(
         linear_weight,
@@ -69,18 +78,20 @@ def cpo(
         logits_dtype,
     )
     options = LossOptions(beta, label_smoothing, simpo_gamma if loss_type == "simpo" else 0.0)
-    name = "cpo" if loss_type == "sigmoid" else loss_type
+    name, num_items = "cpo" if loss_type == "sigmoid" else loss_type, (num_items_in_batch, num_chosen_tokens_in_batch)
     if alpha == 0.0 and head.supports_groups(sequences):
-        loss, token_logps = _fused_loss(head, input, target, sequences, name, options, 1.0, cpo_alpha)
+        loss, token_logps = _fused_loss(head, input, target, sequences, name, options, 1.0, cpo_alpha, *num_items)
         logps = _sequence_logps(token_logps, sequences, name)
         chosen, rejected = sequences.halves(logps)
-        nll = chosen_nll(token_logps, sequences)
+        nll = chosen_nll(token_logps, sequences, num_chosen_tokens_in_batch)
     else:
         token_logps, _ = head.logprobs(input, target)
         logps = _sequence_logps(token_logps, sequences, name)
         chosen, rejected = sequences.halves(logps if alpha == 0.0 else -torch.expm1(-alpha * logps) / alpha)
-        losses, nll = LOSSES[name].value(options, chosen, rejected), chosen_nll(token_logps, sequences)
-        loss = sequences.checked(masked_mean(losses, sequences.exists(in_pairs=True)) + cpo_alpha * nll)
+        losses = LOSSES[name].value(options, chosen, rejected)
+        nll = chosen_nll(token_logps, sequences, num_chosen_tokens_in_batch)
+        mean = masked_mean(losses, sequences.exists(in_pairs=True), num_items_in_batch)
+        loss = sequences.checked(mean + cpo_alpha * nll)
     return loss, {**reward_metrics(beta * chosen, beta * rejected, logps, sequences), "nll_loss": nll.detach()}
 
 
@@ -89,13 +100,12 @@ _TYPES = ("sigmoid", "hinge", "ipo", "simpo")
 
 def _fused_loss(
     head: Head, input: Tensor, target: Tensor, sequences: Sequences, name: str, options: LossOptions, coef: float,
-    nll_coef: float,
+    nll_coef: float, num_items: Tensor | float | None, num_chosen_tokens: Tensor | float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return `coef` times the mean over pairs plus `nll_coef` times the NLL, and the tokens' log-probabilities."""
-    pairs = target.shape[0] // 2
     loss, token_logps, _ = head.preference(
-        input, target, None, nll_weight=chosen_nll_weight(sequences, nll_coef),
-        group_weight=sequences.lengths.new_full((pairs,), coef) / pairs, loss_type=name, **options._asdict(),
+        input, target, None, nll_weight=chosen_nll_weight(sequences, nll_coef, num_chosen_tokens),
+        group_weight=pair_weights(sequences, [coef], num_items)[0], loss_type=name, **options._asdict(),
     )  # fmt: skip
     return loss, token_logps
 
@@ -106,6 +116,7 @@ def _sequence_logps(token_logps: Tensor, sequences: Sequences, name: str) -> Ten
 
 def simpo(
     input: Tensor, linear_weight: Tensor, target: Tensor, *,
+    num_items_in_batch: Tensor | float | None = None,
     beta: float = 2.0, simpo_gamma: float = 0.5, label_smoothing: float = 0.0, linear_bias: Tensor | None = None,
     temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100,
     skip_ignored: bool = False, chunk_size: int = 0,
@@ -121,6 +132,7 @@ def simpo(
         beta: The scale of the margin; positive.
         simpo_gamma: Target reward margin.
         label_smoothing: Assumed fraction of pairs with flipped labels; 0 to 1.
+        num_items_in_batch: As in `dpo`.
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
         sequence_ids, num_sequences: As in `dpo`.
@@ -140,7 +152,7 @@ def simpo(
     return cpo(
         input, linear_weight, target, beta=beta, cpo_alpha=0.0, label_smoothing=label_smoothing, loss_type="simpo",
         simpo_gamma=simpo_gamma, linear_bias=linear_bias, temperature=temperature, logit_scale=logit_scale,
-        softcap=softcap,
+        softcap=softcap, num_items_in_batch=num_items_in_batch,
         ignore_index=ignore_index, skip_ignored=skip_ignored, chunk_size=chunk_size,
         logits_dtype=logits_dtype, sequence_ids=sequence_ids,
         num_sequences=num_sequences,
@@ -149,6 +161,7 @@ def simpo(
 
 def orpo(
     input: Tensor, linear_weight: Tensor, target: Tensor, *,
+    num_items_in_batch: Tensor | float | None = None, num_chosen_tokens_in_batch: Tensor | float | None = None,
     beta: float = 0.1, linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0,
     softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None,
@@ -163,6 +176,7 @@ def orpo(
     Args:
         input, linear_weight, target: As in `dpo`. TRL's `nll` has the prompt in it; here it has what `target` has.
         beta: Weight of the odds ratio loss; positive.
+        num_items_in_batch, num_chosen_tokens_in_batch: As in `dpo`; the latter is the denominator of `nll`.
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
         sequence_ids, num_sequences: As in `dpo`.
@@ -181,6 +195,7 @@ def orpo(
     `trl.experimental.orpo.ORPOTrainer`.
     """
     check_positive("beta", beta)
+    check_pair_denominators(num_items_in_batch, num_chosen_tokens_in_batch)
     sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, num_sequences, in_pairs=True)
     head = Head(
         linear_weight,
@@ -194,18 +209,20 @@ def orpo(
         logits_dtype,
     )
     exists, options = sequences.exists(in_pairs=True), LossOptions()
+    num_items = num_items_in_batch, num_chosen_tokens_in_batch
     if head.supports_groups(sequences):
-        loss, token_logps = _fused_loss(head, input, target, sequences, "orpo", options, beta, 1.0)
+        loss, token_logps = _fused_loss(head, input, target, sequences, "orpo", options, beta, 1.0, *num_items)
     else:
         token_logps, _ = head.logprobs(input, target)
         losses = LOSSES["orpo"].value(options, *sequences.halves(sequences.token_means(token_logps)))
-        loss = sequences.checked(chosen_nll(token_logps, sequences) + beta * masked_mean(losses, exists))
+        nll = chosen_nll(token_logps, sequences, num_chosen_tokens_in_batch)
+        loss = sequences.checked(nll + beta * masked_mean(losses, exists, num_items_in_batch))
     logps = sequences.token_means(token_logps.detach())
     chosen, rejected = sequences.halves(logps)
     odds = log_odds(chosen, rejected)
     metrics = {
         **reward_metrics(beta * chosen, beta * rejected, logps, sequences),
-        "nll_loss": chosen_nll(token_logps.detach(), sequences),
+        "nll_loss": chosen_nll(token_logps.detach(), sequences, num_chosen_tokens_in_batch),
         "log_odds_ratio": masked_mean(F.logsigmoid(odds), exists),
         "log_odds_chosen": masked_mean(odds, exists),
     }

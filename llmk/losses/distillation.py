@@ -10,6 +10,7 @@ from llmk.losses._batch import (
     NUMBERS,
     Head,
     check_between,
+    check_denominator,
     check_is_tensor,
     check_per_token,
     check_tensor,
@@ -71,6 +72,7 @@ def distill(
     """
     check_between("beta", beta, 0.0, 1.0)
     check_not_negative("ce_weight", ce_weight)
+    check_denominator("num_items_in_batch", num_items_in_batch)
     sequences = make_sequences(input, linear_weight, target, ignore_index, None)
     check_is_tensor("teacher_input", teacher_input)
     check_is_tensor("teacher_linear_weight", teacher_linear_weight)
@@ -166,6 +168,7 @@ def distill_topk(
     """
     check_between("beta", beta, 0.0, 1.0)
     check_not_negative("ce_weight", ce_weight)
+    check_denominator("num_items_in_batch", num_items_in_batch)
     sequences = make_sequences(input, linear_weight, target, ignore_index, None)
     _check_teacher(teacher_ids, teacher_logprobs, target)
     if token_weights is not None:

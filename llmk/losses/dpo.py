@@ -17,7 +17,17 @@ from llmk.losses._batch import (
     mean_over_tokens,
     resolve_num_sequences,
 )
-from llmk.losses._pairs import PAIR_LOSSES, TYPES, Pairs, chosen_nll, chosen_nll_weight, pair_losses, reward_metrics
+from llmk.losses._pairs import (
+    PAIR_LOSSES,
+    TYPES,
+    Pairs,
+    check_pair_denominators,
+    chosen_nll,
+    chosen_nll_weight,
+    pair_losses,
+    pair_weights,
+    reward_metrics,
+)
 from llmk.ops.linear_loss.objectives.preference import (
     F_DIVERGENCES,
     LOSSES,
@@ -34,6 +44,7 @@ def dpo(
     ref_linear_bias: Tensor | None = None, beta: float = 0.1, loss_type: str | Sequence[str] = "sigmoid",
     loss_weights: Sequence[float] | None = None, label_smoothing: float = 0.0, f_divergence_type: str = "reverse_kl",
     f_alpha_divergence_coef: float = 0.5, discopop_tau: float = 0.05, ld_alpha: float | None = None,
+    num_items_in_batch: Tensor | float | None = None, num_chosen_tokens_in_batch: Tensor | float | None = None,
     use_weighting: bool = False, linear_bias: Tensor | None = None, temperature: float = 1.0,
     logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False,
     chunk_size: int = 0,
@@ -69,6 +80,10 @@ def dpo(
         ld_alpha: Weight of the longer completion's tokens beyond the shorter one's length, 0 to 1.
         use_weighting: Multiply the loss of each pair by the product over its two completions of exp(mean over tokens of
             log pi - log sum_v pi(v)^2), detached; not with "aot" and "aot_unpaired".
+        num_items_in_batch: Denominator of the mean over pairs, a scalar: the pairs of all batches of a step, for
+            gradient accumulation; those of this batch if None.
+        num_chosen_tokens_in_batch: Denominator of "sft", a scalar: the chosen tokens of all batches of a step; those
+            of this batch if None.
         linear_bias: `[V]`.
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         temperature, logit_scale, softcap, skip_ignored, chunk_size: As in `llmk.functional.linear_logprobs`.
@@ -97,6 +112,9 @@ def dpo(
     types = _loss_types(loss_type, loss_weights, label_smoothing, f_divergence_type)
     if use_weighting and any(name in ("aot", "aot_unpaired") for name, _ in types):
         raise ValueError(f"use_weighting: expected False with 'aot' and 'aot_unpaired', got loss_type {loss_type!r}")
+    check_pair_denominators(num_items_in_batch, num_chosen_tokens_in_batch)
+    if use_weighting and num_items_in_batch is not None and any(name == "sft" for name, _ in types):
+        raise ValueError("num_items_in_batch: expected None with use_weighting and 'sft', whose product is no sum")
     check_positive("beta", beta)
     check_positive("discopop_tau", discopop_tau)
     if ld_alpha is not None:
@@ -128,15 +146,21 @@ def dpo(
     divergence = f_divergence_type, f_alpha_divergence_coef
     if not use_weighting and _can_fuse(types) and head.supports_groups(sequences):
         loss, token_logps, entropy = _fused_loss(
-            head, input, target, ref_logps, sequences, types, options, divergence, ld_alpha
-        )
+            head, input, target, ref_logps, sequences, types, options, divergence, ld_alpha,
+            num_items_in_batch, num_chosen_tokens_in_batch,
+        )  # fmt: skip
         logps = _sequence_logps(token_logps, sequences, ld_alpha)
     else:
         token_logps, entropy = head.logprobs(input, target)
         logps = _sequence_logps(token_logps, sequences, ld_alpha)
-        pairs = _pairs(token_logps, logps, ref_logps, sequences, *divergence)
+        nll = chosen_nll(token_logps, sequences, num_chosen_tokens_in_batch)
+        pairs = _pairs(nll, logps, ref_logps, sequences, *divergence)
         weights = _wpo_weights(head, input, target, token_logps, sequences) if use_weighting else 1.0
-        terms = [coef * masked_mean(weights * pair_losses(name, pairs, options), pairs.exists) for name, coef in types]
+        terms = []
+        for name, coef in types:
+            num_items = None if name == "sft" else num_items_in_batch  # "sft" is a mean over tokens already
+            losses = weights * pair_losses(name, pairs, options)
+            terms.append(coef * masked_mean(losses, pairs.exists, num_items))
         loss = sequences.checked(torch.stack(terms).sum())
     rewards = sequences.halves(beta * (logps - ref_logps))
     metrics = {
@@ -155,13 +179,15 @@ def _can_fuse(types: list[tuple[str, float]]) -> bool:
 def _fused_loss(
     head: Head, input: Tensor, target: Tensor, ref_logps: Tensor, sequences: Sequences, types: list[tuple[str, float]],
     options: LossOptions, divergence: tuple[str, float], ld_alpha: float | None,
+    num_items: Tensor | float | None, num_chosen_tokens: Tensor | float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    pair_types, count = [(name, weight) for name, weight in types if name in PAIR_LOSSES], target.shape[0] // 2
-    weights = torch.stack([sequences.lengths.new_full((count,), weight) / count for _, weight in pair_types])
+    pair_types = [(name, weight) for name, weight in types if name in PAIR_LOSSES]
+    weights = pair_weights(sequences, [weight for _, weight in pair_types], num_items)
+    sft_coef = sum(weight for name, weight in types if name == "sft")
     loss, token_logps, entropy = head.preference(
         input, target, ref_logps,
         token_weight=None if ld_alpha is None else _weighted(sequences.mask.float(), sequences, ld_alpha),
-        nll_weight=chosen_nll_weight(sequences, sum(weight for name, weight in types if name == "sft")),
+        nll_weight=chosen_nll_weight(sequences, sft_coef, num_chosen_tokens),
         group_weight=weights if len(pair_types) > 1 else weights[0],
         loss_type="+".join(name for name, _ in pair_types),
         f_divergence_type=divergence[0], f_divergence_coef=divergence[1], **options._asdict(),
@@ -212,9 +238,7 @@ def _weighted(values: Tensor, sequences: Sequences, ld_alpha: float | None) -> T
     return torch.where(beyond, ld_alpha * values, values)
 
 
-def _pairs(
-    token_logps: Tensor, logps: Tensor, ref_logps: Tensor, sequences: Sequences, divergence: str, coef: float
-) -> Pairs:
+def _pairs(nll: Tensor, logps: Tensor, ref_logps: Tensor, sequences: Sequences, divergence: str, coef: float) -> Pairs:
     logratios = logps - ref_logps
     reward, _ = F_DIVERGENCES[divergence]
     chosen_logps, rejected_logps = sequences.halves(logps)
@@ -225,6 +249,6 @@ def _pairs(
         *sequences.halves(sequences.lengths),
         policy_margin=chosen_logps - rejected_logps,
         ref_margin=ref_chosen - ref_rejected,
-        nll=chosen_nll(token_logps, sequences),
+        nll=nll,
         exists=sequences.exists(in_pairs=True),
     )

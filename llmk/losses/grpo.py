@@ -17,9 +17,25 @@ from llmk.losses._batch import (
     resolve_num_sequences,
     without_unsupported,
 )
-from llmk.losses._policy import AGGREGATIONS, TYPES, Totals, VespoOptions, ratio_level, vespo_weight
+from llmk.losses._policy import (
+    AGGREGATIONS,
+    MAX_LOG_RATIO,
+    TYPES,
+    Totals,
+    VespoOptions,
+    check_totals,
+    largest_covariance,
+    ratio_level,
+    vespo_weight,
+)
 from llmk.losses._sampling import difference_metrics, high_entropy_mask, masked_max, masked_min, ratio_metrics
-from llmk.ops.linear_loss.objectives.policy import ESTIMATORS, PolicyOptions, PolicyTerms
+from llmk.ops.linear_loss.objectives.policy import (
+    ESTIMATORS,
+    PolicyOptions,
+    PolicyTerms,
+    bounded,
+    check_above_one,
+)
 from llmk.registry import check_finite, check_not_negative, check_option
 
 LEVELS = ("token", "sequence")
@@ -32,9 +48,12 @@ def grpo(
     loss_agg: str | None = None, importance_sampling_level: str = "token",
     importance_sampling_ratio: Tensor | None = None,
     num_items_in_batch: Tensor | float | None = None, max_completion_length: int | None = None,
+    num_sequences_in_batch: Tensor | float | None = None, count_empty_sequences: bool = True,
     entropy_coef: float = 0.0, use_bias_correction_kl: bool = True, kl_estimator: str = "k3",
+    max_log_ratio: float | None = None, clip_ratio_c: float | None = None,
     off_policy_mask_threshold: float | None = None, sampling_per_token_logps: Tensor | None = None,
     top_entropy_quantile: float = 1.0, sapo_temperature_pos: float = 1.0, sapo_temperature_neg: float = 1.05,
+    kl_cov_ratio: float = 0.0002, ppo_kl_coef: float = 1.0,
     vespo_k_pos: float = 2.0, vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0,
     linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0,
     ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
@@ -60,22 +79,44 @@ def grpo(
         epsilon_high: The ratio is clipped from above at 1 + epsilon_high; `epsilon` if None. "cispo" clips at
             epsilon_high itself.
         delta: Upper bound of the unclipped ratio, for negative advantages too.
+        clip_ratio_c: Upper bound, above 1, of the ratio in the clipped losses where the advantage is negative: the dual
+            clip; verl has 3. Above 1 + epsilon_high it is what `delta` is.
         loss_type: The token loss and the denominator of its sum:
             "dapo", by `num_items_in_batch`; "bnpo", by the tokens that count; "dr_grpo", by `B *
             max_completion_length`; "grpo", the mean over sequences of their means; "luspo", the mean of their sums;
             "cispo", a clipped ratio as the constant weight of A * log pi, by `num_items_in_batch`; "sapo", a soft gate
             for the clip, divided as "grpo"; "vespo", a weight from the sequence's ratio, divided as "dapo".
+            "gpg", -A * log pi, without a ratio, divided as "dapo".
+            "gmpo", -A times the geometric mean of a sequence's ratios, divided as "grpo". Their logarithms are clipped,
+            from above at epsilon_high where A is positive and from below at -epsilon where it is negative; the paper
+            has 0.4. TRL's has no bias correction of the divergence.
+            "dppo_tv" and "dppo_kl", -min(ratio, delta) * A * log pi with a constant first factor, divided as "dapo". A
+            token is left out where A moves pi on from pi_old and their divergence, of the token against all others, is
+            more than epsilon_high for a positive A and epsilon for another: |pi - pi_old|, or KL(pi_old, pi). verl has
+            20 for `delta`.
+            "kl_cov", -ratio * A, divided as "dapo", and `ppo_kl_coef` * |log ratio| of some tokens: those whose
+            log-probability and advantage have the largest product of differences from their means over the batch.
         loss_agg: How the losses of tokens are summed and divided, in place of the way of `loss_type`: "token", by
             `num_items_in_batch`; "sequence_mean", the mean over sequences of their means; "sequence_sum", the mean of
             their sums; "constant", by `B * max_completion_length`.
-        importance_sampling_level: "token", or "sequence": the ratio is the geometric mean over a sequence (GSPO).
+        importance_sampling_level: "token", or "sequence": the ratio is the geometric mean over a sequence (GSPO), which
+            it always is in "gmpo".
         importance_sampling_ratio: Factor of each token's loss that corrects for the sampler's own log-probabilities:
             `[B, S]`, `[B, 1]` or `[B]`; 0 leaves a token out.
-        num_items_in_batch: Denominator of "dapo", "cispo", "vespo" and "token"; the tokens that count if None.
+        num_items_in_batch: Denominator of "token" and of the types that divide as it, a scalar: the tokens of all
+            batches of a step; those of this batch that count if None.
+        num_sequences_in_batch: Number of sequences in means over sequences and in "constant", a scalar: those of all
+            batches of a step; those of this batch if None.
+        count_empty_sequences: Whether a sequence without a token that counts is one of this batch's, as in TRL; False
+            is verl's way.
         max_completion_length: Length by which "dr_grpo" and "constant" divide; S if None. A packed batch needs it.
         entropy_coef: Coefficient of the mean entropy over the tokens that count, which is subtracted from the loss.
         use_bias_correction_kl: Multiply the divergence by the ratio, so that its gradient is unbiased.
-        kl_estimator: "k3", exp(r) - r - 1 with r = log ref / pi, "k1", -r, or "k2", r**2 / 2.
+        kl_estimator: "k3", exp(r) - r - 1 with r = log ref / pi, "k1", -r, "k2", r**2 / 2, or "k3+", the value of "k3"
+            with the gradient of "k2", which is unbiased without `use_bias_correction_kl`.
+        max_log_ratio: Clamp the logarithm of the ratio, and r in the divergence, to this distance from 0, with no
+            gradient through a logarithm that is farther; None for no bound, verl has 20. In "vespo" it bounds the
+            logarithms of tokens, which are clamped at 20 at most.
         off_policy_mask_threshold: Leave a sequence of negative advantage out where the mean of log(sampler / pi) over
             its tokens is larger.
         sampling_per_token_logps: Log-probabilities `[B, S]` of the sampler, for the mask and the metrics;
@@ -83,6 +124,8 @@ def grpo(
         top_entropy_quantile: Fraction of the tokens that count, those with the highest entropies in this batch, that
             have a policy loss and over which `entropy_coef` takes the mean; 1 for all.
         sapo_temperature_pos, sapo_temperature_neg: Temperatures of "sapo" for positive and for other advantages.
+        kl_cov_ratio: Fraction of the tokens that count, rounded down and at least one, that "kl_cov" penalizes.
+        ppo_kl_coef: Coefficient of that penalty.
         vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: Parameters of "vespo".
         linear_bias: `[V]`.
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
@@ -107,11 +150,12 @@ def grpo(
     The gradients are made in the forward pass, with three products. Four are made, the logits twice, where a token's
     weight is not known with the chunk of logits that it is in: with "sequence" and a chunk that does not hold a whole
     sequence (with `chunk_size` 0 on a GPU 2.67 GiB with their gradient), a packed batch or `skip_ignored`, with
-    "vespo", `off_policy_mask_threshold` or `top_entropy_quantile`, and with DTensors.
+    "vespo", "kl_cov", `off_policy_mask_threshold` or `top_entropy_quantile`, and with DTensors.
 
     Sources: Shao et al., 2024, https://arxiv.org/abs/2402.03300; each loss type in `_policy.py`; GSPO: Zheng et
     al., 2025, https://arxiv.org/abs/2507.18071; masks and bias correction: DeepSeek-V3.2, 2025,
-    https://arxiv.org/abs/2512.02556. Reference implementation: `trl.GRPOTrainer`.
+    https://arxiv.org/abs/2512.02556; dual clip: Ye et al., 2019, https://arxiv.org/abs/1912.09729. Reference
+    implementations: `trl.GRPOTrainer`, and verl for what TRL does not have.
     """
     check_option("loss_type", loss_type, tuple(TYPES))
     if loss_agg is not None:
@@ -119,14 +163,21 @@ def grpo(
     check_option("importance_sampling_level", importance_sampling_level, LEVELS)
     check_option("kl_estimator", kl_estimator, tuple(ESTIMATORS))
     check_between("epsilon", epsilon, 0.0, float("inf"))
-    for name, number in (("beta", beta), ("entropy_coef", entropy_coef)):
+    check_between("kl_cov_ratio", kl_cov_ratio, 0.0, 1.0)
+    for name, number in (("beta", beta), ("entropy_coef", entropy_coef), ("ppo_kl_coef", ppo_kl_coef)):
         check_finite(name, number)
     check_between("top_entropy_quantile", top_entropy_quantile, 0.0, 1.0)
+    if loss_type == "gmpo" and top_entropy_quantile != 1.0:
+        raise ValueError(f"top_entropy_quantile: expected 1 with loss_type 'gmpo', got {top_entropy_quantile}")
     for name, number in (("epsilon_high", epsilon_high), ("delta", delta)):
         if number is not None:
             check_not_negative(name, number)
     check_positive("sapo_temperature_pos", sapo_temperature_pos)
     check_positive("sapo_temperature_neg", sapo_temperature_neg)
+    if max_log_ratio is not None:
+        check_positive("max_log_ratio", max_log_ratio)
+    if clip_ratio_c is not None:
+        check_above_one("clip_ratio_c", clip_ratio_c)
     advantages = without_last_axis(advantages)
     count = resolve_num_sequences(num_sequences, "advantages", advantages)
     target, replay = without_unsupported(input, linear_weight, target, support, ignore_index)
@@ -141,10 +192,8 @@ def grpo(
             check_per_token(name, value, target)
     if beta != 0.0 and ref_per_token_logps is None:
         raise ValueError(f"ref_per_token_logps: expected shape {tuple(target.shape)} where beta is {beta}, got None")
-    divides = TYPES[loss_type].weights if loss_agg is None else AGGREGATIONS[loss_agg]
-    if divides is AGGREGATIONS["constant"]:
-        _check_length(loss_agg or loss_type, max_completion_length, sequences)
-    _check_lengths(num_items_in_batch, max_completion_length)
+    totals = Totals(num_items_in_batch, max_completion_length, num_sequences_in_batch, count_empty_sequences)
+    check_totals(loss_agg or loss_type, sequences, totals)
     correction = None
     if importance_sampling_ratio is not None:
         correction = _correction(importance_sampling_ratio, sequences)
@@ -161,11 +210,13 @@ def grpo(
         logits_dtype,
     )
     high = epsilon if epsilon_high is None else epsilon_high
+    level = "sequence" if loss_type == "gmpo" else importance_sampling_level
     options = PolicyOptions(
-        TYPES[loss_type].term, importance_sampling_level, epsilon, high, delta,
-        sapo_temperature_pos, sapo_temperature_neg, kl_estimator, use_bias_correction_kl,
+        TYPES[loss_type].term, level, epsilon, high, delta,
+        sapo_temperature_pos, sapo_temperature_neg, kl_estimator, use_bias_correction_kl, max_log_ratio,
+        clip_ratio_c,
     )  # fmt: skip
-    weights = divides(sequences, Totals(num_items_in_batch, max_completion_length))
+    weights = (TYPES[loss_type].weights if loss_agg is None else AGGREGATIONS[loss_agg])(sequences, totals)
     terms = PolicyTerms(
         advantages=per_token(advantages, sequences),
         weight=weights if correction is None or loss_type == "vespo" else weights * correction,
@@ -174,12 +225,14 @@ def grpo(
         kl_weight=None if ref_per_token_logps is None or beta == 0.0 else beta * weights,
         entropy_weight=None if entropy_coef == 0.0 else _mean_weights(entropy_coef, sequences.mask),
         options=options,
-        level=ratio_level(importance_sampling_level, sequences),
+        level=ratio_level(level, sequences),
     )
     vespo = None
     if loss_type == "vespo":
-        vespo = VespoOptions(vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg)
-    if vespo is None and off_policy_mask_threshold is None and top_entropy_quantile == 1.0:
+        bound = MAX_LOG_RATIO if max_log_ratio is None else min(max_log_ratio, MAX_LOG_RATIO)
+        vespo = VespoOptions(vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg, bound)
+    at_once = loss_type not in ("vespo", "kl_cov")
+    if at_once and off_policy_mask_threshold is None and top_entropy_quantile == 1.0:
         loss, logps, entropy = head.policy(input, target, terms, sequences, support)
     else:
         logps, entropy = head.logprobs(input, target, support)
@@ -188,7 +241,12 @@ def grpo(
             terms, logps.detach(), entropy.detach(), sequences, correction, vespo, off_policy_mask_threshold, sampled,
             top_entropy_quantile, entropy_coef,
         )  # fmt: skip
-        loss, logps, entropy = terms.loss(logps, entropy), logps.detach(), entropy.detach()
+        loss = terms.loss(logps, entropy)
+        if loss_type == "kl_cov":
+            selected = largest_covariance(logps.detach(), terms.advantages, sequences.mask, kl_cov_ratio)
+            penalty = ppo_kl_coef * bounded(terms.token_log_ratio(logps), max_log_ratio).abs()
+            loss = loss + torch.where(selected, terms.weight * penalty, 0.0).sum()
+        logps, entropy = logps.detach(), entropy.detach()
 
     log_ratio = terms.log_ratio(logps)
     metrics = {"entropy": mean_over_tokens(entropy, sequences)} | replay
@@ -198,11 +256,11 @@ def grpo(
         metrics["policy_loss"] = loss.detach() + (terms.entropy_weight * entropy).sum()
     old = logps if terms.old_logps is None else terms.old_logps
     metrics |= _sampler_metrics(importance_sampling_ratio, correction, old, sampling_per_token_logps, sequences)
-    by_sequence = advantages.dim() == 1 and (importance_sampling_level == "sequence" or loss_type == "vespo")
+    by_sequence = advantages.dim() == 1 and (level == "sequence" or loss_type == "vespo")
     if vespo is not None:
         phi = vespo_weight(logps - old, terms.advantages, correction, sequences, vespo)
         metrics["vespo/phi_seq_mean"] = _means(phi, sequences, by_sequence)[1]
-    metrics |= _clip_metrics(log_ratio.exp(), terms.advantages, sequences, options, by_sequence)
+    metrics |= _clip_metrics(terms, logps, sequences, by_sequence)
     return sequences.checked(loss), metrics
 
 
@@ -285,18 +343,6 @@ def _sampler_metrics(
     return metrics if sampled is None else metrics | difference_metrics(old, sampled.detach().float(), sequences)
 
 
-def _check_lengths(num_items: Tensor | float | None, max_completion_length: int | None) -> None:
-    if isinstance(num_items, Tensor) and num_items.numel() != 1:
-        raise ValueError(f"num_items_in_batch: expected a scalar, got shape {tuple(num_items.shape)}")
-    if max_completion_length is not None and max_completion_length < 1:
-        raise ValueError(f"max_completion_length: expected a number of at least 1, got {max_completion_length}")
-
-
-def _check_length(name: str, max_completion_length: int | None, sequences: Sequences) -> None:
-    if max_completion_length is None and sequences.ids is not None:
-        raise ValueError(f"max_completion_length: expected a number with {name!r} and sequence_ids, got None")
-
-
 def _means(values: Tensor, sequences: Sequences, by_sequence: bool) -> tuple[Tensor, Tensor]:
     """Return the means of values `[B, S]` over each sequence, and the mean over sequences or over tokens."""
     values = _masked(values.float(), sequences)
@@ -304,18 +350,35 @@ def _means(values: Tensor, sequences: Sequences, by_sequence: bool) -> tuple[Ten
     return sequence_values, sequences.mean(sequence_values) if by_sequence else mean_over_tokens(values, sequences)
 
 
-def _clip_metrics(
-    ratio: Tensor, advantages: Tensor, sequences: Sequences, options: PolicyOptions, by_sequence: bool
-) -> dict[str, Tensor]:
+def _clip_metrics(terms: PolicyTerms, logps: Tensor, sequences: Sequences, by_sequence: bool) -> dict[str, Tensor]:
     """Return the fraction of tokens clipped, or of sequences where ratio and advantage are per sequence."""
+    options, advantages = terms.options, terms.advantages
+    if options.loss_type == "gmpo":
+        log_ratio = terms.token_log_ratio(logps)
+        low, high = log_ratio < -options.epsilon, log_ratio > options.epsilon_high
+        return _clip_fractions(low & (advantages < 0), high & (advantages > 0), sequences, by_sequence=False)
+    keeps = terms.keeps(logps)
+    if keeps is not None:
+        return {"dppo_clip_ratio": _means(~keeps, sequences, by_sequence=False)[1]}
+    ratio = terms.ratio(logps)
     if options.loss_type == "cispo":
         clips = (ratio > options.epsilon_high) & (advantages > 0)
         return {"cispo_clip_ratio": _means(clips, sequences, by_sequence)[1]}
     if options.loss_type != "clipped":
         return {}
     ratio = ratio if options.delta is None else ratio.clamp(max=options.delta)
-    low, low_mean = _means((ratio < 1 - options.epsilon) & (advantages < 0), sequences, by_sequence)
-    high, high_mean = _means((ratio > 1 + options.epsilon_high) & (advantages > 0), sequences, by_sequence)
+    dual: dict[str, Tensor] = {}
+    if options.clip_ratio_c is not None:
+        above = (ratio > options.clip_ratio_c) & (advantages < 0)
+        dual = {"clip_ratio/dual_mean": _means(above, sequences, by_sequence)[1]}
+    low, high = ratio < 1 - options.epsilon, ratio > 1 + options.epsilon_high
+    return dual | _clip_fractions(low & (advantages < 0), high & (advantages > 0), sequences, by_sequence)
+
+
+def _clip_fractions(low: Tensor, high: Tensor, sequences: Sequences, by_sequence: bool) -> dict[str, Tensor]:
+    """Return TRL's metrics of the tokens that are clipped from below and from above."""
+    low, low_mean = _means(low, sequences, by_sequence)
+    high, high_mean = _means(high, sequences, by_sequence)
     nonempty = sequences.lengths > 0
     return {
         "clip_ratio/low_mean": low_mean,

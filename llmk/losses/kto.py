@@ -7,6 +7,8 @@ from llmk.losses._batch import (
     INTEGERS,
     NUMBERS,
     Head,
+    at_least_one,
+    check_denominator,
     check_per_sequence,
     check_positive,
     check_reference,
@@ -26,6 +28,7 @@ def kto(
     ref_logps: Tensor | None = None, ref_input: Tensor | None = None, ref_linear_weight: Tensor | None = None,
     ref_linear_bias: Tensor | None = None, kl: Tensor | float | None = None, beta: float = 0.1,
     desirable_weight: float = 1.0, undesirable_weight: float = 1.0, loss_type: str = "kto",
+    num_items_in_batch: Tensor | float | None = None,
     linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0,
     ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None, sequence_ids: Tensor | None = None,
@@ -44,6 +47,8 @@ def kto(
         beta: Strength of the penalty for deviating from the reference; positive.
         desirable_weight, undesirable_weight: Weights of the two kinds, to balance their numbers.
         loss_type: "kto", or "apo_zero_unpaired", which has `sigmoid(-beta * r)` and `sigmoid(beta * r)` in their place.
+        num_items_in_batch: Denominator of the mean over sequences, a scalar: the sequences of all batches of a step,
+            for gradient accumulation; those of this batch if None.
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
         sequence_ids: `[1, T]`, for a packed batch `[1, T, H]`: each token's sequence as an index into `label`.
@@ -61,6 +66,7 @@ def kto(
     https://arxiv.org/abs/2408.06266. Reference implementation: `trl.KTOTrainer`.
     """
     check_positive("beta", beta)
+    check_denominator("num_items_in_batch", num_items_in_batch)
     check_not_negative("desirable_weight", desirable_weight)
     check_not_negative("undesirable_weight", undesirable_weight)
     check_option("loss_type", loss_type, ("kto", "apo_zero_unpaired"))
@@ -95,14 +101,15 @@ def kto(
     weights = torch.where(label, desirable_weight, undesirable_weight * ref_logps.new_ones(()))
     options = LossOptions(beta)
     if head.supports_groups(sequences):
+        denominator = max(target.shape[0], 1) if num_items_in_batch is None else at_least_one(num_items_in_batch)
         loss, token_logps, entropy = head.preference(
             input, target, sign * base, group_size=1, token_weight=sign.unsqueeze(1).expand(target.shape),
-            group_weight=weights / target.shape[0], loss_type="kto", **options._asdict(),
+            group_weight=weights / denominator, loss_type="kto", **options._asdict(),
         )  # fmt: skip
     else:
         token_logps, entropy = head.logprobs(input, target)
         losses = weights * LOSSES["kto"].value(options, sign * (sequences.sum(token_logps) - base))
-        loss = sequences.checked(sequences.mean(losses))
+        loss = sequences.checked(sequences.mean(losses, num_items_in_batch))
     logps = sequences.sum(token_logps.detach())
     metrics = {
         "kl": shift,

@@ -7,36 +7,43 @@ from llmk.losses._batch import (
     Head,
     Sequences,
     check_between,
+    check_denominator,
     check_is_tensor,
     check_per_sequence,
     check_per_token,
+    check_positive,
     make_sequences,
     masked_mean,
     mean_over_tokens,
     resolve_num_sequences,
     without_unsupported,
 )
-from llmk.losses._policy import policy_terms, token_denominator
+from llmk.losses._policy import AGGREGATIONS, Totals, check_totals, policy_terms
 from llmk.losses._sampling import masked_max, masked_min
 from llmk.losses.grpo import check_advantages, per_token, without_last_axis
-from llmk.ops.linear_loss.objectives.policy import PolicyOptions
-from llmk.registry import check_not_negative
+from llmk.ops.linear_loss.objectives.policy import PolicyOptions, bounded, check_above_one
+from llmk.registry import check_not_negative, check_option
 
 
 def reinforce(
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
+    loss_agg: str = "token", max_completion_length: int | None = None,
+    num_sequences_in_batch: Tensor | float | None = None, count_empty_sequences: bool = True,
     num_items_in_batch: Tensor | float | None = None, linear_bias: Tensor | None = None, temperature: float = 1.0,
     logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False,
     chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None, sequence_ids: Tensor | None = None, num_sequences: int | None = None,
     support: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """REINFORCE: the sum over tokens of -A * log pi, divided by the tokens that count.
+    """REINFORCE: the mean over the tokens that count of -A * log pi.
 
     Args:
         input, linear_weight, target: As in `grpo`.
         advantages: Rewards less a baseline: `[B]` or `[B, 1]`, one for each sequence, or `[B, S]`.
-        num_items_in_batch: Denominator, a scalar; the tokens that count if None.
+        loss_agg: How the losses of tokens are summed and divided: "token", "sequence_mean", "sequence_sum" or
+            "constant", as in `grpo`.
+        num_items_in_batch: Denominator of "token", a scalar; the tokens that count if None.
+        max_completion_length, num_sequences_in_batch, count_empty_sequences: As in `grpo`.
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `grpo`.
         sequence_ids, num_sequences, support: As in `grpo`.
@@ -52,11 +59,14 @@ def reinforce(
 
     Source: Williams, 1992, https://doi.org/10.1007/BF00992696.
     """
+    check_option("loss_agg", loss_agg, tuple(AGGREGATIONS))
     advantages = without_last_axis(advantages)
     count = resolve_num_sequences(num_sequences, "advantages", advantages)
     target, replay = without_unsupported(input, linear_weight, target, support, ignore_index)
     sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count)
     check_advantages(advantages, sequences)
+    totals = Totals(num_items_in_batch, max_completion_length, num_sequences_in_batch, count_empty_sequences)
+    check_totals(loss_agg, sequences, totals)
     head = Head(
         linear_weight,
         linear_bias,
@@ -68,7 +78,7 @@ def reinforce(
         chunk_size,
         logits_dtype,
     )
-    weight = sequences.mask.float() / token_denominator(num_items_in_batch, sequences)
+    weight = AGGREGATIONS[loss_agg](sequences, totals)
     terms = policy_terms(PolicyOptions("reinforce"), per_token(advantages, sequences), weight, sequences)
     loss, _, entropy = head.policy(input, target, terms, sequences, support)
     return sequences.checked(loss), {"entropy": mean_over_tokens(entropy, sequences)} | replay
@@ -77,6 +87,7 @@ def reinforce(
 def rloo(
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
     old_logps: Tensor | None = None, epsilon: float = 0.2, epsilon_high: float | None = None,
+    max_log_ratio: float | None = None, num_items_in_batch: Tensor | float | None = None,
     linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0,
     ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None, sequence_ids: Tensor | None = None, support: Tensor | None = None,
@@ -89,6 +100,9 @@ def rloo(
         old_logps: Log-probabilities of the old policy, summed over each sequence `[B]`; those of `input` if None.
         epsilon: The ratio is clipped from below at 1 - epsilon.
         epsilon_high: The ratio is clipped from above at 1 + epsilon_high; `epsilon` if None.
+        max_log_ratio: Clamp the logarithm of the ratio to this distance from 0, as in `grpo`.
+        num_items_in_batch: Denominator of the mean over sequences, a scalar: the sequences of all batches of a step;
+            those of this batch if None.
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `grpo`.
         sequence_ids, support: As in `grpo`.
@@ -107,6 +121,9 @@ def rloo(
     check_between("epsilon", epsilon, 0.0, float("inf"))
     if epsilon_high is not None:
         check_not_negative("epsilon_high", epsilon_high)
+    check_denominator("num_items_in_batch", num_items_in_batch)
+    if max_log_ratio is not None:
+        check_positive("max_log_ratio", max_log_ratio)
     advantages = without_last_axis(advantages)
     count = resolve_num_sequences(None, "advantages", advantages)
     target, replay = without_unsupported(input, linear_weight, target, support, ignore_index)
@@ -128,17 +145,19 @@ def rloo(
     high = epsilon if epsilon_high is None else epsilon_high
     lengths, advantages = sequences.lengths.clamp(min=1.0), advantages.detach().float()
     old = None if old_logps is None else old_logps.detach().float()
+    options = PolicyOptions("clipped", "sequence_sum", epsilon, high, max_log_ratio=max_log_ratio)
     terms = policy_terms(
-        PolicyOptions("clipped", "sequence_sum", epsilon, high), per_token(advantages, sequences),
-        sequences.mask * sequences.expand_to_tokens(1.0 / lengths) / sequences.num_sequences(), sequences,
+        options, per_token(advantages, sequences),
+        sequences.mask * AGGREGATIONS["sequence_mean"](sequences, Totals(num_sequences=num_items_in_batch)), sequences,
         None if old is None else per_token(old / lengths, sequences),
     )  # fmt: skip
     loss, token_logps, entropy = head.policy(input, target, terms, sequences, support)
     logps = sequences.sum(token_logps)
-    ratio = (logps - (logps if old is None else old)).exp()
+    ratio = bounded(logps - (logps if old is None else old), max_log_ratio).exp()
     # An empty completion has no token that could carry its loss.
     empty = sequences.lengths == 0
-    loss = loss + sequences.mean(torch.where(empty, clipped_loss(ratio, advantages, epsilon, high), 0.0))
+    of_empty = torch.where(empty, clipped_loss(ratio, advantages, epsilon, high), 0.0)
+    loss = loss + sequences.mean(of_empty, num_items_in_batch)
     low_clips = ((ratio < 1 - epsilon) & (advantages < 0)).float()
     high_clips = ((ratio > 1 + high) & (advantages > 0)).float()
     low_mean, high_mean = masked_mean(low_clips, None), masked_mean(high_clips, None)
@@ -163,6 +182,10 @@ def ppo(
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
     old_per_token_logps: Tensor | None = None, cliprange: float = 0.2, values: Tensor | None = None,
     old_values: Tensor | None = None, returns: Tensor | None = None, cliprange_value: float = 0.2,
+    max_log_ratio: float | None = None, clip_ratio_c: float | None = None,
+    loss_agg: str = "token", max_completion_length: int | None = None,
+    num_items_in_batch: Tensor | float | None = None, num_sequences_in_batch: Tensor | float | None = None,
+    count_empty_sequences: bool = True,
     vf_coef: float = 0.1, linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0,
     softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None,
@@ -178,10 +201,16 @@ def ppo(
         advantages: `[B, S]`, or `[B]` or `[B, 1]`, one for each sequence.
         old_per_token_logps: Log-probabilities `[B, S]` of the old policy; those of `input` if None.
         cliprange: The ratio is clipped to this distance from 1.
+        max_log_ratio: Clamp the logarithm of the ratio to this distance from 0, as in `grpo`.
+        clip_ratio_c: Upper bound, above 1, of the ratio where the advantage is negative, the dual clip, as in `grpo`.
         values: Predictions `[B, S]` of the value model, which get a gradient; None for the policy loss alone.
         old_values, returns: `[B, S]`, needed with `values`: v_old and R.
         cliprange_value: Values are clipped to this distance from the old ones.
         vf_coef: Coefficient of the value loss.
+        loss_agg: How the losses of tokens are summed and divided, those of values too: "token", "sequence_mean",
+            "sequence_sum" or "constant", as in `grpo`.
+        num_items_in_batch: Denominator of "token", a scalar; the tokens that count if None.
+        max_completion_length, num_sequences_in_batch, count_empty_sequences: As in `grpo`.
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `grpo`.
         sequence_ids, num_sequences, support: As in `grpo`.
@@ -195,12 +224,17 @@ def ppo(
 
     Three products, as `grpo` with ratios of tokens.
 
-    Sources: Schulman et al., 2017, https://arxiv.org/abs/1707.06347, equations 7 and 9. Reference implementation: the
-    `PPOTrainer` that TRL had before 1.16.
+    Sources: Schulman et al., 2017, https://arxiv.org/abs/1707.06347, equations 7 and 9; dual clip: Ye et al., 2019,
+    https://arxiv.org/abs/1912.09729. Reference implementation: the `PPOTrainer` that TRL had before 1.16.
     """
     check_between("cliprange", cliprange, 0.0, float("inf"))
     check_between("cliprange_value", cliprange_value, 0.0, float("inf"))
     check_not_negative("vf_coef", vf_coef)
+    check_option("loss_agg", loss_agg, tuple(AGGREGATIONS))
+    if max_log_ratio is not None:
+        check_positive("max_log_ratio", max_log_ratio)
+    if clip_ratio_c is not None:
+        check_above_one("clip_ratio_c", clip_ratio_c)
     advantages = without_last_axis(advantages)
     count = resolve_num_sequences(num_sequences, "advantages", advantages)
     target, replay = without_unsupported(input, linear_weight, target, support, ignore_index)
@@ -209,6 +243,8 @@ def ppo(
     if old_per_token_logps is not None:
         check_per_token("old_per_token_logps", old_per_token_logps, target)
     _check_values(values, old_values, returns, target)
+    totals = Totals(num_items_in_batch, max_completion_length, num_sequences_in_batch, count_empty_sequences)
+    check_totals(loss_agg, sequences, totals)
 
     head = Head(
         linear_weight,
@@ -222,8 +258,10 @@ def ppo(
         logits_dtype,
     )
     old = None if old_per_token_logps is None else per_token(old_per_token_logps, sequences)
-    options = PolicyOptions(epsilon=cliprange, epsilon_high=cliprange)
-    weight = sequences.mask.float() / token_denominator(None, sequences)
+    options = PolicyOptions(
+        epsilon=cliprange, epsilon_high=cliprange, max_log_ratio=max_log_ratio, clip_ratio_c=clip_ratio_c
+    )
+    weight = AGGREGATIONS[loss_agg](sequences, totals)
     terms = policy_terms(options, per_token(advantages, sequences), weight, sequences, old)
     policy, logps, entropy = head.policy(input, target, terms, sequences, support)
     ratio, negative = terms.ratio(logps), terms.advantages < 0
@@ -235,11 +273,13 @@ def ppo(
         "loss/policy_avg": policy.detach(),
         **replay,
     }
+    if clip_ratio_c is not None:
+        metrics["policy/clipfrac_dual_avg"] = mean_over_tokens((negative & (ratio > clip_ratio_c)).float(), sequences)
     if values is None:
         return sequences.checked(policy), metrics
     assert old_values is not None
     assert returns is not None
-    value, value_metrics = _value_loss(values, old_values, returns, cliprange_value, sequences)
+    value, value_metrics = _value_loss(values, old_values, returns, cliprange_value, weight, sequences)
     return sequences.checked(policy + vf_coef * value), metrics | value_metrics
 
 
@@ -253,12 +293,12 @@ def _check_values(values: Tensor | None, old_values: Tensor | None, returns: Ten
 
 
 def _value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float, sequences: Sequences
+    values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float, weight: Tensor, sequences: Sequences
 ) -> tuple[Tensor, dict[str, Tensor]]:
     old, returns = per_token(old_values, sequences), per_token(returns, sequences)
     values = torch.where(sequences.mask, values.float(), 0.0)
     free = (values - returns).square()
     held = (torch.clamp(values, old - cliprange, old + cliprange) - returns).square()
-    loss = 0.5 * mean_over_tokens(torch.where(sequences.mask, torch.maximum(free, held), 0.0), sequences)
+    loss = 0.5 * (weight * torch.where(sequences.mask, torch.maximum(free, held), 0.0)).sum()
     clips = (held > free).detach() & sequences.mask
     return loss, {"loss/value_avg": loss.detach(), "val/clipfrac_avg": mean_over_tokens(clips.float(), sequences)}

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from llmk.losses._batch import Head, check_per_token, make_sequences, mean_over_tokens, scaled
+from llmk.losses._batch import Head, check_denominator, check_per_token, make_sequences, mean_over_tokens, scaled
 from llmk.losses._policy import policy_terms, token_denominator
 from llmk.ops.linear_loss.fused_linear_ce import fused_linear_ce
 from llmk.ops.linear_loss.objectives.policy import PolicyOptions
@@ -46,6 +46,7 @@ def sft(
     `trl.SFTTrainer`.
     """
     check_finite("entropy_coef", entropy_coef)
+    check_denominator("num_items_in_batch", num_items_in_batch)
     sequences = make_sequences(input, linear_weight, target, ignore_index, None)
     if token_weights is not None:
         check_per_token("token_weights", token_weights, target)
@@ -96,6 +97,7 @@ def dft(
     Sources: Wu et al., 2025, https://arxiv.org/abs/2508.05629, equation 9. Reference implementation: `trl.SFTTrainer`
     with `loss_type="dft"`.
     """
+    check_denominator("num_items_in_batch", num_items_in_batch)
     sequences = make_sequences(input, linear_weight, target, ignore_index, None)
     head = Head(
         linear_weight,
@@ -117,6 +119,7 @@ def dft(
 
 def multi_token(
     inputs: Sequence[Tensor], linear_weight: Tensor | Sequence[Tensor], targets: Sequence[Tensor], *,
+    num_items_in_batch: Tensor | float | Sequence[Tensor | float] | None = None,
     head_weights: Sequence[float] | None = None, label_smoothing: float = 0.0, z_loss: float = 0.0,
     linear_bias: Tensor | None = None, logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100,
     chunk_size: int = 0, logits_dtype: torch.dtype | None = None,
@@ -129,6 +132,8 @@ def multi_token(
         inputs: Hidden states `[B, S, H]` of each head.
         linear_weight: One projection `[V, H]` for all heads, or one for each head.
         targets: Class indices `[B, S]` for each head: the caller shifts each by one token more than the one before.
+        num_items_in_batch: Denominator in place of a head's own tokens, a scalar for all heads or a list with one for
+            each: the tokens of all batches of a step.
         head_weights: One for each head; 1 if None.
         logit_scale: Factor of the logits, before the cap.
         label_smoothing, z_loss, linear_bias, softcap, ignore_index, chunk_size: As in
@@ -150,9 +155,14 @@ def multi_token(
         raise ValueError("inputs: expected the hidden states of at least one head, got none")
     weights = [linear_weight] * heads if isinstance(linear_weight, Tensor) else list(linear_weight)
     scales = [1.0] * heads if head_weights is None else list(head_weights)
-    for name, values in (("linear_weight", weights), ("targets", targets), ("head_weights", scales)):
+    given = num_items_in_batch
+    num_items = [given] * heads if given is None or isinstance(given, Tensor | int | float) else list(given)
+    per_head = {"linear_weight": weights, "targets": targets, "head_weights": scales, "num_items_in_batch": num_items}
+    for name, values in per_head.items():
         if len(values) != heads:
             raise ValueError(f"{name}: expected {heads}, one for each of inputs, got {len(values)}")
+    for value in num_items:
+        check_denominator("num_items_in_batch", value)
     check_not_negative("z_loss", z_loss)
     batches = [make_sequences(x, w, t, ignore_index, None) for x, w, t in zip(inputs, weights, targets, strict=True)]
     scaled_inputs = [scaled(logit_scale, x, linear_bias) for x in inputs]
@@ -162,8 +172,8 @@ def multi_token(
             label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss, chunk_size=chunk_size,
             logits_dtype=logits_dtype,
         )
-        / sequences.mask.sum().clamp(min=1)
-        for (x, bias), w, t, sequences in zip(scaled_inputs, weights, targets, batches, strict=True)
+        / token_denominator(items, sequences)
+        for (x, bias), w, t, sequences, items in zip(scaled_inputs, weights, targets, batches, num_items, strict=True)
     ]  # fmt: skip
     metrics = {f"loss/head_{i}": loss.detach() for i, loss in enumerate(losses)}
     return torch.stack([scale * loss for scale, loss in zip(scales, losses, strict=True)]).sum(), metrics

@@ -36,6 +36,7 @@ from llmk.ops.linear_loss.objectives.policy import (
     LOSSES,
     PolicyOptions,
     PolicyTerms,
+    check_above_one,
     rowwise_level,
 )
 from llmk.registry import (
@@ -117,6 +118,8 @@ class PolicyCall(GroupsCall):
     sapo_temperature_neg: float
     kl_estimator: str
     use_bias_correction_kl: bool
+    max_log_ratio: float | None
+    clip_ratio_c: float | None
 
     @property
     def group(self) -> torch.Size:
@@ -152,6 +155,8 @@ class PolicyCall(GroupsCall):
                 self.sapo_temperature_neg,
                 self.kl_estimator,
                 self.use_bias_correction_kl,
+                self.max_log_ratio,
+                self.clip_ratio_c,
             ),
             level=rowwise_level(self.importance_sampling_level, counts),
         )
@@ -182,13 +187,14 @@ def fused_linear_policy_samples(device: torch.device, dtype: torch.dtype) -> Ite
     yield Sample(args, why="nothing but log-probabilities, the first step")
     yield Sample(args, {"logits_dtype": dtype}, why="logits of the input's dtype")
     everything = {"linear_bias": randn(37), "temperature": 1.7, "logit_scale": 0.5}
-    everything |= {"softcap": 4.0, "epsilon_high": 0.28, "delta": 1.5}
-    for loss_type, estimator in (("sapo", "k1"), ("cispo", "k2"), ("clipped", "k3")):
+    everything |= {"softcap": 4.0, "epsilon_high": 0.28, "delta": 1.5, "max_log_ratio": 0.4}
+    everything |= {"clip_ratio_c": 1.2}
+    for loss_type, estimator in (("sapo", "k1"), ("cispo", "k2"), ("clipped", "k3+")):
         kwargs = given | everything | {"loss_type": loss_type, "kl_estimator": estimator}
         yield Sample(args, kwargs | {"chunk_size": 8}, why=f"every option, {loss_type}, two chunks")
     kwargs |= {"importance_sampling_level": "sequence", "use_bias_correction_kl": True}
     yield Sample(args, kwargs | {"chunk_size": 11}, why="ratios of sequences, two to a chunk")
-    yield Sample(args, kwargs | {"chunk_size": 4}, why="ratios of sequences, logits made twice")
+    yield Sample(args, kwargs | {"chunk_size": 4, "loss_type": "gmpo"}, why="ratios of sequences, logits made twice")
     support = {"support": make.support(args[2].unsqueeze(-1), 37, 9)}
     yield Sample(args, kwargs | support | {"chunk_size": 4}, why="supports, ratios of sequences, logits made twice")
     yield Sample(args, given | support | {"chunk_size": 8}, why="supports, two chunks")
@@ -256,6 +262,8 @@ def fused_linear_policy(
     sapo_temperature_neg: float = 1.05,
     kl_estimator: str = "k3",
     use_bias_correction_kl: bool = False,
+    max_log_ratio: float | None = None,
+    clip_ratio_c: float | None = None,
     temperature: float = 1.0,
     logit_scale: float = 1.0,
     softcap: float = 0.0,
@@ -286,7 +294,8 @@ def fused_linear_policy(
         kl_weight: Weight of each token's divergence; None for 0.
         entropy_weight: Weight of each token's entropy, which is subtracted from the loss; None for 0.
         loss_type: "clipped", "cispo" or "sapo", as in `grpo` of `llmk.losses`; "reinforce", -A log pi; "dft", with pi
-            as a constant factor besides.
+            as a constant factor besides; "surrogate", -A r; "gmpo", the same of ratios that are clipped in their
+            logarithms before the level is taken; "dppo_tv" and "dppo_kl", as in `grpo`.
         importance_sampling_level: The ratio of a token: "token", its own, "sequence", the geometric mean over its
             sequence, or "sequence_sum", the product.
         epsilon: The ratio is clipped from below at 1 - epsilon.
@@ -294,8 +303,11 @@ def fused_linear_policy(
         delta: Upper bound of the unclipped ratio in "clipped".
         sapo_temperature_pos, sapo_temperature_neg: Temperatures of "sapo" for positive and for other advantages;
             positive.
-        kl_estimator: "k1", "k2" or "k3", as in `grpo`.
+        kl_estimator: "k1", "k2", "k3" or "k3+", as in `grpo`.
         use_bias_correction_kl: Multiply the divergence by the ratio.
+        max_log_ratio: Clamp the logarithm of the ratio, and log pi / ref in the divergence, to this distance from 0;
+            None for no bound. No gradient goes through a logarithm that is farther.
+        clip_ratio_c: Upper bound, above 1, of the ratio in "clipped" where the advantage is negative; None for none.
         temperature: Divides the logits, after the cap; positive.
         logit_scale: Factor of the logits, before the cap.
         softcap: Logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.
@@ -351,6 +363,8 @@ def fused_linear_policy(
         sapo_temperature_neg=sapo_temperature_neg,
         kl_estimator=kl_estimator,
         use_bias_correction_kl=use_bias_correction_kl,
+        max_log_ratio=max_log_ratio,
+        clip_ratio_c=clip_ratio_c,
     )
     _check_loss(call)
     for name in ("target", *PER_TOKEN):
@@ -368,11 +382,14 @@ def _check_loss(call: PolicyCall) -> None:
     check_option("loss_type", call.loss_type, tuple(LOSSES))
     check_option("importance_sampling_level", call.importance_sampling_level, LEVELS)
     check_option("kl_estimator", call.kl_estimator, tuple(ESTIMATORS))
+    if call.clip_ratio_c is not None:
+        check_above_one("clip_ratio_c", call.clip_ratio_c)
     for name in ("epsilon", "epsilon_high", "delta"):
         if getattr(call, name) is not None:
             check_number(name, getattr(call, name), 0.0, float("inf"), "a number of at least 0")
-    for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
-        check_number(name, getattr(call, name), TINY, LARGEST, "a finite positive number")
+    for name in ("sapo_temperature_pos", "sapo_temperature_neg", "max_log_ratio"):
+        if getattr(call, name) is not None:
+            check_number(name, getattr(call, name), TINY, LARGEST, "a finite positive number")
     if call.importance_sampling_level != "token" and call.input.dim() < 2:
         expected = f"[..., S, H] with importance_sampling_level {call.importance_sampling_level!r}"
         raise ValueError(f"input: expected shape {expected}, got {tuple(call.input.shape)}")

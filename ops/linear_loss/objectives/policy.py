@@ -29,6 +29,13 @@ class PolicyOptions(NamedTuple):
     sapo_temperature_neg: float = 1.05
     kl_estimator: str = "k3"
     use_bias_correction_kl: bool = False
+    max_log_ratio: float | None = None
+    clip_ratio_c: float | None = None
+
+
+def check_above_one(name: str, value: float) -> None:
+    if not 1.0 < value < float("inf"):
+        raise ValueError(f"{name}: expected a finite number above 1, got {value}")
 
 
 class PolicyLoss(NamedTuple):
@@ -40,21 +47,29 @@ class PolicyLoss(NamedTuple):
     value: Callable[[PolicyOptions, Tensor, Tensor, Tensor], Tensor]
     gradient: Callable[[PolicyOptions, Tensor, Tensor, Tensor], Tensor]
     wrt_log_ratio: bool  # the gradient is that by log_ratio
+    clip: Callable[[PolicyOptions, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    """`clip(options, log_ratio, advantages)` of the tokens' own log-ratios before their level is taken, and a mask of
+    those that it leaves as they are."""
+    keeps: Callable[[PolicyOptions, Tensor, Tensor, Tensor], Tensor] | None = None
+    """`keeps(options, logps, old_logps, advantages)`: the mask of tokens that have a loss; of all if None."""
 
 
 def _bounds(options: PolicyOptions, advantages: Tensor) -> tuple[Tensor, Tensor]:
     """Return the bounds between which the loss depends on the ratio; its minimum removes one bound or both."""
     low, high = 1 - options.epsilon, 1 + options.epsilon_high
     most = float("inf") if options.delta is None else options.delta
+    of_negative = max(high, most) if options.clip_ratio_c is None else min(max(high, most), options.clip_ratio_c)
     negative = advantages < 0
     lowest = torch.where(negative, torch.full_like(advantages, low), 0.0)
-    return lowest, torch.where(negative, torch.full_like(advantages, max(high, most)), min(high, most))
+    return lowest, torch.where(negative, torch.full_like(advantages, of_negative), min(high, most))
 
 
 def _clipped(options: PolicyOptions, logps: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
     """-min(r A, clip(r) A): Schulman et al., PPO, 2017, https://arxiv.org/abs/1707.06347, equation 7.
 
-    With `delta` the first ratio is at most that: INTELLECT-2, 2025, https://arxiv.org/abs/2505.07291.
+    With `delta` the first ratio is at most that: INTELLECT-2, 2025, https://arxiv.org/abs/2505.07291. With
+    `clip_ratio_c` the loss of A < 0 is at most -c A, the dual clip: Ye et al., "Mastering Complex Control in MOBA Games
+    with Deep Reinforcement Learning", 2019, https://arxiv.org/abs/1912.09729.
     """
     ratio, (low, high) = log_ratio.detach().exp(), _bounds(options, advantages)
     clips = (ratio < low) | (ratio > high)
@@ -113,13 +128,75 @@ def _dft_grad(options: PolicyOptions, logps: Tensor, log_ratio: Tensor, advantag
     return -advantages * logps.exp()
 
 
+def _surrogate(options: PolicyOptions, logps: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
+    """-r A."""
+    return -log_ratio.exp() * advantages
+
+
+def _log_clip(options: PolicyOptions, log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+    """Clip log r at epsilon_high where A > 0 and at -epsilon elsewhere, so that its product with A's sign is the least.
+
+    The ratio of GMPO is the geometric mean of what is clipped: Zhao et al., "Geometric-Mean Policy Optimization", 2025,
+    https://arxiv.org/abs/2507.20673.
+    """
+    low, high, positive = -options.epsilon, options.epsilon_high, advantages > 0
+    clipped = torch.where(positive, log_ratio.clamp(max=high), log_ratio.clamp(min=low))
+    return clipped, torch.where(positive, log_ratio <= high, log_ratio >= low)
+
+
+def _truncated(options: PolicyOptions, logps: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
+    """-min(r, delta) A log pi, the first a constant, of the tokens that DPPO keeps.
+
+    Qi et al., "Rethinking the Trust Region in LLM Reinforcement Learning", 2026, https://arxiv.org/abs/2602.04879, as
+    verl has it, https://github.com/volcengine/verl.
+    """
+    return _truncated_grad(options, logps, log_ratio.detach(), advantages) * logps
+
+
+def _truncated_grad(options: PolicyOptions, logps: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
+    most = float("inf") if options.delta is None else options.delta
+    return -log_ratio.exp().clamp(max=most) * advantages
+
+
+def _within_tv(options: PolicyOptions, logps: Tensor, old_logps: Tensor, advantages: Tensor) -> Tensor:
+    """Keep a token unless A drives pi on from the old policy and the total variation of token or not is past epsilon.
+
+    Between distributions of two classes, the token and the rest, it is |pi - old|.
+    """
+    moved = logps.exp() - old_logps.exp()
+    return torch.where(advantages > 0, moved <= options.epsilon_high, moved >= -options.epsilon)
+
+
+def _within_kl(options: PolicyOptions, logps: Tensor, old_logps: Tensor, advantages: Tensor) -> Tensor:
+    """Keep a token unless A drives pi on from the old policy and KL(old, pi) of token or not is past epsilon."""
+    rest, old_rest = (-torch.expm1(x.clamp(max=0.0)) for x in (logps, old_logps))  # 1 - pi, as exact as log pi
+    kl = old_logps.exp() * (old_logps - logps)
+    kl = kl + torch.where(old_rest > 0, old_rest * (old_rest.log() - rest.log()), 0.0)
+    up = (kl <= options.epsilon_high) | (logps <= old_logps)
+    return torch.where(advantages > 0, up, (kl <= options.epsilon) | (logps >= old_logps))
+
+
 LOSSES = {
     "clipped": PolicyLoss(_clipped, _clipped_grad, wrt_log_ratio=True),
     "sapo": PolicyLoss(_sapo, _sapo_grad, wrt_log_ratio=True),
     "cispo": PolicyLoss(_cispo, _cispo_grad, wrt_log_ratio=False),
     "reinforce": PolicyLoss(_reinforce, _reinforce_grad, wrt_log_ratio=False),
     "dft": PolicyLoss(_dft, _dft_grad, wrt_log_ratio=False),
+    "surrogate": PolicyLoss(_surrogate, _surrogate, wrt_log_ratio=True),
+    "gmpo": PolicyLoss(_surrogate, _surrogate, wrt_log_ratio=True, clip=_log_clip),
+    "dppo_tv": PolicyLoss(_truncated, _truncated_grad, wrt_log_ratio=False, keeps=_within_tv),
+    "dppo_kl": PolicyLoss(_truncated, _truncated_grad, wrt_log_ratio=False, keeps=_within_kl),
 }
+
+
+def bounded(log_ratio: Tensor, bound: float | None) -> Tensor:
+    """Clamp to [-bound, bound]; None is no bound."""
+    return log_ratio if bound is None else log_ratio.clamp(-bound, bound)
+
+
+def bounded_grad(grad: Tensor, log_ratio: Tensor, bound: float | None) -> Tensor:
+    """Return the gradient of a logarithm before `bounded` from that after it."""
+    return grad if bound is None else torch.where(log_ratio.abs() > bound, 0.0, grad)
 
 
 class Estimator(NamedTuple):
@@ -129,12 +206,18 @@ class Estimator(NamedTuple):
     gradient: Callable[[Tensor], Tensor]
 
 
+def _straight_through(x: Tensor) -> Tensor:
+    """The value of k3, which is unbiased, and the gradient of k2, whose expectation is the divergence's gradient."""
+    return torch.expm1(-x.detach()) + x.detach() + x.detach() * (x - x.detach())
+
+
 ESTIMATORS = {
     "k1": Estimator(lambda x: x, torch.ones_like),
     "k2": Estimator(lambda x: 0.5 * x.square(), lambda x: x),
     "k3": Estimator(lambda x: torch.expm1(-x) + x, lambda x: -torch.expm1(-x)),
+    "k3+": Estimator(_straight_through, lambda x: x),
 }
-"""Schulman, 2020, http://joschu.net/blog/kl-approx.html."""
+"""Schulman, 2020, http://joschu.net/blog/kl-approx.html; "k3+" as in verl, https://github.com/volcengine/verl."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +226,9 @@ class PolicyTerms:
 
         sum of weight * f(log pi, r, A) + kl_weight * KL [* r] - entropy_weight * entropy,  r = exp(level(log pi / old))
 
-    `level` is a symmetric linear function: it maps tokens' values to themselves or their sequence's mean or sum.
+    `level` is a symmetric linear function: it maps tokens' values to themselves or their sequence's mean or sum. With
+    `max_log_ratio` log r, and log pi / ref in the divergence, are clamped to that distance from 0: no gradient goes
+    through a logarithm that is farther.
     """
 
     advantages: Tensor
@@ -155,42 +240,80 @@ class PolicyTerms:
     options: PolicyOptions
     level: Callable[[Tensor], Tensor]
 
+    def token_log_ratio(self, logps: Tensor) -> Tensor:
+        return logps - (logps.detach() if self.old_logps is None else self.old_logps)
+
     def log_ratio(self, logps: Tensor) -> Tensor:
-        return self.level(logps - (logps.detach() if self.old_logps is None else self.old_logps))
+        return bounded(self.level(self.token_log_ratio(logps)), self.options.max_log_ratio)
 
     def ratio(self, logps: Tensor) -> Tensor:
         return self.log_ratio(logps).exp()
 
     def divergence(self, logps: Tensor, log_ratio: Tensor) -> Tensor:
         assert self.ref_logps is not None
-        kl = ESTIMATORS[self.options.kl_estimator].value(logps - self.ref_logps)
+        x = bounded(logps - self.ref_logps, self.options.max_log_ratio)
+        kl = ESTIMATORS[self.options.kl_estimator].value(x)
         return kl * log_ratio.exp() if self.options.use_bias_correction_kl else kl
 
-    def _acting(self, log_ratio: Tensor) -> Tensor:
+    def keeps(self, logps: Tensor) -> Tensor | None:
+        """Return the mask of tokens that have a loss, None if all have one."""
+        keeps = LOSSES[self.options.loss_type].keeps
+        if keeps is None:
+            return None
+        logps = logps.detach()
+        return keeps(self.options, logps, logps if self.old_logps is None else self.old_logps, self.advantages)
+
+    def _kept_weight(self, logps: Tensor) -> Tensor:
+        keeps = self.keeps(logps)
+        return self.weight if keeps is None else torch.where(keeps, self.weight, 0.0)
+
+    def _acting(self, log_ratio: Tensor, weight: Tensor) -> Tensor:
         """Zero the log-ratio where its factor is 0, so that no ratio overflows there."""
-        return torch.where((self.weight != 0) & (self.advantages != 0), log_ratio, 0.0)
+        return torch.where((weight != 0) & (self.advantages != 0), log_ratio, 0.0)
 
     def loss(self, logprobs: Tensor, entropy: Tensor) -> Tensor:
-        log_ratio, value = self.log_ratio(logprobs), LOSSES[self.options.loss_type].value
-        each = self.weight * value(self.options, logprobs, self._acting(log_ratio), self.advantages)
+        loss, log_ratio = LOSSES[self.options.loss_type], self.log_ratio(logprobs)
+        acting = log_ratio
+        if loss.clip is not None:
+            clipped, _ = loss.clip(self.options, self.token_log_ratio(logprobs), self.advantages)
+            acting = bounded(self.level(clipped), self.options.max_log_ratio)
+        weight = self._kept_weight(logprobs)
+        each = weight * loss.value(self.options, logprobs, self._acting(acting, weight), self.advantages)
         if self.kl_weight is not None:
             each = each + self.kl_weight * self.divergence(logprobs, log_ratio)
         return (each if self.entropy_weight is None else each - self.entropy_weight * entropy).sum()
 
     def gradients(self, logprobs: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the gradients of the log-probabilities and of the entropies."""
-        log_ratio, (_, gradient_of, wrt_log_ratio) = self.log_ratio(logprobs), LOSSES[self.options.loss_type]
-        grad = self.weight * gradient_of(self.options, logprobs, self._acting(log_ratio), self.advantages)
-        by_logps, by_ratio = (torch.zeros_like(grad), grad) if wrt_log_ratio else (grad, torch.zeros_like(grad))
+        bound, loss = self.options.max_log_ratio, LOSSES[self.options.loss_type]
+        unbounded = acting = self.level(self.token_log_ratio(logprobs))
+        moving = None
+        if loss.clip is not None:
+            clipped, moving = loss.clip(self.options, self.token_log_ratio(logprobs), self.advantages)
+            acting = self.level(clipped)
+        weight = self._kept_weight(logprobs)
+        log_ratio = self._acting(bounded(acting, bound), weight)
+        by_logps = weight * loss.gradient(self.options, logprobs, log_ratio, self.advantages)
+        if loss.wrt_log_ratio:
+            by_logps = self.level(bounded_grad(by_logps, acting, bound))
+            by_logps = by_logps if moving is None else torch.where(moving, by_logps, 0.0)
         if self.kl_weight is not None:
-            assert self.ref_logps is not None
-            estimator, x = ESTIMATORS[self.options.kl_estimator], logprobs - self.ref_logps
-            ratio = log_ratio.exp() if self.options.use_bias_correction_kl else None
-            grad = estimator.gradient(x)
-            by_logps = by_logps + self.kl_weight * (grad if ratio is None else grad * ratio)
-            by_ratio = by_ratio if ratio is None else by_ratio + self.kl_weight * estimator.value(x) * ratio
-        by_logps = by_logps + self.level(by_ratio)
+            by_logps = by_logps + self._divergence_grad(logprobs, unbounded)
         return by_logps, None if self.entropy_weight is None else -self.entropy_weight
+
+    def _divergence_grad(self, logprobs: Tensor, unbounded_log_ratio: Tensor) -> Tensor:
+        """Return the gradient of the log-probabilities through the weighted divergence and the ratio it may have."""
+        assert self.kl_weight is not None
+        assert self.ref_logps is not None
+        estimator, bound = ESTIMATORS[self.options.kl_estimator], self.options.max_log_ratio
+        unbounded = logprobs - self.ref_logps
+        x = bounded(unbounded, bound)
+        grad = self.kl_weight * bounded_grad(estimator.gradient(x), unbounded, bound)
+        if not self.options.use_bias_correction_kl:
+            return grad
+        ratio = bounded(unbounded_log_ratio, bound).exp()
+        by_ratio = self.kl_weight * estimator.value(x) * ratio
+        return grad * ratio + self.level(bounded_grad(by_ratio, unbounded_log_ratio, bound))
 
 
 def rowwise_level(name: str, counts: Tensor) -> Callable[[Tensor], Tensor]:
