@@ -47,11 +47,9 @@ from llmk.registry import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogprobsCall(LinearCall):
-    """A linear layer and the classes whose log-probabilities are returned."""
+class SoftmaxCall(LinearCall):
+    """A linear layer whose outputs are scaled, capped and divided by a temperature before their softmax."""
 
-    target: Tensor  # [...] or [..., K]
-    ignore_index: int
     logit_scale: float
     softcap: float
     temperature: float
@@ -59,17 +57,15 @@ class LogprobsCall(LinearCall):
     @classmethod
     def checked(cls, **fields: Any) -> Any:
         call = super().checked(**fields)
-        check_dtype("target", call.target, (torch.int64, torch.int32))
-        check_same("target", call.target, "input", call.input)
         check_temperature(call.temperature)
         check_finite("logit_scale", call.logit_scale)
         check_switch("softcap", call.softcap)
         check_chunk_size(call.chunk_size)
         return call
 
-    def transform(self, linear: ChunkedLinear) -> LogitTransform:
+    def transform(self, linear: ChunkedLinear, ignore_index: int) -> LogitTransform:
         return LogitTransform(
-            ignore_index=self.ignore_index,
+            ignore_index=ignore_index,
             scale=self.logit_scale,
             softcap=self.softcap,
             temperature=self.temperature,
@@ -89,13 +85,32 @@ class LogprobsCall(LinearCall):
             kept=kept,
         )
 
-    def largest_gradient(self, grad: Tensor | None, entropy_grad: Tensor | None) -> Tensor:
+
+@dataclass(frozen=True, kw_only=True)
+class LogprobsCall(SoftmaxCall):
+    """A linear layer and the classes whose log-probabilities are returned."""
+
+    target: Tensor  # [...] or [..., K]
+    ignore_index: int
+
+    @classmethod
+    def checked(cls, **fields: Any) -> Any:
+        call = super().checked(**fields)
+        check_dtype("target", call.target, (torch.int64, torch.int32))
+        check_same("target", call.target, "input", call.input)
+        return call
+
+    def largest_gradient(
+        self, grad: Tensor | None, entropy_grad: Tensor | None, logsumexp_grad: Tensor | None
+    ) -> Tensor:
         """Return what no element of the logits' gradient exceeds: |p (log p + entropy)| is at most log V + 1."""
         bound = torch.zeros((), dtype=torch.float32, device=self.input.device)
         if grad is not None:
             bound = bound + largest(grad.float().abs().sum(-1))
         if entropy_grad is not None:
             bound = bound + largest(entropy_grad) * (math.log(self.num_classes) + 1)
+        if logsumexp_grad is not None:
+            bound = bound + largest(logsumexp_grad)
         return bound * (abs(self.logit_scale) / self.temperature)
 
     def candidates(self) -> Tensor:
@@ -123,7 +138,7 @@ def _forward(impl: Implementation, full_call: LogprobsCall, keep: bool) -> tuple
     compacted, call = full_call.compacted(impl)
     kept = full_call.kept_logits(keep)
     linear = call.linear(impl, compacted, call.kept_matrix(kept))
-    target, transform, parts = call.candidates(), call.transform(linear), []
+    target, transform, parts = call.candidates(), call.transform(linear, call.ignore_index), []
     for block, logits in linear.blocks():
         statistics = call.gather_ranks(impl.logprobs.statistics(logits, target[block], transform))
         parts.append(impl.logprobs.combine(statistics, target[block], transform))
@@ -141,24 +156,28 @@ def _backward(
     grad, entropy_grad = (None if g is None else compacted.gather(g) for g in (grad, entropy_grad))
     stats, need = compacted.gather_statistics(stats), (need_dx, need_dw, need_db)
     linear = call.linear(impl, compacted, call.kept_matrix(kept))
-    return _gradients(impl, call, linear, grad, entropy_grad, stats, need, call.recomputed_dtypes).results(compacted)
+    gradients = linear_gradients(impl, call, linear, grad, entropy_grad, stats, need, call.recomputed_dtypes)
+    return gradients.results(compacted)
 
 
-def _gradients(
+def linear_gradients(
     impl: Implementation, call: LogprobsCall, linear: ChunkedLinear, grad: Tensor | None, entropy_grad: Tensor | None,
     stats: Tensor, need: tuple[bool, bool, bool], dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    logsumexp_grad: Tensor | None = None,
 ) -> LinearGradients:  # fmt: skip
-    """Return the linear layer's gradients from those of log-probabilities and entropies, in a second pass."""
-    target, transform = call.candidates(), call.transform(linear)
+    """Return the linear layer's gradients from those of log-probabilities, entropies and logsumexps, in a second pass.
+    """
+    target, transform = call.candidates(), call.transform(linear, call.ignore_index)
     grad = None if grad is None else grad.reshape(target.shape)
-    entropy_grad = None if entropy_grad is None else entropy_grad.reshape(-1)
-    scale = float16_scale(call.input.dtype, need, lambda: call.largest_gradient(grad, entropy_grad))
-    by_logprobs, by_entropy = (None if g is None else scaled(g, scale) for g in (grad, entropy_grad))
+    entropy_grad, logsumexp_grad = (None if g is None else g.reshape(-1) for g in (entropy_grad, logsumexp_grad))
+    given = grad, entropy_grad, logsumexp_grad
+    scale = float16_scale(call.input.dtype, need, lambda: call.largest_gradient(*given))
+    scaled_grads = [None if g is None else scaled(g, scale) for g in given]
     gradients = LinearGradients(linear, need, dtypes, scale)
     for block, logits, dlogits in gradients.blocks(second=True):
         if logits.shape[1] > 0:
-            g, h = (None if grads is None else grads[block] for grads in (by_logprobs, by_entropy))
-            impl.logprobs.gradients(g, h, logits, target[block], stats[:, block], dlogits, transform)
+            g, h, l = (None if grads is None else grads[block] for grads in scaled_grads)
+            impl.logprobs.gradients(g, h, logits, target[block], stats[:, block], dlogits, transform, l)
     return gradients
 
 
@@ -174,7 +193,7 @@ def _forward_sharding(input, *_):
     return [([axis, axis, 1 + axis, REPLICATE], [axis, REPLICATE, REPLICATE, axis]) for axis in row_axes(input)]
 
 
-def _backward_sharding(input, *args):
+def backward_sharding(input, *args):
     need_dx = args[-3]
     return [
         (
@@ -185,7 +204,7 @@ def _backward_sharding(input, *args):
     ]
 
 
-def _keeps(needs_input_grad: Sequence[bool], args: Sequence[Any]) -> tuple[bool]:
+def keeps(needs_input_grad: Sequence[bool], args: Sequence[Any]) -> tuple[bool]:
     """Return True if logits are kept: for a gradient, unless each rank would keep some of its part of the tokens."""
     input = args[0]
     return (any(needs_input_grad[:3]) and (type(input) is Tensor or not hasattr(input, "__tensor_flatten__")),)
@@ -200,13 +219,13 @@ class LogprobsOps:
         )
         self.backward = recomputing_op(f"_{name}_bwd", LogprobsCall, _backward, keeps=True)
         self.forward.op.register_sharding(_forward_sharding)
-        self.backward.op.register_sharding(_backward_sharding)
+        self.backward.op.register_sharding(backward_sharding)
         self.forward.op.register_autograd(
             lambda ctx, *grads: self.forward.recomputed_gradients(ctx, self.backward, *grads),
             setup_context=lambda ctx, inputs, output: self.forward.save_call(ctx, inputs, *output[2:]),
             depends_on=[DIFFERENTIABLE, DIFFERENTIABLE],
             takes_none=True,
-            keeps=_keeps,
+            keeps=keeps,
         )
 
     @property
@@ -307,7 +326,7 @@ def _grouped(
         grad, entropy_grad = terms.gradients(full_call.grouped(logprobs))
         grad = compacted.gather(grad.view(full_call.tokens))
         entropy_grad = None if entropy_grad is None else compacted.gather(entropy_grad.view(full_call.tokens))
-        gradients = _gradients(impl, call, linear, grad, entropy_grad, stats, need, call.saved_dtypes)
+        gradients = linear_gradients(impl, call, linear, grad, entropy_grad, stats, need, call.saved_dtypes)
     loss = terms.loss(full_call.grouped(logprobs), full_call.grouped(entropy))
     return loss, logprobs, entropy, *gradients.results(compacted)
 
@@ -316,7 +335,7 @@ def _grouped_forward(
     impl: Implementation, call: GroupsCall, gradients: LinearGradients, target: Tensor, at_once: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probabilities `[N, 1]`, entropies `[N]` and statistics `[3, N]`; with `at_once` add gradients."""
-    transform, parts = call.transform(gradients.linear), []
+    transform, parts = call.transform(gradients.linear, call.ignore_index), []
 
     def results(block: slice, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         statistics = impl.logprobs.statistics(logits, target[block], transform)

@@ -21,6 +21,8 @@ Backward, given the gradients g_k of logp_k and h of the entropy, with p = exp(y
          = sum_k(g_k * [t_k = j]) - p_j * (A + h * (y_j - m)),    A = G - h * e / s
     dz_j = dy_j * (1 - tanh(scale * z_j / c)^2) * scale / temperature
 
+A gradient of m + log(s), the logsumexp, is that of every logp_k with the other sign, but for the candidates': G less it.
+
 One kernel computes the candidates' gradients from the logits, before another writes those of all classes, which may be
 over them; a third puts the candidates' in. So the pass over all classes does not depend on the number of candidates.
 
@@ -206,9 +208,9 @@ def logprob_combine_kernel(
 
 @jit
 def logprob_candidates_kernel(
-    z_ptr, target_ptr, grad_ptr, entropy_grad_ptr, stats_ptr, candidate_ptr, factor_ptr,
-    M, V, K, z_stride, grad_stride, grad_stride_k, entropy_grad_stride, first_class, num_classes, ignore_index,
-    inner, outer, softcap, BLOCK_K: tl.constexpr,
+    z_ptr, target_ptr, grad_ptr, entropy_grad_ptr, logsumexp_grad_ptr, stats_ptr, candidate_ptr, factor_ptr,
+    M, V, K, z_stride, grad_stride, grad_stride_k, entropy_grad_stride, logsumexp_grad_stride,
+    first_class, num_classes, ignore_index, inner, outer, softcap, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of a row's candidates, `[M, K]`, and the row's A, h and 1 if it counts: `[3, M]`."""
     inner = tl.cast(inner, tl.float32)
@@ -229,6 +231,8 @@ def logprob_candidates_kernel(
         for other in range(0, K):  # a class that is a candidate twice gets both gradients in both places
             other_target = tl.load(target_ptr + row * K + other).to(tl.int64)
             alike += tl.where(target == other_target, tl.load(grad_ptr + other * grad_stride_k), 0.0)
+    if logsumexp_grad_ptr is not None:
+        total -= tl.load(logsumexp_grad_ptr + row * logsumexp_grad_stride)
     # A candidate out of range makes the row's gradient NaN.
     total = tl.where(tl.max((counts & (valid == 0)).to(tl.int32), axis=0) != 0, float("nan"), total)
     factor = total
@@ -335,9 +339,9 @@ def combine(parts: Tensor, target: Tensor, transform: LogitTransform) -> tuple[T
 
 def gradients(
     grad: Tensor | None, entropy_grad: Tensor | None, logits: Tensor, target: Tensor, stats: Tensor,
-    dlogits: Tensor, transform: LogitTransform,
+    dlogits: Tensor, transform: LogitTransform, logsumexp_grad: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write the gradient of logits `[M, V]`, given those of log-probabilities `[M, K]` and entropy `[M]`.
+    """Write the gradient of logits `[M, V]`, given those of log-probabilities `[M, K]`, entropy and logsumexp `[M]`.
 
     `dlogits` may be the logits.
     """
@@ -346,9 +350,10 @@ def gradients(
     factors = empty((3, M), torch.float32, logits.device)
     stats = stats.contiguous()
     wrap_triton(logprob_candidates_kernel)[(M,)](
-        logits, target, grad, entropy_grad, stats, candidates, factors,
+        logits, target, grad, entropy_grad, logsumexp_grad, stats, candidates, factors,
         M, V, K, logits.stride(0), *((0, 0) if grad is None else grad.stride()),
         0 if entropy_grad is None else entropy_grad.stride(0),
+        0 if logsumexp_grad is None else logsumexp_grad.stride(0),
         transform.first_class, transform.num_classes, transform.ignore_index, *transform.factors(),
         transform.softcap or None, BLOCK_K=next_power_of_2(K), num_warps=1,
     )  # fmt: skip
@@ -369,7 +374,8 @@ def _below_cpu(y: Tensor, m: Tensor) -> Tensor:
     return (y - m).clamp_(min=LEAST.value)
 
 
-def _transform_cpu(logits: Tensor, transform: LogitTransform) -> Tensor:
+def transform_cpu(logits: Tensor, transform: LogitTransform) -> Tensor:
+    """`logit_transform` in plain PyTorch."""
     inner, outer = transform.factors()
     u = logits.float() * inner
     return (cap_cpu(u, transform.softcap) if transform.softcap else u) * outer
@@ -402,7 +408,7 @@ def statistics_cpu(logits: Tensor, target: Tensor, transform: LogitTransform) ->
         nothing = torch.full(shape, float("-inf"), dtype=torch.float32, device=logits.device)
         nothing[1:STATISTICS] = 0.0
         return nothing
-    y = _transform_cpu(logits, transform)
+    y = transform_cpu(logits, transform)
     m = y.amax(-1)
     d = _below_cpu(y, torch.where(m == float("-inf"), 0.0, m).unsqueeze(-1))
     w = d.exp()
@@ -430,15 +436,17 @@ def combine_cpu(parts: Tensor, target: Tensor, transform: LogitTransform) -> tup
 
 def gradients_cpu(
     grad: Tensor | None, entropy_grad: Tensor | None, logits: Tensor, target: Tensor, stats: Tensor,
-    dlogits: Tensor, transform: LogitTransform,
+    dlogits: Tensor, transform: LogitTransform, logsumexp_grad: Tensor | None = None,
 ) -> None:  # fmt: skip
     """`gradients` in plain PyTorch."""
     counts, here, column = _candidates_cpu(target, transform, logits.shape[1])
-    y = _transform_cpu(logits, transform)
+    y = transform_cpu(logits, transform)
     m, s, mean = (x.unsqueeze(-1) for x in stats.unbind())
     d = _below_cpu(y, m)
     p = d.exp().div_(s)
     total = torch.zeros_like(m) if grad is None else torch.where(counts, grad, 0.0).sum(-1, keepdim=True)
+    if logsumexp_grad is not None:
+        total = total - logsumexp_grad.unsqueeze(-1)
     factor = total if entropy_grad is None else total + entropy_grad.unsqueeze(-1) * (d - mean)
     dy = -p * factor
     if grad is not None:
@@ -462,7 +470,7 @@ class LogprobFunctions(NamedTuple):
 
     statistics: Callable[[Tensor, Tensor, LogitTransform], Tensor]
     combine: Callable[[Tensor, Tensor, LogitTransform], tuple[Tensor, Tensor, Tensor]]
-    gradients: Callable[[Tensor | None, Tensor | None, Tensor, Tensor, Tensor, Tensor, LogitTransform], None]
+    gradients: Callable[..., None]
 
 
 KERNELS = LogprobFunctions(statistics, combine, gradients)
