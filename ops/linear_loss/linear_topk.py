@@ -55,6 +55,10 @@ def linear_topk_reference(
     return logits.log_softmax(-1).gather(-1, indices), indices, logits.logsumexp(-1)
 
 
+def check_k(k: int) -> None:
+    check_number("k", k, 1, MOST, f"1 to {MOST}")
+
+
 NOT_IGNORED = -1
 """An index to ignore that no class has."""
 
@@ -68,8 +72,9 @@ class TopkCall(SoftmaxCall):
     @classmethod
     def checked(cls, **fields: Any) -> Any:
         call = super().checked(**fields)
-        most = min(MOST, call.num_classes)
-        check_number("k", call.k, 1, most, f"1 to {most}, of {call.num_classes} classes")
+        check_k(call.k)
+        if call.k > call.num_classes:
+            raise ValueError(f"k: expected at most {call.num_classes}, the number of classes, got {call.k}")
         return call
 
     def given(self, indices: Tensor) -> LogprobsCall:

@@ -20,7 +20,8 @@ where values are equal by class, the lower one first:
 
 So the logits are read once, and a small part of them a second time. A float32 is compared as an integer of the same
 order, where NaN is the largest number, as in PyTorch, and -0 equals 0. An element is collected as one int64 of the
-integer in the upper half and the class, counted down, in the lower half: all are different, and larger ones come first.
+integer in the upper half and the class with its bits inverted in the lower half: all are different, and larger ones
+come first.
 
 A threshold is found by bisection of these integers: 32 turns at most, since there are 2**32 of them.
 
@@ -43,8 +44,8 @@ MOST = 256
 LOWEST = tl.constexpr(-(2**31))  # below the order of any number
 HIGHEST = tl.constexpr(2**31 - 1)  # of NaN
 NOT_SIGN = tl.constexpr(0x7FFFFFFF)
-LAST_CLASS = tl.constexpr(2**31 - 1)
-NOTHING = tl.constexpr(-(2**63))  # below whatever is collected
+NOTHING = -(2**63)
+"""A key below those of all numbers."""
 BITS = tl.constexpr(32)
 VECTOR = tl.constexpr(4)
 """Neighbouring columns that one thread reads and reduces by itself."""
@@ -124,7 +125,7 @@ def topk_tiles_kernel(tile_ptr, chosen_ptr, bound_ptr, T, C, K, BLOCK_T: tl.cons
     row = tl.program_id(0).to(tl.int64)
     tiles = tl.arange(0, BLOCK_T)
     mask = tiles < T
-    order = tl.load(tile_ptr + row * T + tiles, mask=mask, other=LOWEST)
+    order = tl.where(mask, tl.load(tile_ptr + row * T + tiles, mask=mask, other=0), LOWEST)
     low = tl.min(tl.where(mask, order, HIGHEST), axis=0).to(tl.int64)  # C reach it
     high = tl.max(order, axis=0).to(tl.int64) + 1  # fewer reach it
     turn = 0
@@ -179,7 +180,7 @@ def _collect(
         kept = (order > bound) | ((equal != 0) & (tl.cumsum(equal, axis=0) <= left))
         left -= tl.sum(equal, axis=0)
         place = count + tl.cumsum(kept.to(tl.int32), axis=0) - 1
-        key = (order.to(tl.int64) << 32) | (LAST_CLASS - (first_class + cols)).to(tl.int64)
+        key = (order.to(tl.int64) << 32) | ((first_class + cols) ^ NOT_SIGN).to(tl.int64)
         tl.store(key_ptr + place, key, mask=kept & (place < SLOTS))
         count += tl.sum(kept.to(tl.int32), axis=0)
     return count
@@ -198,12 +199,12 @@ def topk_collect_kernel(
     chosen_ptr += row * C
     key_ptr += row * SLOTS
     N = C * TILE
-    bound = tl.load(bound_ptr + row) - 1
+    bound, left = tl.load(bound_ptr + row) - 1, tl.cast(0, tl.int32)
     count = _collect(
-        bound, 0, key_ptr, first_class, SLOTS, z_ptr, chosen_ptr, V, N, inner, outer, softcap, TILE, BLOCK
+        bound, left, key_ptr, first_class, SLOTS, z_ptr, chosen_ptr, V, N, inner, outer, softcap, TILE, BLOCK
     )
     if (count < K) | (count > SLOTS):  # fewer, if a compiler rounded a logit otherwise than in another kernel
-        low, high = tl.cast(LOWEST, tl.int64) + 1, tl.cast(HIGHEST, tl.int64) + 1
+        low, high = tl.full((), LOWEST + 1, tl.int64), tl.full((), HIGHEST + 1, tl.int64)
         turn = 0
         while (turn < BITS) & (high - low > 1):
             turn += 1
@@ -246,21 +247,19 @@ def topk_combine_kernel(
         count = tl.load(count_ptr + slice)
         for start in range(0, count, BLOCK):
             mask = start + slots < count
-            key = tl.load(key_ptr + slice * SLOTS + start + slots, mask=mask, other=NOTHING)
+            key = tl.load(key_ptr + slice * SLOTS + start + slots, mask=mask, other=0)
             rank = tl.zeros((BLOCK,), dtype=tl.int32)
             for q in range(0, R):
                 other_slice = q * tl.cast(M, tl.int64) + row
                 other_count = tl.load(count_ptr + other_slice)
                 for other_start in range(0, other_count, BLOCK):
-                    other_mask = other_start + slots < other_count
-                    other = tl.load(
-                        key_ptr + other_slice * SLOTS + other_start + slots, mask=other_mask, other=NOTHING
-                    )
-                    rank += tl.sum((other[None, :] > key[:, None]).to(tl.int32), axis=1)
+                    others = other_start + slots < other_count
+                    other = tl.load(key_ptr + other_slice * SLOTS + other_start + slots, mask=others, other=0)
+                    rank += tl.sum(((other[None, :] > key[:, None]) & others[None, :]).to(tl.int32), axis=1)
             mask = mask & (rank < K)
             y = _number((key >> 32).to(tl.int32))
             tl.store(logprob_ptr + row * K + rank, (y - m) - logsum, mask=mask)
-            tl.store(index_ptr + row * K + rank, LAST_CLASS - (key & NOT_SIGN), mask=mask)
+            tl.store(index_ptr + row * K + rank, (key & NOT_SIGN) ^ NOT_SIGN, mask=mask)
 
 
 class Candidates(NamedTuple):
@@ -335,7 +334,7 @@ def _number_cpu(order: Tensor) -> Tensor:
 def candidates_cpu(logits: Tensor, k: int, transform: LogitTransform) -> Candidates:
     """`candidates` in plain PyTorch: the K largest themselves."""
     (M, V), device = logits.shape, logits.device
-    keys = torch.full((M, k), NOTHING.value, dtype=torch.int64, device=device)
+    keys = torch.full((M, k), NOTHING, dtype=torch.int64, device=device)
     counts = torch.full((M,), min(k, V), dtype=torch.int32, device=device)
     if V == 0:
         part = torch.zeros((2, M), dtype=torch.float32, device=device)
@@ -347,7 +346,7 @@ def candidates_cpu(logits: Tensor, k: int, transform: LogitTransform) -> Candida
     # In float32 a sum of small terms, one after the other, rounds the largest one's 1 in one direction.
     s = (y - base).exp_().sum(-1, dtype=torch.float64).float()
     classes = transform.first_class + torch.arange(V, dtype=torch.int64, device=device)
-    key = (_order_cpu(y).long() << 32) | (LAST_CLASS.value - classes)
+    key = (_order_cpu(y).long() << 32) | (classes ^ NOT_SIGN.value)
     keys[:, : min(k, V)] = key.topk(min(k, V)).values
     return Candidates(torch.stack((m, s)), keys, counts)
 
@@ -362,7 +361,7 @@ def combine_cpu(parts: Candidates, k: int) -> tuple[Tensor, Tensor, Tensor, Tens
     key = parts.keys.view(R, M, k).movedim(0, 1).reshape(M, R * k).topk(k).values
     logprobs = (_number_cpu((key >> 32).int()) - m.unsqueeze(-1)) - logsum.unsqueeze(-1)
     logsumexp = torch.where(m.isinf(), m, m + logsum)
-    return logprobs, LAST_CLASS.value - (key & NOT_SIGN.value), logsumexp, torch.stack((m, s, torch.zeros_like(m)))
+    return logprobs, (key & NOT_SIGN.value) ^ NOT_SIGN.value, logsumexp, torch.stack((m, s, torch.zeros_like(m)))
 
 
 class TopkFunctions(NamedTuple):
