@@ -94,9 +94,13 @@ def _forward(impl: Implementation, call: TopkCall, keep: bool) -> tuple[Tensor, 
     results = impl.topk.combine(Candidates(*(call.gather_ranks(each) for each in found)), call.k)
     logprobs, indices, logsumexp, stats = results
     shape = tuple(call.tokens)
-    return logprobs.view(*shape, call.k), logsumexp.view(shape), indices.view(*shape, call.k), stats.view(
-        STATISTICS, *shape
-    ), kept
+    return (
+        logprobs.view(*shape, call.k),
+        logsumexp.view(shape),
+        indices.view(*shape, call.k),
+        stats.view(STATISTICS, *shape),
+        kept,
+    )
 
 
 def _fake_forward(call: TopkCall, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -222,7 +226,7 @@ def linear_topk(
     is kept from the forward to the backward pass is as in `linear_logprobs`.
 
     Where `linear_weight` is a DTensor whose classes are sharded, `Shard(0)`, over one dimension of its mesh, each rank
-    keeps its own, and the ranks gather at most 512 numbers of each token; see `fused_linear_ce`.
+    keeps its own, and the ranks gather 128 to 512 numbers of 64 bits of each token; see `fused_linear_ce`.
 
     NaN is the largest number, as in `torch.topk`; all log-probabilities of its token are NaN. A class at -inf, masked
     by the bias, has log-probability -inf and comes last.

@@ -165,8 +165,7 @@ def linear_gradients(
     stats: Tensor, need: tuple[bool, bool, bool], dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
     logsumexp_grad: Tensor | None = None,
 ) -> LinearGradients:  # fmt: skip
-    """Return the linear layer's gradients from those of log-probabilities, entropies and logsumexps, in a second pass.
-    """
+    """Return the linear layer's gradients from those of a softmax's results, in a second pass."""
     target, transform = call.candidates(), call.transform(linear, call.ignore_index)
     grad = None if grad is None else grad.reshape(target.shape)
     entropy_grad, logsumexp_grad = (None if g is None else g.reshape(-1) for g in (entropy_grad, logsumexp_grad))
@@ -176,8 +175,8 @@ def linear_gradients(
     gradients = LinearGradients(linear, need, dtypes, scale)
     for block, logits, dlogits in gradients.blocks(second=True):
         if logits.shape[1] > 0:
-            g, h, l = (None if grads is None else grads[block] for grads in scaled_grads)
-            impl.logprobs.gradients(g, h, logits, target[block], stats[:, block], dlogits, transform, l)
+            g, h, f = (None if grads is None else grads[block] for grads in scaled_grads)
+            impl.logprobs.gradients(g, h, logits, target[block], stats[:, block], dlogits, transform, f)
     return gradients
 
 

@@ -21,7 +21,7 @@ Backward, given the gradients g_k of logp_k and h of the entropy, with p = exp(y
          = sum_k(g_k * [t_k = j]) - p_j * (A + h * (y_j - m)),    A = G - h * e / s
     dz_j = dy_j * (1 - tanh(scale * z_j / c)^2) * scale / temperature
 
-A gradient of m + log(s), the logsumexp, is that of every logp_k with the other sign, but for the candidates': G less it.
+With a gradient f of the logsumexp, m + log(s), G is sum(g_k) - f.
 
 One kernel computes the candidates' gradients from the logits, before another writes those of all classes, which may be
 over them; a third puts the candidates' in. So the pass over all classes does not depend on the number of candidates.

@@ -3,27 +3,26 @@ r"""The largest logits of rows, their log-probabilities and the logarithm of the
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, https://arxiv.org/abs/1805.02867, for
 one pass over a row, and its section 4 for a top-k in the same pass.
 
-For a row of logits z of V classes, y = cap(scale * z) / temperature with cap(u) = c * tanh(u / c), ordered by value, and
-where values are equal by class, the lower one first:
+For a row of logits z of V classes and y = cap(scale * z) / temperature with cap(u) = c * tanh(u / c):
 
     m = max(y)    s = sum(exp(y - m))    logsumexp = m + log(s)    logp_j = y_j - m - log(s)
 
+An element comes before another one if it is larger, or equal and of a lower class. The K first are found so:
+
 1. One pass over the row computes m, s and the largest y of each tile of TILE neighbouring classes.
-2. The K tiles with the largest maxima hold the K largest logits, where of equal maxima the lower tile's is the larger:
-   if an element's tile is not among them, each of these K tiles has a maximum that is larger than the element, or equal
-   and of a lower class. So K elements come before it.
-3. The K-th largest maximum is a bound: at least K elements reach it, so that no smaller element is among the K largest.
-   Of the elements of the K tiles, those that reach it are collected. They are few more than K, unless the largest
-   logits are neighbours or many are equal. Where they are more than the SLOTS that a row has, the K-th largest itself
-   is found by bisection, and exactly K are collected, of equal ones the first.
+2. The K tiles with the largest maxima, of equal ones the lower tile, hold the K first elements: if an element's tile is
+   not among them, the maximum of each of the K is larger than the element, or equal and of a lower class, because its
+   tile is lower. So K elements come before it.
+3. The least of the K maxima is a bound: at least K elements reach it, so that a smaller one is not among the K first.
+   Of the elements of the K tiles those that reach it are collected. They are few more than K, unless the largest logits
+   are neighbours or many are equal. Where they are more than the SLOTS that a row has, the K-th element's number is
+   found by bisection, and exactly K are collected: what is larger, and of equal ones the first.
 4. The rank of a collected element is the number of those that come before it. It writes its results at its rank.
 
-So the logits are read once, and a small part of them a second time. A float32 is compared as an integer of the same
-order, where NaN is the largest number, as in PyTorch, and -0 equals 0. An element is collected as one int64 of the
-integer in the upper half and the class with its bits inverted in the lower half: all are different, and larger ones
-come first.
-
-A threshold is found by bisection of these integers: 32 turns at most, since there are 2**32 of them.
+So the logits are read once, and a small part of them a second time. A float32 is compared as an int32 of the same
+order, where NaN is the largest number, as in PyTorch, and -0 equals 0. An element is collected as an int64: that int32
+above the bits of the class, inverted. All are different, and the larger one comes first. A bisection of the int32 takes
+32 turns at most.
 
 With shards of the classes on the ranks, a rank collects its own, and the ranks gather what was collected.
 """
