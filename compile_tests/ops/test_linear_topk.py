@@ -133,7 +133,7 @@ def test_each_output_alone(wanted: str, frozen: int | None, options: dict[str, A
             "log-probabilities": (logprobs * of_logprobs.to(dtype)).sum(),
             "logsumexp": (logsumexp * of_logsumexp.to(dtype)).sum(),
         }
-        loss = sum(parts.values()) if wanted == "both" else parts[wanted]
+        loss = torch.stack(list(parts.values())).sum() if wanted == "both" else parts[wanted]
         return list(torch.autograd.grad(loss, [tensor for tensor in tensors if tensor.requires_grad]))
 
     found, composed = gradients(linear_topk, torch.float32), gradients(REFERENCE, torch.float32)

@@ -17,9 +17,7 @@ which is that of the log-probabilities of K given classes, as `linear_logprobs` 
 are kept, those of the others made again.
 """
 
-import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,16 +31,8 @@ from llmk.ops.linear_loss._records import (
     linear_plan,
     linear_reference,
 )
-from llmk.ops.linear_loss.chunked import DIFFERENTIABLE, CallOp, CompactedTokens, local_fields, recomputing_op
-from llmk.ops.linear_loss.drivers.logprobs import (
-    LogprobsCall,
-    SoftmaxCall,
-    backward_sharding,
-    keeps,
-    linear_gradients,
-)
-from llmk.ops.linear_loss.kernels import MOST, STATISTICS, Candidates, Implementation
-from llmk.registry import REPLICATE, Cost, Sample, check_number, public_op, row_axes
+from llmk.ops.linear_loss.drivers.logprobs import TopkOps
+from llmk.registry import Cost, Sample, public_op
 
 
 def linear_topk_reference(
@@ -55,92 +45,7 @@ def linear_topk_reference(
     return logits.log_softmax(-1).gather(-1, indices), indices, logits.logsumexp(-1)
 
 
-def check_k(k: int) -> None:
-    check_number("k", k, 1, MOST, f"1 to {MOST}")
-
-
-NOT_IGNORED = -1
-"""An index to ignore that no class has."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TopkCall(SoftmaxCall):
-    """A linear layer and the number of its largest outputs that are returned."""
-
-    k: int
-
-    @classmethod
-    def checked(cls, **fields: Any) -> Any:
-        call = super().checked(**fields)
-        check_k(call.k)
-        if call.k > call.num_classes:
-            raise ValueError(f"k: expected at most {call.num_classes}, the number of classes, got {call.k}")
-        return call
-
-    def given(self, indices: Tensor) -> LogprobsCall:
-        """Return the call for the log-probabilities of given classes."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(SoftmaxCall)}
-        return LogprobsCall(**fields, target=indices, ignore_index=NOT_IGNORED)
-
-
-def _forward(impl: Implementation, call: TopkCall, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return log-probabilities, logsumexps, classes, the statistics `[3, ...]` of each token, and kept logits."""
-    kept = call.kept_logits(keep)
-    linear = call.linear(impl, CompactedTokens(tuple(call.tokens)), call.kept_matrix(kept))
-    transform = call.transform(linear, NOT_IGNORED)
-    blocks = [impl.topk.candidates(logits, call.k, transform) for _, logits in linear.blocks()]
-    part, keys, counts = zip(*blocks, strict=True)
-    found = torch.cat(part, -1), torch.cat(keys), torch.cat(counts)
-    results = impl.topk.combine(Candidates(*(call.gather_ranks(each) for each in found)), call.k)
-    logprobs, indices, logsumexp, stats = results
-    shape = tuple(call.tokens)
-    return (
-        logprobs.view(*shape, call.k),
-        logsumexp.view(shape),
-        indices.view(*shape, call.k),
-        stats.view(STATISTICS, *shape),
-        kept,
-    )
-
-
-def _fake_forward(call: TopkCall, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    largest = (*call.tokens, call.k)
-    logprobs, logsumexp, stats = (
-        call.input.new_empty(shape, dtype=torch.float32) for shape in (largest, call.tokens, (STATISTICS, *call.tokens))
-    )
-    return logprobs, logsumexp, call.input.new_empty(largest, dtype=torch.int64), stats, call.kept_logits(keep)
-
-
-def _backward(
-    impl: Implementation, full_call: TopkCall, grad: Tensor | None, logsumexp_grad: Tensor | None, indices: Tensor,
-    stats: Tensor, kept: Tensor, need_dx: bool, need_dw: bool, need_db: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute the gradients of the inputs from those of the outputs; logits that were not kept are recomputed."""
-    call, tokens = full_call.given(indices), CompactedTokens(tuple(full_call.tokens))
-    linear, need = call.linear(impl, tokens, call.kept_matrix(kept)), (need_dx, need_dw, need_db)
-    stats = stats.reshape(STATISTICS, -1)
-    return linear_gradients(
-        impl, call, linear, grad, None, stats, need, call.recomputed_dtypes, logsumexp_grad
-    ).results(tokens)
-
-
-def _forward_sharding(input, *_):
-    return [([axis, axis, axis, 1 + axis, REPLICATE], [axis, REPLICATE, REPLICATE]) for axis in row_axes(input)]
-
-
-forward = CallOp(
-    "_linear_topk_fwd", TopkCall, _forward, outputs=5, fake=_fake_forward, products=lambda impl, call, keep: 1
-)
-backward = recomputing_op("_linear_topk_bwd", TopkCall, _backward, keeps=True)
-forward.op.register_sharding(_forward_sharding)
-backward.op.register_sharding(backward_sharding)
-forward.op.register_autograd(
-    lambda ctx, *grads: forward.recomputed_gradients(ctx, backward, *grads),
-    setup_context=lambda ctx, inputs, output: forward.save_call(ctx, inputs, *output[2:]),
-    depends_on=[DIFFERENTIABLE, DIFFERENTIABLE],
-    takes_none=True,
-    keeps=keeps,
-)
+OPS = TopkOps("linear_topk")
 
 
 def linear_topk_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -196,7 +101,7 @@ def linear_topk_plan(input: Tensor, linear_weight: Tensor, k: int, **options: An
 @public_op(
     reference=linear_topk_reference,
     differentiable=("input", "linear_weight", "linear_bias"),
-    kernel_ops=(forward.op, backward.op),
+    kernel_ops=OPS.kernel_ops,
     samples=linear_topk_samples,
     resized=linear_topk_resized,
     workloads=linear_topk_workloads,
@@ -251,19 +156,16 @@ def linear_topk(
 
     Sources: `torch.topk` of `torch.nn.functional.log_softmax`.
     """
-    fields = {
-        "input": input,
-        "linear_weight": linear_weight,
-        "linear_bias": linear_bias,
-        "k": k,
-        "logit_scale": logit_scale,
-        "softcap": softcap,
-        "temperature": temperature,
-        "skip_ignored": False,
-        "logits_dtype": None,
-        "chunk_size": chunk_size,
-        "shard": None,
-    }
-    fields, as_given, _ = local_fields(fields, [DIFFERENTIABLE], [])
-    logprobs, logsumexp, indices, *_ = forward(TopkCall.checked(**fields))
-    return as_given(logprobs), as_given(indices), as_given(logsumexp)
+    return OPS(
+        input=input,
+        linear_weight=linear_weight,
+        linear_bias=linear_bias,
+        k=k,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        temperature=temperature,
+        skip_ignored=False,
+        logits_dtype=None,
+        chunk_size=chunk_size,
+        shard=None,
+    )

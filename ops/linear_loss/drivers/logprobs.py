@@ -1,12 +1,14 @@
 """The drivers of log-probabilities, chunk by chunk, and of losses of groups of tokens.
 
-`linear_logprobs` returns log-probabilities and entropies, and its backward pass recomputes the logits. A loss of groups
-computes its gradients in the forward pass. A group is the tokens on which each token's gradient depends: one token, a
-sequence, or a pair of sequences. Where blocks hold whole groups the logits are computed once, else twice; twice in
-float16, whose range holds the logits' gradients only if the largest of all tokens is known before the first. What is
-computed twice is kept for the first rows, as many as `kept_rows` says.
+`linear_logprobs` returns log-probabilities and entropies, and its backward pass recomputes the logits. `linear_topk`
+returns the largest log-probabilities, and its backward pass is that of `linear_logprobs` of the same classes. A loss of
+groups computes its gradients in the forward pass. A group is the tokens on which each token's gradient depends: one
+token, a sequence, or a pair of sequences. Where blocks hold whole groups the logits are computed once, else twice;
+twice in float16, whose range holds the logits' gradients only if the largest of all tokens is known before the first.
+What is computed twice is kept for the first rows, as many as `kept_rows` says.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,13 +34,14 @@ from llmk.ops.linear_loss.chunked import (
     recomputing_op,
     scaled,
 )
-from llmk.ops.linear_loss.kernels import STATISTICS, Implementation, LogitTransform
+from llmk.ops.linear_loss.kernels import MOST, STATISTICS, Candidates, Implementation, LogitTransform
 from llmk.registry import (
     PARTIAL,
     REPLICATE,
     KernelOp,
     check_dtype,
     check_finite,
+    check_number,
     check_same,
     check_switch,
     replicate_only,
@@ -156,11 +159,11 @@ def _backward(
     grad, entropy_grad = (None if g is None else compacted.gather(g) for g in (grad, entropy_grad))
     stats, need = compacted.gather_statistics(stats), (need_dx, need_dw, need_db)
     linear = call.linear(impl, compacted, call.kept_matrix(kept))
-    gradients = linear_gradients(impl, call, linear, grad, entropy_grad, stats, need, call.recomputed_dtypes)
+    gradients = _gradients(impl, call, linear, grad, entropy_grad, stats, need, call.recomputed_dtypes)
     return gradients.results(compacted)
 
 
-def linear_gradients(
+def _gradients(
     impl: Implementation, call: LogprobsCall, linear: ChunkedLinear, grad: Tensor | None, entropy_grad: Tensor | None,
     stats: Tensor, need: tuple[bool, bool, bool], dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
     logsumexp_grad: Tensor | None = None,
@@ -192,7 +195,7 @@ def _forward_sharding(input, *_):
     return [([axis, axis, 1 + axis, REPLICATE], [axis, REPLICATE, REPLICATE, axis]) for axis in row_axes(input)]
 
 
-def backward_sharding(input, *args):
+def _backward_sharding(input, *args):
     need_dx = args[-3]
     return [
         (
@@ -203,7 +206,7 @@ def backward_sharding(input, *args):
     ]
 
 
-def keeps(needs_input_grad: Sequence[bool], args: Sequence[Any]) -> tuple[bool]:
+def _keeps(needs_input_grad: Sequence[bool], args: Sequence[Any]) -> tuple[bool]:
     """Return True if logits are kept: for a gradient, unless each rank would keep some of its part of the tokens."""
     input = args[0]
     return (any(needs_input_grad[:3]) and (type(input) is Tensor or not hasattr(input, "__tensor_flatten__")),)
@@ -218,13 +221,13 @@ class LogprobsOps:
         )
         self.backward = recomputing_op(f"_{name}_bwd", LogprobsCall, _backward, keeps=True)
         self.forward.op.register_sharding(_forward_sharding)
-        self.backward.op.register_sharding(backward_sharding)
+        self.backward.op.register_sharding(_backward_sharding)
         self.forward.op.register_autograd(
             lambda ctx, *grads: self.forward.recomputed_gradients(ctx, self.backward, *grads),
             setup_context=lambda ctx, inputs, output: self.forward.save_call(ctx, inputs, *output[2:]),
             depends_on=[DIFFERENTIABLE, DIFFERENTIABLE],
             takes_none=True,
-            keeps=keeps,
+            keeps=_keeps,
         )
 
     @property
@@ -240,6 +243,103 @@ class LogprobsOps:
             raise ValueError(f"target: expected shape {tokens}, or {tokens} and K candidates, got {shape}")
         logprobs, entropy, *_ = self.forward(call)
         return as_given(logprobs), as_given(entropy)
+
+
+def check_k(k: int) -> None:
+    check_number("k", k, 1, MOST, f"1 to {MOST}")
+
+
+NOT_IGNORED = -1
+"""An index to ignore that no class has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopkCall(SoftmaxCall):
+    """A linear layer and the number of its largest outputs that are returned."""
+
+    k: int
+
+    @classmethod
+    def checked(cls, **fields: Any) -> Any:
+        call = super().checked(**fields)
+        check_k(call.k)
+        if call.k > call.num_classes:
+            raise ValueError(f"k: expected at most {call.num_classes}, the number of classes, got {call.k}")
+        return call
+
+    def given(self, indices: Tensor) -> LogprobsCall:
+        """Return the call for the log-probabilities of given classes."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(SoftmaxCall)}
+        return LogprobsCall(**fields, target=indices, ignore_index=NOT_IGNORED)
+
+
+def _topk(impl: Implementation, call: TopkCall, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return log-probabilities, logsumexps, classes, the statistics `[3, ...]` of each token, and kept logits."""
+    kept, tokens = call.kept_logits(keep), tuple(call.tokens)
+    linear = call.linear(impl, CompactedTokens(tokens), call.kept_matrix(kept))
+    transform = call.transform(linear, NOT_IGNORED)
+    blocks = [impl.topk.candidates(logits, call.k, transform) for _, logits in linear.blocks()]
+    part, keys, counts = zip(*blocks, strict=True)
+    found = torch.cat(part, -1), torch.cat(keys), torch.cat(counts)
+    gathered = Candidates(*(call.gather_ranks(each) for each in found))
+    logprobs, indices, logsumexp, stats = impl.topk.combine(gathered, call.k)
+    largest, stats = (*tokens, call.k), stats.view(STATISTICS, *tokens)
+    return logprobs.view(largest), logsumexp.view(tokens), indices.view(largest), stats, kept
+
+
+def _fake_topk(call: TopkCall, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    largest = (*call.tokens, call.k)
+    logprobs, logsumexp, stats = (
+        call.input.new_empty(shape, dtype=torch.float32) for shape in (largest, call.tokens, (STATISTICS, *call.tokens))
+    )
+    return logprobs, logsumexp, call.input.new_empty(largest, dtype=torch.int64), stats, call.kept_logits(keep)
+
+
+def _topk_backward(
+    impl: Implementation, topk_call: TopkCall, grad: Tensor | None, logsumexp_grad: Tensor | None, indices: Tensor,
+    stats: Tensor, kept: Tensor, need_dx: bool, need_dw: bool, need_db: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute the gradients of the inputs from those of the outputs; logits that were not kept are recomputed."""
+    call, tokens = topk_call.given(indices), CompactedTokens(tuple(topk_call.tokens))
+    stats, need = tokens.gather_statistics(stats), (need_dx, need_dw, need_db)
+    linear = call.linear(impl, tokens, call.kept_matrix(kept))
+    gradients = _gradients(
+        impl, call, linear, grad, None, stats, need, call.recomputed_dtypes, logsumexp_grad=logsumexp_grad
+    )
+    return gradients.results(tokens)
+
+
+def _topk_sharding(input, *_):
+    return [([axis, axis, axis, 1 + axis, REPLICATE], [axis, REPLICATE, REPLICATE]) for axis in row_axes(input)]
+
+
+class TopkOps:
+    """The kernel ops of the largest log-probabilities; the derivative is that of given classes."""
+
+    def __init__(self, name: str) -> None:
+        self.forward = CallOp(
+            f"_{name}_fwd", TopkCall, _topk, outputs=5, fake=_fake_topk, products=lambda impl, call, keep: 1
+        )
+        self.backward = recomputing_op(f"_{name}_bwd", TopkCall, _topk_backward, keeps=True)
+        self.forward.op.register_sharding(_topk_sharding)
+        self.backward.op.register_sharding(_backward_sharding)
+        self.forward.op.register_autograd(
+            lambda ctx, *grads: self.forward.recomputed_gradients(ctx, self.backward, *grads),
+            setup_context=lambda ctx, inputs, output: self.forward.save_call(ctx, inputs, *output[2:]),
+            depends_on=[DIFFERENTIABLE, DIFFERENTIABLE],
+            takes_none=True,
+            keeps=_keeps,
+        )
+
+    @property
+    def kernel_ops(self) -> tuple[KernelOp, ...]:
+        return self.forward.op, self.backward.op
+
+    def __call__(self, **fields: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Return log-probabilities, classes and logsumexps from a call's fields."""
+        fields, as_given, _ = local_fields(fields, [DIFFERENTIABLE], [])
+        logprobs, logsumexp, indices, *_ = self.forward(TopkCall.checked(**fields))
+        return as_given(logprobs), as_given(indices), as_given(logsumexp)
 
 
 class GroupTerms(Protocol):
@@ -325,7 +425,7 @@ def _grouped(
         grad, entropy_grad = terms.gradients(full_call.grouped(logprobs))
         grad = compacted.gather(grad.view(full_call.tokens))
         entropy_grad = None if entropy_grad is None else compacted.gather(entropy_grad.view(full_call.tokens))
-        gradients = linear_gradients(impl, call, linear, grad, entropy_grad, stats, need, call.saved_dtypes)
+        gradients = _gradients(impl, call, linear, grad, entropy_grad, stats, need, call.saved_dtypes)
     loss = terms.loss(full_call.grouped(logprobs), full_call.grouped(entropy))
     return loss, logprobs, entropy, *gradients.results(compacted)
 
