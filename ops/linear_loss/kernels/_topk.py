@@ -56,7 +56,7 @@ STATISTICS_BLOCK, STATISTICS_WARPS = 4096, 4
 TILES_A_WARP = 512
 COLLECT_BLOCK, COLLECT_WARPS = 2048, 4
 RANK_BLOCK, RANK_WARPS = 64, 2
-FEWEST_SLOTS, MOST_SLOTS, SLOTS_FACTOR = 128, 512, 4
+FEWEST_SLOTS, MOST_SLOTS, SLOTS_FACTOR = 128, 1024, 8
 """The slots of a row are so many times K, within these bounds."""
 
 
@@ -167,6 +167,16 @@ def _count(
 
 
 @jit
+def _highest(z_ptr, chosen_ptr, V, N, inner, outer, softcap, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the largest order of the chosen tiles' elements."""
+    highest = tl.full((BLOCK,), LOWEST, dtype=tl.int32)
+    for start in range(0, N, BLOCK):
+        order, _ = _elements(z_ptr, chosen_ptr, start, V, N, inner, outer, softcap, TILE, BLOCK)
+        highest = tl.maximum(highest, order)
+    return tl.max(highest, axis=0)
+
+
+@jit
 def _collect(
     bound, left, key_ptr, first_class, SLOTS, z_ptr, chosen_ptr, V, N, inner, outer, softcap,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
@@ -203,7 +213,8 @@ def topk_collect_kernel(
         bound, left, key_ptr, first_class, SLOTS, z_ptr, chosen_ptr, V, N, inner, outer, softcap, TILE, BLOCK
     )
     if (count < K) | (count > SLOTS):  # fewer, if a compiler rounded a logit otherwise than in another kernel
-        low, high = tl.full((), LOWEST + 1, tl.int64), tl.full((), HIGHEST + 1, tl.int64)
+        low = tl.where(count < K, LOWEST, bound).to(tl.int64) + 1  # K elements reach it
+        high = _highest(z_ptr, chosen_ptr, V, N, inner, outer, softcap, TILE, BLOCK).to(tl.int64) + 1
         turn = 0
         while (turn < BITS) & (high - low > 1):
             turn += 1
