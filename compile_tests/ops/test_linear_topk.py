@@ -11,7 +11,7 @@ from torch import Tensor
 from llmk import losses
 from llmk.functional import linear_topk
 from llmk.nn import LinearTopK
-from llmk.ops.linear_loss.kernels import _topk
+from llmk.ops.linear_loss.kernels import KERNELS, PYTORCH, Candidates, LogitTransform, _topk
 from llmk.registry import OPS
 from llmk.registry.backends import INTERPRET
 
@@ -72,6 +72,21 @@ def test_wider_tiles(most_tiles: int, device: torch.device, monkeypatch: pytest.
     monkeypatch.setattr(_topk, "MOST_TILES", most_tiles)
     monkeypatch.setattr(_topk, "STATISTICS_BLOCK", 512)
     check_ties(linear_topk, 9, 1500, device)
+
+
+@pytest.mark.kernels
+def test_slices_of_the_classes(device: torch.device) -> None:
+    """As ranks have them, some of which have fewer classes than k, or none; equal logits are on several."""
+    impl = (KERNELS if device.type == "cuda" or INTERPRET else PYTORCH).topk
+    logits, parts = torch.randint(-9, 9, (3, 400), generator=RANDOM).float().to(device), []
+    for start, end in ((0, 10), (10, 10), (10, 170), (170, 400)):
+        transform = LogitTransform(-1, 1.0, 0.0, 2.0, start, 400)
+        parts.append(impl.candidates(logits[:, start:end], 40, transform))
+    logprobs, indices, logsumexp, _ = impl.combine(
+        Candidates(*(torch.cat(each) for each in zip(*parts, strict=True))), 40
+    )
+    identity = torch.eye(400, dtype=torch.float64, device=device)
+    require_exact((logprobs, indices, logsumexp), REFERENCE(logits.double(), identity, 40, temperature=2.0))
 
 
 @pytest.mark.kernels
