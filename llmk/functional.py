@@ -13,6 +13,7 @@ from llmk.ops.linear_loss.fused_linear_jsd_ce import fused_linear_jsd_ce
 from llmk.ops.linear_loss.fused_linear_policy import fused_linear_policy
 from llmk.ops.linear_loss.fused_linear_preference import fused_linear_preference
 from llmk.ops.linear_loss.linear_logprobs import linear_logprobs
+from llmk.ops.linear_loss.linear_topk import linear_topk
 from llmk.ops.linear_loss.vocab_parallel_linear_ce import vocab_parallel_linear_ce
 from llmk.ops.loss.ce_tvd import ce_tvd
 from llmk.ops.loss.cross_entropy import cross_entropy
@@ -58,6 +59,7 @@ __all__ = [
     "layer_norm",
     "linear_act",
     "linear_logprobs",
+    "linear_topk",
     "moe_experts",
     "moe_permute",
     "moe_unpermute",

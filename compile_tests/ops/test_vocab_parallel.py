@@ -300,7 +300,7 @@ for placement in (None, Replicate(), Shard(0), Shard(1)):
     case(dtensors, placement, torch.float32)
     case(compiled_dtensors, placement, "aot_eager", only=2)
 case(dtensors, Shard(1), torch.bfloat16)
-for name in ("linear_logprobs", "fused_linear_jsd", "fused_linear_ce_metrics"):
+for name in ("linear_logprobs", "linear_topk", "fused_linear_jsd", "fused_linear_ce_metrics"):
     case(of_one_operator, name, None, only=2)
     case(of_one_operator, name, Shard(0))
 case(dtensors, Shard(1), torch.float32, True, only=4)

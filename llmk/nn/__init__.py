@@ -14,6 +14,7 @@ from llmk.nn.losses import (
     LinearCrossEntropyLoss,
     LinearJSDLoss,
     LinearLogProbs,
+    LinearTopK,
     TVDLoss,
 )
 from llmk.nn.modulation import ModulatedRMSNorm
@@ -39,6 +40,7 @@ __all__ = [
     "LinearCrossEntropyLoss",
     "LinearJSDLoss",
     "LinearLogProbs",
+    "LinearTopK",
     "ModulatedRMSNorm",
     "MultiTokenAttention",
     "PolyNorm",

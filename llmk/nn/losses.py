@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from llmk import functional
 from llmk.ops.linear_loss.chunked import check_chunk_size, check_temperature
+from llmk.ops.linear_loss.drivers.logprobs import check_k
 from llmk.ops.loss.cross_entropy_options import check_loss_numbers
 from llmk.ops.loss.giou_loss import check_giou_options
 from llmk.ops.loss.kl_div import REDUCTIONS
@@ -167,6 +168,36 @@ class LinearLogProbs(_OperatorLoss, operator="linear_logprobs"):
         support: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         return self._call(input, linear_weight, target, linear_bias=linear_bias, support=support)
+
+
+class LinearTopK(_OperatorLoss, operator="linear_topk"):
+    """The k largest log-probabilities of each token, their classes and the logsumexp, from hidden states.
+
+    `logprobs, indices, logsumexp = module(hidden, lm_head.weight)`; see `llmk.functional.linear_topk`.
+    """
+
+    def __init__(
+        self,
+        k: int,
+        temperature: float = 1.0,
+        *,
+        logit_scale: float = 1.0,
+        softcap: float = 0.0,
+        chunk_size: int = 0,
+    ) -> None:
+        super().__init__()
+        check_k(k)
+        check_temperature(temperature)
+        check_finite("logit_scale", logit_scale)
+        check_switch("softcap", softcap)
+        check_chunk_size(chunk_size)
+        self.k, self.temperature, self.logit_scale, self.softcap = k, temperature, logit_scale, softcap
+        self.chunk_size = chunk_size
+
+    def forward(
+        self, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self._call(input, linear_weight, linear_bias=linear_bias)
 
 
 class JSDLoss(_OperatorLoss, operator="jsd"):

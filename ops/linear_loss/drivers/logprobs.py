@@ -1,12 +1,14 @@
 """The drivers of log-probabilities, chunk by chunk, and of losses of groups of tokens.
 
-`linear_logprobs` returns log-probabilities and entropies, and its backward pass recomputes the logits. A loss of groups
-computes its gradients in the forward pass. A group is the tokens on which each token's gradient depends: one token, a
-sequence, or a pair of sequences. Where blocks hold whole groups the logits are computed once, else twice; twice in
-float16, whose range holds the logits' gradients only if the largest of all tokens is known before the first. What is
-computed twice is kept for the first rows, as many as `kept_rows` says.
+`linear_logprobs` returns log-probabilities and entropies, and its backward pass recomputes the logits. `linear_topk`
+returns the largest log-probabilities, and its backward pass is that of `linear_logprobs` of the same classes. A loss of
+groups computes its gradients in the forward pass. A group is the tokens on which each token's gradient depends: one
+token, a sequence, or a pair of sequences. Where blocks hold whole groups the logits are computed once, else twice;
+twice in float16, whose range holds the logits' gradients only if the largest of all tokens is known before the first.
+What is computed twice is kept for the first rows, as many as `kept_rows` says.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,13 +34,14 @@ from llmk.ops.linear_loss.chunked import (
     recomputing_op,
     scaled,
 )
-from llmk.ops.linear_loss.kernels import MOST_SUPPORT, STATISTICS, Implementation, LogitTransform
+from llmk.ops.linear_loss.kernels import MOST, MOST_SUPPORT, STATISTICS, Candidates, Implementation, LogitTransform
 from llmk.registry import (
     PARTIAL,
     REPLICATE,
     KernelOp,
     check_dtype,
     check_finite,
+    check_number,
     check_same,
     check_switch,
     replicate_only,
@@ -47,12 +50,9 @@ from llmk.registry import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogprobsCall(LinearCall):
-    """A linear layer and the classes whose log-probabilities are returned."""
+class SoftmaxCall(LinearCall):
+    """A linear layer whose outputs are scaled, capped and divided by a temperature before their softmax."""
 
-    target: Tensor  # [...] or [..., K]
-    support: Tensor | None  # [..., L]: the classes over which the softmax is, padded with negative ids
-    ignore_index: int
     logit_scale: float
     softcap: float
     temperature: float
@@ -60,19 +60,15 @@ class LogprobsCall(LinearCall):
     @classmethod
     def checked(cls, **fields: Any) -> Any:
         call = super().checked(**fields)
-        check_dtype("target", call.target, (torch.int64, torch.int32))
-        check_same("target", call.target, "input", call.input)
-        if call.support is not None:
-            check_support(call.support, call)
         check_temperature(call.temperature)
         check_finite("logit_scale", call.logit_scale)
         check_switch("softcap", call.softcap)
         check_chunk_size(call.chunk_size)
         return call
 
-    def transform(self, linear: ChunkedLinear) -> LogitTransform:
+    def transform(self, linear: ChunkedLinear, ignore_index: int) -> LogitTransform:
         return LogitTransform(
-            ignore_index=self.ignore_index,
+            ignore_index=ignore_index,
             scale=self.logit_scale,
             softcap=self.softcap,
             temperature=self.temperature,
@@ -92,13 +88,35 @@ class LogprobsCall(LinearCall):
             kept=kept,
         )
 
-    def largest_gradient(self, grad: Tensor | None, entropy_grad: Tensor | None) -> Tensor:
+
+@dataclass(frozen=True, kw_only=True)
+class LogprobsCall(SoftmaxCall):
+    """A linear layer and the classes whose log-probabilities are returned."""
+
+    target: Tensor  # [...] or [..., K]
+    support: Tensor | None  # [..., L]: the classes over which the softmax is, padded with negative ids
+    ignore_index: int
+
+    @classmethod
+    def checked(cls, **fields: Any) -> Any:
+        call = super().checked(**fields)
+        check_dtype("target", call.target, (torch.int64, torch.int32))
+        check_same("target", call.target, "input", call.input)
+        if call.support is not None:
+            check_support(call.support, call)
+        return call
+
+    def largest_gradient(
+        self, grad: Tensor | None, entropy_grad: Tensor | None, logsumexp_grad: Tensor | None
+    ) -> Tensor:
         """Return what no element of the logits' gradient exceeds: |p (log p + entropy)| is at most log V + 1."""
         bound = torch.zeros((), dtype=torch.float32, device=self.input.device)
         if grad is not None:
             bound = bound + largest(grad.float().abs().sum(-1))
         if entropy_grad is not None:
             bound = bound + largest(entropy_grad) * (math.log(self.num_classes) + 1)
+        if logsumexp_grad is not None:
+            bound = bound + largest(logsumexp_grad)
         return bound * (abs(self.logit_scale) / self.temperature)
 
     def candidates(self) -> Tensor:
@@ -144,7 +162,8 @@ def _forward(impl: Implementation, full_call: LogprobsCall, keep: bool) -> tuple
     compacted, call = full_call.compacted(impl)
     kept = full_call.kept_logits(keep)
     linear = call.linear(impl, compacted, call.kept_matrix(kept))
-    target, support, transform, parts = call.candidates(), call.supports(), call.transform(linear), []
+    target, support, parts = call.candidates(), call.supports(), []
+    transform = call.transform(linear, call.ignore_index)
     for block, logits in linear.blocks():
         rank = impl.logprobs.statistics(logits, target[block], transform, rows_of(support, block))
         statistics = call.gather_ranks(rank)
@@ -163,24 +182,27 @@ def _backward(
     grad, entropy_grad = (None if g is None else compacted.gather(g) for g in (grad, entropy_grad))
     stats, need = compacted.gather_statistics(stats), (need_dx, need_dw, need_db)
     linear = call.linear(impl, compacted, call.kept_matrix(kept))
-    return _gradients(impl, call, linear, grad, entropy_grad, stats, need, call.recomputed_dtypes).results(compacted)
+    gradients = _gradients(impl, call, linear, grad, entropy_grad, stats, need, call.recomputed_dtypes)
+    return gradients.results(compacted)
 
 
 def _gradients(
     impl: Implementation, call: LogprobsCall, linear: ChunkedLinear, grad: Tensor | None, entropy_grad: Tensor | None,
     stats: Tensor, need: tuple[bool, bool, bool], dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    logsumexp_grad: Tensor | None = None,
 ) -> LinearGradients:  # fmt: skip
-    """Return the linear layer's gradients from those of log-probabilities and entropies, in a second pass."""
-    target, support, transform = call.candidates(), call.supports(), call.transform(linear)
+    """Return the linear layer's gradients from those of a softmax's results, in a second pass."""
+    target, support, transform = call.candidates(), call.supports(), call.transform(linear, call.ignore_index)
     grad = None if grad is None else grad.reshape(target.shape)
-    entropy_grad = None if entropy_grad is None else entropy_grad.reshape(-1)
-    scale = float16_scale(call.input.dtype, need, lambda: call.largest_gradient(grad, entropy_grad))
-    by_logprobs, by_entropy = (None if g is None else scaled(g, scale) for g in (grad, entropy_grad))
+    entropy_grad, logsumexp_grad = (None if g is None else g.reshape(-1) for g in (entropy_grad, logsumexp_grad))
+    given = grad, entropy_grad, logsumexp_grad
+    scale = float16_scale(call.input.dtype, need, lambda: call.largest_gradient(*given))
+    scaled_grads = [None if g is None else scaled(g, scale) for g in given]
     gradients = LinearGradients(linear, need, dtypes, scale)
     for block, logits, dlogits in gradients.blocks(second=True):
         if logits.shape[1] > 0:
-            g, h, kept = (rows_of(tensor, block) for tensor in (by_logprobs, by_entropy, support))
-            impl.logprobs.gradients(g, h, logits, target[block], stats[:, block], dlogits, transform, kept)
+            g, h, f, kept = (rows_of(tensor, block) for tensor in (*scaled_grads, support))
+            impl.logprobs.gradients(g, h, logits, target[block], stats[:, block], dlogits, transform, kept, f)
     return gradients
 
 
@@ -244,6 +266,103 @@ class LogprobsOps:
             raise ValueError(f"target: expected shape {tokens}, or {tokens} and K candidates, got {shape}")
         logprobs, entropy, *_ = self.forward(call)
         return as_given(logprobs), as_given(entropy)
+
+
+def check_k(k: int) -> None:
+    check_number("k", k, 1, MOST, f"1 to {MOST}")
+
+
+NOT_IGNORED = -1
+"""An index to ignore that no class has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopkCall(SoftmaxCall):
+    """A linear layer and the number of its largest outputs that are returned."""
+
+    k: int
+
+    @classmethod
+    def checked(cls, **fields: Any) -> Any:
+        call = super().checked(**fields)
+        check_k(call.k)
+        if call.k > call.num_classes:
+            raise ValueError(f"k: expected at most {call.num_classes}, the number of classes, got {call.k}")
+        return call
+
+    def given(self, indices: Tensor) -> LogprobsCall:
+        """Return the call for the log-probabilities of given classes."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(SoftmaxCall)}
+        return LogprobsCall(**fields, target=indices, support=None, ignore_index=NOT_IGNORED)
+
+
+def _topk(impl: Implementation, call: TopkCall, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return log-probabilities, logsumexps, classes, the statistics `[3, ...]` of each token, and kept logits."""
+    kept, tokens = call.kept_logits(keep), tuple(call.tokens)
+    linear = call.linear(impl, CompactedTokens(tokens), call.kept_matrix(kept))
+    transform = call.transform(linear, NOT_IGNORED)
+    blocks = [impl.topk.candidates(logits, call.k, transform) for _, logits in linear.blocks()]
+    part, keys, counts = zip(*blocks, strict=True)
+    found = torch.cat(part, -1), torch.cat(keys), torch.cat(counts)
+    gathered = Candidates(*(call.gather_ranks(each) for each in found))
+    logprobs, indices, logsumexp, stats = impl.topk.combine(gathered, call.k)
+    largest, stats = (*tokens, call.k), stats.view(STATISTICS, *tokens)
+    return logprobs.view(largest), logsumexp.view(tokens), indices.view(largest), stats, kept
+
+
+def _fake_topk(call: TopkCall, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    largest = (*call.tokens, call.k)
+    logprobs, logsumexp, stats = (
+        call.input.new_empty(shape, dtype=torch.float32) for shape in (largest, call.tokens, (STATISTICS, *call.tokens))
+    )
+    return logprobs, logsumexp, call.input.new_empty(largest, dtype=torch.int64), stats, call.kept_logits(keep)
+
+
+def _topk_backward(
+    impl: Implementation, topk_call: TopkCall, grad: Tensor | None, logsumexp_grad: Tensor | None, indices: Tensor,
+    stats: Tensor, kept: Tensor, need_dx: bool, need_dw: bool, need_db: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute the gradients of the inputs from those of the outputs; logits that were not kept are recomputed."""
+    call, tokens = topk_call.given(indices), CompactedTokens(tuple(topk_call.tokens))
+    stats, need = tokens.gather_statistics(stats), (need_dx, need_dw, need_db)
+    linear = call.linear(impl, tokens, call.kept_matrix(kept))
+    gradients = _gradients(
+        impl, call, linear, grad, None, stats, need, call.recomputed_dtypes, logsumexp_grad=logsumexp_grad
+    )
+    return gradients.results(tokens)
+
+
+def _topk_sharding(input, *_):
+    return [([axis, axis, axis, 1 + axis, REPLICATE], [axis, REPLICATE, REPLICATE]) for axis in row_axes(input)]
+
+
+class TopkOps:
+    """The kernel ops of the largest log-probabilities; the derivative is that of given classes."""
+
+    def __init__(self, name: str) -> None:
+        self.forward = CallOp(
+            f"_{name}_fwd", TopkCall, _topk, outputs=5, fake=_fake_topk, products=lambda impl, call, keep: 1
+        )
+        self.backward = recomputing_op(f"_{name}_bwd", TopkCall, _topk_backward, keeps=True)
+        self.forward.op.register_sharding(_topk_sharding)
+        self.backward.op.register_sharding(_backward_sharding)
+        self.forward.op.register_autograd(
+            lambda ctx, *grads: self.forward.recomputed_gradients(ctx, self.backward, *grads),
+            setup_context=lambda ctx, inputs, output: self.forward.save_call(ctx, inputs, *output[2:]),
+            depends_on=[DIFFERENTIABLE, DIFFERENTIABLE],
+            takes_none=True,
+            keeps=_keeps,
+        )
+
+    @property
+    def kernel_ops(self) -> tuple[KernelOp, ...]:
+        return self.forward.op, self.backward.op
+
+    def __call__(self, **fields: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Return log-probabilities, classes and logsumexps from a call's fields."""
+        fields, as_given, _ = local_fields(fields, [DIFFERENTIABLE], [])
+        logprobs, logsumexp, indices, *_ = self.forward(TopkCall.checked(**fields))
+        return as_given(logprobs), as_given(indices), as_given(logsumexp)
 
 
 class GroupTerms(Protocol):
@@ -338,7 +457,7 @@ def _grouped_forward(
     impl: Implementation, call: GroupsCall, gradients: LinearGradients, target: Tensor, at_once: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probabilities `[N, 1]`, entropies `[N]` and statistics `[3, N]`; with `at_once` add gradients."""
-    support, transform, parts = call.supports(), call.transform(gradients.linear), []
+    support, transform, parts = call.supports(), call.transform(gradients.linear, call.ignore_index), []
 
     def results(block: slice, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         statistics = impl.logprobs.statistics(logits, target[block], transform, rows_of(support, block))

@@ -2,18 +2,21 @@
 
 from typing import NamedTuple
 
-from llmk.ops.linear_loss.kernels import _divergence, _logprobs, _vocab_parallel
+from llmk.ops.linear_loss.kernels import _divergence, _logprobs, _topk, _vocab_parallel
 from llmk.ops.linear_loss.kernels._divergence import CrossEntropyTerm, DivergenceFunctions, Softmaxes
 from llmk.ops.linear_loss.kernels._logprobs import MOST_SUPPORT, STATISTICS, LogitTransform, LogprobFunctions
+from llmk.ops.linear_loss.kernels._topk import MOST, Candidates, TopkFunctions
 from llmk.ops.linear_loss.kernels._vocab_parallel import VocabParallelCrossEntropy
 from llmk.ops.loss import cross_entropy_cpu, cross_entropy_kernels
 from llmk.ops.loss.cross_entropy_options import RowLoss
 
 __all__ = [
     "KERNELS",
+    "MOST",
     "MOST_SUPPORT",
     "PYTORCH",
     "STATISTICS",
+    "Candidates",
     "CrossEntropyTerm",
     "Implementation",
     "LogitTransform",
@@ -29,9 +32,17 @@ class Implementation(NamedTuple):
     vocab_parallel: VocabParallelCrossEntropy
     logprobs: LogprobFunctions
     divergence: DivergenceFunctions
+    topk: TopkFunctions
 
 
 KERNELS = Implementation(
-    False, cross_entropy_kernels.KERNELS, _vocab_parallel.KERNELS, _logprobs.KERNELS, _divergence.KERNELS
+    False,
+    cross_entropy_kernels.KERNELS,
+    _vocab_parallel.KERNELS,
+    _logprobs.KERNELS,
+    _divergence.KERNELS,
+    _topk.KERNELS,
 )
-PYTORCH = Implementation(True, cross_entropy_cpu.CPU, _vocab_parallel.PYTORCH, _logprobs.PYTORCH, _divergence.PYTORCH)
+PYTORCH = Implementation(
+    True, cross_entropy_cpu.CPU, _vocab_parallel.PYTORCH, _logprobs.PYTORCH, _divergence.PYTORCH, _topk.PYTORCH
+)

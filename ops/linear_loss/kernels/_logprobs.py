@@ -21,6 +21,8 @@ Backward, given the gradients g_k of logp_k and h of the entropy, with p = exp(y
          = sum_k(g_k * [t_k = j]) - p_j * (A + h * (y_j - m)),    A = G - h * e / s
     dz_j = dy_j * (1 - tanh(scale * z_j / c)^2) * scale / temperature
 
+With a gradient f of the logsumexp, m + log(s), G is sum(g_k) - f.
+
 One kernel computes the candidates' gradients from the logits, before another writes those of all classes, which may be
 over them; a third puts the candidates' in. So the pass over all classes does not depend on the number of candidates.
 
@@ -270,9 +272,9 @@ def logprob_combine_kernel(
 
 @jit
 def logprob_candidates_kernel(
-    z_ptr, target_ptr, support_ptr, grad_ptr, entropy_grad_ptr, stats_ptr, entry_ptr, factor_ptr,
-    M, V, K, L, E, z_stride, grad_stride, grad_stride_k, entropy_grad_stride, first_class, num_classes, ignore_index,
-    inner, outer, softcap, LEAVE_IGNORED: tl.constexpr, BLOCK_K: tl.constexpr,
+    z_ptr, target_ptr, support_ptr, grad_ptr, entropy_grad_ptr, logsumexp_grad_ptr, stats_ptr, entry_ptr, factor_ptr,
+    M, V, K, L, E, z_stride, grad_stride, grad_stride_k, entropy_grad_stride, logsumexp_grad_stride, first_class,
+    num_classes, ignore_index, inner, outer, softcap, LEAVE_IGNORED: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of a row's candidates, or of its support, `[M, E]`, and what the others' are: `[3, M]`.
 
@@ -300,6 +302,8 @@ def logprob_candidates_kernel(
             other_target = tl.load(target_ptr + row * K + other).to(tl.int64)
             same = (entry == other_target) & (other_target != ignore_index)
             alike += tl.where(same, tl.load(grad_ptr + other * grad_stride_k), 0.0)
+    if logsumexp_grad_ptr is not None:
+        total -= tl.load(logsumexp_grad_ptr + row * logsumexp_grad_stride)
     # A class out of range makes the row's gradient NaN.
     wrong |= tl.max((counts & (valid == 0)).to(tl.int32), axis=0) != 0
     total = tl.where(wrong, float("nan"), total)
@@ -419,9 +423,9 @@ def combine(parts: Tensor, target: Tensor, transform: LogitTransform) -> tuple[T
 
 def gradients(
     grad: Tensor | None, entropy_grad: Tensor | None, logits: Tensor, target: Tensor, stats: Tensor,
-    dlogits: Tensor, transform: LogitTransform, support: Tensor | None = None,
+    dlogits: Tensor, transform: LogitTransform, support: Tensor | None = None, logsumexp_grad: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write the gradient of logits `[M, V]`, given those of log-probabilities `[M, K]` and entropy `[M]`.
+    """Write the gradient of logits `[M, V]`, given those of log-probabilities `[M, K]`, entropy and logsumexp `[M]`.
 
     `dlogits` may be the logits.
     """
@@ -430,9 +434,10 @@ def gradients(
     factors = empty((3, M), torch.float32, logits.device)
     stats = stats.contiguous()
     wrap_triton(logprob_candidates_kernel)[(M,)](
-        logits, target, support, grad, entropy_grad, stats, entries, factors,
+        logits, target, support, grad, entropy_grad, logsumexp_grad, stats, entries, factors,
         M, V, K, L, E, logits.stride(0), *((0, 0) if grad is None else grad.stride()),
         0 if entropy_grad is None else entropy_grad.stride(0),
+        0 if logsumexp_grad is None else logsumexp_grad.stride(0),
         transform.first_class, transform.num_classes, transform.ignore_index, *transform.factors(),
         transform.softcap or None, LEAVE_IGNORED=transform.leave_ignored, **_entry_block(E),
     )  # fmt: skip
@@ -453,7 +458,8 @@ def _below_cpu(y: Tensor, m: Tensor) -> Tensor:
     return (y - m).clamp_(min=LEAST.value)
 
 
-def _transform_cpu(logits: Tensor, transform: LogitTransform) -> Tensor:
+def transform_cpu(logits: Tensor, transform: LogitTransform) -> Tensor:
+    """`logit_transform` in plain PyTorch."""
     inner, outer = transform.factors()
     u = logits.float() * inner
     return (cap_cpu(u, transform.softcap) if transform.softcap else u) * outer
@@ -510,7 +516,7 @@ def statistics_cpu(logits: Tensor, target: Tensor, transform: LogitTransform, su
         nothing = torch.full(shape, float("-inf"), dtype=torch.float32, device=logits.device)
         nothing[1:STATISTICS] = 0.0
         return nothing
-    y = _cut_cpu(_transform_cpu(logits, transform), kept)
+    y = _cut_cpu(transform_cpu(logits, transform), kept)
     m = y.amax(-1)
     d = _below_cpu(y, torch.where(m == float("-inf"), 0.0, m).unsqueeze(-1))
     w = d.exp()
@@ -538,17 +544,19 @@ def combine_cpu(parts: Tensor, target: Tensor, transform: LogitTransform) -> tup
 
 def gradients_cpu(
     grad: Tensor | None, entropy_grad: Tensor | None, logits: Tensor, target: Tensor, stats: Tensor,
-    dlogits: Tensor, transform: LogitTransform, support: Tensor | None = None,
+    dlogits: Tensor, transform: LogitTransform, support: Tensor | None = None, logsumexp_grad: Tensor | None = None,
 ) -> None:  # fmt: skip
     """`gradients` in plain PyTorch."""
     counts, here, column = _candidates_cpu(target, transform, logits.shape[1])
     kept = _kept_cpu(support, transform, logits.shape[1])
-    y = _cut_cpu(_transform_cpu(logits, transform), kept)
+    y = _cut_cpu(transform_cpu(logits, transform), kept)
     here = here if kept is None else here & kept.gather(-1, column)
     m, s, mean = (x.unsqueeze(-1) for x in stats.unbind())
     d = _below_cpu(y, m)
     p = d.exp().div_(s)
     total = torch.zeros_like(m) if grad is None else torch.where(counts, grad, 0.0).sum(-1, keepdim=True)
+    if logsumexp_grad is not None:
+        total = total - logsumexp_grad.unsqueeze(-1)
     factor = total if entropy_grad is None else total + entropy_grad.unsqueeze(-1) * (d - mean)
     dy = -p * factor
     if grad is not None:

@@ -1,0 +1,212 @@
+"""The largest log-probabilities: what the samples of `linear_topk` do not reach."""
+
+from collections.abc import Callable
+from math import inf, nan
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmk import losses
+from llmk.functional import linear_topk
+from llmk.nn import LinearTopK
+from llmk.ops.linear_loss.kernels import KERNELS, PYTORCH, Candidates, LogitTransform, _topk
+from llmk.registry import OPS
+from llmk.registry.backends import INTERPRET
+
+REFERENCE = OPS["linear_topk"].reference
+RANDOM = torch.Generator().manual_seed(0)
+X, W, B = torch.randn(5, 8, generator=RANDOM), torch.randn(300, 8, generator=RANDOM), torch.randn(300)
+Results = tuple[Tensor, Tensor, Tensor]
+
+
+def integers(tokens: int, classes: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Hidden states and a weight whose logits are integers: many are equal, and every product is exact."""
+    x, weight = (torch.randint(-2, 3, (rows, 6), generator=RANDOM).float() for rows in (tokens, classes))
+    return x.to(device), weight.to(device)
+
+
+def require_exact(found: Results, right: Results) -> None:
+    """Indices are the float64 reference's, and numbers as near to it as float32's roundings of the largest."""
+    assert torch.equal(found[1], right[1])
+    for ours, exact in ((found[0], right[0]), (found[2], right[2])):
+        bound = 4 * torch.finfo(torch.float32).eps * (1 + exact[exact.isfinite()].abs().max())
+        torch.testing.assert_close(ours.double(), exact, rtol=0, atol=float(bound), equal_nan=True)
+
+
+def check_ties(fn: Callable[..., Results], k: int, classes: int, device: torch.device) -> None:
+    x, weight = integers(3, classes, device)
+    require_exact(fn(x, weight, k), REFERENCE(x.double(), weight.double(), k))
+
+
+@pytest.mark.parametrize(("k", "classes"), [(1, 129), (3, 1), (7, 128), (64, 1000), (256, 700), (5, 5000)])
+@pytest.mark.kernels
+def test_equal_logits_are_in_the_order_of_the_classes(k: int, classes: int, device: torch.device) -> None:
+    check_ties(linear_topk, min(k, classes), classes, device)
+
+
+def test_the_other_order_of_equal_logits_is_seen(device: torch.device) -> None:
+    def backwards(x: Tensor, weight: Tensor, k: int) -> Results:
+        logprobs, indices, logsumexp = linear_topk(x, weight.flip(0), k)
+        return logprobs, weight.shape[0] - 1 - indices, logsumexp
+
+    with pytest.raises(AssertionError):
+        check_ties(backwards, 64, 1000, device)
+
+
+@pytest.mark.parametrize("k", [1, 8, 100])
+@pytest.mark.kernels
+def test_largest_logits_in_one_tile(k: int, device: torch.device) -> None:
+    """More of them reach the least maximum of k tiles than a row has slots: the k-th largest is found by bisection."""
+    x, weight = (torch.randn(rows, 8, generator=RANDOM, dtype=torch.float64) for rows in (3, 4000))
+    weight[500:1000] *= 3
+    x, weight = x.float().to(device), weight.float().to(device)
+    require_exact(linear_topk(x, weight, k), REFERENCE(x.double(), weight.double(), k))
+
+
+@pytest.mark.parametrize("most_tiles", [1, 3])
+@pytest.mark.kernels
+def test_wider_tiles(most_tiles: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As rows of more than a million classes have them."""
+    monkeypatch.setattr(_topk, "MOST_TILES", most_tiles)
+    monkeypatch.setattr(_topk, "STATISTICS_BLOCK", 512)
+    check_ties(linear_topk, 9, 1500, device)
+
+
+@pytest.mark.kernels
+def test_slices_of_the_classes(device: torch.device) -> None:
+    """As ranks have them, some of which have fewer classes than k, or none; equal logits are on several."""
+    impl = (KERNELS if device.type == "cuda" or INTERPRET else PYTORCH).topk
+    logits, parts = torch.randint(-9, 9, (3, 400), generator=RANDOM).float().to(device), []
+    for start, end in ((0, 10), (10, 10), (10, 170), (170, 400)):
+        transform = LogitTransform(-1, 1.0, 0.0, 2.0, start, 400)
+        parts.append(impl.candidates(logits[:, start:end], 40, transform))
+    logprobs, indices, logsumexp, _ = impl.combine(
+        Candidates(*(torch.cat(each) for each in zip(*parts, strict=True))), 40
+    )
+    identity = torch.eye(400, dtype=torch.float64, device=device)
+    require_exact((logprobs, indices, logsumexp), REFERENCE(logits.double(), identity, 40, temperature=2.0))
+
+
+@pytest.mark.kernels
+def test_a_bound_that_too_few_elements_reach(device: torch.device) -> None:
+    """A row gets its k elements even if a kernel rounds logits otherwise than the one that made the bound."""
+    if device.type == "cpu" and not INTERPRET:
+        pytest.skip("no kernel runs")
+    logits = torch.randn(2, 300, generator=RANDOM).to(device)
+    chosen = torch.arange(3, dtype=torch.int32, device=device).repeat(2, 1)
+    bound, counts = (torch.full((2,), 2**31 - 1, dtype=torch.int32, device=device) for _ in range(2))
+    keys = torch.empty((2, 128), dtype=torch.int64, device=device)
+    _topk.topk_collect_kernel[(2,)](
+        logits, chosen, bound, keys, counts, 300, 3, 40, 128, 300, 0, 1.0, 1.0, None, TILE=128, BLOCK=256
+    )  # fmt: skip
+    assert counts.tolist() == [40, 40]
+    classes = (~keys[:, :40] & 0x7FFFFFFF).sort().values
+    assert torch.equal(classes, logits.topk(40).indices.sort().values)
+
+
+@pytest.mark.kernels
+def test_numbers_that_are_not_finite(device: torch.device) -> None:
+    """NaN is the largest, as in `torch.topk`, and its row's log-probabilities are NaN."""
+    bias = torch.zeros(400, device=device)
+    x, weight = torch.zeros(1, 2, device=device), torch.zeros(400, 2, device=device)
+    bias[[3, 130, 399]] = torch.tensor([2.0, nan, inf], device=device)
+    logprobs, indices, logsumexp = linear_topk(x, weight, 4, linear_bias=bias)
+    assert indices.tolist() == [[130, 399, 3, 0]]
+    assert logprobs.isnan().all()
+    assert logsumexp.isnan().all()
+    for masked in (torch.full_like(bias, -inf), torch.where(bias.isnan(), 0.0, bias)):  # logsumexp -inf, and inf
+        found, right = linear_topk(x, weight, 4, linear_bias=masked), REFERENCE(x, weight, 4, linear_bias=masked)
+        for ours, exact in zip(found, right, strict=True):
+            torch.testing.assert_close(ours, exact, rtol=0, atol=0, equal_nan=True)
+
+
+OPTIONS: dict[str, Any] = {"chunk_size": 2, "softcap": 4.0, "temperature": 0.7, "logit_scale": -1.5}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "frozen", "options"),
+    [
+        ("log-probabilities", None, {}),
+        ("logsumexp", None, {}),
+        ("logsumexp", None, OPTIONS),
+        ("both", None, OPTIONS),
+        ("both", 0, {}),
+        ("both", 1, {}),
+    ],
+)
+@pytest.mark.kernels
+def test_each_output_alone(wanted: str, frozen: int | None, options: dict[str, Any]) -> None:
+    """Against float64, for gradients of any size and sign."""
+    of_logprobs, of_logsumexp = torch.randn(5, 6), torch.randn(5)
+
+    def gradients(fn: Any, dtype: torch.dtype) -> list[Tensor]:
+        tensors = [tensor.to(dtype, copy=True).requires_grad_(i != frozen) for i, tensor in enumerate((X, W, B))]
+        logprobs, _, logsumexp = fn(tensors[0], tensors[1], 6, linear_bias=tensors[2], **options)
+        parts = {
+            "log-probabilities": (logprobs * of_logprobs.to(dtype)).sum(),
+            "logsumexp": (logsumexp * of_logsumexp.to(dtype)).sum(),
+        }
+        loss = torch.stack(list(parts.values())).sum() if wanted == "both" else parts[wanted]
+        return list(torch.autograd.grad(loss, [tensor for tensor in tensors if tensor.requires_grad]))
+
+    found, composed = gradients(linear_topk, torch.float32), gradients(REFERENCE, torch.float32)
+    for ours, theirs, right in zip(found, composed, gradients(REFERENCE, torch.float64), strict=True):
+        allowed = 1.5 * (theirs - right).abs().max() + torch.finfo(torch.float32).eps * right.abs().max()
+        assert (ours - right).abs().max() <= allowed
+
+
+def test_compiled_for_any_number_of_tokens() -> None:
+    def loss(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        logprobs, indices, logsumexp = linear_topk(2 * x, weight, 5)
+        return logprobs.square().sum() + logsumexp.sum(), indices + 1
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (5, 3, 9):
+        x, weight = torch.randn(tokens, 8, requires_grad=True), W.clone().requires_grad_()
+        with torch._dynamo.config.patch(error_on_recompile=tokens != 5):
+            (found, indices), (eager, same) = compiled(x, weight), loss(x, weight)
+            gradients = torch.autograd.grad(found, (x, weight))
+        assert torch.equal(indices, same)
+        torch.testing.assert_close(gradients, torch.autograd.grad(eager, (x, weight)))
+
+
+def test_a_teacher_of_distill_topk() -> None:
+    """Its results are the arguments, and the loss is that of the same classes of the teacher's whole softmax."""
+    hidden, target = torch.randn(2, 4, 8), torch.randint(0, 300, (2, 4))
+    logprobs, ids, _ = linear_topk(hidden, W.flip(0), 16, temperature=2.0)
+    student = torch.randn(2, 4, 8)
+    loss, _ = losses.distill_topk(student, W, target, ids, logprobs, temperature=2.0)
+    whole = ((hidden @ W.flip(0).t()) / 2.0).log_softmax(-1)
+    right, _ = losses.distill_topk(student, W, target, ids, whole.gather(-1, ids), temperature=2.0)
+    torch.testing.assert_close(loss, right)
+    assert torch.equal(ids.sort().values, whole.topk(16).indices.sort().values)
+
+
+def test_module() -> None:
+    module = LinearTopK(3, 0.5, softcap=2.0)
+    expected = REFERENCE(X, W, 3, linear_bias=B, temperature=0.5, softcap=2.0)
+    for ours, right in zip(module(X, W, B), expected, strict=True):
+        torch.testing.assert_close(ours, right)
+    assert "k=3" in repr(module)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: linear_topk(X, W, 0), "k: expected 1 to 256, got 0"),
+        (lambda: linear_topk(X, W, 257), "k: expected 1 to 256, got 257"),
+        (lambda: LinearTopK(300), "k: expected 1 to 256, got 300"),
+        (lambda: linear_topk(X, W[:9], 10), "k: expected at most 9, the number of classes, got 10"),
+        (lambda: linear_topk(X, W[:, :3], 1), r"linear_weight: expected shape \[V, 8\]"),
+        (lambda: linear_topk(X, W, 1, linear_bias=B[:5]), "linear_bias: expected shape"),
+        (lambda: linear_topk(X, W, 1, temperature=0.0), "temperature: expected a finite positive number, got 0.0"),
+        (lambda: linear_topk(X, W, 1, softcap=-1.0), "softcap: expected 0"),
+        (lambda: linear_topk(X, W, 1, logit_scale=nan), "logit_scale: expected a finite number"),
+        (lambda: linear_topk(X, W, 1, chunk_size=-1), "chunk_size: expected a number of tokens"),
+    ],
+)
+def test_wrong_calls(wrong: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        wrong()

@@ -1,0 +1,170 @@
+r"""A linear layer over a vocabulary, the K largest log-probabilities of each token, and their classes.
+
+Sources: the reference is the composition of a linear layer, a log-softmax and a stable sort; the row kernels,
+`kernels/_topk.py`, have their own, and the proof that what they choose is exact.
+
+Forward, for x [N, H] and W [V, H], a block of tokens at a time:
+
+    logits = x_block @ W^T + b                            [R, V], float32
+    candidates of the K largest, logsumexp [R]            in one pass over the logits
+    log-probabilities [R, K], classes [R, K]              of the largest of them, sorted
+
+Backward, for any gradient g of the log-probabilities and h of the logsumexp, where the classes j_k are constants:
+
+    dlogits_j = sum_k(g_k * [j_k = j]) - p_j * (sum_k(g_k) - h)
+
+which is that of the log-probabilities of K given classes, as `linear_logprobs` has it: the logits of the first tokens
+are kept, those of the others made again.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmk.ops.common.math import cap_reference
+from llmk.ops.linear_loss._records import (
+    Make,
+    kept_tokens,
+    linear_cost,
+    linear_plan,
+    linear_reference,
+)
+from llmk.ops.linear_loss.drivers.logprobs import TopkOps
+from llmk.registry import Cost, Sample, public_op
+
+
+def linear_topk_reference(
+    input: Tensor, linear_weight: Tensor, k: int, *, linear_bias: Tensor | None = None, temperature: float = 1.0,
+    logit_scale: float = 1.0, softcap: float = 0.0, chunk_size: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    logits = logit_scale * linear_reference(input, linear_weight, linear_bias)
+    logits = cap_reference(logits, softcap) / temperature
+    indices = logits.detach().sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    return logits.log_softmax(-1).gather(-1, indices), indices, logits.logsumexp(-1)
+
+
+OPS = TopkOps("linear_topk")
+
+
+def linear_topk_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    make = Make(device, dtype)
+    randn = make.randn
+    everything = {"linear_bias": randn(37), "temperature": 0.7, "logit_scale": 0.5, "softcap": 4.0}
+    yield Sample((randn(4, 16), randn(32, 16), 4), why="powers of two")
+    yield Sample((randn(2, 3, 12), randn(37, 12), 3), {"chunk_size": 2}, why="three chunks, odd sizes")
+    yield Sample((randn(5, 12), randn(37, 12), 5), {"chunk_size": 3, **everything}, why="every option")
+    yield Sample((randn(3, 12), randn(37, 12), 1), why="the largest alone")
+    yield Sample((randn(3, 12), randn(37, 12), 37), why="all classes, sorted")
+    yield Sample((randn(2, 12), randn(1000, 12), 256), why="256 of 8 tiles")
+    yield Sample((randn(2, 12), randn(5, 12).repeat(64, 1), 70), why="ties: equal rows of the weight, the first ones")
+    yield Sample((randn(2, 8), torch.zeros(300, 8, device=device, dtype=dtype), 2), why="all equal, more than are kept")
+    masked = randn(400).masked_fill(torch.arange(400, device=device, dtype=torch.int64) >= 6, float("-inf"))
+    yield Sample((randn(3, 8), randn(400, 8), 9), {"linear_bias": masked}, why="fewer classes than k are not at -inf")
+    yield Sample((randn(0, 16), randn(32, 16), 2), why="no tokens")
+    yield Sample((randn(16), randn(32, 16), 2), why="one token, one dimension")
+    yield Sample((randn(3, 1), randn(1, 1), 1), why="one feature, class")
+    yield Sample((randn(12, 5).t(), randn(12, 37).t(), 6), why="everything strided")
+    yield Sample((randn(3, 8), randn(200, 8), 4), {"temperature": 0.1}, why="peaked")
+    yield Sample((randn(2, 4), randn(12_304, 4), 64), {"softcap": 4.0}, why="12,304 classes: whole blocks and a part")
+    neighbours = torch.cat((2 * randn(640, 8), randn(2000, 8)))
+    yield Sample((randn(2, 8), neighbours, 8), why="the largest in neighbouring tiles, more than have a slot")
+
+
+def linear_topk_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
+    x, linear_weight = (torch.randn(n, 16, device=device, dtype=dtype) for n in (rows, 40))
+    return Sample((x, linear_weight, 4), {"chunk_size": 32}, why="resized")
+
+
+def linear_topk_workload(sizes: Sequence[int], device: torch.device, dtype: torch.dtype) -> Sample:
+    """Return a workload of N tokens, H features and V classes, the sizes."""
+    make, (N, H, V) = Make(device, dtype), sizes
+    return Sample((make.randn(N, H), make.randn(V, H) / H**0.5, min(64, V)), why=f"{N}x{H}x{V}, k=64")
+
+
+def linear_topk_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for sizes in [(8192, 2048, 151936), (4096, 4096, 128256)]:
+        yield linear_topk_workload(sizes, device, dtype)
+
+
+def linear_topk_cost(input: Tensor, linear_weight: Tensor, k: int, **options: Any) -> Cost:
+    part = kept_tokens(input, linear_weight, **options) / max(input.shape[:-1].numel(), 1)
+    return linear_cost(input, linear_weight, reads=3, products=4 - part)
+
+
+def linear_topk_plan(input: Tensor, linear_weight: Tensor, k: int, **options: Any) -> str:
+    return linear_plan(input, linear_weight, kept=kept_tokens(input, linear_weight, **options), **options)
+
+
+@public_op(
+    reference=linear_topk_reference,
+    differentiable=("input", "linear_weight", "linear_bias"),
+    kernel_ops=OPS.kernel_ops,
+    samples=linear_topk_samples,
+    resized=linear_topk_resized,
+    workloads=linear_topk_workloads,
+    sized=linear_topk_workload,
+    cost=linear_topk_cost,
+    plan=linear_topk_plan,
+)
+def linear_topk(
+    input: Tensor,
+    linear_weight: Tensor,
+    k: int,
+    *,
+    linear_bias: Tensor | None = None,
+    temperature: float = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float = 0.0,
+    chunk_size: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The k largest log-probabilities of each token and their classes, without ever holding all the logits.
+
+    They are exact: those of a whole softmax, the largest first, equal ones in the order of the classes. Logits are
+    float32, `linear(input, linear_weight, linear_bias)`, multiplied by `logit_scale`, capped, and divided by
+    `temperature`. So a teacher's are stored, 12 bytes for each of k classes instead of 4 for each of V, and
+    `llmk.losses.distill_topk` takes indices and log-probabilities as they are.
+
+    Log-probabilities and logsumexp are differentiable, together or alone, where the chosen classes are constants. What
+    is kept from the forward to the backward pass is as in `linear_logprobs`.
+
+    Where `linear_weight` is a DTensor whose classes are sharded, `Shard(0)`, over one dimension of its mesh, each rank
+    keeps its own, and the ranks gather 128 to 1024 numbers of 64 bits of each token; see `fused_linear_ce`.
+
+    NaN is the largest number, as in `torch.topk`; all log-probabilities of its token are NaN. A class at -inf, masked
+    by the bias, has log-probability -inf and comes last.
+
+    Args:
+        input: `[..., H]`, float32, float16 or bfloat16, any strides.
+        linear_weight: `[V, H]`, as in `torch.nn.Linear`, dtype of `input`.
+        k: From 1 to 256, and at most V.
+        linear_bias: `[V]`, dtype of `input`.
+        temperature: Divides the logits, after the cap; positive.
+        logit_scale: Factor of the logits, before the cap.
+        softcap: Logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.
+        chunk_size: As in `fused_linear_ce`; the forward pass has the logits of a block and those that are kept.
+
+    Returns:
+        Log-probabilities `[..., k]`, float32, indices `[..., k]`, int64, and the logsumexp of the logits `[...]`,
+        float32, to which the log-probabilities are relative.
+
+    Raises:
+        TypeError: A dtype does not fit.
+        ValueError: A shape, a device or an option does not fit, or there are fewer classes than `k`.
+
+    Sources: `torch.topk` of `torch.nn.functional.log_softmax`.
+    """
+    return OPS(
+        input=input,
+        linear_weight=linear_weight,
+        linear_bias=linear_bias,
+        k=k,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        temperature=temperature,
+        skip_ignored=False,
+        logits_dtype=None,
+        chunk_size=chunk_size,
+        shard=None,
+    )
