@@ -148,6 +148,8 @@ def test_a_target_outside_of_its_support(device: torch.device) -> None:
     logprobs, entropy = torch.ops.llmk.linear_logprobs(x, weight, target, support=support)
     assert (logprobs == float("-inf")).tolist() == [i != 4 for i in range(9)]
     assert entropy.isfinite().all()
+    loss, returned, _ = torch.ops.llmk.fused_linear_policy(x, weight, target, loss_type="reinforce", support=support)
+    torch.testing.assert_close((loss, returned), (-logprobs[4], logprobs), rtol=0, atol=0)  # it has no part in a loss
     by_module = LinearLogProbs()(x, weight, target, support=support)
     torch.testing.assert_close(by_module, (logprobs, entropy), rtol=0, atol=0)
     (dx,) = torch.autograd.grad(logprobs.sum(), x)

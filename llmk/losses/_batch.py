@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmk.ops.linear_loss.fused_linear_policy import fused_linear_policy
+from llmk.ops.linear_loss.fused_linear_policy import fused_linear_policy, outside_support
 from llmk.ops.linear_loss.fused_linear_preference import fused_linear_preference
 from llmk.ops.linear_loss.linear_logprobs import linear_logprobs
 from llmk.ops.linear_loss.objectives.policy import PolicyTerms
@@ -76,11 +76,9 @@ def without_unsupported(
         expected = f"({target.shape[0]}, {target.shape[1]}, L) (that of target, and L ids)"
         raise ValueError(f"support: expected shape {expected}, got {tuple(support.shape)}")
     check_same("support", support, "target", target)
+    outside = outside_support(target, support, ignore_index, linear_weight.shape[0])
     classes = target.long()
-    inside = (support == classes.unsqueeze(-1)).any(-1) | (support < 0).all(-1)
-    counts = classes != ignore_index
-    outside = counts & ~inside & (classes >= 0) & (classes < linear_weight.shape[0])
-    fraction = outside.sum(dtype=torch.float32) / counts.sum().clamp(min=1)
+    fraction = outside.sum(dtype=torch.float32) / (classes != ignore_index).sum().clamp(min=1)
     return classes.masked_fill(outside, ignore_index), {"outside_support": fraction}
 
 

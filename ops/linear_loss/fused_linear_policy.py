@@ -20,7 +20,7 @@ four products.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -53,6 +53,16 @@ from llmk.registry import (
 from llmk.registry.checks import TINY
 
 
+def outside_support(target: Tensor, support: Tensor, ignore_index: int, num_classes: int) -> Tensor:
+    """Return the mask of the tokens that count and whose target is a class, but none of its support's `[..., L]`.
+
+    A support without ids has all classes.
+    """
+    classes = target.long()  # int32 would wrap an ignore_index that it does not hold
+    inside = (support == classes.unsqueeze(-1)).any(-1) | (support < 0).all(-1)
+    return ~inside & (classes != ignore_index) & (classes >= 0) & (classes < num_classes)
+
+
 def fused_linear_policy_reference(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
     advantages: Tensor | None = None, token_weight: Tensor | None = None, old_logps: Tensor | None = None,
@@ -61,6 +71,11 @@ def fused_linear_policy_reference(
     skip_ignored: bool = False, chunk_size: int = 0, logits_dtype: torch.dtype | None = None,
     support: Tensor | None = None, **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if support is None:
+        outside = torch.zeros_like(target, dtype=torch.bool)
+    else:
+        outside = outside_support(target, support, ignore_index, linear_weight.shape[0])
+    target = target.long().masked_fill(outside, ignore_index)
     logprobs, entropy = linear_logprobs_reference(
         input,
         linear_weight,
@@ -92,7 +107,8 @@ def fused_linear_policy_reference(
         options=policy,
         level=rowwise_level(policy.importance_sampling_level, counts),
     )
-    return terms.loss(logprobs, entropy), logprobs.detach(), entropy.detach()
+    returned = logprobs.detach().masked_fill(outside, float("-inf"))
+    return terms.loss(logprobs, entropy), returned, entropy.detach()
 
 
 PER_TOKEN = ("advantages", "token_weight", "old_logps", "ref_logps", "kl_weight", "entropy_weight")
@@ -318,8 +334,7 @@ def fused_linear_policy(
         chunk_size: As in `fused_linear_ce`, or the most tokens that are whole sequences where ratios are theirs.
         logits_dtype: As in `fused_linear_ce`.
         support: Classes `[..., S, L]` over which each token's softmax is, as in `linear_logprobs`. A token whose target
-            is not in it has log-probability -inf, and the loss what follows from that; the functions of `llmk.losses`
-            leave such tokens out.
+            is not in it has no part in the loss, as one that is ignored, and log-probability -inf.
 
     Returns:
         The loss, a sum, scalar; and detached the log-probabilities and entropies of tokens `[..., S]`; all float32.
@@ -374,8 +389,13 @@ def fused_linear_policy(
                 check_dtype(name, tensor)
             check_shape(name, tensor, tuple(call.tokens), "one for each token of input")
             check_same(name, tensor, "input", call.input)
+    if support is None:
+        loss, logprobs, entropy, *_ = fused_linear_policy_fwd(call)
+        return loss, logprobs, entropy
+    outside = outside_support(target, support, ignore_index, call.num_classes)
+    call = replace(call, target=target.long().masked_fill(outside, ignore_index))
     loss, logprobs, entropy, *_ = fused_linear_policy_fwd(call)
-    return loss, logprobs, entropy
+    return loss, logprobs.masked_fill(outside, float("-inf")), entropy
 
 
 def _check_loss(call: PolicyCall) -> None:

@@ -572,7 +572,9 @@ def gradients_cpu(
     dy.mul_(inner * outer)
     if transform.softcap:
         dy.mul_(cap_slope_cpu(logits.float() * inner, transform.softcap))
-    dlogits.copy_(dy.masked_fill_(~counts.any(-1, keepdim=True), 0.0))  # also NaN in a row that does not count
+    written = counts.any(-1, keepdim=True)
+    written = written if kept is None else written & kept
+    dlogits.copy_(dy.masked_fill_(~written, 0.0))  # also NaN in a row that does not count
 
 
 class LogprobFunctions(NamedTuple):
