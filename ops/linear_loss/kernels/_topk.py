@@ -74,17 +74,22 @@ def _number(order):
 
 
 @jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@jit
 def _add_tiles(m, s, z, mask, inner, outer, softcap, MASKED: tl.constexpr):
     """Update each thread's maximum and sum, and return the order of each tile's maximum."""
     y, _ = logit_transform(z, inner, outer, softcap)
     if MASKED:
         y = tl.where(mask, y, float("-inf"))
-    order = tl.max(_order(y), axis=2)
-    new_m = tl.maximum(m, _number(order), propagate_nan=tl.PropagateNan.ALL)
+    largest = tl.reduce(y, 2, _larger)
+    new_m = _larger(m, largest)
     # Subtracting -inf from -inf would be NaN where nothing finite has been seen yet.
     base = tl.where(new_m == float("-inf"), 0.0, new_m)
     new_s = tl.sum(tl.exp2((y - base[:, :, None]) * LOG2E), axis=2)
-    return new_m, tl.exp2((m - base) * LOG2E) * s + new_s, tl.max(order, axis=1)
+    return new_m, tl.exp2((m - base) * LOG2E) * s + new_s, tl.max(_order(largest), axis=1)
 
 
 @jit
