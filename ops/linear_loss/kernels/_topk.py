@@ -52,7 +52,7 @@ VECTOR = tl.constexpr(4)
 TILE = 128
 MOST_TILES = 8192
 """The tiles whose maxima a program holds: tiles are larger where a row has more of them."""
-STATISTICS_BLOCK, STATISTICS_WARPS = 4096, 4
+STATISTICS_BLOCK, STATISTICS_WARPS = 2048, 4
 TILES_A_WARP = 512
 COLLECT_BLOCK, COLLECT_WARPS = 2048, 4
 RANK_BLOCK, RANK_WARPS = 64, 2
