@@ -2,9 +2,10 @@
 
 Of `benchmarks.run`'s results: for each operator, `NAME.svg` has a bar for every way to compute each workload, as a
 multiple of its floor, and `NAME-memory.svg` has a fused loss's peak memory. Of `benchmarks.growth`'s
-and `benchmarks.moe`'s results: `NAME-SIZE.svg` has time and memory against one size. Of `benchmarks.train_step`'s
-results: `train-step.svg` and `train-step-memory.svg` have a bar for every variant of each model. The same results make
-the same files, byte for byte.
+and `benchmarks.moe`'s results: `NAME-SIZE.svg` has time and memory against one size. Of `benchmarks.plans`' results:
+`fused_linear_ce-plans.svg` has a point for each plan beside the chosen one. Of `benchmarks.train_step`'s results:
+`train-step.svg` and `train-step-memory.svg` have a bar for every variant of each model. The same results make the same
+files, byte for byte.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
+from benchmarks.plans import BEATEN
 from benchmarks.step_report import losses_are_wrong
 from benchmarks.targets import PRODUCTS, measured_ms
 
@@ -90,7 +92,7 @@ def charts(results: dict[str, Any]) -> dict[str, Figure]:
     """Every chart of a file of results, by name.
 
     Args:
-        results: As `benchmarks.run`, `growth`, `ignored`, `moe` or `train_step` writes it.
+        results: As `benchmarks.run`, `growth`, `ignored`, `moe`, `plans` or `train_step` writes it.
 
     Raises:
         ValueError: It is none of them, or has a way that has no colour.
@@ -98,6 +100,12 @@ def charts(results: dict[str, Any]) -> dict[str, Figure]:
     rows = results.get("rows")
     if not rows:
         raise ValueError("results: expected rows as benchmarks.run, growth and train_step write them, got none")
+    about = (
+        f"{results['device']}, torch {results['torch']}, {results['dtype'].removeprefix('torch.')}, {results['date']}"
+    )
+    if "plans" in rows[0]:
+        with mpl.rc_context(STYLE):
+            return {"fused_linear_ce-plans": _plans(rows, about)}
     if {"variant", "share", "top_k"} & rows[0].keys():
         rows = [
             row | {"way": OTHER_NAMES.get(name, name)} for row in rows for name in [row.get("variant", row.get("way"))]
@@ -105,9 +113,6 @@ def charts(results: dict[str, Any]) -> dict[str, Figure]:
     unknown = {row["way"] for row in rows} - set(COLOURS)
     if unknown:
         raise ValueError(f"results: expected ways among {', '.join(COLOURS)}, got {', '.join(sorted(unknown))}")
-    about = (
-        f"{results['device']}, torch {results['torch']}, {results['dtype'].removeprefix('torch.')}, {results['date']}"
-    )
     with mpl.rc_context(STYLE):
         if "against" in rows[0]:
             return {_growth_name(*key): _growth(same, about) for key, same in _by(rows, "op", "against")}
@@ -327,6 +332,40 @@ def _ignored(rows: list[dict[str, Any]], about: str) -> Figure:
     return figure
 
 
+def _plans(rows: list[dict[str, Any]], about: str) -> Figure:
+    """Time and memory of the other plans of each size, as multiples of the chosen plan's."""
+    figure = Figure((WIDTH, 4.1))
+    axes = figure.add_axes((0.1, 0.17, 0.86, 0.72))
+    points = [
+        (plan["ms"] / chosen["ms"], plan["mib"] / chosen["mib"])
+        for chosen, *others in (row["plans"] for row in rows)
+        for plan in others
+    ]
+    axes.fill_between([0, BEATEN], 0, BEATEN, color="#f3d9d9", linewidth=0)
+    axes.plot(*zip(*points, strict=True), "o", markersize=3.5, alpha=0.7, color=COLOURS["llmk eager"])
+    axes.plot(1, 1, "P", markersize=8, color=INK)
+    axes.annotate("chosen", (1, 1), (7, 7), textcoords="offset points", color=INK, weight="bold")
+    for scaled, axis, limits in (("x", axes.xaxis, axes.set_xlim), ("y", axes.yaxis, axes.set_ylim)):
+        getattr(axes, f"set_{scaled}scale")("log", base=2)
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        values = [point[scaled == "y"] for point in points]
+        limits(min(0.5, *values) / 1.1, max(2.0, *values) * 1.1)
+    axes.set_xlabel("time as a multiple of the chosen plan's", color=INK)
+    axes.set_ylabel("peak memory as a multiple of the chosen plan's", color=INK)
+    axes.tick_params(colors=FAINT)
+    beaten = sum(ms < BEATEN and mib < BEATEN for ms, mib in points)
+    axes.text(
+        0.015,
+        0.02,
+        f"3% less of both: {beaten} of {len(points)}",
+        transform=axes.transAxes,
+        color="#a00000",
+        va="bottom",
+    )
+    _caption(figure, f"fused_linear_ce: other plans, at {len(rows)} sizes", about)
+    return figure
+
+
 def _shape(sizes: Sequence[int]) -> str:
     return "x".join(map(str, sizes))
 
@@ -390,7 +429,7 @@ def _caption(figure: Figure, title: str, about: str) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description="Draw benchmark results as SVG.")
-    written = "what benchmarks.run, growth, ignored, moe or train_step wrote"
+    written = "what benchmarks.run, growth, ignored, moe, plans or train_step wrote"
     parser.add_argument("results", nargs="+", type=Path, metavar="RESULTS.json", help=written)
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write here; beside the results by default")
     parser.add_argument("--charts", nargs="+", metavar="NAME", help="only these, such as rms_norm; all by default")

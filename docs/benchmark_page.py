@@ -22,6 +22,7 @@ LATER_STEPS = {
 }
 """Steps whose variants ran side by side: what is said of them, and the file."""
 IGNORED, EXPERTS = RESULTS / "ignored-h200.json", RESULTS / "moe-h200.json"
+PLANS = RESULTS / "plans-h100.json"
 LAUNCH_MS = 0.01  # a multiple of a floor below what a launch takes says nothing
 
 Row = dict[str, Any]
@@ -30,7 +31,7 @@ Row = dict[str, Any]
 def draw_plots(folder: Path) -> None:
     """`folder/NAME.svg` and `folder/NAME-*.svg` for every operator that was measured; others are removed."""
     drawn = set()
-    for file in (TIMES, GROWTH, IGNORED, EXPERTS, STEPS):
+    for file in (TIMES, GROWTH, IGNORED, EXPERTS, PLANS, STEPS):
         if file.exists():
             for name, figure in charts(json.loads(file.read_text())).items():
                 drawn.add(folder / f"{name}.svg")
@@ -60,6 +61,7 @@ def _plots_of(op: str, folder: Path, shown_from: str) -> Iterator[str]:
     alt = {
         op: f"{op}: time of every workload and way, as a multiple of the floor",
         f"{op}-memory": f"{op}: peak memory of every workload and way",
+        f"{op}-plans": f"{op}: time and memory of other plans of chunks and blocks beside the chosen one's",
     }
     for path in sorted(folder.glob(f"{op}.svg")) + sorted(folder.glob(f"{op}-*.svg")):
         text = alt.get(path.stem, f"{op}: time and memory against {path.stem.removeprefix(f'{op}-').replace('-', ' ')}")

@@ -202,3 +202,13 @@ def test_charts_of_a_mixtures_experts():
     assert list(ours.get_ydata()) == [1.25] * 3
     assert [line.get_label() for line in memory.lines[:2]] == ["llmk eager", "liger-kernel"]
     assert memory.lines[2].get_marker() == "x"  # where it failed
+
+
+def test_plans_that_beat_the_chosen_one_are_counted(tmp_path: Path) -> None:
+    chosen = {"ms": 10.0, "mib": 100.0}
+    better, faster, smaller = ({"ms": ms, "mib": mib} for ms, mib in ((9.6, 96.0), (5.0, 98.0), (11.0, 50.0)))
+    rows = [{"shape": [8, 8, 8], "plans": [chosen, better, faster]}, {"shape": [8, 8, 9], "plans": [chosen, smaller]}]
+    plot.main([str(write(tmp_path, rows))])
+    found = texts(tmp_path / "fused_linear_ce-plans.svg")
+    assert "3% less of both: 1 of 3" in found
+    assert "fused_linear_ce: other plans, at 2 sizes" in found
