@@ -145,9 +145,10 @@ def differences(
 
     def called(function: Callable[..., Any]) -> tuple[Any, Any]:
         found = _as_tuple(function(**split))
-        incoming = zip(incoming_gradients(found), found, strict=True)
+        differentiable = [y for y in found if y.requires_grad]
+        incoming = zip(incoming_gradients(differentiable), differentiable, strict=True)
         received = [distributed(gradient, mesh, _of_gradient(y)) for gradient, y in incoming]
-        return found, torch.autograd.grad(found, [split[name] for name in wanted], received)
+        return found, torch.autograd.grad(differentiable, [split[name] for name in wanted], received)
 
     def whole(found: Any, gradients: Any) -> Outcome:
         of_inputs = dict(zip(wanted, (gradient.full_tensor() for gradient in gradients), strict=True))

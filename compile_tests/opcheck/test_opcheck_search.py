@@ -133,9 +133,9 @@ def test_gradients_of_a_lost_step_are_not_judged() -> None:
 
 
 def test_a_row_beside_one_that_overflows_is_not_judged() -> None:
-    """Gradients of 4.4e7 in float16 take its range with them: rows of 3e-2 become 0, and the step is lost anyway."""
+    """Gradients past float16's end take its range with them: small ones become 0, and the step is lost anyway."""
     op = OPS["fused_linear_policy"]
-    case = Cases(op, CPU, torch.float16)[30173]
+    case = Cases(op, CPU, torch.float16)[30162]
     rows = call(op, case.sample, grads=case.grads).gradients["input"]
     assert rows is not None
     assert bool(rows.isinf().any())

@@ -92,9 +92,9 @@ def grpo(
             has 0.4. TRL's has no bias correction of the divergence.
             "dppo_tv" and "dppo_kl", -min(ratio, delta) * A * log pi with a constant first factor, divided as "dapo". A
             token is left out where A moves pi on from pi_old and their divergence, of the token against all others, is
-            more than epsilon_high for a positive A and epsilon for another: |pi - pi_old|, or KL(pi_old, pi). verl has
-            20 for `delta`.
-            "kl_cov", -ratio * A, divided as "dapo", and `ppo_kl_coef` * |log ratio| of some tokens: those whose
+            more than epsilon_high for a positive A and epsilon for another: abs(pi - pi_old), or KL(pi_old, pi). verl
+            has 20 for `delta`.
+            "kl_cov", -ratio * A, divided as "dapo", and `ppo_kl_coef * abs(log ratio)` of some tokens: those whose
             log-probability and advantage have the largest product of differences from their means over the batch.
         loss_agg: How the losses of tokens are summed and divided, in place of the way of `loss_type`: "token", by
             `num_items_in_batch`; "sequence_mean", the mean over sequences of their means; "sequence_sum", the mean of

@@ -10,7 +10,7 @@ What is computed twice is kept for the first rows, as many as `kept_rows` says.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -218,15 +218,20 @@ def _forward_sharding(input, *_):
     return [([axis, axis, 1 + axis, REPLICATE], [axis, REPLICATE, REPLICATE, axis, axis]) for axis in row_axes(input)]
 
 
-def _backward_sharding(input, *args):
-    need_dx = args[-3]
-    return [
-        (
-            [axis if need_dx else REPLICATE, PARTIAL, PARTIAL],
-            [axis, REPLICATE, REPLICATE, axis, axis, axis, axis, 1 + axis, REPLICATE],
-        )
-        for axis in row_axes(input)
-    ]
+def _backward_sharding(tensors: int) -> Callable[..., Any]:
+    """Return the sharding of a backward pass that takes so many tensors of tokens, then statistics and kept logits."""
+
+    def sharding(input, *args):
+        need_dx = args[-3]
+        return [
+            (
+                [axis if need_dx else REPLICATE, PARTIAL, PARTIAL],
+                [axis, REPLICATE, REPLICATE, *[axis] * tensors, 1 + axis, REPLICATE],
+            )
+            for axis in row_axes(input)
+        ]
+
+    return sharding
 
 
 def _keeps(needs_input_grad: Sequence[bool], args: Sequence[Any]) -> tuple[bool]:
@@ -244,7 +249,7 @@ class LogprobsOps:
         )
         self.backward = recomputing_op(f"_{name}_bwd", LogprobsCall, _backward, keeps=True)
         self.forward.op.register_sharding(_forward_sharding)
-        self.backward.op.register_sharding(_backward_sharding)
+        self.backward.op.register_sharding(_backward_sharding(4))  # target, support, two gradients
         self.forward.op.register_autograd(
             lambda ctx, *grads: self.forward.recomputed_gradients(ctx, self.backward, *grads),
             setup_context=lambda ctx, inputs, output: self.forward.save_call(ctx, inputs, *output[2:]),
@@ -345,7 +350,7 @@ class TopkOps:
         )
         self.backward = recomputing_op(f"_{name}_bwd", TopkCall, _topk_backward, keeps=True)
         self.forward.op.register_sharding(_topk_sharding)
-        self.backward.op.register_sharding(_backward_sharding)
+        self.backward.op.register_sharding(_backward_sharding(3))  # two gradients, indices
         self.forward.op.register_autograd(
             lambda ctx, *grads: self.forward.recomputed_gradients(ctx, self.backward, *grads),
             setup_context=lambda ctx, inputs, output: self.forward.save_call(ctx, inputs, *output[2:]),
