@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--build",
         choices=("few", "many", "every"),
         default="few",
-        help="what is compiled ahead: each kernel once for each target and the workloads (few, default); what all "
+        help="what is compiled ahead: each kernel once for one target of each vendor (few, default); what all "
         "samples launch, and the largest blocks that sizes can lead to (many); every configuration, found at more "
         "sizes (every: hours)",
     )
