@@ -53,6 +53,8 @@ _PROMISES_OF = {
         "refuses_transforms",
         "no_float_atomics",
         "no_host_sync",
+        "default_dtype",
+        "default_device",
     ),
 }
 _KIND_OF = {promise: kind for kind, promises in _PROMISES_OF.items() for promise in promises}
@@ -119,7 +121,7 @@ def _kind(result: Result) -> str:
 
 def _error_in(result: Result) -> str:
     """Return the error that a message ends with, or all of it, without the sample and numbers that depend on it."""
-    error = re.search(r"\b\w+(Error|Exception): .*", result.message)
+    error = re.search(r"\b(\w+(Error|Exception)|Unsupported): .*", result.message)
     text = error[0] if error else result.message.rpartition("]: ")[2]
     text = re.sub(r" \(\S+, line \d+\)$", "", text.partition("\n")[0])
     text = re.sub(r"-?\d[\d.e+-]*", "#", text)

@@ -258,11 +258,11 @@ def _check_one(
     samples: Sequence[Sample],
     on_begin: Callable[[RunningCheck], None],
 ) -> Result:
-    name, calls = promise.__name__, 0
+    name, calls, at = promise.__name__, 0, ""
 
     def watch(sample: Sample) -> None:
-        nonlocal calls
-        calls += 1
+        nonlocal calls, at
+        calls, at = calls + 1, f"{sample}: "
         on_begin(RunningCheck(op.name, dtype, name, str(sample)))
 
     on_begin(RunningCheck(op.name, dtype, name))
@@ -277,7 +277,7 @@ def _check_one(
         message, wrong = str(error), error.wrong
     except Exception as error:  # an operator that raises where it should not is broken as well
         where = traceback.extract_tb(error.__traceback__)[-1]
-        message = f"{type(error).__name__}: {error} ({where.name}, line {where.lineno})"
+        message = f"{at}{type(error).__name__}: {error} ({where.name}, line {where.lineno})"
     seconds = time.perf_counter() - start
     return Result(op.name, str(device), dtype, path_taken(device), name, not message, message, seconds, calls, wrong)
 

@@ -102,6 +102,13 @@ def test_a_device_that_is_asked_for_is_no_broken_promise() -> None:
     assert result.message.startswith("no CPU version: `--path interpreter`, or a GPU (AssertionError")
     (result,) = check(strangers.record(raises, lambda x: x, dtypes=(torch.float32,)), only=["deterministic"])
     assert result.verdict == "broken"
+    assert result.message.startswith("odd width [(3, 37)]: RuntimeError: an index is out of range")
+
+
+def test_a_missing_fake_is_one_cause_of_all_that_compiles() -> None:
+    op, _, _ = IN_PYTORCH["no_fake"]
+    (cause,) = causes(check(op, only=["default_dtype", "compiled_samples", "no_recompile"]))
+    assert (cause.kind, len(cause.results)) == ("compile", 3)
 
 
 @triton.jit
