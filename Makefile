@@ -26,13 +26,14 @@ endif
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test opcheck bench aot matrix families first found fuzz strangers docs lint wheel installed clean
+.PHONY: help train test breadth opcheck bench aot matrix families first found fuzz strangers docs lint wheel installed clean
 
 help:
 	@echo 'usage: make VERB [VARIABLE=...]'
 	@echo
 	@echo '  train     train the example model, with llmk and in plain torch    TRAIN_ARGS'
 	@echo '  test      the test suite, and the kernels in the interpreter     TEST_ARGS'
+	@echo '  breadth   the tests that are more of the same kind, too          BREADTH_ARGS'
 	@echo '  opcheck   what every operator promises, as a table               OPCHECK_ARGS'
 	@echo '  bench     time and memory of every operator beside PyTorch       BENCH_ARGS'
 	@echo '  aot       every kernel built for every target, no GPU            AOT_ARGS'
@@ -62,6 +63,10 @@ test: $(call needs,test examples)
 	$(PY) -m pytest -n auto --dist worksteal $(TEST_ARGS)
 	TRITON_INTERPRET=1 $(PY) -m pytest -n auto --dist worksteal -m kernels $(TEST_ARGS)
 
+# Not part of CI: about ten minutes of two cores.
+breadth: $(call needs,test examples)
+	$(PY) -m pytest -n auto --dist worksteal --breadth -m breadth $(BREADTH_ARGS)
+
 opcheck: $(call needs,test)
 	$(PY) -m llmk.opcheck $(OPCHECK_ARGS)
 
@@ -79,7 +84,7 @@ matrix: $(call needs,test)
 # Not part of CI: most of an hour of one core. The documentation shows what came out.
 families: $(call needs,test)
 	OMP_NUM_THREADS=1 $(PY) -m compile_tests.helpers.families_sweep $(FAMILIES_ARGS)
-	$(PY) -m pytest -n auto compile_tests/transformers/test_families.py --compile-every-family
+	$(PY) -m pytest -n auto compile_tests/transformers/test_families.py --breadth
 
 # Not part of CI: some hours of one core. The documentation shows what came out.
 first: $(call needs,test)

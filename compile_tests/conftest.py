@@ -20,7 +20,7 @@ from llmk.registry.backends import INTERPRET
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where the operators run: cpu (default), or a GPU")
-    parser.addoption("--compile-every-family", action="store_true", help="not just one of each kind")
+    parser.addoption("--breadth", action="store_true", help="also tests marked `breadth`: more of the same kind")
     parser.addoption(
         "--build",
         choices=("few", "many", "every"),
@@ -33,6 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "kernels: also worth running with the kernels in Triton's interpreter")
+    config.addinivalue_line("markers", "breadth: one more of a kind that is tested; `make breadth` runs it")
     if INTERPRET:
         _refuse_masks_of_numbers()
         from llmk.opcheck.interpreter import interpreter, patching_once
@@ -53,7 +54,12 @@ def _refuse_masks_of_numbers() -> None:
         setattr(InterpreterBuilder, name, strict)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--breadth"):
+        skip = pytest.mark.skip(reason="one more of its kind: `make breadth` runs it")
+        for item in items:
+            if item.get_closest_marker("breadth") is not None:
+                item.add_marker(skip)
     if INTERPRET:
         skip = pytest.mark.skip(reason="does not depend on the kernels' code")
         for item in items:

@@ -32,6 +32,7 @@ from llmk.opcheck.signatures import Unrecorded, record_of
 from llmk.registry import OPS, Op
 from llmk.registry.backends import INTERPRET
 
+UNITS_A_JOB = 6
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -326,8 +327,26 @@ def check_here(options: argparse.Namespace) -> None:
     journal.note_end()
 
 
+def names_of_each_process(names: Sequence[str], jobs: int) -> list[tuple[str, ...]]:
+    """Return the names that one process checks, in their order.
+
+    Starting one takes as long as checking a small operator, so many of llmk's share a process, of which there are
+    about UNITS_A_JOB for each job: one that ends early takes the next. A file's or a module's code runs alone.
+    """
+    most = -(-len(names) // (UNITS_A_JOB * jobs))
+    parts: list[tuple[str, ...]] = []
+    for name in names:
+        last = parts[-1] if parts else ()
+        if last and name in OPS and last[0] in OPS and len(last) < most:
+            parts[-1] = (*last, name)
+        else:
+            parts.append((name,))
+    return parts
+
+
 def check_all(options: argparse.Namespace) -> list[Result]:
-    units = [Unit(name, path) for path in paths(options.device, options.path) for name in options.ops or OPS]
+    names = names_of_each_process(options.ops or list(OPS), options.jobs)
+    units = [Unit(part, path) for path in paths(options.device, options.path) for part in names]
     given = (("--dtype", options.dtype), ("--only", options.only), ("--skip", options.skip))
     passed_on = [word for option, values in given for value in values or () for word in (option, value)]
     if options.reference:

@@ -19,13 +19,13 @@ from llmk.opcheck.runner import Result, RunningCheck
 
 @dataclass(frozen=True)
 class Unit:
-    """The work of one process: an operator (or all of a file) on a path."""
+    """The work of one process: operators (or all of a file) on a path."""
 
-    name: str
+    names: tuple[str, ...]
     path: str
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.name}"
+        return f"{self.path}: {', '.join(self.names)}"
 
 
 def check_in_processes(
@@ -49,14 +49,14 @@ def check_in_process(unit: Unit, device: torch.device, options: Sequence[str], t
         environment.pop("TRITON_INTERPRET", None)
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal(Path(folder) / "journal.jsonl")
-        command = [sys.executable, "-X", "faulthandler", "-m", "llmk.opcheck", unit.name, "--device", str(device)]
+        command = [sys.executable, "-X", "faulthandler", "-m", "llmk.opcheck", *unit.names, "--device", str(device)]
         command += [*options, "--journal", str(journal.file)]
         while True:
             process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
             if journal.ended():
                 return journal.results()
             running = journal.unfinished()
-            last = running or RunningCheck(unit.name, "", "import")  # it died before its first check
+            last = running or RunningCheck(", ".join(unit.names), "", "import")  # it died before its first check
             where = f" at the sample {last.sample}" if last.sample else ""
             message = f"the process {_death(process.returncode)}{where}{_last_words(process.stderr)}"
             journal.note_result(

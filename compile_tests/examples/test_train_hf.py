@@ -96,6 +96,7 @@ def test_two_processes_train_what_one_does(runs: Runs):
         assert runs.record(name)["runs"]["llmk"]["measured"]["recompiles"] == 0
 
 
+@pytest.mark.breadth
 def test_any_number_of_processes_continues_a_run(runs: Runs):
     qwen = ["--model", "qwen3-nano", "--checkpoint-every", 2]
     half = [*qwen, "--parallel", "fsdp", "--steps", 3]
@@ -155,6 +156,7 @@ def lines_of(errors: str) -> int:
     return sum(line != "" and "llmk: " not in line for line in errors.splitlines())
 
 
+@pytest.mark.breadth
 def test_torchrun(runs: Runs):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, EXAMPLES / "train_hf.py", *runs.arguments("two", "--steps", 2)]

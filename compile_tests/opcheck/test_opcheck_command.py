@@ -130,7 +130,7 @@ def test_a_process_that_dies_says_where(tmp_path: Path) -> None:
     options = ["--dtype", "float32"]
     for promise in ("strided_inputs", "edge_rows", "deterministic"):
         options += ["--promise", promise]
-    results = check_in_process(Unit(str(file), "reference"), torch.device("cpu"), options, threads=1)
+    results = check_in_process(Unit((str(file),), "reference"), torch.device("cpu"), options, threads=1)
     assert [(result.promise, result.verdict) for result in results] == [
         ("strided_inputs", "broken"),
         ("edge_rows", "broken"),

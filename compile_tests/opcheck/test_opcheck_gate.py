@@ -114,6 +114,24 @@ def test_processes_are_told_what_was_chosen(monkeypatch: pytest.MonkeyPatch, fol
     assert parse([*arguments, "--journal", "journal.jsonl"]).skip is None
 
 
+@pytest.mark.parametrize(
+    ("names", "jobs", "parts"),
+    [
+        (["add", "dyt", "jsd"], 1, [("add",), ("dyt",), ("jsd",)]),
+        (
+            ["add", "mine.py", "dyt", "jsd", "add", "dyt", "jsd"],
+            1,
+            [("add",), ("mine.py",), ("dyt", "jsd"), ("add", "dyt"), ("jsd",)],
+        ),
+        (["add"] * 13, 1, [("add",) * 3] * 4 + [("add",)]),
+        (["add"] * 13, 8, [("add",)] * 13),
+        (["mine.py"] * 13, 1, [("mine.py",)] * 13),
+    ],
+)
+def test_operators_of_llmk_share_processes(names: list[str], jobs: int, parts: list[tuple[str, ...]]) -> None:
+    assert command.names_of_each_process(names, jobs) == parts
+
+
 def test_junit_has_a_case_for_each_promise() -> None:
     message = "a row [(3, 5)]: gradient of input: 1 is not < 2 & so on\x00"
     broken = result(promise="no_alias", passed=False, message=message)
