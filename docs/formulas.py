@@ -14,6 +14,7 @@ FORMULAS = {
     "swiglu": r"y = \mathrm{silu}(g)\,u = \frac{g\,u}{1 + e^{-g}}",
     "geglu": r"y = \mathrm{gelu}(g)\,u",
     "relu_squared": r"y = \max(x, 0)^2",
+    "rms_norm_gated": r"y = \frac{x}{\mathrm{rms}(x)}\,w\,f(g), \qquad f = \mathrm{silu} \text{ or } \sigma",
     "poly_norm": r"y = b + \sum_{k=1}^{3} \frac{w_k\, x^{4-k}}{\mathrm{rms}(x^{4-k})}",
     "dyt": r"y_i = w_i \tanh(\alpha x_i) + b_i",
     "linear_act": r"y = f(x W^\top + b)",

@@ -26,6 +26,7 @@ from llmk.ops.norm.group_norm import group_norm
 from llmk.ops.norm.layer_norm import layer_norm
 from llmk.ops.norm.poly_norm import poly_norm
 from llmk.ops.norm.rms_norm import rms_norm
+from llmk.ops.norm.rms_norm_gated import rms_norm_gated
 from llmk.ops.pointwise.add import add
 from llmk.ops.pointwise.dyt import dyt
 from llmk.ops.pointwise.gated_units import geglu, swiglu
@@ -67,6 +68,7 @@ __all__ = [
     "qk_norm_rope",
     "relu_squared",
     "rms_norm",
+    "rms_norm_gated",
     "rope",
     "router_topk",
     "softmax",

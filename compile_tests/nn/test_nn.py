@@ -111,6 +111,33 @@ def test_a_state_dict_loads_and_gives_the_same(name: str, device: torch.device) 
     require_accurate(ours(x), theirs(x), copy.deepcopy(theirs).double()(x.double()))
 
 
+@pytest.mark.parametrize(
+    ("family", "name", "hybrid", "options"),
+    [
+        ("qwen3_next", "Qwen3NextRMSNormGated", lambda cls: cls(HIDDEN, 1e-5), {}),
+        (
+            "falcon_h1",
+            "FalconH1RMSNormGated",
+            lambda cls: cls(HIDDEN, 1e-5, n_groups=3, norm_before_gate=False),
+            {"norm_before_gate": False, "group_size": HIDDEN // 3},
+        ),
+    ],
+)
+def test_gated_norms_of_hybrids(
+    family: str, name: str, hybrid: Callable[[Any], nn.Module], options: dict[str, Any], device: torch.device
+) -> None:
+    theirs = hybrid(getattr(modeling(family), name)).to(device)
+    ours = llmk.nn.RMSNormGated(HIDDEN, 1e-5, device=device, **options)
+    with torch.no_grad():
+        theirs.weight.normal_()
+    ours.load_state_dict(theirs.state_dict())
+    x, gate = torch.randn(2, 2, 5, HIDDEN, device=device).unbind(0)
+    exact = llmk.registry.OPS["rms_norm_gated"].reference(
+        x.double(), gate.double(), theirs.weight.double(), 1e-5, **options
+    )
+    require_accurate(ours(x, gate), theirs(x, gate), exact)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_the_norms_default_eps_is_torchs(dtype: torch.dtype, device: torch.device) -> None:
     """In rows so small that eps decides them: it is that of float32, whatever the dtype."""
@@ -187,6 +214,10 @@ def test_giou_loss(device: torch.device) -> None:
     [
         (llmk.nn.RMSNorm(8), "RMSNorm((8,), eps=None, elementwise_affine=True, offset=0.0)"),
         (llmk.nn.LayerNorm((2, 4), bias=False), "LayerNorm((2, 4), eps=1e-05, elementwise_affine=True, bias=False)"),
+        (
+            llmk.nn.RMSNormGated(8, group_size=4),
+            "RMSNormGated(8, eps=1e-06, activation='silu', norm_before_gate=True, group_size=4)",
+        ),
         (llmk.nn.GroupNorm(2, 4), "GroupNorm(2, 4, eps=1e-05, affine=True)"),
         (llmk.nn.KLDivLoss("batchmean", True), "KLDivLoss(reduction='batchmean', log_target=True)"),
         (llmk.nn.CrossEntropyTVDLoss(), "CrossEntropyTVDLoss(ce_weight=1.0, tvd_weight=1.0, ignore_index=-100)"),
@@ -206,6 +237,9 @@ def test_extra_repr(module: nn.Module, expected: str) -> None:
         (lambda: llmk.nn.RMSNorm(8, -1.0), "eps: expected a finite number of at least 0, got -1.0"),
         (lambda: llmk.nn.RMSNorm(8, offset=float("inf")), "offset: expected a finite number, got inf"),
         (lambda: llmk.nn.LayerNorm(8, float("nan")), "eps: expected .*, got nan"),
+        (lambda: llmk.nn.RMSNormGated(8, -1.0), "eps: expected .*, got -1.0"),
+        (lambda: llmk.nn.RMSNormGated(8, activation="gelu"), "activation: expected one of 'silu', 'sigmoid'"),
+        (lambda: llmk.nn.RMSNormGated(8, group_size=3), "hidden_size: expected a positive multiple of group_size 3"),
         (lambda: llmk.nn.GroupNorm(2, 4, -1.0), "eps: expected .*, got -1.0"),
         (lambda: llmk.nn.GroupNorm(0, 4), "num_channels: expected a multiple of num_groups 0, got 4"),
         (lambda: llmk.nn.GeGLUMLP(8, 8, approximate="erf"), "approximate: expected one of 'tanh', 'none', got 'erf'"),

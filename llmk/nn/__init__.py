@@ -19,7 +19,7 @@ from llmk.nn.losses import (
 )
 from llmk.nn.modulation import ModulatedRMSNorm
 from llmk.nn.multi_token_attention import MultiTokenAttention
-from llmk.nn.norms import DyT, GroupNorm, LayerNorm, PolyNorm, RMSNorm
+from llmk.nn.norms import DyT, GroupNorm, LayerNorm, PolyNorm, RMSNorm, RMSNormGated
 from llmk.nn.rotary import RotaryEmbedding
 from llmk.nn.routing import load_balance_loss, router_z_loss
 from llmk.nn.tiled import TiledMLP
@@ -45,6 +45,7 @@ __all__ = [
     "MultiTokenAttention",
     "PolyNorm",
     "RMSNorm",
+    "RMSNormGated",
     "RotaryEmbedding",
     "SwiGLUMLP",
     "TVDLoss",

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from llmk import functional
-from llmk.registry import check_finite, check_not_negative
+from llmk.ops.common.activations import GATES
+from llmk.registry import check_finite, check_not_negative, check_option
 
 
 class _Norm(nn.Module):
@@ -116,6 +117,58 @@ class LayerNorm(_Norm):
     def extra_repr(self) -> str:
         affine, bias = self.elementwise_affine, self.bias is not None
         return f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={affine}, bias={bias}"
+
+
+class RMSNormGated(nn.Module):
+    """The norm at the end of a layer of linear attention, `rms_norm(input) * weight * activation(gate)`.
+
+    As Qwen3-Next has it; with `norm_before_gate=False` as Mamba-2 has it, and then `group_size` is often given. The
+    gate is the second argument of a call: `norm(input, gate)`.
+
+    Parameters: `weight [hidden_size]`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        activation: str = "silu",
+        norm_before_gate: bool = True,
+        group_size: int = 0,
+    ) -> None:
+        super().__init__()
+        check_not_negative("eps", eps)
+        check_option("activation", activation, GATES)
+        if hidden_size < 1 or group_size < 0 or (group_size and hidden_size % group_size):
+            raise ValueError(f"hidden_size: expected a positive multiple of group_size {group_size}, got {hidden_size}")
+        self.hidden_size, self.eps, self.activation = hidden_size, eps, activation
+        self.norm_before_gate, self.group_size = norm_before_gate, group_size
+        self.weight = nn.Parameter(torch.empty((hidden_size,), device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, input: Tensor, gate: Tensor) -> Tensor:
+        return functional.rms_norm_gated(
+            input,
+            gate,
+            self.weight,
+            self.eps,
+            activation=self.activation,
+            norm_before_gate=self.norm_before_gate,
+            group_size=self.group_size,
+        )
+
+    def extra_repr(self) -> str:
+        order, size = self.norm_before_gate, self.group_size
+        return (
+            f"{self.hidden_size}, eps={self.eps}, activation={self.activation!r}, norm_before_gate={order}, "
+            f"group_size={size}"
+        )
 
 
 class GroupNorm(nn.Module):

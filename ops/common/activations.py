@@ -9,6 +9,7 @@ With s(z) = 1 / (1 + exp(-z)), Phi and phi the normal distribution and its densi
     gelu          x Phi(x)                            Phi(x) + x phi(x)
     gelu_tanh     x s(z)                              s(z) + x z' s(z) s(-z)
     silu          x s(x)                              s(x) (1 + x s(-x))
+    sigmoid       s(x)                                s(x) s(-x)
 
 The tanh form of GELU, x (1 + tanh(u)) / 2 with u = sqrt(2/pi) (x + 0.044715 x^3), is x s(z) with z = 2u: the same
 function, without the sum 1 + tanh(u) that cancels where x is negative. Kernels compute x s(z) as x / (1 + exp(-z)), one
@@ -25,6 +26,9 @@ from torch import Tensor
 from llmk.registry import jit
 
 ACTIVATIONS = ("none", "relu", "relu_squared", "gelu", "gelu_tanh", "silu")
+"""Those that follow a linear layer."""
+GATES = ("silu", "sigmoid")
+"""Those of a gate."""
 
 
 @jit
@@ -58,8 +62,10 @@ def activate(x, ACTIVATION: tl.constexpr):
         y = x / (1.0 + tl.exp(-x * (1.5957691216057308 + 0.07135481627260025 * x * x)))
     elif ACTIVATION == "silu":
         y = x / (1.0 + tl.exp(-x))
+    elif ACTIVATION == "sigmoid":
+        y = 1.0 / (1.0 + tl.exp(-x))
     else:
-        tl.static_assert(ACTIVATION == "none", "ACTIVATION is one of ACTIVATIONS")
+        tl.static_assert(ACTIVATION == "none", "ACTIVATION is one of ACTIVATIONS or GATES")
         y = x
     return y
 
@@ -92,8 +98,11 @@ def activate_with_grad(x, ACTIVATION: tl.constexpr):
         s = tl.sigmoid(x)
         y = x * s
         grad = s * (1.0 + x * (1.0 - s))
+    elif ACTIVATION == "sigmoid":
+        y = 1.0 / (1.0 + tl.exp(-x))
+        grad = y / (1.0 + tl.exp(x))
     else:
-        tl.static_assert(ACTIVATION == "none", "ACTIVATION is one of ACTIVATIONS")
+        tl.static_assert(ACTIVATION == "none", "ACTIVATION is one of ACTIVATIONS or GATES")
         y = x
         grad = tl.full(x.shape, 1.0, tl.float32)
     return y, grad
@@ -109,6 +118,8 @@ def activation(x: Tensor, name: str) -> Tensor:
         return x * _cdf(x)
     if name == "gelu_tanh":
         return x * torch.sigmoid(x * (1.5957691216057308 + 0.07135481627260025 * x * x))
+    if name == "sigmoid":
+        return torch.sigmoid(x)
     return torch.nn.functional.silu(x) if name == "silu" else x
 
 
@@ -129,6 +140,8 @@ def activation_with_grad(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
     if name == "silu":
         s = torch.sigmoid(x)
         return y, s * (1 + x * (1 - s))
+    if name == "sigmoid":
+        return y, y * torch.sigmoid(-x)
     return y, torch.ones_like(x)
 
 

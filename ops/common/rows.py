@@ -89,6 +89,13 @@ def strided_rows(x: Tensor) -> tuple[Tensor, Strides]:
     return x, (stride, inner, inner_stride)
 
 
+def strided_rows_aligned(N: int, *rows: tuple[Tensor | None, Strides]) -> bool:
+    """Return True if all rows of N columns, with the strides of `strided_rows`, are aligned."""
+    return aligned(N) and all(
+        aligned(byte_offset(x), stride, inner_stride) for x, (stride, _, inner_stride) in rows if x is not None
+    )
+
+
 def _levels(x: Tensor) -> list[tuple[int, int]]:
     """Number and distance of what the axes before the last count, axes that run on into each other taken as one."""
     levels: list[tuple[int, int]] = []

@@ -28,7 +28,14 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.rows import Strides, aligned, byte_offset, contiguous, row_shares, row_starts, strided_rows
+from llmk.ops.common.rows import (
+    Strides,
+    contiguous,
+    row_shares,
+    row_starts,
+    strided_rows,
+    strided_rows_aligned,
+)
 from llmk.ops.common.sums import sum_partials
 from llmk.registry import (
     cdiv,
@@ -215,12 +222,6 @@ MAX_BACKWARD_BYTES = 32768
 """The widest row that one program holds backward: h, dy, and in float32 the weight's gradient; half of it likewise."""
 
 
-def _aligned(N: int, *rows: tuple[Tensor | None, Strides]) -> bool:
-    return aligned(N) and all(
-        aligned(byte_offset(x), stride, inner_stride) for x, (stride, _, inner_stride) in rows if x is not None
-    )
-
-
 NO_STRIDES: Strides = (None, None, None)
 
 
@@ -288,7 +289,7 @@ def forward(
     h = empty(input.shape, input.dtype, input.device) if residual is not None else None
     ms = empty(input.shape[:-1], torch.float32, input.device)
     rows = (x, x_strides), (residual, residual_strides), (weight, NO_STRIDES)
-    if N <= MAX_FORWARD_BLOCK // 2 or (N <= MAX_FORWARD_BLOCK and _aligned(N, *rows)):
+    if N <= MAX_FORWARD_BLOCK // 2 or (N <= MAX_FORWARD_BLOCK and strided_rows_aligned(N, *rows)):
         tile = _forward_tile(N)
         wrap_triton(rms_norm_kernel)[(cdiv(M, tile["BLOCK_M"]),)](
             x, residual, weight, y, h, ms, M, N, *x_strides, *residual_strides, eps, offset, **tile
@@ -319,7 +320,7 @@ def backward(
     M = h.numel() // N
     rows = (dy, dy_strides), (dh, dh_strides), (h, h_strides), (weight, NO_STRIDES)
     row_bytes = N * h.element_size()
-    held = row_bytes <= MAX_BACKWARD_BYTES // 2 or (row_bytes <= MAX_BACKWARD_BYTES and _aligned(N, *rows))
+    held = row_bytes <= MAX_BACKWARD_BYTES // 2 or (row_bytes <= MAX_BACKWARD_BYTES and strided_rows_aligned(N, *rows))
     programs = grid_cap(M, _programs(N, h.device) if held else row_shares(cdiv(N, LONG_BACKWARD_BLOCK), h.device))
     partials = empty((programs, N), torch.float32, h.device) if need_weight else None
     if held:
