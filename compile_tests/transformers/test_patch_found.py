@@ -170,6 +170,61 @@ def test_results_keep_the_dtype_they_had(norm: Any):
         torch.testing.assert_close(got, want, rtol=2e-2, atol=1e-2)
 
 
+class GatedNorm(Norm):
+    """As Mamba-2's, in two groups; without a gate it is a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups = 2
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        h = x if gate is None else self.gated(x, gate)
+        return self.normed(h.unflatten(-1, (self.groups, -1))).flatten(-2) * self.weight
+
+    def gated(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return x * nn.functional.silu(gate)
+
+
+class NormBeforeGate(GatedNorm):
+    """As Kimi's."""
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        y = self.normed(x) * self.weight
+        return y if gate is None else y * gate.sigmoid()
+
+
+class GateOfNearlyOne(GatedNorm):
+    def gated(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return x * nn.functional.silu(1.001 * gate)
+
+
+class GateOfItsOwn(GatedNorm):
+    """The gate has no gradient."""
+
+    def gated(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return super().gated(x, gate.detach())
+
+
+@pytest.mark.parametrize("norm", [GatedNorm, NormBeforeGate])
+def test_a_norm_with_a_gate_is_found(norm: type[Norm]):
+    model = norm()
+    original = copy.deepcopy(model)
+    assert patch(model).replaced == {"norm": 1}
+    x, gate = torch.randn(2, 3, 5, 16).unbind(0)
+    for others in ((gate,), (), (gate[:1],), (gate.double(),)):  # what is not as it was tried is the module's own
+        torch.testing.assert_close(model(x, *others), original(x, *others))
+    (change,) = type(model)._llmk_changes
+    assert change.what.startswith("rms_norm_gated")
+    assert (torch.float32, torch.float32) in change.proven
+
+
+@pytest.mark.parametrize("norm", [GateOfNearlyOne, GateOfItsOwn])
+def test_another_gate_is_left(norm: type[Norm]):
+    report = patch(nn.Sequential(norm()))
+    assert not report.replaced
+    assert "computes no RMSNorm over the last axis with a gate" in str(report.entries)
+
+
 # ---- gated units
 
 

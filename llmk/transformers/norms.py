@@ -169,13 +169,13 @@ ROUNDINGS = 2
 
 
 @functools.cache
-def _signature(forward: Any) -> list[Any]:
+def signature_of(forward: Any) -> list[Any]:
     return list(inspect.signature(forward).parameters.values())
 
 
 def _takes_one_input(module: nn.Module) -> bool:
     """Return True if `forward` has one argument: one that has more may use them."""
-    parameters = _signature(type(module).forward)
+    parameters = signature_of(type(module).forward)
     return [p.kind for p in parameters] == [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 2  # self too
 
 

@@ -18,6 +18,7 @@ from llmk.transformers.classes import (
     set_classes,
 )
 from llmk.transformers.experts import GATE
+from llmk.transformers.gated_norms import GatedNorm, find_gated_norm
 from llmk.transformers.gates import GateFinder
 from llmk.transformers.loss import FusedLoss, Head, find_loss
 from llmk.transformers.masks import find_masks
@@ -57,7 +58,7 @@ def patch(
     Args:
         model: The model. Patch it before FSDP wraps it; DDP and PEFT may come before or after. Its parameters may be
             on any device, "meta" too.
-        norms: RMSNorm, with `weight`, `1 + weight` or none, and LayerNorm.
+        norms: RMSNorm, with `weight`, `1 + weight` or none, or with a gate, and LayerNorm.
         mlps: SwiGLU and GeGLU layers, gate and up projected apart or packed, and the gates of packed experts.
         experts: The experts of mixtures in packed weights, whole.
         rope: The rotary embedding of queries and keys.
@@ -99,6 +100,10 @@ def report_of(model: nn.Module) -> Report | None:
     return reports[0] if len(reports) == 1 else Report(model, [e for report in reports for e in report.entries])
 
 
+Whole = Norm | GatedNorm | Experts
+"""Changes that replace all of a module's forward."""
+
+
 class Plan:
     """The changes to each module, found without touching any."""
 
@@ -107,7 +112,7 @@ class Plan:
         self.changes: dict[nn.Module, list[Change]] = {}
         self.whole: set[nn.Module] = set()  # whose forward is given already
         if "norm" in kinds:
-            self._find_whole(model, "norm", find_norm)
+            self._find_whole(model, "norm", lambda module: find_gated_norm(module) or find_norm(module))
         if "experts" in kinds:
             self._find_whole(model, "experts", find_experts)
         finders: dict[str, Finder] = {
@@ -137,9 +142,11 @@ class Plan:
     def _leave(self, name: str, kind: str, module: nn.Module, why: object) -> None:
         self.entries.append(Entry(name, kind, type(module).__name__, False, str(why)))
 
-    def _find_whole(self, model: nn.Module, kind: str, find: Callable[[nn.Module], Norm | Experts | None]) -> None:
+    def _find_whole(
+        self, model: nn.Module, kind: str, find: Callable[[nn.Module], Norm | GatedNorm | Experts | None]
+    ) -> None:
         """Modules whose forward is an operator's. Those that are alike are tried once."""
-        tried: dict[Any, Norm | Experts | Differs | None] = {}
+        tried: dict[Any, Whole | Differs | None] = {}
         for name, module in model.named_modules():
             key = identity(module)
             if key not in tried:
