@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from llmk import functional
 from llmk.ops.linear_loss.chunked import check_chunk_size, check_temperature
+from llmk.ops.linear_loss.drivers.contrastive import REDUCTIONS as CONTRASTIVE_REDUCTIONS
 from llmk.ops.linear_loss.drivers.logprobs import check_k
 from llmk.ops.loss.cross_entropy_options import check_loss_numbers
 from llmk.ops.loss.giou_loss import check_giou_options
@@ -217,7 +218,7 @@ class InfoNCELoss(_OperatorLoss, operator="info_nce"):
     ) -> None:
         super().__init__()
         check_temperature(temperature)
-        check_option("reduction", reduction, ("none", "sum", "mean"))
+        check_option("reduction", reduction, CONTRASTIVE_REDUCTIONS)
         check_chunk_size(chunk_size)
         self.temperature, self.symmetric, self.reduction = temperature, symmetric, reduction
         self.chunk_size, self.group_name = chunk_size, group_name

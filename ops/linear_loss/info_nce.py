@@ -29,21 +29,8 @@ import torch
 from torch import Tensor
 
 from llmk.ops.linear_loss._records import Make, linear_cost, linear_plan, linear_reference
-from llmk.ops.linear_loss.chunked import check_chunk_size, check_temperature
-from llmk.ops.linear_loss.drivers.contrastive import ContrastiveCall, ContrastiveOps
-from llmk.registry import (
-    Cost,
-    Sample,
-    autocast_dtype,
-    check_dtype,
-    check_option,
-    check_same,
-    check_shape,
-    public_op,
-)
-
-REDUCTIONS = ("none", "sum", "mean")
-INTEGERS = (torch.int64, torch.int32)
+from llmk.ops.linear_loss.drivers.contrastive import ContrastiveOps
+from llmk.registry import Cost, Sample, public_op
 
 
 def info_nce_reference(
@@ -204,52 +191,17 @@ def info_nce(
     Sources: van den Oord et al., 2018, https://arxiv.org/abs/1807.03748; Radford et al., 2021,
     https://arxiv.org/abs/2103.00020.
     """
-    dtype = autocast_dtype(query.device)
-    if dtype is not None:
-        query, key = query.to(dtype), key.to(dtype)
-        negatives = negatives if negatives is None else negatives.to(dtype)
-    _check_embeddings(query, key, negatives)
-    _check_ids(query, negatives, {"query_ids": query_ids, "key_ids": key_ids, "negative_ids": negative_ids})
-    if scale is not None:
-        check_dtype("scale", scale)
-        check_same("scale", scale, "query", query)
-        if tuple(scale.shape) not in ((), (1,)):
-            raise ValueError(f"scale: expected one number, shape () or (1,), got {tuple(scale.shape)}")
-    check_temperature(temperature)
-    check_option("reduction", reduction, REDUCTIONS)
-    check_chunk_size(chunk_size)
     return OPS(
-        ContrastiveCall(
-            query, key, negatives, scale, query_ids, key_ids, negative_ids, temperature, symmetric, reduction,
-            chunk_size, group_name,
-        )
-    )  # fmt: skip
-
-
-def _check_embeddings(query: Tensor, key: Tensor, negatives: Tensor | None) -> None:
-    check_dtype("query", query)
-    if query.dim() != 2 or query.shape[1] == 0:
-        raise ValueError(f"query: expected shape [N, H] with H at least 1, got {tuple(query.shape)}")
-    check_shape("key", key, query.shape, "the shape of query")
-    check_same("key", key, "query", query, dtype=True)
-    if negatives is not None:
-        if negatives.dim() != 2 or negatives.shape[1] != query.shape[1]:
-            expected = f"[K, {query.shape[1]}] to fit query"
-            raise ValueError(f"negatives: expected shape {expected}, got {tuple(negatives.shape)}")
-        check_same("negatives", negatives, "query", query, dtype=True)
-
-
-def _check_ids(query: Tensor, negatives: Tensor | None, given: dict[str, Tensor | None]) -> None:
-    """Check that everything has ids or nothing has, one for each row."""
-    rows = {"query_ids": query, "key_ids": query} | ({} if negatives is None else {"negative_ids": negatives})
-    some = [name for name, ids in given.items() if ids is not None]
-    for name, ids in given.items():
-        if ids is None:
-            if some and name in rows:
-                raise ValueError(f"{name}: expected ids, as {some[0]} is given, got None")
-            continue
-        if name not in rows:
-            raise ValueError(f"{name}: expected None without negatives, got shape {tuple(ids.shape)}")
-        check_dtype(name, ids, INTEGERS)
-        check_shape(name, ids, rows[name].shape[:1], "one for each row")
-        check_same(name, ids, "query", query)
+        query=query,
+        key=key,
+        negatives=negatives,
+        scale=scale,
+        query_ids=query_ids,
+        key_ids=key_ids,
+        negative_ids=negative_ids,
+        temperature=temperature,
+        symmetric=symmetric,
+        reduction=reduction,
+        chunk_size=chunk_size,
+        group_name=group_name,
+    )

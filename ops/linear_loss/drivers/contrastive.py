@@ -9,6 +9,7 @@ of which has the part of its own queries: float32, in the ranks' order, and roun
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,14 +19,29 @@ from llmk.ops.linear_loss.chunked import (
     ChunkedLinear,
     CompactedTokens,
     LinearGradients,
+    check_chunk_size,
+    check_temperature,
     float16_scale,
     largest,
     plan,
     scaled,
 )
 from llmk.ops.linear_loss.kernels import KERNELS, PYTORCH, Gradients, Implementation, Similarities
-from llmk.registry import KernelOp, no_gradient, or_no_gradient, replicate_only
+from llmk.registry import (
+    KernelOp,
+    autocast_dtype,
+    check_dtype,
+    check_option,
+    check_same,
+    check_shape,
+    no_gradient,
+    or_no_gradient,
+    replicate_only,
+)
 from llmk.registry.private.processes import group_named
+
+REDUCTIONS = ("none", "sum", "mean")
+INTEGERS = (torch.int64, torch.int32)
 
 
 @dataclass(frozen=True)
@@ -44,6 +60,26 @@ class ContrastiveCall:
     reduction: str
     chunk_size: int
     group_name: str  # "" for one rank
+
+    @classmethod
+    def checked(cls, **fields: Any) -> "ContrastiveCall":
+        """Check that the arguments fit each other, cast embeddings under autocast, and return the call."""
+        dtype = autocast_dtype(fields["query"].device)
+        if dtype is not None:
+            sides = {name: fields[name] for name in ("query", "key", "negatives")}
+            fields |= {name: side if side is None else side.to(dtype) for name, side in sides.items()}
+        call = cls(**fields)
+        _check_embeddings(call.query, call.key, call.negatives)
+        _check_ids(call)
+        if call.scale is not None:
+            check_dtype("scale", call.scale)
+            check_same("scale", call.scale, "query", call.query)
+            if tuple(call.scale.shape) not in ((), (1,)):
+                raise ValueError(f"scale: expected one number, shape () or (1,), got {tuple(call.scale.shape)}")
+        check_temperature(call.temperature)
+        check_option("reduction", call.reduction, REDUCTIONS)
+        check_chunk_size(call.chunk_size)
+        return call
 
     @property
     def ranks(self) -> int:
@@ -105,6 +141,38 @@ class ContrastiveCall:
         if self.reduction == "mean" and N > 0:
             grads = grads / (N * self.ranks)
         return (grads / 2 if self.symmetric else grads).contiguous()
+
+
+def _check_embeddings(query: Tensor, key: Tensor, negatives: Tensor | None) -> None:
+    check_dtype("query", query)
+    if query.dim() != 2 or query.shape[1] == 0:
+        raise ValueError(f"query: expected shape [N, H] with H at least 1, got {tuple(query.shape)}")
+    check_shape("key", key, query.shape, "the shape of query")
+    check_same("key", key, "query", query, dtype=True)
+    if negatives is not None:
+        if negatives.dim() != 2 or negatives.shape[1] != query.shape[1]:
+            expected = f"[K, {query.shape[1]}] to fit query"
+            raise ValueError(f"negatives: expected shape {expected}, got {tuple(negatives.shape)}")
+        check_same("negatives", negatives, "query", query, dtype=True)
+
+
+def _check_ids(call: ContrastiveCall) -> None:
+    """Check that everything has ids or nothing has, one for each row."""
+    rows = {"query_ids": call.query, "key_ids": call.key}
+    if call.negatives is not None:
+        rows["negative_ids"] = call.negatives
+    given = {name: getattr(call, name) for name in ("query_ids", "key_ids", "negative_ids")}
+    some = [name for name, ids in given.items() if ids is not None]
+    for name, ids in given.items():
+        if ids is None:
+            if some and name in rows:
+                raise ValueError(f"{name}: expected ids, as {some[0]} is given, got None")
+            continue
+        if name not in rows:
+            raise ValueError(f"{name}: expected None without negatives, got shape {tuple(ids.shape)}")
+        check_dtype(name, ids, INTEGERS)
+        check_shape(name, ids, rows[name].shape[:1], "one for each row")
+        check_same(name, ids, "query", call.query)
 
 
 def _joined(first: Tensor, second: Tensor | None) -> Tensor:
@@ -217,7 +285,9 @@ class ContrastiveOps:
     def kernel_ops(self) -> tuple[KernelOp, KernelOp]:
         return self.forward, self.backward
 
-    def __call__(self, call: ContrastiveCall) -> Tensor:
+    def __call__(self, **fields: Any) -> Tensor:
+        """Return the loss from a call's fields."""
+        call = ContrastiveCall.checked(**fields)
         loss, *_ = self.forward(*(getattr(call, field.name) for field in dataclasses.fields(call)))
         return loss
 
