@@ -12,6 +12,7 @@ from llmk.ops.linear_loss.fused_linear_jsd import fused_linear_jsd
 from llmk.ops.linear_loss.fused_linear_jsd_ce import fused_linear_jsd_ce
 from llmk.ops.linear_loss.fused_linear_policy import fused_linear_policy
 from llmk.ops.linear_loss.fused_linear_preference import fused_linear_preference
+from llmk.ops.linear_loss.info_nce import info_nce
 from llmk.ops.linear_loss.linear_logprobs import linear_logprobs
 from llmk.ops.linear_loss.linear_topk import linear_topk
 from llmk.ops.linear_loss.vocab_parallel_linear_ce import vocab_parallel_linear_ce
@@ -55,6 +56,7 @@ __all__ = [
     "giou_loss",
     "group_norm",
     "grouped_linear",
+    "info_nce",
     "jsd",
     "kl_div",
     "layer_norm",

@@ -3,8 +3,10 @@
 Each is a function of `(input [B, S, H], linear_weight [V, H], target [B, S], ...)`, already shifted, and returns the
 loss and a dict of detached metrics. They stand on `fused_linear_preference`, `fused_linear_policy`, `fused_linear_jsd`,
 `fused_linear_ce` and, where gradients can only be made in the backward pass, `linear_logprobs` of `llmk.functional`.
+`info_nce` is a function of two sides' embeddings instead, and stands on the operator of its name.
 """
 
+from llmk.losses.contrastive import info_nce
 from llmk.losses.cpo import cpo, orpo, simpo
 from llmk.losses.distillation import distill, distill_topk
 from llmk.losses.dpo import dpo
@@ -21,6 +23,7 @@ __all__ = [
     "distill_topk",
     "dpo",
     "grpo",
+    "info_nce",
     "kto",
     "multi_token",
     "orpo",

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from llmk import functional
 from llmk.ops.linear_loss.chunked import check_chunk_size, check_temperature
+from llmk.ops.linear_loss.drivers.contrastive import REDUCTIONS as CONTRASTIVE_REDUCTIONS
 from llmk.ops.linear_loss.drivers.logprobs import check_k
 from llmk.ops.loss.cross_entropy_options import check_loss_numbers
 from llmk.ops.loss.giou_loss import check_giou_options
@@ -29,7 +30,7 @@ class _OperatorLoss(nn.Module):
             cls._operator = staticmethod(getattr(functional, operator))
             cls._options = tuple(argument.name for argument in arguments if "Tensor" not in str(argument.type))
 
-    def _call(self, *args: Tensor, **tensors: Tensor | None) -> Any:
+    def _call(self, *args: Tensor | None, **tensors: Tensor | None) -> Any:
         return self._operator(*args, **tensors, **{name: getattr(self, name) for name in self._options})
 
     def extra_repr(self) -> str:
@@ -198,6 +199,50 @@ class LinearTopK(_OperatorLoss, operator="linear_topk"):
         self, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         return self._call(input, linear_weight, linear_bias=linear_bias)
+
+
+class InfoNCELoss(_OperatorLoss, operator="info_nce"):
+    """The contrastive loss of queries and their keys, in one direction or both, without all similarities at a time.
+
+    `loss(query, key, negatives, scale=logit_scale.exp())`; see `llmk.functional.info_nce`.
+    """
+
+    def __init__(
+        self,
+        temperature: float = 1.0,
+        symmetric: bool = False,
+        reduction: str = "mean",
+        *,
+        chunk_size: int = 0,
+        group_name: str = "",
+    ) -> None:
+        super().__init__()
+        check_temperature(temperature)
+        check_option("reduction", reduction, CONTRASTIVE_REDUCTIONS)
+        check_chunk_size(chunk_size)
+        self.temperature, self.symmetric, self.reduction = temperature, symmetric, reduction
+        self.chunk_size, self.group_name = chunk_size, group_name
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        negatives: Tensor | None = None,
+        *,
+        scale: Tensor | None = None,
+        query_ids: Tensor | None = None,
+        key_ids: Tensor | None = None,
+        negative_ids: Tensor | None = None,
+    ) -> Tensor:
+        return self._call(
+            query,
+            key,
+            negatives,
+            scale=scale,
+            query_ids=query_ids,
+            key_ids=key_ids,
+            negative_ids=negative_ids,
+        )
 
 
 class JSDLoss(_OperatorLoss, operator="jsd"):

@@ -21,7 +21,7 @@ from llmk.ops.linear_loss.chunked._linear import (
     largest,
     scaled,
 )
-from llmk.ops.linear_loss.chunked._plan import Plan, Sizes, kept_rows
+from llmk.ops.linear_loss.chunked._plan import Plan, Sizes, kept_rows, plan
 from llmk.ops.linear_loss.chunked._vocab_shard import VocabShard
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "kept_rows",
     "largest",
     "local_fields",
+    "plan",
     "product_flops",
     "recomputing_op",
     "scaled",

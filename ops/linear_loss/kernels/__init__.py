@@ -2,7 +2,8 @@
 
 from typing import NamedTuple
 
-from llmk.ops.linear_loss.kernels import _divergence, _logprobs, _topk, _vocab_parallel
+from llmk.ops.linear_loss.kernels import _contrastive, _divergence, _logprobs, _topk, _vocab_parallel
+from llmk.ops.linear_loss.kernels._contrastive import ContrastiveFunctions, Gradients, Similarities
 from llmk.ops.linear_loss.kernels._divergence import CrossEntropyTerm, DivergenceFunctions, Softmaxes
 from llmk.ops.linear_loss.kernels._logprobs import MOST_SUPPORT, STATISTICS, LogitTransform, LogprobFunctions
 from llmk.ops.linear_loss.kernels._topk import MOST, Candidates, TopkFunctions
@@ -18,8 +19,10 @@ __all__ = [
     "STATISTICS",
     "Candidates",
     "CrossEntropyTerm",
+    "Gradients",
     "Implementation",
     "LogitTransform",
+    "Similarities",
     "Softmaxes",
 ]
 
@@ -33,6 +36,7 @@ class Implementation(NamedTuple):
     logprobs: LogprobFunctions
     divergence: DivergenceFunctions
     topk: TopkFunctions
+    contrastive: ContrastiveFunctions
 
 
 KERNELS = Implementation(
@@ -42,7 +46,14 @@ KERNELS = Implementation(
     _logprobs.KERNELS,
     _divergence.KERNELS,
     _topk.KERNELS,
+    _contrastive.KERNELS,
 )
 PYTORCH = Implementation(
-    True, cross_entropy_cpu.CPU, _vocab_parallel.PYTORCH, _logprobs.PYTORCH, _divergence.PYTORCH, _topk.PYTORCH
+    True,
+    cross_entropy_cpu.CPU,
+    _vocab_parallel.PYTORCH,
+    _logprobs.PYTORCH,
+    _divergence.PYTORCH,
+    _topk.PYTORCH,
+    _contrastive.PYTORCH,
 )

@@ -1,0 +1,295 @@
+"""The contrastive loss: what the samples of `info_nce` do not reach, and two ranks beside one process that has all."""
+
+import datetime
+import os
+import pickle
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from compile_tests.helpers.rank_processes import start_ranks
+from compile_tests.helpers.rank_slices import OwnRows
+from llmk import losses
+from llmk.functional import info_nce
+from llmk.nn import InfoNCELoss
+from llmk.opcheck.calls import call, require_accurate
+from llmk.ops.linear_loss.drivers import contrastive
+from llmk.ops.linear_loss.kernels import KERNELS, PYTORCH
+from llmk.registry import OPS, Sample
+from llmk.registry.backends import INTERPRET
+
+OP = OPS["info_nce"]
+RANDOM = torch.Generator().manual_seed(0)
+Q, K, EXTRA = (torch.randn(n, 8, generator=RANDOM) for n in (6, 6, 4))
+IDS, EXTRA_IDS = torch.tensor([3, 1, 3, 2, 1, 5]), torch.tensor([7, 2, 8, 1])
+MASKED: dict[str, Any] = {"query_ids": IDS, "key_ids": IDS, "negative_ids": EXTRA_IDS}
+
+
+def of_pairs(query: Tensor, key: Tensor, kept: Tensor) -> Tensor:
+    """The loss of each query over a list of the keys that are kept for it, its own first, one after the other."""
+    found = []
+    for i, q in enumerate(query):
+        keys = torch.cat((key[i : i + 1], key[kept[i].index_fill(0, torch.tensor([i]), False)]))
+        found.append(F.cross_entropy((keys @ q).unsqueeze(0), torch.tensor([0])))
+    return torch.stack(found)
+
+
+def test_clip_is_two_cross_entropies(device: torch.device) -> None:
+    """The formula that users have, in float64, as the record's reference might share a fault with the operator."""
+    given = [x.to(device).requires_grad_() for x in (Q.clone(), K.clone(), torch.tensor(3.0))]
+    wide = [x.detach().double().requires_grad_() for x in given]
+    logits, own = wide[2] * wide[0] @ wide[1].t(), torch.arange(6, device=device)
+    right = (F.cross_entropy(logits, own) + F.cross_entropy(logits.t(), own)) / 2
+    loss = info_nce(*given[:2], scale=given[2], symmetric=True, chunk_size=4)
+    torch.testing.assert_close(loss.double(), right)
+    for ours, exact in zip(torch.autograd.grad(loss, given), torch.autograd.grad(right, wide), strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_equal_ids_are_no_negatives(symmetric: bool, device: torch.device) -> None:
+    query, key, extra = (x.double().requires_grad_() for x in (Q, K, EXTRA))
+    keys, ids = torch.cat((key, extra)), torch.cat((IDS, EXTRA_IDS))
+    right = of_pairs(query, keys, IDS.unsqueeze(1) != ids)
+    if symmetric:
+        right = (right + of_pairs(key, query, IDS.unsqueeze(1) != IDS)) / 2
+    given = [x.to(device).requires_grad_() for x in (Q.clone(), K.clone(), EXTRA.clone())]
+    masked = {name: value.to(device) for name, value in MASKED.items()}
+    loss = info_nce(*given, symmetric=symmetric, reduction="none", chunk_size=4, **masked)
+    torch.testing.assert_close(loss.double().cpu(), right)
+    weights = torch.linspace(-1, 2, 6)
+    exact = torch.autograd.grad(right @ weights.double(), (query, key, extra))
+    for ours, expected in zip(torch.autograd.grad(loss @ weights.to(device), given), exact, strict=True):
+        torch.testing.assert_close(ours.double().cpu(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_without_negatives(device: torch.device) -> None:
+    """The loss and its gradients are exactly 0: of one query, and where all other keys are masked."""
+    ids = torch.zeros(6, dtype=torch.int64, device=device)
+    for N in (1, 6):
+        query, key = (x[:N].to(device).clone().requires_grad_() for x in (Q, K))
+        loss = info_nce(query, key, query_ids=ids[:N], key_ids=ids[:N], symmetric=True)
+        gradients = torch.autograd.grad(loss, (query, key))
+        assert loss == 0
+        assert all(not gradient.any() for gradient in gradients)
+
+
+def test_far_logits(device: torch.device) -> None:
+    """Rows and columns whose largest logits lie thousands apart, where a maximum of a whole tile would lose rows."""
+    query = Q.to(device) * torch.tensor([1e-3, 1.0, 1e3, 1e-3, 1.0, 1e3], device=device).unsqueeze(1)
+    sample = Sample((query, K.to(device)), {"symmetric": True, "reduction": "none"}, "far")
+    require_accurate(OP, sample, call(OP, sample))
+
+
+@pytest.mark.kernels
+def test_merging(device: torch.device) -> None:
+    """More parts than a block of them, some of them empty, after others."""
+    impl = (KERNELS if device.type == "cuda" or INTERPRET else PYTORCH).contrastive
+    logits = (20 * torch.randn(41, 3, 37, generator=RANDOM)).to(device)
+    logits[5:9] = float("-inf")
+    logits[:, :, 4] = float("-inf")
+    m = logits.amax(1)
+    parts = torch.stack((m, (logits - m.nan_to_num(neginf=0.0).unsqueeze(1)).exp().sum(1)), 1)
+    whole = impl.merge(parts[1:], impl.merge(parts[:1]))
+    right = logits.double().flatten(0, 1)
+    assert torch.equal(whole[0], right.amax(0).float())
+    torch.testing.assert_close(whole[0].double() + whole[1].double().log(), right.logsumexp(0))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the most elements that a tensor has."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        every = out if isinstance(out, tuple | list) else [out]
+        self.most = max([self.most, *(x.numel() for x in every if isinstance(x, Tensor))])
+        return out
+
+
+def test_the_matrix_never_exists_whole() -> None:
+    """No tensor of forward and backward pass is larger than a chunk of four rows of 64 x 80."""
+    query, key, extra = (torch.randn(n, 4) for n in (64, 64, 16))
+    one = contrastive.ContrastiveCall(query, key, extra, torch.tensor(2.0), None, None, None, 1.0, True, "mean", 4, "")
+    with LargestTensor() as seen:
+        loss, rows, columns = contrastive._forward(PYTORCH, one)
+        contrastive._backward(PYTORCH, one, torch.ones_like(loss), rows, columns, True, True, True, True)
+    assert seen.most == 4 * 80
+
+
+def test_compiled_for_any_number_of_queries() -> None:
+    def loss(query: Tensor, key: Tensor, scale: Tensor) -> Tensor:
+        return 2 * info_nce(2 * query, key, scale=scale.exp(), symmetric=True)
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
+    for rows in (5, 3, 9):
+        given = [torch.randn(rows, 8, requires_grad=True) for _ in range(2)] + [torch.tensor(0.3, requires_grad=True)]
+        with torch._dynamo.config.patch(error_on_recompile=rows != 5):
+            found, eager = compiled(*given), loss(*given)
+            gradients = torch.autograd.grad(found, given)
+        torch.testing.assert_close(found, eager)
+        torch.testing.assert_close(gradients, torch.autograd.grad(eager, given))
+
+
+def test_loss_with_a_learned_temperature() -> None:
+    logit_scale = torch.tensor(1.5, requires_grad=True)
+    loss, metrics = losses.info_nce(Q, K, negatives=EXTRA, temperature=(-logit_scale).exp(), symmetric=True, **MASKED)
+    same = info_nce(Q, K, EXTRA, scale=logit_scale.exp(), symmetric=True, **MASKED)
+    torch.testing.assert_close(loss, same)
+    torch.testing.assert_close(*(torch.autograd.grad(each, logit_scale) for each in (loss, same)))
+    torch.testing.assert_close(metrics["temperature"], (-logit_scale).exp().detach())
+    given, metrics = losses.info_nce(Q, K, temperature=0.5)
+    torch.testing.assert_close(given, OP.reference(Q, K, temperature=0.5))
+    assert metrics["temperature"] == 0.5
+
+
+def test_module() -> None:
+    module = InfoNCELoss(0.5, symmetric=True)
+    right = OP.reference(Q, K, EXTRA, temperature=0.5, symmetric=True, **MASKED)
+    torch.testing.assert_close(module(Q, K, EXTRA, **MASKED), right)
+    assert "symmetric=True" in repr(module)
+
+
+IDS_ALONE: dict[str, Any] = {"query_ids": IDS, "key_ids": IDS}
+WRONG: list[tuple[Callable[[], Any], str]] = [
+    (lambda: info_nce(Q[0], K), r"query: expected shape \[N, H\]"),
+    (lambda: info_nce(Q, K[:5]), r"key: expected shape \(6, 8\)"),
+    (lambda: info_nce(Q, K, EXTRA[:, :7]), r"negatives: expected shape \[K, 8\] to fit query, got \(4, 7\)"),
+    (lambda: info_nce(Q, K, scale=torch.ones(2)), r"scale: expected one number, shape \(\) or \(1,\), got \(2,\)"),
+    (lambda: info_nce(Q, K, temperature=0.0), "temperature: expected a finite positive number, got 0.0"),
+    (lambda: info_nce(Q, K, reduction="avg"), "reduction: expected one of"),
+    (lambda: info_nce(Q, K, chunk_size=-1), "chunk_size: expected a number"),
+    (lambda: info_nce(Q, K, query_ids=IDS), "key_ids: expected ids, as query_ids is given, got None"),
+    (lambda: info_nce(Q, K, EXTRA, **IDS_ALONE), "negative_ids: expected ids, as query_ids is given, got None"),
+    (lambda: info_nce(Q, K, **MASKED), "negative_ids: expected None without negatives"),
+    (lambda: info_nce(Q, K, query_ids=IDS[:5], key_ids=IDS), r"query_ids: expected shape \(6,\)"),
+    (lambda: InfoNCELoss(-1.0), "temperature: expected a finite positive number"),
+    (lambda: losses.info_nce(Q, K, temperature=torch.ones(3)), "temperature: expected one number"),
+    (lambda: info_nce(Q, K.double()), "key: expected dtype float32 like query"),
+    (lambda: info_nce(Q, K, query_ids=IDS.float(), key_ids=IDS), "query_ids: expected a tensor of dtype int64"),
+    (lambda: losses.info_nce(Q, K, group=3), "group: expected a torch.distributed.ProcessGroup, its name or None"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), WRONG)
+def test_wrong_calls(wrong: Callable[[], Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        wrong()
+
+
+class Shared(torch.autograd.Function):
+    """What every rank has; its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        return args[0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        total = grad_outputs[0].clone()
+        dist.all_reduce(total)
+        return total
+
+
+class AllLosses(torch.autograd.Function):
+    """The losses of all ranks' queries, on each; the gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        (own,) = args
+        ctx.own = slice(dist.get_rank() * own.shape[0], (dist.get_rank() + 1) * own.shape[0])
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, own.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        return grad_outputs[0][ctx.own]
+
+
+def together(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`info_nce` of all rows by the ranks together."""
+    rank, world, name = dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name  # type: ignore[union-attr]
+
+    def own(whole: Tensor) -> Tensor:
+        share = whole.shape[0] // world
+        rows: Any = OwnRows.apply(whole, rank * share, (rank + 1) * share)
+        return rows
+
+    def loss(query: Tensor, key: Tensor, negatives: Tensor | None = None, **options: Any) -> Tensor:
+        rows = {n: own(v) if n.endswith("_ids") and v is not None else v for n, v in options.items()}
+        if rows.get("scale") is not None:
+            rows["scale"] = Shared.apply(rows["scale"])
+        result = fn(own(query), own(key), None if negatives is None else own(negatives), **rows, group_name=name)
+        if result.dim():
+            return AllLosses.apply(result)  # type: ignore[return-value]
+        everywhere = [torch.empty_like(result) for _ in range(world)]
+        dist.all_gather(everywhere, result.detach())
+        assert all(torch.equal(result, other) for other in everywhere)
+        return result
+
+    return loss
+
+
+def rank_samples(dtype: torch.dtype) -> list[Sample]:
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=dtype)
+
+    ids = {name: torch.randint(0, 4, (n,)) for name, n in (("query_ids", 6), ("key_ids", 6), ("negative_ids", 4))}
+    everything = {"scale": torch.tensor(0.7), "temperature": 0.5, "symmetric": True, "chunk_size": 2, **ids}
+    return [
+        Sample((randn(6, 8), randn(6, 8)), why="one direction"),
+        Sample((randn(6, 8), randn(6, 8)), {"symmetric": True, "reduction": "sum"}, why="both directions"),
+        Sample((randn(6, 8), randn(6, 8), randn(4, 8)), everything, why="every option"),
+        Sample((randn(6, 8), randn(6, 8), randn(4, 8)), {**everything, "reduction": "none"}, why="a loss each"),
+    ]
+
+
+def check_ranks() -> None:
+    chosen = rank_samples(torch.float32) + [rank_samples(dtype)[2] for dtype in (torch.bfloat16, torch.float16)]
+    for sample in chosen:
+        require_accurate(OP, sample, call(OP, sample, fn=together(info_nce)))
+    compiled = torch.compile(info_nce, fullgraph=True, dynamic=True, backend="aot_eager")
+    sample = chosen[2]
+    require_accurate(OP, sample, call(OP, sample, fn=together(compiled)))
+
+    def with_group(query: Tensor, key: Tensor, negatives: Tensor, *, group_name: str, **options: Any) -> Tensor:
+        scale, temperature = options.pop("scale"), options.pop("temperature")
+        loss, _ = losses.info_nce(
+            query, key, negatives=negatives, temperature=temperature / scale, group=dist.group.WORLD, **options
+        )
+        return loss
+
+    require_accurate(OP, sample, call(OP, sample, fn=together(with_group)))
+
+
+def process(rank: int, world: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / f"cache_{rank}")
+    store = dist.FileStore(str(folder / "store"), world)  # type: ignore[attr-defined]
+    timeout = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+    torch.manual_seed(0)
+    error = ""
+    try:
+        check_ranks()
+    except Exception:
+        error = traceback.format_exc()
+    (folder / f"{rank}.pickle").write_bytes(pickle.dumps(error))
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(INTERPRET, reason="does not run kernels")
+def test_two_ranks_are_one(tmp_path: Path) -> None:
+    start_ranks(process, (2, tmp_path), 2)
+    errors = [pickle.loads((tmp_path / f"{rank}.pickle").read_bytes()) for rank in range(2)]
+    assert not any(errors), "\n".join(errors)

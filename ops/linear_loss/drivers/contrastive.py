@@ -1,0 +1,340 @@
+"""The driver of a contrastive loss: the products of queries with keys, a block of queries at a time.
+
+The math is in `info_nce.py`. The keys are the classes of a linear layer without a bias, and the columns of a block of
+products have statistics as its rows have: those of the blocks are merged one after the other. Over the ranks of a group
+each rank has its own queries, and gathers the keys of all. Ranks exchange the statistics of the columns, two numbers a
+key, and in the backward pass the gradient of each query's loss. The gradient of a key is the sum over the ranks, each
+of which has the part of its own queries: float32, in the ranks' order, and rounded once.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmk.ops.experts.collectives import gather_from_ranks, sum_over_ranks
+from llmk.ops.linear_loss.chunked import (
+    ChunkedLinear,
+    CompactedTokens,
+    LinearGradients,
+    check_chunk_size,
+    check_temperature,
+    float16_scale,
+    largest,
+    plan,
+    scaled,
+)
+from llmk.ops.linear_loss.kernels import KERNELS, PYTORCH, Gradients, Implementation, Similarities
+from llmk.registry import (
+    KernelOp,
+    autocast_dtype,
+    check_dtype,
+    check_option,
+    check_same,
+    check_shape,
+    no_gradient,
+    or_no_gradient,
+    replicate_only,
+)
+from llmk.registry.private.processes import group_named
+
+REDUCTIONS = ("none", "sum", "mean")
+INTEGERS = (torch.int64, torch.int32)
+
+
+@dataclass(frozen=True)
+class ContrastiveCall:
+    """Queries and keys, in the order of a kernel op's arguments."""
+
+    query: Tensor  # [N, H]
+    key: Tensor  # [N, H]: the queries' own
+    negatives: Tensor | None  # [K, H]
+    scale: Tensor | None  # [] or [1]
+    query_ids: Tensor | None  # [N]
+    key_ids: Tensor | None  # [N]
+    negative_ids: Tensor | None  # [K]
+    temperature: float
+    symmetric: bool
+    reduction: str
+    chunk_size: int
+    group_name: str  # "" for one rank
+
+    @classmethod
+    def checked(cls, **fields: Any) -> "ContrastiveCall":
+        """Check that the arguments fit each other, cast embeddings under autocast, and return the call."""
+        dtype = autocast_dtype(fields["query"].device)
+        if dtype is not None:
+            sides = {name: fields[name] for name in ("query", "key", "negatives")}
+            fields |= {name: side if side is None else side.to(dtype) for name, side in sides.items()}
+        call = cls(**fields)
+        _check_embeddings(call.query, call.key, call.negatives)
+        _check_ids(call)
+        if call.scale is not None:
+            check_dtype("scale", call.scale)
+            check_same("scale", call.scale, "query", call.query)
+            if tuple(call.scale.shape) not in ((), (1,)):
+                raise ValueError(f"scale: expected one number, shape () or (1,), got {tuple(call.scale.shape)}")
+        check_temperature(call.temperature)
+        check_option("reduction", call.reduction, REDUCTIONS)
+        check_chunk_size(call.chunk_size)
+        return call
+
+    @property
+    def ranks(self) -> int:
+        return group_named(self.group_name).size() if self.group_name else 1
+
+    @property
+    def rank_keys(self) -> int:
+        """The number of keys and negatives of a rank, M."""
+        return self.key.shape[0] + (0 if self.negatives is None else self.negatives.shape[0])
+
+    @property
+    def first_pair(self) -> int:
+        """The first query's own key, among those of all ranks."""
+        return group_named(self.group_name).rank() * self.rank_keys if self.group_name else 0
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """Concatenate the rows of all ranks in the ranks' order."""
+        return gather_from_ranks.fn(rows, self.ranks, self.group_name) if self.group_name else rows
+
+    def sum_ranks(self, rows: Tensor) -> Tensor:
+        """Return this rank's part of what `gather` concatenates: the sum of what each rank has."""
+        return sum_over_ranks.fn(rows, self.ranks, self.group_name) if self.group_name else rows
+
+    def factor(self) -> Tensor:
+        """Return what products are multiplied with, float32 `[]`."""
+        if self.scale is None:
+            return torch.full((), 1 / self.temperature, dtype=torch.float32, device=self.query.device)
+        return self.scale.float().view(()) / self.temperature
+
+    def linear(self, impl: Implementation) -> ChunkedLinear:
+        keys = self.gather(_joined(self.key, self.negatives))
+        sizes = self.query.shape[0], self.query.shape[1], keys.shape[0], self.query.dtype
+        chosen = plan(*sizes, float32_logits=True, on_host=impl.on_host, chunk_size=self.chunk_size, remade=True)
+        if self.group_name:  # the sum over the ranks is rounded
+            chosen = dataclasses.replace(chosen, rounded_sums=False)
+        return ChunkedLinear(self.query, keys, None, chosen, float32_logits=True)
+
+    def similarities(self, factor: Tensor, key_ids: Tensor | None, block: slice) -> Similarities:
+        query_ids = None if self.query_ids is None else self.query_ids[block].contiguous()
+        return Similarities(factor, query_ids, key_ids, self.first_pair + block.start)
+
+    def ids_of_keys(self) -> Tensor | None:
+        if self.key_ids is None:
+            return None
+        return self.gather(_joined(self.key_ids, self.negative_ids)).contiguous()
+
+    def own_keys(self, columns: Tensor) -> Tensor:
+        """Return the columns `[..., R M]` of the queries' own keys, `[..., N]`."""
+        return columns[..., self.first_pair : self.first_pair + self.query.shape[0]]
+
+    def to_keys(self, grads: Tensor) -> Tensor:
+        """Return a value of each query `[N]` at its own key, of all ranks `[R M]`, and 0 at the others."""
+        return self.gather(torch.nn.functional.pad(grads, (0, self.rank_keys - grads.shape[0])))
+
+    def loss_gradients(self, grad: Tensor) -> Tensor:
+        """Return the gradient of each query's loss in one direction, `[N]`, from that of the loss."""
+        N = self.query.shape[0]
+        grads = grad if self.reduction == "none" else grad.expand(N)
+        if self.reduction == "mean" and N > 0:
+            grads = grads / (N * self.ranks)
+        return (grads / 2 if self.symmetric else grads).contiguous()
+
+
+def _check_embeddings(query: Tensor, key: Tensor, negatives: Tensor | None) -> None:
+    check_dtype("query", query)
+    if query.dim() != 2 or query.shape[1] == 0:
+        raise ValueError(f"query: expected shape [N, H] with H at least 1, got {tuple(query.shape)}")
+    check_shape("key", key, query.shape, "the shape of query")
+    check_same("key", key, "query", query, dtype=True)
+    if negatives is not None:
+        if negatives.dim() != 2 or negatives.shape[1] != query.shape[1]:
+            expected = f"[K, {query.shape[1]}] to fit query"
+            raise ValueError(f"negatives: expected shape {expected}, got {tuple(negatives.shape)}")
+        check_same("negatives", negatives, "query", query, dtype=True)
+
+
+def _check_ids(call: ContrastiveCall) -> None:
+    """Check that everything has ids or nothing has, one for each row."""
+    rows = {"query_ids": call.query, "key_ids": call.key}
+    if call.negatives is not None:
+        rows["negative_ids"] = call.negatives
+    given = {name: getattr(call, name) for name in ("query_ids", "key_ids", "negative_ids")}
+    some = [name for name, ids in given.items() if ids is not None]
+    for name, ids in given.items():
+        if ids is None:
+            if some and name in rows:
+                raise ValueError(f"{name}: expected ids, as {some[0]} is given, got None")
+            continue
+        if name not in rows:
+            raise ValueError(f"{name}: expected None without negatives, got shape {tuple(ids.shape)}")
+        check_dtype(name, ids, INTEGERS)
+        check_shape(name, ids, rows[name].shape[:1], "one for each row")
+        check_same(name, ids, "query", call.query)
+
+
+def _joined(first: Tensor, second: Tensor | None) -> Tensor:
+    return first if second is None else torch.cat((first, second))
+
+
+def _losses(stats: Tensor, pairs: Tensor) -> Tensor:
+    """Return logsumexp - logit of the pair from maxima and sums `[2, N]`."""
+    return stats[1].log() + (stats[0] - pairs)
+
+
+def _forward(impl: Implementation, call: ContrastiveCall) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss, and the statistics of this rank's rows, `[2, N]`, and of all columns, `[2, R M]`."""
+    linear, factor, key_ids = call.linear(impl), call.factor(), call.ids_of_keys()
+    rows, pairs, columns = [], [], None
+    for block, products in linear.blocks():
+        similarities = call.similarities(factor, key_ids, block)
+        row_parts, column_parts = impl.contrastive.statistics(products, similarities, call.symmetric)
+        rows.append(impl.contrastive.merge(row_parts))
+        pairs.append(similarities.of_pairs(products))
+        if column_parts is not None:
+            columns = impl.contrastive.merge(column_parts, columns)
+    row_stats, pair = torch.cat(rows, -1), torch.cat(pairs)
+    losses = _losses(row_stats, pair)
+    if columns is not None:
+        columns = impl.contrastive.merge(call.gather(columns).view(call.ranks, 2, -1))
+        losses = (losses + _losses(call.own_keys(columns), pair)) / 2
+    nothing = row_stats.new_empty((0,))
+    return _reduced(impl, call, losses), row_stats, nothing if columns is None else columns
+
+
+def _reduced(impl: Implementation, call: ContrastiveCall, losses: Tensor) -> Tensor:
+    if call.reduction == "none":
+        return losses
+    every = call.gather(losses)
+    total = impl.cross_entropy.sum(every)
+    return total / every.shape[0] if call.reduction == "mean" else total
+
+
+def _backward(
+    impl: Implementation, call: ContrastiveCall, grad: Tensor, row_stats: Tensor, column_stats: Tensor,
+    need_query: bool, need_key: bool, need_negatives: bool, need_scale: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Make the products again, and the gradients that are needed."""
+    linear, factor, key_ids = call.linear(impl), call.factor(), call.ids_of_keys()
+    row_grads, need = call.loss_gradients(grad), (need_query, need_key or need_negatives, False)
+    column_grads = call.to_keys(row_grads) if call.symmetric else None
+    key_dtype = torch.float32 if call.group_name else call.key.dtype
+    scale = float16_scale(call.query.dtype, need, lambda: _bound(row_grads, column_grads, factor))
+    gradients = LinearGradients(linear, need, (call.query.dtype, key_dtype, key_dtype), scale)
+    row_grads = scaled(row_grads, scale)
+    columns = None if column_grads is None else Gradients(column_stats, scaled(column_grads, scale))
+    factor_grads = []
+    for block, products, dproducts in gradients.blocks():
+        rows = Gradients(row_stats[:, block].contiguous(), row_grads[block])
+        similarities = call.similarities(factor, key_ids, block)
+        part = impl.contrastive.gradients(products, dproducts, similarities, rows, columns, need_scale)
+        factor_grads.append(part)
+    dquery, dkeys, _ = gradients.results(CompactedTokens((call.query.shape[0],)))
+    dkey, dnegatives = _of_own_keys(call, dkeys) if need[1] else (None, None)
+    return (
+        dquery if need_query else no_gradient(grad),
+        or_no_gradient(dkey if need_key else None, grad),
+        or_no_gradient(dnegatives if need_negatives else None, grad),
+        or_no_gradient(_scale_gradient(call, factor_grads, scale) if need_scale else None, grad),
+    )
+
+
+def _of_own_keys(call: ContrastiveCall, dkeys: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of this rank's keys and negatives from those of all keys; they share no memory."""
+    dkeys, N = call.sum_ranks(dkeys), call.key.shape[0]
+    if call.negatives is None:
+        return dkeys.to(call.key.dtype), None
+    return dkeys[:N].to(call.key.dtype, copy=True), dkeys[N:].to(call.key.dtype, copy=True)
+
+
+def _bound(row_grads: Tensor, column_grads: Tensor | None, factor: Tensor) -> Tensor:
+    """Return what no element of the products' gradient exceeds: a softmax less 1 at the pair is within [-1, 1]."""
+    bound = largest(row_grads) if column_grads is None else largest(row_grads) + largest(column_grads)
+    return bound * factor.abs()
+
+
+def _scale_gradient(call: ContrastiveCall, parts: list[Tensor], scale: Tensor | None) -> Tensor:
+    """Return the gradient of the scale from the factor's in each block."""
+    assert call.scale is not None
+    total = torch.stack(parts).sum() / call.temperature
+    return (total if scale is None else total / scale).to(call.scale.dtype).view(call.scale.shape)
+
+
+class ContrastiveOps:
+    """The kernel ops of one public operator."""
+
+    def __init__(self, name: str) -> None:
+        self.forward = KernelOp(_contrastive_fwd, name=f"_{name}_fwd", opaque=True)
+        self.backward = KernelOp(_contrastive_bwd, name=f"_{name}_bwd", opaque=True)
+        self.forward.register_kernel("cpu")(lambda *args: _forward(PYTORCH, ContrastiveCall(*args)))
+        self.backward.register_kernel("cpu")(lambda *args: _unpacked_backward(PYTORCH, *args))
+        self.forward.register_fake(_fake_forward)
+        self.forward.register_flop_formula(lambda *args, out_val=None: _product(ContrastiveCall(*args)))
+        self.backward.register_flop_formula(_backward_flops)
+        for op in self.kernel_ops:
+            op.register_sharding(replicate_only)
+        self.forward.register_backward(
+            self.backward,
+            outputs=("loss", "row_stats", "column_stats"),
+            depends_on=[["query", "key", "negatives", "scale"]],
+        )
+
+    @property
+    def kernel_ops(self) -> tuple[KernelOp, KernelOp]:
+        return self.forward, self.backward
+
+    def __call__(self, **fields: Any) -> Tensor:
+        """Return the loss from a call's fields."""
+        call = ContrastiveCall.checked(**fields)
+        loss, *_ = self.forward(*(getattr(call, field.name) for field in dataclasses.fields(call)))
+        return loss
+
+
+def _contrastive_fwd(
+    query: Tensor, key: Tensor, negatives: Tensor | None, scale: Tensor | None, query_ids: Tensor | None,
+    key_ids: Tensor | None, negative_ids: Tensor | None, temperature: float, symmetric: bool, reduction: str,
+    chunk_size: int, group_name: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    call = ContrastiveCall(
+        query, key, negatives, scale, query_ids, key_ids, negative_ids, temperature, symmetric, reduction, chunk_size,
+        group_name,
+    )  # fmt: skip
+    return _forward(KERNELS, call)
+
+
+def _contrastive_bwd(
+    grad: Tensor, row_stats: Tensor, column_stats: Tensor, query: Tensor, key: Tensor, negatives: Tensor | None,
+    scale: Tensor | None, query_ids: Tensor | None, key_ids: Tensor | None, negative_ids: Tensor | None,
+    temperature: float, symmetric: bool, reduction: str, chunk_size: int, group_name: str,
+    need_query: bool, need_key: bool, need_negatives: bool, need_scale: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    call = ContrastiveCall(
+        query, key, negatives, scale, query_ids, key_ids, negative_ids, temperature, symmetric, reduction, chunk_size,
+        group_name,
+    )  # fmt: skip
+    return _backward(KERNELS, call, grad, row_stats, column_stats, need_query, need_key, need_negatives, need_scale)
+
+
+def _unpacked_backward(impl: Implementation, *args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (grad, row_stats, column_stats), fields, need = args[:3], args[3:-4], args[-4:]
+    return _backward(impl, ContrastiveCall(*fields), grad, row_stats, column_stats, *need)
+
+
+def _fake_forward(query, key, negatives, symmetric, reduction, group_name) -> tuple[Tensor, Tensor, Tensor]:
+    N, ranks = query.shape[0], group_named(group_name).size() if group_name else 1
+    M = ranks * (N if negatives is None else N + negatives.shape[0])
+    shapes = (N,) if reduction == "none" else (), (2, N), (2, M) if symmetric else (0,)
+    loss, row_stats, column_stats = (query.new_empty(shape, dtype=torch.float32) for shape in shapes)
+    return loss, row_stats, column_stats
+
+
+def _product(call: ContrastiveCall) -> int:
+    """Count the FLOPs of this rank's queries with the keys of all ranks."""
+    return 2 * call.query.shape[0] * call.query.shape[1] * call.rank_keys * call.ranks
+
+
+def _backward_flops(*args, out_val=None) -> int:
+    need_query, need_key, need_negatives, _ = args[-4:]
+    return _product(ContrastiveCall(*args[3:-4])) * (1 + need_query + (need_key or need_negatives))
