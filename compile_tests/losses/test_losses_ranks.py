@@ -5,6 +5,7 @@ Two and four processes make the calls below, each group once. The ranks of `grou
 once, so that the accuracy rule is asked of them against float64; metrics are compared with those of one process.
 """
 
+import copy
 import datetime
 import faulthandler
 import functools
@@ -19,7 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
+from compile_tests.helpers.loss_calls import LOSSES, given
 from compile_tests.helpers.loss_references import (
     LossOp,
     batch,
@@ -199,6 +204,7 @@ def of_policy(*names: str, is_packed: bool = False, **options: Any) -> Sample:
         "ref_per_token_logps": own + 0.3 * torch.randn(own.shape),
         "sampling_per_token_logps": own + 0.3 * torch.randn(own.shape),
         "importance_sampling_ratio": torch.rand(own.shape) + 0.5,
+        "support": torch.cat([target.unsqueeze(-1), torch.randint(0, 37, (*target.shape, 9))], -1).roll(1, 0),
         "old_logps": torch.where(target == -100, 0.0, own).sum(-1) + 0.3 * torch.randn(6),
         "values": torch.randn(own.shape),
         "old_values": torch.randn(own.shape),
@@ -261,6 +267,7 @@ CASES: dict[str, tuple[Loss, Callable[[], Sample], str]] = {
     "vespo": (GRPO, lambda: of_policy(OLD, loss_type="vespo"), ""),
     "off policy": (GRPO, lambda: of_policy(OLD, off_policy_mask_threshold=0.02), ""),
     "dppo": (GRPO, lambda: of_policy(OLD, loss_type="dppo_tv"), ""),
+    "support": (GRPO, lambda: of_policy(OLD, "support"), ""),
     "rloo": (RLOO, lambda: of_policy("old_logps"), ""),
     "rloo packed": (RLOO, lambda: of_policy("old_logps", is_packed=True, num_items_in_batch=9), ""),
     "reinforce": (REINFORCE, lambda: of_policy(loss_agg="sequence_sum"), ""),
@@ -277,6 +284,95 @@ CASES: dict[str, tuple[Loss, Callable[[], Sample], str]] = {
 """The loss, its arguments, and whether ranks share sequences or tokens alone; "" is both."""
 COMPILED = [("dpo sft", DATA), ("rloo", CONTEXT)]
 """Each is a graph; Inductor would take the C++ compiler a minute more."""
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Linear(12, 12)
+        self.head = torch.nn.Linear(12, 37, bias=False)
+
+    def forward(self, sample: Sample, **groups: Any) -> Tensor:
+        x, _, *others = sample.args
+        fn = losses.grpo if groups else GRPO.reference
+        result: Any = fn(self.body(x), self.head.weight, *others, **sample.kwargs, **groups)
+        return result[0] if groups else result
+
+
+def averaged(wrap: Callable[[Model], torch.nn.Module]) -> None:
+    """What averages gradients over R ranks, given R times the loss, has those of one process."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model, whole = Model(), of_policy(loss_type="grpo")
+    exact = copy.deepcopy(model).double()
+    x, weight, target, advantages = whole.args
+    exact(Sample((x.double(), weight, target, advantages.double()), whole.kwargs)).backward()
+    own = Sample((x[rank::world], weight, target[rank::world], advantages[rank::world]), whole.kwargs)
+    wrapped = wrap(model)
+    (world * wrapped(own, group=dist.group.WORLD)).backward()
+    for mine, theirs in zip(model.parameters(), exact.parameters(), strict=True):
+        grad: Any = mine.grad
+        grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        assert theirs.grad is not None
+        torch.testing.assert_close(grad, theirs.grad.float(), rtol=1e-5, atol=1e-6)
+
+
+def ratios(split: Split) -> None:
+    """Ratios of sequences whose tokens ranks share, or which they have each for itself, and their metrics."""
+    sample = of_policy(OLD, "sampling_per_token_logps")
+    old, sampler = sample.kwargs[OLD], sample.kwargs["sampling_per_token_logps"]
+    mask = sample.args[2] != -100
+    rank = dist.get_rank()
+    rows, columns = (
+        torch.tensor(split.sequences(rank, 6, False, False), dtype=torch.int64),
+        split.columns(rank, mask.shape[1]),
+    )
+    parts = [value[rows][:, columns] for value in (old, sampler, mask)]
+    log_ratio = torch.where(mask, old.double() - sampler.double(), 0.0)
+    sums = log_ratio.sum(-1).exp()
+    ratio, metrics = losses.sampling_ratio(*parts, level="sequence", high=1.1, **split.groups(True))
+    torch.testing.assert_close(ratio, sums.clamp(max=1.1)[rows].float())
+    kl = (log_ratio.expm1() - log_ratio).sum() / mask.sum()
+    name = "sampling/importance_sampling_ratio"
+    want = {"sampling/kl": kl, f"{name}/min": sums.min(), f"{name}/above": (sums > 1.1).double().mean()}
+    want["sampling/sampling_logp_difference/max"] = log_ratio.abs().max()
+    for metric, value in want.items():
+        torch.testing.assert_close(metrics[metric], value.float())
+
+
+def a_token_of_no_sequence() -> None:
+    """Where one rank has it, the loss is NaN on all."""
+    sample = of_pairs(True, ref_logps=True)
+    sample.kwargs["sequence_ids"][0, 3] += 8 * (dist.get_rank() == 1)
+    sample.args[2][0, 3] = 0
+    for name in ("group", "context_group"):
+        loss, _ = losses.dpo(*sample.args, **sample.kwargs, **{name: dist.group.WORLD})  # type: ignore[arg-type]
+        assert loss.isnan()
+
+
+def refused() -> None:
+    """What a rank can say before it computes anything."""
+    pairs, policy = of_pairs(ref_logps=True), of_policy()
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+    world: dict[str, Any] = {"group": dist.group.WORLD}
+    context: dict[str, Any] = {"context_group": dist.group.WORLD}
+    unknown = {"sequence_ids": torch.zeros_like(pairs.args[2][:1])}
+    packed = tuple(value[:1] if value.shape[0] == 8 else value for value in pairs.args)
+    for message, call_it in {
+        "context_group: expected other ranks than those of group": lambda: losses.cpo(*pairs.args, **world, **context),
+        "group: expected a mesh of one dimension, got one of 2": lambda: losses.dft(*pairs.args, group=mesh),
+        "group: expected None with 'aot'": lambda: losses.dpo(*pairs.args, **pairs.kwargs, loss_type="aot", **world),
+        "context_group: expected None with ld_alpha": lambda: losses.dpo(
+            *pairs.args, **pairs.kwargs, ld_alpha=0.5, **context
+        ),
+        "num_sequences: expected the same number on all ranks": lambda: losses.cpo(*packed, **unknown, **context),
+        "^group: expected None with 'kl_cov'": lambda: losses.grpo(*policy.args, loss_type="kl_cov", **world),
+        "^context_group: expected None with": lambda: losses.grpo(*policy.args, top_entropy_quantile=0.5, **context),
+        "max_completion_length: expected a number with 'dr_grpo' and a group of ranks": lambda: losses.grpo(
+            *policy.args, loss_type="dr_grpo", **world
+        ),
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            call_it()
 
 
 def calls(world: int) -> dict[str, Callable[[], None]]:
@@ -296,7 +392,10 @@ def calls(world: int) -> dict[str, Callable[[], None]]:
             add(name, way)
     for name, way in COMPILED if world == 2 else []:
         add(name, way, compiled=True)
-    return found
+    found |= {f"sampling_ratio, {way}": functools.partial(ratios, split) for way, split in splits.items()}
+    wraps: list[Any] = [DistributedDataParallel, fully_shard]
+    found |= {wrap.__name__: functools.partial(averaged, wrap) for wrap in wraps}
+    return found | {f.__name__: f for f in (a_token_of_no_sequence, refused)}
 
 
 def process(rank: int, world: int, folder: Path) -> None:
@@ -327,3 +426,13 @@ def test_ranks(world: int, tmp_path: Path) -> None:
     ranks = [pickle.loads((tmp_path / f"{rank}.pickle").read_bytes()) for rank in range(world)]
     errors = [f"{name}, rank {rank}:\n{error}" for rank, found in enumerate(ranks) for name, error in found.items()]
     assert not errors, "\n".join(errors)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_is_no_group(name: str) -> None:
+    fn, _ = LOSSES[name]
+    inputs, others = given(name, [2, 3], torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"^group: expected the name of a process group, got 'none'"):
+        fn(*inputs, **others, group="none")
+    with pytest.raises(TypeError, match=r"^group: expected a process group that this rank belongs to, .* got int"):
+        fn(*inputs, **others, group=3)
