@@ -34,7 +34,7 @@ class Ranks:
 def make_ranks(group: Any, context_group: Any = None) -> Ranks:
     """Check the groups that a caller gives, of which None is none."""
     sequences, context = _names("group", group), _names("context_group", context_group)
-    if sequences and sequences == context:
+    if sequences and sequences == context and _num_ranks(context[0]) > 1:
         raise ValueError(f"context_group: expected other ranks than those of group, got {context[0]!r} for both")
     return Ranks(sequences, context)
 
@@ -61,6 +61,11 @@ def _checked_name(argument: str, name: str) -> str:
     except RuntimeError:
         raise ValueError(f"{argument}: expected the name of a process group, got {name!r}") from None
     return name
+
+
+@torch.compiler.assume_constant_result
+def _num_ranks(name: str) -> int:
+    return group_named(name).size()
 
 
 def sum_over(groups: Groups, values: Tensor) -> Tensor:
