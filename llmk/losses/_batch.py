@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llmk.losses._ranks import Ranks, share_with, sum_over
 from llmk.ops.linear_loss.fused_linear_policy import fused_linear_policy, outside_support
 from llmk.ops.linear_loss.fused_linear_preference import fused_linear_preference
 from llmk.ops.linear_loss.linear_logprobs import linear_logprobs
@@ -62,7 +63,7 @@ def check_per_token(
 
 
 def without_unsupported(
-    input: Any, linear_weight: Any, target: Any, support: Any, ignore_index: int
+    input: Any, linear_weight: Any, target: Any, support: Any, ignore_index: int, ranks: Ranks
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the targets, `ignore_index` where one is not in the token's support, and the metric of how many are not.
 
@@ -78,8 +79,9 @@ def without_unsupported(
     check_same("support", support, "target", target)
     outside = outside_support(target, support, ignore_index, linear_weight.shape[0])
     classes = target.long()
-    fraction = outside.sum(dtype=torch.float32) / (classes != ignore_index).sum().clamp(min=1)
-    return classes.masked_fill(outside, ignore_index), {"outside_support": fraction}
+    num_outside = sum_over(ranks.tokens, outside.sum(dtype=torch.float32))
+    num_tokens = sum_over(ranks.tokens, (classes != ignore_index).sum())
+    return classes.masked_fill(outside, ignore_index), {"outside_support": num_outside / num_tokens.clamp(min=1)}
 
 
 def check_per_sequence(
@@ -123,7 +125,11 @@ def at_least_one(value: Tensor | float) -> Tensor | float:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Which sequence each token belongs to, in a padded batch or a packed one, and sums over sequences."""
+    """Which sequence each token belongs to, in a padded batch or a packed one, and sums over sequences.
+
+    Sums are over all ranks that share the batch. `sum` adds up a sequence's tokens on them, and `expand_to_tokens` is
+    its adjoint: what comes back from the tokens on all ranks is added up too.
+    """
 
     mask: Tensor  # [B, S], True where a token counts
     ids: Tensor | None  # [1, T], for a packed batch
@@ -131,10 +137,13 @@ class Sequences:
     member: Tensor | None  # [slots, T], True where a token is in a sequence; for a packed batch
     lengths: Tensor  # [slots], the number of tokens that count, float32
     num_present: Tensor | None  # [], the number of sequences; None where all slots are in use
+    ranks: Ranks
+    shared_tokens: Tensor | None = None  # [], the tokens that count on all ranks; None where there is one
+    shared_count: Tensor | None = None  # [], the sequences on all ranks, or the pairs in a batch of pairs
 
     @classmethod
     def from_rows(cls, mask: Tensor) -> "Sequences":
-        return cls(mask, None, mask.shape[0], None, mask.sum(-1, dtype=torch.float32), None)
+        return cls(mask, None, mask.shape[0], None, mask.sum(-1, dtype=torch.float32), None, Ranks())
 
     @classmethod
     def from_ids(cls, mask: Tensor, ids: Tensor, count: int | None) -> "Sequences":
@@ -142,13 +151,27 @@ class Sequences:
         member = ids == torch.arange(slots, device=ids.device, dtype=ids.dtype).unsqueeze(1)
         lengths = (member & mask).sum(-1, dtype=torch.float32)
         num_present = F.pad(ids, (0, 1), value=-1).amax() + 1 if count is None else None
-        return cls(mask, ids, slots, member, lengths, num_present)
+        return cls(mask, ids, slots, member, lengths, num_present, Ranks())
+
+    def shared_by(self, ranks: Ranks, in_pairs: bool = False) -> "Sequences":
+        """Return the same with the lengths and numbers of all ranks."""
+        if not ranks.tokens:
+            return self
+        count = self._count(in_pairs)
+        if not isinstance(count, Tensor):
+            count = torch.full((), count, dtype=torch.int64, device=self.mask.device)
+        return replace(
+            self,
+            ranks=ranks,
+            lengths=sum_over(ranks.context, self.lengths),
+            shared_tokens=sum_over(ranks.tokens, self.mask.sum()),
+            shared_count=sum_over(ranks.sequences, count),
+        )
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum `values [B, S]`, 0 where a token does not count, over each sequence's tokens: `[slots]`."""
-        if self.member is None:
-            return values.sum(-1)
-        return torch.where(self.member, values, 0.0).sum(-1)
+        own = values.sum(-1) if self.member is None else torch.where(self.member, values, 0.0).sum(-1)
+        return sum_over(self.ranks.context, own)
 
     def token_means(self, values: Tensor) -> Tensor:
         """Average over each sequence's tokens that count: `[slots]`, 0 over none."""
@@ -156,6 +179,7 @@ class Sequences:
 
     def expand_to_tokens(self, values: Tensor) -> Tensor:
         """Expand one value for each sequence, `[slots]`, to its tokens: `[B, S]`."""
+        values = share_with(self.ranks.context, values)
         if self.member is None:
             return values.unsqueeze(-1).expand(self.mask.shape)
         return torch.where(self.member, values.unsqueeze(-1), 0.0).sum(0, keepdim=True)
@@ -166,14 +190,29 @@ class Sequences:
             return self.mask.cumsum(-1)
         return torch.where(self.member, (self.member & self.mask).cumsum(-1), 0).sum(0, keepdim=True)
 
-    def mean(self, values: Tensor, num_items: Tensor | float | None = None) -> Tensor:
-        """Average `[slots]` over the sequences, or divide their sum by `num_items`."""
-        return masked_mean(values, self.exists(), num_items)
+    def total(self, loss: Tensor) -> Tensor:
+        """Sum over the ranks what each has of its own tokens."""
+        return sum_over(self.ranks.tokens, loss)
 
-    def num_sequences(self) -> Tensor | int:
-        """Return the number of sequences, at least 1 in a packed batch."""
-        exists = self.exists()
-        return self.slots if exists is None else exists.sum().clamp(min=1)
+    def mean(self, values: Tensor, num_items: Tensor | float | None = None, in_pairs: bool = False) -> Tensor:
+        """Average over the sequences or pairs, 0 over none, or divide their sum by `num_items`."""
+        exists = self.exists(in_pairs)
+        total = values.sum() if exists is None else torch.where(exists, values, 0.0).sum()
+        count = self.num_sequences(in_pairs) if num_items is None else num_items
+        return sum_over(self.ranks.sequences, total) / at_least_one(count)
+
+    def num_tokens(self) -> Tensor:
+        return self.mask.sum() if self.shared_tokens is None else self.shared_tokens
+
+    def num_sequences(self, in_pairs: bool = False) -> Tensor | int:
+        """Return the number of sequences or pairs."""
+        return self._count(in_pairs) if self.shared_count is None else self.shared_count
+
+    def _count(self, in_pairs: bool) -> Tensor | int:
+        exists = self.exists(in_pairs)
+        if exists is None:
+            return self.slots // 2 if in_pairs else self.slots
+        return exists.sum()
 
     def exists(self, in_pairs: bool = False) -> Tensor | None:
         """Return the mask of the sequences or pairs that exist, `[slots]` or `[slots / 2]`; None if all do."""
@@ -194,16 +233,10 @@ class Sequences:
         """Return the loss, NaN if a token that counts has a sequence index out of range."""
         if self.ids is None:
             return loss
-        out_of_range = self.mask & ((self.ids < 0) | (self.ids >= self.slots))
-        return torch.where(out_of_range.any(), float("nan"), loss)
-
-
-def masked_mean(values: Tensor, mask: Tensor | None, num_items: Tensor | float | None = None) -> Tensor:
-    """Sum over the mask, divided by `num_items` or by its size, 0 over none; a mask of None is all True."""
-    total = values.sum() if mask is None else torch.where(mask, values, 0.0).sum()
-    if num_items is not None:
-        return total / at_least_one(num_items)
-    return total / (max(values.shape[0], 1) if mask is None else mask.sum().clamp(min=1))
+        out_of_range = (self.mask & ((self.ids < 0) | (self.ids >= self.slots))).any()
+        if self.ranks.tokens:
+            out_of_range = sum_over(self.ranks.tokens, out_of_range.long()) > 0
+        return torch.where(out_of_range, float("nan"), loss)
 
 
 def make_sequences(
@@ -214,6 +247,8 @@ def make_sequences(
     sequence_ids: Any,
     count: int | None = None,
     in_pairs: bool = False,
+    *,
+    ranks: Ranks,
 ) -> Sequences:
     """Check a batch and return its sequences; `count` is the number in a packed batch if an argument gives it."""
     check_batch(input, linear_weight, target)
@@ -222,13 +257,20 @@ def make_sequences(
     if sequence_ids is None:
         if in_pairs and B % 2:
             raise ValueError(f"input: expected an even number of sequences, chosen and then rejected, got {B}")
-        return Sequences.from_rows(mask)
+        return Sequences.from_rows(mask).shared_by(ranks, in_pairs)
     check_per_token("sequence_ids", sequence_ids, target, INTEGERS)
     if B != 1:
         raise ValueError(f"sequence_ids: expected input of shape [1, T, H] with it, got {tuple(input.shape)}")
     if count is not None and in_pairs and count % 2:
         raise ValueError(f"num_sequences: expected an even number, chosen and rejected by turns, got {count}")
-    return Sequences.from_ids(mask, sequence_ids, count)
+    check_count_known(count, ranks)
+    return Sequences.from_ids(mask, sequence_ids, count).shared_by(ranks, in_pairs)
+
+
+def check_count_known(count: int | None, ranks: Ranks) -> None:
+    """Check that a packed batch has the same slots on all ranks that share its sequences."""
+    if count is None and ranks.context:
+        raise ValueError("num_sequences: expected the same number on all ranks of context_group, got None")
 
 
 def resolve_num_sequences(num_sequences: int | None, name: str, sequence_values: Any) -> int | None:
@@ -283,8 +325,8 @@ class Head:
         return 2 * logprobs.detach() - sharper
 
     def supports_groups(self, sequences: Sequences) -> bool:
-        """Return True if `preference` takes the batch, which is neither packed nor vocabulary-parallel."""
-        return sequences.ids is None and not is_sharded(self.linear_weight)
+        """Return True if `preference` takes the batch: whole sequences in rows, and all classes on this rank."""
+        return sequences.ids is None and not sequences.ranks.context and not is_sharded(self.linear_weight)
 
     def preference(
         self,
@@ -299,7 +341,8 @@ class Head:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Call `fused_linear_preference`; a group has one sequence in each of `group_size` equal parts of the batch.
 
-        Arguments are `[B]` or `[B, S]`. Return the loss, a sum over groups, log-probabilities and entropies.
+        Arguments are `[B]` or `[B, S]`. Return the loss, a sum over groups of this rank alone, log-probabilities and
+        entropies.
         """
         groups = target.shape[0] // group_size
 
@@ -330,13 +373,14 @@ class Head:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Call `fused_linear_policy`, or compute the loss from `logprobs` where it does not take the batch.
 
-        Return the loss, a sum, and the detached log-probabilities and entropies `[B, S]`.
+        Return the loss, a sum over all ranks, and the detached log-probabilities and entropies `[B, S]`.
         """
         by_tokens = terms.options.importance_sampling_level == "token"
-        if is_sharded(input, self.linear_weight, target) or not (by_tokens or sequences.ids is None):
+        in_rows = sequences.ids is None and not sequences.ranks.context
+        if is_sharded(input, self.linear_weight, target) or not (by_tokens or in_rows):
             logprobs, entropy = self.logprobs(input, target, support)
-            return terms.loss(logprobs, entropy), logprobs.detach(), entropy.detach()
-        return fused_linear_policy(
+            return sequences.total(terms.loss(logprobs, entropy)), logprobs.detach(), entropy.detach()
+        loss, logprobs, entropy = fused_linear_policy(
             input,
             self.linear_weight,
             target,
@@ -357,6 +401,7 @@ class Head:
             support=support,
             **terms.options._asdict(),
         )
+        return sequences.total(loss), logprobs, entropy
 
     def scaled(self, input: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return an input and a bias that give the scaled logits, for operators that have no scale."""
@@ -375,7 +420,7 @@ def scaled(logit_scale: float, input: Tensor, bias: Tensor | None) -> tuple[Tens
 
 def mean_over_tokens(values: Tensor, sequences: Sequences) -> Tensor:
     """Average `values [B, S]`, 0 where a token does not count, over the tokens that count; 0 over none."""
-    return values.sum() / sequences.mask.sum().clamp(min=1)
+    return sum_over(sequences.ranks.tokens, values.sum()) / sequences.num_tokens().clamp(min=1)
 
 
 def check_reference(

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmk.losses._batch import Sequences, at_least_one, check_denominator, masked_mean
+from llmk.losses._batch import Sequences, at_least_one, check_denominator
+from llmk.losses._ranks import sum_over
 from llmk.ops.linear_loss.objectives.preference import LOSSES as GROUP_LOSSES
 from llmk.ops.linear_loss.objectives.preference import LossOptions
 
@@ -91,13 +92,13 @@ def check_pair_denominators(num_items: Tensor | float | None, num_chosen_tokens:
 def _num_chosen_tokens(sequences: Sequences, num_tokens: Tensor | float | None) -> Tensor | float:
     """Return `num_tokens`, or the number of chosen tokens, and at least 1."""
     lengths, _ = sequences.halves(sequences.lengths)
-    return lengths.sum().clamp(min=1.0) if num_tokens is None else at_least_one(num_tokens)
+    return at_least_one(sum_over(sequences.ranks.sequences, lengths.sum()) if num_tokens is None else num_tokens)
 
 
 def chosen_nll(token_logps: Tensor, sequences: Sequences, num_tokens: Tensor | float | None = None) -> Tensor:
     """Return the negative log-likelihood of the chosen tokens, divided by `num_tokens` or by their number."""
     chosen, _ = sequences.halves(sequences.sum(token_logps))
-    return -chosen.sum() / _num_chosen_tokens(sequences, num_tokens)
+    return -sum_over(sequences.ranks.sequences, chosen.sum()) / _num_chosen_tokens(sequences, num_tokens)
 
 
 def chosen_nll_weight(sequences: Sequences, coef: float, num_tokens: Tensor | float | None = None) -> Tensor | None:
@@ -112,19 +113,20 @@ def chosen_nll_weight(sequences: Sequences, coef: float, num_tokens: Tensor | fl
 def pair_weights(sequences: Sequences, coefs: list[float], num_items: Tensor | float | None) -> Tensor:
     """Return weights `[coefs, P]` of a padded batch, each coefficient over the number of pairs or `num_items`."""
     pairs = sequences.slots // 2
-    denominator = max(pairs, 1) if num_items is None else at_least_one(num_items)
+    denominator = at_least_one(sequences.num_sequences(in_pairs=True) if num_items is None else num_items)
     return torch.stack([sequences.lengths.new_full((pairs,), coef) for coef in coefs]) / denominator
 
 
 def reward_metrics(chosen: Tensor, rejected: Tensor, logps: Tensor, sequences: Sequences) -> dict[str, Tensor]:
     """Return TRL's metrics of the rewards of pairs `[P]` and the log-probabilities of sequences."""
-    chosen, rejected, exists = chosen.detach(), rejected.detach(), sequences.exists(in_pairs=True)
+    chosen, rejected = chosen.detach(), rejected.detach()
     chosen_logps, rejected_logps = sequences.halves(logps.detach())
-    return {
-        "rewards/chosen": masked_mean(chosen, exists),
-        "rewards/rejected": masked_mean(rejected, exists),
-        "rewards/accuracies": masked_mean((chosen > rejected).float(), exists),
-        "rewards/margins": masked_mean(chosen - rejected, exists),
-        "logps/chosen": masked_mean(chosen_logps, exists),
-        "logps/rejected": masked_mean(rejected_logps, exists),
+    metrics = {
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/accuracies": (chosen > rejected).float(),
+        "rewards/margins": chosen - rejected,
+        "logps/chosen": chosen_logps,
+        "logps/rejected": rejected_logps,
     }
+    return {name: sequences.mean(values, in_pairs=True) for name, values in metrics.items()}

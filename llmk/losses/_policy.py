@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from llmk.losses._batch import Sequences, at_least_one, check_denominator
+from llmk.losses._ranks import sum_over
 from llmk.ops.linear_loss.objectives.policy import PolicyOptions, PolicyTerms
 
 
@@ -25,7 +26,7 @@ class Totals(NamedTuple):
 
 def token_denominator(num_items: Tensor | float | None, sequences: Sequences) -> Tensor | float:
     """Return `num_items`, or the number of tokens that count, and at least 1."""
-    return sequences.mask.sum().clamp(min=1) if num_items is None else at_least_one(num_items)
+    return at_least_one(sequences.num_tokens() if num_items is None else num_items)
 
 
 def _sequence_denominator(sequences: Sequences, totals: Totals) -> Tensor | float:
@@ -33,8 +34,8 @@ def _sequence_denominator(sequences: Sequences, totals: Totals) -> Tensor | floa
     if totals.num_sequences is not None:
         return at_least_one(totals.num_sequences)
     if totals.count_empty_sequences:
-        return sequences.num_sequences()
-    return (sequences.lengths > 0).sum().clamp(min=1)
+        return at_least_one(sequences.num_sequences())
+    return sum_over(sequences.ranks.sequences, (sequences.lengths > 0).sum()).clamp(min=1)
 
 
 def _mean_of_means(sequences: Sequences, totals: Totals) -> Tensor:
@@ -106,8 +107,9 @@ def check_totals(name: str, sequences: Sequences, totals: Totals) -> None:
     length = totals.max_completion_length
     if length is not None and length < 1:
         raise ValueError(f"max_completion_length: expected a number of at least 1, got {length}")
-    if length is None and sequences.ids is not None and name in ("constant", "dr_grpo"):
-        raise ValueError(f"max_completion_length: expected a number with {name!r} and sequence_ids, got None")
+    by = "sequence_ids" if sequences.ids is not None else "a group of ranks" if sequences.ranks.tokens else ""
+    if length is None and by and name in ("constant", "dr_grpo"):
+        raise ValueError(f"max_completion_length: expected a number with {name!r} and {by}, got None")
 
 
 class VespoOptions(NamedTuple):

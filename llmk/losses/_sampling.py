@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmk.losses._batch import Sequences
+from llmk.losses._ranks import Groups, max_over, sum_over
 
 
 def high_entropy_mask(entropy: Tensor, mask: Tensor, fraction: float) -> Tensor:
@@ -22,14 +23,14 @@ def high_entropy_mask(entropy: Tensor, mask: Tensor, fraction: float) -> Tensor:
     return mask & (entropy >= torch.lerp(low, high, (rank - below).to(low.dtype)))
 
 
-def ratio_metrics(ratio: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
-    """Return metrics of importance sampling ratios over the mask; None is all True."""
+def ratio_metrics(ratio: Tensor, mask: Tensor | None, groups: Groups) -> dict[str, Tensor]:
+    """Return metrics of importance sampling ratios over the mask, where None is all True, and over ranks."""
     mask = torch.ones_like(ratio, dtype=torch.bool) if mask is None else mask
     name = "sampling/importance_sampling_ratio"
     return {
-        f"{name}/min": masked_min(ratio, mask),
-        f"{name}/mean": torch.where(mask, ratio, 0.0).sum() / mask.sum().clamp(min=1),
-        f"{name}/max": masked_max(ratio, mask),
+        f"{name}/min": masked_min(ratio, mask, groups),
+        f"{name}/mean": _masked_mean(ratio, mask, groups),
+        f"{name}/max": masked_max(ratio, mask, groups),
     }
 
 
@@ -38,19 +39,25 @@ def difference_metrics(old: Tensor, sampled: Tensor, sequences: Sequences) -> di
     difference = (old - sampled).abs()
     known = sequences.mask & ~difference.isnan()
     name = "sampling/sampling_logp_difference"
+    groups = sequences.ranks.tokens
     return {
-        f"{name}/mean": torch.where(known, difference, 0.0).sum() / known.sum().clamp(min=1),
-        f"{name}/max": masked_max(difference, known),
+        f"{name}/mean": _masked_mean(difference, known, groups),
+        f"{name}/max": masked_max(difference, known, groups),
     }
 
 
-def masked_min(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the minimum over the mask, 0 over none."""
-    return -masked_max(-values, mask)
+def _masked_mean(values: Tensor, mask: Tensor, groups: Groups) -> Tensor:
+    total = sum_over(groups, torch.where(mask, values, 0.0).sum())
+    return total / sum_over(groups, mask.sum()).clamp(min=1)
 
 
-def masked_max(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the maximum over the mask, 0 over none."""
+def masked_min(values: Tensor, mask: Tensor, groups: Groups) -> Tensor:
+    """Return the minimum over the mask and over ranks, 0 over none."""
+    return -masked_max(-values, mask, groups)
+
+
+def masked_max(values: Tensor, mask: Tensor, groups: Groups) -> Tensor:
+    """Return the maximum over the mask and over ranks, 0 over none."""
     # One element more, so that amax is defined where there are none.
     largest = F.pad(torch.where(mask, values, -math.inf).flatten(), (0, 1), value=-math.inf).amax()
-    return torch.where(mask.any(), largest, 0.0)
+    return torch.where(max_over(groups, mask.any()), max_over(groups, largest), 0.0)

@@ -1,10 +1,12 @@
 """Losses of pairs without a reference model: CPO, SimPO and ORPO."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmk.losses._batch import Head, Sequences, check_between, check_positive, make_sequences, masked_mean
+from llmk.losses._batch import Head, Sequences, check_between, check_positive, make_sequences
 from llmk.losses._pairs import (
     check_pair_denominators,
     chosen_nll,
@@ -12,6 +14,7 @@ from llmk.losses._pairs import (
     pair_weights,
     reward_metrics,
 )
+from llmk.losses._ranks import make_ranks, sum_over
 from llmk.ops.linear_loss.objectives.preference import LOSSES, LossOptions, log_odds
 from llmk.registry import check_finite, check_option
 
@@ -24,6 +27,7 @@ def cpo(
     logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False,
     chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None, sequence_ids: Tensor | None = None, num_sequences: int | None = None,
+    group: Any = None, context_group: Any = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Contrastive preference optimization: DPO without a reference, and the likelihood of the chosen completions.
 
@@ -43,7 +47,7 @@ def cpo(
         num_items_in_batch, num_chosen_tokens_in_batch: As in `dpo`; the latter is the denominator of `nll`.
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
-        sequence_ids, num_sequences: As in `dpo`.
+        sequence_ids, num_sequences, group, context_group: As in `dpo`.
 
     Returns:
         The loss, a float32 scalar, and metrics under TRL's names.
@@ -65,7 +69,10 @@ def cpo(
     check_between("label_smoothing", label_smoothing, 0.0, 1.0)
     check_option("loss_type", loss_type, _TYPES)
     check_pair_denominators(num_items_in_batch, num_chosen_tokens_in_batch)
-    sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, num_sequences, in_pairs=True)
+    ranks = make_ranks(group, context_group)
+    sequences = make_sequences(
+        input, linear_weight, target, ignore_index, sequence_ids, num_sequences, in_pairs=True, ranks=ranks
+    )
     head = Head(
         linear_weight,
         linear_bias,
@@ -90,7 +97,7 @@ def cpo(
         chosen, rejected = sequences.halves(logps if alpha == 0.0 else -torch.expm1(-alpha * logps) / alpha)
         losses = LOSSES[name].value(options, chosen, rejected)
         nll = chosen_nll(token_logps, sequences, num_chosen_tokens_in_batch)
-        mean = masked_mean(losses, sequences.exists(in_pairs=True), num_items_in_batch)
+        mean = sequences.mean(losses, num_items_in_batch, in_pairs=True)
         loss = sequences.checked(mean + cpo_alpha * nll)
     return loss, {**reward_metrics(beta * chosen, beta * rejected, logps, sequences), "nll_loss": nll.detach()}
 
@@ -107,7 +114,7 @@ def _fused_loss(
         input, target, None, nll_weight=chosen_nll_weight(sequences, nll_coef, num_chosen_tokens),
         group_weight=pair_weights(sequences, [coef], num_items)[0], loss_type=name, **options._asdict(),
     )  # fmt: skip
-    return loss, token_logps
+    return sum_over(sequences.ranks.sequences, loss), token_logps
 
 
 def _sequence_logps(token_logps: Tensor, sequences: Sequences, name: str) -> Tensor:
@@ -121,7 +128,7 @@ def simpo(
     temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100,
     skip_ignored: bool = False, chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None, sequence_ids: Tensor | None = None,
-    num_sequences: int | None = None,
+    num_sequences: int | None = None, group: Any = None, context_group: Any = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Simple preference optimization, with means over a completion's tokens and a margin:
 
@@ -135,7 +142,7 @@ def simpo(
         num_items_in_batch: As in `dpo`.
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
-        sequence_ids, num_sequences: As in `dpo`.
+        sequence_ids, num_sequences, group, context_group: As in `dpo`.
 
     Returns:
         The loss, a float32 scalar, and the metrics of `cpo`. The mean over an empty completion is 0.
@@ -155,7 +162,7 @@ def simpo(
         softcap=softcap, num_items_in_batch=num_items_in_batch,
         ignore_index=ignore_index, skip_ignored=skip_ignored, chunk_size=chunk_size,
         logits_dtype=logits_dtype, sequence_ids=sequence_ids,
-        num_sequences=num_sequences,
+        num_sequences=num_sequences, group=group, context_group=context_group,
     )  # fmt: skip
 
 
@@ -165,7 +172,7 @@ def orpo(
     beta: float = 0.1, linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0,
     softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None,
-    sequence_ids: Tensor | None = None, num_sequences: int | None = None,
+    sequence_ids: Tensor | None = None, num_sequences: int | None = None, group: Any = None, context_group: Any = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Odds ratio preference optimization: supervised training on the chosen, and odds against the rejected.
 
@@ -179,7 +186,7 @@ def orpo(
         num_items_in_batch, num_chosen_tokens_in_batch: As in `dpo`; the latter is the denominator of `nll`.
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
-        sequence_ids, num_sequences: As in `dpo`.
+        sequence_ids, num_sequences, group, context_group: As in `dpo`.
 
     Returns:
         The loss, a float32 scalar, and metrics under TRL's names. A completion of probability 1, an empty one among
@@ -196,7 +203,10 @@ def orpo(
     """
     check_positive("beta", beta)
     check_pair_denominators(num_items_in_batch, num_chosen_tokens_in_batch)
-    sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, num_sequences, in_pairs=True)
+    ranks = make_ranks(group, context_group)
+    sequences = make_sequences(
+        input, linear_weight, target, ignore_index, sequence_ids, num_sequences, in_pairs=True, ranks=ranks
+    )
     head = Head(
         linear_weight,
         linear_bias,
@@ -208,7 +218,7 @@ def orpo(
         chunk_size,
         logits_dtype,
     )
-    exists, options = sequences.exists(in_pairs=True), LossOptions()
+    options = LossOptions()
     num_items = num_items_in_batch, num_chosen_tokens_in_batch
     if head.supports_groups(sequences):
         loss, token_logps = _fused_loss(head, input, target, sequences, "orpo", options, beta, 1.0, *num_items)
@@ -216,14 +226,14 @@ def orpo(
         token_logps, _ = head.logprobs(input, target)
         losses = LOSSES["orpo"].value(options, *sequences.halves(sequences.token_means(token_logps)))
         nll = chosen_nll(token_logps, sequences, num_chosen_tokens_in_batch)
-        loss = sequences.checked(nll + beta * masked_mean(losses, exists, num_items_in_batch))
+        loss = sequences.checked(nll + beta * sequences.mean(losses, num_items_in_batch, in_pairs=True))
     logps = sequences.token_means(token_logps.detach())
     chosen, rejected = sequences.halves(logps)
     odds = log_odds(chosen, rejected)
     metrics = {
         **reward_metrics(beta * chosen, beta * rejected, logps, sequences),
         "nll_loss": chosen_nll(token_logps.detach(), sequences, num_chosen_tokens_in_batch),
-        "log_odds_ratio": masked_mean(F.logsigmoid(odds), exists),
-        "log_odds_chosen": masked_mean(odds, exists),
+        "log_odds_ratio": sequences.mean(F.logsigmoid(odds), in_pairs=True),
+        "log_odds_chosen": sequences.mean(odds, in_pairs=True),
     }
     return loss, metrics

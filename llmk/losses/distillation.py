@@ -1,6 +1,7 @@
 """Distillation from a teacher's hidden states, or from its top-k log-probabilities of each token."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from llmk.losses._batch import (
     INTEGERS,
     NUMBERS,
     Head,
+    Sequences,
     check_between,
     check_denominator,
     check_is_tensor,
@@ -19,6 +21,7 @@ from llmk.losses._batch import (
     scaled,
 )
 from llmk.losses._policy import token_denominator
+from llmk.losses._ranks import make_ranks
 from llmk.ops.linear_loss.fused_linear_ce import fused_linear_ce
 from llmk.ops.linear_loss.fused_linear_jsd import fused_linear_jsd
 from llmk.ops.linear_loss.fused_linear_jsd_ce import fused_linear_jsd_ce
@@ -32,7 +35,7 @@ def distill(
     num_items_in_batch: Tensor | float | None = None, teacher_linear_bias: Tensor | None = None,
     teacher_logit_scale: float = 1.0, teacher_softcap: float = 0.0, linear_bias: Tensor | None = None,
     temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100,
-    skip_ignored: bool = False, chunk_size: int = 0, logits_dtype: torch.dtype | None = None,
+    skip_ignored: bool = False, chunk_size: int = 0, logits_dtype: torch.dtype | None = None, group: Any = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Distillation from a teacher's hidden states: the mean over tokens of a generalized Jensen-Shannon divergence,
 
@@ -56,6 +59,7 @@ def distill(
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`; the
             temperature is that of both models. Where a scale is not 1 the hidden states are multiplied by it.
+        group: As in `sft`.
 
     Returns:
         The loss, a float32 scalar, 0 over no token, and the metrics "divergence" and, with `ce_weight`, "nll_loss".
@@ -65,7 +69,7 @@ def distill(
         ValueError: A shape or an option does not fit.
 
     Gradients are made in the forward pass: three products of the student and one of the teacher; for `ce_weight` three
-    more of the student with DTensors, and with both `num_items_in_batch` and `token_weights`.
+    more of the student with DTensors, and with `token_weights` beside `num_items_in_batch` or `group`.
 
     Sources: Agarwal et al., 2023, https://arxiv.org/abs/2306.13649. Reference implementation:
     `trl.DistillationTrainer`, whose default for `beta` is 1.
@@ -73,7 +77,7 @@ def distill(
     check_between("beta", beta, 0.0, 1.0)
     check_not_negative("ce_weight", ce_weight)
     check_denominator("num_items_in_batch", num_items_in_batch)
-    sequences = make_sequences(input, linear_weight, target, ignore_index, None)
+    sequences = make_sequences(input, linear_weight, target, ignore_index, None, ranks=make_ranks(group))
     check_is_tensor("teacher_input", teacher_input)
     check_is_tensor("teacher_linear_weight", teacher_linear_weight)
     if teacher_input.dim() != 3 or teacher_input.shape[:2] != target.shape:
@@ -94,22 +98,36 @@ def distill(
         "teacher_linear_bias": None if teacher_bias is None else teacher_bias.detach(),
         "skip_ignored": skip_ignored, "chunk_size": chunk_size, "logits_dtype": logits_dtype,
     }  # fmt: skip
-    any_tokens, rescale = sequences.mask.any(), 1.0
-    if num_items_in_batch is not None:  # from the mean over this batch to that over the items
-        per_token = sequences.mask if token_weights is None else torch.where(sequences.mask, token_weights, 0.0)
-        rescale = per_token.sum() / token_denominator(num_items_in_batch, sequences)
+    own_mean = num_items_in_batch is None and not sequences.ranks.tokens
+
+    def over_batch(mean: Tensor) -> Tensor:
+        if own_mean:
+            return torch.where(sequences.mask.any(), mean, 0.0)
+        return _over_items(mean, token_weights, num_items_in_batch, sequences)
+
     if ce_weight == 0.0:
-        loss = torch.where(any_tokens, rescale * fused_linear_jsd(*models, labels=target, **options), 0.0)
+        loss = over_batch(fused_linear_jsd(*models, labels=target, **options))
         return loss, {"divergence": loss.detach()}
-    if is_sharded(*models, target) or (num_items_in_batch is not None and token_weights is not None):
-        divergence = rescale * fused_linear_jsd(*models, labels=target, **options)
-        nll = _cross_entropy(head, input, target) / token_denominator(num_items_in_batch, sequences)
+    if is_sharded(*models, target) or not (own_mean or token_weights is None):
+        divergence = over_batch(fused_linear_jsd(*models, labels=target, **options))
+        nll = sequences.total(_cross_entropy(head, input, target)) / token_denominator(num_items_in_batch, sequences)
         loss = divergence + ce_weight * nll
     else:
         parts = fused_linear_jsd_ce(*models, target, ce_weight=ce_weight, **options)
-        loss, divergence, nll = (rescale * part for part in parts)
-    loss, divergence, nll = (torch.where(any_tokens, each, 0.0) for each in (loss, divergence, nll))
+        loss, divergence, nll = (over_batch(part) for part in parts)
     return loss, {"divergence": divergence.detach(), "nll_loss": nll.detach()}
+
+
+def _over_items(
+    mean: Tensor, token_weights: Tensor | None, num_items: Tensor | float | None, sequences: Sequences
+) -> Tensor:
+    """Return the sum over all ranks divided by `num_items`, or by the tokens' weights, from the mean on this rank."""
+    weights = sequences.mask if token_weights is None else torch.where(sequences.mask, token_weights, 0.0)
+    own = weights.sum()
+    total = sequences.total(torch.where(own != 0, own * mean, 0.0))
+    if num_items is not None or token_weights is None:
+        return total / token_denominator(num_items, sequences)
+    return total / torch.where(sequences.num_tokens() > 0, sequences.total(own), 1.0)
 
 
 def _cross_entropy(head: Head, input: Tensor, target: Tensor) -> Tensor:
@@ -127,7 +145,7 @@ def distill_topk(
     beta: float = 0.5, ce_weight: float = 0.0, add_tail: bool = True, token_weights: Tensor | None = None,
     num_items_in_batch: Tensor | float | None = None, linear_bias: Tensor | None = None, temperature: float = 1.0,
     logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False,
-    chunk_size: int = 0, logits_dtype: torch.dtype | None = None,
+    chunk_size: int = 0, logits_dtype: torch.dtype | None = None, group: Any = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Distillation from K classes a token: the generalized Jensen-Shannon divergence on these and on the rest.
 
@@ -152,6 +170,7 @@ def distill_topk(
         num_items_in_batch: Denominator of both sums, a scalar; the tokens that count if None.
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
+        group: As in `sft`.
 
     Returns:
         The loss, a float32 scalar, 0 over no token, and the metrics "entropy", "divergence" and, with `ce_weight`,
@@ -169,7 +188,7 @@ def distill_topk(
     check_between("beta", beta, 0.0, 1.0)
     check_not_negative("ce_weight", ce_weight)
     check_denominator("num_items_in_batch", num_items_in_batch)
-    sequences = make_sequences(input, linear_weight, target, ignore_index, None)
+    sequences = make_sequences(input, linear_weight, target, ignore_index, None, ranks=make_ranks(group))
     _check_teacher(teacher_ids, teacher_logprobs, target)
     if token_weights is not None:
         check_per_token("token_weights", token_weights, target)
@@ -194,10 +213,10 @@ def distill_topk(
     if token_weights is not None:
         each = each * torch.where(sequences.mask, token_weights.detach().float(), 0.0)
     items = token_denominator(num_items_in_batch, sequences)
-    loss = each.sum() / items
+    loss = sequences.total(each.sum()) / items
     metrics = {"entropy": mean_over_tokens(entropy.detach(), sequences), "divergence": loss.detach()}
     if ce_weight != 0.0:
-        nll = _cross_entropy(head, input, target) / items
+        nll = sequences.total(_cross_entropy(head, input, target)) / items
         metrics["nll_loss"] = nll.detach()
         loss = loss + ce_weight * nll
     return loss, metrics

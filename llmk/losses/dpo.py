@@ -1,6 +1,7 @@
 """Direct preference optimization (DPO) and its variants."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,6 @@ from llmk.losses._batch import (
     check_positive,
     check_reference,
     make_sequences,
-    masked_mean,
     mean_over_tokens,
     resolve_num_sequences,
 )
@@ -28,6 +28,7 @@ from llmk.losses._pairs import (
     pair_weights,
     reward_metrics,
 )
+from llmk.losses._ranks import make_ranks, share_with, sum_over
 from llmk.ops.linear_loss.objectives.preference import (
     F_DIVERGENCES,
     LOSSES,
@@ -49,6 +50,7 @@ def dpo(
     logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False,
     chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None, sequence_ids: Tensor | None = None, num_sequences: int | None = None,
+    group: Any = None, context_group: Any = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Direct preference optimization: the mean over pairs of a chosen and a rejected completion of
 
@@ -92,6 +94,14 @@ def dpo(
             rejected completion of pair i. A token that counts with an index out of range makes the loss NaN.
         num_sequences: Number of sequences in a packed batch, where `ref_logps` does not have that length. With
             neither, the number of tokens is its bound, which in eager mode takes memory for their square.
+        group: The ranks that have other pairs of the batch: a `torch.distributed.ProcessGroup`, its name or a
+            DeviceMesh of one dimension. Every rank makes the call and gets the loss and the metrics of the whole batch,
+            and the gradients of that one loss with respect to its own tensors; those of parameters have yet to be
+            summed over the ranks. Denominators that are given are those of all ranks. Not with "aot" and
+            "aot_unpaired", which sort the pairs of the batch.
+        context_group: The ranks that have other tokens of the same sequences, likewise. What is one for each sequence
+            is the same on all of them, and a packed batch has the same number of sequences. Not with `ld_alpha`, which
+            asks for positions.
 
     Returns:
         The loss, a float32 scalar, and metrics under TRL's names. An empty completion has log-probability 0.
@@ -102,8 +112,8 @@ def dpo(
 
     The forward pass computes the gradients, with three products of the policy where a chunk holds the logits of a pair
     and their gradient (with `chunk_size` 0 on a GPU 2.67 GiB), else with four. With "aot", "aot_unpaired" or "sft"
-    alone, a packed batch or a vocabulary that is sharded over ranks the backward pass computes them: four products, and
-    five with `use_weighting`. The reference has one.
+    alone, a packed batch, `context_group` or a vocabulary that is sharded over ranks the backward pass computes them:
+    four products, and five with `use_weighting`. The reference has one.
 
     Sources: Rafailov et al., 2023, https://arxiv.org/abs/2305.18290; the other loss types in `_pairs.py`; ld_alpha:
     Liu et al., 2024, https://arxiv.org/abs/2409.06411; use_weighting: Zhou et al., WPO, 2024,
@@ -119,8 +129,15 @@ def dpo(
     check_positive("discopop_tau", discopop_tau)
     if ld_alpha is not None:
         check_between("ld_alpha", ld_alpha, 0.0, 1.0)
+    ranks = make_ranks(group, context_group)
+    if ranks.sequences and any(name in ("aot", "aot_unpaired") for name, _ in types):
+        raise ValueError("group: expected None with 'aot' and 'aot_unpaired', which sort the pairs of the batch")
+    if ranks.context and ld_alpha is not None:
+        raise ValueError("context_group: expected None with ld_alpha, which asks for the positions of tokens")
     count = resolve_num_sequences(num_sequences, "ref_logps", ref_logps)
-    sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count, in_pairs=True)
+    sequences = make_sequences(
+        input, linear_weight, target, ignore_index, sequence_ids, count, in_pairs=True, ranks=ranks
+    )
     check_reference(input, ref_logps, ref_input, ref_linear_weight, ref_linear_bias)
     if ref_logps is not None:
         check_per_sequence("ref_logps", ref_logps, sequences.slots, target)
@@ -160,7 +177,7 @@ def dpo(
         for name, coef in types:
             num_items = None if name == "sft" else num_items_in_batch  # "sft" is a mean over tokens already
             losses = weights * pair_losses(name, pairs, options)
-            terms.append(coef * masked_mean(losses, pairs.exists, num_items))
+            terms.append(coef * sequences.mean(losses, num_items, in_pairs=True))
         loss = sequences.checked(torch.stack(terms).sum())
     rewards = sequences.halves(beta * (logps - ref_logps))
     metrics = {
@@ -192,7 +209,7 @@ def _fused_loss(
         loss_type="+".join(name for name, _ in pair_types),
         f_divergence_type=divergence[0], f_divergence_coef=divergence[1], **options._asdict(),
     )  # fmt: skip
-    return loss, token_logps, entropy
+    return sum_over(sequences.ranks.sequences, loss), token_logps, entropy
 
 
 def _loss_types(
@@ -249,6 +266,6 @@ def _pairs(nll: Tensor, logps: Tensor, ref_logps: Tensor, sequences: Sequences, 
         *sequences.halves(sequences.lengths),
         policy_margin=chosen_logps - rejected_logps,
         ref_margin=ref_chosen - ref_rejected,
-        nll=nll,
+        nll=share_with(sequences.ranks.sequences, nll),  # each pair has it in its loss, those of other ranks too
         exists=sequences.exists(in_pairs=True),
     )

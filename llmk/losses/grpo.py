@@ -1,6 +1,7 @@
 """Group relative policy optimization (GRPO) and its variants, which differ in the token loss or its reduction."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from llmk.losses._policy import (
     ratio_level,
     vespo_weight,
 )
+from llmk.losses._ranks import make_ranks
 from llmk.losses._sampling import difference_metrics, high_entropy_mask, masked_max, masked_min, ratio_metrics
 from llmk.ops.linear_loss.objectives.policy import (
     ESTIMATORS,
@@ -58,7 +60,7 @@ def grpo(
     linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0,
     ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None, sequence_ids: Tensor | None = None,
-    num_sequences: int | None = None, support: Tensor | None = None,
+    num_sequences: int | None = None, support: Tensor | None = None, group: Any = None, context_group: Any = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Group relative policy optimization: with ratio = pi / pi_old and A the advantage, the loss of a token is
 
@@ -138,6 +140,14 @@ def grpo(
         support: The classes `[B, S, L]` that a sampler kept, which cut by top-k or top-p, as in
             `llmk.functional.linear_logprobs`: log-probabilities and entropies are over these alone, and those that are
             given have to be too. A token whose target is not among them does not count.
+        group: The ranks that have other sequences of the batch: a `torch.distributed.ProcessGroup`, its name or a
+            DeviceMesh of one dimension. Every rank makes the call and gets the loss and the metrics of the whole batch,
+            and the gradients of that one loss with respect to its own tensors; those of parameters have yet to be
+            summed over the ranks. Denominators that are given are those of all ranks. Not with "kl_cov" or
+            `top_entropy_quantile`, which order the tokens of the batch; "dr_grpo" and "constant" need
+            `max_completion_length`.
+        context_group: The ranks that have other tokens of the same sequences, likewise. What is one for each sequence
+            is the same on all of them, and a packed batch has the same number of sequences.
 
     Returns:
         The loss, a float32 scalar, 0 over no token, and metrics under TRL's names; with `support` besides
@@ -150,7 +160,8 @@ def grpo(
     The gradients are made in the forward pass, with three products. Four are made, the logits twice, where a token's
     weight is not known with the chunk of logits that it is in: with "sequence" and a chunk that does not hold a whole
     sequence (with `chunk_size` 0 on a GPU 2.67 GiB with their gradient), a packed batch or `skip_ignored`, with
-    "vespo", "kl_cov", `off_policy_mask_threshold` or `top_entropy_quantile`, and with DTensors.
+    "vespo", "kl_cov", `off_policy_mask_threshold` or `top_entropy_quantile`, with DTensors, and with "sequence" and
+    `context_group`.
 
     Sources: Shao et al., 2024, https://arxiv.org/abs/2402.03300; each loss type in `_policy.py`; GSPO: Zheng et
     al., 2025, https://arxiv.org/abs/2507.18071; masks and bias correction: DeepSeek-V3.2, 2025,
@@ -178,10 +189,14 @@ def grpo(
         check_positive("max_log_ratio", max_log_ratio)
     if clip_ratio_c is not None:
         check_above_one("clip_ratio_c", clip_ratio_c)
+    ranks = make_ranks(group, context_group)
+    if ranks.tokens and (loss_type == "kl_cov" or top_entropy_quantile != 1.0):
+        name = "group" if ranks.sequences else "context_group"
+        raise ValueError(f"{name}: expected None with 'kl_cov' or top_entropy_quantile, which order the batch's tokens")
     advantages = without_last_axis(advantages)
     count = resolve_num_sequences(num_sequences, "advantages", advantages)
-    target, replay = without_unsupported(input, linear_weight, target, support, ignore_index)
-    sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count)
+    target, replay = without_unsupported(input, linear_weight, target, support, ignore_index, ranks)
+    sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count, ranks=ranks)
     check_advantages(advantages, sequences)
     for name, value in (
         ("old_per_token_logps", old_per_token_logps),
@@ -223,7 +238,9 @@ def grpo(
         old_logps=None if old_per_token_logps is None else per_token(old_per_token_logps, sequences),
         ref_logps=None if ref_per_token_logps is None or beta == 0.0 else per_token(ref_per_token_logps, sequences),
         kl_weight=None if ref_per_token_logps is None or beta == 0.0 else beta * weights,
-        entropy_weight=None if entropy_coef == 0.0 else _mean_weights(entropy_coef, sequences.mask),
+        entropy_weight=None
+        if entropy_coef == 0.0
+        else _mean_weights(entropy_coef, sequences.mask, sequences.num_tokens()),
         options=options,
         level=ratio_level(level, sequences),
     )
@@ -241,7 +258,7 @@ def grpo(
             terms, logps.detach(), entropy.detach(), sequences, correction, vespo, off_policy_mask_threshold, sampled,
             top_entropy_quantile, entropy_coef,
         )  # fmt: skip
-        loss = terms.loss(logps, entropy)
+        loss = sequences.total(terms.loss(logps, entropy))
         if loss_type == "kl_cov":
             selected = largest_covariance(logps.detach(), terms.advantages, sequences.mask, kl_cov_ratio)
             penalty = ppo_kl_coef * bounded(terms.token_log_ratio(logps), max_log_ratio).abs()
@@ -253,7 +270,7 @@ def grpo(
     if terms.kl_weight is not None:
         metrics["kl"] = mean_over_tokens(terms.divergence(logps, log_ratio), sequences)
     if terms.entropy_weight is not None:
-        metrics["policy_loss"] = loss.detach() + (terms.entropy_weight * entropy).sum()
+        metrics["policy_loss"] = loss.detach() + sequences.total((terms.entropy_weight * entropy).sum())
     old = logps if terms.old_logps is None else terms.old_logps
     metrics |= _sampler_metrics(importance_sampling_ratio, correction, old, sampling_per_token_logps, sequences)
     by_sequence = advantages.dim() == 1 and (level == "sequence" or loss_type == "vespo")
@@ -264,9 +281,9 @@ def grpo(
     return sequences.checked(loss), metrics
 
 
-def _mean_weights(coef: float, mask: Tensor) -> Tensor:
-    """Return weights whose weighted sum is `coef` times the mean over the tokens that count."""
-    return coef * mask.float() / mask.sum().clamp(min=1)
+def _mean_weights(coef: float, mask: Tensor, count: Tensor) -> Tensor:
+    """Return weights whose weighted sum is `coef` times the mean over `count` tokens, those of the mask."""
+    return coef * mask.float() / count.clamp(min=1)
 
 
 def _with_logps_weights(
@@ -287,7 +304,7 @@ def _with_logps_weights(
     if top_entropy_quantile < 1.0:
         selected = high_entropy_mask(entropy, sequences.mask, top_entropy_quantile)
         weight = torch.where(selected, weight, 0.0)
-        entropy_weight = None if entropy_weight is None else _mean_weights(entropy_coef, selected)
+        entropy_weight = None if entropy_weight is None else _mean_weights(entropy_coef, selected, selected.sum())
     return replace(terms, weight=weight, entropy_weight=entropy_weight)
 
 
@@ -337,9 +354,9 @@ def _sampler_metrics(
         return {}
     by_sequence = ratio.dim() == 1 or ratio.shape[1] == 1 != sequences.mask.shape[1]
     if by_sequence:
-        metrics = ratio_metrics(ratio.detach().float().flatten(), sequences.exists())
+        metrics = ratio_metrics(ratio.detach().float().flatten(), sequences.exists(), sequences.ranks.sequences)
     else:
-        metrics = ratio_metrics(correction, sequences.mask)
+        metrics = ratio_metrics(correction, sequences.mask, sequences.ranks.tokens)
     return metrics if sampled is None else metrics | difference_metrics(old, sampled.detach().float(), sequences)
 
 
@@ -384,6 +401,6 @@ def _clip_fractions(low: Tensor, high: Tensor, sequences: Sequences, by_sequence
         "clip_ratio/low_mean": low_mean,
         "clip_ratio/high_mean": high_mean,
         "clip_ratio/region_mean": low_mean + high_mean,
-        "clip_ratio/low_min": masked_min(low, nonempty),
-        "clip_ratio/high_max": masked_max(high, nonempty),
+        "clip_ratio/low_min": masked_min(low, nonempty, sequences.ranks.sequences),
+        "clip_ratio/high_max": masked_max(high, nonempty, sequences.ranks.sequences),
     }

@@ -1,5 +1,7 @@
 """Kahneman-Tversky optimization (KTO): completions with a binary label, not in pairs."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from llmk.losses._batch import (
     mean_over_tokens,
     resolve_num_sequences,
 )
+from llmk.losses._ranks import Groups, make_ranks, sum_over
 from llmk.ops.linear_loss.objectives.preference import LOSSES, LossOptions
 from llmk.registry import check_not_negative, check_option, check_same
 
@@ -31,7 +34,8 @@ def kto(
     num_items_in_batch: Tensor | float | None = None,
     linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0,
     ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
-    logits_dtype: torch.dtype | None = None, sequence_ids: Tensor | None = None,
+    logits_dtype: torch.dtype | None = None, sequence_ids: Tensor | None = None, group: Any = None,
+    context_group: Any = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Kahneman-Tversky optimization: the mean over sequences, with r = log pi / ref of a completion's tokens, of
 
@@ -52,6 +56,8 @@ def kto(
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
         sequence_ids: `[1, T]`, for a packed batch `[1, T, H]`: each token's sequence as an index into `label`.
+        group, context_group: As in `dpo`, of ranks that have other sequences, or other tokens of the same. `kl` is that
+            of the whole batch.
 
     Returns:
         The loss, a float32 scalar, and metrics under TRL's names, each NaN where there is none of its kind.
@@ -71,7 +77,8 @@ def kto(
     check_not_negative("undesirable_weight", undesirable_weight)
     check_option("loss_type", loss_type, ("kto", "apo_zero_unpaired"))
     count = resolve_num_sequences(None, "label", label)
-    sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count)
+    ranks = make_ranks(group, context_group)
+    sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count, ranks=ranks)
     check_per_sequence("label", label, sequences.slots, target, LABELS, "truth values (bool, or integers 0 and 1)")
     check_reference(input, ref_logps, ref_input, ref_linear_weight, ref_linear_bias)
     if ref_logps is not None:
@@ -101,11 +108,12 @@ def kto(
     weights = torch.where(label, desirable_weight, undesirable_weight * ref_logps.new_ones(()))
     options = LossOptions(beta)
     if head.supports_groups(sequences):
-        denominator = max(target.shape[0], 1) if num_items_in_batch is None else at_least_one(num_items_in_batch)
+        denominator = at_least_one(sequences.num_sequences() if num_items_in_batch is None else num_items_in_batch)
         loss, token_logps, entropy = head.preference(
             input, target, sign * base, group_size=1, token_weight=sign.unsqueeze(1).expand(target.shape),
             group_weight=weights / denominator, loss_type="kto", **options._asdict(),
         )  # fmt: skip
+        loss = sum_over(ranks.sequences, loss)
     else:
         token_logps, entropy = head.logprobs(input, target)
         losses = weights * LOSSES["kto"].value(options, sign * (sequences.sum(token_logps) - base))
@@ -114,8 +122,8 @@ def kto(
     metrics = {
         "kl": shift,
         "entropy": mean_over_tokens(entropy.detach(), sequences),
-        **_kinds("rewards", beta * (logps - ref_logps), label),
-        **_kinds("logps", logps, label),
+        **_kinds("rewards", beta * (logps - ref_logps), label, ranks.sequences),
+        **_kinds("logps", logps, label, ranks.sequences),
     }
     metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
     return loss, metrics
@@ -131,8 +139,8 @@ def _shift(kl: Tensor | float | None, ref_logps: Tensor) -> Tensor:
     return kl.detach().float().reshape(())
 
 
-def _kinds(name: str, values: Tensor, label: Tensor) -> dict[str, Tensor]:
+def _kinds(name: str, values: Tensor, label: Tensor, groups: Groups) -> dict[str, Tensor]:
     return {
-        f"{name}/{kind}": torch.where(mask, values, 0.0).sum() / mask.sum()
+        f"{name}/{kind}": sum_over(groups, torch.where(mask, values, 0.0).sum()) / sum_over(groups, mask.sum())
         for kind, mask in (("chosen", label), ("rejected", ~label))
     }

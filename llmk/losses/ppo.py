@@ -1,5 +1,7 @@
 """Policy gradients from advantages of one's own: REINFORCE, RLOO and PPO with its value term."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,12 +15,12 @@ from llmk.losses._batch import (
     check_per_token,
     check_positive,
     make_sequences,
-    masked_mean,
     mean_over_tokens,
     resolve_num_sequences,
     without_unsupported,
 )
 from llmk.losses._policy import AGGREGATIONS, Totals, check_totals, policy_terms
+from llmk.losses._ranks import make_ranks
 from llmk.losses._sampling import masked_max, masked_min
 from llmk.losses.grpo import check_advantages, per_token, without_last_axis
 from llmk.ops.linear_loss.objectives.policy import PolicyOptions, bounded, check_above_one
@@ -33,7 +35,7 @@ def reinforce(
     logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False,
     chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None, sequence_ids: Tensor | None = None, num_sequences: int | None = None,
-    support: Tensor | None = None,
+    support: Tensor | None = None, group: Any = None, context_group: Any = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """REINFORCE: the mean over the tokens that count of -A * log pi.
 
@@ -46,7 +48,7 @@ def reinforce(
         max_completion_length, num_sequences_in_batch, count_empty_sequences: As in `grpo`.
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `grpo`.
-        sequence_ids, num_sequences, support: As in `grpo`.
+        sequence_ids, num_sequences, support, group, context_group: As in `grpo`.
 
     Returns:
         The loss, a float32 scalar, 0 over no token, and the metric "entropy"; "outside_support" as in `grpo`.
@@ -60,10 +62,11 @@ def reinforce(
     Source: Williams, 1992, https://doi.org/10.1007/BF00992696.
     """
     check_option("loss_agg", loss_agg, tuple(AGGREGATIONS))
+    ranks = make_ranks(group, context_group)
     advantages = without_last_axis(advantages)
     count = resolve_num_sequences(num_sequences, "advantages", advantages)
-    target, replay = without_unsupported(input, linear_weight, target, support, ignore_index)
-    sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count)
+    target, replay = without_unsupported(input, linear_weight, target, support, ignore_index, ranks)
+    sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count, ranks=ranks)
     check_advantages(advantages, sequences)
     totals = Totals(num_items_in_batch, max_completion_length, num_sequences_in_batch, count_empty_sequences)
     check_totals(loss_agg, sequences, totals)
@@ -91,6 +94,7 @@ def rloo(
     linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0,
     ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None, sequence_ids: Tensor | None = None, support: Tensor | None = None,
+    group: Any = None, context_group: Any = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """REINFORCE leave-one-out: the mean over sequences of the clipped loss of PPO, with the ratio of whole sequences.
 
@@ -105,7 +109,7 @@ def rloo(
             those of this batch if None.
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `grpo`.
-        sequence_ids, support: As in `grpo`.
+        sequence_ids, support, group, context_group: As in `grpo`.
 
     Returns:
         The loss, a float32 scalar, and metrics under TRL's names.
@@ -124,10 +128,11 @@ def rloo(
     check_denominator("num_items_in_batch", num_items_in_batch)
     if max_log_ratio is not None:
         check_positive("max_log_ratio", max_log_ratio)
+    ranks = make_ranks(group, context_group)
     advantages = without_last_axis(advantages)
     count = resolve_num_sequences(None, "advantages", advantages)
-    target, replay = without_unsupported(input, linear_weight, target, support, ignore_index)
-    sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count)
+    target, replay = without_unsupported(input, linear_weight, target, support, ignore_index, ranks)
+    sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count, ranks=ranks)
     for name, value in (("advantages", advantages), ("old_logps", old_logps)):
         if name == "advantages" or value is not None:
             check_per_sequence(name, value, sequences.slots, target)
@@ -160,14 +165,14 @@ def rloo(
     loss = loss + sequences.mean(of_empty, num_items_in_batch)
     low_clips = ((ratio < 1 - epsilon) & (advantages < 0)).float()
     high_clips = ((ratio > 1 + high) & (advantages > 0)).float()
-    low_mean, high_mean = masked_mean(low_clips, None), masked_mean(high_clips, None)
+    low_mean, high_mean = sequences.mean(low_clips), sequences.mean(high_clips)
     all_sequences = torch.ones_like(empty)
     metrics = {
         "entropy": mean_over_tokens(entropy, sequences),
         "clip_ratio/low_mean": low_mean,
-        "clip_ratio/low_min": masked_min(low_clips, all_sequences),
+        "clip_ratio/low_min": masked_min(low_clips, all_sequences, ranks.sequences),
         "clip_ratio/high_mean": high_mean,
-        "clip_ratio/high_max": masked_max(high_clips, all_sequences),
+        "clip_ratio/high_max": masked_max(high_clips, all_sequences, ranks.sequences),
         "clip_ratio/region_mean": low_mean + high_mean,
         **replay,
     }
@@ -190,6 +195,7 @@ def ppo(
     softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None,
     sequence_ids: Tensor | None = None, num_sequences: int | None = None, support: Tensor | None = None,
+    group: Any = None, context_group: Any = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Proximal policy optimization: the mean over the tokens that count of the policy loss and the value loss,
 
@@ -213,7 +219,7 @@ def ppo(
         max_completion_length, num_sequences_in_batch, count_empty_sequences: As in `grpo`.
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `grpo`.
-        sequence_ids, num_sequences, support: As in `grpo`.
+        sequence_ids, num_sequences, support, group, context_group: As in `grpo`.
 
     Returns:
         The loss, a float32 scalar, 0 over no token, and metrics under TRL's names.
@@ -235,10 +241,11 @@ def ppo(
         check_positive("max_log_ratio", max_log_ratio)
     if clip_ratio_c is not None:
         check_above_one("clip_ratio_c", clip_ratio_c)
+    ranks = make_ranks(group, context_group)
     advantages = without_last_axis(advantages)
     count = resolve_num_sequences(num_sequences, "advantages", advantages)
-    target, replay = without_unsupported(input, linear_weight, target, support, ignore_index)
-    sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count)
+    target, replay = without_unsupported(input, linear_weight, target, support, ignore_index, ranks)
+    sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count, ranks=ranks)
     check_advantages(advantages, sequences)
     if old_per_token_logps is not None:
         check_per_token("old_per_token_logps", old_per_token_logps, target)
@@ -299,6 +306,6 @@ def _value_loss(
     values = torch.where(sequences.mask, values.float(), 0.0)
     free = (values - returns).square()
     held = (torch.clamp(values, old - cliprange, old + cliprange) - returns).square()
-    loss = 0.5 * (weight * torch.where(sequences.mask, torch.maximum(free, held), 0.0)).sum()
+    loss = 0.5 * sequences.total((weight * torch.where(sequences.mask, torch.maximum(free, held), 0.0)).sum())
     clips = (held > free).detach() & sequences.mask
     return loss, {"loss/value_avg": loss.detach(), "val/clipfrac_avg": mean_over_tokens(clips.float(), sequences)}

@@ -10,12 +10,14 @@ from llmk.losses._batch import (
     MASKS,
     NUMBERS,
     Sequences,
+    check_count_known,
     check_is_tensor,
     check_per_token,
     check_tensor,
     mean_over_tokens,
     resolve_num_sequences,
 )
+from llmk.losses._ranks import Groups, Ranks, make_ranks, sum_over
 from llmk.losses._sampling import difference_metrics, ratio_metrics
 from llmk.registry import check_not_negative, check_option
 
@@ -34,6 +36,8 @@ def sampling_ratio(
     high: float | None = 3.0,
     sequence_ids: Tensor | None = None,
     num_sequences: int | None = None,
+    group: Any = None,
+    context_group: Any = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The ratio pi / mu of the policy's probability to the sampler's, bounded, as a factor of a token's loss.
 
@@ -53,6 +57,8 @@ def sampling_ratio(
         high: The upper bound; none if None.
         sequence_ids: `[1, T]`, for a packed batch: each token's sequence, from 0 on.
         num_sequences: How many sequences a packed batch holds; T, and one more where T is odd, if None.
+        group, context_group: The ranks that have other sequences of the batch, or other tokens of the same, as in
+            `grpo`. Ratios of sequences are over their tokens on all ranks, and metrics over the whole batch.
 
     Returns:
         The ratio in float32: `[B, S]` for "token", 1 where a token does not count; else one for each sequence, 1 over
@@ -72,7 +78,8 @@ def sampling_ratio(
     check_option("level", level, LEVELS)
     check_option("mode", mode, MODES)
     _check_bounds(level, mode, low, high)
-    sequences = _sequences(logps, sampler_logps, mask, sequence_ids, num_sequences)
+    ranks = make_ranks(group, context_group)
+    sequences = _sequences(logps, sampler_logps, mask, sequence_ids, num_sequences, ranks)
     policy, sampler, counts = logps.detach().float(), sampler_logps.detach().float(), sequences.mask
     difference = torch.where(counts & ~sampler.isnan(), policy - sampler, 0.0)
     exact = _log_ratio(level, difference, sequences).exp()
@@ -81,9 +88,12 @@ def sampling_ratio(
     ratio = exact.clamp(low, high) if mode == "truncate" else torch.where(below | above, 0.0, exact)
 
     compared = counts if level == "token" else sequences.exists()
+    groups = ranks.tokens if level == "token" else ranks.sequences
     name = "sampling/importance_sampling_ratio"
-    metrics = ratio_metrics(ratio, compared) | difference_metrics(policy, sampler, sequences)
-    metrics |= {f"{name}/below": _fraction(below, compared), f"{name}/above": _fraction(above, compared)}
+    metrics = ratio_metrics(ratio, compared, groups) | difference_metrics(policy, sampler, sequences)
+    metrics |= {
+        f"{name}/{kind}": _fraction(each, compared, groups) for kind, each in (("below", below), ("above", above))
+    }
     metrics["sampling/kl"] = mean_over_tokens(difference.expm1() - difference, sequences)
     return ratio, metrics
 
@@ -102,7 +112,9 @@ def _check_bounds(level: str, mode: str, low: float | None, high: float | None) 
         raise ValueError(f"level: expected 'token' with mode 'icepop', got {level!r}; mode 'mask' takes any level")
 
 
-def _sequences(logps: Any, sampler_logps: Any, mask: Any, sequence_ids: Any, num_sequences: int | None) -> Sequences:
+def _sequences(
+    logps: Any, sampler_logps: Any, mask: Any, sequence_ids: Any, num_sequences: int | None, ranks: Ranks
+) -> Sequences:
     """Check what has one value for each token, and return whose tokens they are."""
     check_is_tensor("logps", logps)
     if logps.dim() != 2:
@@ -111,11 +123,13 @@ def _sequences(logps: Any, sampler_logps: Any, mask: Any, sequence_ids: Any, num
     check_per_token("sampler_logps", sampler_logps, logps, like="logps")
     check_per_token("mask", mask, logps, MASKS, like="logps")
     if sequence_ids is None:
-        return Sequences.from_rows(mask.bool())
+        return Sequences.from_rows(mask.bool()).shared_by(ranks)
     check_per_token("sequence_ids", sequence_ids, logps, INTEGERS, like="logps")
     if logps.shape[0] != 1:
         raise ValueError(f"sequence_ids: expected logps of shape [1, T] with it, got {tuple(logps.shape)}")
-    return Sequences.from_ids(mask.bool(), sequence_ids, resolve_num_sequences(num_sequences, "num_sequences", None))
+    check_count_known(num_sequences, ranks)
+    count = resolve_num_sequences(num_sequences, "num_sequences", None)
+    return Sequences.from_ids(mask.bool(), sequence_ids, count).shared_by(ranks)
 
 
 def _log_ratio(level: str, difference: Tensor, sequences: Sequences) -> Tensor:
@@ -124,7 +138,7 @@ def _log_ratio(level: str, difference: Tensor, sequences: Sequences) -> Tensor:
     return sequences.sum(difference) if level == "sequence" else sequences.token_means(difference)
 
 
-def _fraction(condition: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the fraction of the mask where a condition holds; a mask of None is all True."""
+def _fraction(condition: Tensor, mask: Tensor | None, groups: Groups) -> Tensor:
+    """Return the fraction of the mask where a condition holds, over ranks; a mask of None is all True."""
     mask = torch.ones_like(condition) if mask is None else mask
-    return (condition & mask).sum(dtype=torch.float32) / mask.sum().clamp(min=1)
+    return sum_over(groups, (condition & mask).sum(dtype=torch.float32)) / sum_over(groups, mask.sum()).clamp(min=1)

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from llmk.losses._batch import Head, check_denominator, check_per_token, make_sequences, mean_over_tokens, scaled
 from llmk.losses._policy import policy_terms, token_denominator
+from llmk.losses._ranks import make_ranks
 from llmk.ops.linear_loss.fused_linear_ce import fused_linear_ce
 from llmk.ops.linear_loss.objectives.policy import PolicyOptions
 from llmk.registry import check_finite, check_not_negative
@@ -18,6 +20,7 @@ def sft(
     token_weights: Tensor | None = None, entropy_coef: float = 0.0, num_items_in_batch: Tensor | float | None = None,
     linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0,
     ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0, logits_dtype: torch.dtype | None = None,
+    group: Any = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """The negative log-likelihood of the targets, with a weight for each token and a term for the entropy:
 
@@ -32,6 +35,11 @@ def sft(
         num_items_in_batch: Denominator of the sum, a scalar; the tokens that count if None, whatever their weights.
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
+        group: The ranks that have other tokens of the batch, of the same sequences or of others: a
+            `torch.distributed.ProcessGroup`, its name or a DeviceMesh of one dimension. Every rank makes the call and
+            gets the loss and the metrics of the whole batch, and the gradients of that one loss with respect to its own
+            tensors; those of parameters have yet to be summed over the ranks. `num_items_in_batch` is the number of all
+            ranks.
 
     Returns:
         The loss, a float32 scalar, 0 over no token, and the metric "entropy".
@@ -47,7 +55,7 @@ def sft(
     """
     check_finite("entropy_coef", entropy_coef)
     check_denominator("num_items_in_batch", num_items_in_batch)
-    sequences = make_sequences(input, linear_weight, target, ignore_index, None)
+    sequences = make_sequences(input, linear_weight, target, ignore_index, None, ranks=make_ranks(group))
     if token_weights is not None:
         check_per_token("token_weights", token_weights, target)
     head = Head(
@@ -75,7 +83,7 @@ def dft(
     input: Tensor, linear_weight: Tensor, target: Tensor, *,
     num_items_in_batch: Tensor | float | None = None, linear_bias: Tensor | None = None, temperature: float = 1.0,
     logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False,
-    chunk_size: int = 0, logits_dtype: torch.dtype | None = None,
+    chunk_size: int = 0, logits_dtype: torch.dtype | None = None, group: Any = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Dynamic fine-tuning: the mean over the tokens that count of -pi * log pi, with the first factor detached.
 
@@ -84,6 +92,7 @@ def dft(
         num_items_in_batch: Denominator, a scalar; the tokens that count if None.
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
+        group: As in `sft`.
 
     Returns:
         The loss, a float32 scalar, 0 over no token, and the metric "entropy".
@@ -98,7 +107,7 @@ def dft(
     with `loss_type="dft"`.
     """
     check_denominator("num_items_in_batch", num_items_in_batch)
-    sequences = make_sequences(input, linear_weight, target, ignore_index, None)
+    sequences = make_sequences(input, linear_weight, target, ignore_index, None, ranks=make_ranks(group))
     head = Head(
         linear_weight,
         linear_bias,
@@ -122,7 +131,7 @@ def multi_token(
     num_items_in_batch: Tensor | float | Sequence[Tensor | float] | None = None,
     head_weights: Sequence[float] | None = None, label_smoothing: float = 0.0, z_loss: float = 0.0,
     linear_bias: Tensor | None = None, logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100,
-    chunk_size: int = 0, logits_dtype: torch.dtype | None = None,
+    chunk_size: int = 0, logits_dtype: torch.dtype | None = None, group: Any = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Cross entropy of several heads, each with its own hidden states, as in multi-token prediction.
 
@@ -138,6 +147,7 @@ def multi_token(
         logit_scale: Factor of the logits, before the cap.
         label_smoothing, z_loss, linear_bias, softcap, ignore_index, chunk_size: As in
             `llmk.functional.fused_linear_ce`.
+        group: As in `sft`.
 
     Returns:
         The loss, a float32 scalar, to which a head without a token adds 0, and the metrics "loss/head_0" and so on.
@@ -164,14 +174,18 @@ def multi_token(
     for value in num_items:
         check_denominator("num_items_in_batch", value)
     check_not_negative("z_loss", z_loss)
-    batches = [make_sequences(x, w, t, ignore_index, None) for x, w, t in zip(inputs, weights, targets, strict=True)]
+    ranks = make_ranks(group)
+    batches = [
+        make_sequences(x, w, t, ignore_index, None, ranks=ranks)
+        for x, w, t in zip(inputs, weights, targets, strict=True)
+    ]
     scaled_inputs = [scaled(logit_scale, x, linear_bias) for x in inputs]
     losses = [
-        fused_linear_ce(
+        sequences.total(fused_linear_ce(
             x, w, t, linear_bias=bias, ignore_index=ignore_index, reduction="sum",
             label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss, chunk_size=chunk_size,
             logits_dtype=logits_dtype,
-        )
+        ))
         / token_denominator(items, sequences)
         for (x, bias), w, t, sequences, items in zip(scaled_inputs, weights, targets, batches, num_items, strict=True)
     ]  # fmt: skip
