@@ -22,7 +22,7 @@ from llmk.ops.linear_loss.chunked._linear import (
     scaled,
 )
 from llmk.ops.linear_loss.chunked._plan import Plan, Sizes, kept_rows
-from llmk.ops.linear_loss.chunked._vocab_shard import VocabShard
+from llmk.ops.linear_loss.chunked._vocab_shard import VocabShard, VocabSlice, given_shard, vocab_slice
 
 __all__ = [
     "DIFFERENTIABLE",
@@ -34,16 +34,19 @@ __all__ = [
     "Plan",
     "Sizes",
     "VocabShard",
+    "VocabSlice",
     "check_chunk_size",
     "check_temperature",
     "checked_linear",
     "fake_gradients",
     "float16_scale",
+    "given_shard",
     "kept_rows",
     "largest",
     "local_fields",
     "product_flops",
     "recomputing_op",
     "scaled",
+    "vocab_slice",
     "wants_float32",
 ]

@@ -187,9 +187,21 @@ class LinearCall:
         fields |= zip(DIFFERENTIABLE, checked_linear(*(fields[name] for name in DIFFERENTIABLE)), strict=True)
         fields["float32_logits"] = wants_float32(fields.pop("logits_dtype"), fields["input"])
         call = cls(**fields)
-        if call.num_classes == 0:  # a rank may have none, not all of them
-            raise ValueError(f"linear_weight: expected at least one class, got shape {tuple(call.linear_weight.shape)}")
+        call.check_classes()
         return call
+
+    def check_classes(self) -> None:
+        """Check that there are classes, among them those of this rank."""
+        first, own, num_classes = self.first_class, self.linear_weight.shape[0], self.num_classes
+        if first < 0:
+            raise ValueError(f"vocab_start: expected a class, 0 or more, got {first}")
+        if first + own > num_classes:
+            raise ValueError(
+                f"num_classes: expected at least vocab_start {first} and the {own} classes of linear_weight, "
+                f"got {num_classes}"
+            )
+        if num_classes == 0:  # a rank may have none, not all of them
+            raise ValueError(f"linear_weight: expected at least one class, got shape {tuple(self.linear_weight.shape)}")
 
 
 def dx_dtype(dtype: torch.dtype, shard: VocabShard | None) -> torch.dtype:

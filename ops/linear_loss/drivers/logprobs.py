@@ -465,8 +465,8 @@ def _grouped_forward(
     support, transform, parts = call.supports(), call.transform(gradients.linear, call.ignore_index), []
 
     def results(block: slice, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        statistics = impl.logprobs.statistics(logits, target[block], transform, rows_of(support, block))
-        parts.append(impl.logprobs.combine(statistics, target[block], transform))
+        rank = impl.logprobs.statistics(logits, target[block], transform, rows_of(support, block))
+        parts.append(impl.logprobs.combine(call.gather_ranks(rank), target[block], transform))
         return parts[-1]
 
     if not at_once:
@@ -478,10 +478,11 @@ def _grouped_forward(
         groups = slice(block.start // call.group_rows, block.stop // call.group_rows)
         grad, entropy_grad = call.terms(groups).gradients(logprobs.view(-1, *call.group))
         entropy_grad = None if entropy_grad is None else entropy_grad.reshape(-1)
-        impl.logprobs.gradients(
-            grad.reshape(-1, 1), entropy_grad, logits, target[block], stats, dlogits, transform,
-            rows_of(support, block),
-        )  # fmt: skip
+        if logits.shape[1] > 0:
+            impl.logprobs.gradients(
+                grad.reshape(-1, 1), entropy_grad, logits, target[block], stats, dlogits, transform,
+                rows_of(support, block),
+            )  # fmt: skip
     return concatenated(parts)
 
 
