@@ -14,9 +14,32 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from compile_tests.helpers.loss_references import (
+    batch,
+    cpo_reference,
+    dpo_reference,
+    kto_reference,
+    loss_op,
+    orpo_reference,
+    simpo_reference,
+)
+from compile_tests.helpers.policy_references import (
+    grpo_reference,
+    ppo_reference,
+    reinforce_reference,
+    rloo_reference,
+)
 from compile_tests.helpers.rank_slices import OwnRows, bounds
-from llmk import functional
-from llmk.functional import linear_logprobs, vocab_slice
+from compile_tests.helpers.supervised_references import (
+    dft_reference,
+    distill_reference,
+    distill_topk_reference,
+    multi_token_reference,
+    sft_reference,
+    two_heads,
+)
+from llmk import functional, losses
+from llmk.functional import VocabSlice, linear_logprobs, vocab_slice
 from llmk.opcheck.calls import call, require_accurate
 from llmk.registry import OPS, Op, Sample
 
@@ -43,8 +66,13 @@ def own_rows(name: str, value: Any, rank: int, world: int, slicing: str) -> Any:
     return OwnRows.apply(value, *bounds(slicing, rank, world, value.shape[0]))
 
 
-def in_slices(op: Op, fn: Callable[..., Any], slicing: str) -> Callable[..., Any]:
-    """Return the operator of whole weights, which calls `fn` with this rank's rows and compares the ranks' results."""
+def in_slices(
+    op: Op, fn: Callable[..., Any], slicing: str, arguments: Callable[[VocabSlice], dict[str, Any]]
+) -> Callable[..., Any]:
+    """Return the operator of whole weights, which calls `fn` with this rank's rows and compares the ranks' results.
+
+    `arguments` makes of a slice what `fn` takes for it.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
 
     def sliced(*args: Any, **kwargs: Any) -> Any:
@@ -53,7 +81,8 @@ def in_slices(op: Op, fn: Callable[..., Any], slicing: str) -> Callable[..., Any
         start, stop = bounds(slicing, rank, world, V)
         own = {name: own_rows(name, value, rank, world, slicing) for name, value in given.items()}
         assert own["linear_weight"].shape[0] == stop - start
-        results = fn(**own, **vocab_slice(own["linear_weight"], group(), vocab_start=start, num_classes=V))
+        own_slice = vocab_slice(own["linear_weight"], group(), vocab_start=start, num_classes=V)
+        results = fn(**own, **arguments(own_slice))
         for result in results if isinstance(results, tuple) else (results,):
             everywhere = [torch.empty_like(result) for _ in range(world)]
             dist.all_gather(everywhere, result.detach().contiguous())
@@ -69,10 +98,65 @@ def small(samples: Iterator[Sample]) -> list[Sample]:
 
 
 def operator(name: str, dtype: torch.dtype, slicing: str, step: int = 1) -> None:
-    """Make every sample's call, or that of every so-manieth."""
+    """The calls of every `step`th sample."""
     op = OPS[name]
     for sample in small(iter(op.samples(here(), dtype)))[::step]:
-        require_accurate(op, sample, call(op, sample, fn=in_slices(op, op.overload, slicing)))
+        require_accurate(op, sample, call(op, sample, fn=in_slices(op, op.overload, slicing, lambda own: {**own})))
+
+
+def loss_calls(V: int) -> Iterator[tuple[Op, Sample]]:
+    """Yield a call of each loss, and one where its gradients are made in another way."""
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, device=here())
+
+    x, weight, target = batch([3, 4, 2, 5], here(), V=V)
+    (B, S), args = target.shape, (x, weight, target)
+    support = torch.cat((target.unsqueeze(-1).flip(1), target.unsqueeze(-1), torch.full_like(target, 3)[..., None]), -1)
+    reference = {"ref_input": randn(B, S, 5), "ref_linear_weight": randn(V, 5)}
+    dpo = loss_op(losses.dpo, dpo_reference)
+    yield dpo, Sample(args, {**reference, "ld_alpha": 0.5, "linear_bias": randn(V)}, why="pairs in the forward pass")
+    yield dpo, Sample(args, {**reference, "loss_type": "aot"}, why="pairs in the backward pass")
+    yield dpo, Sample(args, {"ref_logps": randn(B), "use_weighting": True}, why="weights of all classes")
+    yield loss_op(losses.cpo, cpo_reference), Sample(args, why="")
+    yield loss_op(losses.simpo, simpo_reference), Sample(args, why="")
+    yield loss_op(losses.orpo, orpo_reference), Sample(args, why="")
+    label = {"label": randn(B) > 0, "ref_logps": randn(B)}
+    yield loss_op(losses.kto, kto_reference), Sample(args, label, why="")
+    grpo, old = loss_op(losses.grpo, grpo_reference), {"old_per_token_logps": randn(B, S) - 3}
+    yield grpo, Sample((*args, randn(B)), {**old, "entropy_coef": 0.1, "epsilon_high": 30.0}, why="tokens")
+    yield grpo, Sample((*args, randn(B)), {**old, "support": support}, why="supports across ranks")
+    sequence = {**old, "importance_sampling_level": "sequence", "loss_type": "grpo", "epsilon_high": 30.0}
+    yield grpo, Sample((*args, randn(B)), {**sequence, "chunk_size": 4}, why="sequences, logits made twice")
+    yield loss_op(losses.reinforce, reinforce_reference), Sample((*args, randn(B)), why="")
+    rloo = {"old_logps": randn(B) - 18, "epsilon_high": 1e9}
+    yield loss_op(losses.rloo, rloo_reference), Sample((*args, randn(B)), rloo, why="")
+    values = {name: randn(B, S) for name in ("values", "old_values", "returns")}
+    yield loss_op(losses.ppo, ppo_reference), Sample((*args, randn(B, S)), {**values, **old, "cliprange": 30.0}, why="")
+    yield loss_op(losses.sft, sft_reference), Sample(args, {"entropy_coef": 0.1}, why="")
+    yield loss_op(losses.dft, dft_reference), Sample(args, why="")
+    teacher = randn(B, S, 5), randn(V, 5)
+    distill = loss_op(losses.distill, distill_reference)
+    yield distill, Sample((*args, *teacher), {"ce_weight": 0.3}, why="with a cross entropy")
+    top = randn(B, S, V).log_softmax(-1).topk(3)
+    topk = loss_op(losses.distill_topk, distill_topk_reference)
+    yield topk, Sample((*args, top.indices, top.values), {"ce_weight": 0.3}, why="a cross entropy of its own")
+    heads = {"head_weights": [1.0, 0.3], "z_loss": 1e-2}
+    yield (
+        loss_op(two_heads, multi_token_reference),
+        Sample((x, randn(*x.shape), weight, target), heads, why="two heads"),
+    )
+
+
+def every_loss(slicing: str) -> None:
+    """Slices that are equal are found of the group, others are given."""
+    V = 18 * dist.get_world_size() if slicing == "equal" else 37
+    for op, sample in loss_calls(V):
+        if slicing == "equal":
+            fn = in_slices(op, op.overload, "shards", lambda own: {"vocab_group": group()})
+        else:
+            fn = in_slices(op, op.overload, slicing, lambda own: {"vocab_group": own})
+        require_accurate(op, sample, call(op, sample, fn=fn))
 
 
 def every_operator(x: Tensor, own: Tensor, target: Tensor, support: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,21 +175,29 @@ def every_operator(x: Tensor, own: Tensor, target: Tensor, support: Tensor) -> t
     return torch.stack([policy, preference, divergence, both, *(each.sum() for each in sums)]).sum(), indices
 
 
-def one_graph(backend: str) -> None:
-    """Compiled, every operator has the results and gradients of eager mode, also for a name and other sizes."""
+def several_losses(x: Tensor, own: Tensor, target: Tensor, support: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of two losses, which their operators make in the forward pass, and a metric; the group is named."""
+    name, advantages = group().group_name, torch.ones_like(x[:, 0, 0])
+    grpo, metrics = losses.grpo(x, own, target, advantages, support=support, vocab_group=name)
+    simpo, _ = losses.simpo(x, own, target, vocab_group=name)
+    return grpo + simpo, metrics["outside_support"]
+
+
+def one_graph(fn: Callable[..., tuple[Tensor, Tensor]], backend: str, *sizes: int) -> None:
+    """Compiled, a function has the results and gradients of eager mode, for sequences of each of the sizes."""
     torch._dynamo.reset()
     rank, world = dist.get_rank(), dist.get_world_size()
-    compiled = torch.compile(every_operator, fullgraph=True, backend=backend)
-    for S in (3, 5):
+    compiled = torch.compile(fn, fullgraph=True, backend=backend)
+    for S in sizes:
         x, whole = torch.randn(2, S, 8, device=here()), torch.randn(4 * world, 8, device=here())
         target = torch.randint(0, 4 * world, (2, S), device=here())
         support = torch.cat((target.unsqueeze(-1), target.unsqueeze(-1).flip(1)), -1)
         found = []
-        for fn in (every_operator, compiled):
+        for each in (fn, compiled):
             own = whole[4 * rank : 4 * rank + 4].clone().requires_grad_()
             hidden = x.clone().requires_grad_()
-            loss, indices = fn(hidden, own, target, support)
-            found.append((loss, indices, *torch.autograd.grad(loss, (hidden, own))))
+            loss, other = each(hidden, own, target, support)
+            found.append((loss, other, *torch.autograd.grad(loss, (hidden, own))))
         torch.testing.assert_close(found[1], found[0])
 
 
@@ -134,7 +226,9 @@ def what_is_exchanged() -> None:
             teacher = (2 * x, own.clone()) if "jsd" in name else ()
             args: tuple[Any, ...] = (*teacher, target) if name != "fused_linear_jsd" else teacher
             wanted = x.clone().requires_grad_(), own.clone().requires_grad_()
-            collectives: dict[str, Any] = {each: noting(each, sent) for each in ("all_gather_into_tensor", "all_reduce")}
+            collectives: dict[str, Any] = {
+                each: noting(each, sent) for each in ("all_gather_into_tensor", "all_reduce")
+            }
             with mock.patch.multiple(torch.ops._c10d_functional, **collectives):
                 result = OPS[name].overload(*wanted, *args, chunk_size=6, **vocab_slice(own, group()))
                 assert {each for each, _ in sent} == {"all_gather_into_tensor"}
@@ -149,7 +243,6 @@ def slices_of_a_group() -> None:
     own = torch.randn(4, 8, device=here())
     for each in (group(), name):
         assert vocab_slice(own, each) == {"vocab_start": 4 * rank, "num_classes": 4 * world, "group_name": name}
-    assert vocab_slice(own, None) == {"vocab_start": 0, "num_classes": 0, "group_name": ""}
     with pytest.raises(ValueError, match=r"num_classes: expected a number with vocab_start, got None"):
         vocab_slice(own, name, vocab_start=3)
     with pytest.raises(ValueError, match=r"vocab_group: expected the name of a process group of this process, got 'x'"):

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmk.losses._batch import Head, Sequences, check_between, check_positive, make_sequences, masked_mean
+from llmk.losses._batch import Head, Sequences, VocabGroup, check_between, check_positive, make_sequences, masked_mean
 from llmk.losses._pairs import (
     check_pair_denominators,
     chosen_nll,
@@ -24,6 +24,7 @@ def cpo(
     logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False,
     chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None, sequence_ids: Tensor | None = None, num_sequences: int | None = None,
+    vocab_group: VocabGroup = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Contrastive preference optimization: DPO without a reference, and the likelihood of the chosen completions.
 
@@ -44,6 +45,7 @@ def cpo(
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
         sequence_ids, num_sequences: As in `dpo`.
+        vocab_group: As in `dpo`.
 
     Returns:
         The loss, a float32 scalar, and metrics under TRL's names.
@@ -76,6 +78,7 @@ def cpo(
         skip_ignored,
         chunk_size,
         logits_dtype,
+        vocab_group,
     )
     options = LossOptions(beta, label_smoothing, simpo_gamma if loss_type == "simpo" else 0.0)
     name, num_items = "cpo" if loss_type == "sigmoid" else loss_type, (num_items_in_batch, num_chosen_tokens_in_batch)
@@ -122,6 +125,7 @@ def simpo(
     skip_ignored: bool = False, chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None, sequence_ids: Tensor | None = None,
     num_sequences: int | None = None,
+    vocab_group: VocabGroup = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Simple preference optimization, with means over a completion's tokens and a margin:
 
@@ -136,6 +140,7 @@ def simpo(
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
         sequence_ids, num_sequences: As in `dpo`.
+        vocab_group: As in `dpo`.
 
     Returns:
         The loss, a float32 scalar, and the metrics of `cpo`. The mean over an empty completion is 0.
@@ -155,7 +160,7 @@ def simpo(
         softcap=softcap, num_items_in_batch=num_items_in_batch,
         ignore_index=ignore_index, skip_ignored=skip_ignored, chunk_size=chunk_size,
         logits_dtype=logits_dtype, sequence_ids=sequence_ids,
-        num_sequences=num_sequences,
+        num_sequences=num_sequences, vocab_group=vocab_group,
     )  # fmt: skip
 
 
@@ -166,6 +171,7 @@ def orpo(
     softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None,
     sequence_ids: Tensor | None = None, num_sequences: int | None = None,
+    vocab_group: VocabGroup = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Odds ratio preference optimization: supervised training on the chosen, and odds against the rejected.
 
@@ -180,6 +186,7 @@ def orpo(
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
         sequence_ids, num_sequences: As in `dpo`.
+        vocab_group: As in `dpo`.
 
     Returns:
         The loss, a float32 scalar, and metrics under TRL's names. A completion of probability 1, an empty one among
@@ -207,6 +214,7 @@ def orpo(
         skip_ignored,
         chunk_size,
         logits_dtype,
+        vocab_group,
     )
     exists, options = sequences.exists(in_pairs=True), LossOptions()
     num_items = num_items_in_batch, num_chosen_tokens_in_batch

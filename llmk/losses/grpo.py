@@ -8,6 +8,7 @@ from torch import Tensor
 from llmk.losses._batch import (
     Head,
     Sequences,
+    VocabGroup,
     check_between,
     check_per_sequence,
     check_per_token,
@@ -59,6 +60,7 @@ def grpo(
     ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None, sequence_ids: Tensor | None = None,
     num_sequences: int | None = None, support: Tensor | None = None,
+    vocab_group: VocabGroup = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Group relative policy optimization: with ratio = pi / pi_old and A the advantage, the loss of a token is
 
@@ -138,6 +140,7 @@ def grpo(
         support: The classes `[B, S, L]` that a sampler kept, which cut by top-k or top-p, as in
             `llmk.functional.linear_logprobs`: log-probabilities and entropies are over these alone, and those that are
             given have to be too. A token whose target is not among them does not count.
+        vocab_group: As in `dpo`.
 
     Returns:
         The loss, a float32 scalar, 0 over no token, and metrics under TRL's names; with `support` besides
@@ -180,7 +183,7 @@ def grpo(
         check_above_one("clip_ratio_c", clip_ratio_c)
     advantages = without_last_axis(advantages)
     count = resolve_num_sequences(num_sequences, "advantages", advantages)
-    target, replay = without_unsupported(input, linear_weight, target, support, ignore_index)
+    target, replay = without_unsupported(input, linear_weight, target, support, ignore_index, vocab_group)
     sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count)
     check_advantages(advantages, sequences)
     for name, value in (
@@ -208,6 +211,7 @@ def grpo(
         skip_ignored,
         chunk_size,
         logits_dtype,
+        vocab_group,
     )
     high = epsilon if epsilon_high is None else epsilon_high
     level = "sequence" if loss_type == "gmpo" else importance_sampling_level

@@ -7,6 +7,7 @@ from llmk.losses._batch import (
     INTEGERS,
     NUMBERS,
     Head,
+    VocabGroup,
     at_least_one,
     check_denominator,
     check_per_sequence,
@@ -32,6 +33,7 @@ def kto(
     linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0,
     ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None, sequence_ids: Tensor | None = None,
+    vocab_group: VocabGroup = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Kahneman-Tversky optimization: the mean over sequences, with r = log pi / ref of a completion's tokens, of
 
@@ -52,6 +54,7 @@ def kto(
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
         sequence_ids: `[1, T]`, for a packed batch `[1, T, H]`: each token's sequence as an index into `label`.
+        vocab_group: As in `dpo`.
 
     Returns:
         The loss, a float32 scalar, and metrics under TRL's names, each NaN where there is none of its kind.
@@ -87,6 +90,7 @@ def kto(
         skip_ignored,
         chunk_size,
         logits_dtype,
+        vocab_group,
     )
     if ref_logps is None:
         assert ref_input is not None

@@ -6,9 +6,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from llmk.losses._batch import Head, check_denominator, check_per_token, make_sequences, mean_over_tokens, scaled
+from llmk.losses._batch import (
+    Head,
+    VocabGroup,
+    check_denominator,
+    check_per_token,
+    cross_entropy_sum,
+    make_sequences,
+    mean_over_tokens,
+    scaled,
+)
 from llmk.losses._policy import policy_terms, token_denominator
-from llmk.ops.linear_loss.fused_linear_ce import fused_linear_ce
 from llmk.ops.linear_loss.objectives.policy import PolicyOptions
 from llmk.registry import check_finite, check_not_negative
 
@@ -18,6 +26,7 @@ def sft(
     token_weights: Tensor | None = None, entropy_coef: float = 0.0, num_items_in_batch: Tensor | float | None = None,
     linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0,
     ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0, logits_dtype: torch.dtype | None = None,
+    vocab_group: VocabGroup = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """The negative log-likelihood of the targets, with a weight for each token and a term for the entropy:
 
@@ -32,6 +41,7 @@ def sft(
         num_items_in_batch: Denominator of the sum, a scalar; the tokens that count if None, whatever their weights.
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
+        vocab_group: As in `dpo`.
 
     Returns:
         The loss, a float32 scalar, 0 over no token, and the metric "entropy".
@@ -60,6 +70,7 @@ def sft(
         skip_ignored,
         chunk_size,
         logits_dtype,
+        vocab_group,
     )
     mask = sequences.mask.float()
     per_token = mask if token_weights is None else torch.where(sequences.mask, token_weights.detach().float(), 0.0)
@@ -76,6 +87,7 @@ def dft(
     num_items_in_batch: Tensor | float | None = None, linear_bias: Tensor | None = None, temperature: float = 1.0,
     logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False,
     chunk_size: int = 0, logits_dtype: torch.dtype | None = None,
+    vocab_group: VocabGroup = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Dynamic fine-tuning: the mean over the tokens that count of -pi * log pi, with the first factor detached.
 
@@ -84,6 +96,7 @@ def dft(
         num_items_in_batch: Denominator, a scalar; the tokens that count if None.
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
+        vocab_group: As in `dpo`.
 
     Returns:
         The loss, a float32 scalar, 0 over no token, and the metric "entropy".
@@ -109,6 +122,7 @@ def dft(
         skip_ignored,
         chunk_size,
         logits_dtype,
+        vocab_group,
     )
     mask = sequences.mask.float()
     weight = mask / token_denominator(num_items_in_batch, sequences)
@@ -123,6 +137,7 @@ def multi_token(
     head_weights: Sequence[float] | None = None, label_smoothing: float = 0.0, z_loss: float = 0.0,
     linear_bias: Tensor | None = None, logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100,
     chunk_size: int = 0, logits_dtype: torch.dtype | None = None,
+    vocab_group: VocabGroup = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Cross entropy of several heads, each with its own hidden states, as in multi-token prediction.
 
@@ -138,6 +153,7 @@ def multi_token(
         logit_scale: Factor of the logits, before the cap.
         label_smoothing, z_loss, linear_bias, softcap, ignore_index, chunk_size: As in
             `llmk.functional.fused_linear_ce`.
+        vocab_group: As in `dpo`.
 
     Returns:
         The loss, a float32 scalar, to which a head without a token adds 0, and the metrics "loss/head_0" and so on.
@@ -167,8 +183,8 @@ def multi_token(
     batches = [make_sequences(x, w, t, ignore_index, None) for x, w, t in zip(inputs, weights, targets, strict=True)]
     scaled_inputs = [scaled(logit_scale, x, linear_bias) for x in inputs]
     losses = [
-        fused_linear_ce(
-            x, w, t, linear_bias=bias, ignore_index=ignore_index, reduction="sum",
+        cross_entropy_sum(
+            x, w, t, vocab_group, linear_bias=bias, ignore_index=ignore_index,
             label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss, chunk_size=chunk_size,
             logits_dtype=logits_dtype,
         )

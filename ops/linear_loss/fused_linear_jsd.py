@@ -25,7 +25,6 @@ from torch import Tensor
 
 from llmk.ops.common.math import cap_reference
 from llmk.ops.linear_loss._records import Make, linear_cost, linear_reference, one_rank
-from llmk.ops.linear_loss.chunked import given_shard
 from llmk.ops.linear_loss.drivers.distillation import DistillationOps
 from llmk.ops.loss.jsd import jsd_terms
 from llmk.registry import Cost, Sample, public_op
@@ -217,6 +216,8 @@ def fused_linear_jsd(
         logits_dtype=logits_dtype,
         chunk_size=chunk_size,
         ce_weight=0.0,
-        shard=given_shard(vocab_start, num_classes, group_name, input, linear_weight),
+        vocab_start=vocab_start,
+        num_classes=num_classes,
+        group_name=group_name,
     )
     return loss

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from llmk.ops.common.math import cap_reference
 from llmk.ops.linear_loss._records import Make, linear_reference, one_rank
-from llmk.ops.linear_loss.chunked import given_shard
 from llmk.ops.linear_loss.drivers.distillation import DistillationOps
 from llmk.ops.linear_loss.fused_linear_jsd import fused_linear_jsd_cost, fused_linear_jsd_reference
 from llmk.registry import LARGEST, Cost, Sample, check_number, public_op
@@ -186,6 +185,8 @@ def fused_linear_jsd_ce(
         logits_dtype=logits_dtype,
         chunk_size=chunk_size,
         ce_weight=ce_weight,
-        shard=given_shard(vocab_start, num_classes, group_name, input, linear_weight),
+        vocab_start=vocab_start,
+        num_classes=num_classes,
+        group_name=group_name,
     )
     return loss, divergence, nll

@@ -31,7 +31,6 @@ from torch import Tensor
 
 from llmk.ops.common.scaling import scale_op
 from llmk.ops.linear_loss._records import Make, linear_cost, one_rank
-from llmk.ops.linear_loss.chunked import given_shard
 from llmk.ops.linear_loss.drivers.logprobs import GroupsCall, groups_op
 from llmk.ops.linear_loss.linear_logprobs import linear_logprobs_reference
 from llmk.ops.linear_loss.objectives.preference import (
@@ -301,7 +300,9 @@ def fused_linear_preference(
         skip_ignored=skip_ignored,
         logits_dtype=logits_dtype,
         chunk_size=chunk_size,
-        shard=given_shard(vocab_start, num_classes, group_name, input, linear_weight),
+        vocab_start=vocab_start,
+        num_classes=num_classes,
+        group_name=group_name,
         ref_logps=ref_logps,
         token_weight=token_weight,
         nll_weight=nll_weight,

@@ -42,7 +42,6 @@ from llmk.ops.linear_loss._records import (
     token_workload,
     token_workloads,
 )
-from llmk.ops.linear_loss.chunked import given_shard
 from llmk.ops.linear_loss.drivers.logprobs import LogprobsOps
 from llmk.registry import Cost, Sample, public_op
 
@@ -246,5 +245,7 @@ def linear_logprobs(
         skip_ignored=skip_ignored,
         logits_dtype=logits_dtype,
         chunk_size=chunk_size,
-        shard=given_shard(vocab_start, num_classes, group_name, input, linear_weight),
+        vocab_start=vocab_start,
+        num_classes=num_classes,
+        group_name=group_name,
     )

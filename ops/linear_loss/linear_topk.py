@@ -25,7 +25,6 @@ from torch import Tensor
 
 from llmk.ops.common.math import cap_reference
 from llmk.ops.linear_loss._records import Make, kept_tokens, linear_cost, linear_plan, linear_reference, one_rank
-from llmk.ops.linear_loss.chunked import given_shard
 from llmk.ops.linear_loss.drivers.logprobs import TopkOps
 from llmk.registry import Cost, Sample, public_op
 
@@ -167,5 +166,7 @@ def linear_topk(
         skip_ignored=False,
         logits_dtype=None,
         chunk_size=chunk_size,
-        shard=given_shard(vocab_start, num_classes, group_name, input, linear_weight),
+        vocab_start=vocab_start,
+        num_classes=num_classes,
+        group_name=group_name,
     )

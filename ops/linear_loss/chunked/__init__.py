@@ -8,10 +8,12 @@ from llmk.ops.linear_loss.chunked._call import (
     check_temperature,
     checked_linear,
     fake_gradients,
+    given_shard,
     local_fields,
     product_flops,
     recomputing_op,
     wants_float32,
+    with_shard,
 )
 from llmk.ops.linear_loss.chunked._linear import (
     ChunkedLinear,
@@ -22,7 +24,7 @@ from llmk.ops.linear_loss.chunked._linear import (
     scaled,
 )
 from llmk.ops.linear_loss.chunked._plan import Plan, Sizes, kept_rows
-from llmk.ops.linear_loss.chunked._vocab_shard import VocabShard, VocabSlice, given_shard, vocab_slice
+from llmk.ops.linear_loss.chunked._vocab_shard import VocabShard, VocabSlice, vocab_slice
 
 __all__ = [
     "DIFFERENTIABLE",
@@ -49,4 +51,5 @@ __all__ = [
     "scaled",
     "vocab_slice",
     "wants_float32",
+    "with_shard",
 ]

@@ -54,24 +54,8 @@ NOT_SHARDED = VocabShard(first_class=0, num_classes=0, group_name="", dx_group_n
 """The arguments of a kernel op for a shard of None: the weight has all classes."""
 
 
-def given_shard(
-    vocab_start: int, num_classes: int, group_name: str, input: Tensor, linear_weight: Tensor
-) -> VocabShard | None:
-    """Return the shard that an operator's arguments say; None where no group is named."""
-    if not group_name:
-        if (vocab_start, num_classes) in ((0, 0), (0, *linear_weight.shape[:1])):
-            return None
-        raise ValueError(
-            f"group_name: expected one for the classes that are not among the {linear_weight.shape[0]} of "
-            f"linear_weight, with vocab_start {vocab_start} and num_classes {num_classes}, got ''"
-        )
-    if is_sharded(input, linear_weight):
-        raise ValueError(f"group_name: expected '' for DTensors, which say who has which classes, got {group_name!r}")
-    _resolved("group_name", group_name)
-    return VocabShard(vocab_start, num_classes, group_name, dx_group_name=group_name)
-
-
-def _resolved(argument: str, name: str) -> "ProcessGroup":
+def resolve_group(argument: str, name: str) -> "ProcessGroup":
+    """Return the process group of this name, which the `argument` has."""
     try:
         return group_named(name)
     except RuntimeError:
@@ -88,7 +72,7 @@ class VocabSlice(TypedDict):
 
 def vocab_slice(
     linear_weight: Tensor,
-    vocab_group: "ProcessGroup | str | None",
+    vocab_group: "ProcessGroup | str",
     *,
     vocab_start: int | None = None,
     num_classes: int | None = None,
@@ -99,24 +83,22 @@ def vocab_slice(
 
     Args:
         linear_weight: `[V, H]`, this rank's rows of the weight, in a plain tensor.
-        vocab_group: The process group whose ranks have all classes together, or its `group_name`; None for a weight
-            that has them all.
+        vocab_group: The process group whose ranks have all classes together, or its `group_name`.
         vocab_start: The class of the first row of `linear_weight`. If None, the ranks have equally many, in their
             order.
         num_classes: Number of classes of all ranks together; given with `vocab_start`.
 
     Raises:
         TypeError: `vocab_group` is neither a process group nor a name.
-        ValueError: There is no group of that name, or one of `vocab_start` and `num_classes` is missing.
+        ValueError: There is no group of that name, one of `vocab_start` and `num_classes` is missing, or the weight is
+            a DTensor.
     """
-    if vocab_group is None:
-        rank, size, name = 0, 0, ""
-    else:
-        rank, size, name = _rank_size_and_name(vocab_group)
+    if is_sharded(linear_weight):
+        raise ValueError("vocab_group: expected None for a DTensor, which says who has which classes")
     if (vocab_start is None) != (num_classes is None):
         missing, other = ("vocab_start", "num_classes") if vocab_start is None else ("num_classes", "vocab_start")
         raise ValueError(f"{missing}: expected a number with {other}, got None")
-    own = linear_weight.shape[0]
+    own, (rank, size, name) = linear_weight.shape[0], _rank_size_and_name(vocab_group)
     return VocabSlice(
         vocab_start=rank * own if vocab_start is None else vocab_start,
         num_classes=size * own if num_classes is None else num_classes,
@@ -128,7 +110,7 @@ def vocab_slice(
 def _rank_size_and_name(group: "ProcessGroup | str") -> tuple[int, int, str]:
     """Return this rank in the group, its size and its name."""
     if isinstance(group, str):
-        group = _resolved("vocab_group", group)
+        group = resolve_group("vocab_group", group)
     elif not isinstance(group, torch.distributed.ProcessGroup):
         kind = type(group).__name__
         raise TypeError(f"vocab_group: expected a torch.distributed.ProcessGroup or its name, got {kind}")

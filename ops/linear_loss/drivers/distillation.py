@@ -23,6 +23,7 @@ from llmk.ops.linear_loss.chunked import (
     local_fields,
     scaled,
     wants_float32,
+    with_shard,
 )
 from llmk.ops.linear_loss.kernels import CrossEntropyTerm, Implementation, LogitTransform, Softmaxes
 from llmk.ops.loss.divergence_math import Mixture
@@ -265,7 +266,8 @@ class DistillationOps:
         return self.forward.op, self.scale
 
     def __call__(self, **fields: Any) -> tuple[Tensor, ...]:
-        """Return the loss, and with a `ce_weight` its terms, from a call's fields."""
+        """Return the loss, and with a `ce_weight` its terms, from a call's fields, and who has which classes."""
+        fields = with_shard(**fields)
         classes = fields["linear_weight"].shape[:1], fields["teacher_linear_weight"].shape[:1]
         if not self.splits:
             return self.forward(_checked_call(classes, **fields), False)[:3]
