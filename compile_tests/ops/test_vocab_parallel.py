@@ -310,7 +310,7 @@ for name in ("linear_logprobs", "linear_topk", "fused_linear_jsd", "fused_linear
     case(of_one_operator, name, None, only=2)
     case(of_one_operator, name, Shard(0))
 for name in slices.OPERATORS:
-    case(on_every_rank, slices.operator, name, torch.float32, "uneven", only=2)
+    case(on_every_rank, slices.operator, name, torch.float32, "shards", only=2)
     case(on_every_rank, slices.operator, name, torch.float32, "uneven", 3, only=4)
 for name in ("fused_linear_policy", "fused_linear_jsd_ce"):
     case(on_every_rank, slices.operator, name, torch.bfloat16, "shards", only=2)
@@ -319,7 +319,7 @@ for check in (slices.slices_of_a_group, slices.wrong_slices, slices.what_is_exch
     case(on_every_rank, check)
 case(on_every_rank, slices.one_graph, slices.every_operator, "aot_eager", 3, 5, only=2)
 case(on_every_rank, slices.one_graph, slices.several_losses, "aot_eager", 3, only=2)
-case(on_every_rank, slices.every_loss, "uneven")
+case(on_every_rank, slices.every_loss, "uneven", only=4)
 case(on_every_rank, slices.every_loss, "equal", only=2)
 case(dtensors, Shard(1), torch.float32, True, only=4)
 case(compiled_dtensors, None, "inductor", only=2)
