@@ -148,10 +148,10 @@ def loss_calls(V: int) -> Iterator[tuple[Op, Sample]]:
     )
 
 
-def every_loss(slicing: str) -> None:
-    """Slices that are equal are found of the group, others are given."""
+def every_loss(slicing: str, step: int = 1) -> None:
+    """The calls of every `step`th loss: slices that are equal are found of the group, others are given."""
     V = 18 * dist.get_world_size() if slicing == "equal" else 37
-    for op, sample in loss_calls(V):
+    for op, sample in list(loss_calls(V))[::step]:
         if slicing == "equal":
             fn = in_slices(op, op.overload, "shards", lambda own: {"vocab_group": group()})
         else:
@@ -160,14 +160,12 @@ def every_loss(slicing: str) -> None:
 
 
 def every_operator(x: Tensor, own: Tensor, target: Tensor, support: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of a result of each operator, and the largest classes, of rows of a weight that are in equal slices."""
+    """The sum of a result of each operator, and the largest classes, with equal slices; a loss is given the name."""
     own_slice = vocab_slice(own, group())
-    three: dict[str, Any] = {**own_slice}
     logprobs, entropy = linear_logprobs(x, own, target, support=support, **own_slice)
     top, indices, logsumexp = functional.linear_topk(x, own, 3, **own_slice)
-    policy, *_ = functional.fused_linear_policy(
-        x, own, target, entropy_weight=0.1 * torch.ones_like(x[..., 0]), **three
-    )
+    name, advantages = group().group_name, torch.ones_like(x[:, 0, 0])
+    policy, _ = losses.grpo(x, own, target, advantages, support=support, entropy_coef=0.1, vocab_group=name)
     preference, *_ = functional.fused_linear_preference(x.unsqueeze(0), own, target.unsqueeze(0), **own_slice)
     divergence = functional.fused_linear_jsd(x, own, 2 * x.detach(), own.detach(), labels=target, **own_slice)
     both, *_ = functional.fused_linear_jsd_ce(x, own, x.detach().flip(0), own.detach(), target, **own_slice)
@@ -175,30 +173,21 @@ def every_operator(x: Tensor, own: Tensor, target: Tensor, support: Tensor) -> t
     return torch.stack([policy, preference, divergence, both, *(each.sum() for each in sums)]).sum(), indices
 
 
-def several_losses(x: Tensor, own: Tensor, target: Tensor, support: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of two losses, which their operators make in the forward pass, and a metric; the group is named."""
-    name, advantages = group().group_name, torch.ones_like(x[:, 0, 0])
-    grpo, metrics = losses.grpo(x, own, target, advantages, support=support, vocab_group=name)
-    simpo, _ = losses.simpo(x, own, target, vocab_group=name)
-    return grpo + simpo, metrics["outside_support"]
-
-
-def one_graph(fn: Callable[..., tuple[Tensor, Tensor]], backend: str, *sizes: int) -> None:
-    """Compiled, a function has the results and gradients of eager mode, for sequences of each of the sizes."""
+def one_graph(backend: str) -> None:
+    """Compiled, every operator has the results and gradients of eager mode."""
     torch._dynamo.reset()
     rank, world = dist.get_rank(), dist.get_world_size()
-    compiled = torch.compile(fn, fullgraph=True, backend=backend)
-    for S in sizes:
-        x, whole = torch.randn(2, S, 8, device=here()), torch.randn(4 * world, 8, device=here())
-        target = torch.randint(0, 4 * world, (2, S), device=here())
-        support = torch.cat((target.unsqueeze(-1), target.unsqueeze(-1).flip(1)), -1)
-        found = []
-        for each in (fn, compiled):
-            own = whole[4 * rank : 4 * rank + 4].clone().requires_grad_()
-            hidden = x.clone().requires_grad_()
-            loss, other = each(hidden, own, target, support)
-            found.append((loss, other, *torch.autograd.grad(loss, (hidden, own))))
-        torch.testing.assert_close(found[1], found[0])
+    compiled = torch.compile(every_operator, fullgraph=True, backend=backend)
+    x, whole = torch.randn(2, 3, 8, device=here()), torch.randn(4 * world, 8, device=here())
+    target = torch.randint(0, 4 * world, (2, 3), device=here())
+    support = torch.cat((target.unsqueeze(-1), target.unsqueeze(-1).flip(1)), -1)
+    found = []
+    for each in (every_operator, compiled):
+        own = whole[4 * rank : 4 * rank + 4].clone().requires_grad_()
+        hidden = x.clone().requires_grad_()
+        loss, other = each(hidden, own, target, support)
+        found.append((loss, other, *torch.autograd.grad(loss, (hidden, own))))
+    torch.testing.assert_close(found[1], found[0])
 
 
 SENT = {"linear_logprobs": 4, "fused_linear_policy": 4, "fused_linear_jsd": 8, "fused_linear_jsd_ce": 12}

@@ -317,9 +317,8 @@ for name in ("fused_linear_policy", "fused_linear_jsd_ce"):
     case(on_every_rank, slices.operator, name, torch.float16, "shards", only=2)
 for check in (slices.slices_of_a_group, slices.wrong_slices, slices.what_is_exchanged):
     case(on_every_rank, check)
-case(on_every_rank, slices.one_graph, slices.every_operator, "aot_eager", 3, 5, only=2)
-case(on_every_rank, slices.one_graph, slices.several_losses, "aot_eager", 3, only=2)
-case(on_every_rank, slices.every_loss, "uneven", only=4)
+case(on_every_rank, slices.one_graph, "aot_eager", only=2)
+case(on_every_rank, slices.every_loss, "uneven", 3, only=4)
 case(on_every_rank, slices.every_loss, "equal", only=2)
 case(dtensors, Shard(1), torch.float32, True, only=4)
 case(compiled_dtensors, None, "inductor", only=2)
