@@ -1,4 +1,7 @@
-"""The public operators as typed functions; each calls `torch.ops.llmk.NAME`."""
+"""The public operators as typed functions; each calls `torch.ops.llmk.NAME`.
+
+`vocab_slice` makes the arguments of those that take a projection whose classes are spread over a process group.
+"""
 
 from llmk.ops.embedding.embedding import embedding
 from llmk.ops.experts.grouped_linear import grouped_linear
@@ -6,6 +9,7 @@ from llmk.ops.experts.moe_experts import moe_experts
 from llmk.ops.experts.moe_permute import moe_permute, moe_unpermute
 from llmk.ops.experts.router_topk import router_topk
 from llmk.ops.linear.linear_act import linear_act
+from llmk.ops.linear_loss.chunked import VocabSlice, vocab_slice
 from llmk.ops.linear_loss.fused_linear_ce import fused_linear_ce
 from llmk.ops.linear_loss.fused_linear_ce_metrics import fused_linear_ce_metrics
 from llmk.ops.linear_loss.fused_linear_jsd import fused_linear_jsd
@@ -39,6 +43,7 @@ from llmk.ops.softmax.softmax import softmax
 from llmk.ops.softmax.sparsemax import sparsemax
 
 __all__ = [
+    "VocabSlice",
     "add",
     "add_rms_norm",
     "attention_residual",
@@ -78,4 +83,5 @@ __all__ = [
     "swiglu",
     "tvd",
     "vocab_parallel_linear_ce",
+    "vocab_slice",
 ]

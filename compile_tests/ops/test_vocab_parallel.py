@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from compile_tests.helpers import vocab_slice_checks as slices
 from compile_tests.helpers.rank_processes import start_ranks
 from compile_tests.helpers.rank_slices import OwnRows, bounds
 from llmk.functional import fused_linear_ce, vocab_parallel_linear_ce
@@ -39,7 +40,7 @@ CASES: dict[str, Callable[[int, int], None]] = {}
 
 def case(fn: Callable[..., None], *args: Any, only: int | None = None) -> None:
     """One call for every rank to make: `fn(rank, world, *args)`, in groups of `only` ranks or of all sizes."""
-    name = "-".join([fn.__name__, *map(str, args)])
+    name = "-".join([fn.__name__, *(getattr(each, "__name__", str(each)) for each in args)])
     CASES[name] = lambda rank, world: fn(rank, world, *args) if only in (None, world) else None
 
 
@@ -253,6 +254,11 @@ def of_one_operator(rank: int, world: int, name: str, placement: Placement | Non
             require_accurate(op, sample, call(op, sample, fn=fn))
 
 
+def on_every_rank(rank: int, world: int, check: Callable[..., None], *args: Any) -> None:
+    """A check of `vocab_slice_checks`."""
+    check(*args)
+
+
 def how_a_dtensors_gradient_is_summed(rank: int, world: int) -> None:
     """A sharded sequence's gradient comes back sharded, each rank's sum its own."""
     mesh = init_device_mesh(HERE.type, (world,))
@@ -303,6 +309,17 @@ case(dtensors, Shard(1), torch.bfloat16)
 for name in ("linear_logprobs", "linear_topk", "fused_linear_jsd", "fused_linear_ce_metrics"):
     case(of_one_operator, name, None, only=2)
     case(of_one_operator, name, Shard(0))
+for name in slices.OPERATORS:
+    case(on_every_rank, slices.operator, name, torch.float32, "shards", only=2)
+    case(on_every_rank, slices.operator, name, torch.float32, "uneven", 3, only=4)
+for name in ("fused_linear_policy", "fused_linear_jsd_ce"):
+    case(on_every_rank, slices.operator, name, torch.bfloat16, "shards", only=2)
+    case(on_every_rank, slices.operator, name, torch.float16, "shards", only=2)
+for check in (slices.slices_of_a_group, slices.wrong_slices, slices.what_is_exchanged):
+    case(on_every_rank, check)
+case(on_every_rank, slices.one_graph, "aot_eager", only=2)
+case(on_every_rank, slices.every_loss, "uneven", 3, only=4)
+case(on_every_rank, slices.every_loss, "equal", only=2)
 case(dtensors, Shard(1), torch.float32, True, only=4)
 case(compiled_dtensors, None, "inductor", only=2)
 case(compiled_dtensors, Shard(1), "inductor", only=2)

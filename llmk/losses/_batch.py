@@ -10,19 +10,27 @@ many slots as tokens, and `exists` is a mask of the slots in use.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from llmk.losses._ranks import Ranks, share_with, sum_over
+from llmk.ops.linear_loss.chunked import VocabSlice, vocab_slice
+from llmk.ops.linear_loss.fused_linear_ce import fused_linear_ce
 from llmk.ops.linear_loss.fused_linear_policy import fused_linear_policy, outside_support
 from llmk.ops.linear_loss.fused_linear_preference import fused_linear_preference
 from llmk.ops.linear_loss.linear_logprobs import linear_logprobs
 from llmk.ops.linear_loss.objectives.policy import PolicyTerms
+from llmk.ops.linear_loss.vocab_parallel_linear_ce import vocab_parallel_linear_ce
 from llmk.registry import check_same, is_sharded
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+VocabGroup: TypeAlias = "ProcessGroup | str | VocabSlice | None"
+"""The ranks that have all classes together, as a process group, its name, or this rank's slice; None for this one."""
 NUMBERS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 INTEGERS = (torch.int64, torch.int32)
 MASKS = (torch.bool, torch.int64, torch.int32)
@@ -62,8 +70,25 @@ def check_per_token(
     check_same(name, value, like, target)
 
 
+def own_classes(linear_weight: Tensor, vocab_group: VocabGroup) -> dict[str, Any]:
+    """Return the operators' arguments that say which classes this rank has, none if it has all."""
+    if vocab_group is None:
+        return {}
+    return {**(vocab_group if isinstance(vocab_group, dict) else vocab_slice(linear_weight, vocab_group))}
+
+
+def cross_entropy_sum(
+    input: Tensor, linear_weight: Tensor, target: Tensor, vocab_group: VocabGroup, **options: Any
+) -> Tensor:
+    """Return the sum over tokens of `fused_linear_ce`."""
+    if vocab_group is None:
+        return fused_linear_ce(input, linear_weight, target, reduction="sum", **options)
+    options |= own_classes(linear_weight, vocab_group)
+    return vocab_parallel_linear_ce(input, linear_weight, target, reduction="sum", **options)
+
+
 def without_unsupported(
-    input: Any, linear_weight: Any, target: Any, support: Any, ignore_index: int, ranks: Ranks
+    input: Any, linear_weight: Any, target: Any, support: Any, ignore_index: int, ranks: Ranks, vocab_group: VocabGroup
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the targets, `ignore_index` where one is not in the token's support, and the metric of how many are not.
 
@@ -77,7 +102,8 @@ def without_unsupported(
         expected = f"({target.shape[0]}, {target.shape[1]}, L) (that of target, and L ids)"
         raise ValueError(f"support: expected shape {expected}, got {tuple(support.shape)}")
     check_same("support", support, "target", target)
-    outside = outside_support(target, support, ignore_index, linear_weight.shape[0])
+    num_classes = own_classes(linear_weight, vocab_group).get("num_classes", linear_weight.shape[0])
+    outside = outside_support(target, support, ignore_index, num_classes)
     classes = target.long()
     num_outside = sum_over(ranks.tokens, outside.sum(dtype=torch.float32))
     num_tokens = sum_over(ranks.tokens, (classes != ignore_index).sum())
@@ -296,6 +322,7 @@ class Head:
     skip_ignored: bool
     chunk_size: int
     logits_dtype: torch.dtype | None
+    vocab_group: VocabGroup
 
     def logprobs(self, input: Tensor, target: Tensor, support: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the targets' log-probabilities and the entropies, float32, 0 where a token does not count."""
@@ -312,6 +339,7 @@ class Head:
             chunk_size=self.chunk_size,
             logits_dtype=self.logits_dtype,
             support=support,
+            **own_classes(self.linear_weight, self.vocab_group),
         )
 
     def log_sum_sq_probs(self, input: Tensor, target: Tensor, logprobs: Tensor) -> Tensor:
@@ -325,7 +353,7 @@ class Head:
         return 2 * logprobs.detach() - sharper
 
     def supports_groups(self, sequences: Sequences) -> bool:
-        """Return True if `preference` takes the batch: whole sequences in rows, and all classes on this rank."""
+        """Return True if `preference` takes the batch: whole sequences in rows, and no DTensor."""
         return sequences.ids is None and not sequences.ranks.context and not is_sharded(self.linear_weight)
 
     def preference(
@@ -365,6 +393,7 @@ class Head:
             logits_dtype=self.logits_dtype,
             **given,
             **options,
+            **own_classes(self.linear_weight, self.vocab_group),
         )
         return loss, logprobs.transpose(0, 1).flatten(0, 1), entropy.transpose(0, 1).flatten(0, 1)
 
@@ -400,6 +429,7 @@ class Head:
             logits_dtype=self.logits_dtype,
             support=support,
             **terms.options._asdict(),
+            **own_classes(self.linear_weight, self.vocab_group),
         )
         return sequences.total(loss), logprobs, entropy
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmk.losses._batch import Head, Sequences, check_between, check_positive, make_sequences
+from llmk.losses._batch import Head, Sequences, VocabGroup, check_between, check_positive, make_sequences
 from llmk.losses._pairs import (
     check_pair_denominators,
     chosen_nll,
@@ -28,6 +28,7 @@ def cpo(
     chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None, sequence_ids: Tensor | None = None, num_sequences: int | None = None,
     group: Any = None, context_group: Any = None,
+    vocab_group: VocabGroup = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Contrastive preference optimization: DPO without a reference, and the likelihood of the chosen completions.
 
@@ -48,6 +49,7 @@ def cpo(
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
         sequence_ids, num_sequences, group, context_group: As in `dpo`.
+        vocab_group: As in `dpo`.
 
     Returns:
         The loss, a float32 scalar, and metrics under TRL's names.
@@ -83,6 +85,7 @@ def cpo(
         skip_ignored,
         chunk_size,
         logits_dtype,
+        vocab_group,
     )
     options = LossOptions(beta, label_smoothing, simpo_gamma if loss_type == "simpo" else 0.0)
     name, num_items = "cpo" if loss_type == "sigmoid" else loss_type, (num_items_in_batch, num_chosen_tokens_in_batch)
@@ -129,6 +132,7 @@ def simpo(
     skip_ignored: bool = False, chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None, sequence_ids: Tensor | None = None,
     num_sequences: int | None = None, group: Any = None, context_group: Any = None,
+    vocab_group: VocabGroup = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Simple preference optimization, with means over a completion's tokens and a margin:
 
@@ -143,6 +147,7 @@ def simpo(
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
         sequence_ids, num_sequences, group, context_group: As in `dpo`.
+        vocab_group: As in `dpo`.
 
     Returns:
         The loss, a float32 scalar, and the metrics of `cpo`. The mean over an empty completion is 0.
@@ -162,7 +167,7 @@ def simpo(
         softcap=softcap, num_items_in_batch=num_items_in_batch,
         ignore_index=ignore_index, skip_ignored=skip_ignored, chunk_size=chunk_size,
         logits_dtype=logits_dtype, sequence_ids=sequence_ids,
-        num_sequences=num_sequences, group=group, context_group=context_group,
+        num_sequences=num_sequences, group=group, context_group=context_group, vocab_group=vocab_group,
     )  # fmt: skip
 
 
@@ -173,6 +178,7 @@ def orpo(
     softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None,
     sequence_ids: Tensor | None = None, num_sequences: int | None = None, group: Any = None, context_group: Any = None,
+    vocab_group: VocabGroup = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Odds ratio preference optimization: supervised training on the chosen, and odds against the rejected.
 
@@ -187,6 +193,7 @@ def orpo(
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
         sequence_ids, num_sequences, group, context_group: As in `dpo`.
+        vocab_group: As in `dpo`.
 
     Returns:
         The loss, a float32 scalar, and metrics under TRL's names. A completion of probability 1, an empty one among
@@ -217,6 +224,7 @@ def orpo(
         skip_ignored,
         chunk_size,
         logits_dtype,
+        vocab_group,
     )
     options = LossOptions()
     num_items = num_items_in_batch, num_chosen_tokens_in_batch

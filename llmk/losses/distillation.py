@@ -11,18 +11,20 @@ from llmk.losses._batch import (
     NUMBERS,
     Head,
     Sequences,
+    VocabGroup,
     check_between,
     check_denominator,
     check_is_tensor,
     check_per_token,
     check_tensor,
+    cross_entropy_sum,
     make_sequences,
     mean_over_tokens,
+    own_classes,
     scaled,
 )
 from llmk.losses._policy import token_denominator
 from llmk.losses._ranks import make_ranks
-from llmk.ops.linear_loss.fused_linear_ce import fused_linear_ce
 from llmk.ops.linear_loss.fused_linear_jsd import fused_linear_jsd
 from llmk.ops.linear_loss.fused_linear_jsd_ce import fused_linear_jsd_ce
 from llmk.ops.linear_loss.objectives.preference import log1mexp
@@ -36,6 +38,7 @@ def distill(
     teacher_logit_scale: float = 1.0, teacher_softcap: float = 0.0, linear_bias: Tensor | None = None,
     temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100,
     skip_ignored: bool = False, chunk_size: int = 0, logits_dtype: torch.dtype | None = None, group: Any = None,
+    vocab_group: VocabGroup = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Distillation from a teacher's hidden states: the mean over tokens of a generalized Jensen-Shannon divergence,
 
@@ -60,6 +63,7 @@ def distill(
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`; the
             temperature is that of both models. Where a scale is not 1 the hidden states are multiplied by it.
         group: As in `sft`.
+        vocab_group: As in `dpo`.
 
     Returns:
         The loss, a float32 scalar, 0 over no token, and the metrics "divergence" and, with `ce_weight`, "nll_loss".
@@ -87,8 +91,9 @@ def distill(
         check_per_token("token_weights", token_weights, target)
         token_weights = token_weights.detach().float()
     head = Head(
-        linear_weight, linear_bias, 1.0, logit_scale, softcap, ignore_index, skip_ignored, chunk_size, logits_dtype
-    )
+        linear_weight, linear_bias, 1.0, logit_scale, softcap, ignore_index, skip_ignored, chunk_size, logits_dtype,
+        vocab_group,
+    )  # fmt: skip
     x, bias = head.scaled(input)
     teacher_x, teacher_bias = scaled(teacher_logit_scale, teacher_input.detach(), teacher_linear_bias)
     models = x, linear_weight, teacher_x, teacher_linear_weight.detach()
@@ -97,6 +102,7 @@ def distill(
         "teacher_softcap": teacher_softcap, "row_weight": token_weights, "ignore_index": ignore_index,
         "teacher_linear_bias": None if teacher_bias is None else teacher_bias.detach(),
         "skip_ignored": skip_ignored, "chunk_size": chunk_size, "logits_dtype": logits_dtype,
+        **own_classes(linear_weight, vocab_group),
     }  # fmt: skip
     own_mean = num_items_in_batch is None and not sequences.ranks.tokens
 
@@ -133,9 +139,9 @@ def _over_items(
 def _cross_entropy(head: Head, input: Tensor, target: Tensor) -> Tensor:
     """Return the cross entropy at temperature 1, summed over tokens."""
     x, bias = head.scaled(input)
-    return fused_linear_ce(
-        x, head.linear_weight, target, linear_bias=bias, ignore_index=head.ignore_index,
-        reduction="sum", softcap=head.softcap, skip_ignored=head.skip_ignored, chunk_size=head.chunk_size,
+    return cross_entropy_sum(
+        x, head.linear_weight, target, head.vocab_group, linear_bias=bias, ignore_index=head.ignore_index,
+        softcap=head.softcap, skip_ignored=head.skip_ignored, chunk_size=head.chunk_size,
         logits_dtype=head.logits_dtype,
     )  # fmt: skip
 
@@ -146,6 +152,7 @@ def distill_topk(
     num_items_in_batch: Tensor | float | None = None, linear_bias: Tensor | None = None, temperature: float = 1.0,
     logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False,
     chunk_size: int = 0, logits_dtype: torch.dtype | None = None, group: Any = None,
+    vocab_group: VocabGroup = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Distillation from K classes a token: the generalized Jensen-Shannon divergence on these and on the rest.
 
@@ -171,6 +178,7 @@ def distill_topk(
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
         group: As in `sft`.
+        vocab_group: As in `dpo`.
 
     Returns:
         The loss, a float32 scalar, 0 over no token, and the metrics "entropy", "divergence" and, with `ce_weight`,
@@ -203,6 +211,7 @@ def distill_topk(
         skip_ignored,
         chunk_size,
         logits_dtype,
+        vocab_group,
     )
     present = (teacher_ids.long() != ignore_index) & sequences.mask.unsqueeze(-1)
     present = present & (teacher_logprobs != float("-inf"))

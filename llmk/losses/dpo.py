@@ -9,6 +9,7 @@ from torch import Tensor
 from llmk.losses._batch import (
     Head,
     Sequences,
+    VocabGroup,
     check_between,
     check_per_sequence,
     check_positive,
@@ -51,6 +52,7 @@ def dpo(
     chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None, sequence_ids: Tensor | None = None, num_sequences: int | None = None,
     group: Any = None, context_group: Any = None,
+    vocab_group: VocabGroup = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Direct preference optimization: the mean over pairs of a chosen and a rejected completion of
 
@@ -102,6 +104,10 @@ def dpo(
         context_group: The ranks that have other tokens of the same sequences, likewise. What is one for each sequence
             is the same on all of them, and a packed batch has the same number of sequences. Not with `ld_alpha`, which
             asks for positions.
+        vocab_group: A `torch.distributed.ProcessGroup`, or its name, each of whose ranks has some rows of
+            `linear_weight` in a plain tensor, and the same of the other projection and the biases: equally many, in the
+            ranks' order; for others what `llmk.functional.vocab_slice` returns. All else is alike on the ranks, as loss
+            and metrics then are, and the gradient of `input` is the whole one, summed over the ranks.
 
     Returns:
         The loss, a float32 scalar, and metrics under TRL's names. An empty completion has log-probability 0.
@@ -112,8 +118,8 @@ def dpo(
 
     The forward pass computes the gradients, with three products of the policy where a chunk holds the logits of a pair
     and their gradient (with `chunk_size` 0 on a GPU 2.67 GiB), else with four. With "aot", "aot_unpaired" or "sft"
-    alone, a packed batch, `context_group` or a vocabulary that is sharded over ranks the backward pass computes them:
-    four products, and five with `use_weighting`. The reference has one.
+    alone, a packed batch, `context_group` or DTensors the backward pass computes them: four products, and five with
+    `use_weighting`. The reference has one.
 
     Sources: Rafailov et al., 2023, https://arxiv.org/abs/2305.18290; the other loss types in `_pairs.py`; ld_alpha:
     Liu et al., 2024, https://arxiv.org/abs/2409.06411; use_weighting: Zhou et al., WPO, 2024,
@@ -152,6 +158,7 @@ def dpo(
         skip_ignored,
         chunk_size,
         logits_dtype,
+        vocab_group,
     )
     if ref_logps is None:
         assert ref_input is not None

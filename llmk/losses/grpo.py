@@ -9,6 +9,7 @@ from torch import Tensor
 from llmk.losses._batch import (
     Head,
     Sequences,
+    VocabGroup,
     check_between,
     check_per_sequence,
     check_per_token,
@@ -61,6 +62,7 @@ def grpo(
     ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None, sequence_ids: Tensor | None = None,
     num_sequences: int | None = None, support: Tensor | None = None, group: Any = None, context_group: Any = None,
+    vocab_group: VocabGroup = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Group relative policy optimization: with ratio = pi / pi_old and A the advantage, the loss of a token is
 
@@ -148,6 +150,7 @@ def grpo(
             `max_completion_length`.
         context_group: The ranks that have other tokens of the same sequences, likewise. What is one for each sequence
             is the same on all of them, and a packed batch has the same number of sequences.
+        vocab_group: As in `dpo`.
 
     Returns:
         The loss, a float32 scalar, 0 over no token, and metrics under TRL's names; with `support` besides
@@ -195,7 +198,7 @@ def grpo(
         raise ValueError(f"{name}: expected None with 'kl_cov' or top_entropy_quantile, which order the batch's tokens")
     advantages = without_last_axis(advantages)
     count = resolve_num_sequences(num_sequences, "advantages", advantages)
-    target, replay = without_unsupported(input, linear_weight, target, support, ignore_index, ranks)
+    target, replay = without_unsupported(input, linear_weight, target, support, ignore_index, ranks, vocab_group)
     sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count, ranks=ranks)
     check_advantages(advantages, sequences)
     for name, value in (
@@ -223,6 +226,7 @@ def grpo(
         skip_ignored,
         chunk_size,
         logits_dtype,
+        vocab_group,
     )
     high = epsilon if epsilon_high is None else epsilon_high
     level = "sequence" if loss_type == "gmpo" else importance_sampling_level

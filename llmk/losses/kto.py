@@ -9,6 +9,7 @@ from llmk.losses._batch import (
     INTEGERS,
     NUMBERS,
     Head,
+    VocabGroup,
     at_least_one,
     check_denominator,
     check_per_sequence,
@@ -36,6 +37,7 @@ def kto(
     ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None, sequence_ids: Tensor | None = None, group: Any = None,
     context_group: Any = None,
+    vocab_group: VocabGroup = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Kahneman-Tversky optimization: the mean over sequences, with r = log pi / ref of a completion's tokens, of
 
@@ -58,6 +60,7 @@ def kto(
         sequence_ids: `[1, T]`, for a packed batch `[1, T, H]`: each token's sequence as an index into `label`.
         group, context_group: As in `dpo`, of ranks that have other sequences, or other tokens of the same. `kl` is that
             of the whole batch.
+        vocab_group: As in `dpo`.
 
     Returns:
         The loss, a float32 scalar, and metrics under TRL's names, each NaN where there is none of its kind.
@@ -94,6 +97,7 @@ def kto(
         skip_ignored,
         chunk_size,
         logits_dtype,
+        vocab_group,
     )
     if ref_logps is None:
         assert ref_input is not None

@@ -8,6 +8,7 @@ from torch import Tensor
 from llmk.losses._batch import (
     Head,
     Sequences,
+    VocabGroup,
     check_between,
     check_denominator,
     check_is_tensor,
@@ -36,6 +37,7 @@ def reinforce(
     chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None, sequence_ids: Tensor | None = None, num_sequences: int | None = None,
     support: Tensor | None = None, group: Any = None, context_group: Any = None,
+    vocab_group: VocabGroup = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """REINFORCE: the mean over the tokens that count of -A * log pi.
 
@@ -49,6 +51,7 @@ def reinforce(
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `grpo`.
         sequence_ids, num_sequences, support, group, context_group: As in `grpo`.
+        vocab_group: As in `dpo`.
 
     Returns:
         The loss, a float32 scalar, 0 over no token, and the metric "entropy"; "outside_support" as in `grpo`.
@@ -65,7 +68,7 @@ def reinforce(
     ranks = make_ranks(group, context_group)
     advantages = without_last_axis(advantages)
     count = resolve_num_sequences(num_sequences, "advantages", advantages)
-    target, replay = without_unsupported(input, linear_weight, target, support, ignore_index, ranks)
+    target, replay = without_unsupported(input, linear_weight, target, support, ignore_index, ranks, vocab_group)
     sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count, ranks=ranks)
     check_advantages(advantages, sequences)
     totals = Totals(num_items_in_batch, max_completion_length, num_sequences_in_batch, count_empty_sequences)
@@ -80,6 +83,7 @@ def reinforce(
         skip_ignored,
         chunk_size,
         logits_dtype,
+        vocab_group,
     )
     weight = AGGREGATIONS[loss_agg](sequences, totals)
     terms = policy_terms(PolicyOptions("reinforce"), per_token(advantages, sequences), weight, sequences)
@@ -95,6 +99,7 @@ def rloo(
     ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None, sequence_ids: Tensor | None = None, support: Tensor | None = None,
     group: Any = None, context_group: Any = None,
+    vocab_group: VocabGroup = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """REINFORCE leave-one-out: the mean over sequences of the clipped loss of PPO, with the ratio of whole sequences.
 
@@ -110,6 +115,7 @@ def rloo(
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `grpo`.
         sequence_ids, support, group, context_group: As in `grpo`.
+        vocab_group: As in `dpo`.
 
     Returns:
         The loss, a float32 scalar, and metrics under TRL's names.
@@ -131,7 +137,7 @@ def rloo(
     ranks = make_ranks(group, context_group)
     advantages = without_last_axis(advantages)
     count = resolve_num_sequences(None, "advantages", advantages)
-    target, replay = without_unsupported(input, linear_weight, target, support, ignore_index, ranks)
+    target, replay = without_unsupported(input, linear_weight, target, support, ignore_index, ranks, vocab_group)
     sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count, ranks=ranks)
     for name, value in (("advantages", advantages), ("old_logps", old_logps)):
         if name == "advantages" or value is not None:
@@ -146,6 +152,7 @@ def rloo(
         skip_ignored,
         chunk_size,
         logits_dtype,
+        vocab_group,
     )
     high = epsilon if epsilon_high is None else epsilon_high
     lengths, advantages = sequences.lengths.clamp(min=1.0), advantages.detach().float()
@@ -196,6 +203,7 @@ def ppo(
     logits_dtype: torch.dtype | None = None,
     sequence_ids: Tensor | None = None, num_sequences: int | None = None, support: Tensor | None = None,
     group: Any = None, context_group: Any = None,
+    vocab_group: VocabGroup = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Proximal policy optimization: the mean over the tokens that count of the policy loss and the value loss,
 
@@ -220,6 +228,7 @@ def ppo(
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `grpo`.
         sequence_ids, num_sequences, support, group, context_group: As in `grpo`.
+        vocab_group: As in `dpo`.
 
     Returns:
         The loss, a float32 scalar, 0 over no token, and metrics under TRL's names.
@@ -244,7 +253,7 @@ def ppo(
     ranks = make_ranks(group, context_group)
     advantages = without_last_axis(advantages)
     count = resolve_num_sequences(num_sequences, "advantages", advantages)
-    target, replay = without_unsupported(input, linear_weight, target, support, ignore_index, ranks)
+    target, replay = without_unsupported(input, linear_weight, target, support, ignore_index, ranks, vocab_group)
     sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count, ranks=ranks)
     check_advantages(advantages, sequences)
     if old_per_token_logps is not None:
@@ -263,6 +272,7 @@ def ppo(
         skip_ignored,
         chunk_size,
         logits_dtype,
+        vocab_group,
     )
     old = None if old_per_token_logps is None else per_token(old_per_token_logps, sequences)
     options = PolicyOptions(

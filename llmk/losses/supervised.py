@@ -7,10 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.losses._batch import Head, check_denominator, check_per_token, make_sequences, mean_over_tokens, scaled
+from llmk.losses._batch import (
+    Head,
+    VocabGroup,
+    check_denominator,
+    check_per_token,
+    cross_entropy_sum,
+    make_sequences,
+    mean_over_tokens,
+    scaled,
+)
 from llmk.losses._policy import policy_terms, token_denominator
 from llmk.losses._ranks import make_ranks
-from llmk.ops.linear_loss.fused_linear_ce import fused_linear_ce
 from llmk.ops.linear_loss.objectives.policy import PolicyOptions
 from llmk.registry import check_finite, check_not_negative
 
@@ -21,6 +29,7 @@ def sft(
     linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0,
     ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0, logits_dtype: torch.dtype | None = None,
     group: Any = None,
+    vocab_group: VocabGroup = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """The negative log-likelihood of the targets, with a weight for each token and a term for the entropy:
 
@@ -40,6 +49,7 @@ def sft(
             gets the loss and the metrics of the whole batch, and the gradients of that one loss with respect to its own
             tensors; those of parameters have yet to be summed over the ranks. `num_items_in_batch` is the number of all
             ranks.
+        vocab_group: As in `dpo`.
 
     Returns:
         The loss, a float32 scalar, 0 over no token, and the metric "entropy".
@@ -68,6 +78,7 @@ def sft(
         skip_ignored,
         chunk_size,
         logits_dtype,
+        vocab_group,
     )
     mask = sequences.mask.float()
     per_token = mask if token_weights is None else torch.where(sequences.mask, token_weights.detach().float(), 0.0)
@@ -84,6 +95,7 @@ def dft(
     num_items_in_batch: Tensor | float | None = None, linear_bias: Tensor | None = None, temperature: float = 1.0,
     logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False,
     chunk_size: int = 0, logits_dtype: torch.dtype | None = None, group: Any = None,
+    vocab_group: VocabGroup = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Dynamic fine-tuning: the mean over the tokens that count of -pi * log pi, with the first factor detached.
 
@@ -93,6 +105,7 @@ def dft(
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
         group: As in `sft`.
+        vocab_group: As in `dpo`.
 
     Returns:
         The loss, a float32 scalar, 0 over no token, and the metric "entropy".
@@ -118,6 +131,7 @@ def dft(
         skip_ignored,
         chunk_size,
         logits_dtype,
+        vocab_group,
     )
     mask = sequences.mask.float()
     weight = mask / token_denominator(num_items_in_batch, sequences)
@@ -132,6 +146,7 @@ def multi_token(
     head_weights: Sequence[float] | None = None, label_smoothing: float = 0.0, z_loss: float = 0.0,
     linear_bias: Tensor | None = None, logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100,
     chunk_size: int = 0, logits_dtype: torch.dtype | None = None, group: Any = None,
+    vocab_group: VocabGroup = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Cross entropy of several heads, each with its own hidden states, as in multi-token prediction.
 
@@ -148,6 +163,7 @@ def multi_token(
         label_smoothing, z_loss, linear_bias, softcap, ignore_index, chunk_size: As in
             `llmk.functional.fused_linear_ce`.
         group: As in `sft`.
+        vocab_group: As in `dpo`.
 
     Returns:
         The loss, a float32 scalar, to which a head without a token adds 0, and the metrics "loss/head_0" and so on.
@@ -181,8 +197,8 @@ def multi_token(
     ]
     scaled_inputs = [scaled(logit_scale, x, linear_bias) for x in inputs]
     losses = [
-        sequences.total(fused_linear_ce(
-            x, w, t, linear_bias=bias, ignore_index=ignore_index, reduction="sum",
+        sequences.total(cross_entropy_sum(
+            x, w, t, vocab_group, linear_bias=bias, ignore_index=ignore_index,
             label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss, chunk_size=chunk_size,
             logits_dtype=logits_dtype,
         ))

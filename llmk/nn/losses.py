@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from llmk import functional
-from llmk.ops.linear_loss.chunked import check_chunk_size, check_temperature
+from llmk.ops.linear_loss.chunked import VocabSlice, check_chunk_size, check_temperature
 from llmk.ops.linear_loss.drivers.contrastive import REDUCTIONS as CONTRASTIVE_REDUCTIONS
 from llmk.ops.linear_loss.drivers.logprobs import check_k
 from llmk.ops.loss.cross_entropy_options import check_loss_numbers
@@ -18,7 +18,10 @@ from llmk.registry.private.operators import schema_of
 
 
 class _OperatorLoss(nn.Module):
-    """An operator whose options, the arguments of its schema that are no tensors, are attributes of their names."""
+    """An operator whose options, the arguments of its schema that are no tensors, are attributes of their names.
+
+    Which classes a projection has is no option: here it has all, or is a DTensor.
+    """
 
     _operator: ClassVar[Callable[..., Any]]
     _options: ClassVar[tuple[str, ...]]
@@ -28,7 +31,8 @@ class _OperatorLoss(nn.Module):
         if operator is not None:
             arguments = schema_of(OPS[operator].overload).arguments
             cls._operator = staticmethod(getattr(functional, operator))
-            cls._options = tuple(argument.name for argument in arguments if "Tensor" not in str(argument.type))
+            names = [argument.name for argument in arguments if "Tensor" not in str(argument.type)]
+            cls._options = tuple(name for name in names if name not in VocabSlice.__annotations__)
 
     def _call(self, *args: Tensor | None, **tensors: Tensor | None) -> Any:
         return self._operator(*args, **tensors, **{name: getattr(self, name) for name in self._options})

@@ -1,6 +1,7 @@
 """Parts of these operators' records: the tensors of samples and workloads, and the cost of products."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -106,6 +107,18 @@ def linear_reference(
         return torch.nn.functional.linear(input, weight, bias)
     logits = Float32Linear.apply(input.reshape(-1, input.shape[-1]), weight, bias)
     return logits.view(*input.shape[:-1], weight.shape[0])
+
+
+def one_rank(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a reference that takes the arguments of a sharded vocabulary, for one rank that has all classes."""
+
+    @functools.wraps(reference)
+    def call(*args: Any, vocab_start: int = 0, num_classes: int = 0, group_name: str = "", **kwargs: Any) -> Any:
+        if group_name:
+            raise ValueError(f"group_name: expected '', one rank with all classes, got {group_name!r}")
+        return reference(*args, **kwargs)
+
+    return call
 
 
 def linear_cost(input: Tensor, linear_weight: Tensor, *, reads: int = 2, products: float = 3) -> Cost:

@@ -24,12 +24,13 @@ import torch
 from torch import Tensor
 
 from llmk.ops.common.math import cap_reference
-from llmk.ops.linear_loss._records import Make, linear_cost, linear_reference
+from llmk.ops.linear_loss._records import Make, linear_cost, linear_reference, one_rank
 from llmk.ops.linear_loss.drivers.distillation import DistillationOps
 from llmk.ops.loss.jsd import jsd_terms
 from llmk.registry import Cost, Sample, public_op
 
 
+@one_rank
 def fused_linear_jsd_reference(
     input: Tensor, linear_weight: Tensor, teacher_input: Tensor, teacher_linear_weight: Tensor, *,
     labels: Tensor | None = None, linear_bias: Tensor | None = None, teacher_linear_bias: Tensor | None = None,
@@ -152,6 +153,9 @@ def fused_linear_jsd(
     skip_ignored: bool = False,
     chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None,
+    vocab_start: int = 0,
+    num_classes: int = 0,
+    group_name: str = "",
 ) -> Tensor:
     """`jsd` of the next-token distributions of a student and a teacher, from the hidden states of both.
 
@@ -160,6 +164,7 @@ def fused_linear_jsd(
 
     Where both weights are DTensors whose classes are sharded alike, `Shard(0)`, over one dimension of their mesh, each
     rank keeps its own, and the ranks gather six float32 numbers of each token, eight in float32; see `fused_linear_ce`.
+    So they do where each rank has the same rows of both in plain tensors, as in `linear_logprobs`.
 
     Args:
         input: The student's hidden states `[..., H]`, float32, float16 or bfloat16, any strides.
@@ -181,6 +186,7 @@ def fused_linear_jsd(
             all tokens. Where tokens are more than a chunk, it takes memory for dW once more.
         chunk_size: As in `fused_linear_ce`; 0 chooses for both logits together.
         logits_dtype: As in `fused_linear_ce`.
+        vocab_start, num_classes, group_name: As in `linear_logprobs`; both weights have the same classes on a rank.
 
     Returns:
         float32 scalar, in nats: the mean over the tokens that count; over none it is NaN.
@@ -210,6 +216,8 @@ def fused_linear_jsd(
         logits_dtype=logits_dtype,
         chunk_size=chunk_size,
         ce_weight=0.0,
-        shard=None,
+        vocab_start=vocab_start,
+        num_classes=num_classes,
+        group_name=group_name,
     )
     return loss

@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from llmk.ops.common.math import cap_reference
-from llmk.ops.linear_loss._records import Make, linear_reference
+from llmk.ops.linear_loss._records import Make, linear_reference, one_rank
 from llmk.ops.linear_loss.drivers.distillation import DistillationOps
 from llmk.ops.linear_loss.fused_linear_jsd import fused_linear_jsd_cost, fused_linear_jsd_reference
 from llmk.registry import LARGEST, Cost, Sample, check_number, public_op
 from llmk.registry.checks import TINY
 
 
+@one_rank
 def fused_linear_jsd_ce_reference(
     input: Tensor, linear_weight: Tensor, teacher_input: Tensor, teacher_linear_weight: Tensor, labels: Tensor, *,
     ce_weight: float = 1.0, linear_bias: Tensor | None = None, softcap: float = 0.0, ignore_index: int = -100,
@@ -135,6 +136,9 @@ def fused_linear_jsd_ce(
     skip_ignored: bool = False,
     chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None,
+    vocab_start: int = 0,
+    num_classes: int = 0,
+    group_name: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`fused_linear_jsd` and `ce_weight` times the cross entropy of the student's logits, which are made once for both.
 
@@ -147,6 +151,8 @@ def fused_linear_jsd_ce(
         linear_bias, teacher_linear_bias, beta, temperature, softcap, teacher_softcap: As in `fused_linear_jsd`.
         row_weight: As in `fused_linear_jsd`, for the divergence alone.
         ignore_index, skip_ignored, chunk_size, logits_dtype: As in `fused_linear_jsd`.
+        vocab_start, num_classes, group_name: As in `fused_linear_jsd`; the ranks gather four float32 numbers of each
+            token more.
 
     Returns:
         The sum of both, a float32 scalar; and detached the divergence and the cross entropy. Over no token: NaN.
@@ -179,6 +185,8 @@ def fused_linear_jsd_ce(
         logits_dtype=logits_dtype,
         chunk_size=chunk_size,
         ce_weight=ce_weight,
-        shard=None,
+        vocab_start=vocab_start,
+        num_classes=num_classes,
+        group_name=group_name,
     )
     return loss, divergence, nll

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from llmk.ops.common.scaling import scale_op
-from llmk.ops.linear_loss._records import Make, linear_cost
+from llmk.ops.linear_loss._records import Make, linear_cost, one_rank
 from llmk.ops.linear_loss.drivers.logprobs import GroupsCall, groups_op
 from llmk.ops.linear_loss.linear_logprobs import linear_logprobs_reference
 from llmk.ops.linear_loss.objectives.policy import (
@@ -63,6 +63,7 @@ def outside_support(target: Tensor, support: Tensor, ignore_index: int, num_clas
     return ~inside & (classes != ignore_index) & (classes >= 0) & (classes < num_classes)
 
 
+@one_rank
 def fused_linear_policy_reference(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
     advantages: Tensor | None = None, token_weight: Tensor | None = None, old_logps: Tensor | None = None,
@@ -288,6 +289,9 @@ def fused_linear_policy(
     chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None,
     support: Tensor | None = None,
+    vocab_start: int = 0,
+    num_classes: int = 0,
+    group_name: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A policy's loss from hidden states, without ever holding all the logits: a sum over tokens of
 
@@ -335,6 +339,7 @@ def fused_linear_policy(
         logits_dtype: As in `fused_linear_ce`.
         support: Classes `[..., S, L]` over which each token's softmax is, as in `linear_logprobs`. A token whose target
             is not in it has no part in the loss, as one that is ignored, and log-probability -inf.
+        vocab_start, num_classes, group_name: As in `linear_logprobs`, for a weight that is sharded over ranks.
 
     Returns:
         The loss, a sum, scalar; and detached the log-probabilities and entropies of tokens `[..., S]`; all float32.
@@ -362,7 +367,9 @@ def fused_linear_policy(
         skip_ignored=skip_ignored,
         logits_dtype=logits_dtype,
         chunk_size=chunk_size,
-        shard=None,
+        vocab_start=vocab_start,
+        num_classes=num_classes,
+        group_name=group_name,
         advantages=advantages,
         token_weight=token_weight,
         old_logps=old_logps,

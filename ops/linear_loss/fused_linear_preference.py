@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from llmk.ops.common.scaling import scale_op
-from llmk.ops.linear_loss._records import Make, linear_cost
+from llmk.ops.linear_loss._records import Make, linear_cost, one_rank
 from llmk.ops.linear_loss.drivers.logprobs import GroupsCall, groups_op
 from llmk.ops.linear_loss.linear_logprobs import linear_logprobs_reference
 from llmk.ops.linear_loss.objectives.preference import (
@@ -56,6 +56,7 @@ from llmk.registry import (
 from llmk.registry.checks import TINY
 
 
+@one_rank
 def fused_linear_preference_reference(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
     ref_logps: Tensor | None = None, token_weight: Tensor | None = None, nll_weight: Tensor | None = None,
@@ -232,6 +233,9 @@ def fused_linear_preference(
     skip_ignored: bool = False,
     chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None,
+    vocab_start: int = 0,
+    num_classes: int = 0,
+    group_name: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A loss of pairs of completions, or of single ones, from hidden states, without ever holding all the logits.
 
@@ -269,6 +273,7 @@ def fused_linear_preference(
             are made twice.
         chunk_size: As in `fused_linear_ce`, or the most tokens that are whole groups.
         logits_dtype: As in `fused_linear_ce`.
+        vocab_start, num_classes, group_name: As in `linear_logprobs`, for a weight that is sharded over ranks.
 
     Returns:
         The loss, a sum, scalar; and detached the log-probabilities and entropies of tokens `[G, M, S]`; all float32.
@@ -295,7 +300,9 @@ def fused_linear_preference(
         skip_ignored=skip_ignored,
         logits_dtype=logits_dtype,
         chunk_size=chunk_size,
-        shard=None,
+        vocab_start=vocab_start,
+        num_classes=num_classes,
+        group_name=group_name,
         ref_logps=ref_logps,
         token_weight=token_weight,
         nll_weight=nll_weight,

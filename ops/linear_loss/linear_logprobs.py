@@ -38,6 +38,7 @@ from llmk.ops.linear_loss._records import (
     linear_cost,
     linear_plan,
     linear_reference,
+    one_rank,
     token_workload,
     token_workloads,
 )
@@ -45,6 +46,7 @@ from llmk.ops.linear_loss.drivers.logprobs import LogprobsOps
 from llmk.registry import Cost, Sample, public_op
 
 
+@one_rank
 def linear_logprobs_reference(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
     temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100,
@@ -176,6 +178,9 @@ def linear_logprobs(
     chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None,
     support: Tensor | None = None,
+    vocab_start: int = 0,
+    num_classes: int = 0,
+    group_name: str = "",
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of the target and entropy of each token, from hidden states, without ever holding all the logits.
 
@@ -188,7 +193,10 @@ def linear_logprobs(
     where that is smaller. The others are made again. Calls whose backward passes are still to come add up.
 
     Where `linear_weight` is a DTensor whose classes are sharded, `Shard(0)`, over one dimension of its mesh, each rank
-    keeps its own, and the ranks gather 3 + K float32 numbers of each token; see `fused_linear_ce`.
+    keeps its own, and the ranks gather 3 + K float32 numbers of each token; see `fused_linear_ce`. So they do where
+    each rank of the group `group_name` has some rows of it in a plain tensor; `llmk.functional.vocab_slice` gives the
+    three arguments for it. Every rank then makes the call, with tensors that are alike but for its rows of the weight
+    and of the bias, has the same results, and gets the whole gradient of `input`, summed over the ranks in float32.
 
     Args:
         input: `[..., H]`, float32, float16 or bfloat16, any strides.
@@ -207,6 +215,10 @@ def linear_logprobs(
         support: Classes `[..., L]` over which each token's softmax is, int64 or int32: those that a sampler kept, which
             cut by top-k or top-p. L is from 1 to 1024. Negative ids are padding, an id that occurs twice counts once,
             and a token without any is over all classes. A target outside of its support has no probability: -inf.
+        vocab_start: The class of the first row of `linear_weight`. The ranks' slices cover every class once, in any
+            order and of any lengths; a rank may have none.
+        num_classes: Number of classes of all ranks together; 0 without a group: those of `linear_weight`.
+        group_name: The `group_name` of a `torch.distributed.ProcessGroup`; "" is one rank, which has all classes.
 
     Returns:
         Log-probabilities in the shape of `target`, and entropies `[...]` in nats; both float32.
@@ -233,5 +245,7 @@ def linear_logprobs(
         skip_ignored=skip_ignored,
         logits_dtype=logits_dtype,
         chunk_size=chunk_size,
-        shard=None,
+        vocab_start=vocab_start,
+        num_classes=num_classes,
+        group_name=group_name,
     )

@@ -24,17 +24,12 @@ import torch
 from torch import Tensor
 
 from llmk.ops.common.math import cap_reference
-from llmk.ops.linear_loss._records import (
-    Make,
-    kept_tokens,
-    linear_cost,
-    linear_plan,
-    linear_reference,
-)
+from llmk.ops.linear_loss._records import Make, kept_tokens, linear_cost, linear_plan, linear_reference, one_rank
 from llmk.ops.linear_loss.drivers.logprobs import TopkOps
 from llmk.registry import Cost, Sample, public_op
 
 
+@one_rank
 def linear_topk_reference(
     input: Tensor, linear_weight: Tensor, k: int, *, linear_bias: Tensor | None = None, temperature: float = 1.0,
     logit_scale: float = 1.0, softcap: float = 0.0, chunk_size: int = 0,
@@ -118,6 +113,9 @@ def linear_topk(
     logit_scale: float = 1.0,
     softcap: float = 0.0,
     chunk_size: int = 0,
+    vocab_start: int = 0,
+    num_classes: int = 0,
+    group_name: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The k largest log-probabilities of each token and their classes, without ever holding all the logits.
 
@@ -130,7 +128,8 @@ def linear_topk(
     is kept from the forward to the backward pass is as in `linear_logprobs`.
 
     Where `linear_weight` is a DTensor whose classes are sharded, `Shard(0)`, over one dimension of its mesh, each rank
-    keeps its own, and the ranks gather 128 to 1024 numbers of 64 bits of each token; see `fused_linear_ce`.
+    keeps its own, and the ranks gather 128 to 1024 numbers of 64 bits of each token; see `fused_linear_ce`. So they do
+    where each rank has some rows of it in a plain tensor, as in `linear_logprobs`.
 
     NaN is the largest number, as in `torch.topk`; all log-probabilities of its token are NaN. A class at -inf, masked
     by the bias, has log-probability -inf and comes last.
@@ -144,6 +143,7 @@ def linear_topk(
         logit_scale: Factor of the logits, before the cap.
         softcap: Logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.
         chunk_size: As in `fused_linear_ce`; the forward pass has the logits of a block and those that are kept.
+        vocab_start, num_classes, group_name: As in `linear_logprobs`, for a weight that is sharded over ranks.
 
     Returns:
         Log-probabilities `[..., k]`, float32, indices `[..., k]`, int64, and the logsumexp of the logits `[...]`,
@@ -166,5 +166,7 @@ def linear_topk(
         skip_ignored=False,
         logits_dtype=None,
         chunk_size=chunk_size,
-        shard=None,
+        vocab_start=vocab_start,
+        num_classes=num_classes,
+        group_name=group_name,
     )

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.linear_loss._records import Make
-from llmk.ops.linear_loss.chunked import VocabShard
+from llmk.ops.linear_loss._records import Make, one_rank
+from llmk.ops.linear_loss.chunked import VocabShard, given_shard
 from llmk.ops.linear_loss.drivers.cross_entropy import CrossEntropyOps
 from llmk.ops.linear_loss.fused_linear_ce import (
     fused_linear_ce_cost,
@@ -37,13 +37,9 @@ from llmk.ops.linear_loss.fused_linear_ce import (
 from llmk.registry import Sample, public_op
 
 
-def vocab_parallel_linear_ce_reference(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, vocab_start: int = 0, num_classes: int = 0,
-    group_name: str = "", **options: Any,
-) -> Tensor:  # fmt: skip
+@one_rank
+def vocab_parallel_linear_ce_reference(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Tensor:
     """The loss on one rank that has all classes."""
-    if group_name:
-        raise ValueError(f"group_name: expected '', one rank with all classes, got {group_name!r}")
     return fused_linear_ce_reference(input, linear_weight, target, **options)
 
 
@@ -62,6 +58,8 @@ def vocab_parallel_linear_ce_samples(device: torch.device, dtype: torch.dtype) -
         yield Sample((randn(11, 12), randn(37, 12), classes(37, 11)), kwargs, why=f"every option, {reduction}")
         target = classes(37, 2, 5)
         yield Sample((randn(2, 5, 12), randn(37, 12), target), {"reduction": reduction}, why=f"no option, {reduction}")
+    skipped = {"skip_ignored": True, "chunk_size": 5, **everything}
+    yield Sample((randn(11, 16), randn(37, 16), classes(37, 11)), skipped, why="ignored tokens skipped")
     kwargs = {"logits_dtype": dtype, "chunk_size": 4}
     yield Sample((randn(7, 12), randn(37, 12), classes(37, 7)), kwargs, why="logits of the input's dtype")
     smoothed = {"label_smoothing": 0.2}
@@ -112,6 +110,7 @@ def vocab_parallel_linear_ce(
     num_classes: int = 0,
     group_name: str = "",
     logits_dtype: torch.dtype | None = None,
+    skip_ignored: bool = False,
 ) -> Tensor:
     """`fused_linear_ce` where each rank of a process group holds the weights of some of the classes.
 
@@ -141,6 +140,7 @@ def vocab_parallel_linear_ce(
         num_classes: Number of classes of all ranks together; 0 without a group: those of `linear_weight`.
         group_name: The `group_name` of a `torch.distributed.ProcessGroup`; "" is one rank, which has all classes.
         logits_dtype: As in `fused_linear_ce`.
+        skip_ignored: As in `fused_linear_ce`.
 
     Returns:
         float32, the same bits on all ranks: a scalar, or `[...]` with reduction "none". The mean over no row is NaN.
@@ -154,14 +154,7 @@ def vocab_parallel_linear_ce(
 
     Sources: Megatron-LM, https://arxiv.org/abs/1909.08053; `torch.nn.functional.linear_cross_entropy`.
     """
-    if not group_name:
-        own = linear_weight.shape[0]
-        if vocab_start != 0 or num_classes not in (0, own):
-            raise ValueError(
-                f"group_name: expected one for the classes that are not among the {own} of linear_weight, with "
-                f"vocab_start {vocab_start} and num_classes {num_classes}, got ''"
-            )
-        num_classes = own
+    shard = given_shard(vocab_start, num_classes, group_name, input, linear_weight)
     (loss,) = OPS(
         reduction,
         input=input,
@@ -175,9 +168,9 @@ def vocab_parallel_linear_ce(
         softcap=softcap,
         z_loss=z_loss,
         with_metrics=False,
-        skip_ignored=False,
+        skip_ignored=skip_ignored,
         logits_dtype=logits_dtype,
         chunk_size=chunk_size,
-        shard=VocabShard(vocab_start, num_classes, group_name, dx_group_name=group_name),
+        shard=shard or VocabShard(0, linear_weight.shape[0], group_name="", dx_group_name=""),
     )
     return loss

@@ -8,10 +8,12 @@ from llmk.ops.linear_loss.chunked._call import (
     check_temperature,
     checked_linear,
     fake_gradients,
+    given_shard,
     local_fields,
     product_flops,
     recomputing_op,
     wants_float32,
+    with_shard,
 )
 from llmk.ops.linear_loss.chunked._linear import (
     ChunkedLinear,
@@ -22,7 +24,7 @@ from llmk.ops.linear_loss.chunked._linear import (
     scaled,
 )
 from llmk.ops.linear_loss.chunked._plan import Plan, Sizes, kept_rows, plan
-from llmk.ops.linear_loss.chunked._vocab_shard import VocabShard
+from llmk.ops.linear_loss.chunked._vocab_shard import VocabShard, VocabSlice, vocab_slice
 
 __all__ = [
     "DIFFERENTIABLE",
@@ -34,11 +36,13 @@ __all__ = [
     "Plan",
     "Sizes",
     "VocabShard",
+    "VocabSlice",
     "check_chunk_size",
     "check_temperature",
     "checked_linear",
     "fake_gradients",
     "float16_scale",
+    "given_shard",
     "kept_rows",
     "largest",
     "local_fields",
@@ -46,5 +50,7 @@ __all__ = [
     "product_flops",
     "recomputing_op",
     "scaled",
+    "vocab_slice",
     "wants_float32",
+    "with_shard",
 ]

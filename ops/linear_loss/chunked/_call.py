@@ -19,7 +19,7 @@ from llmk.ops.common.scaling import SavedGradients, save_gradients
 from llmk.ops.linear_loss.chunked._dynamic_rows import can_group
 from llmk.ops.linear_loss.chunked._linear import CompactedTokens, aligned
 from llmk.ops.linear_loss.chunked._plan import Plan, kept_rows, plan
-from llmk.ops.linear_loss.chunked._vocab_shard import NOT_SHARDED, VocabShard
+from llmk.ops.linear_loss.chunked._vocab_shard import NOT_SHARDED, VocabShard, resolve_group
 from llmk.ops.linear_loss.kernels import KERNELS, PYTORCH, Implementation
 from llmk.registry import (
     LARGEST,
@@ -29,6 +29,7 @@ from llmk.registry import (
     check_number,
     check_same,
     check_shape,
+    is_sharded,
 )
 from llmk.registry.backends import runs_kernels
 from llmk.registry.checks import TINY
@@ -187,9 +188,21 @@ class LinearCall:
         fields |= zip(DIFFERENTIABLE, checked_linear(*(fields[name] for name in DIFFERENTIABLE)), strict=True)
         fields["float32_logits"] = wants_float32(fields.pop("logits_dtype"), fields["input"])
         call = cls(**fields)
-        if call.num_classes == 0:  # a rank may have none, not all of them
-            raise ValueError(f"linear_weight: expected at least one class, got shape {tuple(call.linear_weight.shape)}")
+        call.check_classes()
         return call
+
+    def check_classes(self) -> None:
+        """Check that there are classes, among them those of this rank."""
+        first, own, num_classes = self.first_class, self.linear_weight.shape[0], self.num_classes
+        if first < 0:
+            raise ValueError(f"vocab_start: expected a class, 0 or more, got {first}")
+        if first + own > num_classes:
+            raise ValueError(
+                f"num_classes: expected at least vocab_start {first} and the {own} classes of linear_weight, "
+                f"got {num_classes}"
+            )
+        if num_classes == 0:  # a rank may have none, not all of them
+            raise ValueError(f"linear_weight: expected at least one class, got shape {tuple(self.linear_weight.shape)}")
 
 
 def dx_dtype(dtype: torch.dtype, shard: VocabShard | None) -> torch.dtype:
@@ -251,6 +264,29 @@ def local_fields(
     from llmk.ops.linear_loss.chunked._dtensors import on_this_rank  # which imports torch.distributed.tensor
 
     return on_this_rank(fields, linears, others)
+
+
+def given_shard(
+    vocab_start: int, num_classes: int, group_name: str, input: Tensor, linear_weight: Tensor
+) -> VocabShard | None:
+    """Return the shard that an operator's arguments say; None where no group is named."""
+    if not group_name:
+        if (vocab_start, num_classes) in ((0, 0), (0, *linear_weight.shape[:1])):
+            return None
+        raise ValueError(
+            f"group_name: expected one for the classes that are not among the {linear_weight.shape[0]} of "
+            f"linear_weight, with vocab_start {vocab_start} and num_classes {num_classes}, got ''"
+        )
+    if is_sharded(input, linear_weight):
+        raise ValueError(f"group_name: expected '' for DTensors, which say who has which classes, got {group_name!r}")
+    resolve_group("group_name", group_name)
+    return VocabShard(vocab_start, num_classes, group_name, dx_group_name=group_name)
+
+
+def with_shard(*, vocab_start: int, num_classes: int, group_name: str, **fields: Any) -> dict[str, Any]:
+    """Return a call's fields with the shard that an operator's arguments say."""
+    fields["shard"] = given_shard(vocab_start, num_classes, group_name, fields["input"], fields["linear_weight"])
+    return fields
 
 
 C = TypeVar("C", bound=LinearCall)

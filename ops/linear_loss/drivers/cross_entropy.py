@@ -387,15 +387,10 @@ def _checked_call(reduction: str, **fields: Any) -> CrossEntropyCall:
         ValueError: A shape, a device or an option does not fit.
     """
     call = CrossEntropyCall.checked(**fields)
-    first, classes, num_classes = call.first_class, call.linear_weight.shape[0], call.num_classes
-    if not 0 <= first <= first + classes <= num_classes:
-        raise ValueError(
-            f"num_classes: expected at least vocab_start {first} and the {classes} classes of linear_weight, "
-            f"got {num_classes}"
-        )
     check_loss_options(
-        num_classes, call.input, call.target, call.weight, reduction, call.label_smoothing, call.softcap, call.z_loss
-    )
+        call.num_classes, call.input, call.target, call.weight, reduction, call.label_smoothing, call.softcap,
+        call.z_loss,
+    )  # fmt: skip
     if call.row_weight is not None:
         check_dtype("row_weight", call.row_weight)
         check_shape("row_weight", call.row_weight, call.target.shape, "one for each token, the shape of target")

@@ -23,6 +23,7 @@ from llmk.ops.linear_loss.chunked import (
     local_fields,
     scaled,
     wants_float32,
+    with_shard,
 )
 from llmk.ops.linear_loss.kernels import CrossEntropyTerm, Implementation, LogitTransform, Softmaxes
 from llmk.ops.loss.divergence_math import Mixture
@@ -187,13 +188,13 @@ def _cross_entropy_term(
         scale=1.0,
         softcap=call.softcap,
         temperature=1.0,
-        first_class=0,
+        first_class=call.first_class,
         num_classes=call.num_classes,
     )
     target = call.labels.reshape(-1)[block].contiguous()
-    parts = impl.logprobs.statistics(logits, target.unsqueeze(-1), transform)
-    logprobs, _, stats = impl.logprobs.combine(parts, target.unsqueeze(-1), transform)
-    return logprobs.view(-1), CrossEntropyTerm(target, grads[block], stats)
+    rank = impl.logprobs.statistics(logits, target.unsqueeze(-1), transform)
+    logprobs, _, stats = impl.logprobs.combine(call.gather_ranks(rank), target.unsqueeze(-1), transform)
+    return logprobs.view(-1), CrossEntropyTerm(target, call.first_class, grads[block], stats)
 
 
 def _divergences(
@@ -265,20 +266,21 @@ class DistillationOps:
         return self.forward.op, self.scale
 
     def __call__(self, **fields: Any) -> tuple[Tensor, ...]:
-        """Return the loss, and with a `ce_weight` its terms, from a call's fields."""
-        teacher_classes = fields["teacher_linear_weight"].shape[0]
+        """Return the loss, and with a `ce_weight` its terms, from a call's fields, and who has which classes."""
+        fields = with_shard(**fields)
+        classes = fields["linear_weight"].shape[:1], fields["teacher_linear_weight"].shape[:1]
         if not self.splits:
-            return self.forward(_checked_call(teacher_classes, **fields), False)[:3]
+            return self.forward(_checked_call(classes, **fields), False)[:3]
         fields, as_given, is_sharded = local_fields(fields, [DIFFERENTIABLE, TEACHER], ["labels", "row_weight"])
-        call = _checked_call(teacher_classes, **fields)
+        call = _checked_call(classes, **fields)
         if is_sharded:
             total, _, _, denominator, *_ = self.forward(call, True)
             return (mean_of_all(total, denominator.detach(), call.row_weight is not None),)
         return (as_given(self.forward(call, False)[0]),)
 
 
-def _checked_call(teacher_classes: int, **fields: Any) -> DistillationCall:
-    """Check the arguments and return the call; the teacher's weight has `teacher_classes` on all ranks.
+def _checked_call(classes: tuple[torch.Size, torch.Size], **fields: Any) -> DistillationCall:
+    """Check the arguments and return the call; `classes` are those of both weights as the caller has them.
 
     Raises:
         TypeError: A dtype does not fit.
@@ -287,10 +289,10 @@ def _checked_call(teacher_classes: int, **fields: Any) -> DistillationCall:
     linears = _checked(fields, DIFFERENTIABLE) | _checked(fields, TEACHER)
     float32_logits = wants_float32(fields.pop("logits_dtype"), linears["input"])
     call = DistillationCall(**fields | linears, float32_logits=float32_logits)
-    if call.num_classes == 0 or teacher_classes != call.num_classes:
+    call.check_classes()
+    if classes[0] != classes[1]:  # parts of DTensors may have equally many though these do not
         raise ValueError(
-            f"teacher_linear_weight: expected the classes of linear_weight, {call.num_classes} and at least one, "
-            f"got {teacher_classes}"
+            f"teacher_linear_weight: expected the classes of linear_weight, {classes[0][0]}, got {classes[1][0]}"
         )
     check_same("teacher_input", call.teacher_input, "input", call.input, dtype=True)
     check_shape("teacher_input", call.teacher_input, (*call.tokens, call.teacher_input.shape[-1]), "input's tokens")

@@ -33,6 +33,7 @@ from llmk.ops.linear_loss.chunked import (
     local_fields,
     recomputing_op,
     scaled,
+    with_shard,
 )
 from llmk.ops.linear_loss.kernels import MOST, MOST_SUPPORT, STATISTICS, Candidates, Implementation, LogitTransform
 from llmk.registry import (
@@ -263,8 +264,8 @@ class LogprobsOps:
         return self.forward.op, self.backward.op
 
     def __call__(self, **fields: Any) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and entropies from a call's fields."""
-        fields, as_given, _ = local_fields(fields, [DIFFERENTIABLE], ["target", "support"])
+        """Return log-probabilities and entropies from a call's fields, and who has which classes."""
+        fields, as_given, _ = local_fields(with_shard(**fields), [DIFFERENTIABLE], ["target", "support"])
         call = LogprobsCall.checked(**fields)
         tokens, shape = tuple(call.tokens), tuple(call.target.shape)
         if shape != tokens and (call.target.dim() != call.input.dim() or shape[:-1] != tokens or shape[-1] == 0):
@@ -364,8 +365,8 @@ class TopkOps:
         return self.forward.op, self.backward.op
 
     def __call__(self, **fields: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return log-probabilities, classes and logsumexps from a call's fields."""
-        fields, as_given, _ = local_fields(fields, [DIFFERENTIABLE], [])
+        """Return log-probabilities, classes and logsumexps from a call's fields, and who has which classes."""
+        fields, as_given, _ = local_fields(with_shard(**fields), [DIFFERENTIABLE], [])
         logprobs, logsumexp, indices, *_ = self.forward(TopkCall.checked(**fields))
         return as_given(logprobs), as_given(indices), as_given(logsumexp)
 
@@ -385,6 +386,10 @@ class GroupTerms(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class GroupsCall(LogprobsCall):
     """A loss of groups of tokens `[..., *group]`."""
+
+    @classmethod
+    def checked(cls, **fields: Any) -> Any:
+        return super().checked(**with_shard(**fields))
 
     @property
     def group(self) -> torch.Size:
@@ -465,8 +470,8 @@ def _grouped_forward(
     support, transform, parts = call.supports(), call.transform(gradients.linear, call.ignore_index), []
 
     def results(block: slice, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        statistics = impl.logprobs.statistics(logits, target[block], transform, rows_of(support, block))
-        parts.append(impl.logprobs.combine(statistics, target[block], transform))
+        rank = impl.logprobs.statistics(logits, target[block], transform, rows_of(support, block))
+        parts.append(impl.logprobs.combine(call.gather_ranks(rank), target[block], transform))
         return parts[-1]
 
     if not at_once:
@@ -478,10 +483,11 @@ def _grouped_forward(
         groups = slice(block.start // call.group_rows, block.stop // call.group_rows)
         grad, entropy_grad = call.terms(groups).gradients(logprobs.view(-1, *call.group))
         entropy_grad = None if entropy_grad is None else entropy_grad.reshape(-1)
-        impl.logprobs.gradients(
-            grad.reshape(-1, 1), entropy_grad, logits, target[block], stats, dlogits, transform,
-            rows_of(support, block),
-        )  # fmt: skip
+        if logits.shape[1] > 0:
+            impl.logprobs.gradients(
+                grad.reshape(-1, 1), entropy_grad, logits, target[block], stats, dlogits, transform,
+                rows_of(support, block),
+            )  # fmt: skip
     return concatenated(parts)
 
 

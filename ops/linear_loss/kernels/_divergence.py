@@ -48,7 +48,8 @@ class Softmaxes(NamedTuple):
 class CrossEntropyTerm(NamedTuple):
     """A cross entropy of the student's rows that is added to the divergence."""
 
-    target: Tensor  # [M]
+    target: Tensor  # [M], among all classes
+    first_class: int  # the class of the first column
     grad: Tensor  # [M]
     stats: Tensor  # [3, M], of which the first two are the maximum and the sum
 
@@ -128,7 +129,7 @@ def divergence_sums_kernel(
 
 @jit
 def divergence_gradient_kernel(
-    z_ptr, w_ptr, count_ptr, grad_ptr, stats_ptr, sum_ptr, target_ptr, ce_grad_ptr, ce_stats_ptr, dz_ptr,
+    z_ptr, w_ptr, count_ptr, grad_ptr, stats_ptr, sum_ptr, target_ptr, first_class, ce_grad_ptr, ce_stats_ptr, dz_ptr,
     M, V, z_stride, w_stride, dz_stride, outer, softcap, teacher_softcap,
     beta, rest, FORM: tl.constexpr, EXACT: tl.constexpr, LEAVE_IGNORED: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -155,7 +156,7 @@ def divergence_gradient_kernel(
     dz = (g * outer) * (r - e * tl.load(sum_ptr + 2 * M + row))
     if target_ptr is not None:
         p = tl.exp2((u - tl.load(ce_stats_ptr + row)) * LOG2E) / tl.load(ce_stats_ptr + M + row)
-        dz += tl.load(ce_grad_ptr + row) * tl.where(cols == tl.load(target_ptr + row), p - 1.0, p)
+        dz += tl.load(ce_grad_ptr + row) * tl.where(first_class + cols == tl.load(target_ptr + row), p - 1.0, p)
     if softcap is not None:
         dz *= cap_slope(z, softcap)
     tl.store(dz_ptr + row * dz_stride + cols, tl.where(read, dz, 0.0).to(dz_ptr.dtype.element_ty), mask=mask)
@@ -202,7 +203,7 @@ def gradients(
     """Write the gradient of the student's logits `[M, V]`, for that of each row's loss `[M]`; dz may be z."""
     (M, V), block = z.shape, _block(z.shape[1])
     wrap_triton(divergence_gradient_kernel)[(M * cdiv(V, block["BLOCK_V"]),)](
-        z, w, counts, grad, stats, total, *((None, None, None) if ce is None else ce), dz,
+        z, w, counts, grad, stats, total, *((None, 0, None, None) if ce is None else ce), dz,
         M, V, z.stride(0), w.stride(0), dz.stride(0), 1.0 / softmaxes.temperature,
         *_caps(softmaxes), *softmaxes.mixture.numbers(),
         FORM=softmaxes.mixture.form(), EXACT=softmaxes.exact, LEAVE_IGNORED=softmaxes.leave_ignored, **block,
@@ -255,8 +256,10 @@ def gradients_cpu(
     if ce is not None:
         m, s, _ = ce.stats.unsqueeze(-1).unbind()
         p = (u - m).exp_().div_(s)
-        column = torch.where(counts != 0, ce.target, 0).long().unsqueeze(-1)
-        dy.addcmul_(p.scatter_(-1, column, p.gather(-1, column) - 1), ce.grad.unsqueeze(-1))
+        column = ce.target.long() - ce.first_class
+        here = (counts != 0) & (column >= 0) & (column < z.shape[1])
+        column = torch.where(here, column, 0).unsqueeze(-1)
+        dy.addcmul_(p.scatter_(-1, column, p.gather(-1, column) - here.unsqueeze(-1).float()), ce.grad.unsqueeze(-1))
     if softmaxes.softcap:
         dy.mul_(cap_slope_cpu(z.float(), softmaxes.softcap))
     dz.copy_(dy.masked_fill_(counts.unsqueeze(-1) == 0, 0.0))  # also NaN in a row that does not count
