@@ -69,7 +69,8 @@ class Derivative:
         saved, marked = noted_by(ctx)
         if marked and not self.several:
             raise RuntimeError(f"llmk::{self.name}: depends_on says which outputs have no gradient, not setup_context")
-        known = {id(value) for value in (*inputs, *(output if isinstance(output, tuple) else (output,)))}
+        given = (*inputs, *(output if isinstance(output, tuple) else (output,)))
+        known = {id(tensor) for value in given for tensor in _tensors_of(value)}
         if any(tensor is not None and id(tensor) not in known for tensor in saved):
             raise RuntimeError(
                 f"llmk::{self.name}: save_for_backward takes the op's inputs and outputs and nothing else"

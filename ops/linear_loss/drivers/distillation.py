@@ -384,7 +384,9 @@ def _checked_call(teacher_classes: int, **fields: Any) -> OneTeacherCall:
         TypeError: A dtype does not fit.
         ValueError: A shape, a device or an option does not fit.
     """
-    linears = _checked_student(fields) | dict(zip(TEACHER, _checked_teacher(fields, TEACHER), strict=True))
+    linears: dict[str, Any] = _checked_student(fields) | dict(
+        zip(TEACHER, _checked_teacher(fields, TEACHER), strict=True)
+    )
     call = OneTeacherCall(**fields | linears)
     _check_fits(call, "teacher_input", call.teacher_input, "teacher_linear_weight", teacher_classes)
     _check_call(call)
