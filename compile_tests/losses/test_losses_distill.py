@@ -14,6 +14,7 @@ from llmk.functional import fused_linear_distill, fused_linear_jsd
 from llmk.opcheck.calls import call, require_accurate
 from llmk.ops.loss.jsd import jsd_terms
 from llmk.registry import Sample
+from llmk.registry.backends import INTERPRET
 
 LENGTHS = [5, 1, 7, 0, 4]
 V = 37
@@ -100,7 +101,8 @@ def test_two_teachers(device: torch.device, beta: float, dtype: torch.dtype) -> 
 def test_one_teacher_with_weights_and_items(device: torch.device, dtype: torch.dtype) -> None:
     """The divergence and the cross entropy have denominators of their own."""
     x, weight, target, *teacher = given(device, dtype=dtype)[:6]
-    tokens, options = torch.rand(target.shape).to(device), {"ce_weight": 0.4, "num_items_in_batch": 41.0}
+    options: dict[str, Any] = {"ce_weight": 0.4, "num_items_in_batch": 41.0}
+    tokens = torch.rand(target.shape).to(device)
     found, metrics = losses.distill(
         x, weight, target, *teacher[:2], teacher_linear_bias=teacher[2], token_weights=tokens, **options
     )
@@ -110,11 +112,66 @@ def test_one_teacher_with_weights_and_items(device: torch.device, dtype: torch.d
     torch.testing.assert_close(metrics["divergence"] + 0.4 * metrics["nll_loss"], found, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_reduced_and_permuted_vocabularies(device: torch.device, beta: float) -> None:
+    """As the student with the rows of its head that a teacher has, in the teacher's order."""
+    x, weight, target, x1, _, _, x2, w2, _ = given(device)
+    reduced, permuted = torch.randperm(V, device=device)[:11], torch.randperm(V, device=device)
+    w1 = numbers(11, 5).to(device)
+    options: dict[str, Any] = {"beta": beta, "temperature": 1.4}
+
+    def results(dtype: torch.dtype, loss: Any) -> list[Tensor]:
+        a, b = x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
+        found = loss(a, b)
+        return [found.detach(), *torch.autograd.grad(found, (a, b))]
+
+    def right(a: Tensor, b: Tensor) -> Tensor:
+        teachers = ((x1, w1, reduced), (x2, w2, permuted), (x2, w2, torch.arange(V, device=device)))
+        each = [
+            from_teachers_reference(a, b[ids], target, t.to(a.dtype), w.to(a.dtype), None, **options)
+            for t, w, ids in teachers
+        ]
+        return sum(each) - 0.3 * torch.cat(logps_of(a, b, target)).mean()  # type: ignore[return-value]
+
+    def ours(a: Tensor, b: Tensor) -> Tensor:
+        maps = [reduced, permuted, None]
+        return losses.distill(a, b, target, [x1, x2, x2], [w1, w2, w2], vocab_map=maps, ce_weight=0.3, **options)[0]
+
+    for found, exact in zip(results(torch.float32, ours), results(torch.float64, right), strict=True):
+        torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=2e-6 * float(exact.abs().max()))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    ("ids", "error", "message"),
+    [
+        ([0, 5, 11], IndexError, r"vocab_map\[0\]: expected classes in \[0, 11\), got 0 to 11"),
+        ([-1, 5, 3], IndexError, r"vocab_map\[0\]: expected classes in \[0, 11\), got -1 to 5"),
+        ([4, 5, 4], ValueError, r"vocab_map\[0\]: expected different classes"),
+    ],
+)
+def test_a_map_that_is_none(device: torch.device, ids: list[int], error: Any, message: str) -> None:
+    """The host says so; on a GPU the loss is NaN."""
+    x, weight = (tensor.clone().to(device).requires_grad_() for tensor in (X, W))
+    teacher, head, ids_tensor = x.detach(), weight.detach()[:3], torch.tensor(ids, device=device)
+
+    def loss() -> Tensor:
+        return fused_linear_distill(x, weight, [teacher], [head], [], [ids_tensor])[0]
+
+    if device.type == "cpu" and not INTERPRET:
+        with pytest.raises(error, match=message):
+            loss()
+    else:
+        found = loss()
+        found.backward()
+        assert found.isnan()
+
+
 def test_products(device: torch.device) -> None:
     """D + 3 for D teachers, where a call for each takes 4 D."""
     x, target = numbers(6, 16).to(device).requires_grad_(), torch.arange(6, device=device)
     weight = numbers(V, 16).to(device).requires_grad_()
-    teachers = [[numbers(n, 16).to(device) + i for i in range(3)] for n in (6, V)]
+    inputs, heads = ([numbers(n, 16).to(device) + i for i in range(3)] for n in (6, V))
 
     def products(loss: Any) -> float:
         with FlopCounterMode(display=False) as counter:
@@ -122,11 +179,11 @@ def test_products(device: torch.device) -> None:
         return counter.get_total_flops() / (2 * 6 * 16 * V)
 
     def separate() -> Tensor:
-        each = [fused_linear_jsd(x, weight, *teacher) for teacher in zip(*teachers, strict=True)]
+        each = [fused_linear_jsd(x, weight, *teacher) for teacher in zip(inputs, heads, strict=True)]
         return torch.stack(each).sum()
 
-    together = {"labels": target, "ce_weight": 1.0}
-    assert products(lambda: fused_linear_distill(x, weight, *teachers, [], **together)[0]) == 3 + 3
+    together: dict[str, Any] = {"labels": target, "ce_weight": 1.0}
+    assert products(lambda: fused_linear_distill(x, weight, inputs, heads, [], [], **together)[0]) == 3 + 3
     assert products(separate) == 4 * 3
 
 
@@ -202,28 +259,30 @@ X, W, T = numbers(2, 3, 8), numbers(11, 8), torch.tensor([[1, 2, -100], [0, 10, 
         ({"teacher_temperature": [1.0, 0.0]}, ValueError, r"teacher_temperature\[1\]: expected a finite pos"),
         ({"teacher_softcap": [1.0]}, ValueError, "teacher_softcap: expected 2, one for each of teacher_input, got 1"),
         ({"teacher_softcap": [1.0, -1.0]}, ValueError, r"teacher_softcap\[1\]: expected"),
+        ({"vocab_map": [None, T[0]]}, ValueError, r"vocab_map\[1\]: expected shape \(11,\)"),
+        ({"vocab_map": [None, W[:, 0]]}, TypeError, r"vocab_map\[1\]: expected dtype int64"),
         ({"teacher_weight": torch.ones(3)}, ValueError, r"teacher_weight: expected shape \(2,\) or \(2, 3, 2\)"),
         ({"ce_weight": -1.0}, ValueError, "ce_weight: expected"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )  # fmt: skip
 def test_a_wrong_call_names_the_argument(wrong: dict[str, Any], error: type[Exception], message: str) -> None:
-    arguments = {"teacher_input": [X, X], "teacher_linear_weight": [W, W]} | wrong
+    arguments: dict[str, Any] = {"teacher_input": [X, X], "teacher_linear_weight": [W, W]} | wrong
     with pytest.raises(error, match=message):
         losses.distill(X, W, T, **arguments)
 
 
 def test_an_operator_refuses_what_is_no_list() -> None:
     for wrong, message in (
-        ((X, [W], []), "teacher_input: expected a list of tensors, got torch.Tensor"),
-        (([X], [None], []), r"teacher_linear_weight\[0\]: expected a tensor, got None"),
-        (([X], [W], None), "teacher_linear_bias: expected a list of tensors, got None"),
+        ((X, [W], [], []), "teacher_input: expected a list of tensors, got torch.Tensor"),
+        (([X], [None], [], []), r"teacher_linear_weight\[0\]: expected a tensor, got None"),
+        (([X], [W], None, []), "teacher_linear_bias: expected a list of tensors, got None"),
     ):
         with pytest.raises(TypeError, match=message):
             fused_linear_distill(X, W, *wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"teacher_softcap\[0\]: expected a number, got str"):
-        fused_linear_distill(X, W, [X], [W], [], teacher_softcap=["a"])  # type: ignore[list-item]
+        fused_linear_distill(X, W, [X], [W], [], [], teacher_softcap=["a"])  # type: ignore[list-item]
     with pytest.raises(NotImplementedError, match="teacher_linear_weight"):
-        fused_linear_distill(X, W, [X], [W.clone().requires_grad_()], [])
+        fused_linear_distill(X, W, [X], [W.clone().requires_grad_()], [], [])
     with pytest.raises(ValueError, match="labels: expected class indices for a ce_weight"):
-        fused_linear_distill(X, W, [X], [W], [], ce_weight=1.0)
+        fused_linear_distill(X, W, [X], [W], [], [], ce_weight=1.0)

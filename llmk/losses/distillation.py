@@ -35,9 +35,9 @@ def distill(
     token_weights: Tensor | None = None, num_items_in_batch: Tensor | float | None = None,
     teacher_weight: Tensor | None = None, teacher_linear_bias: Tensor | Sequence[Tensor | None] | None = None,
     teacher_temperature: float | Sequence[float] | None = None, teacher_logit_scale: float | Sequence[float] = 1.0,
-    teacher_softcap: float | Sequence[float] = 0.0, linear_bias: Tensor | None = None, temperature: float = 1.0,
-    logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False,
-    chunk_size: int = 0, logits_dtype: torch.dtype | None = None,
+    teacher_softcap: float | Sequence[float] = 0.0, vocab_map: Tensor | Sequence[Tensor | None] | None = None,
+    linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0,
+    ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0, logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Distillation from hidden states of teachers: the mean over tokens of a generalized Jensen-Shannon divergence,
 
@@ -61,6 +61,8 @@ def distill(
         teacher_linear_bias: `[V]`, or a list of D, in which None is none.
         teacher_temperature: Temperature of the teacher, or a list of D; that of the student if None.
         teacher_logit_scale, teacher_softcap: Scale and soft cap of the teacher's logits, or lists; 1 and 0 are off.
+        vocab_map: The student's class of each of the teacher's, int64 `[V']`, all different, or a list of D, in which
+            None is for the same classes. For such a teacher the student's softmax is over these classes.
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`; the
             temperature is that of all models. Where a scale is not 1 the hidden states are multiplied by it.
@@ -86,7 +88,7 @@ def distill(
     teachers = _teachers(
         target, temperature, teacher_input=teacher_input, teacher_linear_weight=teacher_linear_weight,
         teacher_linear_bias=teacher_linear_bias, teacher_temperature=teacher_temperature,
-        teacher_logit_scale=teacher_logit_scale, teacher_softcap=teacher_softcap,
+        teacher_logit_scale=teacher_logit_scale, teacher_softcap=teacher_softcap, vocab_map=vocab_map,
     )  # fmt: skip
     if token_weights is not None:
         check_per_token("token_weights", token_weights, target)
@@ -105,7 +107,8 @@ def distill(
         per_token = sequences.mask if token_weights is None else torch.where(sequences.mask, token_weights, 0.0)
         items = token_denominator(num_items_in_batch, sequences)
         rescale, nll_rescale = per_token.sum() / items, sequences.mask.sum() / items
-    several = not isinstance(teacher_input, Tensor) or teacher_weight is not None or teacher_temperature is not None
+    own_options = any(each is not None for each in (teacher_weight, teacher_temperature, vocab_map))
+    several = own_options or not isinstance(teacher_input, Tensor)
     both_rescaled = ce_weight > 0 and num_items_in_batch is not None and token_weights is not None
     if several or (both_rescaled and not is_sharded(x, linear_weight, target, *teachers.inputs, *teachers.weights)):
         weight = teacher_weight
@@ -114,7 +117,7 @@ def distill(
             weight = (ones if teacher_weight is None else teacher_weight.float()) * (rescale / nll_rescale)
             rescale = nll_rescale
         parts = fused_linear_distill(
-            x, linear_weight, *teachers[:3], teacher_weight=None if weight is None else weight.detach(),
+            x, linear_weight, *teachers[:4], teacher_weight=None if weight is None else weight.detach(),
             teacher_temperature=teachers.temperatures, teacher_softcap=teachers.softcaps, ce_weight=ce_weight,
             **options,
         )  # fmt: skip
@@ -145,6 +148,7 @@ class _Teachers(NamedTuple):
     inputs: list[Tensor]
     weights: list[Tensor]
     biases: list[Tensor]  # of all, or none
+    maps: list[Tensor]  # of all, or none
     temperatures: list[float]
     softcaps: list[float]
 
@@ -155,7 +159,7 @@ def _teachers(target: Tensor, temperature: float, **given: Any) -> _Teachers:
     if given["teacher_temperature"] is None:
         given["teacher_temperature"] = temperature if one else [temperature] * len(given["teacher_input"])
     lists = {name: _one_for_each(name, value, given["teacher_input"]) for name, value in given.items()}
-    inputs, weights, biases, temperatures, scales, softcaps = lists.values()
+    inputs, weights, biases, temperatures, scales, softcaps, maps = lists.values()
     for i, (x, weight) in enumerate(zip(inputs, weights, strict=True)):
         place = "" if one else f"[{i}]"
         check_is_tensor(f"teacher_input{place}", x)
@@ -170,6 +174,7 @@ def _teachers(target: Tensor, temperature: float, **given: Any) -> _Teachers:
         [x.detach() for x, _ in layers],
         [weight.detach() for weight in weights],
         [bias.detach() for _, bias in layers if bias is not None],
+        [] if all(ids is None for ids in maps) else [inputs[0].new_zeros(0).long() if m is None else m for m in maps],
         temperatures,
         softcaps,
     )

@@ -7,7 +7,8 @@ in the forward pass.
     loss = sum over teachers d of mean of a_d * divergence(softmax(z / T), softmax(z_d / T_d))
            + ce_weight * mean of -log softmax(z)[label]
 
-with z the student's logits, z_d those of teacher d, and a_d its weight for each token. A chunk's logits of the student
+with z the student's logits, z_d those of teacher d, and a_d its weight for each token. For a teacher with a map z are
+the student's logits of the classes in it. A chunk's logits of the student
 are made once. Those of the teachers follow one after the other in one buffer; the gradient
 
     dz = sum over teachers of that of a_d * divergence_d, + ce_weight / tokens * (softmax(z) - onehot(label))
@@ -31,7 +32,8 @@ from llmk.registry import LARGEST, Cost, Sample, check_number, public_op
 
 def fused_linear_distill_reference(
     input: Tensor, linear_weight: Tensor, teacher_input: Sequence[Tensor], teacher_linear_weight: Sequence[Tensor],
-    teacher_linear_bias: Sequence[Tensor], *, labels: Tensor | None = None, linear_bias: Tensor | None = None,
+    teacher_linear_bias: Sequence[Tensor], vocab_map: Sequence[Tensor], *, labels: Tensor | None = None,
+    linear_bias: Tensor | None = None,
     teacher_weight: Tensor | None = None, beta: float = 0.5, ce_weight: float = 0.0, temperature: float = 1.0,
     teacher_temperature: Sequence[float] | None = None, softcap: float = 0.0,
     teacher_softcap: Sequence[float] | None = None, row_weight: Tensor | None = None, ignore_index: int = -100,
@@ -42,17 +44,17 @@ def fused_linear_distill_reference(
         return cap_reference(logits.to(torch.promote_types(logits.dtype, torch.float32)), softcap)
 
     z, D = capped(input, linear_weight, linear_bias, softcap), len(teacher_input)
-    x = (z / temperature).log_softmax(-1)
-    counts = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device) if labels is None else labels != ignore_index
-    weights = torch.ones_like(x[..., 0]) if row_weight is None else row_weight.to(x.dtype)
+    counts = torch.ones(z.shape[:-1], dtype=torch.bool, device=z.device) if labels is None else labels != ignore_index
+    weights = torch.ones_like(z[..., 0]) if row_weight is None else row_weight.to(z.dtype)
     weights = torch.where(counts, weights, 0.0)
+    biases, maps = (each or [None] * D for each in (list(teacher_linear_bias), list(vocab_map)))
     divergences = []
     for i in range(D):
-        bias = teacher_linear_bias[i] if len(teacher_linear_bias) > 0 else None
-        y = capped(
-            teacher_input[i], teacher_linear_weight[i], bias, 0.0 if teacher_softcap is None else teacher_softcap[i]
-        )
+        cap = 0.0 if teacher_softcap is None else teacher_softcap[i]
+        y = capped(teacher_input[i], teacher_linear_weight[i], biases[i], cap)
         t = (y / (temperature if teacher_temperature is None else teacher_temperature[i])).log_softmax(-1)
+        ids = maps[i]
+        x = ((z if ids is None or ids.numel() == 0 else z[..., ids]) / temperature).log_softmax(-1)
         each = torch.where(counts, jsd_terms(x, t, beta).sum(-1), 0.0)
         if teacher_weight is not None:
             each = each * torch.where(counts, teacher_weight[..., i].to(x.dtype), 0.0)
@@ -79,7 +81,13 @@ def fused_linear_distill_samples(device: torch.device, dtype: torch.dtype) -> It
         V: int, *tokens: int, H: int = 12, teachers: Sequence[int] = (20, 8), bias: bool = False
     ) -> tuple[Any, ...]:
         inputs, weights = [randn(*tokens, n) for n in teachers], [randn(V, n) for n in teachers]
-        return randn(*tokens, H), randn(V, H), inputs, weights, [randn(V) for _ in teachers] if bias else []
+        return randn(*tokens, H), randn(V, H), inputs, weights, [randn(V) for _ in teachers] if bias else [], []
+
+    def mapped(V: int, *tokens: int, sizes: Sequence[int]) -> tuple[Any, ...]:
+        """The map of a teacher with as many classes as the student is empty."""
+        x, weight, inputs, *_ = given(V, *tokens, teachers=[8] * len(sizes))
+        maps = [torch.randperm(V, device=device)[: n if n < V else 0] for n in sizes]
+        return x, weight, inputs, [randn(n, 8) for n in sizes], [randn(n) for n in sizes], maps
 
     yield Sample(given(32, 8), why="powers of two")
     kwargs = {
@@ -102,17 +110,21 @@ def fused_linear_distill_samples(device: torch.device, dtype: torch.dtype) -> It
     three = {"teacher_weight": make.rand(3), "labels": make.classes(37, 6), "chunk_size": 2}
     yield Sample(given(37, 6, teachers=(12, 8, 16)), three, why="three teachers with a weight each")
     yield Sample(given(37, 5, teachers=(8,)), {"beta": 0.9, "labels": make.classes(37, 5)}, why="one teacher")
+    for sizes in ((9, 37), (20, 36)):
+        kwargs = {"labels": make.classes(37, 5), "ce_weight": 0.4, "chunk_size": 2, "softcap": 4.0}
+        yield Sample(mapped(37, 5, sizes=sizes), kwargs, why=f"{sizes} of 37 classes, in any order")
+    yield Sample(mapped(37, 5, sizes=(30,)), {"beta": 1.0}, why="a reduced vocabulary")
     yield Sample(given(37, 0), why="no tokens: NaN")
     yield Sample(given(37, 5), {"labels": make.ignored(5), "ce_weight": 1.0}, why="no token counts: NaN")
     heads = [randn(20, 37).t(), randn(37, 8)]
-    strided = randn(12, 5).t(), randn(12, 37).t(), [randn(20, 5).t(), randn(5, 8)], heads, []
+    strided = randn(12, 5).t(), randn(12, 37).t(), [randn(20, 5).t(), randn(5, 8)], heads, [], []
     yield Sample(strided, {"labels": make.classes(37, 5).int()}, why="strided, int32")
     yield Sample(given(9_000, 2), {"beta": 0.9}, why="9,000 classes: whole blocks and a part")
 
 
 def fused_linear_distill_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
     make = Make(device, dtype)
-    teachers = [make.randn(rows, n) for n in (24, 8)], [make.randn(40, n) for n in (24, 8)], []
+    teachers = [make.randn(rows, n) for n in (24, 8)], [make.randn(40, n) for n in (24, 8)], [], []
     return Sample((make.randn(rows, 16), make.randn(40, 16), *teachers), {"chunk_size": 32}, why="resized")
 
 
@@ -121,7 +133,7 @@ def fused_linear_distill_workloads(device: torch.device, dtype: torch.dtype) -> 
     for D in (2, 3):
         x, *teachers = (make.randn(N, H) for _ in range(1 + D))
         weight, *heads = (make.randn(V, H) / H**0.5 for _ in range(1 + D))
-        yield Sample((x, weight, teachers, heads, []), why=f"{N}x{H}x{V}, {D} teachers")
+        yield Sample((x, weight, teachers, heads, [], []), why=f"{N}x{H}x{V}, {D} teachers")
 
 
 def fused_linear_distill_cost(
@@ -154,6 +166,7 @@ def fused_linear_distill(
     teacher_input: Sequence[Tensor],
     teacher_linear_weight: Sequence[Tensor],
     teacher_linear_bias: Sequence[Tensor],
+    vocab_map: Sequence[Tensor],
     *,
     labels: Tensor | None = None,
     linear_bias: Tensor | None = None,
@@ -179,8 +192,11 @@ def fused_linear_distill(
         input: The student's hidden states `[..., H]`, float32, float16 or bfloat16, any strides.
         linear_weight: `[V, H]`, as in `torch.nn.Linear`, dtype of `input`.
         teacher_input: The hidden states `[..., H']` of each teacher, dtype of `input`; each has its own H'.
-        teacher_linear_weight: `[V, H']` of each teacher, dtype of `input`.
-        teacher_linear_bias: `[V]` of each teacher, dtype of `input`; an empty list for none of any.
+        teacher_linear_weight: `[V', H']` of each teacher, dtype of `input`. V' is V without a map.
+        teacher_linear_bias: `[V']` of each teacher, dtype of `input`; an empty list for none of any.
+        vocab_map: The student's class of each of a teacher's, int64 `[V']`, all different and in any order, for a
+            vocabulary that is reduced or permuted; `[0]` for a teacher that has the student's, an empty list where all
+            have. The student's softmax for that teacher is over these classes.
         labels: `[...]`, int64 or int32; tokens whose label is not `ignore_index` count. None for all. With a
             `ce_weight` they are the targets of the cross entropy.
         linear_bias: `[V]`, dtype of `input`.
@@ -203,8 +219,8 @@ def fused_linear_distill(
     Raises:
         TypeError: A dtype does not fit.
         ValueError: A shape, a device, the length of a list or an option does not fit.
-        IndexError: On the CPU, with a `ce_weight`, a label is neither a class nor `ignore_index`. On a GPU it makes the
-            loss NaN.
+        IndexError: On the CPU, with a `ce_weight`, a label is neither a class nor `ignore_index`, or an id of a map is
+            no class. On a GPU it makes the loss NaN, as do ids that are not different.
         NotImplementedError: A tensor of a teacher, or a weight of tokens or teachers, requires a gradient.
 
     Sources: Hinton et al., 2015, https://arxiv.org/abs/1503.02531; Agarwal et al., 2023,
@@ -221,6 +237,7 @@ def fused_linear_distill(
         teacher_input=teacher_input,
         teacher_linear_weight=teacher_linear_weight,
         teacher_linear_bias=teacher_linear_bias,
+        vocab_map=vocab_map,
         teacher_weight=checked_teacher_weight(teacher_weight, input, D),
         labels=labels,
         row_weight=row_weight,

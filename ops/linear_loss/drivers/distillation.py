@@ -2,6 +2,11 @@
 
 A block of rows has the student's logits, one teacher's at a time and, where there are several teachers, the float32 sum
 of the gradients for those that are done. The last one's is added to that and rounded where it is multiplied.
+
+A teacher whose classes are some of the student's, in any order, has a map of these. It is compared with the student's
+softmax over the classes that it has: their logits are gathered, and the gradient is added to that of their columns. The
+divergence over all of the student's classes would ask for a probability of 0 of each that such a teacher does not
+know, and be infinite for beta 1.
 """
 
 from collections.abc import Sequence
@@ -49,11 +54,13 @@ from llmk.registry.record import FLOAT_DTYPES
 
 LEAST = 2.0**-24
 """The smallest size that is measured: float16's smallest number, as logits of that dtype hold no smaller gradient."""
+OR_NONE = ("teacher_linear_bias", "vocab_map")
+"""Lists with one for each teacher, or empty."""
 TEACHER = ["teacher_input", "teacher_linear_weight", "teacher_linear_bias"]
 
 
 class Teacher(NamedTuple):
-    """A teacher's linear layer, whose classes are the student's in the same order, and its part of the loss."""
+    """A teacher's linear layer, and its part of the loss."""
 
     input: Tensor  # [..., H']
     linear_weight: Tensor  # [V, H']
@@ -61,6 +68,7 @@ class Teacher(NamedTuple):
     temperature: float
     softcap: float
     weight: Tensor | None = None  # [...]
+    vocab_map: Tensor | None = None  # [V'], the student's class of each; None where they are the same
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +94,11 @@ class DistillationCall(LinearCall):
 
     def linears(self, impl: Implementation, compacted: CompactedTokens) -> tuple[ChunkedLinear, list[ChunkedLinear]]:
         """Return the student's and the teachers' layers in the same blocks."""
-        sums = 0 if len(self.teachers) == 1 else torch.float32.itemsize // self.logits_dtype.itemsize
-        plan = self.plan(impl, layers=2 + sums)
+        float32_layer = torch.float32.itemsize // self.logits_dtype.itemsize
+        layers = 2 if len(self.teachers) == 1 else 2 + float32_layer
+        if any(each.vocab_map is not None for each in self.teachers):
+            layers = 3 + 2 * float32_layer  # the student's logits of the map, and the gradients for these and for all
+        plan = self.plan(impl, layers=layers)
         student, *teachers = (
             ChunkedLinear(*layer, plan, float32_logits=self.float32_logits, count=compacted.count)
             for layer in ((self.input, self.linear_weight, self.linear_bias), *(each[:3] for each in self.teachers))
@@ -159,6 +170,7 @@ class TeachersCall(DistillationCall):
     teacher_input: Sequence[Tensor]  # [..., H'] each
     teacher_linear_weight: Sequence[Tensor]  # [V, H'] each
     teacher_linear_bias: Sequence[Tensor]  # [V] each, or none of any
+    vocab_map: Sequence[Tensor]  # [V'] each, [0] where it has the student's classes, or none of any
     teacher_temperature: Sequence[float]
     teacher_softcap: Sequence[float]
 
@@ -168,7 +180,8 @@ class TeachersCall(DistillationCall):
         biases = self.teacher_linear_bias or [None] * D
         weights = [None] * D if self.teacher_weight is None else self.teacher_weight.unbind(-1)
         layers = self.teacher_input, self.teacher_linear_weight, biases
-        options = self.teacher_temperature, self.teacher_softcap, weights
+        maps = [each if each.shape[0] > 0 else None for each in self.vocab_map] or [None] * D
+        options = self.teacher_temperature, self.teacher_softcap, weights, maps
         return [Teacher(*each) for each in zip(*layers, *options, strict=True)]
 
     @property
@@ -189,6 +202,7 @@ def _forward(
     times the mean cross entropy. The terms are the divergences and the cross entropy, in the call's `term_shapes`.
     """
     compacted, call = full_call.compacted(impl)
+    maps, maps_are_valid = _maps(impl, call)
     mask = call.mask().reshape(-1)
     count = mask.float()
     weights = count if call.row_weight is None else torch.where(mask, call.row_weight.reshape(-1).float(), 0.0)
@@ -208,15 +222,17 @@ def _forward(
             return call.largest_gradient(loss_grads, ce_grads)
         nothing = LinearGradients(student, (False, False, False), call.saved_dtypes)
         sizes = [torch.full((), LEAST, dtype=torch.float32, device=count.device)]
-        _losses_and_gradients(impl, call, nothing, teachers, count, loss_grads, ce_grads, sizes)
+        _losses_and_gradients(impl, call, nothing, teachers, maps, count, loss_grads, ce_grads, sizes)
         return torch.stack(sizes).amax()
 
     scale = float16_scale(call.input.dtype, need, bound)
     gradients = LinearGradients(student, need, call.saved_dtypes, scale)
-    losses, nll = _losses_and_gradients(impl, call, gradients, teachers, count, loss_grads, ce_grads)
+    losses, nll = _losses_and_gradients(impl, call, gradients, teachers, maps, count, loss_grads, ce_grads)
     rest = remaining, *gradients.results(compacted)
     divergences = torch.where(mask, losses * (shares * weights), 0.0).sum(-1)
     divergences = divergences if total else divergences / denominator
+    if maps_are_valid is not None:
+        divergences = torch.where(maps_are_valid, divergences, float("nan"))
     loss = divergences.sum()
     if ce_grads is not None:
         nll = nll / count.sum()
@@ -232,42 +248,91 @@ def _shares(call: DistillationCall, mask: Tensor) -> Tensor:
     return torch.stack([count if w is None else torch.where(mask, w.reshape(-1).float(), 0.0) for w in weights])
 
 
+def _maps(impl: Implementation, call: DistillationCall) -> tuple[list[Tensor | None], Tensor | None]:
+    """Return the teachers' maps, safe to index with, and if each is valid, `[D]`, where the host does not look.
+
+    Raises:
+        IndexError: On the host, an id of a map is no class.
+        ValueError: On the host, a map repeats an id.
+    """
+    V, maps = call.num_classes, [each.vocab_map for each in call.teachers]
+    if all(ids is None for ids in maps):
+        return maps, None
+    flags = []
+    for i, ids in enumerate(maps):
+        if ids is None:
+            flags.append(torch.ones((), dtype=torch.bool, device=call.input.device))
+            continue
+        in_range, ordered = ((ids >= 0) & (ids < V)).all(), ids.sort().values
+        unique = (ordered[1:] != ordered[:-1]).all()
+        if impl.on_host and not in_range:
+            raise IndexError(f"vocab_map[{i}]: expected classes in [0, {V}), got {int(ids.min())} to {int(ids.max())}")
+        if impl.on_host and not unique:
+            raise ValueError(f"vocab_map[{i}]: expected different classes, got one of them twice")
+        flags.append(in_range & unique)
+    return [None if ids is None else ids.clamp(0, V - 1) for ids in maps], torch.stack(flags)
+
+
 def _losses_and_gradients(
     impl: Implementation, call: DistillationCall, gradients: LinearGradients, teachers: list[ChunkedLinear],
-    count: Tensor, loss_grads: Tensor, ce_grads: Tensor | None, sizes: list[Tensor] | None = None,
+    maps: list[Tensor | None], count: Tensor, loss_grads: Tensor, ce_grads: Tensor | None,
+    sizes: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the divergences `[D, N]` and the sum of the cross entropies, given the gradient of each term.
 
     With `sizes` the largest size of each block's gradient of the logits is added to them; none need be needed.
     """
-    student = gradients.linear
+    student, D = gradients.linear, len(teachers)
     loss_grads = scaled(loss_grads, gradients.scale)
     ce_grads = None if ce_grads is None else scaled(ce_grads, gradients.scale)
-    buffer, wanted = teachers[0].block_buffer(), any(gradients.need) or sizes is not None
-    total = student.buffer(student.plan.block_rows if wanted and len(teachers) > 1 else 0, torch.float32)
+    wanted = any(gradients.need) or sizes is not None
+    buffer = max(teachers, key=lambda layer: layer.weight.shape[0]).block_buffer()
+    order = sorted(range(D), key=lambda i: maps[i] is None)  # those with a map first: the last writes all columns
+    has_maps, has_plain = maps[order[0]] is not None, maps[order[-1]] is None
+    total = student.buffer(student.plan.block_rows if wanted and (D > 1 or has_maps) else 0, torch.float32)
     divergences, logprobs = [], [count.new_zeros((1,))]
     for block, z, dz in gradients.blocks():
-        ce = None
+        counts, wants_block, before, ce = count[block], wanted and z.numel() > 0, None, None
         if ce_grads is not None:
             logprob, ce = _cross_entropy_term(impl, call, z, block, ce_grads)
             logprobs.append(logprob)
-        counts, wants_block = count[block], wanted and z.numel() > 0
-        parts = impl.divergence.statistics(z, counts, call.temperature, call.softcap)
-        losses, before, last = [], None, len(teachers) - 1
-        for i, (teacher, layer) in enumerate(zip(call.teachers, teachers, strict=True)):
-            w, softmaxes = layer.outputs(block, buffer), call.softmaxes(teacher, student)
-            loss, stats, sums = _divergences(impl, call, z, w, counts, parts, softmaxes)
-            losses.append(loss)
+        if wants_block and has_maps:
+            before = total[: z.shape[0]].zero_()
+        plain = impl.divergence.statistics(z, counts, call.temperature, call.softcap) if has_plain else None
+        losses = [counts] * D
+        for i in order:
+            ids, softmaxes = maps[i], call.softmaxes(call.teachers[i], student)
+            x, w = z if ids is None else z.index_select(1, ids), teachers[i].outputs(block, buffer)
+            losses[i], stats, sums = _divergences(impl, call, x, w, counts, plain if ids is None else None, softmaxes)
             if wants_block:
-                out = dz if i == last else total[: z.shape[0]]
-                grads = loss_grads[i, block]
-                impl.divergence.gradients(z, w, counts, grads, stats, sums, ce, before, out, softmaxes)
-                ce, before = None, out
-            del w  # a product that allocates its result would hold two
+                grads = counts, loss_grads[i, block], stats, sums
+                if ids is not None:
+                    part = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+                    impl.divergence.gradients(x, w, *grads, None, None, part, softmaxes)
+                    total[: z.shape[0]].index_copy_(1, ids, part.add_(total[: z.shape[0]].index_select(1, ids)))
+                else:
+                    out = dz if i == order[-1] else total[: z.shape[0]]
+                    impl.divergence.gradients(x, w, *grads, ce, before, out, softmaxes)
+                    ce, before = None, out
+            del x, w  # a product that allocates its result would hold two
         divergences.append(torch.stack(losses))
+        if wants_block and not has_plain:
+            _finish(impl, call, z, ce, total[: z.shape[0]], dz)
         if wants_block and sizes is not None:
             sizes.append(torch.linalg.vector_norm(dz, float("inf"), dtype=torch.float32))
     return torch.cat(divergences, 1), -torch.cat(logprobs).sum()
+
+
+def _finish(
+    impl: Implementation, call: DistillationCall, z: Tensor, ce: CrossEntropyTerm | None, total: Tensor, dz: Tensor
+) -> None:
+    """Write the gradient of a block whose teachers all have maps, with the term of the cross entropy."""
+    if ce is not None:
+        term, target = torch.empty(z.shape, dtype=torch.float32, device=z.device), ce.target.unsqueeze(-1)
+        transform = _cross_entropy_transform(call)
+        impl.logprobs.gradients(-ce.grad.unsqueeze(-1), None, z, target, ce.stats, term, transform)
+        total.add_(term)
+    dz.copy_(total)
 
 
 def _cross_entropy_term(
@@ -275,7 +340,15 @@ def _cross_entropy_term(
 ) -> tuple[Tensor, CrossEntropyTerm]:
     """Return the labels' log-probabilities at temperature 1, and the term of the logits' gradient."""
     assert call.labels is not None
-    transform = LogitTransform(
+    transform = _cross_entropy_transform(call)
+    target = call.labels.reshape(-1)[block].contiguous()
+    parts = impl.logprobs.statistics(logits, target.unsqueeze(-1), transform)
+    logprobs, _, stats = impl.logprobs.combine(parts, target.unsqueeze(-1), transform)
+    return logprobs.view(-1), CrossEntropyTerm(target, grads[block], stats)
+
+
+def _cross_entropy_transform(call: DistillationCall) -> LogitTransform:
+    return LogitTransform(
         ignore_index=call.ignore_index,
         scale=1.0,
         softcap=call.softcap,
@@ -283,24 +356,22 @@ def _cross_entropy_term(
         first_class=0,
         num_classes=call.num_classes,
     )
-    target = call.labels.reshape(-1)[block].contiguous()
-    parts = impl.logprobs.statistics(logits, target.unsqueeze(-1), transform)
-    logprobs, _, stats = impl.logprobs.combine(parts, target.unsqueeze(-1), transform)
-    return logprobs.view(-1), CrossEntropyTerm(target, grads[block], stats)
 
 
 def _divergences(
-    impl: Implementation, call: DistillationCall, z: Tensor, w: Tensor, counts: Tensor, student: Tensor,
+    impl: Implementation, call: DistillationCall, z: Tensor, w: Tensor, counts: Tensor, student: Tensor | None,
     softmaxes: Softmaxes,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the divergence `[M]` of vocabulary-parallel rows, and the statistics that its gradient needs.
 
-    Those of this rank's classes `[2, M]` are given for the student.
+    The student's statistics `[2, M]` of this rank are computed if they are not given.
     """
 
     def gathered(parts: Tensor, *shape: int) -> Tensor:
         return call.gather_ranks(parts).view(call.ranks, *shape, z.shape[0])
 
+    if student is None:
+        student = impl.divergence.statistics(z, counts, softmaxes.temperature, softmaxes.softcap)
     teacher = impl.divergence.statistics(w, counts, softmaxes.teacher_temperature, softmaxes.teacher_softcap)
     parts = gathered(torch.cat((student, teacher)), 2, 2)  # rank, tensor, number
     m = parts[:, :, 0].amax(0)
@@ -334,7 +405,7 @@ def _forward_sharding(input, total, need_dx):
 def _products(
     impl: Implementation, call: DistillationCall, total: bool, need_dx: bool, need_dw: bool, need_db: bool
 ) -> float:
-    teachers = sum(each.input.shape[-1] for each in call.teachers) / call.input.shape[-1]
+    teachers = sum(each.linear_weight.numel() for each in call.teachers) / max(call.linear_weight.numel(), 1)
     twice = call.gradient_is_measured and (need_dx or need_dw or need_db)
     return (1 + teachers) * (1 + twice) + need_dx + need_dw
 
@@ -404,8 +475,8 @@ def _checked_teachers(**fields: Any) -> TeachersCall:
     D = len(fields["teacher_input"])
     if D == 0:
         raise ValueError("teacher_input: expected the hidden states of at least one teacher, got none")
-    for name in ("teacher_linear_weight", "teacher_linear_bias", "teacher_temperature", "teacher_softcap"):
-        may_be_empty = name == "teacher_linear_bias"
+    for name in ("teacher_linear_weight", *OR_NONE, "teacher_temperature", "teacher_softcap"):
+        may_be_empty = name in OR_NONE
         if len(fields[name]) != D and not (may_be_empty and len(fields[name]) == 0):
             none = " or none" if may_be_empty else ""
             raise ValueError(f"{name}: expected {D}{none}, one for each of teacher_input, got {len(fields[name])}")
@@ -416,7 +487,14 @@ def _checked_teachers(**fields: Any) -> TeachersCall:
     call = TeachersCall(**fields | linears)
     for i, teacher in enumerate(call.teachers):
         names = f"teacher_input[{i}]", f"teacher_linear_weight[{i}]"
-        _check_fits(call, names[0], teacher.input, names[1], teacher.linear_weight.shape[0])
+        classes = teacher.linear_weight.shape[0]
+        if teacher.vocab_map is not None:
+            ids = teacher.vocab_map
+            check_dtype(f"vocab_map[{i}]", ids, (torch.int64,))
+            check_shape(f"vocab_map[{i}]", ids, (classes,), f"one for each class of teacher_linear_weight[{i}]")
+            check_same(f"vocab_map[{i}]", ids, "input", call.input)
+            classes = call.num_classes
+        _check_fits(call, names[0], teacher.input, names[1], classes)
         check_number(f"teacher_temperature[{i}]", teacher.temperature, TINY, LARGEST, "a finite positive number")
         check_switch(f"teacher_softcap[{i}]", teacher.softcap)
     _check_call(call)
