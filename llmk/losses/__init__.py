@@ -8,6 +8,7 @@ loss and a dict of detached metrics. They stand on `fused_linear_preference`, `f
 from llmk.losses.cpo import cpo, orpo, simpo
 from llmk.losses.distillation import distill, distill_topk
 from llmk.losses.dpo import dpo
+from llmk.losses.draft import draft
 from llmk.losses.grpo import grpo
 from llmk.losses.kto import kto
 from llmk.losses.ppo import ppo, reinforce, rloo
@@ -20,6 +21,7 @@ __all__ = [
     "distill",
     "distill_topk",
     "dpo",
+    "draft",
     "grpo",
     "kto",
     "multi_token",

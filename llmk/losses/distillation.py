@@ -69,7 +69,7 @@ def distill(
 
     Returns:
         The loss, a float32 scalar, 0 over no token, and the metrics "divergence", with a list of teachers its terms
-        "divergence_0" and so on, and, with `ce_weight`, "nll_loss".
+        "divergence/teacher_0" and so on, and, with `ce_weight`, "nll_loss".
 
     Raises:
         TypeError: An argument is not a tensor, or a dtype does not fit.
@@ -124,7 +124,7 @@ def distill(
         loss, divergences, nll = (torch.where(any_tokens, rescale * part, 0.0) for part in parts)
         metrics = {"divergence": divergences.sum()} | ({"nll_loss": nll} if ce_weight > 0 else {})
         terms = () if isinstance(teacher_input, Tensor) else divergences.unbind()
-        return loss, metrics | {f"divergence_{i}": term for i, term in enumerate(terms)}
+        return loss, metrics | {f"divergence/teacher_{i}": term for i, term in enumerate(terms)}
     models = x, linear_weight, teachers.inputs[0], teachers.weights[0]
     options["teacher_linear_bias"] = teachers.biases[0] if teachers.biases else None
     options["teacher_softcap"] = teachers.softcaps[0]
