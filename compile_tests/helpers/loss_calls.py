@@ -88,10 +88,6 @@ def two_heads(input: Tensor, linear_weight: Tensor, target: Tensor, **options: A
     return losses.multi_token([input, 2 * input], linear_weight, [target, target], **options)
 
 
-def two_steps(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Any:
-    return losses.draft([input, 2 * input], linear_weight, target, **options)
-
-
 def of_draft(B: int, S: int) -> dict[str, Any]:
     teacher = {"teacher_input": numbers(B, S, 5), "teacher_linear_weight": numbers(50, 5)}
     return {**teacher, "vocab_map": torch.arange(37) + 4, "token_weights": numbers(B, S).abs(), "position_decay": 0.8}
@@ -113,7 +109,7 @@ LOSSES: dict[str, tuple[Callable[..., Any], Callable[[int, int], dict[str, Any]]
     "distill": (losses.distill, of_distill),
     "distill_teachers": (losses.distill, of_teachers),
     "distill_topk": (losses.distill_topk, of_topk),
-    "draft": (two_steps, of_draft),
+    "draft": (losses.draft, of_draft),
     "multi_token": (two_heads, lambda B, S: {"head_weights": [1.0, 0.3], "z_loss": 1e-2}),
     "dft": (losses.dft, lambda B, S: {}),
 }
