@@ -90,7 +90,8 @@ def register_strategy(overload: Any, strategy: ShardingStrategy) -> None:
 
     register_sharding(overload)(acceptable)
     # Left to itself DTensor takes calls for the same that differ in a flag: then none may be split.
-    told_apart = tell_calls_apart(overload)
+    has_lists = any("List[Tensor]" in str(argument.type) for argument in schema.arguments)
+    told_apart = tell_calls_apart(overload, has_lists=has_lists)
 
 
 def is_sharded(*tensors: torch.Tensor) -> bool:

@@ -34,12 +34,15 @@ def three_steps_reference(
 ) -> Tensor:  # fmt: skip
     """A token and a step at a time."""
     bias = None if teacher_linear_bias is None else teacher_linear_bias[vocab_map].detach()
-    head, options = teacher_linear_weight[vocab_map].detach(), {"temperature": temperature}
-    t = token_scores(teacher_input.detach(), head, linear_bias=bias, logit_scale=teacher_logit_scale, **options).exp()
+    t = token_scores(
+        teacher_input.detach(), teacher_linear_weight[vocab_map].detach(), linear_bias=bias,
+        logit_scale=teacher_logit_scale, temperature=temperature,
+    ).exp()  # fmt: skip
     B, S = target.shape
     total = t.new_zeros(())
     for k, x in enumerate((input, second, third)):
-        q, each, weights = token_scores(x, linear_weight, softcap=softcap, **options), t.new_zeros(()), 0.0
+        q = token_scores(x, linear_weight, softcap=softcap, temperature=temperature)
+        each, weights = t.new_zeros(()), t.new_zeros(())
         for b in range(B):
             for s in range(S - k):
                 apart = sequence_ids is not None and sequence_ids[b, s] != sequence_ids[b, s + k]
