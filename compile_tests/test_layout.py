@@ -222,7 +222,7 @@ def own(files: list[str]) -> list[Path]:
 
 ROOMS = ("", "drivers", "objectives", "chunked", "kernels")
 """The folders of `ops/linear_loss`, in order: each imports only from those after it."""
-MOST_IMPORTS_BETWEEN_ROOMS = 23
+MOST_IMPORTS_BETWEEN_ROOMS = 24
 
 
 def test_rooms_of_linear_loss_import_one_way() -> None:

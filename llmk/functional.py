@@ -12,6 +12,7 @@ from llmk.ops.linear.linear_act import linear_act
 from llmk.ops.linear_loss.chunked import VocabSlice, vocab_slice
 from llmk.ops.linear_loss.fused_linear_ce import fused_linear_ce
 from llmk.ops.linear_loss.fused_linear_ce_metrics import fused_linear_ce_metrics
+from llmk.ops.linear_loss.fused_linear_distill import fused_linear_distill
 from llmk.ops.linear_loss.fused_linear_jsd import fused_linear_jsd
 from llmk.ops.linear_loss.fused_linear_jsd_ce import fused_linear_jsd_ce
 from llmk.ops.linear_loss.fused_linear_policy import fused_linear_policy
@@ -53,6 +54,7 @@ __all__ = [
     "embedding",
     "fused_linear_ce",
     "fused_linear_ce_metrics",
+    "fused_linear_distill",
     "fused_linear_jsd",
     "fused_linear_jsd_ce",
     "fused_linear_policy",

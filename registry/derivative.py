@@ -9,7 +9,7 @@
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -69,7 +69,8 @@ class Derivative:
         saved, marked = noted_by(ctx)
         if marked and not self.several:
             raise RuntimeError(f"llmk::{self.name}: depends_on says which outputs have no gradient, not setup_context")
-        known = {id(value) for value in (*inputs, *(output if isinstance(output, tuple) else (output,)))}
+        given = (*inputs, *(output if isinstance(output, tuple) else (output,)))
+        known = {id(tensor) for value in given for tensor in _tensors_of(value)}
         if any(tensor is not None and id(tensor) not in known for tensor in saved):
             raise RuntimeError(
                 f"llmk::{self.name}: save_for_backward takes the op's inputs and outputs and nothing else"
@@ -93,6 +94,14 @@ class Derivative:
         found = self.formula(ctx, *grads)
         return tuple(None if place in unreached else grad for place, grad in enumerate(found)) if unreached else found
 
+    def backward_with_lists(self, ctx: Any, *grads: Tensor | None) -> Any:
+        """Do the same for arguments some of which are lists of tensors, which get no gradient."""
+        found = self.backward(ctx, *grads)
+        needs = ctx.needs_input_grad  # a list for a list, and PyTorch expects a None for each tensor
+        return tuple(
+            [None] * len(need) if isinstance(need, list) else grad for grad, need in zip(found, needs, strict=True)
+        )
+
     def _unreached(self, given: Sequence[bool]) -> set[int]:
         """The places of the arguments on which no output with a gradient depends."""
         if all(given):
@@ -111,14 +120,14 @@ class Derivative:
         if all(has or not needs for has, needs in zip(given, flags, strict=True)):
             ctx.inputs = None
             return False
-        ctx.save_for_backward(*(value for value in inputs if isinstance(value, Tensor)))
-        ctx.inputs = [None if isinstance(value, Tensor) else (value,) for value in (*inputs[: -len(flags)], *flags)]
+        ctx.save_for_backward(*(tensor for value in inputs for tensor in _tensors_of(value)))
+        ctx.inputs = [_without_tensors(value) for value in (*inputs[: -len(flags)], *flags)]
         return True
 
     def _again(self, ctx: Any) -> "_Context":
         """Call the op again with the flags that keep enough, and return the context for the formula."""
         tensors = iter(ctx.saved_tensors)
-        inputs = tuple(next(tensors) if kept is None else kept[0] for kept in ctx.inputs)
+        inputs = tuple(_with_tensors(kept, tensors) for kept in ctx.inputs)
         context = _Context(ctx.needs_input_grad)
         self.save(context, inputs, self.call(*inputs))
         return context
@@ -133,6 +142,27 @@ class _Context:
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         self.saved_tensors = tensors
+
+
+def _tensors_of(value: Any) -> Sequence[Tensor]:
+    """Return the tensors of an argument that is one, or a list of them."""
+    if isinstance(value, Tensor):
+        return (value,)
+    return value if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor) else ()
+
+
+def _without_tensors(value: Any) -> Any:
+    """Return None for a tensor, their number for a list of them, and for anything else a tuple of it."""
+    if isinstance(value, Tensor):
+        return None
+    return len(_tensors_of(value)) or (value,)
+
+
+def _with_tensors(kept: Any, tensors: Iterator[Tensor]) -> Any:
+    """Return the argument that `_without_tensors` was given."""
+    if kept is None:
+        return next(tensors)
+    return kept[0] if isinstance(kept, tuple) else [next(tensors) for _ in range(kept)]
 
 
 def _alike(output: Tensor) -> Any:

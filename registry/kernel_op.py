@@ -211,7 +211,9 @@ class KernelOp:
         self.derivative = derivative = Derivative(
             self.name, self._call, backward, setup_context, results, takes_none=takes_none, keeps=keeps
         )
-        self._definition.register_autograd(derivative.backward, setup_context=derivative.checked_setup_context)
+        has_lists = any("List[Tensor]" in str(argument.type) for argument in schema_of(self.overload).arguments)
+        formula = derivative.backward_with_lists if has_lists else derivative.backward
+        self._definition.register_autograd(formula, setup_context=derivative.checked_setup_context)
         self.apply = _autograd_function(self.name, self._run, derivative)
 
     def register_flop_formula(self, fn: Callable[..., int]) -> Callable[..., int]:

@@ -26,6 +26,7 @@ _EXACT: dict[str, frozenset[type]] = {"Tensor": PLAIN_TENSORS} | {
     t.__name__: frozenset({t}) for t in (int, float, bool, str)
 }
 _EXACT["ScalarType"] = frozenset({torch.dtype})
+_EXACT |= dict.fromkeys(("List[Tensor]", "List[float]"), frozenset())  # the dispatcher looks at what lists hold
 
 _ACCEPTED: dict[str, tuple[str, Any]] = {
     "Tensor": ("a tensor", ()),
@@ -34,6 +35,8 @@ _ACCEPTED: dict[str, tuple[str, Any]] = {
     "bool": ("a bool", (numbers.Real, torch.SymBool)),
     "str": ("a string", str),
     "ScalarType": ("a torch.dtype", torch.dtype),
+    "List[Tensor]": ("a list of tensors", (list, tuple)),
+    "List[float]": ("a list of numbers", (list, tuple)),
 }
 """In words, and what the dispatcher takes for it, besides a tensor or what stands for one."""
 _STRIDED = torch.strided
@@ -175,6 +178,16 @@ def _refusing_misuse(
     signature, takes = inspect.signature(fn), f"{fn.__name__} takes {', '.join(_names(schema))}"
     kinds = {argument.name: _kind(argument) for argument in schema.arguments}
 
+    def refuse_value(name: str, value: Any, kind: str, optional: bool) -> None:
+        words, accepted = _ACCEPTED[kind]
+        items = kind.removeprefix("List[").removesuffix("]")  # of a list, the kind of what it holds
+        is_accepted = isinstance(value, accepted) or (items == kind and is_tensor_like(value))
+        if not (is_accepted or (value is None and optional)):
+            raise TypeError(f"{name}: expected {words}, got {_type_name(value)}; {takes}")
+        if items != kind and value is not None:
+            for i, item in enumerate(value):
+                refuse_value(f"{name}[{i}]", item, items, False)
+
     def refuse(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
             given = signature.bind(*args, **kwargs).arguments
@@ -182,9 +195,7 @@ def _refusing_misuse(
             raise TypeError(f"{fn.__name__}: {error}; {takes}") from None
         for name, value in given.items():
             kind, optional = kinds[name]
-            words, accepted = _ACCEPTED[kind]
-            if not (isinstance(value, accepted) or is_tensor_like(value) or (value is None and optional)):
-                raise TypeError(f"{name}: expected {words}, got {_type_name(value)}; {takes}")
+            refuse_value(name, value, kind, optional)
             if kind == "int" and isinstance(value, int) and not _is_int64(value):
                 raise OverflowError(f"{name}: expected an integer of 64 bits, got {value}")
 
@@ -201,7 +212,8 @@ def _names(schema: torch.FunctionSchema) -> list[str]:
 def _kind(argument: Any) -> tuple[str, bool]:
     """An argument's type in the schema, and whether it may be None."""
     name = str(argument.real_type)  # `type` calls a dtype an integer
-    return name.removeprefix("Optional[").removesuffix("]"), name.startswith("Optional[")
+    optional = name.startswith("Optional[")
+    return name.removeprefix("Optional[").removesuffix("]") if optional else name, optional
 
 
 def _type_name(value: Any) -> str:
@@ -217,7 +229,9 @@ def _guarded(
     """The function behind the refusals that hold for every op: what it cannot differentiate it says, never zeros."""
     kinds = [(argument.name, *_kind(argument)) for argument in schema.arguments]
     tensors = [
-        (i, a, not optional, a in differentiable) for i, (a, kind, optional) in enumerate(kinds) if kind == "Tensor"
+        (i, a, kind != "Tensor", not optional, a in differentiable)
+        for i, (a, kind, optional) in enumerate(kinds)
+        if kind in ("Tensor", "List[Tensor]")
     ]
 
     @functools.wraps(fn)
@@ -225,17 +239,21 @@ def _guarded(
         if inside_functorch():
             raise NotImplementedError(f"llmk::{name} does not support torch.func transforms (grad, vmap, jvp, ...)")
         forward_mode, backward, given = forward_mode_level() >= 0, torch.is_grad_enabled(), len(args)
-        for position, argument, required, has_gradient in tensors:
+        for position, argument, is_list, required, has_gradient in tensors:
             value = args[position] if position < given else kwargs.get(argument)
             if value is None:
                 if required and (position < given or argument in kwargs):
                     raise TypeError(f"{argument}: expected a tensor, got None")
-            elif value.layout is not _STRIDED:
-                raise TypeError(f"{argument}: llmk::{name} expected a dense tensor, got layout {value.layout}")
-            elif backward and not has_gradient and value.requires_grad:
-                raise NotImplementedError(f"{argument}: llmk::{name} has no gradient for it; pass {argument}.detach()")
-            elif forward_mode and unpack_dual(value).tangent is not None:
-                raise NotImplementedError(f"{argument}: llmk::{name} does not support forward-mode AD")
+                continue
+            for tensor in value if is_list else (value,):
+                if tensor.layout is not _STRIDED:
+                    raise TypeError(f"{argument}: llmk::{name} expected a dense tensor, got layout {tensor.layout}")
+                if backward and not has_gradient and tensor.requires_grad:
+                    raise NotImplementedError(
+                        f"{argument}: llmk::{name} has no gradient for it; pass {argument}.detach()"
+                    )
+                if forward_mode and unpack_dual(tensor).tangent is not None:
+                    raise NotImplementedError(f"{argument}: llmk::{name} does not support forward-mode AD")
         return fn(*args, **kwargs)
 
     return implementation

@@ -6,6 +6,8 @@ A strategy lists the ways to split, with one entry for each tensor:
 - `REPLICATE`: every process has all of it;
 - `PARTIAL`: every process has a tensor of the full shape, and their sum is meant.
 
+An entry for a list of tensors is that of each.
+
 DTensor chooses the cheapest of them for its inputs, and communicates if none fits.
 """
 
@@ -78,16 +80,18 @@ def register_strategy(overload: Any, strategy: ShardingStrategy) -> None:
                     f"{overload}: expected a sharding strategy of {outputs} outputs and {len(tensors)} tensors, "
                     f"got {of_outputs} and {of_inputs}"
                 )
-            inputs: list[Any] = [None] * len(args)
-            for i, split in zip(tensors, of_inputs, strict=True):
-                if args[i] is not None:
-                    inputs[i] = placement(split)
+            splits = dict(zip(tensors, of_inputs, strict=True))
+            inputs: list[Any] = []
+            for i, arg in enumerate(args):
+                each = arg if isinstance(arg, list | tuple) and i in splits else [arg]
+                inputs += [None if i not in splits or item is None else placement(splits[i]) for item in each]
             found.append(([placement(split) for split in of_outputs], inputs))
         return found
 
     register_sharding(overload)(acceptable)
     # Left to itself DTensor takes calls for the same that differ in a flag: then none may be split.
-    told_apart = tell_calls_apart(overload)
+    has_lists = any("List[Tensor]" in str(argument.type) for argument in schema.arguments)
+    told_apart = tell_calls_apart(overload, has_lists=has_lists)
 
 
 def is_sharded(*tensors: torch.Tensor) -> bool:

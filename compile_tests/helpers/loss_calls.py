@@ -66,6 +66,18 @@ def of_distill(B: int, S: int) -> dict[str, Any]:
     return {"teacher_input": numbers(B, S, 5), "teacher_linear_weight": numbers(37, 5), "ce_weight": 0.3}
 
 
+def of_teachers(B: int, S: int) -> dict[str, Any]:
+    return {
+        "teacher_input": [numbers(B, S, 5), numbers(B, S, 3)],
+        "teacher_linear_weight": [numbers(37, 5), numbers(37, 3)],
+        "teacher_weight": numbers(B, S, 2).abs(),
+        "teacher_temperature": [1.0, 2.0],
+        "token_weights": numbers(B, S).abs(),
+        "num_items_in_batch": 5.0,
+        "ce_weight": 0.3,
+    }
+
+
 def of_topk(B: int, S: int) -> dict[str, Any]:
     top = numbers(B, S, 37).log_softmax(-1).topk(3)
     return {"teacher_ids": top.indices, "teacher_logprobs": top.values, "ce_weight": 0.3}
@@ -74,6 +86,11 @@ def of_topk(B: int, S: int) -> dict[str, Any]:
 def two_heads(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Any:
     """Both heads share hidden states and targets."""
     return losses.multi_token([input, 2 * input], linear_weight, [target, target], **options)
+
+
+def of_draft(B: int, S: int) -> dict[str, Any]:
+    teacher = {"teacher_input": numbers(B, S, 5), "teacher_linear_weight": numbers(50, 5)}
+    return {**teacher, "vocab_map": torch.arange(37) + 4, "token_weights": numbers(B, S).abs(), "position_decay": 0.8}
 
 
 LOSSES: dict[str, tuple[Callable[..., Any], Callable[[int, int], dict[str, Any]]]] = {
@@ -90,7 +107,9 @@ LOSSES: dict[str, tuple[Callable[..., Any], Callable[[int, int], dict[str, Any]]
     "ppo": (losses.ppo, of_ppo),
     "sft": (losses.sft, lambda B, S: {"token_weights": numbers(B, S).abs(), "entropy_coef": 0.1}),
     "distill": (losses.distill, of_distill),
+    "distill_teachers": (losses.distill, of_teachers),
     "distill_topk": (losses.distill_topk, of_topk),
+    "draft": (losses.draft, of_draft),
     "multi_token": (two_heads, lambda B, S: {"head_weights": [1.0, 0.3], "z_loss": 1e-2}),
     "dft": (losses.dft, lambda B, S: {}),
 }
@@ -99,7 +118,13 @@ LOSSES: dict[str, tuple[Callable[..., Any], Callable[[int, int], dict[str, Any]]
 def given(name: str, lengths: list[int], device: torch.device) -> tuple[Inputs, dict[str, Any]]:
     inputs = batch(lengths, device)
     others = LOSSES[name][1](*inputs[2].shape)
-    return inputs, {key: v.to(device) if isinstance(v, Tensor) else v for key, v in others.items()}
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, list):
+            return [moved(item) for item in value]
+        return value.to(device) if isinstance(value, Tensor) else value
+
+    return inputs, {key: moved(value) for key, value in others.items()}
 
 
 def gradients(fn: Callable[..., Any], inputs: Inputs, others: dict[str, Any]) -> list[Tensor]:

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from compile_tests.helpers.loss_calls import LOSSES, given
+from compile_tests.helpers.loss_calls import LOSSES, given, gradients
 from compile_tests.helpers.loss_references import (
     LossOp,
     batch,
@@ -316,6 +316,37 @@ def averaged(wrap: Callable[[Model], torch.nn.Module]) -> None:
         torch.testing.assert_close(grad, theirs.grad.float(), rtol=1e-5, atol=1e-6)
 
 
+def several_models() -> None:
+    """Lists of teachers, and a draft's target model: a rank's sequences with what these have of them.
+
+    One rank's weights are all 0, and its share of the divergence is.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for name in ("distill_teachers", "draft"):
+        inputs, others = given(name, [3, 4, 2, 5], torch.device("cpu"))
+        others["token_weights"][0] = 0.0
+        others.pop("num_items_in_batch", None)
+        last = 4 if rank == world - 1 else rank + 1  # of two ranks, one sequence and three
+        mine = torch.arange(rank, last)
+        x, weight, target = inputs
+        loss, dx, dw = gradients(
+            functools.partial(LOSSES[name][0], group=dist.group.WORLD),
+            (x[mine], weight, target[mine]),
+            {key: _rows_of(mine, value) for key, value in others.items()},
+        )
+        dist.all_reduce(dw)
+        whole, whole_dx, whole_dw = gradients(LOSSES[name][0], inputs, others)
+        torch.testing.assert_close(loss, whole, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(dx, whole_dx[mine], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(dw, whole_dw, rtol=1e-5, atol=1e-6)
+
+
+def _rows_of(rows: Tensor, value: Any) -> Any:
+    if isinstance(value, list):
+        return [_rows_of(rows, each) for each in value]
+    return value[rows] if isinstance(value, Tensor) and value.shape[:1] == (4,) else value
+
+
 def ratios(split: Split) -> None:
     """Ratios of sequences whose tokens ranks share, or which they have each for itself, and their metrics."""
     sample = of_policy(OLD, "sampling_per_token_logps")
@@ -395,7 +426,7 @@ def calls(world: int) -> dict[str, Callable[[], None]]:
     found |= {f"sampling_ratio, {way}": functools.partial(ratios, split) for way, split in splits.items()}
     wraps: list[Any] = [DistributedDataParallel, fully_shard]
     found |= {wrap.__name__: functools.partial(averaged, wrap) for wrap in wraps}
-    return found | {f.__name__: f for f in (a_token_of_no_sequence, refused)}
+    return found | {f.__name__: f for f in (several_models, a_token_of_no_sequence, refused)}
 
 
 def process(rank: int, world: int, folder: Path) -> None:

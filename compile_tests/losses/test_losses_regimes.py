@@ -67,7 +67,13 @@ def test_a_bound_keeps_a_ratio_that_overflows_finite(device: torch.device, by_se
 def test_no_sequence_at_all(device: torch.device, name: str) -> None:
     """A rank whose groups were all filtered out has none."""
     (x, weight, target), others = given(name, [4, 2], device)
-    others = {key: v[:0] if isinstance(v, Tensor) and v.shape[:1] == (2,) else v for key, v in others.items()}
+
+    def none_of(value: Any) -> Any:
+        if isinstance(value, list):
+            return [none_of(each) for each in value]
+        return value[:0] if isinstance(value, Tensor) and value.shape[:1] == (2,) else value
+
+    others = {key: none_of(value) for key, value in others.items()}
     loss, dx, dw = gradients(LOSSES[name][0], (x[:0], weight, target[:0]), others)
     assert loss == 0.0
     assert dx.shape[0] == 0

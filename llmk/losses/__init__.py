@@ -10,6 +10,7 @@ from llmk.losses.contrastive import info_nce
 from llmk.losses.cpo import cpo, orpo, simpo
 from llmk.losses.distillation import distill, distill_topk
 from llmk.losses.dpo import dpo
+from llmk.losses.draft import draft
 from llmk.losses.grpo import grpo
 from llmk.losses.kto import kto
 from llmk.losses.ppo import ppo, reinforce, rloo
@@ -22,6 +23,7 @@ __all__ = [
     "distill",
     "distill_topk",
     "dpo",
+    "draft",
     "grpo",
     "info_nce",
     "kto",

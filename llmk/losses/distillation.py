@@ -1,7 +1,8 @@
-"""Distillation from a teacher's hidden states, or from its top-k log-probabilities of each token."""
+"""Distillation from teachers' hidden states, or from its top-k log-probabilities of each token."""
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from llmk.losses._batch import (
 )
 from llmk.losses._policy import token_denominator
 from llmk.losses._ranks import make_ranks
+from llmk.ops.linear_loss.fused_linear_distill import fused_linear_distill
 from llmk.ops.linear_loss.fused_linear_jsd import fused_linear_jsd
 from llmk.ops.linear_loss.fused_linear_jsd_ce import fused_linear_jsd_ce
 from llmk.ops.linear_loss.objectives.preference import log1mexp
@@ -32,48 +34,57 @@ from llmk.registry import check_not_negative, check_same, is_sharded
 
 
 def distill(
-    input: Tensor, linear_weight: Tensor, target: Tensor, teacher_input: Tensor, teacher_linear_weight: Tensor, *,
-    beta: float = 0.5, ce_weight: float = 0.0, token_weights: Tensor | None = None,
-    num_items_in_batch: Tensor | float | None = None, teacher_linear_bias: Tensor | None = None,
-    teacher_logit_scale: float = 1.0, teacher_softcap: float = 0.0, linear_bias: Tensor | None = None,
-    temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100,
-    skip_ignored: bool = False, chunk_size: int = 0, logits_dtype: torch.dtype | None = None, group: Any = None,
-    vocab_group: VocabGroup = None,
+    input: Tensor, linear_weight: Tensor, target: Tensor, teacher_input: Tensor | Sequence[Tensor],
+    teacher_linear_weight: Tensor | Sequence[Tensor], *, beta: float = 0.5, ce_weight: float = 0.0,
+    token_weights: Tensor | None = None, num_items_in_batch: Tensor | float | None = None,
+    teacher_weight: Tensor | None = None, teacher_linear_bias: Tensor | Sequence[Tensor | None] | None = None,
+    teacher_temperature: float | Sequence[float] | None = None, teacher_logit_scale: float | Sequence[float] = 1.0,
+    teacher_softcap: float | Sequence[float] = 0.0, vocab_map: Tensor | Sequence[Tensor | None] | None = None,
+    linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0,
+    ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0, logits_dtype: torch.dtype | None = None,
+    group: Any = None, vocab_group: VocabGroup = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """Distillation from a teacher's hidden states: the mean over tokens of a generalized Jensen-Shannon divergence,
+    """Distillation from hidden states of teachers: the mean over tokens of a generalized Jensen-Shannon divergence,
 
         beta * KL(t, m) + (1 - beta) * KL(s, m),    m = beta * t + (1 - beta) * s,
 
-    KL(t, s) where beta is 0 and KL(s, t) where it is 1, with t and s the teacher's and the student's probabilities.
+    KL(t, s) where beta is 0 and KL(s, t) where it is 1, with t and s the teacher's and the student's probabilities. The
+    divergences of several teachers are added up with their weights.
 
     Args:
         input: The student's hidden states `[B, S, H]`, aligned with `target`.
         linear_weight: `[V, H]`.
         target: `[B, S]`, the mask of tokens that count and the targets of the cross entropy.
-        teacher_input: `[B, S, H']`.
-        teacher_linear_weight: `[V, H']`. No tensor of the teacher gets a gradient.
+        teacher_input: `[B, S, H']`, or a list of D of them, one for each teacher, each with its own H'.
+        teacher_linear_weight: `[V, H']`, or a list of D. No tensor of a teacher gets a gradient.
         beta: From 0 to 1.
         ce_weight: Coefficient of the mean cross entropy with `target`, at temperature 1.
         token_weights: Weight `[B, S]` of each token's divergence; the mean divides by their sum.
         num_items_in_batch: Denominator of both sums in place of the batch's own, a scalar: the tokens that count in
             all batches of a step, for gradient accumulation.
-        teacher_linear_bias: `[V]`.
-        teacher_logit_scale, teacher_softcap: Scale and soft cap of the teacher's logits; 1 and 0 are off.
+        teacher_weight: Factor of each teacher's divergence, `[D]`, or `[B, S, D]` for one of each token; 1 if None.
+        teacher_linear_bias: `[V]`, or a list of D, in which None is none.
+        teacher_temperature: Temperature of the teacher, or a list of D; that of the student if None.
+        teacher_logit_scale, teacher_softcap: Scale and soft cap of the teacher's logits, or lists; 1 and 0 are off.
+        vocab_map: The student's class of each of the teacher's, int64 `[V']`, all different, or a list of D, in which
+            None is for the same classes. For such a teacher the student's softmax is over these classes.
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`; the
-            temperature is that of both models. Where a scale is not 1 the hidden states are multiplied by it.
+            temperature is that of all models. Where a scale is not 1 the hidden states are multiplied by it.
         group: As in `sft`.
-        vocab_group: As in `dpo`.
+        vocab_group: As in `dpo`. Not with a list of teachers, nor what is for these alone.
 
     Returns:
-        The loss, a float32 scalar, 0 over no token, and the metrics "divergence" and, with `ce_weight`, "nll_loss".
+        The loss, a float32 scalar, 0 over no token, and the metrics "divergence", with a list of teachers its terms
+        "divergence/teacher_0" and so on, and, with `ce_weight`, "nll_loss".
 
     Raises:
         TypeError: An argument is not a tensor, or a dtype does not fit.
-        ValueError: A shape or an option does not fit.
+        ValueError: A shape, the length of a list or an option does not fit.
 
-    Gradients are made in the forward pass: three products of the student and one of the teacher; for `ce_weight` three
-    more of the student with DTensors, and with `token_weights` beside `num_items_in_batch` or `group`.
+    Gradients are made in the forward pass: three products of the student and one of each teacher, D + 3; for
+    `ce_weight` three more of the student with DTensors, and with `vocab_group` where `token_weights` are given beside
+    `num_items_in_batch` or `group`.
 
     Sources: Agarwal et al., 2023, https://arxiv.org/abs/2306.13649. Reference implementation:
     `trl.DistillationTrainer`, whose default for `beta` is 1.
@@ -82,11 +93,11 @@ def distill(
     check_not_negative("ce_weight", ce_weight)
     check_denominator("num_items_in_batch", num_items_in_batch)
     sequences = make_sequences(input, linear_weight, target, ignore_index, None, ranks=make_ranks(group))
-    check_is_tensor("teacher_input", teacher_input)
-    check_is_tensor("teacher_linear_weight", teacher_linear_weight)
-    if teacher_input.dim() != 3 or teacher_input.shape[:2] != target.shape:
-        expected = f"({target.shape[0]}, {target.shape[1]}, H)"
-        raise ValueError(f"teacher_input: expected shape {expected} like input, got {tuple(teacher_input.shape)}")
+    teachers = _teachers(
+        target, temperature, teacher_input=teacher_input, teacher_linear_weight=teacher_linear_weight,
+        teacher_linear_bias=teacher_linear_bias, teacher_temperature=teacher_temperature,
+        teacher_logit_scale=teacher_logit_scale, teacher_softcap=teacher_softcap, vocab_map=vocab_map,
+    )  # fmt: skip
     if token_weights is not None:
         check_per_token("token_weights", token_weights, target)
         token_weights = token_weights.detach().float()
@@ -95,45 +106,129 @@ def distill(
         vocab_group,
     )  # fmt: skip
     x, bias = head.scaled(input)
-    teacher_x, teacher_bias = scaled(teacher_logit_scale, teacher_input.detach(), teacher_linear_bias)
-    models = x, linear_weight, teacher_x, teacher_linear_weight.detach()
     options = {
-        "linear_bias": bias, "beta": beta, "temperature": temperature, "softcap": softcap,
-        "teacher_softcap": teacher_softcap, "row_weight": token_weights, "ignore_index": ignore_index,
-        "teacher_linear_bias": None if teacher_bias is None else teacher_bias.detach(),
-        "skip_ignored": skip_ignored, "chunk_size": chunk_size, "logits_dtype": logits_dtype,
-        **own_classes(linear_weight, vocab_group),
+        "linear_bias": bias, "beta": beta, "temperature": temperature, "softcap": softcap, "labels": target,
+        "row_weight": token_weights, "ignore_index": ignore_index, "skip_ignored": skip_ignored,
+        "chunk_size": chunk_size, "logits_dtype": logits_dtype,
     }  # fmt: skip
-    own_mean = num_items_in_batch is None and not sequences.ranks.tokens
-
-    def over_batch(mean: Tensor) -> Tensor:
-        if own_mean:
-            return torch.where(sequences.mask.any(), mean, 0.0)
-        return _over_items(mean, token_weights, num_items_in_batch, sequences)
-
+    share, nll_share = shares_of_means(sequences, token_weights, num_items_in_batch)
+    if share is not None and token_weights is not None:  # a mean over weights of 0 would be NaN, on this rank alone
+        options["row_weight"] = torch.where(share != 0, token_weights, 1.0)
+    own_options = any(each is not None for each in (teacher_weight, teacher_temperature, vocab_map))
+    several = own_options or not isinstance(teacher_input, Tensor)
+    if several and vocab_group is not None:
+        raise ValueError("vocab_group: expected None with several teachers, or with weights, temperatures or a map")
+    is_split = vocab_group is not None or is_sharded(x, linear_weight, target, *teachers.inputs, *teachers.weights)
+    two_shares = ce_weight > 0 and share is not None and token_weights is not None
+    if several or (two_shares and not is_split):
+        weight = teacher_weight
+        if two_shares:
+            assert share is not None
+            assert nll_share is not None
+            ones = torch.ones(len(teachers.inputs), dtype=torch.float32, device=x.device)
+            ratio = torch.where(sequences.mask.any(), share / nll_share, 1.0)
+            weight, share = (ones if teacher_weight is None else teacher_weight.float()) * ratio, nll_share
+        parts = fused_linear_distill(
+            x, linear_weight, *teachers[:4], teacher_weight=None if weight is None else weight.detach(),
+            teacher_temperature=teachers.temperatures, teacher_softcap=teachers.softcaps, ce_weight=ce_weight,
+            **options,
+        )  # fmt: skip
+        loss, divergences, nll = (mean_over_ranks(part, share, sequences) for part in parts)
+        metrics = {"divergence": divergences.sum()} | ({"nll_loss": nll} if ce_weight > 0 else {})
+        terms = () if isinstance(teacher_input, Tensor) else divergences.unbind()
+        return loss, metrics | {f"divergence/teacher_{i}": term for i, term in enumerate(terms)}
+    models = x, linear_weight, teachers.inputs[0], teachers.weights[0]
+    options["teacher_linear_bias"] = teachers.biases[0] if teachers.biases else None
+    options["teacher_softcap"] = teachers.softcaps[0]
+    options |= own_classes(linear_weight, vocab_group)
     if ce_weight == 0.0:
-        loss = over_batch(fused_linear_jsd(*models, labels=target, **options))
+        loss = mean_over_ranks(fused_linear_jsd(*models, **options), share, sequences)
         return loss, {"divergence": loss.detach()}
-    if is_sharded(*models, target) or not (own_mean or token_weights is None):
-        divergence = over_batch(fused_linear_jsd(*models, labels=target, **options))
+    if is_sharded(*models, target) or two_shares:
+        divergence = mean_over_ranks(fused_linear_jsd(*models, **options), share, sequences)
         nll = sequences.total(_cross_entropy(head, input, target)) / token_denominator(num_items_in_batch, sequences)
         loss = divergence + ce_weight * nll
     else:
-        parts = fused_linear_jsd_ce(*models, target, ce_weight=ce_weight, **options)
-        loss, divergence, nll = (over_batch(part) for part in parts)
+        parts = fused_linear_jsd_ce(*models, options.pop("labels"), ce_weight=ce_weight, **options)
+        loss, divergence, nll = (mean_over_ranks(part, share, sequences) for part in parts)
     return loss, {"divergence": divergence.detach(), "nll_loss": nll.detach()}
 
 
-def _over_items(
-    mean: Tensor, token_weights: Tensor | None, num_items: Tensor | float | None, sequences: Sequences
-) -> Tensor:
-    """Return the sum over all ranks divided by `num_items`, or by the tokens' weights, from the mean on this rank."""
-    weights = sequences.mask if token_weights is None else torch.where(sequences.mask, token_weights, 0.0)
-    own = weights.sum()
-    total = sequences.total(torch.where(own != 0, own * mean, 0.0))
-    if num_items is not None or token_weights is None:
-        return total / token_denominator(num_items, sequences)
-    return total / torch.where(sequences.num_tokens() > 0, sequences.total(own), 1.0)
+def shares_of_means(
+    sequences: Sequences, token_weights: Tensor | None, num_items: Tensor | float | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the shares of this rank's means in the whole: of divergences and of cross entropies; None for all."""
+    if num_items is None and not sequences.ranks.tokens:
+        return None, None
+    items = token_denominator(num_items, sequences)
+    nll_share = sequences.mask.sum() / items
+    if token_weights is None:
+        return nll_share, nll_share
+    weight = torch.where(sequences.mask, token_weights, 0.0).sum()
+    if num_items is None:
+        items = torch.where(sequences.num_tokens() > 0, sequences.total(weight), 1.0)
+    return weight / items, nll_share
+
+
+def mean_over_ranks(mean: Tensor, share: Tensor | None, sequences: Sequences) -> Tensor:
+    """Return the mean over the tokens of all ranks, or of the items, from that on this rank; 0 over no token."""
+    if share is None:
+        return torch.where(sequences.mask.any(), mean, 0.0)
+    return sequences.total(torch.where(sequences.mask.any(), share * mean, 0.0))
+
+
+class _Teachers(NamedTuple):
+    """The linear layers of D teachers, detached, and what follows them."""
+
+    inputs: list[Tensor]
+    weights: list[Tensor]
+    biases: list[Tensor]  # of all, or none
+    maps: list[Tensor]  # of all, or none
+    temperatures: list[float]
+    softcaps: list[float]
+
+
+def _teachers(target: Tensor, temperature: float, **given: Any) -> _Teachers:
+    """Check the teachers' arguments, single ones or lists of D, and return the lists."""
+    one = isinstance(given["teacher_input"], Tensor)
+    if given["teacher_temperature"] is None:
+        given["teacher_temperature"] = temperature if one else [temperature] * len(given["teacher_input"])
+    lists = {name: _one_for_each(name, value, given["teacher_input"]) for name, value in given.items()}
+    inputs, weights, biases, temperatures, scales, softcaps, maps = lists.values()
+    for i, (x, weight) in enumerate(zip(inputs, weights, strict=True)):
+        place = "" if one else f"[{i}]"
+        check_is_tensor(f"teacher_input{place}", x)
+        check_is_tensor(f"teacher_linear_weight{place}", weight)
+        if x.dim() != 3 or x.shape[:2] != target.shape:
+            expected = f"({target.shape[0]}, {target.shape[1]}, H)"
+            raise ValueError(f"teacher_input{place}: expected shape {expected} like input, got {tuple(x.shape)}")
+    if any(bias is not None for bias in biases):
+        biases = [w.new_zeros(w.shape[0]) if bias is None else bias for w, bias in zip(weights, biases, strict=True)]
+    layers = [scaled(*each) for each in zip(scales, inputs, biases, strict=True)]
+    return _Teachers(
+        [x.detach() for x, _ in layers],
+        [weight.detach() for weight in weights],
+        [bias.detach() for _, bias in layers if bias is not None],
+        [] if all(ids is None for ids in maps) else [inputs[0].new_zeros(0).long() if m is None else m for m in maps],
+        temperatures,
+        softcaps,
+    )
+
+
+def _one_for_each(name: str, value: Any, teacher_input: Tensor | Sequence[Tensor]) -> list[Any]:
+    """Return a list with a value for each teacher; a number is that of all, as is None."""
+    if isinstance(teacher_input, Tensor):
+        if isinstance(value, list | tuple):
+            raise TypeError(f"{name}: expected a single one for a single teacher_input, got {len(value)}")
+        return [value]
+    D = len(teacher_input)
+    if value is None or isinstance(value, int | float):
+        return [value] * D
+    if not isinstance(value, list | tuple):
+        raise TypeError(f"{name}: expected a list, one for each of teacher_input, got {type(value).__name__}")
+    if len(value) != D:
+        raise ValueError(f"{name}: expected {D}, one for each of teacher_input, got {len(value)}")
+    return list(value)
 
 
 def _cross_entropy(head: Head, input: Tensor, target: Tensor) -> Tensor:

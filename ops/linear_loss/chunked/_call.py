@@ -59,7 +59,7 @@ class LinearCall:
 
     @property
     def token_tensors(self) -> tuple[str, ...]:
-        """The names of the tensors with a row for each token, which may be None."""
+        """The names of the tensors with a row for each token, which may be None, and of lists of them."""
         raise NotImplementedError
 
     @property
@@ -76,8 +76,13 @@ class LinearCall:
         if not self.can_compact(impl):
             return CompactedTokens(tuple(self.tokens)), self
         compacted = CompactedTokens.of(self.mask(), on_host=impl.on_host)
-        tensors = {name: getattr(self, name) for name in self.token_tensors}
-        rows = {name: None if tensor is None else compacted.gather(tensor) for name, tensor in tensors.items()}
+
+        def gathered(value: Tensor | Sequence[Tensor] | None) -> Any:
+            if value is None or isinstance(value, Tensor):
+                return None if value is None else compacted.gather(value)
+            return [compacted.gather(each) for each in value]
+
+        rows: dict[str, Any] = {name: gathered(getattr(self, name)) for name in self.token_tensors}
         return compacted, replace(self, **rows)
 
     def plan(

@@ -188,25 +188,37 @@ class ChunkedLinear:
         size = min(rows, self.x.shape[0]), aligned(V)
         return torch.empty(size, dtype=dtype, device=self.x.device)[:, :V]
 
+    @property
+    def allocates(self) -> bool:
+        """True if a product allocates its result."""
+        return self.count is not None and not self.has_wider_logits
+
+    def block_buffer(self) -> Tensor:
+        """Return an uninitialized buffer for the outputs of a block, of no rows where products allocate them."""
+        others = min(self.plan.block_rows, self.x.shape[0] - self.kept_rows)
+        return self.buffer(0 if self.allocates else others, self.logits_dtype)
+
+    def outputs(self, rows: slice, buffer: Tensor) -> Tensor:
+        """Return the outputs of a block's rows, written to a `block_buffer` with as many columns or more."""
+        if self.allocates:
+            return self._counted_product(rows)
+        return self._product(rows, buffer[: rows.stop - rows.start, : self.weight.shape[0]])
+
     def blocks(self, *, second: bool = False) -> Iterator[tuple[slice, Tensor]]:
         """Yield each block's rows and outputs, which the next block overwrites and the end frees.
 
         A `second` pass reads the outputs that are kept, and computes the others again.
         """
-        allocates = self.count is not None and not self.has_wider_logits
-        others = min(self.plan.block_rows, self.x.shape[0] - self.kept_rows)
-        buffer = self.buffer(0 if allocates else others, self.logits_dtype)
+        buffer = self.block_buffer()
         for rows in self._block_rows():
             if self.kept is not None and rows.start < self.kept_rows:
                 logits = self.kept[rows, : self.weight.shape[0]]
                 if not second:
                     self._product(rows, logits)
-            elif allocates:
-                logits = self._counted_product(rows)
             else:
-                logits = self._product(rows, buffer[: rows.stop - rows.start])
+                logits = self.outputs(rows, buffer)
             yield rows, logits
-            if allocates:  # the product allocates its result: two would exist at once
+            if self.allocates:  # the product allocates its result: two would exist at once
                 logits.untyped_storage().resize_(0)
         buffer.untyped_storage().resize_(0)  # the caller's loop still holds the last one
 

@@ -1,13 +1,14 @@
 r"""The divergence of rows of a student's logits and a teacher's, and the gradient of the student's: the kernels.
 
-With z the student's logits of a row and w the teacher's, each of which becomes y = cap(logits) / temperature:
+With z the student's logits of a row and w the teacher's, each of which becomes y = cap(logits) / temperature with a cap
+and a temperature of its own:
 
     m, s = max(y), sum(exp(y - m))                        of both, in a first pass
     x    = y - m - log(s)                                 the log-probabilities of both
     loss = sum_j(f_j),  S = sum_j(df_j/dx_j)              in a second: `divergence_math.py` has f and its derivative
     r_j  = df_j/dx_j - exp(x_j) * S,  R = sum_j(r_j)      in a third
     dy_j = g * (r_j - exp(x_j) * R)                       the student's, in the last
-    dz_j = dy_j * (1 - tanh(z_j / c)^2) / temperature    the factor of the cap only with one
+    dz_j = dy_j * (1 - tanh(z_j / c)^2) / temperature    the student's; the factor of the cap only with one
 
 R would be 0 without rounding. Where the student's probability of a class is near 1, that class's r is the
 difference of two numbers that nearly cancel, and R is the rounding error; where the gradient is rounded to 16 bits that
@@ -16,6 +17,8 @@ rounding is larger, and the third pass is skipped.
 With a cross entropy of the student besides, of targets t and at temperature 1, with m and s of u = cap(z):
 
     dz_j = ... + h * (exp(u_j - m) / s - [j = t]) * (1 - tanh(z_j / c)^2)
+
+The gradient for several teachers is a sum: the pass of each but the first adds to that of the one before, in float32.
 
 Between the passes vocabulary-parallel ranks gather four numbers of a row, then two, then two. A row that does not
 count is not read.
@@ -39,6 +42,7 @@ class Softmaxes(NamedTuple):
 
     mixture: Mixture
     temperature: float
+    teacher_temperature: float
     softcap: float
     teacher_softcap: float
     exact: bool = False  # the logits carry no rounding but their own sums': in float32, of float32 inputs
@@ -72,31 +76,24 @@ def _maximum_and_sum(z_ptr, end, outer, softcap, BLOCK_V: tl.constexpr):
 
 
 @jit
-def softmax_pair_kernel(
-    z_ptr, w_ptr, count_ptr, part_ptr, M, V, z_stride, w_stride, outer, softcap, teacher_softcap,
-    BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """Compute the maximum and the sum of a row of both: part `[4, M]`."""
-    outer = tl.cast(outer, tl.float32)
+def softmax_statistics_kernel(z_ptr, count_ptr, part_ptr, M, V, z_stride, outer, softcap, BLOCK_V: tl.constexpr):
+    """Compute the maximum and the sum of a row: part `[2, M]`."""
     row = tl.program_id(0).to(tl.int64)
     end = tl.where(tl.load(count_ptr + row) != 0.0, V, 0)
-    m, s = _maximum_and_sum(z_ptr + row * z_stride, end, outer, softcap, BLOCK_V)
+    m, s = _maximum_and_sum(z_ptr + row * z_stride, end, tl.cast(outer, tl.float32), softcap, BLOCK_V)
     tl.store(part_ptr + row, m)
     tl.store(part_ptr + M + row, s)
-    m, s = _maximum_and_sum(w_ptr + row * w_stride, end, outer, teacher_softcap, BLOCK_V)
-    tl.store(part_ptr + 2 * M + row, m)
-    tl.store(part_ptr + 3 * M + row, s)
 
 
 @jit
 def _terms(
-    z, w, stats_ptr, M, outer, softcap, teacher_softcap, beta, rest,
+    z, w, stats_ptr, M, outer, teacher_outer, softcap, teacher_softcap, beta, rest,
     FORM: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Compute f and df/dx of a block of classes, the student's log-probabilities and its capped logits."""
     y, u = logit_transform(z, 1.0, outer, softcap)
     x = (y - tl.load(stats_ptr)) - tl.load(stats_ptr + M)
-    y, _ = logit_transform(w, 1.0, outer, teacher_softcap)
+    y, _ = logit_transform(w, 1.0, tl.cast(teacher_outer, tl.float32), teacher_softcap)
     t = (y - tl.load(stats_ptr + 2 * M)) - tl.load(stats_ptr + 3 * M)
     f, df = divergence_of(x, t, beta, rest, FORM, EXACT)
     return f, df, x, u
@@ -104,8 +101,8 @@ def _terms(
 
 @jit
 def divergence_sums_kernel(
-    z_ptr, w_ptr, count_ptr, stats_ptr, shift_ptr, sum_ptr, M, V, z_stride, w_stride, outer, softcap, teacher_softcap,
-    beta, rest, FORM: tl.constexpr, EXACT: tl.constexpr, BLOCK_V: tl.constexpr,
+    z_ptr, w_ptr, count_ptr, stats_ptr, shift_ptr, sum_ptr, M, V, z_stride, w_stride, outer, teacher_outer,
+    softcap, teacher_softcap, beta, rest, FORM: tl.constexpr, EXACT: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Compute the sums of f and of df/dx over a row, or with shifts S of r: `[2, M]`."""
     outer = tl.cast(outer, tl.float32)
@@ -118,7 +115,9 @@ def divergence_sums_kernel(
         mask = cols < end
         z = tl.load(z_ptr + row * z_stride + cols, mask=mask, other=0.0)
         w = tl.load(w_ptr + row * w_stride + cols, mask=mask, other=0.0)
-        f, df, x, _ = _terms(z, w, stats_ptr + row, M, outer, softcap, teacher_softcap, beta, rest, FORM, EXACT)
+        f, df, x, _ = _terms(
+            z, w, stats_ptr + row, M, outer, teacher_outer, softcap, teacher_softcap, beta, rest, FORM, EXACT
+        )
         if shift_ptr is not None:
             df = tl.fma(-exp_of(x, EXACT), tl.load(shift_ptr + row), df)
         total += tl.where(mask, f, 0.0)
@@ -129,12 +128,13 @@ def divergence_sums_kernel(
 
 @jit
 def divergence_gradient_kernel(
-    z_ptr, w_ptr, count_ptr, grad_ptr, stats_ptr, sum_ptr, target_ptr, first_class, ce_grad_ptr, ce_stats_ptr, dz_ptr,
-    M, V, z_stride, w_stride, dz_stride, outer, softcap, teacher_softcap,
+    z_ptr, w_ptr, count_ptr, grad_ptr, stats_ptr, sum_ptr, target_ptr, first_class, ce_grad_ptr, ce_stats_ptr,
+    prior_ptr, dz_ptr,
+    M, V, z_stride, w_stride, prior_stride, dz_stride, outer, teacher_outer, softcap, teacher_softcap,
     beta, rest, FORM: tl.constexpr, EXACT: tl.constexpr, LEAVE_IGNORED: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of the student's logits, a block of a row a program; dz may be z."""
+    """Write the gradient of the student's logits plus a prior, a block of a row a program; dz may be z or the prior."""
     outer = tl.cast(outer, tl.float32)
     program, blocks = tl.program_id(0), tl.cdiv(V, BLOCK_V)
     row, block = (program // blocks).to(tl.int64), program % blocks
@@ -148,7 +148,9 @@ def divergence_gradient_kernel(
     read = cols < tl.where(counts, V, 0)
     z = tl.load(z_ptr + row * z_stride + cols, mask=read, other=0.0)
     w = tl.load(w_ptr + row * w_stride + cols, mask=read, other=0.0)
-    _, df, x, u = _terms(z, w, stats_ptr + row, M, outer, softcap, teacher_softcap, beta, rest, FORM, EXACT)
+    _, df, x, u = _terms(
+        z, w, stats_ptr + row, M, outer, teacher_outer, softcap, teacher_softcap, beta, rest, FORM, EXACT
+    )
     e = exp_of(x, EXACT)  # as in df/dx: the two nearly cancel
     # fma rounds no product. Else the compiler is free not to round df/dx, which was rounded when summed: for a
     # class with a probability near 1 the gradient would be the rounding error.
@@ -159,7 +161,10 @@ def divergence_gradient_kernel(
         dz += tl.load(ce_grad_ptr + row) * tl.where(first_class + cols == tl.load(target_ptr + row), p - 1.0, p)
     if softcap is not None:
         dz *= cap_slope(z, softcap)
-    tl.store(dz_ptr + row * dz_stride + cols, tl.where(read, dz, 0.0).to(dz_ptr.dtype.element_ty), mask=mask)
+    dz = tl.where(read, dz, 0.0)
+    if prior_ptr is not None:
+        dz += tl.load(prior_ptr + row * prior_stride + cols, mask=mask, other=0.0)
+    tl.store(dz_ptr + row * dz_stride + cols, dz.to(dz_ptr.dtype.element_ty), mask=mask)
 
 
 def _block(V: int) -> dict[str, int]:
@@ -169,18 +174,18 @@ def _block(V: int) -> dict[str, int]:
     return {"BLOCK_V": 2048, "num_warps": 4}
 
 
-def _caps(softmaxes: Softmaxes) -> tuple[float | None, float | None]:
-    return softmaxes.softcap or None, softmaxes.teacher_softcap or None
+def _transforms(softmaxes: Softmaxes) -> tuple[float | None, ...]:
+    outer, teacher_outer = 1.0 / softmaxes.temperature, 1.0 / softmaxes.teacher_temperature
+    return outer, teacher_outer, softmaxes.softcap or None, softmaxes.teacher_softcap or None
 
 
-def statistics(z: Tensor, w: Tensor, counts: Tensor, softmaxes: Softmaxes) -> Tensor:
-    """Compute maximum and sum of the columns of both rows: `[4, M]`."""
+def statistics(z: Tensor, counts: Tensor, temperature: float, softcap: float) -> Tensor:
+    """Compute maximum and sum of the columns of a model's rows: `[2, M]`."""
     M, V = z.shape
-    part = empty((4, M), torch.float32, z.device)
-    wrap_triton(softmax_pair_kernel)[(M,)](
-        z, w, counts, part, M, V, z.stride(0), w.stride(0), 1.0 / softmaxes.temperature,
-        *_caps(softmaxes), **_block(V),
-    )  # fmt: skip
+    part = empty((2, M), torch.float32, z.device)
+    wrap_triton(softmax_statistics_kernel)[(M,)](
+        z, counts, part, M, V, z.stride(0), 1.0 / temperature, softcap or None, **_block(V)
+    )
     return part
 
 
@@ -189,8 +194,8 @@ def sums(z: Tensor, w: Tensor, counts: Tensor, stats: Tensor, shift: Tensor | No
     M, V = z.shape
     out = empty((2, M), torch.float32, z.device)
     wrap_triton(divergence_sums_kernel)[(M,)](
-        z, w, counts, stats, shift, out, M, V, z.stride(0), w.stride(0), 1.0 / softmaxes.temperature,
-        *_caps(softmaxes), *softmaxes.mixture.numbers(),
+        z, w, counts, stats, shift, out, M, V, z.stride(0), w.stride(0), *_transforms(softmaxes),
+        *softmaxes.mixture.numbers(),
         FORM=softmaxes.mixture.form(), EXACT=softmaxes.exact, **_block(V),
     )  # fmt: skip
     return out
@@ -198,14 +203,17 @@ def sums(z: Tensor, w: Tensor, counts: Tensor, stats: Tensor, shift: Tensor | No
 
 def gradients(
     z: Tensor, w: Tensor, counts: Tensor, grad: Tensor, stats: Tensor, total: Tensor, ce: CrossEntropyTerm | None,
-    dz: Tensor, softmaxes: Softmaxes,
+    prior: Tensor | None, dz: Tensor, softmaxes: Softmaxes,
 ) -> None:  # fmt: skip
-    """Write the gradient of the student's logits `[M, V]`, for that of each row's loss `[M]`; dz may be z."""
+    """Write the gradient of the student's logits `[M, V]`, for that of each row's loss `[M]`, plus a float32 prior.
+
+    dz may be z, or the prior.
+    """
     (M, V), block = z.shape, _block(z.shape[1])
     wrap_triton(divergence_gradient_kernel)[(M * cdiv(V, block["BLOCK_V"]),)](
-        z, w, counts, grad, stats, total, *((None, 0, None, None) if ce is None else ce), dz,
-        M, V, z.stride(0), w.stride(0), dz.stride(0), 1.0 / softmaxes.temperature,
-        *_caps(softmaxes), *softmaxes.mixture.numbers(),
+        z, w, counts, grad, stats, total, *((None, 0, None, None) if ce is None else ce), prior, dz,
+        M, V, z.stride(0), w.stride(0), 0 if prior is None else prior.stride(0), dz.stride(0),
+        *_transforms(softmaxes), *softmaxes.mixture.numbers(),
         FORM=softmaxes.mixture.form(), EXACT=softmaxes.exact, LEAVE_IGNORED=softmaxes.leave_ignored, **block,
     )  # fmt: skip
 
@@ -215,24 +223,21 @@ def _transform_cpu(z: Tensor, softcap: float, temperature: float) -> tuple[Tenso
     return u / temperature, u
 
 
-def statistics_cpu(z: Tensor, w: Tensor, counts: Tensor, softmaxes: Softmaxes) -> Tensor:
+def statistics_cpu(z: Tensor, counts: Tensor, temperature: float, softcap: float) -> Tensor:
     """`statistics` in plain PyTorch."""
     if z.shape[1] == 0:
-        nothing = torch.zeros((4, z.shape[0]), dtype=torch.float32, device=z.device)
-        nothing[::2] = float("-inf")
+        nothing = torch.zeros((2, z.shape[0]), dtype=torch.float32, device=z.device)
+        nothing[0] = float("-inf")
         return nothing
-    parts = []
-    for logits, softcap in ((z, softmaxes.softcap), (w, softmaxes.teacher_softcap)):
-        y, _ = _transform_cpu(logits, softcap, softmaxes.temperature)
-        m = y.amax(-1)
-        parts += [m, (y - torch.where(m == float("-inf"), 0.0, m).unsqueeze(-1)).exp_().sum(-1)]
-    return torch.stack(parts)
+    y, _ = _transform_cpu(z, softcap, temperature)
+    m = y.amax(-1)
+    return torch.stack((m, (y - torch.where(m == float("-inf"), 0.0, m).unsqueeze(-1)).exp_().sum(-1)))
 
 
 def _terms_cpu(z: Tensor, w: Tensor, stats: Tensor, softmaxes: Softmaxes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     m, logsum, teacher_m, teacher_logsum = (each.unsqueeze(-1) for each in stats.unbind())
     y, u = _transform_cpu(z, softmaxes.softcap, softmaxes.temperature)
-    t, _ = _transform_cpu(w, softmaxes.teacher_softcap, softmaxes.temperature)
+    t, _ = _transform_cpu(w, softmaxes.teacher_softcap, softmaxes.teacher_temperature)
     x = y - m - logsum
     return *divergence_of_cpu(x, t - teacher_m - teacher_logsum, softmaxes.mixture.beta), x, u
 
@@ -246,7 +251,7 @@ def sums_cpu(z: Tensor, w: Tensor, counts: Tensor, stats: Tensor, shift: Tensor 
 
 def gradients_cpu(
     z: Tensor, w: Tensor, counts: Tensor, grad: Tensor, stats: Tensor, total: Tensor, ce: CrossEntropyTerm | None,
-    dz: Tensor, softmaxes: Softmaxes,
+    prior: Tensor | None, dz: Tensor, softmaxes: Softmaxes,
 ) -> None:  # fmt: skip
     """`gradients` in plain PyTorch."""
     _, df, x, u = _terms_cpu(z, w, stats, softmaxes)
@@ -262,16 +267,18 @@ def gradients_cpu(
         dy.addcmul_(p.scatter_(-1, column, p.gather(-1, column) - here.unsqueeze(-1).float()), ce.grad.unsqueeze(-1))
     if softmaxes.softcap:
         dy.mul_(cap_slope_cpu(z.float(), softmaxes.softcap))
-    dz.copy_(dy.masked_fill_(counts.unsqueeze(-1) == 0, 0.0))  # also NaN in a row that does not count
+    dy.masked_fill_(counts.unsqueeze(-1) == 0, 0.0)  # also NaN in a row that does not count
+    dz.copy_(dy if prior is None else dy.add_(prior))
 
 
 class DivergenceFunctions(NamedTuple):
     """The passes over a chunk of both models' logits."""
 
-    statistics: Callable[[Tensor, Tensor, Tensor, Softmaxes], Tensor]
+    statistics: Callable[[Tensor, Tensor, float, float], Tensor]
     sums: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Softmaxes], Tensor]
     gradients: Callable[
-        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, CrossEntropyTerm | None, Tensor, Softmaxes], None
+        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, CrossEntropyTerm | None, Tensor | None, Tensor, Softmaxes],
+        None,
     ]
 
 

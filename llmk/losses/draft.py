@@ -1,0 +1,161 @@
+"""Drafts for speculative decoding: the soft cross entropy of several steps with the target model's distributions."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmk.losses._batch import (
+    INTEGERS,
+    Head,
+    check_between,
+    check_denominator,
+    check_is_tensor,
+    check_per_token,
+    check_tensor,
+    make_sequences,
+    scaled,
+)
+from llmk.losses._ranks import make_ranks
+from llmk.losses.distillation import mean_over_ranks, shares_of_means
+from llmk.ops.linear_loss.fused_linear_jsd import fused_linear_jsd
+from llmk.ops.linear_loss.linear_logprobs import linear_logprobs
+from llmk.registry import check_same
+
+
+def draft(
+    input: Tensor | Sequence[Tensor], linear_weight: Tensor, target: Tensor, teacher_input: Tensor,
+    teacher_linear_weight: Tensor, *, vocab_map: Tensor | None = None, position_decay: float = 1.0,
+    token_weights: Tensor | None = None, num_items_in_batch: Tensor | float | None = None,
+    sequence_ids: Tensor | None = None, teacher_linear_bias: Tensor | None = None, teacher_logit_scale: float = 1.0,
+    teacher_softcap: float = 0.0, linear_bias: Tensor | None = None, temperature: float = 1.0,
+    logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False,
+    chunk_size: int = 0, logits_dtype: torch.dtype | None = None, group: Any = None,
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    """Cross entropy of a draft's distributions with those of the model it drafts for, the target model.
+
+        sum over steps k of position_decay**k * mean over tokens s of -sum_v t[s + k]_v * log q[k, s]_v
+
+    with q[k, s] the draft's probabilities after k steps from position s, and t[s + k] the target model's where this
+    step is. With a `vocab_map` both are over the draft's classes: the target model's probabilities are normalized over
+    these, as what it gives to others no draft can propose.
+
+    Args:
+        input: The draft's hidden states `[B, S, H]`, or a list of them, one for each step.
+        linear_weight: The draft's head `[V, H]`.
+        target: `[B, S]`, aligned with the target model's: where it is `ignore_index` no step is compared with it.
+            Mask there what a draft cannot learn, such as positions whose most likely class it does not have.
+        teacher_input: The target model's hidden states `[B, S, H']`.
+        teacher_linear_weight: Its head, `[V, H']`, or `[V', H']` with a `vocab_map`. Nothing of it gets a gradient.
+        vocab_map: The target model's class of each of the draft's, int64 `[V]`, in ascending order. The rows of the
+            head are gathered in each call; give the gathered head instead to keep them.
+        position_decay: From 0 to 1: each step weighs so much of the one before.
+        token_weights: Weight `[B, S]` of each position of the target model; a mean divides by their sum.
+        num_items_in_batch: Denominator of each step in place of the batch's own, a scalar.
+        sequence_ids: `[1, T]` for a packed batch: no step leaves its sequence.
+        teacher_linear_bias: `[V]`, or `[V']` with a `vocab_map`.
+        teacher_logit_scale, teacher_softcap: Scale and soft cap of the target model's logits; 1 and 0 are off.
+        logits_dtype: As in `llmk.functional.fused_linear_ce`.
+        linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`; the
+            temperature is that of both models. Where a scale is not 1 the hidden states are multiplied by it.
+        group: As in `sft`, of ranks that have other sequences.
+
+    Returns:
+        The loss, a float32 scalar, to which a step without a token adds 0, and the metrics "loss/step_0" and so on,
+        each step's cross entropy, and "divergence/step_0" and so on, by which it exceeds the target model's entropy.
+
+    Raises:
+        TypeError: An argument is not a tensor, or a dtype does not fit.
+        ValueError: A shape or an option does not fit, or on a CPU in eager mode the ids of a `vocab_map` are not
+            ascending classes of the target model. Elsewhere they make the loss NaN.
+
+    Gradients are made in the forward pass: three products of the draft and one of the target model for each step, and
+    one more of the target model for its entropy, which has no gradient.
+
+    Sources: Li et al., "EAGLE-3", 2025, https://arxiv.org/abs/2503.01840.
+    """
+    steps = [input] if isinstance(input, Tensor) else list(input)
+    if not steps:
+        raise ValueError("input: expected the hidden states of at least one step, got none")
+    check_between("position_decay", position_decay, 0.0, 1.0)
+    check_denominator("num_items_in_batch", num_items_in_batch)
+    ranks = make_ranks(group)
+    for each in steps:
+        make_sequences(each, linear_weight, target, ignore_index, sequence_ids, ranks=ranks)
+    check_is_tensor("teacher_input", teacher_input)
+    check_is_tensor("teacher_linear_weight", teacher_linear_weight)
+    if teacher_input.dim() != 3 or teacher_input.shape[:2] != target.shape:
+        expected = f"({target.shape[0]}, {target.shape[1]}, H)"
+        raise ValueError(f"teacher_input: expected shape {expected} like input, got {tuple(teacher_input.shape)}")
+    if token_weights is not None:
+        check_per_token("token_weights", token_weights, target)
+        token_weights = token_weights.detach().float()
+    head = Head(
+        linear_weight, linear_bias, 1.0, logit_scale, softcap, ignore_index, skip_ignored, chunk_size, logits_dtype,
+        vocab_group=None,
+    )  # fmt: skip
+    teacher_weight, teacher_bias, is_valid = _gathered(
+        teacher_linear_weight.detach(), teacher_linear_bias, vocab_map, linear_weight
+    )
+    teacher_x, teacher_bias = scaled(teacher_logit_scale, teacher_input.detach(), teacher_bias)
+    teacher_bias = None if teacher_bias is None else teacher_bias.detach()
+    shared = {"temperature": temperature, "skip_ignored": skip_ignored, "chunk_size": chunk_size,
+              "ignore_index": ignore_index, "logits_dtype": logits_dtype}  # fmt: skip
+    with torch.no_grad():
+        any_class = torch.where(target.long() == ignore_index, ignore_index, 0)
+        _, entropy = linear_logprobs(
+            teacher_x, teacher_weight, any_class, linear_bias=teacher_bias, softcap=teacher_softcap, **shared
+        )
+    loss, metrics = torch.zeros((), dtype=torch.float32, device=target.device), {}
+    for k, each in enumerate(steps):
+        x, bias = head.scaled(each)
+        labels = _ahead(target, k, ignore_index)
+        if sequence_ids is not None:
+            labels = torch.where(_ahead(sequence_ids, k, -1) == sequence_ids, labels, ignore_index)
+        weights = None if token_weights is None else _ahead(token_weights, k, 0.0)
+        sequences = make_sequences(each, linear_weight, labels, ignore_index, None, ranks=ranks)
+        share, _ = shares_of_means(sequences, weights, num_items_in_batch)
+        if share is not None and weights is not None:  # a mean over weights of 0 would be NaN, on this rank alone
+            weights = torch.where(share != 0, weights, 1.0)
+        divergence = fused_linear_jsd(
+            x, linear_weight, _ahead(teacher_x, k, 0.0), teacher_weight, labels=labels, linear_bias=bias,
+            teacher_linear_bias=teacher_bias, beta=0.0, softcap=softcap, teacher_softcap=teacher_softcap,
+            row_weight=weights, **shared,
+        )  # fmt: skip
+        counted = torch.where(sequences.mask, 1.0 if weights is None else weights, 0.0)
+        teacher_entropy = (_ahead(entropy, k, 0.0) * counted).sum() / counted.sum()
+        divergence = mean_over_ranks(divergence, share, sequences)
+        step = divergence + mean_over_ranks(teacher_entropy, share, sequences)
+        loss = loss + position_decay**k * step
+        metrics |= {f"loss/step_{k}": step.detach(), f"divergence/step_{k}": divergence.detach()}
+    return (loss if is_valid is None else torch.where(is_valid, loss, float("nan"))), metrics
+
+
+def _ahead(values: Tensor, k: int, padding: float) -> Tensor:
+    """Return `[B, S, ...]` so that a position has what is k positions ahead, and padding past the end."""
+    return F.pad(values, (*[0, 0] * (values.dim() - 2), 0, k), value=padding)[:, k:] if k > 0 else values
+
+
+def _gathered(
+    teacher_weight: Tensor, teacher_bias: Tensor | None, vocab_map: Tensor | None, linear_weight: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the rows of the target model's head that a map names, and if it is valid where the host does not look."""
+    if vocab_map is None:
+        return teacher_weight, teacher_bias, None
+    check_tensor("vocab_map", vocab_map, INTEGERS, "integers")
+    if vocab_map.shape != linear_weight.shape[:1]:
+        expected = f"({linear_weight.shape[0]},) (one for each class of linear_weight)"
+        raise ValueError(f"vocab_map: expected shape {expected}, got {tuple(vocab_map.shape)}")
+    check_same("vocab_map", vocab_map, "linear_weight", linear_weight)
+    ids, classes = vocab_map.long(), teacher_weight.shape[0]
+    ascending, in_range = (ids[1:] > ids[:-1]).all(), ((ids >= 0) & (ids < classes)).all()
+    if ids.device.type == "cpu" and not torch.compiler.is_compiling():
+        if not in_range:
+            raise ValueError(f"vocab_map: expected classes in [0, {classes}), got {int(ids.min())} to {int(ids.max())}")
+        if not ascending:
+            raise ValueError("vocab_map: expected ascending classes, each once, got others")
+    ids = ids.clamp(0, classes - 1)
+    bias = None if teacher_bias is None else teacher_bias.index_select(0, ids)
+    return teacher_weight.index_select(0, ids), bias, in_range & ascending
