@@ -19,23 +19,13 @@ from pathlib import Path
 
 import torch
 from llama import Llama
-from small_model import hidden_states, new_model, pretrain, report, standard_library, token_logprobs, windows
+from small_model import hidden_states, new_model, pretrain, report, sample, standard_library, token_logprobs, windows
 from torch import Tensor
 
 import llmk
 
 PROMPT, COMPLETION, PROMPTS, GROUP = 16, 24, 4, 8
 TOP_K, TOP_P = 32, 0.9
-
-
-@torch.no_grad()
-def sample(model: Llama, prompts: Tensor) -> Tensor:
-    """Prompts with a completion each, `[B, PROMPT + COMPLETION]`."""
-    tokens = prompts
-    for _ in range(COMPLETION):
-        logits = hidden_states(model, tokens)[:, -1] @ model.head.weight.t()
-        tokens = torch.cat([tokens, torch.multinomial(logits.softmax(-1), 1)], 1)
-    return tokens
 
 
 def nucleus(logits: Tensor) -> Tensor:
@@ -98,7 +88,9 @@ def main() -> None:
     reached = []
     for step in range(1, args.steps + 1):
         prompts = windows(data, PROMPTS, PROMPT, generator).repeat_interleave(GROUP, 0).to(device)
-        tokens, support, logps = sample_cut(model, prompts) if args.replay else (sample(model, prompts), None, None)
+        tokens, support, logps = (
+            sample_cut(model, prompts) if args.replay else (sample(model, prompts, COMPLETION), None, None)
+        )
         reward = rewards(tokens[:, PROMPT:])
         groups = reward.view(PROMPTS, GROUP)
         advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)

@@ -53,6 +53,16 @@ def hidden_states(model: Llama, tokens: Tensor) -> Tensor:
     return model.norm(x)
 
 
+@torch.no_grad()
+def sample(model: Llama, prompts: Tensor, count: int) -> Tensor:
+    """Prompts `[B, S]` and what the model goes on with, `[B, S + count]`."""
+    tokens = prompts
+    for _ in range(count):
+        logits = hidden_states(model, tokens)[:, -1] @ model.head.weight.t()
+        tokens = torch.cat([tokens, torch.multinomial(logits.softmax(-1), 1)], 1)
+    return tokens
+
+
 def pretrain(model: Llama, data: Tensor, steps: int, length: int, generator: torch.Generator) -> float:
     """On the text itself; the last loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)

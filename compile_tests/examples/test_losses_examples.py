@@ -9,7 +9,7 @@ from compile_tests.helpers.scripts import run_script
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.parametrize("command", ["distill", "dpo", "grpo", "grpo --replay", "moe"])
+@pytest.mark.parametrize("command", ["distill", "distill_on_policy", "dpo", "grpo", "grpo --replay", "moe"])
 def test_it_runs(command: str, tmp_path: Path) -> None:
     for module in ("matplotlib", "tokenizers"):
         pytest.importorskip(module)

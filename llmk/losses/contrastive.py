@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from llmk.losses._batch import KINDS, NUMBERS, check_is_tensor, check_tensor
+from llmk.losses._ranks import make_ranks
 from llmk.ops.linear_loss.info_nce import info_nce as info_nce_op
 
 
@@ -25,10 +26,10 @@ def info_nce(
         symmetric: Take the mean of both directions, as CLIP does.
         query_ids, key_ids, negative_ids: As in `llmk.functional.info_nce`: equal ids are no negatives.
         chunk_size: As in `llmk.functional.fused_linear_ce`, in queries.
-        group: A `torch.distributed.ProcessGroup`, or its name, whose ranks' keys and negatives are those of every
-            query. Each rank has equally many rows. The loss is that of all ranks' queries, the same on each, and so
-            are its gradients: a parameter's is the sum over the ranks. Where DDP or FSDP takes their mean, multiply the
-            loss by the number of ranks. None is one rank.
+        group: A `torch.distributed.ProcessGroup`, its name or a DeviceMesh of one dimension, whose ranks' keys and
+            negatives are those of every query. Each rank has equally many rows. The loss is that of all ranks' queries,
+            the same on each, and so are its gradients: a parameter's is the sum over the ranks. Where DDP or FSDP takes
+            their mean, multiply the loss by the number of ranks. None is one rank.
 
     Returns:
         The loss, a float32 scalar, and the metric "temperature".
@@ -44,10 +45,11 @@ def info_nce(
     """
     check_is_tensor("query", query)
     check_is_tensor("key", key)
+    (group_name,) = make_ranks(group).sequences or ("",)
     number, scale = (1.0, _reciprocal(temperature)) if isinstance(temperature, Tensor) else (temperature, None)
     loss = info_nce_op(
         query, key, negatives, scale=scale, temperature=number, symmetric=symmetric, query_ids=query_ids,
-        key_ids=key_ids, negative_ids=negative_ids, chunk_size=chunk_size, group_name=_name_of(group),
+        key_ids=key_ids, negative_ids=negative_ids, chunk_size=chunk_size, group_name=group_name,
     )  # fmt: skip
     shown = torch.as_tensor(temperature, dtype=torch.float32, device=query.device).detach()
     return loss, {"temperature": shown.reshape(())}
@@ -59,13 +61,3 @@ def _reciprocal(temperature: Tensor) -> Tensor:
     if tuple(temperature.shape) not in ((), (1,)):
         raise ValueError(f"temperature: expected one number, shape () or (1,), got {tuple(temperature.shape)}")
     return temperature.float().reciprocal()
-
-
-def _name_of(group: Any) -> str:
-    if group is None:
-        return ""
-    if isinstance(group, str):
-        return group
-    if torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup):
-        return group.group_name
-    raise TypeError(f"group: expected a torch.distributed.ProcessGroup, its name or None, got {type(group).__name__}")
