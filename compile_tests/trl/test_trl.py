@@ -131,6 +131,40 @@ def test_losses_and_metrics(kind: str, peft: bool, tokenizer: Any, tmp_path: Pat
         torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("peft", [False, True], ids=["plain", "peft"])
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_distillation(beta: float, peft: bool, tokenizer: Any, tmp_path: Path):
+    """Accumulated, from a wider teacher with a soft cap, while completions have different lengths."""
+    model, teacher = model_of(peft, tmp_path / "model"), small_model("Gemma2", hidden_size=48).eval()
+
+    def trainer_for(model: Any) -> Any:
+        config = trl.DistillationConfig(
+            output_dir=str(tmp_path), max_completion_length=5, beta=beta, temperature=0.7, seed=3, max_steps=2,
+            per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-3, logging_steps=1,
+            report_to="none", save_strategy="no", bf16=False, use_cpu=True,
+        )  # fmt: skip
+        data = Dataset.from_dict({"prompt": sentences(4, 0)})
+        return trl.DistillationTrainer(
+            model, teacher_model=teacher, args=config, train_dataset=data, processing_class=tokenizer
+        )
+
+    original, trainer = trainer_for(copy.deepcopy(model)), trainer_for(model)
+    report = llmk.trl.patch(trainer)
+    with pytest.raises(RuntimeError, match="patched already"):
+        llmk.trl.patch(trainer)
+    want, got = logged(original), logged(trainer)
+    assert report.calls["model"][1] >= 4
+    assert "the divergence by fused_linear_jsd, called" in str(report)
+    assert want[0]["loss"] != 0
+    assert want[0]["entropy"] > 0
+    for a, b in zip(got, want, strict=True):
+        assert a == pytest.approx(b, rel=1e-4, abs=1e-6)
+    for p, q in zip(trainer.model.parameters(), original.model.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-5)
+    report.unpatch()
+    assert trainer._compute_loss.__func__ is trl.DistillationTrainer._compute_loss
+
+
 def fused(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> Any:
     model.zero_grad()
     output = model(input_ids=ids, labels=labels, fused_lm_head=True)
@@ -232,8 +266,8 @@ def test_what_it_refuses():
         ("experimental.gkd.GKDTrainer", "llmk.losses.distill,"),
         ("experimental.gold.GOLDTrainer", "llmk.losses.distill,"),
         ("experimental.cpo.CPOTrainer", "llmk.losses.cpo,"),
+        ("experimental.online_dpo.OnlineDPOTrainer", "llmk.losses.dpo,"),
         ("experimental.orpo.ORPOTrainer", "llmk.losses.orpo,"),
-        ("trainer.distillation_trainer.DistillationTrainer", "llmk.losses.distill,"),
         ("trainer.reward_trainer.RewardTrainer", "llmk.losses,"),
     ],
 )
@@ -266,7 +300,7 @@ def test_overrides_that_lead_to_the_head_and_past_it(tokenizer: Any, tmp_path: P
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             trainer.train()
-        told = [str(w.message) for w in seen if "no gradient came from linear_logprobs" in str(w.message)]
+        told = [str(w.message) for w in seen if "no gradient came from llmk" in str(w.message)]
         assert len(told) == warns, told
         assert ("called 0 times" in str(report)) == warns
         report.unpatch()

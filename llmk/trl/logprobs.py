@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from llmk.trl.counts import Counted
+
 DIFFERENTIABLE = ("log_probs", "entropy")
 
 
@@ -19,23 +21,18 @@ class Outputs(NamedTuple):
     is_top1: Tensor | None
 
 
-class LogProbs:
+class LogProbs(Counted):
     """Stands where TRL calls the `apply` of its `autograd.Function`.
 
     Args:
         original: TRL's own function. What only metrics are made of, it computes, without gradients.
     """
 
-    def __init__(self, original: Callable[..., Any]) -> None:
-        self.original = original
-        self.calls = 0
-        self.calls_with_gradients = 0
+    what = "log-probabilities and entropy by linear_logprobs"
 
-    @torch.compiler.assume_constant_result
-    def _count(self, with_gradients: bool) -> None:
-        """Once for each call; once for each graph of a compiled model, which cannot count."""
-        self.calls += 1
-        self.calls_with_gradients += with_gradients
+    def __init__(self, original: Callable[..., Any]) -> None:
+        super().__init__()
+        self.original = original
 
     def apply(
         self,
@@ -54,11 +51,7 @@ class LogProbs:
         Raises:
             RuntimeError: The projection is partitioned by ZeRO-3, which does not gather it for a backward pass.
         """
-        if hasattr(weight, "ds_id"):
-            raise RuntimeError(
-                "llmk.trl.patch: the output projection is partitioned by ZeRO-3; train without the patch"
-            )
-        self._count(torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad))
+        self.count(hidden, weight)
         autocast = torch.is_autocast_enabled(hidden.device.type)
         dtype = torch.get_autocast_dtype(hidden.device.type) if autocast else hidden.dtype
         log_probs, entropy = torch.ops.llmk.linear_logprobs(

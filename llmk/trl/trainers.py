@@ -8,10 +8,12 @@ ARGUMENT = "fused_lm_head"
 """With this keyword TRL's trainers ask a model for the fused head."""
 
 INSTEAD = {
+    "AsyncDistillationTrainer": "distill_topk",
     "CPOTrainer": "cpo",
     "DistillationTrainer": "distill",
     "GKDTrainer": "distill",
     "GOLDTrainer": "distill",
+    "OnlineDPOTrainer": "dpo",
     "ORPOTrainer": "orpo",
     "ServerDistillationTrainer": "distill_topk",
 }
@@ -29,6 +31,11 @@ def asks_for_fused_head(trainer: type) -> bool:
             seen.update(called)
             ahead += called
     return False
+
+
+def calls(trainer: type, method: str, name: str) -> bool:
+    """Return True if a method of the class names another one, as it does to call it."""
+    return any(name in code.co_names for code in _codes(trainer, method))
 
 
 def why_not(trainer: type) -> str:
