@@ -25,6 +25,9 @@ def sample_of(name: str, logits_dtype: torch.dtype | None = None) -> Sample:
     kwargs: dict[str, Any] = {"logits_dtype": logits_dtype, "chunk_size": 10}
     if name == "fused_linear_preference":
         return Sample((x.view(3, 2, 4, H), weight, target.view(3, 2, 4)), kwargs, why="pairs")
+    if name == "fused_linear_distill":
+        inputs, weights = zip(head(1)[:2], head(2)[:2], strict=True)
+        return Sample((x, weight, list(inputs), list(weights), [], []), kwargs, why="two other models")
     if name.startswith("fused_linear_jsd"):
         labels = (target,) if name == "fused_linear_jsd_ce" else ()
         return Sample((x, weight, *head(1)[:2], *labels), kwargs, why="another model")
@@ -36,8 +39,9 @@ FUSED = sorted(name for name, op in OPS.items() if "logits_dtype" in str(schema_
 
 def test_every_loss_fused_with_a_projection_has_them() -> None:
     assert FUSED == [
-        "fused_linear_ce", "fused_linear_ce_metrics", "fused_linear_jsd", "fused_linear_jsd_ce",
-        "fused_linear_policy", "fused_linear_preference", "linear_logprobs", "vocab_parallel_linear_ce",
+        "fused_linear_ce", "fused_linear_ce_metrics", "fused_linear_distill", "fused_linear_jsd",
+        "fused_linear_jsd_ce", "fused_linear_policy", "fused_linear_preference", "linear_logprobs",
+        "vocab_parallel_linear_ce",
     ]  # fmt: skip
 
 
