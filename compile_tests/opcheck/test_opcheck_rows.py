@@ -21,6 +21,7 @@ NAMES = [promise.__name__ for promise in promises_for(CPU)]
 UP_TO_ROWS = NAMES[: NAMES.index("batch_invariant") + 1]
 WITHOUT_ROWS = {
     *("fused_linear_distill", "fused_linear_jsd", "fused_linear_jsd_ce", "jsd"),  # means over the batch
+    "info_nce",  # whose rows are each other's negatives
     *("grouped_linear", "moe_permute", "moe_unpermute"),  # rows sorted by expert
 }
 
