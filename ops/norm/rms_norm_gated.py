@@ -34,6 +34,7 @@ from torch import Tensor
 
 from llmk.ops.common.activations import GATES, activate, activate_with_grad, activation_with_grad
 from llmk.ops.common.activations import activation as activated
+from llmk.ops.common.math import everywhere
 from llmk.ops.common.rows import contiguous, row_starts, strided_rows, strided_rows_aligned
 from llmk.ops.common.samples import normal_resized, normal_workloads
 from llmk.ops.common.sums import sum_partials
@@ -237,7 +238,7 @@ def rms_norm_gated_backward_kernel(
                 tl.store(dx_ptr + out_starts + block, dx.to(dx_ptr.dtype.element_ty), mask=mask)
                 tl.store(dz_ptr + out_starts + block, dz.to(dz_ptr.dtype.element_ty), mask=mask)
                 if dw_ptr is not None:  # the program's own row of partial sums, which no other one touches
-                    later = mask & (first > program * BLOCK_M)
+                    later = mask & everywhere(first > program * BLOCK_M, block)
                     before = tl.load(dw_ptr + block, mask=later, other=0.0)
                     tl.store(dw_ptr + block, before + part, mask=mask)
     if HELD and dw_ptr is not None:
