@@ -45,6 +45,12 @@ def _inputs(op: Op, sample: Sample) -> Iterator[str]:
                 plain = made.startswith("torch.randn(") and made.count("(") == 1
                 made = f"{made[:-1]}, requires_grad=True)" if plain else f"{made}.requires_grad_()"
             yield f"{name} = {made}"
+        elif _are_tensors(value):
+            yield f"{name} = [{', '.join(_made(name, each) for each in value)}]"
+
+
+def _are_tensors(value: Any) -> bool:
+    return isinstance(value, list) and value != [] and all(isinstance(each, Tensor) for each in value)
 
 
 def _made(name: str, value: Tensor) -> str:
@@ -72,10 +78,8 @@ def _is_one(sums: Tensor) -> bool:
 
 def _calls(op: Op, sample: Sample) -> Iterator[str]:
     bound = op.bind(sample)
-    arguments = ", ".join(
-        (f"{name}=" if name in sample.kwargs else "") + (name if isinstance(value, Tensor) else repr(value))
-        for name, value in bound.items()
-    )
+    written = {name: name if isinstance(v, Tensor) or _are_tensors(v) else repr(v) for name, v in bound.items()}
+    arguments = ", ".join((f"{name}=" if name in sample.kwargs else "") + text for name, text in written.items())
     namespace = "llmk.functional" if hasattr(llmk.functional, op.name) else "torch.ops.llmk"
     returns = [argument.name for argument in op.schema.returns]
     outputs = ["y"] if len(returns) == 1 else [name or f"y{i}" for i, name in enumerate(returns)]

@@ -95,9 +95,14 @@ def ways(op: Op, sample: Sample, mesh: DeviceMesh) -> Iterator[dict[str, Way]]:
     whole = (Replicate(),) * mesh.ndim
     arguments = op.bind(sample)
     tensors = {name: distributed(t, mesh, whole) for name, t in arguments.items() if isinstance(t, Tensor)}
+    lists = {
+        name: [distributed(each, mesh, whole) for each in value]
+        for name, value in arguments.items()
+        if isinstance(value, list) and all(isinstance(each, Tensor) for each in value)
+    }
     inputs = {name: t.requires_grad_(name in op.differentiable) for name, t in tensors.items()}
     with _first_kernel_call() as found:
-        op.overload(**(arguments | inputs))
+        op.overload(**(arguments | lists | inputs))
     kernel_op, *args = found
     positions = [i for i, a in enumerate(kernel_op.overload._schema.arguments) if "Tensor" in str(a.type)]
     splits = [dict(zip(positions, of_inputs, strict=True)) for _, of_inputs in kernel_op.sharding(*args)]

@@ -12,6 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from llmk.opcheck.adapters import adapted
 from llmk.opcheck.calls import as_list, call, differentiable_inputs, prepare
 from llmk.registry import OPS
 
@@ -39,9 +40,10 @@ def test_export_keeps_the_op(name: str, device: torch.device, tmp_path: Path) ->
 @pytest.mark.parametrize("name", OPS)
 def test_meta_device(name: str) -> None:
     """Shapes without numbers, forward and backward, as for a model that is only being planned."""
-    op = OPS[name]
+    cpu = torch.device("cpu")
+    op = adapted(OPS[name], cpu, [torch.float32])  # tensors of a list are arguments of their own
     assert op.resized is not None
-    outcome = call(op, op.resized(8, torch.device("cpu"), torch.float32), change=lambda t: t.detach().to("meta"))
+    outcome = call(op, op.resized(8, cpu, torch.float32), change=lambda t: t.detach().to("meta"))
     assert all(output.is_meta for output in outcome.outputs)
     for wanted, gradient in outcome.gradients.items():
         assert gradient is not None
