@@ -1,11 +1,18 @@
-"""Processes forked from a server that has imported, once for all of them, what they need."""
+"""Processes forked from a server that has imported, once for all of them, what they need; and checks on ranks."""
 
+import datetime
+import faulthandler
 import multiprocessing
-from collections.abc import Callable
+import os
+import pickle
+import traceback
+from collections.abc import Callable, Mapping
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,3 +36,43 @@ def start_ranks(function: Callable[..., None], args: tuple[Any, ...], world: int
     """Run `function(rank, *args)` in `world` processes and wait for them; an error of any is raised."""
     server()
     mp.start_processes(function, args, nprocs=world, start_method="forkserver")  # type: ignore[attr-defined]
+
+
+Checks = Callable[[int, int], Mapping[str, Callable[[], None]]]
+"""The checks of a rank of so many, by their names, in the order that all ranks have."""
+
+
+def errors_of_ranks(checks: Checks, world: int, folder: Path, device_type: str = "cpu") -> list[str]:
+    """Run the checks on all ranks of a process group, gloo's or a GPU's for each, and return what went wrong."""
+    start_ranks(_check, (checks, world, folder, device_type), world)
+    ranks = [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(world)]
+    return [f"{name}, rank {rank}:\n{error}" for rank, found in enumerate(ranks) for name, error in found.items()]
+
+
+def _check(rank: int, checks: Checks, world: int, folder: Path, device_type: str) -> None:
+    """Write what went wrong on a rank into a file."""
+    torch.set_num_threads(1)
+    # AOTAutograd's cache takes DTensors for equal whose local sizes differ: a rank would be given another's graph.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / f"cache_{rank}")
+    on_gpu = device_type == "cuda"
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    store = dist.FileStore(str(folder / "store"), world)  # type: ignore[attr-defined]
+    timeout = datetime.timedelta(seconds=120)
+    dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+    errors: dict[str, str] = {}
+    for name, check in checks(rank, world).items():
+        faulthandler.dump_traceback_later(60)  # what a rank waits for, before the others give it up
+        torch.manual_seed(0)
+        try:
+            check()
+        except Exception:
+            errors[name] = traceback.format_exc()
+        # A rank that failed may have left others waiting: nothing after it can be trusted.
+        failed = torch.tensor(name in errors, device=device)
+        dist.all_reduce(failed, dist.ReduceOp.MAX)
+        if failed:
+            errors.setdefault(name, "another rank failed")
+    (folder / f"{rank}.pickle").write_bytes(pickle.dumps(errors))
+    dist.destroy_process_group()

@@ -6,11 +6,7 @@ once, so that the accuracy rule is asked of them against float64; metrics are co
 """
 
 import copy
-import datetime
-import faulthandler
 import functools
-import pickle
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +33,7 @@ from compile_tests.helpers.loss_references import (
     simpo_reference,
 )
 from compile_tests.helpers.policy_references import grpo_reference, ppo_reference, reinforce_reference, rloo_reference
-from compile_tests.helpers.rank_processes import start_ranks
+from compile_tests.helpers.rank_processes import errors_of_ranks
 from compile_tests.helpers.supervised_references import (
     dft_reference,
     distill_reference,
@@ -406,7 +402,7 @@ def refused() -> None:
             call_it()
 
 
-def calls(world: int) -> dict[str, Callable[[], None]]:
+def calls(rank: int, world: int) -> dict[str, Callable[[], None]]:
     """What the ranks do, each by its name."""
     found: dict[str, Callable[[], None]] = {}
     splits = (
@@ -429,33 +425,9 @@ def calls(world: int) -> dict[str, Callable[[], None]]:
     return found | {f.__name__: f for f in (several_models, a_token_of_no_sequence, refused)}
 
 
-def process(rank: int, world: int, folder: Path) -> None:
-    """Every call, in the order that all ranks have; what went wrong goes into a file."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), world)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=120))
-    errors: dict[str, str] = {}
-    for name, make in calls(world).items():
-        faulthandler.dump_traceback_later(60)  # what a rank waits for, before the others give it up
-        torch.manual_seed(0)
-        try:
-            make()
-        except Exception:
-            errors[name] = traceback.format_exc()
-        # A rank that failed may have left others waiting: nothing after it can be trusted.
-        failed = torch.tensor(name in errors)
-        dist.all_reduce(failed, dist.ReduceOp.MAX)
-        if failed:
-            errors.setdefault(name, "another rank failed")
-    (folder / f"{rank}.pickle").write_bytes(pickle.dumps(errors))
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks(world: int, tmp_path: Path) -> None:
-    start_ranks(process, (world, tmp_path), world)
-    ranks = [pickle.loads((tmp_path / f"{rank}.pickle").read_bytes()) for rank in range(world)]
-    errors = [f"{name}, rank {rank}:\n{error}" for rank, found in enumerate(ranks) for name, error in found.items()]
+    errors = errors_of_ranks(calls, world, tmp_path)
     assert not errors, "\n".join(errors)
 
 

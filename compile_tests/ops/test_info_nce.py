@@ -1,9 +1,5 @@
 """The contrastive loss: what the samples of `info_nce` do not reach, and two ranks beside one process that has all."""
 
-import datetime
-import os
-import pickle
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compile_tests.helpers.rank_processes import start_ranks
+from compile_tests.helpers.rank_processes import errors_of_ranks
 from compile_tests.helpers.rank_slices import OwnRows
 from llmk import losses
 from llmk.functional import info_nce
@@ -272,24 +268,11 @@ def check_ranks() -> None:
     require_accurate(OP, sample, call(OP, sample, fn=together(with_group)))
 
 
-def process(rank: int, world: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / f"cache_{rank}")
-    store = dist.FileStore(str(folder / "store"), world)  # type: ignore[attr-defined]
-    timeout = datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
-    torch.manual_seed(0)
-    error = ""
-    try:
-        check_ranks()
-    except Exception:
-        error = traceback.format_exc()
-    (folder / f"{rank}.pickle").write_bytes(pickle.dumps(error))
-    dist.destroy_process_group()
+def checks(rank: int, world: int) -> dict[str, Callable[[], None]]:
+    return {"info_nce": check_ranks}
 
 
 @pytest.mark.skipif(INTERPRET, reason="does not run kernels")
 def test_two_ranks_are_one(tmp_path: Path) -> None:
-    start_ranks(process, (2, tmp_path), 2)
-    errors = [pickle.loads((tmp_path / f"{rank}.pickle").read_bytes()) for rank in range(2)]
-    assert not any(errors), "\n".join(errors)
+    errors = errors_of_ranks(checks, 2, tmp_path)
+    assert not errors, "\n".join(errors)

@@ -4,11 +4,7 @@ Two and four processes make the calls below, each group once: on the CPU with gl
 Gradients of the whole weight are put together from the ranks', so that the accuracy rule is asked of all of it.
 """
 
-import datetime
-import faulthandler
-import os
-import pickle
-import traceback
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from compile_tests.helpers import vocab_slice_checks as slices
-from compile_tests.helpers.rank_processes import start_ranks
+from compile_tests.helpers.rank_processes import errors_of_ranks
 from compile_tests.helpers.rank_slices import OwnRows, bounds
 from llmk.functional import fused_linear_ce, vocab_parallel_linear_ce
 from llmk.opcheck.calls import call, require_accurate
@@ -325,47 +321,18 @@ case(compiled_dtensors, None, "inductor", only=2)
 case(compiled_dtensors, Shard(1), "inductor", only=2)
 
 
-def process(rank: int, world: int, folder: Path, device_type: str) -> None:
-    """Every case, in the order that all ranks have; what went wrong goes into a file."""
+def cases(device_type: str, rank: int, world: int) -> dict[str, Callable[[], None]]:
+    """The cases of a rank, whose tensors are on its device from here on."""
     global HERE
-    torch.set_num_threads(1)
-    # AOTAutograd's cache takes DTensors for equal whose local sizes differ: a rank would be given another's graph.
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / f"cache_{rank}")
-    if device_type == "cuda":
-        HERE = torch.device("cuda", rank)
-        torch.cuda.set_device(HERE)
-    store = dist.FileStore(str(folder / "store"), world)  # type: ignore[attr-defined]
-    dist.init_process_group(
-        "nccl" if device_type == "cuda" else "gloo",
-        store=store,
-        rank=rank,
-        world_size=world,
-        timeout=datetime.timedelta(seconds=120),
-    )
-    errors: dict[str, str] = {}
-    for name, make in CASES.items():
-        faulthandler.dump_traceback_later(60)  # what a rank waits for, before the others give it up
-        torch.manual_seed(0)
-        try:
-            make(rank, world)
-        except Exception:
-            errors[name] = traceback.format_exc()
-        # A rank that failed may have left others waiting: nothing after it can be trusted.
-        failed = torch.tensor(name in errors, device=HERE)
-        dist.all_reduce(failed, dist.ReduceOp.MAX)
-        if failed:
-            errors.setdefault(name, "another rank failed")
-    (folder / f"{rank}.pickle").write_bytes(pickle.dumps(errors))
-    dist.destroy_process_group()
+    HERE = torch.device("cuda", rank) if device_type == "cuda" else torch.device("cpu")
+    return {name: functools.partial(make, rank, world) for name, make in CASES.items()}
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks(world: int, tmp_path: Path, device: torch.device) -> None:
     if device.type == "cuda" and torch.cuda.device_count() < world:
         pytest.skip(f"{world} ranks need as many GPUs, there are {torch.cuda.device_count()}")
-    start_ranks(process, (world, tmp_path, device.type), world)
-    ranks = [pickle.loads((tmp_path / f"{rank}.pickle").read_bytes()) for rank in range(world)]
-    errors = [f"{name}, rank {rank}:\n{error}" for rank, found in enumerate(ranks) for name, error in found.items()]
+    errors = errors_of_ranks(functools.partial(cases, device.type), world, tmp_path, device.type)
     assert not errors, "\n".join(errors)
 
 
