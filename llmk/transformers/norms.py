@@ -3,10 +3,10 @@
 import functools
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,10 @@ class NormForm(NamedTuple):
             return functional.rms_norm(input, weight, self.used_eps, offset=self.offset)
         weight = weight + self.offset if weight is not None and self.offset else weight
         return functional.layer_norm(input, weight, bias, self.used_eps)
+
+    @property
+    def parameters(self) -> tuple[str | None, str | None]:
+        return self.weight, self.bias
 
     @property
     def used_eps(self) -> float:
@@ -92,10 +96,12 @@ def find_norm(module: nn.Module) -> Norm | None:
         raise Differs(f"its parameters are {shapes}, not a weight and a bias of one axis")
     if not _takes_one_input(module):
         raise Differs("its forward takes more than the input")
-    trial = _Trial(module, parameters)
+    shape = getattr(module, "normalized_shape", 24)  # asked only of a norm without parameters
+    width = next((len(p) for p in parameters.values()), shape if isinstance(shape, int) else shape[-1])
+    trial = Trial(module, parameters, width)
     for form in _forms(module, list(parameters)):
         if trial.is_like(form):
-            return Norm(form, tuple(pair for pair in trial.pairs() if trial.keeps_dtypes(form, *pair)))
+            return Norm(form, trial.proven(form))
     raise Differs("computes neither RMSNorm nor LayerNorm over the last axis")
 
 
@@ -109,59 +115,72 @@ def _forms(module: nn.Module, names: list[str]) -> Iterator[NormForm]:
             yield NormForm("layer_norm", eps, offset, weight, bias)
 
 
-class _Trial:
-    """A norm's outcome for rows of all scales, in training and in evaluation."""
+class Form(Protocol):
+    """A norm as an operator computes it from rows and the parameters that it names."""
 
-    def __init__(self, module: nn.Module, parameters: dict[str, Any]) -> None:
-        shape = getattr(module, "normalized_shape", 24)  # asked only of a norm without parameters
-        width = next((len(p) for p in parameters.values()), shape if isinstance(shape, int) else shape[-1])
+    @property
+    def parameters(self) -> tuple[str | None, ...]: ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
+
+
+class Trial:
+    """A norm's outcome for rows of all scales, and with a gate of as many, in training and in evaluation."""
+
+    def __init__(self, module: nn.Module, names: Iterable[str], width: int, *, with_gate: bool = False) -> None:
         randn = randoms(2)
         self.module = module
-        self.parameters = {name: randn(width).requires_grad_() for name in parameters}
-        self.input = rows_of_all_scales(width).requires_grad_()
-        self.inputs = [self.input, *self.parameters.values()]
+        self.parameters = {name: randn(width).requires_grad_() for name in names}
+        self.rows = [rows_of_all_scales(width).requires_grad_()]
+        if with_gate:
+            self.rows.append((3 * randn(*self.rows[0].shape)).requires_grad_())
+        self.inputs = [*self.rows, *self.parameters.values()]
         self.outcomes = [self._outcome(training) for training in (True, False)]
 
-    def _output(self, input: Tensor, parameters: dict[str, Tensor], training: bool) -> Tensor:
+    def _output(self, rows: Sequence[Tensor], parameters: dict[str, Tensor], training: bool) -> Tensor:
         module = apart(self.module, {**dict.fromkeys(parameters_of(self.module)), **parameters}, training)
-        output = run(type(module).forward, module, input)
+        output = run(type(module).forward, module, *rows)
         if not isinstance(output, Tensor):
             raise Differs("its output is not one tensor")
         return output
 
     def _outcome(self, training: bool) -> tuple[Tensor, list[Tensor | None]]:
-        input = self.input if training else self.input.unsqueeze(0)  # of other axes too
-        output = self._output(input, self.parameters, training)
-        if output.shape != input.shape or not output.requires_grad:
+        rows = self.rows if training else [each.unsqueeze(0) for each in self.rows]  # of other axes too
+        output = self._output(rows, self.parameters, training)
+        if output.shape != rows[0].shape or not output.requires_grad:
             raise Differs("its output is not one differentiable tensor of the input's shape")
-        output = output.reshape(self.input.shape)
+        output = output.reshape(self.rows[0].shape)
         return output, gradients(output, self.inputs)
 
-    def is_like(self, form: NormForm) -> bool:
-        output = self._of_form(form, self.input, self.parameters)
+    def is_like(self, form: Form) -> bool:
+        output = _of_form(form, self.rows, self.parameters)
         found = gradients(output, self.inputs)
         return all(agree(output, want) and all(map(same, found, grads)) for want, grads in self.outcomes)
 
-    def _of_form(self, form: NormForm, input: Tensor, parameters: dict[str, Tensor]) -> Tensor:
-        weight, bias = (None if name is None else parameters[name] for name in (form.weight, form.bias))
-        return form(input, weight, bias)
-
-    def pairs(self) -> Iterator[tuple[torch.dtype, torch.dtype | None]]:
+    def _pairs(self) -> Iterator[tuple[torch.dtype, torch.dtype | None]]:
         if any(b is not None and b.is_floating_point() for b in buffers_of(self.module).values()):
             return iter([(torch.float32, torch.float32 if self.parameters else None)])  # what a buffer's dtype does
         return product(DTYPES, DTYPES if self.parameters else (None,))
 
-    def keeps_dtypes(self, form: NormForm, of_input: torch.dtype, of_weight: torch.dtype | None) -> bool:
+    def proven(self, form: Form) -> tuple[tuple[torch.dtype, torch.dtype | None], ...]:
+        """Return the dtypes of rows and parameters with which the operator does what the module does."""
+        return tuple(pair for pair in self._pairs() if self._keeps_dtypes(form, *pair))
+
+    def _keeps_dtypes(self, form: Form, of_rows: torch.dtype, of_weight: torch.dtype | None) -> bool:
         """Return True if the operator gives the module's dtype too, and its values within the dtype's rounding."""
         with torch.no_grad():
-            input = self.input.to(of_input)
+            rows = [each.to(of_rows) for each in self.rows]
             parameters = {name: p.to(of_weight) for name, p in self.parameters.items()}
             try:
-                want = self._output(input, parameters, True)
+                want = self._output(rows, parameters, True)
             except Differs:
                 return False
-            got = self._of_form(form, input, parameters)
+            got = _of_form(form, rows, parameters)
         return got.dtype == want.dtype and agree(got, want, max(ROUNDINGS * torch.finfo(got.dtype).eps, 1e-5))
+
+
+def _of_form(form: Form, rows: Sequence[Tensor], parameters: dict[str, Tensor]) -> Tensor:
+    return form(*rows, *(None if name is None else parameters[name] for name in form.parameters))
 
 
 ROUNDINGS = 2
