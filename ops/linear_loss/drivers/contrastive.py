@@ -34,6 +34,7 @@ from llmk.registry import (
     check_option,
     check_same,
     check_shape,
+    empty,
     no_gradient,
     or_no_gradient,
     replicate_only,
@@ -200,7 +201,7 @@ def _forward(impl: Implementation, call: ContrastiveCall) -> tuple[Tensor, Tenso
     if columns is not None:
         columns = impl.contrastive.merge(call.gather(columns).view(call.ranks, 2, -1))
         losses = (losses + _losses(call.own_keys(columns), pair)) / 2
-    nothing = row_stats.new_empty((0,))
+    nothing = empty((0,), torch.float32, row_stats.device)
     return _reduced(impl, call, losses), row_stats, nothing if columns is None else columns
 
 

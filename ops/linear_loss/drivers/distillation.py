@@ -47,6 +47,7 @@ from llmk.registry import (
     check_same,
     check_shape,
     check_switch,
+    empty,
     replicate_only,
     row_axes,
 )
@@ -239,7 +240,8 @@ def _forward(
         nll = nll / count.sum()
         loss = loss + call.ce_weight * nll
     terms = zip((divergences, nll), call.term_shapes, strict=True)
-    return loss, *(each.new_empty(shape) if 0 in shape else each.view(shape) for each, shape in terms), *rest
+    returned = (empty(shape, each.dtype, each.device) if 0 in shape else each.view(shape) for each, shape in terms)
+    return loss, *returned, *rest
 
 
 def _shares(call: DistillationCall, mask: Tensor) -> Tensor:

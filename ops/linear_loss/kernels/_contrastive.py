@@ -208,7 +208,7 @@ def statistics_cpu(products: Tensor, similarities: Similarities, columns: bool) 
 
 def _statistics_over(y: Tensor, dim: int) -> Tensor:
     if y.shape[dim] == 0:
-        return y.new_empty((0, 2, y.shape[1 - dim]))
+        return empty((0, 2, y.shape[1 - dim]), y.dtype, y.device)
     m = y.amax(dim)
     base = torch.where(m == float("-inf"), 0.0, m).unsqueeze(dim)
     # In float32 a sum of small terms, one after the other, rounds the largest one's 1 in one direction.
