@@ -54,6 +54,12 @@ def _refuse_masks_of_numbers() -> None:
         setattr(InterpreterBuilder, name, strict)
 
 
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """The tensors that a module makes when it is imported are the same in every run."""
+    if isinstance(collector, pytest.Module):
+        torch.manual_seed(0)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--breadth"):
         skip = pytest.mark.skip(reason="one more of its kind: `make breadth` runs it")

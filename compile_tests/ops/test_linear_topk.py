@@ -11,13 +11,15 @@ from torch import Tensor
 from llmk import losses
 from llmk.functional import linear_topk
 from llmk.nn import LinearTopK
+from llmk.opcheck.calls import call, require_accurate
 from llmk.ops.linear_loss.kernels import KERNELS, PYTORCH, Candidates, LogitTransform, _topk
-from llmk.registry import OPS
+from llmk.registry import OPS, Sample
 from llmk.registry.backends import INTERPRET
 
-REFERENCE = OPS["linear_topk"].reference
+OP = OPS["linear_topk"]
+REFERENCE = OP.reference
 RANDOM = torch.Generator().manual_seed(0)
-X, W, B = torch.randn(5, 8, generator=RANDOM), torch.randn(300, 8, generator=RANDOM), torch.randn(300)
+X, W, B = torch.randn(5, 8, generator=RANDOM), torch.randn(300, 8, generator=RANDOM), torch.randn(300, generator=RANDOM)
 Results = tuple[Tensor, Tensor, Tensor]
 
 
@@ -132,29 +134,25 @@ OPTIONS: dict[str, Any] = {"chunk_size": 2, "softcap": 4.0, "temperature": 0.7, 
         ("logsumexp", None, {}),
         ("logsumexp", None, OPTIONS),
         ("both", None, OPTIONS),
-        ("both", 0, {}),
-        ("both", 1, {}),
+        ("both", "input", {}),
+        ("both", "linear_weight", {}),
     ],
 )
 @pytest.mark.kernels
-def test_each_output_alone(wanted: str, frozen: int | None, options: dict[str, Any]) -> None:
+def test_each_output_alone(wanted: str, frozen: str | None, options: dict[str, Any]) -> None:
     """Against float64, for gradients of any size and sign."""
-    of_logprobs, of_logsumexp = torch.randn(5, 6), torch.randn(5)
 
-    def gradients(fn: Any, dtype: torch.dtype) -> list[Tensor]:
-        tensors = [tensor.to(dtype, copy=True).requires_grad_(i != frozen) for i, tensor in enumerate((X, W, B))]
-        logprobs, _, logsumexp = fn(tensors[0], tensors[1], 6, linear_bias=tensors[2], **options)
-        parts = {
-            "log-probabilities": (logprobs * of_logprobs.to(dtype)).sum(),
-            "logsumexp": (logsumexp * of_logsumexp.to(dtype)).sum(),
-        }
-        loss = torch.stack(list(parts.values())).sum() if wanted == "both" else parts[wanted]
-        return list(torch.autograd.grad(loss, [tensor for tensor in tensors if tensor.requires_grad]))
+    def wanted_alone(*args: Any, **kwargs: Any) -> Results:
+        logprobs, indices, logsumexp = OP.overload(*args, **kwargs)
+        if wanted == "log-probabilities":
+            logsumexp = logsumexp.detach()
+        elif wanted == "logsumexp":
+            logprobs = logprobs.detach()
+        return logprobs, indices, logsumexp
 
-    found, composed = gradients(linear_topk, torch.float32), gradients(REFERENCE, torch.float32)
-    for ours, theirs, right in zip(found, composed, gradients(REFERENCE, torch.float64), strict=True):
-        allowed = 1.5 * (theirs - right).abs().max() + torch.finfo(torch.float32).eps * right.abs().max()
-        assert (ours - right).abs().max() <= allowed
+    sample = Sample((X, W, 6), {"linear_bias": B, **options})
+    gradients_of = [name for name in ("input", "linear_weight", "linear_bias") if name != frozen]
+    require_accurate(OP, sample, call(OP, sample, gradients_of, fn=wanted_alone))
 
 
 def test_compiled_for_any_number_of_tokens() -> None:
