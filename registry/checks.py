@@ -1,12 +1,16 @@
 """Checks of a public operator's arguments: each names the argument, what it was and what was expected."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from llmk.registry.private.processes import group_named
 from llmk.registry.record import FLOAT_DTYPES
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def _dtypes(dtypes: Sequence[object]) -> str:
@@ -60,6 +64,14 @@ def check_parameter(
 def check_option(name: str, value: str, allowed: Sequence[str]) -> None:
     if value not in allowed:
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def resolve_group(argument: str, name: str) -> "ProcessGroup":
+    """Return the process group of this name."""
+    try:
+        return group_named(name)
+    except RuntimeError:
+        raise ValueError(f"{argument}: expected the name of a process group of this process, got {name!r}") from None
 
 
 LARGEST: float = torch.finfo(torch.float32).max

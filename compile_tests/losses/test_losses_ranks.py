@@ -435,7 +435,7 @@ def test_ranks(world: int, tmp_path: Path) -> None:
 def test_what_is_no_group(name: str) -> None:
     fn, _ = LOSSES[name]
     inputs, others = given(name, [2, 3], torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"^group: expected the name of a process group, got 'none'"):
+    with pytest.raises(ValueError, match=r"^group: expected the name of a process group of this process, got 'none'"):
         fn(*inputs, **others, group="none")
     with pytest.raises(TypeError, match=r"^group: expected a process group that this rank belongs to, .* got int"):
         fn(*inputs, **others, group=3)

@@ -172,6 +172,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: losses.info_nce(Q, K, temperature=torch.ones(3)), "temperature: expected one number"),
     (lambda: info_nce(Q, K.double()), "key: expected dtype float32 like query"),
     (lambda: info_nce(Q, K, query_ids=IDS.float(), key_ids=IDS), "query_ids: expected a tensor of dtype int64"),
+    (lambda: info_nce(Q, K, group_name="x"), "group_name: expected the name of a process group of this process, got"),
     (lambda: losses.info_nce(Q, K, group=3), "group: expected a process group that this rank belongs to"),
 ]
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from llmk.ops.linear_loss.objectives.group_sums import max_over_group, share_with_group, sum_over_group
+from llmk.registry.checks import resolve_group
 from llmk.registry.private.processes import group_named
 
 Groups = tuple[str, ...]
@@ -56,11 +57,7 @@ def _names(argument: str, group: Any) -> Groups:
 
 @torch.compiler.assume_constant_result
 def _checked_name(argument: str, name: str) -> str:
-    try:
-        group_named(name)
-    except RuntimeError:
-        raise ValueError(f"{argument}: expected the name of a process group, got {name!r}") from None
-    return name
+    return resolve_group(argument, name).group_name
 
 
 @torch.compiler.assume_constant_result

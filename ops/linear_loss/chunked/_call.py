@@ -19,7 +19,7 @@ from llmk.ops.common.scaling import SavedGradients, save_gradients
 from llmk.ops.linear_loss.chunked._dynamic_rows import can_group
 from llmk.ops.linear_loss.chunked._linear import CompactedTokens, aligned
 from llmk.ops.linear_loss.chunked._plan import Plan, kept_rows, plan
-from llmk.ops.linear_loss.chunked._vocab_shard import NOT_SHARDED, VocabShard, resolve_group
+from llmk.ops.linear_loss.chunked._vocab_shard import NOT_SHARDED, VocabShard
 from llmk.ops.linear_loss.kernels import KERNELS, PYTORCH, Implementation
 from llmk.registry import (
     LARGEST,
@@ -32,7 +32,7 @@ from llmk.registry import (
     is_sharded,
 )
 from llmk.registry.backends import runs_kernels
-from llmk.registry.checks import TINY
+from llmk.registry.checks import TINY, resolve_group
 from llmk.registry.eager.bypass import PLAIN_TENSORS
 
 DIFFERENTIABLE = ["input", "linear_weight", "linear_bias"]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from llmk.registry import cdiv, is_sharded
+from llmk.registry.checks import resolve_group
 from llmk.registry.private.processes import collectives, group_named
 
 if TYPE_CHECKING:
@@ -52,14 +53,6 @@ class VocabShard(NamedTuple):
 
 NOT_SHARDED = VocabShard(first_class=0, num_classes=0, group_name="", dx_group_name="")
 """The arguments of a kernel op for a shard of None: the weight has all classes."""
-
-
-def resolve_group(argument: str, name: str) -> "ProcessGroup":
-    """Return the process group of this name, which the `argument` has."""
-    try:
-        return group_named(name)
-    except RuntimeError:
-        raise ValueError(f"{argument}: expected the name of a process group of this process, got {name!r}") from None
 
 
 class VocabSlice(TypedDict):

@@ -39,6 +39,7 @@ from llmk.registry import (
     or_no_gradient,
     replicate_only,
 )
+from llmk.registry.checks import resolve_group
 from llmk.registry.private.processes import group_named
 
 REDUCTIONS = ("none", "sum", "mean")
@@ -80,6 +81,8 @@ class ContrastiveCall:
         check_temperature(call.temperature)
         check_option("reduction", call.reduction, REDUCTIONS)
         check_chunk_size(call.chunk_size)
+        if call.group_name:
+            resolve_group("group_name", call.group_name)
         return call
 
     @property
