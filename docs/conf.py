@@ -31,6 +31,7 @@ INCLUDED = (
     "_families",
     "_versions",
     "_sweep",
+    "_layers",
     "_first",
     "_graphs",
 )  # in other pages

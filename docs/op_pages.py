@@ -12,6 +12,7 @@ from family_page import family_table
 from first_actions_page import first_actions_table
 from formulas import FORMULAS
 from graph_picture import graph_picture
+from layers_page import layers_table
 from markdown_parts import fence, folded, prose
 from op_example import example
 from op_record import record
@@ -39,6 +40,7 @@ def write_pages(folder: Path) -> None:
     pages |= {
         "_versions.md": version_table(),
         "_sweep.md": sweep_tables(),
+        "_layers.md": layers_table(),
         "_first.md": first_actions_table(),
         "_graphs.md": graph_picture(),
     }
