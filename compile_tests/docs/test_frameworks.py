@@ -1,0 +1,132 @@
+"""What docs/frameworks.md says of each framework, where that is installed: losses and gradients stay as they were.
+
+No framework is a part of the `test` extra, as each wants its own releases of the others' packages.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import llmk
+from compile_tests.helpers.pages import ROOT, blocks
+
+PAGE = ROOT / "docs" / "frameworks.md"
+TOKENS = torch.randint(0, 250, (2, 16))
+
+
+def module_of_page(name: str, holding: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The page's block that holds a word, as a module of this name that can be imported."""
+    (code,) = [code for _, code in blocks(PAGE, "py") if holding in code]
+    (folder / f"{name}.py").write_text(code)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    return importlib.import_module(name)
+
+
+def step(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> list[Tensor]:
+    model.zero_grad()
+    value = loss(model)
+    value.backward()
+    return [value.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def require_same(found: list[Tensor], right: list[Tensor]) -> None:
+    assert len(found) == len(right)
+    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-6)
+
+
+HIDDEN = torch.randn(2, 16, 256)
+
+
+def titan_config() -> Any:
+    """The configuration of torchtitan's smallest Llama."""
+    pytest.importorskip("torchtitan")
+    from torchtitan.models.llama3 import model_registry
+
+    return model_registry("debugmodel").model
+
+
+class FeedForward(nn.Module):
+    """Norm and feed-forward layer of the model's first block: its attention has no backward pass on a CPU."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        (block, *_) = config.build().layers.values()
+        self.norm, self.layer = block.ffn_norm, block.feed_forward
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.normal_(std=0.05)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.norm(x))
+
+
+def titan_loss(half: nn.Module) -> Tensor:
+    return half(HIDDEN).square().sum()
+
+
+def test_torchtitan_compiles_with_the_backend() -> None:
+    half = FeedForward(titan_config())
+    plain = step(half, titan_loss)
+    before = llmk.compile_report().replaced.get("rms_norm", 0)
+    half.compile(backend="llmk", fullgraph=True)
+    require_same(step(half, titan_loss), plain)
+    assert llmk.compile_report().replaced.get("rms_norm", 0) > before
+
+
+def test_torchtitan_overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = titan_config()
+    half = FeedForward(config)
+    from torchtitan.components.loss import CrossEntropyLoss
+    from torchtitan.config.override import OverrideConfig, apply_overrides, clear_overrides
+
+    clear_overrides()
+    titan = module_of_page("llmk_titan", "torchtitan", tmp_path, monkeypatch)
+    assert apply_overrides(OverrideConfig(imports=["llmk_titan.norm"]), config)
+    other = FeedForward(config)
+    assert isinstance(other.norm, titan.LlmkRMSNorm)
+    other.load_state_dict(half.state_dict())
+    require_same(step(other, titan_loss), step(half, titan_loss))
+    ours, theirs = titan.LlmkCrossEntropyLoss.Config().build(), CrossEntropyLoss.Config().build()
+    logits = torch.randn(2, 16, 250)
+    tokens = torch.tensor(TOKENS.numel())
+    torch.testing.assert_close(ours(logits, TOKENS, tokens), theirs(logits, TOKENS, tokens))
+
+
+def test_torchtune(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchtune")
+    omegaconf = pytest.importorskip("omegaconf")
+    from torchtune import config, training
+    from torchtune.models.llama3_2 import llama3_2
+
+    ((_, yaml),) = [block for block in blocks(PAGE, "yaml") if "_component_" in block[1]]
+    loss_fn = config.instantiate(omegaconf.OmegaConf.create(yaml).loss)
+    sizes = {"vocab_size": 256, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32}
+    model = llama3_2(**sizes, max_seq_len=64, intermediate_dim=64)
+    labels = TOKENS.masked_fill(torch.arange(16) < 3, loss_fn.ignore_index).flatten()
+    plain = step(model, lambda model: nn.CrossEntropyLoss()(model(TOKENS).flatten(0, 1), labels))
+    monkeypatch.setenv("TORCH_COMPILE_BACKEND", "llmk")
+    before = llmk.compile_report().replaced.get("swiglu", 0)
+    training.compile_model(model, verbose=False)
+    require_same(step(model, lambda model: loss_fn(model(TOKENS).flatten(0, 1), labels)), plain)
+    assert llmk.compile_report().replaced.get("swiglu", 0) > before
+
+
+def test_axolotl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    base = pytest.importorskip("axolotl.integrations.base")
+    transformers = pytest.importorskip("transformers")
+    module_of_page("llmk_axolotl", "axolotl", tmp_path, monkeypatch)
+    sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=4))
+    plain = step(model, lambda model: model(input_ids=TOKENS, labels=TOKENS).loss)
+    plugins = base.PluginManager.get_instance()
+    plugins.register("llmk_axolotl.LlmkPlugin")
+    plugins.post_model_build({}, model)
+    assert "fused_linear_ce" in capsys.readouterr().out
+    require_same(step(model, lambda model: model(input_ids=TOKENS, labels=TOKENS).loss), plain)
