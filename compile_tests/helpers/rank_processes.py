@@ -3,7 +3,6 @@
 import datetime
 import faulthandler
 import multiprocessing
-import os
 import pickle
 import traceback
 from collections.abc import Callable, Mapping
@@ -53,7 +52,7 @@ def _check(rank: int, checks: Checks, world: int, folder: Path, device_type: str
     """Write what went wrong on a rank into a file."""
     torch.set_num_threads(1)
     # AOTAutograd's cache takes DTensors for equal whose local sizes differ: a rank would be given another's graph.
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / f"cache_{rank}")
+    torch._functorch.config.enable_autograd_cache = False
     on_gpu = device_type == "cuda"
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
