@@ -15,7 +15,7 @@ import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
 import llmk  # noqa: F401 registers the operators
-from llmk.registry.backends import INTERPRET
+from llmk.registry.devices import INTERPRET
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -15,7 +15,7 @@ import triton
 import llmk
 from llmk.opcheck.calls import first_line
 from llmk.registry import OPS
-from llmk.registry.backends import INTERPRET
+from llmk.registry.devices import INTERPRET
 
 WIDTH = 80
 EXTRAS = {"transformers": "llmk.transformers", "trl": "llmk.trl"}

@@ -30,7 +30,7 @@ from llmk.opcheck.search import searches
 from llmk.opcheck.settings import words_of_table
 from llmk.opcheck.signatures import Unrecorded, record_of
 from llmk.registry import OPS, Op
-from llmk.registry.backends import INTERPRET
+from llmk.registry.devices import INTERPRET
 
 UNITS_A_JOB = 6
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

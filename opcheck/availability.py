@@ -10,7 +10,7 @@ import triton.language as tl
 
 from llmk.opcheck.calls import call, device_of, float_dtype, words_of
 from llmk.registry import Op, Sample
-from llmk.registry.backends import INTERPRET
+from llmk.registry.devices import INTERPRET
 
 _NAMES_DEVICE = re.compile(r"active drivers|'CPU' backend|cpu tensor|\b(is_)?cuda\b|\bgpus?\b", re.IGNORECASE)
 _ON_A_CPU = "no CPU version: `--path interpreter`, or a GPU"

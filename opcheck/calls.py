@@ -12,7 +12,7 @@ from llmk.opcheck.accuracy import ROUNDINGS, Violation, accuracy_violation, roun
 from llmk.opcheck.inputs import BrokenPromise, Outcome, as_list, copy_with_layout, differentiable_inputs, prepare
 from llmk.opcheck.reference import DRAWS, MORE_DRAWS, Reference, reference_for
 from llmk.registry import RULE, Op, Sample, Tolerance
-from llmk.registry.backends import INTERPRET
+from llmk.registry.devices import INTERPRET
 
 
 def incoming_gradients(outputs: Sequence[Tensor]) -> list[Tensor]:

@@ -31,7 +31,7 @@ from llmk.opcheck.inputs import BrokenPromise, Outcome, copy_with_layout, prepar
 from llmk.opcheck.loops import EndlessLoop
 from llmk.opcheck.reference import REFUSALS, Change, Reference, copy_to_move, move, reference_for
 from llmk.registry import Op, Sample
-from llmk.registry.backends import INTERPRET
+from llmk.registry.devices import INTERPRET
 
 PATIENCE = 20.0
 """Seconds that a call may take, far more than any sample does."""

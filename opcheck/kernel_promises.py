@@ -13,7 +13,7 @@ from llmk.opcheck.calls import call, device_of, incoming_gradients, require_accu
 from llmk.opcheck.inputs import BrokenPromise, NothingToCheck, copy_with_layout, note
 from llmk.opcheck.loops import EndlessLoop, kernels_of, unbounded_loops
 from llmk.registry import Op, Sample
-from llmk.registry.backends import INTERPRET
+from llmk.registry.devices import INTERPRET
 
 if TYPE_CHECKING:
     from llmk.opcheck.interpreter import Watch

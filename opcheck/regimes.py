@@ -12,7 +12,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from llmk.registry.backends import INTERPRET
+from llmk.registry.devices import INTERPRET
 
 
 @dataclass(frozen=True)

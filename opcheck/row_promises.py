@@ -20,7 +20,7 @@ from llmk.opcheck.gpu_promises import capture
 from llmk.opcheck.inputs import BrokenPromise, NothingToCheck, Outcome, rebound, same_bits
 from llmk.opcheck.reference import REFUSALS, to_float64
 from llmk.registry import Op, Sample
-from llmk.registry.backends import INTERPRET
+from llmk.registry.devices import INTERPRET
 from llmk.registry.private.operators import overriding
 
 COUNTS = (1, 7, 64, 1000)

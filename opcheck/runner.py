@@ -29,7 +29,7 @@ from llmk.opcheck.promises import (
 from llmk.opcheck.samples import GivenSamples, samples_from
 from llmk.opcheck.signatures import Unrecorded, completed, record_of
 from llmk.registry import Op, Sample
-from llmk.registry.backends import INTERPRET
+from llmk.registry.devices import INTERPRET
 from llmk.registry.private.compilers import triton_ops_as_nodes
 from llmk.registry.private.operators import is_overload
 

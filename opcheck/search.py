@@ -20,7 +20,7 @@ from llmk.opcheck.reference import reference_for
 from llmk.opcheck.runner import Check, Result, RunningCheck, path_taken
 from llmk.opcheck.shrink import MOST_NUMBERS, shrink, snippet
 from llmk.registry import Op
-from llmk.registry.backends import INTERPRET
+from llmk.registry.devices import INTERPRET
 
 SHRINKING = 10.0
 """Seconds at most for one finding."""

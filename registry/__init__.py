@@ -4,7 +4,6 @@
 one per step that launches kernels. `OPS` holds the records, which opcheck, the tests, the benchmarks and the docs read.
 """
 
-from llmk.registry.backends import use_kernels_on_cpu
 from llmk.registry.backward_op import no_gradient, or_no_gradient
 from llmk.registry.checks import (
     LARGEST,
@@ -20,7 +19,16 @@ from llmk.registry.checks import (
     check_shape,
     check_switch,
 )
-from llmk.registry.devices import autocast_dtype, max_warps, num_programs
+from llmk.registry.devices import (
+    autocast_dtype,
+    cdiv,
+    grid_cap,
+    max_warps,
+    next_power_of_2,
+    num_programs,
+    size_hint,
+    use_kernels_on_cpu,
+)
 from llmk.registry.eager.bypass import set_short_path_enabled
 from llmk.registry.graphs import recomputed_in_backward
 from llmk.registry.jit import jit
@@ -38,7 +46,6 @@ from llmk.registry.sharding import (
     split_around_dim,
     split_rows,
 )
-from llmk.registry.sizes import cdiv, grid_cap, next_power_of_2, size_hint
 
 __all__ = [
     "LARGEST",

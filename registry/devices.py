@@ -1,13 +1,46 @@
-"""The device that a kernel is launched on: its sizes, and making it the current one."""
+"""The device of a call: which code runs there, and what a launch needs to know.
+
+An operator has kernels for a GPU, the same in Triton's interpreter, and plain PyTorch for a CPU. `runs_kernels` is the
+one place where that is decided; `KernelOp.implementation` asks it. INTERPRET is TRITON_INTERPRET=1.
+"""
 
 import contextlib
 import functools
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from llmk.registry.private.kernels import INTERPRET
 from llmk.registry.private.tensors import current_device
+
+
+class _Switch:
+    kernels_on_cpu = INTERPRET
+
+
+_switch = _Switch()
+
+
+def kernels_on_cpu() -> bool:
+    return _switch.kernels_on_cpu
+
+
+@contextlib.contextmanager
+def use_kernels_on_cpu() -> Iterator[None]:
+    """Take the kernel path on CPU tensors too, to trace it through a stub driver where there is no GPU."""
+    previous, _switch.kernels_on_cpu = _switch.kernels_on_cpu, True
+    try:
+        yield
+    finally:
+        _switch.kernels_on_cpu = previous
+
+
+def runs_kernels(name: str, tensor: Tensor) -> bool:
+    """Return True if kernels compute what is asked for the device of this tensor, else plain PyTorch."""
+    if not tensor.is_cuda and not tensor.is_cpu:
+        raise NotImplementedError(f"llmk::{name} runs on cpu and cuda devices, got {tensor.device}")
+    return tensor.is_cuda or _switch.kernels_on_cpu
 
 
 class _Warps:
@@ -45,12 +78,12 @@ def kernel_context(device: torch.device) -> Iterator[None]:
             yield
 
 
-def launches_directly(tensor: torch.Tensor) -> bool:
+def launches_directly(tensor: Tensor) -> bool:
     """Return True if kernels are launched for it as things are: on the current GPU, without autocast."""
     return tensor.is_cuda and tensor.get_device() == current_device() and not torch.is_autocast_enabled("cuda")
 
 
-def needs_context(tensor: torch.Tensor) -> bool:
+def needs_context(tensor: Tensor) -> bool:
     """Return True if `kernel_context` would change anything; entering it costs microseconds."""
     return not launches_directly(tensor) if tensor.is_cuda else torch.is_autocast_enabled(tensor.device.type)
 
@@ -82,3 +115,35 @@ def max_warps() -> int:
 def num_programs(device: torch.device, per_multiprocessor: int) -> int:
     """The size of a persistent grid: so many programs on each multiprocessor of the device."""
     return _multiprocessors(device) * per_multiprocessor
+
+
+def cdiv(a: int, b: int) -> int:
+    """Return a / b, rounded up."""
+    return (a + b - 1) // b
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n, for n from 1 to 2**32; a symbolic n becomes a fixed number."""
+    n = int(n) - 1
+    for shift in (1, 2, 4, 8, 16):
+        n |= n >> shift
+    return n + 1
+
+
+def grid_cap(work: int, most: int) -> int:
+    """The number of programs for `work` pieces: one for each up to `most`, and `most` if the number is symbolic.
+
+    So a graph for any amount of work has one grid, and buffers of one size. Programs without work must do no harm.
+    """
+    return min(work, most) if isinstance(work, int) else most
+
+
+def size_hint(n: int) -> int:
+    """Return n, or the number that a symbolic n was traced with, without a guard: for choices that are never wrong.
+
+    A symbolic number without such a hint counts as large.
+    """
+    if isinstance(n, torch.SymInt):
+        hint = n.node.hint
+        return 2**31 if hint is None else int(hint)
+    return n

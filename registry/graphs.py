@@ -9,7 +9,7 @@ import torch.fx.traceback as fx_traceback
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
-from llmk.registry.backends import kernels_on_cpu
+from llmk.registry.devices import kernels_on_cpu
 from llmk.registry.private.modes import traced_by_compiler
 
 

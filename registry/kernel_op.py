@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from llmk.registry.backends import INTERPRET, runs_kernels
 from llmk.registry.backward_op import BackwardOp
 from llmk.registry.checks import check_home
 from llmk.registry.derivative import Derivative, Keeps
-from llmk.registry.devices import kernel_context, launches_directly, needs_context
+from llmk.registry.devices import INTERPRET, kernel_context, launches_directly, needs_context, runs_kernels
 from llmk.registry.eager.bypass import PLAIN_TENSORS, are_plain, is_eager
 from llmk.registry.eager.launch_cache import LaunchCache, captures, pending
 from llmk.registry.graphs import forced_form

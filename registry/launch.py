@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.registry.backends import kernels_on_cpu, use_kernels_on_cpu
-from llmk.registry.devices import warps_of
+from llmk.registry.devices import kernels_on_cpu, use_kernels_on_cpu, warps_of
 from llmk.registry.eager.bypass import fast_path
 from llmk.registry.eager.launch_cache import captures
 from llmk.registry.eager.launcher import contiguous_layout, launcher_for, with_options

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from compile_tests.helpers.stub_driver import Graphs, steps, stub_driver, trace
-from llmk.registry.backends import INTERPRET
+from llmk.registry.devices import INTERPRET
 from llmk.registry.graphs import ops_in_graph_as
 
 pytest.importorskip("tqdm")

@@ -8,7 +8,7 @@ import torch
 
 from llmk.opcheck import check
 from llmk.registry import Op
-from llmk.registry.backends import INTERPRET
+from llmk.registry.devices import INTERPRET
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ONLY = ["values_and_gradients", "no_mutation", "no_alias"]

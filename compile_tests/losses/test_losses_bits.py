@@ -12,7 +12,7 @@ from compile_tests.helpers.loss_references import batch
 from llmk import losses
 from llmk.functional import linear_logprobs
 from llmk.opcheck.row_promises import products_by_row
-from llmk.registry.backends import INTERPRET
+from llmk.registry.devices import INTERPRET
 
 pytestmark = pytest.mark.kernels
 LENGTHS = [3, 1, 2]

@@ -14,7 +14,7 @@ from llmk.functional import fused_linear_distill, fused_linear_jsd
 from llmk.opcheck.calls import call, require_accurate
 from llmk.ops.loss.jsd import jsd_terms
 from llmk.registry import Sample
-from llmk.registry.backends import INTERPRET
+from llmk.registry.devices import INTERPRET
 
 LENGTHS = [5, 1, 7, 0, 4]
 V = 37

@@ -13,7 +13,7 @@ from torch import Tensor
 from llmk.opcheck import accuracy_violation
 from llmk.opcheck.calls import BrokenPromise, call, incoming_gradients, require_accurate
 from llmk.registry import OPS, Sample
-from llmk.registry.backends import INTERPRET
+from llmk.registry.devices import INTERPRET
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ROWS, COLUMNS = 6, 40

@@ -15,7 +15,7 @@ from compile_tests.helpers.mutants_kernels import (
 )
 from llmk.opcheck import check
 from llmk.opcheck.runner import promises_for
-from llmk.registry.backends import INTERPRET
+from llmk.registry.devices import INTERPRET
 
 pytestmark = [
     pytest.mark.kernels,

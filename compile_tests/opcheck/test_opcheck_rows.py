@@ -14,7 +14,7 @@ from llmk.opcheck.row_promises import IndependentRows, independent_rows, owed, p
 from llmk.opcheck.runner import promises_for
 from llmk.ops.linear_loss.chunked import _linear
 from llmk.registry import OPS, Op, Sample
-from llmk.registry.backends import INTERPRET
+from llmk.registry.devices import INTERPRET
 
 CPU = torch.device("cpu")
 NAMES = [promise.__name__ for promise in promises_for(CPU)]

@@ -24,7 +24,7 @@ from llmk.opcheck.reference import nudged, reference_for
 from llmk.opcheck.search import search
 from llmk.opcheck.shrink import snippet
 from llmk.registry import OPS, Op, Sample
-from llmk.registry.backends import INTERPRET
+from llmk.registry.devices import INTERPRET
 
 CPU = torch.device("cpu")
 

@@ -23,7 +23,7 @@ from llmk.opcheck.promises import HABITS
 from llmk.opcheck.reports import notes
 from llmk.opcheck.runner import Result
 from llmk.registry import OPS, Op, Sample
-from llmk.registry.backends import INTERPRET
+from llmk.registry.devices import INTERPRET
 
 CPU = torch.device("cpu")
 RIGHT = {op.name: op for op in vars(strangers).values() if isinstance(op, Op)}

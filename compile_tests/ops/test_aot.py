@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 
 from compile_tests.helpers import aot
 from llmk.registry import OPS
-from llmk.registry.backends import INTERPRET
+from llmk.registry.devices import INTERPRET
 from llmk.registry.launch import Launch, record_launches
 from llmk.registry.private.tensors import FakeTensorMode
 from llmk.registry.record import Sample

@@ -12,7 +12,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from compile_tests.helpers.stub_driver import Graphs, launches, saved, stub_driver
 from llmk.registry import OPS
-from llmk.registry.backends import INTERPRET
+from llmk.registry.devices import INTERPRET
 
 NAMES = ("rope", "qk_norm_rope")
 each_op = pytest.mark.parametrize("name", NAMES)

@@ -11,7 +11,7 @@ import llmk.ops.linear.linear_act
 from llmk.opcheck.calls import call, differentiable_inputs, require_accurate
 from llmk.ops.loss.cross_entropy_kernels import LONGEST_SHORT
 from llmk.registry import OPS, Sample
-from llmk.registry.backends import INTERPRET
+from llmk.registry.devices import INTERPRET
 
 pytest.importorskip("hypothesis")
 

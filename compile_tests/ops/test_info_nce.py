@@ -20,7 +20,7 @@ from llmk.opcheck.calls import call, require_accurate
 from llmk.ops.linear_loss.drivers import contrastive
 from llmk.ops.linear_loss.kernels import KERNELS, PYTORCH
 from llmk.registry import OPS, Sample
-from llmk.registry.backends import INTERPRET
+from llmk.registry.devices import INTERPRET
 
 OP = OPS["info_nce"]
 RANDOM = torch.Generator().manual_seed(0)

@@ -15,7 +15,7 @@ from llmk.nn import LinearTopK
 from llmk.opcheck.calls import call, require_accurate
 from llmk.ops.linear_loss.kernels import KERNELS, PYTORCH, Candidates, LogitTransform, _topk
 from llmk.registry import OPS, Sample
-from llmk.registry.backends import INTERPRET
+from llmk.registry.devices import INTERPRET
 
 OP = OPS["linear_topk"]
 REFERENCE = OP.reference

@@ -10,7 +10,7 @@ from torch import Tensor
 from llmk.opcheck import path_taken
 from llmk.ops.common.math import exp, expm1, log1p, softplus, tanh
 from llmk.registry import jit
-from llmk.registry.backends import INTERPRET
+from llmk.registry.devices import INTERPRET
 
 SPECIAL = [0.0, -0.0, 1.0, -1.0, -1.5, float("inf"), -float("inf"), float("nan"), 1e-30, -1e-30, 88.0, -88.0, 3e38]
 

@@ -11,7 +11,7 @@ from llmk.opcheck.accuracy import accuracy_violation
 from llmk.opcheck.calls import INTERPRETED, call, incoming_gradients
 from llmk.opcheck.inputs import Outcome
 from llmk.registry import OPS, RULE, Sample
-from llmk.registry.backends import INTERPRET
+from llmk.registry.devices import INTERPRET
 
 SIZES = (0, 63, 64, 65, 100, 127)
 """Powers of two of the rows' largest values: squares overflow past 2^64, sums of a few near 2^128."""

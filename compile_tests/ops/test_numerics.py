@@ -10,7 +10,7 @@ from llmk.opcheck import path_taken
 from llmk.opcheck.calls import call, require_accurate
 from llmk.ops.loss.cross_entropy_kernels import LONGEST_SHORT
 from llmk.registry import OPS
-from llmk.registry.backends import INTERPRET
+from llmk.registry.devices import INTERPRET
 
 DTYPES = [torch.float32] if INTERPRET else [torch.float32, torch.float16, torch.bfloat16]
 """Interpreted, a kernel takes a second where PyTorch takes a millisecond; opcheck asks for the other dtypes."""

@@ -9,7 +9,7 @@ from compile_tests.helpers.stub_driver import stub_driver
 from llmk import functional
 from llmk.opcheck.calls import call
 from llmk.registry import OPS
-from llmk.registry.backends import INTERPRET
+from llmk.registry.devices import INTERPRET
 from llmk.registry.launch import record_launches
 from llmk.registry.private.tensors import FakeTensorMode
 

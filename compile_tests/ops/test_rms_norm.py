@@ -17,7 +17,7 @@ from llmk.functional import add_rms_norm, rms_norm
 from llmk.opcheck.calls import call, incoming_gradients, require_accurate
 from llmk.ops.common.rows import strided_rows
 from llmk.registry import OPS, Sample
-from llmk.registry.backends import INTERPRET
+from llmk.registry.devices import INTERPRET
 from llmk.registry.graphs import ops_in_graph_as
 from llmk.registry.launch import record_launches
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from llmk.functional import fused_linear_ce
 from llmk.ops.common import scaling
 from llmk.registry import num_programs
-from llmk.registry.backends import INTERPRET
+from llmk.registry.devices import INTERPRET
 
 pytestmark = pytest.mark.kernels
 

@@ -10,7 +10,7 @@ from llmk.opcheck.calls import call, require_accurate
 from llmk.ops.linear_loss.chunked import _dynamic_rows, _linear, kept_rows
 from llmk.ops.loss.cross_entropy_kernels import LONGEST_SHORT
 from llmk.registry import OPS, Sample
-from llmk.registry.backends import INTERPRET
+from llmk.registry.devices import INTERPRET
 
 pytestmark = [
     pytest.mark.kernels,

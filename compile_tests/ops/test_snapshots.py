@@ -23,7 +23,7 @@ from compile_tests.helpers.stub_driver import (
 )
 from llmk.nn import LinearCrossEntropyLoss, RMSNorm, RotaryEmbedding, SwiGLUMLP
 from llmk.registry import OPS
-from llmk.registry.backends import INTERPRET
+from llmk.registry.devices import INTERPRET
 from llmk.registry.graphs import ops_in_graph_as
 
 pytest.importorskip("expecttest")

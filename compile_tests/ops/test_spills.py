@@ -12,7 +12,7 @@ import torch
 from compile_tests.helpers import aot
 from compile_tests.helpers.configurations import largest_blocks, sweep
 from llmk.registry import OPS
-from llmk.registry.backends import INTERPRET
+from llmk.registry.devices import INTERPRET
 from llmk.registry.launch import Launch
 
 pytestmark = [

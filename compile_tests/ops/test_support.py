@@ -14,7 +14,7 @@ from llmk.opcheck.calls import call, require_accurate
 from llmk.ops.linear_loss._records import Make, linear_reference
 from llmk.ops.linear_loss.kernels import KERNELS, MOST_SUPPORT, PYTORCH, LogitTransform, _logprobs
 from llmk.registry import OPS, Op, Sample, jit
-from llmk.registry.backends import INTERPRET
+from llmk.registry.devices import INTERPRET
 
 H, V, L = 8, 37, 7
 

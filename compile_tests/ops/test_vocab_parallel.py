@@ -27,7 +27,7 @@ from llmk.ops.linear_loss.kernels import KERNELS, PYTORCH
 from llmk.ops.loss.cross_entropy_kernels import LONGEST_SHORT
 from llmk.ops.loss.cross_entropy_options import Columns, Options
 from llmk.registry import OPS, Sample
-from llmk.registry.backends import INTERPRET
+from llmk.registry.devices import INTERPRET
 
 OP = OPS["fused_linear_ce"]
 HERE = torch.device("cpu")

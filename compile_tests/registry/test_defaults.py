@@ -13,7 +13,7 @@ import torch
 from llmk.opcheck.calls import call
 from llmk.opcheck.inputs import same_results, with_default_dtype
 from llmk.registry import OPS, Sample
-from llmk.registry.backends import INTERPRET
+from llmk.registry.devices import INTERPRET
 
 ROOT = Path(__file__).resolve().parents[2]
 FACTORIES = {

@@ -13,7 +13,7 @@ from triton.runtime.jit import create_function_from_signature
 from compile_tests.helpers.observers import WATCHERS, watch
 from llmk.ops.pointwise.gated_units import gated_unit_kernel
 from llmk.registry import set_short_path_enabled, wrap_triton
-from llmk.registry.backends import INTERPRET
+from llmk.registry.devices import INTERPRET
 from llmk.registry.eager import launcher
 from llmk.registry.eager.launcher import Launcher
 

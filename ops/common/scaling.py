@@ -11,10 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.registry import PARTIAL, REPLICATE, KernelOp, axes, cdiv, empty, grid_cap, jit, num_programs, wrap_triton
-from llmk.registry.backends import runs_kernels
-from llmk.registry.devices import kernel_context
+from llmk.registry.devices import kernel_context, runs_kernels
 from llmk.registry.eager.bypass import is_plain_eager, takes_fast_path
-from llmk.registry.private.autograd import graph_is_kept, saved_tensors_are_hooked
+from llmk.registry.private.modes import graph_is_kept, saved_tensors_are_hooked
 
 PROGRAMS = 8
 """Programs of 8 warps that a multiprocessor holds at a time: where a factor is expected to be 1 a program does no

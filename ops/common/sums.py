@@ -9,7 +9,7 @@ from torch import Tensor
 
 from llmk.ops.common.math import everywhere
 from llmk.registry import cdiv, empty, jit, wrap_triton
-from llmk.registry.backends import INTERPRET
+from llmk.registry.devices import INTERPRET
 
 
 @jit

@@ -15,8 +15,7 @@ from torch import Tensor
 from llmk.ops.common.math import everywhere
 from llmk.ops.common.rows import contiguous, contiguous_last_dim, matrices_aligned
 from llmk.registry import cdiv, empty, jit, next_power_of_2, wrap_triton
-from llmk.registry.backends import INTERPRET
-from llmk.registry.devices import has_device_offsets
+from llmk.registry.devices import INTERPRET, has_device_offsets
 
 
 @jit

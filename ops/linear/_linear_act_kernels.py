@@ -14,7 +14,7 @@ from llmk.ops.common.activations import activate, activate_with_grad, activation
 from llmk.ops.common.rows import aligned, as_rows, contiguous
 from llmk.ops.common.sums import sum_partials
 from llmk.registry import cdiv, grid_cap, jit, next_power_of_2, num_programs, size_hint, wrap_triton
-from llmk.registry.backends import INTERPRET
+from llmk.registry.devices import INTERPRET
 from llmk.registry.private.tensors import addmm_activation
 
 

@@ -1,6 +1,6 @@
-"""Modes and transforms that look on at a call.
+"""Modes and transforms that look on at a call, and hooks on the tensors that it saves.
 
-Where that cannot be told someone always does, and every call takes the dispatcher's path.
+Where that cannot be told someone always does: every call takes the dispatcher's path, and what was saved is read again.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,14 @@ from llmk.registry.private.names import find
 
 def _one() -> int:
     return 1
+
+
+def _always() -> bool:
+    return True
+
+
+def _always_something(*args: Any) -> bool:
+    return True
 
 
 class _Probe(Function):
@@ -61,3 +69,12 @@ def traced_by_compiler() -> bool:
 def forward_mode_level() -> int:
     """Negative where forward-mode AD is off; where that cannot be told each tensor is asked."""
     return getattr(forward_ad, "_current_level", 0)
+
+
+graph_is_kept: Callable[[], bool] = find("torch._C._autograd._get_current_graph_task_keep_graph", _always)
+_top_hooks = find("torch._C._autograd._top_saved_tensors_default_hooks", _always_something)
+
+
+def saved_tensors_are_hooked() -> bool:
+    """Return True if `torch.autograd.graph.saved_tensors_hooks` see what a forward pass saves now."""
+    return _top_hooks(False) is not None

@@ -31,8 +31,8 @@ from llmk.registry import (
     check_shape,
     is_sharded,
 )
-from llmk.registry.backends import runs_kernels
 from llmk.registry.checks import TINY, resolve_group
+from llmk.registry.devices import runs_kernels
 from llmk.registry.eager.bypass import PLAIN_TENSORS
 
 DIFFERENTIABLE = ["input", "linear_weight", "linear_bias"]

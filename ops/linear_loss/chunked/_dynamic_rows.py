@@ -12,8 +12,7 @@ from torch.nn.functional import grouped_mm
 
 from llmk.ops.common.rows import matrices_aligned
 from llmk.registry import cdiv, jit, next_power_of_2, wrap_triton
-from llmk.registry.backends import INTERPRET
-from llmk.registry.devices import has_device_offsets
+from llmk.registry.devices import INTERPRET, has_device_offsets
 
 ROW_BYTES = 16
 """The alignment of the operands' rows and row strides."""
