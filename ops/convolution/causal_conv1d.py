@@ -19,11 +19,11 @@ for a token t and 0 elsewhere:
 The gradient of the initial state is dx_s for s < 0. All in float32; z is computed again, so that the input is all that
 is kept.
 
-Forward, a program has a block of tokens and channels, and loads it K times, shifted: all but one come from the cache.
-Backward, where channels are side by side in memory, it walks over tokens, with the last K inputs and the gradients of
-the last K in registers, so that everything is read and computed once. Where tokens are side by side it has a block of
-them, and computes z again at the K - 1 after each. Each program sums the gradients of weight and bias in float32 over
-its own tokens, and the programs' sums are added in a fixed order: no atomics.
+Where channels are side by side in memory, a program walks over tokens, with the last K inputs, and backward the
+gradients of the last K, in registers, so that everything is read and computed once. Where tokens are side by side it
+has a block of them, which it loads once for each tap, shifted, from the cache; backward it computes z again at the
+K - 1 tokens after each. Each program sums the gradients of weight and bias in float32 over its own tokens, and the
+programs' sums are added in a fixed order: no atomics.
 """
 
 from collections.abc import Iterator
