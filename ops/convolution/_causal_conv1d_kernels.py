@@ -1,4 +1,4 @@
-"""The kernels of the causal convolution: blocks of tokens `[BLOCK_T, 1]` and channels `[1, BLOCK_D]`, at any strides."""
+"""The kernels of the causal convolution, on blocks of tokens `[BLOCK_T, 1]` and channels `[1, BLOCK_D]`."""
 
 import torch
 import triton.language as tl
@@ -70,10 +70,10 @@ def _convolve(xs, sequences, w, z, FIRST: tl.constexpr, K: tl.constexpr, PACKED:
 
 
 @jit
-def _same(sequences, I: tl.constexpr, J: tl.constexpr, value, PACKED: tl.constexpr):
+def _same(sequences, ONE: tl.constexpr, OTHER: tl.constexpr, value, PACKED: tl.constexpr):
     """The value, or 0 where two tokens are of different sequences."""
     if PACKED:
-        value = tl.where(sequences[I] == sequences[J], value, 0.0)
+        value = tl.where(sequences[ONE] == sequences[OTHER], value, 0.0)
     return value
 
 
@@ -332,7 +332,9 @@ def channels_last(x: Tensor) -> bool:
 def empty_like_layout(x: Tensor) -> Tensor:
     """Allocate for `[B, D, T]` a dense tensor with channels or tokens side by side, as they are in x."""
     B, D, T = x.shape
-    return empty((B, T, D), x.dtype, x.device).transpose(1, 2) if channels_last(x) else empty(x.shape, x.dtype, x.device)
+    return (
+        empty((B, T, D), x.dtype, x.device).transpose(1, 2) if channels_last(x) else empty(x.shape, x.dtype, x.device)
+    )
 
 
 def _walk(K: int) -> dict[str, int]:

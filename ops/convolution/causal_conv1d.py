@@ -254,7 +254,9 @@ def causal_conv1d_samples(device: torch.device, dtype: torch.dtype) -> Iterator[
     ids = {"sequence_ids": packed(30, 97, 5, 3)}
     yield Sample((last(1, 3, 135), randn(3, 4), randn(3)), silu | ids, why="more tokens than a program's")
     ids |= {"initial_state": randn(1, 3, 3)}
-    yield Sample((randn(1, 3, 135), randn(3, 4), randn(3)), silu | ids, why="more tokens than a program's, tokens first")
+    yield Sample(
+        (randn(1, 3, 135), randn(3, 4), randn(3)), silu | ids, why="more tokens than a program's, tokens first"
+    )
     yield Sample((last(1, 270, 3), randn(270, 4), randn(270)), silu, why="more channels than a program's")
 
 
