@@ -9,8 +9,8 @@ sequence and else 0, and x_s is for s < 0 the initial state, or 0:
     z_t = b + sum over k of w_k * m(t, t - K + 1 + k) * x_(t - K + 1 + k)
     y_t = f(z_t)
 
-The final state is m(T - 1, s) * x_s for the last K - 1 tokens s. Backward, given dy and dfinal, with g_t = dy_t * f'(z_t)
-for a token t and 0 elsewhere:
+The final state is m(T - 1, s) * x_s for the last K - 1 tokens s. Backward, given dy and dfinal, with
+g_t = dy_t * f'(z_t) for a token t and 0 elsewhere:
 
     dx_s = sum over k of w_k * m(s + K - 1 - k, s) * g_(s + K - 1 - k)  +  m(T - 1, s) * dfinal_s
     dw_k = sum over rows and t of g_t * m(t, t - K + 1 + k) * x_(t - K + 1 + k)
@@ -157,9 +157,7 @@ def _(input, weight, bias, sequence_ids, initial_state, activation):
 
 
 @causal_conv1d_bwd.register_kernel("cpu")
-def _(
-    grad, grad_state, input, weight, bias, sequence_ids, initial_state, activation, need_weight, need_bias
-):  # fmt: skip
+def _(grad, grad_state, input, weight, bias, sequence_ids, initial_state, activation, need_weight, need_bias):
     T, K = input.shape[2], weight.shape[1]
     x = _with_state(input, initial_state, K)
     _, slope = activation_with_grad(_convolved(x, weight, bias, sequence_ids, T), activation)
@@ -255,7 +253,7 @@ def causal_conv1d_samples(device: torch.device, dtype: torch.dtype) -> Iterator[
     yield Sample((last(1, 3, 135), randn(3, 4), randn(3)), silu | ids, why="more tokens than a program's")
     ids |= {"initial_state": randn(1, 3, 3)}
     yield Sample(
-        (randn(1, 3, 135), randn(3, 4), randn(3)), silu | ids, why="more tokens than a program's, tokens first"
+        (randn(1, 3, 135), randn(3, 4), randn(3)), silu | ids, why="more tokens than a block's, channels first"
     )
     yield Sample((last(1, 270, 3), randn(270, 4), randn(270)), silu, why="more channels than a program's")
 
@@ -321,9 +319,7 @@ def causal_conv1d(
     """
     check_dtype("input", input)
     if input.dim() != 3 or 0 in input.shape[1:]:
-        raise ValueError(
-            f"input: expected shape [B, D, T] with D and T at least 1, got {tuple(input.shape)}"
-        )  # fmt: skip
+        raise ValueError(f"input: expected shape [B, D, T] with D and T at least 1, got {tuple(input.shape)}")
     B, D, T = input.shape
     if weight.dim() != 2 or not 2 <= weight.shape[1] <= MOST_TAPS:
         raise ValueError(f"weight: expected shape [D, K] with K from 2 to {MOST_TAPS}, got {tuple(weight.shape)}")
