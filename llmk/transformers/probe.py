@@ -30,7 +30,7 @@ ARITHMETIC = frozenset({
     "tanh", "erf", "exp", "cos", "sin", "view_as_complex", "view_as_real", "_conj", "complex", "polar",
     "_to_copy", "to", "clone", "contiguous", "alias", "detach", "ones_like", "empty_like", "view", "_unsafe_view",
     "reshape", "expand", "unsqueeze", "squeeze", "select", "slice", "split", "split_with_sizes", "unbind", "chunk",
-    "transpose", "permute", "t", "cat", "stack", "flip", "repeat", "repeat_interleave", "unfold", "narrow",
+    "transpose", "permute", "convolution", "t", "cat", "stack", "flip", "repeat", "repeat_interleave", "unfold", "narrow",
 })  # fmt: skip
 """The operators of aten that do the same at every scale of their input: no clamp, comparison, dropout or item."""
 
