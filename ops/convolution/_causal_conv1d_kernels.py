@@ -64,7 +64,7 @@ def _program(D, BLOCK_D: tl.constexpr):
 @jit
 def _convolve(xs, sequences, w, z, FIRST: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr):
     """z plus the convolution at the token whose taps are xs[FIRST] to xs[FIRST + K - 1]."""
-    for k in tl.static_range(K):
+    for k in tl.static_range(K):  # pyright: ignore[reportGeneralTypeIssues]
         z += _same(sequences, FIRST + k, FIRST + K - 1, xs[FIRST + k], PACKED) * w[k]
     return z
 
@@ -116,7 +116,7 @@ def causal_conv1d_walk_kernel(
     ACTIVATION: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """A token after the other: the K inputs that it is made of are in registers."""
-    PACKED: tl.constexpr = ids_ptr is not None
+    PACKED: tl.constexpr = tl.constexpr(ids_ptr is not None)
     chunks = tl.cdiv(T, TOKENS)
     block, d = _program(D, BLOCK_D)
     row, chunk = block // chunks, block % chunks
@@ -169,7 +169,7 @@ def _before_activation(dy, z, ACTIVATION: tl.constexpr):
 def _spread(dxs, g, w, sequences, K: tl.constexpr, PACKED: tl.constexpr):
     """Add what a token's gradient g gives to the K tokens up to itself."""
     new = ()
-    for k in tl.static_range(K):
+    for k in tl.static_range(K):  # pyright: ignore[reportGeneralTypeIssues]
         new = new + (dxs[k] + _same(sequences, k, K - 1, g * w[k], PACKED),)
     return new
 
@@ -203,8 +203,8 @@ def causal_conv1d_backward_tile_kernel(
     ACTIVATION: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """A block of tokens at once: the convolution is computed again at each token and the K - 1 after it."""
-    PACKED: tl.constexpr = ids_ptr is not None
-    FIRST: tl.constexpr = 0 if state_ptr is None else 1 - K
+    PACKED: tl.constexpr = tl.constexpr(ids_ptr is not None)
+    FIRST: tl.constexpr = tl.constexpr(0 if state_ptr is None else 1 - K)
     tiles = tl.cdiv(T - FIRST, BLOCK_T)
     block, d = _program(D, BLOCK_D)
     row, tile = block // tiles, block % tiles
@@ -253,8 +253,8 @@ def causal_conv1d_backward_walk_kernel(
     ACTIVATION: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """A token after the other: the K inputs and the K gradients that it has a part in stay in registers."""
-    PACKED: tl.constexpr = ids_ptr is not None
-    FIRST: tl.constexpr = 0 if state_ptr is None else 1 - K
+    PACKED: tl.constexpr = tl.constexpr(ids_ptr is not None)
+    FIRST: tl.constexpr = tl.constexpr(0 if state_ptr is None else 1 - K)
     chunks = tl.cdiv(T - FIRST, TOKENS)
     block, d = _program(D, BLOCK_D)
     row, chunk = block // chunks, block % chunks
