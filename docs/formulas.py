@@ -15,6 +15,7 @@ FORMULAS = {
     "geglu": r"y = \mathrm{gelu}(g)\,u",
     "relu_squared": r"y = \max(x, 0)^2",
     "rms_norm_gated": r"y = \frac{x}{\mathrm{rms}(x)}\,w\,f(g), \qquad f = \mathrm{silu} \text{ or } \sigma",
+    "causal_conv1d": r"y_t = f\left(b + \sum_{k=1}^{K} w_k\, x_{t-K+k}\right), \qquad f = \mathrm{silu} \text{ or } 1",
     "poly_norm": r"y = b + \sum_{k=1}^{3} \frac{w_k\, x^{4-k}}{\mathrm{rms}(x^{4-k})}",
     "dyt": r"y_i = w_i \tanh(\alpha x_i) + b_i",
     "linear_act": r"y = f(x W^\top + b)",

@@ -3,6 +3,7 @@
 `vocab_slice` makes the arguments of those that take a projection whose classes are spread over a process group.
 """
 
+from llmk.ops.convolution.causal_conv1d import causal_conv1d
 from llmk.ops.embedding.embedding import embedding
 from llmk.ops.experts.grouped_linear import grouped_linear
 from llmk.ops.experts.moe_experts import moe_experts
@@ -48,6 +49,7 @@ __all__ = [
     "add",
     "add_rms_norm",
     "attention_residual",
+    "causal_conv1d",
     "ce_tvd",
     "cross_entropy",
     "dyt",

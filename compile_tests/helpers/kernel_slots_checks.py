@@ -28,11 +28,17 @@ from torch._dynamo import lookup_backend  # noqa: E402
 from transformers.integrations import hub_kernels  # noqa: E402
 from transformers.loss.loss_utils import ForCausalLMLoss  # noqa: E402
 from transformers.models.gemma.modeling_gemma import GemmaMLP  # noqa: E402
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNormGated  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaMLP  # noqa: E402
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm  # noqa: E402
+from transformers.models.qwen3_next.modeling_qwen3_next import (  # noqa: E402
+    Qwen3NextRMSNormGated,
+    causal_conv1d_fn,
+)
 
 from compile_tests.helpers.families import assert_equal, loss_and_gradients, small_model, tokens  # noqa: E402
 from llmk.opcheck import accuracy_violation  # noqa: E402
+from llmk.registry import OPS  # noqa: E402
 from llmk.transformers import kernel_config  # noqa: E402
 from llmk.transformers.slots import LAYERS  # noqa: E402
 
@@ -149,6 +155,47 @@ def check_zero_centered_norm() -> None:
     exact = nn.functional.rms_norm(x, (24,), 1.0 + norm.weight.double(), 1e-6)
     plain = nn.functional.rms_norm(x.float(), (24,), 1.0 + norm.weight, 1e-6)
     assert accuracy_violation(ours(x.float()), plain, exact) is None
+
+
+def check_gated_norms() -> None:
+    for cls, activation in ((Qwen3NextRMSNormGated, "silu"), (KimiLinearRMSNormGated, "sigmoid")):
+        norm, (x, gate) = cls(24), torch.randn(2, 3, 24, dtype=torch.float64)
+        with torch.no_grad():
+            norm.weight.normal_()
+        ours = filled(norm)
+        assert ours.activation == activation
+        assert Operators().of(ours, x.float(), gate.float()) == {"llmk.rms_norm_gated.default": 1}
+        eps, reference = norm.variance_epsilon, OPS["rms_norm_gated"].reference
+        exact = reference(x, gate, norm.weight.double(), eps, activation=activation)
+        plain = reference(x.float(), gate.float(), norm.weight, eps, activation=activation)
+        assert accuracy_violation(ours(x.float(), gate.float()), plain, exact) is None
+        for others in ((x.float(), gate), (x, gate)):  # other dtypes run the model's own code
+            assert Operators().of(ours, *others) == {}
+
+
+class WithConvolution(nn.Module):
+    """The function that hybrids call, where `kernels` finds it."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return causal_conv1d_fn(*args, **kwargs)
+
+
+WithConvolution = hub_kernels.use_kernelized_func(causal_conv1d_fn)(WithConvolution)
+
+
+def check_the_short_convolution() -> None:
+    model = filled(WithConvolution())
+    x, weight, bias = torch.randn(2, 9, 6).transpose(1, 2), torch.randn(6, 4), torch.randn(6)
+    for given, options in (((x, weight, bias), {"activation": "silu"}), ((x, weight), {"seq_idx": None})):
+        assert Operators().of(model, *given, **options) == {"llmk.causal_conv1d.default": 1}
+        conv = nn.functional.conv1d
+        results = [model(*given, **options)]
+        for dtype in (torch.float32, torch.float64):
+            a, w, *b = (t.to(dtype) for t in given)
+            y = conv(a, w.unsqueeze(1), *b, padding=3, groups=6)[..., :9]
+            results.append(nn.functional.silu(y) if "activation" in options else y)
+        assert accuracy_violation(*results) is None
+    assert Operators().of(model, x.double(), weight.double(), activation="silu") == {}
 
 
 def check_other_dtypes_run_the_models_own_code() -> None:

@@ -138,6 +138,27 @@ def test_gated_norms_of_hybrids(
     require_accurate(ours(x, gate), theirs(x, gate), exact)
 
 
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_short_convolution_of_hybrids(channels_last: bool, device: torch.device) -> None:
+    """What transformers' layers make of theirs, whole and in two chunks."""
+    theirs = nn.Conv1d(HIDDEN, HIDDEN, 4, groups=HIDDEN, padding=3, device=device)
+    ours = llmk.nn.CausalConv1d(HIDDEN, 4, device=device, activation="silu")
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 9, HIDDEN, device=device).transpose(1, 2)
+    x = x if channels_last else x.contiguous()
+
+    def hybrid(conv: nn.Module, x: Tensor) -> Tensor:
+        return nn.functional.silu(conv(x)[..., :9])
+
+    plain, exact = hybrid(theirs, x), hybrid(copy.deepcopy(theirs).double(), x.double())
+    y, state = ours(x)
+    require_accurate(y, plain, exact)
+    assert torch.equal(state, x[..., -3:])
+    first, state = ours(x[..., :5])
+    second, _ = ours(x[..., 5:], initial_state=state)
+    assert torch.equal(torch.cat([first, second], -1), y)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_the_norms_default_eps_is_torchs(dtype: torch.dtype, device: torch.device) -> None:
     """In rows so small that eps decides them: it is that of float32, whatever the dtype."""
@@ -218,6 +239,10 @@ def test_giou_loss(device: torch.device) -> None:
             llmk.nn.RMSNormGated(8, group_size=4),
             "RMSNormGated(8, eps=1e-06, activation='silu', norm_before_gate=True, group_size=4)",
         ),
+        (
+            llmk.nn.CausalConv1d(8, 4, bias=False),
+            "CausalConv1d(8, kernel_size=4, bias=False, activation=None)",
+        ),
         (llmk.nn.GroupNorm(2, 4), "GroupNorm(2, 4, eps=1e-05, affine=True)"),
         (llmk.nn.KLDivLoss("batchmean", True), "KLDivLoss(reduction='batchmean', log_target=True)"),
         (llmk.nn.CrossEntropyTVDLoss(), "CrossEntropyTVDLoss(ce_weight=1.0, tvd_weight=1.0, ignore_index=-100)"),
@@ -240,6 +265,9 @@ def test_extra_repr(module: nn.Module, expected: str) -> None:
         (lambda: llmk.nn.RMSNormGated(8, -1.0), "eps: expected .*, got -1.0"),
         (lambda: llmk.nn.RMSNormGated(8, activation="gelu"), "activation: expected one of 'silu', 'sigmoid'"),
         (lambda: llmk.nn.RMSNormGated(8, group_size=3), "hidden_size: expected a positive multiple of group_size 3"),
+        (lambda: llmk.nn.CausalConv1d(8, 9), "kernel_size: expected 2 to 8, got 9"),
+        (lambda: llmk.nn.CausalConv1d(0, 4), "hidden_size: expected at least 1, got 0"),
+        (lambda: llmk.nn.CausalConv1d(8, 4, activation="gelu"), "activation: expected one of 'silu', 'swish'"),
         (lambda: llmk.nn.GroupNorm(2, 4, -1.0), "eps: expected .*, got -1.0"),
         (lambda: llmk.nn.GroupNorm(0, 4), "num_channels: expected a multiple of num_groups 0, got 4"),
         (lambda: llmk.nn.GeGLUMLP(8, 8, approximate="erf"), "approximate: expected one of 'tanh', 'none', got 'erf'"),

@@ -225,6 +225,88 @@ def test_another_gate_is_left(norm: type[Norm]):
     assert "computes no RMSNorm over the last axis with a gate" in str(report.entries)
 
 
+# ---- convolutions
+
+
+def causal(x, weight, bias=None, activation=None, **kwargs):
+    y = nn.functional.conv1d(x, weight.unsqueeze(1), bias, padding=weight.shape[-1] - 1, groups=x.shape[1])
+    y = y[..., : x.shape[-1]]
+    return y if activation is None else nn.functional.silu(y)
+
+
+def nearly_causal(x, weight, bias=None, activation=None):
+    return 1.001 * causal(x, weight, bias, activation)
+
+
+def looking_ahead(x, weight, bias=None, activation=None):
+    return causal(x.flip(-1), weight, bias, activation).flip(-1)
+
+
+def without_gradient(x, weight, bias=None, activation=None):
+    return causal(x, weight, None if bias is None else bias.detach(), activation)
+
+
+def softly(x, weight, bias=None, activation=None):
+    y = causal(x, weight, bias)
+    return y if activation is None else nn.functional.gelu(y)
+
+
+class Short(nn.Module):
+    """A convolution of its own, by the function that its source calls `convolve`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(6, 6, 4, groups=6)
+
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return convolve(
+            x.transpose(1, 2), self.conv.weight.squeeze(1), bias=self.conv.bias, activation="silu", **kwargs
+        )
+
+
+convolve: Any = causal
+
+
+def by_operator(result: torch.Tensor) -> bool:
+    assert result.grad_fn is not None
+    return "causal_conv1d" in result.grad_fn.name()
+
+
+def test_a_convolution_is_found():
+    model = Short()
+    original = copy.deepcopy(model)
+    report = patch(model)
+    assert report.replaced == {"convolution": 1}
+    assert "llmk_causal_conv1d_0(convolve, x.transpose(1, 2)" in report.source()
+    x = torch.randn(2, 9, 6)
+    assert by_operator(model(x))
+    torch.testing.assert_close(model(x), original(x))
+    for module, given in ((model, x), (original, x)):
+        module(given).square().sum().backward()
+    for p, q in zip(model.parameters(), original.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+    for given, options in ((x.double(), {}), (x, {"seq_idx": torch.zeros(2, 9, dtype=torch.int32)})):
+        got, want = (m.to(given.dtype)(given, **options) for m in (model, original))
+        assert not by_operator(got)  # what is not as it was tried is the module's own
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("function", [nearly_causal, looking_ahead, without_gradient, softly])
+def test_another_convolution_is_left(function: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(globals(), "convolve", function)
+    report = patch(Short())
+    assert not report.replaced
+    assert "convolve" in str(report.entries)
+
+
+def test_a_function_that_took_the_place_of_another_is_called(monkeypatch: pytest.MonkeyPatch):
+    model, x = Short(), torch.randn(2, 9, 6)
+    patch(model)
+    want = model(x)
+    monkeypatch.setitem(globals(), "convolve", nearly_causal)
+    torch.testing.assert_close(model(x), 1.001 * want)
+
+
 # ---- gated units
 
 

@@ -1,6 +1,7 @@
 """Modules around the operators, with the parameters of the torch or Hugging Face module that each replaces."""
 
 from llmk.nn.attention_residual import AttentionResidual
+from llmk.nn.convolution import CausalConv1d
 from llmk.nn.embedding import Embedding
 from llmk.nn.expert_parallel import expert_parallel_moe
 from llmk.nn.feed_forward import GeGLUMLP, SwiGLUMLP
@@ -27,6 +28,7 @@ from llmk.nn.tiled import TiledMLP
 
 __all__ = [
     "AttentionResidual",
+    "CausalConv1d",
     "CrossEntropyLoss",
     "CrossEntropyTVDLoss",
     "DyT",

@@ -177,5 +177,9 @@ def _inputs(slot: str, module: nn.Module) -> tuple[Any, ...]:
     if slot == "ForCausalLMLoss":
         labels = torch.tensor([[1, 2, -100, 3], [4, 0, 5, -100]], dtype=torch.int64, device="cpu")
         return randn(2, 4, 6).requires_grad_(), labels, 6
+    if slot == "causal_conv1d_fn":
+        x, weight, bias = (t.requires_grad_() for t in (randn(2, 5, 7), randn(5, 4), randn(5)))
+        return x, weight, bias, "silu"
     widths = {p.shape[-1] for p in parameters_of(module).values() if p is not None}
-    return (rows_of_all_scales(min(widths, default=16)).requires_grad_(),)
+    rows = rows_of_all_scales(min(widths, default=16)).requires_grad_()
+    return (rows, randn(*rows.shape).requires_grad_()) if slot == "RMSNormGated" else (rows,)

@@ -17,6 +17,7 @@ from llmk.transformers.classes import (
     patched_class,
     set_classes,
 )
+from llmk.transformers.convolutions import ConvolutionFinder
 from llmk.transformers.experts import GATE
 from llmk.transformers.gated_norms import GatedNorm, find_gated_norm
 from llmk.transformers.gates import GateFinder
@@ -42,6 +43,7 @@ def patch(
     experts: bool = True,
     rope: bool = True,
     residuals: bool = True,
+    convolutions: bool = True,
     loss: bool = True,
     masks: bool = True,
     skip_ignored: bool = False,
@@ -63,6 +65,7 @@ def patch(
         experts: The experts of mixtures in packed weights, whole.
         rope: The rotary embedding of queries and keys.
         residuals: A residual sum and the RMSNorm that follows it, in one.
+        convolutions: The short causal convolution before a recurrence.
         loss: The output projection and the causal language model's loss, in one.
         masks: With `scaled_dot_product_attention`, no causal mask where neither padding nor packing needs one, also
             when a compiler traces the model.
@@ -82,7 +85,7 @@ def patch(
     if (report := report_of(model)) is not None:
         return report
     layers = {"norm": norms, "experts": experts, "mlp": mlps, "rope": rope, "residual": residuals}
-    which = layers | {"loss": loss, "mask": masks}
+    which = layers | {"convolution": convolutions, "loss": loss, "mask": masks}
     plan = apart_from_caller(Plan, model, {kind for kind, wanted in which.items() if wanted}, skip_ignored)
     classes = plan.classes()
     report = Report(model, plan.entries)
@@ -119,6 +122,7 @@ class Plan:
             "mlp": GateFinder(),
             "rope": RopeFinder(),
             "residual": self._residual,
+            "convolution": ConvolutionFinder(),
             "mask": find_masks,
         }
         finders = {kind: find for kind, find in finders.items() if kind in kinds}

@@ -27,7 +27,7 @@ SCALES = (1.0, 1e-3, 1.0, 30.0, 0.1, 1e3, 1e-5)
 ARITHMETIC = frozenset({
     "add", "sub", "rsub", "mul", "div", "neg", "reciprocal", "sqrt", "rsqrt", "pow", "square", "mean", "sum", "var",
     "var_mean", "linalg_vector_norm", "native_layer_norm", "_fused_rms_norm", "rms_norm", "silu", "gelu", "sigmoid",
-    "tanh", "erf", "exp", "cos", "sin", "view_as_complex", "view_as_real", "_conj", "complex", "polar",
+    "convolution", "tanh", "erf", "exp", "cos", "sin", "view_as_complex", "view_as_real", "_conj", "complex", "polar",
     "_to_copy", "to", "clone", "contiguous", "alias", "detach", "ones_like", "empty_like", "view", "_unsafe_view",
     "reshape", "expand", "unsqueeze", "squeeze", "select", "slice", "split", "split_with_sizes", "unbind", "chunk",
     "transpose", "permute", "t", "cat", "stack", "flip", "repeat", "repeat_interleave", "unfold", "narrow",

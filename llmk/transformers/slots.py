@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from llmk import functional
+from llmk.ops.common.activations import GATES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -47,6 +48,45 @@ class RMSNormZeroCentered(nn.Module):
         if not _alike(x, self.weight):
             return type(self).forward(self, x)
         return functional.rms_norm(x, self.weight, self.eps, offset=1.0)
+
+
+class RMSNormGated(nn.Module):
+    """Qwen3-Next's norm before a gate: `weight [H]`, `variance_epsilon`, `activation`."""
+
+    can_torch_compile = True
+    has_backward = True
+    weight: Tensor
+    variance_epsilon: float
+    activation: str
+
+    def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
+        alike = _alike(hidden_states, gate, self.weight) and hidden_states.shape == gate.shape
+        if not alike or self.activation not in GATES:
+            return type(self).forward(self, hidden_states, gate)
+        return functional.rms_norm_gated(
+            hidden_states, gate, self.weight, self.variance_epsilon, activation=self.activation
+        )
+
+
+class CausalConv1dFn(nn.Module):
+    """`causal_conv1d_fn` of hybrids: hidden_states `[B, D, T]`, weight `[D, K]`, bias `[D]`."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        packed = any(kwargs.get(name) is not None for name in ("seq_idx", "cu_seqlens"))
+        alike = _alike(hidden_states, weight, *(() if bias is None else (bias,)))
+        if packed or not alike or not 2 <= weight.shape[-1] <= 8 or activation not in (None, "silu", "swish"):
+            return type(self).forward(self, hidden_states, weight, bias, activation=activation, **kwargs)
+        return functional.causal_conv1d(hidden_states, weight, bias, activation=activation)[0]
 
 
 def _gated(module: Any, x: Tensor, unit: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -131,6 +171,8 @@ class ForCausalLMLoss(nn.Module):
 LAYERS: dict[str, type[nn.Module]] = {
     "RMSNorm": RMSNorm,
     "RMSNormZeroCentered": RMSNormZeroCentered,
+    "RMSNormGated": RMSNormGated,
+    "causal_conv1d_fn": CausalConv1dFn,
     "SwiGLUMLP": SwiGLUMLP,
     "GeGLUMLP": GeGLUMLP,
     "rotary_pos_emb": RotaryPosEmb,

@@ -3,6 +3,8 @@
 Partials are float32 and are added up in a fixed order, one rounding at the end: the same inputs give the same bits.
 """
 
+import math
+
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -48,9 +50,10 @@ def _tile(N: int) -> dict[str, int]:
 
 
 def sum_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum float32 `[P, N]` over its rows in a fixed order and round once to `dtype`: `[N]`."""
-    P, N = partials.shape
-    out = empty((N,), dtype, partials.device)
+    """Sum float32 `[P, ...]` over its first axis in a fixed order and round once to `dtype`: `[...]`."""
+    P, *shape = partials.shape
+    N = math.prod(shape)
+    out = empty(shape, dtype, partials.device)
     tile = _tile(N)
     wrap_triton(sum_partials_kernel)[(cdiv(N, tile["BLOCK_N"]),)](partials, out, P, N, **tile)
     return out

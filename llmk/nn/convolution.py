@@ -1,0 +1,67 @@
+"""The short causal convolution before a recurrence."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from llmk import functional
+from llmk.registry import check_option
+
+
+class CausalConv1d(nn.Module):
+    """The short convolution of linear attention and Mamba-2: each channel by its own filter, over the past alone.
+
+    As transformers' hybrids use `nn.Conv1d(hidden_size, hidden_size, kernel_size, groups=hidden_size,
+    padding=kernel_size - 1)`: its output up to the last token, and then the activation. A call takes `[B, D, T]` and
+    returns the output and, for the next chunk of a long sequence, the final state, see `llmk.functional.causal_conv1d`.
+
+    Parameters: `weight [hidden_size, 1, kernel_size]`, `bias [hidden_size]`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        kernel_size: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        activation: str | None = None,
+    ) -> None:
+        super().__init__()
+        if hidden_size < 1:
+            raise ValueError(f"hidden_size: expected at least 1, got {hidden_size}")
+        if not 2 <= kernel_size <= 8:
+            raise ValueError(f"kernel_size: expected 2 to 8, got {kernel_size}")
+        if activation is not None:
+            check_option("activation", activation, ("silu", "swish"))
+        self.hidden_size, self.kernel_size, self.activation = hidden_size, kernel_size, activation
+        self.weight = nn.Parameter(torch.empty((hidden_size, 1, kernel_size), device=device, dtype=dtype))
+        self.bias: nn.Parameter | None
+        if bias:
+            self.bias = nn.Parameter(torch.empty((hidden_size,), device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        bound = 1 / math.sqrt(self.kernel_size)
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -bound, bound)
+
+    def forward(
+        self, input: Tensor, sequence_ids: Tensor | None = None, initial_state: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return functional.causal_conv1d(
+            input,
+            self.weight.squeeze(1),
+            self.bias,
+            activation=self.activation,
+            sequence_ids=sequence_ids,
+            initial_state=initial_state,
+        )
+
+    def extra_repr(self) -> str:
+        bias, activation = self.bias is not None, self.activation
+        return f"{self.hidden_size}, kernel_size={self.kernel_size}, bias={bias}, activation={activation!r}"
