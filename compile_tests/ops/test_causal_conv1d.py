@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from llmk import functional
 from llmk.opcheck.accuracy import accuracy_violation
 from llmk.registry import OPS
-from llmk.registry.backends import INTERPRET
+from llmk.registry.devices import INTERPRET
 
 pytestmark = pytest.mark.kernels
 D, K = 6, 4
