@@ -59,12 +59,12 @@ help:
 train: $(call needs,examples)
 	$(PY) examples/train.py $(TRAIN_ARGS)
 
-test: $(call needs,test examples)
+test: $(call needs,test examples verl)
 	$(PY) -m pytest -n auto --dist worksteal $(TEST_ARGS)
 	TRITON_INTERPRET=1 $(PY) -m pytest -n auto --dist worksteal -m kernels $(TEST_ARGS)
 
 # Not part of CI: about ten minutes of two cores.
-breadth: $(call needs,test examples)
+breadth: $(call needs,test examples verl)
 	$(PY) -m pytest -n auto --dist worksteal --breadth -m breadth $(BREADTH_ARGS)
 
 opcheck: $(call needs,test)
@@ -132,6 +132,11 @@ $(VENV)/.installed-%: $(VENV)/.made pyproject.toml setup.py constraints.txt
 
 $(VENV)/.installed-build: $(VENV)/.made constraints.txt
 	$(PY) -m pip install --quiet --constraint constraints.txt build
+	@touch $@
+
+# Without what it depends on: the tests import a few of its files, which need PyTorch and transformers alone.
+$(VENV)/.installed-verl: $(VENV)/.made constraints.txt
+	$(PY) -m pip install --quiet --constraint constraints.txt --no-deps verl
 	@touch $@
 
 $(VENV)/.made:

@@ -15,7 +15,10 @@ from torch import Tensor
 from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RLOOTrainer, SFTTrainer
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.gmpo import GMPOTrainer
+from trl.experimental.iw_opd import IWOPDTrainer
 from trl.experimental.orpo import ORPOTrainer
+from trl.experimental.sdft import loss_utils as sdft_losses
+from trl.experimental.tpo import TPOTrainer
 
 from compile_tests.helpers.loss_references import token_scores
 
@@ -267,3 +270,24 @@ def dft(x: Tensor, weight: Tensor, target: Tensor, *, num_items_in_batch: Tensor
         "labels": F.pad(target, (1, 0), value=-100),
     }
     return trainer.compute_loss(model, batch, num_items_in_batch=num_items_in_batch), _metrics(trainer)
+
+
+def tpo(x: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Result:
+    """Three parts of a batch: chosen, rejected and reference completions."""
+    model = _Model(x, weight)
+    trainer = _trainer(TPOTrainer, model, **{"label_smoothing": 0.0, "tpo_l_gamma": 0.5, **options})
+    return trainer._compute_loss(model, _tokens(target), False), {}
+
+
+def sdft(x: Tensor, weight: Tensor, target: Tensor, teacher: Tensor, head: Tensor, **options: Any) -> Result:
+    """The mean over sequences of means over tokens, as `SDFTTrainer` has it; over all classes, or over the largest."""
+    logits, teacher_logits, mask = F.linear(x, weight), F.linear(teacher, head), target != -100
+    over = "full_logit" if "distillation_topk" not in options else "topk"
+    per_token = getattr(sdft_losses, f"compute_{over}_self_distillation_loss")(logits, teacher_logits, **options)
+    return ((per_token * mask).sum(-1) / mask.sum(-1)).mean(), {}
+
+
+def iw_opd(x: Tensor, weight: Tensor, target: Tensor, teacher_logps: Tensor, rollout_logps: Tensor) -> Result:
+    trainer = _trainer(IWOPDTrainer, _Model(x, weight), temperature=1.0, iw_opd_gamma=0.5, iw_opd_epsilon=1e-8)
+    loss = trainer._compute_iw_opd_loss(F.linear(x, weight), target.clamp(min=0), target, teacher_logps, rollout_logps)
+    return loss, {}

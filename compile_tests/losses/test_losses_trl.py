@@ -158,3 +158,71 @@ def test_grpo(options: dict[str, Any]) -> None:
     compare(
         losses.grpo, trl_losses.grpo, (x, weight, target, numbers(6)), num_items_in_batch=17.0, **of_others, **options
     )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss_type": "sigmoid", "label_smoothing": 0.1},
+        {"loss_type": "ipo"},
+        {"loss_type": "tpo-l", "tpo_l_gamma": 0.3},
+    ],
+    ids=lambda options: options["loss_type"],
+)
+def test_tpo(options: dict[str, Any]) -> None:
+    """The pairs' term and that of the reference completions: two functions, as `llmk.trl.patch` says."""
+    as_in_cpo = {"loss_type": options["loss_type"].replace("tpo-l", "simpo")}
+    as_in_cpo |= {
+        "label_smoothing": options.get("label_smoothing", 0.0),
+        "simpo_gamma": options.get("tpo_l_gamma", 0.5),
+    }
+
+    def ours(x: Tensor, weight: Tensor, target: Tensor, **_: Any) -> tuple[Tensor, dict[str, Any]]:
+        pairs, _metrics = losses.cpo(x[:4], weight, target[:4], cpo_alpha=0.0, beta=0.3, **as_in_cpo)
+        return pairs + 0.7 * losses.sft(x[4:], weight, target[4:])[0], {}
+
+    def theirs(x: Tensor, weight: Tensor, target: Tensor, **options: Any) -> tuple[Tensor, dict[str, Any]]:
+        return trl_losses.tpo(x, weight, target, beta=0.3, tpo_alpha=0.7, **options)
+
+    compare(ours, theirs, given(), **options)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("topk", [None, 4])
+def test_sdft(alpha: float, topk: int | None) -> None:
+    """Over the whole vocabulary, and over the classes that are largest for the student.
+
+    Logits are small enough for the rest of the classes to have a probability of some size: it is a difference from 1.
+    """
+    x, weight, target = given()
+    x = 0.3 * x
+    teacher, head = numbers(*target.shape, 5), numbers(len(weight), 5, seed=1)
+    counts = target != -100
+    token_weights = (counts / counts.sum(-1, keepdim=True)).float()
+    options: dict[str, Any] = {"beta": alpha, "token_weights": token_weights, "num_items_in_batch": len(target)}
+
+    def ours(x: Tensor, weight: Tensor, target: Tensor, *of_teacher: Tensor, **_: Any) -> tuple[Tensor, dict[str, Any]]:
+        if topk is None:
+            return losses.distill(x, weight, target, *of_teacher, **options)
+        ids = torch.nn.functional.linear(x.detach(), weight.detach()).topk(topk).indices
+        logprobs = torch.nn.functional.linear(*of_teacher).log_softmax(-1).gather(-1, ids)
+        return losses.distill_topk(x, weight, target, ids, logprobs, **options)
+
+    wanted: dict[str, Any] = {"distillation_alpha": alpha}
+    if topk is not None:
+        wanted |= {"distillation_topk": topk, "distillation_add_tail": True}
+    compare(ours, trl_losses.sdft, (x, weight, target, teacher, head), **wanted)
+
+
+def test_iw_opd() -> None:
+    x, weight, target = given()
+    own = own_logprobs(x, weight, target)
+    of_teacher, sampled = own + 0.3 * numbers(*target.shape), own + 0.3 * numbers(*target.shape, seed=1)
+    a = torch.where(target != -100, of_teacher - sampled, 0.0)
+    before = a.abs().cumsum(1) - a.abs()
+    advantages = (1.0 + 0.5 * (1.0 - before / a.abs().sum(1, keepdim=True).clamp(min=1e-8))) * a
+
+    def ours(x: Tensor, weight: Tensor, target: Tensor, *_: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        return losses.reinforce(x, weight, target, advantages)
+
+    compare(ours, trl_losses.iw_opd, (x, weight, target, of_teacher, sampled))

@@ -15,10 +15,12 @@ from compile_tests.helpers.mutants_search import MUTANTS, SharedFormula, element
 from compile_tests.helpers.own_op import OWN_OP
 from llmk.opcheck import check
 from llmk.opcheck.__main__ import main
+from llmk.opcheck.adapters import adapted
 from llmk.opcheck.calls import call, incoming_gradients
 from llmk.opcheck.cases import Case, Cases, large_gradients, unit_gradients
 from llmk.opcheck.decisions import at_decisions
 from llmk.opcheck.derivatives import derivative_violation
+from llmk.opcheck.inputs import rebound
 from llmk.opcheck.judge import judge, nudged_together, raises_on_cpu
 from llmk.opcheck.reference import nudged, reference_for
 from llmk.opcheck.search import search
@@ -74,6 +76,19 @@ def test_a_seed_is_always_the_same_case(name: str) -> None:
         assert str(first.sample) == str(second.sample)
         pairs = zip(tensors(op, first.sample), tensors(op, second.sample), strict=True)
         assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
+
+
+@pytest.mark.skipif(INTERPRET, reason="the host does not look at a map then")
+def test_an_error_may_name_a_tensor_of_a_list() -> None:
+    """As the operator has it: `vocab_map[0]` refuses a map that has a class twice."""
+    op = adapted(OPS["fused_linear_distill"], CPU, [torch.float32])
+    sample = next(sample for sample in op.samples(CPU, torch.float32) if "in any order" in sample.why)
+    values = op.bind(sample)
+    values["vocab_map_0"] = torch.full_like(values["vocab_map_0"], 3)
+    wrong = rebound(op, sample, values, "a class twice")
+    with pytest.raises(ValueError, match=r"vocab_map\[0\]"):
+        call(op, wrong)
+    assert judge(op, Case(wrong, unit_gradients, 0, wrong)) is None
 
 
 def test_every_pair_of_options_comes() -> None:

@@ -1,6 +1,6 @@
 """The contrastive loss: what the samples of `info_nce` do not reach, and two ranks beside one process that has all."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,22 @@ def test_clip_is_two_cross_entropies(device: torch.device) -> None:
     torch.testing.assert_close(loss.double(), right)
     for ours, exact in zip(torch.autograd.grad(loss, given), torch.autograd.grad(right, wide), strict=True):
         torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("scale", [0.0, 2.0**-90, 2.0**-40])
+def test_a_small_scale_has_a_finite_gradient(scale: float, device: torch.device) -> None:
+    """Float16's gradients of products are scaled as the factor leaves room for; the scale's own gradient is large."""
+
+    def large(outputs: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.full_like(output, 1e6) for output in outputs]
+
+    embeddings = [(3000 * x).to(device, torch.float16) for x in (Q, K)]
+    options = {"scale": torch.tensor(scale, device=device), "reduction": "sum", "symmetric": True}
+    sample = Sample(tuple(embeddings), options, why="a small scale")
+    outcome = call(OP, sample, grads=large)
+    assert outcome.gradients["scale"].isfinite()
+    require_accurate(OP, sample, outcome, grads=large)
 
 
 @pytest.mark.parametrize("symmetric", [False, True])

@@ -1,6 +1,6 @@
 """The largest log-probabilities: what the samples of `linear_topk` do not reach."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf, nan
 from typing import Any
 
@@ -145,6 +145,18 @@ def test_gradients_of_some_outputs(wanted: list[int], frozen: str | None, option
     sample = Sample((X, W, 6), {"linear_bias": B, **options})
     inputs = [name for name in ("input", "linear_weight", "linear_bias") if name != frozen]
     require_accurate(OP, sample, call(OP, sample, inputs, fn=detached_but(OP, wanted)))
+
+
+@pytest.mark.kernels
+def test_a_logsumexps_gradient_beside_a_large_one(device: torch.device) -> None:
+    """The gradient of a log-probability near 0 cancels, and the logsumexp's is what is left."""
+
+    def unlike(outputs: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.full_like(outputs[0], 1234.5), torch.full_like(outputs[1], 0.3)]
+
+    x, weight = torch.full((3, 1), 20.0, device=device), torch.tensor([[1.0], [-1.0]], device=device)
+    sample = Sample((x, weight, 1), why="one class has all of the probability")
+    require_accurate(OP, sample, call(OP, sample, grads=unlike), grads=unlike)
 
 
 def test_compiled_for_any_number_of_tokens() -> None:

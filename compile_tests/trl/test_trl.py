@@ -1,8 +1,6 @@
-"""`llmk.trl.patch`: TRL's trainers give the same losses and metrics with it, and the gradients come from llmk."""
+"""`llmk.trl.patch` on TRL's fused head: every output and gradient, what is refused, and what it costs a graph."""
 
 import copy
-import importlib
-import math
 import warnings
 from pathlib import Path
 from types import MethodType
@@ -16,92 +14,12 @@ trl = pytest.importorskip("trl")
 pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
-from datasets import Dataset  # noqa: E402
-from peft import LoraConfig, get_peft_model  # noqa: E402
-from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from trl.trainer.utils import add_fused_lm_head  # noqa: E402
 
 import llmk.trl  # noqa: E402
 from compile_tests.helpers.families import small_model  # noqa: E402
+from compile_tests.helpers.trl_trainers import make_trainer, train  # noqa: E402
 from llmk.trl.logprobs import LogProbs  # noqa: E402
-
-WORDS = [f"w{i}" for i in range(98)]
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    vocabulary = {word: i for i, word in enumerate(["<pad>", "<bos>", "<eos>", *WORDS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
-    )
-
-
-def sentences(count: int, seed: int) -> list[str]:
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.randint(0, len(WORDS), (count, 6), generator=generator)
-    return [" ".join(WORDS[i] for i in row) for row in rows.tolist()]
-
-
-PAIRS = {"prompt": sentences(4, 0), "chosen": sentences(4, 1), "rejected": sentences(4, 2)}
-UNPAIRED = {"prompt": sentences(4, 0), "completion": sentences(4, 1), "label": [True, False, True, False]}
-
-
-def words_in(completions: list[str], **kwargs: Any) -> list[float]:
-    """A reward that tells completions apart."""
-    return [float(len(set(text.split())) + len(text) % 3) for text in completions]
-
-
-TRAINERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "sft": ("SFT", {"text": sentences(4, 0)}, {}, {}),
-    "dpo": ("DPO", PAIRS, {}, {}),
-    "kto": ("KTO", UNPAIRED, {"per_device_train_batch_size": 4}, {}),
-    "grpo": (
-        "GRPO",
-        {"prompt": sentences(4, 0)},
-        {"num_generations": 2, "max_completion_length": 5, "beta": 0.1},
-        {"reward_funcs": words_in},
-    ),
-    "rloo": (
-        "RLOO",
-        {"prompt": sentences(4, 0)},
-        {"num_generations": 2, "max_completion_length": 5, "beta": 0.1},
-        {"reward_funcs": words_in},
-    ),
-}
-"""The trainer, its data, and what else its configuration and itself are given."""
-
-
-def trainer_of(kind: str, model: Any, tokenizer: Any, folder: Path, **config: Any) -> Any:
-    name, data, more_config, more = TRAINERS[kind]
-    options = {"per_device_train_batch_size": 2, "max_steps": 2, "logging_steps": 1, "learning_rate": 1e-3, "seed": 3}
-    options |= {"report_to": "none", "save_strategy": "no", "bf16": False, "use_cpu": True, **more_config, **config}
-    args = getattr(trl, f"{name}Config")(output_dir=str(folder), **options)
-    trainer = getattr(trl, f"{name}Trainer")
-    return trainer(model, args=args, train_dataset=Dataset.from_dict(data), processing_class=tokenizer, **more)
-
-
-def model_of(peft: bool, folder: Path) -> Any:
-    """Loaded from a folder, as the reference will be."""
-    small_model("Llama").save_pretrained(folder)
-    model = transformers.LlamaForCausalLM.from_pretrained(folder)
-    if peft:
-        model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM"))
-    return model
-
-
-CANCELLED = 4 * torch.finfo(torch.float32).eps * 5 * math.log(101)
-"""The error that a difference of losses may have: advantages add up to zero, and each multiplies the exponential of a
-difference between sums of 5 log-probabilities of about log(101), with a rounding of such a sum in four places."""
-TIMES = ("runtime", "per_second", "step_time", "epoch", "flos", "time")
-
-
-def logged(trainer: Any) -> list[dict[str, float]]:
-    """The losses and metrics of each step, without those that are times."""
-    transformers.set_seed(0)  # completions are sampled
-    trainer.train()
-    return [{k: v for k, v in step.items() if not any(t in k for t in TIMES)} for step in trainer.state.log_history]
 
 
 @pytest.fixture
@@ -110,59 +28,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     calls, apply = [], LogProbs.apply
     monkeypatch.setattr(LogProbs, "apply", lambda self, *args: calls.append(args) or apply(self, *args))
     return calls
-
-
-@pytest.mark.parametrize("peft", [False, True], ids=["plain", "peft"])
-@pytest.mark.parametrize("kind", TRAINERS)
-def test_losses_and_metrics(kind: str, peft: bool, tokenizer: Any, tmp_path: Path, calls: list[Any]):
-    model = model_of(peft, tmp_path / "model")
-    original = trainer_of(kind, copy.deepcopy(model), tokenizer, tmp_path)
-    trainer = trainer_of(kind, model, tokenizer, tmp_path)
-    report = llmk.trl.patch(trainer)
-    assert set(report.heads) == ({"model"} if peft or kind == "sft" else {"model", "ref_model"})
-    want, got = logged(original), logged(trainer)
-    assert len(calls) == sum(count for count, _ in report.calls.values()) >= 2
-    assert report.calls["model"][1] >= 2
-    assert len(want) >= 2
-    assert want[0]["loss"] != 0 or want[0]["grad_norm"] != 0
-    for a, b in zip(got, want, strict=True):
-        assert a == pytest.approx(b, rel=1e-4, abs=CANCELLED)
-    for p, q in zip(trainer.model.parameters(), original.model.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.parametrize("peft", [False, True], ids=["plain", "peft"])
-@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-def test_distillation(beta: float, peft: bool, tokenizer: Any, tmp_path: Path):
-    """Accumulated, from a wider teacher with a soft cap, while completions have different lengths."""
-    model, teacher = model_of(peft, tmp_path / "model"), small_model("Gemma2", hidden_size=48).eval()
-
-    def trainer_for(model: Any) -> Any:
-        config = trl.DistillationConfig(
-            output_dir=str(tmp_path), max_completion_length=5, beta=beta, temperature=0.7, seed=3, max_steps=2,
-            per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-3, logging_steps=1,
-            report_to="none", save_strategy="no", bf16=False, use_cpu=True,
-        )  # fmt: skip
-        data = Dataset.from_dict({"prompt": sentences(4, 0)})
-        return trl.DistillationTrainer(
-            model, teacher_model=teacher, args=config, train_dataset=data, processing_class=tokenizer
-        )
-
-    original, trainer = trainer_for(copy.deepcopy(model)), trainer_for(model)
-    report = llmk.trl.patch(trainer)
-    with pytest.raises(RuntimeError, match="patched already"):
-        llmk.trl.patch(trainer)
-    want, got = logged(original), logged(trainer)
-    assert report.calls["model"][1] >= 4
-    assert "the divergence by fused_linear_jsd, called" in str(report)
-    assert want[0]["loss"] != 0
-    assert want[0]["entropy"] > 0
-    for a, b in zip(got, want, strict=True):
-        assert a == pytest.approx(b, rel=1e-4, abs=1e-6)
-    for p, q in zip(trainer.model.parameters(), original.model.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-5)
-    report.unpatch()
-    assert trainer._compute_loss.__func__ is trl.DistillationTrainer._compute_loss
 
 
 def fused(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> Any:
@@ -260,29 +125,7 @@ def test_what_it_refuses():
         model(input_ids=ids, labels=ids, fused_lm_head=True)
 
 
-@pytest.mark.parametrize(
-    ("path", "instead"),
-    [
-        ("experimental.gkd.GKDTrainer", "llmk.losses.distill,"),
-        ("experimental.gold.GOLDTrainer", "llmk.losses.distill,"),
-        ("experimental.cpo.CPOTrainer", "llmk.losses.cpo,"),
-        ("experimental.online_dpo.OnlineDPOTrainer", "llmk.losses.dpo,"),
-        ("experimental.orpo.ORPOTrainer", "llmk.losses.orpo,"),
-        ("trainer.reward_trainer.RewardTrainer", "llmk.losses,"),
-    ],
-)
-def test_trainers_that_do_not_ask_for_the_head(path: str, instead: str, monkeypatch: pytest.MonkeyPatch):
-    """They are refused by name, also where the class they come from puts a fused head into the model."""
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-    module, _, name = path.rpartition(".")
-    trainer = object.__new__(getattr(importlib.import_module(f"trl.{module}"), name))
-    trainer.model = small_model("Llama")
-    add_fused_lm_head(trainer.model)
-    with pytest.raises(TypeError, match=f"trainer: compute_loss of {name} does not call .*override it with {instead}"):
-        llmk.trl.patch(trainer)
-
-
-def test_overrides_that_lead_to_the_head_and_past_it(tokenizer: Any, tmp_path: Path):
+def test_overrides_that_lead_to_the_head_and_past_it(tmp_path: Path):
     """`super().compute_loss` leads there. What does so by name alone warns at the end of training."""
 
     class Watched(trl.SFTTrainer):
@@ -294,7 +137,7 @@ def test_overrides_that_lead_to_the_head_and_past_it(tokenizer: Any, tmp_path: P
             return model(**inputs).loss if self.args.max_steps else super().compute_loss(model, inputs, **kwargs)
 
     for trainer_class, warns in ((Watched, False), (Unled, True)):
-        trainer = trainer_of("sft", model_of(False, tmp_path / "model"), tokenizer, tmp_path)
+        trainer = make_trainer("sft", tmp_path)
         trainer.__class__ = trainer_class
         report = llmk.trl.patch(trainer)
         with warnings.catch_warnings(record=True) as seen:
@@ -307,10 +150,10 @@ def test_overrides_that_lead_to_the_head_and_past_it(tokenizer: Any, tmp_path: P
         assert not any("WarnIfNeverCalled" in type(c).__name__ for c in trainer.callback_handler.callbacks)
 
 
-def test_a_first_steps_ratio_is_1(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_first_steps_ratio_is_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Log-probabilities without gradients, of the old policy, have the bits of those with gradients, of the new one."""
     monkeypatch.setattr("trl.trainer.grpo_trainer.shuffle_sequence_dict", lambda batch: batch)  # a CPU's rows keep bits
-    trainer = trainer_of("grpo", model_of(False, tmp_path / "model"), tokenizer, tmp_path, num_iterations=2, beta=0.0)
+    trainer = make_trainer("grpo", tmp_path, beta=0.0, max_steps=2)
     llmk.trl.patch(trainer)
     passes: list[tuple[bool, torch.Tensor]] = []
     original = trainer._get_per_token_logps_and_entropies
@@ -321,7 +164,7 @@ def test_a_first_steps_ratio_is_1(tokenizer: Any, tmp_path: Path, monkeypatch: p
         return results
 
     monkeypatch.setattr(trainer, "_get_per_token_logps_and_entropies", recorded)
-    logged(trainer)
+    train(trainer)
     assert [with_gradients for with_gradients, _ in passes] == [False, True, True]
     old, first, second = (logps for _, logps in passes)
     assert torch.equal((first - old).exp(), torch.ones_like(old))

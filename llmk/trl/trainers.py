@@ -8,16 +8,24 @@ ARGUMENT = "fused_lm_head"
 """With this keyword TRL's trainers ask a model for the fused head."""
 
 INSTEAD = {
-    "AsyncDistillationTrainer": "distill_topk",
-    "CPOTrainer": "cpo",
-    "DistillationTrainer": "distill",
-    "GKDTrainer": "distill",
-    "GOLDTrainer": "distill",
-    "OnlineDPOTrainer": "dpo",
-    "ORPOTrainer": "orpo",
-    "ServerDistillationTrainer": "distill_topk",
+    "A2POTrainer": "llmk.functional.linear_logprobs",
+    "AsyncDistillationTrainer": "llmk.losses.distill_topk",
+    "CPOTrainer": "llmk.losses.cpo",
+    "DistillationTrainer": "llmk.losses.distill",
+    "GKDTrainer": "llmk.losses.distill",
+    "GOLDTrainer": "llmk.losses.distill",
+    "IWOPDTrainer": "llmk.losses.reinforce or llmk.losses.distill",
+    "OnlineDPOTrainer": "llmk.losses.dpo",
+    "ORPOTrainer": "llmk.losses.orpo",
+    "SDFTTrainer": "llmk.losses.distill_topk or llmk.losses.distill",
+    "SDPOTrainer": "llmk.losses.reinforce, llmk.losses.grpo or llmk.losses.distill",
+    "ServerDistillationTrainer": "llmk.losses.distill_topk",
+    "TPOTrainer": "llmk.losses.cpo and llmk.losses.sft",
 }
-"""Functions of `llmk.losses` for trainers that compute their loss from whole logits."""
+"""What computes, from hidden states, the losses of trainers that compute them from whole logits."""
+
+WITHOUT_VOCABULARY = ("RewardTrainer",)
+"""Trainers of models whose head is a score."""
 
 
 def asks_for_fused_head(trainer: type) -> bool:
@@ -40,10 +48,16 @@ def calls(trainer: type, method: str, name: str) -> bool:
 
 def why_not(trainer: type) -> str:
     """Advice where the loss does not go through the fused head."""
-    name = next((f".{INSTEAD[base.__name__]}" for base in trainer.__mro__ if base.__name__ in INSTEAD), "")
+    names = [base.__name__ for base in trainer.__mro__]
+    if any(name in WITHOUT_VOCABULARY for name in names):
+        return (
+            f"{trainer.__name__} trains a head of scores, and there is no projection to a vocabulary to replace; "
+            "llmk.transformers.PatchCallback replaces the layers of its model"
+        )
+    instead = next((INSTEAD[name] for name in names if name in INSTEAD), "a function of llmk.losses")
     return (
         f"compute_loss of {trainer.__name__} does not call the fused head, which is what is patched; override it "
-        f"with llmk.losses{name}, from hidden states and the projection"
+        f"with {instead}, from hidden states and the projection"
     )
 
 

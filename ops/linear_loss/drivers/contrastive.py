@@ -44,6 +44,9 @@ from llmk.registry.private.processes import group_named
 
 REDUCTIONS = ("none", "sum", "mean")
 INTEGERS = (torch.int64, torch.int32)
+SMALLEST_FACTOR = 2.0**-48
+"""The smallest factor that the scale of float16 gradients makes up for. Float16's normal range of 2**29 is left below
+it, and for a factor of 2**-77 a float16 gradient of float16 embeddings is 0."""
 
 
 @dataclass(frozen=True)
@@ -254,9 +257,13 @@ def _of_own_keys(call: ContrastiveCall, dkeys: Tensor) -> tuple[Tensor, Tensor |
 
 
 def _bound(row_grads: Tensor, column_grads: Tensor | None, factor: Tensor) -> Tensor:
-    """Return what no element of the products' gradient exceeds: a softmax less 1 at the pair is within [-1, 1]."""
+    """Return what no element of the products' gradient exceeds: a softmax less 1 at the pair is within [-1, 1].
+
+    A factor below `SMALLEST_FACTOR` counts as that. The factor's own gradient is made from scaled numbers too, which
+    are not multiplied by the factor: for one of 0 they would be infinite.
+    """
     bound = largest(row_grads) if column_grads is None else largest(row_grads) + largest(column_grads)
-    return bound * factor.abs()
+    return bound * factor.abs().clamp(min=SMALLEST_FACTOR)
 
 
 def _scale_gradient(call: ContrastiveCall, parts: list[Tensor], scale: Tensor | None) -> Tensor:

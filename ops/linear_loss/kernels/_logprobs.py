@@ -302,12 +302,13 @@ def logprob_candidates_kernel(
             other_target = tl.load(target_ptr + row * K + other).to(tl.int64)
             same = (entry == other_target) & (other_target != ignore_index)
             alike += tl.where(same, tl.load(grad_ptr + other * grad_stride_k), 0.0)
-    if logsumexp_grad_ptr is not None:
-        total -= tl.load(logsumexp_grad_ptr + row * logsumexp_grad_stride)
     # A class out of range makes the row's gradient NaN.
     wrong |= tl.max((counts & (valid == 0)).to(tl.int32), axis=0) != 0
     total = tl.where(wrong, float("nan"), total)
     factor = total
+    if logsumexp_grad_ptr is not None:
+        logsumexp_grad = tl.load(logsumexp_grad_ptr + row * logsumexp_grad_stride)
+        factor -= logsumexp_grad
     if entropy_grad_ptr is not None:
         factor -= h * mean
     row_counts = tl.max(counts.to(tl.int32), axis=0) != 0
@@ -318,7 +319,10 @@ def logprob_candidates_kernel(
     z = tl.load(z_ptr + row * z_stride + (entry - first_class), mask=here, other=0.0)
     y, _ = logit_transform(z, inner, outer, softcap)
     # Where p is near 1 the two nearly cancel: their difference first.
-    dy = alike - tl.exp2((y - m) * LOG2E) / s * total
+    p = tl.exp2((y - m) * LOG2E) / s
+    dy = alike - p * total
+    if logsumexp_grad_ptr is not None:
+        dy += p * logsumexp_grad
     if entropy_grad_ptr is not None:
         dy -= _entropy_gradient(y, m, s, h, mean)
     dz = dy * (inner * outer)
@@ -555,16 +559,17 @@ def gradients_cpu(
     d = _below_cpu(y, m)
     p = d.exp().div_(s)
     total = torch.zeros_like(m) if grad is None else torch.where(counts, grad, 0.0).sum(-1, keepdim=True)
-    if logsumexp_grad is not None:
-        total = total - logsumexp_grad.unsqueeze(-1)
     factor = total if entropy_grad is None else total + entropy_grad.unsqueeze(-1) * (d - mean)
-    dy = -p * factor
+    dy = -p * (factor if logsumexp_grad is None else factor - logsumexp_grad.unsqueeze(-1))
     if grad is not None:
         candidate_grads = torch.where(here, grad, 0.0)
         # Where p is near 1 the two nearly cancel: their difference first.
         alike = (target.unsqueeze(-1) == target.unsqueeze(-2)).float() @ candidate_grads.unsqueeze(-1)
         p_term = p.gather(-1, column) * factor.expand_as(p).gather(-1, column)
-        values = torch.where(here, alike.squeeze(-1) - p_term, dy.gather(-1, column))
+        own = alike.squeeze(-1) - p_term
+        if logsumexp_grad is not None:
+            own = own + p.gather(-1, column) * logsumexp_grad.unsqueeze(-1)
+        values = torch.where(here, own, dy.gather(-1, column))
         for k in range(target.shape[1]):  # a candidate that is elsewhere keeps what is in column 0
             keep = dy.gather(-1, column[:, k : k + 1])
             dy.scatter_(-1, column[:, k : k + 1], torch.where(here[:, k : k + 1], values[:, k : k + 1], keep))

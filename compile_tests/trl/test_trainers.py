@@ -1,0 +1,157 @@
+"""TRL's trainers with `llmk.trl.patch` and without: three steps of each are the same, or the trainer is refused."""
+
+import ast
+import importlib
+import importlib.util
+import math
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+pytest.importorskip("peft")
+pytest.importorskip("transformers")
+
+import llmk.trl
+from compile_tests.helpers.families import small_model
+from compile_tests.helpers.trl_trainers import KINDS, STEPS, make_trainer, run_on_a_cpu, train
+from llmk.trl.trainers import INSTEAD, WITHOUT_VOCABULARY
+
+PACKING = ("packing", "padding_free")
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "PEFT": {"peft": True},
+    "checkpointed": {"gradient_checkpointing": True},
+    "accumulated": {"gradient_accumulation_steps": 2},
+}
+IN_EVERY_RUN = {
+    ("sft", "plain"), ("sft_packing", "accumulated"), ("sft_padding_free", "checkpointed"), ("dpo", "accumulated"),
+    ("dpo_padding_free", "PEFT"), ("dpo_ref_model", "plain"), ("kto", "PEFT"), ("grpo", "checkpointed"),
+    ("rloo", "plain"), ("gmpo", "PEFT"), ("async_grpo", "accumulated"), ("distillation", "accumulated"),
+    ("distillation_forward", "PEFT"), ("distillation_reverse", "checkpointed"),
+}  # fmt: skip
+"""Each trainer in one way; `make breadth` runs the others."""
+
+CANCELLED = 4 * torch.finfo(torch.float32).eps * 5 * math.log(101)
+"""The error that a difference of losses may have: advantages add up to zero, and each multiplies the exponential of a
+difference between sums of 5 log-probabilities of about log(101), with a rounding of such a sum in four places."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the model is from which all trainers start."""
+    return tmp_path_factory.mktemp("model")
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        pytest.param(kind, way, marks=() if (kind, way) in IN_EVERY_RUN else pytest.mark.breadth)
+        for kind in KINDS
+        for way in WAYS
+    ],
+)
+def test_three_steps(kind: str, way: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Losses, metrics and parameters."""
+    run_on_a_cpu(monkeypatch)
+    options = {"gradient_checkpointing": False, **WAYS[way]}
+    original, trainer = (make_trainer(kind, folder, **options) for _ in range(2))
+    report = llmk.trl.patch(trainer)
+    reference = getattr(trainer, "ref_model", None) is not None
+    assert set(report.heads) == ({"model", "ref_model"} if reference else {"model"})
+    want, got = train(original), train(trainer)
+    assert trainer.model.is_gradient_checkpointing == (way == "checkpointed")
+    assert report.calls["model"][1] >= STEPS
+    assert sum("loss" in step for step in want) == STEPS
+    assert any(step["loss"] for step in want if "loss" in step)
+    for a, b in zip(got, want, strict=True):
+        assert a == pytest.approx(b, rel=1e-4, abs=CANCELLED)
+    for p, q in zip(trainer.model.parameters(), original.model.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def trainers_in_trl() -> set[str]:
+    """The names of all trainers that TRL defines, without importing what an extra of TRL's is needed for."""
+    spec = importlib.util.find_spec("trl")
+    assert spec is not None
+    assert spec.origin is not None
+    names = set()
+    for path in Path(spec.origin).parent.rglob("*.py"):
+        text = path.read_text()
+        if "Trainer(" in text:
+            names |= {node.name for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}
+    return {name for name in names if name.endswith("Trainer") and not name.startswith("_")}
+
+
+def table(header: str) -> list[list[str]]:
+    """The rows of a table in docs/hugging-face.md, by a part of its header, which is the first row."""
+    page = (Path(__file__).parents[2] / "docs" / "hugging-face.md").read_text().splitlines()
+    start = next(i for i, line in enumerate(page) if line.startswith("|") and header in line)
+    end = next(i for i in range(start, len(page)) if not page[i].startswith("|"))
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page[start:end]]
+    return [rows[0], *rows[2:]]
+
+
+def names_in(cell: str) -> list[str]:
+    return re.findall(r"`(?:\w+\.)*(\w+Trainer)`", cell)
+
+
+def test_the_tables_have_every_trainer():
+    """Of the installed TRL; what they say of each is what is tested here."""
+    (head, *covered), (_, *refused) = table("| plain |"), table("override its loss with")
+    classes = {kind: given.found() for kind, given in KINDS.items()}
+    listed = [name for row in (*covered, *refused) for name in names_in(row[0])]
+    assert set(listed) == trainers_in_trl()
+    assert {name for row in covered for name in names_in(row[0])} == {c.__name__ for c, _ in classes.values()}
+    assert head[2:-1] == list(WAYS)
+    for row in covered:
+        assert row[2:-1] == ["equal"] * len(WAYS)
+        tested = {option for kind, (c, _) in classes.items() if c.__name__ in names_in(row[0])
+                  for option in PACKING if KINDS[kind].config.get(option)}  # fmt: skip
+        offered = {f.name for c, of in classes.values() if c.__name__ in names_in(row[0]) for f in fields(of)}
+        assert set(re.findall(r"`(\w+)`", row[-1])) == tested == offered & set(PACKING), row
+    without = dict.fromkeys(WITHOUT_VOCABULARY, "llmk.transformers.PatchCallback")
+    for row in refused:
+        for name in names_in(row[0]):
+            assert row[1].replace("`", "") == {**INSTEAD, **without}[name]
+
+
+REFUSED = {
+    "trl.RewardTrainer": "trains a head of scores, .* llmk.transformers.PatchCallback replaces",
+    **{
+        f"trl.experimental.{package}.{name}": f"does not call .*override it with {INSTEAD[name]}, from hidden"
+        for package, name in {
+            "a2po": "A2POTrainer",
+            "async_distillation": "AsyncDistillationTrainer",
+            "cpo": "CPOTrainer",
+            "gkd": "GKDTrainer",
+            "gold": "GOLDTrainer",
+            "iw_opd": "IWOPDTrainer",
+            "online_dpo": "OnlineDPOTrainer",
+            "orpo": "ORPOTrainer",
+            "sdft": "SDFTTrainer",
+            "sdpo": "SDPOTrainer",
+            "server_distillation": "ServerDistillationTrainer",
+            "tpo": "TPOTrainer",
+        }.items()
+    },
+}
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_trainers_that_do_not_ask_for_the_head(path: str):
+    """They are refused by name, also where the class they come from puts a fused head into the model."""
+    module, _, name = path.rpartition(".")
+    trainer = object.__new__(getattr(importlib.import_module(module), name))
+    trainer.model = small_model("Llama")
+    with pytest.raises(TypeError, match=f"trainer: .*{name} {REFUSED[path]}"):
+        llmk.trl.patch(trainer)
+
+
+def test_every_refused_trainer_is_tried():
+    names = {path.rpartition(".")[2] for path in REFUSED}
+    assert names == trainers_in_trl() - {given.found()[0].__name__ for given in KINDS.values()}
