@@ -33,6 +33,9 @@ INCLUDED = (
     "_sweep",
     "_first",
     "_graphs",
+    "_estimate_form",
+    "_estimate_checks",
+    "_estimate_formula",
 )  # in other pages
 exclude_patterns = ["_build", *(f"ops/{name}.md" for name in INCLUDED)]
 

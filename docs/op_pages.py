@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmark_page import benchmark_of, draw_plots, overview, targets, training_steps
+from estimate_page import estimate_checks, estimate_form, estimate_formula
 from experts_page import experts_table, ranks_table
 from family_page import family_table
 from first_actions_page import first_actions_table
 from formulas import FORMULAS
 from graph_picture import graph_picture
-from markdown_parts import fence, folded, prose
+from markdown_parts import doc_parts, fence, folded, prose
 from op_example import example
 from op_record import record
 from sphinx.ext.napoleon import Config, GoogleDocstring
@@ -41,6 +42,9 @@ def write_pages(folder: Path) -> None:
         "_sweep.md": sweep_tables(),
         "_first.md": first_actions_table(),
         "_graphs.md": graph_picture(),
+        "_estimate_form.md": estimate_form(),
+        "_estimate_checks.md": estimate_checks(),
+        "_estimate_formula.md": estimate_formula(),
     }
     for old in folder.glob("*.md"):
         if old.name not in pages:
@@ -135,9 +139,7 @@ def _math(op: Op) -> Iterator[str]:
         if shared in files and files[shared].__name__ not in operators:
             docs.append(inspect.getdoc(files[shared]) or "")
     for doc in docs:
-        for block in re.split(r"\n\n(?=\S)|\n\n(?= )", doc):
-            indented = all(line.startswith("    ") for line in block.splitlines() if line)
-            yield fence("text", inspect.cleandoc(block)) if indented else prose(block)
+        yield from doc_parts(doc)
 
 
 if __name__ == "__main__":
