@@ -127,7 +127,8 @@ def _bars(axes: Axes, values: dict[str, float], text: str, look: Look, names: bo
 def _about() -> str:
     steps, losses = (json.loads((RESULTS / name).read_text()) for name in (STEPS, LOSSES))
     assert (steps["device"], steps["torch"]) == (losses["device"], losses["torch"])
-    return f"Shorter is better. One {steps['device']}, torch {steps['torch'].partition('+')[0]}, bfloat16, {steps['date'][:7]}."
+    torch = steps["torch"].partition("+")[0]
+    return f"Shorter is better. One {steps['device']}, torch {torch}, bfloat16, {steps['date'][:7]}."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
