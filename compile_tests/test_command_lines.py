@@ -13,7 +13,6 @@ from llmk.bench import __main__ as bench
 from llmk.bench.timing import Timer
 from llmk.registry import OPS
 
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmark_page import benchmark_of, draw_plots, overview, targets, training_steps
+from benchmark_page import benchmark_of, draw_plots, overview, targets, training_steps, when_not
 from estimate_page import estimate_checks, estimate_form, estimate_formula
 from experts_page import experts_table, ranks_table
 from family_page import family_table
@@ -92,6 +92,8 @@ def op_page(op: Op, plots: Path) -> str:
         _python_function(op),
         "## Speed",
         *benchmark_of(op.name, plots, plots.name),
+        "## When not to use it",
+        when_not(op.name),
         "## Math",
         *_math(op),
         *folded("What it promises, and how it was tuned", record(op)),

@@ -1,7 +1,7 @@
 """`python -m llmk`: the versions, the device, and what of llmk works here, tried; of what does not, why.
 
-A call is compiled up to its graphs, forward and backward. `--inductor` has Inductor make code of them and runs it, which
-on a CPU takes a C++ compiler and, the first time, most of a minute.
+A call is compiled up to its graphs, forward and backward. `--inductor` has Inductor make code of them and runs it. On a
+CPU that takes a C++ compiler and, the first time, most of a minute.
 Exit 1: something that should work here does not.
 """
 
