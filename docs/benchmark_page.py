@@ -65,6 +65,8 @@ def benchmark_of(op: str, folder: Path, shown_from: str) -> Iterator[str]:
         )
         yield _scrolling(_time_table(rows))
     plots = list(_plots_of(op, folder, shown_from))
+    if plots:
+        yield "Charts are in multiples of [the floor](../benchmarks.md), the least that the hardware allows."
     yield from plots
     if op == "fused_linear_ce" and CHUNKS.exists():
         yield from _chunks(json.loads(CHUNKS.read_text()))

@@ -33,6 +33,7 @@ INCLUDED = (
     "_sweep",
     "_first",
     "_graphs",
+    "_gallery",
     "_estimate_form",
     "_estimate_checks",
     "_estimate_formula",

@@ -12,6 +12,7 @@ from experts_page import experts_table, ranks_table
 from family_page import family_table
 from first_actions_page import first_actions_table
 from formulas import FORMULAS
+from gallery_page import draw_gallery, gallery_table
 from graph_picture import graph_picture
 from markdown_parts import doc_parts, fence, folded, prose
 from op_example import example
@@ -33,6 +34,7 @@ def write_pages(folder: Path) -> None:
     """
     folder.mkdir(exist_ok=True)
     draw_plots(folder / "plots")
+    draw_gallery(folder / "pictures")
     pages = {f"{name}.md": op_page(op, folder / "plots") for name, op in OPS.items()}
     pages |= {"index.md": index_page(list(OPS.values())), "_checks.md": checks_table(), "_targets.md": targets()}
     pages |= {"_benchmarks.md": overview(), "_steps.md": training_steps(), "_families.md": family_table()}
@@ -42,6 +44,7 @@ def write_pages(folder: Path) -> None:
         "_sweep.md": sweep_tables(),
         "_first.md": first_actions_table(),
         "_graphs.md": graph_picture(),
+        "_gallery.md": gallery_table(),
         "_estimate_form.md": estimate_form(),
         "_estimate_checks.md": estimate_checks(),
         "_estimate_formula.md": estimate_formula(),

@@ -2,12 +2,14 @@
 
 import importlib
 import importlib.util
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from compile_tests.helpers.pages import PAGES, PYTHON_PAGES, ROOT, blocks, script_of
 from compile_tests.helpers.scripts import run_script
@@ -101,3 +103,13 @@ def test_pages_of_operators_are_for_users(monkeypatch: pytest.MonkeyPatch) -> No
     assert "PyTorch's own code takes the same time and memory" in page.when_not("relu_squared")
     assert page.when_not("rms_norm").startswith("For inference alone")
     assert "missed" in page.targets()
+
+
+def test_the_gallery_is_what_the_backend_makes() -> None:
+    """Of one of its models, whose graph is made again."""
+    gallery = pytest.importorskip("compile_tests.helpers.gallery")
+    kept = json.loads(gallery.RESULT.read_text())
+    assert list(kept["models"]) == list(gallery.PUBLIC)
+    if kept["versions"] != {"torch": torch.__version__, "transformers": gallery.transformers.__version__}:
+        pytest.skip("made with other versions")
+    assert gallery.graphs_of("Starcoder2") == kept["models"]["Starcoder2"]
