@@ -80,7 +80,7 @@ def _cases(run: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def picture(look: Look) -> Figure:
     """Two groups, one below the other, of bars of time and of memory beside each other."""
-    with mpl.rc_context(STYLE | {"figure.facecolor": "none", "axes.facecolor": "none"}):
+    with mpl.rc_context({**STYLE, "figure.facecolor": "none", "axes.facecolor": "none"}):
         figure = Figure((5.4, 2.95))
         figure.text(0.235, 0.965, "milliseconds", color=look.faint, va="center")
         figure.text(0.635, 0.965, "peak memory, GiB", color=look.faint, va="center")
