@@ -5,12 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.compile_fx
 
 import llmk
 from llmk import __main__ as about
 from llmk.bench import __main__ as bench
 from llmk.bench.timing import Timer
 from llmk.registry import OPS
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
@@ -21,8 +24,12 @@ def said(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     return {name: text for name, text in (line.split(maxsplit=1) for line in lines)}
 
 
-def test_about_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    assert about.main() == 0
+def test_about_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiler(*args: Any) -> Any:
+        raise AssertionError("made code that nobody asked for")
+
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", compiler)
+    assert about.main([]) == 0
     lines = said(capsys)
     assert lines["llmk"].startswith(f"{llmk.__version__}, {len(OPS)} operators")
     assert lines["torch"].startswith(torch.__version__)
@@ -30,14 +37,19 @@ def test_about_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert not any("FAILED" in text for text in lines.values())
 
 
+def test_about_inductor(capsys: pytest.CaptureFixture[str]) -> None:
+    assert about.main(["--inductor"]) == 0
+    assert said(capsys)["compile"] == f"works: torch.compile on {DEVICE}, one graph"
+
+
 def test_about_what_does_not_work(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(device: str, compiled: bool) -> None:
-        if compiled:
+    def broken(device: str, backend: str | None = None) -> None:
+        if backend == "inductor":
             raise RuntimeError("no C++ compiler was found, and this line goes on past where a terminal ends\nand on")
 
     monkeypatch.setattr(about, "try_call", broken)
     monkeypatch.setattr(about, "EXTRAS", {"absent": "llmk.something"})
-    assert about.main() == 1
+    assert about.main(["--inductor"]) == 1
     lines = said(capsys)
     assert lines["compile"].startswith("FAILED: RuntimeError: no C++ compiler was found")
     assert lines["absent"] == "not installed; llmk.something needs it: pip install absent"
@@ -46,7 +58,7 @@ def test_about_what_does_not_work(capsys: pytest.CaptureFixture[str], monkeypatc
 def test_about_sees_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llmk.functional, "rms_norm", lambda x, weight, eps: x * weight)
     with pytest.raises(ArithmeticError):
-        about.try_call("cpu", compiled=False)
+        about.try_call("cpu")
 
 
 def rows_of(text: str) -> dict[str, list[str]]:

@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("llmk", "ops", "registry", "opcheck", "compile_tests", "benchmarks", "examples", "docs")
 LINKED = ("ops", "registry", "opcheck")
 MOST_LINES = 600
+MOST_BYTES = 200 * 1024
 
 
 def sources(*folders: str) -> list[Path]:
@@ -53,6 +54,15 @@ def helpers_from_elsewhere(tree: ast.Module, package: str) -> Iterator[str]:
 @pytest.mark.parametrize("path", sources(*FOLDERS), ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_file_is_long(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= MOST_LINES
+
+
+def test_no_file_is_large() -> None:
+    """So that a clone stays small: results are kept as summaries, and reports are made by commands."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("no git checkout")
+    paths = [ROOT / name for name in listed.stdout.split("\0") if name]
+    assert [path.name for path in paths if path.is_file() and path.stat().st_size > MOST_BYTES] == []
 
 
 @pytest.mark.parametrize("path", sources(*LINKED), ids=lambda path: str(path.relative_to(ROOT)))

@@ -24,6 +24,21 @@ LATER_STEPS = {
 IGNORED, EXPERTS = RESULTS / "ignored-h200.json", RESULTS / "moe-h200.json"
 PLANS = RESULTS / "plans-h100.json"
 LAUNCH_MS = 0.01  # a multiple of a floor below what a launch takes says nothing
+AS_FAST = 0.02
+"""Times within that of one another are the same."""
+MUCH_SMALLER = 0.9
+OVERWRITES = {("liger-kernel", op) for op in ("cross_entropy", "swiglu", "geglu", "rope")}
+"""Ways and operators whose forward or backward pass works in the memory of its inputs."""
+NAMES = {
+    "torch compiled": "compiled PyTorch",
+    "torch eager": "PyTorch",
+    "liger-kernel": "Liger Kernel",
+    "liger-kernel cute": "Liger Kernel's CuTe",
+    "quack-kernels": "QuACK",
+    "cut-cross-entropy": "Cut Cross-Entropy",
+    "fla-core": "flash-linear-attention",
+}
+"""In sentences, by way."""
 
 Row = dict[str, Any]
 
@@ -44,17 +59,78 @@ def benchmark_of(op: str, folder: Path, shown_from: str) -> Iterator[str]:
     """For an operator's page: its tables and charts, bars first."""
     rows = _rows_of(op)
     if rows:
-        yield "Forward and backward, in milliseconds; the multiple of [the floor](../benchmarks.md) in brackets."
+        yield (
+            "Forward and backward, in milliseconds, and in brackets the peak memory above the inputs in MiB, gradients "
+            f"included. {_where(json.loads(TIMES.read_text()))}"
+        )
         yield _scrolling(_time_table(rows))
-    if rows and op.startswith("fused_linear"):
-        yield "Peak memory above the inputs, in MiB, gradients included:"
-        yield _scrolling(_memory_table(rows))
     plots = list(_plots_of(op, folder, shown_from))
+    if plots:
+        yield "Charts are in multiples of [the floor](../benchmarks.md), the least that the hardware allows."
     yield from plots
     if op == "fused_linear_ce" and CHUNKS.exists():
         yield from _chunks(json.loads(CHUNKS.read_text()))
     if not rows and not plots:
         yield f"Not measured yet: `python -m llmk.bench {op}` times it on your machine."
+
+
+def when_not(op: str) -> str:
+    """What other ways did better in the same run, and what holds for every operator."""
+    rows = _rows_of(op)
+    found = [text for workload in _workloads(rows) for text in _better(workload, _same(rows, workload))]
+    general = (
+        "For inference alone, and in eager mode for tensors so small that the host's time counts, PyTorch's own are as "
+        "good; for double backward and forward-mode AD the operator raises."
+    )
+    if rows and _compiled_is_as_fast(rows):
+        found.append("in a model that is compiled anyway, PyTorch's own code takes the same time and memory")
+    if not found:
+        return general
+    return "\n".join([*(f"- {text[0].upper()}{text[1:]}." for text in found), f"- {general}"])
+
+
+def _better(workload: str, same: list[Row]) -> Iterator[str]:
+    """The fastest and the smallest other way of a workload, where it is faster or much smaller."""
+    ours = [row for row in same if row["way"].startswith("llmk") and "error" not in row]
+    fastest = min(peers(same), key=measured_ms, default=None)
+    if not ours or fastest is None:
+        return
+    time = min(measured_ms(row) for row in ours)
+    if measured_ms(fastest) < (1 - AS_FAST) * time:
+        yield f"{workload}: {_name(fastest)} takes {_ms(measured_ms(fastest))} ms, llmk {_ms(time)}"
+    memory = min(row["peak_mib"] or 0 for row in ours)
+    smaller = [row for row in peers(same) if row["peak_mib"] is not None and row["peak_mib"] < MUCH_SMALLER * memory]
+    if smaller:
+        least = min(smaller, key=lambda row: row["peak_mib"])
+        place = ", because it overwrites its inputs," if (least["way"], least["op"]) in OVERWRITES else ""
+        yield (
+            f"{workload}, where memory is short: {_name(least)} takes {least['peak_mib']:,.0f} MiB{place} in "
+            f"{_ms(measured_ms(least))} ms, llmk {memory:,.0f} MiB in {_ms(time)} ms"
+        )
+
+
+def _compiled_is_as_fast(rows: list[Row]) -> bool:
+    """Return True if compiled PyTorch takes no more time and memory than llmk, compiled, at any workload."""
+    for workload in _workloads(rows):
+        ways = {row["way"]: row for row in _same(rows, workload) if "error" not in row}
+        ours, other = ways.get("llmk compiled"), ways.get("torch compiled")
+        if ours is None or other is None or measured_ms(other) > (1 + AS_FAST) * measured_ms(ours):
+            return False
+        if (other["peak_mib"] or 0) > (1 + AS_FAST) * (ours["peak_mib"] or 0):
+            return False
+    return True
+
+
+def _workloads(rows: list[Row]) -> list[str]:
+    return list(dict.fromkeys(row["workload"] for row in rows))
+
+
+def _same(rows: list[Row], workload: str) -> list[Row]:
+    return [row for row in rows if row["workload"] == workload]
+
+
+def _name(row: Row) -> str:
+    return NAMES.get(row["way"], row["way"])
 
 
 def _plots_of(op: str, folder: Path, shown_from: str) -> Iterator[str]:
@@ -108,7 +184,7 @@ def _multiple(row: Row) -> str:
 
 
 def training_steps() -> str:
-    """For the page about them: each model's table and verdicts, and the charts."""
+    """For the page about them: each model's table, and the charts."""
     parts = [*_steps(json.loads(STEPS.read_text()))]
     for what, file in LATER_STEPS.items():
         parts += _later_steps(json.loads((RESULTS / file).read_text()), what, file)
@@ -119,17 +195,32 @@ def _about(results: Row) -> str:
     gemm, copy = results["ceilings"]["gemm_flops_per_s"], results["ceilings"]["copy_bytes_per_s"]
     others = ", ".join(f"{name} {version}" for name, version in results.get("peers", {}).items())
     return (
-        f"Measured on {results['date']} on one {results['device']}: torch {results['torch']}, triton "
-        f"{results['triton']}, {results['dtype'].removeprefix('torch.')}{others and f'; {others}'}. The same process "
+        f"{_where(results)} Triton {results['triton']}{others and f'; {others}'}. The same process "
         f"copied {copy / 1e12:.2f} TB/s and multiplied matrices of 8192 x 8192 at {gemm / 1e12:.0f} TFLOP/s: these are "
         f"the floors' ceilings. Every number is in `benchmarks/results/{TIMES.name}`."
+    )
+
+
+def _where(results: Row) -> str:
+    return (
+        f"Measured on {results['date']} on one {results['device']}, torch {results['torch'].partition('+')[0]}, "
+        f"{results['dtype'].removeprefix('torch.')}."
     )
 
 
 def targets() -> str:
     """For the contributors' page: every target, and what the last run reached."""
     rows = [row for op in sorted({op for op, _ in TARGETS}) for row in _rows_of(op)]
-    return "\n\n".join([_legend(), _scrolling(_target_table(rows))]) + "\n"
+    parts = [_legend(), _scrolling(_target_table(rows)), "## Training steps", *_step_verdicts()]
+    return "\n\n".join(parts) + "\n"
+
+
+def _step_verdicts() -> Iterator[str]:
+    for path in (STEPS, *(RESULTS / file for file in LATER_STEPS.values())):
+        rows = json.loads(path.read_text())["rows"]
+        for model in dict.fromkeys(row["model"] for row in rows):
+            for text in verdicts([row for row in rows if row["model"] == model]):
+                yield f"{model}, `{path.name}`: {text}."
 
 
 def _target_table(rows: list[Row]) -> Iterator[str]:
@@ -161,26 +252,25 @@ def _scrolling(table: Iterator[str]) -> str:
 
 
 def _time_table(rows: list[Row]) -> Iterator[str]:
-    yield "| workload | floor | llmk eager | llmk compiled | best other |"
-    yield "|---|---|---|---|---|"
-    for workload in dict.fromkeys(row["workload"] for row in rows):
-        same = [row for row in rows if row["workload"] == workload]
+    yield "| workload | llmk | llmk compiled | PyTorch compiled | PyTorch | fastest other library |"
+    yield "|---|---|---|---|---|---|"
+    for workload in _workloads(rows):
+        same = _same(rows, workload)
         by_way = {row["way"]: row for row in same}
-        best = min(peers(same), key=measured_ms, default=None)
-        cells = [
-            workload,
-            _ms(same[0]["floor_full_ms"]),
-            *(_time(by_way[way]) if way in by_way else "" for way in ("llmk eager", "llmk compiled")),
-        ]
-        cells.append(f"{_time(best)} {best['way']}" if best else "")
-        yield f"| {' | '.join(cells)} |"
+        libraries = [row for row in peers(same) if not row["way"].startswith("torch")]
+        best = min(libraries, key=measured_ms, default=None)
+        ways = ("llmk eager", "llmk compiled", "torch compiled", "torch eager")
+        cells = [_measured(by_way[way]) if way in by_way else "" for way in ways]
+        cells.append(f"{_measured(best)} {_name(best)}" if best else "")
+        yield f"| {workload} | {' | '.join(cells)} |"
 
 
-def _time(row: Row) -> str:
+def _measured(row: Row) -> str:
+    """Milliseconds, and MiB in brackets."""
     if "error" in row:
-        return row["error"].strip().splitlines()[0][:60]
-    time, floor = measured_ms(row), row["floor_full_ms"]
-    return _ms(time) + (f" ({time / floor:.2f})" if floor > LAUNCH_MS else "")
+        return "failed"
+    memory = f" ({row['peak_mib']:,.0f})" if row["peak_mib"] is not None else ""
+    return _ms(measured_ms(row)) + memory
 
 
 def _ms(value: float) -> str:
@@ -205,19 +295,6 @@ def _verdict(by_way: dict[str, Row], same: list[Row]) -> str:
     return f"{text}; compiled {'met' if compiled.met else 'missed'}, {number.format(compiled.reached)}"
 
 
-def _memory_table(rows: list[Row]) -> Iterator[str]:
-    yield "| operator, workload | llmk eager | llmk compiled | least other | torch compiled | torch eager |"
-    yield "|---|---|---|---|---|---|"
-    for op, workload in dict.fromkeys((row["op"], row["workload"]) for row in rows):
-        same = [row for row in rows if (row["op"], row["workload"]) == (op, workload)]
-        by_way = {row["way"]: row for row in same}
-        least = min((row for row in peers(same) if row["peak_mib"]), key=lambda row: row["peak_mib"])
-        cells = [_mib(by_way[way]) for way in ("llmk eager", "llmk compiled")]
-        cells.append(f"{_mib(least)} {least['way']}")
-        cells += [_mib(by_way[way]) for way in ("torch compiled", "torch eager")]
-        yield f"| {op} {workload} | {' | '.join(cells)} |"
-
-
 def _mib(row: Row) -> str:
     return row["error"] if "error" in row else f"{row['peak_mib']:,.0f}"
 
@@ -239,7 +316,7 @@ def _chunks(results: Row) -> Iterator[str]:
 
 
 def _steps(results: Row) -> Iterator[str]:
-    """Each model's table and verdicts, then the charts."""
+    """Each model's table, then the charts."""
     versions = ", ".join(f"{name} {version}" for name, version in results["peers"].items())
     yield (
         "One step of Hugging Face models made from a configuration: forward, backward and fused AdamW on one repeated "
@@ -271,7 +348,6 @@ def _models(results: Row, what: str = "") -> Iterator[str]:
         yield f"## {model}, {rows[0]['batch_size']} x {rows[0]['seq_len']} tokens{what}"
         yield _scrolling(_step_table(rows))
         yield from (f"{row['variant']}: `{row['error']}`" for row in rows if "error" in row)
-        yield from (f"{text[0].upper()}{text[1:]}." for text in verdicts(rows))
 
 
 def _step_table(rows: list[Row]) -> Iterator[str]:

@@ -20,7 +20,7 @@ html_show_sphinx = False
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "mathml"]
 html_math_renderer = "mathml"
-myst_enable_extensions = ["colon_fence", "dollarmath"]
+myst_enable_extensions = ["attrs_inline", "colon_fence", "dollarmath"]
 myst_heading_anchors = 3
 default_role = "code"  # docstrings write code in single backticks
 INCLUDED = (
@@ -34,6 +34,10 @@ INCLUDED = (
     "_layers",
     "_first",
     "_graphs",
+    "_gallery",
+    "_estimate_form",
+    "_estimate_checks",
+    "_estimate_formula",
 )  # in other pages
 exclude_patterns = ["_build", *(f"ops/{name}.md" for name in INCLUDED)]
 

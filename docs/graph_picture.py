@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from llmk.compiler.backend import Backend
 from llmk.compiler.patterns import name_of
@@ -20,12 +20,12 @@ TUTORIAL = Path(__file__).parent / "tutorial.md"
 
 
 def graph_picture() -> str:
-    before, after = _graphs(_model())
+    before, after = (_calls(graph) for graph in rewritten_graphs(tutorial_model()))
     boxes = _column(f"Before: {len(before)}", before) + _column(f"After: {len(after)}", after)
     return f'<div class="graphs">{boxes}</div>\n'
 
 
-def _model() -> torch.nn.Module:
+def tutorial_model() -> torch.nn.Module:
     """The class in the tutorial's first block."""
     (code, *_) = re.findall(r"^```python\n(.*?)^```$", TUTORIAL.read_text(), re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {}
@@ -33,25 +33,27 @@ def _model() -> torch.nn.Module:
     return names["Plain"]()
 
 
-def _graphs(model: torch.nn.Module) -> tuple[list[str], list[str]]:
-    """The names of the operations, in order."""
-    graphs: list[list[str]] = []
+def rewritten_graphs(model: torch.nn.Module) -> tuple[Graph, Graph]:
+    """The graph of a model of tokens and targets before and after."""
+    graphs: list[Graph] = []
 
     def backend(gm: GraphModule, inputs: Sequence[Any]) -> Any:
         (segment,) = (part for part in segments(gm) if isinstance(part, Segment))
-        graphs.append(_calls(traced(gm, segment)))
+        graphs.append(traced(gm, segment).graph)
         Backend(chosen(None, None), (), Report()).rewrite(gm)
-        graphs.append(_calls(gm))
+        graphs.append(gm.graph)
         return gm
 
     tokens = torch.zeros(2, 8, dtype=torch.int64, device="cpu")
+    torch._dynamo.reset()
     torch.compile(model, backend=backend, fullgraph=True)(tokens, tokens)
     before, after = graphs
     return before, after
 
 
-def _calls(gm: GraphModule) -> list[str]:
-    return [name for node in gm.graph.nodes if (name := name_of(node))]
+def _calls(graph: Graph) -> list[str]:
+    """The names of the operations, in order."""
+    return [name for node in graph.nodes if (name := name_of(node))]
 
 
 def _column(title: str, names: list[str]) -> str:

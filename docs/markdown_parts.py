@@ -1,5 +1,6 @@
 """Pieces of Markdown that the written pages are made of."""
 
+import inspect
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -18,6 +19,13 @@ def prose(text: str) -> str:
 
 def fence(language: str, text: str) -> str:
     return f"```{language}\n{text}\n```"
+
+
+def doc_parts(doc: str) -> Iterator[str]:
+    """The paragraphs of a docstring; indented ones keep their lines."""
+    for block in re.split(r"\n\n(?=\S)|\n\n(?= )", doc.rstrip()):
+        indented = all(line.startswith("    ") for line in block.splitlines() if line)
+        yield fence("text", inspect.cleandoc(block)) if indented else prose(block)
 
 
 def code_list(names: Any) -> str:

@@ -6,14 +6,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmark_page import benchmark_of, draw_plots, overview, targets, training_steps
+from benchmark_page import benchmark_of, draw_plots, overview, targets, training_steps, when_not
+from estimate_page import estimate_checks, estimate_form, estimate_formula
 from experts_page import experts_table, ranks_table
 from family_page import family_table
 from first_actions_page import first_actions_table
 from formulas import FORMULAS
+from gallery_page import draw_gallery, gallery_table
 from graph_picture import graph_picture
 from layers_page import layers_table
-from markdown_parts import fence, folded, prose
+from markdown_parts import doc_parts, fence, folded, prose
 from op_example import example
 from op_record import record
 from sphinx.ext.napoleon import Config, GoogleDocstring
@@ -33,6 +35,7 @@ def write_pages(folder: Path) -> None:
     """
     folder.mkdir(exist_ok=True)
     draw_plots(folder / "plots")
+    draw_gallery(folder / "pictures")
     pages = {f"{name}.md": op_page(op, folder / "plots") for name, op in OPS.items()}
     pages |= {"index.md": index_page(list(OPS.values())), "_checks.md": checks_table(), "_targets.md": targets()}
     pages |= {"_benchmarks.md": overview(), "_steps.md": training_steps(), "_families.md": family_table()}
@@ -43,6 +46,10 @@ def write_pages(folder: Path) -> None:
         "_layers.md": layers_table(),
         "_first.md": first_actions_table(),
         "_graphs.md": graph_picture(),
+        "_gallery.md": gallery_table(),
+        "_estimate_form.md": estimate_form(),
+        "_estimate_checks.md": estimate_checks(),
+        "_estimate_formula.md": estimate_formula(),
     }
     for old in folder.glob("*.md"):
         if old.name not in pages:
@@ -90,6 +97,8 @@ def op_page(op: Op, plots: Path) -> str:
         _python_function(op),
         "## Speed",
         *benchmark_of(op.name, plots, plots.name),
+        "## When not to use it",
+        when_not(op.name),
         "## Math",
         *_math(op),
         *folded("What it promises, and how it was tuned", record(op)),
@@ -137,9 +146,7 @@ def _math(op: Op) -> Iterator[str]:
         if shared in files and files[shared].__name__ not in operators:
             docs.append(inspect.getdoc(files[shared]) or "")
     for doc in docs:
-        for block in re.split(r"\n\n(?=\S)|\n\n(?= )", doc):
-            indented = all(line.startswith("    ") for line in block.splitlines() if line)
-            yield fence("text", inspect.cleandoc(block)) if indented else prose(block)
+        yield from doc_parts(doc)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 """The results of a run: a table for the terminal, a plot and a JSON file."""
 
+import contextlib
 import json
 import math
 import platform
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,6 +27,10 @@ import matplotlib.pyplot as plt
 # The two models round differently and every update carries the difference on, so the losses of later steps agree to
 # fewer digits than one step's rounding. Relative to the loss, or to 1 where it is smaller.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
+ON_A_CPU = """
+On a CPU llmk runs plain PyTorch too, so that this table shows two things: the
+losses are equal, and the model compiles into one graph. Speed and memory say
+nothing of a GPU, where llmk's kernels run; docs/training-steps.md has those."""
 STEADY = 1.5  # the spread of step times up to which speeds are worth comparing
 COLORS = {"llmk": "#1a4e8a", "backend": "#3a9a5b", "plain": "#f2a33a"}
 LABELS = {"llmk": "llmk", "backend": 'plain PyTorch, backend="llmk"', "plain": "plain PyTorch"}
@@ -65,6 +72,26 @@ def progress_bar(result: Result, steps: int, shown: bool = True) -> "tqdm[int]":
     done = len(result.losses)
     interval = 0.1 if sys.stderr.isatty() else 10.0  # a log needs fewer lines than a terminal
     return tqdm(range(done, steps), result.blocks, initial=done, total=steps, mininterval=interval, disable=not shown)
+
+
+@contextlib.contextmanager
+def compiling(bar: "tqdm[int]") -> Iterator[None]:
+    """Say in the bar, as long as the first step takes, that it compiles and since when."""
+    done, start = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        while not done.wait(bar.mininterval):
+            seconds = time.monotonic() - start
+            bar.set_postfix_str(f"the first step compiles: {seconds:.0f} s so far, most take 15 to 60")
+
+    bar.set_postfix_str("the first step compiles, which takes 15 to 60 s")
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def summary(result: Result) -> str:

@@ -1,6 +1,6 @@
 """Train a Llama-style language model with llmk, then the same model in plain PyTorch, and compare the two.
 
-    python examples/train.py                     # a size for this machine: tiny on a CPU, 1b on a GPU
+    python examples/train.py                     # tiny on a CPU, about two minutes; 1b on a GPU
     python examples/train.py --text my_folder    # your own text instead of Python's standard library
     python examples/train.py --resume --steps 500
     python examples/train.py --backend llmk      # a third run: plain, with torch.compile(backend="llmk")
@@ -13,6 +13,7 @@ embedding with atomic additions, in any order.
 """
 
 import argparse
+import contextlib
 import multiprocessing
 import time
 from collections.abc import Callable
@@ -25,7 +26,7 @@ import torch
 from arguments import InputError, Parser, fail, positive
 from llama import BLOCKS, Llama, LlamaConfig
 from meter import Meter
-from report import Result, compare, plot_losses, progress_bar, save_json, summary
+from report import ON_A_CPU, Result, compare, compiling, plot_losses, progress_bar, save_json, summary
 from text import MIN_VOCAB_SIZE, Batches, TextError, count_tokens, read_text, tokenize
 
 RUNS = {"llmk": ("llmk", "inductor"), "backend": ("plain", "llmk"), "plain": ("plain", "inductor")}
@@ -108,6 +109,8 @@ def main(argv: list[str] | None = None) -> None:
 def finish(args: argparse.Namespace, settings: Settings, results: list[Result]) -> None:
     dtype = PRESETS[settings.preset].dtype
     print(compare(results, dtype))
+    if args.device.type == "cpu":
+        print(ON_A_CPU)
     plot_losses(args.out / "loss.png", f"Llama, preset {settings.preset}, on {args.device}", results)
     config = asdict(PRESETS[settings.preset].model) | asdict(settings)
     config |= {"steps": args.steps, "device": str(args.device), "dtype": str(dtype).removeprefix("torch.")}
@@ -238,8 +241,9 @@ def train(job: Job) -> Result:
     meter = Meter(job.device, settings.batch_size * settings.seq_len, WARMUP_STEPS)
     saved = time.monotonic()
     bar = progress_bar(result, job.steps)
+    first = len(result.losses)
     for step in bar:
-        with meter:
+        with meter, compiling(bar) if step == first else contextlib.nullcontext():
             tokens, target = (x.to(job.device) for x in batches(step))
             loss = loss_of(tokens, target)
             loss.backward()

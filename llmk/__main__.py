@@ -1,13 +1,16 @@
 """`python -m llmk`: the versions, the device, and what of llmk works here, tried; of what does not, why.
 
+A call is compiled up to its graphs, forward and backward. `--inductor` has Inductor make code of them and runs it. On a
+CPU that takes a C++ compiler and, the first time, most of a minute.
 Exit 1: something that should work here does not.
 """
 
+import argparse
 import importlib.metadata
 import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -21,10 +24,12 @@ WIDTH = 80
 EXTRAS = {"transformers": "llmk.transformers", "trl": "llmk.trl"}
 
 
-def try_call(device: str, compiled: bool) -> None:
-    """Run an operator, forward and backward, and compare it with what is known."""
-    torch.compiler.reset()
-    fn = torch.compile(llmk.functional.rms_norm, fullgraph=True) if compiled else llmk.functional.rms_norm
+def try_call(device: str, backend: str | None = None) -> None:
+    """Run an operator, forward and backward, compiled if there is a backend, and compare it with what is known."""
+    fn: Callable[..., torch.Tensor] = llmk.functional.rms_norm
+    if backend is not None:
+        torch.compiler.reset()
+        fn = torch.compile(fn, fullgraph=True, backend=backend)
     x = torch.full((2, 64), 3.0, device=device, dtype=torch.float32, requires_grad=True)
     y = fn(x, torch.full((64,), 2.0, device=device, dtype=torch.float32), eps=1e-6)
     y.sum().backward()
@@ -44,21 +49,23 @@ def outcome(works: str, call: Callable[[], None]) -> tuple[bool, str]:
 
 def kernels() -> tuple[bool, str]:
     if torch.cuda.is_available():
-        return outcome("Triton kernels on the GPU", lambda: try_call("cuda", compiled=False))
+        return outcome("Triton kernels on the GPU", lambda: try_call("cuda"))
     if INTERPRET:
         return True, "no GPU; calls run in the interpreter"
-    return outcome("no GPU, so calls run plain PyTorch", lambda: try_call("cpu", compiled=False))
+    return outcome("no GPU, so calls run plain PyTorch", lambda: try_call("cpu"))
 
 
 def interpreter() -> tuple[bool, str]:
     if not INTERPRET:
         return True, "off; TRITON_INTERPRET=1 runs the kernels on a CPU, for tests"
-    return outcome("kernels run in Triton's interpreter", lambda: try_call("cpu", compiled=False))
+    return outcome("kernels run in Triton's interpreter", lambda: try_call("cpu"))
 
 
-def compiling() -> tuple[bool, str]:
+def compiling(inductor: bool) -> tuple[bool, str]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return outcome(f"torch.compile on {device}, one graph", lambda: try_call(device, compiled=True))
+    if inductor:
+        return outcome(f"torch.compile on {device}, one graph", lambda: try_call(device, "inductor"))
+    return outcome("one graph, no code made of it; --inductor does that", lambda: try_call(device, "aot_eager"))
 
 
 def device_line() -> str:
@@ -77,8 +84,11 @@ def installed(distribution: str, used_by: str) -> str:
         return f"not installed; {used_by} needs it: pip install {distribution}"
 
 
-def main() -> int:
-    checks = {"kernels": kernels, "interpreter": interpreter, "compile": compiling}
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m llmk", description="Say what of llmk works on this machine.")
+    parser.add_argument("--inductor", action="store_true", help="compile and run code, too: most of a minute at first")
+    inductor = parser.parse_args(arguments).inductor
+    checks = {"kernels": kernels, "interpreter": interpreter, "compile": lambda: compiling(inductor)}
     said = {name: check() for name, check in checks.items()}
     lines = {
         "llmk": f"{llmk.__version__}, {len(OPS)} operators, {os.path.dirname(llmk.__file__)}",

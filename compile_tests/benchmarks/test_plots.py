@@ -15,7 +15,7 @@ from llmk.registry import OPS
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
-from benchmarks import growth, plot
+from benchmarks import growth, overview, plot
 
 ROOT = Path(__file__).resolve().parents[2]
 ABOUT = {"device": "NVIDIA H200", "torch": "2.11.0", "dtype": "torch.bfloat16", "date": "2026-11-20"}
@@ -157,19 +157,6 @@ def test_every_curve_grows(curve: growth.Curve) -> None:
         assert op.cost(*sample.args, **sample.kwargs).bytes_full > 0
 
 
-@pytest.mark.parametrize(
-    "file", sorted((ROOT / "docs" / "_static" / "plots").glob("*.svg")), ids=lambda file: file.name
-)
-def test_committed_charts_are_of_committed_results(file: Path, tmp_path: Path) -> None:
-    source = re.search(r"<dc:source>(.*?)</dc:source>", file.read_text())
-    assert source is not None
-    results = ROOT / "benchmarks" / "results" / source[1]
-    assert results.exists()
-    plot.main([str(results), "--out", str(tmp_path), "--charts", file.stem])
-    again = f"python -m benchmarks.plot benchmarks/results/{source[1]} --out docs/_static/plots --charts {file.stem}"
-    assert texts(file) == texts(tmp_path / file.name), f"drawn from other results; draw it again: {again}"
-
-
 def test_a_chart_against_the_share_of_tokens_that_count():
     rows = [
         {"shape": [64, 16, 96], "share": share, "way": way, "ms": ms}
@@ -212,3 +199,21 @@ def test_plans_that_beat_the_chosen_one_are_counted(tmp_path: Path) -> None:
     found = texts(tmp_path / "fused_linear_ce-plans.svg")
     assert "3% less of both: 1 of 3" in found
     assert "fused_linear_ce: other plans, at 2 sizes" in found
+
+
+@pytest.mark.parametrize("name", overview.LOOKS)
+def test_the_opening_chart_is_of_the_results(name: str, tmp_path: Path) -> None:
+    overview.main(["--out", str(tmp_path)])
+    drawn, kept = tmp_path / f"overview-{name}.svg", overview.PICTURES / f"overview-{name}.svg"
+    assert texts(drawn) == texts(kept), "drawn from other results; draw it again: python -m benchmarks.overview"
+
+
+def test_the_opening_chart_mixes_no_runs() -> None:
+    step, loss = overview.groups()
+    results = json.loads((overview.RESULTS / overview.STEPS).read_text())
+    rows = {row["variant"]: row for row in results["rows"] if row["model"] == overview.MODEL}
+    shown = ("compiled", "liger", "llmk compiled")
+    assert list(step.bars.values()) == [(rows[way]["ms"], rows[way]["peak_gib"]) for way in shown]
+    runs = json.loads((overview.RESULTS / overview.LOSSES).read_text())["runs"]
+    times = [{case["ms"] for case in run["cases"]} for run in runs]
+    assert sum({ms for ms, _ in loss.bars.values()} <= of_run for of_run in times) == 1

@@ -2,12 +2,14 @@
 
 import importlib
 import importlib.util
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from compile_tests.helpers.pages import PAGES, PYTHON_PAGES, ROOT, blocks, script_of
 from compile_tests.helpers.scripts import run_script
@@ -87,3 +89,27 @@ def test_readme_names_every_operator() -> None:
     for op in OPS.values():
         file = f"{op.module.removeprefix('llmk.').replace('.', '/')}.py"
         assert re.search(rf"`{op.name}`[^\]]*\]\({file}\)", readme), op.name
+
+
+def test_pages_of_operators_are_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They say when another way is better; targets, and what missed them, are on the contributors' page."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    page = pytest.importorskip("benchmark_page")
+    for op in ("softmax", "fused_linear_ce", "rms_norm"):
+        text = "\n".join([*page.benchmark_of(op, ROOT, "plots"), page.when_not(op)])
+        assert not re.search(r"\btargets? (?:is|of)\b|\bmissed\b|\breached\b|% over", text)
+    assert "4096x131072: QuACK takes 1.44 ms, llmk 1.61" in page.when_not("softmax")
+    assert "compiled PyTorch takes 5.73 ms, llmk 6.78" in page.when_not("linear_logprobs")
+    assert "PyTorch's own code takes the same time and memory" in page.when_not("relu_squared")
+    assert page.when_not("rms_norm").startswith("For inference alone")
+    assert "missed" in page.targets()
+
+
+def test_the_gallery_is_what_the_backend_makes() -> None:
+    """Of one of its models, whose graph is made again."""
+    gallery = pytest.importorskip("compile_tests.helpers.gallery")
+    kept = json.loads(gallery.RESULT.read_text())
+    assert list(kept["models"]) == list(gallery.PUBLIC)
+    if kept["versions"] != {"torch": torch.__version__, "transformers": gallery.transformers.__version__}:
+        pytest.skip("made with other versions")
+    assert gallery.graphs_of("Starcoder2") == kept["models"]["Starcoder2"]

@@ -74,6 +74,18 @@ def test_what_a_run_leaves(trained):
     assert max(map(len, printed.replace(str(out), "runs").splitlines())) <= 80
 
 
+def test_says_that_the_first_step_compiles(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    monkeypatch.syspath_prepend(str(TRAIN.parent))
+    report = importlib.import_module("report")
+    with report.compiling(report.progress_bar(report.Result("llmk", losses=[]), 3)):
+        pass
+    assert "the first step compiles, which takes 15 to 60 s" in capfd.readouterr().err
+
+
+def test_on_a_cpu_the_table_says_what_it_shows(trained):
+    assert "Speed and memory say\nnothing of a GPU" in trained[1]
+
+
 def test_resumed_run_equals_uninterrupted(trained, text: Path, tmp_path: Path):
     for args in (["--steps", 3], ["--steps", 6, "--resume"]):
         done = run_train(*SMALL, "--text", text, "--out", tmp_path, "--no-baseline", *args)

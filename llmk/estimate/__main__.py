@@ -1,0 +1,114 @@
+"""`python -m llmk.estimate CONFIG_OR_SIZES --tokens N`: what a training step of a model takes, with llmk and without.
+
+CONFIG_OR_SIZES is a `config.json` of transformers, a folder with one, or sizes such as
+`hidden=2048,intermediate=8192,layers=16,heads=32,kv_heads=8,vocabulary=128256`.
+
+Nothing runs: times are those of measured tables, scaled to the sizes, and memory is counted. `llmk.estimate` has the
+formula, and the documentation says how far it was from the training steps that were measured.
+Exit 2: there is no such file, or it is of a model that the formula does not know.
+"""
+
+import argparse
+import json
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import llmk.estimate
+from llmk.estimate import FIGURES, PARTS, WAYS, Sizes, estimate, parameters, sizes_from, sizes_of
+
+WIDTH = 80
+TITLES = {"rest": "the rest", "step": "step, in all"}
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m llmk.estimate",
+        description="Estimate a training step of a model.",
+        epilog=llmk.estimate.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "model", metavar="CONFIG_OR_SIZES", help="a config.json, its folder, or hidden=2048,layers=16,..."
+    )
+    parser.add_argument("--tokens", type=int, required=True, metavar="N", help="of a step, on one GPU")
+    parser.add_argument("--sequence", type=int, metavar="S", help="tokens of a sequence; 2048 by default, or N")
+    parser.add_argument("--gpu", choices=sorted(FIGURES["gpus"]), default="h200", help="h200 by default")
+    options = parser.parse_args(arguments)
+    if options.tokens < 1:
+        parser.error(f"argument --tokens: expected at least 1, got {options.tokens}")
+    options.sequence = options.sequence or min(2048, options.tokens)
+    if not 1 <= options.sequence <= options.tokens:
+        parser.error(f"argument --sequence: expected 1 to {options.tokens}, the tokens, got {options.sequence}")
+    try:
+        options.sizes = sizes(options.model)
+    except (OSError, ValueError) as error:
+        parser.error(f"argument CONFIG_OR_SIZES: {error}")
+    return options
+
+
+def sizes(model: str) -> Sizes:
+    path = Path(model)
+    if path.is_dir():
+        path = path / "config.json"
+    if "=" in model and not path.exists():
+        return sizes_from(model)
+    return sizes_of(json.loads(path.read_text()))
+
+
+def lines(options: argparse.Namespace) -> Iterator[str]:
+    found = estimate(options.sizes, options.tokens, options.sequence, options.gpu)
+    measured = FIGURES["gpus"][options.gpu]
+    yield (
+        f"{options.tokens:,} tokens in sequences of {options.sequence:,}, {parameters(options.sizes) / 1e9:.2f}e9 "
+        f"parameters, bfloat16, AdamW"
+    )
+    yield f"An estimate from tables of {measured['date']}, one {measured['device']}"
+    yield ""
+    yield f"{'':<12}" + "".join(f"{way:>17}" for way in WAYS)
+    yield f"{'':<12}" + f"{'GiB':>9}{'ms':>8}" * len(WAYS)
+    for part in (*PARTS, "rest", "step"):
+        if part != "step" and not any(found[way][part]["gib"] for way in WAYS):
+            continue
+        yield f"{TITLES.get(part, part):<12}" + "".join(cells(found[way][part]) for way in WAYS)
+    yield ""
+    for note in notes(options.sizes, options.tokens, options.gpu):
+        yield from textwrap.wrap(note, WIDTH)
+
+
+def cells(part: dict[str, Any]) -> str:
+    ms = "-" if part["ms"] is None else f"{part['ms']:.1f}"
+    return f"{part['gib']:>9.2f}{ms:>8}"
+
+
+def notes(sizes: Sizes, tokens: int, gpu: str) -> Iterator[str]:
+    """What the figures leave out, and what was assumed."""
+    norms = f"{sizes.norms} norms a layer" + (", and of queries and keys" if sizes.qk_norm else "")
+    yield f"Assumed: {norms}; no activation checkpointing; every token counts."
+    yield (
+        "The rest is the layers' matrix products, attention, the optimizer, and weights and moments: the same for all. "
+        "The step's memory is its peak."
+    )
+    if gpu == "h200":
+        added = 1e-6 * FIGURES["float32_logits_ns"] * tokens * sizes.vocabulary
+        yield (
+            f"llmk's logits were bfloat16 in these tables. Float32, the default since, added {added:.1f} ms at this "
+            "size by what was measured on an H100."
+        )
+        yield "Compiled PyTorch is without the attention mask that transformers materializes, which takes longer."
+    else:
+        yield "A dash was not measured on this GPU. The memory does not depend on it."
+    if sizes.vocabulary % 8:
+        yield "The vocabulary is no multiple of 8: plain PyTorch's products take several times as long as said here."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    for line in lines(parse(arguments)):
+        print(line)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
