@@ -39,6 +39,7 @@ from llmk.ops.pointwise.gated_units import geglu, swiglu
 from llmk.ops.pointwise.relu_squared import relu_squared
 from llmk.ops.rotary.qk_norm_rope import qk_norm_rope
 from llmk.ops.rotary.rope import rope
+from llmk.ops.recurrence.gated_delta_rule import gated_delta_rule
 from llmk.ops.softmax.attention_residual import attention_residual
 from llmk.ops.softmax.softmax import softmax
 from llmk.ops.softmax.sparsemax import sparsemax
@@ -59,6 +60,7 @@ __all__ = [
     "fused_linear_jsd_ce",
     "fused_linear_policy",
     "fused_linear_preference",
+    "gated_delta_rule",
     "geglu",
     "giou_loss",
     "group_norm",

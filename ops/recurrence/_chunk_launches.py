@@ -1,0 +1,174 @@
+"""Launches the kernels of the recurrence: the forward pass, and the backward pass, which makes anew what it needs."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llmk.ops.common.rows import contiguous
+from llmk.ops.recurrence._chunk_kernels import (
+    chunk_keys_backward_kernel,
+    chunk_outputs_kernel,
+    chunk_scores_backward_kernel,
+    chunk_scores_kernel,
+    chunk_states_backward_kernel,
+    chunk_states_kernel,
+    l2_norm_kernel,
+    sum_heads_kernel,
+)
+from llmk.ops.recurrence._chunks import CHUNK, L2_EPS, sequence_indices
+from llmk.registry import cdiv, empty, next_power_of_2, wrap_triton
+
+C = {"C": CHUNK}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What all kernels read, contiguous; queries and keys normalized where they are to be."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor | None
+    initial: Tensor | None
+    index: Tensor | None
+    scale: float
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int, int]:
+        """T, N, H, HK, K and V."""
+        (_, T, H, V), (HK, K) = self.v.shape, self.q.shape[2:]
+        return T, cdiv(T, CHUNK), H, HK, K, V
+
+    @property
+    def rows(self) -> int:
+        return self.v.shape[0] * self.v.shape[2]
+
+    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        return empty(shape, dtype or self.q.dtype, self.q.device)
+
+    def columns(self, most: int, size: int) -> int:
+        """A block of so many of an axis of `size`."""
+        return min(most, max(16, next_power_of_2(size)))
+
+
+def inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    initial_state: Tensor | None,
+    sequence_ids: Tensor | None,
+    scale: float,
+    l2_norm_qk: bool,
+) -> Inputs:
+    q, k, v, g = (x.contiguous() for x in (q, k, v, g))
+    index = None if sequence_ids is None else sequence_indices(sequence_ids)
+    q, k = (_l2_normalized(q), _l2_normalized(k)) if l2_norm_qk else (q, k)
+    return Inputs(q, k, v, g, contiguous(beta), contiguous(initial_state), index, scale)
+
+
+def _rows_tile(K: int) -> dict[str, int]:
+    block_k = next_power_of_2(K)
+    return {"BLOCK_M": max(1, 2048 // block_k), "BLOCK_K": block_k, "num_warps": 4}
+
+
+def _l2_normalized(x: Tensor) -> Tensor:
+    K, tile = x.shape[-1], _rows_tile(x.shape[-1])
+    M, y = x.numel() // K, empty(x.shape, x.dtype, x.device)
+    wrap_triton(l2_norm_kernel)[(cdiv(M, tile["BLOCK_M"]),)](x, y, M, K, L2_EPS, **tile)
+    return y
+
+
+def sum_heads(grad: Tensor, x: Tensor, l2_norm_qk: bool) -> Tensor:
+    """The gradient of queries or keys from those `[B, T, H, K]` of their value heads."""
+    K, tile = x.shape[-1], _rows_tile(x.shape[-1])
+    M, dx = x.numel() // K, empty(x.shape, x.dtype, x.device)
+    group = grad.shape[2] // x.shape[2]
+    wrap_triton(sum_heads_kernel)[(cdiv(M, tile["BLOCK_M"]),)](
+        grad, x.contiguous() if l2_norm_qk else None, dx, M, K, group, L2_EPS, **tile
+    )
+    return dx
+
+
+def _scores(x: Inputs) -> tuple[Tensor, Tensor | None]:
+    T, N, H, HK, K, _ = x.sizes
+    scores = x.buffer((x.rows, N, CHUNK, CHUNK))
+    inverse = None if x.beta is None else x.buffer((x.rows, N, CHUNK, CHUNK))
+    tile = {"BLOCK_K": x.columns(128 // x.q.element_size(), K), "LEVELS": CHUNK.bit_length() - 1, "num_warps": 4}
+    wrap_triton(chunk_scores_kernel)[(x.rows * N,)](
+        x.q, x.k, x.g, x.beta, x.index, scores, inverse, x.scale, T, N, H, HK, K, **C, **tile
+    )
+    return scores, inverse
+
+
+def _state_tile(x: Inputs) -> dict[str, int]:
+    """A state's block of columns: all keys beside it, 8192 elements at most."""
+    block_k = x.columns(256, x.q.shape[-1])
+    return {"BLOCK_K": block_k, "BLOCK_V": x.columns(min(64, 8192 // block_k), x.v.shape[-1]), "num_warps": 4}
+
+
+def _states(
+    x: Inputs, inverse: Tensor | None, dtype: torch.dtype, final: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Each chunk's first state and U; the last state is written into `final`."""
+    T, N, H, HK, K, V = x.sizes
+    states = x.buffer((x.rows, N, K, V), dtype)
+    u = x.v if x.beta is None else x.buffer(x.v.shape)
+    tile = _state_tile(x)
+    wrap_triton(chunk_states_kernel)[(x.rows * cdiv(V, tile["BLOCK_V"]),)](
+        x.k, x.v, x.g, x.beta, x.index, inverse, x.initial, states, u, final, T, N, H, HK, K, V, **C, **tile
+    )
+    return states, u
+
+
+def launch_forward(x: Inputs) -> tuple[Tensor, Tensor]:
+    T, N, H, HK, K, V = x.sizes
+    out = x.buffer(x.v.shape)
+    final = x.buffer((x.v.shape[0], H, K, V), torch.float32)
+    scores, inverse = _scores(x)
+    states, u = _states(x, inverse, x.q.dtype, final)
+    tile = {"BLOCK_K": x.columns(128 // x.q.element_size(), K), "BLOCK_V": x.columns(64, V), "num_warps": 4}
+    wrap_triton(chunk_outputs_kernel)[(x.rows * N * cdiv(V, tile["BLOCK_V"]),)](
+        x.q, u, x.g, x.index, scores, states, out, x.scale, T, N, H, HK, K, V, **C, **tile
+    )
+    return out, final
+
+
+def launch_backward(
+    x: Inputs, grad_out: Tensor, grad_final: Tensor, need_initial_state: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The gradients of q and k as the kernels read them, for each value head, of v, g, beta and the initial state."""
+    T, N, H, HK, K, V = x.sizes
+    do, dfinal = grad_out.contiguous(), grad_final.contiguous()
+    scores, inverse = _scores(x)
+    states, u = _states(x, inverse, torch.float32, None)
+    dstates, dv = x.buffer(tuple(states.shape), torch.float32), x.buffer(x.v.shape)
+    dr = None if x.beta is None else x.buffer(x.v.shape, torch.float32)
+    dinitial = x.buffer(dfinal.shape, torch.float32) if need_initial_state else None
+    tile = _state_tile(x)
+    wrap_triton(chunk_states_backward_kernel)[(x.rows * cdiv(V, tile["BLOCK_V"]),)](
+        do, dfinal, x.q, x.k, x.g, x.beta, x.index, scores, inverse, dstates, dr, dv, dinitial, x.scale,
+        T, N, H, HK, K, V, **C, **tile,
+    )  # fmt: skip
+    dscores, dg_part = x.buffer(tuple(scores.shape)), x.buffer(x.g.shape, torch.float32)
+    dkk = dbeta_part = dbeta = None
+    if x.beta is not None:
+        dkk, dbeta_part = x.buffer(tuple(scores.shape)), x.buffer(x.g.shape, torch.float32)
+        dbeta = x.buffer(x.beta.shape, x.beta.dtype)
+    size = x.q.element_size()
+    tile = {"BLOCK_K": x.columns(128 // size, K), "BLOCK_V": x.columns(128 // size, V), "num_warps": 4}
+    wrap_triton(chunk_scores_backward_kernel)[(x.rows * N,)](
+        do, x.q, x.k, x.v, u, dr, x.g, x.beta, x.index, dscores, dkk, dg_part, dbeta_part, x.scale,
+        T, N, H, HK, K, V, **C, **tile,
+    )  # fmt: skip
+    dq, dk = (x.buffer((*x.v.shape[:3], K), torch.float32) for _ in range(2))
+    dg = x.buffer(x.g.shape, x.g.dtype)
+    tile = {"BLOCK_K": x.columns(128 // size, K), "BLOCK_V": x.columns(128 // size, V), "num_warps": 4}
+    wrap_triton(chunk_keys_backward_kernel)[(x.rows * N,)](
+        do, x.q, x.k, u, dr, x.g, x.beta, x.index, states, dstates, dscores, dkk, dg_part, dbeta_part,
+        dq, dk, dg, dbeta, x.scale, T, N, H, HK, K, V, **C, **tile,
+    )  # fmt: skip
+    return dq, dk, dv, dg, dbeta, dinitial
