@@ -86,39 +86,11 @@ def _to_end(g, index_ptr, rows, chunk, T, C: tl.constexpr):
 
 
 @jit
-def _of_whole(g, index_ptr, chunk, T, C: tl.constexpr):
-    """The decay of a whole chunk."""
-    whole = exp(tl.sum(g, axis=0))
-    if index_ptr is not None:
-        whole = tl.where(_index(index_ptr, chunk * C + C - 1, T) == _index(index_ptr, chunk * C - 1, T), whole, 0.0)
-    return whole
-
-
-@jit
-def _unit_lower_inverse(a, C: tl.constexpr, LEVELS: tl.constexpr):
-    """(I + a)^-1 of `a [C, C]`, which is 0 on and above its diagonal, by blocks of twice the size each turn.
-
-    Where X has the inverses of the blocks of s rows on its diagonal and L the part of `a` in the lower left corner of
-    those of 2 s, X - X L X has the inverses of these.
-    """
-    t = tl.arange(0, C)
-    i, j = t[:, None], t[None, :]
-    x = tl.where(i == j, 1.0, 0.0) - tl.where((i // 2 == j // 2) & (i != j), a, 0.0)
-    for level in range(1, LEVELS):
-        size = 1 << level
-        corner = (i // (2 * size) == j // (2 * size)) & (i // size != j // size)
-        x -= tl.dot(
-            tl.dot(x, tl.where(corner, a, 0.0), input_precision="ieee"), x, input_precision="ieee"
-        )
-    return x
-
-
-@jit
 def chunk_scores_kernel(
-    q_ptr, k_ptr, g_ptr, beta_ptr, index_ptr, scores_ptr, inverse_ptr, scale, T, N, H, HK, K,
-    C: tl.constexpr, LEVELS: tl.constexpr, BLOCK_K: tl.constexpr,
+    q_ptr, k_ptr, g_ptr, beta_ptr, index_ptr, start_ptr, end_ptr, scores_ptr, a_ptr, scale, T, N, H, HK, K,
+    C: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """P and T of one chunk."""
+    """d, e, P and A of one chunk."""
     chunk, row = tl.program_id(0).to(tl.int64) % N, tl.program_id(0).to(tl.int64) // N
     b, h = row // H, row % H
     q_ptr += (b * T * HK + h // (H // HK)) * K
@@ -136,19 +108,74 @@ def chunk_scores_kernel(
         qk += _product(_load(q_ptr, rows, cols, T, K, HK * K), kt)
         if beta_ptr is not None:
             kk += _product(_load(k_ptr, rows, cols, T, K, HK * K), kt)
-    d = _between(_load_tokens(g_ptr, rows, T, H), index_ptr, rows, T, C)
+    g = _load_tokens(g_ptr, rows, T, H)
+    tokens = (row * N + chunk) * C + t
+    tl.store(start_ptr + tokens, _from_start(g, index_ptr, rows, chunk, T, C))
+    tl.store(end_ptr + tokens, _to_end(g, index_ptr, rows, chunk, T, C))
+    d = _between(g, index_ptr, rows, T, C)
     matrix = (row * N + chunk) * C * C
     _store(scores_ptr + matrix, qk * d * tl.cast(scale, tl.float32), t, t, C, C, C)
     if beta_ptr is not None:
         beta = _load_tokens(beta_ptr + b * T * H + h, rows, T, H)
         a = tl.where(t[:, None] > t[None, :], beta[:, None] * d * kk, 0.0)
-        _store(inverse_ptr + matrix, _unit_lower_inverse(a, C, LEVELS), t, t, C, C, C)
+        _store(a_ptr + matrix, a, t, t, C, C, C)
+
+
+@jit
+def chunk_inverse_kernel(a_ptr, inverse_ptr, C: tl.constexpr, LEVELS: tl.constexpr):
+    """T of one chunk, the inverse of I + A, by blocks of twice the size each turn.
+
+    Where X has the inverses of the blocks of s rows on the diagonal and L the part of A in the lower left corners of
+    those of 2 s, X - X L X has the inverses of these.
+    """
+    matrix = tl.program_id(0).to(tl.int64) * C * C
+    t = tl.arange(0, C)
+    i, j = t[:, None], t[None, :]
+    a_ptrs = a_ptr + matrix + i * C + j
+    x = tl.where(i == j, 1.0, 0.0) - tl.load(a_ptrs, mask=(i // 2 == j // 2) & (i != j), other=0.0)
+    for level in range(1, LEVELS):
+        size = 1 << level
+        corner = tl.load(a_ptrs, mask=(i // (2 * size) == j // (2 * size)) & (i // size != j // size), other=0.0)
+        x -= tl.dot(tl.dot(x, corner, input_precision="ieee"), x, input_precision="ieee")
+    _store(inverse_ptr + matrix, x, t, t, C, C, C)
+
+
+@jit
+def _times_state(
+    k_ptr,
+    state,
+    stored_ptr,
+    rows,
+    keys,
+    cols,
+    T,
+    K,
+    V,
+    stride,
+    BLOCK_V: tl.constexpr,
+    C: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """K times a state, which has just been stored at `stored_ptr`.
+
+    A product of float32 holds the operands of its whole sum in registers: it reads the state back, PART keys at a time.
+    """
+    if PART > 0:
+        tl.debug_barrier()  # so that each thread sees what the others stored
+        product = tl.zeros((C, BLOCK_V), dtype=tl.float32)
+        for start in range(0, K, PART):
+            part = start + tl.arange(0, PART)
+            stored = _load(stored_ptr, part, cols, K, V, V).to(k_ptr.dtype.element_ty)
+            product += _product(_load(k_ptr, rows, part, T, K, stride), stored)
+    else:
+        product = _product(_load(k_ptr, rows, keys, T, K, stride), state.to(k_ptr.dtype.element_ty))
+    return product
 
 
 @jit
 def chunk_states_kernel(
-    k_ptr, v_ptr, g_ptr, beta_ptr, index_ptr, inverse_ptr, initial_ptr, states_ptr, u_ptr, final_ptr,
-    T, N, H, HK, K, V, C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    k_ptr, v_ptr, beta_ptr, start_ptr, end_ptr, inverse_ptr, initial_ptr, states_ptr, u_ptr, final_ptr,
+    T, N, H, HK, K, V, C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """The state from chunk to chunk, of one block of its columns: each chunk's first, U, and the last."""
     blocks = tl.cdiv(V, BLOCK_V)
@@ -156,9 +183,6 @@ def chunk_states_kernel(
     b, h = row // H, row % H
     k_ptr += (b * T * HK + h // (H // HK)) * K
     v_ptr += (b * T * H + h) * V
-    g_ptr += b * T * H + h
-    if index_ptr is not None:
-        index_ptr += b * T
     t, keys, cols = tl.arange(0, C), tl.arange(0, BLOCK_K), block * BLOCK_V + tl.arange(0, BLOCK_V)
     state = tl.zeros((BLOCK_K, BLOCK_V), dtype=tl.float32)
     if initial_ptr is not None:
@@ -166,20 +190,20 @@ def chunk_states_kernel(
     for step in range(0, N):
         chunk = tl.cast(step, tl.int64)
         rows = chunk * C + t
-        _store(states_ptr + (row * N + chunk) * K * V, state, keys, cols, K, V, V)
-        g = _load_tokens(g_ptr, rows, T, H)
+        stored_ptr = states_ptr + (row * N + chunk) * K * V
+        _store(stored_ptr, state, keys, cols, K, V, V)
+        tokens = (row * N + chunk) * C + t
         u = _load(v_ptr, rows, cols, T, V, H * V).to(tl.float32)
         if beta_ptr is not None:
             beta = _load_tokens(beta_ptr + b * T * H + h, rows, T, H)
-            d = _from_start(g, index_ptr, rows, chunk, T, C)
-            k = _load(k_ptr, rows, keys, T, K, HK * K)
-            r = beta[:, None] * (u - d[:, None] * _product(k, state.to(k_ptr.dtype.element_ty)))
+            d = tl.load(start_ptr + tokens)
+            predicted = _times_state(k_ptr, state, stored_ptr, rows, keys, cols, T, K, V, HK * K, BLOCK_V, C, PART)
+            r = beta[:, None] * (u - d[:, None] * predicted)
             inverse = _load(inverse_ptr + (row * N + chunk) * C * C, t, t, C, C, C)
             u = _product(inverse, r.to(k_ptr.dtype.element_ty))
             _store(u_ptr + (b * T * H + h) * V, u, rows, cols, T, V, H * V)
-        e = _to_end(g, index_ptr, rows, chunk, T, C)
+        e, whole = tl.load(end_ptr + tokens), tl.load(start_ptr + (row * N + chunk) * C + C - 1)
         kt = _load_transposed(k_ptr, rows, keys, T, K, HK * K)
-        whole = _of_whole(g, index_ptr, chunk, T, C)
         state = whole * state + _product(kt, (e[:, None] * u).to(k_ptr.dtype.element_ty))
     if final_ptr is not None:
         _store(final_ptr + row * K * V, state, keys, cols, K, V, V)
@@ -187,7 +211,7 @@ def chunk_states_kernel(
 
 @jit
 def chunk_outputs_kernel(
-    q_ptr, u_ptr, g_ptr, index_ptr, scores_ptr, states_ptr, out_ptr, scale, T, N, H, HK, K, V,
+    q_ptr, u_ptr, start_ptr, scores_ptr, states_ptr, out_ptr, scale, T, N, H, HK, K, V,
     C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """O of one chunk and one block of columns."""
@@ -196,8 +220,6 @@ def chunk_outputs_kernel(
     chunk, row = place % N, place // N
     b, h = row // H, row % H
     q_ptr += (b * T * HK + h // (H // HK)) * K
-    if index_ptr is not None:
-        index_ptr += b * T
     t, cols = tl.arange(0, C), block * BLOCK_V + tl.arange(0, BLOCK_V)
     rows = chunk * C + t
     out = tl.zeros((C, BLOCK_V), dtype=tl.float32)
@@ -205,8 +227,7 @@ def chunk_outputs_kernel(
         keys = start + tl.arange(0, BLOCK_K)
         state = _load(states_ptr + (row * N + chunk) * K * V, keys, cols, K, V, V)
         out += _product(_load(q_ptr, rows, keys, T, K, HK * K), state.to(q_ptr.dtype.element_ty))
-    g = _load_tokens(g_ptr + b * T * H + h, rows, T, H)
-    out *= (tl.cast(scale, tl.float32) * _from_start(g, index_ptr, rows, chunk, T, C))[:, None]
+    out *= (tl.cast(scale, tl.float32) * tl.load(start_ptr + (row * N + chunk) * C + t))[:, None]
     scores = _load(scores_ptr + (row * N + chunk) * C * C, t, t, C, C, C)
     out += _product(scores, _load(u_ptr + (b * T * H + h) * V, rows, cols, T, V, H * V))
     _store(out_ptr + (b * T * H + h) * V, out, rows, cols, T, V, H * V)
@@ -214,9 +235,9 @@ def chunk_outputs_kernel(
 
 @jit
 def chunk_states_backward_kernel(
-    do_ptr, dfinal_ptr, q_ptr, k_ptr, g_ptr, beta_ptr, index_ptr, scores_ptr, inverse_ptr,
+    do_ptr, dfinal_ptr, q_ptr, k_ptr, beta_ptr, start_ptr, end_ptr, scores_ptr, inverse_ptr,
     dstates_ptr, dr_ptr, dv_ptr, dinitial_ptr, scale,
-    T, N, H, HK, K, V, C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    T, N, H, HK, K, V, C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """The state's gradient from the last chunk to the first, of one block of columns: at each chunk's end, dR and dV."""
     scale = tl.cast(scale, tl.float32)
@@ -225,25 +246,25 @@ def chunk_states_backward_kernel(
     b, h = row // H, row % H
     q_ptr += (b * T * HK + h // (H // HK)) * K
     k_ptr += (b * T * HK + h // (H // HK)) * K
-    g_ptr += b * T * H + h
-    if index_ptr is not None:
-        index_ptr += b * T
     values = (b * T * H + h) * V
     t, keys, cols = tl.arange(0, C), tl.arange(0, BLOCK_K), block * BLOCK_V + tl.arange(0, BLOCK_V)
     dstate = _load(dfinal_ptr + row * K * V, keys, cols, K, V, V)
     for step in range(0, N):
         chunk = tl.cast(N - 1 - step, tl.int64)
         rows, matrix = chunk * C + t, (row * N + chunk) * C * C
-        _store(dstates_ptr + (row * N + chunk) * K * V, dstate, keys, cols, K, V, V)
-        g = _load_tokens(g_ptr, rows, T, H)
-        d = _from_start(g, index_ptr, rows, chunk, T, C)
+        stored_ptr = dstates_ptr + (row * N + chunk) * K * V
+        _store(stored_ptr, dstate, keys, cols, K, V, V)
+        tokens = (row * N + chunk) * C
+        d, e, whole = (
+            tl.load(start_ptr + tokens + t),
+            tl.load(end_ptr + tokens + t),
+            tl.load(start_ptr + tokens + C - 1),
+        )
         do = _load(do_ptr + values, rows, cols, T, V, H * V)
-        k = _load(k_ptr, rows, keys, T, K, HK * K)
-        e = _to_end(g, index_ptr, rows, chunk, T, C)
-        dr = e[:, None] * _product(k, dstate.to(k_ptr.dtype.element_ty))
+        dr = _times_state(k_ptr, dstate, stored_ptr, rows, keys, cols, T, K, V, HK * K, BLOCK_V, C, PART)
+        dr *= e[:, None]
         dr += _product(_load_transposed(scores_ptr + matrix, t, t, C, C, C), do)
         qt = _load_transposed(q_ptr, rows, keys, T, K, HK * K)
-        whole = _of_whole(g, index_ptr, chunk, T, C)
         dstate = whole * dstate + _product(qt, ((scale * d)[:, None] * do).to(k_ptr.dtype.element_ty))
         if beta_ptr is not None:
             beta = _load_tokens(beta_ptr + b * T * H + h, rows, T, H)
@@ -318,7 +339,7 @@ def chunk_scores_backward_kernel(
 
 @jit
 def chunk_keys_backward_kernel(
-    do_ptr, q_ptr, k_ptr, u_ptr, dr_ptr, g_ptr, beta_ptr, index_ptr, states_ptr, dstates_ptr, dscores_ptr, dkk_ptr,
+    do_ptr, q_ptr, k_ptr, u_ptr, dr_ptr, beta_ptr, start_ptr, end_ptr, states_ptr, dstates_ptr, dscores_ptr, dkk_ptr,
     dg_part_ptr, dbeta_part_ptr, dq_ptr, dk_ptr, dg_ptr, dbeta_ptr, scale, T, N, H, HK, K, V,
     C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -329,12 +350,9 @@ def chunk_keys_backward_kernel(
     q_ptr += (b * T * HK + h // (H // HK)) * K
     k_ptr += (b * T * HK + h // (H // HK)) * K
     values, matrix, state = (b * T * H + h) * V, (row * N + chunk) * C * C, (row * N + chunk) * K * V
-    if index_ptr is not None:
-        index_ptr += b * T
     t = tl.arange(0, C)
     rows = chunk * C + t
-    g = _load_tokens(g_ptr + b * T * H + h, rows, T, H)
-    d, e = _from_start(g, index_ptr, rows, chunk, T, C), _to_end(g, index_ptr, rows, chunk, T, C)
+    d, e = tl.load(start_ptr + (row * N + chunk) * C + t), tl.load(end_ptr + (row * N + chunk) * C + t)
     from_start = tl.zeros((C,), dtype=tl.float32)
     predicted = tl.zeros((C,), dtype=tl.float32)
     to_end = tl.zeros((C,), dtype=tl.float32)
@@ -381,7 +399,7 @@ def chunk_keys_backward_kernel(
     dg = tl.load(dg_part_ptr + tokens, mask=rows < T, other=0.0)
     dg += tl.sum(tl.where(later, from_start[:, None], 0.0), axis=0)
     dg += tl.sum(tl.where(earlier, (e * to_end)[:, None], 0.0), axis=0)
-    dg += _of_whole(g, index_ptr, chunk, T, C) * tl.sum(whole, axis=0)
+    dg += tl.load(start_ptr + (row * N + chunk) * C + C - 1) * tl.sum(whole, axis=0)
     tl.store(dg_ptr + tokens, dg.to(dg_ptr.dtype.element_ty), mask=rows < T)
 
 
@@ -395,9 +413,7 @@ def l2_norm_kernel(x_ptr, y_ptr, M, K, eps, BLOCK_M: tl.constexpr, BLOCK_K: tl.c
 
 
 @jit
-def sum_heads_kernel(
-    grad_ptr, x_ptr, dx_ptr, M, K, GROUP, eps, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
-):
+def sum_heads_kernel(grad_ptr, x_ptr, dx_ptr, M, K, GROUP, eps, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
     """The gradient of queries or keys from those of their value heads, through their L2 norm where x is given."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_K)

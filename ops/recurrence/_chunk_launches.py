@@ -7,6 +7,7 @@ from torch import Tensor
 
 from llmk.ops.common.rows import contiguous
 from llmk.ops.recurrence._chunk_kernels import (
+    chunk_inverse_kernel,
     chunk_keys_backward_kernel,
     chunk_outputs_kernel,
     chunk_scores_backward_kernel,
@@ -19,7 +20,7 @@ from llmk.ops.recurrence._chunk_kernels import (
 from llmk.ops.recurrence._chunks import CHUNK, L2_EPS, sequence_indices
 from llmk.registry import cdiv, empty, next_power_of_2, wrap_triton
 
-C = {"C": CHUNK}
+FLOAT32_CHUNK = 32
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,16 @@ class Inputs:
     def sizes(self) -> tuple[int, int, int, int, int, int]:
         """T, N, H, HK, K and V."""
         (_, T, H, V), (HK, K) = self.v.shape, self.q.shape[2:]
-        return T, cdiv(T, CHUNK), H, HK, K, V
+        return T, cdiv(T, self.chunk), H, HK, K, V
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a chunk. Products of float32 hold their operands in registers, where 64 do not fit."""
+        return FLOAT32_CHUNK if self.is_float32 else CHUNK
+
+    @property
+    def is_float32(self) -> bool:
+        return self.q.dtype == torch.float32
 
     @property
     def rows(self) -> int:
@@ -93,33 +103,51 @@ def sum_heads(grad: Tensor, x: Tensor, l2_norm_qk: bool) -> Tensor:
     return dx
 
 
-def _scores(x: Inputs) -> tuple[Tensor, Tensor | None]:
+@dataclass(frozen=True)
+class Matrices:
+    """What depends on one chunk alone: the decays from its start and to its end, P, and T with a correction."""
+
+    start: Tensor
+    end: Tensor
+    scores: Tensor
+    inverse: Tensor | None
+
+
+def _matrices(x: Inputs) -> Matrices:
     T, N, H, HK, K, _ = x.sizes
-    scores = x.buffer((x.rows, N, CHUNK, CHUNK))
-    inverse = None if x.beta is None else x.buffer((x.rows, N, CHUNK, CHUNK))
-    tile = {"BLOCK_K": x.columns(128 // x.q.element_size(), K), "LEVELS": CHUNK.bit_length() - 1, "num_warps": 4}
+    start, end = (x.buffer((x.rows, N, x.chunk), torch.float32) for _ in range(2))
+    shape = (x.rows, N, x.chunk, x.chunk)
+    scores, a = x.buffer(shape), None if x.beta is None else x.buffer(shape, torch.float32)
+    tile = {"BLOCK_K": x.columns(128 // x.q.element_size(), K), "num_warps": 4}
     wrap_triton(chunk_scores_kernel)[(x.rows * N,)](
-        x.q, x.k, x.g, x.beta, x.index, scores, inverse, x.scale, T, N, H, HK, K, **C, **tile
+        x.q, x.k, x.g, x.beta, x.index, start, end, scores, a, x.scale, T, N, H, HK, K, C=x.chunk, **tile
     )
-    return scores, inverse
+    if a is None:
+        return Matrices(start, end, scores, None)
+    inverse = x.buffer(shape)
+    levels = x.chunk.bit_length() - 1
+    wrap_triton(chunk_inverse_kernel)[(x.rows * N,)](a, inverse, C=x.chunk, LEVELS=levels, num_warps=8)
+    return Matrices(start, end, scores, inverse)
 
 
 def _state_tile(x: Inputs) -> dict[str, int]:
-    """A state's block of columns: all keys beside it, 8192 elements at most."""
+    """A state's block of columns, with all keys."""
     block_k = x.columns(256, x.q.shape[-1])
-    return {"BLOCK_K": block_k, "BLOCK_V": x.columns(min(64, 8192 // block_k), x.v.shape[-1]), "num_warps": 4}
+    if x.is_float32:
+        return {"BLOCK_K": block_k, "BLOCK_V": 16, "PART": min(block_k, 32), "num_warps": 8, "num_stages": 1}
+    block_v = x.columns(min(64, 4096 // block_k), x.v.shape[-1])
+    part, stages = (0, 2) if block_k <= 128 else (64, 1)
+    return {"BLOCK_K": block_k, "BLOCK_V": block_v, "PART": part, "num_warps": 4, "num_stages": stages}
 
 
-def _states(
-    x: Inputs, inverse: Tensor | None, dtype: torch.dtype, final: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _states(x: Inputs, m: Matrices, dtype: torch.dtype, final: Tensor | None) -> tuple[Tensor, Tensor]:
     """Each chunk's first state and U; the last state is written into `final`."""
     T, N, H, HK, K, V = x.sizes
     states = x.buffer((x.rows, N, K, V), dtype)
     u = x.v if x.beta is None else x.buffer(x.v.shape)
     tile = _state_tile(x)
     wrap_triton(chunk_states_kernel)[(x.rows * cdiv(V, tile["BLOCK_V"]),)](
-        x.k, x.v, x.g, x.beta, x.index, inverse, x.initial, states, u, final, T, N, H, HK, K, V, **C, **tile
+        x.k, x.v, x.beta, m.start, m.end, m.inverse, x.initial, states, u, final, T, N, H, HK, K, V, C=x.chunk, **tile
     )
     return states, u
 
@@ -128,11 +156,11 @@ def launch_forward(x: Inputs) -> tuple[Tensor, Tensor]:
     T, N, H, HK, K, V = x.sizes
     out = x.buffer(x.v.shape)
     final = x.buffer((x.v.shape[0], H, K, V), torch.float32)
-    scores, inverse = _scores(x)
-    states, u = _states(x, inverse, x.q.dtype, final)
+    m = _matrices(x)
+    states, u = _states(x, m, x.q.dtype, final)
     tile = {"BLOCK_K": x.columns(128 // x.q.element_size(), K), "BLOCK_V": x.columns(64, V), "num_warps": 4}
     wrap_triton(chunk_outputs_kernel)[(x.rows * N * cdiv(V, tile["BLOCK_V"]),)](
-        x.q, u, x.g, x.index, scores, states, out, x.scale, T, N, H, HK, K, V, **C, **tile
+        x.q, u, m.start, m.scores, states, out, x.scale, T, N, H, HK, K, V, C=x.chunk, **tile
     )
     return out, final
 
@@ -143,32 +171,33 @@ def launch_backward(
     """The gradients of q and k as the kernels read them, for each value head, of v, g, beta and the initial state."""
     T, N, H, HK, K, V = x.sizes
     do, dfinal = grad_out.contiguous(), grad_final.contiguous()
-    scores, inverse = _scores(x)
-    states, u = _states(x, inverse, torch.float32, None)
+    m = _matrices(x)
+    states, u = _states(x, m, torch.float32, None)
     dstates, dv = x.buffer(tuple(states.shape), torch.float32), x.buffer(x.v.shape)
     dr = None if x.beta is None else x.buffer(x.v.shape, torch.float32)
     dinitial = x.buffer(dfinal.shape, torch.float32) if need_initial_state else None
     tile = _state_tile(x)
     wrap_triton(chunk_states_backward_kernel)[(x.rows * cdiv(V, tile["BLOCK_V"]),)](
-        do, dfinal, x.q, x.k, x.g, x.beta, x.index, scores, inverse, dstates, dr, dv, dinitial, x.scale,
-        T, N, H, HK, K, V, **C, **tile,
+        do, dfinal, x.q, x.k, x.beta, m.start, m.end, m.scores, m.inverse, dstates, dr, dv, dinitial, x.scale,
+        T, N, H, HK, K, V, C=x.chunk, **tile,
     )  # fmt: skip
-    dscores, dg_part = x.buffer(tuple(scores.shape)), x.buffer(x.g.shape, torch.float32)
+    dscores, dg_part = x.buffer(tuple(m.scores.shape)), x.buffer(x.g.shape, torch.float32)
     dkk = dbeta_part = dbeta = None
     if x.beta is not None:
-        dkk, dbeta_part = x.buffer(tuple(scores.shape)), x.buffer(x.g.shape, torch.float32)
+        dkk, dbeta_part = x.buffer(tuple(m.scores.shape)), x.buffer(x.g.shape, torch.float32)
         dbeta = x.buffer(x.beta.shape, x.beta.dtype)
     size = x.q.element_size()
     tile = {"BLOCK_K": x.columns(128 // size, K), "BLOCK_V": x.columns(128 // size, V), "num_warps": 4}
     wrap_triton(chunk_scores_backward_kernel)[(x.rows * N,)](
         do, x.q, x.k, x.v, u, dr, x.g, x.beta, x.index, dscores, dkk, dg_part, dbeta_part, x.scale,
-        T, N, H, HK, K, V, **C, **tile,
+        T, N, H, HK, K, V, C=x.chunk, **tile,
     )  # fmt: skip
     dq, dk = (x.buffer((*x.v.shape[:3], K), torch.float32) for _ in range(2))
     dg = x.buffer(x.g.shape, x.g.dtype)
-    tile = {"BLOCK_K": x.columns(128 // size, K), "BLOCK_V": x.columns(128 // size, V), "num_warps": 4}
+    block = 16 if x.is_float32 else 32
+    tile = {"BLOCK_K": x.columns(block, K), "BLOCK_V": x.columns(block, V), "num_warps": 4, "num_stages": 1}
     wrap_triton(chunk_keys_backward_kernel)[(x.rows * N,)](
-        do, x.q, x.k, u, dr, x.g, x.beta, x.index, states, dstates, dscores, dkk, dg_part, dbeta_part,
-        dq, dk, dg, dbeta, x.scale, T, N, H, HK, K, V, **C, **tile,
+        do, x.q, x.k, u, dr, x.beta, m.start, m.end, states, dstates, dscores, dkk, dg_part, dbeta_part,
+        dq, dk, dg, dbeta, x.scale, T, N, H, HK, K, V, C=x.chunk, **tile,
     )  # fmt: skip
     return dq, dk, dv, dg, dbeta, dinitial

@@ -76,9 +76,7 @@ def _(q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk):
 
 @gated_delta_rule_bwd.register_kernel("cpu")
 def _(grad, grad_state, q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk, need_initial_state):
-    *grads, dinitial = backward_cpu(
-        grad, grad_state, q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk
-    )
+    *grads, dinitial = backward_cpu(grad, grad_state, q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk)
     return *grads, dinitial if need_initial_state else no_gradient(grad)
 
 
