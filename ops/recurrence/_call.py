@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from llmk.registry import Cost, Sample, check_dtype, check_finite, check_parameter, check_same, check_shape
+from llmk.registry import Cost, check_dtype, check_finite, check_parameter, check_same, check_shape
 
 LARGEST_HEAD = 256
 

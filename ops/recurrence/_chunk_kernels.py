@@ -239,7 +239,7 @@ def chunk_states_backward_kernel(
     dstates_ptr, dr_ptr, dv_ptr, dinitial_ptr, scale,
     T, N, H, HK, K, V, C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """The state's gradient from the last chunk to the first, of one block of columns: at each chunk's end, dR and dV."""
+    """The state's gradient from the last chunk to the first, of one block of columns, dR and dV."""
     scale = tl.cast(scale, tl.float32)
     blocks = tl.cdiv(V, BLOCK_V)
     row, block = tl.program_id(0).to(tl.int64) // blocks, tl.program_id(0) % blocks

@@ -227,7 +227,7 @@ def chunked_reference(
     l2_norm_qk: bool,
     sequence_ids: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The chunked composition: each product's operands are rounded to the dtype of q, all else is float32 or float64."""
+    """The chunked composition: each product's operands are rounded to the dtype of q, the rest float32 or float64."""
     dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
     q, k, v, g = (x.to(wide) for x in (q, k, v, g))
     q, k = (l2_normalized(q), l2_normalized(k)) if l2_norm_qk else (q, k)

@@ -161,8 +161,8 @@ def gated_delta_rule(
     Args:
         q: Queries `[B, T, HK, K]`, float32, float16 or bfloat16, any strides, K up to 256.
         k: Keys, shape and dtype of `q`.
-        v: Values `[B, T, H, V]` in the dtype of `q`, H a multiple of HK, V up to 256: key head i serves the H / HK value
-            heads from i * H / HK on.
+        v: Values `[B, T, H, V]` in the dtype of `q`, H a multiple of HK, V up to 256: key head i serves the H / HK
+            value heads from i * H / HK on.
         g: Logarithms of the decays `[B, T, H]`, at most 0, any of these dtypes, float32 best.
         beta: How far each value is corrected `[B, T, H]`, any of these dtypes.
         scale: None for `K ** -0.5`.
