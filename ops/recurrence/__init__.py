@@ -1,8 +1,9 @@
 r"""Linear recurrences: attention whose state is a matrix that decays, with the delta rule's correction or without.
 
 Sources: the gated delta rule and its chunked form are Yang et al., "Gated Delta Networks", 2024,
-https://arxiv.org/abs/2412.06464; the recurrence without a correction, in chunks, is Dao and Gu, "Transformers are SSMs",
-2024, https://arxiv.org/abs/2405.21060; a later account of both is "Kimi Linear", 2025, https://arxiv.org/abs/2510.26692.
+https://arxiv.org/abs/2412.06464; the recurrence without a correction, in chunks, is Dao and Gu, "Transformers are
+SSMs", 2024, https://arxiv.org/abs/2405.21060; a later account of both is Kimi Team, "Kimi Linear", 2025,
+https://arxiv.org/abs/2510.26692.
 
 For one head, with keys and queries of K values, values of V, and a state S [K, V]:
 
@@ -52,11 +53,11 @@ correction dV = dU, and every term with dR, beta or N is left out.
 **Packed sequences.** Where t and j are in different sequences D_tj is 0; d_t is 0 where t is not in the sequence that
 the chunk's first state belongs to, e_j where j is not in that of the last token, and d_C where these two differ.
 
-**Kernels.** `chunk_scores_kernel` and `chunk_inverse_kernel` make d, e, P, A and T of every chunk, the inverse in float32
-by blocks of twice the size each time; `chunk_states_kernel` goes from chunk to chunk, a program for each head and block
-of V, and stores each chunk's S and U; `chunk_outputs_kernel` makes O. The backward pass repeats the first three, goes back
-from chunk to chunk in `chunk_states_backward_kernel`, and makes M, N and the gradients of each chunk in two kernels
-more. Gradients of a key head are those of its value heads, in float32, added in their order: no atomics. The operands
+**Kernels.** `chunk_scores_kernel` and `chunk_inverse_kernel` make d, e, P, A and T of every chunk, the inverse in
+float32 by blocks of twice the size each time; `chunk_states_kernel` goes from chunk to chunk, a program for each head
+and block of V, and stores each chunk's S and U; `chunk_outputs_kernel` makes O. The backward pass repeats the first
+three, goes back from chunk to chunk in `chunk_states_backward_kernel`, and makes M, N and the gradients of each chunk
+in two kernels more. Gradients of a key head are those of its value heads, in float32, added in their order: no atomics. The operands
 of each product are rounded once to the dtype of Q; S, T, the decays and all sums are float32.
 
 Nothing is kept for the backward pass but the inputs. For each value head and 64 tokens it has in memory S and dS', each
