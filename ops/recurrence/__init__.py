@@ -57,8 +57,8 @@ the chunk's first state belongs to, e_j where j is not in that of the last token
 float32 by blocks of twice the size each time; `chunk_states_kernel` goes from chunk to chunk, a program for each head
 and block of V, and stores each chunk's S and U; `chunk_outputs_kernel` makes O. The backward pass repeats the first
 three, goes back from chunk to chunk in `chunk_states_backward_kernel`, and makes M, N and the gradients of each chunk
-in two kernels more. Gradients of a key head are those of its value heads, in float32, added in their order: no atomics. The operands
-of each product are rounded once to the dtype of Q; S, T, the decays and all sums are float32.
+in two kernels more. Gradients of a key head are those of its value heads, in float32, added in their order: no atomics.
+The operands of each product are rounded once to the dtype of Q; S, T, the decays and all sums are float32.
 
 Nothing is kept for the backward pass but the inputs. For each value head and 64 tokens it has in memory S and dS', each
 K * V float32 numbers, four or five matrices of 64 * 64, and dR, dQ and dK in float32.
