@@ -134,7 +134,7 @@ def test_a_positive_log_decay_is_named_on_a_cpu(device: torch.device) -> None:
         pytest.skip("on a GPU nothing waits for the device to say what g is")
     tensors = inputs(1, 3, 1, 1, 4, 4, torch.float32, device)
     tensors[3][0, 1] = 0.5
-    with pytest.raises(ValueError, match="g: expected log decays of at most 0, got 0.5"):
+    with pytest.raises(ValueError, match=r"g: expected log decays of at most 0, got 0\.5"):
         gated_delta_rule(*tensors)
 
 

@@ -233,8 +233,7 @@ def chunked_reference(
     q, k = (l2_normalized(q), l2_normalized(k)) if l2_norm_qk else (q, k)
     beta, initial_state = (x if x is None else x.to(wide) for x in (beta, initial_state))
     c = in_chunks(q, k, v, g, beta, initial_state, sequence_ids)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    run = scan(c, scale, lambda a, b: _RoundedProduct.apply(a, b, dtype))
+    run = scan(c, q.shape[-1] ** -0.5 if scale is None else scale, lambda a, b: _RoundedProduct.apply(a, b, dtype))
     final = run.final if run.final is not initial_state else run.final.clone()
     return c.joined(run.out).to(dtype).contiguous(), final
 
