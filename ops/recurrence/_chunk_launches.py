@@ -25,7 +25,7 @@ FLOAT32_CHUNK = 32
 
 @dataclass(frozen=True)
 class Inputs:
-    """What all kernels read, contiguous; queries and keys normalized where they are to be."""
+    """What all kernels read, contiguous and padded; queries and keys normalized where they are to be."""
 
     q: Tensor
     k: Tensor
@@ -63,6 +63,26 @@ class Inputs:
         return min(most, max(16, next_power_of_2(size)))
 
 
+ALIGNED = 16
+"""Heads have a multiple of so many values, zeros added if need be: then Triton reads 16 bytes at a time, and needs an
+address for each 16 bytes instead of each element, which would not fit in registers."""
+
+
+def padded(x: Tensor, axes: int = 1) -> Tensor:
+    """x, contiguous, with zeros up to a multiple of ALIGNED along its last axes."""
+    missing = [-size % ALIGNED for size in x.shape[-axes:]]
+    if not any(missing):
+        return x.contiguous()
+    return torch.nn.functional.pad(x, [n for end in reversed(missing) for n in (0, end)]).contiguous()
+
+
+def cut(x: Tensor, *sizes: int) -> Tensor:
+    """x without the zeros that `padded` added: its last axes have these sizes."""
+    for axis, size in enumerate(sizes, -len(sizes)):
+        x = x if x.shape[axis] == size else x.narrow(axis, 0, size)
+    return x.contiguous()
+
+
 def inputs(
     q: Tensor,
     k: Tensor,
@@ -74,10 +94,11 @@ def inputs(
     scale: float,
     l2_norm_qk: bool,
 ) -> Inputs:
-    q, k, v, g = (x.contiguous() for x in (q, k, v, g))
+    q, k, v, g = padded(q), padded(k), padded(v), g.contiguous()
+    initial = None if initial_state is None else padded(initial_state, 2)
     index = None if sequence_ids is None else sequence_indices(sequence_ids)
     q, k = (_l2_normalized(q), _l2_normalized(k)) if l2_norm_qk else (q, k)
-    return Inputs(q, k, v, g, contiguous(beta), contiguous(initial_state), index, scale)
+    return Inputs(q, k, v, g, contiguous(beta), initial, index, scale)
 
 
 def _rows_tile(K: int) -> dict[str, int]:
@@ -93,14 +114,15 @@ def _l2_normalized(x: Tensor) -> Tensor:
 
 
 def sum_heads(grad: Tensor, x: Tensor, l2_norm_qk: bool) -> Tensor:
-    """The gradient of queries or keys from those `[B, T, H, K]` of their value heads."""
+    """The gradient of the queries or keys x from those `[B, T, H, K]` of their value heads, padded."""
+    width, x = x.shape[-1], padded(x)
     K, tile = x.shape[-1], _rows_tile(x.shape[-1])
     M, dx = x.numel() // K, empty(x.shape, x.dtype, x.device)
     group = grad.shape[2] // x.shape[2]
     wrap_triton(sum_heads_kernel)[(cdiv(M, tile["BLOCK_M"]),)](
-        grad, x.contiguous() if l2_norm_qk else None, dx, M, K, group, L2_EPS, **tile
+        grad, x if l2_norm_qk else None, dx, M, K, group, L2_EPS, **tile
     )
-    return dx
+    return cut(dx, width)
 
 
 @dataclass(frozen=True)
@@ -153,6 +175,7 @@ def _states(x: Inputs, m: Matrices, dtype: torch.dtype, final: Tensor | None) ->
 
 
 def launch_forward(x: Inputs) -> tuple[Tensor, Tensor]:
+    """The outputs and the last state, padded."""
     T, N, H, HK, K, V = x.sizes
     out = x.buffer(x.v.shape)
     final = x.buffer((x.v.shape[0], H, K, V), torch.float32)
@@ -168,9 +191,9 @@ def launch_forward(x: Inputs) -> tuple[Tensor, Tensor]:
 def launch_backward(
     x: Inputs, grad_out: Tensor, grad_final: Tensor, need_initial_state: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The gradients of q and k as the kernels read them, for each value head, of v, g, beta and the initial state."""
+    """The gradients of q and k (each value head's, as the kernels read them), v, g, beta and the first state, padded."""
     T, N, H, HK, K, V = x.sizes
-    do, dfinal = grad_out.contiguous(), grad_final.contiguous()
+    do, dfinal = padded(grad_out), padded(grad_final, 2)
     m = _matrices(x)
     states, u = _states(x, m, torch.float32, None)
     dstates, dv = x.buffer(tuple(states.shape), torch.float32), x.buffer(x.v.shape)

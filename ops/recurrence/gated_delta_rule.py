@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llmk.ops.recurrence._call import check_call, recurrence_cost, samples
-from llmk.ops.recurrence._chunk_launches import inputs, launch_backward, launch_forward, sum_heads
+from llmk.ops.recurrence._chunk_launches import cut, inputs, launch_backward, launch_forward, sum_heads
 from llmk.ops.recurrence._chunks import backward_cpu, chunked_reference, forward_cpu
 from llmk.registry import Cost, KernelOp, Sample, no_gradient, or_no_gradient, public_op
 
@@ -41,7 +41,8 @@ def _gated_delta_rule_fwd(
     scale: float,
     l2_norm_qk: bool,
 ) -> tuple[Tensor, Tensor]:
-    return launch_forward(inputs(q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk))
+    out, final = launch_forward(inputs(q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk))
+    return cut(out, v.shape[3]), cut(final, q.shape[3], v.shape[3])
 
 
 def _gated_delta_rule_bwd(
@@ -61,7 +62,8 @@ def _gated_delta_rule_bwd(
     x = inputs(q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk)
     dq, dk, dv, dg, dbeta, dinitial = launch_backward(x, grad, grad_state, need_initial_state)
     dq, dk = sum_heads(dq, q, l2_norm_qk), sum_heads(dk, k, l2_norm_qk)
-    return dq, dk, dv, dg, or_no_gradient(dbeta, grad), or_no_gradient(dinitial, grad)
+    dinitial = None if dinitial is None else cut(dinitial, q.shape[3], v.shape[3])
+    return dq, dk, cut(dv, v.shape[3]), dg, or_no_gradient(dbeta, grad), or_no_gradient(dinitial, grad)
 
 
 # A graph keeps each as one node: on a CPU it is a loop over the chunks.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llmk.ops.recurrence._call import check_call, recurrence_cost, samples
-from llmk.ops.recurrence._chunk_launches import inputs, launch_backward, launch_forward, sum_heads
+from llmk.ops.recurrence._chunk_launches import cut, inputs, launch_backward, launch_forward, sum_heads
 from llmk.ops.recurrence._chunks import backward_cpu, chunked_reference, forward_cpu
 from llmk.registry import Cost, KernelOp, Sample, no_gradient, or_no_gradient, public_op
 
@@ -37,7 +37,8 @@ def _gated_linear_attention_fwd(
     sequence_ids: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    return launch_forward(inputs(q, k, v, g, None, initial_state, sequence_ids, scale, False))
+    out, final = launch_forward(inputs(q, k, v, g, None, initial_state, sequence_ids, scale, False))
+    return cut(out, v.shape[3]), cut(final, q.shape[3], v.shape[3])
 
 
 def _gated_linear_attention_bwd(
@@ -54,7 +55,9 @@ def _gated_linear_attention_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     x = inputs(q, k, v, g, None, initial_state, sequence_ids, scale, False)
     dq, dk, dv, dg, _, dinitial = launch_backward(x, grad, grad_state, need_initial_state)
-    return sum_heads(dq, q, False), sum_heads(dk, k, False), dv, dg, or_no_gradient(dinitial, grad)
+    dq, dk = sum_heads(dq, q, False), sum_heads(dk, k, False)
+    dinitial = None if dinitial is None else cut(dinitial, q.shape[3], v.shape[3])
+    return dq, dk, cut(dv, v.shape[3]), dg, or_no_gradient(dinitial, grad)
 
 
 # A graph keeps each as one node: on a CPU it is a loop over the chunks.
