@@ -55,6 +55,12 @@ def _index(index_ptr, row, T):
 
 
 @jit
+def _decayed(x, d):
+    """x times decays; where one is 0, as between two sequences, it does not matter what x is."""
+    return tl.where(d == 0.0, 0.0, x * d)
+
+
+@jit
 def _between(g, index_ptr, rows, T, C: tl.constexpr):
     """D."""
     t = tl.arange(0, C)
@@ -114,10 +120,10 @@ def chunk_scores_kernel(
     tl.store(end_ptr + tokens, _to_end(g, index_ptr, rows, chunk, T, C))
     d = _between(g, index_ptr, rows, T, C)
     matrix = (row * N + chunk) * C * C
-    _store(scores_ptr + matrix, qk * d * tl.cast(scale, tl.float32), t, t, C, C, C)
+    _store(scores_ptr + matrix, _decayed(qk, d) * tl.cast(scale, tl.float32), t, t, C, C, C)
     if beta_ptr is not None:
         beta = _load_tokens(beta_ptr + b * T * H + h, rows, T, H)
-        a = tl.where(t[:, None] > t[None, :], beta[:, None] * d * kk, 0.0)
+        a = tl.where(t[:, None] > t[None, :], beta[:, None] * _decayed(kk, d), 0.0)
         _store(a_ptr + matrix, a, t, t, C, C, C)
 
 
@@ -307,7 +313,7 @@ def chunk_scores_backward_kernel(
             da -= _product(dr.to(k_ptr.dtype.element_ty), ut)
             dbeta += tl.sum(dr * _load(v_ptr + values, rows, cols, T, V, H * V).to(tl.float32), axis=1)
     d = _between(_load_tokens(g_ptr + b * T * H + h, rows, T, H), index_ptr, rows, T, C)
-    dscores *= d * tl.cast(scale, tl.float32)
+    dscores = _decayed(dscores, d) * tl.cast(scale, tl.float32)
     matrix = (row * N + chunk) * C * C
     _store(dscores_ptr + matrix, dscores, t, t, C, C, C)
     qk = tl.zeros((C, C), dtype=tl.float32)
@@ -318,7 +324,7 @@ def chunk_scores_backward_kernel(
     between = dscores * qk
     if beta_ptr is not None:
         beta = _load_tokens(beta_ptr + b * T * H + h, rows, T, H)
-        da = tl.where(t[:, None] > t[None, :], da * d, 0.0)
+        da = tl.where(t[:, None] > t[None, :], _decayed(da, d), 0.0)
         kk = tl.zeros((C, C), dtype=tl.float32)
         for start in range(0, K, BLOCK_K):
             keys = start + tl.arange(0, BLOCK_K)

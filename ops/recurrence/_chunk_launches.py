@@ -191,7 +191,7 @@ def launch_forward(x: Inputs) -> tuple[Tensor, Tensor]:
 def launch_backward(
     x: Inputs, grad_out: Tensor, grad_final: Tensor, need_initial_state: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The gradients of q and k (each value head's, as the kernels read them), v, g, beta and the first state, padded."""
+    """The gradients of q and k (each value head's, as kernels read them), v, g, beta and the first state, padded."""
     T, N, H, HK, K, V = x.sizes
     do, dfinal = padded(grad_out), padded(grad_final, 2)
     m = _matrices(x)

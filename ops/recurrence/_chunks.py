@@ -37,6 +37,11 @@ class Decays:
     whole: Tensor
 
 
+def _decayed(x: Tensor, decays: Tensor) -> Tensor:
+    """x times decays; where one is 0, as between two sequences, it does not matter what x is."""
+    return torch.where(decays == 0, 0.0, x * decays)
+
+
 def _decays(g: Tensor, index: Tensor | None) -> Decays:
     """From log decays `[B, H, N, C]` and the tokens' sequence indices `[B, 1, N, C]`."""
     C = g.shape[-1]
@@ -115,8 +120,8 @@ class Scan:
 def scan(c: Chunks, scale: float, product: Product = torch.matmul) -> Scan:
     """The forward pass; `product` multiplies matrices."""
     d, kt = c.decays, c.k.mT
-    scores = product(c.q, kt) * d.between * scale
-    inverse = None if c.beta is None else _inverse(c.beta.unsqueeze(-1) * d.between * product(c.k, kt))
+    scores = _decayed(product(c.q, kt), d.between) * scale
+    inverse = None if c.beta is None else _inverse(c.beta.unsqueeze(-1) * _decayed(product(c.k, kt), d.between))
     none = c.v[:, :, :0]  # no chunk's, of which autograd finds all inputs where there are no tokens
     none = none if c.beta is None else c.beta[:, :, :0].unsqueeze(-1) * none
     state, states, us = c.initial, [c.initial.unsqueeze(2)[:, :, :0]], [none]
@@ -165,7 +170,7 @@ def scan_backward(
             ds = ds - kt[:, :, n] @ ((c.beta * d.start)[:, :, n, :, None] * dr)
         drs.append(dr.unsqueeze(2))
     dend, dr = torch.cat(ends[::-1], 2), torch.cat(drs[::-1], 2)
-    dscores = scale * d.between * (grad_out @ run.u.mT)
+    dscores = scale * _decayed(grad_out @ run.u.mT, d.between)
     from_out = grad_out @ run.states.mT
     from_end = run.u @ dend.mT
     dq = (scale * d.start).unsqueeze(-1) * from_out + dscores @ c.k
@@ -177,7 +182,7 @@ def scan_backward(
     dv, dbeta = dr, None
     if c.beta is not None:
         beta, kk = c.beta.unsqueeze(-1), c.k @ kt
-        da = -d.between * (dr @ run.u.mT).tril(-1)
+        da = _decayed(-dr @ run.u.mT, d.between).tril(-1)
         from_r = dr @ run.states.mT
         predicted = d.start * (c.k * from_r).sum(-1)
         dv = beta * dr
@@ -279,7 +284,7 @@ def backward_cpu(
 
     dbeta = None if beta is None or dbeta is None else c.joined(dbeta).to(beta.dtype).contiguous()
     dv, dg = c.joined(dv).to(v.dtype).contiguous(), c.joined(dg).to(g.dtype).contiguous()
-    return of_key_heads(dq, q), of_key_heads(dk, k), dv, dg, dbeta, dinitial
+    return of_key_heads(dq, q), of_key_heads(dk, k), dv, dg, dbeta, dinitial.clone()
 
 
 def _float_chunks(
