@@ -65,7 +65,7 @@ def recurrence_cost(q: Tensor, v: Tensor, others: int, products: int) -> Cost:
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[tuple[Tensor, ...], Tensor, dict, str]]:
-    """Calls: q, k, v and g; beta; the keywords that all operators have; why."""
+    """Calls: q, k, v and g; beta; the keywords that all operators have; why. The last has keys of norm 0."""
     randn = partial(torch.randn, device=device, dtype=dtype)
     floats = partial(torch.rand, device=device, dtype=torch.float32)
 
@@ -89,9 +89,9 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[tuple[Te
     yield *of(2, 1, 1, 2, 8, 16), {"initial_state": state(2, 2, 8, 16)}, "one token"
     yield *of(2, 0, 1, 2, 8, 8), {"initial_state": state(2, 2, 8, 8)}, "no tokens"
     yield *of(1, 20, 1, 1, 8, 8, decay=69.0), {}, "decays down to 1e-30"
-    (q, k, v, g), beta = of(1, 6, 1, 2, 8, 8)
-    k[:, ::2], g[:, 3:] = 0, 0
-    yield (q, k, v, g), beta.round(), {}, "keys of norm 0, no decay, beta 0 or 1"
     (q, k, v, g), beta = of(2, 5, 2, 2, 8, 8)
     strided = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, g))
     yield strided, beta, {}, "heads before tokens"
+    (q, k, v, g), beta = of(1, 6, 1, 2, 8, 8)
+    k[:, ::2], g[:, 3:] = 0, 0
+    yield (q, k, v, g), beta.round(), {}, "keys of norm 0, no decay, beta 0 or 1"

@@ -102,10 +102,11 @@ def _(q):
 
 
 def gated_delta_rule_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    for args, beta, options, why in samples(device, dtype):
+    calls = list(samples(device, dtype))
+    for args, beta, options, why in calls:
         yield Sample((*args, beta), options, why=why)
-        if why == "keys of norm 0, no decay, beta 0 or 1":
-            yield Sample((*args, beta), {"l2_norm_qk": True}, why="normalized, keys of norm 0")
+    args, beta, _, why = calls[-1]
+    yield Sample((*args, beta), {"l2_norm_qk": True}, why=f"{why}, normalized")
 
 
 def gated_delta_rule_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
