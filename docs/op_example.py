@@ -54,7 +54,7 @@ def _are_tensors(value: Any) -> bool:
 
 
 def _made(name: str, value: Tensor) -> str:
-    """An expression that makes such a tensor: classes, probabilities, angles and boxes are what they should be."""
+    """An expression for such a tensor: classes, probabilities, decays, angles and boxes are what they should be."""
     shape = ", ".join(map(str, value.shape))
     if not value.is_floating_point():
         if name in ("target", "labels"):
@@ -69,6 +69,10 @@ def _made(name: str, value: Tensor) -> str:
         return f"torch.randn({shape}).{name}()"
     if name in ("boxes", "targets"):
         return f"torch.rand({shape}).sort(-1).values"  # x1 < x2 and y1 < y2
+    if value.numel() > 1 and bool((rows <= 0).all()):
+        return f"torch.rand({shape}).neg()"
+    if value.numel() > 1 and bool(((rows >= 0) & (rows <= 1)).all()):
+        return f"torch.rand({shape})"
     return f"torch.randn({shape})"
 
 

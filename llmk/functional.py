@@ -38,6 +38,8 @@ from llmk.ops.pointwise.add import add
 from llmk.ops.pointwise.dyt import dyt
 from llmk.ops.pointwise.gated_units import geglu, swiglu
 from llmk.ops.pointwise.relu_squared import relu_squared
+from llmk.ops.recurrence.gated_delta_rule import gated_delta_rule
+from llmk.ops.recurrence.gated_linear_attention import gated_linear_attention
 from llmk.ops.rotary.qk_norm_rope import qk_norm_rope
 from llmk.ops.rotary.rope import rope
 from llmk.ops.softmax.attention_residual import attention_residual
@@ -61,6 +63,8 @@ __all__ = [
     "fused_linear_jsd_ce",
     "fused_linear_policy",
     "fused_linear_preference",
+    "gated_delta_rule",
+    "gated_linear_attention",
     "geglu",
     "giou_loss",
     "group_norm",

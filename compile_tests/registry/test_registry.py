@@ -124,6 +124,7 @@ def test_schema_is_a_contract(name: str) -> None:
 
 
 x, w, t = torch.randn(4, 8), torch.randn(8), torch.tensor([0, 1, 2, 3])
+h, x3 = torch.randn(1, 3, 2, 4), torch.randn(1, 3, 2)
 q, k, cos = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 3, 8)
 
 
@@ -171,6 +172,16 @@ q, k, cos = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 3, 
             TypeError,
             "initial_state: .* float32",
         ),
+        ("gated_delta_rule", (x, x, x, x, x), {}, ValueError, r"q: expected shape \[B, T, HK, K\]"),
+        ("gated_delta_rule", (h, h[:, :, :1], h, x3, x3), {}, ValueError, r"k: expected shape \(1, 3, 2, 4\)"),
+        ("gated_delta_rule", (h, h, h[:, :, :1], x3, x3), {}, ValueError, "v: expected .* multiple of the 2 .* got 1"),
+        ("gated_delta_rule", (h, h, h, h, x3), {}, ValueError, "g: expected .* each channel is not supported"),
+        ("gated_delta_rule", (h, h, h, x3, x3[:, :2]), {}, ValueError, r"beta: expected shape \(1, 3, 2\)"),
+        ("gated_delta_rule", (h, h, h.half(), x3, x3), {}, TypeError, "v: expected dtype float32 like q"),
+        ("gated_delta_rule", (h, h, h, x3, x3), {"initial_state": h}, ValueError, "initial_state: expected shape"),
+        ("gated_delta_rule", (h, h, h, x3, x3), {"sequence_ids": x3}, TypeError, "sequence_ids: expected .* int32"),
+        ("gated_linear_attention", (h, h, h, x3[:, :2]), {}, ValueError, r"g: expected shape \(1, 3, 2\)"),
+        ("gated_linear_attention", (h, h, h, x3), {"scale": float("inf")}, ValueError, "scale: expected a finite"),
         ("ce_tvd", (x, x[:2], t), {}, ValueError, r"teacher: expected shape \(4, 8\)"),
         ("ce_tvd", (x, x, t[:3]), {}, ValueError, r"target: expected shape \(4,\)"),
         ("ce_tvd", (x, x, t + 5), {}, IndexError, r"target: expected class indices in \[0, 8\)"),

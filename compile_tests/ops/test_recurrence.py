@@ -1,0 +1,150 @@
+"""The linear recurrences against the recurrence itself, token by token in float64, and what follows from it."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmk.functional import gated_delta_rule, gated_linear_attention
+from llmk.opcheck.calls import call
+from llmk.ops.recurrence.gated_delta_rule import gated_delta_rule_reference
+from llmk.ops.recurrence.gated_linear_attention import gated_linear_attention_reference
+from llmk.registry import OPS, Sample
+
+Results = tuple[Tensor, Tensor]
+REFERENCES: dict[str, Callable[..., Results]] = {
+    "gated_delta_rule": gated_delta_rule_reference,
+    "gated_linear_attention": gated_linear_attention_reference,
+}
+
+
+def token_by_token(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None = None,
+    *,
+    scale: float,
+    initial_state: Tensor,
+    l2_norm_qk: bool = False,
+    sequence_ids: Tensor | None = None,
+) -> Results:
+    if l2_norm_qk:
+        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+    state, outs = initial_state, []
+    for t in range(v.shape[1]):
+        if sequence_ids is not None and t > 0:
+            same = sequence_ids[:, t] == sequence_ids[:, t - 1]
+            state = torch.where(same[:, None, None, None], state, 0.0)
+        state = state * g[:, t].exp()[..., None, None]
+        u = v[:, t]
+        if beta is not None:
+            u = beta[:, t, :, None] * (u - torch.einsum("bhkv,bhk->bhv", state, k[:, t]))
+        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], u)
+        outs.append(scale * torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
+    return torch.stack(outs, 1), state
+
+
+def inputs(B: int, T: int, HK: int, H: int, K: int, V: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """q, k, v, decays of four strengths, and beta."""
+    generator = torch.Generator().manual_seed(T)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+
+    strengths = torch.tensor([0.0, 0.01, 1.0, 30.0], dtype=torch.float64, device="cpu")[-H:]
+    g, beta = -randn(B, T, H).abs() * strengths, randn(B, T, H).sigmoid()
+    found = [randn(B, T, HK, K), randn(B, T, HK, K) / K**0.5, randn(B, T, H, V), g, beta]
+    return [x.to(device, dtype) for x in found]
+
+
+def gradients(fn: Callable[..., Results], tensors: list[Tensor], state: Tensor, **options: Any) -> list[Tensor]:
+    """Outputs and the gradients of all inputs, through both outputs."""
+    leaves = [x.detach().clone().requires_grad_() for x in (*tensors, state)]
+    out, final = fn(*leaves[:-1], initial_state=leaves[-1], **options)
+    weights = [torch.linspace(-1, 1, x.numel(), dtype=x.dtype, device=x.device).view_as(x) for x in (out, final)]
+    return [out, final, *torch.autograd.grad([out, final], leaves, weights)]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", REFERENCES)
+@pytest.mark.parametrize("T", [1, 64, 150])
+def test_the_chunks_are_the_recurrence(name: str, T: int, packed: bool) -> None:
+    cpu = torch.device("cpu")
+    tensors = inputs(2, T, 2, 4, 6, 5, torch.float64, cpu)
+    state = torch.linspace(-1, 1, 2 * 4 * 6 * 5, dtype=torch.float64, device=cpu).view(2, 4, 6, 5)
+    options: dict[str, Any] = {"scale": 0.3}
+    if packed:
+        options["sequence_ids"] = (torch.arange(T, device=cpu) // 37).expand(2, T)
+    if name == "gated_delta_rule":
+        options["l2_norm_qk"] = not packed
+    else:
+        tensors = tensors[:-1]
+    right = gradients(token_by_token, tensors, state, **options)
+    for found, expected in zip(gradients(REFERENCES[name], tensors, state, **options), right, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sequence_in_two_calls(dtype: torch.dtype, device: torch.device) -> None:
+    """The final state of the first is the initial state of the second."""
+    tensors = inputs(1, 70, 1, 2, 8, 8, dtype, device)
+    out, final = gated_delta_rule(*tensors)
+    first, state = gated_delta_rule(*(x[:, :64] for x in tensors))
+    second, last = gated_delta_rule(*(x[:, 64:] for x in tensors), initial_state=state)
+    torch.testing.assert_close(torch.cat([first, second], 1), out)
+    torch.testing.assert_close(last, final)
+
+
+@pytest.mark.kernels
+def test_a_decay_of_zero_is_the_beginning_of_a_sequence(device: torch.device) -> None:
+    """Also where the log decay is -inf, forward and backward."""
+    tensors = inputs(1, 70, 1, 2, 8, 8, torch.float32, device)
+    ids = torch.zeros(1, 70, dtype=torch.int32, device=device)
+    ids[:, 20:], ids[:, 64:] = 1, 2
+    begun = [x.clone() for x in tensors]
+    begun[3][:, [20, 64]] = -math.inf
+    state = torch.ones(1, 2, 8, 8, dtype=torch.float32, device=device)
+    packed = gradients(gated_delta_rule, tensors, state, sequence_ids=ids)
+    for i, (found, expected) in enumerate(zip(gradients(gated_delta_rule, begun, state), packed, strict=True)):
+        assert bool(found.isfinite().all()), i
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.kernels
+def test_sequences_leave_each_other_alone(device: torch.device) -> None:
+    """What is in one sequence changes no bit of another's results: NaN in the first does not reach the second."""
+    q, k, v, g, _ = inputs(1, 70, 1, 2, 8, 8, torch.float32, device)
+    ids = (torch.arange(70, device=device) // 40)[None]
+    clean, _ = gated_linear_attention(q, k, v, g, sequence_ids=ids)
+    other = v.clone()
+    other[:, :40] = 1e30
+    changed, _ = gated_linear_attention(q, k, other, g, sequence_ids=ids)
+    torch.testing.assert_close(changed[:, 40:], clean[:, 40:], rtol=0, atol=0)
+
+
+def test_a_positive_log_decay_is_named_on_a_cpu(device: torch.device) -> None:
+    if device.type != "cpu":
+        pytest.skip("on a GPU nothing waits for the device to say what g is")
+    tensors = inputs(1, 3, 1, 1, 4, 4, torch.float32, device)
+    tensors[3][0, 1] = 0.5
+    with pytest.raises(ValueError, match=r"g: expected log decays of at most 0, got 0\.5"):
+        gated_delta_rule(*tensors)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", REFERENCES)
+def test_the_same_bits_twice(name: str, device: torch.device) -> None:
+    tensors = inputs(2, 70, 1, 2, 8, 8, torch.float32, device)
+    sample = Sample(tuple(tensors[: 5 if name == "gated_delta_rule" else 4]))
+    first, second = (call(OPS[name], sample) for _ in range(2))
+    for a, b in zip(first.results(), second.results(), strict=True):
+        assert a is not None
+        assert b is not None
+        assert torch.equal(a, b)

@@ -1,0 +1,97 @@
+"""Checks of a call, its cost, and samples, which the operators of this family share."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from llmk.registry import Cost, check_dtype, check_finite, check_parameter, check_same, check_shape
+
+LARGEST_HEAD = 256
+
+
+def check_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    scale: float | None,
+    initial_state: Tensor | None,
+    sequence_ids: Tensor | None,
+) -> None:
+    check_dtype("q", q)
+    if q.dim() != 4 or not 1 <= q.shape[3] <= LARGEST_HEAD or q.shape[2] == 0:
+        expected = f"[B, T, HK, K] with HK at least 1 and K from 1 to {LARGEST_HEAD}"
+        raise ValueError(f"q: expected shape {expected}, got {tuple(q.shape)}")
+    check_shape("k", k, q.shape, "the shape of q")
+    check_same("k", k, "q", q, dtype=True)
+    (B, T, HK, K), V = q.shape, v.shape[-1] if v.dim() else 0
+    if v.dim() != 4 or v.shape[:2] != q.shape[:2] or not 1 <= V <= LARGEST_HEAD:
+        expected = f"[{B}, {T}, H, V] with V from 1 to {LARGEST_HEAD} to fit q"
+        raise ValueError(f"v: expected shape {expected}, got {tuple(v.shape)}")
+    H = v.shape[2]
+    if H == 0 or H % HK:
+        raise ValueError(f"v: expected a number of heads that is a multiple of the {HK} of q and k, got {H}")
+    check_same("v", v, "q", q, dtype=True)
+    if g.dim() == 4:
+        expected = f"{(B, T, H)}, one log decay for each value head; one for each channel is not supported"
+        raise ValueError(f"g: expected shape {expected}, got {tuple(g.shape)}")
+    check_parameter("g", g, (B, T, H), "one for each value head", "q", q)
+    check_parameter("beta", beta, (B, T, H), "one for each value head", "q", q)
+    if scale is not None:
+        check_finite("scale", scale)
+    if initial_state is not None:
+        check_dtype("initial_state", initial_state, (torch.float32,))
+        check_shape("initial_state", initial_state, (B, H, K, V), "[B, H, K, V]")
+        check_same("initial_state", initial_state, "q", q)
+    if sequence_ids is not None:
+        check_dtype("sequence_ids", sequence_ids, (torch.int32, torch.int64))
+        check_shape("sequence_ids", sequence_ids, (B, T), "one for each token")
+        check_same("sequence_ids", sequence_ids, "q", q)
+
+
+def recurrence_cost(q: Tensor, v: Tensor, others: int, products: int) -> Cost:
+    """The least to read and write, with `others` numbers of float32 a token and value head, and the products.
+
+    Forward is `products` multiplications of a state's size a token and value head; backward has twice as many.
+    """
+    tokens, state = v.numel() // v.shape[-1], q.shape[-1] * v.shape[-1]
+    inputs = (2 * q.numel() + v.numel()) * q.element_size() + others * tokens * 4
+    output = v.numel() * v.element_size()
+    flops = 2 * products * tokens * state
+    return Cost(inputs + output, 3 * inputs + 2 * output, flops, 3 * flops)
+
+
+def samples(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[tuple[Tensor, ...], Tensor, dict, str]]:
+    """Calls: q, k, v and g; beta; the keywords that all operators have; why. The last has keys of norm 0."""
+    randn = partial(torch.randn, device=device, dtype=dtype)
+    floats = partial(torch.rand, device=device, dtype=torch.float32)
+
+    def of(B: int, T: int, HK: int, H: int, K: int, V: int, decay: float = 0.2) -> tuple[tuple[Tensor, ...], Tensor]:
+        q, k = randn(B, T, HK, K), randn(B, T, HK, K) / K**0.5
+        return (q, k, randn(B, T, H, V), -decay * floats(B, T, H)), floats(B, T, H).to(dtype)
+
+    def state(B: int, H: int, K: int, V: int) -> Tensor:
+        return torch.randn(B, H, K, V, device=device, dtype=torch.float32)
+
+    def ids(B: int, T: int, *begins: int) -> Tensor:
+        marks = torch.zeros(T, device=device, dtype=torch.int64)
+        marks[list(begins)] = 1
+        return marks.cumsum(0).expand(B, T).contiguous()
+
+    yield *of(2, 16, 1, 1, 16, 16), {}, "powers of two"
+    yield *of(1, 70, 1, 2, 12, 9), {"initial_state": state(1, 2, 12, 9)}, "two chunks, odd sizes, an initial state"
+    yield *of(1, 130, 1, 1, 8, 8), {"sequence_ids": ids(1, 130, 3, 50, 64, 100)}, "packed sequences"
+    packed = {"sequence_ids": ids(2, 7, 4), "initial_state": state(2, 4, 8, 8), "scale": 0.5}
+    yield *of(2, 7, 2, 4, 8, 8), packed, "packed sequences, an initial state, a scale"
+    yield *of(2, 1, 1, 2, 8, 16), {"initial_state": state(2, 2, 8, 16)}, "one token"
+    yield *of(2, 0, 1, 2, 8, 8), {"initial_state": state(2, 2, 8, 8)}, "no tokens"
+    yield *of(1, 20, 1, 1, 8, 8, decay=69.0), {}, "decays down to 1e-30"
+    (q, k, v, g), beta = of(2, 5, 2, 2, 8, 8)
+    strided = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, g))
+    yield strided, beta, {}, "heads before tokens"
+    (q, k, v, g), beta = of(1, 6, 1, 2, 8, 8)
+    k[:, ::2], g[:, 3:] = 0, 0
+    yield (q, k, v, g), beta.round(), {}, "keys of norm 0, no decay, beta 0 or 1"

@@ -1,0 +1,434 @@
+"""The recurrence in chunks, in Triton; the package's docstring has the formulas, and names are theirs.
+
+Four kernels make the forward pass, and all but the one of the outputs are repeated in the backward pass instead of
+keeping what they made. A cast accumulator is never transposed for a product: some releases of Triton compute that
+wrongly on Hopper. What is needed transposed is stored, and loaded by its strides in the next kernel.
+"""
+
+import triton.language as tl
+
+from llmk.ops.common.math import exp
+from llmk.registry import jit
+from llmk.registry.devices import INTERPRET
+
+WIDEN = tl.constexpr(INTERPRET)
+"""Triton's interpreter multiplies no bfloat16."""
+
+
+@jit
+def _product(a, b):
+    if WIDEN:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@jit
+def _load(ptr, rows, cols, M, N, stride):
+    """The tile `[rows, cols]` of a matrix `[M, N]` whose rows are side by side in memory."""
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    return tl.load(ptr + rows[:, None] * stride + cols[None, :], mask=mask, other=0.0)
+
+
+@jit
+def _load_transposed(ptr, rows, cols, M, N, stride):
+    """The tile `[cols, rows]` of the transpose."""
+    mask = (rows < M)[None, :] & (cols < N)[:, None]
+    return tl.load(ptr + rows[None, :] * stride + cols[:, None], mask=mask, other=0.0)
+
+
+@jit
+def _store(ptr, values, rows, cols, M, N, stride):
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    tl.store(ptr + rows[:, None] * stride + cols[None, :], values.to(ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+def _load_tokens(ptr, rows, T, stride):
+    """One number of each token, 0 past the last."""
+    return tl.load(ptr + rows * stride, mask=rows < T, other=0.0).to(tl.float32)
+
+
+@jit
+def _index(index_ptr, row, T):
+    """The sequence index of a token; that of the first before it, of the last past it."""
+    return tl.load(index_ptr + tl.minimum(tl.maximum(row, 0), T - 1))
+
+
+@jit
+def _decayed(x, d):
+    """x times decays; where one is 0, as between two sequences, it does not matter what x is."""
+    return tl.where(d == 0.0, 0.0, x * d)
+
+
+@jit
+def _between(g, index_ptr, rows, T, C: tl.constexpr):
+    """D."""
+    t = tl.arange(0, C)
+    d = exp(tl.cumsum(tl.where(t[:, None] > t[None, :], g[:, None], 0.0), axis=0))
+    d = tl.where(t[:, None] >= t[None, :], d, 0.0)
+    if index_ptr is not None:
+        index = _index(index_ptr, rows, T)
+        d = tl.where(index[:, None] == index[None, :], d, 0.0)
+    return d
+
+
+@jit
+def _from_start(g, index_ptr, rows, chunk, T, C: tl.constexpr):
+    """d."""
+    d = exp(tl.cumsum(g, axis=0))
+    if index_ptr is not None:
+        d = tl.where(_index(index_ptr, rows, T) == _index(index_ptr, chunk * C - 1, T), d, 0.0)
+    return d
+
+
+@jit
+def _to_end(g, index_ptr, rows, chunk, T, C: tl.constexpr):
+    """e."""
+    t = tl.arange(0, C)
+    e = exp(tl.sum(tl.where(t[:, None] > t[None, :], g[:, None], 0.0), axis=0))
+    if index_ptr is not None:
+        e = tl.where(_index(index_ptr, rows, T) == _index(index_ptr, chunk * C + C - 1, T), e, 0.0)
+    return e
+
+
+@jit
+def chunk_scores_kernel(
+    q_ptr, k_ptr, g_ptr, beta_ptr, index_ptr, start_ptr, end_ptr, scores_ptr, a_ptr, scale, T, N, H, HK, K,
+    C: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """d, e, P and A of one chunk."""
+    chunk, row = tl.program_id(0).to(tl.int64) % N, tl.program_id(0).to(tl.int64) // N
+    b, h = row // H, row % H
+    q_ptr += (b * T * HK + h // (H // HK)) * K
+    k_ptr += (b * T * HK + h // (H // HK)) * K
+    g_ptr += b * T * H + h
+    if index_ptr is not None:
+        index_ptr += b * T
+    t = tl.arange(0, C)
+    rows = chunk * C + t
+    qk = tl.zeros((C, C), dtype=tl.float32)
+    kk = tl.zeros((C, C), dtype=tl.float32)
+    for start in range(0, K, BLOCK_K):
+        cols = start + tl.arange(0, BLOCK_K)
+        kt = _load_transposed(k_ptr, rows, cols, T, K, HK * K)
+        qk += _product(_load(q_ptr, rows, cols, T, K, HK * K), kt)
+        if beta_ptr is not None:
+            kk += _product(_load(k_ptr, rows, cols, T, K, HK * K), kt)
+    g = _load_tokens(g_ptr, rows, T, H)
+    tokens = (row * N + chunk) * C + t
+    tl.store(start_ptr + tokens, _from_start(g, index_ptr, rows, chunk, T, C))
+    tl.store(end_ptr + tokens, _to_end(g, index_ptr, rows, chunk, T, C))
+    d = _between(g, index_ptr, rows, T, C)
+    matrix = (row * N + chunk) * C * C
+    _store(scores_ptr + matrix, _decayed(qk, d) * tl.cast(scale, tl.float32), t, t, C, C, C)
+    if beta_ptr is not None:
+        beta = _load_tokens(beta_ptr + b * T * H + h, rows, T, H)
+        a = tl.where(t[:, None] > t[None, :], beta[:, None] * _decayed(kk, d), 0.0)
+        _store(a_ptr + matrix, a, t, t, C, C, C)
+
+
+@jit
+def chunk_inverse_kernel(a_ptr, inverse_ptr, C: tl.constexpr, LEVELS: tl.constexpr):
+    """T of one chunk, the inverse of I + A, by blocks of twice the size each turn.
+
+    Where X has the inverses of the blocks of s rows on the diagonal and L the part of A in the lower left corners of
+    those of 2 s, X - X L X has the inverses of these.
+    """
+    matrix = tl.program_id(0).to(tl.int64) * C * C
+    t = tl.arange(0, C)
+    i, j = t[:, None], t[None, :]
+    a_ptrs = a_ptr + matrix + i * C + j
+    x = tl.where(i == j, 1.0, 0.0) - tl.load(a_ptrs, mask=(i // 2 == j // 2) & (i != j), other=0.0)
+    for level in range(1, LEVELS):
+        size = 1 << level
+        corner = tl.load(a_ptrs, mask=(i // (2 * size) == j // (2 * size)) & (i // size != j // size), other=0.0)
+        x -= tl.dot(tl.dot(x, corner, input_precision="ieee"), x, input_precision="ieee")
+    _store(inverse_ptr + matrix, x, t, t, C, C, C)
+
+
+@jit
+def _times_state(
+    k_ptr,
+    state,
+    stored_ptr,
+    rows,
+    keys,
+    cols,
+    T,
+    K,
+    V,
+    stride,
+    BLOCK_V: tl.constexpr,
+    C: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """K times a state, which has just been stored at `stored_ptr`.
+
+    A product of float32 holds the operands of its whole sum in registers: it reads the state back, PART keys at a time.
+    """
+    if PART > 0:
+        tl.debug_barrier()  # so that each thread sees what the others stored
+        product = tl.zeros((C, BLOCK_V), dtype=tl.float32)
+        for start in range(0, K, PART):
+            part = start + tl.arange(0, PART)
+            stored = _load(stored_ptr, part, cols, K, V, V).to(k_ptr.dtype.element_ty)
+            product += _product(_load(k_ptr, rows, part, T, K, stride), stored)
+    else:
+        product = _product(_load(k_ptr, rows, keys, T, K, stride), state.to(k_ptr.dtype.element_ty))
+    return product
+
+
+@jit
+def chunk_states_kernel(
+    k_ptr, v_ptr, beta_ptr, start_ptr, end_ptr, inverse_ptr, initial_ptr, states_ptr, u_ptr, final_ptr,
+    T, N, H, HK, K, V, C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """The state from chunk to chunk, of one block of its columns: each chunk's first, U, and the last."""
+    blocks = tl.cdiv(V, BLOCK_V)
+    row, block = tl.program_id(0).to(tl.int64) // blocks, tl.program_id(0) % blocks
+    b, h = row // H, row % H
+    k_ptr += (b * T * HK + h // (H // HK)) * K
+    v_ptr += (b * T * H + h) * V
+    t, keys, cols = tl.arange(0, C), tl.arange(0, BLOCK_K), block * BLOCK_V + tl.arange(0, BLOCK_V)
+    state = tl.zeros((BLOCK_K, BLOCK_V), dtype=tl.float32)
+    if initial_ptr is not None:
+        state += _load(initial_ptr + row * K * V, keys, cols, K, V, V)
+    for step in range(0, N):
+        chunk = tl.cast(step, tl.int64)
+        rows = chunk * C + t
+        stored_ptr = states_ptr + (row * N + chunk) * K * V
+        _store(stored_ptr, state, keys, cols, K, V, V)
+        tokens = (row * N + chunk) * C + t
+        u = _load(v_ptr, rows, cols, T, V, H * V).to(tl.float32)
+        if beta_ptr is not None:
+            beta = _load_tokens(beta_ptr + b * T * H + h, rows, T, H)
+            d = tl.load(start_ptr + tokens)
+            predicted = _times_state(k_ptr, state, stored_ptr, rows, keys, cols, T, K, V, HK * K, BLOCK_V, C, PART)
+            r = beta[:, None] * (u - d[:, None] * predicted)
+            inverse = _load(inverse_ptr + (row * N + chunk) * C * C, t, t, C, C, C)
+            u = _product(inverse, r.to(k_ptr.dtype.element_ty))
+            _store(u_ptr + (b * T * H + h) * V, u, rows, cols, T, V, H * V)
+        e, whole = tl.load(end_ptr + tokens), tl.load(start_ptr + (row * N + chunk) * C + C - 1)
+        kt = _load_transposed(k_ptr, rows, keys, T, K, HK * K)
+        state = whole * state + _product(kt, (e[:, None] * u).to(k_ptr.dtype.element_ty))
+    if final_ptr is not None:
+        _store(final_ptr + row * K * V, state, keys, cols, K, V, V)
+
+
+@jit
+def chunk_outputs_kernel(
+    q_ptr, u_ptr, start_ptr, scores_ptr, states_ptr, out_ptr, scale, T, N, H, HK, K, V,
+    C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """O of one chunk and one block of columns."""
+    blocks = tl.cdiv(V, BLOCK_V)
+    block, place = tl.program_id(0) % blocks, tl.program_id(0).to(tl.int64) // blocks
+    chunk, row = place % N, place // N
+    b, h = row // H, row % H
+    q_ptr += (b * T * HK + h // (H // HK)) * K
+    t, cols = tl.arange(0, C), block * BLOCK_V + tl.arange(0, BLOCK_V)
+    rows = chunk * C + t
+    out = tl.zeros((C, BLOCK_V), dtype=tl.float32)
+    for start in range(0, K, BLOCK_K):
+        keys = start + tl.arange(0, BLOCK_K)
+        state = _load(states_ptr + (row * N + chunk) * K * V, keys, cols, K, V, V)
+        out += _product(_load(q_ptr, rows, keys, T, K, HK * K), state.to(q_ptr.dtype.element_ty))
+    out *= (tl.cast(scale, tl.float32) * tl.load(start_ptr + (row * N + chunk) * C + t))[:, None]
+    scores = _load(scores_ptr + (row * N + chunk) * C * C, t, t, C, C, C)
+    out += _product(scores, _load(u_ptr + (b * T * H + h) * V, rows, cols, T, V, H * V))
+    _store(out_ptr + (b * T * H + h) * V, out, rows, cols, T, V, H * V)
+
+
+@jit
+def chunk_states_backward_kernel(
+    do_ptr, dfinal_ptr, q_ptr, k_ptr, beta_ptr, start_ptr, end_ptr, scores_ptr, inverse_ptr,
+    dstates_ptr, dr_ptr, dv_ptr, dinitial_ptr, scale,
+    T, N, H, HK, K, V, C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """The state's gradient from the last chunk to the first, of one block of columns, dR and dV."""
+    scale = tl.cast(scale, tl.float32)
+    blocks = tl.cdiv(V, BLOCK_V)
+    row, block = tl.program_id(0).to(tl.int64) // blocks, tl.program_id(0) % blocks
+    b, h = row // H, row % H
+    q_ptr += (b * T * HK + h // (H // HK)) * K
+    k_ptr += (b * T * HK + h // (H // HK)) * K
+    values = (b * T * H + h) * V
+    t, keys, cols = tl.arange(0, C), tl.arange(0, BLOCK_K), block * BLOCK_V + tl.arange(0, BLOCK_V)
+    dstate = _load(dfinal_ptr + row * K * V, keys, cols, K, V, V)
+    for step in range(0, N):
+        chunk = tl.cast(N - 1 - step, tl.int64)
+        rows, matrix = chunk * C + t, (row * N + chunk) * C * C
+        stored_ptr = dstates_ptr + (row * N + chunk) * K * V
+        _store(stored_ptr, dstate, keys, cols, K, V, V)
+        tokens = (row * N + chunk) * C
+        d, e, whole = (
+            tl.load(start_ptr + tokens + t),
+            tl.load(end_ptr + tokens + t),
+            tl.load(start_ptr + tokens + C - 1),
+        )
+        do = _load(do_ptr + values, rows, cols, T, V, H * V)
+        dr = _times_state(k_ptr, dstate, stored_ptr, rows, keys, cols, T, K, V, HK * K, BLOCK_V, C, PART)
+        dr *= e[:, None]
+        dr += _product(_load_transposed(scores_ptr + matrix, t, t, C, C, C), do)
+        qt = _load_transposed(q_ptr, rows, keys, T, K, HK * K)
+        dstate = whole * dstate + _product(qt, ((scale * d)[:, None] * do).to(k_ptr.dtype.element_ty))
+        if beta_ptr is not None:
+            beta = _load_tokens(beta_ptr + b * T * H + h, rows, T, H)
+            inverse_t = _load_transposed(inverse_ptr + matrix, t, t, C, C, C)
+            dr = _product(inverse_t, dr.to(k_ptr.dtype.element_ty))
+            _store(dr_ptr + values, dr, rows, cols, T, V, H * V)
+            kt = _load_transposed(k_ptr, rows, keys, T, K, HK * K)
+            dstate -= _product(kt, ((beta * d)[:, None] * dr).to(k_ptr.dtype.element_ty))
+            dr *= beta[:, None]
+        _store(dv_ptr + values, dr, rows, cols, T, V, H * V)
+    if dinitial_ptr is not None:
+        _store(dinitial_ptr + row * K * V, dstate, keys, cols, K, V, V)
+
+
+@jit
+def chunk_scores_backward_kernel(
+    do_ptr, q_ptr, k_ptr, v_ptr, u_ptr, dr_ptr, g_ptr, beta_ptr, index_ptr,
+    dscores_ptr, dkk_ptr, dg_ptr, dbeta_ptr, scale, T, N, H, HK, K, V,
+    C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """The gradients of Q K^T and K K^T in one chunk, and what comes through these to g and beta."""
+    chunk, row = tl.program_id(0).to(tl.int64) % N, tl.program_id(0).to(tl.int64) // N
+    b, h = row // H, row % H
+    q_ptr += (b * T * HK + h // (H // HK)) * K
+    k_ptr += (b * T * HK + h // (H // HK)) * K
+    values = (b * T * H + h) * V
+    if index_ptr is not None:
+        index_ptr += b * T
+    t = tl.arange(0, C)
+    rows = chunk * C + t
+    dscores = tl.zeros((C, C), dtype=tl.float32)
+    da = tl.zeros((C, C), dtype=tl.float32)
+    dbeta = tl.zeros((C,), dtype=tl.float32)
+    for start in range(0, V, BLOCK_V):
+        cols = start + tl.arange(0, BLOCK_V)
+        ut = _load_transposed(u_ptr + values, rows, cols, T, V, H * V)
+        dscores += _product(_load(do_ptr + values, rows, cols, T, V, H * V), ut)
+        if beta_ptr is not None:
+            dr = _load(dr_ptr + values, rows, cols, T, V, H * V)
+            da -= _product(dr.to(k_ptr.dtype.element_ty), ut)
+            dbeta += tl.sum(dr * _load(v_ptr + values, rows, cols, T, V, H * V).to(tl.float32), axis=1)
+    d = _between(_load_tokens(g_ptr + b * T * H + h, rows, T, H), index_ptr, rows, T, C)
+    dscores = _decayed(dscores, d) * tl.cast(scale, tl.float32)
+    matrix = (row * N + chunk) * C * C
+    _store(dscores_ptr + matrix, dscores, t, t, C, C, C)
+    qk = tl.zeros((C, C), dtype=tl.float32)
+    for start in range(0, K, BLOCK_K):
+        keys = start + tl.arange(0, BLOCK_K)
+        kt = _load_transposed(k_ptr, rows, keys, T, K, HK * K)
+        qk += _product(_load(q_ptr, rows, keys, T, K, HK * K), kt)
+    between = dscores * qk
+    if beta_ptr is not None:
+        beta = _load_tokens(beta_ptr + b * T * H + h, rows, T, H)
+        da = tl.where(t[:, None] > t[None, :], _decayed(da, d), 0.0)
+        kk = tl.zeros((C, C), dtype=tl.float32)
+        for start in range(0, K, BLOCK_K):
+            keys = start + tl.arange(0, BLOCK_K)
+            kt = _load_transposed(k_ptr, rows, keys, T, K, HK * K)
+            kk += _product(_load(k_ptr, rows, keys, T, K, HK * K), kt)
+        dbeta += tl.sum(da * kk, axis=1)
+        tl.store(dbeta_ptr + (b * T + rows) * H + h, dbeta, mask=rows < T)
+        da *= beta[:, None]
+        _store(dkk_ptr + matrix, da, t, t, C, C, C)
+        between += da * kk
+    below = t[:, None] > t[None, :]
+    until = tl.cumsum(tl.where(below, between, 0.0), axis=1)  # [i, s]: of all j <= s
+    spans = tl.sum(tl.where(below, until, 0.0), axis=0)  # [s]: of those with j <= s < i, the gradient of g at s + 1
+    last = t == C - 1
+    after = tl.where(last, chunk * C, rows + 1)
+    tl.store(dg_ptr + (b * T + after) * H + h, tl.where(last, 0.0, spans), mask=after < T)
+
+
+@jit
+def chunk_keys_backward_kernel(
+    do_ptr, q_ptr, k_ptr, u_ptr, dr_ptr, beta_ptr, start_ptr, end_ptr, states_ptr, dstates_ptr, dscores_ptr, dkk_ptr,
+    dg_part_ptr, dbeta_part_ptr, dq_ptr, dk_ptr, dg_ptr, dbeta_ptr, scale, T, N, H, HK, K, V,
+    C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """The gradients of q and k of one chunk, for one value head, and the rest of those of g and beta."""
+    scale = tl.cast(scale, tl.float32)
+    chunk, row = tl.program_id(0).to(tl.int64) % N, tl.program_id(0).to(tl.int64) // N
+    b, h = row // H, row % H
+    q_ptr += (b * T * HK + h // (H // HK)) * K
+    k_ptr += (b * T * HK + h // (H // HK)) * K
+    values, matrix, state = (b * T * H + h) * V, (row * N + chunk) * C * C, (row * N + chunk) * K * V
+    t = tl.arange(0, C)
+    rows = chunk * C + t
+    d, e = tl.load(start_ptr + (row * N + chunk) * C + t), tl.load(end_ptr + (row * N + chunk) * C + t)
+    from_start = tl.zeros((C,), dtype=tl.float32)
+    predicted = tl.zeros((C,), dtype=tl.float32)
+    to_end = tl.zeros((C,), dtype=tl.float32)
+    whole = tl.zeros((BLOCK_K,), dtype=tl.float32)
+    for start in range(0, K, BLOCK_K):
+        keys = start + tl.arange(0, BLOCK_K)
+        from_out = tl.zeros((C, BLOCK_K), dtype=tl.float32)
+        from_r = tl.zeros((C, BLOCK_K), dtype=tl.float32)
+        from_end = tl.zeros((C, BLOCK_K), dtype=tl.float32)
+        for first in range(0, V, BLOCK_V):
+            cols = first + tl.arange(0, BLOCK_V)
+            begin = _load_transposed(states_ptr + state, keys, cols, K, V, V)
+            end = _load_transposed(dstates_ptr + state, keys, cols, K, V, V)
+            whole += tl.sum(begin * end, axis=0)
+            begin, end = begin.to(k_ptr.dtype.element_ty), end.to(k_ptr.dtype.element_ty)
+            from_out += _product(_load(do_ptr + values, rows, cols, T, V, H * V), begin)
+            from_end += _product(_load(u_ptr + values, rows, cols, T, V, H * V), end)
+            if beta_ptr is not None:
+                dr = _load(dr_ptr + values, rows, cols, T, V, H * V)
+                from_r += _product(dr.to(k_ptr.dtype.element_ty), begin)
+        q, k = _load(q_ptr, rows, keys, T, K, HK * K), _load(k_ptr, rows, keys, T, K, HK * K)
+        from_start += tl.sum(q.to(tl.float32) * from_out, axis=1)
+        to_end += tl.sum(k.to(tl.float32) * from_end, axis=1)
+        dq = (scale * d)[:, None] * from_out
+        dq += _product(_load(dscores_ptr + matrix, t, t, C, C, C), k)
+        _store(dq_ptr + (b * T * H + h) * K, dq, rows, keys, T, K, H * K)
+        dk = e[:, None] * from_end
+        dk += _product(_load_transposed(dscores_ptr + matrix, t, t, C, C, C), q)
+        if beta_ptr is not None:
+            beta = _load_tokens(beta_ptr + b * T * H + h, rows, T, H)
+            predicted += tl.sum(k.to(tl.float32) * from_r, axis=1)
+            dk -= (beta * d)[:, None] * from_r
+            dk += _product(_load(dkk_ptr + matrix, t, t, C, C, C), k)
+            dk += _product(_load_transposed(dkk_ptr + matrix, t, t, C, C, C), k)
+        _store(dk_ptr + (b * T * H + h) * K, dk, rows, keys, T, K, H * K)
+    tokens = (b * T + rows) * H + h
+    from_start *= scale * d
+    if beta_ptr is not None:
+        predicted *= d
+        from_start -= _load_tokens(beta_ptr + b * T * H + h, rows, T, H) * predicted
+        dbeta = tl.load(dbeta_part_ptr + tokens, mask=rows < T, other=0.0) - predicted
+        tl.store(dbeta_ptr + tokens, dbeta.to(dbeta_ptr.dtype.element_ty), mask=rows < T)
+    later, earlier = t[:, None] >= t[None, :], t[:, None] < t[None, :]
+    dg = tl.load(dg_part_ptr + tokens, mask=rows < T, other=0.0)
+    dg += tl.sum(tl.where(later, from_start[:, None], 0.0), axis=0)
+    dg += tl.sum(tl.where(earlier, (e * to_end)[:, None], 0.0), axis=0)
+    dg += tl.load(start_ptr + (row * N + chunk) * C + C - 1) * tl.sum(whole, axis=0)
+    tl.store(dg_ptr + tokens, dg.to(dg_ptr.dtype.element_ty), mask=rows < T)
+
+
+@jit
+def l2_norm_kernel(x_ptr, y_ptr, M, K, eps, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_K)
+    x = _load(x_ptr, rows, cols, M, K, K).to(tl.float32)
+    rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(x * x, axis=1) + tl.cast(eps, tl.float32)))
+    _store(y_ptr, x * rstd[:, None], rows, cols, M, K, K)
+
+
+@jit
+def sum_heads_kernel(grad_ptr, x_ptr, dx_ptr, M, K, GROUP, eps, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The gradient of queries or keys from those of their value heads, through their L2 norm where x is given."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_K)
+    dx = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.float32)
+    for head in range(0, GROUP):
+        dx += _load(grad_ptr + head * K, rows, cols, M, K, GROUP * K)
+    if x_ptr is not None:
+        x = _load(x_ptr, rows, cols, M, K, K).to(tl.float32)
+        rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(x * x, axis=1) + tl.cast(eps, tl.float32)))[:, None]
+        n = x * rstd
+        dx = rstd * (dx - n * tl.sum(n * dx, axis=1)[:, None])
+    _store(dx_ptr, dx, rows, cols, M, K, K)

@@ -1,0 +1,226 @@
+"""Launches the kernels of the recurrence: the forward pass, and the backward pass, which makes anew what it needs."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llmk.ops.common.rows import contiguous
+from llmk.ops.recurrence._chunk_kernels import (
+    chunk_inverse_kernel,
+    chunk_keys_backward_kernel,
+    chunk_outputs_kernel,
+    chunk_scores_backward_kernel,
+    chunk_scores_kernel,
+    chunk_states_backward_kernel,
+    chunk_states_kernel,
+    l2_norm_kernel,
+    sum_heads_kernel,
+)
+from llmk.ops.recurrence._chunks import CHUNK, L2_EPS, sequence_indices
+from llmk.registry import cdiv, empty, next_power_of_2, wrap_triton
+
+FLOAT32_CHUNK = 32
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What all kernels read, contiguous and padded; queries and keys normalized where they are to be."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor | None
+    initial: Tensor | None
+    index: Tensor | None
+    scale: float
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int, int]:
+        """T, N, H, HK, K and V."""
+        (_, T, H, V), (HK, K) = self.v.shape, self.q.shape[2:]
+        return T, cdiv(T, self.chunk), H, HK, K, V
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a chunk. Products of float32 hold their operands in registers, where 64 do not fit."""
+        return FLOAT32_CHUNK if self.is_float32 else CHUNK
+
+    @property
+    def is_float32(self) -> bool:
+        return self.q.dtype == torch.float32
+
+    @property
+    def rows(self) -> int:
+        return self.v.shape[0] * self.v.shape[2]
+
+    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        return empty(shape, dtype or self.q.dtype, self.q.device)
+
+    def columns(self, most: int, size: int) -> int:
+        """A block of so many of an axis of `size`."""
+        return min(most, max(16, next_power_of_2(size)))
+
+
+ALIGNED = 16
+"""Heads have a multiple of so many values, zeros added if need be: then Triton reads 16 bytes at a time, and needs an
+address for each 16 bytes instead of each element, which would not fit in registers."""
+
+
+def padded(x: Tensor, axes: int = 1) -> Tensor:
+    """x, contiguous, with zeros up to a multiple of ALIGNED along its last axes."""
+    missing = [-size % ALIGNED for size in x.shape[-axes:]]
+    if not any(missing):
+        return x.contiguous()
+    return torch.nn.functional.pad(x, [n for end in reversed(missing) for n in (0, end)]).contiguous()
+
+
+def cut(x: Tensor, *sizes: int) -> Tensor:
+    """x without the zeros that `padded` added: its last axes have these sizes."""
+    for axis, size in enumerate(sizes, -len(sizes)):
+        x = x if x.shape[axis] == size else x.narrow(axis, 0, size)
+    return x.contiguous()
+
+
+def inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    initial_state: Tensor | None,
+    sequence_ids: Tensor | None,
+    scale: float,
+    l2_norm_qk: bool,
+) -> Inputs:
+    q, k, v, g = padded(q), padded(k), padded(v), g.contiguous()
+    initial = None if initial_state is None else padded(initial_state, 2)
+    index = None if sequence_ids is None else sequence_indices(sequence_ids)
+    q, k = (_l2_normalized(q), _l2_normalized(k)) if l2_norm_qk else (q, k)
+    return Inputs(q, k, v, g, contiguous(beta), initial, index, scale)
+
+
+def _rows_tile(K: int) -> dict[str, int]:
+    block_k = next_power_of_2(K)
+    return {"BLOCK_M": max(1, 2048 // block_k), "BLOCK_K": block_k, "num_warps": 4}
+
+
+def _l2_normalized(x: Tensor) -> Tensor:
+    K, tile = x.shape[-1], _rows_tile(x.shape[-1])
+    M, y = x.numel() // K, empty(x.shape, x.dtype, x.device)
+    wrap_triton(l2_norm_kernel)[(cdiv(M, tile["BLOCK_M"]),)](x, y, M, K, L2_EPS, **tile)
+    return y
+
+
+def sum_heads(grad: Tensor, x: Tensor, l2_norm_qk: bool) -> Tensor:
+    """The gradient of the queries or keys x from those `[B, T, H, K]` of their value heads, padded."""
+    width, x = x.shape[-1], padded(x)
+    K, tile = x.shape[-1], _rows_tile(x.shape[-1])
+    M, dx = x.numel() // K, empty(x.shape, x.dtype, x.device)
+    group = grad.shape[2] // x.shape[2]
+    wrap_triton(sum_heads_kernel)[(cdiv(M, tile["BLOCK_M"]),)](
+        grad, x if l2_norm_qk else None, dx, M, K, group, L2_EPS, **tile
+    )
+    return cut(dx, width)
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """What depends on one chunk alone: the decays from its start and to its end, P, and T with a correction."""
+
+    start: Tensor
+    end: Tensor
+    scores: Tensor
+    inverse: Tensor | None
+
+
+def _matrices(x: Inputs) -> Matrices:
+    T, N, H, HK, K, _ = x.sizes
+    start, end = (x.buffer((x.rows, N, x.chunk), torch.float32) for _ in range(2))
+    shape = (x.rows, N, x.chunk, x.chunk)
+    scores, a = x.buffer(shape), None if x.beta is None else x.buffer(shape, torch.float32)
+    tile = {"BLOCK_K": x.columns(128 // x.q.element_size(), K), "num_warps": 4}
+    wrap_triton(chunk_scores_kernel)[(x.rows * N,)](
+        x.q, x.k, x.g, x.beta, x.index, start, end, scores, a, x.scale, T, N, H, HK, K, C=x.chunk, **tile
+    )
+    if a is None:
+        return Matrices(start, end, scores, None)
+    inverse = x.buffer(shape)
+    levels = x.chunk.bit_length() - 1
+    wrap_triton(chunk_inverse_kernel)[(x.rows * N,)](a, inverse, C=x.chunk, LEVELS=levels, num_warps=8)
+    return Matrices(start, end, scores, inverse)
+
+
+def _state_tile(x: Inputs) -> dict[str, int]:
+    """A state's block of columns, with all keys."""
+    block_k = x.columns(256, x.q.shape[-1])
+    if x.is_float32:
+        return {"BLOCK_K": block_k, "BLOCK_V": 16, "PART": min(block_k, 32), "num_warps": 8, "num_stages": 1}
+    block_v = x.columns(min(64, 4096 // block_k), x.v.shape[-1])
+    part, stages = (0, 2) if block_k <= 128 else (64, 1)
+    return {"BLOCK_K": block_k, "BLOCK_V": block_v, "PART": part, "num_warps": 4, "num_stages": stages}
+
+
+def _states(x: Inputs, m: Matrices, dtype: torch.dtype, final: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Each chunk's first state and U; the last state is written into `final`."""
+    T, N, H, HK, K, V = x.sizes
+    states = x.buffer((x.rows, N, K, V), dtype)
+    u = x.v if x.beta is None else x.buffer(x.v.shape)
+    tile = _state_tile(x)
+    wrap_triton(chunk_states_kernel)[(x.rows * cdiv(V, tile["BLOCK_V"]),)](
+        x.k, x.v, x.beta, m.start, m.end, m.inverse, x.initial, states, u, final, T, N, H, HK, K, V, C=x.chunk, **tile
+    )
+    return states, u
+
+
+def launch_forward(x: Inputs) -> tuple[Tensor, Tensor]:
+    """The outputs and the last state, padded."""
+    T, N, H, HK, K, V = x.sizes
+    out = x.buffer(x.v.shape)
+    final = x.buffer((x.v.shape[0], H, K, V), torch.float32)
+    m = _matrices(x)
+    states, u = _states(x, m, x.q.dtype, final)
+    tile = {"BLOCK_K": x.columns(128 // x.q.element_size(), K), "BLOCK_V": x.columns(64, V), "num_warps": 4}
+    wrap_triton(chunk_outputs_kernel)[(x.rows * N * cdiv(V, tile["BLOCK_V"]),)](
+        x.q, u, m.start, m.scores, states, out, x.scale, T, N, H, HK, K, V, C=x.chunk, **tile
+    )
+    return out, final
+
+
+def launch_backward(
+    x: Inputs, grad_out: Tensor, grad_final: Tensor, need_initial_state: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The gradients of q and k (each value head's, as kernels read them), v, g, beta and the first state, padded."""
+    T, N, H, HK, K, V = x.sizes
+    do, dfinal = padded(grad_out), padded(grad_final, 2)
+    m = _matrices(x)
+    states, u = _states(x, m, torch.float32, None)
+    dstates, dv = x.buffer(tuple(states.shape), torch.float32), x.buffer(x.v.shape)
+    dr = None if x.beta is None else x.buffer(x.v.shape, torch.float32)
+    dinitial = x.buffer(dfinal.shape, torch.float32) if need_initial_state else None
+    tile = _state_tile(x)
+    wrap_triton(chunk_states_backward_kernel)[(x.rows * cdiv(V, tile["BLOCK_V"]),)](
+        do, dfinal, x.q, x.k, x.beta, m.start, m.end, m.scores, m.inverse, dstates, dr, dv, dinitial, x.scale,
+        T, N, H, HK, K, V, C=x.chunk, **tile,
+    )  # fmt: skip
+    dscores, dg_part = x.buffer(tuple(m.scores.shape)), x.buffer(x.g.shape, torch.float32)
+    dkk = dbeta_part = dbeta = None
+    if x.beta is not None:
+        dkk, dbeta_part = x.buffer(tuple(m.scores.shape)), x.buffer(x.g.shape, torch.float32)
+        dbeta = x.buffer(x.beta.shape, x.beta.dtype)
+    size = x.q.element_size()
+    tile = {"BLOCK_K": x.columns(128 // size, K), "BLOCK_V": x.columns(128 // size, V), "num_warps": 4}
+    wrap_triton(chunk_scores_backward_kernel)[(x.rows * N,)](
+        do, x.q, x.k, x.v, u, dr, x.g, x.beta, x.index, dscores, dkk, dg_part, dbeta_part, x.scale,
+        T, N, H, HK, K, V, C=x.chunk, **tile,
+    )  # fmt: skip
+    dq, dk = (x.buffer((*x.v.shape[:3], K), torch.float32) for _ in range(2))
+    dg = x.buffer(x.g.shape, x.g.dtype)
+    block = 16 if x.is_float32 else 32
+    tile = {"BLOCK_K": x.columns(block, K), "BLOCK_V": x.columns(block, V), "num_warps": 4, "num_stages": 1}
+    wrap_triton(chunk_keys_backward_kernel)[(x.rows * N,)](
+        do, x.q, x.k, u, dr, x.beta, m.start, m.end, states, dstates, dscores, dkk, dg_part, dbeta_part,
+        dq, dk, dg, dbeta, x.scale, T, N, H, HK, K, V, C=x.chunk, **tile,
+    )  # fmt: skip
+    return dq, dk, dv, dg, dbeta, dinitial

@@ -1,0 +1,304 @@
+"""The recurrence in chunks, in plain PyTorch: the reference's forward pass, and both passes on a CPU.
+
+The package's docstring has the formulas; names are theirs. Tensors are `[B, H, N, C, ...]`, N chunks of C tokens.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CHUNK = 64
+"""Tokens of a chunk; a shorter sequence is one chunk on a CPU."""
+L2_EPS = 1e-6
+"""Added to the sum of squares of a query or key that is normalized."""
+
+Product = Callable[[Tensor, Tensor], Tensor]
+
+
+def sequence_indices(sequence_ids: Tensor) -> Tensor:
+    """`[B, T]` int32: which sequence of its row a token is in, counted from 0; it changes where the id does."""
+    begins = sequence_ids[:, 1:] != sequence_ids[:, :-1]
+    return torch.nn.functional.pad(begins.cumsum(1, dtype=torch.int32), (1, 0))
+
+
+@dataclass(frozen=True)
+class Decays:
+    """The decays of a chunk: between its tokens D `[..., C, C]`, to each from its start and from each to its end
+    `[..., C]`, and of all of it `[...]`.
+
+    Each is the exponential of a sum of log decays, never of a difference of sums, so that none cancels.
+    """
+
+    between: Tensor
+    start: Tensor
+    end: Tensor
+    whole: Tensor
+
+
+def _decayed(x: Tensor, decays: Tensor) -> Tensor:
+    """x times decays; where one is 0, as between two sequences, it does not matter what x is."""
+    return torch.where(decays == 0, 0.0, x * decays)
+
+
+def _decays(g: Tensor, index: Tensor | None) -> Decays:
+    """From log decays `[B, H, N, C]` and the tokens' sequence indices `[B, 1, N, C]`."""
+    C = g.shape[-1]
+    later = g.unsqueeze(-1).expand(*g.shape, C).tril(-1)  # [..., s, j]: g_s where s > j
+    between, start = later.cumsum(-2).exp().tril(), g.cumsum(-1).exp()
+    end, whole = later.sum(-2).exp(), g.sum(-1).exp()
+    if index is not None:
+        last = index[..., -1]
+        before = torch.nn.functional.pad(last, (1, 0))[..., :-1]  # of the token before the chunk; 0 for the first
+        between = torch.where(index.unsqueeze(-1) == index.unsqueeze(-2), between, 0.0)
+        start = torch.where(index == before.unsqueeze(-1), start, 0.0)
+        end = torch.where(index == last.unsqueeze(-1), end, 0.0)
+        whole = torch.where(last == before, whole, 0.0)
+    return Decays(between, start, end, whole)
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The inputs in chunks, padded with tokens that change nothing; queries and keys repeated for their value heads."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor | None
+    decays: Decays
+    initial: Tensor
+    tokens: int
+
+    def joined(self, x: Tensor) -> Tensor:
+        """`[B, H, N, C, ...]` as `[B, T, H, ...]`."""
+        return x.flatten(2, 3)[:, :, : self.tokens].transpose(1, 2)
+
+
+def in_chunks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    initial_state: Tensor | None,
+    sequence_ids: Tensor | None,
+) -> Chunks:
+    """Cut the inputs, all of one dtype by now, into chunks."""
+    (B, T, H, V), K = v.shape, q.shape[-1]
+    C = max(1, min(CHUNK, T))
+    N = -(-T // C)
+
+    def cut(x: Tensor) -> Tensor:
+        x = torch.nn.functional.pad(x, (0, 0) * (x.dim() - 2) + (0, N * C - T))
+        return x.unflatten(1, (N, C)).movedim(3, 1)
+
+    index = None
+    if sequence_ids is not None and T > 0:
+        index = sequence_indices(sequence_ids)
+        index = torch.cat([index, index[:, -1:].expand(B, N * C - T)], 1).view(B, 1, N, C)
+    group = H // q.shape[2]
+    q, k = (cut(x).repeat_interleave(group, 1) for x in (q, k))
+    initial = v.new_zeros((B, H, K, V)) if initial_state is None else initial_state
+    g, beta = cut(g), None if beta is None else cut(beta)
+    return Chunks(q, k, cut(v), g, beta, _decays(g, index), initial, T)
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What a pass over the chunks made: A's inverse T, the scores P, each chunk's first state, and U."""
+
+    out: Tensor
+    final: Tensor
+    inverse: Tensor | None
+    scores: Tensor
+    states: Tensor
+    u: Tensor
+
+
+def scan(c: Chunks, scale: float, product: Product = torch.matmul) -> Scan:
+    """The forward pass; `product` multiplies matrices."""
+    d, kt = c.decays, c.k.mT
+    scores = _decayed(product(c.q, kt), d.between) * scale
+    inverse = None if c.beta is None else _inverse(c.beta.unsqueeze(-1) * _decayed(product(c.k, kt), d.between))
+    none = c.v[:, :, :0]  # no chunk's, of which autograd finds all inputs where there are no tokens
+    none = none if c.beta is None else c.beta[:, :, :0].unsqueeze(-1) * none
+    state, states, us = c.initial, [c.initial.unsqueeze(2)[:, :, :0]], [none]
+    for n in range(c.q.shape[2]):
+        u = c.v[:, :, n]
+        if c.beta is not None and inverse is not None:
+            predicted = d.start[:, :, n, :, None] * product(c.k[:, :, n], state)
+            u = product(inverse[:, :, n], c.beta[:, :, n, :, None] * (u - predicted))
+        states.append(state.unsqueeze(2))
+        us.append(u.unsqueeze(2))
+        state = d.whole[:, :, n, None, None] * state + product(kt[:, :, n], d.end[:, :, n, :, None] * u)
+    first, u = torch.cat(states, 2), torch.cat(us, 2)
+    out = (scale * d.start).unsqueeze(-1) * product(c.q, first) + product(scores, u)
+    return Scan(out, state, inverse, scores, first, u)
+
+
+def _inverse(a: Tensor) -> Tensor:
+    """(I + the part of `a` below its diagonal)^-1, by substitution."""
+    one = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand(a.shape)
+    return torch.linalg.solve_triangular(a.tril(-1) + one, one, upper=False, unitriangular=True)
+
+
+def _decay_gradient(c: Chunks, between: Tensor, start: Tensor, end: Tensor, whole: Tensor) -> Tensor:
+    """dg from the gradients of the decays' logarithms: each log decay is in the sums over spans that it is in."""
+    until = between.tril(-1).cumsum(-1)  # [..., i, s]: of all j <= s
+    spans = until.tril(-1).sum(-2)[..., :-1]  # those with j <= s < i
+    before = end.cumsum(-1)[..., :-1]
+    pad = torch.nn.functional.pad
+    return pad(spans, (1, 0)) + start.flip(-1).cumsum(-1).flip(-1) + pad(before, (1, 0)) + whole.unsqueeze(-1)
+
+
+def scan_backward(
+    c: Chunks, scale: float, grad_out: Tensor, grad_final: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    """The gradients of q, k (for each value head), v, g, beta, all in chunks, and of the initial state."""
+    run, d, kt = scan(c, scale), c.decays, c.k.mT
+    into_scores = run.scores.mT @ grad_out
+    into_states = c.q.mT @ ((scale * d.start).unsqueeze(-1) * grad_out)
+    ds, ends, drs = grad_final, [grad_final.unsqueeze(2)[:, :, :0]], [c.v[:, :, :0]]
+    for n in reversed(range(c.q.shape[2])):
+        ends.append(ds.unsqueeze(2))
+        dr = into_scores[:, :, n] + d.end[:, :, n, :, None] * (c.k[:, :, n] @ ds)
+        ds = d.whole[:, :, n, None, None] * ds + into_states[:, :, n]
+        if c.beta is not None and run.inverse is not None:
+            dr = run.inverse[:, :, n].mT @ dr
+            ds = ds - kt[:, :, n] @ ((c.beta * d.start)[:, :, n, :, None] * dr)
+        drs.append(dr.unsqueeze(2))
+    dend, dr = torch.cat(ends[::-1], 2), torch.cat(drs[::-1], 2)
+    dscores = scale * _decayed(grad_out @ run.u.mT, d.between)
+    from_out = grad_out @ run.states.mT
+    from_end = run.u @ dend.mT
+    dq = (scale * d.start).unsqueeze(-1) * from_out + dscores @ c.k
+    dk = dscores.mT @ c.q + d.end.unsqueeze(-1) * from_end
+    between = dscores * (c.q @ kt)
+    start = d.start * scale * (c.q * from_out).sum(-1)
+    end = d.end * (c.k * from_end).sum(-1)
+    whole = d.whole * (run.states * dend).sum((-2, -1))
+    dv, dbeta = dr, None
+    if c.beta is not None:
+        beta, kk = c.beta.unsqueeze(-1), c.k @ kt
+        da = _decayed(-dr @ run.u.mT, d.between).tril(-1)
+        from_r = dr @ run.states.mT
+        predicted = d.start * (c.k * from_r).sum(-1)
+        dv = beta * dr
+        dbeta = (dr * c.v).sum(-1) - predicted + (da * kk).sum(-1)
+        dk = dk - (c.beta * d.start).unsqueeze(-1) * from_r + (beta * da) @ c.k + (beta * da).mT @ c.k
+        between = between + beta * da * kk
+        start = start - c.beta * predicted
+    return dq, dk, dv, _decay_gradient(c, between, start, end, whole), dbeta, ds
+
+
+def l2_normalized(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
+
+
+def _l2_backward(grad: Tensor, x: Tensor) -> Tensor:
+    rstd = torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
+    n = x * rstd
+    return rstd * (grad - n * (n * grad).sum(-1, keepdim=True))
+
+
+class _RoundedProduct(torch.autograd.Function):
+    """A product in the dtype of its operands whose operands, here and in its gradient, are rounded to `dtype` once."""
+
+    @staticmethod
+    def forward(ctx, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+        wide = a.dtype
+        a, b = a.to(dtype).to(wide), b.to(dtype).to(wide)
+        ctx.save_for_backward(a, b)
+        ctx.dtype = dtype
+        return a @ b
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        a, b = ctx.saved_tensors
+        grad = grads[0].to(ctx.dtype).to(a.dtype)
+        return grad @ b.mT, a.mT @ grad, None
+
+
+def chunked_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    scale: float | None,
+    initial_state: Tensor | None,
+    l2_norm_qk: bool,
+    sequence_ids: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The chunked composition: each product's operands are rounded to the dtype of q, the rest float32 or float64."""
+    dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
+    q, k, v, g = (x.to(wide) for x in (q, k, v, g))
+    q, k = (l2_normalized(q), l2_normalized(k)) if l2_norm_qk else (q, k)
+    beta, initial_state = (x if x is None else x.to(wide) for x in (beta, initial_state))
+    c = in_chunks(q, k, v, g, beta, initial_state, sequence_ids)
+    run = scan(c, q.shape[-1] ** -0.5 if scale is None else scale, lambda a, b: _RoundedProduct.apply(a, b, dtype))
+    final = run.final if run.final is not initial_state else run.final.clone()
+    return c.joined(run.out).to(dtype).contiguous(), final
+
+
+def forward_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    initial_state: Tensor | None,
+    sequence_ids: Tensor | None,
+    scale: float,
+    l2_norm_qk: bool,
+) -> tuple[Tensor, Tensor]:
+    """The forward pass on a CPU, float32 with one rounding."""
+    c = _float_chunks(q, k, v, g, beta, initial_state, sequence_ids, l2_norm_qk)
+    run = scan(c, scale)
+    return c.joined(run.out).to(v.dtype, copy=True).contiguous(), run.final.clone()
+
+
+def backward_cpu(
+    grad_out: Tensor,
+    grad_final: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    initial_state: Tensor | None,
+    sequence_ids: Tensor | None,
+    scale: float,
+    l2_norm_qk: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    """The gradients of q, k, v, g, beta and the initial state, float32 with one rounding."""
+    c = _float_chunks(q, k, v, g, beta, initial_state, sequence_ids, l2_norm_qk)
+    like_v = in_chunks(q, k, grad_out.float(), g, None, initial_state, None).v
+    dq, dk, dv, dg, dbeta, dinitial = scan_backward(c, scale, like_v, grad_final.float())
+
+    def of_key_heads(grad: Tensor, x: Tensor) -> Tensor:
+        grad = c.joined(grad).unflatten(2, (x.shape[2], -1)).sum(3)
+        return (_l2_backward(grad, x.float()) if l2_norm_qk else grad).to(x.dtype).contiguous()
+
+    dbeta = None if beta is None or dbeta is None else c.joined(dbeta).to(beta.dtype).contiguous()
+    dv, dg = c.joined(dv).to(v.dtype).contiguous(), c.joined(dg).to(g.dtype).contiguous()
+    return of_key_heads(dq, q), of_key_heads(dk, k), dv, dg, dbeta, dinitial.clone()
+
+
+def _float_chunks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    initial_state: Tensor | None,
+    sequence_ids: Tensor | None,
+    l2_norm_qk: bool,
+) -> Chunks:
+    if g.numel() and not bool((g <= 0).all() | g.isnan().any()):
+        raise ValueError(f"g: expected log decays of at most 0, got {float(g.max())}")
+    q, k = q.float(), k.float()
+    q, k = (l2_normalized(q), l2_normalized(k)) if l2_norm_qk else (q, k)
+    return in_chunks(q, k, v.float(), g.float(), None if beta is None else beta.float(), initial_state, sequence_ids)

@@ -1,0 +1,190 @@
+"""The gated delta rule of Qwen3-Next, Qwen3.5, OLMo hybrid and Gated DeltaNet.
+
+Source: Yang et al., "Gated Delta Networks", 2024, https://arxiv.org/abs/2412.06464. The formulas, forward and backward,
+and how they are computed are in the docstring of this package, `ops/recurrence/__init__.py`.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from llmk.ops.recurrence._call import check_call, recurrence_cost, samples
+from llmk.ops.recurrence._chunk_launches import cut, inputs, launch_backward, launch_forward, sum_heads
+from llmk.ops.recurrence._chunks import backward_cpu, chunked_reference, forward_cpu
+from llmk.registry import Cost, KernelOp, Sample, no_gradient, or_no_gradient, public_op
+
+
+def gated_delta_rule_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    l2_norm_qk: bool = False,
+    sequence_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    return chunked_reference(q, k, v, g, beta, scale, initial_state, l2_norm_qk, sequence_ids)
+
+
+def _gated_delta_rule_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    sequence_ids: Tensor | None,
+    scale: float,
+    l2_norm_qk: bool,
+) -> tuple[Tensor, Tensor]:
+    out, final = launch_forward(inputs(q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk))
+    return cut(out, v.shape[3]), cut(final, q.shape[3], v.shape[3])
+
+
+def _gated_delta_rule_bwd(
+    grad: Tensor,
+    grad_state: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    sequence_ids: Tensor | None,
+    scale: float,
+    l2_norm_qk: bool,
+    need_initial_state: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x = inputs(q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk)
+    dq, dk, dv, dg, dbeta, dinitial = launch_backward(x, grad, grad_state, need_initial_state)
+    dq, dk = sum_heads(dq, q, l2_norm_qk), sum_heads(dk, k, l2_norm_qk)
+    dinitial = None if dinitial is None else cut(dinitial, q.shape[3], v.shape[3])
+    return dq, dk, cut(dv, v.shape[3]), dg, or_no_gradient(dbeta, grad), or_no_gradient(dinitial, grad)
+
+
+# A graph keeps each as one node: on a CPU it is a loop over the chunks.
+gated_delta_rule_fwd = KernelOp(_gated_delta_rule_fwd, opaque=True)
+gated_delta_rule_bwd = KernelOp(_gated_delta_rule_bwd, opaque=True)
+
+
+@gated_delta_rule_fwd.register_kernel("cpu")
+def _(q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk):
+    return forward_cpu(q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk)
+
+
+@gated_delta_rule_bwd.register_kernel("cpu")
+def _(grad, grad_state, q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk, need_initial_state):
+    *grads, dinitial = backward_cpu(grad, grad_state, q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk)
+    return *grads, dinitial if need_initial_state else no_gradient(grad)
+
+
+@gated_delta_rule_fwd.register_fake
+def _(q, v):
+    (B, _, H, V), K = v.shape, q.shape[3]
+    return v.new_empty(v.shape), v.new_empty((B, H, K, V), dtype=torch.float32)
+
+
+gated_delta_rule_fwd.register_backward(
+    gated_delta_rule_bwd,
+    outputs=("out", "final_state"),
+    depends_on=[["q", "k", "v", "g", "beta", "initial_state"], ["k", "v", "g", "beta", "initial_state"]],
+)
+
+
+@gated_delta_rule_fwd.register_sharding
+def _(q):
+    """Along the batch."""
+    return [([0, 0], [0] * 7)]
+
+
+def gated_delta_rule_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    calls = list(samples(device, dtype))
+    for args, beta, options, why in calls:
+        yield Sample((*args, beta), options, why=why)
+    args, beta, _, why = calls[-1]
+    yield Sample((*args, beta), {"l2_norm_qk": True}, why=f"{why}, normalized")
+
+
+def gated_delta_rule_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
+    q, k, v = (torch.randn(rows, 5, 2, 8, device=device, dtype=dtype) for _ in range(3))
+    g, beta = (torch.rand(rows, 5, 2, device=device, dtype=torch.float32) for _ in range(2))
+    return Sample((q, k / 3, v, -g, beta.to(dtype)), why="resized")
+
+
+def gated_delta_rule_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for B, T, HK, H, D in [(4, 4096, 16, 32, 128)]:
+        q, k = (torch.randn(B, T, HK, D, device=device, dtype=dtype) for _ in range(2))
+        v = torch.randn(B, T, H, D, device=device, dtype=dtype)
+        g, beta = (torch.rand(B, T, H, device=device, dtype=torch.float32) for _ in range(2))
+        options = {"l2_norm_qk": True}
+        yield Sample((q, k, v, -g, beta.to(dtype)), options, why=f"{B}x{T}, {HK} and {H} heads of {D}")
+
+
+def gated_delta_rule_cost(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: object) -> Cost:
+    return recurrence_cost(q, v, others=2, products=3)
+
+
+@public_op(
+    reference=gated_delta_rule_reference,
+    differentiable=("q", "k", "v", "g", "beta", "initial_state"),
+    kernel_ops=(gated_delta_rule_fwd, gated_delta_rule_bwd),
+    samples=gated_delta_rule_samples,
+    resized=gated_delta_rule_resized,
+    workloads=gated_delta_rule_workloads,
+    cost=gated_delta_rule_cost,
+)
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    l2_norm_qk: bool = False,
+    sequence_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The gated delta rule: a linear recurrence whose state decays and is corrected towards each token's value.
+
+    For each value head, with a state S `[K, V]` that begins as `initial_state`:
+
+        S   = exp(g_t) * S
+        S   = S + beta_t * outer(k_t, v_t - k_t @ S)
+        o_t = scale * q_t @ S
+
+    It is computed in chunks of 64 tokens by products of matrices. Their operands are rounded once to the dtype of `q`;
+    states, decays and the inverse of each chunk's triangular matrix are float32. The backward pass makes the states
+    again: of the forward pass nothing is kept but its inputs.
+
+    Args:
+        q: Queries `[B, T, HK, K]`, float32, float16 or bfloat16, any strides, K up to 256.
+        k: Keys, shape and dtype of `q`.
+        v: Values `[B, T, H, V]` in the dtype of `q`, H a multiple of HK, V up to 256: key head i serves the H / HK
+            value heads from i * H / HK on.
+        g: Logarithms of the decays `[B, T, H]`, at most 0, any of these dtypes, float32 best.
+        beta: How far each value is corrected `[B, T, H]`, any of these dtypes.
+        scale: None for `K ** -0.5`.
+        initial_state: `[B, H, K, V]`, float32; None for zeros.
+        l2_norm_qk: Divide each query and each key by the root of its sum of squares and 1e-6 first.
+        sequence_ids: Which sequence each token of a row belongs to `[B, T]`, int32 or int64; None where a row is one.
+            The state is zeros at the first token of a sequence, except that of the first one, which has the
+            `initial_state`. A sequence begins where the number changes.
+
+    Returns:
+        `[B, T, H, V]`, contiguous, in the dtype of `q`, and the state after the last token, `[B, H, K, V]` in float32.
+
+    Raises:
+        TypeError: A dtype does not fit.
+        ValueError: A shape or a device does not fit, H is no multiple of HK, `scale` is not finite, or on the CPU a
+            number of `g` is positive. On a GPU the numbers are not looked at, and such a state grows.
+
+    Source: Yang et al., 2024, https://arxiv.org/abs/2412.06464.
+    """
+    check_call(q, k, v, g, beta, scale, initial_state, sequence_ids)
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    return gated_delta_rule_fwd(q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk)

@@ -1,0 +1,177 @@
+"""Gated linear attention with a decay for each head: Mamba-2's state space duality, RetNet.
+
+Source: Dao and Gu, "Transformers are SSMs", 2024, https://arxiv.org/abs/2405.21060. The formulas, forward and backward,
+and how they are computed are in the docstring of this package, `ops/recurrence/__init__.py`.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from llmk.ops.recurrence._call import check_call, recurrence_cost, samples
+from llmk.ops.recurrence._chunk_launches import cut, inputs, launch_backward, launch_forward, sum_heads
+from llmk.ops.recurrence._chunks import backward_cpu, chunked_reference, forward_cpu
+from llmk.registry import Cost, KernelOp, Sample, no_gradient, or_no_gradient, public_op
+
+
+def gated_linear_attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    sequence_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    return chunked_reference(q, k, v, g, None, scale, initial_state, False, sequence_ids)
+
+
+def _gated_linear_attention_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    initial_state: Tensor | None,
+    sequence_ids: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    out, final = launch_forward(inputs(q, k, v, g, None, initial_state, sequence_ids, scale, False))
+    return cut(out, v.shape[3]), cut(final, q.shape[3], v.shape[3])
+
+
+def _gated_linear_attention_bwd(
+    grad: Tensor,
+    grad_state: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    initial_state: Tensor | None,
+    sequence_ids: Tensor | None,
+    scale: float,
+    need_initial_state: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x = inputs(q, k, v, g, None, initial_state, sequence_ids, scale, False)
+    dq, dk, dv, dg, _, dinitial = launch_backward(x, grad, grad_state, need_initial_state)
+    dq, dk = sum_heads(dq, q, False), sum_heads(dk, k, False)
+    dinitial = None if dinitial is None else cut(dinitial, q.shape[3], v.shape[3])
+    return dq, dk, cut(dv, v.shape[3]), dg, or_no_gradient(dinitial, grad)
+
+
+# A graph keeps each as one node: on a CPU it is a loop over the chunks.
+gated_linear_attention_fwd = KernelOp(_gated_linear_attention_fwd, opaque=True)
+gated_linear_attention_bwd = KernelOp(_gated_linear_attention_bwd, opaque=True)
+
+
+@gated_linear_attention_fwd.register_kernel("cpu")
+def _(q, k, v, g, initial_state, sequence_ids, scale):
+    return forward_cpu(q, k, v, g, None, initial_state, sequence_ids, scale, False)
+
+
+@gated_linear_attention_bwd.register_kernel("cpu")
+def _(grad, grad_state, q, k, v, g, initial_state, sequence_ids, scale, need_initial_state):
+    dq, dk, dv, dg, _, dinitial = backward_cpu(
+        grad, grad_state, q, k, v, g, None, initial_state, sequence_ids, scale, False
+    )
+    return dq, dk, dv, dg, dinitial if need_initial_state else no_gradient(grad)
+
+
+@gated_linear_attention_fwd.register_fake
+def _(q, v):
+    (B, _, H, V), K = v.shape, q.shape[3]
+    return v.new_empty(v.shape), v.new_empty((B, H, K, V), dtype=torch.float32)
+
+
+gated_linear_attention_fwd.register_backward(
+    gated_linear_attention_bwd,
+    outputs=("out", "final_state"),
+    depends_on=[["q", "k", "v", "g", "initial_state"], ["k", "v", "g", "initial_state"]],
+)
+
+
+@gated_linear_attention_fwd.register_sharding
+def _(q):
+    """Along the batch."""
+    return [([0, 0], [0] * 6)]
+
+
+def gated_linear_attention_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for args, _, options, why in samples(device, dtype):
+        yield Sample(args, options, why=why)
+
+
+def gated_linear_attention_resized(rows: int, device: torch.device, dtype: torch.dtype) -> Sample:
+    q, k, v = (torch.randn(rows, 5, 2, 8, device=device, dtype=dtype) for _ in range(3))
+    g = -torch.rand(rows, 5, 2, device=device, dtype=torch.float32)
+    return Sample((q, k / 3, v, g), why="resized")
+
+
+def gated_linear_attention_workloads(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for B, T, HK, H, K, V in [(4, 4096, 1, 80, 128, 64)]:
+        q, k = (torch.randn(B, T, HK, K, device=device, dtype=dtype) / K**0.25 for _ in range(2))
+        v = torch.randn(B, T, H, V, device=device, dtype=dtype)
+        g = -torch.rand(B, T, H, device=device, dtype=torch.float32)
+        yield Sample((q, k, v, g), why=f"{B}x{T}, {HK} and {H} heads of {K} and {V}")
+
+
+def gated_linear_attention_cost(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: object) -> Cost:
+    return recurrence_cost(q, v, others=1, products=2)
+
+
+@public_op(
+    reference=gated_linear_attention_reference,
+    differentiable=("q", "k", "v", "g", "initial_state"),
+    kernel_ops=(gated_linear_attention_fwd, gated_linear_attention_bwd),
+    samples=gated_linear_attention_samples,
+    resized=gated_linear_attention_resized,
+    workloads=gated_linear_attention_workloads,
+    cost=gated_linear_attention_cost,
+)
+def gated_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    sequence_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Linear attention whose state decays by a factor of each head and token: Mamba-2 and RetNet.
+
+    For each value head, with a state S `[K, V]` that begins as `initial_state`:
+
+        S   = exp(g_t) * S + outer(k_t, v_t)
+        o_t = scale * q_t @ S
+
+    In Mamba-2's words q is C, k is B, v is x times dt, and g is dt times A. It is computed in chunks of 64 tokens by
+    products of matrices. Their operands are rounded once to the dtype of `q`; states and decays are float32. The
+    backward pass makes the states again: of the forward pass nothing is kept but its inputs.
+
+    Args:
+        q: Queries `[B, T, HK, K]`, float32, float16 or bfloat16, any strides, K up to 256.
+        k: Keys, shape and dtype of `q`.
+        v: Values `[B, T, H, V]` in the dtype of `q`, H a multiple of HK, V up to 256: key head i serves the H / HK
+            value heads from i * H / HK on.
+        g: Logarithms of the decays `[B, T, H]`, at most 0, any of these dtypes, float32 best.
+        scale: None for `K ** -0.5`.
+        initial_state: `[B, H, K, V]`, float32; None for zeros.
+        sequence_ids: Which sequence each token of a row belongs to `[B, T]`, int32 or int64; None where a row is one.
+            The state is zeros at the first token of a sequence, except that of the first one, which has the
+            `initial_state`. A sequence begins where the number changes.
+
+    Returns:
+        `[B, T, H, V]`, contiguous, in the dtype of `q`, and the state after the last token, `[B, H, K, V]` in float32.
+
+    Raises:
+        TypeError: A dtype does not fit.
+        ValueError: A shape or a device does not fit, H is no multiple of HK, `scale` is not finite, or on the CPU a
+            number of `g` is positive. On a GPU the numbers are not looked at, and such a state grows.
+
+    Source: Dao and Gu, 2024, https://arxiv.org/abs/2405.21060.
+    """
+    check_call(q, k, v, g, None, scale, initial_state, sequence_ids)
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    return gated_linear_attention_fwd(q, k, v, g, initial_state, sequence_ids, scale)
