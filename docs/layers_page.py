@@ -19,10 +19,9 @@ class Layer:
 
 
 LAYERS = (
-    Layer("short causal convolution", r"causal_conv1d_fn"),
-    Layer("gated delta rule, a decay for each head", r"chunk_gated_delta_rule"),
+    Layer("gated delta rule, a decay for each head", r"chunk_gated_delta_rule", operator="gated_delta_rule"),
     Layer("gated delta rule, a decay for each channel", r"chunk_kda"),
-    Layer("scan of Mamba-2", r"mamba_chunk_scan_combined"),
+    Layer("scan of Mamba-2", r"mamba_chunk_scan_combined", operator="gated_linear_attention"),
     Layer("scan of Mamba", r"selective_scan_fn"),
     Layer("recurrence of RWKV", r"rwkv_linear_attention"),
     Layer("recurrence of RG-LRU", r"rg_lru|RgLru|Rglru"),
@@ -35,7 +34,7 @@ LAYERS = (
     Layer("projections of latent attention", r"kv_a_proj_with_mqa", why="products: cuBLAS has them"),
     Layer("gate on the output of attention", r"attn_output \* torch\.sigmoid\(gate\)|torch\.sigmoid\(gate"),
     Layer("rotation of image patches, in two directions", r"apply_rotary_pos_emb_vision"),
-    Layer("L2 norm of queries and keys", r"def l2norm|use_qk_l2norm"),
+    Layer("L2 norm of queries and keys", r"def l2norm|use_qk_l2norm", why="a part of `gated_delta_rule`"),
     Layer("hyper-connections", r"HyperConnection|hyper_connection"),
     Layer("router of a mixture", r"class \w*Top[kK]Router", operator="router_topk"),
     Layer("group norm", r"nn\.GroupNorm", operator="group_norm"),
