@@ -173,7 +173,8 @@ def gated_delta_rule(
         l2_norm_qk: Divide each query and each key by the root of its sum of squares and 1e-6 first.
         sequence_ids: Which sequence each token of a row belongs to `[B, T]`, int32 or int64; None where a row is one.
             The state is zeros at the first token of a sequence, except that of the first one, which has the
-            `initial_state`. A sequence begins where the number changes.
+            `initial_state`. A sequence begins where the number changes. A NaN or an infinity in one sequence may
+            reach another that shares a chunk of 64 tokens with it.
 
     Returns:
         `[B, T, H, V]`, contiguous, in the dtype of `q`, and the state after the last token, `[B, H, K, V]` in float32.
