@@ -299,6 +299,20 @@ def test_another_convolution_is_left(function: Any, monkeypatch: pytest.MonkeyPa
     assert "convolve" in str(report.entries)
 
 
+def continued(x, weight, bias=None, activation=None, initial_states=None, **kwargs):
+    y = causal(x if initial_states is None else torch.cat([initial_states, x], -1), weight, bias, activation)
+    return y[..., y.shape[-1] - x.shape[-1] :]
+
+
+def test_what_a_function_has_a_name_for_is_given_to_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(globals(), "convolve", continued)
+    model = Short()
+    original, x, state = copy.deepcopy(model), torch.randn(2, 9, 6), torch.randn(2, 6, 3)
+    assert patch(model).replaced == {"convolution": 1}
+    assert by_operator(model(x, initial_states=None, use_cache=True))
+    torch.testing.assert_close(model(x, initial_states=state), original(x, initial_states=state))
+
+
 def test_a_function_that_took_the_place_of_another_is_called(monkeypatch: pytest.MonkeyPatch):
     model, x = Short(), torch.randn(2, 9, 6)
     patch(model)

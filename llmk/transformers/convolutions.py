@@ -49,13 +49,20 @@ class Convolution(Edit):
 
 @functools.cache
 def convolution(tried: FunctionType) -> Callable[..., Any]:
-    """Return what calls the operator in place of the function that was tried, where the arguments are as they were."""
+    """Return what calls the operator in place of the function that was tried, where the arguments are as they were.
+
+    A model's layers hand on all keyword arguments of the model. Those that the function has a name for, and those of
+    packed sequences, which it may look for among the others, are for the function itself.
+    """
+    parameters = list(inspect.signature(tried).parameters.values())[1 + len(ARGUMENTS) :]
+    named = {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
+    its_own = named | {"seq_idx", "cu_seqlens"}
 
     def convolve(
         function: Any, input: Any, weight: Any, bias: Any = None, activation: Any = None, **kwargs: Any
     ) -> Any:
-        packed = any(kwargs.get(name) is not None for name in ("seq_idx", "cu_seqlens"))
-        if function is tried and not packed and _fits(input, weight, bias) and activation in ACTIVATIONS:
+        asks_for_more = any(kwargs.get(name) is not None for name in its_own)
+        if function is tried and not asks_for_more and _fits(input, weight, bias) and activation in ACTIVATIONS:
             return functional.causal_conv1d(input, weight, bias, activation=activation)[0]
         return function(input, weight, bias, activation=activation, **kwargs)
 
