@@ -84,6 +84,28 @@ def residual_and_norm(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return hugging_face_norm(h, w), 2 * h
 
 
+@spelling("rms_norm_gated", (5, 8, 16), (5, 8, 16), (16,))
+def qwen3_next_norm(x: Tensor, g: Tensor, w: Tensor) -> Tensor:
+    return (hugging_face_norm(x, w) * F.silu(g.to(torch.float32))).to(x.dtype)
+
+
+@spelling("rms_norm_gated", (5, 8, 16), (5, 8, 16), (16,))
+def kimi_norm(x: Tensor, g: Tensor, w: Tensor) -> Tensor:
+    return (hugging_face_norm(x.float(), w.float()) * g.float().sigmoid()).to(x.dtype)
+
+
+@spelling("rms_norm_gated", (5, 8, 16), (5, 8, 16), (16,))
+def mamba_2_norm(x: Tensor, g: Tensor, w: Tensor) -> Tensor:
+    y = x.to(torch.float32) * F.silu(g.to(torch.float32))
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-5)
+    return w * y.to(x.dtype)
+
+
+@spelling("rms_norm_gated", (5, 8, 16), (5, 8, 16))
+def gate_inside_without_weight(x: Tensor, g: Tensor) -> Tensor:
+    return F.rms_norm(torch.sigmoid(g) * x, (16,), None, 1e-6)
+
+
 @spelling("layer_norm", (3, 5, 16), (16,), (16,))
 def torch_layer_norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return F.layer_norm(x, (16,), w, b, 1e-5)

@@ -128,6 +128,40 @@ RMS_NORM = (
 _total = Named("total", Call("add", KeywordArg("input"), KeywordArg("residual")))
 ADD_RMS_NORM = (RewritePattern(results=(_rms_norm(_total), "total"), build=_build_add_rms_norm),)
 
+_gate = Input(KeywordArg("gate"))
+_ACTIVATIONS = {
+    "silu": Call("silu", _gate) | Call("mul", _gate, Call("sigmoid", _gate)),
+    "sigmoid": Call("sigmoid", _gate),
+}
+
+
+def _gated(x: Pattern, activation: str) -> Pattern:
+    return Call("mul", x, Cast(_ACTIVATIONS[activation]))
+
+
+def _build_rms_norm_gated(
+    builder: GraphBuilder, values: Mapping[str, Any], activation: str, norm_before_gate: bool
+) -> Any:
+    options = _options(values, values["input"])
+    if options.pop("offset") != 0.0:
+        raise NoMatch("its weight is stored minus one, which rms_norm_gated does not take")
+    input, gate = (widened(builder, values[name], builder.wanted.dtype) for name in ("input", "gate"))
+    options |= {"activation": activation, "norm_before_gate": norm_before_gate}
+    return builder(torch.ops.llmk.rms_norm_gated.default, input, gate, **options)
+
+
+RMS_NORM_GATED = tuple(
+    RewritePattern(
+        results=(pattern,),
+        build=functools.partial(_build_rms_norm_gated, activation=activation, norm_before_gate=norm_first),
+    )
+    for activation in _ACTIVATIONS
+    for norm_first, pattern in (
+        (True, Cast(_gated(_rms_norm(KeywordArg("input")), activation))),
+        (False, _rms_norm(Named("gated", _gated(Input(KeywordArg("input")), activation)))),
+    )
+)
+
 
 def _layer_norm() -> Pattern:
     x = Input(KeywordArg("input"))

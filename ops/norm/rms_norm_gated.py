@@ -38,6 +38,7 @@ from llmk.ops.common.math import everywhere
 from llmk.ops.common.rows import contiguous, row_starts, strided_rows, strided_rows_aligned
 from llmk.ops.common.samples import normal_resized, normal_workloads
 from llmk.ops.common.sums import sum_partials
+from llmk.ops.norm._patterns import RMS_NORM_GATED
 from llmk.registry import (
     Cost,
     KernelOp,
@@ -409,6 +410,7 @@ def rms_norm_gated_samples(device: torch.device, dtype: torch.dtype) -> Iterator
     resized=normal_resized(lambda rows: ((rows, 48), (rows, 48), (48,))),
     workloads=normal_workloads([(524288, 128), (16384, 4096), (8192, 8192)], lambda M, N: ((M, N), (M, N), (N,))),
     cost=Cost.passes(3, 8),
+    patterns=RMS_NORM_GATED,
 )
 def rms_norm_gated(
     input: Tensor,
