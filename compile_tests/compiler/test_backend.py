@@ -86,7 +86,8 @@ def residual_and_norm(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
 
 @spelling("rms_norm_gated", (5, 8, 16), (5, 8, 16), (16,))
 def qwen3_next_norm(x: Tensor, g: Tensor, w: Tensor) -> Tensor:
-    return (hugging_face_norm(x, w) * F.silu(g.to(torch.float32))).to(x.dtype)
+    """The activation is a module that is made on the way."""
+    return (hugging_face_norm(x, w) * torch.nn.SiLU()(g.to(torch.float32))).to(x.dtype)
 
 
 @spelling("rms_norm_gated", (5, 8, 16), (5, 8, 16), (16,))

@@ -29,7 +29,7 @@ from llmk.compiler import Report
 
 RESULT = Path(__file__).resolve().parents[2] / "docs" / "found.txt"
 KINDS = {
-    "norms": ("rms_norm", "add_rms_norm", "layer_norm"),
+    "norms": ("rms_norm", "add_rms_norm", "rms_norm_gated", "layer_norm"),
     "gated units": ("swiglu", "geglu", "moe_experts"),
     "rotations": ("rope",),
     "loss": ("fused_linear_ce",),

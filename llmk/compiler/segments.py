@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 
 from llmk.registry.private.compilers import (
     DATA_OF_TENSOR,
+    LOG_API_USAGE,
     functorch_nesting,
     is_higher_order,
     is_operator,
@@ -57,7 +58,7 @@ def segments(gm: GraphModule) -> Iterator[Segment | Node]:
     nodes: list[Node] = []
     nesting = 0
     for node in list(gm.graph.nodes):
-        if node.op in ("placeholder", "get_attr") or _is_part(node):
+        if node.op in ("placeholder", "get_attr") or node.target is LOG_API_USAGE or _is_part(node):
             continue
         inside, nesting = nesting > 0, nesting + functorch_nesting(node.target)
         if inside or node.op in ("output", "call_module") or _stays(node):

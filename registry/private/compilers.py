@@ -79,6 +79,8 @@ _Operator = tuple(filter(None, map(find, ("torch._ops.OpOverload", "torch._ops.O
 CHECKPOINT = find("torch.ops.higher_order.tag_activation_checkpoint")
 DATA_OF_TENSOR = find("torch._C._autograd._get_data_attr")
 """`Tensor.data`, which no trace follows."""
+LOG_API_USAGE = find("torch._C._log_api_usage_once")
+"""Is in a graph where a module is made on the way; it reads and gives nothing."""
 
 
 def is_higher_order(target: Any) -> bool:
