@@ -18,7 +18,7 @@ from llmk.ops.recurrence._chunk_kernels import (
     sum_heads_kernel,
 )
 from llmk.ops.recurrence._chunks import CHUNK, L2_EPS, sequence_indices
-from llmk.registry import cdiv, empty, next_power_of_2, wrap_triton
+from llmk.registry import cdiv, empty, max_warps, next_power_of_2, wrap_triton
 
 FLOAT32_CHUNK = 32
 
@@ -148,7 +148,7 @@ def _matrices(x: Inputs) -> Matrices:
         return Matrices(start, end, scores, None)
     inverse = x.buffer(shape)
     levels = x.chunk.bit_length() - 1
-    wrap_triton(chunk_inverse_kernel)[(x.rows * N,)](a, inverse, C=x.chunk, LEVELS=levels, num_warps=8)
+    wrap_triton(chunk_inverse_kernel)[(x.rows * N,)](a, inverse, C=x.chunk, LEVELS=levels, num_warps=16)
     return Matrices(start, end, scores, inverse)
 
 
@@ -158,7 +158,8 @@ def _state_tile(x: Inputs) -> dict[str, int]:
     if x.is_float32:
         return {"BLOCK_K": block_k, "BLOCK_V": 16, "PART": min(block_k, 32), "num_warps": 8, "num_stages": 1}
     block_v = x.columns(min(64, 4096 // block_k), x.v.shape[-1])
-    part, stages = (0, 2) if block_k <= 128 else (64, 1)
+    part = 0 if block_k <= 128 else 64
+    stages = 2 if part == 0 and max_warps() == 32 else 1  # AMD's 64 KiB of shared memory hold one chunk's tiles
     return {"BLOCK_K": block_k, "BLOCK_V": block_v, "PART": part, "num_warps": 4, "num_stages": stages}
 
 
@@ -217,8 +218,8 @@ def launch_backward(
     )  # fmt: skip
     dq, dk = (x.buffer((*x.v.shape[:3], K), torch.float32) for _ in range(2))
     dg = x.buffer(x.g.shape, x.g.dtype)
-    block = 16 if x.is_float32 else 32
-    tile = {"BLOCK_K": x.columns(block, K), "BLOCK_V": x.columns(block, V), "num_warps": 4, "num_stages": 1}
+    block, warps = (16, 8) if x.is_float32 else (32, 4)
+    tile = {"BLOCK_K": x.columns(block, K), "BLOCK_V": x.columns(block, V), "num_warps": warps, "num_stages": 1}
     wrap_triton(chunk_keys_backward_kernel)[(x.rows * N,)](
         do, x.q, x.k, u, dr, x.beta, m.start, m.end, states, dstates, dscores, dkk, dg_part, dbeta_part,
         dq, dk, dg, dbeta, x.scale, T, N, H, HK, K, V, C=x.chunk, **tile,
