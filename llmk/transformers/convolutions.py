@@ -18,11 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from llmk import functional
-from llmk.transformers.probe import SCALES, Differs, agree, gradients, randoms, run, same
+from llmk.ops.convolution.causal_conv1d import ACTIVATIONS, MOST_TAPS
+from llmk.transformers.probe import SCALES, Differs, agree, gradients, randoms, rows_of_all_scales, run, same
 from llmk.transformers.rewrite import Edit, Source, load
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ACTIVATIONS = (None, "silu", "swish")
+PACKING = frozenset({"seq_idx", "cu_seqlens"})
+"""The keywords that say where packed sequences begin, for a model's own function."""
 ARGUMENTS = ["weight", "bias", "activation"]
 """What such a function takes after its input."""
 
@@ -56,7 +58,7 @@ def convolution(tried: FunctionType) -> Callable[..., Any]:
     """
     parameters = list(inspect.signature(tried).parameters.values())[1 + len(ARGUMENTS) :]
     named = {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
-    its_own = named | {"seq_idx", "cu_seqlens"}
+    its_own = named | PACKING
 
     def convolve(
         function: Any, input: Any, weight: Any, bias: Any = None, activation: Any = None, **kwargs: Any
@@ -73,7 +75,7 @@ def _fits(input: Any, weight: Any, bias: Any) -> bool:
     tensors = [t for t in (input, weight, bias) if t is not None]
     if not all(isinstance(t, Tensor) and t.dtype in DTYPES for t in tensors) or input.dim() != 3 or weight.dim() != 2:
         return False
-    return 2 <= weight.shape[1] <= 8 and weight.shape[0] == input.shape[1] and 0 not in input.shape[1:]
+    return 2 <= weight.shape[1] <= MOST_TAPS and weight.shape[0] == input.shape[1] and 0 not in input.shape[1:]
 
 
 class ConvolutionFinder:
@@ -136,7 +138,7 @@ def _try(function: FunctionType) -> None:
     try:
         for taps, tokens, activation, with_bias in product((2, 4), (9, 1), (None, "silu"), (True, False)):
             randn, channels = randoms(4), len(SCALES)
-            x = (randn(2, channels, tokens) * torch.tensor(SCALES).unsqueeze(1)).requires_grad_()
+            x = rows_of_all_scales(tokens, 2, randn=randn).requires_grad_()
             weight = randn(channels, taps).requires_grad_()
             bias = randn(channels).requires_grad_() if with_bias else None
             given = [t for t in (x, weight, bias) if t is not None]

@@ -45,8 +45,10 @@ def randoms(seed: int = 0) -> Callable[..., Tensor]:
     return lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
-def rows_of_all_scales(width: int) -> Tensor:
-    return randoms()(len(SCALES), width) * torch.tensor(SCALES).unsqueeze(1)
+def rows_of_all_scales(width: int, *batch: int, randn: Callable[..., Tensor] | None = None) -> Tensor:
+    """`[*batch, rows, width]`, one row of each scale."""
+    rows = (randn or randoms())(*batch, len(SCALES), width)
+    return rows * torch.tensor(SCALES, dtype=torch.float32, device="cpu").unsqueeze(1)
 
 
 def agree(a: Tensor, b: Tensor, tolerance: float = AGREEMENT) -> bool:

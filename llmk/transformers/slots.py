@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from llmk import functional
 from llmk.ops.common.activations import GATES
+from llmk.ops.convolution.causal_conv1d import ACTIVATIONS, MOST_TAPS
+from llmk.transformers.convolutions import PACKING
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -82,9 +84,9 @@ class CausalConv1dFn(nn.Module):
         activation: str | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        packed = any(kwargs.get(name) is not None for name in ("seq_idx", "cu_seqlens"))
+        packed = any(kwargs.get(name) is not None for name in PACKING)
         alike = _alike(hidden_states, weight, *(() if bias is None else (bias,)))
-        if packed or not alike or not 2 <= weight.shape[-1] <= 8 or activation not in (None, "silu", "swish"):
+        if packed or not alike or not 2 <= weight.shape[-1] <= MOST_TAPS or activation not in ACTIVATIONS:
             return type(self).forward(self, hidden_states, weight, bias, activation=activation, **kwargs)
         return functional.causal_conv1d(hidden_states, weight, bias, activation=activation)[0]
 
