@@ -72,13 +72,17 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     """
     if dispatch_modes() and not shape:  # Inductor fills a buffer that has no dimension, which would cost a launch
         buffer = torch.empty((1,), dtype=dtype, device=device).view(())
-    elif device.type != "cuda" or dispatch_modes() or not fast_path.enabled:
+    elif not _is_gpu(device) or dispatch_modes() or not fast_path.enabled:
         buffer = torch.empty(shape, dtype=dtype, device=device)
     else:
-        buffer = empty_on_gpu(*contiguous_layout(shape), dtype)
+        buffer = empty_on_gpu(*contiguous_layout(tuple(shape)), dtype)
     if captures.current is not None:
         captures.current.note_buffer(buffer)
     return buffer
+
+
+def _is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 from triton.runtime import driver
 
-from llmk.registry import OPS
+from llmk.registry import OPS, launch
 from llmk.registry.eager import launch_cache, launcher
 from llmk.registry.eager.launch_cache import LaunchCache
 
@@ -48,7 +48,9 @@ def stub_launches(patch: pytest.MonkeyPatch) -> list[Run]:
     patch.setattr(type(driver), "active", property(lambda self: _Driver()))
     patch.setattr(triton.JITFunction, "run", build)
     patch.setattr(launcher, "_launchers", {})
-    patch.setattr(launch_cache, "empty_on_gpu", torch._C._dynamo.guards._empty_strided_cpu)  # type: ignore[attr-defined]
+    for module in (launch, launch_cache):
+        patch.setattr(module, "empty_on_gpu", torch._C._dynamo.guards._empty_strided_cpu)  # type: ignore[attr-defined]
+    patch.setattr(launch, "_is_gpu", lambda device: device.type == "cpu")
     for module in ("eager.launch_cache", "kernel_op"):
         patch.setattr(f"llmk.registry.{module}.launches_directly", launches_directly)
     for kernel_op in (kernel_op for op in OPS.values() for kernel_op in op.kernel_ops):
