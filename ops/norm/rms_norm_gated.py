@@ -52,6 +52,7 @@ from llmk.registry import (
     empty,
     grid_cap,
     jit,
+    max_warps,
     next_power_of_2,
     no_gradient,
     num_programs,
@@ -194,8 +195,8 @@ def rms_norm_gated_backward_kernel(
         w_ptr += group * N
     if dw_ptr is not None:
         dw_ptr += (program * groups + group) * N
-    cols = tl.arange(0, BLOCK_N)[None, :]
-    w = _weight(w_ptr, cols, N)
+    column = tl.arange(0, BLOCK_N)
+    cols = column[None, :]
     dw = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     # Persistent: the next rows are prefetched while these are computed, and dw stays in registers where a row does.
     for first in tl.range(program * BLOCK_M, M, tl.num_programs(0) * BLOCK_M, num_stages=NUM_STAGES):
@@ -212,6 +213,9 @@ def rms_norm_gated_backward_kernel(
             mask = there & (cols < N)
             x, z = _load(x_ptr, x_starts, cols, mask), _load(z_ptr, z_starts, cols, mask)
             dy = _load(dy_ptr, dy_starts, cols, mask)
+            # In one dimension: what is read or written as a row of two has a layout of its own, in which Triton then
+            # computes much of a tile a second time. Again in each turn, as it would take registers between them.
+            w = _weight(w_ptr, column, N)[None, :]
             a, slope, h, g = _through_gate(x, z, dy, ACTIVATION, NORM_FIRST)
             mean = tl.div_rn(tl.sum(g * w * h, axis=1) / N, ms)[:, None]
             dx, dz, part = _gradients(x, dy, w, a, slope, h, g, rstd, mean, unit, NORM_FIRST, ONE)
@@ -243,11 +247,12 @@ def rms_norm_gated_backward_kernel(
                     before = tl.load(dw_ptr + block, mask=later, other=0.0)
                     tl.store(dw_ptr + block, before + part, mask=mask)
     if HELD and dw_ptr is not None:
-        tl.store(dw_ptr + cols, tl.sum(dw, axis=0)[None, :], mask=cols < N)
+        tl.store(dw_ptr + column, tl.sum(dw, axis=0), mask=column < N)
 
 
-WIDEST_FORWARD, WIDEST_BACKWARD = 8192, 4096
-"""The widest group that a program holds in registers: backward it has dy, the weight and its gradient there too.
+WIDEST_FORWARD, WIDEST_BACKWARD = 8192, 16384
+"""The widest group that a program holds in registers, in columns forward and in bytes backward, where it has dy and the
+weight's gradient there too.
 
 Where Triton cannot read 16 bytes at a time, addresses take registers too, and backward it is half of this.
 """
@@ -271,10 +276,11 @@ def _forward_tile(N: int) -> dict[str, int]:
     return _tile(N, N <= WIDEST_FORWARD, 2048, 512)
 
 
-def _backward_tile(N: int, is_aligned: bool) -> dict[str, int]:
-    # Of 16 elements a thread, 8192 columns, 16 to 432 bytes spill on sm_90; of 8 unaligned ones 8 bytes.
-    widest = WIDEST_BACKWARD if is_aligned else WIDEST_BACKWARD // 2
-    return _tile(N, widest >= N, 1024, 256) | {"NUM_STAGES": 2 if N <= 2048 else 1}
+def _backward_tile(N: int, element_size: int, is_aligned: bool) -> dict[str, int]:
+    bytes_held = WIDEST_BACKWARD if is_aligned else WIDEST_BACKWARD // 2
+    # AMD's 64 KiB of shared memory hold fewer rows to come.
+    stages = 3 if max_warps() == 32 and N * element_size <= 8192 else 1
+    return _tile(N, N * element_size <= bytes_held, 2048, 256) | {"NUM_STAGES": stages}
 
 
 def _rms_norm_gated_fwd(
@@ -319,8 +325,9 @@ def _rms_norm_gated_bwd(
     M, groups = x.numel() // width, width // N
     dx = empty(input.shape, input.dtype, input.device)
     dz = empty(gate.shape, gate.dtype, gate.device)
-    tile = _backward_tile(N, strided_rows_aligned(N, (dy, dy_strides), (x, x_strides), (z, z_strides)))
-    programs = cdiv(grid_cap(cdiv(M, tile["BLOCK_M"]) * groups, num_programs(x.device, 4)), groups)
+    aligned = strided_rows_aligned(N, (dy, dy_strides), (x, x_strides), (z, z_strides))
+    tile = _backward_tile(N, x.element_size(), aligned)
+    programs = cdiv(grid_cap(cdiv(M, tile["BLOCK_M"]) * groups, num_programs(x.device, 2)), groups)
     partials = empty((programs, width), torch.float32, x.device) if need_weight else None
     wrap_triton(rms_norm_gated_backward_kernel)[(programs, groups)](
         dy, x, z, weight, ms.contiguous(), dx, dz, partials, M, N, *dy_strides, *x_strides, *z_strides, eps,
