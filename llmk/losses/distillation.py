@@ -1,6 +1,5 @@
 """Distillation from teachers' hidden states, or from its top-k log-probabilities of each token."""
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -29,7 +28,7 @@ from llmk.losses._ranks import make_ranks
 from llmk.ops.linear_loss.fused_linear_distill import fused_linear_distill
 from llmk.ops.linear_loss.fused_linear_jsd import fused_linear_jsd
 from llmk.ops.linear_loss.fused_linear_jsd_ce import fused_linear_jsd_ce
-from llmk.ops.linear_loss.objectives.preference import log1mexp
+from llmk.ops.linear_loss.objectives.topk_divergence import topk_divergence
 from llmk.registry import check_not_negative, check_same, is_sharded
 
 
@@ -311,9 +310,7 @@ def distill_topk(
     present = (teacher_ids.long() != ignore_index) & sequences.mask.unsqueeze(-1)
     present = present & (teacher_logprobs != float("-inf"))
     student, entropy = head.logprobs(input, teacher_ids.masked_fill(~present, ignore_index))
-    student, teacher = (_distribution(x, present, add_tail) for x in (student, teacher_logprobs.detach().float()))
-    in_support = torch.cat([present, present.any(-1, keepdim=True)], -1) if add_tail else present
-    each = torch.where(in_support, _divergence(student, teacher, beta), 0.0).sum(-1)
+    each = topk_divergence(student, teacher_logprobs.detach().float(), present, beta, add_tail)
     if token_weights is not None:
         each = each * torch.where(sequences.mask, token_weights.detach().float(), 0.0)
     items = token_denominator(num_items_in_batch, sequences)
@@ -337,25 +334,3 @@ def _check_teacher(teacher_ids: Tensor, teacher_logprobs: Tensor, target: Tensor
         raise ValueError(f"teacher_logprobs: expected shape {expected} (that of teacher_ids), got {got}")
     check_same("teacher_ids", teacher_ids, "target", target)
     check_same("teacher_logprobs", teacher_logprobs, "target", target)
-
-
-_MIN_LOGPROB = -80.0  # the log of a negligible probability, for a class that is absent
-
-
-def _distribution(logprobs: Tensor, present: Tensor, add_tail: bool) -> Tensor:
-    """Complete log-probabilities `[..., K]` to a distribution, with the tail `[..., K + 1]` or normalized."""
-    logprobs = torch.where(present, logprobs, _MIN_LOGPROB)
-    if not add_tail:
-        return logprobs.log_softmax(-1)
-    total = logprobs.logsumexp(-1, keepdim=True)
-    return torch.cat([logprobs, log1mexp(total)], -1)
-
-
-def _divergence(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """Return the divergence's term of each class, from log-probabilities."""
-    if beta == 0.0:
-        return teacher.exp() * (teacher - student)
-    if beta == 1.0:
-        return student.exp() * (student - teacher)
-    mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
-    return beta * teacher.exp() * (teacher - mixture) + (1 - beta) * student.exp() * (student - mixture)
