@@ -263,9 +263,13 @@ def test_a_wrong_call_names_the_argument(wrong: dict[str, Any], error: type[Exce
         ([IDS[:1]], [LOGPROBS], ValueError, r"teacher_ids\[0\]: expected shape \(2, 3\) .*, got \(1, 3, 2\)"),
         ([IDS, IDS], [LOGPROBS, IDS], TypeError, r"teacher_logprobs\[1\]: expected a tensor of dtype float32, float16"),
         ([IDS], [LOGPROBS[..., :1]], ValueError, r"teacher_logprobs\[0\]: expected shape \(2, 3, 2\) \(that of"),
+        (
+            [IDS.repeat(1, 1, 400)] * 2, [LOGPROBS.repeat(1, 1, 400)] * 2, ValueError,
+            "teacher_ids: expected at most 1024 classes of a token in all, got 1600",
+        ),
         ([], [], ValueError, "teacher_input: .* at least one teacher, or teacher_ids, got none"),
     ],
-)
+)  # fmt: skip
 def test_an_operator_refuses(ids: Any, logprobs: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         fused_linear_distill(X, W, [], [], [], [], ids, logprobs)

@@ -40,10 +40,9 @@ def distill(
     teacher_temperature: float | Sequence[float] | None = None, teacher_logit_scale: float | Sequence[float] = 1.0,
     teacher_softcap: float | Sequence[float] = 0.0, vocab_map: Tensor | Sequence[Tensor | None] | None = None,
     teacher_ids: Tensor | Sequence[Tensor] | None = None, teacher_logprobs: Tensor | Sequence[Tensor] | None = None,
-    add_tail: bool = True,
-    linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0,
-    ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0, logits_dtype: torch.dtype | None = None,
-    group: Any = None, vocab_group: VocabGroup = None,
+    add_tail: bool = True, linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0,
+    softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
+    logits_dtype: torch.dtype | None = None, group: Any = None, vocab_group: VocabGroup = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Distillation from teachers: the mean over tokens of a generalized Jensen-Shannon divergence,
 
@@ -78,8 +77,8 @@ def distill(
         vocab_map: The student's class of each of the teacher's, int64 `[V']`, all different, or such a list, in which
             None is for the same classes. For such a teacher the student's softmax is over these classes.
         teacher_ids, teacher_logprobs: `[B, S, K]` each, as in `distill_topk`, or lists, one for each teacher that is
-            known by them, each with its own K. The ids are the student's classes: `vocab_map[ids]` for a teacher with
-            others. The temperature is the student's.
+            known by them, each with its own K, at most 1024 in all. The ids are the student's classes: those of a teacher
+            with others are mapped before. The temperature is the student's.
         add_tail: As in `distill_topk`, for all of these.
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`; the

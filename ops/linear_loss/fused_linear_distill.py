@@ -35,6 +35,7 @@ from torch import Tensor
 from llmk.ops.common.math import cap_reference
 from llmk.ops.linear_loss._records import Make, linear_cost, linear_reference
 from llmk.ops.linear_loss.drivers.distillation import (
+    MOST_CLASSES,
     TEACHER,
     DistillationCall,
     DistillationOps,
@@ -370,7 +371,7 @@ def fused_linear_distill(
             vocabulary that is reduced or permuted; `[0]` for a teacher that has the student's, an empty list where all
             have. The student's softmax for that teacher is over these classes.
         teacher_ids: The student's classes `[..., K]` of each other teacher, int64 or int32, those of a token all
-            different; each has its own K. `ignore_index` for one that is not there.
+            different; each has its own K, and all at most 1024. `ignore_index` for one that is not there.
         teacher_logprobs: `[..., K]` of each, float32, float16 or bfloat16, at the student's `temperature`. That of a
             class that is not there is not read; -inf says the same.
         labels: `[...]`, int64 or int32; tokens whose label is not `ignore_index` count. None for all. With a
@@ -477,6 +478,9 @@ def _checked_call(**fields: Any) -> TeachersCall:
         _check_teacher(call, i, teacher)
     for i, (ids, logprobs) in enumerate(zip(call.teacher_ids, call.teacher_logprobs, strict=True)):
         _check_topk(call, i, ids, logprobs)
+    classes = sum(each.shape[-1] for each in call.teacher_ids)
+    if classes > MOST_CLASSES:
+        raise ValueError(f"teacher_ids: expected at most {MOST_CLASSES} classes of a token in all, got {classes}")
     check_call(call)
     return call
 

@@ -38,7 +38,7 @@ from llmk.ops.linear_loss.chunked import (
     wants_float32,
     with_shard,
 )
-from llmk.ops.linear_loss.kernels import CrossEntropyTerm, Implementation, LogitTransform, Softmaxes
+from llmk.ops.linear_loss.kernels import MOST_SUPPORT, CrossEntropyTerm, Implementation, LogitTransform, Softmaxes
 from llmk.ops.loss.divergence_math import Mixture
 from llmk.registry import (
     PARTIAL,
@@ -57,6 +57,8 @@ from llmk.registry.record import FLOAT_DTYPES
 
 LEAST = 2.0**-24
 """The smallest size that is measured: float16's smallest number, as logits of that dtype hold no smaller gradient."""
+MOST_CLASSES = MOST_SUPPORT
+"""The most classes of a token that all top-k teachers have, which one program holds and compares with each other."""
 TEACHER = ["teacher_input", "teacher_linear_weight", "teacher_linear_bias"]
 
 
@@ -74,8 +76,10 @@ class Teacher(NamedTuple):
 class TopkTeachers(Protocol):
     """Teachers that are known by their log-probabilities of some classes of each token."""
 
-    ids: Tensor
-    """The classes of all of them, one after the other, `[N, K]`; `ignore_index` for one that is not there."""
+    @property
+    def ids(self) -> Tensor:
+        """The classes of all of them, one after the other, `[N, K]`; `ignore_index` for one that is not there."""
+        ...
 
     def losses(self, logprobs: Tensor, block: slice) -> Tensor:
         """Return the divergences `[teachers, M]` of a block's rows from the student's log-probabilities `[M, K]`."""
