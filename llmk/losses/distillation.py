@@ -77,8 +77,8 @@ def distill(
         vocab_map: The student's class of each of the teacher's, int64 `[V']`, all different, or such a list, in which
             None is for the same classes. For such a teacher the student's softmax is over these classes.
         teacher_ids, teacher_logprobs: `[B, S, K]` each, as in `distill_topk`, or lists, one for each teacher that is
-            known by them, each with its own K, at most 1024 in all. The ids are the student's classes: those of a teacher
-            with others are mapped before. The temperature is the student's.
+            known by them, each with its own K, at most 1024 in all. The ids are the student's classes: map those of a
+            teacher with others before. The temperature is the student's.
         add_tail: As in `distill_topk`, for all of these.
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`; the
