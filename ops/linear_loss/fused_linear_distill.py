@@ -8,21 +8,21 @@ in the forward pass.
            + ce_weight * mean of -log softmax(z)[label]
 
 with z the student's logits, z_d those of teacher d, and a_d its weight for each token. For a teacher with a map z are
-the student's logits of the classes in it. A chunk's logits of the student
-are made once. Those of the teachers follow one after the other in one buffer; the gradient
+the student's logits of the classes in it. A chunk's logits of the student are made once. Those of the teachers follow
+one after the other in one buffer; the gradient
 
     dz = sum over teachers of that of a_d * divergence_d, + ce_weight / tokens * (softmax(z) - onehot(label))
 
 is added up in float32 in another and rounded once, so that all have one dx, one dW and one db between them: D + 3
 products for D teachers, where a call for each takes 4 D.
 
-A teacher may be known by its log-probabilities of K classes of each token instead, from disk: there is no product for
-it. Its divergence on these classes and the tail is that of `objectives/topk_divergence.py`, a function of the
-student's log-probabilities log s_k of them, and with g_k its derivative by these, and [j = t_k] 1 for the k-th class,
+A teacher may be known by its log-probabilities of K classes of each token instead, which a disk can hold: it takes no
+product. Its divergence on the classes c_k and the tail, in `objectives/topk_divergence.py`, is a function of the
+student's log-probabilities of them, and with g_k its derivative by these and s = softmax(z / T)
 
-    dz_j = 1 / T * (sum_k(g_k * [j = t_k]) - s_j * sum_k(g_k))
+    dz_j = 1 / T * (sum_k(g_k * [j = c_k]) - s_j * sum_k(g_k))
 
-For several such teachers the sums go over the classes of all.
+For several such teachers the sums go over the classes of all, so that one pass over z serves them together.
 """
 
 from collections.abc import Callable, Iterator, Sequence
