@@ -110,7 +110,8 @@ def _samples_and_sizes(op: Op, dtype: torch.dtype) -> Iterator[tuple[Sample, int
         seen = set()
         for sample in make(torch.device("cpu"), dtype) if make is not None else ():
             values = op.bind(sample)
-            tensors = [value for value in values.values() if isinstance(value, Tensor)]
+            flat = (each for value in values.values() for each in (value if isinstance(value, list) else [value]))
+            tensors = [value for value in flat if isinstance(value, Tensor)]
             sizes = sorted({size for tensor in tensors for size in tensor.shape if size > 1})
             form = tuple((name, _form(value, sizes)) for name, value in values.items())
             if form not in seen:
@@ -120,6 +121,8 @@ def _samples_and_sizes(op: Op, dtype: torch.dtype) -> Iterator[tuple[Sample, int
 
 def _form(value: Any, sizes: list[int]) -> Any:
     """An argument but for how large its sizes are."""
+    if isinstance(value, list):
+        return tuple(_form(each, sizes) for each in value)
     if not isinstance(value, Tensor):
         return value
     shape = [f"size {sizes.index(size)}" if size in sizes else size for size in value.shape]
@@ -140,6 +143,8 @@ def _resized(sample: Sample, old: int, new: int) -> Sample:
 
 def _with_size(value: Any, old: int, new: int) -> Any:
     """A tensor's axes of size `old` made `new`; their order stays, and gaps, which become odd: no row is aligned."""
+    if isinstance(value, list):
+        return [_with_size(each, old, new) for each in value]
     if not isinstance(value, Tensor) or old not in value.shape:
         return value
     shape = [new if size == old else size for size in value.shape]

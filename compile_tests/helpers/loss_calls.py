@@ -83,6 +83,13 @@ def of_topk(B: int, S: int) -> dict[str, Any]:
     return {"teacher_ids": top.indices, "teacher_logprobs": top.values, "ce_weight": 0.3}
 
 
+def of_both_kinds(B: int, S: int) -> dict[str, Any]:
+    """Two teachers with hidden states, and one by its largest classes."""
+    top = numbers(B, S, 37).log_softmax(-1).topk(3)
+    classes = {"teacher_ids": [top.indices], "teacher_logprobs": [top.values]}
+    return of_teachers(B, S) | classes | {"teacher_weight": numbers(B, S, 3).abs()}
+
+
 def two_heads(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Any:
     """Both heads share hidden states and targets."""
     return losses.multi_token([input, 2 * input], linear_weight, [target, target], **options)
@@ -108,6 +115,7 @@ LOSSES: dict[str, tuple[Callable[..., Any], Callable[[int, int], dict[str, Any]]
     "sft": (losses.sft, lambda B, S: {"token_weights": numbers(B, S).abs(), "entropy_coef": 0.1}),
     "distill": (losses.distill, of_distill),
     "distill_teachers": (losses.distill, of_teachers),
+    "distill_both_kinds": (losses.distill, of_both_kinds),
     "distill_topk": (losses.distill_topk, of_topk),
     "draft": (losses.draft, of_draft),
     "multi_token": (two_heads, lambda B, S: {"head_weights": [1.0, 0.3], "z_loss": 1e-2}),

@@ -156,7 +156,7 @@ def test_a_map_that_is_none(device: torch.device, ids: list[int], error: Any, me
     teacher, head, ids_tensor = x.detach(), weight.detach()[:3], torch.tensor(ids, device=device)
 
     def loss() -> Tensor:
-        return fused_linear_distill(x, weight, [teacher], [head], [], [ids_tensor])[0]
+        return fused_linear_distill(x, weight, [teacher], [head], [], [ids_tensor], [], [])[0]
 
     if device.type == "cpu" and not INTERPRET:
         with pytest.raises(error, match=message):
@@ -183,7 +183,7 @@ def test_products(device: torch.device) -> None:
         return torch.stack(each).sum()
 
     together: dict[str, Any] = {"labels": target, "ce_weight": 1.0}
-    assert products(lambda: fused_linear_distill(x, weight, inputs, heads, [], [], **together)[0]) == 3 + 3
+    assert products(lambda: fused_linear_distill(x, weight, inputs, heads, [], [], [], [], **together)[0]) == 3 + 3
     assert products(separate) == 4 * 3
 
 
@@ -274,15 +274,15 @@ def test_a_wrong_call_names_the_argument(wrong: dict[str, Any], error: type[Exce
 
 def test_an_operator_refuses_what_is_no_list() -> None:
     for wrong, message in (
-        ((X, [W], [], []), "teacher_input: expected a list of tensors, got torch.Tensor"),
-        (([X], [None], [], []), r"teacher_linear_weight\[0\]: expected a tensor, got None"),
-        (([X], [W], None, []), "teacher_linear_bias: expected a list of tensors, got None"),
+        ((X, [W], [], [], [], []), "teacher_input: expected a list of tensors, got torch.Tensor"),
+        (([X], [None], [], [], [], []), r"teacher_linear_weight\[0\]: expected a tensor, got None"),
+        (([X], [W], None, [], [], []), "teacher_linear_bias: expected a list of tensors, got None"),
     ):
         with pytest.raises(TypeError, match=message):
             fused_linear_distill(X, W, *wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"teacher_softcap\[0\]: expected a number, got str"):
-        fused_linear_distill(X, W, [X], [W], [], [], teacher_softcap=["a"])  # type: ignore[list-item]
+        fused_linear_distill(X, W, [X], [W], [], [], [], [], teacher_softcap=["a"])  # type: ignore[list-item]
     with pytest.raises(NotImplementedError, match="teacher_linear_weight"):
-        fused_linear_distill(X, W, [X], [W.clone().requires_grad_()], [], [])
+        fused_linear_distill(X, W, [X], [W.clone().requires_grad_()], [], [], [], [])
     with pytest.raises(ValueError, match="labels: expected class indices for a ce_weight"):
-        fused_linear_distill(X, W, [X], [W], [], [], ce_weight=1.0)
+        fused_linear_distill(X, W, [X], [W], [], [], [], [], ce_weight=1.0)

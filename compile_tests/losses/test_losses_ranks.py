@@ -313,12 +313,12 @@ def averaged(wrap: Callable[[Model], torch.nn.Module]) -> None:
 
 
 def several_models() -> None:
-    """Lists of teachers, and a draft's target model: a rank's sequences with what these have of them.
+    """Teachers of both kinds, and a draft's target model: a rank's sequences with what these have of them.
 
     One rank's weights are all 0, and its share of the divergence is.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    for name in ("distill_teachers", "draft"):
+    for name in ("distill_both_kinds", "draft"):
         inputs, others = given(name, [3, 4, 2, 5], torch.device("cpu"))
         others["token_weights"][0] = 0.0
         others.pop("num_items_in_batch", None)

@@ -27,7 +27,7 @@ def sample_of(name: str, logits_dtype: torch.dtype | None = None) -> Sample:
         return Sample((x.view(3, 2, 4, H), weight, target.view(3, 2, 4)), kwargs, why="pairs")
     if name == "fused_linear_distill":
         inputs, weights = zip(head(1)[:2], head(2)[:2], strict=True)
-        return Sample((x, weight, list(inputs), list(weights), [], []), kwargs, why="two other models")
+        return Sample((x, weight, list(inputs), list(weights), [], [], [], []), kwargs, why="two other models")
     if name.startswith("fused_linear_jsd"):
         labels = (target,) if name == "fused_linear_jsd_ce" else ()
         return Sample((x, weight, *head(1)[:2], *labels), kwargs, why="another model")

@@ -1,6 +1,5 @@
-"""Distillation from teachers' hidden states, or from its top-k log-probabilities of each token."""
+"""Distillation from teachers' hidden states, from their top-k log-probabilities of each token, or from both."""
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -29,7 +28,7 @@ from llmk.losses._ranks import make_ranks
 from llmk.ops.linear_loss.fused_linear_distill import fused_linear_distill
 from llmk.ops.linear_loss.fused_linear_jsd import fused_linear_jsd
 from llmk.ops.linear_loss.fused_linear_jsd_ce import fused_linear_jsd_ce
-from llmk.ops.linear_loss.objectives.preference import log1mexp
+from llmk.ops.linear_loss.objectives.topk_divergence import topk_divergence
 from llmk.registry import check_not_negative, check_same, is_sharded
 
 
@@ -40,51 +39,64 @@ def distill(
     teacher_weight: Tensor | None = None, teacher_linear_bias: Tensor | Sequence[Tensor | None] | None = None,
     teacher_temperature: float | Sequence[float] | None = None, teacher_logit_scale: float | Sequence[float] = 1.0,
     teacher_softcap: float | Sequence[float] = 0.0, vocab_map: Tensor | Sequence[Tensor | None] | None = None,
-    linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0,
-    ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0, logits_dtype: torch.dtype | None = None,
-    group: Any = None, vocab_group: VocabGroup = None,
+    teacher_ids: Tensor | Sequence[Tensor] | None = None, teacher_logprobs: Tensor | Sequence[Tensor] | None = None,
+    add_tail: bool = True, linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0,
+    softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
+    logits_dtype: torch.dtype | None = None, group: Any = None, vocab_group: VocabGroup = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """Distillation from hidden states of teachers: the mean over tokens of a generalized Jensen-Shannon divergence,
+    """Distillation from teachers: the mean over tokens of a generalized Jensen-Shannon divergence,
 
         beta * KL(t, m) + (1 - beta) * KL(s, m),    m = beta * t + (1 - beta) * s,
 
     KL(t, s) where beta is 0 and KL(s, t) where it is 1, with t and s the teacher's and the student's probabilities. The
     divergences of several teachers are added up with their weights.
 
+    A teacher has hidden states and a projection, or log-probabilities of K classes of each token, from which its
+    divergence is that of `distill_topk`. The D teachers are those with hidden states, and then the others.
+
+    The mean has one rule for all teachers: each one's divergences are multiplied by `token_weights` and divided by
+    their sum over the tokens that count, or by `num_items_in_batch`. `distill_topk` divides by the number of tokens
+    instead; so do weights here that are given as a `teacher_weight` of each token, which no mean divides by.
+
     Args:
         input: The student's hidden states `[B, S, H]`, aligned with `target`.
         linear_weight: `[V, H]`.
         target: `[B, S]`, the mask of tokens that count and the targets of the cross entropy.
-        teacher_input: `[B, S, H']`, or a list of D of them, one for each teacher, each with its own H'.
-        teacher_linear_weight: `[V, H']`, or a list of D. No tensor of a teacher gets a gradient.
+        teacher_input: `[B, S, H']`, or a list, one for each teacher that has hidden states, each with its own H'. It
+            may be empty if there are `teacher_ids`.
+        teacher_linear_weight: `[V, H']`, or a list, one for each. No tensor of a teacher gets a gradient.
         beta: From 0 to 1.
         ce_weight: Coefficient of the mean cross entropy with `target`, at temperature 1.
-        token_weights: Weight `[B, S]` of each token's divergence; the mean divides by their sum.
+        token_weights: Weight `[B, S]` of each token's divergences; the mean divides by their sum. 1 if None.
         num_items_in_batch: Denominator of both sums in place of the batch's own, a scalar: the tokens that count in
             all batches of a step, for gradient accumulation.
         teacher_weight: Factor of each teacher's divergence, `[D]`, or `[B, S, D]` for one of each token; 1 if None.
-        teacher_linear_bias: `[V]`, or a list of D, in which None is none.
-        teacher_temperature: Temperature of the teacher, or a list of D; that of the student if None.
+        teacher_linear_bias: `[V]`, or a list as long as `teacher_input`, in which None is none.
+        teacher_temperature: Temperature of the teacher, or such a list; that of the student if None.
         teacher_logit_scale, teacher_softcap: Scale and soft cap of the teacher's logits, or lists; 1 and 0 are off.
-        vocab_map: The student's class of each of the teacher's, int64 `[V']`, all different, or a list of D, in which
+        vocab_map: The student's class of each of the teacher's, int64 `[V']`, all different, or such a list, in which
             None is for the same classes. For such a teacher the student's softmax is over these classes.
+        teacher_ids, teacher_logprobs: `[B, S, K]` each, as in `distill_topk`, or lists, one for each teacher that is
+            known by them, each with its own K, at most 1024 in all. The ids are the student's classes: map those of a
+            teacher with others before. The temperature is the student's.
+        add_tail: As in `distill_topk`, for all of these.
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`; the
             temperature is that of all models. Where a scale is not 1 the hidden states are multiplied by it.
         group: As in `sft`.
-        vocab_group: As in `dpo`. Not with a list of teachers, nor what is for these alone.
+        vocab_group: As in `dpo`. Not with a list of teachers or `teacher_ids`, nor what is for several alone.
 
     Returns:
-        The loss, a float32 scalar, 0 over no token, and the metrics "divergence", with a list of teachers its terms
-        "divergence/teacher_0" and so on, and, with `ce_weight`, "nll_loss".
+        The loss, a float32 scalar, 0 over no token, and the metrics "divergence", with a list of teachers or
+        `teacher_ids` its terms "divergence/teacher_0" and so on, and, with `ce_weight`, "nll_loss".
 
     Raises:
         TypeError: An argument is not a tensor, or a dtype does not fit.
         ValueError: A shape, the length of a list or an option does not fit.
 
-    Gradients are made in the forward pass: three products of the student and one of each teacher, D + 3; for
-    `ce_weight` three more of the student with DTensors, and with `vocab_group` where `token_weights` are given beside
-    `num_items_in_batch` or `group`.
+    Gradients are made in the forward pass: three products of the student and one of each teacher with hidden states.
+    For `ce_weight` there are three more of the student with DTensors, and with `vocab_group` where `token_weights` are
+    given beside `num_items_in_batch` or `group`.
 
     Sources: Agarwal et al., 2023, https://arxiv.org/abs/2306.13649. Reference implementation:
     `trl.DistillationTrainer`, whose default for `beta` is 1.
@@ -98,6 +110,7 @@ def distill(
         teacher_linear_bias=teacher_linear_bias, teacher_temperature=teacher_temperature,
         teacher_logit_scale=teacher_logit_scale, teacher_softcap=teacher_softcap, vocab_map=vocab_map,
     )  # fmt: skip
+    topk = _topk_teachers(target, teacher_ids, teacher_logprobs)
     if token_weights is not None:
         check_per_token("token_weights", token_weights, target)
         token_weights = token_weights.detach().float()
@@ -115,7 +128,8 @@ def distill(
     if share is not None and token_weights is not None:  # a mean over weights of 0 would be NaN, on this rank alone
         options["row_weight"] = torch.where(share != 0, token_weights, 1.0)
     own_options = any(each is not None for each in (teacher_weight, teacher_temperature, vocab_map))
-    several = own_options or not isinstance(teacher_input, Tensor)
+    is_one = isinstance(teacher_input, Tensor) and teacher_ids is None
+    several = own_options or not is_one
     if several and vocab_group is not None:
         raise ValueError("vocab_group: expected None with several teachers, or with weights, temperatures or a map")
     is_split = vocab_group is not None or is_sharded(x, linear_weight, target, *teachers.inputs, *teachers.weights)
@@ -125,17 +139,17 @@ def distill(
         if two_shares:
             assert share is not None
             assert nll_share is not None
-            ones = torch.ones(len(teachers.inputs), dtype=torch.float32, device=x.device)
+            ones = torch.ones(len(teachers.inputs) + len(topk.ids), dtype=torch.float32, device=x.device)
             ratio = torch.where(sequences.mask.any(), share / nll_share, 1.0)
             weight, share = (ones if teacher_weight is None else teacher_weight.float()) * ratio, nll_share
         parts = fused_linear_distill(
-            x, linear_weight, *teachers[:4], teacher_weight=None if weight is None else weight.detach(),
-            teacher_temperature=teachers.temperatures, teacher_softcap=teachers.softcaps, ce_weight=ce_weight,
-            **options,
+            x, linear_weight, *teachers[:4], *topk, teacher_weight=None if weight is None else weight.detach(),
+            teacher_temperature=teachers.temperatures, teacher_softcap=teachers.softcaps, add_tail=add_tail,
+            ce_weight=ce_weight, **options,
         )  # fmt: skip
         loss, divergences, nll = (mean_over_ranks(part, share, sequences) for part in parts)
         metrics = {"divergence": divergences.sum()} | ({"nll_loss": nll} if ce_weight > 0 else {})
-        terms = () if isinstance(teacher_input, Tensor) else divergences.unbind()
+        terms = () if is_one else divergences.unbind()
         return loss, metrics | {f"divergence/teacher_{i}": term for i, term in enumerate(terms)}
     models = x, linear_weight, teachers.inputs[0], teachers.weights[0]
     options["teacher_linear_bias"] = teachers.biases[0] if teachers.biases else None
@@ -215,19 +229,43 @@ def _teachers(target: Tensor, temperature: float, **given: Any) -> _Teachers:
     )
 
 
-def _one_for_each(name: str, value: Any, teacher_input: Tensor | Sequence[Tensor]) -> list[Any]:
-    """Return a list with a value for each teacher; a number is that of all, as is None."""
-    if isinstance(teacher_input, Tensor):
+class _TopkTeachers(NamedTuple):
+    """The classes and log-probabilities of the teachers that are known by these."""
+
+    ids: list[Tensor]
+    logprobs: list[Tensor]
+
+
+def _topk_teachers(target: Tensor, teacher_ids: Any, teacher_logprobs: Any) -> _TopkTeachers:
+    """Check the arguments of teachers with top-k classes, single ones or lists or None, and return the lists."""
+    if teacher_ids is None:
+        if teacher_logprobs is not None:
+            raise ValueError("teacher_ids: expected the classes of teacher_logprobs, got None")
+        return _TopkTeachers([], [])
+    if not isinstance(teacher_ids, Tensor | list | tuple):
+        raise TypeError(f"teacher_ids: expected a tensor or a list of tensors, got {type(teacher_ids).__name__}")
+    ids, logprobs = (
+        _one_for_each(name, value, teacher_ids, "teacher_ids")
+        for name, value in (("teacher_ids", teacher_ids), ("teacher_logprobs", teacher_logprobs))
+    )
+    for i, each in enumerate(zip(ids, logprobs, strict=True)):
+        _check_topk(*each, target, "" if isinstance(teacher_ids, Tensor) else f"[{i}]")
+    return _TopkTeachers(ids, [each.detach().float() for each in logprobs])
+
+
+def _one_for_each(name: str, value: Any, teachers: Tensor | Sequence[Tensor], like: str = "teacher_input") -> list[Any]:
+    """Return a list with a value for each teacher of an argument; a number is that of all, as is None."""
+    if isinstance(teachers, Tensor):
         if isinstance(value, list | tuple):
-            raise TypeError(f"{name}: expected a single one for a single teacher_input, got {len(value)}")
+            raise TypeError(f"{name}: expected a single one for a single {like}, got {len(value)}")
         return [value]
-    D = len(teacher_input)
+    D = len(teachers)
     if value is None or isinstance(value, int | float):
         return [value] * D
     if not isinstance(value, list | tuple):
-        raise TypeError(f"{name}: expected a list, one for each of teacher_input, got {type(value).__name__}")
+        raise TypeError(f"{name}: expected a list, one for each of {like}, got {type(value).__name__}")
     if len(value) != D:
-        raise ValueError(f"{name}: expected {D}, one for each of teacher_input, got {len(value)}")
+        raise ValueError(f"{name}: expected {D}, one for each of {like}, got {len(value)}")
     return list(value)
 
 
@@ -268,7 +306,7 @@ def distill_topk(
         beta: From 0 to 1.
         ce_weight: Coefficient of the mean cross entropy with `target`, at temperature 1.
         add_tail: Add the tail as a class.
-        token_weights: Weight `[B, S]` of each token's divergence; 1 if None.
+        token_weights: Weight `[B, S]` of each token's divergence, by which the mean does not divide; 1 if None.
         num_items_in_batch: Denominator of both sums, a scalar; the tokens that count if None.
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
@@ -292,7 +330,7 @@ def distill_topk(
     check_not_negative("ce_weight", ce_weight)
     check_denominator("num_items_in_batch", num_items_in_batch)
     sequences = make_sequences(input, linear_weight, target, ignore_index, None, ranks=make_ranks(group))
-    _check_teacher(teacher_ids, teacher_logprobs, target)
+    _check_topk(teacher_ids, teacher_logprobs, target)
     if token_weights is not None:
         check_per_token("token_weights", token_weights, target)
 
@@ -311,9 +349,7 @@ def distill_topk(
     present = (teacher_ids.long() != ignore_index) & sequences.mask.unsqueeze(-1)
     present = present & (teacher_logprobs != float("-inf"))
     student, entropy = head.logprobs(input, teacher_ids.masked_fill(~present, ignore_index))
-    student, teacher = (_distribution(x, present, add_tail) for x in (student, teacher_logprobs.detach().float()))
-    in_support = torch.cat([present, present.any(-1, keepdim=True)], -1) if add_tail else present
-    each = torch.where(in_support, _divergence(student, teacher, beta), 0.0).sum(-1)
+    each = topk_divergence(student, teacher_logprobs.detach().float(), present, beta, add_tail)
     if token_weights is not None:
         each = each * torch.where(sequences.mask, token_weights.detach().float(), 0.0)
     items = token_denominator(num_items_in_batch, sequences)
@@ -326,36 +362,16 @@ def distill_topk(
     return loss, metrics
 
 
-def _check_teacher(teacher_ids: Tensor, teacher_logprobs: Tensor, target: Tensor) -> None:
-    check_tensor("teacher_ids", teacher_ids, INTEGERS, "integers")
-    check_tensor("teacher_logprobs", teacher_logprobs, NUMBERS, "numbers")
+def _check_topk(teacher_ids: Any, teacher_logprobs: Any, target: Tensor, place: str = "") -> None:
+    """Check the classes and log-probabilities of one teacher; `place` is its index in lists."""
+    names = f"teacher_ids{place}", f"teacher_logprobs{place}"
+    check_tensor(names[0], teacher_ids, INTEGERS, "integers")
+    check_tensor(names[1], teacher_logprobs, NUMBERS, "numbers")
     if teacher_ids.dim() != 3 or teacher_ids.shape[:2] != target.shape or teacher_ids.shape[2] == 0:
         expected = f"({target.shape[0]}, {target.shape[1]}, K)"
-        raise ValueError(f"teacher_ids: expected shape {expected} with K at least 1, got {tuple(teacher_ids.shape)}")
+        raise ValueError(f"{names[0]}: expected shape {expected} with K at least 1, got {tuple(teacher_ids.shape)}")
     if teacher_logprobs.shape != teacher_ids.shape:
         expected, got = tuple(teacher_ids.shape), tuple(teacher_logprobs.shape)
-        raise ValueError(f"teacher_logprobs: expected shape {expected} (that of teacher_ids), got {got}")
-    check_same("teacher_ids", teacher_ids, "target", target)
-    check_same("teacher_logprobs", teacher_logprobs, "target", target)
-
-
-_MIN_LOGPROB = -80.0  # the log of a negligible probability, for a class that is absent
-
-
-def _distribution(logprobs: Tensor, present: Tensor, add_tail: bool) -> Tensor:
-    """Complete log-probabilities `[..., K]` to a distribution, with the tail `[..., K + 1]` or normalized."""
-    logprobs = torch.where(present, logprobs, _MIN_LOGPROB)
-    if not add_tail:
-        return logprobs.log_softmax(-1)
-    total = logprobs.logsumexp(-1, keepdim=True)
-    return torch.cat([logprobs, log1mexp(total)], -1)
-
-
-def _divergence(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """Return the divergence's term of each class, from log-probabilities."""
-    if beta == 0.0:
-        return teacher.exp() * (teacher - student)
-    if beta == 1.0:
-        return student.exp() * (student - teacher)
-    mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
-    return beta * teacher.exp() * (teacher - mixture) + (1 - beta) * student.exp() * (student - mixture)
+        raise ValueError(f"{names[1]}: expected shape {expected} (that of {names[0]}), got {got}")
+    check_same(names[0], teacher_ids, "target", target)
+    check_same(names[1], teacher_logprobs, "target", target)

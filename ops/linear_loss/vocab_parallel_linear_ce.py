@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from llmk.ops.linear_loss._records import Make, one_rank
-from llmk.ops.linear_loss.chunked import VocabShard, given_shard
 from llmk.ops.linear_loss.drivers.cross_entropy import CrossEntropyOps
 from llmk.ops.linear_loss.fused_linear_ce import (
     fused_linear_ce_cost,
@@ -154,8 +153,7 @@ def vocab_parallel_linear_ce(
 
     Sources: Megatron-LM, https://arxiv.org/abs/1909.08053; `torch.nn.functional.linear_cross_entropy`.
     """
-    shard = given_shard(vocab_start, num_classes, group_name, input, linear_weight)
-    (loss,) = OPS(
+    (loss,) = OPS.of_shard(
         reduction,
         input=input,
         linear_weight=linear_weight,
@@ -171,6 +169,8 @@ def vocab_parallel_linear_ce(
         skip_ignored=skip_ignored,
         logits_dtype=logits_dtype,
         chunk_size=chunk_size,
-        shard=shard or VocabShard(0, linear_weight.shape[0], group_name="", dx_group_name=""),
+        vocab_start=vocab_start,
+        num_classes=num_classes,
+        group_name=group_name,
     )
     return loss

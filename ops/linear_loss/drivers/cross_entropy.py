@@ -19,6 +19,7 @@ from llmk.ops.linear_loss.chunked import (
     CompactedTokens,
     LinearCall,
     LinearGradients,
+    VocabShard,
     check_chunk_size,
     fake_gradients,
     float16_scale,
@@ -26,6 +27,7 @@ from llmk.ops.linear_loss.chunked import (
     local_fields,
     recomputing_op,
     scaled,
+    with_shard,
 )
 from llmk.ops.linear_loss.kernels import STATISTICS, Implementation, LogitTransform
 from llmk.ops.loss.cross_entropy_options import Columns, Options, Rows, check_loss_options, counted
@@ -374,6 +376,12 @@ class CrossEntropyOps:
             total, _, _, _, denominator, *_ = self.forward(call, "total")
             return (mean_of_all(total, denominator.detach(), call.weight is not None or call.row_weight is not None),)
         return tuple(as_given(result) for result in self._results(call, reduction))
+
+    def of_shard(self, reduction: str, **fields: Any) -> tuple[Tensor, ...]:
+        """Return the same from a call's fields and who has which classes; without a group this rank has all of them."""
+        fields, own = with_shard(**fields), fields["linear_weight"].shape[0]
+        fields["shard"] = fields["shard"] or VocabShard(0, own, group_name="", dx_group_name="")
+        return self(reduction, **fields)
 
     def _results(self, call: CrossEntropyCall, reduction: str) -> tuple[Tensor, ...]:
         return self.forward(call, reduction)[: 3 if call.with_metrics else 1]

@@ -1,7 +1,11 @@
-"""The driver of distillation from hidden states: divergences from teachers, and a cross entropy of the student.
+"""The driver of distillation: divergences of a student from teachers, and its cross entropy.
 
 A block of rows has the student's logits, one teacher's at a time and, where there are several teachers, the float32 sum
 of the gradients for those that are done. The last one's is added to that and rounded where it is multiplied.
+
+Teachers that are known by the log-probabilities of some classes of each token, their top-k, have no logits. Their
+divergences are functions of the student's log-probabilities of these classes, which one pass over a block's logits
+gives for all of them, and another writes the gradient for all of them where the sum begins.
 
 A teacher whose classes are some of the student's, in any order, has a map of these. It is compared with the student's
 softmax over the classes that it has: their logits are gathered, and the gradient is added to that of their columns. The
@@ -9,9 +13,8 @@ divergence over all of the student's classes would ask for a probability of 0 of
 know, and be infinite for beta 1.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -35,10 +38,9 @@ from llmk.ops.linear_loss.chunked import (
     wants_float32,
     with_shard,
 )
-from llmk.ops.linear_loss.kernels import CrossEntropyTerm, Implementation, LogitTransform, Softmaxes
+from llmk.ops.linear_loss.kernels import MOST_SUPPORT, CrossEntropyTerm, Implementation, LogitTransform, Softmaxes
 from llmk.ops.loss.divergence_math import Mixture
 from llmk.registry import (
-    LARGEST,
     PARTIAL,
     REPLICATE,
     KernelOp,
@@ -51,13 +53,12 @@ from llmk.registry import (
     replicate_only,
     row_axes,
 )
-from llmk.registry.checks import TINY
 from llmk.registry.record import FLOAT_DTYPES
 
 LEAST = 2.0**-24
 """The smallest size that is measured: float16's smallest number, as logits of that dtype hold no smaller gradient."""
-OR_NONE = ("teacher_linear_bias", "vocab_map")
-"""Lists with one for each teacher, or empty."""
+MOST_CLASSES = MOST_SUPPORT
+"""The most classes of a token that all top-k teachers have, which one program holds and compares with each other."""
 TEACHER = ["teacher_input", "teacher_linear_weight", "teacher_linear_bias"]
 
 
@@ -69,8 +70,24 @@ class Teacher(NamedTuple):
     linear_bias: Tensor | None  # [V]
     temperature: float
     softcap: float
-    weight: Tensor | None = None  # [...]
     vocab_map: Tensor | None = None  # [V'], the student's class of each; None where they are the same
+
+
+class TopkTeachers(Protocol):
+    """Teachers that are known by their log-probabilities of some classes of each token."""
+
+    @property
+    def ids(self) -> Tensor:
+        """The classes of all of them, one after the other, `[N, K]`; `ignore_index` for one that is not there."""
+        ...
+
+    def losses(self, logprobs: Tensor, block: slice) -> Tensor:
+        """Return the divergences `[teachers, M]` of a block's rows from the student's log-probabilities `[M, K]`."""
+        ...
+
+    def gradients(self, logprobs: Tensor, block: slice, loss_grads: Tensor) -> Tensor:
+        """Return the gradients of the log-probabilities, given those of the divergences."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +104,24 @@ class DistillationCall(LinearCall):
 
     @property
     def teachers(self) -> list[Teacher]:
+        """The teachers with hidden states."""
         raise NotImplementedError
+
+    def topk_teachers(self, mask: Tensor, *, on_host: bool) -> TopkTeachers | None:
+        """Return the others, with no class at tokens `[N]` that do not count; None for none.
+
+        Raises:
+            IndexError: On the host, an id is no class.
+        """
+        return None
+
+    @property
+    def has_topk_teachers(self) -> bool:
+        return False
+
+    def teacher_weights(self, mask: Tensor) -> Tensor:
+        """Return the weights `[D, N]` of all teachers at the tokens that count, 0 at others."""
+        return mask.float().unsqueeze(0)
 
     @property
     def term_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -97,9 +131,9 @@ class DistillationCall(LinearCall):
     def linears(self, impl: Implementation, compacted: CompactedTokens) -> tuple[ChunkedLinear, list[ChunkedLinear]]:
         """Return the student's and the teachers' layers in the same blocks."""
         float32_layer = torch.float32.itemsize // self.logits_dtype.itemsize
-        layers = 2 if len(self.teachers) == 1 else 2 + float32_layer
+        layers = 1 + (len(self.teachers) > 0) + float32_layer * self.adds_gradients
         if any(each.vocab_map is not None for each in self.teachers):
-            layers = 3 + 2 * float32_layer  # the student's logits of the map, and the gradients for these and for all
+            layers += 1 + float32_layer  # the student's logits of the map, and the gradient for these
         plan = self.plan(impl, layers=layers)
         student, *teachers = (
             ChunkedLinear(*layer, plan, float32_logits=self.float32_logits, count=compacted.count)
@@ -119,6 +153,12 @@ class DistillationCall(LinearCall):
         )
 
     @property
+    def adds_gradients(self) -> bool:
+        """True if a block's gradient is a float32 sum, beside what the last teacher's is added to as it is written."""
+        has_maps = any(each.vocab_map is not None for each in self.teachers)
+        return len(self.teachers) > 1 or has_maps or self.has_topk_teachers
+
+    @property
     def gradient_is_measured(self) -> bool:
         """True if float16 needs its size and a bound is far or none: of log-ratios, and with a small temperature."""
         return self.input.dtype == torch.float16 and (self.beta == 1 or self.temperature < 1)
@@ -127,6 +167,8 @@ class DistillationCall(LinearCall):
         """Return what no element of the logits' gradient exceeds, for those of the teachers' losses `[D, N]`.
 
         That of a divergence is r - p R (`kernels/_divergence.py`), where r and R are at most 1 each, but for beta 1.
+        That of top-k classes is no larger: so it is of these and the tail, which hands it on to the other classes in
+        parts.
         """
         bound = largest(loss_grads.abs().sum(0)) * (2 / self.temperature)
         return bound if ce_grads is None else bound + largest(ce_grads)
@@ -164,37 +206,6 @@ class OneTeacherCall(DistillationCall):
         return "input", "teacher_input", "labels", "row_weight"
 
 
-@dataclass(frozen=True, kw_only=True)
-class TeachersCall(DistillationCall):
-    """A call with D teachers."""
-
-    teacher_weight: Tensor | None  # [..., D]
-    teacher_input: Sequence[Tensor]  # [..., H'] each
-    teacher_linear_weight: Sequence[Tensor]  # [V, H'] each
-    teacher_linear_bias: Sequence[Tensor]  # [V] each, or none of any
-    vocab_map: Sequence[Tensor]  # [V'] each, [0] where it has the student's classes, or none of any
-    teacher_temperature: Sequence[float]
-    teacher_softcap: Sequence[float]
-
-    @property
-    def teachers(self) -> list[Teacher]:
-        D = len(self.teacher_input)
-        biases = self.teacher_linear_bias or [None] * D
-        weights = [None] * D if self.teacher_weight is None else self.teacher_weight.unbind(-1)
-        layers = self.teacher_input, self.teacher_linear_weight, biases
-        maps = [each if each.shape[0] > 0 else None for each in self.vocab_map] or [None] * D
-        options = self.teacher_temperature, self.teacher_softcap, weights, maps
-        return [Teacher(*each) for each in zip(*layers, *options, strict=True)]
-
-    @property
-    def term_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return (len(self.teacher_input),), ()
-
-    @property
-    def token_tensors(self) -> tuple[str, ...]:
-        return "input", "teacher_input", "labels", "row_weight", "teacher_weight"
-
-
 def _forward(
     impl: Implementation, full_call: DistillationCall, total: bool, need_dx: bool, need_dw: bool, need_db: bool
 ) -> tuple[Tensor, ...]:
@@ -206,7 +217,7 @@ def _forward(
     compacted, call = full_call.compacted(impl)
     maps, maps_are_valid = _maps(impl, call)
     mask = call.mask().reshape(-1)
-    count = mask.float()
+    topk, count = call.topk_teachers(mask, on_host=impl.on_host), mask.float()
     weights = count if call.row_weight is None else torch.where(mask, call.row_weight.reshape(-1).float(), 0.0)
     denominator = weights.sum()
     # Where weights make the denominator 0 the tokens that count get gradients that are not finite, as is the loss;
@@ -214,8 +225,8 @@ def _forward(
     loss_grads, remaining = weights, denominator
     if not total:
         loss_grads, remaining = weights / denominator, torch.ones_like(denominator)
-    shares = _shares(call, mask)
-    loss_grads = shares * loss_grads
+    teacher_weights = call.teacher_weights(mask)
+    loss_grads = teacher_weights * loss_grads
     (student, teachers), need = call.linears(impl, compacted), (need_dx, need_dw, need_db)
     ce_grads = count * (call.ce_weight * remaining / count.sum()) if call.ce_weight > 0 else None
 
@@ -224,17 +235,17 @@ def _forward(
             return call.largest_gradient(loss_grads, ce_grads)
         nothing = LinearGradients(student, (False, False, False), call.saved_dtypes)
         sizes = [torch.full((), LEAST, dtype=torch.float32, device=count.device)]
-        _losses_and_gradients(impl, call, nothing, teachers, maps, count, loss_grads, ce_grads, sizes)
+        _losses_and_gradients(impl, call, nothing, teachers, maps, topk, count, loss_grads, ce_grads, sizes)
         return torch.stack(sizes).amax()
 
     scale = float16_scale(call.input.dtype, need, bound)
     gradients = LinearGradients(student, need, call.saved_dtypes, scale)
-    losses, nll = _losses_and_gradients(impl, call, gradients, teachers, maps, count, loss_grads, ce_grads)
+    losses, nll = _losses_and_gradients(impl, call, gradients, teachers, maps, topk, count, loss_grads, ce_grads)
     rest = remaining, *gradients.results(compacted)
-    divergences = torch.where(mask, losses * (shares * weights), 0.0).sum(-1)
+    divergences = torch.where(mask, losses * (teacher_weights * weights), 0.0).sum(-1)
     divergences = divergences if total else divergences / denominator
     if maps_are_valid is not None:
-        divergences = torch.where(maps_are_valid, divergences, float("nan"))
+        divergences[: len(maps)].masked_fill_(~maps_are_valid, float("nan"))
     loss = divergences.sum()
     if ce_grads is not None:
         nll = nll / count.sum()
@@ -242,13 +253,6 @@ def _forward(
     terms = zip((divergences, nll), call.term_shapes, strict=True)
     returned = (empty(shape, each.dtype, each.device) if 0 in shape else each.view(shape) for each, shape in terms)
     return loss, *returned, *rest
-
-
-def _shares(call: DistillationCall, mask: Tensor) -> Tensor:
-    """Return the teachers' weights `[D, N]` at the tokens that count, 0 at others."""
-    count = mask.float()
-    weights = [each.weight for each in call.teachers]
-    return torch.stack([count if w is None else torch.where(mask, w.reshape(-1).float(), 0.0) for w in weights])
 
 
 def _maps(impl: Implementation, call: DistillationCall) -> tuple[list[Tensor | None], Tensor | None]:
@@ -278,7 +282,7 @@ def _maps(impl: Implementation, call: DistillationCall) -> tuple[list[Tensor | N
 
 def _losses_and_gradients(
     impl: Implementation, call: DistillationCall, gradients: LinearGradients, teachers: list[ChunkedLinear],
-    maps: list[Tensor | None], count: Tensor, loss_grads: Tensor, ce_grads: Tensor | None,
+    maps: list[Tensor | None], topk: TopkTeachers | None, count: Tensor, loss_grads: Tensor, ce_grads: Tensor | None,
     sizes: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the divergences `[D, N]` and the sum of the cross entropies, given the gradient of each term.
@@ -289,20 +293,25 @@ def _losses_and_gradients(
     loss_grads = scaled(loss_grads, gradients.scale)
     ce_grads = None if ce_grads is None else scaled(ce_grads, gradients.scale)
     wanted = any(gradients.need) or sizes is not None
-    buffer = max(teachers, key=lambda layer: layer.weight.shape[0]).block_buffer()
+    widest = max(teachers, key=lambda layer: layer.weight.shape[0], default=None)
+    buffer = student.buffer(0, student.logits_dtype) if widest is None else widest.block_buffer()
     order = sorted(range(D), key=lambda i: maps[i] is None)  # those with a map first: the last writes all columns
-    has_maps, has_plain = maps[order[0]] is not None, maps[order[-1]] is None
-    total = student.buffer(student.plan.block_rows if wanted and (D > 1 or has_maps) else 0, torch.float32)
+    has_maps, has_plain = any(ids is not None for ids in maps), any(ids is None for ids in maps)
+    totals = student.buffer(student.plan.block_rows if wanted and call.adds_gradients else 0, torch.float32)
     divergences, logprobs = [], [count.new_zeros((1,))]
     for block, z, dz in gradients.blocks():
         counts, wants_block, before, ce = count[block], wanted and z.numel() > 0, None, None
         if ce_grads is not None:
             logprob, ce = _cross_entropy_term(impl, call, z, block, ce_grads)
             logprobs.append(logprob)
-        if wants_block and has_maps:
-            before = total[: z.shape[0]].zero_()
+        losses, total = [counts] * D, totals[: z.shape[0]]
+        if wants_block and (has_maps or topk is not None):
+            before = total
+        if topk is not None:  # whose gradient begins the sum
+            losses.extend(_topk_divergences(impl, call, topk, z, block, loss_grads[D:, block], before))
+        elif before is not None:
+            before.zero_()
         plain = impl.divergence.statistics(z, counts, call.temperature, call.softcap) if has_plain else None
-        losses = [counts] * D
         for i in order:
             ids, softmaxes = maps[i], call.softmaxes(call.teachers[i], student)
             x, w = z if ids is None else z.index_select(1, ids), teachers[i].outputs(block, buffer)
@@ -312,15 +321,15 @@ def _losses_and_gradients(
                 if ids is not None:
                     part = torch.empty(x.shape, dtype=torch.float32, device=x.device)
                     impl.divergence.gradients(x, w, *grads, None, None, part, softmaxes)
-                    total[: z.shape[0]].index_copy_(1, ids, part.add_(total[: z.shape[0]].index_select(1, ids)))
+                    total.index_copy_(1, ids, part.add_(total.index_select(1, ids)))
                 else:
-                    out = dz if i == order[-1] else total[: z.shape[0]]
+                    out = dz if i == order[-1] else total
                     impl.divergence.gradients(x, w, *grads, ce, before, out, softmaxes)
                     ce, before = None, out
             del x, w  # a product that allocates its result would hold two
         divergences.append(torch.stack(losses))
         if wants_block and not has_plain:
-            _finish(impl, call, z, ce, total[: z.shape[0]], dz)
+            _finish(impl, call, z, ce, total, dz)
         if wants_block and sizes is not None:
             sizes.append(torch.linalg.vector_norm(dz, float("inf"), dtype=torch.float32))
     return torch.cat(divergences, 1), -torch.cat(logprobs).sum()
@@ -329,10 +338,10 @@ def _losses_and_gradients(
 def _finish(
     impl: Implementation, call: DistillationCall, z: Tensor, ce: CrossEntropyTerm | None, total: Tensor, dz: Tensor
 ) -> None:
-    """Write the gradient of a block whose teachers all have maps, with the term of the cross entropy."""
+    """Write the gradient of a block no teacher of which writes all columns, with the term of the cross entropy."""
     if ce is not None:
         term, target = torch.empty(z.shape, dtype=torch.float32, device=z.device), ce.target.unsqueeze(-1)
-        transform = _cross_entropy_transform(call)
+        transform = _transform(call, 1.0)
         impl.logprobs.gradients(-ce.grad.unsqueeze(-1), None, z, target, ce.stats, term, transform)
         total.add_(term)
     dz.copy_(total)
@@ -343,22 +352,35 @@ def _cross_entropy_term(
 ) -> tuple[Tensor, CrossEntropyTerm]:
     """Return the labels' log-probabilities at temperature 1, and the term of the logits' gradient."""
     assert call.labels is not None
-    transform = _cross_entropy_transform(call)
+    transform = _transform(call, 1.0)
     target = call.labels.reshape(-1)[block].contiguous()
     rank = impl.logprobs.statistics(logits, target.unsqueeze(-1), transform)
     logprobs, _, stats = impl.logprobs.combine(call.gather_ranks(rank), target.unsqueeze(-1), transform)
     return logprobs.view(-1), CrossEntropyTerm(target, call.first_class, grads[block], stats)
 
 
-def _cross_entropy_transform(call: DistillationCall) -> LogitTransform:
+def _transform(call: DistillationCall, temperature: float) -> LogitTransform:
     return LogitTransform(
         ignore_index=call.ignore_index,
         scale=1.0,
         softcap=call.softcap,
-        temperature=1.0,
+        temperature=temperature,
         first_class=call.first_class,
         num_classes=call.num_classes,
     )
+
+
+def _topk_divergences(
+    impl: Implementation, call: DistillationCall, topk: TopkTeachers, z: Tensor, block: slice, loss_grads: Tensor,
+    out: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Return the divergences from top-k teachers, and write the gradient of all to `out`, given that of each."""
+    transform, ids = _transform(call, call.temperature), topk.ids[block]
+    rank = impl.logprobs.statistics(z, ids, transform)
+    logprobs, _, stats = impl.logprobs.combine(call.gather_ranks(rank), ids, transform)
+    if out is not None:
+        impl.logprobs.gradients(topk.gradients(logprobs, block, loss_grads), None, z, ids, stats, out, transform)
+    return topk.losses(logprobs, block)
 
 
 def _divergences(
@@ -434,9 +456,9 @@ class DistillationOps:
     def kernel_ops(self) -> tuple[KernelOp, ...]:
         return self.forward.op, self.scale
 
-    def with_teachers(self, **fields: Any) -> tuple[Tensor, ...]:
-        """Return the loss and its terms from the fields of a `TeachersCall`."""
-        return self.forward(_checked_teachers(**fields), False)[:3]
+    def of_call(self, call: DistillationCall) -> tuple[Tensor, ...]:
+        """Return the loss and its terms from a call that is checked."""
+        return self.forward(call, False)[:3]
 
     def __call__(self, **fields: Any) -> tuple[Tensor, ...]:
         """Return the loss, and with a `ce_weight` its terms, from a `OneTeacherCall`'s fields and a rank's classes."""
@@ -459,72 +481,18 @@ def _checked_call(classes: tuple[torch.Size, torch.Size], **fields: Any) -> OneT
         TypeError: A dtype does not fit.
         ValueError: A shape, a device or an option does not fit.
     """
-    linears: dict[str, Any] = _checked_student(fields) | dict(
-        zip(TEACHER, _checked_teacher(fields, TEACHER), strict=True)
+    linears: dict[str, Any] = checked_student(fields) | dict(
+        zip(TEACHER, checked_teacher(fields, TEACHER), strict=True)
     )
     call = OneTeacherCall(**fields | linears)
     own, of_teacher = (shape[0] for shape in classes)  # parts of DTensors may have equally many though these do not
-    _check_fits(call, "teacher_input", call.teacher_input, "teacher_linear_weight", of_teacher, own)
-    _check_call(call)
+    check_teacher_fits(call, "teacher_input", call.teacher_input, "teacher_linear_weight", of_teacher, own)
+    check_call(call)
     check_switch("teacher_softcap", call.teacher_softcap)
     return call
 
 
-def _checked_teachers(**fields: Any) -> TeachersCall:
-    """Check the arguments and return the call with D teachers.
-
-    Raises:
-        TypeError: A dtype does not fit.
-        ValueError: A shape, a device, a list's length or an option does not fit.
-    """
-    D = len(fields["teacher_input"])
-    if D == 0:
-        raise ValueError("teacher_input: expected the hidden states of at least one teacher, got none")
-    for name in ("teacher_linear_weight", *OR_NONE, "teacher_temperature", "teacher_softcap"):
-        may_be_empty = name in OR_NONE
-        if len(fields[name]) != D and not (may_be_empty and len(fields[name]) == 0):
-            none = " or none" if may_be_empty else ""
-            raise ValueError(f"{name}: expected {D}{none}, one for each of teacher_input, got {len(fields[name])}")
-    linears = _checked_student(fields)
-    teachers = [_checked_teacher(_of_teacher(fields, i), [f"{name}[{i}]" for name in TEACHER]) for i in range(D)]
-    inputs, weights, biases = (list(each) for each in zip(*teachers, strict=True))
-    linears |= zip(TEACHER, (inputs, weights, biases if fields["teacher_linear_bias"] else []), strict=True)
-    call = TeachersCall(**fields | linears)
-    for i, teacher in enumerate(call.teachers):
-        names = f"teacher_input[{i}]", f"teacher_linear_weight[{i}]"
-        classes = teacher.linear_weight.shape[0]
-        if teacher.vocab_map is not None:
-            ids = teacher.vocab_map
-            check_dtype(f"vocab_map[{i}]", ids, (torch.int64,))
-            check_shape(f"vocab_map[{i}]", ids, (classes,), f"one for each class of teacher_linear_weight[{i}]")
-            check_same(f"vocab_map[{i}]", ids, "input", call.input)
-            classes = call.num_classes
-        _check_fits(call, names[0], teacher.input, names[1], classes, call.num_classes)
-        check_number(f"teacher_temperature[{i}]", teacher.temperature, TINY, LARGEST, "a finite positive number")
-        check_switch(f"teacher_softcap[{i}]", teacher.softcap)
-    _check_call(call)
-    return call
-
-
-def checked_teacher_weight(teacher_weight: Tensor | None, input: Tensor, D: int) -> Tensor | None:
-    """Check the weights `[D]` or `[..., D]` of D teachers and return the latter."""
-    if teacher_weight is None:
-        return None
-    check_dtype("teacher_weight", teacher_weight, FLOAT_DTYPES)
-    shape = (*input.shape[:-1], D)
-    if teacher_weight.shape != shape and teacher_weight.shape != (D,):
-        got = tuple(teacher_weight.shape)
-        raise ValueError(f"teacher_weight: expected shape {(D,)} or {shape}, one for each teacher, got {got}")
-    check_same("teacher_weight", teacher_weight, "input", input)
-    return teacher_weight.expand(shape)
-
-
-def _of_teacher(fields: dict[str, Any], i: int) -> dict[str, Any]:
-    """Return the tensors of one of several teachers by their names; a bias may be None."""
-    return {f"{name}[{i}]": fields[name][i] if fields[name] else None for name in TEACHER}
-
-
-def _checked_student(fields: dict[str, Any]) -> dict[str, Any]:
+def checked_student(fields: dict[str, Any]) -> dict[str, Any]:
     """Check the student's tensors and the dtype of logits, which is replaced in the fields, and return the tensors."""
     linears: dict[str, Any] = dict(
         zip(DIFFERENTIABLE, checked_linear(*(fields[name] for name in DIFFERENTIABLE)), strict=True)
@@ -533,7 +501,7 @@ def _checked_student(fields: dict[str, Any]) -> dict[str, Any]:
     return linears
 
 
-def _checked_teacher(fields: dict[str, Any], names: list[str]) -> tuple[Tensor, Tensor, Tensor | None]:
+def checked_teacher(fields: dict[str, Any], names: list[str]) -> tuple[Tensor, Tensor, Tensor | None]:
     """Check a teacher's linear layer; errors of `checked_linear` get the teacher's names."""
     try:
         return checked_linear(*(fields[name] for name in names))
@@ -542,7 +510,7 @@ def _checked_teacher(fields: dict[str, Any], names: list[str]) -> tuple[Tensor, 
         raise type(error)(f"{names[DIFFERENTIABLE.index(of_student)]}:{rest}") from None
 
 
-def _check_fits(
+def check_teacher_fits(
     call: DistillationCall, name: str, input: Tensor, weight_name: str, classes: int, of_student: int
 ) -> None:
     """Check that a teacher's tokens and classes are the student's."""
@@ -552,7 +520,7 @@ def _check_fits(
     check_shape(name, input, (*call.tokens, input.shape[-1]), "input's tokens")
 
 
-def _check_call(call: DistillationCall) -> None:
+def check_call(call: DistillationCall) -> None:
     """Check what does not depend on the teachers."""
     call.check_classes()
     for name, each, dtypes in (

@@ -1,0 +1,289 @@
+"""`llmk.losses.distill` from teachers with hidden states and teachers by their top-k, in one call."""
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from compile_tests.helpers.loss_references import LossOp, batch, loss_op
+from compile_tests.helpers.supervised_references import distill_reference, distill_topk_reference
+from llmk import losses
+from llmk.functional import fused_linear_distill, linear_topk
+from llmk.opcheck.calls import call, require_accurate
+from llmk.ops.linear_loss.objectives.topk_divergence import topk_divergence, topk_divergence_gradient
+from llmk.registry import Sample
+from llmk.registry.devices import INTERPRET
+
+LENGTHS = [5, 1, 7, 0, 4]
+V = 37
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def topk(tokens: torch.Size, K: int) -> tuple[Tensor, Tensor]:
+    """Classes and log-probabilities `[B, S, K]`, some absent, in both ways, and all of one sequence's."""
+    logprobs, ids = (2 * numbers(*tokens, V + K)[..., K:]).log_softmax(-1).topk(K)
+    ids[0, :, K // 2 :], logprobs[2, :, -1], ids[4] = -100, float("-inf"), -100
+    return ids, logprobs
+
+
+def given(device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
+    """Student, target, two teachers with hidden states, and two by classes."""
+    x, weight, target = batch(LENGTHS, device, dtype)
+    hidden = numbers(*target.shape, 5), numbers(V, 5), numbers(*target.shape, 9), numbers(V, 9)
+    first, second = topk(target.shape, 4), topk(target.shape, 7)
+    moved = [each.to(device, dtype) for each in hidden] + [each.to(device) for each in (*first, *second)]
+    return x, weight, target, *moved
+
+
+def arguments(hidden: tuple[Tensor, ...], classes: tuple[Tensor, ...]) -> dict[str, Any]:
+    return {
+        "teacher_input": list(hidden[::2]),
+        "teacher_linear_weight": list(hidden[1::2]),
+        "teacher_ids": list(classes[::2]),
+        "teacher_logprobs": list(classes[1::2]),
+    }
+
+
+def mixed(input: Tensor, linear_weight: Tensor, target: Tensor, *teachers: Tensor, **options: Any) -> Any:
+    return losses.distill(input, linear_weight, target, **arguments(teachers[:4], teachers[4:]), **options)
+
+
+def mixed_reference(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *teachers: Tensor, teacher_weight: Tensor,
+    token_weights: Tensor | None = None, num_items_in_batch: float | None = None, add_tail: bool = True,
+    ce_weight: float = 0.0, chunk_size: int = 0, skip_ignored: bool = False, **options: Any,
+) -> Tensor:  # fmt: skip
+    """The sum of each teacher's own loss: a reference with weights divides by their sum, or by the tokens' number."""
+    counts, student = target != -100, (input, linear_weight, target)
+    tokens = torch.ones_like(input[..., 0]) if token_weights is None else token_weights.to(input.dtype)
+    items = num_items_in_batch or tokens[counts].sum()
+    loss = input.new_zeros(())
+    for i, teacher in enumerate((teachers[:2], teachers[2:4])):
+        each = tokens * teacher_weight[..., i].to(input.dtype)
+        loss = loss + distill_reference(*student, *teacher, token_weights=each, **options) * each[counts].sum() / items
+    for i, teacher in enumerate((teachers[4:6], teachers[6:])):
+        each = tokens * teacher_weight[..., 2 + i].to(input.dtype)
+        mean = distill_topk_reference(*student, *teacher, token_weights=each, add_tail=add_tail, **options)
+        loss = loss + mean * counts.sum() / items
+    logits = torch.nn.functional.linear(input, linear_weight)[counts]
+    nll = torch.nn.functional.cross_entropy(logits, target[counts], reduction="sum")
+    return loss + ce_weight * nll / (num_items_in_batch or counts.sum())
+
+
+class Mixed(LossOp):
+    """A loss whose arguments after the third have names by their places."""
+
+    def argument_names(self) -> list[str]:
+        return ["input", "linear_weight", "target", *(f"teacher_{i}" for i in range(8))]
+
+
+MIXED = Mixed(**vars(loss_op(mixed, mixed_reference)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("add_tail", [True, False])
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_teachers_of_both_kinds(device: torch.device, beta: float, add_tail: bool, dtype: torch.dtype) -> None:
+    args = given(device, dtype)
+    tokens = args[2].shape
+    weights = torch.rand(*tokens, 4).to(device)
+    kwargs: dict[str, Any] = {"beta": beta, "add_tail": add_tail, "teacher_weight": weights, "chunk_size": 7}
+    more = {"ce_weight": 0.4, "temperature": 1.7, "skip_ignored": True}
+    require_accurate(MIXED, sample := Sample(args, kwargs | more, why="with cross entropy"), call(MIXED, sample))
+    more = {"token_weights": torch.rand(tokens).to(device), "ce_weight": 0.4}
+    require_accurate(MIXED, sample := Sample(args, kwargs | more, why="weights"), call(MIXED, sample))
+    more |= {"num_items_in_batch": 41.0}
+    require_accurate(MIXED, sample := Sample(args, kwargs | more, why="items of a step"), call(MIXED, sample))
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_as_separate_calls(device: torch.device, beta: float) -> None:
+    """Weights of tokens divide in `distill` and not in `distill_topk`: with both they do not as a `teacher_weight`."""
+    x, weight, target, *teachers = given(device)
+    weights = torch.rand(*target.shape, 4).to(device)
+    options: dict[str, Any] = {"beta": beta, "temperature": 1.3, "softcap": 5.0, "logit_scale": 0.7}
+
+    def results(loss: Any) -> list[Tensor]:
+        a, b = x.detach().requires_grad_(), weight.detach().requires_grad_()
+        found = loss(a, b)
+        return [found.detach(), *torch.autograd.grad(found, (a, b))]
+
+    def separate(a: Tensor, b: Tensor) -> Tensor:
+        hidden = [
+            losses.distill(a, b, target, *teachers[n : n + 2], teacher_weight=weights[..., i, None], **options)[0]
+            for i, n in enumerate((0, 2))
+        ]
+        classes = [
+            losses.distill_topk(a, b, target, *teachers[n : n + 2], token_weights=weights[..., 2 + i], **options)[0]
+            for i, n in enumerate((4, 6))
+        ]
+        return torch.stack(hidden + classes).sum()
+
+    def together(a: Tensor, b: Tensor) -> Tensor:
+        loss, metrics = mixed(a, b, target, *teachers, teacher_weight=weights, **options)
+        terms = torch.stack([metrics[f"divergence/teacher_{i}"] for i in range(4)])
+        torch.testing.assert_close(terms.sum(), loss.detach())
+        return loss
+
+    for found, right in zip(results(together), results(separate), strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-5, atol=2e-6 * float(right.abs().max()))
+
+
+def test_one_of_each_kind(device: torch.device) -> None:
+    """Without lists, and by the classes that `linear_topk` finds."""
+    x, weight, target, x1, w1, x2, w2, *_ = given(device)
+    logprobs, ids, _ = linear_topk(x2, w2, 6)
+    loss, metrics = losses.distill(x, weight, target, x1, w1, teacher_ids=ids.int(), teacher_logprobs=logprobs)
+    first, _ = losses.distill(x, weight, target, x1, w1)
+    second, _ = losses.distill_topk(x, weight, target, ids, logprobs)
+    torch.testing.assert_close(loss, first + second)
+    torch.testing.assert_close(metrics["divergence/teacher_1"], second)
+
+
+def test_products(device: torch.device) -> None:
+    """Three, and one for each teacher with hidden states."""
+    x, target = numbers(6, 16).to(device).requires_grad_(), torch.arange(6, device=device)
+    weight = numbers(V, 16).to(device).requires_grad_()
+    inputs, heads = ([numbers(n, 16).to(device) + i for i in range(2)] for n in (6, V))
+    logprobs, ids = (each.to(device) for each in numbers(6, V).log_softmax(-1).topk(5))
+
+    def products(D: int) -> float:
+        with FlopCounterMode(display=False) as counter:
+            classes = [ids, ids + 0], [logprobs, logprobs + 0]
+            lists = inputs[:D], heads[:D], [], [], *classes
+            fused_linear_distill(x, weight, *lists, labels=target, ce_weight=1.0)[0].backward()
+        return counter.get_total_flops() / (2 * 6 * 16 * V)
+
+    assert [products(D) for D in range(3)] == [3, 4, 5]
+
+
+@pytest.mark.parametrize("add_tail", [True, False])
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_the_derivative_is_that_of_the_divergence(beta: float, add_tail: bool) -> None:
+    """Near a student who is sure too, whose tail is nothing but rounding."""
+    student, teacher = ((2 * numbers(50, 9 + n)).double().log_softmax(-1)[:, :5] for n in range(2))
+    student[0], student[1], student[2] = student[0].log_softmax(-1), torch.tensor([0.0, -90, -90, -90, -90]), 0.1
+    present = numbers(50, 5) > -0.8
+    present[3] = False
+    student.requires_grad_()
+    (right,) = torch.autograd.grad(topk_divergence(student, teacher, present, beta, add_tail).sum(), student)
+    found = topk_divergence_gradient(student.detach(), teacher, present, beta, add_tail)
+    torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-14)
+    assert not found[3].any()
+
+
+def test_what_is_absent_is_not_read(device: torch.device) -> None:
+    """Log-probabilities of absent classes and of tokens that do not count, and such tokens' ids."""
+    x, weight, target, *teachers = given(device)
+    ids, logprobs = teachers[4:6]
+
+    def results(ids: Tensor, logprobs: Tensor) -> list[Tensor]:
+        a, b = x.detach().requires_grad_(), weight.detach().requires_grad_()
+        loss, _ = mixed(a, b, target, *teachers[:4], ids, logprobs, *teachers[6:])
+        return [loss.detach(), *torch.autograd.grad(loss, (a, b))]
+
+    ignored = (target == -100).unsqueeze(-1)
+    assert ignored.any()
+    wrong = ids.masked_fill(ignored, 10**6), logprobs.masked_fill(ignored | (ids == -100), float("nan"))
+    for found, right in zip(results(*wrong), results(ids, logprobs), strict=True):
+        assert torch.equal(found, right)
+
+
+X, W, T = numbers(2, 3, 8), numbers(11, 8), torch.tensor([[1, 2, -100], [0, 10, 4]])
+IDS, LOGPROBS = T.unsqueeze(-1).repeat(1, 1, 2), numbers(2, 3, 2) - 9
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("wrong", [11, -1])
+def test_an_id_that_is_no_class(device: torch.device, wrong: int) -> None:
+    """The host says so; on a GPU the loss is NaN."""
+    x, weight = (tensor.clone().to(device).requires_grad_() for tensor in (X, W))
+    ids = IDS.clone()
+    ids[1, 2, 1] = wrong
+    lists = [[each.to(device) for each in pair] for pair in ((IDS, ids), (LOGPROBS, LOGPROBS))]
+
+    def loss() -> Tensor:
+        return fused_linear_distill(x, weight, [], [], [], [], *lists)[0]
+
+    if device.type == "cpu" and not INTERPRET:
+        message = rf"teacher_ids\[1\]: expected classes in \[0, 11\) or ignore_index -100, got {wrong}"
+        with pytest.raises(IndexError, match=message):
+            loss()
+    else:
+        found = loss()
+        found.backward()
+        assert found.isnan()
+        assert x.grad is not None
+        assert x.grad[1, 2].isnan().all()
+        assert not x.grad[0].isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"teacher_ids": None}, ValueError, "teacher_ids: expected the classes of teacher_logprobs, got None"),
+        ({"teacher_ids": 3}, TypeError, "teacher_ids: expected a tensor or a list of tensors, got int"),
+        ({"teacher_ids": [IDS, 1]}, TypeError, r"teacher_ids\[1\]: expected a tensor of integers, got int"),
+        ({"teacher_ids": [IDS, LOGPROBS]}, TypeError, r"teacher_ids\[1\]: expected .* integers, got dtype float32"),
+        ({"teacher_ids": [IDS, T]}, ValueError, r"teacher_ids\[1\]: expected shape \(2, 3, K\) .*, got \(2, 3\)"),
+        ({"teacher_ids": [IDS, IDS[:, :2]]}, ValueError, r"teacher_ids\[1\]: expected shape \(2, 3, K\)"),
+        ({"teacher_ids": [IDS, IDS[..., :0]]}, ValueError, r"teacher_ids\[1\]: expected .* K at least 1"),
+        ({"teacher_ids": IDS}, TypeError, "teacher_logprobs: expected a single one for a single teacher_ids, got 2"),
+        ({"teacher_logprobs": None}, TypeError, r"teacher_logprobs\[0\]: expected a tensor of numbers, got None"),
+        ({"teacher_logprobs": [LOGPROBS]}, ValueError, "teacher_logprobs: expected 2, .* teacher_ids, got 1"),
+        ({"teacher_logprobs": [LOGPROBS, IDS]}, TypeError, r"teacher_logprobs\[1\]: expected a tensor of numbers"),
+        (
+            {"teacher_logprobs": [LOGPROBS, LOGPROBS[..., :1]]}, ValueError,
+            r"teacher_logprobs\[1\]: expected shape \(2, 3, 2\) \(that of teacher_ids\[1\]\), got \(2, 3, 1\)",
+        ),
+        ({"teacher_weight": torch.ones(1)}, ValueError, r"teacher_weight: expected shape \(3,\) or \(2, 3, 3\)"),
+        ({"vocab_group": "any"}, ValueError, "vocab_group: expected None with several teachers"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_a_wrong_call_names_the_argument(wrong: dict[str, Any], error: type[Exception], message: str) -> None:
+    lists = {"teacher_ids": [IDS, IDS], "teacher_logprobs": [LOGPROBS, LOGPROBS]}
+    with pytest.raises(error, match=message):
+        losses.distill(X, W, T, X, W, **lists | wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprobs", "error", "message"),
+    [
+        (IDS, [LOGPROBS], TypeError, "teacher_ids: expected a list of tensors, got torch.Tensor"),
+        ([IDS, IDS], [LOGPROBS], ValueError, "teacher_logprobs: expected 2, one for each of teacher_ids, got 1"),
+        ([IDS.short()], [LOGPROBS], TypeError, r"teacher_ids\[0\]: expected a tensor of dtype int64, int32, got int16"),
+        ([T], [LOGPROBS], ValueError, r"teacher_ids\[0\]: expected shape \(2, 3\) and at least one .*, got \(2, 3\)"),
+        ([IDS[:1]], [LOGPROBS], ValueError, r"teacher_ids\[0\]: expected shape \(2, 3\) .*, got \(1, 3, 2\)"),
+        ([IDS, IDS], [LOGPROBS, IDS], TypeError, r"teacher_logprobs\[1\]: expected a tensor of dtype float32, float16"),
+        ([IDS], [LOGPROBS[..., :1]], ValueError, r"teacher_logprobs\[0\]: expected shape \(2, 3, 2\) \(that of"),
+        (
+            [IDS.repeat(1, 1, 400)] * 2, [LOGPROBS.repeat(1, 1, 400)] * 2, ValueError,
+            "teacher_ids: expected at most 1024 classes of a token in all, got 1600",
+        ),
+        ([], [], ValueError, "teacher_input: .* at least one teacher, or teacher_ids, got none"),
+    ],
+)  # fmt: skip
+def test_an_operator_refuses(ids: Any, logprobs: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        fused_linear_distill(X, W, [], [], [], [], ids, logprobs)
+
+
+def test_a_teacher_gets_no_gradient() -> None:
+    moving = LOGPROBS.clone().requires_grad_()
+    with pytest.raises(NotImplementedError, match="teacher_logprobs"):
+        fused_linear_distill(X, W, [], [], [], [], [IDS], [moving])
+    loss, _ = losses.distill(X, W.clone().requires_grad_(), T, X, W, teacher_ids=IDS, teacher_logprobs=moving)
+    loss.backward()
+    assert moving.grad is None
+
+
+def test_arguments_are_named_as_in_distill_topk() -> None:
+    alone, both = (inspect.signature(loss).parameters for loss in (losses.distill_topk, losses.distill))
+    assert set(alone) - set(both) == set()

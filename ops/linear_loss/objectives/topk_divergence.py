@@ -1,0 +1,91 @@
+r"""The divergence from a teacher's K largest classes of a token, as a function of the student's log-probabilities.
+
+With t_k and s_k the teacher's and the student's probabilities of the K classes, each is completed to a distribution: by
+a class more, the tail, which has what is left,
+
+    t_0 = 1 - sum(t_k),    s_0 = 1 - sum(s_k)
+
+or without one by dividing by the sum over the K classes. The divergence of the two is that of `fused_linear_jsd`: with
+m = beta * t + (1 - beta) * s
+
+    0 < beta < 1:  f = beta * t * log(t / m) + (1 - beta) * s * log(s / m)    df/dlog(s) = (1 - beta) * s * log(s / m)
+    beta = 0:      f = t * log(t / s)                                         df/dlog(s) = -t
+    beta = 1:      f = s * log(s / t)                                         df/dlog(s) = s * (log(s / t) + 1)
+
+and its derivative by the log-probability of one of the K classes
+
+    with the tail:     df_k - df_0 * s_k / s_0
+    without:           df_k - s_k * sum(df)      s normalized
+
+A class may be absent. It has no probability, and a token all of whose classes are absent has the divergence 0.
+
+The derivative is written out, because a kernel op that computes gradients cannot use autograd.
+
+Sources: Agarwal et al., 2023, https://arxiv.org/abs/2306.13649, for the divergence. Reference implementation:
+`trl.experimental.server_distillation`, `loss_add_tail`, https://github.com/huggingface/trl.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from llmk.ops.linear_loss.objectives.preference import log1mexp
+
+_MIN_LOGPROB = -80.0
+"""The log of a negligible probability, which an absent class has."""
+
+
+def topk_divergence(student: Tensor, teacher: Tensor, present: Tensor, beta: float, add_tail: bool) -> Tensor:
+    """Return the divergence `[...]` from log-probabilities `[..., K]` and the mask of the classes that are present."""
+    s, t = (_distribution(each, present, add_tail) for each in (student, teacher))
+    return torch.where(_support(present, add_tail), _terms(s, t, beta), 0.0).sum(-1)
+
+
+def topk_divergence_gradient(student: Tensor, teacher: Tensor, present: Tensor, beta: float, add_tail: bool) -> Tensor:
+    """Return the derivative `[..., K]` of the divergence by the student's log-probabilities, 0 of absent classes."""
+    s, t = (_distribution(each, present, add_tail) for each in (student, teacher))
+    df = torch.where(_support(present, add_tail), _derivatives(s, t, beta), 0.0)
+    if not add_tail:
+        return torch.where(present, df - s.exp() * df.sum(-1, keepdim=True), 0.0)
+    (s, tail), (df, df_tail) = (each.split([present.shape[-1], 1], -1) for each in (s, df))
+    # Where `log1mexp` clamps, the tail is a constant.
+    df_tail = torch.where(tail > log1mexp(torch.zeros_like(tail)), df_tail, 0.0)
+    return torch.where(present, df - df_tail * (s - tail).exp(), 0.0)
+
+
+def _support(present: Tensor, add_tail: bool) -> Tensor:
+    """Return the mask of the distribution's classes, the tail last: a token without classes has none."""
+    return torch.cat([present, present.any(-1, keepdim=True)], -1) if add_tail else present
+
+
+def _distribution(logprobs: Tensor, present: Tensor, add_tail: bool) -> Tensor:
+    """Complete log-probabilities `[..., K]` to a distribution, with the tail `[..., K + 1]` or normalized."""
+    logprobs = torch.where(present, logprobs, _MIN_LOGPROB)
+    if not add_tail:
+        return logprobs.log_softmax(-1)
+    total = logprobs.logsumexp(-1, keepdim=True)
+    return torch.cat([logprobs, log1mexp(total)], -1)
+
+
+def _mixture(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    return torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
+
+
+def _terms(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    """Return the divergence's term of each class, from log-probabilities."""
+    if beta == 0.0:
+        return teacher.exp() * (teacher - student)
+    if beta == 1.0:
+        return student.exp() * (student - teacher)
+    mixture = _mixture(student, teacher, beta)
+    return beta * teacher.exp() * (teacher - mixture) + (1 - beta) * student.exp() * (student - mixture)
+
+
+def _derivatives(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    """Return the derivative of each class's term by the student's log-probability of it."""
+    if beta == 0.0:
+        return -teacher.exp()
+    if beta == 1.0:
+        return student.exp() * (student - teacher + 1)
+    return (1 - beta) * student.exp() * (student - _mixture(student, teacher, beta))
