@@ -128,22 +128,54 @@ def chunk_scores_kernel(
 
 
 @jit
-def chunk_inverse_kernel(a_ptr, inverse_ptr, C: tl.constexpr, LEVELS: tl.constexpr):
-    """T of one chunk, the inverse of I + A, by blocks of twice the size each turn.
+def _first_inverses(a_ptr, C: tl.constexpr):
+    """Replace the blocks of 16 rows on the diagonal of I + A by their inverses."""
+    t = tl.arange(0, 16)
+    i, j = t[:, None], t[None, :]
+    for first in range(0, C, 16):
+        a_ptrs = a_ptr + (first + i) * C + first + j
+        x = tl.where(i == j, 1.0, 0.0) - tl.load(a_ptrs, mask=(i // 2 == j // 2) & (i != j), other=0.0)
+        for level in tl.static_range(1, 4):
+            size = 1 << level
+            corner = tl.load(a_ptrs, mask=(i // (2 * size) == j // (2 * size)) & (i // size != j // size), other=0.0)
+            x -= tl.dot(tl.dot(x, corner, input_precision="ieee"), x, input_precision="ieee")
+        tl.debug_barrier()  # all threads have read the block
+        tl.store(a_ptrs, x)
+
+
+@jit
+def _merge_inverses(a_ptr, C: tl.constexpr, SIZE: tl.constexpr):
+    """Replace the lower left corner of each block of 2 SIZE rows by that of the block's inverse."""
+    t = tl.arange(0, SIZE)
+    at = t[:, None] * C + t[None, :]
+    for first in range(0, C, 2 * SIZE):
+        upper = a_ptr + first * (C + 1)
+        lower = upper + SIZE * (C + 1)
+        corner = upper + SIZE * C
+        x = tl.dot(tl.load(lower + at), tl.load(corner + at), input_precision="ieee")
+        x = tl.dot(x, tl.load(upper + at), input_precision="ieee")
+        tl.debug_barrier()  # all threads have read the corner
+        tl.store(corner + at, -x)
+
+
+@jit
+def chunk_inverse_kernel(a_ptr, inverse_ptr, C: tl.constexpr):
+    """T of one chunk, the inverse of I + A, made over A: by blocks of twice the size each turn.
 
     Where X has the inverses of the blocks of s rows on the diagonal and L the part of A in the lower left corners of
     those of 2 s, X - X L X has the inverses of these.
     """
     matrix = tl.program_id(0).to(tl.int64) * C * C
+    a_ptr += matrix
+    _first_inverses(a_ptr, C)
+    tl.debug_barrier()  # each thread sees what the others stored
+    _merge_inverses(a_ptr, C, 16)
+    if C > 32:
+        tl.debug_barrier()
+        _merge_inverses(a_ptr, C, 32)
+    tl.debug_barrier()
     t = tl.arange(0, C)
-    i, j = t[:, None], t[None, :]
-    a_ptrs = a_ptr + matrix + i * C + j
-    x = tl.where(i == j, 1.0, 0.0) - tl.load(a_ptrs, mask=(i // 2 == j // 2) & (i != j), other=0.0)
-    for level in range(1, LEVELS):
-        size = 1 << level
-        corner = tl.load(a_ptrs, mask=(i // (2 * size) == j // (2 * size)) & (i // size != j // size), other=0.0)
-        x -= tl.dot(tl.dot(x, corner, input_precision="ieee"), x, input_precision="ieee")
-    _store(inverse_ptr + matrix, x, t, t, C, C, C)
+    _store(inverse_ptr + matrix, _load(a_ptr, t, t, C, C, C), t, t, C, C, C)
 
 
 @jit
@@ -310,8 +342,9 @@ def chunk_scores_backward_kernel(
         dscores += _product(_load(do_ptr + values, rows, cols, T, V, H * V), ut)
         if beta_ptr is not None:
             dr = _load(dr_ptr + values, rows, cols, T, V, H * V)
-            da -= _product(dr.to(k_ptr.dtype.element_ty), ut)
-            dbeta += tl.sum(dr * _load(v_ptr + values, rows, cols, T, V, H * V).to(tl.float32), axis=1)
+            da -= _product(dr, ut)
+            v = _load(v_ptr + values, rows, cols, T, V, H * V)
+            dbeta += tl.sum(dr.to(tl.float32) * v.to(tl.float32), axis=1)
     d = _between(_load_tokens(g_ptr + b * T * H + h, rows, T, H), index_ptr, rows, T, C)
     dscores = _decayed(dscores, d) * tl.cast(scale, tl.float32)
     matrix = (row * N + chunk) * C * C
@@ -372,13 +405,12 @@ def chunk_keys_backward_kernel(
             cols = first + tl.arange(0, BLOCK_V)
             begin = _load_transposed(states_ptr + state, keys, cols, K, V, V)
             end = _load_transposed(dstates_ptr + state, keys, cols, K, V, V)
-            whole += tl.sum(begin * end, axis=0)
-            begin, end = begin.to(k_ptr.dtype.element_ty), end.to(k_ptr.dtype.element_ty)
+            whole += tl.sum(begin.to(tl.float32) * end.to(tl.float32), axis=0)
             from_out += _product(_load(do_ptr + values, rows, cols, T, V, H * V), begin)
             from_end += _product(_load(u_ptr + values, rows, cols, T, V, H * V), end)
             if beta_ptr is not None:
                 dr = _load(dr_ptr + values, rows, cols, T, V, H * V)
-                from_r += _product(dr.to(k_ptr.dtype.element_ty), begin)
+                from_r += _product(dr, begin)
         q, k = _load(q_ptr, rows, keys, T, K, HK * K), _load(k_ptr, rows, keys, T, K, HK * K)
         from_start += tl.sum(q.to(tl.float32) * from_out, axis=1)
         to_end += tl.sum(k.to(tl.float32) * from_end, axis=1)

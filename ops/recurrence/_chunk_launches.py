@@ -147,26 +147,30 @@ def _matrices(x: Inputs) -> Matrices:
     if a is None:
         return Matrices(start, end, scores, None)
     inverse = x.buffer(shape)
-    levels = x.chunk.bit_length() - 1
-    wrap_triton(chunk_inverse_kernel)[(x.rows * N,)](a, inverse, C=x.chunk, LEVELS=levels, num_warps=16)
+    wrap_triton(chunk_inverse_kernel)[(x.rows * N,)](a, inverse, C=x.chunk, num_warps=4)
     return Matrices(start, end, scores, inverse)
 
 
-def _state_tile(x: Inputs) -> dict[str, int]:
+def _stages() -> int:
+    """Tiles of how many steps are in shared memory: AMD's 64 KiB hold those of one."""
+    return 2 if max_warps() == 32 else 1
+
+
+def _state_tile(x: Inputs, num_warps: int = 4) -> dict[str, int]:
     """A state's block of columns, with all keys."""
     block_k = x.columns(256, x.q.shape[-1])
     if x.is_float32:
         return {"BLOCK_K": block_k, "BLOCK_V": 16, "PART": min(block_k, 32), "num_warps": 8, "num_stages": 1}
-    block_v = x.columns(min(64, 4096 // block_k), x.v.shape[-1])
-    part = 0 if block_k <= 128 else 64
-    stages = 2 if part == 0 and max_warps() == 32 else 1  # AMD's 64 KiB of shared memory hold one chunk's tiles
-    return {"BLOCK_K": block_k, "BLOCK_V": block_v, "PART": part, "num_warps": 4, "num_stages": stages}
+    if block_k > 128:
+        return {"BLOCK_K": block_k, "BLOCK_V": 16, "PART": 64, "num_warps": 4, "num_stages": 1}
+    block_v = x.columns(64, x.v.shape[-1])
+    return {"BLOCK_K": block_k, "BLOCK_V": block_v, "PART": 0, "num_warps": num_warps, "num_stages": _stages()}
 
 
-def _states(x: Inputs, m: Matrices, dtype: torch.dtype, final: Tensor | None) -> tuple[Tensor, Tensor]:
+def _states(x: Inputs, m: Matrices, final: Tensor | None) -> tuple[Tensor, Tensor]:
     """Each chunk's first state and U; the last state is written into `final`."""
     T, N, H, HK, K, V = x.sizes
-    states = x.buffer((x.rows, N, K, V), dtype)
+    states = x.buffer((x.rows, N, K, V))
     u = x.v if x.beta is None else x.buffer(x.v.shape)
     tile = _state_tile(x)
     wrap_triton(chunk_states_kernel)[(x.rows * cdiv(V, tile["BLOCK_V"]),)](
@@ -175,14 +179,24 @@ def _states(x: Inputs, m: Matrices, dtype: torch.dtype, final: Tensor | None) ->
     return states, u
 
 
+def _keys_tile(x: Inputs) -> dict[str, int]:
+    """Blocks of keys and values. Larger ones spill on sm_90, where Triton 3.6 has computed such a kernel wrongly."""
+    _, _, _, _, K, V = x.sizes
+    if x.is_float32:
+        return {"BLOCK_K": x.columns(16, K), "BLOCK_V": x.columns(16, V), "num_warps": 8, "num_stages": 1}
+    block_v = x.columns(64 if x.beta is None else 32, V)
+    return {"BLOCK_K": x.columns(32, K), "BLOCK_V": block_v, "num_warps": 4, "num_stages": _stages()}
+
+
 def launch_forward(x: Inputs) -> tuple[Tensor, Tensor]:
     """The outputs and the last state, padded."""
     T, N, H, HK, K, V = x.sizes
     out = x.buffer(x.v.shape)
     final = x.buffer((x.v.shape[0], H, K, V), torch.float32)
     m = _matrices(x)
-    states, u = _states(x, m, x.q.dtype, final)
-    tile = {"BLOCK_K": x.columns(128 // x.q.element_size(), K), "BLOCK_V": x.columns(64, V), "num_warps": 4}
+    states, u = _states(x, m, final)
+    block_k, block_v = x.columns(128 // x.q.element_size(), K), x.columns(256 // x.q.element_size(), V)
+    tile = {"BLOCK_K": block_k, "BLOCK_V": block_v, "num_warps": 4, "num_stages": _stages()}
     wrap_triton(chunk_outputs_kernel)[(x.rows * N * cdiv(V, tile["BLOCK_V"]),)](
         x.q, u, m.start, m.scores, states, out, x.scale, T, N, H, HK, K, V, C=x.chunk, **tile
     )
@@ -196,11 +210,11 @@ def launch_backward(
     T, N, H, HK, K, V = x.sizes
     do, dfinal = padded(grad_out), padded(grad_final, 2)
     m = _matrices(x)
-    states, u = _states(x, m, torch.float32, None)
-    dstates, dv = x.buffer(tuple(states.shape), torch.float32), x.buffer(x.v.shape)
-    dr = None if x.beta is None else x.buffer(x.v.shape, torch.float32)
+    states, u = _states(x, m, None)
+    dstates, dv = x.buffer(tuple(states.shape)), x.buffer(x.v.shape)
+    dr = None if x.beta is None else x.buffer(x.v.shape)
     dinitial = x.buffer(dfinal.shape, torch.float32) if need_initial_state else None
-    tile = _state_tile(x)
+    tile = _state_tile(x, 4 if x.beta is None else 8)
     wrap_triton(chunk_states_backward_kernel)[(x.rows * cdiv(V, tile["BLOCK_V"]),)](
         do, dfinal, x.q, x.k, x.beta, m.start, m.end, m.scores, m.inverse, dstates, dr, dv, dinitial, x.scale,
         T, N, H, HK, K, V, C=x.chunk, **tile,
@@ -218,8 +232,7 @@ def launch_backward(
     )  # fmt: skip
     dq, dk = (x.buffer((*x.v.shape[:3], K), torch.float32) for _ in range(2))
     dg = x.buffer(x.g.shape, x.g.dtype)
-    block, warps = (16, 8) if x.is_float32 else (32, 4)
-    tile = {"BLOCK_K": x.columns(block, K), "BLOCK_V": x.columns(block, V), "num_warps": warps, "num_stages": 1}
+    tile = _keys_tile(x)
     wrap_triton(chunk_keys_backward_kernel)[(x.rows * N,)](
         do, x.q, x.k, u, dr, x.beta, m.start, m.end, states, dstates, dscores, dkk, dg_part, dbeta_part,
         dq, dk, dg, dbeta, x.scale, T, N, H, HK, K, V, C=x.chunk, **tile,
