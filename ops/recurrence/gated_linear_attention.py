@@ -114,10 +114,15 @@ def gated_linear_attention_workloads(device: torch.device, dtype: torch.dtype) -
         v = torch.randn(B, T, H, V, device=device, dtype=dtype)
         g = -torch.rand(B, T, H, device=device, dtype=torch.float32)
         yield Sample((q, k, v, g), why=f"{B}x{T}, {HK} and {H} heads of {K} and {V}")
+    for B, T, H, K, V in [(4, 4096, 16, 64, 128)]:
+        q, k = (torch.randn(B, T, H, K, device=device, dtype=dtype) / K**0.25 for _ in range(2))
+        v = torch.randn(B, T, H, V, device=device, dtype=dtype)
+        g = -torch.rand(B, T, H, K, device=device, dtype=torch.float32)
+        yield Sample((q, k, v, g), why=f"{B}x{T}, {H} heads of {K} and {V}, a decay for each channel")
 
 
 def gated_linear_attention_cost(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: object) -> Cost:
-    return recurrence_cost(q, v, others=1, products=2)
+    return recurrence_cost(q, v, g, None, products=2)
 
 
 @public_op(
