@@ -110,6 +110,32 @@ def test_the_chunks_are_the_recurrence(name: str, T: int, packed: bool, per_chan
 
 
 @pytest.mark.kernels
+@pytest.mark.parametrize("name", REFERENCES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@per_channel_or_head
+def test_the_operators_are_the_recurrence(
+    name: str, dtype: torch.dtype, per_channel: bool, device: torch.device
+) -> None:
+    """With decays of very different strengths side by side, of key heads that are shared."""
+    given = inputs(1, 70, 1, 2, 12, 20, dtype, device, per_channel=per_channel)
+    given[3] = given[3].float()
+    given = given if name == "gated_delta_rule" else given[:-1]
+    state = torch.linspace(-1, 1, 2 * 12 * 20, dtype=torch.float32, device=device).view(1, 2, 12, 20)
+    ids = (torch.arange(70, device=device) // 37)[None]
+    options: dict[str, Any] = {"scale": 0.3, "sequence_ids": ids}
+
+    def double(fn: Callable[..., Results]) -> list[Tensor]:
+        return gradients(fn, [x.double() for x in given], state.double(), **options)
+
+    exact = double(token_by_token)
+    baseline = gradients(REFERENCES[name], given, state, **options)
+    found = gradients(OPS[name].function, given, state, **options)
+    for i, (actual, right, other) in enumerate(zip(found, exact, baseline, strict=True)):
+        mistakes = compare(actual, right, other)
+        assert not mistakes, (i, mistakes)
+
+
+@pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_sequence_in_two_calls(dtype: torch.dtype, device: torch.device) -> None:
     """The final state of the first is the initial state of the second."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmk.ops.recurrence._decays import Decays, Product, decays
+from llmk.ops.recurrence._decays import Decays, Product, decayed, decays
 from llmk.registry import next_power_of_2
 
 CHUNK = 64
@@ -141,7 +141,7 @@ def scan_backward(
         da = -(dr @ run.u.mT).tril(-1)
         predicted = d.start * (dr @ run.states.mT)
         drow, dcolumn, between = d.pairs_gradients(beta * da, c.k, c.k, run.kk)
-        dbeta = (dr * c.v).sum(-1) - (c.k * predicted).sum(-1) + (da * run.kk).sum(-1)
+        dbeta = (dr * c.v).sum(-1) - (c.k * predicted).sum(-1) + decayed(da, run.kk).sum(-1)
         dk, dv, dg = dk + drow + dcolumn - beta * predicted, beta * dr, dg + between
         start = start - beta * c.k * predicted
     dg = dg + d.ends_gradient(start, end, whole)

@@ -83,6 +83,11 @@ def before(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(x[..., :-1, :].cumsum(-2), (0, 0, 1, 0))
 
 
+def decayed(x: Tensor, decays: Tensor) -> Tensor:
+    """x times decays; where one is 0, as between two sequences, it does not matter what x is."""
+    return torch.where(decays == 0, 0.0, x * decays)
+
+
 @dataclass(frozen=True)
 class HeadDecays(Decays):
     """All channels of a head decay alike, so that a product's results are multiplied, those of pairs by D."""
@@ -90,13 +95,13 @@ class HeadDecays(Decays):
     between: Tensor
 
     def pairs(self, product: Product, x: Tensor, y: Tensor) -> Tensor:
-        return _decayed(product(x, y.mT), self.between)
+        return decayed(product(x, y.mT), self.between)
 
     def pairs_gradients(self, grad: Tensor, x: Tensor, y: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        decayed = _decayed(grad, self.between)
-        until = _decayed(grad, pairs).tril(-1).cumsum(-1)  # [..., t, s]: of all j <= s
+        through = decayed(grad, self.between)
+        until = decayed(grad, pairs).tril(-1).cumsum(-1)  # [..., t, s]: of all j <= s
         spans = until.tril(-1).sum(-2)[..., :-1]  # those with j <= s < t
-        return decayed @ y, decayed.mT @ x, torch.nn.functional.pad(spans, (1, 0)).unsqueeze(-1)
+        return through @ y, through.mT @ x, torch.nn.functional.pad(spans, (1, 0)).unsqueeze(-1)
 
     def from_state(self, product: Product, x: Tensor, decays: Tensor, state: Tensor) -> Tensor:
         return decays * product(x, state)
@@ -106,11 +111,6 @@ class HeadDecays(Decays):
 
     def of_g(self, x: Tensor) -> Tensor:
         return x.sum(-1, keepdim=True)
-
-
-def _decayed(x: Tensor, decays: Tensor) -> Tensor:
-    """x times decays; where one is 0, as between two sequences, it does not matter what x is."""
-    return torch.where(decays == 0, 0.0, x * decays)
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,7 @@ def _gated_delta_rule_bwd(
     x = inputs(q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk)
     dq, dk, dv, dg, dbeta, dinitial = launch_backward(x, grad, grad_state, need_initial_state)
     dq, dk = sum_heads(dq, q, l2_norm_qk), sum_heads(dk, k, l2_norm_qk)
+    dg = cut(dg, q.shape[3]) if g.dim() == 4 else dg
     dinitial = None if dinitial is None else cut(dinitial, q.shape[3], v.shape[3])
     return dq, dk, cut(dv, v.shape[3]), dg, or_no_gradient(dbeta, grad), or_no_gradient(dinitial, grad)
 

@@ -56,6 +56,7 @@ def _gated_linear_attention_bwd(
     x = inputs(q, k, v, g, None, initial_state, sequence_ids, scale, False)
     dq, dk, dv, dg, _, dinitial = launch_backward(x, grad, grad_state, need_initial_state)
     dq, dk = sum_heads(dq, q, False), sum_heads(dk, k, False)
+    dg = cut(dg, q.shape[3]) if g.dim() == 4 else dg
     dinitial = None if dinitial is None else cut(dinitial, q.shape[3], v.shape[3])
     return dq, dk, cut(dv, v.shape[3]), dg, or_no_gradient(dinitial, grad)
 
