@@ -147,16 +147,9 @@ def chunk_inverse_kernel(a_ptr, inverse_ptr, C: tl.constexpr, LEVELS: tl.constex
 
 
 @jit
-def _chunk_decays(start_ptr, end_ptr, whole_ptr, place, keys, K, C: tl.constexpr):
-    """d, e and d_C of a chunk; with a decay for each channel, the queries and keys have the first two in them."""
-    t = tl.arange(0, C)
-    if whole_ptr is None:
-        d, e = tl.load(start_ptr + place * C + t), tl.load(end_ptr + place * C + t)
-        whole = tl.load(start_ptr + place * C + C - 1)
-    else:
-        d, e = tl.full((C,), 1.0, tl.float32), tl.full((C,), 1.0, tl.float32)
-        whole = tl.load(whole_ptr + place * K + keys, mask=keys < K, other=0.0)[:, None]
-    return d, e, whole
+def _column(ptr, keys, K):
+    """One number of each key, 0 past the last, as a column."""
+    return tl.load(ptr + keys, mask=keys < K, other=0.0)[:, None]
 
 
 @jit
@@ -208,6 +201,7 @@ def chunk_states_kernel(
         ends_ptr += (b * T * HK + h // (H // HK)) * K
     v_ptr += (b * T * H + h) * V
     t, keys, cols = tl.arange(0, C), tl.arange(0, BLOCK_K), block * BLOCK_V + tl.arange(0, BLOCK_V)
+    undecayed = tl.full((C,), 1.0, dtype=tl.float32)  # queries and keys have d and e of their channels in them
     state = tl.zeros((BLOCK_K, BLOCK_V), dtype=tl.float32)
     if initial_ptr is not None:
         state += _load(initial_ptr + row * K * V, keys, cols, K, V, V)
@@ -216,15 +210,20 @@ def chunk_states_kernel(
         rows = chunk * C + t
         stored_ptr = states_ptr + (row * N + chunk) * K * V
         _store(stored_ptr, state, keys, cols, K, V, V)
-        d, e, whole = _chunk_decays(start_ptr, end_ptr, whole_ptr, row * N + chunk, keys, K, C)
+        tokens = (row * N + chunk) * C + t
         u = _load(v_ptr, rows, cols, T, V, H * V).to(tl.float32)
         if beta_ptr is not None:
             beta = _load_tokens(beta_ptr + b * T * H + h, rows, T, H)
+            d = undecayed if whole_ptr is not None else tl.load(start_ptr + tokens)
             predicted = _times_state(k_ptr, state, stored_ptr, rows, keys, cols, T, K, V, HK * K, BLOCK_V, C, PART)
             r = beta[:, None] * (u - d[:, None] * predicted)
             inverse = _load(inverse_ptr + (row * N + chunk) * C * C, t, t, C, C, C)
             u = _product(inverse, r.to(k_ptr.dtype.element_ty))
             _store(u_ptr + (b * T * H + h) * V, u, rows, cols, T, V, H * V)
+        if whole_ptr is not None:
+            e, whole = undecayed, _column(whole_ptr + (row * N + chunk) * K, keys, K)
+        else:
+            e, whole = tl.load(end_ptr + tokens), tl.load(start_ptr + (row * N + chunk) * C + C - 1)
         kt = _load_transposed(ends_ptr, rows, keys, T, K, HK * K)
         state = whole * state + _product(kt, (e[:, None] * u).to(k_ptr.dtype.element_ty))
     if final_ptr is not None:
@@ -277,13 +276,22 @@ def chunk_states_backward_kernel(
         ends_ptr += (b * T * HK + h // (H // HK)) * K
     values = (b * T * H + h) * V
     t, keys, cols = tl.arange(0, C), tl.arange(0, BLOCK_K), block * BLOCK_V + tl.arange(0, BLOCK_V)
+    undecayed = tl.full((C,), 1.0, dtype=tl.float32)  # queries and keys have d and e of their channels in them
     dstate = _load(dfinal_ptr + row * K * V, keys, cols, K, V, V)
     for step in range(0, N):
         chunk = tl.cast(N - 1 - step, tl.int64)
         rows, matrix = chunk * C + t, (row * N + chunk) * C * C
         stored_ptr = dstates_ptr + (row * N + chunk) * K * V
         _store(stored_ptr, dstate, keys, cols, K, V, V)
-        d, e, whole = _chunk_decays(start_ptr, end_ptr, whole_ptr, row * N + chunk, keys, K, C)
+        tokens = (row * N + chunk) * C
+        if whole_ptr is not None:
+            d, e, whole = undecayed, undecayed, _column(whole_ptr + (row * N + chunk) * K, keys, K)
+        else:
+            d, e, whole = (
+                tl.load(start_ptr + tokens + t),
+                tl.load(end_ptr + tokens + t),
+                tl.load(start_ptr + tokens + C - 1),
+            )
         do = _load(do_ptr + values, rows, cols, T, V, H * V)
         dr = _times_state(ends_ptr, dstate, stored_ptr, rows, keys, cols, T, K, V, HK * K, BLOCK_V, C, PART)
         dr *= e[:, None]
