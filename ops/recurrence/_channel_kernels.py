@@ -295,7 +295,7 @@ def channel_keys_backward_kernel(
             through_start -= k * from_r
         dg = (whole * tl.sum(tl.where((t == C - 1)[:, None], d, 0.0), axis=0))[None, :]
         dg += _sums_of(t[:, None] > t[None, :], k * from_end, q_ptr.dtype.element_ty)
-        dg += _sums_of(t[:, None] <= t[None, :], through_start, q_ptr.dtype.element_ty)
+        dg += tl.cumsum(through_start, axis=0, reverse=True)
         dg += _load(dg_part_ptr + channels, rows, keys, T, K, H * K)
         from_out += _load(dq_ptr + channels, rows, keys, T, K, H * K)
         dk += _load(dk_ptr + channels, rows, keys, T, K, H * K)

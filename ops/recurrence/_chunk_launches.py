@@ -185,9 +185,7 @@ def _inverse(x: Inputs, a: Tensor | None) -> Tensor | None:
     if a is None:
         return None
     inverse = x.buffer(tuple(a.shape))
-    wrap_triton(chunk_inverse_kernel)[(a.shape[0] * a.shape[1],)](
-        a, inverse, C=x.chunk, LEVELS=x.levels, num_warps=16
-    )
+    wrap_triton(chunk_inverse_kernel)[(a.shape[0] * a.shape[1],)](a, inverse, C=x.chunk, LEVELS=x.levels, num_warps=16)
     return inverse
 
 
@@ -204,7 +202,8 @@ def _channel_matrices(x: Inputs, *, keep_kk: bool) -> Matrices:
     wrap_triton(channel_sums_kernel)[(x.rows * N * cdiv(K, tile["BLOCK_K"]),)](
         x.g, sums, T, N, H, K, C=x.chunk, LEVELS=x.levels, **tile
     )
-    tile = {"BLOCK_K": x.columns(32, K), "num_warps": 8, "num_stages": 1}
+    block, warps = (16, 4) if x.is_float32 else (32, 8)
+    tile = {"BLOCK_K": x.columns(block, K), "num_warps": warps, "num_stages": 1}
     wrap_triton(channel_scores_kernel)[(x.rows * N,)](
         x.q, x.k, x.g, sums, x.beta, x.index, queries, keys, ends, whole, scores, kk, a, x.scale, T, N, H, HK, K,
         C=x.chunk, LEVELS=x.levels, **tile,
@@ -330,8 +329,9 @@ def _channel_gradients(x: Inputs, m: Matrices, made: Backward) -> tuple[Tensor, 
         x.q, x.k, x.g, m.sums, dscores, dkk, dq, dk, dg_part, T, N, H, HK, K, C=x.chunk, LEVELS=x.levels, **tile
     )
     dg = x.buffer(x.g.shape, x.g.dtype)
+    tile = _keys_tile(x) | {"num_warps": 8}
     wrap_triton(channel_keys_backward_kernel)[(x.rows * N,)](
         made.do, x.q, x.k, x.g, made.u, made.dr, x.beta, x.index, made.states, made.dstates, dg_part, dbeta_part,
-        dq, dk, dg, dbeta, x.scale, T, N, H, HK, K, V, C=x.chunk, **_keys_tile(x),
+        dq, dk, dg, dbeta, x.scale, T, N, H, HK, K, V, C=x.chunk, **tile,
     )  # fmt: skip
     return dq, dk, dg, dbeta
