@@ -217,15 +217,17 @@ def _stages() -> int:
     return 2 if max_warps() == 32 else 1
 
 
-def _state_tile(x: Inputs, num_warps: int = 4) -> dict[str, int]:
+def _state_tile(x: Inputs, *, backward: bool = False) -> dict[str, int]:
     """A state's block of columns, with all keys."""
     block_k = x.columns(256, x.q.shape[-1])
     if x.is_float32:
         return {"BLOCK_K": block_k, "BLOCK_V": 16, "PART": min(block_k, 32), "num_warps": 8, "num_stages": 1}
     if block_k > 128:
         return {"BLOCK_K": block_k, "BLOCK_V": 16, "PART": 64, "num_warps": 4, "num_stages": 1}
-    block_v = x.columns(64, x.v.shape[-1])
-    return {"BLOCK_K": block_k, "BLOCK_V": block_v, "PART": 0, "num_warps": num_warps, "num_stages": _stages()}
+    # The correction's gradient has more in registers and, of two steps, more in shared memory than an A100 has.
+    most, stages = (32, 1) if backward and x.beta is not None else (64, _stages())
+    block_v = x.columns(most, x.v.shape[-1])
+    return {"BLOCK_K": block_k, "BLOCK_V": block_v, "PART": 0, "num_warps": 4, "num_stages": stages}
 
 
 def _states(x: Inputs, m: Matrices, final: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -278,7 +280,7 @@ def launch_backward(
     dstates, dv = x.buffer(tuple(states.shape)), x.buffer(x.v.shape)
     dr = None if x.beta is None else x.buffer(x.v.shape)
     dinitial = x.buffer(dfinal.shape, torch.float32) if need_initial_state else None
-    tile = _state_tile(x, 4 if x.beta is None else 8)
+    tile = _state_tile(x, backward=True)
     wrap_triton(chunk_states_backward_kernel)[(x.rows * cdiv(V, tile["BLOCK_V"]),)](
         do, dfinal, m.queries, m.keys, m.ends, x.beta, m.start, m.end, m.whole, m.scores, m.inverse,
         dstates, dr, dv, dinitial, x.scale, T, N, H, m.heads, K, V, C=x.chunk, **tile,
