@@ -73,8 +73,8 @@ with d, e and d_C in each element. The backward pass is, with M = scale dP and N
 and dg_s is the same sum of these as before, in each channel. A sum over channels with D in it is a product of matrices
 where D is a product of one factor of t and one of j. Between any two tokens there is a token m with D_tj = D_tm D_mj,
 and neither factor is more than 1, whereas d_t / d_j overflows. So take each block of 2 s tokens, s = C / 2, .., 2, 1,
-with the last token of its first half as m: each pair j < t is in the two halves of exactly one of them. With a = D_tm in
-second halves and b = D_mj in first ones, which are the exponentials of sums over tokens of that half alone,
+with the last token of its first half as m: each pair j < t is in the two halves of exactly one. With a = D_tm in the
+second halves and b = D_mj in the first ones, which are exponentials of sums over tokens of that half alone,
 
     sum_c q_tc D_tjc k_jc = ((a Q) (b K)^T)_tj
     dQ += a (M (b K))        dK += b (M^T (a Q) + N^T (a K)) + a (N (b K))        where j and t are in these halves
