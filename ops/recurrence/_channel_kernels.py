@@ -171,11 +171,11 @@ def channel_scores_backward_kernel(
 
 
 @jit
-def _sums_of(chosen, x, IN_FLOAT32: tl.constexpr):
+def _sums_of(chosen, x, dtype: tl.constexpr):
     """The sums of chosen rows of x, which is float32: products of bfloat16 of its first, middle and last 8 bits are
-    exact, and faster than one of float32.
+    exact, and faster than one of float32, which those of a call in float32 are anyway.
     """
-    if IN_FLOAT32:
+    if dtype == tl.float32:
         sums = _product(chosen.to(tl.float32), x)
     else:
         chosen = chosen.to(tl.float32).to(tl.bfloat16)
@@ -208,7 +208,7 @@ def _add_gradients(
     level_dk *= decay
     # A log decay is in the sums from the middle to it and later tokens, or from earlier tokens to the middle.
     spans = (i >> level == j >> level) & ((second & (j >= i)) | (~second & (j < i)))
-    dg += _sums_of(spans, q * level_dq + k * level_dk, DTYPE.is_fp32())
+    dg += _sums_of(spans, q * level_dq + k * level_dk, DTYPE)
     return dq + level_dq, dk + level_dk, dg
 
 
@@ -294,7 +294,7 @@ def channel_keys_backward_kernel(
             dk -= from_r
             through_start -= k * from_r
         dg = (whole * tl.sum(tl.where((t == C - 1)[:, None], d, 0.0), axis=0))[None, :]
-        dg += _sums_of(t[:, None] > t[None, :], k * from_end, q_ptr.dtype.element_ty.is_fp32())
+        dg += _sums_of(t[:, None] > t[None, :], k * from_end, q_ptr.dtype.element_ty)
         dg += tl.cumsum(through_start, axis=0, reverse=True)
         dg += _load(dg_part_ptr + channels, rows, keys, T, K, H * K)
         from_out += _load(dq_ptr + channels, rows, keys, T, K, H * K)
