@@ -21,6 +21,7 @@ from llmk.ops.recurrence._chunk_kernels import (
     _states_products,
     _store,
     _values_products,
+    _whole_gradient,
 )
 from llmk.registry import jit
 
@@ -171,11 +172,11 @@ def channel_scores_backward_kernel(
 
 
 @jit
-def _sums_of(chosen, x, DTYPE: tl.constexpr):
-    """The sums of chosen rows of x, float32: its first, middle and last 8 bits are products of bfloat16 that are exact.
-    Where products are of float32, so is this one.
+def _sums_of(chosen, x, dtype: tl.constexpr):
+    """The sums of chosen rows of x, which is float32: products of bfloat16 of its first, middle and last 8 bits are
+    exact, and faster than one of float32, which those of a call in float32 are anyway.
     """
-    if tl.float32 == DTYPE:
+    if dtype == tl.float32:
         sums = _product(chosen.to(tl.float32), x)
     else:
         chosen = chosen.to(tl.float32).to(tl.bfloat16)
@@ -253,8 +254,8 @@ def channel_pairs_backward_kernel(
 
 @jit
 def channel_keys_backward_kernel(
-    do_ptr, q_ptr, k_ptr, g_ptr, u_ptr, dr_ptr, beta_ptr, index_ptr, states_ptr, dstates_ptr, dg_part_ptr,
-    dbeta_part_ptr, dq_ptr, dk_ptr, dg_ptr, dbeta_ptr, scale, T, N, H, HK, K, V,
+    do_ptr, q_ptr, k_ptr, g_ptr, u_ptr, dr_ptr, beta_ptr, index_ptr, states_ptr, dstates_ptr, dwhole_ptr, dg_part_ptr,
+    dbeta_part_ptr, dq_ptr, dk_ptr, dg_ptr, dbeta_ptr, scale, T, N, H, HK, K, V, blocks,
     C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Add what comes through the states of one chunk to the gradients of q and k, for one value head, g and beta."""
@@ -270,9 +271,9 @@ def channel_keys_backward_kernel(
     predicted = tl.zeros((C,), dtype=tl.float32)
     for start in range(0, K, BLOCK_K):
         keys = start + tl.arange(0, BLOCK_K)
-        whole = tl.zeros((BLOCK_K,), dtype=tl.float32)
-        from_out, from_r, from_end, whole = _states_products(
-            do_ptr, u_ptr, dr_ptr, states_ptr + state, dstates_ptr + state, whole, values, rows, keys, T, H, K, V,
+        whole = _whole_gradient(dwhole_ptr + (row * N + chunk) * blocks * K, keys, blocks, K)
+        from_out, from_r, from_end = _states_products(
+            do_ptr, u_ptr, dr_ptr, states_ptr + state, dstates_ptr + state, values, rows, keys, T, H, K, V,
             C, BLOCK_K, BLOCK_V,
         )  # fmt: skip
         q = _load(q_ptr, rows, keys, T, K, HK * K).to(tl.float32)

@@ -292,7 +292,7 @@ def chunk_outputs_kernel(
 @jit
 def chunk_states_backward_kernel(
     do_ptr, dfinal_ptr, q_ptr, k_ptr, ends_ptr, beta_ptr, start_ptr, end_ptr, whole_ptr, scores_ptr, inverse_ptr,
-    dstates_ptr, dr_ptr, dv_ptr, dinitial_ptr, scale,
+    states_ptr, dstates_ptr, dwhole_ptr, dr_ptr, dv_ptr, dinitial_ptr, scale,
     T, N, H, HK, K, V, C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """The state's gradient from the last chunk to the first, of one block of columns, dR and dV."""
@@ -315,6 +315,9 @@ def chunk_states_backward_kernel(
         rows, matrix = chunk * C + t, (row * N + chunk) * C * C
         stored_ptr = dstates_ptr + (row * N + chunk) * K * V
         _store(stored_ptr, dstate, keys, cols, K, V, V)
+        state = _load(states_ptr + (row * N + chunk) * K * V, keys, cols, K, V, V)
+        dwhole_ptrs = dwhole_ptr + ((row * N + chunk) * blocks + block) * K + keys
+        tl.store(dwhole_ptrs, tl.sum(state * dstate, axis=1), mask=keys < K)
         tokens = (row * N + chunk) * C
         if whole_ptr is not None:
             d, e, whole = undecayed, undecayed, _column(whole_ptr + (row * N + chunk) * K, keys, K)
@@ -411,30 +414,37 @@ def chunk_scores_backward_kernel(
 
 @jit
 def _states_products(
-    do_ptr, u_ptr, dr_ptr, state_ptr, dstate_ptr, whole, values, rows, keys, T, H, K, V,
+    do_ptr, u_ptr, dr_ptr, state_ptr, dstate_ptr, values, rows, keys, T, H, K, V,
     C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """dO S^T, dR S^T, U dS'^T of a block of keys, and its rows of S . dS' added to `whole`."""
+    """dO S^T, dR S^T and U dS'^T of a block of keys."""
     from_out = tl.zeros((C, BLOCK_K), dtype=tl.float32)
     from_r = tl.zeros((C, BLOCK_K), dtype=tl.float32)
     from_end = tl.zeros((C, BLOCK_K), dtype=tl.float32)
     for first in range(0, V, BLOCK_V):
         cols = first + tl.arange(0, BLOCK_V)
-        begin = _load_transposed(state_ptr, keys, cols, K, V, V)
+        begin = _load_transposed(state_ptr, keys, cols, K, V, V).to(u_ptr.dtype.element_ty)
         end = _load_transposed(dstate_ptr, keys, cols, K, V, V)
-        whole += tl.sum(begin.to(tl.float32) * end.to(tl.float32), axis=0)
         from_out += _product(_load(do_ptr + values, rows, cols, T, V, H * V), begin)
         from_end += _product(_load(u_ptr + values, rows, cols, T, V, H * V), end)
         if dr_ptr is not None:
-            dr = _load(dr_ptr + values, rows, cols, T, V, H * V)
-            from_r += _product(dr, begin)
-    return from_out, from_r, from_end, whole
+            from_r += _product(_load(dr_ptr + values, rows, cols, T, V, H * V), begin)
+    return from_out, from_r, from_end
+
+
+@jit
+def _whole_gradient(dwhole_ptr, keys, blocks, K):
+    """The rows of S . dS', whose blocks of columns are summed apart."""
+    total = tl.zeros(keys.shape, dtype=tl.float32)
+    for block in range(0, blocks):
+        total += tl.load(dwhole_ptr + block * K + keys, mask=keys < K, other=0.0)
+    return total
 
 
 @jit
 def chunk_keys_backward_kernel(
-    do_ptr, q_ptr, k_ptr, u_ptr, dr_ptr, beta_ptr, start_ptr, end_ptr, states_ptr, dstates_ptr, dscores_ptr, dkk_ptr,
-    dg_part_ptr, dbeta_part_ptr, dq_ptr, dk_ptr, dg_ptr, dbeta_ptr, scale, T, N, H, HK, K, V,
+    do_ptr, q_ptr, k_ptr, u_ptr, dr_ptr, beta_ptr, start_ptr, end_ptr, states_ptr, dstates_ptr, dwhole_ptr, dscores_ptr,
+    dkk_ptr, dg_part_ptr, dbeta_part_ptr, dq_ptr, dk_ptr, dg_ptr, dbeta_ptr, scale, T, N, H, HK, K, V, blocks,
     C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """The gradients of q and k of one chunk, for one value head, and the rest of those of g and beta."""
@@ -453,8 +463,9 @@ def chunk_keys_backward_kernel(
     whole = tl.zeros((BLOCK_K,), dtype=tl.float32)
     for start in range(0, K, BLOCK_K):
         keys = start + tl.arange(0, BLOCK_K)
-        from_out, from_r, from_end, whole = _states_products(
-            do_ptr, u_ptr, dr_ptr, states_ptr + state, dstates_ptr + state, whole, values, rows, keys, T, H, K, V,
+        whole += _whole_gradient(dwhole_ptr + (row * N + chunk) * blocks * K, keys, blocks, K)
+        from_out, from_r, from_end = _states_products(
+            do_ptr, u_ptr, dr_ptr, states_ptr + state, dstates_ptr + state, values, rows, keys, T, H, K, V,
             C, BLOCK_K, BLOCK_V,
         )  # fmt: skip
         q, k = _load(q_ptr, rows, keys, T, K, HK * K), _load(k_ptr, rows, keys, T, K, HK * K)

@@ -230,10 +230,10 @@ def _state_tile(x: Inputs, *, backward: bool = False) -> dict[str, int]:
     return {"BLOCK_K": block_k, "BLOCK_V": block_v, "PART": 0, "num_warps": 4, "num_stages": stages}
 
 
-def _states(x: Inputs, m: Matrices, final: Tensor | None) -> tuple[Tensor, Tensor]:
+def _states(x: Inputs, m: Matrices, dtype: torch.dtype, final: Tensor | None) -> tuple[Tensor, Tensor]:
     """Each chunk's first state and U; the last state is written into `final`."""
     T, N, H, _, K, V = x.sizes
-    states = x.buffer((x.rows, N, K, V))
+    states = x.buffer((x.rows, N, K, V), dtype)
     u = x.v if x.beta is None else x.buffer(x.v.shape)
     tile = _state_tile(x)
     wrap_triton(chunk_states_kernel)[(x.rows * cdiv(V, tile["BLOCK_V"]),)](
@@ -249,7 +249,7 @@ def launch_forward(x: Inputs) -> tuple[Tensor, Tensor]:
     out = x.buffer(x.v.shape)
     final = x.buffer((x.v.shape[0], H, K, V), torch.float32)
     m = _matrices(x, keep_kk=False)
-    states, u = _states(x, m, final)
+    states, u = _states(x, m, x.q.dtype, final)
     block_k, block_v = x.columns(128 // x.q.element_size(), K), x.columns(256 // x.q.element_size(), V)
     tile = {"BLOCK_K": block_k, "BLOCK_V": block_v, "num_warps": 4, "num_stages": _stages()}
     wrap_triton(chunk_outputs_kernel)[(x.rows * N * cdiv(V, tile["BLOCK_V"]),)](
@@ -265,6 +265,7 @@ class Backward:
     do: Tensor
     states: Tensor
     dstates: Tensor
+    dwhole: Tensor
     u: Tensor
     dr: Tensor | None
 
@@ -276,16 +277,18 @@ def launch_backward(
     T, N, H, _, K, V = x.sizes
     do, dfinal = padded(grad_out), padded(grad_final, 2)
     m = _matrices(x, keep_kk=True)
-    states, u = _states(x, m, None)
+    states, u = _states(x, m, torch.float32, None)
     dstates, dv = x.buffer(tuple(states.shape)), x.buffer(x.v.shape)
     dr = None if x.beta is None else x.buffer(x.v.shape)
     dinitial = x.buffer(dfinal.shape, torch.float32) if need_initial_state else None
     tile = _state_tile(x, backward=True)
-    wrap_triton(chunk_states_backward_kernel)[(x.rows * cdiv(V, tile["BLOCK_V"]),)](
+    blocks = cdiv(V, tile["BLOCK_V"])
+    dwhole = x.buffer((x.rows, N, blocks, K), torch.float32)
+    wrap_triton(chunk_states_backward_kernel)[(x.rows * blocks,)](
         do, dfinal, m.queries, m.keys, m.ends, x.beta, m.start, m.end, m.whole, m.scores, m.inverse,
-        dstates, dr, dv, dinitial, x.scale, T, N, H, m.heads, K, V, C=x.chunk, **tile,
+        states, dstates, dwhole, dr, dv, dinitial, x.scale, T, N, H, m.heads, K, V, C=x.chunk, **tile,
     )  # fmt: skip
-    made = Backward(do, states, dstates, u, dr)
+    made = Backward(do, states, dstates, dwhole, u, dr)
     dq, dk, dg, dbeta = (_channel_gradients if x.per_channel else _gradients)(x, m, made)
     return dq, dk, dv, dg, dbeta, dinitial
 
@@ -307,8 +310,9 @@ def _gradients(x: Inputs, m: Matrices, made: Backward) -> tuple[Tensor, Tensor, 
     dq, dk = (x.buffer((*x.v.shape[:3], K), torch.float32) for _ in range(2))
     dg = x.buffer(x.g.shape, x.g.dtype)
     wrap_triton(chunk_keys_backward_kernel)[(x.rows * N,)](
-        made.do, x.q, x.k, made.u, made.dr, x.beta, m.start, m.end, made.states, made.dstates, dscores, dkk,
-        dg_part, dbeta_part, dq, dk, dg, dbeta, x.scale, T, N, H, HK, K, V, C=x.chunk, **_keys_tile(x),
+        made.do, x.q, x.k, made.u, made.dr, x.beta, m.start, m.end, made.states, made.dstates, made.dwhole,
+        dscores, dkk, dg_part, dbeta_part, dq, dk, dg, dbeta, x.scale, T, N, H, HK, K, V, made.dwhole.shape[2],
+        C=x.chunk, **_keys_tile(x),
     )  # fmt: skip
     return dq, dk, dg, dbeta
 
@@ -342,7 +346,7 @@ def _channel_gradients(x: Inputs, m: Matrices, made: Backward) -> tuple[Tensor, 
     dg = x.buffer(x.g.shape, x.g.dtype)
     tile = _keys_tile(x) | {"num_warps": 8, "num_stages": 1}
     wrap_triton(channel_keys_backward_kernel)[(x.rows * N,)](
-        made.do, x.q, x.k, x.g, made.u, made.dr, x.beta, x.index, made.states, made.dstates, dg_part, dbeta_part,
-        dq, dk, dg, dbeta, x.scale, T, N, H, HK, K, V, C=x.chunk, **tile,
+        made.do, x.q, x.k, x.g, made.u, made.dr, x.beta, x.index, made.states, made.dstates, made.dwhole, dg_part,
+        dbeta_part, dq, dk, dg, dbeta, x.scale, T, N, H, HK, K, V, made.dwhole.shape[2], C=x.chunk, **tile,
     )  # fmt: skip
     return dq, dk, dg, dbeta

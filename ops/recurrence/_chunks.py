@@ -88,8 +88,10 @@ class Scan:
 def scan(c: Chunks, scale: float, product: Product = torch.matmul) -> Scan:
     """The forward pass; `product` multiplies matrices."""
     d = c.decays
-    qk, kk = d.pairs(product, c.q, c.k), None if c.beta is None else d.pairs(product, c.k, c.k)
-    inverse = None if c.beta is None else _inverse(c.beta.unsqueeze(-1) * kk)
+    qk, kk, inverse = d.pairs(product, c.q, c.k), None, None
+    if c.beta is not None:
+        kk = d.pairs(product, c.k, c.k)
+        inverse = _inverse(c.beta.unsqueeze(-1) * kk)
     none = c.v[:, :, :0]  # no chunk's, of which autograd finds all inputs where there are no tokens
     none = none if c.beta is None else c.beta[:, :, :0].unsqueeze(-1) * none
     state, states, us = c.initial, [c.initial.unsqueeze(2)[:, :, :0]], [none]
