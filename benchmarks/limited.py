@@ -27,6 +27,7 @@ def with_limit(seconds: float, measure: Callable[..., dict[str, Any]], *argument
     here, there = context.Pipe()
     process = context.Process(target=_run, args=(there, measure, arguments))
     process.start()
+    assert process.pid is not None
     there.close()
     try:
         if not here.poll(seconds):
