@@ -2,8 +2,8 @@
 
 Nothing is downloaded: the weights are random, the same for every variant. Dimensions are those of the published models,
 with two differences: plain rotary embedding everywhere, and no softcap on Gemma's attention scores, because
-`scaled_dot_product_attention` has none and transformers refuses the two together. Its softcap on logits stays. Of a
-mixture of experts there are fewer layers.
+`scaled_dot_product_attention` has none and transformers refuses the two together. Its softcap on logits stays. A
+mixture of experts and hybrids have fewer layers.
 """
 
 import contextlib
@@ -29,12 +29,19 @@ class Model:
         sizes: What the configuration is made with.
         batch_size: Sequences of a step. Plain transformers must fit into 139 GiB too.
         small: What a small one is made with besides `SMALL`.
+        compile_limit: Seconds after which a compiled variant is given up, None for no limit.
     """
 
     config: str
     sizes: dict[str, Any]
     batch_size: int
     small: dict[str, Any] = field(default_factory=dict)
+    compile_limit: float | None = None
+
+    @property
+    def available(self) -> bool:
+        """True if the installed release of transformers has this type of model."""
+        return hasattr(transformers, self.config)
 
     def build(self, device: torch.device, small: bool) -> Any:
         """The model in training mode, in bfloat16; small: a tiny one of the same kind in float32."""
@@ -138,6 +145,78 @@ MODELS = {
         small={"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
     ),
 }
+
+HYBRIDS = {
+    "qwen3.5-2b-8-layers": Model(
+        "Qwen3_5TextConfig",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 16,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+            "vocab_size": 248320,
+            "max_position_embeddings": 262144,
+        },
+        batch_size=4,
+        small={
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+        },
+        compile_limit=600.0,
+    ),
+    "granite-4.0-h-1b-8-layers": Model(
+        "GraniteMoeHybridConfig",
+        {
+            "hidden_size": 1536,
+            "intermediate_size": 4096,
+            "shared_intermediate_size": 4096,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "num_hidden_layers": 8,
+            "layer_types": ["linear_attention"] * 5 + ["full_attention"] + ["linear_attention"] * 2,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 4,
+            "mamba_n_heads": 48,
+            "mamba_d_head": 64,
+            "mamba_d_state": 128,
+            "mamba_n_groups": 1,
+            "mamba_d_conv": 4,
+            # Plain transformers 5.17 computes these chunks through a tensor of 12 GiB; with the published 256, of 48.
+            "mamba_chunk_size": 64,
+            "position_embedding_type": None,
+            "attention_multiplier": 1 / 128,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 6.0,
+            "rms_norm_eps": 1e-5,
+            "vocab_size": 100352,
+            "max_position_embeddings": 131072,
+        },
+        batch_size=4,
+        small={
+            "shared_intermediate_size": 96,
+            "layer_types": ["linear_attention", "full_attention"],
+            "mamba_n_heads": 4,
+            "mamba_d_head": 32,
+            "mamba_d_state": 16,
+        },
+        compile_limit=600.0,
+    ),
+}
+"""Models that mix attention with linear recurrences, of which the estimate of a step knows nothing.
+
+In plain transformers their recurrences are loops over chunks and over the rows of a chunk, which a compiler unrolls.
+"""
 
 
 class Variant(NamedTuple):

@@ -8,6 +8,7 @@ of the one before. Liger comes last, and what it replaces in transformers is put
 
 The losses are those of the first steps, which also compile and warm up. The time is the median of the steps after
 them, the host's time included; peak memory is what is allocated at most during a step, weights and optimizer included.
+A variant that may take hours to compile, as plain hybrids do, runs in a process of its own and is given up at a limit.
 On a CPU, and with --small, tiny models are trained in float32, to keep the code tested.
 """
 
@@ -29,7 +30,8 @@ from torch import Tensor
 from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
 from tqdm import tqdm
 
-from benchmarks.models import MODELS, SEQ_LEN, VARIANTS, Variant, as_variant
+from benchmarks.limited import with_limit
+from benchmarks.models import HYBRIDS, MODELS, SEQ_LEN, VARIANTS, Variant, as_variant
 from benchmarks.peers import PEERS
 from benchmarks.profiling import kernel_times, print_kernels, write_kernels
 from benchmarks.report import Results, header
@@ -43,6 +45,7 @@ WARM_SECONDS = 1.0
 LEFT_GIB = 0.5
 """More than that must not be left by a variant. cuBLAS keeps some memory for itself."""
 
+ALL_MODELS = MODELS | HYBRIDS
 Step = Callable[[], Tensor]
 
 
@@ -50,12 +53,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.train_step", description="Time a training step of Hugging Face models."
     )
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)}; all by default")
+    parser.add_argument(
+        "models", nargs="*", metavar="MODEL", help=f"of {', '.join(ALL_MODELS)}; by default all that are no hybrid"
+    )
     spelled = [name.replace(" ", "-") for name in VARIANTS]
     parser.add_argument("--variants", metavar="NAME,NAME", help=f"of {', '.join(spelled)}; all by default")
     parser.add_argument("--steps", type=int, default=20, help="timed steps (default 20)")
     parser.add_argument("--batch-size", type=int, help="sequences of a step; by default what fits, see models.py")
     parser.add_argument("--seq-len", type=int, help=f"tokens of a sequence (default {SEQ_LEN})")
+    parser.add_argument(
+        "--compile-limit",
+        type=float,
+        metavar="SECONDS",
+        help="give up compiled variants that have not made a step by then (default: 600 for hybrids, none for others)",
+    )
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate (default 1e-3)")
     parser.add_argument("--device", help="cuda if there is one, else cpu")
     parser.add_argument("--backend", default="inductor", help="of torch.compile (default inductor)")
@@ -70,13 +81,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     except ValueError:
         parser.error(f"--forms: expected OP=FORM,..., got {options.forms!r}")
     options.variants = [name.replace("-", " ") for name in (options.variants or ",".join(VARIANTS)).split(",")]
-    for kind, names, known in (("model", options.models, MODELS), ("variant", options.variants, VARIANTS)):
+    for kind, names, known in (("model", options.models, ALL_MODELS), ("variant", options.variants, VARIANTS)):
         for name in names:
             if name not in known:
                 parser.error(f"no {kind} {name!r}; there are {', '.join(known)}")
-    for name in ("steps", "batch_size", "seq_len"):
+    for name in ("steps", "batch_size", "seq_len", "compile_limit"):
         value = getattr(options, name)
-        if value is not None and value < 1:
+        if value is not None and not value >= 1:
             parser.error(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
     options.device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     options.small |= options.device.type == "cpu"
@@ -84,26 +95,45 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def measure(name: str, variant_name: str, options: argparse.Namespace) -> dict[str, Any]:
+def measure(name: str, variant: str, options: argparse.Namespace) -> dict[str, Any]:
     """The row of a variant of a model."""
-    variant = VARIANTS[variant_name]
-    row: dict[str, Any] = {
-        "model": name,
-        "variant": variant_name,
-        "compiled": variant.compiled,
-        "batch_size": options.batch_size or (2 if options.small else MODELS[name].batch_size),
-        "seq_len": options.seq_len or (16 if options.small else SEQ_LEN),
-    }
+    limit = options.compile_limit or ALL_MODELS[name].compile_limit
+    if limit is None or not VARIANTS[variant].compiled:
+        return measure_here(name, variant, options)
+    start = time.perf_counter()
+    try:
+        return with_limit(limit, measure_here, name, variant, options)
+    except (TimeoutError, RuntimeError) as error:
+        return {**_row(name, variant, options), "error": str(error), "seconds": time.perf_counter() - start}
+
+
+def measure_here(
+    name: str, variant: str, options: argparse.Namespace, compiled: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
+    """The row, measured in this process, which calls `compiled()` after the first step."""
+    row = _row(name, variant, options)
     start = time.perf_counter()
     try:
         forget(options.device)
-        row |= _measure(name, variant, row, options)
+        with ops_in_graph_as(options.forms):
+            row |= _measure(name, VARIANTS[variant], row, options, compiled)
     except Exception as error:  # whatever a library raises belongs in its row
         row["error"] = first_line(error)
     with contextlib.suppress(RuntimeError):  # a kernel's illegal access ends the context: all rows after it say so
         forget(options.device, check=False)
     row["seconds"] = time.perf_counter() - start
     return row
+
+
+def _row(name: str, variant: str, options: argparse.Namespace) -> dict[str, Any]:
+    """What a row says before anything is measured."""
+    return {
+        "model": name,
+        "variant": variant,
+        "compiled": VARIANTS[variant].compiled,
+        "batch_size": options.batch_size or (2 if options.small else ALL_MODELS[name].batch_size),
+        "seq_len": options.seq_len or (16 if options.small else SEQ_LEN),
+    }
 
 
 def forget(device: torch.device, check: bool = True) -> None:
@@ -124,11 +154,13 @@ def forget(device: torch.device, check: bool = True) -> None:
         raise RuntimeError(f"{left:.1f} GiB were left by what ran before")
 
 
-def _measure(name: str, variant: Variant, row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+def _measure(
+    name: str, variant: Variant, row: dict[str, Any], options: argparse.Namespace, compiled: Callable[[], None]
+) -> dict[str, Any]:
     device = options.device
-    model = MODELS[name].build(device, options.small)
+    model = ALL_MODELS[name].build(device, options.small)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, fused=True)
-    tokens = MODELS[name].tokens(model, row["batch_size"], row["seq_len"])
+    tokens = ALL_MODELS[name].tokens(model, row["batch_size"], row["seq_len"])
     with as_variant(model, variant, options.backend) as trained:
 
         def step() -> Tensor:
@@ -138,18 +170,19 @@ def _measure(name: str, variant: Variant, row: dict[str, Any], options: argparse
             optimizer.zero_grad()
             return loss.detach()
 
-        measured = measure_step(step, options.steps, device)
+        measured = measure_step(step, options.steps, device, compiled)
         if options.profile:
             measured["kernels"] = kernel_times(step, device)
     return {**measured, "tokens_per_s": 1e3 * tokens.numel() / measured["ms"]}
 
 
-def measure_step(step: Step, steps: int, device: torch.device) -> dict[str, Any]:
+def measure_step(step: Step, steps: int, device: torch.device, compiled: Callable[[], None]) -> dict[str, Any]:
     """Losses of the first steps; compile counts, milliseconds and peak memory of the steps after them."""
     start = time.perf_counter()
     losses = [step()]
     synchronize(device)
     first_step_s = time.perf_counter() - start
+    compiled()
     losses += [step() for _ in range(LOSSES - 1)]
     warm_up(step, device)
     times, peak_gib = timed(step, steps, device)
@@ -222,18 +255,27 @@ def available(variants: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     return [name for name in VARIANTS if name in variants and (version or name not in with_liger)], versions
 
 
+def available_models(names: Sequence[str]) -> list[str]:
+    """Those of the models that transformers has; says a word of one that it has not."""
+    for name in names:
+        if not ALL_MODELS[name].available:
+            print(f"{name}: this release of transformers has no {ALL_MODELS[name].config}")
+    return [name for name in names if ALL_MODELS[name].available]
+
+
 def run(options: argparse.Namespace) -> None:
     variants, versions = available(options.variants)
+    models = available_models(options.models)
     dtype = torch.float32 if options.small else torch.bfloat16
     config = {"lr": options.lr, "optimizer": "AdamW, fused", "backend": options.backend, "small": options.small}
     if options.forms:
         config["forms"] = options.forms
     about = header(options.device, dtype, versions, config)
-    order = list(itertools.product(MODELS, VARIANTS))
+    order = list(itertools.product(ALL_MODELS, VARIANTS))
     results = Results(options.json, about, options.append, lambda row: (row["model"], row["variant"]), order)
     profiles: list[dict[str, Any]] = []
-    bar = tqdm(total=len(options.models) * len(variants), desc="variants", disable=not sys.stderr.isatty())
-    for name in options.models:
+    bar = tqdm(total=len(models) * len(variants), desc="variants", disable=not sys.stderr.isatty())
+    for name in models:
         for variant in variants:
             bar.set_postfix_str(f"{name} {variant}")
             row = measure(name, variant, options)
@@ -252,8 +294,7 @@ def run(options: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    with ops_in_graph_as(options.forms):
-        run(options)
+    run(options)
     return 0
 
 

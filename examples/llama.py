@@ -33,12 +33,13 @@ class LlamaConfig:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The parts of the model besides linear layers, an embedding and attention."""
+    """The parts of the model besides linear layers and an embedding."""
 
     norm: Callable[..., nn.Module]  # (size, eps, device, dtype); hidden -> hidden
     rotary: Callable[..., nn.Module]  # (head_dim, max_positions, base, device); (q, k) -> (q, k)
     mlp: Callable[..., nn.Module]  # (size, intermediate_size, device, dtype); hidden -> hidden
     loss: Callable[..., nn.Module]  # (); (hidden, head weight, target) -> loss
+    attention: Callable[..., nn.Module]  # (config, layer, device, dtype); (hidden, rotary) -> hidden
 
 
 class PlainRotary(nn.Module):
@@ -82,12 +83,6 @@ class PlainLoss(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-BLOCKS = {
-    "llmk": Blocks(llmk.nn.RMSNorm, llmk.nn.RotaryEmbedding, llmk.nn.SwiGLUMLP, llmk.nn.LinearCrossEntropyLoss),
-    "plain": Blocks(nn.RMSNorm, PlainRotary, PlainMLP, PlainLoss),
-}
-
-
 class Attention(nn.Module):
     def __init__(self, config: LlamaConfig, **factory) -> None:
         super().__init__()
@@ -109,11 +104,27 @@ class Attention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, heads, S, head_dim]
 
 
+def attention_in_every_layer(config: LlamaConfig, layer: int, **factory) -> Attention:
+    return Attention(config, **factory)
+
+
+BLOCKS = {
+    "llmk": Blocks(
+        llmk.nn.RMSNorm,
+        llmk.nn.RotaryEmbedding,
+        llmk.nn.SwiGLUMLP,
+        llmk.nn.LinearCrossEntropyLoss,
+        attention_in_every_layer,
+    ),
+    "plain": Blocks(nn.RMSNorm, PlainRotary, PlainMLP, PlainLoss, attention_in_every_layer),
+}
+
+
 class Layer(nn.Module):
-    def __init__(self, config: LlamaConfig, blocks: Blocks, **factory) -> None:
+    def __init__(self, config: LlamaConfig, blocks: Blocks, layer: int, **factory) -> None:
         super().__init__()
         self.attention_norm = blocks.norm(config.hidden_size, eps=config.norm_eps, **factory)
-        self.attention = Attention(config, **factory)
+        self.attention = blocks.attention(config, layer, **factory)
         self.mlp_norm = blocks.norm(config.hidden_size, eps=config.norm_eps, **factory)
         self.mlp = blocks.mlp(config.hidden_size, config.intermediate_size, **factory)
 
@@ -138,7 +149,7 @@ class Llama(nn.Module):
         factory = {"device": device, "dtype": dtype}
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size, **factory)
         self.rotary = blocks.rotary(config.head_dim, max_positions, config.rope_base, device=device)
-        self.layers = nn.ModuleList(Layer(config, blocks, **factory) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(Layer(config, blocks, layer, **factory) for layer in range(config.num_layers))
         self.norm = blocks.norm(config.hidden_size, eps=config.norm_eps, **factory)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, **factory)
         self.loss = blocks.loss()

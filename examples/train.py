@@ -1,6 +1,7 @@
 """Train a Llama-style language model with llmk, then the same model in plain PyTorch, and compare the two.
 
     python examples/train.py                     # tiny on a CPU, about two minutes; 1b on a GPU
+    python examples/train.py --preset tiny-hybrid     # three layers of four are linear recurrences: hybrid.py
     python examples/train.py --text my_folder    # your own text instead of Python's standard library
     python examples/train.py --resume --steps 500
     python examples/train.py --backend llmk      # a third run: plain, with torch.compile(backend="llmk")
@@ -22,15 +23,21 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
+import hybrid
+import llama
 import torch
 from arguments import InputError, Parser, fail, positive
-from llama import BLOCKS, Llama, LlamaConfig
+from hybrid import HybridConfig
+from llama import Llama, LlamaConfig
 from meter import Meter
 from report import ON_A_CPU, Result, compare, compiling, plot_losses, progress_bar, save_json, summary
 from text import MIN_VOCAB_SIZE, Batches, TextError, count_tokens, read_text, tokenize
 
 RUNS = {"llmk": ("llmk", "inductor"), "backend": ("plain", "llmk"), "plain": ("plain", "inductor")}
 """By its name what a run's model is made of, and what `torch.compile` is asked for."""
+
+BLOCKS = {LlamaConfig: llama.BLOCKS, HybridConfig: hybrid.BLOCKS}
+"""By the kind of a preset's model what it can be made of."""
 
 WARMUP_STEPS = 2  # the first compiles; both are left out of the speed and the memory
 LR_WARMUP_STEPS = 20
@@ -53,6 +60,7 @@ PRESETS = {
     # vocabulary, hidden, intermediate, layers, heads, key-value heads
     "nano": Preset(LlamaConfig(512, 32, 96, 1, 2, 1), torch.float32, 2, 32, 20, 3e-3),
     "tiny": Preset(LlamaConfig(2048, 128, 384, 2, 4, 2), torch.float32, 8, 128, 120, 2e-3),
+    "tiny-hybrid": Preset(HybridConfig(2048, 128, 384, 4, 4, 2), torch.float32, 16, 64, 60, 2e-3),
     "small": Preset(LlamaConfig(16384, 768, 2048, 12, 12, 4, tied_head=False), torch.bfloat16, 16, 1024, 200, 6e-4),
     "1b": Preset(LlamaConfig(32768, 2048, 8192, 16, 32, 8, rope_base=5e5), torch.bfloat16, 8, 2048, 100, 3e-4),
 }
@@ -111,7 +119,7 @@ def finish(args: argparse.Namespace, settings: Settings, results: list[Result]) 
     print(compare(results, dtype))
     if args.device.type == "cpu":
         print(ON_A_CPU)
-    plot_losses(args.out / "loss.png", f"Llama, preset {settings.preset}, on {args.device}", results)
+    plot_losses(args.out / "loss.png", f"preset {settings.preset}, on {args.device}", results)
     config = asdict(PRESETS[settings.preset].model) | asdict(settings)
     config |= {"steps": args.steps, "device": str(args.device), "dtype": str(dtype).removeprefix("torch.")}
     save_json(args.out / "run.json", config, args.device, results, dtype)
@@ -229,7 +237,7 @@ def train(job: Job) -> Result:
     settings, preset = job.settings, PRESETS[job.settings.preset]
     config = replace(preset.model, vocab_size=settings.vocab_size)
     blocks, backend = RUNS[job.run]
-    model = Llama(config, BLOCKS[blocks], settings.seq_len, device=job.device, dtype=preset.dtype)
+    model = Llama(config, BLOCKS[type(config)][blocks], settings.seq_len, device=job.device, dtype=preset.dtype)
     model.initialize(settings.seed)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     result = restore(job, model, optimizer)

@@ -1,9 +1,13 @@
 """The benchmark of a training step runs where there is no GPU; it counts, judges and draws what it measured."""
 
+import dataclasses
 import gc
 import importlib
 import json
+import operator
+import os
 import sys
+import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,7 +24,8 @@ from transformers.models.llama import modeling_llama
 
 import llmk.transformers
 from benchmarks import plot
-from benchmarks.models import MODELS, VARIANTS, as_variant
+from benchmarks.limited import with_limit
+from benchmarks.models import HYBRIDS, MODELS, SMALL, VARIANTS, as_variant
 from benchmarks.profiling import group_of
 from benchmarks.step_report import losses_are_wrong, misses, table
 from benchmarks.train_step import compile_counts, forget, main
@@ -80,6 +85,54 @@ def test_every_model_is_patched_everywhere(name: str) -> None:
     norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
     assert len(norms) > 4
     assert llmk.transformers.patch(model).replaced["norm"] == len(norms)  # of a patched model, its report
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_hybrids_compute_the_same(name: str, tmp_path: Path) -> None:
+    results = run(tmp_path / "steps.json", name, "--device", "cpu", "--variants", "eager,llmk")
+    plain, ours = results["rows"]
+    assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-4)
+    assert plain["losses"][-1] < plain["losses"][0] - 0.1
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_hybrids_have_both_kinds_of_layers(name: str) -> None:
+    model = HYBRIDS[name]
+    for sizes in (model.sizes, model.sizes | SMALL | model.small):
+        config = getattr(importlib.import_module("transformers"), model.config)(**sizes)
+        assert set(config.layer_types) == {"linear_attention", "full_attention"}
+
+
+def test_a_variant_that_does_not_compile_in_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("llama-3.2-1b", "--device", "cpu", "--variants", "compiled", "--compile-limit", "1")
+    (row,) = run(tmp_path / "steps.json", *options)["rows"]
+    assert row["error"] == "did not compile in 1 s"
+    assert row["seconds"] < 30
+    assert "compiled        did not compile in 1 s" in capsys.readouterr().out
+
+
+def test_a_limit_ends_a_process_that_compiles() -> None:
+    measured: Any = with_limit(60, callable)  # of `compiled`, which it does not call
+    assert measured is True
+    assert with_limit(60, operator.call) is None  # calls it
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match="did not compile in 1 s"):
+        with_limit(1, _sleep)
+    assert time.monotonic() - start < 30
+    with pytest.raises(RuntimeError, match="its process ended"):
+        with_limit(60, os.kill, 0)  # raises there, of a signal that is a function
+
+
+def _sleep(compiled: Any) -> dict[str, Any]:
+    time.sleep(600)
+    return {}
+
+
+def test_a_model_that_transformers_does_not_have(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    model = dataclasses.replace(MODELS["qwen3-0.6b"], config="Qwen9Config")
+    monkeypatch.setitem(importlib.import_module("benchmarks.train_step").ALL_MODELS, "qwen3-0.6b", model)
+    assert run(tmp_path / "steps.json", "qwen3-0.6b", "gemma-2-2b", "--device", "cpu", "--variants", "eager")["rows"]
+    assert "qwen3-0.6b: this release of transformers has no Qwen9Config" in capsys.readouterr().out
 
 
 def test_what_liger_replaces_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:

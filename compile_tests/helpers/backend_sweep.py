@@ -2,8 +2,8 @@
 
 `make found`. The table goes to docs/found.txt, which the documentation shows. What is there is counted while the
 unchanged model runs: calls of modules that are called a norm, of modules with a gate and an up projection, of functions
-that are called after rotation, and the loss. Of attention it is the calls in the compiled graphs, and found are
-those that no mask keeps from the fast kernels.
+that are called after rotation, of convolutions with a group for each channel, and the loss. Of attention it is the
+calls in the compiled graphs, and found are those that no mask keeps from the fast kernels.
 """
 
 import argparse
@@ -32,6 +32,7 @@ KINDS = {
     "norms": ("rms_norm", "add_rms_norm", "rms_norm_gated", "layer_norm"),
     "gated units": ("swiglu", "geglu", "moe_experts"),
     "rotations": ("rope",),
+    "short convolutions": ("causal_conv1d",),
     "loss": ("fused_linear_ce",),
 }
 ATTENTION = "attention without a mask"
@@ -49,9 +50,12 @@ def counted(run: Callable[[], Any]) -> Counter[str]:
         if ROTATION.match(name):
             found["rotations"] += step == 1 and inside == 0
             inside += step
+        elif step == 1 and name == "causal_conv1d_fn":
+            found["short convolutions"] += 1
         elif step == 1 and name == "forward" and isinstance(owner := frame.f_locals.get("self"), nn.Module):
             found["norms"] += "Norm" in type(owner).__name__
             found["gated units"] += has_gate(owner)
+            found["short convolutions"] += isinstance(owner, nn.Conv1d) and owner.groups > 1
 
     sys.setprofile(look)
     try:

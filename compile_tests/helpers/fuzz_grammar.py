@@ -20,6 +20,8 @@ DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16)
 B, S, H, V = 2, 3, 8, 13
 HEADS = (2, 2, 4, 8)
 """Batch, heads, tokens and features."""
+TOKENS, TAPS = 7, 4
+"""Of a convolution over H channels."""
 NOT_GROWN = frozenset({"moe_experts"})
 """Rules whose patterns are bound to each other by more than their structure; programs for them are traced."""
 
@@ -163,6 +165,10 @@ class Grower:
             return self._reshaped(x)
         if "rows" in kind:
             return self._rows(x)
+        if kind == "beginning" and self.shape(x)[-1] > TOKENS:
+            return self.call("slice", x, 2, 0, self.random.choice((TOKENS, TOKENS, 1 - TAPS)))
+        if kind == "transposed":
+            return self.call("transpose", x, *self.random.choice(((1, 2), (-1, -2))))
         if "scaled" in kind and self.random.random() < 0.4:
             return self.call(self.random.choice(("mul", "div")), x, self.random.choice((0.5, 2.0, 0.7, 64.0)))
         return x
@@ -234,6 +240,8 @@ def option(g: Grower, name: str, where: str, made: list[Any]) -> Any:
             return None
         of_norm = {} if where.endswith("norm") else {"kind": "positive", "grad": False}
         return g.input(g.shape(made[0])[-1], dtype=g.value(made[0]).dtype, **of_norm)
+    if name == "padding":
+        return [0 if g.shape(made[0])[-1] > TOKENS else TAPS - 1]
     if name in ("a", "b"):
         return (0, 1)["ab".index(name)]
     table: dict[str, tuple[Any, ...]] = {
@@ -251,6 +259,11 @@ def option(g: Grower, name: str, where: str, made: list[Any]) -> Any:
         "is_causal": (False, False, True),
         "scale": (None, 0.3),
         "enable_gqa": (False,),
+        "stride": ([1],),
+        "dilation": ([1],),
+        "groups": (H,),
+        "pad": ([TAPS - 1, 0],),
+        "fill": (0.0,) if where == "constant_pad_nd" else (None, 0.0),
     }
     if name not in table:
         raise NotGrown(f"nothing is known of an argument {name!r}")
@@ -303,6 +316,8 @@ def shape_of(g: Grower, name: str) -> list[int]:
         if name == "angles":
             return [tokens, width // 2]
         return [batch, heads, tokens, 3 if name.endswith("_rest") else width]
+    if g.rule == "causal_conv1d":
+        return {"input": [B, H, TOKENS], "weight": [H, 1, TAPS], "taps": [H, TAPS], "bias": [H]}[name]
     if g.rule == "attention":
         return [S, S] if name == "mask" else [B, 2, S, H]
     if name == "linear_weight":

@@ -35,6 +35,7 @@ from torch import Tensor
 from llmk.ops.common.activations import activation as activated
 from llmk.ops.common.activations import activation_with_grad
 from llmk.ops.convolution import _causal_conv1d_kernels as kernels
+from llmk.ops.convolution._patterns import CAUSAL_CONV1D
 from llmk.registry import (
     REPLICATE,
     Cost,
@@ -278,6 +279,7 @@ def causal_conv1d_workloads(device: torch.device, dtype: torch.dtype) -> Iterato
     resized=causal_conv1d_resized,
     workloads=causal_conv1d_workloads,
     cost=Cost.passes(2, 5),
+    patterns=CAUSAL_CONV1D,
 )
 def causal_conv1d(
     input: Tensor,

@@ -1,0 +1,185 @@
+"""Short causal convolutions that the backend finds, and others that look like one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from compile_tests.helpers.backend_checks import require_equal, rewriting
+from compile_tests.helpers.backend_compare import require_unchanged
+from llmk.compiler import Report
+
+B, D, T, K = 2, 24, 9, 4
+DTYPES = [torch.float32, torch.bfloat16]
+
+Form = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Takes `x [B, D, T]`, a weight `[D, 1, K]` and a bias."""
+
+
+def padded(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    return F.conv1d(F.pad(x, (w.shape[-1] - 1, 0)), w, b, groups=x.shape[1])
+
+
+def cut(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    return F.conv1d(x, w, b, padding=w.shape[-1] - 1, groups=x.shape[1])[..., : x.shape[-1]]
+
+
+def with_cast(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    """As transformers' `causal_conv1d_fn`, in the weight's dtype."""
+    y = F.conv1d(x.to(w.dtype), w.squeeze(1).unsqueeze(1), bias=b, padding=K - 1, groups=D)[:, :, : x.shape[-1]]
+    return F.silu(y).to(x.dtype)
+
+
+def in_float32(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.silu(padded(x.float(), w.float(), b.float())).to(x.dtype)
+
+
+def as_mamba(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    """The activation after the axes are exchanged, as in transformers' Mamba-2."""
+    return F.silu(cut(x, w, b).transpose(1, 2))
+
+
+FORMS: dict[str, Form] = {
+    "padded": padded,
+    "padded, silu": lambda x, w, b: F.silu(padded(x, w, b)),
+    "zeros given": lambda x, w, b: F.conv1d(F.pad(x, (K - 1, 0), "constant", 0.0), w, b, groups=D),
+    "constant_pad_nd": lambda x, w, b: F.conv1d(torch.constant_pad_nd(x, [K - 1, 0]), w, b, groups=D),
+    "a pad of all axes": lambda x, w, b: F.conv1d(F.pad(x, (K - 1, 0, 0, 0)), w, b, groups=D, padding="valid"),
+    "no bias": lambda x, w, b: F.silu(padded(x, w, None)) + b.sum(),
+    "cut": cut,
+    "cut, silu": lambda x, w, b: F.silu(cut(x, w, b)),
+    "cut from the end": lambda x, w, b: F.silu(F.conv1d(x, w, b, padding=K - 1, groups=D)[:, :, : 1 - K]),
+    "silu, cut": lambda x, w, b: F.silu(F.conv1d(x, w, b, padding=K - 1, groups=D))[..., :T],
+    "silu written out": lambda x, w, b: (y := cut(x, w, b)) * torch.sigmoid(y),
+    "casts": with_cast,
+    "float32 inside": in_float32,
+    "exchanged": as_mamba,
+    "another activation": lambda x, w, b: F.gelu(cut(x, w, b)),
+    "some channels": lambda x, w, b: cut(x, w, b)[:, : D // 2],
+    "permuted": lambda x, w, b: F.silu(cut(x, w, b).permute(0, 2, 1)),
+}
+
+
+def made(dtype: torch.dtype, channels_last: bool, taps: int = K) -> list[Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(B, T, D).transpose(1, 2) if channels_last else torch.randn(B, D, T)
+    tensors = x, torch.randn(D, 1, taps), torch.randn(D)
+    return [x.to(dtype).requires_grad_() for x in tensors]
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["channels first", "channels last"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_found(form: str, dtype: torch.dtype, channels_last: bool) -> None:
+    report = require_equal(FORMS[form], made(dtype, channels_last))
+    assert report.replaced == {"causal_conv1d": 1}, str(report)
+
+
+@pytest.mark.parametrize("form", ["cut", "cut, silu", "silu, cut", "exchanged", "padded"])
+def test_layout_in_memory_stays(form: str) -> None:
+    """And through AOTAutograd, eager beside it."""
+    report = require_unchanged(FORMS[form], made(torch.float32, channels_last=True))
+    assert report.replaced == {"causal_conv1d": 1}, str(report)
+
+
+@pytest.mark.parametrize("taps", [2, 8])
+def test_as_many_taps_as_the_operator_takes(taps: int) -> None:
+    assert require_equal(FORMS["cut, silu"], made(torch.float32, True, taps)).replaced == {"causal_conv1d": 1}
+
+
+LOOKALIKES: dict[str, tuple[Form, str]] = {
+    "centered": (lambda x, w, b: F.conv1d(F.pad(x, (2, 1)), w, b, groups=D), "zeros on the left"),
+    "the future": (lambda x, w, b: F.conv1d(F.pad(x, (0, 3)), w, b, groups=D), "zeros on the left"),
+    "same": (lambda x, w, b: F.conv1d(x, w, b, padding="same", groups=D), "zeros before the first"),
+    "too few zeros": (lambda x, w, b: F.conv1d(F.pad(x, (2, 0)), w, b, groups=D), "2 zeros before"),
+    "too many zeros": (lambda x, w, b: F.conv1d(F.pad(x, (4, 0)), w, b, groups=D)[..., :T], "4 zeros before"),
+    "twice padded": (lambda x, w, b: F.conv1d(F.pad(x, (3, 0)), w, b, padding=3, groups=D)[..., :T], "zeros on"),
+    "channels padded": (lambda x, w, b: F.conv1d(F.pad(x[:, 1:], (3, 0, 1, 0)), w, b, groups=D), "each by itself"),
+    "ones": (lambda x, w, b: F.conv1d(F.pad(x, (3, 0), value=1.0), w, b, groups=D), "zeros on the left"),
+    "reflected": (lambda x, w, b: F.conv1d(F.pad(x, (3, 0), "reflect"), w, b, groups=D), ""),
+    "replicated": (lambda x, w, b: F.conv1d(F.pad(x, (3, 0), "replicate"), w, b, groups=D), ""),
+    "dilated": (lambda x, w, b: F.conv1d(F.pad(x, (6, 0)), w, b, dilation=2, groups=D), "its dilation 2"),
+    "strided": (lambda x, w, b: F.conv1d(F.pad(x, (3, 0)), w, b, stride=2, groups=D), ""),
+    "cut in front": (lambda x, w, b: F.conv1d(x, w, b, padding=3, groups=D)[..., 3:], ""),
+    "cut in the middle": (lambda x, w, b: F.conv1d(x, w, b, padding=3, groups=D)[..., 1 : T + 1], ""),
+    "cut too short": (lambda x, w, b: F.conv1d(x, w, b, padding=3, groups=D)[..., : T - 1], "not as long"),
+    "cut too late": (lambda x, w, b: F.conv1d(x, w, b, padding=3, groups=D)[..., : T + 1], "not as long"),
+    "whole": (lambda x, w, b: F.conv1d(x, w, b, padding=3, groups=D), "not as long"),
+    "every other token": (lambda x, w, b: F.conv1d(x, w, b, padding=3, groups=D)[..., : 2 * T : 2], ""),
+}
+
+
+@pytest.mark.parametrize("name", LOOKALIKES)
+def test_lookalikes_are_left(name: str) -> None:
+    form, why = LOOKALIKES[name]
+    report = require_equal(form, made(torch.float32, channels_last=False))
+    assert not report.replaced, str(report)
+    assert why in str(report)
+
+
+@pytest.mark.parametrize(("groups", "taps"), [(1, 4), (12, 4), (24, 9), (24, 1)])
+def test_other_sizes_are_left(groups: int, taps: int) -> None:
+    """Channels that are mixed, and as many taps as the operator does not take."""
+    x, w, b = torch.randn(B, D, T), torch.randn(D, D // groups, taps), torch.randn(D)
+    args = [tensor.requires_grad_() for tensor in (x, w, b)]
+    report = require_equal(lambda x, w, b: F.conv1d(F.pad(x, (taps - 1, 0)), w, b, groups=groups), args)
+    assert not report.replaced
+
+
+def test_two_filters_for_each_channel_are_left() -> None:
+    args = [torch.randn(B, D, T), torch.randn(2 * D, 1, K), torch.randn(2 * D)]
+    assert not require_equal(padded, [x.requires_grad_() for x in args]).replaced
+
+
+def test_what_is_read_before_the_activation_keeps_it_outside() -> None:
+    def fn(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        y = padded(x, w, b)
+        return y, F.silu(y)
+
+    assert require_equal(fn, made(torch.float32, True)).replaced == {"causal_conv1d": 1}  # without its activation
+
+
+class Mixer(nn.Module):
+    """The beginning of transformers' Mamba-2: the projection, the convolution, the activation, the parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_proj = nn.Linear(16, D)
+        self.conv1d = nn.Conv1d(D, D, K, groups=D, padding=K - 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv1d(self.in_proj(x).transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
+        a, b, c = F.silu(y).split([8, 8, 8], dim=-1)
+        return a * b + c
+
+
+@pytest.mark.parametrize("dynamic", [False, True, None])
+def test_module_in_every_length(dynamic: bool | None) -> None:
+    """Forward and backward; a second length, which makes sizes symbolic, is found too."""
+    torch.manual_seed(0)
+    model, report = Mixer(), Report()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=rewriting(report), dynamic=dynamic)
+    for batch, length in ((2, 9), (3, 17), (1, 40)):
+        x = torch.randn(batch, length, 16)
+        for y in (model(x), compiled(x)):
+            torch.testing.assert_close(y, model(x), rtol=1e-5, atol=1e-5)
+        grads = [torch.autograd.grad(f(x).square().sum(), list(model.parameters())) for f in (model, compiled)]
+        for ours, plain in zip(*grads, strict=True):
+            torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+    assert set(report.replaced) == {"causal_conv1d"}
+    assert not report.left, str(report)
+
+
+def test_transformers_fallback() -> None:
+    modeling: Any = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        y = modeling.causal_conv1d_fn(x.transpose(1, 2), w.squeeze(1), None, activation="silu")
+        return y.transpose(1, 2)
+
+    args = [torch.randn(B, T, D, requires_grad=True), torch.randn(D, 1, K, requires_grad=True)]
+    assert require_equal(fn, args).replaced == {"causal_conv1d": 1}

@@ -1,0 +1,158 @@
+"""Patterns of plain PyTorch that the short causal convolution replaces."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from llmk.compiler.patterns import (
+    Arg,
+    Call,
+    Cast,
+    GraphBuilder,
+    Input,
+    KeywordArg,
+    Match,
+    Named,
+    NoMatch,
+    Pattern,
+    RewritePattern,
+    With,
+    arguments,
+    bounded,
+    find,
+    name_of,
+    value_of,
+    widened,
+)
+from llmk.registry.private.compilers import statically_known_true
+
+aten = torch.ops.aten
+OPTIONS = "stride", "padding", "dilation", "groups"
+OTHERWISE = (
+    "it is no convolution over a token and those right before it: one with kernel_size - 1 zeros on the left is found, "
+    "as is one with as many on both sides whose result is cut to the length of its input"
+)
+
+
+@dataclass(frozen=True)
+class Beginning(Pattern):
+    """The pattern, or its first elements along some axes, by slices."""
+
+    pattern: Any
+
+    def find(self, value: Any, match: Match) -> Iterator[Match]:
+        while name_of(value) == "slice":
+            given = arguments(value, "self", "dim", "start", "end")
+            if given is None or bounded(given["start"], value_of(given["self"]).shape[given["dim"]]) != 0:
+                break
+            match, value = match.with_node(value), given["self"]
+        yield from find(self.pattern, value, match)
+
+
+@dataclass(frozen=True)
+class Transposed(Pattern):
+    """The pattern of three axes, with the last two exchanged."""
+
+    pattern: Any
+
+    def find(self, value: Any, match: Match) -> Iterator[Match]:
+        given = arguments(value, "self", "dim0", "dim1", "dims") if name_of(value) in ("transpose", "permute") else None
+        if given is None or value_of(value).dim() != 3:
+            return
+        order = [0, 1, 2]
+        if "dims" in given:
+            order = [dim % 3 for dim in given["dims"]]
+        else:
+            a, b = given["dim0"], given["dim1"]
+            order[a], order[b] = order[b], order[a]
+        if order == [0, 2, 1]:
+            yield from find(self.pattern, given["self"], match.with_node(value))
+
+
+def _silu(x: Pattern) -> Pattern:
+    x = Named("convolved", x)
+    return With("activation", "silu", Call("silu", x) | Call("mul", x, Call("sigmoid", x)))
+
+
+def _causal_conv1d() -> Pattern:
+    x = Input(KeywordArg("input"))
+    padded = Call("pad", x, Arg("pad"), value=Arg("fill")) | Call("constant_pad_nd", x, Arg("pad"), Arg("fill"))
+    weight = Input(Call("unsqueeze", Input(KeywordArg("taps")), 1) | KeywordArg("weight"))
+    bias = Input(KeywordArg("bias")) | None
+    convolved = Cast(Call("conv1d", padded | x, weight, bias, *map(Arg, OPTIONS)))
+    beginning = Cast(Beginning(convolved))
+    transposed = With("transposed", True, Transposed(beginning))
+    return Cast(_silu(beginning) | _silu(transposed)) | Beginning(_silu(convolved)) | beginning
+
+
+def _require_causal(values: Mapping[str, Any], input: Tensor, taps: Any) -> None:
+    """Check that each channel is convolved by itself, over a token and the `taps - 1` before it.
+
+    Raises:
+        NoMatch: It is not.
+    """
+    stride, padding, dilation, groups = (_first(values[name]) for name in OPTIONS)
+    if input.dim() != 3 or not isinstance(taps, int):
+        raise NoMatch("it has no batch, or the number of its taps is not known")
+    if not statically_known_true(groups == input.shape[1]):
+        raise NoMatch("its channels are not convolved each by itself")
+    if (stride, dilation) != (1, 1):
+        raise NoMatch(f"its stride is {stride} and its dilation {dilation}, and the operator's are 1")
+    left = padding
+    if "pad" in values:
+        left, *others = (value_of(x) for x in values["pad"])
+        if padding not in (0, "valid") or any(x != 0 for x in others) or values["fill"] not in (None, 0):
+            raise NoMatch("it is padded with something else than zeros on the left")
+    if left != taps - 1:
+        raise NoMatch(f"there are {left} zeros before the first token, and the operator has {taps - 1}")
+
+
+def _first(option: Any) -> Any:
+    """Return an option of a convolution over one axis, which may be written as a list."""
+    return value_of(option[0] if isinstance(option, list | tuple) else option)
+
+
+def _build(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
+    weight = values.get("taps", values.get("weight"))
+    assert isinstance(weight, Node)
+    taps, transposed = value_of(weight).shape[-1], "transposed" in values
+    wanted = builder.wanted.transpose(1, 2) if transposed else builder.wanted
+    _require_causal(values, value_of(values["input"]), taps)
+    if not statically_known_true(wanted.shape[2] == value_of(values["input"]).shape[2]):
+        raise NoMatch("its result is not as long as its input")
+    input = widened(builder, values["input"], builder.wanted.dtype)
+    weight = weight if "taps" in values else builder(aten.squeeze.dim, weight, 1)
+    out, _ = builder(
+        torch.ops.llmk.causal_conv1d.default,
+        input,
+        weight,
+        values.get("bias"),
+        activation=values.get("activation"),
+    )
+    out = _laid_out(builder, out, wanted, taps)
+    return builder(aten.transpose.int, out, 1, 2) if transposed else out
+
+
+def _laid_out(builder: GraphBuilder, out: Node, wanted: Tensor, taps: int) -> Node:
+    """Return the result in the layout of PyTorch's, whose rows are as long as before they were cut."""
+    if wanted.is_contiguous():
+        contiguous = torch.contiguous_format
+        return out if value_of(out).is_contiguous() else builder(aten.clone.default, out, memory_format=contiguous)
+    if wanted.stride(2) != 1:
+        return out
+    return builder(aten.slice.Tensor, builder(aten.constant_pad_nd.default, out, [0, taps - 1]), 2, 0, wanted.shape[2])
+
+
+def _why_left(node: Node) -> str:
+    given = arguments(node, "input", "weight", "bias", *OPTIONS)
+    if given is None or value_of(node).dim() != 3:
+        return ""
+    alone = statically_known_true(_first(given["groups"]) == value_of(given["input"]).shape[1])
+    return OTHERWISE if alone and value_of(given["weight"]).shape[-1] != 1 else ""
+
+
+CAUSAL_CONV1D = (RewritePattern(results=(_causal_conv1d(),), anchor_ops=("conv1d",), why_left=_why_left, build=_build),)
