@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from llmk import functional
 from llmk.ops.common.activations import GATES
 from llmk.ops.convolution.causal_conv1d import ACTIVATIONS, MOST_TAPS
-from llmk.transformers.convolutions import PACKING
+from llmk.transformers.calls import PACKING
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
