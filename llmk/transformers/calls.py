@@ -1,7 +1,8 @@
 """Functions that a module's source calls by a name and that compute what an operator does: the calls are replaced.
 
 The call is replaced, and not the module, so that what stands around it (masks of padding, the states of a cache) goes
-on doing what it does. What the function computes is tried, not told from its name.
+on doing what it does. What the function computes is tried, not told from its name. It may be a module: the package
+`kernels` makes one of each function that it has a slot for.
 """
 
 import ast
@@ -9,37 +10,51 @@ import inspect
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 from torch import nn
 
 from llmk.transformers.probe import Differs
 from llmk.transformers.rewrite import Edit, Source, load
 
+Function = Callable[..., Any]
+
 PACKING = frozenset({"seq_idx", "cu_seqlens"})
 """The keywords that say where packed sequences begin, for a model's own function."""
 
 
-class Form(NamedTuple):
-    """A kind of function that an operator computes."""
+class Form:
+    """A kind of function that an operator computes. Forms that are equal are the same; they can be pickled.
 
-    operator: str
-    positional: range
-    """How many arguments stand by position in a call that can be replaced."""
-    takes: Callable[[list[str]], bool]
-    """Whether a function with parameters of these names is a candidate."""
-    attempt: Callable[[FunctionType], None]
-    """Raises Differs where the function does not compute what the operator does, outputs or gradients."""
-    replacement: Callable[[FunctionType], Callable[..., Any]]
-    """Returns what is called in place of a function that was tried, with the function called for as first argument."""
+    Attributes:
+        operator: The operator's name.
+        positional: How many arguments stand by position in a call that can be replaced.
+    """
+
+    operator: ClassVar[str]
+    positional: ClassVar[range]
+
+    def takes(self, names: list[str]) -> bool:
+        """Return True if a function with parameters of these names is a candidate."""
+        raise NotImplementedError
+
+    def attempt(self, function: Function) -> None:
+        """
+        Raises:
+            Differs: The function does not compute what the operator does, outputs or gradients.
+        """
+        raise NotImplementedError
+
+    def replacement(self, tried: Function) -> Function:
+        """Return what is called in place of a function that was tried, with the function called for put first."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Calls(Edit):
     """The calls of functions, by the names that the source has for them."""
 
-    functions: tuple[tuple[str, FunctionType, Form], ...]
+    functions: tuple[tuple[str, Function, Form], ...]
 
     @property
     def what(self) -> str:
@@ -59,49 +74,67 @@ class CallFinder:
 
     def __init__(self, edit: type[Calls], *forms: Form) -> None:
         self._edit, self._forms = edit, forms
-        self._tried: dict[tuple[FunctionType, Form], Differs | None] = {}
+        self._tried: dict[Function, Form | Differs | None] = {}
 
     def __call__(self, module: nn.Module, source: Source) -> Calls | None:
         """
         Raises:
             Differs: What takes the arguments of an operator does not compute the same.
         """
-        found: dict[str, tuple[str, FunctionType, Form]] = {}
+        found: dict[str, tuple[str, Function, Form]] = {}
         stored = {n.id for n in ast.walk(source.definition) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         for name, call in _calls(source.definition):
-            function = source.lookup(module, name)
-            if name in stored or not isinstance(function, FunctionType):
+            function = None if name in stored else source.lookup(module, name)
+            if not callable(function) or isinstance(function, type):
                 continue
-            for form in self._forms:
-                if len(call.args) in form.positional and form.takes(_parameters(function)):
-                    self._require(name, function, form)
-                    found[name] = (name, function, form)
+            form = self._form(function)
+            if isinstance(form, Differs):
+                raise Differs(f"{name} {form}") from form
+            if form is not None and len(call.args) in form.positional:
+                found[name] = (name, function, form)
         return self._edit(tuple(found.values())) if found else None
 
-    def _require(self, name: str, function: FunctionType, form: Form) -> None:
-        key = function, form
-        if key not in self._tried:
-            level = logging.root.manager.disable
-            logging.disable(logging.WARNING)  # transformers' advice, once, about a function that is to be replaced
-            try:
-                self._tried[key] = None
-                form.attempt(function)
-            except Differs as why:
-                self._tried[key] = why
-            finally:
-                logging.disable(level)
-        why = self._tried[key]
-        if why is not None:
-            raise Differs(f"{name} {why}") from why
+    def _form(self, function: Function) -> Form | Differs | None:
+        """The first form that the function has; why it has none that its parameters are those of; None without such."""
+        if function not in self._tried:
+            names = parameters(function)
+            self._tried[function] = None
+            for form in self._forms:
+                if form.takes(names):
+                    self._tried[function] = _attempted(form, function)
+                if isinstance(self._tried[function], Form):
+                    break
+        return self._tried[function]
 
 
-def its_own(function: FunctionType, arguments: Collection[str]) -> frozenset[str]:
+def _attempted(form: Form, function: Function) -> Form | Differs:
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # transformers' advice, once, about a function that is to be replaced
+    try:
+        form.attempt(function)
+    except Differs as why:
+        return why
+    finally:
+        logging.disable(level)
+    return form
+
+
+def its_own(function: Function, arguments: Collection[str]) -> frozenset[str]:
     """The keywords that are for the function itself: those it has a name for, but for these, and of packed sequences.
 
     A model's layers hand on all keyword arguments of the model, and a function takes what it does not know as `kwargs`,
     where it may look for packed sequences.
     """
-    return frozenset(_parameters(function)) - frozenset(arguments) | PACKING
+    return frozenset(parameters(function)) - frozenset(arguments) | PACKING
+
+
+def parameters(function: Function) -> list[str]:
+    """The names of a function's parameters, without `*args` and `**kwargs`."""
+    try:
+        found = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in found.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def _calls(definition: ast.FunctionDef) -> Iterator[tuple[str, ast.Call]]:
@@ -110,12 +143,3 @@ def _calls(definition: ast.FunctionDef) -> Iterator[tuple[str, ast.Call]]:
         match node:
             case ast.Call(ast.Name(name), args) if not any(isinstance(a, ast.Starred) for a in args):
                 yield name, node
-
-
-def _parameters(function: FunctionType) -> list[str]:
-    """The names of a function's parameters, without `*args` and `**kwargs`."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]

@@ -1,9 +1,8 @@
 """Short causal convolutions: functions that a module's source calls and that compute `causal_conv1d`."""
 
 import functools
-from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import product
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from llmk import functional
 from llmk.ops.convolution.causal_conv1d import ACTIVATIONS, MOST_TAPS
-from llmk.transformers.calls import Calls, Form, its_own
+from llmk.transformers.calls import Calls, Form, Function, its_own
 from llmk.transformers.probe import SCALES, Differs, agree, gradients, randoms, rows_of_all_scales, run, same
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -23,9 +22,37 @@ class Convolution(Calls):
     kind = "convolution"
 
 
+@dataclass(frozen=True)
+class CausalConv1d(Form):
+    """Functions of an input `[B, C, T]`, a weight `[C, K]`, a bias and an activation."""
+
+    operator = "causal_conv1d"
+    positional = range(1, 2 + len(ARGUMENTS))
+
+    def takes(self, names: list[str]) -> bool:
+        return names[1:4] == ARGUMENTS
+
+    def attempt(self, function: Function) -> None:
+        for taps, tokens, activation, with_bias in product((2, 4), (9, 1), (None, "silu"), (True, False)):
+            randn, channels = randoms(4), len(SCALES)
+            x = rows_of_all_scales(tokens, 2, randn=randn).requires_grad_()
+            weight = randn(channels, taps).requires_grad_()
+            bias = randn(channels).requires_grad_() if with_bias else None
+            given = [t for t in (x, weight, bias) if t is not None]
+            got = run(lambda *args, activation=activation: function(*args, activation=activation), x, weight, bias)
+            want, _ = functional.causal_conv1d(x, weight, bias, activation=activation)
+            if not isinstance(got, Tensor) or not got.requires_grad or not agree(got, want):
+                raise Differs("is no causal convolution of each channel")
+            if not all(map(same, gradients(got, given), gradients(want, given))):
+                raise Differs("has other gradients than a causal convolution")
+
+    def replacement(self, tried: Function) -> Function:
+        return _convolution(tried)
+
+
 @functools.cache
-def _replacement(tried: FunctionType) -> Callable[..., Any]:
-    others = its_own(tried, ["input", *ARGUMENTS])
+def _convolution(tried: Function) -> Function:
+    others = its_own(tried, ARGUMENTS)
 
     def convolve(
         function: Any, input: Any, weight: Any, bias: Any = None, activation: Any = None, **kwargs: Any
@@ -43,29 +70,3 @@ def _fits(input: Any, weight: Any, bias: Any) -> bool:
     if not all(isinstance(t, Tensor) and t.dtype in DTYPES for t in tensors) or input.dim() != 3 or weight.dim() != 2:
         return False
     return 2 <= weight.shape[1] <= MOST_TAPS and weight.shape[0] == input.shape[1] and 0 not in input.shape[1:]
-
-
-def _takes(names: list[str]) -> bool:
-    return names[1:4] == ARGUMENTS
-
-
-def _attempt(function: FunctionType) -> None:
-    """
-    Raises:
-        Differs: The function does not compute what the operator does, outputs or gradients.
-    """
-    for taps, tokens, activation, with_bias in product((2, 4), (9, 1), (None, "silu"), (True, False)):
-        randn, channels = randoms(4), len(SCALES)
-        x = rows_of_all_scales(tokens, 2, randn=randn).requires_grad_()
-        weight = randn(channels, taps).requires_grad_()
-        bias = randn(channels).requires_grad_() if with_bias else None
-        given = [t for t in (x, weight, bias) if t is not None]
-        got = run(lambda *args, activation=activation: function(*args, activation=activation), x, weight, bias)
-        want, _ = functional.causal_conv1d(x, weight, bias, activation=activation)
-        if not isinstance(got, Tensor) or not got.requires_grad or not agree(got, want):
-            raise Differs("is no causal convolution of each channel")
-        if not all(map(same, gradients(got, given), gradients(want, given))):
-            raise Differs("has other gradients than a causal convolution")
-
-
-CONVOLUTION = Form("causal_conv1d", range(1, 2 + len(ARGUMENTS)), _takes, _attempt, _replacement)

@@ -18,7 +18,7 @@ from llmk.transformers.classes import (
     patched_class,
     set_classes,
 )
-from llmk.transformers.convolutions import CONVOLUTION, Convolution
+from llmk.transformers.convolutions import CausalConv1d, Convolution
 from llmk.transformers.experts import GATE
 from llmk.transformers.gated_norms import GatedNorm, find_gated_norm
 from llmk.transformers.gates import GateFinder
@@ -27,7 +27,7 @@ from llmk.transformers.masks import find_masks
 from llmk.transformers.mixtures import Experts, find_experts
 from llmk.transformers.norms import Norm, find_norm
 from llmk.transformers.probe import Differs, identity
-from llmk.transformers.recurrences import DELTA_RULE, SCAN, Recurrence
+from llmk.transformers.recurrences import DeltaRule, Recurrence, Scan
 from llmk.transformers.report import REPORT, Entry, Report
 from llmk.transformers.residuals import Residual
 from llmk.transformers.rewrite import CannotRewrite, Edit, Rewrite, Source, source_of
@@ -127,8 +127,8 @@ class Plan:
             "mlp": GateFinder(),
             "rope": RopeFinder(),
             "residual": self._residual,
-            "convolution": CallFinder(Convolution, CONVOLUTION),
-            "recurrence": CallFinder(Recurrence, DELTA_RULE, SCAN),
+            "convolution": CallFinder(Convolution, CausalConv1d()),
+            "recurrence": CallFinder(Recurrence, DeltaRule(grouped=True), DeltaRule(grouped=False), Scan()),
             "mask": find_masks,
         }
         finders = {kind: find for kind, find in finders.items() if kind in kinds}

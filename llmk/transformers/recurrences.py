@@ -7,7 +7,7 @@ is none of these: models call it to generate, one token at a time.
 
 import functools
 from collections.abc import Callable, Sequence
-from types import FunctionType
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,16 +17,15 @@ from llmk import functional
 from llmk.ops.recurrence._call import LARGEST_HEAD
 from llmk.ops.recurrence.gated_delta_rule import gated_delta_rule_reference
 from llmk.ops.recurrence.gated_linear_attention import gated_linear_attention_reference
-from llmk.transformers.calls import Calls, Form, its_own
+from llmk.transformers.calls import Calls, Form, Function, its_own
 from llmk.transformers.probe import SCALES, Differs, agree, gradients, randoms, run
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ON_THE_WAY = frozenset({
-    "bitwise_not", "bmm", "constant_pad_nd", "copy", "cumsum", "eye", "linalg_solve_triangular", "masked_fill", "new_zeros", "ones",
-    "sum", "tril", "triu", "zeros", "zeros_like", "softplus", "clamp",
+    "bitwise_not", "bmm", "clamp", "constant_pad_nd", "copy", "cumsum", "eye", "linalg_solve_triangular",
+    "masked_fill", "new_zeros", "ones", "softplus", "tril", "triu", "zeros", "zeros_like",
 })  # fmt: skip
 """What is no arithmetic in other trials: products, masks that shapes alone decide, and the limits of a time step."""
-OTHER_DTYPES = "gives other dtypes than the operator"
 
 
 class Recurrence(Calls):
@@ -38,106 +37,145 @@ class Recurrence(Calls):
 DELTA_RULE_OPTIONS = ["chunk_size", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel"]
 
 
-def _takes_delta_rule(names: list[str]) -> bool:
-    return names[3:5] == ["g", "beta"] and set(DELTA_RULE_OPTIONS) <= set(names)
+@dataclass(frozen=True)
+class DeltaRule(Form):
+    """Functions of queries, keys, values, log decays and beta, tokens before heads.
+
+    Attributes:
+        grouped: They take fewer heads of queries and keys than of values.
+    """
+
+    grouped: bool
+
+    operator = "gated_delta_rule"
+    positional = range(3, 6)
+
+    def takes(self, names: list[str]) -> bool:
+        return names[3:5] == ["g", "beta"] and set(DELTA_RULE_OPTIONS) <= set(names)
+
+    def attempt(self, function: Function) -> None:
+        cases: list[tuple[int, bool, dict[str, Any]]] = [
+            (70, False, {}),
+            (37, True, {"chunk_size": 16, "output_final_state": True}),
+            (37, True, {"chunk_size": 16, "output_final_state": True, "use_qk_l2norm_in_kernel": True}),
+            (5, False, {"output_final_state": True, "use_qk_l2norm_in_kernel": True}),
+        ]
+        for seed, (tokens, with_state, options) in enumerate(cases):
+            normalized = options.get("use_qk_l2norm_in_kernel", False)
+
+            def own(q, k, v, g, beta, options=options, **state):
+                q, k, v, g, beta = map(_transposed, (q, k, v, g, beta))
+                out, state = function(q, k, v, g=g, beta=beta, **state, **options)
+                return out, state
+
+            def reference(q, k, v, g, beta, normalized=normalized, **state):
+                by_token = map(_transposed, (q, k, v, g, beta))
+                return gated_delta_rule_reference(*by_token, l2_norm_qk=normalized, **state)
+
+            inputs = self._inputs(tokens, normalized, with_state, randoms(seed))
+            _compare(own, reference, inputs, "output_final_state" in options)
+            _check_dtypes(own, inputs, torch.bfloat16)
+
+    def _inputs(
+        self, tokens: int, normalized: bool, with_state: bool, randn: Callable[..., Tensor]
+    ) -> dict[str, Tensor]:
+        """Keys that are not normalized are short, so that states do not grow."""
+        heads = 2 * len(SCALES)
+        groups = len(SCALES) if self.grouped else heads
+        inputs = {
+            "q": _heads(groups, tokens, 6, randn),
+            "k": _heads(groups, tokens, 6, randn) if normalized else 0.3 * randn(2, groups, tokens, 6),
+            "v": _heads(heads, tokens, 5, randn),
+            "g": -torch.nn.functional.softplus(2 * randn(2, heads, tokens) - 2),
+            "beta": randn(2, heads, tokens).sigmoid(),
+        }
+        return inputs | ({"initial_state": _heads(heads, 6, 5, randn)} if with_state else {})
+
+    def replacement(self, tried: Function) -> Function:
+        return _delta_rule(tried, self.grouped)
 
 
 @functools.cache
-def _delta_rule_replacement(tried: FunctionType) -> Callable[..., Any]:
-    others = its_own(tried, ["q", "k", "v", "query", "key", "value", "g", "beta", *DELTA_RULE_OPTIONS])
+def _delta_rule(tried: Function, grouped: bool) -> Function:
+    others = its_own(tried, DELTA_RULE_OPTIONS)
 
-    def delta_rule(
-        function: Any,
-        q: Any,
-        k: Any,
-        v: Any,
-        g: Any,
-        beta: Any,
-        *,
-        chunk_size: int | None = None,
-        initial_state: Any = None,
-        output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        asks_for_more = any(kwargs.get(name) is not None for name in others)
-        if function is not tried or asks_for_more or not _fits(q, k, v, (g, beta), initial_state):
-            chunk = {} if chunk_size is None else {"chunk_size": chunk_size}
-            return function(
-                q,
-                k,
-                v,
-                g=g,
-                beta=beta,
-                initial_state=initial_state,
-                output_final_state=output_final_state,
-                use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-                **chunk,
-                **kwargs,
-            )
-        state = None if initial_state is None else initial_state.float()
-        out, final = functional.gated_delta_rule(
-            q, k, v, g, beta, initial_state=state, l2_norm_qk=use_qk_l2norm_in_kernel
-        )
-        return out, final if output_final_state else None
+    def delta_rule(function: Any, q: Any, k: Any, v: Any, g: Any, beta: Any, **options: Any) -> Any:
+        asks_for_more = any(options.get(name) is not None for name in others)
+        state, normalize = options.get("initial_state"), options.get("use_qk_l2norm_in_kernel", False)
+        fits = _fits(q, k, v, (g, beta), state) and (grouped or q.shape[2] == v.shape[2])
+        if function is not tried or asks_for_more or not fits:
+            return function(q, k, v, g, beta, **options)
+        state = None if state is None else state.float()
+        out, final = functional.gated_delta_rule(q, k, v, g, beta, initial_state=state, l2_norm_qk=normalize)
+        return out, final if options.get("output_final_state", False) else None
 
     return delta_rule
 
 
-def _attempt_delta_rule(function: FunctionType) -> None:
-    """
-    Raises:
-        Differs: The function is not the gated delta rule with one decay for each head.
-    """
-    cases: list[tuple[int, bool, dict[str, Any]]] = [
-        (70, False, {}),
-        (37, True, {"chunk_size": 16, "output_final_state": True}),
-        (37, True, {"chunk_size": 16, "output_final_state": True, "use_qk_l2norm_in_kernel": True}),
-        (5, False, {"output_final_state": True, "use_qk_l2norm_in_kernel": True}),
-    ]
-    for seed, (tokens, with_state, options) in enumerate(cases):
-        normalized = options.get("use_qk_l2norm_in_kernel", False)
-
-        def own(q, k, v, g, beta, options=options, **state):
-            q, k, v, g, beta = map(_transposed, (q, k, v, g, beta))
-            return function(q, k, v, g=g, beta=beta, **state, **options)
-
-        def reference(q, k, v, g, beta, normalized=normalized, **state):
-            return gated_delta_rule_reference(*map(_transposed, (q, k, v, g, beta)), l2_norm_qk=normalized, **state)
-
-        inputs = _delta_rule_inputs(tokens, normalized, with_state, randoms(seed))
-        _compare(own, reference, inputs, "output_final_state" in options)
-        if _dtypes(own, inputs) != [torch.bfloat16, torch.float32][: 1 + ("output_final_state" in options)]:
-            raise Differs(OTHER_DTYPES)
-
-
-def _delta_rule_inputs(
-    tokens: int, normalized: bool, with_state: bool, randn: Callable[..., Tensor]
-) -> dict[str, Tensor]:
-    """Two value heads for each key head; keys that are not normalized are short, so that states do not grow."""
-    groups = len(SCALES)
-    keys = _heads(groups, tokens, 6, randn) if normalized else 0.3 * randn(2, groups, tokens, 6)
-    inputs = {
-        "q": _heads(groups, tokens, 6, randn),
-        "k": keys,
-        "v": _heads(2 * groups, tokens, 5, randn),
-        "g": -torch.nn.functional.softplus(2 * randn(2, 2 * groups, tokens) - 2),
-        "beta": randn(2, 2 * groups, tokens).sigmoid(),
-    }
-    return inputs | ({"initial_state": _heads(2 * groups, 6, 5, randn)} if with_state else {})
-
-
 # ---- the scan of Mamba-2
 
-SCAN_OPTIONS = ["chunk_size", "D", "dt_bias", "initial_states", "dt_softplus", "dt_limit", "return_final_states"]
+INPUTS_OF_SCAN = ["D", "dt_bias", "initial_states", "dt_softplus", "dt_limit"]
+SCAN_OPTIONS = ["chunk_size", *INPUTS_OF_SCAN, "return_final_states"]
 NO_LIMIT = (0.0, float("inf"))
 
 
-def _takes_scan(names: list[str]) -> bool:
-    return names[1:6] == ["dt", "A", "B", "C", "chunk_size"] and set(SCAN_OPTIONS) <= set(names)
+@dataclass(frozen=True)
+class Scan(Form):
+    """Functions of an input, time steps, A, B, C and the size of chunks, tokens before heads."""
+
+    operator = "gated_linear_attention"
+    positional = range(5, 7)
+
+    def takes(self, names: list[str]) -> bool:
+        return names[1:6] == ["dt", "A", "B", "C", "chunk_size"] and set(SCAN_OPTIONS) <= set(names)
+
+    def attempt(self, function: Function) -> None:
+        cases: list[tuple[int, int, bool, bool, dict[str, Any]]] = [
+            (21, 32, False, False, {}),
+            (21, 8, True, True, {"dt_softplus": True, "dt_limit": (0.01, 3.0), "return_final_states": True}),
+            (21, 8, True, False, {"dt_softplus": True, "return_final_states": True}),
+            (5, 8, False, True, {"dt_softplus": True, "dt_limit": NO_LIMIT}),
+        ]
+        for seed, (tokens, chunk_size, with_parameters, with_state, options) in enumerate(cases):
+            given = {name: value for name, value in options.items() if name != "return_final_states"}
+
+            def own(x, dt, A, B, C, options=options, chunk_size=chunk_size, **more):
+                x, dt, B, C = map(_transposed, (x, dt, B, C))
+                found = function(x, dt, A, B, C, chunk_size=chunk_size, **more, **options)
+                out, state = found if "return_final_states" in options else (found, None)
+                return out, state
+
+            def reference(x, dt, A, B, C, given=given, **more):
+                x, dt, B, C = map(_transposed, (x, dt, B, C))
+                return _scanned(gated_linear_attention_reference, x, dt, A, B, C, **more, **given)
+
+            inputs = _scan_inputs(tokens, "dt_softplus" in options, with_parameters, with_state, randoms(seed))
+            _compare(own, reference, inputs, "return_final_states" in options)
+            _check_dtypes(own, inputs, torch.float32)
+
+    def replacement(self, tried: Function) -> Function:
+        return _scan(tried)
 
 
-def _scan(
+def _scan_inputs(
+    tokens: int, softplus: bool, with_parameters: bool, with_state: bool, randn: Callable[..., Tensor]
+) -> dict[str, Tensor]:
+    """Two heads for each group; time steps are on both sides of softplus' threshold, and of any limit."""
+    groups = len(SCALES)
+    spread = 10.0 if softplus else 1.0
+    inputs = {
+        "x": _heads(2 * groups, tokens, 5, randn),
+        "dt": spread * randn(2, 2 * groups, tokens),
+        "A": -randn(2 * groups).exp() / spread,
+        "B": _heads(groups, tokens, 6, randn),
+        "C": _heads(groups, tokens, 6, randn),
+    }
+    if with_parameters:
+        inputs |= {"D": randn(2 * groups), "dt_bias": randn(2 * groups)}
+    return inputs | ({"initial_states": _heads(2 * groups, 5, 6, randn)} if with_state else {})
+
+
+def _scanned(
     attention: Callable[..., tuple[Tensor, Tensor]],
     x: Tensor,
     dt: Tensor,
@@ -163,111 +201,20 @@ def _scan(
 
 
 @functools.cache
-def _scan_replacement(tried: FunctionType) -> Callable[..., Any]:
-    others = its_own(tried, ["x", "hidden_states", "dt", "A", "B", "C", *SCAN_OPTIONS]) | {"z"}
+def _scan(tried: Function) -> Function:
+    others = its_own(tried, SCAN_OPTIONS) | {"z"}
 
-    def scan(
-        function: Any,
-        x: Any,
-        dt: Any,
-        A: Any,
-        B: Any,
-        C: Any,
-        chunk_size: int,
-        *,
-        D: Any = None,
-        dt_bias: Any = None,
-        initial_states: Any = None,
-        dt_softplus: bool = False,
-        dt_limit: tuple[float, float] = NO_LIMIT,
-        return_final_states: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        asks_for_more = any(kwargs.get(name) is not None for name in others)
-        fits = _fits(C, B, x, (dt,), initial_states) and _one_for_each_head(x, A, D, dt_bias) and dt_limit[0] >= 0
-        if function is not tried or asks_for_more or not fits:
-            return function(
-                x,
-                dt,
-                A,
-                B,
-                C,
-                chunk_size,
-                D=D,
-                dt_bias=dt_bias,
-                initial_states=initial_states,
-                dt_softplus=dt_softplus,
-                dt_limit=dt_limit,
-                return_final_states=return_final_states,
-                **kwargs,
-            )
-        out, final = _scan(
-            functional.gated_linear_attention,
-            x,
-            dt,
-            A,
-            B,
-            C,
-            D=D,
-            dt_bias=dt_bias,
-            initial_states=initial_states,
-            dt_softplus=dt_softplus,
-            dt_limit=dt_limit,
-        )
-        return (out, final.contiguous()) if return_final_states else out
+    def scan(function: Any, x: Any, dt: Any, A: Any, B: Any, C: Any, chunk_size: int, **options: Any) -> Any:
+        asks_for_more = any(options.get(name) is not None for name in others)
+        given = {name: options[name] for name in INPUTS_OF_SCAN if name in options}
+        for_heads = (p for p in (A, given.get("D"), given.get("dt_bias")) if p is not None)
+        fits = _fits(C, B, x, (dt,), given.get("initial_states")) and all(p.shape == x.shape[2:3] for p in for_heads)
+        if function is not tried or asks_for_more or not fits or given.get("dt_limit", NO_LIMIT)[0] < 0:
+            return function(x, dt, A, B, C, chunk_size, **options)
+        out, final = _scanned(functional.gated_linear_attention, x, dt, A, B, C, **given)
+        return (out, final.contiguous()) if options.get("return_final_states", False) else out
 
     return scan
-
-
-def _one_for_each_head(x: Tensor, *parameters: Any) -> bool:
-    return all(p is None or (isinstance(p, Tensor) and p.shape == x.shape[2:3]) for p in parameters)
-
-
-def _attempt_scan(function: FunctionType) -> None:
-    """
-    Raises:
-        Differs: The function is not the scan of Mamba-2.
-    """
-    cases: list[tuple[int, int, bool, bool, dict[str, Any]]] = [
-        (21, 32, False, False, {}),
-        (21, 8, True, True, {"dt_softplus": True, "dt_limit": (0.01, 3.0), "return_final_states": True}),
-        (21, 8, True, False, {"dt_softplus": True, "return_final_states": True}),
-        (5, 8, False, True, {"dt_softplus": True, "dt_limit": NO_LIMIT}),
-    ]
-    for seed, (tokens, chunk_size, with_parameters, with_state, options) in enumerate(cases):
-        given = {name: value for name, value in options.items() if name != "return_final_states"}
-
-        def own(x, dt, A, B, C, options=options, chunk_size=chunk_size, **more):
-            x, dt, B, C = map(_transposed, (x, dt, B, C))
-            found = function(x, dt, A, B, C, chunk_size=chunk_size, **more, **options)
-            return found if "return_final_states" in options else (found, None)
-
-        def reference(x, dt, A, B, C, given=given, **more):
-            x, dt, B, C = map(_transposed, (x, dt, B, C))
-            return _scan(gated_linear_attention_reference, x, dt, A, B, C, **more, **given)
-
-        inputs = _scan_inputs(tokens, "dt_softplus" in options, with_parameters, with_state, randoms(seed))
-        _compare(own, reference, inputs, "return_final_states" in options)
-        if set(_dtypes(own, inputs)) != {torch.float32}:
-            raise Differs(OTHER_DTYPES)
-
-
-def _scan_inputs(
-    tokens: int, softplus: bool, with_parameters: bool, with_state: bool, randn: Callable[..., Tensor]
-) -> dict[str, Tensor]:
-    """Two heads for each group; time steps are on both sides of softplus' threshold, and of any limit."""
-    groups = len(SCALES)
-    spread = 10.0 if softplus else 1.0
-    inputs = {
-        "x": _heads(2 * groups, tokens, 5, randn),
-        "dt": spread * randn(2, 2 * groups, tokens),
-        "A": -randn(2 * groups).exp() / spread,
-        "B": _heads(groups, tokens, 6, randn),
-        "C": _heads(groups, tokens, 6, randn),
-    }
-    if with_parameters:
-        inputs |= {"D": randn(2 * groups), "dt_bias": randn(2 * groups)}
-    return inputs | ({"initial_states": _heads(2 * groups, 5, 6, randn)} if with_state else {})
 
 
 # ---- both
@@ -310,9 +257,8 @@ def _compare(
     """
     given = {name: x.requires_grad_() for name, x in inputs.items()}
     exact = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
-    out, state = run(lambda: own(**given), also=ON_THE_WAY)
+    got = run(lambda: _rows(*own(**given)), also=ON_THE_WAY)
     want = _rows(*reference(**exact))[: 1 + with_state]
-    got = _rows(out, state)
     if len(got) != len(want) or not all(x.requires_grad and agree(x, y) for x, y in zip(got, want, strict=True)):
         raise Differs("computes something else")
     slopes = (gradients(torch.cat(rows, -1), [*leaves.values()]) for rows, leaves in ((got, given), (want, exact)))
@@ -331,13 +277,11 @@ def _rows(out: Tensor, state: Tensor | None) -> list[Tensor]:
     return rows if state is None else [*rows, _by_head(state)]
 
 
-def _dtypes(own: Callable[..., tuple[Any, Any]], inputs: dict[str, Tensor]) -> list[torch.dtype]:
-    """The dtypes of output and state for inputs in bfloat16."""
+def _check_dtypes(own: Callable[..., tuple[Any, Any]], inputs: dict[str, Tensor], output: torch.dtype) -> None:
+    """
+    Raises:
+        Differs: For inputs in bfloat16 the dtype of the output is another, or that of the state is not float32.
+    """
     out, state = run(lambda: own(**{name: x.detach().bfloat16() for name, x in inputs.items()}), also=ON_THE_WAY)
-    return [x.dtype for x in (out, state) if x is not None]
-
-
-DELTA_RULE = Form(
-    "gated_delta_rule", range(3, 6), _takes_delta_rule, _attempt_delta_rule, _delta_rule_replacement
-)
-SCAN = Form("gated_linear_attention", range(5, 7), _takes_scan, _attempt_scan, _scan_replacement)
+    if out.dtype != output or (state is not None and state.dtype != torch.float32):
+        raise Differs("gives other dtypes")
