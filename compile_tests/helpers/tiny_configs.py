@@ -52,6 +52,7 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
     "xlnet": {"max_position_embeddings": None},
     "xmod": {"default_language": "en_XX"},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "num_key_value_heads": 4},
     "zaya": {"num_experts_per_tok": 1},
 }
 """The sizes that a model asks for; None leaves the default."""

@@ -22,10 +22,12 @@ from llmk.transformers.probe import SCALES, Differs, agree, gradients, randoms, 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ON_THE_WAY = frozenset({
-    "bitwise_not", "bmm", "clamp", "constant_pad_nd", "copy", "cumsum", "eye", "linalg_solve_triangular",
-    "masked_fill", "new_zeros", "ones", "softplus", "tril", "triu", "zeros", "zeros_like",
+    "bitwise_not", "bmm", "constant_pad_nd", "copy", "cumsum", "eye", "linalg_solve_triangular", "masked_fill",
+    "new_zeros", "ones", "tril", "triu", "zeros", "zeros_like",
 })  # fmt: skip
-"""What is no arithmetic in other trials: products, masks that shapes alone decide, and the limits of a time step."""
+"""What is no arithmetic in other trials: products, and masks that shapes alone decide."""
+LIMITS = frozenset({"clamp", "softplus"})
+"""Of the time steps of Mamba-2: the trial has values on both sides."""
 
 
 class Recurrence(Calls):
@@ -150,8 +152,8 @@ class Scan(Form):
                 return _scanned(gated_linear_attention_reference, x, dt, A, B, C, **more, **given)
 
             inputs = _scan_inputs(tokens, "dt_softplus" in options, with_parameters, with_state, randoms(seed))
-            _compare(own, reference, inputs, "return_final_states" in options)
-            _check_dtypes(own, inputs, torch.float32)
+            _compare(own, reference, inputs, "return_final_states" in options, ON_THE_WAY | LIMITS)
+            _check_dtypes(own, inputs, torch.float32, ON_THE_WAY | LIMITS)
 
     def replacement(self, tried: Function) -> Function:
         return _scan(tried)
@@ -249,6 +251,7 @@ def _compare(
     reference: Callable[..., tuple[Tensor, Tensor]],
     inputs: dict[str, Tensor],
     with_state: bool,
+    also: frozenset[str] = ON_THE_WAY,
 ) -> None:
     """Compare output, state and gradients, head by head.
 
@@ -257,7 +260,7 @@ def _compare(
     """
     given = {name: x.requires_grad_() for name, x in inputs.items()}
     exact = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
-    got = run(lambda: _rows(*own(**given)), also=ON_THE_WAY)
+    got = run(lambda: _rows(*own(**given)), also=also)
     want = _rows(*reference(**exact))[: 1 + with_state]
     if len(got) != len(want) or not all(x.requires_grad and agree(x, y) for x, y in zip(got, want, strict=True)):
         raise Differs("computes something else")
@@ -277,11 +280,16 @@ def _rows(out: Tensor, state: Tensor | None) -> list[Tensor]:
     return rows if state is None else [*rows, _by_head(state)]
 
 
-def _check_dtypes(own: Callable[..., tuple[Any, Any]], inputs: dict[str, Tensor], output: torch.dtype) -> None:
+def _check_dtypes(
+    own: Callable[..., tuple[Any, Any]],
+    inputs: dict[str, Tensor],
+    output: torch.dtype,
+    also: frozenset[str] = ON_THE_WAY,
+) -> None:
     """
     Raises:
         Differs: For inputs in bfloat16 the dtype of the output is another, or that of the state is not float32.
     """
-    out, state = run(lambda: own(**{name: x.detach().bfloat16() for name, x in inputs.items()}), also=ON_THE_WAY)
+    out, state = run(lambda: own(**{name: x.detach().bfloat16() for name, x in inputs.items()}), also=also)
     if out.dtype != output or (state is not None and state.dtype != torch.float32):
         raise Differs("gives other dtypes")
