@@ -6,7 +6,7 @@ is none of these: models call it to generate, one token at a time.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,17 +101,28 @@ class DeltaRule(Form):
 def _delta_rule(tried: Function, grouped: bool) -> Function:
     others = its_own(tried, DELTA_RULE_OPTIONS)
 
-    def delta_rule(function: Any, q: Any, k: Any, v: Any, g: Any, beta: Any, **options: Any) -> Any:
+    def rule(function: Any, q: Any, k: Any, v: Any, g: Any, beta: Any, **options: Any) -> Any:
         asks_for_more = any(options.get(name) is not None for name in others)
-        state, normalize = options.get("initial_state"), options.get("use_qk_l2norm_in_kernel", False)
-        fits = _fits(q, k, v, (g, beta), state) and (grouped or q.shape[2] == v.shape[2])
+        fits = fits_delta_rule(q, k, v, g, beta, options) and (grouped or q.shape[2] == v.shape[2])
         if function is not tried or asks_for_more or not fits:
             return function(q, k, v, g, beta, **options)
-        state = None if state is None else state.float()
-        out, final = functional.gated_delta_rule(q, k, v, g, beta, initial_state=state, l2_norm_qk=normalize)
-        return out, final if options.get("output_final_state", False) else None
+        return delta_rule(q, k, v, g, beta, options)
 
-    return delta_rule
+    return rule
+
+
+def fits_delta_rule(q: Any, k: Any, v: Any, g: Any, beta: Any, options: Mapping[str, Any]) -> bool:
+    return _fits(q, k, v, (g, beta), options.get("initial_state"))
+
+
+def delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, options: Mapping[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """What such a function returns, by the operator."""
+    state, normalize = options.get("initial_state"), options.get("use_qk_l2norm_in_kernel", False)
+    state = None if state is None else state.float()
+    out, final = functional.gated_delta_rule(q, k, v, g, beta, initial_state=state, l2_norm_qk=normalize)
+    return out, final if options.get("output_final_state", False) else None
 
 
 # ---- the scan of Mamba-2
@@ -119,6 +130,8 @@ def _delta_rule(tried: Function, grouped: bool) -> Function:
 INPUTS_OF_SCAN = ["D", "dt_bias", "initial_states", "dt_softplus", "dt_limit"]
 SCAN_OPTIONS = ["chunk_size", *INPUTS_OF_SCAN, "return_final_states"]
 NO_LIMIT = (0.0, float("inf"))
+GATE = frozenset({"z"})
+"""Which mamba_ssm's function multiplies by, and the models do not."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +162,7 @@ class Scan(Form):
 
             def reference(x, dt, A, B, C, given=given, **more):
                 x, dt, B, C = map(_transposed, (x, dt, B, C))
-                return _scanned(gated_linear_attention_reference, x, dt, A, B, C, **more, **given)
+                return _by_attention(gated_linear_attention_reference, x, dt, A, B, C, **more, **given)
 
             inputs = _scan_inputs(tokens, "dt_softplus" in options, with_parameters, with_state, randoms(seed))
             _compare(own, reference, inputs, "return_final_states" in options, ON_THE_WAY | LIMITS)
@@ -177,7 +190,34 @@ def _scan_inputs(
     return inputs | ({"initial_states": _heads(2 * groups, 5, 6, randn)} if with_state else {})
 
 
-def _scanned(
+@functools.cache
+def _scan(tried: Function) -> Function:
+    others = its_own(tried, SCAN_OPTIONS) | GATE
+
+    def scanned(function: Any, x: Any, dt: Any, A: Any, B: Any, C: Any, chunk_size: int, **options: Any) -> Any:
+        asks_for_more = any(options.get(name) is not None for name in others)
+        if function is not tried or asks_for_more or not fits_scan(x, dt, A, B, C, options):
+            return function(x, dt, A, B, C, chunk_size, **options)
+        return scan(x, dt, A, B, C, options)
+
+    return scanned
+
+
+def fits_scan(x: Any, dt: Any, A: Any, B: Any, C: Any, options: Mapping[str, Any]) -> bool:
+    for_heads = (p for p in (A, options.get("D"), options.get("dt_bias")) if p is not None)
+    if not _fits(C, B, x, (dt,), options.get("initial_states")) or any(p.shape != x.shape[2:3] for p in for_heads):
+        return False
+    return options.get("dt_limit", NO_LIMIT)[0] >= 0
+
+
+def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, options: Mapping[str, Any]) -> Any:
+    """What such a function returns, by the operator."""
+    given = {name: options[name] for name in INPUTS_OF_SCAN if name in options}
+    out, final = _by_attention(functional.gated_linear_attention, x, dt, A, B, C, **given)
+    return (out, final.contiguous()) if options.get("return_final_states", False) else out
+
+
+def _by_attention(
     attention: Callable[..., tuple[Tensor, Tensor]],
     x: Tensor,
     dt: Tensor,
@@ -200,23 +240,6 @@ def _scanned(
     out, final = attention(C, B, values, dt * A, scale=1.0, initial_state=state)
     out = out.to(wide)
     return out if D is None else out + D.unsqueeze(-1) * x.to(wide), final.transpose(2, 3)
-
-
-@functools.cache
-def _scan(tried: Function) -> Function:
-    others = its_own(tried, SCAN_OPTIONS) | {"z"}
-
-    def scan(function: Any, x: Any, dt: Any, A: Any, B: Any, C: Any, chunk_size: int, **options: Any) -> Any:
-        asks_for_more = any(options.get(name) is not None for name in others)
-        given = {name: options[name] for name in INPUTS_OF_SCAN if name in options}
-        for_heads = (p for p in (A, given.get("D"), given.get("dt_bias")) if p is not None)
-        fits = _fits(C, B, x, (dt,), given.get("initial_states")) and all(p.shape == x.shape[2:3] for p in for_heads)
-        if function is not tried or asks_for_more or not fits or given.get("dt_limit", NO_LIMIT)[0] < 0:
-            return function(x, dt, A, B, C, chunk_size, **options)
-        out, final = _scanned(functional.gated_linear_attention, x, dt, A, B, C, **given)
-        return (out, final.contiguous()) if options.get("return_final_states", False) else out
-
-    return scan
 
 
 # ---- both
