@@ -109,6 +109,15 @@ class OtherDtype(DeltaRule):
         return torch.float32 if dtype == torch.bfloat16 else dtype
 
 
+class OnGpusAlone(DeltaRule):
+    """As the functions of flash-linear-attention."""
+
+    def log_decay(self, g: Tensor) -> Tensor:
+        if g.device.type == "cpu":
+            raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
+        return g
+
+
 OTHER_DELTA_RULES: list[type[DeltaRule]] = [
     Unscaled,
     WithoutDecay,
@@ -118,6 +127,7 @@ OTHER_DELTA_RULES: list[type[DeltaRule]] = [
     ForgetsItsBeginning,
     OtherState,
     OtherDtype,
+    OnGpusAlone,
 ]
 
 
