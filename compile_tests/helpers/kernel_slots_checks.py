@@ -43,7 +43,7 @@ from compile_tests.helpers.families import assert_equal, loss_and_gradients, sma
 from compile_tests.helpers.recurrence_functions import DeltaRule, Scan  # noqa: E402
 from llmk.opcheck import accuracy_violation  # noqa: E402
 from llmk.registry import OPS  # noqa: E402
-from llmk.transformers import kernel_config  # noqa: E402
+from llmk.transformers import kernel_config, patch  # noqa: E402
 from llmk.transformers.slots import LAYERS  # noqa: E402
 
 
@@ -251,6 +251,17 @@ def check_hybrids() -> None:
             model.set_use_kernels(True, kernel_config())
         assert_equal(loss_and_gradients(model, torch.compile(model, fullgraph=True, backend=seen), inputs), want)
         assert seen.graphs[0][f"llmk.{operator}.default"] == layers
+
+
+def check_patch_finds_functions_that_are_modules_here() -> None:
+    own, model, ids = own_model("Qwen3Next"), own_model("Qwen3Next"), tokens(2, 12)
+    assert isinstance(torch_chunk_gated_delta_rule, nn.Module)
+    replaced = patch(model).replaced
+    assert replaced["convolution"] == replaced["recurrence"] == 1
+    inputs, seen = {"input_ids": ids, "labels": ids}, Operators()
+    want = loss_and_gradients(own, own, inputs)
+    assert_equal(loss_and_gradients(model, torch.compile(model, fullgraph=True, backend=seen), inputs), want)
+    assert seen.graphs[0]["llmk.gated_delta_rule.default"] == 1
 
 
 def check_other_dtypes_run_the_models_own_code() -> None:
