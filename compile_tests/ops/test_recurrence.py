@@ -20,6 +20,8 @@ REFERENCES: dict[str, Callable[..., Results]] = {
     "gated_linear_attention": gated_linear_attention_reference,
 }
 
+per_channel_or_head = pytest.mark.parametrize("per_channel", [False, True], ids=["head", "channel"])
+
 
 def token_by_token(
     q: Tensor,
@@ -41,7 +43,8 @@ def token_by_token(
         if sequence_ids is not None and t > 0:
             same = sequence_ids[:, t] == sequence_ids[:, t - 1]
             state = torch.where(same[:, None, None, None], state, 0.0)
-        state = state * g[:, t].exp()[..., None, None]
+        decay = g[:, t].exp()  # [B, H], or [B, H, K]
+        state = state * (decay[..., None, None] if g.dim() == 3 else decay[..., None])
         u = v[:, t]
         if beta is not None:
             u = beta[:, t, :, None] * (u - torch.einsum("bhkv,bhk->bhv", state, k[:, t]))
@@ -50,15 +53,30 @@ def token_by_token(
     return torch.stack(outs, 1), state
 
 
-def inputs(B: int, T: int, HK: int, H: int, K: int, V: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+def inputs(
+    B: int,
+    T: int,
+    HK: int,
+    H: int,
+    K: int,
+    V: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    per_channel: bool = False,
+) -> list[Tensor]:
     """q, k, v, decays of four strengths, and beta."""
     generator = torch.Generator().manual_seed(T)
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
 
-    strengths = torch.tensor([0.0, 0.01, 1.0, 30.0], dtype=torch.float64, device="cpu")[-H:]
-    g, beta = -randn(B, T, H).abs() * strengths, randn(B, T, H).sigmoid()
+    strengths = torch.tensor([0.0, 0.01, 1.0, 30.0], dtype=torch.float64, device="cpu")
+    if per_channel:  # each head has all strengths
+        g = -randn(B, T, H, K).abs() * strengths.repeat(K)[:K]
+    else:
+        g = -randn(B, T, H).abs() * strengths[-H:]
+    beta = randn(B, T, H).sigmoid()
     found = [randn(B, T, HK, K), randn(B, T, HK, K) / K**0.5, randn(B, T, H, V), g, beta]
     return [x.to(device, dtype) for x in found]
 
@@ -74,9 +92,10 @@ def gradients(fn: Callable[..., Results], tensors: list[Tensor], state: Tensor, 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", REFERENCES)
 @pytest.mark.parametrize("T", [1, 64, 150])
-def test_the_chunks_are_the_recurrence(name: str, T: int, packed: bool) -> None:
+@per_channel_or_head
+def test_the_chunks_are_the_recurrence(name: str, T: int, packed: bool, per_channel: bool) -> None:
     cpu = torch.device("cpu")
-    tensors = inputs(2, T, 2, 4, 6, 5, torch.float64, cpu)
+    tensors = inputs(2, T, 2, 4, 6, 5, torch.float64, cpu, per_channel=per_channel)
     state = torch.linspace(-1, 1, 2 * 4 * 6 * 5, dtype=torch.float64, device=cpu).view(2, 4, 6, 5)
     options: dict[str, Any] = {"scale": 0.3}
     if packed:
@@ -88,6 +107,32 @@ def test_the_chunks_are_the_recurrence(name: str, T: int, packed: bool) -> None:
     right = gradients(token_by_token, tensors, state, **options)
     for found, expected in zip(gradients(REFERENCES[name], tensors, state, **options), right, strict=True):
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", REFERENCES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@per_channel_or_head
+def test_the_operators_are_the_recurrence(
+    name: str, dtype: torch.dtype, per_channel: bool, device: torch.device
+) -> None:
+    """With decays of very different strengths side by side, of key heads that are shared."""
+    given = inputs(1, 70, 1, 2, 12, 20, dtype, device, per_channel=per_channel)
+    given[3] = given[3].float()
+    given = given if name == "gated_delta_rule" else given[:-1]
+    state = torch.linspace(-1, 1, 2 * 12 * 20, dtype=torch.float32, device=device).view(1, 2, 12, 20)
+    ids = (torch.arange(70, device=device) // 37)[None]
+    options: dict[str, Any] = {"scale": 0.3, "sequence_ids": ids}
+
+    def double(fn: Callable[..., Results]) -> list[Tensor]:
+        return gradients(fn, [x.double() for x in given], state.double(), **options)
+
+    exact = double(token_by_token)
+    baseline = gradients(REFERENCES[name], given, state, **options)
+    found = gradients(OPS[name].function, given, state, **options)
+    for i, (actual, right, other) in enumerate(zip(found, exact, baseline, strict=True)):
+        mistakes = compare(actual, right, other)
+        assert not mistakes, (i, mistakes)
 
 
 @pytest.mark.kernels

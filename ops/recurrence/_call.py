@@ -35,10 +35,9 @@ def check_call(
     if H == 0 or H % HK:
         raise ValueError(f"v: expected a number of heads that is a multiple of the {HK} of q and k, got {H}")
     check_same("v", v, "q", q, dtype=True)
-    if g.dim() == 4:
-        expected = f"{(B, T, H)}, one log decay for each value head; one for each channel is not supported"
-        raise ValueError(f"g: expected shape {expected}, got {tuple(g.shape)}")
-    check_parameter("g", g, (B, T, H), "one for each value head", "q", q)
+    per_head, per_channel = (B, T, H), (B, T, H, K)
+    meaning = f"one for each value head; or {per_channel}, one for each of its channels"
+    check_parameter("g", g, per_channel if tuple(g.shape) == per_channel else per_head, meaning, "q", q)
     check_parameter("beta", beta, (B, T, H), "one for each value head", "q", q)
     if scale is not None:
         check_finite("scale", scale)
@@ -52,13 +51,14 @@ def check_call(
         check_same("sequence_ids", sequence_ids, "q", q)
 
 
-def recurrence_cost(q: Tensor, v: Tensor, others: int, products: int) -> Cost:
-    """The least to read and write, with `others` numbers of float32 a token and value head, and the products.
+def recurrence_cost(q: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, products: int) -> Cost:
+    """The least to read and write, and the products.
 
     Forward is `products` multiplications of a state's size a token and value head; backward has twice as many.
     """
     tokens, state = v.numel() // v.shape[-1], q.shape[-1] * v.shape[-1]
-    inputs = (2 * q.numel() + v.numel()) * q.element_size() + others * tokens * 4
+    inputs = (2 * q.numel() + v.numel()) * q.element_size() + g.numel() * g.element_size()
+    inputs += 0 if beta is None else beta.numel() * beta.element_size()
     output = v.numel() * v.element_size()
     flops = 2 * products * tokens * state
     return Cost(inputs + output, 3 * inputs + 2 * output, flops, 3 * flops)
@@ -69,9 +69,12 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[tuple[Te
     randn = partial(torch.randn, device=device, dtype=dtype)
     floats = partial(torch.rand, device=device, dtype=torch.float32)
 
-    def of(B: int, T: int, HK: int, H: int, K: int, V: int, decay: float = 0.2) -> tuple[tuple[Tensor, ...], Tensor]:
+    def of(
+        B: int, T: int, HK: int, H: int, K: int, V: int, decay: float = 0.2, per_channel: bool = False
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
         q, k = randn(B, T, HK, K), randn(B, T, HK, K) / K**0.5
-        return (q, k, randn(B, T, H, V), -decay * floats(B, T, H)), floats(B, T, H).to(dtype)
+        g = -decay * floats(B, T, H, *((K,) if per_channel else ()))
+        return (q, k, randn(B, T, H, V), g), floats(B, T, H).to(dtype)
 
     def state(B: int, H: int, K: int, V: int) -> Tensor:
         return torch.randn(B, H, K, V, device=device, dtype=torch.float32)
@@ -92,6 +95,16 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[tuple[Te
     (q, k, v, g), beta = of(2, 5, 2, 2, 8, 8)
     strided = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, g))
     yield strided, beta, {}, "heads before tokens"
+    for args, options, why in (
+        ((1, 70, 1, 2, 12, 9), {"initial_state": state(1, 2, 12, 9)}, "two chunks, odd sizes, an initial state"),
+        ((1, 130, 1, 1, 8, 8), {"sequence_ids": ids(1, 130, 3, 50, 64, 100)}, "packed sequences"),
+        ((2, 1, 1, 2, 8, 16), {"initial_state": state(2, 2, 8, 16)}, "one token"),
+        ((2, 0, 1, 2, 8, 8), {"initial_state": state(2, 2, 8, 8)}, "no tokens"),
+    ):
+        yield *of(*args, per_channel=True), options, f"a decay for each channel, {why}"
+    (q, k, v, g), beta = of(1, 20, 1, 2, 8, 8, decay=69.0, per_channel=True)
+    k[:, ::2], g[..., :4] = 0, 0
+    yield (q, k, v, g), beta.round(), {}, "decays of channels from 1 to 1e-30, keys of norm 0, beta 0 or 1"
     (q, k, v, g), beta = of(1, 6, 1, 2, 8, 8)
     k[:, ::2], g[:, 3:] = 0, 0
     yield (q, k, v, g), beta.round(), {}, "keys of norm 0, no decay, beta 0 or 1"

@@ -147,6 +147,12 @@ def chunk_inverse_kernel(a_ptr, inverse_ptr, C: tl.constexpr, LEVELS: tl.constex
 
 
 @jit
+def _column(ptr, keys, K):
+    """One number of each key, 0 past the last, as a column."""
+    return tl.load(ptr + keys, mask=keys < K, other=0.0)[:, None]
+
+
+@jit
 def _times_state(
     k_ptr,
     state,
@@ -180,7 +186,8 @@ def _times_state(
 
 @jit
 def chunk_states_kernel(
-    k_ptr, v_ptr, beta_ptr, start_ptr, end_ptr, inverse_ptr, initial_ptr, states_ptr, u_ptr, final_ptr,
+    k_ptr, ends_ptr, v_ptr, beta_ptr, start_ptr, end_ptr, whole_ptr, inverse_ptr, initial_ptr, states_ptr, u_ptr,
+    final_ptr,
     T, N, H, HK, K, V, C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """The state from chunk to chunk, of one block of its columns: each chunk's first, U, and the last."""
@@ -188,8 +195,13 @@ def chunk_states_kernel(
     row, block = tl.program_id(0).to(tl.int64) // blocks, tl.program_id(0) % blocks
     b, h = row // H, row % H
     k_ptr += (b * T * HK + h // (H // HK)) * K
+    if ends_ptr is None:
+        ends_ptr = k_ptr
+    else:
+        ends_ptr += (b * T * HK + h // (H // HK)) * K
     v_ptr += (b * T * H + h) * V
     t, keys, cols = tl.arange(0, C), tl.arange(0, BLOCK_K), block * BLOCK_V + tl.arange(0, BLOCK_V)
+    undecayed = tl.full((C,), 1.0, dtype=tl.float32)  # queries and keys have d and e of their channels in them
     state = tl.zeros((BLOCK_K, BLOCK_V), dtype=tl.float32)
     if initial_ptr is not None:
         state += _load(initial_ptr + row * K * V, keys, cols, K, V, V)
@@ -202,14 +214,17 @@ def chunk_states_kernel(
         u = _load(v_ptr, rows, cols, T, V, H * V).to(tl.float32)
         if beta_ptr is not None:
             beta = _load_tokens(beta_ptr + b * T * H + h, rows, T, H)
-            d = tl.load(start_ptr + tokens)
+            d = undecayed if whole_ptr is not None else tl.load(start_ptr + tokens)
             predicted = _times_state(k_ptr, state, stored_ptr, rows, keys, cols, T, K, V, HK * K, BLOCK_V, C, PART)
             r = beta[:, None] * (u - d[:, None] * predicted)
             inverse = _load(inverse_ptr + (row * N + chunk) * C * C, t, t, C, C, C)
             u = _product(inverse, r.to(k_ptr.dtype.element_ty))
             _store(u_ptr + (b * T * H + h) * V, u, rows, cols, T, V, H * V)
-        e, whole = tl.load(end_ptr + tokens), tl.load(start_ptr + (row * N + chunk) * C + C - 1)
-        kt = _load_transposed(k_ptr, rows, keys, T, K, HK * K)
+        if whole_ptr is not None:
+            e, whole = undecayed, _column(whole_ptr + (row * N + chunk) * K, keys, K)
+        else:
+            e, whole = tl.load(end_ptr + tokens), tl.load(start_ptr + (row * N + chunk) * C + C - 1)
+        kt = _load_transposed(ends_ptr, rows, keys, T, K, HK * K)
         state = whole * state + _product(kt, (e[:, None] * u).to(k_ptr.dtype.element_ty))
     if final_ptr is not None:
         _store(final_ptr + row * K * V, state, keys, cols, K, V, V)
@@ -233,7 +248,10 @@ def chunk_outputs_kernel(
         keys = start + tl.arange(0, BLOCK_K)
         state = _load(states_ptr + (row * N + chunk) * K * V, keys, cols, K, V, V)
         out += _product(_load(q_ptr, rows, keys, T, K, HK * K), state.to(q_ptr.dtype.element_ty))
-    out *= (tl.cast(scale, tl.float32) * tl.load(start_ptr + (row * N + chunk) * C + t))[:, None]
+    if start_ptr is not None:
+        out *= (tl.cast(scale, tl.float32) * tl.load(start_ptr + (row * N + chunk) * C + t))[:, None]
+    else:
+        out *= tl.cast(scale, tl.float32)
     scores = _load(scores_ptr + (row * N + chunk) * C * C, t, t, C, C, C)
     out += _product(scores, _load(u_ptr + (b * T * H + h) * V, rows, cols, T, V, H * V))
     _store(out_ptr + (b * T * H + h) * V, out, rows, cols, T, V, H * V)
@@ -241,7 +259,7 @@ def chunk_outputs_kernel(
 
 @jit
 def chunk_states_backward_kernel(
-    do_ptr, dfinal_ptr, q_ptr, k_ptr, beta_ptr, start_ptr, end_ptr, scores_ptr, inverse_ptr,
+    do_ptr, dfinal_ptr, q_ptr, k_ptr, ends_ptr, beta_ptr, start_ptr, end_ptr, whole_ptr, scores_ptr, inverse_ptr,
     dstates_ptr, dr_ptr, dv_ptr, dinitial_ptr, scale,
     T, N, H, HK, K, V, C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
@@ -252,8 +270,13 @@ def chunk_states_backward_kernel(
     b, h = row // H, row % H
     q_ptr += (b * T * HK + h // (H // HK)) * K
     k_ptr += (b * T * HK + h // (H // HK)) * K
+    if ends_ptr is None:
+        ends_ptr = k_ptr
+    else:
+        ends_ptr += (b * T * HK + h // (H // HK)) * K
     values = (b * T * H + h) * V
     t, keys, cols = tl.arange(0, C), tl.arange(0, BLOCK_K), block * BLOCK_V + tl.arange(0, BLOCK_V)
+    undecayed = tl.full((C,), 1.0, dtype=tl.float32)  # queries and keys have d and e of their channels in them
     dstate = _load(dfinal_ptr + row * K * V, keys, cols, K, V, V)
     for step in range(0, N):
         chunk = tl.cast(N - 1 - step, tl.int64)
@@ -261,13 +284,16 @@ def chunk_states_backward_kernel(
         stored_ptr = dstates_ptr + (row * N + chunk) * K * V
         _store(stored_ptr, dstate, keys, cols, K, V, V)
         tokens = (row * N + chunk) * C
-        d, e, whole = (
-            tl.load(start_ptr + tokens + t),
-            tl.load(end_ptr + tokens + t),
-            tl.load(start_ptr + tokens + C - 1),
-        )
+        if whole_ptr is not None:
+            d, e, whole = undecayed, undecayed, _column(whole_ptr + (row * N + chunk) * K, keys, K)
+        else:
+            d, e, whole = (
+                tl.load(start_ptr + tokens + t),
+                tl.load(end_ptr + tokens + t),
+                tl.load(start_ptr + tokens + C - 1),
+            )
         do = _load(do_ptr + values, rows, cols, T, V, H * V)
-        dr = _times_state(k_ptr, dstate, stored_ptr, rows, keys, cols, T, K, V, HK * K, BLOCK_V, C, PART)
+        dr = _times_state(ends_ptr, dstate, stored_ptr, rows, keys, cols, T, K, V, HK * K, BLOCK_V, C, PART)
         dr *= e[:, None]
         dr += _product(_load_transposed(scores_ptr + matrix, t, t, C, C, C), do)
         qt = _load_transposed(q_ptr, rows, keys, T, K, HK * K)
@@ -286,6 +312,23 @@ def chunk_states_backward_kernel(
 
 
 @jit
+def _values_products(do_ptr, v_ptr, u_ptr, dr_ptr, values, rows, T, V, H, C: tl.constexpr, BLOCK_V: tl.constexpr):
+    """dP = dO U^T, dA = -dR U^T and the rows of dR . V."""
+    dscores = tl.zeros((C, C), dtype=tl.float32)
+    da = tl.zeros((C, C), dtype=tl.float32)
+    dbeta = tl.zeros((C,), dtype=tl.float32)
+    for start in range(0, V, BLOCK_V):
+        cols = start + tl.arange(0, BLOCK_V)
+        ut = _load_transposed(u_ptr + values, rows, cols, T, V, H * V)
+        dscores += _product(_load(do_ptr + values, rows, cols, T, V, H * V), ut)
+        if dr_ptr is not None:
+            dr = _load(dr_ptr + values, rows, cols, T, V, H * V)
+            da -= _product(dr.to(u_ptr.dtype.element_ty), ut)
+            dbeta += tl.sum(dr * _load(v_ptr + values, rows, cols, T, V, H * V).to(tl.float32), axis=1)
+    return dscores, da, dbeta
+
+
+@jit
 def chunk_scores_backward_kernel(
     do_ptr, q_ptr, k_ptr, v_ptr, u_ptr, dr_ptr, g_ptr, beta_ptr, index_ptr,
     dscores_ptr, dkk_ptr, dg_ptr, dbeta_ptr, scale, T, N, H, HK, K, V,
@@ -301,17 +344,7 @@ def chunk_scores_backward_kernel(
         index_ptr += b * T
     t = tl.arange(0, C)
     rows = chunk * C + t
-    dscores = tl.zeros((C, C), dtype=tl.float32)
-    da = tl.zeros((C, C), dtype=tl.float32)
-    dbeta = tl.zeros((C,), dtype=tl.float32)
-    for start in range(0, V, BLOCK_V):
-        cols = start + tl.arange(0, BLOCK_V)
-        ut = _load_transposed(u_ptr + values, rows, cols, T, V, H * V)
-        dscores += _product(_load(do_ptr + values, rows, cols, T, V, H * V), ut)
-        if beta_ptr is not None:
-            dr = _load(dr_ptr + values, rows, cols, T, V, H * V)
-            da -= _product(dr.to(k_ptr.dtype.element_ty), ut)
-            dbeta += tl.sum(dr * _load(v_ptr + values, rows, cols, T, V, H * V).to(tl.float32), axis=1)
+    dscores, da, dbeta = _values_products(do_ptr, v_ptr, u_ptr, dr_ptr, values, rows, T, V, H, C, BLOCK_V)
     d = _between(_load_tokens(g_ptr + b * T * H + h, rows, T, H), index_ptr, rows, T, C)
     dscores = _decayed(dscores, d) * tl.cast(scale, tl.float32)
     matrix = (row * N + chunk) * C * C
@@ -344,6 +377,29 @@ def chunk_scores_backward_kernel(
 
 
 @jit
+def _states_products(
+    do_ptr, u_ptr, dr_ptr, state_ptr, dstate_ptr, whole, values, rows, keys, T, H, K, V,
+    C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """dO S^T, dR S^T, U dS'^T of a block of keys, and its rows of S . dS' added to `whole`."""
+    from_out = tl.zeros((C, BLOCK_K), dtype=tl.float32)
+    from_r = tl.zeros((C, BLOCK_K), dtype=tl.float32)
+    from_end = tl.zeros((C, BLOCK_K), dtype=tl.float32)
+    for first in range(0, V, BLOCK_V):
+        cols = first + tl.arange(0, BLOCK_V)
+        begin = _load_transposed(state_ptr, keys, cols, K, V, V)
+        end = _load_transposed(dstate_ptr, keys, cols, K, V, V)
+        whole += tl.sum(begin * end, axis=0)
+        begin, end = begin.to(u_ptr.dtype.element_ty), end.to(u_ptr.dtype.element_ty)
+        from_out += _product(_load(do_ptr + values, rows, cols, T, V, H * V), begin)
+        from_end += _product(_load(u_ptr + values, rows, cols, T, V, H * V), end)
+        if dr_ptr is not None:
+            dr = _load(dr_ptr + values, rows, cols, T, V, H * V)
+            from_r += _product(dr.to(u_ptr.dtype.element_ty), begin)
+    return from_out, from_r, from_end, whole
+
+
+@jit
 def chunk_keys_backward_kernel(
     do_ptr, q_ptr, k_ptr, u_ptr, dr_ptr, beta_ptr, start_ptr, end_ptr, states_ptr, dstates_ptr, dscores_ptr, dkk_ptr,
     dg_part_ptr, dbeta_part_ptr, dq_ptr, dk_ptr, dg_ptr, dbeta_ptr, scale, T, N, H, HK, K, V,
@@ -365,20 +421,10 @@ def chunk_keys_backward_kernel(
     whole = tl.zeros((BLOCK_K,), dtype=tl.float32)
     for start in range(0, K, BLOCK_K):
         keys = start + tl.arange(0, BLOCK_K)
-        from_out = tl.zeros((C, BLOCK_K), dtype=tl.float32)
-        from_r = tl.zeros((C, BLOCK_K), dtype=tl.float32)
-        from_end = tl.zeros((C, BLOCK_K), dtype=tl.float32)
-        for first in range(0, V, BLOCK_V):
-            cols = first + tl.arange(0, BLOCK_V)
-            begin = _load_transposed(states_ptr + state, keys, cols, K, V, V)
-            end = _load_transposed(dstates_ptr + state, keys, cols, K, V, V)
-            whole += tl.sum(begin * end, axis=0)
-            begin, end = begin.to(k_ptr.dtype.element_ty), end.to(k_ptr.dtype.element_ty)
-            from_out += _product(_load(do_ptr + values, rows, cols, T, V, H * V), begin)
-            from_end += _product(_load(u_ptr + values, rows, cols, T, V, H * V), end)
-            if beta_ptr is not None:
-                dr = _load(dr_ptr + values, rows, cols, T, V, H * V)
-                from_r += _product(dr.to(k_ptr.dtype.element_ty), begin)
+        from_out, from_r, from_end, whole = _states_products(
+            do_ptr, u_ptr, dr_ptr, states_ptr + state, dstates_ptr + state, whole, values, rows, keys, T, H, K, V,
+            C, BLOCK_K, BLOCK_V,
+        )  # fmt: skip
         q, k = _load(q_ptr, rows, keys, T, K, HK * K), _load(k_ptr, rows, keys, T, K, HK * K)
         from_start += tl.sum(q.to(tl.float32) * from_out, axis=1)
         to_end += tl.sum(k.to(tl.float32) * from_end, axis=1)

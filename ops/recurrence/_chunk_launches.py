@@ -6,6 +6,11 @@ import torch
 from torch import Tensor
 
 from llmk.ops.common.rows import contiguous
+from llmk.ops.recurrence._channel_kernels import (
+    channel_keys_backward_kernel,
+    channel_scores_backward_kernel,
+    channel_scores_kernel,
+)
 from llmk.ops.recurrence._chunk_kernels import (
     chunk_inverse_kernel,
     chunk_keys_backward_kernel,
@@ -48,8 +53,18 @@ class Inputs:
         return FLOAT32_CHUNK if self.is_float32 else CHUNK
 
     @property
+    def levels(self) -> int:
+        """How often a chunk can be halved."""
+        return self.chunk.bit_length() - 1
+
+    @property
     def is_float32(self) -> bool:
         return self.q.dtype == torch.float32
+
+    @property
+    def per_channel(self) -> bool:
+        """Whether each channel of a head decays by itself."""
+        return self.g.dim() == 4
 
     @property
     def rows(self) -> int:
@@ -94,7 +109,7 @@ def inputs(
     scale: float,
     l2_norm_qk: bool,
 ) -> Inputs:
-    q, k, v, g = padded(q), padded(k), padded(v), g.contiguous()
+    q, k, v, g = padded(q), padded(k), padded(v), padded(g) if g.dim() == 4 else g.contiguous()
     initial = None if initial_state is None else padded(initial_state, 2)
     index = None if sequence_ids is None else sequence_indices(sequence_ids)
     q, k = (_l2_normalized(q), _l2_normalized(k)) if l2_norm_qk else (q, k)
@@ -127,15 +142,31 @@ def sum_heads(grad: Tensor, x: Tensor, l2_norm_qk: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class Matrices:
-    """What depends on one chunk alone: the decays from its start and to its end, P, and T with a correction."""
+    """What depends on one chunk alone: P, T with a correction, and the decays.
 
-    start: Tensor
-    end: Tensor
+    With a decay for each head these are d and e, and queries and keys are those of the call. With one for each channel
+    they are d Q, d K and e K of each value head, and d_C.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    ends: Tensor | None
+    start: Tensor | None
+    end: Tensor | None
+    whole: Tensor | None
     scores: Tensor
     inverse: Tensor | None
+    kk: Tensor | None
+
+    @property
+    def heads(self) -> int:
+        """The queries' and keys'."""
+        return self.keys.shape[2]
 
 
-def _matrices(x: Inputs) -> Matrices:
+def _matrices(x: Inputs, *, keep_kk: bool) -> Matrices:
+    if x.per_channel:
+        return _channel_matrices(x, keep_kk=keep_kk)
     T, N, H, HK, K, _ = x.sizes
     start, end = (x.buffer((x.rows, N, x.chunk), torch.float32) for _ in range(2))
     shape = (x.rows, N, x.chunk, x.chunk)
@@ -144,12 +175,34 @@ def _matrices(x: Inputs) -> Matrices:
     wrap_triton(chunk_scores_kernel)[(x.rows * N,)](
         x.q, x.k, x.g, x.beta, x.index, start, end, scores, a, x.scale, T, N, H, HK, K, C=x.chunk, **tile
     )
+    return Matrices(x.q, x.k, None, start, end, None, scores, _inverse(x, a), None)
+
+
+def _inverse(x: Inputs, a: Tensor | None) -> Tensor | None:
     if a is None:
-        return Matrices(start, end, scores, None)
-    inverse = x.buffer(shape)
-    levels = x.chunk.bit_length() - 1
-    wrap_triton(chunk_inverse_kernel)[(x.rows * N,)](a, inverse, C=x.chunk, LEVELS=levels, num_warps=16)
-    return Matrices(start, end, scores, inverse)
+        return None
+    inverse = x.buffer(tuple(a.shape))
+    wrap_triton(chunk_inverse_kernel)[(a.shape[0] * a.shape[1],)](
+        a, inverse, C=x.chunk, LEVELS=x.levels, num_warps=16
+    )
+    return inverse
+
+
+def _channel_matrices(x: Inputs, *, keep_kk: bool) -> Matrices:
+    T, N, H, HK, K, _ = x.sizes
+    queries, ends = x.buffer(x.g.shape), x.buffer(x.g.shape)
+    keys = None if x.beta is None else x.buffer(x.g.shape)
+    whole = x.buffer((x.rows, N, K), torch.float32)
+    shape = (x.rows, N, x.chunk, x.chunk)
+    scores, a = x.buffer(shape), None if x.beta is None else x.buffer(shape, torch.float32)
+    kk = x.buffer(shape, torch.float32) if keep_kk and x.beta is not None else None
+    tile = {"BLOCK_K": x.columns(128 // x.q.element_size(), K), "num_warps": 4}
+    wrap_triton(channel_scores_kernel)[(x.rows * N,)](
+        x.q, x.k, x.g, x.beta, x.index, queries, keys, ends, whole, scores, kk, a, x.scale, T, N, H, HK, K,
+        C=x.chunk, LEVELS=x.levels, **tile,
+    )  # fmt: skip
+    keys = ends if keys is None else keys
+    return Matrices(queries, keys, ends, None, None, whole, scores, _inverse(x, a), kk)
 
 
 def _state_tile(x: Inputs) -> dict[str, int]:
@@ -165,63 +218,108 @@ def _state_tile(x: Inputs) -> dict[str, int]:
 
 def _states(x: Inputs, m: Matrices, dtype: torch.dtype, final: Tensor | None) -> tuple[Tensor, Tensor]:
     """Each chunk's first state and U; the last state is written into `final`."""
-    T, N, H, HK, K, V = x.sizes
+    T, N, H, _, K, V = x.sizes
     states = x.buffer((x.rows, N, K, V), dtype)
     u = x.v if x.beta is None else x.buffer(x.v.shape)
     tile = _state_tile(x)
     wrap_triton(chunk_states_kernel)[(x.rows * cdiv(V, tile["BLOCK_V"]),)](
-        x.k, x.v, x.beta, m.start, m.end, m.inverse, x.initial, states, u, final, T, N, H, HK, K, V, C=x.chunk, **tile
-    )
+        m.keys, m.ends, x.v, x.beta, m.start, m.end, m.whole, m.inverse, x.initial, states, u, final,
+        T, N, H, m.heads, K, V, C=x.chunk, **tile,
+    )  # fmt: skip
     return states, u
 
 
 def launch_forward(x: Inputs) -> tuple[Tensor, Tensor]:
     """The outputs and the last state, padded."""
-    T, N, H, HK, K, V = x.sizes
+    T, N, H, _, K, V = x.sizes
     out = x.buffer(x.v.shape)
     final = x.buffer((x.v.shape[0], H, K, V), torch.float32)
-    m = _matrices(x)
+    m = _matrices(x, keep_kk=False)
     states, u = _states(x, m, x.q.dtype, final)
     tile = {"BLOCK_K": x.columns(128 // x.q.element_size(), K), "BLOCK_V": x.columns(64, V), "num_warps": 4}
     wrap_triton(chunk_outputs_kernel)[(x.rows * N * cdiv(V, tile["BLOCK_V"]),)](
-        x.q, u, m.start, m.scores, states, out, x.scale, T, N, H, HK, K, V, C=x.chunk, **tile
+        m.queries, u, m.start, m.scores, states, out, x.scale, T, N, H, m.heads, K, V, C=x.chunk, **tile
     )
     return out, final
+
+
+@dataclass(frozen=True)
+class Backward:
+    """What the pass back from chunk to chunk reads and made."""
+
+    do: Tensor
+    states: Tensor
+    dstates: Tensor
+    u: Tensor
+    dr: Tensor | None
 
 
 def launch_backward(
     x: Inputs, grad_out: Tensor, grad_final: Tensor, need_initial_state: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """The gradients of q and k (each value head's, as kernels read them), v, g, beta and the first state, padded."""
-    T, N, H, HK, K, V = x.sizes
+    T, N, H, _, K, V = x.sizes
     do, dfinal = padded(grad_out), padded(grad_final, 2)
-    m = _matrices(x)
+    m = _matrices(x, keep_kk=True)
     states, u = _states(x, m, torch.float32, None)
     dstates, dv = x.buffer(tuple(states.shape), torch.float32), x.buffer(x.v.shape)
     dr = None if x.beta is None else x.buffer(x.v.shape, torch.float32)
     dinitial = x.buffer(dfinal.shape, torch.float32) if need_initial_state else None
     tile = _state_tile(x)
     wrap_triton(chunk_states_backward_kernel)[(x.rows * cdiv(V, tile["BLOCK_V"]),)](
-        do, dfinal, x.q, x.k, x.beta, m.start, m.end, m.scores, m.inverse, dstates, dr, dv, dinitial, x.scale,
-        T, N, H, HK, K, V, C=x.chunk, **tile,
+        do, dfinal, m.queries, m.keys, m.ends, x.beta, m.start, m.end, m.whole, m.scores, m.inverse,
+        dstates, dr, dv, dinitial, x.scale, T, N, H, m.heads, K, V, C=x.chunk, **tile,
     )  # fmt: skip
+    made = Backward(do, states, dstates, u, dr)
+    dq, dk, dg, dbeta = (_channel_gradients if x.per_channel else _gradients)(x, m, made)
+    return dq, dk, dv, dg, dbeta, dinitial
+
+
+def _gradients(x: Inputs, m: Matrices, made: Backward) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of q, k, g and beta, each chunk's by itself."""
+    T, N, H, HK, K, V = x.sizes
     dscores, dg_part = x.buffer(tuple(m.scores.shape)), x.buffer(x.g.shape, torch.float32)
     dkk = dbeta_part = dbeta = None
     if x.beta is not None:
-        dkk, dbeta_part = x.buffer(tuple(m.scores.shape)), x.buffer(x.g.shape, torch.float32)
+        dkk, dbeta_part = x.buffer(tuple(m.scores.shape)), x.buffer(x.beta.shape, torch.float32)
         dbeta = x.buffer(x.beta.shape, x.beta.dtype)
     size = x.q.element_size()
     tile = {"BLOCK_K": x.columns(128 // size, K), "BLOCK_V": x.columns(128 // size, V), "num_warps": 4}
     wrap_triton(chunk_scores_backward_kernel)[(x.rows * N,)](
-        do, x.q, x.k, x.v, u, dr, x.g, x.beta, x.index, dscores, dkk, dg_part, dbeta_part, x.scale,
+        made.do, x.q, x.k, x.v, made.u, made.dr, x.g, x.beta, x.index, dscores, dkk, dg_part, dbeta_part, x.scale,
         T, N, H, HK, K, V, C=x.chunk, **tile,
     )  # fmt: skip
     dq, dk = (x.buffer((*x.v.shape[:3], K), torch.float32) for _ in range(2))
     dg = x.buffer(x.g.shape, x.g.dtype)
-    block, warps = (16, 8) if x.is_float32 else (32, 4)
-    tile = {"BLOCK_K": x.columns(block, K), "BLOCK_V": x.columns(block, V), "num_warps": warps, "num_stages": 1}
     wrap_triton(chunk_keys_backward_kernel)[(x.rows * N,)](
-        do, x.q, x.k, u, dr, x.beta, m.start, m.end, states, dstates, dscores, dkk, dg_part, dbeta_part,
-        dq, dk, dg, dbeta, x.scale, T, N, H, HK, K, V, C=x.chunk, **tile,
+        made.do, x.q, x.k, made.u, made.dr, x.beta, m.start, m.end, made.states, made.dstates, dscores, dkk,
+        dg_part, dbeta_part, dq, dk, dg, dbeta, x.scale, T, N, H, HK, K, V, C=x.chunk, **_keys_tile(x),
     )  # fmt: skip
-    return dq, dk, dv, dg, dbeta, dinitial
+    return dq, dk, dg, dbeta
+
+
+def _keys_tile(x: Inputs) -> dict[str, int]:
+    block, warps = (16, 8) if x.is_float32 else (32, 4)
+    K, V = x.sizes[-2:]
+    return {"BLOCK_K": x.columns(block, K), "BLOCK_V": x.columns(block, V), "num_warps": warps, "num_stages": 1}
+
+
+def _channel_gradients(x: Inputs, m: Matrices, made: Backward) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """As `_gradients`, with a decay for each channel."""
+    T, N, H, HK, K, V = x.sizes
+    dscores, dkk, dbeta_part, dbeta = x.buffer(tuple(m.scores.shape)), None, None, None
+    if x.beta is not None:
+        dkk, dbeta_part = x.buffer(tuple(m.scores.shape)), x.buffer(x.beta.shape, torch.float32)
+        dbeta = x.buffer(x.beta.shape, x.beta.dtype)
+    tile = {"BLOCK_V": x.columns(128 // x.q.element_size(), V), "num_warps": 4}
+    wrap_triton(channel_scores_backward_kernel)[(x.rows * N,)](
+        made.do, x.v, made.u, made.dr, x.beta, x.index, m.kk, dscores, dkk, dbeta_part, x.scale, T, N, H, V,
+        C=x.chunk, **tile,
+    )  # fmt: skip
+    dq, dk = (x.buffer(x.g.shape, torch.float32) for _ in range(2))
+    dg = x.buffer(x.g.shape, x.g.dtype)
+    wrap_triton(channel_keys_backward_kernel)[(x.rows * N,)](
+        made.do, x.q, x.k, x.g, made.u, made.dr, x.beta, x.index, made.states, made.dstates, dscores, dkk, dbeta_part,
+        dq, dk, dg, dbeta, x.scale, T, N, H, HK, K, V, C=x.chunk, LEVELS=x.levels, **_keys_tile(x),
+    )  # fmt: skip
+    return dq, dk, dg, dbeta

@@ -3,18 +3,18 @@
 The package's docstring has the formulas; names are theirs. Tensors are `[B, H, N, C, ...]`, N chunks of C tokens.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from llmk.ops.recurrence._decays import Decays, Product, decayed, decays
+from llmk.registry import next_power_of_2
+
 CHUNK = 64
 """Tokens of a chunk; a shorter sequence is one chunk on a CPU."""
 L2_EPS = 1e-6
 """Added to the sum of squares of a query or key that is normalized."""
-
-Product = Callable[[Tensor, Tensor], Tensor]
 
 
 def sequence_indices(sequence_ids: Tensor) -> Tensor:
@@ -24,48 +24,12 @@ def sequence_indices(sequence_ids: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Decays:
-    """The decays of a chunk: between its tokens D `[..., C, C]`, to each from its start and from each to its end
-    `[..., C]`, and of all of it `[...]`.
-
-    Each is the exponential of a sum of log decays, never of a difference of sums, so that none cancels.
-    """
-
-    between: Tensor
-    start: Tensor
-    end: Tensor
-    whole: Tensor
-
-
-def _decayed(x: Tensor, decays: Tensor) -> Tensor:
-    """x times decays; where one is 0, as between two sequences, it does not matter what x is."""
-    return torch.where(decays == 0, 0.0, x * decays)
-
-
-def _decays(g: Tensor, index: Tensor | None) -> Decays:
-    """From log decays `[B, H, N, C]` and the tokens' sequence indices `[B, 1, N, C]`."""
-    C = g.shape[-1]
-    later = g.unsqueeze(-1).expand(*g.shape, C).tril(-1)  # [..., s, j]: g_s where s > j
-    between, start = later.cumsum(-2).exp().tril(), g.cumsum(-1).exp()
-    end, whole = later.sum(-2).exp(), g.sum(-1).exp()
-    if index is not None:
-        last = index[..., -1]
-        before = torch.nn.functional.pad(last, (1, 0))[..., :-1]  # of the token before the chunk; 0 for the first
-        between = torch.where(index.unsqueeze(-1) == index.unsqueeze(-2), between, 0.0)
-        start = torch.where(index == before.unsqueeze(-1), start, 0.0)
-        end = torch.where(index == last.unsqueeze(-1), end, 0.0)
-        whole = torch.where(last == before, whole, 0.0)
-    return Decays(between, start, end, whole)
-
-
-@dataclass(frozen=True)
 class Chunks:
     """The inputs in chunks, padded with tokens that change nothing; queries and keys repeated for their value heads."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    g: Tensor
     beta: Tensor | None
     decays: Decays
     initial: Tensor
@@ -88,6 +52,7 @@ def in_chunks(
     """Cut the inputs, all of one dtype by now, into chunks."""
     (B, T, H, V), K = v.shape, q.shape[-1]
     C = max(1, min(CHUNK, T))
+    C = next_power_of_2(C) if g.dim() == 4 else C  # a decay for each channel is made of halves
     N = -(-T // C)
 
     def cut(x: Tensor) -> Tensor:
@@ -102,40 +67,43 @@ def in_chunks(
     q, k = (cut(x).repeat_interleave(group, 1) for x in (q, k))
     initial = v.new_zeros((B, H, K, V)) if initial_state is None else initial_state
     g, beta = cut(g), None if beta is None else cut(beta)
-    return Chunks(q, k, cut(v), g, beta, _decays(g, index), initial, T)
+    return Chunks(q, k, cut(v), beta, decays(g, index), initial, T)
 
 
 @dataclass(frozen=True)
 class Scan:
-    """What a pass over the chunks made: A's inverse T, the scores P, each chunk's first state, and U."""
+    """What a pass over the chunks made: the decayed products of queries and keys, and of keys with each other, A's
+    inverse T, each chunk's first state, and U.
+    """
 
     out: Tensor
     final: Tensor
+    qk: Tensor
+    kk: Tensor | None
     inverse: Tensor | None
-    scores: Tensor
     states: Tensor
     u: Tensor
 
 
 def scan(c: Chunks, scale: float, product: Product = torch.matmul) -> Scan:
     """The forward pass; `product` multiplies matrices."""
-    d, kt = c.decays, c.k.mT
-    scores = _decayed(product(c.q, kt), d.between) * scale
-    inverse = None if c.beta is None else _inverse(c.beta.unsqueeze(-1) * _decayed(product(c.k, kt), d.between))
+    d = c.decays
+    qk, kk = d.pairs(product, c.q, c.k), None if c.beta is None else d.pairs(product, c.k, c.k)
+    inverse = None if c.beta is None else _inverse(c.beta.unsqueeze(-1) * kk)
     none = c.v[:, :, :0]  # no chunk's, of which autograd finds all inputs where there are no tokens
     none = none if c.beta is None else c.beta[:, :, :0].unsqueeze(-1) * none
     state, states, us = c.initial, [c.initial.unsqueeze(2)[:, :, :0]], [none]
     for n in range(c.q.shape[2]):
-        u = c.v[:, :, n]
+        k, u = c.k[:, :, n], c.v[:, :, n]
         if c.beta is not None and inverse is not None:
-            predicted = d.start[:, :, n, :, None] * product(c.k[:, :, n], state)
+            predicted = d.from_state(product, k, d.start[:, :, n], state)
             u = product(inverse[:, :, n], c.beta[:, :, n, :, None] * (u - predicted))
         states.append(state.unsqueeze(2))
         us.append(u.unsqueeze(2))
-        state = d.whole[:, :, n, None, None] * state + product(kt[:, :, n], d.end[:, :, n, :, None] * u)
+        state = d.whole[:, :, n] * state + d.into_state(product, k, d.end[:, :, n], u)
     first, u = torch.cat(states, 2), torch.cat(us, 2)
-    out = (scale * d.start).unsqueeze(-1) * product(c.q, first) + product(scores, u)
-    return Scan(out, state, inverse, scores, first, u)
+    out = scale * d.from_state(product, c.q, d.start, first) + product(scale * qk, u)
+    return Scan(out, state, qk, kk, inverse, first, u)
 
 
 def _inverse(a: Tensor) -> Tensor:
@@ -144,53 +112,40 @@ def _inverse(a: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(a.tril(-1) + one, one, upper=False, unitriangular=True)
 
 
-def _decay_gradient(c: Chunks, between: Tensor, start: Tensor, end: Tensor, whole: Tensor) -> Tensor:
-    """dg from the gradients of the decays' logarithms: each log decay is in the sums over spans that it is in."""
-    until = between.tril(-1).cumsum(-1)  # [..., i, s]: of all j <= s
-    spans = until.tril(-1).sum(-2)[..., :-1]  # those with j <= s < i
-    before = end.cumsum(-1)[..., :-1]
-    pad = torch.nn.functional.pad
-    return pad(spans, (1, 0)) + start.flip(-1).cumsum(-1).flip(-1) + pad(before, (1, 0)) + whole.unsqueeze(-1)
-
-
 def scan_backward(
     c: Chunks, scale: float, grad_out: Tensor, grad_final: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]:
     """The gradients of q, k (for each value head), v, g, beta, all in chunks, and of the initial state."""
-    run, d, kt = scan(c, scale), c.decays, c.k.mT
-    into_scores = run.scores.mT @ grad_out
-    into_states = c.q.mT @ ((scale * d.start).unsqueeze(-1) * grad_out)
-    ds, ends, drs = grad_final, [grad_final.unsqueeze(2)[:, :, :0]], [c.v[:, :, :0]]
+    run, d = scan(c, scale), c.decays
+    queries, keys, ends = scale * d.start * c.q, d.start * c.k, d.end * c.k
+    into_scores = scale * run.qk.mT @ grad_out
+    into_states = queries.mT @ grad_out
+    ds, dends, drs = grad_final, [grad_final.unsqueeze(2)[:, :, :0]], [c.v[:, :, :0]]
     for n in reversed(range(c.q.shape[2])):
-        ends.append(ds.unsqueeze(2))
-        dr = into_scores[:, :, n] + d.end[:, :, n, :, None] * (c.k[:, :, n] @ ds)
-        ds = d.whole[:, :, n, None, None] * ds + into_states[:, :, n]
+        dends.append(ds.unsqueeze(2))
+        dr = into_scores[:, :, n] + ends[:, :, n] @ ds
+        ds = d.whole[:, :, n] * ds + into_states[:, :, n]
         if c.beta is not None and run.inverse is not None:
             dr = run.inverse[:, :, n].mT @ dr
-            ds = ds - kt[:, :, n] @ ((c.beta * d.start)[:, :, n, :, None] * dr)
+            ds = ds - keys[:, :, n].mT @ (c.beta[:, :, n, :, None] * dr)
         drs.append(dr.unsqueeze(2))
-    dend, dr = torch.cat(ends[::-1], 2), torch.cat(drs[::-1], 2)
-    dscores = scale * _decayed(grad_out @ run.u.mT, d.between)
-    from_out = grad_out @ run.states.mT
-    from_end = run.u @ dend.mT
-    dq = (scale * d.start).unsqueeze(-1) * from_out + dscores @ c.k
-    dk = dscores.mT @ c.q + d.end.unsqueeze(-1) * from_end
-    between = dscores * (c.q @ kt)
-    start = d.start * scale * (c.q * from_out).sum(-1)
-    end = d.end * (c.k * from_end).sum(-1)
-    whole = d.whole * (run.states * dend).sum((-2, -1))
-    dv, dbeta = dr, None
-    if c.beta is not None:
-        beta, kk = c.beta.unsqueeze(-1), c.k @ kt
-        da = _decayed(-dr @ run.u.mT, d.between).tril(-1)
-        from_r = dr @ run.states.mT
-        predicted = d.start * (c.k * from_r).sum(-1)
-        dv = beta * dr
-        dbeta = (dr * c.v).sum(-1) - predicted + (da * kk).sum(-1)
-        dk = dk - (c.beta * d.start).unsqueeze(-1) * from_r + (beta * da) @ c.k + (beta * da).mT @ c.k
-        between = between + beta * da * kk
-        start = start - c.beta * predicted
-    return dq, dk, dv, _decay_gradient(c, between, start, end, whole), dbeta, ds
+    dend, dr = torch.cat(dends[::-1], 2), torch.cat(drs[::-1], 2)
+    from_out = scale * d.start * (grad_out @ run.states.mT)
+    from_end = d.end * (run.u @ dend.mT)
+    dq, dk, dg = d.pairs_gradients(scale * (grad_out @ run.u.mT).tril(), c.q, c.k, run.qk)
+    start, end = c.q * from_out, c.k * from_end
+    whole = d.whole.squeeze(-1) * (run.states * dend).sum(-1)
+    dq, dk, dv, dbeta = dq + from_out, dk + from_end, dr, None
+    if c.beta is not None and run.kk is not None:
+        beta = c.beta.unsqueeze(-1)
+        da = -(dr @ run.u.mT).tril(-1)
+        predicted = d.start * (dr @ run.states.mT)
+        drow, dcolumn, between = d.pairs_gradients(beta * da, c.k, c.k, run.kk)
+        dbeta = (dr * c.v).sum(-1) - (c.k * predicted).sum(-1) + decayed(da, run.kk).sum(-1)
+        dk, dv, dg = dk + drow + dcolumn - beta * predicted, beta * dr, dg + between
+        start = start - beta * c.k * predicted
+    dg = dg + d.ends_gradient(start, end, whole)
+    return dq, dk, dv, dg, dbeta, ds
 
 
 def l2_normalized(x: Tensor) -> Tensor:
@@ -283,7 +238,7 @@ def backward_cpu(
         return (_l2_backward(grad, x.float()) if l2_norm_qk else grad).to(x.dtype).contiguous()
 
     dbeta = None if beta is None or dbeta is None else c.joined(dbeta).to(beta.dtype).contiguous()
-    dv, dg = c.joined(dv).to(v.dtype).contiguous(), c.joined(dg).to(g.dtype).contiguous()
+    dv, dg = c.joined(dv).to(v.dtype).contiguous(), c.joined(dg).reshape(g.shape).to(g.dtype).contiguous()
     return of_key_heads(dq, q), of_key_heads(dk, k), dv, dg, dbeta, dinitial.clone()
 
 

@@ -62,6 +62,7 @@ def _gated_delta_rule_bwd(
     x = inputs(q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk)
     dq, dk, dv, dg, dbeta, dinitial = launch_backward(x, grad, grad_state, need_initial_state)
     dq, dk = sum_heads(dq, q, l2_norm_qk), sum_heads(dk, k, l2_norm_qk)
+    dg = cut(dg, q.shape[3]) if g.dim() == 4 else dg
     dinitial = None if dinitial is None else cut(dinitial, q.shape[3], v.shape[3])
     return dq, dk, cut(dv, v.shape[3]), dg, or_no_gradient(dbeta, grad), or_no_gradient(dinitial, grad)
 
@@ -122,10 +123,16 @@ def gated_delta_rule_workloads(device: torch.device, dtype: torch.dtype) -> Iter
         g, beta = (torch.rand(B, T, H, device=device, dtype=torch.float32) for _ in range(2))
         options = {"l2_norm_qk": True}
         yield Sample((q, k, v, -g, beta.to(dtype)), options, why=f"{B}x{T}, {HK} and {H} heads of {D}")
+    for B, T, H, D in [(4, 4096, 32, 128)]:
+        q, k, v = (torch.randn(B, T, H, D, device=device, dtype=dtype) for _ in range(3))
+        g = -torch.rand(B, T, H, D, device=device, dtype=torch.float32)
+        beta = torch.rand(B, T, H, device=device, dtype=torch.float32).to(dtype)
+        why = f"Kimi Linear, {B}x{T}, {H} heads of {D}, a decay for each channel"
+        yield Sample((q, k, v, g, beta), {"l2_norm_qk": True}, why=why)
 
 
 def gated_delta_rule_cost(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: object) -> Cost:
-    return recurrence_cost(q, v, others=2, products=3)
+    return recurrence_cost(q, v, g, beta, products=3)
 
 
 @public_op(

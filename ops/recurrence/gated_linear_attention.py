@@ -56,6 +56,7 @@ def _gated_linear_attention_bwd(
     x = inputs(q, k, v, g, None, initial_state, sequence_ids, scale, False)
     dq, dk, dv, dg, _, dinitial = launch_backward(x, grad, grad_state, need_initial_state)
     dq, dk = sum_heads(dq, q, False), sum_heads(dk, k, False)
+    dg = cut(dg, q.shape[3]) if g.dim() == 4 else dg
     dinitial = None if dinitial is None else cut(dinitial, q.shape[3], v.shape[3])
     return dq, dk, cut(dv, v.shape[3]), dg, or_no_gradient(dinitial, grad)
 
@@ -114,10 +115,15 @@ def gated_linear_attention_workloads(device: torch.device, dtype: torch.dtype) -
         v = torch.randn(B, T, H, V, device=device, dtype=dtype)
         g = -torch.rand(B, T, H, device=device, dtype=torch.float32)
         yield Sample((q, k, v, g), why=f"{B}x{T}, {HK} and {H} heads of {K} and {V}")
+    for B, T, H, K, V in [(4, 4096, 16, 64, 128)]:
+        q, k = (torch.randn(B, T, H, K, device=device, dtype=dtype) / K**0.25 for _ in range(2))
+        v = torch.randn(B, T, H, V, device=device, dtype=dtype)
+        g = -torch.rand(B, T, H, K, device=device, dtype=torch.float32)
+        yield Sample((q, k, v, g), why=f"{B}x{T}, {H} heads of {K} and {V}, a decay for each channel")
 
 
 def gated_linear_attention_cost(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: object) -> Cost:
-    return recurrence_cost(q, v, others=1, products=2)
+    return recurrence_cost(q, v, g, None, products=2)
 
 
 @public_op(
