@@ -19,7 +19,7 @@ def _for_heads(x: Tensor, heads: int) -> Tensor:
 
 
 class DeltaRule:
-    """The gated delta rule."""
+    """The gated delta rule, with a decay for each head `[B, T, H]` or for each of its channels `[B, T, H, K]`."""
 
     eps = 1e-6
 
@@ -41,7 +41,8 @@ class DeltaRule:
         query, key = (_for_heads(x, value.shape[2]) for x in (query, key))
         if use_qk_l2norm_in_kernel:
             query, key = (x / (x.square().sum(-1, keepdim=True) + self.eps).sqrt() for x in (query, key))
-        query, decay = query * self.scale(query), self.log_decay(g).exp()[..., None, None]
+        query, decay = query * self.scale(query), self.log_decay(g).exp().unsqueeze(-1)
+        decay = decay if decay.dim() == 5 else decay.unsqueeze(-1)
         state = self.begin(initial_state, (key[:, 0].unsqueeze(-1) * value[:, 0].unsqueeze(-2)).mul(0))
         outputs = []
         for t in range(value.shape[1]):

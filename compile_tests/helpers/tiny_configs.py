@@ -45,12 +45,15 @@ SMALL: dict[int | float, tuple[str, ...]] = {
 ONE_OF_EACH = {"layer_types": ["linear_attention", "full_attention"]}
 
 PARTICULAR: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": ONE_OF_EACH,
     "bamba": {"attn_layer_indices": [1]},
     "dots3_note": {"num_key_value_heads": 4},
     "esmc": {"num_key_value_heads": 4},
     "falcon_h1": {"mamba_d_ssm": 32, "mamba_d_head": 8, "mamba_n_groups": 1},
+    "glm5_next_text": {"qk_rope_head_dim": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": ONE_OF_EACH,
+    "kimi_linear": ONE_OF_EACH,
     "mamba2": {"head_dim": 16, "n_groups": 1},
     "prophetnet": {"num_hidden_layers": None},
     "qwen3_5_moe_text": ONE_OF_EACH,

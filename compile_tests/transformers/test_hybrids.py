@@ -32,13 +32,17 @@ from compile_tests.helpers.recurrence_functions import (  # noqa: E402
 )
 from llmk.transformers import patch  # noqa: E402
 
-DELTA_RULES = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "Qwen4Exp", "OlmoHybrid")
+DELTA_RULES = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "Qwen4Exp", "OlmoHybrid", "KimiLinear", "BailingHybrid")
 SCANS = ("Mamba2", "Bamba", "GraniteMoeHybrid", "FalconH1", "NemotronH", "Zamba2")
 OPERATORS = dict.fromkeys(DELTA_RULES, "gated_delta_rule") | dict.fromkeys(SCANS, "gated_linear_attention")
-PLAIN: dict[str, Any] = {"torch_chunk_gated_delta_rule": DeltaRule(), "mamba2_chunk_scan": Scan()}
+PLAIN: dict[str, Any] = {
+    "torch_chunk_gated_delta_rule": DeltaRule(),
+    "chunk_kimi_delta_attention": DeltaRule(),
+    "mamba2_chunk_scan": Scan(),
+}
 """By transformers' names of the functions, the same token by token."""
 
-KEPT = ("Qwen3Next", "OlmoHybrid", "Mamba2", "FalconH1")
+KEPT = ("Qwen3Next", "OlmoHybrid", "KimiLinear", "Mamba2", "FalconH1")
 
 
 @pytest.fixture(autouse=True)

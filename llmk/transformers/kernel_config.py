@@ -33,7 +33,8 @@ from llmk.transformers.slots import LAYERS
 DEVICES = ("cpu", "cuda", "rocm")
 FUNCTIONS: dict[str, Form] = {
     "causal_conv1d_fn": CausalConv1d(),
-    "chunk_gated_delta_rule": DeltaRule(grouped=True),
+    "chunk_gated_delta_rule": DeltaRule(),
+    "chunk_kda": DeltaRule(grouped=False, channels=True),
     "mamba_chunk_scan_combined": Scan(),
 }
 """The slots of functions that `patch` knows too, which try what is in a slot."""

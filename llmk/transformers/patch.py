@@ -27,7 +27,7 @@ from llmk.transformers.masks import find_masks
 from llmk.transformers.mixtures import Experts, find_experts
 from llmk.transformers.norms import Norm, find_norm
 from llmk.transformers.probe import Differs, identity
-from llmk.transformers.recurrences import DeltaRule, Recurrence, Scan
+from llmk.transformers.recurrences import RECURRENCES, Recurrence
 from llmk.transformers.report import REPORT, Entry, Report
 from llmk.transformers.residuals import Residual
 from llmk.transformers.rewrite import CannotRewrite, Edit, Rewrite, Source, source_of
@@ -69,7 +69,7 @@ def patch(
         rope: The rotary embedding of queries and keys.
         residuals: A residual sum and the RMSNorm that follows it, in one.
         convolutions: The short causal convolution before a recurrence.
-        recurrences: The gated delta rule and the scan of Mamba-2, over chunks of tokens.
+        recurrences: The gated delta rule, also Kimi Linear's, and the scan of Mamba-2, over chunks of tokens.
         loss: The output projection and the causal language model's loss, in one.
         masks: With `scaled_dot_product_attention`, no causal mask where neither padding nor packing needs one, also
             when a compiler traces the model.
@@ -128,7 +128,7 @@ class Plan:
             "rope": RopeFinder(),
             "residual": self._residual,
             "convolution": CallFinder(Convolution, CausalConv1d()),
-            "recurrence": CallFinder(Recurrence, DeltaRule(grouped=True), DeltaRule(grouped=False), Scan()),
+            "recurrence": CallFinder(Recurrence, *RECURRENCES),
             "mask": find_masks,
         }
         finders = {kind: find for kind, find in finders.items() if kind in kinds}

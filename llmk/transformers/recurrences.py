@@ -45,9 +45,11 @@ class DeltaRule(Form):
 
     Attributes:
         grouped: They take fewer heads of queries and keys than of values.
+        channels: They have a decay for each channel of a head, as Kimi Linear's, and not one for the head.
     """
 
-    grouped: bool
+    grouped: bool = True
+    channels: bool = False
 
     operator = "gated_delta_rule"
     positional = range(3, 6)
@@ -88,22 +90,22 @@ class DeltaRule(Form):
             "q": _heads(groups, tokens, 6, randn),
             "k": _heads(groups, tokens, 6, randn) if normalized else 0.3 * randn(2, groups, tokens, 6),
             "v": _heads(heads, tokens, 5, randn),
-            "g": -torch.nn.functional.softplus(2 * randn(2, heads, tokens) - 2),
+            "g": -torch.nn.functional.softplus(2 * randn(2, heads, tokens, *[6] * self.channels) - 2),
             "beta": randn(2, heads, tokens).sigmoid(),
         }
         return inputs | ({"initial_state": _heads(heads, 6, 5, randn)} if with_state else {})
 
     def replacement(self, tried: Function) -> Function:
-        return _delta_rule(tried, self.grouped)
+        return _delta_rule(tried, self.grouped, self.channels)
 
 
 @functools.cache
-def _delta_rule(tried: Function, grouped: bool) -> Function:
+def _delta_rule(tried: Function, grouped: bool, channels: bool) -> Function:
     others = its_own(tried, DELTA_RULE_OPTIONS)
 
     def rule(function: Any, q: Any, k: Any, v: Any, g: Any, beta: Any, **options: Any) -> Any:
         asks_for_more = any(options.get(name) is not None for name in others)
-        fits = fits_delta_rule(q, k, v, g, beta, options) and (grouped or q.shape[2] == v.shape[2])
+        fits = fits_delta_rule(q, k, v, g, beta, options, channels) and (grouped or q.shape[2] == v.shape[2])
         if function is not tried or asks_for_more or not fits:
             return function(q, k, v, g, beta, **options)
         return delta_rule(q, k, v, g, beta, options)
@@ -111,8 +113,14 @@ def _delta_rule(tried: Function, grouped: bool) -> Function:
     return rule
 
 
-def fits_delta_rule(q: Any, k: Any, v: Any, g: Any, beta: Any, options: Mapping[str, Any]) -> bool:
-    return _fits(q, k, v, (g, beta), options.get("initial_state"))
+def fits_delta_rule(
+    q: Any, k: Any, v: Any, g: Any, beta: Any, options: Mapping[str, Any], channels: bool = False
+) -> bool:
+    if not channels:
+        return _fits(q, k, v, (g, beta), options.get("initial_state"))
+    if not _fits(q, k, v, (beta,), options.get("initial_state")) or not isinstance(g, Tensor):
+        return False
+    return g.dtype in DTYPES and g.shape == (*v.shape[:3], q.shape[3])
 
 
 def delta_rule(
@@ -316,3 +324,13 @@ def _check_dtypes(
     out, state = run(lambda: own(**{name: x.detach().bfloat16() for name, x in inputs.items()}), also=also)
     if out.dtype != output or (state is not None and state.dtype != torch.float32):
         raise Differs("gives other dtypes")
+
+
+RECURRENCES: tuple[Form, ...] = (
+    DeltaRule(),
+    DeltaRule(grouped=False),
+    DeltaRule(channels=True),
+    DeltaRule(grouped=False, channels=True),
+    Scan(),
+)
+"""What a function is tried for, in this order."""

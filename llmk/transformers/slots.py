@@ -116,10 +116,54 @@ class ChunkGatedDeltaRule(nn.Module):
             "output_final_state": output_final_state,
             "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
         }
-        packed = any(kwargs.get(name) is not None for name in PACKING)
-        if packed or not fits_delta_rule(query, key, value, g, beta, options):
-            return type(self).forward(self, query, key, value, g, beta, chunk_size, **options, **kwargs)
-        return delta_rule(query, key, value, g, beta, options)
+        return _delta_rule(self, False, query, key, value, g, beta, chunk_size, options, kwargs)
+
+
+class ChunkKDA(nn.Module):
+    """`chunk_kda` of Kimi Linear: query, key, value, g `[B, T, H, K]`, beta `[B, T, H]`."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        chunk_size: int = 64,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        options = {
+            "initial_state": initial_state,
+            "output_final_state": output_final_state,
+            "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+        }
+        return _delta_rule(self, True, query, key, value, g, beta, chunk_size, options, kwargs)
+
+
+def _delta_rule(
+    module: Any,
+    channels: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int,
+    options: dict[str, Any],
+    others: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """The layers above: a function, because their `self` is the model's module and has no methods of theirs."""
+    packed = any(others.get(name) is not None for name in PACKING)
+    fits = fits_delta_rule(q, k, v, g, beta, options, channels) and (not channels or q.shape[2] == v.shape[2])
+    if packed or not fits:
+        return type(module).forward(module, q, k, v, g, beta, chunk_size, **options, **others)
+    return delta_rule(q, k, v, g, beta, options)
 
 
 class MambaChunkScanCombined(nn.Module):
@@ -243,6 +287,7 @@ LAYERS: dict[str, type[nn.Module]] = {
     "RMSNormGated": RMSNormGated,
     "causal_conv1d_fn": CausalConv1dFn,
     "chunk_gated_delta_rule": ChunkGatedDeltaRule,
+    "chunk_kda": ChunkKDA,
     "mamba_chunk_scan_combined": MambaChunkScanCombined,
     "SwiGLUMLP": SwiGLUMLP,
     "GeGLUMLP": GeGLUMLP,
