@@ -49,7 +49,7 @@ KEPT = ("Qwen3Next", "OlmoHybrid", "KimiLinear", "Mamba2", "FalconH1")
 def _on_device(device: torch.device):
     transformers.logging.set_verbosity_error()
     torch._dynamo.reset()
-    with device:
+    with device, torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         yield
 
 
