@@ -19,7 +19,6 @@ class Layer:
 
 
 LAYERS = (
-    Layer("gated delta rule, a decay for each channel", r"chunk_kda"),
     Layer("scan of Mamba", r"selective_scan_fn"),
     Layer("recurrence of RWKV", r"rwkv_linear_attention"),
     Layer("recurrence of RG-LRU", r"rg_lru|RgLru|Rglru"),

@@ -29,7 +29,10 @@ from torch._dynamo import lookup_backend  # noqa: E402
 from transformers.integrations import hub_kernels  # noqa: E402
 from transformers.loss.loss_utils import ForCausalLMLoss  # noqa: E402
 from transformers.models.gemma.modeling_gemma import GemmaMLP  # noqa: E402
-from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNormGated  # noqa: E402
+from transformers.models.kimi_linear.modeling_kimi_linear import (  # noqa: E402
+    KimiLinearRMSNormGated,
+    chunk_kimi_delta_attention,
+)
 from transformers.models.llama.modeling_llama import LlamaMLP  # noqa: E402
 from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan  # noqa: E402
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm  # noqa: E402
@@ -207,12 +210,18 @@ class WithDeltaRule(nn.Module):
         return torch_chunk_gated_delta_rule(*args, **kwargs)
 
 
+class WithKDA(nn.Module):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return chunk_kimi_delta_attention(*args, **kwargs)
+
+
 class WithScan(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return mamba2_chunk_scan(*args, **kwargs)
 
 
 WithDeltaRule = hub_kernels.use_kernelized_func(torch_chunk_gated_delta_rule)(WithDeltaRule)
+WithKDA = hub_kernels.use_kernelized_func(chunk_kimi_delta_attention)(WithKDA)
 WithScan = hub_kernels.use_kernelized_func(mamba2_chunk_scan)(WithScan)
 
 
@@ -232,6 +241,12 @@ def check_the_gated_delta_rule() -> None:
     g, beta, state = -torch.rand(2, 70, 4), torch.rand(2, 70, 4), torch.randn(2, 4, 8, 6)
     options = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
     assert_slot("gated_delta_rule", WithDeltaRule(), DeltaRule(), [q, k, v, g, beta], **options)
+
+
+def check_the_gated_delta_rule_with_a_decay_for_each_channel() -> None:
+    q, k, v, g = *torch.randn(3, 2, 70, 2, 8), -torch.rand(2, 70, 2, 8)
+    options = {"initial_state": torch.randn(2, 2, 8, 8), "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    assert_slot("gated_delta_rule", WithKDA(), DeltaRule(), [q, k, v, g, torch.rand(2, 70, 2)], **options)
 
 
 def check_the_scan_of_mamba2() -> None:
