@@ -214,6 +214,7 @@ OWN: dict[Any, list[dict[str, Any]]] = {  # what the functions understand and th
 @pytest.mark.parametrize("layer", [DeltaLayer, ScanLayer])
 def test_a_recurrence_is_found(layer: Any):
     model = layer()
+    assert not patch(layer(), recurrences=False).entries
     original, x = copy.deepcopy(model), torch.randn(2, 9, 16) / 2
     report = patch(model)
     assert report.replaced == {"recurrence": 1}

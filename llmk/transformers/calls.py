@@ -8,7 +8,7 @@ on doing what it does. What the function computes is tried, not told from its na
 import ast
 import inspect
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -85,7 +85,7 @@ class CallFinder:
         stored = {n.id for n in ast.walk(source.definition) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         for name, call in _calls(source.definition):
             function = None if name in stored else source.lookup(module, name)
-            if not callable(function) or isinstance(function, type):
+            if not callable(function) or isinstance(function, type) or not isinstance(function, Hashable):
                 continue
             form = self._form(function)
             if isinstance(form, Differs):
@@ -95,7 +95,7 @@ class CallFinder:
         return self._edit(tuple(found.values())) if found else None
 
     def _form(self, function: Function) -> Form | Differs | None:
-        """The first form that the function has; why it has none that its parameters are those of; None without such."""
+        """The form of the function, or why it has none that its parameters are those of; None if there is no such."""
         if function not in self._tried:
             names = parameters(function)
             self._tried[function] = None
