@@ -19,9 +19,10 @@ FORMULAS = {
     "poly_norm": r"y = b + \sum_{k=1}^{3} \frac{w_k\, x^{4-k}}{\mathrm{rms}(x^{4-k})}",
     "dyt": r"y_i = w_i \tanh(\alpha x_i) + b_i",
     "linear_act": r"y = f(x W^\top + b)",
-    "gated_delta_rule": r"S_t = \alpha_t S_{t-1} + \beta_t\, k_t \left(v_t - \alpha_t S_{t-1}^\top k_t\right)^\top, "
-    r"\qquad o_t = s\, S_t^\top q_t, \qquad \alpha_t = e^{g_t}",
-    "gated_linear_attention": r"S_t = e^{g_t} S_{t-1} + k_t v_t^\top, \qquad o_t = s\, S_t^\top q_t",
+    "gated_delta_rule": r"S_t = D_t + \beta_t\, k_t \left(v_t - D_t^\top k_t\right)^\top, \qquad "
+    r"D_t = e^{g_t} S_{t-1} \text{ or } \mathrm{diag}(e^{g_t})\, S_{t-1}, \qquad o_t = s\, S_t^\top q_t",
+    "gated_linear_attention": r"S_t = e^{g_t} S_{t-1} + k_t v_t^\top \text{ or } "
+    r"\mathrm{diag}(e^{g_t})\, S_{t-1} + k_t v_t^\top, \qquad o_t = s\, S_t^\top q_t",
     "rope": r"y = x \cos\theta + \mathrm{rotate}(x) \sin\theta",
     "qk_norm_rope": r"n = \mathrm{rmsnorm}(x)\,w, \qquad y = n \cos\theta + \mathrm{rotate}(n) \sin\theta",
     "cross_entropy": r"\ell = \log \sum_v e^{x_v} - x_t",

@@ -2,8 +2,9 @@ r"""Linear recurrences: attention whose state is a matrix that decays, with the 
 
 Sources: the gated delta rule and its chunked form are Yang et al., "Gated Delta Networks", 2024,
 https://arxiv.org/abs/2412.06464; the recurrence without a correction, in chunks, is Dao and Gu, "Transformers are
-SSMs", 2024, https://arxiv.org/abs/2405.21060; a later account of both is Kimi Team, "Kimi Linear", 2025,
-https://arxiv.org/abs/2510.26692.
+SSMs", 2024, https://arxiv.org/abs/2405.21060. A decay for each channel of the keys is Yang et al., "Gated Linear
+Attention Transformers with Hardware-Efficient Training", 2023, https://arxiv.org/abs/2312.06635, and with the delta
+rule Kimi Team, "Kimi Linear", 2025, https://arxiv.org/abs/2510.26692.
 
 For one head, with keys and queries of K values, values of V, and a state S [K, V]:
 
@@ -50,6 +51,37 @@ The logarithms of the decays have the gradients
 and dg_s is the sum of those of D_tj with j < s <= t, of d_t with t >= s, of e_j with j < s, and of d_C. Without a
 correction dV = dU, and every term with dR, beta or N is left out.
 
+**A decay for each channel.** g_t is then a vector of K values, exp(g_t) multiplies the rows of the state, and so d_t,
+D_tj, e_j and d_C are vectors too, which come inside the sums over the channels c:
+
+    A = beta_t sum_c k_tc D_tjc k_jc        P = scale sum_c q_tc D_tjc k_jc
+    R = beta (V - (d K) S)                  O = scale (d Q) S + P U        S' = d_C S + (e K)^T U
+
+with d, e and d_C in each element. The backward pass is, with M = scale dP and N = beta dA, which have no D,
+
+    dU = P^T dO + (e K) dS'
+    dS = d_C dS' + (d Q)^T (scale dO) - (d K)^T (beta dR)
+    dQ_tc = scale d_tc (dO S^T)_tc + sum_j M_tj D_tjc k_jc
+    dK_tc = e_tc (U dS'^T)_tc - beta_t d_tc (dR S^T)_tc
+            + sum_i D_itc (M_it q_ic + N_it k_ic) + sum_j N_tj D_tjc k_jc
+    dbeta = rows of dR . V  -  (d k) . (dR S^T)  +  rows of dA . (A / beta)
+
+    log D:  (M_tj q_tc + N_tj k_tc) D_tjc k_jc
+    log d:  scale d_tc q_tc (dO S^T)_tc - beta_t d_tc k_tc (dR S^T)_tc
+    log e:  e_tc k_tc (U dS'^T)_tc                     log d_C:  d_Cc (S dS'^T)_cc
+
+and dg_s is the same sum of these as before, in each channel. A sum over channels with D in it is a product of matrices
+where D is a product of one factor of t and one of j. Between any two tokens there is a token m with D_tj = D_tm D_mj,
+and neither factor is more than 1, whereas d_t / d_j overflows. So take each block of 2 s tokens, s = C / 2, .., 2, 1,
+with the last token of its first half as m: each pair j < t is in the two halves of exactly one. With a = D_tm in the
+second halves and b = D_mj in the first ones, which are exponentials of sums over tokens of that half alone,
+
+    sum_c q_tc D_tjc k_jc = ((a Q) (b K)^T)_tj
+    dQ += a (M (b K))        dK += b (M^T (a Q) + N^T (a K)) + a (N (b K))        where j and t are in these halves
+
+and x = q dQ + k dK, with these parts alone, is the gradient of log a and of log b. So dg_s has the sum of x over t >= s
+of the same half where that is a second one, and over j < s where it is a first one; here too nothing cancels.
+
 **Packed sequences.** Where t and j are in different sequences D_tj is 0; d_t is 0 where t is not in the sequence that
 the chunk's first state belongs to, e_j where j is not in that of the last token, and d_C where these two differ.
 
@@ -60,6 +92,11 @@ three, goes back from chunk to chunk in `chunk_states_backward_kernel`, and make
 in two kernels more. Gradients of a key head are those of its value heads, in float32, added in their order: no atomics.
 The operands of each product are rounded once to the dtype of Q; S, T, the decays and all sums are float32.
 
+With a decay for each channel `channel_scores_kernel` takes the place of the first and makes d Q, d K and e K besides,
+so that the states and outputs come of the same kernels. `channel_pairs_backward_kernel` takes the halves one size after
+the other, and `channel_keys_backward_kernel` adds what comes through the states.
+
 Nothing is kept for the backward pass but the inputs. For each value head and 64 tokens it has in memory S and dS', each
-K * V float32 numbers, four or five matrices of 64 * 64, and dR, dQ and dK in float32.
+K * V float32 numbers, four or five matrices of 64 * 64, and dR, dQ and dK in float32. With a decay for each channel
+there are d Q, d K, e K, the sums of all halves and a part of dg besides, each of as many numbers as the keys.
 """

@@ -2,8 +2,11 @@
 
 The package's docstring has the formulas, and names are theirs. Queries and keys that meet a state are decayed before,
 each channel by itself, so the kernels that go from chunk to chunk find no decays of tokens there, and one of the whole
-chunk for each channel. Pairs of tokens are made by halves of blocks of 2, 4, .. C tokens. Each half's decays are sums
-along its own tokens, taken anew for each size: no sum is the difference of two.
+chunk for each channel. Pairs of tokens are made by halves of blocks of 2, 4, .. C tokens.
+
+Each half's log decays are sums along its own tokens, and grow with the halves: those from the start of a block of 2 s
+tokens are those from the start of a half, and in the second half the sum of the first more. `channel_sums_kernel` makes
+the sums of all halves. No sum is the difference of two.
 """
 
 import triton.language as tl
@@ -23,81 +26,72 @@ from llmk.registry import jit
 
 
 @jit
-def _sums(x, SIZE: tl.constexpr, REVERSE: tl.constexpr):
-    """Sums along the rows `[C, BLOCK]`, from the first to each, or from the last, of so many rows at a time."""
-    C: tl.constexpr = x.shape[0]
-    BLOCK: tl.constexpr = x.shape[1]
-    if SIZE == 1:
-        return x
-    blocks = tl.reshape(x, (C // SIZE, SIZE, BLOCK))
-    return tl.reshape(tl.cumsum(blocks, axis=1, reverse=REVERSE), (C, BLOCK))
+def channel_sums_kernel(g_ptr, sums_ptr, T, N, H, K, C: tl.constexpr, BLOCK_K: tl.constexpr, LEVELS: tl.constexpr):
+    """The sums of the log decays of each 2, 4, .. C tokens of one chunk, as a heap: row 1 has that of all, rows 2 and 3
+    those of the halves, and so on. Row 0 is 0.
+    """
+    blocks = tl.cdiv(K, BLOCK_K)
+    block, place = tl.program_id(0) % blocks, tl.program_id(0).to(tl.int64) // blocks
+    chunk, row = place % N, place // N
+    b, h = row // H, row % H
+    cols = block * BLOCK_K + tl.arange(0, BLOCK_K)
+    sums_ptr += place * C * K
+    x = _load(g_ptr + (b * T * H + h) * K, chunk * C + tl.arange(0, C), cols, T, K, H * K).to(tl.float32)
+    tl.store(sums_ptr + cols, tl.zeros((BLOCK_K,), dtype=tl.float32), mask=cols < K)
+    for level in tl.static_range(1, LEVELS + 1):
+        x = tl.sum(tl.reshape(x, (C >> level, 2, BLOCK_K)), axis=1)
+        _store(sums_ptr, x, (C >> level) + tl.arange(0, C >> level), cols, C, K, K)
 
 
 @jit
-def _sums_of_columns(x, SIZE: tl.constexpr):
-    """Sums along the columns `[BLOCK, C]`, from the last of so many to each."""
-    BLOCK: tl.constexpr = x.shape[0]
-    C: tl.constexpr = x.shape[1]
-    if SIZE == 1:
-        return x
-    blocks = tl.reshape(x, (BLOCK, C // SIZE, SIZE))
-    return tl.reshape(tl.cumsum(blocks, axis=2, reverse=True), (BLOCK, C))
+def _siblings(t, level, C: tl.constexpr):
+    """Where the heap has the sums of the other half of each token's block of 2 << level tokens."""
+    return (C >> level) + ((t >> level) ^ 1)
 
 
 @jit
-def _corners(i, j, SIZE: tl.constexpr):
-    """Whether token i is in the second half and j in the first of the same block of 2 * SIZE tokens."""
-    return (i // (2 * SIZE) == j // (2 * SIZE)) & (i // SIZE > j // SIZE)
+def _second(t, level):
+    """Whether a token is in the second half of its block of 2 << level tokens."""
+    return (t >> level) & 1 == 1
 
 
 @jit
-def _from_start(g, index_ptr, rows, chunk, T, C: tl.constexpr):
-    """d."""
-    d = exp(tl.cumsum(g, axis=0))
-    if index_ptr is not None:
-        same = _index(index_ptr, rows, T) == _index(index_ptr, chunk * C - 1, T)
-        d = tl.where(same[:, None], d, 0.0)
-    return d
+def _corners(i, j, level):
+    """Whether token i is in the second half and j in the first of the same block of 2 << level tokens."""
+    return (i >> (level + 1) == j >> (level + 1)) & (i >> level > j >> level)
 
 
 @jit
-def _to_end(following, index_ptr, rows, chunk, T, C: tl.constexpr):
-    """e, from each next token's log decay, 0 for the last."""
-    e = exp(tl.cumsum(following, axis=0, reverse=True))
-    if index_ptr is not None:
-        same = _index(index_ptr, rows, T) == _index(index_ptr, chunk * C + C - 1, T)
-        e = tl.where(same[:, None], e, 0.0)
-    return e
+def _same_as(index_ptr, rows, other, T):
+    """Whether tokens are in one sequence with another."""
+    return _index(index_ptr, rows, T) == _index(index_ptr, other, T)
 
 
 @jit
-def _same_sequence(index_ptr, rows, T, below):
+def _same_sequence(index_ptr, rows, T, pairs):
     if index_ptr is not None:
         index = _index(index_ptr, rows, T)
-        below &= index[:, None] == index[None, :]
-    return below
+        pairs &= index[:, None] == index[None, :]
+    return pairs
 
 
 @jit
-def _add_level(qk, kk, q, k, kt, g, following_t, CORRECTED: tl.constexpr, SIZE: tl.constexpr):
-    """Add the pairs of tokens from the two halves of blocks of 2 * SIZE."""
-    C: tl.constexpr = qk.shape[0]
-    t = tl.arange(0, C)
-    corners = _corners(t[:, None], t[None, :], SIZE)
-    from_middle = exp(_sums(g, SIZE, False))
-    inside = ((t + 1) % SIZE != 0)[None, :]
-    to_middle = exp(_sums_of_columns(tl.where(inside, following_t, 0.0), SIZE))
-    earlier = (kt.to(tl.float32) * to_middle).to(kt.dtype)
-    qk += tl.where(corners, _product((q.to(tl.float32) * from_middle).to(q.dtype), earlier), 0.0)
+def _add_pairs(qk, kk, q, k, kt, from_middle, to_middle_t, level, CORRECTED: tl.constexpr):
+    """Add the pairs of tokens from the two halves of blocks of 2 << level, with log decays from and to the middle."""
+    t = tl.arange(0, qk.shape[0])
+    corners = _corners(t[:, None], t[None, :], level)
+    d = exp(from_middle)
+    earlier = (kt * exp(to_middle_t)).to(kt.dtype)
+    qk += tl.where(corners, _product((q * d).to(q.dtype), earlier), 0.0)
     if CORRECTED:
-        kk += tl.where(corners, _product((k.to(tl.float32) * from_middle).to(k.dtype), earlier), 0.0)
+        kk += tl.where(corners, _product((k * d).to(k.dtype), earlier), 0.0)
     return qk, kk
 
 
 @jit
 def channel_scores_kernel(
-    q_ptr, k_ptr, g_ptr, beta_ptr, index_ptr, queries_ptr, keys_ptr, ends_ptr, whole_ptr, scores_ptr, kk_ptr, a_ptr,
-    scale, T, N, H, HK, K, C: tl.constexpr, BLOCK_K: tl.constexpr, LEVELS: tl.constexpr,
+    q_ptr, k_ptr, g_ptr, sums_ptr, beta_ptr, index_ptr, queries_ptr, keys_ptr, ends_ptr, whole_ptr, scores_ptr, kk_ptr,
+    a_ptr, scale, T, N, H, HK, K, C: tl.constexpr, BLOCK_K: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """d Q, d K, e K, d_C, P and A of one chunk, and A before it is multiplied by beta."""
     chunk, row = tl.program_id(0).to(tl.int64) % N, tl.program_id(0).to(tl.int64) // N
@@ -105,6 +99,8 @@ def channel_scores_kernel(
     q_ptr += (b * T * HK + h // (H // HK)) * K
     k_ptr += (b * T * HK + h // (H // HK)) * K
     channels = (b * T * H + h) * K
+    g_ptr += channels
+    sums_ptr += (row * N + chunk) * C * K
     if index_ptr is not None:
         index_ptr += b * T
     t = tl.arange(0, C)
@@ -115,18 +111,28 @@ def channel_scores_kernel(
         cols = start + tl.arange(0, BLOCK_K)
         q, k = _load(q_ptr, rows, cols, T, K, HK * K), _load(k_ptr, rows, cols, T, K, HK * K)
         kt = _load_transposed(k_ptr, rows, cols, T, K, HK * K)
-        g = _load(g_ptr + channels, rows, cols, T, K, H * K).to(tl.float32)
-        following_t = _load_transposed(g_ptr + channels, rows + 1, cols, T, K, H * K).to(tl.float32)
         qk += tl.where(t[:, None] == t[None, :], _product(q, kt), 0.0)
-        for level in tl.static_range(LEVELS):
-            qk, kk = _add_level(qk, kk, q, k, kt, g, following_t, beta_ptr is not None, 2**level)
-        following = _load(g_ptr + channels, rows + 1, cols, T, K, H * K).to(tl.float32)
-        d = _from_start(g, index_ptr, rows, chunk, T, C)
-        e = _to_end(tl.where((t + 1 < C)[:, None], following, 0.0), index_ptr, rows, chunk, T, C)
-        _store(queries_ptr + channels, q.to(tl.float32) * d, rows, cols, T, K, H * K)
-        _store(ends_ptr + channels, k.to(tl.float32) * e, rows, cols, T, K, H * K)
+        from_start = _load(g_ptr, rows, cols, T, K, H * K).to(tl.float32)
+        to_end_t = tl.zeros((BLOCK_K, C), dtype=tl.float32)
+        qk, kk = _add_pairs(qk, kk, q, k, kt, from_start, to_end_t, 0, beta_ptr is not None)
+        sums = _load(g_ptr, rows ^ 1, cols, T, K, H * K).to(tl.float32)
+        sums_t = _load_transposed(g_ptr, rows ^ 1, cols, T, K, H * K).to(tl.float32)
+        for level in range(1, LEVELS):
+            from_start += tl.where(_second(t, level - 1)[:, None], sums, 0.0)
+            to_end_t += tl.where(_second(t, level - 1)[None, :], 0.0, sums_t)
+            qk, kk = _add_pairs(qk, kk, q, k, kt, from_start, to_end_t, level, beta_ptr is not None)
+            sums = _load(sums_ptr, _siblings(t, level, C), cols, C, K, K)
+            sums_t = _load_transposed(sums_ptr, _siblings(t, level, C), cols, C, K, K)
+        d = exp(from_start + tl.where(_second(t, LEVELS - 1)[:, None], sums, 0.0))
+        e_t = exp(to_end_t + tl.where(_second(t, LEVELS - 1)[None, :], 0.0, sums_t))
+        if index_ptr is not None:
+            d = tl.where(_same_as(index_ptr, rows, chunk * C - 1, T)[:, None], d, 0.0)
+            e_t = tl.where(_same_as(index_ptr, rows, chunk * C + C - 1, T)[None, :], e_t, 0.0)
+        _store(queries_ptr + channels, q * d, rows, cols, T, K, H * K)
         if beta_ptr is not None:
-            _store(keys_ptr + channels, k.to(tl.float32) * d, rows, cols, T, K, H * K)
+            _store(keys_ptr + channels, k * d, rows, cols, T, K, H * K)
+        ends_ptrs = ends_ptr + channels + rows[None, :] * (H * K) + cols[:, None]
+        tl.store(ends_ptrs, (kt * e_t).to(kt.dtype), mask=(rows < T)[None, :] & (cols < K)[:, None])
         whole = tl.sum(tl.where((t == C - 1)[:, None], d, 0.0), axis=0)
         tl.store(whole_ptr + (row * N + chunk) * K + cols, whole, mask=cols < K)
     matrix = (row * N + chunk) * C * C
@@ -165,51 +171,102 @@ def channel_scores_backward_kernel(
 
 
 @jit
-def _level_gradients(
-    q, k, g, following, dscores_ptr, dkk_ptr, matrix, DTYPE: tl.constexpr, SIZE: tl.constexpr
-):
-    """The gradients of q and k through the pairs of tokens from the two halves of blocks of 2 * SIZE, and those of the
-    log decays: what belongs to each token's, and what to the next one's.
+def _sums_of(chosen, x, IN_FLOAT32: tl.constexpr):
+    """The sums of chosen rows of x, which is float32: products of bfloat16 of its first, middle and last 8 bits are
+    exact, and faster than one of float32.
     """
+    if IN_FLOAT32:
+        sums = _product(chosen.to(tl.float32), x)
+    else:
+        chosen = chosen.to(tl.float32).to(tl.bfloat16)
+        first = x.to(tl.bfloat16)
+        x -= first.to(tl.float32)
+        middle = x.to(tl.bfloat16)
+        last = (x - middle.to(tl.float32)).to(tl.bfloat16)
+        sums = _product(chosen, last) + _product(chosen, middle) + _product(chosen, first)
+    return sums
+
+
+@jit
+def _add_gradients(
+    dq, dk, dg, q, k, from_middle, to_middle, dscores_ptr, dkk_ptr, level, DTYPE: tl.constexpr
+):  # fmt: skip
+    """Add the gradients of q, k and g through the pairs of tokens from the two halves of blocks of 2 << level."""
     C: tl.constexpr = q.shape[0]
     t = tl.arange(0, C)
     i, j = t[:, None], t[None, :]
-    second, inside = (t // SIZE % 2 == 1)[:, None], ((t + 1) % SIZE != 0)[:, None]
-    to_middle = _sums(tl.where(inside, following, 0.0), SIZE, True)
-    decay = exp(tl.where(second, _sums(g, SIZE, False), to_middle))
+    second = _second(i, level)
+    decay = exp(tl.where(second, from_middle, to_middle))
     kd = (k * decay).to(DTYPE)
-    corners, corners_t = _corners(i, j, SIZE), _corners(j, i, SIZE)
-    pairs, pairs_t = matrix + i * C + j, matrix + j * C + i
-    dq = decay * _product(tl.load(dscores_ptr + pairs, mask=corners, other=0.0), kd)
-    dk = _product(tl.load(dscores_ptr + pairs_t, mask=corners_t, other=0.0), (q * decay).to(DTYPE))
+    corners, corners_t = _corners(i, j, level), _corners(j, i, level)
+    dscores, dscores_t = _load(dscores_ptr, t, t, C, C, C), _load_transposed(dscores_ptr, t, t, C, C, C)
+    level_dq = decay * _product(tl.where(corners, dscores, 0.0), kd)
+    level_dk = _product(tl.where(corners_t, dscores_t, 0.0), (q * decay).to(DTYPE))
     if dkk_ptr is not None:
-        dk += _product(tl.load(dkk_ptr + pairs, mask=corners, other=0.0), kd)
-        dk += _product(tl.load(dkk_ptr + pairs_t, mask=corners_t, other=0.0), kd)
-    dk *= decay
-    dlog = q * dq + k * dk
-    own = tl.where(second, _sums(dlog, SIZE, True), 0.0)
-    next_ones = tl.where((t // SIZE % 2 == 0)[:, None] & inside, _sums(dlog, SIZE, False), 0.0)
-    return dq, dk, own, next_ones
+        level_dk += _product(tl.where(corners, _load(dkk_ptr, t, t, C, C, C), 0.0), kd)
+        level_dk += _product(tl.where(corners_t, _load_transposed(dkk_ptr, t, t, C, C, C), 0.0), kd)
+    level_dk *= decay
+    # A log decay is in the sums from the middle to it and later tokens, or from earlier tokens to the middle.
+    spans = (i >> level == j >> level) & ((second & (j >= i)) | (~second & (j < i)))
+    dg += _sums_of(spans, q * level_dq + k * level_dk, DTYPE.is_fp32())
+    return dq + level_dq, dk + level_dk, dg
+
+
+@jit
+def channel_pairs_backward_kernel(
+    q_ptr, k_ptr, g_ptr, sums_ptr, dscores_ptr, dkk_ptr, dq_ptr, dk_ptr, dg_ptr, T, N, H, HK, K,
+    C: tl.constexpr, BLOCK_K: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """What comes through the pairs of tokens of one chunk to a block of the channels of q, k and g."""
+    blocks = tl.cdiv(K, BLOCK_K)
+    block, place = tl.program_id(0) % blocks, tl.program_id(0).to(tl.int64) // blocks
+    chunk, row = place % N, place // N
+    b, h = row // H, row % H
+    q_ptr += (b * T * HK + h // (H // HK)) * K
+    k_ptr += (b * T * HK + h // (H // HK)) * K
+    channels = (b * T * H + h) * K
+    sums_ptr += place * C * K
+    dscores_ptr += place * C * C
+    if dkk_ptr is not None:
+        dkk_ptr += place * C * C
+    t, keys = tl.arange(0, C), block * BLOCK_K + tl.arange(0, BLOCK_K)
+    rows = chunk * C + t
+    q = _load(q_ptr, rows, keys, T, K, HK * K).to(tl.float32)
+    k = _load(k_ptr, rows, keys, T, K, HK * K).to(tl.float32)
+    diagonal = tl.load(dscores_ptr + t * C + t).to(tl.float32)[:, None]
+    dq, dk, dg = diagonal * k, diagonal * q, tl.zeros((C, BLOCK_K), dtype=tl.float32)
+    from_middle = _load(g_ptr + channels, rows, keys, T, K, H * K).to(tl.float32)
+    to_middle = tl.zeros((C, BLOCK_K), dtype=tl.float32)
+    sums = _load(g_ptr + channels, rows ^ 1, keys, T, K, H * K).to(tl.float32)
+    for level in range(0, LEVELS):
+        tl.debug_barrier()  # keeps the compiler from holding the matrices of all turns in registers
+        dq, dk, dg = _add_gradients(
+            dq, dk, dg, q, k, from_middle, to_middle, dscores_ptr, dkk_ptr, level, q_ptr.dtype.element_ty
+        )
+        from_middle += tl.where(_second(t, level)[:, None], sums, 0.0)
+        to_middle += tl.where(_second(t, level)[:, None], 0.0, sums)
+        sums = _load(sums_ptr, _siblings(t, level + 1, C), keys, C, K, K)
+    _store(dq_ptr + channels, dq, rows, keys, T, K, H * K)
+    _store(dk_ptr + channels, dk, rows, keys, T, K, H * K)
+    _store(dg_ptr + channels, dg, rows, keys, T, K, H * K)
 
 
 @jit
 def channel_keys_backward_kernel(
-    do_ptr, q_ptr, k_ptr, g_ptr, u_ptr, dr_ptr, beta_ptr, index_ptr, states_ptr, dstates_ptr, dscores_ptr, dkk_ptr,
+    do_ptr, q_ptr, k_ptr, g_ptr, u_ptr, dr_ptr, beta_ptr, index_ptr, states_ptr, dstates_ptr, dg_part_ptr,
     dbeta_part_ptr, dq_ptr, dk_ptr, dg_ptr, dbeta_ptr, scale, T, N, H, HK, K, V,
-    C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, LEVELS: tl.constexpr,
+    C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of q, k and g of one chunk, for one value head, and the rest of that of beta."""
+    """Add what comes through the states of one chunk to the gradients of q and k, for one value head, g and beta."""
     chunk, row = tl.program_id(0).to(tl.int64) % N, tl.program_id(0).to(tl.int64) // N
     b, h = row // H, row % H
     q_ptr += (b * T * HK + h // (H // HK)) * K
     k_ptr += (b * T * HK + h // (H // HK)) * K
-    values, matrix, state = (b * T * H + h) * V, (row * N + chunk) * C * C, (row * N + chunk) * K * V
-    channels = (b * T * H + h) * K
+    values, state, channels = (b * T * H + h) * V, (row * N + chunk) * K * V, (b * T * H + h) * K
     if index_ptr is not None:
         index_ptr += b * T
     t = tl.arange(0, C)
     rows = chunk * C + t
-    diagonal = tl.load(dscores_ptr + matrix + t * C + t).to(tl.float32)[:, None]
     predicted = tl.zeros((C,), dtype=tl.float32)
     for start in range(0, K, BLOCK_K):
         keys = start + tl.arange(0, BLOCK_K)
@@ -223,36 +280,27 @@ def channel_keys_backward_kernel(
         g = _load(g_ptr + channels, rows, keys, T, K, H * K).to(tl.float32)
         following = _load(g_ptr + channels, rows + 1, keys, T, K, H * K).to(tl.float32)
         following = tl.where((t + 1 < C)[:, None], following, 0.0)
-        d = _from_start(g, index_ptr, rows, chunk, T, C)
+        d, e = exp(tl.cumsum(g, axis=0)), exp(tl.cumsum(following, axis=0, reverse=True))
+        if index_ptr is not None:
+            d = tl.where(_same_as(index_ptr, rows, chunk * C - 1, T)[:, None], d, 0.0)
+            e = tl.where(_same_as(index_ptr, rows, chunk * C + C - 1, T)[:, None], e, 0.0)
         from_out *= tl.cast(scale, tl.float32) * d
-        from_end *= _to_end(following, index_ptr, rows, chunk, T, C)
-        whole *= tl.sum(tl.where((t == C - 1)[:, None], d, 0.0), axis=0)
-        dq, dk = from_out + diagonal * k, from_end + diagonal * q
-        from_start = q * from_out
+        from_end *= e
+        dk, through_start = from_end, q * from_out
         if beta_ptr is not None:
             from_r *= d
             predicted += tl.sum(k * from_r, axis=1)
             from_r *= _load_tokens(beta_ptr + b * T * H + h, rows, T, H)[:, None]
             dk -= from_r
-            from_start -= k * from_r
-        own = whole[None, :] + tl.cumsum(from_start, axis=0, reverse=True)
-        next_ones = tl.cumsum(k * from_end, axis=0)
-        for level in tl.static_range(LEVELS):
-            level_dq, level_dk, level_own, level_next = _level_gradients(
-                q, k, g, following, dscores_ptr, dkk_ptr, matrix, q_ptr.dtype.element_ty, 2**level
-            )
-            dq += level_dq
-            dk += level_dk
-            own += level_own
-            next_ones += level_next
-        # The memory of dq carries each token's share to the thread that has the next one.
-        after = tl.where(t + 1 < C, rows + 1, T)
-        _store(dq_ptr + channels, next_ones, after, keys, T, K, H * K)
-        tl.debug_barrier()
-        own += _load(dq_ptr + channels, tl.where(t > 0, rows, T), keys, T, K, H * K)
-        tl.debug_barrier()
-        _store(dg_ptr + channels, own, rows, keys, T, K, H * K)
-        _store(dq_ptr + channels, dq, rows, keys, T, K, H * K)
+            through_start -= k * from_r
+        dg = (whole * tl.sum(tl.where((t == C - 1)[:, None], d, 0.0), axis=0))[None, :]
+        dg += _sums_of(t[:, None] > t[None, :], k * from_end, q_ptr.dtype.element_ty.is_fp32())
+        dg += tl.cumsum(through_start, axis=0, reverse=True)
+        dg += _load(dg_part_ptr + channels, rows, keys, T, K, H * K)
+        from_out += _load(dq_ptr + channels, rows, keys, T, K, H * K)
+        dk += _load(dk_ptr + channels, rows, keys, T, K, H * K)
+        _store(dg_ptr + channels, dg, rows, keys, T, K, H * K)
+        _store(dq_ptr + channels, from_out, rows, keys, T, K, H * K)
         _store(dk_ptr + channels, dk, rows, keys, T, K, H * K)
     if beta_ptr is not None:
         tokens = (b * T + rows) * H + h

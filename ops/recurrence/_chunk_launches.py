@@ -8,8 +8,10 @@ from torch import Tensor
 from llmk.ops.common.rows import contiguous
 from llmk.ops.recurrence._channel_kernels import (
     channel_keys_backward_kernel,
+    channel_pairs_backward_kernel,
     channel_scores_backward_kernel,
     channel_scores_kernel,
+    channel_sums_kernel,
 )
 from llmk.ops.recurrence._chunk_kernels import (
     chunk_inverse_kernel,
@@ -154,6 +156,7 @@ class Matrices:
     start: Tensor | None
     end: Tensor | None
     whole: Tensor | None
+    sums: Tensor | None
     scores: Tensor
     inverse: Tensor | None
     kk: Tensor | None
@@ -175,16 +178,14 @@ def _matrices(x: Inputs, *, keep_kk: bool) -> Matrices:
     wrap_triton(chunk_scores_kernel)[(x.rows * N,)](
         x.q, x.k, x.g, x.beta, x.index, start, end, scores, a, x.scale, T, N, H, HK, K, C=x.chunk, **tile
     )
-    return Matrices(x.q, x.k, None, start, end, None, scores, _inverse(x, a), None)
+    return Matrices(x.q, x.k, None, start, end, None, None, scores, _inverse(x, a), None)
 
 
 def _inverse(x: Inputs, a: Tensor | None) -> Tensor | None:
     if a is None:
         return None
     inverse = x.buffer(tuple(a.shape))
-    wrap_triton(chunk_inverse_kernel)[(a.shape[0] * a.shape[1],)](
-        a, inverse, C=x.chunk, LEVELS=x.levels, num_warps=16
-    )
+    wrap_triton(chunk_inverse_kernel)[(a.shape[0] * a.shape[1],)](a, inverse, C=x.chunk, LEVELS=x.levels, num_warps=16)
     return inverse
 
 
@@ -196,13 +197,19 @@ def _channel_matrices(x: Inputs, *, keep_kk: bool) -> Matrices:
     shape = (x.rows, N, x.chunk, x.chunk)
     scores, a = x.buffer(shape), None if x.beta is None else x.buffer(shape, torch.float32)
     kk = x.buffer(shape, torch.float32) if keep_kk and x.beta is not None else None
-    tile = {"BLOCK_K": x.columns(128 // x.q.element_size(), K), "num_warps": 4}
+    sums = x.buffer((x.rows, N, x.chunk, K), torch.float32)
+    tile = {"BLOCK_K": x.columns(64, K), "num_warps": 4}
+    wrap_triton(channel_sums_kernel)[(x.rows * N * cdiv(K, tile["BLOCK_K"]),)](
+        x.g, sums, T, N, H, K, C=x.chunk, LEVELS=x.levels, **tile
+    )
+    block, warps = (16, 4) if x.is_float32 else (32, 8)
+    tile = {"BLOCK_K": x.columns(block, K), "num_warps": warps, "num_stages": 1}
     wrap_triton(channel_scores_kernel)[(x.rows * N,)](
-        x.q, x.k, x.g, x.beta, x.index, queries, keys, ends, whole, scores, kk, a, x.scale, T, N, H, HK, K,
+        x.q, x.k, x.g, sums, x.beta, x.index, queries, keys, ends, whole, scores, kk, a, x.scale, T, N, H, HK, K,
         C=x.chunk, LEVELS=x.levels, **tile,
     )  # fmt: skip
     keys = ends if keys is None else keys
-    return Matrices(queries, keys, ends, None, None, whole, scores, _inverse(x, a), kk)
+    return Matrices(queries, keys, ends, None, None, whole, sums, scores, _inverse(x, a), kk)
 
 
 def _state_tile(x: Inputs) -> dict[str, int]:
@@ -316,10 +323,15 @@ def _channel_gradients(x: Inputs, m: Matrices, made: Backward) -> tuple[Tensor, 
         made.do, x.v, made.u, made.dr, x.beta, x.index, m.kk, dscores, dkk, dbeta_part, x.scale, T, N, H, V,
         C=x.chunk, **tile,
     )  # fmt: skip
-    dq, dk = (x.buffer(x.g.shape, torch.float32) for _ in range(2))
+    dq, dk, dg_part = (x.buffer(x.g.shape, torch.float32) for _ in range(3))
+    tile = {"BLOCK_K": x.columns(16, K), "num_warps": 4, "num_stages": 1}
+    wrap_triton(channel_pairs_backward_kernel)[(x.rows * N * cdiv(K, tile["BLOCK_K"]),)](
+        x.q, x.k, x.g, m.sums, dscores, dkk, dq, dk, dg_part, T, N, H, HK, K, C=x.chunk, LEVELS=x.levels, **tile
+    )
     dg = x.buffer(x.g.shape, x.g.dtype)
+    tile = _keys_tile(x) | {"num_warps": 8}
     wrap_triton(channel_keys_backward_kernel)[(x.rows * N,)](
-        made.do, x.q, x.k, x.g, made.u, made.dr, x.beta, x.index, made.states, made.dstates, dscores, dkk, dbeta_part,
-        dq, dk, dg, dbeta, x.scale, T, N, H, HK, K, V, C=x.chunk, LEVELS=x.levels, **_keys_tile(x),
+        made.do, x.q, x.k, x.g, made.u, made.dr, x.beta, x.index, made.states, made.dstates, dg_part, dbeta_part,
+        dq, dk, dg, dbeta, x.scale, T, N, H, HK, K, V, C=x.chunk, **tile,
     )  # fmt: skip
     return dq, dk, dg, dbeta

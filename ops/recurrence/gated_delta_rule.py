@@ -1,7 +1,8 @@
-"""The gated delta rule of Qwen3-Next, Qwen3.5, OLMo hybrid and Gated DeltaNet.
+"""The gated delta rule of Qwen3-Next, Qwen3.5, OLMo hybrid, Gated DeltaNet and, by channels, of Kimi Linear.
 
-Source: Yang et al., "Gated Delta Networks", 2024, https://arxiv.org/abs/2412.06464. The formulas, forward and backward,
-and how they are computed are in the docstring of this package, `ops/recurrence/__init__.py`.
+Source: Yang et al., "Gated Delta Networks", 2024, https://arxiv.org/abs/2412.06464; a decay for each channel: Kimi
+Team, "Kimi Linear", 2025, https://arxiv.org/abs/2510.26692. The formulas, forward and backward, and how they are
+computed are in the docstring of this package, `ops/recurrence/__init__.py`.
 """
 
 from collections.abc import Iterator
@@ -160,20 +161,22 @@ def gated_delta_rule(
 
     For each value head, with a state S `[K, V]` that begins as `initial_state`:
 
-        S   = exp(g_t) * S
+        S   = exp(g_t) * S                  # with a decay for each channel: exp(g_t)[:, None] * S
         S   = S + beta_t * outer(k_t, v_t - k_t @ S)
         o_t = scale * q_t @ S
 
-    It is computed in chunks of 64 tokens by products of matrices. Their operands are rounded once to the dtype of `q`;
-    states, decays and the inverse of each chunk's triangular matrix are float32. The backward pass makes the states
-    again: of the forward pass nothing is kept but its inputs.
+    With a decay for each channel this is Kimi Delta Attention. It is computed in chunks of 64 tokens by products of
+    matrices. Their operands are rounded once to the dtype of `q`; states, decays and the inverse of each chunk's
+    triangular matrix are float32. The backward pass makes the states again: of the forward pass nothing is kept but
+    its inputs.
 
     Args:
         q: Queries `[B, T, HK, K]`, float32, float16 or bfloat16, any strides, K up to 256.
         k: Keys, shape and dtype of `q`.
         v: Values `[B, T, H, V]` in the dtype of `q`, H a multiple of HK, V up to 256: key head i serves the H / HK
             value heads from i * H / HK on.
-        g: Logarithms of the decays `[B, T, H]`, at most 0, any of these dtypes, float32 best.
+        g: Logarithms of the decays, at most 0, any of these dtypes, float32 best: `[B, T, H]`, one for each value head,
+            or `[B, T, H, K]`, one for each channel of its keys.
         beta: How far each value is corrected `[B, T, H]`, any of these dtypes.
         scale: None for `K ** -0.5`.
         initial_state: `[B, H, K, V]`, float32; None for zeros.
@@ -191,7 +194,7 @@ def gated_delta_rule(
         ValueError: A shape or a device does not fit, H is no multiple of HK, `scale` is not finite, or on the CPU a
             number of `g` is positive. On a GPU the numbers are not looked at, and such a state grows.
 
-    Source: Yang et al., 2024, https://arxiv.org/abs/2412.06464.
+    Source: Yang et al., 2024, https://arxiv.org/abs/2412.06464; Kimi Team, 2025, https://arxiv.org/abs/2510.26692.
     """
     check_call(q, k, v, g, beta, scale, initial_state, sequence_ids)
     scale = q.shape[3] ** -0.5 if scale is None else scale

@@ -1,7 +1,9 @@
-"""Gated linear attention with a decay for each head: Mamba-2's state space duality, RetNet.
+"""Gated linear attention, with a decay for each head: Mamba-2's state space duality, RetNet; or for each channel.
 
-Source: Dao and Gu, "Transformers are SSMs", 2024, https://arxiv.org/abs/2405.21060. The formulas, forward and backward,
-and how they are computed are in the docstring of this package, `ops/recurrence/__init__.py`.
+Source: Dao and Gu, "Transformers are SSMs", 2024, https://arxiv.org/abs/2405.21060; a decay for each channel: Yang et
+al., "Gated Linear Attention Transformers with Hardware-Efficient Training", 2023, https://arxiv.org/abs/2312.06635. The
+formulas, forward and backward, and how they are computed are in the docstring of this package,
+`ops/recurrence/__init__.py`.
 """
 
 from collections.abc import Iterator
@@ -145,11 +147,11 @@ def gated_linear_attention(
     initial_state: Tensor | None = None,
     sequence_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Linear attention whose state decays by a factor of each head and token: Mamba-2 and RetNet.
+    """Linear attention whose state decays by a factor of each token and head, Mamba-2 and RetNet, or channel, GLA.
 
     For each value head, with a state S `[K, V]` that begins as `initial_state`:
 
-        S   = exp(g_t) * S + outer(k_t, v_t)
+        S   = exp(g_t) * S + outer(k_t, v_t)     # with a decay for each channel: exp(g_t)[:, None] * S
         o_t = scale * q_t @ S
 
     In Mamba-2's words q is C, k is B, v is x times dt, and g is dt times A. It is computed in chunks of 64 tokens by
@@ -161,7 +163,8 @@ def gated_linear_attention(
         k: Keys, shape and dtype of `q`.
         v: Values `[B, T, H, V]` in the dtype of `q`, H a multiple of HK, V up to 256: key head i serves the H / HK
             value heads from i * H / HK on.
-        g: Logarithms of the decays `[B, T, H]`, at most 0, any of these dtypes, float32 best.
+        g: Logarithms of the decays, at most 0, any of these dtypes, float32 best: `[B, T, H]`, one for each value head,
+            or `[B, T, H, K]`, one for each channel of its keys.
         scale: None for `K ** -0.5`.
         initial_state: `[B, H, K, V]`, float32; None for zeros.
         sequence_ids: Which sequence each token of a row belongs to `[B, T]`, int32 or int64; None where a row is one.
@@ -177,7 +180,7 @@ def gated_linear_attention(
         ValueError: A shape or a device does not fit, H is no multiple of HK, `scale` is not finite, or on the CPU a
             number of `g` is positive. On a GPU the numbers are not looked at, and such a state grows.
 
-    Source: Dao and Gu, 2024, https://arxiv.org/abs/2405.21060.
+    Source: Dao and Gu, 2024, https://arxiv.org/abs/2405.21060; Yang et al., 2023, https://arxiv.org/abs/2312.06635.
     """
     check_call(q, k, v, g, None, scale, initial_state, sequence_ids)
     scale = q.shape[3] ** -0.5 if scale is None else scale
