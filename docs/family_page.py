@@ -12,7 +12,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # compile_tests/ i
 
 from compile_tests.helpers.families import FAMILIES, small_model
 
-KINDS = ("norm", "residual", "mlp", "experts", "rope", "convolution", "mask", "loss")
+KINDS = ("norm", "residual", "mlp", "experts", "rope", "convolution", "recurrence", "mask", "loss")
 
 
 def family_table() -> str:

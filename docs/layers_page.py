@@ -19,9 +19,6 @@ class Layer:
 
 
 LAYERS = (
-    Layer("gated delta rule, a decay for each head", r"chunk_gated_delta_rule", operator="gated_delta_rule"),
-    Layer("gated delta rule, a decay for each channel", r"chunk_kda", operator="gated_delta_rule"),
-    Layer("scan of Mamba-2", r"mamba_chunk_scan_combined", operator="gated_linear_attention"),
     Layer("scan of Mamba", r"selective_scan_fn"),
     Layer("recurrence of RWKV", r"rwkv_linear_attention"),
     Layer("recurrence of RG-LRU", r"rg_lru|RgLru|Rglru"),

@@ -8,6 +8,7 @@ import json
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from importlib import metadata
 from typing import Any
@@ -28,18 +29,24 @@ from torch._dynamo import lookup_backend  # noqa: E402
 from transformers.integrations import hub_kernels  # noqa: E402
 from transformers.loss.loss_utils import ForCausalLMLoss  # noqa: E402
 from transformers.models.gemma.modeling_gemma import GemmaMLP  # noqa: E402
-from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNormGated  # noqa: E402
+from transformers.models.kimi_linear.modeling_kimi_linear import (  # noqa: E402
+    KimiLinearRMSNormGated,
+    chunk_kimi_delta_attention,
+)
 from transformers.models.llama.modeling_llama import LlamaMLP  # noqa: E402
+from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan  # noqa: E402
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm  # noqa: E402
 from transformers.models.qwen3_next.modeling_qwen3_next import (  # noqa: E402
     Qwen3NextRMSNormGated,
     causal_conv1d_fn,
+    torch_chunk_gated_delta_rule,
 )
 
 from compile_tests.helpers.families import assert_equal, loss_and_gradients, small_model, tokens  # noqa: E402
+from compile_tests.helpers.recurrence_functions import DeltaRule, Scan  # noqa: E402
 from llmk.opcheck import accuracy_violation  # noqa: E402
 from llmk.registry import OPS  # noqa: E402
-from llmk.transformers import kernel_config  # noqa: E402
+from llmk.transformers import kernel_config, patch  # noqa: E402
 from llmk.transformers.slots import LAYERS  # noqa: E402
 
 
@@ -196,6 +203,80 @@ def check_the_short_convolution() -> None:
             results.append(nn.functional.silu(y) if "activation" in options else y)
         assert accuracy_violation(*results) is None
     assert Operators().of(model, x.double(), weight.double(), activation="silu") == {}
+
+
+class WithDeltaRule(nn.Module):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return torch_chunk_gated_delta_rule(*args, **kwargs)
+
+
+class WithKDA(nn.Module):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return chunk_kimi_delta_attention(*args, **kwargs)
+
+
+class WithScan(nn.Module):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return mamba2_chunk_scan(*args, **kwargs)
+
+
+WithDeltaRule = hub_kernels.use_kernelized_func(torch_chunk_gated_delta_rule)(WithDeltaRule)
+WithKDA = hub_kernels.use_kernelized_func(chunk_kimi_delta_attention)(WithKDA)
+WithScan = hub_kernels.use_kernelized_func(mamba2_chunk_scan)(WithScan)
+
+
+def assert_slot(operator: str, layer: nn.Module, exact: Any, args: list[torch.Tensor], **options: Any) -> None:
+    """In float32 the layer's operator, as right as the model's own; in float64 the model's own."""
+    own = layer(*args, **options)
+    ours = filled(layer)
+    assert Operators().of(ours, *args, **options) == {f"llmk.{operator}.default": 1}
+    wide = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    for got, plain, want in zip(ours(*args, **options), own, exact(*(x.double() for x in args), **wide), strict=True):
+        assert accuracy_violation(got, plain, want) is None
+    assert Operators().of(ours, *(x.double() for x in args), **wide) == {}
+
+
+def check_the_gated_delta_rule() -> None:
+    q, k, v = torch.randn(2, 70, 2, 8), torch.randn(2, 70, 2, 8), torch.randn(2, 70, 4, 6)
+    g, beta, state = -torch.rand(2, 70, 4), torch.rand(2, 70, 4), torch.randn(2, 4, 8, 6)
+    options = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    assert_slot("gated_delta_rule", WithDeltaRule(), DeltaRule(), [q, k, v, g, beta], **options)
+
+
+def check_the_gated_delta_rule_with_a_decay_for_each_channel() -> None:
+    q, k, v, g = *torch.randn(3, 2, 70, 2, 8), -torch.rand(2, 70, 2, 8)
+    options = {"initial_state": torch.randn(2, 2, 8, 8), "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    assert_slot("gated_delta_rule", WithKDA(), DeltaRule(), [q, k, v, g, torch.rand(2, 70, 2)], **options)
+
+
+def check_the_scan_of_mamba2() -> None:
+    x, dt, A, state = torch.randn(2, 70, 4, 6), torch.randn(2, 70, 4), -torch.rand(4), torch.randn(2, 4, 6, 8)
+    B, C, D, bias = torch.randn(2, 70, 2, 8), torch.randn(2, 70, 2, 8), torch.randn(4), torch.randn(4)
+    options = {"D": D, "dt_bias": bias, "initial_states": state, "dt_softplus": True, "return_final_states": True}
+    assert_slot("gated_linear_attention", WithScan(), Scan(), [x, dt, A, B, C], chunk_size=16, **options)
+
+
+def check_hybrids() -> None:
+    for family, operator, layers in (("Qwen3Next", "gated_delta_rule", 1), ("FalconH1", "gated_linear_attention", 2)):
+        own, model, ids = own_model(family), own_model(family), tokens(2, 12)
+        inputs, seen = {"input_ids": ids, "labels": ids}, Operators()
+        want = loss_and_gradients(own, own, inputs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of slots that keep the model's own layer
+            model.set_use_kernels(True, kernel_config())
+        assert_equal(loss_and_gradients(model, torch.compile(model, fullgraph=True, backend=seen), inputs), want)
+        assert seen.graphs[0][f"llmk.{operator}.default"] == layers
+
+
+def check_patch_finds_functions_that_are_modules_here() -> None:
+    own, model, ids = own_model("Qwen3Next"), own_model("Qwen3Next"), tokens(2, 12)
+    assert isinstance(torch_chunk_gated_delta_rule, nn.Module)
+    replaced = patch(model).replaced
+    assert replaced["convolution"] == replaced["recurrence"] == 1
+    inputs, seen = {"input_ids": ids, "labels": ids}, Operators()
+    want = loss_and_gradients(own, own, inputs)
+    assert_equal(loss_and_gradients(model, torch.compile(model, fullgraph=True, backend=seen), inputs), want)
+    assert seen.graphs[0]["llmk.gated_delta_rule.default"] == 1
 
 
 def check_other_dtypes_run_the_models_own_code() -> None:

@@ -42,16 +42,27 @@ SMALL: dict[int | float, tuple[str, ...]] = {
     0: ("pad_token_id",),
 }  # fmt: skip
 
+ONE_OF_EACH = {"layer_types": ["linear_attention", "full_attention"]}
+
 PARTICULAR: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": ONE_OF_EACH,
+    "bamba": {"attn_layer_indices": [1]},
     "dots3_note": {"num_key_value_heads": 4},
     "esmc": {"num_key_value_heads": 4},
     "falcon_h1": {"mamba_d_ssm": 32, "mamba_d_head": 8, "mamba_n_groups": 1},
+    "glm5_next_text": {"qk_rope_head_dim": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "granitemoehybrid": ONE_OF_EACH,
+    "kimi_linear": ONE_OF_EACH,
     "mamba2": {"head_dim": 16, "n_groups": 1},
     "prophetnet": {"num_hidden_layers": None},
+    "qwen3_5_moe_text": ONE_OF_EACH,
+    "qwen3_5_text": ONE_OF_EACH,
+    "qwen3_next": ONE_OF_EACH,
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
     "xlnet": {"max_position_embeddings": None},
     "xmod": {"default_language": "en_XX"},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "num_key_value_heads": 4},
     "zaya": {"num_experts_per_tok": 1},
 }
 """The sizes that a model asks for; None leaves the default."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import llmk
+from compile_tests.helpers.recurrence_functions import DeltaRule
 from llmk.opcheck import accuracy_violation
 
 HIDDEN, INTERMEDIATE = 24, 40
@@ -157,6 +158,61 @@ def test_short_convolution_of_hybrids(channels_last: bool, device: torch.device)
     first, state = ours(x[..., :5])
     second, _ = ours(x[..., 5:], initial_state=state)
     assert torch.equal(torch.cat([first, second], -1), y)
+
+
+def delta_nets(device: torch.device) -> tuple[Any, llmk.nn.GatedDeltaNet]:
+    """transformers' layer, two value heads for each of two key heads, and ours with its parameters."""
+    sizes = {
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_value_head_dim": 6,
+        "linear_key_head_dim": 8,
+    }
+    qwen = modeling("qwen3_5")
+    theirs = qwen.Qwen3_5GatedDeltaNet(qwen.Qwen3_5TextConfig(hidden_size=HIDDEN, num_hidden_layers=4, **sizes), 0)
+    ours = llmk.nn.GatedDeltaNet(HIDDEN, 4, 2, 6, 8, device=device)
+    ours.load_state_dict(theirs.to(device).state_dict())
+    return theirs, ours
+
+
+def test_gated_delta_net_is_hugging_faces(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output and gradients, against the rule token by token in float64; compiled too."""
+    theirs, ours = delta_nets(device)
+    exact = copy.deepcopy(theirs).double()
+    x, grad = torch.randn(2, 2, 70, HIDDEN, device=device).unbind(0)
+
+    def results(module: Any, run: Callable[..., Any]) -> list[Tensor]:
+        given = x.to(module.out_proj.weight.dtype, copy=True).requires_grad_()
+        found = run(given)
+        y = found[0] if isinstance(found, tuple) else found
+        parameters = [parameter for _, parameter in sorted(module.named_parameters())]
+        return [y, *torch.autograd.grad(y, [given, *parameters], grad.to(y.dtype))]
+
+    def error(a: Tensor, b: Tensor) -> float:
+        return float((a.double() - b).norm())
+
+    plain = results(theirs, theirs)
+    with monkeypatch.context() as replaced:
+        replaced.setattr(modeling("qwen3_5"), "torch_chunk_gated_delta_rule", DeltaRule())
+        want = results(exact, exact)
+    for run in (ours, torch.compile(ours, fullgraph=True, backend="aot_eager")):
+        for got, other, right in zip(results(ours, run), plain, want, strict=True):
+            assert error(got, right) <= 1.5 * error(other, right) + torch.finfo(torch.float32).eps * float(right.norm())
+
+
+def test_gated_delta_net_in_chunks_and_packed(device: torch.device) -> None:
+    _, net = delta_nets(device)
+    x = torch.randn(2, 70, HIDDEN, device=device)
+    whole, last = net(x)
+    first, state = net(x[:, :33])
+    second, state = net(x[:, 33:], initial_state=state)
+    torch.testing.assert_close(torch.cat([first, second], 1), whole)
+    torch.testing.assert_close(state, last)
+    ids = (torch.arange(70, device=device) >= 33).long().expand(2, 70).contiguous()
+    packed, state = net(x, ids)
+    alone, last = net(x[:, 33:])
+    torch.testing.assert_close(packed, torch.cat([first, alone], 1))
+    torch.testing.assert_close(state, last)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

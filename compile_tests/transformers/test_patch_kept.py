@@ -55,27 +55,6 @@ def test_a_second_call_returns_the_report():
     assert "loss" in patch(model).replaced
 
 
-@pytest.mark.parametrize("family", ["Qwen3Next", "FalconH1"])
-def test_a_hybrid_goes_on_from_its_cache_as_before(family: str):
-    """With padding on the left, after a prompt in two chunks and token by token."""
-    model = small_model(family).eval()
-    original, ids = copy.deepcopy(model), tokens(2, 11)
-    assert patch(model).replaced["convolution"]
-    mask = torch.ones_like(ids)
-    mask[0, :3] = 0
-    options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-    for chunked in ({}, {"prefill_chunk_size": 5}):
-        got, want = (m.generate(ids, **options, **chunked) for m in (model, original))
-        assert torch.equal(got, want)
-    results = []
-    with torch.no_grad():
-        for m in (model, original):
-            first = m(ids[:, :6], attention_mask=mask[:, :6], use_cache=True)
-            rest = m(ids[:, 6:], attention_mask=mask, past_key_values=first.past_key_values, use_cache=True)
-            results.append(torch.cat([first.logits, rest.logits], 1)[mask.bool()])
-    torch.testing.assert_close(*results)
-
-
 def test_parameters_need_not_be_there():
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(small_model("Llama").config)

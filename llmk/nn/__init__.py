@@ -5,6 +5,7 @@ from llmk.nn.convolution import CausalConv1d
 from llmk.nn.embedding import Embedding
 from llmk.nn.expert_parallel import expert_parallel_moe
 from llmk.nn.feed_forward import GeGLUMLP, SwiGLUMLP
+from llmk.nn.gated_delta_net import GatedDeltaNet
 from llmk.nn.hyper_connection import HyperConnection
 from llmk.nn.losses import (
     CrossEntropyLoss,
@@ -34,6 +35,7 @@ __all__ = [
     "DyT",
     "Embedding",
     "GIoULoss",
+    "GatedDeltaNet",
     "GeGLUMLP",
     "GroupNorm",
     "HyperConnection",

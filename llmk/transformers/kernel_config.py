@@ -1,5 +1,6 @@
 """`kernel_config`: llmk's layers in the slots that transformers' `use_kernels` fills."""
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from transformers import KernelConfig
 
 from llmk.apart import apart_from_caller
 from llmk.registry.private.modules import children_of, parameters_of
+from llmk.transformers.calls import Form
+from llmk.transformers.convolutions import CausalConv1d
 from llmk.transformers.probe import (
     Differs,
     agree,
@@ -24,9 +27,17 @@ from llmk.transformers.probe import (
     same,
     without_parameters,
 )
+from llmk.transformers.recurrences import DeltaRule, Scan
 from llmk.transformers.slots import LAYERS
 
 DEVICES = ("cpu", "cuda", "rocm")
+FUNCTIONS: dict[str, Form] = {
+    "causal_conv1d_fn": CausalConv1d(),
+    "chunk_gated_delta_rule": DeltaRule(),
+    "chunk_kda": DeltaRule(grouped=False, channels=True),
+    "mamba_chunk_scan_combined": Scan(),
+}
+"""The slots of functions that `patch` knows too, which try what is in a slot."""
 
 
 def kernel_config() -> KernelConfig:
@@ -124,6 +135,9 @@ def _try(slot: str, module: nn.Module) -> None:
     Raises:
         Differs: The module's own forward is not what llmk's layer computes, outputs or gradients.
     """
+    if slot in FUNCTIONS:
+        FUNCTIONS[slot].attempt(functools.partial(type(module).forward, module))
+        return
     own, layer, inputs = type(module).forward, LAYERS[slot].forward, _inputs(slot, module)
     wanted = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
     for training in (True, False):
@@ -177,9 +191,6 @@ def _inputs(slot: str, module: nn.Module) -> tuple[Any, ...]:
     if slot == "ForCausalLMLoss":
         labels = torch.tensor([[1, 2, -100, 3], [4, 0, 5, -100]], dtype=torch.int64, device="cpu")
         return randn(2, 4, 6).requires_grad_(), labels, 6
-    if slot == "causal_conv1d_fn":
-        x, weight, bias = (t.requires_grad_() for t in (randn(2, 5, 7), randn(5, 4), randn(5)))
-        return x, weight, bias, "silu"
     widths = {p.shape[-1] for p in parameters_of(module).values() if p is not None}
     rows = rows_of_all_scales(min(widths, default=16)).requires_grad_()
     return (rows, randn(*rows.shape).requires_grad_()) if slot == "RMSNormGated" else (rows,)

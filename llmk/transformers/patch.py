@@ -9,6 +9,7 @@ from torch import nn
 
 from llmk.apart import apart_from_caller
 from llmk.transformers.adapters import linear_of
+from llmk.transformers.calls import CallFinder
 from llmk.transformers.classes import (
     BehindHook,
     Change,
@@ -17,7 +18,7 @@ from llmk.transformers.classes import (
     patched_class,
     set_classes,
 )
-from llmk.transformers.convolutions import ConvolutionFinder
+from llmk.transformers.convolutions import CausalConv1d, Convolution
 from llmk.transformers.experts import GATE
 from llmk.transformers.gated_norms import GatedNorm, find_gated_norm
 from llmk.transformers.gates import GateFinder
@@ -26,6 +27,7 @@ from llmk.transformers.masks import find_masks
 from llmk.transformers.mixtures import Experts, find_experts
 from llmk.transformers.norms import Norm, find_norm
 from llmk.transformers.probe import Differs, identity
+from llmk.transformers.recurrences import RECURRENCES, Recurrence
 from llmk.transformers.report import REPORT, Entry, Report
 from llmk.transformers.residuals import Residual
 from llmk.transformers.rewrite import CannotRewrite, Edit, Rewrite, Source, source_of
@@ -44,6 +46,7 @@ def patch(
     rope: bool = True,
     residuals: bool = True,
     convolutions: bool = True,
+    recurrences: bool = True,
     loss: bool = True,
     masks: bool = True,
     skip_ignored: bool = False,
@@ -66,6 +69,7 @@ def patch(
         rope: The rotary embedding of queries and keys.
         residuals: A residual sum and the RMSNorm that follows it, in one.
         convolutions: The short causal convolution before a recurrence.
+        recurrences: The gated delta rule, also Kimi Linear's, and the scan of Mamba-2, over chunks of tokens.
         loss: The output projection and the causal language model's loss, in one.
         masks: With `scaled_dot_product_attention`, no causal mask where neither padding nor packing needs one, also
             when a compiler traces the model.
@@ -85,7 +89,8 @@ def patch(
     if (report := report_of(model)) is not None:
         return report
     layers = {"norm": norms, "experts": experts, "mlp": mlps, "rope": rope, "residual": residuals}
-    which = layers | {"convolution": convolutions, "loss": loss, "mask": masks}
+    hybrid = {"convolution": convolutions, "recurrence": recurrences}
+    which = layers | hybrid | {"loss": loss, "mask": masks}
     plan = apart_from_caller(Plan, model, {kind for kind, wanted in which.items() if wanted}, skip_ignored)
     classes = plan.classes()
     report = Report(model, plan.entries)
@@ -122,7 +127,8 @@ class Plan:
             "mlp": GateFinder(),
             "rope": RopeFinder(),
             "residual": self._residual,
-            "convolution": ConvolutionFinder(),
+            "convolution": CallFinder(Convolution, CausalConv1d()),
+            "recurrence": CallFinder(Recurrence, *RECURRENCES),
             "mask": find_masks,
         }
         finders = {kind: find for kind, find in finders.items() if kind in kinds}

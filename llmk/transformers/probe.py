@@ -73,18 +73,21 @@ class _Seen(DispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def run(function: Callable[..., Any], *args: Any) -> Any:
+def run(function: Callable[..., Any], *args: Any, also: frozenset[str] = frozenset()) -> Any:
     """Return what `function` returns.
 
+    Args:
+        also: Operators of aten that may be on the way beside arithmetic.
+
     Raises:
-        Differs: It could not be run, or it computed something that is not arithmetic on the way.
+        Differs: It could not be run, or it computed something else on the way.
     """
     with _Seen() as seen:
         try:
             result = function(*args)
         except Exception as error:  # whatever the code raises: it cannot be run this way
             raise Differs(f"could not be run: {first_line(error)}") from error
-    if others := sorted(seen.names - ARITHMETIC):
+    if others := sorted(seen.names - ARITHMETIC - also):
         raise Differs(f"uses {', '.join(others)}")
     return result
 

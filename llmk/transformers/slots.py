@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from llmk import functional
 from llmk.ops.common.activations import GATES
 from llmk.ops.convolution.causal_conv1d import ACTIVATIONS, MOST_TAPS
-from llmk.transformers.convolutions import PACKING
+from llmk.transformers.calls import PACKING
+from llmk.transformers.recurrences import GATE, NO_LIMIT, delta_rule, fits_delta_rule, fits_scan, scan
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -89,6 +90,116 @@ class CausalConv1dFn(nn.Module):
         if packed or not alike or not 2 <= weight.shape[-1] <= MOST_TAPS or activation not in ACTIVATIONS:
             return type(self).forward(self, hidden_states, weight, bias, activation=activation, **kwargs)
         return functional.causal_conv1d(hidden_states, weight, bias, activation=activation)[0]
+
+
+class ChunkGatedDeltaRule(nn.Module):
+    """`chunk_gated_delta_rule` of hybrids: query, key `[B, T, HK, K]`, value `[B, T, H, V]`, g, beta `[B, T, H]`."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        chunk_size: int = 64,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        options = {
+            "initial_state": initial_state,
+            "output_final_state": output_final_state,
+            "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+        }
+        return _delta_rule(self, False, query, key, value, g, beta, chunk_size, options, kwargs)
+
+
+class ChunkKDA(nn.Module):
+    """`chunk_kda` of Kimi Linear: query, key, value, g `[B, T, H, K]`, beta `[B, T, H]`."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        chunk_size: int = 64,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        options = {
+            "initial_state": initial_state,
+            "output_final_state": output_final_state,
+            "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+        }
+        return _delta_rule(self, True, query, key, value, g, beta, chunk_size, options, kwargs)
+
+
+def _delta_rule(
+    module: Any,
+    channels: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int,
+    options: dict[str, Any],
+    others: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """The layers above: a function, because their `self` is the model's module and has no methods of theirs."""
+    packed = any(others.get(name) is not None for name in PACKING)
+    fits = fits_delta_rule(q, k, v, g, beta, options, channels) and (not channels or q.shape[2] == v.shape[2])
+    if packed or not fits:
+        return type(module).forward(module, q, k, v, g, beta, chunk_size, **options, **others)
+    return delta_rule(q, k, v, g, beta, options)
+
+
+class MambaChunkScanCombined(nn.Module):
+    """`mamba_chunk_scan_combined` of Mamba-2: input `[B, T, H, P]`, dt `[B, T, H]`, A `[H]`, B, C `[B, T, G, N]`."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        chunk_size: int,
+        D: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        initial_states: Tensor | None = None,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = NO_LIMIT,
+        return_final_states: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        options = {
+            "D": D,
+            "dt_bias": dt_bias,
+            "initial_states": initial_states,
+            "dt_softplus": dt_softplus,
+            "dt_limit": dt_limit,
+            "return_final_states": return_final_states,
+        }
+        asks_for_more = any(kwargs.get(name) is not None for name in PACKING | GATE)
+        if asks_for_more or not fits_scan(hidden_states, dt, A, B, C, options):
+            return type(self).forward(self, hidden_states, dt, A, B, C, chunk_size, **options, **kwargs)
+        return scan(hidden_states, dt, A, B, C, options)
 
 
 def _gated(module: Any, x: Tensor, unit: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -175,6 +286,9 @@ LAYERS: dict[str, type[nn.Module]] = {
     "RMSNormZeroCentered": RMSNormZeroCentered,
     "RMSNormGated": RMSNormGated,
     "causal_conv1d_fn": CausalConv1dFn,
+    "chunk_gated_delta_rule": ChunkGatedDeltaRule,
+    "chunk_kda": ChunkKDA,
+    "mamba_chunk_scan_combined": MambaChunkScanCombined,
     "SwiGLUMLP": SwiGLUMLP,
     "GeGLUMLP": GeGLUMLP,
     "rotary_pos_emb": RotaryPosEmb,

@@ -1,0 +1,264 @@
+"""Models with linear recurrences, patched: what they compute in training and generation, and what is no recurrence."""
+
+import copy
+import inspect
+import sys
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers")
+
+from torch._dynamo import lookup_backend  # noqa: E402
+
+from compile_tests.helpers.breadth import some_of  # noqa: E402
+from compile_tests.helpers.families import (  # noqa: E402
+    FAMILIES,
+    assert_equal,
+    loss_and_gradients,
+    small_model,
+    tokens,
+)
+from compile_tests.helpers.families_sweep import built  # noqa: E402
+from compile_tests.helpers.recurrence_functions import (  # noqa: E402
+    OTHER_DELTA_RULES,
+    OTHER_SCANS,
+    DeltaRule,
+    Scan,
+    Unscaled,
+)
+from llmk.transformers import patch  # noqa: E402
+
+DELTA_RULES = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "Qwen4Exp", "OlmoHybrid", "KimiLinear", "BailingHybrid")
+SCANS = ("Mamba2", "Bamba", "GraniteMoeHybrid", "FalconH1", "NemotronH", "Zamba2")
+OPERATORS = dict.fromkeys(DELTA_RULES, "gated_delta_rule") | dict.fromkeys(SCANS, "gated_linear_attention")
+PLAIN: dict[str, Any] = {
+    "torch_chunk_gated_delta_rule": DeltaRule(),
+    "chunk_kimi_delta_attention": DeltaRule(),
+    "mamba2_chunk_scan": Scan(),
+}
+"""By transformers' names of the functions, the same token by token."""
+
+KEPT = ("Qwen3Next", "OlmoHybrid", "KimiLinear", "Mamba2", "FalconH1")
+
+
+@pytest.fixture(autouse=True)
+def _on_device(device: torch.device):
+    transformers.logging.set_verbosity_error()
+    torch._dynamo.reset()
+    with device, torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        yield
+
+
+def pair(family: str) -> tuple[Any, Any]:
+    """A patched hybrid and the same one unpatched."""
+    torch.manual_seed(0)
+    original = small_model(family) if family in FAMILIES else built(getattr(transformers, f"{family}ForCausalLM"))
+    model = copy.deepcopy(original)
+    found = {e.text for e in patch(model).entries if e.kind == "recurrence"}
+    assert found == {OPERATORS[family]}
+    return model, original
+
+
+def padded(side: str) -> dict[str, Tensor]:
+    ids, mask = tokens(2, 70) % 97 + 2, torch.ones(2, 70, dtype=torch.long)  # longer than one chunk
+    mask[0, :9] = 0
+    mask = mask if side == "left" else mask.flip(1)
+    return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
+
+
+def exact(original: Any, inputs: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Loss and gradients with the recurrence token by token, in float64 but for what the model makes float32."""
+    model, module = copy.deepcopy(original).double(), sys.modules[type(original).__module__]
+    model.set_experts_implementation("eager")  # PyTorch's grouped products take no float64
+    with monkeypatch.context() as replaced:
+        for name in PLAIN.keys() & vars(module).keys():
+            replaced.setattr(module, name, PLAIN[name])
+        loss, gradients = loss_and_gradients(model, model, inputs)
+    return loss.float(), {name: gradient.float() for name, gradient in gradients.items()}
+
+
+class Graphs:
+    """ "aot_eager" that also counts llmk's operators in each graph that it is given."""
+
+    def __init__(self) -> None:
+        self.graphs: list[Counter[str]] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        targets = (str(node.target) for node in graph.graph.nodes)
+        self.graphs.append(Counter(name.split(".")[1] for name in targets if name.startswith("llmk.")))
+        return lookup_backend("aot_eager")(graph, example_inputs)
+
+
+@pytest.mark.parametrize("family", some_of(OPERATORS, KEPT))
+def test_a_hybrid_trains_as_before(family: str, monkeypatch: pytest.MonkeyPatch):
+    """With padding on either side, eager and in one graph: the gradients of decays are nearer than they were."""
+    model, original = pair(family)
+    layers = patch(model).replaced["recurrence"]
+    for side in ("left", "right"):
+        inputs = padded(side)
+        want = exact(original, inputs, monkeypatch)
+        assert_equal(loss_and_gradients(model, model, inputs), want)
+        torch.testing.assert_close(want[0], loss_and_gradients(original, original, inputs)[0], rtol=1e-5, atol=0)
+    if family == "Qwen4Exp":  # Dynamo has no Tensor.unflatten under a device context, whoever patches
+        return
+    graphs = Graphs()
+    assert_equal(loss_and_gradients(model, torch.compile(model, fullgraph=True, backend=graphs), inputs), want)
+    (found,) = graphs.graphs
+    assert found[OPERATORS[family]] == layers
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("family", ["OlmoHybrid", "Mamba2"])
+def test_gradient_checkpointing(family: str, reentrant: bool):
+    model, original = pair(family)
+    inputs = padded("left")
+    want = loss_and_gradients(model, model, inputs)
+    assert_equal(want, loss_and_gradients(original, original, inputs))
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert_equal(loss_and_gradients(model, model, inputs), want)
+
+
+# Where no layer is attention, as in the small Qwen4Exp, transformers does not count the tokens in a cache.
+@pytest.mark.parametrize("family", some_of([f for f in OPERATORS if f != "Qwen4Exp"], KEPT))
+def test_a_hybrid_goes_on_from_its_cache_as_before(family: str):
+    """With padding on the left, after a prompt in two chunks and token by token."""
+    model, original = (m.eval() for m in pair(family))
+    ids = tokens(2, 11) % 97 + 2
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "use_cache": True}
+    for chunked in ({},) if family == "Mamba2" else ({}, {"prefill_chunk_size": 5}):
+        got, want = (m.generate(ids, **options, **chunked) for m in (model, original))
+        assert torch.equal(got, want)
+    results = []
+    with torch.no_grad():
+        for m in (model, original):
+            first = m(ids[:, :6], attention_mask=mask[:, :6], use_cache=True)
+            cache = {name: first[name] for name in ("past_key_values", "cache_params") if name in first}
+            rest = m(ids[:, 6:], attention_mask=mask, use_cache=True, **cache)
+            results.append(torch.cat([first.logits, rest.logits], 1)[mask.bool()])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["Qwen3_5", "FalconH1"])
+def test_in_bfloat16_a_hybrid_is_as_near_to_float64(family: str, monkeypatch: pytest.MonkeyPatch):
+    """The operators round what goes into products, which the models' own functions do not; the layers around do."""
+    model, original = pair(family)
+    inputs = padded("right")
+    _, want = exact(original, inputs, monkeypatch)
+    errors = []
+    for m in (model.bfloat16(), original.bfloat16()):
+        _, got = loss_and_gradients(m, m, inputs)
+        errors.append(sum(float((got[name] - want[name]).square().sum()) for name in want) ** 0.5)
+    assert errors[0] <= 1.5 * errors[1]
+
+
+# ---- functions of one's own
+
+rule: Any = DeltaRule()
+scan: Any = Scan()
+
+
+class DeltaLayer(nn.Module):
+    """By the function that its source calls `rule`."""
+
+    operator, called = "gated_delta_rule", "llmk_gated_delta_rule_0(rule, q, k, v, g="
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.gates = nn.Linear(16, 3 * 16, bias=False), nn.Linear(16, 2 * 2, bias=False)
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Any:
+        q, k, v = self.qkv(x).unflatten(-1, (2, -1)).chunk(3, -1)
+        g, beta = self.gates(x).chunk(2, -1)
+        return rule(q, k, v, g=-nn.functional.softplus(g), beta=beta.sigmoid(), output_final_state=True, **kwargs)
+
+
+class ScanLayer(nn.Module):
+    """By the function that its source calls `scan`."""
+
+    operator, called = "gated_linear_attention", "llmk_gated_linear_attention_0(scan, x, dt, "
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.BCx, self.dt = nn.Linear(16, 3 * 16, bias=False), nn.Linear(16, 2, bias=False)
+        self.A_log, self.D, self.dt_bias = (nn.Parameter(torch.randn(2)) for _ in range(3))
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Any:
+        B, C, x, dt = *self.BCx(x).unflatten(-1, (2, -1)).chunk(3, -1), self.dt(x)
+        kwargs = {"chunk_size": 16, "dt_softplus": True, "return_final_states": True, **kwargs}
+        return scan(x, dt, -self.A_log.exp(), B, C, D=self.D, dt_bias=self.dt_bias, **kwargs)
+
+
+def by_operator(result: Tensor, operator: str) -> bool:
+    todo, seen = [result.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [following for following, _ in node.next_functions]
+    return any(operator in node.name() for node in seen)
+
+
+STATES = {DeltaLayer: "initial_state", ScanLayer: "initial_states"}
+OWN: dict[Any, list[dict[str, Any]]] = {  # what the functions understand and the operators do not
+    DeltaLayer: [{"cu_seqlens": torch.tensor([0, 4, 9])}],
+    ScanLayer: [{"seq_idx": torch.zeros(2, 9, dtype=torch.int32)}, {"z": torch.ones(1)}, {"dt_limit": (-1.0, 1.0)}],
+}
+
+
+@pytest.mark.parametrize("layer", [DeltaLayer, ScanLayer])
+def test_a_recurrence_is_found(layer: Any):
+    model = layer()
+    assert not patch(layer(), recurrences=False).entries
+    original, x = copy.deepcopy(model), torch.randn(2, 9, 16) / 2
+    report = patch(model)
+    assert report.replaced == {"recurrence": 1}
+    assert layer.called in report.source()
+    for options in ({}, {STATES[layer]: torch.randn(2, 2, 8, 8)}, {"chunk_size": 4, "cu_seqlens": None}):
+        results = [m(x, **options) for m in (model, original)]
+        assert by_operator(results[0][0], layer.operator)
+        torch.testing.assert_close(*results)
+        for out, final in results:
+            (out.square().sum() + final.square().sum()).backward()
+        for p, q in zip(model.parameters(), original.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5)
+    for given, options in ((x, {"unknown": 1}), *((x, options) for options in OWN[layer]), (x.double(), {})):
+        results = [m.to(given.dtype)(given, **options) for m in (model, original)]
+        assert by_operator(results[0][0], layer.operator) == ("unknown" in options)
+        torch.testing.assert_close(*results)
+
+
+OTHERS = [("rule", DeltaLayer, cls) for cls in OTHER_DELTA_RULES] + [("scan", ScanLayer, cls) for cls in OTHER_SCANS]
+
+
+@pytest.mark.parametrize(("name", "layer", "function"), OTHERS)
+def test_another_recurrence_is_left(name: str, layer: Any, function: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(globals(), name, function())
+    report = patch(layer())
+    assert not report.replaced
+    assert name in str(report.entries)
+
+
+def test_a_function_without_groups_of_heads_is_found(monkeypatch: pytest.MonkeyPatch):
+    class Ungrouped(DeltaRule):
+        def __call__(self, query, key, value, g, beta, chunk_size=64, *args, **kwargs):
+            assert query.shape[2] == value.shape[2]
+            return super().__call__(query, key, value, g, beta, chunk_size, *args, **kwargs)
+
+        __call__.__signature__ = inspect.signature(DeltaRule.__call__)  # type: ignore[attr-defined]
+
+    monkeypatch.setitem(globals(), "rule", Ungrouped())
+    assert patch(DeltaLayer()).replaced == {"recurrence": 1}
+
+
+def test_a_function_that_took_the_place_of_another_is_called(monkeypatch: pytest.MonkeyPatch):
+    model, x = DeltaLayer(), torch.randn(2, 9, 16)
+    patch(model)
+    want, _ = model(x)
+    monkeypatch.setitem(globals(), "rule", Unscaled())
+    torch.testing.assert_close(model(x)[0], 8**0.5 * want)

@@ -1,0 +1,145 @@
+"""Functions that a module's source calls by a name and that compute what an operator does: the calls are replaced.
+
+The call is replaced, and not the module, so that what stands around it (masks of padding, the states of a cache) goes
+on doing what it does. What the function computes is tried, not told from its name. It may be a module: the package
+`kernels` makes one of each function that it has a slot for.
+"""
+
+import ast
+import inspect
+import logging
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import nn
+
+from llmk.transformers.probe import Differs
+from llmk.transformers.rewrite import Edit, Source, load
+
+Function = Callable[..., Any]
+
+PACKING = frozenset({"seq_idx", "cu_seqlens"})
+"""The keywords that say where packed sequences begin, for a model's own function."""
+
+
+class Form:
+    """A kind of function that an operator computes. Forms that are equal are the same; they can be pickled.
+
+    Attributes:
+        operator: The operator's name.
+        positional: How many arguments stand by position in a call that can be replaced.
+    """
+
+    operator: ClassVar[str]
+    positional: ClassVar[range]
+
+    def takes(self, names: list[str]) -> bool:
+        """Return True if a function with parameters of these names is a candidate."""
+        raise NotImplementedError
+
+    def attempt(self, function: Function) -> None:
+        """
+        Raises:
+            Differs: The function does not compute what the operator does, outputs or gradients.
+        """
+        raise NotImplementedError
+
+    def replacement(self, tried: Function) -> Function:
+        """Return what is called in place of a function that was tried, with the function called for put first."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Calls(Edit):
+    """The calls of functions, by the names that the source has for them."""
+
+    functions: tuple[tuple[str, Function, Form], ...]
+
+    @property
+    def what(self) -> str:
+        return ", ".join(sorted({form.operator for _, _, form in self.functions}))
+
+    def apply(self, definition: ast.FunctionDef, scope: Mapping[str, Any]) -> dict[str, Any]:
+        new = {name: f"llmk_{form.operator}_{i}" for i, (name, _, form) in enumerate(self.functions)}
+        forms = {name: form for name, _, form in self.functions}
+        for name, call in _calls(definition):
+            if name in forms and len(call.args) in forms[name].positional:
+                call.args, call.func = [call.func, *call.args], load(new[name])
+        return {new[name]: form.replacement(function) for name, function, form in self.functions}
+
+
+class CallFinder:
+    """Finds the calls in the sources of a model's modules; a function is tried once."""
+
+    def __init__(self, edit: type[Calls], *forms: Form) -> None:
+        self._edit, self._forms = edit, forms
+        self._tried: dict[Function, Form | Differs | None] = {}
+
+    def __call__(self, module: nn.Module, source: Source) -> Calls | None:
+        """
+        Raises:
+            Differs: What takes the arguments of an operator does not compute the same.
+        """
+        found: dict[str, tuple[str, Function, Form]] = {}
+        stored = {n.id for n in ast.walk(source.definition) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        for name, call in _calls(source.definition):
+            function = None if name in stored else source.lookup(module, name)
+            if not callable(function) or isinstance(function, type) or not isinstance(function, Hashable):
+                continue
+            form = self._form(function)
+            if isinstance(form, Differs):
+                raise Differs(f"{name} {form}") from form
+            if form is not None and len(call.args) in form.positional:
+                found[name] = (name, function, form)
+        return self._edit(tuple(found.values())) if found else None
+
+    def _form(self, function: Function) -> Form | Differs | None:
+        """The form of the function, or why it has none that its parameters are those of; None if there is no such."""
+        if function not in self._tried:
+            names = parameters(function)
+            self._tried[function] = None
+            for form in self._forms:
+                if form.takes(names):
+                    self._tried[function] = _attempted(form, function)
+                if isinstance(self._tried[function], Form):
+                    break
+        return self._tried[function]
+
+
+def _attempted(form: Form, function: Function) -> Form | Differs:
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # transformers' advice, once, about a function that is to be replaced
+    try:
+        form.attempt(function)
+    except Differs as why:
+        return why
+    finally:
+        logging.disable(level)
+    return form
+
+
+def its_own(function: Function, arguments: Collection[str]) -> frozenset[str]:
+    """The keywords that are for the function itself: those it has a name for, but for these, and of packed sequences.
+
+    A model's layers hand on all keyword arguments of the model, and a function takes what it does not know as `kwargs`,
+    where it may look for packed sequences.
+    """
+    return frozenset(parameters(function)) - frozenset(arguments) | PACKING
+
+
+def parameters(function: Function) -> list[str]:
+    """The names of a function's parameters, without `*args` and `**kwargs`."""
+    try:
+        found = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in found.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
+def _calls(definition: ast.FunctionDef) -> Iterator[tuple[str, ast.Call]]:
+    """The calls of functions by a name, without arguments in a `*list`."""
+    for node in ast.walk(definition):
+        match node:
+            case ast.Call(ast.Name(name), args) if not any(isinstance(a, ast.Starred) for a in args):
+                yield name, node

@@ -1,0 +1,336 @@
+"""Linear recurrences over chunks of tokens: functions that compute `gated_delta_rule` or `gated_linear_attention`.
+
+A function is tried with heads of all scales, with and without each of its options. What it gives, outputs, states and
+gradients, must be what the operator's reference gives in float64. A function that goes token by token has no chunks and
+is none of these: models call it to generate, one token at a time.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmk import functional
+from llmk.ops.recurrence._call import LARGEST_HEAD
+from llmk.ops.recurrence.gated_delta_rule import gated_delta_rule_reference
+from llmk.ops.recurrence.gated_linear_attention import gated_linear_attention_reference
+from llmk.transformers.calls import Calls, Form, Function, its_own
+from llmk.transformers.probe import SCALES, Differs, agree, gradients, randoms, run
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ON_THE_WAY = frozenset({
+    "bitwise_not", "bmm", "constant_pad_nd", "copy", "cumsum", "eye", "linalg_solve_triangular", "masked_fill",
+    "new_zeros", "ones", "tril", "triu", "zeros", "zeros_like",
+})  # fmt: skip
+"""What is no arithmetic in other trials: products, and masks that shapes alone decide."""
+LIMITS = frozenset({"clamp", "softplus"})
+"""Of the time steps of Mamba-2: the trial has values on both sides."""
+
+
+class Recurrence(Calls):
+    kind = "recurrence"
+
+
+# ---- the gated delta rule
+
+DELTA_RULE_OPTIONS = ["chunk_size", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel"]
+
+
+@dataclass(frozen=True)
+class DeltaRule(Form):
+    """Functions of queries, keys, values, log decays and beta, tokens before heads.
+
+    Attributes:
+        grouped: They take fewer heads of queries and keys than of values.
+        channels: They have a decay for each channel of a head, as Kimi Linear's, and not one for the head.
+    """
+
+    grouped: bool = True
+    channels: bool = False
+
+    operator = "gated_delta_rule"
+    positional = range(3, 6)
+
+    def takes(self, names: list[str]) -> bool:
+        return names[3:5] == ["g", "beta"] and set(DELTA_RULE_OPTIONS) <= set(names)
+
+    def attempt(self, function: Function) -> None:
+        cases: list[tuple[int, bool, dict[str, Any]]] = [
+            (70, False, {}),
+            (37, True, {"chunk_size": 16, "output_final_state": True}),
+            (37, True, {"chunk_size": 16, "output_final_state": True, "use_qk_l2norm_in_kernel": True}),
+            (5, False, {"output_final_state": True, "use_qk_l2norm_in_kernel": True}),
+        ]
+        for seed, (tokens, with_state, options) in enumerate(cases):
+            normalized = options.get("use_qk_l2norm_in_kernel", False)
+
+            def own(q, k, v, g, beta, options=options, **state):
+                q, k, v, g, beta = map(_transposed, (q, k, v, g, beta))
+                out, state = function(q, k, v, g=g, beta=beta, **state, **options)
+                return out, state
+
+            def reference(q, k, v, g, beta, normalized=normalized, **state):
+                by_token = map(_transposed, (q, k, v, g, beta))
+                return gated_delta_rule_reference(*by_token, l2_norm_qk=normalized, **state)
+
+            inputs = self._inputs(tokens, normalized, with_state, randoms(seed))
+            _compare(own, reference, inputs, "output_final_state" in options)
+            _check_dtypes(own, inputs, torch.bfloat16)
+
+    def _inputs(
+        self, tokens: int, normalized: bool, with_state: bool, randn: Callable[..., Tensor]
+    ) -> dict[str, Tensor]:
+        """Keys that are not normalized are short, so that states do not grow."""
+        heads = 2 * len(SCALES)
+        groups = len(SCALES) if self.grouped else heads
+        inputs = {
+            "q": _heads(groups, tokens, 6, randn),
+            "k": _heads(groups, tokens, 6, randn) if normalized else 0.3 * randn(2, groups, tokens, 6),
+            "v": _heads(heads, tokens, 5, randn),
+            "g": -torch.nn.functional.softplus(2 * randn(2, heads, tokens, *[6] * self.channels) - 2),
+            "beta": randn(2, heads, tokens).sigmoid(),
+        }
+        return inputs | ({"initial_state": _heads(heads, 6, 5, randn)} if with_state else {})
+
+    def replacement(self, tried: Function) -> Function:
+        return _delta_rule(tried, self.grouped, self.channels)
+
+
+@functools.cache
+def _delta_rule(tried: Function, grouped: bool, channels: bool) -> Function:
+    others = its_own(tried, DELTA_RULE_OPTIONS)
+
+    def rule(function: Any, q: Any, k: Any, v: Any, g: Any, beta: Any, **options: Any) -> Any:
+        asks_for_more = any(options.get(name) is not None for name in others)
+        fits = fits_delta_rule(q, k, v, g, beta, options, channels) and (grouped or q.shape[2] == v.shape[2])
+        if function is not tried or asks_for_more or not fits:
+            return function(q, k, v, g, beta, **options)
+        return delta_rule(q, k, v, g, beta, options)
+
+    return rule
+
+
+def fits_delta_rule(
+    q: Any, k: Any, v: Any, g: Any, beta: Any, options: Mapping[str, Any], channels: bool = False
+) -> bool:
+    if not channels:
+        return _fits(q, k, v, (g, beta), options.get("initial_state"))
+    if not _fits(q, k, v, (beta,), options.get("initial_state")) or not isinstance(g, Tensor):
+        return False
+    return g.dtype in DTYPES and g.shape == (*v.shape[:3], q.shape[3])
+
+
+def delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, options: Mapping[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """What such a function returns, by the operator."""
+    state, normalize = options.get("initial_state"), options.get("use_qk_l2norm_in_kernel", False)
+    state = None if state is None else state.float()
+    out, final = functional.gated_delta_rule(q, k, v, g, beta, initial_state=state, l2_norm_qk=normalize)
+    return out, final if options.get("output_final_state", False) else None
+
+
+# ---- the scan of Mamba-2
+
+INPUTS_OF_SCAN = ["D", "dt_bias", "initial_states", "dt_softplus", "dt_limit"]
+SCAN_OPTIONS = ["chunk_size", *INPUTS_OF_SCAN, "return_final_states"]
+NO_LIMIT = (0.0, float("inf"))
+GATE = frozenset({"z"})
+"""Which mamba_ssm's function multiplies by, and the models do not."""
+
+
+@dataclass(frozen=True)
+class Scan(Form):
+    """Functions of an input, time steps, A, B, C and the size of chunks, tokens before heads."""
+
+    operator = "gated_linear_attention"
+    positional = range(5, 7)
+
+    def takes(self, names: list[str]) -> bool:
+        return names[1:6] == ["dt", "A", "B", "C", "chunk_size"] and set(SCAN_OPTIONS) <= set(names)
+
+    def attempt(self, function: Function) -> None:
+        cases: list[tuple[int, int, bool, bool, dict[str, Any]]] = [
+            (21, 32, False, False, {}),
+            (21, 8, True, True, {"dt_softplus": True, "dt_limit": (0.01, 3.0), "return_final_states": True}),
+            (21, 8, True, False, {"dt_softplus": True, "return_final_states": True}),
+            (5, 8, False, True, {"dt_softplus": True, "dt_limit": NO_LIMIT}),
+        ]
+        for seed, (tokens, chunk_size, with_parameters, with_state, options) in enumerate(cases):
+            given = {name: value for name, value in options.items() if name != "return_final_states"}
+
+            def own(x, dt, A, B, C, options=options, chunk_size=chunk_size, **more):
+                x, dt, B, C = map(_transposed, (x, dt, B, C))
+                found = function(x, dt, A, B, C, chunk_size=chunk_size, **more, **options)
+                out, state = found if "return_final_states" in options else (found, None)
+                return out, state
+
+            def reference(x, dt, A, B, C, given=given, **more):
+                x, dt, B, C = map(_transposed, (x, dt, B, C))
+                return _by_attention(gated_linear_attention_reference, x, dt, A, B, C, **more, **given)
+
+            inputs = _scan_inputs(tokens, "dt_softplus" in options, with_parameters, with_state, randoms(seed))
+            _compare(own, reference, inputs, "return_final_states" in options, ON_THE_WAY | LIMITS)
+            _check_dtypes(own, inputs, torch.float32, ON_THE_WAY | LIMITS)
+
+    def replacement(self, tried: Function) -> Function:
+        return _scan(tried)
+
+
+def _scan_inputs(
+    tokens: int, softplus: bool, with_parameters: bool, with_state: bool, randn: Callable[..., Tensor]
+) -> dict[str, Tensor]:
+    """Two heads for each group; time steps are on both sides of softplus' threshold, and of any limit."""
+    groups = len(SCALES)
+    spread = 10.0 if softplus else 1.0
+    inputs = {
+        "x": _heads(2 * groups, tokens, 5, randn),
+        "dt": spread * randn(2, 2 * groups, tokens),
+        "A": -randn(2 * groups).exp() / spread,
+        "B": _heads(groups, tokens, 6, randn),
+        "C": _heads(groups, tokens, 6, randn),
+    }
+    if with_parameters:
+        inputs |= {"D": randn(2 * groups), "dt_bias": randn(2 * groups)}
+    return inputs | ({"initial_states": _heads(2 * groups, 5, 6, randn)} if with_state else {})
+
+
+@functools.cache
+def _scan(tried: Function) -> Function:
+    others = its_own(tried, SCAN_OPTIONS) | GATE
+
+    def scanned(function: Any, x: Any, dt: Any, A: Any, B: Any, C: Any, chunk_size: int, **options: Any) -> Any:
+        asks_for_more = any(options.get(name) is not None for name in others)
+        if function is not tried or asks_for_more or not fits_scan(x, dt, A, B, C, options):
+            return function(x, dt, A, B, C, chunk_size, **options)
+        return scan(x, dt, A, B, C, options)
+
+    return scanned
+
+
+def fits_scan(x: Any, dt: Any, A: Any, B: Any, C: Any, options: Mapping[str, Any]) -> bool:
+    for_heads = (p for p in (A, options.get("D"), options.get("dt_bias")) if p is not None)
+    if not _fits(C, B, x, (dt,), options.get("initial_states")) or any(p.shape != x.shape[2:3] for p in for_heads):
+        return False
+    return options.get("dt_limit", NO_LIMIT)[0] >= 0
+
+
+def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, options: Mapping[str, Any]) -> Any:
+    """What such a function returns, by the operator."""
+    given = {name: options[name] for name in INPUTS_OF_SCAN if name in options}
+    out, final = _by_attention(functional.gated_linear_attention, x, dt, A, B, C, **given)
+    return (out, final.contiguous()) if options.get("return_final_states", False) else out
+
+
+def _by_attention(
+    attention: Callable[..., tuple[Tensor, Tensor]],
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = NO_LIMIT,
+) -> tuple[Tensor, Tensor]:
+    """The scan by `gated_linear_attention`: output `[B, T, H, P]` and state `[B, H, P, N]`, float32 or more."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    dt = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias
+    dt = (torch.nn.functional.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
+    values = (x * dt.unsqueeze(-1)).to(x.dtype)
+    state = None if initial_states is None else initial_states.to(wide).transpose(2, 3)
+    out, final = attention(C, B, values, dt * A, scale=1.0, initial_state=state)
+    out = out.to(wide)
+    return out if D is None else out + D.unsqueeze(-1) * x.to(wide), final.transpose(2, 3)
+
+
+# ---- both
+
+
+def _fits(q: Any, k: Any, v: Any, for_heads: Sequence[Any], state: Any) -> bool:
+    """Return True if these are queries, keys, values, `[B, T, H]` and a state that the operators take."""
+    if not all(isinstance(t, Tensor) and t.dtype in DTYPES for t in (q, k, v, *for_heads)):
+        return False
+    if not (q.dtype == k.dtype == v.dtype and q.dim() == v.dim() == 4 and q.shape == k.shape):
+        return False
+    if q.shape[:2] != v.shape[:2] or 0 in q.shape[2:] or 0 in v.shape[2:] or v.shape[2] % q.shape[2]:
+        return False
+    if any(t.shape != v.shape[:3] for t in for_heads) or max(q.shape[3], v.shape[3]) > LARGEST_HEAD:
+        return False
+    return state is None or (isinstance(state, Tensor) and state.dtype in DTYPES and state.dim() == 4)
+
+
+def _heads(heads: int, tokens: int, width: int, randn: Callable[..., Tensor]) -> Tensor:
+    """`[2, heads, tokens, width]`, heads of all scales."""
+    scales = torch.tensor(SCALES, dtype=torch.float32, device="cpu").repeat_interleave(heads // len(SCALES))
+    return randn(2, heads, tokens, width) * scales[:, None, None]
+
+
+def _transposed(x: Tensor) -> Tensor:
+    """Tokens before heads, or heads before tokens."""
+    return x.transpose(1, 2)
+
+
+def _compare(
+    own: Callable[..., tuple[Any, Any]],
+    reference: Callable[..., tuple[Tensor, Tensor]],
+    inputs: dict[str, Tensor],
+    with_state: bool,
+    also: frozenset[str] = ON_THE_WAY,
+) -> None:
+    """Compare output, state and gradients, head by head.
+
+    Raises:
+        Differs: They are others.
+    """
+    given = {name: x.requires_grad_() for name, x in inputs.items()}
+    exact = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
+    got = run(lambda: _rows(*own(**given)), also=also)
+    want = _rows(*reference(**exact))[: 1 + with_state]
+    if len(got) != len(want) or not all(x.requires_grad and agree(x, y) for x, y in zip(got, want, strict=True)):
+        raise Differs("computes something else")
+    slopes = (gradients(torch.cat(rows, -1), [*leaves.values()]) for rows, leaves in ((got, given), (want, exact)))
+    for a, b in zip(*slopes, strict=True):
+        if a is None or b is None or not agree(_by_head(a), _by_head(b)):
+            raise Differs("has other gradients")
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """A row for each head of `[B, H, ...]`; one row of `[H]`, the sums over all tokens, which may cancel."""
+    return x.flatten(2) if x.dim() > 2 else x
+
+
+def _rows(out: Tensor, state: Tensor | None) -> list[Tensor]:
+    rows = [_by_head(_transposed(out))]
+    return rows if state is None else [*rows, _by_head(state)]
+
+
+def _check_dtypes(
+    own: Callable[..., tuple[Any, Any]],
+    inputs: dict[str, Tensor],
+    output: torch.dtype,
+    also: frozenset[str] = ON_THE_WAY,
+) -> None:
+    """
+    Raises:
+        Differs: For inputs in bfloat16 the dtype of the output is another, or that of the state is not float32.
+    """
+    out, state = run(lambda: own(**{name: x.detach().bfloat16() for name, x in inputs.items()}), also=also)
+    if out.dtype != output or (state is not None and state.dtype != torch.float32):
+        raise Differs("gives other dtypes")
+
+
+RECURRENCES: tuple[Form, ...] = (
+    DeltaRule(),
+    DeltaRule(grouped=False),
+    DeltaRule(channels=True),
+    DeltaRule(grouped=False, channels=True),
+    Scan(),
+)
+"""What a function is tried for, in this order."""
