@@ -148,7 +148,7 @@ def _merge_inverses(a_ptr, C: tl.constexpr, SIZE: tl.constexpr):
     """Replace the lower left corner of each block of 2 SIZE rows by that of the block's inverse."""
     t = tl.arange(0, SIZE)
     at = t[:, None] * C + t[None, :]
-    for first in range(0, C, 2 * SIZE):
+    for first in tl.range(0, C, 2 * SIZE):
         upper = a_ptr + first * (C + 1)
         lower = upper + SIZE * (C + 1)
         corner = upper + SIZE * C
