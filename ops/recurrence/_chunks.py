@@ -142,9 +142,9 @@ def scan_backward(
         beta = c.beta.unsqueeze(-1)
         da = -(dr @ run.u.mT).tril(-1)
         predicted = d.start * (dr @ run.states.mT)
-        drow, dcolumn, between = d.pairs_gradients(beta * da, c.k, c.k, run.kk)
+        drow, dcolumn, between = d.pairs_gradients(da, beta * c.k, c.k, beta * run.kk)
         dbeta = (dr * c.v).sum(-1) - (c.k * predicted).sum(-1) + decayed(da, run.kk).sum(-1)
-        dk, dv, dg = dk + drow + dcolumn - beta * predicted, beta * dr, dg + between
+        dk, dv, dg = dk + beta * drow + dcolumn - beta * predicted, beta * dr, dg + between
         start = start - beta * c.k * predicted
     dg = dg + d.ends_gradient(start, end, whole)
     return dq, dk, dv, dg, dbeta, ds
