@@ -135,7 +135,7 @@ def _first_inverses(a_ptr, C: tl.constexpr):
     for first in range(0, C, 16):
         a_ptrs = a_ptr + (first + i) * C + first + j
         x = tl.where(i == j, 1.0, 0.0) - tl.load(a_ptrs, mask=(i // 2 == j // 2) & (i != j), other=0.0)
-        for level in tl.static_range(1, 4):
+        for level in range(1, 4):
             size = 1 << level
             corner = tl.load(a_ptrs, mask=(i // (2 * size) == j // (2 * size)) & (i // size != j // size), other=0.0)
             x -= tl.dot(tl.dot(x, corner, input_precision="ieee"), x, input_precision="ieee")
@@ -145,13 +145,14 @@ def _first_inverses(a_ptr, C: tl.constexpr):
 
 @jit
 def _merge_inverses(a_ptr, C: tl.constexpr, SIZE: tl.constexpr):
-    """Replace the lower left corner of each block of 2 SIZE rows by that of the block's inverse."""
-    t = tl.arange(0, SIZE)
+    """Replace the lower left corner of each block of SIZE rows by that of the block's inverse."""
+    HALF: tl.constexpr = SIZE // 2
+    t = tl.arange(0, HALF)
     at = t[:, None] * C + t[None, :]
-    for first in tl.range(0, C, 2 * SIZE):
+    for first in range(0, C, SIZE):
         upper = a_ptr + first * (C + 1)
-        lower = upper + SIZE * (C + 1)
-        corner = upper + SIZE * C
+        lower = upper + HALF * (C + 1)
+        corner = upper + HALF * C
         x = tl.dot(tl.load(lower + at), tl.load(corner + at), input_precision="ieee")
         x = tl.dot(x, tl.load(upper + at), input_precision="ieee")
         tl.debug_barrier()  # all threads have read the corner
@@ -169,10 +170,10 @@ def chunk_inverse_kernel(a_ptr, inverse_ptr, C: tl.constexpr):
     a_ptr += matrix
     _first_inverses(a_ptr, C)
     tl.debug_barrier()  # each thread sees what the others stored
-    _merge_inverses(a_ptr, C, 16)
+    _merge_inverses(a_ptr, C, 32)
     if C > 32:
         tl.debug_barrier()
-        _merge_inverses(a_ptr, C, 32)
+        _merge_inverses(a_ptr, C, 64)
     tl.debug_barrier()
     t = tl.arange(0, C)
     _store(inverse_ptr + matrix, _load(a_ptr, t, t, C, C, C), t, t, C, C, C)
