@@ -309,13 +309,13 @@ def batch(
     seed: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states, projection and targets of sequences of so many tokens that count, with others between them."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     B, S = len(lengths), max([2, *lengths]) + 2
-    x, weight = (torch.randn(*shape, generator=generator).to(device, dtype) for shape in ((B, S, H), (V, H)))
-    target = torch.randint(0, V, (B, S), generator=generator)
+    x, weight = (torch.randn(*shape, generator=generator, device="cpu") for shape in ((B, S, H), (V, H)))
+    target = torch.randint(0, V, (B, S), generator=generator, device="cpu")
     for row, length in zip(target, lengths, strict=True):
-        row[torch.randperm(S, generator=generator)[: S - length]] = ignore_index
-    return x, weight, target.to(device)
+        row[torch.randperm(S, generator=generator, device="cpu")[: S - length]] = ignore_index
+    return x.to(device, dtype), weight.to(device, dtype), target.to(device)
 
 
 def packed(sample: Sample, target: Tensor, names: tuple[str, ...], order: list[int] | None = None) -> Sample:

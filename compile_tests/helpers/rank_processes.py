@@ -37,6 +37,11 @@ def start_ranks(function: Callable[..., None], args: tuple[Any, ...], world: int
     mp.start_processes(function, args, nprocs=world, start_method="forkserver")  # type: ignore[attr-defined]
 
 
+def here() -> torch.device:
+    """The device of this rank."""
+    return torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
 Checks = Callable[[int, int], Mapping[str, Callable[[], None]]]
 """The checks of a rank of so many, by their names, in the order that all ranks have."""
 
@@ -57,6 +62,7 @@ def _check(rank: int, checks: Checks, world: int, folder: Path, device_type: str
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
+        torch.set_default_device(device)
     store = dist.FileStore(str(folder / "store"), world)  # type: ignore[attr-defined]
     timeout = datetime.timedelta(seconds=120)
     dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world, timeout=timeout)

@@ -29,6 +29,7 @@ from compile_tests.helpers.policy_references import (
     reinforce_reference,
     rloo_reference,
 )
+from compile_tests.helpers.rank_processes import here
 from compile_tests.helpers.rank_slices import OwnRows, bounds
 from compile_tests.helpers.supervised_references import (
     dft_reference,
@@ -47,11 +48,6 @@ OPERATORS = (
     "linear_logprobs", "linear_topk", "fused_linear_policy", "fused_linear_preference", "fused_linear_jsd",
     "fused_linear_jsd_ce",
 )  # fmt: skip
-
-
-def here() -> torch.device:
-    """The device of this rank."""
-    return torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
 def group() -> Any:

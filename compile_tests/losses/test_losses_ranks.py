@@ -33,7 +33,7 @@ from compile_tests.helpers.loss_references import (
     simpo_reference,
 )
 from compile_tests.helpers.policy_references import grpo_reference, ppo_reference, reinforce_reference, rloo_reference
-from compile_tests.helpers.rank_processes import errors_of_ranks
+from compile_tests.helpers.rank_processes import errors_of_ranks, here
 from compile_tests.helpers.supervised_references import (
     dft_reference,
     distill_reference,
@@ -116,7 +116,7 @@ class Split(NamedTuple):
     @functools.cache  # noqa: B019
     def groups(self, has_sequences: bool) -> dict[str, Any]:
         """The groups as a mesh, as a process group and as a name."""
-        mesh = init_device_mesh("cpu", (self.data, self.context), mesh_dim_names=("data", "context"))
+        mesh = init_device_mesh(here().type, (self.data, self.context), mesh_dim_names=("data", "context"))
         if not has_sequences:
             return {"group": dist.group.WORLD}
         given = {"group": mesh["data"], "context_group": mesh["context"].get_group().group_name}
@@ -175,7 +175,7 @@ def check(loss: Loss, sample: Sample, split: Split, compiled: bool) -> None:
 
 def of_pairs(is_packed: bool = False, **options: Any) -> Sample:
     """Options may have `ref_logps`, `label` or `num_sequences` that are True, in whose place are numbers."""
-    x, weight, target = batch(PAIRS, torch.device("cpu"))
+    x, weight, target = batch(PAIRS, here())
     values: dict[str, Any] = {
         "ref_logps": -3.0 * (target != -100).sum(-1) + torch.randn(8),
         "label": torch.arange(8) % 3 == 0,
@@ -192,7 +192,7 @@ def of_pairs(is_packed: bool = False, **options: Any) -> Sample:
 
 def of_policy(*names: str, is_packed: bool = False, **options: Any) -> Sample:
     """A batch with advantages, and with those of the values below that are named."""
-    x, weight, target = batch(LENGTHS, torch.device("cpu"))
+    x, weight, target = batch(LENGTHS, here())
     scores = torch.nn.functional.linear(x, weight).log_softmax(-1)
     own = scores.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     values = {
@@ -213,7 +213,7 @@ def of_policy(*names: str, is_packed: bool = False, **options: Any) -> Sample:
 
 
 def of_tokens(loss: Loss, **options: Any) -> Sample:
-    x, weight, target = batch(LENGTHS, torch.device("cpu"))
+    x, weight, target = batch(LENGTHS, here())
     if options.pop("weighted", False):
         options["token_weights"] = torch.rand(target.shape)
     args: tuple[Tensor, ...] = (x, weight, target)
@@ -319,7 +319,7 @@ def several_models() -> None:
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     for name in ("distill_both_kinds", "draft"):
-        inputs, others = given(name, [3, 4, 2, 5], torch.device("cpu"))
+        inputs, others = given(name, [3, 4, 2, 5], here())
         others["token_weights"][0] = 0.0
         others.pop("num_items_in_batch", None)
         last = 4 if rank == world - 1 else rank + 1  # of two ranks, one sequence and three
@@ -379,7 +379,7 @@ def a_token_of_no_sequence() -> None:
 def refused() -> None:
     """What a rank can say before it computes anything."""
     pairs, policy = of_pairs(ref_logps=True), of_policy()
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+    mesh = init_device_mesh(here().type, (2, dist.get_world_size() // 2))
     world: dict[str, Any] = {"group": dist.group.WORLD}
     context: dict[str, Any] = {"context_group": dist.group.WORLD}
     unknown = {"sequence_ids": torch.zeros_like(pairs.args[2][:1])}
@@ -426,8 +426,10 @@ def calls(rank: int, world: int) -> dict[str, Callable[[], None]]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_ranks(world: int, tmp_path: Path) -> None:
-    errors = errors_of_ranks(calls, world, tmp_path)
+def test_ranks(world: int, tmp_path: Path, device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.device_count() < world:
+        pytest.skip(f"{world} ranks need as many GPUs, there are {torch.cuda.device_count()}")
+    errors = errors_of_ranks(calls, world, tmp_path, device.type)
     assert not errors, "\n".join(errors)
 
 
