@@ -19,8 +19,10 @@ STEPS, CHUNKS = RESULTS / "train-step-h200.json", RESULTS / "chunks-h200.json"
 LATER_STEPS = {
     "with `llmk.compile`": "train-step-backend-h200.json",
     "a mixture of experts": "train-step-moe-h200.json",
+    "hybrids": "train-step-hybrids-h100.json",
 }
-"""Steps whose variants ran side by side: what is said of them, and the file."""
+"""Steps of other models and in other ways: what is said of them, and the file."""
+SIDE_BY_SIDE = "Each variant had a process of its own; they compiled side by side and were timed one at a time."
 IGNORED, EXPERTS = RESULTS / "ignored-h200.json", RESULTS / "moe-h200.json"
 PLANS = RESULTS / "plans-h100.json"
 LAUNCH_MS = 0.01  # a multiple of a floor below what a launch takes says nothing
@@ -336,8 +338,7 @@ def _later_steps(results: Row, what: str, file: str) -> Iterator[str]:
     versions = ", ".join(f"{name} {version}" for name, version in results["peers"].items())
     yield (
         f"The same, {what}, of {results['date']} on one {results['device']}: torch {results['torch']}, {versions}. "
-        f"Each variant had a process of its own; they compiled side by side and were timed one at a time. "
-        f"Every number is in `benchmarks/results/{file}`."
+        f"{results.get('how', SIDE_BY_SIDE)} Every number is in `benchmarks/results/{file}`."
     )
     yield from _models(results, f", {what}")
 

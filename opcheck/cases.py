@@ -267,14 +267,14 @@ class _Making:
             known = tensor.flatten()
             rows_differ = tensor.dim() > 1 and all(row.unique().numel() == row.numel() for row in _rows(tensor))
             if rows_differ and tensor.shape[-1] > 1:
-                order = torch.randint(len(_rows(tensor)), (len(_rows(tensor)),), generator=self.generator)
+                order = torch.randint(len(_rows(tensor)), (len(_rows(tensor)),), generator=self.generator, device="cpu")
                 self.values[name] = _rows(tensor)[order.to(tensor.device)].reshape(tensor.shape)
             elif choice < 0.55 and ignored is not None and tensor.dtype == torch.int64:
                 self.values[name] = torch.full_like(tensor, ignored)
             elif choice < 0.65:
                 self.values[name] = torch.full_like(tensor, known[0].item())
             else:
-                index = torch.randint(len(known), tuple(tensor.shape), generator=self.generator)
+                index = torch.randint(len(known), tuple(tensor.shape), generator=self.generator, device="cpu")
                 self.values[name] = known[index.to(tensor.device)]
             self.changed.append(f"{name} redrawn")
 
@@ -298,7 +298,7 @@ class _Making:
         self.changed.append(f"{name} {regime.__name__.replace('_', ' ')}")
 
     def mixed(self, values: Tensor, draw: Draw, other: Regime) -> Tensor:
-        rows = torch.rand((*values.shape[:-1], 1), generator=self.generator).to(values.device) < 0.5
+        rows = torch.rand((*values.shape[:-1], 1), generator=self.generator, device="cpu").to(values.device) < 0.5
         return torch.where(rows, values, values_of(other, draw, values))
 
     def nan_in_ignored_rows(self) -> None:
@@ -307,7 +307,7 @@ class _Making:
         for name, tensor in self.tensors().items():
             if tensor.dtype != torch.int64 or name in self.cases.fixed or ignored is None or not tensor.numel():
                 continue
-            hidden = torch.rand(tuple(tensor.shape), generator=self.generator).to(tensor.device) < 0.4
+            hidden = torch.rand(tuple(tensor.shape), generator=self.generator, device="cpu").to(tensor.device) < 0.4
             self.values[name] = tensor.masked_fill(hidden, ignored)
             special = self.random.choice((float("nan"), float("inf"), -float("inf")))
             for other in self.floating():

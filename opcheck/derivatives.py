@@ -69,7 +69,7 @@ def _direction(value: Tensor, gradient: Tensor, generator: torch.Generator, only
     signs = torch.rand(value.shape, generator=generator, dtype=torch.float64, device="cpu").to(value.device) + 0.5
     direction = torch.where(size == 0, usual, size) * signs
     if only_one:
-        index = torch.randint(gradient.numel(), (1,), generator=generator)
+        index = torch.randint(gradient.numel(), (1,), generator=generator, device="cpu")
         chosen = torch.zeros(gradient.numel(), dtype=torch.bool, device=value.device)
         chosen[index] = True
         direction = direction * chosen.reshape(value.shape)

@@ -144,7 +144,7 @@ def _reversed(program: int, programs: int) -> int:
 
 
 def _shuffled(program: int, programs: int) -> int:
-    order = torch.randperm(programs, generator=torch.Generator().manual_seed(programs))
+    order = torch.randperm(programs, generator=torch.Generator().manual_seed(programs), device="cpu")
     return int(order[program])
 
 

@@ -177,7 +177,7 @@ def nudged(seed: int, dtype: torch.dtype | None = None, by: float | None = None)
         if not tensor.is_floating_point():
             return copy_with_layout(tensor)
         copy, memory = copy_to_move(tensor, dtype, by)
-        signs = 2 * torch.randint(0, 2, memory.shape, generator=generator).to(memory.device) - 1
+        signs = 2 * torch.randint(0, 2, memory.shape, generator=generator, device="cpu").to(memory.device) - 1
         move(memory, signs, by)
         return copy if dtype is None else copy.to(dtype)
 

@@ -31,10 +31,13 @@ def server() -> ForkServerContext:
     return multiprocessing.get_context("forkserver")
 
 
-def start_ranks(function: Callable[..., None], args: tuple[Any, ...], world: int) -> None:
+def start_ranks(
+    function: Callable[..., None], args: tuple[Any, ...], world: int, *, method: str = "forkserver"
+) -> None:
     """Run `function(rank, *args)` in `world` processes and wait for them; an error of any is raised."""
-    server()
-    mp.start_processes(function, args, nprocs=world, start_method="forkserver")  # type: ignore[attr-defined]
+    if method == "forkserver":
+        server()
+    mp.start_processes(function, args, nprocs=world, start_method=method)  # type: ignore[attr-defined]
 
 
 def here() -> torch.device:
@@ -48,7 +51,9 @@ Checks = Callable[[int, int], Mapping[str, Callable[[], None]]]
 
 def errors_of_ranks(checks: Checks, world: int, folder: Path, device_type: str = "cpu") -> list[str]:
     """Run the checks on all ranks of a process group, gloo's or a GPU's for each, and return what went wrong."""
-    start_ranks(_check, (checks, world, folder, device_type), world)
+    # What was imported may have looked at the GPUs, and a process forked after that cannot use them.
+    method = "spawn" if device_type == "cuda" else "forkserver"
+    start_ranks(_check, (checks, world, folder, device_type), world, method=method)
     ranks = [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(world)]
     return [f"{name}, rank {rank}:\n{error}" for rank, found in enumerate(ranks) for name, error in found.items()]
 

@@ -15,7 +15,7 @@ from llmk.opcheck.compile_promises import compiled_samples
 from llmk.opcheck.gradient_promises import require_finite
 from llmk.opcheck.inputs import BrokenPromise, watched_by
 from llmk.opcheck.promises import ASKED_PROMISES, GPU_PROMISES, INTERPRETER_PROMISES, PROMISES
-from llmk.registry import Sample
+from llmk.registry import OPS, Sample
 
 NAMES = [promise.__name__ for promise in PROMISES]
 
@@ -96,3 +96,10 @@ def test_every_promise_has_a_broken_op() -> None:
     known = PROMISES + ASKED_PROMISES + INTERPRETER_PROMISES + GPU_PROMISES
     assert set(named) == {promise.__name__ for promise in known}
     assert len(named) >= 20
+
+
+def test_a_default_device_does_not_matter() -> None:
+    """Random numbers are drawn by generators of the CPU, wherever tensors are made by default."""
+    with torch.device("meta"):
+        results = check(OPS["softmax"], dtypes=[torch.bfloat16], only=["values_and_gradients", "edge_rows"])
+    assert all(result.passed for result in results), results
