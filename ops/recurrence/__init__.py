@@ -86,17 +86,20 @@ of the same half where that is a second one, and over j < s where it is a first 
 the chunk's first state belongs to, e_j where j is not in that of the last token, and d_C where these two differ.
 
 **Kernels.** `chunk_scores_kernel` and `chunk_inverse_kernel` make d, e, P, A and T of every chunk, the inverse in
-float32 by blocks of twice the size each time; `chunk_states_kernel` goes from chunk to chunk, a program for each head
-and block of V, and stores each chunk's S and U; `chunk_outputs_kernel` makes O. The backward pass repeats the first
-three, goes back from chunk to chunk in `chunk_states_backward_kernel`, and makes M, N and the gradients of each chunk
-in two kernels more. Gradients of a key head are those of its value heads, in float32, added in their order: no atomics.
-The operands of each product are rounded once to the dtype of Q; S, T, the decays and all sums are float32.
+float32 by blocks of twice the size each time, from 16 rows on as a product of three blocks; `chunk_states_kernel` goes
+from chunk to chunk, a program for each head and block of V, and stores each chunk's S and U; `chunk_outputs_kernel`
+makes O. The backward pass repeats the first three, goes back from chunk to chunk in `chunk_states_backward_kernel`, and
+makes M, N and the gradients of each chunk in two kernels more. Gradients of a key head are those of its value heads, in
+float32, added in their order: no atomics. The operands of each product are rounded once to the dtype of Q; S, T, the
+decays and all sums are float32.
 
 With a decay for each channel `channel_scores_kernel` takes the place of the first and makes d Q, d K and e K besides,
 so that the states and outputs come of the same kernels. `channel_pairs_backward_kernel` takes the halves one size after
 the other, and `channel_keys_backward_kernel` adds what comes through the states.
 
-Nothing is kept for the backward pass but the inputs. For each value head and 64 tokens it has in memory S and dS', each
-K * V float32 numbers, four or five matrices of 64 * 64, and dR, dQ and dK in float32. With a decay for each channel
-there are d Q, d K, e K, the sums of all halves and a part of dg besides, each of as many numbers as the keys.
+Nothing is kept for the backward pass but the inputs. For each value head and 64 tokens it has in memory S in float32,
+and dS' and dR as operands of products, in the dtype of Q; four or five matrices of 64 * 64; and dQ and dK in float32.
+The rows of S . dS' are summed where dS' is still float32: dg has no product in it that would be rounded as well. With a
+decay for each channel there are d Q, d K, e K, the sums of all halves and a part of dg besides, each of as many numbers
+as the keys.
 """
