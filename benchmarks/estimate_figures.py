@@ -36,7 +36,7 @@ BYTES = {
     "expert's hidden": [4, 4, 2, 2],  # of a token at an expert: what it reads and gives, which llmk adds up at once
     "expert's width": [8, 4, 4, 4],  # as of a gated unit
 }
-"""Of what a part has elements of, the bytes kept until the backward pass, in the order of WAYS."""
+"""The bytes kept until the backward pass for an element of a part, in the order of WAYS."""
 
 MODEL_TYPES = {
     "norms": {"gemma2": 4, "gemma3": 4, "gemma3_text": 4, "glm4": 4},
@@ -61,7 +61,7 @@ HEAD_ELEMENTS = 4 * 4096 * (32 + 8) * 128
 LOSSES = ((4096, 4096, 32000), (8192, 4096, 128256), (8192, 2048, 151936), (8192, 2304, 256000))
 """Tokens, hidden size and vocabulary."""
 ATTENTION = ("sdpa", "fmha", "convert_dq", "compute_dot_do_o")
-"""What the names of attention's kernels contain."""
+"""Parts of the names of attention's kernels."""
 
 Points = list[list[float]]
 

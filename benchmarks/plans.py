@@ -26,12 +26,12 @@ from llmk.registry import OPS
 DTYPE = torch.bfloat16
 TOKENS, HIDDEN, CLASSES = (512, 2048, 8192, 32768, 65536), (1024, 2048, 4096, 8192), (32000, 128256, 262144)
 MOST_FLOPS = 6.5e13
-"""Of one product; larger sizes are left out."""
+"""FLOPs of one product; larger sizes are left out."""
 SMALL = [(64, 16, 96), (256, 16, 96)]
 PLANS = 4
 """The plans tried at a size, besides the one that is chosen."""
 MOST_MEMORY = 16 * 2**30
-"""Of a plan that is tried, in bytes."""
+"""Bytes of a plan that is tried."""
 ROUNDS = 2
 BEATEN = 0.97
 

@@ -126,7 +126,7 @@ def measure_here(
 
 
 def _row(name: str, variant: str, options: argparse.Namespace) -> dict[str, Any]:
-    """What a row says before anything is measured."""
+    """Return a row before anything is measured."""
     return {
         "model": name,
         "variant": variant,

@@ -84,7 +84,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def in_javascript(program: str, *inputs: Any) -> Any:
-    """What an expression of the page's script gives."""
+    """Return the value of an expression of the page's script."""
     node = shutil.which("node")
     if node is None:
         pytest.skip("node is not installed")

@@ -146,7 +146,7 @@ def _take_table(options: argparse.Namespace) -> None:
 
 
 def _refuse_other_references(options: argparse.Namespace) -> None:
-    """Of a run that checks no promises, what stands in no record."""
+    """Refuse an operator without a record, and a reference, where no promises are checked."""
     option = "--search" if options.search else "--sanitize"
     if options.reference:
         _refuse(f"argument --reference: there is none with {option}, which has the record's")
@@ -226,7 +226,7 @@ def find_ops(names: Sequence[str]) -> list[Op]:
 
 
 def _named(name: str) -> Any:
-    """What `MODULE:NAME` names: an operator, a function or a record."""
+    """Return the operator, function or record that `MODULE:NAME` names."""
     module, _, path = name.partition(":")
     found = _load(module)
     for part in path.split("."):

@@ -21,7 +21,7 @@ B, S, H, V = 2, 3, 8, 13
 HEADS = (2, 2, 4, 8)
 """Batch, heads, tokens and features."""
 TOKENS, TAPS = 7, 4
-"""Of a convolution over H channels."""
+"""Tokens and taps of a convolution over H channels."""
 NOT_GROWN = frozenset({"moe_experts"})
 """Rules whose patterns are bound to each other by more than their structure; programs for them are traced."""
 

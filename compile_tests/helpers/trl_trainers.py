@@ -53,7 +53,7 @@ def characters_in(completions: list[str], **kwargs: Any) -> list[float]:
 
 
 class Rollouts:
-    """What an AsyncGRPOTrainer asks of a rollout worker; all samples are there from the start."""
+    """A rollout worker as an AsyncGRPOTrainer calls it; all samples are there from the start."""
 
     def __init__(self) -> None:
         self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue()
@@ -76,7 +76,7 @@ class Rollouts:
 
 
 class NoTransfer:
-    """What an AsyncGRPOTrainer asks of a transfer of weights to a server; there is no server."""
+    """As an AsyncGRPOTrainer calls it, a transfer of weights to a server; there is no server."""
 
     def init_weight_transfer(self) -> None: ...
     def pause(self) -> None: ...

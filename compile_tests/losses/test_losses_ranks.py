@@ -296,7 +296,7 @@ class Model(torch.nn.Module):
 
 
 def averaged(wrap: Callable[[Model], torch.nn.Module]) -> None:
-    """What averages gradients over R ranks, given R times the loss, has those of one process."""
+    """A wrapper that averages gradients over R ranks, given R times the loss, has those of one process."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model, whole = Model(), of_policy(loss_type="grpo")
     exact = copy.deepcopy(model).double()
@@ -377,7 +377,7 @@ def a_token_of_no_sequence() -> None:
 
 
 def refused() -> None:
-    """What a rank can say before it computes anything."""
+    """A rank refuses these calls before it computes anything."""
     pairs, policy = of_pairs(ref_logps=True), of_policy()
     mesh = init_device_mesh(here().type, (2, dist.get_world_size() // 2))
     world: dict[str, Any] = {"group": dist.group.WORLD}
@@ -403,7 +403,7 @@ def refused() -> None:
 
 
 def calls(rank: int, world: int) -> dict[str, Callable[[], None]]:
-    """What the ranks do, each by its name."""
+    """Return the checks of the ranks by their names."""
     found: dict[str, Callable[[], None]] = {}
     splits = (
         {DATA: Split(world, 1), CONTEXT: Split(1, world)} if world == 2 else {"both": Split(2, 2), DATA: Split(4, 1)}

@@ -141,7 +141,7 @@ def test_gated_norms_of_hybrids(
 
 @pytest.mark.parametrize("channels_last", [True, False])
 def test_short_convolution_of_hybrids(channels_last: bool, device: torch.device) -> None:
-    """What transformers' layers make of theirs, whole and in two chunks."""
+    """The results are those of transformers' layers, whole and in two chunks."""
     theirs = nn.Conv1d(HIDDEN, HIDDEN, 4, groups=HIDDEN, padding=3, device=device)
     ours = llmk.nn.CausalConv1d(HIDDEN, 4, device=device, activation="silu")
     ours.load_state_dict(theirs.state_dict())

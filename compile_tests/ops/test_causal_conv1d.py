@@ -46,7 +46,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 @each_layout
 def test_packed_sequences_are_as_they_are_alone(channels_last: bool, device: torch.device) -> None:
-    """What is not finite in one is in no other."""
+    """Numbers of one sequence that are not finite reach no other."""
     lengths = (30, 1, 2, 98, 5)
     x, weight, bias, grad = drawn(channels_last, sum(lengths), device)
     x[..., 31:33] = float("nan")

@@ -168,7 +168,7 @@ def test_a_decay_of_zero_is_the_beginning_of_a_sequence(per_channel: bool, devic
 @pytest.mark.kernels
 @per_channel_or_head
 def test_sequences_leave_each_other_alone(per_channel: bool, device: torch.device) -> None:
-    """What is in one sequence changes no bit of another's results: NaN in the first does not reach the second."""
+    """One sequence changes no bit of another's results: NaN in the first does not reach the second."""
     q, k, v, g, _ = inputs(1, 70, 1, 2, 8, 8, torch.float32, device, per_channel=per_channel)
     ids = (torch.arange(70, device=device) // 40)[None]
     clean, _ = gated_linear_attention(q, k, v, g, sequence_ids=ids)

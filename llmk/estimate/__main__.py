@@ -84,7 +84,7 @@ def cells(part: dict[str, Any]) -> str:
 
 
 def notes(sizes: Sizes, tokens: int, gpu: str) -> Iterator[str]:
-    """What the figures leave out, and what was assumed."""
+    """Return what the figures leave out, and what was assumed."""
     norms = f"{sizes.norms} norms a layer" + (", and of queries and keys" if sizes.qk_norm else "")
     yield f"Assumed: {norms}; no activation checkpointing; every token counts."
     yield (

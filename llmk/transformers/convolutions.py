@@ -15,7 +15,7 @@ from llmk.transformers.probe import SCALES, Differs, agree, gradients, randoms, 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ARGUMENTS = ["weight", "bias", "activation"]
-"""What such a function takes after its input."""
+"""The arguments of such a function after its input."""
 
 
 class Convolution(Calls):

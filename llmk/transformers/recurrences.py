@@ -25,9 +25,9 @@ ON_THE_WAY = frozenset({
     "bitwise_not", "bmm", "constant_pad_nd", "copy", "cumsum", "eye", "linalg_solve_triangular", "masked_fill",
     "new_zeros", "ones", "tril", "triu", "zeros", "zeros_like",
 })  # fmt: skip
-"""What is no arithmetic in other trials: products, and masks that shapes alone decide."""
+"""Operations that these trials pass over and others do not: products, and masks that shapes alone decide."""
 LIMITS = frozenset({"clamp", "softplus"})
-"""Of the time steps of Mamba-2: the trial has values on both sides."""
+"""The limits of Mamba-2's time steps: the trial has values on both sides."""
 
 
 class Recurrence(Calls):
@@ -126,7 +126,7 @@ def fits_delta_rule(
 def delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, options: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    """What such a function returns, by the operator."""
+    """Return the results of such a function, by the operator."""
     state, normalize = options.get("initial_state"), options.get("use_qk_l2norm_in_kernel", False)
     state = None if state is None else state.float()
     out, final = functional.gated_delta_rule(q, k, v, g, beta, initial_state=state, l2_norm_qk=normalize)
@@ -219,7 +219,7 @@ def fits_scan(x: Any, dt: Any, A: Any, B: Any, C: Any, options: Mapping[str, Any
 
 
 def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, options: Mapping[str, Any]) -> Any:
-    """What such a function returns, by the operator."""
+    """Return the results of such a function, by the operator."""
     given = {name: options[name] for name in INPUTS_OF_SCAN if name in options}
     out, final = _by_attention(functional.gated_linear_attention, x, dt, A, B, C, **given)
     return (out, final.contiguous()) if options.get("return_final_states", False) else out
@@ -333,4 +333,4 @@ RECURRENCES: tuple[Form, ...] = (
     DeltaRule(grouped=False, channels=True),
     Scan(),
 )
-"""What a function is tried for, in this order."""
+"""The forms that a function is tried for, in this order."""

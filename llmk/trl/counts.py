@@ -10,7 +10,7 @@ class Counted:
     """How often llmk computed, and how often with gradients."""
 
     what: ClassVar[str]
-    """What is computed and by which operator, for the report."""
+    """A quantity that is computed, and by which operator, for the report."""
 
     def __init__(self) -> None:
         self.calls = 0

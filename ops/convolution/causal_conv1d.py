@@ -117,7 +117,7 @@ def _with_state(input: Tensor, state: Tensor | None, K: int) -> Tensor:
 
 
 def _masked(value: Tensor, sequence_ids: Tensor | None, distance: int) -> Tensor:
-    """What comes to each token of `[B, D, T]` from so many tokens before, 0 where it is of another sequence."""
+    """Return the value `[B, D, T]` so many tokens before each token, 0 where that is in another sequence."""
     if sequence_ids is None or distance == 0:
         return value
     T = sequence_ids.shape[1]

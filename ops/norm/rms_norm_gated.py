@@ -97,7 +97,7 @@ def _weight(w_ptr, cols, N):
 
 @jit
 def _normalized(x, z, ACTIVATION: tl.constexpr, NORM_FIRST: tl.constexpr):
-    """What is normalized, and what the normalized is multiplied by."""
+    """Return the values that are normalized, and the factor of the normalized ones."""
     a = activate(z, ACTIVATION)
     if NORM_FIRST:
         h, factor = x, a

@@ -52,19 +52,19 @@ def _siblings(t, level, C: tl.constexpr):
 
 @jit
 def _second(t, level):
-    """Whether a token is in the second half of its block of 2 << level tokens."""
+    """True where a token is in the second half of its block of 2 << level tokens."""
     return (t >> level) & 1 == 1
 
 
 @jit
 def _corners(i, j, level):
-    """Whether token i is in the second half and j in the first of the same block of 2 << level tokens."""
+    """True where token i is in the second half and j in the first of the same block of 2 << level tokens."""
     return (i >> (level + 1) == j >> (level + 1)) & (i >> level > j >> level)
 
 
 @jit
 def _same_as(index_ptr, rows, other, T):
-    """Whether tokens are in one sequence with another."""
+    """True where tokens are in one sequence with another."""
     return _index(index_ptr, rows, T) == _index(index_ptr, other, T)
 
 
@@ -218,7 +218,7 @@ def channel_pairs_backward_kernel(
     q_ptr, k_ptr, g_ptr, sums_ptr, dscores_ptr, dkk_ptr, dq_ptr, dk_ptr, dg_ptr, T, N, H, HK, K,
     C: tl.constexpr, BLOCK_K: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """What comes through the pairs of tokens of one chunk to a block of the channels of q, k and g."""
+    """The gradients of a block of the channels of q, k and g through the pairs of tokens of one chunk."""
     blocks = tl.cdiv(K, BLOCK_K)
     block, place = tl.program_id(0) % blocks, tl.program_id(0).to(tl.int64) // blocks
     chunk, row = place % N, place // N

@@ -32,7 +32,7 @@ FLOAT32_CHUNK = 32
 
 @dataclass(frozen=True)
 class Inputs:
-    """What all kernels read, contiguous and padded; queries and keys normalized where they are to be."""
+    """The inputs as all kernels read them: contiguous and padded; queries and keys normalized where they are to be."""
 
     q: Tensor
     k: Tensor
@@ -65,7 +65,7 @@ class Inputs:
 
     @property
     def per_channel(self) -> bool:
-        """Whether each channel of a head decays by itself."""
+        """True if each channel of a head decays by itself."""
         return self.g.dim() == 4
 
     @property
@@ -144,7 +144,7 @@ def sum_heads(grad: Tensor, x: Tensor, l2_norm_qk: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class Matrices:
-    """What depends on one chunk alone: P, T with a correction, and the decays.
+    """The values that depend on one chunk alone: P, T with a correction, and the decays.
 
     With a decay for each head these are d and e, and queries and keys are those of the call. With one for each channel
     they are d Q, d K and e K of each value head, and d_C.
@@ -260,7 +260,7 @@ def launch_forward(x: Inputs) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Backward:
-    """What the pass back from chunk to chunk reads and made."""
+    """The inputs and results of the pass back from chunk to chunk."""
 
     do: Tensor
     states: Tensor

@@ -41,7 +41,7 @@ class Decays:
         raise NotImplementedError
 
     def of_g(self, x: Tensor) -> Tensor:
-        """What each channel `[..., K]` adds to the gradient of a log decay."""
+        """Each channel's part `[..., K]` of the gradient of a log decay."""
         raise NotImplementedError
 
     def ends_gradient(self, start: Tensor, end: Tensor, whole: Tensor) -> Tensor:
@@ -174,5 +174,5 @@ def _cut(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _joined(first: Tensor, second: Tensor) -> Tensor:
-    """What `_cut` has cut."""
+    """Undo `_cut`."""
     return torch.stack([first, second], -3).flatten(-4, -2)

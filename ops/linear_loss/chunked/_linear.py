@@ -37,7 +37,7 @@ ALIGNED = 16
 END = 15
 """Scaled numbers are at most 2**15, half of what float16 ends at, of which a rounding error is a small part."""
 BIAS = 127
-"""Of a float32's exponent."""
+"""The bias of a float32's exponent."""
 LARGEST_EXPONENT = 100
 """Beyond 2**100 gradients are not scaled further: float32's range ends."""
 

@@ -40,7 +40,7 @@ LOGIT_BYTES = 12
 EXPOSED = 0.46
 """The part of a block's and a chunk's traffic of weights that its products do not hide."""
 BLOCK_SECONDS, CHUNK_SECONDS = 1.9e-4, 2e-4
-"""Of the host, to launch what a block and a chunk take."""
+"""Seconds of the host to launch what a block and a chunk take."""
 MEMORY_EXPONENT = 0.15
 """A plan may take 1.5% more time where it takes 10% less memory."""
 CPU_LOGITS = 2**20
