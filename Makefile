@@ -32,7 +32,7 @@ help:
 	@echo 'usage: make VERB [VARIABLE=...]'
 	@echo
 	@echo '  train     llmk and plain torch train a model: on a CPU 2 minutes TRAIN_ARGS'
-	@echo '  test      the test suite, and the kernels in the interpreter     TEST_ARGS'
+	@echo '  test      the test suite, then kernels interpreted: 25 minutes   TEST_ARGS'
 	@echo '  breadth   the tests that are more of the same kind: 10 minutes   BREADTH_ARGS'
 	@echo '  opcheck   what every operator promises: hours of a core          OPCHECK_ARGS'
 	@echo '  bench     time and memory of every operator beside PyTorch       BENCH_ARGS'
