@@ -103,8 +103,10 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[tuple[Te
     ):
         yield *of(*args, per_channel=True), options, f"a decay for each channel, {why}"
     (q, k, v, g), beta = of(1, 20, 1, 2, 8, 8, decay=69.0, per_channel=True)
+    # No product of decays is a denormal number, which Triton's interpreter makes another one of bfloat16.
+    g = torch.where(g < -35, -69.0, g / 69)
     k[:, ::2], g[..., :4] = 0, 0
-    yield (q, k, v, g), beta.round(), {}, "decays of channels from 1 to 1e-30, keys of norm 0, beta 0 or 1"
+    yield (q, k, v, g), beta.round(), {}, "decays of channels of 1 and 1e-30, keys of norm 0, beta 0 or 1"
     (q, k, v, g), beta = of(1, 6, 1, 2, 8, 8)
     k[:, ::2], g[:, 3:] = 0, 0
     yield (q, k, v, g), beta.round(), {}, "keys of norm 0, no decay, beta 0 or 1"
