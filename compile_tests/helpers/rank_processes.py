@@ -10,6 +10,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -51,6 +52,8 @@ Checks = Callable[[int, int], Mapping[str, Callable[[], None]]]
 
 def errors_of_ranks(checks: Checks, world: int, folder: Path, device_type: str = "cpu") -> list[str]:
     """Run the checks on all ranks of a process group, gloo's or a GPU's for each, and return what went wrong."""
+    if device_type == "cuda" and torch.cuda.device_count() < world:
+        pytest.skip(f"{world} ranks need as many GPUs, there are {torch.cuda.device_count()}")
     # What was imported may have looked at the GPUs, and a process forked after that cannot use them.
     method = "spawn" if device_type == "cuda" else "forkserver"
     start_ranks(_check, (checks, world, folder, device_type), world, method=method)

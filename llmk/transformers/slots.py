@@ -92,14 +92,11 @@ class CausalConv1dFn(nn.Module):
         return functional.causal_conv1d(hidden_states, weight, bias, activation=activation)[0]
 
 
-class ChunkGatedDeltaRule(nn.Module):
-    """`chunk_gated_delta_rule` of hybrids: query, key `[B, T, HK, K]`, value `[B, T, H, V]`, g, beta `[B, T, H]`."""
-
-    can_torch_compile = True
-    has_backward = True
+def _delta_rule_forward(*, channels: bool) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """Make the forward method of the two layers below: a slot gives it to the model's module, without their class."""
 
     def forward(
-        self,
+        self: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -116,7 +113,21 @@ class ChunkGatedDeltaRule(nn.Module):
             "output_final_state": output_final_state,
             "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
         }
-        return _delta_rule(self, False, query, key, value, g, beta, chunk_size, options, kwargs)
+        packed = any(kwargs.get(name) is not None for name in PACKING)
+        fits = fits_delta_rule(query, key, value, g, beta, options, channels)
+        if packed or not fits or (channels and query.shape[2] != value.shape[2]):
+            return type(self).forward(self, query, key, value, g, beta, chunk_size, **options, **kwargs)
+        return delta_rule(query, key, value, g, beta, options)
+
+    return forward
+
+
+class ChunkGatedDeltaRule(nn.Module):
+    """`chunk_gated_delta_rule` of hybrids: query, key `[B, T, HK, K]`, value `[B, T, H, V]`, g, beta `[B, T, H]`."""
+
+    can_torch_compile = True
+    has_backward = True
+    forward = _delta_rule_forward(channels=False)
 
 
 class ChunkKDA(nn.Module):
@@ -124,46 +135,7 @@ class ChunkKDA(nn.Module):
 
     can_torch_compile = True
     has_backward = True
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        chunk_size: int = 64,
-        initial_state: Tensor | None = None,
-        output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        options = {
-            "initial_state": initial_state,
-            "output_final_state": output_final_state,
-            "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
-        }
-        return _delta_rule(self, True, query, key, value, g, beta, chunk_size, options, kwargs)
-
-
-def _delta_rule(
-    module: Any,
-    channels: bool,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    chunk_size: int,
-    options: dict[str, Any],
-    others: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
-    """The layers above: a function, because their `self` is the model's module and has no methods of theirs."""
-    packed = any(others.get(name) is not None for name in PACKING)
-    fits = fits_delta_rule(q, k, v, g, beta, options, channels) and (not channels or q.shape[2] == v.shape[2])
-    if packed or not fits:
-        return type(module).forward(module, q, k, v, g, beta, chunk_size, **options, **others)
-    return delta_rule(q, k, v, g, beta, options)
+    forward = _delta_rule_forward(channels=True)
 
 
 class MambaChunkScanCombined(nn.Module):

@@ -293,14 +293,19 @@ def launch_backward(
     return dq, dk, dv, dg, dbeta, dinitial
 
 
+def _correction_gradients(x: Inputs, m: Matrices) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Allocate the gradient of K K^T, and that of beta in part and whole; None without a correction."""
+    if x.beta is None:
+        return None, None, None
+    part = x.buffer(x.beta.shape, torch.float32)
+    return x.buffer(tuple(m.scores.shape)), part, x.buffer(x.beta.shape, x.beta.dtype)
+
+
 def _gradients(x: Inputs, m: Matrices, made: Backward) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of q, k, g and beta, each chunk's by itself."""
     T, N, H, HK, K, V = x.sizes
     dscores, dg_part = x.buffer(tuple(m.scores.shape)), x.buffer(x.g.shape, torch.float32)
-    dkk = dbeta_part = dbeta = None
-    if x.beta is not None:
-        dkk, dbeta_part = x.buffer(tuple(m.scores.shape)), x.buffer(x.beta.shape, torch.float32)
-        dbeta = x.buffer(x.beta.shape, x.beta.dtype)
+    dkk, dbeta_part, dbeta = _correction_gradients(x, m)
     size = x.q.element_size()
     tile = {"BLOCK_K": x.columns(128 // size, K), "BLOCK_V": x.columns(128 // size, V), "num_warps": 4}
     wrap_triton(chunk_scores_backward_kernel)[(x.rows * N,)](
@@ -329,10 +334,8 @@ def _keys_tile(x: Inputs) -> dict[str, int]:
 def _channel_gradients(x: Inputs, m: Matrices, made: Backward) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """As `_gradients`, with a decay for each channel."""
     T, N, H, HK, K, V = x.sizes
-    dscores, dkk, dbeta_part, dbeta = x.buffer(tuple(m.scores.shape)), None, None, None
-    if x.beta is not None:
-        dkk, dbeta_part = x.buffer(tuple(m.scores.shape)), x.buffer(x.beta.shape, torch.float32)
-        dbeta = x.buffer(x.beta.shape, x.beta.dtype)
+    dscores = x.buffer(tuple(m.scores.shape))
+    dkk, dbeta_part, dbeta = _correction_gradients(x, m)
     tile = {"BLOCK_V": x.columns(128 // x.q.element_size(), V), "num_warps": 4}
     wrap_triton(channel_scores_backward_kernel)[(x.rows * N,)](
         made.do, x.v, made.u, made.dr, x.beta, x.index, m.kk, dscores, dkk, dbeta_part, x.scale, T, N, H, V,
