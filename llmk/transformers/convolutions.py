@@ -5,15 +5,14 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from llmk import functional
 from llmk.ops.convolution.causal_conv1d import ACTIVATIONS, MOST_TAPS
+from llmk.registry.record import FLOAT_DTYPES
 from llmk.transformers.calls import Calls, Form, Function, its_own
 from llmk.transformers.probe import SCALES, Differs, agree, gradients, randoms, rows_of_all_scales, run, same
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ARGUMENTS = ["weight", "bias", "activation"]
 """The arguments of such a function after its input."""
 
@@ -67,6 +66,10 @@ def _convolution(tried: Function) -> Function:
 
 def _fits(input: Any, weight: Any, bias: Any) -> bool:
     tensors = [t for t in (input, weight, bias) if t is not None]
-    if not all(isinstance(t, Tensor) and t.dtype in DTYPES for t in tensors) or input.dim() != 3 or weight.dim() != 2:
+    if (
+        not all(isinstance(t, Tensor) and t.dtype in FLOAT_DTYPES for t in tensors)
+        or input.dim() != 3
+        or weight.dim() != 2
+    ):
         return False
     return 2 <= weight.shape[1] <= MOST_TAPS and weight.shape[0] == input.shape[1] and 0 not in input.shape[1:]

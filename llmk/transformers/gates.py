@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from llmk import functional
 from llmk.registry.private.modules import buffers_of, children_of, parameters_of
+from llmk.registry.record import FLOAT_DTYPES
 from llmk.transformers.probe import Differs, agree, apart, gradients, identity, rows_of_all_scales, run, same
 from llmk.transformers.rewrite import Edit, Source, load
 
@@ -28,8 +28,6 @@ FORMS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor | No
     ),
 }
 """Activations, and what computes them times another tensor."""
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Activation(NamedTuple):
@@ -73,7 +71,7 @@ def gated_unit(activation: Activation) -> Callable[..., Any]:
         alike = (
             isinstance(gate, Tensor) and isinstance(up, Tensor) and gate.shape == up.shape and gate.dtype == up.dtype
         )
-        if alike and gate.dtype in DTYPES and activation.is_still(act):
+        if alike and gate.dtype in FLOAT_DTYPES and activation.is_still(act):
             return unit(gate, up) if packed is None else unit(packed, None)
         return up * act(gate) if up_first else act(gate) * up
 
@@ -143,7 +141,7 @@ def _computes(call: Callable[[Tensor], Tensor], known: Callable[[Tensor], Tensor
         return False
     if not same(gradients(got, [x])[0], gradients(want, [x])[0]):
         return False
-    return all(run(call, x.detach().to(dtype)).dtype == dtype for dtype in DTYPES)
+    return all(run(call, x.detach().to(dtype)).dtype == dtype for dtype in FLOAT_DTYPES)
 
 
 def _words(act: Any) -> str:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from llmk import functional
+from llmk.registry.record import FLOAT_DTYPES
 from llmk.transformers.adapters import adding, as_one_layer, is_lora, linear_of, why_apart
 from llmk.transformers.capping import Capping, Trial
 from llmk.transformers.classes import CHANGES, Change, changes_of
@@ -25,8 +26,6 @@ from llmk.transformers.loss_calls import LOSS_FUNCTION, LossCalls, Places, find_
 from llmk.transformers.probe import Differs
 from llmk.transformers.residuals import is_hooked
 from llmk.transformers.rewrite import Edit, Source
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ NOTHING = Projected(None, None, False)
 def project_of(edit: FusedLoss) -> Callable[..., Projected]:
     def project(self: nn.Module, head: nn.Module, hidden: Tensor, labels: Tensor | None) -> Projected:
         """The logits, or in training with labels a tensor of no width in their place."""
-        if not self.training or labels is None or hidden.dtype not in DTYPES or not _has_that_loss(self, edit):
+        if not self.training or labels is None or hidden.dtype not in FLOAT_DTYPES or not _has_that_loss(self, edit):
             return Projected(head(hidden), None, False)
         if not fuses_loss(self, edit.path):
             if not torch.compiler.is_compiling():
@@ -136,7 +135,7 @@ def fuses_loss(model: nn.Module, path: str) -> bool:
             CHANGES not in vars(type(head)) or type(head.weight) is not nn.Parameter or hasattr(head.weight, "ds_id")
         )
         return split or not is_hooked(head)
-    return type(head) is nn.Linear and head.weight.dtype in DTYPES and not is_hooked(head)
+    return type(head) is nn.Linear and head.weight.dtype in FLOAT_DTYPES and not is_hooked(head)
 
 
 # ---- the loss

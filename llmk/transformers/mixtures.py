@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from llmk.registry.private.modules import children_of, parameters_of
+from llmk.registry.record import FLOAT_DTYPES
 from llmk.transformers.classes import Change
 from llmk.transformers.experts import GATE_FORM, GateForm, experts_forward, gate_form, is_packed
 from llmk.transformers.probe import (
@@ -26,7 +27,6 @@ from llmk.transformers.probe import (
 )
 from llmk.transformers.rewrite import set_source
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 H, F, K = 16, 8, 2
 """The sizes of what is tried, whose number of experts is the module's."""
 
@@ -43,7 +43,7 @@ class Experts(Change):
 
     def methods(self, base: type) -> dict[str, Any]:
         def forward(self: Any, hidden_states: Tensor, *routing: Any, **named: Any) -> Tensor:
-            if hidden_states.dtype in DTYPES and self.down_proj.dtype in DTYPES and not named:
+            if hidden_states.dtype in FLOAT_DTYPES and self.down_proj.dtype in FLOAT_DTYPES and not named:
                 return experts_forward(self, hidden_states, *routing)
             return base.forward(self, hidden_states, *routing, **named)
 

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from llmk import functional
 from llmk.registry.private.modules import buffers_of, children_of, parameters_of
+from llmk.registry.record import FLOAT_DTYPES
 from llmk.transformers.classes import Change
 from llmk.transformers.probe import Differs, agree, apart, gradients, randoms, rows_of_all_scales, run, same
 from llmk.transformers.rewrite import set_source
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class NormForm(NamedTuple):
@@ -160,7 +159,7 @@ class Trial:
     def _pairs(self) -> Iterator[tuple[torch.dtype, torch.dtype | None]]:
         if any(b is not None and b.is_floating_point() for b in buffers_of(self.module).values()):
             return iter([(torch.float32, torch.float32 if self.parameters else None)])  # what a buffer's dtype does
-        return product(DTYPES, DTYPES if self.parameters else (None,))
+        return product(FLOAT_DTYPES, FLOAT_DTYPES if self.parameters else (None,))
 
     def proven(self, form: Form) -> tuple[tuple[torch.dtype, torch.dtype | None], ...]:
         """Return the dtypes of rows and parameters with which the operator does what the module does."""

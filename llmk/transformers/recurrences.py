@@ -17,10 +17,10 @@ from llmk import functional
 from llmk.ops.recurrence._call import LARGEST_HEAD
 from llmk.ops.recurrence.gated_delta_rule import gated_delta_rule_reference
 from llmk.ops.recurrence.gated_linear_attention import gated_linear_attention_reference
+from llmk.registry.record import FLOAT_DTYPES
 from llmk.transformers.calls import Calls, Form, Function, its_own
 from llmk.transformers.probe import SCALES, Differs, agree, gradients, randoms, run
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ON_THE_WAY = frozenset({
     "bitwise_not", "bmm", "constant_pad_nd", "copy", "cumsum", "eye", "linalg_solve_triangular", "masked_fill",
     "new_zeros", "ones", "tril", "triu", "zeros", "zeros_like",
@@ -120,7 +120,7 @@ def fits_delta_rule(
         return _fits(q, k, v, (g, beta), options.get("initial_state"))
     if not _fits(q, k, v, (beta,), options.get("initial_state")) or not isinstance(g, Tensor):
         return False
-    return g.dtype in DTYPES and g.shape == (*v.shape[:3], q.shape[3])
+    return g.dtype in FLOAT_DTYPES and g.shape == (*v.shape[:3], q.shape[3])
 
 
 def delta_rule(
@@ -255,7 +255,7 @@ def _by_attention(
 
 def _fits(q: Any, k: Any, v: Any, for_heads: Sequence[Any], state: Any) -> bool:
     """Return True if these are queries, keys, values, `[B, T, H]` and a state that the operators take."""
-    if not all(isinstance(t, Tensor) and t.dtype in DTYPES for t in (q, k, v, *for_heads)):
+    if not all(isinstance(t, Tensor) and t.dtype in FLOAT_DTYPES for t in (q, k, v, *for_heads)):
         return False
     if not (q.dtype == k.dtype == v.dtype and q.dim() == v.dim() == 4 and q.shape == k.shape):
         return False
@@ -263,7 +263,7 @@ def _fits(q: Any, k: Any, v: Any, for_heads: Sequence[Any], state: Any) -> bool:
         return False
     if any(t.shape != v.shape[:3] for t in for_heads) or max(q.shape[3], v.shape[3]) > LARGEST_HEAD:
         return False
-    return state is None or (isinstance(state, Tensor) and state.dtype in DTYPES and state.dim() == 4)
+    return state is None or (isinstance(state, Tensor) and state.dtype in FLOAT_DTYPES and state.dim() == 4)
 
 
 def _heads(heads: int, tokens: int, width: int, randn: Callable[..., Tensor]) -> Tensor:

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from llmk import functional
+from llmk.registry.record import FLOAT_DTYPES
 from llmk.transformers.probe import AGREEMENT, Differs, agree, randoms, run
 from llmk.transformers.rewrite import Edit, Source, load
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,7 +161,10 @@ def _tried(name: str, function: Callable[..., Any]) -> Turn | None:
     q, k = randn(B, 4, S, D), randn(B, 2, S, D)
     for (form, ours), R in product(FORMS.items(), (D, D // 2)):
         cos, sin = randn(B, S, R), randn(B, S, R)
-        results = [(*dtypes, _result(function, ours, q, k, cos, sin, *dtypes)) for dtypes in product(DTYPES, DTYPES)]
+        results = [
+            (*dtypes, _result(function, ours, q, k, cos, sin, *dtypes))
+            for dtypes in product(FLOAT_DTYPES, FLOAT_DTYPES)
+        ]
         if results[0][2] is not None:  # of float32
             return Turn(name, function, form, tuple((a, b, c) for a, b, c in results if c is not None))
     return None

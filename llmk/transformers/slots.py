@@ -8,21 +8,19 @@ operator does not take (float64, a weight in another dtype than the input) go to
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from llmk import functional
 from llmk.ops.common.activations import GATES
 from llmk.ops.convolution.causal_conv1d import ACTIVATIONS, MOST_TAPS
+from llmk.registry.record import FLOAT_DTYPES
 from llmk.transformers.calls import PACKING
 from llmk.transformers.recurrences import GATE, NO_LIMIT, delta_rule, fits_delta_rule, fits_scan, scan
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _alike(*tensors: Tensor) -> bool:
     """Return True if they are of one dtype, and one that the operators take."""
-    return tensors[0].dtype in DTYPES and all(t.dtype == tensors[0].dtype for t in tensors)
+    return tensors[0].dtype in FLOAT_DTYPES and all(t.dtype == tensors[0].dtype for t in tensors)
 
 
 class RMSNorm(nn.Module):
