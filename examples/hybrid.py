@@ -127,14 +127,15 @@ def plain_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, c
     For all tokens of a chunk this is a system of linear equations with a triangular matrix, whose right side has a part
     with S and a part without. Both are solved for all chunks at once; the loop from state to state is two products.
     """
-    (B, T, H, V), K, dtype = v.shape, k.shape[-1], v.dtype
-    q, k = (x.float().repeat_interleave(H // x.shape[2], dim=2) for x in (q, k))
+    (B, T, H, V), K = v.shape, k.shape[-1]
+    dtype, wide = v.dtype, torch.promote_types(v.dtype, torch.float32)
+    q, k = (x.to(wide).repeat_interleave(H // x.shape[2], dim=2) for x in (q, k))
     q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     q = q * K**-0.5
 
     def cut(x: Tensor) -> Tensor:
         """`[B, T, H, ...]` as `[B, H, chunks, chunk, ...]`; tokens of zeros fill the last chunk and change nothing."""
-        x = F.pad(x.float(), (0, 0) * (x.dim() - 2) + (0, -T % chunk))
+        x = F.pad(x.to(wide), (0, 0) * (x.dim() - 2) + (0, -T % chunk))
         return x.unflatten(1, (-1, chunk)).movedim(3, 1)
 
     q, k, v, g, beta = cut(q), cut(k), cut(v), cut(g).cumsum(-1), cut(beta)[..., None]

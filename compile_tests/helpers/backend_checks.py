@@ -72,7 +72,7 @@ def results(fn: Callable[..., Any], args: Sequence[Any], change: Change = copy_w
     wanted = [x for x in args if isinstance(x, Tensor) and x.requires_grad]
     differentiable = [y for y in outputs if y.requires_grad]
     generator = torch.Generator().manual_seed(1)
-    incoming = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype) for y in differentiable]
+    incoming = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y) for y in differentiable]
     gradients = torch.autograd.grad(differentiable, wanted, incoming) if differentiable and wanted else ()
     return [y.detach() for y in (*outputs, *gradients)]
 

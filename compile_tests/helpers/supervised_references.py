@@ -74,8 +74,10 @@ def distill_reference(
     ce_weight: float = 0.0,
     token_weights: Tensor | None = None,
     temperature: float = 1.0,
+    **kw: Any,
 ) -> Tensor:
-    s = token_scores(input, linear_weight, temperature=temperature)
+    """What only the student's scores take is in `kw`."""
+    s = token_scores(input, linear_weight, temperature=temperature, **kw)
     t = token_scores(teacher_input.detach(), teacher_linear_weight.detach(), temperature=temperature)
     m = (beta * t.exp() + (1 - beta) * s.exp()).log()
     to_mixture = beta * t.exp() * (t - m) + (1 - beta) * s.exp() * (s - m)
@@ -83,7 +85,7 @@ def distill_reference(
     counts = target != -100
     weights = torch.ones_like(each[..., 0]) if token_weights is None else token_weights
     loss = (weights * each.sum(-1))[counts].sum() / weights[counts].sum()
-    return loss - ce_weight * torch.cat(logps_of(input, linear_weight, target)).mean()
+    return loss - ce_weight * torch.cat(logps_of(input, linear_weight, target, **kw)).mean()
 
 
 def multi_token_reference(
