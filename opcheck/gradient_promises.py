@@ -46,8 +46,8 @@ def _harsh(op: Op, sample: Sample) -> Iterator[Sample]:
 def require_finite(op: Op, sample: Sample, outcome: Outcome, grads: Callable[[Sequence[Tensor]], list[Tensor]]) -> None:
     """No gradient is NaN or infinite where the exact one is finite, if all outputs are.
 
-    A call one of whose exact gradients is too large for its dtype is left alone: its optimizer step is lost whatever
-    the others are, which is how a gradient scaler of float16 notices.
+    A call one of whose exact gradients is too large (`gradient_overflows`) is left alone: its optimizer step is lost
+    whatever the others are, which is how a gradient scaler of float16 notices.
     """
     gradients = [gradient for gradient in outcome.gradients.values() if gradient is not None]
     if all(map(_finite, gradients)) or not all(map(_finite, outcome.outputs)):
@@ -74,15 +74,26 @@ def _finite(tensor: Tensor) -> bool:
 
 
 def gradient_overflows(reference: Reference, outcome: Outcome) -> bool:
-    """Return True if an exact gradient is too large for its dtype: the step is lost whatever the others are."""
-    gradients = outcome.gradients.items()
-    return any(_too_large(reference.exact[reference.index_of(name)], gradient) for name, gradient in gradients)
+    """Return True if an exact gradient is too large for its dtype: the step is lost whatever the others are.
+
+    Backward passes multiply gradients by inputs, in float32. A gradient whose product with the largest input leaves
+    float32's range is too large for them, in whatever order they multiply.
+    """
+    factor = max(1.0, *(_largest(x) for x in outcome.inputs.values() if x.is_floating_point()))
+    for name, gradient in outcome.gradients.items():
+        exact = reference.exact[reference.index_of(name)]
+        if exact is None or gradient is None:
+            continue
+        largest = _largest(exact)
+        if largest >= torch.finfo(gradient.dtype).max or factor * largest >= torch.finfo(torch.float32).max:
+            return True
+    return False
 
 
-def _too_large(exact: Tensor | None, gradient: Tensor | None) -> bool:
-    if exact is None or gradient is None:
-        return False
-    return bool((exact.isfinite() & (exact.abs() >= torch.finfo(gradient.dtype).max)).any())
+def _largest(x: Tensor) -> float:
+    """Return the largest finite size in a tensor, 0 of none."""
+    sizes = x.detach().double().abs()
+    return float(sizes.masked_fill(~sizes.isfinite(), 0.0).max()) if x.numel() else 0.0
 
 
 def second_backward(op: Op, samples: Sequence[Sample]) -> None:

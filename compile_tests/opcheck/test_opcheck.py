@@ -39,10 +39,20 @@ def test_what_is_asked_by_name_finds_what_the_others_do_not(name: str) -> None:
     assert "a long row" in result.message
 
 
-def test_gradients_need_not_be_finite_where_one_leaves_its_dtype_by_right() -> None:
-    """In float16 2 * 1000 * 100 does, so the step is lost whatever 2 * 1000 * 20 is; 2 * 1 * 100 does not."""
+@pytest.mark.parametrize(
+    ("dtype", "inputs", "lost", "kept"),
+    [
+        (torch.float16, [20.0, 100.0], 1000.0, 1.0),  # 2 * 1000 * 100 leaves float16
+        (torch.float32, [200.0, 1000.0], 1e33, 1e31),  # 2 * 1e33 * 1000 and another input leave float32
+    ],
+    ids=["dtype", "product"],
+)
+def test_gradients_need_not_be_finite_where_one_is_too_large(
+    dtype: torch.dtype, inputs: list[float], lost: float, kept: float
+) -> None:
+    """The step is lost then, whatever the others are."""
     op = square("nan_where_large", backward=nan_past_the_exponent)
-    sample = Sample((torch.tensor([20.0, 100.0], dtype=torch.float16, device="cpu"),))
+    sample = Sample((torch.tensor(inputs, dtype=dtype, device="cpu"),))
 
     def require_finite_for(size: float) -> None:
         def grads(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -50,9 +60,9 @@ def test_gradients_need_not_be_finite_where_one_leaves_its_dtype_by_right() -> N
 
         require_finite(op, sample, call(op, sample, grads=grads), grads)
 
-    require_finite_for(1000.0)
-    with pytest.raises(BrokenPromise, match="is nan where outputs are finite and 40 is right"):
-        require_finite_for(1.0)
+    require_finite_for(lost)
+    with pytest.raises(BrokenPromise, match="is nan where outputs are finite and"):
+        require_finite_for(kept)
 
 
 def test_strides_may_cost_what_they_cost_pytorch() -> None:
