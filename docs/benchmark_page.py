@@ -12,9 +12,13 @@ sys.path.append(str(ROOT))  # benchmarks/ is not installed
 from benchmarks.plot import charts, save  # noqa: E402 the path comes first
 from benchmarks.step_report import losses_are_wrong, verdicts  # noqa: E402
 from benchmarks.targets import PRODUCTS, TARGETS, judge, measured_ms, peers  # noqa: E402
+from llmk.registry import OPS  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 TIMES, GROWTH = RESULTS / "ops-h200.json", RESULTS / "growth-h200.json"
+LATER_TIMES = RESULTS / "hybrid-ops-h100.json"
+"""Operators that are not in `TIMES`, in the same form."""
+RECURRENCES = RESULTS / "recurrences-h100.json"
 STEPS, CHUNKS = RESULTS / "train-step-h200.json", RESULTS / "chunks-h200.json"
 LATER_STEPS = {
     "with `llmk.compile`": "train-step-backend-h200.json",
@@ -42,6 +46,31 @@ NAMES = {
 }
 """In sentences, by way."""
 
+ELSEWHERE = {
+    **dict.fromkeys(
+        ("fused_linear_policy", "fused_linear_preference", "fused_linear_jsd", "fused_linear_jsd_ce"),
+        "The functions of `llmk.losses` that call it are timed [beside TRL and Liger](../losses.md#speed-and-memory).",
+    ),
+    **dict.fromkeys(
+        ("gated_delta_rule", "gated_linear_attention"),
+        "Whole models with it are among the [training steps](../training-steps.md).",
+    ),
+    "vocab_parallel_linear_ce": "Losses over two GPUs are timed [on the page of benchmarks](../benchmarks.md"
+    "#on-several-gpus).",
+}
+"""Where an operator was measured that has no table of its own, or not only that."""
+_CHUNKED = [
+    "to generate one token at a time: the operator works on chunks of 64 tokens",
+    "heads with more than 256 features for keys or values: the operator refuses them",
+]
+LIMITS = {
+    "gated_delta_rule": _CHUNKED,
+    "gated_linear_attention": _CHUNKED,
+    "causal_conv1d": ["filters of more than 8 taps: the operator refuses them"],
+    "fused_linear_distill": ["one teacher alone, given by hidden states: `fused_linear_jsd` is simpler to call"],
+}
+"""What to leave to other code, beyond what was measured."""
+
 Row = dict[str, Any]
 
 
@@ -63,26 +92,39 @@ def benchmark_of(op: str, folder: Path, shown_from: str) -> Iterator[str]:
     if rows:
         yield (
             "Forward and backward, in milliseconds, and in brackets the peak memory above the inputs in MiB, gradients "
-            f"included. {_where(json.loads(TIMES.read_text()))}"
+            f"included.{_sizes(op)} {_where(_results_of(op))}"
         )
         yield _scrolling(_time_table(rows))
+    alone = list(_alone(op))
+    yield from alone
     plots = list(_plots_of(op, folder, shown_from))
     if plots:
-        yield "Charts are in multiples of [the floor](../benchmarks.md), the least that the hardware allows."
+        yield (
+            "In the charts 1.00 is [the floor](../benchmarks.md): the least time that the hardware allows, by the "
+            "bytes that have to be moved and the products that have to be computed."
+        )
     yield from plots
     if op == "fused_linear_ce" and CHUNKS.exists():
         yield from _chunks(json.loads(CHUNKS.read_text()))
-    if not rows and not plots:
-        yield f"Not measured yet: `python -m llmk.bench {op}` times it on your machine."
+    if op in ELSEWHERE:
+        yield ELSEWHERE[op]
+    if not rows and not plots and not alone:
+        yield f"`python -m llmk.bench {op}` times it on your machine, beside plain PyTorch."
+
+
+def _sizes(op: str) -> str:
+    """Return what the numbers of a workload are, where they are not the input's shape."""
+    return " A workload is tokens x hidden size x classes." if ".linear_loss." in OPS[op].module else ""
 
 
 def when_not(op: str) -> str:
     """What other ways did better in the same run, and what holds for every operator."""
     rows = _rows_of(op)
     found = [text for workload in _workloads(rows) for text in _better(workload, _same(rows, workload))]
+    found += LIMITS.get(op, [])
     general = (
-        "For inference alone, and in eager mode for tensors so small that the host's time counts, PyTorch's own are as "
-        "good; for double backward and forward-mode AD the operator raises."
+        "For inference alone, or in eager mode with tensors so small that the host's time counts, plain PyTorch does "
+        "as well. For double backward and forward-mode AD the operator raises an error."
     )
     if rows and _compiled_is_as_fast(rows):
         found.append("in a model that is compiled anyway, PyTorch's own code takes the same time and memory")
@@ -147,7 +189,31 @@ def _plots_of(op: str, folder: Path, shown_from: str) -> Iterator[str]:
 
 
 def _rows_of(op: str) -> list[Row]:
-    return [row for row in json.loads(TIMES.read_text())["rows"] if row["op"] == op and row["floor_full_ms"]]
+    return [row for row in _results_of(op)["rows"] if row["op"] == op and row["floor_full_ms"]]
+
+
+def _results_of(op: str) -> Row:
+    """The later results where they have the operator, else the table of all."""
+    later = json.loads(LATER_TIMES.read_text())
+    return later if any(row["op"] == op for row in later["rows"]) else json.loads(TIMES.read_text())
+
+
+def _alone(op: str) -> Iterator[str]:
+    """The table of an operator that was timed without another way beside it."""
+    results = json.loads(RECURRENCES.read_text())
+    rows = [row for row in results["rows"] if row["call"].startswith(f"{op} ")]
+    if not rows:
+        return
+    yield (
+        "Milliseconds, and in brackets the peak memory above the inputs in MiB, gradients included; rows x tokens, "
+        f"then the heads and their features. No other package was timed beside it. {_where(results)}"
+    )
+    lines = ["| workload | forward | forward and backward |", "|---|---|---|"]
+    for row in rows:
+        forward = f"{_ms(row['forward_ms'])} ({row['fwd_mib']:,.0f})"
+        both = f"{_ms(row['full_ms'])} ({row['peak_mib']:,.0f})"
+        lines.append(f"| {row['call'].removeprefix(f'{op} ')} | {forward} | {both} |")
+    yield _scrolling(iter(lines))
 
 
 def overview() -> str:
@@ -254,8 +320,7 @@ def _scrolling(table: Iterator[str]) -> str:
 
 
 def _time_table(rows: list[Row]) -> Iterator[str]:
-    yield "| workload | llmk | llmk compiled | PyTorch compiled | PyTorch | fastest other library |"
-    yield "|---|---|---|---|---|---|"
+    table = [["workload", "llmk", "llmk compiled", "PyTorch compiled", "PyTorch", "fastest other library"]]
     for workload in _workloads(rows):
         same = _same(rows, workload)
         by_way = {row["way"]: row for row in same}
@@ -264,7 +329,12 @@ def _time_table(rows: list[Row]) -> Iterator[str]:
         ways = ("llmk eager", "llmk compiled", "torch compiled", "torch eager")
         cells = [_measured(by_way[way]) if way in by_way else "" for way in ways]
         cells.append(f"{_measured(best)} {_name(best)}" if best else "")
-        yield f"| {workload} | {' | '.join(cells)} |"
+        table.append([workload, *cells])
+    filled = [column for column in zip(*table, strict=True) if any(column[1:])]
+    for number, line in enumerate(zip(*filled, strict=True)):
+        yield f"| {' | '.join(line)} |"
+        if number == 0:
+            yield "|---" * len(line) + "|"
 
 
 def _measured(row: Row) -> str:

@@ -35,6 +35,8 @@ INCLUDED = (
     "_first",
     "_graphs",
     "_gallery",
+    "_experts",
+    "_experts_over_ranks",
     "_estimate_form",
     "_estimate_checks",
     "_estimate_formula",

@@ -131,19 +131,28 @@ def _python_function(op: Op) -> str:
     """The docstring as Sphinx renders a Python function's."""
     function = getattr(sys.modules[op.module], op.name)
     prefix = "llmk.functional" if hasattr(llmk.functional, op.name) else "torch.ops.llmk"
-    signature = str(inspect.signature(function)).replace("torch.Tensor", "Tensor")
-    docstring = GoogleDocstring(op.doc, Config(napoleon_use_param=True, napoleon_use_rtype=False), what="function")
+    signature = str(inspect.signature(function)).replace("torch.Tensor", "Tensor").replace("collections.abc.", "")
+    docstring = GoogleDocstring(
+        _literal_blocks(op.doc), Config(napoleon_use_param=True, napoleon_use_rtype=False), what="function"
+    )
     body = "\n".join(f"   {line}".rstrip() for line in str(docstring).splitlines())
     return fence("{eval-rst}", f".. py:function:: {prefix}.{op.name}{signature}\n\n{body}")
 
 
+def _literal_blocks(doc: str) -> str:
+    """Return the docstring with each indented paragraph as a literal block, whose lines stay as they are."""
+    return re.sub(r"\n\n(?=    \S)", "\n\n::\n\n", doc)
+
+
 def _math(op: Op) -> Iterator[str]:
-    """The docstring of the operator's file, and of the files it names that hold no operator."""
+    """The docstring of the operator's file, and of the files and packages it names that hold no operator."""
     files = {name.rpartition(".")[2]: module for name, module in sys.modules.items() if name.startswith("llmk.ops.")}
     operators = {op.module for op in OPS.values()}
     docs = [inspect.getdoc(sys.modules[op.module]) or ""]
     for shared in dict.fromkeys(re.findall(r"\b(\w+)\.py\b", docs[0])):
-        if shared in files and files[shared].__name__ not in operators:
+        if shared == "__init__":
+            docs.append(inspect.getdoc(sys.modules[op.module.rpartition(".")[0]]) or "")
+        elif shared in files and files[shared].__name__ not in operators:
             docs.append(inspect.getdoc(files[shared]) or "")
     for doc in docs:
         yield from doc_parts(doc)
