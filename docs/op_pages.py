@@ -118,8 +118,10 @@ def checks_table() -> str:
     for promises, where in groups:
         for promise in promises:
             summary = (inspect.getdoc(promise) or "").split("\n\n")[0].replace("\n", " ")
-            asks = prose(re.sub(r"^\d: ", "", summary).rstrip(".")) + where
-            rows.append(f"| `{promise.__name__}` | {asks} | {USUAL_CAUSES[promise.__name__]} |")
+            asks = prose(re.sub(r"^\d: ", "", summary).rstrip("."))
+            if not asks.startswith("torch."):
+                asks = asks[0].upper() + asks[1:]
+            rows.append(f"| `{promise.__name__}` | {asks}{where} | {USUAL_CAUSES[promise.__name__]} |")
     return "\n".join(rows) + "\n"
 
 
