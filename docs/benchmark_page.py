@@ -22,8 +22,8 @@ RECURRENCES = RESULTS / "recurrences-h100.json"
 STEPS, CHUNKS = RESULTS / "train-step-h200.json", RESULTS / "chunks-h200.json"
 LATER_STEPS = {
     "with `llmk.compile`": "train-step-backend-h200.json",
-    "a mixture of experts": "train-step-moe-h200.json",
-    "hybrids": "train-step-hybrids-h100.json",
+    "of a mixture of experts": "train-step-moe-h200.json",
+    "of hybrids": "train-step-hybrids-h100.json",
 }
 """Steps of other models and in other ways: what is said of them, and the file."""
 SIDE_BY_SIDE = "Each variant had a process of its own; they compiled side by side and were timed one at a time."
@@ -221,8 +221,8 @@ def overview() -> str:
     results = json.loads(TIMES.read_text())
     names = dict.fromkeys(row["op"] for row in results["rows"] if row["floor_full_ms"])
     legend = (
-        "Forward and backward: the floor in milliseconds, and the multiple of it that each way takes; where the floor "
-        "is below what a launch takes, milliseconds."
+        "The table has forward and backward passes: the floor in milliseconds, and the time of each way as a multiple of "
+        "it, or in milliseconds where the floor is shorter than a launch takes."
     )
     return "\n\n".join([_about(results), legend, _scrolling(_overview_table(list(names)))]) + "\n"
 
@@ -391,10 +391,10 @@ def _steps(results: Row) -> Iterator[str]:
     """Each model's table, then the charts."""
     versions = ", ".join(f"{name} {version}" for name, version in results["peers"].items())
     yield (
-        "One step of Hugging Face models made from a configuration: forward, backward and fused AdamW on one repeated "
-        "batch. The variants of a model ran in one process, from the same weights; `eager` and `compiled` are plain "
-        "transformers. Peak memory includes weights and optimizer. The first loss, which comes before any "
-        f"step, shows that all compute the same; later ones differ by rounding. "
+        "The tables have one training step of Hugging Face models made from a configuration: forward, backward and fused "
+        "AdamW on one repeated batch. The variants of a model ran in one process, from the same weights. `eager` and "
+        "`compiled` are plain transformers, `llmk` is the patched model, and `llmk backend` is `llmk.compile`. Peak memory "
+        "includes weights and optimizer. All variants compute the same first loss; later losses differ by rounding. "
         f"Measured on {results['date']} on one {results['device']}: torch "
         f"{results['torch']}, {versions}, "
         f"{results['dtype'].removeprefix('torch.')}. Every number is in `benchmarks/results/{STEPS.name}`."
@@ -407,10 +407,11 @@ def _steps(results: Row) -> Iterator[str]:
 def _later_steps(results: Row, what: str, file: str) -> Iterator[str]:
     versions = ", ".join(f"{name} {version}" for name, version in results["peers"].items())
     yield (
-        f"The same, {what}, of {results['date']} on one {results['device']}: torch {results['torch']}, {versions}. "
+        f"These are steps {what}, measured on {results['date']} on one {results['device']}: torch {results['torch']}, "
+        f"{versions}. "
         f"{results.get('how', SIDE_BY_SIDE)} Every number is in `benchmarks/results/{file}`."
     )
-    yield from _models(results, f", {what}")
+    yield from _models(results, f", {what}" if what.startswith("with") else "")
 
 
 def _models(results: Row, what: str = "") -> Iterator[str]:
@@ -418,7 +419,7 @@ def _models(results: Row, what: str = "") -> Iterator[str]:
         rows = [row for row in results["rows"] if row["model"] == model]
         yield f"## {model}, {rows[0]['batch_size']} x {rows[0]['seq_len']} tokens{what}"
         yield _scrolling(_step_table(rows))
-        yield from (f"{row['variant']}: `{row['error']}`" for row in rows if "error" in row)
+        yield from (f"{row['variant']} failed: `{row['error']}` ..." for row in rows if "error" in row)
 
 
 def _step_table(rows: list[Row]) -> Iterator[str]:
