@@ -213,7 +213,7 @@ def _alone(op: str) -> Iterator[str]:
         forward = f"{_ms(row['forward_ms'])} ({row['fwd_mib']:,.0f})"
         both = f"{_ms(row['full_ms'])} ({row['peak_mib']:,.0f})"
         lines.append(f"| {row['call'].removeprefix(f'{op} ')} | {forward} | {both} |")
-    yield _scrolling(iter(lines))
+    yield "\n".join(lines)
 
 
 def overview() -> str:
@@ -221,8 +221,8 @@ def overview() -> str:
     results = json.loads(TIMES.read_text())
     names = dict.fromkeys(row["op"] for row in results["rows"] if row["floor_full_ms"])
     legend = (
-        "The table has forward and backward passes: the floor in milliseconds, and the time of each way as a multiple of "
-        "it, or in milliseconds where the floor is shorter than a launch takes."
+        "The table has forward and backward passes: the floor in milliseconds, and the time of each way as a multiple "
+        "of it, or in milliseconds where the floor is shorter than a launch takes."
     )
     return "\n\n".join([_about(results), legend, _scrolling(_overview_table(list(names)))]) + "\n"
 
@@ -391,10 +391,10 @@ def _steps(results: Row) -> Iterator[str]:
     """Each model's table, then the charts."""
     versions = ", ".join(f"{name} {version}" for name, version in results["peers"].items())
     yield (
-        "The tables have one training step of Hugging Face models made from a configuration: forward, backward and fused "
-        "AdamW on one repeated batch. The variants of a model ran in one process, from the same weights. `eager` and "
-        "`compiled` are plain transformers, `llmk` is the patched model, and `llmk backend` is `llmk.compile`. Peak memory "
-        "includes weights and optimizer. All variants compute the same first loss; later losses differ by rounding. "
+        "The tables have one training step of Hugging Face models made from a configuration: forward, backward and "
+        "fused AdamW on one repeated batch. The variants of a model ran in one process, from the same weights. `eager` "
+        "and `compiled` are plain transformers, `llmk` is the patched model, and `llmk backend` is `llmk.compile`. Peak "
+        "memory includes weights and optimizer. All variants compute the same first loss; later ones differ by rounding. "
         f"Measured on {results['date']} on one {results['device']}: torch "
         f"{results['torch']}, {versions}, "
         f"{results['dtype'].removeprefix('torch.')}. Every number is in `benchmarks/results/{STEPS.name}`."

@@ -13,18 +13,17 @@ bfloat16 too. The letters are:
     Q, K, D   features of all query heads, of all key heads, of one head
     V         classes of the vocabulary
     E, F, k   experts, their intermediate size, experts of a token
-    bytes     bytes saved for an element, by the way, in `figures.json`
-    ns        nanoseconds for an element, by the way, from the table of the
-              part: linear in the logarithm of its size between the sizes
-              measured, constant outside
+    bytes     bytes saved for an element, counted for each way
+    ns        nanoseconds for an element, measured for each way: linear in the
+              logarithm of the size between the sizes measured, constant outside
     products, attention, copy   speeds measured on that GPU
 
 Each part has its memory in bytes and its time:
 
     logits       PyTorch: bytes T V
                  llmk: b V H for the weight's gradient + 2 T H + 2 C V for a
-                 chunk of C tokens; b is 2 up to `rounded_chunks` chunks,
-                 else 4
+                 chunk of C tokens; b is 2 up to `rounded_chunks` chunks of
+                 `figures.json`, else 4
                  time: 6 T H V / products + ns T V
     norms        T (L n + 1) H bytes + 2 T L H that linear layers read
                  + T L (Q + K) of norms of q and k

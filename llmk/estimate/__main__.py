@@ -4,8 +4,8 @@ CONFIG_OR_SIZES is a `config.json` of transformers, a folder with one, or sizes 
 `hidden=2048,intermediate=8192,layers=16,heads=32,kv_heads=8,vocabulary=128256`.
 
 Nothing runs: times are scaled from measured tables, and memory is counted. `llmk.estimate` has the formula, and the
-documentation compares it with measured training steps. The exit status is 2 if the file does not exist, or is of a model
-that the formula does not cover.
+documentation compares it with measured training steps. The exit status is 2 if the file does not exist, or is of a
+model that the formula does not cover.
 """
 
 import argparse
