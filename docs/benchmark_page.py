@@ -393,8 +393,8 @@ def _steps(results: Row) -> Iterator[str]:
     yield (
         "The tables have one training step of Hugging Face models made from a configuration: forward, backward and "
         "fused AdamW on one repeated batch. The variants of a model ran in one process, from the same weights. `eager` "
-        "and `compiled` are plain transformers, `llmk` is the patched model, and `llmk backend` is `llmk.compile`. Peak "
-        "memory includes weights and optimizer. All variants compute the same first loss; later ones differ by rounding. "
+        "and `compiled` are plain transformers, `llmk` is the patched model, `llmk backend` is `llmk.compile`. Peak "
+        "memory includes weights and optimizer. All variants have the same first loss; later ones differ by rounding. "
         f"Measured on {results['date']} on one {results['device']}: torch "
         f"{results['torch']}, {versions}, "
         f"{results['dtype'].removeprefix('torch.')}. Every number is in `benchmarks/results/{STEPS.name}`."

@@ -33,5 +33,5 @@ def _cells(report: Report) -> list[str]:
 
 
 def _words(text: str, count: int) -> str:
-    plain = ("fused_linear_ce", "add_rms_norm", "none where", "rope")
+    plain = ("fused_linear_ce", "add_rms_norm", "omitted where", "rope")
     return str(count) if text.startswith(plain) and "," not in text else f"{count} {text.removeprefix('fused_linear_')}"
