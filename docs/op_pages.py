@@ -73,8 +73,8 @@ def index_page(ops: list[Op]) -> str:
         [
             "# Operators",
             "",
-            "Each is `torch.ops.llmk.NAME`, and a typed function `llmk.functional.NAME`. These pages are",
-            "written from the operators' own records; the calls on them were run when the site was built.",
+            "Each operator is `torch.ops.llmk.NAME`, and a typed function `llmk.functional.NAME`. These pages are",
+            "generated from the operators' records, and their examples ran when the site was built.",
             *lists,
             "",
             "```{toctree}",
