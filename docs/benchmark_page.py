@@ -33,6 +33,11 @@ LAUNCH_MS = 0.01  # a multiple of a floor below what a launch takes says nothing
 AS_FAST = 0.02
 """Times within that of one another are the same."""
 MUCH_SMALLER = 0.9
+BFLOAT16_LOGITS = (
+    "The logits of llmk's losses were bfloat16 in this run. Since 25 November 2026 they are float32 by default, which "
+    "takes 3 to 22% more time in the loss on an H100, and some memory."
+)
+"""For what was measured before that change; the range is that of `float32-logits-h100.json`."""
 OVERWRITES = {("liger-kernel", op) for op in ("cross_entropy", "swiglu", "geglu", "rope")}
 """Ways and operators whose forward or backward pass works in the memory of its inputs."""
 NAMES = {
@@ -94,6 +99,8 @@ def benchmark_of(op: str, folder: Path, shown_from: str) -> Iterator[str]:
             "Forward and backward, in milliseconds, and in brackets the peak memory above the inputs in MiB, gradients "
             f"included.{_sizes(op)} {_where(_results_of(op))}"
         )
+        if ".linear_loss." in OPS[op].module:
+            yield f"{BFLOAT16_LOGITS} [Losses](../losses.md#time-how-many-matrix-products) has later times on an H100."
         yield _scrolling(_time_table(rows))
     alone = list(_alone(op))
     yield from alone
@@ -399,6 +406,7 @@ def _steps(results: Row) -> Iterator[str]:
         f"{results['torch']}, {versions}, "
         f"{results['dtype'].removeprefix('torch.')}. Every number is in `benchmarks/results/{STEPS.name}`."
     )
+    yield BFLOAT16_LOGITS.replace("this run", "the runs on an H200")
     yield from _models(results)
     for name, what in (("train-step", "time"), ("train-step-memory", "peak memory")):
         yield f"![{what} of a training step of every model and variant](ops/plots/{name}.svg)"

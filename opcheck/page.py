@@ -80,7 +80,8 @@ def page(report: Record) -> str:
         *_head(report, len(by_op)),
         *_broken(results),
         "<h2>Operators</h2>",
-        '<p class="asked">Each square is a promise, in the same order for every operator. Open an operator to see its promises.</p>',
+        '<p class="asked">Each square is a promise, in the same order for every operator. Open an operator to see '
+        "its promises.</p>",
         *(part for op, rows in by_op.items() for part in _operator(op, rows, promises)),
         "</body></html>",
     ]
