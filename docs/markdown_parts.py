@@ -34,6 +34,11 @@ def _paragraph(text: str) -> str:
     return f"**{prose(bold[1])}**{prose(text[bold.end() :])}" if bold else prose(text)
 
 
+def literal_blocks(doc: str) -> str:
+    """Return a docstring for Sphinx, each indented paragraph as a literal block, whose lines stay as they are."""
+    return re.sub(r"\n\n(?=    \S)", "\n\n::\n\n", doc)
+
+
 def code_list(names: Any) -> str:
     return ", ".join(f"`{name}`" for name in names) or "nothing"
 

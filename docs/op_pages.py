@@ -15,7 +15,7 @@ from formulas import FORMULAS
 from gallery_page import draw_gallery, gallery_table
 from graph_picture import graph_picture
 from layers_page import layers_table
-from markdown_parts import doc_parts, fence, folded, prose
+from markdown_parts import doc_parts, fence, folded, literal_blocks, prose
 from op_example import example
 from op_record import record
 from sphinx.ext.napoleon import Config, GoogleDocstring
@@ -135,15 +135,10 @@ def _python_function(op: Op) -> str:
     prefix = "llmk.functional" if hasattr(llmk.functional, op.name) else "torch.ops.llmk"
     signature = str(inspect.signature(function)).replace("torch.Tensor", "Tensor").replace("collections.abc.", "")
     docstring = GoogleDocstring(
-        _literal_blocks(op.doc), Config(napoleon_use_param=True, napoleon_use_rtype=False), what="function"
+        literal_blocks(op.doc), Config(napoleon_use_param=True, napoleon_use_rtype=False), what="function"
     )
     body = "\n".join(f"   {line}".rstrip() for line in str(docstring).splitlines())
     return fence("{eval-rst}", f".. py:function:: {prefix}.{op.name}{signature}\n\n{body}")
-
-
-def _literal_blocks(doc: str) -> str:
-    """Return the docstring with each indented paragraph as a literal block, whose lines stay as they are."""
-    return re.sub(r"\n\n(?=    \S)", "\n\n::\n\n", doc)
 
 
 def _math(op: Op) -> Iterator[str]:
