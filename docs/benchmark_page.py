@@ -12,14 +12,18 @@ sys.path.append(str(ROOT))  # benchmarks/ is not installed
 from benchmarks.plot import charts, save  # noqa: E402 the path comes first
 from benchmarks.step_report import losses_are_wrong, verdicts  # noqa: E402
 from benchmarks.targets import PRODUCTS, TARGETS, judge, measured_ms, peers  # noqa: E402
+from llmk.registry import OPS  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 TIMES, GROWTH = RESULTS / "ops-h200.json", RESULTS / "growth-h200.json"
+LATER_TIMES = RESULTS / "hybrid-ops-h100.json"
+"""Operators that are not in `TIMES`, in the same form."""
+RECURRENCES = RESULTS / "recurrences-h100.json"
 STEPS, CHUNKS = RESULTS / "train-step-h200.json", RESULTS / "chunks-h200.json"
 LATER_STEPS = {
     "with `llmk.compile`": "train-step-backend-h200.json",
-    "a mixture of experts": "train-step-moe-h200.json",
-    "hybrids": "train-step-hybrids-h100.json",
+    "of a mixture of experts": "train-step-moe-h200.json",
+    "of hybrids": "train-step-hybrids-h100.json",
 }
 """Steps of other models and in other ways: what is said of them, and the file."""
 SIDE_BY_SIDE = "Each variant had a process of its own; they compiled side by side and were timed one at a time."
@@ -29,6 +33,11 @@ LAUNCH_MS = 0.01  # a multiple of a floor below what a launch takes says nothing
 AS_FAST = 0.02
 """Times within that of one another are the same."""
 MUCH_SMALLER = 0.9
+BFLOAT16_LOGITS = (
+    "The logits of llmk's losses were bfloat16 in this run. Since 25 November 2026 they are float32 by default, which "
+    "takes 3 to 22% more time in the loss on an H100, and some memory."
+)
+"""For what was measured before that change; the range is that of `float32-logits-h100.json`."""
 OVERWRITES = {("liger-kernel", op) for op in ("cross_entropy", "swiglu", "geglu", "rope")}
 """Ways and operators whose forward or backward pass works in the memory of its inputs."""
 NAMES = {
@@ -41,6 +50,31 @@ NAMES = {
     "fla-core": "flash-linear-attention",
 }
 """In sentences, by way."""
+
+ELSEWHERE = {
+    **dict.fromkeys(
+        ("fused_linear_policy", "fused_linear_preference", "fused_linear_jsd", "fused_linear_jsd_ce"),
+        "The functions of `llmk.losses` that call it are timed [beside TRL and Liger](../losses.md#speed-and-memory).",
+    ),
+    **dict.fromkeys(
+        ("gated_delta_rule", "gated_linear_attention"),
+        "Whole models with it are among the [training steps](../training-steps.md).",
+    ),
+    "vocab_parallel_linear_ce": "Losses over two GPUs are timed [on the page of benchmarks](../benchmarks.md"
+    "#on-several-gpus).",
+}
+"""Where an operator was measured that has no table of its own, or not only that."""
+_CHUNKED = [
+    "to generate one token at a time: the operator works on chunks of 64 tokens",
+    "heads with more than 256 features for keys or values: the operator refuses them",
+]
+LIMITS = {
+    "gated_delta_rule": _CHUNKED,
+    "gated_linear_attention": _CHUNKED,
+    "causal_conv1d": ["filters of more than 8 taps: the operator refuses them"],
+    "fused_linear_distill": ["one teacher alone, given by hidden states: `fused_linear_jsd` is simpler to call"],
+}
+"""What to leave to other code, beyond what was measured."""
 
 Row = dict[str, Any]
 
@@ -63,26 +97,41 @@ def benchmark_of(op: str, folder: Path, shown_from: str) -> Iterator[str]:
     if rows:
         yield (
             "Forward and backward, in milliseconds, and in brackets the peak memory above the inputs in MiB, gradients "
-            f"included. {_where(json.loads(TIMES.read_text()))}"
+            f"included.{_sizes(op)} {_where(_results_of(op))}"
         )
+        if ".linear_loss." in OPS[op].module:
+            yield f"{BFLOAT16_LOGITS} [Losses](../losses.md#time-how-many-matrix-products) has later times on an H100."
         yield _scrolling(_time_table(rows))
+    alone = list(_alone(op))
+    yield from alone
     plots = list(_plots_of(op, folder, shown_from))
     if plots:
-        yield "Charts are in multiples of [the floor](../benchmarks.md), the least that the hardware allows."
+        yield (
+            "In the charts 1.00 is [the floor](../benchmarks.md): the least time that the hardware allows, by the "
+            "bytes that have to be moved and the products that have to be computed."
+        )
     yield from plots
     if op == "fused_linear_ce" and CHUNKS.exists():
         yield from _chunks(json.loads(CHUNKS.read_text()))
-    if not rows and not plots:
-        yield f"Not measured yet: `python -m llmk.bench {op}` times it on your machine."
+    if op in ELSEWHERE:
+        yield ELSEWHERE[op]
+    if not rows and not plots and not alone:
+        yield f"`python -m llmk.bench {op}` times it on your machine, beside plain PyTorch."
+
+
+def _sizes(op: str) -> str:
+    """Return what the numbers of a workload are, where they are not the input's shape."""
+    return " A workload is tokens x hidden size x classes." if ".linear_loss." in OPS[op].module else ""
 
 
 def when_not(op: str) -> str:
     """What other ways did better in the same run, and what holds for every operator."""
     rows = _rows_of(op)
     found = [text for workload in _workloads(rows) for text in _better(workload, _same(rows, workload))]
+    found += LIMITS.get(op, [])
     general = (
-        "For inference alone, and in eager mode for tensors so small that the host's time counts, PyTorch's own are as "
-        "good; for double backward and forward-mode AD the operator raises."
+        "For inference alone, or in eager mode with tensors so small that the host's time counts, plain PyTorch does "
+        "as well. For double backward and forward-mode AD the operator raises an error."
     )
     if rows and _compiled_is_as_fast(rows):
         found.append("in a model that is compiled anyway, PyTorch's own code takes the same time and memory")
@@ -147,7 +196,31 @@ def _plots_of(op: str, folder: Path, shown_from: str) -> Iterator[str]:
 
 
 def _rows_of(op: str) -> list[Row]:
-    return [row for row in json.loads(TIMES.read_text())["rows"] if row["op"] == op and row["floor_full_ms"]]
+    return [row for row in _results_of(op)["rows"] if row["op"] == op and row["floor_full_ms"]]
+
+
+def _results_of(op: str) -> Row:
+    """The later results where they have the operator, else the table of all."""
+    later = json.loads(LATER_TIMES.read_text())
+    return later if any(row["op"] == op for row in later["rows"]) else json.loads(TIMES.read_text())
+
+
+def _alone(op: str) -> Iterator[str]:
+    """The table of an operator that was timed without another way beside it."""
+    results = json.loads(RECURRENCES.read_text())
+    rows = [row for row in results["rows"] if row["call"].startswith(f"{op} ")]
+    if not rows:
+        return
+    yield (
+        "Milliseconds, and in brackets the peak memory above the inputs in MiB, gradients included; rows x tokens, "
+        f"then the heads and their features. No other package was timed beside it. {_where(results)}"
+    )
+    lines = ["| workload | forward | forward and backward |", "|---|---|---|"]
+    for row in rows:
+        forward = f"{_ms(row['forward_ms'])} ({row['fwd_mib']:,.0f})"
+        both = f"{_ms(row['full_ms'])} ({row['peak_mib']:,.0f})"
+        lines.append(f"| {row['call'].removeprefix(f'{op} ')} | {forward} | {both} |")
+    yield "\n".join(lines)
 
 
 def overview() -> str:
@@ -155,8 +228,8 @@ def overview() -> str:
     results = json.loads(TIMES.read_text())
     names = dict.fromkeys(row["op"] for row in results["rows"] if row["floor_full_ms"])
     legend = (
-        "Forward and backward: the floor in milliseconds, and the multiple of it that each way takes; where the floor "
-        "is below what a launch takes, milliseconds."
+        "The table has forward and backward passes: the floor in milliseconds, and the time of each way as a multiple "
+        "of it, or in milliseconds where the floor is shorter than a launch takes."
     )
     return "\n\n".join([_about(results), legend, _scrolling(_overview_table(list(names)))]) + "\n"
 
@@ -254,8 +327,7 @@ def _scrolling(table: Iterator[str]) -> str:
 
 
 def _time_table(rows: list[Row]) -> Iterator[str]:
-    yield "| workload | llmk | llmk compiled | PyTorch compiled | PyTorch | fastest other library |"
-    yield "|---|---|---|---|---|---|"
+    table = [["workload", "llmk", "llmk compiled", "PyTorch compiled", "PyTorch", "fastest other library"]]
     for workload in _workloads(rows):
         same = _same(rows, workload)
         by_way = {row["way"]: row for row in same}
@@ -264,7 +336,12 @@ def _time_table(rows: list[Row]) -> Iterator[str]:
         ways = ("llmk eager", "llmk compiled", "torch compiled", "torch eager")
         cells = [_measured(by_way[way]) if way in by_way else "" for way in ways]
         cells.append(f"{_measured(best)} {_name(best)}" if best else "")
-        yield f"| {workload} | {' | '.join(cells)} |"
+        table.append([workload, *cells])
+    filled = [column for column in zip(*table, strict=True) if any(column[1:])]
+    for number, line in enumerate(zip(*filled, strict=True)):
+        yield f"| {' | '.join(line)} |"
+        if number == 0:
+            yield "|---" * len(line) + "|"
 
 
 def _measured(row: Row) -> str:
@@ -321,14 +398,15 @@ def _steps(results: Row) -> Iterator[str]:
     """Each model's table, then the charts."""
     versions = ", ".join(f"{name} {version}" for name, version in results["peers"].items())
     yield (
-        "One step of Hugging Face models made from a configuration: forward, backward and fused AdamW on one repeated "
-        "batch. The variants of a model ran in one process, from the same weights; `eager` and `compiled` are plain "
-        "transformers. Peak memory includes weights and optimizer. The first loss, which comes before any "
-        f"step, shows that all compute the same; later ones differ by rounding. "
+        "The tables have one training step of Hugging Face models made from a configuration: forward, backward and "
+        "fused AdamW on one repeated batch. The variants of a model ran in one process, from the same weights. `eager` "
+        "and `compiled` are plain transformers, `llmk` is the patched model, `llmk backend` is `llmk.compile`. Peak "
+        "memory includes weights and optimizer. All variants have the same first loss; later ones differ by rounding. "
         f"Measured on {results['date']} on one {results['device']}: torch "
         f"{results['torch']}, {versions}, "
         f"{results['dtype'].removeprefix('torch.')}. Every number is in `benchmarks/results/{STEPS.name}`."
     )
+    yield BFLOAT16_LOGITS.replace("this run", "the runs on an H200")
     yield from _models(results)
     for name, what in (("train-step", "time"), ("train-step-memory", "peak memory")):
         yield f"![{what} of a training step of every model and variant](ops/plots/{name}.svg)"
@@ -337,10 +415,11 @@ def _steps(results: Row) -> Iterator[str]:
 def _later_steps(results: Row, what: str, file: str) -> Iterator[str]:
     versions = ", ".join(f"{name} {version}" for name, version in results["peers"].items())
     yield (
-        f"The same, {what}, of {results['date']} on one {results['device']}: torch {results['torch']}, {versions}. "
+        f"These are steps {what}, measured on {results['date']} on one {results['device']}: torch {results['torch']}, "
+        f"{versions}. "
         f"{results.get('how', SIDE_BY_SIDE)} Every number is in `benchmarks/results/{file}`."
     )
-    yield from _models(results, f", {what}")
+    yield from _models(results, f", {what}" if what.startswith("with") else "")
 
 
 def _models(results: Row, what: str = "") -> Iterator[str]:
@@ -348,7 +427,7 @@ def _models(results: Row, what: str = "") -> Iterator[str]:
         rows = [row for row in results["rows"] if row["model"] == model]
         yield f"## {model}, {rows[0]['batch_size']} x {rows[0]['seq_len']} tokens{what}"
         yield _scrolling(_step_table(rows))
-        yield from (f"{row['variant']}: `{row['error']}`" for row in rows if "error" in row)
+        yield from (f"{row['variant']} failed: `{row['error']}` ..." for row in rows if "error" in row)
 
 
 def _step_table(rows: list[Row]) -> Iterator[str]:

@@ -7,6 +7,7 @@ DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS))
 
 from docutils import nodes  # noqa: E402
+from markdown_parts import literal_blocks  # noqa: E402
 from op_pages import write_pages  # noqa: E402
 from report_pages import write_reports  # noqa: E402
 
@@ -35,6 +36,8 @@ INCLUDED = (
     "_first",
     "_graphs",
     "_gallery",
+    "_experts",
+    "_experts_over_ranks",
     "_estimate_form",
     "_estimate_checks",
     "_estimate_formula",
@@ -66,6 +69,12 @@ def strip_listings(app, doctree):
         node.rawsource, node.children = text, [nodes.Text(text)]
 
 
+def keep_lines(app, what, name, obj, options, lines):
+    """Formulas in docstrings are indented paragraphs."""
+    lines[:] = literal_blocks("\n".join(lines)).split("\n")
+
+
 def setup(app):
+    app.connect("autodoc-process-docstring", keep_lines, priority=400)  # before napoleon
     app.connect("builder-inited", lambda _: write_pages(DOCS / "ops"))
     app.connect("doctree-read", strip_listings)

@@ -17,7 +17,10 @@ def first_actions_table() -> str:
     versions = ", ".join(f"{name} {version}" for name, version in sorted(result["versions"].items()))
     actions = dict.fromkeys(action for ways in families.values() for of in ways.values() for action in of)
     date = result["date"]
-    head = f"The actions: {', '.join(actions)}. {versions}, {date}; `-` was not run:"
+    head = (
+        f"The actions are {', '.join(actions)}. The table has the number of actions whose results are right, with "
+        f"{versions}, on {date}; `-` was not run:"
+    )
     return "\n".join([head, "", *lines, ""])
 
 

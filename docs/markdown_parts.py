@@ -25,7 +25,18 @@ def doc_parts(doc: str) -> Iterator[str]:
     """The paragraphs of a docstring; indented ones keep their lines."""
     for block in re.split(r"\n\n(?=\S)|\n\n(?= )", doc.rstrip()):
         indented = all(line.startswith("    ") for line in block.splitlines() if line)
-        yield fence("text", inspect.cleandoc(block)) if indented else prose(block)
+        yield fence("text", inspect.cleandoc(block)) if indented else _paragraph(block)
+
+
+def _paragraph(text: str) -> str:
+    """A paragraph, whose bold beginning stays bold."""
+    bold = re.match(r"\*\*(.+?)\*\*", text)
+    return f"**{prose(bold[1])}**{prose(text[bold.end() :])}" if bold else prose(text)
+
+
+def literal_blocks(doc: str) -> str:
+    """Return a docstring for Sphinx, each indented paragraph as a literal block, whose lines stay as they are."""
+    return re.sub(r"\n\n(?=    \S)", "\n\n::\n\n", doc)
 
 
 def code_list(names: Any) -> str:

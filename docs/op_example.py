@@ -11,6 +11,26 @@ from torch import Tensor
 import llmk
 from llmk.registry import Op, Sample
 
+OUTPUTS = {
+    "add_rms_norm": ("y", "h"),
+    "causal_conv1d": ("y", "final_state"),
+    "ce_tvd": ("ce", "tvd"),
+    "fused_linear_ce_metrics": ("loss", "entropy", "correct"),
+    "fused_linear_distill": ("loss", "divergences", "ce"),
+    "fused_linear_jsd_ce": ("loss", "divergence", "ce"),
+    "fused_linear_policy": ("loss", "logprobs", "entropy"),
+    "fused_linear_preference": ("loss", "logprobs", "entropy"),
+    "gated_delta_rule": ("y", "final_state"),
+    "gated_linear_attention": ("y", "final_state"),
+    "linear_logprobs": ("logprobs", "entropy"),
+    "linear_topk": ("logprobs", "indices", "logsumexp"),
+    "moe_permute": ("rows", "places", "ends"),
+    "qk_norm_rope": ("q_rotated", "k_rotated"),
+    "rope": ("q_rotated", "k_rotated"),
+    "router_topk": ("weights", "experts"),
+}
+"""The results of operators that have several."""
+
 
 def example(op: Op) -> str:
     """The text of a script, run line by line, with what was printed behind the line that printed it."""
@@ -85,8 +105,7 @@ def _calls(op: Op, sample: Sample) -> Iterator[str]:
     written = {name: name if isinstance(v, Tensor) or _are_tensors(v) else repr(v) for name, v in bound.items()}
     arguments = ", ".join((f"{name}=" if name in sample.kwargs else "") + text for name, text in written.items())
     namespace = "llmk.functional" if hasattr(llmk.functional, op.name) else "torch.ops.llmk"
-    returns = [argument.name for argument in op.schema.returns]
-    outputs = ["y"] if len(returns) == 1 else [name or f"y{i}" for i, name in enumerate(returns)]
+    outputs = ["y"] if len(op.schema.returns) == 1 else OUTPUTS[op.name]
     yield f"{', '.join(outputs)} = {namespace}.{op.name}({arguments})"
     wanted = [name for name in op.differentiable if isinstance(bound.get(name), Tensor)]
     result = op.overload(**{name: v.detach().requires_grad_() if name in wanted else v for name, v in bound.items()})

@@ -15,7 +15,7 @@ from formulas import FORMULAS
 from gallery_page import draw_gallery, gallery_table
 from graph_picture import graph_picture
 from layers_page import layers_table
-from markdown_parts import doc_parts, fence, folded, prose
+from markdown_parts import doc_parts, fence, folded, literal_blocks, prose
 from op_example import example
 from op_record import record
 from sphinx.ext.napoleon import Config, GoogleDocstring
@@ -73,8 +73,8 @@ def index_page(ops: list[Op]) -> str:
         [
             "# Operators",
             "",
-            "Each is `torch.ops.llmk.NAME`, and a typed function `llmk.functional.NAME`. These pages are",
-            "written from the operators' own records; the calls on them were run when the site was built.",
+            "Each operator is `torch.ops.llmk.NAME`, and a typed function `llmk.functional.NAME`. These pages are",
+            "generated from the operators' records, and their examples ran when the site was built.",
             *lists,
             "",
             "```{toctree}",
@@ -118,8 +118,10 @@ def checks_table() -> str:
     for promises, where in groups:
         for promise in promises:
             summary = (inspect.getdoc(promise) or "").split("\n\n")[0].replace("\n", " ")
-            asks = prose(re.sub(r"^\d: ", "", summary).rstrip(".")) + where
-            rows.append(f"| `{promise.__name__}` | {asks} | {USUAL_CAUSES[promise.__name__]} |")
+            asks = prose(re.sub(r"^\d: ", "", summary).rstrip("."))
+            if not asks.startswith("torch."):
+                asks = asks[0].upper() + asks[1:]
+            rows.append(f"| `{promise.__name__}` | {asks}{where} | {USUAL_CAUSES[promise.__name__]} |")
     return "\n".join(rows) + "\n"
 
 
@@ -131,19 +133,23 @@ def _python_function(op: Op) -> str:
     """The docstring as Sphinx renders a Python function's."""
     function = getattr(sys.modules[op.module], op.name)
     prefix = "llmk.functional" if hasattr(llmk.functional, op.name) else "torch.ops.llmk"
-    signature = str(inspect.signature(function)).replace("torch.Tensor", "Tensor")
-    docstring = GoogleDocstring(op.doc, Config(napoleon_use_param=True, napoleon_use_rtype=False), what="function")
+    signature = str(inspect.signature(function)).replace("torch.Tensor", "Tensor").replace("collections.abc.", "")
+    docstring = GoogleDocstring(
+        literal_blocks(op.doc), Config(napoleon_use_param=True, napoleon_use_rtype=False), what="function"
+    )
     body = "\n".join(f"   {line}".rstrip() for line in str(docstring).splitlines())
     return fence("{eval-rst}", f".. py:function:: {prefix}.{op.name}{signature}\n\n{body}")
 
 
 def _math(op: Op) -> Iterator[str]:
-    """The docstring of the operator's file, and of the files it names that hold no operator."""
+    """The docstring of the operator's file, and of the files and packages it names that hold no operator."""
     files = {name.rpartition(".")[2]: module for name, module in sys.modules.items() if name.startswith("llmk.ops.")}
     operators = {op.module for op in OPS.values()}
     docs = [inspect.getdoc(sys.modules[op.module]) or ""]
     for shared in dict.fromkeys(re.findall(r"\b(\w+)\.py\b", docs[0])):
-        if shared in files and files[shared].__name__ not in operators:
+        if shared == "__init__":
+            docs.append(inspect.getdoc(sys.modules[op.module.rpartition(".")[0]]) or "")
+        elif shared in files and files[shared].__name__ not in operators:
             docs.append(inspect.getdoc(files[shared]) or "")
     for doc in docs:
         yield from doc_parts(doc)

@@ -1,6 +1,7 @@
 """An operator's record in words, for the folded end of its page."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from markdown_parts import code_list, dtype_name, fence, prose
@@ -75,7 +76,12 @@ def _amount(size: int, flops: int) -> str:
 
 
 def _shapes(op: Op, sample: Sample) -> str:
-    return ", ".join(
-        f"{name} {list(value.shape)}" if isinstance(value, Tensor) else f"{name}={value!r}"
-        for name, value in op.bind(sample).items()
-    )
+    return ", ".join(_argument(name, value) for name, value in op.bind(sample).items())
+
+
+def _argument(name: str, value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{name} {list(value.shape)}"
+    if isinstance(value, list) and value and all(isinstance(each, Tensor) for each in value):
+        return f"{name} [{', '.join(str(list(each.shape)) for each in value)}]"
+    return f"{name}={value!r}"

@@ -65,7 +65,7 @@ def compiling(inductor: bool) -> tuple[bool, str]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if inductor:
         return outcome(f"torch.compile on {device}, one graph", lambda: try_call(device, "inductor"))
-    return outcome("one graph, no code made of it; --inductor does that", lambda: try_call(device, "aot_eager"))
+    return outcome("traced as one graph; --inductor compiles it too", lambda: try_call(device, "aot_eager"))
 
 
 def device_line() -> str:
@@ -86,7 +86,9 @@ def installed(distribution: str, used_by: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m llmk", description="Say what of llmk works on this machine.")
-    parser.add_argument("--inductor", action="store_true", help="compile and run code, too: most of a minute at first")
+    parser.add_argument(
+        "--inductor", action="store_true", help="also compile and run code, which takes a minute at first"
+    )
     inductor = parser.parse_args(arguments).inductor
     checks = {"kernels": kernels, "interpreter": interpreter, "compile": lambda: compiling(inductor)}
     said = {name: check() for name, check in checks.items()}

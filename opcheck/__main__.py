@@ -1,7 +1,7 @@
-"""`python -m llmk.opcheck [OP ...]`: check what operators promise, print a table, exit 1 if a promise is broken.
+"""`python -m llmk.opcheck [OP ...]`: check the accuracy, gradients, memory and compilation of operators, print a table.
 
-Exit 2: there was nothing to check, or no such thing. Options that are not given are taken from `[tool.llmk.opcheck]` in
-the pyproject.toml of the current directory.
+The exit status is 1 if a check failed, and 2 if there was nothing to check or an operator, file or option is unknown.
+Options that are not given are taken from `[tool.llmk.opcheck]` in the pyproject.toml of the current directory.
 """
 
 import argparse
@@ -61,10 +61,10 @@ def _parser() -> _Parser:
     parser.add_argument(
         "--reference",
         metavar="MODULE:NAME",
-        help="hold the one OP against this operator or function, instead of its record's reference",
+        help="compare the one OP with this operator or function, instead of its record's reference",
     )
-    parser.add_argument("--device", type=device_named, help="cuda if there is one, else cpu")
-    parser.add_argument("--dtype", action="append", choices=DTYPES, help="may be repeated; all by default")
+    parser.add_argument("--device", type=device_named, help="(default: cuda if there is one, else cpu)")
+    parser.add_argument("--dtype", action="append", choices=DTYPES, help="may be repeated (default: all)")
     parser.add_argument(
         "--path",
         choices=("all", "reference", "interpreter"),
@@ -77,11 +77,14 @@ def _parser() -> _Parser:
     ):
         parser.add_argument(name, dest=dest, action="extend", type=_promises, metavar="PROMISE[,...]", help=text)
     parser.add_argument(
-        "--jobs", type=_positive, default=min(8, os.cpu_count() or 1), help="processes (default: one a core)"
+        "--jobs",
+        type=_positive,
+        default=min(8, os.cpu_count() or 1),
+        help="number of processes (default: one for each core)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write them here as one page for a browser")
-    parser.add_argument("--junit", type=Path, metavar="FILE", help="write them here as JUnit's XML")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the results as one page for a browser")
+    parser.add_argument("--junit", type=Path, metavar="FILE", help="write the results as JUnit's XML")
     parser.add_argument(
         "--sanitize",
         action="store_true",
@@ -93,8 +96,10 @@ def _parser() -> _Parser:
         metavar="SECONDS",
         help="instead of checking promises, search for inputs on which an operator is wrong, for so long each",
     )
-    parser.add_argument("--seed", type=_natural, metavar="N", help="with --search: begin at this case (default: 0)")
-    parser.add_argument("--few", action="store_true", help="with --sanitize: few samples for memcheck too")
+    parser.add_argument("--seed", type=_natural, metavar="N", help="with --search: the first case (default: 0)")
+    parser.add_argument(
+        "--few", action="store_true", help="with --sanitize: run memcheck on few samples, like racecheck"
+    )
     parser.add_argument(
         "--longest",
         type=_positive,

@@ -76,11 +76,12 @@ def page(report: Record) -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>opcheck: {escape(_subject(report))}</title><style>{STYLE}</style></head><body>",
-        f"<h1>What {escape(', '.join(report.get('modules', ())) or 'every operator')} promises</h1>",
+        f"<h1>{escape(_title(report, list(by_op)))}</h1>",
         *_head(report, len(by_op)),
         *_broken(results),
         "<h2>Operators</h2>",
-        '<p class="asked">A square is a promise, in the same order everywhere. Open an operator, then a promise.</p>',
+        '<p class="asked">Each square is a promise, in the same order for every operator. Open an operator to see '
+        "its promises.</p>",
         *(part for op, rows in by_op.items() for part in _operator(op, rows, promises)),
         "</body></html>",
     ]
@@ -118,8 +119,20 @@ def _head(report: Record, ops: int) -> Iterator[str]:
     yield "<dl>" + "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in facts.items()) + "</dl>"
 
 
+def _title(report: Record, ops: list[str]) -> str:
+    """What was checked: the modules of a user's operators, or else a few operators by name."""
+    names = _own_modules(report) or ops
+    if len(names) == 1:
+        return f"What {names[0]} promises"
+    return f"What {', '.join(names) if len(names) <= 3 else f'{len(names)} operators'} promise"
+
+
 def _subject(report: Record) -> str:
-    return ", ".join([*report.get("modules", ()), report["device"]])
+    return ", ".join([*_own_modules(report), report["device"]])
+
+
+def _own_modules(report: Record) -> list[str]:
+    return [name for name in report.get("modules", ()) if not name.startswith("llmk.")]
 
 
 def _broken(results: Sequence[Record]) -> Iterator[str]:

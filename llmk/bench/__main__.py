@@ -38,12 +38,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = _Parser(prog="python -m llmk.bench", description="Time llmk's operators beside plain PyTorch.")
     parser.add_argument("ops", nargs="+", metavar="OP", help="an operator's name, such as rms_norm")
     parser.add_argument("--device", type=device_named, help="cuda if there is one, else cpu")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="bfloat16 by default")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="(default: bfloat16)")
     parser.add_argument(
-        "--compile", action=argparse.BooleanOptionalAction, default=True, help="time compiled calls too"
+        "--compile", action=argparse.BooleanOptionalAction, default=True, help="time compiled calls too (default: yes)"
     )
-    parser.add_argument("--shape", type=sizes, metavar="NxHxV", help="sizes in place of the operator's, as it has them")
-    parser.add_argument("--repeats", type=int, default=20, help="timed calls of each (default 20)")
+    parser.add_argument("--shape", type=sizes, metavar="NxHxV", help="sizes in place of the operator's, in its order")
+    parser.add_argument("--repeats", type=int, default=20, help="timed calls of each (default: 20)")
     options = parser.parse_args(arguments)
     for name in options.ops:
         if name not in OPS:
@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(
         f"{name}, {options.dtype}: a copy {ceilings['copy_bytes_per_s'] / 1e12:.3f} TB/s, "
         f"matrix products {ceilings['gemm_flops_per_s'] / 1e12:.3g} TFLOP/s\n"
-        "forward and backward; x floor: times the least time; x torch: speed, eager is 1"
+        "forward and backward; x floor: multiple of the least time; x torch: speedup over eager"
     )
     with compiler_config():
         for op in (OPS[name] for name in options.ops):

@@ -1,26 +1,45 @@
-"""What a training step of a model takes, in GiB and milliseconds, in plain PyTorch and with llmk: an estimate.
+"""Memory and time of a training step, estimated for plain PyTorch and for llmk.
 
-`figures.json`, beside this file, has what was measured and the bytes that are counted; `python -m
-benchmarks.estimate_figures` makes it from the results. The form on the documentation's page computes the same in
-JavaScript from the same file.
+The measured times and the bytes counted are in `figures.json`, beside this
+file, which `python -m benchmarks.estimate_figures` makes from the results. The
+form in the documentation computes the same in JavaScript.
 
-A decoder of L layers trains T tokens a step in bfloat16 with AdamW whose moments are bfloat16. H is the hidden size, I
-that of the gated unit, Q and K the features of all query and of all key heads, D those of one head, V the vocabulary,
-and n the norms of a layer; E experts of width F, k for a token. `bytes` is that way's column in `figures.json`.
+The model is a decoder that trains in bfloat16 with AdamW, whose moments are
+bfloat16 too. The letters are:
 
-    logits        PyTorch: bytes T V. llmk: b V H for the weight's gradient + 2 T H + 2 C V for a chunk of C tokens,
-                  where b is 2 up to `rounded_chunks` chunks and 4 beyond.
-                  ms: 6 T H V / products + ns T V
-    norms         T (L n + 1) H bytes + 2 T L H bytes that linear layers read, and T L (Q + K) of norms of q and k
-                  ms: L T H (2 ns of a norm with its residual + (n - 2) ns of one alone)
-    rotation      2 T L (Q + K);                              ms: T L (Q + K) ns
-    gated units   T L I bytes;                                ms: T L I ns
-    experts       T L k (H bytes + F bytes);                  ms: T L k H F ns, products included
-    the rest      6 bytes a parameter, and attention's values and output 2 T L (Q + K);
-                  ms: 6 T L (2 H (Q + K) + 3 H I) / products + 7 T S Q L / attention + 14 bytes a parameter / copy
+    T, S      tokens of a step, tokens of a sequence
+    L, n      layers, norms of a layer
+    H, I      hidden size, intermediate size of the gated unit
+    Q, K, D   features of all query heads, of all key heads, of one head
+    V         classes of the vocabulary
+    E, F, k   experts, their intermediate size, experts of a token
+    bytes     bytes saved for an element, counted for each way
+    ns        nanoseconds for an element, measured for each way: linear in the
+              logarithm of the size between the sizes measured, constant outside
+    products, attention, copy   speeds measured on that GPU
 
-The peak is the sum, or 8 bytes a parameter where that is more: the gradients, once the activations are gone. `ns` comes
-from the table of that part, linear in the logarithm of its size between the sizes measured, and constant outside them.
+Each part has its memory in bytes and its time:
+
+    logits       PyTorch: bytes T V
+                 llmk: b V H for the weight's gradient + 2 T H + 2 C V for a
+                 chunk of C tokens; b is 2 up to `rounded_chunks` chunks of
+                 `figures.json`, else 4
+                 time: 6 T H V / products + ns T V
+    norms        T (L n + 1) H bytes + 2 T L H that linear layers read
+                 + T L (Q + K) of norms of q and k
+                 time: L T H (2 ns of a norm with its residual
+                       + (n - 2) ns of one alone)
+    rotation     2 T L (Q + K)
+                 time: T L (Q + K) ns
+    gated units  T L I bytes
+                 time: T L I ns
+    experts      T L k (H bytes + F bytes)
+                 time: T L k H F ns, products included
+    the rest     6 bytes a parameter + 2 T L (Q + K) of attention
+                 time: 6 T L (2 H (Q + K) + 3 H I) / products
+                       + 7 T S Q L / attention + 14 bytes a parameter / copy
+
+The peak is the sum of the memory, or 8 bytes a parameter if that is more.
 """
 
 import itertools

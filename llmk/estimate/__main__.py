@@ -1,11 +1,11 @@
-"""`python -m llmk.estimate CONFIG_OR_SIZES --tokens N`: what a training step of a model takes, with llmk and without.
+"""`python -m llmk.estimate CONFIG_OR_SIZES --tokens N`: memory and time of a training step, with llmk and without.
 
 CONFIG_OR_SIZES is a `config.json` of transformers, a folder with one, or sizes such as
 `hidden=2048,intermediate=8192,layers=16,heads=32,kv_heads=8,vocabulary=128256`.
 
-Nothing runs: times are those of measured tables, scaled to the sizes, and memory is counted. `llmk.estimate` has the
-formula, and the documentation says how far it was from the training steps that were measured.
-Exit 2: there is no such file, or it is of a model that the formula does not know.
+Nothing runs: times are scaled from measured tables, and memory is counted. `llmk.estimate` has the formula, and the
+documentation compares it with measured training steps. The exit status is 2 if the file does not exist, or is of a
+model that the formula does not cover.
 """
 
 import argparse
@@ -26,16 +26,18 @@ TITLES = {"rest": "the rest", "step": "step, in all"}
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m llmk.estimate",
-        description="Estimate a training step of a model.",
+        description="Estimate the memory and time of a training step of a model.",
         epilog=llmk.estimate.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "model", metavar="CONFIG_OR_SIZES", help="a config.json, its folder, or hidden=2048,layers=16,..."
     )
-    parser.add_argument("--tokens", type=int, required=True, metavar="N", help="of a step, on one GPU")
-    parser.add_argument("--sequence", type=int, metavar="S", help="tokens of a sequence; 2048 by default, or N")
-    parser.add_argument("--gpu", choices=sorted(FIGURES["gpus"]), default="h200", help="h200 by default")
+    parser.add_argument("--tokens", type=int, required=True, metavar="N", help="tokens of a step on one GPU")
+    parser.add_argument(
+        "--sequence", type=int, metavar="S", help="tokens of a sequence (default: 2048, or N if it is less)"
+    )
+    parser.add_argument("--gpu", choices=sorted(FIGURES["gpus"]), default="h200", help="the GPU (default: h200)")
     options = parser.parse_args(arguments)
     if options.tokens < 1:
         parser.error(f"argument --tokens: expected at least 1, got {options.tokens}")

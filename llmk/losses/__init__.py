@@ -1,9 +1,9 @@
-"""Losses that language models are trained with after pretraining, from hidden states and a projection, without logits.
+"""Losses for training after pretraining, from hidden states and an output projection, without the full logits.
 
-Each is a function of `(input [B, S, H], linear_weight [V, H], target [B, S], ...)`, already shifted, and returns the
-loss and a dict of detached metrics. They stand on `fused_linear_preference`, `fused_linear_policy`, `fused_linear_jsd`,
-`fused_linear_ce` and, where gradients can only be made in the backward pass, `linear_logprobs` of `llmk.functional`.
-`info_nce` is a function of two sides' embeddings instead, and stands on the operator of its name.
+Each takes `(input [B, S, H], linear_weight [V, H], target [B, S], ...)`, already shifted, and returns the loss and a
+dict of detached metrics. They call `fused_linear_preference`, `fused_linear_policy`, `fused_linear_jsd`,
+`fused_linear_ce` and, if gradients can only be computed in the backward pass, `linear_logprobs` of `llmk.functional`.
+`info_nce` takes two sets of embeddings instead, and calls the operator of its name.
 """
 
 from llmk.losses.contrastive import info_nce

@@ -45,7 +45,8 @@ def cpo(
             subtracts `simpo_gamma` from the margin. "ipo" and "simpo" take means over a completion's tokens, not sums.
         simpo_gamma: Target reward margin of "simpo", after the scale by beta.
         alpha: Parameter of AlphaPO: the reward of log-probability p is (1 - exp(-alpha * p)) / alpha; 0 is p itself.
-        num_items_in_batch, num_chosen_tokens_in_batch: As in `dpo`; the latter is the denominator of `nll`.
+        num_items_in_batch: As in `dpo`.
+        num_chosen_tokens_in_batch: The denominator of `nll`, as in `dpo`.
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
         sequence_ids, num_sequences, group, context_group: As in `dpo`.
@@ -189,7 +190,8 @@ def orpo(
     Args:
         input, linear_weight, target: As in `dpo`. TRL's `nll` has the prompt in it; here it has what `target` has.
         beta: Weight of the odds ratio loss; positive.
-        num_items_in_batch, num_chosen_tokens_in_batch: As in `dpo`; the latter is the denominator of `nll`.
+        num_items_in_batch: As in `dpo`.
+        num_chosen_tokens_in_batch: The denominator of `nll`, as in `dpo`.
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
         sequence_ids, num_sequences, group, context_group: As in `dpo`.

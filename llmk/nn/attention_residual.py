@@ -23,7 +23,7 @@ class AttentionResidual(nn.Module):
     Parameters: `query [H]`, which starts at 0, where all blocks weigh the same, and `weight [H]`, the norm's.
 
     Args:
-        hidden_size: H.
+        hidden_size: The size of the last axis.
         eps: Added to the mean square, at least 0.
 
     Source: the Kimi team, "Attention Residuals", 2026, https://arxiv.org/abs/2603.15031.

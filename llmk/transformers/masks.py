@@ -22,7 +22,7 @@ class CausalMask(Edit):
 
     @property
     def what(self) -> str:
-        return "none where is_causal says it all"
+        return "omitted where is_causal suffices"
 
     def apply(self, definition: ast.FunctionDef, scope: Mapping[str, Any]) -> dict[str, Any]:
         _Names(self.names).visit(definition)

@@ -1,1 +1,1 @@
-"""Rows of a table, looked up by number."""
+"""Embeddings."""

@@ -1,1 +1,1 @@
-"""Mixtures of experts: the router's choice, tokens sorted by expert, and the experts themselves."""
+"""Mixtures of experts: the router, the permutation of tokens, and the experts."""

@@ -1,1 +1,1 @@
-"""Linear layers with what follows them."""
+"""Linear layers with an activation."""

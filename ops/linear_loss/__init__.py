@@ -1,1 +1,1 @@
-"""Losses fused with the projection to the vocabulary, whose logits never exist whole."""
+"""Losses fused with the output projection, which never materialize the logits."""

@@ -293,7 +293,9 @@ def fused_linear_policy(
     num_classes: int = 0,
     group_name: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A policy's loss from hidden states, without ever holding all the logits: a sum over tokens of
+    """The loss of a policy from hidden states, a sum over tokens, without ever holding all the logits.
+
+    The term of a token is
 
         token_weight * f(log pi, ratio, advantage) + kl_weight * KL(pi, ref) - entropy_weight * entropy
 

@@ -1,1 +1,1 @@
-"""Losses of predictions that exist whole."""
+"""Losses of logits, probabilities and boxes."""

@@ -1,4 +1,4 @@
-r"""Linear recurrences: attention whose state is a matrix that decays, with the delta rule's correction or without.
+r"""Linear attention: recurrences whose state is a matrix that decays, with or without the delta rule's correction.
 
 Sources: the gated delta rule and its chunked form are Yang et al., "Gated Delta Networks", 2024,
 https://arxiv.org/abs/2412.06464; the recurrence without a correction, in chunks, is Dao and Gu, "Transformers are

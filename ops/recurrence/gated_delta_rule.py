@@ -1,8 +1,8 @@
 """The gated delta rule of Qwen3-Next, Qwen3.5, OLMo hybrid, Gated DeltaNet and, by channels, of Kimi Linear.
 
 Source: Yang et al., "Gated Delta Networks", 2024, https://arxiv.org/abs/2412.06464; a decay for each channel: Kimi
-Team, "Kimi Linear", 2025, https://arxiv.org/abs/2510.26692. The formulas, forward and backward, and how they are
-computed are in the docstring of this package, `ops/recurrence/__init__.py`.
+Team, "Kimi Linear", 2025, https://arxiv.org/abs/2510.26692. The formulas, forward and backward, are in
+`ops/recurrence/__init__.py`.
 """
 
 from collections.abc import Iterator

@@ -2,8 +2,7 @@
 
 Source: Dao and Gu, "Transformers are SSMs", 2024, https://arxiv.org/abs/2405.21060; a decay for each channel: Yang et
 al., "Gated Linear Attention Transformers with Hardware-Efficient Training", 2023, https://arxiv.org/abs/2312.06635. The
-formulas, forward and backward, and how they are computed are in the docstring of this package,
-`ops/recurrence/__init__.py`.
+formulas, forward and backward, are in `ops/recurrence/__init__.py`.
 """
 
 from collections.abc import Iterator

@@ -1,1 +1,1 @@
-"""The softmax."""
+"""Softmax, sparsemax and attention over layers."""
