@@ -13,6 +13,7 @@ from torch import Tensor
 from llmk.losses._batch import Sequences, at_least_one, check_denominator
 from llmk.losses._ranks import sum_over
 from llmk.ops.linear_loss.objectives.policy import PolicyOptions, PolicyTerms
+from llmk.registry import LARGEST, check_flag, check_number
 
 
 class Totals(NamedTuple):
@@ -105,8 +106,9 @@ def check_totals(name: str, sequences: Sequences, totals: Totals) -> None:
     check_denominator("num_items_in_batch", totals.num_items)
     check_denominator("num_sequences_in_batch", totals.num_sequences)
     length = totals.max_completion_length
-    if length is not None and length < 1:
-        raise ValueError(f"max_completion_length: expected a number of at least 1, got {length}")
+    if length is not None:
+        check_number("max_completion_length", length, 1, LARGEST, "a number of at least 1")
+    check_flag("count_empty_sequences", totals.count_empty_sequences)
     by = "sequence_ids" if sequences.ids is not None else "a group of ranks" if sequences.ranks.tokens else ""
     if length is None and by and name in ("constant", "dr_grpo"):
         raise ValueError(f"max_completion_length: expected a number with {name!r} and {by}, got None")

@@ -21,6 +21,7 @@ from llmk.ops.linear_loss.chunked import (
     LinearGradients,
     VocabShard,
     check_chunk_size,
+    check_linear,
     fake_gradients,
     float16_scale,
     largest,
@@ -383,6 +384,7 @@ class CrossEntropyOps:
 
     def of_shard(self, reduction: str, **fields: Any) -> tuple[Tensor, ...]:
         """Return the same from a call's fields and who has which classes; without a group this rank has all of them."""
+        check_linear(*(fields[name] for name in DIFFERENTIABLE))
         fields, own = with_shard(**fields), fields["linear_weight"].shape[0]
         fields["shard"] = fields["shard"] or VocabShard(0, own, group_name="", dx_group_name="")
         return self(reduction, **fields)

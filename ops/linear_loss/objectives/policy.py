@@ -6,12 +6,15 @@ sequence's. The derivatives are written out, because a kernel op that computes g
 Reference implementation: `trl.trainer.grpo_trainer`, https://github.com/huggingface/trl.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from llmk.registry import LARGEST, check_number
 
 LEVELS = ("token", "sequence", "sequence_sum")
 """The levels of a ratio: the token's own, the geometric mean over its sequence, or the product over it."""
@@ -33,9 +36,8 @@ class PolicyOptions(NamedTuple):
     clip_ratio_c: float | None = None
 
 
-def check_above_one(name: str, value: float) -> None:
-    if not 1.0 < value < float("inf"):
-        raise ValueError(f"{name}: expected a finite number above 1, got {value}")
+def check_above_one(name: str, value: Any) -> None:
+    check_number(name, value, math.nextafter(1.0, 2.0), LARGEST, "a finite number above 1")
 
 
 class PolicyLoss(NamedTuple):
