@@ -161,8 +161,12 @@ def check_list(name: str, values: Any, expected: str) -> None:
         raise TypeError(f"{name}: expected a list of {expected}, got {type(values).__name__}")
 
 
-def at_least_one(value: Tensor | float) -> Tensor | float:
-    return value.detach().reshape(()).clamp(min=1) if isinstance(value, Tensor) else max(value, 1)
+def denominator_of(value: Tensor | float) -> Tensor | float:
+    """Return what a sum is divided by, 1 for 0: a sum over nothing stays 0. A part of a step's count may be below 1."""
+    if not isinstance(value, Tensor):
+        return value or 1
+    value = value.detach().reshape(())
+    return torch.where(value == 0, 1, value.float() if value.is_floating_point() else value)
 
 
 @dataclass(frozen=True)
@@ -241,7 +245,7 @@ class Sequences:
         exists = self.exists(in_pairs)
         total = values.sum() if exists is None else torch.where(exists, values, 0.0).sum()
         count = self.num_sequences(in_pairs) if num_items is None else num_items
-        return sum_over(self.ranks.sequences, total) / at_least_one(count)
+        return sum_over(self.ranks.sequences, total) / denominator_of(count)
 
     def num_tokens(self) -> Tensor:
         return self.mask.sum() if self.shared_tokens is None else self.shared_tokens

@@ -10,12 +10,12 @@ from llmk.losses._batch import (
     NUMBERS,
     Head,
     VocabGroup,
-    at_least_one,
     check_denominator,
     check_per_sequence,
     check_positive,
     check_reference,
     check_tensor,
+    denominator_of,
     make_sequences,
     mean_over_tokens,
     resolve_num_sequences,
@@ -112,7 +112,7 @@ def kto(
     weights = torch.where(label, desirable_weight, undesirable_weight * ref_logps.new_ones(()))
     options = LossOptions(beta)
     if head.supports_groups(sequences):
-        denominator = at_least_one(sequences.num_sequences() if num_items_in_batch is None else num_items_in_batch)
+        denominator = denominator_of(sequences.num_sequences() if num_items_in_batch is None else num_items_in_batch)
         loss, token_logps, entropy = head.preference(
             input, target, sign * base, group_size=1, token_weight=sign.unsqueeze(1).expand(target.shape),
             group_weight=weights / denominator, loss_type="kto", **options._asdict(),
