@@ -106,10 +106,9 @@ def draft(
     shared = {"temperature": temperature, "skip_ignored": skip_ignored, "chunk_size": chunk_size,
               "ignore_index": ignore_index, "logits_dtype": logits_dtype}  # fmt: skip
     with torch.no_grad():
-        any_class = torch.where(target.long() == ignore_index, ignore_index, 0)
-        _, entropy = linear_logprobs(
-            teacher_x, teacher_weight, any_class, linear_bias=teacher_bias, softcap=teacher_softcap, **shared
-        )
+        any_class = torch.where(target.long() == ignore_index, -1, 0)  # 0 itself may be the index to ignore
+        options = {**shared, "ignore_index": -1, "softcap": teacher_softcap}
+        _, entropy = linear_logprobs(teacher_x, teacher_weight, any_class, linear_bias=teacher_bias, **options)
     loss, metrics = torch.zeros((), dtype=torch.float32, device=target.device), {}
     for k, each in enumerate(steps):
         x, bias = head.scaled(each)
