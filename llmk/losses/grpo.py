@@ -92,8 +92,8 @@ def grpo(
             for the clip, divided as "grpo"; "vespo", a weight from the sequence's ratio, divided as "dapo".
             "gpg", -A * log pi, without a ratio, divided as "dapo".
             "gmpo", -A times the geometric mean of a sequence's ratios, divided as "grpo". Their logarithms are clipped,
-            from above at epsilon_high where A is positive and from below at -epsilon where it is negative; the paper
-            has 0.4. TRL's has no bias correction of the divergence.
+            from above at epsilon_high where A is positive and from below at -epsilon where it is negative, and 0 where
+            it is; the paper has 0.4. TRL's has no bias correction of the divergence.
             "dppo_tv" and "dppo_kl", -min(ratio, delta) * A * log pi with a constant first factor, divided as "dapo". A
             token is left out where A moves pi on from pi_old and their divergence, of the token against all others, is
             more than epsilon_high for a positive A and epsilon for another: abs(pi - pi_old), or KL(pi_old, pi). verl

@@ -136,14 +136,14 @@ def _surrogate(options: PolicyOptions, logps: Tensor, log_ratio: Tensor, advanta
 
 
 def _log_clip(options: PolicyOptions, log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-    """Clip log r at epsilon_high where A > 0 and at -epsilon elsewhere, so that its product with A's sign is the least.
+    """Clip log r at epsilon_high where A > 0 and at -epsilon where A < 0; it is 0 where A is, as A's sign is its factor.
 
     The ratio of GMPO is the geometric mean of what is clipped: Zhao et al., "Geometric-Mean Policy Optimization", 2025,
     https://arxiv.org/abs/2507.20673.
     """
-    low, high, positive = -options.epsilon, options.epsilon_high, advantages > 0
+    low, high, positive, acts = -options.epsilon, options.epsilon_high, advantages > 0, advantages != 0
     clipped = torch.where(positive, log_ratio.clamp(max=high), log_ratio.clamp(min=low))
-    return clipped, torch.where(positive, log_ratio <= high, log_ratio >= low)
+    return torch.where(acts, clipped, 0.0), acts & torch.where(positive, log_ratio <= high, log_ratio >= low)
 
 
 def _truncated(options: PolicyOptions, logps: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
