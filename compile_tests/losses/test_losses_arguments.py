@@ -123,3 +123,35 @@ def test_a_target_of_numbers_is_none() -> None:
 def test_a_count_that_is_none(count: Any) -> None:
     with pytest.raises((ValueError, TypeError), match="num_items_in_batch: expected"):
         losses.sft(X, W, T, num_items_in_batch=count)
+
+
+DIVIDED: list[tuple[Callable[..., Any], dict[str, Any]]] = [
+    (losses.sft, {}),
+    (losses.dft, {}),
+    (losses.dpo, {"ref_logps": EACH}),
+    (losses.cpo, {"cpo_alpha": 0.0}),
+    (losses.simpo, {}),
+    (losses.kto, {"label": LABEL, "ref_logps": EACH}),
+    (losses.grpo, {"advantages": EACH}),
+    (losses.reinforce, {"advantages": EACH}),
+    (losses.rloo, {"advantages": EACH}),
+    (losses.ppo, {"advantages": EACH}),
+    (losses.distill, {"teacher_input": HIDDEN, "teacher_linear_weight": PROJECTION}),
+    (losses.distill_topk, {"teacher_ids": IDS, "teacher_logprobs": TOP}),
+    (losses.draft, {"teacher_input": HIDDEN, "teacher_linear_weight": PROJECTION}),
+]
+
+
+@pytest.mark.parametrize(("fn", "given"), DIVIDED, ids=[fn.__name__ for fn, _ in DIVIDED])
+def test_a_part_of_a_steps_count_may_be_below_one(fn: Callable[..., Any], given: dict[str, Any]) -> None:
+    """As the tokens of a step by the number of processes; 0 stays a sum over nothing, and the loss is float32."""
+
+    def loss(count: Any) -> Tensor:
+        return fn(X, W, T, **given, num_items_in_batch=count)[0]
+
+    right = loss(4.0)
+    for count in (0.25, torch.tensor(0.25), torch.tensor(0.25, dtype=torch.float64)):
+        assert loss(count).dtype == torch.float32
+        torch.testing.assert_close(loss(count), 16 * right)
+    for count in (0, torch.tensor(0)):
+        torch.testing.assert_close(loss(count), 4 * right)

@@ -136,7 +136,7 @@ def _surrogate(options: PolicyOptions, logps: Tensor, log_ratio: Tensor, advanta
 
 
 def _log_clip(options: PolicyOptions, log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-    """Clip log r at epsilon_high where A > 0 and at -epsilon where A < 0; it is 0 where A is, as A's sign is its factor.
+    """Clip log r at epsilon_high where A > 0 and at -epsilon where A < 0; 0 where A is, whose sign is its factor.
 
     The ratio of GMPO is the geometric mean of what is clipped: Zhao et al., "Geometric-Mean Policy Optimization", 2025,
     https://arxiv.org/abs/2507.20673.
