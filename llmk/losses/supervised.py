@@ -190,7 +190,7 @@ def multi_token(
     weights = [linear_weight] * heads if isinstance(linear_weight, Tensor) else list(linear_weight)
     scales = [1.0] * heads if head_weights is None else list(head_weights)
     given = num_items_in_batch
-    num_items = list(given) if isinstance(given, list | tuple) else [given] * heads
+    num_items: list[Any] = list(given) if isinstance(given, list | tuple) else [given] * heads
     per_head = {"linear_weight": weights, "targets": targets, "head_weights": scales, "num_items_in_batch": num_items}
     for name, values in per_head.items():
         if len(values) != heads:

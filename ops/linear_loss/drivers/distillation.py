@@ -503,7 +503,7 @@ def checked_student(fields: dict[str, Any]) -> dict[str, Any]:
 
 def checked_teacher(fields: dict[str, Any], names: list[str]) -> tuple[Tensor, Tensor, Tensor | None]:
     """Check a teacher's linear layer, whose fields have these names, and return it."""
-    return checked_linear(*(fields[name] for name in names), names)
+    return checked_linear(*(fields[name] for name in names), names=names)
 
 
 def check_teacher_fits(
