@@ -4,10 +4,12 @@ The float64 reference decides. Where PyTorch's own composition overflows and the
 excused, as where finite inputs make the reference itself NaN; all numbers, where products of the arguments can leave
 float32; and all gradients where one is not finite and one of the exact ones too large for its dtype: that
 optimizer step is lost whatever the others are. Gradients are not judged either where both the operator and the
-composition chose other integers than the reference, of numbers that are equal in float32 alone. At ties and next to a decision, inputs that move by a unit cross it, and
-everything would be excused; so there a second rule moves equal numbers together and takes the error bound from draws
-that did not cross. It refuses only what the composition gets right on all neighbours as well, and only where a result
-does not move as far as its inputs do: elsewhere the first rule has judged it.
+composition chose other integers than the reference, of numbers that are equal in float32 alone.
+
+At ties and next to a decision, inputs that move by a unit cross it, and everything would be excused; so there a second
+rule moves equal numbers together and takes the error bound from draws that did not cross. It refuses only what the
+composition gets right on all neighbours as well, and only where a result does not move as far as its inputs do:
+elsewhere the first rule has judged it.
 """
 
 import contextlib
