@@ -224,6 +224,16 @@ def test_a_class_that_the_student_rules_out(beta: float, add_tail: bool) -> None
     torch.testing.assert_close(by_formula, grad)
 
 
+def test_a_teacher_may_rule_classes_out() -> None:
+    """KL(s, t) grows with the logarithm of a probability that is 0 in any dtype; that of KL(t, s) is infinite."""
+    student, present = torch.tensor([[-1.0, -2.0]]), torch.ones(1, 2, dtype=torch.bool)
+    rare = torch.tensor([[-1.0, -1e30]])
+    right = (-2.0 + 1e30) * torch.tensor(-2.0).exp()
+    torch.testing.assert_close(topk_divergence(student, rare, present, 1.0, True), right.expand(1))
+    ruled_out = torch.tensor([[-1.0, float("-inf")]])
+    assert topk_divergence(ruled_out, student, present, 0.0, True).isinf().all()
+
+
 def test_what_is_absent_is_not_read(device: torch.device) -> None:
     """Log-probabilities of absent classes and of tokens that do not count, and such tokens' ids."""
     x, weight, target, *teachers = given(device)

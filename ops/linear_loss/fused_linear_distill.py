@@ -34,7 +34,6 @@ from torch import Tensor
 
 from llmk.ops.common.math import cap_reference
 from llmk.ops.linear_loss._records import Make, linear_cost, linear_reference
-from llmk.ops.linear_loss.chunked import check_temperature
 from llmk.ops.linear_loss.drivers.distillation import (
     MOST_CLASSES,
     TEACHER,
@@ -409,7 +408,7 @@ def fused_linear_distill(
     https://arxiv.org/abs/2306.13649; Liger Kernel, https://arxiv.org/abs/2410.10989.
     """
     check_number("ce_weight", ce_weight, 0.0, LARGEST, "a finite number that is not negative")
-    check_temperature(temperature)  # before it is the teachers'
+    check_number("temperature", temperature, TINY, LARGEST, "a finite positive number")  # before it is the teachers'
     if ce_weight > 0 and labels is None:
         raise ValueError(f"labels: expected class indices for a ce_weight of {ce_weight}, got None")
     D = len(teacher_input)

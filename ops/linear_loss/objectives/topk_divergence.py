@@ -71,5 +71,8 @@ def _terms(student: Tensor, teacher: Tensor, beta: float) -> tuple[Tensor, Tenso
     """Return the divergence's term of each class, and its derivative by the student's log-probability of it."""
     # Probabilities that are 0 from finite logarithms, as 0 * inf would be no derivative of 0 * log(0). With beta 0 a
     # student's -inf makes the divergence infinite.
-    student = student.clamp(min=_LEAST_LOGPROB) if beta > 0.0 else student
-    return divergence_of_cpu(student, teacher.clamp(min=_LEAST_LOGPROB), beta)
+    return divergence_of_cpu(student if beta == 0.0 else _finite(student), _finite(teacher), beta)
+
+
+def _finite(logprobs: Tensor) -> Tensor:
+    return logprobs.masked_fill(logprobs == float("-inf"), _LEAST_LOGPROB)
