@@ -3,10 +3,13 @@
 The float64 reference decides. Where PyTorch's own composition overflows and the reference does not, an element is
 excused, as where finite inputs make the reference itself NaN; all numbers, where products of the arguments can leave
 float32; and all gradients where one is not finite and one of the exact ones too large for its dtype: that
-optimizer step is lost whatever the others are. At ties and next to a decision, inputs that move by a unit cross it, and
-everything would be excused; so there a second rule moves equal numbers together and takes the error bound from draws
-that did not cross. It refuses only what the composition gets right on all neighbours as well, and only where a result
-does not move as far as its inputs do: elsewhere the first rule has judged it.
+optimizer step is lost whatever the others are. Gradients are not judged either where both the operator and the
+composition chose other integers than the reference, of numbers that are equal in float32 alone.
+
+At ties and next to a decision, inputs that move by a unit cross it, and everything would be excused; so there a second
+rule moves equal numbers together and takes the error bound from draws that did not cross. It refuses only what the
+composition gets right on all neighbours as well, and only where a result does not move as far as its inputs do:
+elsewhere the first rule has judged it.
 """
 
 import contextlib
@@ -167,7 +170,7 @@ def _floating(reference: Reference, outcome: Outcome) -> Iterator[tuple[int, str
     finite, overflowed = _inputs_finite(outcome), _overflowed(outcome, reference)
     if finite and _products_overflow(outcome, reference):
         return
-    given_up = overflowed or _step_is_lost(outcome, reference)
+    given_up = overflowed or _step_is_lost(outcome, reference) or _chose_otherwise(outcome, reference)
     for i, (name, actual) in enumerate(zip(names_of(reference), outcome.results(), strict=True)):
         composition, exact = reference.composition[i], reference.exact[i]
         if actual is None or composition is None or exact is None or not actual.is_floating_point():
@@ -186,6 +189,22 @@ def _step_is_lost(outcome: Outcome, reference: Reference) -> bool:
     """Return True if a gradient is not finite and an exact one too large: the optimizer, or its scaler, sees it."""
     gradients = [gradient for gradient in outcome.gradients.values() if gradient is not None]
     return not all(bool(g.isfinite().all()) for g in gradients) and gradient_overflows(reference, outcome)
+
+
+def _chose_otherwise(outcome: Outcome, reference: Reference) -> bool:
+    """Return True if both the operator and PyTorch's composition have other integers than the reference.
+
+    Gradients are those of a choice then, of one class among some that are equal in float32 and not in float64.
+    """
+
+    def differs(actual: Tensor | None, exact: Tensor | None) -> bool:
+        return actual is not None and exact is not None and not torch.equal(actual, exact.to(actual.dtype))
+
+    results = zip(outcome.outputs, reference.composition, reference.exact, strict=False)
+    return any(
+        not output.is_floating_point() and differs(output, exact) and differs(composition, exact)
+        for output, composition, exact in results
+    )
 
 
 def _overflowed(outcome: Outcome, reference: Reference) -> bool:

@@ -79,8 +79,10 @@ LARGEST: float = torch.finfo(torch.float32).max
 TINY: float = torch.finfo(torch.float32).tiny
 
 
-def check_number(name: str, value: float, low: float, high: float, expected: str) -> None:
+def check_number(name: str, value: Any, low: float, high: float, expected: str) -> None:
     """`expected` says in words what the limits, both allowed, mean; NaN is never within them."""
+    if not isinstance(value, int | float | torch.SymInt | torch.SymFloat):
+        raise TypeError(f"{name}: expected {expected}, got {type(value).__name__}")
     if not low <= value <= high:
         raise ValueError(f"{name}: expected {expected}, got {value}")
 
@@ -93,9 +95,19 @@ def check_finite(name: str, value: float) -> None:
     check_number(name, value, -LARGEST, LARGEST, "a finite number")
 
 
+def check_integer(name: str, value: Any, expected: str) -> None:
+    if not isinstance(value, int | torch.SymInt):
+        raise TypeError(f"{name}: expected {expected}, got {type(value).__name__}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool | torch.SymBool):
+        raise TypeError(f"{name}: expected True or False, got {type(value).__name__}")
+
+
 def check_switch(name: str, value: float) -> None:
     """Check a number of which 0 means that it is not used."""
-    if value != 0.0:
+    if isinstance(value, Tensor) or value != 0.0:
         check_number(name, value, TINY, LARGEST, "0 (off) or a finite positive number")
 
 

@@ -178,6 +178,62 @@ def test_the_derivative_is_that_of_the_divergence(beta: float, add_tail: bool) -
     assert not found[3].any()
 
 
+@pytest.mark.parametrize("add_tail", [True, False])
+@pytest.mark.parametrize("beta", [1e-6, 1e-3, 0.3, 1 - 1e-6])
+def test_a_beta_near_an_end_keeps_the_digits(beta: float, add_tail: bool) -> None:
+    """A divergence is near 0 there, and the logarithm of the mixture near that of the larger part."""
+    student, teacher = (numbers(50, 9 + n).log_softmax(-1)[:, :5] for n in range(2))
+    present = torch.ones(50, 5, dtype=torch.bool)
+    found, exact = (
+        [fn(each[0], each[1], present, beta, add_tail) for fn in (topk_divergence, topk_divergence_gradient)]
+        for each in ((student, teacher), (student.double(), teacher.double()))
+    )
+    # A unit in the last place of the probabilities is as large a part of the tail as this is small.
+    smallest = float(min((1 - each.exp().sum(-1)).min() for each in (student, teacher))) if add_tail else 1.0
+    bound = 8 * torch.finfo(torch.float32).eps / smallest
+    for ours, right in zip(found, exact, strict=True):
+        assert (ours - right).abs().max() <= bound * right.abs().max()
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_absent_classes_beside_rare_ones(beta: float) -> None:
+    """Normalized over the classes that are there, whatever is left of their probabilities, they have all of it."""
+    student, teacher = (numbers(2, 3 + n)[:, :3] for n in range(2))
+    present = torch.tensor([True, False, True])
+    right = topk_divergence(student, teacher, present.expand(2, 3), beta, False)
+    found = topk_divergence(student - 300, teacher - 200, present.expand(2, 3), beta, False)
+    torch.testing.assert_close(found, right, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("add_tail", [True, False])
+@pytest.mark.parametrize("beta", [0.3, 1.0])
+def test_a_class_that_the_student_rules_out(beta: float, add_tail: bool) -> None:
+    """The divergence is finite, and so is its gradient."""
+    student, teacher = (numbers(1, 3 + n)[:, :3].log_softmax(-1) - 1 for n in range(2))
+    student[0, 1] = float("-inf")
+    student.requires_grad_()
+    present = torch.ones(1, 3, dtype=torch.bool)
+    loss = topk_divergence(student, teacher, present, beta, add_tail)
+    (grad,) = torch.autograd.grad(loss.sum(), student)
+    by_formula = topk_divergence_gradient(student.detach(), teacher, present, beta, add_tail)
+    almost = topk_divergence(student.detach().clamp(min=-60), teacher, present, beta, add_tail)
+    if beta < 1.0:  # of a class without probability it is 0 * log(0), and where the mixture has the teacher alone
+        torch.testing.assert_close(loss.detach(), almost)
+    assert loss.isfinite().all()
+    assert grad.isfinite().all()
+    torch.testing.assert_close(by_formula, grad)
+
+
+def test_a_teacher_may_rule_classes_out() -> None:
+    """KL(s, t) grows with the logarithm of a probability that is 0 in any dtype; that of KL(t, s) is infinite."""
+    student, present = torch.tensor([[-1.0, -2.0]]), torch.ones(1, 2, dtype=torch.bool)
+    rare = torch.tensor([[-1.0, -1e30]])
+    right = (-2.0 + 1e30) * torch.tensor(-2.0).exp()
+    torch.testing.assert_close(topk_divergence(student, rare, present, 1.0, True), right.expand(1))
+    ruled_out = torch.tensor([[-1.0, float("-inf")]])
+    assert topk_divergence(ruled_out, student, present, 0.0, True).isinf().all()
+
+
 def test_what_is_absent_is_not_read(device: torch.device) -> None:
     """Log-probabilities of absent classes and of tokens that do not count, and such tokens' ids."""
     x, weight, target, *teachers = given(device)

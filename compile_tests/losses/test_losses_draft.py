@@ -140,3 +140,17 @@ def test_a_map_that_the_host_does_not_look_at(ids: list[int], is_valid: bool, mo
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     loss, _ = losses.draft(X, W, T, TX, TW, vocab_map=torch.tensor(ids))
     assert loss.isfinite() == is_valid
+
+
+def test_a_class_may_be_the_index_to_ignore() -> None:
+    """Tokens count as with an index that no class has, in the target model's entropy too."""
+    x, weight, target = numbers(2, 5, 8), numbers(11, 8), torch.arange(10).view(2, 5) % 4
+    teacher = numbers(2, 5, 6), numbers(11, 6)
+    found, metrics = losses.draft(x, weight, target, *teacher, ignore_index=0)
+    masked = target.masked_fill(target == 0, -100)
+    right, right_metrics = losses.draft(x, weight, masked, *teacher)
+    assert torch.equal(found, right)
+    assert torch.equal(metrics["loss/step_0"], right_metrics["loss/step_0"])
+    log_q = token_scores(x.double(), weight.double())
+    each = -(token_scores(*(tensor.double() for tensor in teacher)).exp() * log_q).sum(-1)
+    torch.testing.assert_close(found.double(), each[target != 0].mean(), rtol=1e-5, atol=0)

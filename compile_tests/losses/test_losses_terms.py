@@ -108,6 +108,15 @@ def test_gmpo(device: torch.device, by_token: bool, packs: bool) -> None:
     require(GRPO, given(device, by_token, max_log_ratio=0.05, entropy_coef=0.2, loss_agg="token", **options), packs)
 
 
+@pytest.mark.parametrize("packs", [False, True])
+def test_gmpo_where_some_tokens_have_no_advantage(device: torch.device, packs: bool) -> None:
+    """Their ratios have A's sign, which is 0, as a factor of their logarithms, and no part in the geometric mean."""
+    sample = given(device, by_token=True, loss_type="gmpo", epsilon=0.3, epsilon_high=0.5)
+    x, weight, target, advantages = sample.args
+    advantages[:, ::2] = 0.0
+    require(GRPO, Sample((x, weight, target, advantages), sample.kwargs), packs)
+
+
 def test_what_gmpo_clips(device: torch.device) -> None:
     """No gradient goes through a token that is clipped, and all through the others of its sequence."""
     sample = given(device, loss_type="gmpo", epsilon=0.3, epsilon_high=0.3)

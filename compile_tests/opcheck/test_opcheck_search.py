@@ -245,6 +245,20 @@ def test_a_reference_has_the_logarithm_of_no_sum_that_loses_its_terms() -> None:
     assert judged("jsd", torch.bfloat16, [[-9.205945134170987e-32]], [[0.0]]) is None
 
 
+def test_a_reference_has_the_gradient_of_a_logsumexp_that_loses_its_logarithm() -> None:
+    """Of two classes at 1e26, with 1/2 each; torch.logsumexp gives both of them 1."""
+    sample = Sample((torch.tensor([[1e26]]), torch.tensor([[1.0], [1.0], [0.0]]), 1))
+    assert judge(OPS["linear_topk"], Case(sample, unit_gradients, 0, sample, decides=True)) is None
+
+
+@pytest.mark.parametrize("seed", [20, 76])
+def test_gradients_of_another_choice_are_not_judged(seed: int) -> None:
+    """A cap makes classes equal in float32, and neither the operator nor the composition chooses as float64 does."""
+    cases = Cases(OPS["linear_topk"], CPU, torch.float32)
+    near = at_decisions(cases, cases[seed], time.monotonic() + 30) if seed == 76 else []
+    assert [judge(OPS["linear_topk"], case) for case in (cases[seed], *near)] == [None] * (1 + len(near))
+
+
 @pytest.mark.kernels
 def test_what_is_no_normal_number_may_be_lost() -> None:
     """1.4e-45 times its logarithm, which the kernel knows of normal numbers only."""

@@ -17,14 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmk.losses._ranks import Ranks, share_with, sum_over
-from llmk.ops.linear_loss.chunked import VocabSlice, vocab_slice
+from llmk.ops.linear_loss.chunked import VocabSlice, check_linear, vocab_slice
 from llmk.ops.linear_loss.fused_linear_ce import fused_linear_ce
 from llmk.ops.linear_loss.fused_linear_policy import fused_linear_policy, outside_support
 from llmk.ops.linear_loss.fused_linear_preference import fused_linear_preference
 from llmk.ops.linear_loss.linear_logprobs import linear_logprobs
 from llmk.ops.linear_loss.objectives.policy import PolicyTerms
 from llmk.ops.linear_loss.vocab_parallel_linear_ce import vocab_parallel_linear_ce
-from llmk.registry import check_same, is_sharded
+from llmk.registry import LARGEST, check_integer, check_not_negative, check_number, check_same, is_sharded
+from llmk.registry.checks import TINY
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -33,6 +34,7 @@ VocabGroup: TypeAlias = "ProcessGroup | str | VocabSlice | None"
 """The ranks that have all classes together, as a process group, its name, or this rank's slice; None for this one."""
 NUMBERS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 INTEGERS = (torch.int64, torch.int32)
+COUNTS = (*NUMBERS, *INTEGERS)
 MASKS = (torch.bool, torch.int64, torch.int32)
 KINDS = {NUMBERS: "numbers", INTEGERS: "integers", MASKS: "truth values (bool, or integers 0 and 1)"}
 
@@ -50,14 +52,22 @@ def check_is_tensor(name: str, value: Any) -> None:
         raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
 
 
-def check_batch(input: Any, linear_weight: Any, target: Any) -> None:
+BATCH = ("input", "linear_weight", "target")
+
+
+def check_batch(input: Any, linear_weight: Any, target: Any, ignore_index: Any, names: Sequence[str] = BATCH) -> None:
     """Check `input [B, S, H]`, `linear_weight [V, H]` and `target [B, S]`; the operators check the rest."""
-    for name, value in (("input", input), ("linear_weight", linear_weight), ("target", target)):
-        check_is_tensor(name, value)
+    x, w, t = names
+    check_is_tensor(x, input)
+    check_is_tensor(w, linear_weight)
+    check_tensor(t, target, INTEGERS, KINDS[INTEGERS])
+    check_integer("ignore_index", ignore_index, "an integer")
     if input.dim() != 3:
-        raise ValueError(f"input: expected shape [B, S, H], got {tuple(input.shape)}")
+        raise ValueError(f"{x}: expected shape [B, S, H], got {tuple(input.shape)}")
+    if linear_weight.dim() != 2:
+        raise ValueError(f"{w}: expected shape [V, {input.shape[2]}] to fit {x}, got {tuple(linear_weight.shape)}")
     if target.shape != input.shape[:2]:
-        raise ValueError(f"target: expected shape {tuple(input.shape[:2])} (of input), got {tuple(target.shape)}")
+        raise ValueError(f"{t}: expected shape {tuple(input.shape[:2])} (of {x}), got {tuple(target.shape)}")
 
 
 def check_per_token(
@@ -96,7 +106,7 @@ def without_unsupported(
     """
     if support is None:
         return target, {}
-    check_batch(input, linear_weight, target)
+    check_batch(input, linear_weight, target, ignore_index)
     check_tensor("support", support, INTEGERS, KINDS[INTEGERS])
     if support.dim() != 3 or support.shape[:2] != target.shape:
         expected = f"({target.shape[0]}, {target.shape[1]}, L) (that of target, and L ids)"
@@ -126,27 +136,37 @@ def check_per_sequence(
     check_same(name, value, "target", target)
 
 
-def check_positive(name: str, value: float) -> None:
-    if not 0.0 < value < float("inf"):
-        raise ValueError(f"{name}: expected a finite positive number, got {value}")
+def check_positive(name: str, value: Any) -> None:
+    check_number(name, value, TINY, LARGEST, "a finite positive number")
 
 
-def check_between(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:
-        raise ValueError(f"{name}: expected a number from {low:g} to {high:g}, got {value}")
+def check_between(name: str, value: Any, low: float, high: float) -> None:
+    check_number(name, value, low, high, f"a number from {low:g} to {high:g}")
 
 
 def check_denominator(name: str, value: Any) -> None:
     """Check a number, or a tensor of one, by which a sum is divided; None is the batch's own."""
     if isinstance(value, Tensor):
+        check_tensor(name, value, COUNTS, "one number")
         if value.numel() != 1:
             raise ValueError(f"{name}: expected a scalar, got shape {tuple(value.shape)}")
     elif value is not None and not isinstance(value, int | float):
         raise TypeError(f"{name}: expected a scalar tensor or a number, got {type(value).__name__}")
+    elif value is not None:
+        check_not_negative(name, value)
 
 
-def at_least_one(value: Tensor | float) -> Tensor | float:
-    return value.detach().reshape(()).clamp(min=1) if isinstance(value, Tensor) else max(value, 1)
+def check_list(name: str, values: Any, expected: str) -> None:
+    if not isinstance(values, list | tuple):
+        raise TypeError(f"{name}: expected a list of {expected}, got {type(values).__name__}")
+
+
+def denominator_of(value: Tensor | float) -> Tensor | float:
+    """Return what a sum is divided by, 1 for 0: a sum over nothing stays 0. A part of a step's count may be below 1."""
+    if not isinstance(value, Tensor):
+        return value or 1
+    value = value.detach().reshape(())
+    return torch.where(value == 0, 1, value.float() if value.is_floating_point() else value)
 
 
 @dataclass(frozen=True)
@@ -225,7 +245,7 @@ class Sequences:
         exists = self.exists(in_pairs)
         total = values.sum() if exists is None else torch.where(exists, values, 0.0).sum()
         count = self.num_sequences(in_pairs) if num_items is None else num_items
-        return sum_over(self.ranks.sequences, total) / at_least_one(count)
+        return sum_over(self.ranks.sequences, total) / denominator_of(count)
 
     def num_tokens(self) -> Tensor:
         return self.mask.sum() if self.shared_tokens is None else self.shared_tokens
@@ -277,7 +297,7 @@ def make_sequences(
     ranks: Ranks,
 ) -> Sequences:
     """Check a batch and return its sequences; `count` is the number in a packed batch if an argument gives it."""
-    check_batch(input, linear_weight, target)
+    check_batch(input, linear_weight, target, ignore_index)
     B = target.shape[0]
     mask = target.long() != ignore_index  # int32 would wrap an index that it does not hold
     if sequence_ids is None:
@@ -302,8 +322,9 @@ def check_count_known(count: int | None, ranks: Ranks) -> None:
 def resolve_num_sequences(num_sequences: int | None, name: str, sequence_values: Any) -> int | None:
     """Return `num_sequences`, or else the length of an argument with one value for each sequence."""
     given = sequence_values.shape[0] if isinstance(sequence_values, Tensor) and sequence_values.dim() == 1 else None
-    if num_sequences is not None and num_sequences < 0:
-        raise ValueError(f"num_sequences: expected None or a number of at least 0, got {num_sequences}")
+    if num_sequences is not None:
+        check_integer("num_sequences", num_sequences, "None or an integer of at least 0")
+        check_number("num_sequences", num_sequences, 0, LARGEST, "None or an integer of at least 0")
     if num_sequences is not None and given is not None and given != num_sequences:
         raise ValueError(f"{name}: expected shape ({num_sequences},) (num_sequences), got ({given},)")
     return given if num_sequences is None else num_sequences
@@ -443,6 +464,7 @@ class Head:
 
 
 def scaled(logit_scale: float, input: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return an input and a bias whose logits are `logit_scale` times what those of these are."""
     if logit_scale == 1.0:
         return input, bias
     return input * logit_scale, None if bias is None else bias * logit_scale
@@ -455,6 +477,7 @@ def mean_over_tokens(values: Tensor, sequences: Sequences) -> Tensor:
 
 def check_reference(
     input: Tensor,
+    linear_weight: Tensor,
     ref_logps: Tensor | None,
     ref_input: Tensor | None,
     ref_linear_weight: Tensor | None,
@@ -476,7 +499,22 @@ def check_reference(
         if value is None:
             raise ValueError(f"{name}: expected a tensor where ref_logps is None, got None")
         check_is_tensor(name, value)
-    assert ref_input is not None
-    if ref_input.dim() != 3 or ref_input.shape[:2] != input.shape[:2]:
+    check_other_model(input, ref_input, ref_linear_weight, ref_linear_bias, "ref_")
+    assert ref_linear_weight is not None
+    if ref_linear_weight.shape[0] != linear_weight.shape[0]:
+        classes, got = linear_weight.shape[0], ref_linear_weight.shape[0]
+        raise ValueError(f"ref_linear_weight: expected the classes of linear_weight, {classes}, got {got}")
+
+
+def check_other_model(input: Tensor, hidden: Any, weight: Any, bias: Any, prefix: str) -> None:
+    """Check another model's hidden states and projection, which are arguments whose names begin with `prefix`."""
+    x, w, b = (f"{prefix}{name}" for name in ("input", "linear_weight", "linear_bias"))
+    check_is_tensor(x, hidden)
+    check_is_tensor(w, weight)
+    if bias is not None:
+        check_is_tensor(b, bias)
+    if hidden.dim() != 3 or hidden.shape[:2] != input.shape[:2]:
         expected = f"({input.shape[0]}, {input.shape[1]}, H)"
-        raise ValueError(f"ref_input: expected shape {expected} like input, got {tuple(ref_input.shape)}")
+        raise ValueError(f"{x}: expected shape {expected} like input, got {tuple(hidden.shape)}")
+    check_same(x, hidden, "input", input)
+    check_linear(hidden, weight, bias, (x, w, b))

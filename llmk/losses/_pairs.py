@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmk.losses._batch import Sequences, at_least_one, check_denominator
+from llmk.losses._batch import Sequences, check_denominator, denominator_of
 from llmk.losses._ranks import sum_over
 from llmk.ops.linear_loss.objectives.preference import LOSSES as GROUP_LOSSES
 from llmk.ops.linear_loss.objectives.preference import LossOptions
@@ -90,9 +90,9 @@ def check_pair_denominators(num_items: Tensor | float | None, num_chosen_tokens:
 
 
 def _num_chosen_tokens(sequences: Sequences, num_tokens: Tensor | float | None) -> Tensor | float:
-    """Return `num_tokens`, or the number of chosen tokens, and at least 1."""
+    """Return `num_tokens`, or the number of chosen tokens, or 1 for 0."""
     lengths, _ = sequences.halves(sequences.lengths)
-    return at_least_one(sum_over(sequences.ranks.sequences, lengths.sum()) if num_tokens is None else num_tokens)
+    return denominator_of(sum_over(sequences.ranks.sequences, lengths.sum()) if num_tokens is None else num_tokens)
 
 
 def chosen_nll(token_logps: Tensor, sequences: Sequences, num_tokens: Tensor | float | None = None) -> Tensor:
@@ -113,7 +113,7 @@ def chosen_nll_weight(sequences: Sequences, coef: float, num_tokens: Tensor | fl
 def pair_weights(sequences: Sequences, coefs: list[float], num_items: Tensor | float | None) -> Tensor:
     """Return weights `[coefs, P]` of a padded batch, each coefficient over the number of pairs or `num_items`."""
     pairs = sequences.slots // 2
-    denominator = at_least_one(sequences.num_sequences(in_pairs=True) if num_items is None else num_items)
+    denominator = denominator_of(sequences.num_sequences(in_pairs=True) if num_items is None else num_items)
     return torch.stack([sequences.lengths.new_full((pairs,), coef) for coef in coefs]) / denominator
 
 

@@ -10,9 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llmk.losses._batch import Sequences, at_least_one, check_denominator
+from llmk.losses._batch import Sequences, check_denominator, denominator_of
 from llmk.losses._ranks import sum_over
 from llmk.ops.linear_loss.objectives.policy import PolicyOptions, PolicyTerms
+from llmk.registry import LARGEST, check_flag, check_number
 
 
 class Totals(NamedTuple):
@@ -25,16 +26,16 @@ class Totals(NamedTuple):
 
 
 def token_denominator(num_items: Tensor | float | None, sequences: Sequences) -> Tensor | float:
-    """Return `num_items`, or the number of tokens that count, and at least 1."""
-    return at_least_one(sequences.num_tokens() if num_items is None else num_items)
+    """Return `num_items`, or the number of tokens that count, or 1 for 0."""
+    return denominator_of(sequences.num_tokens() if num_items is None else num_items)
 
 
 def _sequence_denominator(sequences: Sequences, totals: Totals) -> Tensor | float:
-    """Return the number of sequences, or of those with a token that counts, and at least 1."""
+    """Return the number of sequences, or of those with a token that counts, or 1 for 0."""
     if totals.num_sequences is not None:
-        return at_least_one(totals.num_sequences)
+        return denominator_of(totals.num_sequences)
     if totals.count_empty_sequences:
-        return at_least_one(sequences.num_sequences())
+        return denominator_of(sequences.num_sequences())
     return sum_over(sequences.ranks.sequences, (sequences.lengths > 0).sum()).clamp(min=1)
 
 
@@ -105,8 +106,9 @@ def check_totals(name: str, sequences: Sequences, totals: Totals) -> None:
     check_denominator("num_items_in_batch", totals.num_items)
     check_denominator("num_sequences_in_batch", totals.num_sequences)
     length = totals.max_completion_length
-    if length is not None and length < 1:
-        raise ValueError(f"max_completion_length: expected a number of at least 1, got {length}")
+    if length is not None:
+        check_number("max_completion_length", length, 1, LARGEST, "a number of at least 1")
+    check_flag("count_empty_sequences", totals.count_empty_sequences)
     by = "sequence_ids" if sequences.ids is not None else "a group of ranks" if sequences.ranks.tokens else ""
     if length is None and by and name in ("constant", "dr_grpo"):
         raise ValueError(f"max_completion_length: expected a number with {name!r} and {by}, got None")

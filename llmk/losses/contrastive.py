@@ -8,6 +8,7 @@ from torch import Tensor
 from llmk.losses._batch import KINDS, NUMBERS, check_is_tensor, check_tensor
 from llmk.losses._ranks import make_ranks
 from llmk.ops.linear_loss.info_nce import info_nce as info_nce_op
+from llmk.registry import check_same
 
 
 def info_nce(
@@ -46,7 +47,7 @@ def info_nce(
     check_is_tensor("query", query)
     check_is_tensor("key", key)
     (group_name,) = make_ranks(group).sequences or ("",)
-    number, scale = (1.0, _reciprocal(temperature)) if isinstance(temperature, Tensor) else (temperature, None)
+    number, scale = (1.0, _reciprocal(temperature, query)) if isinstance(temperature, Tensor) else (temperature, None)
     loss = info_nce_op(
         query, key, negatives, scale=scale, temperature=number, symmetric=symmetric, query_ids=query_ids,
         key_ids=key_ids, negative_ids=negative_ids, chunk_size=chunk_size, group_name=group_name,
@@ -55,9 +56,10 @@ def info_nce(
     return loss, {"temperature": shown.reshape(())}
 
 
-def _reciprocal(temperature: Tensor) -> Tensor:
+def _reciprocal(temperature: Tensor, query: Tensor) -> Tensor:
     """Return what similarities are multiplied with, in float32."""
     check_tensor("temperature", temperature, NUMBERS, KINDS[NUMBERS])
     if tuple(temperature.shape) not in ((), (1,)):
         raise ValueError(f"temperature: expected one number, shape () or (1,), got {tuple(temperature.shape)}")
+    check_same("temperature", temperature, "query", query)
     return temperature.float().reciprocal()

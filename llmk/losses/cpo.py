@@ -6,7 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmk.losses._batch import Head, Sequences, VocabGroup, check_between, check_positive, make_sequences
+from llmk.losses._batch import (
+    Head,
+    Sequences,
+    VocabGroup,
+    check_between,
+    check_positive,
+    make_sequences,
+    resolve_num_sequences,
+)
 from llmk.losses._pairs import (
     check_pair_denominators,
     chosen_nll,
@@ -73,8 +81,9 @@ def cpo(
     check_option("loss_type", loss_type, _TYPES)
     check_pair_denominators(num_items_in_batch, num_chosen_tokens_in_batch)
     ranks = make_ranks(group, context_group)
+    count = resolve_num_sequences(num_sequences, "num_sequences", None)
     sequences = make_sequences(
-        input, linear_weight, target, ignore_index, sequence_ids, num_sequences, in_pairs=True, ranks=ranks
+        input, linear_weight, target, ignore_index, sequence_ids, count, in_pairs=True, ranks=ranks
     )
     head = Head(
         linear_weight,
@@ -213,8 +222,9 @@ def orpo(
     check_positive("beta", beta)
     check_pair_denominators(num_items_in_batch, num_chosen_tokens_in_batch)
     ranks = make_ranks(group, context_group)
+    count = resolve_num_sequences(num_sequences, "num_sequences", None)
     sequences = make_sequences(
-        input, linear_weight, target, ignore_index, sequence_ids, num_sequences, in_pairs=True, ranks=ranks
+        input, linear_weight, target, ignore_index, sequence_ids, count, in_pairs=True, ranks=ranks
     )
     head = Head(
         linear_weight,

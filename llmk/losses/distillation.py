@@ -15,7 +15,9 @@ from llmk.losses._batch import (
     check_between,
     check_denominator,
     check_is_tensor,
+    check_list,
     check_per_token,
+    check_positive,
     check_tensor,
     cross_entropy_sum,
     make_sequences,
@@ -29,7 +31,7 @@ from llmk.ops.linear_loss.fused_linear_distill import fused_linear_distill
 from llmk.ops.linear_loss.fused_linear_jsd import fused_linear_jsd
 from llmk.ops.linear_loss.fused_linear_jsd_ce import fused_linear_jsd_ce
 from llmk.ops.linear_loss.objectives.topk_divergence import topk_divergence
-from llmk.registry import check_not_negative, check_same, is_sharded
+from llmk.registry import check_finite, check_flag, check_not_negative, check_same, is_sharded
 
 
 def distill(
@@ -104,6 +106,11 @@ def distill(
     check_between("beta", beta, 0.0, 1.0)
     check_not_negative("ce_weight", ce_weight)
     check_denominator("num_items_in_batch", num_items_in_batch)
+    check_positive("temperature", temperature)  # which may be the teachers'
+    check_finite("logit_scale", logit_scale)
+    check_flag("add_tail", add_tail)
+    if teacher_weight is not None:
+        check_tensor("teacher_weight", teacher_weight, NUMBERS, "numbers")
     sequences = make_sequences(input, linear_weight, target, ignore_index, None, ranks=make_ranks(group))
     teachers = _teachers(
         target, temperature, teacher_input=teacher_input, teacher_linear_weight=teacher_linear_weight,
@@ -131,7 +138,8 @@ def distill(
     is_one = isinstance(teacher_input, Tensor) and teacher_ids is None
     several = own_options or not is_one
     if several and vocab_group is not None:
-        raise ValueError("vocab_group: expected None with several teachers, or with weights, temperatures or a map")
+        expected = "None with several teachers, or with weights, temperatures or a map"
+        raise ValueError(f"vocab_group: expected {expected}, got {vocab_group!r}")
     is_split = vocab_group is not None or is_sharded(x, linear_weight, target, *teachers.inputs, *teachers.weights)
     two_shares = ce_weight > 0 and share is not None and token_weights is not None
     if several or (two_shares and not is_split):
@@ -205,14 +213,19 @@ class _Teachers(NamedTuple):
 def _teachers(target: Tensor, temperature: float, **given: Any) -> _Teachers:
     """Check the teachers' arguments, single ones or lists of D, and return the lists."""
     one = isinstance(given["teacher_input"], Tensor)
+    if not one:
+        check_list("teacher_input", given["teacher_input"], "tensors, or a tensor")
     if given["teacher_temperature"] is None:
         given["teacher_temperature"] = temperature if one else [temperature] * len(given["teacher_input"])
     lists = {name: _one_for_each(name, value, given["teacher_input"]) for name, value in given.items()}
     inputs, weights, biases, temperatures, scales, softcaps, maps = lists.values()
-    for i, (x, weight) in enumerate(zip(inputs, weights, strict=True)):
+    for i, (x, weight, bias, scale) in enumerate(zip(inputs, weights, biases, scales, strict=True)):
         place = "" if one else f"[{i}]"
         check_is_tensor(f"teacher_input{place}", x)
         check_is_tensor(f"teacher_linear_weight{place}", weight)
+        if bias is not None:
+            check_is_tensor(f"teacher_linear_bias{place}", bias)
+        check_finite(f"teacher_logit_scale{place}", scale)
         if x.dim() != 3 or x.shape[:2] != target.shape:
             expected = f"({target.shape[0]}, {target.shape[1]}, H)"
             raise ValueError(f"teacher_input{place}: expected shape {expected} like input, got {tuple(x.shape)}")
@@ -331,6 +344,7 @@ def distill_topk(
     check_denominator("num_items_in_batch", num_items_in_batch)
     sequences = make_sequences(input, linear_weight, target, ignore_index, None, ranks=make_ranks(group))
     _check_topk(teacher_ids, teacher_logprobs, target)
+    check_flag("add_tail", add_tail)
     if token_weights is not None:
         check_per_token("token_weights", token_weights, target)
 
@@ -348,6 +362,7 @@ def distill_topk(
     )
     present = (teacher_ids.long() != ignore_index) & sequences.mask.unsqueeze(-1)
     present = present & (teacher_logprobs != float("-inf"))
+    _check_classes(teacher_ids, present, own_classes(linear_weight, vocab_group).get("num_classes", len(linear_weight)))
     student, entropy = head.logprobs(input, teacher_ids.masked_fill(~present, ignore_index))
     each = topk_divergence(student, teacher_logprobs.detach().float(), present, beta, add_tail)
     if token_weights is not None:
@@ -360,6 +375,15 @@ def distill_topk(
         metrics["nll_loss"] = nll.detach()
         loss = loss + ce_weight * nll
     return loss, metrics
+
+
+def _check_classes(teacher_ids: Tensor, present: Tensor, num_classes: int) -> None:
+    """Check on the host, where it need not wait for them, that the ids are classes."""
+    if type(teacher_ids) is Tensor and teacher_ids.is_cpu and not torch.compiler.is_compiling():
+        wrong = present & ((teacher_ids < 0) | (teacher_ids >= num_classes))
+        if wrong.any():
+            expected = f"classes in [0, {num_classes}) or ignore_index"
+            raise IndexError(f"teacher_ids: expected {expected}, got {int(teacher_ids[wrong][0])}")
 
 
 def _check_topk(teacher_ids: Any, teacher_logprobs: Any, target: Tensor, place: str = "") -> None:

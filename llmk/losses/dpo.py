@@ -11,6 +11,7 @@ from llmk.losses._batch import (
     Sequences,
     VocabGroup,
     check_between,
+    check_list,
     check_per_sequence,
     check_positive,
     check_reference,
@@ -37,7 +38,7 @@ from llmk.ops.linear_loss.objectives.preference import (
     LossOptions,
     check_label_smoothing,
 )
-from llmk.registry import check_option
+from llmk.registry import check_finite, check_flag, check_option
 
 
 def dpo(
@@ -125,10 +126,12 @@ def dpo(
     Liu et al., 2024, https://arxiv.org/abs/2409.06411; use_weighting: Zhou et al., WPO, 2024,
     https://arxiv.org/abs/2406.11827, equation 2. Reference implementation: `trl.DPOTrainer`.
     """
+    check_flag("use_weighting", use_weighting)
     types = _loss_types(loss_type, loss_weights, label_smoothing, f_divergence_type)
     if use_weighting and any(name in ("aot", "aot_unpaired") for name, _ in types):
         raise ValueError(f"use_weighting: expected False with 'aot' and 'aot_unpaired', got loss_type {loss_type!r}")
     check_pair_denominators(num_items_in_batch, num_chosen_tokens_in_batch)
+    check_finite("f_alpha_divergence_coef", f_alpha_divergence_coef)
     if use_weighting and num_items_in_batch is not None and any(name == "sft" for name, _ in types):
         raise ValueError("num_items_in_batch: expected None with use_weighting and 'sft', whose product is no sum")
     check_positive("beta", beta)
@@ -144,7 +147,7 @@ def dpo(
     sequences = make_sequences(
         input, linear_weight, target, ignore_index, sequence_ids, count, in_pairs=True, ranks=ranks
     )
-    check_reference(input, ref_logps, ref_input, ref_linear_weight, ref_linear_bias)
+    check_reference(input, linear_weight, ref_logps, ref_input, ref_linear_weight, ref_linear_bias)
     if ref_logps is not None:
         check_per_sequence("ref_logps", ref_logps, sequences.slots, target)
 
@@ -222,12 +225,18 @@ def _fused_loss(
 def _loss_types(
     loss_type: str | Sequence[str], loss_weights: Sequence[float] | None, label_smoothing: float, divergence: str
 ) -> list[tuple[str, float]]:
+    if not isinstance(loss_type, str):
+        check_list("loss_type", loss_type, "names, or a name")
     names = [loss_type] if isinstance(loss_type, str) else list(loss_type)
     if not names:
         raise ValueError("loss_type: expected a name or a list of names, got an empty list")
     for name in names:
         check_option("loss_type", name, TYPES)
+    if loss_weights is not None:
+        check_list("loss_weights", loss_weights, "numbers, one for each loss_type")
     weights = [1.0] * len(names) if loss_weights is None else list(loss_weights)
+    for weight in weights:
+        check_finite("loss_weights", weight)
     if len(weights) != len(names):
         raise ValueError(f"loss_weights: expected {len(names)} numbers, one for each loss_type, got {len(weights)}")
     check_option("f_divergence_type", divergence, tuple(F_DIVERGENCES))

@@ -12,7 +12,8 @@ from llmk.losses._batch import (
     Head,
     check_between,
     check_denominator,
-    check_is_tensor,
+    check_list,
+    check_other_model,
     check_per_token,
     check_tensor,
     make_sequences,
@@ -22,7 +23,7 @@ from llmk.losses._ranks import make_ranks
 from llmk.losses.distillation import mean_over_ranks, shares_of_means
 from llmk.ops.linear_loss.fused_linear_jsd import fused_linear_jsd
 from llmk.ops.linear_loss.linear_logprobs import linear_logprobs
-from llmk.registry import check_same
+from llmk.registry import check_finite, check_same, check_switch
 
 
 def draft(
@@ -76,6 +77,8 @@ def draft(
 
     Sources: Li et al., "EAGLE-3", 2025, https://arxiv.org/abs/2503.01840.
     """
+    if not isinstance(input, Tensor):
+        check_list("input", input, "tensors, or a tensor")
     steps = [input] if isinstance(input, Tensor) else list(input)
     if not steps:
         raise ValueError("input: expected the hidden states of at least one step, got none")
@@ -84,11 +87,10 @@ def draft(
     ranks = make_ranks(group)
     for each in steps:
         make_sequences(each, linear_weight, target, ignore_index, sequence_ids, ranks=ranks)
-    check_is_tensor("teacher_input", teacher_input)
-    check_is_tensor("teacher_linear_weight", teacher_linear_weight)
-    if teacher_input.dim() != 3 or teacher_input.shape[:2] != target.shape:
-        expected = f"({target.shape[0]}, {target.shape[1]}, H)"
-        raise ValueError(f"teacher_input: expected shape {expected} like input, got {tuple(teacher_input.shape)}")
+    check_other_model(steps[0], teacher_input, teacher_linear_weight, teacher_linear_bias, "teacher_")
+    check_finite("logit_scale", logit_scale)
+    check_finite("teacher_logit_scale", teacher_logit_scale)
+    check_switch("teacher_softcap", teacher_softcap)
     if token_weights is not None:
         check_per_token("token_weights", token_weights, target)
         token_weights = token_weights.detach().float()
@@ -104,10 +106,9 @@ def draft(
     shared = {"temperature": temperature, "skip_ignored": skip_ignored, "chunk_size": chunk_size,
               "ignore_index": ignore_index, "logits_dtype": logits_dtype}  # fmt: skip
     with torch.no_grad():
-        any_class = torch.where(target.long() == ignore_index, ignore_index, 0)
-        _, entropy = linear_logprobs(
-            teacher_x, teacher_weight, any_class, linear_bias=teacher_bias, softcap=teacher_softcap, **shared
-        )
+        any_class = torch.where(target.long() == ignore_index, -1, 0)  # 0 itself may be the index to ignore
+        options = {**shared, "ignore_index": -1, "softcap": teacher_softcap}
+        _, entropy = linear_logprobs(teacher_x, teacher_weight, any_class, linear_bias=teacher_bias, **options)
     loss, metrics = torch.zeros((), dtype=torch.float32, device=target.device), {}
     for k, each in enumerate(steps):
         x, bias = head.scaled(each)

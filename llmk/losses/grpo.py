@@ -39,7 +39,7 @@ from llmk.ops.linear_loss.objectives.policy import (
     bounded,
     check_above_one,
 )
-from llmk.registry import check_finite, check_not_negative, check_option
+from llmk.registry import check_finite, check_flag, check_not_negative, check_option
 
 LEVELS = ("token", "sequence")
 
@@ -92,8 +92,8 @@ def grpo(
             for the clip, divided as "grpo"; "vespo", a weight from the sequence's ratio, divided as "dapo".
             "gpg", -A * log pi, without a ratio, divided as "dapo".
             "gmpo", -A times the geometric mean of a sequence's ratios, divided as "grpo". Their logarithms are clipped,
-            from above at epsilon_high where A is positive and from below at -epsilon where it is negative; the paper
-            has 0.4. TRL's has no bias correction of the divergence.
+            from above at epsilon_high where A is positive and from below at -epsilon where it is negative, and 0 where
+            it is; the paper has 0.4. TRL's has no bias correction of the divergence.
             "dppo_tv" and "dppo_kl", -min(ratio, delta) * A * log pi with a constant first factor, divided as "dapo". A
             token is left out where A moves pi on from pi_old and their divergence, of the token against all others, is
             more than epsilon_high for a positive A and epsilon for another: abs(pi - pi_old), or KL(pi_old, pi). verl
@@ -178,8 +178,19 @@ def grpo(
     check_option("kl_estimator", kl_estimator, tuple(ESTIMATORS))
     check_between("epsilon", epsilon, 0.0, float("inf"))
     check_between("kl_cov_ratio", kl_cov_ratio, 0.0, 1.0)
-    for name, number in (("beta", beta), ("entropy_coef", entropy_coef), ("ppo_kl_coef", ppo_kl_coef)):
+    for name, number in (
+        ("beta", beta),
+        ("entropy_coef", entropy_coef),
+        ("ppo_kl_coef", ppo_kl_coef),
+        ("vespo_k_pos", vespo_k_pos),
+        ("vespo_lambda_pos", vespo_lambda_pos),
+        ("vespo_k_neg", vespo_k_neg),
+        ("vespo_lambda_neg", vespo_lambda_neg),
+    ):
         check_finite(name, number)
+    check_flag("use_bias_correction_kl", use_bias_correction_kl)
+    if off_policy_mask_threshold is not None:
+        check_finite("off_policy_mask_threshold", off_policy_mask_threshold)
     check_between("top_entropy_quantile", top_entropy_quantile, 0.0, 1.0)
     if loss_type == "gmpo" and top_entropy_quantile != 1.0:
         raise ValueError(f"top_entropy_quantile: expected 1 with loss_type 'gmpo', got {top_entropy_quantile}")

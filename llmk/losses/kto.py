@@ -10,19 +10,19 @@ from llmk.losses._batch import (
     NUMBERS,
     Head,
     VocabGroup,
-    at_least_one,
     check_denominator,
     check_per_sequence,
     check_positive,
     check_reference,
     check_tensor,
+    denominator_of,
     make_sequences,
     mean_over_tokens,
     resolve_num_sequences,
 )
 from llmk.losses._ranks import Groups, make_ranks, sum_over
 from llmk.ops.linear_loss.objectives.preference import LOSSES, LossOptions
-from llmk.registry import check_not_negative, check_option, check_same
+from llmk.registry import check_finite, check_not_negative, check_option, check_same
 
 LABELS = (torch.bool, *INTEGERS, torch.int8, torch.uint8)
 
@@ -83,7 +83,7 @@ def kto(
     ranks = make_ranks(group, context_group)
     sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count, ranks=ranks)
     check_per_sequence("label", label, sequences.slots, target, LABELS, "truth values (bool, or integers 0 and 1)")
-    check_reference(input, ref_logps, ref_input, ref_linear_weight, ref_linear_bias)
+    check_reference(input, linear_weight, ref_logps, ref_input, ref_linear_weight, ref_linear_bias)
     if ref_logps is not None:
         check_per_sequence("ref_logps", ref_logps, sequences.slots, target)
 
@@ -112,7 +112,7 @@ def kto(
     weights = torch.where(label, desirable_weight, undesirable_weight * ref_logps.new_ones(()))
     options = LossOptions(beta)
     if head.supports_groups(sequences):
-        denominator = at_least_one(sequences.num_sequences() if num_items_in_batch is None else num_items_in_batch)
+        denominator = denominator_of(sequences.num_sequences() if num_items_in_batch is None else num_items_in_batch)
         loss, token_logps, entropy = head.preference(
             input, target, sign * base, group_size=1, token_weight=sign.unsqueeze(1).expand(target.shape),
             group_weight=weights / denominator, loss_type="kto", **options._asdict(),
@@ -135,6 +135,7 @@ def kto(
 
 def _shift(kl: Tensor | float | None, ref_logps: Tensor) -> Tensor:
     if kl is None or isinstance(kl, int | float):
+        check_finite("kl", 0.0 if kl is None else kl)
         return ref_logps.new_full((), 0.0 if kl is None else kl)
     check_tensor("kl", kl, NUMBERS, "numbers, or a number")
     if kl.numel() != 1:

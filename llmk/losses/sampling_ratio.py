@@ -122,13 +122,13 @@ def _sequences(
     check_tensor("logps", logps, NUMBERS, "numbers")
     check_per_token("sampler_logps", sampler_logps, logps, like="logps")
     check_per_token("mask", mask, logps, MASKS, like="logps")
+    count = resolve_num_sequences(num_sequences, "num_sequences", None)
     if sequence_ids is None:
         return Sequences.from_rows(mask.bool()).shared_by(ranks)
     check_per_token("sequence_ids", sequence_ids, logps, INTEGERS, like="logps")
     if logps.shape[0] != 1:
         raise ValueError(f"sequence_ids: expected logps of shape [1, T] with it, got {tuple(logps.shape)}")
-    check_count_known(num_sequences, ranks)
-    count = resolve_num_sequences(num_sequences, "num_sequences", None)
+    check_count_known(count, ranks)
     return Sequences.from_ids(mask.bool(), sequence_ids, count).shared_by(ranks)
 
 

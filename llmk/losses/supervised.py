@@ -10,7 +10,9 @@ from torch import Tensor
 from llmk.losses._batch import (
     Head,
     VocabGroup,
+    check_batch,
     check_denominator,
+    check_list,
     check_per_token,
     cross_entropy_sum,
     make_sequences,
@@ -176,21 +178,33 @@ def multi_token(
 
     Source: Gloeckle et al., 2024, https://arxiv.org/abs/2404.19737.
     """
+    check_list("inputs", inputs, "tensors, the hidden states of each head")
     heads = len(inputs)
     if heads == 0:
         raise ValueError("inputs: expected the hidden states of at least one head, got none")
+    check_list("targets", targets, "tensors, one for each of inputs")
+    if head_weights is not None:
+        check_list("head_weights", head_weights, "numbers, one for each of inputs")
+    if not isinstance(linear_weight, Tensor):
+        check_list("linear_weight", linear_weight, "tensors, one for each of inputs, or a tensor")
     weights = [linear_weight] * heads if isinstance(linear_weight, Tensor) else list(linear_weight)
     scales = [1.0] * heads if head_weights is None else list(head_weights)
     given = num_items_in_batch
-    num_items = [given] * heads if given is None or isinstance(given, Tensor | int | float) else list(given)
+    num_items: list[Any] = list(given) if isinstance(given, list | tuple) else [given] * heads
     per_head = {"linear_weight": weights, "targets": targets, "head_weights": scales, "num_items_in_batch": num_items}
     for name, values in per_head.items():
         if len(values) != heads:
             raise ValueError(f"{name}: expected {heads}, one for each of inputs, got {len(values)}")
     for value in num_items:
         check_denominator("num_items_in_batch", value)
+    for value in scales:
+        check_finite("head_weights", value)
     check_not_negative("z_loss", z_loss)
+    check_finite("logit_scale", logit_scale)
     ranks = make_ranks(group)
+    for i, batch in enumerate(zip(inputs, weights, targets, strict=True)):
+        place = "" if isinstance(linear_weight, Tensor) else f"[{i}]"
+        check_batch(*batch, ignore_index, names=(f"inputs[{i}]", f"linear_weight{place}", f"targets[{i}]"))
     batches = [
         make_sequences(x, w, t, ignore_index, None, ranks=ranks)
         for x, w, t in zip(inputs, weights, targets, strict=True)

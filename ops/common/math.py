@@ -154,6 +154,16 @@ def cap_reference(x: Tensor, softcap: float) -> Tensor:
     return softcap * tanh_reference(x / softcap) if softcap else x
 
 
+def logsumexp_reference(x: Tensor) -> Tensor:
+    """PyTorch's logsumexp over the last axis, with a derivative that adds up to 1 however large the numbers are.
+
+    That of torch.logsumexp is exp(x - result), and a result of 1e26 has no room for the logarithm of the sum.
+    """
+    largest = x.detach().amax(-1, keepdim=True)
+    largest = largest.masked_fill(largest.isinf(), 0.0)
+    return (x - largest).logsumexp(-1) + largest.squeeze(-1)
+
+
 def cap_cpu(x: Tensor, softcap: float) -> Tensor:
     """`cap` in plain PyTorch."""
     return softcap * torch.tanh(x / softcap)

@@ -408,6 +408,7 @@ def fused_linear_distill(
     https://arxiv.org/abs/2306.13649; Liger Kernel, https://arxiv.org/abs/2410.10989.
     """
     check_number("ce_weight", ce_weight, 0.0, LARGEST, "a finite number that is not negative")
+    check_number("temperature", temperature, TINY, LARGEST, "a finite positive number")  # before it is the teachers'
     if ce_weight > 0 and labels is None:
         raise ValueError(f"labels: expected class indices for a ce_weight of {ce_weight}, got None")
     D = len(teacher_input)

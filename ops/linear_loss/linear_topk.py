@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.common.math import cap_reference
+from llmk.ops.common.math import cap_reference, logsumexp_reference
 from llmk.ops.linear_loss._records import Make, kept_tokens, linear_cost, linear_plan, linear_reference, one_rank
 from llmk.ops.linear_loss.drivers.logprobs import TopkOps
 from llmk.registry import Cost, Sample, public_op
@@ -37,7 +37,7 @@ def linear_topk_reference(
     logits = logit_scale * linear_reference(input, linear_weight, linear_bias)
     logits = cap_reference(logits, softcap) / temperature
     indices = logits.detach().sort(dim=-1, descending=True, stable=True).indices[..., :k]
-    return logits.log_softmax(-1).gather(-1, indices), indices, logits.logsumexp(-1)
+    return logits.log_softmax(-1).gather(-1, indices), indices, logsumexp_reference(logits)
 
 
 OPS = TopkOps("linear_topk")

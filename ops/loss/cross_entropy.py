@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.ops.common.math import cap_reference
+from llmk.ops.common.math import cap_reference, logsumexp_reference
 from llmk.ops.loss.cross_entropy_cpu import CPU
 from llmk.ops.loss.cross_entropy_kernels import KERNELS, LONGEST_SHORT
 from llmk.ops.loss.cross_entropy_options import Options, RowLoss, check_loss_options
@@ -69,7 +69,7 @@ def cross_entropy_reference(
     options = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
     losses = torch.nn.functional.cross_entropy(logits, flat, reduction="none", **options)
     counts = flat != ignore_index
-    losses = losses + torch.where(counts, z_loss * logits.logsumexp(-1).square(), 0.0)
+    losses = losses + torch.where(counts, z_loss * logsumexp_reference(logits).square(), 0.0)
     if reduction == "none":
         return losses.view(target.shape)
     if reduction == "sum":

@@ -145,8 +145,11 @@ def divergence_of_cpu(x: Tensor, y: Tensor, beta: float) -> tuple[Tensor, Tensor
 
 
 def _log_of_sum(d: Tensor, share: float, rest: float) -> Tensor:
-    """log(rest + share * exp(d)) with rest + share = 1, good to a few units in the last place for any d."""
+    """log(rest + share * exp(d)) with rest + share = 1, good to a few units in the last place for any d.
+
+    Each formula is evaluated where it is accurate, so that no derivative of the others is infinite.
+    """
     bounded = d.clamp(max=60.0)
     more = share * torch.expm1(bounded)  # than 1; where little is left of that, the parts are added up instead
-    near = torch.where(more < -0.5, (rest + share * torch.exp(bounded)).log(), torch.log1p(more))
-    return torch.where(d > 60.0, d + torch.log(share + rest * torch.exp(-d)), near)
+    near = torch.where(more < -0.5, (rest + share * torch.exp(bounded)).log(), torch.log1p(more.clamp(min=-0.5)))
+    return torch.where(d > 60.0, d + torch.log(share + rest * torch.exp(-d.clamp(min=60.0))), near)

@@ -216,24 +216,35 @@ def dx_dtype(dtype: torch.dtype, shard: VocabShard | None) -> torch.dtype:
 
 
 def checked_linear(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, names: Sequence[str] = DIFFERENTIABLE
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Check that a linear layer's tensors fit each other and return them, cast under autocast."""
+    check_linear(input, linear_weight, linear_bias, names)
     dtype = autocast_dtype(input.device)
     if dtype is not None:
         input, linear_weight = input.to(dtype), linear_weight.to(dtype)
         linear_bias = linear_bias if linear_bias is None else linear_bias.to(dtype)
-    check_dtype("input", input)
+    return input, linear_weight, linear_bias
+
+
+def check_linear(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, names: Sequence[str] = DIFFERENTIABLE
+) -> None:
+    """Check that a linear layer's tensors fit each other, in dtype too unless autocast makes them."""
+    x, w, b = names
+    check_dtype(x, input)
     if input.dim() == 0 or input.shape[-1] == 0:
-        raise ValueError(f"input: expected shape [..., H] with H at least 1, got {tuple(input.shape)}")
+        raise ValueError(f"{x}: expected shape [..., H] with H at least 1, got {tuple(input.shape)}")
     H = input.shape[-1]
     if linear_weight.dim() != 2 or linear_weight.shape[1] != H:
-        raise ValueError(f"linear_weight: expected shape [V, {H}] to fit input, got {tuple(linear_weight.shape)}")
-    check_same("linear_weight", linear_weight, "input", input, dtype=True)
+        raise ValueError(f"{w}: expected shape [V, {H}] to fit {x}, got {tuple(linear_weight.shape)}")
+    is_cast = autocast_dtype(input.device) is not None
+    for name, tensor in ((w, linear_weight), (b, linear_bias)):
+        if tensor is not None:
+            check_dtype(name, tensor)
+            check_same(name, tensor, x, input, dtype=not is_cast)
     if linear_bias is not None:
-        check_shape("linear_bias", linear_bias, linear_weight.shape[:1], "one for each class")
-        check_same("linear_bias", linear_bias, "input", input, dtype=True)
-    return input, linear_weight, linear_bias
+        check_shape(b, linear_bias, linear_weight.shape[:1], f"one for each class of {w}")
 
 
 def wants_float32(logits_dtype: torch.dtype | None, input: Tensor) -> bool:

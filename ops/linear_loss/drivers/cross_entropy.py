@@ -21,6 +21,7 @@ from llmk.ops.linear_loss.chunked import (
     LinearGradients,
     VocabShard,
     check_chunk_size,
+    check_linear,
     fake_gradients,
     float16_scale,
     largest,
@@ -100,13 +101,17 @@ class CrossEntropyCall(LinearCall):
         return self.input.dtype == torch.float16 and self.z_loss > 0
 
     def largest_gradient(self, loss_grads: Tensor, stats: Tensor | None) -> Tensor:
-        """Return what no element of the logits' gradient exceeds: that of a cross entropy is at most its weight."""
+        """Return what no element of the logits' gradient exceeds: that of a cross entropy is at most its weight.
+
+        That of a z-loss has the class's probability as a factor, of which the largest one is 1 / s.
+        """
         bound = largest(loss_grads) if self.weight is None else largest(loss_grads) * largest(self.weight)
         if self.z_loss == 0:
             return bound
         assert stats is not None
-        lse = stats[0] + stats[1].log()
-        return bound + 2 * self.z_loss * largest(torch.where(self.mask().reshape(-1), loss_grads * lse, 0.0))
+        m, s = stats
+        slopes = loss_grads * (m + s.log()) / s
+        return bound + 2 * self.z_loss * largest(torch.where(self.mask().reshape(-1), slopes, 0.0))
 
 
 class TokenMetrics:
@@ -379,6 +384,7 @@ class CrossEntropyOps:
 
     def of_shard(self, reduction: str, **fields: Any) -> tuple[Tensor, ...]:
         """Return the same from a call's fields and who has which classes; without a group this rank has all of them."""
+        check_linear(*(fields[name] for name in DIFFERENTIABLE))
         fields, own = with_shard(**fields), fields["linear_weight"].shape[0]
         fields["shard"] = fields["shard"] or VocabShard(0, own, group_name="", dx_group_name="")
         return self(reduction, **fields)

@@ -502,12 +502,8 @@ def checked_student(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def checked_teacher(fields: dict[str, Any], names: list[str]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Check a teacher's linear layer; errors of `checked_linear` get the teacher's names."""
-    try:
-        return checked_linear(*(fields[name] for name in names))
-    except (TypeError, ValueError) as error:
-        of_student, _, rest = str(error).partition(":")
-        raise type(error)(f"{names[DIFFERENTIABLE.index(of_student)]}:{rest}") from None
+    """Check a teacher's linear layer, whose fields have these names, and return it."""
+    return checked_linear(*(fields[name] for name in names), names=names)
 
 
 def check_teacher_fits(

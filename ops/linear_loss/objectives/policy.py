@@ -6,12 +6,15 @@ sequence's. The derivatives are written out, because a kernel op that computes g
 Reference implementation: `trl.trainer.grpo_trainer`, https://github.com/huggingface/trl.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from llmk.registry import LARGEST, check_number
 
 LEVELS = ("token", "sequence", "sequence_sum")
 """The levels of a ratio: the token's own, the geometric mean over its sequence, or the product over it."""
@@ -33,9 +36,8 @@ class PolicyOptions(NamedTuple):
     clip_ratio_c: float | None = None
 
 
-def check_above_one(name: str, value: float) -> None:
-    if not 1.0 < value < float("inf"):
-        raise ValueError(f"{name}: expected a finite number above 1, got {value}")
+def check_above_one(name: str, value: Any) -> None:
+    check_number(name, value, math.nextafter(1.0, 2.0), LARGEST, "a finite number above 1")
 
 
 class PolicyLoss(NamedTuple):
@@ -134,14 +136,14 @@ def _surrogate(options: PolicyOptions, logps: Tensor, log_ratio: Tensor, advanta
 
 
 def _log_clip(options: PolicyOptions, log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-    """Clip log r at epsilon_high where A > 0 and at -epsilon elsewhere, so that its product with A's sign is the least.
+    """Clip log r at epsilon_high where A > 0 and at -epsilon where A < 0; 0 where A is, whose sign is its factor.
 
     The ratio of GMPO is the geometric mean of what is clipped: Zhao et al., "Geometric-Mean Policy Optimization", 2025,
     https://arxiv.org/abs/2507.20673.
     """
-    low, high, positive = -options.epsilon, options.epsilon_high, advantages > 0
+    low, high, positive, acts = -options.epsilon, options.epsilon_high, advantages > 0, advantages != 0
     clipped = torch.where(positive, log_ratio.clamp(max=high), log_ratio.clamp(min=low))
-    return clipped, torch.where(positive, log_ratio <= high, log_ratio >= low)
+    return torch.where(acts, clipped, 0.0), acts & torch.where(positive, log_ratio <= high, log_ratio >= low)
 
 
 def _truncated(options: PolicyOptions, logps: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:

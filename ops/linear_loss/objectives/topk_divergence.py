@@ -25,27 +25,26 @@ Sources: Agarwal et al., 2023, https://arxiv.org/abs/2306.13649, for the diverge
 `trl.experimental.server_distillation`, `loss_add_tail`, https://github.com/huggingface/trl.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
 from llmk.ops.linear_loss.objectives.preference import log1mexp
+from llmk.ops.loss.divergence_math import divergence_of_cpu
 
-_MIN_LOGPROB = -80.0
-"""The log of a negligible probability, which an absent class has."""
+_LEAST_LOGPROB = -1e4
+"""The log of a probability that is 0 in any dtype."""
 
 
 def topk_divergence(student: Tensor, teacher: Tensor, present: Tensor, beta: float, add_tail: bool) -> Tensor:
     """Return the divergence `[...]` from log-probabilities `[..., K]` and the mask of the classes that are present."""
     s, t = (_distribution(each, present, add_tail) for each in (student, teacher))
-    return torch.where(_support(present, add_tail), _terms(s, t, beta), 0.0).sum(-1)
+    return torch.where(_support(present, add_tail), _terms(s, t, beta)[0], 0.0).sum(-1)
 
 
 def topk_divergence_gradient(student: Tensor, teacher: Tensor, present: Tensor, beta: float, add_tail: bool) -> Tensor:
     """Return the derivative `[..., K]` of the divergence by the student's log-probabilities, 0 of absent classes."""
     s, t = (_distribution(each, present, add_tail) for each in (student, teacher))
-    df = torch.where(_support(present, add_tail), _derivatives(s, t, beta), 0.0)
+    df = torch.where(_support(present, add_tail), _terms(s, t, beta)[1], 0.0)
     if not add_tail:
         return torch.where(present, df - s.exp() * df.sum(-1, keepdim=True), 0.0)
     (s, tail), (df, df_tail) = (each.split([present.shape[-1], 1], -1) for each in (s, df))
@@ -61,31 +60,19 @@ def _support(present: Tensor, add_tail: bool) -> Tensor:
 
 def _distribution(logprobs: Tensor, present: Tensor, add_tail: bool) -> Tensor:
     """Complete log-probabilities `[..., K]` to a distribution, with the tail `[..., K + 1]` or normalized."""
-    logprobs = torch.where(present, logprobs, _MIN_LOGPROB)
+    logprobs = torch.where(present, logprobs, float("-inf"))
     if not add_tail:
-        return logprobs.log_softmax(-1)
-    total = logprobs.logsumexp(-1, keepdim=True)
+        return logprobs.masked_fill(~present.any(-1, keepdim=True), 0.0).log_softmax(-1)
+    total = logprobs.clamp(min=_LEAST_LOGPROB).logsumexp(-1, keepdim=True)
     return torch.cat([logprobs, log1mexp(total)], -1)
 
 
-def _mixture(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    return torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
+def _terms(student: Tensor, teacher: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """Return the divergence's term of each class, and its derivative by the student's log-probability of it."""
+    # Probabilities that are 0 from finite logarithms, as 0 * inf would be no derivative of 0 * log(0). With beta 0 a
+    # student's -inf makes the divergence infinite.
+    return divergence_of_cpu(student if beta == 0.0 else _finite(student), _finite(teacher), beta)
 
 
-def _terms(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """Return the divergence's term of each class, from log-probabilities."""
-    if beta == 0.0:
-        return teacher.exp() * (teacher - student)
-    if beta == 1.0:
-        return student.exp() * (student - teacher)
-    mixture = _mixture(student, teacher, beta)
-    return beta * teacher.exp() * (teacher - mixture) + (1 - beta) * student.exp() * (student - mixture)
-
-
-def _derivatives(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """Return the derivative of each class's term by the student's log-probability of it."""
-    if beta == 0.0:
-        return -teacher.exp()
-    if beta == 1.0:
-        return student.exp() * (student - teacher + 1)
-    return (1 - beta) * student.exp() * (student - _mixture(student, teacher, beta))
+def _finite(logprobs: Tensor) -> Tensor:
+    return logprobs.masked_fill(logprobs == float("-inf"), _LEAST_LOGPROB)
