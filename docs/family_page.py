@@ -19,7 +19,7 @@ def family_table() -> str:
     transformers.logging.set_verbosity_error()
     lines = [f"| family | {' | '.join(KINDS)} |", "|---|" + "---|" * len(KINDS)]
     lines += [f"| {family} | {' | '.join(_cells(patch(small_model(family))))} |" for family in sorted(FAMILIES)]
-    table = [":::{container} results", "", *lines, "", ":::"]  # on a phone it scrolls
+    table = [":::{container} families", "", *lines, "", ":::"]  # on a phone it scrolls
     return "\n".join([f"transformers {transformers.__version__}:", "", *table, ""])
 
 

@@ -432,7 +432,7 @@ def moe_experts(
     alpha: float = 1.0,
     up_offset: float = 0.0,
 ) -> Tensor:
-    """The experts of a mixture: of each token the weighted sum of what its K experts make of it.
+    """The experts of a mixture: the weighted sum of the outputs of the K experts of each token.
 
     An expert is a gated unit between two linear layers. Nothing waits for the device, and how tokens are split over the
     experts changes no graph. Experts whose weights want no gradient cost none. Under autocast it runs in autocast's

@@ -360,7 +360,7 @@ def linear_act_cost(input: Tensor, weight: Tensor, bias: Tensor | None = None, *
     ),
 )
 def linear_act(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "relu") -> Tensor:
-    """`activation(linear(input, weight, bias))` in as few passes over memory as pay.
+    """`activation(linear(input, weight, bias))`, with the activation fused where that is faster.
 
     Small K takes a product with the activation in its epilogue. Under autocast the layer runs in autocast's dtype.
 
