@@ -17,6 +17,7 @@ from llmk.registry.checks import (
     check_rows,
     check_same,
     check_shape,
+    check_size,
     check_switch,
 )
 from llmk.registry.devices import (
@@ -71,6 +72,7 @@ __all__ = [
     "check_rows",
     "check_same",
     "check_shape",
+    "check_size",
     "check_switch",
     "empty",
     "grid_cap",

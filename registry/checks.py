@@ -1,7 +1,7 @@
 """Checks of a public operator's arguments: each names the argument, what it was and what was expected."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -81,7 +81,20 @@ TINY: float = torch.finfo(torch.float32).tiny
 
 def check_number(name: str, value: float, low: float, high: float, expected: str) -> None:
     """`expected` says in words what the limits, both allowed, mean; NaN is never within them."""
-    if not low <= value <= high:
+    try:
+        within = low <= value <= high
+    except TypeError:
+        raise TypeError(f"{name}: expected {expected}, got {type(value).__name__} {value!r}") from None
+    if not within:
+        raise ValueError(f"{name}: expected {expected}, got {value}")
+
+
+def check_size(name: str, value: Any, least: int = 1, most: int | None = None) -> None:
+    """A size, a number of something or an index: an int, no bool, within the limits."""
+    if not isinstance(value, SupportsIndex) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__} {value!r}")
+    if value < least or (most is not None and value > most):
+        expected = f"at least {least}" if most is None else f"{least} to {most}"
         raise ValueError(f"{name}: expected {expected}, got {value}")
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from llmk import functional
-from llmk.registry import check_not_negative
+from llmk.registry import check_not_negative, check_size
 
 
 class AttentionResidual(nn.Module):
@@ -37,8 +37,7 @@ class AttentionResidual(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if hidden_size < 1:
-            raise ValueError(f"hidden_size: expected at least 1, got {hidden_size}")
+        check_size("hidden_size", hidden_size)
         check_not_negative("eps", eps)
         self.hidden_size, self.eps = hidden_size, eps
         self.query = nn.Parameter(torch.empty((hidden_size,), device=device, dtype=dtype))

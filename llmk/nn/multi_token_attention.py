@@ -1,9 +1,12 @@
 """Attention weights that depend on several queries and keys at once."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from llmk import functional
+from llmk.registry import check_size
 
 
 class MultiTokenAttention(nn.Module):
@@ -50,11 +53,16 @@ class MultiTokenAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        queries, keys = (kernel_size, kernel_size) if isinstance(kernel_size, int) else kernel_size
-        if queries < 1 or keys < 1:
-            raise ValueError(f"kernel_size: expected at least 1, got {kernel_size}")
+        sizes = kernel_size if isinstance(kernel_size, Sequence) else (kernel_size, kernel_size)
+        if len(sizes) != 2:
+            raise ValueError(f"kernel_size: expected an int or two, got {kernel_size!r}")
+        for size in sizes:
+            check_size("kernel_size", size)
+        queries, keys = sizes
+        check_size("groups", groups)
         for name, channels in (("in_channels", in_channels), ("out_channels", out_channels)):
-            if groups < 1 or channels < 1 or channels % groups:
+            check_size(name, channels)
+            if channels % groups:
                 raise ValueError(f"{name}: expected a multiple of groups {groups}, got {channels}")
         self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
         self.kernel_size, self.sparse = (queries, keys), sparse

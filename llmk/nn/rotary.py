@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from llmk import functional
-from llmk.registry import LARGEST, check_number
+from llmk.registry import LARGEST, check_number, check_size
 
 
 class RotaryEmbedding(nn.Module):
@@ -30,10 +30,11 @@ class RotaryEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         rotary_dim = head_dim if rotary_dim is None else rotary_dim
-        if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
+        check_size("head_dim", head_dim)
+        check_size("max_position_embeddings", max_position_embeddings)
+        check_size("rotary_dim", rotary_dim)
+        if rotary_dim > head_dim or rotary_dim % 2:
             raise ValueError(f"rotary_dim: expected an even number from 2 to head_dim {head_dim}, got {rotary_dim}")
-        if max_position_embeddings < 1:
-            raise ValueError(f"max_position_embeddings: expected at least 1, got {max_position_embeddings}")
         check_number("base", base, 1.0, LARGEST, "a finite number of at least 1")
         self.head_dim, self.rotary_dim, self.base = head_dim, rotary_dim, base
         self.max_position_embeddings, self.interleaved = max_position_embeddings, interleaved
