@@ -194,7 +194,7 @@ def _form_of_schema(operator: Any) -> Form:
             argument.name,
             argument.kwarg_only,
             (argument.default_value,) * argument.has_default_value(),
-            str(argument.type),
+            str(argument.real_type).replace("SymInt", "int"),  # `type` calls a dtype or a layout an integer
         )
         for argument in schema.arguments
     ]
