@@ -22,6 +22,12 @@ def check_dtype(name: str, tensor: Tensor, allowed: Sequence[object] = FLOAT_DTY
         raise TypeError(f"{name}: expected a tensor of dtype {_dtypes(allowed)}, got {_dtypes([tensor.dtype])}")
 
 
+def check_floating(name: str, tensor: Tensor) -> None:
+    """Floating-point numbers of any dtype, for compositions of PyTorch's operations."""
+    if not tensor.is_floating_point():
+        raise TypeError(f"{name}: expected floating-point numbers, got {_dtypes([tensor.dtype])}")
+
+
 def check_same(name: str, tensor: Tensor, other_name: str, other: Tensor, *, dtype: bool = False) -> None:
     """`tensor` must be on the device of `other`, and have its dtype if asked."""
     if tensor.device != other.device:

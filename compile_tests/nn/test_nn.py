@@ -385,8 +385,48 @@ def test_wrong_sizes_are_refused() -> None:
         ),
         (
             ValueError,
-            r"^input: expected shape \[B, T, 16\], got \(1, 2, 15\)",
+            r"^input: expected shape \[B, T, 16\] with T at least 1, got \(1, 2, 15\)",
             lambda: llmk.nn.GatedDeltaNet(16, 2, 1, 4, 4)(torch.randn(1, 2, 15)),
+        ),
+        (
+            ValueError,
+            "^q: expected at most 4 positions, got 5",
+            lambda: llmk.nn.RotaryEmbedding(8, 4)(*torch.randn(2, 1, 2, 5, 8)),
+        ),
+        (
+            ValueError,
+            r"^position_ids: expected shape \[1 or 1, 5\], got \(5,\)",
+            lambda: llmk.nn.RotaryEmbedding(8, 8)(*torch.randn(2, 1, 2, 5, 8), torch.arange(5)),
+        ),
+        (
+            TypeError,
+            "^position_ids: expected .* int64, int32, got float32",
+            lambda: llmk.nn.RotaryEmbedding(8, 8)(*torch.randn(2, 1, 2, 5, 8), torch.zeros(1, 5)),
+        ),
+        (
+            ValueError,
+            r"^blocks: expected at least one tensor, and all of one shape, got \[\(2, 8\), \(3, 8\)\]",
+            lambda: llmk.nn.AttentionResidual(8)([torch.randn(2, 8), torch.randn(3, 8)]),
+        ),
+        (
+            TypeError,
+            "^input: expected floating-point numbers, got int64",
+            lambda: llmk.nn.HyperConnection(8, 2)(torch.zeros(3, 2, 8, dtype=torch.int64), lambda x: x),
+        ),
+        (
+            TypeError,
+            "^scores: expected floating-point numbers, got int64",
+            lambda: llmk.nn.MultiTokenAttention(4, 4, 3)(torch.zeros(1, 4, 5, 5, dtype=torch.int64)),
+        ),
+        (
+            TypeError,
+            "^indices: expected .* int64, int32, got float32",
+            lambda: llmk.nn.load_balance_loss(torch.randn(3, 4), torch.zeros(3, 2)),
+        ),
+        (
+            TypeError,
+            "^logits: expected floating-point numbers, got int64",
+            lambda: llmk.nn.router_z_loss(torch.zeros(3, 4, dtype=torch.int64)),
         ),
     ],
 )

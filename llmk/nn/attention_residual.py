@@ -49,6 +49,9 @@ class AttentionResidual(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, blocks: Tensor | list[Tensor] | tuple[Tensor, ...]) -> Tensor:
+        if not isinstance(blocks, Tensor) and len({block.shape for block in blocks}) != 1:
+            shapes = [tuple(block.shape) for block in blocks]
+            raise ValueError(f"blocks: expected at least one tensor, and all of one shape, got {shapes}")
         stacked = blocks if isinstance(blocks, Tensor) else torch.stack(tuple(blocks))
         if stacked.dim() < 2 or stacked.shape[0] == 0 or stacked.shape[-1] != self.hidden_size:
             raise ValueError(

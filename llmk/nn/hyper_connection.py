@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from llmk.registry import check_not_negative, check_size
+from llmk.registry import check_floating, check_not_negative, check_size
 
 
 def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
@@ -82,6 +82,7 @@ class HyperConnection(nn.Module):
             raise ValueError(
                 f"input: expected shape [..., {self.streams}, {self.hidden_size}], got {tuple(input.shape)}"
             )
+        check_floating("input", input)
         read, write, mix = self._weights(input)
         streams = input.float()
         output = layer((read.unsqueeze(-1) * streams).sum(-2).to(input.dtype))

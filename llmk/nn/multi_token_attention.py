@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from llmk import functional
-from llmk.registry import check_size
+from llmk.registry import check_floating, check_size
 
 
 class MultiTokenAttention(nn.Module):
@@ -86,6 +86,7 @@ class MultiTokenAttention(nn.Module):
     def forward(self, scores: Tensor) -> Tensor:
         if scores.dim() != 4 or scores.shape[1] != self.in_channels or scores.shape[2] != scores.shape[3]:
             raise ValueError(f"scores: expected shape [B, {self.in_channels}, S, S], got {tuple(scores.shape)}")
+        check_floating("scores", scores)
         places = torch.arange(scores.shape[-1], dtype=torch.int64, device=scores.device)
         future = places > places.unsqueeze(-1)
         if self.before_softmax:

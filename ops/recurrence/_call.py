@@ -6,9 +6,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from llmk.ops.recurrence import LARGEST_HEAD
 from llmk.registry import Cost, check_dtype, check_finite, check_parameter, check_same, check_shape
-
-LARGEST_HEAD = 256
 
 
 def check_call(
