@@ -250,9 +250,8 @@ def results_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from results_in(item)
-    elif isinstance(value, bool | int | float | torch.SymBool | torch.SymInt | torch.SymFloat):
-        dtype = _NUMBERS[type(value)]
-        yield torch.full((), value, dtype=dtype, device="cpu")
+    elif type(value) in _NUMBERS:
+        yield torch.full((), value, dtype=_NUMBERS[type(value)], device="cpu")
     elif value is not None and not isinstance(value, str):
         raise TypeError(f"results: expected tensors and numbers, in lists or dictionaries, got {type(value).__name__}")
 

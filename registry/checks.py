@@ -1,5 +1,6 @@
 """Checks of a public operator's arguments: each names the argument, what it was and what was expected."""
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -99,7 +100,8 @@ def check_size(name: str, value: Any, least: int = 1, most: int | None = None) -
     """A size, a number of something or an index: an int, no bool, within the limits."""
     if not isinstance(value, SupportsIndex) or isinstance(value, bool):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__} {value!r}")
-    if value < least or (most is not None and value > most):
+    size = operator.index(value)
+    if size < least or (most is not None and size > most):
         expected = f"at least {least}" if most is None else f"{least} to {most}"
         raise ValueError(f"{name}: expected {expected}, got {value}")
 
