@@ -3,7 +3,7 @@
 - An operator that mutates arguments is called on clones of them, and their new values are results after its own, as
   PyTorch's functionalization has it.
 - A list of tensors becomes an argument for each of them, `xs_0` and so on, None where a sample's list is shorter.
-- Of what it returns the tensors count, in order, those in lists too.
+- Of what it returns the tensors count, in order, those in lists and dictionaries too, and numbers as tensors of one.
 - An `OpOverloadPacket`, what `torch.library.custom_op` and `triton_op` return, and a plain function have no schema: the
   first two stand for an overload, and a function's arguments are those of its signature.
 """
@@ -94,7 +94,7 @@ class Form:
 
         def call(*args: Any, **kwargs: Any) -> list[Tensor]:
             positional, named = self.own_arguments(dict(zip(names, args, strict=False)) | kwargs)
-            outputs = list(tensors_in(fn(*positional, **named)))
+            outputs = list(results_in(fn(*positional, **named)))
             given = named | dict(zip((argument.name for argument in self.arguments), positional, strict=False))
             return outputs + [tensor for name in self.mutated_in_order() for tensor in tensors_in(given.get(name))]
 
@@ -194,7 +194,7 @@ def _form_of_schema(operator: Any) -> Form:
             argument.name,
             argument.kwarg_only,
             (argument.default_value,) * argument.has_default_value(),
-            str(argument.type),
+            str(argument.real_type).replace("SymInt", "int"),  # `type` calls a dtype or a layout an integer
         )
         for argument in schema.arguments
     ]
@@ -236,7 +236,28 @@ def _list_lengths(form: Form, samples: Sequence[Sample]) -> dict[str, int]:
 
 
 def _returns_tensors(operator: Any) -> bool:
-    return all(str(result.type) == "Tensor" for result in schema_of(operator).returns)
+    returns = schema_of(operator).returns
+    return bool(returns) and all(str(result.type) == "Tensor" for result in returns)
+
+
+def results_in(value: Any) -> Iterator[Tensor]:
+    """The results of a call as tensors, numbers too: float32, as sums that end in one differ by their order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from results_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from results_in(item)
+    elif type(value) in _NUMBERS:
+        yield torch.full((), value, dtype=_NUMBERS[type(value)], device="cpu")
+    elif value is not None and not isinstance(value, str):
+        raise TypeError(f"results: expected tensors and numbers, in lists or dictionaries, got {type(value).__name__}")
+
+
+_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float32}
+_NUMBERS |= {torch.SymBool: torch.bool, torch.SymInt: torch.int64, torch.SymFloat: torch.float32}
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from llmk.opcheck.accuracy import ROUNDINGS, Violation, accuracy_violation, rounded_once, unit_in_last_place
-from llmk.opcheck.inputs import BrokenPromise, Outcome, as_list, copy_with_layout, differentiable_inputs, prepare
+from llmk.opcheck.inputs import (
+    BrokenPromise,
+    Outcome,
+    as_list,
+    comparable,
+    copy_with_layout,
+    differentiable_inputs,
+    prepare,
+)
 from llmk.opcheck.reference import DRAWS, MORE_DRAWS, Reference, reference_for
 from llmk.registry import RULE, Op, Sample, Tolerance
 from llmk.registry.devices import INTERPRET
@@ -19,11 +27,15 @@ def incoming_gradients(outputs: Sequence[Tensor]) -> list[Tensor]:
     """Return the same normal numbers every time, contiguous."""
     generator = torch.Generator().manual_seed(1)
     return [
-        torch.randn(output.shape, generator=generator, dtype=torch.float64, device="cpu").to(
+        torch.randn(output.shape, generator=generator, dtype=_widest(output), device="cpu").to(
             output.device, output.dtype
         )
         for output in outputs
     ]
+
+
+def _widest(tensor: Tensor) -> torch.dtype:
+    return torch.complex128 if tensor.is_complex() else torch.float64
 
 
 def call(
@@ -192,13 +204,15 @@ def _require_accurate(
     exact = reference.exact[i]
     if actual is None or reference.composition[i] is None or exact is None:
         raise BrokenPromise(f"{reference.sample}: {name} is missing", wrong=name)
+    if actual.is_complex():
+        actual = comparable(actual)
     if actual.is_floating_point():
         violation = violation_of(reference, i, actual, factor, compositions, formula_bound)
     else:
-        violation = None if actual.is_complex() else _wrong_integer(reference, i, actual)
+        violation = _wrong_integer(reference, i, actual)
     if violation is not None:
-        comparable = actual.is_floating_point() and actual.shape == exact.shape
-        first = _first_wrong(actual, exact, inputs, reference.error_bound(i, DRAWS), factor) if comparable else ""
+        has_same_shape = actual.is_floating_point() and actual.shape == exact.shape
+        first = _first_wrong(actual, exact, inputs, reference.error_bound(i, DRAWS), factor) if has_same_shape else ""
         raise BrokenPromise(f"{reference.sample}: {name}: {violation}{first}", wrong=name)
 
 
@@ -207,9 +221,8 @@ def _first_wrong(
 ) -> str:
     """Return the first element that differs by more than roundings, and the numbers that inputs have there."""
     allowed = (ROUNDINGS * factor + 1) * (error_bound + unit_in_last_place(exact, actual.dtype))
-    wrong = ~((actual.detach().double() - exact).abs() <= allowed) & ~(
-        (actual == exact) | (actual.isnan() & exact.isnan())
-    )
+    actual = actual.detach().double()
+    wrong = ~((actual - exact).abs() <= allowed) & ~((actual == exact) | (actual.isnan() & exact.isnan()))
     places = wrong.nonzero()
     if not len(places):
         return ""

@@ -41,13 +41,28 @@ class Outcome:
     outputs: list[Tensor]
     gradients: dict[str, Tensor | None]
 
+    def names(self) -> list[str]:
+        """Those of the results."""
+        return [
+            *(f"output {i}" for i in range(len(self.outputs))),
+            *(f"gradient of {name}" for name in self.gradients),
+        ]
+
     def results(self) -> list[Tensor | None]:
         return [*self.outputs, *self.gradients.values()]
+
+
+def comparable(numbers: Tensor) -> Tensor:
+    """The same numbers in a dtype that has arithmetic: complex ones as their two parts, and those of 8 bits in 32."""
+    if numbers.is_complex():
+        return torch.view_as_real(numbers.resolve_conj())
+    return numbers.float() if numbers.is_floating_point() and numbers.dtype.itemsize == 1 else numbers
 
 
 def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None:
         return a is b
+    a, b = comparable(a), comparable(b)
     return torch.equal(a.detach().nan_to_num(), b.detach().nan_to_num()) and torch.equal(a.isnan(), b.isnan())
 
 

@@ -103,8 +103,13 @@ def torch_opcheck(op: Op, samples: Sequence[Sample]) -> None:
 
 def values_and_gradients(op: Op, samples: Sequence[Sample]) -> None:
     """Outputs and gradients within the accuracy rule."""
+    has_results = False
     for sample in samples:
-        require_accurate(op, sample, call(op, sample))
+        outcome = call(op, sample)
+        require_accurate(op, sample, outcome)
+        has_results |= bool(outcome.outputs)
+    if not has_results:
+        raise BrokenPromise("it returns nothing, and its schema says of nothing that it is mutated")
 
 
 def no_mutation(op: Op, samples: Sequence[Sample]) -> None:
@@ -136,7 +141,8 @@ def no_mutation(op: Op, samples: Sequence[Sample]) -> None:
 
 
 def no_alias(op: Op, samples: Sequence[Sample]) -> None:
-    """1: outputs and gradients share no memory with inputs, with incoming gradients or with each other."""
+    """1: outputs and gradients share no memory with inputs, incoming gradients, each other or those of another call."""
+    twice = one_of_each(op, samples)
     for sample in samples:
         given: list[Tensor] = []
 
@@ -157,6 +163,12 @@ def no_alias(op: Op, samples: Sequence[Sample]) -> None:
             if address in owners:
                 raise BrokenPromise(f"{sample}: {name} shares memory with {owners[address]}")
             owners[address] = name
+        if any(sample is other for other in twice):
+            again = call(op, sample)  # while all of the first call's tensors are there
+            for result, tensor in zip(again.names(), again.results(), strict=True):
+                if tensor is not None and tensor.numel() and tensor.untyped_storage().data_ptr() in owners:
+                    before = owners[tensor.untyped_storage().data_ptr()]
+                    raise BrokenPromise(f"{sample}: {result} shares memory with {before} of the call before")
 
 
 def _transposed(tensor: Tensor) -> Tensor:

@@ -21,7 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmk.opcheck.inputs import Outcome, as_list, copy_with_layout, differentiable_inputs, prepare
+from llmk.opcheck.inputs import (
+    BrokenPromise,
+    Outcome,
+    as_list,
+    comparable,
+    copy_with_layout,
+    differentiable_inputs,
+    prepare,
+)
 from llmk.registry import Op, Sample
 
 REFUSALS = (ValueError, TypeError, RuntimeError, IndexError, ArithmeticError)
@@ -58,10 +66,15 @@ class Reference:
         """Outputs, then the gradients in the order of `names`."""
         args, kwargs, tensors = prepare(self.op, self.sample, self.wanted, change)
         outputs = as_list(self.op.reference(*args, **kwargs))
+        if len(outputs) != len(self.given):
+            raise BrokenPromise(
+                f"{self.sample}: the results are {len(self.given)}, where the reference returns {len(outputs)}"
+            )
         wanting = [(o, change(g).to(o.dtype)) for o, g in zip(outputs, self.given, strict=True) if g is not None]
         if wanting:
             torch.autograd.backward([output for output, _ in wanting], [grad for _, grad in wanting])
-        return [*(output.detach() for output in outputs), *(tensors[name].grad for name in self.wanted)]
+        gradients = [tensors[name].grad for name in self.wanted]
+        return [None if found is None else comparable(found.detach()) for found in (*outputs, *gradients)]
 
     @cached_property
     def composition(self) -> list[Tensor | None]:
@@ -163,6 +176,8 @@ def reference_for(
 
 
 def to_float64(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        return tensor.detach().to(torch.complex128)
     return tensor.detach().double() if tensor.is_floating_point() else tensor.detach().clone()
 
 

@@ -149,7 +149,9 @@ def _is_list(argument: Argument) -> bool:
 
 def _plain_value(argument: Argument, number: int) -> Any:
     """Return a value for an argument that is no tensor and has no default; the whole numbers of a call differ."""
-    values = {"int": -1 if argument.name in ("dim", "axis") else number, "float": 0.5, "number": 0.5, "bool": False}
+    values: dict[str, Any] = {"float": 0.5, "number": 0.5, "bool": False}
+    values |= {"int": -1 if argument.name in ("dim", "axis") else number}
+    values |= dict.fromkeys(("ScalarType", "torch.dtype"), torch.float16)
     if argument.type not in values:
         raise NothingToCheck(
             f"no samples: of {argument.name} the signature has no default, and says {argument.type}; give samples"

@@ -10,6 +10,7 @@ from llmk.registry.checks import (
     check_dtype,
     check_finite,
     check_flag,
+    check_floating,
     check_integer,
     check_like,
     check_not_negative,
@@ -19,6 +20,7 @@ from llmk.registry.checks import (
     check_rows,
     check_same,
     check_shape,
+    check_size,
     check_switch,
 )
 from llmk.registry.devices import (
@@ -66,6 +68,7 @@ __all__ = [
     "check_dtype",
     "check_finite",
     "check_flag",
+    "check_floating",
     "check_integer",
     "check_like",
     "check_not_negative",
@@ -75,6 +78,7 @@ __all__ = [
     "check_rows",
     "check_same",
     "check_shape",
+    "check_size",
     "check_switch",
     "empty",
     "grid_cap",

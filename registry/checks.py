@@ -1,7 +1,9 @@
 """Checks of a public operator's arguments: each names the argument, what it was and what was expected."""
 
+import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from numbers import Real
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -20,6 +22,12 @@ def _dtypes(dtypes: Sequence[object]) -> str:
 def check_dtype(name: str, tensor: Tensor, allowed: Sequence[object] = FLOAT_DTYPES) -> None:
     if tensor.dtype not in allowed:
         raise TypeError(f"{name}: expected a tensor of dtype {_dtypes(allowed)}, got {_dtypes([tensor.dtype])}")
+
+
+def check_floating(name: str, tensor: Tensor) -> None:
+    """Floating-point numbers of any dtype, for compositions of PyTorch's operations."""
+    if not tensor.is_floating_point():
+        raise TypeError(f"{name}: expected floating-point numbers, got {_dtypes([tensor.dtype])}")
 
 
 def check_same(name: str, tensor: Tensor, other_name: str, other: Tensor, *, dtype: bool = False) -> None:
@@ -81,9 +89,19 @@ TINY: float = torch.finfo(torch.float32).tiny
 
 def check_number(name: str, value: Any, low: float, high: float, expected: str) -> None:
     """`expected` says in words what the limits, both allowed, mean; NaN is never within them."""
-    if not isinstance(value, int | float | torch.SymInt | torch.SymFloat):
-        raise TypeError(f"{name}: expected {expected}, got {type(value).__name__}")
+    if not isinstance(value, Real | torch.SymInt | torch.SymFloat):
+        raise TypeError(f"{name}: expected {expected}, got {type(value).__name__} {value!r}")
     if not low <= value <= high:
+        raise ValueError(f"{name}: expected {expected}, got {value}")
+
+
+def check_size(name: str, value: Any, least: int = 1, most: int | None = None) -> None:
+    """A size, a number of something or an index: an int, no bool, within the limits."""
+    if not isinstance(value, SupportsIndex) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__} {value!r}")
+    size = operator.index(value)
+    if size < least or (most is not None and size > most):
+        expected = f"at least {least}" if most is None else f"{least} to {most}"
         raise ValueError(f"{name}: expected {expected}, got {value}")
 
 

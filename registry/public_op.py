@@ -29,7 +29,7 @@ _EXACT["ScalarType"] = frozenset({torch.dtype})
 _EXACT |= dict.fromkeys(("List[Tensor]", "List[float]"), frozenset())  # the dispatcher looks at what lists hold
 
 _ACCEPTED: dict[str, tuple[str, Any]] = {
-    "Tensor": ("a tensor", ()),
+    "Tensor": ("a tensor", torch.Tensor),
     "int": ("an integer", (numbers.Integral, torch.SymInt)),
     "float": ("a number", (numbers.Real, torch.SymInt, torch.SymFloat)),
     "bool": ("a bool", (numbers.Real, torch.SymBool)),
@@ -38,7 +38,7 @@ _ACCEPTED: dict[str, tuple[str, Any]] = {
     "List[Tensor]": ("a list of tensors", (list, tuple)),
     "List[float]": ("a list of numbers", (list, tuple)),
 }
-"""In words, and what the dispatcher takes for it, besides a tensor or what stands for one."""
+"""In words, and what the dispatcher takes for it, besides what stands for a tensor, and for a number one of one."""
 _STRIDED = torch.strided
 
 _library = torch.library.Library("llmk", "FRAGMENT")
@@ -181,12 +181,24 @@ def _refusing_misuse(
     def refuse_value(name: str, value: Any, kind: str, optional: bool) -> None:
         words, accepted = _ACCEPTED[kind]
         items = kind.removeprefix("List[").removesuffix("]")  # of a list, the kind of what it holds
-        is_accepted = isinstance(value, accepted) or (items == kind and is_tensor_like(value))
+        if isinstance(value, torch.Tensor) and kind in ("int", "float", "bool"):
+            return refuse_no_number(name, value, kind, words)
+        is_accepted = isinstance(value, accepted) or (items == kind and _stands_for_a_tensor(value))
         if not (is_accepted or (value is None and optional)):
             raise TypeError(f"{name}: expected {words}, got {_type_name(value)}; {takes}")
         if items != kind and value is not None:
             for i, item in enumerate(value):
                 refuse_value(f"{name}[{i}]", item, items, False)
+
+    def refuse_no_number(name: str, tensor: torch.Tensor, kind: str, words: str) -> None:
+        """The dispatcher takes the number out of a tensor, rounds it towards 0 for an integer and drops its graph."""
+        if tensor.dim() > 0 or (kind != "float" and (tensor.is_floating_point() or tensor.is_complex())):
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise TypeError(f"{name}: expected {words}, got a tensor {tuple(tensor.shape)} of {dtype}; {takes}")
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"{name}: {fn.__name__} takes it as a number and has no gradient for it; pass {name}.item()"
+            )
 
     def refuse(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
@@ -200,6 +212,11 @@ def _refusing_misuse(
                 raise OverflowError(f"{name}: expected an integer of 64 bits, got {value}")
 
     return refuse
+
+
+def _stands_for_a_tensor(value: Any) -> bool:
+    """True for what overrides PyTorch's functions as a tensor does, such as the placeholder of a symbolic trace."""
+    return not isinstance(value, torch.Tensor) and is_tensor_like(value)
 
 
 def _names(schema: torch.FunctionSchema) -> list[str]:

@@ -453,6 +453,60 @@ UNPACK_NIBBLES = record(
 )
 
 
+@custom_op("strangers::quantized", mutates_args=())
+def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = x.abs().amax(-1, keepdim=True).float() / 448
+    return (x.float() / scale).to(torch.float8_e4m3fn), scale
+
+
+@quantized.register_fake
+def _(x):
+    scale = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), scale
+
+
+def reference_quantized(x):
+    scale = x.abs().amax(-1, keepdim=True) / 448
+    return (x / scale).to(torch.float8_e4m3fn), scale
+
+
+QUANTIZED = record(quantized, reference_quantized, dtypes=(torch.float32,))
+
+
+@custom_op("strangers::phase", mutates_args=())
+def phase(x: Tensor) -> Tensor:
+    return torch.complex(x.cos(), x.sin())
+
+
+phase.register_fake(lambda x: torch.empty(x.shape, dtype=torch.complex64, device=x.device))
+phase.register_autograd(
+    lambda ctx, grad: grad.imag * ctx.saved_tensors[0].cos() - grad.real * ctx.saved_tensors[0].sin(),
+    setup_context=save_inputs,
+)
+
+
+def reference_phase(x):
+    return torch.complex(x.cos(), x.sin())
+
+
+PHASE = record(phase, reference_phase, differentiable=("x",), dtypes=(torch.float32,))
+
+
+@custom_op("strangers::positive", mutates_args=())
+def positive(x: Tensor) -> tuple[Tensor, int]:
+    return (x > 0).sum(-1), x.shape[0]
+
+
+positive.register_fake(lambda x: (x.new_empty(x.shape[:-1], dtype=torch.int64), x.shape[0]))
+
+
+def reference_positive(x):
+    return (x > 0).sum(-1), x.shape[0]
+
+
+POSITIVE = record(positive, reference_positive)
+
+
 # An autograd.Function behind a function, which the dispatcher does not know.
 
 

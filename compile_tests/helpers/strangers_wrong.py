@@ -200,6 +200,103 @@ wrong(
 )
 
 
+BUFFERS: dict[Any, Tensor] = {}
+
+
+def into_a_buffer(x):
+    return torch.mul(x, x, out=BUFFERS.setdefault((x.shape, x.dtype), torch.empty_like(x)))
+
+
+library.define("buffered(Tensor x) -> Tensor")
+library.impl("buffered", into_a_buffer, "CPU")
+torch.library.register_fake("strangers_wrong::buffered", torch.empty_like)
+wrong(
+    "returns_a_buffer",
+    "memory",
+    "output 0 shares memory with output 0 of the call before",
+    torch.ops.strangers_wrong.buffered,
+    reference_square,
+)
+
+library.define("forgets_to_say(Tensor x) -> ()")
+library.impl("forgets_to_say", lambda x: None, "CPU")
+torch.library.register_fake("strangers_wrong::forgets_to_say", lambda x: None)
+wrong(
+    "returns_nothing",
+    "wrong values",
+    "it returns nothing",
+    torch.ops.strangers_wrong.forgets_to_say,
+    lambda x: None,
+)
+
+
+# Results of other kinds than tensors of real numbers.
+
+
+@custom_op("strangers_wrong::doubled_and_rows", mutates_args=())
+def doubled_and_rows(x: Tensor) -> tuple[Tensor, int]:
+    return 2 * x, x.shape[0] + 1
+
+
+doubled_and_rows.register_fake(lambda x: (torch.empty_like(x), x.shape[0] + 1))
+wrong("a_number", "wrong values", "output 1: element 0 is", doubled_and_rows, lambda x: (2 * x, x.shape[0]))
+
+
+def named_parts(x: Tensor) -> dict[str, Any]:
+    return {"halves": [x / 2, x / 2], "mean": float(x.mean())}
+
+
+wrong(
+    "in_a_dictionary",
+    "wrong values",
+    "output 1: element",
+    named_parts,
+    lambda x: {"halves": [x / 2, -x / 2], "mean": float(x.mean())},
+)
+wrong("one_too_few", "wrong values", "the results are 3, where the reference returns 1", named_parts, lambda x: x / 2)
+
+library.define("phase(Tensor x) -> Tensor")
+library.impl("phase", lambda x: torch.complex(x.cos(), -x.sin()), "CPU")
+torch.library.register_fake("strangers_wrong::phase", lambda x: x.new_empty(x.shape, dtype=torch.complex64))
+wrong(
+    "a_conjugate",
+    "wrong values",
+    "output 0: element",
+    torch.ops.strangers_wrong.phase,
+    lambda x: torch.complex(x.cos(), x.sin()),
+)
+
+library.define("phase_with_formula(Tensor x) -> Tensor")
+library.impl("phase_with_formula", lambda x: torch.complex(x.cos(), x.sin()), "CPU")
+torch.library.register_fake(
+    "strangers_wrong::phase_with_formula", lambda x: x.new_empty(x.shape, dtype=torch.complex64)
+)
+torch.library.register_autograd(
+    "strangers_wrong::phase_with_formula",
+    lambda ctx, grad: grad.imag * ctx.saved_tensors[0].cos() + grad.real * ctx.saved_tensors[0].sin(),
+    setup_context=save_inputs,
+)
+wrong(
+    "a_complex_gradient",
+    "wrong gradients",
+    "gradient of x",
+    torch.ops.strangers_wrong.phase_with_formula,
+    lambda x: torch.complex(x.cos(), x.sin()),
+    differentiable=("x",),
+)
+
+library.define("to_float8(Tensor x) -> Tensor")
+library.impl("to_float8", lambda x: (1.25 * x).to(torch.float8_e4m3fn), "CPU")
+torch.library.register_fake("strangers_wrong::to_float8", lambda x: x.new_empty(x.shape, dtype=torch.float8_e4m3fn))
+wrong(
+    "another_scale",
+    "wrong values",
+    "output 0: element",
+    torch.ops.strangers_wrong.to_float8,
+    lambda x: x.to(torch.float8_e4m3fn),
+)
+
+
 # The fake implementation.
 
 library.define("mul(Tensor a, Tensor b) -> Tensor")

@@ -320,12 +320,12 @@ def test_extra_repr(module: nn.Module, expected: str) -> None:
         (lambda: llmk.nn.LayerNorm(8, float("nan")), "eps: expected .*, got nan"),
         (lambda: llmk.nn.RMSNormGated(8, -1.0), "eps: expected .*, got -1.0"),
         (lambda: llmk.nn.RMSNormGated(8, activation="gelu"), "activation: expected one of 'silu', 'sigmoid'"),
-        (lambda: llmk.nn.RMSNormGated(8, group_size=3), "hidden_size: expected a positive multiple of group_size 3"),
+        (lambda: llmk.nn.RMSNormGated(8, group_size=3), "hidden_size: expected a multiple of group_size 3"),
         (lambda: llmk.nn.CausalConv1d(8, 9), "kernel_size: expected 2 to 8, got 9"),
         (lambda: llmk.nn.CausalConv1d(0, 4), "hidden_size: expected at least 1, got 0"),
         (lambda: llmk.nn.CausalConv1d(8, 4, activation="gelu"), "activation: expected one of 'silu', 'swish'"),
         (lambda: llmk.nn.GroupNorm(2, 4, -1.0), "eps: expected .*, got -1.0"),
-        (lambda: llmk.nn.GroupNorm(0, 4), "num_channels: expected a multiple of num_groups 0, got 4"),
+        (lambda: llmk.nn.GroupNorm(0, 4), "num_groups: expected at least 1, got 0"),
         (lambda: llmk.nn.GeGLUMLP(8, 8, approximate="erf"), "approximate: expected one of 'tanh', 'none', got 'erf'"),
         (lambda: llmk.nn.RotaryEmbedding(8, 0), "max_position_embeddings: expected at least 1, got 0"),
         (lambda: llmk.nn.RotaryEmbedding(8, 4, -1.0), "base: expected .*, got -1.0"),
@@ -337,6 +337,15 @@ def test_extra_repr(module: nn.Module, expected: str) -> None:
         (lambda: llmk.nn.KLDivLoss("foo"), "reduction: expected one of .*, got 'foo'"),
         (lambda: llmk.nn.GIoULoss("batchmean"), "reduction: expected one of .*, got 'batchmean'"),
         (lambda: llmk.nn.GIoULoss(eps=-1.0), "eps: expected .*, got -1.0"),
+        (lambda: llmk.nn.RMSNormGated(8, group_size=-1), "group_size: expected at least 0, got -1"),
+        (lambda: llmk.nn.GatedDeltaNet(8, 3, 2, 4, 4), "num_v_heads: expected a multiple of 2 key heads, got 3"),
+        (lambda: llmk.nn.GatedDeltaNet(8, 2, 0, 4, 4), "num_k_heads: expected at least 1, got 0"),
+        (lambda: llmk.nn.GatedDeltaNet(0, 2, 1, 4, 4), "hidden_size: expected at least 1, got 0"),
+        (lambda: llmk.nn.GatedDeltaNet(8, 2, 1, 4, 257), "head_k_dim: expected 1 to 256, got 257"),
+        (lambda: llmk.nn.GatedDeltaNet(8, 2, 1, 0, 4), "head_v_dim: expected 1 to 256, got 0"),
+        (lambda: llmk.nn.GatedDeltaNet(8, 2, 1, 4, 4, 9), "conv_kernel_size: expected 2 to 8, got 9"),
+        (lambda: llmk.nn.Embedding(8, 0), "embedding_dim: expected at least 1, got 0"),
+        (lambda: llmk.nn.MultiTokenAttention(4, 4, (3,)), r"kernel_size: expected an int or two, got \(3,\)"),
     ],
 )
 def test_a_module_refuses_its_options_when_it_is_made(make: Callable[[], nn.Module], message: str) -> None:
@@ -374,10 +383,79 @@ def test_wrong_sizes_are_refused() -> None:
             r"^input: expected shape \[\.\.\., 16\], got \(2, 15\)",
             lambda: llmk.nn.GeGLUMLP(16, 32)(torch.randn(2, 15)),
         ),
+        (
+            ValueError,
+            r"^input: expected shape \[B, T, 16\] with T at least 1, got \(1, 2, 15\)",
+            lambda: llmk.nn.GatedDeltaNet(16, 2, 1, 4, 4)(torch.randn(1, 2, 15)),
+        ),
+        (
+            ValueError,
+            "^q: expected at most 4 positions, got 5",
+            lambda: llmk.nn.RotaryEmbedding(8, 4)(*torch.randn(2, 1, 2, 5, 8)),
+        ),
+        (
+            ValueError,
+            r"^position_ids: expected shape \[1 or 1, 5\], got \(5,\)",
+            lambda: llmk.nn.RotaryEmbedding(8, 8)(*torch.randn(2, 1, 2, 5, 8), torch.arange(5)),
+        ),
+        (
+            TypeError,
+            "^position_ids: expected .* int64, int32, got float32",
+            lambda: llmk.nn.RotaryEmbedding(8, 8)(*torch.randn(2, 1, 2, 5, 8), torch.zeros(1, 5)),
+        ),
+        (
+            ValueError,
+            r"^blocks: expected at least one tensor, and all of one shape, got \[\(2, 8\), \(3, 8\)\]",
+            lambda: llmk.nn.AttentionResidual(8)([torch.randn(2, 8), torch.randn(3, 8)]),
+        ),
+        (
+            TypeError,
+            "^input: expected floating-point numbers, got int64",
+            lambda: llmk.nn.HyperConnection(8, 2)(torch.zeros(3, 2, 8, dtype=torch.int64), lambda x: x),
+        ),
+        (
+            TypeError,
+            "^scores: expected floating-point numbers, got int64",
+            lambda: llmk.nn.MultiTokenAttention(4, 4, 3)(torch.zeros(1, 4, 5, 5, dtype=torch.int64)),
+        ),
+        (
+            TypeError,
+            "^indices: expected .* int64, int32, got float32",
+            lambda: llmk.nn.load_balance_loss(torch.randn(3, 4), torch.zeros(3, 2)),
+        ),
+        (
+            TypeError,
+            "^logits: expected floating-point numbers, got int64",
+            lambda: llmk.nn.router_z_loss(torch.zeros(3, 4, dtype=torch.int64)),
+        ),
     ],
 )
 def test_what_a_newcomer_gets_wrong(error, message, make) -> None:
     with pytest.raises(error, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: llmk.nn.LayerNorm(8, None), "eps: expected a finite number of at least 0, got NoneType None"),
+        (lambda: llmk.nn.RMSNorm(8, "1e-6"), "eps: expected a finite number of at least 0, got str '1e-6'"),
+        (lambda: llmk.nn.JSDLoss([0.5]), r"beta: expected a number from 0 to 1, got list \[0\.5\]"),
+        (lambda: llmk.nn.LinearCrossEntropyLoss(chunk_size="8"), "chunk_size: expected .*, got str '8'"),
+        (lambda: llmk.nn.RMSNormGated(8.0), "hidden_size: expected an int, got float 8.0"),
+        (lambda: llmk.nn.GroupNorm(2, True), "num_channels: expected an int, got bool True"),
+        (lambda: llmk.nn.GroupNorm(None, 4), "num_groups: expected an int, got NoneType None"),
+        (lambda: llmk.nn.CausalConv1d(8, 4.0), "kernel_size: expected an int, got float 4.0"),
+        (lambda: llmk.nn.GatedDeltaNet(8, 2, 1, 4, 4.0), "head_k_dim: expected an int, got float 4.0"),
+        (lambda: llmk.nn.Embedding(8, 4, 1.0), "padding_idx: expected an int, got float 1.0"),
+        (lambda: llmk.nn.RotaryEmbedding(8, "16"), "max_position_embeddings: expected an int, got str '16'"),
+        (lambda: llmk.nn.HyperConnection(8, 2.0), "streams: expected an int, got float 2.0"),
+        (lambda: llmk.nn.MultiTokenAttention(4, 4, 2.5), "kernel_size: expected an int, got float 2.5"),
+        (lambda: llmk.nn.TiledMLP(3, 4), "mlp: expected a module, got int 3"),
+    ],
+)
+def test_an_option_of_another_type_is_named(make: Callable[[], nn.Module], message: str) -> None:
+    with pytest.raises(TypeError, match="^" + message):
         make()
 
 

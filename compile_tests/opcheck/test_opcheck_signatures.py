@@ -132,6 +132,22 @@ def test_arguments_that_no_signature_tells_are_named() -> None:
         check(3)  # type: ignore[arg-type]
 
 
+def test_a_dtype_is_no_integer() -> None:
+    """As `type` of a schema's argument has it."""
+    given = []
+
+    def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+        given.append(dtype)
+        return x.to(dtype, copy=True)
+
+    operator = torch.library.custom_op("strangers_signatures::cast", cast, mutates_args=())
+    operator.register_fake(lambda x, dtype: torch.empty_like(x, dtype=dtype))
+    for op in (operator, cast):
+        results = check(op, dtypes=FLOAT32, only=["no_mutation", "torch_opcheck"])
+        assert all(result.passed for result in results)
+        assert {torch.float16} == set(given)
+
+
 def test_dtypes_that_an_operator_refuses_are_said() -> None:
     results = check(strangers.numpy_sin, reference=torch.sin, only=VALUES)
     assert {result.dtype for result in results if result.verdict == "kept"} == {"float32", "float16"}

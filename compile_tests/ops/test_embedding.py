@@ -40,5 +40,5 @@ def test_module_is_torchs(padding_idx: int | None, device: torch.device) -> None
 
 
 def test_module_refuses_padding_that_is_no_row() -> None:
-    with pytest.raises(ValueError, match="padding_idx: expected a row from -6 to 5, got 6"):
+    with pytest.raises(ValueError, match="padding_idx: expected -6 to 5, got 6"):
         llmk.nn.Embedding(6, 16, 6)

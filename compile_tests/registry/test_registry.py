@@ -350,6 +350,39 @@ def test_what_stands_for_a_tensor_or_a_number_is_taken() -> None:
     assert torch.equal(llmk.functional.softmax(x, np.int64(1)), llmk.functional.softmax(x, 1))
 
 
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: llmk.functional.rms_norm(x, w, torch.tensor([1e-6])),
+            TypeError,
+            r"eps: expected a number, got a tensor \(1,\) of float32; rms_norm takes",
+        ),
+        (
+            lambda: llmk.functional.softmax(x, torch.tensor(0.7)),
+            TypeError,
+            r"dim: expected an integer, got a tensor \(\) of float32; softmax takes",
+        ),
+        (
+            lambda: llmk.functional.kl_div(x, x, reduction=torch.tensor(1)),
+            TypeError,
+            "reduction: expected a string, got torch.Tensor; kl_div takes",
+        ),
+        (
+            lambda: llmk.functional.linear_logprobs(x, x, t, temperature=torch.ones((), requires_grad=True)),
+            NotImplementedError,
+            r"temperature: linear_logprobs takes it as a number and has no gradient for it; pass temperature\.item\(\)",
+        ),
+    ],
+)
+def test_a_tensor_is_a_number_only_where_nothing_is_lost(
+    call: Callable[[], Tensor], error: type[Exception], message: str
+) -> None:
+    """PyTorch's own functions refuse the same; the dispatcher would round, and drop the gradient without a word."""
+    with pytest.raises(error, match=message):
+        call()
+
+
 def test_a_compiled_call_says_what_is_wrong() -> None:
     wrong = torch.compile(lambda x: torch.ops.llmk.layer_norm(x, eps=-1.0), fullgraph=True, backend="eager")
     with pytest.raises(Exception, match=r"eps: expected a finite number of at least 0, got -1\.0"):

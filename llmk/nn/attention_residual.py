@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from llmk import functional
-from llmk.registry import check_not_negative
+from llmk.registry import check_not_negative, check_size
 
 
 class AttentionResidual(nn.Module):
@@ -37,8 +37,7 @@ class AttentionResidual(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if hidden_size < 1:
-            raise ValueError(f"hidden_size: expected at least 1, got {hidden_size}")
+        check_size("hidden_size", hidden_size)
         check_not_negative("eps", eps)
         self.hidden_size, self.eps = hidden_size, eps
         self.query = nn.Parameter(torch.empty((hidden_size,), device=device, dtype=dtype))
@@ -50,6 +49,9 @@ class AttentionResidual(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, blocks: Tensor | list[Tensor] | tuple[Tensor, ...]) -> Tensor:
+        if not isinstance(blocks, Tensor) and len({block.shape for block in blocks}) != 1:
+            shapes = [tuple(block.shape) for block in blocks]
+            raise ValueError(f"blocks: expected at least one tensor, and all of one shape, got {shapes}")
         stacked = blocks if isinstance(blocks, Tensor) else torch.stack(tuple(blocks))
         if stacked.dim() < 2 or stacked.shape[0] == 0 or stacked.shape[-1] != self.hidden_size:
             raise ValueError(

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from llmk import functional
 from llmk.ops.convolution.causal_conv1d import MOST_TAPS
-from llmk.registry import check_option
+from llmk.registry import check_option, check_size
 
 
 class CausalConv1d(nn.Module):
@@ -31,10 +31,8 @@ class CausalConv1d(nn.Module):
         activation: str | None = None,
     ) -> None:
         super().__init__()
-        if hidden_size < 1:
-            raise ValueError(f"hidden_size: expected at least 1, got {hidden_size}")
-        if not 2 <= kernel_size <= MOST_TAPS:
-            raise ValueError(f"kernel_size: expected 2 to {MOST_TAPS}, got {kernel_size}")
+        check_size("hidden_size", hidden_size)
+        check_size("kernel_size", kernel_size, 2, MOST_TAPS)
         if activation is not None:
             check_option("activation", activation, ("silu", "swish"))
         self.hidden_size, self.kernel_size, self.activation = hidden_size, kernel_size, activation

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from llmk import functional
+from llmk.registry import check_size
 
 
 class Embedding(nn.Module):
@@ -21,10 +22,10 @@ class Embedding(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
-            raise ValueError(
-                f"padding_idx: expected a row from {-num_embeddings} to {num_embeddings - 1}, got {padding_idx}"
-            )
+        check_size("num_embeddings", num_embeddings, 0)
+        check_size("embedding_dim", embedding_dim)
+        if padding_idx is not None:
+            check_size("padding_idx", padding_idx, -num_embeddings, num_embeddings - 1)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         self.weight = nn.Parameter(torch.empty((num_embeddings, embedding_dim), device=device, dtype=dtype))

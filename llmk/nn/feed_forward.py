@@ -1,12 +1,10 @@
 """Gated feed-forward layers."""
 
-from typing import SupportsIndex
-
 import torch
 from torch import Tensor, nn
 
 from llmk import functional
-from llmk.registry import check_option
+from llmk.registry import check_option, check_size
 
 
 class _GatedMLP(nn.Module):
@@ -23,8 +21,7 @@ class _GatedMLP(nn.Module):
     ) -> None:
         super().__init__()
         for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
-            if not isinstance(size, SupportsIndex):
-                raise TypeError(f"{name}: expected an int, got {type(size).__name__} {size!r}")
+            check_size(name, size, 0)
         self.hidden_size = hidden_size
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias, device=device, dtype=dtype)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias, device=device, dtype=dtype)

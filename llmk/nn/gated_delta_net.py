@@ -6,6 +6,9 @@ from torch import Tensor, nn
 from llmk import functional
 from llmk.nn.convolution import CausalConv1d
 from llmk.nn.norms import RMSNormGated
+from llmk.ops.convolution.causal_conv1d import MOST_TAPS
+from llmk.ops.recurrence import LARGEST_HEAD
+from llmk.registry import check_size
 
 State = tuple[Tensor, Tensor]
 
@@ -16,7 +19,8 @@ class GatedDeltaNet(nn.Module):
     A call takes `[B, T, hidden_size]` and returns as much, and for the next chunk of a long sequence the final states
     of convolution and recurrence: `[B, C, conv_kernel_size - 1]`, and `[B, num_v_heads, head_k_dim, head_v_dim]` in
     float32, where C is `2 * num_k_heads * head_k_dim + num_v_heads * head_v_dim`. Packed sequences have
-    `sequence_ids [B, T]`, see `llmk.functional.gated_delta_rule`. Where tokens are padding the input must be zero.
+    `sequence_ids [B, T]`, integers that differ between all sequences of a row. Where tokens are padding the input must
+    be zero.
 
     Parameters: `in_proj_qkv.weight [C, hidden_size]`, `in_proj_z.weight [num_v_heads * head_v_dim, hidden_size]`,
     `in_proj_a.weight` and `in_proj_b.weight [num_v_heads, hidden_size]`, `conv1d.weight [C, 1, conv_kernel_size]`,
@@ -37,8 +41,15 @@ class GatedDeltaNet(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if num_k_heads < 1 or num_v_heads < 1 or num_v_heads % num_k_heads:
-            raise ValueError(f"num_v_heads: expected a positive multiple of {num_k_heads} key heads, got {num_v_heads}")
+        check_size("hidden_size", hidden_size)
+        check_size("num_v_heads", num_v_heads)
+        check_size("num_k_heads", num_k_heads)
+        check_size("head_v_dim", head_v_dim, most=LARGEST_HEAD)
+        check_size("head_k_dim", head_k_dim, most=LARGEST_HEAD)
+        check_size("conv_kernel_size", conv_kernel_size, 2, MOST_TAPS)
+        if num_v_heads % num_k_heads:
+            raise ValueError(f"num_v_heads: expected a multiple of {num_k_heads} key heads, got {num_v_heads}")
+        self.hidden_size = hidden_size
         self.num_v_heads, self.num_k_heads = num_v_heads, num_k_heads
         self.key_dim, self.value_dim = num_k_heads * head_k_dim, num_v_heads * head_v_dim
         conv_dim = 2 * self.key_dim + self.value_dim
@@ -63,6 +74,9 @@ class GatedDeltaNet(nn.Module):
     def forward(
         self, input: Tensor, sequence_ids: Tensor | None = None, initial_state: State | None = None
     ) -> tuple[Tensor, State]:
+        if input.dim() != 3 or input.shape[1] == 0 or input.shape[2] != self.hidden_size:
+            expected = f"[B, T, {self.hidden_size}] with T at least 1"
+            raise ValueError(f"input: expected shape {expected}, got {tuple(input.shape)}")
         conv_state, state = (None, None) if initial_state is None else initial_state
         mixed, conv_state = self.conv1d(self.in_proj_qkv(input).transpose(1, 2), sequence_ids, conv_state)
         q, k, v = mixed.transpose(1, 2).split([self.key_dim, self.key_dim, self.value_dim], -1)

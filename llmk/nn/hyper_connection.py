@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from llmk.registry import check_not_negative
+from llmk.registry import check_floating, check_not_negative, check_size
 
 
 def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
@@ -61,8 +61,7 @@ class HyperConnection(nn.Module):
     ) -> None:
         super().__init__()
         for name, size in (("hidden_size", hidden_size), ("streams", streams), ("iterations", iterations)):
-            if size < 1:
-                raise ValueError(f"{name}: expected at least 1, got {size}")
+            check_size(name, size)
         check_not_negative("eps", eps)
         check_not_negative("norm_eps", norm_eps)
         self.hidden_size, self.streams, self.iterations = hidden_size, streams, iterations
@@ -83,6 +82,7 @@ class HyperConnection(nn.Module):
             raise ValueError(
                 f"input: expected shape [..., {self.streams}, {self.hidden_size}], got {tuple(input.shape)}"
             )
+        check_floating("input", input)
         read, write, mix = self._weights(input)
         streams = input.float()
         output = layer((read.unsqueeze(-1) * streams).sum(-2).to(input.dtype))

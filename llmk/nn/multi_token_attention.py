@@ -1,9 +1,12 @@
 """Attention weights that depend on several queries and keys at once."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from llmk import functional
+from llmk.registry import check_floating, check_size
 
 
 class MultiTokenAttention(nn.Module):
@@ -50,11 +53,16 @@ class MultiTokenAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        queries, keys = (kernel_size, kernel_size) if isinstance(kernel_size, int) else kernel_size
-        if queries < 1 or keys < 1:
-            raise ValueError(f"kernel_size: expected at least 1, got {kernel_size}")
+        sizes = kernel_size if isinstance(kernel_size, Sequence) else (kernel_size, kernel_size)
+        if len(sizes) != 2:
+            raise ValueError(f"kernel_size: expected an int or two, got {kernel_size!r}")
+        for size in sizes:
+            check_size("kernel_size", size)
+        queries, keys = sizes
+        check_size("groups", groups)
         for name, channels in (("in_channels", in_channels), ("out_channels", out_channels)):
-            if groups < 1 or channels < 1 or channels % groups:
+            check_size(name, channels)
+            if channels % groups:
                 raise ValueError(f"{name}: expected a multiple of groups {groups}, got {channels}")
         self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
         self.kernel_size, self.sparse = (queries, keys), sparse
@@ -78,6 +86,7 @@ class MultiTokenAttention(nn.Module):
     def forward(self, scores: Tensor) -> Tensor:
         if scores.dim() != 4 or scores.shape[1] != self.in_channels or scores.shape[2] != scores.shape[3]:
             raise ValueError(f"scores: expected shape [B, {self.in_channels}, S, S], got {tuple(scores.shape)}")
+        check_floating("scores", scores)
         places = torch.arange(scores.shape[-1], dtype=torch.int64, device=scores.device)
         future = places > places.unsqueeze(-1)
         if self.before_softmax:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from llmk import functional
 from llmk.ops.common.activations import GATES
-from llmk.registry import check_finite, check_not_negative, check_option
+from llmk.registry import check_finite, check_not_negative, check_option, check_size
 
 
 class _Norm(nn.Module):
@@ -142,8 +142,10 @@ class RMSNormGated(nn.Module):
         super().__init__()
         check_not_negative("eps", eps)
         check_option("activation", activation, GATES)
-        if hidden_size < 1 or group_size < 0 or (group_size and hidden_size % group_size):
-            raise ValueError(f"hidden_size: expected a positive multiple of group_size {group_size}, got {hidden_size}")
+        check_size("hidden_size", hidden_size)
+        check_size("group_size", group_size, 0)
+        if group_size and hidden_size % group_size:
+            raise ValueError(f"hidden_size: expected a multiple of group_size {group_size}, got {hidden_size}")
         self.hidden_size, self.eps, self.activation = hidden_size, eps, activation
         self.norm_before_gate, self.group_size = norm_before_gate, group_size
         self.weight = nn.Parameter(torch.empty((hidden_size,), device=device, dtype=dtype))
@@ -189,7 +191,9 @@ class GroupNorm(nn.Module):
         bias: bool = True,
     ) -> None:
         super().__init__()
-        if num_groups < 1 or num_channels < 1 or num_channels % num_groups:
+        check_size("num_groups", num_groups)
+        check_size("num_channels", num_channels)
+        if num_channels % num_groups:
             raise ValueError(f"num_channels: expected a multiple of num_groups {num_groups}, got {num_channels}")
         check_not_negative("eps", eps)
         self.num_groups, self.num_channels, self.eps, self.affine = num_groups, num_channels, eps, affine

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from llmk import functional
-from llmk.registry import LARGEST, check_number
+from llmk.registry import LARGEST, check_dtype, check_number, check_size
 
 
 class RotaryEmbedding(nn.Module):
@@ -30,10 +30,11 @@ class RotaryEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         rotary_dim = head_dim if rotary_dim is None else rotary_dim
-        if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
+        check_size("head_dim", head_dim)
+        check_size("max_position_embeddings", max_position_embeddings)
+        check_size("rotary_dim", rotary_dim)
+        if rotary_dim > head_dim or rotary_dim % 2:
             raise ValueError(f"rotary_dim: expected an even number from 2 to head_dim {head_dim}, got {rotary_dim}")
-        if max_position_embeddings < 1:
-            raise ValueError(f"max_position_embeddings: expected at least 1, got {max_position_embeddings}")
         check_number("base", base, 1.0, LARGEST, "a finite number of at least 1")
         self.head_dim, self.rotary_dim, self.base = head_dim, rotary_dim, base
         self.max_position_embeddings, self.interleaved = max_position_embeddings, interleaved
@@ -62,11 +63,22 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, position_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Turn q and k at positions 0 to S - 1, or at `position_ids [1 or B, S]`."""
+        if q.dim() == 4:  # rope refuses others
+            self._check_positions(q, position_ids)
         if position_ids is None:
             cos, sin = self.cos[: q.shape[-2]].unsqueeze(0), self.sin[: q.shape[-2]].unsqueeze(0)
         else:
             cos, sin = self.cos[position_ids], self.sin[position_ids]
         return functional.rope(q, k, cos, sin, interleaved=self.interleaved)
+
+    def _check_positions(self, q: Tensor, position_ids: Tensor | None) -> None:
+        B, _, S, _ = q.shape
+        if position_ids is None and self.max_position_embeddings < S:
+            raise ValueError(f"q: expected at most {self.max_position_embeddings} positions, got {S}")
+        if position_ids is not None:
+            check_dtype("position_ids", position_ids, (torch.int64, torch.int32))
+            if tuple(position_ids.shape) not in ((1, S), (B, S)):
+                raise ValueError(f"position_ids: expected shape [1 or {B}, {S}], got {tuple(position_ids.shape)}")
 
     def extra_repr(self) -> str:
         return (

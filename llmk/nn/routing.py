@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from llmk.registry import check_dtype, check_floating
+
 
 def load_balance_loss(logits: Tensor, indices: Tensor) -> Tensor:
     """E times the sum over experts of the share of tokens that got each and of its mean probability.
@@ -11,17 +13,21 @@ def load_balance_loss(logits: Tensor, indices: Tensor) -> Tensor:
 
     Args:
         logits: The router's `[..., E]`, any floating dtype.
-        indices: The experts that were chosen `[..., K]`, of the same tokens.
+        indices: The experts that were chosen `[..., K]`, of the same tokens, int64 or int32; one that there is not is
+            a choice of none.
 
     Returns:
         A float32 scalar; NaN of no tokens.
 
     Raises:
+        TypeError: `logits` are not floating-point numbers, or `indices` no integers.
         ValueError: The tokens of the two differ.
 
     Source: the Switch Transformer, https://arxiv.org/abs/2101.03961, (4) to (6), summed over K choices as Mixtral's.
     """
-    if indices.shape[:-1] != logits.shape[:-1]:
+    check_floating("logits", logits)
+    check_dtype("indices", indices, (torch.int64, torch.int32))
+    if indices.dim() == 0 or indices.shape[:-1] != logits.shape[:-1]:
         raise ValueError(
             f"indices: expected shape ({', '.join(map(str, logits.shape[:-1]))}, K) to fit logits, "
             f"got {tuple(indices.shape)}"
@@ -41,6 +47,10 @@ def router_z_loss(logits: Tensor) -> Tensor:
     Returns:
         A float32 scalar; NaN of no tokens.
 
+    Raises:
+        TypeError: `logits` are not floating-point numbers.
+
     Source: ST-MoE, https://arxiv.org/abs/2202.08906, (5).
     """
+    check_floating("logits", logits)
     return logits.float().logsumexp(-1).square().mean()

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from llmk.registry import check_size
+
 
 class TiledMLP(nn.Module):
     """A feed-forward layer on `tile_size` tokens at a time, for sequences whose intermediate values do not fit.
@@ -20,8 +22,9 @@ class TiledMLP(nn.Module):
 
     def __init__(self, mlp: nn.Module, tile_size: int) -> None:
         super().__init__()
-        if tile_size < 1:
-            raise ValueError(f"tile_size: expected at least 1, got {tile_size}")
+        if not isinstance(mlp, nn.Module):
+            raise TypeError(f"mlp: expected a module, got {type(mlp).__name__} {mlp!r}")
+        check_size("tile_size", tile_size)
         self.mlp, self.tile_size = mlp, tile_size
 
     def forward(self, input: Tensor) -> Tensor:

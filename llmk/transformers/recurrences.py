@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from llmk import functional
-from llmk.ops.recurrence._call import LARGEST_HEAD
+from llmk.ops.recurrence import LARGEST_HEAD
 from llmk.ops.recurrence.gated_delta_rule import gated_delta_rule_reference
 from llmk.ops.recurrence.gated_linear_attention import gated_linear_attention_reference
 from llmk.registry.record import FLOAT_DTYPES

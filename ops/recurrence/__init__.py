@@ -103,3 +103,6 @@ The rows of S . dS' are summed where dS' is still float32: dg has no product in 
 decay for each channel there are d Q, d K, e K, the sums of all halves and a part of dg besides, each of as many numbers
 as the keys.
 """
+
+LARGEST_HEAD = 256
+"""The most values that a key, a query or a value has."""

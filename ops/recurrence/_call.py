@@ -6,9 +6,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from llmk.ops.recurrence import LARGEST_HEAD
 from llmk.registry import Cost, check_dtype, check_finite, check_parameter, check_same, check_shape
-
-LARGEST_HEAD = 256
 
 
 def check_call(
@@ -94,7 +93,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[tuple[Te
     yield *of(1, 20, 1, 1, 8, 8, decay=69.0), {}, "decays down to 1e-30"
     (q, k, v, g), beta = of(2, 5, 2, 2, 8, 8)
     strided = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, g))
-    yield strided, beta, {}, "heads before tokens"
+    yield strided, beta, {"initial_state": state(2, 2, 8, 8).mT}, "heads before tokens, a state strided"
     for args, options, why in (
         ((1, 70, 1, 2, 12, 9), {"initial_state": state(1, 2, 12, 9)}, "two chunks, odd sizes, an initial state"),
         ((1, 130, 1, 1, 8, 8), {"sequence_ids": ids(1, 130, 3, 50, 64, 100)}, "packed sequences"),

@@ -214,7 +214,7 @@ def forward_cpu(
     """The forward pass on a CPU, float32 with one rounding."""
     c = _float_chunks(q, k, v, g, beta, initial_state, sequence_ids, l2_norm_qk)
     run = scan(c, scale)
-    return c.joined(run.out).to(v.dtype, copy=True).contiguous(), run.final.clone()
+    return _fresh(c.joined(run.out), v.dtype), _fresh(run.final, torch.float32)
 
 
 def backward_cpu(
@@ -237,11 +237,16 @@ def backward_cpu(
 
     def of_key_heads(grad: Tensor, x: Tensor) -> Tensor:
         grad = c.joined(grad).unflatten(2, (x.shape[2], -1)).sum(3)
-        return (_l2_backward(grad, x.float()) if l2_norm_qk else grad).to(x.dtype).contiguous()
+        return _fresh(_l2_backward(grad, x.float()) if l2_norm_qk else grad, x.dtype)
 
-    dbeta = None if beta is None or dbeta is None else c.joined(dbeta).to(beta.dtype).contiguous()
-    dv, dg = c.joined(dv).to(v.dtype).contiguous(), c.joined(dg).reshape(g.shape).to(g.dtype).contiguous()
-    return of_key_heads(dq, q), of_key_heads(dk, k), dv, dg, dbeta, dinitial.clone()
+    dbeta = None if beta is None or dbeta is None else _fresh(c.joined(dbeta), beta.dtype)
+    dv, dg = _fresh(c.joined(dv), v.dtype), _fresh(c.joined(dg).reshape(g.shape), g.dtype)
+    return of_key_heads(dq, q), of_key_heads(dk, k), dv, dg, dbeta, _fresh(dinitial, torch.float32)
+
+
+def _fresh(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a contiguous copy: an op's result is nobody's memory, and has the strides that its fake says."""
+    return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def _float_chunks(

@@ -255,8 +255,7 @@ def wants_float32(logits_dtype: torch.dtype | None, input: Tensor) -> bool:
 
 
 def check_chunk_size(chunk_size: int) -> None:
-    if chunk_size < 0:
-        raise ValueError(f"chunk_size: expected a number of tokens, or 0 to have it chosen, got {chunk_size}")
+    check_number("chunk_size", chunk_size, 0, math.inf, "a number of tokens, or 0 to have it chosen")
 
 
 def check_temperature(temperature: float) -> None:
