@@ -107,6 +107,16 @@ def _operator_of_the_user_named_detach() -> Program:
     return fn, [fixed(2, 3, 5, 8), fixed(2, 2, 5, 8), randn(5, 4)]
 
 
+@case
+def _logits_all_masked_by_the_lowest_number() -> Program:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        mask = torch.arange(6)[:, None] < 2
+        logits = F.linear(x, w).masked_fill(mask, torch.finfo(x.dtype).min)
+        return F.cross_entropy(logits, torch.arange(6))
+
+    return fn, [randn(6, 8), randn(11, 8)]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_changes(name: str) -> None:
     require_unchanged(*CASES[name]())

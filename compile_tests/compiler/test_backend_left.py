@@ -164,6 +164,13 @@ def less_another_logsumexp(x: Tensor, w: Tensor) -> Tensor:
     return logits.gather(-1, TARGET[:, None]) - torch.logsumexp(2 * logits, -1, keepdim=True)
 
 
+@case("the axis of chosen classes is squeezed", randn(4, 8), randn(5, 8))
+def as_many_candidates_as_tokens(x: Tensor, w: Tensor) -> Tensor:
+    """The squeeze does nothing, so that each column, and not each row, has its `logsumexp` taken off."""
+    logits = F.linear(x, w)
+    return logits.gather(-1, TARGET.expand(4, 4)).squeeze(-1) - logits.logsumexp(-1)
+
+
 @case("it is summed over axis 0", randn(4, 5), randn(4, 5))
 def divergence_of_columns(x: Tensor, y: Tensor) -> Tensor:
     return (y.softmax(-1) * (y.log_softmax(-1) - x)).sum(0).mean()

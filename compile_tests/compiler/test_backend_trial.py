@@ -260,6 +260,64 @@ def test_large_sizes_are_tried_small(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "without a trial" not in str(found)
 
 
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-b, a), dim=-1) * sin
+
+
+def shifted_loss(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(x, w)[:, :-1].flatten(0, 1), t[:, 1:].flatten())
+
+
+def loss_without_a_class(x: Tensor, w: Tensor, t: Tensor, ignore_index: int) -> Tensor:
+    return F.cross_entropy(F.linear(x, w), t, ignore_index=ignore_index)
+
+
+def labels(B: int, S: int) -> tuple[Tensor, Tensor, Tensor]:
+    return randn(B, S, 8), randn(11, 8), (torch.arange(B * S) % 11).view(B, S)
+
+
+def heads(*shape: int) -> Tensor:
+    return torch.zeros(1, 1, 1, 1).expand(shape)
+
+
+TRIED: dict[str, tuple[Any, list[Any], str]] = {
+    "sizes of labels are other symbols": (shifted_loss, [labels(2, 5), labels(3, 4)], "fused_linear_ce"),
+    "ignore_index is a symbol": (
+        loss_without_a_class,
+        [(randn(6, 8), randn(11, 8), torch.arange(6), n) for n in (2, 3)],
+        "fused_linear_ce",
+    ),
+    "ignore_index is a class among many": (
+        loss_without_a_class,
+        [(randn(9, 8), randn(60000, 8), torch.arange(9), 59999)],
+        "fused_linear_ce",
+    ),
+    "many axes of middle size": (
+        lambda q, k, cos, sin: (rotated(q, cos, sin), rotated(k, cos, sin)),
+        [(heads(16, 16, 48, 64), heads(16, 16, 48, 64), torch.ones(48, 64), torch.ones(48, 64))],
+        "rope",
+    ),
+    "four large axes": (
+        lambda gate, up: F.silu(gate) * up,
+        [(heads(20, 33, 50, 70), heads(20, 33, 50, 70))],
+        "swiglu",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRIED)
+def test_sizes_are_found_that_fit(name: str) -> None:
+    fn, calls, operator = TRIED[name]
+    found = Report()
+    torch._dynamo.reset()
+    run = torch.compile(fn, backend=rewriting(found))
+    for args in calls:
+        run(*args)
+    assert found.replaced == {operator: len(calls)}
+    assert "without a trial" not in str(found), str(found)
+
+
 RULES = sorted(path for path in ROOT.glob("ops/**/*.py") if "compiler.patterns" in path.read_text())
 FOLLOWERS = [ROOT / "llmk" / "compiler" / name for name in ("attention.py", "mask_propagation.py")]
 

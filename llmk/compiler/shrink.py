@@ -2,9 +2,11 @@
 
 Large sizes are made small one by one, from the smallest on. A size that is a product, a double or a sum of others stays
 that. Numbers among the arguments are sizes too, where they are as large.
+
+Symbols are first told apart, each by a number of its own. Where the graph needs some of them to be related, which their
+names do not say, they are made small as the sizes that they stand for while the graph is compiled.
 """
 
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -17,12 +19,12 @@ from torch.fx.node import map_aggregate
 
 from llmk.compiler.patterns import value_of
 from llmk.compiler.sizes import NotSmall, Sizes
-from llmk.registry.private.compilers import symbols_of
+from llmk.registry.private.compilers import hints_of, symbols_of
 
 KEPT = 16
 """Sizes up to this one stay."""
-MOST = 2**18
-"""Elements of all tensors together: 1 MiB of float32."""
+FEW, MOST = 2**18, 2**20
+"""Elements of all tensors together: 1 MiB of float32, where there are such sizes, and the most."""
 FRESH = (8, 12, 20, 28, 44, 52, 68, 76)
 """Twice or four times an odd number each, and none a product of two others."""
 
@@ -31,22 +33,39 @@ def candidates(matched: Sequence[Node], made: Sequence[Node], inputs: Sequence[N
     """Yield sizes with which all tensors together are small, those of the graph first."""
     nodes = [*inputs, *matched, *made]
     tensors = [x for node in nodes for x in _tensors(value_of(node))]
-    names = sorted({name for x in _numbers(nodes) if isinstance(x, torch.SymInt) for name in symbols_of(x)})
-    symbols = defaultdict(lambda: 4, {name: 4 * FRESH[i % len(FRESH)] for i, name in enumerate(names)})
-    few = defaultdict(lambda: 2, {name: i + 3 for i, name in enumerate(names)})
-    large = sorted({x for t in tensors for x in t.shape if isinstance(x, int) and x > KEPT})
-    small = sorted({x for t in tensors for x in t.shape if isinstance(x, int) and 1 < x <= KEPT})
-    literals = sorted({x for x in _numbers(nodes) if isinstance(x, int) and x > KEPT})
-    tables: list[dict[int, int]] = [{}]
-    if large:
-        tables += [_table(large, literals, []), _table(large, literals, small)]
-    for numbers, chosen in itertools.product(tables, (few, symbols) if names else (few,)):
-        sizes = Sizes(numbers, chosen)
+    found: list[tuple[int, Sizes]] = []
+    for sizes in _all_candidates(nodes, tensors):
         try:
-            if sum(math.prod(sizes.shape(x)) for x in tensors) <= MOST:
-                yield sizes
+            found.append((sum(math.prod(sizes.shape(x)) for x in tensors), sizes))
         except NotSmall:
             continue
+    for elements, sizes in sorted(found, key=lambda pair: pair[0] > FEW):
+        if elements <= MOST:
+            yield sizes
+
+
+def _all_candidates(nodes: Sequence[Node], tensors: Sequence[Tensor]) -> Iterator[Sizes]:
+    numbers = _numbers(nodes)
+    literals = {x for x in numbers if isinstance(x, int)}
+    axes = {x for t in tensors for x in t.shape if isinstance(x, int)}
+    names = sorted({name for x in numbers if isinstance(x, torch.SymInt) for name in symbols_of(x)})
+    few = defaultdict(lambda: 2, {name: i + 3 for i, name in enumerate(names)})
+    more = defaultdict(lambda: 4, {name: 4 * FRESH[i % len(FRESH)] for i, name in enumerate(names)})
+    for table in _tables(axes, literals):
+        for symbols in (few, more) if names else (few,):
+            yield Sizes(table, symbols)
+    hints = symbol_hints(nodes)
+    for table in _tables(axes.union(hints.values()), literals) if hints else ():
+        yield Sizes(table, defaultdict(lambda: 2, {name: table.get(hint, hint) for name, hint in hints.items()}))
+
+
+def _tables(axes: set[int], literals: set[int]) -> Iterator[dict[int, int]]:
+    """Yield tables of small numbers for large ones: none, then each size by itself, then products of small ones too."""
+    yield {}
+    large, small = (sorted(x for x in axes if x > 1 and (x > KEPT) is is_large) for is_large in (True, False))
+    if large:
+        yield _table(large, sorted(x for x in literals if x > KEPT), [])
+        yield _table(large, sorted(x for x in literals if x > KEPT), small)
 
 
 def _table(large: Sequence[int], literals: Sequence[int], small: Sequence[int]) -> dict[int, int]:
@@ -78,6 +97,15 @@ def _derived(size: int, known: dict[int, int]) -> int | None:
         if size - x in known:
             return y + known[size - x]
     return None
+
+
+def symbol_hints(nodes: Sequence[Node]) -> dict[str, int]:
+    """Return the sizes that symbols stand for while the graph is compiled, by name."""
+    found: dict[str, int] = {}
+    for x in _numbers(nodes):
+        if isinstance(x, torch.SymInt):
+            found |= hints_of(x)
+    return found
 
 
 def _tensors(value: Any) -> list[Tensor]:

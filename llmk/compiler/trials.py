@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from llmk.compiler.patterns import Match, RewritePattern, cast_of, item_of, name_of, value_of
+from llmk.compiler.shrink import symbol_hints
 from llmk.compiler.trial import Question, Untried, difference
 from llmk.opcheck import accuracy, reference
 from llmk.registry.private.compilers import cache_folder
@@ -169,6 +170,7 @@ def _key(question: Question) -> str:
         lines.append(f"{call} {values} {node.meta.get('needs_grad')} {_mask_of(node)}")
     lines.append(show([*question.results[0], *question.results[1], question.ignored, str(question.autocast)]))
     lines += [f"{numbers.get(a)} among {numbers.get(b)} {axis}" for a, (b, axis) in question.indices.items()]
+    lines.append(str(sorted(symbol_hints(list(numbers)).items())))
     lines.append(str([numbers.get(question.same(node), node.name) for node in question.inputs]))
     lines += [str(question.default_dtype), torch.__version__, torch.compiler.config.cache_key_tag, _own_code()]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

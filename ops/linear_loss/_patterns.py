@@ -248,6 +248,8 @@ def _build_logprobs(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
         raise NoMatch("its softmax, or the choice of classes, is not over the last axis")
     if values.get("dtype") == torch.float64:
         raise NoMatch("its softmax is float64, and the operator's float32")
+    if values.get("squeezed") and not statically_known_true(value_of(index).shape[-1] == 1):
+        raise NoMatch("the axis of chosen classes is squeezed, and is not known to have one")
     logprobs, _ = builder(
         torch.ops.llmk.linear_logprobs.default,
         _rows_of(builder, values["input"], values.get("rows", ())),

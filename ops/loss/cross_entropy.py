@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from llmk.ops.common.math import cap_reference, logsumexp_reference
-from llmk.ops.loss.cross_entropy_cpu import CPU
+from llmk.ops.loss.cross_entropy_cpu import CPU, z_loss_cpu
 from llmk.ops.loss.cross_entropy_kernels import KERNELS, LONGEST_SHORT
 from llmk.ops.loss.cross_entropy_options import Options, RowLoss, check_loss_options
 from llmk.ops.loss.patterns import CROSS_ENTROPY
@@ -69,7 +69,7 @@ def cross_entropy_reference(
     options = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
     losses = torch.nn.functional.cross_entropy(logits, flat, reduction="none", **options)
     counts = flat != ignore_index
-    losses = losses + torch.where(counts, z_loss * logsumexp_reference(logits).square(), 0.0)
+    losses = losses + torch.where(counts, z_loss_cpu(logsumexp_reference(logits), z_loss), 0.0)
     if reduction == "none":
         return losses.view(target.shape)
     if reduction == "sum":
@@ -224,6 +224,8 @@ def cross_entropy_samples(device: torch.device, dtype: torch.dtype) -> Iterator[
     yield Sample((1e4 * logits(4, 50), classes(50, 4)), {"label_smoothing": 0.1}, why="large values")
     masked = logits(4, 40).masked_fill(torch.arange(40, device=device, dtype=torch.int64) < 20, float("-inf"))
     yield Sample((masked, torch.randint(20, 40, (4,), device=device)), why="half the classes at -inf")
+    lowest = torch.full((3, 19), torch.finfo(dtype).min, device=device, dtype=dtype)
+    yield Sample((lowest, classes(19, 3)), why="every class at the lowest number, as masks put it")
     yield Sample((logits(3, 12_304), ignoring(classes(12_304, 3))), why="12,304 classes: whole blocks and a part")
     yield Sample((logits(2, 100_003), classes(100_003, 2)), {"label_smoothing": 0.1}, why="100,003 classes")
 

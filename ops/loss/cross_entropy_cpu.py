@@ -36,6 +36,11 @@ def capped_cpu(logits: Tensor, softcap: float) -> Tensor:
     return cap_cpu(x, softcap) if softcap else x
 
 
+def z_loss_cpu(lse: Tensor, z_loss: float) -> Tensor:
+    """Return `z_loss * lse**2` without the square: it may be infinite, and 0 times that is no number."""
+    return z_loss * lse * lse
+
+
 def row_losses_cpu(logits: Tensor, target: Tensor, options: Options) -> Rows:
     """`row_losses` in plain PyTorch; on real tensors a target out of range raises."""
     V = logits.shape[-1]
@@ -52,7 +57,7 @@ def row_losses_cpu(logits: Tensor, target: Tensor, options: Options) -> Rows:
         w = options.class_weights(V, x.device)
         smooth = w.sum() * logsum + (w * (base.unsqueeze(-1) - x)).sum(-1)
         loss = (1 - smoothing) * loss + smoothing / V * smooth
-    loss = torch.where(counts, loss + z_loss * (maximum + logsum).square(), 0.0)
+    loss = torch.where(counts, loss + z_loss_cpu(maximum + logsum, z_loss), 0.0)
     return Rows(loss, w_t, torch.stack((maximum, total)))
 
 

@@ -29,6 +29,12 @@ def symbols_of(size: torch.SymInt) -> list[str]:
     return sorted(symbol.name for symbol in size.node.expr.free_symbols)
 
 
+def hints_of(size: torch.SymInt) -> dict[str, int]:
+    """The numbers behind the symbols in a size while a graph is compiled; symbols that depend on data have none."""
+    hints = attribute(size.node.shape_env, "backed_var_to_val", lambda env: env.var_to_val)  # torch 2.13 and before
+    return {symbol.name: int(hints[symbol]) for symbol in size.node.expr.free_symbols if symbol in hints}
+
+
 def substituted(size: torch.SymInt, values: Mapping[str, int]) -> int:
     """The size where its symbols have these values."""
     expression = size.node.expr

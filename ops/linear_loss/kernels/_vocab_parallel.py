@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.math import LOG2E
-from llmk.ops.loss.cross_entropy_cpu import capped_cpu, class_index
+from llmk.ops.loss.cross_entropy_cpu import capped_cpu, class_index, z_loss_cpu
 from llmk.ops.loss.cross_entropy_kernels import capped, counts_of, loss_of, row_block, row_statistics, unaligned
 from llmk.ops.loss.cross_entropy_options import Options, Rows
 from llmk.registry import cdiv, empty, jit, wrap_triton
@@ -174,7 +174,7 @@ def combine_slices_cpu(parts: Tensor, target: Tensor, options: Options) -> Rows:
         below, weights = parts[:, 3], parts[:, 4]
         below = below + torch.where(maxima == float("-inf"), 0.0, weights * (base - maxima))
         loss = (1 - smoothing) * loss + smoothing / num_classes * (weights.sum(0) * logsum + below.sum(0))
-    loss = torch.where(counts, loss + z_loss * (maximum + logsum).square(), 0.0)
+    loss = torch.where(counts, loss + z_loss_cpu(maximum + logsum, z_loss), 0.0)
     return Rows(loss, w_t, torch.stack((maximum, total)))
 
 
