@@ -172,13 +172,37 @@ class MambaChunkScanCombined(nn.Module):
 
 
 class MambaSplitConv1dScanCombined(nn.Module):
-    """Mamba-2's layer in training, which goes on to the slots above where this returns None."""
+    """Mamba-2's layer in training, from its input's projection on, which goes on to the slots above: this is no other.
+
+    The function of this slot has no mask: with it, padding on the left would enter the states.
+    """
 
     can_torch_compile = True
     has_backward = True
 
-    def forward(self, zxbcdt: Tensor, *args: Any, **kwargs: Any) -> None:
-        return None
+    def forward(
+        self,
+        zxbcdt: Tensor,
+        conv1d_weight: Tensor,
+        conv1d_bias: Tensor | None,
+        dt_bias: Tensor,
+        A: Tensor,
+        D: Tensor,
+        chunk_size: int,
+        initial_states: Tensor | None = None,
+        dt_limit: tuple[float, float] = NO_LIMIT,
+        return_final_states: bool = False,
+        activation: str = "silu",
+        rmsnorm_weight: Tensor | None = None,
+        rmsnorm_eps: float = 1e-6,
+        outproj_weight: Tensor | None = None,
+        outproj_bias: Tensor | None = None,
+        headdim: int | None = None,
+        ngroups: int = 1,
+        norm_before_gate: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Return None, for which transformers calls its functions of the layer's parts."""
 
 
 def _gated(module: Any, x: Tensor, unit: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
