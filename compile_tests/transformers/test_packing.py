@@ -9,8 +9,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 pytest.importorskip("transformers")
 
-from llmk.transformers.convolutions import convolution  # noqa: E402
-from llmk.transformers.packing import sequence_ids  # noqa: E402
+from llmk.transformers.convolutions import convolution
+from llmk.transformers.packing import sequence_ids
 
 
 def test_boundaries_give_the_same_as_numbers(device: torch.device):

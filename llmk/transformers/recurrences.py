@@ -263,7 +263,7 @@ def _by_attention(
 class WholeLayer(Form):
     """Functions of convolution, scan, gated norm and output projection that compute nothing: they return None.
 
-    transformers has one for mamba_ssm to take the place of, and goes on to the functions above where the result is None.
+    transformers has one for mamba_ssm to take the place of, and goes on to the functions above where it returns None.
     It refuses packed rows, which these functions can take.
     """
 
