@@ -34,6 +34,18 @@ from llmk.transformers.rewrite import CannotRewrite, Edit, Rewrite, Source, sour
 from llmk.transformers.rotary import RopeFinder
 
 Finder = Callable[[nn.Module, Source], Edit | None]
+KINDS = {
+    "norms": "norm",
+    "mlps": "mlp",
+    "experts": "experts",
+    "rope": "rope",
+    "residuals": "residual",
+    "convolutions": "convolution",
+    "recurrences": "recurrence",
+    "loss": "loss",
+    "masks": "mask",
+}
+"""The kinds of replacements, by the option of `patch` for each."""
 REPLACED = "its forward was replaced already: patch() the model before whatever did that"
 
 
@@ -80,18 +92,21 @@ def patch(
         The report: `print(report)` shows what was replaced and what was left and why, `report.unpatch()` undoes it.
 
     Raises:
-        TypeError: `model` is not a `torch.nn.Module`.
+        TypeError: `model` is not a `torch.nn.Module`, or an option is neither True nor False.
     """
     if isinstance(model, type):
         raise TypeError(f"model: expected a torch.nn.Module, got the class {model.__name__}; patch an instance of it")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    layers = {"norms": norms, "experts": experts, "mlps": mlps, "rope": rope, "residuals": residuals}
+    hybrid = {"convolutions": convolutions, "recurrences": recurrences}
+    options = layers | hybrid | {"loss": loss, "masks": masks, "skip_ignored": skip_ignored}
+    for name, value in options.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: expected True or False, got {value!r}")
     if (report := report_of(model)) is not None:
         return report
-    layers = {"norm": norms, "experts": experts, "mlp": mlps, "rope": rope, "residual": residuals}
-    hybrid = {"convolution": convolutions, "recurrence": recurrences}
-    which = layers | hybrid | {"loss": loss, "mask": masks}
-    plan = apart_from_caller(Plan, model, {kind for kind, wanted in which.items() if wanted}, skip_ignored)
+    plan = apart_from_caller(Plan, model, {kind for option, kind in KINDS.items() if options[option]}, skip_ignored)
     classes = plan.classes()
     report = Report(model, plan.entries)
     set_classes(classes)
