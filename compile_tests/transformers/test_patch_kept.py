@@ -57,6 +57,26 @@ def test_a_second_call_returns_the_report():
     assert "loss" in patch(model).replaced
 
 
+def test_what_is_not_patched_yet_is_patched():
+    """Around a part that is, and beside a model that is; each of two models has its loss fused."""
+    whole = patch(small_model("Llama"))
+    model, ids = small_model("Llama"), tokens(2, 7)
+    part = patch(model.model, rope=False)
+    report = patch(model)
+    assert report.replaced == {kind: count for kind, count in whole.replaced.items() if kind != "rope"}
+    names = {entry.name: entry.kind for entry in report.entries}
+    assert names["model.norm"] == "norm"
+    assert names[""] == "loss"
+    assert patch(model) is report
+    assert part.replaced == {kind: count for kind, count in report.replaced.items() if kind != "loss"}
+    assert model(input_ids=ids, labels=ids).logits is None
+    report.unpatch()
+    assert patch(model).replaced == whole.replaced
+    both = nn.ModuleDict({"teacher": small_model("Llama"), "student": model})
+    assert patch(both).replaced == {kind: 2 * count for kind, count in whole.replaced.items()}
+    assert both["teacher"](input_ids=ids, labels=ids).logits is None
+
+
 def test_parameters_need_not_be_there():
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(small_model("Llama").config)
