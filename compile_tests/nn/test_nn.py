@@ -374,6 +374,31 @@ def test_wrong_sizes_are_refused() -> None:
             r"^input: expected shape \[\.\.\., 16\], got \(2, 15\)",
             lambda: llmk.nn.GeGLUMLP(16, 32)(torch.randn(2, 15)),
         ),
+        (
+            ValueError,
+            r"^input: expected shape \[B, T, 8\], got \(2, 3, 7\)",
+            lambda: llmk.nn.GatedDeltaNet(8, 2, 1, 4, 4)(torch.randn(2, 3, 7)),
+        ),
+        (
+            ValueError,
+            "^q: expected at most 4 tokens, max_position_embeddings, got 6",
+            lambda: llmk.nn.RotaryEmbedding(8, 4)(*torch.randn(2, 1, 2, 6, 8)),
+        ),
+        (
+            ValueError,
+            r"^position_ids: expected shape \[1 or B, S\], got \(2,\)",
+            lambda: llmk.nn.RotaryEmbedding(8, 4)(*torch.randn(2, 1, 2, 2, 8), torch.arange(2)),
+        ),
+        (
+            TypeError,
+            "^position_ids: expected a tensor of dtype int64, int32, got float32",
+            lambda: llmk.nn.RotaryEmbedding(8, 4)(*torch.randn(2, 1, 2, 2, 8), torch.zeros(1, 2)),
+        ),
+        (
+            TypeError,
+            "^tile_size: expected an int, got float 2.5",
+            lambda: llmk.nn.TiledMLP(nn.Identity(), 2.5),
+        ),
     ],
 )
 def test_what_a_newcomer_gets_wrong(error, message, make) -> None:

@@ -39,7 +39,7 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         if num_k_heads < 1 or num_v_heads < 1 or num_v_heads % num_k_heads:
             raise ValueError(f"num_v_heads: expected a positive multiple of {num_k_heads} key heads, got {num_v_heads}")
-        self.num_v_heads, self.num_k_heads = num_v_heads, num_k_heads
+        self.hidden_size, self.num_v_heads, self.num_k_heads = hidden_size, num_v_heads, num_k_heads
         self.key_dim, self.value_dim = num_k_heads * head_k_dim, num_v_heads * head_v_dim
         conv_dim = 2 * self.key_dim + self.value_dim
         self.in_proj_qkv = nn.Linear(hidden_size, conv_dim, bias=False, device=device, dtype=dtype)
@@ -63,6 +63,8 @@ class GatedDeltaNet(nn.Module):
     def forward(
         self, input: Tensor, sequence_ids: Tensor | None = None, initial_state: State | None = None
     ) -> tuple[Tensor, State]:
+        if input.dim() != 3 or input.shape[2] != self.hidden_size:
+            raise ValueError(f"input: expected shape [B, T, {self.hidden_size}], got {tuple(input.shape)}")
         conv_state, state = (None, None) if initial_state is None else initial_state
         mixed, conv_state = self.conv1d(self.in_proj_qkv(input).transpose(1, 2), sequence_ids, conv_state)
         q, k, v = mixed.transpose(1, 2).split([self.key_dim, self.key_dim, self.value_dim], -1)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from llmk import functional
-from llmk.registry import LARGEST, check_number
+from llmk.registry import LARGEST, check_dtype, check_number
 
 
 class RotaryEmbedding(nn.Module):
@@ -61,7 +61,19 @@ class RotaryEmbedding(nn.Module):
         return self
 
     def forward(self, q: Tensor, k: Tensor, position_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Turn q and k at positions 0 to S - 1, or at `position_ids [1 or B, S]`."""
+        """Turn q and k at positions 0 to S - 1, or at `position_ids [1 or B, S]`.
+
+        Raises:
+            TypeError: `position_ids` are no integers.
+            ValueError: There are more tokens than positions in the tables, or a shape is another.
+        """
+        if position_ids is None and q.shape[-2] > self.max_position_embeddings:
+            expected = f"at most {self.max_position_embeddings} tokens, max_position_embeddings"
+            raise ValueError(f"q: expected {expected}, got {q.shape[-2]}")
+        if position_ids is not None:
+            check_dtype("position_ids", position_ids, (torch.int64, torch.int32))
+            if position_ids.dim() != 2:
+                raise ValueError(f"position_ids: expected shape [1 or B, S], got {tuple(position_ids.shape)}")
         if position_ids is None:
             cos, sin = self.cos[: q.shape[-2]].unsqueeze(0), self.sin[: q.shape[-2]].unsqueeze(0)
         else:

@@ -1,5 +1,7 @@
 """A layer that is applied to a part of the tokens at a time."""
 
+from typing import SupportsIndex
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -20,6 +22,8 @@ class TiledMLP(nn.Module):
 
     def __init__(self, mlp: nn.Module, tile_size: int) -> None:
         super().__init__()
+        if not isinstance(tile_size, SupportsIndex):
+            raise TypeError(f"tile_size: expected an int, got {type(tile_size).__name__} {tile_size!r}")
         if tile_size < 1:
             raise ValueError(f"tile_size: expected at least 1, got {tile_size}")
         self.mlp, self.tile_size = mlp, tile_size
