@@ -268,6 +268,23 @@ def check_hybrids() -> None:
         assert seen.graphs[0][f"llmk.{operator}.default"] == layers
 
 
+def check_packed_rows() -> None:
+    """The loss and gradients of a row are those of its sequences, each by itself in the model's own layers."""
+    for family in ("Qwen3Next", "FalconH1"):
+        own, model, ids = own_model(family), own_model(family), tokens(1, 12)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of slots that keep the model's own layer
+            model.set_use_kernels(True, kernel_config())
+        parts = [{"input_ids": part, "labels": part, "num_items_in_batch": 10} for part in ids.split([5, 7], 1)]
+        losses, gradients = zip(*(loss_and_gradients(own, own, part) for part in parts), strict=True)
+        want = sum(losses), {name: sum(g[name] for g in gradients) for name in gradients[0]}
+        positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
+        row = {"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions}
+        numbers, boundaries = torch.tensor([[0] * 5 + [1] * 7]), torch.tensor([0, 5, 12])
+        for packing in ({"seq_idx": numbers}, {"cu_seq_lens_q": boundaries}):
+            assert_equal(loss_and_gradients(model, model, row | packing), want)
+
+
 def check_patch_finds_functions_that_are_modules_here() -> None:
     own, model, ids = own_model("Qwen3Next"), own_model("Qwen3Next"), tokens(2, 12)
     assert isinstance(torch_chunk_gated_delta_rule, nn.Module)

@@ -185,8 +185,8 @@ def saved_model(folder: Path) -> str:
     return str(folder)
 
 
-def make_trainer(kind: str, folder: Path, peft: bool = False, **config: Any) -> Any:
-    """Make a trainer of a model in `folder`; with `peft` a LoRA in attention and MLP is what it trains."""
+def make_trainer(kind: str, folder: Path, peft: bool = False, model: Any = None, **config: Any) -> Any:
+    """Make a trainer of a model, or of one in `folder`; with `peft` a LoRA in attention and MLP is what it trains."""
     given = KINDS[kind]
     trainer, settings = given.found()
     options = {"per_device_train_batch_size": 2, "max_steps": STEPS, "logging_steps": 1, "optim": "sgd"}
@@ -202,7 +202,7 @@ def make_trainer(kind: str, folder: Path, peft: bool = False, **config: Any) -> 
     adapter = {"peft_config": LoraConfig(target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")} if peft else {}
     transformers.set_seed(0)  # adapters are drawn
     return trainer(
-        model=saved_model(folder),
+        model=saved_model(folder) if model is None else model,
         args=args,
         train_dataset=Dataset.from_dict(dict(given.data)),
         processing_class=tokenizer(),

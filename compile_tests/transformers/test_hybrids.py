@@ -42,6 +42,9 @@ PLAIN: dict[str, Any] = {
 }
 """By transformers' names of the functions, the same token by token."""
 
+PACKED = [family for family in OPERATORS if family != "Mamba2"]
+"""transformers' Mamba2ForCausalLM does not hand on to its layers how a row is packed."""
+
 KEPT = ("Qwen3Next", "OlmoHybrid", "KimiLinear", "Mamba2", "FalconH1")
 
 
@@ -81,6 +84,28 @@ def exact(original: Any, inputs: dict[str, Tensor], monkeypatch: pytest.MonkeyPa
     return loss.float(), {name: gradient.float() for name, gradient in gradients.items()}
 
 
+def packed(*lengths: int) -> dict[str, Tensor]:
+    """A row of sequences, with all that says so: positions and a mask for attention, the rest for recurrences."""
+    ids, seq_idx = tokens(1, sum(lengths)) % 97 + 2, torch.repeat_interleave(torch.tensor(lengths))[None]
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    alike = seq_idx[:, None, :, None] == seq_idx[:, None, None, :]
+    return {
+        "input_ids": ids,
+        "labels": ids.masked_fill(positions == 0, -100),
+        "position_ids": positions,
+        "attention_mask": (alike & torch.ones(alike.shape, dtype=torch.bool).tril()),
+        "seq_idx": seq_idx.int(),
+        "cu_seq_lens_q": torch.tensor([0, *lengths]).cumsum(0).int(),
+    }
+
+
+def sequences(row: dict[str, Tensor]) -> list[dict[str, Any]]:
+    """Each sequence of a packed row by itself; their losses add up to the row's."""
+    lengths, count = row["cu_seq_lens_q"].diff().tolist(), int((row["labels"] != -100).sum())
+    parts = zip(row["input_ids"].split(lengths, 1), row["labels"].split(lengths, 1), strict=True)
+    return [{"input_ids": ids, "labels": labels, "num_items_in_batch": count} for ids, labels in parts]
+
+
 class Graphs:
     """ "aot_eager" that also counts llmk's operators in each graph that it is given."""
 
@@ -109,6 +134,24 @@ def test_a_hybrid_trains_as_before(family: str, monkeypatch: pytest.MonkeyPatch)
     assert_equal(loss_and_gradients(model, torch.compile(model, fullgraph=True, backend=graphs), inputs), want)
     (found,) = graphs.graphs
     assert found[OPERATORS[family]] == layers
+
+
+@pytest.mark.parametrize("family", some_of(PACKED, ("Qwen3Next", "KimiLinear", "FalconH1")))
+def test_a_packed_row_is_its_sequences(family: str, monkeypatch: pytest.MonkeyPatch):
+    """Eager and in one graph; without patch transformers' own functions refuse it, or mix the sequences."""
+    model, original = pair(family)
+    row = packed(5, 66, 1, 8)
+    parts = [exact(original, part, monkeypatch) for part in sequences(row)]
+    want = sum(loss for loss, _ in parts), {name: sum(g[name] for _, g in parts) for name in parts[0][1]}
+    # transformers makes masks of positions for attention, but in Granite 4, where they must be given.
+    attention = "attention_mask" if family == "GraniteMoeHybrid" else "position_ids"
+    inputs = {name: row[name] for name in ("input_ids", "labels", attention)}
+    by_number, by_boundary = (inputs | {name: row[name]} for name in ("seq_idx", "cu_seq_lens_q"))
+    assert_equal(loss_and_gradients(model, model, by_number), want)
+    assert_equal(loss_and_gradients(model, model, by_boundary), want)
+    if family != "Qwen4Exp":  # as above
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        assert_equal(loss_and_gradients(model, compiled, by_boundary), want)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -206,8 +249,8 @@ def by_operator(result: Tensor, operator: str) -> bool:
 
 STATES = {DeltaLayer: "initial_state", ScanLayer: "initial_states"}
 OWN: dict[Any, list[dict[str, Any]]] = {  # what the functions understand and the operators do not
-    DeltaLayer: [{"cu_seqlens": torch.tensor([0, 4, 9])}],
-    ScanLayer: [{"seq_idx": torch.zeros(2, 9, dtype=torch.int32)}, {"z": torch.ones(1)}, {"dt_limit": (-1.0, 1.0)}],
+    DeltaLayer: [],
+    ScanLayer: [{"z": torch.ones(1)}, {"dt_limit": (-1.0, 1.0)}],
 }
 
 
@@ -231,6 +274,59 @@ def test_a_recurrence_is_found(layer: Any):
         results = [m.to(given.dtype)(given, **options) for m in (model, original)]
         assert by_operator(results[0][0], layer.operator) == ("unknown" in options)
         torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("layer", [DeltaLayer, ScanLayer])
+@pytest.mark.parametrize("name", ["seq_idx", "cu_seqlens", "cu_seq_lens_q"])
+def test_a_packed_row_in_a_layer(layer: Any, name: str):
+    """Output and gradients of each sequence, and the state of the last one."""
+    model = layer()
+    original, x = copy.deepcopy(model), torch.randn(1, 9, 16) / 2
+    patch(model)
+    value = torch.tensor([[3] * 4 + [1] * 5]) if name == "seq_idx" else torch.tensor([0, 4, 4, 9])
+    out, final = model(x, **{name: value})
+    parts = [original(part) for part in x.split([4, 5], 1)]
+    want, last = torch.cat([part for part, _ in parts], 1), parts[-1][1]
+    torch.testing.assert_close((out, final), (want, last))
+    (out.square().sum() + final.square().sum()).backward()
+    (want.square().sum() + last.square().sum()).backward()
+    for p, q in zip(model.parameters(), original.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5)
+    state = {STATES[layer]: torch.randn(1, 2, 8, 8)}
+    if name == "seq_idx":
+        want, _ = original(x[:, :4], **state)
+        torch.testing.assert_close(model(x, **{name: value}, **state)[0][:, :4], want)
+    else:
+        with pytest.raises(ValueError, match=f"{name}: expected no cache of tokens before the packed row"):
+            model(x, **{name: value}, **state)
+
+
+def test_a_function_with_a_name_for_packed_rows_gets_them(monkeypatch: pytest.MonkeyPatch):
+    class Packing(DeltaRule):
+        def __call__(
+            self,
+            query,
+            key,
+            value,
+            g,
+            beta,
+            chunk_size=64,
+            initial_state=None,
+            output_final_state=False,
+            use_qk_l2norm_in_kernel=False,
+            cu_seqlens=None,
+        ):
+            seen.append(cu_seqlens)
+            options = (initial_state, output_final_state, use_qk_l2norm_in_kernel)
+            return super().__call__(query, key, value, g, beta, chunk_size, *options)
+
+    seen: list[Any] = []
+    monkeypatch.setitem(globals(), "rule", Packing())
+    model, boundaries = DeltaLayer(), torch.tensor([0, 4, 9])
+    assert patch(model).replaced == {"recurrence": 1}
+    seen.clear()
+    model(torch.randn(1, 9, 16), cu_seqlens=boundaries)
+    assert seen == [boundaries]
 
 
 OTHERS = [("rule", DeltaLayer, cls) for cls in OTHER_DELTA_RULES] + [("scan", ScanLayer, cls) for cls in OTHER_SCANS]

@@ -1,6 +1,8 @@
 """Uses of a model before and after `llmk.transformers.patch`: each works, or says why it does not."""
 
 import copy
+import functools
+import inspect
 import io
 import pickle
 from pathlib import Path
@@ -53,6 +55,26 @@ def test_a_second_call_returns_the_report():
     assert "loss" not in report.replaced
     report.unpatch()
     assert "loss" in patch(model).replaced
+
+
+def test_what_is_not_patched_yet_is_patched():
+    """Around a part that is, and beside a model that is; each of two models has its loss fused."""
+    whole = patch(small_model("Llama"))
+    model, ids = small_model("Llama"), tokens(2, 7)
+    part = patch(model.model, rope=False)
+    report = patch(model)
+    assert report.replaced == {kind: count for kind, count in whole.replaced.items() if kind != "rope"}
+    names = {entry.name: entry.kind for entry in report.entries}
+    assert names["model.norm"] == "norm"
+    assert names[""] == "loss"
+    assert patch(model) is report
+    assert part.replaced == {kind: count for kind, count in report.replaced.items() if kind != "loss"}
+    assert model(input_ids=ids, labels=ids).logits is None
+    report.unpatch()
+    assert patch(model).replaced == whole.replaced
+    both = nn.ModuleDict({"teacher": small_model("Llama"), "student": model})
+    assert patch(both).replaced == {kind: 2 * count for kind, count in whole.replaced.items()}
+    assert both["teacher"](input_ids=ids, labels=ids).logits is None
 
 
 def test_parameters_need_not_be_there():
@@ -253,6 +275,42 @@ def test_new_parts_are_used():
         assert_same_training(model, original, input_ids=ids)
 
 
+@pytest.mark.parametrize(
+    ("family", "name", "value"),
+    [
+        ("Llama", "model.norm.variance_epsilon", 1.0),
+        ("Qwen3Next", "model.layers.0.linear_attn.norm.variance_epsilon", 1.0),
+        ("Gemma2", "config.final_logit_softcapping", None),
+        ("Gemma2", "config.final_logit_softcapping", 1.0),
+        ("Granite", "config.logits_scaling", 1.5),
+        ("Cohere", "logit_scale", 2.0),
+    ],
+)
+def test_a_number_that_changed(family: str, name: str, value: float | None):
+    """Of a norm, or of what is done to the logits: the model's own code reads it anew."""
+    model, original = pair(family)
+    *path, last = name.split(".")
+    for m in (model, original):
+        setattr(functools.reduce(lambda at, step: getattr(at, step), path, m), last, value)
+    assert_same_training(model, original, input_ids=tokens(2, 7))
+
+
+def test_arguments_of_norms_by_name():
+    model, original = pair("Qwen3Next")
+    x, gate = torch.randn(2, 3, 32), torch.randn(2, 3, 8)
+    norms, gated = (
+        [m.model.norm for m in (model, original)],
+        [m.model.layers[0].linear_attn.norm for m in (model, original)],
+    )
+    (name,) = inspect.signature(type(original.model.norm).forward).parameters.keys() - {"self"}
+    torch.testing.assert_close(*(norm(**{name: x}) for norm in norms))
+    want = gated[1](x[..., :8], gate)
+    for args, options in (((x[..., :8],), {"gate": gate}), ((), {"hidden_states": x[..., :8], "gate": gate})):
+        torch.testing.assert_close(gated[0](*args, **options), want)
+    with pytest.raises(TypeError, match="unknown"):
+        norms[0](x, unknown=1)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
 def test_another_dtype(dtype: torch.dtype):
     for family in ("Llama", "Phi3"):
@@ -342,6 +400,10 @@ def test_errors_say_what_came():
     with pytest.raises(TypeError, match=r"model: expected .* got the class LlamaForCausalLM; patch an instance of it"):
         patch(transformers.LlamaForCausalLM)
     model, ids = small_model("Llama"), tokens(2, 9)
+    with pytest.raises(TypeError, match="norms: expected True or False, got 'rms'"):
+        patch(model, norms="rms")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="skip_ignored: expected True or False, got None"):
+        patch(model, skip_ignored=None)  # type: ignore[arg-type]
     patch(model)
     with pytest.raises(ValueError, match=r"labels: expected shape \(2, 9\) \(one for each token\), got \(2, 5\)"):
         model(input_ids=ids, labels=ids[:, :5])

@@ -158,12 +158,35 @@ class Added(transformers.LlamaForCausalLM):
         return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
 
 
+class Kept(transformers.LlamaForCausalLM):
+    """Which has its logits for somebody else."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):  # type: ignore[override]
+        logits = self.lm_head(self.model(input_ids=input_ids)[0])
+        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size)
+        self.last_logits = logits
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+
+class AddedAtTimes(transformers.LlamaForCausalLM):
+    """Whose loss has a second term where a teacher is given."""
+
+    def forward(self, input_ids=None, labels=None, teacher=None, **kwargs):  # type: ignore[override]
+        logits = self.lm_head(self.model(input_ids=input_ids)[0])
+        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size)
+        if teacher is not None:
+            loss += (logits - teacher).square().mean()
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
         (SomeRows, "takes a part of the logits"),
         (Smoothed, r"neither self.loss_function nor nn.CrossEntropyLoss\(\)"),
         (Added, "not the mean cross entropy of its logits alone"),
+        (Kept, "has its logits in an attribute, or adds what is made of them to something"),
+        (AddedAtTimes, "has its logits in an attribute, or adds what is made of them to something"),
         ("MobileBertForMaskedLM", "does not just return what its decoder gives"),
         ("ProphetNetForCausalLM", "takes a part of the logits"),
         ("Blip2ForConditionalGeneration", "does not call self.language_model once"),

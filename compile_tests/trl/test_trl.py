@@ -16,6 +16,7 @@ transformers = pytest.importorskip("transformers")
 
 from trl.trainer.utils import add_fused_lm_head  # noqa: E402
 
+import llmk.transformers  # noqa: E402
 import llmk.trl  # noqa: E402
 from compile_tests.helpers.families import small_model  # noqa: E402
 from compile_tests.helpers.trl_trainers import make_trainer, train  # noqa: E402
@@ -148,6 +149,27 @@ def test_overrides_that_lead_to_the_head_and_past_it(tmp_path: Path):
         assert ("called 0 times" in str(report)) == warns
         report.unpatch()
         assert not any("WarnIfNeverCalled" in type(c).__name__ for c in trainer.callback_handler.callbacks)
+
+
+@pytest.mark.parametrize("kind", ["sft", "distillation"])
+def test_unpatch_twice(kind: str, tmp_path: Path):
+    trainer = make_trainer(kind, tmp_path)
+    for _ in range(2):
+        report = llmk.trl.patch(trainer)
+        report.unpatch()
+        report.unpatch()
+
+
+def test_a_hybrid_trains_without_padding(tmp_path: Path):
+    """The losses are those with padding: TRL's collator says where sequences begin, and the patched layers listen."""
+    losses = []
+    for padding_free in (True, False):
+        model = small_model("Qwen3Next", use_cache=False)
+        llmk.transformers.patch(model)
+        trainer = make_trainer("sft", tmp_path, model=model, padding_free=padding_free, max_length=None)
+        losses.append([step["loss"] for step in train(trainer) if "loss" in step])
+    assert losses[0][-1] < losses[0][0]
+    torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-5, atol=0)
 
 
 def test_a_first_steps_ratio_is_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

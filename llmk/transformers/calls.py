@@ -19,9 +19,6 @@ from llmk.transformers.rewrite import Edit, Source, load
 
 Function = Callable[..., Any]
 
-PACKING = frozenset({"seq_idx", "cu_seqlens"})
-"""The keywords that say where packed sequences begin, for a model's own function."""
-
 
 class Form:
     """A kind of function that an operator computes. Forms that are equal are the same; they can be pickled.
@@ -120,12 +117,11 @@ def _attempted(form: Form, function: Function) -> Form | Differs:
 
 
 def its_own(function: Function, arguments: Collection[str]) -> frozenset[str]:
-    """The keywords that are for the function itself: those it has a name for, but for these, and of packed sequences.
+    """The keywords that are for the function itself: those it has a name for, but for these.
 
-    A model's layers hand on all keyword arguments of the model, and a function takes what it does not know as `kwargs`,
-    where it may look for packed sequences.
+    A model's layers hand on all keyword arguments of the model, and a function takes what it does not know as `kwargs`.
     """
-    return frozenset(parameters(function)) - frozenset(arguments) | PACKING
+    return frozenset(parameters(function)) - frozenset(arguments)
 
 
 def parameters(function: Function) -> list[str]:

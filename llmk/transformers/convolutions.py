@@ -1,6 +1,7 @@
 """Short causal convolutions: functions that a module's source calls and that compute `causal_conv1d`."""
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -11,6 +12,7 @@ from llmk import functional
 from llmk.ops.convolution.causal_conv1d import ACTIVATIONS, MOST_TAPS
 from llmk.registry.record import FLOAT_DTYPES
 from llmk.transformers.calls import Calls, Form, Function, its_own
+from llmk.transformers.packing import sequence_ids
 from llmk.transformers.probe import SCALES, Differs, agree, gradients, randoms, rows_of_all_scales, run, same
 
 ARGUMENTS = ["weight", "bias", "activation"]
@@ -58,10 +60,18 @@ def _convolution(tried: Function) -> Function:
     ) -> Any:
         asks_for_more = any(kwargs.get(name) is not None for name in others)
         if function is tried and not asks_for_more and _fits(input, weight, bias) and activation in ACTIVATIONS:
-            return functional.causal_conv1d(input, weight, bias, activation=activation)[0]
+            return convolution(input, weight, bias, activation, kwargs)
         return function(input, weight, bias, activation=activation, **kwargs)
 
     return convolve
+
+
+def convolution(
+    input: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, keywords: Mapping[str, Any]
+) -> Tensor:
+    """Return the result of such a function, by the operator."""
+    ids = sequence_ids(keywords, input.shape[0], input.shape[2])
+    return functional.causal_conv1d(input, weight, bias, activation=activation, sequence_ids=ids)[0]
 
 
 def _fits(input: Any, weight: Any, bias: Any) -> bool:

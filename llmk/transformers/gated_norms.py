@@ -14,7 +14,7 @@ from llmk import functional
 from llmk.ops.common.activations import GATES
 from llmk.registry.private.modules import children_of, parameters_of
 from llmk.transformers.classes import Change
-from llmk.transformers.norms import Trial, signature_of
+from llmk.transformers.norms import Trial, has_kept, signature_of, small_numbers
 from llmk.transformers.probe import Differs
 from llmk.transformers.rewrite import set_source
 
@@ -41,23 +41,28 @@ class GatedForm(NamedTuple):
 
 @dataclass(frozen=True)
 class GatedNorm(Change):
-    """A norm's forward by the operator, with the dtypes of input and weight with which it was found to do the same."""
+    """A norm's forward by the operator, as `Norm` is."""
 
     form: GatedForm
     proven: tuple[tuple[torch.dtype, torch.dtype | None], ...]
+    settings: tuple[tuple[str, float], ...]
 
     @property
     def what(self) -> str:
         return "rms_norm_gated" if self.form.norm_before_gate else "rms_norm_gated, the gate first"
 
     def methods(self, base: type) -> dict[str, Any]:
-        form, proven = self.form, self.proven
+        form, proven, settings = self.form, self.proven, self.settings
+        _, _, second = signature_of(base.forward)
 
-        def forward(self: nn.Module, input: Tensor, gate: Tensor | None = None) -> Any:
+        def forward(self: nn.Module, input: Tensor | None = None, gate: Tensor | None = None, **named: Tensor) -> Any:
+            if input is None or named:
+                given = () if input is None else (input,)
+                return base.forward(self, *given, **({} if gate is None else {second.name: gate}), **named)
             weight = getattr(self, form.weight)
             if gate is None or gate.shape != input.shape or gate.dtype != input.dtype:
                 return base.forward(self, input, gate)
-            if (input.dtype, weight.dtype) not in proven:
+            if (input.dtype, weight.dtype) not in proven or not has_kept(self, settings):
                 return base.forward(self, input, gate)
             return form(input, gate, weight)
 
@@ -80,7 +85,7 @@ def find_gated_norm(module: nn.Module) -> GatedNorm | None:
     trial = Trial(module, parameters, len(weight), with_gate=True)
     for form in _forms(module, name, len(weight)):
         if trial.is_like(form):
-            return GatedNorm(form, trial.proven(form))
+            return GatedNorm(form, trial.proven(form), small_numbers(module))
     raise Differs("computes no RMSNorm over the last axis with a gate")
 
 
@@ -91,7 +96,7 @@ def _takes_input_and_gate(module: nn.Module) -> bool:
 
 def _forms(module: nn.Module, weight: str, width: int) -> Iterator[GatedForm]:
     values = [v for v in vars(module).values() if not isinstance(v, bool)]
-    own = {v for v in values if isinstance(v, float) and 0 < v < 0.1}
+    own = {value for _, value in small_numbers(module)}
     counts = {v for v in values if isinstance(v, int) and 0 < v < width and width % v == 0}
     sizes = sorted({width, *counts, *(width // v for v in counts)}, reverse=True)
     for eps, order, activation, size in product([*sorted(own), 1e-5, 1e-6], (True, False), GATES, sizes):

@@ -27,7 +27,7 @@ from llmk.transformers.probe import (
     same,
     without_parameters,
 )
-from llmk.transformers.recurrences import DeltaRule, Scan
+from llmk.transformers.recurrences import DeltaRule, Scan, WholeLayer
 from llmk.transformers.slots import LAYERS
 
 DEVICES = ("cpu", "cuda", "rocm")
@@ -36,6 +36,7 @@ FUNCTIONS: dict[str, Form] = {
     "chunk_gated_delta_rule": DeltaRule(),
     "chunk_kda": DeltaRule(grouped=False, channels=True),
     "mamba_chunk_scan_combined": Scan(),
+    "mamba_split_conv1d_scan_combined": WholeLayer(),
 }
 """The slots of functions that `patch` knows too, which try what is in a slot."""
 

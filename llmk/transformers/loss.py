@@ -92,6 +92,8 @@ def project_of(edit: FusedLoss) -> Callable[..., Projected]:
 def _has_that_loss(model: nn.Module, edit: FusedLoss) -> bool:
     if "_loss_function" in vars(model) or getattr(model, "loss_type", None) != edit.loss_type:
         return False
+    if any(head_at(model, name) != value for name, value in edit.places.numbers):
+        return False
     for name, ignored in children_of(edit.places):
         criterion = head_at(model, name)
         if not is_plain(criterion) or criterion.ignore_index != ignored:

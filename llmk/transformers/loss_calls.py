@@ -27,6 +27,8 @@ class Places(NamedTuple):
     it ignores."""
     added: str | None
     """The parameter or buffer that is added to the logits."""
+    numbers: tuple[tuple[str, float | None], ...]
+    """The model's attributes, `config.logits_scaling` perhaps, that the statements which make the logits read."""
 
 
 def find_places(model: nn.Module, source: Source, head: str, V: int) -> Places:
@@ -43,6 +45,8 @@ def find_places(model: nn.Module, source: Source, head: str, V: int) -> Places:
     logits = _made_of(definition, calls[0])
     if any(isinstance(node, ast.Subscript) and _called_on(node.value) in logits for node in ast.walk(definition)):
         raise Differs("its forward takes a part of the logits before the loss")
+    if any(_puts_elsewhere(node, logits) for node in ast.walk(definition)):
+        raise Differs("its forward has its logits in an attribute, or adds what is made of them to something")
     criteria = _criteria(model, source)
     used = {ast.unparse(n.func) for n in ast.walk(definition) if isinstance(n, ast.Call) and logits_in(n, logits)}
     criteria = {name: ignored for name, ignored in criteria.items() if name in used}
@@ -51,7 +55,8 @@ def find_places(model: nn.Module, source: Source, head: str, V: int) -> Places:
     added = {name for n in ast.walk(definition) if (name := added_name(n)) and _is_bias(model, name, V)}
     if len(added) > 1:
         raise Differs(f"it adds {' and '.join(sorted(added))} to its logits")
-    return Places(head, frozenset(logits), tuple(criteria.items()), next(iter(added), None))
+    numbers = _numbers_read(model, source, logits)
+    return Places(head, frozenset(logits), tuple(criteria.items()), next(iter(added), None), numbers)
 
 
 def logits_in(call: ast.Call, logits: Collection[str]) -> str | None:
@@ -104,6 +109,48 @@ def _holds(value: ast.AST, call: ast.AST, names: set[str]) -> bool:
 
 def _names(node: ast.AST) -> set[str]:
     return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+
+
+def _puts_elsewhere(node: ast.AST, logits: set[str]) -> bool:
+    match node:
+        case ast.Assign([ast.Attribute() | ast.Subscript(), *_], value) | ast.AugAssign(value=value):
+            return bool(_names(value) & logits) and "labels" not in _names(value)
+    return False
+
+
+def _numbers_read(model: nn.Module, source: Source, logits: set[str]) -> tuple[tuple[str, float | None], ...]:
+    """The numbers, and what is None, that stand where the logits are made, or in the condition for that."""
+    found: dict[str, float | None] = {}
+    for node in ast.walk(source.definition):
+        match node:
+            case ast.If(test, body) if any(_assigns(statement, logits) for statement in body):
+                read: ast.AST = test
+            case ast.Assign() if _assigns(node, logits):
+                read = node.value
+            case _:
+                continue
+        for name in filter(None, map(_attribute_of_self, ast.walk(read))):
+            value = source.lookup(model, f"self.{name}")
+            if value is None or type(value) in (int, float):
+                found[name] = value
+    return tuple(sorted(found.items()))
+
+
+def _attribute_of_self(node: ast.AST) -> str | None:
+    """NAME.NAME in `self.NAME.NAME`."""
+    match node:
+        case ast.Attribute(ast.Name("self"), name):
+            return name
+        case ast.Attribute(ast.Attribute() as inner, name) if path := _attribute_of_self(inner):
+            return f"{path}.{name}"
+    return None
+
+
+def _assigns(node: ast.AST, names: set[str]) -> bool:
+    match node:
+        case ast.Assign([ast.Name(target)], _):
+            return target in names
+    return False
 
 
 def _criteria(model: nn.Module, source: Source) -> dict[str, int]:

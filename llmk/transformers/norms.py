@@ -46,10 +46,15 @@ class NormForm(NamedTuple):
 
 @dataclass(frozen=True)
 class Norm(Change):
-    """A norm's forward by an operator, with the dtypes of input and weight with which it was found to do the same."""
+    """A norm's forward by an operator, with the dtypes of input and weight with which it was found to do the same.
+
+    It is the module's own again where one of `settings`, the module's attributes that may be its eps, has changed, and
+    where the input is given by a name.
+    """
 
     form: NormForm
     proven: tuple[tuple[torch.dtype, torch.dtype | None], ...]
+    settings: tuple[tuple[str, float], ...]
 
     @property
     def what(self) -> str:
@@ -61,11 +66,15 @@ class Norm(Change):
         return self.form.op == "rms_norm"
 
     def methods(self, base: type) -> dict[str, Any]:
-        form, proven = self.form, self.proven
+        form, proven, settings = self.form, self.proven, self.settings
 
-        def forward(self: nn.Module, input: Tensor, residual: Tensor | None = None) -> Any:
+        def forward(
+            self: nn.Module, input: Tensor | None = None, residual: Tensor | None = None, **named: Tensor
+        ) -> Any:
+            if input is None or named:
+                return base.forward(self, *(x for x in (input, residual) if x is not None), **named)
             weight = None if form.weight is None else getattr(self, form.weight)
-            known = (input.dtype, None if weight is None else weight.dtype) in proven
+            known = (input.dtype, None if weight is None else weight.dtype) in proven and has_kept(self, settings)
             if residual is not None:
                 alike = input.shape == residual.shape and input.dtype == residual.dtype  # no broadcast, no promotion
                 if known and alike:
@@ -100,18 +109,26 @@ def find_norm(module: nn.Module) -> Norm | None:
     trial = Trial(module, parameters, width)
     for form in _forms(module, list(parameters)):
         if trial.is_like(form):
-            return Norm(form, trial.proven(form))
+            return Norm(form, trial.proven(form), small_numbers(module))
     raise Differs("computes neither RMSNorm nor LayerNorm over the last axis")
 
 
 def _forms(module: nn.Module, names: list[str]) -> Iterator[NormForm]:
     weight, bias = [*names, None, None][:2]
-    own = {v for v in vars(module).values() if isinstance(v, float) and 0 < v < 0.1}
-    for eps in [*sorted(own), 1e-5, 1e-6, None]:
+    for eps in [*sorted({value for _, value in small_numbers(module)}), 1e-5, 1e-6, None]:
         for offset in (0.0, 1.0) if weight else (0.0,):
             if bias is None:
                 yield NormForm("rms_norm", eps, offset, weight, None)
             yield NormForm("layer_norm", eps, offset, weight, bias)
+
+
+def small_numbers(module: nn.Module) -> tuple[tuple[str, float], ...]:
+    """The attributes of a module that may be its eps, by their names."""
+    return tuple((name, v) for name, v in sorted(vars(module).items()) if isinstance(v, float) and 0 < v < 0.1)
+
+
+def has_kept(module: nn.Module, settings: Iterable[tuple[str, float]]) -> bool:
+    return all(getattr(module, name, None) == value for name, value in settings)
 
 
 class Form(Protocol):

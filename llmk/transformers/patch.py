@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -34,6 +34,18 @@ from llmk.transformers.rewrite import CannotRewrite, Edit, Rewrite, Source, sour
 from llmk.transformers.rotary import RopeFinder
 
 Finder = Callable[[nn.Module, Source], Edit | None]
+KINDS = {
+    "norms": "norm",
+    "mlps": "mlp",
+    "experts": "experts",
+    "rope": "rope",
+    "residuals": "residual",
+    "convolutions": "convolution",
+    "recurrences": "recurrence",
+    "loss": "loss",
+    "masks": "mask",
+}
+"""The kinds of replacements, by the option of `patch` for each."""
 REPLACED = "its forward was replaced already: patch() the model before whatever did that"
 
 
@@ -60,6 +72,8 @@ def patch(
     In training with labels, `output.loss` comes from `fused_linear_ce` and `output.logits` is None; in evaluation and
     generation the logits are there. A LoRA of PEFT's on the output projection is part of that product.
 
+    What is patched already stays as it is: the model, or a part of it.
+
     Args:
         model: The model. Patch it before FSDP wraps it; DDP and PEFT may come before or after. Its parameters may be
             on any device, "meta" too.
@@ -80,32 +94,55 @@ def patch(
         The report: `print(report)` shows what was replaced and what was left and why, `report.unpatch()` undoes it.
 
     Raises:
-        TypeError: `model` is not a `torch.nn.Module`.
+        TypeError: `model` is not a `torch.nn.Module`, or an option is neither True nor False.
     """
     if isinstance(model, type):
         raise TypeError(f"model: expected a torch.nn.Module, got the class {model.__name__}; patch an instance of it")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    if (report := report_of(model)) is not None:
-        return report
-    layers = {"norm": norms, "experts": experts, "mlp": mlps, "rope": rope, "residual": residuals}
-    hybrid = {"convolution": convolutions, "recurrence": recurrences}
-    which = layers | hybrid | {"loss": loss, "mask": masks}
-    plan = apart_from_caller(Plan, model, {kind for kind, wanted in which.items() if wanted}, skip_ignored)
+    layers = {"norms": norms, "experts": experts, "mlps": mlps, "rope": rope, "residuals": residuals}
+    hybrid = {"convolutions": convolutions, "recurrences": recurrences}
+    options = layers | hybrid | {"loss": loss, "masks": masks, "skip_ignored": skip_ignored}
+    for name, value in options.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: expected True or False, got {value!r}")
+    patched, reports = patched_modules(model), reports_in(model)
+    if patched and all(module in patched for module in causal_models(model)):
+        return next(iter(reports.values())) if len(reports) == 1 else Report(model, entries_of(reports))
+    kinds = {kind for option, kind in KINDS.items() if options[option]}
+    plan = apart_from_caller(Plan, model, kinds, skip_ignored, patched)
     classes = plan.classes()
-    report = Report(model, plan.entries)
+    report = Report(model, [*plan.entries, *entries_of(reports)])
     set_classes(classes)
     if classes:
         vars(model)[REPORT] = report
     return report
 
 
-def report_of(model: nn.Module) -> Report | None:
-    """The report of a model that is patched, or of one that wraps such a model."""
-    if not any(changes_of(module) for module in model.modules()):
-        return None
-    reports = [vars(module)[REPORT] for module in model.modules() if REPORT in vars(module)]
-    return reports[0] if len(reports) == 1 else Report(model, [e for report in reports for e in report.entries])
+def patched_modules(model: nn.Module) -> set[nn.Module]:
+    """The modules that were patched, and all that are inside a model that was."""
+    inside = {part for module in model.modules() if REPORT in vars(module) for part in module.modules()}
+    return inside | {module for module in model.modules() if changes_of(module)}
+
+
+def causal_models(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost models with an output projection: what PEFT, DDP and their like wrap has one, not the wrapper."""
+    if hasattr(type(module), "get_output_embeddings"):
+        yield module
+    else:
+        for child in module.children():
+            yield from causal_models(child)
+
+
+def reports_in(model: nn.Module) -> dict[str, Report]:
+    """The reports of the models in it that are patched, by their names; with its own there are no others."""
+    reports = {name: vars(module)[REPORT] for name, module in model.named_modules() if REPORT in vars(module)}
+    return {"": reports[""]} if "" in reports else reports
+
+
+def entries_of(reports: Mapping[str, Report]) -> list[Entry]:
+    """Their entries, with the names that modules have in the model around."""
+    return [e._replace(name=f"{name}.{e.name}".strip(".")) for name, report in reports.items() for e in report.entries]
 
 
 Whole = Norm | GatedNorm | Experts
@@ -115,14 +152,15 @@ Whole = Norm | GatedNorm | Experts
 class Plan:
     """The changes to each module, found without touching any."""
 
-    def __init__(self, model: nn.Module, kinds: set[str], skip_ignored: bool) -> None:
+    def __init__(self, model: nn.Module, kinds: set[str], skip_ignored: bool, patched: set[nn.Module]) -> None:
         self.entries: list[Entry] = []
+        self.modules = {name: module for name, module in model.named_modules() if module not in patched}
         self.changes: dict[nn.Module, list[Change]] = {}
         self.whole: set[nn.Module] = set()  # whose forward is given already
         if "norm" in kinds:
-            self._find_whole(model, "norm", lambda module: find_gated_norm(module) or find_norm(module))
+            self._find_whole("norm", lambda module: find_gated_norm(module) or find_norm(module))
         if "experts" in kinds:
-            self._find_whole(model, "experts", find_experts)
+            self._find_whole("experts", find_experts)
         finders: dict[str, Finder] = {
             "mlp": GateFinder(),
             "rope": RopeFinder(),
@@ -132,12 +170,11 @@ class Plan:
             "mask": find_masks,
         }
         finders = {kind: find for kind, find in finders.items() if kind in kinds}
-        # What PEFT, DDP and their like wrap has the projection, not the wrapper.
-        causal = next((m for m in model.modules() if hasattr(type(m), "get_output_embeddings")), None)
-        for name, module in model.named_modules():
+        causal = set(causal_models(model))
+        for name, module in self.modules.items():
             if module not in self.whole:
                 find = functools.partial(find_loss, skip_ignored=skip_ignored)
-                more = {"loss": find} if "loss" in kinds and module is causal else {}
+                more = {"loss": find} if "loss" in kinds and module in causal else {}
                 self._find_edits(name, module, "forward", finders | more)
             if "mlp" in finders and module not in self.whole and hasattr(type(module), GATE):
                 self._find_edits(name, module, GATE, {"experts": finders["mlp"]})
@@ -152,12 +189,10 @@ class Plan:
     def _leave(self, name: str, kind: str, module: nn.Module, why: object) -> None:
         self.entries.append(Entry(name, kind, type(module).__name__, False, str(why)))
 
-    def _find_whole(
-        self, model: nn.Module, kind: str, find: Callable[[nn.Module], Norm | GatedNorm | Experts | None]
-    ) -> None:
+    def _find_whole(self, kind: str, find: Callable[[nn.Module], Norm | GatedNorm | Experts | None]) -> None:
         """Modules whose forward is an operator's. Those that are alike are tried once."""
         tried: dict[Any, Whole | Differs | None] = {}
-        for name, module in model.named_modules():
+        for name, module in self.modules.items():
             key = identity(module)
             if key not in tried:
                 try:

@@ -19,6 +19,7 @@ from llmk.ops.recurrence.gated_delta_rule import gated_delta_rule_reference
 from llmk.ops.recurrence.gated_linear_attention import gated_linear_attention_reference
 from llmk.registry.record import FLOAT_DTYPES
 from llmk.transformers.calls import Calls, Form, Function, its_own
+from llmk.transformers.packing import packing_of, sequence_ids
 from llmk.transformers.probe import SCALES, Differs, agree, gradients, randoms, run
 
 ON_THE_WAY = frozenset({
@@ -129,7 +130,10 @@ def delta_rule(
     """Return the results of such a function, by the operator."""
     state, normalize = options.get("initial_state"), options.get("use_qk_l2norm_in_kernel", False)
     state = None if state is None else state.float()
-    out, final = functional.gated_delta_rule(q, k, v, g, beta, initial_state=state, l2_norm_qk=normalize)
+    ids = _ids_from(options, state, q)
+    out, final = functional.gated_delta_rule(
+        q, k, v, g, beta, initial_state=state, l2_norm_qk=normalize, sequence_ids=ids
+    )
     return out, final if options.get("output_final_state", False) else None
 
 
@@ -221,7 +225,9 @@ def fits_scan(x: Any, dt: Any, A: Any, B: Any, C: Any, options: Mapping[str, Any
 def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, options: Mapping[str, Any]) -> Any:
     """Return the results of such a function, by the operator."""
     given = {name: options[name] for name in INPUTS_OF_SCAN if name in options}
-    out, final = _by_attention(functional.gated_linear_attention, x, dt, A, B, C, **given)
+    ids = _ids_from(options, options.get("initial_states"), x)
+    attention = functools.partial(functional.gated_linear_attention, sequence_ids=ids)
+    out, final = _by_attention(attention, x, dt, A, B, C, **given)
     return (out, final.contiguous()) if options.get("return_final_states", False) else out
 
 
@@ -250,6 +256,42 @@ def _by_attention(
     return out if D is None else out + D.unsqueeze(-1) * x.to(wide), final.transpose(2, 3)
 
 
+# ---- Mamba-2's layer in training
+
+
+@dataclass(frozen=True)
+class WholeLayer(Form):
+    """Functions of convolution, scan, gated norm and output projection that compute nothing: they return None.
+
+    transformers has one for mamba_ssm to take the place of, and goes on to the functions above where it returns None.
+    It refuses packed rows, which these functions can take.
+    """
+
+    operator = "gated_linear_attention"
+    positional = range(5, 8)
+
+    def takes(self, names: list[str]) -> bool:
+        return names[:5] == ["zxbcdt", "conv1d_weight", "conv1d_bias", "dt_bias", "A"] and "outproj_weight" in names
+
+    def attempt(self, function: Function) -> None:
+        randn = randoms()
+        x, weight, bias, per_head = randn(2, 5, 30), randn(20, 4), randn(20), randn(2)
+        options = {"D": per_head, "chunk_size": 8, "headdim": 4, "ngroups": 1}
+        if run(functools.partial(function, **options), x, weight, bias, per_head, -per_head.exp()) is not None:
+            raise Differs("computes a whole layer")
+
+    def replacement(self, tried: Function) -> Function:
+        return _whole_layer(tried)
+
+
+@functools.cache
+def _whole_layer(tried: Function) -> Function:
+    def left_to_its_parts(function: Any, *args: Any, **options: Any) -> Any:
+        return None if function is tried else function(*args, **options)
+
+    return left_to_its_parts
+
+
 # ---- both
 
 
@@ -264,6 +306,19 @@ def _fits(q: Any, k: Any, v: Any, for_heads: Sequence[Any], state: Any) -> bool:
     if any(t.shape != v.shape[:3] for t in for_heads) or max(q.shape[3], v.shape[3]) > LARGEST_HEAD:
         return False
     return state is None or (isinstance(state, Tensor) and state.dtype in FLOAT_DTYPES and state.dim() == 4)
+
+
+def _ids_from(options: Mapping[str, Any], state: Tensor | None, tokens: Tensor) -> Tensor | None:
+    """The sequence of each token `[B, T, ...]`.
+
+    Raises:
+        ValueError: Boundaries count from the first token of a packed row, and there is a state of tokens before it.
+    """
+    packing = packing_of(options)
+    if state is not None and packing and "seq_idx" not in packing:
+        names = " and ".join(sorted(packing))
+        raise ValueError(f"{names}: expected no cache of tokens before the packed row; give seq_idx to go on from one")
+    return sequence_ids(packing, *tokens.shape[:2])
 
 
 def _heads(heads: int, tokens: int, width: int, randn: Callable[..., Tensor]) -> Tensor:
@@ -332,5 +387,6 @@ RECURRENCES: tuple[Form, ...] = (
     DeltaRule(channels=True),
     DeltaRule(grouped=False, channels=True),
     Scan(),
+    WholeLayer(),
 )
 """The forms that a function is tried for, in this order."""

@@ -14,7 +14,8 @@ from llmk import functional
 from llmk.ops.common.activations import GATES
 from llmk.ops.convolution.causal_conv1d import ACTIVATIONS, MOST_TAPS
 from llmk.registry.record import FLOAT_DTYPES
-from llmk.transformers.calls import PACKING
+from llmk.transformers.convolutions import convolution
+from llmk.transformers.packing import packing_of
 from llmk.transformers.recurrences import GATE, NO_LIMIT, delta_rule, fits_delta_rule, fits_scan, scan
 
 
@@ -83,11 +84,10 @@ class CausalConv1dFn(nn.Module):
         activation: str | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        packed = any(kwargs.get(name) is not None for name in PACKING)
         alike = _alike(hidden_states, weight, *(() if bias is None else (bias,)))
-        if packed or not alike or not 2 <= weight.shape[-1] <= MOST_TAPS or activation not in ACTIVATIONS:
+        if not alike or not 2 <= weight.shape[-1] <= MOST_TAPS or activation not in ACTIVATIONS:
             return type(self).forward(self, hidden_states, weight, bias, activation=activation, **kwargs)
-        return functional.causal_conv1d(hidden_states, weight, bias, activation=activation)[0]
+        return convolution(hidden_states, weight, bias, activation, kwargs)
 
 
 def _delta_rule_forward(*, channels: bool) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -111,11 +111,10 @@ def _delta_rule_forward(*, channels: bool) -> Callable[..., tuple[Tensor, Tensor
             "output_final_state": output_final_state,
             "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
         }
-        packed = any(kwargs.get(name) is not None for name in PACKING)
         fits = fits_delta_rule(query, key, value, g, beta, options, channels)
-        if packed or not fits or (channels and query.shape[2] != value.shape[2]):
+        if not fits or (channels and query.shape[2] != value.shape[2]):
             return type(self).forward(self, query, key, value, g, beta, chunk_size, **options, **kwargs)
-        return delta_rule(query, key, value, g, beta, options)
+        return delta_rule(query, key, value, g, beta, options | packing_of(kwargs))
 
     return forward
 
@@ -166,10 +165,44 @@ class MambaChunkScanCombined(nn.Module):
             "dt_limit": dt_limit,
             "return_final_states": return_final_states,
         }
-        asks_for_more = any(kwargs.get(name) is not None for name in PACKING | GATE)
+        asks_for_more = any(kwargs.get(name) is not None for name in GATE)
         if asks_for_more or not fits_scan(hidden_states, dt, A, B, C, options):
             return type(self).forward(self, hidden_states, dt, A, B, C, chunk_size, **options, **kwargs)
-        return scan(hidden_states, dt, A, B, C, options)
+        return scan(hidden_states, dt, A, B, C, options | packing_of(kwargs))
+
+
+class MambaSplitConv1dScanCombined(nn.Module):
+    """Mamba-2's layer in training, from its input's projection on, which goes on to the slots above: this is no other.
+
+    The function of this slot has no mask: with it, padding on the left would enter the states.
+    """
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(
+        self,
+        zxbcdt: Tensor,
+        conv1d_weight: Tensor,
+        conv1d_bias: Tensor | None,
+        dt_bias: Tensor,
+        A: Tensor,
+        D: Tensor,
+        chunk_size: int,
+        initial_states: Tensor | None = None,
+        dt_limit: tuple[float, float] = NO_LIMIT,
+        return_final_states: bool = False,
+        activation: str = "silu",
+        rmsnorm_weight: Tensor | None = None,
+        rmsnorm_eps: float = 1e-6,
+        outproj_weight: Tensor | None = None,
+        outproj_bias: Tensor | None = None,
+        headdim: int | None = None,
+        ngroups: int = 1,
+        norm_before_gate: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Return None, for which transformers calls its functions of the layer's parts."""
 
 
 def _gated(module: Any, x: Tensor, unit: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -259,6 +292,7 @@ LAYERS: dict[str, type[nn.Module]] = {
     "chunk_gated_delta_rule": ChunkGatedDeltaRule,
     "chunk_kda": ChunkKDA,
     "mamba_chunk_scan_combined": MambaChunkScanCombined,
+    "mamba_split_conv1d_scan_combined": MambaSplitConv1dScanCombined,
     "SwiGLUMLP": SwiGLUMLP,
     "GeGLUMLP": GeGLUMLP,
     "rotary_pos_emb": RotaryPosEmb,

@@ -62,7 +62,7 @@ class Report:
     heads: dict[str, FunctionType]
     _made: Mapping[str, Counted]
     _trainer: Any
-    _undo: Callable[[], None]
+    _undo: Callable[[], object]
 
     @property
     def calls(self) -> dict[str, tuple[int, int]]:
@@ -142,7 +142,7 @@ def _patched_loss(trainer: Any, loss: FunctionType) -> Report:
     made = Divergence()
     changed.__kwdefaults__ = {**(changed.__kwdefaults__ or {}), ARGUMENT: made}
     trainer._compute_loss = MethodType(changed, trainer)
-    return Report({"model": changed}, {"model": made}, trainer, lambda: delattr(trainer, "_compute_loss"))
+    return Report({"model": changed}, {"model": made}, trainer, lambda: vars(trainer).pop("_compute_loss", None))
 
 
 def _patched_heads(trainer: Any) -> Report:
