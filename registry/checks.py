@@ -87,9 +87,13 @@ LARGEST: float = torch.finfo(torch.float32).max
 TINY: float = torch.finfo(torch.float32).tiny
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real | torch.SymInt | torch.SymFloat)
+
+
 def check_number(name: str, value: Any, low: float, high: float, expected: str) -> None:
     """`expected` says in words what the limits, both allowed, mean; NaN is never within them."""
-    if not isinstance(value, Real | torch.SymInt | torch.SymFloat):
+    if not _is_number(value):
         raise TypeError(f"{name}: expected {expected}, got {type(value).__name__} {value!r}")
     if not low <= value <= high:
         raise ValueError(f"{name}: expected {expected}, got {value}")
