@@ -1,6 +1,5 @@
 """A layer that is applied to a part of the tokens at a time."""
 
-
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
