@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(
         f"{name}, {options.dtype}: a copy {ceilings['copy_bytes_per_s'] / 1e12:.3f} TB/s, "
         f"matrix products {ceilings['gemm_flops_per_s'] / 1e12:.3g} TFLOP/s\n"
-        "forward and backward; x floor: multiple of the least time; x torch: speedup over eager"
+        "forward and backward; x floor: over the least possible time, x torch: speedup"
     )
     with compiler_config():
         for op in (OPS[name] for name in options.ops):
