@@ -12,6 +12,7 @@ from llmk.opcheck.inputs import (
     BrokenPromise,
     Outcome,
     as_list,
+    comparable,
     differentiable_inputs,
     prepare,
     rebound,
@@ -79,7 +80,7 @@ def gradient_overflows(reference: Reference, outcome: Outcome) -> bool:
     Backward passes multiply gradients by inputs, in float32. A gradient whose product with the largest input leaves
     float32's range is too large for them, in whatever order they multiply.
     """
-    factor = max(1.0, *(_largest(x) for x in outcome.inputs.values() if x.is_floating_point()))
+    factor = max([1.0, *(_largest(x) for x in outcome.inputs.values() if x.is_floating_point())])
     for name, gradient in outcome.gradients.items():
         exact = reference.exact[reference.index_of(name)]
         if exact is None or gradient is None:
@@ -92,7 +93,7 @@ def gradient_overflows(reference: Reference, outcome: Outcome) -> bool:
 
 def _largest(x: Tensor) -> float:
     """Return the largest finite size in a tensor, 0 of none."""
-    sizes = x.detach().double().abs()
+    sizes = comparable(x.detach()).double().abs()
     return float(sizes.masked_fill(~sizes.isfinite(), 0.0).max()) if x.numel() else 0.0
 
 
