@@ -93,7 +93,8 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[tuple[Te
     yield *of(1, 20, 1, 1, 8, 8, decay=69.0), {}, "decays down to 1e-30"
     (q, k, v, g), beta = of(2, 5, 2, 2, 8, 8)
     strided = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, g))
-    yield strided, beta, {"initial_state": state(2, 2, 8, 8).mT}, "heads before tokens, a state strided"
+    initial = torch.linspace(-1, 1, 256, device=device, dtype=torch.float32).view(2, 2, 8, 8).mT
+    yield strided, beta, {"initial_state": initial}, "heads before tokens, a state strided"
     for args, options, why in (
         ((1, 70, 1, 2, 12, 9), {"initial_state": state(1, 2, 12, 9)}, "two chunks, odd sizes, an initial state"),
         ((1, 130, 1, 1, 8, 8), {"sequence_ids": ids(1, 130, 3, 50, 64, 100)}, "packed sequences"),
