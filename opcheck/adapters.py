@@ -244,11 +244,8 @@ def results_in(value: Any) -> Iterator[Tensor]:
     """The results of a call as tensors, numbers too: float32, as sums that end in one differ by their order."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from results_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
+    elif isinstance(value, list | tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from results_in(item)
     elif type(value) in _NUMBERS:
         yield torch.full((), value, dtype=_NUMBERS[type(value)], device="cpu")

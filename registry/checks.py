@@ -124,7 +124,7 @@ def check_integer(name: str, value: Any, expected: str) -> None:
 
 def check_flag(name: str, value: Any) -> None:
     if not isinstance(value, bool | torch.SymBool):
-        raise TypeError(f"{name}: expected True or False, got {type(value).__name__}")
+        raise TypeError(f"{name}: expected True or False, got {value!r}")
 
 
 def check_switch(name: str, value: float) -> None:

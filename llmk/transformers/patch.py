@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from llmk.apart import apart_from_caller
+from llmk.registry import check_flag
 from llmk.transformers.adapters import linear_of
 from llmk.transformers.calls import CallFinder
 from llmk.transformers.classes import (
@@ -104,8 +105,7 @@ def patch(
     hybrid = {"convolutions": convolutions, "recurrences": recurrences}
     options = layers | hybrid | {"loss": loss, "masks": masks, "skip_ignored": skip_ignored}
     for name, value in options.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name}: expected True or False, got {value!r}")
+        check_flag(name, value)
     patched, reports = patched_modules(model), reports_in(model)
     if patched and all(module in patched for module in causal_models(model)):
         return next(iter(reports.values())) if len(reports) == 1 else Report(model, entries_of(reports))
