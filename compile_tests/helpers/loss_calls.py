@@ -14,7 +14,7 @@ Inputs = tuple[Tensor, Tensor, Tensor]
 
 def numbers(*shape: int) -> Tensor:
     """The same for the same shape."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+    return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(sum(shape)), device="cpu")
 
 
 def of_dpo(B: int, S: int) -> dict[str, Any]:

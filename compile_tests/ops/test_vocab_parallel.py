@@ -88,6 +88,24 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
         case(samples, slicing, dtype, only=2 if dtype == torch.float16 else None)  # as bfloat16 for more ranks
 
 
+def ranks_that_cannot_skip_tokens(rank: int, world: int) -> None:
+    """The first rank's weight begins where products of a number of rows that the device knows cannot read it."""
+
+    def unaligned(input: Tensor, own: Tensor, *args: Any, **options: Any) -> Tensor:
+        if rank == 0:
+            own = torch.cat([own.new_zeros(1), own.flatten()])[1:].view(own.shape)
+        return vocab_parallel_linear_ce(input, own, *args, **options)
+
+    op, dtype = OPS["vocab_parallel_linear_ce"], torch.bfloat16
+    skipping = [sample for sample in op.samples(HERE, dtype) if sample.kwargs.get("skip_ignored")]
+    assert skipping
+    for sample in skipping:
+        require_accurate(op, sample, call(op, sample, fn=parallel(rank, world, "shards", unaligned)))
+
+
+case(ranks_that_cannot_skip_tokens)
+
+
 def one_gradient_alone(rank: int, world: int) -> None:
     sample = OP.resized(9, HERE, torch.float32)  # type: ignore[misc]
     for wanted in (["input"], ["linear_weight"]):
@@ -167,7 +185,8 @@ def what_is_exchanged(rank: int, world: int) -> None:
                     num_classes=V,
                     group_name=dist.group.WORLD.group_name,  # type: ignore[union-attr]
                 )
-                assert sent == [("all_gather_into_tensor", numbers * 6), ("all_gather_into_tensor", numbers * 5)]
+                gathers = [("all_gather_into_tensor", numbers * 6), ("all_gather_into_tensor", numbers * 5)]
+                assert sent == gathers, f"{sent} where {gathers} is right"
                 sent.clear()
                 loss.backward()
                 assert sent == [("all_reduce", N * H)]
@@ -331,6 +350,18 @@ def cases(device_type: str, rank: int, world: int) -> dict[str, Callable[[], Non
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks(world: int, tmp_path: Path, device: torch.device) -> None:
     errors = errors_of_ranks(functools.partial(cases, device.type), world, tmp_path, device.type)
+    assert not errors, "\n".join(errors)
+
+
+def interpreted_cases(rank: int, world: int) -> dict[str, Callable[[], None]]:
+    names = ("samples-uneven-torch.bfloat16", "ranks_that_cannot_skip_tokens")
+    return {name: functools.partial(CASES[name], rank, world) for name in names}
+
+
+@pytest.mark.kernels
+@pytest.mark.skipif(not INTERPRET, reason="a GPU's ranks run all cases")
+def test_ranks_that_run_kernels(tmp_path: Path) -> None:
+    errors = errors_of_ranks(interpreted_cases, 2, tmp_path)
     assert not errors, "\n".join(errors)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from llmk.ops.common.scaling import SavedGradients, save_gradients
-from llmk.ops.linear_loss.chunked._dynamic_rows import can_group
+from llmk.ops.linear_loss.chunked._dynamic_rows import can_group_classes, can_group_rows
 from llmk.ops.linear_loss.chunked._linear import CompactedTokens, aligned
 from llmk.ops.linear_loss.chunked._plan import Plan, kept_rows, plan
 from llmk.ops.linear_loss.chunked._vocab_shard import NOT_SHARDED, VocabShard
@@ -68,8 +68,23 @@ class LinearCall:
         return ((self.input, self.linear_weight),)
 
     def can_compact(self, impl: Implementation) -> bool:
-        """Return True if the tokens that do not count are skipped: not every GPU has products for it."""
-        return self.skip_ignored and (impl.on_host or all(can_group(*layer) for layer in self.linear_layers))
+        """Return True if the tokens that do not count are skipped: not every GPU has products for it.
+
+        All ranks decide alike, whatever classes they have: they exchange statistics of the same tokens.
+        """
+        if not self.skip_ignored or impl.on_host:
+            return self.skip_ignored
+        rows_can = all(can_group_rows(x) for x, _ in self.linear_layers)
+        return rows_can and (self.shard is not None or self.has_grouped_products)
+
+    @property
+    def has_grouped_products(self) -> bool:
+        """True if products of this rank's classes may stop at a number of rows that only the device knows."""
+        return all(can_group_classes(weight) for _, weight in self.linear_layers)
+
+    def product_end(self, compacted: CompactedTokens) -> Tensor | None:
+        """Return how many of the compacted rows are multiplied, int32 `[]`; None for all of them."""
+        return None if compacted.count is None or not self.has_grouped_products else compacted.count
 
     def compacted(self, impl: Implementation) -> tuple[CompactedTokens, Self]:
         """Return the tokens that the loss is computed for, and the call for these."""

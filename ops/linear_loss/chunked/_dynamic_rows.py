@@ -18,13 +18,16 @@ ROW_BYTES = 16
 """The alignment of the operands' rows and row strides."""
 
 
-def can_group(x: Tensor, weight: Tensor) -> bool:
-    """Return True if contiguous rows of x `[..., H]` can be multiplied with weight `[V, H]` so, in both directions."""
-    if x.dtype != torch.bfloat16 or x.numel() == 0 or weight.numel() == 0 or weight.stride(-1) != 1:
-        return False
-    if x.shape[-1] * x.element_size() % ROW_BYTES or not matrices_aligned(weight):
+def can_group_rows(x: Tensor) -> bool:
+    """Return True if contiguous rows of x `[..., H]` can be multiplied so, with a weight that can."""
+    if x.dtype != torch.bfloat16 or x.numel() == 0 or x.shape[-1] * x.element_size() % ROW_BYTES:
         return False
     return not x.is_cuda or has_device_offsets(x.device)
+
+
+def can_group_classes(weight: Tensor) -> bool:
+    """Return True if a weight `[V, H]` can be multiplied so with such rows, in both directions."""
+    return weight.numel() > 0 and weight.stride(-1) == 1 and matrices_aligned(weight)
 
 
 def outputs(x: Tensor, weight: Tensor, end: Tensor) -> Tensor:

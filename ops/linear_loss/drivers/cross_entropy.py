@@ -74,7 +74,7 @@ class CrossEntropyCall(LinearCall):
             self.linear_bias,
             self.plan(impl),
             float32_logits=self.float32_logits,
-            count=compacted.count,
+            count=self.product_end(compacted),
         )
 
     def options(self, linear: ChunkedLinear) -> Options:

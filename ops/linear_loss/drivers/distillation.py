@@ -136,7 +136,7 @@ class DistillationCall(LinearCall):
             layers += 1 + float32_layer  # the student's logits of the map, and the gradient for these
         plan = self.plan(impl, layers=layers)
         student, *teachers = (
-            ChunkedLinear(*layer, plan, float32_logits=self.float32_logits, count=compacted.count)
+            ChunkedLinear(*layer, plan, float32_logits=self.float32_logits, count=self.product_end(compacted))
             for layer in ((self.input, self.linear_weight, self.linear_bias), *(each[:3] for each in self.teachers))
         )
         return student, teachers

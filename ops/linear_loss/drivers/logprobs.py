@@ -85,7 +85,7 @@ class SoftmaxCall(LinearCall):
             self.linear_bias,
             self.plan(impl, remade=True, kept=min(kept.shape[0], self.tokens.numel())),
             float32_logits=self.float32_logits,
-            count=compacted.count,
+            count=self.product_end(compacted),
             kept=kept,
         )
 
@@ -435,7 +435,7 @@ class GroupsCall(LogprobsCall):
             self.linear_bias,
             self.plan_of_groups(impl, kept.shape[0]),
             float32_logits=self.float32_logits,
-            count=compacted.count,
+            count=self.product_end(compacted),
             kept=kept,
         )
 
