@@ -8,16 +8,14 @@ import torch
 from torch import Tensor
 
 from llmk.opcheck.accuracy import accuracy_violation
-from llmk.opcheck.calls import INTERPRETED, call, incoming_gradients
+from llmk.opcheck.calls import call, incoming_gradients, tolerance_of
 from llmk.opcheck.inputs import Outcome
-from llmk.registry import OPS, RULE, Sample
-from llmk.registry.devices import INTERPRET
+from llmk.registry import OPS, Sample
 
 SIZES = (0, 63, 64, 65, 100, 127)
 """Powers of two of the rows' largest values: squares overflow past 2^64, sums of a few near 2^128."""
 # Several rows of a program; one; longer than a program holds, backward, and forward too.
 COLUMNS = (5, 700, 9001, 20_000)
-FACTOR = (INTERPRETED if INTERPRET else RULE).factor
 SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
     "both signs": lambda unit: unit,
     "one sign": lambda unit: 0.95 + 0.05 * unit,
@@ -50,10 +48,10 @@ def run(name: str, x: Tensor, eps: float, fn: Callable[..., Any] | None = None) 
 
 def require_right(name: str, x: Tensor, small: Tensor, scale: Tensor, eps: float) -> None:
     """As PyTorch's composition, and float64, are of `small`, the same rows divided by `scale`."""
-    rows = scale[:, None]
+    rows, factor = scale[:, None], tolerance_of(OPS[name], x.dtype).factor
     ours = run(name, x.t().contiguous().t(), eps)
     own, exact = (run(name, t, eps, fn=OPS[name].reference) for t in (small, small.double()))
-    found = {"output": accuracy_violation(ours.outputs[0], own.outputs[0], exact.outputs[0], FACTOR)}
+    found = {"output": accuracy_violation(ours.outputs[0], own.outputs[0], exact.outputs[0], factor)}
     for key in ours.gradients:
         gradient, composition, right = (outcome.gradients[key] for outcome in (ours, own, exact))
         assert gradient is not None
@@ -61,7 +59,7 @@ def require_right(name: str, x: Tensor, small: Tensor, scale: Tensor, eps: float
         assert right is not None
         if key == "input":
             gradient = (gradient.double().reshape(x.shape) * rows).reshape(gradient.shape).to(x.dtype)
-        found[key] = accuracy_violation(gradient, composition, right, FACTOR)
+        found[key] = accuracy_violation(gradient, composition, right, factor)
     assert not {key: str(violation) for key, violation in found.items() if violation}
 
 

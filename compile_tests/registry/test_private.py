@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+import triton.language as tl
 
+from llmk.registry import jit
+from llmk.registry.devices import INTERPRET
 from llmk.registry.private import kernels, modes, names, tensors
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,3 +126,20 @@ def test_an_interpreter_that_its_numpy_breaks_is_refused() -> None:
     for numpy in ("2.4.0", "2.4.6", "2.10.0", "3.0.0rc1"):
         with pytest.raises(ImportError, match=rf"triton 3\.6 expects numpy<2\.4, got numpy {numpy} \(pip install"):
             kernels.check_interpreter((3, 6), numpy)
+
+
+@jit
+def _round_kernel(x_ptr, y_ptr, N: tl.constexpr):
+    offsets = tl.arange(0, N)
+    tl.store(y_ptr + offsets, tl.load(x_ptr + offsets).to(tl.bfloat16))
+
+
+@pytest.mark.kernels
+@pytest.mark.skipif(not INTERPRET, reason="asks the interpreter")
+def test_the_interpreter_rounds_to_the_nearest_bfloat16() -> None:
+    """Triton's own drops the bits that bfloat16 does not have."""
+    ends = [float("nan"), float("inf"), -float("inf"), 3.4e38, -3.4e38, -0.0, 1e-40, 1.00390625, 1.01171875]
+    x = torch.cat([torch.tensor(ends), torch.randn(1024 - len(ends))])
+    y = torch.empty(1024, dtype=torch.bfloat16)
+    _round_kernel[(1,)](x, y, 1024)
+    torch.testing.assert_close(y, x.bfloat16(), rtol=0, atol=0, equal_nan=True)

@@ -31,8 +31,34 @@ def check_interpreter(triton_version: tuple[int, ...], numpy_version: str) -> No
         )
 
 
+def _rounds_bfloat16(convert: Callable[..., Any], nearest: Any, dtypes: tuple[Any, Any]) -> Callable[..., Any]:
+    """The interpreter's conversion of floats, but float32 becomes the nearest bfloat16, as on a GPU: `convert` drops
+    bits, which loses up to a unit, always towards zero, where rounding loses half of one.
+    """
+    import numpy  # the interpreter needs it; nothing else in llmk does
+
+    def convert_float(values: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if (source, target) != dtypes or rounding not in (None, nearest):
+            return convert(values, source, target, rounding)
+        bits = numpy.ascontiguousarray(values).view(numpy.uint32)
+        rounded = bits + (numpy.uint32(0x7FFF) + ((bits >> 16) & 1))  # halfway between two, to the even one
+        kept = numpy.where(numpy.isnan(values), bits | 0x400000, rounded)
+        return (kept >> 16).astype(numpy.uint16).reshape(values.shape)
+
+    return convert_float
+
+
+def _mend_interpreter() -> None:
+    name = "triton.runtime.interpreter"
+    convert, modes = find(f"{name}:_convert_float"), find(f"{name}:_ir.ROUNDING_MODE")
+    if convert is not None and modes is not None:  # `test_interpreter` asks an interpreter that has them not
+        dtypes = (triton.language.float32, triton.language.bfloat16)
+        find(name)._convert_float = _rounds_bfloat16(convert, modes.RTNE, dtypes)
+
+
 if INTERPRET:
     check_interpreter(TRITON, importlib.metadata.version("numpy"))
+    _mend_interpreter()
 
 drivers: Any = find("triton.runtime.driver.driver")
 """Its `active` is the driver of the GPU."""
