@@ -129,17 +129,19 @@ def test_an_interpreter_that_its_numpy_breaks_is_refused() -> None:
 
 
 @jit
-def _round_kernel(x_ptr, y_ptr, N: tl.constexpr):
+def _cast_kernel(x_ptr, y_ptr, N: tl.constexpr):
     offsets = tl.arange(0, N)
-    tl.store(y_ptr + offsets, tl.load(x_ptr + offsets).to(tl.bfloat16))
+    tl.store(y_ptr + offsets, tl.load(x_ptr + offsets).to(y_ptr.dtype.element_ty))
 
 
 @pytest.mark.kernels
 @pytest.mark.skipif(not INTERPRET, reason="asks the interpreter")
-def test_the_interpreter_rounds_to_the_nearest_bfloat16() -> None:
-    """Triton's own drops the bits that bfloat16 does not have."""
+def test_the_interpreter_converts_bfloat16_as_a_gpu_does() -> None:
+    """Triton's own drops the bits that bfloat16 does not have, and makes other numbers of subnormal ones."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     ends = [float("nan"), float("inf"), -float("inf"), 3.4e38, -3.4e38, -0.0, 1e-40, 1.00390625, 1.01171875]
-    x = torch.cat([torch.tensor(ends), torch.randn(1024 - len(ends))])
-    y = torch.empty(1024, dtype=torch.bfloat16)
-    _round_kernel[(1,)](x, y, 1024)
-    torch.testing.assert_close(y, x.bfloat16(), rtol=0, atol=0, equal_nan=True)
+    wide = torch.cat([torch.tensor(ends), torch.randn(1024 - len(ends))])
+    for x, dtype in ((every, torch.float32), (wide, torch.bfloat16)):
+        y = torch.empty(x.shape, dtype=dtype)
+        _cast_kernel[(1,)](x, y, x.numel())
+        torch.testing.assert_close(y, x.to(dtype), rtol=0, atol=0, equal_nan=True)
