@@ -18,9 +18,12 @@ RESULTS = ROOT / "benchmarks" / "results"
 TIMES, GROWTH = RESULTS / "ops-h200.json", RESULTS / "growth-h200.json"
 LATER_TIMES = RESULTS / "hybrid-ops-h100.json"
 """Operators that are not in `TIMES`, in the same form."""
+H100_TIMES = RESULTS / "ops-h100.json"
+"""The first workload of every operator, in the same form."""
 RECURRENCES = RESULTS / "recurrences-h100.json"
 STEPS, CHUNKS = RESULTS / "train-step-h200.json", RESULTS / "chunks-h200.json"
 LATER_STEPS = {
+    "with float32 logits": "train-step-h100.json",
     "with `llmk.compile`": "train-step-backend-h200.json",
     "of a mixture of experts": "train-step-moe-h200.json",
     "of hybrids": "train-step-hybrids-h100.json",
@@ -76,6 +79,8 @@ LIMITS = {
 }
 """What to leave to other code, beyond what was measured."""
 
+COLUMNS = "Forward and backward, in ms, and in brackets the peak memory above the inputs in MiB, gradients included."
+
 Row = dict[str, Any]
 
 
@@ -95,13 +100,15 @@ def benchmark_of(op: str, folder: Path, shown_from: str) -> Iterator[str]:
     """For an operator's page: its tables and charts, bars first."""
     rows = _rows_of(op)
     if rows:
-        yield (
-            "Forward and backward, in milliseconds, and in brackets the peak memory above the inputs in MiB, gradients "
-            f"included.{_sizes(op)} {_where(_results_of(op))}"
-        )
+        yield f"{COLUMNS}{_sizes(op)} {_where(_results_of(op))}"
         if ".linear_loss." in OPS[op].module:
             yield f"{BFLOAT16_LOGITS} [Losses](../losses.md#time-how-many-matrix-products) has later times on an H100."
         yield _scrolling(_time_table(rows))
+    later = _h100_rows(op)
+    if later:
+        first = "Forward and backward, milliseconds and MiB as above. " if rows else f"{COLUMNS}{_sizes(op)} "
+        yield f"{first}{_where(_read(H100_TIMES))}{_logits_are(op)}"
+        yield _scrolling(_time_table(later))
     alone = list(_alone(op))
     yield from alone
     plots = list(_plots_of(op, folder, shown_from))
@@ -115,7 +122,7 @@ def benchmark_of(op: str, folder: Path, shown_from: str) -> Iterator[str]:
         yield from _chunks(json.loads(CHUNKS.read_text()))
     if op in ELSEWHERE:
         yield ELSEWHERE[op]
-    if not rows and not plots and not alone:
+    if not rows and not later and not plots and not alone:
         yield f"`python -m llmk.bench {op}` times it on your machine, beside plain PyTorch."
 
 
@@ -201,8 +208,23 @@ def _rows_of(op: str) -> list[Row]:
 
 def _results_of(op: str) -> Row:
     """The later results where they have the operator, else the table of all."""
-    later = json.loads(LATER_TIMES.read_text())
-    return later if any(row["op"] == op for row in later["rows"]) else json.loads(TIMES.read_text())
+    later = _read(LATER_TIMES)
+    return later if any(row["op"] == op for row in later["rows"]) else _read(TIMES)
+
+
+def _h100_rows(op: str) -> list[Row]:
+    """The operator's rows on an H100, none where its own table is of one."""
+    if any(row["op"] == op for row in _read(LATER_TIMES)["rows"]):
+        return []
+    return _timed_both_ways(_read(H100_TIMES)["rows"]).get(op, [])
+
+
+def _read(path: Path) -> Row:
+    return json.loads(path.read_text())
+
+
+def _logits_are(op: str) -> str:
+    return " The logits were float32." if ".linear_loss." in OPS[op].module else ""
 
 
 def _alone(op: str) -> Iterator[str]:
@@ -231,14 +253,27 @@ def overview() -> str:
         "The table has forward and backward passes: the floor in milliseconds, and the time of each way as a multiple "
         "of it, or in milliseconds where the floor is shorter than a launch takes."
     )
-    return "\n\n".join([_about(results), legend, _scrolling(_overview_table(list(names)))]) + "\n"
+    h100 = _read(H100_TIMES)
+    parts = [
+        _about(results, TIMES),
+        legend,
+        _scrolling(_overview_table({op: _rows_of(op) for op in names})),
+        f"## On an H100\n\n{_about(h100, H100_TIMES)} {h100['how']} The logits of losses were float32.",
+        _scrolling(_overview_table(_timed_both_ways(h100["rows"]))),
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
-def _overview_table(names: list[str]) -> Iterator[str]:
+def _timed_both_ways(rows: list[Row]) -> dict[str, list[Row]]:
+    """The rows of each operator whose backward pass was timed too."""
+    timed = [row for row in rows if row["floor_full_ms"] and row.get("error") != "forward only"]
+    return {op: [row for row in timed if row["op"] == op] for op in {row["op"] for row in timed}}
+
+
+def _overview_table(rows_of: dict[str, list[Row]]) -> Iterator[str]:
     yield "| operator, workload | floor ms | llmk | compiled | torch compiled | torch eager | best other |"
     yield "|---|---|---|---|---|---|---|"
-    for op in sorted(names):
-        rows = _rows_of(op)
+    for op, rows in sorted(rows_of.items()):
         same = [row for row in rows if row["workload"] == rows[0]["workload"]]
         by_way, floor = {row["way"]: row for row in same}, same[0]["floor_full_ms"]
         best = min(peers(same), key=measured_ms, default=None)
@@ -266,13 +301,13 @@ def training_steps() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _about(results: Row) -> str:
+def _about(results: Row, file: Path) -> str:
     gemm, copy = results["ceilings"]["gemm_flops_per_s"], results["ceilings"]["copy_bytes_per_s"]
     others = ", ".join(f"{name} {version}" for name, version in results.get("peers", {}).items())
     return (
         f"{_where(results)} Triton {results['triton']}{others and f'; {others}'}. The same process "
         f"copied {copy / 1e12:.2f} TB/s and multiplied matrices of 8192 x 8192 at {gemm / 1e12:.0f} TFLOP/s: these are "
-        f"the floors' ceilings. Every number is in `benchmarks/results/{TIMES.name}`."
+        f"the floors' ceilings. Every number is in `benchmarks/results/{file.name}`."
     )
 
 
@@ -292,7 +327,8 @@ def targets() -> str:
 
 def _step_verdicts() -> Iterator[str]:
     for path in (STEPS, *(RESULTS / file for file in LATER_STEPS.values())):
-        rows = json.loads(path.read_text())["rows"]
+        results = _read(path)
+        rows = results["rows"] if "H200" in results["device"] else []  # targets are of that GPU
         for model in dict.fromkeys(row["model"] for row in rows):
             for text in verdicts([row for row in rows if row["model"] == model]):
                 yield f"{model}, `{path.name}`: {text}."
