@@ -279,7 +279,7 @@ class MoreNeighbours(Reference):
     """The same with more neighbours: a search shows the worst of thousands of calls, where the composition is bad too.
 
     Where one entry of a softmax is nearly all, its gradient is a few roundings of one sum. In most calls they are fewer
-    than they can be, the composition's on 8 neighbours too. And a rounding error is up to twice as large a part of a
+    than they can be, the composition's on 16 neighbours too. And a rounding error is up to twice as large a part of a
     number at the begin of a binade as at its end, where the composition's may all be: so their incoming gradients are
     1 to 2 times larger.
     """
