@@ -118,7 +118,7 @@ wheel: $(call needs,build)
 	$(PY) -m build
 
 # Not part of CI: it downloads the newest PyTorch, 3 GB, for each of the two.
-installed: wheel
+installed: wheel $(call needs,test)
 	$(PY) -m compile_tests.helpers.installed
 
 clean:
