@@ -135,7 +135,7 @@ def _cast_kernel(x_ptr, y_ptr, N: tl.constexpr):
 
 
 @pytest.mark.kernels
-@pytest.mark.skipif(not INTERPRET, reason="asks the interpreter")
+@pytest.mark.skipif(not INTERPRET, reason="the interpreter alone converts so: opcheck compares the others with float64")
 def test_the_interpreter_converts_bfloat16_as_a_gpu_does() -> None:
     """Triton's own drops the bits that bfloat16 does not have, and makes other numbers of subnormal ones."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
