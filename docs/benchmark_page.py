@@ -89,7 +89,7 @@ def draw_plots(folder: Path) -> None:
     drawn = set()
     for file in (TIMES, GROWTH, IGNORED, EXPERTS, PLANS, STEPS):
         if file.exists():
-            for name, figure in charts(json.loads(file.read_text())).items():
+            for name, figure in charts(_read(file)).items():
                 drawn.add(folder / f"{name}.svg")
                 save(figure, folder / f"{name}.svg", file.name)
     for old in set(folder.glob("*.svg")) - drawn:
@@ -119,7 +119,7 @@ def benchmark_of(op: str, folder: Path, shown_from: str) -> Iterator[str]:
         )
     yield from plots
     if op == "fused_linear_ce" and CHUNKS.exists():
-        yield from _chunks(json.loads(CHUNKS.read_text()))
+        yield from _chunks(_read(CHUNKS))
     if op in ELSEWHERE:
         yield ELSEWHERE[op]
     if not rows and not later and not plots and not alone:
@@ -203,7 +203,7 @@ def _plots_of(op: str, folder: Path, shown_from: str) -> Iterator[str]:
 
 
 def _rows_of(op: str) -> list[Row]:
-    return [row for row in _results_of(op)["rows"] if row["op"] == op and row["floor_full_ms"]]
+    return _timed_both_ways(_results_of(op), op)
 
 
 def _results_of(op: str) -> Row:
@@ -216,7 +216,13 @@ def _h100_rows(op: str) -> list[Row]:
     """The operator's rows on an H100, none where its own table is of one."""
     if any(row["op"] == op for row in _read(LATER_TIMES)["rows"]):
         return []
-    return _timed_both_ways(_read(H100_TIMES)["rows"]).get(op, [])
+    return _timed_both_ways(_read(H100_TIMES), op)
+
+
+def _timed_both_ways(results: Row, op: str) -> list[Row]:
+    """The operator's rows, if its backward pass was timed too."""
+    rows = [row for row in results["rows"] if row["op"] == op and row["floor_full_ms"]]
+    return [row for row in rows if row.get("error") != "forward only"]
 
 
 def _read(path: Path) -> Row:
@@ -229,7 +235,7 @@ def _logits_are(op: str) -> str:
 
 def _alone(op: str) -> Iterator[str]:
     """The table of an operator that was timed without another way beside it."""
-    results = json.loads(RECURRENCES.read_text())
+    results = _read(RECURRENCES)
     rows = [row for row in results["rows"] if row["call"].startswith(f"{op} ")]
     if not rows:
         return
@@ -247,7 +253,7 @@ def _alone(op: str) -> Iterator[str]:
 
 def overview() -> str:
     """Yield the parts of the page: where it was measured, and a line for the first workload of every operator."""
-    results = json.loads(TIMES.read_text())
+    results = _read(TIMES)
     names = dict.fromkeys(row["op"] for row in results["rows"] if row["floor_full_ms"])
     legend = (
         "The table has forward and backward passes: the floor in milliseconds, and the time of each way as a multiple "
@@ -259,15 +265,9 @@ def overview() -> str:
         legend,
         _scrolling(_overview_table({op: _rows_of(op) for op in names})),
         f"## On an H100\n\n{_about(h100, H100_TIMES)} {h100['how']} The logits of losses were float32.",
-        _scrolling(_overview_table(_timed_both_ways(h100["rows"]))),
+        _scrolling(_overview_table({op: rows for op in OPS if (rows := _timed_both_ways(h100, op))})),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def _timed_both_ways(rows: list[Row]) -> dict[str, list[Row]]:
-    """The rows of each operator whose backward pass was timed too."""
-    timed = [row for row in rows if row["floor_full_ms"] and row.get("error") != "forward only"]
-    return {op: [row for row in timed if row["op"] == op] for op in {row["op"] for row in timed}}
 
 
 def _overview_table(rows_of: dict[str, list[Row]]) -> Iterator[str]:
@@ -295,9 +295,9 @@ def _multiple(row: Row) -> str:
 
 def training_steps() -> str:
     """For the page about them: each model's table, and the charts."""
-    parts = [*_steps(json.loads(STEPS.read_text()))]
+    parts = [*_steps(_read(STEPS))]
     for what, file in LATER_STEPS.items():
-        parts += _later_steps(json.loads((RESULTS / file).read_text()), what, file)
+        parts += _later_steps(_read(RESULTS / file), what, file)
     return "\n\n".join(parts) + "\n"
 
 

@@ -134,9 +134,9 @@ class DistillationCall(LinearCall):
         layers = 1 + (len(self.teachers) > 0) + float32_layer * self.adds_gradients
         if any(each.vocab_map is not None for each in self.teachers):
             layers += 1 + float32_layer  # the student's logits of the map, and the gradient for these
-        plan = self.plan(impl, layers=layers)
+        plan, end = self.plan(impl, layers=layers), self.product_end(compacted)
         student, *teachers = (
-            ChunkedLinear(*layer, plan, float32_logits=self.float32_logits, count=self.product_end(compacted))
+            ChunkedLinear(*layer, plan, float32_logits=self.float32_logits, count=end)
             for layer in ((self.input, self.linear_weight, self.linear_bias), *(each[:3] for each in self.teachers))
         )
         return student, teachers
