@@ -1,9 +1,7 @@
 """Products y = f(x @ W^T + b), and the gradient through their activation, dz from dy and what was kept of z.
 
-A product is one kernel in Triton, cuBLASLt's with its own epilogue, or cuBLAS's with a kernel over it. Each program of
-the Triton product makes one tile of y: it walks K in blocks, sums in float32, and finishes the tile in registers. Tiles
-are numbered in groups of GROUP_M rows of tiles, column by column, so that the programs that run at the same time share
-blocks of x and W in L2.
+A product is one kernel in Triton (its tiles: `ops/common/products.py`), cuBLASLt's with its own epilogue, or cuBLAS's
+with a kernel over it.
 """
 
 import torch
@@ -11,6 +9,15 @@ import triton.language as tl
 from torch import Tensor
 
 from llmk.ops.common.activations import activate, activate_with_grad, activation_with_grad
+from llmk.ops.common.products import (
+    BLOCK_M,
+    BLOCK_N,
+    MAX_STRIDE,
+    column_halves,
+    grouped_tile,
+    product_tile,
+    product_tile_sizes,
+)
 from llmk.ops.common.rows import aligned, as_rows, contiguous
 from llmk.ops.common.sums import sum_partials
 from llmk.registry import cdiv, grid_cap, jit, next_power_of_2, num_programs, size_hint, wrap_triton
@@ -45,55 +52,14 @@ def matmul_activation_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    group = tl.program_id(0) // (GROUP_M * tiles_n)
-    group_rows = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
-    within = tl.program_id(0) % (GROUP_M * tiles_n)
-    first_row = ((group * GROUP_M + within % group_rows) * BLOCK_M).to(tl.int64)
-    first_col = ((within // group_rows) * BLOCK_N).to(tl.int64)
-    rows, cols, ks = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    # Rows and columns past the end read the tile's first ones again: only K needs a mask in the loop.
-    x_rows = tl.where(first_row + rows < M, rows, 0)
-    w_cols = tl.where(first_col + cols < N, cols, 0)
-    x_ptrs = x_ptr + first_row * x_stride_m + (x_rows[:, None] * x_stride_m + ks[None, :] * x_stride_k)
-    w_ptrs = w_ptr + first_col * w_stride_n + (w_cols[None, :] * w_stride_n + ks[:, None] * w_stride_k)
-    z = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for start in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
-        if EVEN_K:
-            x, w = tl.load(x_ptrs), tl.load(w_ptrs)
-        else:
-            x = tl.load(x_ptrs, mask=(ks < K - start)[None, :], other=0.0)
-            w = tl.load(w_ptrs, mask=(ks < K - start)[:, None], other=0.0)
-        if WIDEN:
-            x, w = x.to(tl.float32), w.to(tl.float32)
-        z = tl.dot(x, w, z, input_precision="ieee")
-        x_ptrs += BLOCK_K * x_stride_k
-        w_ptrs += BLOCK_K * w_stride_k
-    # Half of the columns at a time, so that the epilogue has registers left beside the sums.
-    left, right = tl.split(tl.permute(tl.reshape(z, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+    first_row, first_col = grouped_tile(M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    z = product_tile(
+        x_ptr, w_ptr, first_row, first_col, M, N, K, x_stride_m, x_stride_k, w_stride_n, w_stride_k,
+        EVEN_K, WIDEN, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES,
+    )  # fmt: skip
+    left, right = column_halves(z)
     _store(left, bias_ptr, y_ptr, z_ptr, M, N, first_row, first_col, ACTIVATION)
     _store(right, bias_ptr, y_ptr, z_ptr, M, N, first_row, first_col + BLOCK_N // 2, ACTIVATION)
-
-
-BLOCK_M, BLOCK_N = 128, 128
-MAX_STRIDE = 2**24
-"""Offsets within a tile are 32 bits wide, and BLOCK_M rows must not be further apart."""
-
-
-def _tile(N: int, K: int, element_size: int) -> dict[str, int]:
-    """The tile and its launch, from the sizes that a batch does not change; 16 is the least that tensor cores take."""
-    # Eight warps need 128 registers each on sm_90 (138 for gelu with z), and three stages 96 KiB of its shared memory:
-    # two programs fit a multiprocessor, and one's product covers the other's epilogue. On gfx942 the stages take all of
-    # the 64 KiB that there are. 128 x 256 x 32 fits too, one program at a time, and reads a quarter less from L2; the
-    # two were not compared.
-    return {
-        "BLOCK_M": BLOCK_M,
-        "BLOCK_N": min(BLOCK_N, max(16, next_power_of_2(N))),
-        "BLOCK_K": min(128 // element_size, max(16, next_power_of_2(K))),
-        "GROUP_M": 8,
-        "NUM_STAGES": 3,
-        "num_warps": 8,
-    }
 
 
 def suits(x: Tensor, weight: Tensor) -> bool:
@@ -109,9 +75,8 @@ def suits(x: Tensor, weight: Tensor) -> bool:
 def fused_product(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, z: Tensor | None, activation: str) -> None:
     """y = f(x @ weight^T + bias) and, where wanted, z = x @ weight^T + bias; y and z are contiguous."""
     (M, K), N = x.shape, weight.shape[0]
-    tile = _tile(N, K, x.element_size())
+    tile = product_tile_sizes(N, K, x.element_size())
     bias = contiguous(bias)
-    # Triton's interpreter multiplies the integers that it keeps bfloat16 in, unless they are widened.
     options = {"ACTIVATION": activation, "EVEN_K": K % tile["BLOCK_K"] == 0, "WIDEN": INTERPRET}
     wrap_triton(matmul_activation_kernel)[(cdiv(M, tile["BLOCK_M"]) * cdiv(N, tile["BLOCK_N"]),)](
         x, weight, bias, y, z, M, N, K, *x.stride(), *weight.stride(), **options, **tile

@@ -72,13 +72,14 @@ def linear_plan(
     chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None,
     kept: int = 0,
+    stored: bool = True,
     **options: Any,
 ) -> str:
     """Say in how many tokens at a time a linear layer over classes is computed, whose gradients one pass makes."""
     N, (V, H) = input.shape[:-1].numel(), linear_weight.shape
     wide = wants_float32(logits_dtype, input)
     sizes = Sizes.of(N, H, V, input.dtype, wide, remade=kept > 0, kept=kept)
-    return sizes.described(on_host=input.is_cpu, chunk_size=chunk_size)
+    return sizes.described(on_host=input.is_cpu, chunk_size=chunk_size, stored=stored)
 
 
 class Float32Linear(torch.autograd.Function):

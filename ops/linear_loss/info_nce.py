@@ -10,7 +10,8 @@ Forward, for queries q [N, H] and keys k [M, H], of which the first N are the qu
     loss_i = logsumexp_j(y_ij) - y_ii             with `symmetric` the mean of it and logsumexp_j(y_ji) - y_ii
 
 The products are made a block of queries at a time and read once, for statistics of rows and of columns: those of the
-columns, a maximum and a sum for each key, are merged block after block.
+columns, a maximum and a sum for each key, are merged block after block. On a GPU the kernel that reads products of
+16-bit embeddings makes them itself, and no memory holds them.
 
 Backward, given the gradient g_i of loss_i, with P the softmax of each row and C that of each column:
 
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor
 
 from llmk.ops.linear_loss._records import Make, linear_cost, linear_plan, linear_reference
-from llmk.ops.linear_loss.drivers.contrastive import ContrastiveOps
+from llmk.ops.linear_loss.drivers.contrastive import ContrastiveOps, stores_products
 from llmk.registry import Cost, Sample, public_op
 
 
@@ -83,6 +84,8 @@ def info_nce_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sampl
     yield Sample((randn(0, 8), randn(0, 8), randn(2, 8)), both, why="no queries, negatives: the mean is NaN")
     yield Sample((randn(12, 5).t(), randn(12, 5).t()), both, why="everything strided")
     yield Sample((randn(65, 8), randn(65, 8), randn(66, 8)), both, why="several tiles")
+    more = {"chunk_size": 140, "scale": scale(0.7), "query_ids": ids(*range(150)), "key_ids": ids(*range(0, 300, 2))}
+    yield Sample((randn(150, 80), randn(150, 80)), {**more, **both}, why="blocks of features, parts of tiles, masked")
     near = torch.nn.functional.normalize(randn(6, 16), dim=-1)
     yield Sample((near, near + randn(6, 16) / 8), {"scale": scale(20.0), **both}, why="peaked: pairs are the nearest")
 
@@ -114,7 +117,9 @@ def info_nce_cost(query: Tensor, key: Tensor, negatives: Tensor | None = None, *
 def info_nce_plan(
     query: Tensor, key: Tensor, negatives: Tensor | None = None, *, chunk_size: int = 0, **options: Any
 ) -> str:
-    return linear_plan(query, _keys(key, negatives), chunk_size=chunk_size)
+    stored = query.is_cpu or stores_products(query)
+    dtype = torch.float32 if stored else query.dtype
+    return linear_plan(query, _keys(key, negatives), chunk_size=chunk_size, logits_dtype=dtype, stored=stored)
 
 
 def _keys(key: Tensor, negatives: Tensor | None) -> Tensor:

@@ -133,6 +133,7 @@ class ChunkedLinear:
 
     The weight is `[V, H]`. With a `count`, int32 `[]`, only so many rows have outputs, and the rows past them are
     undefined. The first rows have their outputs in `kept`, one for each of its rows, where a second pass finds them.
+    With `stored=False` no outputs are made, for kernels that make them from x and the weight: blocks have none.
     """
 
     def __init__(
@@ -145,8 +146,9 @@ class ChunkedLinear:
         float32_logits: bool,
         count: Tensor | None = None,
         kept: Tensor | None = None,
+        stored: bool = True,
     ) -> None:
-        self.shape = input.shape
+        self.shape, self.stored = input.shape, stored
         self.x = input.reshape(-1, input.shape[-1])
         self.weight, self.bias, self.plan, self.count, self.kept = weight, bias, plan, count, kept
         self.logits_dtype = torch.float32 if float32_logits else self.x.dtype
@@ -165,7 +167,7 @@ class ChunkedLinear:
     @property
     def has_separate_gradients(self) -> bool:
         """True if the gradient of the logits does not overwrite them."""
-        return self.has_wider_logits or self.kept_rows > 0
+        return self.has_wider_logits or self.kept_rows > 0 or not self.stored
 
     @property
     def leaves_rows_past_count(self) -> bool:
@@ -196,7 +198,7 @@ class ChunkedLinear:
     def block_buffer(self) -> Tensor:
         """Return an uninitialized buffer for the outputs of a block, of no rows where products allocate them."""
         others = min(self.plan.block_rows, self.x.shape[0] - self.kept_rows)
-        return self.buffer(0 if self.allocates else others, self.logits_dtype)
+        return self.buffer(others if self.stored and not self.allocates else 0, self.logits_dtype)
 
     def outputs(self, rows: slice, buffer: Tensor) -> Tensor:
         """Return the outputs of a block's rows, written to a `block_buffer` with as many columns or more."""
@@ -216,7 +218,7 @@ class ChunkedLinear:
                 if not second:
                     self._product(rows, logits)
             else:
-                logits = self.outputs(rows, buffer)
+                logits = self.outputs(rows, buffer) if self.stored else buffer
             yield rows, logits
             if self.allocates:  # the product allocates its result: two would exist at once
                 logits.untyped_storage().resize_(0)

@@ -180,11 +180,12 @@ class Sizes:
             return min((self.whole_groups(chunk_size, rows) for rows in self.blocks(chunk_size)), key=self.price)
         return min(self.candidates(), key=self.price)
 
-    def described(self, *, on_host: bool, chunk_size: int) -> str:
-        """Say what the chosen plan is."""
+    def described(self, *, on_host: bool, chunk_size: int, stored: bool = True) -> str:
+        """Say what the chosen plan is; without `stored` logits are made where they are read, never in memory."""
         plan = self.chosen(on_host=on_host, chunk_size=chunk_size)
         chunk, block = min(plan.chunk_rows, self.N), min(plan.block_rows, self.N)
-        parts = [f"{chunk} tokens a chunk, {8 * self.logit}-bit logits of {block} at a time"]
+        logits = f"{8 * self.logit}-bit logits of {block} at a time" if stored else "no logits in memory"
+        parts = [f"{chunk} tokens a chunk, {logits}"]
         parts.append(f"the gradient of the weight summed in {8 * self.element if plan.rounded_sums else 32} bits")
         if self.kept:
             parts.append(f"the logits of {self.kept} kept")

@@ -26,7 +26,7 @@ from llmk.ops.linear_loss.chunked import (
     plan,
     scaled,
 )
-from llmk.ops.linear_loss.kernels import KERNELS, PYTORCH, Gradients, Implementation, Similarities
+from llmk.ops.linear_loss.kernels import KERNELS, PYTORCH, Gradients, Implementation, Products, Similarities
 from llmk.registry import (
     KernelOp,
     autocast_dtype,
@@ -117,12 +117,15 @@ class ContrastiveCall:
         return self.scale.float().view(()) / self.temperature
 
     def linear(self, impl: Implementation) -> ChunkedLinear:
-        keys = self.gather(_joined(self.key, self.negatives))
-        sizes = self.query.shape[0], self.query.shape[1], keys.shape[0], self.query.dtype
-        chosen = plan(*sizes, float32_logits=True, on_host=impl.on_host, chunk_size=self.chunk_size, remade=True)
+        query, keys = self.query, self.gather(_joined(self.key, self.negatives))
+        stored = stores_products(query, impl)
+        if not stored:
+            query, keys = query.contiguous(), keys.contiguous()
+        sizes = query.shape[0], query.shape[1], keys.shape[0], query.dtype
+        chosen = plan(*sizes, float32_logits=stored, on_host=impl.on_host, chunk_size=self.chunk_size, remade=True)
         if self.group_name:  # the sum over the ranks is rounded
             chosen = dataclasses.replace(chosen, rounded_sums=False)
-        return ChunkedLinear(self.query, keys, None, chosen, float32_logits=True)
+        return ChunkedLinear(query, keys, None, chosen, float32_logits=stored, stored=stored)
 
     def similarities(self, factor: Tensor, key_ids: Tensor | None, block: slice) -> Similarities:
         query_ids = None if self.query_ids is None else self.query_ids[block].contiguous()
@@ -186,6 +189,15 @@ def _joined(first: Tensor, second: Tensor | None) -> Tensor:
     return first if second is None else torch.cat((first, second))
 
 
+def stores_products(query: Tensor, impl: Implementation = KERNELS) -> bool:
+    """True if a block's products are in memory: no kernel makes those of such embeddings where it reads them."""
+    return not impl.contrastive.makes_products(query)
+
+
+def _products(linear: ChunkedLinear, block: slice, outputs: Tensor) -> Products:
+    return Products(linear.x[block], linear.weight, outputs if linear.stored else None)
+
+
 def _losses(stats: Tensor, pairs: Tensor) -> Tensor:
     """Return logsumexp - logit of the pair from maxima and sums `[2, N]`."""
     return stats[1].log() + (stats[0] - pairs)
@@ -195,11 +207,11 @@ def _forward(impl: Implementation, call: ContrastiveCall) -> tuple[Tensor, Tenso
     """Return the loss, and the statistics of this rank's rows, `[2, N]`, and of all columns, `[2, R M]`."""
     linear, factor, key_ids = call.linear(impl), call.factor(), call.ids_of_keys()
     rows, pairs, columns = [], [], None
-    for block, products in linear.blocks():
-        similarities = call.similarities(factor, key_ids, block)
-        row_parts, column_parts = impl.contrastive.statistics(products, similarities, call.symmetric)
+    for block, outputs in linear.blocks():
+        given = _products(linear, block, outputs), call.similarities(factor, key_ids, block)
+        row_parts, column_parts, own = impl.contrastive.statistics(*given, call.symmetric)
         rows.append(impl.contrastive.merge(row_parts))
-        pairs.append(similarities.of_pairs(products))
+        pairs.append(own)
         if column_parts is not None:
             columns = impl.contrastive.merge(column_parts, columns)
     row_stats, pair = torch.cat(rows, -1), torch.cat(pairs)
@@ -233,9 +245,9 @@ def _backward(
     row_grads = scaled(row_grads, scale)
     columns = None if column_grads is None else Gradients(column_stats, scaled(column_grads, scale))
     factor_grads = []
-    for block, products, dproducts in gradients.blocks():
+    for block, outputs, dproducts in gradients.blocks():
         rows = Gradients(row_stats[:, block].contiguous(), row_grads[block])
-        similarities = call.similarities(factor, key_ids, block)
+        products, similarities = _products(linear, block, outputs), call.similarities(factor, key_ids, block)
         part = impl.contrastive.gradients(products, dproducts, similarities, rows, columns, need_scale)
         factor_grads.append(part)
     dquery, dkeys, _ = gradients.results(CompactedTokens((call.query.shape[0],)))

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from llmk.ops.linear_loss.kernels import _contrastive, _divergence, _logprobs, _topk, _vocab_parallel
-from llmk.ops.linear_loss.kernels._contrastive import ContrastiveFunctions, Gradients, Similarities
+from llmk.ops.linear_loss.kernels._contrastive import ContrastiveFunctions, Gradients, Products, Similarities
 from llmk.ops.linear_loss.kernels._divergence import CrossEntropyTerm, DivergenceFunctions, Softmaxes
 from llmk.ops.linear_loss.kernels._logprobs import MOST_SUPPORT, STATISTICS, LogitTransform, LogprobFunctions
 from llmk.ops.linear_loss.kernels._topk import MOST, Candidates, TopkFunctions
@@ -22,6 +22,7 @@ __all__ = [
     "Gradients",
     "Implementation",
     "LogitTransform",
+    "Products",
     "Similarities",
     "Softmaxes",
 ]

@@ -1,0 +1,86 @@
+"""A tile of the product of two matrices, x [M, K] and the transpose of w [N, K], for kernels that finish it themselves.
+
+Each program makes one tile: it walks K in blocks, sums in float32, and finishes the tile in registers. Tiles are
+numbered in groups of GROUP_M rows of tiles, column by column, so that the programs that run at the same time share
+blocks of x and w in L2.
+"""
+
+import triton.language as tl
+
+from llmk.registry import jit, next_power_of_2
+
+BLOCK_M, BLOCK_N = 128, 128
+MAX_STRIDE = 2**24
+"""Offsets within a tile are 32 bits wide, and BLOCK_M rows must not be further apart."""
+
+
+def product_tile_sizes(N: int, K: int, element_size: int) -> dict[str, int]:
+    """The tile and its launch, from the sizes that a batch does not change; 16 is the least that tensor cores take."""
+    # Eight warps need 128 registers each on sm_90 (138 for gelu with z), and three stages 96 KiB of its shared memory:
+    # two programs fit a multiprocessor, and one's product covers the other's epilogue. On gfx942 the stages take all of
+    # the 64 KiB that there are. 128 x 256 x 32 fits too, one program at a time, and reads a quarter less from L2; the
+    # two were not compared.
+    return {
+        "BLOCK_M": BLOCK_M,
+        "BLOCK_N": min(BLOCK_N, max(16, next_power_of_2(N))),
+        "BLOCK_K": min(128 // element_size, max(16, next_power_of_2(K))),
+        "GROUP_M": 8,
+        "NUM_STAGES": 3,
+        "num_warps": 8,
+    }
+
+
+@jit
+def grouped_tile(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """Return the first row and the first column of this program's tile."""
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    group = tl.program_id(0) // (GROUP_M * tiles_n)
+    group_rows = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
+    within = tl.program_id(0) % (GROUP_M * tiles_n)
+    first_row = ((group * GROUP_M + within % group_rows) * BLOCK_M).to(tl.int64)
+    first_col = ((within // group_rows) * BLOCK_N).to(tl.int64)
+    return first_row, first_col
+
+
+@jit
+def product_tile(
+    x_ptr, w_ptr, first_row, first_col, M, N, K, x_stride_m, x_stride_k, w_stride_n, w_stride_k,
+    EVEN_K: tl.constexpr, WIDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Return the tile's products in float32, in rows and columns past the end those of its first ones."""
+    rows, cols, ks = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    # Rows and columns past the end read the tile's first ones again: only K needs a mask in the loop.
+    x_rows = tl.where(first_row + rows < M, rows, 0)
+    w_cols = tl.where(first_col + cols < N, cols, 0)
+    x_ptrs = x_ptr + first_row * x_stride_m + (x_rows[:, None] * x_stride_m + ks[None, :] * x_stride_k)
+    w_ptrs = w_ptr + first_col * w_stride_n + (w_cols[None, :] * w_stride_n + ks[:, None] * w_stride_k)
+    z = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for start in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
+        if EVEN_K:
+            x, w = tl.load(x_ptrs), tl.load(w_ptrs)
+        else:
+            x = tl.load(x_ptrs, mask=(ks < K - start)[None, :], other=0.0)
+            w = tl.load(w_ptrs, mask=(ks < K - start)[:, None], other=0.0)
+        if WIDEN:  # Triton's interpreter multiplies the integers that it keeps bfloat16 in
+            x, w = x.to(tl.float32), w.to(tl.float32)
+        z = tl.dot(x, w, z, input_precision="ieee")
+        x_ptrs += BLOCK_K * x_stride_k
+        w_ptrs += BLOCK_K * w_stride_k
+    return z
+
+
+@jit
+def column_halves(z):
+    """Split a tile in two, so that an epilogue has registers left beside the sums."""
+    M: tl.constexpr = z.shape[0]
+    N: tl.constexpr = z.shape[1]
+    return tl.split(tl.permute(tl.reshape(z, (M, 2, N // 2)), (0, 2, 1)))
+
+
+@jit
+def column_quarters(z):
+    left, right = column_halves(z)
+    first, second = column_halves(left)
+    third, fourth = column_halves(right)
+    return first, second, third, fourth
