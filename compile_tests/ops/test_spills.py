@@ -1,5 +1,5 @@
-"""No launch configuration that an operator can choose spills registers on sm_90 or asks for more shared memory than an
-sm_80 has; no GPU is needed.
+"""No launch configuration that an operator can choose spills registers on sm_90, asks for more shared memory than an
+sm_80 has, or is built to read a register that nothing wrote; no GPU is needed.
 
 `helpers/configurations.py` finds the configurations. With `--build many` those with the largest blocks for their
 number of warps are built, and with `--build every` all of them, found at more sizes. Without, test_aot.py asks it of
@@ -11,6 +11,7 @@ import torch
 
 from compile_tests.helpers import aot
 from compile_tests.helpers.configurations import largest_blocks, sweep
+from compile_tests.helpers.uniform_registers import machine_code, undefined_reads
 from llmk.registry import OPS
 from llmk.registry.devices import INTERPRET
 from llmk.registry.launch import Launch
@@ -39,6 +40,20 @@ def test_no_configuration_spills(name: str, dtype: torch.dtype, build: str) -> N
     assert not spills, "\n".join(spills)
     shared = {aot.describe(launch): aot.compile_for(launch, SM_90).metadata.shared for launch in chosen}
     assert not {launch: size for launch, size in shared.items() if size > SHARED_MEMORY_OF_SM_80}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", OPS)
+def test_no_configuration_reads_a_register_that_nothing_wrote(name: str, dtype: torch.dtype, build: str) -> None:
+    """ptxas makes such code of small blocks too."""
+    if build == "few":
+        pytest.skip("minutes of a core for some operators: --build many")
+    wrong = []
+    for launch in aot.distinct(sweep(OPS[name], dtype, every=build == "every"), SM_90):
+        compiled = aot.compile_for(launch, SM_90)
+        if "wgmma" in compiled.asm["ptx"] and undefined_reads(machine_code(compiled)):
+            wrong.append(aot.describe(launch))
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.fixture(scope="module")

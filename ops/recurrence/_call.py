@@ -100,6 +100,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[tuple[Te
         ((1, 130, 1, 1, 8, 8), {"sequence_ids": ids(1, 130, 3, 50, 64, 100)}, "packed sequences"),
         ((2, 1, 1, 2, 8, 16), {"initial_state": state(2, 2, 8, 16)}, "one token"),
         ((2, 0, 1, 2, 8, 8), {"initial_state": state(2, 2, 8, 8)}, "no tokens"),
+        ((1, 66, 1, 1, 8, 20), {}, "more values than keys"),
     ):
         yield *of(*args, per_channel=True), options, f"a decay for each channel, {why}"
     (q, k, v, g), beta = of(1, 20, 1, 2, 8, 8, decay=69.0, per_channel=True)

@@ -323,7 +323,7 @@ def _gradients(x: Inputs, m: Matrices, made: Backward) -> tuple[Tensor, Tensor, 
 
 
 def _keys_tile(x: Inputs) -> dict[str, int]:
-    """Blocks of keys and values. Larger ones spill on sm_90, where Triton 3.6 has computed such a kernel wrongly."""
+    """Blocks of keys and values. Larger ones spill on sm_90, and of some in one stage ptxas makes wrong machine code."""
     K, V = x.sizes[-2:]
     if x.is_float32:
         return {"BLOCK_K": x.columns(16, K), "BLOCK_V": x.columns(16, V), "num_warps": 8, "num_stages": 1}
@@ -348,6 +348,8 @@ def _channel_gradients(x: Inputs, m: Matrices, made: Backward) -> tuple[Tensor, 
     )
     dg = x.buffer(x.g.shape, x.g.dtype)
     tile = _keys_tile(x) | {"num_warps": 8, "num_stages": 1}
+    if tile["BLOCK_K"] == 16 and not x.is_float32:
+        tile["num_stages"] = _stages()  # in one stage the ptxas of Triton 3.6 and 3.7.1 makes wrong code for sm_90
     wrap_triton(channel_keys_backward_kernel)[(x.rows * N,)](
         made.do, x.q, x.k, x.g, made.u, made.dr, x.beta, x.index, made.states, made.dstates, made.dwhole, dg_part,
         dbeta_part, dq, dk, dg, dbeta, x.scale, T, N, H, HK, K, V, made.dwhole.shape[2], C=x.chunk, **tile,

@@ -1,0 +1,64 @@
+"""Machine code that reads uniform registers which nothing wrote is found: in lines of it, and in what ptxas makes."""
+
+import pytest
+import torch
+import triton
+
+from compile_tests.helpers import aot
+from compile_tests.helpers.uniform_registers import instructions, machine_code, undefined_reads
+from llmk.ops.recurrence import _chunk_launches
+from llmk.registry import OPS
+from llmk.registry.devices import INTERPRET
+
+DESCRIPTORS = """
+        /*0000*/                   S2UR UR4, SR_CgaCtaId ;                    /* 0x00000000000479c3 */
+                                                                              /* 0x000e220000008800 */
+        /*0010*/                   ULEA UR4, UR4, UR4, 0x18 ;
+        /*0020*/               @P0 BRA 0x60 ;
+        /*0030*/                   {copy} ;
+        /*0040*/                   UIADD3 UR18, UP0, {from}, 0x20, URZ ;
+        /*0050*/                   UIADD3.X UR19, URZ, -0x3ffffff0, URZ, UP0, !UPT ;
+        /*0060*/                   HGMMA.64x16x16.F32.BF16 R24, R76, gdesc[UR16].tnspB, RZ, !UPT ;
+        /*0070*/              @!P1 BRA 0x30 ;
+        /*0080*/                   EXIT ;
+"""
+
+
+def code(copy: str, source: str) -> str:
+    return DESCRIPTORS.replace("{copy}", copy).replace("{from}", source)
+
+
+@pytest.mark.parametrize("first", ["UMOV UR18, UR4", "ULDC.64 UR18, c[0x0][0x208]", "R2UR UR18, R3"])
+def test_a_sum_of_what_was_copied_is_right(first: str) -> None:
+    assert len(instructions(code(first, "UR18"))) == 9
+    assert not undefined_reads(code(first, "UR18"))
+
+
+def test_a_sum_without_the_copy_is_found() -> None:
+    (line,) = undefined_reads(code("NOP", "UR7"))
+    assert (line.address, line.name) == (0x40, "UIADD3")
+    assert [line.address for line in undefined_reads(code("UMOV UR17, UR4", "UR7"))] == [0x40]
+
+
+def test_a_register_that_is_only_written_from_itself_is_found() -> None:
+    """The next turn of the loop reads what this one wrote, and this one read nothing: one path is enough to be right."""
+    text = code("NOP", "UR18").replace("@!P1 BRA 0x30", "NOP")
+    assert [line.address for line in undefined_reads(text)] == [0x40]
+
+
+def test_both_descriptors_of_a_product_are_read() -> None:
+    text = code("UMOV UR18, UR4", "UR18").replace("R24, R76, gdesc[UR16].tnspB, RZ, !UPT", "R24, gdesc[UR16], R24")
+    assert [line.name for line in undefined_reads(text)] == ["HGMMA.64x16x16.F32.BF16"]
+
+
+@pytest.mark.skipif(INTERPRET, reason="TRITON_INTERPRET=1: the kernels are interpreted, not compiled")
+@pytest.mark.skipif(triton.__version__ > "3.7.1", reason="seen of the ptxas of Triton 3.6 and 3.7.1")
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_tile_of_which_ptxas_makes_wrong_code(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one stage the products of `chunk_keys_backward_kernel` read what nothing wrote: its gradients were wrong."""
+    tile = {"BLOCK_K": 32, "BLOCK_V": 64, "num_warps": 4, "num_stages": stages}
+    monkeypatch.setattr(_chunk_launches, "_keys_tile", lambda x: tile)
+    launches = aot.launches(OPS["gated_linear_attention"], torch.bfloat16, samples=False, alone=False)
+    launch = next(launch for launch in launches if launch.kernel.__name__ == "chunk_keys_backward_kernel")
+    compiled = aot.compile_for(launch, aot.TARGETS["sm_90"])
+    assert bool(undefined_reads(machine_code(compiled))) == (stages == 1)
