@@ -178,6 +178,23 @@ def test_sequences_leave_each_other_alone(per_channel: bool, device: torch.devic
     torch.testing.assert_close(changed[:, 40:], clean[:, 40:], rtol=0, atol=0)
 
 
+@pytest.mark.kernels
+@per_channel_or_head
+def test_what_overflows_between_two_sequences_is_in_no_gradient(per_channel: bool, device: torch.device) -> None:
+    """A product of one's state and another's gradient leaves float32: there the decay is 0, and they have no part."""
+    T, K = 150, 8
+    q, k, v, w = (torch.randn(1, T, 1, K, device=device) for _ in range(4))
+    begins = torch.arange(T, device=device) >= 90
+    v[:, ~begins] *= 1e25
+    w[:, begins] *= 1e25
+    g = -torch.rand((1, T, 1, K) if per_channel else (1, T, 1), device=device) / 8
+    beta, ids = torch.rand(1, T, 1, device=device), begins.long().unsqueeze(0)
+    inputs = [x.requires_grad_() for x in (q, k, v, g, beta)]
+    out, _ = gated_delta_rule(q, k, v, g, beta, sequence_ids=ids, l2_norm_qk=True)
+    for gradient in torch.autograd.grad((out * torch.where(begins[:, None, None], w, 1e-25)).sum(), inputs):
+        assert gradient.isfinite().all()
+
+
 def test_a_positive_log_decay_is_named_on_a_cpu(device: torch.device) -> None:
     if device.type != "cpu":
         pytest.skip("on a GPU nothing waits for the device to say what g is")

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from llmk.ops.common.math import exp
 from llmk.ops.recurrence._chunk_kernels import (
+    _decayed,
     _index,
     _load,
     _load_tokens,
@@ -285,16 +286,16 @@ def channel_keys_backward_kernel(
         if index_ptr is not None:
             d = tl.where(_same_as(index_ptr, rows, chunk * C - 1, T)[:, None], d, 0.0)
             e = tl.where(_same_as(index_ptr, rows, chunk * C + C - 1, T)[:, None], e, 0.0)
-        from_out *= tl.cast(scale, tl.float32) * d
-        from_end *= e
+        from_out = _decayed(from_out, tl.cast(scale, tl.float32) * d)
+        from_end = _decayed(from_end, e)
         dk, through_start = from_end, q * from_out
         if beta_ptr is not None:
-            from_r *= d
+            from_r = _decayed(from_r, d)
             predicted += tl.sum(k * from_r, axis=1)
             from_r *= _load_tokens(beta_ptr + b * T * H + h, rows, T, H)[:, None]
             dk -= from_r
             through_start -= k * from_r
-        dg = (whole * tl.sum(tl.where((t == C - 1)[:, None], d, 0.0), axis=0))[None, :]
+        dg = _decayed(whole, tl.sum(tl.where((t == C - 1)[:, None], d, 0.0), axis=0))[None, :]
         dg += _sums_of(t[:, None] > t[None, :], k * from_end, q_ptr.dtype.element_ty)
         dg += tl.cumsum(through_start, axis=0, reverse=True)
         dg += _load(dg_part_ptr + channels, rows, keys, T, K, H * K)

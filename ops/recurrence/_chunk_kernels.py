@@ -249,7 +249,7 @@ def chunk_states_kernel(
             beta = _load_tokens(beta_ptr + b * T * H + h, rows, T, H)
             d = undecayed if whole_ptr is not None else tl.load(start_ptr + tokens)
             predicted = _times_state(k_ptr, state, stored_ptr, rows, keys, cols, T, K, V, HK * K, BLOCK_V, C, PART)
-            r = beta[:, None] * (u - d[:, None] * predicted)
+            r = beta[:, None] * (u - _decayed(predicted, d[:, None]))
             inverse = _load(inverse_ptr + (row * N + chunk) * C * C, t, t, C, C, C)
             u = _product(inverse, r.to(k_ptr.dtype.element_ty))
             _store(u_ptr + (b * T * H + h) * V, u, rows, cols, T, V, H * V)
@@ -258,7 +258,7 @@ def chunk_states_kernel(
         else:
             e, whole = tl.load(end_ptr + tokens), tl.load(start_ptr + (row * N + chunk) * C + C - 1)
         kt = _load_transposed(ends_ptr, rows, keys, T, K, HK * K)
-        state = whole * state + _product(kt, (e[:, None] * u).to(k_ptr.dtype.element_ty))
+        state = _decayed(state, whole) + _product(kt, _decayed(u, e[:, None]).to(k_ptr.dtype.element_ty))
     if final_ptr is not None:
         _store(final_ptr + row * K * V, state, keys, cols, K, V, V)
 
@@ -330,10 +330,10 @@ def chunk_states_backward_kernel(
             )
         do = _load(do_ptr + values, rows, cols, T, V, H * V)
         dr = _times_state(ends_ptr, dstate, stored_ptr, rows, keys, cols, T, K, V, HK * K, BLOCK_V, C, PART)
-        dr *= e[:, None]
+        dr = _decayed(dr, e[:, None])
         dr += _product(_load_transposed(scores_ptr + matrix, t, t, C, C, C), do)
         qt = _load_transposed(q_ptr, rows, keys, T, K, HK * K)
-        dstate = whole * dstate + _product(qt, ((scale * d)[:, None] * do).to(k_ptr.dtype.element_ty))
+        dstate = _decayed(dstate, whole) + _product(qt, ((scale * d)[:, None] * do).to(k_ptr.dtype.element_ty))
         if beta_ptr is not None:
             beta = _load_tokens(beta_ptr + b * T * H + h, rows, T, H)
             inverse_t = _load_transposed(inverse_ptr + matrix, t, t, C, C, C)
@@ -469,6 +469,10 @@ def chunk_keys_backward_kernel(
             do_ptr, u_ptr, dr_ptr, states_ptr + state, dstates_ptr + state, values, rows, keys, T, H, K, V,
             C, BLOCK_K, BLOCK_V,
         )  # fmt: skip
+        # What decays to nothing, as between two sequences, may have overflowed.
+        from_out = tl.where((d == 0.0)[:, None], 0.0, from_out)
+        from_r = tl.where((d == 0.0)[:, None], 0.0, from_r)
+        from_end = tl.where((e == 0.0)[:, None], 0.0, from_end)
         q, k = _load(q_ptr, rows, keys, T, K, HK * K), _load(k_ptr, rows, keys, T, K, HK * K)
         from_start += tl.sum(q.to(tl.float32) * from_out, axis=1)
         to_end += tl.sum(k.to(tl.float32) * from_end, axis=1)
@@ -495,7 +499,7 @@ def chunk_keys_backward_kernel(
     dg = tl.load(dg_part_ptr + tokens, mask=rows < T, other=0.0)
     dg += tl.sum(tl.where(later, from_start[:, None], 0.0), axis=0)
     dg += tl.sum(tl.where(earlier, (e * to_end)[:, None], 0.0), axis=0)
-    dg += tl.load(start_ptr + (row * N + chunk) * C + C - 1) * tl.sum(whole, axis=0)
+    dg += _decayed(tl.sum(whole, axis=0), tl.load(start_ptr + (row * N + chunk) * C + C - 1))
     tl.store(dg_ptr + tokens, dg.to(dg_ptr.dtype.element_ty), mask=rows < T)
 
 

@@ -132,16 +132,16 @@ def scan_backward(
             ds = ds - keys[:, :, n].mT @ (c.beta[:, :, n, :, None] * dr)
         drs.append(dr.unsqueeze(2))
     dend, dr = torch.cat(dends[::-1], 2), torch.cat(drs[::-1], 2)
-    from_out = scale * d.start * (grad_out @ run.states.mT)
-    from_end = d.end * (run.u @ dend.mT)
+    from_out = scale * decayed(grad_out @ run.states.mT, d.start)
+    from_end = decayed(run.u @ dend.mT, d.end)
     dq, dk, dg = d.pairs_gradients(scale * (grad_out @ run.u.mT).tril(), c.q, c.k, run.qk)
     start, end = c.q * from_out, c.k * from_end
-    whole = d.whole.squeeze(-1) * (run.states * dend).sum(-1)
+    whole = decayed((run.states * dend).sum(-1), d.whole.squeeze(-1))
     dq, dk, dv, dbeta = dq + from_out, dk + from_end, dr, None
     if c.beta is not None and run.kk is not None:
         beta = c.beta.unsqueeze(-1)
         da = -(dr @ run.u.mT).tril(-1)
-        predicted = d.start * (dr @ run.states.mT)
+        predicted = decayed(dr @ run.states.mT, d.start)
         drow, dcolumn, between = d.pairs_gradients(da, beta * c.k, c.k, beta * run.kk)
         dbeta = (dr * c.v).sum(-1) - (c.k * predicted).sum(-1) + decayed(da, run.kk).sum(-1)
         dk, dv, dg = dk + beta * drow + dcolumn - beta * predicted, beta * dr, dg + between
