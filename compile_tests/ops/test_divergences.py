@@ -48,3 +48,13 @@ def test_a_sum_that_float16_cannot_hold_undivided(device: torch.device) -> None:
     ops.jsd(x, torch.zeros_like(x)).backward()
     assert x.grad is not None
     assert bool(x.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.kernels
+def test_no_divergence_from_oneself(dtype: torch.dtype, device: torch.device) -> None:
+    x = torch.randn(4, 40, device=device, dtype=torch.float32).log_softmax(-1).to(dtype).requires_grad_()
+    loss = ops.jsd(x, x.detach().clone(), beta=0.5)
+    (gradient,) = torch.autograd.grad(loss, x)
+    assert float(loss) == 0.0
+    assert not gradient.any()
