@@ -41,7 +41,7 @@ def test_a_sum_without_the_copy_is_found() -> None:
 
 
 def test_a_register_that_is_only_written_from_itself_is_found() -> None:
-    """The next turn of the loop reads what this one wrote, and this one read nothing: one path is enough to be right."""
+    """In a loop the next turn reads what this one wrote, so that only a first turn outside of loops can be told."""
     text = code("NOP", "UR18").replace("@!P1 BRA 0x30", "NOP")
     assert [line.address for line in undefined_reads(text)] == [0x40]
 

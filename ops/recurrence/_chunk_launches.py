@@ -323,7 +323,7 @@ def _gradients(x: Inputs, m: Matrices, made: Backward) -> tuple[Tensor, Tensor, 
 
 
 def _keys_tile(x: Inputs) -> dict[str, int]:
-    """Blocks of keys and values. Larger ones spill on sm_90, and of some in one stage ptxas makes wrong machine code."""
+    """Blocks of keys and values. Larger ones spill on sm_90, and of some in one stage ptxas makes wrong code."""
     K, V = x.sizes[-2:]
     if x.is_float32:
         return {"BLOCK_K": x.columns(16, K), "BLOCK_V": x.columns(16, V), "num_warps": 8, "num_stages": 1}
