@@ -249,7 +249,7 @@ def chunk_states_kernel(
             beta = _load_tokens(beta_ptr + b * T * H + h, rows, T, H)
             d = undecayed if whole_ptr is not None else tl.load(start_ptr + tokens)
             predicted = _times_state(k_ptr, state, stored_ptr, rows, keys, cols, T, K, V, HK * K, BLOCK_V, C, PART)
-            r = beta[:, None] * (u - _decayed(predicted, d[:, None]))
+            r = beta[:, None] * (u - d[:, None] * predicted)
             inverse = _load(inverse_ptr + (row * N + chunk) * C * C, t, t, C, C, C)
             u = _product(inverse, r.to(k_ptr.dtype.element_ty))
             _store(u_ptr + (b * T * H + h) * V, u, rows, cols, T, V, H * V)
@@ -258,7 +258,7 @@ def chunk_states_kernel(
         else:
             e, whole = tl.load(end_ptr + tokens), tl.load(start_ptr + (row * N + chunk) * C + C - 1)
         kt = _load_transposed(ends_ptr, rows, keys, T, K, HK * K)
-        state = _decayed(state, whole) + _product(kt, _decayed(u, e[:, None]).to(k_ptr.dtype.element_ty))
+        state = whole * state + _product(kt, (e[:, None] * u).to(k_ptr.dtype.element_ty))
     if final_ptr is not None:
         _store(final_ptr + row * K * V, state, keys, cols, K, V, V)
 
@@ -330,10 +330,10 @@ def chunk_states_backward_kernel(
             )
         do = _load(do_ptr + values, rows, cols, T, V, H * V)
         dr = _times_state(ends_ptr, dstate, stored_ptr, rows, keys, cols, T, K, V, HK * K, BLOCK_V, C, PART)
-        dr = _decayed(dr, e[:, None])
+        dr *= e[:, None]
         dr += _product(_load_transposed(scores_ptr + matrix, t, t, C, C, C), do)
         qt = _load_transposed(q_ptr, rows, keys, T, K, HK * K)
-        dstate = _decayed(dstate, whole) + _product(qt, ((scale * d)[:, None] * do).to(k_ptr.dtype.element_ty))
+        dstate = whole * dstate + _product(qt, ((scale * d)[:, None] * do).to(k_ptr.dtype.element_ty))
         if beta_ptr is not None:
             beta = _load_tokens(beta_ptr + b * T * H + h, rows, T, H)
             inverse_t = _load_transposed(inverse_ptr + matrix, t, t, C, C, C)
