@@ -45,7 +45,8 @@ class Instruction:
     @property
     def goes_on(self) -> bool:
         """True if the next line may be reached from it."""
-        return self.predicated or self.kind not in _LEAVES | {"BRA", "JMP"} or "UP" in self.operands
+        always = self.kind in _LEAVES or (self.name in ("BRA", "JMP") and "," not in self.operands)
+        return self.predicated or not always
 
     @property
     def width(self) -> int:

@@ -115,7 +115,7 @@ def divergence_of(x, y, beta, rest, FORM: tl.constexpr, EXACT: tl.constexpr):
         # stands for -inf leaves 0 times a number where it would be 0 times inf.
         x, y = _finite(x), _finite(y)
         q, p = tl.exp2(x * LOG2E), tl.exp2(y * LOG2E)
-        log_m = tl.where(x == y, x, log_for_product(beta * p + rest * q))  # of equals nothing is left but rounding
+        log_m = tl.where(x == y, x, log_for_product(beta * p + rest * q))  # equal: no rounding
         df = rest * (q * (x - log_m))
         f = beta * (p * (y - log_m)) + df
     return f, df
