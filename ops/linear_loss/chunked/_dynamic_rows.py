@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
+from llmk.ops.common.products import grouped_tile, product_tile
 from llmk.ops.common.rows import matrices_aligned
 from llmk.registry import cdiv, jit, next_power_of_2, wrap_triton
 from llmk.registry.devices import INTERPRET, has_device_offsets
@@ -50,32 +51,14 @@ def product_kernel(
     GROUP_M: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of z = x @ w^T in float32, unless all its rows are past the end."""
-    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    group = tl.program_id(0) // (GROUP_M * tiles_n)  # programs that run at the same time share rows of w in L2
-    group_rows = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
-    within = tl.program_id(0) % (GROUP_M * tiles_n)
-    first_row = ((group * GROUP_M + within % group_rows) * BLOCK_M).to(tl.int64)
-    first_col = ((within // group_rows) * BLOCK_N).to(tl.int64)
+    first_row, first_col = grouped_tile(M, N, BLOCK_M, BLOCK_N, GROUP_M)
     if first_row >= tl.load(end_ptr):
         return
-    rows, cols, ks = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    # Rows and columns past the end read the tile's first ones again: only K needs a mask in the loop.
-    x_rows = tl.where(first_row + rows < M, rows, 0)
-    w_cols = tl.where(first_col + cols < N, cols, 0)
-    x_ptrs = x_ptr + first_row * x_stride + (x_rows[:, None] * x_stride + ks[None, :])
-    w_ptrs = w_ptr + first_col * w_stride + (w_cols[None, :] * w_stride + ks[:, None])
-    z = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for start in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
-        if EVEN_K:
-            x, w = tl.load(x_ptrs), tl.load(w_ptrs)
-        else:
-            x = tl.load(x_ptrs, mask=(ks < K - start)[None, :], other=0.0)
-            w = tl.load(w_ptrs, mask=(ks < K - start)[:, None], other=0.0)
-        if WIDEN:
-            x, w = x.to(tl.float32), w.to(tl.float32)
-        z = tl.dot(x, w, z, input_precision="ieee")
-        x_ptrs += BLOCK_K
-        w_ptrs += BLOCK_K
+    z = product_tile(
+        x_ptr, w_ptr, first_row, first_col, M, N, K, x_stride, 1, w_stride, 1,
+        EVEN_K, WIDEN, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES,
+    )  # fmt: skip
+    rows, cols = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     mask = (rows < M - first_row)[:, None] & (cols < N - first_col)[None, :]
     tl.store(z_ptr + first_row * z_stride + first_col + (rows[:, None] * z_stride + cols[None, :]), z, mask=mask)
 
