@@ -5,6 +5,7 @@ would launch; `compile_for` specialises a launch with Triton's own code, the way
 """
 
 import itertools
+import os
 import re
 import subprocess
 import tempfile
@@ -147,13 +148,19 @@ def forward_and_backward(op: Op, sample: Sample, names: tuple[str, ...]) -> None
     torch.autograd.grad(outputs, inputs, [torch.empty_like(output) for output in outputs], allow_unused=True)
 
 
-def resource_usage(compiled: Any) -> tuple[int, int]:
-    """Registers of a thread, and bytes that spill out of them, of a kernel built for an NVIDIA GPU."""
+def dumped(compiled: Any, option: str) -> str:
+    """What cuobjdump prints with an option of a kernel built for an NVIDIA GPU."""
+    program = cuobjdump()  # for machine code it calls the nvdisasm beside it
+    env = os.environ | {"PATH": f"{Path(program).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
-        command = [cuobjdump(), "-res-usage", str(cubin)]
-        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        return subprocess.run([program, option, cubin], check=True, capture_output=True, text=True, env=env).stdout
+
+
+def resource_usage(compiled: Any) -> tuple[int, int]:
+    """Registers of a thread, and bytes that spill out of them, of a kernel built for an NVIDIA GPU."""
+    usage = dumped(compiled, "-res-usage")
     sizes = {name: int(size) for name, size in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     return sizes["REG"], sizes["STACK"] + sizes["LOCAL"]  # Triton has no stack of its own: all of it is spills
 

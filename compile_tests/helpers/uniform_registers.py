@@ -6,15 +6,11 @@ whatever is there: results change from run to run, or an access is illegal. A GP
 compute-sanitizer does not, but the machine code does.
 """
 
-import os
 import re
-import subprocess
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from llmk.registry.private.kernels import cuobjdump
+from compile_tests.helpers.aot import dumped
 
 _LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;", re.MULTILINE)
 _LEAVES = {"EXIT", "RET", "KILL", "JMX", "BRX"}
@@ -98,11 +94,6 @@ def undefined_reads(code: str) -> list[Instruction]:
     return [line for line, written in zip(lines, reached, strict=True) if written is not None and line.reads - written]
 
 
-def machine_code(compiled: Any) -> str:
-    """What a kernel built for an NVIDIA GPU is made of."""
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / "kernel.cubin"
-        cubin.write_bytes(compiled.asm["cubin"])
-        program = cuobjdump()  # it calls the nvdisasm beside it
-        env = os.environ | {"PATH": f"{Path(program).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
-        return subprocess.run([program, "-sass", cubin], check=True, capture_output=True, text=True, env=env).stdout
+def undefined_descriptors(compiled: Any) -> list[Instruction]:
+    """`undefined_reads` of a kernel for sm_90 with a warp group's product; others describe nothing so."""
+    return undefined_reads(dumped(compiled, "-sass")) if "wgmma" in compiled.asm["ptx"] else []

@@ -11,7 +11,7 @@ import torch
 
 from compile_tests.helpers import aot
 from compile_tests.helpers.configurations import largest_blocks, sweep
-from compile_tests.helpers.uniform_registers import machine_code, undefined_reads
+from compile_tests.helpers.uniform_registers import undefined_descriptors
 from llmk.registry import OPS
 from llmk.registry.devices import INTERPRET
 from llmk.registry.launch import Launch
@@ -48,11 +48,8 @@ def test_no_configuration_reads_a_register_that_nothing_wrote(name: str, dtype: 
     """ptxas makes such code of small blocks too."""
     if build == "few":
         pytest.skip("minutes of a core for some operators: --build many")
-    wrong = []
-    for launch in aot.distinct(sweep(OPS[name], dtype, every=build == "every"), SM_90):
-        compiled = aot.compile_for(launch, SM_90)
-        if "wgmma" in compiled.asm["ptx"] and undefined_reads(machine_code(compiled)):
-            wrong.append(aot.describe(launch))
+    launches = aot.distinct(sweep(OPS[name], dtype, every=build == "every"), SM_90)
+    wrong = [aot.describe(launch) for launch in launches if undefined_descriptors(aot.compile_for(launch, SM_90))]
     assert not wrong, "\n".join(wrong)
 
 

@@ -5,7 +5,7 @@ import torch
 import triton
 
 from compile_tests.helpers import aot
-from compile_tests.helpers.uniform_registers import instructions, machine_code, undefined_reads
+from compile_tests.helpers.uniform_registers import instructions, undefined_descriptors, undefined_reads
 from llmk.ops.recurrence import _chunk_launches
 from llmk.registry import OPS
 from llmk.registry.devices import INTERPRET
@@ -61,4 +61,4 @@ def test_a_tile_of_which_ptxas_makes_wrong_code(stages: int, monkeypatch: pytest
     launches = aot.launches(OPS["gated_linear_attention"], torch.bfloat16, samples=False, alone=False)
     launch = next(launch for launch in launches if launch.kernel.__name__ == "chunk_keys_backward_kernel")
     compiled = aot.compile_for(launch, aot.TARGETS["sm_90"])
-    assert bool(undefined_reads(machine_code(compiled))) == (stages == 1)
+    assert bool(undefined_descriptors(compiled)) == (stages == 1)
