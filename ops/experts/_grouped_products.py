@@ -140,13 +140,18 @@ def finish_rows_kernel(bias_ptr, offsets_ptr, y_ptr, E, D, BLOCK_E: tl.constexpr
 
 
 def _tile(element_size: int) -> dict[str, Any]:
-    """Small enough for every GPU and dtype; it has not been tuned, as float16 and float32 are not trained at speed.
-
-    A float32 product adds one term after another to its sum, on no tensor core. Two sums in turns lose half as much as
-    one that is twice as long.
-    """
+    """Small enough for every GPU and dtype; it has not been tuned, as float16 and float32 are not trained at speed."""
     size = {"num_stages": 2, "IN_TURNS": True} if element_size == 4 else {"num_stages": 3, "IN_TURNS": False}
     return {"BLOCK_M": 64, "num_warps": 4, "WIDEN": INTERPRET, **size}
+
+
+def _depth(element_size: int) -> int:
+    """Return how many terms of a product's sums a turn of its loop adds.
+
+    A float32 product adds one term after another to its sum, on no tensor core. Two sums in turns lose half as much as
+    one that is twice as long, as the vendor's do; they need more than one turn, so that a turn is short.
+    """
+    return 16 if element_size == 4 else 128 // element_size
 
 
 def _vendor(*tensors: Tensor) -> bool:
@@ -199,7 +204,7 @@ def _launch_product(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | N
     y = empty((N, D), x.dtype, x.device)
     size, tile = x.element_size(), _tile(x.element_size())
     tiles_m, tiles_o = cdiv(N, tile["BLOCK_M"]) + E, cdiv(D, 64)
-    blocks = {"BLOCK_D": 64, "BLOCK_H": 128 // size, "BLOCK_E": next_power_of_2(E)}
+    blocks = {"BLOCK_D": 64, "BLOCK_H": _depth(size), "BLOCK_E": next_power_of_2(E)}
     wrap_triton(grouped_product_kernel)[(tiles_m * tiles_o,)](
         x, weight, contiguous(bias), offsets, y, E, D, H, *x.stride(), *weight.stride(), **blocks, **tile
     )
@@ -220,7 +225,7 @@ def grouped_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
         return torch.nn.functional.grouped_mm(a.t(), b, offs=offsets)
     out = empty((E, A, B), a.dtype, a.device)
     size = a.element_size()
-    blocks = {"BLOCK_A": 64, "BLOCK_B": 64} | _tile(size) | {"BLOCK_M": 128 // size}
+    blocks = {"BLOCK_A": 64, "BLOCK_B": 64} | _tile(size) | {"BLOCK_M": _depth(size)}
     wrap_triton(grouped_outer_kernel)[(cdiv(A, 64) * cdiv(B, 64), E)](
         a, b, offsets, out, A, B, *a.stride(), *b.stride(), **blocks
     )
