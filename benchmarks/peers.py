@@ -264,7 +264,7 @@ def _fla(tune: bool) -> dict[str, Adapter]:
             return None
         return lambda x, groups, weight, bias, eps=1e-5: norm.group_norm(x, weight, bias, eps=eps, num_groups=groups)
 
-    return {
+    return _fla_hybrids() | {
         "rms_norm": no_offset(lambda x, weight, eps=1e-6: norm.rms_norm(x, weight, None, eps=eps)),
         "add_rms_norm": no_offset(
             lambda x, residual, weight, eps=1e-6: norm.rms_norm(x, weight, None, residual, eps, prenorm=True)
@@ -278,6 +278,56 @@ def _fla(tune: bool) -> dict[str, Adapter]:
             lambda x, weight, target: linear_ce.fused_linear_cross_entropy_loss(x, target, weight)
         ),
         "rope": _rope_of_one(rotary.rotary_embedding),
+    }
+
+
+def _fla_hybrids() -> dict[str, Adapter]:
+    """The layers of hybrid models, with the states that they end with."""
+    gated_norm, convolution, delta_rule, kda, linear_attention, gla = (
+        importlib.import_module(f"fla.{name}")
+        for name in (
+            "modules.norm.fused_norm_gate",
+            "modules.causal_conv1d",
+            "ops.gated_delta_rule",
+            "ops.kda",
+            "ops.simple_gla",
+            "ops.gla",
+        )
+    )
+
+    def rms_norm_gated(input: Tensor, gate: Tensor, weight: Tensor | None = None, eps: float = 1e-6, **options: Any):
+        return None if options else lambda *args: gated_norm.rms_norm_gated(*args[:3], None, eps=eps)
+
+    def causal_conv1d(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None):
+        def function(input: Tensor, *layer: Tensor, activation: str | None = None) -> tuple[Tensor, Tensor]:
+            out, state = convolution.causal_conv1d(
+                input.transpose(1, 2), *layer, activation=activation, output_final_state=True
+            )
+            return out.transpose(1, 2), state[..., 1:]  # without the column that the next token drops
+
+        return function
+
+    def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, l2_norm_qk: bool = False):
+        function = delta_rule.chunk_gated_delta_rule if g.dim() == 3 else kda.chunk_kda
+        return lambda *args, l2_norm_qk=False: function(
+            *args, output_final_state=True, use_qk_l2norm_in_kernel=l2_norm_qk
+        )
+
+    def gated_linear_attention(q: Tensor, k: Tensor, v: Tensor, g: Tensor):
+        function = linear_attention.chunk_simple_gla if g.dim() == 3 else gla.chunk_gla
+
+        def of_all_heads(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+            times = v.shape[2] // q.shape[2]  # it has as many heads of keys as of values
+            q, k = (each if times == 1 else each.repeat_interleave(times, 2) for each in (q, k))
+            return function(q, k, v, g, output_final_state=True)
+
+        return of_all_heads
+
+    return {
+        "rms_norm_gated": rms_norm_gated,
+        "causal_conv1d": causal_conv1d,
+        "gated_delta_rule": gated_delta_rule,
+        "gated_linear_attention": gated_linear_attention,
     }
 
 

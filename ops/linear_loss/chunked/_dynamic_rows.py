@@ -67,10 +67,12 @@ def float32_outputs(x: Tensor, weight: Tensor, end: Tensor, logits: Tensor) -> N
     """Write `x @ weight.t()` into float32 logits `[C, V]`, for the tiles that have one of the first `end` rows."""
     (M, K), N, block_n = x.shape, weight.shape[0], 256
     block_k = min(64, max(16, next_power_of_2(K)))
+    # Sixteen tiles of rows are as many as a plan's block mostly has: the weight is read once. H100, 1500x3072x200064:
+    # 2.65 ms, in groups of eight 2.84, with three stages 3.00; the vendor's 2.59.
     wrap_triton(product_kernel)[(cdiv(M, 128) * cdiv(N, block_n),)](
         x, weight, logits, end, M, N, K, x.stride(0), weight.stride(0), logits.stride(0),
-        EVEN_K=K % block_k == 0, WIDEN=INTERPRET, BLOCK_M=128, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8,
-        NUM_STAGES=3, num_warps=8,
+        EVEN_K=K % block_k == 0, WIDEN=INTERPRET, BLOCK_M=128, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=16,
+        NUM_STAGES=4, num_warps=8,
     )  # fmt: skip
 
 
