@@ -234,11 +234,11 @@ def ways(name: str, b: Batch, peers: Sequence[str], compiled: bool) -> Iterator[
         yield "llmk, skip_ignored", training(b, llmk_loss(name, b, skip_ignored=True))
     if "trl" in peers and (name != "distill" or bool(b.counts.all())):
         yield "trl", training(b, trl_loss(name, b))
+    if compiled:  # before Liger, which marks a size of the target as dynamic
+        yield "torch compiled", training(b, torch_loss(name, b))
     liger = liger_loss(name, b) if "liger-kernel" in peers else None
     if liger is not None:
         yield "liger-kernel", training(b, liger)
-    if compiled:
-        yield "torch compiled", training(b, torch_loss(name, b))
 
 
 def measure(timer: Timer, calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str, dict[str, Any]]:

@@ -118,7 +118,7 @@ def dpo(
         ValueError: A shape or an option does not fit.
 
     The forward pass computes the gradients, with three products of the policy where a chunk holds the logits of a pair
-    and their gradient (with `chunk_size` 0 on a GPU 2.67 GiB), else with four. With "aot", "aot_unpaired" or "sft"
+    and their gradient (with `chunk_size` 0 on a GPU up to 8 GiB), else with four. With "aot", "aot_unpaired" or "sft"
     alone, a packed batch, `context_group` or DTensors the backward pass computes them: four products, and five with
     `use_weighting`. The reference has one.
 

@@ -162,7 +162,7 @@ def grpo(
 
     The gradients are made in the forward pass, with three products. Four are made, the logits twice, where a token's
     weight is not known with the chunk of logits that it is in: with "sequence" and a chunk that does not hold a whole
-    sequence (with `chunk_size` 0 on a GPU 2.67 GiB with their gradient), a packed batch or `skip_ignored`, with
+    sequence (with `chunk_size` 0 on a GPU up to 8 GiB with their gradient), a packed batch or `skip_ignored`, with
     "vespo", "kl_cov", `off_policy_mask_threshold` or `top_entropy_quantile`, with DTensors, and with "sequence" and
     `context_group`.
 
