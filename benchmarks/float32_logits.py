@@ -56,10 +56,10 @@ def training(name: str, args: Sequence[Tensor], *, function: Callable[..., Any] 
     function = function or OPS[name].overload
 
     def call() -> None:
-        for tensor in args:
-            tensor.grad = None
         result = function(*args, **kwargs)
         (result[0] if isinstance(result, tuple) else result).sum().backward()
+        for tensor in args:
+            tensor.grad = None  # what is above the inputs is measured from here
 
     return call
 

@@ -214,9 +214,9 @@ def products(name: str, b: Batch, *, of_all: bool) -> Callable[[], None]:
 
 def training(b: Batch, loss: Loss) -> Callable[[], Tensor]:
     def call() -> Tensor:
-        b.x.grad = b.weight.grad = None
         value = loss()
         value.backward()
+        b.x.grad = b.weight.grad = None  # what is above the inputs is measured from here
         return value.detach()
 
     return call
@@ -261,8 +261,8 @@ def measure(timer: Timer, calls: dict[str, Callable[[], Any]], seconds: float) -
 
 
 def _release(timer: Timer) -> None:
-    gc.collect()
     if timer.on_gpu:
+        gc.collect()
         torch.cuda.empty_cache()
 
 

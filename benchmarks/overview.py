@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -20,10 +19,10 @@ from benchmarks.plot import STYLE, save
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PICTURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "_static"
-STEPS, LOSSES = "train-step-h200.json", "losses-h200.json"
+STEPS, LOSSES = "train-step-h100.json", "losses-h100.json"
 MODEL, STEP_WAYS = "llama-3.2-1b", {"compiled": "PyTorch compiled", "liger": "Liger {liger-kernel}"}
 LOSS, SHAPE = "grpo", "8x4096x2048x151936"
-LOSS_WAYS = {"torch.compile": "PyTorch compiled", "trl": "TRL {trl}"}
+LOSS_WAYS = {"torch compiled": "PyTorch compiled", "trl": "TRL {trl}"}
 OURS = {"llmk compiled": "llmk compiled", "llmk": "llmk"}
 """The ways shown, by their names in the results; the text in braces is a version."""
 
@@ -60,9 +59,9 @@ def groups() -> list[Group]:
         name.format(**steps["peers"]): (rows[way]["ms"], rows[way]["peak_gib"])
         for way, name in (STEP_WAYS | {"llmk compiled": OURS["llmk compiled"]}).items()
     }
-    (cases,) = [found for run in losses["runs"] if len(found := _cases(run)) == len(LOSS_WAYS) + 1]
+    (ways,) = [row["ways"] for row in losses["rows"] if row["workload"] == f"{LOSS} {SHAPE}"]
     loss = {
-        name.format(**losses["peers"]): (cases[way]["ms"], cases[way]["MiB"] / 1024)
+        name.format(**losses["peers"]): (ways[way]["ms"], ways[way]["mib"] / 1024)
         for way, name in (LOSS_WAYS | {"llmk": OURS["llmk"]}).items()
     }
     tokens, vocabulary = (int(SHAPE.split("x")[i]) for i in (1, 3))
@@ -70,12 +69,6 @@ def groups() -> list[Group]:
         Group(f"Training step of Llama-3.2-1B, {first['batch_size']} x {first['seq_len']} tokens", step),
         Group(f"GRPO's loss from hidden states, 8 x {tokens} tokens, vocabulary {vocabulary:,}", loss),
     ]
-
-
-def _cases(run: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """By way, of the loss and the shape, those of the ways that are shown."""
-    found = [case for case in run["cases"] if (case["loss"], case["shape"]) == (LOSS, SHAPE)]
-    return {case["way"]: case for case in found if case["way"] in (*LOSS_WAYS, *OURS)}
 
 
 def picture(look: Look) -> Figure:
