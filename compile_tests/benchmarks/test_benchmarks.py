@@ -93,6 +93,24 @@ def test_a_peer_that_overwrites_its_inputs_spoils_no_one_elses(tmp_path: Path, a
     assert not any(seen)
 
 
+def test_a_peer_without_a_backward_pass_is_timed_forward(tmp_path: Path, add_peer: Any) -> None:
+    class Forward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.silu(gate) * up
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("not on this GPU")
+
+    add_peer("forward", Forward.apply)
+    (row,) = [row for row in run(tmp_path / "results.json", "swiglu", "--no-compile")["rows"] if row["way"] == "forward"]
+    assert (row["error"], row["backward_error"]) == ("forward only", "RuntimeError: not on this GPU")
+    assert row["check_error"] < MAX_ERROR
+    assert row["forward_ms"] > 0
+    assert "full_ms" not in row
+
+
 def test_a_missing_peer_is_skipped_with_a_word(
     tmp_path: Path, add_peer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
