@@ -153,13 +153,16 @@ def names_of(reference: Reference) -> list[str]:
     return [f"output {i}" for i in range(len(reference.given))] + [f"gradient of {name}" for name in reference.wanted]
 
 
-def _excused(actual: Tensor, composition: Tensor, exact: Tensor, finite_inputs: bool, floor: float) -> Tensor:
-    """The result with the reference's value where it is not to be judged."""
+def _excused(actual: Tensor, composition: Tensor, exact: Tensor, floor: float) -> Tensor:
+    """The result with the reference's value where it is not to be judged.
+
+    Where that is NaN nothing is: infinities met in it, of which another order of the sums, or a dtype that overflows
+    sooner, meets one alone, and a finite result is one that did not need them.
+    """
     here = ~composition.isfinite() & (exact.isfinite() | exact.isinf())
     here |= (actual.double() - exact).abs() <= floor
-    nan = exact.isnan() & (finite_inputs | actual.isfinite())
     filled = torch.where(here, exact.to(actual.dtype), actual)
-    return torch.where(nan, float("nan"), filled)
+    return torch.where(exact.isnan(), float("nan"), filled)
 
 
 def _inputs_finite(outcome: Outcome) -> bool:
@@ -167,8 +170,8 @@ def _inputs_finite(outcome: Outcome) -> bool:
 
 
 def _floating(reference: Reference, outcome: Outcome) -> Iterator[tuple[int, str, Tensor, Tensor, Tensor]]:
-    finite, overflowed = _inputs_finite(outcome), _overflowed(outcome, reference)
-    if finite and _products_overflow(outcome, reference):
+    overflowed = _overflowed(outcome, reference)
+    if _inputs_finite(outcome) and _products_overflow(outcome, reference):
         return
     given_up = overflowed or _step_is_lost(outcome, reference) or _chose_otherwise(outcome, reference)
     for i, (name, actual) in enumerate(zip(names_of(reference), outcome.results(), strict=True)):
@@ -181,7 +184,7 @@ def _floating(reference: Reference, outcome: Outcome) -> Iterator[tuple[int, str
             floor = _float64_floor(reference, outcome, name) if i >= len(outcome.outputs) else 0.0
             if INTERPRET or not actual.is_cpu:
                 floor = max(floor, SUBNORMAL)
-            actual = _excused(actual.detach(), composition, exact, finite, floor)
+            actual = _excused(actual.detach(), composition, exact, floor)
         yield i, name, actual, composition, exact
 
 
