@@ -278,8 +278,8 @@ def _forward_tile(N: int) -> dict[str, int]:
 
 def _backward_tile(N: int, element_size: int, is_aligned: bool) -> dict[str, int]:
     # H100, bf16, of the copy bandwidth: 0.91 at 8192x8192, 0.92 at 16384x4096 and 524288x128, 0.89 at 8192x5120; one
-    # stage instead of three 0.77, 0.74, 0.81 and 0.63. Two of three stages of x, gate and dy take 96 KiB of shared
-    # memory at most, of which an sm_80 has 163. AMD's 64 KiB hold fewer rows to come.
+    # stage instead of three 0.77, 0.74, 0.81 and 0.63. The rows to come take 128 KiB of shared memory at most, of which
+    # an sm_80 has 163. AMD's 64 KiB hold fewer.
     held = N * element_size <= (WIDEST_BACKWARD if is_aligned else WIDEST_BACKWARD // 2)
     return _tile(N, held, 2048, 256) | {"NUM_STAGES": 3 if held and max_warps() == 32 else 1}
 
