@@ -1,19 +1,21 @@
 """`python -m benchmarks.losses [LOSS ...]`: losses from hidden states beside TRL's, Liger Kernel's and PyTorch's.
 
-The time of a forward and backward pass, and its peak memory above the inputs: all ways to compute a loss in one process
-and in turns, each back to back for a while, because under sustained matrix work a chip runs below the rate of a burst.
-The value of the loss shows that they compute the same. TRL's way are the functions that its trainers score tokens with
-and the loss of their log-probabilities; PyTorch's is the loss of plain logits, in the inputs' dtype, compiled. In the
-workloads of "ignored tokens" some tokens do not count.
+The time of a forward and backward pass, and its peak memory above the inputs, gradients included: all ways to compute a
+loss in one process and in turns, each back to back for a while, because under sustained matrix work a chip runs below
+the rate of a burst. The value of the loss shows that they compute the same. TRL's way are the functions that its
+trainers score tokens with and the loss of their log-probabilities; PyTorch's is the loss of plain logits, in the
+inputs' dtype, compiled. In the workloads of "ignored tokens" some tokens do not count.
 """
 
 import argparse
+import contextlib
+import dataclasses
 import gc
 import importlib
 import json
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import llmk.losses
-from benchmarks.peers import find_peers
+from benchmarks.peers import Installed, find_peers
 from benchmarks.products import PRODUCTS
 from benchmarks.report import header
 from llmk.bench.timing import Timer, first_line
@@ -36,9 +38,25 @@ SMALL, SMALL_IGNORED = [(4, 6, 16, 64)], {"dpo_given": (4, 6, 16, 64, 0.3), "grp
 ROUNDS, SECONDS = 2, 0.5
 CLASSES_AT_A_TIME = 32768
 """As TRL's trainers choose them."""
+LABELS = {
+    "dpo_given": "`dpo`, log-probabilities of the reference given",
+    "dpo_computed": "`dpo`, hidden states of the reference",
+    "grpo": "`grpo`",
+    "gspo": "`grpo`, ratios of sequences",
+    "kto": "`kto`, log-probabilities of the reference given",
+    "kto_computed": "`kto`, hidden states of the reference",
+    "orpo": "`orpo`",
+    "cpo": "`cpo`",
+    "simpo": "`simpo`",
+    "sft": "`sft`",
+    "logprobs": "`linear_logprobs` and entropies",
+    "distill": "`distill`",
+    "distill_two": "`distill`, two teachers",
+}
+"""The losses, as a table names them. A reference is given by its log-probabilities unless it has to be computed."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Batch:
     """Sequences of a policy or a student, of pairs the chosen ones first, and what a reference or teacher gives."""
 
@@ -46,9 +64,15 @@ class Batch:
     weight: Tensor  # [V, H]
     target: Tensor  # [B, S], -100 where a token does not count
     other_x: Tensor  # [B, S, H]
+    second_x: Tensor  # [B, S, H], of a second teacher with the same projection
     other_weight: Tensor  # [V, H]
-    old: Tensor  # [B, S], log-probabilities
+    old: Tensor  # [B, S], log-probabilities of an old policy or a reference
     advantages: Tensor  # [B]
+
+    @property
+    def ref_logps(self) -> Tensor:
+        """Log-probabilities of the sequences under a reference."""
+        return torch.where(self.counts, self.old, 0.0).sum(-1)
 
     @property
     def counts(self) -> Tensor:
@@ -73,31 +97,38 @@ def make_batch(shape: Sequence[int], ignored: float, device: torch.device, dtype
         old, _ = OPS["linear_logprobs"].overload(x, weight, target)
         old += 0.1 * torch.randn((B, S), device=device, dtype=torch.float32)
     advantages = torch.randn(B, device=device, dtype=torch.float32)
-    return Batch(x.requires_grad_(), weight.requires_grad_(), target, other_x, other_weight, old, advantages)
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    return Batch(x, weight, target, other_x, other_x.roll(1, 0), other_weight, old, advantages)
 
 
 def llmk_loss(name: str, b: Batch, **options: Any) -> Loss:
-    args = b.x, b.weight, b.target
-    ref_logps = torch.where(b.counts, b.old, 0.0).sum(-1)
+    args, teacher, ref_logps = (b.x, b.weight, b.target), (b.other_x, b.other_weight), b.ref_logps
     ref = {"ref_input": b.other_x, "ref_linear_weight": b.other_weight}
+    teachers = [b.other_x, b.second_x], [b.other_weight] * 2
+    policy = {"old_per_token_logps": b.old, **options}
+    losses = llmk.losses
     calls: dict[str, Callable[[], tuple[Tensor, Any]]] = {
-        "dpo_given": lambda: llmk.losses.dpo(*args, ref_logps=ref_logps, **options),
-        "dpo_computed": lambda: llmk.losses.dpo(*args, **ref, **options),
-        "kto": lambda: llmk.losses.kto(*args, b.chosen, ref_logps=ref_logps, **options),
-        "orpo": lambda: llmk.losses.orpo(*args, **options),
-        "cpo": lambda: llmk.losses.cpo(*args, **options),
-        "simpo": lambda: llmk.losses.simpo(*args, **options),
-        "grpo": lambda: llmk.losses.grpo(*args, b.advantages, old_per_token_logps=b.old, **options),
-        "gspo": lambda: llmk.losses.grpo(
-            *args, b.advantages, old_per_token_logps=b.old, importance_sampling_level="sequence", **options
-        ),
-        "sft": lambda: llmk.losses.sft(*args, **options),
-        "distill": lambda: llmk.losses.distill(*args, b.other_x, b.other_weight, **options),
+        "dpo_given": lambda: losses.dpo(*args, ref_logps=ref_logps, **options),
+        "dpo_computed": lambda: losses.dpo(*args, **ref, **options),
+        "grpo": lambda: losses.grpo(*args, b.advantages, **policy),
+        "gspo": lambda: losses.grpo(*args, b.advantages, importance_sampling_level="sequence", **policy),
+        "kto": lambda: losses.kto(*args, b.chosen, ref_logps=ref_logps, **options),
+        "kto_computed": lambda: losses.kto(*args, b.chosen, **ref, **options),
+        "orpo": lambda: losses.orpo(*args, **options),
+        "cpo": lambda: losses.cpo(*args, **options),
+        "simpo": lambda: losses.simpo(*args, **options),
+        "sft": lambda: losses.sft(*args, **options),
+        "distill": lambda: losses.distill(*args, *teacher, **options),
+        "distill_two": lambda: losses.distill(*args, *teachers, **options),
     }
+    if name == "logprobs":
+        return lambda: likelihood_and_entropy(*llmk.functional.linear_logprobs(*args, **options))
     return lambda: calls[name]()[0]
 
 
-NAMES = ("dpo_given", "dpo_computed", "kto", "orpo", "cpo", "simpo", "grpo", "gspo", "sft", "distill")
+def likelihood_and_entropy(logps: Tensor, entropy: Tensor) -> Tensor:
+    """A loss through which both have gradients, of tokens that all count."""
+    return -(logps + 0.01 * entropy).mean()
 
 
 def loss_of_logps(name: str, b: Batch, logps: Tensor, ref_logps: Tensor) -> Tensor:
@@ -110,7 +141,7 @@ def loss_of_logps(name: str, b: Batch, logps: Tensor, ref_logps: Tensor) -> Tens
     if name in ("dpo_given", "dpo_computed"):
         ratio = sums - ref_logps
         return -F.logsigmoid(0.1 * (ratio[:pairs] - ratio[pairs:])).mean()
-    if name == "kto":
+    if name in ("kto", "kto_computed"):
         ratio = 0.1 * (sums - ref_logps)
         return (1 - torch.sigmoid(torch.where(b.chosen, ratio, -ratio))).mean()
     if name == "cpo":
@@ -132,81 +163,116 @@ def loss_of_logps(name: str, b: Batch, logps: Tensor, ref_logps: Tensor) -> Tens
     return -torch.where(counts, each, 0.0).sum() / counts.sum()
 
 
-def _logps(b: Batch, x: Tensor, weight: Tensor) -> Tensor:
-    logits = F.linear(x, weight).float()
-    return logits.log_softmax(-1).gather(-1, b.target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-
-
 def torch_loss(name: str, b: Batch) -> Loss:
-    """The plain composition, compiled."""
-
-    def loss() -> Tensor:
-        if name == "distill":
-            return OPS["fused_linear_jsd"].reference(
-                b.x, b.weight, b.other_x, b.other_weight, beta=0.5, logits_dtype=b.x.dtype
-            )
-        ref = torch.where(b.counts, b.old, 0.0).sum(-1)
-        if name == "dpo_computed":
-            with torch.no_grad():
-                ref = torch.where(b.counts, _logps(b, b.other_x, b.other_weight), 0.0).sum(-1)
-        return loss_of_logps(name, b, _logps(b, b.x, b.weight), ref)
-
-    return torch.compile(loss, dynamic=False)
-
-
-def trl_loss(name: str, b: Batch) -> Loss:
-    logprob, divergence = (importlib.import_module(f"trl.kernels.chunked_{part}") for part in ("logprob", "divergence"))
+    """The plain composition, with logits of the inputs' dtype."""
+    options = {"logits_dtype": b.x.dtype}
 
     def logps(x: Tensor, weight: Tensor) -> Tensor:
-        target = b.target.clamp(min=0).flatten()
-        score = logprob.ChunkedLogProbFunction.apply
-        return score(x.flatten(0, 1), weight, None, target, 1.0, CLASSES_AT_A_TIME, None, 1.0, ())[0].view(b.old.shape)
+        logits = F.linear(x, weight)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return logits.log_softmax(-1).gather(-1, b.target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+
+    def divergence(teacher_x: Tensor) -> Tensor:
+        return OPS["fused_linear_jsd"].reference(b.x, b.weight, teacher_x, b.other_weight, beta=0.5, **options)
 
     def loss() -> Tensor:
         if name == "distill":
-            x, other_x = b.x.flatten(0, 1), b.other_x.flatten(0, 1)
-            apply = divergence.ChunkedDivergenceFunction.apply
-            return apply(x, b.weight, None, other_x, b.other_weight, None, 0.5)[0].mean()
-        ref = torch.where(b.counts, b.old, 0.0).sum(-1)
-        if name == "dpo_computed":
-            with torch.no_grad():
-                ref = torch.where(b.counts, logps(b.other_x, b.other_weight), 0.0).sum(-1)
-        return loss_of_logps(name, b, logps(b.x, b.weight), ref)
+            return divergence(b.other_x)
+        if name == "distill_two":
+            return divergence(b.other_x) + divergence(b.second_x)
+        if name == "logprobs":
+            return likelihood_and_entropy(*OPS["linear_logprobs"].reference(b.x, b.weight, b.target, **options))
+        return _with_reference(name, b, logps)
 
     return loss
 
 
-def liger_loss(name: str, b: Batch) -> Loss | None:
-    """None where it has no such loss."""
+def trl_loss(name: str, b: Batch) -> Loss:
+    """Two teachers take two calls: it has no divergence from several."""
+    logprob, divergence = (importlib.import_module(f"trl.kernels.chunked_{part}") for part in ("logprob", "divergence"))
+
+    def scores(x: Tensor, weight: Tensor, *outputs: str) -> tuple[Tensor, ...]:
+        target = b.target.clamp(min=0).flatten()
+        score = logprob.ChunkedLogProbFunction.apply
+        return score(x.flatten(0, 1), weight, None, target, 1.0, CLASSES_AT_A_TIME, None, 1.0, outputs)
+
+    def mean_divergence(teacher_x: Tensor) -> Tensor:
+        apply = divergence.ChunkedDivergenceFunction.apply
+        return apply(
+            b.x.flatten(0, 1), b.weight, None, teacher_x.flatten(0, 1), b.other_weight, None, 0.5
+        )[0].mean()  # fmt: skip
+
+    def loss() -> Tensor:
+        if name == "distill":
+            return mean_divergence(b.other_x)
+        if name == "distill_two":
+            return mean_divergence(b.other_x) + mean_divergence(b.second_x)
+        if name == "logprobs":
+            return likelihood_and_entropy(*scores(b.x, b.weight, "entropy")[:2])
+        return _with_reference(name, b, lambda x, weight: scores(x, weight)[0].view(b.old.shape))
+
+    return loss
+
+
+def _with_reference(name: str, b: Batch, logps: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """The loss by a function that scores the tokens, with which it scores the reference too if that is computed."""
+    ref_logps = b.ref_logps
+    if name.endswith("_computed"):
+        with torch.no_grad():
+            ref_logps = torch.where(b.counts, logps(b.other_x, b.other_weight), 0.0).sum(-1)
+    return loss_of_logps(name, b, logps(b.x, b.weight), ref_logps)
+
+
+def liger_loss(name: str, b: Batch, liger: Installed) -> Loss | None:
+    """None where it has no such loss: a reference is always given by its hidden states, for one."""
     chunked = importlib.import_module("liger_kernel.chunked_loss")
-    args, flat = (b.weight, b.x, b.target), tuple(each.flatten(0, 1) for each in (b.x, b.other_x))
+    b = dataclasses.replace(b, target=b.target.clone())  # it marks a size as dynamic, which others specialize
+    args = b.weight, b.x, b.target
     ref = {"ref_input": b.other_x, "ref_weight": b.other_weight}
-    calls: dict[str, Callable[[], Any]] = {
+
+    def policy(level: str) -> Tensor:
+        loss = chunked.LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, importance_sampling_level=level)
+        target, mask = b.target.clamp(min=0), b.counts.int()
+        return loss(b.x, b.weight, target, mask, b.advantages, old_per_token_logps=b.old)[0]
+
+    def kto() -> Tensor:
+        loss, kl = chunked.LigerFusedLinearKTOLoss(use_ref_model=True), torch.zeros_like(b.advantages[:1])
+        return loss(b.x, b.weight, b.target, preference_labels=b.chosen, kl=kl, **ref)[0]
+
+    def divergence(teacher_x: Tensor) -> Tensor:
+        loss = chunked.LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0)
+        return loss(b.x.flatten(0, 1), b.weight, teacher_x.flatten(0, 1), b.other_weight, b.target.flatten())
+
+    def sft() -> Tensor:
+        flat = b.x.flatten(0, 1), b.weight, b.target.flatten()
+        function = liger.function("fused_linear_ce", flat, {})
+        assert function is not None
+        return function(*flat)
+
+    calls: dict[str, Loss] = {
         "dpo_computed": lambda: chunked.LigerFusedLinearDPOLoss()(*args, **ref)[0],
-        "kto": lambda: chunked.LigerFusedLinearKTOLoss(use_ref_model=True)(
-            b.x, b.weight, b.target, preference_labels=b.chosen, kl=torch.zeros_like(b.advantages[:1]), **ref
-        )[0],
+        "grpo": lambda: policy("token"),
+        "gspo": lambda: policy("sequence"),
+        "kto_computed": kto,
         "orpo": lambda: chunked.LigerFusedLinearORPOLoss()(*args)[0],
         "cpo": lambda: chunked.LigerFusedLinearCPOLoss()(*args)[0],
         "simpo": lambda: chunked.LigerFusedLinearSimPOLoss(beta=2.0, compute_nll_loss=False)(*args)[0],
-        "grpo": lambda: chunked.LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False)(
-            b.x, b.weight, b.target.clamp(min=0), b.counts.int(), b.advantages, old_per_token_logps=b.old
-        )[0],
-        "distill": lambda: chunked.LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0)(
-            flat[0], b.weight, flat[1], b.other_weight, b.target.flatten()
-        ),
+        "sft": sft,
+        "distill": lambda: divergence(b.other_x),
+        "distill_two": lambda: divergence(b.other_x) + divergence(b.second_x),
     }
     return calls.get(name)
 
 
 def products(name: str, b: Batch, *, of_all: bool) -> Callable[[], None]:
-    """The matrix products alone: three, and one for a reference's or a teacher's logits."""
+    """The matrix products alone: three, and one for the logits of a reference or of each teacher."""
     rows = torch.ones_like(b.counts) if of_all else b.counts
     x, other_x, target = b.x[rows], b.other_x[rows], b.target[rows]
-    if name == "distill":
-        return PRODUCTS["fused_linear_jsd"](x, b.weight, other_x, b.other_weight)[1]
-    _, full = PRODUCTS["fused_linear_ce"](x, b.weight, target)
-    if name != "dpo_computed":
+    if name.startswith("distill"):
+        _, full = PRODUCTS["fused_linear_jsd"](x, b.weight, other_x, b.other_weight)
+    else:
+        _, full = PRODUCTS["fused_linear_ce"](x, b.weight, target)
+    if name != "distill_two" and not name.endswith("_computed"):
         return full
     forward, _ = PRODUCTS["fused_linear_ce"](other_x, b.other_weight, target)
     return lambda: (full(), forward())[0]
@@ -222,8 +288,11 @@ def training(b: Batch, loss: Loss) -> Callable[[], Tensor]:
     return call
 
 
-def ways(name: str, b: Batch, peers: Sequence[str], compiled: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
-    if bool(b.counts.all()):
+def ways(
+    name: str, b: Batch, peers: dict[str, Installed], compiled: bool
+) -> Iterator[tuple[str, Callable[[], Tensor | None]]]:
+    all_count = bool(b.counts.all())
+    if all_count:
         yield "products alone", products(name, b, of_all=True)
         yield "llmk", training(b, llmk_loss(name, b))
         yield f"llmk, {str(b.x.dtype)[6:]} logits", training(b, llmk_loss(name, b, logits_dtype=b.x.dtype))
@@ -232,32 +301,40 @@ def ways(name: str, b: Batch, peers: Sequence[str], compiled: bool) -> Iterator[
         yield "products of all", products(name, b, of_all=True)
         yield "llmk", training(b, llmk_loss(name, b))
         yield "llmk, skip_ignored", training(b, llmk_loss(name, b, skip_ignored=True))
-    if "trl" in peers and (name != "distill" or bool(b.counts.all())):
+    if "trl" in peers:
         yield "trl", training(b, trl_loss(name, b))
-    if compiled:  # before Liger, which marks a size of the target as dynamic
-        yield "torch compiled", training(b, torch_loss(name, b))
-    liger = liger_loss(name, b) if "liger-kernel" in peers else None
+    if compiled:
+        yield "torch compiled", training(b, torch.compile(torch_loss(name, b), dynamic=False))
+    liger = liger_loss(name, b, peers["liger-kernel"]) if "liger-kernel" in peers else None
     if liger is not None:
         yield "liger-kernel", training(b, liger)
 
 
-def measure(timer: Timer, calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str, dict[str, Any]]:
+def measure(timer: Timer, calls: dict[str, Callable[[], Tensor | None]], seconds: float) -> dict[str, dict[str, Any]]:
     """Milliseconds, MiB and the value of each way, or its error."""
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, Any]] = {way: {} for way in calls}
+    times: dict[str, list[float]] = {way: [] for way in calls}
     for way, call in calls.items():
-        try:
+        with _errors_in(found[way], timer):
             value = call()
-            found[way] = {"ms": 0.0, "mib": timer.peak_mib(call)}
-            found[way] |= {} if value is None else {"value": value.item()}
-        except Exception as error:  # whatever a way raises belongs in its row
-            found[way] = {"error": first_line(error)}
-        _release(timer)
-    working = [way for way in calls if "error" not in found[way]]
+            found[way] |= {"mib": timer.peak_mib(call)} | ({} if value is None else {"value": value.item()})
     for _ in range(ROUNDS):
-        for way in working:
-            found[way]["ms"] += timer.sustained(calls[way], seconds / ROUNDS) / ROUNDS
-            _release(timer)
-    return found
+        for way, call in calls.items():
+            if "error" not in found[way]:
+                with _errors_in(found[way], timer):
+                    times[way].append(timer.sustained(call, seconds / ROUNDS))
+    return {way: row if "error" in row else {"ms": statistics.mean(times[way]), **row} for way, row in found.items()}
+
+
+@contextlib.contextmanager
+def _errors_in(row: dict[str, Any], timer: Timer) -> Iterator[None]:
+    """Make an error the row, and free a way's memory for the next one."""
+    try:
+        yield
+    except Exception as error:  # whatever a way raises belongs in its row
+        row.clear()
+        row["error"] = first_line(error)
+    _release(timer)
 
 
 def _release(timer: Timer) -> None:
@@ -266,53 +343,64 @@ def _release(timer: Timer) -> None:
         torch.cuda.empty_cache()
 
 
-def workloads(names: Sequence[str], small: bool, only: str | None) -> Iterator[tuple[str, str, Sequence[int], float]]:
+def workloads(
+    names: Sequence[str], shapes: Sequence[str] | None, small: bool
+) -> Iterator[tuple[str, str, Sequence[int], float]]:
     """Yield a title, the loss, its sizes and the part of the tokens that is ignored."""
-    shapes, ignored = (SMALL, SMALL_IGNORED) if small else (SHAPES, IGNORED)
-    for name, (*sizes, part) in ignored.items():
-        if name in names and only in (None, "ignored"):
-            yield f"{name} {'x'.join(map(str, sizes))}, {part:.0%} ignored tokens", name, sizes, part
-    for sizes in shapes:
-        size = "x".join(map(str, sizes))
+    for name, (*sizes, part) in (SMALL_IGNORED if small else IGNORED).items():
+        if name in names and (shapes is None or "ignored" in shapes):
+            yield f"{name} {_size(sizes)}, {part:.0%} ignored tokens", name, sizes, part
+    for sizes in SMALL if small else SHAPES:
         for name in names:
-            if only in (None, size):
-                yield f"{name} {size}", name, sizes, 0.0
+            if shapes is None or _size(sizes) in shapes:
+                yield f"{name} {_size(sizes)}", name, sizes, 0.0
+
+
+def _size(sizes: Sequence[int]) -> str:
+    return "x".join(map(str, sizes))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.losses", description="Time losses from hidden states.")
-    parser.add_argument("losses", nargs="*", metavar="LOSS", help=f"of {', '.join(NAMES)}; all by default")
+    parser.add_argument("losses", nargs="*", metavar="LOSS", help=f"of {', '.join(LABELS)}; all by default")
     parser.add_argument("--peers", metavar="NAME,NAME", default="trl,liger-kernel", help="or none (default: both)")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="time compiled PyTorch")
-    parser.add_argument("--only", metavar="SHAPE", help="8x512x4096x128256, 8x4096x2048x151936 or ignored")
+    parser.add_argument("--shapes", metavar="SHAPE,SHAPE", help="such as 8x512x4096x128256, or ignored; all by default")
     parser.add_argument("--device", help="cuda if there is one, else cpu")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here, workload by workload")
     options = parser.parse_args(arguments)
     for name in options.losses:
-        if name not in NAMES:
-            parser.error(f"no loss {name!r}; there are {', '.join(NAMES)}")
-    options.losses = options.losses or list(NAMES)
+        if name not in LABELS:
+            parser.error(f"no loss {name!r}; there are {', '.join(LABELS)}")
+    options.losses = options.losses or list(LABELS)
+    options.device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if options.shapes is not None:
+        options.shapes = options.shapes.split(",")
+        known = [*map(_size, SHAPES if options.device.type == "cuda" else SMALL), "ignored"]
+        for shape in options.shapes:
+            if shape not in known:
+                parser.error(f"no shape {shape!r}; there are {', '.join(known)}")
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    timer = Timer(device, repeats=1)
+    timer = Timer(options.device, repeats=1)
     dtype, seconds = (torch.bfloat16, SECONDS) if timer.on_gpu else (torch.float32, 0.01)
-    peers = {peer.name: peer.version for peer in find_peers([n for n in options.peers.split(",") if n != "none"])}
+    peers = {peer.name: peer for peer in find_peers(options.peers.split(","))}
+    versions = {name: peer.version for name, peer in peers.items()}
+    about = header(options.device, dtype, versions, {"rounds": ROUNDS, "seconds": seconds})
     rows: list[dict[str, Any]] = []
-    for title, name, sizes, part in workloads(options.losses, not timer.on_gpu, options.only):
+    for title, name, sizes, part in workloads(options.losses, options.shapes, not timer.on_gpu):
         torch.manual_seed(0)
         torch.compiler.reset()
-        batch = make_batch(sizes, part, device, dtype)
-        found = measure(timer, dict(ways(name, batch, list(peers), options.compile)), seconds)
+        batch = make_batch(sizes, part, options.device, dtype)
+        found = measure(timer, dict(ways(name, batch, peers, options.compile)), seconds)
         rows.append({"workload": title, "ways": found})
         del batch
         _release(timer)
         print(title, *(f"  {way:32} {_text(row)}" for way, row in found.items()), sep="\n", flush=True)
         if options.json:
-            about = header(device, dtype, peers, {})
             options.json.parent.mkdir(parents=True, exist_ok=True)
             options.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
     return 0
