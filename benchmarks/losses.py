@@ -360,6 +360,42 @@ def _size(sizes: Sequence[int]) -> str:
     return "x".join(map(str, sizes))
 
 
+def tables(content: dict[str, Any]) -> str:
+    """Markdown of a file: a row for each loss, a table for each shape whose tokens all count."""
+    peers = {name: version.removesuffix(".0") for name, version in content["peers"].items()}
+    columns = {
+        "llmk": "llmk",
+        f"llmk, {content['dtype'].removeprefix('torch.')} logits": f"{content['dtype'].removeprefix('torch.')} logits",
+        "trl": f"TRL {peers.get('trl', '')}".rstrip(),
+        "liger-kernel": f"Liger {peers.get('liger-kernel', '')}".rstrip(),
+        "torch compiled": "compiled PyTorch",
+    }
+    beside_liger = {row["workload"]: row["ways"] for row in content.get("rows_beside_liger", ())}
+    shapes: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in content["rows"]:
+        name, shape, *ignored = row["workload"].split(" ", 2)
+        if not ignored:
+            shapes.setdefault(shape, {})[name] = beside_liger.get(row["workload"], {}) | row["ways"]
+    lines: list[str] = []
+    for shape, found in shapes.items():
+        B, S, H, V = shape.split("x")
+        lines += ["", _line(f"{B} x {S} tokens, {H} x {V}", *columns.values()), "|---" * (1 + len(columns)) + "|"]
+        for name in (name for name in LABELS if name in found):
+            lines.append(_line(LABELS[name], *(_cell(found[name].get(way, {})) for way in columns)))
+    return "\n".join(lines[1:])
+
+
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _cell(row: dict[str, Any]) -> str:
+    if "ms" not in row:
+        return row.get("error", "-")
+    ms = f"{row['ms']:.1f}" if row["ms"] < 1000 else f"{row['ms']:.0f}"
+    return ms if row["mib"] is None else f"{ms} ({row['mib']:.0f})"
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.losses", description="Time losses from hidden states.")
     parser.add_argument("losses", nargs="*", metavar="LOSS", help=f"of {', '.join(LABELS)}; all by default")
@@ -368,6 +404,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shapes", metavar="SHAPE,SHAPE", help="such as 8x512x4096x128256, or ignored; all by default")
     parser.add_argument("--device", help="cuda if there is one, else cpu")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here, workload by workload")
+    parser.add_argument("--tables", type=Path, metavar="FILE", help="measure nothing: print the tables of such results")
     options = parser.parse_args(arguments)
     for name in options.losses:
         if name not in LABELS:
@@ -385,6 +422,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
+    if options.tables:
+        print(tables(json.loads(options.tables.read_text())))
+        return 0
     timer = Timer(options.device, repeats=1)
     dtype, seconds = (torch.bfloat16, SECONDS) if timer.on_gpu else (torch.float32, 0.01)
     peers = {peer.name: peer for peer in find_peers(options.peers.split(","))}

@@ -104,7 +104,9 @@ def test_a_peer_without_a_backward_pass_is_timed_forward(tmp_path: Path, add_pee
             raise RuntimeError("not on this GPU")
 
     add_peer("forward", Forward.apply)
-    (row,) = [row for row in run(tmp_path / "results.json", "swiglu", "--no-compile")["rows"] if row["way"] == "forward"]
+    (row,) = [
+        row for row in run(tmp_path / "results.json", "swiglu", "--no-compile")["rows"] if row["way"] == "forward"
+    ]
     assert (row["error"], row["backward_error"]) == ("forward only", "RuntimeError: not on this GPU")
     assert row["check_error"] < MAX_ERROR
     assert row["forward_ms"] > 0
