@@ -13,7 +13,7 @@ from llmk.registry import OPS, Sample
 
 pytest.importorskip("tqdm")
 
-from benchmarks import chunks, float32_logits, losses, peers
+from benchmarks import chunks, float32_logits, peers
 from benchmarks.compositions import COMPOSITIONS
 from benchmarks.report import best_peer, op_results
 from benchmarks.run import main
@@ -221,16 +221,3 @@ def test_float32_logits(tmp_path: Path) -> None:
     }
     near = {row["logits"]: row["relative"] for row in results["errors"] if row["of"] == "dx, teacher at 0.001"}
     assert near["None"] < 0.01 < near["torch.bfloat16"]
-
-
-def test_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)  # twelve compilations
-    file = tmp_path / "losses.json"
-    assert losses.main(["--device", "cpu", "--json", str(file)]) == 0
-    rows = {row["workload"]: row["ways"] for row in json.loads(file.read_text())["rows"]}
-    (sizes,) = losses.SMALL
-    assert {f"{name} {'x'.join(map(str, sizes))}" for name in losses.NAMES} < set(rows)
-    for workload, ways in rows.items():
-        values = {way: row["value"] for way, row in ways.items() if not way.startswith("products")}
-        assert {"llmk", "torch compiled"} < set(values), workload
-        assert max(values.values()) - min(values.values()) < 1e-5 * abs(values["llmk"]) + 1e-6, workload
