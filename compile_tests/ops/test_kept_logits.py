@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from llmk.opcheck.calls import call, require_accurate
 from llmk.ops.linear_loss.chunked._linear import ChunkedLinear
-from llmk.ops.linear_loss.chunked._plan import GROUP_BUDGET, KEPT_BUDGET, Sizes, kept_rows
+from llmk.ops.linear_loss.chunked._plan import KEPT_BUDGET, kept_rows
 from llmk.ops.linear_loss.chunked._vocab_shard import VocabShard
 from llmk.ops.linear_loss.drivers.logprobs import LogprobsCall
 from llmk.registry import OPS, Sample
@@ -181,10 +181,3 @@ def test_ratios_of_sequences_that_fit_no_block(tokens: int) -> None:
     options = {"importance_sampling_level": "sequence", "chunk_size": 3, "old_logps": -3.6 + torch.rand(2, tokens) / 4}
     sample = Sample((x.detach(), weight, target), options, why="kept")
     require_accurate(OPS["fused_linear_policy"], sample, call(OPS["fused_linear_policy"], sample))
-
-
-@pytest.mark.parametrize(("tokens", "fit"), [(2 * 4096, True), (2 * 8192, False)])
-def test_a_group_of_tokens_is_one_block_within_its_budget(tokens: int, fit: bool) -> None:
-    sizes = Sizes.of(4 * tokens, 2048, 151936, torch.bfloat16, True, group=tokens)
-    assert (sizes.chosen(on_host=False, chunk_size=0).block_rows % tokens == 0) == fit
-    assert (tokens * 151936 * (4 + 2) <= GROUP_BUDGET) == fit
