@@ -286,7 +286,7 @@ def _backward_tile(N: int, element_size: int, is_aligned: bool) -> dict[str, int
 
 def _backward_programs(tile: dict[str, int], device: torch.device) -> int:
     """Those that the registers of all multiprocessors hold: sixteen warps of 128 for each thread."""
-    return num_programs(device, max(1, 16 // tile["num_warps"]))
+    return num_programs(device, 16 // tile["num_warps"])
 
 
 def _rms_norm_gated_fwd(
