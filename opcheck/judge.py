@@ -153,16 +153,21 @@ def names_of(reference: Reference) -> list[str]:
     return [f"output {i}" for i in range(len(reference.given))] + [f"gradient of {name}" for name in reference.wanted]
 
 
-def _excused(actual: Tensor, composition: Tensor, exact: Tensor, floor: float) -> Tensor:
+def _excused(actual: Tensor, composition: Tensor, exact: Tensor, nan_inputs: bool, floor: float) -> Tensor:
     """The result with the reference's value where it is not to be judged.
 
-    Where that is NaN nothing is: infinities met in it, of which another order of the sums, or a dtype that overflows
-    sooner, meets one alone, and a finite result is one that did not need them.
+    Where that is NaN and no input is, infinities met in it: another order of the sums, or a dtype that overflows
+    sooner, may meet one alone. A NaN of an input is no infinity in the result.
     """
     here = ~composition.isfinite() & (exact.isfinite() | exact.isinf())
     here |= (actual.double() - exact).abs() <= floor
+    nan = exact.isnan() & (actual.isfinite() | (not nan_inputs))
     filled = torch.where(here, exact.to(actual.dtype), actual)
-    return torch.where(exact.isnan(), float("nan"), filled)
+    return torch.where(nan, float("nan"), filled)
+
+
+def _inputs_nan(outcome: Outcome) -> bool:
+    return any(bool(t.isnan().any()) for t in outcome.inputs.values() if t.is_floating_point())
 
 
 def _inputs_finite(outcome: Outcome) -> bool:
@@ -170,7 +175,7 @@ def _inputs_finite(outcome: Outcome) -> bool:
 
 
 def _floating(reference: Reference, outcome: Outcome) -> Iterator[tuple[int, str, Tensor, Tensor, Tensor]]:
-    overflowed = _overflowed(outcome, reference)
+    nan_inputs, overflowed = _inputs_nan(outcome), _overflowed(outcome, reference)
     if _inputs_finite(outcome) and _products_overflow(outcome, reference):
         return
     given_up = overflowed or _step_is_lost(outcome, reference) or _chose_otherwise(outcome, reference)
@@ -184,7 +189,7 @@ def _floating(reference: Reference, outcome: Outcome) -> Iterator[tuple[int, str
             floor = _float64_floor(reference, outcome, name) if i >= len(outcome.outputs) else 0.0
             if INTERPRET or not actual.is_cpu:
                 floor = max(floor, SUBNORMAL)
-            actual = _excused(actual.detach(), composition, exact, floor)
+            actual = _excused(actual.detach(), composition, exact, nan_inputs, floor)
         yield i, name, actual, composition, exact
 
 
