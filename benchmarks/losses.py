@@ -175,16 +175,10 @@ def torch_loss(name: str, b: Batch) -> Loss:
     def divergence(teacher_x: Tensor) -> Tensor:
         return OPS["fused_linear_jsd"].reference(b.x, b.weight, teacher_x, b.other_weight, beta=0.5, **options)
 
-    def loss() -> Tensor:
-        if name == "distill":
-            return divergence(b.other_x)
-        if name == "distill_two":
-            return divergence(b.other_x) + divergence(b.second_x)
-        if name == "logprobs":
-            return likelihood_and_entropy(*OPS["linear_logprobs"].reference(b.x, b.weight, b.target, **options))
-        return _with_reference(name, b, logps)
+    def logps_and_entropy() -> tuple[Tensor, Tensor]:
+        return OPS["linear_logprobs"].reference(b.x, b.weight, b.target, **options)
 
-    return loss
+    return lambda: _of_parts(name, b, logps, logps_and_entropy, divergence)
 
 
 def trl_loss(name: str, b: Batch) -> Loss:
@@ -202,20 +196,29 @@ def trl_loss(name: str, b: Batch) -> Loss:
             b.x.flatten(0, 1), b.weight, None, teacher_x.flatten(0, 1), b.other_weight, None, 0.5
         )[0].mean()  # fmt: skip
 
-    def loss() -> Tensor:
-        if name == "distill":
-            return mean_divergence(b.other_x)
-        if name == "distill_two":
-            return mean_divergence(b.other_x) + mean_divergence(b.second_x)
-        if name == "logprobs":
-            return likelihood_and_entropy(*scores(b.x, b.weight, "entropy")[:2])
-        return _with_reference(name, b, lambda x, weight: scores(x, weight)[0].view(b.old.shape))
+    def logps(x: Tensor, weight: Tensor) -> Tensor:
+        return scores(x, weight)[0].view(b.old.shape)
 
-    return loss
+    def logps_and_entropy() -> tuple[Tensor, ...]:
+        return scores(b.x, b.weight, "entropy")[:2]
+
+    return lambda: _of_parts(name, b, logps, logps_and_entropy, mean_divergence)
 
 
-def _with_reference(name: str, b: Batch, logps: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """The loss by a function that scores the tokens, with which it scores the reference too if that is computed."""
+def _of_parts(
+    name: str,
+    b: Batch,
+    logps: Callable[[Tensor, Tensor], Tensor],
+    logps_and_entropy: Callable[[], tuple[Tensor, ...]],
+    divergence: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """The loss by functions that score tokens, and a reference's if it is computed, or compare with a teacher."""
+    if name == "distill":
+        return divergence(b.other_x)
+    if name == "distill_two":
+        return divergence(b.other_x) + divergence(b.second_x)
+    if name == "logprobs":
+        return likelihood_and_entropy(*logps_and_entropy())
     ref_logps = b.ref_logps
     if name.endswith("_computed"):
         with torch.no_grad():
