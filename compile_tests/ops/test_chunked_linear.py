@@ -1,5 +1,7 @@
 """The products of the losses that are fused with a projection."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -128,3 +130,16 @@ def test_a_plan_keeps_to_what_is_given() -> None:
     groups = plan(8 * 1024, 4096, 128256, torch.bfloat16, group=1024, **options)
     assert groups.block_rows % 1024 == groups.chunk_rows % 1024 == 0
     assert plan(8 * 16384, 4096, 128256, torch.bfloat16, group=16384, **options).block_rows % 16384  # none fits
+
+
+@pytest.mark.parametrize("chunk_size", [0, 3000])
+@pytest.mark.parametrize("group", [1, 512, 1024])
+def test_a_chunk_of_groups_whose_rows_the_device_counts_is_one_block(group: int, chunk_size: int) -> None:
+    """The rows that count are the first of a block; the products that make the gradients take the first of a chunk."""
+    sizes = 8192, 2048, 128256
+    options: dict[str, Any] = {"float32_logits": True, "on_host": False, "chunk_size": chunk_size}
+    known = plan(*sizes, torch.bfloat16, group=group, **options)
+    found = plan(*sizes, torch.bfloat16, group=group, dynamic=True, **options)
+    assert known.block_rows < known.chunk_rows  # which takes less memory
+    assert (found.block_rows == found.chunk_rows) == (group > 1)
+    assert found.chunk_rows % group == found.block_rows % group == 0
