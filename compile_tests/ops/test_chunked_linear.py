@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmk.ops.linear_loss.chunked._linear import ALIGNED, ChunkedLinear, LinearGradients, aligned_parts
+from llmk.ops.linear_loss.chunked._linear import (
+    ALIGNED,
+    ChunkedLinear,
+    CompactedTokens,
+    LinearGradients,
+    aligned_parts,
+)
 from llmk.ops.linear_loss.chunked._plan import Plan, Sizes, kept_rows, plan
 
 
@@ -95,6 +101,32 @@ def test_gradients_are_those_of_all_rows(chunk_rows: int, block_rows: int) -> No
     torch.testing.assert_close(gradients.dx, (grad.double() @ weight.double()).float())
     torch.testing.assert_close(gradients.dw, (grad.double().t() @ x.double()).float())
     torch.testing.assert_close(gradients.db, grad.double().sum(0).float())
+
+
+@pytest.mark.parametrize("segment", [None, 1, 4, 6, 12, 100])
+def test_tokens_compacted_in_segments(device: torch.device, segment: int | None) -> None:
+    """In each the tokens that count come first, in their order; the others follow, and what they have is not read."""
+    mask = torch.tensor([[1, 0, 0, 1, 1], [0, 0, 0, 1, 0], [0, 0, 1, 1, 1]], dtype=torch.bool, device=device)
+    compacted, numbers = CompactedTokens.of(mask, on_host=False, segment=segment), torch.arange(15.0, device=device)
+    order = compacted.gather(numbers.view(3, 5)).tolist()
+    found = torch.full((15,), float("nan"), device=device)
+    for start in range(0, 15, segment or 15):
+        rows = slice(start, min(start + (segment or 15), 15))
+        here, counts = numbers[rows].tolist(), mask.flatten()[rows].tolist()
+        first = [number for number, each in zip(here, counts, strict=True) if each]
+        assert order[rows][: len(first)] == first
+        assert sorted(order[rows]) == here
+        assert compacted.count is not None
+        assert compacted.count.end(rows).tolist() == [len(first)]
+        assert compacted.count.end(slice(rows.stop - 1, rows.stop)).tolist() == [int(all(counts))]
+        part = compacted.part(rows)
+        assert part.gather(numbers[rows]).tolist() == order[rows]
+        found[rows][: len(first)] = torch.tensor(first, device=device)
+        own = torch.where(mask.flatten()[rows], numbers[rows], 0.0)
+        torch.testing.assert_close(part.scatter(found[rows]), own)
+    torch.testing.assert_close(compacted.scatter(found), torch.where(mask, numbers.view(3, 5), 0.0))
+    statistics = compacted.scatter_statistics(torch.stack((found, 2 * found)))
+    torch.testing.assert_close(statistics[1], torch.where(mask, 2 * numbers.view(3, 5), 0.0))
 
 
 SHAPES = [
