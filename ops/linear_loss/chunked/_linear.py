@@ -146,8 +146,8 @@ def aligned_parts(V: int) -> list[slice]:
 class ChunkedLinear:
     """`x @ weight.t() + bias` in chunks and blocks of rows: x `[N, H]` is the input `[..., H]` flattened.
 
-    The weight is `[V, H]`. With a `count` only so many rows of each segment have outputs, and the rows past them are
-    undefined; then a block is within a segment, as is a chunk, whose gradient of the logits the products read as one.
+    The weight is `[V, H]`. With a `count` only so many rows of each segment have outputs, and the others are undefined.
+    Products read the first rows of a chunk: it is within a segment, and one block unless the segment is all rows.
     The first rows have their outputs in `kept`, one for each of its rows, where a second pass finds them.
     With `stored=False` no outputs are made, for kernels that make them from x and the weight: blocks have none.
     """
