@@ -100,6 +100,28 @@ def operator(name: str, dtype: torch.dtype, slicing: str, step: int = 1) -> None
         require_accurate(op, sample, call(op, sample, fn=in_slices(op, op.overload, slicing, lambda own: {**own})))
 
 
+def groups_with_skipped_tokens(slicing: str) -> None:
+    """Each rank compacts alike, also one whose weight products of rows that the device counts cannot read."""
+
+    def unaligned(name: str) -> Callable[..., Any]:
+        def fn(*, linear_weight: Tensor, **given: Any) -> Any:
+            if dist.get_rank() == 0:
+                linear_weight = torch.cat([linear_weight.new_zeros(1), linear_weight.flatten()])[1:].view_as(
+                    linear_weight
+                )
+            return OPS[name].overload(linear_weight=linear_weight, **given)
+
+        return fn
+
+    for name in ("fused_linear_preference", "fused_linear_policy"):
+        op = OPS[name]
+        skipping = [each for each in op.samples(here(), torch.bfloat16) if each.kwargs.get("skip_ignored")]
+        assert any(each.kwargs.get("chunk_size") for each in skipping)
+        for sample in skipping:
+            for each in (op.overload, unaligned(name)):
+                require_accurate(op, sample, call(op, sample, fn=in_slices(op, each, slicing, lambda own: {**own})))
+
+
 def loss_calls(V: int) -> Iterator[tuple[Op, Sample]]:
     """Yield a call of each loss, and one where its gradients are made in another way."""
 

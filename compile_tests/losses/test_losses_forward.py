@@ -9,7 +9,7 @@ import torch
 from compile_tests.helpers.loss_references import batch
 from llmk import losses
 from llmk.functional import fused_linear_preference
-from llmk.ops.linear_loss.chunked import CompactedTokens, kept_rows
+from llmk.ops.linear_loss.chunked import kept_rows
 from llmk.ops.linear_loss.fused_linear_preference import PreferenceCall
 from llmk.ops.linear_loss.kernels import KERNELS
 from llmk.ops.linear_loss.objectives.policy import ESTIMATORS, PolicyOptions, PolicyTerms
@@ -205,8 +205,12 @@ def test_products_of_a_policy(
     assert sum(multiplications) == x.numel() * len(weight) * 3 + again
 
 
-def test_blocks_on_a_gpu_hold_whole_pairs() -> None:
-    """As chosen from sizes alone, of tensors that are nowhere: blocks of whole pairs where one fits."""
+@pytest.mark.parametrize("skips", [False, True])
+def test_blocks_on_a_gpu_hold_whole_pairs(skips: bool) -> None:
+    """As chosen from sizes alone, of tensors that are nowhere: blocks of whole pairs where one fits.
+
+    Where tokens are skipped a chunk is one block: those that count are the first of it.
+    """
     for B, S, H, V, fits in [
         (8, 512, 4096, 128256, True),
         (8, 512, 2048, 128256, True),
@@ -225,7 +229,12 @@ def test_blocks_on_a_gpu_hold_whole_pairs() -> None:
             "chunk_size": 0,
             "shard": None,
             "float32_logits": True,
+            "skip_ignored": skips,
         }
-        call, nothing = PreferenceCall(**fields), torch.empty(0, V, device="meta")  # type: ignore[arg-type]
-        found = call.linear(KERNELS, CompactedTokens((B // 2, 2, S)), nothing).plan
-        assert (found.block_rows % (2 * S) == 0 and found.chunk_rows % (2 * S) == 0) == fits
+        call = PreferenceCall(**fields)  # type: ignore[arg-type]
+        assert call.can_compact(KERNELS) == skips
+        found = call.plan_of_groups(KERNELS)
+        assert (found is not None) == fits
+        if found is not None:
+            assert found.block_rows % (2 * S) == found.chunk_rows % (2 * S) == 0
+            assert not skips or found.block_rows == found.chunk_rows

@@ -1,10 +1,18 @@
 """The products of the losses that are fused with a projection."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmk.ops.linear_loss.chunked._linear import ALIGNED, ChunkedLinear, LinearGradients, aligned_parts
+from llmk.ops.linear_loss.chunked._linear import (
+    ALIGNED,
+    ChunkedLinear,
+    CompactedTokens,
+    LinearGradients,
+    aligned_parts,
+)
 from llmk.ops.linear_loss.chunked._plan import Plan, Sizes, kept_rows, plan
 
 
@@ -95,6 +103,32 @@ def test_gradients_are_those_of_all_rows(chunk_rows: int, block_rows: int) -> No
     torch.testing.assert_close(gradients.db, grad.double().sum(0).float())
 
 
+@pytest.mark.parametrize("segment", [None, 1, 4, 6, 12, 100])
+def test_tokens_compacted_in_segments(device: torch.device, segment: int | None) -> None:
+    """In each the tokens that count come first, in their order; the others follow, and what they have is not read."""
+    mask = torch.tensor([[1, 0, 0, 1, 1], [0, 0, 0, 1, 0], [0, 0, 1, 1, 1]], dtype=torch.bool, device=device)
+    compacted, numbers = CompactedTokens.of(mask, on_host=False, segment=segment), torch.arange(15.0, device=device)
+    order = compacted.gather(numbers.view(3, 5)).tolist()
+    found = torch.full((15,), float("nan"), device=device)
+    for start in range(0, 15, segment or 15):
+        rows = slice(start, min(start + (segment or 15), 15))
+        here, counts = numbers[rows].tolist(), mask.flatten()[rows].tolist()
+        first = [number for number, each in zip(here, counts, strict=True) if each]
+        assert order[rows][: len(first)] == first
+        assert sorted(order[rows]) == here
+        assert compacted.count is not None
+        assert compacted.count.end(rows).tolist() == [len(first)]
+        assert compacted.count.end(slice(rows.stop - 1, rows.stop)).tolist() == [int(all(counts))]
+        part = compacted.part(rows)
+        assert part.gather(numbers[rows]).tolist() == order[rows]
+        found[rows][: len(first)] = torch.tensor(first, device=device)
+        own = torch.where(mask.flatten()[rows], numbers[rows], 0.0)
+        torch.testing.assert_close(part.scatter(found[rows]), own)
+    torch.testing.assert_close(compacted.scatter(found), torch.where(mask, numbers.view(3, 5), 0.0))
+    statistics = compacted.scatter_statistics(torch.stack((found, 2 * found)))
+    torch.testing.assert_close(statistics[1], torch.where(mask, 2 * numbers.view(3, 5), 0.0))
+
+
 SHAPES = [
     (8192, 4096, 128256), (8192, 2304, 256000), (8192, 2048, 151936), (4096, 4096, 32000), (65536, 1024, 32000),
     (12000, 3072, 200064), (512, 8192, 262144), (1, 64, 100),
@@ -128,3 +162,16 @@ def test_a_plan_keeps_to_what_is_given() -> None:
     groups = plan(8 * 1024, 4096, 128256, torch.bfloat16, group=1024, **options)
     assert groups.block_rows % 1024 == groups.chunk_rows % 1024 == 0
     assert plan(8 * 16384, 4096, 128256, torch.bfloat16, group=16384, **options).block_rows % 16384  # none fits
+
+
+@pytest.mark.parametrize("chunk_size", [0, 3000])
+@pytest.mark.parametrize("group", [1, 512, 1024])
+def test_a_chunk_of_groups_whose_rows_the_device_counts_is_one_block(group: int, chunk_size: int) -> None:
+    """The rows that count are the first of a block; the products that make the gradients take the first of a chunk."""
+    sizes = 8192, 2048, 128256
+    options: dict[str, Any] = {"float32_logits": True, "on_host": False, "chunk_size": chunk_size}
+    known = plan(*sizes, torch.bfloat16, group=group, **options)
+    found = plan(*sizes, torch.bfloat16, group=group, dynamic=True, **options)
+    assert known.block_rows < known.chunk_rows  # which takes less memory
+    assert (found.block_rows == found.chunk_rows) == (group > 1)
+    assert found.chunk_rows % group == found.block_rows % group == 0

@@ -333,6 +333,8 @@ for name in slices.OPERATORS:
 for name in ("fused_linear_policy", "fused_linear_jsd_ce"):
     case(on_every_rank, slices.operator, name, torch.bfloat16, "shards", only=2)
     case(on_every_rank, slices.operator, name, torch.float16, "shards", only=2)
+for slicing in ("shards", "uneven"):
+    case(on_every_rank, slices.groups_with_skipped_tokens, slicing, only=2)
 for check in (slices.slices_of_a_group, slices.wrong_slices, slices.what_is_exchanged):
     case(on_every_rank, check)
 case(on_every_rank, slices.one_graph, "aot_eager", only=2)
@@ -357,7 +359,8 @@ def test_ranks(world: int, tmp_path: Path, device: torch.device) -> None:
 
 
 def interpreted_cases(rank: int, world: int) -> dict[str, Callable[[], None]]:
-    names = ("samples-uneven-torch.bfloat16", "ranks_that_cannot_skip_tokens")
+    groups = "on_every_rank-groups_with_skipped_tokens"
+    names = ("samples-uneven-torch.bfloat16", "ranks_that_cannot_skip_tokens", f"{groups}-shards", f"{groups}-uneven")
     return {name: functools.partial(CASES[name], rank, world) for name in names}
 
 

@@ -14,9 +14,9 @@ with a loss f and an estimator KL. So the gradient of l_t is, with level its own
 
 which is known once the token's log-probability is, or its sequence's are, and that of H_t is -h_t. In the forward pass
 `drivers/logprobs.py` makes the gradients from these with the chunk's logits, and the backward pass multiplies them by
-that of the loss: three products. Where ratios are per sequence and a sequence does not fit into a block, and in
-float16, logits are made twice, in the forward pass still, but for those of the first tokens, which are kept: at most
-four products.
+that of the loss: three products. Logits are made twice in float16, and where ratios are per sequence and a
+sequence does not fit into a block, or ignored tokens are skipped on a CPU. That is in the forward pass still, and those
+of the first tokens are kept: at most four products.
 """
 
 from collections.abc import Iterator
@@ -221,6 +221,7 @@ def fused_linear_policy_samples(device: torch.device, dtype: torch.dtype) -> Ite
     yield Sample(skipped, kwargs | {"loss_type": "dft", "chunk_size": 8}, why="ignored tokens skipped, supports")
     kwargs |= {"importance_sampling_level": "sequence_sum", "epsilon": 0.5}
     yield Sample(skipped, kwargs, why="ignored tokens skipped, ratios of sequences")
+    yield Sample(skipped, kwargs | {"chunk_size": 11}, why="ignored tokens skipped, two sequences to a chunk")
     yield Sample((randn(0, 12), randn(37, 12), classes(37, 0)), why="no token")
     strided = randn(5, 3, 12).transpose(0, 1), randn(12, 37).t(), classes(37, 5, 3).t().int()
     kwargs = {"loss_type": "reinforce", "advantages": randn(3, 1).expand(3, 5)}
@@ -335,8 +336,8 @@ def fused_linear_policy(
         softcap: Logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.
         ignore_index: A token with this target has no part in the loss and no gradient. None of its values is read;
             its hidden state must be finite, as the weight's gradient has 0 times it, unless `skip_ignored`.
-        skip_ignored: Do no work for tokens that do not count, as `fused_linear_ce` does it; where ratios are those of
-            sequences the logits of the others are made twice.
+        skip_ignored: Do no work for tokens that do not count, as `fused_linear_ce` does it. On a CPU, where ratios are
+            those of sequences, the logits of the others are made twice.
         chunk_size: As in `fused_linear_ce`, or the most tokens that are whole sequences where ratios are theirs.
         logits_dtype: As in `fused_linear_ce`.
         support: Classes `[..., S, L]` over which each token's softmax is, as in `linear_logprobs`. A token whose target

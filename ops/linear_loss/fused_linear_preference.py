@@ -18,8 +18,8 @@ known once the group's log-probabilities are. So forward, for x [N, H] and W [V,
     dW    += G^T @ x_chunk                    and db += the column sums of G
 
 and the backward pass multiplies by the gradient of the loss: three products. Where a group does not fit into a block,
-and in float16, logits are made twice, in the forward pass still, but for those of the first tokens, which are kept: at
-most four products.
+in float16, and on a CPU where ignored tokens are skipped, logits are made twice, in the forward pass still, but for
+those of the first tokens, which are kept: at most four products.
 """
 
 from collections.abc import Iterator
@@ -170,6 +170,9 @@ def fused_linear_preference_samples(device: torch.device, dtype: torch.dtype) ->
     yield Sample(pairs(), kwargs | {"chunk_size": 5}, why="every option, logits made twice")
     skipped = randn(3, 2, 4, 16), randn(37, 16), classes(37, 3, 2, 4)
     yield Sample(skipped, kwargs | {"skip_ignored": True}, why="every option, ignored tokens skipped")
+    some = skipped[2].masked_fill(torch.arange(3, device=device).view(3, 1, 1) == 1, -100)
+    options = kwargs | {"skip_ignored": True, "chunk_size": 9}
+    yield Sample((*skipped[:2], some), options, why="ignored tokens skipped, a pair to a chunk, of one all of them")
     kwargs = {"loss_type": "kto", "ref_logps": ref[:, :1], "group_weight": rand(3), "chunk_size": 4}
     yield Sample((randn(3, 1, 4, 12), randn(37, 12), classes(37, 3, 1, 4)), kwargs, why="single completions")
     nothing = make.ignored(2, 2, 3)
@@ -269,8 +272,8 @@ def fused_linear_preference(
         softcap: Logits are replaced by `softcap * tanh(logits / softcap)`; 0 is off.
         ignore_index: A token with this target has log-probability 0 and no gradient. None of its values is read;
             its hidden state must be finite, as the weight's gradient has 0 times it, unless `skip_ignored`.
-        skip_ignored: Do no work for tokens that do not count, as `fused_linear_ce` does it; the logits of the others
-            are made twice.
+        skip_ignored: Do no work for tokens that do not count, as `fused_linear_ce` does it. On a CPU the logits of the
+            others are made twice.
         chunk_size: As in `fused_linear_ce`, or the most tokens that are whole groups.
         logits_dtype: As in `fused_linear_ce`.
         vocab_start, num_classes, group_name: As in `linear_logprobs`, for a weight that is sharded over ranks.

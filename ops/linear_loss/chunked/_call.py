@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from llmk.ops.common.scaling import SavedGradients, save_gradients
-from llmk.ops.linear_loss.chunked._dynamic_rows import can_group_classes, can_group_rows
+from llmk.ops.linear_loss.chunked._dynamic_rows import RowCounts, can_group_classes, can_group_rows
 from llmk.ops.linear_loss.chunked._linear import CompactedTokens, aligned
 from llmk.ops.linear_loss.chunked._plan import Plan, kept_rows, plan
 from llmk.ops.linear_loss.chunked._vocab_shard import NOT_SHARDED, VocabShard
@@ -82,15 +82,15 @@ class LinearCall:
         """True if products of this rank's classes may stop at a number of rows that only the device knows."""
         return all(can_group_classes(weight) for _, weight in self.linear_layers)
 
-    def product_end(self, compacted: CompactedTokens) -> Tensor | None:
-        """Return how many of the compacted rows are multiplied, int32 `[]`; None for all of them."""
+    def product_end(self, compacted: CompactedTokens) -> RowCounts | None:
+        """Return how many of the compacted rows are multiplied; None for all of them."""
         return None if compacted.count is None or not self.has_grouped_products else compacted.count
 
-    def compacted(self, impl: Implementation) -> tuple[CompactedTokens, Self]:
-        """Return the tokens that the loss is computed for, and the call for these."""
+    def compacted(self, impl: Implementation, segment: int | None = None) -> tuple[CompactedTokens, Self]:
+        """Return the tokens that the loss is computed for, and the call for these: see `CompactedTokens.of`."""
         if not self.can_compact(impl):
             return CompactedTokens(tuple(self.tokens)), self
-        compacted = CompactedTokens.of(self.mask(), on_host=impl.on_host)
+        compacted = CompactedTokens.of(self.mask(), on_host=impl.on_host, segment=segment)
 
         def gathered(value: Tensor | Sequence[Tensor] | None) -> Any:
             if value is None or isinstance(value, Tensor):

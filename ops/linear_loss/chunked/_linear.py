@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from llmk.ops.linear_loss.chunked._dynamic_rows import (
+    RowCounts,
     add_where_any,
     float32_outputs,
     input_gradient,
@@ -76,21 +77,35 @@ class CompactedTokens:
     """The tokens that a loss is computed for, out of N tokens `[...]`: all of them, or those that count in their order.
 
     Where the host knows their number n only they are gathered, and `count` is None. On a GPU, where the host would have
-    to wait for it, the others follow them: n is N, and `count`, int32 `[]`, is the number that count.
+    to wait for it, the others follow them: n is N, and `count` has the number that count. There the tokens may be
+    compacted within each segment of so many, which keeps a group in the rows of its segment.
     """
 
     shape: tuple[int, ...]
     index: Tensor | None = None  # [n], None for all tokens
-    count: Tensor | None = None
+    count: RowCounts | None = None
 
     @classmethod
-    def of(cls, mask: Tensor, *, on_host: bool) -> "CompactedTokens":
-        """Compact tokens `[...]` by the mask of those that count."""
+    def of(cls, mask: Tensor, *, on_host: bool, segment: int | None = None) -> "CompactedTokens":
+        """Compact tokens `[...]` by the mask of those that count; a segment of None is all of them."""
         shape, mask = tuple(mask.shape), mask.reshape(-1)
         if on_host:
             return cls(shape, mask.nonzero().squeeze(-1))
-        order = mask.logical_not().to(torch.uint8).argsort(stable=True)
-        return cls(shape, order, mask.sum(dtype=torch.int32))
+        N = mask.shape[0]
+        segment = N if segment is None else min(segment, N)
+        starts = torch.arange(0, N, segment, dtype=torch.int64, device=mask.device)
+        # What fills the last segment comes last in it, and is cut off.
+        mask = torch.nn.functional.pad(mask, (0, len(starts) * segment - N)).view(-1, segment)
+        order = mask.logical_not().to(torch.uint8).argsort(stable=True) + starts.unsqueeze(-1)
+        return cls(shape, order.view(-1)[:N], RowCounts(mask.sum(-1, dtype=torch.int32), segment))
+
+    def part(self, rows: slice) -> "CompactedTokens":
+        """Return the tokens of one segment's rows by themselves, `[rows]`."""
+        shape = (rows.stop - rows.start,)
+        if self.index is None:
+            return CompactedTokens(shape)
+        assert self.count is not None
+        return CompactedTokens(shape, self.index[rows] - rows.start, RowCounts(self.count.end(rows), *shape))
 
     def gather(self, x: Tensor) -> Tensor:
         """Gather the rows of `[..., *rest]` of these tokens: `[n, *rest]`."""
@@ -103,7 +118,7 @@ class CompactedTokens:
         if self.index is None:
             return rows.view(shape)
         if self.count is not None:
-            past = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device) >= self.count
+            past = self.count.past(rows.shape[0])
             rows = rows.masked_fill(past.view(-1, *[1] * (rows.dim() - 1)), 0.0)
         out = torch.zeros((math.prod(self.shape), *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
         out[self.index] = rows
@@ -131,8 +146,9 @@ def aligned_parts(V: int) -> list[slice]:
 class ChunkedLinear:
     """`x @ weight.t() + bias` in chunks and blocks of rows: x `[N, H]` is the input `[..., H]` flattened.
 
-    The weight is `[V, H]`. With a `count`, int32 `[]`, only so many rows have outputs, and the rows past them are
-    undefined. The first rows have their outputs in `kept`, one for each of its rows, where a second pass finds them.
+    The weight is `[V, H]`. With a `count` only so many rows of each segment have outputs, and the others are undefined.
+    Products read the first rows of a chunk: it is within a segment, and one block unless the segment is all rows.
+    The first rows have their outputs in `kept`, one for each of its rows, where a second pass finds them.
     With `stored=False` no outputs are made, for kernels that make them from x and the weight: blocks have none.
     """
 
@@ -144,7 +160,7 @@ class ChunkedLinear:
         plan: Plan,
         *,
         float32_logits: bool,
-        count: Tensor | None = None,
+        count: RowCounts | None = None,
         kept: Tensor | None = None,
         stored: bool = True,
     ) -> None:
@@ -177,7 +193,7 @@ class ChunkedLinear:
     def end(self, rows: slice) -> Tensor:
         """Return the number of some rows that count, int32 `[1]`; needs a `count`."""
         assert self.count is not None
-        return (self.count - rows.start).clamp_(0, rows.stop - rows.start).view(1)
+        return self.count.end(rows)
 
     def chunk_of(self, rows: slice) -> slice:
         """Return the rows of the chunk that a block is in."""

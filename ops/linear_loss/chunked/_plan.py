@@ -2,7 +2,8 @@
 
 The rows are walked in chunks, and the rows of a chunk in blocks. A block has its logits, in float32 unless the input's
 dtype was asked for; a chunk has their gradient, in the input's dtype, for the products that make dx and dW. Where the
-logits have the input's dtype their gradient overwrites them, and a block is a chunk.
+logits have the input's dtype their gradient overwrites them, and a block is a chunk. So it is where blocks hold whole
+groups and only the device knows how many rows of each count: they are the first of a block, and must be of the chunk.
 
     memory   dW's sums + C V e + L R V 4          C rows of a chunk, R of a block, e bytes of an element, L layers
     time     3 products of 2 N V H FLOPs, the passes over N V logits, and for each block and chunk what they read and
@@ -193,11 +194,15 @@ class Sizes:
         return ", ".join(parts) + f": {self.memory(plan) / 2**20:.0f} MiB by the plan's model"
 
     @property
-    def unit(self) -> int:
-        """The rows of the smallest block: a group, where its logits fit the budget."""
+    def fits(self) -> bool:
+        """True if there are groups of several rows, and the logits of one fit the budget."""
         row = self.V * (self.logit * self.layers + (self.element if self.separate else 0))
-        fits = 1 < self.group <= max(self.N, 1) and self.group * row <= GROUP_BUDGET
-        return self.group if fits else ROW_MULTIPLE
+        return 1 < self.group <= max(self.N, 1) and self.group * row <= GROUP_BUDGET
+
+    @property
+    def unit(self) -> int:
+        """The rows of the smallest block."""
+        return self.group if self.fits else ROW_MULTIPLE
 
     def candidates(self) -> Iterator[Plan]:
         units = cdiv(self.N, self.unit)
@@ -208,7 +213,8 @@ class Sizes:
     def blocks(self, chunk_rows: int) -> Iterator[int]:
         """Yield the rows that a chunk's blocks may have."""
         units = cdiv(chunk_rows, self.unit)
-        each = {cdiv(units, n) for n in (2**k for k in range(MOST_BLOCKS.bit_length()))} if self.separate else {units}
+        whole = not self.separate or (self.dynamic and self.fits)
+        each = {units} if whole else {cdiv(units, n) for n in (2**k for k in range(MOST_BLOCKS.bit_length()))}
         yield from sorted(min(n * self.unit, chunk_rows) for n in each)
 
     def whole_groups(self, chunk_rows: int, block_rows: int | None) -> Plan:

@@ -5,7 +5,8 @@ returns the largest log-probabilities, and its backward pass is that of `linear_
 groups computes its gradients in the forward pass. A group is the tokens on which each token's gradient depends: one
 token, a sequence, or a pair of sequences. Where blocks hold whole groups the logits are computed once, else twice;
 twice in float16, whose range holds the logits' gradients only if the largest of all tokens is known before the first.
-What is computed twice is kept for the first rows, as many as `kept_rows` says.
+What is computed twice is kept for the first rows, as many as `kept_rows` says. Where
+tokens are skipped on a GPU, those that count come first in each chunk of whole groups, instead of in the batch.
 """
 
 import dataclasses
@@ -78,12 +79,17 @@ class SoftmaxCall(LinearCall):
             leave_ignored=linear.leaves_rows_past_count,
         )
 
-    def linear(self, impl: Implementation, compacted: CompactedTokens, kept: Tensor) -> ChunkedLinear:
+    def linear(
+        self, impl: Implementation, compacted: CompactedTokens, kept: Tensor, plan: Plan | None = None
+    ) -> ChunkedLinear:
+        """Return the linear layer by `plan`, or by that of gradients which a backward pass makes."""
+        if plan is None:
+            plan = self.plan(impl, remade=True, kept=min(kept.shape[0], self.tokens.numel()))
         return ChunkedLinear(
             self.input,
             self.linear_weight,
             self.linear_bias,
-            self.plan(impl, remade=True, kept=min(kept.shape[0], self.tokens.numel())),
+            plan,
             float32_logits=self.float32_logits,
             count=self.product_end(compacted),
             kept=kept,
@@ -413,45 +419,54 @@ class GroupsCall(LogprobsCall):
     def tokens_are_groups(self) -> bool:
         return len(self.group) == 0
 
-    def makes_logits_once(self, plan: Plan, compacted: bool) -> bool:
-        """True if a block holds whole groups; no block of compacted tokens does, unless the groups are tokens."""
-        if self.input.dtype == torch.float16:
-            return False
-        return self.tokens_are_groups or (not compacted and plan.block_rows % max(self.group_rows, 1) == 0)
+    def plan_of_groups(self, impl: Implementation) -> Plan | None:
+        """Return the plan by which logits are made once, whose blocks hold whole groups; None if they are made twice.
 
-    def plan_of_groups(self, impl: Implementation, kept: int = 0) -> Plan:
-        """Return a plan whose blocks hold whole groups where one fits.
-
-        On a CPU a group fits if it is no longer than a chunk that stays in cache. Blocks of compacted tokens hold no
-        whole groups, unless groups are single tokens, and where the logits are made twice none need to.
+        On a CPU a group fits if it is no longer than a chunk that stays in cache, and the tokens that count are
+        gathered, which leaves groups of any length. On a GPU they are the first of a chunk, which is one block.
         """
-        any_block = self.can_compact(impl) or self.input.dtype == torch.float16
-        return self.plan(impl, group=1 if any_block else self.group_rows, kept=kept)
+        if self.input.dtype == torch.float16:
+            return None
+        plan, compacts = self.plan(impl, group=self.group_rows), self.can_compact(impl)
+        if self.tokens_are_groups:
+            return plan
+        holds_groups = plan.block_rows % max(self.group_rows, 1) == 0
+        if compacts:
+            holds_groups = holds_groups and not impl.on_host and plan.block_rows == plan.chunk_rows
+        return plan if holds_groups else None
 
-    def linear(self, impl: Implementation, compacted: CompactedTokens, kept: Tensor) -> ChunkedLinear:
-        return ChunkedLinear(
-            self.input,
-            self.linear_weight,
-            self.linear_bias,
-            self.plan_of_groups(impl, kept.shape[0]),
-            float32_logits=self.float32_logits,
-            count=self.product_end(compacted),
-            kept=kept,
-        )
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of a call, and the order that its tokens have in the blocks of the linear layer."""
+
+    call: GroupsCall
+    compacted: CompactedTokens
+
+    def gradients(self, block: slice, logprobs: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the gradients of a block's log-probabilities and entropies `[rows]`, None for zeros."""
+        tokens, rows = self.compacted.part(block), self.call.group_rows
+        terms = self.call.terms(slice(block.start // rows, block.stop // rows))
+        grad, entropy_grad = terms.gradients(tokens.scatter(logprobs).view(-1, *self.call.group))
+        entropy_grad = None if entropy_grad is None else tokens.gather(entropy_grad.reshape(-1))
+        return tokens.gather(grad.reshape(-1)), entropy_grad
 
 
 def _grouped(
     impl: Implementation, full_call: GroupsCall, need_dx: bool, need_dw: bool, need_db: bool
 ) -> tuple[Tensor, ...]:
     """Return the loss, log-probabilities, entropies, and the gradients of input, weight and bias."""
-    compacted, call = full_call.compacted(impl)
-    target, need = call.candidates(), (need_dx, need_dw, need_db)
+    plan, need = full_call.plan_of_groups(impl), (need_dx, need_dw, need_db)
+    segment = None if plan is None or full_call.tokens_are_groups else plan.chunk_rows
+    compacted, call = full_call.compacted(impl, segment)
     needed = any(need) and call.tokens.numel() > 0
-    whole = full_call.makes_logits_once(call.plan_of_groups(impl), compacted=compacted.index is not None)
-    at_once = needed and whole
-    linear = call.linear(impl, compacted, call.kept_matrix(call.kept_logits(needed and not whole)))
+    at_once = needed and plan is not None
+    kept = call.kept_matrix(call.kept_logits(needed and plan is None))
+    linear = call.linear(impl, compacted, kept, plan or call.plan(impl, kept=kept.shape[0]))
     gradients = LinearGradients(linear, need if at_once else (False, False, False), call.saved_dtypes)
-    logprobs, entropy, stats = _grouped_forward(impl, call, gradients, target, at_once)
+    in_order = Groups(call, CompactedTokens(tuple(call.tokens)))
+    groups = in_order if full_call.tokens_are_groups else Groups(full_call, compacted)
+    logprobs, entropy, stats = _grouped_forward(impl, call, gradients, groups if at_once else None)
     logprobs, entropy = compacted.scatter(logprobs.view(-1)), compacted.scatter(entropy)
     terms = full_call.terms(slice(None))
     if any(need) and not at_once:
@@ -464,28 +479,27 @@ def _grouped(
 
 
 def _grouped_forward(
-    impl: Implementation, call: GroupsCall, gradients: LinearGradients, target: Tensor, at_once: bool
+    impl: Implementation, call: GroupsCall, gradients: LinearGradients, groups: Groups | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probabilities `[N, 1]`, entropies `[N]` and statistics `[3, N]`; with `at_once` add gradients."""
-    support, transform, parts = call.supports(), call.transform(gradients.linear, call.ignore_index), []
+    """Return log-probabilities `[N, 1]`, entropies `[N]` and statistics `[3, N]`; with groups add gradients."""
+    target, support, transform = call.candidates(), call.supports(), call.transform(gradients.linear, call.ignore_index)
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def results(block: slice, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         rank = impl.logprobs.statistics(logits, target[block], transform, rows_of(support, block))
         parts.append(impl.logprobs.combine(call.gather_ranks(rank), target[block], transform))
         return parts[-1]
 
-    if not at_once:
+    if groups is None:
         for block, logits in gradients.linear.blocks():
             results(block, logits)
         return concatenated(parts)
     for block, logits, dlogits in gradients.blocks():
         logprobs, _, stats = results(block, logits)
-        groups = slice(block.start // call.group_rows, block.stop // call.group_rows)
-        grad, entropy_grad = call.terms(groups).gradients(logprobs.view(-1, *call.group))
-        entropy_grad = None if entropy_grad is None else entropy_grad.reshape(-1)
+        grad, entropy_grad = groups.gradients(block, logprobs.view(-1))
         if logits.shape[1] > 0:
             impl.logprobs.gradients(
-                grad.reshape(-1, 1), entropy_grad, logits, target[block], stats, dlogits, transform,
+                grad.view(-1, 1), entropy_grad, logits, target[block], stats, dlogits, transform,
                 rows_of(support, block),
             )  # fmt: skip
     return concatenated(parts)
@@ -500,7 +514,7 @@ def _fake_grouped(call: GroupsCall, *need: bool) -> tuple[Tensor, Tensor, Tensor
 def _grouped_products(impl: Implementation, call: GroupsCall, need_dx: bool, need_dw: bool, need_db: bool) -> float:
     """Count one product for the logits, one more of those that are made twice, and one for each gradient."""
     needed = need_dx or need_dw or need_db
-    twice = needed and not call.makes_logits_once(call.plan_of_groups(impl), call.can_compact(impl))
+    twice = needed and call.plan_of_groups(impl) is None
     again = 1 - call.kept_rows / max(call.tokens.numel(), 1) if twice else 0
     return 1 + again + need_dx + need_dw
 
