@@ -1,14 +1,13 @@
 """Machine code that reads uniform registers which nothing wrote is found: in lines of it, and in what ptxas makes."""
 
 import pytest
-import torch
 import triton
 
 from compile_tests.helpers import aot
+from compile_tests.helpers.planted_products import keys_gradients_launch
 from compile_tests.helpers.uniform_registers import instructions, undefined_descriptors, undefined_reads
-from llmk.ops.recurrence import _chunk_launches
-from llmk.registry import OPS
 from llmk.registry.devices import INTERPRET
+from llmk.registry.private.tensors import FakeTensorMode
 
 DESCRIPTORS = """
         /*0000*/                   S2UR UR4, SR_CgaCtaId ;                    /* 0x00000000000479c3 */
@@ -54,11 +53,9 @@ def test_both_descriptors_of_a_product_are_read() -> None:
 @pytest.mark.skipif(INTERPRET, reason="TRITON_INTERPRET=1: the kernels are interpreted, not compiled")
 @pytest.mark.skipif(not triton.__version__.startswith(("3.6.", "3.7.")), reason="seen with Triton 3.6 and 3.7.1")
 @pytest.mark.parametrize("stages", [1, 2])
-def test_a_tile_of_which_ptxas_makes_wrong_code(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one stage the products of `chunk_keys_backward_kernel` read what nothing wrote: its gradients were wrong."""
+def test_a_tile_of_which_ptxas_makes_wrong_code(stages: int) -> None:
+    """Of one stage the products of the planted kernel read what nothing wrote."""
     tile = {"BLOCK_K": 32, "BLOCK_V": 64, "num_warps": 4, "num_stages": stages}
-    monkeypatch.setattr(_chunk_launches, "_keys_tile", lambda x: tile)
-    launches = aot.launches(OPS["gated_linear_attention"], torch.bfloat16, samples=False, alone=False)
-    launch = next(launch for launch in launches if launch.kernel.__name__ == "chunk_keys_backward_kernel")
-    compiled = aot.compile_for(launch, aot.TARGETS["sm_90"])
+    with FakeTensorMode():
+        compiled = aot.compile_for(keys_gradients_launch(**tile), aot.TARGETS["sm_90"])
     assert bool(undefined_descriptors(compiled)) == (stages == 1)

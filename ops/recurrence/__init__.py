@@ -89,9 +89,11 @@ the chunk's first state belongs to, e_j where j is not in that of the last token
 float32 by blocks of twice the size each time, from 16 rows on as a product of three blocks; `chunk_states_kernel` goes
 from chunk to chunk, a program for each head and block of V, and stores each chunk's S and U; `chunk_outputs_kernel`
 makes O. The backward pass repeats the first three, goes back from chunk to chunk in `chunk_states_backward_kernel`, and
-makes M, N and the gradients of each chunk in two kernels more. Gradients of a key head are those of its value heads, in
-float32, added in their order: no atomics. The operands of each product are rounded once to the dtype of Q; S, T, the
-decays and all sums are float32.
+makes M and N + N^T of each chunk in `chunk_scores_backward_kernel`. In `chunk_keys_backward_kernel` a program makes the
+gradients of q and k for one block of channels: a loop over the blocks would hold addresses of M and N in registers, and
+half as many programs would run at once. Parts of the gradients of g and beta, and those of a key head by its value
+heads, are float32 and added in their order: no atomics. The operands of each product are rounded once to the dtype of
+Q; S, T, the decays and all sums are float32.
 
 With a decay for each channel `channel_scores_kernel` takes the place of the first and makes d Q, d K and e K besides,
 so that the states and outputs come of the same kernels. `channel_pairs_backward_kernel` takes the halves one size after

@@ -21,7 +21,9 @@ from llmk.ops.recurrence._chunk_kernels import (
     _product,
     _states_products,
     _store,
-    _values_products,
+    _store_symmetric,
+    _values_product,
+    _values_rows,
     _whole_gradient,
 )
 from llmk.registry import jit
@@ -46,9 +48,13 @@ def channel_sums_kernel(g_ptr, sums_ptr, T, N, H, K, C: tl.constexpr, BLOCK_K: t
 
 
 @jit
-def _siblings(t, level, C: tl.constexpr):
-    """Where the heap has the sums of the other half of each token's block of 2 << level tokens."""
-    return (C >> level) + ((t >> level) ^ 1)
+def _siblings(g_ptr, sums_ptr, rows, cols, level, T, H, K, C: tl.constexpr):
+    """The sum of log decays of the other half of each token's block of 2 << level tokens."""
+    if level == 0:
+        sums = _load(g_ptr, rows ^ 1, cols, T, K, H * K).to(tl.float32)
+    else:
+        sums = _load(sums_ptr, (C >> level) + ((tl.arange(0, C) >> level) ^ 1), cols, C, K, K)
+    return sums
 
 
 @jit
@@ -78,15 +84,29 @@ def _same_sequence(index_ptr, rows, T, pairs):
 
 
 @jit
-def _add_pairs(qk, kk, q, k, kt, from_middle, to_middle_t, level, CORRECTED: tl.constexpr):
-    """Add the pairs of tokens from the two halves of blocks of 2 << level, with log decays from and to the middle."""
+def _half_decay(from_middle, to_middle, level):
+    """The decays from a block's middle, of the tokens of its second half, and to it."""
+    second = _second(tl.arange(0, from_middle.shape[0]), level)[:, None]
+    return exp(tl.where(second, from_middle, to_middle))
+
+
+@jit
+def _grown(from_middle, to_middle, sums, level):
+    """The sums of log decays of halves of twice the size, whose middle is where the block ended or began."""
+    second = _second(tl.arange(0, from_middle.shape[0]), level)[:, None]
+    return from_middle + tl.where(second, sums, 0.0), to_middle + tl.where(second, 0.0, sums)
+
+
+@jit
+def _add_pairs(qk, kk, q, k, decay, level, CORRECTED: tl.constexpr):
+    """Add the pairs of tokens from the two halves of blocks of 2 << level."""
     t = tl.arange(0, qk.shape[0])
     corners = _corners(t[:, None], t[None, :], level)
-    d = exp(from_middle)
-    earlier = (kt * exp(to_middle_t)).to(kt.dtype)
-    qk += tl.where(corners, _product((q * d).to(q.dtype), earlier), 0.0)
+    kd = (k * decay).to(k.dtype)
+    earlier = tl.trans(kd)
+    qk += tl.where(corners, _product((q * decay).to(q.dtype), earlier), 0.0)
     if CORRECTED:
-        kk += tl.where(corners, _product((k * d).to(k.dtype), earlier), 0.0)
+        kk += tl.where(corners, _product(kd, earlier), 0.0)
     return qk, kk
 
 
@@ -112,29 +132,22 @@ def channel_scores_kernel(
     for start in range(0, K, BLOCK_K):
         cols = start + tl.arange(0, BLOCK_K)
         q, k = _load(q_ptr, rows, cols, T, K, HK * K), _load(k_ptr, rows, cols, T, K, HK * K)
-        kt = _load_transposed(k_ptr, rows, cols, T, K, HK * K)
-        qk += tl.where(t[:, None] == t[None, :], _product(q, kt), 0.0)
-        from_start = _load(g_ptr, rows, cols, T, K, H * K).to(tl.float32)
-        to_end_t = tl.zeros((BLOCK_K, C), dtype=tl.float32)
-        qk, kk = _add_pairs(qk, kk, q, k, kt, from_start, to_end_t, 0, beta_ptr is not None)
-        sums = _load(g_ptr, rows ^ 1, cols, T, K, H * K).to(tl.float32)
-        sums_t = _load_transposed(g_ptr, rows ^ 1, cols, T, K, H * K).to(tl.float32)
-        for level in range(1, LEVELS):
-            from_start += tl.where(_second(t, level - 1)[:, None], sums, 0.0)
-            to_end_t += tl.where(_second(t, level - 1)[None, :], 0.0, sums_t)
-            qk, kk = _add_pairs(qk, kk, q, k, kt, from_start, to_end_t, level, beta_ptr is not None)
-            sums = _load(sums_ptr, _siblings(t, level, C), cols, C, K, K)
-            sums_t = _load_transposed(sums_ptr, _siblings(t, level, C), cols, C, K, K)
-        d = exp(from_start + tl.where(_second(t, LEVELS - 1)[:, None], sums, 0.0))
-        e_t = exp(to_end_t + tl.where(_second(t, LEVELS - 1)[None, :], 0.0, sums_t))
+        qk += tl.where(t[:, None] == t[None, :], _product(q, tl.trans(k)), 0.0)
+        from_middle = _load(g_ptr, rows, cols, T, K, H * K).to(tl.float32)
+        to_middle = tl.zeros((C, BLOCK_K), dtype=tl.float32)
+        for level in range(0, LEVELS):
+            decay = _half_decay(from_middle, to_middle, level)
+            qk, kk = _add_pairs(qk, kk, q, k, decay, level, beta_ptr is not None)
+            sums = _siblings(g_ptr, sums_ptr, rows, cols, level, T, H, K, C)
+            from_middle, to_middle = _grown(from_middle, to_middle, sums, level)
+        d, e = exp(from_middle), exp(to_middle)  # the chunk's: it is the half of no larger block
         if index_ptr is not None:
             d = tl.where(_same_as(index_ptr, rows, chunk * C - 1, T)[:, None], d, 0.0)
-            e_t = tl.where(_same_as(index_ptr, rows, chunk * C + C - 1, T)[None, :], e_t, 0.0)
+            e = tl.where(_same_as(index_ptr, rows, chunk * C + C - 1, T)[:, None], e, 0.0)
         _store(queries_ptr + channels, q * d, rows, cols, T, K, H * K)
         if beta_ptr is not None:
             _store(keys_ptr + channels, k * d, rows, cols, T, K, H * K)
-        ends_ptrs = ends_ptr + channels + rows[None, :] * (H * K) + cols[:, None]
-        tl.store(ends_ptrs, (kt * e_t).to(kt.dtype), mask=(rows < T)[None, :] & (cols < K)[:, None])
+        _store(ends_ptr + channels, k * e, rows, cols, T, K, H * K)
         whole = tl.sum(tl.where((t == C - 1)[:, None], d, 0.0), axis=0)
         tl.store(whole_ptr + (row * N + chunk) * K + cols, whole, mask=cols < K)
     matrix = (row * N + chunk) * C * C
@@ -161,56 +174,53 @@ def channel_scores_backward_kernel(
         index_ptr += b * T
     t = tl.arange(0, C)
     rows, matrix = chunk * C + t, (row * N + chunk) * C * C
-    dscores, da, dbeta = _values_products(do_ptr, v_ptr, u_ptr, dr_ptr, values, rows, T, V, H, C, BLOCK_V)
+    dscores = _values_product(do_ptr, u_ptr, values, rows, T, V, H, C, BLOCK_V)
     same = _same_sequence(index_ptr, rows, T, t[:, None] >= t[None, :])
     _store(dscores_ptr + matrix, tl.where(same, dscores, 0.0) * tl.cast(scale, tl.float32), t, t, C, C, C)
     if beta_ptr is not None:
+        da = -_values_product(dr_ptr, u_ptr, values, rows, T, V, H, C, BLOCK_V)
         da = tl.where(same & (t[:, None] > t[None, :]), da, 0.0)
+        dbeta = _values_rows(dr_ptr, v_ptr, values, rows, T, V, H, C, BLOCK_V)
         dbeta += tl.sum(da * _load(kk_ptr + matrix, t, t, C, C, C), axis=1)
         tl.store(dbeta_ptr + (b * T + rows) * H + h, dbeta, mask=rows < T)
         beta = _load_tokens(beta_ptr + b * T * H + h, rows, T, H)
-        _store(dkk_ptr + matrix, beta[:, None] * da, t, t, C, C, C)
+        _store_symmetric(dkk_ptr + matrix, beta[:, None] * da, t, C)
 
 
 @jit
 def _sums_of(chosen, x, dtype: tl.constexpr):
-    """The sums of chosen rows of x, which is float32: products of bfloat16 of its first, middle and last 8 bits are
-    exact, and faster than one of float32, which those of a call in float32 are anyway.
+    """The sums of chosen rows of x, which is float32: two products of bfloat16 of its first and next 8 bits are faster
+    than one of float32, and lose 2**-17 of each number, which a product of 16-bit operands has to 2**-9 or 2**-12.
     """
     if dtype == tl.float32:
         sums = _product(chosen.to(tl.float32), x)
     else:
         chosen = chosen.to(tl.float32).to(tl.bfloat16)
         first = x.to(tl.bfloat16)
-        x -= first.to(tl.float32)
-        middle = x.to(tl.bfloat16)
-        last = (x - middle.to(tl.float32)).to(tl.bfloat16)
-        sums = _product(chosen, last) + _product(chosen, middle) + _product(chosen, first)
+        rest = (x - first.to(tl.float32)).to(tl.bfloat16)
+        sums = _product(chosen, rest) + _product(chosen, first)
     return sums
 
 
 @jit
-def _add_gradients(
-    dq, dk, dg, q, k, from_middle, to_middle, dscores_ptr, dkk_ptr, level, DTYPE: tl.constexpr
-):  # fmt: skip
+def _add_gradients(dq, dk, dg, q, k, from_middle, to_middle, dscores_ptr, dkk_ptr, level):
     """Add the gradients of q, k and g through the pairs of tokens from the two halves of blocks of 2 << level."""
     C: tl.constexpr = q.shape[0]
     t = tl.arange(0, C)
     i, j = t[:, None], t[None, :]
     second = _second(i, level)
-    decay = exp(tl.where(second, from_middle, to_middle))
-    kd = (k * decay).to(DTYPE)
+    decay = _half_decay(from_middle, to_middle, level)
+    kd = (k * decay).to(k.dtype)
     corners, corners_t = _corners(i, j, level), _corners(j, i, level)
     dscores, dscores_t = _load(dscores_ptr, t, t, C, C, C), _load_transposed(dscores_ptr, t, t, C, C, C)
     level_dq = decay * _product(tl.where(corners, dscores, 0.0), kd)
-    level_dk = _product(tl.where(corners_t, dscores_t, 0.0), (q * decay).to(DTYPE))
+    level_dk = _product(tl.where(corners_t, dscores_t, 0.0), (q * decay).to(q.dtype))
     if dkk_ptr is not None:
-        level_dk += _product(tl.where(corners, _load(dkk_ptr, t, t, C, C, C), 0.0), kd)
-        level_dk += _product(tl.where(corners_t, _load_transposed(dkk_ptr, t, t, C, C, C), 0.0), kd)
+        level_dk += _product(tl.where(corners | corners_t, _load(dkk_ptr, t, t, C, C, C), 0.0), kd)
     level_dk *= decay
     # A log decay is in the sums from the middle to it and later tokens, or from earlier tokens to the middle.
     spans = (i >> level == j >> level) & ((second & (j >= i)) | (~second & (j < i)))
-    dg += _sums_of(spans, q * level_dq + k * level_dk, DTYPE)
+    dg += _sums_of(spans, q * level_dq + k * level_dk, q.dtype)
     return dq + level_dq, dk + level_dk, dg
 
 
@@ -233,21 +243,17 @@ def channel_pairs_backward_kernel(
         dkk_ptr += place * C * C
     t, keys = tl.arange(0, C), block * BLOCK_K + tl.arange(0, BLOCK_K)
     rows = chunk * C + t
-    q = _load(q_ptr, rows, keys, T, K, HK * K).to(tl.float32)
-    k = _load(k_ptr, rows, keys, T, K, HK * K).to(tl.float32)
+    q, k = _load(q_ptr, rows, keys, T, K, HK * K), _load(k_ptr, rows, keys, T, K, HK * K)
     diagonal = tl.load(dscores_ptr + t * C + t).to(tl.float32)[:, None]
     dq, dk, dg = diagonal * k, diagonal * q, tl.zeros((C, BLOCK_K), dtype=tl.float32)
     from_middle = _load(g_ptr + channels, rows, keys, T, K, H * K).to(tl.float32)
     to_middle = tl.zeros((C, BLOCK_K), dtype=tl.float32)
-    sums = _load(g_ptr + channels, rows ^ 1, keys, T, K, H * K).to(tl.float32)
     for level in range(0, LEVELS):
-        tl.debug_barrier()  # keeps the compiler from holding the matrices of all turns in registers
-        dq, dk, dg = _add_gradients(
-            dq, dk, dg, q, k, from_middle, to_middle, dscores_ptr, dkk_ptr, level, q_ptr.dtype.element_ty
-        )
-        from_middle += tl.where(_second(t, level)[:, None], sums, 0.0)
-        to_middle += tl.where(_second(t, level)[:, None], 0.0, sums)
-        sums = _load(sums_ptr, _siblings(t, level + 1, C), keys, C, K, K)
+        tl.debug_barrier()  # keeps the compiler from holding the matrices of all turns in registers, and so q and k
+        q, k = _load(q_ptr, rows, keys, T, K, HK * K), _load(k_ptr, rows, keys, T, K, HK * K)
+        dq, dk, dg = _add_gradients(dq, dk, dg, q, k, from_middle, to_middle, dscores_ptr, dkk_ptr, level)
+        sums = _siblings(g_ptr + channels, sums_ptr, rows, keys, level, T, H, K, C)
+        from_middle, to_middle = _grown(from_middle, to_middle, sums, level)
     _store(dq_ptr + channels, dq, rows, keys, T, K, H * K)
     _store(dk_ptr + channels, dk, rows, keys, T, K, H * K)
     _store(dg_ptr + channels, dg, rows, keys, T, K, H * K)
@@ -256,55 +262,53 @@ def channel_pairs_backward_kernel(
 @jit
 def channel_keys_backward_kernel(
     do_ptr, q_ptr, k_ptr, g_ptr, u_ptr, dr_ptr, beta_ptr, index_ptr, states_ptr, dstates_ptr, dwhole_ptr, dg_part_ptr,
-    dbeta_part_ptr, dq_ptr, dk_ptr, dg_ptr, dbeta_ptr, scale, T, N, H, HK, K, V, blocks,
+    dq_ptr, dk_ptr, dg_ptr, dbeta_ptr, scale, T, N, H, HK, K, V, tokens, value_blocks,
     C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Add what comes through the states of one chunk to the gradients of q and k, for one value head, g and beta."""
-    chunk, row = tl.program_id(0).to(tl.int64) % N, tl.program_id(0).to(tl.int64) // N
+    """Add what comes through the states of one chunk to the gradients of a block of the channels of q and k, for one
+    value head, and g; and that block's part of the gradient of beta `[blocks, tokens]`.
+    """
+    blocks = tl.cdiv(K, BLOCK_K)
+    block, place = tl.program_id(0) % blocks, tl.program_id(0).to(tl.int64) // blocks
+    chunk, row = place % N, place // N
     b, h = row // H, row % H
     q_ptr += (b * T * HK + h // (H // HK)) * K
     k_ptr += (b * T * HK + h // (H // HK)) * K
-    values, state, channels = (b * T * H + h) * V, (row * N + chunk) * K * V, (b * T * H + h) * K
+    values, state, channels = (b * T * H + h) * V, place * K * V, (b * T * H + h) * K
     if index_ptr is not None:
         index_ptr += b * T
-    t = tl.arange(0, C)
+    t, keys = tl.arange(0, C), block * BLOCK_K + tl.arange(0, BLOCK_K)
     rows = chunk * C + t
-    predicted = tl.zeros((C,), dtype=tl.float32)
-    for start in range(0, K, BLOCK_K):
-        keys = start + tl.arange(0, BLOCK_K)
-        whole = _whole_gradient(dwhole_ptr + (row * N + chunk) * blocks * K, keys, blocks, K)
-        from_out, from_r, from_end = _states_products(
-            do_ptr, u_ptr, dr_ptr, states_ptr + state, dstates_ptr + state, values, rows, keys, T, H, K, V,
-            C, BLOCK_K, BLOCK_V,
-        )  # fmt: skip
-        q = _load(q_ptr, rows, keys, T, K, HK * K).to(tl.float32)
-        k = _load(k_ptr, rows, keys, T, K, HK * K).to(tl.float32)
-        g = _load(g_ptr + channels, rows, keys, T, K, H * K).to(tl.float32)
-        following = _load(g_ptr + channels, rows + 1, keys, T, K, H * K).to(tl.float32)
-        following = tl.where((t + 1 < C)[:, None], following, 0.0)
-        d, e = exp(tl.cumsum(g, axis=0)), exp(tl.cumsum(following, axis=0, reverse=True))
-        if index_ptr is not None:
-            d = tl.where(_same_as(index_ptr, rows, chunk * C - 1, T)[:, None], d, 0.0)
-            e = tl.where(_same_as(index_ptr, rows, chunk * C + C - 1, T)[:, None], e, 0.0)
-        from_out = _decayed(from_out, tl.cast(scale, tl.float32) * d)
-        from_end = _decayed(from_end, e)
-        dk, through_start = from_end, q * from_out
-        if beta_ptr is not None:
-            from_r = _decayed(from_r, d)
-            predicted += tl.sum(k * from_r, axis=1)
-            from_r *= _load_tokens(beta_ptr + b * T * H + h, rows, T, H)[:, None]
-            dk -= from_r
-            through_start -= k * from_r
-        dg = _decayed(whole, tl.sum(tl.where((t == C - 1)[:, None], d, 0.0), axis=0))[None, :]
-        dg += _sums_of(t[:, None] > t[None, :], k * from_end, q_ptr.dtype.element_ty)
-        dg += tl.cumsum(through_start, axis=0, reverse=True)
-        dg += _load(dg_part_ptr + channels, rows, keys, T, K, H * K)
-        from_out += _load(dq_ptr + channels, rows, keys, T, K, H * K)
-        dk += _load(dk_ptr + channels, rows, keys, T, K, H * K)
-        _store(dg_ptr + channels, dg, rows, keys, T, K, H * K)
-        _store(dq_ptr + channels, from_out, rows, keys, T, K, H * K)
-        _store(dk_ptr + channels, dk, rows, keys, T, K, H * K)
+    from_out, from_r, from_end = _states_products(
+        do_ptr, u_ptr, dr_ptr, states_ptr + state, dstates_ptr + state, values, rows, keys, T, H, K, V,
+        C, BLOCK_K, BLOCK_V,
+    )  # fmt: skip
+    q = _load(q_ptr, rows, keys, T, K, HK * K).to(tl.float32)
+    k = _load(k_ptr, rows, keys, T, K, HK * K).to(tl.float32)
+    g = _load(g_ptr + channels, rows, keys, T, K, H * K).to(tl.float32)
+    following = _load(g_ptr + channels, rows + 1, keys, T, K, H * K).to(tl.float32)
+    following = tl.where((t + 1 < C)[:, None], following, 0.0)
+    d, e = exp(tl.cumsum(g, axis=0)), exp(tl.cumsum(following, axis=0, reverse=True))
+    if index_ptr is not None:
+        d = tl.where(_same_as(index_ptr, rows, chunk * C - 1, T)[:, None], d, 0.0)
+        e = tl.where(_same_as(index_ptr, rows, chunk * C + C - 1, T)[:, None], e, 0.0)
+    from_out = _decayed(from_out, tl.cast(scale, tl.float32) * d)
+    from_end = _decayed(from_end, e)
+    dk, through_start = from_end, q * from_out
     if beta_ptr is not None:
-        tokens = (b * T + rows) * H + h
-        dbeta = tl.load(dbeta_part_ptr + tokens, mask=rows < T, other=0.0) - predicted
-        tl.store(dbeta_ptr + tokens, dbeta.to(dbeta_ptr.dtype.element_ty), mask=rows < T)
+        from_r = _decayed(from_r, d)
+        part = block * tl.cast(tokens, tl.int64) + (b * T + rows) * H + h
+        tl.store(dbeta_ptr + part, -tl.sum(k * from_r, axis=1), mask=rows < T)
+        from_r *= _load_tokens(beta_ptr + b * T * H + h, rows, T, H)[:, None]
+        dk -= from_r
+        through_start -= k * from_r
+    whole = _whole_gradient(dwhole_ptr + place * value_blocks * K, keys, value_blocks, K)
+    dg = _decayed(whole, tl.sum(tl.where((t == C - 1)[:, None], d, 0.0), axis=0))[None, :]
+    dg += _sums_of(t[:, None] > t[None, :], k * from_end, q_ptr.dtype.element_ty)
+    dg += tl.cumsum(through_start, axis=0, reverse=True)
+    dg += _load(dg_part_ptr + channels, rows, keys, T, K, H * K)
+    from_out += _load(dq_ptr + channels, rows, keys, T, K, H * K)
+    dk += _load(dk_ptr + channels, rows, keys, T, K, H * K)
+    _store(dg_ptr + channels, dg, rows, keys, T, K, H * K)
+    _store(dq_ptr + channels, from_out, rows, keys, T, K, H * K)
+    _store(dk_ptr + channels, dk, rows, keys, T, K, H * K)

@@ -43,6 +43,15 @@ def _store(ptr, values, rows, cols, M, N, stride):
 
 
 @jit
+def _store_symmetric(ptr, lower, t, C: tl.constexpr):
+    """Store L + L^T of a matrix that is 0 on the diagonal and above."""
+    values = lower.to(ptr.dtype.element_ty)
+    below = t[:, None] > t[None, :]
+    tl.store(ptr + t[:, None] * C + t[None, :], values, mask=t[:, None] >= t[None, :])
+    tl.store(ptr + t[None, :] * C + t[:, None], values, mask=below)
+
+
+@jit
 def _load_tokens(ptr, rows, T, stride):
     """One number of each token, 0 past the last."""
     return tl.load(ptr + rows * stride, mask=rows < T, other=0.0).to(tl.float32)
@@ -89,6 +98,17 @@ def _to_end(g, index_ptr, rows, chunk, T, C: tl.constexpr):
     if index_ptr is not None:
         e = tl.where(_index(index_ptr, rows, T) == _index(index_ptr, chunk * C + C - 1, T), e, 0.0)
     return e
+
+
+@jit
+def _keys_product(a_ptr, k_ptr, rows, T, K, HK, C: tl.constexpr, BLOCK_K: tl.constexpr):
+    """A K^T of queries or keys, `[C, C]`."""
+    product = tl.zeros((C, C), dtype=tl.float32)
+    for start in range(0, K, BLOCK_K):
+        cols = start + tl.arange(0, BLOCK_K)
+        kt = _load_transposed(k_ptr, rows, cols, T, K, HK * K)
+        product += _product(_load(a_ptr, rows, cols, T, K, HK * K), kt)
+    return product
 
 
 @jit
@@ -348,21 +368,25 @@ def chunk_states_backward_kernel(
 
 
 @jit
-def _values_products(do_ptr, v_ptr, u_ptr, dr_ptr, values, rows, T, V, H, C: tl.constexpr, BLOCK_V: tl.constexpr):
-    """dP = dO U^T, dA = -dR U^T and the rows of dR . V."""
-    dscores = tl.zeros((C, C), dtype=tl.float32)
-    da = tl.zeros((C, C), dtype=tl.float32)
-    dbeta = tl.zeros((C,), dtype=tl.float32)
+def _values_product(a_ptr, b_ptr, values, rows, T, V, H, C: tl.constexpr, BLOCK_V: tl.constexpr):
+    """A B^T of two matrices of values, `[C, C]`."""
+    product = tl.zeros((C, C), dtype=tl.float32)
     for start in range(0, V, BLOCK_V):
         cols = start + tl.arange(0, BLOCK_V)
-        ut = _load_transposed(u_ptr + values, rows, cols, T, V, H * V)
-        dscores += _product(_load(do_ptr + values, rows, cols, T, V, H * V), ut)
-        if dr_ptr is not None:
-            dr = _load(dr_ptr + values, rows, cols, T, V, H * V)
-            da -= _product(dr, ut)
-            v = _load(v_ptr + values, rows, cols, T, V, H * V)
-            dbeta += tl.sum(dr.to(tl.float32) * v.to(tl.float32), axis=1)
-    return dscores, da, dbeta
+        bt = _load_transposed(b_ptr + values, rows, cols, T, V, H * V)
+        product += _product(_load(a_ptr + values, rows, cols, T, V, H * V), bt)
+    return product
+
+
+@jit
+def _values_rows(a_ptr, b_ptr, values, rows, T, V, H, C: tl.constexpr, BLOCK_V: tl.constexpr):
+    """The products of the rows of two matrices of values, `[C]`."""
+    product = tl.zeros((C,), dtype=tl.float32)
+    for start in range(0, V, BLOCK_V):
+        cols = start + tl.arange(0, BLOCK_V)
+        a = _load(a_ptr + values, rows, cols, T, V, H * V).to(tl.float32)
+        product += tl.sum(a * _load(b_ptr + values, rows, cols, T, V, H * V).to(tl.float32), axis=1)
+    return product
 
 
 @jit
@@ -381,29 +405,20 @@ def chunk_scores_backward_kernel(
         index_ptr += b * T
     t = tl.arange(0, C)
     rows = chunk * C + t
-    dscores, da, dbeta = _values_products(do_ptr, v_ptr, u_ptr, dr_ptr, values, rows, T, V, H, C, BLOCK_V)
     d = _between(_load_tokens(g_ptr + b * T * H + h, rows, T, H), index_ptr, rows, T, C)
-    dscores = _decayed(dscores, d) * tl.cast(scale, tl.float32)
+    dscores = _decayed(_values_product(do_ptr, u_ptr, values, rows, T, V, H, C, BLOCK_V), d)
+    dscores *= tl.cast(scale, tl.float32)
     matrix = (row * N + chunk) * C * C
     _store(dscores_ptr + matrix, dscores, t, t, C, C, C)
-    qk = tl.zeros((C, C), dtype=tl.float32)
-    for start in range(0, K, BLOCK_K):
-        keys = start + tl.arange(0, BLOCK_K)
-        kt = _load_transposed(k_ptr, rows, keys, T, K, HK * K)
-        qk += _product(_load(q_ptr, rows, keys, T, K, HK * K), kt)
-    between = dscores * qk
+    between = dscores * _keys_product(q_ptr, k_ptr, rows, T, K, HK, C, BLOCK_K)
     if beta_ptr is not None:
-        beta = _load_tokens(beta_ptr + b * T * H + h, rows, T, H)
+        da = -_values_product(dr_ptr, u_ptr, values, rows, T, V, H, C, BLOCK_V)
         da = tl.where(t[:, None] > t[None, :], _decayed(da, d), 0.0)
-        kk = tl.zeros((C, C), dtype=tl.float32)
-        for start in range(0, K, BLOCK_K):
-            keys = start + tl.arange(0, BLOCK_K)
-            kt = _load_transposed(k_ptr, rows, keys, T, K, HK * K)
-            kk += _product(_load(k_ptr, rows, keys, T, K, HK * K), kt)
-        dbeta += tl.sum(da * kk, axis=1)
+        kk = _keys_product(k_ptr, k_ptr, rows, T, K, HK, C, BLOCK_K)
+        dbeta = _values_rows(dr_ptr, v_ptr, values, rows, T, V, H, C, BLOCK_V) + tl.sum(da * kk, axis=1)
         tl.store(dbeta_ptr + (b * T + rows) * H + h, dbeta, mask=rows < T)
-        da *= beta[:, None]
-        _store(dkk_ptr + matrix, da, t, t, C, C, C)
+        da *= _load_tokens(beta_ptr + b * T * H + h, rows, T, H)[:, None]
+        _store_symmetric(dkk_ptr + matrix, da, t, C)
         between += da * kk
     below = t[:, None] > t[None, :]
     until = tl.cumsum(tl.where(below, between, 0.0), axis=1)  # [i, s]: of all j <= s
@@ -445,62 +460,54 @@ def _whole_gradient(dwhole_ptr, keys, blocks, K):
 @jit
 def chunk_keys_backward_kernel(
     do_ptr, q_ptr, k_ptr, u_ptr, dr_ptr, beta_ptr, start_ptr, end_ptr, states_ptr, dstates_ptr, dwhole_ptr, dscores_ptr,
-    dkk_ptr, dg_part_ptr, dbeta_part_ptr, dq_ptr, dk_ptr, dg_ptr, dbeta_ptr, scale, T, N, H, HK, K, V, blocks,
+    dkk_ptr, dq_ptr, dk_ptr, dg_ptr, dbeta_ptr, scale, T, N, H, HK, K, V, tokens, value_blocks,
     C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of q and k of one chunk, for one value head, and the rest of those of g and beta."""
+    """The gradients of a block of the channels of q and k in one chunk, for one value head, and that block's parts of
+    those of g and beta `[blocks, tokens]`.
+    """
     scale = tl.cast(scale, tl.float32)
-    chunk, row = tl.program_id(0).to(tl.int64) % N, tl.program_id(0).to(tl.int64) // N
+    blocks = tl.cdiv(K, BLOCK_K)
+    block, place = tl.program_id(0) % blocks, tl.program_id(0).to(tl.int64) // blocks
+    chunk, row = place % N, place // N
     b, h = row // H, row % H
     q_ptr += (b * T * HK + h // (H // HK)) * K
     k_ptr += (b * T * HK + h // (H // HK)) * K
-    values, matrix, state = (b * T * H + h) * V, (row * N + chunk) * C * C, (row * N + chunk) * K * V
-    t = tl.arange(0, C)
+    values, heads, matrix, state = (b * T * H + h) * V, (b * T * H + h) * K, place * C * C, place * K * V
+    t, keys = tl.arange(0, C), block * BLOCK_K + tl.arange(0, BLOCK_K)
     rows = chunk * C + t
-    d, e = tl.load(start_ptr + (row * N + chunk) * C + t), tl.load(end_ptr + (row * N + chunk) * C + t)
-    from_start = tl.zeros((C,), dtype=tl.float32)
-    predicted = tl.zeros((C,), dtype=tl.float32)
-    to_end = tl.zeros((C,), dtype=tl.float32)
-    whole = tl.zeros((BLOCK_K,), dtype=tl.float32)
-    for start in range(0, K, BLOCK_K):
-        keys = start + tl.arange(0, BLOCK_K)
-        whole += _whole_gradient(dwhole_ptr + (row * N + chunk) * blocks * K, keys, blocks, K)
-        from_out, from_r, from_end = _states_products(
-            do_ptr, u_ptr, dr_ptr, states_ptr + state, dstates_ptr + state, values, rows, keys, T, H, K, V,
-            C, BLOCK_K, BLOCK_V,
-        )  # fmt: skip
-        # What decays to nothing, as between two sequences, may have overflowed.
-        from_out = tl.where((d == 0.0)[:, None], 0.0, from_out)
-        from_r = tl.where((d == 0.0)[:, None], 0.0, from_r)
-        from_end = tl.where((e == 0.0)[:, None], 0.0, from_end)
-        q, k = _load(q_ptr, rows, keys, T, K, HK * K), _load(k_ptr, rows, keys, T, K, HK * K)
-        from_start += tl.sum(q.to(tl.float32) * from_out, axis=1)
-        to_end += tl.sum(k.to(tl.float32) * from_end, axis=1)
-        dq = (scale * d)[:, None] * from_out
-        dq += _product(_load(dscores_ptr + matrix, t, t, C, C, C), k)
-        _store(dq_ptr + (b * T * H + h) * K, dq, rows, keys, T, K, H * K)
-        dk = e[:, None] * from_end
-        dk += _product(_load_transposed(dscores_ptr + matrix, t, t, C, C, C), q)
-        if beta_ptr is not None:
-            beta = _load_tokens(beta_ptr + b * T * H + h, rows, T, H)
-            predicted += tl.sum(k.to(tl.float32) * from_r, axis=1)
-            dk -= (beta * d)[:, None] * from_r
-            dk += _product(_load(dkk_ptr + matrix, t, t, C, C, C), k)
-            dk += _product(_load_transposed(dkk_ptr + matrix, t, t, C, C, C), k)
-        _store(dk_ptr + (b * T * H + h) * K, dk, rows, keys, T, K, H * K)
-    tokens = (b * T + rows) * H + h
-    from_start *= scale * d
+    from_out, from_r, from_end = _states_products(
+        do_ptr, u_ptr, dr_ptr, states_ptr + state, dstates_ptr + state, values, rows, keys, T, H, K, V,
+        C, BLOCK_K, BLOCK_V,
+    )  # fmt: skip
+    d, e = tl.load(start_ptr + place * C + t), tl.load(end_ptr + place * C + t)
+    # What decays to nothing, as between two sequences, may have overflowed.
+    from_out = tl.where((d == 0.0)[:, None], 0.0, from_out)
+    from_r = tl.where((d == 0.0)[:, None], 0.0, from_r)
+    from_end = tl.where((e == 0.0)[:, None], 0.0, from_end)
+    q, k = _load(q_ptr, rows, keys, T, K, HK * K), _load(k_ptr, rows, keys, T, K, HK * K)
+    from_start = scale * d * tl.sum(q.to(tl.float32) * from_out, axis=1)
+    to_end = e * tl.sum(k.to(tl.float32) * from_end, axis=1)
+    dq = (scale * d)[:, None] * from_out
+    dq += _product(_load(dscores_ptr + matrix, t, t, C, C, C), k)
+    _store(dq_ptr + heads, dq, rows, keys, T, K, H * K)
+    dk = e[:, None] * from_end
+    dk += _product(_load_transposed(dscores_ptr + matrix, t, t, C, C, C), q)
+    part = block * tl.cast(tokens, tl.int64) + (b * T + rows) * H + h
     if beta_ptr is not None:
-        predicted *= d
-        from_start -= _load_tokens(beta_ptr + b * T * H + h, rows, T, H) * predicted
-        dbeta = tl.load(dbeta_part_ptr + tokens, mask=rows < T, other=0.0) - predicted
-        tl.store(dbeta_ptr + tokens, dbeta.to(dbeta_ptr.dtype.element_ty), mask=rows < T)
+        beta = _load_tokens(beta_ptr + b * T * H + h, rows, T, H)
+        predicted = d * tl.sum(k.to(tl.float32) * from_r, axis=1)
+        from_start -= beta * predicted
+        tl.store(dbeta_ptr + part, -predicted, mask=rows < T)
+        dk -= (beta * d)[:, None] * from_r
+        dk += _product(_load(dkk_ptr + matrix, t, t, C, C, C), k)
+    _store(dk_ptr + heads, dk, rows, keys, T, K, H * K)
+    whole = tl.sum(_whole_gradient(dwhole_ptr + place * value_blocks * K, keys, value_blocks, K), axis=0)
     later, earlier = t[:, None] >= t[None, :], t[:, None] < t[None, :]
-    dg = tl.load(dg_part_ptr + tokens, mask=rows < T, other=0.0)
-    dg += tl.sum(tl.where(later, from_start[:, None], 0.0), axis=0)
-    dg += tl.sum(tl.where(earlier, (e * to_end)[:, None], 0.0), axis=0)
-    dg += _decayed(tl.sum(whole, axis=0), tl.load(start_ptr + (row * N + chunk) * C + C - 1))
-    tl.store(dg_ptr + tokens, dg.to(dg_ptr.dtype.element_ty), mask=rows < T)
+    dg = tl.sum(tl.where(later, from_start[:, None], 0.0), axis=0)
+    dg += tl.sum(tl.where(earlier, to_end[:, None], 0.0), axis=0)
+    dg += _decayed(whole, tl.load(start_ptr + place * C + C - 1))
+    tl.store(dg_ptr + part, dg, mask=rows < T)
 
 
 @jit

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from llmk.ops.common.rows import contiguous
+from llmk.ops.common.sums import sum_partials
 from llmk.ops.recurrence._channel_kernels import (
     channel_keys_backward_kernel,
     channel_pairs_backward_kernel,
@@ -198,11 +199,12 @@ def _channel_matrices(x: Inputs, *, keep_kk: bool) -> Matrices:
     scores, a = x.buffer(shape), None if x.beta is None else x.buffer(shape, torch.float32)
     kk = x.buffer(shape, torch.float32) if keep_kk and x.beta is not None else None
     sums = x.buffer((x.rows, N, x.chunk, K), torch.float32)
-    tile = {"BLOCK_K": x.columns(64, K), "num_warps": 4}
+    tile = {"BLOCK_K": x.columns(32, K), "num_warps": 4}
     wrap_triton(channel_sums_kernel)[(x.rows * N * cdiv(K, tile["BLOCK_K"]),)](
         x.g, sums, T, N, H, K, C=x.chunk, LEVELS=x.levels, **tile
     )
-    block, warps = (16, 4) if x.is_float32 else (32, 8)
+    block = 16 if x.is_float32 else 32
+    warps = 4 if x.is_float32 or x.beta is None else 8  # four warps have no registers for A too
     tile = {"BLOCK_K": x.columns(block, K), "num_warps": warps, "num_stages": 1}
     wrap_triton(channel_scores_kernel)[(x.rows * N,)](
         x.q, x.k, x.g, sums, x.beta, x.index, queries, keys, ends, whole, scores, kk, a, x.scale, T, N, H, HK, K,
@@ -212,9 +214,9 @@ def _channel_matrices(x: Inputs, *, keep_kk: bool) -> Matrices:
     return Matrices(queries, keys, ends, None, None, whole, sums, scores, _inverse(x, a), kk)
 
 
-def _stages() -> int:
+def _stages(most: int = 2) -> int:
     """Tiles of how many steps are in shared memory: AMD's 64 KiB hold those of one."""
-    return 2 if max_warps() == 32 else 1
+    return most if max_warps() == 32 else 1
 
 
 def _state_tile(x: Inputs, *, backward: bool = False) -> dict[str, int]:
@@ -224,8 +226,12 @@ def _state_tile(x: Inputs, *, backward: bool = False) -> dict[str, int]:
         return {"BLOCK_K": block_k, "BLOCK_V": 16, "PART": min(block_k, 32), "num_warps": 8, "num_stages": 1}
     if block_k > 128:
         return {"BLOCK_K": block_k, "BLOCK_V": 16, "PART": 64, "num_warps": 4, "num_stages": 1}
-    # The correction's gradient has more in registers and, of two steps, more in shared memory than an A100 has.
-    most, stages = (32, 1) if backward and x.beta is not None else (64, _stages())
+    if x.beta is None and not backward:
+        most, stages = 32, _stages(3)
+    elif x.beta is None or not backward:
+        most, stages = 64, _stages()
+    else:  # the correction's gradient has more in registers and, of two steps, more in shared memory than an A100 has
+        most, stages = 32, 1
     block_v = x.columns(most, x.v.shape[-1])
     return {"BLOCK_K": block_k, "BLOCK_V": block_v, "PART": 0, "num_warps": 4, "num_stages": stages}
 
@@ -293,65 +299,68 @@ def launch_backward(
     return dq, dk, dv, dg, dbeta, dinitial
 
 
-def _correction_gradients(x: Inputs, m: Matrices) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Allocate the gradient of K K^T, and that of beta in part and whole; None without a correction."""
-    if x.beta is None:
-        return None, None, None
-    part = x.buffer(x.beta.shape, torch.float32)
-    return x.buffer(tuple(m.scores.shape)), part, x.buffer(x.beta.shape, x.beta.dtype)
-
-
 def _gradients(x: Inputs, m: Matrices, made: Backward) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of q, k, g and beta, each chunk's by itself."""
     T, N, H, HK, K, V = x.sizes
-    dscores, dg_part = x.buffer(tuple(m.scores.shape)), x.buffer(x.g.shape, torch.float32)
-    dkk, dbeta_part, dbeta = _correction_gradients(x, m)
-    size = x.q.element_size()
+    size, keys_tile = x.q.element_size(), _keys_tile(x)
+    blocks = cdiv(K, keys_tile["BLOCK_K"])
+    # Of the pairs of tokens, and of each block of channels through the states.
+    dg = x.buffer((1 + blocks, *x.g.shape), torch.float32)
+    dbeta = None if x.beta is None else x.buffer((1 + blocks, *x.beta.shape), torch.float32)
+    dscores = x.buffer(tuple(m.scores.shape))
+    dkk = None if x.beta is None else x.buffer(tuple(m.scores.shape))
     tile = {"BLOCK_K": x.columns(128 // size, K), "BLOCK_V": x.columns(128 // size, V), "num_warps": 4}
     wrap_triton(chunk_scores_backward_kernel)[(x.rows * N,)](
-        made.do, x.q, x.k, x.v, made.u, made.dr, x.g, x.beta, x.index, dscores, dkk, dg_part, dbeta_part, x.scale,
+        made.do, x.q, x.k, x.v, made.u, made.dr, x.g, x.beta, x.index, dscores, dkk, dg, dbeta, x.scale,
         T, N, H, HK, K, V, C=x.chunk, **tile,
     )  # fmt: skip
     dq, dk = (x.buffer((*x.v.shape[:3], K), torch.float32) for _ in range(2))
-    dg = x.buffer(x.g.shape, x.g.dtype)
-    wrap_triton(chunk_keys_backward_kernel)[(x.rows * N,)](
+    wrap_triton(chunk_keys_backward_kernel)[(x.rows * N * blocks,)](
         made.do, x.q, x.k, made.u, made.dr, x.beta, m.start, m.end, made.states, made.dstates, made.dwhole,
-        dscores, dkk, dg_part, dbeta_part, dq, dk, dg, dbeta, x.scale, T, N, H, HK, K, V, made.dwhole.shape[2],
-        C=x.chunk, **_keys_tile(x),
+        dscores, dkk, dq, dk, dg[1:], None if dbeta is None else dbeta[1:], x.scale,
+        T, N, H, HK, K, V, x.g.numel(), made.dwhole.shape[2], C=x.chunk, **keys_tile,
     )  # fmt: skip
-    return dq, dk, dg, dbeta
+    return dq, dk, sum_partials(dg, x.g.dtype), _summed(x, dbeta)
+
+
+def _summed(x: Inputs, dbeta: Tensor | None) -> Tensor | None:
+    return None if dbeta is None or x.beta is None else sum_partials(dbeta, x.beta.dtype)
 
 
 def _keys_tile(x: Inputs) -> dict[str, int]:
-    """Blocks of keys and values. Larger ones spill on sm_90, and of some in one stage ptxas makes wrong code."""
+    """Blocks of channels and values, at least two of these, so that one's products hide the loads of the next.
+
+    Larger ones spill on sm_90, and of some in one stage ptxas makes wrong code.
+    """
     K, V = x.sizes[-2:]
     if x.is_float32:
         return {"BLOCK_K": x.columns(16, K), "BLOCK_V": x.columns(16, V), "num_warps": 8, "num_stages": 1}
-    block_v = x.columns(64 if x.beta is None else 32, V)
-    return {"BLOCK_K": x.columns(32, K), "BLOCK_V": block_v, "num_warps": 4, "num_stages": _stages()}
+    block_k, block_v = x.columns(32 if x.per_channel else 64, K), x.columns(64, cdiv(V, 2))
+    return {"BLOCK_K": block_k, "BLOCK_V": block_v, "num_warps": 4, "num_stages": _stages()}
 
 
 def _channel_gradients(x: Inputs, m: Matrices, made: Backward) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """As `_gradients`, with a decay for each channel."""
     T, N, H, HK, K, V = x.sizes
+    keys_tile = _keys_tile(x)
+    blocks = cdiv(K, keys_tile["BLOCK_K"])
+    dbeta = None if x.beta is None else x.buffer((1 + blocks, *x.beta.shape), torch.float32)
     dscores = x.buffer(tuple(m.scores.shape))
-    dkk, dbeta_part, dbeta = _correction_gradients(x, m)
+    dkk = None if x.beta is None else x.buffer(tuple(m.scores.shape))
     tile = {"BLOCK_V": x.columns(128 // x.q.element_size(), V), "num_warps": 4}
     wrap_triton(channel_scores_backward_kernel)[(x.rows * N,)](
-        made.do, x.v, made.u, made.dr, x.beta, x.index, m.kk, dscores, dkk, dbeta_part, x.scale, T, N, H, V,
+        made.do, x.v, made.u, made.dr, x.beta, x.index, m.kk, dscores, dkk, dbeta, x.scale, T, N, H, V,
         C=x.chunk, **tile,
     )  # fmt: skip
     dq, dk, dg_part = (x.buffer(x.g.shape, torch.float32) for _ in range(3))
-    tile = {"BLOCK_K": x.columns(16, K), "num_warps": 4, "num_stages": 1}
+    tile = {"BLOCK_K": x.columns(16 if x.is_float32 else 32, K), "num_warps": 4, "num_stages": 1}
     wrap_triton(channel_pairs_backward_kernel)[(x.rows * N * cdiv(K, tile["BLOCK_K"]),)](
         x.q, x.k, x.g, m.sums, dscores, dkk, dq, dk, dg_part, T, N, H, HK, K, C=x.chunk, LEVELS=x.levels, **tile
     )
     dg = x.buffer(x.g.shape, x.g.dtype)
-    tile = _keys_tile(x) | {"num_warps": 8, "num_stages": 1}
-    if tile["BLOCK_K"] == 16 and not x.is_float32:
-        tile["num_stages"] = _stages()  # in one stage the ptxas of Triton 3.6 and 3.7.1 makes wrong code for sm_90
-    wrap_triton(channel_keys_backward_kernel)[(x.rows * N,)](
+    wrap_triton(channel_keys_backward_kernel)[(x.rows * N * blocks,)](
         made.do, x.q, x.k, x.g, made.u, made.dr, x.beta, x.index, made.states, made.dstates, made.dwhole, dg_part,
-        dbeta_part, dq, dk, dg, dbeta, x.scale, T, N, H, HK, K, V, made.dwhole.shape[2], C=x.chunk, **tile,
+        dq, dk, dg, None if dbeta is None else dbeta[1:], x.scale,
+        T, N, H, HK, K, V, x.v.shape[:3].numel(), made.dwhole.shape[2], C=x.chunk, **keys_tile,
     )  # fmt: skip
-    return dq, dk, dg, dbeta
+    return dq, dk, dg, _summed(x, dbeta)
