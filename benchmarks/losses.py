@@ -13,6 +13,7 @@ import dataclasses
 import gc
 import importlib
 import json
+import re
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -32,9 +33,14 @@ from llmk.registry import OPS
 
 Loss = Callable[[], Tensor]
 SHAPES = [(8, 512, 4096, 128256), (8, 4096, 2048, 151936)]
-IGNORED = {"dpo_given": (12, 700, 3072, 128256, 0.18), "grpo": (16, 900, 2560, 151936, 0.41)}
+IGNORED = {
+    "dpo_given": (12, 700, 3072, 128256, 0.18),
+    "grpo": (16, 900, 2560, 151936, 0.41),
+    "gspo": (16, 900, 2560, 151936, 0.41),
+    "sft": (1, 12000, 3072, 200064, 0.6),
+}
 """With the part of the tokens that does not count."""
-SMALL, SMALL_IGNORED = [(4, 6, 16, 64)], {"dpo_given": (4, 6, 16, 64, 0.3), "grpo": (4, 6, 16, 64, 0.4)}
+SMALL, SMALL_IGNORED = [(4, 6, 16, 64)], {name: (4, 6, 16, 64, 0.4) for name in IGNORED}
 ROUNDS, SECONDS = 2, 0.5
 CLASSES_AT_A_TIME = 32768
 """As TRL's trainers choose them."""
@@ -226,6 +232,14 @@ def _of_parts(
     return loss_of_logps(name, b, logps(b.x, b.weight), ref_logps)
 
 
+def sft_loss(b: Batch, peer: Installed) -> Loss:
+    """A fused linear layer and cross entropy."""
+    flat = b.x.flatten(0, 1), b.weight, b.target.flatten()
+    function = peer.function("fused_linear_ce", flat, {})
+    assert function is not None
+    return lambda: function(*flat)
+
+
 def liger_loss(name: str, b: Batch, liger: Installed) -> Loss | None:
     """None where it has no such loss: a reference is always given by its hidden states, for one."""
     chunked = importlib.import_module("liger_kernel.chunked_loss")
@@ -246,12 +260,6 @@ def liger_loss(name: str, b: Batch, liger: Installed) -> Loss | None:
         loss = chunked.LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0)
         return loss(b.x.flatten(0, 1), b.weight, teacher_x.flatten(0, 1), b.other_weight, b.target.flatten())
 
-    def sft() -> Tensor:
-        flat = b.x.flatten(0, 1), b.weight, b.target.flatten()
-        function = liger.function("fused_linear_ce", flat, {})
-        assert function is not None
-        return function(*flat)
-
     calls: dict[str, Loss] = {
         "dpo_computed": lambda: chunked.LigerFusedLinearDPOLoss()(*args, **ref)[0],
         "grpo": lambda: policy("token"),
@@ -260,7 +268,7 @@ def liger_loss(name: str, b: Batch, liger: Installed) -> Loss | None:
         "orpo": lambda: chunked.LigerFusedLinearORPOLoss()(*args)[0],
         "cpo": lambda: chunked.LigerFusedLinearCPOLoss()(*args)[0],
         "simpo": lambda: chunked.LigerFusedLinearSimPOLoss(beta=2.0, compute_nll_loss=False)(*args)[0],
-        "sft": sft,
+        "sft": sft_loss(b, liger),
         "distill": lambda: divergence(b.other_x),
         "distill_two": lambda: divergence(b.other_x) + divergence(b.second_x),
     }
@@ -311,6 +319,8 @@ def ways(
     liger = liger_loss(name, b, peers["liger-kernel"]) if "liger-kernel" in peers else None
     if liger is not None:
         yield "liger-kernel", training(b, liger)
+    for peer in set(peers) - {"trl", "liger-kernel"} if name == "sft" else ():
+        yield peer, training(b, sft_loss(b, peers[peer]))
 
 
 def measure(timer: Timer, calls: dict[str, Callable[[], Tensor | None]], seconds: float) -> dict[str, dict[str, Any]]:
@@ -353,10 +363,10 @@ def workloads(
     for name, (*sizes, part) in (SMALL_IGNORED if small else IGNORED).items():
         if name in names and (shapes is None or "ignored" in shapes):
             yield f"{name} {_size(sizes)}, {part:.0%} ignored tokens", name, sizes, part
-    for sizes in SMALL if small else SHAPES:
+    given = [tuple(map(int, shape.split("x"))) for shape in shapes or () if shape != "ignored"]
+    for sizes in given if shapes is not None else SMALL if small else SHAPES:
         for name in names:
-            if shapes is None or _size(sizes) in shapes:
-                yield f"{name} {_size(sizes)}", name, sizes, 0.0
+            yield f"{name} {_size(sizes)}", name, sizes, 0.0
 
 
 def _size(sizes: Sequence[int]) -> str:
@@ -402,9 +412,14 @@ def _cell(row: dict[str, Any]) -> str:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.losses", description="Time losses from hidden states.")
     parser.add_argument("losses", nargs="*", metavar="LOSS", help=f"of {', '.join(LABELS)}; all by default")
-    parser.add_argument("--peers", metavar="NAME,NAME", default="trl,liger-kernel", help="or none (default: both)")
+    parser.add_argument(
+        "--peers",
+        metavar="NAME,NAME",
+        default="trl,liger-kernel",
+        help="or none (default: both); others have sft alone",
+    )
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="time compiled PyTorch")
-    parser.add_argument("--shapes", metavar="SHAPE,SHAPE", help="such as 8x512x4096x128256, or ignored; all by default")
+    parser.add_argument("--shapes", metavar="SHAPE,SHAPE", help="such as 8x512x4096x128256, or ignored")
     parser.add_argument("--device", help="cuda if there is one, else cpu")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here, workload by workload")
     parser.add_argument("--tables", type=Path, metavar="FILE", help="measure nothing: print the tables of such results")
@@ -416,10 +431,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if options.shapes is not None:
         options.shapes = options.shapes.split(",")
-        known = [*map(_size, SHAPES if options.device.type == "cuda" else SMALL), "ignored"]
         for shape in options.shapes:
-            if shape not in known:
-                parser.error(f"no shape {shape!r}; there are {', '.join(known)}")
+            if shape != "ignored" and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){3}", shape):
+                parser.error(f"argument --shapes: expected BxSxHxV or ignored, got {shape!r}")
     return options
 
 
