@@ -17,7 +17,7 @@ import math
 import re
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,9 +33,9 @@ from llmk.opcheck.derivatives import derivative_violation
 from llmk.opcheck.gradient_promises import gradient_overflows, require_finite
 from llmk.opcheck.inputs import BrokenPromise, Outcome, copy_with_layout, prepare, rebound
 from llmk.opcheck.loops import EndlessLoop
-from llmk.opcheck.reference import REFUSALS, Change, Reference, copy_to_move, move, reference_for
+from llmk.opcheck.reference import REFUSALS, Change, Reference, copy_to_move, move, reference_for, refusing
 from llmk.registry import Op, Sample
-from llmk.registry.devices import INTERPRET
+from llmk.registry.devices import INTERPRET, use_kernels_on_cpu
 
 PATIENCE = 20.0
 """Seconds that a call may take, far more than any sample does."""
@@ -90,7 +90,7 @@ def _time_limit(seconds: float) -> AbstractContextManager[None]:
 
 def judge(op: Op, case: Case, seconds: float | None = None) -> Finding | None:
     """Return what is wrong with the operator on a case; None if nothing is, or if it refuses the arguments."""
-    if device_of(op, case.sample).type != "cpu" and raises_on_cpu(op, case.sample):
+    if _runs_kernels(op, case) and refused_on_cpu(op, case):
         return None
     try:
         with _time_limit(seconds or PATIENCE):
@@ -117,29 +117,42 @@ def judge(op: Op, case: Case, seconds: float | None = None) -> Finding | None:
     )
 
 
-def raises_on_cpu(op: Op, sample: Sample) -> bool:
-    """On a GPU an index out of range ends the process in PyTorch's kernels, so the CPU's are asked before."""
+def _runs_kernels(op: Op, case: Case) -> bool:
+    return INTERPRET or device_of(op, case.sample).type != "cpu"
 
+
+def refused_on_cpu(op: Op, case: Case) -> bool:
+    """Return True if the reference or the operator's CPU implementation refuses the arguments.
+
+    Kernels do not refuse indices: one out of range ends the process in PyTorch's, and the operator's give what it
+    documents for such an index, which the reference does not say.
+    """
+    if isinstance(_error_on_cpu(op, case.sample, op.reference), REFUSALS):
+        return True
+    error = _error_on_cpu(op, case.sample, op.overload)
+    if error is None or not _names_argument(op, error):
+        return False
+    return _error_on_cpu(op, case.template, op.overload) is None  # else there is no CPU implementation
+
+
+def _error_on_cpu(op: Op, sample: Sample, function: Callable[..., Any]) -> Exception | None:
     def on_cpu(tensor: Tensor) -> Tensor:
         return tensor.detach().cpu()
 
     args, kwargs, _ = prepare(op, sample, (), on_cpu)
     try:
-        op.reference(*args, **kwargs)
-    except REFUSALS:
-        return True
-    return False
+        with _time_limit(PATIENCE), use_kernels_on_cpu(False):
+            refusing(function, args, kwargs)
+    except Exception as error:
+        return error
+    return None
 
 
 def _raised(op: Op, case: Case, error: Exception) -> Finding | None:
     """An error that names an argument refuses it. Any other is a fault, if the reference takes the call."""
-    name, words = type(error).__name__, str(error).strip().splitlines()
-    line = words[0] if words else ""
-    # An operator says `xs[0]` where its record in the one form has `xs_0`.
-    form = op.overload.form if isinstance(op.overload, Adapted) else None
-    arguments = op.argument_names() if form is None else [argument.name for argument in form.arguments]
-    if any(re.search(rf"\b{argument}\b", line) for argument in arguments):
+    if _names_argument(op, error):
         return None
+    name, line = type(error).__name__, _first_words(error)
     bare = isinstance(error, ValueError) and line == "math domain error"
     if not bare:
         try:
@@ -147,6 +160,19 @@ def _raised(op: Op, case: Case, error: Exception) -> Finding | None:
         except REFUSALS:
             return None
     return Finding("raises", name, f"{name}: {line}, which names no argument")
+
+
+def _names_argument(op: Op, error: Exception) -> bool:
+    # An operator says `xs[0]` where its record in the one form has `xs_0`.
+    form = op.overload.form if isinstance(op.overload, Adapted) else None
+    arguments = op.argument_names() if form is None else [argument.name for argument in form.arguments]
+    line = _first_words(error)
+    return any(re.search(rf"\b{argument}\b", line) for argument in arguments)
+
+
+def _first_words(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else ""
 
 
 def names_of(reference: Reference) -> list[str]:

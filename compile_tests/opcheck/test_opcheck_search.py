@@ -21,7 +21,7 @@ from llmk.opcheck.cases import Case, Cases, large_gradients, unit_gradients
 from llmk.opcheck.decisions import at_decisions
 from llmk.opcheck.derivatives import derivative_violation
 from llmk.opcheck.inputs import rebound
-from llmk.opcheck.judge import judge, nudged_together, raises_on_cpu
+from llmk.opcheck.judge import judge, nudged_together, refused_on_cpu
 from llmk.opcheck.reference import nudged, reference_for
 from llmk.opcheck.search import search
 from llmk.opcheck.shrink import snippet
@@ -64,7 +64,36 @@ def test_an_index_out_of_range_is_not_given_to_a_gpu() -> None:
     logits = torch.zeros(2, 3)
     for target, raises in (([0, 2], False), ([0, -100], True)):
         sample = Sample((logits, logits, torch.tensor(target)), {"ignore_index": 0})
-        assert raises_on_cpu(OPS["ce_tvd"], sample) == raises
+        assert refused_on_cpu(OPS["ce_tvd"], Case(sample, unit_gradients, 0, sample)) == raises
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    ("name", "dtype", "seed"),
+    [
+        ("embedding", torch.float32, 700047),  # an `assert` of PyTorch's, of a padding_idx that is no row
+        ("fused_linear_distill", torch.bfloat16, 700007),  # a vocab_map with a class twice, which makes the loss NaN
+        ("moe_permute", torch.float32, 700017),  # experts past the last, which PyTorch's composition takes
+    ],
+)
+def test_arguments_that_only_the_cpu_implementation_refuses_are_not_judged(
+    name: str, dtype: torch.dtype, seed: int
+) -> None:
+    op = adapted(OPS[name], CPU, [dtype])
+    case = Cases(op, CPU, dtype)[seed]
+    assert refused_on_cpu(op, case)
+    assert judge(op, case) is None
+
+
+def test_an_operator_without_a_cpu_implementation_refuses_nothing() -> None:
+    """Its error may name an argument, as Triton's for a tensor that is not on a GPU."""
+
+    def on_a_gpu(input: Tensor) -> Tensor:
+        raise ValueError("Pointer argument cannot be accessed from Triton (input is a cpu tensor?)")
+
+    op = elementwise("on_a_gpu", on_a_gpu, lambda input: input + 0)
+    case = Cases(op, CPU, torch.float32)[0]
+    assert not refused_on_cpu(op, case)
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "cross_entropy", "moe_permute"])
@@ -287,9 +316,13 @@ def test_a_fault_in_a_reference_is_not_taken_for_a_refusal() -> None:
     def refuses(x: Tensor) -> Tensor:
         raise ValueError("x: expected another")
 
+    def asserts(x: Tensor) -> Tensor:  # as torch.nn.functional.embedding does
+        raise AssertionError("x must be another")
+
     sample = Sample((torch.ones(4, dtype=torch.float32, device=CPU),))
-    op: Op = record("neg", overload=torch.ops.aten.neg.default, reference=refuses)
-    assert judge(op, Case(sample, unit_gradients, 0, sample)) is None
+    for reference in (refuses, asserts):
+        op: Op = record("neg", overload=torch.ops.aten.neg.default, reference=reference)
+        assert judge(op, Case(sample, unit_gradients, 0, sample)) is None
     wrong: Op = record("neg", overload=torch.ops.aten.neg.default, reference=mistaken)
     with pytest.raises(AttributeError, match="no_such_method"):
         judge(wrong, Case(sample, unit_gradients, 0, sample))
