@@ -15,8 +15,6 @@ elsewhere the first rule has judged it.
 import contextlib
 import math
 import re
-import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -33,6 +31,7 @@ from llmk.opcheck.derivatives import derivative_violation
 from llmk.opcheck.gradient_promises import gradient_overflows, require_finite
 from llmk.opcheck.inputs import BrokenPromise, Outcome, copy_with_layout, prepare, rebound
 from llmk.opcheck.loops import EndlessLoop
+from llmk.opcheck.patience import TookTooLong, patience
 from llmk.opcheck.reference import REFUSALS, Change, Reference, copy_to_move, move, reference_for, refusing
 from llmk.registry import Op, Sample
 from llmk.registry.devices import INTERPRET, use_kernels_on_cpu
@@ -58,29 +57,6 @@ class Finding:
     @property
     def key(self) -> tuple[str, str]:
         return self.kind, self.where
-
-
-class TookTooLong(BrokenPromise):
-    """A call did not come back in time."""
-
-
-@contextlib.contextmanager
-def patience(seconds: float) -> Iterator[None]:
-    """Raise inside after so many seconds; only a process's first thread can."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def ring(number: int, frame: Any) -> None:
-        raise TookTooLong(f"no end after {seconds:g} seconds")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def _time_limit(seconds: float) -> AbstractContextManager[None]:

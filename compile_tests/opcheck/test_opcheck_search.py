@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
+from compile_tests.helpers.aot import TARGETS, compile_for, launches
 from compile_tests.helpers.mutants import record
 from compile_tests.helpers.mutants_search import MUTANTS, SharedFormula, elementwise, mutant
 from compile_tests.helpers.own_op import OWN_OP
@@ -397,6 +399,27 @@ def test_a_result_that_the_interpreter_cannot_write_is_no_fault() -> None:
 def test_a_slow_call_in_the_interpreter_is_not_held_endless(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmk.opcheck.judge.PATIENCE", 1e-3)
     assert judged("softmax", torch.float32, [[0.0, 1.0]]) is None
+
+
+@pytest.mark.skipif(INTERPRET, reason="it compiles, and a call in the interpreter has no limit")
+def test_a_call_that_compiles_is_not_held_endless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel for another GPU, compiled anew in each call and in more time than a call may take."""
+    monkeypatch.setattr("llmk.opcheck.judge.PATIENCE", 0.05)
+    monkeypatch.setattr(triton.knobs.compilation, "always_compile", True)
+    launch = launches(OPS["softmax"], torch.float32, workloads=False)[0]
+    took: list[float] = []
+
+    def compiles(x: Tensor) -> Tensor:
+        began = time.monotonic()
+        compile_for(launch, TARGETS["sm_90"])
+        took.append(time.monotonic() - began)
+        return x + 1
+
+    op = elementwise("compiles", compiles, lambda input: input + 1)
+    case = Cases(op, CPU, torch.float32)[0]
+    assert judge(op, case) is None
+    assert took
+    assert min(took) > 0.05
 
 
 @pytest.mark.parametrize("width", [1e-12, 1.0])
