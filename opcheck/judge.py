@@ -40,7 +40,7 @@ PATIENCE = 20.0
 """Seconds that a call may take, far more than any sample does."""
 
 SUBNORMAL = torch.finfo(torch.float32).tiny
-"""Smaller errors of kernels are not judged: they compute in float32, and may lose what is no normal number there."""
+"""Smaller numbers may be zero in kernels: they compute in float32, and may lose what is no normal number there."""
 
 FIRST_DRAWS = 2
 """For an error bound, before one is estimated as for a promise."""
@@ -190,7 +190,7 @@ def _floating(reference: Reference, outcome: Outcome) -> Iterator[tuple[int, str
         if actual.shape == exact.shape:
             floor = _float64_floor(reference, outcome, name) if i >= len(outcome.outputs) else 0.0
             if INTERPRET or not actual.is_cpu:
-                floor = max(floor, SUBNORMAL)
+                floor = max(floor, _flushed(outcome, reference, gradient=i >= len(outcome.outputs)))
             actual = _excused(actual.detach(), composition, exact, nan_inputs, floor)
         yield i, name, actual, composition, exact
 
@@ -243,6 +243,17 @@ def _float64_floor(reference: Reference, outcome: Outcome, name: str) -> float:
     size = _largest(outcome.inputs[name.removeprefix("gradient of ")])
     floor = 64 * torch.finfo(torch.float64).eps * max(map(_largest, reference.given)) * outputs
     return floor * (max(1 / size, 1e-3) if size else 1.0)
+
+
+def _flushed(outcome: Outcome, reference: Reference, *, gradient: bool) -> float:
+    """Return what kernels may lose in a result that is a sum of terms p log(p), as an entropy is.
+
+    A p below SUBNORMAL may be 0 there, and -p log(p) is at most SUBNORMAL times 87.3 for such a p. A sum has at most as
+    many terms as the largest argument has elements, and those of a gradient are multiplied by an incoming one.
+    """
+    terms = max((tensor.numel() for tensor in outcome.inputs.values()), default=0)
+    incoming = max([1.0, *map(_largest, reference.given)]) if gradient else 1.0
+    return SUBNORMAL * -math.log(SUBNORMAL) * max(1, terms) * incoming
 
 
 def _saturation_floor(op: Op, case: Case, reference: Reference, argument: str) -> float:

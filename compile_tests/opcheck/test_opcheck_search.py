@@ -296,6 +296,22 @@ def test_what_is_no_normal_number_may_be_lost() -> None:
     assert judged("kl_div", torch.float32, [[0.0]], [[1.401298464324817e-45]]) is None
 
 
+@pytest.mark.parametrize(("lost", "found"), [(torch.finfo(torch.float32).tiny, False), (1e-30, True)])
+def test_an_entropy_may_lose_what_is_no_normal_number(lost: float, found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One class of 1e-39, which is 9e-38 of an entropy of as much; a larger one that is lost is a fault."""
+    monkeypatch.setattr("llmk.opcheck.judge.INTERPRET", True)
+
+    def entropy(input: Tensor, least: float = 0.0) -> Tensor:
+        logs = input.log_softmax(-1)
+        p = logs.exp()
+        return -torch.where(p < least, 0.0, p * logs).sum(-1)
+
+    op = elementwise(f"entropy_{found}", lambda input: entropy(input, lost), entropy)
+    sample = Sample((torch.tensor([[0.0, math.log(lost / 10), -1000.0]], dtype=torch.float32, device=CPU),))
+    finding = judge(op, Case(sample, unit_gradients, 0, sample))
+    assert (finding is not None) == found, finding
+
+
 @pytest.mark.skipif(INTERPRET, reason="kernels may lose subnormals")
 def test_on_a_cpu_subnormal_numbers_are_judged() -> None:
     def doubled(x: Tensor) -> Tensor:
