@@ -282,6 +282,27 @@ def test_a_reference_has_the_gradient_of_a_logsumexp_that_loses_its_logarithm() 
     assert judge(OPS["linear_topk"], Case(sample, unit_gradients, 0, sample, decides=True)) is None
 
 
+@pytest.mark.skipif(INTERPRET, reason="it stands for the kernel on a GPU, whose exponential the interpreter has not")
+@pytest.mark.parametrize("seed", [700004, 700031, 700043])
+@pytest.mark.parametrize(("units", "found"), [(1, False), (512, True)])
+def test_a_loss_may_lose_what_plain_exponentials_do(
+    units: int, found: bool, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is off by the same where there are few different numbers, and terms of the loss cancel."""
+
+    def kernel(x: Tensor, y: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+        x, y = x.clamp(min=-1e4), y.clamp(min=-1e4)
+        q, p = (torch.exp2(logs * math.log2(math.e)) * (1 + units * 2.0**-23) for logs in (x, y))
+        log_m = torch.where(x == y, x, (beta * p + (1 - beta) * q).clamp(min=1e-38).log())
+        df = (1 - beta) * (q * (x - log_m))
+        return beta * (p * (y - log_m)) + df, df
+
+    monkeypatch.setattr("llmk.ops.loss._divergence_kernels.divergence_of_cpu", kernel)
+    monkeypatch.setattr("llmk.ops.loss.jsd.runs_kernels", lambda name, tensor: True)
+    finding = judge(OPS["jsd"], Cases(OPS["jsd"], CPU, torch.float16)[seed])
+    assert (finding is not None and finding.where == "output 0") == found, finding
+
+
 @pytest.mark.parametrize("seed", [20, 76])
 def test_gradients_of_another_choice_are_not_judged(seed: int) -> None:
     """A cap makes classes equal in float32, and neither the operator nor the composition chooses as float64 does."""
@@ -297,7 +318,9 @@ def test_what_is_no_normal_number_may_be_lost() -> None:
 
 
 @pytest.mark.parametrize(("lost", "found"), [(torch.finfo(torch.float32).tiny, False), (1e-30, True)])
-def test_an_entropy_may_lose_what_is_no_normal_number(lost: float, found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entropy_may_lose_what_is_no_normal_number(
+    lost: float, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One class of 1e-39, which is 9e-38 of an entropy of as much; a larger one that is lost is a fault."""
     monkeypatch.setattr("llmk.opcheck.judge.INTERPRET", True)
 
