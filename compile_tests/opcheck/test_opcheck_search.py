@@ -335,6 +335,25 @@ def test_an_entropy_may_lose_what_is_no_normal_number(
     assert (finding is not None) == found, finding
 
 
+@pytest.mark.skipif(INTERPRET, reason="the interpreter loses none, for which the CPU implementation stands here")
+@pytest.mark.parametrize(("logits", "found"), [([0.0, 1.0, 100.0], False), ([0.0, 10.0, 80.0], True)])
+def test_a_decision_between_subnormal_numbers_is_not_judged(
+    logits: list[float], found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scores of 4e-44 and 1e-43 may both be 0, so that the first is chosen; those of 2e-35 and 4e-31 may not."""
+
+    def scores(input: Tensor, scoring: str) -> Tensor:
+        p = input.float().softmax(-1)
+        return torch.where(p < 1e-30, 0.0, p)
+
+    monkeypatch.setattr("llmk.opcheck.judge.INTERPRET", True)
+    monkeypatch.setattr("llmk.ops.experts.router_topk._scores_cpu", scores)
+    options = {"dtype": torch.float32, "device": CPU}
+    sample = Sample((torch.tensor([logits], **options), 3), {"bias": torch.zeros(3, **options)})
+    finding = judge(OPS["router_topk"], Case(sample, unit_gradients, 0, sample, decides=True))
+    assert (finding is not None) == found, finding
+
+
 @pytest.mark.skipif(INTERPRET, reason="kernels may lose subnormals")
 def test_on_a_cpu_subnormal_numbers_are_judged() -> None:
     def doubled(x: Tensor) -> Tensor:
