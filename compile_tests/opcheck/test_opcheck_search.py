@@ -303,6 +303,31 @@ def test_a_loss_may_lose_what_plain_exponentials_do(
     assert (finding is not None and finding.where == "output 0") == found, finding
 
 
+@pytest.mark.parametrize(("past", "found"), [(4e-7, False), (1e-4, True)])
+def test_a_limit_within_the_roundings_of_a_sum_is_not_judged(past: float, found: bool) -> None:
+    """One sum of 640 is past the limit by less than it may lose, and the operator holds it to be within, or by more."""
+
+    def limited(input: Tensor, weight: Tensor, limit: float = 1.0) -> Tensor:
+        sums = input.double() @ weight.double()
+        return torch.where(sums > limit, limit, sums).to(input.dtype)
+
+    def gradients(grad: Tensor, inputs: Any, keywords: Any) -> tuple[Tensor, Tensor]:
+        x, w = inputs
+        kept = grad * (x.double() @ w.double() <= 1 + 2 * past)
+        return kept @ w.t(), x.t() @ kept
+
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(shape, generator=generator, dtype=torch.float32, device=CPU) for shape in ((40, 30), (30, 16)))
+    rest = x.double()[0, 1:] @ w.double()[1:, 0]
+    w[0, 0] = (1 + past - rest) / x.double()[0, 0]
+    assert 1 < float(x.double()[0] @ w.double()[:, 0]) < 1 + 2 * past
+    schema, name = "(Tensor input, Tensor weight) -> Tensor", f"limited_{found}"
+    sample = Sample((x, w))
+    op = mutant(name, schema, limited, limited, lambda: iter([sample]), gradients, ("input", "weight"))
+    finding = judge(op, Case(sample, unit_gradients, 0, sample))
+    assert (finding is not None) == found, finding
+
+
 @pytest.mark.parametrize("seed", [20, 76])
 def test_gradients_of_another_choice_are_not_judged(seed: int) -> None:
     """A cap makes classes equal in float32, and neither the operator nor the composition chooses as float64 does."""
