@@ -111,12 +111,13 @@ def activate_product(z: Tensor, y: Tensor, activation: str) -> None:
 
 
 @jit
-def _dz(dy, kept, ACTIVATION: tl.constexpr):
-    """dy * f'(z); kept is z, or for relu y, positive where z is. Zero where a relu is, whatever dy."""
+def _dz(dy, kept, ACTIVATION: tl.constexpr, FROM_Y: tl.constexpr):
+    """dy * f'(z); kept is y where FROM_Y, else z. Zero where a relu is, whatever dy."""
     if ACTIVATION == "relu":
         dz = tl.where(kept <= 0.0, 0.0, dy)
     elif ACTIVATION == "relu_squared":
-        dz = tl.where(kept <= 0.0, 0.0, dy * (2.0 * kept))
+        root = tl.sqrt_rn(kept) if FROM_Y else kept
+        dz = tl.where(kept <= 0.0, 0.0, dy * (2.0 * root))
     else:
         _, grad = activate_with_grad(kept, ACTIVATION)
         dz = dy * grad
@@ -133,6 +134,7 @@ def linear_act_backward_kernel(
     N,
     dy_stride,
     ACTIVATION: tl.constexpr,
+    FROM_Y: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     NUM_STAGES: tl.constexpr,
@@ -147,7 +149,7 @@ def linear_act_backward_kernel(
         offsets = rows[:, None] * N + cols[None, :]
         dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         kept = tl.load(kept_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-        dz = _dz(dy, kept, ACTIVATION)
+        dz = _dz(dy, kept, ACTIVATION, FROM_Y)
         tl.store(dz_ptr + offsets, dz.to(dz_ptr.dtype.element_ty), mask=mask)
         if db_ptr is not None:
             db += dz
@@ -176,8 +178,9 @@ def activation_gradient(grad: Tensor, kept: Tensor, activation: str, need_db: bo
     shares = grid_cap(cdiv(M, tile["BLOCK_M"]), max(1, num_programs(grad.device, 4) // max(1, blocks)))
     dz = torch.empty((M, N), dtype=grad.dtype, device=grad.device)
     partials = torch.empty((shares, N), dtype=torch.float32, device=grad.device) if need_db else None
+    options = {"ACTIVATION": activation, "FROM_Y": not keeps_z(activation)}
     wrap_triton(linear_act_backward_kernel)[(blocks, shares)](
-        dy, kept, dz, partials, M, N, dy.stride(0), ACTIVATION=activation, **tile
+        dy, kept, dz, partials, M, N, dy.stride(0), **options, **tile
     )
     if partials is None:
         return dz, torch.empty((0,), dtype=grad.dtype, device=grad.device)
