@@ -157,9 +157,9 @@ def linear_act_backward_kernel(
         tl.store(db_ptr + share * N + cols, tl.sum(db, axis=0), mask=cols < N)
 
 
-def keeps_z(activation: str) -> bool:
+def keeps_z(activation: str, dtype: torch.dtype) -> bool:
     """Return True if the backward pass needs z; else y, or nothing."""
-    return activation in ("relu_squared", "gelu", "gelu_tanh", "silu")
+    return activation in ("gelu", "gelu_tanh", "silu") or (activation == "relu_squared" and dtype == torch.float16)
 
 
 def _backward_tile(N: int) -> dict[str, int]:
@@ -178,7 +178,7 @@ def activation_gradient(grad: Tensor, kept: Tensor, activation: str, need_db: bo
     shares = grid_cap(cdiv(M, tile["BLOCK_M"]), max(1, num_programs(grad.device, 4) // max(1, blocks)))
     dz = torch.empty((M, N), dtype=grad.dtype, device=grad.device)
     partials = torch.empty((shares, N), dtype=torch.float32, device=grad.device) if need_db else None
-    options = {"ACTIVATION": activation, "FROM_Y": not keeps_z(activation)}
+    options = {"ACTIVATION": activation, "FROM_Y": not keeps_z(activation, grad.dtype)}
     wrap_triton(linear_act_backward_kernel)[(blocks, shares)](
         dy, kept, dz, partials, M, N, dy.stride(0), **options, **tile
     )
@@ -192,9 +192,9 @@ def activation_gradient_reference(grad: Tensor, kept: Tensor | None, activation:
     dy = grad.float()
     if kept is None:
         return dy
-    kept = kept.float()
+    kept, from_y = kept.float(), not keeps_z(activation, grad.dtype)
     if activation == "relu":
         return torch.where(kept <= 0, 0.0, dy)
     if activation == "relu_squared":
-        return torch.where(kept <= 0, 0.0, dy * (2 * kept))
+        return torch.where(kept <= 0, 0.0, dy * (2 * (kept.sqrt() if from_y else kept)))
     return dy * activation_with_grad(kept, activation)[1]
