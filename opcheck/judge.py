@@ -15,9 +15,7 @@ elsewhere the first rule has judged it.
 import contextlib
 import math
 import re
-import signal
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,15 +31,25 @@ from llmk.opcheck.derivatives import derivative_violation
 from llmk.opcheck.gradient_promises import gradient_overflows, require_finite
 from llmk.opcheck.inputs import BrokenPromise, Outcome, copy_with_layout, prepare, rebound
 from llmk.opcheck.loops import EndlessLoop
-from llmk.opcheck.reference import REFUSALS, Change, Reference, copy_to_move, move, reference_for
+from llmk.opcheck.patience import TookTooLong, patience
+from llmk.opcheck.reference import (
+    MORE_DRAWS,
+    REFUSALS,
+    Change,
+    Reference,
+    copy_to_move,
+    move,
+    reference_for,
+    refusing,
+)
 from llmk.registry import Op, Sample
-from llmk.registry.devices import INTERPRET
+from llmk.registry.devices import INTERPRET, use_kernels_on_cpu
 
 PATIENCE = 20.0
 """Seconds that a call may take, far more than any sample does."""
 
 SUBNORMAL = torch.finfo(torch.float32).tiny
-"""Smaller errors of kernels are not judged: they compute in float32, and may lose what is no normal number there."""
+"""Smaller numbers may be zero in kernels: they compute in float32, and may lose what is no normal number there."""
 
 FIRST_DRAWS = 2
 """For an error bound, before one is estimated as for a promise."""
@@ -60,29 +68,6 @@ class Finding:
         return self.kind, self.where
 
 
-class TookTooLong(BrokenPromise):
-    """A call did not come back in time."""
-
-
-@contextlib.contextmanager
-def patience(seconds: float) -> Iterator[None]:
-    """Raise inside after so many seconds; only a process's first thread can."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def ring(number: int, frame: Any) -> None:
-        raise TookTooLong(f"no end after {seconds:g} seconds")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def _time_limit(seconds: float) -> AbstractContextManager[None]:
     """Limit the time of a call, but not in the interpreter: it is slow, and there the turns of loops are counted."""
     return contextlib.nullcontext() if INTERPRET else patience(seconds)
@@ -90,7 +75,7 @@ def _time_limit(seconds: float) -> AbstractContextManager[None]:
 
 def judge(op: Op, case: Case, seconds: float | None = None) -> Finding | None:
     """Return what is wrong with the operator on a case; None if nothing is, or if it refuses the arguments."""
-    if device_of(op, case.sample).type != "cpu" and raises_on_cpu(op, case.sample):
+    if _runs_kernels(op, case) and refused_on_cpu(op, case):
         return None
     try:
         with _time_limit(seconds or PATIENCE):
@@ -117,29 +102,42 @@ def judge(op: Op, case: Case, seconds: float | None = None) -> Finding | None:
     )
 
 
-def raises_on_cpu(op: Op, sample: Sample) -> bool:
-    """On a GPU an index out of range ends the process in PyTorch's kernels, so the CPU's are asked before."""
+def _runs_kernels(op: Op, case: Case) -> bool:
+    return INTERPRET or device_of(op, case.sample).type != "cpu"
 
+
+def refused_on_cpu(op: Op, case: Case) -> bool:
+    """Return True if the reference or the operator's CPU implementation refuses the arguments.
+
+    Kernels do not refuse indices: one out of range ends the process in PyTorch's, and the operator's give what it
+    documents for such an index, which the reference does not say.
+    """
+    if isinstance(_error_on_cpu(op, case.sample, op.reference), REFUSALS):
+        return True
+    error = _error_on_cpu(op, case.sample, op.overload)
+    if error is None or not _names_argument(op, error):
+        return False
+    return _error_on_cpu(op, case.template, op.overload) is None  # else there is no CPU implementation
+
+
+def _error_on_cpu(op: Op, sample: Sample, function: Callable[..., Any]) -> Exception | None:
     def on_cpu(tensor: Tensor) -> Tensor:
         return tensor.detach().cpu()
 
     args, kwargs, _ = prepare(op, sample, (), on_cpu)
     try:
-        op.reference(*args, **kwargs)
-    except REFUSALS:
-        return True
-    return False
+        with _time_limit(PATIENCE), use_kernels_on_cpu(False):
+            refusing(function, args, kwargs)
+    except Exception as error:
+        return error
+    return None
 
 
 def _raised(op: Op, case: Case, error: Exception) -> Finding | None:
     """An error that names an argument refuses it. Any other is a fault, if the reference takes the call."""
-    name, words = type(error).__name__, str(error).strip().splitlines()
-    line = words[0] if words else ""
-    # An operator says `xs[0]` where its record in the one form has `xs_0`.
-    form = op.overload.form if isinstance(op.overload, Adapted) else None
-    arguments = op.argument_names() if form is None else [argument.name for argument in form.arguments]
-    if any(re.search(rf"\b{argument}\b", line) for argument in arguments):
+    if _names_argument(op, error):
         return None
+    name, line = type(error).__name__, _first_words(error)
     bare = isinstance(error, ValueError) and line == "math domain error"
     if not bare:
         try:
@@ -147,6 +145,19 @@ def _raised(op: Op, case: Case, error: Exception) -> Finding | None:
         except REFUSALS:
             return None
     return Finding("raises", name, f"{name}: {line}, which names no argument")
+
+
+def _names_argument(op: Op, error: Exception) -> bool:
+    # An operator says `xs[0]` where its record in the one form has `xs_0`.
+    form = op.overload.form if isinstance(op.overload, Adapted) else None
+    arguments = op.argument_names() if form is None else [argument.name for argument in form.arguments]
+    line = _first_words(error)
+    return any(re.search(rf"\b{argument}\b", line) for argument in arguments)
+
+
+def _first_words(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else ""
 
 
 def names_of(reference: Reference) -> list[str]:
@@ -188,7 +199,7 @@ def _floating(reference: Reference, outcome: Outcome) -> Iterator[tuple[int, str
         if actual.shape == exact.shape:
             floor = _float64_floor(reference, outcome, name) if i >= len(outcome.outputs) else 0.0
             if INTERPRET or not actual.is_cpu:
-                floor = max(floor, SUBNORMAL)
+                floor = max(floor, _flushed(outcome, reference, gradient=i >= len(outcome.outputs)))
             actual = _excused(actual.detach(), composition, exact, nan_inputs, floor)
         yield i, name, actual, composition, exact
 
@@ -243,6 +254,17 @@ def _float64_floor(reference: Reference, outcome: Outcome, name: str) -> float:
     return floor * (max(1 / size, 1e-3) if size else 1.0)
 
 
+def _flushed(outcome: Outcome, reference: Reference, *, gradient: bool) -> float:
+    """Return what kernels may lose in a result that is a sum of terms p log(p), as an entropy is.
+
+    A p below SUBNORMAL may be 0 there, and -p log(p) is at most SUBNORMAL times 87.3 for such a p. A sum has at most as
+    many terms as the largest argument has elements, and those of a gradient are multiplied by an incoming one.
+    """
+    terms = max((tensor.numel() for tensor in outcome.inputs.values()), default=0)
+    incoming = max([1.0, *map(_largest, reference.given)]) if gradient else 1.0
+    return SUBNORMAL * -math.log(SUBNORMAL) * max(1, terms) * incoming
+
+
 def _saturation_floor(op: Op, case: Case, reference: Reference, argument: str) -> float:
     """Return float64's own error in a gradient that is small as a softmax is saturated: a few roundings of its terms.
 
@@ -276,11 +298,29 @@ def _wrong_values(op: Op, case: Case, outcome: Outcome, reference: Reference) ->
             violation = violation_of(more, i, actual, factor, formula_bound=lost)
         if violation is not None and i >= len(outcome.outputs):
             floor = _saturation_floor(op, case, reference, name.removeprefix("gradient of "))
-            judged = torch.where((actual.double() - exact).abs() <= floor, exact.to(actual.dtype), actual)
-            violation = violation_of(more, i, judged, factor, formula_bound=lost)
+            actual = torch.where((actual.double() - exact).abs() <= floor, exact.to(actual.dtype), actual)
+            violation = violation_of(more, i, actual, factor, formula_bound=lost)
+        if violation is not None and math.isfinite(violation.error):
+            actual = torch.where(_at_a_jump(reference, i, actual, factor), exact.to(actual.dtype), actual)
+            violation = violation_of(more, i, actual, factor, formula_bound=lost)
         if violation is not None:
             return Finding("value", name, f"{name}: {violation}")
     return None
+
+
+def _at_a_jump(reference: Reference, result: int, actual: Tensor, factor: float) -> Tensor:
+    """Return which elements are off by what the reference jumps by where its inputs move by a unit.
+
+    There a rounding decides, such as that of a sum which a limit then cuts: the rule allows it to be about as large as
+    such a move. The composition may round less, and decide as the reference does on most neighbours: by a limit of
+    experts on 1 to 12 of 64, where the reference crosses it on a third. A tensor of few elements has these jumps in its
+    baseline; among many, an error bound of the element is none for the whole.
+    """
+    exact = reference.exact[result]
+    assert exact is not None
+    jumps = torch.stack([(moved[result] - exact).abs() for moved in reference.moved(result, MORE_DRAWS)])  # type: ignore[operator]
+    error = (actual.double() - exact).abs()
+    return (error <= factor * jumps.amax(0)) & ~_is_smooth(reference, result, MORE_DRAWS)
 
 
 class MoreNeighbours(Reference):
@@ -403,7 +443,7 @@ class Decided(Reference):
 
 
 class MoreDecided(Decided):
-    """The same with more neighbours, some of them nearer, where half of the numbers stay.
+    """The same with more neighbours, most of them nearer: there one number of 2, 4 or 8 moves.
 
     Where all numbers move, every neighbour may be farther from the decision than the composition's roundings reach.
     """
@@ -411,13 +451,11 @@ class MoreDecided(Decided):
     count = MoreNeighbours.count
 
     def nudge(self, seed: int, dtype: torch.dtype | None = None, by: float | None = None) -> Change:
-        return nudged_together(seed, dtype, by, half=True)
+        return nudged_together(seed, dtype, by, still=1 + seed % 3)
 
 
-def nudged_together(
-    seed: int, dtype: torch.dtype | None = None, by: float | None = None, *, half: bool = False
-) -> Change:
-    """`nudged`, with one direction for all elements that are equal, or none at all for half of them."""
+def nudged_together(seed: int, dtype: torch.dtype | None = None, by: float | None = None, *, still: int = 0) -> Change:
+    """`nudged`, with one direction for all elements that are equal; only one number of 2^still moves."""
 
     def change(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
@@ -427,8 +465,8 @@ def nudged_together(
         mixed = (bits ^ (bits >> 29)) * -7046029254386353131 + seed * 1442695040888963407 % 2**63
         mixed = (mixed ^ (mixed >> 31)) * -4658895280553007687
         signs = 2.0 * ((mixed >> 40) & 1).double() - 1
-        signs = signs * ((mixed >> 41) & 1) if half else signs
-        move(memory, signs, by)
+        moves = (mixed >> 41) & (2**still - 1) == 0
+        move(memory, signs * moves, by)
         return copy if dtype is None else copy.to(dtype)
 
     return change
@@ -437,9 +475,27 @@ def nudged_together(
 def _wrong_decision(op: Op, case: Case, outcome: Outcome, reference: Reference) -> Finding | None:
     """Integers, and values at a decision, where PyTorch's composition decides as the reference does throughout."""
     found = _decided_otherwise(op, outcome, reference, Decided(op, case.sample, reference.given))
+    if found is not None and _runs_kernels(op, case):
+        decides = _same_integers(reference.given, _without_subnormals(op, reference), reference.exact)
+        found = found if decides else None
     if found is None:
         return None
     return _decided_otherwise(op, outcome, reference, MoreDecided(op, case.sample, reference.given))
+
+
+def _without_subnormals(op: Op, reference: Reference) -> list[Tensor | None]:
+    """Return what the composition gives on a CPU that makes zeros of numbers that are not normal, as kernels may.
+
+    Such zeros are equal, of two scores of which one was larger.
+    """
+    values = op.bind(reference.sample).items()
+    on_cpu = {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in values}
+    composition = Reference(op, rebound(op, reference.sample, on_cpu, ""), [None] * len(reference.given))
+    torch.set_flush_denormal(True)
+    try:
+        return [None if found is None else found.to(device_of(op, reference.sample)) for found in composition.run()]
+    finally:
+        torch.set_flush_denormal(False)
 
 
 def _decided_otherwise(op: Op, outcome: Outcome, reference: Reference, decided: Decided) -> Finding | None:
@@ -462,7 +518,7 @@ def _decided_otherwise(op: Op, outcome: Outcome, reference: Reference, decided: 
         if any(_largest(near.double() - exacts) > faint for near, exacts in pairs):  # it decides otherwise
             continue
         if actual.shape == exact.shape:
-            actual = torch.where(_is_smooth(reference, i), exact.to(actual.dtype), actual)
+            actual = torch.where(_is_smooth(reference, i, 2 * FIRST_DRAWS), exact.to(actual.dtype), actual)
             if _largest(actual.double() - exact) <= faint:
                 continue
         violation = violation_of(decided, i, actual, factor, draws=2 * FIRST_DRAWS)
@@ -471,7 +527,7 @@ def _decided_otherwise(op: Op, outcome: Outcome, reference: Reference, decided: 
     return None
 
 
-def _is_smooth(reference: Reference, result: int) -> Tensor:
+def _is_smooth(reference: Reference, result: int, draws: int) -> Tensor:
     """Return which elements move as far as the inputs do: no decision is between them and the error bound's draws.
 
     At a jump they move by it however small the step is, and beside one only where the step is larger than the distance.
@@ -479,7 +535,7 @@ def _is_smooth(reference: Reference, result: int) -> Tensor:
     exact, unit, part = reference.exact[result], reference.unit(result), 16
     assert exact is not None
     moves, rests = [], []
-    for seed in range(2 * FIRST_DRAWS):
+    for seed in range(draws):
         far, near = (reference.run(reference.nudge(seed, torch.float64, by))[result] for by in (unit, unit / part))
         assert far is not None
         assert near is not None

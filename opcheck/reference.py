@@ -14,7 +14,7 @@ enough to round it anew, and count where a result moves about as far as its erro
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -66,7 +66,7 @@ class Reference:
     def run(self, change: Change = copy_with_layout) -> list[Tensor | None]:
         """Outputs, then the gradients in the order of `names`."""
         args, kwargs, tensors = prepare(self.op, self.sample, self.wanted, change)
-        outputs = as_list(self.op.reference(*args, **kwargs))
+        outputs = as_list(refusing(self.op.reference, args, kwargs))
         if len(outputs) != len(self.given):
             raise BrokenPromise(
                 f"{self.sample}: the results are {len(self.given)}, where the reference returns {len(outputs)}"
@@ -150,6 +150,16 @@ class Reference:
             (a is None) == (b is None) and (a is None or b is None or (a.dtype == b.dtype and torch.equal(a, b)))
             for a, b in zip(self.given, given, strict=True)
         )
+
+
+def refusing(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function; where PyTorch's own refuse arguments by an `assert`, it is a ValueError, one of REFUSALS."""
+    try:
+        return function(*args, **kwargs)
+    except BrokenPromise:
+        raise
+    except AssertionError as error:
+        raise ValueError(str(error)) from error
 
 
 _kept: "OrderedDict[tuple[int, int], list[Reference]]" = OrderedDict()

@@ -27,9 +27,12 @@ def kernels_on_cpu() -> bool:
 
 
 @contextlib.contextmanager
-def use_kernels_on_cpu() -> Iterator[None]:
-    """Take the kernel path on CPU tensors too, to trace it through a stub driver where there is no GPU."""
-    previous, _switch.kernels_on_cpu = _switch.kernels_on_cpu, True
+def use_kernels_on_cpu(used: bool = True) -> Iterator[None]:
+    """Take the kernel path on CPU tensors too, to trace it through a stub driver where there is no GPU.
+
+    If not `used`, take plain PyTorch, in Triton's interpreter too.
+    """
+    previous, _switch.kernels_on_cpu = _switch.kernels_on_cpu, used
     try:
         yield
     finally:

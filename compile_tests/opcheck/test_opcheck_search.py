@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
+from compile_tests.helpers.aot import TARGETS, compile_for, launches
 from compile_tests.helpers.mutants import record
 from compile_tests.helpers.mutants_search import MUTANTS, SharedFormula, elementwise, mutant
 from compile_tests.helpers.own_op import OWN_OP
@@ -21,7 +23,7 @@ from llmk.opcheck.cases import Case, Cases, large_gradients, unit_gradients
 from llmk.opcheck.decisions import at_decisions
 from llmk.opcheck.derivatives import derivative_violation
 from llmk.opcheck.inputs import rebound
-from llmk.opcheck.judge import judge, nudged_together, raises_on_cpu
+from llmk.opcheck.judge import judge, nudged_together, refused_on_cpu
 from llmk.opcheck.reference import nudged, reference_for
 from llmk.opcheck.search import search
 from llmk.opcheck.shrink import snippet
@@ -64,7 +66,36 @@ def test_an_index_out_of_range_is_not_given_to_a_gpu() -> None:
     logits = torch.zeros(2, 3)
     for target, raises in (([0, 2], False), ([0, -100], True)):
         sample = Sample((logits, logits, torch.tensor(target)), {"ignore_index": 0})
-        assert raises_on_cpu(OPS["ce_tvd"], sample) == raises
+        assert refused_on_cpu(OPS["ce_tvd"], Case(sample, unit_gradients, 0, sample)) == raises
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    ("name", "dtype", "seed"),
+    [
+        ("embedding", torch.float32, 700047),  # an `assert` of PyTorch's, of a padding_idx that is no row
+        ("fused_linear_distill", torch.bfloat16, 700007),  # a vocab_map with a class twice, which makes the loss NaN
+        ("moe_permute", torch.float32, 700017),  # experts past the last, which PyTorch's composition takes
+    ],
+)
+def test_arguments_that_only_the_cpu_implementation_refuses_are_not_judged(
+    name: str, dtype: torch.dtype, seed: int
+) -> None:
+    op = adapted(OPS[name], CPU, [dtype])
+    case = Cases(op, CPU, dtype)[seed]
+    assert refused_on_cpu(op, case)
+    assert judge(op, case) is None
+
+
+def test_an_operator_without_a_cpu_implementation_refuses_nothing() -> None:
+    """Its error may name an argument, as Triton's for a tensor that is not on a GPU."""
+
+    def on_a_gpu(input: Tensor) -> Tensor:
+        raise ValueError("Pointer argument cannot be accessed from Triton (input is a cpu tensor?)")
+
+    op = elementwise("on_a_gpu", on_a_gpu, lambda input: input + 0)
+    case = Cases(op, CPU, torch.float32)[0]
+    assert not refused_on_cpu(op, case)
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "cross_entropy", "moe_permute"])
@@ -251,6 +282,52 @@ def test_a_reference_has_the_gradient_of_a_logsumexp_that_loses_its_logarithm() 
     assert judge(OPS["linear_topk"], Case(sample, unit_gradients, 0, sample, decides=True)) is None
 
 
+@pytest.mark.skipif(INTERPRET, reason="it stands for the kernel on a GPU, whose exponential the interpreter has not")
+@pytest.mark.parametrize("seed", [700004, 700031, 700043])
+@pytest.mark.parametrize(("units", "found"), [(1, False), (512, True)])
+def test_a_loss_may_lose_what_plain_exponentials_do(
+    units: int, found: bool, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is off by the same where there are few different numbers, and terms of the loss cancel."""
+
+    def kernel(x: Tensor, y: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+        x, y = x.clamp(min=-1e4), y.clamp(min=-1e4)
+        q, p = (torch.exp2(logs * math.log2(math.e)) * (1 + units * 2.0**-23) for logs in (x, y))
+        log_m = torch.where(x == y, x, (beta * p + (1 - beta) * q).clamp(min=1e-38).log())
+        df = (1 - beta) * (q * (x - log_m))
+        return beta * (p * (y - log_m)) + df, df
+
+    monkeypatch.setattr("llmk.ops.loss._divergence_kernels.divergence_of_cpu", kernel)
+    monkeypatch.setattr("llmk.ops.loss.jsd.runs_kernels", lambda name, tensor: True)
+    finding = judge(OPS["jsd"], Cases(OPS["jsd"], CPU, torch.float16)[seed])
+    assert (finding is not None and finding.where == "output 0") == found, finding
+
+
+@pytest.mark.parametrize(("past", "found"), [(4e-7, False), (1e-4, True)])
+def test_a_limit_within_the_roundings_of_a_sum_is_not_judged(past: float, found: bool) -> None:
+    """One sum of 640 is past the limit by less than it may lose, and the operator holds it to be within, or by more."""
+
+    def limited(input: Tensor, weight: Tensor, limit: float = 1.0) -> Tensor:
+        sums = input.double() @ weight.double()
+        return torch.where(sums > limit, limit, sums).to(input.dtype)
+
+    def gradients(grad: Tensor, inputs: Any, keywords: Any) -> tuple[Tensor, Tensor]:
+        x, w = inputs
+        kept = grad * (x.double() @ w.double() <= 1 + 2 * past)
+        return kept @ w.t(), x.t() @ kept
+
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(shape, generator=generator, dtype=torch.float32, device=CPU) for shape in ((40, 30), (30, 16)))
+    rest = x.double()[0, 1:] @ w.double()[1:, 0]
+    w[0, 0] = (1 + past - rest) / x.double()[0, 0]
+    assert 1 < float(x.double()[0] @ w.double()[:, 0]) < 1 + 2 * past
+    schema, name = "(Tensor input, Tensor weight) -> Tensor", f"limited_{found}"
+    sample = Sample((x, w))
+    op = mutant(name, schema, limited, limited, lambda: iter([sample]), gradients, ("input", "weight"))
+    finding = judge(op, Case(sample, unit_gradients, 0, sample))
+    assert (finding is not None) == found, finding
+
+
 @pytest.mark.parametrize("seed", [20, 76])
 def test_gradients_of_another_choice_are_not_judged(seed: int) -> None:
     """A cap makes classes equal in float32, and neither the operator nor the composition chooses as float64 does."""
@@ -263,6 +340,43 @@ def test_gradients_of_another_choice_are_not_judged(seed: int) -> None:
 def test_what_is_no_normal_number_may_be_lost() -> None:
     """1.4e-45 times its logarithm, which the kernel knows of normal numbers only."""
     assert judged("kl_div", torch.float32, [[0.0]], [[1.401298464324817e-45]]) is None
+
+
+@pytest.mark.parametrize(("lost", "found"), [(torch.finfo(torch.float32).tiny, False), (1e-30, True)])
+def test_an_entropy_may_lose_what_is_no_normal_number(
+    lost: float, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One class of 1e-39, which is 9e-38 of an entropy of as much; a larger one that is lost is a fault."""
+    monkeypatch.setattr("llmk.opcheck.judge.INTERPRET", True)
+
+    def entropy(input: Tensor, least: float = 0.0) -> Tensor:
+        logs = input.log_softmax(-1)
+        p = logs.exp()
+        return -torch.where(p < least, 0.0, p * logs).sum(-1)
+
+    op = elementwise(f"entropy_{found}", lambda input: entropy(input, lost), entropy)
+    sample = Sample((torch.tensor([[0.0, math.log(lost / 10), -1000.0]], dtype=torch.float32, device=CPU),))
+    finding = judge(op, Case(sample, unit_gradients, 0, sample))
+    assert (finding is not None) == found, finding
+
+
+@pytest.mark.skipif(INTERPRET, reason="the interpreter loses none, for which the CPU implementation stands here")
+@pytest.mark.parametrize(("logits", "found"), [([0.0, 1.0, 100.0], False), ([0.0, 10.0, 80.0], True)])
+def test_a_decision_between_subnormal_numbers_is_not_judged(
+    logits: list[float], found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scores of 4e-44 and 1e-43 may both be 0, so that the first is chosen; those of 2e-35 and 4e-31 may not."""
+
+    def scores(input: Tensor, scoring: str) -> Tensor:
+        p = input.float().softmax(-1)
+        return torch.where(p < 1e-30, 0.0, p)
+
+    monkeypatch.setattr("llmk.opcheck.judge.INTERPRET", True)
+    monkeypatch.setattr("llmk.ops.experts.router_topk._scores_cpu", scores)
+    options = {"dtype": torch.float32, "device": CPU}
+    sample = Sample((torch.tensor([logits], **options), 3), {"bias": torch.zeros(3, **options)})
+    finding = judge(OPS["router_topk"], Case(sample, unit_gradients, 0, sample, decides=True))
+    assert (finding is not None) == found, finding
 
 
 @pytest.mark.skipif(INTERPRET, reason="kernels may lose subnormals")
@@ -287,9 +401,13 @@ def test_a_fault_in_a_reference_is_not_taken_for_a_refusal() -> None:
     def refuses(x: Tensor) -> Tensor:
         raise ValueError("x: expected another")
 
+    def asserts(x: Tensor) -> Tensor:  # as torch.nn.functional.embedding does
+        raise AssertionError("x must be another")
+
     sample = Sample((torch.ones(4, dtype=torch.float32, device=CPU),))
-    op: Op = record("neg", overload=torch.ops.aten.neg.default, reference=refuses)
-    assert judge(op, Case(sample, unit_gradients, 0, sample)) is None
+    for reference in (refuses, asserts):
+        op: Op = record("neg", overload=torch.ops.aten.neg.default, reference=reference)
+        assert judge(op, Case(sample, unit_gradients, 0, sample)) is None
     wrong: Op = record("neg", overload=torch.ops.aten.neg.default, reference=mistaken)
     with pytest.raises(AttributeError, match="no_such_method"):
         judge(wrong, Case(sample, unit_gradients, 0, sample))
@@ -364,6 +482,27 @@ def test_a_result_that_the_interpreter_cannot_write_is_no_fault() -> None:
 def test_a_slow_call_in_the_interpreter_is_not_held_endless(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmk.opcheck.judge.PATIENCE", 1e-3)
     assert judged("softmax", torch.float32, [[0.0, 1.0]]) is None
+
+
+@pytest.mark.skipif(INTERPRET, reason="it compiles, and a call in the interpreter has no limit")
+def test_a_call_that_compiles_is_not_held_endless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel for another GPU, compiled anew in each call and in more time than a call may take."""
+    monkeypatch.setattr("llmk.opcheck.judge.PATIENCE", 0.05)
+    monkeypatch.setattr(triton.knobs.compilation, "always_compile", True)
+    launch = launches(OPS["softmax"], torch.float32, workloads=False)[0]
+    took: list[float] = []
+
+    def compiles(x: Tensor) -> Tensor:
+        began = time.monotonic()
+        compile_for(launch, TARGETS["sm_90"])
+        took.append(time.monotonic() - began)
+        return x + 1
+
+    op = elementwise("compiles", compiles, lambda input: input + 1)
+    case = Cases(op, CPU, torch.float32)[0]
+    assert judge(op, case) is None
+    assert took
+    assert min(took) > 0.05
 
 
 @pytest.mark.parametrize("width", [1e-12, 1.0])

@@ -55,3 +55,26 @@ def test_gradients_behind_a_leader(gap: float, scoring: str, compiled: bool, dev
             torch.testing.assert_close(
                 row, right, rtol=GRADIENTS, atol=CANCELLED * float(right.abs().amax()) + SMALLEST
             )
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_logits_decide_between_equal_scores(scoring: str, compiled: bool, device: torch.device) -> None:
+    """A GPU has 0 of a score of 1e-43, and float32 one number of scores that differ by 1e-9 of themselves."""
+    rows = [[0.0, 1.0, -0.0, 100.0], [-300.0, -200.0, -250.0, 0.0], [0.0, 2e-9, 1e-9, -1.0]]
+    right = [[3, 1, 0, 2], [3, 1, 2, 0], [1, 2, 0, 3]]
+    torch.compiler.reset()  # each shape and each option is a graph
+    function = torch.compile(router_topk, fullgraph=True, dynamic=False) if compiled else router_topk
+    for options in ({}, {"num_groups": 2, "topk_groups": 2}):
+        logits = torch.tensor(rows, device=device, requires_grad=True)
+        weights, indices = function(logits, 4, scoring=scoring, **options)
+        assert indices.tolist() == right
+        weights.sum().backward()
+        assert logits.grad is not None
+        assert bool(logits.grad.isfinite().all())
+
+
+def test_without_numbers_the_first_experts_are_chosen(device: torch.device) -> None:
+    """A softmax that is NaN throughout, as in torch.topk of it."""
+    logits = torch.tensor([[0.0, torch.nan, 1.0, 2.0], [0.0, 1.0, torch.inf, 2.0]], device=device)
+    assert router_topk(logits, 2)[1].tolist() == [[0, 1], [0, 1]]

@@ -8,7 +8,7 @@ Forward, for logits x [T, E] and a bias b [E]:
     s = softmax(x) or sigmoid(x)
     c = s + b                                 decides, and is nowhere else
     a group's score is the sum of its two largest c; only experts of the best groups may be chosen
-    e = the K largest c, equal ones in the order of the experts
+    e = the K largest c, or without a bias the K largest x, equal ones in the order of the experts
     w_k = scale * s[e_k] / (sum_j s[e_j] + 1e-20),  or  scale * s[e_k]  where not normalized
 
 Backward, given dw, S the denominator and s computed again:
@@ -20,6 +20,8 @@ Where normalized, sum(s * ds) = scale / S * sum_j dw_j s[e_j] / S * 1e-20: next 
 experts that have nearly all of the softmax, and S is as small. From every dw one of them is taken away first: that of
 the expert with more than half of S, if one has it, where dw - sum(...) would cancel; else the one nearest to 0, so that
 none loses more than its own rounding. Of equal dw nothing is left that would have to cancel.
+
+Without a bias x has the order of s, and also where float32 has s as equal numbers: past a gap of 87 a GPU has 0.
 
 The choice has no gradient, nor has the bias: what balances the load moves it.
 """
@@ -70,8 +72,7 @@ def router_topk_reference(
 ) -> tuple[Tensor, Tensor]:
     logits = input.to(torch.promote_types(input.dtype, torch.float32))
     scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
-    choice = scores.detach() if bias is None else scores.detach() + bias
-    indices = _choose(choice, top_k, num_groups, topk_groups)
+    indices = _choose(scores.detach(), logits.detach(), bias, top_k, num_groups, topk_groups)
     weights = scores.gather(-1, indices)
     if normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + TINIEST_SUM)
@@ -83,14 +84,17 @@ def _largest(values: Tensor, count: int) -> Tensor:
     return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
-def _choose(choice: Tensor, top_k: int, num_groups: int, topk_groups: int) -> Tensor:
-    """The experts of the largest values, in plain PyTorch."""
+def _choose(
+    scores: Tensor, logits: Tensor, bias: Tensor | None, top_k: int, num_groups: int, topk_groups: int
+) -> Tensor:
+    """The chosen experts, in plain PyTorch."""
+    choice = scores if bias is None else scores + bias
+    order = torch.where(scores.isnan(), scores, logits) if bias is None else choice
     if topk_groups < num_groups:
-        groups = choice.unflatten(-1, (num_groups, -1))
-        best = groups.sort(dim=-1, descending=True).values[..., :2].sum(-1)
+        best = choice.unflatten(-1, (num_groups, -1)).sort(dim=-1, descending=True).values[..., :2].sum(-1)
         kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, _largest(best, topk_groups), True)
-        choice = groups.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(-2)
-    return _largest(choice, top_k)
+        order = order.unflatten(-1, (num_groups, -1)).masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(-2)
+    return _largest(order, top_k)
 
 
 _LARGEST = tl.constexpr(LARGEST)
@@ -105,6 +109,13 @@ def _scores(x, mask, SOFTMAX: tl.constexpr):
     else:
         scores = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + exp(-x))
     return tl.where(mask, scores, 0.0)
+
+
+@jit
+def _ranked(choice, mask):
+    """NaN as the largest, as in torch.topk; what is left out as smaller than any number."""
+    choice = tl.where(choice != choice, _LARGEST, choice)
+    return tl.where(mask, tl.minimum(tl.maximum(choice, -_LARGEST), _LARGEST), float("-inf"))
 
 
 @jit
@@ -136,15 +147,18 @@ def router_topk_kernel(
     row = tl.program_id(0).to(tl.int64)
     cols, slots = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
     mask = cols < E
-    scores = _scores(tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32), mask, SOFTMAX)
+    x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    scores = _scores(x, mask, SOFTMAX)
     choice = scores
     if bias_ptr is not None:
         choice += tl.load(bias_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-    # NaN counts as the largest, as in torch.topk; what is left out is smaller than any number.
-    choice = tl.where(choice != choice, _LARGEST, choice)
-    choice = tl.where(mask, tl.minimum(tl.maximum(choice, -_LARGEST), _LARGEST), float("-inf"))
+    choice = _ranked(choice, mask)
+    kept = mask
     if GROUPED:
-        choice = tl.where(_in_best_groups(choice, cols, G, SIZE, TOPK_G, BLOCK_G), choice, float("-inf"))
+        kept = _in_best_groups(choice, cols, G, SIZE, TOPK_G, BLOCK_G)
+    if bias_ptr is None:
+        choice = _ranked(tl.where(scores != scores, scores, x), mask)
+    choice = tl.where(kept, choice, float("-inf"))
     weights = tl.zeros((BLOCK_K,), dtype=tl.float32)
     for k in range(0, K):
         expert = tl.argmax(choice, axis=0)
@@ -251,8 +265,8 @@ def _scores_cpu(input: Tensor, scoring: str) -> Tensor:
 
 @router_topk_fwd.register_kernel("cpu")
 def _(input, bias, top_k, scoring, num_groups, topk_groups, normalize, scale) -> tuple[Tensor, Tensor]:
-    scores = _scores_cpu(input, scoring)
-    indices = _choose(scores if bias is None else scores + bias.float(), top_k, num_groups, topk_groups)
+    scores, bias = _scores_cpu(input, scoring), bias if bias is None else bias.float()
+    indices = _choose(scores, input.float(), bias, top_k, num_groups, topk_groups)
     weights = scores.gather(-1, indices)
     if normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + TINIEST_SUM)
@@ -354,7 +368,7 @@ def router_topk(
 
     Returns:
         The weights `[..., top_k]`, float32, largest score first, and the experts `[..., top_k]`, int64. Of equal scores
-        the first expert's comes first.
+        the first expert's comes first, and without a bias of equal logits, which may differ where scores do not.
 
     Raises:
         TypeError: A dtype does not fit.
