@@ -335,8 +335,8 @@ def _keys_tile(x: Inputs) -> dict[str, int]:
     K, V = x.sizes[-2:]
     if x.is_float32:
         return {"BLOCK_K": x.columns(16, K), "BLOCK_V": x.columns(16, V), "num_warps": 8, "num_stages": 1}
-    block_k, block_v = x.columns(32 if x.per_channel else 64, K), x.columns(64, cdiv(V, 2))
-    return {"BLOCK_K": block_k, "BLOCK_V": block_v, "num_warps": 4, "num_stages": _stages()}
+    block_k = x.columns(64 if x.beta is None and not x.per_channel else 32, K)
+    return {"BLOCK_K": block_k, "BLOCK_V": x.columns(64, cdiv(V, 2)), "num_warps": 4, "num_stages": _stages()}
 
 
 def _channel_gradients(x: Inputs, m: Matrices, made: Backward) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
