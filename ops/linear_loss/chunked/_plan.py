@@ -13,7 +13,7 @@ dW is summed in the weight's own dtype up to ROUNDED_CHUNKS chunks: each product
 there and rounds once, and the error of three such roundings stays within the accuracy rule, at half the memory. Beyond
 it is summed in float32. Where each chunk's product is rounded before it is added (`_dynamic_rows.py`), the squares of
 the roundings of n equal products and their sums add up to 2 for two and 2.7 for three, where one product's is 1 and the
-accuracy rule allows 1.5**2: DYNAMIC_ROUNDED_CHUNKS.
+accuracy rule allows 1.5**2: DYNAMIC_ROUNDED_CHUNKS. There a product exists beside the sums, and is added by a kernel.
 
 Of all plans the one is chosen whose time times memory ** MEMORY_EXPONENT is least, so that none is chosen that another
 one beats in both.
@@ -234,6 +234,8 @@ class Sizes:
         block = self.kept + self.layers * min(plan.block_rows, self.N - self.kept)
         logits = self.V * (block * self.logit + (chunk * self.element if self.separate else 0))
         rounding = 0 if plan.rounded_sums else weight
+        if self.dynamic and chunk < self.N:
+            sums += weight  # a chunk's product, before it is added
         scaling = 0 if self.remade else 2 * weight  # what the backward pass takes, when there are no logits
         return max(sums + logits, sums + rounding, scaling)
 
@@ -243,9 +245,11 @@ class Sizes:
         blocks = chunks * cdiv(plan.chunk_rows, plan.block_rows)
         weight = self.V * self.H * self.element
         sums = 2 * (weight if plan.rounded_sums else 4 * self.V * self.H)
-        traffic = blocks * weight + chunks * (weight + sums)
+        # Where only the device knows the number of rows a kernel adds each product to the sums, or makes it the first.
+        added = (chunks - plan.rounded_sums) * (weight + sums) if self.dynamic else 0
+        traffic = blocks * weight + chunks * (weight + (weight if self.dynamic else sums))
         logits = LOGIT_BYTES * self.N * self.V
-        device = 6 * self.N * self.V * self.H / FLOPS + (logits + EXPOSED * traffic) / BYTES
+        device = 6 * self.N * self.V * self.H / FLOPS + (logits + EXPOSED * traffic + added) / BYTES
         return max(device, blocks * BLOCK_SECONDS + chunks * CHUNK_SECONDS)
 
     def price(self, plan: Plan) -> float:
