@@ -20,7 +20,7 @@ LATER_TIMES = RESULTS / "hybrid-ops-h100.json"
 """Operators that are not in `TIMES`, in the same form."""
 H100_TIMES = RESULTS / "ops-h100.json"
 """The first workload of every operator, in the same form."""
-RECURRENCES = RESULTS / "recurrences-h100.json"
+RECURRENCES = RESULTS / "recurrences-h200.json"
 STEPS, CHUNKS = RESULTS / "train-step-h200.json", RESULTS / "chunks-h200.json"
 LATER_STEPS = {
     "with float32 logits": "train-step-h100.json",
@@ -240,14 +240,15 @@ def _alone(op: str) -> Iterator[str]:
     if not rows:
         return
     yield (
-        "Milliseconds, and in brackets the peak memory above the inputs in MiB, gradients included; rows x tokens, "
-        f"then the heads and their features. No other package was timed beside it. {_where(results)}"
+        "Milliseconds, replayed as CUDA graphs, and in brackets the peak memory above the inputs in MiB where it was "
+        "measured, gradients included; rows x tokens, then the heads and their features. No other package was timed "
+        f"beside it. {_where(results)}"
     )
     lines = ["| workload | forward | forward and backward |", "|---|---|---|"]
     for row in rows:
-        forward = f"{_ms(row['forward_ms'])} ({row['fwd_mib']:,.0f})"
-        both = f"{_ms(row['full_ms'])} ({row['peak_mib']:,.0f})"
-        lines.append(f"| {row['call'].removeprefix(f'{op} ')} | {forward} | {both} |")
+        memory = f" ({row['peak_mib']:,.0f})" if "peak_mib" in row else ""
+        both = _ms(row["full_ms"]) + memory
+        lines.append(f"| {row['call'].removeprefix(f'{op} ')} | {_ms(row['forward_ms'])} | {both} |")
     yield "\n".join(lines)
 
 
