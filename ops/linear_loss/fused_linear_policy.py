@@ -220,7 +220,6 @@ def fused_linear_policy_samples(device: torch.device, dtype: torch.dtype) -> Ite
     kwargs["support"] = make.support(skipped[2].unsqueeze(-1), 37, 9)
     yield Sample(skipped, kwargs | {"loss_type": "dft", "chunk_size": 8}, why="ignored tokens skipped, supports")
     kwargs |= {"importance_sampling_level": "sequence_sum", "epsilon": 0.5}
-    yield Sample(skipped, kwargs, why="ignored tokens skipped, ratios of sequences")
     yield Sample(skipped, kwargs | {"chunk_size": 11}, why="ignored tokens skipped, two sequences to a chunk")
     yield Sample((randn(0, 12), randn(37, 12), classes(37, 0)), why="no token")
     strided = randn(5, 3, 12).transpose(0, 1), randn(12, 37).t(), classes(37, 5, 3).t().int()
