@@ -268,7 +268,7 @@ def liger_loss(name: str, b: Batch, liger: Installed) -> Loss | None:
         "orpo": lambda: chunked.LigerFusedLinearORPOLoss()(*args)[0],
         "cpo": lambda: chunked.LigerFusedLinearCPOLoss()(*args)[0],
         "simpo": lambda: chunked.LigerFusedLinearSimPOLoss(beta=2.0, compute_nll_loss=False)(*args)[0],
-        "sft": sft_loss(b, liger),
+        "sft": lambda: sft_loss(b, liger)(),
         "distill": lambda: divergence(b.other_x),
         "distill_two": lambda: divergence(b.other_x) + divergence(b.second_x),
     }
@@ -319,8 +319,9 @@ def ways(
     liger = liger_loss(name, b, peers["liger-kernel"]) if "liger-kernel" in peers else None
     if liger is not None:
         yield "liger-kernel", training(b, liger)
-    for peer in set(peers) - {"trl", "liger-kernel"} if name == "sft" else ():
-        yield peer, training(b, sft_loss(b, peers[peer]))
+    for peer in peers if name == "sft" else ():
+        if peer not in ("trl", "liger-kernel"):
+            yield peer, training(b, sft_loss(b, peers[peer]))
 
 
 def measure(timer: Timer, calls: dict[str, Callable[[], Tensor | None]], seconds: float) -> dict[str, dict[str, Any]]:

@@ -299,16 +299,23 @@ def launch_backward(
     return dq, dk, dv, dg, dbeta, dinitial
 
 
+def _correction_gradients(x: Inputs, m: Matrices, blocks: int) -> tuple[Tensor | None, Tensor | None]:
+    """Allocate the gradients of K K^T and of beta in parts, one by pairs and one by each block of channels; None
+    without a correction.
+    """
+    if x.beta is None:
+        return None, None
+    return x.buffer(tuple(m.scores.shape)), x.buffer((1 + blocks, *x.beta.shape), torch.float32)
+
+
 def _gradients(x: Inputs, m: Matrices, made: Backward) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of q, k, g and beta, each chunk's by itself."""
     T, N, H, HK, K, V = x.sizes
     size, keys_tile = x.q.element_size(), _keys_tile(x)
     blocks = cdiv(K, keys_tile["BLOCK_K"])
     # Of the pairs of tokens, and of each block of channels through the states.
-    dg = x.buffer((1 + blocks, *x.g.shape), torch.float32)
-    dbeta = None if x.beta is None else x.buffer((1 + blocks, *x.beta.shape), torch.float32)
-    dscores = x.buffer(tuple(m.scores.shape))
-    dkk = None if x.beta is None else x.buffer(tuple(m.scores.shape))
+    dg, dscores = x.buffer((1 + blocks, *x.g.shape), torch.float32), x.buffer(tuple(m.scores.shape))
+    dkk, dbeta = _correction_gradients(x, m, blocks)
     tile = {"BLOCK_K": x.columns(128 // size, K), "BLOCK_V": x.columns(128 // size, V), "num_warps": 4}
     wrap_triton(chunk_scores_backward_kernel)[(x.rows * N,)](
         made.do, x.q, x.k, x.v, made.u, made.dr, x.g, x.beta, x.index, dscores, dkk, dg, dbeta, x.scale,
@@ -344,9 +351,8 @@ def _channel_gradients(x: Inputs, m: Matrices, made: Backward) -> tuple[Tensor, 
     T, N, H, HK, K, V = x.sizes
     keys_tile = _keys_tile(x)
     blocks = cdiv(K, keys_tile["BLOCK_K"])
-    dbeta = None if x.beta is None else x.buffer((1 + blocks, *x.beta.shape), torch.float32)
     dscores = x.buffer(tuple(m.scores.shape))
-    dkk = None if x.beta is None else x.buffer(tuple(m.scores.shape))
+    dkk, dbeta = _correction_gradients(x, m, blocks)
     tile = {"BLOCK_V": x.columns(128 // x.q.element_size(), V), "num_warps": 4}
     wrap_triton(channel_scores_backward_kernel)[(x.rows * N,)](
         made.do, x.v, made.u, made.dr, x.beta, x.index, m.kk, dscores, dkk, dbeta, x.scale, T, N, H, V,

@@ -5,8 +5,8 @@ returns the largest log-probabilities, and its backward pass is that of `linear_
 groups computes its gradients in the forward pass. A group is the tokens on which each token's gradient depends: one
 token, a sequence, or a pair of sequences. Where blocks hold whole groups the logits are computed once, else twice;
 twice in float16, whose range holds the logits' gradients only if the largest of all tokens is known before the first.
-What is computed twice is kept for the first rows, as many as `kept_rows` says. Where
-tokens are skipped on a GPU, those that count come first in each chunk of whole groups, instead of in the batch.
+What is computed twice is kept for the first rows, as many as `kept_rows` says. Where tokens are skipped on a GPU, those
+that count come first in each chunk of whole groups, instead of in the batch.
 """
 
 import dataclasses
