@@ -50,6 +50,12 @@ def _normal_cdf(x):
 
 
 @jit
+def _exp_minus(x):
+    """exp(-x) for a sum with 1, from float32 to float32: results below the smallest normal number may be 0."""
+    return tl.exp2(x * -1.4426950408889634)  # tl.exp, without what that does for those
+
+
+@jit
 def activate(x, ACTIVATION: tl.constexpr):
     """f(x), from float32 to float32."""
     if ACTIVATION == "relu":
@@ -59,11 +65,11 @@ def activate(x, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "gelu":
         y = x * _normal_cdf(x)
     elif ACTIVATION == "gelu_tanh":
-        y = x / (1.0 + tl.exp(-x * (1.5957691216057308 + 0.07135481627260025 * x * x)))
+        y = x / (1.0 + _exp_minus(x * (1.5957691216057308 + 0.07135481627260025 * x * x)))
     elif ACTIVATION == "silu":
-        y = x / (1.0 + tl.exp(-x))
+        y = x / (1.0 + _exp_minus(x))
     elif ACTIVATION == "sigmoid":
-        y = 1.0 / (1.0 + tl.exp(-x))
+        y = 1.0 / (1.0 + _exp_minus(x))
     else:
         tl.static_assert(ACTIVATION == "none", "ACTIVATION is one of ACTIVATIONS or GATES")
         y = x
@@ -95,7 +101,7 @@ def activate_with_grad(x, ACTIVATION: tl.constexpr):
         near = tl.minimum(tl.maximum(x, -32.0), 32.0) + 0.0 * x
         grad = s + near * (1.5957691216057308 + 0.21406444881780076 * near * near) * (e * r * r)
     elif ACTIVATION == "silu":
-        s = tl.sigmoid(x)
+        s = 1.0 / (1.0 + _exp_minus(x))
         y = x * s
         grad = s * (1.0 + x * (1.0 - s))
     elif ACTIVATION == "sigmoid":

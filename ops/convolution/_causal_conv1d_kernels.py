@@ -1,4 +1,7 @@
-"""The kernels of the causal convolution, on blocks of tokens `[BLOCK_T, 1]` and channels `[1, BLOCK_D]`."""
+"""The kernels of the causal convolution, on blocks of tokens `[BLOCK_T, 1]` and channels `[1, BLOCK_D]`.
+
+Products are added by `fma`, so that the compiler rounds those of a packed sequence as those of one that is alone.
+"""
 
 import torch
 import triton.language as tl
@@ -65,7 +68,7 @@ def _program(D, BLOCK_D: tl.constexpr):
 def _convolve(xs, sequences, w, z, FIRST: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr):
     """z plus the convolution at the token whose taps are xs[FIRST] to xs[FIRST + K - 1]."""
     for k in tl.static_range(K):  # pyright: ignore[reportGeneralTypeIssues]
-        z += _same(sequences, FIRST + k, FIRST + K - 1, xs[FIRST + k], PACKED) * w[k]
+        z = tl.fma(_same(sequences, FIRST + k, FIRST + K - 1, xs[FIRST + k], PACKED), w[k], z)
     return z
 
 
@@ -102,7 +105,7 @@ def causal_conv1d_tile_kernel(
         x = _tokens(x_ptr, state_ptr, s, d, there & (t < T), T, x_t, x_d, K).to(tl.float32)
         if ids_ptr is not None:
             x = tl.where(_sequence(ids_ptr, s, T) == _sequence(ids_ptr, t, T), x, 0.0)
-        y += x * _parameter(w_ptr + k, d, K, D, 0.0)
+        y = tl.fma(x, _parameter(w_ptr + k, d, K, D, 0.0), y)
     y = activate(y, ACTIVATION).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + t * y_t + d * y_d, y, mask=there & (t < T))
     if tile == tiles - 1:
@@ -140,14 +143,17 @@ def causal_conv1d_walk_kernel(
     next_xs = ()  # asked for AHEAD tokens before they are needed
     for i in tl.static_range(AHEAD):
         next_xs = next_xs + (_tokens(x_ptr, state_ptr, begin + i, d, there, T, x_t, x_d, K),)
+    x_ptrs, left = x_ptr + (begin + AHEAD) * x_t + d * x_d, tl.minimum(T - begin - AHEAD, TOKENS).to(tl.int32)
+    y_ptrs = y_ptr + begin * y_t + d * y_d
     for i in tl.range(0, tokens, loop_unroll_factor=UNROLL):
-        t = begin + i
-        next_xs = next_xs + (_tokens(x_ptr, state_ptr, t + AHEAD, d, there, T, x_t, x_d, K),)
+        next_xs = next_xs + (tl.load(x_ptrs, mask=there & (i < left), other=0.0),)
         xs, next_xs = xs[1:] + (next_xs[0].to(tl.float32),), next_xs[1:]
         if PACKED:
-            sequences = sequences[1:] + (_sequence(ids_ptr, t, T),)
+            sequences = sequences[1:] + (_sequence(ids_ptr, begin + i, T),)
         y = activate(_convolve(xs, sequences, w, bias, 0, K, PACKED), ACTIVATION)
-        tl.store(y_ptr + t * y_t + d * y_d, y.to(y_ptr.dtype.element_ty), mask=there)
+        tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=there)
+        x_ptrs += x_t
+        y_ptrs += y_t
     if chunk == chunks - 1:
         _store_final_state(x_ptr, state_ptr, ids_ptr, final_ptr, d, there, T, x_t, x_d, K)
 
@@ -170,7 +176,7 @@ def _spread(dxs, g, w, sequences, K: tl.constexpr, PACKED: tl.constexpr):
     """Add what a token's gradient g gives to the K tokens up to itself."""
     new = ()
     for k in tl.static_range(K):  # pyright: ignore[reportGeneralTypeIssues]
-        new = new + (dxs[k] + _same(sequences, k, K - 1, g * w[k], PACKED),)
+        new = new + (tl.fma(_same(sequences, k, K - 1, g, PACKED), w[k], dxs[k]),)
     return new
 
 
@@ -186,12 +192,12 @@ def _through_final_state(dfinal_ptr, ids_ptr, s, d, there, T, K: tl.constexpr):
 
 
 @jit
-def _store_gradient(dx, dx_ptr, dstate_ptr, s, d, mask, dx_d, dx_t, K: tl.constexpr):
+def _store_gradient(dx, dx_ptrs, dstate_ptr, s, d, mask, K: tl.constexpr):
     """Store the gradient of tokens s, before the first token that of the initial state."""
     if dstate_ptr is None:
-        tl.store(dx_ptr + s * dx_t + d * dx_d, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        tl.store(dx_ptrs, dx.to(dx_ptrs.dtype.element_ty), mask=mask)
     else:
-        tl.store(dx_ptr + s * dx_t + d * dx_d, dx.to(dx_ptr.dtype.element_ty), mask=mask & (s >= 0))
+        tl.store(dx_ptrs, dx.to(dx_ptrs.dtype.element_ty), mask=mask & (s >= 0))
         dstate = dx.to(dstate_ptr.dtype.element_ty)
         tl.store(dstate_ptr + d * (K - 1) + (s + K - 1), dstate, mask=mask & (s < 0))
 
@@ -234,7 +240,7 @@ def causal_conv1d_backward_tile_kernel(
         dy = _gradients(dy_ptr, s + after, d, there, T, dy_t, dy_d)
         is_token = (s + after >= 0) & (s + after < T)
         g = tl.where(is_token, _before_activation(dy, z, ACTIVATION), 0.0)  # where there is none, z may be anything
-        dx += _same(sequences, K - 1, K - 1 + after, g * w[K - 1 - after], PACKED)
+        dx = tl.fma(_same(sequences, K - 1, K - 1 + after, g, PACKED), w[K - 1 - after], dx)
         if after == 0:
             if db_ptr is not None:
                 tl.store(db_ptr + block * D + d, tl.sum(g, axis=0)[None, :], mask=there)
@@ -243,7 +249,7 @@ def causal_conv1d_backward_tile_kernel(
                     dw = tl.sum(g * _same(sequences, k, K - 1, xs[k], PACKED), axis=0)[None, :]
                     tl.store(dw_ptr + (block * D + d) * K + k, dw, mask=there)
     dx += _through_final_state(dfinal_ptr, ids_ptr, s, d, there, T, K)
-    _store_gradient(dx, dx_ptr, dstate_ptr, s, d, there & (s < T), dx_d, dx_t, K)
+    _store_gradient(dx, dx_ptr + s * dx_t + d * dx_d, dstate_ptr, s, d, there & (s < T), K)
 
 
 @jit
@@ -284,10 +290,14 @@ def causal_conv1d_backward_walk_kernel(
     for i in tl.static_range(K - 1):
         next_xs = next_xs + (_tokens(x_ptr, state_ptr, begin + i, d, there, T, x_t, x_d, K),)
         next_dys = next_dys + (_gradients(dy_ptr, begin + i, d, there, T, dy_t, dy_d),)
+    ahead = begin + (K - 1)
+    left = tl.minimum(T - ahead, TOKENS).to(tl.int32)
+    x_ptrs, dy_ptrs = x_ptr + ahead * x_t + d * x_d, dy_ptr + ahead * dy_t + d * dy_d
+    dx_ptrs = dx_ptr + (begin - (K - 1)) * dx_t + d * dx_d
     for i in tl.range(0, tokens, loop_unroll_factor=UNROLL):
         t = begin + i
-        next_xs = next_xs + (_tokens(x_ptr, state_ptr, t + (K - 1), d, there, T, x_t, x_d, K),)
-        next_dys = next_dys + (_gradients(dy_ptr, t + (K - 1), d, there, T, dy_t, dy_d),)
+        next_xs = next_xs + (tl.load(x_ptrs, mask=there & (i < left), other=0.0),)
+        next_dys = next_dys + (tl.load(dy_ptrs, mask=there & (i < left), other=0.0),)
         xs = xs[1:] + (next_xs[0].to(tl.float32),)
         if PACKED:
             sequences = sequences[1:] + (_sequence(ids_ptr, t, T),)
@@ -299,12 +309,14 @@ def causal_conv1d_backward_walk_kernel(
         db += g
         new_dws = ()
         for k in tl.static_range(K):
-            new_dws = new_dws + (dws[k] + g * _same(sequences, k, K - 1, xs[k], PACKED),)
+            new_dws = new_dws + (tl.fma(g, _same(sequences, k, K - 1, xs[k], PACKED), dws[k]),)
         dws = new_dws
         dxs = _spread(dxs, g, w, sequences, K, PACKED)
-        s = t - (K - 1)
-        _store_gradient(dxs[0], dx_ptr, dstate_ptr, s, d, there & (s >= begin), dx_d, dx_t, K)
+        _store_gradient(dxs[0], dx_ptrs, dstate_ptr, t - (K - 1), d, there & (i >= K - 1), K)
         dxs = dxs[1:] + (zero,)
+        x_ptrs += x_t
+        dy_ptrs += dy_t
+        dx_ptrs += dx_t
     for i in tl.static_range(K - 1):  # the tokens after them are another program's: only what they give to these
         t = begin + tokens + i
         xs = xs[1:] + (next_xs[i].to(tl.float32),)
@@ -315,7 +327,7 @@ def causal_conv1d_backward_walk_kernel(
         dxs = _spread(dxs, g, w, sequences, K, PACKED)
         s = t - (K - 1)
         dx = dxs[0] + _through_final_state(dfinal_ptr, ids_ptr, s, d, there, T, K)
-        _store_gradient(dx, dx_ptr, dstate_ptr, s, d, there & (s >= begin), dx_d, dx_t, K)
+        _store_gradient(dx, dx_ptr + s * dx_t + d * dx_d, dstate_ptr, s, d, there & (s >= begin), K)
         dxs = dxs[1:] + (zero,)
     if db_ptr is not None:
         tl.store(db_ptr + block * D + d, db, mask=there)
