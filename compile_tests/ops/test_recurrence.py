@@ -14,6 +14,7 @@ from llmk.opcheck.calls import call
 from llmk.ops.recurrence.gated_delta_rule import gated_delta_rule_reference
 from llmk.ops.recurrence.gated_linear_attention import gated_linear_attention_reference
 from llmk.registry import OPS, Sample
+from llmk.registry.devices import runs_kernels
 
 Results = tuple[Tensor, Tensor]
 REFERENCES: dict[str, Callable[..., Results]] = {
@@ -150,10 +151,13 @@ def test_a_sequence_in_two_calls(dtype: torch.dtype, per_channel: bool, device: 
 
 
 @pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @per_channel_or_head
-def test_a_decay_of_zero_is_the_beginning_of_a_sequence(per_channel: bool, device: torch.device) -> None:
+def test_a_decay_of_zero_is_the_beginning_of_a_sequence(
+    dtype: torch.dtype, per_channel: bool, device: torch.device
+) -> None:
     """Also where the log decay is -inf, forward and backward."""
-    tensors = inputs(1, 70, 1, 2, 8, 8, torch.float32, device, per_channel=per_channel)
+    tensors = inputs(1, 70, 1, 2, 8, 8, dtype, device, per_channel=per_channel)
     ids = torch.zeros(1, 70, dtype=torch.int32, device=device)
     ids[:, 20:], ids[:, 64:] = 1, 2
     begun = [x.clone() for x in tensors]
@@ -202,6 +206,27 @@ def test_a_positive_log_decay_is_named_on_a_cpu(device: torch.device) -> None:
     tensors[3][0, 1] = 0.5
     with pytest.raises(ValueError, match=r"g: expected log decays of at most 0, got 0\.5"):
         gated_delta_rule(*tensors)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", REFERENCES)
+@per_channel_or_head
+def test_matrices_are_kept_where_gradients_are_wanted(name: str, per_channel: bool, device: torch.device) -> None:
+    """Of the two chunks: with a correction T, and with a decay for each channel P and, with a correction, K K^T."""
+    tensors = inputs(1, 70, 1, 2, 8, 8, torch.bfloat16, device, per_channel=per_channel)
+    corrected = name == "gated_delta_rule"
+    leaves = [x.requires_grad_() for x in (tensors if corrected else tensors[:-1])]
+    forward = getattr(torch.ops.llmk, f"_{name}_fwd").default
+    numbers = (0.3, False) if corrected else (0.3,)
+    chunks = 2 if runs_kernels(name, leaves[0]) else 0
+    wanted = [corrected, per_channel, corrected and per_channel] if corrected else [per_channel]
+    for keep in (False, True):
+        _, _, *kept = forward(*(x.detach() for x in leaves), None, None, *numbers, keep)
+        assert [matrix.shape[2] for matrix in kept] == [chunks * (keep and each) for each in wanted]
+    saved: list[torch.Size] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape) or x, lambda x: x):
+        OPS[name].function(*leaves)
+    assert [shape[2] for shape in saved if len(shape) == 5] == [chunks * each for each in wanted]
 
 
 @pytest.mark.kernels

@@ -88,22 +88,23 @@ the chunk's first state belongs to, e_j where j is not in that of the last token
 **Kernels.** `chunk_scores_kernel` and `chunk_inverse_kernel` make d, e, P, A and T of every chunk, the inverse in
 float32 by blocks of twice the size each time, from 16 rows on as a product of three blocks; `chunk_states_kernel` goes
 from chunk to chunk, a program for each head and block of V, and stores each chunk's S and U; `chunk_outputs_kernel`
-makes O. The backward pass repeats the first three, goes back from chunk to chunk in `chunk_states_backward_kernel`, and
-makes M and N + N^T of each chunk in `chunk_scores_backward_kernel`. In `chunk_keys_backward_kernel` a program makes the
-gradients of q and k for one block of channels: a loop over the blocks would hold addresses of M and N in registers, and
-half as many programs would run at once. Parts of the gradients of g and beta, and those of a key head by its value
-heads, are float32 and added in their order: no atomics. The operands of each product are rounded once to the dtype of
-Q; S, T, the decays and all sums are float32.
+makes O. The backward pass repeats the first and the third, goes back from chunk to chunk in
+`chunk_states_backward_kernel`, and makes M and N + N^T of each chunk in `chunk_scores_backward_kernel`. In
+`chunk_keys_backward_kernel` a program makes the gradients of q and k for one block of channels: a loop over the blocks
+would hold addresses of M and N in registers, and half as many programs would run at once. Parts of the gradients of g
+and beta, and those of a key head by its value heads, are float32 and added in their order: no atomics. The operands of
+each product are rounded once to the dtype of Q; S, T, the decays and all sums are float32.
 
 With a decay for each channel `channel_scores_kernel` takes the place of the first and makes d Q, d K and e K besides,
 so that the states and outputs come of the same kernels. `channel_pairs_backward_kernel` takes the halves one size after
 the other, and `channel_keys_backward_kernel` adds what comes through the states.
 
-Nothing is kept for the backward pass but the inputs. For each value head and 64 tokens it has in memory S in float32,
-and dS' and dR as operands of products, in the dtype of Q; four or five matrices of 64 * 64; and dQ and dK in float32.
-The rows of S . dS' are summed where dS' is still float32: dg has no product in it that would be rounded as well. With a
-decay for each channel there are d Q, d K, e K, the sums of all halves and a part of dg besides, each of as many numbers
-as the keys.
+Besides the inputs T is kept for the backward pass, and with a decay for each channel P and K K^T, which there take a
+third of the forward pass to make. For each value head and 64 tokens the backward pass has in memory S, rounded for the
+products, and in integers what the rounding left; dS' and dR as operands of products, in the dtype of Q; three or four
+matrices of 64 * 64; and dQ and dK in float32. The rows of S . dS' are summed where dS' is still float32, with the whole
+of S: dg has no product in it that would be rounded as well. With a decay for each channel there are d Q, d K, e K and a
+part of dg besides, each of as many numbers as the keys.
 """
 
 LARGEST_HEAD = 256

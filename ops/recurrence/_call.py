@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from llmk.ops.recurrence import LARGEST_HEAD
-from llmk.registry import Cost, check_dtype, check_finite, check_parameter, check_same, check_shape
+from llmk.ops.recurrence._chunks import chunk_size
+from llmk.registry import Cost, cdiv, check_dtype, check_finite, check_parameter, check_same, check_shape, empty
+from llmk.registry.devices import runs_kernels
 
 
 def check_call(
@@ -48,6 +50,21 @@ def check_call(
         check_dtype("sequence_ids", sequence_ids, (torch.int32, torch.int64))
         check_shape("sequence_ids", sequence_ids, (B, T), "one for each token")
         check_same("sequence_ids", sequence_ids, "q", q)
+
+
+def kept_shape(v: Tensor, is_kept: bool) -> tuple[int, ...]:
+    """A matrix of each chunk that is kept for the backward pass, `[B, H, N, C, C]`; of no chunk where it is not.
+
+    On a CPU nothing is kept.
+    """
+    (B, T, H, _), C = v.shape, chunk_size(v.dtype)
+    is_kept = is_kept and (not v.is_cpu or runs_kernels("recurrence", v))
+    return B, H, cdiv(T, C) if is_kept else 0, C, C
+
+
+def or_not_kept(matrix: Tensor | None, v: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return what is kept, or where it is None as much of no chunk."""
+    return empty(kept_shape(v, False), dtype or v.dtype, v.device) if matrix is None else matrix
 
 
 def recurrence_cost(q: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, products: int) -> Cost:

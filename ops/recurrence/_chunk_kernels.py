@@ -1,7 +1,7 @@
 """The recurrence in chunks, in Triton; the package's docstring has the formulas, and names are theirs.
 
-Four kernels make the forward pass, and all but the one of the outputs are repeated in the backward pass instead of
-keeping what they made. A cast accumulator is never transposed for a product: some releases of Triton compute that
+Four kernels make the forward pass, and two of them are repeated in the backward pass instead of keeping what they made.
+A cast accumulator is never transposed for a product: some releases of Triton compute that
 wrongly on Hopper. What is needed transposed is stored, and loaded by its strides in the next kernel.
 """
 
@@ -70,6 +70,27 @@ def _decayed(x, d):
 
 
 @jit
+def _sums_of(chosen, x, PARTS: tl.constexpr, dtype: tl.constexpr):
+    """The sums of chosen rows of x, which is float32: products of bfloat16 of its first PARTS times 8 bits are faster
+    than one of float32 and than a scan.
+    """
+    if dtype == tl.float32:
+        sums = _product(chosen.to(tl.float32), x)
+    else:
+        chosen = chosen.to(tl.float32).to(tl.bfloat16)
+        first = x.to(tl.bfloat16)
+        rest = first.to(tl.float32) - x
+        part = rest.to(tl.bfloat16)
+        rests = _product(chosen, part)
+        if PARTS > 2:
+            rests += _product(chosen, (rest - part.to(tl.float32)).to(tl.bfloat16))
+        # Tensor cores cut the bits that they have no room for. The first product has room for all of most sums, if no
+        # other is added to it; a difference is none that the compiler makes one product of.
+        sums = _product(chosen, first) - rests
+    return sums
+
+
+@jit
 def _between(g, index_ptr, rows, T, C: tl.constexpr):
     """D."""
     t = tl.arange(0, C)
@@ -101,14 +122,17 @@ def _to_end(g, index_ptr, rows, chunk, T, C: tl.constexpr):
 
 
 @jit
-def _keys_product(a_ptr, k_ptr, rows, T, K, HK, C: tl.constexpr, BLOCK_K: tl.constexpr):
-    """A K^T of queries or keys, `[C, C]`."""
-    product = tl.zeros((C, C), dtype=tl.float32)
+def _keys_products(q_ptr, k_ptr, rows, T, K, HK, CORRECTED: tl.constexpr, C: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Q K^T, and K K^T if that is needed, `[C, C]`."""
+    qk = tl.zeros((C, C), dtype=tl.float32)
+    kk = tl.zeros((C, C), dtype=tl.float32)
     for start in range(0, K, BLOCK_K):
         cols = start + tl.arange(0, BLOCK_K)
-        kt = _load_transposed(k_ptr, rows, cols, T, K, HK * K)
-        product += _product(_load(a_ptr, rows, cols, T, K, HK * K), kt)
-    return product
+        k = _load(k_ptr, rows, cols, T, K, HK * K)
+        qk += _product(_load(q_ptr, rows, cols, T, K, HK * K), tl.trans(k))
+        if CORRECTED:
+            kk += _product(k, tl.trans(k))
+    return qk, kk
 
 
 @jit
@@ -126,14 +150,7 @@ def chunk_scores_kernel(
         index_ptr += b * T
     t = tl.arange(0, C)
     rows = chunk * C + t
-    qk = tl.zeros((C, C), dtype=tl.float32)
-    kk = tl.zeros((C, C), dtype=tl.float32)
-    for start in range(0, K, BLOCK_K):
-        cols = start + tl.arange(0, BLOCK_K)
-        kt = _load_transposed(k_ptr, rows, cols, T, K, HK * K)
-        qk += _product(_load(q_ptr, rows, cols, T, K, HK * K), kt)
-        if beta_ptr is not None:
-            kk += _product(_load(k_ptr, rows, cols, T, K, HK * K), kt)
+    qk, kk = _keys_products(q_ptr, k_ptr, rows, T, K, HK, a_ptr is not None, C, BLOCK_K)
     g = _load_tokens(g_ptr, rows, T, H)
     tokens = (row * N + chunk) * C + t
     tl.store(start_ptr + tokens, _from_start(g, index_ptr, rows, chunk, T, C))
@@ -141,7 +158,7 @@ def chunk_scores_kernel(
     d = _between(g, index_ptr, rows, T, C)
     matrix = (row * N + chunk) * C * C
     _store(scores_ptr + matrix, _decayed(qk, d) * tl.cast(scale, tl.float32), t, t, C, C, C)
-    if beta_ptr is not None:
+    if a_ptr is not None:
         beta = _load_tokens(beta_ptr + b * T * H + h, rows, T, H)
         a = tl.where(t[:, None] > t[None, :], beta[:, None] * _decayed(kk, d), 0.0)
         _store(a_ptr + matrix, a, t, t, C, C, C)
@@ -151,16 +168,15 @@ def chunk_scores_kernel(
 def _first_inverses(a_ptr, C: tl.constexpr):
     """Replace the blocks of 16 rows on the diagonal of I + A by their inverses."""
     t = tl.arange(0, 16)
-    i, j = t[:, None], t[None, :]
-    for first in range(0, C, 16):
-        a_ptrs = a_ptr + (first + i) * C + first + j
-        x = tl.where(i == j, 1.0, 0.0) - tl.load(a_ptrs, mask=(i // 2 == j // 2) & (i != j), other=0.0)
-        for level in range(1, 4):
-            size = 1 << level
-            corner = tl.load(a_ptrs, mask=(i // (2 * size) == j // (2 * size)) & (i // size != j // size), other=0.0)
-            x -= tl.dot(tl.dot(x, corner, input_precision="ieee"), x, input_precision="ieee")
-        tl.debug_barrier()  # all threads have read the block
-        tl.store(a_ptrs, x)
+    i, j = t[None, :, None], t[None, None, :]
+    a_ptrs = a_ptr + (tl.arange(0, C // 16) * (16 * (C + 1)))[:, None, None] + i * C + j
+    x = tl.where(i == j, 1.0, 0.0) - tl.load(a_ptrs, mask=(i // 2 == j // 2) & (i != j), other=0.0)
+    for level in range(1, 4):
+        size = 1 << level
+        corner = tl.load(a_ptrs, mask=(i // (2 * size) == j // (2 * size)) & (i // size != j // size), other=0.0)
+        x -= tl.dot(tl.dot(x, corner, input_precision="ieee"), x, input_precision="ieee")
+    tl.debug_barrier()  # all threads have read the blocks
+    tl.store(a_ptrs, x)
 
 
 @jit
@@ -168,15 +184,12 @@ def _merge_inverses(a_ptr, C: tl.constexpr, SIZE: tl.constexpr):
     """Replace the lower left corner of each block of SIZE rows by that of the block's inverse."""
     HALF: tl.constexpr = SIZE // 2
     t = tl.arange(0, HALF)
-    at = t[:, None] * C + t[None, :]
-    for first in range(0, C, SIZE):
-        upper = a_ptr + first * (C + 1)
-        lower = upper + HALF * (C + 1)
-        corner = upper + HALF * C
-        x = tl.dot(tl.load(lower + at), tl.load(corner + at), input_precision="ieee")
-        x = tl.dot(x, tl.load(upper + at), input_precision="ieee")
-        tl.debug_barrier()  # all threads have read the corner
-        tl.store(corner + at, -x)
+    at = (tl.arange(0, C // SIZE) * (SIZE * (C + 1)))[:, None, None] + t[None, :, None] * C + t[None, None, :]
+    corner = a_ptr + HALF * C
+    x = tl.dot(tl.load(a_ptr + HALF * (C + 1) + at), tl.load(corner + at), input_precision="ieee")
+    x = tl.dot(x, tl.load(a_ptr + at), input_precision="ieee")
+    tl.debug_barrier()  # all threads have read the corners
+    tl.store(corner + at, -x)
 
 
 @jit
@@ -200,47 +213,54 @@ def chunk_inverse_kernel(a_ptr, inverse_ptr, C: tl.constexpr):
 
 
 @jit
+def _rest(x, rounded: tl.constexpr, dtype: tl.constexpr):
+    """What `_with_rest` adds to x rounded, in units of the last place of x, which is float32.
+
+    16 bits hold that of bfloat16: half of its last place, but for ties rounded down, which lose one unit.
+    """
+    rest = x.to(tl.int32, bitcast=True) - x.to(rounded).to(tl.float32).to(tl.int32, bitcast=True)
+    return tl.minimum(rest, 32767) if dtype == tl.int16 else rest
+
+
+@jit
+def _with_rest(rounded, rest):
+    return (rounded.to(tl.int32, bitcast=True) + rest.to(tl.int32)).to(tl.float32, bitcast=True)
+
+
+@jit
 def _column(ptr, keys, K):
     """One number of each key, 0 past the last, as a column."""
     return tl.load(ptr + keys, mask=keys < K, other=0.0)[:, None]
 
 
 @jit
-def _times_state(
-    k_ptr,
-    state,
-    stored_ptr,
-    rows,
-    keys,
-    cols,
-    T,
-    K,
-    V,
-    stride,
-    BLOCK_V: tl.constexpr,
-    C: tl.constexpr,
-    PART: tl.constexpr,
-):
+def _times_state(k, k_ptr, state, stored_ptr, rows, cols, T, K, V, stride, PART: tl.constexpr):
     """K times a state, which has just been stored at `stored_ptr`.
 
-    A product of float32 holds the operands of its whole sum in registers: it reads the state back, PART keys at a time.
+    A product of float32 holds the operands of its whole sum in registers: it reads both again, PART keys at a time.
     """
     if PART > 0:
         tl.debug_barrier()  # so that each thread sees what the others stored
-        product = tl.zeros((C, BLOCK_V), dtype=tl.float32)
+        product = tl.zeros((k.shape[0], state.shape[1]), dtype=tl.float32)
         for start in range(0, K, PART):
             part = start + tl.arange(0, PART)
-            stored = _load(stored_ptr, part, cols, K, V, V).to(k_ptr.dtype.element_ty)
+            stored = _load(stored_ptr, part, cols, K, V, V).to(k.dtype)
             product += _product(_load(k_ptr, rows, part, T, K, stride), stored)
     else:
-        product = _product(_load(k_ptr, rows, keys, T, K, stride), state.to(k_ptr.dtype.element_ty))
+        product = _product(k, state.to(k.dtype))
     return product
 
 
 @jit
+def _transposed(k, k_ptr, rows, keys, T, K, stride, PART: tl.constexpr):
+    """K^T of the K that is at `k_ptr`: loaded again where `_times_state` holds no K."""
+    return _load_transposed(k_ptr, rows, keys, T, K, stride) if PART > 0 else tl.trans(k)
+
+
+@jit
 def chunk_states_kernel(
-    k_ptr, ends_ptr, v_ptr, beta_ptr, start_ptr, end_ptr, whole_ptr, inverse_ptr, initial_ptr, states_ptr, u_ptr,
-    final_ptr,
+    k_ptr, ends_ptr, v_ptr, beta_ptr, start_ptr, end_ptr, whole_ptr, inverse_ptr, initial_ptr, states_ptr, rests_ptr,
+    u_ptr, final_ptr,
     T, N, H, HK, K, V, C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """The state from chunk to chunk, of one block of its columns: each chunk's first, U, and the last."""
@@ -248,9 +268,7 @@ def chunk_states_kernel(
     row, block = tl.program_id(0).to(tl.int64) // blocks, tl.program_id(0) % blocks
     b, h = row // H, row % H
     k_ptr += (b * T * HK + h // (H // HK)) * K
-    if ends_ptr is None:
-        ends_ptr = k_ptr
-    else:
+    if ends_ptr is not None:
         ends_ptr += (b * T * HK + h // (H // HK)) * K
     v_ptr += (b * T * H + h) * V
     t, keys, cols = tl.arange(0, C), tl.arange(0, BLOCK_K), block * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -262,13 +280,16 @@ def chunk_states_kernel(
         chunk = tl.cast(step, tl.int64)
         rows = chunk * C + t
         stored_ptr = states_ptr + (row * N + chunk) * K * V
+        if rests_ptr is not None:
+            rest = _rest(state, states_ptr.dtype.element_ty, rests_ptr.dtype.element_ty)
+            _store(rests_ptr + (row * N + chunk) * K * V, rest, keys, cols, K, V, V)
         _store(stored_ptr, state, keys, cols, K, V, V)
         tokens = (row * N + chunk) * C + t
-        u = _load(v_ptr, rows, cols, T, V, H * V).to(tl.float32)
+        k, u = _load(k_ptr, rows, keys, T, K, HK * K), _load(v_ptr, rows, cols, T, V, H * V).to(tl.float32)
         if beta_ptr is not None:
             beta = _load_tokens(beta_ptr + b * T * H + h, rows, T, H)
             d = undecayed if whole_ptr is not None else tl.load(start_ptr + tokens)
-            predicted = _times_state(k_ptr, state, stored_ptr, rows, keys, cols, T, K, V, HK * K, BLOCK_V, C, PART)
+            predicted = _times_state(k, k_ptr, state, stored_ptr, rows, cols, T, K, V, HK * K, PART)
             r = beta[:, None] * (u - d[:, None] * predicted)
             inverse = _load(inverse_ptr + (row * N + chunk) * C * C, t, t, C, C, C)
             u = _product(inverse, r.to(k_ptr.dtype.element_ty))
@@ -277,7 +298,10 @@ def chunk_states_kernel(
             e, whole = undecayed, _column(whole_ptr + (row * N + chunk) * K, keys, K)
         else:
             e, whole = tl.load(end_ptr + tokens), tl.load(start_ptr + (row * N + chunk) * C + C - 1)
-        kt = _load_transposed(ends_ptr, rows, keys, T, K, HK * K)
+        if ends_ptr is not None:
+            kt = _load_transposed(ends_ptr, rows, keys, T, K, HK * K)
+        else:
+            kt = _transposed(k, k_ptr, rows, keys, T, K, HK * K, PART)
         state = whole * state + _product(kt, (e[:, None] * u).to(k_ptr.dtype.element_ty))
     if final_ptr is not None:
         _store(final_ptr + row * K * V, state, keys, cols, K, V, V)
@@ -300,7 +324,7 @@ def chunk_outputs_kernel(
     for start in range(0, K, BLOCK_K):
         keys = start + tl.arange(0, BLOCK_K)
         state = _load(states_ptr + (row * N + chunk) * K * V, keys, cols, K, V, V)
-        out += _product(_load(q_ptr, rows, keys, T, K, HK * K), state.to(q_ptr.dtype.element_ty))
+        out += _product(_load(q_ptr, rows, keys, T, K, HK * K), state)
     if start_ptr is not None:
         out *= (tl.cast(scale, tl.float32) * tl.load(start_ptr + (row * N + chunk) * C + t))[:, None]
     else:
@@ -313,7 +337,7 @@ def chunk_outputs_kernel(
 @jit
 def chunk_states_backward_kernel(
     do_ptr, dfinal_ptr, q_ptr, k_ptr, ends_ptr, beta_ptr, start_ptr, end_ptr, whole_ptr, scores_ptr, inverse_ptr,
-    states_ptr, dstates_ptr, dwhole_ptr, dr_ptr, dv_ptr, dinitial_ptr, scale,
+    states_ptr, rests_ptr, dstates_ptr, dwhole_ptr, dr_ptr, dv_ptr, dinitial_ptr, scale,
     T, N, H, HK, K, V, C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """The state's gradient from the last chunk to the first, of one block of columns, dR and dV."""
@@ -323,9 +347,7 @@ def chunk_states_backward_kernel(
     b, h = row // H, row % H
     q_ptr += (b * T * HK + h // (H // HK)) * K
     k_ptr += (b * T * HK + h // (H // HK)) * K
-    if ends_ptr is None:
-        ends_ptr = k_ptr
-    else:
+    if ends_ptr is not None:
         ends_ptr += (b * T * HK + h // (H // HK)) * K
     values = (b * T * H + h) * V
     t, keys, cols = tl.arange(0, C), tl.arange(0, BLOCK_K), block * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -336,7 +358,9 @@ def chunk_states_backward_kernel(
         rows, matrix = chunk * C + t, (row * N + chunk) * C * C
         stored_ptr = dstates_ptr + (row * N + chunk) * K * V
         _store(stored_ptr, dstate, keys, cols, K, V, V)
-        state = _load(states_ptr + (row * N + chunk) * K * V, keys, cols, K, V, V)
+        state = _load(states_ptr + (row * N + chunk) * K * V, keys, cols, K, V, V).to(tl.float32)
+        if rests_ptr is not None:
+            state = _with_rest(state, _load(rests_ptr + (row * N + chunk) * K * V, keys, cols, K, V, V))
         dwhole_ptrs = dwhole_ptr + ((row * N + chunk) * blocks + block) * K + keys
         tl.store(dwhole_ptrs, tl.sum(state * dstate, axis=1), mask=keys < K)
         tokens = (row * N + chunk) * C
@@ -349,7 +373,12 @@ def chunk_states_backward_kernel(
                 tl.load(start_ptr + tokens + C - 1),
             )
         do = _load(do_ptr + values, rows, cols, T, V, H * V)
-        dr = _times_state(ends_ptr, dstate, stored_ptr, rows, keys, cols, T, K, V, HK * K, BLOCK_V, C, PART)
+        k = _load(k_ptr, rows, keys, T, K, HK * K)
+        if ends_ptr is not None:
+            ends = _load(ends_ptr, rows, keys, T, K, HK * K)
+            dr = _times_state(ends, ends_ptr, dstate, stored_ptr, rows, cols, T, K, V, HK * K, PART)
+        else:
+            dr = _times_state(k, k_ptr, dstate, stored_ptr, rows, cols, T, K, V, HK * K, PART)
         dr *= e[:, None]
         dr += _product(_load_transposed(scores_ptr + matrix, t, t, C, C, C), do)
         qt = _load_transposed(q_ptr, rows, keys, T, K, HK * K)
@@ -359,7 +388,10 @@ def chunk_states_backward_kernel(
             inverse_t = _load_transposed(inverse_ptr + matrix, t, t, C, C, C)
             dr = _product(inverse_t, dr.to(k_ptr.dtype.element_ty))
             _store(dr_ptr + values, dr, rows, cols, T, V, H * V)
-            kt = _load_transposed(k_ptr, rows, keys, T, K, HK * K)
+            if ends_ptr is not None:
+                kt = _load_transposed(k_ptr, rows, keys, T, K, HK * K)
+            else:
+                kt = _transposed(k, k_ptr, rows, keys, T, K, HK * K, PART)
             dstate -= _product(kt, ((beta * d)[:, None] * dr).to(k_ptr.dtype.element_ty))
             dr *= beta[:, None]
         _store(dv_ptr + values, dr, rows, cols, T, V, H * V)
@@ -368,25 +400,22 @@ def chunk_states_backward_kernel(
 
 
 @jit
-def _values_product(a_ptr, b_ptr, values, rows, T, V, H, C: tl.constexpr, BLOCK_V: tl.constexpr):
-    """A B^T of two matrices of values, `[C, C]`."""
-    product = tl.zeros((C, C), dtype=tl.float32)
+def _values_products(
+    do_ptr, u_ptr, dr_ptr, v_ptr, values, rows, T, V, H, C: tl.constexpr, BLOCK_V: tl.constexpr
+):  # fmt: skip
+    """dO U^T and dR U^T, `[C, C]`, and the products of the rows of dR and V, `[C]`."""
+    from_out = tl.zeros((C, C), dtype=tl.float32)
+    from_r = tl.zeros((C, C), dtype=tl.float32)
+    dr_v = tl.zeros((C,), dtype=tl.float32)
     for start in range(0, V, BLOCK_V):
         cols = start + tl.arange(0, BLOCK_V)
-        bt = _load_transposed(b_ptr + values, rows, cols, T, V, H * V)
-        product += _product(_load(a_ptr + values, rows, cols, T, V, H * V), bt)
-    return product
-
-
-@jit
-def _values_rows(a_ptr, b_ptr, values, rows, T, V, H, C: tl.constexpr, BLOCK_V: tl.constexpr):
-    """The products of the rows of two matrices of values, `[C]`."""
-    product = tl.zeros((C,), dtype=tl.float32)
-    for start in range(0, V, BLOCK_V):
-        cols = start + tl.arange(0, BLOCK_V)
-        a = _load(a_ptr + values, rows, cols, T, V, H * V).to(tl.float32)
-        product += tl.sum(a * _load(b_ptr + values, rows, cols, T, V, H * V).to(tl.float32), axis=1)
-    return product
+        ut = tl.trans(_load(u_ptr + values, rows, cols, T, V, H * V))
+        from_out += _product(_load(do_ptr + values, rows, cols, T, V, H * V), ut)
+        if dr_ptr is not None:
+            dr = _load(dr_ptr + values, rows, cols, T, V, H * V)
+            from_r += _product(dr, ut)
+            dr_v += tl.sum(dr.to(tl.float32) * _load(v_ptr + values, rows, cols, T, V, H * V).to(tl.float32), axis=1)
+    return from_out, from_r, dr_v
 
 
 @jit
@@ -405,18 +434,16 @@ def chunk_scores_backward_kernel(
         index_ptr += b * T
     t = tl.arange(0, C)
     rows = chunk * C + t
+    from_out, from_r, dr_v = _values_products(do_ptr, u_ptr, dr_ptr, v_ptr, values, rows, T, V, H, C, BLOCK_V)
     d = _between(_load_tokens(g_ptr + b * T * H + h, rows, T, H), index_ptr, rows, T, C)
-    dscores = _decayed(_values_product(do_ptr, u_ptr, values, rows, T, V, H, C, BLOCK_V), d)
-    dscores *= tl.cast(scale, tl.float32)
+    dscores = _decayed(from_out, d) * tl.cast(scale, tl.float32)
     matrix = (row * N + chunk) * C * C
     _store(dscores_ptr + matrix, dscores, t, t, C, C, C)
-    between = dscores * _keys_product(q_ptr, k_ptr, rows, T, K, HK, C, BLOCK_K)
+    da = tl.where(t[:, None] > t[None, :], _decayed(-from_r, d), 0.0)
+    qk, kk = _keys_products(q_ptr, k_ptr, rows, T, K, HK, beta_ptr is not None, C, BLOCK_K)
+    between = dscores * qk
     if beta_ptr is not None:
-        da = -_values_product(dr_ptr, u_ptr, values, rows, T, V, H, C, BLOCK_V)
-        da = tl.where(t[:, None] > t[None, :], _decayed(da, d), 0.0)
-        kk = _keys_product(k_ptr, k_ptr, rows, T, K, HK, C, BLOCK_K)
-        dbeta = _values_rows(dr_ptr, v_ptr, values, rows, T, V, H, C, BLOCK_V) + tl.sum(da * kk, axis=1)
-        tl.store(dbeta_ptr + (b * T + rows) * H + h, dbeta, mask=rows < T)
+        tl.store(dbeta_ptr + (b * T + rows) * H + h, dr_v + tl.sum(da * kk, axis=1), mask=rows < T)
         da *= _load_tokens(beta_ptr + b * T * H + h, rows, T, H)[:, None]
         _store_symmetric(dkk_ptr + matrix, da, t, C)
         between += da * kk
@@ -424,8 +451,8 @@ def chunk_scores_backward_kernel(
     until = tl.cumsum(tl.where(below, between, 0.0), axis=1)  # [i, s]: of all j <= s
     spans = tl.sum(tl.where(below, until, 0.0), axis=0)  # [s]: of those with j <= s < i, the gradient of g at s + 1
     last = t == C - 1
-    after = tl.where(last, chunk * C, rows + 1)
-    tl.store(dg_ptr + (b * T + after) * H + h, tl.where(last, 0.0, spans), mask=after < T)
+    following = tl.where(last, chunk * C, rows + 1)
+    tl.store(dg_ptr + (b * T + following) * H + h, tl.where(last, 0.0, spans), mask=following < T)
 
 
 @jit
@@ -439,7 +466,7 @@ def _states_products(
     from_end = tl.zeros((C, BLOCK_K), dtype=tl.float32)
     for first in range(0, V, BLOCK_V):
         cols = first + tl.arange(0, BLOCK_V)
-        begin = _load_transposed(state_ptr, keys, cols, K, V, V).to(u_ptr.dtype.element_ty)
+        begin = _load_transposed(state_ptr, keys, cols, K, V, V)
         end = _load_transposed(dstate_ptr, keys, cols, K, V, V)
         from_out += _product(_load(do_ptr + values, rows, cols, T, V, H * V), begin)
         from_end += _product(_load(u_ptr + values, rows, cols, T, V, H * V), end)
@@ -488,11 +515,12 @@ def chunk_keys_backward_kernel(
     q, k = _load(q_ptr, rows, keys, T, K, HK * K), _load(k_ptr, rows, keys, T, K, HK * K)
     from_start = scale * d * tl.sum(q.to(tl.float32) * from_out, axis=1)
     to_end = e * tl.sum(k.to(tl.float32) * from_end, axis=1)
+    dscores = _load(dscores_ptr + matrix, t, t, C, C, C)
     dq = (scale * d)[:, None] * from_out
-    dq += _product(_load(dscores_ptr + matrix, t, t, C, C, C), k)
+    dq += _product(dscores, k)
     _store(dq_ptr + heads, dq, rows, keys, T, K, H * K)
     dk = e[:, None] * from_end
-    dk += _product(_load_transposed(dscores_ptr + matrix, t, t, C, C, C), q)
+    dk += _product(tl.trans(dscores), q)
     part = block * tl.cast(tokens, tl.int64) + (b * T + rows) * H + h
     if beta_ptr is not None:
         beta = _load_tokens(beta_ptr + b * T * H + h, rows, T, H)
@@ -503,8 +531,8 @@ def chunk_keys_backward_kernel(
         dk += _product(_load(dkk_ptr + matrix, t, t, C, C, C), k)
     _store(dk_ptr + heads, dk, rows, keys, T, K, H * K)
     whole = tl.sum(_whole_gradient(dwhole_ptr + place * value_blocks * K, keys, value_blocks, K), axis=0)
-    later, earlier = t[:, None] >= t[None, :], t[:, None] < t[None, :]
-    dg = tl.sum(tl.where(later, from_start[:, None], 0.0), axis=0)
+    earlier = t[:, None] < t[None, :]
+    dg = tl.cumsum(from_start, axis=0, reverse=True)
     dg += tl.sum(tl.where(earlier, to_end[:, None], 0.0), axis=0)
     dg += _decayed(whole, tl.load(start_ptr + place * C + C - 1))
     tl.store(dg_ptr + part, dg, mask=rows < T)

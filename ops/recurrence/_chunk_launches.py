@@ -1,4 +1,4 @@
-"""Launches the kernels of the recurrence: the forward pass, and the backward pass, which makes anew what it needs."""
+"""Launches the kernels of the recurrence: the forward pass, and the backward pass, which makes most of it anew."""
 
 from dataclasses import dataclass
 
@@ -8,11 +8,12 @@ from torch import Tensor
 from llmk.ops.common.rows import contiguous
 from llmk.ops.common.sums import sum_partials
 from llmk.ops.recurrence._channel_kernels import (
+    channel_blocks_kernel,
+    channel_decays_kernel,
     channel_keys_backward_kernel,
     channel_pairs_backward_kernel,
     channel_scores_backward_kernel,
     channel_scores_kernel,
-    channel_sums_kernel,
 )
 from llmk.ops.recurrence._chunk_kernels import (
     chunk_inverse_kernel,
@@ -25,10 +26,8 @@ from llmk.ops.recurrence._chunk_kernels import (
     l2_norm_kernel,
     sum_heads_kernel,
 )
-from llmk.ops.recurrence._chunks import CHUNK, L2_EPS, sequence_indices
+from llmk.ops.recurrence._chunks import L2_EPS, chunk_size, sequence_indices
 from llmk.registry import cdiv, empty, max_warps, next_power_of_2, wrap_triton
-
-FLOAT32_CHUNK = 32
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,8 @@ class Inputs:
 
     @property
     def chunk(self) -> int:
-        """Tokens of a chunk. Products of float32 hold their operands in registers, where 64 do not fit."""
-        return FLOAT32_CHUNK if self.is_float32 else CHUNK
+        """Tokens of a chunk."""
+        return chunk_size(self.q.dtype)
 
     @property
     def levels(self) -> int:
@@ -157,7 +156,6 @@ class Matrices:
     start: Tensor | None
     end: Tensor | None
     whole: Tensor | None
-    sums: Tensor | None
     scores: Tensor
     inverse: Tensor | None
     kk: Tensor | None
@@ -168,50 +166,74 @@ class Matrices:
         return self.keys.shape[2]
 
 
-def _matrices(x: Inputs, *, keep_kk: bool) -> Matrices:
+@dataclass(frozen=True)
+class Kept:
+    """What is kept for the backward pass: T with a correction, and with a decay for each channel P and K K^T."""
+
+    inverse: Tensor | None
+    scores: Tensor | None
+    kk: Tensor | None
+
+
+def _matrices(x: Inputs, kept: Kept | None, *, keep: bool) -> Matrices:
+    """All of them: in the backward pass with what was kept."""
     if x.per_channel:
-        return _channel_matrices(x, keep_kk=keep_kk)
+        return _channel_matrices(x, kept, keep=keep)
     T, N, H, HK, K, _ = x.sizes
     start, end = (x.buffer((x.rows, N, x.chunk), torch.float32) for _ in range(2))
-    shape = (x.rows, N, x.chunk, x.chunk)
-    scores, a = x.buffer(shape), None if x.beta is None else x.buffer(shape, torch.float32)
+    scores, a = _matrix(x), None if x.beta is None or kept is not None else _matrix(x, torch.float32)
     tile = {"BLOCK_K": x.columns(128 // x.q.element_size(), K), "num_warps": 4}
     wrap_triton(chunk_scores_kernel)[(x.rows * N,)](
         x.q, x.k, x.g, x.beta, x.index, start, end, scores, a, x.scale, T, N, H, HK, K, C=x.chunk, **tile
     )
-    return Matrices(x.q, x.k, None, start, end, None, None, scores, _inverse(x, a), None)
+    inverse = _inverse(x, a) if kept is None else kept.inverse
+    return Matrices(x.q, x.k, None, start, end, None, scores, inverse, None)
+
+
+def _matrix(x: Inputs, dtype: torch.dtype | None = None) -> Tensor:
+    """A buffer for a matrix of each chunk."""
+    B, H, (_, N, *_) = x.v.shape[0], x.v.shape[2], x.sizes
+    return x.buffer((B, H, N, x.chunk, x.chunk), dtype)
 
 
 def _inverse(x: Inputs, a: Tensor | None) -> Tensor | None:
+    """T of A."""
     if a is None:
         return None
-    inverse = x.buffer(tuple(a.shape))
-    wrap_triton(chunk_inverse_kernel)[(a.shape[0] * a.shape[1],)](a, inverse, C=x.chunk, num_warps=4)
+    inverse = _matrix(x)
+    wrap_triton(chunk_inverse_kernel)[(x.rows * x.sizes[1],)](a, inverse, C=x.chunk, num_warps=2)
     return inverse
 
 
-def _channel_matrices(x: Inputs, *, keep_kk: bool) -> Matrices:
+def _channel_matrices(x: Inputs, kept: Kept | None, *, keep: bool) -> Matrices:
     T, N, H, HK, K, _ = x.sizes
     queries, ends = x.buffer(x.g.shape), x.buffer(x.g.shape)
     keys = None if x.beta is None else x.buffer(x.g.shape)
     whole = x.buffer((x.rows, N, K), torch.float32)
-    shape = (x.rows, N, x.chunk, x.chunk)
-    scores, a = x.buffer(shape), None if x.beta is None else x.buffer(shape, torch.float32)
-    kk = x.buffer(shape, torch.float32) if keep_kk and x.beta is not None else None
-    sums = x.buffer((x.rows, N, x.chunk, K), torch.float32)
     tile = {"BLOCK_K": x.columns(32, K), "num_warps": 4}
-    wrap_triton(channel_sums_kernel)[(x.rows * N * cdiv(K, tile["BLOCK_K"]),)](
-        x.g, sums, T, N, H, K, C=x.chunk, LEVELS=x.levels, **tile
+    wrap_triton(channel_decays_kernel)[(x.rows * N * cdiv(K, tile["BLOCK_K"]),)](
+        x.q, x.k, x.g, x.index, queries, keys, ends, whole, T, N, H, HK, K, C=x.chunk, **tile
     )
-    block = 16 if x.is_float32 else 32
-    warps = 4 if x.is_float32 or x.beta is None else 8  # four warps have no registers for A too
-    tile = {"BLOCK_K": x.columns(block, K), "num_warps": warps, "num_stages": 1}
-    wrap_triton(channel_scores_kernel)[(x.rows * N,)](
-        x.q, x.k, x.g, sums, x.beta, x.index, queries, keys, ends, whole, scores, kk, a, x.scale, T, N, H, HK, K,
-        C=x.chunk, LEVELS=x.levels, **tile,
-    )  # fmt: skip
     keys = ends if keys is None else keys
-    return Matrices(queries, keys, ends, None, None, whole, sums, scores, _inverse(x, a), kk)
+    kept = _channel_pairs(x, keep=keep) if kept is None else kept
+    assert kept.scores is not None
+    return Matrices(queries, keys, ends, None, None, whole, kept.scores, kept.inverse, kept.kk)
+
+
+def _channel_pairs(x: Inputs, *, keep: bool) -> Kept:
+    """P, and T with a correction; where the backward pass is to have it K K^T too."""
+    T, N, H, HK, K, _ = x.sizes
+    scores, a = _matrix(x), None if x.beta is None else _matrix(x, torch.float32)
+    kk = _matrix(x, torch.float32) if keep and x.beta is not None else None
+    tile = {"BLOCK_K": x.columns(16 if x.is_float32 else 32, K), "num_warps": 4}
+    wrap_triton(channel_blocks_kernel)[(x.rows * N,)](
+        x.q, x.k, x.g, x.beta, x.index, scores, kk, a, x.scale, T, N, H, HK, K, C=x.chunk, **tile
+    )
+    wrap_triton(channel_scores_kernel)[(x.rows * N * (x.levels - 4),)](
+        x.q, x.k, x.g, x.beta, x.index, scores, kk, a, x.scale, T, N, H, HK, K,
+        C=x.chunk, LEVELS=x.levels, num_stages=_stages(), **tile,
+    )  # fmt: skip
+    return Kept(_inverse(x, a), scores, kk)
 
 
 def _stages(most: int = 2) -> int:
@@ -219,49 +241,51 @@ def _stages(most: int = 2) -> int:
     return most if max_warps() == 32 else 1
 
 
-def _state_tile(x: Inputs, *, backward: bool = False) -> dict[str, int]:
-    """A state's block of columns, with all keys."""
+def _state_tile(x: Inputs, *, again: bool = False, backward: bool = False) -> dict[str, int]:
+    """A state's block of columns, with all keys: for the forward pass, for states made again, or for their gradient."""
     block_k = x.columns(256, x.q.shape[-1])
     if x.is_float32:
         return {"BLOCK_K": block_k, "BLOCK_V": 16, "PART": min(block_k, 32), "num_warps": 8, "num_stages": 1}
     if block_k > 128:
         return {"BLOCK_K": block_k, "BLOCK_V": 16, "PART": 64, "num_warps": 4, "num_stages": 1}
-    if x.beta is None and not backward:
+    if again or (x.beta is None and not backward):  # what rounding a corrected state left has no room beside 64
         most, stages = 32, _stages(3)
     elif x.beta is None or not backward:
         most, stages = 64, _stages()
-    else:  # the correction's gradient has more in registers and, of two steps, more in shared memory than an A100 has
-        most, stages = 32, 1
+    else:  # a correction's gradient has more in registers; of channels, in shared memory too, which two steps fill
+        most, stages = 32, 1 if x.per_channel else _stages()
     block_v = x.columns(most, x.v.shape[-1])
     return {"BLOCK_K": block_k, "BLOCK_V": block_v, "PART": 0, "num_warps": 4, "num_stages": stages}
 
 
-def _states(x: Inputs, m: Matrices, dtype: torch.dtype, final: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Each chunk's first state and U; the last state is written into `final`."""
+def _states(x: Inputs, m: Matrices, rests: Tensor | None, final: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Each chunk's first state and U; what their rounding left is written into `rests`, the last state into `final`."""
     T, N, H, _, K, V = x.sizes
-    states = x.buffer((x.rows, N, K, V), dtype)
+    states = x.buffer((x.rows, N, K, V))
     u = x.v if x.beta is None else x.buffer(x.v.shape)
-    tile = _state_tile(x)
+    tile = _state_tile(x, again=rests is not None)
     wrap_triton(chunk_states_kernel)[(x.rows * cdiv(V, tile["BLOCK_V"]),)](
-        m.keys, m.ends, x.v, x.beta, m.start, m.end, m.whole, m.inverse, x.initial, states, u, final,
+        m.keys, m.ends, x.v, x.beta, m.start, m.end, m.whole, m.inverse, x.initial, states, rests, u, final,
         T, N, H, m.heads, K, V, C=x.chunk, **tile,
     )  # fmt: skip
     return states, u
 
 
-def launch_forward(x: Inputs) -> tuple[Tensor, Tensor]:
-    """The outputs and the last state, padded."""
+def launch_forward(x: Inputs, *, keep: bool) -> tuple[Tensor, Tensor, Kept]:
+    """The outputs and the last state, padded, and what is to be kept for the backward pass."""
     T, N, H, _, K, V = x.sizes
     out = x.buffer(x.v.shape)
     final = x.buffer((x.v.shape[0], H, K, V), torch.float32)
-    m = _matrices(x, keep_kk=False)
-    states, u = _states(x, m, x.q.dtype, final)
+    m = _matrices(x, None, keep=keep)
+    states, u = _states(x, m, None, final)
     block_k, block_v = x.columns(128 // x.q.element_size(), K), x.columns(256 // x.q.element_size(), V)
     tile = {"BLOCK_K": block_k, "BLOCK_V": block_v, "num_warps": 4, "num_stages": _stages()}
     wrap_triton(chunk_outputs_kernel)[(x.rows * N * cdiv(V, tile["BLOCK_V"]),)](
         m.queries, u, m.start, m.scores, states, out, x.scale, T, N, H, m.heads, K, V, C=x.chunk, **tile
     )
-    return out, final
+    if not keep:
+        return out, final, Kept(None, None, None)
+    return out, final, Kept(m.inverse, m.scores if x.per_channel else None, m.kk)
 
 
 @dataclass(frozen=True)
@@ -277,13 +301,15 @@ class Backward:
 
 
 def launch_backward(
-    x: Inputs, grad_out: Tensor, grad_final: Tensor, need_initial_state: bool
+    x: Inputs, grad_out: Tensor, grad_final: Tensor, kept: Kept, need_initial_state: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """The gradients of q and k (each value head's, as kernels read them), v, g, beta and the first state, padded."""
     T, N, H, _, K, V = x.sizes
     do, dfinal = padded(grad_out), padded(grad_final, 2)
-    m = _matrices(x, keep_kk=True)
-    states, u = _states(x, m, torch.float32, None)
+    m = _matrices(x, kept, keep=False)
+    rest_dtype = torch.int16 if x.q.dtype == torch.bfloat16 else torch.int32
+    rests = None if x.is_float32 else x.buffer((x.rows, N, K, V), rest_dtype)
+    states, u = _states(x, m, rests, None)
     dstates, dv = x.buffer(tuple(states.shape)), x.buffer(x.v.shape)
     dr = None if x.beta is None else x.buffer(x.v.shape)
     dinitial = x.buffer(dfinal.shape, torch.float32) if need_initial_state else None
@@ -292,7 +318,7 @@ def launch_backward(
     dwhole = x.buffer((x.rows, N, blocks, K), torch.float32)
     wrap_triton(chunk_states_backward_kernel)[(x.rows * blocks,)](
         do, dfinal, m.queries, m.keys, m.ends, x.beta, m.start, m.end, m.whole, m.scores, m.inverse,
-        states, dstates, dwhole, dr, dv, dinitial, x.scale, T, N, H, m.heads, K, V, C=x.chunk, **tile,
+        states, rests, dstates, dwhole, dr, dv, dinitial, x.scale, T, N, H, m.heads, K, V, C=x.chunk, **tile,
     )  # fmt: skip
     made = Backward(do, states, dstates, dwhole, u, dr)
     dq, dk, dg, dbeta = (_channel_gradients if x.per_channel else _gradients)(x, m, made)
@@ -361,7 +387,7 @@ def _channel_gradients(x: Inputs, m: Matrices, made: Backward) -> tuple[Tensor, 
     dq, dk, dg_part = (x.buffer(x.g.shape, torch.float32) for _ in range(3))
     tile = {"BLOCK_K": x.columns(16 if x.is_float32 else 32, K), "num_warps": 4, "num_stages": 1}
     wrap_triton(channel_pairs_backward_kernel)[(x.rows * N * cdiv(K, tile["BLOCK_K"]),)](
-        x.q, x.k, x.g, m.sums, dscores, dkk, dq, dk, dg_part, T, N, H, HK, K, C=x.chunk, LEVELS=x.levels, **tile
+        x.q, x.k, x.g, dscores, dkk, dq, dk, dg_part, T, N, H, HK, K, C=x.chunk, LEVELS=x.levels, **tile
     )
     dg = x.buffer(x.g.shape, x.g.dtype)
     wrap_triton(channel_keys_backward_kernel)[(x.rows * N * blocks,)](

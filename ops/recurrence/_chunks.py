@@ -13,8 +13,14 @@ from llmk.registry import next_power_of_2
 
 CHUNK = 64
 """Tokens of a chunk; a shorter sequence is one chunk on a CPU."""
+FLOAT32_CHUNK = 32
 L2_EPS = 1e-6
 """Added to the sum of squares of a query or key that is normalized."""
+
+
+def chunk_size(dtype: torch.dtype) -> int:
+    """Tokens of a kernel's chunk. Products of float32 hold their operands in registers, where 64 do not fit."""
+    return FLOAT32_CHUNK if dtype == torch.float32 else CHUNK
 
 
 def sequence_indices(sequence_ids: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from llmk.ops.recurrence._call import check_call, recurrence_cost, samples
-from llmk.ops.recurrence._chunk_launches import cut, inputs, launch_backward, launch_forward, sum_heads
+from llmk.ops.recurrence._call import check_call, kept_shape, or_not_kept, recurrence_cost, samples
+from llmk.ops.recurrence._chunk_launches import Kept, cut, inputs, launch_backward, launch_forward, sum_heads
 from llmk.ops.recurrence._chunks import backward_cpu, chunked_reference, forward_cpu
 from llmk.registry import Cost, KernelOp, Sample, no_gradient, or_no_gradient, public_op
 
@@ -41,9 +41,17 @@ def _gated_delta_rule_fwd(
     sequence_ids: Tensor | None,
     scale: float,
     l2_norm_qk: bool,
-) -> tuple[Tensor, Tensor]:
-    out, final = launch_forward(inputs(q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk))
-    return cut(out, v.shape[3]), cut(final, q.shape[3], v.shape[3])
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The last three outputs are kept for the backward pass: matrices of each chunk, T, P and K K^T."""
+    x = inputs(q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk)
+    out, final, kept = launch_forward(x, keep=keep)
+    inverse, scores, kk = (
+        or_not_kept(kept.inverse, v),
+        or_not_kept(kept.scores, v),
+        or_not_kept(kept.kk, v, torch.float32),
+    )
+    return cut(out, v.shape[3]), cut(final, q.shape[3], v.shape[3]), inverse, scores, kk
 
 
 def _gated_delta_rule_bwd(
@@ -56,12 +64,17 @@ def _gated_delta_rule_bwd(
     beta: Tensor,
     initial_state: Tensor | None,
     sequence_ids: Tensor | None,
+    inverse: Tensor,
+    scores: Tensor,
+    kk: Tensor,
     scale: float,
     l2_norm_qk: bool,
     need_initial_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     x = inputs(q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk)
-    dq, dk, dv, dg, dbeta, dinitial = launch_backward(x, grad, grad_state, need_initial_state)
+    dq, dk, dv, dg, dbeta, dinitial = launch_backward(
+        x, grad, grad_state, Kept(inverse, scores, kk), need_initial_state
+    )
     dq, dk = sum_heads(dq, q, l2_norm_qk), sum_heads(dk, k, l2_norm_qk)
     dg = cut(dg, q.shape[3]) if g.dim() == 4 else dg
     dinitial = None if dinitial is None else cut(dinitial, q.shape[3], v.shape[3])
@@ -74,33 +87,40 @@ gated_delta_rule_bwd = KernelOp(_gated_delta_rule_bwd, opaque=True)
 
 
 @gated_delta_rule_fwd.register_kernel("cpu")
-def _(q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk):
-    return forward_cpu(q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk)
+def _(q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk, keep):
+    out, final = forward_cpu(q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk)
+    return out, final, *(or_not_kept(None, v, dtype) for dtype in (v.dtype, v.dtype, torch.float32))
 
 
 @gated_delta_rule_bwd.register_kernel("cpu")
-def _(grad, grad_state, q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk, need_initial_state):
+def _(
+    grad, grad_state, q, k, v, g, beta, initial_state, sequence_ids, inverse, scores, kk, scale, l2_norm_qk,
+    need_initial_state,
+):  # fmt: skip
     *grads, dinitial = backward_cpu(grad, grad_state, q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk)
     return *grads, dinitial if need_initial_state else no_gradient(grad)
 
 
 @gated_delta_rule_fwd.register_fake
-def _(q, v):
-    (B, _, H, V), K = v.shape, q.shape[3]
-    return v.new_empty(v.shape), v.new_empty((B, H, K, V), dtype=torch.float32)
+def _(q, v, g, keep):
+    (B, _, H, V), K, per_channel = v.shape, q.shape[3], g.dim() == 4
+    inverse, scores = v.new_empty(kept_shape(v, keep)), v.new_empty(kept_shape(v, keep and per_channel))
+    kk = v.new_empty(scores.shape, dtype=torch.float32)
+    return v.new_empty(v.shape), v.new_empty((B, H, K, V), dtype=torch.float32), inverse, scores, kk
 
 
 gated_delta_rule_fwd.register_backward(
     gated_delta_rule_bwd,
-    outputs=("out", "final_state"),
+    outputs=("out", "final_state", "inverse", "scores", "kk"),
     depends_on=[["q", "k", "v", "g", "beta", "initial_state"], ["k", "v", "g", "beta", "initial_state"]],
+    keeps=lambda needs_input_grad, args: (any(needs_input_grad),),
 )
 
 
 @gated_delta_rule_fwd.register_sharding
 def _(q):
     """Along the batch."""
-    return [([0, 0], [0] * 7)]
+    return [([0] * 5, [0] * 7)]
 
 
 def gated_delta_rule_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -167,8 +187,9 @@ def gated_delta_rule(
 
     With a decay for each channel this is Kimi Delta Attention. It is computed in chunks of 64 tokens by products of
     matrices. Their operands are rounded once to the dtype of `q`; states, decays and the inverse of each chunk's
-    triangular matrix are float32. The backward pass makes the states again: of the forward pass nothing is kept but
-    its inputs.
+    triangular matrix are float32. The backward pass makes the states again: of the forward pass it keeps the inputs
+    and, on a GPU, for each token and value head a row of its chunk's inverse, which is 64 numbers in the dtype of `q`
+    (32 of float32), and with a decay for each channel two rows more, one of them in float32.
 
     Args:
         q: Queries `[B, T, HK, K]`, float32, float16 or bfloat16, any strides, K up to 256.
@@ -198,4 +219,5 @@ def gated_delta_rule(
     """
     check_call(q, k, v, g, beta, scale, initial_state, sequence_ids)
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    return gated_delta_rule_fwd(q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk)
+    out, final_state, *_ = gated_delta_rule_fwd(q, k, v, g, beta, initial_state, sequence_ids, scale, l2_norm_qk)
+    return out, final_state

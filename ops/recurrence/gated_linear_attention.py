@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from llmk.ops.recurrence._call import check_call, recurrence_cost, samples
-from llmk.ops.recurrence._chunk_launches import cut, inputs, launch_backward, launch_forward, sum_heads
+from llmk.ops.recurrence._call import check_call, kept_shape, or_not_kept, recurrence_cost, samples
+from llmk.ops.recurrence._chunk_launches import Kept, cut, inputs, launch_backward, launch_forward, sum_heads
 from llmk.ops.recurrence._chunks import backward_cpu, chunked_reference, forward_cpu
 from llmk.registry import Cost, KernelOp, Sample, no_gradient, or_no_gradient, public_op
 
@@ -37,9 +37,12 @@ def _gated_linear_attention_fwd(
     initial_state: Tensor | None,
     sequence_ids: Tensor | None,
     scale: float,
-) -> tuple[Tensor, Tensor]:
-    out, final = launch_forward(inputs(q, k, v, g, None, initial_state, sequence_ids, scale, False))
-    return cut(out, v.shape[3]), cut(final, q.shape[3], v.shape[3])
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The last output is kept for the backward pass: with a decay for each channel a matrix of each chunk, P."""
+    x = inputs(q, k, v, g, None, initial_state, sequence_ids, scale, False)
+    out, final, kept = launch_forward(x, keep=keep)
+    return cut(out, v.shape[3]), cut(final, q.shape[3], v.shape[3]), or_not_kept(kept.scores, v)
 
 
 def _gated_linear_attention_bwd(
@@ -51,11 +54,12 @@ def _gated_linear_attention_bwd(
     g: Tensor,
     initial_state: Tensor | None,
     sequence_ids: Tensor | None,
+    scores: Tensor,
     scale: float,
     need_initial_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     x = inputs(q, k, v, g, None, initial_state, sequence_ids, scale, False)
-    dq, dk, dv, dg, _, dinitial = launch_backward(x, grad, grad_state, need_initial_state)
+    dq, dk, dv, dg, _, dinitial = launch_backward(x, grad, grad_state, Kept(None, scores, None), need_initial_state)
     dq, dk = sum_heads(dq, q, False), sum_heads(dk, k, False)
     dg = cut(dg, q.shape[3]) if g.dim() == 4 else dg
     dinitial = None if dinitial is None else cut(dinitial, q.shape[3], v.shape[3])
@@ -68,12 +72,12 @@ gated_linear_attention_bwd = KernelOp(_gated_linear_attention_bwd, opaque=True)
 
 
 @gated_linear_attention_fwd.register_kernel("cpu")
-def _(q, k, v, g, initial_state, sequence_ids, scale):
-    return forward_cpu(q, k, v, g, None, initial_state, sequence_ids, scale, False)
+def _(q, k, v, g, initial_state, sequence_ids, scale, keep):
+    return *forward_cpu(q, k, v, g, None, initial_state, sequence_ids, scale, False), or_not_kept(None, v)
 
 
 @gated_linear_attention_bwd.register_kernel("cpu")
-def _(grad, grad_state, q, k, v, g, initial_state, sequence_ids, scale, need_initial_state):
+def _(grad, grad_state, q, k, v, g, initial_state, sequence_ids, scores, scale, need_initial_state):
     dq, dk, dv, dg, _, dinitial = backward_cpu(
         grad, grad_state, q, k, v, g, None, initial_state, sequence_ids, scale, False
     )
@@ -81,22 +85,24 @@ def _(grad, grad_state, q, k, v, g, initial_state, sequence_ids, scale, need_ini
 
 
 @gated_linear_attention_fwd.register_fake
-def _(q, v):
+def _(q, v, g, keep):
     (B, _, H, V), K = v.shape, q.shape[3]
-    return v.new_empty(v.shape), v.new_empty((B, H, K, V), dtype=torch.float32)
+    scores = v.new_empty(kept_shape(v, keep and g.dim() == 4))
+    return v.new_empty(v.shape), v.new_empty((B, H, K, V), dtype=torch.float32), scores
 
 
 gated_linear_attention_fwd.register_backward(
     gated_linear_attention_bwd,
-    outputs=("out", "final_state"),
+    outputs=("out", "final_state", "scores"),
     depends_on=[["q", "k", "v", "g", "initial_state"], ["k", "v", "g", "initial_state"]],
+    keeps=lambda needs_input_grad, args: (any(needs_input_grad),),
 )
 
 
 @gated_linear_attention_fwd.register_sharding
 def _(q):
     """Along the batch."""
-    return [([0, 0], [0] * 6)]
+    return [([0, 0, 0], [0] * 6)]
 
 
 def gated_linear_attention_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -155,7 +161,8 @@ def gated_linear_attention(
 
     In Mamba-2's words q is C, k is B, v is x times dt, and g is dt times A. It is computed in chunks of 64 tokens by
     products of matrices. Their operands are rounded once to the dtype of `q`; states and decays are float32. The
-    backward pass makes the states again: of the forward pass nothing is kept but its inputs.
+    backward pass makes the states again: of the forward pass it keeps the inputs and, on a GPU with a decay for each
+    channel, 64 numbers in the dtype of `q` (32 of float32) for each token and value head.
 
     Args:
         q: Queries `[B, T, HK, K]`, float32, float16 or bfloat16, any strides, K up to 256.
@@ -183,4 +190,5 @@ def gated_linear_attention(
     """
     check_call(q, k, v, g, None, scale, initial_state, sequence_ids)
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    return gated_linear_attention_fwd(q, k, v, g, initial_state, sequence_ids, scale)
+    out, final_state, _ = gated_linear_attention_fwd(q, k, v, g, initial_state, sequence_ids, scale)
+    return out, final_state
