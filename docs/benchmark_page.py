@@ -20,7 +20,7 @@ LATER_TIMES = RESULTS / "hybrid-ops-h100.json"
 """Operators that are not in `TIMES`, in the same form."""
 H100_TIMES = RESULTS / "ops-h100.json"
 """The first workload of every operator, in the same form."""
-RECURRENCES = RESULTS / "recurrences-h200.json"
+RECURRENCES = RESULTS / "recurrences-h100.json"
 STEPS, CHUNKS = RESULTS / "train-step-h200.json", RESULTS / "chunks-h200.json"
 LATER_STEPS = {
     "with float32 logits": "train-step-h100.json",
