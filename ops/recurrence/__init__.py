@@ -95,16 +95,19 @@ would hold addresses of M and N in registers, and half as many programs would ru
 and beta, and those of a key head by its value heads, are float32 and added in their order: no atomics. The operands of
 each product are rounded once to the dtype of Q; S, T, the decays and all sums are float32.
 
-With a decay for each channel `channel_scores_kernel` takes the place of the first and makes d Q, d K and e K besides,
-so that the states and outputs come of the same kernels. `channel_pairs_backward_kernel` takes the halves one size after
-the other, and `channel_keys_backward_kernel` adds what comes through the states.
+With a decay for each channel other kernels take the place of the first: `channel_decays_kernel` makes d Q, d K and e K,
+so that the states and outputs come of the same kernels, and `channel_blocks_kernel` and `channel_scores_kernel` make P
+and A by halves: those of 8 tokens and fewer in products of blocks of 16 tokens, all of a chunk at once, and each larger
+size in a program of its own. The sums of log decays are products too, of ones and of the log decays in three parts,
+which no rounding loses. `channel_pairs_backward_kernel` takes the halves one size after the other, and
+`channel_keys_backward_kernel` adds what comes through the states.
 
-Besides the inputs T is kept for the backward pass, and with a decay for each channel P and K K^T, which there take a
-third of the forward pass to make. For each value head and 64 tokens the backward pass has in memory S, rounded for the
-products, and in integers what the rounding left; dS' and dR as operands of products, in the dtype of Q; three or four
-matrices of 64 * 64; and dQ and dK in float32. The rows of S . dS' are summed where dS' is still float32, with the whole
-of S: dg has no product in it that would be rounded as well. With a decay for each channel there are d Q, d K, e K and a
-part of dg besides, each of as many numbers as the keys.
+Besides the inputs T is kept for the backward pass, and with a decay for each channel P and K K^T, which take two fifths
+of its time on an H100. For each value head and 64 tokens the backward pass has in memory S, rounded for the products,
+and in integers what the rounding left; dS' and dR as operands of products, in the dtype of Q; three or four matrices of
+64 * 64; and dQ and dK in float32. The rows of S . dS' are summed where dS' is still float32, with the whole of S: dg
+has no product in it that would be rounded as well. With a decay for each channel there are d Q, d K, e K and a part of
+dg besides, each of as many numbers as the keys.
 """
 
 LARGEST_HEAD = 256

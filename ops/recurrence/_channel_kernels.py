@@ -25,7 +25,7 @@ from llmk.ops.recurrence._chunk_kernels import (
 from llmk.registry import jit
 
 BLOCK = tl.constexpr(16)
-"""Tokens of a block whose pairs are made one token after the other."""
+"""Tokens of a block: the fewest rows that a product has."""
 
 
 @jit
