@@ -7,9 +7,26 @@ values, with products after the inner loop.
 import torch
 import triton.language as tl
 
-from llmk.ops.recurrence._chunk_kernels import _load, _load_transposed, _product, _states_products, _store
+from llmk.ops.recurrence._chunk_kernels import _load, _load_transposed, _product, _store
 from llmk.registry import jit
 from llmk.registry.launch import Launch
+
+
+@jit
+def _states_products(
+    do_ptr, u_ptr, state_ptr, dstate_ptr, values, rows, keys, T, H, K, V,
+    C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """dO S^T and U dS'^T of a block of keys, of states in float32."""
+    from_out = tl.zeros((C, BLOCK_K), dtype=tl.float32)
+    from_end = tl.zeros((C, BLOCK_K), dtype=tl.float32)
+    for first in range(0, V, BLOCK_V):
+        cols = first + tl.arange(0, BLOCK_V)
+        begin = _load_transposed(state_ptr, keys, cols, K, V, V).to(u_ptr.dtype.element_ty)
+        end = _load_transposed(dstate_ptr, keys, cols, K, V, V)
+        from_out += _product(_load(do_ptr + values, rows, cols, T, V, H * V), begin)
+        from_end += _product(_load(u_ptr + values, rows, cols, T, V, H * V), end)
+    return from_out, from_end
 
 
 @jit
@@ -28,10 +45,9 @@ def keys_gradients_kernel(
     d = tl.load(start_ptr + (row * N + chunk) * C + t)
     for start in range(0, K, BLOCK_K):
         keys = start + tl.arange(0, BLOCK_K)
-        from_out, _, from_end = _states_products(
-            do_ptr, u_ptr, None, states_ptr + state, dstates_ptr + state, values, rows, keys, T, H, K, V,
-            C, BLOCK_K, BLOCK_V,
-        )  # fmt: skip
+        from_out, from_end = _states_products(
+            do_ptr, u_ptr, states_ptr + state, dstates_ptr + state, values, rows, keys, T, H, K, V, C, BLOCK_K, BLOCK_V
+        )
         q, k = _load(q_ptr, rows, keys, T, K, HK * K), _load(k_ptr, rows, keys, T, K, HK * K)
         dq = d[:, None] * from_out + _product(_load(dscores_ptr + matrix, t, t, C, C, C), k)
         _store(dq_ptr + (b * T * H + h) * K, dq, rows, keys, T, K, H * K)
