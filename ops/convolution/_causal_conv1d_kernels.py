@@ -293,7 +293,7 @@ def causal_conv1d_backward_walk_kernel(
     ahead = begin + (K - 1)
     left = tl.minimum(T - ahead, TOKENS).to(tl.int32)
     x_ptrs, dy_ptrs = x_ptr + ahead * x_t + d * x_d, dy_ptr + ahead * dy_t + d * dy_d
-    dx_ptrs = dx_ptr + (begin - (K - 1)) * dx_t + d * dx_d
+    dx_ptrs, before = dx_ptr + (begin - (K - 1)) * dx_t + d * dx_d, tl.full((1, 1), K - 1, tl.int32)
     for i in tl.range(0, tokens, loop_unroll_factor=UNROLL):
         t = begin + i
         next_xs = next_xs + (tl.load(x_ptrs, mask=there & (i < left), other=0.0),)
@@ -312,7 +312,7 @@ def causal_conv1d_backward_walk_kernel(
             new_dws = new_dws + (tl.fma(g, _same(sequences, k, K - 1, xs[k], PACKED), dws[k]),)
         dws = new_dws
         dxs = _spread(dxs, g, w, sequences, K, PACKED)
-        _store_gradient(dxs[0], dx_ptrs, dstate_ptr, t - (K - 1), d, there & (i >= K - 1), K)
+        _store_gradient(dxs[0], dx_ptrs, dstate_ptr, t - (K - 1), d, there & (i >= before), K)
         dxs = dxs[1:] + (zero,)
         x_ptrs += x_t
         dy_ptrs += dy_t
