@@ -23,6 +23,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from llmk.ops.common.math import LOG2E
 from llmk.registry import jit
 
 ACTIVATIONS = ("none", "relu", "relu_squared", "gelu", "gelu_tanh", "silu")
@@ -52,7 +53,7 @@ def _normal_cdf(x):
 @jit
 def _exp_minus(x):
     """exp(-x) for a sum with 1, from float32 to float32: results below the smallest normal number may be 0."""
-    return tl.exp2(x * -1.4426950408889634)  # tl.exp, without what that does for those
+    return tl.exp2(x * -LOG2E)  # tl.exp, without what that does for those
 
 
 @jit
