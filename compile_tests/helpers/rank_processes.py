@@ -63,6 +63,7 @@ def errors_of_ranks(checks: Checks, world: int, folder: Path, device_type: str =
 
 def _check(rank: int, checks: Checks, world: int, folder: Path, device_type: str) -> None:
     """Write what went wrong on a rank into a file."""
+    faulthandler.enable()  # a rank that dies of a signal says in which check
     torch.set_num_threads(1)
     # AOTAutograd's cache takes DTensors for equal whose local sizes differ: a rank would be given another's graph.
     torch._functorch.config.enable_autograd_cache = False
