@@ -1,11 +1,15 @@
 """The products of the losses that are fused with a projection."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from llmk.opcheck.calls import call, require_accurate
+from llmk.ops.linear_loss.chunked import _linear
 from llmk.ops.linear_loss.chunked._linear import (
     ALIGNED,
     ChunkedLinear,
@@ -14,6 +18,7 @@ from llmk.ops.linear_loss.chunked._linear import (
     aligned_parts,
 )
 from llmk.ops.linear_loss.chunked._plan import Plan, Sizes, kept_rows, plan
+from llmk.registry import OPS
 
 
 @pytest.mark.parametrize("classes", [1, 37, 64])
@@ -175,3 +180,36 @@ def test_a_chunk_of_groups_whose_rows_the_device_counts_is_one_block(group: int,
     assert known.block_rows < known.chunk_rows  # which takes less memory
     assert (found.block_rows == found.chunk_rows) == (group > 1)
     assert found.chunk_rows % group == found.block_rows % group == 0
+
+
+CHUNKED = [name for name in sorted(OPS) if "fused_linear" in name]
+CHUNKED += ["info_nce", "linear_logprobs", "linear_topk", "vocab_parallel_linear_ce"]
+
+
+@pytest.fixture
+def nan_where_nothing_is_written() -> Iterator[None]:
+    """PyTorch fills uninitialized tensors with NaN then."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("name", CHUNKED)
+def test_products_on_a_cpu_read_no_garbage(
+    name: str, monkeypatch: pytest.MonkeyPatch, nan_where_nothing_is_written: None
+) -> None:
+    """Where a CPU has AMX, oneDNN's of bfloat16 multiply an element behind each row of odd length by 0."""
+    op, product, looked_at = OPS[name], _linear.add_product, []
+
+    def checked(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+        rows, K = a.shape
+        if a.stride(1) == 1 and a.stride(0) > K and rows > 0:
+            behind = a.as_strided((rows,), (a.stride(0),), a.storage_offset() + K)
+            assert behind.isfinite().all(), f"{tuple(a.shape)}: {behind}"
+            looked_at.append(a)
+        product(total, a, b, first)
+
+    monkeypatch.setattr(_linear, "add_product", checked)
+    for sample in op.samples(torch.device("cpu"), torch.bfloat16):
+        require_accurate(op, sample, call(op, sample))
+    assert looked_at

@@ -120,13 +120,14 @@ class LinearCall:
         )
 
     def kept_logits(self, keep: bool) -> Tensor:
-        """Return an uninitialized buffer for the logits of the first rows, of none if not `keep`: see `kept_matrix`.
+        """Return a buffer for the logits of the first rows, of none if not `keep`: see `kept_matrix`.
 
         Its size is a function of sizes alone, so that fakes have the same. It is never empty, because PyTorch traces
-        tensors without elements apart.
+        tensors without elements apart. On a CPU it is zeros, for what `ChunkedLinear.buffer` says of its products.
         """
         elements = self.kept_rows * aligned(self.linear_weight.shape[0]) if keep else 0
-        return self.input.new_empty((elements + SPARE,), dtype=self.logits_dtype)
+        new = self.input.new_zeros if self.input.is_cpu else self.input.new_empty
+        return new((elements + SPARE,), dtype=self.logits_dtype)
 
     @property
     def kept_rows(self) -> int:
@@ -147,7 +148,7 @@ class LinearCall:
     def kept_matrix(self, kept: Tensor) -> Tensor:
         """Return `[K, ...]`, whose rows begin with the V logits of one of the first K tokens, from `kept_logits`.
 
-        What no token's logits are written to is never read.
+        What no token's logits are written to is in no result.
         """
         columns = aligned(self.linear_weight.shape[0])
         return kept[: kept.numel() // columns * columns].view(-1, columns)
