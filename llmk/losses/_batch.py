@@ -37,7 +37,7 @@ INTEGERS = (torch.int64, torch.int32)
 COUNTS = (*NUMBERS, *INTEGERS)
 MASKS = (torch.bool, torch.int64, torch.int32)
 PAIR_ORDERS = ("halves", "interleaved")
-"""Where the two sequences of pair i are, of B in a batch: at i and i + B / 2, or at 2i and 2i + 1; the chosen is first."""
+"""Where the two of pair i are among B sequences, the chosen first: at i and i + B / 2, or at 2i and 2i + 1."""
 KINDS = {NUMBERS: "numbers", INTEGERS: "integers", MASKS: "truth values (bool, or integers 0 and 1)"}
 
 
@@ -119,7 +119,7 @@ def without_unsupported(
     classes = target.long()
     num_outside = sum_over(ranks.tokens, outside.sum(dtype=torch.float32))
     num_tokens = sum_over(ranks.tokens, (classes != ignore_index).sum())
-    return classes.masked_fill(outside, ignore_index), {"outside_support": num_outside / num_tokens.clamp(min=1)}
+    return classes.masked_fill(outside, ignore_index), {"outside_support": num_outside / denominator_of(num_tokens)}
 
 
 def check_per_sequence(
@@ -164,7 +164,10 @@ def check_list(name: str, values: Any, expected: str) -> None:
 
 
 def denominator_of(value: Tensor | float) -> Tensor | float:
-    """Return what a sum is divided by, 1 for 0: a sum over nothing stays 0. A part of a step's count may be below 1."""
+    """Return what a sum is divided by, 1 for 0: a sum over nothing, or with weights of 0, stays 0.
+
+    Every mean of `llmk.losses` has this denominator. A part of a step's count, or a sum of weights, may be below 1.
+    """
     if not isinstance(value, Tensor):
         return value or 1
     value = value.detach().reshape(())
@@ -506,7 +509,7 @@ def scaled(logit_scale: float, input: Tensor, bias: Tensor | None) -> tuple[Tens
 
 def mean_over_tokens(values: Tensor, sequences: Sequences) -> Tensor:
     """Average `values [B, S]`, 0 where a token does not count, over the tokens that count; 0 over none."""
-    return sum_over(sequences.ranks.tokens, values.sum()) / sequences.num_tokens().clamp(min=1)
+    return sum_over(sequences.ranks.tokens, values.sum()) / denominator_of(sequences.num_tokens())
 
 
 def check_reference(
