@@ -38,8 +38,8 @@ from llmk.ops.linear_loss.chunked import (
     wants_float32,
     with_shard,
 )
+from llmk.ops.linear_loss.drivers.logprobs import NOT_IGNORED
 from llmk.ops.linear_loss.kernels import MOST_SUPPORT, CrossEntropyTerm, Implementation, LogitTransform, Softmaxes
-from llmk.ops.linear_loss.objectives.topk_divergence import NOT_THERE
 from llmk.ops.loss.divergence_math import Mixture
 from llmk.registry import (
     PARTIAL,
@@ -79,7 +79,7 @@ class TopkTeachers(Protocol):
 
     @property
     def ids(self) -> Tensor:
-        """The classes of all of them, one after the other, `[N, K]`; NOT_THERE for one that is not there."""
+        """The classes of all of them, one after the other, `[N, K]`; -1 for one that is not there."""
         ...
 
     def losses(self, logprobs: Tensor, block: slice) -> Tensor:
@@ -376,7 +376,7 @@ def _topk_divergences(
     out: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Return the divergences from top-k teachers, and write the gradient of all to `out`, given that of each."""
-    transform, ids = _transform(call, call.temperature, NOT_THERE), topk.ids[block]
+    transform, ids = _transform(call, call.temperature, NOT_IGNORED), topk.ids[block]
     rank = impl.logprobs.statistics(z, ids, transform)
     logprobs, _, stats = impl.logprobs.combine(call.gather_ranks(rank), ids, transform)
     if out is not None:
