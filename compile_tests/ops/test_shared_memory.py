@@ -28,6 +28,13 @@ def test_wide_rows(name: str, columns: int, dtype: torch.dtype, tensors: int, de
         require_accurate(OPS[name], sample, call(OPS[name], sample))
 
 
+@pytest.mark.kernels
+def test_wide_rows_of_softmax(device: torch.device) -> None:
+    sample = Sample((torch.randn(5, 32768, device=device).bfloat16(),), why="32,768 columns")
+    with launches_for(32, RTX_4090):
+        require_accurate(OPS["softmax"], sample, call(OPS["softmax"], sample))
+
+
 def test_rows_ahead_are_those_that_fit() -> None:
     cpu = torch.device("cpu")
     assert shared_memory(cpu) == SHARED_MEMORY
