@@ -30,16 +30,27 @@ ORDERLY_FORMATS = None, 0, torch.preserve_format, torch.contiguous_format
 """Memory formats that keep the order of elements; 0 is how a schema writes the last one as a default."""
 CAST_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 OVERLOAD = type(torch.ops.aten.add.Tensor)
+SECOND_NAMES = {
+    "concat": "cat",
+    "concatenate": "cat",
+    "divide": "div",
+    "multiply": "mul",
+    "negative": "neg",
+    "subtract": "sub",
+    "true_divide": "div",
+}
+"""Names that ATen has besides another one, with the same arguments."""
 
 
 def name_of(node: Any) -> str:
     """Return the name of an operator of ATen without namespace and overload, and of others with their namespace.
 
-    The name is empty if the node calls no operator.
+    The name is empty if the node calls no operator. An operator with two names has the first.
     """
     if not isinstance(node, Node) or node.op != "call_function" or not isinstance(node.target, OVERLOAD):
         return ""
-    return schema_of(node.target).name.removeprefix("aten::")
+    name = schema_of(node.target).name.removeprefix("aten::")
+    return SECOND_NAMES.get(name, name)
 
 
 def constant_of(value: Any) -> int | float | None:
@@ -125,12 +136,14 @@ class Match:
         values: The nodes and constants that were captured, by name.
         nodes: The nodes that the pattern takes in.
         inputs: The captured tensors, in the order in which they were read.
+        sizes: Sizes that numbers among the nodes depend on, as in a sum over 4096: a trial leaves them as they are.
         same: Gives one node for all that are known to have equal values.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
     nodes: tuple[Node, ...] = ()
     inputs: tuple[Node, ...] = ()
+    sizes: tuple[int, ...] = ()
     same: Callable[[Node], Node] = lambda node: node
 
     def bind(self, name: str, value: Any) -> Iterator["Match"]:

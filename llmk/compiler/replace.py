@@ -170,9 +170,9 @@ class _Replacing:
             raise NoMatch(_raised(candidate.rule, error)) from error
         for node, stand_in in zip(returned, stand_ins, strict=True):
             node.replace_all_uses_with(stand_in, delete_user_cb=lambda user: user.op == "output")
+        self.needed.update(builder.made)
         for result, node in zip(candidate.results, news, strict=True):
             node.meta["needs_grad"] = result.meta.get("needs_grad", False)
-            self.needed.add(node)
             result.replace_all_uses_with(node)
             for (name, node_of), why in list(self.reasons.items()):
                 if node_of is result:
