@@ -17,7 +17,6 @@ from torch.fx import Node
 from llmk.compiler.formulas import Line, Unknown
 from llmk.compiler.mask_propagation import formula_of
 from llmk.compiler.patterns import (
-    Arg,
     Call,
     Cast,
     Either,
@@ -111,9 +110,10 @@ class FirstOfLast(Pattern):
 
     def find(self, value: Any, match: Match) -> Iterator[Match]:
         given = arguments(value, "self", "dim", "index") if name_of(value) in ("squeeze", "select") else None
-        if given and "dim" in given and given.get("index", 0) == 0:
-            if is_last(given["dim"], value_of(given["self"]).dim()):
-                yield from find(self.pattern, given["self"], match.with_node(value))
+        if given is None or "dim" not in given or given.get("index", 0) != 0:
+            return
+        if is_last(given["dim"], value_of(given["self"]).dim()):
+            yield from find(self.pattern, given["self"], match.with_node(value))
 
 
 def _same_shape(a: Any, b: Any) -> bool:
