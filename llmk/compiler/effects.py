@@ -134,6 +134,37 @@ def _has_effect(node: Node) -> bool:
     return is_random(node) or ("::" in name and not name.startswith("llmk::"))
 
 
+def bring_before(place: Node, wanted: Collection[Node], unread: Collection[Node]) -> bool:
+    """Move wanted nodes that stand after a place before it, with what they are made of, if that changes no value.
+
+    Args:
+        place: The node before which they are wanted.
+        wanted: The nodes that are wanted there.
+        unread: Nodes that must not be moved nor read by what is moved.
+
+    Returns:
+        True if the nodes are there now. Otherwise the graph is as it was.
+    """
+    late, queue = set[Node](), list(wanted)
+    while queue:
+        node = queue.pop()
+        if node >= place and node not in late:
+            late.add(node)
+            queue += node.all_input_nodes
+    read = {*late, *(source for node in late for source in node.all_input_nodes)}
+    if place in late or not read.isdisjoint(unread):
+        return False
+    if any(is_random(node) or _has_effect(node) or mutated_by(node) for node in late):
+        return False
+    touched = set[int]().union(*map(storages, read))
+    between = (node for node in place.graph.nodes if place <= node <= max(late, default=place))
+    if any(not mutated_by(node).isdisjoint(touched) for node in between):
+        return False
+    for node in sorted(late):
+        place.prepend(node)
+    return True
+
+
 def equal_values(graph: Graph, unsteady: Collection[int]) -> Callable[[Node], Node]:
     """Return a function that gives the first of all nodes that are known to have the same values as a node.
 

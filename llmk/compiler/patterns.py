@@ -10,6 +10,7 @@ a name here, and a `Match` finds the same value under it everywhere.
 This file imports private names alone, so that the files of operators can import it.
 """
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
@@ -547,6 +548,25 @@ def widened(builder: GraphBuilder, node: Node, dtype: torch.dtype) -> Node:
     if torch.promote_types(value_of(node).dtype, dtype) != dtype:
         raise NoMatch(f"it reads {value_of(node).dtype}, and the operator would {dtype}".replace("torch.", ""))
     return as_dtype(builder, node, dtype)
+
+
+def order_in_memory(tensor: Tensor) -> list[int] | None:
+    """Return the order of axes in which a tensor is contiguous: as they are, two exchanged, or the second one last."""
+    axes = list(range(tensor.dim()))
+    orders = [axes]
+    for i, j in itertools.combinations(axes, 2):
+        exchanged = {i: j, j: i}
+        orders.append([exchanged.get(axis, axis) for axis in axes])
+    orders.append(axes[:1] + axes[2:] + axes[1:2])
+    return next((order for order in orders if tensor.permute(order).is_contiguous()), None)
+
+
+def permuted(builder: GraphBuilder, node: Node, order: list[int], back: bool = False) -> Node:
+    """Return a tensor with its axes in an order, or from this order back as they were."""
+    if order == sorted(order):
+        return node
+    dims = [order.index(axis) for axis in range(len(order))] if back else order
+    return builder(torch.ops.aten.permute.default, node, dims)
 
 
 def require_last_axis(dim: Any, tensor: Tensor) -> None:

@@ -71,9 +71,9 @@ def is_last(dims: Any, rank: int) -> bool:
 
 
 def over_last_axis(node: Node) -> bool:
-    """Return True if an operator of one tensor works over its last axis."""
+    """Return True if an operator works over the last axis of its tensor, or puts several together along their last."""
     given = all_arguments(node)
-    return is_last(given["dim"], value_of(given["self"]).dim())
+    return is_last(given["dim"], value_of(given.get("self", node)).dim())
 
 
 def reciprocal(x: Any) -> Pattern:

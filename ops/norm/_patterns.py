@@ -27,6 +27,8 @@ from llmk.compiler.patterns import (
     constant_of,
     item_of,
     name_of,
+    order_in_memory,
+    permuted,
     require_last_axis,
     reshape_of,
     value_of,
@@ -160,13 +162,13 @@ def _options(values: Mapping[str, Any], input: Node) -> dict[str, Any]:
 
 def _build_rms_norm(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
     options, wanted = _options(values, values["input"]), builder.wanted
-    input, transpose = widened(builder, values["input"], wanted.dtype), torch.ops.aten.transpose.int
+    input = widened(builder, values["input"], wanted.dtype)
     # Heads whose memory is ordered by tokens keep that layout: rows are normalized in any order.
-    transposed = wanted.dim() > 2 and not wanted.is_contiguous() and wanted.transpose(-3, -2).is_contiguous()
-    if transposed:
-        input = builder(transpose, input, -3, -2)
-    normed = builder(torch.ops.llmk.rms_norm.default, input, **options)
-    return builder(transpose, normed, -3, -2) if transposed else normed
+    order = order_in_memory(wanted)
+    if order is None or order[-1] != wanted.dim() - 1:
+        order = list(range(wanted.dim()))
+    normed = builder(torch.ops.llmk.rms_norm.default, permuted(builder, input, order), **options)
+    return permuted(builder, normed, order, back=True)
 
 
 def _build_add_rms_norm(builder: GraphBuilder, values: Mapping[str, Any]) -> Any:
