@@ -319,3 +319,139 @@ def test_found(name: str) -> None:
     report = require_equal(fn, arguments(shapes, torch.float32))
     assert report.replaced == operators, str(report)
     assert not report.left, str(report)
+
+
+@pytest.mark.parametrize("negative", [False, True])
+def test_classes_at_their_places_count_from_the_end(negative: bool) -> None:
+    """As indices do, and targets of an operator do not."""
+    x, v, t = arguments(((N, H), (V, H), [N]), torch.float32)
+    report = require_equal(at_their_places, [x, v, t - V * negative])
+    assert report.replaced == {"linear_logprobs": 1}
+
+
+LEFT: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {}
+"""By a name: words of the report, what is no such spelling, and the shapes of its arguments."""
+
+
+def left(words: str, *shapes: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def add(fn: Callable[..., Any]) -> Callable[..., Any]:
+        LEFT[fn.__name__] = words, fn, shapes
+        return fn
+
+    return add
+
+
+@left("rms_norm: rsqrt: what is computed around it is no norm", (N, H))
+def sum_over_another_number(x: Tensor) -> Tensor:
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) / (H - 1) + EPS)
+
+
+@left("rms_norm: sqrt: what is computed around it is no norm", (N, H))
+def two_over_the_root(x: Tensor) -> Tensor:
+    return x * (2 / (mean_square(x) + EPS).sqrt())
+
+
+@left("", (H, H))
+def no_axis_put_back(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1) + EPS)
+
+
+@left("rms_norm: pow: what is computed around it is no norm", (N, H))
+def variance_of_a_sample(x: Tensor) -> Tensor:
+    var, mean = torch.var_mean(x, -1, keepdim=True)
+    return (x - mean) * (var + EPS) ** -0.5
+
+
+@left("rms_norm_gated: llmk::rms_norm: it has a gate", (N, H), (N, H), (4,))
+def one_weight_for_all_groups(x: Tensor, g: Tensor, w: Tensor) -> Tensor:
+    return F.rms_norm((x * F.silu(g)).view(N, 2, 4), (4,), w, EPS).view(N, H)
+
+
+@left("rms_norm_gated: llmk::rms_norm: rms_norm on the way is read elsewhere too", (N, H), (N, H), (H,))
+def read_between_the_norm_and_the_gate(x: Tensor, g: Tensor, w: Tensor) -> Tensor:
+    y = F.rms_norm(x, (H,), w, EPS)
+    return y * F.silu(g) + y
+
+
+@left("fused_linear_ce", (N, 2, 4), (V, 2, 4), [N])
+def einsum_over_two_axes(x: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(torch.einsum("nad,vad->nv", x, v), t)
+
+
+@left("fused_linear_ce", (N, H), (V, H), (V,), [N])
+def addmm_of_twice_the_bias(x: Tensor, v: Tensor, b: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(torch.addmm(b, x, v.t(), beta=2), t)
+
+
+@left("fused_linear_ce", (2, N, H), (2, V, H), [2, N])
+def a_matrix_for_each_batch(x: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy((x @ v.mT).view(-1, V), t.view(-1))
+
+
+@left("mul_ on the way is read elsewhere too", (N, H), (V, H), [N])
+def read_and_scaled_in_place(x: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    z = F.linear(x, v)
+    return F.cross_entropy(z.mul_(0.5), t) + z.sum()
+
+
+@left("linear_logprobs: index: its logits are not", (N, H), (V, H), [N])
+def other_places(x: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    return F.linear(x, v).log_softmax(-1)[torch.arange(N).flip(0), t]
+
+
+@left("linear_logprobs: index: its logits are not", (N, H), (V, H), [N])
+def places_of_fewer_rows(x: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    return F.linear(x, v).log_softmax(-1)[torch.arange(N - 1), t[1:]]
+
+
+@left("is not over the last axis", (V, H), (V, H), [V])
+def along_another_axis(x: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    return torch.take_along_dim(F.linear(x, v).log_softmax(-1), t[None], 0)
+
+
+@left("linear_logprobs: logsumexp: its logits are not", (2, 3, H), (V, H), [2, 3])
+def rows_in_another_order(x: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    z = F.linear(x, v)
+    return z.gather(-1, t[..., None]).squeeze(-1) - torch.stack([z[1].logsumexp(-1), z[0].logsumexp(-1)])
+
+
+@left("linear_logprobs: gather: linear on the way is read elsewhere too", (3, 3, H), (V, H), [3, 3])
+def rows_over_another_axis(x: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    z = F.linear(x, v)
+    return torch.stack([row.log_softmax(0).gather(-1, i) for row, i in zip(z, t.unsqueeze(-1), strict=True)])
+
+
+@left("linear_logprobs: logsumexp: its logits are not", (N, H), [N])
+def of_no_layer(x: Tensor, t: Tensor) -> Tensor:
+    return (x.logsumexp(-1) - x.gather(-1, (t % H)[:, None]).squeeze(-1)).mean()
+
+
+@left("one of its results is read before all that it takes is there", (1, 2, 6, 8), (1, 2, 6, 8), {6: 8}, {6: 8})
+def keys_made_of_turned_queries(q: Tensor, k: Tensor, c: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    q = turned(q, c, s)
+    return q, turned(k + q, c, s)
+
+
+@left("one of its results is read before all that it takes is there", (1, 2, 6, 8), (1, 2, 6, 8), {6: 8}, {6: 8})
+def keys_written_after_queries_are_read(q: Tensor, k: Tensor, c: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    keys = k * 2
+    q = turned(q, c, s) * 2
+    keys.add_(q)
+    return q, turned(keys * 2, c, s)
+
+
+@left("one of its results is read before all that it takes is there", (1, 2, 6, 8), (1, 2, 6, 8), {6: 8}, {6: 8})
+def keys_drawn_after_queries_are_read(q: Tensor, k: Tensor, c: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    q = turned(q, c, s) * 2
+    return q, turned(torch.dropout(k, 0.0, True), c, s)
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_left(name: str) -> None:
+    """What is almost such a spelling, with a word in the report."""
+    words, fn, shapes = LEFT[name]
+    report = require_equal(fn, arguments(shapes, torch.float32))
+    wanted = {"rms_norm", "layer_norm", "rms_norm_gated", "fused_linear_ce", "linear_logprobs", "rope"}
+    allowed = {"rms_norm"} if words.startswith("rms_norm_gated") else set()
+    assert not (wanted - allowed) & set(report.replaced), str(report)
+    assert any(words in f"{note.operator}: {note.reason}" for note in report.left) or not words, str(report)

@@ -223,13 +223,17 @@ def _group_size(values: Mapping[str, Any]) -> int:
 
 def _why_not_gated(node: Node) -> str:
     """Return the reason for which a norm was put in without the gate that is multiplied before it or after it."""
-    queue = [(node, lambda n: n.all_input_nodes[:1]), (node, lambda n: list(n.users))]
-    for at, step in queue:
-        around = step(at)
-        if any(name_of(x) in ("llmk::swiglu", "silu") for x in around):
-            return BETWEEN
-        queue += [(x, step) for x in around if reshape_of(x) is not None or cast_of(x) is not None]
-    return ""
+    before = node
+    while reshape_of(before) is not None or cast_of(before) is not None or before is node:
+        before = before.all_input_nodes[0]
+    after = [node]
+    for result in after:
+        after += [user for user in result.users if reshape_of(user) is not None or cast_of(user) is not None]
+    gates = [user for result in after for user in _users(result, UNIT) if user.args[1:] == (result,)]
+    return BETWEEN if name_of(before) == UNIT or gates else ""
+
+
+UNIT = "llmk::swiglu"
 
 
 RMS_NORM_GATED = tuple(
