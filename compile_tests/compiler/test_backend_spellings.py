@@ -85,6 +85,11 @@ def root_with_its_axis_put_back(x: Tensor, w: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1) + EPS)[..., None] * w
 
 
+@spelling("rms_norm", (N, H), (H,))
+def root_in_place(x: Tensor, w: Tensor) -> Tensor:
+    return x.square().mean(-1, keepdim=True).add_(EPS).rsqrt_().mul(x).mul_(w)
+
+
 @spelling("layer_norm", (N, H), (H,), (H,))
 def var_mean(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     var, mean = torch.var_mean(x, -1, keepdim=True, correction=0)
@@ -166,6 +171,11 @@ def a_matrix_permuted(x: Tensor, v: Tensor, t: Tensor) -> Tensor:
 @spelling("fused_linear_ce", (N, H), (V, H), [N])
 def scaled_in_place(x: Tensor, v: Tensor, t: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(x, v).mul_(0.5).div_(3.0), t)
+
+
+@spelling("fused_linear_ce", (N, H), (V, H), [N])
+def capped_in_place(x: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(x, v).div_(5.0).tanh_() * 5.0, t)
 
 
 @spelling("fused_linear_ce", (2, 4, H), (V, H), [2])
@@ -386,6 +396,12 @@ def addmm_of_twice_the_bias(x: Tensor, v: Tensor, b: Tensor, t: Tensor) -> Tenso
 @left("fused_linear_ce", (2, N, H), (2, V, H), [2, N])
 def a_matrix_for_each_batch(x: Tensor, v: Tensor, t: Tensor) -> Tensor:
     return F.cross_entropy((x @ v.mT).view(-1, V), t.view(-1))
+
+
+@left("something that it reads is written in place", (N, H), (N, H))
+def activated_in_place(x: Tensor, y: Tensor) -> Tensor:
+    """Into memory that stays as it was, where a unit takes the activation in."""
+    return F.silu(x * 2, inplace=True) * y
 
 
 @left("mul_ on the way is read elsewhere too", (N, H), (V, H), [N])

@@ -237,13 +237,17 @@ class Arg(Pattern):
 
 
 class Call(Pattern):
-    """A call of an operator of ATen, or of llmk by `llmk::`. Arguments that are not mentioned have their defaults."""
+    """A call of an operator of ATen, or of llmk by `llmk::`. Arguments that are not mentioned have their defaults.
+
+    Its form that writes into its first argument, such as `add_`, is the same call: it is replaced where nobody else has
+    that memory.
+    """
 
     def __init__(self, name: str, *args: Any, **kwargs: Any) -> None:
         self.name, self.args, self.kwargs = name, args, kwargs
 
     def find(self, value: Any, match: Match) -> Iterator[Match]:
-        if name_of(value) != self.name:
+        if name_of(value) not in (self.name, f"{self.name}_"):
             return
         names = [argument.name for argument in schema_of(value.target).arguments]
         wanted = dict(zip(names, self.args, strict=False)) | self.kwargs
