@@ -79,15 +79,15 @@ class ReplacementBuilder:
             node.graph.erase_node(node)
 
 
+def wants_gradient(value: Any) -> bool:
+    return isinstance(value, Node) and value.meta.get("needs_grad", False)
+
+
 def _is_whole(value: Any) -> bool:
     """Return True for whole numbers, which have no gradient."""
     if isinstance(value, Tensor):
         return not value.is_floating_point() and not value.is_complex()
     return isinstance(value, int | torch.SymInt)
-
-
-def wants_gradient(value: Any) -> bool:
-    return isinstance(value, Node) and value.meta.get("needs_grad", False)
 
 
 def _require_same(old: Tensor, new: Tensor) -> None:
