@@ -276,6 +276,18 @@ def eva_02(q: Tensor, k: Tensor, c: Tensor, s: Tensor) -> Tensor:
     return q @ k.mT
 
 
+@spelling("rope", *HEADS, {(1, 5): 16})
+def timm(q: Tensor, k: Tensor, angles: Tensor) -> Tensor:
+    """The same, with angles that are taken apart and expanded for each."""
+
+    def turned_by_pairs(x: Tensor) -> Tensor:
+        sin, cos = (part.unsqueeze(1).expand_as(x) for part in angles.tensor_split(2, -1))
+        return x * cos + torch.stack([-x[..., 1::2], x[..., ::2]], -1).reshape(x.shape) * sin
+
+    q = torch.cat([q[:, :, :1], turned_by_pairs(q[:, :, 1:])], 2).type_as(k)
+    return q @ torch.cat([k[:, :, :1], turned_by_pairs(k[:, :, 1:])], 2).mT
+
+
 @spelling("rope", *HEADS, {6: 8}, {6: 8})
 def keys_made_after_queries_are_read(q: Tensor, k: Tensor, c: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     q = turned(q, c, s) * 2

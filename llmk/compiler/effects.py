@@ -47,9 +47,9 @@ UNDECLARED = {
 """Operators of ATen that may write into arguments that their schemas do not mark, and the names of these arguments."""
 
 EQUAL_WHEN_REPEATED = frozenset({
-    "alias", "chunk", "contiguous", "cos", "expand", "flatten", "narrow", "permute", "repeat_interleave", "reshape",
-    "select", "sin", "slice", "split", "split_with_sizes", "squeeze", "sym_size", "t", "to", "transpose", "type_as",
-    "unbind", "unflatten", "unsqueeze", "view", "_to_copy", "_unsafe_view",
+    "alias", "chunk", "contiguous", "cos", "expand", "expand_as", "flatten", "narrow", "permute", "repeat_interleave",
+    "reshape", "select", "sin", "slice", "split", "split_with_sizes", "squeeze", "sym_size", "t", "tensor_split", "to",
+    "transpose", "type_as", "unbind", "unflatten", "unsqueeze", "view", "_to_copy", "_unsafe_view",
 })  # fmt: skip
 """Views, casts, copies and angles: operators so cheap that models call them twice with the same arguments."""
 

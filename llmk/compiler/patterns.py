@@ -349,8 +349,8 @@ def range_of(node: Any) -> tuple[Node, int, int] | None:
 def _part_of(node: Any) -> tuple[Node, int] | None:
     """Return the tensor that a node is a contiguous part of along the last axis, and where the part begins."""
     item, index = item_of(node) or (node, 0)
-    if item is not node and name_of(item) in ("split", "split_with_sizes", "chunk"):
-        given = arguments(item, "self", "split_size", "split_sizes", "chunks", "dim")
+    if item is not node and name_of(item) in ("split", "split_with_sizes", "chunk", "tensor_split"):
+        given = arguments(item, "self", "split_size", "split_sizes", "chunks", "sections", "indices", "dim")
         if given is not None and _is_last(given["dim"], given["self"]):
             before = [part.shape[-1] for part in value_of(item)[:index]]
             return (given["self"], sum(before)) if index >= 0 and all(isinstance(x, int) for x in before) else None

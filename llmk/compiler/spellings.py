@@ -103,6 +103,18 @@ class AxisBack(Pattern):
 
 
 @dataclass(frozen=True)
+class Broadcast(Pattern):
+    """The pattern, expanded to a shape that multiplication gives it anyway, or not."""
+
+    pattern: Any
+
+    def find(self, value: Any, match: Match) -> Iterator[Match]:
+        while name_of(value) in ("expand", "expand_as"):
+            match, value = match.with_node(value), value.args[0]
+        yield from find(self.pattern, value, match)
+
+
+@dataclass(frozen=True)
 class FirstOfLast(Pattern):
     """The pattern without its last axis, by a squeeze, or by the choice of the first element."""
 

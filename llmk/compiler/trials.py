@@ -36,6 +36,8 @@ VIEWS = frozenset(
         "permute",
         "t",
         "expand",
+        "expand_as",
+        "tensor_split",
         "chunk",
         "split",
         "split_with_sizes",

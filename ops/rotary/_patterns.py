@@ -28,10 +28,10 @@ from llmk.compiler.patterns import (
     value_of,
     widened,
 )
-from llmk.compiler.spellings import Where, over_last_axis
+from llmk.compiler.spellings import Broadcast, Where, over_last_axis
 
 aten = torch.ops.aten
-_cos, _sin = Input(KeywordArg("cos")), Input(KeywordArg("sin"))
+_cos, _sin = (Input(Broadcast(KeywordArg(name))) for name in ("cos", "sin"))
 
 
 def _side_by_side(parts: list[Pattern]) -> Pattern:
