@@ -6,7 +6,7 @@ results are stacked is the computation of all rows.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -110,7 +110,7 @@ class Broadcast(Pattern):
 
     def find(self, value: Any, match: Match) -> Iterator[Match]:
         while name_of(value) in ("expand", "expand_as"):
-            match, value = match.with_node(value), value.args[0]
+            match, value = match.with_node(value), all_arguments(value)["self"]
         yield from find(self.pattern, value, match)
 
 
@@ -259,17 +259,18 @@ class AtPlaces(Pattern):
         if given is None or len(given["indices"]) != value_of(given["self"]).dim():
             return
         *ranges, last = given["indices"]
-        if all(isinstance(x, Node) and _is_whole(x) for x in given["indices"]) and self._are_ranges(value, ranges):
+        rows = value_of(given["self"]).shape[:-1]
+        if all(isinstance(x, Node) and _is_whole(x) for x in given["indices"]) and self._are_ranges(
+            value, ranges, rows
+        ):
             for inner in find(self.pattern, given["self"], match.with_node(value)):
                 yield from find(self.index, last, inner)
 
     @staticmethod
-    def _are_ranges(node: Node, ranges: list[Node]) -> bool:
-        """Return True if the i-th index is i everywhere, over all rows."""
-        shape = value_of(node).shape
-        if not _same_shape(shape, value_of(node.args[0]).shape[:-1]):
-            return False
-        return all(_counts(x, i, shape) for i, x in enumerate(ranges))
+    def _are_ranges(node: Node, ranges: list[Node], rows: Sequence[Any]) -> bool:
+        """Return True if the node has one element for each row, and each index is the position along its axis."""
+        is_whole = _same_shape(value_of(node).shape, rows)
+        return is_whole and all(_counts(x, i, rows) for i, x in enumerate(ranges))
 
 
 def _is_whole(node: Node) -> bool:

@@ -229,7 +229,7 @@ def _why_not_gated(node: Node) -> str:
     after = [node]
     for result in after:
         after += [user for user in result.users if reshape_of(user) is not None or cast_of(user) is not None]
-    gates = [user for result in after for user in _users(result, UNIT) if user.args[1:] == (result,)]
+    gates = [user for result in after for user in _users(result, UNIT) if all_arguments(user)["up"] is result]
     return BETWEEN if name_of(before) == UNIT or gates else ""
 
 
