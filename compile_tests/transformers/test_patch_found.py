@@ -83,12 +83,24 @@ class DropsInTraining(Norm):
         return nn.functional.dropout(super().normed(x), 0.1, self.training)
 
 
+class ReadsABuffer(Norm):
+    """Whose values may change, and nothing tells."""
+
+    def normed(self, x: torch.Tensor) -> torch.Tensor:
+        return super().normed(x) * self.scale
+
+
+class ReadsADict(Norm):
+    def normed(self, x: torch.Tensor) -> torch.Tensor:
+        return super().normed(x) + self.p["dropout"]
+
+
 class LooksAtValues(Norm):
     def normed(self, x: torch.Tensor) -> torch.Tensor:
         return super().normed(x) if x.abs().max() < 1e6 else x
 
 
-@pytest.mark.parametrize("norm", [Nearly, WrongGradient, TwoInputs, Clamps, DropsInTraining, LooksAtValues])
+@pytest.mark.parametrize("norm", [Nearly, WrongGradient, TwoInputs, Clamps, DropsInTraining, LooksAtValues, ReadsABuffer, ReadsADict])
 def test_what_does_something_else_is_left(norm: type[Norm]):
     model = nn.Sequential(norm()).eval()
     report = patch(model)
@@ -118,17 +130,25 @@ def test_without_an_eps_it_is_that_of_float32(dtype: torch.dtype):
     torch.testing.assert_close(model(x), want)
 
 
+class Options:
+    factor = 1.0
+
+
 class ReadsAround(Norm):
-    """Its result depends on a dict and a buffer, which its type and its plain attributes do not say."""
+    """Its result depends on a number, and on one of an object, which its type does not say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plus, self.options = 0.0, Options()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.normed(x) * self.weight * self.scale + self.p["dropout"]
+        return self.normed(x) * self.weight * self.options.factor + self.plus
 
 
 def test_modules_that_read_different_things_are_told_apart():
     model = nn.Sequential(*(ReadsAround() for _ in range(4)))
-    model[1].p["dropout"] = 0.5
-    model[2].scale.fill_(2.0)
+    model[1].plus = 0.5
+    model[2].options.factor = 2.0
     x = torch.randn(3, 16)
     want = [norm(x) for norm in model]
     assert [entry.replaced for entry in patch(model).entries] == [True, False, False, True]
@@ -277,7 +297,7 @@ def test_a_convolution_is_found():
     original = copy.deepcopy(model)
     report = patch(model)
     assert report.replaced == {"convolution": 1}
-    assert "llmk_causal_conv1d_0(convolve, x.transpose(1, 2)" in report.source()
+    assert "llmk_causal_conv1d_0(self, convolve, x.transpose(1, 2)" in report.source()
     x = torch.randn(2, 9, 6)
     assert by_operator(model(x))
     torch.testing.assert_close(model(x), original(x))

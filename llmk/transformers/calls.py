@@ -6,6 +6,7 @@ on doing what it does. What the function computes is tried, not told from its na
 """
 
 import ast
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
@@ -14,6 +15,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from llmk.transformers.guards import Called, no_longer
 from llmk.transformers.probe import Differs
 from llmk.transformers.rewrite import Edit, Source, load
 
@@ -43,7 +45,7 @@ class Form:
         raise NotImplementedError
 
     def replacement(self, tried: Function) -> Function:
-        """Return what is called in place of a function that was tried, with the function called for put first."""
+        """Return what is called in place of a function that was tried, with that function put first."""
         raise NotImplementedError
 
 
@@ -62,8 +64,23 @@ class Calls(Edit):
         forms = {name: form for name, _, form in self.functions}
         for name, call in _calls(definition):
             if name in forms and len(call.args) in forms[name].positional:
-                call.args, call.func = [call.func, *call.args], load(new[name])
-        return {new[name]: form.replacement(function) for name, function, form in self.functions}
+                call.args, call.func = [load("self"), call.func, *call.args], load(new[name])
+        return {new[name]: replaced(name, function, form) for name, function, form in self.functions}
+
+
+@functools.cache
+def replaced(name: str, tried: Function, form: Form) -> Function:
+    """Return what is called in place of a function, with the module and the function called for put first."""
+    called, replacement = Called(tried), form.replacement(tried)
+    still = called.check()
+
+    def call(self: nn.Module, function: Any, *args: Any, **kwargs: Any) -> Any:
+        if still(function):
+            return replacement(function, *args, **kwargs)
+        no_longer(self, name, called, function)
+        return function(*args, **kwargs)
+
+    return call
 
 
 class CallFinder:

@@ -15,6 +15,9 @@ from typing import Any
 
 from torch import nn
 
+from llmk.transformers.guards import METHOD, llmk_fell_back
+from llmk.transformers.subclass import quiet_subclass
+
 CHANGES = "_llmk_changes"
 
 
@@ -22,6 +25,8 @@ class Change:
     """Replacements for methods of a class. Changes that are equal do the same; they can be pickled."""
 
     adds = False
+    method = "forward"
+    """The method that it replaces."""
 
     @property
     def what(self) -> str:
@@ -60,9 +65,14 @@ def changes_of(module: nn.Module) -> tuple[Change, ...]:
     return getattr(type(module), CHANGES, ())
 
 
-@functools.cache
 def patched_class(base: type, changes: tuple[Change, ...]) -> type:
     """`base` with the methods of `changes`, a later one's before an earlier one's."""
+    return _patched_class(base, changes, tuple(getattr(base, change.method, None) for change in changes))
+
+
+@functools.cache
+def _patched_class(base: type, changes: tuple[Change, ...], originals: tuple[Any, ...]) -> type:
+    """The same for methods of `base` that are those of now."""
     methods = {name: method for change in changes for name, method in change.methods(base).items()}
     init: Any = base.__init__
     reduce: Any = base.__reduce_ex__
@@ -80,12 +90,8 @@ def patched_class(base: type, changes: tuple[Change, ...]) -> type:
             return reduced
         return _restored, (base, changes, *reduced[1][1:]), *reduced[2:]
 
-    named = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    cls = type(base)(
-        base.__name__,
-        (base,),
-        {**named, "__init__": __init__, "__reduce_ex__": __reduce_ex__, **methods, CHANGES: changes},
-    )
+    named = {"__qualname__": base.__qualname__, "__doc__": base.__doc__, METHOD: llmk_fell_back, CHANGES: changes}
+    cls = quiet_subclass(base, {**named, "__init__": __init__, "__reduce_ex__": __reduce_ex__, **methods})
     return cls
 
 

@@ -59,7 +59,7 @@ def _convolution(tried: Function) -> Function:
         function: Any, input: Any, weight: Any, bias: Any = None, activation: Any = None, **kwargs: Any
     ) -> Any:
         asks_for_more = any(kwargs.get(name) is not None for name in others)
-        if function is tried and not asks_for_more and _fits(input, weight, bias) and activation in ACTIVATIONS:
+        if not asks_for_more and _fits(input, weight, bias) and activation in ACTIVATIONS:
             return convolution(input, weight, bias, activation, kwargs)
         return function(input, weight, bias, activation=activation, **kwargs)
 

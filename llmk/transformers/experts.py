@@ -62,6 +62,12 @@ class GateForm(NamedTuple):
         return ACTIVATIONS[self.activation](self.alpha * gate) / self.alpha * (up + self.up_offset)
 
 
+def weight_names(experts: Any) -> list[str]:
+    """The names of a module's weights in its products, and of their biases."""
+    names = ["gate_up_proj" if experts.has_gate else "up_proj", "down_proj"]
+    return [*names, *(f"{name}_bias" for name in names)] if experts.has_bias else names
+
+
 def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The function that transformers calls for `experts_implementation="llmk"`, with the module of the experts."""
     x, weights = hidden_states.to(experts.down_proj.dtype), top_k_weights

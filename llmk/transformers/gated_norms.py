@@ -14,7 +14,8 @@ from llmk import functional
 from llmk.ops.common.activations import GATES
 from llmk.registry.private.modules import children_of, parameters_of
 from llmk.transformers.classes import Change
-from llmk.transformers.norms import Trial, has_kept, signature_of, small_numbers
+from llmk.transformers.guards import Facts, guarded, has_plain_weights
+from llmk.transformers.norms import Trial, signature_of, small_numbers
 from llmk.transformers.probe import Differs
 from llmk.transformers.rewrite import set_source
 
@@ -45,29 +46,30 @@ class GatedNorm(Change):
 
     form: GatedForm
     proven: tuple[tuple[torch.dtype, torch.dtype | None], ...]
-    settings: tuple[tuple[str, float], ...]
+    facts: Facts
 
     @property
     def what(self) -> str:
         return "rms_norm_gated" if self.form.norm_before_gate else "rms_norm_gated, the gate first"
 
     def methods(self, base: type) -> dict[str, Any]:
-        form, proven, settings = self.form, self.proven, self.settings
+        form, proven = self.form, self.proven
         _, _, second = signature_of(base.forward)
 
-        def forward(self: nn.Module, input: Tensor | None = None, gate: Tensor | None = None, **named: Tensor) -> Any:
-            if input is None or named:
-                given = () if input is None else (input,)
-                return base.forward(self, *given, **({} if gate is None else {second.name: gate}), **named)
+        def own(self: Any, input: Tensor | None = None, gate: Tensor | None = None, **named: Tensor) -> Any:
+            given = () if input is None else (input,)
+            return base.forward(self, *given, **({} if gate is None else {second.name: gate}), **named)
+
+        def forward(self: Any, input: Tensor | None = None, gate: Tensor | None = None, **named: Tensor) -> Any:
+            if input is None or gate is None or named or gate.shape != input.shape or gate.dtype != input.dtype:
+                return own(self, input, gate, **named)
             weight = getattr(self, form.weight)
-            if gate is None or gate.shape != input.shape or gate.dtype != input.dtype:
-                return base.forward(self, input, gate)
-            if (input.dtype, weight.dtype) not in proven or not has_kept(self, settings):
-                return base.forward(self, input, gate)
+            if (input.dtype, weight.dtype) not in proven or not has_plain_weights(self, weight):
+                return own(self, input, gate)
             return form(input, gate, weight)
 
         set_source(forward, f"# {form}\n" + textwrap.dedent(inspect.getsource(forward)))
-        return {"forward": forward}
+        return guarded(base, "forward", forward, self.facts, own)
 
 
 def find_gated_norm(module: nn.Module) -> GatedNorm | None:
@@ -85,7 +87,8 @@ def find_gated_norm(module: nn.Module) -> GatedNorm | None:
     trial = Trial(module, parameters, len(weight), with_gate=True)
     for form in _forms(module, name, len(weight)):
         if trial.is_like(form):
-            return GatedNorm(form, trial.proven(form), small_numbers(module))
+            proven = trial.proven(form)
+            return GatedNorm(form, proven, trial.facts(proven))
     raise Differs("computes no RMSNorm over the last axis with a gate")
 
 

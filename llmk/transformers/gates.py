@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from llmk import functional
 from llmk.registry.private.modules import buffers_of, children_of, parameters_of
 from llmk.registry.record import FLOAT_DTYPES
+from llmk.transformers.guards import Called, called_of, no_longer
 from llmk.transformers.probe import Differs, agree, apart, gradients, identity, rows_of_all_scales, run, same
 from llmk.transformers.rewrite import Edit, Source, load
 
@@ -31,18 +32,11 @@ FORMS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor | No
 
 
 class Activation(NamedTuple):
-    """The object that the source calls `name`: a function, or a module's class and its plain attributes."""
+    """What the source calls `name`, and the operator's form of it."""
 
     name: str
     form: str
-    what: Any
-    state: tuple[tuple[str, Any], ...] = ()
-
-    def is_still(self, act: Any) -> bool:
-        """Return True if `act` is what was tried, and not another one that took its place."""
-        if isinstance(act, nn.Module):
-            return type(act) is self.what and all(getattr(act, name, None) == value for name, value in self.state)
-        return act is self.what
+    called: Called
 
 
 @dataclass(frozen=True)
@@ -65,14 +59,17 @@ class Gate(Edit):
 @functools.cache
 def gated_unit(activation: Activation) -> Callable[..., Any]:
     """Return what computes `act(gate) * up` where an operator fits; they are the halves of `packed`, if it is given."""
-    unit = FORMS[activation.form][1]
+    unit, called = FORMS[activation.form][1], activation.called
+    still = called.check()
 
-    def gated(act: Any, gate: Any, up: Any, up_first: bool = False, packed: Any = None) -> Any:
+    def gated(self: Any, act: Any, gate: Any, up: Any, up_first: bool = False, packed: Any = None) -> Any:
         alike = (
             isinstance(gate, Tensor) and isinstance(up, Tensor) and gate.shape == up.shape and gate.dtype == up.dtype
         )
-        if alike and gate.dtype in FLOAT_DTYPES and activation.is_still(act):
-            return unit(gate, up) if packed is None else unit(packed, None)
+        if alike and gate.dtype in FLOAT_DTYPES:
+            if still(act):
+                return unit(gate, up) if packed is None else unit(packed, None)
+            no_longer(self, activation.name, called, act)
         return up * act(gate) if up_first else act(gate) * up
 
     return gated
@@ -82,7 +79,7 @@ class GateFinder:
     """Finds gated units in the sources of a model's modules; activations that are alike are tried once."""
 
     def __init__(self) -> None:
-        self._tried: dict[Any, str | Differs] = {}
+        self._tried: dict[Any, tuple[str, Called] | Differs] = {}
 
     def __call__(self, module: nn.Module, source: Source) -> Gate | None:
         """
@@ -106,18 +103,16 @@ class GateFinder:
     def _activation(self, name: str, act: Any) -> Activation:
         if not callable(act) or isinstance(act, type):
             raise Differs("is no function")
-        module = isinstance(act, nn.Module)
-        key = identity(act) if module else act
+        key = identity(act) if isinstance(act, nn.Module) else act
         if key not in self._tried:
             try:
-                self._tried[key] = _form(act)
+                self._tried[key] = _form(act), called_of(act, [rows_of_all_scales(64)])
             except Differs as why:
                 self._tried[key] = why
-        form = self._tried[key]
-        if isinstance(form, Differs):
-            raise form
-        state = [(k, v) for k, v in vars(act).items() if isinstance(v, int | float | str)] if module else []
-        return Activation(name, form, type(act) if module else act, tuple(s for s in state if s[0] != "training"))
+        found = self._tried[key]
+        if isinstance(found, Differs):
+            raise found
+        return Activation(name, *found)
 
 
 def _form(act: Any) -> str:
@@ -203,7 +198,7 @@ class _Products(ast.NodeTransformer):
                     if factor is node.right:  # evaluated in the order in which they stood
                         operands = [*reversed(operands), ("up_first", ast.Constant(True))]
                     operands += self._packed(gate, other)
-                    return ast.Call(load(function), [act], [ast.keyword(*operand) for operand in operands])
+                    return ast.Call(load(function), [load("self"), act], [ast.keyword(*operand) for operand in operands])
         return node
 
     def _named(self, act: ast.expr) -> str | None:

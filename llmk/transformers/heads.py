@@ -12,8 +12,8 @@ from torch import nn
 
 from llmk.transformers.adapters import is_lora, linear_of, why_apart
 from llmk.transformers.classes import changes_of
+from llmk.transformers.guards import KEPT, is_hooked
 from llmk.transformers.probe import Differs, first_line
-from llmk.transformers.residuals import is_hooked
 from llmk.transformers.rewrite import (
     CannotRewrite,
     Edit,
@@ -148,6 +148,6 @@ def leads_inside(model: nn.Module, path: str) -> bool:
     for name in path.split(".")[:-1]:
         module = getattr(module, name, None)
         changed = any(isinstance(c, Rewrite) and any(isinstance(e, Inner) for e in c.edits) for c in changes_of(module))
-        if not changed or is_hooked(module):
+        if not changed or is_hooked(module) or not getattr(module, f"{KEPT}forward")():
             return False
     return True

@@ -21,10 +21,10 @@ from llmk.registry.record import FLOAT_DTYPES
 from llmk.transformers.adapters import adding, as_one_layer, is_lora, linear_of, why_apart
 from llmk.transformers.capping import Capping, Trial
 from llmk.transformers.classes import CHANGES, Change, changes_of
+from llmk.transformers.guards import KEPT, METHOD, guarded, is_hooked, why_no_weight
 from llmk.transformers.heads import ASKED, Inner, head_at, inner_edits, leads_inside, projection_of
 from llmk.transformers.loss_calls import LOSS_FUNCTION, LossCalls, Places, find_places, is_plain
 from llmk.transformers.probe import Differs
-from llmk.transformers.residuals import is_hooked
 from llmk.transformers.rewrite import Edit, Source
 
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from llmk.registry.private.modules import children_of, parameters_of
 from llmk.registry.record import FLOAT_DTYPES
 from llmk.transformers.classes import Change
-from llmk.transformers.experts import GATE_FORM, GateForm, experts_forward, gate_form, is_packed
+from llmk.transformers.experts import GATE_FORM, GateForm, experts_forward, gate_form, is_packed, weight_names
+from llmk.transformers.guards import Facts, called_of, guarded, has_plain_weights, reads_of, why_no_weight
 from llmk.transformers.probe import (
     SCALES,
     Differs,
@@ -36,6 +37,7 @@ class Experts(Change):
     """A mixture's experts by operators."""
 
     operators: str
+    facts: Facts
 
     @property
     def what(self) -> str:
@@ -43,16 +45,18 @@ class Experts(Change):
 
     def methods(self, base: type) -> dict[str, Any]:
         def forward(self: Any, hidden_states: Tensor, *routing: Any, **named: Any) -> Tensor:
-            if hidden_states.dtype in FLOAT_DTYPES and self.down_proj.dtype in FLOAT_DTYPES and not named:
-                return experts_forward(self, hidden_states, *routing)
-            return base.forward(self, hidden_states, *routing, **named)
+            weights = [getattr(self, name) for name in weight_names(self)]
+            floats = hidden_states.dtype in FLOAT_DTYPES and self.down_proj.dtype in FLOAT_DTYPES
+            if named or not floats or not has_plain_weights(self, *weights):
+                return base.forward(self, hidden_states, *routing, **named)
+            return experts_forward(self, hidden_states, *routing)
 
         @torch.compiler.assume_constant_result
         def llmk_gate_form(self: Any) -> GateForm | None:
             return gate_form(self)
 
         set_source(forward, textwrap.dedent(inspect.getsource(forward)))
-        return {"forward": forward, GATE_FORM: llmk_gate_form}
+        return guarded(base, "forward", forward, self.facts) | {GATE_FORM: llmk_gate_form}
 
 
 def find_experts(module: nn.Module) -> Experts | None:
@@ -63,19 +67,40 @@ def find_experts(module: nn.Module) -> Experts | None:
     """
     if not is_packed(module):
         return None
+    if why := next(filter(None, map(why_no_weight, parameters_of(module).values())), None):
+        raise Differs(why)
     for training in (True, False):
         want, got = (_outcome(forward, module, training) for forward in (type(module).forward, experts_forward))
         if not agree(got[0], want[0]) or not all(map(_alike, got[1], want[1])):
             raise Differs("its experts are more than two products, a gate between and the routing weights")
-    return Experts("moe_experts" if gate_form(module) else "moe_permute, grouped_linear, moe_unpermute")
+    operators = "moe_experts" if gate_form(module) else "moe_permute, grouped_linear, moe_unpermute"
+    return Experts(operators, _facts(module))
+
+
+def _facts(module: Any) -> Facts:
+    """What its forward reads, and its activation, which is no longer called where an operator computes the gate."""
+    facts = {fact: None for training in (True, False) for fact in _reads(module, training)}
+    if isinstance(act := children_of(module).get("act_fn"), nn.Module):
+        facts |= dict.fromkeys(called_of(act, [rows_of_all_scales(H)]).as_part("self.act_fn"))
+    return tuple(facts)
+
+
+def _reads(module: Any, training: bool) -> Facts:
+    """Return what is read of the module; a function that experts are dispatched by is no part of them."""
+    return reads_of(type(module).forward, _twin(module, training), _arguments(module))
+
+
+def _arguments(module: Any) -> list[Tensor]:
+    """Tokens of all scales, the indices of their experts, and routing weights."""
+    T, E = len(SCALES), module.down_proj.shape[0]
+    indices = torch.arange(T * K, dtype=torch.int64, device="cpu").view(T, K) * 3 % E
+    return [rows_of_all_scales(H), indices, randoms(3)(T, K).square() + 0.1]
 
 
 def _outcome(forward: Callable[..., Any], module: Any, training: bool) -> tuple[Tensor, list[Tensor | None]]:
     """The output for tokens of all scales, and the gradients of all there is; both times of the same numbers."""
-    twin, E = _twin(module, training), module.down_proj.shape[0]
-    T = len(SCALES)
-    x, weights = rows_of_all_scales(H).requires_grad_(), (randoms(3)(T, K).square() + 0.1).requires_grad_()
-    indices = torch.arange(T * K, dtype=torch.int64, device="cpu").view(T, K) * 3 % E
+    twin, (x, indices, weights) = _twin(module, training), _arguments(module)
+    x.requires_grad_(), weights.requires_grad_()
     try:
         output = forward(twin, x, indices, weights)
         return output, gradients(output, [x, weights, *(p for p in parameters_of(twin).values() if p is not None)])

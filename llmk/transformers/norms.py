@@ -3,7 +3,7 @@
 import functools
 import inspect
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple, Protocol
@@ -15,6 +15,7 @@ from llmk import functional
 from llmk.registry.private.modules import buffers_of, children_of, parameters_of
 from llmk.registry.record import FLOAT_DTYPES
 from llmk.transformers.classes import Change
+from llmk.transformers.guards import Fact, Facts, guarded, has_plain_weights, reads_of
 from llmk.transformers.probe import Differs, agree, apart, gradients, randoms, rows_of_all_scales, run, same
 from llmk.transformers.rewrite import set_source
 
@@ -48,13 +49,12 @@ class NormForm(NamedTuple):
 class Norm(Change):
     """A norm's forward by an operator, with the dtypes of input and weight with which it was found to do the same.
 
-    It is the module's own again where one of `settings`, the module's attributes that may be its eps, has changed, and
-    where the input is given by a name.
+    It is the module's own again where the input is given by a name.
     """
 
     form: NormForm
     proven: tuple[tuple[torch.dtype, torch.dtype | None], ...]
-    settings: tuple[tuple[str, float], ...]
+    facts: Facts
 
     @property
     def what(self) -> str:
@@ -66,27 +66,33 @@ class Norm(Change):
         return self.form.op == "rms_norm"
 
     def methods(self, base: type) -> dict[str, Any]:
-        form, proven, settings = self.form, self.proven, self.settings
+        form, proven = self.form, self.proven
+
+        def own(self: Any, input: Tensor | None = None, residual: Tensor | None = None, **named: Tensor) -> Any:
+            given = () if input is None else (input,)
+            if residual is None:
+                return base.forward(self, *given, **named)
+            total = input + residual
+            return base.forward(self, total, **named), total
 
         def forward(
             self: nn.Module, input: Tensor | None = None, residual: Tensor | None = None, **named: Tensor
         ) -> Any:
             if input is None or named:
-                return base.forward(self, *(x for x in (input, residual) if x is not None), **named)
-            weight = None if form.weight is None else getattr(self, form.weight)
-            known = (input.dtype, None if weight is None else weight.dtype) in proven and has_kept(self, settings)
-            if residual is not None:
-                alike = input.shape == residual.shape and input.dtype == residual.dtype  # no broadcast, no promotion
-                if known and alike:
-                    return functional.add_rms_norm(input, residual, weight, form.used_eps, offset=form.offset)
-                total = input + residual
-                return forward(self, total), total
-            if not known:
-                return base.forward(self, input)
-            return form(input, weight, None if form.bias is None else getattr(self, form.bias))
+                return own(self, input, residual, **named)
+            weight, bias = (None if name is None else getattr(self, name) for name in form.parameters)
+            known = (input.dtype, None if weight is None else weight.dtype) in proven
+            if not known or not has_plain_weights(self, weight, bias):
+                return own(self, input, residual)
+            if residual is None:
+                return form(input, weight, bias)
+            if input.shape == residual.shape and input.dtype == residual.dtype:  # no broadcast, no promotion
+                return functional.add_rms_norm(input, residual, weight, form.used_eps, offset=form.offset)
+            total = input + residual
+            return form(total, weight, bias), total
 
         set_source(forward, f"# {form}\n" + textwrap.dedent(inspect.getsource(forward)))
-        return {"forward": forward}
+        return guarded(base, "forward", forward, self.facts, own)
 
 
 def find_norm(module: nn.Module) -> Norm | None:
@@ -109,7 +115,8 @@ def find_norm(module: nn.Module) -> Norm | None:
     trial = Trial(module, parameters, width)
     for form in _forms(module, list(parameters)):
         if trial.is_like(form):
-            return Norm(form, trial.proven(form), small_numbers(module))
+            proven = trial.proven(form)
+            return Norm(form, proven, trial.facts(proven))
     raise Differs("computes neither RMSNorm nor LayerNorm over the last axis")
 
 
@@ -125,10 +132,6 @@ def _forms(module: nn.Module, names: list[str]) -> Iterator[NormForm]:
 def small_numbers(module: nn.Module) -> tuple[tuple[str, float], ...]:
     """The attributes of a module that may be its eps, by their names."""
     return tuple((name, v) for name, v in sorted(vars(module).items()) if isinstance(v, float) and 0 < v < 0.1)
-
-
-def has_kept(module: nn.Module, settings: Iterable[tuple[str, float]]) -> bool:
-    return all(getattr(module, name, None) == value for name, value in settings)
 
 
 class Form(Protocol):
@@ -154,7 +157,7 @@ class Trial:
         self.outcomes = [self._outcome(training) for training in (True, False)]
 
     def _output(self, rows: Sequence[Tensor], parameters: dict[str, Tensor], training: bool) -> Tensor:
-        module = apart(self.module, {**dict.fromkeys(parameters_of(self.module)), **parameters}, training)
+        module = self._twin(parameters, training)
         output = run(type(module).forward, module, *rows)
         if not isinstance(output, Tensor):
             raise Differs("its output is not one tensor")
@@ -172,6 +175,25 @@ class Trial:
         output = _of_form(form, self.rows, self.parameters)
         found = gradients(output, self.inputs)
         return all(agree(output, want) and all(map(same, found, grads)) for want, grads in self.outcomes)
+
+    def facts(self, proven: Iterable[tuple[torch.dtype, torch.dtype | None]]) -> Facts:
+        """Return what the module reads, in training and in evaluation, for input of any such dtypes.
+
+        Raises:
+            Differs: It keeps something for later, or reads what may change unseen.
+        """
+        of_batch = [each.detach().unsqueeze(0) for each in self.rows]
+        plain = [each.detach() for each in self.rows]
+        calls = [(rows, training, torch.float32) for rows, training in product((plain, of_batch), (True, False))]
+        calls += [([r.to(of_rows) for r in plain], True, of_weight) for of_rows, of_weight in proven]
+        facts: dict[Fact, None] = {}
+        for rows, training, dtype in calls:
+            facts |= dict.fromkeys(reads_of(type(self.module).forward, self._twin(self.parameters, training, dtype), rows))
+        return tuple(facts)
+
+    def _twin(self, parameters: Mapping[str, Tensor], training: bool, dtype: torch.dtype | None = None) -> Any:
+        given = {name: p if dtype is None else p.to(dtype) for name, p in parameters.items()}
+        return apart(self.module, {**dict.fromkeys(parameters_of(self.module)), **given}, training)
 
     def _pairs(self) -> Iterator[tuple[torch.dtype, torch.dtype | None]]:
         if any(b is not None and b.is_floating_point() for b in buffers_of(self.module).values()):

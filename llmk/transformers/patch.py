@@ -227,7 +227,7 @@ class Plan:
                     edits |= {} if edit is None else {kind: edit}
             if edits and not self._is_own(module, method):
                 raise CannotRewrite(REPLACED)
-            change = Rewrite(method, tuple(edits.values()))
+            change = Rewrite(tuple(edits.values()), method)
             if edits:
                 change.methods(type(module))
         except CannotRewrite as why:
@@ -240,7 +240,7 @@ class Plan:
             if isinstance(edit, FusedLoss):
                 self.changes.setdefault(linear_of(module.get_submodule(edit.path)), []).append(Head())
                 for inner, change in edit.inner:
-                    self._change_whole(module.get_submodule(inner), Rewrite("forward", (change,)))
+                    self._change_whole(module.get_submodule(inner), Rewrite((change,)))
 
     def classes(self) -> list[tuple[nn.Module, type]]:
         """The modules that change, and what they become."""

@@ -107,7 +107,7 @@ def _delta_rule(tried: Function, grouped: bool, channels: bool) -> Function:
     def rule(function: Any, q: Any, k: Any, v: Any, g: Any, beta: Any, **options: Any) -> Any:
         asks_for_more = any(options.get(name) is not None for name in others)
         fits = fits_delta_rule(q, k, v, g, beta, options, channels) and (grouped or q.shape[2] == v.shape[2])
-        if function is not tried or asks_for_more or not fits:
+        if asks_for_more or not fits:
             return function(q, k, v, g, beta, **options)
         return delta_rule(q, k, v, g, beta, options)
 
@@ -208,7 +208,7 @@ def _scan(tried: Function) -> Function:
 
     def scanned(function: Any, x: Any, dt: Any, A: Any, B: Any, C: Any, chunk_size: int, **options: Any) -> Any:
         asks_for_more = any(options.get(name) is not None for name in others)
-        if function is not tried or asks_for_more or not fits_scan(x, dt, A, B, C, options):
+        if asks_for_more or not fits_scan(x, dt, A, B, C, options):
             return function(x, dt, A, B, C, chunk_size, **options)
         return scan(x, dt, A, B, C, options)
 
@@ -281,15 +281,11 @@ class WholeLayer(Form):
             raise Differs("computes a whole layer")
 
     def replacement(self, tried: Function) -> Function:
-        return _whole_layer(tried)
+        return left_to_its_parts
 
 
-@functools.cache
-def _whole_layer(tried: Function) -> Function:
-    def left_to_its_parts(function: Any, *args: Any, **options: Any) -> Any:
-        return None if function is tried else function(*args, **options)
-
-    return left_to_its_parts
+def left_to_its_parts(*args: Any, **options: Any) -> None:
+    return None
 
 
 # ---- both

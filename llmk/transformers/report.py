@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import nn
 
 from llmk.transformers.classes import changes_of, set_classes, unpatched_class
+from llmk.transformers.guards import FELL_BACK
 from llmk.transformers.rewrite import source_of_method
 
 REPORT = "_llmk_report"
@@ -56,6 +57,15 @@ class Report:
                 left[entry.name] = "; ".join(filter(None, (left.get(entry.name), entry.text)))
         return left
 
+    @property
+    def fell_back(self) -> dict[str, str]:
+        """Which guards have failed since patch(), by the module's name, and what ran in place of the replacement."""
+        found: dict[str, str] = {}
+        for name, module in self.model.named_modules():
+            if FELL_BACK in vars(module):
+                found[name] = "; ".join(f"{why}: {ran} ran" for why, ran in vars(module)[FELL_BACK].items())
+        return found
+
     def source(self, name: str = "") -> str:
         """The source of the `forward` that a module runs now, and where the functions come from that it calls.
 
@@ -74,12 +84,15 @@ class Report:
         set_classes([(module, unpatched_class(module)) for module in patched])
         for module in self.model.modules():
             vars(module).pop(REPORT, None)
+            vars(module).pop(FELL_BACK, None)
 
     def __str__(self) -> str:
         counts = Counter((e.kind, e.place, e.replaced, e.text) for e in self.entries)
         rows = [("", "module", "", "")] if counts else []
         for (kind, place, replaced, text), count in sorted(counts.items(), key=lambda item: (not item[0][2], item[0])):
             rows.append((kind, place, str(count), text if replaced else f"left: {text}"))
+        places = ((type(self.model.get_submodule(name)).__name__, text) for name, text in self.fell_back.items())
+        rows += [("guard", place, str(count), text) for (place, text), count in sorted(Counter(places).items())]
         lines = [line for row in _aligned(rows) for line in row]
         if not self.replaced:
             place = type(self.model).__name__

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from llmk.registry.private.modules import has_hooks
 from llmk.transformers.classes import changes_of
+from llmk.transformers.guards import is_hooked
 from llmk.transformers.rewrite import Edit, load
 
 
@@ -31,15 +31,11 @@ class Residual(Edit):
 
 def add_norm(norm: nn.Module, a: Any, b: Any) -> tuple[Any, Any]:
     """The norm of `a + b`, and `a + b`."""
-    if any(change.adds for change in changes_of(norm)) and not is_hooked(norm):
+    tensors = isinstance(a, Tensor) and isinstance(b, Tensor)
+    if tensors and any(change.adds for change in changes_of(norm)) and not is_hooked(norm):
         return norm(b, a)
     total = a + b
     return norm(total), total
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Return True if somebody looks at, or changes, what goes into `module` or comes out of it."""
-    return has_hooks(module) or "forward" in module.__dict__
 
 
 class _Sums(ast.NodeTransformer):

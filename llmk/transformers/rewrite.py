@@ -20,6 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import nn
 
 from llmk.transformers.classes import Change
+from llmk.transformers.guards import guarded
 
 
 class CannotRewrite(Exception):
@@ -53,11 +54,11 @@ class Edit:
 class Rewrite(Change):
     """A method made again from its edited source."""
 
-    method: str
     edits: tuple[Edit, ...]
+    method: str = "forward"
 
     def methods(self, base: type) -> dict[str, Any]:
-        return {self.method: rewritten(getattr(base, self.method), self.edits)}
+        return guarded(base, self.method, rewritten(getattr(base, self.method), self.edits), ())
 
 
 class Source(NamedTuple):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from llmk import functional
 from llmk.registry.record import FLOAT_DTYPES
+from llmk.transformers.guards import Called, no_longer
 from llmk.transformers.probe import AGREEMENT, Differs, agree, randoms, run
 from llmk.transformers.rewrite import Edit, Source, load
 
@@ -88,7 +89,7 @@ class Rope(Edit):
 
 
 class _Calls(ast.NodeTransformer):
-    """Calls others instead of some functions, which are their first argument."""
+    """Calls others instead of some functions, which are their second argument."""
 
     def __init__(self, others: Mapping[str, str | None]) -> None:
         self.others = others
@@ -96,7 +97,7 @@ class _Calls(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         other = self.others.get(ast.unparse(node.func)) if is_plain(node) else None
-        return node if other is None else ast.Call(load(other), [node.func, *node.args], [])
+        return node if other is None else ast.Call(load(other), [load("self"), node.func, *node.args], [])
 
 
 def is_plain(node: ast.Call) -> bool:
@@ -107,16 +108,19 @@ def is_plain(node: ast.Call) -> bool:
 @functools.cache
 def rope(turn: Turn) -> Callable[..., Any]:
     """Return a function that rotates q and k as the given one does, where they fit the operator."""
-    ours = FORMS[turn.form]
+    ours, called = FORMS[turn.form], Called(turn.function)
+    still = called.check()
     results = {(q, cos): result for q, cos, result in turn.results}
 
-    def rope(function: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    def rope(self: nn.Module, function: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
         alike = (
             q.dtype == k.dtype and cos.dtype == sin.dtype and q.dim() == k.dim() == 4 and cos.dim() == sin.dim() == 3
         )
-        if alike and function is turn.function and (q.dtype, cos.dtype) in results:
-            dtype = results[q.dtype, cos.dtype]
-            return ours(q.to(dtype), k.to(dtype), cos, sin)
+        if alike and (q.dtype, cos.dtype) in results:
+            if still(function):
+                dtype = results[q.dtype, cos.dtype]
+                return ours(q.to(dtype), k.to(dtype), cos, sin)
+            no_longer(self, turn.name, called, function)
         return function(q, k, cos, sin)
 
     return rope

@@ -1,8 +1,10 @@
 """The attributes and hooks that a module has of its own."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
-from llmk.registry.private.names import attribute
+from llmk.registry.private.names import attribute, find
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -19,7 +21,26 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     return attribute(module, "_modules", lambda module: dict(module.named_children()))
 
 
+_KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_unknown: dict[int, Any] = {0: None}
+_global_hooks: tuple[dict[int, Any], ...] = tuple(
+    find(f"torch.nn.modules.module._global{kind}", _unknown) for kind in _KINDS
+)
+_forward_hooks, _forward_pre_hooks, _backward_hooks, _backward_pre_hooks = _global_hooks
+
+
 def has_hooks(module: nn.Module) -> bool:
-    """Return True if a hook is registered on a module; where that cannot be told, as if one were."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, kind, True) for kind in kinds)
+    """Return True if a hook is registered on a module or on all modules; where that cannot be told, as if one were."""
+    if _forward_hooks or _forward_pre_hooks or _backward_hooks or _backward_pre_hooks:
+        return True
+    try:
+        own = module._forward_hooks or module._forward_pre_hooks
+        return bool(own or module._backward_hooks or module._backward_pre_hooks)
+    except AttributeError:
+        return True
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """The hooks that are registered on a module and on all modules."""
+    own = [getattr(module, kind, _unknown) for kind in _KINDS]
+    return [hook for hooks in (*own, *_global_hooks) for hook in hooks.values()]
