@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from llmk.transformers.guards import Called, no_longer
+from llmk.transformers.guards import called_of, no_longer
 from llmk.transformers.probe import Differs
 from llmk.transformers.rewrite import Edit, Source, load
 
@@ -71,7 +71,7 @@ class Calls(Edit):
 @functools.cache
 def replaced(name: str, tried: Function, form: Form) -> Function:
     """Return what is called in place of a function, with the module and the function called for put first."""
-    called, replacement = Called(tried), form.replacement(tried)
+    called, replacement = called_of(tried), form.replacement(tried)
     still = called.check()
 
     def call(self: nn.Module, function: Any, *args: Any, **kwargs: Any) -> Any:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from llmk.registry import is_sharded
-from llmk.registry.private.modules import buffers_of, children_of, has_hooks, parameters_of
+from llmk.registry.private.modules import buffers_of, children_of, has_hooks, hooks_of, parameters_of
 from llmk.registry.private.tensors import version_of
 from llmk.transformers.probe import OWN_OF_MODULES, Differs, apart
 from llmk.transformers.subclass import quiet_subclass
@@ -36,7 +36,7 @@ METHOD = "llmk_fell_back"
 """The method of patched modules that says so."""
 KEPT, WHY = "llmk_kept_", "llmk_why_"
 """Methods of patched modules, with the name of a guarded one: whether its guard holds, and why not."""
-ORIGINAL = "the model's own code"
+ORIGINAL = "the model's own code runs"
 
 
 MISSING = object()
@@ -137,7 +137,7 @@ def llmk_fell_back(self: nn.Module, method: str = "forward", why: str = "", ran:
     known = vars(self).setdefault(FELL_BACK, {})
     if why not in known:
         known[why] = ran
-        warnings.warn(f"llmk: {type(self).__name__}: {why}; {ran} runs, as before patch()", stacklevel=4)
+        warnings.warn(f"llmk: {type(self).__name__}: {why}; {ran}, as before patch()", stacklevel=4)
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -164,6 +164,31 @@ def has_plain_weights(module: nn.Module, *tensors: Any) -> bool:
     return True
 
 
+def has_kept(module: Any, facts: Facts, function: FunctionType) -> bool:
+    """Return True if all facts hold for a module."""
+    try:
+        return holds(facts, function)(module)
+    except AttributeError:  # of a name that is gone
+        return False
+
+
+BRINGERS = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.nn.utils.", "deepspeed.", "llmk.")
+"""Where hooks come from that bring a module its weights, and neither look at what passes nor change it."""
+
+
+def _brings_weights(hook: Any) -> bool:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    kinds = [hook] if isinstance(hook, FunctionType | MethodType) else type(hook).__mro__
+    return any(f"{kind.__module__}.".startswith(BRINGERS) for kind in kinds)
+
+
+@torch.compiler.assume_constant_result
+def llmk_only_brings_weights(self: nn.Module) -> bool:
+    """Return True if all hooks on a module bring its weights."""
+    return "forward" not in vars(self) and all(map(_brings_weights, hooks_of(self)))
+
+
 # ---- what is no longer called
 
 
@@ -178,15 +203,19 @@ class Called(NamedTuple):
         what = self.what
         if isinstance(what, nn.Module):
             return lambda now: now is what and not is_hooked(now)
-        if not isinstance(what, type):
+        if not self.facts:
             return lambda now: now is what
         still = holds(self.facts, self._function)
-        return lambda now: type(now) is what and still(now)
+        if isinstance(what, type):
+            return lambda now: type(now) is what and still(now)
+        return lambda now: now is what and still(now)
 
     @property
     def _function(self) -> FunctionType:
         """The function in whose globals its facts are."""
-        return inspect.unwrap(self.what.forward) if issubclass(self.what, nn.Module) else _facts_of_partial
+        if self.what is functools.partial:
+            return _facts_of_partial
+        return inspect.unwrap(self.what.forward if isinstance(self.what, type) else self.what)
 
     def as_part(self, path: str) -> Facts:
         """The same as facts of the module around, for a module at a path."""
@@ -195,14 +224,14 @@ class Called(NamedTuple):
         return (Fact(f"kind({path})", self.what), *inside)
 
     def why(self, now: Any) -> str:
-        if isinstance(self.what, type) and type(now) is self.what:
-            return broken(self.facts, self._function, now)
-        if now is self.what:
+        if isinstance(now, nn.Module) and now is self.what:
             return "a hook looks at it"
+        if now is self.what or type(now) is self.what:
+            return broken(self.facts, self._function, now)
         return f"it is {_words(type(now) if isinstance(now, nn.Module) else now)}, and was {_words(self.what)}"
 
 
-def called_of(value: Any, args: Iterable[Any]) -> Called:
+def called_of(value: Any, args: Iterable[Any] = ()) -> Called:
     """Return a function, or a module without parameters, as what a replacement calls no longer.
 
     Args:
@@ -214,6 +243,8 @@ def called_of(value: Any, args: Iterable[Any]) -> Called:
     """
     if isinstance(value, functools.partial):
         return Called(functools.partial, _facts_of_partial("self", value))
+    if isinstance(value, FunctionType):
+        return Called(value, _globals_of(inspect.unwrap(value), strict=False))
     if not isinstance(value, nn.Module):
         return Called(value)
     forward = type(value).forward
@@ -238,7 +269,7 @@ def reads_of(function: Callable[..., Any], twin: nn.Module, args: Iterable[Any])
     Raises:
         Differs: It keeps something for later, or reads what may change unseen.
     """
-    facts = dict.fromkeys(_globals_of(inspect.unwrap(function)))
+    facts = dict.fromkeys(_globals_of(inspect.unwrap(function), strict=True))
     log: dict[str, Any] = {}
     before, buffers = _snapshot(twin), {n: version_of(b) for n, b in buffers_of(twin).items() if b is not None}
     object.__setattr__(twin, "__class__", _recording(type(twin), "self", log))
@@ -339,8 +370,12 @@ def _facts_of_partial(path: str, value: "functools.partial[Any]") -> Facts:
     return tuple(Fact(expression, item) for expression, item in facts)
 
 
-def _globals_of(function: FunctionType) -> Facts:
-    """The functions and numbers among the globals of a function, and of its module's functions that it calls."""
+def _globals_of(function: FunctionType, *, strict: bool) -> Facts:
+    """The functions and numbers among the globals of a function, and of its module's functions that it calls.
+
+    Raises:
+        Differs: It stores a global or, where one is `strict`, reads another kind of object.
+    """
     found: dict[Fact, None] = {}
     todo, seen = [function], set()
     while todo:
@@ -351,6 +386,8 @@ def _globals_of(function: FunctionType) -> Facts:
             if isinstance(value, types.ModuleType | type) or value is MISSING:
                 continue
             if not _is_plain(value) and not callable(value):
+                if not strict:
+                    continue
                 raise Differs(f"reads {name}, a {type(value).__name__}, which may change")
             found[Fact(name, value)] = None
             if isinstance(value, FunctionType) and value.__globals__ is function.__globals__:

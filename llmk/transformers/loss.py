@@ -8,22 +8,35 @@ whatever gathers sharded parameters for a module's forward (FSDP, ZeRO-3) does s
 
 import ast
 import functools
-import warnings
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.loss import loss_utils
 
 from llmk import functional
+from llmk.registry.private.modules import children_of
 from llmk.registry.record import FLOAT_DTYPES
 from llmk.transformers.adapters import adding, as_one_layer, is_lora, linear_of, why_apart
 from llmk.transformers.capping import Capping, Trial
-from llmk.transformers.classes import CHANGES, Change, changes_of
-from llmk.transformers.guards import KEPT, METHOD, guarded, is_hooked, why_no_weight
+from llmk.transformers.classes import Change, changes_of
+from llmk.transformers.guards import (
+    KEPT,
+    METHOD,
+    Called,
+    broken,
+    called_of,
+    guarded,
+    has_kept,
+    is_hooked,
+    llmk_only_brings_weights,
+    why_no_weight,
+)
 from llmk.transformers.heads import ASKED, Inner, head_at, inner_edits, leads_inside, projection_of
-from llmk.transformers.loss_calls import LOSS_FUNCTION, LossCalls, Places, find_places, is_plain
+from llmk.transformers.loss_calls import LOSS_FUNCTION, LossCalls, Places, find_places
 from llmk.transformers.probe import Differs
 from llmk.transformers.rewrite import Edit, Source
 
@@ -37,8 +50,8 @@ class FusedLoss(Edit):
     capping: Capping
     shifts: bool
     """Return True if `loss_function` holds the logits of token i against label i + 1."""
-    loss_type: str | None
-    """The model's, by which transformers chooses its `loss_function`."""
+    function: Called | None
+    """The model's `loss_function`, if that computes it."""
     inner: tuple[tuple[str, Inner], ...]
     """The modules on the way to the projection, and their edits."""
     skip_ignored: bool
@@ -75,12 +88,10 @@ NOTHING = Projected(None, None, False)
 def project_of(edit: FusedLoss) -> Callable[..., Projected]:
     def project(self: nn.Module, head: nn.Module, hidden: Tensor, labels: Tensor | None) -> Projected:
         """The logits, or in training with labels a tensor of no width in their place."""
-        if not self.training or labels is None or hidden.dtype not in FLOAT_DTYPES or not _has_that_loss(self, edit):
+        if not self.training or labels is None or hidden.dtype not in FLOAT_DTYPES:
             return Projected(head(hidden), None, False)
-        if not fuses_loss(self, edit.path):
-            if not torch.compiler.is_compiling():
-                words = _words(head_at(self, edit.path))
-                warnings.warn(f"the loss comes from logits, as before patch(): the projection {words}", stacklevel=2)
+        if why := why_not_fused(self, edit):
+            getattr(self, METHOD)("forward", why, "the loss comes from logits")
             return Projected(head(hidden), None, False)
         if edit.inner:
             hidden = head(hidden, **{ASKED: True})
@@ -89,29 +100,44 @@ def project_of(edit: FusedLoss) -> Callable[..., Projected]:
     return project
 
 
-def _has_that_loss(model: nn.Module, edit: FusedLoss) -> bool:
-    if "_loss_function" in vars(model) or getattr(model, "loss_type", None) != edit.loss_type:
-        return False
-    if any(head_at(model, name) != value for name, value in edit.places.numbers):
-        return False
-    for name, ignored in children_of(edit.places):
-        criterion = head_at(model, name)
-        if not is_plain(criterion) or criterion.ignore_index != ignored:
-            return False
-    return True
+def why_not_fused(model: Any, edit: FusedLoss) -> str | None:
+    """The reason for which a loss comes from logits now, in words."""
+    compiling = torch.compiler.is_compiling()
+    if not has_kept(model, edit.places.facts, why_not_fused):
+        return CHANGED if compiling else broken(edit.places.facts, why_not_fused, model)
+    if edit.function is not None and not edit.function.check()(loss_function_of(model)):
+        return CHANGED if compiling else f"loss_function: {edit.function.why(loss_function_of(model))}"
+    why = why_not_projected(model, edit.path)
+    return None if why is None else f"the projection {why}"
 
 
-def children_of(places: Places) -> list[tuple[str, int]]:
-    """The names of the children that compute the loss, and the labels they ignore."""
-    named = [(name.removeprefix("self."), ignored) for name, ignored in places.criteria if name.startswith("self.")]
-    return [(name, ignored) for name, ignored in named if name != LOSS_FUNCTION]
+CHANGED = "what makes its logits or its loss has changed"
 
 
-def _words(head: Any) -> str:
-    if type(head) is nn.Linear or any(isinstance(change, Head) for change in changes_of(head)):
-        return "is looked at by a hook" if is_hooked(head) else "is not where it was"
-    why = why_apart(head) if is_lora(head) else None
-    return why or f"is now of {type(head).__module__}.{type(head).__name__}"
+def why_not_projected(model: nn.Module, path: str) -> str | None:
+    """The reason for which no loss can be had from the projection: a hook looks at logits, or they are made otherwise.
+
+    Hooks that bring the weights (FSDP, pruning, ZeRO-3) are for the loss as well.
+    """
+    head = head_at(model, path)
+    if not leads_inside(model, path):
+        return "is looked at by a hook, or is not where it was"
+    if is_lora(head) and (why := why_apart(head)):
+        return why
+    head = linear_of(head)
+    patched = any(isinstance(change, Head) for change in changes_of(head))
+    if not patched and type(head) is not nn.Linear:
+        return ANOTHER if torch.compiler.is_compiling() else f"is now of {type(head).__module__}.{type(head).__name__}"
+    if why := why_no_weight(head.weight):
+        return f"has weights of its own kind: {why}"
+    if is_hooked(head) and not (patched and head.llmk_only_brings_weights()):
+        return "is looked at by a hook"
+    if patched and not getattr(head, f"{KEPT}forward")():
+        return "has another forward now"
+    return None if head.weight.dtype in FLOAT_DTYPES else "is in a dtype that fused_linear_ce does not take"
+
+
+ANOTHER = "is now of another class"
 
 
 def add(logits: Tensor, bias: Tensor) -> Tensor:
@@ -122,25 +148,29 @@ def shown(logits: Tensor | None) -> Tensor | None:
     return None if logits is None or logits.shape[-1] == 0 else logits
 
 
-def fuses_loss(model: nn.Module, path: str) -> bool:
-    """True if the loss can be had from the projection: not where a hook looks at logits.
-
-    Nor where an adapter adds to them that is no LoRA. Hooks that bring the weights (FSDP, tensor parallelism, ZeRO-3)
-    are for the loss as well.
-    """
-    head = head_at(model, path)
-    if not leads_inside(model, path) or (is_lora(head) and why_apart(head)):
-        return False
-    head = linear_of(head)
-    if any(isinstance(change, Head) for change in changes_of(head)):
-        split = (
-            CHANGES not in vars(type(head)) or type(head.weight) is not nn.Parameter or hasattr(head.weight, "ds_id")
-        )
-        return split or not is_hooked(head)
-    return type(head) is nn.Linear and head.weight.dtype in FLOAT_DTYPES and not is_hooked(head)
-
-
 # ---- the loss
+
+
+def loss_function_of(model: Any) -> Any:
+    """The function behind a model's `loss_function`, which may be a method."""
+    function = getattr(model, LOSS_FUNCTION)
+    return getattr(function, "__func__", function)
+
+
+ARGUMENTS = ("logits", "labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels")
+"""The arguments of transformers' loss functions, in their order; others that they are given do nothing there."""
+
+
+def check_arguments(function: Any) -> None:
+    """
+    Raises:
+        Differs: A loss function takes other arguments.
+    """
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+    named = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+    takes_any = len(named) < len(parameters) and function.__module__ != loss_utils.__name__
+    if named != [*ARGUMENTS[: len(named)]] or takes_any:
+        raise Differs(f"its loss function {function.__qualname__} takes other arguments than transformers' own")
 
 
 @functools.cache
@@ -152,15 +182,16 @@ def loss_of(edit: FusedLoss) -> Callable[..., Tensor]:
         state: Projected,
         logits: Tensor,
         labels: Tensor,
-        *args: Any,
+        vocab_size: int | None = None,
         num_items_in_batch: Tensor | int | None = None,
         ignore_index: int = -100,
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        target = labels if shift_labels is None else shift_labels
-        if shift_labels is None and edit.shifts:
-            target = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        target = labels
+        if edit.shifts:
+            shifted = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+            target = shifted if shift_labels is None else shift_labels
         if num_items_in_batch is None:
             return _total(self, edit, state, target, ignore_index, "mean")
         total = _total(self, edit, state, target, ignore_index, "sum")
@@ -230,10 +261,11 @@ class Head(Change):
     """The output projection, whose forward gives logits, or with a target their loss."""
 
     def methods(self, base: type) -> dict[str, Any]:
-        def forward(self: nn.Module, input: Tensor, target: Tensor | None = None, *loss: Any) -> Tensor:
+        def forward(self: Any, input: Tensor, target: Tensor | None = None, *loss: Any) -> Tensor:
             return base.forward(self, input) if target is None else loss_of_linear(self, input, target, *loss)
 
-        return {"forward": forward}
+        brings: dict[str, Any] = {"llmk_only_brings_weights": llmk_only_brings_weights}
+        return guarded(base, "forward", forward, ()) | brings
 
 
 def find_loss(model: nn.Module, source: Source, skip_ignored: bool) -> FusedLoss:
@@ -242,12 +274,14 @@ def find_loss(model: nn.Module, source: Source, skip_ignored: bool) -> FusedLoss
         Differs: Why its loss cannot be fused.
     """
     path = projection_of(model)
-    if "_loss_function" in vars(model):
-        raise Differs("its loss_function was replaced")
     head, V = path.partition(".")[0], len(model.get_submodule(path).weight)  # type: ignore[arg-type]
     places = find_places(model, source, head, V)
     inner = inner_edits(model, path)
-    criterion = next((name for name, _ in children_of(places)), None)
+    function = None
+    if f"self.{LOSS_FUNCTION}" in dict(places.criteria):
+        function = called_of(loss_function_of(model))
+        check_arguments(function.what)
+    criteria = (name.removeprefix("self.") for name, _ in places.criteria if name != f"self.{LOSS_FUNCTION}")
+    criterion = next((name for name in criteria if name in children_of(model)), None)
     capping, shifts = Trial(model, head, criterion, places.added, V).found()
-    loss_type = getattr(model, "loss_type", None)
-    return FusedLoss(path, places, capping, shifts, loss_type, tuple(inner.items()), skip_ignored)
+    return FusedLoss(path, places, capping, shifts, function, tuple(inner.items()), skip_ignored)

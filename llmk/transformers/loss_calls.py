@@ -7,7 +7,9 @@ from typing import NamedTuple
 from torch import nn
 
 from llmk.registry.private.modules import buffers_of, parameters_of
+from llmk.transformers.guards import Fact, Facts
 from llmk.transformers.heads import takes_one
+from llmk.transformers.loss_uses import Uses
 from llmk.transformers.probe import Differs
 from llmk.transformers.rewrite import Source, argument_names, load, method_called
 
@@ -27,8 +29,8 @@ class Places(NamedTuple):
     it ignores."""
     added: str | None
     """The parameter or buffer that is added to the logits."""
-    numbers: tuple[tuple[str, float | None], ...]
-    """The model's attributes, `config.logits_scaling` perhaps, that the statements which make the logits read."""
+    facts: Facts
+    """What the statements that make the logits read, `config.logits_scaling` perhaps, and what computes the loss."""
 
 
 def find_places(model: nn.Module, source: Source, head: str, V: int) -> Places:
@@ -42,12 +44,11 @@ def find_places(model: nn.Module, source: Source, head: str, V: int) -> Places:
     calls = [node for node in ast.walk(definition) if method_called(node) == head]
     if len(calls) != 1 or not takes_one(calls[0]):
         raise Differs(f"its forward does not call self.{head} once, with the hidden states alone")
-    logits = _made_of(definition, calls[0])
+    criteria = _criteria(model, source)
+    uses = Uses(model, source, calls[0], criteria)
+    logits = uses.logits
     if any(isinstance(node, ast.Subscript) and _called_on(node.value) in logits for node in ast.walk(definition)):
         raise Differs("its forward takes a part of the logits before the loss")
-    if any(_puts_elsewhere(node, logits) for node in ast.walk(definition)):
-        raise Differs("its forward has its logits in an attribute, or adds what is made of them to something")
-    criteria = _criteria(model, source)
     used = {ast.unparse(n.func) for n in ast.walk(definition) if isinstance(n, ast.Call) and logits_in(n, logits)}
     criteria = {name: ignored for name, ignored in criteria.items() if name in used}
     if not criteria:
@@ -55,8 +56,18 @@ def find_places(model: nn.Module, source: Source, head: str, V: int) -> Places:
     added = {name for n in ast.walk(definition) if (name := added_name(n)) and _is_bias(model, name, V)}
     if len(added) > 1:
         raise Differs(f"it adds {' and '.join(sorted(added))} to its logits")
-    numbers = _numbers_read(model, source, logits)
-    return Places(head, frozenset(logits), tuple(criteria.items()), next(iter(added), None), numbers)
+    bias = next(iter(added), None)
+    facts = (*uses.facts(bias), *(fact for name, ignored in criteria.items() for fact in _of_criterion(name, ignored)))
+    return Places(head, frozenset(logits), tuple(criteria.items()), bias, facts)
+
+
+def _of_criterion(name: str, ignored: int) -> Facts:
+    """The facts of a child that computes the loss."""
+    if not name.startswith("self.") or name == f"self.{LOSS_FUNCTION}":
+        return ()
+    numbers = (("reduction", "mean"), ("label_smoothing", 0.0), ("ignore_index", ignored), ("weight", None))
+    plain = (Fact(f"{name}.{attribute}", value) for attribute, value in numbers)
+    return (Fact(f"kind({name})", nn.CrossEntropyLoss), Fact(f"is_hooked({name})", False), *plain)
 
 
 def logits_in(call: ast.Call, logits: Collection[str]) -> str | None:
@@ -91,66 +102,6 @@ def added_name(node: ast.AST) -> str | None:
 def _is_bias(model: nn.Module, name: str, V: int) -> bool:
     tensor = parameters_of(model).get(name, buffers_of(model).get(name))
     return tensor is not None and tensor.numel() == tensor.shape[-1] == V
-
-
-def _made_of(definition: ast.FunctionDef, call: ast.AST) -> set[str]:
-    """The names that are assigned what the call gives, or something made of it."""
-    assigned = [(s.targets[0], s.value) for s in ast.walk(definition) if isinstance(s, ast.Assign)]
-    names: set[str] = set()
-    for _ in assigned:  # as many rounds as a chain of names may be long
-        names |= {t.id for t, value in assigned if isinstance(t, ast.Name) and _holds(value, call, names)}
-    return names
-
-
-def _holds(value: ast.AST, call: ast.AST, names: set[str]) -> bool:
-    """Return True if it is made of the logits, and not by comparing them with labels."""
-    return (bool(_names(value) & names) or any(n is call for n in ast.walk(value))) and "labels" not in _names(value)
-
-
-def _names(node: ast.AST) -> set[str]:
-    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
-
-
-def _puts_elsewhere(node: ast.AST, logits: set[str]) -> bool:
-    match node:
-        case ast.Assign([ast.Attribute() | ast.Subscript(), *_], value) | ast.AugAssign(value=value):
-            return bool(_names(value) & logits) and "labels" not in _names(value)
-    return False
-
-
-def _numbers_read(model: nn.Module, source: Source, logits: set[str]) -> tuple[tuple[str, float | None], ...]:
-    """The numbers, and what is None, that stand where the logits are made, or in the condition for that."""
-    found: dict[str, float | None] = {}
-    for node in ast.walk(source.definition):
-        match node:
-            case ast.If(test, body) if any(_assigns(statement, logits) for statement in body):
-                read: ast.AST = test
-            case ast.Assign() if _assigns(node, logits):
-                read = node.value
-            case _:
-                continue
-        for name in filter(None, map(_attribute_of_self, ast.walk(read))):
-            value = source.lookup(model, f"self.{name}")
-            if value is None or type(value) in (int, float):
-                found[name] = value
-    return tuple(sorted(found.items()))
-
-
-def _attribute_of_self(node: ast.AST) -> str | None:
-    """NAME.NAME in `self.NAME.NAME`."""
-    match node:
-        case ast.Attribute(ast.Name("self"), name):
-            return name
-        case ast.Attribute(ast.Attribute() as inner, name) if path := _attribute_of_self(inner):
-            return f"{path}.{name}"
-    return None
-
-
-def _assigns(node: ast.AST, names: set[str]) -> bool:
-    match node:
-        case ast.Assign([ast.Name(target)], _):
-            return target in names
-    return False
 
 
 def _criteria(model: nn.Module, source: Source) -> dict[str, int]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from llmk import functional
 from llmk.registry.record import FLOAT_DTYPES
-from llmk.transformers.guards import Called, no_longer
+from llmk.transformers.guards import called_of, no_longer
 from llmk.transformers.probe import AGREEMENT, Differs, agree, randoms, run
 from llmk.transformers.rewrite import Edit, Source, load
 
@@ -108,7 +108,7 @@ def is_plain(node: ast.Call) -> bool:
 @functools.cache
 def rope(turn: Turn) -> Callable[..., Any]:
     """Return a function that rotates q and k as the given one does, where they fit the operator."""
-    ours, called = FORMS[turn.form], Called(turn.function)
+    ours, called = FORMS[turn.form], called_of(turn.function)
     still = called.check()
     results = {(q, cos): result for q, cos, result in turn.results}
 

@@ -9,6 +9,7 @@ The embedding and the output projection are split along the vocabulary. A patche
 `fused_linear_ce`, so that logits are neither whole nor gathered.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -137,11 +138,11 @@ def _summed(mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
 def _split_vocabulary(model: Any, mesh: DeviceMesh) -> None:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = getattr(head, "weight", None) is embedding.weight
-    enter: Any = _enter_vocabulary  # distribute_module declares them as returning nothing
-    leave: Any = _leave_vocabulary
     for module in (embedding, head):
         if module is not None:
-            distribute_module(module, mesh, _split_rows, enter, leave)
+            distribute_module(module, mesh, _split_rows)
+            module.register_forward_pre_hook(functools.partial(_enter_vocabulary, mesh=mesh))
+            module.register_forward_hook(_leave_vocabulary)
     if head is not None and tied:
         head.weight = embedding.weight
 
@@ -157,6 +158,6 @@ def _enter_vocabulary(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> tuple
     return inputs if len(inputs) > 1 else (_whole(inputs[0], mesh),)
 
 
-def _leave_vocabulary(module: nn.Module, output: Tensor, mesh: DeviceMesh) -> Tensor:
+def _leave_vocabulary(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
     """Not asynchronously: a compiled layer gives no gradient to what is still on its way."""
     return output.redistribute(placements=[Replicate()]).to_local() if isinstance(output, DTensor) else output
