@@ -184,9 +184,9 @@ class AddedAtTimes(transformers.LlamaForCausalLM):
     [
         (SomeRows, "takes a part of the logits"),
         (Smoothed, r"neither self.loss_function nor nn.CrossEntropyLoss\(\)"),
-        (Added, "not the mean cross entropy of its logits alone"),
-        (Kept, "has its logits in an attribute, or adds what is made of them to something"),
-        (AddedAtTimes, "has its logits in an attribute, or adds what is made of them to something"),
+        (Added, "uses its logits for more than the loss: loss = criterion"),
+        (Kept, "uses its logits for more than the loss: self.last_logits = logits"),
+        (AddedAtTimes, r"uses its logits for more than the loss: loss \+= \(logits - teacher\)"),
         ("MobileBertForMaskedLM", "does not just return what its decoder gives"),
         ("ProphetNetForCausalLM", "takes a part of the logits"),
         ("Blip2ForConditionalGeneration", "does not call self.language_model once"),

@@ -4,8 +4,10 @@ It is measured, not read from a configuration: the model's `forward` is run with
 projection's, and nothing in place of its layers.
 """
 
+import copy
 import functools
 import inspect
+from collections.abc import Callable, Collection
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -41,11 +43,16 @@ class Trial:
         criterion: The name of the child that computes the loss, if any.
         added: The name of the parameter or buffer that is added to the logits, if any.
         V: The number of classes.
+        kept: The flags of its configuration that its logits are made by.
     """
 
-    def __init__(self, model: nn.Module, head: str, criterion: str | None, added: str | None, V: int) -> None:
+    def __init__(
+        self, model: nn.Module, head: str, criterion: str | None, added: str | None, V: int, kept: Collection[str] = ()
+    ) -> None:
         self.model, self.head, self.criterion, self.added, self.V = model, head, criterion, added, V
-        self.arguments = inspect.signature(inspect.unwrap(type(model).forward)).parameters
+        forward = inspect.unwrap(type(model).forward)
+        self.arguments = inspect.signature(forward).parameters
+        self.flags = {*forward.__code__.co_names, RETURN_DICT} - set(kept)
 
     def found(self) -> tuple[Capping, bool]:
         """Return the transform of the logits, and whether token i's logits are held against label i + 1.
@@ -73,6 +80,7 @@ class Trial:
         want = capping(logits + bias if self.added else logits)
         if not isinstance(got_loss, Tensor) or not agree(want, got_logits):
             raise Differs("does more to its logits than to scale and cap them")
+        self._try_arguments(functools.partial(of, logits, bias, labels), want)
         shifted = functional.cross_entropy(want[:, :-1], labels[:, 1:])
         aligned = functional.cross_entropy(want, labels)
         for shifts, loss in ((True, shifted), (False, aligned)):
@@ -80,7 +88,34 @@ class Trial:
                 return capping, shifts
         raise Differs("its loss is not the mean cross entropy of its logits alone")
 
-    def _output(self, training: bool, logits: Tensor, bias: Tensor | None = None, labels: Tensor | None = None) -> Any:
+    def _try_arguments(self, of: Callable[..., Any], want: Tensor) -> None:
+        """Give each other argument of the forward other values.
+
+        Raises:
+            Differs: The logits are others then.
+        """
+        for name, parameter in self.arguments.items():
+            values = OTHERS if parameter.default is None else other_values(parameter.default)
+            for value in () if name in GIVEN else values:
+                try:
+                    got = of(**{name: value}).logits
+                except Exception:  # noqa: S112  whatever the code raises: it takes no such value, or gives no such output
+                    continue
+                if isinstance(got, Tensor) and got.shape == want.shape and not agree(want, got):
+                    raise Differs(f"does something else to its logits with {name}={value}")
+
+    def _config(self) -> Any:
+        """The configuration without its flags, which ask for outputs that layers alone can give."""
+        config = getattr(self.model, "config", None)
+        flags = {name: value for name, value in vars(config).items() if isinstance(value, bool)} if config else {}
+        twin = copy.copy(config)
+        for name in flags.keys() & self.flags:
+            vars(twin)[name] = name == RETURN_DICT
+        return twin
+
+    def _output(
+        self, training: bool, logits: Tensor, bias: Tensor | None = None, labels: Tensor | None = None, **others: Any
+    ) -> Any:
         """The model's output where its projection gives `logits`, and where nothing or `bias` is added to them."""
         model = self.model
         layers = _Nothing(last_hidden_state=logits[..., :1])
@@ -88,14 +123,31 @@ class Trial:
         if self.added is not None:
             own = vars(twin)["_buffers" if self.added in buffers_of(model) else "_parameters"]
             own[self.added] = torch.zeros(1, self.V) if bias is None else bias
+        if "config" in vars(twin):
+            vars(twin)["config"] = self._config()
         children = {n: _StandIn(child, logits if n == self.head else layers) for n, child in model.named_children()}
         if self.criterion in children:
             children[self.criterion] = getattr(model, self.criterion)
         vars(twin)["_modules"] = children
         ids = torch.zeros(logits.shape[:-1], dtype=torch.long)
-        inputs = {name: ids for name in ("input_ids", "decoder_input_ids") if name in self.arguments}
+        inputs = {name: ids for name in GIVEN[1:] if name in self.arguments}
         with torch.no_grad():
-            return type(twin).forward(twin, **inputs, labels=labels)
+            return type(twin).forward(twin, **{**inputs, "labels": labels, **others})
+
+
+GIVEN = ("labels", "input_ids", "decoder_input_ids")
+"""The arguments that a trial gives."""
+RETURN_DICT = "return_dict"
+"""The flag without which an output is a tuple, whose members have no names."""
+OTHERS = (2.0, True)
+"""Values for arguments that are None by default."""
+
+
+def other_values(default: Any) -> tuple[Any, ...]:
+    """Values of the default's kind that are others, for an argument that is a number or a flag."""
+    if isinstance(default, bool):
+        return (not default,)
+    return (2 * default + 1,) if isinstance(default, int | float) else ()
 
 
 NOT_TRIED = (

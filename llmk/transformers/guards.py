@@ -52,7 +52,7 @@ class Fact(NamedTuple):
     @property
     def is_identity(self) -> bool:
         """Return True if the value is compared by identity: functions, classes, True, False and None."""
-        return self.value is None or isinstance(self.value, bool | type) or callable(self.value)
+        return not _is_plain(self.value) or self.value is None or isinstance(self.value, bool | type)
 
 
 Facts = tuple[Fact, ...]
@@ -101,13 +101,10 @@ def guarded(base: type, name: str, made: Any, facts: Facts, otherwise: Any = Non
         otherwise: Runs where the guard does not hold, the method of `base` if it is None.
     """
     original = getattr(base, name)
-    still = holds(facts, inspect.unwrap(original))
+    still = checked(facts, inspect.unwrap(original))
 
     def kept(self: Any) -> bool:
-        try:
-            return getattr(base, name) is original and still(self)
-        except AttributeError:  # of a name that is gone
-            return False
+        return getattr(base, name) is original and still(self)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if kept(self):
@@ -164,12 +161,17 @@ def has_plain_weights(module: nn.Module, *tensors: Any) -> bool:
     return True
 
 
-def has_kept(module: Any, facts: Facts, function: FunctionType) -> bool:
-    """Return True if all facts hold for a module."""
-    try:
-        return holds(facts, function)(module)
-    except AttributeError:  # of a name that is gone
-        return False
+def checked(facts: Facts, function: FunctionType) -> Callable[[Any], bool]:
+    """Return what tells whether all facts hold for a module, which they do not where a name is gone."""
+    still = holds(facts, function)
+
+    def kept(module: Any) -> bool:
+        try:
+            return still(module)
+        except AttributeError:
+            return False
+
+    return kept
 
 
 BRINGERS = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.nn.utils.", "deepspeed.", "llmk.")
@@ -205,7 +207,7 @@ class Called(NamedTuple):
             return lambda now: now is what and not is_hooked(now)
         if not self.facts:
             return lambda now: now is what
-        still = holds(self.facts, self._function)
+        still = checked(self.facts, self._function)
         if isinstance(what, type):
             return lambda now: type(now) is what and still(now)
         return lambda now: now is what and still(now)
@@ -385,7 +387,7 @@ def _globals_of(function: FunctionType, *, strict: bool) -> Facts:
             value = function.__globals__.get(name, MISSING)
             if isinstance(value, types.ModuleType | type) or value is MISSING:
                 continue
-            if not _is_plain(value) and not callable(value):
+            if not _is_plain(value) and not callable(value) and not _is_table(value):
                 if not strict:
                     continue
                 raise Differs(f"reads {name}, a {type(value).__name__}, which may change")
@@ -393,6 +395,12 @@ def _globals_of(function: FunctionType, *, strict: bool) -> Facts:
             if isinstance(value, FunctionType) and value.__globals__ is function.__globals__:
                 todo += [value] if value.__code__ not in seen else []
     return tuple(found)
+
+
+def _is_table(value: Any) -> bool:
+    """Return True if it is a mapping of names to functions and classes, such as a library has of its activations."""
+    items = value.values() if isinstance(value, dict) else [None]
+    return all(callable(item[0] if isinstance(item, tuple) and item else item) for item in items)
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

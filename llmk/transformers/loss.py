@@ -29,8 +29,8 @@ from llmk.transformers.guards import (
     Called,
     broken,
     called_of,
+    checked,
     guarded,
-    has_kept,
     is_hooked,
     llmk_only_brings_weights,
     why_no_weight,
@@ -86,11 +86,13 @@ NOTHING = Projected(None, None, False)
 
 @functools.cache
 def project_of(edit: FusedLoss) -> Callable[..., Projected]:
+    why_not = why_not_fused(edit)
+
     def project(self: nn.Module, head: nn.Module, hidden: Tensor, labels: Tensor | None) -> Projected:
         """The logits, or in training with labels a tensor of no width in their place."""
         if not self.training or labels is None or hidden.dtype not in FLOAT_DTYPES:
             return Projected(head(hidden), None, False)
-        if why := why_not_fused(self, edit):
+        if why := why_not(self):
             getattr(self, METHOD)("forward", why, "the loss comes from logits")
             return Projected(head(hidden), None, False)
         if edit.inner:
@@ -100,15 +102,22 @@ def project_of(edit: FusedLoss) -> Callable[..., Projected]:
     return project
 
 
-def why_not_fused(model: Any, edit: FusedLoss) -> str | None:
-    """The reason for which a loss comes from logits now, in words."""
-    compiling = torch.compiler.is_compiling()
-    if not has_kept(model, edit.places.facts, why_not_fused):
-        return CHANGED if compiling else broken(edit.places.facts, why_not_fused, model)
-    if edit.function is not None and not edit.function.check()(loss_function_of(model)):
-        return CHANGED if compiling else f"loss_function: {edit.function.why(loss_function_of(model))}"
-    why = why_not_projected(model, edit.path)
-    return None if why is None else f"the projection {why}"
+def why_not_fused(edit: FusedLoss) -> Callable[[Any], str | None]:
+    """Return what gives the reason for which a model's loss comes from logits now, in words."""
+    facts, function = edit.places.facts, edit.function
+    kept = checked(facts, project_of.__wrapped__)
+    same = None if function is None else function.check()
+
+    def why_not(model: Any) -> str | None:
+        compiling = torch.compiler.is_compiling()
+        if not kept(model):
+            return CHANGED if compiling else broken(facts, project_of.__wrapped__, model)
+        if same is not None and not same(loss_function_of(model)):
+            return CHANGED if compiling else f"loss_function: {function.why(loss_function_of(model))}"
+        why = why_not_projected(model, edit.path)
+        return None if why is None else f"the projection {why}"
+
+    return why_not
 
 
 CHANGED = "what makes its logits or its loss has changed"
@@ -283,5 +292,6 @@ def find_loss(model: nn.Module, source: Source, skip_ignored: bool) -> FusedLoss
         check_arguments(function.what)
     criteria = (name.removeprefix("self.") for name, _ in places.criteria if name != f"self.{LOSS_FUNCTION}")
     criterion = next((name for name in criteria if name in children_of(model)), None)
-    capping, shifts = Trial(model, head, criterion, places.added, V).found()
+    kept = [fact.expression.removeprefix("self.config.") for fact in places.facts]
+    capping, shifts = Trial(model, head, criterion, places.added, V, kept).found()
     return FusedLoss(path, places, capping, shifts, function, tuple(inner.items()), skip_ignored)

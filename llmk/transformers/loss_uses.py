@@ -38,6 +38,10 @@ class Uses:
         }
         self._assigned = [n for n in ast.walk(source.definition) if isinstance(n, ast.Assign)]
         self._arguments = argument_names(source.definition)
+        statement = call
+        while not isinstance(statement, ast.stmt):
+            statement = self._parents[statement]
+        self._last = statement.end_lineno or statement.lineno
         self.logits: set[str] = set()
         """The names that hold them, or what is made of them."""
         self._tuples: set[str] = set()
@@ -57,29 +61,49 @@ class Uses:
         """
         found: dict[Fact, None] = {}
         for node in ast.walk(self._source.definition):
-            if self._is_held(node) and not self._is_known(node):
+            never = self._never(node) if self._is_held(node) or self._makes(node) else None
+            if never is not None:
+                found[never] = None
+            elif self._is_held(node) and not self._is_known(node):
                 raise Differs(f"uses its logits for more than the loss: {self._words(node)}")
-            if self._makes(node):
+            elif self._makes(node):
                 for fact in self._read(node, added):
                     found[fact] = None
         return tuple(found)
+
+    def _never(self, node: ast.AST) -> Fact | None:
+        """The condition of the branch that it stands in, where that is one of the model's numbers and does not hold."""
+        while node is not self._source.definition:
+            inside, node = node, self._parents[node]
+            if isinstance(node, ast.If) and _is_of_numbers(node.test):
+                holds = bool(eval(ast.unparse(node.test), {}, {"self": self._model}))
+                if inside in (node.orelse if holds else node.body):
+                    return Fact(f"bool({ast.unparse(node.test)})", holds)
+        return None
 
     # ---- which names hold them
 
     def _name(self, statement: ast.Assign) -> None:
         match statement.targets:
-            case [ast.Name(name)]:
+            case [ast.Name(name)] if not self._is_loss(statement.value):
                 held = [n for n in ast.walk(statement.value) if self._is_held(n) and not self._is_aside(n)]
                 if any(self._is_member(node) for node in held):
                     self._tuples.add(name)
                 elif held:
                     self.logits.add(name)
 
+    def _is_loss(self, value: ast.AST) -> bool:
+        return any(isinstance(n, ast.Call) and ast.unparse(n.func) in self._criteria for n in ast.walk(value))
+
     def _is_held(self, node: ast.AST) -> bool:
         """Return True if it stands for the logits, or for a tuple that has them."""
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-            return node.id in self.logits or node.id in self._tuples
+            return self._is_after(node) and (node.id in self.logits or node.id in self._tuples)
         return node is self._call
+
+    def _is_after(self, node: ast.expr) -> bool:
+        """Return True if it stands after the statement of the projection: what has the same name before is another."""
+        return node.lineno > self._last
 
     def _above(self, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
         """The nodes around it, each with the one inside, up to its statement."""
@@ -181,8 +205,8 @@ class Uses:
                 name = ast.unparse(node).removeprefix("self.")
                 if name.split(".")[0] != added and name != "training":
                     yield self._of_self(f"self.{name}", self._source.lookup(self._model, f"self.{name}"))
-            case ast.Name(name):
-                yield from self._of_name(name, added, above)
+            case ast.Name():
+                yield from self._of_name(node, added, above)
             case _:
                 for child in ast.iter_child_nodes(node):
                     yield from self._facts_in(child, added, above)
@@ -196,9 +220,10 @@ class Uses:
             return Fact(expression, value)
         raise Differs(f"makes its logits of {expression}, a {type(value).__name__}")
 
-    def _of_name(self, name: str, added: str | None, above: frozenset[str]) -> Iterator[Fact]:
+    def _of_name(self, node: ast.Name, added: str | None, above: frozenset[str]) -> Iterator[Fact]:
         """What a name in a statement that makes logits was made of."""
-        if name in self.logits:
+        name = node.id
+        if name in self.logits and self._is_after(node):
             return
         if name in self._arguments:
             raise Differs(f"makes its logits of {name}, an argument of its forward")
@@ -218,6 +243,14 @@ class Uses:
         while not isinstance(node, ast.stmt):
             node = self._parents[node]
         return ast.unparse(node).splitlines()[0][:100]
+
+
+def _is_of_numbers(test: ast.AST) -> bool:
+    """Return True if a condition compares attributes of the model with constants."""
+    kinds = (ast.Compare, ast.cmpop, ast.Constant, ast.expr_context, ast.BoolOp, ast.boolop, ast.UnaryOp, ast.unaryop)
+    return all(
+        isinstance(n, (*kinds, ast.Attribute)) or (isinstance(n, ast.Name) and n.id == "self") for n in ast.walk(test)
+    )
 
 
 def _root(node: ast.AST) -> str | None:
