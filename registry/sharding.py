@@ -101,3 +101,12 @@ def is_sharded(*tensors: torch.Tensor) -> bool:
     from torch.distributed.tensor import DTensor
 
     return any(isinstance(tensor, DTensor) for tensor in tensors)
+
+
+def foreign_kind(tensor: torch.Tensor) -> str | None:
+    """Return the name of a tensor's class where that is none of PyTorch's own, else None.
+
+    Such a subclass computes in its own way: a quantized weight of torchao's is one, which takes products over.
+    """
+    cls = type(tensor)
+    return None if cls.__module__.partition(".")[0] == "torch" else f"{cls.__module__}.{cls.__qualname__}"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from llmk.registry import autocast_dtype
-from llmk.transformers.guards import PLAIN, is_hooked
+from llmk.transformers.guards import PLAIN, is_hooked, why_no_weight
 
 PEFT_LAYERS = "peft.tuners.lora.layer"
 ALIGNED = 16
@@ -62,6 +62,8 @@ def why_apart(head: Any) -> str | None:
     for module in [head.base_layer, *(head.lora_B[name] for name in names)] if names else []:
         if is_hooked(module):
             return "has an adapter, and a hook looks at a part of it"
+        if why := why_no_weight(module.weight):
+            return f"has an adapter, and {why}"
         if type(module.weight) not in PLAIN or hasattr(module.weight, "ds_id"):
             return "has an adapter, and weights that are sharded"
     return None

@@ -14,7 +14,7 @@ from llmk import functional
 from llmk.ops.common.activations import GATES
 from llmk.registry.private.modules import children_of, parameters_of
 from llmk.transformers.classes import Change
-from llmk.transformers.guards import Facts, guarded, has_plain_weights
+from llmk.transformers.guards import Facts, guarded, has_plain_weights, why_no_weight
 from llmk.transformers.norms import Trial, signature_of, small_numbers
 from llmk.transformers.probe import Differs
 from llmk.transformers.rewrite import set_source
@@ -84,6 +84,8 @@ def find_gated_norm(module: nn.Module) -> GatedNorm | None:
     ((name, weight),) = parameters.items()
     if weight.dim() != 1 or len(weight) < 2 or not _takes_input_and_gate(module):
         return None
+    if why := why_no_weight(weight):
+        raise Differs(why)
     trial = Trial(module, parameters, len(weight), with_gate=True)
     for form in _forms(module, name, len(weight)):
         if trial.is_like(form):

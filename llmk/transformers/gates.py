@@ -183,7 +183,7 @@ class _Products(ast.NodeTransformer):
         match statement:
             case ast.Assign([ast.Name(name)], ast.Call(act, [argument], [])):
                 once = self._uses[name, ast.Store] == self._uses[name, ast.Load] == 1
-                if once and _is_factor(name, after) and self._named(act):
+                if once and _can_wait(argument, name, after) and self._named(act):
                     self._later[name], statement.value = act, argument
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
@@ -254,8 +254,43 @@ def _is_given(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant | ast.Attribute)
 
 
-def _is_factor(name: str, statements: list[ast.stmt]) -> bool:
-    """Return True if one of the statements, and none inside another, has `name` as a factor."""
-    simple = [s for s in statements if isinstance(s, ast.Assign | ast.Return | ast.Expr)]
-    nodes = [node for statement in simple for node in ast.walk(statement) if isinstance(node, ast.BinOp)]
-    return any(isinstance(n.op, ast.Mult) and name in (_name(n.left), _name(n.right)) for n in nodes)
+def _can_wait(argument: ast.expr, name: str, after: list[ast.stmt]) -> bool:
+    """Return True if `act(argument)` is the same in the product that has it, by `name`, in a later statement.
+
+    That is so where the argument is a new tensor, or nothing is called in between, and nothing is changed in place.
+    """
+    for i, statement in enumerate(after):
+        if any(_name(node) == name for node in ast.walk(statement)):
+            break
+    else:
+        return False
+    if not isinstance(statement, ast.Assign | ast.Return | ast.Expr) or not _has_factor(name, statement):
+        return False
+    is_new = isinstance(argument, ast.Call) and ast.unparse(argument.func).startswith("self.")
+    names = {_name(node) for node in ast.walk(argument)} - {None}
+    if not is_new and any(_name(node) in names for node in ast.walk(statement)):
+        return False
+    between = all(isinstance(s, ast.Assign) and _targets_names(s) and (is_new or not _calls(s)) for s in after[:i])
+    return between and not any(_is_in_place(node) for s in after[: i + 1] for node in ast.walk(s))
+
+
+def _has_factor(name: str, statement: ast.stmt) -> bool:
+    products = (n for n in ast.walk(statement) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mult))
+    return any(name in (_name(n.left), _name(n.right)) for n in products)
+
+
+def _targets_names(statement: ast.Assign) -> bool:
+    parts = [part for target in statement.targets for part in getattr(target, "elts", [target])]
+    return all(isinstance(part, ast.Name) for part in parts)
+
+
+def _calls(statement: ast.stmt) -> bool:
+    return any(isinstance(node, ast.Call) for node in ast.walk(statement))
+
+
+def _is_in_place(node: ast.AST) -> bool:
+    """Return True if it is a call that changes what it is given, by PyTorch's names for that."""
+    if not isinstance(node, ast.Call):
+        return False
+    function = ast.unparse(node.func)
+    return function.endswith("_") or any(keyword.arg in ("inplace", "out") for keyword in node.keywords)

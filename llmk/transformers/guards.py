@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from llmk.registry import is_sharded
+from llmk.registry import foreign_kind
 from llmk.registry.private.modules import buffers_of, children_of, has_hooks, hooks_of, parameters_of
 from llmk.registry.private.tensors import version_of
 from llmk.transformers.probe import OWN_OF_MODULES, Differs, apart
@@ -147,9 +147,8 @@ def why_no_weight(tensor: Any) -> str | None:
 
     A quantized weight of torchao's is one, which dequantizes or takes over products. A DTensor is what operators know.
     """
-    if tensor is None or type(tensor) in PLAIN or is_sharded(tensor):
-        return None
-    return f"a weight is a {type(tensor).__module__}.{type(tensor).__qualname__}"
+    kind = None if type(tensor) in PLAIN else foreign_kind(tensor)
+    return None if kind is None else f"a weight is a {kind}"
 
 
 def has_plain_weights(module: nn.Module, *tensors: Any) -> bool:

@@ -12,7 +12,7 @@ from torch import nn
 
 from llmk.transformers.adapters import is_lora, linear_of, why_apart
 from llmk.transformers.classes import changes_of
-from llmk.transformers.guards import KEPT, is_hooked
+from llmk.transformers.guards import KEPT, is_hooked, why_no_weight
 from llmk.transformers.probe import Differs, first_line
 from llmk.transformers.rewrite import (
     CannotRewrite,
@@ -80,6 +80,8 @@ def projection_of(model: nn.Module) -> str:
     linear = linear_of(head)
     if type(linear).forward is not nn.Linear.forward or "forward" in vars(linear):
         raise Differs(f"its output projection {type(linear).__name__} is not a plain linear layer")
+    if why := why_no_weight(linear.weight):
+        raise Differs(f"of its output projection {why}")
     if is_lora(head) and (why := why_apart(head)):
         raise Differs(f"its output projection {why}")
     return path

@@ -15,7 +15,7 @@ from llmk import functional
 from llmk.registry.private.modules import buffers_of, children_of, parameters_of
 from llmk.registry.record import FLOAT_DTYPES
 from llmk.transformers.classes import Change
-from llmk.transformers.guards import Fact, Facts, guarded, has_plain_weights, reads_of
+from llmk.transformers.guards import Fact, Facts, guarded, has_plain_weights, reads_of, why_no_weight
 from llmk.transformers.probe import Differs, agree, apart, gradients, randoms, rows_of_all_scales, run, same
 from llmk.transformers.rewrite import set_source
 
@@ -112,6 +112,8 @@ def find_norm(module: nn.Module) -> Norm | None:
         raise Differs("its forward takes more than the input")
     shape = getattr(module, "normalized_shape", 24)  # asked only of a norm without parameters
     width = next((len(p) for p in parameters.values()), shape if isinstance(shape, int) else shape[-1])
+    if why := next(filter(None, map(why_no_weight, parameters.values())), None):
+        raise Differs(why)
     trial = Trial(module, parameters, width)
     for form in _forms(module, list(parameters)):
         if trial.is_like(form):

@@ -20,6 +20,7 @@ from llmk.transformers.classes import (
     set_classes,
 )
 from llmk.transformers.convolutions import CausalConv1d, Convolution
+from llmk.transformers.exact_types import ExactTypes
 from llmk.transformers.experts import GATE
 from llmk.transformers.gated_norms import GatedNorm, find_gated_norm
 from llmk.transformers.gates import GateFinder
@@ -156,6 +157,7 @@ class Plan:
         self.entries: list[Entry] = []
         self.modules = {name: module for name, module in model.named_modules() if module not in patched}
         self.changes: dict[nn.Module, list[Change]] = {}
+        self.exact = ExactTypes(self.modules.values())
         self.whole: set[nn.Module] = set()  # whose forward is given already
         if "norm" in kinds:
             self._find_whole("norm", lambda module: find_gated_norm(module) or find_norm(module))
@@ -173,14 +175,17 @@ class Plan:
         causal = set(causal_models(model))
         for name, module in self.modules.items():
             if module not in self.whole:
-                find = functools.partial(find_loss, skip_ignored=skip_ignored)
+                find = functools.partial(self._find_loss, skip_ignored)
                 more = {"loss": find} if "loss" in kinds and module in causal else {}
                 self._find_edits(name, module, "forward", finders | more)
             if "mlp" in finders and module not in self.whole and hasattr(type(module), GATE):
                 self._find_edits(name, module, GATE, {"experts": finders["mlp"]})
 
-    def _is_own(self, module: nn.Module, method: str) -> bool:
-        return method not in vars(module) or is_behind_hook(module)
+    def _why_not(self, module: nn.Module, method: str) -> str | None:
+        """The reason for which a module cannot be given another class."""
+        if method in vars(module) and not is_behind_hook(module):
+            return REPLACED
+        return self.exact.why_not(module)
 
     def _change_whole(self, module: nn.Module, change: Change) -> None:
         self.whole.add(module)
@@ -200,8 +205,8 @@ class Plan:
                 except Differs as why:
                     tried[key] = why
             found = tried[key]
-            if isinstance(found, Change) and not self._is_own(module, "forward"):
-                found = Differs(REPLACED)
+            if isinstance(found, Change) and (why := self._why_not(module, "forward")):
+                found = Differs(why)
             if isinstance(found, Change):
                 self.entries.append(Entry(name, kind, type(module).__name__, True, found.what))
                 self._change_whole(module, found)
@@ -212,6 +217,13 @@ class Plan:
         adding = [n for n, child in module.named_children() if any(c.adds for c in self.changes.get(child, ()))]
         edit = Residual(frozenset(adding))
         return edit if adding and edit.apply(copy.deepcopy(source.definition), source.scope) else None
+
+    def _find_loss(self, skip_ignored: bool, model: nn.Module, source: Source) -> FusedLoss:
+        found = find_loss(model, source, skip_ignored)
+        for path in (found.path, *(inner for inner, _ in found.inner)):
+            if why := self.exact.why_not(linear_of(model.get_submodule(path))):
+                raise Differs(f"{path}: {why}")
+        return found
 
     def _find_edits(self, name: str, module: nn.Module, method: str, finders: Mapping[str, Finder]) -> None:
         """Give the module its own method, with the edits that its source has a place for."""
@@ -225,8 +237,8 @@ class Plan:
                     self._leave(name, kind, module, why)
                 else:
                     edits |= {} if edit is None else {kind: edit}
-            if edits and not self._is_own(module, method):
-                raise CannotRewrite(REPLACED)
+            if edits and (why := self._why_not(module, method)):
+                raise CannotRewrite(why)
             change = Rewrite(tuple(edits.values()), method)
             if edits:
                 change.methods(type(module))

@@ -29,6 +29,7 @@ from llmk.registry import (
     check_number,
     check_same,
     check_shape,
+    foreign_kind,
     is_sharded,
 )
 from llmk.registry.checks import TINY, resolve_group
@@ -292,6 +293,9 @@ def local_fields(
     """
     if all(type(fields[weight]) in PLAIN_TENSORS for _, weight, _ in linears):
         return fields, lambda result: result, False
+    for _, weight, _ in linears:
+        if kind := foreign_kind(fields[weight]):
+            raise TypeError(f"{weight}: expected a plain tensor or a DTensor, got a {kind}, which may be quantized")
     from llmk.ops.linear_loss.chunked._dtensors import on_this_rank  # which imports torch.distributed.tensor
 
     return on_this_rank(fields, linears, others)
