@@ -224,12 +224,13 @@ class Called(NamedTuple):
         inside = (Fact(fact.expression.replace("self", path, 1), fact.value) for fact in own)
         return (Fact(f"kind({path})", self.what), *inside)
 
-    def why(self, now: Any) -> str:
+    def why(self, name: str, now: Any) -> str:
+        """The reason for which an object of that name is not what was tried, in words."""
         if isinstance(now, nn.Module) and now is self.what:
-            return "a hook looks at it"
+            return f"a hook looks at {name}"
         if now is self.what or type(now) is self.what:
-            return broken(self.facts, self._function, now)
-        return f"it is {_words(type(now) if isinstance(now, nn.Module) else now)}, and was {_words(self.what)}"
+            return broken(self.facts, self._function, now).replace("self", name, 1)
+        return f"{name} is {_words(type(now) if isinstance(now, nn.Module) else now)}, and was {_words(self.what)}"
 
 
 def called_of(value: Any, args: Iterable[Any] = ()) -> Called:
@@ -257,8 +258,8 @@ def called_of(value: Any, args: Iterable[Any] = ()) -> Called:
 
 def no_longer(self: nn.Module, name: str, called: Called, now: Any) -> None:
     """Say in the report of a patched module that what it calls is another one now."""
-    why = "it is no longer what was tried" if torch.compiler.is_compiling() else called.why(now)
-    getattr(self, METHOD)("forward", f"{name}: {why}")
+    why = f"{name} is no longer what was tried" if torch.compiler.is_compiling() else called.why(name, now)
+    getattr(self, METHOD)("forward", why)
 
 
 # ---- finding facts

@@ -113,7 +113,7 @@ def why_not_fused(edit: FusedLoss) -> Callable[[Any], str | None]:
         if not kept(model):
             return CHANGED if compiling else broken(facts, project_of.__wrapped__, model)
         if same is not None and not same(loss_function_of(model)):
-            return CHANGED if compiling else f"loss_function: {function.why(loss_function_of(model))}"
+            return CHANGED if compiling else function.why(LOSS_FUNCTION, loss_function_of(model))
         why = why_not_projected(model, edit.path)
         return None if why is None else f"the projection {why}"
 

@@ -63,7 +63,7 @@ class Report:
         found: dict[str, str] = {}
         for name, module in self.model.named_modules():
             if FELL_BACK in vars(module):
-                found[name] = "; ".join(f"{why}: {ran} ran" for why, ran in vars(module)[FELL_BACK].items())
+                found[name] = "; ".join(f"{why}: {ran}" for why, ran in vars(module)[FELL_BACK].items())
         return found
 
     def source(self, name: str = "") -> str:
