@@ -123,7 +123,7 @@ LEFT: dict[type[Model], tuple[str, dict[str, Any]]] = {
     Inside: ("more than the loss: sure = lambda", {}),
     Weighed: (r"more than the loss: loss = self\.loss_function", {}),
     OfATable: (r"self\.table, a dict", {}),
-    ReturnedAsAMember: (r"more than the loss: self\.seen = ", {"mask": torch.ones(1)}),
+    ReturnedAsAMember: (r"more than the loss: self\.seen = ", {"mask": 2.0}),
     InALoop: ("in a block of its own", {"times": 3}),
 }
 
@@ -134,7 +134,7 @@ def test_logits_with_another_use_or_of_an_argument(cls: type[Model]) -> None:
     model = cls(small_model("Llama").config).train()
     original, ids = copy.deepcopy(model), tokens(2, 7)
     report = patch(model)
-    assert_same_training(model, original, input_ids=ids, **{k: v.to(ids.device) if isinstance(v, Tensor) else v for k, v in more.items()})
+    assert_same_training(model, original, input_ids=ids, **more)
     assert str(model.seen) == str(original.seen)
     with pytest.raises(AssertionError, match=reason):
         raise AssertionError(report.left[""])
@@ -153,7 +153,8 @@ class Known(Model):
         loss = None
         if labels is not None and logits is not None:
             labels = labels.to(logits.device)
-            loss = nn.CrossEntropyLoss()(logits.view(-1, logits.size(-1)), labels.view(-1))
+            criterion = nn.CrossEntropyLoss()
+            loss = criterion(logits.view(-1, logits.size(-1)), labels.view(-1))
             if self.coefficient > 0:
                 loss = loss + self.coefficient * logits.logsumexp(-1).square().mean()
         if not return_dict:

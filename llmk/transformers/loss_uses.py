@@ -18,6 +18,8 @@ from llmk.transformers.rewrite import Source, argument_names
 
 METADATA = ("device", "dtype")
 SIZES = ("shape", "size")
+LATER = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+"""Expressions with code of their own, which may run at another time."""
 MISSING = object()
 
 
@@ -36,7 +38,8 @@ class Uses:
         self._parents = {
             child: node for node in ast.walk(source.definition) for child in ast.iter_child_nodes(node)
         }
-        self._assigned = [n for n in ast.walk(source.definition) if isinstance(n, ast.Assign)]
+        assigned = [n for n in ast.walk(source.definition) if isinstance(n, ast.Assign)]
+        self._assigned = [statement for statement in assigned if self._never(statement) is None]
         self._arguments = argument_names(source.definition)
         statement = call
         while not isinstance(statement, ast.stmt):
@@ -87,6 +90,8 @@ class Uses:
         match statement.targets:
             case [ast.Name(name)] if not self._is_loss(statement.value):
                 held = [n for n in ast.walk(statement.value) if self._is_held(n) and not self._is_aside(n)]
+                if any(isinstance(around, LATER) for node in held for around, _ in self._above(node)):
+                    return
                 if any(self._is_member(node) for node in held):
                     self._tuples.add(name)
                 elif held:

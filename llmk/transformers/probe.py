@@ -143,7 +143,8 @@ def identity(module: nn.Module) -> tuple[Any, ...]:
     Plain values count by value. All else that a module may read (functions, buffers, containers, a configuration)
     counts as the object that it is.
     """
-    parameters = tuple((n, None if p is None else (tuple(p.shape), p.dtype)) for n, p in parameters_of(module).items())
+    own = parameters_of(module).items()
+    parameters = tuple((n, None if p is None else (type(p), tuple(p.shape), p.dtype)) for n, p in own)
     buffers = tuple((name, id(buffer)) for name, buffer in buffers_of(module).items())
     others = tuple((k, plain(v)) for k, v in sorted(vars(module).items()) if k not in OWN_OF_MODULES)
     return type(module), parameters, buffers, tuple(map(id, children_of(module).values())), others

@@ -249,6 +249,8 @@ def check_linear(
 ) -> None:
     """Check that a linear layer's tensors fit each other, in dtype too unless autocast makes them."""
     x, w, b = names
+    if type(linear_weight) not in PLAIN_TENSORS and (kind := foreign_kind(linear_weight)):
+        raise TypeError(f"{w}: expected a plain tensor or a DTensor, got a {kind}, which computes in its own way")
     check_dtype(x, input)
     if input.dim() == 0 or input.shape[-1] == 0:
         raise ValueError(f"{x}: expected shape [..., H] with H at least 1, got {tuple(input.shape)}")
@@ -293,9 +295,6 @@ def local_fields(
     """
     if all(type(fields[weight]) in PLAIN_TENSORS for _, weight, _ in linears):
         return fields, lambda result: result, False
-    for _, weight, _ in linears:
-        if kind := foreign_kind(fields[weight]):
-            raise TypeError(f"{weight}: expected a plain tensor or a DTensor, got a {kind}, which may be quantized")
     from llmk.ops.linear_loss.chunked._dtensors import on_this_rank  # which imports torch.distributed.tensor
 
     return on_this_rank(fields, linears, others)
