@@ -221,8 +221,8 @@ class Called(NamedTuple):
     def as_part(self, path: str) -> Facts:
         """The same as facts of the module around, for a module at a path."""
         own = [fact for fact in self.facts if "self" in fact.expression]
-        inside = (Fact(fact.expression.replace("self", path, 1), fact.value) for fact in own)
-        return (Fact(f"kind({path})", self.what), *inside)
+        inside = (Fact(fact.expression.replace("self", "llmk_part", 1), fact.value) for fact in own)
+        return (Fact(f"kind(llmk_part := {path})", self.what), *inside)
 
     def why(self, name: str, now: Any) -> str:
         """The reason for which an object of that name is not what was tried, in words."""
@@ -385,9 +385,9 @@ def _globals_of(function: FunctionType, *, strict: bool) -> Facts:
         seen.add(code)
         for name in _names(code):
             value = function.__globals__.get(name, MISSING)
-            if isinstance(value, types.ModuleType | type) or value is MISSING:
+            if isinstance(value, types.ModuleType | type) or value is MISSING or _is_table(value):
                 continue
-            if not _is_plain(value) and not callable(value) and not _is_table(value):
+            if not _is_plain(value) and not callable(value):
                 if not strict:
                     continue
                 raise Differs(f"reads {name}, a {type(value).__name__}, which may change")
@@ -399,7 +399,7 @@ def _globals_of(function: FunctionType, *, strict: bool) -> Facts:
 
 def _is_table(value: Any) -> bool:
     """Return True if it is a mapping of names to functions and classes, such as a library has of its activations."""
-    items = value.values() if isinstance(value, dict) else [None]
+    items = value.values() if isinstance(value, dict) else [None]  # of which None is no function
     return all(callable(item[0] if isinstance(item, tuple) and item else item) for item in items)
 
 

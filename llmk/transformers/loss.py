@@ -137,13 +137,14 @@ def why_not_projected(model: nn.Module, path: str) -> str | None:
     patched = any(isinstance(change, Head) for change in changes_of(head))
     if not patched and type(head) is not nn.Linear:
         return ANOTHER if torch.compiler.is_compiling() else f"is now of {type(head).__module__}.{type(head).__name__}"
-    if why := why_no_weight(head.weight):
+    weight = head.weight
+    if why := why_no_weight(weight):
         return f"has weights of its own kind: {why}"
     if is_hooked(head) and not (patched and head.llmk_only_brings_weights()):
         return "is looked at by a hook"
     if patched and not getattr(head, f"{KEPT}forward")():
         return "has another forward now"
-    return None if head.weight.dtype in FLOAT_DTYPES else "is in a dtype that fused_linear_ce does not take"
+    return None if weight.dtype in FLOAT_DTYPES else "is in a dtype that fused_linear_ce does not take"
 
 
 ANOTHER = "is now of another class"

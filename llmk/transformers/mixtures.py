@@ -28,6 +28,8 @@ from llmk.transformers.probe import (
 )
 from llmk.transformers.rewrite import set_source
 
+IMPLEMENTATION = "_experts_implementation"
+"""The configuration's name for the function that experts are computed by."""
 H, F, K = 16, 8, 2
 """The sizes of what is tried, whose number of experts is the module's."""
 
@@ -86,8 +88,9 @@ def _facts(module: Any) -> Facts:
 
 
 def _reads(module: Any, training: bool) -> Facts:
-    """Return what is read of the module; a function that experts are dispatched by is no part of them."""
-    return reads_of(type(module).forward, _twin(module, training), _arguments(module))
+    """Return what is read of the module, but for the name by which transformers dispatches it: `patch` decides that."""
+    facts = reads_of(type(module).forward, _twin(module, training), _arguments(module))
+    return tuple(fact for fact in facts if IMPLEMENTATION not in fact.expression)
 
 
 def _arguments(module: Any) -> list[Tensor]:
