@@ -191,3 +191,16 @@ def test_a_first_steps_ratio_is_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     old, first, second = (logps for _, logps in passes)
     assert torch.equal((first - old).exp(), torch.ones_like(old))
     assert not torch.equal(second, old)  # after a step of the optimizer
+
+
+def test_policy_and_reference_are_patched_alike(tmp_path: Path):
+    """In bfloat16, where they round, the rewards of a first step are 0."""
+    trainer = make_trainer("dpo", tmp_path, max_steps=1, model_init_kwargs={"dtype": "bfloat16"})
+    callback = llmk.transformers.PatchCallback()
+    trainer.add_callback(callback)
+    first = next(step for step in train(trainer) if "rewards/chosen" in step)
+    assert first["rewards/chosen"] == first["rewards/rejected"] == 0
+    assert callback.report is not None
+    assert callback.reference_report is not None
+    assert callback.reference_report.model is trainer.ref_model
+    assert callback.reference_report.replaced["norm"] == callback.report.replaced["norm"] > 0

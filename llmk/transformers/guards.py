@@ -134,7 +134,7 @@ def llmk_fell_back(self: nn.Module, method: str = "forward", why: str = "", ran:
     known = vars(self).setdefault(FELL_BACK, {})
     if why not in known:
         known[why] = ran
-        warnings.warn(f"llmk: {type(self).__name__}: {why}; {ran}, as before patch()", stacklevel=4)
+        warnings.warn(f"llmk: {type(self).__name__}: {ran}, as before patch(): {why}", stacklevel=4)
 
 
 def is_hooked(module: nn.Module) -> bool:
