@@ -1,6 +1,7 @@
-"""What replacements were derived from, and who looks at what they bypass: where it differs, the model's own code runs."""
+"""What replacements were derived from, and who looks at what they bypass; where it differs, the original runs."""
 
 import copy
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -257,14 +258,18 @@ def test_a_norm_that_keeps_something_or_reads_a_buffer_is_left(norm: type[Norm])
 def test_a_loss_mapping_that_changed(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, original = pair()
     monkeypatch.setitem(loss_utils.LOSS_MAPPING, model.loss_type or "ForCausalLM", function)
-    with pytest.warns(UserWarning, match="the loss comes from logits, .*: loss_function is .*, and was ForCausalLMLoss"):
+    with pytest.warns(
+        UserWarning, match="the loss comes from logits, .*: loss_function is .*, and was ForCausalLMLoss"
+    ):
         output = assert_same_training(model, original, input_ids=tokens(2, 7))
     assert output.logits is not None
 
 
 def test_what_a_loss_function_calls_that_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     model, original = pair()
-    monkeypatch.setattr(loss_utils, "fixed_cross_entropy", lambda source, target, *args, **kwargs: source.logsumexp(-1).mean())
+    monkeypatch.setattr(
+        loss_utils, "fixed_cross_entropy", lambda source, target, *args, **kwargs: source.logsumexp(-1).mean()
+    )
     with pytest.warns(UserWarning, match="fixed_cross_entropy"):
         assert_same_training(model, original, input_ids=tokens(2, 7))
 
@@ -290,7 +295,8 @@ def test_each_guard_warns_once_and_unpatch_forgets() -> None:
     model, _ = pair()
     ids = tokens(2, 7)
     model.model.norm.variance_epsilon = 1.0
-    with pytest.warns(UserWarning) as warned:
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
         for _ in range(3):
             model(input_ids=ids, labels=ids)
     assert len([w for w in warned if str(w.message).startswith("llmk")]) == 1

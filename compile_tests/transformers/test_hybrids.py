@@ -209,7 +209,7 @@ scan: Any = Scan()
 class DeltaLayer(nn.Module):
     """By the function that its source calls `rule`."""
 
-    operator, called = "gated_delta_rule", "llmk_gated_delta_rule_0(rule, q, k, v, g="
+    operator, called = "gated_delta_rule", "llmk_gated_delta_rule_0(self, rule, q, k, v, g="
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ class DeltaLayer(nn.Module):
 class ScanLayer(nn.Module):
     """By the function that its source calls `scan`."""
 
-    operator, called = "gated_linear_attention", "llmk_gated_linear_attention_0(scan, x, dt, "
+    operator, called = "gated_linear_attention", "llmk_gated_linear_attention_0(self, scan, x, dt, "
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Uses of the logits in a model's forward: the loss is fused where all of them are known, and no argument makes them."""
+"""Uses of the logits in a model's forward: the loss is fused where all are known, and no argument makes logits."""
 
 import copy
 from typing import Any
@@ -85,7 +85,9 @@ class Weighed(Model):
         logits = self.lm_head(self.hidden(input_ids))
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits, labels, self.config.vocab_size, num_items_in_batch=logits.argmax(-1).sum())
+            loss = self.loss_function(
+                logits, labels, self.config.vocab_size, num_items_in_batch=logits.argmax(-1).sum()
+            )
         return CausalLMOutput(loss=loss, logits=logits)
 
 

@@ -101,7 +101,9 @@ class LooksAtValues(Norm):
         return super().normed(x) if x.abs().max() < 1e6 else x
 
 
-@pytest.mark.parametrize("norm", [Nearly, WrongGradient, TwoInputs, Clamps, DropsInTraining, LooksAtValues, ReadsABuffer, ReadsADict])
+@pytest.mark.parametrize(
+    "norm", [Nearly, WrongGradient, TwoInputs, Clamps, DropsInTraining, LooksAtValues, ReadsABuffer, ReadsADict]
+)
 def test_what_does_something_else_is_left(norm: type[Norm]):
     model = nn.Sequential(norm()).eval()
     report = patch(model)
@@ -599,11 +601,9 @@ def test_classes_that_register_their_subclasses(unit: type[Unit]):
 class Dispatches(nn.Module):
     """By the exact types of its parts."""
 
-    table = {nn.RMSNorm: 2.0}
-
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(8, eps=1e-6)
+        self.norm, self.table = nn.RMSNorm(8, eps=1e-6), {nn.RMSNorm: 2.0}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x if type(self.norm) is nn.RMSNorm else 2 * self.norm(x)

@@ -167,8 +167,9 @@ def test_what_the_report_says():
     assert "# llmk_add_norm: llmk.transformers.residuals.add_norm" in report.source("model.layers.0")
     assert "rms_norm" in report.source("model.norm")
     assert "eps=1e-06" in report.source("model.norm")
-    assert "self.down_proj(llmk_swiglu(self, self.act_fn, gate=self.gate_proj(x), up=self.up_proj(x)))" in report.source(
-        "model.layers.0.mlp"
+    assert (
+        "self.down_proj(llmk_swiglu(self, self.act_fn, gate=self.gate_proj(x), up=self.up_proj(x)))"
+        in report.source("model.layers.0.mlp")
     )
     assert "llmk_loss(self" in report.source()
     assert "def forward" in report.source("model.embed_tokens")

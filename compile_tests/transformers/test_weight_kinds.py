@@ -151,5 +151,8 @@ CALLS: dict[str, Any] = {
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("kind", [Rounded.of, lambda w: w.as_subclass(Watched)], ids=["quantized", "watched"])
 def test_a_loss_that_is_called_with_one_names_its_class(name: str, kind: Any) -> None:
-    with torch.device("cpu"), pytest.raises(TypeError, match=r"linear_weight: expected a plain .*, got a .*\.(Rounded|Watched)"):
+    with (
+        torch.device("cpu"),
+        pytest.raises(TypeError, match=r"linear_weight: expected a plain .*, got a .*\.(Rounded|Watched)"),
+    ):
         CALLS[name](kind(weight))

@@ -198,7 +198,9 @@ class _Products(ast.NodeTransformer):
                     if factor is node.right:  # evaluated in the order in which they stood
                         operands = [*reversed(operands), ("up_first", ast.Constant(True))]
                     operands += self._packed(gate, other)
-                    return ast.Call(load(function), [load("self"), act], [ast.keyword(*operand) for operand in operands])
+                    return ast.Call(
+                        load(function), [load("self"), act], [ast.keyword(*operand) for operand in operands]
+                    )
         return node
 
     def _named(self, act: ast.expr) -> str | None:
@@ -245,7 +247,7 @@ def _kept(value: ast.expr) -> ast.expr:
     return value if isinstance(value, ast.NamedExpr) else ast.NamedExpr(ast.Name(PACKED, ast.Store()), value)
 
 
-def _name(node: ast.expr) -> str | None:
+def _name(node: ast.AST) -> str | None:
     return node.id if isinstance(node, ast.Name) else None
 
 
@@ -259,19 +261,20 @@ def _can_wait(argument: ast.expr, name: str, after: list[ast.stmt]) -> bool:
 
     That is so where the argument is a new tensor, or nothing is called in between, and nothing is changed in place.
     """
-    for i, statement in enumerate(after):
-        if any(_name(node) == name for node in ast.walk(statement)):
-            break
-    else:
+    uses = (i for i, s in enumerate(after) if any(_name(node) == name for node in ast.walk(s)))
+    first = next(uses, None)
+    if first is None:
         return False
+    statement, between = after[first], after[:first]
     if not isinstance(statement, ast.Assign | ast.Return | ast.Expr) or not _has_factor(name, statement):
         return False
     is_new = isinstance(argument, ast.Call) and ast.unparse(argument.func).startswith("self.")
     names = {_name(node) for node in ast.walk(argument)} - {None}
     if not is_new and any(_name(node) in names for node in ast.walk(statement)):
         return False
-    between = all(isinstance(s, ast.Assign) and _targets_names(s) and (is_new or not _calls(s)) for s in after[:i])
-    return between and not any(_is_in_place(node) for s in after[: i + 1] for node in ast.walk(s))
+    if not all(isinstance(s, ast.Assign) and _targets_names(s) and (is_new or not _calls(s)) for s in between):
+        return False
+    return not any(_is_in_place(node) for s in (*between, statement) for node in ast.walk(s))
 
 
 def _has_factor(name: str, statement: ast.stmt) -> bool:

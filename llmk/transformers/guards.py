@@ -330,7 +330,20 @@ def _recorded(value: Any, path: str, log: dict[str, Any]) -> Any:
     return twin
 
 
-_OPAQUE = (nn.Module, Tensor, tuple, list, dict, set, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, MethodType, Enum)
+_OPAQUE = (
+    nn.Module,
+    Tensor,
+    tuple,
+    list,
+    dict,
+    set,
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    MethodType,
+    Enum,
+)
 _PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format, Enum)
 
 

@@ -112,7 +112,7 @@ def why_not_fused(edit: FusedLoss) -> Callable[[Any], str | None]:
         compiling = torch.compiler.is_compiling()
         if not kept(model):
             return CHANGED if compiling else broken(facts, project_of.__wrapped__, model)
-        if same is not None and not same(loss_function_of(model)):
+        if function is not None and same is not None and not same(loss_function_of(model)):
             return CHANGED if compiling else function.why(LOSS_FUNCTION, loss_function_of(model))
         why = why_not_projected(model, edit.path)
         return None if why is None else f"the projection {why}"
@@ -123,12 +123,12 @@ def why_not_fused(edit: FusedLoss) -> Callable[[Any], str | None]:
 CHANGED = "what makes its logits or its loss has changed"
 
 
-def why_not_projected(model: nn.Module, path: str) -> str | None:
+def why_not_projected(model: Any, path: str) -> str | None:
     """The reason for which no loss can be had from the projection: a hook looks at logits, or they are made otherwise.
 
     Hooks that bring the weights (FSDP, pruning, ZeRO-3) are for the loss as well.
     """
-    head = head_at(model, path)
+    head: Any = head_at(model, path)
     if not leads_inside(model, path):
         return "is looked at by a hook, or is not where it was"
     if is_lora(head) and (why := why_apart(head)):

@@ -35,9 +35,7 @@ class Uses:
 
     def __init__(self, model: nn.Module, source: Source, call: ast.AST, criteria: Mapping[str, int]) -> None:
         self._model, self._source, self._call, self._criteria = model, source, call, criteria
-        self._parents = {
-            child: node for node in ast.walk(source.definition) for child in ast.iter_child_nodes(node)
-        }
+        self._parents = {child: node for node in ast.walk(source.definition) for child in ast.iter_child_nodes(node)}
         assigned = [n for n in ast.walk(source.definition) if isinstance(n, ast.Assign)]
         self._assigned = [statement for statement in assigned if self._never(statement) is None]
         self._arguments = argument_names(source.definition)

@@ -103,7 +103,7 @@ def _arguments(module: Any) -> list[Tensor]:
 def _outcome(forward: Callable[..., Any], module: Any, training: bool) -> tuple[Tensor, list[Tensor | None]]:
     """The output for tokens of all scales, and the gradients of all there is; both times of the same numbers."""
     twin, (x, indices, weights) = _twin(module, training), _arguments(module)
-    x.requires_grad_(), weights.requires_grad_()
+    x, weights = x.requires_grad_(), weights.requires_grad_()
     try:
         output = forward(twin, x, indices, weights)
         return output, gradients(output, [x, weights, *(p for p in parameters_of(twin).values() if p is not None)])

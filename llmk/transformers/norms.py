@@ -70,7 +70,7 @@ class Norm(Change):
 
         def own(self: Any, input: Tensor | None = None, residual: Tensor | None = None, **named: Tensor) -> Any:
             given = () if input is None else (input,)
-            if residual is None:
+            if input is None or residual is None:
                 return base.forward(self, *given, **named)
             total = input + residual
             return base.forward(self, total, **named), total
@@ -190,7 +190,9 @@ class Trial:
         calls += [([r.to(of_rows) for r in plain], True, of_weight) for of_rows, of_weight in proven]
         facts: dict[Fact, None] = {}
         for rows, training, dtype in calls:
-            facts |= dict.fromkeys(reads_of(type(self.module).forward, self._twin(self.parameters, training, dtype), rows))
+            facts |= dict.fromkeys(
+                reads_of(type(self.module).forward, self._twin(self.parameters, training, dtype), rows)
+            )
         return tuple(facts)
 
     def _twin(self, parameters: Mapping[str, Tensor], training: bool, dtype: torch.dtype | None = None) -> Any:

@@ -21,7 +21,7 @@ def quiet_subclass(base: type, names: Mapping[str, Any]) -> type:
     Where a class is made in the usual way, an `__init_subclass__` or a metaclass runs, and may refuse it or register
     it by its name. This one is made below a class that has neither, and moved to its base then.
     """
-    meta = type(base)
+    meta: Any = type(base)
     maker: Any = next(m for m in meta.__mro__ if m in (ABCMeta, type))
     above = _Module if issubclass(base, nn.Module) else _Plain
     cls = maker.__new__(meta, base.__name__, (above,), {"__module__": base.__module__, **names})
