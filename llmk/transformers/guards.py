@@ -40,6 +40,8 @@ ORIGINAL = "the model's own code runs"
 
 
 MISSING = object()
+PART = "llmk_part"
+"""The name of a part of the module in the facts about it, after the one that finds it."""
 PLAIN = (nn.Parameter, Tensor, type(None))
 
 
@@ -72,16 +74,16 @@ def holds(facts: Facts, function: FunctionType) -> Callable[[Any], bool]:
 
 def broken(facts: Facts, function: FunctionType, module: nn.Module) -> str:
     """The first fact that does not hold for a module, in words."""
+    names = {"self": module, "is_hooked": is_hooked, "kind": type}
     for fact in facts:
-        now: Any = "not there"
         try:
-            if holds((fact,), function)(module):
-                continue
-            now = eval(fact.expression, function.__globals__, {"self": module, "is_hooked": is_hooked, "kind": type})
+            now = eval(fact.expression, function.__globals__, names)
         except AttributeError:
-            pass
+            now = "not there"
+        if now is fact.value or (not fact.is_identity and now == fact.value):
+            continue
         if fact.expression.startswith("is_hooked("):
-            return f"a hook looks at {fact.expression[len('is_hooked(') : -1]}"
+            return f"a hook looks at {fact.expression[len('is_hooked(') : -1].replace(PART, 'a part of it')}"
         return f"{fact.expression} is {_words(now)}, and was {_words(fact.value)}"
     return "it has changed"
 
@@ -221,8 +223,8 @@ class Called(NamedTuple):
     def as_part(self, path: str) -> Facts:
         """The same as facts of the module around, for a module at a path."""
         own = [fact for fact in self.facts if "self" in fact.expression]
-        inside = (Fact(fact.expression.replace("self", "llmk_part", 1), fact.value) for fact in own)
-        return (Fact(f"kind(llmk_part := {path})", self.what), *inside)
+        inside = (Fact(fact.expression.replace("self", PART, 1), fact.value) for fact in own)
+        return (Fact(f"kind({PART} := {path})", self.what), *inside)
 
     def why(self, name: str, now: Any) -> str:
         """The reason for which an object of that name is not what was tried, in words."""

@@ -140,7 +140,7 @@ def why_not_projected(model: Any, path: str) -> str | None:
     weight = head.weight
     if why := why_no_weight(weight):
         return f"has weights of its own kind: {why}"
-    if is_hooked(head) and not (patched and head.llmk_only_brings_weights()):
+    if is_hooked(head) and not (patched and head.llmk_only_brings_weights()):  # type: ignore[operator]
         return "is looked at by a hook"
     if patched and not getattr(head, f"{KEPT}forward")():
         return "has another forward now"
