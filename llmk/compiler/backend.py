@@ -17,6 +17,7 @@ from llmk.compiler.rules import RewriteRule, all_rules, chosen
 from llmk.compiler.segments import Segment, segments, why_it_stays
 from llmk.compiler.trace import Modes, NotTraced, checkpoint_body, pairs_of, put_back, returned_alone, traced
 from llmk.registry.private import compilers
+from llmk.registry.private.modes import saved_tensors_unhooked
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,11 @@ class Backend:
     def rewrite(self, gm: GraphModule) -> list[Note]:
         """Put operators into Dynamo's graph, in place, and return notes on what was replaced and what was left.
 
-        A graph on which anything raises is as it was before.
+        A graph on which anything raises is as it was before. Dynamo calls a backend in none of the caller's modes, but
+        under its hooks on saved tensors.
         """
-        return self._guarded(gm, lambda: MutationsElsewhere(gm), self.drop_logits)
+        with saved_tensors_unhooked():
+            return self._guarded(gm, lambda: MutationsElsewhere(gm), self.drop_logits)
 
     def _guarded(self, gm: GraphModule, elsewhere: Callable[[], MutationsElsewhere], may_drop: bool) -> list[Note]:
         before = _copy_of(gm.graph)
