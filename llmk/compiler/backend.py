@@ -49,6 +49,7 @@ class Backend:
             for module, graph in before.items():
                 module.graph = graph
             compiled = compilers.compile_fx(gm, example_inputs, config_patches=dict(self.config))
+        compilers.forget_specialized_floats()
         self.report.add(notes)
         return compiled
 

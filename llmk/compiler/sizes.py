@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import SymFloat, SymInt, Tensor
 
-from llmk.registry.private.compilers import backed_constant, substituted
+from llmk.registry.private.compilers import hint_of, substituted
 
 
 class NotSmall(Exception):
@@ -38,7 +38,7 @@ class Sizes:
             except (KeyError, TypeError) as error:
                 raise NotSmall("a size depends on data") from error
         if isinstance(value, SymFloat):
-            return backed_constant(value)
+            return hint_of(value)
         if isinstance(value, int) and not isinstance(value, bool):
             return self.numbers.get(value, value)
         if isinstance(value, list | tuple):
