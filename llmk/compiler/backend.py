@@ -1,8 +1,8 @@
 """The backend: Dynamo's graph, with llmk's operators in it, for Inductor."""
 
 import copy
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,24 +34,42 @@ class Backend:
     verify: bool = True
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        config = dict(self.config)
-        if sums.NAME in self.operators:
-            config = compilers.with_graph_pass(config, sums.accumulate, f"llmk {sums.NAME}")
         before, notes = _graphs_of(gm), self.rewrite(gm)
-        try:
-            compiled = compilers.compile_fx(gm, example_inputs, config_patches=config)
-        except compilers.restart_exception():  # Dynamo begins again
-            raise
-        except Exception as error:  # whatever raised, the replacements must not be the reason
-            if all(note.reason for note in notes):
-                raise
-            notes = [_failure("Inductor on what was put in", error)]
-            for module, graph in before.items():
-                module.graph = graph
-            compiled = compilers.compile_fx(gm, example_inputs, config_patches=dict(self.config))
+        compiled = self._through_inductor(gm, example_inputs)
+        if isinstance(compiled, Exception):  # whatever raised, the replacements must not be the reason
+            error, put_in = compiled, sorted({note.operator for note in notes if not note.reason})
+            if not put_in:
+                raise error
+            compiled, notes = self._without_some(gm, example_inputs, before, put_in)
+            notes = [*notes, _failure("Inductor on what was put in", error)]
         compilers.forget_specialized_floats()
         self.report.add(notes)
         return compiled
+
+    def _through_inductor(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any] | Exception:
+        config = dict(self.config)
+        if sums.NAME in self.operators:
+            config = compilers.with_graph_pass(config, sums.accumulate, f"llmk {sums.NAME}")
+        try:
+            return compilers.compile_fx(gm, example_inputs, config_patches=config)
+        except compilers.restart_exception():  # Dynamo begins again
+            raise
+        except Exception as error:
+            return error
+
+    def _without_some(
+        self, gm: GraphModule, example_inputs: Sequence[Any], before: Mapping[GraphModule, Graph], put_in: Sequence[str]
+    ) -> tuple[Callable[..., Any], list[Note]]:
+        """Compile the graph without the one operator that Inductor fails on, or as it was where there are several."""
+        for name in put_in if len(put_in) > 1 else ():
+            _restore(before)
+            fewer = replace(self, operators=self.operators - {name})
+            notes = fewer.rewrite(gm)
+            compiled = fewer._through_inductor(gm, example_inputs)
+            if not isinstance(compiled, Exception):
+                return compiled, notes
+        _restore(before)
+        return compilers.compile_fx(gm, example_inputs, config_patches=dict(self.config)), []
 
     @property
     def rules(self) -> list[RewriteRule]:
@@ -120,6 +138,11 @@ def _graphs_of(gm: GraphModule) -> dict[GraphModule, Graph]:
     return {module: _copy_of(module.graph) for module in gm.modules() if isinstance(module, GraphModule)}
 
 
+def _restore(before: Mapping[GraphModule, Graph]) -> None:
+    for module, graph in before.items():
+        module.graph = _copy_of(graph)
+
+
 def _copy_of(graph: Graph) -> Graph:
     """Return a copy with the attributes that Dynamo sets on nodes besides `meta`, such as a placeholder's origin."""
     copied = copy.deepcopy(graph)
@@ -130,7 +153,7 @@ def _copy_of(graph: Graph) -> Graph:
 
 def _failure(what: str, error: Exception) -> Note:
     reason = f"{what} raised {type(error).__name__}: {error}".splitlines()[0]
-    warn_once(f"{reason}: this graph compiles as it was. Please report it to llmk.")
+    warn_once(f"{reason}: it compiles without. Please report it to llmk.")
     return Note("all", "", reason)
 
 

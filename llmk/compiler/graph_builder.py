@@ -34,7 +34,7 @@ class ReplacementBuilder:
         """
         if target is self.rule.overload:
             self._require_gradients(target, args, kwargs)
-            args, kwargs = map_arg(args, _settled), map_arg(kwargs, _settled)
+            args, kwargs = map_arg(args, _as_constant), map_arg(kwargs, _as_constant)
         values = map_arg(args, value_of), map_arg(kwargs, value_of)
         with self.wanted.fake_mode:  # type: ignore[attr-defined]
             try:
@@ -80,13 +80,16 @@ class ReplacementBuilder:
             node.graph.erase_node(node)
 
 
-def _settled(argument: Node) -> Any:
-    """Return an operator's argument as its kernels take it: a number that may be another in the next call is none."""
-    if not isinstance(value_of(argument), torch.SymFloat):
+NO_CONSTANT = "a number that it reads changes between calls or depends on data, and the operator takes a constant"
+
+
+def _as_constant(argument: Node) -> Any:
+    """Return an operator's argument, for a number the constant that the operator takes."""
+    if isinstance(value_of(argument), Tensor):
         return argument
     number = constant_of(argument)
     if number is None:
-        raise NoMatch(f"{argument.name} is a number that changes between calls, and the operator takes a constant")
+        raise NoMatch(NO_CONSTANT)
     return number
 
 

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from llmk.compiler.effects import equal_values, is_random, mutations, needed, storages
-from llmk.compiler.graph_builder import ReplacementBuilder
+from llmk.compiler.graph_builder import NO_CONSTANT, ReplacementBuilder
 from llmk.compiler.patterns import Match, NoMatch, cast_of, find, is_narrowing, name_of, value_of
 from llmk.compiler.report import Note, module_of, warn_once
 from llmk.compiler.rules import RewriteRule
@@ -296,16 +296,13 @@ class _Replacing:
                     continue
                 why = self.reasons.get((name, node)) or rule.pattern.why_left(node)
                 if why:
-                    why = CHANGING if reads_changing_number(node) else why
+                    why = NO_CONSTANT if reads_symbolic_float(node) else why
                     noted.add((name, node))
                     self.notes.append(Note(name, module_of(node), f"{sign}: {why}"))
 
 
-CHANGING = "a number that it reads changes between calls, and the operator takes a constant"
-
-
-def reads_changing_number(node: Node, steps: int = 3) -> bool:
-    """Return True if a node, or one so many steps from it, reads a number that may be another in the next call."""
+def reads_symbolic_float(node: Node, steps: int = 3) -> bool:
+    """Return True if a node, or one so many steps from it, reads a number that is no constant."""
     near = {node}
     for _ in range(steps):
         near |= {x for y in near if y.op == "call_function" for x in (*y.all_input_nodes, *y.users)}
