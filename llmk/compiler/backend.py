@@ -81,8 +81,9 @@ class Backend:
         A graph on which anything raises is as it was before. Dynamo calls a backend in none of the caller's modes, but
         under its hooks on saved tensors.
         """
+        may_drop = self.drop_logits and compilers.computes_a_whole_call(gm)
         with saved_tensors_unhooked():
-            return self._guarded(gm, lambda: MutationsElsewhere(gm), self.drop_logits)
+            return self._guarded(gm, lambda: MutationsElsewhere(gm), may_drop)
 
     def _guarded(self, gm: GraphModule, elsewhere: Callable[[], MutationsElsewhere], may_drop: bool) -> list[Note]:
         before = _copy_of(gm.graph)
@@ -194,7 +195,8 @@ def compile(
         without: Operators not to look for.
         report: It gets the notes in place of `llmk.compile_report()`.
         drop_logits: Logits that are returned beside their loss do not hinder `fused_linear_ce`: while gradients are
-            wanted, a tensor without classes, `[..., 0]`, is returned in their place.
+            wanted, a tensor without classes, `[..., 0]`, is returned in their place. A model whose graph breaks keeps
+            them, as what one of its graphs gives another may read.
         verify: Each replacement is tried on small inputs on the CPU first, and left where it does not compute the same.
         mode: As for `torch.compile`, and so are the three below.
         dynamic: Sizes are symbolic from the start.

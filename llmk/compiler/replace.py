@@ -250,7 +250,7 @@ class _Replacing:
                 read[node] = read.get(reader, reader)
                 if not is_cheap(node):
                     is_returned = read[node].op == "output"
-                    hint = " (drop_logits=True gives it up)" if is_returned and candidate.rule.pattern.stand_in else ""
+                    hint = DROPPED if is_returned and candidate.rule.pattern.stand_in else ""
                     how = "returned" if is_returned else "read elsewhere"
                     raise NoMatch(f"{name_of(node)} on the way is {how} too{hint}")
         return returned
@@ -299,6 +299,9 @@ class _Replacing:
                     why = NO_CONSTANT if reads_symbolic_float(node) else why
                     noted.add((name, node))
                     self.notes.append(Note(name, module_of(node), f"{sign}: {why}"))
+
+
+DROPPED = " (drop_logits=True gives it up, where the model is one graph)"
 
 
 def reads_symbolic_float(node: Node, steps: int = 3) -> bool:

@@ -2,7 +2,9 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -96,6 +98,32 @@ def forget_specialized_floats() -> None:
 def compile_fx(*args: Any, **kwargs: Any) -> Callable[..., Any]:
     """Inductor, which takes seconds to import, where it is first asked for."""
     return required("torch._inductor.compile_fx.compile_fx")(*args, **kwargs)
+
+
+def computes_a_whole_call(gm: Any) -> bool:
+    """Return True if the graph that Dynamo gives a backend computes all that was called, and gives what that returns.
+
+    A graph that Dynamo breaks says so. What goes on after it, and a function that is called in between, have graphs of
+    their own: those are called by the user's code, and not by what `torch.compile` returned.
+    """
+    reason = attribute(gm, "compile_subgraph_reason", lambda _: None)
+    if attribute(reason, "graph_break", lambda _: True):
+        return False
+    outside = itertools.dropwhile(lambda call: call != COMPILING, _calls())
+    caller = next((call for call in outside if call not in (COMPILING, *CALLS_OF_MODULES)), ("", ""))
+    return caller[0] == "torch._dynamo.eval_frame"
+
+
+COMPILING = "torch._dynamo.convert_frame", "__call__"
+CALLS_OF_MODULES = ("torch.nn.modules.module", "_call_impl"), ("torch.nn.modules.module", "_wrapped_call_impl")
+
+
+def _calls() -> Iterator[tuple[str, str]]:
+    """Yield the module and the name of every function that is running, from the innermost on."""
+    frame = sys._getframe()
+    while frame is not None:
+        yield frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        frame = frame.f_back
 
 
 def _mode_calls() -> tuple[Any, ...]:
