@@ -22,11 +22,12 @@ def apart_from_caller(function: Callable[..., T], *args: Any) -> T:
 
 
 def _with_defaults(function: Callable[..., T], *args: Any) -> T:
-    """The same for what all threads share: the default dtype and device, random states and warnings."""
+    """The same for what all threads share: the default dtype and device, random states, warnings, anomaly detection."""
     state, dtype, generator = random.getstate(), torch.get_default_dtype(), torch.get_rng_state()
     try:
         torch.set_default_dtype(torch.float32)
-        with torch.device("cpu"), warnings.catch_warnings(action="ignore"):
+        quiet, unchecked = warnings.catch_warnings(action="ignore"), torch.autograd.set_detect_anomaly(False)
+        with torch.device("cpu"), quiet, unchecked:
             return function(*args)
     finally:
         random.setstate(state)

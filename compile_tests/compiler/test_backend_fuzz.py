@@ -1,6 +1,8 @@
 """The backend on some of the fuzzer's programs, the same ones in every run, and the fuzzer itself."""
 
+import contextlib
 from collections import Counter
+from dataclasses import replace
 from itertools import islice
 from random import Random
 from typing import Any
@@ -8,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
 from compile_tests.helpers.backend_compare import difference, eager, outcome, with_backend
 from compile_tests.helpers.breadth import some_of
+from compile_tests.helpers.fuzz_calls import CALLS
 from compile_tests.helpers.fuzz_damage import DAMAGES, damaged
 from compile_tests.helpers.fuzz_grammar import NOT_GROWN, grown, rules
 from compile_tests.helpers.fuzz_program import Input, Line, Program, Ref, aten
-from llmk.compiler import Report
+from llmk.compiler import Report, backend, trace
 from llmk.compiler.rules import all_rules
 
 pytest.importorskip("transformers")
@@ -58,6 +62,44 @@ def test_programs_run_as_they_are_written(seed: int) -> None:
     written = outcome(eager, names["program"], names["args"])
     assert not written.error
     assert difference(written, program.function(), program.args()) is None
+
+
+def scaled_unit(called: str) -> Program:
+    """A gated unit times what is written in the program, and a number that changes."""
+    lines = (
+        Line("v0", aten.silu.default, (Ref("x0"),)),
+        Line("v1", aten.mul.Tensor, (Ref("v0"), Ref("x1"))),
+        Line("v2", torch.tensor, ([0.5, 1.5, 2.0, 3.0],), {"dtype": torch.float32}, segment="break2"),
+        Line("v3", aten.mul.Tensor, (Ref("v1"), Ref("v2")), segment="break2"),
+        Line("v4", aten.add.Tensor, (Ref("v3"), Ref("n0"))),
+    )
+    inputs = Input("x0", (3, 4)), Input("x1", (3, 4)), Input("n0", (), kind="number", plus=0.75)
+    return Program(inputs, lines, ("v4",), called)
+
+
+@pytest.mark.parametrize("called", CALLS)
+def test_a_program_is_called_in_every_way(called: str) -> None:
+    program = scaled_unit(called)
+    assert usable(program)
+    assert check(program) is None
+
+
+def test_what_hooks_see_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "saved_tensors_unhooked", contextlib.nullcontext)
+    assert check(scaled_unit("checkpointed")) is not None
+
+
+def test_another_literals_graph_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    def held(gm: GraphModule, value: Tensor) -> Any:
+        gm.held = value
+        return gm.graph.call_function(aten.lift_fresh_copy.default, (gm.graph.create_node("get_attr", "held"),))
+
+    monkeypatch.setattr(trace, "_literal", held)
+    assert check(replace(scaled_unit("from a cache"), lines=without_breaks())) is not None
+
+
+def without_breaks() -> tuple[Line, ...]:
+    return tuple(replace(line, segment="") for line in scaled_unit("").lines)
 
 
 def right(x: Tensor) -> tuple[Tensor, ...]:

@@ -23,6 +23,7 @@ from torch.fx import GraphModule
 
 from compile_tests.helpers.backend_checks import THROUGH_AUTOGRAD
 from compile_tests.helpers.backend_compare import AOT, InFloat64, difference, eager, outcome, to_float64, with_backend
+from compile_tests.helpers.fuzz_calls import around, way_of
 from compile_tests.helpers.fuzz_damage import damaged
 from compile_tests.helpers.fuzz_grammar import NotGrown, grown
 from compile_tests.helpers.fuzz_program import Program, Ref, map_refs
@@ -113,16 +114,18 @@ def _is_of_numbers(say: str) -> bool:
 
 def _differs(program: Program, seed: int, way: Any) -> str | None:
     fn, args = program.function(), program.args(seed)
-    got = outcome(way, fn, args)
-    say = difference(got, fn, args)
+    plain = around(program, fn)
+    got = outcome(way_of(program, way), fn, args)
+    say = difference(got, plain, args)
     if say is None:
         return None
-    aot = outcome(AOT, fn, args)  # a difference is one of the backend's only where it is not PyTorch's own
-    return None if aot.error or difference(aot, fn, args) is not None else say
+    # A difference is one of the backend's only where it is not PyTorch's own.
+    aot = outcome(lambda fn: around(program, AOT(fn)), fn, args)
+    return None if aot.error or difference(aot, plain, args) is not None else say
 
 
 def usable(program: Program) -> bool:
-    return not outcome(eager, program.function(), program.args()).error
+    return not outcome(eager, around(program, program.function()), program.args()).error
 
 
 def programs(random: Random) -> Iterator[Program]:
@@ -186,6 +189,8 @@ def _smaller(program: Program) -> Iterator[Program]:
         for segment in dict.fromkeys(line.segment for line in program.lines if line.segment):
             lines = tuple(replace(x, segment="") if x.segment == segment else x for x in program.lines)
             yield replace(program, lines=lines)
+    if program.called:
+        yield replace(program, called="")
     for i, x in enumerate(program.inputs):
         for plain in (replace(x, scale=1.0, plus=0.0), replace(x, dtype=torch.float32), replace(x, grad=False)):
             if plain != x and x.kind == "normal":

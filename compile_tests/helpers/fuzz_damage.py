@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compile_tests.helpers.fuzz_calls import CALLS
 from compile_tests.helpers.fuzz_program import Input, Line, Program, Ref, aten, map_refs, resolved
 
+SEGMENTS_OF_DAMAGE = "no_grad", "no_grad", "checkpoint", "autocast", "enable_grad", "break", "break"
 Damage = Callable[[Random, Program], Program | None]
 DAMAGES: dict[str, Damage] = {}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -264,14 +266,53 @@ def effect(random: Random, program: Program) -> Program | None:
 
 @damage
 def segment(random: Random, program: Program) -> Program | None:
-    """Some consecutive lines are without gradients, in autocast, or a checkpointed region."""
+    """Some consecutive lines are without gradients, in autocast, a checkpointed region, or after a graph break."""
     if not program.lines:
         return None
     first = random.randrange(len(program.lines))
     last = random.randint(first, min(len(program.lines), first + 6))
-    name = random.choice(("no_grad", "no_grad", "checkpoint", "autocast", "enable_grad")) + str(first)
+    name = random.choice(SEGMENTS_OF_DAMAGE) + str(first)
     lines = [replace(x, segment=name) if first <= i <= last else x for i, x in enumerate(program.lines)]
     return replace(program, lines=tuple(lines))
+
+
+@damage
+def number(random: Random, program: Program) -> Program | None:
+    """A float in a call is an argument of the program, which changes between calls."""
+    places = [
+        (i, j)
+        for i, line in enumerate(program.lines)
+        for j, x in enumerate(line.args)
+        if isinstance(x, float) and x < 9e9
+    ]
+    if not places:
+        return None
+    at, which = random.choice(places)
+    line = program.lines[at]
+    given = Input(program.fresh("n"), (), kind="number", plus=line.args[which], grad=False)
+    args = (*line.args[:which], Ref(given.name), *line.args[which + 1 :])
+    return _replaced(replace(program, inputs=(*program.inputs, given)), at, replace(line, args=args))
+
+
+@damage
+def literal(random: Random, program: Program) -> Program | None:
+    """A value is multiplied by numbers that are written in the program, or some of its rows are taken by such."""
+    values = {name: x for name, x in tensors(program).items() if x.dim() and x.is_floating_point() and x.shape[-1] < 20}
+    if not values:
+        return None
+    name = random.choice(list(values))
+    x, at, made = values[name], defined_at(program, name), program.fresh()
+    numbers = [round(random.uniform(0.5, 2.0), 2) for _ in range(random.choice((1, x.shape[-1])))]
+    program = program.with_line(at, Line(made, torch.tensor, (numbers,), {"dtype": x.dtype}))
+    product = Line(program.fresh(), aten.mul.Tensor, (Ref(name), Ref(made)))
+    program = program.with_line(at + 1, product)
+    return replace(program, outputs=tuple(dict.fromkeys((*program.outputs, product.name))))
+
+
+@damage
+def call(random: Random, program: Program) -> Program | None:
+    """The compiled program is called in another way, such as from a checkpointed region."""
+    return replace(program, called=random.choice(list(CALLS)))
 
 
 @damage

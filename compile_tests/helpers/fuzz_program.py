@@ -34,7 +34,7 @@ class Ref:
 
 @dataclass(frozen=True)
 class Input:
-    """A tensor that goes in. `kind` says what is in it; a normal one is scaled and moved."""
+    """A tensor that goes in. `kind` says what is in it; a normal one is scaled and moved, and a number is `plus`."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,6 +47,8 @@ class Input:
 
     def code(self) -> str:
         shape = "(" + "".join(f"{n}, " for n in self.shape).rstrip() + ")"
+        if self.kind == "number":
+            return repr(self.plus)
         if self.kind == "classes":
             return f"torch.randint({self.high}, {shape})"
         if self.kind == "angles":
@@ -75,11 +77,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Program:
-    """Inputs, lines and the names of what is returned."""
+    """Inputs, lines and the names of what is returned, and how it is called: a name in `fuzz_calls.CALLS`."""
 
     inputs: tuple[Input, ...]
     lines: tuple[Line, ...]
     outputs: tuple[str, ...]
+    called: str = ""
 
     def fresh(self, prefix: str = "v") -> str:
         taken = {x.name for x in (*self.inputs, *self.lines)}
@@ -104,6 +107,8 @@ class Program:
             kind = segment.rstrip("0123456789")
             if kind == "checkpoint":
                 text += _checkpoint_code(segment, lines, calls, self._read_after(place))
+            elif kind == "break":
+                text += ["    torch._dynamo.graph_break()", *(f"    {call}" for call in calls)]
             elif kind in SEGMENTS:
                 text += [f"    with {SEGMENTS[kind]}:", *(f"        {call}" for call in calls)]
             else:
@@ -118,7 +123,8 @@ class Program:
         """The program and its arguments, to paste."""
         text = "import operator, torch\nfrom math import inf, nan\nfrom torch.utils.checkpoint import checkpoint\n"
         values = "".join(f"    {x.code()},\n" for x in self.inputs)
-        return f"{text}aten = torch.ops.aten\n{self.source()}\ntorch.manual_seed(0)\nargs = [\n{values}]\n"
+        called = f"# called: {self.called}\n" * bool(self.called)
+        return f"{text}aten = torch.ops.aten\n{called}{self.source()}\ntorch.manual_seed(0)\nargs = [\n{values}]\n"
 
     def function(self) -> Callable[..., Any]:
         names = {"torch": torch, "aten": aten, "operator": operator, "checkpoint": checkpoint, "inf": math.inf}
@@ -126,14 +132,15 @@ class Program:
         exec(self.source(), names)
         return names["program"]  # type: ignore[return-value]
 
-    def args(self, seed: int = 0) -> list[Tensor]:
+    def args(self, seed: int = 0) -> list[Any]:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             return [eval(x.code(), {"torch": torch}) for x in self.inputs]
 
     def values(self, change: Callable[[Tensor], Tensor] = Tensor.detach) -> dict[str, Any]:
         """Return the value of each line, run one by one without segments; raises what a line raises."""
-        found: dict[str, Any] = {x.name: change(y) for x, y in zip(self.inputs, self.args(), strict=True)}
+        given = zip(self.inputs, self.args(), strict=True)
+        found: dict[str, Any] = {x.name: change(y) if isinstance(y, Tensor) else y for x, y in given}
         for line in self.lines:
             found[line.name] = run_line(line, found)
         return found
@@ -159,6 +166,8 @@ def refs_of(x: Any) -> list[str]:
 
 
 def target_code(target: Any) -> str:
+    if target is torch.tensor:
+        return "torch.tensor"
     return f"operator.{target.__name__}" if getattr(target, "__module__", "") == "_operator" else f"torch.ops.{target}"
 
 

@@ -1,8 +1,8 @@
 """The backend: Dynamo's graph, with llmk's operators in it, for Inductor."""
 
 import copy
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from llmk.compiler.rules import RewriteRule, all_rules, chosen
 from llmk.compiler.segments import Segment, segments, why_it_stays
 from llmk.compiler.trace import Modes, NotTraced, checkpoint_body, pairs_of, put_back, returned_alone, traced
 from llmk.registry.private import compilers
+from llmk.registry.private.modes import saved_tensors_unhooked
 
 
 @dataclass(frozen=True)
@@ -34,22 +35,41 @@ class Backend:
     verify: bool = True
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        before, notes = _graphs_of(gm), self.rewrite(gm)
+        compiled = self._through_inductor(gm, example_inputs)
+        if isinstance(compiled, Exception):  # whatever raised, the replacements must not be the reason
+            error, put_in = compiled, sorted({note.operator for note in notes if not note.reason})
+            if not put_in:
+                raise error
+            compiled, notes = self._without_some(gm, example_inputs, before, put_in)
+            notes = [*notes, _failure("Inductor on what was put in", error)]
+        compilers.forget_specialized_floats()
+        return noted(compiled, notes, self.report)
+
+    def _through_inductor(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any] | Exception:
         config = dict(self.config)
         if sums.NAME in self.operators:
             config = compilers.with_graph_pass(config, sums.accumulate, f"llmk {sums.NAME}")
-        before, notes = _graphs_of(gm), self.rewrite(gm)
         try:
-            compiled = compilers.compile_fx(gm, example_inputs, config_patches=config)
+            return compilers.compile_fx(gm, example_inputs, config_patches=config)
         except compilers.restart_exception():  # Dynamo begins again
             raise
-        except Exception as error:  # whatever raised, the replacements must not be the reason
-            if all(note.reason for note in notes):
-                raise
-            notes = [_failure("Inductor on what was put in", error)]
-            for module, graph in before.items():
-                module.graph = graph
-            compiled = compilers.compile_fx(gm, example_inputs, config_patches=dict(self.config))
-        return noted(compiled, notes, self.report)
+        except Exception as error:
+            return error
+
+    def _without_some(
+        self, gm: GraphModule, example_inputs: Sequence[Any], before: Mapping[GraphModule, Graph], put_in: Sequence[str]
+    ) -> tuple[Callable[..., Any], list[Note]]:
+        """Compile the graph without the one operator that Inductor fails on, or as it was where there are several."""
+        for name in put_in if len(put_in) > 1 else ():
+            _restore(before)
+            fewer = replace(self, operators=self.operators - {name})
+            notes = fewer.rewrite(gm)
+            compiled = fewer._through_inductor(gm, example_inputs)
+            if not isinstance(compiled, Exception):
+                return compiled, notes
+        _restore(before)
+        return compilers.compile_fx(gm, example_inputs, config_patches=dict(self.config)), []
 
     @property
     def rules(self) -> list[RewriteRule]:
@@ -58,9 +78,12 @@ class Backend:
     def rewrite(self, gm: GraphModule) -> list[Note]:
         """Put operators into Dynamo's graph, in place, and return notes on what was replaced and what was left.
 
-        A graph on which anything raises is as it was before.
+        A graph on which anything raises is as it was before. Dynamo calls a backend in none of the caller's modes, but
+        under its hooks on saved tensors.
         """
-        return self._guarded(gm, lambda: MutationsElsewhere(gm), self.drop_logits)
+        may_drop = self.drop_logits and compilers.computes_a_whole_call(gm)
+        with saved_tensors_unhooked():
+            return self._guarded(gm, lambda: MutationsElsewhere(gm), may_drop)
 
     def _guarded(self, gm: GraphModule, elsewhere: Callable[[], MutationsElsewhere], may_drop: bool) -> list[Note]:
         before = _copy_of(gm.graph)
@@ -116,6 +139,11 @@ def _graphs_of(gm: GraphModule) -> dict[GraphModule, Graph]:
     return {module: _copy_of(module.graph) for module in gm.modules() if isinstance(module, GraphModule)}
 
 
+def _restore(before: Mapping[GraphModule, Graph]) -> None:
+    for module, graph in before.items():
+        module.graph = _copy_of(graph)
+
+
 def _copy_of(graph: Graph) -> Graph:
     """Return a copy with the attributes that Dynamo sets on nodes besides `meta`, such as a placeholder's origin."""
     copied = copy.deepcopy(graph)
@@ -126,7 +154,7 @@ def _copy_of(graph: Graph) -> Graph:
 
 def _failure(what: str, error: Exception) -> Note:
     reason = f"{what} raised {type(error).__name__}: {error}".splitlines()[0]
-    warn_once(f"{reason}: this graph compiles as it was. Please report it to llmk.")
+    warn_once(f"{reason}: it compiles without. Please report it to llmk.")
     return Note("all", "", reason)
 
 
@@ -167,7 +195,8 @@ def compile(
         without: Operators not to look for.
         report: It gets the notes in place of `llmk.compile_report()`.
         drop_logits: Logits that are returned beside their loss do not hinder `fused_linear_ce`: while gradients are
-            wanted, a tensor without classes, `[..., 0]`, is returned in their place.
+            wanted, a tensor without classes, `[..., 0]`, is returned in their place. A model whose graph breaks keeps
+            them, as what one of its graphs gives another may read.
         verify: Each replacement is tried on small inputs on the CPU first, and left where it does not compute the same.
         mode: As for `torch.compile`, and so are the three below.
         dynamic: Sizes are symbolic from the start.

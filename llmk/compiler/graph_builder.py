@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from llmk.compiler.patterns import NoMatch, value_of
+from llmk.compiler.patterns import NoMatch, constant_of, value_of
 from llmk.compiler.rules import RewriteRule
 from llmk.registry.private.compilers import statically_known_true
 from llmk.registry.private.operators import schema_of
@@ -34,6 +34,7 @@ class ReplacementBuilder:
         """
         if target is self.rule.overload:
             self._require_gradients(target, args, kwargs)
+            args, kwargs = map_arg(args, _as_constant), map_arg(kwargs, _as_constant)
         values = map_arg(args, value_of), map_arg(kwargs, value_of)
         with self.wanted.fake_mode:  # type: ignore[attr-defined]
             try:
@@ -77,6 +78,19 @@ class ReplacementBuilder:
     def undo(self) -> None:
         for node in reversed(self.made):
             node.graph.erase_node(node)
+
+
+NO_CONSTANT = "a number that it reads changes between calls or depends on data, and the operator takes a constant"
+
+
+def _as_constant(argument: Node) -> Any:
+    """Return an operator's argument, for a number the constant that the operator takes."""
+    if isinstance(value_of(argument), Tensor):
+        return argument
+    number = constant_of(argument)
+    if number is None:
+        raise NoMatch(NO_CONSTANT)
+    return number
 
 
 def wants_gradient(value: Any) -> bool:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from llmk.registry.private.compilers import backed_constant
+from llmk.registry.private.compilers import settled
 from llmk.registry.private.operators import schema_of
 
 COMMUTATIVE = frozenset({"add", "mul"})
@@ -55,10 +55,10 @@ def name_of(node: Any) -> str:
 
 
 def constant_of(value: Any) -> int | float | None:
-    """Return a number that is known while the graph is compiled: a constant, or a symbol that a constant backs."""
+    """Return a number that is known while the graph is compiled: a constant, or a symbol for what does not change."""
     value = value_of(value)
     if isinstance(value, torch.SymFloat):
-        value = backed_constant(value)
+        value = settled(value)
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 

@@ -9,12 +9,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import SymFloat
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from llmk.compiler.effects import bring_before, equal_values, is_random, mutations, needed, storages
-from llmk.compiler.graph_builder import ReplacementBuilder
-from llmk.compiler.patterns import Match, NoMatch, cast_of, find, is_narrowing, name_of
+from llmk.compiler.graph_builder import NO_CONSTANT, ReplacementBuilder
+from llmk.compiler.patterns import Match, NoMatch, cast_of, find, is_narrowing, name_of, value_of
 from llmk.compiler.report import Note, module_of, warn_once
 from llmk.compiler.rules import RewriteRule
 from llmk.compiler.trial import Untried
@@ -261,7 +262,7 @@ class _Replacing:
                 read[node] = read.get(reader, reader)
                 if not is_cheap(node):
                     is_returned = read[node].op == "output"
-                    hint = " (drop_logits=True gives it up)" if is_returned and candidate.rule.pattern.stand_in else ""
+                    hint = DROPPED if is_returned and candidate.rule.pattern.stand_in else ""
                     how = "returned" if is_returned else "read elsewhere"
                     raise NoMatch(f"{name_of(node)} on the way is {how} too{hint}")
         return returned
@@ -307,8 +308,20 @@ class _Replacing:
                     continue
                 why = self.reasons.get((name, node)) or rule.pattern.why_left(node)
                 if why:
+                    why = NO_CONSTANT if reads_symbolic_float(node) else why
                     noted.add((name, node))
                     self.notes.append(Note(name, module_of(node), f"{sign}: {why}"))
+
+
+DROPPED = " (drop_logits=True gives it up, where the model is one graph)"
+
+
+def reads_symbolic_float(node: Node, steps: int = 3) -> bool:
+    """Return True if a node, or one so many steps from it, reads a number that is no constant."""
+    near = {node}
+    for _ in range(steps):
+        near |= {x for y in near if y.op == "call_function" for x in (*y.all_input_nodes, *y.users)}
+    return any(isinstance(value_of(x), SymFloat) for x in near)
 
 
 def _raised(rule: RewriteRule, error: Exception) -> str:

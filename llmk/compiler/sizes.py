@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import SymFloat, SymInt, Tensor
 
-from llmk.registry.private.compilers import backed_constant, substituted
+from llmk.registry.private.compilers import hint_of, substituted
 
 
 class NotSmall(Exception):
@@ -40,7 +40,7 @@ class Sizes:
             except ZeroDivisionError as error:
                 raise NotSmall("a size is divided by another one, which has become 0") from error
         if isinstance(value, SymFloat):
-            return backed_constant(value)
+            return hint_of(value)
         if isinstance(value, int) and not isinstance(value, bool):
             return self.numbers.get(value, value)
         if isinstance(value, list | tuple):

@@ -20,6 +20,8 @@ from llmk.compiler.patterns import name_of, value_of
 from llmk.compiler.segments import SIMPLE, Segment
 from llmk.registry.private.compilers import CHECKPOINT, MODE_CALLS
 
+LITERAL = "lift_fresh_copy"
+"""The operator that gives numbers that a program writes, as in `torch.tensor([1, 2])`, `y[0] = 1` and `y[[0, 2]]`."""
 KEPT = ("nn_module_stack", "stack_trace", "source_fn_stack", "original_aten", "custom")
 
 
@@ -138,9 +140,11 @@ def _require_same(segment: Segment, result: GraphModule) -> None:
 
 
 def _require_whole(result: GraphModule) -> None:
-    """Check that the trace saw where each tensor comes from: one that it lost is a constant, and a fake tensor."""
+    """Check that the trace saw where each tensor comes from: what it holds by itself are copies of literals."""
     for node in result.graph.find_nodes(op="get_attr"):
-        if fake_mode_of([getattr(result, str(node.target))]) is not None:
+        value = getattr(result, str(node.target))
+        is_known = isinstance(value, Tensor) and fake_mode_of([value]) is None and 0 not in value.shape[:-1]
+        if not is_known or any(name_of(user) != LITERAL for user in node.users):
             raise NotTraced("it reads a tensor that comes from where a trace does not look")
 
 
@@ -200,10 +204,10 @@ def put_back(gm: GraphModule, segment: Segment, result: GraphModule) -> None:
         anchor = gm.graph.call_function(tuple)
     with gm.graph.inserting_before(anchor):
         for node in result.graph.nodes:
-            if node.op == "get_attr":
-                copies[node] = gm.graph.create_node("get_attr", _moved(result, gm, str(node.target)))
-            elif node.op not in ("placeholder", "output"):
-                copies[node] = gm.graph.node_copy(node, copies.__getitem__)
+            if node.op == "call_function":
+                held = [x for x in node.all_input_nodes if x.op == "get_attr"]
+                value = getattr(result, str(held[0].target)) if held else None
+                copies[node] = gm.graph.node_copy(node, copies.__getitem__) if value is None else _literal(gm, value)
                 copies[node].meta = {key: node.meta[key] for key in KEPT if key in node.meta}
     gm.graph.erase_node(anchor)
     for node, again in zip(outputs, result.graph.output_node().args[0], strict=True):  # type: ignore[arg-type]
@@ -219,8 +223,10 @@ def put_back(gm: GraphModule, segment: Segment, result: GraphModule) -> None:
         gm.graph.erase_node(node)
 
 
-def _moved(source: GraphModule, target: GraphModule, name: str) -> str:
-    """Set a constant of one graph's module on another's, under a name that is free there, and return the name."""
-    free = next(f"_llmk_constant{i}" for i in range(1 << 30) if not hasattr(target, f"_llmk_constant{i}"))
-    setattr(target, free, getattr(source, name))  # no buffer: AOTAutograd asks Dynamo where each of those comes from
-    return free
+def _literal(gm: GraphModule, value: Tensor) -> Node:
+    """Put numbers into a graph as a program writes them: as arguments of a call.
+
+    The caches of AOTAutograd and Inductor tell two graphs apart by the arguments of their calls. Of a tensor that is an
+    attribute of the graph's module they know the shape and dtype alone.
+    """
+    return gm.graph.call_function(torch.tensor, (value.tolist(),), {"dtype": value.dtype, "device": value.device})

@@ -45,7 +45,7 @@ class Question:
         inputs: The nodes that both take.
         indices: By an input of indices: the input that they index, and the axis.
         tried_as: By the name of an operator: what is run in its place.
-        ignored: The number among the indices that stands for none, or the node that gives it.
+        ignored: The number among the indices that stands for none.
         autocast: The dtype that autocast computes in, if it is on.
         default_dtype: The caller's default dtype.
         same: Gives one node for all that are known to have equal values.
@@ -207,7 +207,7 @@ class _Trial:
         if chosen is None or self.question.ignored is None:
             return drawn
         counts = torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu") < 0.8
-        return torch.where(counts, drawn, self.sizes.of(value_of(self.question.ignored)))
+        return torch.where(counts, drawn, self.sizes.of(self.question.ignored))
 
     def _run(
         self, nodes: Sequence[Node], results: Sequence[Node], inputs: Sequence[Any], exact: bool = False

@@ -21,7 +21,7 @@ from llmk.compiler.patterns import Match, RewritePattern, cast_of, item_of, name
 from llmk.compiler.shrink import symbol_hints
 from llmk.compiler.trial import Question, Untried, difference
 from llmk.opcheck import accuracy, reference
-from llmk.registry.private.compilers import cache_folder
+from llmk.registry.private.compilers import cache_folder, hint_of
 
 VIEWS = frozenset(
     {
@@ -193,6 +193,8 @@ def _own_code() -> str:
 def _described(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device.type}"
+    if isinstance(value, torch.SymFloat):
+        return f"SymFloat {hint_of(value)}"
     return f"{type(value).__name__} {value}"
 
 

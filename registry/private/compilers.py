@@ -2,7 +2,9 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -18,10 +20,34 @@ def statically_known_true(condition: Any) -> bool:
     return _required_once("torch.fx.experimental.symbolic_shapes.statically_known_true")(condition)
 
 
-def backed_constant(value: torch.SymFloat) -> float | None:
-    """Return the number behind a symbolic one while a graph is compiled; a guard then holds it to that."""
-    node = attribute(value, "node", lambda _: None)
-    return float(value) if node is not None and node.has_hint() else None
+def settled(value: torch.SymFloat) -> float | None:
+    """Return the number behind a symbolic one, with a guard, if a module holds it and it has not changed yet.
+
+    Dynamo makes a number symbolic when it has seen another one in its place. With `dynamic=True` it does so from the
+    start, also with an eps that a module holds for ever.
+    """
+    known = attribute(value.node.shape_env, "var_to_sources", lambda _: {})
+    is_settled = all(symbol in known and _never_changed(known[symbol][0]) for symbol in value.node.expr.free_symbols)
+    return float(value) if is_settled else None
+
+
+def _never_changed(source: Any) -> bool:
+    if not _member(_member(source, "guard_source"), "is_unspecialized_nn_module"):
+        return False
+    name, frames = _member(source, "name"), find("torch._dynamo.pgo.get_code_state", dict)()
+    seen = [frame.automatic_dynamic[name].scalar for frame in frames.values() if name in frame.automatic_dynamic]
+    return bool(seen) and all(isinstance(number, float) for number in seen)
+
+
+def _member(holder: Any, name: str) -> Any:
+    """Return what a release has as an attribute, and another one as a method without arguments."""
+    value = attribute(holder, name, lambda _: None)
+    return value() if callable(value) else value
+
+
+def hint_of(value: torch.SymFloat) -> float | None:
+    """Return the number behind a symbolic one while a graph is compiled, without a guard."""
+    return attribute(value.node, "hint", lambda _: None)
 
 
 def symbols_of(size: torch.SymInt) -> list[str]:
@@ -68,9 +94,43 @@ def restart_exception() -> type[BaseException]:
     return find("torch._dynamo.exc.RestartAnalysis", GeneratorExit)
 
 
+def forget_specialized_floats() -> None:
+    """Have Dynamo forget the symbols of numbers for which it began again, as their graph is compiled now.
+
+    It keeps them for the whole process, and a number that has changed since then could be no symbol any more.
+    """
+    find("torch._dynamo.symbolic_convert.TensorifyState.clear", lambda: None)()
+
+
 def compile_fx(*args: Any, **kwargs: Any) -> Callable[..., Any]:
     """Inductor, which takes seconds to import, where it is first asked for."""
     return required("torch._inductor.compile_fx.compile_fx")(*args, **kwargs)
+
+
+def computes_a_whole_call(gm: Any) -> bool:
+    """Return True if the graph that Dynamo gives a backend computes all that was called, and gives what that returns.
+
+    A graph that Dynamo breaks says so. What goes on after it, and a function that is called in between, have graphs of
+    their own: those are called by the user's code, and not by what `torch.compile` returned.
+    """
+    reason = attribute(gm, "compile_subgraph_reason", lambda _: None)
+    if attribute(reason, "graph_break", lambda _: True):
+        return False
+    outside = itertools.dropwhile(lambda call: call != COMPILING, _calls())
+    caller = next((call for call in outside if call not in (COMPILING, *CALLS_OF_MODULES)), ("", ""))
+    return caller[0] == "torch._dynamo.eval_frame"
+
+
+COMPILING = "torch._dynamo.convert_frame", "__call__"
+CALLS_OF_MODULES = ("torch.nn.modules.module", "_call_impl"), ("torch.nn.modules.module", "_wrapped_call_impl")
+
+
+def _calls() -> Iterator[tuple[str, str]]:
+    """Yield the module and the name of every function that is running, from the innermost on."""
+    frame = sys._getframe()
+    while frame is not None:
+        yield frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        frame = frame.f_back
 
 
 def _mode_calls() -> tuple[Any, ...]:

@@ -3,10 +3,12 @@
 Where that cannot be told someone always does: every call takes the dispatcher's path, and what was saved is read again.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.autograd import Function, forward_ad
+from torch.autograd.graph import saved_tensors_hooks
 
 from llmk.registry.private.names import find
 
@@ -78,3 +80,20 @@ _top_hooks = find("torch._C._autograd._top_saved_tensors_default_hooks", _always
 def saved_tensors_are_hooked() -> bool:
     """Return True if `torch.autograd.graph.saved_tensors_hooks` see what a forward pass saves now."""
     return _top_hooks(False) is not None
+
+
+_set_hooks_tracing = find("torch._C._autograd._saved_tensors_hooks_set_tracing")
+
+
+@contextlib.contextmanager
+def saved_tensors_unhooked() -> Iterator[None]:
+    """The caller's hooks on saved tensors, such as those of a checkpoint, see nothing of what is saved within."""
+    if _set_hooks_tracing is None:
+        with saved_tensors_hooks(lambda x: x, lambda x: x):  # the innermost hooks alone are called
+            yield
+        return
+    before = _set_hooks_tracing(True)
+    try:
+        yield
+    finally:
+        _set_hooks_tracing(before)
