@@ -20,6 +20,7 @@ from llmk.losses._batch import (
     check_positive,
     check_tensor,
     cross_entropy_sum,
+    denominator_of,
     make_sequences,
     mean_over_tokens,
     own_classes,
@@ -97,8 +98,7 @@ def distill(
         ValueError: A shape, the length of a list or an option does not fit.
 
     Gradients are made in the forward pass: three products of the student and one of each teacher with hidden states.
-    For `ce_weight` there are three more of the student with DTensors, and with `vocab_group` where `token_weights` are
-    given beside `num_items_in_batch` or `group`.
+    For `ce_weight` there are three more of the student with DTensors, and with `vocab_group` and `token_weights`.
 
     Sources: Agarwal et al., 2023, https://arxiv.org/abs/2306.13649. Reference implementation:
     `trl.DistillationTrainer`, whose default for `beta` is 1.
@@ -132,7 +132,7 @@ def distill(
         "chunk_size": chunk_size, "logits_dtype": logits_dtype,
     }  # fmt: skip
     share, nll_share = shares_of_means(sequences, token_weights, num_items_in_batch)
-    if share is not None and token_weights is not None:  # a mean over weights of 0 would be NaN, on this rank alone
+    if share is not None and token_weights is not None:  # the operators' mean over weights of 0 is NaN
         options["row_weight"] = torch.where(share != 0, token_weights, 1.0)
     own_options = any(each is not None for each in (teacher_weight, teacher_temperature, vocab_map))
     is_one = isinstance(teacher_input, Tensor) and teacher_ids is None
@@ -179,8 +179,11 @@ def distill(
 def shares_of_means(
     sequences: Sequences, token_weights: Tensor | None, num_items: Tensor | float | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the shares of this rank's means in the whole: of divergences and of cross entropies; None for all."""
-    if num_items is None and not sequences.ranks.tokens:
+    """Return the shares of this rank's means in the whole: of divergences and of cross entropies; None for all.
+
+    The share of tokens whose weights are all 0 is 0.
+    """
+    if num_items is None and token_weights is None and not sequences.ranks.tokens:
         return None, None
     items = token_denominator(num_items, sequences)
     nll_share = sequences.mask.sum() / items
@@ -188,7 +191,7 @@ def shares_of_means(
         return nll_share, nll_share
     weight = torch.where(sequences.mask, token_weights, 0.0).sum()
     if num_items is None:
-        items = torch.where(sequences.num_tokens() > 0, sequences.total(weight), 1.0)
+        items = denominator_of(sequences.total(weight))
     return weight / items, nll_share
 
 

@@ -21,6 +21,14 @@ def storage_of(tensor: Tensor) -> int:
     return attribute(tensor.untyped_storage(), "_cdata", lambda storage: StorageWeakRef(storage).cdata)
 
 
+def no_view(tensor: Tensor) -> Tensor:
+    """Return the tensor, or where it is a view one that is none, of the same memory.
+
+    Autograd refuses to let a view be changed in place that a custom function returns.
+    """
+    return tensor.detach() if attribute(tensor, "_is_view", lambda tensor: lambda: True)() else tensor
+
+
 def _torch_empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
 
