@@ -1,13 +1,13 @@
 """Group relative policy optimization (GRPO) and its variants, which differ in the token loss or its reduction."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from llmk.losses._batch import (
-    Head,
+    Batch,
     Sequences,
     VocabGroup,
     check_between,
@@ -15,32 +15,28 @@ from llmk.losses._batch import (
     check_per_token,
     check_positive,
     denominator_of,
-    make_sequences,
     mean_over_tokens,
-    resolve_num_sequences,
-    without_unsupported,
 )
 from llmk.losses._policy import (
     AGGREGATIONS,
     MAX_LOG_RATIO,
     TYPES,
-    Totals,
     VespoOptions,
-    check_totals,
+    aggregation_weights,
     largest_covariance,
     ratio_level,
     vespo_weight,
 )
-from llmk.losses._ranks import make_ranks
 from llmk.losses._sampling import difference_metrics, high_entropy_mask, masked_max, masked_min, ratio_metrics
-from llmk.ops.linear_loss.objectives.policy import (
-    ESTIMATORS,
-    PolicyOptions,
-    PolicyTerms,
-    bounded,
-    check_above_one,
+from llmk.ops.linear_loss.objectives.policy import ESTIMATORS, PolicyOptions, PolicyTerms, bounded, check_above_one
+from llmk.registry import (
+    FromArguments,
+    check_finite,
+    check_flag,
+    check_not_negative,
+    check_option,
+    from_arguments,
 )
-from llmk.registry import check_finite, check_flag, check_not_negative, check_option
 
 LEVELS = ("token", "sequence")
 
@@ -204,14 +200,14 @@ def grpo(
         check_positive("max_log_ratio", max_log_ratio)
     if clip_ratio_c is not None:
         check_above_one("clip_ratio_c", clip_ratio_c)
-    ranks = make_ranks(group, context_group)
-    if ranks.tokens and (loss_type == "kl_cov" or top_entropy_quantile != 1.0):
-        name = "group" if ranks.sequences else "context_group"
-        raise ValueError(f"{name}: expected None with 'kl_cov' or top_entropy_quantile, which order the batch's tokens")
+    if loss_type == "kl_cov" or top_entropy_quantile != 1.0:
+        for name, ranks in (("group", group), ("context_group", context_group)):
+            if ranks is not None:
+                expected = "None with 'kl_cov' or top_entropy_quantile, which order the batch's tokens"
+                raise ValueError(f"{name}: expected {expected}")
     advantages = without_last_axis(advantages)
-    count = resolve_num_sequences(num_sequences, "advantages", advantages)
-    target, replay = without_unsupported(input, linear_weight, target, support, ignore_index, ranks, vocab_group)
-    sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count, ranks=ranks)
+    batch = Batch.of(locals(), counted_by="advantages")
+    sequences = batch.sequences
     check_advantages(advantages, sequences)
     for name, value in (
         ("old_per_token_logps", old_per_token_logps),
@@ -219,41 +215,26 @@ def grpo(
         ("sampling_per_token_logps", sampling_per_token_logps),
     ):
         if value is not None:
-            check_per_token(name, value, target)
+            check_per_token(name, value, batch.target)
     if beta != 0.0 and ref_per_token_logps is None:
         raise ValueError(f"ref_per_token_logps: expected shape {tuple(target.shape)} where beta is {beta}, got None")
-    totals = Totals(num_items_in_batch, max_completion_length, num_sequences_in_batch, count_empty_sequences)
-    check_totals(loss_agg or loss_type, sequences, totals)
+    weights = aggregation_weights(loss_agg or loss_type, sequences, locals())
     correction = None
     if importance_sampling_ratio is not None:
         correction = _correction(importance_sampling_ratio, sequences)
 
-    head = Head(
-        linear_weight,
-        linear_bias,
-        temperature,
-        logit_scale,
-        softcap,
-        ignore_index,
-        skip_ignored,
-        chunk_size,
-        logits_dtype,
-        vocab_group,
-    )
     high = epsilon if epsilon_high is None else epsilon_high
     level = "sequence" if loss_type == "gmpo" else importance_sampling_level
-    options = PolicyOptions(
-        TYPES[loss_type].term, level, epsilon, high, delta,
-        sapo_temperature_pos, sapo_temperature_neg, kl_estimator, use_bias_correction_kl, max_log_ratio,
-        clip_ratio_c,
-    )  # fmt: skip
-    weights = (TYPES[loss_type].weights if loss_agg is None else AGGREGATIONS[loss_agg])(sequences, totals)
+    options = from_arguments(
+        PolicyOptions, locals(), loss_type=TYPES[loss_type].term, importance_sampling_level=level, epsilon_high=high
+    )
+    has_divergence = ref_per_token_logps is not None and beta != 0.0
     terms = PolicyTerms(
         advantages=per_token(advantages, sequences),
         weight=weights if correction is None or loss_type == "vespo" else weights * correction,
         old_logps=None if old_per_token_logps is None else per_token(old_per_token_logps, sequences),
-        ref_logps=None if ref_per_token_logps is None or beta == 0.0 else per_token(ref_per_token_logps, sequences),
-        kl_weight=None if ref_per_token_logps is None or beta == 0.0 else beta * weights,
+        ref_logps=per_token(ref_per_token_logps, sequences) if has_divergence else None,
+        kl_weight=beta * weights if has_divergence else None,
         entropy_weight=None
         if entropy_coef == 0.0
         else _mean_weights(entropy_coef, sequences.mask, sequences.num_tokens()),
@@ -263,17 +244,13 @@ def grpo(
     vespo = None
     if loss_type == "vespo":
         bound = MAX_LOG_RATIO if max_log_ratio is None else min(max_log_ratio, MAX_LOG_RATIO)
-        vespo = VespoOptions(vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg, bound)
-    at_once = loss_type not in ("vespo", "kl_cov")
-    if at_once and off_policy_mask_threshold is None and top_entropy_quantile == 1.0:
-        loss, logps, entropy = head.policy(input, target, terms, sequences, support)
+        vespo = from_arguments(VespoOptions, locals(), max_log_ratio=bound)
+    late = _LateWeights.of(locals())
+    if loss_type != "kl_cov" and late.are_none:
+        loss, logps, entropy = batch.policy(terms)
     else:
-        logps, entropy = head.logprobs(input, target, support)
-        sampled = None if sampling_per_token_logps is None else per_token(sampling_per_token_logps, sequences)
-        terms = _with_logps_weights(
-            terms, logps.detach(), entropy.detach(), sequences, correction, vespo, off_policy_mask_threshold, sampled,
-            top_entropy_quantile, entropy_coef,
-        )  # fmt: skip
+        logps, entropy = batch.logprobs()
+        terms = late.replaced(terms, logps.detach(), entropy.detach(), sequences)
         loss = sequences.total(terms.loss(logps, entropy))
         if loss_type == "kl_cov":
             selected = largest_covariance(logps.detach(), terms.advantages, sequences.mask, kl_cov_ratio)
@@ -282,7 +259,7 @@ def grpo(
         logps, entropy = logps.detach(), entropy.detach()
 
     log_ratio = terms.log_ratio(logps)
-    metrics = {"entropy": mean_over_tokens(entropy, sequences)} | replay
+    metrics = {"entropy": mean_over_tokens(entropy, sequences)} | batch.outside
     if terms.kl_weight is not None:
         metrics["kl"] = mean_over_tokens(terms.divergence(logps, log_ratio), sequences)
     if terms.entropy_weight is not None:
@@ -302,26 +279,39 @@ def _mean_weights(coef: float, mask: Tensor, count: Tensor) -> Tensor:
     return coef * mask.float() / denominator_of(count)
 
 
-def _with_logps_weights(
-    terms: PolicyTerms, logps: Tensor, entropy: Tensor, sequences: Sequences, correction: Tensor | None,
-    vespo: VespoOptions | None, off_policy_mask_threshold: float | None, sampled: Tensor | None,
-    top_entropy_quantile: float, entropy_coef: float,
-) -> PolicyTerms:  # fmt: skip
-    """Replace weights by those that depend on log-probabilities and entropies of sequences, or of the batch."""
-    weight, entropy_weight = terms.weight, terms.entropy_weight
-    old = logps if terms.old_logps is None else terms.old_logps
-    if vespo is not None:
-        weight = weight * vespo_weight(logps - old, terms.advantages, correction, sequences, vespo)
-    if off_policy_mask_threshold is not None:
-        # The sampler's log-probability is NaN where it could not score a token.
-        drift = ((old if sampled is None else sampled) - logps).nan_to_num(0.0)
-        drift = sequences.expand_to_tokens(sequences.token_means(drift))
-        weight = weight * ((terms.advantages >= 0) | (drift <= off_policy_mask_threshold))
-    if top_entropy_quantile < 1.0:
-        selected = high_entropy_mask(entropy, sequences.mask, top_entropy_quantile)
-        weight = torch.where(selected, weight, 0.0)
-        entropy_weight = None if entropy_weight is None else _mean_weights(entropy_coef, selected, selected.sum())
-    return replace(terms, weight=weight, entropy_weight=entropy_weight)
+@dataclass(frozen=True, kw_only=True)
+class _LateWeights(FromArguments):
+    """What of `grpo` makes weights depend on log-probabilities and entropies, of sequences or of the batch."""
+
+    correction: Tensor | None
+    vespo: VespoOptions | None
+    off_policy_mask_threshold: float | None
+    sampling_per_token_logps: Tensor | None
+    top_entropy_quantile: float
+    entropy_coef: float
+
+    @property
+    def are_none(self) -> bool:
+        return self.vespo is None and self.off_policy_mask_threshold is None and self.top_entropy_quantile == 1.0
+
+    def replaced(self, terms: PolicyTerms, logps: Tensor, entropy: Tensor, sequences: Sequences) -> PolicyTerms:
+        """Return the terms with these weights."""
+        weight, entropy_weight = terms.weight, terms.entropy_weight
+        old = logps if terms.old_logps is None else terms.old_logps
+        if self.vespo is not None:
+            weight = weight * vespo_weight(logps - old, terms.advantages, self.correction, sequences, self.vespo)
+        if self.off_policy_mask_threshold is not None:
+            # The sampler's log-probability is NaN where it could not score a token.
+            sampled = self.sampling_per_token_logps
+            drift = ((old if sampled is None else per_token(sampled, sequences)) - logps).nan_to_num(0.0)
+            drift = sequences.expand_to_tokens(sequences.token_means(drift))
+            weight = weight * ((terms.advantages >= 0) | (drift <= self.off_policy_mask_threshold))
+        if self.top_entropy_quantile < 1.0:
+            selected = high_entropy_mask(entropy, sequences.mask, self.top_entropy_quantile)
+            weight = torch.where(selected, weight, 0.0)
+            if entropy_weight is not None:
+                entropy_weight = _mean_weights(self.entropy_coef, selected, selected.sum())
+        return replace(terms, weight=weight, entropy_weight=entropy_weight)
 
 
 def without_last_axis(advantages: Tensor) -> Tensor:

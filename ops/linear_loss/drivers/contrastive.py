@@ -20,13 +20,12 @@ from llmk.ops.linear_loss.chunked import (
     ChunkedLinear,
     CompactedTokens,
     LinearGradients,
-    check_chunk_size,
-    check_temperature,
     float16_scale,
     largest,
     plan,
     scaled,
 )
+from llmk.ops.linear_loss.head import check_chunk_size, check_temperature
 from llmk.ops.linear_loss.kernels import KERNELS, PYTORCH, Gradients, Implementation, Products, Similarities
 from llmk.registry import (
     FromArguments,

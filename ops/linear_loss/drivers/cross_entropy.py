@@ -13,15 +13,12 @@ from torch import Tensor
 
 from llmk.ops.common.scaling import mean_of_all, scale_op
 from llmk.ops.linear_loss.chunked import (
-    DIFFERENTIABLE,
     ChunkedLinear,
     CompactedTokens,
     LinearCall,
     LinearGradients,
     LinearOp,
     VocabShard,
-    check_chunk_size,
-    check_linear,
     fake_gradients,
     float16_scale,
     largest,
@@ -30,6 +27,7 @@ from llmk.ops.linear_loss.chunked import (
     scaled,
     with_shard,
 )
+from llmk.ops.linear_loss.head import DIFFERENTIABLE, check_linear
 from llmk.ops.linear_loss.kernels import STATISTICS, Implementation, LogitTransform
 from llmk.ops.loss.cross_entropy_options import Columns, Options, Rows, check_loss_options, counted
 from llmk.registry import (
@@ -408,5 +406,4 @@ def _checked_call(arguments: Mapping[str, Any]) -> CrossEntropyCall:
         check_dtype("row_weight", call.row_weight)
         check_shape("row_weight", call.row_weight, call.target.shape, "one for each token, the shape of target")
         check_same("row_weight", call.row_weight, "input", call.input)
-    check_chunk_size(call.chunk_size)
     return call

@@ -18,15 +18,12 @@ import torch
 from torch import Tensor
 
 from llmk.ops.linear_loss.chunked import (
-    DIFFERENTIABLE,
     ChunkedLinear,
     CompactedTokens,
     LinearCall,
     LinearGradients,
     LinearOp,
     Plan,
-    check_chunk_size,
-    check_temperature,
     fake_gradients,
     float16_scale,
     largest,
@@ -35,16 +32,15 @@ from llmk.ops.linear_loss.chunked import (
     scaled,
     with_shard,
 )
+from llmk.ops.linear_loss.head import DIFFERENTIABLE
 from llmk.ops.linear_loss.kernels import MOST, MOST_SUPPORT, STATISTICS, Candidates, Implementation, LogitTransform
 from llmk.registry import (
     PARTIAL,
     REPLICATE,
     KernelOp,
     check_dtype,
-    check_finite,
     check_number,
     check_same,
-    check_switch,
     replicate_only,
     row_axes,
 )
@@ -57,15 +53,6 @@ class SoftmaxCall(LinearCall):
     logit_scale: float
     softcap: float
     temperature: float
-
-    @classmethod
-    def checked(cls, arguments: Mapping[str, Any]) -> Self:
-        call = super().checked(arguments)
-        check_temperature(call.temperature)
-        check_finite("logit_scale", call.logit_scale)
-        check_switch("softcap", call.softcap)
-        check_chunk_size(call.chunk_size)
-        return call
 
     def transform(self, linear: ChunkedLinear, ignore_index: int) -> LogitTransform:
         return LogitTransform(
