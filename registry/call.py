@@ -39,7 +39,10 @@ def from_arguments(kind: type[T], arguments: Mapping[str, Any], **more: Any) -> 
 
 
 class FromArguments:
-    """A base of dataclasses that are made of arguments by name."""
+    """A base of dataclasses that are made of arguments by name.
+
+    A function whose `locals()` Dynamo traces has no variable in a closure that it assigns only afterwards.
+    """
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any], **more: Any) -> Self:

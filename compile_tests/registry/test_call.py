@@ -1,5 +1,8 @@
 """A call's arguments as one value: by name from a function's `locals()`, and as the schema of a kernel op."""
 
+import inspect
+import types
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -7,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import llmk
 from llmk.registry import CallOp, FromArguments, from_arguments, replicate_only
 from llmk.registry.private.operators import schema_of
 
@@ -65,6 +69,24 @@ def test_dynamo_traces_locals() -> None:
         (grad,) = torch.autograd.grad(out.sum(), x)
         assert torch.equal(out, -x - 2)
         assert torch.equal(grad, -torch.ones_like(x))
+
+
+def functions_of_locals() -> Iterator[types.FunctionType]:
+    for module in (llmk.losses, llmk.functional):
+        for name in module.__all__:
+            found = inspect.unwrap(getattr(module, name))
+            if inspect.isfunction(found) and "locals" in found.__code__.co_names:
+                yield found
+
+
+@pytest.mark.parametrize("fn", functions_of_locals(), ids=lambda fn: fn.__name__)
+def test_no_closure_is_made_of_what_is_assigned_later(fn: types.FunctionType) -> None:
+    """Dynamo reads all of a function's variables for `locals()`, and stops at one in a closure that has no value."""
+    assert set(fn.__code__.co_cellvars) <= set(inspect.signature(fn).parameters)
+
+
+def test_functions_of_locals_are_found() -> None:
+    assert {"dpo", "grpo", "linear_logprobs"} <= {fn.__name__ for fn in functions_of_locals()}
 
 
 @pytest.fixture(scope="module")

@@ -359,7 +359,7 @@ class Batch:
         count = resolve_num_sequences(arguments.get("num_sequences"), counted_by, arguments.get(counted_by))
         ids, support = arguments.get("sequence_ids"), arguments.get("support")
         order = resolve_pair_order(arguments["pair_order"], ids) if in_pairs else None
-        check_batch(*(arguments[name] for name in BATCH), arguments["ignore_index"])
+        check_batch(*(arguments[name] for name in (*BATCH, "ignore_index")))
         head, target, outside = make_head(arguments), arguments["target"], {}
         if support is not None:
             target, outside = _without_unsupported(head, target, support, ranks)

@@ -141,7 +141,7 @@ def distill(
         loss = divergence + ce_weight * nll
     else:
         parts = fused_linear_jsd_ce(ce_weight=ce_weight, **options)
-        loss, divergence, nll = (means.whole(part) for part in parts)
+        loss, divergence, nll = map(means.whole, parts)
     return loss, {"divergence": divergence.detach(), "nll_loss": nll.detach()}
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -138,14 +139,14 @@ def dpo(
     check_positive("discopop_tau", discopop_tau)
     if ld_alpha is not None:
         check_between("ld_alpha", ld_alpha, 0.0, 1.0)
-    if group is not None and sorts:
-        raise ValueError("group: expected None with 'aot' and 'aot_unpaired', which sort the pairs of the batch")
-    if context_group is not None and ld_alpha is not None:
-        raise ValueError("context_group: expected None with ld_alpha, which asks for the positions of tokens")
     own = _Options.of(locals(), types=types)
     batch = Batch.of(locals(), counted_by="ref_logps", in_pairs=True)
     sequences = batch.sequences
-    ref_logps = batch.reference_logps(locals(), lambda logps: _sequence_logps(logps, sequences, ld_alpha))
+    if sequences.ranks.sequences and sorts:
+        raise ValueError("group: expected None with 'aot' and 'aot_unpaired', which sort the pairs of the batch")
+    if sequences.ranks.context and ld_alpha is not None:
+        raise ValueError("context_group: expected None with ld_alpha, which asks for the positions of tokens")
+    ref_logps = batch.reference_logps(locals(), partial(_sequence_logps, sequences=sequences, ld_alpha=ld_alpha))
     compute = _fused_loss if not use_weighting and _can_fuse(types) and batch.supports_groups else _loss
     loss, logps, entropy = compute(batch, ref_logps, own)
     rewards = sequences.halves(beta * (logps - ref_logps))

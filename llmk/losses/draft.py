@@ -84,8 +84,9 @@ def draft(
         raise ValueError("input: expected the hidden states of at least one step, got none")
     check_between("position_decay", position_decay, 0.0, 1.0)
     check_denominator("num_items_in_batch", num_items_in_batch)
-    arguments = {**locals()}  # those of a comprehension are its own
-    batches = [Batch.of({**arguments, "input": each}) for each in steps]
+    batches = []
+    for each in steps:
+        batches.append(Batch.of({**locals(), "input": each}))
     check_other_model(steps[0], teacher_input, teacher_linear_weight, teacher_linear_bias, "teacher_")
     check_finite("logit_scale", logit_scale)
     check_finite("teacher_logit_scale", teacher_logit_scale)

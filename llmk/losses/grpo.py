@@ -200,14 +200,12 @@ def grpo(
         check_positive("max_log_ratio", max_log_ratio)
     if clip_ratio_c is not None:
         check_above_one("clip_ratio_c", clip_ratio_c)
-    if loss_type == "kl_cov" or top_entropy_quantile != 1.0:
-        for name, ranks in (("group", group), ("context_group", context_group)):
-            if ranks is not None:
-                expected = "None with 'kl_cov' or top_entropy_quantile, which order the batch's tokens"
-                raise ValueError(f"{name}: expected {expected}")
     advantages = without_last_axis(advantages)
     batch = Batch.of(locals(), counted_by="advantages")
     sequences = batch.sequences
+    if sequences.ranks.tokens and (loss_type == "kl_cov" or top_entropy_quantile != 1.0):
+        name = "group" if sequences.ranks.sequences else "context_group"
+        raise ValueError(f"{name}: expected None with 'kl_cov' or top_entropy_quantile, which order the batch's tokens")
     check_advantages(advantages, sequences)
     for name, value in (
         ("old_per_token_logps", old_per_token_logps),
@@ -228,13 +226,13 @@ def grpo(
     options = from_arguments(
         PolicyOptions, locals(), loss_type=TYPES[loss_type].term, importance_sampling_level=level, epsilon_high=high
     )
-    has_divergence = ref_per_token_logps is not None and beta != 0.0
+    ref_logps = None if ref_per_token_logps is None or beta == 0.0 else per_token(ref_per_token_logps, sequences)
     terms = PolicyTerms(
         advantages=per_token(advantages, sequences),
         weight=weights if correction is None or loss_type == "vespo" else weights * correction,
         old_logps=None if old_per_token_logps is None else per_token(old_per_token_logps, sequences),
-        ref_logps=per_token(ref_per_token_logps, sequences) if has_divergence else None,
-        kl_weight=beta * weights if has_divergence else None,
+        ref_logps=ref_logps,
+        kl_weight=None if ref_logps is None else beta * weights,
         entropy_weight=None
         if entropy_coef == 0.0
         else _mean_weights(entropy_coef, sequences.mask, sequences.num_tokens()),
