@@ -455,9 +455,6 @@ class Batch:
         )  # fmt: skip
         return self.sequences.total(loss), logprobs, entropy
 
-    def mean_over_tokens(self, values: Tensor) -> Tensor:
-        return mean_over_tokens(values, self.sequences)
-
 
 def _without_unsupported(head: Head, target: Tensor, support: Any, ranks: Ranks) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the targets, `ignore_index` where one is not in the token's support, and the metric of how many are not.

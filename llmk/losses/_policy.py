@@ -124,8 +124,8 @@ class VespoOptions(NamedTuple):
     vespo_lambda_pos: float
     vespo_k_neg: float
     vespo_lambda_neg: float
-    max_log_ratio: float
-    """The bound of a token's log-ratio."""
+    max_log_ratio: float | None
+    """The bound of a token's log-ratio, `MAX_LOG_RATIO` at most."""
 
 
 _MIN_LOG_RATIO, MAX_LOG_RATIO = math.log(1e-8), 20.0
@@ -138,15 +138,15 @@ def vespo_weight(
 
     VESPO, 2026, as TRL has it: logarithms are clamped, and a correction for the sampler is part of w.
     """
-    log_w = sequences.sum(log_ratio.clamp(-options.max_log_ratio, options.max_log_ratio))
+    bound = MAX_LOG_RATIO if options.max_log_ratio is None else min(options.max_log_ratio, MAX_LOG_RATIO)
+    log_w = sequences.sum(log_ratio.clamp(-bound, bound))
     if correction is not None:
         log_w = log_w + sequences.sum(correction.log().clamp(_MIN_LOG_RATIO, MAX_LOG_RATIO))
     log_w = sequences.expand_to_tokens(log_w.clamp(_MIN_LOG_RATIO, MAX_LOG_RATIO))
     positive = advantages >= 0
     k = torch.where(positive, torch.full_like(advantages, options.vespo_k_pos), options.vespo_k_neg)
-    scale = torch.where(
-        positive, torch.full_like(advantages, options.vespo_lambda_pos), options.vespo_lambda_neg
-    ).clamp(min=1e-4)
+    scale = torch.where(positive, torch.full_like(advantages, options.vespo_lambda_pos), options.vespo_lambda_neg)
+    scale = scale.clamp(min=1e-4)
     return torch.exp(scale + k * log_w - scale * log_w.exp()).nan_to_num(0.0, 0.0, 0.0)
 
 

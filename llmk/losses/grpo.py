@@ -13,13 +13,11 @@ from llmk.losses._batch import (
     check_between,
     check_per_sequence,
     check_per_token,
-    check_positive,
     denominator_of,
     mean_over_tokens,
 )
 from llmk.losses._policy import (
     AGGREGATIONS,
-    MAX_LOG_RATIO,
     TYPES,
     VespoOptions,
     aggregation_weights,
@@ -28,12 +26,12 @@ from llmk.losses._policy import (
     vespo_weight,
 )
 from llmk.losses._sampling import difference_metrics, high_entropy_mask, masked_max, masked_min, ratio_metrics
-from llmk.ops.linear_loss.objectives.policy import ESTIMATORS, PolicyOptions, PolicyTerms, bounded, check_above_one
+from llmk.ops.linear_loss.fused_linear_policy import check_policy_options
+from llmk.ops.linear_loss.objectives.policy import PolicyOptions, PolicyTerms, bounded
 from llmk.registry import (
     FromArguments,
     check_finite,
     check_flag,
-    check_not_negative,
     check_option,
     from_arguments,
 )
@@ -172,34 +170,25 @@ def grpo(
     if loss_agg is not None:
         check_option("loss_agg", loss_agg, tuple(AGGREGATIONS))
     check_option("importance_sampling_level", importance_sampling_level, LEVELS)
-    check_option("kl_estimator", kl_estimator, tuple(ESTIMATORS))
-    check_between("epsilon", epsilon, 0.0, float("inf"))
+    term, level = TYPES[loss_type].term, "sequence" if loss_type == "gmpo" else importance_sampling_level
+    high = epsilon if epsilon_high is None else epsilon_high
+    options = from_arguments(
+        PolicyOptions, locals(), loss_type=term, importance_sampling_level=level, epsilon_high=high
+    )
+    check_policy_options(options)
     check_between("kl_cov_ratio", kl_cov_ratio, 0.0, 1.0)
-    for name, number in (
-        ("beta", beta),
-        ("entropy_coef", entropy_coef),
-        ("ppo_kl_coef", ppo_kl_coef),
-        ("vespo_k_pos", vespo_k_pos),
-        ("vespo_lambda_pos", vespo_lambda_pos),
-        ("vespo_k_neg", vespo_k_neg),
-        ("vespo_lambda_neg", vespo_lambda_neg),
-    ):
-        check_finite(name, number)
+    vespo = from_arguments(VespoOptions, locals())
+    check_finite("beta", beta)
+    check_finite("entropy_coef", entropy_coef)
+    check_finite("ppo_kl_coef", ppo_kl_coef)
+    for name in ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"):
+        check_finite(name, getattr(vespo, name))
     check_flag("use_bias_correction_kl", use_bias_correction_kl)
     if off_policy_mask_threshold is not None:
         check_finite("off_policy_mask_threshold", off_policy_mask_threshold)
     check_between("top_entropy_quantile", top_entropy_quantile, 0.0, 1.0)
     if loss_type == "gmpo" and top_entropy_quantile != 1.0:
         raise ValueError(f"top_entropy_quantile: expected 1 with loss_type 'gmpo', got {top_entropy_quantile}")
-    for name, number in (("epsilon_high", epsilon_high), ("delta", delta)):
-        if number is not None:
-            check_not_negative(name, number)
-    check_positive("sapo_temperature_pos", sapo_temperature_pos)
-    check_positive("sapo_temperature_neg", sapo_temperature_neg)
-    if max_log_ratio is not None:
-        check_positive("max_log_ratio", max_log_ratio)
-    if clip_ratio_c is not None:
-        check_above_one("clip_ratio_c", clip_ratio_c)
     advantages = without_last_axis(advantages)
     batch = Batch.of(locals(), counted_by="advantages")
     sequences = batch.sequences
@@ -221,11 +210,6 @@ def grpo(
     if importance_sampling_ratio is not None:
         correction = _correction(importance_sampling_ratio, sequences)
 
-    high = epsilon if epsilon_high is None else epsilon_high
-    level = "sequence" if loss_type == "gmpo" else importance_sampling_level
-    options = from_arguments(
-        PolicyOptions, locals(), loss_type=TYPES[loss_type].term, importance_sampling_level=level, epsilon_high=high
-    )
     ref_logps = None if ref_per_token_logps is None or beta == 0.0 else per_token(ref_per_token_logps, sequences)
     terms = PolicyTerms(
         advantages=per_token(advantages, sequences),
@@ -239,11 +223,7 @@ def grpo(
         options=options,
         level=ratio_level(level, sequences),
     )
-    vespo = None
-    if loss_type == "vespo":
-        bound = MAX_LOG_RATIO if max_log_ratio is None else min(max_log_ratio, MAX_LOG_RATIO)
-        vespo = from_arguments(VespoOptions, locals(), max_log_ratio=bound)
-    late = _LateWeights.of(locals())
+    late = _LateWeights.of(locals(), vespo=vespo if loss_type == "vespo" else None)
     if loss_type != "kl_cov" and late.are_none:
         loss, logps, entropy = batch.policy(terms)
     else:
@@ -265,7 +245,7 @@ def grpo(
     old = logps if terms.old_logps is None else terms.old_logps
     metrics |= _sampler_metrics(importance_sampling_ratio, correction, old, sampling_per_token_logps, sequences)
     by_sequence = advantages.dim() == 1 and (level == "sequence" or loss_type == "vespo")
-    if vespo is not None:
+    if loss_type == "vespo":
         phi = vespo_weight(logps - old, terms.advantages, correction, sequences, vespo)
         metrics["vespo/phi_seq_mean"] = _means(phi, sequences, by_sequence)[1]
     metrics |= _clip_metrics(terms, logps, sequences, by_sequence)

@@ -14,13 +14,13 @@ from llmk.losses._batch import (
     check_is_tensor,
     check_per_sequence,
     check_per_token,
-    check_positive,
     mean_over_tokens,
 )
 from llmk.losses._policy import AGGREGATIONS, aggregation_weights, policy_terms
 from llmk.losses._sampling import masked_max, masked_min
 from llmk.losses.grpo import check_advantages, per_token, without_last_axis
-from llmk.ops.linear_loss.objectives.policy import PolicyOptions, bounded, check_above_one
+from llmk.ops.linear_loss.fused_linear_policy import check_policy_options
+from llmk.ops.linear_loss.objectives.policy import PolicyOptions, bounded
 from llmk.registry import check_not_negative, check_option, from_arguments
 
 
@@ -66,7 +66,7 @@ def reinforce(
     sequences = batch.sequences
     check_advantages(advantages, sequences)
     weight = aggregation_weights(loss_agg, sequences, locals())
-    terms = policy_terms(PolicyOptions("reinforce"), per_token(advantages, sequences), weight, sequences)
+    terms = policy_terms(PolicyOptions(loss_type="reinforce"), per_token(advantages, sequences), weight, sequences)
     loss, _, entropy = batch.policy(terms)
     return sequences.checked(loss), {"entropy": mean_over_tokens(entropy, sequences)} | batch.outside
 
@@ -108,22 +108,18 @@ def rloo(
 
     Sources: Ahmadian et al., 2024, https://arxiv.org/abs/2402.14740. Reference implementation: `trl.RLOOTrainer`.
     """
-    check_between("epsilon", epsilon, 0.0, float("inf"))
-    if epsilon_high is not None:
-        check_not_negative("epsilon_high", epsilon_high)
+    high = epsilon if epsilon_high is None else epsilon_high
+    options = from_arguments(PolicyOptions, locals(), importance_sampling_level="sequence_sum", epsilon_high=high)
+    check_policy_options(options)
     check_denominator("num_items_in_batch", num_items_in_batch)
-    if max_log_ratio is not None:
-        check_positive("max_log_ratio", max_log_ratio)
     advantages = without_last_axis(advantages)
     batch = Batch.of(locals(), counted_by="advantages")
     sequences, ranks = batch.sequences, batch.sequences.ranks
     check_per_sequence("advantages", advantages, sequences.slots, batch.target)
     if old_logps is not None:
         check_per_sequence("old_logps", old_logps, sequences.slots, batch.target)
-    high = epsilon if epsilon_high is None else epsilon_high
     lengths, advantages = sequences.lengths.clamp(min=1.0), advantages.detach().float()
     old = None if old_logps is None else old_logps.detach().float()
-    options = PolicyOptions("clipped", "sequence_sum", epsilon, high, max_log_ratio=max_log_ratio)
     items = {"num_sequences_in_batch": num_items_in_batch}
     weight = sequences.mask * aggregation_weights("sequence_mean", sequences, items)
     old_of_tokens = None if old is None else per_token(old / lengths, sequences)
@@ -211,10 +207,8 @@ def ppo(
     check_between("cliprange_value", cliprange_value, 0.0, float("inf"))
     check_not_negative("vf_coef", vf_coef)
     check_option("loss_agg", loss_agg, tuple(AGGREGATIONS))
-    if max_log_ratio is not None:
-        check_positive("max_log_ratio", max_log_ratio)
-    if clip_ratio_c is not None:
-        check_above_one("clip_ratio_c", clip_ratio_c)
+    options = from_arguments(PolicyOptions, locals(), epsilon=cliprange, epsilon_high=cliprange)
+    check_policy_options(options)
     advantages = without_last_axis(advantages)
     batch = Batch.of(locals(), counted_by="advantages")
     sequences = batch.sequences
@@ -224,7 +218,6 @@ def ppo(
     _check_values(values, old_values, returns, batch.target)
     weight = aggregation_weights(loss_agg, sequences, locals())
     old = None if old_per_token_logps is None else per_token(old_per_token_logps, sequences)
-    options = from_arguments(PolicyOptions, locals(), epsilon=cliprange, epsilon_high=cliprange)
     terms = policy_terms(options, per_token(advantages, sequences), weight, sequences, old)
     policy, logps, entropy = batch.policy(terms)
     ratio, negative = terms.ratio(logps), terms.advantages < 0

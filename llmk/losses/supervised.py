@@ -71,7 +71,7 @@ def sft(
     mask = sequences.mask.float()
     per_token = mask if token_weights is None else torch.where(sequences.mask, token_weights.detach().float(), 0.0)
     weight = mask / token_denominator(num_items_in_batch, sequences)
-    terms = policy_terms(PolicyOptions("reinforce"), per_token, weight, sequences)
+    terms = policy_terms(PolicyOptions(loss_type="reinforce"), per_token, weight, sequences)
     if entropy_coef != 0.0:
         terms = replace(terms, entropy_weight=entropy_coef * mask / token_denominator(None, sequences))
     loss, _, entropy = batch.policy(terms)
@@ -112,7 +112,7 @@ def dft(
     sequences = batch.sequences
     mask = sequences.mask.float()
     weight = mask / token_denominator(num_items_in_batch, sequences)
-    terms = policy_terms(PolicyOptions("dft"), mask, weight, sequences)
+    terms = policy_terms(PolicyOptions(loss_type="dft"), mask, weight, sequences)
     loss, _, entropy = batch.policy(terms)
     return loss, {"entropy": mean_over_tokens(entropy, sequences)}
 
