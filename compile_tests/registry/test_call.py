@@ -141,3 +141,23 @@ def test_an_op_gets_the_call_again(op: CallOp[Call]) -> None:
         assert [each.tolist() for each in gradients] == [[1.5] * 3, [2.0] * 3][: len(gradients)]
         again, add = op.unpack((x, call.bias, 0.5, 3.0, 2, True, *(call.part or (0, "")), 1.0))
         assert (vars(again), add) == (vars(call), 1.0)
+
+
+def test_a_call_may_follow_other_arguments(op: CallOp[Call]) -> None:
+    """As in an op that `register_backward` gets, whose arguments begin with the incoming gradients."""
+
+    def run(grad: Tensor, call: Call, need: bool) -> tuple[Tensor, Tensor]:
+        return grad * call.scale, grad + need
+
+    after = CallOp("_test_call_after", Call, run, on_host=run, outputs=2, fake=None, flops=lambda grad, call, need: 0)
+    assert str(schema_of(after.op.overload)).startswith(
+        "llmk::_test_call_after(Tensor grad, Tensor input, Tensor? bias,"
+    )
+    x = torch.randn(3)
+    call = Call(input=x, bias=None, scale=0.5, slope=Slope(3.0, 2), part=Part(7, ""))
+    grad, again, need = after.unpack((x, x, None, 0.5, 3.0, 2, False, 7, "", True))
+    assert grad is x
+    assert (vars(again), need) == (vars(call), True)
+    first, second = after(x, call, True)
+    assert torch.equal(first, 0.5 * x)
+    assert torch.equal(second, x + 1)
