@@ -1,16 +1,17 @@
 """A call's arguments as one value: taken by name from a public function, handed on whole, and an operator's schema.
 
 A loss has many options, which its kernel ops, their fakes, sharding strategies and backward passes all take. A frozen
-dataclass names them once: `from_arguments` makes it of a function's `locals()`, and a `CallOp` is a kernel op that
-takes its fields and gives the dataclass to what computes it.
+dataclass names them once: `from_arguments` makes it of a function's arguments, and a `CallOp` is a kernel op that takes
+its fields and gives the dataclass to what computes it.
 """
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from types import UnionType
-from typing import Any, Generic, NamedTuple, Self, TypeVar, get_args
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Self, TypeVar, get_args
 
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from llmk.registry.kernel_op import KernelOp
 
 T = TypeVar("T")
 C = TypeVar("C")
+P = ParamSpec("P")
 
 
 def from_arguments(kind: type[T], arguments: Mapping[str, Any], **more: Any) -> T:
@@ -39,15 +41,32 @@ def from_arguments(kind: type[T], arguments: Mapping[str, Any], **more: Any) -> 
 
 
 class FromArguments:
-    """A base of dataclasses that are made of arguments by name.
-
-    A function whose `locals()` Dynamo traces has no variable in a closure that it assigns only afterwards.
-    """
+    """A base of dataclasses that are made of arguments by name."""
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any], **more: Any) -> Self:
-        """Return `from_arguments` of this class: `Call.of(locals())` where a public function begins."""
+        """Return `from_arguments` of this class: `Call.of(locals())` where an operator's function begins."""
         return from_arguments(cls, arguments, **more)
+
+
+def with_arguments(fn: Callable[Concatenate[dict[str, Any], P], T]) -> Callable[P, T]:
+    """Return `fn` without its first parameter, for which it gets all its arguments by their names.
+
+    It is what `locals()` is to an operator, for functions that Dynamo traces: its releases before torch 2.12 do not
+    know `locals()`, and later ones stop where a closure has a variable that has no value yet.
+    """
+    signature = inspect.signature(fn)
+    parameters = list(signature.parameters.values())[1:]
+    positional = [each.name for each in parameters if each.kind is not each.KEYWORD_ONLY]
+    defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
+
+    @functools.wraps(fn)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        arguments = {**defaults, **dict(zip(positional, args, strict=False)), **kwargs}
+        return fn(arguments, *args, **kwargs)  # which refuses those that it does not take
+
+    called.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return called
 
 
 def _annotations(kind: Any) -> dict[str, Any]:

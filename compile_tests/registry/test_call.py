@@ -1,8 +1,6 @@
-"""A call's arguments as one value: by name from a function's `locals()`, and as the schema of a kernel op."""
+"""A call's arguments as one value: by name of a function, and as the schema of a kernel op."""
 
 import inspect
-import types
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -10,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import llmk
-from llmk.registry import CallOp, FromArguments, from_arguments, replicate_only
+from llmk.registry import CallOp, FromArguments, from_arguments, replicate_only, with_arguments
 from llmk.registry.private.operators import schema_of
 
 
@@ -42,11 +39,13 @@ class Call(Layer):
     negative: bool = False
 
 
+@with_arguments
 def public(
+    arguments: dict[str, Any], /,
     input: Tensor, bias: Tensor | None = None, *, scale: float = 1.0, shift: int = 1, factor: float = 2.0,
     of_no_call: str = "",
 ) -> Tensor:  # fmt: skip
-    call = Call.of(locals(), negative=True)
+    call = Call.of(arguments, negative=True)
     return -call.outputs() if call.negative and call.bias is None else call.outputs()
 
 
@@ -61,7 +60,7 @@ def test_fields_are_taken_by_name() -> None:
         Call.of({"scale": 1.0, "input": x})
 
 
-def test_dynamo_traces_locals() -> None:
+def test_dynamo_traces_it() -> None:
     compiled = torch.compile(public, fullgraph=True, backend="aot_eager")
     for rows in (3, 5, 7):
         x = torch.randn(rows, 2, requires_grad=True)
@@ -71,22 +70,20 @@ def test_dynamo_traces_locals() -> None:
         assert torch.equal(grad, -torch.ones_like(x))
 
 
-def functions_of_locals() -> Iterator[types.FunctionType]:
-    for module in (llmk.losses, llmk.functional):
-        for name in module.__all__:
-            found = inspect.unwrap(getattr(module, name))
-            if inspect.isfunction(found) and "locals" in found.__code__.co_names:
-                yield found
+@with_arguments
+def handed_on(arguments: dict[str, Any], /, input: Tensor, scale: float = 2.0, *, shift: int = 1) -> dict[str, Any]:
+    return {**arguments, "sum": (input * scale + shift).sum()}
 
 
-@pytest.mark.parametrize("fn", functions_of_locals(), ids=lambda fn: fn.__name__)
-def test_no_closure_is_made_of_what_is_assigned_later(fn: types.FunctionType) -> None:
-    """Dynamo reads all of a function's variables for `locals()`, and stops at one in a closure that has no value."""
-    assert set(fn.__code__.co_cellvars) <= set(inspect.signature(fn).parameters)
-
-
-def test_functions_of_locals_are_found() -> None:
-    assert {"dpo", "grpo", "linear_logprobs"} <= {fn.__name__ for fn in functions_of_locals()}
+def test_a_function_gets_its_arguments_by_name() -> None:
+    x = torch.ones(2)
+    assert str(inspect.signature(handed_on)).startswith("(input: torch.Tensor, scale: float = 2.0, *, shift: int = 1)")
+    for given in (handed_on(x), handed_on(input=x), handed_on(x, 2.0, shift=1)):
+        assert {name: value for name, value in given.items() if name != "sum"} == {"input": x, "scale": 2.0, "shift": 1}
+        assert given["sum"] == 6
+    for args, kwargs in [((), {}), ((x,), {"input": x}), ((x, 1.0, 2), {}), ((x,), {"unknown": 1})]:
+        with pytest.raises(TypeError, match="handed_on"):
+            handed_on(*args, **kwargs)
 
 
 @pytest.fixture(scope="module")

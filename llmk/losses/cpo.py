@@ -10,10 +10,12 @@ from torch import Tensor
 from llmk.losses._batch import Batch, Sequences, VocabGroup, check_between, check_positive
 from llmk.losses._pairs import PairItems, chosen_nll, chosen_nll_weight, pair_weights, reward_metrics
 from llmk.ops.linear_loss.objectives.preference import LOSSES, LossOptions, log_odds
-from llmk.registry import check_finite, check_option, from_arguments
+from llmk.registry import check_finite, check_option, from_arguments, with_arguments
 
 
+@with_arguments
 def cpo(
+    arguments: dict[str, Any], /,
     input: Tensor, linear_weight: Tensor, target: Tensor, *,
     beta: float = 0.1, cpo_alpha: float = 1.0, label_smoothing: float = 0.0, loss_type: str = "sigmoid",
     num_items_in_batch: Tensor | float | None = None, num_chosen_tokens_in_batch: Tensor | float | None = None,
@@ -65,9 +67,9 @@ def cpo(
     check_finite("alpha", alpha)
     check_between("label_smoothing", label_smoothing, 0.0, 1.0)
     check_option("loss_type", loss_type, _TYPES)
-    items = PairItems.of(locals())
-    batch = Batch.of(locals(), in_pairs=True)
-    options = from_arguments(LossOptions, locals(), simpo_gamma=simpo_gamma if loss_type == "simpo" else 0.0)
+    items = PairItems.of(arguments)
+    batch = Batch.of(arguments, in_pairs=True)
+    options = from_arguments(LossOptions, arguments, simpo_gamma=simpo_gamma if loss_type == "simpo" else 0.0)
     name, sequences = "cpo" if loss_type == "sigmoid" else loss_type, batch.sequences
 
     def reward(logps: Tensor) -> Tensor:
@@ -111,7 +113,9 @@ def _sequence_logps(token_logps: Tensor, sequences: Sequences, name: str) -> Ten
     return sequences.token_means(token_logps) if LOSSES[name].length_normalized else sequences.sum(token_logps)
 
 
+@with_arguments
 def simpo(
+    arguments: dict[str, Any], /,
     input: Tensor, linear_weight: Tensor, target: Tensor, *,
     num_items_in_batch: Tensor | float | None = None,
     beta: float = 2.0, simpo_gamma: float = 0.5, label_smoothing: float = 0.0, linear_bias: Tensor | None = None,
@@ -148,10 +152,12 @@ def simpo(
     Sources: Meng et al., 2024, https://arxiv.org/abs/2405.14734, equation 6. Reference implementation:
     `trl.experimental.cpo.CPOTrainer` with `loss_type="simpo"` and `cpo_alpha=0`.
     """
-    return cpo(**locals(), cpo_alpha=0.0, loss_type="simpo")
+    return cpo(**arguments, cpo_alpha=0.0, loss_type="simpo")
 
 
+@with_arguments
 def orpo(
+    arguments: dict[str, Any], /,
     input: Tensor, linear_weight: Tensor, target: Tensor, *,
     num_items_in_batch: Tensor | float | None = None, num_chosen_tokens_in_batch: Tensor | float | None = None,
     beta: float = 0.1, linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0,
@@ -191,8 +197,8 @@ def orpo(
     `trl.experimental.orpo.ORPOTrainer`.
     """
     check_positive("beta", beta)
-    items = PairItems.of(locals())
-    batch = Batch.of(locals(), in_pairs=True)
+    items = PairItems.of(arguments)
+    batch = Batch.of(arguments, in_pairs=True)
     sequences = batch.sequences
     loss, token_logps = _pairs_and_nll(batch, "orpo", LossOptions(), items, (beta, 1.0))
     logps = sequences.token_means(token_logps.detach())

@@ -31,10 +31,12 @@ from llmk.ops.linear_loss.fused_linear_jsd import fused_linear_jsd
 from llmk.ops.linear_loss.fused_linear_jsd_ce import fused_linear_jsd_ce
 from llmk.ops.linear_loss.head import scaled
 from llmk.ops.linear_loss.objectives.topk_divergence import topk_divergence
-from llmk.registry import check_finite, check_flag, check_not_negative, check_same, is_sharded
+from llmk.registry import check_finite, check_flag, check_not_negative, check_same, is_sharded, with_arguments
 
 
+@with_arguments
 def distill(
+    arguments: dict[str, Any], /,
     input: Tensor, linear_weight: Tensor, target: Tensor, teacher_input: Tensor | Sequence[Tensor],
     teacher_linear_weight: Tensor | Sequence[Tensor], *, beta: float = 0.5, ce_weight: float = 0.0,
     token_weights: Tensor | None = None, num_items_in_batch: Tensor | float | None = None,
@@ -110,16 +112,16 @@ def distill(
     check_flag("add_tail", add_tail)
     if teacher_weight is not None:
         check_tensor("teacher_weight", teacher_weight, NUMBERS, "numbers")
-    batch = Batch.of(locals())
-    teachers, topk = _teachers(locals()), _topk_teachers(target, teacher_ids, teacher_logprobs)
-    if token_weights is not None:
-        check_per_token("token_weights", token_weights, target)
-        token_weights = token_weights.detach().float()
     is_one = isinstance(teacher_input, Tensor) and teacher_ids is None
     several = not is_one or any(each is not None for each in (teacher_weight, teacher_temperature, vocab_map))
     if several and vocab_group is not None:
         expected = "None with several teachers, or with weights, temperatures or a map"
         raise ValueError(f"vocab_group: expected {expected}, got {vocab_group!r}")
+    batch = Batch.of(arguments)
+    teachers, topk = _teachers(arguments), _topk_teachers(target, teacher_ids, teacher_logprobs)
+    if token_weights is not None:
+        check_per_token("token_weights", token_weights, target)
+        token_weights = token_weights.detach().float()
     means = Means.of(batch.sequences, token_weights, num_items_in_batch)
     options = {"labels": target, "row_weight": means.row_weight, "beta": beta}
     head = batch.head
@@ -292,7 +294,9 @@ def _one_for_each(name: str, value: Any, teachers: Tensor | Sequence[Tensor], li
     return list(value)
 
 
+@with_arguments
 def distill_topk(
+    arguments: dict[str, Any], /,
     input: Tensor, linear_weight: Tensor, target: Tensor, teacher_ids: Tensor, teacher_logprobs: Tensor, *,
     beta: float = 0.5, ce_weight: float = 0.0, add_tail: bool = True, token_weights: Tensor | None = None,
     num_items_in_batch: Tensor | float | None = None, linear_bias: Tensor | None = None, temperature: float = 1.0,
@@ -342,7 +346,7 @@ def distill_topk(
     check_between("beta", beta, 0.0, 1.0)
     check_not_negative("ce_weight", ce_weight)
     check_denominator("num_items_in_batch", num_items_in_batch)
-    batch = Batch.of(locals())
+    batch = Batch.of(arguments)
     sequences = batch.sequences
     _check_topk(teacher_ids, teacher_logprobs, target)
     check_flag("add_tail", add_tail)

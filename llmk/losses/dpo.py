@@ -36,10 +36,12 @@ from llmk.ops.linear_loss.objectives.preference import (
     LossOptions,
     check_label_smoothing,
 )
-from llmk.registry import FromArguments, check_finite, check_flag, check_option
+from llmk.registry import FromArguments, check_finite, check_flag, check_option, with_arguments
 
 
+@with_arguments
 def dpo(
+    arguments: dict[str, Any], /,
     input: Tensor, linear_weight: Tensor, target: Tensor, *,
     ref_logps: Tensor | None = None, ref_input: Tensor | None = None, ref_linear_weight: Tensor | None = None,
     ref_linear_bias: Tensor | None = None, beta: float = 0.1, loss_type: str | Sequence[str] = "sigmoid",
@@ -139,14 +141,14 @@ def dpo(
     check_positive("discopop_tau", discopop_tau)
     if ld_alpha is not None:
         check_between("ld_alpha", ld_alpha, 0.0, 1.0)
-    own = _Options.of(locals(), types=types)
-    batch = Batch.of(locals(), counted_by="ref_logps", in_pairs=True)
+    own = _Options.of(arguments, types=types)
+    batch = Batch.of(arguments, counted_by="ref_logps", in_pairs=True)
     sequences = batch.sequences
     if sequences.ranks.sequences and sorts:
         raise ValueError("group: expected None with 'aot' and 'aot_unpaired', which sort the pairs of the batch")
     if sequences.ranks.context and ld_alpha is not None:
         raise ValueError("context_group: expected None with ld_alpha, which asks for the positions of tokens")
-    ref_logps = batch.reference_logps(locals(), partial(_sequence_logps, sequences=sequences, ld_alpha=ld_alpha))
+    ref_logps = batch.reference_logps(arguments, partial(_sequence_logps, sequences=sequences, ld_alpha=ld_alpha))
     compute = _fused_loss if not use_weighting and _can_fuse(types) and batch.supports_groups else _loss
     loss, logps, entropy = compute(batch, ref_logps, own)
     rewards = sequences.halves(beta * (logps - ref_logps))

@@ -23,10 +23,12 @@ from llmk.losses.distillation import Means
 from llmk.ops.linear_loss.fused_linear_jsd import fused_linear_jsd
 from llmk.ops.linear_loss.head import Head, scaled
 from llmk.ops.linear_loss.linear_logprobs import linear_logprobs
-from llmk.registry import check_finite, check_same, check_switch
+from llmk.registry import check_finite, check_same, check_switch, with_arguments
 
 
+@with_arguments
 def draft(
+    arguments: dict[str, Any], /,
     input: Tensor | Sequence[Tensor], linear_weight: Tensor, target: Tensor, teacher_input: Tensor,
     teacher_linear_weight: Tensor, *, vocab_map: Tensor | None = None, position_decay: float = 1.0,
     token_weights: Tensor | None = None, num_items_in_batch: Tensor | float | None = None,
@@ -84,9 +86,7 @@ def draft(
         raise ValueError("input: expected the hidden states of at least one step, got none")
     check_between("position_decay", position_decay, 0.0, 1.0)
     check_denominator("num_items_in_batch", num_items_in_batch)
-    batches = []
-    for each in steps:
-        batches.append(Batch.of({**locals(), "input": each}))
+    batches = [Batch.of({**arguments, "input": each}) for each in steps]
     check_other_model(steps[0], teacher_input, teacher_linear_weight, teacher_linear_bias, "teacher_")
     check_finite("logit_scale", logit_scale)
     check_finite("teacher_logit_scale", teacher_logit_scale)
@@ -99,7 +99,7 @@ def draft(
     )
     teacher_x, teacher_bias = scaled(teacher_logit_scale, teacher_input.detach(), teacher_bias)
     teacher_bias = None if teacher_bias is None else teacher_bias.detach()
-    teacher = Head.of(locals(), input=teacher_x, linear_weight=teacher_weight, linear_bias=teacher_bias,
+    teacher = Head.of(arguments, input=teacher_x, linear_weight=teacher_weight, linear_bias=teacher_bias,
                       softcap=teacher_softcap, logit_scale=1.0, ignore_index=-1)  # fmt: skip
     with torch.no_grad():
         any_class = torch.where(target.long() == ignore_index, -1, 0)  # 0 itself may be the index to ignore

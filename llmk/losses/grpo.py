@@ -34,12 +34,15 @@ from llmk.registry import (
     check_flag,
     check_option,
     from_arguments,
+    with_arguments,
 )
 
 LEVELS = ("token", "sequence")
 
 
+@with_arguments
 def grpo(
+    arguments: dict[str, Any], /,
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
     old_per_token_logps: Tensor | None = None, ref_per_token_logps: Tensor | None = None, beta: float = 0.0,
     epsilon: float = 0.2, epsilon_high: float | None = None, delta: float | None = None, loss_type: str = "dapo",
@@ -173,11 +176,11 @@ def grpo(
     term, level = TYPES[loss_type].term, "sequence" if loss_type == "gmpo" else importance_sampling_level
     high = epsilon if epsilon_high is None else epsilon_high
     options = from_arguments(
-        PolicyOptions, locals(), loss_type=term, importance_sampling_level=level, epsilon_high=high
+        PolicyOptions, arguments, loss_type=term, importance_sampling_level=level, epsilon_high=high
     )
     check_policy_options(options)
     check_between("kl_cov_ratio", kl_cov_ratio, 0.0, 1.0)
-    vespo = from_arguments(VespoOptions, locals())
+    vespo = from_arguments(VespoOptions, arguments)
     check_finite("beta", beta)
     check_finite("entropy_coef", entropy_coef)
     check_finite("ppo_kl_coef", ppo_kl_coef)
@@ -190,7 +193,7 @@ def grpo(
     if loss_type == "gmpo" and top_entropy_quantile != 1.0:
         raise ValueError(f"top_entropy_quantile: expected 1 with loss_type 'gmpo', got {top_entropy_quantile}")
     advantages = without_last_axis(advantages)
-    batch = Batch.of(locals(), counted_by="advantages")
+    batch = Batch.of({**arguments, "advantages": advantages}, counted_by="advantages")
     sequences = batch.sequences
     if sequences.ranks.tokens and (loss_type == "kl_cov" or top_entropy_quantile != 1.0):
         name = "group" if sequences.ranks.sequences else "context_group"
@@ -205,7 +208,7 @@ def grpo(
             check_per_token(name, value, batch.target)
     if beta != 0.0 and ref_per_token_logps is None:
         raise ValueError(f"ref_per_token_logps: expected shape {tuple(target.shape)} where beta is {beta}, got None")
-    weights = aggregation_weights(loss_agg or loss_type, sequences, locals())
+    weights = aggregation_weights(loss_agg or loss_type, sequences, arguments)
     correction = None
     if importance_sampling_ratio is not None:
         correction = _correction(importance_sampling_ratio, sequences)
@@ -223,7 +226,7 @@ def grpo(
         options=options,
         level=ratio_level(level, sequences),
     )
-    late = _LateWeights.of(locals(), vespo=vespo if loss_type == "vespo" else None)
+    late = _LateWeights.of(arguments, correction=correction, vespo=vespo if loss_type == "vespo" else None)
     if loss_type != "kl_cov" and late.are_none:
         loss, logps, entropy = batch.policy(terms)
     else:

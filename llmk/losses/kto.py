@@ -19,12 +19,14 @@ from llmk.losses._batch import (
 )
 from llmk.losses._ranks import Groups, sum_over
 from llmk.ops.linear_loss.objectives.preference import LOSSES, LossOptions
-from llmk.registry import check_finite, check_not_negative, check_option, check_same
+from llmk.registry import check_finite, check_not_negative, check_option, check_same, with_arguments
 
 LABELS = (torch.bool, *INTEGERS, torch.int8, torch.uint8)
 
 
+@with_arguments
 def kto(
+    arguments: dict[str, Any], /,
     input: Tensor, linear_weight: Tensor, target: Tensor, label: Tensor, *,
     ref_logps: Tensor | None = None, ref_input: Tensor | None = None, ref_linear_weight: Tensor | None = None,
     ref_linear_bias: Tensor | None = None, kl: Tensor | float | None = None, beta: float = 0.1,
@@ -76,10 +78,10 @@ def kto(
     check_not_negative("desirable_weight", desirable_weight)
     check_not_negative("undesirable_weight", undesirable_weight)
     check_option("loss_type", loss_type, ("kto", "apo_zero_unpaired"))
-    batch = Batch.of(locals(), counted_by="label")
+    batch = Batch.of(arguments, counted_by="label")
     sequences, ranks = batch.sequences, batch.sequences.ranks
     check_per_sequence("label", label, sequences.slots, target, LABELS, "truth values (bool, or integers 0 and 1)")
-    ref_logps = batch.reference_logps(locals(), sequences.sum)
+    ref_logps = batch.reference_logps(arguments, sequences.sum)
     shift = _shift(kl, ref_logps)
     base = ref_logps + shift if loss_type == "kto" else ref_logps
     sign = 2.0 * label.to(ref_logps.dtype) - 1.0

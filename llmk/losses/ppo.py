@@ -21,10 +21,12 @@ from llmk.losses._sampling import masked_max, masked_min
 from llmk.losses.grpo import check_advantages, per_token, without_last_axis
 from llmk.ops.linear_loss.fused_linear_policy import check_policy_options
 from llmk.ops.linear_loss.objectives.policy import PolicyOptions, bounded
-from llmk.registry import check_not_negative, check_option, from_arguments
+from llmk.registry import check_not_negative, check_option, from_arguments, with_arguments
 
 
+@with_arguments
 def reinforce(
+    arguments: dict[str, Any], /,
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
     loss_agg: str = "token", max_completion_length: int | None = None,
     num_sequences_in_batch: Tensor | float | None = None, count_empty_sequences: bool = True,
@@ -62,16 +64,18 @@ def reinforce(
     """
     check_option("loss_agg", loss_agg, tuple(AGGREGATIONS))
     advantages = without_last_axis(advantages)
-    batch = Batch.of(locals(), counted_by="advantages")
+    batch = Batch.of({**arguments, "advantages": advantages}, counted_by="advantages")
     sequences = batch.sequences
     check_advantages(advantages, sequences)
-    weight = aggregation_weights(loss_agg, sequences, locals())
+    weight = aggregation_weights(loss_agg, sequences, arguments)
     terms = policy_terms(PolicyOptions(loss_type="reinforce"), per_token(advantages, sequences), weight, sequences)
     loss, _, entropy = batch.policy(terms)
     return sequences.checked(loss), {"entropy": mean_over_tokens(entropy, sequences)} | batch.outside
 
 
+@with_arguments
 def rloo(
+    arguments: dict[str, Any], /,
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
     old_logps: Tensor | None = None, epsilon: float = 0.2, epsilon_high: float | None = None,
     max_log_ratio: float | None = None, num_items_in_batch: Tensor | float | None = None,
@@ -109,11 +113,11 @@ def rloo(
     Sources: Ahmadian et al., 2024, https://arxiv.org/abs/2402.14740. Reference implementation: `trl.RLOOTrainer`.
     """
     high = epsilon if epsilon_high is None else epsilon_high
-    options = from_arguments(PolicyOptions, locals(), importance_sampling_level="sequence_sum", epsilon_high=high)
+    options = from_arguments(PolicyOptions, arguments, importance_sampling_level="sequence_sum", epsilon_high=high)
     check_policy_options(options)
     check_denominator("num_items_in_batch", num_items_in_batch)
     advantages = without_last_axis(advantages)
-    batch = Batch.of(locals(), counted_by="advantages")
+    batch = Batch.of({**arguments, "advantages": advantages}, counted_by="advantages")
     sequences, ranks = batch.sequences, batch.sequences.ranks
     check_per_sequence("advantages", advantages, sequences.slots, batch.target)
     if old_logps is not None:
@@ -151,7 +155,9 @@ def clipped_loss(ratio: Tensor, advantages: Tensor, low: float, high: float) -> 
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
 
 
+@with_arguments
 def ppo(
+    arguments: dict[str, Any], /,
     input: Tensor, linear_weight: Tensor, target: Tensor, advantages: Tensor, *,
     old_per_token_logps: Tensor | None = None, cliprange: float = 0.2, values: Tensor | None = None,
     old_values: Tensor | None = None, returns: Tensor | None = None, cliprange_value: float = 0.2,
@@ -207,16 +213,16 @@ def ppo(
     check_between("cliprange_value", cliprange_value, 0.0, float("inf"))
     check_not_negative("vf_coef", vf_coef)
     check_option("loss_agg", loss_agg, tuple(AGGREGATIONS))
-    options = from_arguments(PolicyOptions, locals(), epsilon=cliprange, epsilon_high=cliprange)
+    options = from_arguments(PolicyOptions, arguments, epsilon=cliprange, epsilon_high=cliprange)
     check_policy_options(options)
     advantages = without_last_axis(advantages)
-    batch = Batch.of(locals(), counted_by="advantages")
+    batch = Batch.of({**arguments, "advantages": advantages}, counted_by="advantages")
     sequences = batch.sequences
     check_advantages(advantages, sequences)
     if old_per_token_logps is not None:
         check_per_token("old_per_token_logps", old_per_token_logps, batch.target)
     _check_values(values, old_values, returns, batch.target)
-    weight = aggregation_weights(loss_agg, sequences, locals())
+    weight = aggregation_weights(loss_agg, sequences, arguments)
     old = None if old_per_token_logps is None else per_token(old_per_token_logps, sequences)
     terms = policy_terms(options, per_token(advantages, sequences), weight, sequences, old)
     policy, logps, entropy = batch.policy(terms)

@@ -19,10 +19,12 @@ from llmk.losses._batch import (
 )
 from llmk.losses._policy import policy_terms, token_denominator
 from llmk.ops.linear_loss.objectives.policy import PolicyOptions
-from llmk.registry import check_finite, check_not_negative
+from llmk.registry import check_finite, check_not_negative, with_arguments
 
 
+@with_arguments
 def sft(
+    arguments: dict[str, Any], /,
     input: Tensor, linear_weight: Tensor, target: Tensor, *,
     token_weights: Tensor | None = None, entropy_coef: float = 0.0, num_items_in_batch: Tensor | float | None = None,
     linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0,
@@ -64,7 +66,7 @@ def sft(
     """
     check_finite("entropy_coef", entropy_coef)
     check_denominator("num_items_in_batch", num_items_in_batch)
-    batch = Batch.of(locals())
+    batch = Batch.of(arguments)
     sequences = batch.sequences
     if token_weights is not None:
         check_per_token("token_weights", token_weights, target)
@@ -78,7 +80,9 @@ def sft(
     return loss, {"entropy": mean_over_tokens(entropy, sequences)}
 
 
+@with_arguments
 def dft(
+    arguments: dict[str, Any], /,
     input: Tensor, linear_weight: Tensor, target: Tensor, *,
     num_items_in_batch: Tensor | float | None = None, linear_bias: Tensor | None = None, temperature: float = 1.0,
     logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False,
@@ -108,7 +112,7 @@ def dft(
     with `loss_type="dft"`.
     """
     check_denominator("num_items_in_batch", num_items_in_batch)
-    batch = Batch.of(locals())
+    batch = Batch.of(arguments)
     sequences = batch.sequences
     mask = sequences.mask.float()
     weight = mask / token_denominator(num_items_in_batch, sequences)
@@ -117,7 +121,9 @@ def dft(
     return loss, {"entropy": mean_over_tokens(entropy, sequences)}
 
 
+@with_arguments
 def multi_token(
+    arguments: dict[str, Any], /,
     inputs: Sequence[Tensor], linear_weight: Tensor | Sequence[Tensor], targets: Sequence[Tensor], *,
     num_items_in_batch: Tensor | float | Sequence[Tensor | float] | None = None,
     head_weights: Sequence[float] | None = None, label_smoothing: float = 0.0, z_loss: float = 0.0,
@@ -181,7 +187,7 @@ def multi_token(
         check_batch(*each, ignore_index, names=(f"inputs[{i}]", f"linear_weight{place}", f"targets[{i}]"))
     losses = []
     for x, w, t, items in zip(inputs, weights, targets, num_items, strict=True):
-        batch = Batch.of({**locals(), "input": x, "linear_weight": w, "target": t})
+        batch = Batch.of({**arguments, "input": x, "linear_weight": w, "target": t})
         total = cross_entropy_sum(batch.head, t, label_smoothing=label_smoothing, z_loss=z_loss)
         losses.append(batch.sequences.total(total) / token_denominator(items, batch.sequences))
     metrics = {f"loss/head_{i}": loss.detach() for i, loss in enumerate(losses)}
