@@ -18,7 +18,7 @@ from llmk.registry.launch import HAS_LAUNCHER, recording, wrap_triton
 from llmk.registry.named_arguments import by_argument_names
 from llmk.registry.private.modes import traced_by_compiler
 from llmk.registry.private.operators import bare_apply, define_kernel_op, schema_of
-from llmk.registry.private.tensors import no_view
+from llmk.registry.private.tensors import is_view
 from llmk.registry.sharding import ShardingStrategy, register_strategy
 
 __all__ = ["KernelOp", "like_first", "wrap_triton"]
@@ -294,8 +294,13 @@ class KernelOp:
 
 
 def _no_views(outputs: Any) -> Any:
-    """Return the same outputs, of which a caller may change each in place."""
-    return tuple(map(no_view, outputs)) if isinstance(outputs, tuple) else no_view(outputs)
+    """Return the same outputs as tensors that a caller may change in place: autograd refuses a custom function's views.
+
+    A detached tensor is no view and has the same memory.
+    """
+    if isinstance(outputs, tuple):
+        return tuple([y.detach() if is_view(y) else y for y in outputs])
+    return outputs.detach() if is_view(outputs) else outputs
 
 
 def like_first(*args: Any) -> Any:

@@ -94,7 +94,9 @@ def test_dpo_mixture_options_and_reference_model(device: torch.device) -> None:
 
 def reordered(sample: Sample) -> Sample:
     """Packed, of pairs with chosen and rejected by turns."""
-    kwargs = dict(sample.kwargs) if "label" in sample.kwargs else sample.kwargs | {"pair_order": "interleaved"}
+    kwargs: dict[str, Any] = {**sample.kwargs}
+    if "label" not in kwargs:
+        kwargs["pair_order"] = "interleaved"
     for name in ("ref_logps", "label"):
         if name in kwargs:
             kwargs[name] = kwargs[name][ORDER]

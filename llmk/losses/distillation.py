@@ -30,7 +30,7 @@ from llmk.ops.linear_loss.fused_linear_distill import fused_linear_distill
 from llmk.ops.linear_loss.fused_linear_jsd import fused_linear_jsd
 from llmk.ops.linear_loss.fused_linear_jsd_ce import fused_linear_jsd_ce
 from llmk.ops.linear_loss.head import scaled
-from llmk.ops.linear_loss.objectives.topk_divergence import topk_divergence
+from llmk.ops.linear_loss.objectives.topk_divergence import NOT_THERE, topk_divergence
 from llmk.registry import check_finite, check_flag, check_not_negative, check_same, is_sharded, with_arguments
 
 
@@ -317,8 +317,8 @@ def distill_topk(
         input: The student's hidden states `[B, S, H]`, aligned with `target`.
         linear_weight: `[V, H]`.
         target: `[B, S]`, the mask of tokens that count and the targets of the cross entropy.
-        teacher_ids: `[B, S, K]`, int64 or int32, different classes of each token; `ignore_index` for one that is not
-            there, whose log-probability is not read; -inf says the same.
+        teacher_ids: `[B, S, K]`, int64 or int32, different classes of each token. A negative one, such as -1, is not
+            there, and its log-probability is not read; -inf says the same.
         teacher_logprobs: `[B, S, K]`, at the temperature `temperature`. They get no gradient.
         beta: From 0 to 1.
         ce_weight: Coefficient of the mean cross entropy with `target`, at temperature 1.
@@ -353,10 +353,11 @@ def distill_topk(
     if token_weights is not None:
         check_per_token("token_weights", token_weights, target)
 
-    present = (teacher_ids.long() != ignore_index) & sequences.mask.unsqueeze(-1)
+    present = (teacher_ids >= 0) & sequences.mask.unsqueeze(-1)
     present = present & (teacher_logprobs != float("-inf"))
     _check_classes(teacher_ids, present, batch.head.all_classes)
-    student, entropy = batch.logprobs(teacher_ids.masked_fill(~present, ignore_index))
+    classes = teacher_ids.masked_fill(~present, NOT_THERE)  # `ignore_index` itself may be a class
+    student, entropy = batch.with_head(ignore_index=NOT_THERE).logprobs(classes)
     each = topk_divergence(student, teacher_logprobs.detach().float(), present, beta, add_tail)
     if token_weights is not None:
         each = each * torch.where(sequences.mask, token_weights.detach().float(), 0.0)
@@ -373,9 +374,9 @@ def distill_topk(
 def _check_classes(teacher_ids: Tensor, present: Tensor, num_classes: int) -> None:
     """Check on the host, where it need not wait for them, that the ids are classes."""
     if type(teacher_ids) is Tensor and teacher_ids.is_cpu and not torch.compiler.is_compiling():
-        wrong = present & ((teacher_ids < 0) | (teacher_ids >= num_classes))
+        wrong = present & (teacher_ids >= num_classes)
         if wrong.any():
-            expected = f"classes in [0, {num_classes}) or ignore_index"
+            expected = f"classes in [0, {num_classes}), or -1 for none"
             raise IndexError(f"teacher_ids: expected {expected}, got {int(teacher_ids[wrong][0])}")
 
 

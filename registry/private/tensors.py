@@ -21,12 +21,12 @@ def storage_of(tensor: Tensor) -> int:
     return attribute(tensor.untyped_storage(), "_cdata", lambda storage: StorageWeakRef(storage).cdata)
 
 
-def no_view(tensor: Tensor) -> Tensor:
-    """Return the tensor, or where it is a view one that is none, of the same memory.
+def _always(tensor: Tensor) -> bool:
+    return True
 
-    Autograd refuses to let a view be changed in place that a custom function returns.
-    """
-    return tensor.detach() if attribute(tensor, "_is_view", lambda tensor: lambda: True)() else tensor
+
+is_view: Callable[[Tensor], bool] = find("torch.Tensor._is_view", _always)
+"""True for a tensor that autograd knows as a view; where that cannot be told for each."""
 
 
 def _torch_empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:

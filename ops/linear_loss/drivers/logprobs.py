@@ -11,7 +11,7 @@ that count come first in each chunk of whole groups, instead of in the batch.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
 import torch
@@ -66,11 +66,16 @@ class SoftmaxCall(LinearCall):
         )
 
     def linear(
-        self, impl: Implementation, compacted: CompactedTokens, kept: Tensor, plan: Plan | None = None
+        self, impl: Implementation, compacted: CompactedTokens, kept: Tensor, plan: Plan | None = None, cut: int = 0
     ) -> ChunkedLinear:
-        """Return the linear layer by `plan`, or by that of gradients which a backward pass makes."""
+        """Return the linear layer by `plan`, or by that of gradients which a backward pass makes.
+
+        `cut` is the number of rows that are kept for gradients, which may not be wanted.
+        """
         if plan is None:
             plan = self.plan(impl, remade=True, kept=min(kept.shape[0], self.tokens.numel()))
+        if impl.on_host:
+            plan = replace(plan, cut=cut)
         return ChunkedLinear(
             self.input,
             self.linear_weight,
@@ -154,7 +159,7 @@ def _forward(impl: Implementation, full_call: LogprobsCall, keep: bool) -> tuple
     """Return log-probabilities, entropies, the statistics `[3, ...]` of each token, and the logits that are kept."""
     compacted, call = full_call.compacted(impl)
     kept = full_call.kept_logits(keep)
-    linear = call.linear(impl, compacted, call.kept_matrix(kept))
+    linear = call.linear(impl, compacted, call.kept_matrix(kept), cut=full_call.kept_rows)
     target, support, parts = call.candidates(), call.supports(), []
     transform = call.transform(linear, call.ignore_index)
     for block, logits in linear.blocks():
@@ -296,7 +301,7 @@ class TopkCall(SoftmaxCall):
 def _topk(impl: Implementation, call: TopkCall, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return log-probabilities, logsumexps, classes, the statistics `[3, ...]` of each token, and kept logits."""
     kept, tokens = call.kept_logits(keep), tuple(call.tokens)
-    linear = call.linear(impl, CompactedTokens(tokens), call.kept_matrix(kept))
+    linear = call.linear(impl, CompactedTokens(tokens), call.kept_matrix(kept), cut=call.kept_rows)
     transform = call.transform(linear, NOT_IGNORED)
     blocks = [impl.topk.candidates(logits, call.k, transform) for _, logits in linear.blocks()]
     part, keys, counts = zip(*blocks, strict=True)
@@ -447,7 +452,8 @@ def _grouped(
     needed = any(need) and call.tokens.numel() > 0
     at_once = needed and plan is not None
     kept = call.kept_matrix(call.kept_logits(needed and plan is None))
-    linear = call.linear(impl, compacted, kept, plan or call.plan(impl, kept=kept.shape[0]))
+    cut = call.kept_rows if plan is None else 0
+    linear = call.linear(impl, compacted, kept, plan or call.plan(impl, kept=kept.shape[0]), cut)
     gradients = LinearGradients(linear, need if at_once else (False, False, False), call.saved_dtypes)
     in_order = Groups(call, CompactedTokens(tuple(call.tokens)))
     groups = in_order if full_call.tokens_are_groups else Groups(full_call, compacted)
