@@ -5,6 +5,7 @@ one per step that launches kernels. `OPS` holds the records, which opcheck, the 
 """
 
 from llmk.registry.backward_op import no_gradient, or_no_gradient
+from llmk.registry.call import CallOp, FromArguments, from_arguments, with_arguments
 from llmk.registry.checks import (
     LARGEST,
     check_dtype,
@@ -59,7 +60,9 @@ __all__ = [
     "PARTIAL",
     "REPLICATE",
     "RULE",
+    "CallOp",
     "Cost",
+    "FromArguments",
     "KernelOp",
     "Op",
     "Sample",
@@ -84,6 +87,7 @@ __all__ = [
     "check_switch",
     "empty",
     "foreign_kind",
+    "from_arguments",
     "grid_cap",
     "is_sharded",
     "jit",
@@ -103,5 +107,6 @@ __all__ = [
     "split_around_dim",
     "split_rows",
     "use_kernels_on_cpu",
+    "with_arguments",
     "wrap_triton",
 ]

@@ -1,5 +1,6 @@
 """Losses whose gradients are made in the forward pass: their derivatives, and how often logits are made."""
 
+import dataclasses
 from dataclasses import replace
 from typing import Any
 
@@ -222,7 +223,7 @@ def test_blocks_on_a_gpu_hold_whole_pairs(skips: bool) -> None:
     ]:
         x, weight = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((B // 2, 2, S, H), (V, H)))
         target = torch.empty((B // 2, 2, S), dtype=torch.int64, device="meta")
-        fields = {name: None for name in PreferenceCall.names()} | {
+        fields = {field.name: None for field in dataclasses.fields(PreferenceCall)} | {
             "input": x,
             "linear_weight": weight,
             "target": target,

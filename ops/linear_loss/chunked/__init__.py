@@ -1,19 +1,12 @@
 """A linear layer over a vocabulary, a chunk of tokens at a time, and a call of a loss over it as one value."""
 
 from llmk.ops.linear_loss.chunked._call import (
-    DIFFERENTIABLE,
-    CallOp,
     LinearCall,
-    check_chunk_size,
-    check_linear,
-    check_temperature,
-    checked_linear,
+    LinearOp,
     fake_gradients,
-    given_shard,
     local_fields,
     product_flops,
     recomputing_op,
-    wants_float32,
     with_shard,
 )
 from llmk.ops.linear_loss.chunked._linear import (
@@ -28,23 +21,17 @@ from llmk.ops.linear_loss.chunked._plan import Plan, Sizes, kept_rows, plan
 from llmk.ops.linear_loss.chunked._vocab_shard import VocabShard, VocabSlice, vocab_slice
 
 __all__ = [
-    "DIFFERENTIABLE",
-    "CallOp",
     "ChunkedLinear",
     "CompactedTokens",
     "LinearCall",
     "LinearGradients",
+    "LinearOp",
     "Plan",
     "Sizes",
     "VocabShard",
     "VocabSlice",
-    "check_chunk_size",
-    "check_linear",
-    "check_temperature",
-    "checked_linear",
     "fake_gradients",
     "float16_scale",
-    "given_shard",
     "kept_rows",
     "largest",
     "local_fields",
@@ -53,6 +40,5 @@ __all__ = [
     "recomputing_op",
     "scaled",
     "vocab_slice",
-    "wants_float32",
     "with_shard",
 ]

@@ -1,0 +1,204 @@
+"""A call's arguments as one value: taken by name from a public function, handed on whole, and an operator's schema.
+
+A loss has many options, which its kernel ops, their fakes, sharding strategies and backward passes all take. A frozen
+dataclass names them once: `from_arguments` makes it of a function's arguments, and a `CallOp` is a kernel op that takes
+its fields and gives the dataclass to what computes it.
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from types import UnionType
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Self, TypeVar, get_args
+
+from torch import Tensor
+
+from llmk.registry.kernel_op import KernelOp
+
+T = TypeVar("T")
+C = TypeVar("C")
+P = ParamSpec("P")
+
+
+def from_arguments(kind: type[T], arguments: Mapping[str, Any], **more: Any) -> T:
+    """Return a `kind`, a dataclass or NamedTuple, whose fields are found by name in `more` or else in `arguments`.
+
+    What is no field is left out, and a field that is not found has its default. A field that is a dataclass or
+    NamedTuple itself, and is not found, is made of the same arguments.
+
+    Raises:
+        TypeError: A field without a default is not found.
+    """
+    given, fields = {**arguments, **more}, {}
+    for name, annotation in _annotations(kind).items():
+        if name in given:
+            fields[name] = given[name]
+        elif _is_value(annotation):
+            fields[name] = from_arguments(annotation, given)
+    return kind(**fields)
+
+
+class FromArguments:
+    """A base of dataclasses that are made of arguments by name."""
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any], **more: Any) -> Self:
+        """Return `from_arguments` of this class: `Call.of(locals())` where an operator's function begins."""
+        return from_arguments(cls, arguments, **more)
+
+
+def with_arguments(fn: Callable[Concatenate[dict[str, Any], P], T]) -> Callable[P, T]:
+    """Return `fn` without its first parameter, for which it gets all its arguments by their names.
+
+    It is what `locals()` is to an operator, for functions that Dynamo traces: its releases before torch 2.12 do not
+    know `locals()`, and later ones stop where a closure has a variable that has no value yet.
+    """
+    signature = inspect.signature(fn)
+    parameters = list(signature.parameters.values())[1:]
+    positional = [each.name for each in parameters if each.kind is not each.KEYWORD_ONLY]
+    defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
+
+    @functools.wraps(fn)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        arguments = {**defaults, **dict(zip(positional, args, strict=False)), **kwargs}
+        return fn(arguments, *args, **kwargs)  # which refuses those that it does not take
+
+    called.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return called
+
+
+def _annotations(kind: Any) -> dict[str, Any]:
+    """Return the types of the fields by their names; Dynamo traces this, but not `dataclasses.fields` of a class."""
+    if dataclasses.is_dataclass(kind):
+        return {name: field.type for name, field in kind.__dataclass_fields__.items()}
+    return kind.__annotations__
+
+
+def _is_value(annotation: Any) -> bool:
+    """Return True for a dataclass or NamedTuple."""
+    return isinstance(annotation, type) and (dataclasses.is_dataclass(annotation) or hasattr(annotation, "_fields"))
+
+
+def _value_or_none(annotation: Any) -> Any:
+    """Return the NamedTuple of which a field has one or None, else None."""
+    members = get_args(annotation) if isinstance(annotation, UnionType) else ()
+    return next((each for each in members if _is_value(each)), None)
+
+
+def _leaves(kind: type, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the path and type of each field, and in place of one that is a value itself those of its fields."""
+    for name, annotation in _annotations(kind).items():
+        if _is_value(annotation):
+            yield from _leaves(annotation, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", annotation
+
+
+def _name(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+class _Optional(NamedTuple):
+    """A field that has a NamedTuple of this kind or None."""
+
+    name: str
+    get: Callable[[Any], Any]
+    kind: Any
+
+    @property
+    def nothing(self) -> list[Any]:
+        """The arguments of an op that say None."""
+        return [kind() for kind in _annotations(self.kind).values()]
+
+
+class CallOp(Generic[C]):
+    """A kernel op with the arguments of `run`, but for a call the fields of `call_type`.
+
+    Tensors come first. A field that is a dataclass or NamedTuple itself is its own fields. Those of a NamedTuple of
+    numbers and strings that may be None come last, and are all 0 or "" where it is None.
+
+    Args:
+        name: The op's name.
+        call_type: The dataclass.
+        run: `run(call, ...)` launches its kernels; its parameters are annotated, as for a schema. The call is the first
+            of them, or has others before it.
+        on_host: Computes the same in plain PyTorch; this and all others take the arguments of `run`.
+        outputs: The number of tensors it returns.
+        fake: Gives outputs like those of `run`; None for an op that `KernelOp.register_backward` gets.
+        flops: Counts its floating-point operations.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        call_type: type[C],
+        run: Callable[..., Any],
+        *,
+        on_host: Callable[..., Any],
+        outputs: int,
+        fake: Callable[..., Any] | None,
+        flops: Callable[..., int],
+    ) -> None:
+        self.call_type = call_type
+        parameters, given = self._lay_out(list(_leaves(call_type))), list(inspect.signature(run).parameters.values())
+        self.start = [issubclass(call_type, each.annotation) for each in given].index(True)
+
+        def launch(*args: Any) -> Any:
+            return run(*self.unpack(args))
+
+        launch.__module__ = call_type.__module__
+        launch.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [*given[: self.start], *parameters, *given[self.start + 1 :]],
+            return_annotation=tuple[(Tensor,) * outputs],
+        )
+        # The number of launches depends on sizes: inlined, each would need a graph of its own.
+        self.op = KernelOp(launch, name=name, opaque=True)
+        self.op.register_kernel("cpu")(lambda *args: on_host(*self.unpack(args)))
+        if fake is not None:
+            self.op.register_fake(lambda *args: fake(*self.unpack(args)))
+        self.op.register_flop_formula(lambda *args, out_val=None: flops(*self.unpack(args)))
+
+    def _lay_out(self, leaves: list[tuple[str, Any]]) -> list[inspect.Parameter]:
+        """Note where in the call each argument is, and return the parameters that are its fields."""
+        tensors = (Tensor, Tensor | None)
+        optional = {path: _value_or_none(kind) for path, kind in leaves if _value_or_none(kind) is not None}
+        own = sorted((leaf for leaf in leaves if leaf[0] not in optional), key=lambda leaf: leaf[1] not in tensors)
+        types = {_name(path): kind for path, kind in own}
+        for kind in optional.values():
+            types |= _annotations(kind)
+        self._own = [attrgetter(path) for path, _ in own]
+        self._optional = [_Optional(_name(path), attrgetter(path), kind) for path, kind in optional.items()]
+        self.names, self.fields = list(types), len(types)
+        self.tensors = sum(kind in tensors for kind in types.values())
+        return [
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind)
+            for name, kind in types.items()
+        ]
+
+    def unpack(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the arguments of `run`."""
+        end = self.start + self.fields
+        given = dict(zip(self.names, args[self.start : end], strict=True))
+        for each in self._optional:
+            value = from_arguments(each.kind, given)
+            given[each.name] = value if any(value) else None
+        return *args[: self.start], from_arguments(self.call_type, given), *args[end:]
+
+    def __call__(self, *args: Any) -> Any:
+        call = args[self.start]
+        optional = (part for each in self._optional for part in each.get(call) or each.nothing)
+        own = (get(call) for get in self._own)
+        return self.op(*args[: self.start], *own, *optional, *args[self.start + 1 :])
+
+    def save_call(self, ctx: Any, inputs: tuple[Any, ...], *results: Tensor) -> None:
+        """In a `setup_context`: save the call, with which the arguments begin, and some results."""
+        ctx.options = inputs[self.tensors : self.fields]
+        ctx.save_for_backward(*inputs[: self.tensors], *results)
+
+    def saved_call(self, ctx: Any) -> tuple[C, tuple[Tensor, ...]]:
+        """In a backward formula: return the call and the results that `save_call` saved."""
+        saved = ctx.saved_tensors  # once: under a checkpoint they are computed again, and given only once
+        call, *_ = self.unpack((*saved[: self.tensors], *ctx.options))
+        return call, saved[self.tensors :]
