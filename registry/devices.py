@@ -100,6 +100,14 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 @functools.cache
+def shared_memory(device: torch.device) -> int:
+    """The bytes of shared memory that one program may have; an H200's when tracing without a GPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return 232448
+
+
+@functools.cache
 def has_device_offsets(device: torch.device) -> bool:
     """Return True if `torch.nn.functional.grouped_mm` takes the numbers of rows from this GPU's memory, in bfloat16.
 

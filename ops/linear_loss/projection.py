@@ -1,0 +1,378 @@
+"""The projection of a loss over a vocabulary, a chunk of rows at a time, and its gradients.
+
+A `Projection` computes three things of a chunk: the logits of some classes, the statistics of its rows with their
+exponentials, and the gradients' matrix P where the exponentials do not serve. `Gradients` adds up what P gives. There
+are two of each: of 16-bit matrices on a GPU by the kernels of `products.py`, where no logits exist; and of float32
+matrices in plain PyTorch, where a chunk's logits become what P is. A CPU computes with the second in float32 whatever
+the dtype, and rounds at the end.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from llmk.ops.linear_loss import products
+from llmk.ops.linear_loss.chunked import CompactedTokens, VocabShard
+from llmk.ops.linear_loss.products import EXPONENTIALS, FAR, FLOAT16_SCALE, GRADIENTS, MAXIMA, Rows, Transform, Weights
+from llmk.ops.linear_loss.softmax import Statistics
+from llmk.registry import cdiv
+
+ALIGNED = 16
+"""The row stride of a chunk's P is a multiple of this many elements, whatever V is."""
+LARGEST_EXPONENT = 100
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some rows of a projection, of which those count that the mask says, among the first `count`."""
+
+    rows: slice
+    mask: Tensor  # bool [M]
+    count: Tensor  # int32 [1]
+    own: Tensor  # int32 [M], the column of the row's own class, negative where it is elsewhere
+    y_own: Tensor  # float32 [M], its transformed logit, of all ranks; -inf for no class
+    slope_own: Tensor | None  # float32 [M], dy / dz of it; None where that is the same for all
+
+
+@dataclass(frozen=True)
+class RowMatrix:
+    """P of a chunk, whose rows are multiplied by a factor: P's own column has its entry once it is added."""
+
+    p: Tensor  # [M, V]
+    factor: Tensor  # float32 [M]
+    own_entry: Tensor  # float32 [M], of the gradient
+    own_stored: Tensor  # float32 [M], what times the factor is that, and stored in P
+    columns: Tensor | None = None  # int32 [M, K], of entries that take another column's place
+    stored: Tensor | None = None  # float32 [M, K]
+
+
+class Projection(Protocol):
+    """Rows `[N, H]` of a linear layer over the classes that a rank has."""
+
+    shard: VocabShard | None
+    p_dtype: torch.dtype
+
+    def logits(self, rows: slice, columns: Tensor) -> Tensor:
+        """Return the float32 logits `[M, K]` of these columns, 0 of those that the weight does not have."""
+        ...
+
+    def statistics(self, chunk: Chunk, p: Tensor | None, moments: bool) -> tuple[Statistics, Tensor, Tensor]:
+        """Return the statistics, weighted logits of all ranks and the largest exponential; write exponentials to P."""
+        ...
+
+    def gradients(self, chunk: Chunk, reference: Tensor, a: Tensor, b: Tensor, u: Tensor | None, p: Tensor) -> None:
+        """Write E (a + b log E) + u w to P, with the exponentials E relative to the references."""
+        ...
+
+
+def over_ranks(shard: VocabShard | None, sums: Tensor) -> Tensor:
+    """Add up what each rank has of its own classes `[S, M]`, in the ranks' order."""
+    return sums if shard is None else shard.gather(sums.contiguous()).view(shard.ranks, *sums.shape).sum(0)
+
+
+def largest_over_ranks(shard: VocabShard | None, values: Tensor) -> Tensor:
+    return values if shard is None else shard.gather(values.contiguous()).view(shard.ranks, *values.shape).amax(0)
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an uninitialized matrix whose rows begin at aligned addresses."""
+    return torch.empty((rows, cdiv(max(columns, 1), ALIGNED) * ALIGNED), dtype=dtype, device=device)[:, :columns]
+
+
+class KernelProjection:
+    """A projection of 16-bit rows by the kernels of `products.py`.
+
+    float16 holds neither exponentials nor gradients of any size. So its statistics are relative to the rows' largest
+    logits, no exponentials are stored, and `gradients` are at most 1 each.
+    """
+
+    def __init__(self, x: Tensor, weights: Weights, shard: VocabShard | None) -> None:
+        self.x, self.weights, self.shard = x if x.stride(-1) == 1 else x.contiguous(), weights, shard
+        self.p_dtype = x.dtype
+        self.scratch = torch.empty((0,), dtype=x.dtype, device=x.device)
+
+    @property
+    def V(self) -> int:
+        return self.weights.weight.shape[0]
+
+    @property
+    def keeps_exponentials(self) -> bool:
+        return self.x.dtype == torch.bfloat16
+
+    def scratch_rows(self, rows: int) -> Tensor:
+        """Return a buffer for so many rows, the same for all chunks."""
+        if self.scratch.shape[0] < rows:
+            self.scratch = torch.empty((rows, self.x.shape[1]), dtype=self.x.dtype, device=self.x.device)
+        return self.scratch[:rows]
+
+    def logits(self, rows: slice, columns: Tensor) -> Tensor:
+        weight, bias, _, transform = self.weights
+        return products.target_logits(self.x[rows], weight, bias, columns, 0, transform.rounded)
+
+    def statistics(self, chunk: Chunk, p: Tensor | None, moments: bool) -> tuple[Statistics, Tensor, Tensor]:
+        # A reference of NaN or infinity that counts leaves no exponentials, and its sums are no number.
+        no_number = chunk.y_own - chunk.y_own
+        usable = torch.where(chunk.y_own == float("inf"), float("nan"), chunk.y_own)
+        numbers = torch.where(chunk.mask, usable, float("inf")).unsqueeze(0)
+        rows = Rows(self.x[chunk.rows], numbers, chunk.own, chunk.count)
+        parts = products.part_sums(rows, self.V)
+        if not self.keeps_exponentials:
+            self._launch(rows, None, MAXIMA, parts, moments)
+            stats, weighted, largest = self._of_maxima(chunk, self._combined(parts, rows.count, moments, online=True))
+            return stats.masked(chunk.mask), weighted, largest
+        self._launch(rows, p, EXPONENTIALS, parts, moments)
+        sums = torch.where(chunk.mask, self._combined(parts, rows.count, moments, online=False), 0.0)
+        largest = largest_over_ranks(self.shard, sums[1])
+        rest, _, moment, weighted = over_ranks(self.shard, self._with_own(chunk, sums)).unbind()
+        rest = rest + torch.where(chunk.mask, no_number, 0.0)
+        far, far_weighted, far_largest, is_far = self._made_again(chunk, rows, p, parts, rest, moments)
+        near = Statistics(chunk.y_own, rest, torch.ones_like(rest), moment)
+        stats = Statistics(*(torch.where(is_far, *pair) for pair in zip(far, near, strict=True)))
+        weighted, largest = torch.where(is_far, far_weighted, weighted), torch.where(is_far, far_largest, largest)
+        return stats.masked(chunk.mask), weighted, largest
+
+    def _launch(
+        self, rows: Rows, p: Tensor | None, mode: int, parts: Tensor | None, moments: bool, place: Tensor | None = None
+    ) -> None:
+        if self.V > 0:
+            products.launch_logits(rows, self.weights, p, mode, parts=parts, moments=moments, place=place)
+
+    def _combined(self, parts: Tensor, count: Tensor, moments: bool, online: bool) -> Tensor:
+        weighted = self.weights.class_weight is not None
+        return products.combined(parts, count, moments=moments, weighted=weighted, online=online)
+
+    def _with_own(self, chunk: Chunk, sums: Tensor) -> Tensor:
+        """Return a rank's sums with the rows' own classes among the weighted logits."""
+        class_weight = self.weights.class_weight
+        if class_weight is None:
+            return sums
+        own = torch.where(chunk.own >= 0, class_weight[chunk.own.clamp(min=0).long()].float() * chunk.y_own, 0.0)
+        return torch.cat((sums[:3], sums[3:] + own))
+
+    def _of_maxima(self, chunk: Chunk, sums: Tensor) -> tuple[Statistics, Tensor, Tensor]:
+        """Return statistics relative to the rows' largest logits, from sums relative to those of a rank's classes."""
+        own_sums, m, own_moment, weighted = self._with_own(chunk, sums).unbind()
+        reference = torch.maximum(largest_over_ranks(self.shard, m), chunk.y_own)
+        shift = torch.where(own_sums > 0, m - reference, 0.0)
+        fade = shift.exp()
+        rank = torch.stack((fade * own_sums, fade * (own_moment + shift * own_sums), weighted))
+        rest, moment, weighted = over_ranks(self.shard, rank).unbind()
+        distance = chunk.y_own - reference
+        own = distance.exp()
+        moment = moment + torch.where(own > 0, own * distance, 0.0)
+        return Statistics(reference, rest, own, moment), weighted, (m - reference).exp()
+
+    def _made_again(
+        self, chunk: Chunk, rows: Rows, p: Tensor | None, parts: Tensor, rest: Tensor, moments: bool
+    ) -> tuple[Statistics, Tensor, Tensor, Tensor]:
+        """Make the rows again whose exponentials are too large for their reference, relative to their largest logit."""
+        place, number = products.far_rows(rest, rows)
+        scratch = self.scratch_rows(rows.x.shape[0])
+        products.gathered(rows.x, place, number[:1], scratch)
+        far = rows._replace(x=scratch, count=number[:1])
+        self._launch(far, None, MAXIMA, parts, moments, place)
+        stats, weighted, largest = self._of_maxima(chunk, self._combined(parts, number[1:], moments, online=True))
+        is_far = chunk.mask & ~(rest < FAR)
+        if p is not None:
+            numbers = torch.where(is_far, stats.reference, rows.numbers)
+            self._launch(far._replace(numbers=numbers), p, EXPONENTIALS, None, False, place)
+        return stats, weighted, largest, is_far
+
+    def gradients(self, chunk: Chunk, reference: Tensor, a: Tensor, b: Tensor, u: Tensor | None, p: Tensor) -> None:
+        reference = torch.where(chunk.mask, reference, float("inf"))
+        numbers = torch.stack((reference, a, b, torch.zeros_like(a) if u is None else u))
+        weights = self.weights if u is not None else self.weights._replace(class_weight=None)
+        rows = Rows(self.x[chunk.rows], numbers, chunk.own, chunk.count)
+        if self.V > 0:
+            products.launch_logits(rows, weights, p, GRADIENTS)
+
+    def put(self, p: Tensor, columns: Tensor, entries: Tensor, count: Tensor) -> None:
+        """Put entries `[M, K]` into P; where a column is negative P stays as it is."""
+        products.put_entries(p, columns, entries, count)
+
+
+class MatrixProjection:
+    """A projection of float32 rows in plain PyTorch, with statistics relative to the rows' largest logits."""
+
+    p_dtype = torch.float32
+    keeps_exponentials = True
+
+    def __init__(self, x: Tensor, weights: Weights, shard: VocabShard | None) -> None:
+        dtype, weight, bias = x.dtype, weights.weight.float(), weights.bias
+        self.x, self.shard, self.rounded_to = x.float(), shard, dtype if weights.transform.rounded else None
+        self.weights = weights._replace(weight=weight, bias=None if bias is None else bias.float())
+        self._logits: tuple[slice, Tensor] | None = None
+
+    @property
+    def V(self) -> int:
+        return self.weights.weight.shape[0]
+
+    def _of(self, rows: slice) -> Tensor:
+        """Return the logits of some rows, once for all that is asked of them."""
+        if self._logits is not None and self._logits[0] == rows:
+            logits, self._logits = self._logits[1], None
+            return logits
+        z = matrix(rows.stop - rows.start, self.V, torch.float32, self.x.device)
+        torch.mm(self.x[rows], self.weights.weight.t(), out=z)
+        if self.weights.bias is not None:
+            z += self.weights.bias
+        return z if self.rounded_to is None else z.to(self.rounded_to).float()
+
+    def logits(self, rows: slice, columns: Tensor) -> Tensor:
+        here = (columns >= 0) & (columns < self.V)
+        if self.V == 0:
+            return torch.zeros(columns.shape, dtype=torch.float32, device=self.x.device)
+        z = self._of(rows)
+        self._logits = rows, z
+        return torch.where(here, z.gather(1, torch.where(here, columns, 0).long()), 0.0)
+
+    def _transformed(self, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return y; the same but -inf of the rows' own classes and of rows that do not count; and dy / dz."""
+        all_y, slope = self.weights.transform(self._of(chunk.rows))
+        y = all_y.masked_fill(~chunk.mask.unsqueeze(-1), float("-inf"))
+        if self.V > 0:
+            has_own, own = (chunk.own >= 0).unsqueeze(-1), chunk.own.clamp(min=0).long().unsqueeze(-1)
+            y.scatter_(1, own, torch.where(has_own, float("-inf"), y.gather(1, own)))
+        return all_y, y, slope
+
+    def statistics(self, chunk: Chunk, p: Tensor | None, moments: bool) -> tuple[Statistics, Tensor, Tensor]:
+        all_y, y, slope = self._transformed(chunk)
+        m = y.amax(-1) if self.V > 0 else torch.full_like(chunk.y_own, float("-inf"))
+        reference = torch.maximum(largest_over_ranks(self.shard, m), chunk.y_own)
+        weighted = nothing = torch.zeros_like(reference)
+        if self.weights.class_weight is not None:
+            weighted = (all_y * self.weights.class_weight.float()).sum(-1)
+        distance = y.sub_(reference.unsqueeze(-1)).masked_fill_(~chunk.mask.unsqueeze(-1), float("-inf"))
+        e = distance.exp()
+        moment = torch.where(e > 0, e * distance, 0.0).sum(-1) if moments else nothing
+        rest, moment, weighted = over_ranks(self.shard, torch.stack((_row_sums(e), moment, weighted))).unbind()
+        if p is not None:
+            p.copy_(e if slope is None else e * slope)
+        distance = chunk.y_own - reference
+        own = distance.exp()
+        moment = moment + torch.where(own > 0, own * distance, 0.0)
+        stats = Statistics(reference, rest, own, moment).masked(chunk.mask)
+        return stats, weighted, (largest_over_ranks(self.shard, m) - reference).exp()
+
+    def gradients(self, chunk: Chunk, reference: Tensor, a: Tensor, b: Tensor, u: Tensor | None, p: Tensor) -> None:
+        _, y, slope = self._transformed(chunk)
+        distance = y.sub_(reference.unsqueeze(-1)).masked_fill_(~chunk.mask.unsqueeze(-1), float("-inf"))
+        e = distance.exp()
+        value = torch.where(e > 0, e * (a.unsqueeze(-1) + b.unsqueeze(-1) * distance), e * a.unsqueeze(-1))
+        if u is not None and self.weights.class_weight is not None:
+            value += u.unsqueeze(-1) * self.weights.class_weight.float()
+        value = value.masked_fill_(~chunk.mask.unsqueeze(-1), 0.0)
+        p.copy_(value if slope is None else value * slope)
+
+    def put(self, p: Tensor, columns: Tensor, entries: Tensor, count: Tensor) -> None:
+        """Put entries `[M, K]` into P; where a column is negative P stays as it is."""
+        for column, entry in zip(columns.split(1, -1), entries.split(1, -1), strict=True):
+            at = column.clamp(min=0).long()
+            p.scatter_(1, at, torch.where(column >= 0, entry, p.gather(1, at)))
+
+
+def _row_sums(x: Tensor) -> Tensor:
+    """Return the sums over the last axis: `torch.sum` of a CPU adds up the lanes of a vector one after the other."""
+    return x.sum(-1, dtype=torch.float64).float() if x.is_cpu else x.sum(-1)
+
+
+class Gradients:
+    """The gradients of input, weight and bias that are needed, as sums over chunks; the others are empty."""
+
+    def __init__(
+        self, projection: KernelProjection | MatrixProjection, compacted: CompactedTokens, need: Sequence[bool],
+        dtypes: Sequence[torch.dtype], rounded_sums: bool,
+    ) -> None:  # fmt: skip
+        self.projection, self.compacted, self.need, self.dtypes = projection, compacted, tuple(need), tuple(dtypes)
+        x, (V, H) = projection.x, projection.weights.weight.shape
+        device, own_kernels = x.device, isinstance(projection, KernelProjection)
+        total = x.dtype if rounded_sums and own_kernels and x.dtype == torch.bfloat16 else torch.float32
+        N = math.prod(compacted.shape)
+        # Kernels write the rows that count to their places; of other tokens nothing is written.
+        make = torch.empty if compacted.index is None else torch.zeros
+        dx_dtype = self.dtypes[0] if own_kernels else torch.float32
+        self.dx = make((N if need[0] else 0, H if need[0] else 0), dtype=dx_dtype, device=device)
+        self.dw = torch.empty((V, H) if need[1] else (0,), dtype=total, device=device)
+        self.db = torch.empty((V,) if need[2] else (0,), dtype=torch.float32, device=device)
+        self.scaled = torch.empty((0,), dtype=projection.p_dtype, device=device)
+
+    def add(self, chunk: Chunk, rows: RowMatrix) -> None:
+        """Add the gradients of a chunk; the first one overwrites."""
+        first = chunk.rows.start == 0
+        if self.projection.V == 0:
+            if self.need[0]:
+                self.dx.zero_()
+            return
+        if isinstance(self.projection, KernelProjection):
+            self._add_by_kernels(self.projection, chunk, rows, first)
+        else:
+            self._add_matrices(self.projection, chunk, rows, first)
+
+    def _add_by_kernels(self, projection: KernelProjection, chunk: Chunk, rows: RowMatrix, first: bool) -> None:
+        scaled = projection.scratch_rows(rows.p.shape[0])
+        scale, inverse, unit = None, None, 1.0
+        if rows.p.dtype == torch.float16:
+            scale, inverse, unit = _float16_scales(rows.factor)
+        of_rows = Rows(projection.x[chunk.rows], rows.factor.unsqueeze(0), chunk.own, chunk.count)
+        entry = rows.own_stored * unit
+        products.scale_rows(of_rows, rows.p, scaled, rows.factor, entry, scale)
+        if rows.columns is not None and rows.stored is not None:
+            projection.put(rows.p, rows.columns, rows.stored * unit, chunk.count)
+        if self.need[0]:
+            # What rounding the own entry loses is added in float32.
+            lost = rows.own_entry - rows.factor * (entry.to(rows.p.dtype).float() / unit)
+            factors = torch.stack((rows.factor / unit, torch.where(chunk.own >= 0, lost, 0.0)))
+            index = self.compacted.index
+            place = None if index is None else index[chunk.rows]
+            dx = self.dx if index is not None else self.dx[chunk.rows]
+            products.input_gradient(of_rows, rows.p, projection.weights.weight, factors, dx, place)
+        if self.need[1]:
+            products.weight_gradient(rows.p, scaled, self.dw, chunk.count, add=not first, scale=inverse)
+        if self.need[2]:
+            products.bias_gradient(rows.p, rows.factor, self.db, chunk.count, scale=1 / unit, add=not first)
+
+    def _add_matrices(self, projection: MatrixProjection, chunk: Chunk, rows: RowMatrix, first: bool) -> None:
+        p, weight = rows.p, projection.weights.weight
+        projection.put(p, chunk.own.unsqueeze(-1), rows.own_stored.unsqueeze(-1), chunk.count)
+        if rows.columns is not None and rows.stored is not None:
+            projection.put(p, rows.columns, rows.stored, chunk.count)
+        counts = (rows.factor != 0).unsqueeze(-1)
+        factor = rows.factor.unsqueeze(-1)
+        if self.need[0]:
+            dx = torch.where(counts, torch.mm(p, weight) * factor, 0.0)
+            self.dx[chunk.rows if self.compacted.index is None else self.compacted.index[chunk.rows]] = dx
+        x = torch.where(counts, projection.x[chunk.rows] * factor, 0.0)
+        if self.need[1] and first:
+            torch.mm(p.t(), x, out=self.dw)
+        elif self.need[1]:
+            self.dw.addmm_(p.t(), x)
+        if self.need[2]:
+            db = torch.mv(p.t(), torch.where(counts, factor, 0.0).squeeze(-1))
+            self.db = db if first else self.db.add_(db)
+
+    def results(self, shape: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients, that of the input in its shape."""
+        dx, dw, db = (each.to(dtype) for each, dtype in zip((self.dx, self.dw, self.db), self.dtypes, strict=True))
+        return dx.view(*shape) if self.need[0] else dx.view(0), dw, db
+
+
+def _float16_scales(factor: Tensor) -> tuple[Tensor, Tensor, float]:
+    """Return what factors are multiplied by to be at most 1, what takes it off the products, and P's own scale."""
+    largest = factor.abs().amax()
+    exponent = torch.frexp(torch.where(largest.isfinite(), largest, 1.0)).exponent
+    exponent = exponent.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
+    one = torch.ones_like(largest)
+    return torch.ldexp(one, -exponent), torch.ldexp(one, exponent) / FLOAT16_SCALE, FLOAT16_SCALE
+
+
+def projection_of(
+    x: Tensor, weights: Weights, shard: VocabShard | None, by_kernels: bool
+) -> KernelProjection | MatrixProjection:
+    """Return the projection of rows: by kernels on a GPU where they have 16 bits."""
+    if by_kernels and x.dtype != torch.float32:
+        return KernelProjection(x, weights, shard)
+    return MatrixProjection(x, weights, shard)
