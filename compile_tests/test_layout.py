@@ -19,7 +19,7 @@ from compile_tests.helpers.stub_driver import stub_driver
 from llmk.ops.loss import cross_entropy_kernels
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("llmk", "ops", "registry", "opcheck", "compile_tests", "benchmarks", "examples", "docs")
+FOLDERS = ("llmk", "ops", "registry", "opcheck", "compile_tests", "benchmarks", "tools", "examples", "docs")
 LINKED = ("ops", "registry", "opcheck")
 MOST_LINES = 600
 MOST_BYTES = 200 * 1024
@@ -218,8 +218,8 @@ def test_a_loss_is_read_in_few_files() -> None:
     command = [sys.executable, "-c", FILES_OF_LOSSES]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     ce, dpo = ({str(path.relative_to(ROOT)) for path in own(files)} for files in json.loads(printed))
-    assert len(ce) <= 14, sorted(ce)
-    assert len(dpo) <= 19, sorted(dpo)
+    assert len(ce) <= 15, sorted(ce)
+    assert len(dpo) <= 20, sorted(dpo)
     page = (ROOT / "docs" / "how-it-works.md").read_text()
     drawing = next(block for block in page.split("```") if block.startswith("\nllmk/losses/dpo.py"))
     assert set(re.findall(r"^(\S+\.py) ", drawing, re.MULTILINE)) <= dpo

@@ -5,6 +5,7 @@ one per step that launches kernels. `OPS` holds the records, which opcheck, the 
 """
 
 from llmk.registry.backward_op import no_gradient, or_no_gradient
+from llmk.registry.call import CallOp, FromArguments, from_arguments
 from llmk.registry.checks import (
     LARGEST,
     check_dtype,
@@ -57,7 +58,9 @@ __all__ = [
     "PARTIAL",
     "REPLICATE",
     "RULE",
+    "CallOp",
     "Cost",
+    "FromArguments",
     "KernelOp",
     "Op",
     "Sample",
@@ -81,6 +84,7 @@ __all__ = [
     "check_size",
     "check_switch",
     "empty",
+    "from_arguments",
     "grid_cap",
     "is_sharded",
     "jit",

@@ -223,22 +223,5 @@ def fused_linear_ce(
 
     Sources: `torch.nn.functional.linear_cross_entropy`; Liger Kernel, https://arxiv.org/abs/2410.10989.
     """
-    (loss,) = OPS(
-        reduction,
-        input=input,
-        linear_weight=linear_weight,
-        linear_bias=linear_bias,
-        target=target,
-        weight=weight,
-        row_weight=row_weight,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        softcap=softcap,
-        z_loss=z_loss,
-        with_metrics=False,
-        skip_ignored=skip_ignored,
-        logits_dtype=logits_dtype,
-        chunk_size=chunk_size,
-        shard=None,
-    )
+    (loss,) = OPS(locals())
     return loss

@@ -86,22 +86,5 @@ def fused_linear_ce_metrics(
 
     Sources: those of `fused_linear_ce`.
     """
-    loss, entropy, correct = OPS(
-        reduction,
-        input=input,
-        linear_weight=linear_weight,
-        linear_bias=linear_bias,
-        target=target,
-        weight=weight,
-        row_weight=row_weight,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        softcap=softcap,
-        z_loss=z_loss,
-        with_metrics=True,
-        skip_ignored=skip_ignored,
-        logits_dtype=logits_dtype,
-        chunk_size=chunk_size,
-        shard=None,
-    )
+    loss, entropy, correct = OPS(locals(), with_metrics=True)
     return loss, entropy, correct

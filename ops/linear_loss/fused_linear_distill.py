@@ -25,7 +25,7 @@ student's log-probabilities of them, and with g_k its derivative by these and s 
 For several such teachers the sums go over the classes of all, so that one pass over z serves them together.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,6 @@ from llmk.ops.linear_loss.drivers.distillation import (
     TopkTeachers,
     check_call,
     check_teacher_fits,
-    checked_student,
     checked_teacher,
 )
 from llmk.ops.linear_loss.objectives.topk_divergence import topk_divergence, topk_divergence_gradient
@@ -413,30 +412,13 @@ def fused_linear_distill(
         raise ValueError(f"labels: expected class indices for a ce_weight of {ce_weight}, got None")
     D = len(teacher_input)
     call = _checked_call(
-        input=input,
-        linear_weight=linear_weight,
-        linear_bias=linear_bias,
-        teacher_input=teacher_input,
-        teacher_linear_weight=teacher_linear_weight,
-        teacher_linear_bias=teacher_linear_bias,
-        vocab_map=vocab_map,
-        teacher_ids=teacher_ids,
-        teacher_logprobs=teacher_logprobs,
-        teacher_weight=_checked_teacher_weight(teacher_weight, input, D + len(teacher_ids)),
-        labels=labels,
-        row_weight=row_weight,
-        beta=beta,
-        temperature=temperature,
-        teacher_temperature=[temperature] * D if teacher_temperature is None else teacher_temperature,
-        softcap=softcap,
-        teacher_softcap=[0.0] * D if teacher_softcap is None else teacher_softcap,
-        add_tail=add_tail,
-        ignore_index=ignore_index,
-        skip_ignored=skip_ignored and labels is not None,
-        logits_dtype=logits_dtype,
-        chunk_size=chunk_size,
-        ce_weight=ce_weight,
-        shard=None,
+        {
+            **locals(),
+            "teacher_weight": _checked_teacher_weight(teacher_weight, input, D + len(teacher_ids)),
+            "teacher_temperature": [temperature] * D if teacher_temperature is None else teacher_temperature,
+            "teacher_softcap": [0.0] * D if teacher_softcap is None else teacher_softcap,
+            "skip_ignored": skip_ignored and labels is not None,
+        }
     )
     loss, divergences, nll = OPS.of_call(call)
     return loss, divergences, nll
@@ -455,26 +437,25 @@ OR_NONE = ("teacher_linear_bias", "vocab_map")
 """Those that may be empty."""
 
 
-def _checked_call(**fields: Any) -> TeachersCall:
+def _checked_call(arguments: Mapping[str, Any]) -> TeachersCall:
     """Check the arguments and return the call.
 
     Raises:
         TypeError: A dtype does not fit.
         ValueError: A shape, a device, a list's length or an option does not fit.
     """
-    D = len(fields["teacher_input"])
-    if D == 0 and len(fields["teacher_ids"]) == 0:
+    D = len(arguments["teacher_input"])
+    if D == 0 and len(arguments["teacher_ids"]) == 0:
         raise ValueError("teacher_input: expected the hidden states of at least one teacher, or teacher_ids, got none")
     for name, other in LISTS.items():
-        found, wanted, may_be_empty = len(fields[name]), len(fields[other]), name in OR_NONE
+        found, wanted, may_be_empty = len(arguments[name]), len(arguments[other]), name in OR_NONE
         if found != wanted and not (may_be_empty and found == 0):
             none = " or none" if may_be_empty else ""
             raise ValueError(f"{name}: expected {wanted}{none}, one for each of {other}, got {found}")
-    linears = checked_student(fields)
-    teachers = [checked_teacher(_of_teacher(fields, i), [f"{name}[{i}]" for name in TEACHER]) for i in range(D)]
+    teachers = [checked_teacher(_of_teacher(arguments, i), [f"{name}[{i}]" for name in TEACHER]) for i in range(D)]
     inputs, weights, biases = ([each[n] for each in teachers] for n in range(3))
-    linears |= zip(TEACHER, (inputs, weights, biases if fields["teacher_linear_bias"] else []), strict=True)
-    call = TeachersCall(**fields | linears)
+    layers = dict(zip(TEACHER, (inputs, weights, biases if arguments["teacher_linear_bias"] else []), strict=True))
+    call = TeachersCall.checked({**arguments, **layers})
     for i, teacher in enumerate(call.teachers):
         _check_teacher(call, i, teacher)
     for i, (ids, logprobs) in enumerate(zip(call.teacher_ids, call.teacher_logprobs, strict=True)):
@@ -486,9 +467,9 @@ def _checked_call(**fields: Any) -> TeachersCall:
     return call
 
 
-def _of_teacher(fields: dict[str, Any], i: int) -> dict[str, Any]:
+def _of_teacher(arguments: Mapping[str, Any], i: int) -> dict[str, Any]:
     """Return the tensors of one of several teachers by their names; a bias may be None."""
-    return {f"{name}[{i}]": fields[name][i] if fields[name] else None for name in TEACHER}
+    return {f"{name}[{i}]": arguments[name][i] if arguments[name] else None for name in TEACHER}
 
 
 def _check_teacher(call: TeachersCall, i: int, teacher: Teacher) -> None:

@@ -198,26 +198,5 @@ def fused_linear_jsd(
 
     Sources: Agarwal et al., 2023, https://arxiv.org/abs/2306.13649; Liger Kernel, https://arxiv.org/abs/2410.10989.
     """
-    (loss,) = OPS(
-        input=input,
-        linear_weight=linear_weight,
-        linear_bias=linear_bias,
-        teacher_input=teacher_input,
-        teacher_linear_weight=teacher_linear_weight,
-        teacher_linear_bias=teacher_linear_bias,
-        labels=labels,
-        row_weight=row_weight,
-        beta=beta,
-        temperature=temperature,
-        softcap=softcap,
-        teacher_softcap=teacher_softcap,
-        ignore_index=ignore_index,
-        skip_ignored=skip_ignored and labels is not None,
-        logits_dtype=logits_dtype,
-        chunk_size=chunk_size,
-        ce_weight=0.0,
-        vocab_start=vocab_start,
-        num_classes=num_classes,
-        group_name=group_name,
-    )
+    (loss,) = OPS({**locals(), "skip_ignored": skip_ignored and labels is not None})
     return loss

@@ -167,26 +167,5 @@ def fused_linear_jsd_ce(
     https://arxiv.org/abs/2306.13649; Liger Kernel, https://arxiv.org/abs/2410.10989.
     """
     check_number("ce_weight", ce_weight, TINY, LARGEST, "a finite positive number")
-    loss, divergence, nll = OPS(
-        input=input,
-        linear_weight=linear_weight,
-        linear_bias=linear_bias,
-        teacher_input=teacher_input,
-        teacher_linear_weight=teacher_linear_weight,
-        teacher_linear_bias=teacher_linear_bias,
-        labels=labels,
-        row_weight=row_weight,
-        beta=beta,
-        temperature=temperature,
-        softcap=softcap,
-        teacher_softcap=teacher_softcap,
-        ignore_index=ignore_index,
-        skip_ignored=skip_ignored,
-        logits_dtype=logits_dtype,
-        chunk_size=chunk_size,
-        ce_weight=ce_weight,
-        vocab_start=vocab_start,
-        num_classes=num_classes,
-        group_name=group_name,
-    )
+    loss, divergence, nll = OPS(locals())
     return loss, divergence, nll

@@ -126,21 +126,11 @@ class PolicyCall(GroupsCall):
     ref_logps: Tensor | None  # [..., S]
     kl_weight: Tensor | None  # [..., S]
     entropy_weight: Tensor | None  # [..., S]
-    loss_type: str
-    importance_sampling_level: str
-    epsilon: float
-    epsilon_high: float
-    delta: float | None
-    sapo_temperature_pos: float
-    sapo_temperature_neg: float
-    kl_estimator: str
-    use_bias_correction_kl: bool
-    max_log_ratio: float | None
-    clip_ratio_c: float | None
+    options: PolicyOptions
 
     @property
     def group(self) -> torch.Size:
-        return torch.Size(()) if self.importance_sampling_level == "token" else self.tokens[-1:]
+        return torch.Size(()) if self.options.importance_sampling_level == "token" else self.tokens[-1:]
 
     @property
     def token_tensors(self) -> tuple[str, ...]:
@@ -162,20 +152,8 @@ class PolicyCall(GroupsCall):
             ref_logps=given(self.ref_logps),
             kl_weight=given(self.kl_weight),
             entropy_weight=given(self.entropy_weight),
-            options=PolicyOptions(
-                self.loss_type,
-                self.importance_sampling_level,
-                self.epsilon,
-                self.epsilon_high,
-                self.delta,
-                self.sapo_temperature_pos,
-                self.sapo_temperature_neg,
-                self.kl_estimator,
-                self.use_bias_correction_kl,
-                self.max_log_ratio,
-                self.clip_ratio_c,
-            ),
-            level=rowwise_level(self.importance_sampling_level, counts),
+            options=self.options,
+            level=rowwise_level(self.options.importance_sampling_level, counts),
         )
 
 
@@ -356,40 +334,7 @@ def fused_linear_policy(
     Sources: Shao et al., 2024, https://arxiv.org/abs/2402.03300; TRL, https://github.com/huggingface/trl; each type in
     `objectives/policy.py`. Liger Kernel, https://arxiv.org/abs/2410.10989.
     """
-    call = PolicyCall.checked(
-        input=input,
-        linear_weight=linear_weight,
-        linear_bias=linear_bias,
-        target=target,
-        support=support,
-        ignore_index=ignore_index,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        temperature=temperature,
-        skip_ignored=skip_ignored,
-        logits_dtype=logits_dtype,
-        chunk_size=chunk_size,
-        vocab_start=vocab_start,
-        num_classes=num_classes,
-        group_name=group_name,
-        advantages=advantages,
-        token_weight=token_weight,
-        old_logps=old_logps,
-        ref_logps=ref_logps,
-        kl_weight=kl_weight,
-        entropy_weight=entropy_weight,
-        loss_type=loss_type,
-        importance_sampling_level=importance_sampling_level,
-        epsilon=epsilon,
-        epsilon_high=epsilon_high,
-        delta=delta,
-        sapo_temperature_pos=sapo_temperature_pos,
-        sapo_temperature_neg=sapo_temperature_neg,
-        kl_estimator=kl_estimator,
-        use_bias_correction_kl=use_bias_correction_kl,
-        max_log_ratio=max_log_ratio,
-        clip_ratio_c=clip_ratio_c,
-    )
+    call = PolicyCall.checked(locals())
     _check_loss(call)
     for name in ("target", *PER_TOKEN):
         tensor = getattr(call, name)
@@ -408,19 +353,20 @@ def fused_linear_policy(
 
 
 def _check_loss(call: PolicyCall) -> None:
-    check_option("loss_type", call.loss_type, tuple(LOSSES))
-    check_option("importance_sampling_level", call.importance_sampling_level, LEVELS)
-    check_option("kl_estimator", call.kl_estimator, tuple(ESTIMATORS))
-    if call.clip_ratio_c is not None:
-        check_above_one("clip_ratio_c", call.clip_ratio_c)
+    options = call.options
+    check_option("loss_type", options.loss_type, tuple(LOSSES))
+    check_option("importance_sampling_level", options.importance_sampling_level, LEVELS)
+    check_option("kl_estimator", options.kl_estimator, tuple(ESTIMATORS))
+    if options.clip_ratio_c is not None:
+        check_above_one("clip_ratio_c", options.clip_ratio_c)
     for name in ("epsilon", "epsilon_high", "delta"):
-        if getattr(call, name) is not None:
-            check_number(name, getattr(call, name), 0.0, float("inf"), "a number of at least 0")
+        if getattr(options, name) is not None:
+            check_number(name, getattr(options, name), 0.0, float("inf"), "a number of at least 0")
     for name in ("sapo_temperature_pos", "sapo_temperature_neg", "max_log_ratio"):
-        if getattr(call, name) is not None:
-            check_number(name, getattr(call, name), TINY, LARGEST, "a finite positive number")
-    if call.importance_sampling_level != "token" and call.input.dim() < 2:
-        expected = f"[..., S, H] with importance_sampling_level {call.importance_sampling_level!r}"
+        if getattr(options, name) is not None:
+            check_number(name, getattr(options, name), TINY, LARGEST, "a finite positive number")
+    if options.importance_sampling_level != "token" and call.input.dim() < 2:
+        expected = f"[..., S, H] with importance_sampling_level {options.importance_sampling_level!r}"
         raise ValueError(f"input: expected shape {expected}, got {tuple(call.input.shape)}")
     if (call.kl_weight is None) != (call.ref_logps is None):
         name, other = ("ref_logps", "kl_weight") if call.ref_logps is None else ("kl_weight", "ref_logps")

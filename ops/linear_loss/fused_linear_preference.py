@@ -51,6 +51,7 @@ from llmk.registry import (
     check_option,
     check_same,
     check_shape,
+    from_arguments,
     public_op,
 )
 from llmk.registry.checks import TINY
@@ -83,7 +84,7 @@ def fused_linear_preference_reference(
     if ref_logps is not None:
         logratios = logratios - ref_logps.to(logprobs.dtype)
     rewards = F_DIVERGENCES[f_divergence_type][0](logratios, f_divergence_coef)
-    options = LossOptions(beta, label_smoothing, simpo_gamma, discopop_tau)
+    options = from_arguments(LossOptions, locals())
     names, losses = loss_type.split("+"), []
     for name in names:
         normalized = rewards / counts.sum(-1).clamp(min=1) if LOSSES[name].length_normalized else rewards
@@ -104,10 +105,7 @@ class PreferenceCall(GroupsCall):
     nll_weight: Tensor | None  # [G, M, S]
     group_weight: Tensor | None  # [G], or [types, G]
     loss_type: str  # names joined by "+"
-    beta: float
-    label_smoothing: float
-    simpo_gamma: float
-    discopop_tau: float
+    options: LossOptions
     f_divergence_type: str
     f_divergence_coef: float
 
@@ -134,7 +132,7 @@ class PreferenceCall(GroupsCall):
             nll_weight=None if self.nll_weight is None else masked(self.nll_weight),
             group_weight=group_weight,
             names=names,
-            options=LossOptions(self.beta, self.label_smoothing, self.simpo_gamma, self.discopop_tau),
+            options=self.options,
             divergence=self.f_divergence_type,
             coef=self.f_divergence_coef,
         )
@@ -289,34 +287,7 @@ def fused_linear_preference(
     Sources: Rafailov et al., 2023, https://arxiv.org/abs/2305.18290; TRL, https://github.com/huggingface/trl; each
     type in `objectives/preference.py`. Liger Kernel, https://arxiv.org/abs/2410.10989.
     """
-    call = PreferenceCall.checked(
-        input=input,
-        linear_weight=linear_weight,
-        linear_bias=linear_bias,
-        target=target,
-        support=None,
-        ignore_index=ignore_index,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        temperature=temperature,
-        skip_ignored=skip_ignored,
-        logits_dtype=logits_dtype,
-        chunk_size=chunk_size,
-        vocab_start=vocab_start,
-        num_classes=num_classes,
-        group_name=group_name,
-        ref_logps=ref_logps,
-        token_weight=token_weight,
-        nll_weight=nll_weight,
-        group_weight=group_weight,
-        loss_type=loss_type,
-        beta=beta,
-        label_smoothing=label_smoothing,
-        simpo_gamma=simpo_gamma,
-        discopop_tau=discopop_tau,
-        f_divergence_type=f_divergence_type,
-        f_divergence_coef=f_divergence_coef,
-    )
+    call = PreferenceCall.checked(locals())
     _check_loss(call)
     _check_tensors(call)
     check_number("beta", beta, TINY, LARGEST, "a finite positive number")

@@ -196,17 +196,4 @@ def info_nce(
     Sources: van den Oord et al., 2018, https://arxiv.org/abs/1807.03748; Radford et al., 2021,
     https://arxiv.org/abs/2103.00020.
     """
-    return OPS(
-        query=query,
-        key=key,
-        negatives=negatives,
-        scale=scale,
-        query_ids=query_ids,
-        key_ids=key_ids,
-        negative_ids=negative_ids,
-        temperature=temperature,
-        symmetric=symmetric,
-        reduction=reduction,
-        chunk_size=chunk_size,
-        group_name=group_name,
-    )
+    return OPS(locals())

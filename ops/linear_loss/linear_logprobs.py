@@ -232,20 +232,4 @@ def linear_logprobs(
     Sources: `torch.nn.functional.log_softmax`; TRL's `selective_log_softmax` and `entropy_from_logits`,
     https://github.com/huggingface/trl.
     """
-    return OPS(
-        input=input,
-        linear_weight=linear_weight,
-        linear_bias=linear_bias,
-        target=target,
-        support=support,
-        ignore_index=ignore_index,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        temperature=temperature,
-        skip_ignored=skip_ignored,
-        logits_dtype=logits_dtype,
-        chunk_size=chunk_size,
-        vocab_start=vocab_start,
-        num_classes=num_classes,
-        group_name=group_name,
-    )
+    return OPS(locals())

@@ -155,18 +155,4 @@ def linear_topk(
 
     Sources: `torch.topk` of `torch.nn.functional.log_softmax`.
     """
-    return OPS(
-        input=input,
-        linear_weight=linear_weight,
-        linear_bias=linear_bias,
-        k=k,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        temperature=temperature,
-        skip_ignored=False,
-        logits_dtype=None,
-        chunk_size=chunk_size,
-        vocab_start=vocab_start,
-        num_classes=num_classes,
-        group_name=group_name,
-    )
+    return OPS(locals())

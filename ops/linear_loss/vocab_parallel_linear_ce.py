@@ -153,24 +153,5 @@ def vocab_parallel_linear_ce(
 
     Sources: Megatron-LM, https://arxiv.org/abs/1909.08053; `torch.nn.functional.linear_cross_entropy`.
     """
-    (loss,) = OPS.of_shard(
-        reduction,
-        input=input,
-        linear_weight=linear_weight,
-        linear_bias=linear_bias,
-        target=target,
-        weight=weight,
-        row_weight=None,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        softcap=softcap,
-        z_loss=z_loss,
-        with_metrics=False,
-        skip_ignored=skip_ignored,
-        logits_dtype=logits_dtype,
-        chunk_size=chunk_size,
-        vocab_start=vocab_start,
-        num_classes=num_classes,
-        group_name=group_name,
-    )
+    (loss,) = OPS.of_shard(locals())
     return loss

@@ -2,14 +2,13 @@
 
 from llmk.ops.linear_loss.chunked._call import (
     DIFFERENTIABLE,
-    CallOp,
     LinearCall,
+    LinearOp,
     check_chunk_size,
     check_linear,
     check_temperature,
     checked_linear,
     fake_gradients,
-    given_shard,
     local_fields,
     product_flops,
     recomputing_op,
@@ -29,11 +28,11 @@ from llmk.ops.linear_loss.chunked._vocab_shard import VocabShard, VocabSlice, vo
 
 __all__ = [
     "DIFFERENTIABLE",
-    "CallOp",
     "ChunkedLinear",
     "CompactedTokens",
     "LinearCall",
     "LinearGradients",
+    "LinearOp",
     "Plan",
     "Sizes",
     "VocabShard",
@@ -44,7 +43,6 @@ __all__ = [
     "checked_linear",
     "fake_gradients",
     "float16_scale",
-    "given_shard",
     "kept_rows",
     "largest",
     "local_fields",

@@ -1,16 +1,10 @@
-"""A call of a loss over a linear layer as one value.
+"""A call of a loss over a linear layer as one value, and its kernel ops."""
 
-A loss has many options, which its kernel ops, their fakes, sharding strategies and backward passes all take. A frozen
-dataclass names them once; its fields become the first arguments of a kernel op, and those arguments the dataclass
-again.
-"""
-
-import dataclasses
-import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Self, TypeVar
+from functools import partial
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,16 +13,19 @@ from llmk.ops.common.scaling import SavedGradients, save_gradients
 from llmk.ops.linear_loss.chunked._dynamic_rows import RowCounts, can_group_classes, can_group_rows
 from llmk.ops.linear_loss.chunked._linear import CompactedTokens, aligned
 from llmk.ops.linear_loss.chunked._plan import Plan, kept_rows, plan
-from llmk.ops.linear_loss.chunked._vocab_shard import NOT_SHARDED, VocabShard
+from llmk.ops.linear_loss.chunked._vocab_shard import VocabShard, VocabSlice
 from llmk.ops.linear_loss.kernels import KERNELS, PYTORCH, Implementation
 from llmk.registry import (
     LARGEST,
+    CallOp,
+    FromArguments,
     KernelOp,
     autocast_dtype,
     check_dtype,
     check_number,
     check_same,
     check_shape,
+    from_arguments,
     is_sharded,
 )
 from llmk.registry.checks import TINY, resolve_group
@@ -42,16 +39,16 @@ SPARE = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearCall:
+class LinearCall(FromArguments):
     """A linear layer over classes, which may be sharded over ranks, and the tokens that count."""
 
     input: Tensor  # [..., H]
     linear_weight: Tensor  # [V, H]
     linear_bias: Tensor | None  # [V]
     float32_logits: bool  # else they have the input's dtype
-    skip_ignored: bool  # do no work for tokens that do not count
+    skip_ignored: bool = False  # do no work for tokens that do not count
     chunk_size: int  # 0: chosen
-    shard: VocabShard | None  # None: the weight has all classes
+    shard: VocabShard | None = None  # None: the weight has all classes
 
     def mask(self) -> Tensor:
         """Return the mask of the tokens that count, `[...]`."""
@@ -195,20 +192,14 @@ class LinearCall:
         return dx_dtype(self.input.dtype, self.shard), self.input.dtype, self.input.dtype
 
     @classmethod
-    def names(cls) -> list[str]:
-        """Return the call's argument names in a kernel op, tensors first, without those of its shard, which follow."""
-        fields = sorted(dataclasses.fields(cls), key=lambda field: field.type not in (Tensor, Tensor | None))
-        return [field.name for field in fields if field.name != "shard"]
+    def checked(cls, arguments: Mapping[str, Any]) -> Self:
+        """Check the linear layer's tensors, cast them under autocast, and return the call with these arguments.
 
-    @classmethod
-    def checked(cls, **fields: Any) -> Any:
-        """Check the linear layer's tensors, cast them under autocast, and return the call.
-
-        In place of `float32_logits` the fields have the `logits_dtype` of the caller.
+        In place of `float32_logits` they have the `logits_dtype` of the caller; without either logits are float32.
         """
-        fields |= zip(DIFFERENTIABLE, checked_linear(*(fields[name] for name in DIFFERENTIABLE)), strict=True)
-        fields["float32_logits"] = wants_float32(fields.pop("logits_dtype"), fields["input"])
-        call = cls(**fields)
+        linear = checked_linear(*(arguments[name] for name in DIFFERENTIABLE))
+        float32_logits = wants_float32(arguments.get("logits_dtype"), linear[0])
+        call = cls.of(arguments, **dict(zip(DIFFERENTIABLE, linear, strict=True)), float32_logits=float32_logits)
         call.check_classes()
         return call
 
@@ -279,14 +270,14 @@ def check_temperature(temperature: float) -> None:
 
 
 def local_fields(
-    fields: dict[str, Any], linears: Sequence[Sequence[str]], others: Sequence[str]
-) -> tuple[dict[str, Any], Callable[[Tensor], Tensor], bool]:
-    """Return a call's fields for this rank, a function that converts a result for the caller, and if any is a DTensor.
+    fields: Mapping[str, Any], linears: Sequence[Sequence[str]], others: Sequence[str]
+) -> tuple[Mapping[str, Any], Callable[[Tensor], Tensor], bool]:
+    """Return the arguments for this rank, a function that converts a result for the caller, and if any is a DTensor.
 
-    Fields and results are as given unless the weights are DTensors with all classes sharded over one mesh dimension.
+    Arguments and results are as given unless the weights are DTensors with all classes sharded over one mesh dimension.
 
     Args:
-        fields: The call's fields, among them `shard`, by their names.
+        fields: The arguments by their names.
         linears: The names of each linear layer's input, weight and bias.
         others: The names of the tensors that are replicated over the mesh dimension.
     """
@@ -297,10 +288,15 @@ def local_fields(
     return on_this_rank(fields, linears, others)
 
 
-def given_shard(
-    vocab_start: int, num_classes: int, group_name: str, input: Tensor, linear_weight: Tensor
+def with_shard(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an operator's arguments with the `shard` that they say; it is None where no group is named."""
+    own = from_arguments(VocabSlice, arguments)
+    return {**arguments, "shard": _given_shard(arguments["input"], arguments["linear_weight"], **own)}
+
+
+def _given_shard(
+    input: Tensor, linear_weight: Tensor, vocab_start: int, num_classes: int, group_name: str
 ) -> VocabShard | None:
-    """Return the shard that an operator's arguments say; None where no group is named."""
     if not group_name:
         if (vocab_start, num_classes) in ((0, 0), (0, *linear_weight.shape[:1])):
             return None
@@ -314,17 +310,11 @@ def given_shard(
     return VocabShard(vocab_start, num_classes, group_name, dx_group_name=group_name)
 
 
-def with_shard(*, vocab_start: int, num_classes: int, group_name: str, **fields: Any) -> dict[str, Any]:
-    """Return a call's fields with the shard that an operator's arguments say."""
-    fields["shard"] = given_shard(vocab_start, num_classes, group_name, fields["input"], fields["linear_weight"])
-    return fields
-
-
 C = TypeVar("C", bound=LinearCall)
 
 
-class CallOp(Generic[C]):
-    """A kernel op whose first arguments are the fields of `call_type`; the others are those of `run` after the call.
+class LinearOp(CallOp[C]):
+    """A `CallOp` of a linear layer and what is computed of its outputs, and the derivatives of such.
 
     Args:
         name: The op's name.
@@ -345,61 +335,23 @@ class CallOp(Generic[C]):
         fake: Callable[..., Any],
         products: Callable[..., float],
     ) -> None:
-        self.call_type, self.names = call_type, call_type.names()
-        self.fields = len(self.names) + len(NOT_SHARDED)
-
-        def launch(*args: Any) -> Any:
-            return run(KERNELS, *self.unpack(args))
-
-        launch.__module__ = call_type.__module__
-        launch.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            self._parameters(run), return_annotation=tuple[(Tensor,) * outputs]
-        )
-        # The number of launches depends on sizes: inlined, each would need a graph of its own.
-        self.op = KernelOp(launch, name=name, opaque=True)
-        self.op.register_kernel("cpu")(lambda *args: run(PYTORCH, *self.unpack(args)))
-        self.op.register_fake(lambda *args: fake(*self.unpack(args)))
-
-        def flops(*args: Any, out_val: Any = None) -> int:
-            call, *rest = self.unpack(args)
+        def flops(call: C, *rest: Any) -> int:
             impl = KERNELS if runs_kernels(name, call.input) else PYTORCH
             return int(product_flops(call.input, call.linear_weight) * products(impl, call, *rest))
 
-        self.op.register_flop_formula(flops)
-
-    def _parameters(self, run: Callable[..., Any]) -> list[inspect.Parameter]:
-        types = {field.name: field.type for field in dataclasses.fields(self.call_type)}
-        own = {name: types[name] for name in self.names} | VocabShard.__annotations__
-        return [
-            *(inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=own[name]) for name in own),
-            *list(inspect.signature(run).parameters.values())[2:],
-        ]
-
-    def unpack(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the call and the arguments after it."""
-        fields = dict(zip(self.names, args, strict=False))
-        return self.call_type(**fields, shard=self._shard(args)), *args[self.fields :]
-
-    def _shard(self, args: Sequence[Any]) -> VocabShard | None:
-        shard = VocabShard(*args[len(self.names) : self.fields])
-        return shard if shard.num_classes else None
-
-    def __call__(self, call: C, *rest: Any) -> Any:
-        return self.op(*(getattr(call, name) for name in self.names), *(call.shard or NOT_SHARDED), *rest)
+        on_host = partial(run, PYTORCH)
+        super().__init__(
+            name, call_type, partial(run, KERNELS), on_host=on_host, outputs=outputs, fake=fake, flops=flops
+        )
 
     def save_call(self, ctx: Any, inputs: tuple[Any, ...], *results: Tensor) -> None:
-        """In a `setup_context`: save the call, whose first fields are its tensors, and some results."""
-        tensors = [isinstance(value, Tensor | None) for value in inputs].index(False)
         self._save_options(ctx, inputs)
-        ctx.fields = inputs[tensors : self.fields]
-        ctx.save_for_backward(*inputs[:tensors], *results)
+        super().save_call(ctx, inputs, *results)
 
-    def recomputed_gradients(self, ctx: Any, backward: "CallOp[C]", *grads: Tensor | None) -> Any:
+    def recomputed_gradients(self, ctx: Any, backward: "LinearOp[C]", *grads: Tensor | None) -> Any:
         """In a backward formula: the arguments' gradients by `backward(call, *grads, *results, *need)`."""
-        tensors = self.fields - len(ctx.fields)
-        saved = ctx.saved_tensors  # once: under a checkpoint they are computed again, and given only once
-        call, *_ = self.unpack((*saved[:tensors], *ctx.fields))
-        return _argument_gradients(ctx, *backward(call, *grads, *saved[tensors:], *ctx.needs_input_grad[:3]))
+        call, results = self.saved_call(ctx)
+        return _argument_gradients(ctx, *backward(call, *grads, *results, *ctx.needs_input_grad[:3]))
 
     def save_gradients(self, ctx: Any, inputs: tuple[Any, ...], denominator: Tensor | None, *gradients: Tensor) -> None:
         """In a `setup_context`: save the gradients that the forward pass made; a denominator of None is 1."""
@@ -414,7 +366,8 @@ class CallOp(Generic[C]):
         return _argument_gradients(ctx, dx, dw, saved.times(2, ctx.dtype) if need_db else None)
 
     def _save_options(self, ctx: Any, inputs: tuple[Any, ...]) -> None:
-        ctx.dtype, ctx.shard, ctx.arguments = inputs[0].dtype, self._shard(inputs), len(inputs)
+        call, *_ = self.unpack(inputs)
+        ctx.dtype, ctx.shard, ctx.arguments = call.input.dtype, call.shard, len(inputs)
 
     def differentiate_by_scaling(self, scale: KernelOp, denominator: Callable[..., Tensor | None]) -> None:
         """Register the derivative of an op whose forward pass makes the gradients of input, weight and bias.
@@ -444,7 +397,7 @@ def _argument_gradients(ctx: Any, dx: Tensor | None, dw: Tensor | None, db: Tens
     return dx if need_dx else None, dw if need_dw else None, db if need_db else None, *[None] * (ctx.arguments - 3)
 
 
-def recomputing_op(name: str, call_type: type[C], run: Callable[..., Any], *, keeps: bool = False) -> CallOp[C]:
+def recomputing_op(name: str, call_type: type[C], run: Callable[..., Any], *, keeps: bool = False) -> LinearOp[C]:
     """Return the op `run(impl, call, ..., need_dx, need_dw, need_db)` of a backward pass that recomputes the logits.
 
     With `keeps` the last argument before these is the logits that the forward pass kept.
@@ -454,7 +407,7 @@ def recomputing_op(name: str, call_type: type[C], run: Callable[..., Any], *, ke
         kept = call.kept_matrix(rest[-4]).shape[0] if keeps else 0
         return 1 - kept / max(call.tokens.numel(), 1) + rest[-3] + rest[-2]
 
-    return CallOp(
+    return LinearOp(
         name,
         call_type,
         run,

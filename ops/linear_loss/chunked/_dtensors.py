@@ -5,7 +5,7 @@ along the sequence, each rank returns the gradient of its classes as `Partial`: 
 a quarter of what a float32 sum on all ranks would send. Losses are `Replicate`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -36,8 +36,8 @@ def vocab_mesh_dim(input: Tensor, linear_weight: Tensor) -> int | None:
 
 
 def on_this_rank(
-    fields: dict[str, Any], linears: Sequence[Sequence[str]], others: Sequence[str]
-) -> tuple[dict[str, Any], Callable[[Tensor], Tensor], bool]:
+    fields: Mapping[str, Any], linears: Sequence[Sequence[str]], others: Sequence[str]
+) -> tuple[Mapping[str, Any], Callable[[Tensor], Tensor], bool]:
     """Compute `local_fields` where a weight is no plain tensor."""
     dims = {vocab_mesh_dim(fields[input], fields[weight]) for input, weight, _ in linears}
     dim = dims.pop()

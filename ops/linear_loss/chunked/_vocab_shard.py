@@ -51,10 +51,6 @@ class VocabShard(NamedTuple):
         return collectives.wait_tensor(collectives.all_reduce(dx, "sum", self.dx_group_name))
 
 
-NOT_SHARDED = VocabShard(first_class=0, num_classes=0, group_name="", dx_group_name="")
-"""The arguments of a kernel op for a shard of None: the weight has all classes."""
-
-
 class VocabSlice(TypedDict):
     """The arguments of an operator for a weight of which each rank of a process group has some rows."""
 

@@ -8,8 +8,9 @@ of which has the part of its own queries: float32, in the ranks' order, and roun
 """
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from llmk.ops.linear_loss.chunked import (
 )
 from llmk.ops.linear_loss.kernels import KERNELS, PYTORCH, Gradients, Implementation, Products, Similarities
 from llmk.registry import (
+    FromArguments,
     KernelOp,
     autocast_dtype,
     check_dtype,
@@ -50,7 +52,7 @@ it, and for a factor of 2**-77 a float16 gradient of float16 embeddings is 0."""
 
 
 @dataclass(frozen=True)
-class ContrastiveCall:
+class ContrastiveCall(FromArguments):
     """Queries and keys, in the order of a kernel op's arguments."""
 
     query: Tensor  # [N, H]
@@ -67,13 +69,13 @@ class ContrastiveCall:
     group_name: str  # "" for one rank
 
     @classmethod
-    def checked(cls, **fields: Any) -> "ContrastiveCall":
+    def checked(cls, arguments: Mapping[str, Any]) -> Self:
         """Check that the arguments fit each other, cast embeddings under autocast, and return the call."""
-        dtype = autocast_dtype(fields["query"].device)
+        sides = {name: arguments[name] for name in ("query", "key", "negatives")}
+        dtype = autocast_dtype(sides["query"].device)
         if dtype is not None:
-            sides = {name: fields[name] for name in ("query", "key", "negatives")}
-            fields |= {name: side if side is None else side.to(dtype) for name, side in sides.items()}
-        call = cls(**fields)
+            sides = {name: side if side is None else side.to(dtype) for name, side in sides.items()}
+        call = cls.of(arguments, **sides)
         _check_embeddings(call.query, call.key, call.negatives)
         _check_ids(call)
         if call.scale is not None:
@@ -308,9 +310,9 @@ class ContrastiveOps:
     def kernel_ops(self) -> tuple[KernelOp, KernelOp]:
         return self.forward, self.backward
 
-    def __call__(self, **fields: Any) -> Tensor:
-        """Return the loss from a call's fields."""
-        call = ContrastiveCall.checked(**fields)
+    def __call__(self, arguments: Mapping[str, Any]) -> Tensor:
+        """Return the loss from the public operator's arguments."""
+        call = ContrastiveCall.checked(arguments)
         loss, *_ = self.forward(*(getattr(call, field.name) for field in dataclasses.fields(call)))
         return loss
 

@@ -4,7 +4,7 @@ The math is in `fused_linear_ce.py`. Where each rank of a group has some of the 
 of their logits, as in `vocab_parallel_linear_ce.py`; all else is the same.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,11 @@ from torch import Tensor
 from llmk.ops.common.scaling import mean_of_all, scale_op
 from llmk.ops.linear_loss.chunked import (
     DIFFERENTIABLE,
-    CallOp,
     ChunkedLinear,
     CompactedTokens,
     LinearCall,
     LinearGradients,
+    LinearOp,
     VocabShard,
     check_chunk_size,
     check_linear,
@@ -50,12 +50,12 @@ class CrossEntropyCall(LinearCall):
 
     target: Tensor  # [...]
     weight: Tensor | None  # [classes of all ranks]
-    row_weight: Tensor | None  # the target's shape
+    row_weight: Tensor | None = None  # the target's shape
     ignore_index: int
     label_smoothing: float
     softcap: float
     z_loss: float
-    with_metrics: bool  # return entropies and correctness too
+    with_metrics: bool = False  # return entropies and correctness too
 
     @property
     def token_tensors(self) -> tuple[str, ...]:
@@ -327,7 +327,7 @@ class CrossEntropyOps:
 
     def __init__(self, name: str, *, splits_tokens: bool = False) -> None:
         self.splits_tokens = splits_tokens
-        self.forward = CallOp(
+        self.forward = LinearOp(
             f"_{name}_fwd",
             CrossEntropyCall,
             _forward,
@@ -371,39 +371,38 @@ class CrossEntropyOps:
             return self.forward.recomputed_gradients(ctx, self.backward, grad)
         return self.forward.scaled_gradients(ctx, self.scale, grad)
 
-    def __call__(self, reduction: str, **fields: Any) -> tuple[Tensor, ...]:
-        """Return the loss, and with metrics entropy and correctness, from a call's fields."""
-        if fields["shard"] is not None:
-            return self._results(_checked_call(reduction, **fields), reduction)
-        fields, as_given, is_sharded = local_fields(fields, [DIFFERENTIABLE], ["target", "weight", "row_weight"])
-        call = _checked_call(reduction, **fields)
+    def __call__(self, arguments: Mapping[str, Any], *, with_metrics: bool = False) -> tuple[Tensor, ...]:
+        """Return the loss, and with metrics entropy and correctness, from the public operator's arguments."""
+        arguments, reduction = {**arguments, "with_metrics": with_metrics}, arguments["reduction"]
+        local, as_given, is_sharded = local_fields(arguments, [DIFFERENTIABLE], ["target", "weight", "row_weight"])
+        call = _checked_call(local)
         if reduction == "mean" and is_sharded and self.splits_tokens:
             total, _, _, _, denominator, *_ = self.forward(call, "total")
             return (mean_of_all(total, denominator.detach(), call.weight is not None or call.row_weight is not None),)
         return tuple(as_given(result) for result in self._results(call, reduction))
 
-    def of_shard(self, reduction: str, **fields: Any) -> tuple[Tensor, ...]:
-        """Return the same from a call's fields and who has which classes; without a group this rank has all of them."""
-        check_linear(*(fields[name] for name in DIFFERENTIABLE))
-        fields, own = with_shard(**fields), fields["linear_weight"].shape[0]
+    def of_shard(self, arguments: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """Return the same where they say who has which classes; without a group this rank has all of them."""
+        check_linear(*(arguments[name] for name in DIFFERENTIABLE))
+        fields, own = with_shard(arguments), arguments["linear_weight"].shape[0]
         fields["shard"] = fields["shard"] or VocabShard(0, own, group_name="", dx_group_name="")
-        return self(reduction, **fields)
+        return self._results(_checked_call(fields), arguments["reduction"])
 
     def _results(self, call: CrossEntropyCall, reduction: str) -> tuple[Tensor, ...]:
         return self.forward(call, reduction)[: 3 if call.with_metrics else 1]
 
 
-def _checked_call(reduction: str, **fields: Any) -> CrossEntropyCall:
+def _checked_call(arguments: Mapping[str, Any]) -> CrossEntropyCall:
     """Check that the arguments fit each other and return the call.
 
     Raises:
         TypeError: A dtype does not fit.
         ValueError: A shape, a device or an option does not fit.
     """
-    call = CrossEntropyCall.checked(**fields)
+    call = CrossEntropyCall.checked(arguments)
     check_loss_options(
-        call.num_classes, call.input, call.target, call.weight, reduction, call.label_smoothing, call.softcap,
-        call.z_loss,
+        call.num_classes, call.input, call.target, call.weight, arguments["reduction"], call.label_smoothing,
+        call.softcap, call.z_loss,
     )  # fmt: skip
     if call.row_weight is not None:
         check_dtype("row_weight", call.row_weight)

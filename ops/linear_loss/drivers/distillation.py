@@ -13,6 +13,7 @@ divergence over all of the student's classes would ask for a probability of 0 of
 know, and be infinite for beta 1.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -22,11 +23,11 @@ from torch import Tensor
 from llmk.ops.common.scaling import mean_of_all, scale_op
 from llmk.ops.linear_loss.chunked import (
     DIFFERENTIABLE,
-    CallOp,
     ChunkedLinear,
     CompactedTokens,
     LinearCall,
     LinearGradients,
+    LinearOp,
     check_chunk_size,
     check_temperature,
     checked_linear,
@@ -35,7 +36,6 @@ from llmk.ops.linear_loss.chunked import (
     largest,
     local_fields,
     scaled,
-    wants_float32,
     with_shard,
 )
 from llmk.ops.linear_loss.kernels import MOST_SUPPORT, CrossEntropyTerm, Implementation, LogitTransform, Softmaxes
@@ -100,7 +100,7 @@ class DistillationCall(LinearCall):
     temperature: float
     softcap: float
     ignore_index: int
-    ce_weight: float  # weight of a cross entropy with the labels, 0 for none
+    ce_weight: float = 0.0  # weight of a cross entropy with the labels, 0 for none
 
     @property
     def teachers(self) -> list[Teacher]:
@@ -446,7 +446,7 @@ class DistillationOps:
 
     def __init__(self, name: str, *, splits: bool = False, call_type: type[DistillationCall] = OneTeacherCall) -> None:
         self.splits = splits
-        self.forward = CallOp(f"_{name}_fwd", call_type, _forward, outputs=7, fake=_fake_forward, products=_products)
+        self.forward = LinearOp(f"_{name}_fwd", call_type, _forward, outputs=7, fake=_fake_forward, products=_products)
         self.scale = scale_op(f"_{name}_scale")
         self.forward.op.register_sharding(_forward_sharding if splits else replicate_only)
         # The caller divides a total, whose gradient is that of a sum.
@@ -460,31 +460,29 @@ class DistillationOps:
         """Return the loss and its terms from a call that is checked."""
         return self.forward(call, False)[:3]
 
-    def __call__(self, **fields: Any) -> tuple[Tensor, ...]:
-        """Return the loss, and with a `ce_weight` its terms, from a `OneTeacherCall`'s fields and a rank's classes."""
-        fields = with_shard(**fields)
+    def __call__(self, arguments: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """Return the loss, and with a `ce_weight` its terms, from the public operator's arguments, of one teacher."""
+        fields = with_shard(arguments)
         classes = fields["linear_weight"].shape[:1], fields["teacher_linear_weight"].shape[:1]
         if not self.splits:
-            return self.forward(_checked_call(classes, **fields), False)[:3]
-        fields, as_given, is_sharded = local_fields(fields, [DIFFERENTIABLE, TEACHER], ["labels", "row_weight"])
-        call = _checked_call(classes, **fields)
+            return self.forward(_checked_call(classes, fields), False)[:3]
+        local, as_given, is_sharded = local_fields(fields, [DIFFERENTIABLE, TEACHER], ["labels", "row_weight"])
+        call = _checked_call(classes, local)
         if is_sharded:
             total, _, _, denominator, *_ = self.forward(call, True)
             return (mean_of_all(total, denominator.detach(), call.row_weight is not None),)
         return (as_given(self.forward(call, False)[0]),)
 
 
-def _checked_call(classes: tuple[torch.Size, torch.Size], **fields: Any) -> OneTeacherCall:
+def _checked_call(classes: tuple[torch.Size, torch.Size], arguments: Mapping[str, Any]) -> OneTeacherCall:
     """Check the arguments and return the call; `classes` are those of both weights as the caller has them.
 
     Raises:
         TypeError: A dtype does not fit.
         ValueError: A shape, a device or an option does not fit.
     """
-    linears: dict[str, Any] = checked_student(fields) | dict(
-        zip(TEACHER, checked_teacher(fields, TEACHER), strict=True)
-    )
-    call = OneTeacherCall(**fields | linears)
+    teacher = dict(zip(TEACHER, checked_teacher(arguments, TEACHER), strict=True))
+    call = OneTeacherCall.checked({**arguments, **teacher})
     own, of_teacher = (shape[0] for shape in classes)  # parts of DTensors may have equally many though these do not
     check_teacher_fits(call, "teacher_input", call.teacher_input, "teacher_linear_weight", of_teacher, own)
     check_call(call)
@@ -492,18 +490,9 @@ def _checked_call(classes: tuple[torch.Size, torch.Size], **fields: Any) -> OneT
     return call
 
 
-def checked_student(fields: dict[str, Any]) -> dict[str, Any]:
-    """Check the student's tensors and the dtype of logits, which is replaced in the fields, and return the tensors."""
-    linears: dict[str, Any] = dict(
-        zip(DIFFERENTIABLE, checked_linear(*(fields[name] for name in DIFFERENTIABLE)), strict=True)
-    )
-    fields["float32_logits"] = wants_float32(fields.pop("logits_dtype"), linears["input"])
-    return linears
-
-
-def checked_teacher(fields: dict[str, Any], names: list[str]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Check a teacher's linear layer, whose fields have these names, and return it."""
-    return checked_linear(*(fields[name] for name in names), names=names)
+def checked_teacher(arguments: Mapping[str, Any], names: Sequence[str]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Check a teacher's linear layer, which has these names, and return it."""
+    return checked_linear(*(arguments[name] for name in names), names=names)
 
 
 def check_teacher_fits(
@@ -518,7 +507,6 @@ def check_teacher_fits(
 
 def check_call(call: DistillationCall) -> None:
     """Check what does not depend on the teachers."""
-    call.check_classes()
     for name, each, dtypes in (
         ("labels", call.labels, (torch.int64, torch.int32)),
         ("row_weight", call.row_weight, FLOAT_DTYPES),

@@ -9,22 +9,21 @@ What is computed twice is kept for the first rows, as many as `kept_rows` says. 
 that count come first in each chunk of whole groups, instead of in the batch.
 """
 
-import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from llmk.ops.linear_loss.chunked import (
     DIFFERENTIABLE,
-    CallOp,
     ChunkedLinear,
     CompactedTokens,
     LinearCall,
     LinearGradients,
+    LinearOp,
     Plan,
     check_chunk_size,
     check_temperature,
@@ -60,8 +59,8 @@ class SoftmaxCall(LinearCall):
     temperature: float
 
     @classmethod
-    def checked(cls, **fields: Any) -> Any:
-        call = super().checked(**fields)
+    def checked(cls, arguments: Mapping[str, Any]) -> Self:
+        call = super().checked(arguments)
         check_temperature(call.temperature)
         check_finite("logit_scale", call.logit_scale)
         check_switch("softcap", call.softcap)
@@ -101,12 +100,12 @@ class LogprobsCall(SoftmaxCall):
     """A linear layer and the classes whose log-probabilities are returned."""
 
     target: Tensor  # [...] or [..., K]
-    support: Tensor | None  # [..., L]: the classes over which the softmax is, padded with negative ids
+    support: Tensor | None = None  # [..., L]: the classes over which the softmax is, padded with negative ids
     ignore_index: int
 
     @classmethod
-    def checked(cls, **fields: Any) -> Any:
-        call = super().checked(**fields)
+    def checked(cls, arguments: Mapping[str, Any]) -> Self:
+        call = super().checked(arguments)
         check_dtype("target", call.target, (torch.int64, torch.int32))
         check_same("target", call.target, "input", call.input)
         if call.support is not None:
@@ -251,7 +250,7 @@ class LogprobsOps:
     """The kernel ops of one public operator and the derivative, which recomputes the logits that are not kept."""
 
     def __init__(self, name: str) -> None:
-        self.forward = CallOp(
+        self.forward = LinearOp(
             f"_{name}_fwd", LogprobsCall, _forward, outputs=4, fake=_fake_forward, products=lambda impl, call, keep: 1
         )
         self.backward = recomputing_op(f"_{name}_bwd", LogprobsCall, _backward, keeps=True)
@@ -269,10 +268,10 @@ class LogprobsOps:
     def kernel_ops(self) -> tuple[KernelOp, ...]:
         return self.forward.op, self.backward.op
 
-    def __call__(self, **fields: Any) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and entropies from a call's fields, and who has which classes."""
-        fields, as_given, _ = local_fields(with_shard(**fields), [DIFFERENTIABLE], ["target", "support"])
-        call = LogprobsCall.checked(**fields)
+    def __call__(self, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and entropies from the public operator's arguments."""
+        local, as_given, _ = local_fields(with_shard(arguments), [DIFFERENTIABLE], ["target", "support"])
+        call = LogprobsCall.checked(local)
         tokens, shape = tuple(call.tokens), tuple(call.target.shape)
         if shape != tokens and (call.target.dim() != call.input.dim() or shape[:-1] != tokens or shape[-1] == 0):
             raise ValueError(f"target: expected shape {tokens}, or {tokens} and K candidates, got {shape}")
@@ -295,8 +294,8 @@ class TopkCall(SoftmaxCall):
     k: int
 
     @classmethod
-    def checked(cls, **fields: Any) -> Any:
-        call = super().checked(**fields)
+    def checked(cls, arguments: Mapping[str, Any]) -> Self:
+        call = super().checked(arguments)
         check_k(call.k)
         if call.k > call.num_classes:
             raise ValueError(f"k: expected at most {call.num_classes}, the number of classes, got {call.k}")
@@ -304,8 +303,7 @@ class TopkCall(SoftmaxCall):
 
     def given(self, indices: Tensor) -> LogprobsCall:
         """Return the call for the log-probabilities of given classes."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(SoftmaxCall)}
-        return LogprobsCall(**fields, target=indices, support=None, ignore_index=NOT_IGNORED)
+        return LogprobsCall.of(vars(self), target=indices, ignore_index=NOT_IGNORED)
 
 
 def _topk(impl: Implementation, call: TopkCall, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -352,7 +350,7 @@ class TopkOps:
     """The kernel ops of the largest log-probabilities; the derivative is that of given classes."""
 
     def __init__(self, name: str) -> None:
-        self.forward = CallOp(
+        self.forward = LinearOp(
             f"_{name}_fwd", TopkCall, _topk, outputs=5, fake=_fake_topk, products=lambda impl, call, keep: 1
         )
         self.backward = recomputing_op(f"_{name}_bwd", TopkCall, _topk_backward, keeps=True)
@@ -370,10 +368,10 @@ class TopkOps:
     def kernel_ops(self) -> tuple[KernelOp, ...]:
         return self.forward.op, self.backward.op
 
-    def __call__(self, **fields: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return log-probabilities, classes and logsumexps from a call's fields, and who has which classes."""
-        fields, as_given, _ = local_fields(with_shard(**fields), [DIFFERENTIABLE], [])
-        logprobs, logsumexp, indices, *_ = self.forward(TopkCall.checked(**fields))
+    def __call__(self, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return log-probabilities, classes and logsumexps from the public operator's arguments."""
+        local, as_given, _ = local_fields(with_shard(arguments), [DIFFERENTIABLE], [])
+        logprobs, logsumexp, indices, *_ = self.forward(TopkCall.checked(local))
         return as_given(logprobs), as_given(indices), as_given(logsumexp)
 
 
@@ -394,8 +392,8 @@ class GroupsCall(LogprobsCall):
     """A loss of groups of tokens `[..., *group]`."""
 
     @classmethod
-    def checked(cls, **fields: Any) -> Any:
-        return super().checked(**with_shard(**fields))
+    def checked(cls, arguments: Mapping[str, Any]) -> Self:
+        return super().checked(with_shard(arguments))
 
     @property
     def group(self) -> torch.Size:
@@ -519,9 +517,9 @@ def _grouped_products(impl: Implementation, call: GroupsCall, need_dx: bool, nee
     return 1 + again + need_dx + need_dw
 
 
-def groups_op(name: str, call_type: type[GroupsCall], scale: KernelOp) -> CallOp:
+def groups_op(name: str, call_type: type[GroupsCall], scale: KernelOp) -> LinearOp:
     """Return the kernel op of a loss of groups, whose backward pass scales the saved gradients with `scale`."""
-    op = CallOp(name, call_type, _grouped, outputs=6, fake=_fake_grouped, products=_grouped_products)
+    op = LinearOp(name, call_type, _grouped, outputs=6, fake=_fake_grouped, products=_grouped_products)
     op.op.register_sharding(replicate_only)
     op.differentiate_by_scaling(scale, lambda inputs, output: None)
     return op
