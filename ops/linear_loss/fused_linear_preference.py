@@ -82,7 +82,7 @@ def fused_linear_preference_reference(
     logratios = weighted.sum(-1)
     if ref_logps is not None:
         logratios = logratios - ref_logps.to(logprobs.dtype)
-    rewards = F_DIVERGENCES[f_divergence_type][0](logratios, f_divergence_coef)
+    rewards = F_DIVERGENCES[f_divergence_type](logratios, f_divergence_coef)
     options = LossOptions(beta, label_smoothing, simpo_gamma, discopop_tau)
     names, losses = loss_type.split("+"), []
     for name in names:

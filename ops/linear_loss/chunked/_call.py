@@ -29,6 +29,7 @@ from llmk.registry import (
     check_number,
     check_same,
     check_shape,
+    differentiating,
     is_sharded,
 )
 from llmk.registry.checks import TINY, resolve_group
@@ -348,6 +349,7 @@ class CallOp(Generic[C]):
         self.call_type, self.names = call_type, call_type.names()
         self.fields = len(self.names) + len(NOT_SHARDED)
 
+        @differentiating
         def launch(*args: Any) -> Any:
             return run(KERNELS, *self.unpack(args))
 
@@ -357,7 +359,7 @@ class CallOp(Generic[C]):
         )
         # The number of launches depends on sizes: inlined, each would need a graph of its own.
         self.op = KernelOp(launch, name=name, opaque=True)
-        self.op.register_kernel("cpu")(lambda *args: run(PYTORCH, *self.unpack(args)))
+        self.op.register_kernel("cpu")(differentiating(lambda *args: run(PYTORCH, *self.unpack(args))))
         self.op.register_fake(lambda *args: fake(*self.unpack(args)))
 
         def flops(*args: Any, out_val: Any = None) -> int:
