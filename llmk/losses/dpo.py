@@ -273,7 +273,7 @@ def _weighted(values: Tensor, sequences: Sequences, ld_alpha: float | None) -> T
 
 def _pairs(nll: Tensor, logps: Tensor, ref_logps: Tensor, sequences: Sequences, divergence: str, coef: float) -> Pairs:
     logratios = logps - ref_logps
-    reward, _ = F_DIVERGENCES[divergence]
+    reward = F_DIVERGENCES[divergence]
     chosen_logps, rejected_logps = sequences.halves(logps)
     ref_chosen, ref_rejected = sequences.halves(ref_logps)
     return Pairs(

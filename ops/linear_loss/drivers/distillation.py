@@ -50,6 +50,7 @@ from llmk.registry import (
     check_shape,
     check_switch,
     empty,
+    gradient_of,
     replicate_only,
     row_axes,
 )
@@ -83,10 +84,6 @@ class TopkTeachers(Protocol):
 
     def losses(self, logprobs: Tensor, block: slice) -> Tensor:
         """Return the divergences `[teachers, M]` of a block's rows from the student's log-probabilities `[M, K]`."""
-        ...
-
-    def gradients(self, logprobs: Tensor, block: slice, loss_grads: Tensor) -> Tensor:
-        """Return the gradients of the log-probabilities, given those of the divergences."""
         ...
 
 
@@ -378,9 +375,11 @@ def _topk_divergences(
     transform, ids = _transform(call, call.temperature), topk.ids[block]
     rank = impl.logprobs.statistics(z, ids, transform)
     logprobs, _, stats = impl.logprobs.combine(call.gather_ranks(rank), ids, transform)
+    losses = topk.losses(logprobs, block)
     if out is not None:
-        impl.logprobs.gradients(topk.gradients(logprobs, block, loss_grads), None, z, ids, stats, out, transform)
-    return topk.losses(logprobs, block)
+        _, (grad,) = gradient_of(lambda logprobs: (topk.losses(logprobs, block) * loss_grads).sum(), logprobs)
+        impl.logprobs.gradients(grad, None, z, ids, stats, out, transform)
+    return losses
 
 
 def _divergences(

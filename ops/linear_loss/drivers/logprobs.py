@@ -45,6 +45,7 @@ from llmk.registry import (
     check_number,
     check_same,
     check_switch,
+    gradient_of,
     replicate_only,
     row_axes,
 )
@@ -379,11 +380,7 @@ class GroupTerms(Protocol):
     """The loss of some groups as a function of log-probabilities and entropies `[groups, *group]`."""
 
     def loss(self, logprobs: Tensor, entropy: Tensor) -> Tensor:
-        """Return the sum over the groups."""
-        ...
-
-    def gradients(self, logprobs: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the gradients of log-probabilities and of entropies, None for zeros."""
+        """Return the sum over the groups, which autograd differentiates."""
         ...
 
 
@@ -441,13 +438,12 @@ class Groups:
     call: GroupsCall
     compacted: CompactedTokens
 
-    def gradients(self, block: slice, logprobs: Tensor) -> tuple[Tensor, Tensor | None]:
+    def gradients(self, block: slice, *results: Tensor) -> list[Tensor | None]:
         """Return the gradients of a block's log-probabilities and entropies `[rows]`, None for zeros."""
         tokens, rows = self.compacted.part(block), self.call.group_rows
         terms = self.call.terms(slice(block.start // rows, block.stop // rows))
-        grad, entropy_grad = terms.gradients(tokens.scatter(logprobs).view(-1, *self.call.group))
-        entropy_grad = None if entropy_grad is None else tokens.gather(entropy_grad.reshape(-1))
-        return tokens.gather(grad.reshape(-1)), entropy_grad
+        _, grads = gradient_of(terms.loss, *(tokens.scatter(each).view(-1, *self.call.group) for each in results))
+        return [None if grad is None else tokens.gather(grad.reshape(-1)) for grad in grads]
 
 
 def _grouped(
@@ -466,13 +462,12 @@ def _grouped(
     groups = in_order if full_call.tokens_are_groups else Groups(full_call, compacted)
     logprobs, entropy, stats = _grouped_forward(impl, call, gradients, groups if at_once else None)
     logprobs, entropy = compacted.scatter(logprobs.view(-1)), compacted.scatter(entropy)
-    terms = full_call.terms(slice(None))
-    if any(need) and not at_once:
-        grad, entropy_grad = terms.gradients(full_call.grouped(logprobs))
-        grad = compacted.gather(grad.view(full_call.tokens))
-        entropy_grad = None if entropy_grad is None else compacted.gather(entropy_grad.view(full_call.tokens))
-        gradients = _gradients(impl, call, linear, grad, entropy_grad, stats, need, call.saved_dtypes)
-    loss = terms.loss(full_call.grouped(logprobs), full_call.grouped(entropy))
+    value, results = full_call.terms(slice(None)).loss, [full_call.grouped(each) for each in (logprobs, entropy)]
+    if not any(need) or at_once:
+        return value(*results), logprobs, entropy, *gradients.results(compacted)
+    loss, grads = gradient_of(value, *results)
+    given = (None if grad is None else compacted.gather(grad.view(full_call.tokens)) for grad in grads)
+    gradients = _gradients(impl, call, linear, *given, stats, need, call.saved_dtypes)
     return loss, logprobs, entropy, *gradients.results(compacted)
 
 
@@ -493,13 +488,11 @@ def _grouped_forward(
             results(block, logits)
         return concatenated(parts)
     for block, logits, dlogits in gradients.blocks():
-        logprobs, _, stats = results(block, logits)
-        grad, entropy_grad = groups.gradients(block, logprobs.view(-1))
+        logprobs, entropy, stats = results(block, logits)
+        grad, entropy_grad = groups.gradients(block, logprobs.view(-1), entropy)
         if logits.shape[1] > 0:
-            impl.logprobs.gradients(
-                grad.view(-1, 1), entropy_grad, logits, target[block], stats, dlogits, transform,
-                rows_of(support, block),
-            )  # fmt: skip
+            grad, kept = None if grad is None else grad.view(-1, 1), rows_of(support, block)
+            impl.logprobs.gradients(grad, entropy_grad, logits, target[block], stats, dlogits, transform, kept)
     return concatenated(parts)
 
 
