@@ -14,6 +14,7 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar, get_args
 
 from torch import Tensor
 
+from llmk.registry.gradient import differentiating
 from llmk.registry.kernel_op import KernelOp
 
 T = TypeVar("T")
@@ -121,6 +122,7 @@ class CallOp(Generic[C]):
         self.call_type = call_type
         parameters = self._lay_out(list(_leaves(call_type)))
 
+        @differentiating
         def launch(*args: Any) -> Any:
             return run(*self.unpack(args))
 
@@ -131,7 +133,7 @@ class CallOp(Generic[C]):
         )
         # The number of launches depends on sizes: inlined, each would need a graph of its own.
         self.op = KernelOp(launch, name=name, opaque=True)
-        self.op.register_kernel("cpu")(lambda *args: on_host(*self.unpack(args)))
+        self.op.register_kernel("cpu")(differentiating(lambda *args: on_host(*self.unpack(args))))
         self.op.register_fake(lambda *args: fake(*self.unpack(args)))
         self.op.register_flop_formula(lambda *args, out_val=None: flops(*self.unpack(args)))
 

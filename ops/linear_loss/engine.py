@@ -23,8 +23,8 @@ from llmk.ops.linear_loss.chunked import CompactedTokens, VocabShard
 from llmk.ops.linear_loss.plan import Plan
 from llmk.ops.linear_loss.products import Transform, Weights
 from llmk.ops.linear_loss.projection import (
-    Chunk,
     LARGEST_EXPONENT,
+    Chunk,
     Gradients,
     KernelProjection,
     MatrixProjection,
@@ -173,7 +173,9 @@ class SoftmaxRows:
         grads = grads.masked(classes.counts)
         class_weight = self.weights.class_weight
         if class_weight is not None:
-            class_weight = torch.where(classes.columns >= 0, class_weight[classes.columns.clamp(min=0).long()].float(), 0.0)
+            class_weight = torch.where(
+                classes.columns >= 0, class_weight[classes.columns.clamp(min=0).long()].float(), 0.0
+            )
         a, b, entries = coefficients(stats, classes.y, grads, classes.same, classes.is_own, class_weight)
         factor = self.transform.factor
         entries = entries * (factor if classes.slopes is None else classes.slopes)

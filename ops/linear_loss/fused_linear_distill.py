@@ -25,11 +25,7 @@ student's log-probabilities of them, and with g_k its derivative by these and s 
 For several such teachers the sums go over the classes of all, so that one pass over z serves them together.
 """
 
-<<<<<<< HEAD
-from collections.abc import Callable, Iterator, Mapping, Sequence
-=======
-from collections.abc import Iterator, Sequence
->>>>>>> objectives
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 

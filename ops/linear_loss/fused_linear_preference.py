@@ -83,13 +83,8 @@ def fused_linear_preference_reference(
     logratios = weighted.sum(-1)
     if ref_logps is not None:
         logratios = logratios - ref_logps.to(logprobs.dtype)
-<<<<<<< HEAD
-    rewards = F_DIVERGENCES[f_divergence_type][0](logratios, f_divergence_coef)
-    options = from_arguments(LossOptions, locals())
-=======
     rewards = F_DIVERGENCES[f_divergence_type](logratios, f_divergence_coef)
-    options = LossOptions(beta, label_smoothing, simpo_gamma, discopop_tau)
->>>>>>> objectives
+    options = from_arguments(LossOptions, locals())
     names, losses = loss_type.split("+"), []
     for name in names:
         normalized = rewards / counts.sum(-1).clamp(min=1) if LOSSES[name].length_normalized else rewards

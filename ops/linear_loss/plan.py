@@ -76,7 +76,9 @@ def plan(
     unit = group if group > 1 else ROW_MULTIPLE
     units = cdiv(N, unit)
     candidates = {cdiv(units, n) * unit for n in range(1, MOST_CHUNKS + 1)}
-    return min((Plan(rows, _rounded(N, rows, dtype)) for rows in candidates), key=lambda each: _price(N, H, V, dtype, each))
+    return min(
+        (Plan(rows, _rounded(N, rows, dtype)) for rows in candidates), key=lambda each: _price(N, H, V, dtype, each)
+    )
 
 
 def _rounded(N: int, rows: int, dtype: torch.dtype) -> bool:

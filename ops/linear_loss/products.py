@@ -18,7 +18,7 @@ are multiples of 16 bytes; by pointers elsewhere.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from llmk.ops.linear_loss import products
 from llmk.ops.linear_loss.chunked import CompactedTokens, VocabShard
-from llmk.ops.linear_loss.products import EXPONENTIALS, FAR, FLOAT16_SCALE, GRADIENTS, MAXIMA, Rows, Transform, Weights
+from llmk.ops.linear_loss.products import EXPONENTIALS, FAR, FLOAT16_SCALE, GRADIENTS, MAXIMA, Rows, Weights
 from llmk.ops.linear_loss.softmax import Statistics
 from llmk.registry import cdiv
 

@@ -26,7 +26,6 @@ from llmk.registry import (
     check_same,
     check_shape,
     from_arguments,
-    differentiating,
     is_sharded,
 )
 from llmk.registry.checks import TINY, resolve_group
@@ -337,24 +336,6 @@ class LinearOp(CallOp[C]):
         products: Callable[..., float],
     ) -> None:
         def flops(call: C, *rest: Any) -> int:
-        self.call_type, self.names = call_type, call_type.names()
-        self.fields = len(self.names) + len(NOT_SHARDED)
-
-        @differentiating
-        def launch(*args: Any) -> Any:
-            return run(KERNELS, *self.unpack(args))
-
-        launch.__module__ = call_type.__module__
-        launch.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            self._parameters(run), return_annotation=tuple[(Tensor,) * outputs]
-        )
-        # The number of launches depends on sizes: inlined, each would need a graph of its own.
-        self.op = KernelOp(launch, name=name, opaque=True)
-        self.op.register_kernel("cpu")(differentiating(lambda *args: run(PYTORCH, *self.unpack(args))))
-        self.op.register_fake(lambda *args: fake(*self.unpack(args)))
-
-        def flops(*args: Any, out_val: Any = None) -> int:
-            call, *rest = self.unpack(args)
             impl = KERNELS if runs_kernels(name, call.input) else PYTORCH
             return int(product_flops(call.input, call.linear_weight) * products(impl, call, *rest))
 
