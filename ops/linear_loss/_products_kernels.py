@@ -21,14 +21,8 @@ def product(
     if DESCRIBED:
         total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
-            if TRANSPOSE_A:
-                left = a.load([k, first_row]).T
-            else:
-                left = a.load([first_row, k])
-            if TRANSPOSE_B:
-                right = b.load([first_col, k]).T
-            else:
-                right = b.load([k, first_col])
+            left = a.load([k, first_row]).T if TRANSPOSE_A else a.load([first_row, k])
+            right = b.load([first_col, k]).T if TRANSPOSE_B else b.load([k, first_col])
             if WIDEN:
                 left, right = left.to(tl.float32), right.to(tl.float32)
             total = tl.dot(left, right, total)

@@ -12,7 +12,7 @@ label smoothing, of float16, whose range holds no exponentials, and over support
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -158,13 +158,18 @@ class SoftmaxRows:
     def results(
         self, chunk: Chunk, classes: Classes, p: Tensor | None
     ) -> tuple[Statistics, RowResults, Tensor]:  # fmt: skip
-        """Return a chunk's statistics, its results, and which of its classes are the largest; write exponentials to P."""
+        """Return a chunk's statistics, its results, and if the own class is the largest; write exponentials to P."""
         stats, weighted, largest = self.projection.statistics(chunk, p, self.moments)
         results = row_results(stats, classes.y, weighted, classes.counts)
         if self.support is not None:
             stats, results = self.support.results(self, chunk.rows, classes, stats, results)
         # No other class's exponential is larger than the largest of its own classes.
         return stats, results, largest <= stats.own
+
+    def exponentials_serve(self, grads: RowGradients) -> bool:
+        """Return True if exponentials that are stored give the gradient."""
+        one_class = self.classes.shape[1] == 1 and self.leaves_out_own and self.support is None
+        return one_class and grads.is_scaled_exponentials and self.projection.keeps_exponentials
 
     def matrix_of(
         self, chunk: Chunk, classes: Classes, stats: Statistics, grads: RowGradients, p: Tensor, exponentials: bool
@@ -180,8 +185,7 @@ class SoftmaxRows:
         factor = self.transform.factor
         entries = entries * (factor if classes.slopes is None else classes.slopes)
         own_entry = entries.gather(1, classes.best).squeeze(1)
-        serves = grads.is_scaled_exponentials and self.projection.keeps_exponentials and self.support is None
-        if not (exponentials and serves):
+        if not exponentials:
             return self._made_matrix(chunk, classes, stats, grads, Coefficients(a, b, entries), p)
         row_factor = a * factor
         if grads.logsumexp is None:
@@ -221,11 +225,12 @@ class SoftmaxRows:
         return RowMatrix(p, row_factor, own_entry, own_stored, columns.contiguous(), stored.contiguous())
 
     def _power_of_two(self, grads: RowGradients, like: Tensor) -> Tensor:
-        """Return powers of two `[M]` that no element of a row's gradient exceeds: |p (log p + H)| is below log V + 1."""
+        """Return powers of two `[M]` that no element of a row's gradient exceeds."""
         bound = torch.zeros_like(like)
         if grads.logprobs is not None:
             bound = bound + grads.logprobs.abs().sum(-1)
         if grads.entropy is not None:
+            # p |log p + H| is at most log V + 1
             bound = bound + grads.entropy.abs() * (math.log(self.num_classes) + 1)
         if grads.logsumexp is not None:
             bound = bound + grads.logsumexp.abs()
@@ -233,10 +238,6 @@ class SoftmaxRows:
             bound = bound + grads.weighted.abs() * self.weights.class_weight.abs().amax().float()
         exponent = torch.frexp(torch.where(bound.isfinite() & (bound > 0), bound, 0.5)).exponent
         return torch.ldexp(torch.ones_like(bound), exponent.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT))
-
-
-def cut(grads: RowGradients, rows: slice) -> RowGradients:
-    return RowGradients(*(None if each is None else each[rows] for each in grads))
 
 
 class RowParts:
@@ -265,7 +266,8 @@ def in_forward(rows: SoftmaxRows, objective: Objective, gradients: Gradients) ->
         stats, results, largest = rows.results(chunk, classes, part if rows.projection.keeps_exponentials else None)
         parts.add(stats, results, largest)
         _, grads = gradient_of(lambda *given, block=block: objective.value(block, RowResults(*given)), *results)
-        gradients.add(chunk, rows.matrix_of(chunk, classes, stats, RowGradients(*grads), part, True))
+        serves = rows.exponentials_serve(given := RowGradients(*grads))
+        gradients.add(chunk, rows.matrix_of(chunk, classes, stats, given, part, serves))
     return parts.whole()
 
 
@@ -283,12 +285,24 @@ def first_pass(rows: SoftmaxRows, kept: Tensor | None = None) -> tuple[Tensor, R
 
 
 def second_pass(
-    rows: SoftmaxRows, stats: Tensor, grads: RowGradients, gradients: Gradients, kept: Tensor | None = None
+    rows: SoftmaxRows,
+    stats: Tensor,
+    row_gradients: Callable[[slice, RowResults], RowGradients],
+    gradients: Gradients,
+    kept: Tensor | None = None,
 ) -> None:
-    """Make the gradients, given those of the results and the statistics `[4, N]` of a first pass."""
-    p = rows.row_matrix() if kept is None or not grads.is_scaled_exponentials else None
+    """Make the gradients, given the statistics `[4, N]` of a first pass and a function for those of the results.
+
+    Exponentials that were kept serve as they are where they do; what is `weighted` in the results is not made again.
+    """
+    p = rows.row_matrix() if kept is None else None
     for block in rows.chunks():
         chunk, classes = rows.chunk(block)
         of_rows = Statistics(*stats[:, block].unbind())
-        part = kept[block] if p is None and kept is not None else p[: block.stop - block.start]
-        gradients.add(chunk, rows.matrix_of(chunk, classes, of_rows, cut(grads, block), part, p is None))
+        results = row_results(of_rows, classes.y, torch.zeros_like(of_rows.rest), classes.counts)
+        grads = row_gradients(block, results)
+        serves = kept is not None and rows.exponentials_serve(grads)
+        if p is None and not serves:
+            p = rows.row_matrix()
+        part = kept[block] if kept is not None and serves else p[: block.stop - block.start]
+        gradients.add(chunk, rows.matrix_of(chunk, classes, of_rows, grads, part, serves))

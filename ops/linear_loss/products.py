@@ -139,7 +139,7 @@ def target_logits(
 
 
 class Rows(NamedTuple):
-    """Some rows of a projection: x `[M, H]`, contiguous in its last dimension, and the first `count` of them that count.
+    """Some rows of a projection, x `[M, H]`, contiguous in its last dimension, of which the first `count` count.
 
     `numbers [4, M]` has their references and the coefficients of `gradients`, and `own` the column of the class that is
     left out, negative for none.

@@ -294,10 +294,11 @@ class Gradients:
         N = math.prod(compacted.shape)
         # Kernels write the rows that count to their places; of other tokens nothing is written.
         make = torch.empty if compacted.index is None else torch.zeros
+        make_sum = torch.empty if x.shape[0] > 0 else torch.zeros
         dx_dtype = self.dtypes[0] if own_kernels else torch.float32
         self.dx = make((N if need[0] else 0, H if need[0] else 0), dtype=dx_dtype, device=device)
-        self.dw = torch.empty((V, H) if need[1] else (0,), dtype=total, device=device)
-        self.db = torch.empty((V,) if need[2] else (0,), dtype=torch.float32, device=device)
+        self.dw = make_sum((V, H) if need[1] else (0,), dtype=total, device=device)
+        self.db = make_sum((V,) if need[2] else (0,), dtype=torch.float32, device=device)
         self.scaled = torch.empty((0,), dtype=projection.p_dtype, device=device)
 
     def add(self, chunk: Chunk, rows: RowMatrix) -> None:

@@ -3,7 +3,8 @@ r"""The softmax of a row of logits that are never stored: what the sums of its e
 A row has a reference, mostly its target's logit, and its exponentials E_v = exp(y_v - reference). Its own class t is
 left out of the sums, so that a probability near 1 loses nothing:
 
-    rest = sum of E_v, v != t     own = exp(y_t - reference)     T = own + rest     moment = sum of E_v (y_v - reference)
+    rest = sum of E_v, v != t     own = exp(y_t - reference)     T = own + rest
+    moment = sum of E_v (y_v - reference), the own class among them
     log p_k = y_k - reference - log T        log T = log1p(rest) where own is 1
     entropy = log T - moment / T             logsumexp = reference + log T
 
@@ -19,6 +20,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+STATISTICS = 4
+"""The number of float32 values that are saved for a row."""
 
 
 class Statistics(NamedTuple):
@@ -64,6 +68,10 @@ class RowGradients(NamedTuple):
     logsumexp: Tensor | None = None
     weighted: Tensor | None = None
 
+    def of(self, rows: slice) -> "RowGradients":
+        """Return those of some rows."""
+        return RowGradients(*(None if each is None else each[rows] for each in self))
+
     def masked(self, classes_count: Tensor) -> "RowGradients":
         """Return the same with 0 where a class `[M, K]`, or a row none of whose classes does, does not count."""
         counts = classes_count.any(-1)
@@ -72,9 +80,8 @@ class RowGradients(NamedTuple):
 
     @property
     def is_scaled_exponentials(self) -> bool:
-        """True if the exponentials of the forward pass, times a factor, are the gradient of one class's row."""
-        one_class = self.logprobs is None or self.logprobs.shape[-1] == 1
-        return one_class and self.entropy is None and self.weighted is None
+        """True if the exponentials, times a factor for each row, are the gradient at all classes but its own."""
+        return self.entropy is None and self.weighted is None
 
 
 def row_results(stats: Statistics, y: Tensor, weighted: Tensor, classes_count: Tensor) -> RowResults:

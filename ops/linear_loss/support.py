@@ -28,6 +28,18 @@ class Support:
         """Return the mask of the rows that have a support, `[M]`."""
         return (self.ids[rows] >= 0).any(-1)
 
+    def check(self, num_classes: int) -> None:
+        """Check on the host that ids are classes; a fake tensor's are not known.
+
+        Raises:
+            IndexError: One is past the last class.
+        """
+        if type(self.ids) is Tensor and bool((self.ids >= num_classes).any()):
+            raise IndexError(
+                f"support: expected class indices below {num_classes}, or negative ones for none, "
+                f"got {int(self.ids.max())}"
+            )
+
     def logits(self, of: "SoftmaxRows", rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return some rows' ids in their order, their columns, transformed logits and dy / dz, `[M, L]` each.
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from llmk.ops.common.scaling import SavedGradients, save_gradients
 from llmk.ops.linear_loss.chunked._dynamic_rows import RowCounts, can_group_classes, can_group_rows
-from llmk.ops.linear_loss.chunked._linear import CompactedTokens, aligned
-from llmk.ops.linear_loss.chunked._plan import Plan, kept_rows, plan
+from llmk.ops.linear_loss.chunked._linear import CompactedTokens
+from llmk.ops.linear_loss.chunked._plan import Plan, plan
 from llmk.ops.linear_loss.chunked._vocab_shard import VocabShard, VocabSlice
 from llmk.ops.linear_loss.kernels import KERNELS, PYTORCH, Implementation
 from llmk.registry import (
@@ -34,8 +34,6 @@ from llmk.registry.eager.bypass import PLAIN_TENSORS
 
 DIFFERENTIABLE = ["input", "linear_weight", "linear_bias"]
 """A linear layer's tensors, by their names in a call."""
-SPARE = 2
-"""The elements of `LinearCall.kept_logits` past the logits, fewer than a row has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,39 +114,9 @@ class LinearCall(FromArguments):
             kept=kept,
         )
 
-    def kept_logits(self, keep: bool) -> Tensor:
-        """Return a buffer for the logits of the first rows, of none if not `keep`: see `kept_matrix`.
-
-        Its size is a function of sizes alone, so that fakes have the same. It is never empty, because PyTorch traces
-        tensors without elements apart. On a CPU it is zeros, for what `ChunkedLinear.buffer` says of its products.
-        """
-        elements = self.kept_rows * aligned(self.linear_weight.shape[0]) if keep else 0
-        new = self.input.new_zeros if self.input.is_cpu else self.input.new_empty
-        return new((elements + SPARE,), dtype=self.logits_dtype)
-
-    @property
-    def kept_rows(self) -> int:
-        """The number of the first rows whose logits are kept for a second pass, the same on every rank.
-
-        Blocks end where these do, and the ranks exchange statistics of each block.
-        """
-        # A product of rows that only the device counts takes a buffer for its result if that is float32.
-        if self.skip_ignored and not self.float32_logits:
-            return 0
-        N = math.prod(self.tokens)  # numel() would make a symbolic number a constant
-        return kept_rows(N, self.input.shape[-1], self.mean_classes, self.logits_dtype.itemsize, self.chunk_size)
-
     @property
     def logits_dtype(self) -> torch.dtype:
         return torch.float32 if self.float32_logits else self.input.dtype
-
-    def kept_matrix(self, kept: Tensor) -> Tensor:
-        """Return `[K, ...]`, whose rows begin with the V logits of one of the first K tokens, from `kept_logits`.
-
-        What no token's logits are written to is in no result.
-        """
-        columns = aligned(self.linear_weight.shape[0])
-        return kept[: kept.numel() // columns * columns].view(-1, columns)
 
     @property
     def tokens(self) -> torch.Size:
@@ -397,15 +365,16 @@ def _argument_gradients(ctx: Any, dx: Tensor | None, dw: Tensor | None, db: Tens
     return dx if need_dx else None, dw if need_dw else None, db if need_db else None, *[None] * (ctx.arguments - 3)
 
 
-def recomputing_op(name: str, call_type: type[C], run: Callable[..., Any], *, keeps: bool = False) -> LinearOp[C]:
+def recomputing_op(
+    name: str, call_type: type[C], run: Callable[..., Any], *, kept: Callable[..., bool] | None = None
+) -> LinearOp[C]:
     """Return the op `run(impl, call, ..., need_dx, need_dw, need_db)` of a backward pass that recomputes the logits.
 
-    With `keeps` the last argument before these is the logits that the forward pass kept.
+    It does not where `kept(call, ...)` says that the forward pass kept what it needs.
     """
 
-    def products(impl: Implementation, call: LinearCall, *rest: Any) -> float:
-        kept = call.kept_matrix(rest[-4]).shape[0] if keeps else 0
-        return 1 - kept / max(call.tokens.numel(), 1) + rest[-3] + rest[-2]
+    def products(impl: Implementation, call: C, *rest: Any) -> int:
+        return 1 - (kept is not None and kept(call, *rest)) + rest[-3] + rest[-2]
 
     return LinearOp(
         name,

@@ -107,6 +107,10 @@ class CompactedTokens:
         assert self.count is not None
         return CompactedTokens(shape, self.index[rows] - rows.start, RowCounts(self.count.end(rows), *shape))
 
+    def past_count(self, rows: int) -> Tensor | None:
+        """Return the mask of the first `rows` rows that do not count, None if the host knows that all do."""
+        return None if self.count is None else self.count.past(rows)
+
     def gather(self, x: Tensor) -> Tensor:
         """Gather the rows of `[..., *rest]` of these tokens: `[n, *rest]`."""
         rows = x.reshape(math.prod(self.shape), *x.shape[len(self.shape) :])

@@ -24,11 +24,15 @@ SPARE = 2
 class RowsCall(LinearCall):
     """A linear layer each of whose rows gives a few numbers."""
 
-    ignore_index: int
+    ignore_index: int = -1  # a class that does not count; -1 is none
 
     def can_compact(self, impl: Implementation) -> bool:
         """Return True if the tokens that do not count are skipped: torch's float32 products have no count on a GPU."""
         return self.skip_ignored and (impl.on_host or self.input.dtype != torch.float32)
+
+    @property
+    def rounds_logits(self) -> bool:
+        return not self.float32_logits and self.input.dtype != torch.float32
 
     @property
     def transform(self) -> Transform:
@@ -107,3 +111,20 @@ def gradients_of(
 
 def supports(tensor: Tensor | None) -> Support | None:
     return None if tensor is None else Support(tensor.reshape(-1, tensor.shape[-1]))
+
+
+def check_classes(impl: Implementation, classes: Tensor, call: RowsCall) -> None:
+    """Check on the host that classes are classes or are to be ignored; a fake tensor's are not known.
+
+    Raises:
+        IndexError: One is neither.
+    """
+    if not impl.on_host or type(classes) is not Tensor:
+        return
+    ids = classes.long()
+    wrong = (ids != call.ignore_index) & ((ids < 0) | (ids >= call.num_classes))
+    if bool(wrong.any()):
+        raise IndexError(
+            f"target: expected class indices in [0, {call.num_classes}) or ignore_index {call.ignore_index}, "
+            f"got {int(ids[wrong][0])}"
+        )
