@@ -7,7 +7,7 @@ the same time share a block of the weight; those of gradients in groups of GROUP
 import triton.language as tl
 
 from llmk.ops.common.math import LOG2E, cap, cap_slope
-from llmk.ops.common.products import column_halves, product_tile
+from llmk.ops.common.products import column_eighths, column_halves, product_tile
 from llmk.registry import jit
 
 
@@ -50,7 +50,7 @@ def transformed(z, bias_ptr, cols, V, inner, outer, softcap, ROUNDED: tl.constex
 
 
 @jit
-def half_of_tile(
+def piece_of_tile(
     z, bias_ptr, class_weight_ptr, cols, V, reference, own, a, b, u, counts, inner, outer, softcap,
     MODE: tl.constexpr, ROUNDED: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
@@ -95,10 +95,10 @@ def logits_kernel(
     x, w, p, bias_ptr, class_weight_ptr, row_ptr, own_ptr, count_ptr, place_ptr, part_ptr,
     M, V, H, x_stride, w_stride_v, w_stride_h, p_stride, inner, outer, softcap,
     MODE: tl.constexpr, SUMS: tl.constexpr, ROUNDED: tl.constexpr, FLOAT16: tl.constexpr, DESCRIBED: tl.constexpr,
-    P_DESCRIBED: tl.constexpr, WIDEN: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+    P_DESCRIBED: tl.constexpr, WIDEN: tl.constexpr, PROGRAMS: tl.constexpr, PIECES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute tiles of x W^T and of their rows what MODE says: exponentials, gradients or maxima.
+    """Compute tiles of x W^T and of their rows what MODE says: exponentials, gradients or maxima, into P where there is one.
 
     `row [4, M]` has the rows' references and the coefficients of gradients; `part [4, tiles, M]` gets the sums of
     exponentials, and the largest, with SUMS of 2 moments, and with class weights weighted logits. With a `place` a row
@@ -107,7 +107,7 @@ def logits_kernel(
     inner, outer = tl.cast(inner, tl.float32), tl.cast(outer, tl.float32)
     end = tl.load(count_ptr)
     tiles_m, tiles_n = tl.cdiv(end, BLOCK_M), tl.cdiv(V, BLOCK_N)
-    HALF: tl.constexpr = BLOCK_N // 2
+    WIDTH: tl.constexpr = BLOCK_N // PIECES  # a piece of a tile at a time: an epilogue has few registers left
     LOW: tl.constexpr = tl.float16 if FLOAT16 else tl.bfloat16
     SCALE: tl.constexpr = 32768.0 if FLOAT16 else 1.0
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS):
@@ -132,41 +132,43 @@ def logits_kernel(
             a = tl.load(row_ptr + M + place, mask=inside, other=0.0)
             b = tl.load(row_ptr + 2 * M + place, mask=inside, other=0.0)
             u = tl.load(row_ptr + 3 * M + place, mask=inside, other=0.0)
-        z_0, z_1 = column_halves(z)
-        cols = first_col + tl.arange(0, HALF)
-        value_0, sum_0, moment_0, weighted_0, largest_0 = half_of_tile(
-            z_0, bias_ptr, class_weight_ptr, cols, V, reference, own, a, b, u, counts, inner, outer, softcap,
-            MODE, ROUNDED, LOW,
-        )  # fmt: skip
-        value_1, sum_1, moment_1, weighted_1, largest_1 = half_of_tile(
-            z_1, bias_ptr, class_weight_ptr, cols + HALF, V, reference, own, a, b, u, counts, inner, outer, softcap,
-            MODE, ROUNDED, LOW,
-        )  # fmt: skip
-        if MODE != 2:
-            if P_DESCRIBED:
-                p.store([first_row, first_col], (value_0 * SCALE).to(LOW))
-                p.store([first_row, first_col + HALF], (value_1 * SCALE).to(LOW))
-            else:
-                stored = rows < M
-                if place_ptr is not None:
-                    stored = inside
-                p_ptrs = p + place.to(tl.int64)[:, None] * p_stride + cols[None, :]
-                tl.store(p_ptrs, (value_0 * SCALE).to(LOW), mask=stored[:, None] & (cols < V)[None, :])
-                tl.store(p_ptrs + HALF, (value_1 * SCALE).to(LOW), mask=stored[:, None] & (cols + HALF < V)[None, :])
+        pieces = column_eighths(z) if PIECES == 8 else column_halves(z)
+        total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        moment = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        weighted = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        largest = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+        for i in tl.static_range(PIECES):
+            col = first_col + i * WIDTH
+            cols = col + tl.arange(0, WIDTH)
+            value, piece_total, piece_moment, piece_weighted, piece_largest = piece_of_tile(
+                pieces[i], bias_ptr, class_weight_ptr, cols, V, reference, own, a, b, u, counts, inner, outer, softcap,
+                MODE, ROUNDED, LOW,
+            )  # fmt: skip
+            if p is not None:
+                if P_DESCRIBED:
+                    p.store([first_row, col], (value * SCALE).to(LOW))
+                else:
+                    stored = inside if place_ptr is not None else rows < M
+                    p_ptrs = p + place.to(tl.int64)[:, None] * p_stride + cols[None, :]
+                    tl.store(p_ptrs, (value * SCALE).to(LOW), mask=stored[:, None] & (cols < V)[None, :])
+            new_largest = tl.maximum(largest, piece_largest)
+            if MODE == 2:
+                base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+                total, moment = relative_to(largest, base, total, moment)
+                piece_total, piece_moment = relative_to(piece_largest, base, piece_total, piece_moment)
+            largest = new_largest
+            total += piece_total
+            moment += piece_moment
+            weighted += piece_weighted
         if SUMS > 0:
             part_ptrs = part_ptr + col_tile.to(tl.int64) * M + place
             step = tiles_n.to(tl.int64) * M
-            largest = tl.maximum(largest_0, largest_1)
-            if MODE == 2:
-                base = tl.where(largest == float("-inf"), 0.0, largest)
-                sum_0, moment_0 = relative_to(largest_0, base, sum_0, moment_0)
-                sum_1, moment_1 = relative_to(largest_1, base, sum_1, moment_1)
-            tl.store(part_ptrs, sum_0 + sum_1, mask=inside)
+            tl.store(part_ptrs, total, mask=inside)
             tl.store(part_ptrs + step, largest, mask=inside)
             if SUMS > 1:
-                tl.store(part_ptrs + 2 * step, moment_0 + moment_1, mask=inside)
+                tl.store(part_ptrs + 2 * step, moment, mask=inside)
             if class_weight_ptr is not None:
-                tl.store(part_ptrs + 3 * step, weighted_0 + weighted_1, mask=inside)
+                tl.store(part_ptrs + 3 * step, weighted, mask=inside)
 
 
 @jit

@@ -33,6 +33,7 @@ from llmk.ops.linear_loss.projection import (
     projection_of,
 )
 from llmk.ops.linear_loss.softmax import (
+    STATISTICS,
     Coefficients,
     RowGradients,
     RowResults,
@@ -114,9 +115,9 @@ class SoftmaxRows:
         return 0 if self.shard is None else self.shard.first_class
 
     def chunks(self) -> Iterator[slice]:
-        """Yield the rows of each chunk, at least one."""
+        """Yield the rows of each chunk."""
         N = self.x.shape[0]
-        for start in range(0, max(N, 1), self.plan.chunk_rows):
+        for start in range(0, N, self.plan.chunk_rows):
             yield slice(start, min(start + self.plan.chunk_rows, N))
 
     def row_matrix(self) -> Tensor:
@@ -241,25 +242,27 @@ class SoftmaxRows:
 
 
 class RowParts:
-    """The statistics and results of rows, gathered chunk by chunk."""
+    """The statistics and results of rows, gathered chunk by chunk, and if the own class is the largest."""
 
-    def __init__(self) -> None:
-        self.parts: list[tuple[Tensor, RowResults, Tensor]] = []
+    def __init__(self, rows: SoftmaxRows) -> None:
+        row = torch.zeros((0,), dtype=torch.float32, device=rows.x.device)
+        results = RowResults(row.expand(rows.classes.shape[1], 0).t(), row, row, row)
+        self.stats, self.results, self.largest = [row.expand(STATISTICS, 0)], [results], [row.bool()]
 
     def add(self, stats: Statistics, results: RowResults, largest: Tensor) -> None:
-        self.parts.append((stats.stacked(), results, largest))
+        self.stats.append(stats.stacked())
+        self.results.append(results)
+        self.largest.append(largest)
 
     def whole(self) -> tuple[Tensor, RowResults, Tensor]:
-        """Return the statistics `[4, N]`, the results, and if the own class is the largest `[N]`."""
-        if len(self.parts) == 1:
-            return self.parts[0]
-        stats, results, largest = zip(*self.parts, strict=True)
-        return torch.cat(stats, -1), RowResults(*map(torch.cat, zip(*results, strict=True))), torch.cat(largest)
+        """Return the statistics `[4, N]`, the results, and the mask `[N]`."""
+        results = RowResults(*(torch.cat(parts) for parts in zip(*self.results, strict=True)))
+        return torch.cat(self.stats, -1), results, torch.cat(self.largest)
 
 
 def in_forward(rows: SoftmaxRows, objective: Objective, gradients: Gradients) -> tuple[Tensor, RowResults, Tensor]:
     """Make the results and the gradients of a loss that is local to each chunk."""
-    parts, p = RowParts(), rows.row_matrix()
+    parts, p = RowParts(rows), rows.row_matrix()
     for block in rows.chunks():
         chunk, classes = rows.chunk(block)
         part = p[: block.stop - block.start]
@@ -273,7 +276,7 @@ def in_forward(rows: SoftmaxRows, objective: Objective, gradients: Gradients) ->
 
 def first_pass(rows: SoftmaxRows, kept: Tensor | None = None) -> tuple[Tensor, RowResults, Tensor]:
     """Make the results of all rows, and their exponentials where `kept [N, V]` has room for them."""
-    parts = RowParts()
+    parts = RowParts(rows)
     for block in rows.chunks():
         chunk, classes = rows.chunk(block)
         stats, results, largest = rows.results(chunk, classes, None if kept is None else kept[block])

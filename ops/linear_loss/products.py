@@ -170,20 +170,20 @@ def launch_logits(
     tile = logits_tile(rows.x.device)
     described = describable(rows.x) and describable(weight)
     p_described = p is not None and place is None and described and describable(p)
-    tiles = cdiv(M, tile.rows) * cdiv(V, tile.columns)
+    tiles, pieces = cdiv(M, tile.rows) * cdiv(V, tile.columns), 8 if transform.softcap else 2
     # Where rows are listed there are mostly none, and starting a program for each tile would take longer than to end.
     programs = tiles if place is None else min(tiles, num_programs(rows.x.device, 1))
     wrap_triton(logits_kernel)[(programs,)](
         descriptor(rows.x, [tile.rows, tile.depth]) if described else rows.x,
         descriptor(weight, [tile.columns, tile.depth]) if described else weight,
-        descriptor(p, [tile.rows, tile.columns // 2]) if p is not None and p_described else p,
+        descriptor(p, [tile.rows, tile.columns // pieces]) if p is not None and p_described else p,
         bias, class_weight if mode != EXPONENTIALS or parts is not None else None,
         rows.numbers, rows.own, rows.count, place, parts,
         rows.numbers.shape[1], V, H, rows.x.stride(0), *weight.stride(), 0 if p is None else p.stride(0),
         transform.inner, transform.outer, transform.softcap or None,
         MODE=mode, SUMS=0 if parts is None else 1 + moments, ROUNDED=transform.rounded,
         FLOAT16=rows.x.dtype == torch.float16, DESCRIBED=described, P_DESCRIBED=p_described, WIDEN=INTERPRET,
-        PROGRAMS=programs, **tile.arguments(),
+        PROGRAMS=programs, PIECES=pieces, **tile.arguments(),
     )  # fmt: skip
 
 
