@@ -4,6 +4,7 @@ PyTorch runs an operator's body below autograd: its dispatch keys are excluded, 
 computes has no graph, and a caller's graph ends at the operator. `gradient_of` restores the keys for one function.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +38,7 @@ def gradient_of(value: Callable[..., Tensor], *tensors: Tensor) -> tuple[Tensor,
 def differentiating(body: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the body of an op which calls `gradient_of`: autograd refuses tensors that were made in inference mode.
 
-    The body runs outside that mode, and gets such tensors as ordinary ones of the same memory.
+    The body runs outside that mode, and gets such tensors as ordinary ones of the same memory, also in a dataclass.
     """
 
     @functools.wraps(body)
@@ -52,7 +53,11 @@ def differentiating(body: Callable[..., Any]) -> Callable[..., Any]:
 
 def _ordinary(value: Any) -> Any:
     if isinstance(value, list | tuple):
-        return [_ordinary(each) for each in value]
+        return type(value)(map(_ordinary, value)) if any(isinstance(each, Tensor) for each in value) else value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        changed = {name: new for name, old in fields.items() if (new := _ordinary(old)) is not old}
+        return dataclasses.replace(value, **changed) if changed else value
     if not isinstance(value, Tensor) or not value.is_inference():
         return value
     alias = torch.empty((0,), dtype=value.dtype, device=value.device)

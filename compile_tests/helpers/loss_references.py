@@ -149,7 +149,7 @@ def _robust(c: Tensor, r: Tensor, beta: float, e: float, tau: float) -> Tensor:
 OF_A_MARGIN: dict[str, Callable[..., Tensor]] = {
     "sigmoid": lambda c, r, beta, e, tau: F.softplus(-beta * (c - r)),
     "sigmoid_norm": lambda c, r, beta, e, tau: F.softplus(-beta * (c - r)),
-    "hinge": lambda c, r, beta, e, tau: (1 - beta * (c - r)).clamp(min=0),
+    "hinge": lambda c, r, beta, e, tau: F.relu(1 - beta * (c - r)),
     "ipo": lambda c, r, beta, e, tau: (c - r - 0.5 / beta).square(),
     "exo_pair": _exo_pair,
     "robust": _robust,

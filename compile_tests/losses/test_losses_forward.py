@@ -60,6 +60,8 @@ def test_ratios_that_overflow(name: str, delta: float | None, of_sequence: bool)
         for each, x in ((terms, logps), (replace(terms, **tensors), logps.double()))
     )
     assert none is None
+    assert got is not None
+    assert exact is not None
     finite = exact.abs() < torch.finfo(torch.float32).max
     assert finite.sum() > 40
     torch.testing.assert_close(got[finite], exact[finite].float(), rtol=1e-4, atol=1e-12)
@@ -170,3 +172,19 @@ def test_blocks_on_a_gpu_hold_whole_pairs(skips: bool) -> None:
         if found is not None:
             assert found.block_rows % (2 * S) == found.chunk_rows % (2 * S) == 0
             assert not skips or found.block_rows == found.chunk_rows
+
+
+def test_what_was_made_in_inference_mode(device: torch.device) -> None:
+    """As weights and a reference's log-probabilities may be: constants of the loss, which autograd does not refuse."""
+    x, weight = torch.randn(2, 2, 3, 8, device=device).requires_grad_(), torch.randn(10, 8, device=device)
+    target = torch.randint(0, 10, (2, 2, 3)).to(device)
+
+    def gradient() -> torch.Tensor:
+        loss, *_ = fused_linear_preference(x, weight, target, **constants)
+        return torch.autograd.grad(loss, x)[0]
+
+    constants: dict[str, Any] = {"group_weight": torch.rand(2).to(device), "ref_logps": torch.randn(2, 2).to(device)}
+    right = gradient()
+    with torch.inference_mode():
+        constants = {name: tensor.clone() for name, tensor in constants.items()}
+    assert torch.equal(gradient(), right)

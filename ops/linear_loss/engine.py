@@ -100,7 +100,12 @@ class SoftmaxRows:
 
     def __post_init__(self) -> None:
         self.projection = projection_of(self.x, self.weights, self.shard, self.by_kernels)
-        self._counts = self.classes.long() != self.ignore_index  # int32 would wrap an index that it does not hold
+        self._ids = ids = self.classes.long()
+        self._counts = ids != self.ignore_index  # int32 would wrap an index that it does not hold
+        self._valid = self._counts & (ids >= 0) & (ids < self.num_classes)
+        columns = ids - self.first_class
+        here = self._valid & (columns >= 0) & (columns < self.weights.weight.shape[0])
+        self._columns = columns.masked_fill(~here, -1).int()
 
     @property
     def transform(self) -> Transform:
@@ -127,19 +132,15 @@ class SoftmaxRows:
 
     def chunk(self, rows: slice) -> tuple[Chunk, Classes]:
         """Return some rows and their classes."""
-        ids, counts = self.classes[rows].long(), self._counts[rows]
-        valid = counts & (ids >= 0) & (ids < self.num_classes)
-        here = valid & (ids >= self.first_class) & (ids - self.first_class < self.weights.weight.shape[0])
-        columns = torch.where(here, ids - self.first_class, -1).int()
+        ids, counts, columns = self._ids[rows], self._counts[rows], self._columns[rows]
         z = self.projection.logits(rows, columns)
         if self.shard is not None:  # each class is on one rank: the sum is its logit
             z = self.shard.gather(z.contiguous()).view(self.shard.ranks, *z.shape).sum(0)
         y, slopes = self.transform(z)
-        y = torch.where(valid, y, float("nan"))
+        y = y.masked_fill(~self._valid[rows], float("nan"))
         mask = counts.any(-1)
-        best = torch.where(counts, y, float("-inf")).argmax(-1, keepdim=True)
-        own_class = ids.gather(1, best)
-        is_own = (ids == own_class) & counts if self.leaves_out_own else torch.zeros_like(counts)
+        best = y.masked_fill(~counts, float("-inf")).argmax(-1, keepdim=True)
+        is_own = (ids == ids.gather(1, best)) & counts if self.leaves_out_own else torch.zeros_like(counts)
         own, y_own = columns.gather(1, best).squeeze(1), y.gather(1, best).squeeze(1)
         slope_own = None if slopes is None else slopes.gather(1, best).squeeze(1)
         if not self.leaves_out_own:
@@ -152,8 +153,8 @@ class SoftmaxRows:
             count = self.compacted.count.end(rows)
         if self.support is not None:
             cuts = self.support.cuts(rows)
-            mask, own = mask & ~cuts, torch.where(cuts, -1, own)
-        of_rows = Chunk(rows, mask, count, own, torch.where(mask, y_own, 0.0), slope_own)
+            mask, own = mask & ~cuts, own.masked_fill(cuts, -1)
+        of_rows = Chunk(rows, mask, count, own, y_own.masked_fill(~mask, 0.0), slope_own)
         return of_rows, Classes(columns, counts, y, slopes, best, is_own, same.float())
 
     def results(
@@ -211,13 +212,13 @@ class SoftmaxRows:
             size = self._power_of_two(grads, a)
             a, b, u = a / size, b / size, None if u is None else u / size
         self.projection.gradients(chunk, stats.reference, a, b, u, p)
-        row_factor = torch.where(classes.counts.any(-1), size * self.transform.factor, 0.0)
+        row_factor = (size * self.transform.factor).masked_fill(~classes.counts.any(-1), 0.0)
         columns, stored = classes.columns, entries / (size * self.transform.factor).unsqueeze(-1)
         own_entry, own_stored = (each.gather(1, classes.best).squeeze(1) for each in (entries, stored))
         others = columns.shape[1] > 1 or not self.leaves_out_own
         if self.support is not None:
             own = self.support.entries(self, chunk, classes, stats, grads)
-            columns = torch.where(self.support.cuts(chunk.rows).unsqueeze(-1), -1, columns)
+            columns = columns.masked_fill(self.support.cuts(chunk.rows).unsqueeze(-1), -1)
             columns = torch.cat((columns, own[0]), -1)
             stored = torch.cat((stored, own[1] / (size * self.transform.factor).unsqueeze(-1)), -1)
             others = True

@@ -132,8 +132,9 @@ class LargestClasses:
 
     def losses(self, logprobs: Tensor, block: slice) -> Tensor:
         present = self.ids[block] != self.ignore_index
-        parts = (values.split(self.sizes, -1) for values in (logprobs, self.logprobs[block], present))
-        return torch.stack([topk_divergence(*part, self.beta, self.add_tail) for part in zip(*parts, strict=True)])
+        s, t, here = (each.split(self.sizes, -1) for each in (logprobs, self.logprobs[block], present))
+        each = [topk_divergence(*of, self.beta, self.add_tail) for of in zip(s, t, here, strict=True)]
+        return torch.stack(each)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -105,6 +105,11 @@ def logits_tile(device: torch.device) -> Tile:
     return Tile(64, COLUMNS, 32, 8, 2)
 
 
+def listed_tile() -> Tile:
+    """Return the tile of logits of listed rows, of which there are mostly none: one that is built soon."""
+    return Tile(16, 32, 16, 4, 1) if INTERPRET else Tile(16, COLUMNS, 32, 4, 2)
+
+
 def gradient_tile(rows: int, device: torch.device) -> Tile:
     """Return the tile of a gradient of so many rows.
 
@@ -167,12 +172,12 @@ def launch_logits(
     """Compute what `mode` says into P `[M, V]`, and the sums of rows into `parts`; by `place` those of other rows."""
     weight, bias, class_weight, transform = weights
     (M, H), V = rows.x.shape, weight.shape[0]
-    tile = logits_tile(rows.x.device)
-    described = describable(rows.x) and describable(weight)
-    p_described = p is not None and place is None and described and describable(p)
+    tile = logits_tile(rows.x.device) if place is None else listed_tile()
+    described = place is None and describable(rows.x) and describable(weight)
+    p_described = p is not None and described and describable(p)
     tiles, pieces = cdiv(M, tile.rows) * cdiv(V, tile.columns), 8 if transform.softcap else 2
     # Where rows are listed there are mostly none, and starting a program for each tile would take longer than to end.
-    programs = tiles if place is None else min(tiles, num_programs(rows.x.device, 1))
+    programs = tiles if place is None else min(tiles, num_programs(rows.x.device, 4))
     wrap_triton(logits_kernel)[(programs,)](
         descriptor(rows.x, [tile.rows, tile.depth]) if described else rows.x,
         descriptor(weight, [tile.columns, tile.depth]) if described else weight,

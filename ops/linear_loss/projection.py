@@ -116,8 +116,8 @@ class KernelProjection:
     def statistics(self, chunk: Chunk, p: Tensor | None, moments: bool) -> tuple[Statistics, Tensor, Tensor]:
         # A reference of NaN or infinity that counts leaves no exponentials, and its sums are no number.
         no_number = chunk.y_own - chunk.y_own
-        usable = torch.where(chunk.y_own == float("inf"), float("nan"), chunk.y_own)
-        numbers = torch.where(chunk.mask, usable, float("inf")).unsqueeze(0)
+        usable = chunk.y_own.masked_fill(chunk.y_own == float("inf"), float("nan"))
+        numbers = usable.masked_fill(~chunk.mask, float("inf")).unsqueeze(0)
         rows = Rows(self.x[chunk.rows], numbers, chunk.own, chunk.count)
         parts = products.part_sums(rows, self.V)
         if not self.keeps_exponentials:
@@ -125,10 +125,10 @@ class KernelProjection:
             stats, weighted, largest = self._of_maxima(chunk, self._combined(parts, rows.count, moments, online=True))
             return stats.masked(chunk.mask), weighted, largest
         self._launch(rows, p, EXPONENTIALS, parts, moments)
-        sums = torch.where(chunk.mask, self._combined(parts, rows.count, moments, online=False), 0.0)
+        sums = self._combined(parts, rows.count, moments, online=False).masked_fill(~chunk.mask, 0.0)
         largest = largest_over_ranks(self.shard, sums[1])
         rest, _, moment, weighted = over_ranks(self.shard, self._with_own(chunk, sums)).unbind()
-        rest = rest + torch.where(chunk.mask, no_number, 0.0)
+        rest = rest + no_number
         far, far_weighted, far_largest, is_far = self._made_again(chunk, rows, p, parts, rest, moments)
         near = Statistics(chunk.y_own, rest, torch.ones_like(rest), moment)
         stats = Statistics(*(torch.where(is_far, *pair) for pair in zip(far, near, strict=True)))
@@ -183,7 +183,7 @@ class KernelProjection:
         return stats, weighted, largest, is_far
 
     def gradients(self, chunk: Chunk, reference: Tensor, a: Tensor, b: Tensor, u: Tensor | None, p: Tensor) -> None:
-        reference = torch.where(chunk.mask, reference, float("inf"))
+        reference = reference.masked_fill(~chunk.mask, float("inf"))
         numbers = torch.stack((reference, a, b, torch.zeros_like(a) if u is None else u))
         weights = self.weights if u is not None else self.weights._replace(class_weight=None)
         rows = Rows(self.x[chunk.rows], numbers, chunk.own, chunk.count)
@@ -326,7 +326,7 @@ class Gradients:
         if self.need[0]:
             # What rounding the own entry loses is added in float32.
             lost = rows.own_entry - rows.factor * (entry.to(rows.p.dtype).float() / unit)
-            factors = torch.stack((rows.factor / unit, torch.where(chunk.own >= 0, lost, 0.0)))
+            factors = torch.stack((rows.factor / unit, lost.masked_fill(chunk.own < 0, 0.0)))
             index = self.compacted.index
             place = None if index is None else index[chunk.rows]
             dx = self.dx if index is not None else self.dx[chunk.rows]

@@ -48,7 +48,7 @@ class Statistics(NamedTuple):
     def masked(self, mask: Tensor) -> "Statistics":
         """Return the same, and of rows that do not count those of a row with one class."""
         values = (0.0, 0.0, 1.0, 0.0)
-        return Statistics(*(torch.where(mask, each, value) for each, value in zip(self, values, strict=True)))
+        return Statistics(*(each.masked_fill(~mask, value) for each, value in zip(self, values, strict=True)))
 
 
 class RowResults(NamedTuple):
@@ -75,8 +75,8 @@ class RowGradients(NamedTuple):
     def masked(self, classes_count: Tensor) -> "RowGradients":
         """Return the same with 0 where a class `[M, K]`, or a row none of whose classes does, does not count."""
         counts = classes_count.any(-1)
-        logprobs = None if self.logprobs is None else torch.where(classes_count, self.logprobs, 0.0)
-        return RowGradients(logprobs, *(None if g is None else torch.where(counts, g, 0.0) for g in self[1:]))
+        logprobs = None if self.logprobs is None else self.logprobs.masked_fill(~classes_count, 0.0)
+        return RowGradients(logprobs, *(None if g is None else g.masked_fill(~counts, 0.0) for g in self[1:]))
 
     @property
     def is_scaled_exponentials(self) -> bool:
@@ -89,10 +89,10 @@ def row_results(stats: Statistics, y: Tensor, weighted: Tensor, classes_count: T
     log_total, counts = stats.log_total, classes_count.any(-1)
     logprobs = (y - stats.reference.unsqueeze(-1)) - log_total.unsqueeze(-1)
     return RowResults(
-        torch.where(classes_count, logprobs, 0.0),
-        torch.where(counts, log_total - stats.moment / stats.total, 0.0),
-        torch.where(counts, stats.reference + log_total, 0.0),
-        torch.where(counts, weighted, 0.0),
+        logprobs.masked_fill(~classes_count, 0.0),
+        (log_total - stats.moment / stats.total).masked_fill(~counts, 0.0),
+        (stats.reference + log_total).masked_fill(~counts, 0.0),
+        weighted.masked_fill(~counts, 0.0),
     )
 
 

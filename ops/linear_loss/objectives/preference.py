@@ -43,8 +43,8 @@ _HALF = -0.6931471805599453  # log of 1/2
 
 
 def probability(x: Tensor) -> Tensor:
-    """sigma(x), whose derivative sigma(x) sigma(-x) is accurate where sigma(x) is near 1 too."""
-    return torch.exp(F.logsigmoid(x))
+    """sigma(x), whose derivative sigma(x) sigma(-x) is accurate where sigma(x) is near 1 too, and the same for -x."""
+    return torch.where(x < 0, torch.sigmoid(x.clamp(max=0)), 1 - torch.sigmoid(-x.clamp(min=0)))
 
 
 def log1mexp(logp: Tensor) -> Tensor:
