@@ -98,7 +98,7 @@ def logits_kernel(
     P_DESCRIBED: tl.constexpr, WIDEN: tl.constexpr, PROGRAMS: tl.constexpr, PIECES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute tiles of x W^T and of their rows what MODE says: exponentials, gradients or maxima, into P where there is one.
+    """Compute tiles of x W^T and what MODE says of their rows, exponentials, gradients or maxima, into P if any.
 
     `row [4, M]` has the rows' references and the coefficients of gradients; `part [4, tiles, M]` gets the sums of
     exponentials, and the largest, with SUMS of 2 moments, and with class weights weighted logits. With a `place` a row
