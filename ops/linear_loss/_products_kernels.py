@@ -50,39 +50,6 @@ def transformed(z, bias_ptr, cols, V, inner, outer, softcap, ROUNDED: tl.constex
 
 
 @jit
-def piece_of_tile(
-    z, bias_ptr, class_weight_ptr, cols, V, reference, own, a, b, u, counts, inner, outer, softcap,
-    MODE: tl.constexpr, ROUNDED: tl.constexpr, LOW: tl.constexpr,
-):  # fmt: skip
-    """Return what is stored of some columns, their sums of exponentials, moments and weighted logits, and the largest.
-
-    The row's own class is in none of them. In MODE 2 the columns' largest logit is the reference, and is the largest.
-    """
-    y, slope = transformed(z, bias_ptr, cols, V, inner, outer, softcap, ROUNDED, LOW)
-    others = counts[:, None] & (cols < V)[None, :] & (cols[None, :] != own[:, None])
-    if MODE == 2:
-        m = tl.max(tl.where(others, y, float("-inf")), axis=1)
-        reference = tl.where(m == float("-inf"), 0.0, m)
-    distance = y - reference[:, None]
-    e = tl.where(others, tl.exp2(distance * LOG2E), 0.0)
-    distance = tl.where(e > 0.0, distance, 0.0)
-    weighted = tl.zeros(reference.shape, dtype=tl.float32)
-    value = e * slope
-    if class_weight_ptr is not None:
-        w = tl.load(class_weight_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)[None, :]
-        weighted = tl.sum(tl.where(others, w * y, 0.0), axis=1)
-    if MODE == 1:
-        value = e * (a[:, None] + b[:, None] * distance)
-        if class_weight_ptr is not None:
-            value += tl.where(others, u[:, None] * w, 0.0)
-        value *= slope
-    largest = tl.max(e, axis=1)
-    if MODE == 2:
-        largest = m
-    return value, tl.sum(e, axis=1), tl.sum(e * distance, axis=1), weighted, largest
-
-
-@jit
 def relative_to(m, base, total, moment):
     """Return sums of exponentials relative to `base` that were relative to m, and their moment."""
     distance = tl.where(total > 0.0, m - base, 0.0)  # NaN stays
@@ -91,18 +58,46 @@ def relative_to(m, base, total, moment):
 
 
 @jit
+def finite_base(m):
+    """Return what numbers up to m are made relative to: -inf minus -inf would be NaN."""
+    return tl.where(m == float("-inf"), 0.0, m)
+
+
+@jit
+def exponentials_of(y, others, reference):
+    """Return the exponentials of some columns relative to a reference; their largest, sum and moment relative to it."""
+    m = tl.max(tl.where(others, y, float("-inf")), axis=1)
+    distance = y - finite_base(m)[:, None]
+    e = tl.where(others, tl.exp2(distance * LOG2E), 0.0)
+    total = tl.sum(e, axis=1)
+    moment = tl.sum(e * tl.where(e > 0.0, distance, 0.0), axis=1)
+    fade = tl.where(total > 0.0, tl.exp2((m - reference) * LOG2E), 0.0)
+    return e * fade[:, None], m, total, moment
+
+
+@jit
+def gradients_of(y, others, reference, a, b, u, w):
+    """Return E (a + b log E) + u w of some columns, E their exponentials relative to a reference."""
+    distance = y - reference[:, None]
+    e = tl.where(others, tl.exp2(distance * LOG2E), 0.0)
+    value = e * (a[:, None] + b[:, None] * tl.where(e > 0.0, distance, 0.0))
+    return value + tl.where(others, u[:, None] * w, 0.0)
+
+
+@jit
 def logits_kernel(
     x, w, p, bias_ptr, class_weight_ptr, row_ptr, own_ptr, count_ptr, place_ptr, part_ptr,
     M, V, H, x_stride, w_stride_v, w_stride_h, p_stride, inner, outer, softcap,
-    MODE: tl.constexpr, SUMS: tl.constexpr, ROUNDED: tl.constexpr, FLOAT16: tl.constexpr, DESCRIBED: tl.constexpr,
-    P_DESCRIBED: tl.constexpr, WIDEN: tl.constexpr, PROGRAMS: tl.constexpr, PIECES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+    GRADIENTS: tl.constexpr, MOMENTS: tl.constexpr, ROUNDED: tl.constexpr, FLOAT16: tl.constexpr,
+    DESCRIBED: tl.constexpr, P_DESCRIBED: tl.constexpr, WIDEN: tl.constexpr, PROGRAMS: tl.constexpr,
+    PIECES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute tiles of x W^T and what MODE says of their rows, exponentials, gradients or maxima, into P if any.
+    """Compute tiles of x W^T, and of their rows either exponentials with their sums, or GRADIENTS.
 
-    `row [4, M]` has the rows' references and the coefficients of gradients; `part [4, tiles, M]` gets the sums of
-    exponentials, and the largest, with SUMS of 2 moments, and with class weights weighted logits. With a `place` a row
-    of x is that row of all others.
+    `row [4, M]` has the rows' references and the coefficients of gradients; a reference of +inf is a row that does not
+    count. `part [4, tiles, M]` gets the sums of exponentials relative to the largest logit of the tile, that, with
+    MOMENTS their moments, and with class weights weighted logits. With a `place` a row of x is that row of all others.
     """
     inner, outer = tl.cast(inner, tl.float32), tl.cast(outer, tl.float32)
     end = tl.load(count_ptr)
@@ -124,11 +119,8 @@ def logits_kernel(
             place = tl.load(place_ptr + rows, mask=inside, other=0)
         reference = tl.load(row_ptr + place, mask=inside, other=float("inf"))
         own = tl.load(own_ptr + place, mask=inside, other=-1)
-        counts = inside
-        if MODE != 2:
-            counts &= reference < float("inf")
-        a, b, u = reference, reference, reference
-        if MODE == 1:
+        counts = inside & (reference < float("inf"))
+        if GRADIENTS:
             a = tl.load(row_ptr + M + place, mask=inside, other=0.0)
             b = tl.load(row_ptr + 2 * M + place, mask=inside, other=0.0)
             u = tl.load(row_ptr + 3 * M + place, mask=inside, other=0.0)
@@ -140,32 +132,38 @@ def logits_kernel(
         for i in tl.static_range(PIECES):
             col = first_col + i * WIDTH
             cols = col + tl.arange(0, WIDTH)
-            value, piece_total, piece_moment, piece_weighted, piece_largest = piece_of_tile(
-                pieces[i], bias_ptr, class_weight_ptr, cols, V, reference, own, a, b, u, counts, inner, outer, softcap,
-                MODE, ROUNDED, LOW,
-            )  # fmt: skip
-            if p is not None:
-                if P_DESCRIBED:
-                    p.store([first_row, col], (value * SCALE).to(LOW))
-                else:
-                    stored = inside if place_ptr is not None else rows < M
-                    p_ptrs = p + place.to(tl.int64)[:, None] * p_stride + cols[None, :]
-                    tl.store(p_ptrs, (value * SCALE).to(LOW), mask=stored[:, None] & (cols < V)[None, :])
-            new_largest = tl.maximum(largest, piece_largest)
-            if MODE == 2:
-                base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+            y, slope = transformed(pieces[i], bias_ptr, cols, V, inner, outer, softcap, ROUNDED, LOW)
+            others = counts[:, None] & (cols < V)[None, :] & (cols[None, :] != own[:, None])
+            class_weight = tl.zeros((1, WIDTH), dtype=tl.float32)
+            if class_weight_ptr is not None:
+                class_weight = tl.load(class_weight_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)[None, :]
+            if GRADIENTS:
+                value = gradients_of(y, others, reference, a, b, u, class_weight)
+            else:
+                value, m, piece_total, piece_moment = exponentials_of(y, others, reference)
+                new_largest = tl.maximum(largest, m)
+                base = finite_base(new_largest)
                 total, moment = relative_to(largest, base, total, moment)
-                piece_total, piece_moment = relative_to(piece_largest, base, piece_total, piece_moment)
-            largest = new_largest
-            total += piece_total
-            moment += piece_moment
-            weighted += piece_weighted
-        if SUMS > 0:
+                piece_total, piece_moment = relative_to(m, base, piece_total, piece_moment)
+                largest = new_largest
+                total += piece_total
+                moment += piece_moment
+                if class_weight_ptr is not None:
+                    weighted += tl.sum(tl.where(others, class_weight * y, 0.0), axis=1)
+            if p is not None:
+                stored = (value * slope * SCALE).to(LOW)
+                if P_DESCRIBED:
+                    p.store([first_row, col], stored)
+                else:
+                    is_stored = inside if place_ptr is not None else rows < M
+                    p_ptrs = p + place.to(tl.int64)[:, None] * p_stride + cols[None, :]
+                    tl.store(p_ptrs, stored, mask=is_stored[:, None] & (cols < V)[None, :])
+        if not GRADIENTS:
             part_ptrs = part_ptr + col_tile.to(tl.int64) * M + place
             step = tiles_n.to(tl.int64) * M
             tl.store(part_ptrs, total, mask=inside)
             tl.store(part_ptrs + step, largest, mask=inside)
-            if SUMS > 1:
+            if MOMENTS:
                 tl.store(part_ptrs + 2 * step, moment, mask=inside)
             if class_weight_ptr is not None:
                 tl.store(part_ptrs + 3 * step, weighted, mask=inside)
@@ -173,13 +171,10 @@ def logits_kernel(
 
 @jit
 def combine_kernel(
-    part_ptr, count_ptr, out_ptr, M, tiles, SUMS: tl.constexpr, WEIGHTED: tl.constexpr, ONLINE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr,
+    part_ptr, count_ptr, out_ptr, M, tiles, MOMENTS: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Add the parts of rows, `[4, tiles, M]`, in the order of the tiles: out `[4, M]`, the second the largest.
-
-    ONLINE sums are relative to the largest of their tile, and become relative to the largest of the row.
-    """
+    """Add the parts of rows, `[4, tiles, M]`, in the order of the tiles: out `[4, M]`, relative to the second."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = rows < tl.load(count_ptr)
     step = tl.cast(tiles, tl.int64) * M
@@ -190,7 +185,6 @@ def combine_kernel(
         part_ptrs = part_ptr + (t.to(tl.int64)[:, None] * M + rows[None, :])
         largest = tl.maximum(largest, tl.load(part_ptrs + step, mask=mask, other=float("-inf")))
     m = tl.max(largest, axis=0)
-    base = tl.where(m == float("-inf"), 0.0, m)
     total = tl.zeros((BLOCK_T, BLOCK_M), dtype=tl.float32)
     moment = tl.zeros((BLOCK_T, BLOCK_M), dtype=tl.float32)
     weighted = tl.zeros((BLOCK_T, BLOCK_M), dtype=tl.float32)
@@ -198,16 +192,15 @@ def combine_kernel(
         t = start + tl.arange(0, BLOCK_T)
         mask = (t < tiles)[:, None] & inside[None, :]
         part_ptrs = part_ptr + (t.to(tl.int64)[:, None] * M + rows[None, :])
-        part = tl.load(part_ptrs, mask=mask, other=0.0)
+        part_total = tl.load(part_ptrs, mask=mask, other=0.0)
         part_moment = tl.zeros((BLOCK_T, BLOCK_M), dtype=tl.float32)
-        if SUMS > 1:
+        if MOMENTS:
             part_moment = tl.load(part_ptrs + 2 * step, mask=mask, other=0.0)
         if WEIGHTED:
             weighted += tl.load(part_ptrs + 3 * step, mask=mask, other=0.0)
-        if ONLINE:
-            part_m = tl.load(part_ptrs + step, mask=mask, other=0.0)
-            part, part_moment = relative_to(part_m, base[None, :], part, part_moment)
-        total += part
+        part_m = tl.load(part_ptrs + step, mask=mask, other=0.0)
+        part_total, part_moment = relative_to(part_m, finite_base(m)[None, :], part_total, part_moment)
+        total += part_total
         moment += part_moment
     tl.store(out_ptr + rows, tl.sum(total, axis=0), mask=inside)
     tl.store(out_ptr + M + rows, m, mask=inside)
@@ -216,22 +209,16 @@ def combine_kernel(
 
 
 @jit
-def select_kernel(total_ptr, row_ptr, count_ptr, place_ptr, number_ptr, limit, BLOCK_M: tl.constexpr):
-    """List the rows that count whose total is not below the limit: their places, how many, and the rows if any are."""
-    end = tl.load(count_ptr)
-    limit = tl.cast(limit, tl.float32)
-    number = tl.zeros((), dtype=tl.int32)
-    for start in range(0, end, BLOCK_M):
+def list_kernel(listed_ptr, place_ptr, number_ptr, M, BLOCK_M: tl.constexpr):
+    """List the rows that a mask says: their places, and how many there are."""
+    number = tl.zeros((1,), dtype=tl.int32)
+    for start in range(0, M, BLOCK_M):
         rows = start + tl.arange(0, BLOCK_M)
-        mask = rows < end
-        reference = tl.load(row_ptr + rows, mask=mask, other=0.0)
-        total = tl.load(total_ptr + rows, mask=mask, other=0.0)
-        listed = mask & ((total < limit) == 0) & ((reference == float("inf")) == 0)
-        at = number + tl.cumsum(listed.to(tl.int32), axis=0) - 1
-        tl.store(place_ptr + at, rows, mask=listed)
-        number += tl.sum(listed.to(tl.int32), axis=0)
-    tl.store(number_ptr, number)
-    tl.store(number_ptr + 1, tl.where(number > 0, end, 0))
+        listed = tl.load(listed_ptr + rows, mask=rows < M, other=0).to(tl.int32)
+        at = number + tl.cumsum(listed, axis=0) - 1
+        tl.store(place_ptr + at, rows, mask=listed != 0)
+        number += tl.sum(listed, axis=0)
+    tl.store(number_ptr + tl.arange(0, 1), number)
 
 
 @jit

@@ -189,7 +189,7 @@ class SoftmaxRows:
         own_entry = entries.gather(1, classes.best).squeeze(1)
         if not exponentials:
             return self._made_matrix(chunk, classes, stats, grads, Coefficients(a, b, entries), p)
-        row_factor = a * factor
+        row_factor = a * factor * self.projection.scale_of_exponentials(chunk, stats)
         if grads.logsumexp is None:
             return RowMatrix(p, row_factor, own_entry, self.own_of_exponentials(chunk, stats))
         least = own_entry.abs() * LEAST_FACTOR / stats.total
@@ -199,7 +199,8 @@ class SoftmaxRows:
 
     def own_of_exponentials(self, chunk: Chunk, stats: Statistics) -> Tensor:
         """Return what stands among the exponentials at a row's own class where only log p has a gradient."""
-        return -stats.rest if chunk.slope_own is None else -stats.rest * chunk.slope_own
+        own = -stats.rest / self.projection.scale_of_exponentials(chunk, stats)
+        return own if chunk.slope_own is None else own * chunk.slope_own
 
     def _made_matrix(
         self, chunk: Chunk, classes: Classes, stats: Statistics, grads: RowGradients, coefficients: Coefficients,

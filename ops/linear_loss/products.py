@@ -2,7 +2,7 @@ r"""The three products of a loss over a vocabulary, each with what stands around
 
 A chunk of C rows x [C, H] meets the weight W [V, H] three times:
 
-    P  = exp(y - reference), y the transformed x W^T + b      [C, V]   `exponentials`, `gradients`
+    P  = exp(y - reference), y the transformed x W^T + b      [C, V]   `launch_logits`
     dx = r (P W) + e W_t                                      [C, H]   `input_gradient`
     dW = P^T (r x)                                            [V, H]   `weight_gradient`
 
@@ -29,10 +29,10 @@ from llmk.ops.linear_loss._products_kernels import (
     combine_kernel,
     gather_kernel,
     input_gradient_kernel,
+    list_kernel,
     logits_kernel,
     put_entries_kernel,
     scale_rows_kernel,
-    select_kernel,
     target_logits_kernel,
     weight_gradient_kernel,
 )
@@ -44,11 +44,6 @@ COLUMNS = 256
 """The classes of a tile of logits, over which one partial sum of a row is."""
 FLOAT16_SCALE = 2.0**15
 """What is stored of a float16 P is so many times as large: its numbers are at most 1, and the small ones are kept."""
-EXPONENTIALS, GRADIENTS, MAXIMA = 0, 1, 2
-"""What a product of the rows with the weight ends in."""
-FAR = 2.0**86
-"""A row whose exponentials add up to more is made again with its largest logit as the reference: a loss of 60 nats.
-Past it r x leaves bfloat16's normal numbers; the exponentials themselves leave its range at 88."""
 SMALL_SHARED_MEMORY = 200 * 1024
 
 
@@ -166,10 +161,13 @@ class Weights(NamedTuple):
 
 
 def launch_logits(
-    rows: Rows, weights: Weights, p: Tensor | None, mode: int, *, parts: Tensor | None = None, moments: bool = False,
+    rows: Rows, weights: Weights, p: Tensor | None, parts: Tensor | None, *, moments: bool = False,
     place: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Compute what `mode` says into P `[M, V]`, and the sums of rows into `parts`; by `place` those of other rows."""
+    """Write to P `[M, V]` exponentials, and their sums to `parts`, or without these gradients.
+
+    With `place` the rows are those of all others, and P has all.
+    """
     weight, bias, class_weight, transform = weights
     (M, H), V = rows.x.shape, weight.shape[0]
     tile = logits_tile(rows.x.device) if place is None else listed_tile()
@@ -182,13 +180,12 @@ def launch_logits(
         descriptor(rows.x, [tile.rows, tile.depth]) if described else rows.x,
         descriptor(weight, [tile.columns, tile.depth]) if described else weight,
         descriptor(p, [tile.rows, tile.columns // pieces]) if p is not None and p_described else p,
-        bias, class_weight if mode != EXPONENTIALS or parts is not None else None,
-        rows.numbers, rows.own, rows.count, place, parts,
+        bias, class_weight, rows.numbers, rows.own, rows.count, place, parts,
         rows.numbers.shape[1], V, H, rows.x.stride(0), *weight.stride(), 0 if p is None else p.stride(0),
         transform.inner, transform.outer, transform.softcap or None,
-        MODE=mode, SUMS=0 if parts is None else 1 + moments, ROUNDED=transform.rounded,
-        FLOAT16=rows.x.dtype == torch.float16, DESCRIBED=described, P_DESCRIBED=p_described, WIDEN=INTERPRET,
-        PROGRAMS=programs, PIECES=pieces, **tile.arguments(),
+        GRADIENTS=parts is None, MOMENTS=moments, ROUNDED=transform.rounded, FLOAT16=rows.x.dtype == torch.float16,
+        DESCRIBED=described, P_DESCRIBED=p_described, WIDEN=INTERPRET, PROGRAMS=programs, PIECES=pieces,
+        **tile.arguments(),
     )  # fmt: skip
 
 
@@ -198,27 +195,21 @@ def part_sums(rows: Rows, V: int) -> Tensor:
     return empty((4, tiles, rows.numbers.shape[1]), torch.float32, rows.x.device)
 
 
-def combined(parts: Tensor, count: Tensor, *, moments: bool, weighted: bool, online: bool) -> Tensor:
-    """Add up the parts of the rows' sums, `[4, M]`: exponentials, the largest, moments, weighted logits."""
+def combined(parts: Tensor, count: Tensor, *, moments: bool, weighted: bool) -> Tensor:
+    """Add up the parts of the rows' sums, `[4, M]`: exponentials, the largest logit, moments, weighted logits."""
     _, tiles, M = parts.shape
     out = empty((4, M), torch.float32, parts.device)
     wrap_triton(combine_kernel)[(cdiv(M, 16),)](
-        parts, count, out, M, tiles, SUMS=1 + moments, WEIGHTED=weighted, ONLINE=online, BLOCK_M=16, BLOCK_T=64,
-        num_warps=4,
-    )  # fmt: skip
+        parts, count, out, M, tiles, MOMENTS=moments, WEIGHTED=weighted, BLOCK_M=16, BLOCK_T=64, num_warps=4
+    )
     return out
 
 
-def far_rows(total: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    """List the rows whose exponentials add up to FAR or more, or to no number.
-
-    Return their places `[M]`, and two numbers: how many there are, and the rows that count if there are any.
-    """
-    M = total.shape[0]
-    place, number = (empty((n,), torch.int32, total.device) for n in (M, 2))
-    wrap_triton(select_kernel)[(1,)](
-        total, rows.numbers, rows.count, place, number, FAR, BLOCK_M=min(1024, next_power_of_2(M)), num_warps=4
-    )
+def listed(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """List the rows of a mask `[M]`: their places `[M]`, and how many there are `[1]`, int32."""
+    M = mask.shape[0]
+    place, number = (empty((n,), torch.int32, mask.device) for n in (M, 1))
+    wrap_triton(list_kernel)[(1,)](mask, place, number, M, BLOCK_M=min(1024, next_power_of_2(M)), num_warps=4)
     return place, number
 
 

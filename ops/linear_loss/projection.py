@@ -17,13 +17,16 @@ from torch import Tensor
 
 from llmk.ops.linear_loss import products
 from llmk.ops.linear_loss.chunked import CompactedTokens, VocabShard
-from llmk.ops.linear_loss.products import EXPONENTIALS, FAR, FLOAT16_SCALE, GRADIENTS, MAXIMA, Rows, Weights
+from llmk.ops.linear_loss.products import FLOAT16_SCALE, Rows, Weights
 from llmk.ops.linear_loss.softmax import Statistics
 from llmk.registry import cdiv
 
 ALIGNED = 16
 """The row stride of a chunk's P is a multiple of this many elements, whatever V is."""
 LARGEST_EXPONENT = 100
+FAR = 60.0
+"""A row whose own logit is so many nats below its largest has exponentials relative to that one. Beyond, r x leaves
+bfloat16's normal numbers; the exponentials themselves leave its range at 88."""
 
 
 @dataclass(frozen=True)
@@ -114,73 +117,61 @@ class KernelProjection:
         return products.target_logits(self.x[rows], weight, bias, columns, 0, transform.rounded)
 
     def statistics(self, chunk: Chunk, p: Tensor | None, moments: bool) -> tuple[Statistics, Tensor, Tensor]:
-        # A reference of NaN or infinity that counts leaves no exponentials, and its sums are no number.
-        no_number = chunk.y_own - chunk.y_own
-        usable = chunk.y_own.masked_fill(chunk.y_own == float("inf"), float("nan"))
-        numbers = usable.masked_fill(~chunk.mask, float("inf")).unsqueeze(0)
+        # A logit of +inf that counts makes its row NaN; as a reference it says that a row does not count.
+        numbers = chunk.y_own.masked_fill(chunk.y_own == float("inf"), float("nan"))
+        numbers = numbers.masked_fill(~chunk.mask, float("inf")).unsqueeze(0)
         rows = Rows(self.x[chunk.rows], numbers, chunk.own, chunk.count)
         parts = products.part_sums(rows, self.V)
-        if not self.keeps_exponentials:
-            self._launch(rows, None, MAXIMA, parts, moments)
-            stats, weighted, largest = self._of_maxima(chunk, self._combined(parts, rows.count, moments, online=True))
-            return stats.masked(chunk.mask), weighted, largest
-        self._launch(rows, p, EXPONENTIALS, parts, moments)
-        sums = self._combined(parts, rows.count, moments, online=False).masked_fill(~chunk.mask, 0.0)
-        largest = largest_over_ranks(self.shard, sums[1])
-        rest, _, moment, weighted = over_ranks(self.shard, self._with_own(chunk, sums)).unbind()
-        rest = rest + no_number
-        far, far_weighted, far_largest, is_far = self._made_again(chunk, rows, p, parts, rest, moments)
-        near = Statistics(chunk.y_own, rest, torch.ones_like(rest), moment)
-        stats = Statistics(*(torch.where(is_far, *pair) for pair in zip(far, near, strict=True)))
-        weighted, largest = torch.where(is_far, far_weighted, weighted), torch.where(is_far, far_largest, largest)
+        if self.V > 0:
+            products.launch_logits(rows, self.weights, p, parts, moments=moments)
+        weighted = self.weights.class_weight is not None
+        sums = products.combined(parts, rows.count, moments=moments, weighted=weighted)
+        stats, weighted, largest = self._over_ranks(chunk, sums)
+        if p is not None and self.V > 0:
+            self._make_far_rows(chunk, rows, stats, p)
         return stats.masked(chunk.mask), weighted, largest
 
-    def _launch(
-        self, rows: Rows, p: Tensor | None, mode: int, parts: Tensor | None, moments: bool, place: Tensor | None = None
-    ) -> None:
-        if self.V > 0:
-            products.launch_logits(rows, self.weights, p, mode, parts=parts, moments=moments, place=place)
+    def scale_of_exponentials(self, chunk: Chunk, stats: Statistics) -> Tensor:
+        """Return what exponentials that were stored are times to be relative to the reference of the statistics.
 
-    def _combined(self, parts: Tensor, count: Tensor, moments: bool, online: bool) -> Tensor:
-        weighted = self.weights.class_weight is not None
-        return products.combined(parts, count, moments=moments, weighted=weighted, online=online)
+        They are relative to the row's own class, unless that is too far below the largest.
+        """
+        return stats.own.masked_fill(self._is_far(chunk, stats), 1.0)
+
+    def _is_far(self, chunk: Chunk, stats: Statistics) -> Tensor:
+        return chunk.mask & ~(stats.reference - chunk.y_own < FAR)  # where one is no number too
+
+    def _make_far_rows(self, chunk: Chunk, rows: Rows, stats: Statistics, p: Tensor) -> None:
+        """Make the exponentials again of rows whose own class is far below the largest, relative to that."""
+        place, number = products.listed(self._is_far(chunk, stats))
+        scratch = self.scratch_rows(rows.x.shape[0])
+        products.gathered(rows.x, place, number, scratch)
+        one, zero = torch.ones_like(stats.reference), torch.zeros_like(stats.reference)
+        numbers = torch.stack((stats.reference, one, zero, zero))
+        weights = self.weights._replace(class_weight=None)
+        products.launch_logits(Rows(scratch, numbers, rows.own, number), weights, p, None, place=place)
+
+    def _over_ranks(self, chunk: Chunk, sums: Tensor) -> tuple[Statistics, Tensor, Tensor]:
+        """Return the statistics of all ranks, weighted logits, and the largest exponential, from a rank's sums."""
+        own_sums, m, own_moment, weighted = self._with_own(chunk, sums).unbind()
+        largest = largest_over_ranks(self.shard, m)
+        reference = torch.maximum(largest, chunk.y_own)
+        shift = (m - reference).masked_fill(own_sums == 0, 0.0)
+        fade = shift.exp()
+        rank = torch.stack((fade * own_sums, fade * (own_moment + shift * own_sums), weighted))
+        rest, moment, weighted = over_ranks(self.shard, rank).unbind()
+        distance = chunk.y_own - reference
+        own = distance.exp()
+        moment = moment + (own * distance).masked_fill(own == 0, 0.0)
+        return Statistics(reference, rest, own, moment), weighted, (largest - reference).exp()
 
     def _with_own(self, chunk: Chunk, sums: Tensor) -> Tensor:
         """Return a rank's sums with the rows' own classes among the weighted logits."""
         class_weight = self.weights.class_weight
         if class_weight is None:
             return sums
-        own = torch.where(chunk.own >= 0, class_weight[chunk.own.clamp(min=0).long()].float() * chunk.y_own, 0.0)
-        return torch.cat((sums[:3], sums[3:] + own))
-
-    def _of_maxima(self, chunk: Chunk, sums: Tensor) -> tuple[Statistics, Tensor, Tensor]:
-        """Return statistics relative to the rows' largest logits, from sums relative to those of a rank's classes."""
-        own_sums, m, own_moment, weighted = self._with_own(chunk, sums).unbind()
-        reference = torch.maximum(largest_over_ranks(self.shard, m), chunk.y_own)
-        shift = torch.where(own_sums > 0, m - reference, 0.0)
-        fade = shift.exp()
-        rank = torch.stack((fade * own_sums, fade * (own_moment + shift * own_sums), weighted))
-        rest, moment, weighted = over_ranks(self.shard, rank).unbind()
-        distance = chunk.y_own - reference
-        own = distance.exp()
-        moment = moment + torch.where(own > 0, own * distance, 0.0)
-        return Statistics(reference, rest, own, moment), weighted, (m - reference).exp()
-
-    def _made_again(
-        self, chunk: Chunk, rows: Rows, p: Tensor | None, parts: Tensor, rest: Tensor, moments: bool
-    ) -> tuple[Statistics, Tensor, Tensor, Tensor]:
-        """Make the rows again whose exponentials are too large for their reference, relative to their largest logit."""
-        place, number = products.far_rows(rest, rows)
-        scratch = self.scratch_rows(rows.x.shape[0])
-        products.gathered(rows.x, place, number[:1], scratch)
-        far = rows._replace(x=scratch, count=number[:1])
-        self._launch(far, None, MAXIMA, parts, moments, place)
-        stats, weighted, largest = self._of_maxima(chunk, self._combined(parts, number[1:], moments, online=True))
-        is_far = chunk.mask & ~(rest < FAR)
-        if p is not None:
-            numbers = torch.where(is_far, stats.reference, rows.numbers)
-            self._launch(far._replace(numbers=numbers), p, EXPONENTIALS, None, False, place)
-        return stats, weighted, largest, is_far
+        own = class_weight[chunk.own.clamp(min=0).long()].float() * chunk.y_own
+        return torch.cat((sums[:3], sums[3:] + own.masked_fill(chunk.own < 0, 0.0)))
 
     def gradients(self, chunk: Chunk, reference: Tensor, a: Tensor, b: Tensor, u: Tensor | None, p: Tensor) -> None:
         reference = reference.masked_fill(~chunk.mask, float("inf"))
@@ -188,7 +179,7 @@ class KernelProjection:
         weights = self.weights if u is not None else self.weights._replace(class_weight=None)
         rows = Rows(self.x[chunk.rows], numbers, chunk.own, chunk.count)
         if self.V > 0:
-            products.launch_logits(rows, weights, p, GRADIENTS)
+            products.launch_logits(rows, weights, p, None)
 
     def put(self, p: Tensor, columns: Tensor, entries: Tensor, count: Tensor) -> None:
         """Put entries `[M, K]` into P; where a column is negative P stays as it is."""
@@ -267,6 +258,10 @@ class MatrixProjection:
             value += u.unsqueeze(-1) * self.weights.class_weight.float()
         value = value.masked_fill_(~chunk.mask.unsqueeze(-1), 0.0)
         p.copy_(value if slope is None else value * slope)
+
+    def scale_of_exponentials(self, chunk: Chunk, stats: Statistics) -> Tensor:
+        """Return what exponentials that were stored are times to be relative to the reference of the statistics."""
+        return torch.ones_like(stats.rest)
 
     def put(self, p: Tensor, columns: Tensor, entries: Tensor, count: Tensor) -> None:
         """Put entries `[M, K]` into P; where a column is negative P stays as it is."""
