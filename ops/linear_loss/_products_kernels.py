@@ -6,7 +6,7 @@ the same time share a block of the weight; those of gradients in groups of GROUP
 
 import triton.language as tl
 
-from llmk.ops.common.math import LOG2E, cap, cap_slope
+from llmk.ops.common.math import LOG2E, cap, cap_slope, exp, log1p
 from llmk.ops.common.products import column_eighths, column_halves, product_tile
 from llmk.registry import jit
 
@@ -158,7 +158,7 @@ def logits_kernel(
                     is_stored = inside if place_ptr is not None else rows < M
                     p_ptrs = p + place.to(tl.int64)[:, None] * p_stride + cols[None, :]
                     tl.store(p_ptrs, stored, mask=is_stored[:, None] & (cols < V)[None, :])
-        if not GRADIENTS:
+        if part_ptr is not None:
             part_ptrs = part_ptr + col_tile.to(tl.int64) * M + place
             step = tiles_n.to(tl.int64) * M
             tl.store(part_ptrs, total, mask=inside)
@@ -167,6 +167,16 @@ def logits_kernel(
                 tl.store(part_ptrs + 2 * step, moment, mask=inside)
             if class_weight_ptr is not None:
                 tl.store(part_ptrs + 3 * step, weighted, mask=inside)
+
+
+@jit
+def pair_sums(x):
+    """Add up the first axis, of 32, pair by pair: a sum whose order depends on no layout of threads."""
+    N: tl.constexpr = x.shape[1]
+    for i in tl.static_range(5):
+        low, high = tl.split(tl.permute(tl.reshape(x, (2, 16 >> i, N)), (1, 2, 0)))
+        x = low + high
+    return tl.reshape(x, (N,))
 
 
 @jit
@@ -202,10 +212,89 @@ def combine_kernel(
         part_total, part_moment = relative_to(part_m, finite_base(m)[None, :], part_total, part_moment)
         total += part_total
         moment += part_moment
-    tl.store(out_ptr + rows, tl.sum(total, axis=0), mask=inside)
+    tl.store(out_ptr + rows, pair_sums(total), mask=inside)
     tl.store(out_ptr + M + rows, m, mask=inside)
-    tl.store(out_ptr + 2 * M + rows, tl.sum(moment, axis=0), mask=inside)
-    tl.store(out_ptr + 3 * M + rows, tl.sum(weighted, axis=0), mask=inside)
+    tl.store(out_ptr + 2 * M + rows, pair_sums(moment), mask=inside)
+    tl.store(out_ptr + 3 * M + rows, pair_sums(weighted), mask=inside)
+
+
+@jit
+def statistics_kernel(
+    sums_ptr, own_ptr, mask_ptr, stats_ptr, results_ptr, flags_ptr, M, far, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Compute from the sums of rows `[4, M]` and the logits of their own classes what `softmax.py` says of them.
+
+    Out are statistics `[4, M]`, results `[4, M]` and flags `[2, M]`: the own class is the largest, and it is so far
+    below that exponentials relative to it would overflow.
+    """
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = rows < M
+    counts = tl.load(mask_ptr + rows, mask=inside, other=0) != 0
+    y = tl.load(own_ptr + rows, mask=counts, other=0.0)
+    total = tl.load(sums_ptr + rows, mask=counts, other=0.0)
+    m = tl.load(sums_ptr + M + rows, mask=counts, other=0.0)
+    moment = tl.load(sums_ptr + 2 * M + rows, mask=counts, other=0.0)
+    weighted = tl.load(sums_ptr + 3 * M + rows, mask=counts, other=0.0)
+    reference = tl.where(m > y, m, y)
+    rest, moment = relative_to(m, reference, total, moment)
+    distance = y - reference
+    own = exp(distance)
+    moment += tl.where(own > 0.0, own * distance, 0.0)
+    total = own + rest
+    log_total = tl.where(own == 1.0, log1p(rest), tl.log(total))
+    tl.store(stats_ptr + rows, tl.where(counts, reference, 0.0), mask=inside)
+    tl.store(stats_ptr + M + rows, tl.where(counts, rest, 0.0), mask=inside)
+    tl.store(stats_ptr + 2 * M + rows, tl.where(counts, own, 1.0), mask=inside)
+    tl.store(stats_ptr + 3 * M + rows, tl.where(counts, moment, 0.0), mask=inside)
+    tl.store(results_ptr + rows, tl.where(counts, distance - log_total, 0.0), mask=inside)
+    tl.store(results_ptr + M + rows, tl.where(counts, log_total - moment / total, 0.0), mask=inside)
+    tl.store(results_ptr + 2 * M + rows, tl.where(counts, reference + log_total, 0.0), mask=inside)
+    tl.store(results_ptr + 3 * M + rows, tl.where(counts, weighted, 0.0), mask=inside)
+    near = reference - y < tl.cast(far, tl.float32)
+    tl.store(flags_ptr + rows, (counts & (m <= y)).to(tl.int8), mask=inside)
+    tl.store(flags_ptr + M + rows, (counts & (near == 0)).to(tl.int8), mask=inside)
+
+
+@jit
+def coefficients_kernel(
+    stats_ptr, far_ptr, own_ptr, slope_ptr, grad_ptr, lse_grad_ptr, out_ptr, M, grad_stride, factor, least,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Compute what exponentials are multiplied by to be gradients, what their own columns hold, and what that loses.
+
+    Out is `[3, M]`: r, the rest of the own class's gradient, and its entry in P, of which r times is that gradient.
+    """
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = rows < M
+    factor, least = tl.cast(factor, tl.float32), tl.cast(least, tl.float32)
+    rest = tl.load(stats_ptr + M + rows, mask=inside, other=0.0)
+    own = tl.load(stats_ptr + 2 * M + rows, mask=inside, other=1.0)
+    is_far = tl.load(far_ptr + rows, mask=inside, other=0) != 0
+    total = own + rest
+    scale = tl.where(is_far, 1.0, own)
+    slope = factor
+    if slope_ptr is not None:
+        slope = tl.load(slope_ptr + rows, mask=inside, other=0.0)
+    g = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    if grad_ptr is not None:
+        g = tl.load(grad_ptr + rows * grad_stride, mask=inside, other=0.0)
+    entry = g * rest / total * slope
+    r = -g / total * (factor * scale)
+    stored = -rest / scale
+    if slope_ptr is not None:
+        stored *= slope
+    if lse_grad_ptr is not None:
+        f = tl.load(lse_grad_ptr + rows, mask=inside, other=0.0)
+        entry += f * own / total * slope
+        r += f / total * (factor * scale)
+        smallest = tl.abs(entry) * least * scale / total
+        r = tl.where(tl.abs(r) < smallest, smallest, r)
+        stored = tl.where(r == 0.0, 0.0, entry / r)
+    column = tl.load(own_ptr + rows, mask=inside, other=-1)
+    lost = entry - r * stored.to(tl.bfloat16).to(tl.float32)
+    tl.store(out_ptr + rows, r, mask=inside)
+    tl.store(out_ptr + M + rows, tl.where(column >= 0, lost, 0.0), mask=inside)
+    tl.store(out_ptr + 2 * M + rows, stored, mask=inside)
 
 
 @jit

@@ -13,7 +13,7 @@ label smoothing, of float16, whose range holds no exponentials, and over support
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from llmk.ops.linear_loss.chunked import CompactedTokens, VocabShard
 from llmk.ops.linear_loss.plan import Plan
-from llmk.ops.linear_loss.products import Transform, Weights
+from llmk.ops.linear_loss.products import FLOAT16_SCALE, Transform, Weights
 from llmk.ops.linear_loss.projection import (
     LARGEST_EXPONENT,
     Chunk,
@@ -44,9 +44,6 @@ from llmk.ops.linear_loss.softmax import (
 from llmk.ops.linear_loss.support import Support
 from llmk.registry import gradient_of
 
-LEAST_FACTOR = 2.0**-30
-"""A row's factor is no smaller part of its target's gradient: so the entry of the target, their ratio, is a number."""
-
 
 class Objective(Protocol):
     """A loss as a function of what rows give."""
@@ -60,13 +57,12 @@ class Objective(Protocol):
 class Classes:
     """The classes of a chunk's rows whose probabilities are asked for, and the one that is left out of its sums."""
 
+    ids: Tensor  # int64 [M, K]
     columns: Tensor  # int32 [M, K] among this rank's classes; negative where a class does not count or is elsewhere
     counts: Tensor  # bool [M, K]
     y: Tensor  # float32 [M, K], transformed logits, NaN of a class that is none
     slopes: Tensor | None  # float32 [M, K], dy / dz
     best: Tensor  # int64 [M, 1], which of them is the row's own
-    is_own: Tensor  # bool [M, K], True for it, wherever it stands
-    same: Tensor  # float32 [M, K, K], 1 where two are the same class
 
 
 @dataclass
@@ -97,6 +93,7 @@ class SoftmaxRows:
     leaves_out_own: bool = True
     support: Support | None = None
     projection: KernelProjection | MatrixProjection = field(init=False)
+    _all: tuple[Chunk, Classes] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.projection = projection_of(self.x, self.weights, self.shard, self.by_kernels)
@@ -132,100 +129,103 @@ class SoftmaxRows:
 
     def chunk(self, rows: slice) -> tuple[Chunk, Classes]:
         """Return some rows and their classes."""
+        if not isinstance(self.projection, KernelProjection):
+            return self._prepared(rows)
+        if self._all is None:  # the logits of all rows' classes at once
+            self._all = self._prepared(slice(0, self.x.shape[0]))
+        chunk, classes = self._all
+        cut = Chunk(rows, chunk.mask[rows], self._count(rows), chunk.own[rows], chunk.y_own[rows], None)
+        if chunk.slope_own is not None:
+            cut = replace(cut, slope_own=chunk.slope_own[rows])
+        return cut, Classes(*(None if each is None else each[rows] for each in vars(classes).values()))
+
+    def _count(self, rows: slice) -> Tensor:
+        """Return the number of some rows that count, as far as the device knows it, int32 `[1]`."""
+        if self.compacted.count is None:
+            return torch.full((1,), rows.stop - rows.start, dtype=torch.int32, device=self.x.device)
+        return self.compacted.count.end(rows)
+
+    def _prepared(self, rows: slice) -> tuple[Chunk, Classes]:
         ids, counts, columns = self._ids[rows], self._counts[rows], self._columns[rows]
         z = self.projection.logits(rows, columns)
         if self.shard is not None:  # each class is on one rank: the sum is its logit
             z = self.shard.gather(z.contiguous()).view(self.shard.ranks, *z.shape).sum(0)
         y, slopes = self.transform(z)
         y = y.masked_fill(~self._valid[rows], float("nan"))
-        mask = counts.any(-1)
         best = y.masked_fill(~counts, float("-inf")).argmax(-1, keepdim=True)
-        is_own = (ids == ids.gather(1, best)) & counts if self.leaves_out_own else torch.zeros_like(counts)
-        own, y_own = columns.gather(1, best).squeeze(1), y.gather(1, best).squeeze(1)
+        classes = Classes(ids, columns, counts, y, slopes, best)
+        mask, own, y_own = counts.any(-1), columns.gather(1, best).squeeze(1), y.gather(1, best).squeeze(1)
         slope_own = None if slopes is None else slopes.gather(1, best).squeeze(1)
         if not self.leaves_out_own:
             own, y_own = torch.full_like(own, -1), torch.full_like(y_own, float("-inf"))
-        same = (ids.unsqueeze(-1) == ids.unsqueeze(-2)) & counts.unsqueeze(-2)
-        M = rows.stop - rows.start
-        if self.compacted.count is None:
-            count = torch.full((1,), M, dtype=torch.int32, device=self.x.device)
-        else:
-            count = self.compacted.count.end(rows)
         if self.support is not None:
             cuts = self.support.cuts(rows)
             mask, own = mask & ~cuts, own.masked_fill(cuts, -1)
-        of_rows = Chunk(rows, mask, count, own, y_own.masked_fill(~mask, 0.0), slope_own)
-        return of_rows, Classes(columns, counts, y, slopes, best, is_own, same.float())
+        count = self._count(rows) if self.compacted.count is None else self.compacted.count.counts
+        return Chunk(rows, mask, count, own, y_own.masked_fill(~mask, 0.0), slope_own), classes
 
-    def results(
-        self, chunk: Chunk, classes: Classes, p: Tensor | None
-    ) -> tuple[Statistics, RowResults, Tensor]:  # fmt: skip
+    def results(self, chunk: Chunk, classes: Classes, p: Tensor | None) -> tuple[Statistics, RowResults, Tensor]:
         """Return a chunk's statistics, its results, and if the own class is the largest; write exponentials to P."""
-        stats, weighted, largest = self.projection.statistics(chunk, p, self.moments)
+        stats, weighted, is_largest, own_results = self.projection.statistics(chunk, p, self.moments)
+        if own_results is not None and self.has_one_class:
+            logprobs, *others = own_results.unbind()
+            return stats, RowResults(logprobs.unsqueeze(1), *others), is_largest
         results = row_results(stats, classes.y, weighted, classes.counts)
         if self.support is not None:
             stats, results = self.support.results(self, chunk.rows, classes, stats, results)
-        # No other class's exponential is larger than the largest of its own classes.
-        return stats, results, largest <= stats.own
+        return stats, results, is_largest
+
+    @property
+    def has_one_class(self) -> bool:
+        """True if each row has one class, which is left out of its sums, and a softmax over all."""
+        return self.classes.shape[1] == 1 and self.leaves_out_own and self.support is None
 
     def exponentials_serve(self, grads: RowGradients) -> bool:
         """Return True if exponentials that are stored give the gradient."""
-        one_class = self.classes.shape[1] == 1 and self.leaves_out_own and self.support is None
-        return one_class and grads.is_scaled_exponentials and self.projection.keeps_exponentials
+        return self.has_one_class and grads.is_scaled_exponentials and self.projection.keeps_exponentials
 
     def matrix_of(
         self, chunk: Chunk, classes: Classes, stats: Statistics, grads: RowGradients, p: Tensor, exponentials: bool
     ) -> RowMatrix:  # fmt: skip
         """Return what the products of the gradients read, given P with the exponentials or to be made."""
         grads = grads.masked(classes.counts)
+        if exponentials:
+            return self.projection.exponentials(chunk, stats, grads, p)
         class_weight = self.weights.class_weight
         if class_weight is not None:
-            class_weight = torch.where(
-                classes.columns >= 0, class_weight[classes.columns.clamp(min=0).long()].float(), 0.0
-            )
-        a, b, entries = coefficients(stats, classes.y, grads, classes.same, classes.is_own, class_weight)
-        factor = self.transform.factor
-        entries = entries * (factor if classes.slopes is None else classes.slopes)
-        own_entry = entries.gather(1, classes.best).squeeze(1)
-        if not exponentials:
-            return self._made_matrix(chunk, classes, stats, grads, Coefficients(a, b, entries), p)
-        row_factor = a * factor * self.projection.scale_of_exponentials(chunk, stats)
-        if grads.logsumexp is None:
-            return RowMatrix(p, row_factor, own_entry, self.own_of_exponentials(chunk, stats))
-        least = own_entry.abs() * LEAST_FACTOR / stats.total
-        row_factor = torch.where(row_factor.abs() < least, least, row_factor)
-        own_stored = torch.where(row_factor == 0, 0.0, own_entry / row_factor)
-        return RowMatrix(p, row_factor, own_entry, own_stored)
-
-    def own_of_exponentials(self, chunk: Chunk, stats: Statistics) -> Tensor:
-        """Return what stands among the exponentials at a row's own class where only log p has a gradient."""
-        own = -stats.rest / self.projection.scale_of_exponentials(chunk, stats)
-        return own if chunk.slope_own is None else own * chunk.slope_own
+            here = classes.columns >= 0
+            class_weight = class_weight[classes.columns.clamp(min=0).long()].float().masked_fill(~here, 0.0)
+        is_own = torch.zeros_like(classes.counts)
+        if self.leaves_out_own:
+            is_own = (classes.ids == classes.ids.gather(1, classes.best)) & classes.counts
+        row = coefficients(stats, classes.y, grads, classes.ids, is_own, class_weight)
+        return self._made_matrix(chunk, classes, stats, grads, row, p)
 
     def _made_matrix(
-        self, chunk: Chunk, classes: Classes, stats: Statistics, grads: RowGradients, coefficients: Coefficients,
-        p: Tensor,
+        self, chunk: Chunk, classes: Classes, stats: Statistics, grads: RowGradients, row: Coefficients, p: Tensor
     ) -> RowMatrix:  # fmt: skip
         """Make the gradient of a chunk's logits; float16 takes a power of two out of each row."""
-        (a, b, entries), u = coefficients, grads.weighted
+        factor, (a, b, entries), u = self.transform.factor, row, grads.weighted
+        entries = entries * (factor if classes.slopes is None else classes.slopes)
         size = torch.ones_like(a)
         if p.dtype == torch.float16:
             size = self._power_of_two(grads, a)
             a, b, u = a / size, b / size, None if u is None else u / size
         self.projection.gradients(chunk, stats.reference, a, b, u, p)
-        row_factor = (size * self.transform.factor).masked_fill(~classes.counts.any(-1), 0.0)
-        columns, stored = classes.columns, entries / (size * self.transform.factor).unsqueeze(-1)
+        row_factor = (size * factor).masked_fill(~classes.counts.any(-1), 0.0)
+        columns, stored = classes.columns, entries / (size * factor).unsqueeze(-1)
         own_entry, own_stored = (each.gather(1, classes.best).squeeze(1) for each in (entries, stored))
-        others = columns.shape[1] > 1 or not self.leaves_out_own
+        unit = FLOAT16_SCALE if p.dtype == torch.float16 else 1.0
+        lost = own_entry - row_factor * ((own_stored * unit).to(p.dtype).float() / unit)
+        factors = torch.stack((row_factor, lost.masked_fill(chunk.own < 0, 0.0)))
+        if self.has_one_class:
+            return RowMatrix(p, factors, own_stored)
         if self.support is not None:
             own = self.support.entries(self, chunk, classes, stats, grads)
             columns = columns.masked_fill(self.support.cuts(chunk.rows).unsqueeze(-1), -1)
             columns = torch.cat((columns, own[0]), -1)
-            stored = torch.cat((stored, own[1] / (size * self.transform.factor).unsqueeze(-1)), -1)
-            others = True
-        if not others:
-            return RowMatrix(p, row_factor, own_entry, own_stored)
-        return RowMatrix(p, row_factor, own_entry, own_stored, columns.contiguous(), stored.contiguous())
+            stored = torch.cat((stored, own[1] / (size * factor).unsqueeze(-1)), -1)
+        return RowMatrix(p, factors, own_stored, columns.contiguous(), stored.contiguous())
 
     def _power_of_two(self, grads: RowGradients, like: Tensor) -> Tensor:
         """Return powers of two `[M]` that no element of a row's gradient exceeds."""
@@ -283,7 +283,7 @@ def first_pass(rows: SoftmaxRows, kept: Tensor | None = None) -> tuple[Tensor, R
         chunk, classes = rows.chunk(block)
         stats, results, largest = rows.results(chunk, classes, None if kept is None else kept[block])
         if kept is not None:
-            own = rows.own_of_exponentials(chunk, stats)
+            own = rows.projection.own_entries(chunk, stats)
             rows.projection.put(kept[block], chunk.own.unsqueeze(-1), own.unsqueeze(-1), chunk.count)
         parts.add(stats, results, largest)
     return parts.whole()

@@ -26,6 +26,7 @@ from torch import Tensor
 from llmk.ops.common.math import cap_cpu, cap_slope_cpu
 from llmk.ops.linear_loss._products_kernels import (
     bias_gradient_kernel,
+    coefficients_kernel,
     combine_kernel,
     gather_kernel,
     input_gradient_kernel,
@@ -33,6 +34,7 @@ from llmk.ops.linear_loss._products_kernels import (
     logits_kernel,
     put_entries_kernel,
     scale_rows_kernel,
+    statistics_kernel,
     target_logits_kernel,
     weight_gradient_kernel,
 )
@@ -44,6 +46,11 @@ COLUMNS = 256
 """The classes of a tile of logits, over which one partial sum of a row is."""
 FLOAT16_SCALE = 2.0**15
 """What is stored of a float16 P is so many times as large: its numbers are at most 1, and the small ones are kept."""
+FAR = 60.0
+"""A row whose own logit is so many nats below its largest has exponentials relative to that one. Beyond, r x leaves
+bfloat16's normal numbers; the exponentials themselves leave its range at 88."""
+LEAST_FACTOR = 2.0**-30
+"""A row's factor is no smaller part of its own class's gradient: so the entry of that, their ratio, is a number."""
 SMALL_SHARED_MEMORY = 200 * 1024
 
 
@@ -161,10 +168,10 @@ class Weights(NamedTuple):
 
 
 def launch_logits(
-    rows: Rows, weights: Weights, p: Tensor | None, parts: Tensor | None, *, moments: bool = False,
-    place: Tensor | None = None,
+    rows: Rows, weights: Weights, p: Tensor | None, parts: Tensor | None = None, *, moments: bool = False,
+    gradients: bool = False, place: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write to P `[M, V]` exponentials, and their sums to `parts`, or without these gradients.
+    """Write to P `[M, V]` exponentials, and their sums to `parts`, or gradients.
 
     With `place` the rows are those of all others, and P has all.
     """
@@ -183,7 +190,7 @@ def launch_logits(
         bias, class_weight, rows.numbers, rows.own, rows.count, place, parts,
         rows.numbers.shape[1], V, H, rows.x.stride(0), *weight.stride(), 0 if p is None else p.stride(0),
         transform.inner, transform.outer, transform.softcap or None,
-        GRADIENTS=parts is None, MOMENTS=moments, ROUNDED=transform.rounded, FLOAT16=rows.x.dtype == torch.float16,
+        GRADIENTS=gradients, MOMENTS=moments, ROUNDED=transform.rounded, FLOAT16=rows.x.dtype == torch.float16,
         DESCRIBED=described, P_DESCRIBED=p_described, WIDEN=INTERPRET, PROGRAMS=programs, PIECES=pieces,
         **tile.arguments(),
     )  # fmt: skip
@@ -200,8 +207,43 @@ def combined(parts: Tensor, count: Tensor, *, moments: bool, weighted: bool) -> 
     _, tiles, M = parts.shape
     out = empty((4, M), torch.float32, parts.device)
     wrap_triton(combine_kernel)[(cdiv(M, 16),)](
-        parts, count, out, M, tiles, MOMENTS=moments, WEIGHTED=weighted, BLOCK_M=16, BLOCK_T=64, num_warps=4
+        parts, count, out, M, tiles, MOMENTS=moments, WEIGHTED=weighted, BLOCK_M=16, BLOCK_T=32, num_warps=4
     )
+    return out
+
+
+def row_statistics(sums: Tensor, y_own: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return statistics `[4, M]`, results `[4, M]` and flags, int8 `[2, M]`, of rows from their sums `[4, M]`."""
+    M = y_own.shape[0]
+    stats, results = (empty((4, M), torch.float32, sums.device) for _ in range(2))
+    flags = empty((2, M), torch.int8, sums.device)
+    wrap_triton(statistics_kernel)[(cdiv(M, 128),)](
+        sums, y_own, mask, stats, results, flags, M, FAR, BLOCK_M=128, num_warps=4
+    )
+    return stats, results, flags
+
+
+def exponential_coefficients(
+    stats: Tensor, far: Tensor, own: Tensor, slope: Tensor | None, grads: tuple[Tensor | None, Tensor | None],
+    factor: float,
+) -> Tensor:  # fmt: skip
+    """Return r, what rounding the own entries loses, and these, `[3, M]`, where exponentials are the gradient.
+
+    Args:
+        stats: The rows' statistics, `[4, M]`.
+        far: Mask of the rows whose exponentials are relative to their largest logit, int8 `[M]`.
+        own: The columns of their own classes, int32 `[M]`.
+        slope: dy / dz of their own classes, None where it is `factor`.
+        grads: The gradients of log-probabilities and logsumexps, `[M]`, None for zeros.
+        factor: The part of dy / dz that all logits have in common.
+    """
+    M = own.shape[0]
+    out = empty((3, M), torch.float32, own.device)
+    grad, lse_grad = grads
+    wrap_triton(coefficients_kernel)[(cdiv(M, 128),)](
+        stats, far, own, slope, grad, lse_grad, out, M, 0 if grad is None else grad.stride(0), factor, LEAST_FACTOR,
+        BLOCK_M=128, num_warps=4,
+    )  # fmt: skip
     return out
 
 

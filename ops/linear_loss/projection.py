@@ -10,7 +10,7 @@ the dtype, and rounds at the end.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,15 +18,12 @@ from torch import Tensor
 from llmk.ops.linear_loss import products
 from llmk.ops.linear_loss.chunked import CompactedTokens, VocabShard
 from llmk.ops.linear_loss.products import FLOAT16_SCALE, Rows, Weights
-from llmk.ops.linear_loss.softmax import Statistics
+from llmk.ops.linear_loss.softmax import RowGradients, Statistics
 from llmk.registry import cdiv
 
 ALIGNED = 16
 """The row stride of a chunk's P is a multiple of this many elements, whatever V is."""
 LARGEST_EXPONENT = 100
-FAR = 60.0
-"""A row whose own logit is so many nats below its largest has exponentials relative to that one. Beyond, r x leaves
-bfloat16's normal numbers; the exponentials themselves leave its range at 88."""
 
 
 @dataclass(frozen=True)
@@ -46,29 +43,52 @@ class RowMatrix:
     """P of a chunk, whose rows are multiplied by a factor: P's own column has its entry once it is added."""
 
     p: Tensor  # [M, V]
-    factor: Tensor  # float32 [M]
-    own_entry: Tensor  # float32 [M], of the gradient
-    own_stored: Tensor  # float32 [M], what times the factor is that, and stored in P
+    factors: Tensor  # float32 [2, M], the rows' factors, and what rounding the entries of own columns loses
+    own_stored: Tensor  # float32 [M], the entries of own columns
     columns: Tensor | None = None  # int32 [M, K], of entries that take another column's place
     stored: Tensor | None = None  # float32 [M, K]
+
+
+class RowsOfLogits(NamedTuple):
+    """What the logits of a chunk give."""
+
+    stats: Statistics
+    weighted: Tensor  # [M], logits times class weights
+    is_largest: Tensor  # bool [M], no logit is larger than that of the row's own class
+    results: Tensor | None  # [4, M], the results of the own class where they are known
 
 
 class Projection(Protocol):
     """Rows `[N, H]` of a linear layer over the classes that a rank has."""
 
+    x: Tensor
+    weights: Weights
     shard: VocabShard | None
     p_dtype: torch.dtype
+    keeps_exponentials: bool
 
     def logits(self, rows: slice, columns: Tensor) -> Tensor:
         """Return the float32 logits `[M, K]` of these columns, 0 of those that the weight does not have."""
         ...
 
-    def statistics(self, chunk: Chunk, p: Tensor | None, moments: bool) -> tuple[Statistics, Tensor, Tensor]:
-        """Return the statistics, weighted logits of all ranks and the largest exponential; write exponentials to P."""
+    def statistics(self, chunk: Chunk, p: Tensor | None, moments: bool) -> RowsOfLogits:
+        """Return what a chunk's logits give; write exponentials to P."""
+        ...
+
+    def exponentials(self, chunk: Chunk, stats: Statistics, grads: RowGradients, p: Tensor) -> RowMatrix:
+        """Return the gradient of a chunk's logits from its exponentials in P, where they serve."""
         ...
 
     def gradients(self, chunk: Chunk, reference: Tensor, a: Tensor, b: Tensor, u: Tensor | None, p: Tensor) -> None:
         """Write E (a + b log E) + u w to P, with the exponentials E relative to the references."""
+        ...
+
+    def put(self, p: Tensor, columns: Tensor, entries: Tensor, count: Tensor) -> None:
+        """Put entries `[M, K]` into P; where a column is negative P stays as it is."""
+        ...
+
+    def own_entries(self, chunk: Chunk, stats: Statistics) -> Tensor:
+        """Return what stands among exponentials at own columns where only log-probabilities have a gradient."""
         ...
 
 
@@ -116,7 +136,7 @@ class KernelProjection:
         weight, bias, _, transform = self.weights
         return products.target_logits(self.x[rows], weight, bias, columns, 0, transform.rounded)
 
-    def statistics(self, chunk: Chunk, p: Tensor | None, moments: bool) -> tuple[Statistics, Tensor, Tensor]:
+    def statistics(self, chunk: Chunk, p: Tensor | None, moments: bool) -> RowsOfLogits:
         # A logit of +inf that counts makes its row NaN; as a reference it says that a row does not count.
         numbers = chunk.y_own.masked_fill(chunk.y_own == float("inf"), float("nan"))
         numbers = numbers.masked_fill(~chunk.mask, float("inf")).unsqueeze(0)
@@ -126,52 +146,47 @@ class KernelProjection:
             products.launch_logits(rows, self.weights, p, parts, moments=moments)
         weighted = self.weights.class_weight is not None
         sums = products.combined(parts, rows.count, moments=moments, weighted=weighted)
-        stats, weighted, largest = self._over_ranks(chunk, sums)
+        if self.weights.class_weight is not None:
+            own = self.weights.class_weight[chunk.own.clamp(min=0).long()].float() * chunk.y_own
+            sums[3] += own.masked_fill(chunk.own < 0, 0.0)
+        if self.shard is not None:
+            sums = self._over_ranks(self.shard, sums)
+        stats, results, flags = products.row_statistics(sums, chunk.y_own, chunk.mask)
         if p is not None and self.V > 0:
-            self._make_far_rows(chunk, rows, stats, p)
-        return stats.masked(chunk.mask), weighted, largest
+            self._make_far_rows(rows, stats[:1], flags[1], p)
+        return RowsOfLogits(Statistics(*stats.unbind()), results[3], flags[0] != 0, results)
 
-    def scale_of_exponentials(self, chunk: Chunk, stats: Statistics) -> Tensor:
-        """Return what exponentials that were stored are times to be relative to the reference of the statistics.
+    def _over_ranks(self, shard: VocabShard, sums: Tensor) -> Tensor:
+        """Return the sums `[4, M]` of all ranks from those of each, which are relative to its own largest logit."""
+        by_rank = shard.gather(sums).view(shard.ranks, *sums.shape)
+        total, m, moment, weighted = by_rank.unbind(1)
+        largest = m.amax(0)
+        shift = (m - largest).masked_fill(total == 0, 0.0)
+        fade = shift.exp()
+        return torch.stack(((fade * total).sum(0), largest, (fade * (moment + shift * total)).sum(0), weighted.sum(0)))
 
-        They are relative to the row's own class, unless that is too far below the largest.
-        """
-        return stats.own.masked_fill(self._is_far(chunk, stats), 1.0)
-
-    def _is_far(self, chunk: Chunk, stats: Statistics) -> Tensor:
-        return chunk.mask & ~(stats.reference - chunk.y_own < FAR)  # where one is no number too
-
-    def _make_far_rows(self, chunk: Chunk, rows: Rows, stats: Statistics, p: Tensor) -> None:
+    def _make_far_rows(self, rows: Rows, reference: Tensor, far: Tensor, p: Tensor) -> None:
         """Make the exponentials again of rows whose own class is far below the largest, relative to that."""
-        place, number = products.listed(self._is_far(chunk, stats))
+        place, number = products.listed(far)
         scratch = self.scratch_rows(rows.x.shape[0])
         products.gathered(rows.x, place, number, scratch)
-        one, zero = torch.ones_like(stats.reference), torch.zeros_like(stats.reference)
-        numbers = torch.stack((stats.reference, one, zero, zero))
         weights = self.weights._replace(class_weight=None)
-        products.launch_logits(Rows(scratch, numbers, rows.own, number), weights, p, None, place=place)
+        products.launch_logits(Rows(scratch, reference, rows.own, number), weights, p, place=place)
 
-    def _over_ranks(self, chunk: Chunk, sums: Tensor) -> tuple[Statistics, Tensor, Tensor]:
-        """Return the statistics of all ranks, weighted logits, and the largest exponential, from a rank's sums."""
-        own_sums, m, own_moment, weighted = self._with_own(chunk, sums).unbind()
-        largest = largest_over_ranks(self.shard, m)
-        reference = torch.maximum(largest, chunk.y_own)
-        shift = (m - reference).masked_fill(own_sums == 0, 0.0)
-        fade = shift.exp()
-        rank = torch.stack((fade * own_sums, fade * (own_moment + shift * own_sums), weighted))
-        rest, moment, weighted = over_ranks(self.shard, rank).unbind()
-        distance = chunk.y_own - reference
-        own = distance.exp()
-        moment = moment + (own * distance).masked_fill(own == 0, 0.0)
-        return Statistics(reference, rest, own, moment), weighted, (largest - reference).exp()
+    def _is_far(self, chunk: Chunk, stats: Statistics) -> Tensor:
+        return chunk.mask & ~(stats.reference - chunk.y_own < products.FAR)  # where one is no number too
 
-    def _with_own(self, chunk: Chunk, sums: Tensor) -> Tensor:
-        """Return a rank's sums with the rows' own classes among the weighted logits."""
-        class_weight = self.weights.class_weight
-        if class_weight is None:
-            return sums
-        own = class_weight[chunk.own.clamp(min=0).long()].float() * chunk.y_own
-        return torch.cat((sums[:3], sums[3:] + own.masked_fill(chunk.own < 0, 0.0)))
+    def exponentials(self, chunk: Chunk, stats: Statistics, grads: RowGradients, p: Tensor) -> RowMatrix:
+        factor, own_grad = self.weights.transform.factor, grads.logprobs
+        out = products.exponential_coefficients(
+            torch.stack(stats), self._is_far(chunk, stats).view(torch.int8), chunk.own, chunk.slope_own,
+            (None if own_grad is None else own_grad.squeeze(1), grads.logsumexp), factor,
+        )  # fmt: skip
+        return RowMatrix(p, out[:2], out[2])
+
+    def own_entries(self, chunk: Chunk, stats: Statistics) -> Tensor:
+        own = -stats.rest / stats.own.masked_fill(self._is_far(chunk, stats), 1.0)
+        return own if chunk.slope_own is None else own * chunk.slope_own
 
     def gradients(self, chunk: Chunk, reference: Tensor, a: Tensor, b: Tensor, u: Tensor | None, p: Tensor) -> None:
         reference = reference.masked_fill(~chunk.mask, float("inf"))
@@ -179,7 +194,7 @@ class KernelProjection:
         weights = self.weights if u is not None else self.weights._replace(class_weight=None)
         rows = Rows(self.x[chunk.rows], numbers, chunk.own, chunk.count)
         if self.V > 0:
-            products.launch_logits(rows, weights, p, None)
+            products.launch_logits(rows, weights, p, gradients=True)
 
     def put(self, p: Tensor, columns: Tensor, entries: Tensor, count: Tensor) -> None:
         """Put entries `[M, K]` into P; where a column is negative P stays as it is."""
@@ -230,10 +245,11 @@ class MatrixProjection:
             y.scatter_(1, own, torch.where(has_own, float("-inf"), y.gather(1, own)))
         return all_y, y, slope
 
-    def statistics(self, chunk: Chunk, p: Tensor | None, moments: bool) -> tuple[Statistics, Tensor, Tensor]:
+    def statistics(self, chunk: Chunk, p: Tensor | None, moments: bool) -> RowsOfLogits:
         all_y, y, slope = self._transformed(chunk)
         m = y.amax(-1) if self.V > 0 else torch.full_like(chunk.y_own, float("-inf"))
-        reference = torch.maximum(largest_over_ranks(self.shard, m), chunk.y_own)
+        m = largest_over_ranks(self.shard, m)
+        reference = torch.maximum(m, chunk.y_own)
         weighted = nothing = torch.zeros_like(reference)
         if self.weights.class_weight is not None:
             weighted = (all_y * self.weights.class_weight.float()).sum(-1)
@@ -247,7 +263,22 @@ class MatrixProjection:
         own = distance.exp()
         moment = moment + torch.where(own > 0, own * distance, 0.0)
         stats = Statistics(reference, rest, own, moment).masked(chunk.mask)
-        return stats, weighted, (largest_over_ranks(self.shard, m) - reference).exp()
+        return RowsOfLogits(stats, weighted, chunk.mask & (m <= chunk.y_own), None)
+
+    def exponentials(self, chunk: Chunk, stats: Statistics, grads: RowGradients, p: Tensor) -> RowMatrix:
+        factor, total = self.weights.transform.factor, stats.total
+        g = torch.zeros_like(total) if grads.logprobs is None else grads.logprobs.squeeze(1)
+        stored = self.own_entries(chunk, stats)
+        if grads.logsumexp is None:
+            return RowMatrix(p, (-g / total * factor).unsqueeze(0), stored)
+        entry = (g * stats.rest + grads.logsumexp * stats.own) / total
+        entry = entry * (factor if chunk.slope_own is None else chunk.slope_own)
+        row_factor, least = (grads.logsumexp - g) / total * factor, entry.abs() * products.LEAST_FACTOR / total
+        row_factor = torch.where(row_factor.abs() < least, least, row_factor)
+        return RowMatrix(p, row_factor.unsqueeze(0), torch.where(row_factor == 0, 0.0, entry / row_factor))
+
+    def own_entries(self, chunk: Chunk, stats: Statistics) -> Tensor:
+        return -stats.rest if chunk.slope_own is None else -stats.rest * chunk.slope_own
 
     def gradients(self, chunk: Chunk, reference: Tensor, a: Tensor, b: Tensor, u: Tensor | None, p: Tensor) -> None:
         _, y, slope = self._transformed(chunk)
@@ -258,10 +289,6 @@ class MatrixProjection:
             value += u.unsqueeze(-1) * self.weights.class_weight.float()
         value = value.masked_fill_(~chunk.mask.unsqueeze(-1), 0.0)
         p.copy_(value if slope is None else value * slope)
-
-    def scale_of_exponentials(self, chunk: Chunk, stats: Statistics) -> Tensor:
-        """Return what exponentials that were stored are times to be relative to the reference of the statistics."""
-        return torch.ones_like(stats.rest)
 
     def put(self, p: Tensor, columns: Tensor, entries: Tensor, count: Tensor) -> None:
         """Put entries `[M, K]` into P; where a column is negative P stays as it is."""
@@ -310,18 +337,16 @@ class Gradients:
 
     def _add_by_kernels(self, projection: KernelProjection, chunk: Chunk, rows: RowMatrix, first: bool) -> None:
         scaled = projection.scratch_rows(rows.p.shape[0])
-        scale, inverse, unit = None, None, 1.0
+        scale, inverse, unit, factors = None, None, 1.0, rows.factors
         if rows.p.dtype == torch.float16:
-            scale, inverse, unit = _float16_scales(rows.factor)
-        of_rows = Rows(projection.x[chunk.rows], rows.factor.unsqueeze(0), chunk.own, chunk.count)
-        entry = rows.own_stored * unit
-        products.scale_rows(of_rows, rows.p, scaled, rows.factor, entry, scale)
+            scale, inverse, unit = _float16_scales(rows.factors[0])
+            factors = torch.cat((factors[:1] / unit, factors[1:]))
+        of_rows = Rows(projection.x[chunk.rows], rows.factors, chunk.own, chunk.count)
+        own_stored = rows.own_stored if unit == 1.0 else rows.own_stored * unit
+        products.scale_rows(of_rows, rows.p, scaled, rows.factors[0], own_stored, scale)
         if rows.columns is not None and rows.stored is not None:
             projection.put(rows.p, rows.columns, rows.stored * unit, chunk.count)
         if self.need[0]:
-            # What rounding the own entry loses is added in float32.
-            lost = rows.own_entry - rows.factor * (entry.to(rows.p.dtype).float() / unit)
-            factors = torch.stack((rows.factor / unit, lost.masked_fill(chunk.own < 0, 0.0)))
             index = self.compacted.index
             place = None if index is None else index[chunk.rows]
             dx = self.dx if index is not None else self.dx[chunk.rows]
@@ -329,15 +354,15 @@ class Gradients:
         if self.need[1]:
             products.weight_gradient(rows.p, scaled, self.dw, chunk.count, add=not first, scale=inverse)
         if self.need[2]:
-            products.bias_gradient(rows.p, rows.factor, self.db, chunk.count, scale=1 / unit, add=not first)
+            products.bias_gradient(rows.p, rows.factors[0], self.db, chunk.count, scale=1 / unit, add=not first)
 
     def _add_matrices(self, projection: MatrixProjection, chunk: Chunk, rows: RowMatrix, first: bool) -> None:
         p, weight = rows.p, projection.weights.weight
         projection.put(p, chunk.own.unsqueeze(-1), rows.own_stored.unsqueeze(-1), chunk.count)
         if rows.columns is not None and rows.stored is not None:
             projection.put(p, rows.columns, rows.stored, chunk.count)
-        counts = (rows.factor != 0).unsqueeze(-1)
-        factor = rows.factor.unsqueeze(-1)
+        factor = rows.factors[0].unsqueeze(-1)
+        counts = factor != 0
         if self.need[0]:
             dx = torch.where(counts, torch.mm(p, weight) * factor, 0.0)
             self.dx[chunk.rows if self.compacted.index is None else self.compacted.index[chunk.rows]] = dx

@@ -105,7 +105,7 @@ class Coefficients(NamedTuple):
 
 
 def coefficients(
-    stats: Statistics, y: Tensor, grads: RowGradients, same: Tensor, is_own: Tensor, class_weight: Tensor | None
+    stats: Statistics, y: Tensor, grads: RowGradients, ids: Tensor, is_own: Tensor, class_weight: Tensor | None
 ) -> Coefficients:
     """Return A, B and the gradients dy of the classes `[M, K]`.
 
@@ -113,7 +113,7 @@ def coefficients(
         stats: The rows' statistics.
         y: Transformed logits `[M, K]` of the classes.
         grads: Gradients of the results, 0 where they do not count.
-        same: `[M, K, K]`, 1 where two of a row's classes are the same.
+        ids: The classes `[M, K]`.
         is_own: `[M, K]`, True for the row's own class.
         class_weight: The weights of the classes in `weighted`, `[M, K]`.
     """
@@ -122,7 +122,8 @@ def coefficients(
     f, h = (zero if each is None else each for each in (grads.logsumexp, grads.entropy))
     mean = stats.moment / total
     a, b = (f - g.sum(-1) + h * mean) / total, -h / total
-    alike = (same * g.unsqueeze(-2)).sum(-1)  # a class that is there twice gets both gradients
+    # A class that is there twice gets both gradients.
+    alike = ((ids.unsqueeze(-1) == ids.unsqueeze(-2)) * g.unsqueeze(-2)).sum(-1) if ids.shape[1] > 1 else g
     distance = y - stats.reference.unsqueeze(-1)
     e = torch.where(is_own, stats.own.unsqueeze(-1), distance.exp())
     p = e / total.unsqueeze(-1)
