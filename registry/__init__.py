@@ -31,6 +31,7 @@ from llmk.registry.devices import (
     max_warps,
     next_power_of_2,
     num_programs,
+    shared_memory,
     size_hint,
     use_kernels_on_cpu,
 )
@@ -102,6 +103,7 @@ __all__ = [
     "replicate_only",
     "row_axes",
     "set_short_path_enabled",
+    "shared_memory",
     "size_hint",
     "split_around_dim",
     "split_rows",

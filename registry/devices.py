@@ -46,21 +46,25 @@ def runs_kernels(name: str, tensor: Tensor) -> bool:
     return tensor.is_cuda or _switch.kernels_on_cpu
 
 
-class _Warps:
-    size = 32 if torch.version.hip is None else 64
+class _Chosen:
+    """The GPU that launches are chosen for: the one at hand, unless `launches_for` says another."""
+
+    warp_size = 32 if torch.version.hip is None else 64
+    shared_memory: int | None = None
 
 
-_warps = _Warps()
+_chosen = _Chosen()
 
 
 @contextlib.contextmanager
-def warps_of(threads: int) -> Iterator[None]:
-    """Choose launches as on a GPU whose warps have so many threads."""
-    previous, _warps.size = _warps.size, threads
+def launches_for(warp_size: int, shared_memory: int) -> Iterator[None]:
+    """Choose launches as on a GPU with so many threads in a warp, and so many bytes of shared memory for a block."""
+    previous = _chosen.warp_size, _chosen.shared_memory
+    _chosen.warp_size, _chosen.shared_memory = warp_size, shared_memory
     try:
         yield
     finally:
-        _warps.size = previous
+        _chosen.warp_size, _chosen.shared_memory = previous
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -100,14 +104,6 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 @functools.cache
-def shared_memory(device: torch.device) -> int:
-    """The bytes of shared memory that one program may have; an H200's when tracing without a GPU."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    return 232448
-
-
-@functools.cache
 def has_device_offsets(device: torch.device) -> bool:
     """Return True if `torch.nn.functional.grouped_mm` takes the numbers of rows from this GPU's memory, in bfloat16.
 
@@ -120,7 +116,25 @@ def has_device_offsets(device: torch.device) -> bool:
 
 def max_warps() -> int:
     """The largest number of warps in one thread block, which has room for 1024 threads."""
-    return 1024 // _warps.size
+    return 1024 // _chosen.warp_size
+
+
+SHARED_MEMORY = 227 * 1024
+"""An H100's, and that of every call where there is no GPU."""
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    if device.type != "cuda":
+        return SHARED_MEMORY
+    properties = torch.cuda.get_device_properties(device)
+    # What a block has if it asks for it; AMD's have all of it without.
+    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
+
+
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that a thread block may have: 227 KiB of an H100, 99 of an RTX 4090."""
+    return _shared_memory(device) if _chosen.shared_memory is None else _chosen.shared_memory
 
 
 def num_programs(device: torch.device, per_multiprocessor: int) -> int:

@@ -18,6 +18,7 @@ from llmk.registry.launch import HAS_LAUNCHER, recording, wrap_triton
 from llmk.registry.named_arguments import by_argument_names
 from llmk.registry.private.modes import traced_by_compiler
 from llmk.registry.private.operators import bare_apply, define_kernel_op, schema_of
+from llmk.registry.private.tensors import is_view
 from llmk.registry.sharding import ShardingStrategy, register_strategy
 
 __all__ = ["KernelOp", "like_first", "wrap_triton"]
@@ -37,7 +38,8 @@ class KernelOp:
     In plain eager mode a call goes straight to an `autograd.Function` around the same body and formula: the way through
     the dispatcher would cost several times the launch. Everything that needs the dispatcher gets it.
 
-    Outputs must be fresh, contiguous or dense buffers that alias neither the inputs nor each other.
+    Outputs must be fresh, contiguous or dense buffers that alias neither the inputs nor each other. Where the function
+    returns views of its buffers, a caller gets tensors that are none, which may be changed in place.
 
     Args:
         fn: The launching function. Its first argument is a tensor, and its annotations give the schema. It allocates
@@ -108,7 +110,7 @@ class KernelOp:
         """The body where nothing traces; on the current GPU without autocast that is the launching function itself."""
         if not launches_directly(args[0]):
             return self._body(*args)
-        outputs = self.fn(*args)
+        outputs = _no_views(self.fn(*args))
         if captures.current is not None:
             captures.current.note_call(self, args, outputs)
         return outputs
@@ -257,8 +259,10 @@ class KernelOp:
             run = self.implementation(*args)
             if needs_context(args[0]):
                 with kernel_context(args[0].device):
-                    return run(*args)
-            return run(*args)
+                    outputs = run(*args)
+            else:
+                outputs = run(*args)
+            return outputs if traced_by_compiler() else _no_views(outputs)
 
         return body
 
@@ -287,6 +291,16 @@ class KernelOp:
 
     def _refuse_double_backward(self, ctx: Any, *grads: Any) -> Any:
         raise NotImplementedError(f"llmk::{self.name}: double backward is not supported")
+
+
+def _no_views(outputs: Any) -> Any:
+    """Return the same outputs as tensors that a caller may change in place: autograd refuses a custom function's views.
+
+    A detached tensor is no view and has the same memory.
+    """
+    if isinstance(outputs, tuple):
+        return tuple([y.detach() if is_view(y) else y for y in outputs])
+    return outputs.detach() if is_view(outputs) else outputs
 
 
 def like_first(*args: Any) -> Any:

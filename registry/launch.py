@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from llmk.registry.devices import kernels_on_cpu, use_kernels_on_cpu, warps_of
+from llmk.registry.devices import SHARED_MEMORY, kernels_on_cpu, launches_for, use_kernels_on_cpu
 from llmk.registry.eager.bypass import fast_path
 from llmk.registry.eager.launch_cache import captures
 from llmk.registry.eager.launcher import contiguous_layout, launcher_for, with_options
@@ -103,15 +103,15 @@ def _is_gpu(device: torch.device) -> bool:
 
 
 @contextlib.contextmanager
-def record_launches(warp_size: int = 32) -> Iterator[list[Launch]]:
+def record_launches(warp_size: int = 32, shared_memory: int = SHARED_MEMORY) -> Iterator[list[Launch]]:
     """Collect the kernel launches of the calls inside instead of making them; tensors should be fake.
 
-    They are those of a GPU whose warps have `warp_size` threads.
+    They are those of a GPU with so many threads in a warp, and so many bytes of shared memory for a block.
     """
     launches: list[Launch] = []
     _recorder.launches = launches
     try:
-        with use_kernels_on_cpu(), warps_of(warp_size):
+        with use_kernels_on_cpu(), launches_for(warp_size, shared_memory):
             yield launches
     finally:
         _recorder.launches = None

@@ -33,11 +33,21 @@ from llmk.registry.record import Op, Sample
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_86": GPUTarget("cuda", 86, 32),
+    "sm_89": GPUTarget("cuda", 89, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 """The targets that every kernel must compile for, by their makers' names."""
+SHARED_MEMORY = {
+    name: kib * 1024
+    for name, kib in {
+        "sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99, "gfx942": 64,
+    }.items()
+}  # fmt: skip
+"""Bytes that one block may have there."""
 
 
 @dataclass(frozen=True)
@@ -112,16 +122,17 @@ def distinct(launches: Iterable[Launch], target: Any) -> list[Launch]:
 
 
 def launches(
-    op: Op, dtype: torch.dtype, *, samples: bool = True, workloads: bool = True, warp_size: int = 32, alone: bool = True
-) -> list[Launch]:
+    op: Op, dtype: torch.dtype, *, samples: bool = True, workloads: bool = True, target: str = "sm_90",
+    alone: bool = True,
+) -> list[Launch]:  # fmt: skip
     """Return the launches of `op` on its samples and workloads, forward and backward, once for each kernel to be built.
 
-    It is what a GPU whose warps have `warp_size` threads is given. Each call is made with every differentiable argument
+    It is what a GPU of that target is given. Each call is made with every differentiable argument
     wanting its gradient and, if `alone`, with only one of them wanting it.
     """
     device = torch.device("cpu")  # a build without a GPU aborts on fake GPU tensors that require gradients
     found: list[Launch] = []
-    with FakeTensorMode(), record_launches(warp_size) as recorded:
+    with FakeTensorMode(), record_launches(*limits(target)) as recorded:
         for make, wanted in [(op.samples, samples), (op.workloads, workloads)]:
             for sample in make(device, dtype) if make is not None and wanted else ():
                 for names in itertools.islice(gradients_wanted(op, sample), None if alone else 1):
@@ -130,6 +141,11 @@ def launches(
                     recorded.clear()
     # AMD's backend specialises on more than NVIDIA's does: what it tells apart is enough for both.
     return distinct(found, TARGETS["gfx942"])
+
+
+def limits(target: str) -> tuple[int, int]:
+    """What launches are chosen by: the threads of a warp, and the bytes of shared memory that one block may have."""
+    return TARGETS[target].warp_size, SHARED_MEMORY[target]
 
 
 def gradients_wanted(op: Op, sample: Sample) -> Iterator[tuple[str, ...]]:

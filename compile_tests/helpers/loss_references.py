@@ -98,9 +98,9 @@ def entropies_of(input: Tensor, linear_weight: Tensor, target: Tensor, **kw: Any
     return split(-(scores.exp() * scores.masked_fill(scores == float("-inf"), 0.0)).sum(-1), target, **kw)
 
 
-def pairs_of(sequences: list[Any], packed: bool) -> list[tuple[Any, Any]]:
-    half = len(sequences) // 2
-    chosen, rejected = (sequences[0::2], sequences[1::2]) if packed else (sequences[:half], sequences[half:])
+def pairs_of(sequences: list[Any], pair_order: str | None = None, **_: Any) -> list[tuple[Any, Any]]:
+    half, by_turns = len(sequences) // 2, pair_order == "interleaved"
+    chosen, rejected = (sequences[0::2], sequences[1::2]) if by_turns else (sequences[:half], sequences[half:])
     return list(zip(chosen, rejected, strict=True))
 
 
@@ -202,16 +202,15 @@ def dpo_reference(
     num_chosen_tokens_in_batch: float | None = None,
     **kw: Any,
 ) -> Tensor:
-    packed = kw.get("sequence_ids") is not None
-    tokens = pairs_of(logps_of(input, linear_weight, target, **kw), packed)
+    tokens = pairs_of(logps_of(input, linear_weight, target, **kw), **kw)
     if ref_logps is None:
         assert ref_input is not None
         assert ref_linear_weight is not None
         of_ref = {**kw, "linear_bias": None}
-        ref_tokens = pairs_of(logps_of(ref_input.detach(), ref_linear_weight.detach(), target, **of_ref), packed)
+        ref_tokens = pairs_of(logps_of(ref_input.detach(), ref_linear_weight.detach(), target, **of_ref), **kw)
         ref = [(weighted_sum(c, r, ld_alpha), weighted_sum(r, c, ld_alpha)) for c, r in ref_tokens]
     else:
-        ref = pairs_of(list(ref_logps), packed)
+        ref = pairs_of(list(ref_logps), **kw)
     policy = [(weighted_sum(c, r, ld_alpha), weighted_sum(r, c, ld_alpha)) for c, r in tokens]
     e, tau = label_smoothing, discopop_tau
     t = torch.stack([torch.stack([torch.stack(p) - torch.stack(q)]) for p, q in zip(policy, ref, strict=True)])
@@ -239,7 +238,7 @@ def dpo_reference(
         squares = split((2 * token_scores(input, linear_weight, **kw)).exp().sum(-1).log(), target, **kw)
         each = [
             average(c - a).exp() * average(r - b).exp()
-            for (c, r), (a, b) in zip(tokens, pairs_of(squares, packed), strict=True)
+            for (c, r), (a, b) in zip(tokens, pairs_of(squares, **kw), strict=True)
         ]
         pair_weights = torch.stack(each).detach()
     total = torch.zeros_like(nll)
@@ -264,7 +263,7 @@ def cpo_reference(
     num_chosen_tokens_in_batch: float | None = None,
     **kw: Any,
 ) -> Tensor:
-    tokens = pairs_of(logps_of(input, linear_weight, target, **kw), kw.get("sequence_ids") is not None)
+    tokens = pairs_of(logps_of(input, linear_weight, target, **kw), **kw)
     of = average if loss_type in ("ipo", "simpo") else torch.sum
     losses = []
     for chosen, rejected in tokens:
@@ -296,7 +295,7 @@ def orpo_reference(
     num_chosen_tokens_in_batch: float | None = None,
     **kw: Any,
 ) -> Tensor:
-    tokens = pairs_of(logps_of(input, linear_weight, target, **kw), kw.get("sequence_ids") is not None)
+    tokens = pairs_of(logps_of(input, linear_weight, target, **kw), **kw)
     ratios = []
     for chosen, rejected in tokens:
         ratios.append(orpo_of(average(chosen), average(rejected)))

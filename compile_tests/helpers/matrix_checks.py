@@ -77,9 +77,9 @@ def ahead() -> None:
     from llmk.registry import OPS
 
     built = 0
-    for name, warp_size in (("sm_90", 32), ("gfx942", 64)):
+    for name in ("sm_90", "gfx942"):
         for op in OPS.values():
-            for launch in launches(op, torch.bfloat16, workloads=False, warp_size=warp_size):
+            for launch in launches(op, torch.bfloat16, workloads=False, target=name):
                 compile_for(launch, TARGETS[name])
                 built += 1
     print(f"{built} kernels built")

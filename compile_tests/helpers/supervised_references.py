@@ -47,7 +47,7 @@ def distill_topk_reference(
 ) -> Tensor:
     scores, total = token_scores(input, linear_weight, temperature=temperature, **kw), input.new_zeros(())
     for b, s in (target != -100).nonzero().tolist():
-        kept = (teacher_ids[b, s] != -100) & (teacher_logprobs[b, s] > float("-inf"))
+        kept = (teacher_ids[b, s] >= 0) & (teacher_logprobs[b, s] > float("-inf"))
         if not kept.any():
             continue
         p, q = scores[b, s, teacher_ids[b, s][kept]].exp(), teacher_logprobs[b, s][kept].to(scores.dtype).exp()

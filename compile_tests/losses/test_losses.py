@@ -184,7 +184,7 @@ WRONG: list[tuple[str, type[Exception], str, Callable[[Tensor, Tensor, Tensor], 
         "ids",
         ValueError,
         r"sequence_ids: expected input of shape \[1, T, H\]",
-        lambda x, w, t: losses.orpo(x, w, t, sequence_ids=t),
+        lambda x, w, t: losses.orpo(x, w, t, sequence_ids=t, pair_order="interleaved"),
     ),
     (
         "values",

@@ -1,6 +1,7 @@
 """`llmk.losses.distill` from teachers with hidden states and teachers by their top-k, in one call."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ def numbers(*shape: int) -> Tensor:
 def topk(tokens: torch.Size, K: int) -> tuple[Tensor, Tensor]:
     """Classes and log-probabilities `[B, S, K]`, some absent, in both ways, and all of one sequence's."""
     logprobs, ids = (2 * numbers(*tokens, V + K)[..., K:]).log_softmax(-1).topk(K)
-    ids[0, :, K // 2 :], logprobs[2, :, -1], ids[4] = -100, float("-inf"), -100
+    ids[0, :, K // 2 :], logprobs[2, :, -1], ids[4] = -1, float("-inf"), -100
     return ids, logprobs
 
 
@@ -249,7 +250,7 @@ def test_what_is_absent_is_not_read(device: torch.device) -> None:
 
     ignored = (target == -100).unsqueeze(-1)
     assert ignored.any()
-    wrong = ids.masked_fill(ignored, 10**6), logprobs.masked_fill(ignored | (ids == -100), float("nan"))
+    wrong = ids.masked_fill(ignored, 10**6), logprobs.masked_fill(ignored | (ids < 0), float("nan"))
     for found, right in zip(results(*wrong), results(ids, logprobs), strict=True):
         assert torch.equal(found, right)
 
@@ -259,7 +260,36 @@ IDS, LOGPROBS = T.unsqueeze(-1).repeat(1, 1, 2), numbers(2, 3, 2) - 9
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("wrong", [11, -1])
+@pytest.mark.parametrize("ce_weight", [0.0, 0.3])
+def test_an_index_to_ignore_may_be_a_class(device: torch.device, ce_weight: float) -> None:
+    """Of targets alone: 0 is the padding of many pipelines, and a class of the teacher's all the same."""
+    x, weight, target = (tensor.clone().to(device) for tensor in (X, W, T))
+    target[target == 0] = 5
+    ids = torch.tensor([0, 3, -1, 7], device=device).expand(2, 3, 4)
+    logprobs = torch.tensor([0.5, 0.2, float("nan"), 0.1], device=device).log().expand(2, 3, 4)
+
+    def of_both(target: Tensor, ignore_index: int, absent: int) -> list[list[Tensor]]:
+        given, options = ids.where(ids >= 0, absent), {"ignore_index": ignore_index, "ce_weight": ce_weight}
+        calls: list[Callable[..., Any]] = [
+            lambda x, w, t: losses.distill_topk(x, w, t, given, logprobs, **options),
+            lambda x, w, t: losses.distill(x, w, t, [], [], teacher_ids=given, teacher_logprobs=logprobs, **options),
+        ]
+        return [loss_and_gradients(call, x, weight, target) for call in calls]
+
+    want = of_both(target, -100, -1)
+    assert all(loss > 0 for loss, *_ in want)
+    for found in (of_both(target, -100, -100), of_both(target.where(target != -100, 0), 0, -1)):
+        torch.testing.assert_close(found, want, rtol=0, atol=0)
+
+
+def loss_and_gradients(call: Callable[..., Any], x: Tensor, weight: Tensor, target: Tensor) -> list[Tensor]:
+    x, weight = (tensor.clone().requires_grad_() for tensor in (x, weight))
+    loss, _ = call(x, weight, target)
+    return [loss.detach(), *torch.autograd.grad(loss, (x, weight))]
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("wrong", [11, 2**31])
 def test_an_id_that_is_no_class(device: torch.device, wrong: int) -> None:
     """The host says so; on a GPU the loss is NaN."""
     x, weight = (tensor.clone().to(device).requires_grad_() for tensor in (X, W))
@@ -271,7 +301,7 @@ def test_an_id_that_is_no_class(device: torch.device, wrong: int) -> None:
         return fused_linear_distill(x, weight, [], [], [], [], *lists)[0]
 
     if device.type == "cpu" and not INTERPRET:
-        message = rf"teacher_ids\[1\]: expected classes in \[0, 11\) or ignore_index -100, got {wrong}"
+        message = rf"teacher_ids\[1\]: expected classes in \[0, 11\), or -1 for none, got {wrong}"
         with pytest.raises(IndexError, match=message):
             loss()
     else:

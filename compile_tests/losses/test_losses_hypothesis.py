@@ -99,7 +99,8 @@ def test_packed_is_padded(name: str, drawn: list[int], seed: int, chunk_size: in
     keep = [target[i] != -100 for i in order]
     ids = torch.cat([torch.full((int(of.sum()),), i) for i, of in enumerate(keep)]).view(1, -1)
     flat = [torch.cat([of[i][kept] for i, kept in zip(order, keep, strict=True)]).unsqueeze(0) for of in (x, target)]
-    of_packed = run(name, flat[0], weight, flat[1], sequence_ids=ids, **others_of(name, B, order), **options)
+    others = others_of(name, B, order) | ({"pair_order": "interleaved"} if name in OF_PAIRS else {})
+    of_packed = run(name, flat[0], weight, flat[1], sequence_ids=ids, **others, **options)
     torch.testing.assert_close(of_packed[0], of_rows[0], rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(of_packed[2], of_rows[2], rtol=1e-4, atol=1e-5)
     rows = torch.cat([of_rows[1][i][kept] for i, kept in zip(order, keep, strict=True)])
@@ -124,7 +125,7 @@ def test_nan_stays_in_its_sequence(name: str, packs: bool, drawn: list[int], see
     shape = target.shape
     if packs:
         if name in OF_PAIRS:  # by turns
-            others = others_of(name, B, [i // 2 + B // 2 * (i % 2) for i in range(B)])
+            others = others_of(name, B, [i // 2 + B // 2 * (i % 2) for i in range(B)]) | {"pair_order": "interleaved"}
             ids = torch.cat([torch.arange(0, B, 2), torch.arange(1, B, 2)])
         else:
             ids = torch.arange(B)

@@ -93,8 +93,10 @@ def test_dpo_mixture_options_and_reference_model(device: torch.device) -> None:
 
 
 def reordered(sample: Sample) -> Sample:
-    """Packed, with chosen and rejected by turns."""
-    kwargs = dict(sample.kwargs)
+    """Packed, of pairs with chosen and rejected by turns."""
+    kwargs: dict[str, Any] = {**sample.kwargs}
+    if "label" not in kwargs:
+        kwargs["pair_order"] = "interleaved"
     for name in ("ref_logps", "label"):
         if name in kwargs:
             kwargs[name] = kwargs[name][ORDER]
@@ -152,11 +154,50 @@ def test_packed_equals_padded(device: torch.device, name: str, said: bool) -> No
         }
     padded = Sample((x, weight, target), options | ref, why=name)
     sample = packed(padded, target, ("ref_input",), ORDER)
-    if said:
-        sample = Sample(sample.args, sample.kwargs | {"num_sequences": len(LENGTHS)}, why=f"{name}, number said")
+    kwargs = {"pair_order": "interleaved"} | ({"num_sequences": len(LENGTHS)} if said else {})
+    sample = Sample(sample.args, sample.kwargs | kwargs, why=f"{name} {kwargs}")
     require(op, sample)
     ours, theirs = op.overload(*sample.args, **sample.kwargs), op.reference(*to64(padded).args, **to64(padded).kwargs)
     torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6)
+
+
+ORDERED = PACKED | {
+    "sigmoid+sft": (DPO, {"loss_type": ["sigmoid", "sft"]}),
+    "wpo": (DPO, {"use_weighting": True, "ld_alpha": 0.3}),
+    "ld_alpha": (DPO, {"ld_alpha": 0.3}),
+}
+
+
+@pytest.mark.parametrize("packs", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("order", ["halves", "interleaved"])
+@pytest.mark.parametrize("name", ORDERED)
+def test_the_order_of_pairs_is_said(device: torch.device, name: str, order: str, packs: bool) -> None:
+    """A batch means the same padded, and packed row by row."""
+    op, options = ORDERED[name]
+    x, weight, target = batch(LENGTHS, device)
+    ref = {"ref_logps": ref_logps(target)} if op is DPO else {}
+    sample = Sample((x, weight, target), options | ref | {"pair_order": order}, why=f"{name}, {order}")
+    if packs:
+        sample = packed(sample, target, ())
+        sample.kwargs["num_sequences"] = len(LENGTHS)
+    require(op, sample)
+
+
+@pytest.mark.parametrize("name", ["dpo", "cpo", "simpo", "orpo"])
+def test_a_packed_batch_says_the_order_of_its_pairs(device: torch.device, name: str) -> None:
+    x, weight, target = batch(LENGTHS, device)
+    ref = {"ref_logps": ref_logps(target)} if name == "dpo" else {"num_sequences": len(LENGTHS)}
+    sample = packed(Sample((x, weight, target), {}, why=name), target, ())
+    fn, args, kwargs = getattr(losses, name), sample.args, sample.kwargs
+    with pytest.raises(
+        ValueError, match=r"pair_order: expected 'halves' or 'interleaved' with sequence_ids.* got None"
+    ):
+        fn(*args, **kwargs, **ref)
+    with pytest.raises(ValueError, match=r"pair_order: .*got 'pairs'"):
+        fn(*args, **kwargs, **ref, pair_order="pairs")
+    ref = {"ref_input": args[0], "ref_linear_weight": weight} if name == "dpo" else {}
+    with pytest.raises(ValueError, match=r"num_sequences: expected the number of sequences with pair_order 'halves'"):
+        fn(*args, **kwargs, **ref, pair_order="halves")
 
 
 def to64(sample: Sample) -> Sample:

@@ -186,7 +186,9 @@ def of_pairs(is_packed: bool = False, **options: Any) -> Sample:
     options = {name: values.get(name, value) for name, value in options.items()}
     if not is_packed:
         return Sample((x, weight, target), options, why=f"{sorted(options)}")
+    of_kto = "label" in options
     options = {k: v[BY_TURNS] if k in ("ref_logps", "label") else v for k, v in options.items()}
+    options |= {} if of_kto else {"pair_order": "interleaved"}
     return packed(Sample((x, weight, target), options, why="pairs"), target, (), BY_TURNS)
 
 
@@ -382,7 +384,7 @@ def refused() -> None:
     mesh = init_device_mesh(here().type, (2, dist.get_world_size() // 2))
     world: dict[str, Any] = {"group": dist.group.WORLD}
     context: dict[str, Any] = {"context_group": dist.group.WORLD}
-    unknown = {"sequence_ids": torch.zeros_like(pairs.args[2][:1])}
+    unknown: dict[str, Any] = {"sequence_ids": torch.zeros_like(pairs.args[2][:1]), "pair_order": "interleaved"}
     packed = tuple(value[:1] if value.shape[0] == 8 else value for value in pairs.args)
     for message, call_it in {
         "context_group: expected other ranks than those of group": lambda: losses.cpo(*pairs.args, **world, **context),

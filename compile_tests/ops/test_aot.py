@@ -2,22 +2,26 @@
 
 `helpers/aot.py` finds the launches by running each operator on fake tensors, with all gradients wanted. One target of
 each vendor gets each kernel in bfloat16 as its first sample launches it; sm_90 gets it as the first workload does that
-launches it. With `--build many` each gradient is also wanted alone, every target gets all workloads, and sm_90 what all
-samples launch, and the workloads in every dtype.
+launches it. With `--build many` each gradient is also wanted alone, every target gets all workloads, and sm_90 and
+sm_86 what all samples launch, and the workloads in every dtype. Launches are those that an operator chooses for the
+target's shared memory; the widest rows are built for each target that has little of it in any case.
 """
 
 import functools
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from compile_tests.helpers import aot
 from compile_tests.helpers.uniform_registers import undefined_descriptors
+from llmk import functional
 from llmk.registry import OPS
 from llmk.registry.devices import INTERPRET
 from llmk.registry.launch import Launch, record_launches
@@ -29,27 +33,31 @@ pytestmark = [
     pytest.mark.usefixtures("compiled_once"),
 ]
 
-SHARED_MEMORY = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
-"""Bytes that one block may have."""
 THREADS = 1024
 """In one block, on every target."""
 
 FEW_TARGETS = ("sm_90", "gfx942")
+THOROUGH_TARGETS = ("sm_90", "sm_86")
+"""One with much shared memory and one with little."""
+SMALL_TARGETS = ("sm_86", "sm_89", "sm_120")
 
 each_op = pytest.mark.parametrize("name", OPS)
 each_target = pytest.mark.parametrize("target", aot.TARGETS)
 
 
 @functools.cache
-def _recorded(name: str, dtype: torch.dtype, kind: str, build: str, warp_size: int = 32) -> list[Launch]:
+def _recorded(name: str, dtype: torch.dtype, kind: str, build: str, target: str = "sm_90") -> list[Launch]:
     wanted = {"samples": kind == "samples", "workloads": kind == "workloads"}
-    return aot.launches(OPS[name], dtype, warp_size=warp_size, alone=build != "few", **wanted)
+    same = next(other for other in aot.TARGETS if aot.limits(other) == aot.limits(target))
+    if same != target:
+        return _recorded(name, dtype, kind, build, same)
+    return aot.launches(OPS[name], dtype, target=target, alone=build != "few", **wanted)
 
 
-def _workload_launches(name: str, build: str) -> list[Launch]:
+def _workload_launches(name: str, build: str, target: str = "sm_90") -> list[Launch]:
     if build == "few":
-        return _first_of_each(_recorded(name, torch.bfloat16, "workloads", build))
-    return [launch for dtype in OPS[name].dtypes for launch in _recorded(name, dtype, "workloads", build)]
+        return _first_of_each(_recorded(name, torch.bfloat16, "workloads", build, target))
+    return [launch for dtype in OPS[name].dtypes for launch in _recorded(name, dtype, "workloads", build, target)]
 
 
 def _first_of_each(launches: list[Launch]) -> list[Launch]:
@@ -60,17 +68,16 @@ def _first_of_each(launches: list[Launch]) -> list[Launch]:
 def _launches(name: str, target: str, build: str) -> list[Launch]:
     if build == "few" and target not in FEW_TARGETS:
         pytest.skip(f"`--build many` builds for {target}")
-    warp_size = aot.TARGETS[target].warp_size
-    samples = _recorded(name, torch.bfloat16, "samples", build, warp_size)
-    if target == "sm_90" and build != "few":
-        return aot.distinct(samples + _workload_launches(name, build), aot.TARGETS[target])
+    samples = _recorded(name, torch.bfloat16, "samples", build, target)
+    if target in THOROUGH_TARGETS and build != "few":
+        return aot.distinct(samples + _workload_launches(name, build, target), aot.TARGETS[target])
     first = _first_of_each(samples)
     if target == "sm_90":
         workloads = _workload_launches(name, build)
         launched = {launch.kernel for launch in workloads}
         first = [launch for launch in first if launch.kernel not in launched]
     else:
-        workloads = [] if build == "few" else _recorded(name, torch.bfloat16, "workloads", build, warp_size)
+        workloads = [] if build == "few" else _recorded(name, torch.bfloat16, "workloads", build, target)
     return aot.distinct([*first, *workloads], aot.TARGETS[target])
 
 
@@ -119,9 +126,56 @@ def test_every_kernel_compiles(name: str, target: str, build: str) -> None:
     launches = _launches(name, target, build)
     assert launches
     for launch in launches:
-        compiled = _compile(launch, target)
-        assert compiled.asm["hsaco" if target.startswith("gfx") else "cubin"]
-        assert compiled.metadata.shared <= SHARED_MEMORY[target], aot.describe(launch)
+        _require_fits(launch, target)
+
+
+def _require_fits(launch: Launch, target: str) -> None:
+    compiled = _compile(launch, target)
+    assert compiled.asm["hsaco" if target.startswith("gfx") else "cubin"]
+    assert compiled.metadata.shared <= aot.SHARED_MEMORY[target], aot.describe(launch)
+
+
+def _of_recurrence() -> tuple[Tensor, ...]:
+    """Heads of 128 channels, each of which decays by itself."""
+    return (
+        *(_tensor(1, 128, 2, 128) for _ in range(3)),
+        _tensor(1, 128, 2, 128, dtype=torch.float32),
+        _tensor(1, 128, 2),
+    )
+
+
+def _tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, requires_grad=True)
+
+
+def _rows(N: int, count: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
+    return *(_tensor(64, N, dtype=dtype) for _ in range(count)), _tensor(N, dtype=dtype)
+
+
+WIDEST: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Tensor, ...]], str]] = {
+    "add_rms_norm 12288": (functional.add_rms_norm, lambda: _rows(12288, 2), "backward"),
+    "add_rms_norm 8192, float32": (functional.add_rms_norm, lambda: _rows(8192, 2, torch.float32), "backward"),
+    "rms_norm 8192, float32": (functional.rms_norm, lambda: _rows(8192, 1, torch.float32), "backward"),
+    "rms_norm_gated 8192": (functional.rms_norm_gated, lambda: _rows(8192, 2), "backward"),
+    "layer_norm 12288": (functional.layer_norm, lambda: (*_rows(12288, 1), _tensor(12288)), "backward"),
+    "layer_norm 8192, float32": (functional.layer_norm, lambda: _rows(8192, 1, torch.float32), "backward"),
+    "gated_delta_rule": (functional.gated_delta_rule, _of_recurrence, "states"),
+}
+"""Calls that fill the shared memory of a larger GPU, and a part of the names of their kernels that do."""
+
+
+@pytest.mark.parametrize("target", SMALL_TARGETS)
+@pytest.mark.parametrize("call", WIDEST)
+def test_what_fills_shared_memory_fits_where_there_is_less(call: str, target: str) -> None:
+    fn, inputs, kernels = WIDEST[call]
+    with FakeTensorMode(), record_launches(*aot.limits(target)) as recorded:
+        outputs = fn(*inputs())
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
+    launches = [launch for launch in recorded if kernels in launch.kernel.__name__]
+    assert launches
+    for launch in aot.distinct(launches, aot.TARGETS[target]):
+        _require_fits(launch, target)
 
 
 @each_target

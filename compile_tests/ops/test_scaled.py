@@ -92,6 +92,17 @@ def test_a_gradient_is_no_part_of_the_graph(places: list[int]) -> None:
     assert [(gradient.requires_grad, gradient.grad_fn) for gradient in found] == [(False, None)] * 2
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_what_is_zero_stays_zero(value: float) -> None:
+    """In the kernel too, to memory of its own and where the gradient is."""
+    loss, x, w = loss_of("sum")
+    for retain_graph in (True, False):
+        dx, dw = torch.autograd.grad(loss, (x, w), torch.tensor(value), retain_graph=retain_graph)
+        assert not dx[1].any()
+        assert not dx[torch.arange(6) != 1].isfinite().any()
+        assert not dw.isfinite().any()
+
+
 @pytest.mark.skipif(not INTERPRET, reason="plain PyTorch has no programs")
 def test_programs_share_what_is_larger_than_all_of_them() -> None:
     blocks = num_programs(torch.device("cpu"), scaling.PROGRAMS) * 2 + 1

@@ -24,7 +24,7 @@ from llmk.ops.linear_loss.fused_linear_preference import fused_linear_preference
 from llmk.ops.linear_loss.linear_logprobs import linear_logprobs
 from llmk.ops.linear_loss.objectives.policy import PolicyTerms
 from llmk.ops.linear_loss.vocab_parallel_linear_ce import vocab_parallel_linear_ce
-from llmk.registry import LARGEST, check_integer, check_not_negative, check_number, check_same, is_sharded
+from llmk.registry import LARGEST, check_integer, check_not_negative, check_number, check_option, check_same, is_sharded
 from llmk.registry.checks import TINY
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ NUMBERS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 INTEGERS = (torch.int64, torch.int32)
 COUNTS = (*NUMBERS, *INTEGERS)
 MASKS = (torch.bool, torch.int64, torch.int32)
+PAIR_ORDERS = ("halves", "interleaved")
+"""Where the two of pair i are among B sequences, the chosen first: at i and i + B / 2, or at 2i and 2i + 1."""
 KINDS = {NUMBERS: "numbers", INTEGERS: "integers", MASKS: "truth values (bool, or integers 0 and 1)"}
 
 
@@ -117,7 +119,7 @@ def without_unsupported(
     classes = target.long()
     num_outside = sum_over(ranks.tokens, outside.sum(dtype=torch.float32))
     num_tokens = sum_over(ranks.tokens, (classes != ignore_index).sum())
-    return classes.masked_fill(outside, ignore_index), {"outside_support": num_outside / num_tokens.clamp(min=1)}
+    return classes.masked_fill(outside, ignore_index), {"outside_support": num_outside / denominator_of(num_tokens)}
 
 
 def check_per_sequence(
@@ -162,7 +164,10 @@ def check_list(name: str, values: Any, expected: str) -> None:
 
 
 def denominator_of(value: Tensor | float) -> Tensor | float:
-    """Return what a sum is divided by, 1 for 0: a sum over nothing stays 0. A part of a step's count may be below 1."""
+    """Return what a sum is divided by, 1 for 0: a sum over nothing, or with weights of 0, stays 0.
+
+    Every mean of `llmk.losses` has this denominator. A part of a step's count, or a sum of weights, may be below 1.
+    """
     if not isinstance(value, Tensor):
         return value or 1
     value = value.detach().reshape(())
@@ -186,24 +191,26 @@ class Sequences:
     ranks: Ranks
     shared_tokens: Tensor | None = None  # [], the tokens that count on all ranks; None where there is one
     shared_count: Tensor | None = None  # [], the sequences on all ranks, or the pairs in a batch of pairs
+    pair_order: str | None = None  # one of PAIR_ORDERS in a batch of pairs
 
     @classmethod
-    def from_rows(cls, mask: Tensor) -> "Sequences":
-        return cls(mask, None, mask.shape[0], None, mask.sum(-1, dtype=torch.float32), None, Ranks())
+    def from_rows(cls, mask: Tensor, pair_order: str | None = None) -> "Sequences":
+        lengths = mask.sum(-1, dtype=torch.float32)
+        return cls(mask, None, mask.shape[0], None, lengths, None, Ranks(), pair_order=pair_order)
 
     @classmethod
-    def from_ids(cls, mask: Tensor, ids: Tensor, count: int | None) -> "Sequences":
+    def from_ids(cls, mask: Tensor, ids: Tensor, count: int | None, pair_order: str | None = None) -> "Sequences":
         slots = mask.shape[1] + mask.shape[1] % 2 if count is None else count
         member = ids == torch.arange(slots, device=ids.device, dtype=ids.dtype).unsqueeze(1)
         lengths = (member & mask).sum(-1, dtype=torch.float32)
         num_present = F.pad(ids, (0, 1), value=-1).amax() + 1 if count is None else None
-        return cls(mask, ids, slots, member, lengths, num_present, Ranks())
+        return cls(mask, ids, slots, member, lengths, num_present, Ranks(), pair_order=pair_order)
 
-    def shared_by(self, ranks: Ranks, in_pairs: bool = False) -> "Sequences":
+    def shared_by(self, ranks: Ranks) -> "Sequences":
         """Return the same with the lengths and numbers of all ranks."""
         if not ranks.tokens:
             return self
-        count = self._count(in_pairs)
+        count = self._count(in_pairs=self.pair_order is not None)
         if not isinstance(count, Tensor):
             count = torch.full((), count, dtype=torch.int64, device=self.mask.device)
         return replace(
@@ -270,10 +277,16 @@ class Sequences:
         return torch.arange(slots, device=self.mask.device, dtype=torch.int64) < num_present
 
     def halves(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Split `[slots]` into chosen and rejected: the halves of a padded batch, even and odd in a packed one."""
-        if self.ids is None:
+        """Split `[slots]` into chosen and rejected, of each pair one."""
+        if self.pair_order == "halves":
             return values[: self.slots // 2], values[self.slots // 2 :]
         return values[0::2], values[1::2]
+
+    def joined(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        """Return `[slots]` of which these are the `halves`."""
+        if self.pair_order == "halves":
+            return torch.cat([chosen, rejected])
+        return torch.stack([chosen, rejected], -1).flatten()
 
     def checked(self, loss: Tensor) -> Tensor:
         """Return the loss, NaN if a token that counts has a sequence index out of range."""
@@ -292,25 +305,43 @@ def make_sequences(
     ignore_index: int,
     sequence_ids: Any,
     count: int | None = None,
-    in_pairs: bool = False,
+    pair_order: str | None = None,
     *,
     ranks: Ranks,
 ) -> Sequences:
-    """Check a batch and return its sequences; `count` is the number in a packed batch if an argument gives it."""
+    """Check a batch and return its sequences, in pairs if these have an order.
+
+    `count` is the number of sequences in a packed batch if an argument gives it.
+    """
     check_batch(input, linear_weight, target, ignore_index)
     B = target.shape[0]
     mask = target.long() != ignore_index  # int32 would wrap an index that it does not hold
     if sequence_ids is None:
-        if in_pairs and B % 2:
-            raise ValueError(f"input: expected an even number of sequences, chosen and then rejected, got {B}")
-        return Sequences.from_rows(mask).shared_by(ranks, in_pairs)
+        if pair_order is not None and B % 2:
+            raise ValueError(f"input: expected an even number of sequences, a chosen and a rejected a pair, got {B}")
+        return Sequences.from_rows(mask, pair_order).shared_by(ranks)
     check_per_token("sequence_ids", sequence_ids, target, INTEGERS)
     if B != 1:
         raise ValueError(f"sequence_ids: expected input of shape [1, T, H] with it, got {tuple(input.shape)}")
-    if count is not None and in_pairs and count % 2:
-        raise ValueError(f"num_sequences: expected an even number, chosen and rejected by turns, got {count}")
+    if count is not None and pair_order is not None and count % 2:
+        raise ValueError(f"num_sequences: expected an even number, a chosen and a rejected a pair, got {count}")
+    if count is None and pair_order == "halves":
+        raise ValueError("num_sequences: expected the number of sequences with pair_order 'halves', got None")
     check_count_known(count, ranks)
-    return Sequences.from_ids(mask, sequence_ids, count).shared_by(ranks, in_pairs)
+    return Sequences.from_ids(mask, sequence_ids, count, pair_order).shared_by(ranks)
+
+
+def resolve_pair_order(pair_order: str | None, sequence_ids: Tensor | None) -> str:
+    """Return the order of a batch's pairs, which a packed batch has to say."""
+    if pair_order is None and sequence_ids is not None:
+        raise ValueError(
+            "pair_order: expected 'halves' or 'interleaved' with sequence_ids, as no order is usual in a packed batch, "
+            "got None"
+        )
+    if pair_order is None:
+        return "halves"
+    check_option("pair_order", pair_order, PAIR_ORDERS)
+    return pair_order
 
 
 def check_count_known(count: int | None, ranks: Ranks) -> None:
@@ -382,21 +413,27 @@ class Head:
         input: Tensor,
         target: Tensor,
         ref_logps: Tensor | None,
+        sequences: Sequences,
         *,
-        group_size: int = 2,
         token_weight: Tensor | None = None,
         nll_weight: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Call `fused_linear_preference`; a group has one sequence in each of `group_size` equal parts of the batch.
+        """Call `fused_linear_preference` with pairs for groups, or single sequences where these are in no pairs.
 
         Arguments are `[B]` or `[B, S]`. Return the loss, a sum over groups of this rank alone, log-probabilities and
         entropies.
         """
-        groups = target.shape[0] // group_size
+        group_size = 1 if sequences.pair_order is None else 2
+        groups, by_halves = target.shape[0] // group_size, sequences.pair_order == "halves"
 
         def to_groups(values: Tensor) -> Tensor:
-            return values.unflatten(0, (group_size, groups)).transpose(0, 1)
+            if by_halves:
+                return values.unflatten(0, (group_size, groups)).transpose(0, 1)
+            return values.unflatten(0, (groups, group_size))
+
+        def from_groups(values: Tensor) -> Tensor:
+            return (values.transpose(0, 1) if by_halves else values).flatten(0, 1)
 
         tensors = {"ref_logps": ref_logps, "token_weight": token_weight, "nll_weight": nll_weight}
         given: dict[str, Any] = {name: to_groups(values) for name, values in tensors.items() if values is not None}
@@ -416,7 +453,7 @@ class Head:
             **options,
             **own_classes(self.linear_weight, self.vocab_group),
         )
-        return loss, logprobs.transpose(0, 1).flatten(0, 1), entropy.transpose(0, 1).flatten(0, 1)
+        return loss, from_groups(logprobs), from_groups(entropy)
 
     def policy(
         self, input: Tensor, target: Tensor, terms: PolicyTerms, sequences: Sequences, support: Tensor | None = None
@@ -472,7 +509,7 @@ def scaled(logit_scale: float, input: Tensor, bias: Tensor | None) -> tuple[Tens
 
 def mean_over_tokens(values: Tensor, sequences: Sequences) -> Tensor:
     """Average `values [B, S]`, 0 where a token does not count, over the tokens that count; 0 over none."""
-    return sum_over(sequences.ranks.tokens, values.sum()) / sequences.num_tokens().clamp(min=1)
+    return sum_over(sequences.ranks.tokens, values.sum()) / denominator_of(sequences.num_tokens())
 
 
 def check_reference(

@@ -105,9 +105,9 @@ def chosen_nll_weight(sequences: Sequences, coef: float, num_tokens: Tensor | fl
     """Return weights `[B, S]` of a padded batch with which `coef * chosen_nll` is a sum over tokens."""
     if coef == 0.0:
         return None
-    B, S = sequences.mask.shape
     weight = sequences.lengths.new_full((), coef) / _num_chosen_tokens(sequences, num_tokens)
-    return torch.cat([weight.expand(B // 2, S), torch.zeros_like(weight).expand(B // 2, S)])
+    each = weight.expand(sequences.slots // 2)
+    return sequences.joined(each, torch.zeros_like(each)).unsqueeze(-1).expand(sequences.mask.shape)
 
 
 def pair_weights(sequences: Sequences, coefs: list[float], num_items: Tensor | float | None) -> Tensor:

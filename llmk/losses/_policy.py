@@ -36,7 +36,7 @@ def _sequence_denominator(sequences: Sequences, totals: Totals) -> Tensor | floa
         return denominator_of(totals.num_sequences)
     if totals.count_empty_sequences:
         return denominator_of(sequences.num_sequences())
-    return sum_over(sequences.ranks.sequences, (sequences.lengths > 0).sum()).clamp(min=1)
+    return denominator_of(sum_over(sequences.ranks.sequences, (sequences.lengths > 0).sum()))
 
 
 def _mean_of_means(sequences: Sequences, totals: Totals) -> Tensor:
@@ -150,7 +150,8 @@ def largest_covariance(logps: Tensor, advantages: Tensor, mask: Tensor, fraction
     Reasoning Language Models", 2025, https://arxiv.org/abs/2505.22617.
     """
     count = mask.sum()
-    centered = [values - torch.where(mask, values, 0.0).sum() / count.clamp(min=1) for values in (logps, advantages)]
+    means = [torch.where(mask, values, 0.0).sum() / denominator_of(count) for values in (logps, advantages)]
+    centered = [values - mean for values, mean in zip((logps, advantages), means, strict=True)]
     covariance = torch.where(mask, centered[0] * centered[1], float("-inf")).flatten()
     order = covariance.sort(descending=True, stable=True).indices
     places = torch.arange(order.shape[0], device=order.device, dtype=order.dtype)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmk.losses._batch import Sequences
+from llmk.losses._batch import Sequences, denominator_of
 from llmk.losses._ranks import Groups, max_over, sum_over
 
 
@@ -48,7 +48,7 @@ def difference_metrics(old: Tensor, sampled: Tensor, sequences: Sequences) -> di
 
 def _masked_mean(values: Tensor, mask: Tensor, groups: Groups) -> Tensor:
     total = sum_over(groups, torch.where(mask, values, 0.0).sum())
-    return total / sum_over(groups, mask.sum()).clamp(min=1)
+    return total / denominator_of(sum_over(groups, mask.sum()))
 
 
 def masked_min(values: Tensor, mask: Tensor, groups: Groups) -> Tensor:

@@ -14,6 +14,7 @@ from llmk.losses._batch import (
     check_positive,
     make_sequences,
     resolve_num_sequences,
+    resolve_pair_order,
 )
 from llmk.losses._pairs import (
     check_pair_denominators,
@@ -35,7 +36,7 @@ def cpo(
     logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False,
     chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None, sequence_ids: Tensor | None = None, num_sequences: int | None = None,
-    group: Any = None, context_group: Any = None,
+    pair_order: str | None = None, group: Any = None, context_group: Any = None,
     vocab_group: VocabGroup = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Contrastive preference optimization: DPO without a reference, and the likelihood of the chosen completions.
@@ -57,7 +58,7 @@ def cpo(
         num_chosen_tokens_in_batch: The denominator of `nll`, as in `dpo`.
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
-        sequence_ids, num_sequences, group, context_group: As in `dpo`.
+        sequence_ids, num_sequences, pair_order, group, context_group: As in `dpo`.
         vocab_group: As in `dpo`.
 
     Returns:
@@ -82,9 +83,8 @@ def cpo(
     check_pair_denominators(num_items_in_batch, num_chosen_tokens_in_batch)
     ranks = make_ranks(group, context_group)
     count = resolve_num_sequences(num_sequences, "num_sequences", None)
-    sequences = make_sequences(
-        input, linear_weight, target, ignore_index, sequence_ids, count, in_pairs=True, ranks=ranks
-    )
+    order = resolve_pair_order(pair_order, sequence_ids)
+    sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count, order, ranks=ranks)
     head = Head(
         linear_weight,
         linear_bias,
@@ -124,7 +124,7 @@ def _fused_loss(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return `coef` times the mean over pairs plus `nll_coef` times the NLL, and the tokens' log-probabilities."""
     loss, token_logps, _ = head.preference(
-        input, target, None, nll_weight=chosen_nll_weight(sequences, nll_coef, num_chosen_tokens),
+        input, target, None, sequences, nll_weight=chosen_nll_weight(sequences, nll_coef, num_chosen_tokens),
         group_weight=pair_weights(sequences, [coef], num_items)[0], loss_type=name, **options._asdict(),
     )  # fmt: skip
     return sum_over(sequences.ranks.sequences, loss), token_logps
@@ -141,7 +141,7 @@ def simpo(
     temperature: float = 1.0, logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100,
     skip_ignored: bool = False, chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None, sequence_ids: Tensor | None = None,
-    num_sequences: int | None = None, group: Any = None, context_group: Any = None,
+    num_sequences: int | None = None, pair_order: str | None = None, group: Any = None, context_group: Any = None,
     vocab_group: VocabGroup = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Simple preference optimization, with means over a completion's tokens and a margin:
@@ -156,7 +156,7 @@ def simpo(
         num_items_in_batch: As in `dpo`.
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
-        sequence_ids, num_sequences, group, context_group: As in `dpo`.
+        sequence_ids, num_sequences, pair_order, group, context_group: As in `dpo`.
         vocab_group: As in `dpo`.
 
     Returns:
@@ -177,7 +177,8 @@ def simpo(
         softcap=softcap, num_items_in_batch=num_items_in_batch,
         ignore_index=ignore_index, skip_ignored=skip_ignored, chunk_size=chunk_size,
         logits_dtype=logits_dtype, sequence_ids=sequence_ids,
-        num_sequences=num_sequences, group=group, context_group=context_group, vocab_group=vocab_group,
+        num_sequences=num_sequences, pair_order=pair_order, group=group, context_group=context_group,
+        vocab_group=vocab_group,
     )  # fmt: skip
 
 
@@ -187,7 +188,8 @@ def orpo(
     beta: float = 0.1, linear_bias: Tensor | None = None, temperature: float = 1.0, logit_scale: float = 1.0,
     softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False, chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None,
-    sequence_ids: Tensor | None = None, num_sequences: int | None = None, group: Any = None, context_group: Any = None,
+    sequence_ids: Tensor | None = None, num_sequences: int | None = None, pair_order: str | None = None,
+    group: Any = None, context_group: Any = None,
     vocab_group: VocabGroup = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Odds ratio preference optimization: supervised training on the chosen, and odds against the rejected.
@@ -203,7 +205,7 @@ def orpo(
         num_chosen_tokens_in_batch: The denominator of `nll`, as in `dpo`.
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         linear_bias, temperature, logit_scale, softcap, ignore_index, skip_ignored, chunk_size: As in `dpo`.
-        sequence_ids, num_sequences, group, context_group: As in `dpo`.
+        sequence_ids, num_sequences, pair_order, group, context_group: As in `dpo`.
         vocab_group: As in `dpo`.
 
     Returns:
@@ -223,9 +225,8 @@ def orpo(
     check_pair_denominators(num_items_in_batch, num_chosen_tokens_in_batch)
     ranks = make_ranks(group, context_group)
     count = resolve_num_sequences(num_sequences, "num_sequences", None)
-    sequences = make_sequences(
-        input, linear_weight, target, ignore_index, sequence_ids, count, in_pairs=True, ranks=ranks
-    )
+    order = resolve_pair_order(pair_order, sequence_ids)
+    sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count, order, ranks=ranks)
     head = Head(
         linear_weight,
         linear_bias,

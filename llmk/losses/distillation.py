@@ -1,6 +1,7 @@
 """Distillation from teachers' hidden states, from their top-k log-probabilities of each token, or from both."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from llmk.losses._batch import (
     check_positive,
     check_tensor,
     cross_entropy_sum,
+    denominator_of,
     make_sequences,
     mean_over_tokens,
     own_classes,
@@ -30,7 +32,7 @@ from llmk.losses._ranks import make_ranks
 from llmk.ops.linear_loss.fused_linear_distill import fused_linear_distill
 from llmk.ops.linear_loss.fused_linear_jsd import fused_linear_jsd
 from llmk.ops.linear_loss.fused_linear_jsd_ce import fused_linear_jsd_ce
-from llmk.ops.linear_loss.objectives.topk_divergence import topk_divergence
+from llmk.ops.linear_loss.objectives.topk_divergence import NOT_THERE, topk_divergence
 from llmk.registry import check_finite, check_flag, check_not_negative, check_same, is_sharded
 
 
@@ -97,8 +99,7 @@ def distill(
         ValueError: A shape, the length of a list or an option does not fit.
 
     Gradients are made in the forward pass: three products of the student and one of each teacher with hidden states.
-    For `ce_weight` there are three more of the student with DTensors, and with `vocab_group` where `token_weights` are
-    given beside `num_items_in_batch` or `group`.
+    For `ce_weight` there are three more of the student with DTensors, and with `vocab_group` and `token_weights`.
 
     Sources: Agarwal et al., 2023, https://arxiv.org/abs/2306.13649. Reference implementation:
     `trl.DistillationTrainer`, whose default for `beta` is 1.
@@ -132,7 +133,7 @@ def distill(
         "chunk_size": chunk_size, "logits_dtype": logits_dtype,
     }  # fmt: skip
     share, nll_share = shares_of_means(sequences, token_weights, num_items_in_batch)
-    if share is not None and token_weights is not None:  # a mean over weights of 0 would be NaN, on this rank alone
+    if share is not None and token_weights is not None:  # the operators' mean over weights of 0 is NaN
         options["row_weight"] = torch.where(share != 0, token_weights, 1.0)
     own_options = any(each is not None for each in (teacher_weight, teacher_temperature, vocab_map))
     is_one = isinstance(teacher_input, Tensor) and teacher_ids is None
@@ -179,8 +180,11 @@ def distill(
 def shares_of_means(
     sequences: Sequences, token_weights: Tensor | None, num_items: Tensor | float | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the shares of this rank's means in the whole: of divergences and of cross entropies; None for all."""
-    if num_items is None and not sequences.ranks.tokens:
+    """Return the shares of this rank's means in the whole: of divergences and of cross entropies; None for all.
+
+    The share of tokens whose weights are all 0 is 0.
+    """
+    if num_items is None and token_weights is None and not sequences.ranks.tokens:
         return None, None
     items = token_denominator(num_items, sequences)
     nll_share = sequences.mask.sum() / items
@@ -188,7 +192,7 @@ def shares_of_means(
         return nll_share, nll_share
     weight = torch.where(sequences.mask, token_weights, 0.0).sum()
     if num_items is None:
-        items = torch.where(sequences.num_tokens() > 0, sequences.total(weight), 1.0)
+        items = denominator_of(sequences.total(weight))
     return weight / items, nll_share
 
 
@@ -313,8 +317,8 @@ def distill_topk(
         input: The student's hidden states `[B, S, H]`, aligned with `target`.
         linear_weight: `[V, H]`.
         target: `[B, S]`, the mask of tokens that count and the targets of the cross entropy.
-        teacher_ids: `[B, S, K]`, int64 or int32, different classes of each token; `ignore_index` for one that is not
-            there, whose log-probability is not read; -inf says the same.
+        teacher_ids: `[B, S, K]`, int64 or int32, different classes of each token. A negative one, such as -1, is not
+            there, and its log-probability is not read; -inf says the same.
         teacher_logprobs: `[B, S, K]`, at the temperature `temperature`. They get no gradient.
         beta: From 0 to 1.
         ce_weight: Coefficient of the mean cross entropy with `target`, at temperature 1.
@@ -360,10 +364,11 @@ def distill_topk(
         logits_dtype,
         vocab_group,
     )
-    present = (teacher_ids.long() != ignore_index) & sequences.mask.unsqueeze(-1)
+    present = (teacher_ids >= 0) & sequences.mask.unsqueeze(-1)
     present = present & (teacher_logprobs != float("-inf"))
     _check_classes(teacher_ids, present, own_classes(linear_weight, vocab_group).get("num_classes", len(linear_weight)))
-    student, entropy = head.logprobs(input, teacher_ids.masked_fill(~present, ignore_index))
+    classes = teacher_ids.masked_fill(~present, NOT_THERE)  # `ignore_index` itself may be a class
+    student, entropy = replace(head, ignore_index=NOT_THERE).logprobs(input, classes)
     each = topk_divergence(student, teacher_logprobs.detach().float(), present, beta, add_tail)
     if token_weights is not None:
         each = each * torch.where(sequences.mask, token_weights.detach().float(), 0.0)
@@ -380,9 +385,9 @@ def distill_topk(
 def _check_classes(teacher_ids: Tensor, present: Tensor, num_classes: int) -> None:
     """Check on the host, where it need not wait for them, that the ids are classes."""
     if type(teacher_ids) is Tensor and teacher_ids.is_cpu and not torch.compiler.is_compiling():
-        wrong = present & ((teacher_ids < 0) | (teacher_ids >= num_classes))
+        wrong = present & (teacher_ids >= num_classes)
         if wrong.any():
-            expected = f"classes in [0, {num_classes}) or ignore_index"
+            expected = f"classes in [0, {num_classes}), or -1 for none"
             raise IndexError(f"teacher_ids: expected {expected}, got {int(teacher_ids[wrong][0])}")
 
 

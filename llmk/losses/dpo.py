@@ -18,6 +18,7 @@ from llmk.losses._batch import (
     make_sequences,
     mean_over_tokens,
     resolve_num_sequences,
+    resolve_pair_order,
 )
 from llmk.losses._pairs import (
     PAIR_LOSSES,
@@ -52,7 +53,7 @@ def dpo(
     logit_scale: float = 1.0, softcap: float = 0.0, ignore_index: int = -100, skip_ignored: bool = False,
     chunk_size: int = 0,
     logits_dtype: torch.dtype | None = None, sequence_ids: Tensor | None = None, num_sequences: int | None = None,
-    group: Any = None, context_group: Any = None,
+    pair_order: str | None = None, group: Any = None, context_group: Any = None,
     vocab_group: VocabGroup = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Direct preference optimization: the mean over pairs of a chosen and a rejected completion of
@@ -62,8 +63,8 @@ def dpo(
     `loss_type` selects other functions of the log-ratios. Log-probabilities are sums over a completion's tokens.
 
     Args:
-        input: Hidden states `[B, S, H]`, aligned with `target`: chosen completions in the first half of the batch,
-            rejected ones in the second.
+        input: Hidden states `[B, S, H]`, aligned with `target`: pairs of a chosen and a rejected completion in the
+            order `pair_order`.
         linear_weight: `[V, H]`.
         target: `[B, S]`, `ignore_index` where a token does not count.
         ref_logps: Log-probabilities of the reference model, summed over each sequence `[B]`; with `ld_alpha`, weighted
@@ -93,10 +94,13 @@ def dpo(
         logits_dtype: As in `llmk.functional.fused_linear_ce`.
         temperature, logit_scale, softcap, skip_ignored, chunk_size: As in `llmk.functional.linear_logprobs`.
         ignore_index: The target of a token that does not count.
-        sequence_ids: `[1, T]`, for a packed batch `[1, T, H]`: each token's sequence; 2i is the chosen and 2i + 1 the
-            rejected completion of pair i. A token that counts with an index out of range makes the loss NaN.
+        sequence_ids: `[1, T]`, for a packed batch `[1, T, H]`: each token's sequence. A token that counts with an index
+            out of range makes the loss NaN.
         num_sequences: Number of sequences in a packed batch, where `ref_logps` does not have that length. With
-            neither, the number of tokens is its bound, which in eager mode takes memory for their square.
+            neither, the number of tokens is its bound, which in eager mode takes memory for their square, and
+            `pair_order` must be "interleaved".
+        pair_order: Where the two of pair i are among the B sequences, the chosen first: "halves", i and i + B / 2, as
+            in TRL's batches, or "interleaved", 2i and 2i + 1. None is "halves" for rows; a packed batch has to say it.
         group: The ranks that have other pairs of the batch: a `torch.distributed.ProcessGroup`, its name or a
             DeviceMesh of one dimension. Every rank makes the call and gets the loss and the metrics of the whole batch,
             and the gradients of that one loss with respect to its own tensors; those of parameters have yet to be
@@ -144,9 +148,8 @@ def dpo(
     if ranks.context and ld_alpha is not None:
         raise ValueError("context_group: expected None with ld_alpha, which asks for the positions of tokens")
     count = resolve_num_sequences(num_sequences, "ref_logps", ref_logps)
-    sequences = make_sequences(
-        input, linear_weight, target, ignore_index, sequence_ids, count, in_pairs=True, ranks=ranks
-    )
+    order = resolve_pair_order(pair_order, sequence_ids)
+    sequences = make_sequences(input, linear_weight, target, ignore_index, sequence_ids, count, order, ranks=ranks)
     check_reference(input, linear_weight, ref_logps, ref_input, ref_linear_weight, ref_linear_bias)
     if ref_logps is not None:
         check_per_sequence("ref_logps", ref_logps, sequences.slots, target)
@@ -212,7 +215,7 @@ def _fused_loss(
     weights = pair_weights(sequences, [weight for _, weight in pair_types], num_items)
     sft_coef = sum(weight for name, weight in types if name == "sft")
     loss, token_logps, entropy = head.preference(
-        input, target, ref_logps,
+        input, target, ref_logps, sequences,
         token_weight=None if ld_alpha is None else _weighted(sequences.mask.float(), sequences, ld_alpha),
         nll_weight=chosen_nll_weight(sequences, sft_coef, num_chosen_tokens),
         group_weight=weights if len(pair_types) > 1 else weights[0],
@@ -266,8 +269,7 @@ def _weighted(values: Tensor, sequences: Sequences, ld_alpha: float | None) -> T
         return values
     chosen, rejected = sequences.halves(sequences.lengths)
     shared = torch.minimum(chosen, rejected)
-    shared = torch.cat([shared, shared]) if sequences.ids is None else torch.stack([shared, shared], -1).flatten()
-    beyond = sequences.positions() > sequences.expand_to_tokens(shared)
+    beyond = sequences.positions() > sequences.expand_to_tokens(sequences.joined(shared, shared))
     return torch.where(beyond, ld_alpha * values, values)
 
 

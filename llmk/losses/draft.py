@@ -16,6 +16,7 @@ from llmk.losses._batch import (
     check_other_model,
     check_per_token,
     check_tensor,
+    denominator_of,
     make_sequences,
     scaled,
 )
@@ -118,7 +119,7 @@ def draft(
         weights = None if token_weights is None else _ahead(token_weights, k, 0.0)
         sequences = make_sequences(each, linear_weight, labels, ignore_index, None, ranks=ranks)
         share, _ = shares_of_means(sequences, weights, num_items_in_batch)
-        if share is not None and weights is not None:  # a mean over weights of 0 would be NaN, on this rank alone
+        if share is not None and weights is not None:  # the operator's mean over weights of 0 is NaN
             weights = torch.where(share != 0, weights, 1.0)
         divergence = fused_linear_jsd(
             x, linear_weight, _ahead(teacher_x, k, 0.0), teacher_weight, labels=labels, linear_bias=bias,
@@ -126,7 +127,7 @@ def draft(
             row_weight=weights, **shared,
         )  # fmt: skip
         counted = torch.where(sequences.mask, 1.0 if weights is None else weights, 0.0)
-        teacher_entropy = (_ahead(entropy, k, 0.0) * counted).sum() / counted.sum()
+        teacher_entropy = (_ahead(entropy, k, 0.0) * counted).sum() / denominator_of(counted.sum())
         divergence = mean_over_ranks(divergence, share, sequences)
         step = divergence + mean_over_ranks(teacher_entropy, share, sequences)
         loss = loss + position_decay**k * step

@@ -14,6 +14,7 @@ from llmk.losses._batch import (
     check_per_sequence,
     check_per_token,
     check_positive,
+    denominator_of,
     make_sequences,
     mean_over_tokens,
     resolve_num_sequences,
@@ -298,7 +299,7 @@ def grpo(
 
 def _mean_weights(coef: float, mask: Tensor, count: Tensor) -> Tensor:
     """Return weights whose weighted sum is `coef` times the mean over `count` tokens, those of the mask."""
-    return coef * mask.float() / count.clamp(min=1)
+    return coef * mask.float() / denominator_of(count)
 
 
 def _with_logps_weights(

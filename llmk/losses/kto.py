@@ -114,7 +114,7 @@ def kto(
     if head.supports_groups(sequences):
         denominator = denominator_of(sequences.num_sequences() if num_items_in_batch is None else num_items_in_batch)
         loss, token_logps, entropy = head.preference(
-            input, target, sign * base, group_size=1, token_weight=sign.unsqueeze(1).expand(target.shape),
+            input, target, sign * base, sequences, token_weight=sign.unsqueeze(1).expand(target.shape),
             group_weight=weights / denominator, loss_type="kto", **options._asdict(),
         )  # fmt: skip
         loss = sum_over(ranks.sequences, loss)

@@ -14,6 +14,7 @@ from llmk.losses._batch import (
     check_is_tensor,
     check_per_token,
     check_tensor,
+    denominator_of,
     mean_over_tokens,
     resolve_num_sequences,
 )
@@ -141,4 +142,5 @@ def _log_ratio(level: str, difference: Tensor, sequences: Sequences) -> Tensor:
 def _fraction(condition: Tensor, mask: Tensor | None, groups: Groups) -> Tensor:
     """Return the fraction of the mask where a condition holds, over ranks; a mask of None is all True."""
     mask = torch.ones_like(condition) if mask is None else mask
-    return sum_over(groups, (condition & mask).sum(dtype=torch.float32)) / sum_over(groups, mask.sum()).clamp(min=1)
+    total = sum_over(groups, (condition & mask).sum(dtype=torch.float32))
+    return total / denominator_of(sum_over(groups, mask.sum()))

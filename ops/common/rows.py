@@ -4,7 +4,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from llmk.registry import cdiv, jit, num_programs
+from llmk.registry import cdiv, jit, max_warps, num_programs, shared_memory
 
 
 def contiguous(x: Tensor | None) -> Tensor | None:
@@ -139,3 +139,19 @@ def row_shares(blocks: int, device: torch.device) -> int:
     One for each multiprocessor, but of very wide rows no more than fill it: each share costs a row of partials.
     """
     return cdiv(num_programs(device, SHARES), max(SHARES, blocks))
+
+
+MOST_SHARED = 163 * 1024
+"""An sm_80's shared memory of a block, for which stages were chosen: on one with more they are the same."""
+SHARED_BY_SUMS = 1024
+"""What else a kernel has there, to add up over its warps."""
+
+
+def rows_ahead(row_bytes: int, device: torch.device, most: int = 2) -> int:
+    """Return how many times so many bytes, of rows that are read before their turn, fit into a block's shared memory.
+
+    A loop with so many rows ahead has one stage more. AMD's compiler keeps them in registers: there it is an sm_80's.
+    """
+    has_shared_rows = max_warps() == 32
+    room = min(shared_memory(device), MOST_SHARED) if has_shared_rows else MOST_SHARED
+    return min(most, (room - SHARED_BY_SUMS) // row_bytes)

@@ -2,6 +2,9 @@
 
 In eager mode, where a backward pass is the last to read what was saved, the gradients are scaled where they are: they
 are then in memory once, and where the factor is 1, as of most losses, nothing is done at all.
+
+A gradient that is 0 stays 0, whatever comes in: one of 0 is what nothing depends on, such as a token that does not
+count, and autograd's formulas leave that out instead of multiplying it. A mean over no token comes in as 1 / 0.
 """
 
 from typing import Any
@@ -32,7 +35,8 @@ def scale_kernel(x_ptr, grad_ptr, denominator_ptr, y_ptr, N, IN_PLACE: tl.conste
     for start in tl.range(tl.program_id(0).to(tl.int64) * BLOCK_N, N, step, num_stages=3):  # pyright: ignore[reportGeneralTypeIssues]
         offsets = start + tl.arange(0, BLOCK_N)
         x = tl.load(x_ptr + offsets, mask=offsets < N, other=0.0).to(tl.float32)
-        tl.store(y_ptr + offsets, (x * factor).to(y_ptr.dtype.element_ty), mask=offsets < N)
+        y = tl.where(x == 0.0, x, x * factor)
+        tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=offsets < N)
 
 
 def _launch(x: Tensor, grad: Tensor, denominator: Tensor, y: Tensor, in_place: bool) -> None:
@@ -44,7 +48,10 @@ def _launch(x: Tensor, grad: Tensor, denominator: Tensor, y: Tensor, in_place: b
 
 
 def _scale(input: Tensor, grad: Tensor, denominator: Tensor, dtype: torch.dtype) -> Tensor:
-    """input * grad / denominator, both float32 scalars, rounded once to `dtype`; input * grad where that is zero."""
+    """input * grad / denominator, both float32 scalars, rounded once to `dtype`; input * grad where that is zero.
+
+    Where the input is 0 so is the result.
+    """
     y = empty(input.shape, dtype, input.device)
     _launch(input, grad, denominator, y, in_place=False)
     return y
@@ -63,7 +70,8 @@ def scale_op(name: str) -> KernelOp:
 
 def _scale_on_cpu(input: Tensor, grad: Tensor, denominator: Tensor, dtype: torch.dtype) -> Tensor:
     factor = torch.where(denominator == 0, grad, grad / denominator)
-    return torch.mul(input.float(), factor).to(dtype)
+    x = input.float()
+    return torch.where(x == 0, x, x * factor).to(dtype)
 
 
 def _scale_saved(op: KernelOp, saved: Tensor, grad: Tensor, denominator: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ from llmk.ops.linear_loss.drivers.distillation import (
     check_teacher_fits,
     checked_teacher,
 )
-from llmk.ops.linear_loss.objectives.topk_divergence import topk_divergence
+from llmk.ops.linear_loss.objectives.topk_divergence import NOT_THERE, topk_divergence
 from llmk.ops.loss.jsd import jsd_terms
 from llmk.registry import (
     LARGEST,
@@ -90,7 +90,7 @@ def fused_linear_distill_reference(
         divergences.append(jsd_terms(x, t, beta).sum(-1))
     log_softmax = (z / temperature).log_softmax(-1)
     for ids, logprobs in zip(teacher_ids, teacher_logprobs, strict=True):
-        ids, present = ids.long(), (ids != ignore_index) & (logprobs > float("-inf")) & counts.unsqueeze(-1)
+        ids, present = ids.long(), (ids >= 0) & (logprobs > float("-inf")) & counts.unsqueeze(-1)
         x = log_softmax.gather(-1, torch.where(present, ids, 0))
         x, t = (_distribution_reference(each, present, add_tail) for each in (x, logprobs.to(x.dtype)))
         divergences.append(torch.where(present.any(-1), jsd_terms(x, t, beta).sum(-1), 0.0))
@@ -126,12 +126,11 @@ class LargestClasses:
     ids: Tensor  # [N, K], with the K of all teachers added up
     logprobs: Tensor  # [N, K], float32
     sizes: list[int]  # each teacher's K
-    ignore_index: int
     beta: float
     add_tail: bool
 
     def losses(self, logprobs: Tensor, block: slice) -> Tensor:
-        present = self.ids[block] != self.ignore_index
+        present = self.ids[block] >= 0
         s, t, here = (each.split(self.sizes, -1) for each in (logprobs, self.logprobs[block], present))
         each = [topk_divergence(*of, self.beta, self.add_tail) for of in zip(s, t, here, strict=True)]
         return torch.stack(each)
@@ -171,16 +170,15 @@ class TeachersCall(DistillationCall):
         V, classes, logprobs = self.num_classes, [], []
         for i, (ids, given) in enumerate(zip(self.teacher_ids, self.teacher_logprobs, strict=True)):
             ids, given = ids.reshape(-1, ids.shape[-1]).long(), given.reshape(-1, given.shape[-1]).float()
-            present = (ids != self.ignore_index) & (given != float("-inf")) & mask.unsqueeze(-1)
-            wrong = present & ((ids < 0) | (ids >= V))
+            present = (ids >= 0) & (given != float("-inf")) & mask.unsqueeze(-1)
+            wrong = present & (ids >= V)
             if on_host and wrong.any():
-                expected = f"classes in [0, {V}) or ignore_index {self.ignore_index}"
+                expected = f"classes in [0, {V}), or -1 for none"
                 raise IndexError(f"teacher_ids[{i}]: expected {expected}, got {int(ids[wrong][0])}")
-            classes.append(ids.masked_fill(~present, self.ignore_index))
+            classes.append(ids.masked_fill(~present, NOT_THERE))
             logprobs.append(given)
         sizes = [each.shape[-1] for each in classes]
-        options = self.ignore_index, self.beta, self.add_tail
-        return LargestClasses(torch.cat(classes, -1), torch.cat(logprobs, -1), sizes, *options)
+        return LargestClasses(torch.cat(classes, -1), torch.cat(logprobs, -1), sizes, self.beta, self.add_tail)
 
     def teacher_weights(self, mask: Tensor) -> Tensor:
         if self.teacher_weight is None:
@@ -225,8 +223,8 @@ def fused_linear_distill_samples(device: torch.device, dtype: torch.dtype) -> It
         weight, (*tokens, _) = args[1], args[0].shape
         top = [randn(*tokens, weight.shape[0]).float().log_softmax(-1).topk(K) for K in sizes]
         ids, logprobs = [each.indices for each in top], [each.values.to(dtype) for each in top]
-        ids[0].view(-1)[1::5], logprobs[0].view(-1)[2::5] = -100, float("-inf")
-        ids[-1].view(-1, sizes[-1])[1] = -100
+        ids[0].view(-1)[1::5], logprobs[0].view(-1)[2::5] = -1, float("-inf")
+        ids[-1].view(-1, sizes[-1])[1] = -1
         return *args[:6], ids, logprobs
 
     yield Sample(given(32, 8), why="powers of two")
@@ -363,7 +361,7 @@ def fused_linear_distill(
             vocabulary that is reduced or permuted; `[0]` for a teacher that has the student's, an empty list where all
             have. The student's softmax for that teacher is over these classes.
         teacher_ids: The student's classes `[..., K]` of each other teacher, int64 or int32, those of a token all
-            different; each has its own K, and all at most 1024. `ignore_index` for one that is not there.
+            different; each has its own K, and all at most 1024. A negative one, such as -1, is not there.
         teacher_logprobs: `[..., K]` of each, float32, float16 or bfloat16, at the student's `temperature`. That of a
             class that is not there is not read; -inf says the same.
         labels: `[...]`, int64 or int32; tokens whose label is not `ignore_index` count. None for all. With a
@@ -381,7 +379,7 @@ def fused_linear_distill(
             what they leave, 1 - their sum; False normalizes over the K classes.
         row_weight: Weight `[...]` of each token's divergences, of all teachers alike; the means divide by its sum over
             the tokens that count, whether or not a teacher has a class there. None for 1.
-        ignore_index: See `labels` and `teacher_ids`.
+        ignore_index: See `labels`.
         skip_ignored, chunk_size, logits_dtype: As in `fused_linear_jsd`.
 
     Returns:

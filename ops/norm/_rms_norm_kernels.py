@@ -33,6 +33,7 @@ from llmk.ops.common.rows import (
     contiguous,
     row_shares,
     row_starts,
+    rows_ahead,
     strided_rows,
     strided_rows_aligned,
 )
@@ -239,18 +240,20 @@ def _forward_tile(N: int) -> dict[str, int]:
     return tile | {"num_warps": 8} if tile["BLOCK_N"] == 8192 else tile
 
 
-def _backward_tile(N: int, element_size: int, tensors: int) -> dict[str, int]:
-    """For reading so many tensors: h, dy and perhaps dh."""
+def _backward_tile(N: int, element_size: int, tensors: int, device: torch.device) -> dict[str, int] | None:
+    """For reading so many tensors: h, dy and perhaps dh. None where these rows are walked in blocks."""
     # H200, bf16, times the floor: 1.08 at 32768x4096, 1.15 at 8192x8192, 1.33 at 262144x128, each with the programs of
     # _programs and three stages of prefetch; one stage costs 0.1 more. Forward and backward, 65536x1024: 1.09, with 8
     # warps 1.11; 4096x16384: 1.25, where 16 warps can have 128 registers, which take no weight besides h, dy and dw;
-    # where an sm_80's shared memory does not take two more rows, one more is worse than none: 1.37.
+    # where shared memory does not take two more rows, one more is worse than none: 1.37.
     hold = N <= 8192
     tile = _tile(N, 2048 if N <= 1024 else 4096)
     tile["num_warps"] = (4 if N <= 1024 else 8) if hold else 16
     stage = tile["BLOCK_M"] * tile["BLOCK_N"] * element_size * (tensors if hold else tensors + 1)
-    # All stages but one are in shared memory, of which an sm_80 gives 163 KiB; with dh and no prefetch registers spill.
-    return tile | {"HOLD_WEIGHT": hold, "NUM_STAGES": 3 if stage <= 65536 else 1 if tensors == 2 else 2}
+    ahead = rows_ahead(stage, device)
+    if ahead == 0 and tensors == 3:  # with dh and no prefetch registers spill
+        return None
+    return tile | {"HOLD_WEIGHT": hold, "NUM_STAGES": 3 if ahead == 2 else 1 if tensors == 2 else 2}
 
 
 def _long_forward_tile() -> dict[str, int]:
@@ -320,13 +323,15 @@ def backward(
     M = h.numel() // N
     rows = (dy, dy_strides), (dh, dh_strides), (h, h_strides), (weight, NO_STRIDES)
     row_bytes = N * h.element_size()
-    held = row_bytes <= MAX_BACKWARD_BYTES // 2 or (row_bytes <= MAX_BACKWARD_BYTES and strided_rows_aligned(N, *rows))
-    programs = grid_cap(M, _programs(N, h.device) if held else row_shares(cdiv(N, LONG_BACKWARD_BLOCK), h.device))
+    held = None
+    if row_bytes <= MAX_BACKWARD_BYTES // 2 or (row_bytes <= MAX_BACKWARD_BYTES and strided_rows_aligned(N, *rows)):
+        held = _backward_tile(N, h.element_size(), 2 if dh is None else 3, h.device)
+    shares = row_shares(cdiv(N, LONG_BACKWARD_BLOCK), h.device) if held is None else _programs(N, h.device)
+    programs = grid_cap(M, shares)
     partials = empty((programs, N), torch.float32, h.device) if need_weight else None
-    if held:
-        tile = _backward_tile(N, h.element_size(), 2 if dh is None else 3)
+    if held is not None:
         wrap_triton(rms_norm_backward_kernel)[(programs,)](
-            dy, dh, h, weight, ms, dx, partials, M, N, *dy_strides, *dh_strides, *h_strides, eps, offset, **tile
+            dy, dh, h, weight, ms, dx, partials, M, N, *dy_strides, *dh_strides, *h_strides, eps, offset, **held
         )
     else:
         dot = empty((M,), torch.float32, h.device)

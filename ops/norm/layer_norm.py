@@ -34,7 +34,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from llmk.ops.common.rows import as_rows, contiguous, row_shares, rows_aligned
+from llmk.ops.common.rows import as_rows, contiguous, row_shares, rows_ahead, rows_aligned
 from llmk.ops.common.samples import normal_resized, normal_workloads
 from llmk.ops.common.sums import sum_affine, sum_pair
 from llmk.ops.norm._moments import (
@@ -196,12 +196,12 @@ def _forward_tile(N: int) -> dict[str, int]:
     return tile | {"num_warps": min(16, tile["BLOCK_M"] * tile["BLOCK_N"] // 1024)}
 
 
-def _backward_tile(N: int) -> dict[str, int]:
+def _backward_tile(N: int, dy: Tensor) -> dict[str, int]:
     # rms_norm's: 16 elements a thread take 128 registers on sm_90, which two programs of 8 warps share, or four of 4.
     # H200, bf16, times the floor: 1.10 at 32768x4096, 1.26 at 8192x4096; 1.13 at 65536x1024, where 8 warps gave 1.22.
-    if N <= 1024:
-        return _tile(N, 2048) | {"num_warps": 4, "NUM_STAGES": 3}
-    return _tile(N, 4096) | {"num_warps": 8 if N <= 4096 else 16, "NUM_STAGES": 3}
+    tile, warps = (_tile(N, 2048), 4) if N <= 1024 else (_tile(N, 4096), 8 if N <= 4096 else 16)
+    ahead = rows_ahead(2 * tile["BLOCK_M"] * tile["BLOCK_N"] * dy.element_size(), dy.device)
+    return tile | {"num_warps": warps, "NUM_STAGES": 1 + ahead}
 
 
 @jit
@@ -319,30 +319,34 @@ def layer_norm_columns_backward_kernel(
 
 
 # Wide: the largest half that does not spill.
-WIDE_BLOCK, WIDE_WARPS = 8192, 16
+WIDE_BLOCK = 8192
+WIDE_BACKWARD = {"HALVES": True, "BLOCK_N": WIDE_BLOCK, "num_warps": 16}
 LONG_FORWARD = {"BLOCK_N": 4096, "num_warps": 8}
 LONG_BACKWARD = {"HALVES": False, "BLOCK_N": 1024, "NUM_STAGES": 3, "num_warps": 4}
 
 
-def _wide_tile(dy: Tensor, weight: Tensor | None) -> dict[str, int]:
-    # Two rows ahead, if both halves of x and dy and the weight's other one fit twice into an sm_80's shared memory.
-    # H200, bf16, 4096x16384, times the floor of forward and backward: 1.38; one row ahead 1.88, twice the warps 1.56.
-    stage = WIDE_BLOCK * (4 * dy.element_size() + (weight.element_size() if weight is not None else 0))
-    stages = 3 if 2 * stage <= 160 * 1024 else 2
-    return {"HALVES": True, "BLOCK_N": WIDE_BLOCK, "NUM_STAGES": stages, "num_warps": WIDE_WARPS}
+def _wide_rows_ahead(dy: Tensor, weight: Tensor | None) -> int:
+    """How many times both halves of x and dy, and the weight's other one, fit into shared memory, up to two.
+
+    H200, bf16, 4096x16384, times the floor of forward and backward: 1.38; one row ahead 1.88, twice the warps 1.56.
+    """
+    columns = 4 * dy.element_size() + (weight.element_size() if weight is not None else 0)
+    return rows_ahead(WIDE_BLOCK * columns, dy.device)
 
 
-def _widths(dy: Tensor, x: Tensor | None) -> tuple[int, int]:
+def _widths(dy: Tensor, x: Tensor | None, weight: Tensor | None) -> tuple[int, int]:
     """The widest row that one program holds backward, and the widest that a pair of programs does."""
     if rows_aligned(dy, x):
-        return MAX_BACKWARD_BLOCK, 2 * MAX_BACKWARD_BLOCK
+        pair = 2 if _wide_rows_ahead(dy, weight) > 0 else 1
+        return MAX_BACKWARD_BLOCK, pair * MAX_BACKWARD_BLOCK
     return MAX_UNALIGNED_BLOCK, MAX_UNALIGNED_BLOCK
 
 
-def _programs(M: int, N: int, held: int, wide: int, device: torch.device) -> int:
+def _programs(M: int, N: int, held: int, wide: int, dy: Tensor) -> int:
     """Programs of the backward pass: each costs two rows of float32 partials, and several hide each other's latency."""
+    device = dy.device
     if held >= N:
-        tile = _backward_tile(N)
+        tile = _backward_tile(N, dy)
         return grid_cap(cdiv(M, tile["BLOCK_M"]), num_programs(device, 16 // tile["num_warps"]))
     if wide >= N:
         return grid_cap(M, cdiv(num_programs(device, 1), 2))  # pairs
@@ -380,8 +384,8 @@ def _layer_norm_bwd(
     M, N = dy.shape
     dx = empty(input.shape, input.dtype, device) if need_input else None
     dw, db = affine_gradient(weight, need_weight, grad), affine_gradient(bias, need_bias, grad)
-    held, wide = _widths(dy, x)
-    programs = _programs(M, N, held, wide, device)
+    held, wide = _widths(dy, x, w)
+    programs = _programs(M, N, held, wide, dy)
     partials = None
     if need_weight or need_bias:
         partials = empty((programs, need_weight + need_bias, N), torch.float32, device)
@@ -389,10 +393,10 @@ def _layer_norm_bwd(
     sizes = M, N, dy.stride(0), x.stride(0) if x is not None else 0
     needed = {"HAS_DW": need_weight, "HAS_DB": need_bias}
     if held >= N:
-        tile = _backward_tile(N)
+        tile = _backward_tile(N, dy)
         wrap_triton(layer_norm_backward_kernel)[(programs,)](*rows, dx, partials, *sizes, **needed, **tile)
     else:
-        tile, blocks, means = _wide_tile(dy, w), 2, None
+        tile, blocks, means = WIDE_BACKWARD | {"NUM_STAGES": 1 + _wide_rows_ahead(dy, w)}, 2, None
         if wide < N:
             tile, blocks = LONG_BACKWARD, cdiv(N, LONG_BACKWARD["BLOCK_N"])
             if dx is not None:

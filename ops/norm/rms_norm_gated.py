@@ -35,7 +35,7 @@ from torch import Tensor
 from llmk.ops.common.activations import GATES, activate, activate_with_grad, activation_with_grad
 from llmk.ops.common.activations import activation as activated
 from llmk.ops.common.math import everywhere
-from llmk.ops.common.rows import contiguous, row_starts, strided_rows, strided_rows_aligned
+from llmk.ops.common.rows import contiguous, row_starts, rows_ahead, strided_rows, strided_rows_aligned
 from llmk.ops.common.samples import normal_resized, normal_workloads
 from llmk.ops.common.sums import sum_partials
 from llmk.ops.norm._patterns import RMS_NORM_GATED
@@ -276,12 +276,17 @@ def _forward_tile(N: int) -> dict[str, int]:
     return _tile(N, N <= WIDEST_FORWARD, 2048, 512)
 
 
-def _backward_tile(N: int, element_size: int, is_aligned: bool) -> dict[str, int]:
+def _backward_tile(x: Tensor, weight: Tensor | None, N: int, is_aligned: bool) -> dict[str, int]:
     # H100, bf16, of the copy bandwidth: 0.91 at 8192x8192, 0.92 at 16384x4096 and 524288x128, 0.89 at 8192x5120; one
-    # stage instead of three 0.77, 0.74, 0.81 and 0.63. The rows to come take 128 KiB of shared memory at most, of which
-    # an sm_80 has 163. AMD's 64 KiB hold fewer.
-    held = N * element_size <= (WIDEST_BACKWARD if is_aligned else WIDEST_BACKWARD // 2)
-    return _tile(N, held, 2048, 256) | {"NUM_STAGES": 3 if held and max_warps() == 32 else 1}
+    # stage instead of three 0.77, 0.74, 0.81 and 0.63. AMD's prefetch was not tried.
+    size = x.element_size()
+    held = N * size <= (WIDEST_BACKWARD if is_aligned else WIDEST_BACKWARD // 2)
+    tile = _tile(N, held, 2048, 256)
+    if not held or max_warps() != 32:
+        return tile | {"NUM_STAGES": 1}
+    of_weight = 0 if weight is None else weight.element_size()
+    stage = tile["BLOCK_N"] * (3 * tile["BLOCK_M"] * size + of_weight)
+    return tile | {"NUM_STAGES": 1 + rows_ahead(stage, x.device)}
 
 
 def _backward_programs(tile: dict[str, int], device: torch.device) -> int:
@@ -332,7 +337,7 @@ def _rms_norm_gated_bwd(
     dx = empty(input.shape, input.dtype, input.device)
     dz = empty(gate.shape, gate.dtype, gate.device)
     aligned = strided_rows_aligned(N, (dy, dy_strides), (x, x_strides), (z, z_strides))
-    tile = _backward_tile(N, x.element_size(), aligned)
+    tile = _backward_tile(x, weight, N, aligned)
     programs = cdiv(grid_cap(cdiv(M, tile["BLOCK_M"]) * groups, _backward_programs(tile, x.device)), groups)
     partials = empty((programs, width), torch.float32, x.device) if need_weight else None
     wrap_triton(rms_norm_gated_backward_kernel)[(programs, groups)](

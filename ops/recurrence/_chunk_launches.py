@@ -27,7 +27,7 @@ from llmk.ops.recurrence._chunk_kernels import (
     sum_heads_kernel,
 )
 from llmk.ops.recurrence._chunks import L2_EPS, chunk_size, sequence_indices
-from llmk.registry import cdiv, empty, max_warps, next_power_of_2, wrap_triton
+from llmk.registry import cdiv, empty, next_power_of_2, shared_memory, wrap_triton
 
 
 @dataclass(frozen=True)
@@ -231,14 +231,15 @@ def _channel_pairs(x: Inputs, *, keep: bool) -> Kept:
     )
     wrap_triton(channel_scores_kernel)[(x.rows * N * (x.levels - 4),)](
         x.q, x.k, x.g, x.beta, x.index, scores, kk, a, x.scale, T, N, H, HK, K,
-        C=x.chunk, LEVELS=x.levels, num_stages=_stages(), **tile,
+        C=x.chunk, LEVELS=x.levels, num_stages=_stages(x), **tile,
     )  # fmt: skip
     return Kept(_inverse(x, a), scores, kk)
 
 
-def _stages(most: int = 2) -> int:
-    """Tiles of how many steps are in shared memory: AMD's 64 KiB hold those of one."""
-    return most if max_warps() == 32 else 1
+def _stages(x: Inputs, most: int = 2) -> int:
+    """Tiles of how many steps are in shared memory: AMD's 64 KiB hold those of one, three take up to 100."""
+    room = shared_memory(x.q.device) // 1024
+    return min(most, 1 if room <= 64 else 2 if room < 100 else 3)
 
 
 def _state_tile(x: Inputs, *, again: bool = False, backward: bool = False) -> dict[str, int]:
@@ -249,11 +250,11 @@ def _state_tile(x: Inputs, *, again: bool = False, backward: bool = False) -> di
     if block_k > 128:
         return {"BLOCK_K": block_k, "BLOCK_V": 16, "PART": 64, "num_warps": 4, "num_stages": 1}
     if again or (x.beta is None and not backward):  # what rounding a corrected state left has no room beside 64
-        most, stages = 32, _stages(3)
+        most, stages = 32, _stages(x, 3)
     elif x.beta is None or not backward:
-        most, stages = 64, _stages()
+        most, stages = 64, _stages(x)
     else:  # a correction's gradient has more in registers; of channels, in shared memory too, which two steps fill
-        most, stages = 32, 1 if x.per_channel else _stages()
+        most, stages = 32, 1 if x.per_channel else _stages(x)
     block_v = x.columns(most, x.v.shape[-1])
     return {"BLOCK_K": block_k, "BLOCK_V": block_v, "PART": 0, "num_warps": 4, "num_stages": stages}
 
@@ -279,7 +280,7 @@ def launch_forward(x: Inputs, *, keep: bool) -> tuple[Tensor, Tensor, Kept]:
     m = _matrices(x, None, keep=keep)
     states, u = _states(x, m, None, final)
     block_k, block_v = x.columns(128 // x.q.element_size(), K), x.columns(256 // x.q.element_size(), V)
-    tile = {"BLOCK_K": block_k, "BLOCK_V": block_v, "num_warps": 4, "num_stages": _stages()}
+    tile = {"BLOCK_K": block_k, "BLOCK_V": block_v, "num_warps": 4, "num_stages": _stages(x)}
     wrap_triton(chunk_outputs_kernel)[(x.rows * N * cdiv(V, tile["BLOCK_V"]),)](
         m.queries, u, m.start, m.scores, states, out, x.scale, T, N, H, m.heads, K, V, C=x.chunk, **tile
     )
@@ -369,7 +370,7 @@ def _keys_tile(x: Inputs) -> dict[str, int]:
     if x.is_float32:
         return {"BLOCK_K": x.columns(16, K), "BLOCK_V": x.columns(16, V), "num_warps": 8, "num_stages": 1}
     block_k = x.columns(64 if x.beta is None and not x.per_channel else 32, K)
-    return {"BLOCK_K": block_k, "BLOCK_V": x.columns(64, cdiv(V, 2)), "num_warps": 4, "num_stages": _stages()}
+    return {"BLOCK_K": block_k, "BLOCK_V": x.columns(64, cdiv(V, 2)), "num_warps": 4, "num_stages": _stages(x)}
 
 
 def _channel_gradients(x: Inputs, m: Matrices, made: Backward) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

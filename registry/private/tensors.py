@@ -21,6 +21,14 @@ def storage_of(tensor: Tensor) -> int:
     return attribute(tensor.untyped_storage(), "_cdata", lambda storage: StorageWeakRef(storage).cdata)
 
 
+def _always(tensor: Tensor) -> bool:
+    return True
+
+
+is_view: Callable[[Tensor], bool] = find("torch.Tensor._is_view", _always)
+"""True for a tensor that autograd knows as a view; where that cannot be told for each."""
+
+
 def _torch_empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
 

@@ -251,8 +251,9 @@ class ChunkedLinear:
     def _block_rows(self) -> Iterator[slice]:
         """Yield the rows of each block, at least one: a block ends where its chunk does, or the rows that are kept."""
         N, start = self.x.shape[0], 0
+        cut = max(self.kept_rows, min(self.plan.cut, N))
         while True:
-            end = self.kept_rows if start < self.kept_rows else N
+            end = cut if start < cut else N
             stop = min(start + self.plan.block_rows, self.chunk_of(slice(start, start)).stop, end)
             yield slice(start, stop)
             if stop >= N:

@@ -68,11 +68,14 @@ class Plan:
         chunk_rows: Rows whose gradient of the logits exists at a time.
         block_rows: Rows whose logits exist at a time.
         rounded_sums: dW is summed in its own dtype, else in float32.
+        cut: Rows at which a block ends although nothing is kept of them: those whose logits would be kept for
+            gradients. On a CPU a row has other bits in a block of other rows.
     """
 
     chunk_rows: int
     block_rows: int
     rounded_sums: bool
+    cut: int = 0
 
 
 def kept_rows(N: Any, H: Any, V: Any, element: int, chunk_size: int = 0) -> Any:

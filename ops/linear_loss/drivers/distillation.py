@@ -38,6 +38,7 @@ from llmk.ops.linear_loss.chunked import (
     scaled,
     with_shard,
 )
+from llmk.ops.linear_loss.drivers.logprobs import NOT_IGNORED
 from llmk.ops.linear_loss.kernels import MOST_SUPPORT, CrossEntropyTerm, Implementation, LogitTransform, Softmaxes
 from llmk.ops.loss.divergence_math import Mixture
 from llmk.registry import (
@@ -79,7 +80,7 @@ class TopkTeachers(Protocol):
 
     @property
     def ids(self) -> Tensor:
-        """The classes of all of them, one after the other, `[N, K]`; `ignore_index` for one that is not there."""
+        """The classes of all of them, one after the other, `[N, K]`; -1 for one that is not there."""
         ...
 
     def losses(self, logprobs: Tensor, block: slice) -> Tensor:
@@ -338,7 +339,7 @@ def _finish(
     """Write the gradient of a block no teacher of which writes all columns, with the term of the cross entropy."""
     if ce is not None:
         term, target = torch.empty(z.shape, dtype=torch.float32, device=z.device), ce.target.unsqueeze(-1)
-        transform = _transform(call, 1.0)
+        transform = _transform(call, 1.0, call.ignore_index)
         impl.logprobs.gradients(-ce.grad.unsqueeze(-1), None, z, target, ce.stats, term, transform)
         total.add_(term)
     dz.copy_(total)
@@ -349,16 +350,16 @@ def _cross_entropy_term(
 ) -> tuple[Tensor, CrossEntropyTerm]:
     """Return the labels' log-probabilities at temperature 1, and the term of the logits' gradient."""
     assert call.labels is not None
-    transform = _transform(call, 1.0)
+    transform = _transform(call, 1.0, call.ignore_index)
     target = call.labels.reshape(-1)[block].contiguous()
     rank = impl.logprobs.statistics(logits, target.unsqueeze(-1), transform)
     logprobs, _, stats = impl.logprobs.combine(call.gather_ranks(rank), target.unsqueeze(-1), transform)
     return logprobs.view(-1), CrossEntropyTerm(target, call.first_class, grads[block], stats)
 
 
-def _transform(call: DistillationCall, temperature: float) -> LogitTransform:
+def _transform(call: DistillationCall, temperature: float, ignore_index: int) -> LogitTransform:
     return LogitTransform(
-        ignore_index=call.ignore_index,
+        ignore_index=ignore_index,
         scale=1.0,
         softcap=call.softcap,
         temperature=temperature,
@@ -372,7 +373,7 @@ def _topk_divergences(
     out: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Return the divergences from top-k teachers, and write the gradient of all to `out`, given that of each."""
-    transform, ids = _transform(call, call.temperature), topk.ids[block]
+    transform, ids = _transform(call, call.temperature, NOT_IGNORED), topk.ids[block]
     rank = impl.logprobs.statistics(z, ids, transform)
     logprobs, _, stats = impl.logprobs.combine(call.gather_ranks(rank), ids, transform)
     losses = topk.losses(logprobs, block)

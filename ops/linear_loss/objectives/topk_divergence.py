@@ -26,6 +26,8 @@ from torch import Tensor
 from llmk.ops.linear_loss.objectives.preference import log1mexp
 from llmk.ops.loss.divergence_math import divergence_of_cpu
 
+NOT_THERE = -1
+"""The id of an absent class, as in a support: the index to ignore of targets may be a class."""
 _LEAST_LOGPROB = -1e4
 """The log of a probability that is 0 in any dtype."""
 
